@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# One door. `make help` lists what it opens.
+
+BUILD ?= build
+USER_BUILD := $(BUILD)/user
+KVER ?=
+JOBS ?= $(shell nproc)
+
+.PHONY: all help deps kmod user runc check check-fast demo soak bench-datapath format clean install
+
+all: deps kmod user runc	## build everything
+
+help:				## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s '	'
+
+deps:				## install the distribution packages that are missing
+	@scripts/deps
+
+kmod: deps			## migr.ko for the kernels that tests use, or KVER=
+	@scripts/build-kmod $(KVER)
+
+user: deps			## libmigr, migrd, migrctl, CRIU plugin, programs
+	@mkdir -p $(USER_BUILD)
+	@cmake -S . -B $(USER_BUILD) -G Ninja >$(BUILD)/cmake.log 2>&1 || { cat $(BUILD)/cmake.log; exit 1; }
+	@ninja -C $(USER_BUILD) -j$(JOBS) --quiet
+
+check-fast: user		## tests without a VM (two minutes)
+	@scripts/check --fast
+
+check: all			## every test, in VMs too (40 minutes)
+	@scripts/check
+
+clean:				## remove the build folder
+	rm -rf $(BUILD)

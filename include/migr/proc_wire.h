@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * What libmigr.so and migrd say to each other, over a UNIX SOCK_SEQPACKET
+ * socket (MIGR_PROC_SOCKET). One packet is one message: struct migr_msg, then
+ * `count` records of the type named beside each message. The library connects;
+ * migrd knows the process by SO_PEERCRED. docs/protocol.md tells the order.
+ *
+ * Both sides refuse a packet whose version, type or length does not fit
+ * (migrd closes, the library reports and goes on without migrd). Every request
+ * of migrd is answered by exactly one reply with the same type | MIGR_REPLY,
+ * `seq` echoed, `status` 0 or an errno, and on error `text` saying what failed.
+ */
+#ifndef MIGR_PROC_WIRE_H
+#define MIGR_PROC_WIRE_H
+
+#include <stdint.h>
+
+#define MIGR_PROC_VERSION	1
+#define MIGR_PROC_SOCKET	"/run/migr/proc.sock"	/* environment MIGR_PROC_SOCKET overrides */
+#define MIGR_PROC_MAX_RECORDS	4096			/* per packet; more come in further packets */
+#define MIGR_PROC_TEXT_MAX	120
+
+#define MIGR_REPLY		0x8000u
+#define MIGR_MORE		0x1u	/* flags: further packets of this message follow */
+
+enum migr_msg_type {
+	/* library -> migrd, first packet; records: migr_text_range */
+	MIGR_MSG_HELLO = 1,
+
+	/* migrd -> library */
+	MIGR_MSG_DESCRIBE,	/* reply records: migr_fd_desc */
+	MIGR_MSG_QP_CREATE,	/* partner: spare QPs. records: migr_qp_ref; reply: migr_qp_spare */
+	MIGR_MSG_QP_CONNECT,	/* partner: connect spares to RTS. records: migr_qp_connect */
+	MIGR_MSG_SUSPEND,	/* records: migr_qp_ref, none = every QP. Reply when flags are up */
+	MIGR_MSG_DRAIN,		/* only after the threads were seen outside. arg: limit in ms.
+				 * Reply when nothing is in flight (status 0) or ETIMEDOUT,
+				 * records: migr_drain_stat */
+	MIGR_MSG_FREEZE,	/* source: last poll, read back receives, touch pages, unmap
+				 * tables, reply, close the socket, wait to be somewhere */
+	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
+				 * spares, make them the path; still suspended */
+	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach
+				 * to migr.ko, register memory, post receives; still suspended.
+				 * reply records: migr_key_map */
+	MIGR_MSG_KEYS,		/* partner: records: migr_key_map of the restored peer */
+	MIGR_MSG_RESUME,	/* records: migr_qp_ref, none = all. Replay kept posts, go on.
+				 * reply records: migr_resume_stat */
+	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
+	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP */
+};
+
+struct migr_msg {
+	uint16_t version;	/* MIGR_PROC_VERSION */
+	uint16_t type;		/* enum migr_msg_type, | MIGR_REPLY */
+	uint32_t flags;		/* MIGR_MORE */
+	uint32_t seq;		/* chosen by migrd, echoed */
+	int32_t status;		/* replies: 0 or a positive errno */
+	uint32_t count;		/* records that follow, 0..MIGR_PROC_MAX_RECORDS */
+	uint32_t record_size;	/* bytes of one record */
+	uint64_t arg;
+	uint8_t instance[16];	/* HELLO: random id of the process, the same after a migration */
+	uint32_t migration;	/* the switchover this belongs to; 0: none */
+	int32_t control_tid;	/* HELLO: kernel tid of the control thread, in its own pid namespace */
+	uint32_t state;		/* HELLO: enum migr_proc_state */
+	uint32_t generation;	/* HELLO: how often this process was restored */
+	char text[MIGR_PROC_TEXT_MAX];	/* NUL-terminated */
+};
+
+enum migr_proc_state {
+	MIGR_PROC_RUNNING,	/* nothing is suspended */
+	MIGR_PROC_SUSPENDED,
+	MIGR_PROC_FROZEN,	/* answered FREEZE; was frozen or restored since */
+};
+
+/* Code in which a thread counts as inside a data-path call (HELLO). */
+struct migr_text_range {
+	uint64_t start;		/* address in the process */
+	uint64_t bytes;
+	uint32_t kind;		/* 0: libmigr's direct path, 1: the provider */
+	uint32_t reserved;
+};
+
+enum migr_fd_kind {
+	MIGR_FD_CONTEXT = 1,	/* uverbs command fd */
+	MIGR_FD_ASYNC,		/* async event fd of a context */
+	MIGR_FD_CHANNEL,	/* completion channel */
+	MIGR_FD_RING,		/* not an fd: which ring lies where (see fields) */
+};
+
+struct migr_fd_desc {
+	uint32_t kind;		/* enum migr_fd_kind */
+	int32_t fd;		/* number in the process; -1 for RING */
+	int32_t context_fd;	/* the context it belongs to */
+	uint32_t ctx_id;	/* migr.ko's id of the context */
+	uint32_t cq_handle;	/* CHANNEL: one record per CQ on the channel, or MIGR_NO_HANDLE */
+	uint32_t obj_type;	/* RING: enum migr_obj_type */
+	uint32_t obj_handle;	/* RING */
+	uint32_t ring;		/* RING: 0 CQ or RQ, 1 SQ */
+	uint64_t addr;		/* RING: where it is mapped */
+	uint64_t bytes;		/* RING */
+	uint64_t pgoff;		/* RING: mmap offset, bytes */
+};
+
+/* A vQP of the process that gets the message. */
+struct migr_qp_ref {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t pqpn;		/* present physical number (lets migrd name QPs by it) */
+	uint32_t reserved;
+};
+
+struct migr_qp_spare {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t pqpn;		/* of the spare QP */
+	uint32_t psn;		/* 24 bits: first PSN it will send */
+};
+
+struct migr_qp_connect {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t dest_qpn;	/* physical */
+	uint32_t dest_psn;	/* the other side's first PSN */
+	uint8_t dgid[16];
+};
+
+struct migr_drain_stat {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t sq_in_flight;	/* WRs not completed when the reply was made */
+	uint32_t rq_outstanding;/* receives posted and not consumed */
+	uint32_t kept;		/* WRs kept since suspension */
+	uint32_t fake_cqes;	/* completions waiting in the fake CQs of this QP */
+};
+
+/* Old object -> new object, of one context. */
+struct migr_handle_map {
+	uint32_t ctx_id;	/* new context's id in migr.ko */
+	int32_t context_fd;	/* number in the process: tells the context */
+	uint32_t obj_type;	/* enum migr_obj_type; 0: the context itself */
+	uint32_t old_handle;
+	uint32_t new_handle;
+	uint32_t vqpn;		/* QP only */
+	uint32_t pqpn;		/* QP only: new physical number */
+	uint32_t reserved;
+};
+
+struct migr_key_map {
+	uint32_t vrkey;		/* as the owner's peers hold it */
+	uint32_t prkey;
+	uint8_t owner[16];	/* instance of the process that owns the memory */
+};
+
+struct migr_resume_stat {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t replayed_sends;
+	uint32_t replayed_recvs;
+	uint64_t suspended_ns;	/* CLOCK_MONOTONIC: flag up */
+	uint64_t last_cqe_ns;	/* last completion of a data WR before the stop */
+	uint64_t resumed_ns;
+};
+
+#endif /* MIGR_PROC_WIRE_H */

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The ABI's layouts are what an installed older or newer peer expects: sizes are pinned here.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+
+#include "migr/proc_wire.h"
+#include "uapi/migr.h"
+
+TEST(Abi, KernelRecordsHaveTheirPinnedSizes) {
+  EXPECT_EQ(sizeof(migr_ioc_attach), 16u);
+  EXPECT_EQ(sizeof(migr_key_entry), 8u);
+  EXPECT_EQ(sizeof(migr_mr_rec), 56u);
+  EXPECT_EQ(sizeof(migr_cq_rec), 32u);
+  EXPECT_EQ(sizeof(migr_ah_attr), 56u);
+  EXPECT_EQ(sizeof(migr_qp_rec) % 8, 0u);
+  EXPECT_EQ(sizeof(migr_ctx_rec) % 8, 0u);
+}
+
+TEST(Abi, ProcessRecordsHaveNoImplicitPadding) {
+  EXPECT_EQ(sizeof(migr_msg), 64u + MIGR_PROC_TEXT_MAX + 0u);
+  EXPECT_EQ(offsetof(migr_msg, arg) % 8, 0u);
+  EXPECT_EQ(sizeof(migr_fd_desc), 56u);
+  EXPECT_EQ(sizeof(migr_key_map), 24u);
+}
+
+TEST(Abi, ATagThatIsWrongStaysWrongAfterTranslation) {
+  const std::uint32_t vkey = 0x1234c5, pkey = 0x9988aa;
+  const std::uint32_t entry = pkey ^ (vkey & 0xff);
+  EXPECT_EQ(entry ^ (vkey & 0xff), pkey);
+  EXPECT_NE(entry ^ ((vkey ^ 1) & 0xff), pkey);
+}
