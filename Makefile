@@ -11,7 +11,7 @@ JOBS ?= $(shell nproc)
 all: deps kmod user runc	## build everything
 
 help:				## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s '	'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 deps:				## install the distribution packages that are missing
 	@scripts/deps

@@ -17,6 +17,15 @@
 
 #define MIGR_PROC_VERSION	1
 #define MIGR_PROC_SOCKET	"/run/migr/proc.sock"	/* environment MIGR_PROC_SOCKET overrides */
+/*
+ * After its answer to FREEZE the library closes the socket and must hold no
+ * connection until it is known where it will live: a checkpoint cannot contain
+ * one. It looks (access(2), no fd) every few ms for a gate: a file beside the
+ * socket named "gate-" + 32 hex digits of its instance. migrd creates it when
+ * the process may connect again: the source's on rollback (after the thaw),
+ * the destination's before the commit. Whoever made it removes it.
+ */
+#define MIGR_PROC_GATE_PREFIX	"gate-"
 #define MIGR_PROC_MAX_RECORDS	4096			/* per packet; more come in further packets */
 #define MIGR_PROC_TEXT_MAX	120
 
@@ -36,7 +45,7 @@ enum migr_msg_type {
 				 * Reply when nothing is in flight (status 0) or ETIMEDOUT,
 				 * records: migr_drain_stat */
 	MIGR_MSG_FREEZE,	/* source: last poll, read back receives, touch pages, unmap
-				 * tables, reply, close the socket, wait to be somewhere */
+				 * tables, reply, close the socket, wait for the gate */
 	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
 				 * spares, make them the path; still suspended */
 	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach
