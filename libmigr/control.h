@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* The control thread: speaks include/migr/proc_wire.h with migrd and drives the switchover engine. */
+#ifndef MIGR_CONTROL_H
+#define MIGR_CONTROL_H
+
+namespace migr::control {
+
+/// Starts the thread once (first user context). All signals are blocked in it. Thread: any, Registry's lock held.
+void start();
+
+/// After fork, in the child: the thread is not there; the child goes on without migrd. Thread: the child's only one.
+void after_fork();
+
+}  // namespace migr::control
+
+#endif

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* What differs between NIC families, behind one interface. */
+#ifndef MIGR_PROVIDER_H
+#define MIGR_PROVIDER_H
+
+#include <cstdint>
+#include <string>
+#include <vector>
+#include "../shadow.h"
+#include "../../include/migr/proc_wire.h"
+
+namespace migr::provider {
+
+/// What can be moved. @return "" if this context's device family is supported, else why not (one line).
+std::string unsupported_reason(const Context& context);
+
+/// Receives that were posted to `qp` (a real QP of `shadow`'s context) and not consumed, oldest first. Their keys are
+/// physical, as they lie in the queue. Nothing may post to or consume from the QP meanwhile.
+/// @return 0 or a positive errno
+int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out);
+
+/// The queue mappings (rings) of every object of a context: where they lie in this process, and their mmap offsets.
+int rings(Context& context, std::vector<migr_fd_desc>& out);
+
+/// Executable mappings of the provider's and libibverbs' code, as text ranges of kind 1.
+std::vector<migr_text_range> text_ranges();
+
+/// Registers memory with a raw uverbs call (ioctl INVOKE_WRITE, which works for a restored process): no libibverbs
+/// object is made. @return 0 or a positive errno
+int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+               std::uint64_t iova, int access, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey);
+
+}  // namespace migr::provider
+
+#endif

@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Shadow objects: what the application holds instead of the provider's.
+ *
+ * An application's ibv_qp, ibv_cq or ibv_mr is the first member of a shadow, so
+ * a cast leads from one to the other. The provider's object behind it ("real")
+ * carries the physical names and may be replaced; the shadow never is. The real
+ * object's qp_context / cq_context points back to its shadow.
+ *
+ * Ownership: a shadow belongs to the application from create to destroy.
+ * Registry (below) knows them all; its lock is taken before any shadow's.
+ */
+#ifndef MIGR_SHADOW_H
+#define MIGR_SHADOW_H
+
+#include <infiniband/verbs.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <linux/types.h>
+#include "../include/uapi/migr.h"
+
+namespace migr {
+
+class KernelLink;
+
+/// Bits of a QP's state word. Zero: the direct path (state word, tail call).
+/// Written under QpShadow::lock by the control thread only; read without a lock on the data path.
+enum QpStateBits : std::uint32_t {
+  kKeepSends = 1u << 0,        ///< suspended: sends are kept
+  kKeepReceives = 1u << 1,     ///< frozen: receives are kept too
+  kLogReceives = 1u << 2,      ///< switched but not resumed: receives go to the path and are noted for a rollback
+  kTranslateLocal = 1u << 3,   ///< own keys have other physical values now
+  kTranslateRemote = 1u << 4,  ///< the partner's keys have other physical values now
+  kForced = 1u << 5,           ///< MIGR_FORCE_SWITCHED: never zero
+  kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
+};
+
+/// Bits of a CQ's state word. Zero: direct.
+enum CqStateBits : std::uint32_t {
+  kFakeCq = 1u << 0,        ///< completions may wait in the fake CQ, or the control thread polls too: take the lock
+  kTranslateQpn = 1u << 1,  ///< a QP on it has a physical number that is not its virtual one
+  kCqForced = 1u << 2,
+};
+
+/// Which way the ibv_wr_* session that is open now goes.
+enum class Session : std::uint32_t { kNone, kPath, kKept };
+
+/// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
+struct KeptSend {
+  ibv_send_wr wr;
+  std::vector<ibv_sge> sges;
+  std::vector<std::uint8_t> inline_data;  ///< if IBV_SEND_INLINE
+};
+
+/// A receive. Keys are virtual.
+struct KeptReceive {
+  std::uint64_t wr_id;
+  std::vector<ibv_sge> sges;
+};
+
+/// Physical keys of the partner's memory. Immutable once published; replaced while suspended.
+struct RemoteKeys {
+  std::unordered_map<std::uint32_t, std::uint32_t> physical;  ///< virtual rkey -> physical; absent: the same
+};
+
+struct MrShadow;
+struct CqShadow;
+struct QpShadow;
+
+/// A user context: the application holds the provider's ibv_context itself, with our functions in its ops.
+struct Context {
+  ibv_context* real = nullptr;
+  ibv_context_ops ops{};  ///< the provider's own
+  ibv_qp* (*create_qp_ex)(ibv_context*, ibv_qp_init_attr_ex*) = nullptr;
+  ibv_cq_ex* (*create_cq_ex)(ibv_context*, ibv_cq_init_attr_ex*) = nullptr;
+  std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
+  std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
+};
+
+struct MrShadow {
+  ibv_mr app;  ///< lkey, rkey: virtual. First member
+  ibv_mr* real;
+  Context* context;
+  int access;  ///< IBV_ACCESS_* as given
+  std::uint64_t iova;
+  bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported)
+};
+
+struct alignas(64) CqShadow {
+  union {
+    ibv_cq app;
+    ibv_cq_ex app_ex;
+  };
+  /* data path */
+  alignas(64) std::atomic<std::uint32_t> state;
+  ibv_cq* real;
+  int (*real_poll)(ibv_cq*, int, ibv_wc*);
+  const std::uint32_t* qpn_table;  ///< physical -> virtual | MIGR_QPN_VALID
+  ibv_cq_ex* real_ex;  ///< null: not made by create_cq_ex
+  const ibv_wc* ex_now;  ///< ibv_cq_ex session on a fake completion: the one being read; else null
+  ibv_wc ex_wc;
+  /* the rest */
+  std::mutex lock;
+  std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
+  std::atomic<bool> armed;  ///< req_notify_cq since the last event that was read
+  int solicited_only;
+  std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, data completion taken by the engine
+  Context* context;
+};
+
+struct alignas(64) QpShadow {
+  union {
+    ibv_qp app;
+    ibv_qp_ex app_ex;
+  };
+  /* data path */
+  alignas(64) std::atomic<std::uint32_t> state;
+  std::atomic<Session> session;
+  ibv_qp* real;
+  ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
+  int (*real_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
+  int (*real_post_recv)(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**);
+  const migr_key_entry* key_table;  ///< virtual key index -> physical
+  const RemoteKeys* remote_keys;    ///< null: the partner's keys are as they were
+  /* the rest */
+  std::mutex lock;
+  Context* context;
+  CqShadow* send_cq;
+  CqShadow* recv_cq;
+  ibv_qp_init_attr_ex init;  ///< as asked for; CQs and SRQ are the application's. comp_mask as given
+  bool init_is_ex;           ///< made by create_qp_ex
+  std::deque<KeptSend> kept_sends;
+  std::deque<KeptReceive> kept_receives;
+  std::deque<KeptReceive> logged_receives;  ///< posted to the spare since SWITCH
+  KeptSend building;                        ///< the WR an ibv_wr_* session builds while suspended
+  std::vector<KeptSend> built;              ///< finished WRs of that session
+  int build_error;                          ///< errno that wr_complete will return
+  ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
+  ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
+  std::uint32_t spare_psn = 0;
+  bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
+  std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
+  std::uint32_t replayed_sends = 0, replayed_receives = 0;
+
+  std::uint32_t vqpn() const { return app.qp_num; }
+  std::uint32_t pqpn() const { return real->qp_num; }
+};
+
+inline QpShadow& shadow_of(ibv_qp* qp) { return *reinterpret_cast<QpShadow*>(qp); }
+inline QpShadow& shadow_of(ibv_qp_ex* qp) { return *reinterpret_cast<QpShadow*>(qp); }
+inline CqShadow& shadow_of(ibv_cq* cq) { return *reinterpret_cast<CqShadow*>(cq); }
+inline CqShadow& shadow_of(ibv_cq_ex* cq) { return *reinterpret_cast<CqShadow*>(cq); }
+inline MrShadow& shadow_of(ibv_mr* mr) { return *reinterpret_cast<MrShadow*>(mr); }
+
+/// Every shadow of the process, in creation order. The lock is held while an object is created or destroyed and
+/// while the control thread handles one message.
+struct Registry {
+  std::mutex lock;
+  std::vector<Context*> contexts;
+  std::vector<ibv_pd*> pds;              ///< not shadowed: a PD has no name on the data path
+  std::vector<ibv_comp_channel*> channels;
+  std::vector<MrShadow*> mrs;
+  std::vector<CqShadow*> cqs;
+  std::vector<QpShadow*> qps;
+  unsigned unsupported = 0;  ///< objects that cannot move (SRQ, MW, XRCD, DM, flows, WQs)
+  static Registry& get();
+  Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock
+};
+
+}  // namespace migr
+
+#endif

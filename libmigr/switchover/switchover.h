@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * THE engine: suspend, settle what is in flight, change the path, replay, resume.
+ * Live migration (source and restored side), its partner, and later failover and
+ * fail-back are callers of the same steps. states.h has the table of arcs.
+ *
+ * Thread: the control thread only, with the Registry's lock held, except drain(),
+ * which takes it itself while it looks. All return 0 or a positive errno and
+ * leave a sentence in `why`.
+ */
+#ifndef MIGR_SWITCHOVER_H
+#define MIGR_SWITCHOVER_H
+
+#include <span>
+#include <string>
+#include <vector>
+#include "../shadow.h"
+#include "../../include/migr/proc_wire.h"
+#include "states.h"
+
+namespace migr::switchover {
+
+using Qps = std::span<QpShadow* const>;
+
+/// The state of the process as a whole, for HELLO.
+migr_proc_state process_state();
+
+/// Raises the flags. Sends are kept from here on, but threads that passed the check may still be on their way.
+/// Adds IBV_ACCESS_REMOTE_WRITE where the partner's drain marker needs it.
+int suspend(Qps qps, std::string& why);
+
+/// Waits until nothing is in flight on the send queues; completions go to the fake CQs. To be called only after every
+/// thread was seen outside. On ETIMEDOUT everything stays suspended and `stats` says what is missing.
+/// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters.
+int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why);
+
+/// Source: nothing changes any more. Last poll, outstanding receives read back, pages of registered memory touched (a
+/// NIC's write does not set soft-dirty), tables and /dev/migr let go. Every QP must be drained.
+int freeze(std::string& why);
+
+/// Partner: a spare real QP per vQP, same PD, CQs and SRQ, in INIT.
+int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why);
+/// Partner: to RTS towards the restored side.
+int connect_spare(QpShadow& qp, const migr_qp_connect& to, std::string& why);
+/// Partner: outstanding receives go to the spare, which becomes the path. Sends stay kept. Can be undone.
+int switch_to_spare(Qps qps, std::string& why);
+
+/// Restored side: adopts the new objects, attaches to migr.ko, registers memory, posts the receives.
+/// @param out every MR with remote access: virtual and new physical rkey
+int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why);
+
+/// Partner: the restored side's memory has these keys now.
+int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why);
+
+/// Replays kept sends in order, lets the application on, destroys the old path.
+int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
+
+/// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
+int rollback(std::string& why);
+
+void stats(std::vector<migr_drain_stat>& out);
+
+}  // namespace migr::switchover
+
+#endif
