@@ -24,6 +24,9 @@ user: deps			## libmigr, migrd, migrctl, CRIU plugin, programs
 	@cmake -S . -B $(USER_BUILD) -G Ninja >$(BUILD)/cmake.log 2>&1 || { cat $(BUILD)/cmake.log; exit 1; }
 	@ninja -C $(USER_BUILD) -j$(JOBS) --quiet
 
+runc: deps			## runc with our patches, build/runc/runc
+	@scripts/build-runc
+
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
