@@ -212,13 +212,14 @@ def accelerator(cache, k, initramfs, say):
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
         boot = f.read().strip()
     qemu = os.stat(os.path.realpath(shutil.which("qemu-system-x86_64") or "/")).st_mtime_ns
-    key = f"{boot} {k.version} {qemu}"
+    key = f"{boot} {qemu} {k.version}"
     known = os.path.join(cache, "accel")
     with open(known, "a+", encoding="ascii") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         f.seek(0)
         for line in f:
-            if line.startswith(key + ": "):
+            # Where one kernel cannot run, another is not worth the wait.
+            if line.startswith(key + ": ") or line.startswith(f"{boot} {qemu} ") and line.endswith(": tcg\n"):
                 return line.split(": ")[1].strip()
         say(f"trying KVM (at most {KVM_TRIAL_S} s, once)")
         result = "kvm" if _kvm_boots(k, initramfs) else "tcg"

@@ -175,6 +175,7 @@ void Switch::accept_port(Port& p) {
 
 void Switch::disconnect(Port& p) {
   unwatch(p.fd);
+  std::erase_if(learned_[p.network], [&p](const auto& entry) { return entry.second == &p; });
   p.rx.clear();
   p.queue.clear();
   p.queued = p.sent = 0;
