@@ -7,6 +7,7 @@ to 107 bytes. `bed.sock` takes one JSON line per connection and answers one; an
 "exec" goes on with frames (tests/testbed/frame.h).
 """
 import asyncio
+import glob
 import json
 import os
 import re
@@ -367,6 +368,6 @@ def main(folder):
         conf = json.load(f)
     signal.alarm(conf["lifetime"] + LIFETIME_GRACE_S)  # should the loop hang
     asyncio.run(Bed(conf).run())
-    for name in ("bed.sock", "pids"):
+    for name in glob.glob("*.sock") + glob.glob("*/*.sock") + ["pids"]:
         if os.path.exists(name):
             os.unlink(name)
