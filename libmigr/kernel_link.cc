@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "kernel_link.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <new>
+
+#include "high_fd.h"
+
+namespace migr {
+namespace {
+
+constexpr char kDevice[] = "/dev/" MIGR_DEV_NAME;
+
+void say_once(const char* what, int error) {
+  static std::atomic<bool> said;
+  if (said.exchange(true)) return;
+  fprintf(stderr, "libmigr: %s%s%s; this process runs as usual but cannot be migrated\n", what, error ? ": " : "",
+          error ? strerror(error) : "");
+}
+
+bool private_wanted() {
+  const char* tables = getenv("MIGR_TABLES");
+  return tables && strcmp(tables, "private") == 0;
+}
+
+/// Memory that costs nothing until it is written. @param where null, or the address that must be taken
+void* private_memory(void* where, std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (where ? MAP_FIXED : 0);
+  void* p = mmap(where, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  madvise(p, bytes, MADV_DONTDUMP);
+  madvise(p, bytes, MADV_NOHUGEPAGE);  // one entry must not cost 2 MiB
+  return p;
+}
+
+void* table_of(int fd, void* where, std::size_t bytes, std::uint64_t offset) {
+  void* p = mmap(where, bytes, PROT_READ, MAP_SHARED | (where ? MAP_FIXED : 0), fd, static_cast<off_t>(offset));
+  return p == MAP_FAILED ? nullptr : p;
+}
+
+/// @return a descriptor at a high number that serves `uverbs_fd`'s context, or a negative errno
+int open_attached(int uverbs_fd, std::uint32_t& ctx_id, std::uint32_t& module_abi) {
+  const int fd = to_high_fd(open(kDevice, O_RDWR | O_CLOEXEC));
+  if (fd < 0) return -errno;
+  migr_ioc_attach attach{MIGR_ABI_VERSION, uverbs_fd, 0, 0};
+  if (ioctl(fd, MIGR_IOC_ATTACH, &attach) != 0) {
+    const int error = errno;
+    module_abi = attach.abi_version;
+    close(fd);
+    return -error;
+  }
+  ctx_id = attach.ctx_id;
+  return fd;
+}
+
+}  // namespace
+
+KernelLink::KernelLink(int uverbs_fd) {
+  if (!private_wanted()) {
+    std::uint32_t module_abi = MIGR_ABI_VERSION;
+    const int fd = open_attached(uverbs_fd, ctx_id_, module_abi);
+    if (fd >= 0) {
+      qpn_table_ = static_cast<std::uint32_t*>(table_of(fd, nullptr, MIGR_QPN_TABLE_BYTES, MIGR_QPN_TABLE_OFFSET));
+      key_table_ = static_cast<migr_key_entry*>(table_of(fd, nullptr, MIGR_KEY_TABLE_BYTES, MIGR_KEY_TABLE_OFFSET));
+      if (qpn_table_ && key_table_) {
+        fd_ = fd;
+        return;
+      }
+      say_once("cannot map the tables of /dev/migr", errno);
+      if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
+      if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
+      close(fd);
+      ctx_id_ = 0;
+    } else if (fd == -EPROTONOSUPPORT) {
+      char text[120];
+      snprintf(text, sizeof(text), "migr.ko speaks ABI version %u, this library %u: install matching ones", module_abi,
+               MIGR_ABI_VERSION);
+      say_once(text, 0);
+    } else if (fd == -ENOENT && access(kDevice, F_OK) != 0) {
+      say_once("no /dev/migr (is migr.ko loaded?)", 0);
+    } else {
+      say_once("cannot attach to /dev/migr", -fd);
+    }
+  }
+  qpn_table_ = static_cast<std::uint32_t*>(private_memory(nullptr, MIGR_QPN_TABLE_BYTES));
+  key_table_ = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES));
+  if (!qpn_table_ || !key_table_) {
+    if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
+    if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
+    throw std::bad_alloc();
+  }
+}
+
+KernelLink::~KernelLink() {
+  if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
+  if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
+  if (fd_ >= 0) close(fd_);
+}
+
+int KernelLink::bind_qp(std::uint32_t vqpn, std::uint32_t pqpn) {
+  if ((vqpn | pqpn) & ~MIGR_QPN_MASK) return ERANGE;
+  if (!attached()) {
+    __atomic_store_n(&qpn_table_[pqpn], vqpn | MIGR_QPN_VALID, __ATOMIC_RELEASE);
+    return 0;
+  }
+  migr_ioc_bind_qp bind{vqpn, pqpn};
+  return ioctl(fd_, MIGR_IOC_BIND_QP, &bind) == 0 ? 0 : errno;
+}
+
+int KernelLink::bind_mr(std::uint32_t handle, std::uint32_t vlkey, std::uint32_t vrkey, std::uint32_t plkey,
+                        std::uint32_t prkey) {
+  if (!attached()) {
+    // The two keys of an MR need not share an index (with rxe and mlx5 they do).
+    __atomic_store_n(&key_table_[vlkey >> 8].lkey, plkey ^ (vlkey & 0xff), __ATOMIC_RELEASE);
+    if (vrkey) __atomic_store_n(&key_table_[vrkey >> 8].rkey, prkey ^ (vrkey & 0xff), __ATOMIC_RELEASE);
+    return 0;
+  }
+  migr_ioc_bind_mr bind{handle, vlkey, vrkey, 0};
+  return ioctl(fd_, MIGR_IOC_BIND_MR, &bind) == 0 ? 0 : errno;
+}
+
+int KernelLink::query_mr(std::uint32_t handle, migr_ioc_query_mr& out) {
+  if (!attached()) return ENODEV;
+  out = {};
+  out.handle = handle;
+  return ioctl(fd_, MIGR_IOC_QUERY_MR, &out) == 0 ? 0 : errno;
+}
+
+int KernelLink::driver_resp(migr_obj_type type, std::uint32_t handle, void* buf, std::uint32_t& len) {
+  if (!attached()) return ENODEV;
+  migr_ioc_driver_resp resp{static_cast<std::uint32_t>(type), handle, reinterpret_cast<std::uintptr_t>(buf), len, 0};
+  if (ioctl(fd_, MIGR_IOC_DRIVER_RESP, &resp) != 0) return errno;
+  len = resp.len;
+  return 0;
+}
+
+void KernelLink::detach() {
+  if (!attached()) return;
+  // MAP_FIXED replaces in one step: at no moment can another mapping take the address.
+  private_memory(qpn_table_, MIGR_QPN_TABLE_BYTES);
+  private_memory(key_table_, MIGR_KEY_TABLE_BYTES);
+  close(fd_);
+  fd_ = -1;
+}
+
+int KernelLink::reattach(int uverbs_fd) {
+  if (attached()) return 0;
+  std::uint32_t module_abi = MIGR_ABI_VERSION;
+  std::uint32_t ctx_id = 0;
+  const int fd = open_attached(uverbs_fd, ctx_id, module_abi);
+  if (fd < 0) return -fd;
+  if (!table_of(fd, qpn_table_, MIGR_QPN_TABLE_BYTES, MIGR_QPN_TABLE_OFFSET) ||
+      !table_of(fd, key_table_, MIGR_KEY_TABLE_BYTES, MIGR_KEY_TABLE_OFFSET)) {
+    const int error = errno;
+    private_memory(qpn_table_, MIGR_QPN_TABLE_BYTES);
+    private_memory(key_table_, MIGR_KEY_TABLE_BYTES);
+    close(fd);
+    return error;
+  }
+  fd_ = fd;
+  ctx_id_ = ctx_id;
+  return 0;
+}
+
+}  // namespace migr

@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Soft-RoCE. Its rings are plain memory shared with the kernel and mapped from
+ * the uverbs fd: the driver's answer to create names the mmap offset, and
+ * /proc/self/maps the address of a mapping with that offset. Both change
+ * together when a process is restored.
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <link.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <string_view>
+
+#include <rdma/ib_user_verbs.h>
+#include <rdma/rdma_user_rxe.h>
+
+#include "../kernel_link.h"
+#include "provider.h"
+#include "uverbs_write.h"
+
+namespace migr::provider {
+namespace {
+
+struct Mapping {
+  std::uint64_t start, bytes, offset;
+};
+
+/// Mappings in this process of the file behind `fd`.
+int mappings_of(int fd, std::vector<Mapping>& out) {
+  struct stat want {};
+  if (fstat(fd, &want) != 0) return errno;
+  FILE* maps = fopen("/proc/self/maps", "re");
+  if (!maps) return errno;
+  char* line = nullptr;
+  std::size_t room = 0;
+  while (getline(&line, &room, maps) > 0) {
+    std::uint64_t start, end, offset, inode;
+    unsigned dev_major, dev_minor;
+    if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %*4s %" SCNx64 " %x:%x %" SCNu64, &start, &end, &offset, &dev_major,
+               &dev_minor, &inode) != 6)
+      continue;
+    if (inode == want.st_ino && makedev(dev_major, dev_minor) == want.st_dev)
+      out.push_back({start, end - start, offset});
+  }
+  free(line);
+  fclose(maps);
+  return 0;
+}
+
+/// Two contexts on one device map the same file; rxe numbers offsets per device, so an offset is one ring.
+const Mapping* at_offset(const std::vector<Mapping>& maps, std::uint64_t offset, std::uint64_t bytes) {
+  for (const Mapping& m : maps)
+    if (offset >= m.offset && offset - m.offset + bytes <= m.bytes) return &m;
+  return nullptr;
+}
+
+int qp_resp(const Context& context, std::uint32_t handle, rxe_create_qp_resp& resp) {
+  std::uint32_t len = sizeof(resp);
+  resp = {};
+  if (const int error = context.kernel->driver_resp(MIGR_OBJ_QP, handle, &resp, len)) return error;
+  return len < sizeof(resp) ? EPROTO : 0;
+}
+
+int cq_resp(const Context& context, std::uint32_t handle, rxe_create_cq_resp& resp) {
+  std::uint32_t len = sizeof(resp);
+  resp = {};
+  if (const int error = context.kernel->driver_resp(MIGR_OBJ_CQ, handle, &resp, len)) return error;
+  return len < sizeof(resp) ? EPROTO : 0;
+}
+
+migr_fd_desc ring_desc(const Context& context, migr_obj_type type, std::uint32_t handle, unsigned ring,
+                       const mminfo& info, const Mapping& where) {
+  migr_fd_desc d{};
+  d.kind = MIGR_FD_RING;
+  d.fd = -1;
+  d.context_fd = context.real->cmd_fd;
+  d.ctx_id = context.ctx_id();
+  d.cq_handle = MIGR_NO_HANDLE;
+  d.obj_type = type;
+  d.obj_handle = handle;
+  d.ring = ring;
+  d.addr = where.start + (info.offset - where.offset);
+  d.bytes = info.size;
+  d.pgoff = info.offset;
+  return d;
+}
+
+bool is_provider_code(std::string_view path) {
+  const std::size_t slash = path.rfind('/');
+  const std::string_view file = slash == path.npos ? path : path.substr(slash + 1);
+  return file.starts_with("libibverbs.so") || file.find("-rdmav") != file.npos || file.starts_with("libmlx5.so") ||
+         file.starts_with("libmlx4.so") || file.starts_with("libefa.so");
+}
+
+}  // namespace
+
+std::string unsupported_reason(const Context& context) {
+  // Where the provider's post_send lives tells the family, also where sysfs is not mounted.
+  Dl_info info{};
+  const char* file = "";
+  if (context.ops.post_send && dladdr(reinterpret_cast<void*>(context.ops.post_send), &info) && info.dli_fname) {
+    const char* slash = strrchr(info.dli_fname, '/');
+    file = slash ? slash + 1 : info.dli_fname;
+  }
+  if (strncmp(file, "librxe", 6) == 0) return "";
+  std::string why = std::string("device ") + (context.real ? context.real->device->name : "?") +
+                    " is not soft-RoCE (rxe), the only family that can be migrated so far";
+  if (*file) why += std::string("; its provider is ") + file;
+  return why;
+}
+
+int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out) {
+  if (qp->srq) return 0;  // a shared queue's receives belong to no QP
+  rxe_create_qp_resp resp;
+  if (const int error = qp_resp(*shadow.context, qp->handle, resp)) return error;
+  std::vector<Mapping> maps;
+  if (const int error = mappings_of(shadow.context->real->cmd_fd, maps)) return error;
+  const Mapping* where = at_offset(maps, resp.rq_mi.offset, resp.rq_mi.size);
+  if (!where) return ENXIO;
+  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (resp.rq_mi.offset - where->offset));
+
+  const std::uint32_t mask = queue->index_mask;
+  const std::uint32_t shift = queue->log2_elem_size;
+  const std::uint64_t slots = std::uint64_t{mask} + 1;
+  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < sizeof(rxe_recv_wqe) ||
+      sizeof(*queue) + (slots << shift) > resp.rq_mi.size)
+    return EPROTO;  // not the layout we know
+  const std::size_t max_sges = ((std::size_t{1} << shift) - sizeof(rxe_recv_wqe)) / sizeof(rxe_sge);
+  // Pairs with the kernel's release of what it has consumed.
+  const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE) & mask;
+  const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE) & mask;
+  for (std::uint32_t i = consumer; i != producer; i = (i + 1) & mask) {
+    const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(queue->data + (std::uint64_t{i} << shift));
+    if (wqe->dma.num_sge > max_sges) return EPROTO;
+    KeptReceive& receive = out.emplace_back();
+    receive.wr_id = wqe->wr_id;
+    const auto* sge = reinterpret_cast<const rxe_sge*>(wqe + 1);
+    for (std::uint32_t s = 0; s < wqe->dma.num_sge; ++s)
+      receive.sges.push_back({sge[s].addr, sge[s].length, sge[s].lkey});
+  }
+  return 0;
+}
+
+int rings(Context& context, std::vector<migr_fd_desc>& out) {
+  std::vector<Mapping> maps;
+  if (const int error = mappings_of(context.real->cmd_fd, maps)) return error;
+  const auto add = [&](migr_obj_type type, std::uint32_t handle, unsigned ring, const mminfo& info) {
+    const Mapping* where = at_offset(maps, info.offset, info.size);
+    if (!where) return ENXIO;
+    out.push_back(ring_desc(context, type, handle, ring, info, *where));
+    return 0;
+  };
+  Registry& registry = Registry::get();
+  for (const CqShadow* cq : registry.cqs) {
+    if (cq->context != &context) continue;
+    rxe_create_cq_resp resp;
+    if (const int error = cq_resp(context, cq->real->handle, resp)) return error;
+    if (const int error = add(MIGR_OBJ_CQ, cq->real->handle, 0, resp.mi)) return error;
+  }
+  for (const QpShadow* qp : registry.qps) {
+    if (qp->context != &context) continue;
+    rxe_create_qp_resp resp;
+    if (const int error = qp_resp(context, qp->real->handle, resp)) return error;
+    if (!qp->real->srq)
+      if (const int error = add(MIGR_OBJ_QP, qp->real->handle, 0, resp.rq_mi)) return error;
+    if (const int error = add(MIGR_OBJ_QP, qp->real->handle, 1, resp.sq_mi)) return error;
+  }
+  return 0;
+}
+
+std::vector<migr_text_range> text_ranges() {
+  std::vector<migr_text_range> out;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* arg) {
+        if (!info->dlpi_name || !is_provider_code(info->dlpi_name)) return 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const ElfW(Phdr)& ph = info->dlpi_phdr[i];
+          if (ph.p_type == PT_LOAD && (ph.p_flags & PF_X))
+            static_cast<std::vector<migr_text_range>*>(arg)->push_back(
+                {info->dlpi_addr + ph.p_vaddr, ph.p_memsz, 1, 0});
+        }
+        return 0;
+      },
+      &out);
+  return out;
+}
+
+int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+               std::uint64_t iova, int access, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey) {
+  ib_uverbs_reg_mr cmd{};
+  ib_uverbs_reg_mr_resp resp{};
+  cmd.response = reinterpret_cast<std::uintptr_t>(&resp);
+  cmd.start = reinterpret_cast<std::uintptr_t>(addr);
+  cmd.length = length;
+  cmd.hca_va = iova;
+  cmd.pd_handle = pd_handle;
+  cmd.access_flags = static_cast<std::uint32_t>(access);
+  if (const int error =
+          invoke_write(context->cmd_fd, IB_USER_VERBS_CMD_REG_MR, &cmd, sizeof(cmd), &resp, sizeof(resp)))
+    return error;
+  handle = resp.mr_handle;
+  lkey = resp.lkey;
+  rkey = resp.rkey;
+  return 0;
+}
+
+}  // namespace migr::provider

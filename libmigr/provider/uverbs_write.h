@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * uverbs takes write() commands only from the very credentials that opened the
+ * device (by pointer); a restored process has new ones and would get EACCES.
+ * The ioctl INVOKE_WRITE carries the same commands without that check. rxe
+ * rings its doorbell by write(), so the library stands in front of write().
+ */
+#ifndef MIGR_UVERBS_WRITE_H
+#define MIGR_UVERBS_WRITE_H
+
+#include <cstddef>
+#include <cstdint>
+
+namespace migr::provider {
+
+/// Tells that `fd` is (or is no longer) the command fd of a context of ours. Lock-free; fds from 65536 on are not kept.
+void note_uverbs_fd(int fd, bool ours);
+
+/// From here on, commands written to our uverbs fds go by ioctl. Thread: control thread, data path suspended.
+void set_restored();
+
+/// One uverbs write command by ioctl. @param in the command without its header
+/// @return 0 or a positive errno
+int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out, std::size_t out_bytes);
+
+}  // namespace migr::provider
+
+#endif
