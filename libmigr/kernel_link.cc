@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <new>
 
 #include "high_fd.h"
 
@@ -93,10 +92,9 @@ KernelLink::KernelLink(int uverbs_fd) {
   }
   qpn_table_ = static_cast<std::uint32_t*>(private_memory(nullptr, MIGR_QPN_TABLE_BYTES));
   key_table_ = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES));
-  if (!qpn_table_ || !key_table_) {
-    if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
-    if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
-    throw std::bad_alloc();
+  if (!qpn_table_ || !key_table_) {  // address space is limited (RLIMIT_AS): the data path cannot do without
+    fprintf(stderr, "libmigr: no address space for 192 MiB of tables (ulimit -v); set MIGR_DISABLE=1\n");
+    abort();
   }
 }
 

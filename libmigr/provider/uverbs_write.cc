@@ -89,16 +89,6 @@ void put_in(ib_uverbs_attr& attr, std::uint16_t id, const void* data, std::size_
 
 }  // namespace
 
-void note_uverbs_fd(int fd, bool is) {
-  if (fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return;
-  const auto n = static_cast<unsigned>(fd);
-  const std::uint64_t bit = std::uint64_t{1} << (n % kBitsPerWord);
-  if (is)
-    ours[n / kBitsPerWord].fetch_or(bit, std::memory_order_relaxed);
-  else
-    ours[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
-}
-
 void set_restored() { restored.store(true, std::memory_order_release); }
 
 int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
@@ -127,6 +117,17 @@ int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_b
 }
 
 }  // namespace migr::provider
+
+void migr::note_uverbs_fd(int fd, bool is) {
+  using provider::kBitsPerWord, provider::kMaxFd, provider::ours;
+  if (fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return;
+  const auto n = static_cast<unsigned>(fd);
+  const std::uint64_t bit = std::uint64_t{1} << (n % kBitsPerWord);
+  if (is)
+    ours[n / kBitsPerWord].fetch_or(bit, std::memory_order_relaxed);
+  else
+    ours[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
+}
 
 extern "C" [[gnu::visibility("default")]] ssize_t write(int fd, const void* buf, size_t count) {
   using namespace migr::provider;

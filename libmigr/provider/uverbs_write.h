@@ -11,10 +11,14 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace migr::provider {
+namespace migr {
 
 /// Tells that `fd` is (or is no longer) the command fd of a context of ours. Lock-free; fds from 65536 on are not kept.
 void note_uverbs_fd(int fd, bool ours);
+
+}  // namespace migr
+
+namespace migr::provider {
 
 /// From here on, commands written to our uverbs fds go by ioctl. Thread: control thread, data path suspended.
 void set_restored();
