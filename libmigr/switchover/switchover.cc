@@ -729,7 +729,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     why = "this process was not frozen";
     return EBUSY;
   }
-  uverbs_write_by_ioctl();
+  provider::set_restored();
   if (const int err = adopt_handles(maps, why)) return err;
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
