@@ -88,7 +88,7 @@ class Run {
   void tick();
   void idle(bool nothing);
   void sleep_on_channel();
-  bool take_events(int wait_ms);
+  bool take_events(int wait_ms, bool or_message);
   void request_stop(const char* why);
   void advance_phase();
   bool may_finish() const;
@@ -215,7 +215,10 @@ void Run::fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge) 
   std::uint64_t returned = 0;
   if (consumes(op.kind) || writes(op.kind)) pattern_fill(at, op.len, l.stream.key(), op.seq);
   else std::memset(at, 0xa5, op.len);
-  const std::uint32_t pieces = std::min(op.sges, op.len / 4);
+  std::uint32_t pieces = std::min(op.sges, op.len / 4);
+  // rxe of rdma-core 44 takes the first length of an ibv_wr_set_sge_list() for that of all.
+  if (options_.wr_api)
+    while (op.len % pieces) --pieces;
   const std::uint32_t step = op.len / pieces;
   for (std::uint32_t k = 0; k < pieces; ++k) {
     sge[k].addr = reinterpret_cast<std::uintptr_t>(at + static_cast<std::size_t>(k) * step);
@@ -309,7 +312,7 @@ void Run::post_list(std::uint32_t i, const Op* ops, std::uint32_t n) {
 bool Run::post_stream(std::uint32_t i) {
   Lane& l = lanes_[i];
   l.blocked = false;
-  if (stopping_ || (options_.iterations && l.next >= options_.iterations)) return false;
+  if (stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
   const std::uint64_t checked = __atomic_load_n(&f_.words_of(i)->ack, __ATOMIC_ACQUIRE);
   if (checked > l.next) throw RunError("QP " + std::to_string(i) + ": the partner acknowledges WR " + std::to_string(checked) +
                                        ", but only " + std::to_string(l.next) + " were posted");
@@ -318,7 +321,7 @@ bool Run::post_stream(std::uint32_t i) {
   Op ops[kMaxList];
   std::uint32_t n = 0;
   while (n < want && l.send.in_flight() + n < f_.shape.depth) {
-    if (options_.iterations && l.next >= options_.iterations) break;
+    if (f_.shape.iterations && l.next >= f_.shape.iterations) break;
     if (l.stream.windowed() && l.next >= checked + f_.shape.window()) {
       l.blocked = true;
       break;
@@ -485,7 +488,7 @@ bool Run::may_finish() const {
 void Run::advance_phase() {
   if (phase_ == Phase::kRunning) {
     bool end = true;
-    for (const Lane& l : lanes_) end = end && (stopping_ || (options_.iterations && l.next >= options_.iterations));
+    for (const Lane& l : lanes_) end = end && (stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations));
     if (end) phase_ = Phase::kDraining;
   }
   if (phase_ == Phase::kRunning) return;
@@ -502,9 +505,10 @@ void Run::advance_phase() {
   if (done_sent_ && partner_done_) phase_ = Phase::kDone;
 }
 
-bool Run::take_events(int wait_ms) {
+/// @param or_message: what the partner says ends the wait too
+bool Run::take_events(int wait_ms, bool or_message) {
   pollfd p[2] = {{f_.channel->fd, POLLIN, 0}, {control_.fd(), POLLIN, 0}};
-  if (::poll(p, partner_done_ ? 1 : 2, wait_ms) < 0 && errno != EINTR) throw RunError(std::string("poll: ") + std::strerror(errno));
+  if (::poll(p, or_message && !partner_done_ ? 2 : 1, wait_ms) < 0 && errno != EINTR) throw RunError(std::string("poll: ") + std::strerror(errno));
   bool any = false;
   for (;;) {
     ibv_cq* cq = nullptr;
@@ -537,13 +541,13 @@ void Run::sleep_on_channel() {
   }
   bool blocked = false;
   for (const Lane& l : lanes_) blocked = blocked || l.blocked;
-  if (take_events(blocked ? kWindowWaitMs : kEventWaitMs)) return;
+  if (take_events(blocked ? kWindowWaitMs : kEventWaitMs, true)) return;
   // Nothing told us. What is there now came after the arming, so its event is under way.
   now_ = now_us();
   if (poll_cqs() == 0) return;
   idle_us_ = 0;
   for (int waited = 0; waited < kEventGraceMs; waited += kEventWaitMs)
-    if (take_events(kEventWaitMs)) return;
+    if (take_events(kEventWaitMs, false)) return;
   faults_.add(Fault::kLost, "a completion came to an armed CQ, but no event within " + std::to_string(kEventGraceMs) + " ms");
   armed_.assign(armed_.size(), false);
 }

@@ -14,7 +14,8 @@ constexpr const char kHelp[] =
     R"(migr_verify: RDMA traffic between two ends that check every completion and every byte
 
   migr_verify [options]            serves one client, then ends
-  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth and --seed count
+  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth, --iterations
+                                   and --seed count
 
   --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
   --qps N           1..64 (1)             --size BYTES     largest message, 16..1048576 (4096)
@@ -96,7 +97,7 @@ Options parse_options(int argc, char** argv) {
       case kDepth: o.shape.depth = static_cast<std::uint32_t>(number(n, optarg, 4, 512)); break;
       case kSeed: o.shape.seed = number(n, optarg, 0, UINT64_MAX); break;
       case kSeconds: o.seconds = seconds(n, optarg); break;
-      case kIterations: o.iterations = number(n, optarg, 1, 1ull << 40); break;
+      case kIterations: o.shape.iterations = number(n, optarg, 1, 1ull << 40); break;
       case kEvents: o.events = true; break;
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;

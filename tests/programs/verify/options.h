@@ -23,7 +23,6 @@ struct Options {
   bool rnr = false;        // post too few receives on purpose
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   double seconds = 0;      // 0: until stopped
-  std::uint64_t iterations = 0;  // WRs of each QP; 0: no limit
   double stall = 120;      // seconds without any progress that are an error
   double connect = 30;     // seconds to wait for the partner
   std::string samples, status, json, stop_file;
