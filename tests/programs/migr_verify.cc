@@ -216,7 +216,9 @@ void Run::fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge) 
   if (consumes(op.kind) || writes(op.kind)) pattern_fill(at, op.len, l.stream.key(), op.seq);
   else std::memset(at, 0xa5, op.len);
   std::uint32_t pieces = std::min(op.sges, op.len / 4);
-  // rxe of rdma-core 44 takes the first length of an ibv_wr_set_sge_list() for that of all.
+  // rxe of rdma-core 44 takes the first length of an ibv_wr_set_sge_list() for that of all, and sends nothing of an
+  // ibv_wr_set_inline_data_list().
+  if (options_.wr_api && op.use_inline) pieces = 1;
   if (options_.wr_api)
     while (op.len % pieces) --pieces;
   const std::uint32_t step = op.len / pieces;
@@ -261,7 +263,7 @@ void Run::post_by_wr_api(ibv_qp* qp, const ibv_send_wr* first) {
   ibv_wr_start(x);
   for (const ibv_send_wr* wr = first; wr; wr = wr->next) {
     x->wr_id = wr->wr_id;
-    x->wr_flags = wr->send_flags & ~static_cast<unsigned>(IBV_SEND_INLINE);
+    x->wr_flags = wr->send_flags;  // with IBV_SEND_INLINE: rxe of rdma-core 44 wants it here
     const auto& rdma = wr->wr.rdma;
     const auto& atomic = wr->wr.atomic;
     switch (wr->opcode) {
@@ -274,10 +276,7 @@ void Run::post_by_wr_api(ibv_qp* qp, const ibv_send_wr* first) {
       default: ibv_wr_atomic_cmp_swp(x, atomic.rkey, atomic.remote_addr, atomic.compare_add, atomic.swap); break;
     }
     if (wr->send_flags & IBV_SEND_INLINE) {
-      ibv_data_buf list[kMaxSge];
-      for (int k = 0; k < wr->num_sge; ++k) list[k] = {reinterpret_cast<void*>(wr->sg_list[k].addr), wr->sg_list[k].length};
-      if (wr->num_sge == 1) ibv_wr_set_inline_data(x, list[0].addr, list[0].length);
-      else ibv_wr_set_inline_data_list(x, static_cast<std::size_t>(wr->num_sge), list);
+      ibv_wr_set_inline_data(x, reinterpret_cast<void*>(wr->sg_list[0].addr), wr->sg_list[0].length);
     } else if (wr->num_sge == 1) {
       ibv_wr_set_sge(x, wr->sg_list[0].lkey, wr->sg_list[0].addr, wr->sg_list[0].length);
     } else {
