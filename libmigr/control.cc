@@ -39,7 +39,7 @@ namespace migr::control {
 namespace {
 
 constexpr unsigned kRetryMs = 500;             // migrd may start later than we do
-constexpr unsigned kRetryAfterNonsenseMs = 10'000;
+constexpr unsigned kRetryAfterNonsenseMs = 2000;
 constexpr unsigned kGateMs = 5;
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
 constexpr unsigned kSendLimitS = 5;
