@@ -294,10 +294,17 @@ MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
   return real;
 }
 
+MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept;
+
+/// Called by tail call: while it waits, no frame of the path may be on the stack.
+MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
+  if (!kept::start(shadow_of(qp))) wr_start(qp);
+}
+
 MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
-    if (kept::start(q)) return;
+    return wr_start_suspended(qp);
   q.real_ex->wr_start(q.real_ex);
   q.session.store(Session::kPath, std::memory_order_relaxed);
 }

@@ -16,6 +16,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string_view>
 
 #include <rdma/ib_user_verbs.h>
@@ -176,21 +177,44 @@ int rings(Context& context, std::vector<migr_fd_desc>& out) {
   return 0;
 }
 
-std::vector<migr_text_range> text_ranges() {
+namespace {
+
+/// What dl_iterate_phdr() carries along.
+struct TextSearch {
+  std::vector<const void*> posts;  ///< post_send of every context
   std::vector<migr_text_range> out;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, std::size_t, void* arg) {
-        if (!info->dlpi_name || !is_provider_code(info->dlpi_name)) return 0;
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const ElfW(Phdr)& ph = info->dlpi_phdr[i];
-          if (ph.p_type == PT_LOAD && (ph.p_flags & PF_X))
-            static_cast<std::vector<migr_text_range>*>(arg)->push_back(
-                {info->dlpi_addr + ph.p_vaddr, ph.p_memsz, 1, 0});
-        }
-        return 0;
-      },
-      &out);
-  return out;
+};
+
+bool holds(const dl_phdr_info& info, const ElfW(Phdr) & segment, const void* address) {
+  const auto at = reinterpret_cast<std::uintptr_t>(address), start = info.dlpi_addr + segment.p_vaddr;
+  return at >= start && at - start < segment.p_memsz;
+}
+
+int add_text(dl_phdr_info* info, std::size_t, void* arg) {
+  auto& search = *static_cast<TextSearch*>(arg);
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& segment = info->dlpi_phdr[i];
+    if (segment.p_type != PT_LOAD || !(segment.p_flags & PF_X)) continue;
+    const bool in_use = std::any_of(search.posts.begin(), search.posts.end(),
+                                    [&](const void* post) { return holds(*info, segment, post); });
+    if (in_use || (info->dlpi_name && is_provider_code(info->dlpi_name)))
+      search.out.push_back({info->dlpi_addr + segment.p_vaddr, segment.p_memsz, 1, 0});
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<migr_text_range> text_ranges() {
+  TextSearch search;
+  {
+    Registry& registry = Registry::get();
+    std::lock_guard guard(registry.lock);
+    for (const Context* context : registry.contexts)
+      search.posts.push_back(reinterpret_cast<const void*>(context->ops.post_send));
+  }
+  dl_iterate_phdr(add_text, &search);
+  return std::move(search.out);
 }
 
 int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
