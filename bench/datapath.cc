@@ -289,6 +289,15 @@ void Worker::prove(const std::string& way) {
     ibv_send_wr write = send_wr(IBV_WR_RDMA_WRITE);
     post_send(qp_, write, i);
   });
+  std::array<ibv_send_wr, kBatch> list;  // one call
+  for (int i = 0; i < kBatch; i++) {
+    list[static_cast<size_t>(i)] = send_wr(IBV_WR_RDMA_READ);
+    list[static_cast<size_t>(i)].wr_id = static_cast<uint64_t>(i);
+    if (i) list[static_cast<size_t>(i) - 1].next = &list[static_cast<size_t>(i)];
+  }
+  ibv_send_wr* bad;
+  if (ibv_post_send(qp_, list.data(), &bad)) fail(way + ": post_send of a list");
+  drain_sends(qp_, cq_, IBV_WC_RDMA_READ, true);
   prove_keys(way, qp_wr_, [this](int i) { wr_session(IBV_WR_RDMA_WRITE, i); });
 }
 

@@ -80,9 +80,7 @@ MIGR_COLD int keep_sends(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexce
   return post_send(&q.app, wr, bad);
 }
 
-MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
-    return keep_sends(q, wr, bad);
+MIGR_PATH [[gnu::noinline]] int post_sends_translated(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   ibv_send_wr copies[kChunkWrs];
   ibv_sge sges[kChunkSges];
   do {
@@ -133,9 +131,7 @@ MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** ba
   return 0;
 }
 
-MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives)) [[unlikely]]
-    return post_recv_suspended(q, wr, bad);
+MIGR_PATH [[gnu::noinline]] int post_recvs_translated(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   ibv_recv_wr copies[kChunkWrs];
   ibv_sge sges[kChunkSges];
   do {
@@ -162,6 +158,55 @@ MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr,
     }
   } while (wr);
   return 0;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
+    return keep_sends(q, wr, bad);
+  // The usual WR field by field: no array, no store that a later load would have to wait for.
+  if (wr->next || wr->num_sge != 1 || wr->opcode > IBV_WR_ATOMIC_FETCH_AND_ADD) [[unlikely]]
+    return post_sends_translated(q, wr, bad);
+  const ibv_sge& from = *wr->sg_list;
+  ibv_sge sge;
+  sge.lkey = physical_lkey(q, from.lkey);
+  sge.addr = from.addr;
+  sge.length = from.length;
+  ibv_send_wr copy;
+  copy.wr_id = wr->wr_id;
+  copy.next = nullptr;
+  copy.sg_list = &sge;
+  copy.num_sge = 1;
+  copy.opcode = wr->opcode;
+  copy.send_flags = wr->send_flags;
+  copy.imm_data = wr->imm_data;
+  copy.wr = wr->wr;
+  copy.qp_type = wr->qp_type;
+  translate_rkey(q, copy);
+  ibv_send_wr* stopped;
+  const int err = q.real_post_send(q.real, &copy, &stopped);
+  if (err) [[unlikely]] *bad = wr;
+  return err;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives)) [[unlikely]]
+    return post_recv_suspended(q, wr, bad);
+  if (wr->next || wr->num_sge != 1) [[unlikely]]
+    return post_recvs_translated(q, wr, bad);
+  const ibv_sge& from = *wr->sg_list;
+  ibv_sge sge;
+  sge.lkey = physical_lkey(q, from.lkey);
+  sge.addr = from.addr;
+  sge.length = from.length;
+  ibv_recv_wr copy;
+  copy.wr_id = wr->wr_id;
+  copy.next = nullptr;
+  copy.sg_list = &sge;
+  copy.num_sge = 1;
+  ibv_recv_wr* stopped;
+  const int err = q.real_post_recv(q.real, &copy, &stopped);
+  if (err) [[unlikely]] *bad = wr;
+  return err;
 }
 
 /// Caller holds c.lock.
