@@ -9,8 +9,6 @@
 
 #include "internal.h"
 
-enum { STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS };
-
 static struct migr_rst_channel *channel_by_number(struct migr_rst_context *c, int number)
 {
 	for (uint32_t i = 0; i < c->nr_channels; i++)
@@ -63,6 +61,8 @@ static int build_qp(struct migr_rst_context *c, struct migr_rst_qp *qp, struct m
 	if (qp->rec.qp_state == STATE_RESET)
 		return 0;
 	ret = migr_rst_qp_init(c, qp, err);
+	if (!ret && qp->rec.qp_state >= STATE_SQE)	/* it was broken: it stays so */
+		return rst_qp_error(c, qp, err);
 	if (!ret && qp->rec.qp_type == IB_UVERBS_QPT_UD && qp->rec.qp_state >= STATE_RTR)
 		ret = rst_qp_datagram_ready(c, qp, err);
 	return ret;

@@ -26,8 +26,13 @@ struct rst_cmd {
 };
 int rst_uverbs(int cmd_fd, struct rst_cmd *cmd);	/* 0 or -errno */
 
-/* INIT -> RTR -> RTS of a type that needs no destination. */
+/* enum ib_qp_state: kernel ABI, but in no uapi header. */
+enum { STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS, STATE_SQD, STATE_SQE, STATE_ERR };
+
+/* INIT -> RTR [-> RTS] of a type that needs no destination. */
 int rst_qp_datagram_ready(struct migr_rst_context *c, struct migr_rst_qp *qp, struct migr_rst_err *err);
+
+int rst_qp_error(struct migr_rst_context *c, struct migr_rst_qp *qp, struct migr_rst_err *err);
 
 /* Moves an fd to @floor or above, close-on-exec; closes @fd in any case. */
 int rst_fd_lift(int fd, int floor);	/* new number or -errno */

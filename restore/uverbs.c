@@ -31,7 +31,6 @@ enum {
 	QP_MAX_DEST_RD_ATOMIC = 1 << 17,
 	QP_DEST_QPN = 1 << 20,
 };
-enum { STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS };
 
 static void attr_in(struct ib_uverbs_attr *a, uint16_t id, const void *data, uint16_t len)
 {
@@ -212,7 +211,7 @@ int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struc
 static int modify(struct migr_rst_context *c, struct migr_rst_qp *qp, struct ib_uverbs_modify_qp *in,
 		  uint32_t state, uint32_t mask, struct migr_rst_err *err)
 {
-	static const char *const names[] = { "RESET", "INIT", "RTR", "RTS" };
+	static const char *const names[] = { "RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR" };
 	struct rst_cmd cmd = { IB_USER_VERBS_CMD_MODIFY_QP, in, sizeof(*in), NULL, 0, NULL };
 	int ret;
 
@@ -273,7 +272,14 @@ int rst_qp_datagram_ready(struct migr_rst_context *c, struct migr_rst_qp *qp, st
 	struct ib_uverbs_modify_qp in = { 0 };
 	int ret = modify(c, qp, &in, STATE_RTR, 0, err);
 
-	return ret ? ret : to_rts(c, qp, err);
+	return ret || qp->rec.qp_state < STATE_RTS ? ret : to_rts(c, qp, err);
+}
+
+int rst_qp_error(struct migr_rst_context *c, struct migr_rst_qp *qp, struct migr_rst_err *err)
+{
+	struct ib_uverbs_modify_qp in = { 0 };
+
+	return modify(c, qp, &in, STATE_ERR, 0, err);
 }
 
 int migr_rst_qp_connect(struct migr_rst_context *c, struct migr_rst_qp *qp, const struct migr_rst_dest *dest,
@@ -315,5 +321,6 @@ int migr_rst_qp_connect(struct migr_rst_context *c, struct migr_rst_qp *qp, cons
 		     QP_AV | QP_PATH_MTU | QP_DEST_QPN | QP_RQ_PSN |
 			     (is_reliable(qp) ? QP_MAX_DEST_RD_ATOMIC | QP_MIN_RNR_TIMER : 0),
 		     err);
-	return ret ? ret : to_rts(c, qp, err);
+	/* One that the application had only brought to RTR goes on from there. */
+	return ret || r->qp_state == STATE_RTR ? ret : to_rts(c, qp, err);
 }

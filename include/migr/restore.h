@@ -255,7 +255,7 @@ struct migr_rst_dest {
 	uint8_t dgid[16];
 };
 /*
- * INIT -> RTR -> RTS towards @dest; everything else (path MTU, timers, retries,
+ * INIT -> RTR -> RTS (as far as the QP on record had come) towards @dest; everything else (path MTU, timers, retries,
  * depth of reads, traffic class, ...) is the record's. Sends from
  * @qp->new_sgid, starting with @qp->new_psn.
  */
@@ -266,7 +266,8 @@ int migr_rst_qp_connect(struct migr_rst_context *c, struct migr_rst_qp *qp,
  * All of it for one context: takes @cmd_fd (moves and closes it, also on
  * failure), creates context, channels, PDs, CQs, QPs, finds the GIDs and PSNs
  * and moves the QPs to INIT (those that were in RESET stay there; unconnected
- * types that were in RTS go to RTS). On failure everything is released.
+ * types that were in RTS go to RTS; broken ones to ERR). On failure everything
+ * is released.
  */
 int migr_rst_context_build(const struct migr_rst_process *p, struct migr_rst_context *c, int cmd_fd,
 			   struct migr_rst_err *err);
