@@ -14,15 +14,10 @@ KeptReceive copy(const ibv_recv_wr& wr);
 
 /* An ibv_wr_* session that started while suspended. */
 
+/// Makes q.keeper, which takes the provider's place in such a session. Once, when the QP is made.
+void install_keeper(QpShadow& q);
 /// @return false: not suspended any more, the session belongs on the path
 bool start(QpShadow& q);
-void open(QpShadow& q, ibv_wr_opcode opcode);
-void set_sges(QpShadow& q, const ibv_sge* list, std::size_t count);
-void set_inline(QpShadow& q, const ibv_data_buf* list, std::size_t count);
-/// The WR is of a kind that cannot be kept: complete() will return EOPNOTSUPP.
-void refuse(QpShadow& q);
-int complete(QpShadow& q);
-void abort(QpShadow& q);
 
 }  // namespace migr::kept
 

@@ -80,7 +80,7 @@ MIGR_COLD int keep_sends(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexce
   return post_send(&q.app, wr, bad);
 }
 
-MIGR_PATH [[gnu::noinline]] int post_sends_translated(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   ibv_send_wr copies[kChunkWrs];
   ibv_sge sges[kChunkSges];
   do {
@@ -110,6 +110,52 @@ MIGR_PATH [[gnu::noinline]] int post_sends_translated(QpShadow& q, ibv_send_wr* 
   return 0;
 }
 
+/// What the seven operations of an RC QP use of a WR, field by field: a wider copy would have to wait for the stores
+/// with which the application has just filled it.
+MIGR_INLINE void copy_send(ibv_send_wr& to, const ibv_send_wr& from) {
+  to.wr_id = from.wr_id;
+  to.num_sge = from.num_sge;
+  to.opcode = from.opcode;
+  to.send_flags = from.send_flags;
+  to.imm_data = from.imm_data;
+  to.wr.atomic.remote_addr = from.wr.atomic.remote_addr;
+  to.wr.atomic.compare_add = from.wr.atomic.compare_add;  // and the rkey of a READ or WRITE
+  if (from.opcode > IBV_WR_RDMA_READ) {
+    if (from.opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD) {
+      to.wr.atomic.swap = from.wr.atomic.swap;
+      to.wr.atomic.rkey = from.wr.atomic.rkey;
+    } else {
+      to = from;  // bind, invalidate, TSO
+    }
+  }
+  to.qp_type = from.qp_type;
+}
+
+/// One WR with one SGE, as most are.
+MIGR_PATH int post_single_send(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  ibv_send_wr copy;
+  ibv_sge sge;
+  copy_send(copy, *wr);
+  copy.next = nullptr;
+  copy.sg_list = &sge;
+  sge.addr = wr->sg_list->addr;
+  sge.length = wr->sg_list->length;
+  sge.lkey = physical_lkey(q, wr->sg_list->lkey);
+  if (q.remote_keys) translate_rkey(q, copy);
+  ibv_send_wr* stopped;
+  const int err = q.real_post_send(q.real, &copy, &stopped);
+  if (err) [[unlikely]]
+    *bad = wr;
+  return err;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
+    return keep_sends(q, wr, bad);
+  if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
+  return post_send_list(q, wr, bad);
+}
+
 /// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them.
 MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(q.lock);
@@ -131,7 +177,7 @@ MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** ba
   return 0;
 }
 
-MIGR_PATH [[gnu::noinline]] int post_recvs_translated(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   ibv_recv_wr copies[kChunkWrs];
   ibv_sge sges[kChunkSges];
   do {
@@ -160,52 +206,16 @@ MIGR_PATH [[gnu::noinline]] int post_recvs_translated(QpShadow& q, ibv_recv_wr* 
   return 0;
 }
 
-MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
-    return keep_sends(q, wr, bad);
-  // The usual WR field by field: no array, no store that a later load would have to wait for.
-  if (wr->next || wr->num_sge != 1 || wr->opcode > IBV_WR_ATOMIC_FETCH_AND_ADD) [[unlikely]]
-    return post_sends_translated(q, wr, bad);
-  const ibv_sge& from = *wr->sg_list;
-  ibv_sge sge;
-  sge.lkey = physical_lkey(q, from.lkey);
-  sge.addr = from.addr;
-  sge.length = from.length;
-  ibv_send_wr copy;
-  copy.wr_id = wr->wr_id;
-  copy.next = nullptr;
-  copy.sg_list = &sge;
-  copy.num_sge = 1;
-  copy.opcode = wr->opcode;
-  copy.send_flags = wr->send_flags;
-  copy.imm_data = wr->imm_data;
-  copy.wr = wr->wr;
-  copy.qp_type = wr->qp_type;
-  translate_rkey(q, copy);
-  ibv_send_wr* stopped;
-  const int err = q.real_post_send(q.real, &copy, &stopped);
-  if (err) [[unlikely]] *bad = wr;
-  return err;
-}
-
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);
-  if (wr->next || wr->num_sge != 1) [[unlikely]]
-    return post_recvs_translated(q, wr, bad);
-  const ibv_sge& from = *wr->sg_list;
-  ibv_sge sge;
-  sge.lkey = physical_lkey(q, from.lkey);
-  sge.addr = from.addr;
-  sge.length = from.length;
-  ibv_recv_wr copy;
-  copy.wr_id = wr->wr_id;
-  copy.next = nullptr;
-  copy.sg_list = &sge;
-  copy.num_sge = 1;
+  if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
+  ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
+  ibv_recv_wr copy{.wr_id = wr->wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1};
   ibv_recv_wr* stopped;
   const int err = q.real_post_recv(q.real, &copy, &stopped);
-  if (err) [[unlikely]] *bad = wr;
+  if (err) [[unlikely]]
+    *bad = wr;
   return err;
 }
 
@@ -319,24 +329,26 @@ int poll_to_fake(CqShadow& c) noexcept {
   return moved;
 }
 
-/* ---- ibv_wr_*: the session decides; wr_start looks at the state word -------- */
+/*
+ * ---- ibv_wr_*: wr_start looks at the state word and chooses where the session
+ * goes; the calls of the session follow q.target without a question. Keys are
+ * virtual for the keeper and physical for the provider.
+ */
 
 namespace {
 
 constexpr std::uint32_t kTranslateAny = kTranslateLocal | kTranslateRemote | kForced;
 
-MIGR_INLINE bool on_path(const QpShadow& q) { return q.session.load(std::memory_order_relaxed) == Session::kPath; }
-
 MIGR_INLINE bool translates(const QpShadow& q) {
-  return (q.state.load(std::memory_order_relaxed) & kTranslateAny) != 0;
+  return (q.state.load(std::memory_order_relaxed) & kTranslateAny) != 0 && q.target != &q.keeper.ex;
 }
 
-/// The provider's qp_ex with the WR's id and flags, as the application has set them in ours.
+/// Where the session goes, with the WR's id and flags as the application has set them in ours.
 MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
-  ibv_qp_ex* real = q.real_ex;
-  real->wr_id = q.app_ex.wr_id;
-  real->wr_flags = q.app_ex.wr_flags;
-  return real;
+  ibv_qp_ex* target = q.target;
+  target->wr_id = q.app_ex.wr_id;
+  target->wr_flags = q.app_ex.wr_flags;
+  return target;
 }
 
 MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept;
@@ -350,222 +362,102 @@ MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
     return wr_start_suspended(qp);
-  q.real_ex->wr_start(q.real_ex);
+  q.target->wr_start(q.target);
   q.session.store(Session::kPath, std::memory_order_relaxed);
 }
 
 MIGR_PATH int wr_complete(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::complete(q);
-  q.session.store(Session::kNone, std::memory_order_relaxed);
-  return q.real_ex->wr_complete(q.real_ex);
+  ibv_qp_ex* const target = q.target;
+  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  return target->wr_complete(target);
 }
 
 MIGR_PATH void wr_abort(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::abort(q);
-  q.session.store(Session::kNone, std::memory_order_relaxed);
-  q.real_ex->wr_abort(q.real_ex);
+  ibv_qp_ex* const target = q.target;
+  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  target->wr_abort(target);
 }
 
-MIGR_PATH void wr_send(ibv_qp_ex* qp) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::open(q, IBV_WR_SEND);
-  ibv_qp_ex* real = lower(q);
-  real->wr_send(real);
-}
-
-MIGR_PATH void wr_send_imm(ibv_qp_ex* qp, __be32 imm) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]] {
-    kept::open(q, IBV_WR_SEND_WITH_IMM);
-    q.building.wr.imm_data = imm;
-    return;
+/// One call of a session. `before` may translate an argument.
+#define MIGR_WR_OPCODE(name, params, before, ...)                     \
+  MIGR_PATH void name params noexcept {                               \
+    QpShadow& q = shadow_of(qp);                                      \
+    before;                                                           \
+    ibv_qp_ex* const target = lower(q);                               \
+    target->name(__VA_ARGS__);                                        \
   }
-  ibv_qp_ex* real = lower(q);
-  real->wr_send_imm(real, imm);
-}
-
-MIGR_COLD void open_rdma(QpShadow& q, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t addr, __be32 imm) {
-  kept::open(q, opcode);
-  q.building.wr.wr.rdma.rkey = rkey;
-  q.building.wr.wr.rdma.remote_addr = addr;
-  q.building.wr.imm_data = imm;
-}
-
-MIGR_COLD void open_atomic(QpShadow& q, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t addr, std::uint64_t a,
-                           std::uint64_t b) {
-  kept::open(q, opcode);
-  auto& atomic = q.building.wr.wr.atomic;
-  atomic.rkey = rkey;
-  atomic.remote_addr = addr;
-  atomic.compare_add = a;
-  atomic.swap = b;
-}
-
-MIGR_PATH void wr_rdma_write(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return open_rdma(q, IBV_WR_RDMA_WRITE, rkey, addr, 0);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_rdma_write(real, rkey, addr);
-}
-
-MIGR_PATH void wr_rdma_write_imm(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr, __be32 imm) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return open_rdma(q, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, addr, imm);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_rdma_write_imm(real, rkey, addr, imm);
-}
-
-MIGR_PATH void wr_rdma_read(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return open_rdma(q, IBV_WR_RDMA_READ, rkey, addr, 0);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_rdma_read(real, rkey, addr);
-}
-
-MIGR_PATH void wr_atomic_cmp_swp(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr, std::uint64_t compare,
-                                 std::uint64_t swap) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return open_atomic(q, IBV_WR_ATOMIC_CMP_AND_SWP, rkey, addr, compare, swap);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_atomic_cmp_swp(real, rkey, addr, compare, swap);
-}
-
-MIGR_PATH void wr_atomic_fetch_add(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr, std::uint64_t add) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return open_atomic(q, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, addr, add, 0);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_atomic_fetch_add(real, rkey, addr, add);
-}
-
-MIGR_PATH void wr_set_sge(ibv_qp_ex* qp, std::uint32_t lkey, std::uint64_t addr, std::uint32_t length) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]] {
-    const ibv_sge sge{.addr = addr, .length = length, .lkey = lkey};
-    return kept::set_sges(q, &sge, 1);
+#define MIGR_WR_SETTER(name, params, before, ...)                     \
+  MIGR_PATH void name params noexcept {                               \
+    QpShadow& q = shadow_of(qp);                                      \
+    before;                                                           \
+    ibv_qp_ex* const target = q.target;                               \
+    target->name(__VA_ARGS__);                                        \
   }
-  if (translates(q)) [[unlikely]]
-    lkey = physical_lkey(q, lkey);
-  q.real_ex->wr_set_sge(q.real_ex, lkey, addr, length);
-}
+#define MIGR_RKEY                 \
+  if (translates(q)) [[unlikely]] \
+  rkey = physical_rkey(q, rkey)
+#define MIGR_NOTHING (void)0
 
-/// Provider and application use the same array type, but ours is a copy.
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+MIGR_WR_OPCODE(wr_send, (ibv_qp_ex * qp), MIGR_NOTHING, target)
+MIGR_WR_OPCODE(wr_send_imm, (ibv_qp_ex * qp, __be32 imm), MIGR_NOTHING, target, imm)
+MIGR_WR_OPCODE(wr_send_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_RKEY, target, rkey)
+MIGR_WR_OPCODE(wr_send_tso, (ibv_qp_ex * qp, void* header, u16 bytes, u16 mss), MIGR_NOTHING, target, header, bytes, mss)
+MIGR_WR_OPCODE(wr_rdma_write, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
+MIGR_WR_OPCODE(wr_rdma_write_imm, (ibv_qp_ex * qp, u32 rkey, u64 addr, __be32 imm), MIGR_RKEY, target, rkey, addr, imm)
+MIGR_WR_OPCODE(wr_rdma_read, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
+MIGR_WR_OPCODE(wr_atomic_cmp_swp, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 compare, u64 swap), MIGR_RKEY, target, rkey,
+               addr, compare, swap)
+MIGR_WR_OPCODE(wr_atomic_fetch_add, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 add), MIGR_RKEY, target, rkey, addr, add)
+MIGR_WR_OPCODE(wr_atomic_write, (ibv_qp_ex * qp, u32 rkey, u64 addr, const void* data), MIGR_RKEY, target, rkey, addr,
+               data)
+MIGR_WR_OPCODE(wr_local_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_NOTHING, target, rkey)
+
+MIGR_WR_SETTER(wr_set_sge, (ibv_qp_ex * qp, u32 lkey, u64 addr, u32 length),
+               if (translates(q)) [[unlikely]] lkey = physical_lkey(q, lkey), target, lkey, addr, length)
+MIGR_WR_SETTER(wr_set_inline_data, (ibv_qp_ex * qp, void* addr, std::size_t length), MIGR_NOTHING, target, addr, length)
+MIGR_WR_SETTER(wr_set_inline_data_list, (ibv_qp_ex * qp, std::size_t count, const ibv_data_buf* list), MIGR_NOTHING,
+               target, count, list)
+MIGR_WR_SETTER(wr_set_ud_addr, (ibv_qp_ex * qp, ibv_ah* ah, u32 qpn, u32 qkey), MIGR_NOTHING, target, ah, qpn, qkey)
+MIGR_WR_SETTER(wr_set_xrc_srqn, (ibv_qp_ex * qp, u32 srqn), MIGR_NOTHING, target, srqn)
+#undef MIGR_WR_OPCODE
+#undef MIGR_WR_SETTER
+#undef MIGR_RKEY
+#undef MIGR_NOTHING
+
+/// The application's list stays as it was.
 MIGR_PATH [[gnu::noinline]] void set_sge_list_translated(QpShadow& q, std::size_t count, const ibv_sge* list) noexcept {
   ibv_sge sges[kChunkSges];
   if (count > kChunkSges) count = kChunkSges;  // beyond any device's max_sge: the provider refuses it at wr_complete
   translate_sges(q, sges, list, static_cast<int>(count));
-  q.real_ex->wr_set_sge_list(q.real_ex, count, sges);
+  q.target->wr_set_sge_list(q.target, count, sges);
 }
 
 MIGR_PATH void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) noexcept {
   QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::set_sges(q, list, count);
   if (translates(q)) [[unlikely]]
     return set_sge_list_translated(q, count, list);
-  q.real_ex->wr_set_sge_list(q.real_ex, count, list);
+  q.target->wr_set_sge_list(q.target, count, list);
 }
 
-MIGR_PATH void wr_set_inline_data(ibv_qp_ex* qp, void* addr, std::size_t length) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]] {
-    const ibv_data_buf buffer{.addr = addr, .length = length};
-    return kept::set_inline(q, &buffer, 1);
-  }
-  q.real_ex->wr_set_inline_data(q.real_ex, addr, length);
-}
-
-MIGR_PATH void wr_set_inline_data_list(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* list) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::set_inline(q, list, count);
-  q.real_ex->wr_set_inline_data_list(q.real_ex, count, list);
-}
-
-MIGR_PATH void wr_set_ud_addr(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t qkey) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]] {
-    q.building.wr.wr.ud = {.ah = ah, .remote_qpn = remote_qpn, .remote_qkey = qkey};
-    return;
-  }
-  q.real_ex->wr_set_ud_addr(q.real_ex, ah, remote_qpn, qkey);
-}
-
-/* What cannot be kept is refused by wr_complete. On the path it passes, except that an MW's MR is a shadow. */
-
+/// An MW's MR is a shadow.
 MIGR_PATH void wr_bind_mw(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
   ibv_mw_bind_info real_info = *info;
   if (info->mr) real_info.mr = shadow_of(info->mr).real;
-  ibv_qp_ex* real = lower(q);
-  real->wr_bind_mw(real, mw, rkey, &real_info);
-}
-
-MIGR_PATH void wr_local_inv(ibv_qp_ex* qp, std::uint32_t rkey) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
-  ibv_qp_ex* real = lower(q);
-  real->wr_local_inv(real, rkey);
-}
-
-MIGR_PATH void wr_send_inv(ibv_qp_ex* qp, std::uint32_t rkey) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
-  ibv_qp_ex* real = lower(q);
-  real->wr_send_inv(real, physical_rkey(q, rkey));
-}
-
-MIGR_PATH void wr_send_tso(ibv_qp_ex* qp, void* header, std::uint16_t header_bytes, std::uint16_t mss) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
-  ibv_qp_ex* real = lower(q);
-  real->wr_send_tso(real, header, header_bytes, mss);
-}
-
-MIGR_PATH void wr_set_xrc_srqn(ibv_qp_ex* qp, std::uint32_t srqn) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
-  q.real_ex->wr_set_xrc_srqn(q.real_ex, srqn);
-}
-
-MIGR_PATH void wr_atomic_write(ibv_qp_ex* qp, std::uint32_t rkey, std::uint64_t addr, const void* data) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (!on_path(q)) [[unlikely]]
-    return kept::refuse(q);
-  if (translates(q)) [[unlikely]]
-    rkey = physical_rkey(q, rkey);
-  ibv_qp_ex* real = lower(q);
-  real->wr_atomic_write(real, rkey, addr, data);
+  ibv_qp_ex* const target = lower(shadow_of(qp));
+  target->wr_bind_mw(target, mw, rkey, &real_info);
 }
 
 }  // namespace
 
 void install_wr_api(QpShadow& q) {
+  q.target = q.real_ex;
+  kept::install_keeper(q);
   q.app_ex.comp_mask = q.real_ex->comp_mask;
 #define MIGR_INSTALL(name) q.app_ex.name = q.real_ex->name ? name : nullptr
   MIGR_INSTALL(wr_atomic_cmp_swp);
@@ -592,7 +484,10 @@ void install_wr_api(QpShadow& q) {
 #undef MIGR_INSTALL
 }
 
-/* ---- ibv_cq_ex ------------------------------------------------------------ */
+/*
+ * ---- ibv_cq_ex: start_poll looks at the state word and chooses what the session
+ * reads; the readers follow c.target without a question.
+ */
 
 namespace {
 
@@ -605,10 +500,10 @@ MIGR_INLINE void show(CqShadow& c, ibv_wc_status status, std::uint64_t wr_id) {
 MIGR_COLD int next_fake(CqShadow& c) noexcept {
   std::lock_guard guard(c.lock);
   poll_to_fake(c);
-  if (!pop_fake(c, c.ex_wc)) return ENOENT;
+  if (!pop_fake(c, c.fake_ex.wc)) return ENOENT;
   leave_fake_if_done(c);
-  c.ex_now = &c.ex_wc;
-  show(c, c.ex_wc.status, c.ex_wc.wr_id);
+  c.target = &c.fake_ex.ex;
+  show(c, c.fake_ex.wc.status, c.fake_ex.wc.wr_id);
   return 0;
 }
 
@@ -626,9 +521,9 @@ MIGR_PATH int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
 
 MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
-  if (c.ex_now) [[unlikely]]
-    return next_fake(c);
   ibv_cq_ex* const real = c.real_ex;
+  if (c.target != real) [[unlikely]]
+    return next_fake(c);
   const int err = real->next_poll(real);
   if (err) return err;
   show(c, real->status, real->wr_id);
@@ -637,40 +532,41 @@ MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
 
 MIGR_PATH void end_poll(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
-  if (c.ex_now) [[unlikely]] {
-    c.ex_now = nullptr;
+  ibv_cq_ex* const real = c.real_ex;
+  if (c.target != real) [[unlikely]] {
+    c.target = real;
     return;
   }
   c.ex_session.store(false, std::memory_order_relaxed);
-  c.real_ex->end_poll(c.real_ex);
+  real->end_poll(real);
 }
+
+const ibv_wc& fake_wc(const ibv_cq_ex* fake) { return reinterpret_cast<const CqShadow::FakeEx*>(fake)->wc; }
 
 MIGR_PATH std::uint32_t read_qp_num(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
-  if (c.ex_now) [[unlikely]]
-    return c.ex_now->qp_num;
-  const std::uint32_t pqpn = c.real_ex->read_qp_num(c.real_ex);
-  return c.state.load(std::memory_order_relaxed) ? virtual_qpn(c, pqpn) : pqpn;
+  ibv_cq_ex* const target = c.target;
+  if (!c.state.load(std::memory_order_relaxed) || target != c.real_ex) return target->read_qp_num(target);
+  return virtual_qpn(c, target->read_qp_num(target));
 }
+std::uint32_t fake_read_qp_num(ibv_cq_ex* fake) noexcept { return fake_wc(fake).qp_num; }
 
-#define MIGR_READER(type, name, from_wc)                   \
-  MIGR_PATH type name(ibv_cq_ex* cq) noexcept {            \
-    CqShadow& c = shadow_of(cq);                           \
-    if (const ibv_wc* wc = c.ex_now) [[unlikely]] {        \
-      (void)wc;                                            \
-      return from_wc;                                      \
-    }                                                      \
-    return c.real_ex->name(c.real_ex);                     \
-  }
-MIGR_READER(ibv_wc_opcode, read_opcode, wc->opcode)
-MIGR_READER(std::uint32_t, read_vendor_err, wc->vendor_err)
-MIGR_READER(std::uint32_t, read_byte_len, wc->byte_len)
-MIGR_READER(__be32, read_imm_data, wc->imm_data)
-MIGR_READER(std::uint32_t, read_src_qp, wc->src_qp)
-MIGR_READER(unsigned, read_wc_flags, wc->wc_flags)
-MIGR_READER(std::uint32_t, read_slid, wc->slid)
-MIGR_READER(std::uint8_t, read_sl, wc->sl)
-MIGR_READER(std::uint8_t, read_dlid_path_bits, wc->dlid_path_bits)
+/// A reader, and its counterpart on a fake completion.
+#define MIGR_READER(type, name, of_wc)                                        \
+  MIGR_PATH type name(ibv_cq_ex* cq) noexcept {                               \
+    ibv_cq_ex* const target = shadow_of(cq).target;                           \
+    return target->name(target);                                              \
+  }                                                                           \
+  type fake_##name([[maybe_unused]] ibv_cq_ex* fake) noexcept { return of_wc; }
+MIGR_READER(ibv_wc_opcode, read_opcode, fake_wc(fake).opcode)
+MIGR_READER(std::uint32_t, read_vendor_err, fake_wc(fake).vendor_err)
+MIGR_READER(std::uint32_t, read_byte_len, fake_wc(fake).byte_len)
+MIGR_READER(__be32, read_imm_data, fake_wc(fake).imm_data)
+MIGR_READER(std::uint32_t, read_src_qp, fake_wc(fake).src_qp)
+MIGR_READER(unsigned, read_wc_flags, fake_wc(fake).wc_flags)
+MIGR_READER(std::uint32_t, read_slid, fake_wc(fake).slid)
+MIGR_READER(std::uint8_t, read_sl, fake_wc(fake).sl)
+MIGR_READER(std::uint8_t, read_dlid_path_bits, fake_wc(fake).dlid_path_bits)
 // A fake completion carries no time, VLAN or flow tag: what was not taken along reads as zero.
 MIGR_READER(std::uint64_t, read_completion_ts, 0)
 MIGR_READER(std::uint16_t, read_cvlan, 0)
@@ -679,22 +575,23 @@ MIGR_READER(std::uint64_t, read_completion_wallclock_ns, 0)
 #undef MIGR_READER
 
 MIGR_PATH void read_tm_info(ibv_cq_ex* cq, ibv_wc_tm_info* info) noexcept {
-  CqShadow& c = shadow_of(cq);
-  if (c.ex_now) [[unlikely]] {
-    *info = {};
-    return;
-  }
-  c.real_ex->read_tm_info(c.real_ex, info);
+  ibv_cq_ex* const target = shadow_of(cq).target;
+  target->read_tm_info(target, info);
 }
+void fake_read_tm_info(ibv_cq_ex*, ibv_wc_tm_info* info) noexcept { *info = {}; }
 
 }  // namespace
 
 void install_pollers(CqShadow& c) {
+  c.target = c.real_ex;
   c.app_ex.comp_mask = c.real_ex->comp_mask;
-#define MIGR_INSTALL(name) c.app_ex.name = c.real_ex->name ? name : nullptr
-  MIGR_INSTALL(start_poll);
-  MIGR_INSTALL(next_poll);
-  MIGR_INSTALL(end_poll);
+#define MIGR_INSTALL_CALL(name) c.app_ex.name = c.real_ex->name ? name : nullptr
+#define MIGR_INSTALL(name)   \
+  MIGR_INSTALL_CALL(name);   \
+  c.fake_ex.ex.name = fake_##name
+  MIGR_INSTALL_CALL(start_poll);
+  MIGR_INSTALL_CALL(next_poll);
+  MIGR_INSTALL_CALL(end_poll);
   MIGR_INSTALL(read_opcode);
   MIGR_INSTALL(read_vendor_err);
   MIGR_INSTALL(read_byte_len);
@@ -711,6 +608,7 @@ void install_pollers(CqShadow& c) {
   MIGR_INSTALL(read_tm_info);
   MIGR_INSTALL(read_completion_wallclock_ns);
 #undef MIGR_INSTALL
+#undef MIGR_INSTALL_CALL
 }
 
 }  // namespace migr::path

@@ -124,10 +124,13 @@ struct alignas(64) CqShadow {
   ibv_cq* real;
   int (*real_poll)(ibv_cq*, int, ibv_wc*);
   const std::uint32_t* qpn_table;  ///< physical -> virtual | MIGR_QPN_VALID
+  ibv_cq_ex* target;   ///< what the readers read: real_ex, or &fake_ex.ex in a session on the fake CQ
   ibv_cq_ex* real_ex;  ///< null: not made by create_cq_ex
-  const ibv_wc* ex_now;  ///< ibv_cq_ex session on a fake completion: the one being read; else null
   std::atomic<bool> ex_session;  ///< between start_poll and end_poll on the provider's CQ
-  ibv_wc ex_wc;
+  struct FakeEx {
+    ibv_cq_ex ex;  ///< readers of `wc`
+    ibv_wc wc;
+  } fake_ex;
   /* the rest */
   std::mutex lock;
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
@@ -150,12 +153,17 @@ struct alignas(64) QpShadow {
   alignas(64) std::atomic<std::uint32_t> state;
   std::atomic<Session> session;
   ibv_qp* real;
-  ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
+  ibv_qp_ex* target;  ///< where ibv_wr_* calls go: real_ex, or &keeper.ex in a session that is kept
   int (*real_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
   int (*real_post_recv)(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**);
   const migr_key_entry* key_table;  ///< virtual key index -> physical
   const RemoteKeys* remote_keys;    ///< null: the partner's keys are as they were
   /* the rest */
+  ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
+  struct Keeper {
+    ibv_qp_ex ex;  ///< builds WRs instead of posting them
+    QpShadow* owner;
+  } keeper;
   std::mutex lock;
   std::mutex session_lock;  ///< one ibv_wr_* session that is kept; never taken by the control thread
   Context* context;

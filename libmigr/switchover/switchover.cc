@@ -210,7 +210,9 @@ void destroy_real(ibv_qp*& qp) {
 
 void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
-  if (q.real_ex) q.real_ex = real().qp_to_qp_ex(qp);
+  if (!q.real_ex) return;
+  q.real_ex = real().qp_to_qp_ex(qp);
+  if (q.session.load(std::memory_order_relaxed) != Session::kKept) q.target = q.real_ex;
 }
 
 /* ---- completion events --------------------------------------------------------- */
