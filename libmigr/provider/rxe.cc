@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <string_view>
 
 #include <rdma/ib_user_verbs.h>
@@ -28,6 +29,10 @@
 
 namespace migr::provider {
 namespace {
+
+/// Bytes before the SGEs of a receive. Not sizeof: in C++ the header's flexible array has a byte of its own.
+constexpr std::size_t kReceiveBytes = offsetof(rxe_recv_wqe, dma) + offsetof(rxe_dma_info, reserved) + sizeof(__u32);
+static_assert(kReceiveBytes == 40);
 
 struct Mapping {
   std::uint64_t start, bytes, offset;
@@ -131,19 +136,20 @@ int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>&
   const std::uint32_t mask = queue->index_mask;
   const std::uint32_t shift = queue->log2_elem_size;
   const std::uint64_t slots = std::uint64_t{mask} + 1;
-  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < sizeof(rxe_recv_wqe) ||
+  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < kReceiveBytes ||
       sizeof(*queue) + (slots << shift) > resp.rq_mi.size)
     return EPROTO;  // not the layout we know
-  const std::size_t max_sges = ((std::size_t{1} << shift) - sizeof(rxe_recv_wqe)) / sizeof(rxe_sge);
+  const std::size_t max_sges = ((std::size_t{1} << shift) - kReceiveBytes) / sizeof(rxe_sge);
   // Pairs with the kernel's release of what it has consumed.
   const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE) & mask;
   const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE) & mask;
   for (std::uint32_t i = consumer; i != producer; i = (i + 1) & mask) {
-    const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(queue->data + (std::uint64_t{i} << shift));
+    const auto* bytes = queue->data + (std::uint64_t{i} << shift);
+    const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(bytes);
     if (wqe->dma.num_sge > max_sges) return EPROTO;
     KeptReceive& receive = out.emplace_back();
     receive.wr_id = wqe->wr_id;
-    const auto* sge = reinterpret_cast<const rxe_sge*>(wqe + 1);
+    const auto* sge = reinterpret_cast<const rxe_sge*>(bytes + kReceiveBytes);
     for (std::uint32_t s = 0; s < wqe->dma.num_sge; ++s)
       receive.sges.push_back({sge[s].addr, sge[s].length, sge[s].lkey});
   }
