@@ -33,9 +33,5 @@ check-fast: user		## tests without a VM (two minutes)
 check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
 
-bench-datapath: user		## cycles per call with and without libmigr (20 s)
-	@mkdir -p $(BUILD)/bench
-	@$(USER_BUILD)/bench/datapath --libmigr $(USER_BUILD)/libmigr/libmigr.so --json $(BUILD)/bench/datapath.json
-
 clean:				## remove the build folder
 	rm -rf $(BUILD)

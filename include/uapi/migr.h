@@ -53,13 +53,7 @@ struct migr_ioc_attach {
 	__u32 ctx_id;		/* out: id of the context in the record */
 };
 
-/*
- * Gives the own QP with number @pqpn the virtual number @vqpn. A name moves: if
- * another QP of the same context has it (the old path of a partner), that one
- * loses it; its entry of the QPN table stays until it is destroyed, so that late
- * completions carry the right name. EEXIST: held by another context of the host,
- * or reserved and not by this process's own past.
- */
+/* Gives the own QP with number @pqpn the virtual number @vqpn. */
 struct migr_ioc_bind_qp {
 	__u32 vqpn;		/* 24 bits */
 	__u32 pqpn;		/* 24 bits */
