@@ -53,13 +53,24 @@ struct migr_ioc_attach {
 	__u32 ctx_id;		/* out: id of the context in the record */
 };
 
-/* Gives the own QP with number @pqpn the virtual number @vqpn. */
+/*
+ * Gives the own QP with number @pqpn the virtual number @vqpn. A name moves: if
+ * another QP of the same context has it (the old path of a partner), that one
+ * becomes its former holder (MIGR_QP_FORMER); its entry of the QPN table stays
+ * until it is destroyed, so that late completions carry the right name. Names
+ * are unique within a context: others may hold the same number, and one that is
+ * reserved can be bound, by what comes home.
+ */
 struct migr_ioc_bind_qp {
 	__u32 vqpn;		/* 24 bits */
 	__u32 pqpn;		/* 24 bits */
 };
 
-/* Gives the own MR @handle the virtual keys it was born with. */
+/*
+ * Gives the own MR @handle the virtual keys it was born with. An MR whose keys
+ * were only chosen at its creation gives way and gets others; EEXIST if their
+ * index has been bound to another MR.
+ */
 struct migr_ioc_bind_mr {
 	__u32 handle;		/* uverbs handle of the MR */
 	__u32 vlkey;
@@ -217,8 +228,12 @@ struct migr_mr_rec {
 	__u32 access;		/* IB_ACCESS_* as given */
 	__u32 vlkey, vrkey;	/* 0: none */
 	__u32 plkey, prkey;
-	__u32 reserved;
+	__u32 flags;		/* MIGR_MR_* */
 };
+
+/* Memory that is not the process's own address space: cannot be made again from the record. */
+#define MIGR_MR_DMABUF		1u
+#define MIGR_MR_DM		2u
 
 struct migr_cq_rec {
 	__u32 handle;
@@ -264,7 +279,7 @@ struct migr_qp_rec {
 	__u32 sq_sig_all;	/* 0 or 1 */
 	__u32 create_flags;
 	/* from modify_qp, the last value of each; physical numbers */
-	__u32 attr_mask;	/* IB_QP_* bits ever given */
+	__u32 attr_mask;	/* IB_QP_* bits given since the last RESET */
 	__u32 qp_state;		/* enum ib_qp_state */
 	__u32 path_mtu;		/* enum ib_mtu */
 	__u32 qkey;
@@ -276,8 +291,11 @@ struct migr_qp_rec {
 	__u32 timeout, retry_cnt, rnr_retry, min_rnr_timer;
 	__u32 max_rd_atomic, max_dest_rd_atomic;
 	struct migr_ah_attr ah;
-	__u32 reserved;
+	__u32 flags;		/* MIGR_QP_* */
 };
+
+/* Another QP of the context has been bound to this one's vQPN since. */
+#define MIGR_QP_FORMER		1u
 
 /* SRQ, MW, AH, XRCD, DM: counted and named; not rebuilt from the record yet. */
 struct migr_other_rec {

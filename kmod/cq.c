@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: GPL-2.0
+/* Completion queues. */
+#include "compat.h"
+#include "migr.h"
+
+static int create_cq(struct ib_cq *cq, const struct ib_cq_init_attr *attr, migr_cq_arg_t arg)
+{
+	struct ib_udata *udata = migr_arg_udata(arg);
+	struct migr_obj *obj = NULL;
+	struct migr_dev *md;
+	int idx, err;
+
+	md = migr_enter(cq->device, &idx);
+	if (udata) {
+		obj = migr_obj_alloc(MIGR_OBJ_CQ);
+		err = -ENOMEM;
+		if (!obj)
+			goto out_leave;
+	}
+	err = md->orig.create_cq(cq, attr, arg);
+	if (!obj)
+		goto out_leave;
+	if (!err) {
+		obj->rec.cq.cqe = attr->cqe;
+		obj->rec.cq.comp_vector = attr->comp_vector;
+		obj->rec.cq.flags = attr->flags;
+		obj->channel_key = cq->cq_context;
+		migr_obj_take_resp(obj, udata);
+		err = migr_obj_add(obj, cq, migr_uctx_of(udata));
+		if (err)
+			md->orig.destroy_cq(cq, udata);
+	}
+	if (err)
+		migr_obj_free(obj);
+out_leave:
+	migr_leave(idx);
+	return err;
+}
+
+static int destroy_cq(struct ib_cq *cq, struct ib_udata *udata)
+{
+	struct migr_dev *md;
+	struct migr_obj *obj;
+	int idx, err;
+
+	md = migr_enter(cq->device, &idx);
+	obj = migr_obj_begin_destroy(cq);
+	err = md->orig.destroy_cq(cq, udata);
+	if (obj)
+		migr_obj_end_destroy(obj, err);
+	migr_leave(idx);
+	return err;
+}
+
+const struct ib_device_ops migr_cq_ops = {
+	.create_cq = create_cq,
+	.destroy_cq = destroy_cq,
+};

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The ib_client that puts our functions in front of a device's ops.
+ *
+ * Taking them away: a function pointer is put back only if it is still ours.
+ * Then a task may be (a) about to enter a wrapper, having loaded the pointer,
+ * (b) inside, asleep in the driver, (c) about to return. synchronize_rcu_tasks()
+ * waits for (a), synchronize_srcu() for (b), synchronize_rcu_tasks() for (c).
+ */
+#include <linux/module.h>
+#include <linux/rcupdate.h>
+#include <linux/slab.h>
+#include <rdma/restrack.h>
+
+#include "compat.h"
+#include "migr.h"
+
+DEFINE_SRCU(migr_srcu);
+atomic_t migr_nr_dev = ATOMIC_INIT(0);
+
+static struct ib_client migr_client;
+
+struct migr_dev *migr_dev_of(struct ib_device *ibdev)
+{
+	return ib_get_client_data(ibdev, &migr_client);
+}
+
+/* Every op that one of our files has, with the file's table it stands in. */
+#define MIGR_FOR_EACH_OP(X)						\
+	X(migr_ucontext_ops, alloc_ucontext)				\
+	X(migr_ucontext_ops, dealloc_ucontext)				\
+	X(migr_ucontext_ops, alloc_pd)					\
+	X(migr_ucontext_ops, dealloc_pd)				\
+	X(migr_mr_ops, reg_user_mr)					\
+	X(migr_mr_ops, reg_user_mr_dmabuf)				\
+	X(migr_mr_ops, reg_dm_mr)					\
+	X(migr_mr_ops, rereg_user_mr)					\
+	X(migr_mr_ops, dereg_mr)					\
+	X(migr_cq_ops, create_cq)					\
+	X(migr_cq_ops, destroy_cq)					\
+	X(migr_qp_ops, create_qp)					\
+	X(migr_qp_ops, modify_qp)					\
+	X(migr_qp_ops, destroy_qp)					\
+	X(migr_other_ops, create_srq)					\
+	X(migr_other_ops, destroy_srq)					\
+	X(migr_other_ops, alloc_mw)					\
+	X(migr_other_ops, dealloc_mw)					\
+	X(migr_other_ops, create_user_ah)				\
+	X(migr_other_ops, destroy_ah)					\
+	X(migr_other_ops, alloc_xrcd)					\
+	X(migr_other_ops, dealloc_xrcd)					\
+	X(migr_other_ops, alloc_dm)					\
+	X(migr_other_ops, dealloc_dm)
+
+/* uverbs has looked at which ops are NULL: those stay NULL. */
+static void ops_install(struct migr_dev *md)
+{
+	struct ib_device_ops *ops = &md->ibdev->ops;
+
+#define INSTALL(table, op)						\
+	if (ops->op)							\
+		WRITE_ONCE(ops->op, table.op);
+	MIGR_FOR_EACH_OP(INSTALL)
+#undef INSTALL
+}
+
+static void ops_restore(struct migr_dev *md)
+{
+	struct ib_device_ops *ops = &md->ibdev->ops;
+
+#define RESTORE(table, op)						\
+	if (ops->op == table.op)					\
+		WRITE_ONCE(ops->op, md->orig.op);			\
+	else if (ops->op != md->orig.op)				\
+		pr_err("%s: somebody else has replaced " #op "; it is left alone\n", \
+		       dev_name(&md->ibdev->dev));
+	MIGR_FOR_EACH_OP(RESTORE)
+#undef RESTORE
+}
+
+/*
+ * Contexts that are older than the module get a record, marked as incomplete:
+ * what was made in them before is not known. restrack has them by number; it
+ * counts up from 0 and wraps, so the highest number is not known either, but
+ * how many there are is.
+ */
+#define MIGR_HYDRATE_IDS (1u << 20)
+
+static void hydrate(struct ib_device *ibdev)
+{
+	int left = rdma_restrack_count(ibdev, RDMA_RESTRACK_CTX, true);
+	struct rdma_restrack_entry *res;
+	struct ib_ucontext *uctx;
+	struct pid *tgid;
+	u32 id;
+
+	for (id = 0; left > 0 && id < MIGR_HYDRATE_IDS; id++) {
+		cond_resched();
+		res = rdma_restrack_get_byid(ibdev, RDMA_RESTRACK_CTX, id);
+		if (IS_ERR_OR_NULL(res))
+			continue;
+		left--;
+		/* It cannot be deallocated as long as we hold the entry. */
+		uctx = container_of(res, struct ib_ucontext, res);
+		tgid = res->task ? get_task_pid(res->task, PIDTYPE_TGID) : NULL;
+		if (migr_ctx_new(uctx, tgid, res->task ? res->task->comm : "", MIGR_CTX_HYDRATED))
+			pr_warn("%s: no memory to record a context that exists\n",
+				dev_name(&ibdev->dev));
+		put_pid(tgid);
+		rdma_restrack_put(res);
+	}
+	if (left > 0)
+		pr_warn("%s: %d contexts that exist were not found; they are recorded when used\n",
+			dev_name(&ibdev->dev), left);
+}
+
+static int migr_add(struct ib_device *ibdev)
+{
+	struct migr_dev *md = kzalloc(sizeof(*md), GFP_KERNEL);
+
+	if (!md)
+		return -ENOMEM;
+	md->ibdev = ibdev;
+	md->orig = ibdev->ops;
+	ib_set_client_data(ibdev, &migr_client, md);
+	smp_wmb();	/* a wrapper finds its md: pairs with the dependent load there */
+	ops_install(md);
+	atomic_inc(&migr_nr_dev);
+	hydrate(ibdev);
+	return 0;
+}
+
+static void migr_remove(struct ib_device *ibdev, void *client_data)
+{
+	struct migr_dev *md = client_data;
+
+	ops_restore(md);
+	synchronize_rcu_tasks();
+	synchronize_srcu(&migr_srcu);
+	synchronize_rcu_tasks();
+	atomic_dec(&migr_nr_dev);
+	migr_ctx_gone_device(ibdev);
+	kfree(md);
+}
+
+static struct ib_client migr_client = {
+	.name = "migr",
+	.add = migr_add,
+	.remove = migr_remove,
+	.no_kverbs_req = 1,
+};
+
+int migr_device_init(void)
+{
+	return ib_register_client(&migr_client);
+}
+
+void migr_device_exit(void)
+{
+	ib_unregister_client(&migr_client);
+}

@@ -1,0 +1,177 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * Inside migr.ko.
+ *
+ *   device.c    puts our functions in front of an ib_device's ops, and takes
+ *               them away again
+ *   ucontext.c mr.c cq.c qp.c other.c
+ *               those functions, a file per kind of object: call the driver,
+ *               then remember
+ *   record.c    what is remembered: contexts and their objects
+ *   names.c     virtual numbers: who has which
+ *   table.c     the two arrays user space reads
+ *   chardev.c   /dev/migr       netlink.c   family "migr"
+ *
+ * One mutex, migr_lock, covers the record, the names and writing the tables. It
+ * is never held over a call into a driver, nor while user memory is touched.
+ * What a wrapper needs to know without it, whether an object is ours at all, is
+ * answered under RCU: kernel users destroy address handles in atomic context.
+ */
+#ifndef MIGR_H
+#define MIGR_H
+
+#include <linux/hashtable.h>
+#include <linux/kref.h>
+#include <linux/mutex.h>
+#include <linux/pid.h>
+#include <linux/srcu.h>
+#include <linux/user_namespace.h>
+#include <linux/xarray.h>
+#include <rdma/ib_verbs.h>
+#include <rdma/uverbs_ioctl.h>
+
+#include <migr.h>
+
+#undef pr_fmt
+#define pr_fmt(fmt) "migr: " fmt
+
+struct file;
+struct vm_area_struct;
+
+enum migr_table { MIGR_TABLE_QPN, MIGR_TABLE_KEY, MIGR_NR_TABLES };
+
+/* A user context (an open uverbs file with a context) and what was made in it. */
+struct migr_ctx {
+	struct kref ref;
+	struct hlist_node by_uctx;
+	u32 id;
+	struct ib_ucontext *uctx;	/* NULL: it is gone */
+	void *ufile;			/* what its files have as private_data */
+	struct ib_device *ibdev;	/* valid while uctx is */
+	struct pid *tgid;
+	struct user_namespace *user_ns;
+	char comm[TASK_COMM_LEN];
+	char ibdev_name[MIGR_IBDEV_NAME_MAX];
+	u32 num_comp_vectors;
+	u32 flags;			/* MIGR_CTX_* */
+	u32 nr_files;			/* attached /dev/migr files */
+	struct xarray objs;		/* by order of creation */
+	unsigned long next_seq;
+	u32 next_channel;
+	u32 gen;			/* counts changes, for dumps */
+	u32 nr[__MIGR_OBJ_MAX];
+	u64 mr_bytes;
+	struct file *table[MIGR_NR_TABLES];	/* NULL until attached; then for good */
+};
+
+struct migr_obj {
+	struct hlist_node by_ptr;	/* RCU */
+	struct hlist_node by_handle;
+	struct hlist_node by_vqpn, by_pqpn;	/* QP */
+	struct hlist_node by_lkey, by_rkey;	/* MR; by virtual index */
+	struct rcu_head rcu;
+	struct migr_ctx *ctx;
+	void *ptr;			/* the ib_* object */
+	u32 type;			/* enum migr_obj_type */
+	bool dying;			/* the driver is destroying it */
+	bool bound;			/* has a name that was asked for */
+	bool pinned;			/* holds the module: virtual != physical */
+	unsigned long seq;
+	void *channel_key;		/* CQ: identity of its completion channel */
+	union {
+		struct migr_pd_rec pd;
+		struct migr_mr_rec mr;
+		struct migr_cq_rec cq;
+		struct migr_qp_rec qp;
+		struct migr_other_rec other;
+	} rec;
+	u32 resp_len;
+	void *resp;			/* the driver's answer to create */
+};
+
+/* An ib_device whose ops are ours. */
+struct migr_dev {
+	struct ib_device *ibdev;
+	struct ib_device_ops orig;
+};
+
+extern struct mutex migr_lock;
+
+/* device.c */
+extern struct srcu_struct migr_srcu;
+extern atomic_t migr_nr_dev;
+int migr_device_init(void);
+void migr_device_exit(void);
+struct migr_dev *migr_dev_of(struct ib_device *ibdev);
+
+/* Every wrapper is one such section, and uses @md only within. */
+#define migr_enter(ibdev, idx)						\
+	({ *(idx) = srcu_read_lock(&migr_srcu); migr_dev_of(ibdev); })
+#define migr_leave(idx) srcu_read_unlock(&migr_srcu, idx)
+
+/* ucontext.c, mr.c, cq.c, qp.c, other.c: what they put in place; the rest is NULL. */
+extern const struct ib_device_ops migr_ucontext_ops, migr_mr_ops, migr_cq_ops, migr_qp_ops,
+	migr_other_ops;
+
+/* record.c */
+void migr_record_exit(void);
+int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags);
+void migr_ctx_gone(struct ib_ucontext *uctx);
+void migr_ctx_gone_device(struct ib_device *ibdev);
+struct migr_ctx *migr_ctx_get(u32 id);
+struct migr_ctx *migr_ctx_get_next(u32 *id);
+struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data);
+void migr_ctx_put(struct migr_ctx *ctx);
+int migr_ctx_attach(struct migr_ctx *ctx);
+void migr_ctx_detach(struct migr_ctx *ctx);
+void migr_record_count(u32 *nr_ctx, u32 *nr_obj);
+
+struct migr_obj *migr_obj_alloc(u32 type);
+void migr_obj_free(struct migr_obj *obj);
+void migr_obj_take_resp(struct migr_obj *obj, const struct ib_udata *udata);
+int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx);
+struct migr_obj *migr_obj_begin_destroy(const void *ptr);
+void migr_obj_end_destroy(struct migr_obj *obj, int err);
+struct migr_obj *migr_obj_find_locked(const void *ptr);
+struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 handle);
+bool migr_obj_is_ours(const void *ptr);
+bool migr_obj_resolve_locked(struct migr_obj *obj);
+bool migr_obj_refresh_locked(struct migr_obj *obj);
+u32 migr_handle(const void *uobject);
+
+/* names.c */
+int migr_names_add_locked(struct migr_obj *obj);
+void migr_names_hide_locked(struct migr_obj *obj);
+void migr_names_show_locked(struct migr_obj *obj);
+void migr_names_del_locked(struct migr_obj *obj);
+int migr_names_publish_locked(struct migr_obj *obj);
+int migr_mr_rename_locked(struct migr_obj *obj, u32 plkey, u32 prkey);
+int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
+int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey);
+int migr_qpn_reserve(u32 vqpn);
+int migr_qpn_release(u32 vqpn);
+u32 migr_nr_reserved(void);
+void migr_names_exit(void);
+
+/* table.c */
+int migr_table_init(struct migr_ctx *ctx);
+void migr_table_free(struct migr_ctx *ctx);
+int migr_table_set_qpn(struct migr_ctx *ctx, u32 pqpn, u32 entry);
+int migr_table_set_lkey(struct migr_ctx *ctx, u32 index, u32 entry);
+int migr_table_set_rkey(struct migr_ctx *ctx, u32 index, u32 entry);
+int migr_table_mmap(struct migr_ctx *ctx, struct vm_area_struct *vma);
+
+/* chardev.c, netlink.c */
+int migr_chardev_init(void);
+void migr_chardev_exit(void);
+int migr_netlink_init(void);
+void migr_netlink_exit(void);
+#define MIGR_NO_QPN U32_MAX	/* the event is not one of a QP */
+void migr_event(enum migr_event event, struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
+
+static inline struct ib_ucontext *migr_uctx_of(struct ib_udata *udata)
+{
+	return container_of(udata, struct uverbs_attr_bundle, driver_udata)->context;
+}
+
+#endif

@@ -1,0 +1,578 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The record: user contexts and the objects made in them.
+ *
+ * A destroyed object leaves no record. Its driver may free it, and hand out its
+ * address and its number again, before destroy returns, so a record is hidden
+ * before the driver is called (begin_destroy) and then either removed or, when
+ * the driver refused, shown again (end_destroy).
+ */
+#include <linux/sched/mm.h>
+#include <linux/slab.h>
+#include <linux/uaccess.h>
+
+#include "migr.h"
+
+#define MIGR_HASH_BITS 12
+
+DEFINE_MUTEX(migr_lock);
+
+static DEFINE_XARRAY_ALLOC1(ctx_by_id);		/* migr_lock for writing */
+static u32 ctx_next_id = 1;
+static DEFINE_HASHTABLE(ctx_by_uctx, 8);	/* migr_lock */
+static DEFINE_HASHTABLE(obj_by_ptr, MIGR_HASH_BITS);	/* migr_lock; readers: RCU */
+static DEFINE_HASHTABLE(obj_by_handle, MIGR_HASH_BITS);	/* migr_lock */
+
+#define MIGR_UNRESOLVED XA_MARK_0	/* handle not known yet */
+
+/* ---- contexts ------------------------------------------------------------ */
+
+static void ctx_release(struct kref *ref)
+{
+	struct migr_ctx *ctx = container_of(ref, struct migr_ctx, ref);
+
+	migr_table_free(ctx);
+	xa_destroy(&ctx->objs);
+	put_user_ns(ctx->user_ns);
+	put_pid(ctx->tgid);
+	kfree(ctx);
+}
+
+void migr_ctx_put(struct migr_ctx *ctx)
+{
+	kref_put(&ctx->ref, ctx_release);
+}
+
+static struct migr_ctx *ctx_find_locked(const struct ib_ucontext *uctx)
+{
+	struct migr_ctx *ctx;
+
+	hash_for_each_possible(ctx_by_uctx, ctx, by_uctx, (unsigned long)uctx)
+		if (ctx->uctx == uctx)
+			return ctx;
+	return NULL;
+}
+
+static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgid,
+				       const char *comm, u32 flags)
+{
+	struct migr_ctx *ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
+	int err;
+
+	lockdep_assert_held(&migr_lock);
+	if (!ctx)
+		return ERR_PTR(-ENOMEM);
+	kref_init(&ctx->ref);
+	xa_init(&ctx->objs);
+	ctx->uctx = uctx;
+	ctx->ufile = uctx->ufile;
+	ctx->ibdev = uctx->device;
+	ctx->flags = flags;
+	ctx->num_comp_vectors = uctx->device->num_comp_vectors;
+	strscpy(ctx->ibdev_name, dev_name(&uctx->device->dev), sizeof(ctx->ibdev_name));
+	strscpy(ctx->comm, comm, sizeof(ctx->comm));
+
+	/* Ids are never given twice: 2^32 contexts, then no more. */
+	err = ctx_next_id ? xa_insert(&ctx_by_id, ctx_next_id, ctx, GFP_KERNEL) : -ENOSPC;
+	if (err) {
+		kfree(ctx);
+		return ERR_PTR(err);
+	}
+	ctx->id = ctx_next_id++;
+	ctx->tgid = get_pid(tgid);
+	ctx->user_ns = get_user_ns(current_user_ns());
+	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
+	return ctx;
+}
+
+int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags)
+{
+	struct migr_ctx *ctx = NULL;
+
+	mutex_lock(&migr_lock);
+	if (!ctx_find_locked(uctx))
+		ctx = ctx_new_locked(uctx, tgid, comm, flags);
+	mutex_unlock(&migr_lock);
+	if (IS_ERR(ctx))
+		return PTR_ERR(ctx);
+	if (ctx)	/* the caller's ucontext keeps it */
+		migr_event(MIGR_EV_CTX_NEW, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
+	return 0;
+}
+
+static void obj_unlink_locked(struct migr_obj *obj);
+
+/* The context's number and owner are told after the lock is gone. */
+static void ctx_gone_locked(struct migr_ctx *ctx)
+{
+	struct migr_obj *obj;
+	unsigned long seq;
+
+	lockdep_assert_held(&migr_lock);
+	xa_for_each(&ctx->objs, seq, obj) {
+		if (obj->dying)
+			continue;	/* its destroyer holds it and unlinks it */
+		obj_unlink_locked(obj);
+		migr_obj_free(obj);
+		kref_put(&ctx->ref, ctx_release);	/* never the last */
+	}
+	hash_del(&ctx->by_uctx);
+	xa_erase(&ctx_by_id, ctx->id);
+	ctx->uctx = NULL;
+	ctx->ibdev = NULL;
+	ctx->ufile = NULL;
+}
+
+void migr_ctx_gone(struct ib_ucontext *uctx)
+{
+	struct migr_ctx *ctx;
+
+	mutex_lock(&migr_lock);
+	ctx = ctx_find_locked(uctx);
+	if (ctx)
+		ctx_gone_locked(ctx);
+	mutex_unlock(&migr_lock);
+	if (!ctx)
+		return;
+	migr_event(MIGR_EV_CTX_DEL, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
+	migr_ctx_put(ctx);
+}
+
+/* The device goes, or the module does. No wrapper of the device runs any more. */
+void migr_ctx_gone_device(struct ib_device *ibdev)
+{
+	struct migr_ctx *ctx, *found;
+	unsigned long id;
+
+	do {
+		found = NULL;
+		mutex_lock(&migr_lock);
+		xa_for_each(&ctx_by_id, id, ctx) {
+			if (ctx->ibdev != ibdev)
+				continue;
+			found = ctx;
+			ctx_gone_locked(ctx);
+			break;
+		}
+		mutex_unlock(&migr_lock);
+		if (found) {
+			migr_event(MIGR_EV_CTX_DEL, found, MIGR_NO_QPN, MIGR_NO_QPN);
+			migr_ctx_put(found);
+		}
+	} while (found);
+}
+
+struct migr_ctx *migr_ctx_get(u32 id)
+{
+	struct migr_ctx *ctx;
+
+	mutex_lock(&migr_lock);
+	ctx = xa_load(&ctx_by_id, id);
+	if (ctx)
+		kref_get(&ctx->ref);
+	mutex_unlock(&migr_lock);
+	return ctx;
+}
+
+/* The first context whose id is at least *@id; *@id becomes its id. */
+struct migr_ctx *migr_ctx_get_next(u32 *id)
+{
+	unsigned long index = *id;
+	struct migr_ctx *ctx;
+
+	mutex_lock(&migr_lock);
+	ctx = xa_find(&ctx_by_id, &index, U32_MAX, XA_PRESENT);
+	if (ctx) {
+		kref_get(&ctx->ref);
+		*id = index;
+	}
+	mutex_unlock(&migr_lock);
+	return ctx;
+}
+
+/* A file whose private_data is the ib_uverbs_file of a live context is its file. */
+struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
+{
+	struct migr_ctx *ctx, *found = NULL;
+	unsigned long id;
+
+	if (!private_data)
+		return NULL;
+	mutex_lock(&migr_lock);
+	xa_for_each(&ctx_by_id, id, ctx) {
+		if (ctx->ufile == private_data) {
+			kref_get(&ctx->ref);
+			found = ctx;
+			break;
+		}
+	}
+	mutex_unlock(&migr_lock);
+	return found;
+}
+
+/*
+ * The process that attaches last is the context's process: one that was made
+ * ahead for a process being restored is its own from here on.
+ */
+int migr_ctx_attach(struct migr_ctx *ctx)
+{
+	struct user_namespace *old_ns;
+	struct migr_obj *obj;
+	struct pid *old_tgid;
+	unsigned long seq;
+	int err = -ENOENT;
+
+	mutex_lock(&migr_lock);
+	if (!ctx->uctx)
+		goto out_unlock;
+	if (!ctx->table[0]) {
+		err = migr_table_init(ctx);
+		if (err)
+			goto out_unlock;
+		xa_for_each(&ctx->objs, seq, obj) {
+			err = obj->dying ? 0 : migr_names_publish_locked(obj);
+			if (err) {
+				migr_table_free(ctx);
+				goto out_unlock;
+			}
+		}
+	}
+	err = 0;
+	ctx->nr_files++;
+	ctx->flags |= MIGR_CTX_ATTACHED;
+	ctx->gen++;
+	old_tgid = ctx->tgid;
+	old_ns = ctx->user_ns;
+	ctx->tgid = get_pid(task_tgid(current));
+	ctx->user_ns = get_user_ns(current_user_ns());
+	get_task_comm(ctx->comm, current->group_leader);
+	put_pid(old_tgid);
+	put_user_ns(old_ns);
+out_unlock:
+	mutex_unlock(&migr_lock);
+	return err;
+}
+
+void migr_ctx_detach(struct migr_ctx *ctx)
+{
+	mutex_lock(&migr_lock);
+	if (!--ctx->nr_files) {
+		ctx->flags &= ~MIGR_CTX_ATTACHED;
+		ctx->gen++;
+	}
+	mutex_unlock(&migr_lock);
+	migr_ctx_put(ctx);
+}
+
+void migr_record_count(u32 *nr_ctx, u32 *nr_obj)
+{
+	struct migr_ctx *ctx;
+	unsigned long id;
+	int type;
+
+	*nr_ctx = 0;
+	*nr_obj = 0;
+	mutex_lock(&migr_lock);
+	xa_for_each(&ctx_by_id, id, ctx) {
+		++*nr_ctx;
+		for (type = 0; type < __MIGR_OBJ_MAX; type++)
+			*nr_obj += ctx->nr[type];
+	}
+	mutex_unlock(&migr_lock);
+}
+
+/* ---- objects ------------------------------------------------------------- */
+
+/* Of any ib_u*_object: each of them begins with its ib_uobject. */
+u32 migr_handle(const void *uobject)
+{
+	return uobject ? ((const struct ib_uobject *)uobject)->id : MIGR_NO_HANDLE;
+}
+
+struct migr_obj *migr_obj_alloc(u32 type)
+{
+	struct migr_obj *obj = kzalloc(sizeof(*obj), GFP_KERNEL_ACCOUNT);
+
+	if (obj)
+		obj->type = type;
+	return obj;
+}
+
+static void obj_free_rcu(struct rcu_head *rcu)
+{
+	struct migr_obj *obj = container_of(rcu, struct migr_obj, rcu);
+
+	kfree(obj->resp);
+	kfree(obj);
+}
+
+void migr_obj_free(struct migr_obj *obj)
+{
+	call_rcu(&obj->rcu, obj_free_rcu);
+}
+
+/*
+ * Keeps what the driver answered to user space. It is read back from the
+ * caller's buffer, so it is worth what the caller left there: the caller can
+ * only deceive himself. A failure is not one of the call.
+ */
+void migr_obj_take_resp(struct migr_obj *obj, const struct ib_udata *udata)
+{
+	size_t len = min_t(size_t, udata->outlen, MIGR_DRIVER_RESP_MAX);
+
+	if (!len || !udata->outbuf)
+		return;
+	obj->resp = memdup_user(udata->outbuf, len);
+	if (IS_ERR(obj->resp))
+		obj->resp = NULL;
+	else
+		obj->resp_len = len;
+}
+
+/* Which of the record's structs tells the handle; uverbs may set it after create. */
+static u32 obj_uobject_handle(const struct migr_obj *obj)
+{
+	switch (obj->type) {
+	case MIGR_OBJ_PD:
+		return migr_handle(READ_ONCE(((struct ib_pd *)obj->ptr)->uobject));
+	case MIGR_OBJ_MR:
+		return migr_handle(READ_ONCE(((struct ib_mr *)obj->ptr)->uobject));
+	case MIGR_OBJ_CQ:
+		return migr_handle(READ_ONCE(((struct ib_cq *)obj->ptr)->uobject));
+	case MIGR_OBJ_QP:
+		return migr_handle(READ_ONCE(((struct ib_qp *)obj->ptr)->uobject));
+	case MIGR_OBJ_SRQ:
+		return migr_handle(READ_ONCE(((struct ib_srq *)obj->ptr)->uobject));
+	case MIGR_OBJ_MW:
+		return migr_handle(READ_ONCE(((struct ib_mw *)obj->ptr)->uobject));
+	case MIGR_OBJ_AH:
+		return migr_handle(READ_ONCE(((struct ib_ah *)obj->ptr)->uobject));
+	case MIGR_OBJ_DM:
+		return migr_handle(READ_ONCE(((struct ib_dm *)obj->ptr)->uobject));
+	default:
+		return MIGR_NO_HANDLE;	/* XRCD: does not know its uobject */
+	}
+}
+
+/* Every record struct opens with its handle. */
+static_assert(offsetof(struct migr_pd_rec, handle) == 0);
+static_assert(offsetof(struct migr_mr_rec, handle) == 0);
+static_assert(offsetof(struct migr_cq_rec, handle) == 0);
+static_assert(offsetof(struct migr_qp_rec, handle) == 0);
+static_assert(offsetof(struct migr_other_rec, handle) == 0);
+
+static unsigned long handle_key(const struct migr_ctx *ctx, u32 handle)
+{
+	return ((unsigned long)ctx->id << 20) ^ handle;
+}
+
+/* uverbs sets it after create_cq, in one of its two ways to make a CQ. */
+static void user_handle_locked(struct migr_obj *obj)
+{
+	const struct ib_uobject *uobject;
+
+	if (obj->type == MIGR_OBJ_CQ) {
+		uobject = (const struct ib_uobject *)((struct ib_cq *)obj->ptr)->uobject;
+		obj->rec.cq.user_handle = uobject->user_handle;
+	}
+}
+
+/* Brings up to date what uverbs keeps. False: the object is not yet user space's. */
+bool migr_obj_refresh_locked(struct migr_obj *obj)
+{
+	if (obj->dying || !migr_obj_resolve_locked(obj))
+		return false;
+	user_handle_locked(obj);
+	return true;
+}
+
+/* Returns whether the handle is known; an XRCD is done without one. */
+bool migr_obj_resolve_locked(struct migr_obj *obj)
+{
+	struct migr_ctx *ctx = obj->ctx;
+	u32 handle;
+
+	lockdep_assert_held(&migr_lock);
+	if (!xa_get_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED))
+		return true;
+	handle = obj_uobject_handle(obj);
+	if (handle == MIGR_NO_HANDLE && obj->type != MIGR_OBJ_XRCD)
+		return false;
+	obj->rec.pd.handle = handle;
+	if (handle != MIGR_NO_HANDLE)
+		hash_add(obj_by_handle, &obj->by_handle, handle_key(ctx, handle));
+	xa_clear_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);
+	return true;
+}
+
+static void obj_account_locked(struct migr_obj *obj, int sign)
+{
+	struct migr_ctx *ctx = obj->ctx;
+
+	ctx->nr[obj->type] += sign;
+	if (obj->type == MIGR_OBJ_MR)
+		ctx->mr_bytes += sign * (s64)obj->rec.mr.length;
+	ctx->gen++;
+}
+
+static void obj_unlink_locked(struct migr_obj *obj)
+{
+	struct migr_ctx *ctx = obj->ctx;
+
+	lockdep_assert_held(&migr_lock);
+	if (!obj->dying) {
+		migr_names_hide_locked(obj);
+		obj_account_locked(obj, -1);
+	}
+	migr_names_del_locked(obj);
+	hash_del_rcu(&obj->by_ptr);
+	if (!hlist_unhashed(&obj->by_handle))
+		hash_del(&obj->by_handle);
+	xa_erase(&ctx->objs, obj->seq);
+}
+
+/*
+ * A number for the completion channel of a CQ. Its key is the address of the
+ * channel's queue; a CQ holds its channel, so as long as one lives, nobody else
+ * has that address.
+ */
+static u32 cq_channel_locked(const struct migr_obj *cq)
+{
+	struct migr_ctx *ctx = cq->ctx;
+	struct migr_obj *obj;
+	unsigned long seq;
+
+	if (!cq->channel_key)
+		return 0;
+	xa_for_each(&ctx->objs, seq, obj)
+		if (obj->type == MIGR_OBJ_CQ && obj != cq && obj->channel_key == cq->channel_key)
+			return obj->rec.cq.channel;
+	return ++ctx->next_channel;
+}
+
+/* On success @obj is the record's; on failure still the caller's, to be freed. */
+int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
+{
+	struct migr_ctx *ctx;
+	int err;
+
+	obj->ptr = ptr;
+	mutex_lock(&migr_lock);
+	ctx = ctx_find_locked(uctx);
+	if (!ctx) {	/* older than the module */
+		ctx = ctx_new_locked(uctx, task_tgid(current), current->group_leader->comm,
+				     MIGR_CTX_HYDRATED);
+		if (IS_ERR(ctx)) {
+			err = PTR_ERR(ctx);
+			goto out_unlock;
+		}
+	}
+	obj->ctx = ctx;
+	obj->seq = ctx->next_seq;
+	err = xa_insert(&ctx->objs, obj->seq, obj, GFP_KERNEL);
+	if (err)
+		goto out_unlock;
+	ctx->next_seq++;
+	err = migr_names_add_locked(obj);
+	if (err) {
+		xa_erase(&ctx->objs, obj->seq);
+		goto out_unlock;
+	}
+	if (obj->type == MIGR_OBJ_CQ)
+		obj->rec.cq.channel = cq_channel_locked(obj);
+	kref_get(&ctx->ref);	/* an object being destroyed may outlive it */
+	hash_add_rcu(obj_by_ptr, &obj->by_ptr, (unsigned long)ptr);
+	xa_set_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);
+	migr_obj_resolve_locked(obj);
+	obj_account_locked(obj, 1);
+out_unlock:
+	mutex_unlock(&migr_lock);
+	return err;
+}
+
+struct migr_obj *migr_obj_find_locked(const void *ptr)
+{
+	struct migr_obj *obj;
+
+	lockdep_assert_held(&migr_lock);
+	hash_for_each_possible(obj_by_ptr, obj, by_ptr, (unsigned long)ptr)
+		if (obj->ptr == ptr && !obj->dying)
+			return obj;
+	return NULL;
+}
+
+bool migr_obj_is_ours(const void *ptr)
+{
+	struct migr_obj *obj;
+	bool ours = false;
+
+	rcu_read_lock();
+	hash_for_each_possible_rcu(obj_by_ptr, obj, by_ptr, (unsigned long)ptr)
+		ours |= obj->ptr == ptr;
+	rcu_read_unlock();
+	return ours;
+}
+
+struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 handle)
+{
+	struct migr_obj *obj;
+	unsigned long seq;
+
+	lockdep_assert_held(&migr_lock);
+	if (!ctx->uctx)
+		return NULL;
+	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_UNRESOLVED)
+		if (!obj->dying)
+			migr_obj_resolve_locked(obj);
+	hash_for_each_possible(obj_by_handle, obj, by_handle, handle_key(ctx, handle))
+		if (obj->ctx == ctx && obj->type == type && obj->rec.pd.handle == handle && !obj->dying)
+			return obj;
+	return NULL;
+}
+
+/* Returns NULL for what is not ours. Does not sleep then: kernel users may be atomic. */
+struct migr_obj *migr_obj_begin_destroy(const void *ptr)
+{
+	struct migr_obj *obj;
+
+	if (!migr_obj_is_ours(ptr))
+		return NULL;
+	mutex_lock(&migr_lock);
+	obj = migr_obj_find_locked(ptr);
+	if (obj) {
+		migr_names_hide_locked(obj);
+		obj_account_locked(obj, -1);
+		obj->dying = true;
+	}
+	mutex_unlock(&migr_lock);
+	return obj;
+}
+
+void migr_obj_end_destroy(struct migr_obj *obj, int err)
+{
+	struct migr_ctx *ctx = obj->ctx;
+	bool gone;
+
+	mutex_lock(&migr_lock);
+	gone = !err || !ctx->uctx;
+	if (gone) {
+		obj_unlink_locked(obj);
+	} else {
+		obj->dying = false;
+		obj_account_locked(obj, 1);
+		migr_names_show_locked(obj);
+	}
+	mutex_unlock(&migr_lock);
+	if (!gone)
+		return;
+	if (obj->type == MIGR_OBJ_QP)
+		migr_event(MIGR_EV_QP_DEL, ctx, obj->rec.qp.vqpn, obj->rec.qp.pqpn);
+	migr_obj_free(obj);
+	migr_ctx_put(ctx);
+}
+
+void migr_record_exit(void)
+{
+	rcu_barrier();
+	xa_destroy(&ctx_by_id);
+}

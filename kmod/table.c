@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The translation tables of a context: two sparse shmem files, mapped read-only
+ * by who has attached. A mapping holds the file and not the module.
+ */
+#include <linux/file.h>
+#include <linux/fs.h>
+#include <linux/highmem.h>
+#include <linux/shmem_fs.h>
+
+#include "compat.h"
+#include "migr.h"
+
+static const struct {
+	const char *name;
+	u64 offset, bytes;
+} tables[MIGR_NR_TABLES] = {
+	[MIGR_TABLE_QPN] = { "migr-qpn", MIGR_QPN_TABLE_OFFSET, MIGR_QPN_TABLE_BYTES },
+	[MIGR_TABLE_KEY] = { "migr-key", MIGR_KEY_TABLE_OFFSET, MIGR_KEY_TABLE_BYTES },
+};
+
+static_assert(sizeof(struct migr_key_entry) == 8);
+
+int migr_table_init(struct migr_ctx *ctx)
+{
+	struct file *file;
+	int i;
+
+	for (i = 0; i < MIGR_NR_TABLES; i++) {
+		file = shmem_file_setup(tables[i].name, tables[i].bytes, VM_NORESERVE);
+		if (IS_ERR(file)) {
+			migr_table_free(ctx);
+			return PTR_ERR(file);
+		}
+		ctx->table[i] = file;
+	}
+	return 0;
+}
+
+void migr_table_free(struct migr_ctx *ctx)
+{
+	int i;
+
+	for (i = 0; i < MIGR_NR_TABLES; i++) {
+		if (ctx->table[i])
+			fput(ctx->table[i]);
+		ctx->table[i] = NULL;
+	}
+}
+
+/*
+ * One word, whole: libmigr reads it while we write. Pairs with the acquire load
+ * of the tables' reader there. Nobody to read it: nothing to write.
+ */
+static int store(struct file *file, u64 offset, u32 value)
+{
+	struct page *page;
+	void *p;
+
+	if (!file)
+		return 0;
+	page = shmem_read_mapping_page(file->f_mapping, offset >> PAGE_SHIFT);
+	if (IS_ERR(page))
+		return PTR_ERR(page);
+	p = kmap_local_page(page);
+	smp_store_release((u32 *)(p + offset_in_page(offset)), value);
+	kunmap_local(p);
+	set_page_dirty(page);
+	put_page(page);
+	return 0;
+}
+
+int migr_table_set_qpn(struct migr_ctx *ctx, u32 pqpn, u32 entry)
+{
+	return store(ctx->table[MIGR_TABLE_QPN], (u64)(pqpn & MIGR_QPN_MASK) * sizeof(u32), entry);
+}
+
+static int set_key(struct migr_ctx *ctx, u32 index, u32 entry, size_t member)
+{
+	return store(ctx->table[MIGR_TABLE_KEY],
+		     (u64)(index % MIGR_NR_INDEX) * sizeof(struct migr_key_entry) + member, entry);
+}
+
+int migr_table_set_lkey(struct migr_ctx *ctx, u32 index, u32 entry)
+{
+	return set_key(ctx, index, entry, offsetof(struct migr_key_entry, lkey));
+}
+
+int migr_table_set_rkey(struct migr_ctx *ctx, u32 index, u32 entry)
+{
+	return set_key(ctx, index, entry, offsetof(struct migr_key_entry, rkey));
+}
+
+/* Children inherit the mapping: they may go on using what they inherit. */
+int migr_table_mmap(struct migr_ctx *ctx, struct vm_area_struct *vma)
+{
+	u64 offset = (u64)vma->vm_pgoff << PAGE_SHIFT;
+	int i;
+
+	for (i = 0; i < MIGR_NR_TABLES; i++)
+		if (offset == tables[i].offset)
+			break;
+	if (i == MIGR_NR_TABLES || vma->vm_end - vma->vm_start != tables[i].bytes ||
+	    !(vma->vm_flags & VM_SHARED))
+		return -EINVAL;
+	if (vma->vm_flags & VM_WRITE)
+		return -EPERM;
+	vm_flags_mod(vma, VM_DONTEXPAND | VM_DONTDUMP, VM_MAYWRITE);
+	vma->vm_pgoff = 0;
+	vma_set_file(vma, ctx->table[i]);
+	return call_mmap(vma->vm_file, vma);
+}
