@@ -1,0 +1,391 @@
+# shellcheck shell=bash disable=SC2016
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# Three hosts with everything that a migration needs. Sourced by the end-to-end tests, scripts/demo and scripts/soak.
+#
+#        mgmt 10.77.0.0/24: migrd <-> migrd, and the containers' own addresses (macvlan on eth0, 10.77.0.101..)
+#     ┌──────────────┬──────────────┐
+#   src .1         dst .2         peer .3          each: migr.ko, migrd, runc with the series, CRIU with the plugin
+#     └──────────────┴──────────────┘
+#        rail 0 10.77.10.0/24 rxe0, rail 1 10.77.11.0/24 rxe1: RDMA
+#
+# A container has the address of its own (it moves with it) and the host's RDMA device. Its partner runs on peer, without
+# a container. Both have LD_PRELOAD=libmigr.so; nothing else is done to them.
+#
+# MIGR_BED names the bed (e2e). A bed that is up already is used as it is: scripts/check starts one for all tests.
+
+E2E_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export MIGR_BED=${MIGR_BED:-e2e}
+E2E_HOSTS=(src dst peer)
+E2E_OUT=$E2E_ROOT/build/e2e/$MIGR_BED		# what tests leave to be looked at
+E2E_LIMIT=${E2E_LIMIT:-60}			# seconds, for a command in a host
+E2E_MIGRATE_LIMIT=${E2E_MIGRATE_LIMIT:-180}
+# Where things lie in the hosts. Below /usr, which containers see, and the same on every host.
+E2E_LIB=/usr/local/lib/migr
+E2E_BUNDLES=/var/lib/migr-e2e
+E2E_PKI=$E2E_ROOT/build/e2e/pki
+E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
+E2E_PEER=10.77.0.3
+mkdir -p "$E2E_OUT"
+
+note() { echo "# $*" >&2; }
+fail() { echo "e2e: $*" >&2; return 1; }
+testbed() { "$E2E_ROOT/scripts/testbed" "$@"; }
+
+# on HOST CMD...: in a host, without stdin. on_sh HOST SCRIPT [ARG...]: the same for a bash script.
+on() { testbed exec "$1" -n --timeout "$E2E_LIMIT" -- "${@:2}"; }
+on_sh() { testbed exec "$1" -n --timeout "$E2E_LIMIT" -- bash -c "$2" bash "${@:3}"; }
+
+# until_true SECONDS CMD...: repeats CMD, quietly, until it is true.
+until_true() {
+	local end=$((SECONDS + $1))
+	shift
+	until "$@" >/dev/null 2>&1; do
+		[ $SECONDS -lt $end ] || return 1
+		sleep 0.3
+	done
+}
+
+# ---- bringing up
+
+e2e_needs() {
+	local f missing=()
+	local kver
+	kver=$(e2e_kernel) || return 1
+	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
+		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
+		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
+	done
+	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
+}
+
+e2e_kernel() { echo "${MIGR_KERNEL:-$("$E2E_ROOT/scripts/kernel-versions" | head -n1)}"; }
+
+e2e_pki() {
+	local h n=0
+	local ctl=$E2E_ROOT/build/user/agent/migrctl
+	[ ! -e "$E2E_PKI/ca.pem" ] || return 0
+	rm -rf "$E2E_PKI"
+	"$ctl" pki init "$E2E_PKI" >/dev/null || fail "migrctl pki init" || return 1
+	for h in "${E2E_HOSTS[@]}"; do
+		n=$((n + 1))
+		"$ctl" pki host "$E2E_PKI" "$h" --ip "10.77.0.$n" >/dev/null || fail "migrctl pki host $h" || return 1
+	done
+}
+
+# host_setup HOST: after each boot.
+host_setup() {
+	local h=$1 kver
+	kver=$(e2e_kernel) || return 1
+	on_sh "$h" '
+		set -e
+		root=$1 kver=$2 lib=$3 name=$4 pki=$5
+		mkdir -p "$lib" /etc/migr/pki
+		cp "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" "$lib/"
+		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
+		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
+		for i in $(seq 50); do [ ! -e /dev/migr ] || break; sleep 0.1; done
+		cp "$pki/$name"/*.pem "$pki/$name"/*.key /etc/migr/pki/
+		chmod 600 /etc/migr/pki/*.key
+		{
+			echo "{ \"name\": \"$name\", \"peers\": ["
+			sep=
+			for p in src dst peer; do
+				echo "$sep{\"name\": \"$p\", \"address\": \"$p:7471\"}"
+				sep=,
+			done
+			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
+			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
+		} >/etc/migr/migrd.json
+	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" || fail "set-up of host $h" || return 1
+	migrd_start "$h"
+}
+
+# migrd_start HOST [NAME=VALUE...]: with these in its environment. Its log is in the bed's folder.
+migrd_start() {
+	local h=$1
+	shift
+	on_sh "$h" '
+		root=$1
+		shift
+		[ $# = 0 ] || export "$@"
+		exec setsid -f "$root/build/user/agent/migrd" --config /etc/migr/migrd.json </dev/null >>/mnt/out/migrd.log 2>&1
+	' "$E2E_ROOT" "$@" || fail "start of migrd on $h" || return 1
+	until_true 20 on "$h" test -S /run/migrd/ctl.sock || {
+		tail -n 5 "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log" >&2
+		fail "migrd on $h did not open its socket"
+	}
+}
+
+migrd_kill() {	# HOST [SIGNAL]
+	on_sh "$1" 'pkill -"$1" -x migrd; for i in $(seq 50); do pgrep -x migrd >/dev/null || break; sleep 0.1; done
+		rm -f /run/migrd/ctl.sock; ! pgrep -x migrd' "${2:-KILL}" || fail "migrd on $1 does not end"
+}
+
+migrd_restart() {	# HOST [NAME=VALUE...]
+	migrd_kill "$1" TERM && migrd_start "$@"
+}
+
+bed_is_up() { testbed status >/dev/null 2>&1; }
+
+# e2e_up: the bed with its three hosts. Takes it down at the end of the script if it was not up before.
+e2e_up() {
+	local h pids=() ok=0
+	e2e_needs || return 1
+	e2e_pki || return 1
+	if bed_is_up; then
+		e2e_reset
+		return
+	fi
+	[ -n "${E2E_KEEP:-}" ] || trap 'testbed down' EXIT
+	testbed up --hosts src,dst,peer --rails 2 --mem "${E2E_MEM:-1024}" --lifetime "${E2E_LIFETIME:-5400}" \
+		--kernel "$(e2e_kernel)" || return 1
+	for h in "${E2E_HOSTS[@]}"; do
+		rm -f "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out"/*
+		host_setup "$h" &
+		pids+=($!)
+	done
+	for h in "${pids[@]}"; do wait "$h" || ok=1; done
+	[ $ok = 0 ] || fail "not every host could be set up"
+}
+
+# e2e_reset: no container, no program of a test, every host up with its migrd; what a test before has left is gone.
+e2e_reset() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		if ! on "$h" true >/dev/null 2>&1; then
+			note "host $h is down; starting it again"
+			testbed boot "$h" && host_setup "$h" || return 1
+			continue
+		fi
+		on_sh "$h" '
+			bundles=$1 root=$2
+			for b in "$bundles"/*/; do
+				[ -e "$b/config.json" ] || continue
+				id=$(basename "$b")
+				"$root/build/runc/runc" delete --force "$id" 2>/dev/null
+				"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
+			done
+			rm -rf "${bundles:?}"/*
+			pkill -KILL -x migr_verify
+			pkill -KILL "^ib_(write|send|read|atomic)_(bw|lat)$"
+			pkill -KILL -x rate_sampler
+			pkill -KILL -x criu
+			true
+		' "$E2E_BUNDLES" "$E2E_ROOT" >/dev/null
+		if ! on "$h" pgrep -x migrd >/dev/null || on_sh "$h" 'tr "\0" "\n" </proc/$(pgrep -x migrd)/environ | grep -q ^MIGR_FAULT='; then
+			migrd_restart "$h" || return 1
+		fi
+		on_sh "$h" "grep -q '^migr ' /proc/modules" || host_setup "$h" || return 1
+	done
+}
+
+# ---- containers and partners
+
+# start_container HOST ID CMD...: CMD with libmigr in a container; its output is in the container's /tmp/log.
+# CONTAINER_IP, CONTAINER_ENV (default LD_PRELOAD=libmigr.so; "none": no libmigr) may say otherwise.
+start_container() {
+	local h=$1 id=$2
+	shift 2
+	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so")
+	[ "${CONTAINER_ENV:-}" != none ] || preload=(env)
+	on_sh "$h" '
+		set -e
+		root=$1 bundle=$2/$3 id=$3 ip=$4
+		shift 4
+		rm -rf "$bundle"
+		mkdir -p "$(dirname "$bundle")"
+		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 --rdma uverbs0 --linger -- "$@"
+		"$root/hooks/migr-net" prepare "$bundle" "$id"
+		"$root/hooks/migr-net" attach "$bundle" "$id"
+		"$root/build/runc/runc" run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
+			{ cat /tmp/runc.err >&2; exit 1; }
+	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${preload[@]}" "$@" || fail "start of container $id on $h"
+}
+
+container_status() { on "$1" "$E2E_ROOT/build/runc/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
+container_exec() { on "$1" "$E2E_ROOT/build/runc/runc" exec "$2" "${@:3}"; }			# HOST ID CMD...
+container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
+
+# container_host ID: the host that it runs on; an error if it is none, or (worse) two.
+container_host() {
+	local h found=()
+	for h in src dst; do
+		[ "$(container_status "$h" "$1")" != running ] || found+=("$h")
+	done
+	[ ${#found[@]} = 1 ] || fail "container $1 runs on ${#found[@]} hosts: ${found[*]:-}" || return 1
+	echo "${found[0]}"
+}
+
+expect_running() {	# ID HOST
+	local at
+	at=$(container_host "$1") || return 1
+	[ "$at" = "$2" ] || fail "container $1 runs on $at, not on $2"
+}
+
+# container_wait HOST ID SECONDS: until its program has ended. @return its exit status
+container_wait() {
+	local status
+	until_true "$3" container_exec "$1" "$2" test -s /tmp/log.status || { fail "the program of container $2 did not end within $3 s"; return 99; }
+	status=$(container_exec "$1" "$2" cat /tmp/log.status)
+	return "${status:-98}"
+}
+
+container_remove() {	# HOST ID
+	on_sh "$1" '"$1/build/runc/runc" delete --force "$3"; "$1/hooks/migr-net" cleanup "$2/$3" "$3"; rm -rf "${2:?}/$3"' \
+		"$E2E_ROOT" "$E2E_BUNDLES" "$2"
+}
+
+# start_peer NAME CMD...: CMD with libmigr on peer. Its output: peer_log NAME; its exit status: peer_wait.
+start_peer() {
+	local name=$1
+	shift
+	on_sh peer '
+		name=$1 lib=$2
+		shift 2
+		rm -f "/mnt/out/$name".*
+		exec setsid -f bash -c "
+			LD_PRELOAD=\$1/libmigr.so \"\${@:3}\" >/mnt/out/\$2.log 2>&1 </dev/null
+			echo \$? >/mnt/out/\$2.status
+		" bash "$lib" "$name" "$@" </dev/null >/dev/null 2>&1
+	' "$name" "$E2E_LIB" "$@" || fail "start of $name on peer"
+}
+peer_file() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/peer/out/$1"; }
+peer_log() { cat "$(peer_file "$1.log")"; }
+peer_wait() {	# NAME SECONDS: @return the exit status of the program
+	until_true "$2" test -s "$(peer_file "$1.status")" || { fail "$1 on peer did not end within $2 s"; return 99; }
+	return "$(cat "$(peer_file "$1.status")")"
+}
+
+# ---- the verifying application in a container on HOST, its partner on peer
+
+# start_verify HOST ID OPTION...: options of migr_verify, for both ends where both need them.
+start_verify() {
+	local h=$1 id=$2
+	shift 2
+	local both=() o
+	for o in "$@"; do
+		case $o in --events|--wr-api|--rnr) both+=("$o") ;; esac
+	done
+	on_sh peer 'rm -f /tmp/verify.status'
+	start_peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --status /tmp/verify.status \
+		--samples /mnt/out/verify.samples --json /mnt/out/verify.json "${both[@]}" || return 1
+	start_container "$h" "$id" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
+	until_true 60 verify_moves || { peer_log verify >&2; container_log "$h" "$id" >&2; fail "no traffic between container $id and peer"; }
+}
+
+verify_bytes() { on peer cat /tmp/verify.status 2>/dev/null | jq -r .bytes; }
+verify_moves() {
+	local a b
+	a=$(verify_bytes)
+	[ -n "$a" ] && sleep 1 && b=$(verify_bytes) && [ -n "$b" ] && [ "$b" -gt "$a" ]
+}
+
+# expect_traffic: bytes go on to flow, and neither end has found a fault.
+expect_traffic() {
+	local s
+	until_true 30 verify_moves || { on peer cat /tmp/verify.status >&2; peer_log verify >&2; fail "the traffic has stopped"; return 1; }
+	s=$(on peer cat /tmp/verify.status)
+	[ "$(jq -r .errors <<<"$s")" = 0 ] || fail "fault found by the partner: $(jq -r .first_error <<<"$s")"
+}
+
+# stop_verify ID: ends it, and checks what both ends say. The results: $E2E_OUT/ID.{container,peer}.json
+stop_verify() {
+	local id=$1 h bad=0
+	h=$(container_host "$id") || return 1
+	container_exec "$h" "$id" touch /tmp/stop
+	container_wait "$h" "$id" 120 || bad=$?
+	container_exec "$h" "$id" sh -c 'grep "^{" /tmp/log' >"$E2E_OUT/$id.container.json"
+	[ $bad = 0 ] || { container_log "$h" "$id" >&2; fail "migr_verify in container $id ended with status $bad"; return 1; }
+	peer_wait verify 60 || { bad=$?; peer_log verify >&2; fail "migr_verify on peer ended with status $bad"; return 1; }
+	cp "$(peer_file verify.json)" "$E2E_OUT/$id.peer.json"
+	cp "$(peer_file verify.samples)" "$E2E_OUT/$id.samples"
+	jq -es 'all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
+		"$E2E_OUT/$id.container.json" "$E2E_OUT/$id.peer.json" >/dev/null ||
+		{ cat "$E2E_OUT/$id".*.json >&2; fail "container $id: not every work request was completed without a fault"; return 1; }
+	container_remove "$h" "$id"
+}
+
+# ---- migration
+
+# migrate ID TO [OUT.json]: @return the status of migrctl; its JSON goes to OUT.json, progress to stderr.
+migrate() {
+	local from
+	from=$(container_host "$1") || return 99
+	testbed exec "$from" -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl migrate "$1" --to "$2" --json >"${3:-$E2E_OUT/migrate.json}"
+}
+
+migrate_ok() {	# ID TO [OUT.json]
+	local out=${3:-$E2E_OUT/migrate.json} status=0
+	migrate "$1" "$2" "$out" || status=$?
+	[ $status = 0 ] || { cat "$out" >&2; e2e_logs; fail "migrctl migrate $1 --to $2 ended with status $status"; return 1; }
+	jq -e '.migrated == true' "$out" >/dev/null || { cat "$out" >&2; fail "no migration, though migrctl ended with status 0"; return 1; }
+	expect_running "$1" "$2"
+}
+
+# migrate_refused ID TO PATTERN: fails with one clear line that matches PATTERN.
+migrate_refused() {
+	local out=$E2E_OUT/refused.json err=$E2E_OUT/refused.err status=0
+	migrate "$1" "$2" "$out" 2>"$err" || status=$?
+	[ $status != 0 ] || { fail "migrctl migrate $1 --to $2 should have failed"; return 1; }
+	[ $status -lt 10 ] || { cat "$err" >&2; fail "migrctl ended with status $status"; return 1; }
+	grep -qiE "$3" "$err" "$out" || { cat "$err" "$out" >&2; fail "the error does not say '$3'"; return 1; }
+	grep -hiE "$3" "$err" "$out" | head -n1 | sed 's/^/# says: /'
+}
+
+e2e_logs() {	# to stderr: the last lines of every migrd
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		echo "--- migrd on $h:" >&2
+		tail -n 12 "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log" >&2
+	done
+}
+
+# ---- what must not be left
+
+console_clean() {
+	local bad
+	bad=$(testbed check --new) || { echo "$bad" >&2; fail "a kernel has complained"; return 1; }
+}
+
+# leak_snapshot HOST: a line per thing that must be the same before and after. Containers must be gone.
+leak_snapshot() {
+	on_sh "$1" '
+		for kind in ctx pd mr cq qp srq cm_id; do echo "rdma_$kind $(rdma res show "$kind" 2>/dev/null | grep -cv "comm \[")"; done
+		migrctl version --json | jq -r ".module | to_entries[] | \"module_\" + .key + \" \" + (.value | tostring)"
+		echo "migrd_fds $(ls /proc/$(pgrep -x migrd)/fd | wc -l)"
+		echo "processes $(ls -d /proc/[0-9]*/exe 2>/dev/null | while read -r p; do readlink "$p" >/dev/null 2>&1 && echo x; done | wc -l)"
+		echo "runc $(ls /run/runc 2>/dev/null | wc -l)"
+		echo "namespaces $(ip netns list | wc -l)"
+		echo "cgroups $(find /sys/fs/cgroup/migr -mindepth 1 -type d 2>/dev/null | wc -l)"
+		echo "mounts $(wc -l </proc/mounts)"
+		echo "gates $(ls /run/migr | grep -c ^gate-)"
+		echo "module_users $(sed -n "s/^migr [0-9]* \([0-9]*\) .*/\1/p" /proc/modules)"
+	'
+}
+
+# leaks_compare BEFORE AFTER: prints the lines that differ; an error if there are any.
+leaks_compare() {
+	local d
+	d=$(diff <(sort "$1") <(sort "$2")) && return
+	sed -n 's/^< /before: /p; s/^> /after:  /p' <<<"$d" >&2
+	fail "something was left behind: $(basename "$2")"
+}
+
+# ---- tests: step NAME CMD... prints "ok" or "not ok"; the script ends with e2e_end
+
+E2E_FAILED=0
+step() {
+	local name=$1 t0=$SECONDS
+	shift
+	if "$@"; then
+		echo "ok $name ($((SECONDS - t0)) s)"
+	else
+		echo "not ok $name ($((SECONDS - t0)) s)"
+		E2E_FAILED=$((E2E_FAILED + 1))
+		return 1
+	fi
+}
+e2e_end() {
+	step "no kernel complained" console_clean
+	exit $((E2E_FAILED != 0))
+}

@@ -1,0 +1,29 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# A container is moved under traffic, there and back; both ends then agree about every work request and byte.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+moved() {	# OPTION...: src to dst
+	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
+}
+there_and_back() {
+	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && migrate_ok mv src && expect_traffic &&
+		stop_verify mv || { e2e_logs; e2e_reset; return 1; }
+}
+summary_is_complete() {
+	jq -e '(.service_blackout_ms > 0) and (.communication_blackout_ms > 0) and (.bytes_copied > 0) and
+		(.phases_ms | length > 5) and (.resources.qp == 4) and (.resources.cq > 0) and (.resources.mr > 0) and
+		.from == "dst" and .to == "src" and .rollback_reason == null' "$E2E_OUT/migrate.json" >/dev/null ||
+		{ cat "$E2E_OUT/migrate.json" >&2; fail "the summary of migrctl is not complete"; }
+}
+
+step "mixed, 4 QPs, polling, there and back" there_and_back --mode mixed --qps 4 &&
+	step "migrctl's summary is complete" summary_is_complete
+step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
+step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
+step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
+step "atomics" moved --mode atomic --qps 2
+e2e_end

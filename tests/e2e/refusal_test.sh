@@ -1,0 +1,66 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# Migrations that cannot be: each is refused with one clear line, and the container goes on as if nothing had been asked.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+untouched() { expect_running c src && expect_traffic; }
+
+no_such_container() {
+	local status=0
+	on src migrctl migrate nobody --to dst --json >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
+	[ $status = 1 ] || fail "status $status, want 1" || return 1
+	grep -q nobody "$E2E_OUT/refused.err" || { cat "$E2E_OUT/refused.err" >&2; fail "the error does not name the container"; }
+}
+no_such_host() { migrate_refused c nowhere 'nowhere' && untouched; }
+itself() { migrate_refused c src 'src' && untouched; }
+destination_silent() {
+	migrd_kill dst KILL || return 1
+	migrate_refused c dst 'dst' && untouched
+	local r=$?
+	migrd_start dst && return $r
+}
+destination_without_module() {
+	migrd_kill dst TERM && on dst rmmod migr && migrd_start dst || return 1
+	migrate_refused c dst 'migr\.ko|module' && untouched
+	local r=$?
+	migrd_kill dst TERM && host_setup dst && return $r
+}
+ordinary_user() {
+	local status=0
+	on src setpriv --reuid 65534 --regid 65534 --clear-groups "$E2E_ROOT/build/user/agent/migrctl" migrate c --to dst \
+		>"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
+	[ $status = 1 ] || fail "status $status, want 1" || return 1
+	grep -qi root "$E2E_OUT/refused.err" || { cat "$E2E_OUT/refused.err" >&2; fail "the error does not say that root is needed"; } || return 1
+	untouched
+}
+no_libmigr() {
+	# A partner of its own, on another port; without traffic, as an RDMA process is enough.
+	start_peer plain "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --port 18600 || return 1
+	CONTAINER_IP=10.77.0.102 CONTAINER_ENV=none start_container src plain "$E2E_LIB/migr_verify" --dev rxe0 \
+		--port 18600 --stop-file /tmp/stop "$E2E_PEER" || return 1
+	until_true 30 on_sh src 'rdma res show qp | grep -q "type RC.*comm migr_verify"' || return 1
+	sleep 1
+	migrate_refused plain dst 'libmigr' && expect_running plain src || return 1
+	container_exec src plain touch /tmp/stop && container_wait src plain 60 && peer_wait plain 60 && container_remove src plain &&
+		untouched
+}
+wrong_arguments() {
+	local status=0
+	on src migrctl migrate c >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
+	[ $status = 2 ] || [ $status = 3 ] || fail "status $status of a bad command line"
+}
+
+step "traffic" start_verify src c --mode mixed --qps 2 || { e2e_logs; e2e_end; }
+step "a container that does not exist" no_such_container
+step "a host that is no peer" no_such_host
+step "to where it is" itself
+step "a destination that does not answer" destination_silent
+step "a destination without the module" destination_without_module
+step "an ordinary user" ordinary_user
+step "a process without libmigr" no_libmigr
+step "a bad command line" wrong_arguments
+step "after all that both ends agree" stop_verify c || e2e_reset
+e2e_end
