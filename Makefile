@@ -33,5 +33,16 @@ check-fast: user		## tests without a VM (two minutes)
 check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
 
+demo: all			## the main job, to be watched: build/demo/
+	@scripts/demo
+
+N ?= 20
+soak: all			## N=20 migrations to and fro, and what they leave
+	@scripts/soak $(N)
+
+bench-datapath: user		## cycles per call with and without libmigr (20 s)
+	@mkdir -p $(BUILD)/bench
+	@$(USER_BUILD)/bench/datapath --libmigr $(USER_BUILD)/libmigr/libmigr.so --json $(BUILD)/bench/datapath.json
+
 clean:				## remove the build folder
 	rm -rf $(BUILD)

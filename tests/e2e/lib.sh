@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2016
+# shellcheck shell=bash disable=SC2016,SC2015
 # SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 # Three hosts with everything that a migration needs. Sourced by the end-to-end tests, scripts/demo and scripts/soak.
 #
