@@ -16,15 +16,17 @@
 #include <infiniband/verbs.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <linux/types.h>
 #include "../include/uapi/migr.h"
+#include "switchover/states.h"
 
 namespace migr {
 
@@ -42,14 +44,17 @@ enum QpStateBits : std::uint32_t {
   kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
 };
 
-/// Bits of a CQ's state word. Zero: direct.
+/// Bits of a CQ's state word. Zero: direct. Written under CqShadow::lock.
 enum CqStateBits : std::uint32_t {
   kFakeCq = 1u << 0,        ///< completions may wait in the fake CQ, or the control thread polls too: take the lock
   kTranslateQpn = 1u << 1,  ///< a QP on it has a physical number that is not its virtual one
   kCqForced = 1u << 2,
+  kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
+  kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
 };
 
 /// Which way the ibv_wr_* session that is open now goes.
+/// kPath is left before the provider's wr_complete: from there on the thread counts as inside by where it is.
 enum class Session : std::uint32_t { kNone, kPath, kKept };
 
 /// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
@@ -65,9 +70,25 @@ struct KeptReceive {
   std::vector<ibv_sge> sges;
 };
 
-/// Physical keys of the partner's memory. Immutable once published; replaced while suspended.
-struct RemoteKeys {
-  std::unordered_map<std::uint32_t, std::uint32_t> physical;  ///< virtual rkey -> physical; absent: the same
+/// Physical keys of the partner's memory: open addressing, power of two, never full. Immutable once published;
+/// replaced while suspended. A key that is not in it is the same in both worlds.
+class RemoteKeys {
+ public:
+  explicit RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical);
+  std::uint32_t physical(std::uint32_t vrkey) const noexcept {
+    for (std::uint32_t i = hash(vrkey);; i = (i + 1) & mask_) {
+      if (slots_[i].vrkey == vrkey) return slots_[i].prkey;
+      if (slots_[i].vrkey == 0) return vrkey;
+    }
+  }
+
+ private:
+  struct Slot {
+    std::uint32_t vrkey, prkey;
+  };
+  std::uint32_t hash(std::uint32_t key) const noexcept { return (key >> 8) & mask_; }
+  std::uint32_t mask_;
+  std::vector<Slot> slots_;
 };
 
 struct MrShadow;
@@ -103,15 +124,23 @@ struct alignas(64) CqShadow {
   ibv_cq* real;
   int (*real_poll)(ibv_cq*, int, ibv_wc*);
   const std::uint32_t* qpn_table;  ///< physical -> virtual | MIGR_QPN_VALID
+  ibv_cq_ex* target;   ///< what the readers read: real_ex, or &fake_ex.ex in a session on the fake CQ
   ibv_cq_ex* real_ex;  ///< null: not made by create_cq_ex
-  const ibv_wc* ex_now;  ///< ibv_cq_ex session on a fake completion: the one being read; else null
-  ibv_wc ex_wc;
+  std::atomic<bool> ex_session;  ///< between start_poll and end_poll on the provider's CQ
+  struct FakeEx {
+    ibv_cq_ex ex;  ///< readers of `wc`
+    ibv_wc wc;
+  } fake_ex;
   /* the rest */
   std::mutex lock;
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
-  std::atomic<bool> armed;  ///< req_notify_cq since the last event that was read
+  unsigned markers;  ///< drain and event markers whose completion was not seen yet
+  std::vector<ibv_wc> seen_markers;  ///< for drain()
+  bool event_pending;                ///< FREEZE: armed, and its channel had an event that nobody had read
+  bool armed;        ///< req_notify_cq since the last event that was read
   int solicited_only;
-  std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, data completion taken by the engine
+  std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
+  int cqe_asked;
   Context* context;
 };
 
@@ -124,22 +153,32 @@ struct alignas(64) QpShadow {
   alignas(64) std::atomic<std::uint32_t> state;
   std::atomic<Session> session;
   ibv_qp* real;
-  ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
+  ibv_qp_ex* target;  ///< where ibv_wr_* calls go: real_ex, or &keeper.ex in a session that is kept
   int (*real_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
   int (*real_post_recv)(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**);
   const migr_key_entry* key_table;  ///< virtual key index -> physical
   const RemoteKeys* remote_keys;    ///< null: the partner's keys are as they were
   /* the rest */
+  ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
+  struct Keeper {
+    ibv_qp_ex ex;  ///< builds WRs instead of posting them
+    QpShadow* owner;
+  } keeper;
   std::mutex lock;
+  std::mutex session_lock;  ///< one ibv_wr_* session that is kept; never taken by the control thread
   Context* context;
   CqShadow* send_cq;
   CqShadow* recv_cq;
   ibv_qp_init_attr_ex init;  ///< as asked for; CQs and SRQ are the application's. comp_mask as given
   bool init_is_ex;           ///< made by create_qp_ex
+  ibv_qp_cap cap;            ///< as the device gave it
+  switchover::Phase phase;
+  std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptSend> kept_sends;
   std::deque<KeptReceive> kept_receives;
   std::deque<KeptReceive> logged_receives;  ///< posted to the spare since SWITCH
   KeptSend building;                        ///< the WR an ibv_wr_* session builds while suspended
+  bool building_open;                       ///< `building` holds a WR
   std::vector<KeptSend> built;              ///< finished WRs of that session
   int build_error;                          ///< errno that wr_complete will return
   ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
@@ -170,7 +209,15 @@ struct Registry {
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
   unsigned unsupported = 0;  ///< objects that cannot move (SRQ, MW, XRCD, DM, flows, WQs)
+  bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
+  std::condition_variable thawed;
   static Registry& get();
+  /// Control path of the application: the lock, once nothing is frozen.
+  std::unique_lock<std::mutex> enter() {
+    std::unique_lock guard(lock);
+    thawed.wait(guard, [this] { return !frozen; });
+    return guard;
+  }
   Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock
 };
 

@@ -22,7 +22,7 @@ int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>&
 /// The queue mappings (rings) of every object of a context: where they lie in this process, and their mmap offsets.
 int rings(Context& context, std::vector<migr_fd_desc>& out);
 
-/// Executable mappings of the provider's and libibverbs' code, as text ranges of kind 1.
+/// Executable mappings of the provider's code, as text ranges of kind 1.
 std::vector<migr_text_range> text_ranges();
 
 /// Registers memory with a raw uverbs call (ioctl INVOKE_WRITE, which works for a restored process): no libibverbs

@@ -16,6 +16,8 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <string_view>
 
 #include <rdma/ib_user_verbs.h>
@@ -27,6 +29,10 @@
 
 namespace migr::provider {
 namespace {
+
+/// Bytes before the SGEs of a receive. Not sizeof: in C++ the header's flexible array has a byte of its own.
+constexpr std::size_t kReceiveBytes = offsetof(rxe_recv_wqe, dma) + offsetof(rxe_dma_info, reserved) + sizeof(__u32);
+static_assert(kReceiveBytes == 40);
 
 struct Mapping {
   std::uint64_t start, bytes, offset;
@@ -92,11 +98,12 @@ migr_fd_desc ring_desc(const Context& context, migr_obj_type type, std::uint32_t
   return d;
 }
 
+/// Not libibverbs: a thread may wait in its ibv_get_cq_event() for ever, and nothing in it posts or polls.
 bool is_provider_code(std::string_view path) {
   const std::size_t slash = path.rfind('/');
   const std::string_view file = slash == path.npos ? path : path.substr(slash + 1);
-  return file.starts_with("libibverbs.so") || file.find("-rdmav") != file.npos || file.starts_with("libmlx5.so") ||
-         file.starts_with("libmlx4.so") || file.starts_with("libefa.so");
+  return file.find("-rdmav") != file.npos || file.starts_with("libmlx5.so") || file.starts_with("libmlx4.so") ||
+         file.starts_with("libefa.so");
 }
 
 }  // namespace
@@ -129,19 +136,20 @@ int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>&
   const std::uint32_t mask = queue->index_mask;
   const std::uint32_t shift = queue->log2_elem_size;
   const std::uint64_t slots = std::uint64_t{mask} + 1;
-  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < sizeof(rxe_recv_wqe) ||
+  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < kReceiveBytes ||
       sizeof(*queue) + (slots << shift) > resp.rq_mi.size)
     return EPROTO;  // not the layout we know
-  const std::size_t max_sges = ((std::size_t{1} << shift) - sizeof(rxe_recv_wqe)) / sizeof(rxe_sge);
+  const std::size_t max_sges = ((std::size_t{1} << shift) - kReceiveBytes) / sizeof(rxe_sge);
   // Pairs with the kernel's release of what it has consumed.
   const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE) & mask;
   const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE) & mask;
   for (std::uint32_t i = consumer; i != producer; i = (i + 1) & mask) {
-    const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(queue->data + (std::uint64_t{i} << shift));
+    const auto* bytes = queue->data + (std::uint64_t{i} << shift);
+    const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(bytes);
     if (wqe->dma.num_sge > max_sges) return EPROTO;
     KeptReceive& receive = out.emplace_back();
     receive.wr_id = wqe->wr_id;
-    const auto* sge = reinterpret_cast<const rxe_sge*>(wqe + 1);
+    const auto* sge = reinterpret_cast<const rxe_sge*>(bytes + kReceiveBytes);
     for (std::uint32_t s = 0; s < wqe->dma.num_sge; ++s)
       receive.sges.push_back({sge[s].addr, sge[s].length, sge[s].lkey});
   }
@@ -175,21 +183,44 @@ int rings(Context& context, std::vector<migr_fd_desc>& out) {
   return 0;
 }
 
-std::vector<migr_text_range> text_ranges() {
+namespace {
+
+/// What dl_iterate_phdr() carries along.
+struct TextSearch {
+  std::vector<const void*> posts;  ///< post_send of every context
   std::vector<migr_text_range> out;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, std::size_t, void* arg) {
-        if (!info->dlpi_name || !is_provider_code(info->dlpi_name)) return 0;
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const ElfW(Phdr)& ph = info->dlpi_phdr[i];
-          if (ph.p_type == PT_LOAD && (ph.p_flags & PF_X))
-            static_cast<std::vector<migr_text_range>*>(arg)->push_back(
-                {info->dlpi_addr + ph.p_vaddr, ph.p_memsz, 1, 0});
-        }
-        return 0;
-      },
-      &out);
-  return out;
+};
+
+bool holds(const dl_phdr_info& info, const ElfW(Phdr) & segment, const void* address) {
+  const auto at = reinterpret_cast<std::uintptr_t>(address), start = info.dlpi_addr + segment.p_vaddr;
+  return at >= start && at - start < segment.p_memsz;
+}
+
+int add_text(dl_phdr_info* info, std::size_t, void* arg) {
+  auto& search = *static_cast<TextSearch*>(arg);
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& segment = info->dlpi_phdr[i];
+    if (segment.p_type != PT_LOAD || !(segment.p_flags & PF_X)) continue;
+    const bool in_use = std::any_of(search.posts.begin(), search.posts.end(),
+                                    [&](const void* post) { return holds(*info, segment, post); });
+    if (in_use || (info->dlpi_name && is_provider_code(info->dlpi_name)))
+      search.out.push_back({info->dlpi_addr + segment.p_vaddr, segment.p_memsz, 1, 0});
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<migr_text_range> text_ranges() {
+  TextSearch search;
+  {
+    Registry& registry = Registry::get();
+    std::lock_guard guard(registry.lock);
+    for (const Context* context : registry.contexts)
+      search.posts.push_back(reinterpret_cast<const void*>(context->ops.post_send));
+  }
+  dl_iterate_phdr(add_text, &search);
+  return std::move(search.out);
 }
 
 int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "command.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <utility>
+
+#include "limits.h"
+
+extern char** environ;
+
+namespace migr {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int exit_status(int st) { return WIFEXITED(st) ? WEXITSTATUS(st) : 128 + WTERMSIG(st); }
+
+Result<pid_t> spawn(const Argv& argv, const Env& env, int out, int err) {
+  std::vector<char*> args, vars;
+  for (const auto& a : argv) args.push_back(const_cast<char*>(a.c_str()));
+  args.push_back(nullptr);
+  for (char** e = environ; *e; e++) {
+    const std::string_view have(*e);
+    const auto name = have.substr(0, have.find('=') + 1);
+    if (std::none_of(env.begin(), env.end(), [&](const std::string& n) { return n.starts_with(name); })) vars.push_back(*e);
+  }
+  for (const auto& e : env) vars.push_back(const_cast<char*>(e.c_str()));
+  vars.push_back(nullptr);
+
+  posix_spawn_file_actions_t fa;
+  posix_spawnattr_t at;
+  posix_spawn_file_actions_init(&fa);
+  posix_spawnattr_init(&at);
+  posix_spawn_file_actions_addopen(&fa, 0, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_adddup2(&fa, out, 1);
+  posix_spawn_file_actions_adddup2(&fa, err, 2);
+  sigset_t none, all;
+  sigemptyset(&none);
+  sigfillset(&all);
+  sigdelset(&all, SIGKILL);
+  sigdelset(&all, SIGSTOP);
+  posix_spawnattr_setsigmask(&at, &none);
+  posix_spawnattr_setsigdefault(&at, &all);
+  posix_spawnattr_setpgroup(&at, 0);
+  posix_spawnattr_setflags(&at, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  pid_t pid = 0;
+  const int e = posix_spawnp(&pid, args[0], &fa, &at, args.data(), vars.data());
+  posix_spawn_file_actions_destroy(&fa);
+  posix_spawnattr_destroy(&at);
+  if (e) return sys_error("cannot run " + argv[0], e);
+  return pid;
+}
+
+}  // namespace
+
+std::string CommandResult::last_line() const {
+  for (const std::string* s : {&err, &out}) {
+    std::size_t end = s->find_last_not_of(" \r\n\t");
+    if (end == std::string::npos) continue;
+    const std::size_t start = s->rfind('\n', end);
+    return s->substr(start == std::string::npos ? 0 : start + 1, end - (start == std::string::npos ? 0 : start + 1) + 1);
+  }
+  return "it said nothing";
+}
+
+Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms) {
+  int out[2], err[2];
+  if (pipe2(out, O_CLOEXEC)) return sys_error("pipe");
+  if (pipe2(err, O_CLOEXEC)) {
+    const int e = errno;
+    close(out[0]), close(out[1]);
+    return sys_error("pipe", e);
+  }
+  auto pid = spawn(argv, env, out[1], err[1]);
+  close(out[1]);
+  close(err[1]);
+  CommandResult r;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  bool late = false;
+  int st = 0;
+  if (pid) {
+    pollfd fds[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
+    std::string* to[2] = {&r.out, &r.err};
+    // Something that it started may keep the pipes open: its own end counts.
+    for (bool ended = false; !ended || fds[0].fd >= 0 || fds[1].fd >= 0;) {
+      constexpr int kLookMs = 20;
+      const int n = poll(fds, 2, ended ? 0 : kLookMs);
+      for (int i = 0; n > 0 && i < 2; i++) {
+        if (!fds[i].revents) continue;
+        char buf[4096];
+        const ssize_t got = read(fds[i].fd, buf, sizeof buf);
+        if (got <= 0) {
+          fds[i].fd = -1;
+        } else {
+          to[i]->append(buf, static_cast<std::size_t>(got));
+          if (to[i]->size() > kCommandOutputBytes) to[i]->erase(0, to[i]->size() - kCommandOutputBytes);
+        }
+      }
+      if (ended && n <= 0) break;
+      if (!ended && waitpid(*pid, &st, WNOHANG) == *pid) ended = true;
+      if (!ended && Clock::now() > deadline) {
+        late = true;
+        kill(-*pid, SIGKILL);
+        waitpid(*pid, &st, 0);
+        break;
+      }
+    }
+  }
+  close(out[0]);
+  close(err[0]);
+  if (!pid) return pid.error();
+  if (late) return Error{ETIMEDOUT, argv[0] + " did not end within " + std::to_string(limit_ms) + " ms"};
+  r.status = exit_status(st);
+  return r;
+}
+
+Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms) {
+  auto r = run_command(argv, env, limit_ms);
+  if (r && r->status) return Error{ECHILD, r->last_line()};
+  return r;
+}
+
+Result<Child> Child::start(const Argv& argv, const Env& env, const std::string& output_file) {
+  const int fd = open(output_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (fd < 0) return sys_error("cannot write " + output_file);
+  auto pid = spawn(argv, env, fd, fd);
+  close(fd);
+  if (!pid) return pid.error();
+  Child c;
+  c.pid_ = *pid;
+  return c;
+}
+
+Child::Child(Child&& o) noexcept : pid_(std::exchange(o.pid_, 0)), status_(o.status_) {}
+
+Child& Child::operator=(Child&& o) noexcept {
+  std::swap(pid_, o.pid_);
+  std::swap(status_, o.status_);
+  return *this;
+}
+
+Child::~Child() {
+  if (!running()) return;
+  signal(SIGKILL);
+  waitpid(pid_, nullptr, 0);
+}
+
+bool Child::running() {
+  if (!pid_) return false;
+  int st = 0;
+  if (waitpid(pid_, &st, WNOHANG) == 0) return true;
+  status_ = exit_status(st);
+  pid_ = 0;
+  return false;
+}
+
+bool Child::wait(int limit_ms) {
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  while (running()) {
+    if (Clock::now() > deadline) return false;
+    usleep(10'000);
+  }
+  return true;
+}
+
+void Child::signal(int sig) {
+  if (pid_) kill(-pid_, sig);
+}
+
+std::string tail_of(const std::string& path, std::size_t bytes) {
+  std::ifstream in(path, std::ios::binary | std::ios::ate);
+  if (!in) return {};
+  const auto size = static_cast<std::size_t>(in.tellg());
+  in.seekg(static_cast<std::streamoff>(size > bytes ? size - bytes : 0));
+  std::string s((std::istreambuf_iterator<char>(in)), {});
+  return s;
+}
+
+}  // namespace migr

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Other programs: run to the end with a limit, or kept as a child.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace migr {
+
+using Argv = std::vector<std::string>;
+using Env = std::vector<std::string>;  // "NAME=value", added to our own
+
+struct CommandResult {
+  int status = 0;      // exit status; 128 + signal
+  std::string out;     // stdout, at most kCommandOutputBytes
+  std::string err;     // stderr, likewise
+  /// Last line of stderr (else stdout) that says something.
+  std::string last_line() const;
+};
+
+/// Runs a command with no input. ETIMEDOUT: it was killed, with its process group.
+Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms);
+
+/// As run_command, but an exit status other than 0 is an error with last_line().
+Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms);
+
+/// A program that runs beside us. Its destructor kills it, with its process group.
+class Child {
+ public:
+  static Result<Child> start(const Argv& argv, const Env& env, const std::string& output_file);
+  Child() = default;
+  Child(Child&& o) noexcept;
+  Child& operator=(Child&& o) noexcept;
+  ~Child();
+
+  pid_t pid() const { return pid_; }
+  bool running();                  // reaps
+  int status() const { return status_; }
+  bool wait(int limit_ms);         // false: still running
+  void signal(int sig);
+  void forget() { pid_ = 0; }
+
+ private:
+  pid_t pid_ = 0;
+  int status_ = -1;
+};
+
+/// The last lines of a file, at most `bytes`.
+std::string tail_of(const std::string& path, std::size_t bytes);
+
+}  // namespace migr

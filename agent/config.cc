@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "config.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+namespace migr {
+
+const Peer* Config::peer(const std::string& wanted) const {
+  for (const Peer& p : peers)
+    if (p.name == wanted) return &p;
+  return nullptr;
+}
+
+Result<Config> load_config(const std::string& path) {
+  std::ifstream in(path);
+  if (!in) return sys_error("cannot read " + path);
+  const auto j = nlohmann::json::parse(in, nullptr, false, true);
+  if (!j.is_object()) return Error{EINVAL, path + " is not a JSON object"};
+  Config c;
+  const std::map<std::string, std::string*> strings = {
+      {"name", &c.name},           {"listen", &c.listen},
+      {"pki", &c.pki},             {"state_dir", &c.state_dir},
+      {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
+      {"runc", &c.runc},           {"runc_root", &c.runc_root},
+      {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}};
+  for (const auto& [key, value] : j.items()) {
+    if (auto s = strings.find(key); s != strings.end()) {
+      if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};
+      *s->second = value.get<std::string>();
+    } else if (key == "peers") {
+      if (!value.is_array()) return Error{EINVAL, path + ": \"peers\" has to be an array"};
+      for (const auto& p : value) {
+        if (!p.is_object() || !p.contains("name") || !p["name"].is_string() || !p.contains("address") ||
+            !p["address"].is_string())
+          return Error{EINVAL, path + ": each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
+        c.peers.push_back({p["name"], p["address"]});
+      }
+    } else {
+      return Error{EINVAL, path + ": unknown key \"" + key + "\""};
+    }
+  }
+  if (c.name.empty()) return Error{EINVAL, path + ": \"name\" of this host is missing"};
+  if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;
+  return c;
+}
+
+}  // namespace migr

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// /etc/migr/migrd.json: who this host is, who its peers are, where things lie.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "limits.h"
+#include "status.h"
+
+namespace migr {
+
+struct Peer {
+  std::string name;
+  std::string address;  // host:port
+};
+
+struct Config {
+  std::string name;              // required
+  std::string listen = kListen;  // host:port
+  std::vector<Peer> peers;       // may name this host too
+  std::string pki = kPkiDir;     // ca.pem, host.pem, host.key
+  std::string state_dir = kStateDir;
+  std::string run_dir = kRunDir;
+  std::string control_socket = kControlSocket;
+  std::string runc = "runc";
+  std::string runc_root = "/run/runc";
+  std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
+  std::string net_hook;          // empty: containers keep no network of their own
+  std::string fault;             // MIGR_FAULT from the environment
+
+  const Peer* peer(const std::string& name) const;
+};
+
+/// Errors name the file and the key. An unknown key is an error too.
+Result<Config> load_config(const std::string& path);
+
+}  // namespace migr

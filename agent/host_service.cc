@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "host_service.h"
+
+#include "kernel_record.h"
+
+namespace migr {
+
+wire::VersionReply version_of(const Config& config, const SessionTable& sessions) {
+  wire::VersionReply v;
+  v.set_wire(kWireVersion);
+  v.set_proc(MIGR_PROC_VERSION);
+  v.set_release(kRelease);
+  v.set_name(config.name);
+  v.set_sessions(static_cast<std::uint32_t>(sessions.all().size()));
+  if (auto k = KernelRecord::open())
+    if (auto i = k->info()) v.set_abi(i->abi);
+  return v;
+}
+
+grpc::Status HostService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
+  *out = version_of(config_, sessions_);
+  return grpc::Status::OK;
+}
+
+grpc::Status HostService::GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) {
+  for (Role* r : roles_)
+    if (*out = r->outcome(m->id()); out->outcome() != wire::UNKNOWN) break;
+  return grpc::Status::OK;
+}
+
+grpc::Status HostService::Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
+  bool known = false;
+  for (Role* r : roles_) known |= bool(r->renew(m->id()));
+  return known ? grpc::Status::OK : grpc::Status(grpc::StatusCode::NOT_FOUND, "no open migration of that number here");
+}
+
+}  // namespace migr

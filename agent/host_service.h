@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What every migrd answers to every other: Version, outcome of a migration, renewal of its lease.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "config.h"
+#include "peer_link.h"
+#include "process_session.h"
+
+namespace migr {
+
+/// A role of this host in migrations: source, destination or partner.
+class Role {
+ public:
+  virtual ~Role() = default;
+  /// UNKNOWN: not ours.
+  virtual wire::OutcomeReply outcome(std::uint32_t id) = 0;
+  /// ENOENT: not ours, or undone.
+  virtual Status renew(std::uint32_t id) = 0;
+  /// Called a few times a second: leases that ran out. Must not block for long.
+  virtual void tick() {}
+  /// Does a migration hold this process? Else migrd lets it go on when it connects suspended.
+  virtual bool claims(const Instance&) { return false; }
+};
+
+class HostService final : public wire::Host::Service {
+ public:
+  HostService(const Config& config, SessionTable& sessions, std::vector<Role*> roles)
+      : config_(config), sessions_(sessions), roles_(std::move(roles)) {}
+  grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
+  grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
+  grpc::Status Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) override;
+
+ private:
+  const Config& config_;
+  SessionTable& sessions_;
+  const std::vector<Role*> roles_;
+};
+
+wire::VersionReply version_of(const Config& config, const SessionTable& sessions);
+
+}  // namespace migr

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "kernel_record.h"
+
+#include <netlink/genl/ctrl.h>
+#include <netlink/genl/genl.h>
+#include <netlink/netlink.h>
+
+#include <algorithm>
+#include <functional>
+
+namespace migr {
+namespace {
+
+constexpr int kNetlinkBytes = 256 << 10;
+
+using Attrs = nlattr*[MIGR_A_MAX + 1];
+using Handler = std::function<void(nlattr**)>;
+
+struct MsgFree {
+  void operator()(nl_msg* m) const { nlmsg_free(m); }
+};
+struct CbPut {
+  void operator()(nl_cb* c) const { nl_cb_put(c); }
+};
+
+struct Exchange {
+  const Handler* handler;
+  int error = 0;  // positive errno
+  bool done = false;
+  bool malformed = false;
+};
+
+int on_valid(nl_msg* msg, void* arg) {
+  auto* x = static_cast<Exchange*>(arg);
+  Attrs a{};
+  if (genlmsg_parse(nlmsg_hdr(msg), 0, a, MIGR_A_MAX, nullptr))
+    x->malformed = true;
+  else if (*x->handler)
+    (*x->handler)(a);
+  return NL_OK;
+}
+
+int on_end(nl_msg* msg, void* arg) {
+  auto* x = static_cast<Exchange*>(arg);
+  x->done = true;
+  // The end of a dump carries its error.
+  const nlmsghdr* h = nlmsg_hdr(msg);
+  if (h->nlmsg_type == NLMSG_DONE && h->nlmsg_len >= NLMSG_HDRLEN + sizeof(int))
+    x->error = -*static_cast<const int*>(nlmsg_data(h));
+  return NL_STOP;
+}
+
+int on_error(sockaddr_nl*, nlmsgerr* e, void* arg) {
+  auto* x = static_cast<Exchange*>(arg);
+  x->done = true;
+  x->error = -e->error;
+  return NL_STOP;
+}
+
+std::uint32_t u32(const nlattr* a) { return a && nla_len(a) >= 4 ? nla_get_u32(a) : 0; }
+
+// Records grow at their end: take what both sides know.
+template <class T>
+bool take(const nlattr* a, T& out) {
+  if (!a) return false;
+  out = T{};
+  std::memcpy(&out, nla_data(a), std::min<std::size_t>(static_cast<std::size_t>(nla_len(a)), sizeof out));
+  return true;
+}
+
+struct Request {
+  std::uint8_t cmd;
+  bool dump;
+  std::vector<std::pair<int, std::uint32_t>> attrs;
+};
+
+Status talk(nl_sock* sock, int family, const Request& r, const Handler& handler, const std::string& what) {
+  std::unique_ptr<nl_msg, MsgFree> msg(nlmsg_alloc());
+  if (!msg || !genlmsg_put(msg.get(), NL_AUTO_PORT, NL_AUTO_SEQ, family, 0, r.dump ? NLM_F_DUMP : NLM_F_ACK, r.cmd,
+                           MIGR_GENL_VERSION))
+    return Error{ENOMEM, what + ": out of memory"};
+  for (const auto& [type, value] : r.attrs)
+    if (nla_put_u32(msg.get(), type, value)) return Error{ENOMEM, what + ": message too long"};
+  Exchange x{.handler = &handler};
+  std::unique_ptr<nl_cb, CbPut> cb(nl_cb_alloc(NL_CB_DEFAULT));
+  if (!cb) return Error{ENOMEM, what + ": out of memory"};
+  nl_cb_set(cb.get(), NL_CB_VALID, NL_CB_CUSTOM, on_valid, &x);
+  nl_cb_set(cb.get(), NL_CB_FINISH, NL_CB_CUSTOM, on_end, &x);
+  nl_cb_set(cb.get(), NL_CB_ACK, NL_CB_CUSTOM, [](nl_msg*, void* a) -> int {
+    static_cast<Exchange*>(a)->done = true;
+    return NL_STOP;
+  }, &x);
+  nl_cb_err(cb.get(), NL_CB_CUSTOM, on_error, &x);
+  int e = nl_send_auto(sock, msg.get());
+  while (e >= 0 && !x.done) e = nl_recvmsgs(sock, cb.get());
+  if (e < 0 && !x.error) return Error{EIO, what + ": netlink: " + nl_geterror(e)};
+  if (x.malformed) return Error{EBADMSG, what + ": malformed answer of migr.ko"};
+  if (x.error) return sys_error(what, x.error);
+  return {};
+}
+
+}  // namespace
+
+void KernelRecord::Close::operator()(nl_sock* s) const { nl_socket_free(s); }
+
+Result<KernelRecord> KernelRecord::open() {
+  KernelRecord k;
+  k.sock_.reset(nl_socket_alloc());
+  if (!k.sock_) return Error{ENOMEM, "netlink: out of memory"};
+  if (const int e = genl_connect(k.sock_.get()); e < 0) return Error{EIO, std::string("netlink: ") + nl_geterror(e)};
+  nl_socket_set_buffer_size(k.sock_.get(), kNetlinkBytes, kNetlinkBytes);
+  nl_socket_set_msg_buf_size(k.sock_.get(), kNetlinkBytes);
+  k.family_ = genl_ctrl_resolve(k.sock_.get(), MIGR_GENL_NAME);
+  if (k.family_ < 0) return Error{ENOENT, "migr.ko is not loaded; load it with: modprobe migr"};
+  auto i = k.info();
+  if (!i) return i.error();
+  if (i->abi != MIGR_ABI_VERSION)
+    return Error{EPROTONOSUPPORT, "migr.ko speaks ABI version " + std::to_string(i->abi) + ", this program " +
+                                      std::to_string(MIGR_ABI_VERSION) + "; install both from the same release"};
+  return k;
+}
+
+Result<KernelInfo> KernelRecord::info() {
+  KernelInfo i;
+  auto s = talk(sock_.get(), family_, {MIGR_CMD_INFO_GET, false, {}}, [&](nlattr** a) {
+    i = {u32(a[MIGR_A_ABI_VERSION]), u32(a[MIGR_A_NR_CTX]), u32(a[MIGR_A_NR_OBJ]), u32(a[MIGR_A_NR_RESERVED]),
+         u32(a[MIGR_A_NR_DEV])};
+  }, "asking migr.ko for its version");
+  if (!s) return s.error();
+  return i;
+}
+
+Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
+  std::vector<ContextRecord> out;
+  Request r{MIGR_CMD_CTX_GET, true, {}};
+  if (pid) r.attrs.emplace_back(MIGR_A_PID, static_cast<std::uint32_t>(pid));
+  auto s = talk(sock_.get(), family_, r, [&](nlattr** a) {
+    ContextRecord c;
+    if (take(a[MIGR_A_CTX_REC], c.rec)) out.push_back(std::move(c));
+  }, "reading the record of contexts");
+  // No such process in the record: nothing there.
+  if (!s && !(pid && (s.error().code == ENOENT || s.error().code == ESRCH))) return s.error();
+  return out;
+}
+
+Status KernelRecord::objects(ContextRecord& c) {
+  c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.others.clear();
+  return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, [&](nlattr** a) {
+    const nlattr* rec = a[MIGR_A_OBJ_REC];
+    auto add = [&](auto& list) {
+      if (typename std::remove_reference_t<decltype(list)>::value_type r; take(rec, r)) list.push_back(r);
+    };
+    switch (const auto type = u32(a[MIGR_A_OBJ_TYPE])) {
+      case MIGR_OBJ_PD: add(c.pds); break;
+      case MIGR_OBJ_MR: add(c.mrs); break;
+      case MIGR_OBJ_CQ: add(c.cqs); break;
+      case MIGR_OBJ_QP: add(c.qps); break;
+      default:
+        if (migr_other_rec r; take(rec, r)) c.others.push_back({type, r});
+    }
+  }, "reading the record of context " + std::to_string(c.rec.ctx_id));
+}
+
+Status KernelRecord::reserve_qpn(std::uint32_t vqpn) {
+  auto s = talk(sock_.get(), family_, {MIGR_CMD_QPN_RESERVE, false, {{MIGR_A_VQPN, vqpn}}}, {},
+                "reserving vQPN " + std::to_string(vqpn));
+  return s || s.error().code == EEXIST ? Status() : s;
+}
+
+Status KernelRecord::release_qpn(std::uint32_t vqpn) {
+  auto s = talk(sock_.get(), family_, {MIGR_CMD_QPN_RELEASE, false, {{MIGR_A_VQPN, vqpn}}}, {},
+                "releasing vQPN " + std::to_string(vqpn));
+  return s || s.error().code == ENOENT ? Status() : s;
+}
+
+const char* object_name(std::uint32_t t) {
+  static const char* const names[] = {"context", "PD", "MR", "CQ", "QP", "SRQ", "MW", "AH", "XRCD", "DM"};
+  return t < std::size(names) ? names[t] : "unknown";
+}
+
+// enum ib_qp_type and enum ib_qp_state of the kernel.
+const char* qp_type_name(std::uint32_t t) {
+  static const char* const names[] = {"SMI", "GSI", "RC", "UC", "UD", "RAW_IPV6", "RAW_ETHERTYPE", "", "RAW_PACKET", "XRC_INI", "XRC_TGT"};
+  return t < std::size(names) ? names[t] : "driver";
+}
+
+const char* qp_state_name(std::uint32_t s) {
+  static const char* const names[] = {"RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR"};
+  return s < std::size(names) ? names[s] : "?";
+}
+
+}  // namespace migr

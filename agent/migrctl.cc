@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// migrctl: what people and scripts use. Exit status: 0 done, 1 failed and rolled
+// back, 2 usage, 3 refused before anything was touched.
+#include <grpcpp/grpcpp.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "kernel_record.h"
+#include "limits.h"
+#include "pki.h"
+#include "record_text.h"
+#include "status.h"
+#include "wire.grpc.pb.h"
+
+namespace {
+
+using namespace migr;
+using Json = nlohmann::ordered_json;
+
+constexpr int kDone = 0, kFailed = 1, kUsage = 2, kRefused = 3;
+
+int refuse(const std::string& text) {
+  std::fprintf(stderr, "migrctl: %s\n", text.c_str());
+  return kRefused;
+}
+
+bool is_root() { return geteuid() == 0; }
+
+int print(const Json& j) {
+  std::printf("%s\n", j.dump(2).c_str());
+  return kDone;
+}
+
+struct Options {
+  bool json = false;
+  std::string socket = kControlSocket;
+  std::string container, to, dir, name;
+  std::vector<std::string> ips;
+  int pid = 0;
+};
+
+// ---- through migrd
+
+std::unique_ptr<wire::Control::Stub> control(const Options& o) {
+  grpc::ChannelArguments a;
+  a.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  return wire::Control::NewStub(grpc::CreateCustomChannel("unix:" + o.socket, grpc::InsecureChannelCredentials(), a));
+}
+
+int refuse_grpc(const Options& o, const grpc::Status& s) {
+  if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
+    return refuse("migrd does not answer on " + o.socket + "; start it with: migrd --config " + kConfigPath);
+  return refuse(s.error_message());
+}
+
+std::string need_root(const char* what) {
+  return std::string(what) + " needs root: run it with sudo";
+}
+
+Json version_json(const wire::VersionReply& v) {
+  return {{"release", v.release()}, {"wire", v.wire()}, {"abi", v.abi()}, {"proc", v.proc()}};
+}
+
+int cmd_peers(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl peers"));
+  grpc::ClientContext ctx;
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(2 * kCheckMs));
+  wire::PeersReply r;
+  if (auto s = control(o)->Peers(&ctx, {}, &r); !s.ok()) return refuse_grpc(o, s);
+  if (o.json) {
+    Json j = Json::array();
+    for (const auto& p : r.peers()) {
+      Json e = {{"name", p.name()}, {"address", p.address()}, {"answers", p.answers()}};
+      if (p.answers())
+        e["version"] = version_json(p.version());
+      else
+        e["error"] = p.error();
+      j.push_back(e);
+    }
+    return print(j);
+  }
+  std::printf("%-16s %-24s %s\n", "NAME", "ADDRESS", "STATE");
+  for (const auto& p : r.peers()) {
+    std::string state = "ok, release " + p.version().release();
+    if (!p.answers())
+      state = "no answer: " + p.error();
+    else if (!p.version().abi())
+      state += ", migr.ko not loaded";
+    std::printf("%-16s %-24s %s\n", p.name().c_str(), p.address().c_str(), state.c_str());
+  }
+  return kDone;
+}
+
+int cmd_version(const Options& o) {
+  Json j = {{"migrctl", {{"release", kRelease}, {"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}}}};
+  if (auto k = KernelRecord::open()) {
+    if (auto i = k->info()) j["module"] = {{"abi", i->abi}, {"devices", i->devices}, {"contexts", i->contexts}, {"objects", i->objects}, {"reserved_qpns", i->reserved}};
+  } else {
+    j["module"] = nullptr;
+  }
+  j["migrd"] = nullptr;
+  if (is_root()) {
+    grpc::ClientContext ctx;
+    ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
+    wire::VersionReply v;
+    if (control(o)->Version(&ctx, {}, &v).ok()) j["migrd"] = version_json(v);
+  }
+  if (o.json) return print(j);
+  std::printf("migrctl %s (wire %u, ABI %u)\n", kRelease, kWireVersion, MIGR_ABI_VERSION);
+  std::printf("migr.ko %s\n", j["module"].is_null() ? "not loaded" : ("ABI " + j["module"]["abi"].dump() + ", " + j["module"]["devices"].dump() + " devices").c_str());
+  std::printf("migrd   %s\n", !is_root() ? "unknown (needs root)" : j["migrd"].is_null() ? "does not answer" : j["migrd"]["release"].get<std::string>().c_str());
+  return kDone;
+}
+
+Json summary_json(const wire::Summary& s) {
+  Json phases = Json::object();
+  for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
+  const auto& r = s.resources();
+  Json partners = Json::array();
+  for (const auto& p : s.partners()) partners.push_back(p);
+  return {{"container", s.container()},
+          {"from", s.from()},
+          {"to", s.to()},
+          {"migrated", s.migrated()},
+          {"undecided", s.undecided()},
+          {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
+          {"service_blackout_ms", s.service_blackout_ms()},
+          {"communication_blackout_ms", s.communication_blackout_ms()},
+          {"phases_ms", phases},
+          {"bytes_copied", s.bytes_copied()},
+          {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
+          {"partner", partners.empty() ? Json(nullptr) : partners[0]},
+          {"partners", partners},
+          {"migration", s.id()}};
+}
+
+int cmd_migrate(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl migrate"));
+  grpc::ClientContext ctx;
+  wire::MigrateRequest request;
+  request.set_container(o.container);
+  request.set_to(o.to);
+  auto stub = control(o);
+  auto reader = stub->Migrate(&ctx, request);
+  FILE* out = o.json ? stderr : stdout;  // progress is not data
+  wire::Progress p;
+  wire::Summary summary;
+  bool told = false;
+  while (reader->Read(&p)) {
+    switch (p.what_case()) {
+      case wire::Progress::kPhase: std::fprintf(out, "%-10s ", p.phase().c_str()); break;
+      case wire::Progress::kEnd: std::fprintf(out, "%9.1f ms\n", p.end().ms()); break;
+      case wire::Progress::kNote: std::fprintf(out, "%s\n", p.note().c_str()); break;
+      case wire::Progress::kSummary: summary = p.summary(), told = true; break;
+      default: break;
+    }
+    std::fflush(out);
+  }
+  const auto s = reader->Finish();
+  if (!told) {
+    if (s.ok() || s.error_code() == grpc::StatusCode::UNAVAILABLE) {
+      if (reader && !s.ok()) return refuse_grpc(o, s);
+      return refuse("migrd ended the stream without a summary; see its log");
+    }
+    return refuse(s.error_message());
+  }
+  if (o.json) print(summary_json(summary));
+  if (!summary.error().empty()) std::fprintf(stderr, "migrctl: %s\n", summary.error().c_str());
+  if (!summary.migrated()) {
+    if (!summary.touched()) return kRefused;
+    if (!summary.undecided()) std::fprintf(stderr, "migrctl: %s goes on running on %s\n", summary.container().c_str(), summary.from().c_str());
+    return kFailed;
+  }
+  if (!o.json) {
+    const auto& r = summary.resources();
+    std::printf("%s runs on %s: service blackout %.1f ms, communication blackout %.1f ms, %.1f MB copied; "
+                "%u contexts, %u PDs, %u MRs, %u CQs, %u QPs; partner %s\n",
+                summary.container().c_str(), summary.to().c_str(), summary.service_blackout_ms(),
+                summary.communication_blackout_ms(), static_cast<double>(summary.bytes_copied()) / 1e6, r.ctx(), r.pd(), r.mr(),
+                r.cq(), r.qp(), summary.partners_size() ? summary.partners(0).c_str() : "none");
+  }
+  return summary.error().empty() ? kDone : kFailed;
+}
+
+// ---- the kernel's record
+
+int cmd_ps(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl ps"));
+  auto k = KernelRecord::open();
+  if (!k) return refuse(k.error().text);
+  auto ctxs = k->contexts();
+  if (!ctxs) return refuse(ctxs.error().text);
+  if (o.json) return print(ps_json(*ctxs));
+  std::fputs(ps_text(*ctxs).c_str(), stdout);
+  return kDone;
+}
+
+int cmd_show(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl show"));
+  auto k = KernelRecord::open();
+  if (!k) return refuse(k.error().text);
+  auto ctxs = k->contexts(o.pid);
+  if (!ctxs) return refuse(ctxs.error().text);
+  if (ctxs->empty()) return refuse("process " + std::to_string(o.pid) + " has no RDMA resources on record; see: migrctl ps");
+  for (auto& c : *ctxs)
+    if (auto s = k->objects(c); !s) return refuse(s.error().text);
+  if (o.json) return print(show_json(*ctxs));
+  std::fputs(show_text(*ctxs).c_str(), stdout);
+  return kDone;
+}
+
+// ---- certificates
+
+int cmd_pki_init(const Options& o) {
+  if (auto s = pki::init(o.dir); !s) return refuse(s.error().text);
+  std::printf("CA in %s; next, for each host: migrctl pki host %s NAME --ip ADDRESS\n", o.dir.c_str(), o.dir.c_str());
+  return kDone;
+}
+
+int cmd_pki_host(const Options& o) {
+  if (auto s = pki::issue_host(o.dir, o.name, o.ips); !s) return refuse(s.error().text);
+  std::printf("%s/%s: copy its three files to %s of that host\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
+  return kDone;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options o;
+  setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
+  CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
+  app.require_subcommand(1);
+  app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
+  std::function<int()> todo;
+  auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
+    CLI::App* c = parent.add_subcommand(name, what);
+    c->callback([&todo, &o, f] { todo = [&o, f] { return f(o); }; });
+    return c;
+  };
+  auto json = [&](CLI::App* c) { c->add_flag("--json", o.json, "for programs"); };
+
+  auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
+  migrate->add_option("CONTAINER", o.container)->required();
+  migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
+  json(migrate);
+  json(add(app, "ps", "processes with RDMA resources", cmd_ps));
+  auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
+  show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);
+  json(show);
+  json(add(app, "peers", "the other hosts, and whether they answer", cmd_peers));
+  json(add(app, "version", "versions of all parts on this host", cmd_version));
+  auto* pki = app.add_subcommand("pki", "certificates of the hosts");
+  pki->require_subcommand(1);
+  add(*pki, "init", "makes a certificate authority", cmd_pki_init)->add_option("DIR", o.dir)->required();
+  auto* host = add(*pki, "host", "issues the certificate of a host", cmd_pki_host);
+  host->add_option("DIR", o.dir)->required();
+  host->add_option("NAME", o.name)->required();
+  host->add_option("--ip", o.ips, "address that it has, may be repeated");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e) ? kUsage : kDone;
+  }
+  return todo ? todo() : kUsage;
+}

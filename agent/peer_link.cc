@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "peer_link.h"
+
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/security/server_credentials.h>
+
+namespace migr {
+namespace {
+
+constexpr int kKeepaliveMs = 2'000, kKeepaliveTimeoutMs = 3'000;
+
+struct Pair {
+  grpc::StatusCode code;
+  int err;
+};
+constexpr Pair kCodes[] = {
+    {grpc::StatusCode::FAILED_PRECONDITION, EBUSY}, {grpc::StatusCode::NOT_FOUND, ENOENT},
+    {grpc::StatusCode::ALREADY_EXISTS, EEXIST},     {grpc::StatusCode::INVALID_ARGUMENT, EINVAL},
+    {grpc::StatusCode::ABORTED, ECANCELED},         {grpc::StatusCode::DEADLINE_EXCEEDED, ETIMEDOUT},
+    {grpc::StatusCode::UNAVAILABLE, EHOSTUNREACH},  {grpc::StatusCode::PERMISSION_DENIED, EPERM},
+    {grpc::StatusCode::UNIMPLEMENTED, EPROTONOSUPPORT}};
+
+}  // namespace
+
+Status from_grpc(const grpc::Status& s, const std::string& host) {
+  if (s.ok()) return {};
+  int err = EIO;
+  for (const auto& p : kCodes)
+    if (p.code == s.error_code()) err = p.err;
+  std::string text = s.error_message();
+  for (char& c : text)
+    if (c == '\n') c = ' ';
+  return Error{err, host + ": " + text};
+}
+
+grpc::Status to_grpc(const Status& s) {
+  if (s) return grpc::Status::OK;
+  // A limit that ran out *here* is an answer; it must not look like silence.
+  if (s.error().code == ETIMEDOUT || s.error().code == EHOSTUNREACH) return {grpc::StatusCode::FAILED_PRECONDITION, s.error().text};
+  for (const auto& p : kCodes)
+    if (p.err == s.error().code) return {p.code, s.error().text};
+  return {grpc::StatusCode::INTERNAL, s.error().text};
+}
+
+void set_deadline(grpc::ClientContext& ctx, int ms) {
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(ms));
+}
+
+Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
+  const Peer* p = config_.peer(name);
+  if (!p) {
+    std::string known;
+    for (const auto& k : config_.peers) known += (known.empty() ? "" : ", ") + k.name;
+    return Error{ENOENT, "no host '" + name + "' among the peers in the configuration (" + known + ")"};
+  }
+  std::lock_guard lock(mutex_);
+  auto& c = channels_[name];
+  if (!c) {
+    grpc::ChannelArguments a;
+    a.SetSslTargetNameOverride(name);  // the certificate names the host, whatever its address
+    a.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+    a.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+    a.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+    a.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+    a.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
+    a.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    grpc::SslCredentialsOptions o{files_.ca, files_.key, files_.cert};
+    c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials(o), a);
+  }
+  return c;
+}
+
+std::shared_ptr<grpc::ServerCredentials> Peers::server_credentials() const {
+  grpc::SslServerCredentialsOptions o(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  o.pem_root_certs = files_.ca;
+  o.pem_key_cert_pairs.push_back({files_.key, files_.cert});
+  return grpc::SslServerCredentials(o);
+}
+
+void set_keepalive(grpc::ServerBuilder& b) {
+  b.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  b.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  b.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kKeepaliveMs / 2);
+  b.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  b.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
+}  // namespace migr

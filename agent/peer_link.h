@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Channels to the peers: mutual TLS, keepalive so that a dead host is noticed in
+// seconds, a deadline on every call.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "config.h"
+#include "pki.h"
+#include "status.h"
+#include "wire.grpc.pb.h"
+
+namespace migr {
+
+/// Thread: any.
+class Peers {
+ public:
+  Peers(const Config& config, pki::Files files) : config_(config), files_(std::move(files)) {}
+  /// ENOENT: no peer of that name in the configuration.
+  Result<std::shared_ptr<grpc::Channel>> channel(const std::string& name);
+  const Config& config() const { return config_; }
+  std::shared_ptr<grpc::ServerCredentials> server_credentials() const;
+
+ private:
+  const Config& config_;
+  const pki::Files files_;
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<grpc::Channel>> channels_;
+};
+
+/// Both directions between errno and gRPC codes; `host` goes before the text.
+Status from_grpc(const grpc::Status& s, const std::string& host);
+grpc::Status to_grpc(const Status& s);
+/// EHOSTUNREACH from from_grpc(): nobody answered, so nothing is known of the other side.
+inline bool unreachable(const Error& e) { return e.code == EHOSTUNREACH || e.code == ETIMEDOUT; }
+
+void set_deadline(grpc::ClientContext& ctx, int ms);
+void set_keepalive(grpc::ServerBuilder& b);
+
+/// One unary call: call(stub, &Stub::Method, request, limit).
+template <class Stub, class Req, class Rep>
+Result<Rep> call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Req&, Rep*), const Req& request,
+                 int limit_ms, const std::string& host) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, limit_ms);
+  Rep reply;
+  if (auto s = from_grpc((stub.*method)(&ctx, request, &reply), host); !s) return s.error();
+  return reply;
+}
+
+}  // namespace migr

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "process_session.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include <spdlog/spdlog.h>
+
+#include "limits.h"
+
+namespace migr {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The largest packet either side may send.
+constexpr std::size_t kPacketBytes = sizeof(migr_msg) + MIGR_PROC_MAX_RECORDS * sizeof(migr_fd_desc);
+
+int left_ms(Clock::time_point deadline) {
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::max<long long>(ms, 0));
+}
+
+struct Packet {
+  migr_msg head{};
+  std::vector<std::byte> records;
+};
+
+// Receives and checks one packet. ECONNRESET: closed by the other side.
+Result<Packet> receive(int fd, Clock::time_point deadline) {
+  pollfd p{fd, POLLIN, 0};
+  int n;
+  while ((n = poll(&p, 1, left_ms(deadline))) < 0 && errno == EINTR) {
+  }
+  if (n < 0) return sys_error("poll");
+  if (n == 0) return Error{ETIMEDOUT, "no answer in time"};
+  std::vector<std::byte> buf(kPacketBytes + 1);
+  const ssize_t got = recv(fd, buf.data(), buf.size(), MSG_DONTWAIT);
+  if (got < 0) return sys_error("recv");
+  if (got == 0) return Error{ECONNRESET, "the process closed the connection"};
+  Packet out;
+  if (static_cast<std::size_t>(got) < sizeof out.head)
+    return Error{EPROTO, "packet of " + std::to_string(got) + " bytes, shorter than a header"};
+  std::memcpy(&out.head, buf.data(), sizeof out.head);
+  const migr_msg& h = out.head;
+  if (h.version != MIGR_PROC_VERSION)
+    return Error{EPROTO, "speaks version " + std::to_string(h.version) + ", not " + std::to_string(MIGR_PROC_VERSION) +
+                             "; install libmigr and migrd from the same release"};
+  if (h.count > MIGR_PROC_MAX_RECORDS ||
+      std::size_t{h.count} * h.record_size != static_cast<std::size_t>(got) - sizeof h ||
+      (h.count && !h.record_size))
+    return Error{EPROTO, "packet length does not fit its record count"};
+  if (!std::memchr(h.text, 0, sizeof h.text)) return Error{EPROTO, "text without end"};
+  buf.resize(static_cast<std::size_t>(got));
+  out.records.assign(buf.begin() + sizeof h, buf.end());
+  return out;
+}
+
+std::string comm_of(pid_t pid) {
+  char name[64] = "?";
+  if (FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/comm").c_str(), "re")) {
+    if (std::fgets(name, sizeof name, f)) name[std::strcspn(name, "\n")] = 0;
+    std::fclose(f);
+  }
+  return name;
+}
+
+// Our number of a thread that calls itself `inner` in its own pid namespace.
+pid_t outer_tid(pid_t pid, pid_t inner) {
+  const std::string base = "/proc/" + std::to_string(pid) + "/task/";
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(base.c_str()), closedir);
+  while (dirent* e = dir ? readdir(dir.get()) : nullptr) {
+    if (e->d_name[0] == '.') continue;
+    std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen((base + e->d_name + "/status").c_str(), "re"), std::fclose);
+    char line[256];
+    while (f && std::fgets(line, sizeof line, f.get())) {
+      if (std::strncmp(line, "NSpid:", 6)) continue;
+      const char* last = std::strrchr(line, '\t');
+      if (last && std::atoi(last) == inner) return std::atoi(e->d_name);
+      break;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+Fd::~Fd() {
+  if (n >= 0) ::close(n);
+}
+
+std::string hex(const Instance& i) {
+  std::string s;
+  char b[3];
+  for (auto x : i) s.append((std::snprintf(b, sizeof b, "%02x", x), b));
+  return s;
+}
+
+const char* message_name(std::uint16_t type) {
+  static const char* const names[] = {"?",      "HELLO",  "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND",  "DRAIN",
+                                      "FREEZE", "SWITCH", "REBIND",   "KEYS",      "RESUME",     "ROLLBACK", "STATS"};
+  return type < std::size(names) ? names[type] : "?";
+}
+
+std::string ProcessSession::label() const { return "process " + std::to_string(pid_) + " (" + comm_ + ")"; }
+
+Error ProcessSession::wrong_size(std::uint16_t type, std::size_t got, std::size_t want) const {
+  return Error{EPROTO, label() + ": records of " + std::to_string(got) + " bytes in the reply to " + message_name(type) +
+                           ", not " + std::to_string(want)};
+}
+
+Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_ms) {
+  std::shared_ptr<ProcessSession> s(new ProcessSession);
+  ucred cred{};
+  socklen_t len = sizeof cred;
+  if (getsockopt(fd.n, SOL_SOCKET, SO_PEERCRED, &cred, &len)) return sys_error("SO_PEERCRED");
+  if (cred.pid <= 0) return Error{EPERM, "a process that is not visible in migrd's pid namespace"};
+  s->pid_ = cred.pid;
+  s->comm_ = comm_of(cred.pid);
+  auto p = receive(fd.n, Clock::now() + std::chrono::milliseconds(limit_ms));
+  if (!p) return Error{p.error().code, s->label() + ": HELLO: " + p.error().text};
+  const migr_msg& h = p->head;
+  if (h.type != MIGR_MSG_HELLO || h.flags || (h.count && h.record_size != sizeof(migr_text_range)) || h.count > kMaxTextRanges ||
+      h.state > MIGR_PROC_FROZEN)
+    return Error{EPROTO, s->label() + ": malformed HELLO"};
+  for (std::uint32_t i = 0; i < h.count; i++) {
+    migr_text_range r;
+    std::memcpy(&r, p->records.data() + i * sizeof r, sizeof r);
+    s->ranges_.push_back({r.start, r.bytes});
+  }
+  std::copy(std::begin(h.instance), std::end(h.instance), s->instance_.begin());
+  s->state_ = h.state;
+  s->generation_ = h.generation;
+  s->control_tid_ = h.control_tid;
+  s->fd_ = std::move(fd);
+  return s;
+}
+
+Result<ProcessSession::Reply> ProcessSession::request(std::uint16_t type, std::uint32_t migration, std::uint64_t arg,
+                                                      const void* records, std::size_t count, std::size_t record_size,
+                                                      int limit_ms) {
+  std::lock_guard lock(mutex_);
+  const std::string what = label() + ": " + message_name(type);
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  auto broken = [&](const Error& e) {
+    close();  // an answer that comes late must not be taken for another's
+    return Error{e.code, what + ": " + e.text};
+  };
+  migr_msg head{};
+  head.version = MIGR_PROC_VERSION;
+  head.type = type;
+  head.seq = ++seq_;
+  head.arg = arg;
+  head.migration = migration;
+  head.record_size = static_cast<std::uint32_t>(record_size);
+  std::copy(instance_.begin(), instance_.end(), head.instance);
+  const auto* at = static_cast<const std::byte*>(records);
+  do {
+    const std::size_t part = std::min<std::size_t>(count, MIGR_PROC_MAX_RECORDS);
+    head.count = static_cast<std::uint32_t>(part);
+    head.flags = part < count ? MIGR_MORE : 0;
+    iovec iov[2] = {{&head, sizeof head}, {const_cast<std::byte*>(at), part * record_size}};
+    msghdr m{};
+    m.msg_iov = iov;
+    m.msg_iovlen = part ? 2 : 1;
+    pollfd p{fd_.n, POLLOUT, 0};
+    if (poll(&p, 1, left_ms(deadline)) == 0) return broken({ETIMEDOUT, "the process does not read its socket"});
+    if (sendmsg(fd_.n, &m, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+      if (errno == EAGAIN && left_ms(deadline) > 0) {
+        usleep(1000);
+        continue;
+      }
+      const int e = errno == EPIPE ? ECONNRESET : errno;
+      return broken({e, e == ECONNRESET ? "the process is gone" : std::strerror(e)});
+    }
+    count -= part;
+    if (!count) break;
+    at += part * record_size;
+  } while (true);
+
+  Reply out;
+  for (;;) {
+    auto p = receive(fd_.n, deadline);
+    if (!p) return broken(p.error());
+    const migr_msg& h = p->head;
+    if (h.type != (type | MIGR_REPLY) || h.seq != seq_)
+      return broken({EPROTO, "answer of another type or number (type " + std::to_string(h.type) + ")"});
+    if (h.status) {
+      const std::string text = h.text[0] ? std::string(h.text) : std::string(std::strerror(h.status));
+      state_ = h.state;
+      return Error{h.status, what + ": " + text};
+    }
+    if (h.count) {
+      if (out.record_size && out.record_size != h.record_size) return broken({EPROTO, "records of two sizes"});
+      out.record_size = h.record_size;
+      out.records.insert(out.records.end(), p->records.begin(), p->records.end());
+    }
+    out.arg = h.arg;
+    if (!(h.flags & MIGR_MORE)) return out;
+  }
+}
+
+Result<ScanStats> ProcessSession::wait_threads_outside(int limit_ms) {
+  const pid_t control = control_tid_ > 0 ? outer_tid(pid_, control_tid_) : 0;
+  auto r = wait_until_outside(pid_, ranges_, control, Clock::now() + std::chrono::milliseconds(limit_ms));
+  if (!r) return Error{r.error().code, label() + ": " + r.error().text};
+  return r;
+}
+
+void ProcessSession::close() { shutdown(fd_.n, SHUT_RDWR); }
+
+SessionTable::~SessionTable() { stop(); }
+
+Status SessionTable::start(const std::string& path, OnHello on_hello) {
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  if (path.size() >= sizeof a.sun_path) return Error{ENAMETOOLONG, path + ": too long for a socket"};
+  std::strcpy(a.sun_path, path.c_str());
+  listener_ = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  unlink(path.c_str());
+  constexpr int kBacklog = 128;
+  // Every user may connect: who it is says SO_PEERCRED, and a process can only speak for itself.
+  if (listener_.n < 0 || wake_.n < 0 || bind(listener_.n, reinterpret_cast<sockaddr*>(&a), sizeof a) ||
+      chmod(path.c_str(), 0666) || listen(listener_.n, kBacklog))
+    return sys_error("cannot listen on " + path);
+  on_hello_ = std::move(on_hello);
+  thread_ = std::thread([this] { run(); });
+  return {};
+}
+
+void SessionTable::stop() {
+  if (!thread_.joinable()) return;
+  stop_ = true;
+  eventfd_write(wake_.n, 1);
+  thread_.join();
+}
+
+void SessionTable::run() {
+  struct Greeting {
+    Fd fd;
+    Clock::time_point until;
+  };
+  std::vector<Greeting> greetings;
+  while (!stop_) {
+    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, {listener_.n, POLLIN, 0}};
+    const auto known = all();
+    for (const auto& s : known) fds.push_back({s->fd(), POLLRDHUP, 0});
+    for (const auto& g : greetings) fds.push_back({g.fd.n, POLLIN, 0});
+    if (poll(fds.data(), fds.size(), greetings.empty() ? -1 : 200) < 0 && errno != EINTR) {
+      spdlog::error("poll: {}", std::strerror(errno));
+      return;
+    }
+    eventfd_t ignored;
+    eventfd_read(wake_.n, &ignored);
+
+    for (std::size_t i = 0; i < known.size(); i++) {
+      if (!fds[2 + i].revents) continue;
+      spdlog::info("{} disconnected", known[i]->label());
+      std::lock_guard lock(mutex_);
+      std::erase(sessions_, known[i]);
+      changed_.notify_all();
+    }
+    for (std::size_t i = greetings.size(); i-- > 0;) {
+      Greeting& g = greetings[i];
+      const bool ready = fds[2 + known.size() + i].revents != 0;
+      if (!ready && Clock::now() < g.until) continue;
+      if (!ready) {
+        spdlog::warn("a process connected and said nothing for {} ms", kHelloMs);
+      } else if (auto s = ProcessSession::greet(std::move(g.fd), 0); s) {
+        add(*s);
+      } else {
+        spdlog::warn("refused: {}", s.error().text);
+      }
+      greetings.erase(greetings.begin() + static_cast<long>(i));
+    }
+    if (fds[1].revents) {
+      for (int n; (n = accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
+        if (known.size() + greetings.size() >= kMaxSessions) {
+          spdlog::warn("more than {} processes; one refused", kMaxSessions);
+          ::close(n);
+          continue;
+        }
+        greetings.push_back({Fd(n), Clock::now() + std::chrono::milliseconds(kHelloMs)});
+      }
+    }
+  }
+}
+
+void SessionTable::add(std::shared_ptr<ProcessSession> s) {
+  spdlog::info("{} connected: instance {}, state {}, generation {}", s->label(), hex(s->instance()), s->state(), s->generation());
+  {
+    std::lock_guard lock(mutex_);
+    // A process connects again after it lost us: the old connection is dead.
+    std::erase_if(sessions_, [&](const auto& o) { return o->pid() == s->pid(); });
+    sessions_.push_back(s);
+    changed_.notify_all();
+  }
+  if (on_hello_) on_hello_(std::move(s));
+}
+
+std::shared_ptr<ProcessSession> SessionTable::by_pid(pid_t pid) const {
+  std::lock_guard lock(mutex_);
+  const auto i = std::find_if(sessions_.begin(), sessions_.end(), [&](const auto& s) { return s->pid() == pid; });
+  return i == sessions_.end() ? nullptr : *i;
+}
+
+std::vector<std::shared_ptr<ProcessSession>> SessionTable::all() const {
+  std::lock_guard lock(mutex_);
+  return sessions_;
+}
+
+Result<std::shared_ptr<ProcessSession>> SessionTable::wait_for(const Instance& instance, const Fits& fits,
+                                                               int limit_ms) {
+  std::unique_lock lock(mutex_);
+  std::shared_ptr<ProcessSession> found;
+  const bool ok = changed_.wait_for(lock, std::chrono::milliseconds(limit_ms), [&] {
+    for (const auto& s : sessions_)
+      if (s->instance() == instance && (!fits || fits(*s))) found = s;
+    return found != nullptr;
+  });
+  if (!ok) return Error{ETIMEDOUT, "the library of instance " + hex(instance) + " did not connect within " + std::to_string(limit_ms) + " ms"};
+  return found;
+}
+
+Status SessionTable::wait_closed(const std::shared_ptr<ProcessSession>& s, int limit_ms) {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, std::chrono::milliseconds(limit_ms),
+                         [&] { return std::find(sessions_.begin(), sessions_.end(), s) == sessions_.end(); }))
+    return Error{ETIMEDOUT, s->label() + " did not close its connection after FREEZE"};
+  return {};
+}
+
+Status open_gate(const std::string& run_dir, const Instance& i) {
+  const std::string path = run_dir + "/" + MIGR_PROC_GATE_PREFIX + hex(i);
+  const Fd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644));
+  if (fd.n < 0) return sys_error("cannot make " + path);
+  return {};
+}
+
+void close_gate(const std::string& run_dir, const Instance& i) {
+  unlink((run_dir + "/" + MIGR_PROC_GATE_PREFIX + hex(i)).c_str());
+}
+
+}  // namespace migr

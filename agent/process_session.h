@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Connections of the libraries: include/migr/proc_wire.h, migrd's side of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "migr/proc_wire.h"
+#include "status.h"
+#include "thread_scan.h"
+
+namespace migr {
+
+using Instance = std::array<std::uint8_t, 16>;
+std::string hex(const Instance& i);
+
+struct Fd {
+  int n = -1;
+  Fd() = default;
+  explicit Fd(int fd) : n(fd) {}
+  Fd(Fd&& o) noexcept : n(std::exchange(o.n, -1)) {}
+  Fd& operator=(Fd&& o) noexcept {
+    std::swap(n, o.n);
+    return *this;
+  }
+  ~Fd();
+};
+
+/// One process with libmigr. Thread: any; requests to one process queue up.
+class ProcessSession {
+ public:
+  /// Reads HELLO from a connected socket. Errors: ETIMEDOUT, EPROTO.
+  static Result<std::shared_ptr<ProcessSession>> greet(Fd fd, int limit_ms);
+
+  pid_t pid() const { return pid_; }
+  const Instance& instance() const { return instance_; }
+  std::uint32_t state() const { return state_; }
+  std::uint32_t generation() const { return generation_; }
+  std::string label() const;  // "process 712 (ib_write_bw)"
+  int fd() const { return fd_.n; }
+
+  struct Reply {
+    std::uint64_t arg = 0;
+    std::uint32_t record_size = 0;  // 0: no records
+    std::vector<std::byte> records;
+  };
+
+  /// One request and its reply. Errors: the library's status with its text;
+  /// ETIMEDOUT, ECONNRESET, EPROTO: the session is unusable then, and closed.
+  Result<Reply> request(std::uint16_t type, std::uint32_t migration, std::uint64_t arg, const void* records,
+                        std::size_t count, std::size_t record_size, int limit_ms);
+
+  template <class Out = migr_qp_ref, class In = migr_qp_ref>
+  Result<std::vector<Out>> ask(std::uint16_t type, std::uint32_t migration, std::span<const In> in, int limit_ms,
+                               std::uint64_t arg = 0) {
+    auto r = request(type, migration, arg, in.data(), in.size(), sizeof(In), limit_ms);
+    if (!r) return r.error();
+    if (!r->records.empty() && r->record_size != sizeof(Out)) return wrong_size(type, r->record_size, sizeof(Out));
+    std::vector<Out> out(r->records.size() / sizeof(Out));
+    if (!out.empty()) std::memcpy(out.data(), r->records.data(), r->records.size());
+    return out;
+  }
+  Status tell(std::uint16_t type, std::uint32_t migration, int limit_ms, std::uint64_t arg = 0) {
+    return request(type, migration, arg, nullptr, 0, 0, limit_ms);
+  }
+
+  /// Every thread but the control thread seen outside of HELLO's text ranges.
+  Result<ScanStats> wait_threads_outside(int limit_ms);
+
+  void close();  // wakes a pending request
+
+ private:
+  ProcessSession() = default;
+  Error wrong_size(std::uint16_t type, std::size_t got, std::size_t want) const;
+
+  Fd fd_;
+  pid_t pid_ = 0;
+  std::string comm_;
+  Instance instance_{};
+  std::atomic<std::uint32_t> state_ = 0;
+  std::uint32_t generation_ = 0;
+  pid_t control_tid_ = 0;  // in the process's pid namespace
+  std::vector<TextRange> ranges_;
+  std::mutex mutex_;
+  std::uint32_t seq_ = 0;
+};
+
+const char* message_name(std::uint16_t type);
+
+/// The listener and all sessions. Thread: any.
+class SessionTable {
+ public:
+  /// Called from the listener's thread with each new session.
+  using OnHello = std::function<void(std::shared_ptr<ProcessSession>)>;
+
+  ~SessionTable();
+  Status start(const std::string& socket_path, OnHello on_hello);
+  void stop();
+
+  std::shared_ptr<ProcessSession> by_pid(pid_t pid) const;
+  std::vector<std::shared_ptr<ProcessSession>> all() const;
+  /// Waits for a session of `instance` that `fits` (empty: any). ETIMEDOUT.
+  using Fits = std::function<bool(const ProcessSession&)>;
+  Result<std::shared_ptr<ProcessSession>> wait_for(const Instance& instance, const Fits& fits, int limit_ms);
+  /// Waits until the library has closed its end (after FREEZE). ETIMEDOUT.
+  Status wait_closed(const std::shared_ptr<ProcessSession>& s, int limit_ms);
+
+ private:
+  void run();
+  void add(std::shared_ptr<ProcessSession> s);
+
+  OnHello on_hello_;
+  Fd listener_, wake_;
+  std::thread thread_;
+  std::atomic<bool> stop_ = false;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<ProcessSession>> sessions_;
+};
+
+/// Makes and removes gate files (proc_wire.h) in `run_dir`.
+Status open_gate(const std::string& run_dir, const Instance& i);
+void close_gate(const std::string& run_dir, const Instance& i);
+
+}  // namespace migr

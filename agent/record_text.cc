@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "record_text.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+namespace migr {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string text(const char* s, std::size_t n) { return {s, strnlen(s, n)}; }
+
+std::string gid_text(const __u8 (&gid)[16]) {
+  char buf[INET6_ADDRSTRLEN];
+  return inet_ntop(AF_INET6, gid, buf, sizeof buf) ? buf : "?";
+}
+
+const char* libmigr(const migr_ctx_rec& r) { return r.flags & MIGR_CTX_ATTACHED ? "yes" : "no"; }
+
+std::string handle(std::uint32_t h) { return h == MIGR_NO_HANDLE ? "-" : std::to_string(h); }
+
+Json context_json(const migr_ctx_rec& r) {
+  return {{"ctx_id", r.ctx_id},
+          {"pid", r.pid},
+          {"comm", text(r.comm, sizeof r.comm)},
+          {"device", text(r.ibdev, sizeof r.ibdev)},
+          {"libmigr", bool(r.flags & MIGR_CTX_ATTACHED)},
+          {"incomplete", bool(r.flags & MIGR_CTX_HYDRATED)},
+          {"pd", r.nr_pd},
+          {"mr", r.nr_mr},
+          {"cq", r.nr_cq},
+          {"qp", r.nr_qp},
+          {"srq", r.nr_srq},
+          {"other", r.nr_other},
+          {"mr_bytes", r.mr_bytes}};
+}
+
+}  // namespace
+
+std::string ps_text(const std::vector<ContextRecord>& ctxs) {
+  std::string s = fmt::format("{:>8} {:<16} {:<10} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {}\n", "PID", "COMMAND", "DEVICE", "CTX",
+                              "PD", "MR", "CQ", "QP", "SRQ", "MR BYTES", "LIBMIGR");
+  for (const auto& c : ctxs) {
+    const auto& r = c.rec;
+    s += fmt::format("{:>8} {:<16} {:<10} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {}{}\n", r.pid, text(r.comm, sizeof r.comm),
+                     text(r.ibdev, sizeof r.ibdev), r.ctx_id, r.nr_pd, r.nr_mr, r.nr_cq, r.nr_qp, r.nr_srq, r.mr_bytes, libmigr(r),
+                     r.flags & MIGR_CTX_HYDRATED ? " (older than migr.ko: record incomplete)" : "");
+  }
+  return s;
+}
+
+Json ps_json(const std::vector<ContextRecord>& ctxs) {
+  Json j = Json::array();
+  for (const auto& c : ctxs) j.push_back(context_json(c.rec));
+  return j;
+}
+
+std::string show_text(const std::vector<ContextRecord>& ctxs) {
+  std::string s;
+  for (const auto& c : ctxs) {
+    const auto& r = c.rec;
+    s += fmt::format("context {} of process {} ({}) on {}, libmigr: {}{}\n", r.ctx_id, r.pid, text(r.comm, sizeof r.comm),
+                     text(r.ibdev, sizeof r.ibdev), libmigr(r), r.flags & MIGR_CTX_HYDRATED ? ", older than migr.ko: record incomplete" : "");
+    for (const auto& p : c.pds) s += fmt::format("  PD {}\n", p.handle);
+    for (const auto& m : c.mrs)
+      s += fmt::format("  MR {} in PD {}: {} bytes at {:#x} (iova {:#x}), access {:#x}, lkey {:#x} (physical {:#x}), rkey {:#x} (physical {:#x})\n",
+                       m.handle, m.pd_handle, m.length, m.start, m.iova, m.access, m.vlkey, m.plkey, m.vrkey, m.prkey);
+    for (const auto& q : c.cqs)
+      s += fmt::format("  CQ {}: {} entries, vector {}, channel {}\n", q.handle, q.cqe, q.comp_vector, q.channel ? std::to_string(q.channel) : "-");
+    for (const auto& q : c.qps) {
+      s += fmt::format("  QP {}: {} {}, number {:#x} (physical {:#x}), PD {}, CQs {}/{}, SRQ {}, {} sends, {} receives",
+                       q.handle, qp_type_name(q.qp_type), qp_state_name(q.qp_state), q.vqpn, q.pqpn, q.pd_handle, q.send_cq_handle,
+                       q.recv_cq_handle, handle(q.srq_handle), q.max_send_wr, q.max_recv_wr);
+      if (q.dest_qpn) s += fmt::format(", from {} to {} QP {:#x}", gid_text(q.ah.sgid), gid_text(q.ah.dgid), q.dest_qpn);
+      s += "\n";
+    }
+    for (const auto& x : c.others) s += fmt::format("  {} {} in PD {}\n", object_name(x.type), x.rec.handle, handle(x.rec.pd_handle));
+  }
+  return s;
+}
+
+Json show_json(const std::vector<ContextRecord>& ctxs) {
+  Json j = Json::array();
+  for (const auto& c : ctxs) {
+    Json e = context_json(c.rec);
+    Json pds = Json::array(), mrs = Json::array(), cqs = Json::array(), qps = Json::array(), others = Json::array();
+    for (const auto& p : c.pds) pds.push_back({{"handle", p.handle}});
+    for (const auto& m : c.mrs)
+      mrs.push_back({{"handle", m.handle}, {"pd", m.pd_handle}, {"start", m.start}, {"length", m.length}, {"iova", m.iova}, {"access", m.access},
+                     {"vlkey", m.vlkey}, {"vrkey", m.vrkey}, {"plkey", m.plkey}, {"prkey", m.prkey}});
+    for (const auto& q : c.cqs)
+      cqs.push_back({{"handle", q.handle}, {"cqe", q.cqe}, {"comp_vector", q.comp_vector}, {"channel", q.channel}});
+    for (const auto& q : c.qps)
+      qps.push_back({{"handle", q.handle}, {"type", qp_type_name(q.qp_type)}, {"state", qp_state_name(q.qp_state)}, {"vqpn", q.vqpn},
+                     {"pqpn", q.pqpn}, {"pd", q.pd_handle}, {"send_cq", q.send_cq_handle}, {"recv_cq", q.recv_cq_handle},
+                     {"max_send_wr", q.max_send_wr}, {"max_recv_wr", q.max_recv_wr}, {"dest_qpn", q.dest_qpn},
+                     {"sgid", gid_text(q.ah.sgid)}, {"dgid", gid_text(q.ah.dgid)}});
+    for (const auto& x : c.others) others.push_back({{"kind", object_name(x.type)}, {"handle", x.rec.handle}});
+    e["pds"] = pds, e["mrs"] = mrs, e["cqs"] = cqs, e["qps"] = qps, e["others"] = others;
+    j.push_back(e);
+  }
+  return j;
+}
+
+}  // namespace migr

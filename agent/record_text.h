@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The kernel's record for people and for programs.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "kernel_record.h"
+
+namespace migr {
+
+std::string ps_text(const std::vector<ContextRecord>& ctxs);
+nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs);
+std::string show_text(const std::vector<ContextRecord>& ctxs);
+nlohmann::ordered_json show_json(const std::vector<ContextRecord>& ctxs);
+
+}  // namespace migr

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "thread_scan.h"
+
+#include <dirent.h>
+#include <libunwind-ptrace.h>
+#include <sys/ptrace.h>
+#include <sys/uio.h>
+#include <sys/user.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "limits.h"
+
+namespace migr {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+enum class Seen { kOutside, kInside, kGone };
+
+// A return address is the one after a call, so it may be the first behind a range.
+bool in_ranges(std::span<const TextRange> ranges, std::uint64_t a, bool return_address) {
+  return std::any_of(ranges.begin(), ranges.end(), [&](const TextRange& r) {
+    return return_address ? a > r.start && a - r.start <= r.bytes : a >= r.start && a - r.start < r.bytes;
+  });
+}
+
+Result<std::vector<pid_t>> threads_of(pid_t pid) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/task";
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(path.c_str()), closedir);
+  if (!dir) return Error{ESRCH, "no process " + std::to_string(pid)};
+  std::vector<pid_t> tids;
+  while (dirent* e = readdir(dir.get())) {
+    if (e->d_name[0] == '.') continue;
+    tids.push_back(static_cast<pid_t>(std::atoi(e->d_name)));
+    if (tids.size() > kMaxThreads)
+      return Error{E2BIG, "process " + std::to_string(pid) + " has more than " + std::to_string(kMaxThreads) + " threads"};
+  }
+  return tids;
+}
+
+// End of the mapping that holds `sp`, 0 if there is none.
+std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/maps";
+  std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(path.c_str(), "re"), std::fclose);
+  if (!f) return 0;
+  char line[512];
+  bool whole = true;  // paths can be longer than our line
+  while (std::fgets(line, sizeof line, f.get())) {
+    unsigned long long from, to;
+    if (whole && std::sscanf(line, "%llx-%llx", &from, &to) == 2 && sp >= from && sp < to) return to;
+    whole = std::strchr(line, '\n') != nullptr;
+  }
+  return 0;
+}
+
+// Does any word between the stack pointer and the end of the stack look like
+// an address in the ranges? nullopt: the stack could not be read.
+std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::span<const TextRange> ranges) {
+  const std::uint64_t end = stack_end(pid, sp);
+  if (!end || end - sp > kMaxStackBytes) return std::nullopt;
+  std::vector<std::uint64_t> words(64 << 10 >> 3);
+  for (std::uint64_t at = sp & ~7ull; at < end;) {
+    const std::size_t want = std::min<std::uint64_t>(words.size() * 8, end - at);
+    iovec local{words.data(), want};
+    iovec remote{reinterpret_cast<void*>(at), want};
+    const ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (n < 8) return std::nullopt;
+    for (ssize_t i = 0; i < n / 8; i++)
+      if (in_ranges(ranges, words[i], true)) return true;
+    at += n & ~7ll;
+  }
+  return false;
+}
+
+// Walks the frames of a stopped thread. What cannot be walked to its end counts as inside.
+bool frames_inside(pid_t tid, std::span<const TextRange> ranges) {
+  struct Upt {
+    void operator()(void* p) const { _UPT_destroy(p); }
+  };
+  unw_addr_space_t space = unw_create_addr_space(&_UPT_accessors, 0);
+  if (!space) return true;
+  bool inside = true;
+  {
+    std::unique_ptr<void, Upt> upt(_UPT_create(tid));
+    unw_cursor_t c;
+    if (upt && unw_init_remote(&c, space, upt.get()) == 0) {
+      constexpr int kMaxFrames = 512;
+      bool first = true;
+      for (int i = 0; i < kMaxFrames; i++) {
+        unw_word_t ip = 0;
+        if (unw_get_reg(&c, UNW_REG_IP, &ip)) break;
+        if (ip && in_ranges(ranges, ip, !first)) break;
+        first = false;
+        const int r = unw_step(&c);
+        if (r == 0) inside = false;
+        if (r <= 0) break;
+      }
+    }
+  }
+  unw_destroy_addr_space(space);
+  return inside;
+}
+
+void nap(int us) {
+  const timespec t{us / 1'000'000, us % 1'000'000 * 1000};
+  nanosleep(&t, nullptr);
+}
+
+// Waits for the stop of a seized thread. A signal that arrives first is passed on.
+Result<bool> wait_stop(pid_t tid, Clock::time_point deadline) {
+  for (int pause_us = 20;;) {
+    int st = 0;
+    const pid_t r = waitpid(tid, &st, __WALL | WNOHANG);
+    if (r < 0) return errno == ECHILD || errno == ESRCH ? Result<bool>(false) : sys_error("wait for thread " + std::to_string(tid));
+    if (r == tid) {
+      if (WIFEXITED(st) || WIFSIGNALED(st)) return false;
+      if (WIFSTOPPED(st)) {
+        if (st >> 16 == PTRACE_EVENT_STOP) return true;
+        // Signal-delivery stop: let the signal through and wait on.
+        if (ptrace(PTRACE_CONT, tid, 0, WSTOPSIG(st)) && errno == ESRCH) return false;
+        ptrace(PTRACE_INTERRUPT, tid, 0, 0);
+      }
+      continue;
+    }
+    if (Clock::now() > deadline)
+      return Error{ETIMEDOUT, "thread " + std::to_string(tid) + " did not stop for a look (uninterruptible sleep?)"};
+    nap(pause_us);
+    pause_us = std::min(pause_us * 2, 2000);
+  }
+}
+
+// Ends tracing of a thread that may still run: it has to be stopped for that.
+void let_go(pid_t tid) {
+  const auto until = Clock::now() + std::chrono::milliseconds(kScanStopMs);
+  if (ptrace(PTRACE_DETACH, tid, 0, 0) == 0) return;
+  ptrace(PTRACE_INTERRUPT, tid, 0, 0);
+  if (auto s = wait_stop(tid, until); s && *s) ptrace(PTRACE_DETACH, tid, 0, 0);
+}
+
+Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, ScanStats& stats) {
+  if (ptrace(PTRACE_SEIZE, tid, 0, 0)) {
+    if (errno == ESRCH) return Seen::kGone;
+    // A zombie thread group leader cannot be traced, and runs nothing.
+    const int err = errno;
+    char state = 0;
+    if (FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/task/" + std::to_string(tid) + "/stat").c_str(), "re")) {
+      char line[256] = {};
+      if (std::fgets(line, sizeof line, f))
+        if (const char* p = std::strrchr(line, ')'); p && p[1]) state = p[2];
+      std::fclose(f);
+    }
+    if (state == 'Z' || state == 'X' || state == 0) return Seen::kGone;
+    return Error{err, "cannot trace thread " + std::to_string(tid) + " of " + std::to_string(pid) +
+                          " (another tracer, or not root): " + std::strerror(err)};
+  }
+  stats.stops++;
+  if (ptrace(PTRACE_INTERRUPT, tid, 0, 0) && errno == ESRCH) return Seen::kGone;
+  auto stopped = wait_stop(tid, Clock::now() + std::chrono::milliseconds(kScanStopMs));
+  if (!stopped) {
+    let_go(tid);
+    return stopped.error();
+  }
+  if (!*stopped) return Seen::kGone;
+
+  Seen seen = Seen::kInside;
+  user_regs_struct regs{};
+  if (ptrace(PTRACE_GETREGS, tid, 0, &regs)) {
+    if (errno == ESRCH) return Seen::kGone;
+  } else if (!in_ranges(ranges, regs.rip, false)) {
+    const auto hit = stack_mentions(pid, regs.rsp, ranges);
+    if (hit && !*hit) {
+      seen = Seen::kOutside;
+    } else {
+      stats.unwound++;
+      seen = frames_inside(tid, ranges) ? Seen::kInside : Seen::kOutside;
+    }
+  }
+  ptrace(PTRACE_DETACH, tid, 0, 0);
+  return seen;
+}
+
+Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
+                                     Clock::time_point deadline) {
+  ScanStats stats;
+  std::set<pid_t> outside;
+  for (int pause_us = kScanRetryUs;; pause_us = std::min(pause_us * 2, kScanRetryMaxUs)) {
+    auto tids = threads_of(pid);
+    if (!tids) return tids.error();
+    pid_t inside = 0;
+    for (pid_t tid : *tids) {
+      if (tid == skip_tid || outside.contains(tid)) continue;
+      auto seen = look_at(pid, tid, ranges, stats);
+      if (!seen) return seen.error();
+      if (*seen == Seen::kInside) {
+        inside = tid;
+        continue;
+      }
+      outside.insert(tid);
+      if (*seen == Seen::kOutside) stats.threads++;
+    }
+    // A thread that a pass did not list was born after the flag went up.
+    if (!inside) return stats;
+    if (Clock::now() > deadline)
+      return Error{ETIMEDOUT, "thread " + std::to_string(inside) + " of process " + std::to_string(pid) +
+                                  " stayed inside a data-path call"};
+    nap(pause_us);
+  }
+}
+
+}  // namespace
+
+Result<ScanStats> wait_until_outside(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
+                                     Clock::time_point deadline) {
+  // Its end releases every thread that is still traced, whatever went wrong.
+  std::optional<Result<ScanStats>> result;
+  std::thread([&] { result = scan(pid, ranges, skip_tid, deadline); }).join();
+  return *result;
+}
+
+}  // namespace migr

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Dump: keep rings out of the images and say which fd is which. Everything else
+ * is in migr.img already; migrd has put it into the image directory.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/kcmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "plugin.h"
+
+int dump_init(void)
+{
+	struct migr_rst_err err = { "" };
+	int dir = image_dir();
+	int ret = dir < 0 ? -ENOENT : migr_rst_read(dir, &job.img, &err);
+
+	if (ret == -ENOENT)
+		return 0;	/* no job of ours */
+	if (ret) {
+		say(1, "%s", err.text);
+		return -1;
+	}
+	job.phase = PHASE_DUMP;
+	say(3, "dumping %u processes with RDMA on record", job.img->nr_processes);
+	return 0;
+}
+
+/* Is it a uverbs device? Major numbers may be dynamic: ask sysfs. */
+static int is_uverbs(const struct stat *st)
+{
+	char path[64], target[256];
+	ssize_t n;
+
+	if (!S_ISCHR(st->st_mode))
+		return 0;
+	snprintf(path, sizeof(path), "/sys/dev/char/%u:%u", major(st->st_rdev), minor(st->st_rdev));
+	n = readlink(path, target, sizeof(target) - 1);
+	if (n < 0)
+		return 0;
+	target[n] = '\0';
+	return strstr(target, "/infiniband_verbs/uverbs") != NULL;
+}
+
+int dump_device_vma(int fd, const struct stat *st)
+{
+	(void)fd;
+	return job.phase == PHASE_DUMP && is_uverbs(st) ? 0 : -ENOTSUP;
+}
+
+static int is_event_fd(int fd)
+{
+	char path[64], target[256];
+	ssize_t n;
+
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	n = readlink(path, target, sizeof(target) - 1);
+	if (n < 0)
+		return 0;
+	target[n] = '\0';
+	return strstr(target, "[infinibandevent]") != NULL;
+}
+
+static int same_file(int fd, uint32_t pid, int their_fd)
+{
+	return syscall(SYS_kcmp, getpid(), (pid_t)pid, KCMP_FILE, (unsigned long)fd, (unsigned long)their_fd) == 0;
+}
+
+static int note(uint32_t id, const struct migr_rst_process *p, const struct migr_fd_desc *d)
+{
+	struct migr_rst_file *bigger = reallocarray(job.files, job.nr_files + 1, sizeof(*bigger));
+	struct migr_rst_err err = { "" };
+	int ret;
+
+	if (!bigger)
+		return -ENOMEM;
+	job.files = bigger;
+	job.files[job.nr_files++] = (struct migr_rst_file){
+		.id = id, .pid = p->pid, .ctx_id = d->ctx_id, .kind = d->kind, .fd_number = d->fd,
+	};
+	/* Anew each time: CRIU closes its image directory before our exit hook. */
+	ret = migr_rst_files_write(job.files, job.nr_files, image_dir(), &err);
+	if (ret)
+		say(1, "%s", err.text);
+	return ret;
+}
+
+int dump_ext_file(int fd, int id)
+{
+	struct stat st;
+
+	if (job.phase != PHASE_DUMP || fstat(fd, &st))
+		return -ENOTSUP;
+	if (!is_uverbs(&st) && !is_event_fd(fd))
+		return -ENOTSUP;
+	for (uint32_t i = 0; i < job.img->nr_processes; i++) {
+		const struct migr_rst_process *p = job.img->processes[i];
+
+		for (uint32_t k = 0; k < p->nr_fds; k++) {
+			const struct migr_fd_desc *d = &p->fds[k];
+
+			if (d->kind == MIGR_FD_RING || d->fd < 0 || !same_file(fd, p->pid, d->fd))
+				continue;
+			say(3, "file %#x is fd %d of pid %u (kind %u, context %u)", (unsigned)id, d->fd, p->pid, d->kind,
+			    d->ctx_id);
+			return note(id, p, d);
+		}
+	}
+	say(1, "an RDMA file descriptor of the job is not in %s: it was made after the record, or without libmigr",
+	    MIGR_RST_IMAGE_NAME);
+	return -EINVAL;
+}

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/* What the files of the plugin share. */
+#ifndef MIGR_CRIU_PLUGIN_H
+#define MIGR_CRIU_PLUGIN_H
+
+#include <stdint.h>
+#include <sys/stat.h>
+
+#include "migr/restore.h"
+#include "migr/restore_control.h"
+
+enum phase {
+	PHASE_INERT,		/* not our job: every hook says -ENOTSUP */
+	PHASE_DUMP,
+	PHASE_PREPARED,		/* restore: objects are built (or failed is set), waiting for GO */
+	PHASE_RESTORING,	/* GO was given: CRIU works */
+	PHASE_HELD,		/* memory is final, tasks wait for COMMIT */
+	PHASE_COMMITTED,
+	PHASE_ABORTED,
+};
+
+struct job {
+	enum phase phase;
+	struct migr_rst_image *img;
+	struct migr_rst_file *files;	/* which of CRIU's file ids is which fd */
+	uint32_t nr_files;
+	int failed;			/* building failed: a positive errno, and why */
+	struct migr_rst_err why;
+};
+extern struct job job;
+
+/* To CRIU's log; level 1 error, 2 warning, 3 info. */
+void say(int level, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+
+/* The image directory: an fd that is not to be closed, or -1. */
+int image_dir(void);
+
+/* The lowest number that the plugin's own descriptors may have. */
+int fd_floor(void);
+
+/* dump.c */
+int dump_init(void);
+int dump_device_vma(int fd, const struct stat *st);
+int dump_ext_file(int fd, int id);
+
+/* restore.c */
+int restore_init(void);
+int restore_ext_file(int id);
+int restore_update_vma(const char *path, uint64_t addr, uint64_t old_pgoff, uint64_t *new_pgoff, int *plugin_fd);
+int restore_resume_late(int pid);
+void restore_exit(int ret);
+/* Called by control.c. 0 or a positive errno, with *err said. */
+int restore_connect(const struct migr_rc_connect *c, struct migr_rst_err *err);
+int restore_go(struct migr_rst_err *err);
+
+/* control.c: the socket */
+int control_listen(const char *path);
+/*
+ * Serves controllers until job.phase leaves @phase or @limit_s seconds have
+ * passed; that, and an error, is an abort. With job.failed it ends when a
+ * controller was told.
+ */
+void control_serve(enum phase phase, long limit_s);
+/* Answers what is pending with @why and closes everything. */
+void control_close(const char *why);
+
+#endif /* MIGR_CRIU_PLUGIN_H */

@@ -1,0 +1,562 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "control.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "../include/migr/proc_wire.h"
+#include "high_fd.h"
+#include "provider/provider.h"
+#include "provider/uverbs_write.h"
+#include "shadow.h"
+#include "switchover/switchover.h"
+
+// The linker's names for the bounds of path.cc's section; weak: a test may link without it.
+extern "C" {
+[[gnu::weak, gnu::visibility("hidden")]] extern const char __start_migr_path[];
+[[gnu::weak, gnu::visibility("hidden")]] extern const char __stop_migr_path[];
+}
+
+namespace migr::control {
+namespace {
+
+constexpr unsigned kRetryMs = 500;             // migrd may start later than we do
+constexpr unsigned kRetryAfterNonsenseMs = 2000;
+constexpr unsigned kGateMs = 5;
+constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
+constexpr unsigned kSendLimitS = 5;
+constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
+constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
+constexpr std::size_t kMaxRecordBytes = 64;
+
+static_assert(sizeof(migr_fd_desc) <= kMaxRecordBytes);
+
+/// What is known about this process's conversation with migrd. Touched by the control thread only, after start().
+struct Self {
+  std::string socket_path;
+  std::string gate_path;
+  std::uint8_t instance[16];
+  std::uint32_t generation = 0;
+  bool rebound = false;  ///< since the last FREEZE
+  int fd = -1;           ///< the connection; -1: none
+};
+
+enum class State { kNever, kRunning, kForkedChild };
+std::atomic<State> state{State::kNever};
+Self* self;
+
+std::uint64_t now_ms() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1000 + static_cast<std::uint64_t>(t.tv_nsec) / 1'000'000;
+}
+
+void sleep_ms(unsigned ms) {
+  const timespec pause{static_cast<time_t>(ms / 1000), static_cast<long>(ms % 1000) * 1'000'000};
+  nanosleep(&pause, nullptr);
+}
+
+void say(const char* text) {
+  static std::atomic<bool> said;
+  if (!said.exchange(true)) fprintf(stderr, "libmigr: %s\n", text);
+}
+
+/* ---- packets ---------------------------------------------------------------- */
+
+struct Message {
+  migr_msg head{};
+  std::vector<char> records;
+  template <class T>
+  std::span<const T> as() const {
+    return {reinterpret_cast<const T*>(records.data()), records.size() / sizeof(T)};
+  }
+};
+
+/// A reply in the making.
+struct Answer {
+  int status = 0;
+  std::string text;
+  std::size_t record_size = 0;
+  std::vector<char> records;
+  template <class T>
+  void put(const std::vector<T>& all) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    record_size = sizeof(T);
+    const char* bytes = reinterpret_cast<const char*>(all.data());
+    records.assign(bytes, bytes + all.size() * sizeof(T));
+  }
+  void fail(int error, std::string why) {
+    status = error;
+    text = std::move(why);
+  }
+};
+
+bool send_packet(int fd, const migr_msg& head, const char* records, std::size_t bytes) {
+  iovec parts[2] = {{const_cast<migr_msg*>(&head), sizeof(head)}, {const_cast<char*>(records), bytes}};
+  msghdr packet{};
+  packet.msg_iov = parts;
+  packet.msg_iovlen = bytes ? 2 : 1;
+  ssize_t n;
+  do n = sendmsg(fd, &packet, MSG_NOSIGNAL);
+  while (n < 0 && errno == EINTR);
+  return n == static_cast<ssize_t>(sizeof(head) + bytes);
+}
+
+/// @return false: migrd is gone
+bool send_message(int fd, migr_msg head, const Answer& answer) {
+  head.version = MIGR_PROC_VERSION;
+  head.status = answer.status;
+  head.record_size = static_cast<std::uint32_t>(answer.record_size);
+  snprintf(head.text, sizeof(head.text), "%s", answer.text.c_str());
+  const std::size_t total = answer.record_size ? answer.records.size() / answer.record_size : 0;
+  const std::size_t per_packet =
+      answer.record_size ? std::min<std::size_t>(MIGR_PROC_MAX_RECORDS, (kPacketBytes - sizeof(head)) / answer.record_size)
+                         : 1;
+  std::size_t done = 0;
+  do {
+    const std::size_t count = std::min(per_packet, total - done);
+    head.count = static_cast<std::uint32_t>(count);
+    head.flags = done + count < total ? MIGR_MORE : 0;
+    if (!send_packet(fd, head, answer.records.data() + done * answer.record_size, count * answer.record_size))
+      return false;
+    done += count;
+  } while (done < total);
+  return true;
+}
+
+/// Bytes of one record of a request. @return -1: no request of this type
+int request_record_size(std::uint16_t type) {
+  switch (type) {
+    case MIGR_MSG_DESCRIBE:
+    case MIGR_MSG_FREEZE:
+    case MIGR_MSG_ROLLBACK:
+    case MIGR_MSG_STATS:
+      return 0;
+    case MIGR_MSG_QP_CREATE:
+    case MIGR_MSG_SUSPEND:
+    case MIGR_MSG_DRAIN:
+    case MIGR_MSG_SWITCH:
+    case MIGR_MSG_RESUME:
+      return sizeof(migr_qp_ref);
+    case MIGR_MSG_QP_CONNECT:
+      return sizeof(migr_qp_connect);
+    case MIGR_MSG_REBIND:
+      return sizeof(migr_handle_map);
+    case MIGR_MSG_KEYS:
+      return sizeof(migr_key_map);
+    default:
+      return -1;
+  }
+}
+
+enum class Received { kWhole, kPart, kGone, kNonsense };
+
+/// One packet; `request` collects the packets of one message. @param why set with kNonsense
+Received receive(int fd, std::vector<char>& buffer, Message& request, int& error, std::string& why) {
+  ssize_t n;
+  do n = recv(fd, buffer.data(), buffer.size(), MSG_TRUNC);
+  while (n < 0 && errno == EINTR);
+  if (n <= 0) return Received::kGone;
+  const auto refuse = [&](int code, std::string text) {
+    error = code;
+    why = std::move(text);
+    return Received::kNonsense;
+  };
+  migr_msg head{};
+  memcpy(&head, buffer.data(), std::min(sizeof(head), static_cast<std::size_t>(n)));
+  // The version stands first in every version of the header: say which before complaining about lengths.
+  if (static_cast<std::size_t>(n) >= sizeof(head.version) && head.version != MIGR_PROC_VERSION) {
+    request.head = head;
+    return refuse(EPROTONOSUPPORT, "libmigr speaks version " + std::to_string(MIGR_PROC_VERSION) + ", not " +
+                                       std::to_string(head.version));
+  }
+  const std::size_t bytes = static_cast<std::size_t>(n);
+  if (bytes < sizeof(head)) return refuse(EINVAL, "a packet of " + std::to_string(bytes) + " bytes is no message");
+  const bool first = request.records.empty() && !(request.head.flags & MIGR_MORE);
+  if (!first && (head.type != request.head.type || head.seq != request.head.seq))
+    return refuse(EINVAL, "a message began before the one before it was complete");
+  request.head = head;
+  if (bytes > buffer.size() || head.count > MIGR_PROC_MAX_RECORDS ||
+      bytes != sizeof(head) + std::size_t{head.count} * head.record_size)
+    return refuse(EINVAL, "length of message type " + std::to_string(head.type) + " does not fit its record count");
+  const int record_size = request_record_size(head.type);
+  if (record_size >= 0 && head.count && head.record_size != static_cast<std::uint32_t>(record_size))
+    return refuse(EINVAL, "records of message type " + std::to_string(head.type) + " have " +
+                              std::to_string(record_size) + " bytes, not " + std::to_string(head.record_size));
+  if (request.records.size() + (bytes - sizeof(head)) > kMaxRecords * kMaxRecordBytes)
+    return refuse(EMSGSIZE, "a message of more than " + std::to_string(kMaxRecords) + " records");
+  request.records.insert(request.records.end(), buffer.data() + sizeof(head), buffer.data() + bytes);
+  return head.flags & MIGR_MORE ? Received::kPart : Received::kWhole;
+}
+
+/* ---- requests ---------------------------------------------------------------- */
+
+/// The QP that (ctx_id, vqpn) names. Caller holds the Registry's lock. @return null: none
+QpShadow* find_qp(const Registry& registry, std::uint32_t ctx_id, std::uint32_t vqpn, std::uint32_t pqpn) {
+  for (QpShadow* qp : registry.qps) {
+    if (qp->context->ctx_id() != ctx_id) continue;
+    if (vqpn ? qp->vqpn() == vqpn : qp->pqpn() == pqpn) return qp;
+  }
+  return nullptr;
+}
+
+std::string no_such_qp(std::uint32_t ctx_id, std::uint32_t vqpn, std::uint32_t pqpn) {
+  char text[80];
+  snprintf(text, sizeof(text), "no QP %#x (now %#x) in context %u of this process", vqpn, pqpn, ctx_id);
+  return text;
+}
+
+/// QPs that a request names; none named: all. Caller holds the Registry's lock.
+bool named_qps(const Registry& registry, const Message& request, std::vector<QpShadow*>& out, Answer& answer) {
+  const auto refs = request.as<migr_qp_ref>();
+  if (refs.empty()) {
+    out = registry.qps;
+    return true;
+  }
+  for (const migr_qp_ref& ref : refs) {
+    QpShadow* qp = find_qp(registry, ref.ctx_id, ref.vqpn, ref.pqpn);
+    if (!qp) {
+      answer.fail(ENOENT, no_such_qp(ref.ctx_id, ref.vqpn, ref.pqpn));
+      return false;
+    }
+    out.push_back(qp);
+  }
+  return true;
+}
+
+void describe(const Registry& registry, Answer& answer) {
+  std::vector<migr_fd_desc> all;
+  if (registry.unsupported)
+    return answer.fail(EOPNOTSUPP, std::to_string(registry.unsupported) +
+                                       " object(s) of a kind that cannot be migrated yet (SRQ, MW, XRCD, DM, flow, WQ)");
+  for (const MrShadow* mr : registry.mrs)
+    if (!mr->movable) return answer.fail(EOPNOTSUPP, "memory registered by dmabuf, DM or import cannot be migrated");
+  for (Context* context : registry.contexts) {
+    if (std::string why = provider::unsupported_reason(*context); !why.empty())
+      return answer.fail(EOPNOTSUPP, std::move(why));
+    if (!context->ctx_id())
+      return answer.fail(ENODEV, "migr.ko was not loaded when the process opened its device; restart the process");
+    migr_fd_desc d{};
+    d.kind = MIGR_FD_CONTEXT;
+    d.fd = d.context_fd = context->real->cmd_fd;
+    d.ctx_id = context->ctx_id();
+    d.cq_handle = d.obj_handle = MIGR_NO_HANDLE;
+    all.push_back(d);
+    d.kind = MIGR_FD_ASYNC;
+    d.fd = context->real->async_fd;
+    all.push_back(d);
+    d.kind = MIGR_FD_CHANNEL;
+    for (const ibv_comp_channel* channel : registry.channels) {
+      if (channel->context != context->real) continue;
+      d.fd = channel->fd;
+      d.cq_handle = MIGR_NO_HANDLE;
+      const std::size_t before = all.size();
+      for (const CqShadow* cq : registry.cqs)
+        if (cq->real->channel == channel) {
+          d.cq_handle = cq->real->handle;
+          all.push_back(d);
+        }
+      if (all.size() == before) all.push_back(d);
+    }
+    if (const int error = provider::rings(*context, all))
+      return answer.fail(error, std::string("cannot find the queues of ") + context->real->device->name + ": " +
+                                    strerror(error));
+  }
+  answer.put(all);
+}
+
+/// Every request but DRAIN. Caller holds the Registry's lock.
+void dispatch_locked(Registry& registry, const Message& request, Answer& answer) {
+  std::string why;
+  std::vector<QpShadow*> qps;
+  const auto finish = [&](int status) {
+    if (status) answer.fail(status, std::move(why));
+  };
+  switch (request.head.type) {
+    case MIGR_MSG_DESCRIBE:
+      return describe(registry, answer);
+    case MIGR_MSG_QP_CREATE: {
+      if (!named_qps(registry, request, qps, answer)) return;
+      std::vector<migr_qp_spare> spares;
+      finish(switchover::create_spares(qps, spares, why));
+      return answer.put(spares);
+    }
+    case MIGR_MSG_QP_CONNECT:
+      for (const migr_qp_connect& to : request.as<migr_qp_connect>()) {
+        QpShadow* qp = find_qp(registry, to.ctx_id, to.vqpn, 0);
+        if (!qp) return answer.fail(ENOENT, no_such_qp(to.ctx_id, to.vqpn, 0));
+        if (const int error = switchover::connect_spare(*qp, to, why)) return answer.fail(error, std::move(why));
+      }
+      return;
+    case MIGR_MSG_SUSPEND:
+      if (named_qps(registry, request, qps, answer)) finish(switchover::suspend(qps, why));
+      return;
+    case MIGR_MSG_FREEZE:
+      return finish(switchover::freeze(why));
+    case MIGR_MSG_SWITCH:
+      if (named_qps(registry, request, qps, answer)) finish(switchover::switch_to_spare(qps, why));
+      return;
+    case MIGR_MSG_REBIND: {
+      // Only a restored process is ever told to adopt new objects: this is how it learns of it.
+      if (!self->rebound) {
+        self->rebound = true;
+        ++self->generation;
+        provider::set_restored();
+      }
+      std::vector<migr_key_map> keys;
+      finish(switchover::rebind(request.as<migr_handle_map>(), keys, why));
+      for (migr_key_map& key : keys) memcpy(key.owner, self->instance, sizeof(key.owner));
+      return answer.put(keys);
+    }
+    case MIGR_MSG_KEYS:
+      for (QpShadow* qp : registry.qps)
+        if (qp->old_real) qps.push_back(qp);
+      if (qps.empty()) return answer.fail(EBUSY, "KEYS before SWITCH: no QP has changed its path");
+      return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));
+    case MIGR_MSG_RESUME: {
+      if (!named_qps(registry, request, qps, answer)) return;
+      std::vector<migr_resume_stat> stats;
+      finish(switchover::resume(qps, stats, why));
+      return answer.put(stats);
+    }
+    case MIGR_MSG_ROLLBACK:
+      return finish(switchover::rollback(why));
+    case MIGR_MSG_STATS: {
+      std::vector<migr_drain_stat> stats;
+      switchover::stats(stats);
+      return answer.put(stats);
+    }
+    default:
+      return answer.fail(EOPNOTSUPP, "libmigr knows no message type " + std::to_string(request.head.type));
+  }
+}
+
+void drain(Registry& registry, const Message& request, Answer& answer) {
+  std::vector<QpShadow*> qps;
+  {
+    std::lock_guard guard(registry.lock);
+    if (!named_qps(registry, request, qps, answer)) return;
+  }
+  std::string why;
+  std::vector<migr_drain_stat> stats;
+  const unsigned limit_ms = static_cast<unsigned>(std::min<std::uint64_t>(request.head.arg, UINT32_MAX));
+  if (const int error = switchover::drain(qps, limit_ms, stats, why)) answer.fail(error, std::move(why));
+  answer.put(stats);
+}
+
+Answer serve(const Message& request) {
+  Registry& registry = Registry::get();
+  Answer answer;
+  if (request.head.type == MIGR_MSG_DRAIN) {
+    drain(registry, request, answer);
+  } else {
+    std::lock_guard guard(registry.lock);
+    dispatch_locked(registry, request, answer);
+  }
+  return answer;
+}
+
+/* ---- the connection ------------------------------------------------------------ */
+
+migr_proc_state process_state() {
+  std::lock_guard guard(Registry::get().lock);
+  return switchover::process_state();
+}
+
+bool say_hello(int fd) {
+  std::vector<migr_text_range> ranges = provider::text_ranges();
+  if (__start_migr_path)
+    ranges.push_back({reinterpret_cast<std::uintptr_t>(__start_migr_path),
+                      static_cast<std::uint64_t>(__stop_migr_path - __start_migr_path), 0, 0});
+  migr_msg head{};
+  head.type = MIGR_MSG_HELLO;
+  memcpy(head.instance, self->instance, sizeof(head.instance));
+  head.control_tid = static_cast<std::int32_t>(syscall(SYS_gettid));
+  head.state = process_state();
+  head.generation = self->generation;
+  Answer hello;
+  hello.put(ranges);
+  return send_message(fd, head, hello);
+}
+
+/// @return a connection, or -1. Quiet: there may be no migrd on this host.
+int connect_to_migrd() {
+  if (access(self->socket_path.c_str(), F_OK) != 0) return -1;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  memcpy(address.sun_path, self->socket_path.c_str(), self->socket_path.size() + 1);
+  const int fd = to_high_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (fd < 0) return -1;
+  const timeval limit{kSendLimitS, 0};
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    close(fd);
+    return -1;
+  }
+  return fd;
+}
+
+enum class Ended { kGone, kNonsense, kFrozen };
+
+/// Answers requests until the connection ends.
+Ended serve_connection(int fd) {
+  std::vector<char> buffer(sizeof(migr_msg) + MIGR_PROC_MAX_RECORDS * kMaxRecordBytes);
+  for (;;) {
+    Message request;
+    Received got;
+    int error = 0;
+    std::string why;
+    do got = receive(fd, buffer, request, error, why);
+    while (got == Received::kPart);
+    if (got == Received::kGone) return Ended::kGone;
+    migr_msg head = request.head;
+    head.type |= MIGR_REPLY;
+    head.count = 0;
+    memcpy(head.instance, self->instance, sizeof(head.instance));
+    head.generation = self->generation;
+    if (got == Received::kNonsense) {
+      Answer answer;
+      answer.fail(error, why);
+      send_message(fd, head, answer);
+      say(("migrd's message was refused: " + why).c_str());
+      return Ended::kNonsense;
+    }
+    Answer answer = serve(request);
+    head.generation = self->generation;
+    head.state = process_state();
+    const bool sent = send_message(fd, head, answer);
+    if (request.head.type == MIGR_MSG_FREEZE && !answer.status) {
+      self->rebound = false;
+      return Ended::kFrozen;  // also if the reply was lost: the state is what counts
+    }
+    if (!sent) return Ended::kGone;
+  }
+}
+
+void disconnect() {
+  const int fd = self->fd;
+  self->fd = -1;
+  close(fd);
+}
+
+/// A frozen process has no descriptor of ours and looks for its gate only. migrd makes it on the host where we live.
+void wait_for_gate() {
+  while (access(self->gate_path.c_str(), F_OK) != 0) sleep_ms(kGateMs);
+}
+
+void roll_back_alone() {
+  std::lock_guard guard(Registry::get().lock);
+  std::string why;
+  if (switchover::process_state() != MIGR_PROC_SUSPENDED) return;
+  if (switchover::rollback(why))
+    fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,
+            why.c_str());
+}
+
+void* run(void*) {
+  std::uint64_t alone_since = now_ms();
+  bool left_alone = false;
+  for (;;) {
+    if (process_state() == MIGR_PROC_FROZEN) wait_for_gate();
+    self->fd = connect_to_migrd();
+    if (self->fd < 0) {
+      if (!left_alone && process_state() == MIGR_PROC_SUSPENDED && now_ms() - alone_since > kAloneLimitMs) {
+        roll_back_alone();
+        left_alone = true;
+      }
+      sleep_ms(process_state() == MIGR_PROC_FROZEN ? kGateMs : kRetryMs);
+      continue;
+    }
+    const Ended ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kGone;
+    disconnect();
+    alone_since = now_ms();
+    left_alone = false;
+    if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);
+    else if (ended == Ended::kGone) sleep_ms(kGateMs);  // never spin on a daemon that hangs up
+  }
+  return nullptr;
+}
+
+/// Also with MIGR_PROC_SOCKET: the gate lies beside the socket.
+bool prepare_self() {
+  auto* s = new Self;
+  const char* path = getenv("MIGR_PROC_SOCKET");
+  s->socket_path = path && *path ? path : MIGR_PROC_SOCKET;
+  if (s->socket_path.size() >= sizeof(sockaddr_un::sun_path)) {
+    fprintf(stderr, "libmigr: MIGR_PROC_SOCKET is longer than %zu bytes; this process cannot be migrated\n",
+            sizeof(sockaddr_un::sun_path) - 1);
+    delete s;
+    return false;
+  }
+  if (getrandom(s->instance, sizeof(s->instance), 0) != sizeof(s->instance)) {
+    delete s;
+    return false;
+  }
+  const std::size_t slash = s->socket_path.rfind('/');
+  s->gate_path = slash == std::string::npos ? "" : s->socket_path.substr(0, slash + 1);
+  s->gate_path += MIGR_PROC_GATE_PREFIX;
+  char hex[3];
+  for (const std::uint8_t byte : s->instance) {
+    snprintf(hex, sizeof(hex), "%02x", byte);
+    s->gate_path += hex;
+  }
+  self = s;
+  return true;
+}
+
+// A fork must not catch the Registry half changed: the child has to be able to take its lock.
+void before_fork() { Registry::get().lock.lock(); }
+void after_fork_in_parent() { Registry::get().lock.unlock(); }
+void after_fork_in_child() {
+  Registry::get().lock.unlock();
+  after_fork();
+}
+
+}  // namespace
+
+void start() {
+  State expected = State::kNever;
+  if (!state.compare_exchange_strong(expected, State::kRunning)) return;
+  if (!prepare_self()) return;
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_attr_t attr;
+  pthread_attr_init(&attr);
+  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+  pthread_t thread;
+  const int error = pthread_create(&thread, &attr, run, nullptr);
+  if (error)
+    fprintf(stderr, "libmigr: no control thread: %s; this process cannot be migrated\n", strerror(error));
+  else
+    pthread_setname_np(thread, "migr-control");
+  pthread_attr_destroy(&attr);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void after_fork() {
+  if (state.load() != State::kRunning) return;
+  state.store(State::kForkedChild);
+  if (self && self->fd >= 0) disconnect();  // the parent's; the child must not hold it open
+}
+
+}  // namespace migr::control

@@ -1,0 +1,614 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "path.h"
+
+#include <cerrno>
+#include <ctime>
+
+#include "kept.h"
+#include "real.h"
+
+// What a thread may be seen in. Cold functions lie outside: they take the QP's or CQ's lock, which the engine holds
+// when it matters.
+#define MIGR_PATH [[gnu::section("migr_path")]]
+#define MIGR_COLD [[gnu::cold, gnu::noinline]]
+#define MIGR_INLINE [[gnu::always_inline]] inline
+
+namespace migr::path {
+namespace {
+
+constexpr int kChunkWrs = 8;
+constexpr int kChunkSges = 64;  // at least what any provider allows in one WR
+constexpr std::uint32_t kKeyTag = 0xff;
+
+/// The physical key; a key that does not exist becomes one that no device has given (index 0).
+MIGR_INLINE std::uint32_t physical_lkey(const QpShadow& q, std::uint32_t key) {
+  return q.key_table[key >> 8].lkey ^ (key & kKeyTag);
+}
+
+MIGR_INLINE std::uint32_t physical_rkey(const QpShadow& q, std::uint32_t key) {
+  const RemoteKeys* keys = q.remote_keys;
+  return keys ? keys->physical(key) : key;
+}
+
+MIGR_INLINE std::uint32_t virtual_qpn(const CqShadow& c, std::uint32_t pqpn) {
+  const std::uint32_t entry = c.qpn_table[pqpn & MIGR_QPN_MASK];
+  return entry & MIGR_QPN_VALID ? entry & MIGR_QPN_MASK : pqpn;
+}
+
+MIGR_INLINE void translate_sges(const QpShadow& q, ibv_sge* to, const ibv_sge* from, int count) {
+  for (int i = 0; i < count; ++i) {
+    to[i] = from[i];
+    to[i].lkey = physical_lkey(q, from[i].lkey);
+  }
+}
+
+MIGR_INLINE void translate_rkey(const QpShadow& q, ibv_send_wr& wr) {
+  switch (wr.opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+    case IBV_WR_RDMA_READ:
+      wr.wr.rdma.rkey = physical_rkey(q, wr.wr.rdma.rkey);
+      break;
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+    case IBV_WR_ATOMIC_FETCH_AND_ADD:
+      wr.wr.atomic.rkey = physical_rkey(q, wr.wr.atomic.rkey);
+      break;
+    default:
+      break;
+  }
+}
+
+/// The WR `steps` after `wr`.
+template <class Wr>
+MIGR_INLINE Wr* nth(Wr* wr, long steps) {
+  while (steps-- > 0) wr = wr->next;
+  return wr;
+}
+
+MIGR_COLD int keep_sends(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  {
+    std::lock_guard guard(q.lock);
+    if (q.state.load(std::memory_order_relaxed) & kKeepSends) {
+      for (; wr; wr = wr->next)
+        if (const int err = kept::keep(q, *wr)) {
+          *bad = wr;
+          return err;
+        }
+      return 0;
+    }
+  }
+  return post_send(&q.app, wr, bad);
+}
+
+MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  ibv_send_wr copies[kChunkWrs];
+  ibv_sge sges[kChunkSges];
+  do {
+    ibv_send_wr* const first = wr;
+    int wrs = 0, used = 0;
+    for (; wr && wrs < kChunkWrs && used + wr->num_sge <= kChunkSges; wr = wr->next) {
+      ibv_send_wr& copy = copies[wrs];
+      copy = *wr;
+      if (wrs) copies[wrs - 1].next = &copy;
+      copy.next = nullptr;
+      copy.sg_list = &sges[used];
+      translate_sges(q, copy.sg_list, wr->sg_list, wr->num_sge);
+      translate_rkey(q, copy);
+      used += wr->num_sge;
+      ++wrs;
+    }
+    if (!wrs) [[unlikely]] {
+      *bad = wr;
+      return EINVAL;
+    }
+    ibv_send_wr* stopped = copies;
+    if (const int err = q.real_post_send(q.real, copies, &stopped)) [[unlikely]] {
+      *bad = nth(first, stopped - copies);
+      return err;
+    }
+  } while (wr);
+  return 0;
+}
+
+/// What the seven operations of an RC QP use of a WR, field by field: a wider copy would have to wait for the stores
+/// with which the application has just filled it.
+MIGR_INLINE void copy_send(ibv_send_wr& to, const ibv_send_wr& from) {
+  to.wr_id = from.wr_id;
+  to.num_sge = from.num_sge;
+  to.opcode = from.opcode;
+  to.send_flags = from.send_flags;
+  to.imm_data = from.imm_data;
+  to.wr.atomic.remote_addr = from.wr.atomic.remote_addr;
+  to.wr.atomic.compare_add = from.wr.atomic.compare_add;  // and the rkey of a READ or WRITE
+  if (from.opcode > IBV_WR_RDMA_READ) {
+    if (from.opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD) {
+      to.wr.atomic.swap = from.wr.atomic.swap;
+      to.wr.atomic.rkey = from.wr.atomic.rkey;
+    } else {
+      to = from;  // bind, invalidate, TSO
+    }
+  }
+  to.qp_type = from.qp_type;
+}
+
+/// One WR with one SGE, as most are.
+MIGR_PATH int post_single_send(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  ibv_send_wr copy;
+  ibv_sge sge;
+  copy_send(copy, *wr);
+  copy.next = nullptr;
+  copy.sg_list = &sge;
+  sge.addr = wr->sg_list->addr;
+  sge.length = wr->sg_list->length;
+  sge.lkey = physical_lkey(q, wr->sg_list->lkey);
+  if (q.remote_keys) translate_rkey(q, copy);
+  ibv_send_wr* stopped;
+  const int err = q.real_post_send(q.real, &copy, &stopped);
+  if (err) [[unlikely]]
+    *bad = wr;
+  return err;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
+    return keep_sends(q, wr, bad);
+  if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
+  return post_send_list(q, wr, bad);
+}
+
+/// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them.
+MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  std::lock_guard guard(q.lock);
+  for (; wr; wr = wr->next) {
+    const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+    KeptReceive receive = kept::copy(*wr);
+    int err = 0;
+    if (state & kKeepReceives) {
+      err = kept::keep(q, std::move(receive));
+    } else {
+      err = post_one_receive(q, q.real, receive);
+      if (!err && (state & kLogReceives)) q.logged_receives.push_back(std::move(receive));
+    }
+    if (err) {
+      *bad = wr;
+      return err;
+    }
+  }
+  return 0;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  ibv_recv_wr copies[kChunkWrs];
+  ibv_sge sges[kChunkSges];
+  do {
+    ibv_recv_wr* const first = wr;
+    int wrs = 0, used = 0;
+    for (; wr && wrs < kChunkWrs && used + wr->num_sge <= kChunkSges; wr = wr->next) {
+      ibv_recv_wr& copy = copies[wrs];
+      copy = *wr;
+      if (wrs) copies[wrs - 1].next = &copy;
+      copy.next = nullptr;
+      copy.sg_list = &sges[used];
+      translate_sges(q, copy.sg_list, wr->sg_list, wr->num_sge);
+      used += wr->num_sge;
+      ++wrs;
+    }
+    if (!wrs) [[unlikely]] {
+      *bad = wr;
+      return EINVAL;
+    }
+    ibv_recv_wr* stopped = copies;
+    if (const int err = q.real_post_recv(q.real, copies, &stopped)) [[unlikely]] {
+      *bad = nth(first, stopped - copies);
+      return err;
+    }
+  } while (wr);
+  return 0;
+}
+
+MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives)) [[unlikely]]
+    return post_recv_suspended(q, wr, bad);
+  if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
+  ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
+  ibv_recv_wr copy{.wr_id = wr->wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1};
+  ibv_recv_wr* stopped;
+  const int err = q.real_post_recv(q.real, &copy, &stopped);
+  if (err) [[unlikely]]
+    *bad = wr;
+  return err;
+}
+
+/// Caller holds c.lock.
+void leave_fake_if_done(CqShadow& c) {
+  const std::uint32_t state = c.state.load(std::memory_order_relaxed);
+  if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq)))
+    c.state.store(state & ~std::uint32_t{kFakeCq}, std::memory_order_relaxed);
+}
+
+/// Caller holds c.lock. @return false: there is none
+bool pop_fake(CqShadow& c, ibv_wc& wc) {
+  if (c.fake.empty()) return false;
+  wc = c.fake.front();
+  c.fake.pop_front();
+  return true;
+}
+
+MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
+  std::lock_guard guard(c.lock);
+  poll_to_fake(c);
+  int n = 0;
+  while (n < entries && pop_fake(c, wc[n])) ++n;
+  leave_fake_if_done(c);
+  return n;
+}
+
+MIGR_PATH [[gnu::noinline]] int poll_switched(CqShadow& c, int entries, ibv_wc* wc) noexcept {
+  if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]]
+    return poll_fake(c, entries, wc);
+  const int n = c.real_poll(c.real, entries, wc);
+  for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
+  return n;
+}
+
+}  // namespace
+
+MIGR_PATH int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  QpShadow& q = shadow_of(qp);
+  if (q.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return post_send_switched(q, wr, bad);
+  return q.real_post_send(q.real, wr, bad);  // tail call: nothing may follow it
+}
+
+MIGR_PATH int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  QpShadow& q = shadow_of(qp);
+  if (q.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return post_recv_switched(q, wr, bad);
+  return q.real_post_recv(q.real, wr, bad);
+}
+
+MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
+  CqShadow& c = shadow_of(cq);
+  if (c.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return poll_switched(c, entries, wc);
+  return c.real_poll(c.real, entries, wc);
+}
+
+int post_one_send(QpShadow& q, const KeptSend& send) noexcept {
+  ibv_send_wr wr = send.wr;
+  ibv_sge sges[kChunkSges];
+  if (send.sges.size() > kChunkSges) return EINVAL;
+  wr.next = nullptr;
+  wr.sg_list = sges;
+  if (wr.send_flags & IBV_SEND_INLINE) {
+    sges[0] = {.addr = reinterpret_cast<std::uint64_t>(send.inline_data.data()),
+               .length = static_cast<std::uint32_t>(send.inline_data.size()),
+               .lkey = 0};
+    wr.num_sge = send.inline_data.empty() ? 0 : 1;
+  } else {
+    translate_sges(q, sges, send.sges.data(), static_cast<int>(send.sges.size()));
+    wr.num_sge = static_cast<int>(send.sges.size());
+  }
+  translate_rkey(q, wr);
+  ibv_send_wr* bad;
+  return q.real_post_send(q.real, &wr, &bad);
+}
+
+int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexcept {
+  ibv_sge sges[kChunkSges];
+  if (receive.sges.size() > kChunkSges) return EINVAL;
+  translate_sges(q, sges, receive.sges.data(), static_cast<int>(receive.sges.size()));
+  ibv_recv_wr wr{.wr_id = receive.wr_id, .next = nullptr, .sg_list = sges, .num_sge = static_cast<int>(receive.sges.size())};
+  ibv_recv_wr* bad;
+  return q.real_post_recv(to, &wr, &bad);
+}
+
+int poll_to_fake(CqShadow& c) noexcept {
+  if (c.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;
+  constexpr int kBatch = 16;
+  ibv_wc batch[kBatch];
+  int moved = 0, n;
+  while ((n = c.real_poll(c.real, kBatch, batch)) > 0) {
+    for (int i = 0; i < n; ++i) {
+      if (marker::is_marker(batch[i].wr_id)) {
+        if (c.markers) --c.markers;
+        c.seen_markers.push_back(batch[i]);
+        continue;
+      }
+      batch[i].qp_num = virtual_qpn(c, batch[i].qp_num);
+      c.fake.push_back(batch[i]);
+      ++moved;
+    }
+    if (n < kBatch) break;
+  }
+  if (moved) {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    c.last_cqe_ns = static_cast<std::uint64_t>(now.tv_sec) * 1000000000u + static_cast<std::uint64_t>(now.tv_nsec);
+  }
+  return moved;
+}
+
+/*
+ * ---- ibv_wr_*: wr_start looks at the state word and chooses where the session
+ * goes; the calls of the session follow q.target without a question. Keys are
+ * virtual for the keeper and physical for the provider.
+ */
+
+namespace {
+
+constexpr std::uint32_t kTranslateAny = kTranslateLocal | kTranslateRemote | kForced;
+
+MIGR_INLINE bool translates(const QpShadow& q) {
+  return (q.state.load(std::memory_order_relaxed) & kTranslateAny) != 0 && q.target != &q.keeper.ex;
+}
+
+/// Where the session goes, with the WR's id and flags as the application has set them in ours.
+MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
+  ibv_qp_ex* target = q.target;
+  target->wr_id = q.app_ex.wr_id;
+  target->wr_flags = q.app_ex.wr_flags;
+  return target;
+}
+
+MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept;
+
+/// Called by tail call: while it waits, no frame of the path may be on the stack.
+MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
+  if (!kept::start(shadow_of(qp))) wr_start(qp);
+}
+
+MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
+  QpShadow& q = shadow_of(qp);
+  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
+    return wr_start_suspended(qp);
+  q.target->wr_start(q.target);
+  q.session.store(Session::kPath, std::memory_order_relaxed);
+}
+
+MIGR_PATH int wr_complete(ibv_qp_ex* qp) noexcept {
+  QpShadow& q = shadow_of(qp);
+  ibv_qp_ex* const target = q.target;
+  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  return target->wr_complete(target);
+}
+
+MIGR_PATH void wr_abort(ibv_qp_ex* qp) noexcept {
+  QpShadow& q = shadow_of(qp);
+  ibv_qp_ex* const target = q.target;
+  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  target->wr_abort(target);
+}
+
+/// One call of a session. `before` may translate an argument.
+#define MIGR_WR_OPCODE(name, params, before, ...)                     \
+  MIGR_PATH void name params noexcept {                               \
+    QpShadow& q = shadow_of(qp);                                      \
+    before;                                                           \
+    ibv_qp_ex* const target = lower(q);                               \
+    target->name(__VA_ARGS__);                                        \
+  }
+#define MIGR_WR_SETTER(name, params, before, ...)                     \
+  MIGR_PATH void name params noexcept {                               \
+    QpShadow& q = shadow_of(qp);                                      \
+    before;                                                           \
+    ibv_qp_ex* const target = q.target;                               \
+    target->name(__VA_ARGS__);                                        \
+  }
+#define MIGR_RKEY                 \
+  if (translates(q)) [[unlikely]] \
+  rkey = physical_rkey(q, rkey)
+#define MIGR_NOTHING (void)0
+
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+MIGR_WR_OPCODE(wr_send, (ibv_qp_ex * qp), MIGR_NOTHING, target)
+MIGR_WR_OPCODE(wr_send_imm, (ibv_qp_ex * qp, __be32 imm), MIGR_NOTHING, target, imm)
+MIGR_WR_OPCODE(wr_send_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_RKEY, target, rkey)
+MIGR_WR_OPCODE(wr_send_tso, (ibv_qp_ex * qp, void* header, u16 bytes, u16 mss), MIGR_NOTHING, target, header, bytes, mss)
+MIGR_WR_OPCODE(wr_rdma_write, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
+MIGR_WR_OPCODE(wr_rdma_write_imm, (ibv_qp_ex * qp, u32 rkey, u64 addr, __be32 imm), MIGR_RKEY, target, rkey, addr, imm)
+MIGR_WR_OPCODE(wr_rdma_read, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
+MIGR_WR_OPCODE(wr_atomic_cmp_swp, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 compare, u64 swap), MIGR_RKEY, target, rkey,
+               addr, compare, swap)
+MIGR_WR_OPCODE(wr_atomic_fetch_add, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 add), MIGR_RKEY, target, rkey, addr, add)
+MIGR_WR_OPCODE(wr_atomic_write, (ibv_qp_ex * qp, u32 rkey, u64 addr, const void* data), MIGR_RKEY, target, rkey, addr,
+               data)
+MIGR_WR_OPCODE(wr_local_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_NOTHING, target, rkey)
+
+MIGR_WR_SETTER(wr_set_sge, (ibv_qp_ex * qp, u32 lkey, u64 addr, u32 length),
+               if (translates(q)) [[unlikely]] lkey = physical_lkey(q, lkey), target, lkey, addr, length)
+MIGR_WR_SETTER(wr_set_inline_data, (ibv_qp_ex * qp, void* addr, std::size_t length), MIGR_NOTHING, target, addr, length)
+MIGR_WR_SETTER(wr_set_inline_data_list, (ibv_qp_ex * qp, std::size_t count, const ibv_data_buf* list), MIGR_NOTHING,
+               target, count, list)
+MIGR_WR_SETTER(wr_set_ud_addr, (ibv_qp_ex * qp, ibv_ah* ah, u32 qpn, u32 qkey), MIGR_NOTHING, target, ah, qpn, qkey)
+MIGR_WR_SETTER(wr_set_xrc_srqn, (ibv_qp_ex * qp, u32 srqn), MIGR_NOTHING, target, srqn)
+#undef MIGR_WR_OPCODE
+#undef MIGR_WR_SETTER
+#undef MIGR_RKEY
+#undef MIGR_NOTHING
+
+/// The application's list stays as it was.
+MIGR_PATH [[gnu::noinline]] void set_sge_list_translated(QpShadow& q, std::size_t count, const ibv_sge* list) noexcept {
+  ibv_sge sges[kChunkSges];
+  if (count > kChunkSges) count = kChunkSges;  // beyond any device's max_sge: the provider refuses it at wr_complete
+  translate_sges(q, sges, list, static_cast<int>(count));
+  q.target->wr_set_sge_list(q.target, count, sges);
+}
+
+MIGR_PATH void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) noexcept {
+  QpShadow& q = shadow_of(qp);
+  if (translates(q)) [[unlikely]]
+    return set_sge_list_translated(q, count, list);
+  q.target->wr_set_sge_list(q.target, count, list);
+}
+
+/// An MW's MR is a shadow.
+MIGR_PATH void wr_bind_mw(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) noexcept {
+  ibv_mw_bind_info real_info = *info;
+  if (info->mr) real_info.mr = shadow_of(info->mr).real;
+  ibv_qp_ex* const target = lower(shadow_of(qp));
+  target->wr_bind_mw(target, mw, rkey, &real_info);
+}
+
+}  // namespace
+
+void install_wr_api(QpShadow& q) {
+  q.target = q.real_ex;
+  kept::install_keeper(q);
+  q.app_ex.comp_mask = q.real_ex->comp_mask;
+#define MIGR_INSTALL(name) q.app_ex.name = q.real_ex->name ? name : nullptr
+  MIGR_INSTALL(wr_atomic_cmp_swp);
+  MIGR_INSTALL(wr_atomic_fetch_add);
+  MIGR_INSTALL(wr_bind_mw);
+  MIGR_INSTALL(wr_local_inv);
+  MIGR_INSTALL(wr_rdma_read);
+  MIGR_INSTALL(wr_rdma_write);
+  MIGR_INSTALL(wr_rdma_write_imm);
+  MIGR_INSTALL(wr_send);
+  MIGR_INSTALL(wr_send_imm);
+  MIGR_INSTALL(wr_send_inv);
+  MIGR_INSTALL(wr_send_tso);
+  MIGR_INSTALL(wr_set_ud_addr);
+  MIGR_INSTALL(wr_set_xrc_srqn);
+  MIGR_INSTALL(wr_set_inline_data);
+  MIGR_INSTALL(wr_set_inline_data_list);
+  MIGR_INSTALL(wr_set_sge);
+  MIGR_INSTALL(wr_set_sge_list);
+  MIGR_INSTALL(wr_start);
+  MIGR_INSTALL(wr_complete);
+  MIGR_INSTALL(wr_abort);
+  MIGR_INSTALL(wr_atomic_write);
+#undef MIGR_INSTALL
+}
+
+/*
+ * ---- ibv_cq_ex: start_poll looks at the state word and chooses what the session
+ * reads; the readers follow c.target without a question.
+ */
+
+namespace {
+
+MIGR_INLINE void show(CqShadow& c, ibv_wc_status status, std::uint64_t wr_id) {
+  c.app_ex.status = status;
+  c.app_ex.wr_id = wr_id;
+}
+
+/// The next completion of a session on the fake CQ.
+MIGR_COLD int next_fake(CqShadow& c) noexcept {
+  std::lock_guard guard(c.lock);
+  poll_to_fake(c);
+  if (!pop_fake(c, c.fake_ex.wc)) return ENOENT;
+  leave_fake_if_done(c);
+  c.target = &c.fake_ex.ex;
+  show(c, c.fake_ex.wc.status, c.fake_ex.wc.wr_id);
+  return 0;
+}
+
+MIGR_PATH int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
+  CqShadow& c = shadow_of(cq);
+  if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]]
+    return next_fake(c);
+  ibv_cq_ex* const real = c.real_ex;
+  const int err = real->start_poll(real, attr);
+  if (err) return err;
+  c.ex_session.store(true, std::memory_order_relaxed);
+  show(c, real->status, real->wr_id);
+  return 0;
+}
+
+MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
+  CqShadow& c = shadow_of(cq);
+  ibv_cq_ex* const real = c.real_ex;
+  if (c.target != real) [[unlikely]]
+    return next_fake(c);
+  const int err = real->next_poll(real);
+  if (err) return err;
+  show(c, real->status, real->wr_id);
+  return 0;
+}
+
+MIGR_PATH void end_poll(ibv_cq_ex* cq) noexcept {
+  CqShadow& c = shadow_of(cq);
+  ibv_cq_ex* const real = c.real_ex;
+  if (c.target != real) [[unlikely]] {
+    c.target = real;
+    return;
+  }
+  c.ex_session.store(false, std::memory_order_relaxed);
+  real->end_poll(real);
+}
+
+const ibv_wc& fake_wc(const ibv_cq_ex* fake) { return reinterpret_cast<const CqShadow::FakeEx*>(fake)->wc; }
+
+MIGR_PATH std::uint32_t read_qp_num(ibv_cq_ex* cq) noexcept {
+  CqShadow& c = shadow_of(cq);
+  ibv_cq_ex* const target = c.target;
+  if (!c.state.load(std::memory_order_relaxed) || target != c.real_ex) return target->read_qp_num(target);
+  return virtual_qpn(c, target->read_qp_num(target));
+}
+std::uint32_t fake_read_qp_num(ibv_cq_ex* fake) noexcept { return fake_wc(fake).qp_num; }
+
+/// A reader, and its counterpart on a fake completion.
+#define MIGR_READER(type, name, of_wc)                                        \
+  MIGR_PATH type name(ibv_cq_ex* cq) noexcept {                               \
+    ibv_cq_ex* const target = shadow_of(cq).target;                           \
+    return target->name(target);                                              \
+  }                                                                           \
+  type fake_##name([[maybe_unused]] ibv_cq_ex* fake) noexcept { return of_wc; }
+MIGR_READER(ibv_wc_opcode, read_opcode, fake_wc(fake).opcode)
+MIGR_READER(std::uint32_t, read_vendor_err, fake_wc(fake).vendor_err)
+MIGR_READER(std::uint32_t, read_byte_len, fake_wc(fake).byte_len)
+MIGR_READER(__be32, read_imm_data, fake_wc(fake).imm_data)
+MIGR_READER(std::uint32_t, read_src_qp, fake_wc(fake).src_qp)
+MIGR_READER(unsigned, read_wc_flags, fake_wc(fake).wc_flags)
+MIGR_READER(std::uint32_t, read_slid, fake_wc(fake).slid)
+MIGR_READER(std::uint8_t, read_sl, fake_wc(fake).sl)
+MIGR_READER(std::uint8_t, read_dlid_path_bits, fake_wc(fake).dlid_path_bits)
+// A fake completion carries no time, VLAN or flow tag: what was not taken along reads as zero.
+MIGR_READER(std::uint64_t, read_completion_ts, 0)
+MIGR_READER(std::uint16_t, read_cvlan, 0)
+MIGR_READER(std::uint32_t, read_flow_tag, 0)
+MIGR_READER(std::uint64_t, read_completion_wallclock_ns, 0)
+#undef MIGR_READER
+
+MIGR_PATH void read_tm_info(ibv_cq_ex* cq, ibv_wc_tm_info* info) noexcept {
+  ibv_cq_ex* const target = shadow_of(cq).target;
+  target->read_tm_info(target, info);
+}
+void fake_read_tm_info(ibv_cq_ex*, ibv_wc_tm_info* info) noexcept { *info = {}; }
+
+}  // namespace
+
+void install_pollers(CqShadow& c) {
+  c.target = c.real_ex;
+  c.app_ex.comp_mask = c.real_ex->comp_mask;
+#define MIGR_INSTALL_CALL(name) c.app_ex.name = c.real_ex->name ? name : nullptr
+#define MIGR_INSTALL(name)   \
+  MIGR_INSTALL_CALL(name);   \
+  c.fake_ex.ex.name = fake_##name
+  MIGR_INSTALL_CALL(start_poll);
+  MIGR_INSTALL_CALL(next_poll);
+  MIGR_INSTALL_CALL(end_poll);
+  MIGR_INSTALL(read_opcode);
+  MIGR_INSTALL(read_vendor_err);
+  MIGR_INSTALL(read_byte_len);
+  MIGR_INSTALL(read_imm_data);
+  MIGR_INSTALL(read_qp_num);
+  MIGR_INSTALL(read_src_qp);
+  MIGR_INSTALL(read_wc_flags);
+  MIGR_INSTALL(read_slid);
+  MIGR_INSTALL(read_sl);
+  MIGR_INSTALL(read_dlid_path_bits);
+  MIGR_INSTALL(read_completion_ts);
+  MIGR_INSTALL(read_cvlan);
+  MIGR_INSTALL(read_flow_tag);
+  MIGR_INSTALL(read_tm_info);
+  MIGR_INSTALL(read_completion_wallclock_ns);
+#undef MIGR_INSTALL
+#undef MIGR_INSTALL_CALL
+}
+
+}  // namespace migr::path

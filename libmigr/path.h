@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * The data path. Everything in path.cc lies in the section migr_path, so that a
+ * thread can be seen to be inside it (docs/protocol.md, "Suspension is closed").
+ */
+#ifndef MIGR_PATH_H
+#define MIGR_PATH_H
+
+#include "shadow.h"
+
+namespace migr::path {
+
+/* What goes into ibv_context.ops: all noexcept, as the verbs they stand for. */
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept;
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept;
+int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept;
+
+/// Our functions for every one that the provider gave `qp.real_ex`.
+void install_wr_api(QpShadow& qp);
+/// The same for an ibv_cq_ex.
+void install_pollers(CqShadow& cq);
+
+/// Translates and posts, whatever the state word says. Caller holds qp.lock or knows that nobody else posts.
+int post_one_send(QpShadow& qp, const KeptSend& send) noexcept;
+int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexcept;
+
+/// Moves completions from the provider into the fake CQ: virtual QPNs, markers filtered out. Caller holds cq.lock.
+/// @return completions moved
+int poll_to_fake(CqShadow& cq) noexcept;
+
+}  // namespace migr::path
+
+namespace migr::marker {
+
+/// wr_ids of work requests that are ours: a random base per process, and a count. Never seen by the application.
+std::uint64_t next();
+bool is_marker(std::uint64_t wr_id);
+
+}  // namespace migr::marker
+
+#endif

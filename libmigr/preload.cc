@@ -1,0 +1,652 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * The exported ibv_* symbols and the slots of ibv_context / verbs_context: the
+ * control path. Each takes the application's shadows, calls libibverbs with the
+ * provider's objects, and remembers. docs/architecture.md tells the way in.
+ */
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "control.h"
+#include "kernel_link.h"
+#include "path.h"
+#include "provider/uverbs_write.h"
+#include "real.h"
+#include "shadow.h"
+
+namespace migr {
+
+Registry& Registry::get() {
+  static Registry* registry = new Registry;  // never destroyed: threads may outlive main()
+  return *registry;
+}
+
+Context* Registry::context_of(const ibv_context* real) const {
+  for (Context* c : contexts)
+    if (c->real == real) return c;
+  return nullptr;
+}
+
+std::uint32_t Context::ctx_id() const { return kernel->ctx_id(); }
+
+RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical) {
+  std::size_t size = 2;
+  while (size < 2 * (virtual_to_physical.size() + 1)) size *= 2;
+  mask_ = static_cast<std::uint32_t>(size - 1);
+  slots_.resize(size);
+  for (const auto& [vrkey, prkey] : virtual_to_physical) {
+    if (!vrkey) continue;
+    std::uint32_t i = hash(vrkey);
+    while (slots_[i].vrkey && slots_[i].vrkey != vrkey) i = (i + 1) & mask_;
+    slots_[i] = {vrkey, prkey};
+  }
+}
+
+namespace {
+
+/// MIGR_DISABLE: libmigr stays out of the way. MIGR_FORCE_SWITCHED: every object is born on the switched path.
+bool disabled() {
+  static const bool value = getenv("MIGR_DISABLE") != nullptr;
+  return value;
+}
+bool force_switched() {
+  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr;
+  return value;
+}
+
+/// libibverbs' ibv_reg_mr calls the exported ibv_reg_mr_iova2: the inner call must not be wrapped again.
+thread_local int inside_real = 0;
+struct InsideReal {
+  InsideReal() { ++inside_real; }
+  ~InsideReal() { --inside_real; }
+};
+
+template <class T>
+void forget(std::vector<T*>& all, T* one) {
+  std::erase(all, one);
+}
+
+/* ---- MR ------------------------------------------------------------------- */
+
+constexpr int kMaxKeyCollisions = 64;
+
+/// Makes the shadow of `mr`, or undoes the registration. Caller holds the Registry's lock.
+ibv_mr* shadow_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {
+  auto* shadow = new (std::nothrow) MrShadow{};
+  if (!shadow) {
+    real().dereg_mr(mr);
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->app = *mr;
+  shadow->real = mr;
+  shadow->context = &context;
+  shadow->access = access;
+  shadow->iova = iova;
+  shadow->movable = movable;
+  migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
+  if (!context.kernel->attached())
+    context.kernel->bind_mr(mr->handle, mr->lkey, mr->rkey, mr->lkey, mr->rkey);
+  else if (!context.kernel->query_mr(mr->handle, names)) {
+    shadow->app.lkey = names.vlkey;
+    if (names.vrkey) shadow->app.rkey = names.vrkey;
+  }
+  registry.mrs.push_back(shadow);
+  return &shadow->app;
+}
+
+/// Registers until the device gives a key that no MR of this process is called: keys that peers use need no
+/// translation then. The ones in between are given back.
+template <class Register>
+ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Register&& register_once) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  InsideReal nested;
+  if (!context) return register_once();
+  ibv_mr* colliding[kMaxKeyCollisions];
+  int collisions = 0;
+  ibv_mr* result = nullptr;
+  while (ibv_mr* mr = register_once()) {
+    migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
+    const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
+                       names.vlkey != names.plkey;
+    if (!taken || collisions == kMaxKeyCollisions) {
+      result = shadow_mr(registry, *context, mr, access, iova, movable);
+      break;
+    }
+    colliding[collisions++] = mr;
+  }
+  const int saved = errno;
+  while (collisions) real().dereg_mr(colliding[--collisions]);
+  errno = saved;
+  return result;
+}
+
+/* ---- CQ ------------------------------------------------------------------- */
+
+ibv_cq* real_cq(ibv_cq* cq) { return cq ? shadow_of(cq).real : nullptr; }
+
+CqShadow* new_cq(Context& context) {
+  auto* shadow = new (std::nothrow) CqShadow{};
+  if (!shadow) return nullptr;
+  shadow->context = &context;
+  shadow->qpn_table = context.kernel->qpn_table();
+  shadow->real_poll = context.ops.poll_cq;
+  if (force_switched()) shadow->state.store(kCqForced, std::memory_order_relaxed);
+  return shadow;
+}
+
+void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context, int cqe) {
+  shadow.real = cq;
+  shadow.cqe_asked = cqe;
+  shadow.app = *cq;
+  shadow.app.cq_context = cq_context;
+  pthread_mutex_init(&shadow.app.mutex, nullptr);
+  pthread_cond_init(&shadow.app.cond, nullptr);
+  registry.cqs.push_back(&shadow);
+}
+
+ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  CqShadow* shadow = new_cq(*context);
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  ibv_cq_init_attr_ex mine = *attr;
+  mine.cq_context = shadow;
+  // The control thread polls as well while a QP is suspended.
+  if (mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
+  ibv_cq_ex* cq = context->create_cq_ex(ctx, &mine);
+  if (!cq) {
+    delete shadow;
+    return nullptr;
+  }
+  adopt_cq(registry, *shadow, ibv_cq_ex_to_cq(cq), attr->cq_context, static_cast<int>(attr->cqe));
+  shadow->real_ex = cq;
+  path::install_pollers(*shadow);
+  return &shadow->app_ex;
+}
+
+int req_notify_cq(ibv_cq* cq, int solicited_only) {
+  CqShadow& shadow = shadow_of(cq);
+  std::lock_guard guard(shadow.lock);
+  shadow.armed = true;
+  shadow.solicited_only = solicited_only;
+  if (shadow.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;  // armed again when it is thawed
+  return shadow.context->ops.req_notify_cq(shadow.real, solicited_only);
+}
+
+/* ---- QP ------------------------------------------------------------------- */
+
+/// Turns a new real QP into `shadow`. Caller holds the Registry's lock.
+ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp, void* qp_context, ibv_cq* send_cq,
+                 ibv_cq* recv_cq) {
+  shadow.real = qp;
+  shadow.context = &context;
+  shadow.real_post_send = context.ops.post_send;
+  shadow.real_post_recv = context.ops.post_recv;
+  shadow.key_table = context.kernel->key_table();
+  shadow.app = *qp;
+  shadow.app.qp_context = qp_context;
+  shadow.app.send_cq = send_cq;
+  shadow.app.recv_cq = recv_cq;
+  pthread_mutex_init(&shadow.app.mutex, nullptr);
+  pthread_cond_init(&shadow.app.cond, nullptr);
+  shadow.send_cq = send_cq ? &shadow_of(send_cq) : nullptr;
+  shadow.recv_cq = recv_cq ? &shadow_of(recv_cq) : nullptr;
+  if (force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
+  if (!context.kernel->attached()) context.kernel->bind_qp(qp->qp_num, qp->qp_num);
+  const std::uint32_t entry = context.kernel->qpn_table()[qp->qp_num & MIGR_QPN_MASK];
+  if (entry & MIGR_QPN_VALID) shadow.app.qp_num = entry & MIGR_QPN_MASK;
+  if (shadow.app.qp_num != qp->qp_num)
+    for (CqShadow* cq : {shadow.send_cq, shadow.recv_cq})
+      if (cq) {
+        std::lock_guard guard(cq->lock);
+        cq->state.fetch_or(kTranslateQpn, std::memory_order_relaxed);
+      }
+  if (ibv_qp_ex* ex = real().qp_to_qp_ex ? real().qp_to_qp_ex(qp) : nullptr) {
+    shadow.real_ex = ex;
+    path::install_wr_api(shadow);
+  }
+  registry.qps.push_back(&shadow);
+  return &shadow.app;
+}
+
+ibv_qp_init_attr_ex widened(const ibv_qp_init_attr& attr, ibv_pd* pd) {
+  ibv_qp_init_attr_ex ex{};
+  std::memcpy(&ex, &attr, sizeof attr);  // the common first members, as verbs.h promises
+  ex.comp_mask = IBV_QP_INIT_ATTR_PD;
+  ex.pd = pd;
+  return ex;
+}
+
+ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  auto* shadow = new (std::nothrow) QpShadow{};
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->init = *attr;
+  shadow->init_is_ex = true;
+  ibv_qp_init_attr_ex mine = *attr;
+  mine.qp_context = shadow;
+  mine.send_cq = real_cq(attr->send_cq);
+  mine.recv_cq = real_cq(attr->recv_cq);
+  ibv_qp* qp = context->create_qp_ex(ctx, &mine);
+  if (!qp) {
+    delete shadow;
+    return nullptr;
+  }
+  attr->cap = shadow->cap = mine.cap;
+  return adopt_qp(registry, *context, *shadow, qp, attr->qp_context, attr->send_cq, attr->recv_cq);
+}
+
+int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
+  QpShadow& shadow = shadow_of(qp);
+  ibv_mw_bind mine = *bind;
+  if (bind->bind_info.mr) mine.bind_info.mr = shadow_of(bind->bind_info.mr).real;
+  return shadow.context->ops.bind_mw(shadow.real, mw, &mine);
+}
+
+/* ---- context -------------------------------------------------------------- */
+
+void adopt_context(ibv_context* ctx) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  auto* context = new (std::nothrow) Context;
+  if (!context) return;  // goes on without us
+  context->real = ctx;
+  context->ops = ctx->ops;
+  context->kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
+  verbs_context* extended = verbs_get_ctx(ctx);
+  if (extended && extended->create_qp_ex) {
+    context->create_qp_ex = extended->create_qp_ex;
+    extended->create_qp_ex = create_qp_ex;
+  }
+  if (extended && extended->create_cq_ex) {
+    context->create_cq_ex = extended->create_cq_ex;
+    extended->create_cq_ex = create_cq_ex;
+  }
+  ctx->ops.post_send = path::post_send;
+  ctx->ops.post_recv = path::post_recv;
+  ctx->ops.poll_cq = path::poll_cq;
+  ctx->ops.req_notify_cq = req_notify_cq;
+  if (ctx->ops.bind_mw) ctx->ops.bind_mw = bind_mw;
+  registry.contexts.push_back(context);
+  note_uverbs_fd(ctx->cmd_fd, true);
+  control::start();
+}
+
+void drop_context(ibv_context* ctx) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  if (!context) return;
+  note_uverbs_fd(ctx->cmd_fd, false);
+  forget(registry.contexts, context);
+  delete context;
+}
+
+}  // namespace
+}  // namespace migr
+
+/* ---- the exported names ----------------------------------------------------- */
+
+using namespace migr;
+
+#define MIGR_EXPORT extern "C" [[gnu::visibility("default")]]
+
+MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
+  ibv_context* ctx = real().open_device(device);
+  if (ctx && !disabled()) adopt_context(ctx);
+  return ctx;
+}
+
+MIGR_EXPORT int ibv_close_device(ibv_context* ctx) {
+  drop_context(ctx);
+  return real().close_device(ctx);
+}
+
+MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  ibv_pd* pd = real().alloc_pd(ctx);
+  if (pd && registry.context_of(ctx)) registry.pds.push_back(pd);
+  return pd;
+}
+
+MIGR_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  const int err = real().dealloc_pd(pd);
+  if (!err) forget(registry.pds, pd);
+  return err;
+}
+
+MIGR_EXPORT ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, size_t length, int access) {
+  if (inside_real) return real().reg_mr(pd, addr, length, access);
+  return register_mr(pd, access, reinterpret_cast<std::uintptr_t>(addr), true,
+                     [&] { return real().reg_mr(pd, addr, length, access); });
+}
+
+MIGR_EXPORT ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* addr, size_t length, uint64_t iova, int access) {
+  if (inside_real) return real().reg_mr_iova(pd, addr, length, iova, access);
+  return register_mr(pd, access, iova, true, [&] { return real().reg_mr_iova(pd, addr, length, iova, access); });
+}
+
+MIGR_EXPORT ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, size_t length, uint64_t iova, unsigned access) {
+  if (inside_real) return real().reg_mr_iova2(pd, addr, length, iova, access);
+  return register_mr(pd, static_cast<int>(access), iova, true,
+                     [&] { return real().reg_mr_iova2(pd, addr, length, iova, access); });
+}
+
+MIGR_EXPORT ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+  return register_mr(pd, access, iova, false,
+                     [&] { return real().reg_dmabuf_mr(pd, offset, length, iova, fd, access); });
+}
+
+MIGR_EXPORT ibv_mr* ibv_import_mr(ibv_pd* pd, uint32_t handle) {
+  return register_mr(pd, 0, 0, false, [&] { return real().import_mr(pd, handle); });
+}
+
+namespace {
+
+/// A shadow from one of ours, else null (an MR of a context that libmigr does not have). Caller holds the lock.
+MrShadow* known(Registry& registry, ibv_mr* mr) {
+  if (!registry.context_of(mr->context)) return nullptr;
+  return &shadow_of(mr);
+}
+QpShadow* known(Registry& registry, ibv_qp* qp) {
+  return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;
+}
+CqShadow* known(Registry& registry, ibv_cq* cq) {
+  return registry.context_of(cq->context) ? &shadow_of(cq) : nullptr;
+}
+
+}  // namespace
+
+MIGR_EXPORT void ibv_unimport_mr(ibv_mr* mr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  MrShadow* shadow = known(registry, mr);
+  real().unimport_mr(shadow ? shadow->real : mr);
+  if (!shadow) return;
+  forget(registry.mrs, shadow);
+  delete shadow;
+}
+
+MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size_t length, int access) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  MrShadow* shadow = known(registry, mr);
+  if (!shadow) return real().rereg_mr(mr, flags, pd, addr, length, access);
+  const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
+  if (err) return err;
+  // The virtual keys of an MR that is registered again are its new physical ones, as at birth.
+  shadow->app = *shadow->real;
+  if (flags & IBV_REREG_MR_CHANGE_ACCESS) shadow->access = access;
+  if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) shadow->iova = reinterpret_cast<std::uintptr_t>(addr);
+  const ibv_mr& now = *shadow->real;
+  shadow->context->kernel->bind_mr(now.handle, now.lkey, now.rkey, now.lkey, now.rkey);
+  return 0;
+}
+
+MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  MrShadow* shadow = inside_real ? nullptr : known(registry, mr);
+  if (!shadow) return real().dereg_mr(mr);
+  const int err = real().dereg_mr(shadow->real);
+  if (err) return err;
+  forget(registry.mrs, shadow);
+  delete shadow;
+  return 0;
+}
+
+MIGR_EXPORT ibv_comp_channel* ibv_create_comp_channel(ibv_context* ctx) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  ibv_comp_channel* channel = real().create_comp_channel(ctx);
+  if (channel && registry.context_of(ctx)) registry.channels.push_back(channel);
+  return channel;
+}
+
+MIGR_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  const int err = real().destroy_comp_channel(channel);
+  if (!err) forget(registry.channels, channel);
+  return err;
+}
+
+MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, ibv_comp_channel* channel, int vector) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  if (!context) return real().create_cq(ctx, cqe, cq_context, channel, vector);
+  CqShadow* shadow = new_cq(*context);
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  ibv_cq* cq = real().create_cq(ctx, cqe, shadow, channel, vector);
+  if (!cq) {
+    delete shadow;
+    return nullptr;
+  }
+  adopt_cq(registry, *shadow, cq, cq_context, cqe);
+  return &shadow->app;
+}
+
+MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  CqShadow* shadow = known(registry, cq);
+  if (!shadow) return real().resize_cq(cq, cqe);
+  const int err = real().resize_cq(shadow->real, cqe);
+  shadow->app.cqe = shadow->real->cqe;
+  return err;
+}
+
+MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
+  Registry& registry = Registry::get();
+  CqShadow* shadow;
+  {
+    auto guard = registry.enter();
+    shadow = known(registry, cq);
+  }
+  if (!shadow) return real().destroy_cq(cq);
+  // Not under the lock: it waits until the application has acknowledged its events.
+  const int err = real().destroy_cq(shadow->real);
+  if (err) return err;
+  auto guard = registry.enter();
+  forget(registry.cqs, shadow);
+  delete shadow;
+  return 0;
+}
+
+MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {
+  const int err = real().get_cq_event(channel, cq, cq_context);
+  if (err) return err;
+  Registry& registry = Registry::get();
+  std::lock_guard guard(registry.lock);
+  if (!registry.context_of((*cq)->context)) return 0;
+  auto* shadow = static_cast<CqShadow*>(*cq_context);
+  {
+    std::lock_guard cq_guard(shadow->lock);
+    shadow->armed = false;
+  }
+  *cq = &shadow->app;
+  *cq_context = shadow->app.cq_context;
+  return 0;
+}
+
+MIGR_EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned events) {
+  CqShadow* shadow;
+  {
+    Registry& registry = Registry::get();
+    std::lock_guard guard(registry.lock);
+    shadow = known(registry, cq);
+  }
+  real().ack_cq_events(shadow ? shadow->real : cq, events);
+}
+
+MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  if (!context) return real().create_qp(pd, attr);
+  auto* shadow = new (std::nothrow) QpShadow{};
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->init = widened(*attr, pd);
+  ibv_qp_init_attr mine = *attr;
+  mine.qp_context = shadow;
+  mine.send_cq = real_cq(attr->send_cq);
+  mine.recv_cq = real_cq(attr->recv_cq);
+  ibv_qp* qp = real().create_qp(pd, &mine);
+  if (!qp) {
+    delete shadow;
+    return nullptr;
+  }
+  attr->cap = shadow->cap = mine.cap;
+  return adopt_qp(registry, *context, *shadow, qp, attr->qp_context, attr->send_cq, attr->recv_cq);
+}
+
+MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  QpShadow* shadow = known(registry, qp);
+  if (!shadow) return real().modify_qp(qp, attr, mask);
+  const int err = real().modify_qp(shadow->real, attr, mask);
+  shadow->app.state = shadow->real->state;
+  return err;
+}
+
+MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_init_attr* init) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  QpShadow* shadow = known(registry, qp);
+  if (!shadow) return real().query_qp(qp, attr, mask, init);
+  const int err = real().query_qp(shadow->real, attr, mask, init);
+  if (err) return err;
+  init->qp_context = shadow->app.qp_context;
+  init->send_cq = shadow->app.send_cq;
+  init->recv_cq = shadow->app.recv_cq;
+  if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
+  shadow->app.state = shadow->real->state;
+  return 0;
+}
+
+MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  QpShadow* shadow = known(registry, qp);
+  if (!shadow) return real().destroy_qp(qp);
+  const int err = real().destroy_qp(shadow->real);
+  if (err) return err;
+  for (ibv_qp* other : {shadow->old_real, shadow->spare})
+    if (other) real().destroy_qp(other);
+  forget(registry.qps, shadow);
+  delete shadow->remote_keys;
+  delete shadow;
+  return 0;
+}
+
+MIGR_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
+  Registry& registry = Registry::get();
+  std::lock_guard guard(registry.lock);
+  QpShadow* shadow = known(registry, qp);
+  if (!shadow) return real().qp_to_qp_ex(qp);
+  return shadow->real_ex ? &shadow->app_ex : nullptr;
+}
+
+// Calls that only name a QP.
+#define MIGR_ON_REAL_QP(name, params, ...)                            \
+  MIGR_EXPORT int ibv_##name params {                                 \
+    Registry& registry = Registry::get();                             \
+    auto guard = registry.enter();                                    \
+    if (QpShadow* shadow = known(registry, qp)) qp = shadow->real;    \
+    return real().name(__VA_ARGS__);                                  \
+  }
+MIGR_ON_REAL_QP(query_qp_data_in_order, (ibv_qp * qp, ibv_wr_opcode op, uint32_t flags), qp, op, flags)
+MIGR_ON_REAL_QP(query_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
+MIGR_ON_REAL_QP(set_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
+MIGR_ON_REAL_QP(attach_mcast, (ibv_qp * qp, const ibv_gid* gid, uint16_t lid), qp, gid, lid)
+MIGR_ON_REAL_QP(detach_mcast, (ibv_qp * qp, const ibv_gid* gid, uint16_t lid), qp, gid, lid)
+
+namespace {
+
+enum class Element { kNone, kQp, kCq };
+
+Element element_of(ibv_event_type type) {
+  switch (type) {
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_PATH_MIG:
+    case IBV_EVENT_PATH_MIG_ERR:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+      return Element::kQp;
+    case IBV_EVENT_CQ_ERR:
+      return Element::kCq;
+    default:
+      return Element::kNone;
+  }
+}
+
+}  // namespace
+
+MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
+  const int err = real().get_async_event(ctx, event);
+  if (err) return err;
+  Registry& registry = Registry::get();
+  std::lock_guard guard(registry.lock);
+  if (!registry.context_of(ctx)) return 0;
+  switch (element_of(event->event_type)) {
+    case Element::kQp:
+      event->element.qp = &static_cast<QpShadow*>(event->element.qp->qp_context)->app;
+      break;
+    case Element::kCq:
+      event->element.cq = &static_cast<CqShadow*>(event->element.cq->cq_context)->app;
+      break;
+    case Element::kNone:
+      break;
+  }
+  return 0;
+}
+
+MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
+  ibv_async_event mine = *event;
+  {
+    Registry& registry = Registry::get();
+    std::lock_guard guard(registry.lock);
+    switch (element_of(event->event_type)) {
+      case Element::kQp:
+        if (QpShadow* shadow = known(registry, event->element.qp)) mine.element.qp = shadow->real;
+        break;
+      case Element::kCq:
+        if (CqShadow* shadow = known(registry, event->element.cq)) mine.element.cq = shadow->real;
+        break;
+      case Element::kNone:
+        break;
+    }
+  }
+  real().ack_async_event(&mine);
+}

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "real.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace migr {
+namespace {
+
+void* find(const char* name, const char* version) {
+  if (void* symbol = dlvsym(RTLD_NEXT, name, version)) return symbol;
+  // libibverbs may have come by dlopen(RTLD_LOCAL), or carry no versions.
+  static void* handle = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  if (handle) {
+    if (void* symbol = dlvsym(handle, name, version)) return symbol;
+    if (void* symbol = dlsym(handle, name)) return symbol;
+  }
+  return dlsym(RTLD_NEXT, name);
+}
+
+Real find_all() {
+  Real found{};
+#define MIGR_REAL_FIND(name, version) \
+  found.name = reinterpret_cast<decltype(found.name)>(find("ibv_" #name, version));
+  MIGR_REAL_VERBS(MIGR_REAL_FIND)
+#undef MIGR_REAL_FIND
+  if (!found.open_device || !found.create_qp) {
+    std::fputs("migr: libibverbs.so.1 is not loaded, but a function of it was called\n", stderr);
+    std::abort();
+  }
+  return found;
+}
+
+}  // namespace
+
+const Real& real() {
+  static const Real found = find_all();
+  return found;
+}
+
+}  // namespace migr

@@ -1,0 +1,843 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "switchover.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <unordered_map>
+
+#include "../kernel_link.h"
+#include "../path.h"
+#include "../provider/provider.h"
+#include "../provider/uverbs_write.h"
+#include "../real.h"
+
+namespace migr::marker {
+namespace {
+
+constexpr std::uint64_t kSpan = 1u << 30;
+
+std::uint64_t base() {
+  static const std::uint64_t value = [] {
+    std::uint64_t random = 0;
+    if (getrandom(&random, sizeof random, 0) != sizeof random) random = 0x6d6967726d61726b;
+    return random & ~(kSpan - 1);
+  }();
+  return value;
+}
+
+}  // namespace
+
+std::uint64_t next() {
+  static std::uint64_t count = 0;  // Registry's lock
+  return base() + (count++ & (kSpan - 1));
+}
+
+bool is_marker(std::uint64_t wr_id) { return wr_id - base() < kSpan; }
+
+}  // namespace migr::marker
+
+namespace migr::switchover {
+namespace {
+
+constexpr long kDrainPollNs = 100'000;
+constexpr unsigned kSessionLimitMs = 1000;   // resume() waits so long for an open kept session
+constexpr unsigned kEventLimitMs = 2000;     // a flushed receive of our own
+constexpr std::uint32_t kPsnMask = 0xffffff;
+
+std::uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
+}
+
+void pause_briefly() {
+  const timespec pause{0, kDrainPollNs};
+  nanosleep(&pause, nullptr);
+}
+
+std::string qp_name(const QpShadow& q) { return "vQPN " + std::to_string(q.vqpn()); }
+
+int fail(std::string& why, int err, const std::string& what) {
+  why = what + ": " + std::strerror(err);
+  return err;
+}
+
+int check_arc(const QpShadow& q, Phase to, std::string& why) {
+  if (may_move(q.phase, to)) return 0;
+  why = qp_name(q) + " is " + name(q.phase) + " and cannot become " + name(to);
+  return EBUSY;
+}
+
+int check_arcs(Qps qps, Phase to, std::string& why) {
+  for (QpShadow* q : qps)
+    if (const int err = check_arc(*q, to, why)) return err;
+  return 0;
+}
+
+void set_bits(QpShadow& q, std::uint32_t bits) { q.state.fetch_or(bits, std::memory_order_relaxed); }
+void clear_bits(QpShadow& q, std::uint32_t bits) { q.state.fetch_and(~bits, std::memory_order_relaxed); }
+
+template <class Function>
+void for_cqs(const QpShadow& q, Function&& function) {
+  if (q.send_cq) function(*q.send_cq);
+  if (q.recv_cq && q.recv_cq != q.send_cq) function(*q.recv_cq);
+}
+
+void set_cq_bits(CqShadow& c, std::uint32_t set, std::uint32_t clear = 0) {
+  std::lock_guard guard(c.lock);
+  c.state.store((c.state.load(std::memory_order_relaxed) | set) & ~clear, std::memory_order_relaxed);
+}
+
+bool connected(const QpShadow& q) { return q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_SQD; }
+
+/* ---- the drain marker needs a responder that allows RDMA writes -------------- */
+
+int set_write_access(QpShadow& q, bool allow, std::string& why) {
+  if (q.app.qp_type != IBV_QPT_RC && q.app.qp_type != IBV_QPT_UC) return 0;
+  if (q.real->state != IBV_QPS_RTS || allow == q.write_access_added) return 0;
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  int err = real().query_qp(q.real, &attr, IBV_QP_ACCESS_FLAGS, &init);
+  if (err) return fail(why, err, "query_qp of " + qp_name(q));
+  constexpr auto kWrite = static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
+  if (allow && (attr.qp_access_flags & kWrite)) return 0;
+  ibv_qp_attr change{};
+  change.qp_access_flags = allow ? attr.qp_access_flags | kWrite : attr.qp_access_flags & ~kWrite;
+  err = real().modify_qp(q.real, &change, IBV_QP_ACCESS_FLAGS);
+  if (err) return fail(why, err, "modify_qp (access flags) of " + qp_name(q));
+  q.write_access_added = allow;
+  return 0;
+}
+
+/* ---- receives ---------------------------------------------------------------- */
+
+/// Physical -> virtual lkey, of every MR of the context.
+std::unordered_map<std::uint32_t, std::uint32_t> virtual_lkeys(const Context& context) {
+  std::unordered_map<std::uint32_t, std::uint32_t> keys;
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (mr->context == &context) keys[mr->real->lkey] = mr->app.lkey;
+  return keys;
+}
+
+int read_back_receives(QpShadow& q, std::vector<KeptReceive>& out, std::string& why) {
+  out.clear();
+  if (q.app.srq) return 0;
+  if (const int err = provider::outstanding_receives(q, q.real, out))
+    return fail(why, err, "cannot read back the receive queue of " + qp_name(q));
+  const auto keys = virtual_lkeys(*q.context);
+  for (KeptReceive& receive : out)
+    for (ibv_sge& sge : receive.sges)
+      if (const auto found = keys.find(sge.lkey); found != keys.end()) sge.lkey = found->second;
+  return 0;
+}
+
+template <class Receives>
+int post_receives(QpShadow& q, ibv_qp* to, const Receives& receives, std::string& why) {
+  for (const KeptReceive& receive : receives)
+    if (const int err = path::post_one_receive(q, to, receive))
+      return fail(why, err, "post_recv to " + qp_name(q) + "'s new path");
+  return 0;
+}
+
+/* ---- leaving suspension ------------------------------------------------------- */
+
+/// The completion that a send gets that cannot be posted any more.
+void flush_to_fake(QpShadow& q, const KeptSend& send) {
+  if (!q.send_cq) return;
+  ibv_wc wc{};
+  wc.wr_id = send.wr.wr_id;
+  wc.status = IBV_WC_WR_FLUSH_ERR;
+  wc.qp_num = q.vqpn();
+  std::lock_guard guard(q.send_cq->lock);
+  q.send_cq->fake.push_back(wc);
+}
+
+/// q.lock with no kept ibv_wr_* session open (or after the limit: then it completes on the path).
+std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
+  const std::uint64_t deadline = now_ns() + kSessionLimitMs * 1'000'000ull;
+  std::unique_lock guard(q.lock);
+  while (q.session.load(std::memory_order_relaxed) == Session::kKept && now_ns() < deadline) {
+    guard.unlock();
+    pause_briefly();
+    guard.lock();
+  }
+  return guard;
+}
+
+/// Kept posts go to the path, in order; then the application may post again.
+int let_go(QpShadow& q, std::string& why) {
+  auto guard = lock_between_sessions(q);
+  q.replayed_sends = q.replayed_receives = 0;
+  const int err = post_receives(q, q.real, q.kept_receives, why);
+  q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
+  q.kept_receives.clear();
+  for (const KeptSend& send : q.kept_sends) {
+    if (path::post_one_send(q, send))
+      flush_to_fake(q, send);
+    else
+      ++q.replayed_sends;
+  }
+  q.kept_sends.clear();
+  q.logged_receives.clear();
+  q.outstanding.clear();
+  q.phase = Phase::kRunning;
+  clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
+  q.resumed_ns = now_ns();
+  return err;
+}
+
+/// CQs of which no QP is suspended any more leave the fake CQ as soon as it is empty.
+void release_cqs() {
+  Registry& registry = Registry::get();
+  for (CqShadow* c : registry.cqs) {
+    const bool held = std::any_of(registry.qps.begin(), registry.qps.end(), [&](const QpShadow* q) {
+      return q->phase != Phase::kRunning && (q->send_cq == c || q->recv_cq == c);
+    });
+    if (!held) set_cq_bits(*c, 0, kSuspendedCq);
+  }
+}
+
+void destroy_real(ibv_qp*& qp) {
+  if (qp) real().destroy_qp(qp);
+  qp = nullptr;
+}
+
+void become_path(QpShadow& q, ibv_qp* qp) {
+  q.real = qp;
+  if (!q.real_ex) return;
+  q.real_ex = real().qp_to_qp_ex(qp);
+  if (q.session.load(std::memory_order_relaxed) != Session::kKept) q.target = q.real_ex;
+}
+
+/* ---- completion events --------------------------------------------------------- */
+
+bool readable(int fd) {
+  pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+  return poll(&p, 1, 0) == 1 && (p.revents & POLLIN);
+}
+
+QpShadow* any_qp_on(const CqShadow& c) {
+  for (QpShadow* q : Registry::get().qps)
+    if (q->send_cq == &c || q->recv_cq == &c) return q;
+  return nullptr;
+}
+
+/// Makes the device add a completion of ours to `c`, so that its armed channel becomes readable: a receive on a QP of
+/// our own is flushed. The completion is filtered like a drain marker.
+int inject_event(CqShadow& c, std::string& why) {
+  QpShadow* q = any_qp_on(c);
+  if (!q) return 0;  // nobody can complete anything on it either
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr queried{};
+  int err = real().query_qp(q->real, &attr, IBV_QP_PORT | IBV_QP_PKEY_INDEX, &queried);
+  if (err) return fail(why, err, "query_qp of " + qp_name(*q));
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = c.real;
+  init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.qp_type = IBV_QPT_RC;
+  ibv_qp* helper = real().create_qp(q->real->pd, &init);
+  if (!helper) return fail(why, errno, "create_qp for a completion event");
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_INIT;
+  to.port_num = attr.port_num;
+  to.pkey_index = attr.pkey_index;
+  err = real().modify_qp(helper, &to, IBV_QP_STATE | IBV_QP_PORT | IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS);
+  ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
+  ibv_recv_wr* bad;
+  if (!err) err = q->real_post_recv(helper, &wr, &bad);
+  to.qp_state = IBV_QPS_ERR;
+  if (!err) {
+    {
+      std::lock_guard guard(c.lock);
+      ++c.markers;
+    }
+    err = real().modify_qp(helper, &to, IBV_QP_STATE);
+  }
+  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  while (!err) {
+    {
+      std::lock_guard guard(c.lock);
+      path::poll_to_fake(c);
+      const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
+                                     [&](const ibv_wc& wc) { return wc.wr_id == wr.wr_id; });
+      if (seen != c.seen_markers.end()) {
+        c.seen_markers.erase(seen);
+        break;
+      }
+    }
+    if (now_ns() > deadline) err = ETIMEDOUT;
+    pause_briefly();
+  }
+  destroy_real(helper);
+  return err ? fail(why, err, "cannot make a completion event") : 0;
+}
+
+/* ---- memory --------------------------------------------------------------------- */
+
+/// A NIC's write does not set soft-dirty: an atomic OR with zero does, and changes nothing.
+void touch_pages(const MrShadow& mr) {
+  constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  if (!(mr.access & kWritable)) return;
+  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<std::uintptr_t>(mr.app.addr);
+  for (std::uintptr_t a = start; a < start + mr.app.length; a = (a / page + 1) * page)
+    __atomic_fetch_or(reinterpret_cast<std::uint8_t*>(a), 0, __ATOMIC_RELAXED);
+}
+
+int register_again(MrShadow& mr, std::string& why) {
+  ibv_mr& now = *mr.real;
+  const int err = provider::raw_reg_mr(mr.context->real, now.pd->handle, mr.app.addr, mr.app.length, mr.iova, mr.access,
+                                       now.handle, now.lkey, now.rkey);
+  if (err) return fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes");
+  const int bound = mr.context->kernel->bind_mr(now.handle, mr.app.lkey, mr.app.rkey, now.lkey, now.rkey);
+  return bound ? fail(why, bound, "cannot bind virtual lkey " + std::to_string(mr.app.lkey)) : 0;
+}
+
+}  // namespace
+
+migr_proc_state process_state() {
+  const Registry& registry = Registry::get();
+  if (registry.frozen) return MIGR_PROC_FROZEN;
+  for (const QpShadow* q : registry.qps)
+    if (q->phase != Phase::kRunning) return MIGR_PROC_SUSPENDED;
+  return MIGR_PROC_RUNNING;
+}
+
+int suspend(Qps qps, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
+  for (QpShadow* q : qps) {
+    if (const int err = set_write_access(*q, true, why)) {
+      std::string ignored;
+      for (QpShadow* undo : qps) set_write_access(*undo, false, ignored);
+      return err;
+    }
+  }
+  for (QpShadow* q : qps) {
+    for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
+    std::lock_guard guard(q->lock);
+    q->phase = Phase::kSuspended;
+    q->suspended_ns = now_ns();
+    set_bits(*q, kKeepSends | kOpen);
+  }
+  return 0;
+}
+
+namespace {
+
+/// One QP's way through drain().
+struct Draining {
+  QpShadow* qp;
+  bool session_over = false;
+  bool posted = false;
+  bool done = false;
+  std::uint64_t wr_id = 0;
+};
+
+bool sessions_over(const QpShadow& q) {
+  bool over = q.session.load(std::memory_order_relaxed) != Session::kPath;
+  for_cqs(q, [&](const CqShadow& c) { over = over && !c.ex_session.load(std::memory_order_relaxed); });
+  return over;
+}
+
+/// @return 0 posted; ENOMEM the queue is full for the moment; else it cannot be
+int post_marker(Draining& d) {
+  QpShadow& q = *d.qp;
+  std::lock_guard guard(q.lock);
+  ibv_send_wr wr{};
+  wr.wr_id = marker::next();
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ibv_send_wr* bad;
+  std::lock_guard cq_guard(q.send_cq->lock);
+  if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
+  ++q.send_cq->markers;
+  d.wr_id = wr.wr_id;
+  d.posted = true;
+  return 0;
+}
+
+/// Looks for d's marker. @return 0, or EIO when it completed with an error
+int look_for_marker(Draining& d, std::string& why) {
+  CqShadow& c = *d.qp->send_cq;
+  std::lock_guard guard(c.lock);
+  const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
+                                 [&](const ibv_wc& wc) { return wc.wr_id == d.wr_id; });
+  if (seen == c.seen_markers.end()) return 0;
+  const ibv_wc_status status = seen->status;
+  c.seen_markers.erase(seen);
+  if (status != IBV_WC_SUCCESS) {
+    why = qp_name(*d.qp) + " cannot be drained: its connection is broken (completion status " +
+          std::to_string(status) + ")";
+    return EIO;
+  }
+  d.done = true;
+  return 0;
+}
+
+int advance(Draining& d, std::string& why) {
+  QpShadow& q = *d.qp;
+  if (!d.session_over) {
+    if (!sessions_over(q)) return 0;
+    d.session_over = true;
+    clear_bits(q, kOpen);
+  }
+  for_cqs(q, [](CqShadow& c) {
+    std::lock_guard guard(c.lock);
+    path::poll_to_fake(c);
+  });
+  if (!connected(q)) {
+    d.done = true;  // nothing was ever sent, or everything is being flushed
+    return 0;
+  }
+  if (!d.posted) {
+    const int err = post_marker(d);
+    if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
+    return 0;
+  }
+  return look_for_marker(d, why);
+}
+
+}  // namespace
+
+int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
+  Registry& registry = Registry::get();
+  std::vector<Draining> all;
+  {
+    std::lock_guard guard(registry.lock);
+    if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
+    for (QpShadow* q : qps) all.push_back({.qp = q});
+  }
+  const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
+  int result = 0;
+  for (;;) {
+    bool all_done = true;
+    {
+      std::lock_guard guard(registry.lock);
+      std::erase_if(all, [&](const Draining& d) {  // destroyed by the application meanwhile
+        return std::find(registry.qps.begin(), registry.qps.end(), d.qp) == registry.qps.end();
+      });
+      for (Draining& d : all) {
+        if (!d.done && !result) result = advance(d, why);
+        all_done = all_done && d.done;
+      }
+    }
+    if (all_done || result) break;
+    if (now_ns() > deadline) {
+      result = ETIMEDOUT;
+      break;
+    }
+    pause_briefly();
+  }
+  std::lock_guard guard(registry.lock);
+  unsigned left = 0;
+  for (const Draining& d : all) {
+    QpShadow& q = *d.qp;
+    if (!result) {
+      q.phase = Phase::kDrained;
+      q.last_cqe_ns = 0;
+      for_cqs(q, [&](const CqShadow& c) { q.last_cqe_ns = std::max(q.last_cqe_ns, c.last_cqe_ns); });
+    } else if (!d.done) {
+      if (!left++ && why.empty())
+        why = qp_name(q) + (d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
+      stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0,
+                       .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
+    }
+  }
+  if (result == ETIMEDOUT)
+    why += "; " + std::to_string(left) + " of " + std::to_string(all.size()) + " QPs left after " +
+           std::to_string(limit_ms) + " ms";
+  return result;
+}
+
+int freeze(std::string& why) {
+  Registry& registry = Registry::get();
+  for (const MrShadow* mr : registry.mrs)
+    if (!mr->movable) {
+      why = "an MR of " + std::to_string(mr->app.length) + " bytes cannot be registered again elsewhere";
+      return EOPNOTSUPP;
+    }
+  if (const int err = check_arcs(registry.qps, Phase::kFrozen, why)) return err;
+  for (CqShadow* c : registry.cqs) {
+    std::lock_guard guard(c->lock);
+    path::poll_to_fake(*c);
+    c->event_pending = c->armed && c->app.channel && readable(c->app.channel->fd);
+    c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
+  }
+  int err = 0;
+  for (QpShadow* q : registry.qps) {
+    std::lock_guard guard(q->lock);
+    set_bits(*q, kKeepReceives);
+    q->phase = Phase::kFrozen;
+    if (!err) err = read_back_receives(*q, q->outstanding, why);
+  }
+  if (err) {
+    std::string ignored;
+    rollback(ignored);
+    return err;
+  }
+  for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
+  for (Context* context : registry.contexts) context->kernel->detach();
+  registry.frozen = true;
+  return 0;
+}
+
+/* ---- partner ----------------------------------------------------------------------- */
+
+namespace {
+
+constexpr int kConnectionAttrs = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_AV |
+                                 IBV_QP_PATH_MTU | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                 IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+
+/// The path's attributes with the access flags that the application gave.
+int query_path(QpShadow& q, ibv_qp_attr& attr, std::string& why) {
+  ibv_qp_init_attr init{};
+  if (const int err = real().query_qp(q.real, &attr, kConnectionAttrs, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  if (q.write_access_added) attr.qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
+  return 0;
+}
+
+int create_spare(QpShadow& q, std::string& why) {
+  ibv_qp_init_attr_ex init = q.init;
+  init.qp_context = &q;
+  init.send_cq = q.send_cq ? q.send_cq->real : nullptr;
+  init.recv_cq = q.recv_cq ? q.recv_cq->real : nullptr;
+  if (q.init_is_ex) {
+    q.spare = q.context->create_qp_ex(q.context->real, &init);
+  } else {
+    ibv_qp_init_attr plain;
+    std::memcpy(&plain, &init, sizeof plain);
+    q.spare = real().create_qp(q.init.pd, &plain);
+  }
+  if (!q.spare) return fail(why, errno, "create_qp for " + qp_name(q));
+  ibv_qp_attr attr{};
+  if (const int err = query_path(q, attr, why)) return err;
+  attr.qp_state = IBV_QPS_INIT;
+  if (const int err = real().modify_qp(q.spare, &attr,
+                                       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
+    return fail(why, err, "modify_qp to INIT for " + qp_name(q));
+  std::uint32_t psn = 0;
+  if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());
+  q.spare_psn = psn & kPsnMask;
+  return 0;
+}
+
+}  // namespace
+
+int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
+  for (QpShadow* q : qps) {
+    if (q->app.qp_type != IBV_QPT_RC) {
+      why = qp_name(*q) + " is not an RC QP";
+      return EOPNOTSUPP;
+    }
+    if (q->phase != Phase::kRunning || q->spare) {
+      why = qp_name(*q) + " is in another switchover";
+      return EBUSY;
+    }
+  }
+  for (QpShadow* q : qps) {
+    if (const int err = create_spare(*q, why)) {
+      for (QpShadow* undo : qps) destroy_real(undo->spare);
+      out.clear();
+      return err;
+    }
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .pqpn = q->spare->qp_num, .psn = q->spare_psn});
+  }
+  return 0;
+}
+
+int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
+  if (!q.spare) {
+    why = qp_name(q) + " has no spare";
+    return ENOENT;
+  }
+  ibv_qp_attr attr{};
+  if (const int err = query_path(q, attr, why)) return err;
+  attr.qp_state = IBV_QPS_RTR;
+  attr.dest_qp_num = to.dest_qpn;
+  attr.rq_psn = to.dest_psn & kPsnMask;
+  std::memcpy(attr.ah_attr.grh.dgid.raw, to.dgid, sizeof to.dgid);
+  int err = real().modify_qp(q.spare, &attr,
+                             IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                 IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
+  attr.qp_state = IBV_QPS_RTS;
+  attr.sq_psn = q.spare_psn;
+  err = real().modify_qp(q.spare, &attr,
+                         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+                             IBV_QP_MAX_QP_RD_ATOMIC);
+  return err ? fail(why, err, "modify_qp to RTS for " + qp_name(q)) : 0;
+}
+
+namespace {
+
+/// Caller holds q.lock.
+int switch_one(QpShadow& q, std::string& why) {
+  std::vector<KeptReceive> receives;
+  if (const int err = read_back_receives(q, receives, why)) return err;
+  if (const int err = post_receives(q, q.spare, receives, why)) return err;
+  if (const int err = q.context->kernel->bind_qp(q.vqpn(), q.spare->qp_num))
+    return fail(why, err, "cannot bind " + qp_name(q));
+  q.old_real = q.real;
+  become_path(q, q.spare);
+  q.spare = nullptr;
+  set_bits(q, kLogReceives);
+  q.phase = Phase::kSwitched;
+  return 0;
+}
+
+/// The old path again; what was posted to the spare since goes there. Caller holds q.lock.
+int switch_back(QpShadow& q, std::string& why) {
+  q.spare = q.real;
+  become_path(q, q.old_real);
+  q.old_real = nullptr;
+  const int bound = q.context->kernel->bind_qp(q.vqpn(), q.real->qp_num);
+  const int err = post_receives(q, q.real, q.logged_receives, why);
+  return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : err;
+}
+
+}  // namespace
+
+int switch_to_spare(Qps qps, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kSwitched, why)) return err;
+  for (QpShadow* q : qps)
+    if (!q->spare) {
+      why = qp_name(*q) + " has no spare";
+      return ENOENT;
+    }
+  for (QpShadow* q : qps) {
+    for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kTranslateQpn); });
+    std::lock_guard guard(q->lock);
+    if (const int err = switch_one(*q, why)) return err;  // rollback() undoes those that were switched
+  }
+  return 0;
+}
+
+int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
+  for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
+  for (QpShadow* q : qps) {
+    if (q->phase == Phase::kRunning) {
+      why = qp_name(*q) + " is not suspended";
+      return EBUSY;
+    }
+    std::lock_guard guard(q->lock);
+    const RemoteKeys* before = q->remote_keys;
+    q->remote_keys = new RemoteKeys(pairs);
+    delete before;
+    set_bits(*q, kTranslateRemote);
+  }
+  return 0;
+}
+
+/* ---- restored side ------------------------------------------------------------------- */
+
+namespace {
+
+template <class T, class Match>
+T* find(const std::vector<T*>& all, Match&& match) {
+  const auto it = std::find_if(all.begin(), all.end(), match);
+  return it == all.end() ? nullptr : *it;
+}
+
+int adopt_handle(Context& context, const migr_handle_map& map, std::string& why) {
+  Registry& registry = Registry::get();
+  const auto missing = [&](const char* kind) {
+    why = std::string("no ") + kind + " with handle " + std::to_string(map.old_handle);
+    return ENOENT;
+  };
+  switch (map.obj_type) {
+    case MIGR_OBJ_PD: {
+      ibv_pd* pd = find(registry.pds, [&](const ibv_pd* p) {
+        return p->context == context.real && p->handle == map.old_handle;
+      });
+      if (!pd) return missing("PD");
+      pd->handle = map.new_handle;
+      return 0;
+    }
+    case MIGR_OBJ_CQ: {
+      CqShadow* c = find(registry.cqs, [&](const CqShadow* q) {
+        return q->context == &context && q->real->handle == map.old_handle;
+      });
+      if (!c) return missing("CQ");
+      c->real->handle = map.new_handle;
+      return 0;
+    }
+    case MIGR_OBJ_QP: {
+      QpShadow* q = find(registry.qps, [&](const QpShadow* p) {
+        return p->context == &context && p->vqpn() == map.vqpn;
+      });
+      if (!q) return missing("QP");
+      q->real->handle = map.new_handle;
+      q->real->qp_num = map.pqpn;
+      return 0;
+    }
+    default:
+      return 0;  // the context itself: matched by the caller
+  }
+}
+
+/// New handles can equal old ones of other objects: every object is found by its old handle before any is changed,
+/// by going through the maps in an order in which no new handle is met again.
+int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
+  constexpr std::uint32_t kParked = 0x80000000u;  // uverbs handles are small positive numbers
+  Registry& registry = Registry::get();
+  for (int pass = 0; pass < 2; ++pass) {
+    for (const migr_handle_map& map : maps) {
+      Context* context = find(registry.contexts, [&](const Context* c) { return c->real->cmd_fd == map.context_fd; });
+      if (!context) {
+        why = "no context with descriptor " + std::to_string(map.context_fd);
+        return ENOENT;
+      }
+      migr_handle_map step = map;
+      (pass == 0 ? step.new_handle : step.old_handle) = kParked | map.new_handle;
+      if (const int err = adopt_handle(*context, step, why)) return err;
+    }
+  }
+  for (ibv_pd* pd : registry.pds) pd->handle &= ~kParked;
+  for (CqShadow* c : registry.cqs) c->real->handle &= ~kParked;
+  for (QpShadow* q : registry.qps) q->real->handle &= ~kParked;
+  return 0;
+}
+
+int thaw_cq(CqShadow& c, std::string& why) {
+  bool arm, inject;
+  {
+    std::lock_guard guard(c.lock);
+    c.state.store((c.state.load(std::memory_order_relaxed) | kTranslateQpn) & ~std::uint32_t{kFrozenCq},
+                  std::memory_order_relaxed);
+    arm = c.armed;
+    inject = c.event_pending;
+    c.event_pending = false;
+  }
+  if (!arm) return 0;
+  if (const int err = c.context->ops.req_notify_cq(c.real, c.solicited_only))
+    return fail(why, err, "req_notify_cq");
+  return inject ? inject_event(c, why) : 0;
+}
+
+}  // namespace
+
+int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why) {
+  Registry& registry = Registry::get();
+  if (!registry.frozen) {
+    why = "this process was not frozen";
+    return EBUSY;
+  }
+  provider::set_restored();
+  if (const int err = adopt_handles(maps, why)) return err;
+  for (Context* context : registry.contexts)
+    if (const int err = context->kernel->reattach(context->real->cmd_fd))
+      return fail(why, err, "cannot attach to migr.ko on this host");
+  for (MrShadow* mr : registry.mrs) {
+    if (const int err = register_again(*mr, why)) return err;
+    constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+    if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
+  }
+  for (QpShadow* q : registry.qps) {
+    if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
+      return fail(why, err, "cannot bind " + qp_name(*q));
+    std::lock_guard guard(q->lock);
+    set_bits(*q, kTranslateLocal);
+    if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
+    if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
+    q->outstanding.clear();
+    q->kept_receives.clear();
+    clear_bits(*q, kKeepReceives);
+    q->phase = Phase::kRebound;
+  }
+  for (CqShadow* c : registry.cqs)
+    if (const int err = thaw_cq(*c, why)) return err;
+  registry.frozen = false;
+  registry.thawed.notify_all();
+  return 0;
+}
+
+/* ---- the end -------------------------------------------------------------------------- */
+
+int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kRunning, why)) return err;
+  for (const QpShadow* q : qps)
+    if (q->phase == Phase::kFrozen) {
+      why = qp_name(*q) + " is frozen: rebind or roll back first";
+      return EBUSY;
+    }
+  int result = 0;
+  for (QpShadow* q : qps) {
+    // The new path has the application's own access flags already.
+    if (q->old_real) q->write_access_added = false;
+    std::string ignored;
+    set_write_access(*q, false, ignored);
+    if (const int err = let_go(*q, why); err && !result) result = err;
+    destroy_real(q->old_real);
+    destroy_real(q->spare);
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .replayed_sends = q->replayed_sends,
+                   .replayed_recvs = q->replayed_receives, .suspended_ns = q->suspended_ns,
+                   .last_cqe_ns = q->last_cqe_ns, .resumed_ns = q->resumed_ns});
+  }
+  release_cqs();
+  return result;
+}
+
+int rollback(std::string& why) {
+  Registry& registry = Registry::get();
+  int result = 0;
+  const auto note = [&](int err) {
+    if (err && !result) result = err;
+  };
+  if (registry.frozen)
+    for (Context* context : registry.contexts) note(context->kernel->reattach(context->real->cmd_fd));
+  for (CqShadow* c : registry.cqs) {
+    set_cq_bits(*c, 0, kFrozenCq);
+    bool arm;
+    {
+      std::lock_guard guard(c->lock);
+      arm = registry.frozen && c->armed;
+      c->event_pending = false;
+    }
+    if (arm) note(c->context->ops.req_notify_cq(c->real, c->solicited_only));
+  }
+  std::vector<QpShadow*> suspended;
+  for (QpShadow* q : registry.qps) {
+    if (q->phase == Phase::kRebound) {
+      why = qp_name(*q) + " was restored here and cannot go back";
+      return EBUSY;
+    }
+    {
+      std::lock_guard guard(q->lock);
+      if (q->phase == Phase::kSwitched) note(switch_back(*q, why));
+    }
+    destroy_real(q->spare);
+    if (q->phase == Phase::kRunning) continue;
+    if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
+    suspended.push_back(q);
+  }
+  registry.frozen = false;
+  registry.thawed.notify_all();
+  std::vector<migr_resume_stat> ignored;
+  note(resume(suspended, ignored, why));
+  return result;
+}
+
+void stats(std::vector<migr_drain_stat>& out) {
+  for (QpShadow* q : Registry::get().qps) {
+    std::lock_guard guard(q->lock);
+    migr_drain_stat stat{.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .sq_in_flight = 0, .rq_outstanding = 0,
+                         .kept = static_cast<std::uint32_t>(q->kept_sends.size() + q->kept_receives.size()),
+                         .fake_cqes = 0};
+    for_cqs(*q, [&](CqShadow& c) {
+      std::lock_guard cq_guard(c.lock);
+      stat.fake_cqes += static_cast<std::uint32_t>(c.fake.size());
+    });
+    out.push_back(stat);
+  }
+}
+
+}  // namespace migr::switchover

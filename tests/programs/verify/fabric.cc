@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "fabric.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace verify {
+namespace {
+
+// Generous: a partner that is being moved, or an emulated machine, is silent for seconds.
+constexpr std::uint8_t kTimeout = 18;      // 4.096 us * 2^18 = 1.07 s
+constexpr std::uint8_t kRetry = 7;
+constexpr std::uint8_t kRnrRetry = 7;      // for ever
+constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
+constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
+constexpr std::uint32_t kMaxCqs = 4;
+constexpr std::uint32_t kMaxRdAtomic = 16;
+
+[[noreturn]] void fail(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
+
+struct ListFree {
+  void operator()(ibv_device** l) const { ibv_free_device_list(l); }
+};
+
+bool usable(ibv_context* c, int port) {
+  ibv_port_attr a{};
+  return ibv_query_port(c, static_cast<std::uint8_t>(port), &a) == 0 && a.state == IBV_PORT_ACTIVE;
+}
+
+Context open_device(const Options& o) {
+  int n = 0;
+  const std::unique_ptr<ibv_device*, ListFree> list(ibv_get_device_list(&n));
+  if (!list || n == 0) throw SetupError("there is no RDMA device on this host (rdma link show)");
+  std::string seen;
+  for (int i = 0; i < n; ++i) {
+    ibv_device* d = list.get()[i];
+    seen += std::string(" ") + ibv_get_device_name(d);
+    if (!o.dev.empty() && o.dev != ibv_get_device_name(d)) continue;
+    Context c(ibv_open_device(d));
+    if (!c) fail(std::string("cannot open RDMA device ") + ibv_get_device_name(d));
+    if (!usable(c.get(), o.ib_port)) {
+      if (o.dev.empty()) continue;
+      throw SetupError("port " + std::to_string(o.ib_port) + " of " + o.dev + " is not active (rdma link show)");
+    }
+    return c;
+  }
+  throw SetupError((o.dev.empty() ? "no RDMA device has an active port" : "no RDMA device '" + o.dev + "'") +
+                   "; there are:" + seen);
+}
+
+int choose_gid(ibv_context* c, const Options& o) {
+  if (o.gid_index >= 0) return o.gid_index;
+  ibv_gid_entry table[256];
+  const ssize_t n = ibv_query_gid_table(c, table, 256, 0);
+  static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  for (ssize_t i = 0; i < n; ++i)
+    if (static_cast<int>(table[i].port_num) == o.ib_port && table[i].gid_type == IBV_GID_TYPE_ROCE_V2 &&
+        std::memcmp(table[i].gid.raw, kV4, sizeof kV4) == 0)
+      return static_cast<int>(table[i].gid_index);
+  return 0;
+}
+
+}  // namespace
+
+Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) fail("cannot get " + std::to_string(bytes) + " bytes of memory");
+  p_ = static_cast<std::uint8_t*>(p);
+}
+Memory::~Memory() {
+  if (p_) munmap(p_, bytes_);
+}
+
+Mr Fabric::reg(const Memory& m, int access) const {
+  Mr mr(ibv_reg_mr(pd.get(), m.data(), m.size(), access));
+  if (!mr) fail("cannot register " + std::to_string(m.size()) + " bytes (ulimit -l?)");
+  return mr;
+}
+
+Fabric::Fabric(const Options& o, const Shape& s)
+    : options(o),
+      shape(s),
+      context(open_device(o)),
+      local(ring_bytes() * s.qps),
+      recv(ring_bytes() * s.qps),
+      target(ring_bytes() * s.qps),
+      readable(ring_bytes() * s.qps),
+      words(sizeof(Words) * s.qps) {
+  ibv_device_attr dev{};
+  if (ibv_query_device(context.get(), &dev)) fail("ibv_query_device");
+  if (ibv_query_port(context.get(), static_cast<std::uint8_t>(o.ib_port), &port_)) fail("ibv_query_port");
+  gid_index_ = choose_gid(context.get(), o);
+  if (ibv_query_gid(context.get(), static_cast<std::uint8_t>(o.ib_port), gid_index_, &gid_))
+    fail("GID " + std::to_string(gid_index_) + " of " + ibv_get_device_name(context->device));
+  rd_atomic_ = static_cast<std::uint32_t>(
+      std::clamp(std::min(dev.max_qp_rd_atom, dev.max_qp_init_rd_atom), 1, static_cast<int>(kMaxRdAtomic)));
+  pd.reset(ibv_alloc_pd(context.get()));
+  if (!pd) fail("ibv_alloc_pd");
+  for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
+  for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ);
+  words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
+  for (const ibv_mr* m : mrs()) keys_.emplace_back(m->lkey, m->rkey);
+  if (o.events) {
+    channel.reset(ibv_create_comp_channel(context.get()));
+    if (!channel) fail("ibv_create_comp_channel");
+    if (fcntl(channel->fd, F_SETFL, fcntl(channel->fd, F_GETFL) | O_NONBLOCK)) fail("completion channel");
+  }
+  // As many as the window: the partner never finds no receive. With --rnr it does.
+  recv_slots = o.rnr ? std::max(shape.window() / 8, 2u) : shape.window();
+  const std::uint32_t n_cqs = std::min(shape.qps, kMaxCqs);
+  const std::uint32_t per_cq = (shape.qps + n_cqs - 1) / n_cqs * 2;
+  for (std::uint32_t i = 0; i < n_cqs; ++i) {
+    const int cqe = static_cast<int>(per_cq * (shape.depth + kAckRoom + shape.window()));
+    cqs.emplace_back(ibv_create_cq(context.get(), std::min(cqe, dev.max_cqe), nullptr, channel.get(), 0));
+    if (!cqs.back()) fail("ibv_create_cq of " + std::to_string(cqe) + " entries");
+  }
+  inline_max = UINT32_MAX;
+  for (std::uint32_t i = 0; i < shape.qps; ++i) create_qp(i);
+}
+
+std::vector<const ibv_mr*> Fabric::mrs() const {
+  return {local_mr[0].get(), local_mr[1].get(), recv_mr[0].get(),  recv_mr[1].get(),
+          target_mr.get(),   readable_mr.get(), words_mr.get()};
+}
+
+void Fabric::create_qp(std::uint32_t i) {
+  ibv_qp_init_attr_ex a{};
+  a.send_cq = send_cq(i);
+  a.recv_cq = recv_cq(i);
+  a.cap.max_send_wr = shape.depth + kAckRoom;
+  a.cap.max_recv_wr = recv_slots;
+  a.cap.max_send_sge = kMaxSge;
+  a.cap.max_recv_sge = kMaxSge;
+  a.cap.max_inline_data = shape.inline_max;
+  a.qp_type = IBV_QPT_RC;
+  a.pd = pd.get();
+  a.comp_mask = IBV_QP_INIT_ATTR_PD;
+  if (options.wr_api) {
+    a.comp_mask |= IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    a.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE |
+                       IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ |
+                       IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+  }
+  // Without the extended interface the plain call: it is what most programs use.
+  ibv_qp_init_attr plain{};
+  plain.send_cq = a.send_cq;
+  plain.recv_cq = a.recv_cq;
+  plain.cap = a.cap;
+  plain.qp_type = a.qp_type;
+  Qp qp(options.wr_api ? ibv_create_qp_ex(context.get(), &a) : ibv_create_qp(pd.get(), &plain));
+  if (!qp) fail("QP " + std::to_string(i) + " of " + std::to_string(shape.qps));
+  inline_max = std::min(inline_max, options.wr_api ? a.cap.max_inline_data : plain.cap.max_inline_data);
+  ibv_qp_attr m{};
+  m.qp_state = IBV_QPS_INIT;
+  m.port_num = static_cast<std::uint8_t>(options.ib_port);
+  m.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+  errno = ibv_modify_qp(qp.get(), &m, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+  if (errno) fail("QP " + std::to_string(i) + " to INIT");
+  qpn.push_back(qp->qp_num);
+  psn_.push_back(static_cast<std::uint32_t>(mix(shape.seed ^ mix(qp->qp_num))) & 0xffffff);
+  qps.push_back(std::move(qp));
+}
+
+std::string Fabric::address() const {
+  EndAddress e{};
+  std::memcpy(e.gid, gid_.raw, 16);
+  e.target = reinterpret_cast<std::uintptr_t>(target.data());
+  e.readable = reinterpret_cast<std::uintptr_t>(readable.data());
+  e.words = reinterpret_cast<std::uintptr_t>(words.data());
+  e.target_rkey = target_mr->rkey;
+  e.readable_rkey = readable_mr->rkey;
+  e.words_rkey = words_mr->rkey;
+  e.mtu = port_.active_mtu;
+  e.lid = port_.lid;
+  e.rd_atomic = rd_atomic_;
+  std::string out(reinterpret_cast<const char*>(&e), sizeof e);
+  for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    const QpAddress q{qpn[i], psn_[i]};
+    out.append(reinterpret_cast<const char*>(&q), sizeof q);
+  }
+  return out;
+}
+
+void Fabric::connect(const std::string& text) {
+  if (text.size() != sizeof partner + sizeof(QpAddress) * shape.qps) throw PeerError("the partner's addresses have a wrong length");
+  std::memcpy(&partner, text.data(), sizeof partner);
+  partner_qps.resize(shape.qps);
+  std::memcpy(partner_qps.data(), text.data() + sizeof partner, sizeof(QpAddress) * shape.qps);
+  for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    ibv_qp_attr m{};
+    m.qp_state = IBV_QPS_RTR;
+    m.path_mtu = static_cast<ibv_mtu>(std::min<std::uint32_t>(partner.mtu, port_.active_mtu));
+    m.dest_qp_num = partner_qps[i].qpn;
+    m.rq_psn = partner_qps[i].psn;
+    m.max_dest_rd_atomic = static_cast<std::uint8_t>(rd_atomic_);
+    m.min_rnr_timer = kMinRnrTimer;
+    m.ah_attr.dlid = static_cast<std::uint16_t>(partner.lid);
+    m.ah_attr.port_num = static_cast<std::uint8_t>(options.ib_port);
+    m.ah_attr.is_global = 1;
+    std::memcpy(m.ah_attr.grh.dgid.raw, partner.gid, 16);
+    m.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index_);
+    m.ah_attr.grh.hop_limit = 64;
+    errno = ibv_modify_qp(qps[i].get(), &m,
+                          IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                              IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    if (errno) fail("QP " + std::to_string(i) + " to RTR (is the partner's address on the same network?)");
+    m = {};
+    m.qp_state = IBV_QPS_RTS;
+    m.timeout = kTimeout;
+    m.retry_cnt = kRetry;
+    m.rnr_retry = kRnrRetry;
+    m.sq_psn = psn_[i];
+    m.max_rd_atomic = static_cast<std::uint8_t>(std::min(partner.rd_atomic, rd_atomic_));
+    errno = ibv_modify_qp(qps[i].get(), &m,
+                          IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+                              IBV_QP_MAX_QP_RD_ATOMIC);
+    if (errno) fail("QP " + std::to_string(i) + " to RTS");
+  }
+}
+
+std::string Fabric::changed_names(bool query) const {
+  const auto all = mrs();
+  for (std::size_t i = 0; i < all.size(); ++i)
+    if (all[i]->lkey != keys_[i].first || all[i]->rkey != keys_[i].second) return "keys of memory region " + std::to_string(i);
+  for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    if (qps[i]->qp_num != qpn[i]) return "qp_num of QP " + std::to_string(i);
+    if (!query) continue;
+    ibv_qp_attr a{};
+    ibv_qp_init_attr init{};
+    if (ibv_query_qp(qps[i].get(), &a, IBV_QP_STATE | IBV_QP_DEST_QPN, &init)) return "ibv_query_qp of QP " + std::to_string(i);
+    if (a.qp_state != IBV_QPS_RTS) return "state of QP " + std::to_string(i);
+    if (a.dest_qp_num != partner_qps[i].qpn) return "dest_qp_num of QP " + std::to_string(i);
+  }
+  return {};
+}
+
+}  // namespace verify

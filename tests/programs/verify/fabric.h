@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The verbs objects of one end, and the memory that they work on.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "control.h"
+#include "options.h"
+
+namespace verify {
+
+template <class T, int (*Destroy)(T*)>
+struct VerbsDelete {
+  void operator()(T* p) const { Destroy(p); }
+};
+using Context = std::unique_ptr<ibv_context, VerbsDelete<ibv_context, ibv_close_device>>;
+using Pd = std::unique_ptr<ibv_pd, VerbsDelete<ibv_pd, ibv_dealloc_pd>>;
+using Mr = std::unique_ptr<ibv_mr, VerbsDelete<ibv_mr, ibv_dereg_mr>>;
+using Channel = std::unique_ptr<ibv_comp_channel, VerbsDelete<ibv_comp_channel, ibv_destroy_comp_channel>>;
+using Cq = std::unique_ptr<ibv_cq, VerbsDelete<ibv_cq, ibv_destroy_cq>>;
+using Qp = std::unique_ptr<ibv_qp, VerbsDelete<ibv_qp, ibv_destroy_qp>>;
+
+/// Page-aligned memory, zeroed.
+class Memory {
+ public:
+  explicit Memory(std::size_t bytes);
+  ~Memory();
+  Memory(Memory&& o) noexcept : p_(o.p_), bytes_(o.bytes_) { o.p_ = nullptr; }
+  Memory& operator=(Memory&&) = delete;
+  std::uint8_t* data() const { return p_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::uint8_t* p_;
+  std::size_t bytes_;
+};
+
+/// The words of one QP that the partner's atomics and acks work on. Atomics of all QPs share words[0] of QP 0.
+struct Words {
+  std::uint64_t shared, sum, swap;
+  std::uint64_t ack;        // how far the partner has checked our stream; it writes this
+  std::uint64_t ack_out;    // what we write to the partner's
+  std::uint64_t unused[3];
+};
+
+/// What the partner has to know, as sent in Msg::kConnect, before one QpAddress per QP.
+struct EndAddress {
+  std::uint8_t gid[16];
+  std::uint64_t target, readable, words;
+  std::uint32_t target_rkey, readable_rkey, words_rkey;
+  std::uint32_t mtu;  // enum ibv_mtu
+  std::uint32_t lid;
+  std::uint32_t rd_atomic;
+};
+struct QpAddress {
+  std::uint32_t qpn, psn;
+};
+
+class Fabric {
+ public:
+  explicit Fabric(const Options& o, const Shape& shape);
+
+  std::string address() const;  // EndAddress and QpAddresses
+  void connect(const std::string& partner);
+
+  /// @return what the names given at creation are no longer, one line; empty: all as it was
+  std::string changed_names(bool query) const;
+
+  const Options options;
+  const Shape shape;
+  Context context;
+  Pd pd;
+  Channel channel;  // with --events
+  // Two registrations of what work requests gather from and scatter to, so that their lists carry different keys.
+  Memory local, recv, target, readable, words;
+  Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr;
+  std::vector<Cq> cqs;
+  std::vector<Qp> qps;
+  std::vector<std::uint32_t> qpn;      // as they were at creation
+  std::uint32_t inline_max = 0;        // bytes, of every QP
+  std::uint32_t recv_slots = 0;        // receives that a QP keeps posted
+  EndAddress partner{};
+  std::vector<QpAddress> partner_qps;
+
+  std::size_t ring_bytes() const { return static_cast<std::size_t>(shape.window()) * shape.size; }
+  Words* words_of(std::uint32_t qp) const { return reinterpret_cast<Words*>(words.data()) + qp; }
+  ibv_cq* send_cq(std::uint32_t qp) const { return cqs[qp % cqs.size()].get(); }
+  ibv_cq* recv_cq(std::uint32_t qp) const { return cqs[(qp + (qp & 1 ? 0 : 1)) % cqs.size()].get(); }
+
+ private:
+  Mr reg(const Memory& m, int access) const;
+  void create_qp(std::uint32_t i);
+
+  ibv_port_attr port_{};
+  ibv_gid gid_{};
+  int gid_index_ = 0;
+  std::uint32_t rd_atomic_ = 1;
+  std::vector<std::uint32_t> psn_;
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> keys_;  // lkey, rkey of each MR at creation
+  std::vector<const ibv_mr*> mrs() const;
+};
+
+}  // namespace verify

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "options.h"
+
+#include <getopt.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+namespace verify {
+namespace {
+
+constexpr const char kHelp[] =
+    R"(migr_verify: RDMA traffic between two ends that check every completion and every byte
+
+  migr_verify [options]            serves one client, then ends
+  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth, --iterations
+                                   and --seed count
+
+  --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
+  --qps N           1..64 (1)             --size BYTES     largest message, 16..1048576 (4096)
+  --depth N         WRs in flight per QP, 4..512 (16)
+  --seed N          of content and order (1)
+  --seconds S       the time to run; --iterations N: the WRs of each QP; neither: until stopped
+  --events          sleep on a completion channel instead of polling
+  --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
+  --rnr             post fewer receives than the partner needs (it has to try again)
+  --query           ibv_query_qp must still give the first QP numbers at the end
+  --dev NAME        RDMA device           --ib-port N      its port (1)
+  --gid-index N     (the RoCE v2 one with an IPv4 address)
+  --port N          TCP, for the exchange (18525)          --bind ADDRESS   own TCP address
+  --connect S       wait so long for the partner (30)
+  --stall S         so long without any progress is an error (120)
+  --stop-file FILE  ends the run, cleanly, when FILE comes to be; so does SIGTERM
+  --samples FILE    bytes per 10 ms, "EPOCH_MS BYTES" per line, written at the end
+  --status FILE     rewritten every half second while running: one JSON line
+  --json FILE       the closing JSON line goes there too
+
+Both ends close with one JSON line on stdout. Status: 0 all is well at both ends, 1 something was lost, duplicated,
+reordered or corrupted, or the connection broke, 2 bad command line, 3 cannot set up, 4 not supported by this device.
+)";
+
+[[noreturn]] void refuse(const std::string& why) {
+  std::fprintf(stderr, "migr_verify: %s (see migr_verify --help)\n", why.c_str());
+  std::exit(kExitUsage);
+}
+
+std::uint64_t number(const char* option, const char* text, std::uint64_t low, std::uint64_t high) {
+  char* end = nullptr;
+  errno = 0;
+  const std::uint64_t v = std::strtoull(text, &end, 0);
+  if (errno || end == text || *end || *text == '-' || v < low || v > high)
+    refuse(std::string("--") + option + " " + text + ": want a number from " + std::to_string(low) + " to " +
+           std::to_string(high));
+  return v;
+}
+
+double seconds(const char* option, const char* text) {
+  char* end = nullptr;
+  const double v = std::strtod(text, &end);
+  if (end == text || *end || !(v > 0 && v < 1e6)) refuse(std::string("--") + option + " " + text + ": want seconds above 0");
+  return v;
+}
+
+}  // namespace
+
+Options parse_options(int argc, char** argv) {
+  enum {
+    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kEvents, kWrApi, kRnr, kQuery, kDev, kIbPort, kGidIndex,
+    kPort, kBind, kConnect, kStall, kStopFile, kSamples, kStatus, kJson, kHelpOption
+  };
+  static const option kLong[] = {
+      {"mode", 1, nullptr, kMode},           {"qps", 1, nullptr, kQps},
+      {"size", 1, nullptr, kSize},           {"depth", 1, nullptr, kDepth},
+      {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
+      {"iterations", 1, nullptr, kIterations}, {"events", 0, nullptr, kEvents},
+      {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
+      {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
+      {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
+      {"port", 1, nullptr, kPort},           {"bind", 1, nullptr, kBind},
+      {"connect", 1, nullptr, kConnect},     {"stall", 1, nullptr, kStall},
+      {"stop-file", 1, nullptr, kStopFile},  {"samples", 1, nullptr, kSamples},
+      {"status", 1, nullptr, kStatus},       {"json", 1, nullptr, kJson},
+      {"help", 0, nullptr, kHelpOption},     {nullptr, 0, nullptr, 0}};
+  Options o;
+  opterr = 0;
+  int index = 0;
+  for (int c; (c = getopt_long(argc, argv, "h", kLong, &index)) != -1;) {
+    const char* const n = c >= kMode ? kLong[index].name : "";
+    switch (c) {
+      case kMode:
+        if (auto m = mode_of(optarg)) o.shape.mode = *m;
+        else refuse(std::string("--mode ") + optarg + ": no such mode");
+        break;
+      case kQps: o.shape.qps = static_cast<std::uint32_t>(number(n, optarg, 1, 64)); break;
+      case kSize: o.shape.size = static_cast<std::uint32_t>(number(n, optarg, kHeaderBytes, 1 << 20)); break;
+      case kDepth: o.shape.depth = static_cast<std::uint32_t>(number(n, optarg, 4, 512)); break;
+      case kSeed: o.shape.seed = number(n, optarg, 0, UINT64_MAX); break;
+      case kSeconds: o.seconds = seconds(n, optarg); break;
+      case kIterations: o.shape.iterations = number(n, optarg, 1, 1ull << 40); break;
+      case kEvents: o.events = true; break;
+      case kWrApi: o.wr_api = true; break;
+      case kRnr: o.rnr = true; break;
+      case kQuery: o.query = true; break;
+      case kDev: o.dev = optarg; break;
+      case kIbPort: o.ib_port = static_cast<int>(number(n, optarg, 1, 255)); break;
+      case kGidIndex: o.gid_index = static_cast<int>(number(n, optarg, 0, 255)); break;
+      case kPort: o.port = static_cast<int>(number(n, optarg, 1, 65535)); break;
+      case kBind: o.bind = optarg; break;
+      case kConnect: o.connect = seconds(n, optarg); break;
+      case kStall: o.stall = seconds(n, optarg); break;
+      case kStopFile: o.stop_file = optarg; break;
+      case kSamples: o.samples = optarg; break;
+      case kStatus: o.status = optarg; break;
+      case kJson: o.json = optarg; break;
+      case 'h':
+      case kHelpOption: std::fputs(kHelp, stdout); std::exit(kExitOk);
+      default: refuse(std::string(argv[optind - 1]) + ": unknown option, or its value is missing");
+    }
+  }
+  if (optind < argc) o.server = argv[optind++];
+  if (optind < argc) refuse(std::string(argv[optind]) + ": one server only");
+  // Memory of one end: four rings per QP.
+  if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))
+    refuse("--qps, --depth and --size together need more than 1 GB; take one down");
+  return o;
+}
+
+}  // namespace verify

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The command line of migr_verify.
+#pragma once
+
+#include <string>
+
+#include "check.h"
+
+namespace verify {
+
+enum Exit { kExitOk = 0, kExitFaults = 1, kExitUsage = 2, kExitSetup = 3, kExitSkip = 4 };
+
+struct Options {
+  Shape shape;
+  std::string server;      // empty: be the server
+  std::string bind;        // own address; empty: any
+  std::string dev;         // empty: the first with an active port
+  int port = 18525;        // TCP
+  int ib_port = 1;
+  int gid_index = -1;      // -1: the RoCE v2 one with an IPv4 address, else the first
+  bool events = false;
+  bool wr_api = false;
+  bool rnr = false;        // post too few receives on purpose
+  bool query = false;      // at the end ibv_query_qp must still give the first numbers
+  double seconds = 0;      // 0: until stopped
+  double stall = 120;      // seconds without any progress that are an error
+  double connect = 30;     // seconds to wait for the partner
+  std::string samples, status, json, stop_file;
+};
+
+/// Ends the program on --help (status 0) and on a bad command line (kExitUsage, one line on stderr).
+Options parse_options(int argc, char** argv);
+
+}  // namespace verify

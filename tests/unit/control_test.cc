@@ -1,0 +1,452 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * The control thread against a migrd that is this test: what it says, what it
+ * refuses, and which call of the engine each request becomes. The engine is a
+ * fake that writes down how it was called.
+ */
+#include "../../libmigr/control.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "../../libmigr/kernel_link.h"
+#include "../../libmigr/provider/provider.h"
+#include "../../libmigr/provider/uverbs_write.h"
+#include "../../libmigr/switchover/switchover.h"
+
+namespace migr {
+
+/* ---- the fake engine: called by the control thread while the test waits for the reply --- */
+
+struct Fake {
+  std::string calls;
+  migr_proc_state state = MIGR_PROC_RUNNING;
+  int status = 0;
+  std::size_t records = 0;  ///< that the last call got
+  bool restored = false;
+};
+Fake fake;
+
+int called(const char* what, std::string& why) {
+  fake.calls += what;
+  fake.calls += ' ';
+  if (fake.status) why = std::string(what) + " failed as told";
+  return fake.status;
+}
+
+Registry& Registry::get() {
+  static Registry* registry = new Registry;
+  return *registry;
+}
+std::uint32_t Context::ctx_id() const { return 7; }
+KernelLink::~KernelLink() = default;
+
+namespace switchover {
+migr_proc_state process_state() { return fake.state; }
+int suspend(Qps qps, std::string& why) {
+  fake.records = qps.size();
+  if (!fake.status) fake.state = MIGR_PROC_SUSPENDED;
+  return called("suspend", why);
+}
+int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
+  // The lock must be free: drain takes it itself.
+  const bool free = Registry::get().lock.try_lock();
+  if (free) Registry::get().lock.unlock();
+  for (QpShadow* qp : qps) stats.push_back({7, qp->vqpn(), limit_ms, 0, 0, 0});
+  return called(free ? "drain" : "drain-locked", why);
+}
+int freeze(std::string& why) {
+  if (!fake.status) fake.state = MIGR_PROC_FROZEN;
+  return called("freeze", why);
+}
+int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
+  for (QpShadow* qp : qps) out.push_back({7, qp->vqpn(), qp->vqpn() + 1, 99});
+  return called("create", why);
+}
+int connect_spare(QpShadow&, const migr_qp_connect& to, std::string& why) {
+  fake.records = to.dest_qpn;
+  return called("connect", why);
+}
+int switch_to_spare(Qps, std::string& why) { return called("switch", why); }
+int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why) {
+  fake.records = maps.size();
+  for (std::uint32_t i = 0; i < maps.size(); ++i) out.push_back({i, i, {}});
+  return called("rebind", why);
+}
+int set_remote_keys(Qps, std::span<const migr_key_map>, std::string& why) { return called("keys", why); }
+int resume(Qps, std::vector<migr_resume_stat>&, std::string& why) {
+  fake.state = MIGR_PROC_RUNNING;
+  return called("resume", why);
+}
+int rollback(std::string& why) {
+  fake.state = MIGR_PROC_RUNNING;
+  return called("rollback", why);
+}
+void stats(std::vector<migr_drain_stat>& out) {
+  for (QpShadow* qp : Registry::get().qps) out.push_back({7, qp->vqpn(), 0, 0, 0, 0});
+}
+}  // namespace switchover
+
+namespace provider {
+std::string unsupported_reason(const Context&) { return ""; }
+int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
+std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
+void set_restored() { fake.restored = true; }
+}  // namespace provider
+
+namespace {
+
+constexpr int kPatienceMs = 5000;
+
+/// One bed for all tests: a process starts its control thread once.
+struct Control : ::testing::Test {
+  static void SetUpTestSuite() {
+    if (listener >= 0) return;  // a suite that is derived from this one
+    char name[] = "/tmp/control_test.XXXXXX";
+    folder = mkdtemp(name);
+    const std::string path = folder + "/proc.sock";
+    setenv("MIGR_PROC_SOCKET", path.c_str(), 1);
+    listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    strcpy(address.sun_path, path.c_str());
+    ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    ASSERT_EQ(listen(listener, 4), 0);
+    static Context context;
+    static QpShadow qps[2];
+    static ibv_qp real[2];
+    Registry& registry = Registry::get();
+    for (int i = 0; i < 2; ++i) {
+      qps[i].app.qp_num = 0x10 + static_cast<std::uint32_t>(i);
+      real[i].qp_num = 0x20 + static_cast<std::uint32_t>(i);
+      qps[i].real = &real[i];
+      qps[i].context = &context;
+      registry.qps.push_back(&qps[i]);
+    }
+    atexit([] { std::filesystem::remove_all(folder); });
+    control::start();
+    control::start();  // once is enough
+  }
+
+  void SetUp() override {
+    if (fd < 0) meet();
+    fake.calls.clear();
+    fake.status = 0;
+    fake.state = MIGR_PROC_RUNNING;
+  }
+
+  /// Accepts the library's connection and takes its HELLO.
+  static void meet() {
+    pollfd waiting{listener, POLLIN, 0};
+    ASSERT_EQ(poll(&waiting, 1, 4 * kPatienceMs), 1) << "the library did not connect";
+    fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    ASSERT_TRUE(receive(hello));
+  }
+  static bool receive(migr_msg& head) {
+    static std::vector<char> buffer(1 << 20);
+    pollfd waiting{fd, POLLIN, 0};
+    if (poll(&waiting, 1, kPatienceMs) != 1) return false;
+    const ssize_t n = recv(fd, buffer.data(), buffer.size(), 0);
+    if (n < static_cast<ssize_t>(sizeof(head))) return false;
+    memcpy(&head, buffer.data(), sizeof(head));
+    records.assign(buffer.data() + sizeof(head), buffer.data() + n);
+    return records.size() == std::size_t{head.count} * head.record_size;
+  }
+  static migr_msg request(std::uint16_t type) {
+    migr_msg head{};
+    head.version = MIGR_PROC_VERSION;
+    head.type = type;
+    head.seq = ++seq;
+    return head;
+  }
+  static void put(const migr_msg& head, const void* data = nullptr, std::size_t bytes = 0) {
+    std::vector<char> packet(sizeof(head) + bytes);
+    memcpy(packet.data(), &head, sizeof(head));
+    if (bytes) memcpy(packet.data() + sizeof(head), data, bytes);
+    ASSERT_EQ(send(fd, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(packet.size()));
+  }
+  template <class T>
+  static migr_msg ask(migr_msg head, const std::vector<T>& all) {
+    head.count = static_cast<std::uint32_t>(all.size());
+    head.record_size = sizeof(T);
+    put(head, all.data(), all.size() * sizeof(T));
+    migr_msg reply{};
+    EXPECT_TRUE(receive(reply));
+    EXPECT_EQ(reply.type, head.type | MIGR_REPLY);
+    EXPECT_EQ(reply.seq, head.seq);
+    return reply;
+  }
+  static migr_msg ask(std::uint16_t type) {
+    const migr_msg head = request(type);
+    put(head);
+    migr_msg reply{};
+    EXPECT_TRUE(receive(reply));
+    EXPECT_EQ(reply.type, type | MIGR_REPLY);
+    return reply;
+  }
+  static bool is_closed() {
+    pollfd waiting{fd, POLLIN, 0};
+    char byte;
+    const bool gone = poll(&waiting, 1, kPatienceMs) == 1 && recv(fd, &byte, 1, 0) == 0;
+    close(fd);
+    fd = -1;
+    return gone;
+  }
+
+  static inline std::string folder;
+  static inline int listener = -1, fd = -1;
+  static inline migr_msg hello{};
+  static inline std::vector<char> records;
+  static inline std::uint32_t seq = 0;
+};
+
+TEST_F(Control, HelloSaysWhoAndWhere) {
+  EXPECT_EQ(hello.type, MIGR_MSG_HELLO);
+  EXPECT_EQ(hello.version, MIGR_PROC_VERSION);
+  EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+  EXPECT_EQ(hello.generation, 0u);
+  EXPECT_GT(hello.control_tid, 0);
+  EXPECT_NE(hello.control_tid, getpid());
+  EXPECT_NE(std::string(reinterpret_cast<char*>(hello.instance), 16), std::string(16, '\0'));
+  EXPECT_EQ(hello.count, 1u);
+}
+
+TEST_F(Control, ThreadHasItsNameAndTakesNoSignals) {
+  std::string comm(16, '\0'), line, status;
+  const std::string task = "/proc/self/task/" + std::to_string(hello.control_tid);
+  FILE* f = fopen((task + "/comm").c_str(), "r");
+  ASSERT_TRUE(f);
+  comm.resize(fread(comm.data(), 1, comm.size(), f));
+  fclose(f);
+  EXPECT_EQ(comm, "migr-control\n");
+  f = fopen((task + "/status").c_str(), "r");
+  ASSERT_TRUE(f);
+  char buffer[4096];
+  status.assign(buffer, fread(buffer, 1, sizeof(buffer), f));
+  fclose(f);
+  const std::size_t at = status.find("SigBlk:\t");
+  ASSERT_NE(at, status.npos);
+  const std::uint64_t blocked = strtoull(status.c_str() + at + 8, nullptr, 16);
+  EXPECT_TRUE(blocked >> (SIGTERM - 1) & 1);
+  EXPECT_TRUE(blocked >> (SIGALRM - 1) & 1);
+}
+
+TEST_F(Control, SuspendOfNoQpIsSuspendOfAll) {
+  EXPECT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
+  EXPECT_EQ(fake.calls, "suspend ");
+  EXPECT_EQ(fake.records, 2u);
+}
+
+TEST_F(Control, QpIsNamedByVirtualOrPresentNumber) {
+  EXPECT_EQ(ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0x11, 0, 0}}).status, 0);
+  EXPECT_EQ(fake.records, 1u);
+  EXPECT_EQ(ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0, 0x20, 0}}).status, 0);
+}
+
+TEST_F(Control, UnknownQpIsEnoentAndNothingHappens) {
+  const migr_msg reply = ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0x10, 0, 0}, {7, 0x99, 0, 0}});
+  EXPECT_EQ(reply.status, ENOENT);
+  EXPECT_NE(std::string(reply.text).find("0x99"), std::string::npos) << reply.text;
+  EXPECT_EQ(fake.calls, "");
+  EXPECT_EQ(ask(request(MIGR_MSG_SWITCH), std::vector<migr_qp_ref>{{8, 0x10, 0, 0}}).status, ENOENT);
+  EXPECT_EQ(ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x99, 0, 0, {}}}).status, ENOENT);
+}
+
+TEST_F(Control, EngineErrorsComeWithTheirSentence) {
+  fake.status = ETIMEDOUT;
+  migr_msg head = request(MIGR_MSG_DRAIN);
+  head.arg = 25;
+  const migr_msg reply = ask(head, std::vector<migr_qp_ref>{{7, 0x10, 0, 0}});
+  EXPECT_EQ(reply.status, ETIMEDOUT);
+  EXPECT_STREQ(reply.text, "drain failed as told");
+  ASSERT_EQ(reply.count, 1u);
+  EXPECT_EQ(reinterpret_cast<migr_drain_stat*>(records.data())->sq_in_flight, 25u);
+}
+
+TEST_F(Control, EachRequestReachesTheEngine) {
+  EXPECT_EQ(ask(MIGR_MSG_QP_CREATE).count, 2u);
+  ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x10, 5, 6, {}}});
+  ask(MIGR_MSG_SWITCH);
+  ask(MIGR_MSG_RESUME);
+  ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(ask(MIGR_MSG_STATS).count, 2u);
+  EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
+  EXPECT_EQ(fake.calls, "create connect switch resume rollback ");
+}
+
+TEST_F(Control, KeysBeforeSwitchIsEbusy) {
+  EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, EBUSY);
+}
+
+TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
+  Registry::get().unsupported = 3;
+  const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
+  Registry::get().unsupported = 0;
+  EXPECT_EQ(reply.status, EOPNOTSUPP);
+  EXPECT_NE(std::string(reply.text).find("3 object"), std::string::npos) << reply.text;
+}
+
+TEST_F(Control, UnknownTypeIsRefusedAndTheConnectionStays) {
+  EXPECT_EQ(ask(std::uint16_t{0x123}).status, EOPNOTSUPP);
+  EXPECT_EQ(ask(std::uint16_t{MIGR_MSG_HELLO}).status, EOPNOTSUPP);
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
+}
+
+TEST_F(Control, MessageInSeveralPacketsIsOne) {
+  migr_msg head = request(MIGR_MSG_SUSPEND);
+  head.count = 1;
+  head.record_size = sizeof(migr_qp_ref);
+  head.flags = MIGR_MORE;
+  migr_qp_ref ref{7, 0x10, 0, 0};
+  put(head, &ref, sizeof(ref));
+  ref.vqpn = 0x11;
+  EXPECT_EQ(ask(head = [&] { migr_msg last = head; last.flags = 0; return last; }(), std::vector<migr_qp_ref>{ref}).status, 0);
+  EXPECT_EQ(fake.calls, "suspend ");
+  EXPECT_EQ(fake.records, 2u);
+}
+
+TEST_F(Control, ManyRecordsComeBackInSeveralPackets) {
+  std::vector<migr_handle_map> maps(MIGR_PROC_MAX_RECORDS);
+  migr_msg head = request(MIGR_MSG_REBIND);
+  head.flags = MIGR_MORE;
+  head.count = MIGR_PROC_MAX_RECORDS;
+  head.record_size = sizeof(maps[0]);
+  put(head, maps.data(), maps.size() * sizeof(maps[0]));
+  put(head, maps.data(), maps.size() * sizeof(maps[0]));
+  head.flags = 0;
+  migr_msg reply = ask(head, maps);
+  EXPECT_EQ(fake.records, 3u * MIGR_PROC_MAX_RECORDS);
+  std::size_t total = reply.count;
+  const auto* keys = reinterpret_cast<const migr_key_map*>(records.data());
+  EXPECT_EQ(memcmp(keys[0].owner, hello.instance, 16), 0);
+  EXPECT_EQ(reply.generation, 1u);
+  EXPECT_TRUE(fake.restored);
+  while (reply.flags & MIGR_MORE) {
+    EXPECT_LE(reply.count, static_cast<unsigned>(MIGR_PROC_MAX_RECORDS));
+    ASSERT_TRUE(receive(reply));
+    total += reply.count;
+  }
+  EXPECT_EQ(total, 3u * MIGR_PROC_MAX_RECORDS);
+}
+
+TEST_F(Control, FreezeClosesAndTheGateOpensAgain) {
+  EXPECT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+  EXPECT_TRUE(is_closed());
+  pollfd waiting{listener, POLLIN, 0};
+  EXPECT_EQ(poll(&waiting, 1, 800), 0) << "it connected before it had a gate";
+  std::string gate = folder + "/" MIGR_PROC_GATE_PREFIX;
+  char hex[3];
+  for (const std::uint8_t byte : hello.instance) {
+    snprintf(hex, sizeof(hex), "%02x", byte);
+    gate += hex;
+  }
+  const migr_msg before = hello;
+  const int file = creat(gate.c_str(), 0600);
+  close(file);
+  meet();
+  unlink(gate.c_str());
+  EXPECT_EQ(hello.state, MIGR_PROC_FROZEN);
+  EXPECT_EQ(memcmp(hello.instance, before.instance, 16), 0);
+  EXPECT_EQ(ask(MIGR_MSG_ROLLBACK).status, 0);
+}
+
+TEST_F(Control, FreezeThatFailsKeepsTheConnection) {
+  fake.status = EBUSY;
+  EXPECT_EQ(ask(MIGR_MSG_FREEZE).status, EBUSY);
+  fake.status = 0;
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
+}
+
+TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    // Only the parent may hold it: nothing of it is among the child's descriptors.
+    int sockets = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code error;
+      if (std::filesystem::read_symlink(entry.path(), error).string().starts_with("socket:")) ++sockets;
+    }
+    const bool lock_is_free = Registry::get().lock.try_lock();
+    _exit(sockets == 2 && lock_is_free ? 0 : 1);  // the listener and this test's end
+  }
+  int status = -1;
+  waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
+}
+
+TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
+  ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
+  close(listener);
+  unlink((folder + "/proc.sock").c_str());
+  close(fd);
+  fd = -1;
+  sleep(8);
+  EXPECT_EQ(fake.calls, "suspend ") << "too early";
+  for (int i = 0; i < 60 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
+  EXPECT_EQ(fake.calls, "suspend rollback ");
+  // migrd starts again.
+  listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  strcpy(address.sun_path, (folder + "/proc.sock").c_str());
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(listen(listener, 4), 0);
+  meet();
+  EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+}
+
+/// One packet that must be refused with `status`, and ends the connection.
+struct Nonsense {
+  const char* name;
+  int status;
+  void (*spoil)(migr_msg& head, std::vector<char>& tail);
+};
+
+struct ControlRefuses : Control, ::testing::WithParamInterface<Nonsense> {};
+
+TEST_P(ControlRefuses, AndHangsUpAndComesBack) {
+  migr_msg head = request(MIGR_MSG_SUSPEND);
+  std::vector<char> tail;
+  GetParam().spoil(head, tail);
+  put(head, tail.data(), tail.size());
+  migr_msg reply{};
+  ASSERT_TRUE(receive(reply));
+  EXPECT_EQ(reply.status, GetParam().status) << reply.text;
+  EXPECT_EQ(reply.version, MIGR_PROC_VERSION);
+  EXPECT_STRNE(reply.text, "");
+  EXPECT_TRUE(is_closed());
+  EXPECT_EQ(fake.calls, "");
+  meet();
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Packets, ControlRefuses,
+    ::testing::Values(
+        Nonsense{"OtherVersion", EPROTONOSUPPORT, [](migr_msg& h, std::vector<char>&) { h.version = 2; }},
+        Nonsense{"CountWithoutRecords", EINVAL,
+                 [](migr_msg& h, std::vector<char>&) { h.count = 1, h.record_size = sizeof(migr_qp_ref); }},
+        Nonsense{"RecordsWithoutCount", EINVAL, [](migr_msg&, std::vector<char>& t) { t.resize(16); }},
+        Nonsense{"RecordsOfAnotherSize", EINVAL,
+                 [](migr_msg& h, std::vector<char>& t) { h.count = 1, h.record_size = 8, t.resize(8); }},
+        Nonsense{"CountBeyondTheLimit", EINVAL,
+                 [](migr_msg& h, std::vector<char>&) { h.count = 0x10000000, h.record_size = 16; }}),
+    [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace migr

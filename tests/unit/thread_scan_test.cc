@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A child process with threads parked inside and outside of a marked function.
+#include "agent/thread_scan.h"
+
+#include <dirent.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+namespace {
+
+using namespace migr;
+using Clock = std::chrono::steady_clock;
+
+struct Shared {
+  std::atomic<int> ready;
+  std::atomic<bool> leave;
+  std::atomic<std::uint64_t> progress;
+};
+
+// The marked code: its own section, so that its range is known.
+extern "C" char __start_marked_text[], __stop_marked_text[];
+#define MARKED [[gnu::noinline, gnu::section("marked_text")]]
+
+[[gnu::noinline]] void park(Shared* s) {
+  s->ready++;
+  while (!s->leave) {
+    pollfd none{-1, 0, 0};
+    poll(&none, 1, 5);
+  }
+  asm volatile("");  // no tail call: a return address has to lie in the caller
+}
+
+MARKED void inside_and_below(Shared* s) {
+  park(s);
+  asm volatile("");
+}
+
+MARKED void spin_inside(Shared* s) {
+  s->ready++;
+  while (!s->leave) asm volatile("pause");
+}
+
+// A value on the stack that looks like a return address, in a frame that is live.
+[[gnu::noinline]] void outside_with_stale_word(Shared* s) {
+  volatile std::uint64_t junk[4];
+  junk[1] = reinterpret_cast<std::uint64_t>(__start_marked_text) + 9;
+  park(s);
+  asm volatile("" : : "r"(junk) : "memory");
+}
+
+struct Forked {
+  pid_t pid;
+  Shared* shared;
+
+  template <class F>
+  explicit Forked(int threads, F body) {
+    shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    new (shared) Shared{};
+    pid = fork();
+    if (pid == 0) {
+      alarm(60);
+      std::vector<std::thread> t;
+      for (int i = 0; i < threads; i++) t.emplace_back([=, this] { body(i, shared); });
+      for (auto& x : t) x.join();
+      _exit(0);
+    }
+    for (int i = 0; i < 5000 && shared->ready < threads; i++) usleep(1000);
+    EXPECT_EQ(shared->ready, threads);
+  }
+  // Ended by itself and not by a signal of ours.
+  int end() {
+    shared->leave = true;
+    int st = -1;
+    waitpid(pid, &st, 0);
+    pid = 0;
+    return st;
+  }
+  ~Forked() {
+    if (pid) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+    munmap(shared, sizeof(Shared));
+  }
+};
+
+TextRange marked() {
+  return {reinterpret_cast<std::uint64_t>(__start_marked_text),
+          static_cast<std::uint64_t>(__stop_marked_text - __start_marked_text)};
+}
+
+Result<ScanStats> scan(pid_t pid, int limit_ms) {
+  const TextRange r[] = {marked()};
+  return wait_until_outside(pid, r, 0, Clock::now() + std::chrono::milliseconds(limit_ms));
+}
+
+TEST(ThreadScan, ThreadsOutsideAreSeenAtOnce) {
+  Forked f(8, [](int, Shared* s) { park(s); });
+  auto r = scan(f.pid, 2000);
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(r->threads, 9u);
+  EXPECT_EQ(r->stops, 9u);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, InstructionPointerInsideIsNotOutside) {
+  Forked f(2, [](int i, Shared* s) { i ? spin_inside(s) : park(s); });
+  auto r = scan(f.pid, 100);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, ReturnAddressInsideIsNotOutside) {
+  Forked f(2, [](int i, Shared* s) { i ? inside_and_below(s) : park(s); });
+  auto r = scan(f.pid, 100);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, StaleWordOnTheStackIsUnwound) {
+  Forked f(1, [](int, Shared* s) { outside_with_stale_word(s); });
+  auto r = scan(f.pid, 5000);
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_GE(r->unwound, 1u);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, WaitsForTheOneThatLeaves) {
+  Forked f(3, [](int i, Shared* s) { i == 1 ? inside_and_below(s) : park(s); });
+  std::thread later([&] { usleep(150'000); f.shared->leave = true; });
+  const auto start = Clock::now();
+  auto r = scan(f.pid, 5000);
+  later.join();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_GE(Clock::now() - start, std::chrono::milliseconds(100));
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, ProcessGoesOnAfterwards) {
+  Forked f(1, [](int, Shared* s) {
+    s->ready++;
+    while (!s->leave) s->progress++;
+  });
+  ASSERT_TRUE(scan(f.pid, 2000));
+  const auto before = f.shared->progress.load();
+  usleep(50'000);
+  EXPECT_GT(f.shared->progress.load(), before);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, BlockedReadIsRestarted) {
+  int p[2];
+  ASSERT_EQ(pipe(p), 0);
+  Forked f(1, [=](int, Shared* s) {
+    char c;
+    s->ready++;
+    s->progress = static_cast<std::uint64_t>(read(p[0], &c, 1));
+    while (!s->leave) usleep(1000);
+  });
+  usleep(20'000);
+  for (int i = 0; i < 5; i++) ASSERT_TRUE(scan(f.pid, 2000));
+  ASSERT_EQ(write(p[1], "x", 1), 1);
+  for (int i = 0; i < 2000 && !f.shared->progress; i++) usleep(1000);
+  EXPECT_EQ(f.shared->progress, 1u);
+  EXPECT_EQ(f.end(), 0);
+  close(p[0]), close(p[1]);
+}
+
+TEST(ThreadScan, NoSuchProcessIsESRCH) {
+  const pid_t p = fork();
+  if (!p) _exit(0);
+  waitpid(p, nullptr, 0);
+  auto r = scan(p, 100);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ESRCH);
+}
+
+TEST(ThreadScan, TracedBySomebodyElseIsEPERM) {
+  Forked f(1, [](int, Shared* s) { park(s); });
+  // The tracer has to be another process than we.
+  int up[2], down[2];
+  ASSERT_EQ(pipe(up), 0);
+  ASSERT_EQ(pipe(down), 0);
+  const pid_t tracer = fork();
+  if (!tracer) {
+    char c = 'n';
+    // Its main thread is enough.
+    if (syscall(101 /* ptrace */, 0x4206 /* SEIZE */, f.pid, 0, 0) == 0) c = 'y';
+    if (write(up[1], &c, 1) != 1) _exit(1);
+    close(down[1]);
+    _exit(read(down[0], &c, 1) == 0 ? 0 : 0);
+  }
+  char c = 0;
+  ASSERT_EQ(read(up[0], &c, 1), 1);
+  EXPECT_EQ(c, 'y');
+  auto r = scan(f.pid, 500);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EPERM);
+  for (int fd : {up[0], up[1], down[0], down[1]}) close(fd);
+  waitpid(tracer, nullptr, 0);
+  EXPECT_EQ(f.end(), 0);
+}
+
+}  // namespace
