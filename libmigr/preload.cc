@@ -534,7 +534,11 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (!shadow) return real().modify_qp(qp, attr, mask);
   const int err = real().modify_qp(shadow->real, attr, mask);
   shadow->app.state = shadow->real->state;
-  return err;
+  if (err) return err;
+  if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
+  if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
+  shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
+  return 0;
 }
 
 MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_init_attr* init) {
@@ -548,6 +552,8 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   init->send_cq = shadow->app.send_cq;
   init->recv_cq = shadow->app.recv_cq;
   if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
+  if (shadow->birth.mask & IBV_QP_DEST_QPN) attr->dest_qp_num = shadow->birth.dest_qp_num;
+  if (shadow->birth.mask & IBV_QP_AV) attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
   shadow->app.state = shadow->real->state;
   return 0;
 }

@@ -173,6 +173,12 @@ struct alignas(64) QpShadow {
   bool init_is_ex;           ///< made by create_qp_ex
   ibv_qp_cap cap;            ///< as the device gave it
   switchover::Phase phase;
+  /// Whom the application has connected to, as it named it: ibv_query_qp keeps answering so after a switchover.
+  struct {
+    int mask;  ///< of IBV_QP_DEST_QPN, IBV_QP_AV: what of this is known
+    std::uint32_t dest_qp_num;
+    ibv_ah_attr ah;
+  } birth;
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptSend> kept_sends;
   std::deque<KeptReceive> kept_receives;
