@@ -441,7 +441,6 @@ int events_open(void)
 	event_sock = nl_socket_alloc();
 	if (group < 0 || !event_sock || genl_connect(event_sock))
 		return -ENOENT;
-	nl_socket_disable_seq_check(event_sock);
 	return nl_socket_add_membership(event_sock, group) ? -EPERM : nl_socket_get_fd(event_sock);
 }
 
@@ -458,6 +457,13 @@ static int on_event(struct nl_msg *msg, void *arg)
 	return NL_STOP;
 }
 
+static int any_seq(struct nl_msg *msg, void *arg)
+{
+	(void)msg;
+	(void)arg;
+	return NL_OK;
+}
+
 int events_next(struct migr_ev *ev, int timeout_ms)
 {
 	struct pollfd p = { .fd = nl_socket_get_fd(event_sock), .events = POLLIN };
@@ -467,6 +473,7 @@ int events_next(struct migr_ev *ev, int timeout_ms)
 		return -ETIMEDOUT;
 	cb = nl_cb_alloc(NL_CB_CUSTOM);
 	nl_cb_set(cb, NL_CB_VALID, NL_CB_CUSTOM, on_event, ev);
+	nl_cb_set(cb, NL_CB_SEQ_CHECK, NL_CB_CUSTOM, any_seq, NULL);
 	memset(ev, 0, sizeof(*ev));
 	nl_recvmsgs(event_sock, cb);
 	nl_cb_put(cb);

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+/* Binding gives a QP the number it had before; the name moves. */
+#include "migr_test.h"
+
+#include <errno.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+static struct obj_list objs;
+
+static int bind_own(int fd, uint32_t vqpn, uint32_t pqpn)
+{
+	struct migr_ioc_bind_qp arg = { vqpn, pqpn };
+
+	return ioctl(fd, MIGR_IOC_BIND_QP, &arg);
+}
+
+static struct migr_qp_rec *rec_of(uint32_t id, struct ibv_qp *qp)
+{
+	struct obj *o;
+
+	need(!genl_objs(id, &objs), "dump");
+	o = find_obj(&objs, MIGR_OBJ_QP, qp->handle);
+	need(o, "the QP is in the record");
+	return &o->rec.qp;
+}
+
+int main(void)
+{
+	struct ibv_qp *a, *b, *c;
+	const uint32_t *qpns;
+	struct side s;
+	uint32_t id;
+	int fd;
+
+	fd = migr_open();
+	side_open(&s);
+	need(!migr_attach(fd, s.context->cmd_fd, &id), "attach");
+	qpns = map_qpn_table(fd);
+	a = s.qp;
+	b = make_qp(&s);
+	need(b, "create_qp");
+
+	check(!bind_own(fd, 0x123456, a->qp_num), "bind a free number");
+	check_eq(qpns[a->qp_num], 0x123456 | MIGR_QPN_VALID, "the table shows it");
+	check_eq(rec_of(id, a)->vqpn, 0x123456, "so does the record");
+	check_eq(rec_of(id, a)->pqpn, a->qp_num, "the physical number stays");
+
+	check(!genl_bind_qp(id, 0x123456, b->qp_num), "the name moves to another QP, by netlink");
+	check_eq(qpns[b->qp_num], 0x123456 | MIGR_QPN_VALID, "the new holder is translated");
+	check_eq(qpns[a->qp_num], 0x123456 | MIGR_QPN_VALID, "the former one still is");
+	check_eq(rec_of(id, a)->flags, MIGR_QP_FORMER, "and is marked as former");
+	check_eq(rec_of(id, b)->flags, 0, "the new holder is not");
+	check(!bind_own(fd, 0x123456, a->qp_num), "it moves back");
+	check_eq(rec_of(id, b)->flags, MIGR_QP_FORMER, "and the other is former");
+	need(!ibv_destroy_qp(b), "destroy_qp");
+	b = make_qp(&s);
+	check(!bind_own(fd, a->qp_num, b->qp_num), "a's physical number as b's name");
+	check_eq(qpns[b->qp_num], a->qp_num | MIGR_QPN_VALID, "the table shows it");
+
+	/* a number that is taken as a name is not given at birth */
+	check(!bind_own(fd, b->qp_num + 1, b->qp_num), "take the number that comes next");
+	c = make_qp(&s);
+	need(c, "create_qp");
+	if (c->qp_num == b->qp_num + 1)
+		check(rec_of(id, c)->vqpn != c->qp_num, "a new QP of a taken number gets another name");
+	else
+		printf("# the driver gave 0x%x, not 0x%x\n", c->qp_num, b->qp_num + 1);
+	check_eq(qpns[c->qp_num], rec_of(id, c)->vqpn | MIGR_QPN_VALID, "the table agrees with the record");
+
+	check_errno(bind_own(fd, 0x1000000, a->qp_num), ERANGE, "a number wider than 24 bits");
+	check_errno(bind_own(fd, 5, 0x1000000), ERANGE, "a physical number wider than 24 bits");
+	check_errno(bind_own(fd, 1, a->qp_num), EINVAL, "QP 1");
+	check_errno(bind_own(fd, 5, 0xfffffe), ENOENT, "no such QP");
+	check_eq(genl_bind_qp(id, 0x1000000, a->qp_num), (uint64_t)-ERANGE, "netlink: wider than 24 bits");
+	check_eq(genl_bind_qp(id, 5, 0xfffffe), (uint64_t)-ENOENT, "netlink: no such QP");
+	check_eq(genl_bind_qp(id + 1000, 5, a->qp_num), (uint64_t)-ENOENT, "netlink: no such context");
+	check_eq(genl_bind_qp(id, 0x77, a->qp_num), 0, "netlink: bind");
+	check_eq(rec_of(id, a)->vqpn, 0x77, "the record shows it");
+
+	ibv_destroy_qp(b);
+	ibv_destroy_qp(c);
+	side_close(&s);
+	close(fd);
+	return finish();
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+/* Who may ask what: the record is for administrators, a container's root sees its own. */
+#include "migr_test.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <linux/netlink.h>
+
+static struct ctx_list ctxs;
+static struct obj_list objs;
+static struct side s;
+static uint32_t id;
+
+static int exit_status(pid_t child)
+{
+	int status;
+
+	waitpid(child, &status, 0);
+	return WIFEXITED(status) ? WEXITSTATUS(status) : 255;
+}
+
+/* Runs @f as another kind of user; its result is a bit set of what went wrong. */
+static int as(int (*become)(void), int (*f)(void))
+{
+	pid_t child;
+
+	fflush(stdout);
+	child = fork();
+	if (!child)
+		_exit(become() ? 128 : f());
+	return exit_status(child);
+}
+
+static int nobody(void)
+{
+	return setgid(65534) || setuid(65534);
+}
+
+/* root of a user and network namespace of its own */
+static int container(void)
+{
+	return unshare(CLONE_NEWUSER | CLONE_NEWNET);
+}
+
+static int asks_for_all(void)
+{
+	struct migr_info info;
+	struct migr_ioc_attach a = { MIGR_ABI_VERSION, s.context->cmd_fd, 0, 0 };
+	int fd = open("/dev/migr", O_RDWR), wrong = 0;
+
+	wrong |= genl_info(&info) != 0;
+	wrong |= (genl_ctxs(0, &ctxs) != -EPERM) << 1;
+	wrong |= (genl_objs(id, &objs) != -EPERM) << 2;
+	wrong |= (genl_bind_qp(id, 5, s.qp->qp_num) != -EPERM) << 3;
+	wrong |= (genl_reserve(0x222222) != -EPERM) << 4;
+	wrong |= (events_open() != -EPERM) << 5;
+	wrong |= (fd < 0 || ioctl(fd, MIGR_IOC_ATTACH, &a)) << 6;	/* the fd is proof enough */
+	return wrong;
+}
+
+static int in_container(void)
+{
+	int err = genl_ctxs(0, &ctxs), wrong = 0;
+
+	if (err == -ENOENT)
+		return 0;	/* the family is not to be had there */
+	wrong |= err != 0 || ctxs.n != 0;
+	wrong |= (genl_objs(id, &objs) != -EPERM) << 1;
+	wrong |= (genl_bind_qp(id, 5, s.qp->qp_num) != -EPERM) << 2;
+	wrong |= (genl_reserve(0x222222) != -EPERM) << 3;
+	wrong |= (genl_release(0x222223) != -EPERM) << 4;
+	return wrong;
+}
+
+int main(void)
+{
+	int fd = migr_open();
+
+	side_open(&s);
+	need(!migr_attach(fd, s.context->cmd_fd, &id), "attach");
+	check_eq(as(nobody, asks_for_all), 0, "an ordinary user: info and its own descriptors, nothing else");
+	need(!migr_attach(migr_open(), s.context->cmd_fd, &id), "attach");
+	check_eq(as(container, in_container), 0, "root of a container sees nothing of the host");
+	side_close(&s);
+	close(fd);
+	return finish();
+}
