@@ -24,7 +24,7 @@ struct rst_cmd {
 	uint32_t out_len;
 	struct migr_rst_resp *driver;	/* NULL: none wanted. len is set to what came */
 };
-int rst_uverbs(int cmd_fd, struct rst_cmd *cmd);	/* 0 or -errno */
+int rst_uverbs(const struct migr_rst_context *ctx, struct rst_cmd *cmd);	/* 0 or -errno */
 
 /* enum ib_qp_state: kernel ABI, but in no uapi header. */
 enum { STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS, STATE_SQD, STATE_SQE, STATE_ERR };

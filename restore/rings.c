@@ -45,6 +45,12 @@ static const struct migr_fd_desc *described(const struct migr_rst_process *p, ui
 	return NULL;
 }
 
+/* What a mapping is counted in. */
+static uint64_t pages(uint64_t bytes)
+{
+	return (bytes + 4095) / 4096;
+}
+
 /* Matches one object's rings; 0 when @old_pgoff is one of them. */
 static int match(uint32_t type, const struct migr_rst_resp *was, const struct migr_rst_resp *is, uint64_t old_pgoff,
 		 uint64_t *new_pgoff)
@@ -57,7 +63,7 @@ static int match(uint32_t type, const struct migr_rst_resp *was, const struct mi
 	for (int i = 0; i < n; i++) {
 		if (!from[i].bytes || from[i].pgoff != old_pgoff)
 			continue;
-		if (to[i].bytes != from[i].bytes)
+		if (pages(to[i].bytes) != pages(from[i].bytes))
 			return -EMSGSIZE;
 		*new_pgoff = to[i].pgoff;
 		return 0;

@@ -12,7 +12,9 @@
 
 #include "internal.h"
 
-/* enum ib_qp_attr_mask and ib_qp_state: kernel ABI by rdma-core's use, in no uapi header. */
+#define DRIVER_IDS 64	/* enum rdma_driver_id has about twenty */
+
+/* enum ib_qp_attr_mask: kernel ABI by rdma-core's use, in no uapi header. */
 enum {
 	QP_STATE = 1 << 0,
 	QP_ACCESS_FLAGS = 1 << 3,
@@ -46,7 +48,7 @@ static void attr_out(struct ib_uverbs_attr *a, uint16_t id, void *data, uint16_t
 	*a = (struct ib_uverbs_attr){ .attr_id = id, .len = len, .flags = flags, .data = (uintptr_t)data };
 }
 
-int rst_uverbs(int cmd_fd, struct rst_cmd *cmd)
+int rst_uverbs(const struct migr_rst_context *ctx, struct rst_cmd *cmd)
 {
 	struct {
 		struct ib_uverbs_ioctl_hdr hdr;
@@ -69,7 +71,30 @@ int rst_uverbs(int cmd_fd, struct rst_cmd *cmd)
 	c.hdr.object_id = UVERBS_OBJECT_DEVICE;
 	c.hdr.method_id = UVERBS_METHOD_INVOKE_WRITE;
 	c.hdr.num_attrs = n;
-	return ioctl(cmd_fd, RDMA_VERBS_IOCTL, &c) ? -errno : 0;
+	c.hdr.driver_id = ctx->driver_id;
+	return ioctl(ctx->cmd_fd, RDMA_VERBS_IOCTL, &c) ? -errno : 0;
+}
+
+/*
+ * Which driver this is. The kernel wants to hear it with each command, and answers
+ * EINVAL to a wrong one before anything else; an object that no driver has gives
+ * EPROTONOSUPPORT to the right one.
+ */
+static int find_driver(struct migr_rst_context *ctx)
+{
+	for (uint32_t id = 0; id < DRIVER_IDS; id++) {
+		struct ib_uverbs_ioctl_hdr hdr = {
+			.length = sizeof(hdr), .object_id = 0xffe, .method_id = 0xffe, .driver_id = id,
+		};
+
+		if (ioctl(ctx->cmd_fd, RDMA_VERBS_IOCTL, &hdr) && errno != EINVAL) {
+			if (errno != EPROTONOSUPPORT)
+				return -errno;
+			ctx->driver_id = id;
+			return 0;
+		}
+	}
+	return -EOPNOTSUPP;
 }
 
 int rst_fd_lift(int fd, int floor)
@@ -92,8 +117,10 @@ int migr_rst_context_create(struct migr_rst_context *c, struct migr_rst_err *err
 	struct ib_uverbs_get_context in = { 0 };
 	struct ib_uverbs_get_context_resp out = { 0 };
 	struct rst_cmd cmd = { IB_USER_VERBS_CMD_GET_CONTEXT, &in, sizeof(in), &out, sizeof(out), NULL };
-	int ret = rst_uverbs(c->cmd_fd, &cmd);
+	int ret = find_driver(c);
 
+	if (!ret)
+		ret = rst_uverbs(c, &cmd);
 	if (ret)
 		return rst_fail(err, -ret, "cannot make an RDMA context on %s: %s", c->new_ibdev, strerror(-ret));
 	ret = rst_fd_lift(out.async_fd, c->fd_floor);
@@ -110,7 +137,7 @@ int migr_rst_channel_create(struct migr_rst_context *c, struct migr_rst_channel 
 	struct ib_uverbs_create_comp_channel in = { 0 };
 	struct ib_uverbs_create_comp_channel_resp out = { 0 };
 	struct rst_cmd cmd = { IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL, &in, sizeof(in), &out, sizeof(out), NULL };
-	int ret = rst_uverbs(c->cmd_fd, &cmd);
+	int ret = rst_uverbs(c, &cmd);
 
 	if (!ret) {
 		ret = rst_fd_lift(out.fd, c->fd_floor);
@@ -128,7 +155,7 @@ int migr_rst_pd_create(struct migr_rst_context *c, struct migr_rst_pd *pd, struc
 	struct ib_uverbs_alloc_pd in = { 0 };
 	struct ib_uverbs_alloc_pd_resp out = { 0 };
 	struct rst_cmd cmd = { IB_USER_VERBS_CMD_ALLOC_PD, &in, sizeof(in), &out, sizeof(out), NULL };
-	int ret = rst_uverbs(c->cmd_fd, &cmd);
+	int ret = rst_uverbs(c, &cmd);
 
 	if (ret)
 		return rst_fail(err, -ret, "cannot make PD %u on %s: %s", pd->rec.handle, c->new_ibdev, strerror(-ret));
@@ -154,7 +181,7 @@ int migr_rst_cq_create(struct migr_rst_context *c, struct migr_rst_cq *cq, int c
 	cq->new_resp.len = cq->resp.len;	/* the same driver answers as many bytes */
 	if (cq->resp.len)
 		cmd.driver = &cq->new_resp;
-	ret = rst_uverbs(c->cmd_fd, &cmd);
+	ret = rst_uverbs(c, &cmd);
 	if (ret)
 		return rst_fail(err, -ret, "cannot make CQ %u (%u entries) on %s: %s", cq->rec.handle, cq->rec.cqe,
 				c->new_ibdev, strerror(-ret));
@@ -195,7 +222,7 @@ int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struc
 	qp->new_resp.len = qp->resp.len;	/* the same driver answers as many bytes */
 	if (qp->resp.len)
 		cmd.driver = &qp->new_resp;
-	ret = rst_uverbs(c->cmd_fd, &cmd);
+	ret = rst_uverbs(c, &cmd);
 
 	if (ret)
 		return rst_fail(err, -ret, "cannot make QP %#x (%u send, %u receive WRs) on %s: %s", r->vqpn,
@@ -218,7 +245,7 @@ static int modify(struct migr_rst_context *c, struct migr_rst_qp *qp, struct ib_
 	in->qp_handle = qp->new_handle;
 	in->qp_state = state;
 	in->attr_mask = QP_STATE | mask;
-	ret = rst_uverbs(c->cmd_fd, &cmd);
+	ret = rst_uverbs(c, &cmd);
 	if (ret)
 		return rst_fail(err, -ret, "QP %#x (here %#x) on %s does not go to %s: %s", qp->rec.vqpn, qp->new_pqpn,
 				c->new_ibdev, names[state], strerror(-ret));

@@ -116,6 +116,7 @@ struct migr_rst_context {
 	int cmd_fd, async_fd;		/* here; -1: none. Owned by the context once built */
 	struct migr_rst_channel *channels;
 	uint32_t nr_channels;
+	uint32_t driver_id;		/* enum rdma_driver_id, found out */
 	uint32_t new_comp_vectors;	/* completion vectors of the device here */
 	uint32_t new_ctx_id;		/* of migr.ko here; 0: not known */
 	char new_ibdev[MIGR_IBDEV_NAME_MAX];
