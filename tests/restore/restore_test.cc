@@ -65,7 +65,7 @@ Image sample() {
     migr_rst_mr* mr = migr_rst_add_mr(c);
     scribble(mr->rec, 9);
     mr->rec.pd_handle = 3;
-    mr->rec.reserved = 0;
+    mr->rec.flags = 0;
     migr_rst_cq* cq = migr_rst_add_cq(c);
     cq->rec.handle = 5;
     cq->rec.cqe = 128;
@@ -83,7 +83,7 @@ Image sample() {
       qp->rec.send_cq_handle = qp->rec.recv_cq_handle = 5;
       qp->rec.srq_handle = MIGR_NO_HANDLE;
       qp->rec.qp_type = 2;  // RC
-      qp->rec.reserved = 0;
+      qp->rec.flags = 0;
       qp->rec.ah.reserved = 0;
       qp->resp = qp_resp(0x100000 + i * 0x10000, 4096, 0x108000 + i * 0x10000, 16384);
     }
