@@ -175,6 +175,14 @@ void wr_atomic_write(ibv_qp_ex* keeper, std::uint32_t, std::uint64_t, const void
   owner(keeper).build_error = EOPNOTSUPP;
 }
 
+/// Another thread's session: after the one that is open.
+void wr_start(ibv_qp_ex* keeper) {
+  QpShadow& q = owner(keeper);
+  q.session_lock.lock();
+  q.session_lock.unlock();
+  path::wr_start(&q.app_ex);
+}
+
 int wr_complete(ibv_qp_ex* keeper) {
   QpShadow& q = owner(keeper);
   push_building(q);
@@ -227,6 +235,7 @@ void install_keeper(QpShadow& q) {
   ex.wr_set_inline_data_list = wr_set_inline_data_list;
   ex.wr_set_sge = wr_set_sge;
   ex.wr_set_sge_list = wr_set_sge_list;
+  ex.wr_start = wr_start;
   ex.wr_complete = wr_complete;
   ex.wr_abort = wr_abort;
   ex.wr_atomic_write = wr_atomic_write;

@@ -351,12 +351,12 @@ MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
   return target;
 }
 
-MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept;
-
 /// Called by tail call: while it waits, no frame of the path may be on the stack.
 MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
   if (!kept::start(shadow_of(qp))) wr_start(qp);
 }
+
+}  // namespace
 
 MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
@@ -366,17 +366,19 @@ MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
   q.session.store(Session::kPath, std::memory_order_relaxed);
 }
 
+namespace {
+
 MIGR_PATH int wr_complete(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   ibv_qp_ex* const target = q.target;
-  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  q.session.store(Session::kNone, std::memory_order_relaxed);
   return target->wr_complete(target);
 }
 
 MIGR_PATH void wr_abort(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   ibv_qp_ex* const target = q.target;
-  if (target != &q.keeper.ex) q.session.store(Session::kNone, std::memory_order_relaxed);
+  q.session.store(Session::kNone, std::memory_order_relaxed);
   target->wr_abort(target);
 }
 
@@ -532,22 +534,31 @@ MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
 
 MIGR_PATH void end_poll(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
-  ibv_cq_ex* const real = c.real_ex;
-  if (c.target != real) [[unlikely]] {
-    c.target = real;
-    return;
-  }
+  ibv_cq_ex* const target = c.target;
   c.ex_session.store(false, std::memory_order_relaxed);
-  real->end_poll(real);
+  target->end_poll(target);
 }
 
-const ibv_wc& fake_wc(const ibv_cq_ex* fake) { return reinterpret_cast<const CqShadow::FakeEx*>(fake)->wc; }
+CqShadow::FakeEx& fake_of(ibv_cq_ex* fake) { return *reinterpret_cast<CqShadow::FakeEx*>(fake); }
+const ibv_wc& fake_wc(ibv_cq_ex* fake) { return fake_of(fake).wc; }
+
+void fake_end_poll(ibv_cq_ex* fake) noexcept {
+  CqShadow& c = *fake_of(fake).owner;
+  c.target = c.real_ex;
+}
+
+MIGR_PATH [[gnu::noinline]] std::uint32_t read_qp_num_switched(CqShadow& c) noexcept {
+  ibv_cq_ex* const target = c.target;
+  const std::uint32_t qpn = target->read_qp_num(target);
+  return target == c.real_ex ? virtual_qpn(c, qpn) : qpn;
+}
 
 MIGR_PATH std::uint32_t read_qp_num(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
+  if (c.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return read_qp_num_switched(c);
   ibv_cq_ex* const target = c.target;
-  if (!c.state.load(std::memory_order_relaxed) || target != c.real_ex) return target->read_qp_num(target);
-  return virtual_qpn(c, target->read_qp_num(target));
+  return target->read_qp_num(target);
 }
 std::uint32_t fake_read_qp_num(ibv_cq_ex* fake) noexcept { return fake_wc(fake).qp_num; }
 
@@ -584,6 +595,8 @@ void fake_read_tm_info(ibv_cq_ex*, ibv_wc_tm_info* info) noexcept { *info = {}; 
 
 void install_pollers(CqShadow& c) {
   c.target = c.real_ex;
+  c.fake_ex.owner = &c;
+  c.fake_ex.ex.end_poll = fake_end_poll;
   c.app_ex.comp_mask = c.real_ex->comp_mask;
 #define MIGR_INSTALL_CALL(name) c.app_ex.name = c.real_ex->name ? name : nullptr
 #define MIGR_INSTALL(name)   \

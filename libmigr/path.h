@@ -15,6 +15,9 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept;
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept;
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept;
 
+/// What the application's ibv_wr_start() calls.
+void wr_start(ibv_qp_ex* qp) noexcept;
+
 /// Our functions for every one that the provider gave `qp.real_ex`.
 void install_wr_api(QpShadow& qp);
 /// The same for an ibv_cq_ex.

@@ -130,6 +130,7 @@ struct alignas(64) CqShadow {
   struct FakeEx {
     ibv_cq_ex ex;  ///< readers of `wc`
     ibv_wc wc;
+    CqShadow* owner;
   } fake_ex;
   /* the rest */
   std::mutex lock;

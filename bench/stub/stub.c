@@ -627,6 +627,13 @@ int migr_stub_complete_receives(uint32_t qpn, uint32_t byte_len)
 	return n;
 }
 
+uint32_t migr_stub_posted(uint32_t qpn)
+{
+	struct stub_qp *q = qp_named(qpn);
+
+	return q ? __atomic_load_n(&q->sq.head, __ATOMIC_RELAXED) : 0;
+}
+
 const void *migr_stub_last_wr(uint32_t qpn)
 {
 	struct stub_qp *q = qp_named(qpn);

@@ -16,6 +16,9 @@ extern "C" {
 int migr_stub_complete_sends(uint32_t qpn);
 int migr_stub_complete_receives(uint32_t qpn, uint32_t byte_len);
 
+/* Send work requests that this QP was ever given; those of an open ibv_wr_* session count. 0: no such QP. */
+uint32_t migr_stub_posted(uint32_t qpn);
+
 /* The WR structure that the last post_send or post_recv on this QP was given; tells a copy from the original. */
 const void *migr_stub_last_wr(uint32_t qpn);
 

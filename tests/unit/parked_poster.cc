@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The victim of suspension_closed_test: a plain libibverbs program over the stub provider. One thread posts one send per
+// round, one instruction at a time (trap flag), and stands still before the instruction that the test has chosen.
+//   parked_poster classic|wr FD    FD: memfd with struct Parked
+#include <infiniband/verbs.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "parked.h"
+#include "stub.h"
+
+namespace {
+
+constexpr unsigned long long kTrapFlag = 0x100;
+
+Parked* shared;
+std::atomic<bool> stepping;
+std::int32_t step;
+
+void nap() {
+  const timespec pause{0, 50'000};
+  nanosleep(&pause, nullptr);
+}
+
+// Runs before every instruction of the post.
+void on_step(int, siginfo_t*, void* context) {
+  auto* uc = static_cast<ucontext_t*>(context);
+  if (!stepping.load(std::memory_order_relaxed)) {
+    uc->uc_mcontext.gregs[REG_EFL] &= ~static_cast<long long>(kTrapFlag);
+    return;
+  }
+  if (step++ != shared->park_at.load()) return;
+  const std::uint32_t round = shared->go.load();
+  shared->parked.store(round);
+  while (shared->release.load() < round) nap();
+}
+
+void trap_on() {
+  step = 0;
+  stepping.store(true, std::memory_order_relaxed);
+  asm volatile("pushfq; orq %0, (%%rsp); popfq" ::"i"(kTrapFlag) : "memory", "cc");
+}
+
+void trap_off() { stepping.store(false, std::memory_order_relaxed); }
+
+[[noreturn]] void die(const char* what) {
+  std::perror(what);
+  std::exit(2);
+}
+
+struct Objects {
+  ibv_qp* qp;
+  ibv_qp_ex* ex;
+  ibv_cq* cq;
+  ibv_mr* mr;
+};
+
+Objects make_objects(char* memory, std::size_t bytes) {
+  int count = 0;
+  ibv_device** devices = ibv_get_device_list(&count);
+  if (!devices || !count) die("ibv_get_device_list");
+  ibv_context* context = ibv_open_device(devices[0]);
+  if (!context) die("ibv_open_device");
+  Objects o{};
+  ibv_pd* pd = ibv_alloc_pd(context);
+  o.mr = ibv_reg_mr(pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
+  o.cq = ibv_create_cq(context, 64, nullptr, nullptr, 0);
+  if (!pd || !o.mr || !o.cq) die("pd, mr, cq");
+  ibv_qp_init_attr_ex init{};
+  init.send_cq = init.recv_cq = o.cq;
+  init.cap = {.max_send_wr = 32, .max_recv_wr = 32, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.qp_type = IBV_QPT_RC;
+  init.sq_sig_all = 1;
+  init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+  init.pd = pd;
+  init.send_ops_flags = IBV_QP_EX_WITH_SEND;
+  o.qp = ibv_create_qp_ex(context, &init);
+  if (!o.qp) die("ibv_create_qp_ex");
+  o.ex = ibv_qp_to_qp_ex(o.qp);
+  for (const ibv_qp_state to : {IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS}) {
+    ibv_qp_attr attr{};
+    attr.qp_state = to;
+    if (ibv_modify_qp(o.qp, &attr, IBV_QP_STATE)) die("ibv_modify_qp");
+  }
+  return o;
+}
+
+int post_classic(const Objects& o, ibv_send_wr& wr) {
+  ibv_send_wr* bad;
+  trap_on();
+  const int error = ibv_post_send(o.qp, &wr, &bad);
+  trap_off();
+  return error;
+}
+
+int post_wr(const Objects& o, const ibv_send_wr& wr) {
+  trap_on();
+  ibv_wr_start(o.ex);
+  o.ex->wr_id = wr.wr_id;
+  o.ex->wr_flags = wr.send_flags;
+  ibv_wr_send(o.ex);
+  ibv_wr_set_sge(o.ex, wr.sg_list->lkey, wr.sg_list->addr, wr.sg_list->length);
+  const int error = ibv_wr_complete(o.ex);
+  trap_off();
+  return error;
+}
+
+// The hardware and the polling half of the application.
+void complete_and_poll(const Objects& o) {
+  std::uint64_t next = 1;
+  for (;;) {
+    migr_stub_complete_sends(o.qp->qp_num);
+    shared->in_queue.store(migr_stub_posted(o.qp->qp_num));
+    ibv_wc wc;
+    while (ibv_poll_cq(o.cq, 1, &wc) > 0) {
+      if (wc.wr_id != next++ || wc.status != IBV_WC_SUCCESS) shared->out_of_order.fetch_add(1);
+      shared->completed.fetch_add(1);
+    }
+    nap();
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  void* page = mmap(nullptr, sizeof(Parked), PROT_READ | PROT_WRITE, MAP_SHARED, std::atoi(argv[2]), 0);
+  if (page == MAP_FAILED) die("mmap");
+  shared = static_cast<Parked*>(page);
+  struct sigaction trap {};
+  trap.sa_sigaction = on_step;
+  trap.sa_flags = SA_SIGINFO;
+  sigaction(SIGTRAP, &trap, nullptr);
+
+  static char memory[4096];
+  const Objects o = make_objects(memory, sizeof memory);
+  std::thread(complete_and_poll, o).detach();
+  for (std::uint32_t round = 1;; ++round) {
+    while (shared->go.load() < round) nap();
+    if (shared->park_at.load() < 0) _exit(0);
+    ibv_sge sge{.addr = reinterpret_cast<std::uintptr_t>(memory), .length = 64, .lkey = o.mr->lkey};
+    ibv_send_wr wr{};
+    wr.wr_id = round;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.opcode = IBV_WR_SEND;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    shared->error.store(std::strcmp(argv[1], "wr") ? post_classic(o, wr) : post_wr(o, wr));
+    shared->steps.store(step);
+    shared->done.store(round);
+  }
+}
