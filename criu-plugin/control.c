@@ -163,8 +163,11 @@ static int reply_prepare(int fd)
 	for_each_context(p, c)
 		for (uint32_t k = 0; k < c->rec.nr_qp; k++) {
 			const struct migr_rst_qp *qp = &c->qps[k];
-			struct migr_rc_qp *r = &recs[n++];
+			struct migr_rc_qp *r = &recs[n];
 
+			if (qp->rec.flags & MIGR_QP_FORMER)
+				continue;
+			n++;
 			r->src_ctx_id = c->rec.ctx_id;
 			r->vqpn = qp->rec.vqpn;
 			r->src_pqpn = qp->rec.pqpn;

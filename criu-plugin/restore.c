@@ -169,7 +169,8 @@ int restore_connect(const struct migr_rc_connect *r, struct migr_rst_err *err)
 
 static int was_connected(const struct migr_rst_qp *qp)
 {
-	return qp->rec.qp_type != IB_UVERBS_QPT_UD && (qp->rec.qp_state == QPS_RTS || qp->rec.qp_state == QPS_SQD);
+	return qp->rec.qp_type != IB_UVERBS_QPT_UD && !(qp->rec.flags & MIGR_QP_FORMER) &&
+	       (qp->rec.qp_state == QPS_RTS || qp->rec.qp_state == QPS_SQD);
 }
 
 int restore_go(struct migr_rst_err *err)

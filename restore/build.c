@@ -55,6 +55,8 @@ static int build_qp(struct migr_rst_context *c, struct migr_rst_qp *qp, struct m
 	if (getrandom(&qp->new_psn, sizeof(qp->new_psn), 0) != sizeof(qp->new_psn))
 		return rst_fail(err, EIO, "no random number for the PSN of QP %#x", qp->rec.vqpn);
 	qp->new_psn &= MIGR_QPN_MASK;
+	if (qp->rec.flags & MIGR_QP_FORMER)	/* an old path: kept for its rings, never connected */
+		return 0;
 	ret = migr_rst_gid_find(c->new_ibdev, port, &qp->rec.ah, qp->new_sgid, &qp->new_sgid_index, err);
 	if (ret)
 		return ret;

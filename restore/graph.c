@@ -164,7 +164,7 @@ struct migr_rst_cq *rst_find_cq(const struct migr_rst_context *c, uint32_t old_h
 struct migr_rst_qp *migr_rst_find_qp(const struct migr_rst_context *c, uint32_t vqpn)
 {
 	for (uint32_t i = 0; i < c->rec.nr_qp; i++)
-		if (c->qps[i].rec.vqpn == vqpn)
+		if (c->qps[i].rec.vqpn == vqpn && !(c->qps[i].rec.flags & MIGR_QP_FORMER))
 			return &c->qps[i];
 	return NULL;
 }
@@ -234,10 +234,17 @@ static int check_context(const struct migr_rst_process *p, const struct migr_rst
 				type < __MIGR_OBJ_MAX && obj_names[type] ? obj_names[type] : "object of unknown kind",
 				c->others[i].rec.handle);
 	}
-	for (uint32_t i = 0; i < c->rec.nr_mr; i++)
-		if (!rst_find_pd(c, c->mrs[i].rec.pd_handle))
-			return rst_fail(err, EBADMSG, "MR %u of pid %u: its PD %u is not on record",
-					c->mrs[i].rec.handle, p->pid, c->mrs[i].rec.pd_handle);
+	for (uint32_t i = 0; i < c->rec.nr_mr; i++) {
+		const struct migr_mr_rec *mr = &c->mrs[i].rec;
+
+		if (!rst_find_pd(c, mr->pd_handle))
+			return rst_fail(err, EBADMSG, "MR %u of pid %u: its PD %u is not on record", mr->handle, p->pid,
+					mr->pd_handle);
+		if (mr->flags & (MIGR_MR_DMABUF | MIGR_MR_DM))
+			return rst_fail(err, EOPNOTSUPP,
+					"MR %u of pid %u is memory of a device: only the process's own can be restored",
+					mr->handle, p->pid);
+	}
 	for (uint32_t i = 0; i < c->rec.nr_cq; i++) {
 		const struct migr_cq_rec *cq = &c->cqs[i].rec;
 		int has_fd = 0;

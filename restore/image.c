@@ -48,7 +48,7 @@ static uint32_t crc32_of(const uint8_t *p, size_t n)
 #define CTX_FIELDS(X) X(ctx_id) X(flags) X(pid) X(num_comp_vectors) X(mr_bytes)
 #define PD_FIELDS(X) X(handle)
 #define MR_FIELDS(X) \
-	X(handle) X(pd_handle) X(start) X(length) X(iova) X(access) X(vlkey) X(vrkey) X(plkey) X(prkey)
+	X(handle) X(pd_handle) X(start) X(length) X(iova) X(access) X(vlkey) X(vrkey) X(plkey) X(prkey) X(flags)
 #define CQ_FIELDS(X) X(handle) X(cqe) X(comp_vector) X(flags) X(channel) X(user_handle)
 #define AH_FIELDS(X) \
 	X(is_global) X(gid_type) X(flow_label) X(sgid_index) X(hop_limit) X(traffic_class) X(sl) X(src_path_bits) \
@@ -58,7 +58,7 @@ static uint32_t crc32_of(const uint8_t *p, size_t n)
 	X(user_handle) X(max_send_wr) X(max_recv_wr) X(max_send_sge) X(max_recv_sge) X(max_inline_data) \
 	X(sq_sig_all) X(create_flags) X(attr_mask) X(qp_state) X(path_mtu) X(qkey) X(rq_psn) X(sq_psn) X(dest_qpn) \
 	X(access_flags) X(pkey_index) X(port_num) X(timeout) X(retry_cnt) X(rnr_retry) X(min_rnr_timer) \
-	X(max_rd_atomic) X(max_dest_rd_atomic)
+	X(max_rd_atomic) X(max_dest_rd_atomic) X(flags)
 #define OTHER_FIELDS(X) X(handle) X(pd_handle) X(num)
 #define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number)
 

@@ -269,6 +269,22 @@ TEST(Check, AContextWithoutLibmigrIsRefused) {
   EXPECT_NE(std::string(err.text).find("libmigr"), std::string::npos) << err.text;
 }
 
+TEST(Check, MemoryOfADeviceIsRefused) {
+  Image img = sample();
+  img->processes[0]->contexts[0].mrs[0].rec.flags = MIGR_MR_DMABUF;
+  migr_rst_err err{};
+  EXPECT_EQ(migr_rst_process_check(img->processes[0], &err), -EOPNOTSUPP);
+}
+
+TEST(Graph, TheFormerHolderOfANameIsNotFoundByIt) {
+  Image img = sample();
+  migr_rst_context* c = migr_rst_find_context(img.get(), 11);
+  ASSERT_NE(c, nullptr);
+  c->qps[0].rec.vqpn = c->qps[9].rec.vqpn;
+  c->qps[0].rec.flags = MIGR_QP_FORMER;
+  EXPECT_EQ(migr_rst_find_qp(c, c->qps[9].rec.vqpn), &c->qps[9]);
+}
+
 TEST(Check, AnUnrestorableKindIsNamed) {
   Image img = sample();
   migr_rst_add_other(&img->processes[0]->contexts[0])->obj_type = MIGR_OBJ_MW;
