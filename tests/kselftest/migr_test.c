@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -236,10 +237,38 @@ const struct migr_key_entry *map_key_table(int fd)
 	return p;
 }
 
+int module_load(void)
+{
+	const char *path = getenv("MIGR_KO");
+	int fd, ret, err;
+
+	if (!path)
+		skip("MIGR_KO does not say where migr.ko is");
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	need(fd >= 0, "open %s", path);
+	ret = syscall(SYS_finit_module, fd, "", 0);
+	err = errno;
+	close(fd);
+	errno = err;
+	return ret;
+}
+
+int module_remove(void)
+{
+	return syscall(SYS_delete_module, MIGR_GENL_NAME, O_NONBLOCK);
+}
+
 /* ---- netlink --------------------------------------------------------------- */
 
 static struct nl_sock *sock, *event_sock;
 static int family;
+
+void genl_forget(void)
+{
+	nl_socket_free(sock);
+	nl_socket_free(event_sock);
+	sock = event_sock = NULL;
+}
 
 struct reply {
 	int (*take)(struct nlattr **attrs, void *arg);
@@ -290,7 +319,10 @@ static int genl_open(void)
 		return -ECONNREFUSED;
 	nl_socket_set_buffer_size(sock, 1 << 20, 0);
 	family = genl_ctrl_resolve(sock, MIGR_GENL_NAME);
-	return family < 0 ? -ENOENT : 0;
+	if (family >= 0)
+		return 0;
+	genl_forget();
+	return -ENOENT;
 }
 
 /* Sends @msg (and frees it), takes what comes until the end of the answer. */

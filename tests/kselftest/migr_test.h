@@ -59,6 +59,10 @@ int migr_attach(int fd, int uverbs_fd, uint32_t *ctx_id);	/* 0 or -1 */
 const uint32_t *map_qpn_table(int fd);
 const struct migr_key_entry *map_key_table(int fd);
 
+/* Loads and removes the module; 0 or -1 with errno. Others may not use it meanwhile. */
+int module_load(void);			/* file: environment MIGR_KO */
+int module_remove(void);		/* EWOULDBLOCK: it is held */
+
 /* ---- netlink ---- */
 
 struct ctx_list {
@@ -101,6 +105,7 @@ int genl_reserve(uint32_t vqpn);
 int genl_release(uint32_t vqpn);
 /* A command with one u32 attribute or none (attr 0). */
 int genl_raw(int cmd, int flags, int attr, uint32_t value);
+void genl_forget(void);			/* after a reload of the module */
 int events_open(void);				/* a socket, or a negative errno */
 int events_next(struct migr_ev *ev, int timeout_ms);	/* 0, or -ETIMEDOUT */
 
