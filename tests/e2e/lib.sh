@@ -52,7 +52,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
+		build/user/criu-plugin/lib/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
@@ -93,7 +93,7 @@ host_setup() {
 				echo "$sep{\"name\": \"$p\", \"address\": \"$p:7471\"}"
 				sep=,
 			done
-			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
+			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin/lib\","
 			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
 	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" || fail "set-up of host $h" || return 1
@@ -167,7 +167,7 @@ e2e_reset() {
 			done
 			rm -rf "${bundles:?}"/*
 			pkill -KILL -x migr_verify
-			pkill -KILL "^ib_(write|send|read|atomic)_(bw|lat)$"
+			for p in ib_write_bw ib_send_bw ib_read_bw ib_atomic_bw; do pkill -KILL -x $p; done
 			pkill -KILL -x rate_sampler
 			pkill -KILL -x criu
 			true
