@@ -507,6 +507,19 @@ static void adopt(struct rdma *r, const char *kind, uint32_t was, uint32_t is, u
 			}
 }
 
+/* The module learns whose the context is now; without one nobody asks. */
+static void attach(int cmd_fd)
+{
+	struct migr_ioc_attach a = { .abi_version = MIGR_ABI_VERSION, .uverbs_fd = cmd_fd };
+	int fd = open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC);
+
+	if (fd < 0 && errno == ENOENT)
+		return;
+	if (fd < 0 || ioctl(fd, MIGR_IOC_ATTACH, &a))
+		fail("MIGR_IOC_ATTACH");
+	close(fd);
+}
+
 static void rebind(void)
 {
 	char path[256], kind[16];
@@ -534,7 +547,9 @@ static void rebind(void)
 		all[i].mr = ibv_reg_mr(all[i].pd, all[i].buf, buf_bytes(), IBV_ACCESS_LOCAL_WRITE);
 		if (!all[i].mr)
 			fail("ibv_reg_mr after the restore");
+		attach(all[i].ctx->cmd_fd);
 	}
+	write_fds();	/* handles are others now */
 	unlink(path);
 }
 
