@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+/* Devices come and go: those that come are recorded, those that go leave nothing. */
+#include "migr_test.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define NETDEV "migrtest0"
+#define IBDEV "migrtest"
+
+static struct ctx_list ctxs;
+
+static struct ibv_context *open_named(const char *name)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	struct ibv_context *context = NULL;
+	int i;
+
+	for (i = 0; list[i]; i++)
+		if (!strcmp(ibv_get_device_name(list[i]), name))
+			context = ibv_open_device(list[i]);
+	ibv_free_device_list(list);
+	return context;
+}
+
+int main(void)
+{
+	struct migr_info before, info;
+	struct ibv_context *context = NULL;
+	int status, i;
+	pid_t child;
+
+	close(migr_open());
+	if (system("ip link add " NETDEV " type dummy && ip link set " NETDEV " up"))
+		skip("no dummy network devices");
+	need(!genl_info(&before), "info");
+	need(!system("rdma link add " IBDEV " type rxe netdev " NETDEV), "add a device");
+	genl_info(&info);
+	check_eq(info.nr_dev, before.nr_dev + 1, "a device that comes is ours");
+	for (i = 0; i < 50 && !context; i++) {	/* udev makes the node */
+		context = open_named(IBDEV);
+		usleep(100000);
+	}
+	need(context, "open the device");
+	need(ibv_alloc_pd(context), "alloc_pd");
+	need(!genl_ctxs(getpid(), &ctxs), "dump");
+	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, IBDEV) && ctxs.rec[0].nr_pd == 1 && !ctxs.rec[0].flags,
+	      "what is made on it is recorded");
+
+	fflush(stdout);
+	child = fork();
+	if (!child) {
+		/* inherits the files: closes them, so that the parent's close counts */
+		close(context->cmd_fd);
+		close(context->async_fd);
+		_exit(system("timeout 60 rdma link del " IBDEV) ? 1 : 0);
+	}
+	usleep(500000);	/* it waits for us, or has taken the device from us */
+	ibv_close_device(context);
+	need(waitpid(child, &status, 0) == child, "wait");
+	check(WIFEXITED(status) && !WEXITSTATUS(status), "the device goes");
+	need(!genl_info(&info), "info");
+	check_eq(info.nr_dev, before.nr_dev, "and is ours no more");
+	need(!genl_ctxs(getpid(), &ctxs), "dump");
+	check_eq(ctxs.n, 0, "nor is its context");
+	if (system("ip link del " NETDEV))
+		printf("# cannot remove " NETDEV "\n");
+	return finish();
+}
