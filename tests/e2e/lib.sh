@@ -25,6 +25,7 @@ E2E_BUNDLES=/var/lib/migr-e2e
 E2E_PKI=$E2E_ROOT/build/e2e/pki
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
+E2E_VARS=()
 mkdir -p "$E2E_OUT"
 
 note() { echo "# $*" >&2; }
@@ -52,7 +53,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/lib/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
+		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
@@ -80,7 +81,7 @@ host_setup() {
 		set -e
 		root=$1 kver=$2 lib=$3 name=$4 pki=$5
 		mkdir -p "$lib" /etc/migr/pki
-		cp "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" "$lib/"
+		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" "$lib/"
 		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
 		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
 		for i in $(seq 50); do [ ! -e /dev/migr ] || break; sleep 0.1; done
@@ -93,7 +94,7 @@ host_setup() {
 				echo "$sep{\"name\": \"$p\", \"address\": \"$p:7471\"}"
 				sep=,
 			done
-			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin/lib\","
+			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
 			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
 	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" || fail "set-up of host $h" || return 1
@@ -182,11 +183,11 @@ e2e_reset() {
 # ---- containers and partners
 
 # start_container HOST ID CMD...: CMD with libmigr in a container; its output is in the container's /tmp/log.
-# CONTAINER_IP, CONTAINER_ENV (default LD_PRELOAD=libmigr.so; "none": no libmigr) may say otherwise.
+# CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr. E2E_VARS: NAME=VALUE.. for both ends.
 start_container() {
 	local h=$1 id=$2
 	shift 2
-	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so")
+	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so" "${E2E_VARS[@]}")
 	[ "${CONTAINER_ENV:-}" != none ] || preload=(env)
 	on_sh "$h" '
 		set -e
@@ -244,10 +245,10 @@ start_peer() {
 		shift 2
 		rm -f "/mnt/out/$name".*
 		exec setsid -f bash -c "
-			LD_PRELOAD=\$1/libmigr.so \"\${@:3}\" >/mnt/out/\$2.log 2>&1 </dev/null
+			env LD_PRELOAD=\$1/libmigr.so \"\${@:3}\" >/mnt/out/\$2.log 2>&1 </dev/null
 			echo \$? >/mnt/out/\$2.status
 		" bash "$lib" "$name" "$@" </dev/null >/dev/null 2>&1
-	' "$name" "$E2E_LIB" "$@" || fail "start of $name on peer"
+	' "$name" "$E2E_LIB" "${E2E_VARS[@]}" "$@" || fail "start of $name on peer"
 }
 peer_file() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/peer/out/$1"; }
 peer_log() { cat "$(peer_file "$1.log")"; }
@@ -332,11 +333,15 @@ migrate_refused() {
 	grep -hiE "$3" "$err" "$out" | head -n1 | sed 's/^/# says: /'
 }
 
-e2e_logs() {	# to stderr: the last lines of every migrd
-	local h
+# e2e_logs: to stderr, what every migrd has said since the last call
+e2e_logs() {
+	local h log mark
 	for h in "${E2E_HOSTS[@]}"; do
+		log=$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log
+		mark=$(cat "$log.seen" 2>/dev/null || echo 0)
 		echo "--- migrd on $h:" >&2
-		tail -n 12 "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log" >&2
+		tail -c +$((mark + 1)) "$log" | tail -n 40 >&2
+		stat -c %s "$log" >"$log.seen"
 	done
 }
 
