@@ -532,8 +532,13 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   auto guard = registry.enter();
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().modify_qp(qp, attr, mask);
+  if (shadow->responder_only && (mask & IBV_QP_STATE)) {
+    // The first PSN of its sends is fixed by now, and not the one that the partner was told.
+    if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
+    shadow->responder_only = false;
+  }
   const int err = real().modify_qp(shadow->real, attr, mask);
-  shadow->app.state = shadow->real->state;
+  shadow->app.state = shadow->app_state();
   if (err) return err;
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
@@ -554,7 +559,8 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   if (shadow->birth.mask & IBV_QP_DEST_QPN) attr->dest_qp_num = shadow->birth.dest_qp_num;
   if (shadow->birth.mask & IBV_QP_AV) attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
-  shadow->app.state = shadow->real->state;
+  if (shadow->responder_only && attr->qp_state == IBV_QPS_RTS) attr->qp_state = attr->cur_qp_state = IBV_QPS_RTR;
+  shadow->app.state = shadow->app_state();
   return 0;
 }
 

@@ -192,11 +192,13 @@ struct alignas(64) QpShadow {
   ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
   std::uint32_t spare_psn = 0;
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
+  bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
 
   std::uint32_t vqpn() const { return app.qp_num; }
   std::uint32_t pqpn() const { return real->qp_num; }
+  ibv_qp_state app_state() const { return responder_only ? IBV_QPS_RTR : real->state; }
 };
 
 inline QpShadow& shadow_of(ibv_qp* qp) { return *reinterpret_cast<QpShadow*>(qp); }

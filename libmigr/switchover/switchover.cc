@@ -98,15 +98,35 @@ bool connected(const QpShadow& q) { return q.real->state == IBV_QPS_RTS || q.rea
 
 /* ---- the drain marker needs a responder that allows RDMA writes -------------- */
 
+/// A responder that never sends may stay in RTR, where access flags cannot be changed: it goes to RTS for the rest of
+/// this path's life, and the application keeps seeing RTR. Nothing is ever sent on it, so its first PSN does not matter.
+int allow_write_in_rtr(QpShadow& q, unsigned access_flags, std::string& why) {
+  constexpr std::uint8_t kTimeout = 14, kRetries = 7;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_RTS;
+  to.timeout = kTimeout;
+  to.retry_cnt = to.rnr_retry = kRetries;
+  to.qp_access_flags = access_flags;
+  const int err = real().modify_qp(q.real, &to,
+                                   IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                       IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_ACCESS_FLAGS);
+  if (err) return fail(why, err, "modify_qp (RTR to RTS with access flags) of " + qp_name(q));
+  q.responder_only = true;
+  q.write_access_added = true;
+  return 0;
+}
+
 int set_write_access(QpShadow& q, bool allow, std::string& why) {
   if (q.app.qp_type != IBV_QPT_RC && q.app.qp_type != IBV_QPT_UC) return 0;
-  if (q.real->state != IBV_QPS_RTS || allow == q.write_access_added) return 0;
+  const bool in_rtr = q.real->state == IBV_QPS_RTR && allow;
+  if ((q.real->state != IBV_QPS_RTS && !in_rtr) || allow == q.write_access_added) return 0;
   ibv_qp_attr attr{};
   ibv_qp_init_attr init{};
   int err = real().query_qp(q.real, &attr, IBV_QP_ACCESS_FLAGS, &init);
   if (err) return fail(why, err, "query_qp of " + qp_name(q));
   constexpr auto kWrite = static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   if (allow && (attr.qp_access_flags & kWrite)) return 0;
+  if (in_rtr) return allow_write_in_rtr(q, attr.qp_access_flags | kWrite, why);
   ibv_qp_attr change{};
   change.qp_access_flags = allow ? attr.qp_access_flags | kWrite : attr.qp_access_flags & ~kWrite;
   err = real().modify_qp(q.real, &change, IBV_QP_ACCESS_FLAGS);
@@ -391,7 +411,7 @@ int advance(Draining& d, std::string& why) {
     std::lock_guard guard(c.lock);
     path::poll_to_fake(c);
   });
-  if (!connected(q)) {
+  if (!connected(q) || q.responder_only) {
     d.done = true;  // nothing was ever sent, or everything is being flushed
     return 0;
   }
@@ -568,6 +588,7 @@ int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
                              IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                                  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
   if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
+  if (q.app_state() == IBV_QPS_RTR) return 0;
   attr.qp_state = IBV_QPS_RTS;
   attr.sq_psn = q.spare_psn;
   err = real().modify_qp(q.spare, &attr,
@@ -745,6 +766,9 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
       return fail(why, err, "cannot bind " + qp_name(*q));
     std::lock_guard guard(q->lock);
+    // The new object was made from the record of before the suspension.
+    q->real->state = q->app_state();
+    q->write_access_added = q->responder_only = false;
     set_bits(*q, kTranslateLocal);
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
@@ -772,7 +796,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
   int result = 0;
   for (QpShadow* q : qps) {
     // The new path has the application's own access flags already.
-    if (q->old_real) q->write_access_added = false;
+    if (q->old_real) q->write_access_added = q->responder_only = false;
     std::string ignored;
     set_write_access(*q, false, ignored);
     if (const int err = let_go(*q, why); err && !result) result = err;

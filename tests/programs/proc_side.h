@@ -230,7 +230,7 @@ inline std::array<std::uint8_t, 16> gid_of(const std::string& device, int index)
   throw Failed("no usable GID on " + device);
 }
 
-/// Physical QPN -> the QPN it is connected to, of RC QPs that are ready to send on `device`.
+/// Physical QPN -> the QPN it is connected to, of RC QPs that are connected on `device`.
 inline std::map<std::uint32_t, std::uint32_t> connections(const std::string& device) {
   std::unique_ptr<FILE, int (*)(FILE*)> rdma(popen("rdma -j res show qp", "r"), pclose);
   if (!rdma) throw Failed("cannot run the rdma tool");
@@ -241,7 +241,7 @@ inline std::map<std::uint32_t, std::uint32_t> connections(const std::string& dev
   const auto all = nlohmann::json::parse(text, nullptr, false);
   if (!all.is_array()) return out;
   for (const auto& qp : all)
-    if (qp.value("ifname", "") == device && qp.value("state", "") == "RTS" && qp.contains("rqpn"))
+    if (qp.value("ifname", "") == device && (qp.value("state", "") == "RTS" || qp.value("state", "") == "RTR") && qp.contains("rqpn"))
       out[qp["lqpn"].get<std::uint32_t>()] = qp["rqpn"].get<std::uint32_t>();
   return out;
 }
