@@ -37,6 +37,38 @@ out_leave:
 	return err;
 }
 
+/* The driver answers with a new ring to map. */
+static int resize_cq(struct ib_cq *cq, int cqe, struct ib_udata *udata)
+{
+	struct migr_obj *answer = NULL, *obj;
+	struct migr_dev *md;
+	int idx, err;
+
+	md = migr_enter(cq->device, &idx);
+	err = md->orig.resize_cq(cq, cqe, udata);
+	if (err || !udata || !migr_obj_is_ours(cq))
+		goto out_leave;
+	answer = migr_obj_alloc(MIGR_OBJ_CQ);	/* only to carry it; without, the old one stays */
+	if (answer)
+		migr_obj_take_resp(answer, udata);
+	mutex_lock(&migr_lock);
+	obj = migr_obj_find_locked(cq);
+	if (obj) {
+		obj->rec.cq.cqe = cqe;
+		obj->ctx->gen++;
+		if (answer && answer->resp_len) {
+			swap(obj->resp, answer->resp);
+			swap(obj->resp_len, answer->resp_len);
+		}
+	}
+	mutex_unlock(&migr_lock);
+	if (answer)
+		migr_obj_free(answer);
+out_leave:
+	migr_leave(idx);
+	return err;
+}
+
 static int destroy_cq(struct ib_cq *cq, struct ib_udata *udata)
 {
 	struct migr_dev *md;
@@ -54,5 +86,6 @@ static int destroy_cq(struct ib_cq *cq, struct ib_udata *udata)
 
 const struct ib_device_ops migr_cq_ops = {
 	.create_cq = create_cq,
+	.resize_cq = resize_cq,
 	.destroy_cq = destroy_cq,
 };

@@ -37,6 +37,7 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev)
 	X(migr_mr_ops, rereg_user_mr)					\
 	X(migr_mr_ops, dereg_mr)					\
 	X(migr_cq_ops, create_cq)					\
+	X(migr_cq_ops, resize_cq)					\
 	X(migr_cq_ops, destroy_cq)					\
 	X(migr_qp_ops, create_qp)					\
 	X(migr_qp_ops, modify_qp)					\

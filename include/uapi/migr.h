@@ -237,7 +237,7 @@ struct migr_mr_rec {
 
 struct migr_cq_rec {
 	__u32 handle;
-	__u32 cqe;		/* as asked for; the driver may have given more */
+	__u32 cqe;		/* as asked for last; the driver may have given more */
 	__u32 comp_vector;
 	__u32 flags;		/* create flags */
 	__u32 channel;		/* equal numbers: same completion channel; 0: none */

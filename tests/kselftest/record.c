@@ -100,6 +100,19 @@ static void channels(struct side *s)
 	ibv_destroy_comp_channel(channel);
 }
 
+static void resize(struct side *s)
+{
+	struct obj *o;
+
+	if (ibv_resize_cq(s->cq, 200)) {
+		printf("# resize_cq: not with this driver\n");
+		return;
+	}
+	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
+	o = find_obj(&objs, MIGR_OBJ_CQ, s->cq->handle);
+	check(o && o->rec.cq.cqe == 200, "resize_cq changes the record of the CQ");
+}
+
 /* SRQ, AH and MW are counted and named. */
 static void others(struct side *s)
 {
@@ -177,6 +190,7 @@ int main(void)
 	queue_pair(&s, qp2, s.qp);
 	channels(&s);
 	others(&s);
+	resize(&s);
 	rereg(&s);
 
 	need(!ibv_destroy_qp(qp2), "destroy_qp");
