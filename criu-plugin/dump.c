@@ -15,6 +15,10 @@
 
 #include "plugin.h"
 
+/* Exported by the criu binary, in no header of it (3.17 to 4.2). */
+extern int add_external(char *key) __attribute__((weak));
+extern _Bool external_lookup_id(char *id) __attribute__((weak));
+
 int dump_init(void)
 {
 	struct migr_rst_err err = { "" };
@@ -48,10 +52,47 @@ static int is_uverbs(const struct stat *st)
 	return strstr(target, "/infiniband_verbs/uverbs") != NULL;
 }
 
+/* The mount that an fd was opened through; -1: not told. */
+static int mount_of(int fd)
+{
+	char path[64], line[128];
+	int id = -1;
+	FILE *f;
+
+	snprintf(path, sizeof(path), "/proc/self/fdinfo/%d", fd);
+	f = fopen(path, "re");
+	while (f && id < 0 && fgets(line, sizeof(line), f))
+		sscanf(line, "mnt_id: %d", &id);
+	if (f)
+		fclose(f);
+	return id;
+}
+
+/*
+ * A restored process has its device through a mount of the host that restored it,
+ * which is none of the container's: CRIU would refuse to name the file of its
+ * rings. It does not ask for files that are declared external; at the restore we
+ * supply them anyhow.
+ */
+static int declare_external(int fd, const struct stat *st)
+{
+	char key[64];
+	int mount = mount_of(fd);
+
+	if (mount < 0 || !add_external || !external_lookup_id)
+		return 0;	/* it may work without, for one that was never restored */
+	snprintf(key, sizeof(key), "file[%x:%llx]", mount, (unsigned long long)st->st_ino);
+	if (external_lookup_id(key))
+		return 0;
+	say(3, "rings of %s are external", key);
+	return add_external(key) ? -ENOMEM : 0;
+}
+
 int dump_device_vma(int fd, const struct stat *st)
 {
-	(void)fd;
-	return job.phase == PHASE_DUMP && is_uverbs(st) ? 0 : -ENOTSUP;
+	if (job.phase != PHASE_DUMP || !is_uverbs(st))
+		return -ENOTSUP;
+	return declare_external(fd, st);
 }
 
 static int is_event_fd(int fd)

@@ -267,7 +267,7 @@ int restore_update_vma(const char *path, uint64_t addr, uint64_t old_pgoff, uint
 	struct migr_rst_context *c;
 	uint32_t self = getpid();
 
-	if (job.phase != PHASE_RESTORING || !strstr(path, "infiniband/uverbs"))
+	if (job.phase != PHASE_RESTORING)
 		return -ENOTSUP;
 	/* First the process that we are, then any: old records may not know the inner pid. */
 	for (int pass = 0; pass < 2; pass++)
@@ -281,6 +281,9 @@ int restore_update_vma(const char *path, uint64_t addr, uint64_t old_pgoff, uint
 			*plugin_fd = migr_rst_fd_number(p, c->rec.ctx_id, MIGR_FD_CONTEXT);
 			return 1;
 		}
+	/* "file[...]": what dump_device_vma declared. Else it may be another plugin's device. */
+	if (!strstr(path, "infiniband/uverbs") && strncmp(path, "file[", 5))
+		return -ENOTSUP;
 	say(1, "%s", err.text);
 	return -ENOENT;
 }
