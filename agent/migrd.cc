@@ -7,17 +7,23 @@
 #include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 
 #include "config.h"
 #include "control_service.h"
+#include "coordinator.h"
+#include "destination_host.h"
 #include "host_service.h"
 #include "kernel_record.h"
+#include "links.h"
+#include "partner_host.h"
 #include "peer_link.h"
 #include "pki.h"
 #include "process_session.h"
+#include "source_host.h"
 
 namespace {
 
@@ -39,6 +45,52 @@ Status make_dir(const std::string& dir, mode_t mode) {
   return {};
 }
 
+wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest& r, const Coordinator::Say& say) {
+  const Config& config = peers.config();
+  auto refuse = [&](const std::string& why) {
+    wire::Summary s;
+    s.set_container(r.container());
+    s.set_from(config.name);
+    s.set_to(r.to());
+    s.set_error(why);
+    return s;
+  };
+  if (r.to() == config.name) return refuse("'" + r.to() + "' is this host");
+  auto channel = peers.channel(r.to());
+  if (!channel) return refuse(channel.error().text);
+  std::uint32_t abi = 0;
+  if (auto k = KernelRecord::open(); !k) return refuse(k.error().text);
+  else if (auto i = k->info()) abi = i->abi;
+  std::uint32_t id = 0;
+  while (!id)
+    if (getrandom(&id, sizeof id, 0) != sizeof id) return refuse("no random numbers");
+
+  // Partners may be anywhere, also on the destination and on this host.
+  std::vector<std::unique_ptr<RpcPartner>> partners;
+  std::vector<PartnerLink*> links;
+  for (const Peer& p : config.peers) {
+    auto c = peers.channel(p.name);
+    if (!c) continue;
+    partners.push_back(std::make_unique<RpcPartner>(*c, p.name));
+    links.push_back(partners.back().get());
+  }
+  RpcDestination destination(*channel, r.to());
+  SourceRun source(host, id);
+  Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs};
+  return Coordinator(settings, source, destination, links, say).migrate(r.container(), r.to(), id);
+}
+
+// A process that is suspended and that no migration holds: its migrd died meanwhile.
+void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<ProcessSession>& s) {
+  if (s->state() == MIGR_PROC_RUNNING) return;
+  for (Role* r : roles)
+    if (r->claims(s->instance())) return;
+  spdlog::warn("{} is suspended and no migration holds it: it goes on", s->label());
+  std::thread([s] {
+    if (auto r = s->tell(MIGR_MSG_ROLLBACK, 0, kProcessMs); !r) spdlog::error("{}", r.error().text);
+  }).detach();
+}
+
 int run(const Config& config) {
   auto files = pki::load(config.pki);
   if (!files) return fail(files.error().text);
@@ -50,15 +102,25 @@ int run(const Config& config) {
 
   Peers peers(config, *files);
   SessionTable sessions;
-  HostService host(config, sessions, {});
-  ControlService control(peers, sessions, [](const wire::MigrateRequest&, const ControlService::Say&) { return wire::Summary(); });
+  SourceHost source(config, sessions);
+  DestinationHost destination(config, sessions, peers);
+  PartnerHost partner(config, sessions, peers);
+  const std::vector<Role*> roles = {&destination, &partner, &source};
+  HostService host(config, sessions, roles);
+  ControlService control(peers, sessions, [&](const wire::MigrateRequest& r, const ControlService::Say& say) {
+    return migrate(peers, source, r, say);
+  });
 
-  if (auto s = sessions.start(config.run_dir + "/proc.sock", {}); !s) return fail(s.error().text);
+  source.recover();
+  auto on_hello = [&roles](const std::shared_ptr<ProcessSession>& s) { let_go_if_lost(roles, s); };
+  if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello); !s) return fail(s.error().text);
 
   grpc::ServerBuilder outer;
   set_keepalive(outer);
   outer.AddListeningPort(config.listen, peers.server_credentials());
   outer.RegisterService(&host);
+  outer.RegisterService(&destination);
+  outer.RegisterService(&partner);
   outer.SetMaxReceiveMessageSize(2 * static_cast<int>(kChunkBytes) + (1 << 20));
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
@@ -73,6 +135,12 @@ int run(const Config& config) {
   if (!inner_server) return fail("cannot listen on " + config.control_socket);
 
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
+  std::atomic<bool> stop = false;
+  std::thread ticker([&] {
+    constexpr useconds_t kTickUs = 250'000;
+    for (; !stop; usleep(kTickUs))
+      for (Role* r : roles) r->tick();
+  });
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
@@ -80,6 +148,9 @@ int run(const Config& config) {
   int sig = 0;
   sigwait(&set, &sig);
   spdlog::info("ends by signal {}", sig);
+  stop = true;
+  ticker.join();
+  destination.shutdown();
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
   inner_server->Shutdown(soon);
   outer_server->Shutdown(soon);

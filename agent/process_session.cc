@@ -198,7 +198,6 @@ Result<ProcessSession::Reply> ProcessSession::request(std::uint16_t type, std::u
       return broken({EPROTO, "answer of another type or number (type " + std::to_string(h.type) + ")"});
     if (h.status) {
       const std::string text = h.text[0] ? std::string(h.text) : std::string(std::strerror(h.status));
-      state_ = h.state;
       return Error{h.status, what + ": " + text};
     }
     if (h.count) {
@@ -207,7 +206,16 @@ Result<ProcessSession::Reply> ProcessSession::request(std::uint16_t type, std::u
       out.records.insert(out.records.end(), p->records.begin(), p->records.end());
     }
     out.arg = h.arg;
-    if (!(h.flags & MIGR_MORE)) return out;
+    if (h.flags & MIGR_MORE) continue;
+    switch (type) {
+      case MIGR_MSG_SUSPEND: state_ = MIGR_PROC_SUSPENDED; break;
+      case MIGR_MSG_FREEZE: state_ = MIGR_PROC_FROZEN; break;
+      case MIGR_MSG_REBIND: generation_++; break;
+      case MIGR_MSG_RESUME:
+      case MIGR_MSG_ROLLBACK: state_ = MIGR_PROC_RUNNING; break;
+      default: break;
+    }
+    return out;
   }
 }
 

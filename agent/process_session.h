@@ -46,6 +46,7 @@ class ProcessSession {
 
   pid_t pid() const { return pid_; }
   const Instance& instance() const { return instance_; }
+  /// As of HELLO and what was asked since.
   std::uint32_t state() const { return state_; }
   std::uint32_t generation() const { return generation_; }
   std::string label() const;  // "process 712 (ib_write_bw)"
@@ -90,7 +91,7 @@ class ProcessSession {
   std::string comm_;
   Instance instance_{};
   std::atomic<std::uint32_t> state_ = 0;
-  std::uint32_t generation_ = 0;
+  std::atomic<std::uint32_t> generation_ = 0;
   pid_t control_tid_ = 0;  // in the process's pid namespace
   std::vector<TextRange> ranges_;
   std::mutex mutex_;

@@ -11,7 +11,7 @@ untouched() { expect_running c src && expect_traffic; }
 no_such_container() {
 	local status=0
 	on src migrctl migrate nobody --to dst --json >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
-	[ $status = 1 ] || fail "status $status, want 1" || return 1
+	[ $status = 3 ] || fail "status $status, want 3 (refused)" || return 1
 	grep -q nobody "$E2E_OUT/refused.err" || { cat "$E2E_OUT/refused.err" >&2; fail "the error does not name the container"; }
 }
 no_such_host() { migrate_refused c nowhere 'nowhere' && untouched; }
@@ -32,7 +32,7 @@ ordinary_user() {
 	local status=0
 	on src setpriv --reuid 65534 --regid 65534 --clear-groups "$E2E_ROOT/build/user/agent/migrctl" migrate c --to dst \
 		>"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
-	[ $status = 1 ] || fail "status $status, want 1" || return 1
+	[ $status = 3 ] || fail "status $status, want 3 (refused)" || return 1
 	grep -qi root "$E2E_OUT/refused.err" || { cat "$E2E_OUT/refused.err" >&2; fail "the error does not say that root is needed"; } || return 1
 	untouched
 }

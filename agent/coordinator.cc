@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "coordinator.h"
+
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <map>
+#include <thread>
+
+#include "fault.h"
+#include "limits.h"
+#include "peer_link.h"
+#include "uapi/migr.h"
+
+namespace migr {
+namespace {
+
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::string bytes_of(const Instance& i) { return {reinterpret_cast<const char*>(i.data()), i.size()}; }
+
+// All at once, all to their end; the first error in the order given.
+Status parallel(std::vector<std::function<Status()>> todo) {
+  std::vector<std::future<Status>> running;
+  for (std::size_t i = 1; i < todo.size(); i++) running.push_back(std::async(std::launch::async, todo[i]));
+  Status first = todo.empty() ? Status() : todo[0]();
+  for (auto& r : running)
+    if (auto s = r.get(); first && !s) first = s;
+  return first;
+}
+
+}  // namespace
+
+void Coordinator::note(const std::string& text) {
+  spdlog::info("migration {:08x}: {}", id_, text);
+  wire::Progress p;
+  p.set_note(text);
+  say_(p);
+}
+
+Status Coordinator::phase(const std::string& name, const std::function<Status()>& f) {
+  wire::Progress p;
+  p.set_phase(name);
+  say_(p);
+  const double start = now_ms();
+  Status s = fault(set_.fault, name);
+  if (s) s = f();
+  const double ms = now_ms() - start;
+  spdlog::info("migration {:08x}: {} {:.1f} ms{}", id_, name, ms, s ? "" : ", failed: " + s.error().text);
+  auto* end = p.mutable_end();
+  end->set_phase(name);
+  end->set_ms(ms);
+  say_(p);
+  *summary_.add_phases() = *end;
+  return s;
+}
+
+Status Coordinator::each_partner(const std::function<Status(Affected&)>& f) {
+  std::vector<std::function<Status()>> todo;
+  for (auto& a : affected_) todo.push_back([&] { return f(a); });
+  return parallel(std::move(todo));
+}
+
+Status Coordinator::both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there) {
+  std::vector<std::function<Status()>> todo = {here};
+  for (auto& a : affected_) todo.push_back([&] { return there(a); });
+  return parallel(std::move(todo));
+}
+
+Status Coordinator::find_partners() {
+  if (info_.connected.empty()) return {};
+  wire::FindRequest request;
+  for (const auto& q : info_.connected) {
+    auto* e = request.add_ends();
+    e->set_gid(q.dest_gid);
+    e->set_pqpn(q.dest_pqpn);
+  }
+  std::vector<int> found(info_.connected.size());
+  std::vector<Result<wire::FindReply>> replies(hosts_.size(), Error{});
+  std::vector<std::function<Status()>> todo;
+  for (std::size_t h = 0; h < hosts_.size(); h++)
+    todo.push_back([&, h] { return Status(replies[h] = hosts_[h]->find(request)); });
+  (void)parallel(std::move(todo));  // a host that has none of them may be down
+  std::string silent;
+  for (std::size_t h = 0; h < hosts_.size(); h++) {
+    if (!replies[h]) {
+      if (!unreachable(replies[h].error())) return replies[h].error();
+      silent += (silent.empty() ? "" : ", ") + hosts_[h]->name();
+      continue;
+    }
+    Affected a{hosts_[h], {}};
+    for (const auto& q : replies[h]->qps()) {
+      if (q.index() >= found.size()) return Error{EPROTO, hosts_[h]->name() + ": answer with a wrong index"};
+      const auto& mine = info_.connected[q.index()];
+      // Its own record has to say the same, or it is a QP that only has the same number.
+      if (q.dest_pqpn() != mine.pqpn) continue;
+      if (found[q.index()]++) return Error{EEXIST, "two hosts hold the partner of QP " + std::to_string(mine.vqpn)};
+      for (const auto& i : info_.instances)
+        if (q.instance() == bytes_of(i)) return Error{EOPNOTSUPP, "the container is connected to itself; that cannot be migrated yet"};
+      a.qps.push_back(q);
+    }
+    if (a.qps.empty()) continue;
+    summary_.add_partners(hosts_[h]->name());
+    affected_.push_back(std::move(a));
+  }
+  for (std::size_t i = 0; i < found.size(); i++)
+    if (!found[i])
+      return Error{ENOENT, "no host knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
+                               (silent.empty() ? "; is migrd running where the partner is, and is it among the peers?"
+                                               : "; these hosts do not answer: " + silent)};
+  return {};
+}
+
+Status Coordinator::check(const std::string& container, const std::string& to) {
+  auto info = source_.inspect(container);
+  if (!info) return info.error();
+  info_ = *info;
+  *summary_.mutable_resources() = info_.resources;
+  wire::CheckRequest r;
+  r.set_wire(kWireVersion);
+  r.set_abi(set_.abi);
+  r.set_proc(MIGR_PROC_VERSION);
+  r.set_container(container);
+  r.set_bundle(info_.bundle);
+  for (const auto& d : info_.devices) r.add_devices(d);
+  if (auto s = dest_.check(r); !s) {
+    if (unreachable(s.error()))
+      return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
+    return s;
+  }
+  return find_partners();
+}
+
+Status Coordinator::prepare() {
+  wire::PrepareHeader h;
+  h.set_id(id_);
+  h.set_container(info_.id);
+  h.set_bundle(info_.bundle);
+  h.set_source(set_.self);
+  for (const auto& i : info_.instances) h.add_instances(bytes_of(i));
+  for (const auto& [ctx, owner] : info_.ctxs) h.add_ctx_ids(ctx), h.add_ctx_owner(owner);
+  for (auto v : info_.vqpns) h.add_vqpns(v);
+  spares_.assign(affected_.size(), {});
+  undo_.push("destination", [this] { return dest_.abort(id_); });
+  for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return a.link->rollback(id_); });
+
+  auto here = [&]() -> Status {
+    auto r = dest_.prepare(h, early_, bytes_);
+    if (r) prepared_ = *r;
+    return r;
+  };
+  auto there = [&](Affected& a) -> Status {
+    wire::PartnerPrepareRequest r;
+    r.set_id(id_);
+    r.set_source(set_.self);
+    r.set_destination(to_);
+    for (const auto& q : a.qps) *r.add_qps() = q;
+    auto reply = a.link->prepare(r);
+    if (!reply) return reply.error();
+    auto& spares = spares_[static_cast<std::size_t>(&a - affected_.data())];
+    spares.assign(reply->spares().begin(), reply->spares().end());
+    return {};
+  };
+  return both(here, there);
+}
+
+Status Coordinator::connect() {
+  std::map<std::pair<std::uint32_t, std::uint32_t>, const wire::PreparedQp*> fresh;
+  for (const auto& q : prepared_.qps()) fresh[{q.src_ctx_id(), q.vqpn()}] = &q;
+  wire::ConnectRequest to_dest;
+  to_dest.set_id(id_);
+  std::vector<wire::ConnectRequest> to_partner(affected_.size());
+  for (std::size_t p = 0; p < affected_.size(); p++) {
+    to_partner[p].set_id(id_);
+    std::map<std::uint32_t, const wire::Spare*> by_index;
+    for (const auto& s : spares_[p]) by_index[s.index()] = &s;
+    for (const auto& q : affected_[p].qps) {
+      const SourceQp& mine = info_.connected[q.index()];
+      const auto f = fresh.find({mine.ctx_id, mine.vqpn});
+      const auto s = by_index.find(q.index());
+      if (f == fresh.end()) return Error{EPROTO, "the destination did not create QP " + std::to_string(mine.vqpn)};
+      if (s == by_index.end()) return Error{EPROTO, affected_[p].link->name() + " made no spare for QP " + std::to_string(q.vqpn())};
+      auto* d = to_dest.add_connections();
+      d->set_src_ctx_id(mine.ctx_id);
+      d->set_vqpn(mine.vqpn);
+      d->set_dest_pqpn(s->second->pqpn());
+      d->set_dest_psn(s->second->psn());
+      d->set_dest_gid(s->second->gid());
+      auto* c = to_partner[p].add_connections();
+      c->set_index(q.index());
+      c->set_dest_pqpn(f->second->pqpn());
+      c->set_dest_psn(f->second->psn());
+      c->set_dest_gid(f->second->gid());
+    }
+  }
+  return both([&] { return to_dest.connections_size() ? dest_.connect(to_dest) : Status(); },
+              [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
+}
+
+Status Coordinator::freeze() {
+  frozen_at_ = now_ms();
+  undo_.push("reconnecting", [this] { return source_.reconnect(); });
+  if (auto s = source_.freeze(); !s) return s;
+  undo_.push("attaching the network", [this] { return source_.attach_network(); });
+  if (auto s = source_.detach_network(); !s) return s;
+  undo_.push("thawing", [this] { return source_.thaw(); });
+  return source_.checkpoint();
+}
+
+Status Coordinator::copy() {
+  // First to be undone: the address must be gone there before it comes back here.
+  undo_.push("destination", [this] { return dest_.abort(id_); });
+  if (auto s = dest_.upload(id_, early_, bytes_); !s) return s;
+  return dest_.full_restore(id_);
+}
+
+Status Coordinator::commit() {
+  // From here on this host answers "committed" to whoever asks.
+  if (auto s = source_.decide(wire::COMMITTED); !s) return s;
+  committed_ = true;
+  const double until = now_ms() + set_.undecided_ms;
+  Status s = dest_.commit(id_);
+  while (!s) {
+    // Only the destination's own word that it never will makes it safe to go back.
+    auto o = dest_.outcome(id_);
+    if (o && *o == wire::COMMITTED) return {};
+    if (o && (*o == wire::UNDONE || *o == wire::UNKNOWN)) {
+      committed_ = false;
+      (void)source_.decide(wire::UNDONE);
+      return s;
+    }
+    if (now_ms() > until) {
+      undecided_ = true;
+      return Error{EHOSTUNREACH, "outcome not known: the destination was told to commit and does not answer; the container stays frozen on " +
+                                     set_.self + ". If " + to_ + " runs it, remove it here with: runc delete --force " + info_.id +
+                                     "; if " + to_ + " is lost, thaw it with: runc resume " + info_.id + " (" + s.error().text + ")"};
+    }
+    usleep(static_cast<useconds_t>(set_.resolve_step_ms) * 1000);
+    if (o && *o == wire::OPEN) s = dest_.commit(id_);
+  }
+  return {};
+}
+
+Status Coordinator::resume() {
+  auto keys = dest_.rebind(id_);
+  if (!keys) return keys.error();
+  keys_ = *keys;
+  double here_ms = 0, partner_ms = 0;
+  std::mutex m;
+  auto there = [&](Affected& a) -> Status {
+    wire::KeysRequest r;
+    r.set_id(id_);
+    *r.mutable_keys() = keys_.keys();
+    if (auto s = a.link->keys(r); !s) return s;
+    auto reply = a.link->resume(id_);
+    if (!reply) return reply.error();
+    std::lock_guard lock(m);
+    partner_ms = std::max(partner_ms, static_cast<double>(reply->blackout_ns()) / 1e6);
+    return {};
+  };
+  auto here = [&]() -> Status {
+    auto reply = dest_.resume(id_);
+    if (!reply) return reply.error();
+    here_ms = now_ms();
+    return {};
+  };
+  const Status s = both(here, there);
+  if (here_ms > 0) summary_.set_service_blackout_ms(here_ms - frozen_at_);
+  summary_.set_communication_blackout_ms(partner_ms);
+  return s;
+}
+
+void Coordinator::lease(std::atomic<bool>& stop) {
+  while (!stop) {
+    (void)dest_.renew(id_);
+    for (auto& a : affected_) (void)a.link->renew(id_);
+    for (int ms = 0; ms < kLeaseRenewMs && !stop; ms += 50) usleep(50'000);
+  }
+}
+
+wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {
+  id_ = id;
+  to_ = to;
+  summary_.set_id(id);
+  summary_.set_container(container);
+  summary_.set_from(set_.self);
+  summary_.set_to(to);
+
+  Status s = phase("check", [&] { return check(container, to); });
+  std::atomic<bool> stop = false;
+  std::thread leases;
+  if (s) {
+    note("migration " + fmt::format("{:08x}", id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
+         std::to_string(affected_.size()) + " partner hosts");
+    s = phase("record", [&]() -> Status {
+      undo_.push("files", [this]() -> Status { return source_.forget(), Status(); });
+      auto f = source_.record(id_);
+      if (f) early_ = *f;
+      return f;
+    });
+  }
+  if (s) {
+    touched_ = true;
+    leases = std::thread([&] { lease(stop); });
+    s = phase("prepare", [&] { return prepare(); });
+  }
+  if (s) s = phase("connect", [&] { return connect(); });
+  if (s) s = phase("suspend", [&] {
+    undo_.push("rolling back", [this] { return source_.rollback(); });
+    return both([&] { return source_.suspend(); }, [&](Affected& a) { return a.link->suspend(id_); });
+  });
+  if (s) s = phase("drain", [&] { return both([&] { return source_.drain(); }, [&](Affected& a) { return a.link->drain(id_); }); });
+  if (s) s = phase("freeze", [&] { return freeze(); });
+  if (s) s = phase("copy", [&] { return copy(); });
+  if (s) s = phase("ready", [&] { return both([&] { return dest_.ready(id_); }, [&](Affected& a) { return a.link->switch_path(id_); }); });
+  if (s) s = phase("commit", [&] { return commit(); });
+
+  if (!s && !committed_) {
+    if (touched_) note("going back: " + s.error().text);
+    const double start = now_ms();
+    auto failed = undo_.run();
+    std::string text = s.error().text;
+    for (const auto& f : failed) text += "; while going back: " + f;
+    summary_.set_error(text);
+    if (touched_) {
+      auto* p = summary_.add_phases();
+      p->set_phase("rollback");
+      p->set_ms(now_ms() - start);
+      if (frozen_at_ > 0) summary_.set_service_blackout_ms(now_ms() - frozen_at_);
+    }
+  } else if (undecided_) {
+    summary_.set_error(s.error().text);
+  } else {
+    undo_.drop();
+    // The container runs on the destination now, whatever comes.
+    if (s) s = phase("resume", [&] { return resume(); });
+    if (auto d = phase("destroy", [&] { return source_.destroy(); }); s) s = d;
+    summary_.set_migrated(true);
+    if (!s) summary_.set_error("the container moved, but: " + s.error().text);
+    source_.forget();
+  }
+  stop = true;
+  if (leases.joinable()) leases.join();
+  summary_.set_touched(touched_);
+  summary_.set_undecided(undecided_);
+  summary_.set_bytes_copied(bytes_);
+  spdlog::info("migration {:08x}: {}", id_, summary_.error().empty() ? "done" : summary_.error());
+  return summary_;
+}
+
+}  // namespace migr

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The switchover of docs/protocol.md, seen from the source: steps 1-11 in order,
+// each with its undo. It only knows the three roles below, so that a test can
+// play them.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "process_session.h"
+#include "status.h"
+#include "undo.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+struct SourceQp {
+  std::uint32_t ctx_id = 0, vqpn = 0, pqpn = 0;
+  std::string gid;                   // it sends from; 16 bytes
+  std::string dest_gid;
+  std::uint32_t dest_pqpn = 0;
+};
+
+/// A container as step 1 found it.
+struct ContainerInfo {
+  std::string id, bundle;
+  std::vector<Instance> instances;                           // processes with RDMA resources
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> ctxs; // ctx_id, index of its process
+  std::vector<std::string> devices;
+  std::vector<SourceQp> connected;
+  std::vector<std::uint32_t> vqpns;
+  wire::Resources resources;
+};
+
+/// This host. Each call is one thing that can fail and be undone.
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual Result<ContainerInfo> inspect(const std::string& container) = 0;
+  /// DESCRIBE, migr.img, descriptors.json into a folder of its own; its path.
+  virtual Result<std::string> record(std::uint32_t id) = 0;
+  virtual Status suspend() = 0;    // and all threads seen outside
+  virtual Status drain() = 0;
+  virtual Status rollback() = 0;   // ROLLBACK to every process
+  virtual Status freeze() = 0;     // FREEZE; connections closed
+  virtual Status reconnect() = 0;  // gates; all processes are back
+  virtual Status detach_network() = 0;
+  virtual Status attach_network() = 0;
+  virtual Status checkpoint() = 0; // leaves the container paused
+  virtual Status thaw() = 0;
+  /// Durable before it returns; answers GetOutcome from then on.
+  virtual Status decide(wire::Outcome outcome) = 0;
+  virtual Status destroy() = 0;    // container, network; reserves the vQPNs
+  virtual void forget() = 0;       // files of this migration
+};
+
+class DestinationLink {
+ public:
+  virtual ~DestinationLink() = default;
+  virtual Status check(const wire::CheckRequest& r) = 0;
+  /// Sends bundle and the early images in `folder`; adds what was sent to `bytes`.
+  virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Status connect(const wire::ConnectRequest& r) = 0;
+  virtual Status upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Status full_restore(std::uint32_t id) = 0;
+  virtual Status ready(std::uint32_t id) = 0;
+  virtual Status commit(std::uint32_t id) = 0;
+  virtual Result<wire::CommitReply> rebind(std::uint32_t id) = 0;
+  virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
+  virtual Status abort(std::uint32_t id) = 0;
+  virtual Result<wire::Outcome> outcome(std::uint32_t id) = 0;
+  virtual Status renew(std::uint32_t id) = 0;
+};
+
+class PartnerLink {
+ public:
+  virtual ~PartnerLink() = default;
+  virtual const std::string& name() const = 0;
+  virtual Result<wire::FindReply> find(const wire::FindRequest& r) = 0;
+  virtual Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) = 0;
+  virtual Status connect(const wire::ConnectRequest& r) = 0;
+  virtual Status suspend(std::uint32_t id) = 0;
+  virtual Status drain(std::uint32_t id) = 0;
+  virtual Status switch_path(std::uint32_t id) = 0;
+  virtual Status keys(const wire::KeysRequest& r) = 0;
+  virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
+  virtual Status rollback(std::uint32_t id) = 0;
+  virtual Status renew(std::uint32_t id) = 0;
+};
+
+class Coordinator {
+ public:
+  struct Settings {
+    std::string self;           // name of this host
+    std::string fault;          // fault.h
+    std::uint32_t abi = 0;      // of migr.ko here
+    int undecided_ms = 60'000;
+    int resolve_step_ms = 1'000;
+  };
+  using Say = std::function<void(const wire::Progress&)>;
+
+  /// `partners`: every host that may have partners. Nothing is owned.
+  Coordinator(Settings settings, Source& source, DestinationLink& destination, std::vector<PartnerLink*> partners, Say say)
+      : set_(std::move(settings)), source_(source), dest_(destination), hosts_(std::move(partners)), say_(std::move(say)) {}
+
+  wire::Summary migrate(const std::string& container, const std::string& to, std::uint32_t id);
+
+ private:
+  struct Affected {  // one partner host
+    PartnerLink* link;
+    std::vector<wire::PartnerQp> qps;  // index: into info_.connected
+  };
+  Status check(const std::string& container, const std::string& to);
+  Status find_partners();
+  Status prepare();
+  Status connect();
+  Status freeze();
+  Status copy();
+  Status commit();
+  Status resume();
+  Status each_partner(const std::function<Status(Affected&)>& f);
+  Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
+  Status phase(const std::string& name, const std::function<Status()>& f);
+  void note(const std::string& text);
+  void lease(std::atomic<bool>& stop);
+
+  const Settings set_;
+  Source& source_;
+  DestinationLink& dest_;
+  std::vector<PartnerLink*> hosts_;
+  const Say say_;
+
+  std::uint32_t id_ = 0;
+  std::string to_;
+  ContainerInfo info_;
+  std::vector<Affected> affected_;
+  std::string early_;                    // folder of the early images
+  wire::PrepareReply prepared_;
+  std::vector<std::vector<wire::Spare>> spares_;  // per affected host
+  wire::CommitReply keys_;
+  std::atomic<std::uint64_t> bytes_ = 0;
+  double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
+  bool touched_ = false, committed_ = false, undecided_ = false;
+  wire::Summary summary_;
+  UndoStack undo_;
+};
+
+}  // namespace migr

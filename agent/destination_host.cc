@@ -1,0 +1,537 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "destination_host.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <thread>
+
+#include "fault.h"
+#include "file_tree.h"
+#include "kernel_record.h"
+#include "limits.h"
+#include "restore_socket.h"
+#include "resume_stats.h"
+#include "source_host.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+Result<Instance> instance_of(const std::string& bytes) {
+  Instance i{};
+  if (bytes.size() != i.size()) return Error{EINVAL, "an instance has 16 bytes"};
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(i.data()));
+  return i;
+}
+
+}  // namespace
+
+struct DestinationHost::Job {
+  std::uint32_t id = 0;
+  std::string container, bundle, source;
+  std::vector<Instance> instances;
+  std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
+  std::vector<std::uint32_t> vqpns;
+  std::string dir;                               // images/, work/, restore.out
+  bool made_bundle = false;
+
+  std::mutex work;                               // one call at a time
+  std::atomic<bool> aborting = false;
+  std::unique_ptr<RestoreSocket> socket;
+  Child child;                                   // runc partial-restore
+  std::vector<migr_rc_object> objects;
+  std::vector<std::shared_ptr<ProcessSession>> sessions;
+  bool ready = false, rebound = false, resumed = false;
+
+  std::mutex state;                              // guards what follows
+  wire::Outcome outcome = wire::OPEN;
+  std::vector<wire::ProcessKeys> keys;
+  Clock::time_point lease = Clock::now();
+  bool alone = false;                            // somebody asks for the outcome already
+  wire::Outcome get() { return std::lock_guard(state), outcome; }
+
+  std::string images() const { return dir + "/images"; }
+};
+
+DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers)
+    : config_(config), sessions_(sessions), peers_(peers), runc_(config) {
+  // What an earlier migrd left: CRIU and its plugin have given up by their own limits.
+  std::error_code ec;
+  fs::remove_all(config_.state_dir + "/dest", ec);
+}
+
+DestinationHost::~DestinationHost() = default;
+
+Result<DestinationHost::JobPtr> DestinationHost::find(std::uint32_t id) {
+  std::lock_guard lock(mutex_);
+  const auto j = jobs_.find(id);
+  if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
+  return j->second;
+}
+
+// CRIU's own words are worth more than "exit status 1".
+Status DestinationHost::with_log(const Job& job, const Status& s) {
+  if (s) return s;
+  std::string line;
+  const std::string log = tail_of(job.dir + "/work/restore.log", 64 << 10);
+  for (std::size_t at = 0; at < log.size();) {
+    std::size_t end = std::min(log.find('\n', at), log.size());
+    const std::string l = log.substr(at, end - at);
+    if (l.find("Error (") != std::string::npos && line.empty()) line = l;
+    at = end + 1;
+  }
+  std::string out = tail_of(job.dir + "/restore.out", 2048);
+  while (!out.empty() && std::isspace(static_cast<unsigned char>(out.back()))) out.pop_back();
+  if (const auto nl = out.rfind('\n'); nl != std::string::npos) out = out.substr(nl + 1);
+  std::string text = s.error().text;
+  if (!out.empty()) text += "; runc: " + out;
+  if (!line.empty()) text += "; CRIU: " + line;
+  return Error{s.error().code, text};
+}
+
+grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) {
+  auto check = [&]() -> Status {
+    const std::string here = config_.name + ": ";
+    auto differs = [&](const char* what, std::uint32_t theirs, std::uint32_t ours) {
+      return Error{EBUSY, here + what + " version " + std::to_string(ours) + " here, " + std::to_string(theirs) +
+                              " there; install the same release on both hosts"};
+    };
+    if (r->wire() != kWireVersion) return differs("migrd", r->wire(), kWireVersion);
+    if (r->proc() != MIGR_PROC_VERSION) return differs("libmigr", r->proc(), MIGR_PROC_VERSION);
+    auto k = KernelRecord::open();
+    if (!k) return Error{EBUSY, here + k.error().text};
+    if (r->abi() != MIGR_ABI_VERSION) return differs("migr.ko", r->abi(), MIGR_ABI_VERSION);
+    if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, here + "no RDMA device"};
+    std::error_code ec;
+    if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, here + "no RDMA device"};
+    if (!container_id_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
+    if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
+      return Error{EBUSY, here + "no migr_plugin.so in " + config_.criu_libs};
+    auto help = run_command({config_.runc, "partial-restore", "--help"}, {}, kRuncMs);
+    if (!help) return Error{EBUSY, here + help.error().text};
+    if (help->status || help->out.find("partial-restore") == std::string::npos)
+      return Error{EBUSY, here + config_.runc + " knows no partial-restore; install migr's runc"};
+    auto state = runc_.state(r->container());
+    if (state) return Error{EEXIST, here + "the name '" + r->container() + "' is taken by a container that is " + state->status};
+    if (state.error().code != ENOENT) return Error{EBUSY, here + state.error().text};
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, j] : jobs_)
+      if (j->container == r->container() && j->get() == wire::OPEN)
+        return Error{EEXIST, here + "'" + r->container() + "' is being migrated to here already"};
+    return {};
+  };
+  out->set_name(config_.name);
+  return to_grpc(check());
+}
+
+grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>* reader,
+                                      wire::PrepareReply* out) {
+  wire::PrepareChunk chunk;
+  if (!reader->Read(&chunk) || !chunk.has_header()) return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare without a header"};
+  auto job = std::make_shared<Job>();
+  const auto& h = chunk.header();
+  job->id = h.id();
+  job->container = h.container();
+  job->bundle = h.bundle();
+  job->source = h.source();
+  job->vqpns.assign(h.vqpns().begin(), h.vqpns().end());
+  for (const auto& i : h.instances()) {
+    auto x = instance_of(i);
+    if (!x) return to_grpc(x);
+    job->instances.push_back(*x);
+  }
+  if (!h.id() || !container_id_ok(h.container()) || h.ctx_ids_size() != h.ctx_owner_size() || h.bundle().empty() ||
+      h.bundle()[0] != '/' || fs::path(h.bundle()).lexically_normal() != fs::path(h.bundle()))
+    return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare with a malformed header"};
+  for (int i = 0; i < h.ctx_ids_size(); i++) {
+    if (h.ctx_owner(i) >= job->instances.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "a context without a process"};
+    job->owner[h.ctx_ids(i)] = h.ctx_owner(i);
+  }
+  job->dir = config_.state_dir + "/dest/" + fmt::format("{:08x}", job->id);
+  job->socket = std::make_unique<RestoreSocket>(job->images() + "/restore.sock");
+  std::lock_guard work(job->work);
+  {
+    std::lock_guard lock(mutex_);
+    if (!jobs_.emplace(job->id, job).second) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
+  }
+
+  auto run = [&]() -> Status {
+    if (auto s = fault(config_.fault, "destination.prepare"); !s) return s;
+    if (auto s = runc_.state(job->container); s) return Error{EEXIST, config_.name + ": the name '" + job->container + "' is taken"};
+    std::error_code ec;
+    job->made_bundle = !fs::exists(job->bundle, ec);
+    for (const auto& d : {job->images(), job->dir + "/work", job->bundle}) fs::create_directories(d, ec);
+    if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
+    TreeWriter bundle(job->bundle), images(job->images());
+    while (reader->Read(&chunk)) {
+      TreeWriter& w = chunk.file().tree() == wire::FileChunk::BUNDLE ? bundle : images;
+      if (auto s = w.write(chunk.file()); !s) return s;
+    }
+    if (auto s = bundle.finish(); !s) return s;
+    if (auto s = images.finish(); !s) return s;
+    if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
+    return start_restore(*job);
+  };
+  Status s = run();
+  if (s) {
+    auto qps = job->socket->ask<migr_rc_qp>(MIGR_RC_PREPARE, std::span<const migr_rc_connect>(), kPrepareMs);
+    if (!qps) {
+      s = with_log(*job, qps);
+    } else {
+      for (const auto& q : *qps) {
+        auto* p = out->add_qps();
+        p->set_src_ctx_id(q.src_ctx_id);
+        p->set_vqpn(q.vqpn);
+        p->set_src_pqpn(q.src_pqpn);
+        p->set_pqpn(q.pqpn);
+        p->set_psn(q.psn);
+        p->set_gid(q.sgid, sizeof q.sgid);
+      }
+    }
+  }
+  if (!s) abort(*job, s.error().text);
+  std::lock_guard lock(job->state);
+  job->lease = Clock::now();
+  return to_grpc(s);
+}
+
+Status DestinationHost::start_restore(Job& job) {
+  auto child = runc_.partial_restore(job.container, job.bundle, job.images(), job.dir + "/work", job.dir + "/restore.out");
+  if (!child) return child.error();
+  job.child = std::move(*child);
+  const auto until = Clock::now() + std::chrono::milliseconds(kRestoreSocketMs);
+  while (!job.socket->listening()) {
+    if (!job.child.running()) return with_log(job, Error{ECHILD, "partial restore of " + job.container + " ended with status " + std::to_string(job.child.status())});
+    if (job.aborting) return Error{ECANCELED, "the migration was undone"};
+    if (Clock::now() > until)
+      return with_log(job, Error{ETIMEDOUT, "partial restore of " + job.container + ": CRIU's plugin did not listen within " +
+                                                std::to_string(kRestoreSocketMs) + " ms"});
+    usleep(10'000);
+  }
+  return {};
+}
+
+grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
+  auto job = find(r->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  std::vector<migr_rc_connect> to;
+  for (const auto& c : r->connections()) {
+    migr_rc_connect x{};
+    x.src_ctx_id = c.src_ctx_id();
+    x.vqpn = c.vqpn();
+    x.dest_qpn = c.dest_pqpn();
+    x.dest_psn = c.dest_psn();
+    if (c.dest_gid().size() != sizeof x.dgid) return {grpc::StatusCode::INVALID_ARGUMENT, "a GID has 16 bytes"};
+    std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
+    to.push_back(x);
+  }
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  return to_grpc(with_log(**job, (*job)->socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs)));
+}
+
+grpc::Status DestinationHost::Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>* reader, wire::UploadReply* out) {
+  wire::UploadChunk chunk;
+  if (!reader->Read(&chunk)) return {grpc::StatusCode::INVALID_ARGUMENT, "Upload without a header"};
+  auto job = find(chunk.id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  if (auto s = fault(config_.fault, "destination.upload"); !s) return to_grpc(s);
+  TreeWriter w((*job)->images());
+  while (reader->Read(&chunk)) {
+    if ((*job)->aborting) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+    if (auto s = w.write(chunk.file()); !s) return to_grpc(s);
+  }
+  if (auto s = w.finish(); !s) return to_grpc(s);
+  out->set_bytes(w.bytes());
+  out->set_files(w.files());
+  return grpc::Status::OK;
+}
+
+grpc::Status DestinationHost::FullRestore(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  if (auto s = fault(config_.fault, "destination.restore"); !s) return to_grpc(s);
+  // CRIU restores TCP connections only where their address is; no packet passes before the commit.
+  if (auto s = runc_.net("attach-closed", (*job)->bundle, (*job)->container); !s) return to_grpc(s);
+  return to_grpc(with_log(**job, runc_.full_restore((*job)->container, (*job)->images())));
+}
+
+grpc::Status DestinationHost::Ready(grpc::ServerContext*, const wire::Migration* m, wire::ReadyReply* out) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  if (auto s = fault(config_.fault, "destination.ready"); !s) return to_grpc(s);
+  auto objects = (*job)->socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
+  if (!objects) return to_grpc(with_log(**job, objects));
+  (*job)->objects = *objects;
+  (*job)->ready = true;
+  out->set_objects(static_cast<std::uint32_t>(objects->size()));
+  return grpc::Status::OK;
+}
+
+// Caller holds job.work. After it the tasks run, or never will.
+Status DestinationHost::commit(Job& job) {
+  switch (job.get()) {
+    case wire::COMMITTED: return {};
+    case wire::OPEN: break;
+    default: return Error{ECANCELED, "the migration was undone here"};
+  }
+  if (!job.ready) return Error{EBUSY, "commit before the restore was ready"};
+  if (auto s = release_born(config_, job.instances); !s) spdlog::warn("{}", s.error().text);
+  for (const auto& i : job.instances)
+    if (auto s = open_gate(config_.run_dir, i); !s) return abort(job, s.error().text), s;
+  constexpr int kAnswerMs = 10'000;
+  if (auto s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs); !s) {
+    abort(job, s.error().text);
+    return with_log(job, s);
+  }
+  {
+    std::lock_guard lock(job.state);
+    job.outcome = wire::COMMITTED;
+    job.lease = Clock::now();
+  }
+  spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
+  if (auto s = runc_.net("open", job.bundle, job.container); !s) spdlog::error("{}", s.error().text);
+  return {};
+}
+
+grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if (auto s = fault(config_.fault, "destination.commit"); !s) return to_grpc(s);
+  return to_grpc(commit(**job));
+}
+
+// Caller holds job.work.
+Status DestinationHost::rebind(Job& job) {
+  if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
+  if (job.rebound) return {};
+  auto pids = runc_.pids(job.container);
+  if (!pids) return pids.error();
+  std::vector<wire::ProcessKeys> keys;
+  job.sessions.clear();
+  for (std::size_t i = 0; i < job.instances.size(); i++) {
+    // A process can only speak for itself, but it could claim another's instance.
+    auto fits = [&](const ProcessSession& s) { return std::find(pids->begin(), pids->end(), s.pid()) != pids->end(); };
+    auto session = sessions_.wait_for(job.instances[i], fits, kReconnectMs);
+    if (!session) return session.error();
+    std::vector<migr_handle_map> map;
+    for (const auto& o : job.objects) {
+      const auto owner = job.owner.find(o.src_ctx_id);
+      if (owner == job.owner.end() || owner->second != i) continue;
+      migr_handle_map h{};
+      h.ctx_id = o.ctx_id;
+      h.context_fd = o.context_fd;
+      h.obj_type = o.obj_type;
+      h.old_handle = o.old_handle;
+      h.new_handle = o.new_handle;
+      h.vqpn = o.vqpn;
+      h.pqpn = o.pqpn;
+      map.push_back(h);
+    }
+    auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
+    if (!fresh) return fresh.error();
+    wire::ProcessKeys k;
+    k.set_owner(job.instances[i].data(), job.instances[i].size());
+    for (const auto& f : *fresh) k.add_vrkey(f.vrkey), k.add_prkey(f.prkey);
+    keys.push_back(k);
+    job.sessions.push_back(*session);
+  }
+  for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+  job.rebound = true;
+  std::lock_guard lock(job.state);
+  job.keys = keys;
+  return {};
+}
+
+grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration* m, wire::CommitReply* out) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if (auto s = fault(config_.fault, "destination.rebind"); !s) return to_grpc(s);
+  if (auto s = rebind(**job); !s) return to_grpc(s);
+  std::lock_guard lock((*job)->state);
+  for (const auto& k : (*job)->keys) *out->add_keys() = k;
+  return grpc::Status::OK;
+}
+
+// Caller holds job.work.
+Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
+  if (!job.rebound) return Error{EBUSY, "RESUME before REBIND"};
+  if (job.resumed) return {};
+  for (auto& s : job.sessions) {
+    auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
+    if (!stats) return stats.error();
+    add_stats(out, *stats);
+  }
+  job.resumed = true;
+  job.objects.clear();
+  std::error_code ec;
+  if (!job.child.wait(kRuncMs)) spdlog::warn("runc partial-restore of {} still runs", job.container);
+  fs::remove_all(job.dir, ec);
+  return {};
+}
+
+grpc::Status DestinationHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  return to_grpc(resume(**job, *out));
+}
+
+// Caller holds job.work. Idempotent.
+void DestinationHost::abort(Job& job, const std::string& why) {
+  if (job.get() != wire::OPEN) return;
+  spdlog::warn("migration {:08x}: undone here: {}", job.id, why);
+  // The address first: sockets of restored tasks must not answer anybody when they die.
+  if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+  constexpr int kAnswerMs = 2'000, kEndMs = 8'000;
+  if (job.child.running()) (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
+  job.child.signal(SIGTERM);
+  if (!job.child.wait(kEndMs)) {
+    job.child.signal(SIGKILL);
+    (void)job.child.wait(kEndMs);
+  }
+  if (auto s = runc_.remove(job.container); !s) spdlog::warn("{}", s.error().text);
+  if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+  for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+  std::error_code ec;
+  // What is needed to understand it stays: the logs of the last one that failed.
+  const std::string kept = config_.state_dir + "/failed-restore";
+  fs::remove_all(kept, ec);
+  fs::create_directories(kept, ec);
+  fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
+  fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
+  fs::remove_all(job.dir, ec);
+  if (job.made_bundle) fs::remove_all(job.bundle, ec);
+  std::lock_guard lock(job.state);
+  job.outcome = wire::UNDONE;
+}
+
+grpc::Status DestinationHost::Abort(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  // Ends what another call waits for.
+  (*job)->aborting = true;
+  (*job)->socket->interrupt();
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() == wire::COMMITTED) return {grpc::StatusCode::FAILED_PRECONDITION, "the container runs here already"};
+  abort(**job, "by the source");
+  return grpc::Status::OK;
+}
+
+wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
+  wire::OutcomeReply r;
+  auto job = find(id);
+  if (!job) return r;
+  std::lock_guard lock((*job)->state);
+  r.set_outcome((*job)->outcome);
+  for (const auto& k : (*job)->keys) *r.add_keys() = k;
+  return r;
+}
+
+Status DestinationHost::renew(std::uint32_t id) {
+  auto job = find(id);
+  if (!job) return job.error();
+  std::lock_guard lock((*job)->state);
+  if ((*job)->outcome == wire::UNDONE) return Error{ENOENT, "undone here"};
+  (*job)->lease = Clock::now();
+  return {};
+}
+
+bool DestinationHost::claims(const Instance& i) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, j] : jobs_)
+    if (!j->resumed && j->get() != wire::UNDONE && std::find(j->instances.begin(), j->instances.end(), i) != j->instances.end()) return true;
+  return false;
+}
+
+// The source fell silent. Only its own word commits; after a commit this host goes on by itself.
+void DestinationHost::left_alone(const JobPtr& job) {
+  spdlog::warn("migration {:08x}: {} fell silent", job->id, job->source);
+  const auto until = Clock::now() + std::chrono::milliseconds(kResolveMs);
+  wire::Migration m;
+  m.set_id(job->id);
+  auto renewed = [&] {
+    std::lock_guard lock(job->state);
+    return Clock::now() - job->lease < std::chrono::milliseconds(kLeaseMs);
+  };
+  while (job->get() == wire::OPEN && !renewed()) {
+    auto channel = peers_.channel(job->source);
+    if (channel) {
+      wire::Host::Stub stub(*channel);
+      auto o = call(stub, &wire::Host::Stub::GetOutcome, m, kCheckMs, job->source);
+      if (o && o->outcome() == wire::COMMITTED) {
+        std::lock_guard work(job->work);
+        (void)commit(*job);
+        break;
+      }
+      if (o && o->outcome() != wire::OPEN) break;
+    }
+    // A partner that is left alone asks us: it must not wait for longer than it can.
+    if (Clock::now() > until || !channel || !job->ready) break;
+    usleep(kResolveStepMs * 1000);
+  }
+  if (renewed()) return;
+  std::lock_guard work(job->work);
+  if (job->get() == wire::OPEN) return abort(*job, job->source + " fell silent");
+  wire::ResumeReply ignored;
+  if (auto s = rebind(*job); !s) return spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+  if (auto s = resume(*job, ignored); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+}
+
+void DestinationHost::tick() {
+  constexpr auto kKeepOutcome = std::chrono::hours(1);
+  std::lock_guard lock(mutex_);
+  for (auto j = jobs_.begin(); j != jobs_.end();) {
+    const JobPtr job = j->second;
+    std::lock_guard state(job->state);
+    const auto silent = Clock::now() - job->lease;
+    const bool finished = job->outcome == wire::UNDONE || job->resumed;
+    if (finished && silent > kKeepOutcome) {
+      j = jobs_.erase(j);
+      continue;
+    }
+    j++;
+    if (finished || job->alone || silent < std::chrono::milliseconds(kLeaseMs)) continue;
+    job->alone = true;
+    std::thread([this, job] {
+      left_alone(job);
+      std::lock_guard again(job->state);
+      job->alone = false;
+    }).detach();
+  }
+}
+
+void DestinationHost::shutdown() {
+  std::vector<JobPtr> all;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, j] : jobs_) all.push_back(j);
+  }
+  for (const auto& j : all) {
+    j->aborting = true;
+    if (j->get() != wire::OPEN) continue;
+    j->socket->interrupt();
+    std::lock_guard work(j->work);
+    abort(*j, "migrd ends");
+  }
+}
+
+}  // namespace migr

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// This host as the destination: service Destination of wire.proto.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "config.h"
+#include "host_service.h"
+#include "peer_link.h"
+#include "process_session.h"
+#include "runc.h"
+
+namespace migr {
+
+class DestinationHost final : public wire::Destination::Service, public Role {
+ public:
+  DestinationHost(const Config& config, SessionTable& sessions, Peers& peers);
+  ~DestinationHost() override;
+
+  grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest*, wire::CheckReply*) override;
+  grpc::Status Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>*, wire::PrepareReply*) override;
+  grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
+  grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>*, wire::UploadReply*) override;
+  grpc::Status FullRestore(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+  grpc::Status Ready(grpc::ServerContext*, const wire::Migration*, wire::ReadyReply*) override;
+  grpc::Status Commit(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+  grpc::Status Rebind(grpc::ServerContext*, const wire::Migration*, wire::CommitReply*) override;
+  grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
+  grpc::Status Abort(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+
+  wire::OutcomeReply outcome(std::uint32_t id) override;
+  Status renew(std::uint32_t id) override;
+  void tick() override;
+  bool claims(const Instance& i) override;
+
+  /// Undoes what is open; committed containers go on.
+  void shutdown();
+
+ private:
+  struct Job;
+  using JobPtr = std::shared_ptr<Job>;
+  Result<JobPtr> find(std::uint32_t id);
+  Status prepare(Job& job);
+  Status start_restore(Job& job);
+  Status commit(Job& job);
+  Status rebind(Job& job);
+  Status resume(Job& job, wire::ResumeReply& out);
+  void abort(Job& job, const std::string& why);
+  void left_alone(const JobPtr& job);
+  Status with_log(const Job& job, const Status& s);
+
+  const Config& config_;
+  SessionTable& sessions_;
+  Peers& peers_;
+  const Runc runc_;
+  std::mutex mutex_;
+  std::map<std::uint32_t, JobPtr> jobs_;
+};
+
+}  // namespace migr

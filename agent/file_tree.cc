@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "file_tree.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <openssl/evp.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "limits.h"
+#include "process_session.h"  // Fd
+
+namespace migr {
+namespace {
+
+class Sha256 {
+ public:
+  Sha256() : ctx_(EVP_MD_CTX_new(), EVP_MD_CTX_free) { EVP_DigestInit_ex(ctx_.get(), EVP_sha256(), nullptr); }
+  void add(const void* p, std::size_t n) { EVP_DigestUpdate(ctx_.get(), p, n); }
+  std::string end() {
+    unsigned char out[EVP_MAX_MD_SIZE];
+    unsigned n = 0;
+    EVP_DigestFinal_ex(ctx_.get(), out, &n);
+    return {reinterpret_cast<char*>(out), n};
+  }
+
+ private:
+  std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> ctx_;
+};
+
+struct Sender {
+  wire::FileChunk::Tree tree;
+  std::uint64_t left;
+  const std::function<bool(const wire::FileChunk&)>& send;
+  dev_t device = 0;
+  bool ended = false;
+  std::string buffer = std::string(kChunkBytes, 0);
+
+  Status file(int fd, const std::string& name, const struct stat& st, wire::FileChunk c) {
+    if (static_cast<std::uint64_t>(st.st_size) > left)
+      return Error{EFBIG, name + ": the folder is larger than what is copied; put large files on storage that both hosts share"};
+    Sha256 sum;
+    std::uint64_t at = 0;
+    const auto size = static_cast<std::uint64_t>(st.st_size);
+    do {
+      std::size_t want = static_cast<std::size_t>(std::min<std::uint64_t>(kChunkBytes, size - at)), have = 0;
+      while (have < want) {
+        const ssize_t n = pread(fd, buffer.data() + have, want - have, static_cast<off_t>(at + have));
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return sys_error("reading " + name);
+        if (n == 0) return Error{EIO, name + " became shorter while it was read"};
+        have += static_cast<std::size_t>(n);
+      }
+      sum.add(buffer.data(), have);
+      c.set_offset(at);
+      c.set_data(buffer.data(), have);
+      at += have;
+      if (at == size) c.set_sha256(sum.end());
+      if (!send(c)) return ended = true, Status();
+    } while (at < size);
+    left -= size;
+    return {};
+  }
+
+  Status folder(int dirfd, const std::string& prefix, int depth) {
+    constexpr int kMaxDepth = 64;
+    if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
+    std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(dup(dirfd)), closedir);
+    if (!dir) return sys_error("reading folder " + prefix);
+    std::vector<std::string> names;
+    while (dirent* e = readdir(dir.get()))
+      if (std::string_view n = e->d_name; n != "." && n != "..") names.emplace_back(n);
+    std::sort(names.begin(), names.end());
+    for (const auto& n : names) {
+      if (ended) return {};
+      const std::string name = prefix.empty() ? n : prefix + "/" + n;
+      struct stat st;
+      if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("reading " + name);
+      wire::FileChunk c;
+      c.set_tree(tree);
+      c.set_name(name);
+      c.set_mode(st.st_mode);
+      c.set_uid(st.st_uid);
+      c.set_gid(st.st_gid);
+      if (S_ISLNK(st.st_mode)) {
+        std::string target(static_cast<std::size_t>(st.st_size) + 1, 0);
+        const ssize_t got = readlinkat(dirfd, n.c_str(), target.data(), target.size());
+        if (got < 0) return sys_error("reading link " + name);
+        target.resize(static_cast<std::size_t>(got));
+        c.set_link(target);
+        if (!send(c)) ended = true;
+      } else if (S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) {
+        const Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        if (fd.n < 0) return sys_error("reading " + name);
+        if (S_ISREG(st.st_mode)) {
+          if (fstat(fd.n, &st)) return sys_error("reading " + name);
+          if (auto s = file(fd.n, name, st, c); !s) return s;
+          continue;
+        }
+        if (!send(c)) ended = true;
+        if (st.st_dev != device) continue;  // a mount: the folder, not what is in it
+        if (auto s = folder(fd.n, name, depth + 1); !s) return s;
+      }
+    }
+    return {};
+  }
+};
+
+// Relative, no "..", no empty part.
+bool name_ok(const std::string& n) {
+  if (n.empty() || n.size() > 4000 || n.find('\0') != std::string::npos) return false;
+  for (std::size_t at = 0; at <= n.size();) {
+    const std::size_t end = std::min(n.find('/', at), n.size());
+    const auto part = std::string_view(n).substr(at, end - at);
+    if (part.empty() || part == "." || part == "..") return false;
+    at = end + 1;
+  }
+  return true;
+}
+
+// The folder that `name` lies in, opened step by step without following links; made when missing.
+Result<Fd> open_parent(const std::string& root, const std::string& name) {
+  Fd at(open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (at.n < 0) return sys_error("opening " + root);
+  for (std::size_t from = 0, to; (to = name.find('/', from)) != std::string::npos; from = to + 1) {
+    const std::string part = name.substr(from, to - from);
+    if (mkdirat(at.n, part.c_str(), 0755) && errno != EEXIST) return sys_error("making " + part + " of " + name);
+    Fd next(openat(at.n, part.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (next.n < 0) return sys_error("opening " + part + " of " + name);
+    at = std::move(next);
+  }
+  return at;
+}
+
+std::string last_part(const std::string& n) {
+  const auto slash = n.rfind('/');
+  return slash == std::string::npos ? n : n.substr(slash + 1);
+}
+
+}  // namespace
+
+Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
+                 const std::function<bool(const wire::FileChunk&)>& send) {
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat st;
+  if (fd.n < 0 || fstat(fd.n, &st)) return sys_error("reading folder " + folder);
+  Sender s{tree, limit, send, st.st_dev};
+  if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
+  return {};
+}
+
+struct TreeWriter::Open {
+  std::string name, tmp;
+  Fd dir, fd;
+  std::uint64_t at = 0;
+  std::uint32_t mode = 0, uid = 0, gid = 0;
+  Sha256 sum;
+};
+
+TreeWriter::TreeWriter(const std::string& folder) : folder_(folder) {}
+
+TreeWriter::~TreeWriter() {
+  if (open_) unlinkat(open_->dir.n, open_->tmp.c_str(), 0);
+}
+
+Status TreeWriter::write(const wire::FileChunk& c) {
+  if (!name_ok(c.name())) return Error{EINVAL, "a file name that leaves its folder"};
+  if (c.data().size() > kChunkBytes) return Error{EINVAL, c.name() + ": chunk too large"};
+  const mode_t permissions = c.mode() & 07777;
+  if (open_ && open_->name != c.name()) return Error{EINVAL, open_->name + ": incomplete, and another file began"};
+
+  if (!open_) {
+    auto dir = open_parent(folder_, c.name());
+    if (!dir) return dir.error();
+    const std::string base = last_part(c.name());
+    if (S_ISDIR(c.mode())) {
+      if (mkdirat(dir->n, base.c_str(), permissions) && errno != EEXIST) return sys_error("making " + c.name());
+      const Fd fd(openat(dir->n, base.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+      if (fd.n < 0 || fchown(fd.n, c.uid(), c.gid()) || fchmod(fd.n, permissions)) return sys_error("making " + c.name());
+      return {};
+    }
+    if (S_ISLNK(c.mode())) {
+      if (unlinkat(dir->n, base.c_str(), 0) && errno != ENOENT) return sys_error("replacing " + c.name());
+      if (symlinkat(c.link().c_str(), dir->n, base.c_str()) ||
+          fchownat(dir->n, base.c_str(), c.uid(), c.gid(), AT_SYMLINK_NOFOLLOW))
+        return sys_error("making " + c.name());
+      return {};
+    }
+    if (!S_ISREG(c.mode())) return Error{EINVAL, c.name() + ": neither file, folder nor link"};
+    auto o = std::make_unique<Open>();
+    o->name = c.name();
+    o->tmp = base + ".migr-part";
+    o->dir = std::move(*dir);
+    o->mode = permissions;
+    o->uid = c.uid();
+    o->gid = c.gid();
+    unlinkat(o->dir.n, o->tmp.c_str(), 0);
+    o->fd = Fd(openat(o->dir.n, o->tmp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    if (o->fd.n < 0) return sys_error("making " + c.name());
+    open_ = std::move(o);
+  }
+  Open& o = *open_;
+  if (c.offset() != o.at) return Error{EINVAL, c.name() + ": a part is missing"};
+  o.sum.add(c.data().data(), c.data().size());
+  // A page of zeros stays a hole, as CRIU's images and sparse files had it.
+  const bool zeros = std::all_of(c.data().begin(), c.data().end(), [](char b) { return b == 0; });
+  for (std::size_t done = 0; !zeros && done < c.data().size();) {
+    const ssize_t n = pwrite(o.fd.n, c.data().data() + done, c.data().size() - done, static_cast<off_t>(o.at + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return sys_error("writing " + c.name());
+    done += static_cast<std::size_t>(n);
+  }
+  o.at += c.data().size();
+  bytes_ += c.data().size();
+  if (c.sha256().empty()) return {};
+  if (c.sha256() != o.sum.end()) return Error{EIO, c.name() + ": checksum does not fit; it changed on its way"};
+  if (ftruncate(o.fd.n, static_cast<off_t>(o.at)) || fchown(o.fd.n, o.uid, o.gid) || fchmod(o.fd.n, o.mode) ||
+      renameat(o.dir.n, o.tmp.c_str(), o.dir.n, last_part(o.name).c_str()))
+    return sys_error("finishing " + c.name());
+  files_++;
+  open_.reset();
+  return {};
+}
+
+Status TreeWriter::finish() {
+  if (open_) return Error{EIO, open_->name + ": its end is missing"};
+  return {};
+}
+
+}  // namespace migr

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Folders as a stream of FileChunk messages, each regular file with its SHA-256.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "status.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+/// Sends all of `folder`: folders, regular files (holes stay holes), symbolic
+/// links, with mode and owner; sockets, FIFOs and devices are left out, and so
+/// is what is mounted below it.
+/// @param limit  bytes of file data, EFBIG beyond
+/// @param send   false ends it early, which is no error here
+Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
+                 const std::function<bool(const wire::FileChunk&)>& send);
+
+/// The other end: writes chunks below a folder, never outside of it and never
+/// through a symbolic link. Files appear under their names only when their
+/// checksum is right. Thread: one.
+class TreeWriter {
+ public:
+  explicit TreeWriter(const std::string& folder);
+  ~TreeWriter();
+  Status write(const wire::FileChunk& c);
+  /// EIO: a file is incomplete.
+  Status finish();
+  std::uint64_t bytes() const { return bytes_; }
+  std::uint32_t files() const { return files_; }
+
+ private:
+  struct Open;
+  const std::string folder_;
+  std::unique_ptr<Open> open_;
+  std::uint64_t bytes_ = 0;
+  std::uint32_t files_ = 0;
+};
+
+}  // namespace migr

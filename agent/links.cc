@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "links.h"
+
+#include "file_tree.h"
+#include "limits.h"
+
+namespace migr {
+namespace {
+
+using D = wire::Destination::Stub;
+using P = wire::Partner::Stub;
+
+wire::Migration migration(std::uint32_t id) {
+  wire::Migration m;
+  m.set_id(id);
+  return m;
+}
+
+wire::LimitedRequest limited(std::uint32_t id, int ms) {
+  wire::LimitedRequest r;
+  r.set_id(id);
+  r.set_limit_ms(static_cast<std::uint32_t>(ms));
+  return r;
+}
+
+// A host that does not know the migration (any more) has nothing to take back.
+Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status() : s; }
+
+}  // namespace
+
+Status RpcDestination::check(const wire::CheckRequest& r) { return call(stub_, &D::Check, r, kCheckMs, name_); }
+
+Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
+                                                   std::atomic<std::uint64_t>& bytes) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kPrepareMs);
+  wire::PrepareReply reply;
+  auto writer = stub_.Prepare(&ctx, &reply);
+  wire::PrepareChunk first;
+  *first.mutable_header() = h;
+  bool open = writer->Write(first);
+  wire::PrepareChunk chunk;
+  auto send = [&](const wire::FileChunk& c) {
+    *chunk.mutable_file() = c;
+    bytes += c.data().size();
+    return open = open && writer->Write(chunk);
+  };
+  Status read = send_tree(h.bundle(), wire::FileChunk::BUNDLE, kBundleBytes, send);
+  if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
+  if (!read) ctx.TryCancel();
+  writer->WritesDone();
+  const Status s = from_grpc(writer->Finish(), name_);
+  if (!read) return read.error();
+  if (!s) return s.error();
+  return reply;
+}
+
+Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
+
+Status RpcDestination::upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kUploadMs);
+  wire::UploadReply reply;
+  auto writer = stub_.Upload(&ctx, &reply);
+  wire::UploadChunk chunk;
+  chunk.set_id(id);
+  bool open = writer->Write(chunk);
+  std::uint64_t sent = 0;
+  Status read = send_tree(folder, wire::FileChunk::IMAGES, UINT64_MAX, [&](const wire::FileChunk& c) {
+    *chunk.mutable_file() = c;
+    bytes += c.data().size();
+    sent += c.data().size();
+    return open = open && writer->Write(chunk);
+  });
+  if (!read) ctx.TryCancel();
+  writer->WritesDone();
+  const Status s = from_grpc(writer->Finish(), name_);
+  if (!read) return read;
+  if (s && reply.bytes() != sent)
+    return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of images arrived, " + std::to_string(sent) + " were sent"};
+  return s;
+}
+
+Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kRuncMs, name_); }
+Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs, name_); }
+Status RpcDestination::commit(std::uint32_t id) { return call(stub_, &D::Commit, migration(id), kCommitMs, name_); }
+Result<wire::CommitReply> RpcDestination::rebind(std::uint32_t id) {
+  return call(stub_, &D::Rebind, migration(id), kReconnectMs + kProcessMs, name_);
+}
+Result<wire::ResumeReply> RpcDestination::resume(std::uint32_t id) { return call(stub_, &D::Resume, migration(id), kProcessMs, name_); }
+Status RpcDestination::abort(std::uint32_t id) { return gone_is_done(call(stub_, &D::Abort, migration(id), kCallMs, name_)); }
+
+Result<wire::Outcome> RpcDestination::outcome(std::uint32_t id) {
+  auto r = call(host_, &wire::Host::Stub::GetOutcome, migration(id), kCheckMs, name_);
+  if (!r) return r.error();
+  return r->outcome();
+}
+
+Status RpcDestination::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kLeaseRenewMs, name_); }
+
+Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) { return call(stub_, &P::Find, r, kCheckMs, name_); }
+Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepareRequest& r) {
+  return call(stub_, &P::Prepare, r, kPrepareMs, name_);
+}
+Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &P::Connect, r, kPrepareMs, name_); }
+Status RpcPartner::suspend(std::uint32_t id) {
+  return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);
+}
+Status RpcPartner::drain(std::uint32_t id) { return call(stub_, &P::Drain, limited(id, kDrainMs), kDrainMs + 3000, name_); }
+Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), kProcessMs, name_); }
+Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
+Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
+Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
+Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kLeaseRenewMs, name_); }
+
+}  // namespace migr

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The coordinator's links to the other roles, over gRPC.
+#pragma once
+
+#include "coordinator.h"
+#include "peer_link.h"
+
+namespace migr {
+
+class RpcDestination final : public DestinationLink {
+ public:
+  RpcDestination(std::shared_ptr<grpc::Channel> c, std::string name)
+      : stub_(c), host_(c), name_(std::move(name)) {}
+  Status check(const wire::CheckRequest& r) override;
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Status connect(const wire::ConnectRequest& r) override;
+  Status upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Status full_restore(std::uint32_t id) override;
+  Status ready(std::uint32_t id) override;
+  Status commit(std::uint32_t id) override;
+  Result<wire::CommitReply> rebind(std::uint32_t id) override;
+  Result<wire::ResumeReply> resume(std::uint32_t id) override;
+  Status abort(std::uint32_t id) override;
+  Result<wire::Outcome> outcome(std::uint32_t id) override;
+  Status renew(std::uint32_t id) override;
+
+ private:
+  wire::Destination::Stub stub_;
+  wire::Host::Stub host_;
+  const std::string name_;
+};
+
+class RpcPartner final : public PartnerLink {
+ public:
+  RpcPartner(std::shared_ptr<grpc::Channel> c, std::string name) : stub_(c), host_(c), name_(std::move(name)) {}
+  const std::string& name() const override { return name_; }
+  Result<wire::FindReply> find(const wire::FindRequest& r) override;
+  Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) override;
+  Status connect(const wire::ConnectRequest& r) override;
+  Status suspend(std::uint32_t id) override;
+  Status drain(std::uint32_t id) override;
+  Status switch_path(std::uint32_t id) override;
+  Status keys(const wire::KeysRequest& r) override;
+  Result<wire::ResumeReply> resume(std::uint32_t id) override;
+  Status rollback(std::uint32_t id) override;
+  Status renew(std::uint32_t id) override;
+
+ private:
+  wire::Partner::Stub stub_;
+  wire::Host::Stub host_;
+  const std::string name_;
+};
+
+}  // namespace migr

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// This host as a partner: service Partner of wire.proto.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "config.h"
+#include "host_service.h"
+#include "peer_link.h"
+#include "process_session.h"
+
+namespace migr {
+
+class PartnerHost final : public wire::Partner::Service, public Role {
+ public:
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers)
+      : config_(config), sessions_(sessions), peers_(peers) {}
+
+  grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
+  grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
+  grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
+  grpc::Status Suspend(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
+  grpc::Status Drain(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
+  grpc::Status Switch(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::Empty*) override;
+  grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
+  grpc::Status Rollback(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+
+  wire::OutcomeReply outcome(std::uint32_t) override { return {}; }  // others are asked
+  Status renew(std::uint32_t id) override;
+  void tick() override;
+  bool claims(const Instance& i) override;
+
+ private:
+  struct Job;
+  using JobPtr = std::shared_ptr<Job>;
+  struct Process;
+  Result<JobPtr> find(std::uint32_t id);
+  Result<JobPtr> find_open(std::uint32_t id);
+  Status each(Job& job, const std::function<Status(Process&)>& f);
+  Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
+  Status resume(Job& job, wire::ResumeReply& out);
+  Status rollback(Job& job);
+  void left_alone(const JobPtr& job);
+
+  const Config& config_;
+  SessionTable& sessions_;
+  Peers& peers_;
+  std::mutex mutex_;
+  std::map<std::uint32_t, JobPtr> jobs_;
+};
+
+}  // namespace migr

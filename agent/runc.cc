@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "runc.h"
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "limits.h"
+
+namespace migr {
+namespace {
+
+using Json = nlohmann::json;
+
+// runc logs lines like: time="..." level=error msg="..."; only the message is for people.
+std::string plain(const std::string& line) {
+  const auto at = line.find("msg=\"");
+  if (at == std::string::npos) return line;
+  std::string out;
+  for (std::size_t i = at + 5; i < line.size() && line[i] != '"'; i++) {
+    if (line[i] == '\\' && i + 1 < line.size()) i++;
+    out += line[i];
+  }
+  return out;
+}
+
+}  // namespace
+
+bool container_id_ok(const std::string& id) {
+  return !id.empty() && id.size() <= 255 && id != "." && id != ".." && id[0] != '-' &&
+         std::all_of(id.begin(), id.end(), [](unsigned char c) { return std::isalnum(c) || std::strchr("_+-.", c); });
+}
+
+Argv Runc::command(std::vector<std::string> args) const {
+  Argv a = {config_.runc, "--root", config_.runc_root};
+  a.insert(a.end(), args.begin(), args.end());
+  return a;
+}
+
+Env Runc::env() const {
+  if (config_.criu_libs.empty()) return {};
+  return {"CRIU_LIBS_DIR=" + config_.criu_libs};
+}
+
+Status Runc::run(std::vector<std::string> args, int limit_ms, const std::string& what) const {
+  auto r = run_checked(command(std::move(args)), env(), limit_ms);
+  if (!r) return Error{r.error().code, what + ": " + plain(r.error().text)};
+  return {};
+}
+
+Result<ContainerState> Runc::state(const std::string& id) const {
+  if (!container_id_ok(id)) return Error{EINVAL, "'" + id + "' is no name of a container"};
+  auto r = run_command(command({"state", id}), env(), kRuncMs);
+  if (!r) return r.error();
+  if (r->status) {
+    const std::string why = plain(r->last_line());
+    if (why.find("does not exist") != std::string::npos)
+      return Error{ENOENT, "no container '" + id + "' on this host; list them with: " + config_.runc + " --root " + config_.runc_root + " list"};
+    return Error{EIO, "runc state " + id + ": " + why};
+  }
+  const auto j = Json::parse(r->out, nullptr, false);
+  if (!j.is_object()) return Error{EPROTO, "runc state " + id + ": no JSON"};
+  ContainerState s;
+  s.status = j.value("status", "");
+  s.bundle = j.value("bundle", "");
+  s.pid = j.value("pid", 0);
+  return s;
+}
+
+Result<std::vector<pid_t>> Runc::pids(const std::string& id) const {
+  auto r = run_checked(command({"ps", "--format", "json", id}), env(), kRuncMs);
+  if (!r) return Error{r.error().code, "runc ps " + id + ": " + plain(r.error().text)};
+  const auto j = Json::parse(r->out, nullptr, false);
+  if (!j.is_array()) return Error{EPROTO, "runc ps " + id + ": no JSON"};
+  std::vector<pid_t> pids;
+  for (const auto& p : j)
+    if (p.is_number_integer()) pids.push_back(p.get<pid_t>());
+  return pids;
+}
+
+Status Runc::early_images(const std::string& id, const std::string& images) const {
+  return run({"checkpoint-rdma", "--descriptors", "--image-path", images, id}, kRuncMs, "runc checkpoint-rdma --descriptors");
+}
+
+Status Runc::checkpoint(const std::string& id, const std::string& images, const std::string& work) const {
+  return run({"checkpoint-rdma", "--image-path", images, "--work-path", work, id}, kCheckpointMs, "checkpoint of " + id);
+}
+
+Status Runc::resume(const std::string& id) const {
+  auto s = state(id);
+  if (!s) return s.error();
+  if (s->status != "paused") return {};
+  return run({"resume", id}, kRuncMs, "runc resume " + id);
+}
+
+Status Runc::remove(const std::string& id) const {
+  if (auto s = state(id); !s && s.error().code == ENOENT) return {};
+  return run({"delete", "--force", id}, kRuncMs, "runc delete " + id);
+}
+
+Result<Child> Runc::partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
+                                    const std::string& work, const std::string& log) const {
+  return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), env(), log);
+}
+
+Status Runc::full_restore(const std::string& id, const std::string& images) const {
+  return run({"full-restore", "--image-path", images, id}, kRuncMs, "runc full-restore " + id);
+}
+
+Status Runc::net(const std::string& verb, const std::string& bundle, const std::string& id) const {
+  if (config_.net_hook.empty()) return {};
+  std::ifstream in(bundle + "/config.json");
+  const auto j = Json::parse(in, nullptr, false);
+  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
+  if (!j.contains("annotations") || !j["annotations"].contains("org.migr.net.ip")) return {};
+  Argv a = {config_.net_hook};
+  if (verb == "attach-closed")
+    a.insert(a.end(), {"attach", "--closed"});
+  else
+    a.push_back(verb);
+  a.insert(a.end(), {bundle, id});
+  auto r = run_checked(a, {}, kHookMs);
+  if (!r) return Error{r.error().code, "network of " + id + ", " + verb + ": " + r.error().text};
+  return {};
+}
+
+}  // namespace migr

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// runc's commands, and the network hook.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "command.h"
+#include "config.h"
+
+namespace migr {
+
+struct ContainerState {
+  std::string status;  // running, paused, stopped, created
+  std::string bundle;
+  pid_t pid = 0;
+};
+
+bool container_id_ok(const std::string& id);
+
+/// Thread: any. Errors carry runc's last line.
+class Runc {
+ public:
+  explicit Runc(const Config& c) : config_(c) {}
+  /// ENOENT: no such container.
+  Result<ContainerState> state(const std::string& id) const;
+  Result<std::vector<pid_t>> pids(const std::string& id) const;
+  Status early_images(const std::string& id, const std::string& images) const;
+  Status checkpoint(const std::string& id, const std::string& images, const std::string& work) const;
+  Status resume(const std::string& id) const;
+  Status remove(const std::string& id) const;
+  Result<Child> partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
+                                const std::string& work, const std::string& log) const;
+  Status full_restore(const std::string& id, const std::string& images) const;
+  /// Network hook; nothing to do when none is configured or the bundle asks for none.
+  Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
+
+ private:
+  Argv command(std::vector<std::string> args) const;
+  Env env() const;
+  Status run(std::vector<std::string> args, int limit_ms, const std::string& what) const;
+  const Config& config_;
+};
+
+}  // namespace migr

@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "source_host.h"
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "kernel_record.h"
+#include "limits.h"
+#include "record_image.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// enum ib_qp_type, enum ib_qp_state
+constexpr std::uint32_t kRc = 2;
+constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3;
+
+Result<Instance> instance_from(const std::string& text) {
+  Instance i{};
+  if (text.size() != 2 * i.size()) return Error{EINVAL, "no instance: " + text};
+  for (std::size_t b = 0; b < i.size(); b++) {
+    unsigned x;
+    if (std::sscanf(text.c_str() + 2 * b, "%2x", &x) != 1) return Error{EINVAL, "no instance: " + text};
+    i[b] = static_cast<std::uint8_t>(x);
+  }
+  return i;
+}
+
+// Whole or not there, and on the disk.
+Status write_json(const std::string& path, const Json& j) {
+  const std::string tmp = path + ".new", text = j.dump(1);
+  FILE* f = std::fopen(tmp.c_str(), "we");
+  if (!f) return sys_error("writing " + tmp);
+  const bool ok = std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
+  const int err = errno;
+  std::fclose(f);
+  if (!ok || std::rename(tmp.c_str(), path.c_str())) return sys_error("writing " + path, ok ? errno : err);
+  return {};
+}
+
+Json read_json(const std::string& path) {
+  std::ifstream in(path);
+  return in ? Json::parse(in, nullptr, false) : Json();
+}
+
+std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), 16}; }
+
+std::mutex born_mutex;
+
+}  // namespace
+
+Status reserve_born(const Config& config, const std::vector<Instance>& instances, const std::vector<std::uint32_t>& vqpns) {
+  if (vqpns.empty()) return {};
+  std::lock_guard lock(born_mutex);
+  const std::string path = config.state_dir + "/born.json";
+  Json j = read_json(path);
+  if (!j.is_object()) j = Json::object();
+  for (const auto& i : instances) j[hex(i)] = vqpns;
+  if (auto s = write_json(path, j); !s) return s;
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  for (auto v : vqpns)
+    if (auto s = k->reserve_qpn(v); !s) return s;
+  return {};
+}
+
+Status release_born(const Config& config, const std::vector<Instance>& instances) {
+  std::lock_guard lock(born_mutex);
+  const Json j = read_json(config.state_dir + "/born.json");
+  if (!j.is_object()) return {};
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  for (const auto& i : instances) {
+    if (!j.contains(hex(i))) continue;
+    for (const auto& v : j[hex(i)])
+      if (auto s = k->release_qpn(v.get<std::uint32_t>()); !s) return s;
+  }
+  return {};
+}
+
+// ---- the host
+
+std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + fmt::format("{:08x}", id); }
+
+Status SourceHost::save(std::uint32_t id, const Entry& e) {
+  Json j = {{"container", e.container}, {"bundle", e.bundle}, {"outcome", static_cast<int>(e.outcome)}, {"instances", Json::array()}};
+  for (const auto& i : e.instances) j["instances"].push_back(hex(i));
+  if (auto s = write_json(folder(id) + ".json", j); !s) return s;
+  std::lock_guard lock(mutex_);
+  journal_[id] = e;
+  return {};
+}
+
+wire::OutcomeReply SourceHost::outcome(std::uint32_t id) {
+  std::lock_guard lock(mutex_);
+  wire::OutcomeReply r;
+  if (auto e = journal_.find(id); e != journal_.end()) r.set_outcome(e->second.outcome);
+  return r;
+}
+
+bool SourceHost::claims(const Instance& i) {
+  std::lock_guard lock(mutex_);
+  return claimed_.contains(i);
+}
+
+void SourceHost::claim(const std::vector<Instance>& instances, bool on) {
+  std::lock_guard lock(mutex_);
+  for (const auto& i : instances) on ? (void)claimed_.insert(i) : (void)claimed_.erase(i);
+}
+
+void SourceHost::recover() {
+  constexpr auto kKeepOutcome = std::chrono::hours(24);
+  std::error_code ec;
+  fs::create_directories(config_.state_dir + "/source", ec);
+  for (const auto& f : fs::directory_iterator(config_.state_dir + "/source", ec)) {
+    if (f.path().extension() != ".json") continue;
+    const auto id = static_cast<std::uint32_t>(std::strtoul(f.path().stem().c_str(), nullptr, 16));
+    const Json j = read_json(f.path());
+    if (!j.is_object() || fs::file_time_type::clock::now() - f.last_write_time() > kKeepOutcome) {
+      fs::remove(f.path(), ec);
+      continue;
+    }
+    Entry e;
+    e.container = j.value("container", "");
+    e.bundle = j.value("bundle", "");
+    e.outcome = static_cast<wire::Outcome>(j.value("outcome", 0));
+    for (const auto& i : j.value("instances", Json::array()))
+      if (auto x = instance_from(i.get<std::string>())) e.instances.push_back(*x);
+    if (e.outcome == wire::OPEN) {
+      spdlog::warn("migration {:08x} of {} was not decided when migrd ended: going back", id, e.container);
+      e.outcome = wire::UNDONE;
+      (void)save(id, e);
+      if (auto s = runc_.resume(e.container); !s) spdlog::error("{}", s.error().text);
+      if (auto s = runc_.net("attach", e.bundle, e.container); !s) spdlog::error("{}", s.error().text);
+      for (const auto& i : e.instances) (void)open_gate(config_.run_dir, i);
+      // They come back suspended, and whoever is suspended without a migration is let go.
+      std::thread([this, e] {
+        for (const auto& i : e.instances) {
+          (void)sessions_.wait_for(i, {}, kReconnectMs);
+          close_gate(config_.run_dir, i);
+        }
+      }).detach();
+    }
+    fs::remove_all(folder(id), ec);
+    std::lock_guard lock(mutex_);
+    journal_[id] = e;
+  }
+}
+
+// ---- one migration
+
+SourceRun::~SourceRun() {
+  host_.claim(info_.instances, false);
+  if (!busy_) return;
+  std::lock_guard lock(host_.mutex_);
+  host_.busy_.erase(info_.id);
+}
+
+Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
+  const auto& r = c.rec;
+  const std::string who = "process " + std::to_string(r.pid) + " (" + std::string(r.comm, strnlen(r.comm, sizeof r.comm)) + ")";
+  if (!(r.flags & MIGR_CTX_ATTACHED))
+    return Error{EOPNOTSUPP, who + " has RDMA resources but does not use libmigr; start it with LD_PRELOAD=libmigr.so"};
+  if (r.flags & MIGR_CTX_HYDRATED)
+    return Error{EOPNOTSUPP, who + " has RDMA resources from before migr.ko was loaded, so its record is incomplete; restart it"};
+  for (const auto& o : c.others)
+    return Error{EOPNOTSUPP, who + " uses a resource that cannot be migrated yet: " + object_name(o.type)};
+  for (const auto& q : c.qps) {
+    if (q.flags & MIGR_QP_FORMER) continue;  // an old path, not yet destroyed
+    if (q.qp_type != kRc)
+      return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet"};
+    if (q.qp_state > kRts)
+      return Error{EOPNOTSUPP, who + ": QP " + std::to_string(q.vqpn) + " is in state " + qp_state_name(q.qp_state) + " and cannot be migrated"};
+    info_.vqpns.push_back(q.vqpn);
+    if (q.qp_state == kRtr || q.qp_state == kRts)
+      info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, gid_of(q.ah.sgid), gid_of(q.ah.dgid), q.dest_qpn});
+  }
+  info_.ctxs.emplace_back(r.ctx_id, owner);
+  const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));
+  if (std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
+  auto& n = info_.resources;
+  n.set_ctx(n.ctx() + 1);
+  n.set_pd(n.pd() + static_cast<std::uint32_t>(c.pds.size()));
+  n.set_mr(n.mr() + static_cast<std::uint32_t>(c.mrs.size()));
+  n.set_cq(n.cq() + static_cast<std::uint32_t>(c.cqs.size()));
+  n.set_qp(n.qp() + static_cast<std::uint32_t>(c.qps.size()));
+  return {};
+}
+
+Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
+  auto state = host_.runc_.state(container);
+  if (!state) return state.error();
+  if (state->status != "running") return Error{EBUSY, "container '" + container + "' is " + state->status + ", not running"};
+  {
+    std::lock_guard lock(host_.mutex_);
+    if (!host_.busy_.insert(container).second) return Error{EBUSY, "container '" + container + "' is being migrated already"};
+    busy_ = true;
+  }
+  info_.id = container;
+  info_.bundle = state->bundle;
+  auto pids = host_.runc_.pids(container);
+  if (!pids) return pids.error();
+  auto kernel = KernelRecord::open();
+  if (!kernel) return kernel.error();
+  for (const pid_t pid : *pids) {
+    auto ctxs = kernel->contexts(pid);
+    if (!ctxs) return ctxs.error();
+    if (ctxs->empty()) continue;
+    const auto owner = static_cast<std::uint32_t>(processes_.size());
+    for (auto& c : *ctxs) {
+      if (auto s = kernel->objects(c); !s) return s.error();
+      if (auto s = inspect_context(c, owner); !s) return s.error();
+    }
+    auto session = host_.sessions_.by_pid(pid);
+    if (!session)
+      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; does the container have " +
+                                 host_.config_.run_dir + " mounted?"};
+    if (session->state() != MIGR_PROC_RUNNING) return Error{EBUSY, session->label() + " is suspended"};
+    if (host_.claims(session->instance())) return Error{EBUSY, session->label() + " is part of another migration"};
+    info_.instances.push_back(session->instance());
+    processes_.push_back({pid, session});
+  }
+  return info_;
+}
+
+Result<std::string> SourceRun::record(std::uint32_t) {
+  const std::string dir = host_.folder(id_);
+  std::error_code ec;
+  fs::create_directories(dir + "/images", ec);
+  fs::create_directories(dir + "/work", ec);
+  if (ec) return Error{ec.value(), "making " + dir + ": " + ec.message()};
+  host_.claim(info_.instances, true);
+  std::vector<DescribedProcess> described;
+  for (auto& p : processes_) {
+    auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs);
+    if (!fds) return fds.error();
+    described.push_back({p.pid, p.session->instance(), *fds});
+  }
+  if (!described.empty())
+    if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
+  if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
+  if (auto s = host_.save(id_, {wire::OPEN, info_.id, info_.bundle, info_.instances}); !s) return s.error();
+  return dir + "/images";
+}
+
+Status SourceRun::each(const std::function<Status(Process&)>& f) {
+  std::vector<std::future<Status>> running;
+  for (std::size_t i = 1; i < processes_.size(); i++)
+    running.push_back(std::async(std::launch::async, [&, i] { return f(processes_[i]); }));
+  Status first = processes_.empty() ? Status() : f(processes_[0]);
+  for (auto& r : running)
+    if (auto s = r.get(); first && !s) first = s;
+  return first;
+}
+
+Status SourceRun::suspend() {
+  return each([this](Process& p) -> Status {
+    if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs); !s) return s;
+    auto seen = p.session->wait_threads_outside(kSuspendMs);
+    if (seen) spdlog::debug("{}: {} threads outside, {} stops, {} unwound", p.session->label(), seen->threads, seen->stops, seen->unwound);
+    return seen;
+  });
+}
+
+Status SourceRun::drain() {
+  return each([this](Process& p) { return p.session->tell(MIGR_MSG_DRAIN, id_, kDrainMs + 2000, kDrainMs); });
+}
+
+Status SourceRun::rollback() {
+  return each([this](Process& p) { return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs); });
+}
+
+Status SourceRun::freeze() {
+  return each([this](Process& p) -> Status {
+    if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs); !s) return s;
+    return host_.sessions_.wait_closed(p.session, kProcessMs);
+  });
+}
+
+Status SourceRun::reconnect() {
+  return each([this](Process& p) -> Status {
+    const Instance instance = p.session->instance();
+    if (host_.sessions_.by_pid(p.pid) == p.session) return {};  // it never closed
+    if (auto s = open_gate(host_.config_.run_dir, instance); !s) return s;
+    auto back = host_.sessions_.wait_for(instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kReconnectMs);
+    close_gate(host_.config_.run_dir, instance);
+    if (!back) return back.error();
+    p.session = *back;
+    return {};
+  });
+}
+
+Status SourceRun::detach_network() { return host_.runc_.net("detach", info_.bundle, info_.id); }
+Status SourceRun::attach_network() { return host_.runc_.net("attach", info_.bundle, info_.id); }
+Status SourceRun::thaw() { return host_.runc_.resume(info_.id); }
+
+Status SourceRun::checkpoint() {
+  const std::string dir = host_.folder(id_);
+  auto s = host_.runc_.checkpoint(info_.id, dir + "/images", dir + "/work");
+  if (!s) {
+    // The log is what tells; keep it when the folder goes.
+    const std::string kept = host_.config_.state_dir + "/failed-dump.log";
+    std::error_code ec;
+    if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec))
+      return Error{s.error().code, s.error().text + " (log: " + kept + ")"};
+  }
+  return s;
+}
+
+Status SourceRun::decide(wire::Outcome outcome) { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); }
+
+Status SourceRun::destroy() {
+  // Born here are the numbers that were never bound to others, and those that came back.
+  std::vector<std::uint32_t> born;
+  for (auto v : info_.vqpns)
+    if (born_here(v)) born.push_back(v);
+  Status s = host_.runc_.remove(info_.id);
+  if (auto r = reserve_born(host_.config_, info_.instances, born); s && !r) s = r;
+  if (auto r = host_.runc_.net("cleanup", info_.bundle, info_.id); s && !r) s = r;
+  return s;
+}
+
+bool SourceRun::born_here(std::uint32_t vqpn) const {
+  const Json j = read_json(host_.config_.state_dir + "/born.json");
+  for (const auto& p : processes_) {
+    const std::string who = hex(p.session->instance());
+    if (p.session->generation() == 0) return true;
+    if (j.is_object() && j.contains(who) && std::find(j[who].begin(), j[who].end(), vqpn) != j[who].end()) return true;
+  }
+  return false;
+}
+
+void SourceRun::forget() {
+  std::error_code ec;
+  fs::remove_all(host_.folder(id_), ec);
+  std::lock_guard lock(host_.mutex_);
+  auto e = host_.journal_.find(id_);
+  if (e == host_.journal_.end() || e->second.outcome != wire::OPEN) return;
+  e->second.outcome = wire::UNDONE;
+  fs::remove(host_.folder(id_) + ".json", ec);
+}
+
+}  // namespace migr

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// This host as the source: what the coordinator asks for, and the journal that
+// says after a crash what has to be taken back.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "config.h"
+#include "coordinator.h"
+#include "host_service.h"
+#include "process_session.h"
+#include "runc.h"
+
+namespace migr {
+
+class SourceHost final : public Role {
+ public:
+  SourceHost(const Config& config, SessionTable& sessions) : config_(config), sessions_(sessions), runc_(config) {}
+
+  /// After a start: thaws what an earlier migrd left frozen without a decision.
+  void recover();
+
+  wire::OutcomeReply outcome(std::uint32_t id) override;
+  Status renew(std::uint32_t) override { return Error{ENOENT, "not here"}; }
+  bool claims(const Instance& i) override;
+
+ private:
+  friend class SourceRun;
+  struct Entry {
+    wire::Outcome outcome = wire::OPEN;
+    std::string container, bundle;
+    std::vector<Instance> instances;
+  };
+  Status save(std::uint32_t id, const Entry& e);
+  std::string folder(std::uint32_t id) const;
+  void claim(const std::vector<Instance>& instances, bool on);
+
+  const Config& config_;
+  SessionTable& sessions_;
+  const Runc runc_;
+  std::mutex mutex_;
+  std::map<std::uint32_t, Entry> journal_;
+  std::set<std::string> busy_;  // containers
+  std::set<Instance> claimed_;
+};
+
+/// One migration away from here.
+class SourceRun final : public Source {
+ public:
+  SourceRun(SourceHost& host, std::uint32_t id) : host_(host), id_(id) {}
+  ~SourceRun() override;
+  Result<ContainerInfo> inspect(const std::string& container) override;
+  Result<std::string> record(std::uint32_t id) override;
+  Status suspend() override;
+  Status drain() override;
+  Status rollback() override;
+  Status freeze() override;
+  Status reconnect() override;
+  Status detach_network() override;
+  Status attach_network() override;
+  Status checkpoint() override;
+  Status thaw() override;
+  Status decide(wire::Outcome outcome) override;
+  Status destroy() override;
+  void forget() override;
+
+ private:
+  struct Process {
+    pid_t pid;
+    std::shared_ptr<ProcessSession> session;
+  };
+  Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
+  Status each(const std::function<Status(Process&)>& f);  // all at once
+  bool born_here(std::uint32_t vqpn) const;
+
+  SourceHost& host_;
+  const std::uint32_t id_;
+  ContainerInfo info_;
+  std::vector<Process> processes_;
+  bool busy_ = false;
+};
+
+/// The vQPNs that processes were born with on this host, while they live anywhere
+/// (DIR/born.json): reserved when they leave, released when they are back.
+Status reserve_born(const Config& config, const std::vector<Instance>& instances, const std::vector<std::uint32_t>& vqpns);
+Status release_born(const Config& config, const std::vector<Instance>& instances);
+
+}  // namespace migr

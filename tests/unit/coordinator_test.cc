@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The coordinator with played roles: the order of the steps, and that a failure at
+// any of them takes back what was done, in reverse, and nothing else.
+#include "agent/coordinator.h"
+
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <set>
+
+#include "agent/peer_link.h"
+
+namespace {
+
+using namespace migr;
+
+constexpr std::uint32_t kId = 0x1234;
+
+/// What happened, in order; and which call is to fail.
+struct Play {
+  std::mutex mutex;
+  std::vector<std::string> log;
+  std::string fail;            // name of the call
+  int fail_code = EIO;
+  wire::Outcome destination_says = wire::OPEN;
+  bool destination_silent = false;
+
+  Status did(const std::string& what) {
+    std::lock_guard lock(mutex);
+    if (what.find("renew") == std::string::npos) log.push_back(what);
+    if (what == fail) return Error{fail_code, "played failure of " + what};
+    return {};
+  }
+  bool has(const std::string& what) const { return std::find(log.begin(), log.end(), what) != log.end(); }
+  int at(const std::string& what) const {
+    const auto i = std::find(log.begin(), log.end(), what);
+    return i == log.end() ? -1 : static_cast<int>(i - log.begin());
+  }
+};
+
+struct FakeSource final : Source {
+  explicit FakeSource(Play& play) : p(play) {}
+  Play& p;
+  std::vector<wire::Outcome> decided;
+  Result<ContainerInfo> inspect(const std::string& c) override {
+    if (auto s = p.did("s.inspect"); !s) return s.error();
+    ContainerInfo i;
+    i.id = c;
+    i.bundle = "/b";
+    i.instances.push_back(Instance{1});
+    i.ctxs = {{7, 0}};
+    i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22}};
+    i.vqpns = {0x11};
+    i.resources.set_qp(1);
+    return i;
+  }
+  Result<std::string> record(std::uint32_t) override {
+    if (auto s = p.did("s.record"); !s) return s.error();
+    return std::string("/early");
+  }
+  Status suspend() override { return p.did("s.suspend"); }
+  Status drain() override { return p.did("s.drain"); }
+  Status rollback() override { return p.did("s.rollback"); }
+  Status freeze() override { return p.did("s.freeze"); }
+  Status reconnect() override { return p.did("s.reconnect"); }
+  Status detach_network() override { return p.did("s.detach"); }
+  Status attach_network() override { return p.did("s.attach"); }
+  Status checkpoint() override { return p.did("s.checkpoint"); }
+  Status thaw() override { return p.did("s.thaw"); }
+  Status decide(wire::Outcome o) override {
+    decided.push_back(o);
+    return p.did(o == wire::COMMITTED ? "s.decide" : "s.undecide");
+  }
+  Status destroy() override { return p.did("s.destroy"); }
+  void forget() override { (void)p.did("s.forget"); }
+};
+
+struct FakeDestination final : DestinationLink {
+  explicit FakeDestination(Play& play) : p(play) {}
+  Play& p;
+  wire::ConnectRequest connected;
+  Status check(const wire::CheckRequest&) override { return p.did("d.check"); }
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader&, const std::string&, std::atomic<std::uint64_t>& b) override {
+    if (auto s = p.did("d.prepare"); !s) return s.error();
+    b += 100;
+    wire::PrepareReply r;
+    auto* q = r.add_qps();
+    q->set_src_ctx_id(7);
+    q->set_vqpn(0x11);
+    q->set_pqpn(0x33);
+    q->set_psn(0x333);
+    q->set_gid(std::string(16, 'd'));
+    return r;
+  }
+  Status connect(const wire::ConnectRequest& r) override {
+    connected = r;
+    return p.did("d.connect");
+  }
+  Status upload(std::uint32_t, const std::string&, std::atomic<std::uint64_t>& b) override {
+    b += 1000;
+    return p.did("d.upload");
+  }
+  Status full_restore(std::uint32_t) override { return p.did("d.full_restore"); }
+  Status ready(std::uint32_t) override { return p.did("d.ready"); }
+  Status commit(std::uint32_t) override { return p.did("d.commit"); }
+  Result<wire::CommitReply> rebind(std::uint32_t) override {
+    if (auto s = p.did("d.rebind"); !s) return s.error();
+    wire::CommitReply r;
+    auto* k = r.add_keys();
+    k->set_owner(std::string(16, 'i'));
+    k->add_vrkey(1);
+    k->add_prkey(2);
+    return r;
+  }
+  Result<wire::ResumeReply> resume(std::uint32_t) override {
+    if (auto s = p.did("d.resume"); !s) return s.error();
+    return wire::ResumeReply();
+  }
+  Status abort(std::uint32_t) override { return p.did("d.abort"); }
+  Result<wire::Outcome> outcome(std::uint32_t) override {
+    if (p.destination_silent) return Error{EHOSTUNREACH, "silent"};
+    return p.destination_says;
+  }
+  Status renew(std::uint32_t) override { return p.did("d.renew"); }
+};
+
+struct FakePartner final : PartnerLink {
+  FakePartner(Play& play, std::string n, bool has) : p(play), name_(std::move(n)), has_(has) {}
+  Play& p;
+  std::string name_;
+  bool has_;
+  std::uint32_t dest_pqpn = 0x11;
+  wire::ConnectRequest connected;
+  wire::KeysRequest got_keys;
+  const std::string& name() const override { return name_; }
+  Result<wire::FindReply> find(const wire::FindRequest& r) override {
+    if (auto s = p.did(name_ + ".find"); !s) return s.error();
+    wire::FindReply out;
+    if (!has_) return out;
+    auto* q = out.add_qps();
+    q->set_index(0);
+    q->set_instance(std::string(16, 'j'));
+    q->set_ctx_id(9);
+    q->set_vqpn(0x22);
+    q->set_pqpn(r.ends(0).pqpn());
+    q->set_dest_pqpn(dest_pqpn);
+    return out;
+  }
+  Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest&) override {
+    if (auto s = p.did(name_ + ".prepare"); !s) return s.error();
+    wire::PartnerPrepareReply r;
+    auto* x = r.add_spares();
+    x->set_index(0);
+    x->set_pqpn(0x44);
+    x->set_psn(0x444);
+    x->set_gid(std::string(16, 'p'));
+    return r;
+  }
+  Status connect(const wire::ConnectRequest& r) override {
+    connected = r;
+    return p.did(name_ + ".connect");
+  }
+  Status suspend(std::uint32_t) override { return p.did(name_ + ".suspend"); }
+  Status drain(std::uint32_t) override { return p.did(name_ + ".drain"); }
+  Status switch_path(std::uint32_t) override { return p.did(name_ + ".switch"); }
+  Status keys(const wire::KeysRequest& r) override {
+    got_keys = r;
+    return p.did(name_ + ".keys");
+  }
+  Result<wire::ResumeReply> resume(std::uint32_t) override {
+    if (auto s = p.did(name_ + ".resume"); !s) return s.error();
+    wire::ResumeReply r;
+    r.set_blackout_ns(5'000'000);
+    return r;
+  }
+  Status rollback(std::uint32_t) override { return p.did(name_ + ".rollback"); }
+  Status renew(std::uint32_t) override { return p.did(name_ + ".renew"); }
+};
+
+struct Scene {
+  Play play;
+  FakeSource source{play};
+  FakeDestination destination{play};
+  FakePartner partner{play, "p", true}, other{play, "o", false};
+  wire::Summary run(const std::string& fault = {}) {
+    Coordinator::Settings s{"src", fault, 1, 300, 10};
+    return Coordinator(s, source, destination, {&other, &partner}, [](const wire::Progress&) {}).migrate("c", "dst", kId);
+  }
+  // `a` came before `b`.
+  void expect_order(const std::vector<std::string>& names) {
+    for (std::size_t i = 0; i < names.size(); i++) {
+      EXPECT_TRUE(play.has(names[i])) << names[i];
+      if (i) {
+        EXPECT_LT(play.at(names[i - 1]), play.at(names[i])) << names[i - 1] << " before " << names[i];
+      }
+    }
+  }
+};
+
+TEST(Coordinator, GoodCaseFollowsTheProtocol) {
+  Scene s;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_TRUE(r.error().empty());
+  EXPECT_EQ(r.bytes_copied(), 1100u);
+  EXPECT_DOUBLE_EQ(r.communication_blackout_ms(), 5.0);
+  EXPECT_GT(r.service_blackout_ms(), 0);
+  ASSERT_EQ(r.partners_size(), 1);
+  EXPECT_EQ(r.partners(0), "p");
+  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.suspend", "s.drain", "s.freeze", "s.detach",
+                  "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
+  s.expect_order({"p.prepare", "p.connect", "p.suspend", "p.drain", "p.switch", "s.decide", "p.keys", "p.resume"});
+  // Both suspended before either drains.
+  s.expect_order({"p.suspend", "s.drain"});
+  s.expect_order({"s.suspend", "p.drain"});
+  s.expect_order({"p.switch", "d.resume"});
+  for (const char* never : {"d.abort", "p.rollback", "s.rollback", "s.thaw", "s.attach", "o.prepare"}) EXPECT_FALSE(s.play.has(never)) << never;
+}
+
+TEST(Coordinator, EachSideIsConnectedToTheOther) {
+  Scene s;
+  s.run();
+  ASSERT_EQ(s.destination.connected.connections_size(), 1);
+  const auto& d = s.destination.connected.connections(0);
+  EXPECT_EQ(d.src_ctx_id(), 7u);
+  EXPECT_EQ(d.vqpn(), 0x11u);
+  EXPECT_EQ(d.dest_pqpn(), 0x44u);
+  EXPECT_EQ(d.dest_psn(), 0x444u);
+  EXPECT_EQ(d.dest_gid(), std::string(16, 'p'));
+  ASSERT_EQ(s.partner.connected.connections_size(), 1);
+  const auto& p = s.partner.connected.connections(0);
+  EXPECT_EQ(p.dest_pqpn(), 0x33u);
+  EXPECT_EQ(p.dest_psn(), 0x333u);
+  EXPECT_EQ(p.dest_gid(), std::string(16, 'd'));
+  ASSERT_EQ(s.partner.got_keys.keys_size(), 1);
+  EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
+}
+
+struct Arc {
+  const char* fail;
+  std::vector<std::string> undone;  // in this order
+  std::vector<std::string> never;
+};
+
+class FailedStep : public ::testing::TestWithParam<Arc> {};
+
+TEST_P(FailedStep, IsTakenBackInReverse) {
+  Scene s;
+  s.play.fail = GetParam().fail;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_NE(r.error().find("played failure"), std::string::npos) << r.error();
+  s.expect_order(GetParam().undone);
+  for (const auto& n : GetParam().never) EXPECT_FALSE(s.play.has(n)) << n;
+  EXPECT_FALSE(s.play.has("s.destroy"));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Coordinator, FailedStep,
+    ::testing::Values(
+        Arc{"s.inspect", {}, {"d.check", "d.abort", "s.rollback", "p.rollback"}},
+        Arc{"d.check", {}, {"s.record", "d.abort", "s.rollback"}},
+        Arc{"s.record", {"s.forget"}, {"d.prepare", "d.abort", "s.rollback", "p.rollback"}},
+        Arc{"d.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}},
+        Arc{"p.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback"}},
+        Arc{"p.connect", {"p.rollback", "d.abort"}, {"s.suspend", "s.rollback"}},
+        Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}},
+        Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}},
+        Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}},
+        Arc{"s.freeze", {"s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.attach", "s.thaw", "s.checkpoint"}},
+        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint"}},
+        Arc{"s.checkpoint", {"s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"d.upload"}},
+        Arc{"d.upload", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}},
+        Arc{"d.full_restore", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}},
+        Arc{"d.ready", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}},
+        Arc{"p.switch", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}},
+        Arc{"s.decide", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.commit"}}),
+    [](const auto& info) {
+      std::string n = info.param.fail;
+      n[n.find('.')] = '_';
+      return n;
+    });
+
+TEST(Coordinator, RefusedIsNotTouched) {
+  Scene s;
+  s.play.fail = "d.check";
+  EXPECT_FALSE(s.run().touched());
+}
+
+TEST(Coordinator, RolledBackIsTouched) {
+  Scene s;
+  s.play.fail = "d.ready";
+  EXPECT_TRUE(s.run().touched());
+}
+
+TEST(Coordinator, SilentDestinationIsNamed) {
+  Scene s;
+  s.play.fail = "d.check";
+  s.play.fail_code = EHOSTUNREACH;
+  EXPECT_NE(s.run().error().find("destination dst does not answer"), std::string::npos);
+}
+
+TEST(Coordinator, PartnerNobodyKnowsIsRefused) {
+  Scene s;
+  s.partner.has_ = false;
+  const auto r = s.run();
+  EXPECT_FALSE(r.touched());
+  EXPECT_NE(r.error().find("no host knows the partner"), std::string::npos) << r.error();
+}
+
+TEST(Coordinator, EqualNumberWithAnotherPeerIsNoPartner) {
+  Scene s;
+  s.partner.dest_pqpn = 0x99;
+  EXPECT_NE(s.run().error().find("no host knows the partner"), std::string::npos);
+}
+
+TEST(Coordinator, SilentHostWithoutPartnersDoesNotMatter) {
+  Scene s;
+  s.play.fail = "o.find";
+  s.play.fail_code = EHOSTUNREACH;
+  EXPECT_TRUE(s.run().migrated());
+}
+
+TEST(Coordinator, CommitThatTheDestinationDeniesIsTakenBack) {
+  Scene s;
+  s.play.fail = "d.commit";
+  s.play.destination_says = wire::UNDONE;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_FALSE(r.undecided());
+  EXPECT_EQ(s.source.decided, (std::vector<wire::Outcome>{wire::COMMITTED, wire::UNDONE}));
+  s.expect_order({"s.decide", "d.commit", "s.undecide", "d.abort", "s.thaw", "s.rollback"});
+}
+
+TEST(Coordinator, CommitWhoseAnswerWasLostGoesOn) {
+  Scene s;
+  s.play.fail = "d.commit";
+  s.play.destination_says = wire::COMMITTED;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated());
+  EXPECT_FALSE(s.play.has("s.thaw"));
+}
+
+TEST(Coordinator, SilenceAfterTheCommitNeverThaws) {
+  Scene s;
+  s.play.fail = "d.commit";
+  s.play.fail_code = EHOSTUNREACH;
+  s.play.destination_silent = true;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_TRUE(r.undecided());
+  for (const char* never : {"s.thaw", "s.rollback", "s.destroy", "d.abort", "p.rollback"}) EXPECT_FALSE(s.play.has(never)) << never;
+}
+
+TEST(Coordinator, FailureAfterTheCommitNeverGoesBack) {
+  for (const char* f : {"d.rebind", "p.keys", "p.resume", "d.resume", "s.destroy"}) {
+    Scene s;
+    s.play.fail = f;
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << f;
+    EXPECT_FALSE(r.error().empty()) << f;
+    for (const char* never : {"s.thaw", "s.rollback", "d.abort"}) EXPECT_FALSE(s.play.has(never)) << f << " " << never;
+    EXPECT_TRUE(s.play.has("s.destroy")) << f;
+  }
+}
+
+TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
+  Scene s;
+  s.play.fail = "s.thaw";  // fails while going back ...
+  const auto r = s.run("copy:fail");  // ... from a fault point
+  EXPECT_FALSE(r.migrated());
+  EXPECT_NE(r.error().find("fault point 'copy'"), std::string::npos);
+  EXPECT_NE(r.error().find("while going back: thawing"), std::string::npos) << r.error();
+  s.expect_order({"s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"});
+}
+
+TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
+  for (const char* f : {"prepare", "connect", "suspend", "drain", "freeze", "copy", "ready", "commit"}) {
+    Scene s;
+    const auto r = s.run(std::string(f) + ":fail");
+    EXPECT_FALSE(r.migrated()) << f;
+    EXPECT_FALSE(s.play.has("d.commit")) << f;
+    EXPECT_EQ(s.play.has("s.freeze"), s.play.has("s.reconnect")) << f;
+    EXPECT_EQ(s.play.has("s.suspend"), s.play.has("s.rollback")) << f;
+    EXPECT_EQ(s.play.has("d.prepare"), s.play.has("d.abort")) << f;
+  }
+}
+
+}  // namespace

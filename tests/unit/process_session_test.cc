@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// migrd's side of proc_wire.h against a thread that plays a library.
+#include "agent/process_session.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "agent/file_tree.h"
+#include "agent/limits.h"
+
+namespace {
+
+using namespace migr;
+
+migr_msg hello(std::uint8_t who = 1) {
+  migr_msg h{};
+  h.version = MIGR_PROC_VERSION;
+  h.type = MIGR_MSG_HELLO;
+  h.instance[0] = who;
+  return h;
+}
+
+void send_packet(int fd, migr_msg h, const void* records = nullptr, std::size_t bytes = 0) {
+  std::vector<char> buf(sizeof h + bytes);
+  std::memcpy(buf.data(), &h, sizeof h);
+  if (bytes) std::memcpy(buf.data() + sizeof h, records, bytes);
+  ASSERT_EQ(send(fd, buf.data(), buf.size(), MSG_NOSIGNAL), static_cast<ssize_t>(buf.size()));
+}
+
+class Session : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int sv[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sv), 0);
+    ours_ = Fd(sv[0]);
+    theirs_ = Fd(sv[1]);
+  }
+  std::shared_ptr<ProcessSession> greet() {
+    send_packet(theirs_.n, hello());
+    auto s = ProcessSession::greet(std::move(ours_), 1000);
+    EXPECT_TRUE(s) << s.error().text;
+    return *s;
+  }
+  // Plays the library for one request: gets it, answers what `answer` makes of it.
+  std::thread library(std::function<void(migr_msg request, std::vector<char> records)> answer) {
+    return std::thread([this, answer] {
+      std::vector<char> buf(1 << 20);
+      const ssize_t n = recv(theirs_.n, buf.data(), buf.size(), 0);
+      ASSERT_GE(n, static_cast<ssize_t>(sizeof(migr_msg)));
+      migr_msg m;
+      std::memcpy(&m, buf.data(), sizeof m);
+      answer(m, {buf.begin() + sizeof m, buf.begin() + n});
+    });
+  }
+  Fd ours_, theirs_;
+};
+
+TEST_F(Session, HelloNamesTheProcess) {
+  auto s = greet();
+  EXPECT_EQ(s->pid(), getpid());
+  EXPECT_EQ(s->instance()[0], 1);
+  EXPECT_EQ(s->state(), std::uint32_t{MIGR_PROC_RUNNING});
+}
+
+TEST_F(Session, MalformedHellosAreEPROTO) {
+  std::vector<std::function<void(migr_msg&)>> bad = {
+      [](migr_msg& h) { h.version = 2; },
+      [](migr_msg& h) { h.type = MIGR_MSG_DESCRIBE; },
+      [](migr_msg& h) { h.count = 1, h.record_size = sizeof(migr_text_range); },  // but none follows
+      [](migr_msg& h) { h.count = MIGR_PROC_MAX_RECORDS + 1; },
+      [](migr_msg& h) { h.state = 9; },
+      [](migr_msg& h) { h.flags = MIGR_MORE; },
+      [](migr_msg& h) { std::memset(h.text, 'x', sizeof h.text); }};
+  for (std::size_t i = 0; i < bad.size(); i++) {
+    SetUp();
+    migr_msg h = hello();
+    bad[i](h);
+    send_packet(theirs_.n, h);
+    auto s = ProcessSession::greet(std::move(ours_), 1000);
+    ASSERT_FALSE(s) << i;
+    EXPECT_EQ(s.error().code, EPROTO) << i << " " << s.error().text;
+  }
+}
+
+TEST_F(Session, ShortPacketIsEPROTO) {
+  ASSERT_EQ(send(theirs_.n, "hello", 5, 0), 5);
+  auto s = ProcessSession::greet(std::move(ours_), 1000);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPROTO);
+}
+
+TEST_F(Session, SilentProcessIsETIMEDOUT) {
+  auto s = ProcessSession::greet(std::move(ours_), 50);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ETIMEDOUT);
+}
+
+TEST_F(Session, RequestAndReplyCarryRecords) {
+  auto s = greet();
+  const migr_qp_ref refs[] = {{1, 2, 3, 0}, {4, 5, 6, 0}};
+  auto lib = library([&](migr_msg m, std::vector<char> records) {
+    EXPECT_EQ(m.type, MIGR_MSG_QP_CREATE);
+    EXPECT_EQ(m.migration, 77u);
+    EXPECT_EQ(m.count, 2u);
+    EXPECT_EQ(std::memcmp(records.data(), refs, sizeof refs), 0);
+    m.type |= MIGR_REPLY;
+    // In two packets.
+    const migr_qp_spare spares[] = {{1, 2, 10, 11}, {4, 5, 12, 13}};
+    m.count = 1, m.record_size = sizeof(migr_qp_spare), m.flags = MIGR_MORE;
+    send_packet(theirs_.n, m, &spares[0], sizeof spares[0]);
+    m.flags = 0;
+    send_packet(theirs_.n, m, &spares[1], sizeof spares[1]);
+  });
+  auto r = s->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, 77, refs, 1000);
+  lib.join();
+  ASSERT_TRUE(r) << r.error().text;
+  ASSERT_EQ(r->size(), 2u);
+  EXPECT_EQ((*r)[1].pqpn, 12u);
+}
+
+TEST_F(Session, StatusAndTextComeBackAndTheSessionStays) {
+  auto s = greet();
+  auto refuse = [&](migr_msg m, std::vector<char>) {
+    m.type |= MIGR_REPLY;
+    m.status = EBUSY;
+    std::strcpy(m.text, "cannot be suspended now");
+    send_packet(theirs_.n, m);
+  };
+  auto lib = library(refuse);
+  auto r = s->tell(MIGR_MSG_SUSPEND, 1, 1000);
+  lib.join();
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EBUSY);
+  EXPECT_NE(r.error().text.find("SUSPEND: cannot be suspended now"), std::string::npos) << r.error().text;
+  EXPECT_EQ(s->state(), std::uint32_t{MIGR_PROC_RUNNING});
+  auto lib2 = library([&](migr_msg m, std::vector<char>) {
+    m.type |= MIGR_REPLY;
+    send_packet(theirs_.n, m);
+  });
+  EXPECT_TRUE(s->tell(MIGR_MSG_SUSPEND, 1, 1000));
+  lib2.join();
+  EXPECT_EQ(s->state(), std::uint32_t{MIGR_PROC_SUSPENDED});
+}
+
+TEST_F(Session, AnswersThatDoNotFitEndTheSession) {
+  std::vector<std::function<void(migr_msg&)>> bad = {[](migr_msg& m) { m.seq++; }, [](migr_msg& m) { m.type = MIGR_MSG_DRAIN | MIGR_REPLY; },
+                                                    [](migr_msg& m) { m.version = 7; }, [](migr_msg& m) { m.count = 1; }};
+  for (std::size_t i = 0; i < bad.size(); i++) {
+    SetUp();
+    auto s = greet();
+    auto lib = library([&](migr_msg m, std::vector<char>) {
+      m.type |= MIGR_REPLY;
+      bad[i](m);
+      send_packet(theirs_.n, m);
+    });
+    auto r = s->tell(MIGR_MSG_SUSPEND, 1, 1000);
+    lib.join();
+    ASSERT_FALSE(r) << i;
+    EXPECT_EQ(r.error().code, EPROTO) << i;
+    char c;
+    EXPECT_EQ(recv(theirs_.n, &c, 1, MSG_DONTWAIT), 0) << "the connection is closed";
+  }
+}
+
+TEST_F(Session, LimitRunsOutAndALateAnswerIsNotTaken) {
+  auto s = greet();
+  auto r = s->tell(MIGR_MSG_DRAIN, 1, 50);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT);
+  EXPECT_FALSE(s->tell(MIGR_MSG_RESUME, 1, 50));
+}
+
+TEST_F(Session, ProcessThatEndsIsECONNRESET) {
+  auto s = greet();
+  auto lib = library([&](migr_msg, std::vector<char>) { shutdown(theirs_.n, SHUT_RDWR); });
+  auto r = s->tell(MIGR_MSG_FREEZE, 1, 1000);
+  lib.join();
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ECONNRESET);
+}
+
+class Table : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char t[] = "/tmp/migr-run-XXXXXX";
+    ASSERT_NE(mkdtemp(t), nullptr);
+    dir_ = t;
+    ASSERT_TRUE(table_.start(dir_ + "/proc.sock", {}));
+  }
+  void TearDown() override {
+    table_.stop();
+    std::filesystem::remove_all(dir_);
+  }
+  Fd connect() {
+    Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un a{};
+    a.sun_family = AF_UNIX;
+    std::strcpy(a.sun_path, (dir_ + "/proc.sock").c_str());
+    EXPECT_EQ(::connect(fd.n, reinterpret_cast<sockaddr*>(&a), sizeof a), 0);
+    return fd;
+  }
+  std::string dir_;
+  SessionTable table_;
+};
+
+TEST_F(Table, ProcessesComeAndGo) {
+  Fd fd = connect();
+  send_packet(fd.n, hello(3));
+  auto s = table_.wait_for(Instance{3}, {}, 2000);
+  ASSERT_TRUE(s) << s.error().text;
+  EXPECT_EQ(table_.by_pid(getpid()), *s);
+  std::thread later([&] { usleep(50'000); shutdown(fd.n, SHUT_RDWR); });
+  EXPECT_TRUE(table_.wait_closed(*s, 2000));
+  later.join();
+  EXPECT_EQ(table_.by_pid(getpid()), nullptr);
+}
+
+TEST_F(Table, NonsenseIsDroppedAndOthersGoOn) {
+  Fd bad = connect(), good = connect();
+  ASSERT_EQ(send(bad.n, "x", 1, 0), 1);
+  send_packet(good.n, hello(4));
+  EXPECT_TRUE(table_.wait_for(Instance{4}, {}, 2000));
+  char c;
+  EXPECT_EQ(recv(bad.n, &c, 1, 0), 0);
+}
+
+TEST_F(Table, WaitForSomebodyElseIsETIMEDOUT) {
+  Fd fd = connect();
+  send_packet(fd.n, hello(5));
+  ASSERT_TRUE(table_.wait_for(Instance{5}, {}, 2000));
+  auto s = table_.wait_for(Instance{5}, [](const ProcessSession& p) { return p.pid() != getpid(); }, 50);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ETIMEDOUT);
+}
+
+TEST_F(Table, GateIsAFileBesideTheSocket) {
+  Instance i{};
+  i[0] = 0xab;
+  ASSERT_TRUE(open_gate(dir_, i));
+  EXPECT_EQ(access((dir_ + "/gate-ab" + std::string(30, '0')).c_str(), F_OK), 0);
+  close_gate(dir_, i);
+  EXPECT_NE(access((dir_ + "/gate-ab" + std::string(30, '0')).c_str(), F_OK), 0);
+}
+
+class Tree : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char t[] = "/tmp/migr-tree-XXXXXX";
+    ASSERT_NE(mkdtemp(t), nullptr);
+    dir_ = t;
+    std::filesystem::create_directories(dir_ + "/from/sub");
+    std::filesystem::create_directories(dir_ + "/to");
+  }
+  void TearDown() override { std::filesystem::remove_all(dir_); }
+  void file(const std::string& name, const std::string& data) {
+    FILE* f = fopen((dir_ + "/" + name).c_str(), "w");
+    ASSERT_NE(f, nullptr);
+    fwrite(data.data(), 1, data.size(), f);
+    fclose(f);
+  }
+  std::string dir_;
+};
+
+TEST_F(Tree, ArrivesAsItWas) {
+  file("from/empty", "");
+  file("from/sub/big", std::string(2 * kChunkBytes + 17, 'x'));
+  ASSERT_EQ(symlink("sub/big", (dir_ + "/from/link").c_str()), 0);
+  ASSERT_EQ(chmod((dir_ + "/from/empty").c_str(), 0751), 0);
+  TreeWriter w(dir_ + "/to");
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [&](const wire::FileChunk& c) {
+    auto r = w.write(c);
+    EXPECT_TRUE(r) << r.error().text;
+    return bool(r);
+  });
+  ASSERT_TRUE(s) << s.error().text;
+  ASSERT_TRUE(w.finish());
+  EXPECT_EQ(w.files(), 2u);
+  EXPECT_EQ(system(("diff -r " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
+  EXPECT_EQ(std::filesystem::status(dir_ + "/to/empty").permissions(), std::filesystem::perms{0751});
+  EXPECT_TRUE(std::filesystem::is_symlink(dir_ + "/to/link"));
+}
+
+TEST_F(Tree, NamesThatLeaveTheFolderAreEINVAL) {
+  TreeWriter w(dir_ + "/to");
+  for (const char* n : {"../x", "/x", "a/../../x", "", "a//b", "."}) {
+    wire::FileChunk c;
+    c.set_name(n);
+    c.set_mode(S_IFREG | 0644);
+    auto s = w.write(c);
+    ASSERT_FALSE(s) << n;
+    EXPECT_EQ(s.error().code, EINVAL) << n;
+  }
+}
+
+TEST_F(Tree, LinksAreNotFollowed) {
+  std::filesystem::create_directories(dir_ + "/elsewhere");
+  ASSERT_EQ(symlink((dir_ + "/elsewhere").c_str(), (dir_ + "/to/out").c_str()), 0);
+  TreeWriter w(dir_ + "/to");
+  wire::FileChunk c;
+  c.set_name("out/x");
+  c.set_mode(S_IFREG | 0644);
+  EXPECT_FALSE(w.write(c));
+  EXPECT_TRUE(std::filesystem::is_empty(dir_ + "/elsewhere"));
+}
+
+TEST_F(Tree, ChangedDataIsEIOAndLeavesNoFile) {
+  file("from/f", "data");
+  {
+    TreeWriter w(dir_ + "/to");
+    Status seen;
+    ASSERT_TRUE(send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [&](wire::FileChunk c) {
+      if (!c.data().empty()) (*c.mutable_data())[0] ^= 1;
+      return bool(seen = w.write(c));
+    }));
+    ASSERT_FALSE(seen);
+    EXPECT_EQ(seen.error().code, EIO);
+  }
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/to/f"));
+}
+
+TEST_F(Tree, LargerThanTheLimitIsEFBIG) {
+  file("from/f", std::string(100, 'x'));
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::BUNDLE, 99, [](const wire::FileChunk&) { return true; });
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EFBIG);
+}
+
+}  // namespace
