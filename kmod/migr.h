@@ -23,10 +23,12 @@
 #include <linux/hashtable.h>
 #include <linux/kref.h>
 #include <linux/mutex.h>
+#include <linux/nsproxy.h>
 #include <linux/pid.h>
 #include <linux/srcu.h>
 #include <linux/user_namespace.h>
 #include <linux/xarray.h>
+#include <net/net_namespace.h>
 #include <rdma/ib_verbs.h>
 #include <rdma/uverbs_ioctl.h>
 
@@ -50,6 +52,7 @@ struct migr_ctx {
 	struct ib_device *ibdev;	/* valid while uctx is */
 	struct pid *tgid;
 	struct user_namespace *user_ns;
+	unsigned int netns;		/* number of its network namespace */
 	char comm[TASK_COMM_LEN];
 	char ibdev_name[MIGR_IBDEV_NAME_MAX];
 	u32 num_comp_vectors;
@@ -168,6 +171,11 @@ int migr_netlink_init(void);
 void migr_netlink_exit(void);
 #define MIGR_NO_QPN U32_MAX	/* the event is not one of a QP */
 void migr_event(enum migr_event event, struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
+
+static inline unsigned int migr_current_netns(void)
+{
+	return current->nsproxy ? current->nsproxy->net_ns->ns.inum : 0;
+}
 
 static inline struct ib_ucontext *migr_uctx_of(struct ib_udata *udata)
 {

@@ -3,9 +3,10 @@
  * Generic netlink family "migr": parses, asks the record or the names, replies.
  *
  * A caller needs CAP_NET_ADMIN over its socket's network namespace, and over the
- * user namespace of the process that a context belongs to: root of a container
- * sees the contexts of that container. The numbers reserved are the host's, and
- * so is the list of events: for the initial namespace only.
+ * user namespace of the process that a context belongs to; and unless it is the
+ * host's, that network namespace has to be the process's own. So a container that
+ * was given CAP_NET_ADMIN sees what is in it. The numbers reserved are the host's,
+ * and so are the events: for the initial namespaces only.
  */
 #include <linux/pid_namespace.h>
 #include <linux/sched.h>
@@ -37,10 +38,12 @@ static const struct nla_policy vqpn_policy[MIGR_A_MAX + 1] = {
 
 static bool may_see(struct sk_buff *skb, const struct migr_ctx *ctx)
 {
+	const struct net *net = sock_net(skb->sk);
 	bool may;
 
 	mutex_lock(&migr_lock);		/* the owner changes with ATTACH */
-	may = netlink_ns_capable(skb, ctx->user_ns, CAP_NET_ADMIN);
+	may = (net == &init_net || net->ns.inum == ctx->netns) &&
+	      netlink_ns_capable(skb, ctx->user_ns, CAP_NET_ADMIN);
 	mutex_unlock(&migr_lock);
 	return may;
 }
@@ -269,7 +272,7 @@ static int qpn_change(struct sk_buff *skb, struct genl_info *info, int (*change)
 {
 	int err;
 
-	if (!netlink_capable(skb, CAP_NET_ADMIN))
+	if (genl_info_net(info) != &init_net || !netlink_capable(skb, CAP_NET_ADMIN))
 		return -EPERM;
 	if (want(info, MIGR_A_VQPN))
 		return -EINVAL;

@@ -81,6 +81,7 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	ctx->id = ctx_next_id++;
 	ctx->tgid = get_pid(tgid);
 	ctx->user_ns = get_user_ns(current_user_ns());
+	ctx->netns = migr_current_netns();
 	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
 	return ctx;
 }
@@ -245,6 +246,7 @@ int migr_ctx_attach(struct migr_ctx *ctx)
 	old_ns = ctx->user_ns;
 	ctx->tgid = get_pid(task_tgid(current));
 	ctx->user_ns = get_user_ns(current_user_ns());
+	ctx->netns = migr_current_netns();
 	get_task_comm(ctx->comm, current->group_leader);
 	put_pid(old_tgid);
 	put_user_ns(old_ns);
