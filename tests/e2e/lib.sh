@@ -26,6 +26,7 @@ E2E_PKI=$E2E_ROOT/build/e2e/pki
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
 E2E_VARS=()
+E2E_RATE=${E2E_RATE:-1000}			# 0: as fast as it goes
 mkdir -p "$E2E_OUT"
 
 note() { echo "# $*" >&2; }
@@ -259,10 +260,12 @@ peer_wait() {	# NAME SECONDS: @return the exit status of the program
 
 # ---- the verifying application in a container on HOST, its partner on peer
 
-# start_verify HOST ID OPTION...: options of migr_verify, for both ends where both need them.
+# start_verify HOST ID OPTION...: options of migr_verify, for both ends where both need them. The traffic is held at
+# E2E_RATE work requests per second and end: emulated hosts share their processors, and migrating needs some, too.
 start_verify() {
 	local h=$1 id=$2
 	shift 2
+	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate "$E2E_RATE" "$@"
 	local both=() o
 	for o in "$@"; do
 		case $o in --events|--wr-api|--rnr) both+=("$o") ;; esac

@@ -21,7 +21,8 @@ volatile std::sig_atomic_t g_stop = 0;
 
 constexpr int kPollBatch = 16;
 constexpr int kSpins = 200;                    // empty rounds before the processor is given away for a moment
-constexpr int kNapUs = 100;
+constexpr int kNapUs = 100, kRatedNapUs = 1000;
+constexpr double kRateBurstS = 0.05;           // --rate: what may be posted at once after a pause
 constexpr int kEventWaitMs = 20, kWindowWaitMs = 2;
 constexpr int kEventGraceMs = 10000;           // a completion without its event for so long: the event is lost
 constexpr std::int64_t kHousekeepingUs = 5000, kStatusUs = 500000, kStopFileUs = 50000;
@@ -118,6 +119,7 @@ class Run {
   std::int64_t now_ = 0, last_now_ = 0, elapsed_us_ = 0, idle_us_ = 0;
   std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0;
   std::uint64_t bytes_ = 0, events_ = 0;
+  double budget_ = 0;  // --rate: WRs that may be posted now
 };
 
 /// Both ends say what they can; the client's shape counts, cut down to what both can do.
@@ -132,7 +134,7 @@ Shape Run::agree(const Options& o, Control& c, bool client) {
     std::memcpy(&x, body.data(), sizeof x);
     const Shape& s = x.shape;
     if (x.version != 1 || s.qps < 1 || s.qps > 64 || s.size < kHeaderBytes || s.size > 1u << 20 || s.depth < 4 ||
-        s.depth > 512 || s.mode >= Mode::kCount)
+        s.depth > 512 || s.inline_max > 128 || s.mode >= Mode::kCount)
       throw PeerError("the other end asks for a run that this version cannot do");
     return x;
   };
@@ -312,6 +314,10 @@ bool Run::post_stream(std::uint32_t i) {
   Lane& l = lanes_[i];
   l.blocked = false;
   if (stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
+  if (f_.shape.rate && budget_ < 1) {
+    l.blocked = true;
+    return false;
+  }
   const std::uint64_t checked = __atomic_load_n(&f_.words_of(i)->ack, __ATOMIC_ACQUIRE);
   if (checked > l.next) throw RunError("QP " + std::to_string(i) + ": the partner acknowledges WR " + std::to_string(checked) +
                                        ", but only " + std::to_string(l.next) + " were posted");
@@ -327,6 +333,7 @@ bool Run::post_stream(std::uint32_t i) {
     }
     ops[n++] = l.stream.at(l.next++);
   }
+  budget_ -= n;
   if (n) post_list(i, ops, n);
   return n != 0;
 }
@@ -422,6 +429,8 @@ void Run::tick() {
   if (step <= 0) return;  // a clock that was set back, or another host's
   elapsed_us_ += std::min<std::int64_t>(step, 60 * kMaxStepUs);
   idle_us_ += std::min(step, kMaxStepUs);
+  const double rate = f_.shape.rate;
+  budget_ = std::min(budget_ + rate * static_cast<double>(step) / 1e6, std::max(rate * kRateBurstS, 1.0));
 }
 
 void Run::request_stop(const char*) {
@@ -559,6 +568,8 @@ void Run::idle(bool nothing) {
   }
   if (options_.events) {
     sleep_on_channel();
+  } else if (f_.shape.rate) {
+    ::usleep(kRatedNapUs);
   } else if (++idle_rounds_ > kSpins) {
     sched_yield();
     ::usleep(kNapUs);

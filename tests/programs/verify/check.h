@@ -147,6 +147,7 @@ struct Shape {
   std::uint32_t depth = 16;     // WRs that one QP has in flight, at most
   std::uint32_t inline_max = 128;  // bytes
   std::uint64_t iterations = 0;    // WRs of each stream; 0: no limit
+  std::uint32_t rate = 0;          // WRs per second of one end; 0: as many as can be
   /// Slots of each ring, and how far a stream may be ahead of what the other end has checked.
   std::uint32_t window() const { return (depth * 2 + 31) / 32 * 32; }
 };

@@ -14,14 +14,15 @@ constexpr const char kHelp[] =
     R"(migr_verify: RDMA traffic between two ends that check every completion and every byte
 
   migr_verify [options]            serves one client, then ends
-  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth, --iterations
-                                   and --seed count
+  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth, --iterations,
+                                   --rate and --seed count
 
   --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
   --qps N           1..64 (1)             --size BYTES     largest message, 16..1048576 (4096)
   --depth N         WRs in flight per QP, 4..512 (16)
   --seed N          of content and order (1)
   --seconds S       the time to run; --iterations N: the WRs of each QP; neither: until stopped
+  --rate N          WRs per second of each end, all QPs together (as many as can be); it then sleeps in between
   --events          sleep on a completion channel instead of polling
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
@@ -66,14 +67,15 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kEvents, kWrApi, kRnr, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
       {"mode", 1, nullptr, kMode},           {"qps", 1, nullptr, kQps},
       {"size", 1, nullptr, kSize},           {"depth", 1, nullptr, kDepth},
       {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
-      {"iterations", 1, nullptr, kIterations}, {"events", 0, nullptr, kEvents},
+      {"iterations", 1, nullptr, kIterations}, {"rate", 1, nullptr, kRate},
+      {"events", 0, nullptr, kEvents},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
@@ -98,6 +100,7 @@ Options parse_options(int argc, char** argv) {
       case kSeed: o.shape.seed = number(n, optarg, 0, UINT64_MAX); break;
       case kSeconds: o.seconds = seconds(n, optarg); break;
       case kIterations: o.shape.iterations = number(n, optarg, 1, 1ull << 40); break;
+      case kRate: o.shape.rate = static_cast<std::uint32_t>(number(n, optarg, 1, 100000000)); break;
       case kEvents: o.events = true; break;
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
