@@ -19,7 +19,7 @@ inline constexpr char kControlSocket[] = "/run/migrd/ctl.sock";
 inline constexpr char kListen[] = "0.0.0.0:7471";
 
 // Between hosts.
-inline constexpr int kCheckMs = 5'000;          // is anybody there
+inline constexpr int kCheckMs = 20'000;         // is anybody there
 inline constexpr int kCallMs = 10'000;          // a call that does little
 inline constexpr int kPrepareMs = 60'000;       // create every object at the destination
 inline constexpr int kUploadMs = 600'000;
@@ -27,14 +27,14 @@ inline constexpr int kReadyMs = 110'000;        // CRIU restores; below the plug
 inline constexpr int kCommitMs = 25'000;        // below the plugin's 30 s: after it, it has aborted
 inline constexpr int kUndecidedMs = 60'000;     // how long the source asks a silent destination
 inline constexpr int kLeaseRenewMs = 1'000;
-inline constexpr int kLeaseMs = 8'000;          // without renewal the coordinator counts as gone
+inline constexpr int kLeaseMs = 20'000;         // without renewal the coordinator counts as gone
 inline constexpr int kResolveMs = 90'000;       // how long a host left alone asks for the outcome
 inline constexpr int kResolveStepMs = 1'000;
 inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
 
 // To processes.
-inline constexpr int kHelloMs = 2'000;
+inline constexpr int kHelloMs = 5'000;
 inline constexpr int kProcessMs = 10'000;       // any request but drain
 inline constexpr int kSuspendMs = 10'000;       // all threads seen outside
 inline constexpr int kDrainMs = 10'000;
@@ -50,10 +50,10 @@ inline constexpr std::size_t kMaxThreads = 4096;
 inline constexpr std::size_t kMaxStackBytes = 64u << 20;
 
 // Commands.
-inline constexpr int kRuncMs = 30'000;
+inline constexpr int kRuncMs = 60'000;
 inline constexpr int kCheckpointMs = 120'000;
-inline constexpr int kHookMs = 15'000;
-inline constexpr int kRestoreSocketMs = 30'000;  // partial restore: until the plugin listens
+inline constexpr int kHookMs = 60'000;
+inline constexpr int kRestoreSocketMs = 50'000;  // partial restore: until the plugin listens
 
 inline constexpr std::size_t kCommandOutputBytes = 64 << 10;  // kept of a command
 

@@ -7,7 +7,7 @@
 namespace migr {
 namespace {
 
-constexpr int kKeepaliveMs = 2'000, kKeepaliveTimeoutMs = 3'000;
+constexpr int kKeepaliveMs = 4'000, kKeepaliveTimeoutMs = 12'000;
 
 struct Pair {
   grpc::StatusCode code;
