@@ -24,6 +24,7 @@
 
 #include "../include/migr/proc_wire.h"
 #include "high_fd.h"
+#include "itimer.h"
 #include "provider/provider.h"
 #include "provider/uverbs_write.h"
 #include "shadow.h"
@@ -310,7 +311,9 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       if (named_qps(registry, request, qps, answer)) finish(switchover::suspend(qps, why));
       return;
     case MIGR_MSG_FREEZE:
-      return finish(switchover::freeze(why));
+      finish(switchover::freeze(why));
+      if (!answer.status) itimer::hold();
+      return;
     case MIGR_MSG_SWITCH:
       if (named_qps(registry, request, qps, answer)) finish(switchover::switch_to_spare(qps, why));
       return;
@@ -320,6 +323,7 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
         self->rebound = true;
         ++self->generation;
         provider::set_restored();
+        itimer::release();
       }
       std::vector<migr_key_map> keys;
       finish(switchover::rebind(request.as<migr_handle_map>(), keys, why));
@@ -338,6 +342,7 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       return answer.put(stats);
     }
     case MIGR_MSG_ROLLBACK:
+      itimer::release();
       return finish(switchover::rollback(why));
     case MIGR_MSG_STATS: {
       std::vector<migr_drain_stat> stats;

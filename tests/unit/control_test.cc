@@ -13,7 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <signal.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -22,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "../../libmigr/itimer.h"
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/provider/provider.h"
 #include "../../libmigr/provider/uverbs_write.h"
@@ -362,6 +365,37 @@ TEST_F(Control, FreezeClosesAndTheGateOpensAgain) {
   EXPECT_EQ(hello.state, MIGR_PROC_FROZEN);
   EXPECT_EQ(memcmp(hello.instance, before.instance, 16), 0);
   EXPECT_EQ(ask(MIGR_MSG_ROLLBACK).status, 0);
+}
+
+TEST(Itimer, OneShotHasAnIntervalWhileFrozenAndFiresOnce) {
+  const itimerval before{.it_interval = {}, .it_value = {.tv_sec = 100, .tv_usec = 0}};
+  itimerval now{};
+  setitimer(ITIMER_REAL, &before, nullptr);
+  itimer::hold();
+  getitimer(ITIMER_REAL, &now);
+  EXPECT_GT(now.it_interval.tv_sec, 1000);
+  EXPECT_LE(now.it_value.tv_sec, 100);
+  itimer::release();
+  getitimer(ITIMER_REAL, &now);
+  EXPECT_EQ(now.it_interval.tv_sec, 0);
+  EXPECT_GE(now.it_value.tv_sec, 98);
+  // It fires while frozen: then it is over.
+  signal(SIGALRM, SIG_IGN);
+  const itimerval soon{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_usec = 1000}};
+  setitimer(ITIMER_REAL, &soon, nullptr);
+  itimer::hold();
+  usleep(50'000);
+  itimer::release();
+  getitimer(ITIMER_REAL, &now);
+  EXPECT_EQ(now.it_value.tv_sec, 0);
+  // One with an interval is the application's own.
+  const itimerval periodic{.it_interval = {.tv_sec = 77, .tv_usec = 0}, .it_value = {.tv_sec = 100, .tv_usec = 0}};
+  setitimer(ITIMER_REAL, &periodic, nullptr);
+  itimer::hold();
+  itimer::release();
+  getitimer(ITIMER_REAL, &now);
+  EXPECT_EQ(now.it_interval.tv_sec, 77);
+  alarm(0);
 }
 
 TEST_F(Control, FreezeThatFailsKeepsTheConnection) {
