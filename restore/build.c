@@ -57,7 +57,7 @@ static int build_qp(struct migr_rst_context *c, struct migr_rst_qp *qp, struct m
 	qp->new_psn &= MIGR_QPN_MASK;
 	if (qp->rec.flags & MIGR_QP_FORMER)	/* an old path: kept for its rings, never connected */
 		return 0;
-	ret = migr_rst_gid_find(c->new_ibdev, port, &qp->rec.ah, qp->new_sgid, &qp->new_sgid_index, err);
+	ret = migr_rst_gid_find(c, port, &qp->rec.ah, qp->new_sgid, &qp->new_sgid_index, err);
 	if (ret)
 		return ret;
 	if (qp->rec.qp_state == STATE_RESET)

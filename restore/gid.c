@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-/* Devices and GIDs of this host, from sysfs. */
+/* Devices and GIDs of this host. */
 #include <dirent.h>
 #include <errno.h>
+#include <rdma/ib_user_ioctl_verbs.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
 
-#define SYSFS_IB "/sys/class/infiniband"
 #define SYSFS_UVERBS "/sys/class/infiniband_verbs"
-#define MAX_GIDS 1024
+#define MAX_GIDS 256	/* the index has 8 bits in the commands that take it */
 
 /* First line of a sysfs file without its newline; 0 or -errno. */
 static int read_line(const char *path, char *buf, size_t size)
@@ -59,22 +58,6 @@ int migr_rst_device_find(const char *want, char ibdev[MIGR_IBDEV_NAME_MAX], char
 	return 0;
 }
 
-/* "fe80:0000:...:0001" -> 16 bytes. */
-static int parse_gid(const char *text, uint8_t gid[16])
-{
-	for (int i = 0; i < 8; i++) {
-		char *end;
-		unsigned long v = strtoul(text, &end, 16);
-
-		if (end == text || v > 0xffff || (i < 7 && *end != ':'))
-			return -EINVAL;
-		gid[2 * i] = v >> 8;
-		gid[2 * i + 1] = v & 0xff;
-		text = end + 1;
-	}
-	return 0;
-}
-
 static int is_mapped_v4(const uint8_t gid[16])
 {
 	static const uint8_t prefix[12] = { [10] = 0xff, [11] = 0xff };
@@ -92,42 +75,37 @@ static int gid_class(const uint8_t gid[16])
 	return is_mapped_v4(gid) ? 0 : is_link_local(gid) ? 1 : 2;
 }
 
-int migr_rst_gid_find(const char *ibdev, uint32_t port, const struct migr_ah_attr *like, uint8_t gid[16],
-		      uint8_t *index, struct migr_rst_err *err)
+int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const struct migr_ah_attr *like,
+		      uint8_t gid[16], uint8_t *index, struct migr_rst_err *err)
 {
 	static const uint8_t zero[16];
+	struct ib_uverbs_gid_entry table[MAX_GIDS];
 	/* A QP that was never connected names no GID: the usual kind is RoCE v2 over IPv4. */
 	int known = memcmp(like->sgid, zero, 16) != 0;
-	int want_v2 = !known || like->gid_type == 2;
+	int want_v2 = !known || like->gid_type == IB_UVERBS_GID_TYPE_ROCE_V2;
 	int want_class = known ? gid_class(like->sgid) : 0;
-	int best = -1;
+	int best = 0, n = rst_uverbs_gids(c, table, MAX_GIDS);
 
-	for (int i = 0; i < MAX_GIDS; i++) {
-		char file[256], text[64];
-		uint8_t g[16];
+	if (n < 0)
+		return rst_fail(err, -n, "cannot read the GIDs of %s: %s", c->new_ibdev, strerror(-n));
+	for (int i = 0; i < n; i++) {
+		const uint8_t *g = (const uint8_t *)table[i].gid;
 		int score;
 
-		snprintf(file, sizeof(file), SYSFS_IB "/%s/ports/%u/gids/%d", ibdev, port, i);
-		if (read_line(file, text, sizeof(text)))
-			break;
-		if (parse_gid(text, g) || !memcmp(g, zero, 16))
+		if (table[i].port_num != port || table[i].gid_index > UINT8_MAX ||
+		    (table[i].gid_type == IB_UVERBS_GID_TYPE_ROCE_V2) != want_v2)
 			continue;
-		snprintf(file, sizeof(file), SYSFS_IB "/%s/ports/%u/gid_attrs/types/%d", ibdev, port, i);
-		if (read_line(file, text, sizeof(text)))
-			continue;
-		if (!!strstr(text, "v2") != want_v2)
-			continue;
-		score = known && !memcmp(g, like->sgid, 16) ? 3 : gid_class(g) == want_class ? 2 : 1;
+		/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
+		score = known && !memcmp(g, like->sgid, 16) ? 2 : gid_class(g) == want_class;
 		if (score > best) {
 			best = score;
-			*index = i;
+			*index = table[i].gid_index;
 			memcpy(gid, g, 16);
 		}
 	}
-	/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
-	if (best < 2)
+	if (!best)
 		return rst_fail(err, EADDRNOTAVAIL, "%s port %u has no %s GID of the family %s: give its interface an address",
-				ibdev, port, want_v2 ? "RoCE v2" : "IB/RoCE v1",
+				c->new_ibdev, port, want_v2 ? "RoCE v2" : "IB/RoCE v1",
 				want_class == 0 ? "IPv4" : want_class == 1 ? "IPv6 link-local" : "IPv6");
 	return 0;
 }

@@ -26,6 +26,10 @@ struct rst_cmd {
 };
 int rst_uverbs(const struct migr_rst_context *ctx, struct rst_cmd *cmd);	/* 0 or -errno */
 
+/* The GIDs that are in use, of all ports; how many, or -errno. */
+struct ib_uverbs_gid_entry;
+int rst_uverbs_gids(const struct migr_rst_context *ctx, struct ib_uverbs_gid_entry *out, uint32_t max);
+
 /* enum ib_qp_state: kernel ABI, but in no uapi header. */
 enum { STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS, STATE_SQD, STATE_SQE, STATE_ERR };
 

@@ -75,6 +75,29 @@ int rst_uverbs(const struct migr_rst_context *ctx, struct rst_cmd *cmd)
 	return ioctl(ctx->cmd_fd, RDMA_VERBS_IOCTL, &c) ? -errno : 0;
 }
 
+int rst_uverbs_gids(const struct migr_rst_context *ctx, struct ib_uverbs_gid_entry *out, uint32_t max)
+{
+	struct {
+		struct ib_uverbs_ioctl_hdr hdr;
+		struct ib_uverbs_attr attrs[4];
+	} c;
+	uint64_t entry_size = sizeof(*out), n = 0;
+	uint32_t flags = 0;
+
+	memset(&c, 0, sizeof(c));
+	attr_in(&c.attrs[0], UVERBS_ATTR_QUERY_GID_TABLE_ENTRY_SIZE, &entry_size, sizeof(entry_size));
+	attr_in(&c.attrs[1], UVERBS_ATTR_QUERY_GID_TABLE_FLAGS, &flags, sizeof(flags));
+	attr_out(&c.attrs[2], UVERBS_ATTR_QUERY_GID_TABLE_RESP_ENTRIES, out, max * sizeof(*out),
+		 UVERBS_ATTR_F_MANDATORY);
+	attr_out(&c.attrs[3], UVERBS_ATTR_QUERY_GID_TABLE_RESP_NUM_ENTRIES, &n, sizeof(n), UVERBS_ATTR_F_MANDATORY);
+	c.hdr.length = sizeof(c);
+	c.hdr.object_id = UVERBS_OBJECT_DEVICE;
+	c.hdr.method_id = UVERBS_METHOD_QUERY_GID_TABLE;
+	c.hdr.num_attrs = 4;
+	c.hdr.driver_id = ctx->driver_id;
+	return ioctl(ctx->cmd_fd, RDMA_VERBS_IOCTL, &c) ? -errno : (int)n;
+}
+
 /*
  * Which driver this is. The kernel wants to hear it with each command, and answers
  * EINVAL to a wrong one before anything else; an object that no driver has gives

@@ -276,12 +276,12 @@ int migr_rst_context_build(const struct migr_rst_process *p, struct migr_rst_con
 void migr_rst_context_release(struct migr_rst_context *c);
 
 /*
- * Finds the GID of this host to send from, on @port of @ibdev: of the type and
- * family (IPv4-mapped or not) of the one in @like, the very same one if it is
- * here.
+ * Finds the GID of this host to send from, on @port of the device of @c (a
+ * created context): of the type and family (IPv4-mapped or not) of the one in
+ * @like, the very same one if it is here.
  */
-int migr_rst_gid_find(const char *ibdev, uint32_t port, const struct migr_ah_attr *like, uint8_t gid[16],
-		      uint8_t *index, struct migr_rst_err *err);
+int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const struct migr_ah_attr *like,
+		      uint8_t gid[16], uint8_t *index, struct migr_rst_err *err);
 
 /* A queue's ring in a driver's answer. */
 struct migr_rst_ring {
