@@ -206,16 +206,15 @@ Status Coordinator::connect() {
 Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push("reconnecting", [this] { return source_.reconnect(); });
-  if (auto s = source_.freeze(); !s) return s;
   undo_.push("attaching the network", [this] { return source_.attach_network(); });
-  if (auto s = source_.detach_network(); !s) return s;
+  if (auto s = parallel({[this] { return source_.freeze(); }, [this] { return source_.detach_network(); }}); !s) return s;
   undo_.push("thawing", [this] { return source_.thaw(); });
-  return source_.checkpoint();
+  // First to be undone: the address must be gone there before it comes back here.
+  undo_.push("destination", [this] { return dest_.abort(id_); });
+  return parallel({[this] { return source_.checkpoint(); }, [this] { return dest_.attach_network(id_); }});
 }
 
 Status Coordinator::copy() {
-  // First to be undone: the address must be gone there before it comes back here.
-  undo_.push("destination", [this] { return dest_.abort(id_); });
   if (auto s = dest_.upload(id_, early_, bytes_); !s) return s;
   return dest_.full_restore(id_);
 }

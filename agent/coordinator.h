@@ -65,6 +65,7 @@ class DestinationLink {
   virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   virtual Status upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;
   virtual Status commit(std::uint32_t id) = 0;

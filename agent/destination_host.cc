@@ -34,6 +34,13 @@ Result<Instance> instance_of(const std::string& bytes) {
   return i;
 }
 
+bool same_pid_namespace(pid_t a, pid_t b) {
+  std::error_code ec;
+  const auto of = [&](pid_t p) { return fs::read_symlink("/proc/" + std::to_string(p) + "/ns/pid", ec); };
+  const auto x = of(a), y = of(b);
+  return !ec && !x.empty() && x == y;
+}
+
 }  // namespace
 
 struct DestinationHost::Job {
@@ -51,7 +58,10 @@ struct DestinationHost::Job {
   Child child;                                   // runc partial-restore
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
-  bool ready = false, rebound = false, resumed = false;
+  bool attached = false, ready = false, rebound = false;
+  std::atomic<bool> resumed = false;
+  bool cleaned = false;
+  std::thread opener;                            // lets the network's traffic through
 
   std::mutex state;                              // guards what follows
   wire::Outcome outcome = wire::OPEN;
@@ -61,6 +71,9 @@ struct DestinationHost::Job {
   wire::Outcome get() { return std::lock_guard(state), outcome; }
 
   std::string images() const { return dir + "/images"; }
+  ~Job() {
+    if (opener.joinable()) opener.join();
+  }
 };
 
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers)
@@ -117,13 +130,9 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     if (!container_id_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
     if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
       return Error{EBUSY, here + "no migr_plugin.so in " + config_.criu_libs};
-    auto help = run_command({config_.runc, "partial-restore", "--help"}, {}, kRuncMs);
-    if (!help) return Error{EBUSY, here + help.error().text};
-    if (help->status || help->out.find("partial-restore") == std::string::npos)
-      return Error{EBUSY, here + config_.runc + " knows no partial-restore; install migr's runc"};
-    auto state = runc_.state(r->container());
-    if (state) return Error{EEXIST, here + "the name '" + r->container() + "' is taken by a container that is " + state->status};
-    if (state.error().code != ENOENT) return Error{EBUSY, here + state.error().text};
+    if (auto s = runc_.check_verbs(); !s) return Error{EBUSY, here + s.error().text};
+    if (runc_.exists(r->container()))
+      return Error{EEXIST, here + "the name '" + r->container() + "' is taken by another container; remove it there with: runc delete " + r->container()};
     std::lock_guard lock(mutex_);
     for (const auto& [id, j] : jobs_)
       if (j->container == r->container() && j->get() == wire::OPEN)
@@ -167,7 +176,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
 
   auto run = [&]() -> Status {
     if (auto s = fault(config_.fault, "destination.prepare"); !s) return s;
-    if (auto s = runc_.state(job->container); s) return Error{EEXIST, config_.name + ": the name '" + job->container + "' is taken"};
+    if (runc_.exists(job->container)) return Error{EEXIST, config_.name + ": the name '" + job->container + "' is taken"};
     std::error_code ec;
     job->made_bundle = !fs::exists(job->bundle, ec);
     for (const auto& d : {job->images(), job->dir + "/work", job->bundle}) fs::create_directories(d, ec);
@@ -259,14 +268,29 @@ grpc::Status DestinationHost::Upload(grpc::ServerContext*, grpc::ServerReader<wi
   return grpc::Status::OK;
 }
 
+// Caller holds job.work. CRIU restores TCP connections only where their address is; no packet passes before the commit.
+Status DestinationHost::attach_network(Job& job) {
+  if (job.attached) return {};
+  auto s = runc_.net("attach-closed", job.bundle, job.container);
+  job.attached = bool(s);
+  return s;
+}
+
+grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  return to_grpc(attach_network(**job));
+}
+
 grpc::Status DestinationHost::FullRestore(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
   auto job = find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
   if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
   if (auto s = fault(config_.fault, "destination.restore"); !s) return to_grpc(s);
-  // CRIU restores TCP connections only where their address is; no packet passes before the commit.
-  if (auto s = runc_.net("attach-closed", (*job)->bundle, (*job)->container); !s) return to_grpc(s);
+  if (auto s = attach_network(**job); !s) return to_grpc(s);
   return to_grpc(with_log(**job, runc_.full_restore((*job)->container, (*job)->images())));
 }
 
@@ -306,7 +330,9 @@ Status DestinationHost::commit(Job& job) {
     job.lease = Clock::now();
   }
   spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
-  if (auto s = runc_.net("open", job.bundle, job.container); !s) spdlog::error("{}", s.error().text);
+  job.opener = std::thread([this, bundle = job.bundle, container = job.container] {
+    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);
+  });
   return {};
 }
 
@@ -322,13 +348,16 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
   if (job.rebound) return {};
-  auto pids = runc_.pids(job.container);
-  if (!pids) return pids.error();
   std::vector<wire::ProcessKeys> keys;
   job.sessions.clear();
+  pid_t init = 0;
+  for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs); !job.instances.empty() && !(init = runc_.init_pid(job.container));) {
+    if (Clock::now() > until) return Error{ETIMEDOUT, "runc did not write down the first process of " + job.container};
+    usleep(5'000);
+  }
   for (std::size_t i = 0; i < job.instances.size(); i++) {
-    // A process can only speak for itself, but it could claim another's instance.
-    auto fits = [&](const ProcessSession& s) { return std::find(pids->begin(), pids->end(), s.pid()) != pids->end(); };
+    // A process can only speak for itself, but it could claim another's instance: it has to be of this container.
+    auto fits = [&](const ProcessSession& s) { return s.state() == MIGR_PROC_FROZEN && same_pid_namespace(s.pid(), init); };
     auto session = sessions_.wait_for(job.instances[i], fits, kReconnectMs);
     if (!session) return session.error();
     std::vector<migr_handle_map> map;
@@ -382,9 +411,6 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   }
   job.resumed = true;
   job.objects.clear();
-  std::error_code ec;
-  if (!job.child.wait(kRuncMs)) spdlog::warn("runc partial-restore of {} still runs", job.container);
-  fs::remove_all(job.dir, ec);
   return {};
 }
 
@@ -509,6 +535,12 @@ void DestinationHost::tick() {
       continue;
     }
     j++;
+    // Files go when runc has ended, which is after the tasks run.
+    if (std::unique_lock work(job->work, std::try_to_lock); work && job->resumed && !job->cleaned && !job->child.running()) {
+      std::error_code ec;
+      fs::remove_all(job->dir, ec);
+      job->cleaned = true;
+    }
     if (finished || job->alone || silent < std::chrono::milliseconds(kLeaseMs)) continue;
     job->alone = true;
     std::thread([this, job] {

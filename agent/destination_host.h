@@ -23,6 +23,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   grpc::Status Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>*, wire::PrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
   grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>*, wire::UploadReply*) override;
+  grpc::Status AttachNetwork(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status FullRestore(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Ready(grpc::ServerContext*, const wire::Migration*, wire::ReadyReply*) override;
   grpc::Status Commit(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
@@ -42,8 +43,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   struct Job;
   using JobPtr = std::shared_ptr<Job>;
   Result<JobPtr> find(std::uint32_t id);
-  Status prepare(Job& job);
   Status start_restore(Job& job);
+  Status attach_network(Job& job);
   Status commit(Job& job);
   Status rebind(Job& job);
   Status resume(Job& job, wire::ResumeReply& out);

@@ -21,12 +21,14 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
 // Between hosts.
 inline constexpr int kCheckMs = 20'000;         // is anybody there
 inline constexpr int kCallMs = 10'000;          // a call that does little
-inline constexpr int kPrepareMs = 60'000;       // create every object at the destination
+inline constexpr int kAbortMs = 30'000;         // a destination that answers takes back what it made
+inline constexpr int kPrepareMs = 120'000;      // create every object at the destination
 inline constexpr int kUploadMs = 600'000;
 inline constexpr int kReadyMs = 110'000;        // CRIU restores; below the plugin's 120 s for GO
 inline constexpr int kCommitMs = 25'000;        // below the plugin's 30 s: after it, it has aborted
 inline constexpr int kUndecidedMs = 60'000;     // how long the source asks a silent destination
 inline constexpr int kLeaseRenewMs = 1'000;
+inline constexpr int kRenewCallMs = 4'000;
 inline constexpr int kLeaseMs = 20'000;         // without renewal the coordinator counts as gone
 inline constexpr int kResolveMs = 90'000;       // how long a host left alone asks for the outcome
 inline constexpr int kResolveStepMs = 1'000;
@@ -54,6 +56,8 @@ inline constexpr int kRuncMs = 60'000;
 inline constexpr int kCheckpointMs = 120'000;
 inline constexpr int kHookMs = 60'000;
 inline constexpr int kRestoreSocketMs = 50'000;  // partial restore: until the plugin listens
+
+inline constexpr int kNice = -10;                // while a container is stopped, everything else can wait
 
 inline constexpr std::size_t kCommandOutputBytes = 64 << 10;  // kept of a command
 

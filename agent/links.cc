@@ -28,7 +28,11 @@ Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status()
 
 }  // namespace
 
-Status RpcDestination::check(const wire::CheckRequest& r) { return call(stub_, &D::Check, r, kCheckMs, name_); }
+Status RpcDestination::check(const wire::CheckRequest& r) {
+  // Is anybody there at all? The check itself runs programs, which takes its time.
+  if (auto s = call(host_, &wire::Host::Stub::Version, wire::Empty(), kCheckMs, name_); !s) return s.error();
+  return call(stub_, &D::Check, r, kPrepareMs, name_);
+}
 
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
                                                    std::atomic<std::uint64_t>& bytes) {
@@ -81,6 +85,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, std::
   return s;
 }
 
+Status RpcDestination::attach_network(std::uint32_t id) { return call(stub_, &D::AttachNetwork, migration(id), kHookMs + 1000, name_); }
 Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kRuncMs, name_); }
 Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs, name_); }
 Status RpcDestination::commit(std::uint32_t id) { return call(stub_, &D::Commit, migration(id), kCommitMs, name_); }
@@ -88,7 +93,7 @@ Result<wire::CommitReply> RpcDestination::rebind(std::uint32_t id) {
   return call(stub_, &D::Rebind, migration(id), kReconnectMs + kProcessMs, name_);
 }
 Result<wire::ResumeReply> RpcDestination::resume(std::uint32_t id) { return call(stub_, &D::Resume, migration(id), kProcessMs, name_); }
-Status RpcDestination::abort(std::uint32_t id) { return gone_is_done(call(stub_, &D::Abort, migration(id), kCallMs, name_)); }
+Status RpcDestination::abort(std::uint32_t id) { return gone_is_done(call(stub_, &D::Abort, migration(id), kAbortMs, name_)); }
 
 Result<wire::Outcome> RpcDestination::outcome(std::uint32_t id) {
   auto r = call(host_, &wire::Host::Stub::GetOutcome, migration(id), kCheckMs, name_);
@@ -96,9 +101,9 @@ Result<wire::Outcome> RpcDestination::outcome(std::uint32_t id) {
   return r->outcome();
 }
 
-Status RpcDestination::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kLeaseRenewMs, name_); }
+Status RpcDestination::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
-Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) { return call(stub_, &P::Find, r, kCheckMs, name_); }
+Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) { return call(stub_, &P::Find, r, kCallMs, name_); }
 Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepareRequest& r) {
   return call(stub_, &P::Prepare, r, kPrepareMs, name_);
 }
@@ -111,6 +116,6 @@ Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch
 Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
 Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
 Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
-Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kLeaseRenewMs, name_); }
+Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
 }  // namespace migr

@@ -8,6 +8,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -185,6 +186,8 @@ int main(int argc, char** argv) {
   sigaddset(&set, SIGINT);
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  // Also for what it starts: runc and CRIU. Restored tasks get the priority that they had.
+  if (setpriority(PRIO_PROCESS, 0, kNice)) spdlog::warn("setpriority: {}", std::strerror(errno));
   umask(0077);
   auto config = load_config(path);
   if (!config) return fail(config.error().text);

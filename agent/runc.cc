@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "runc.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -67,14 +70,43 @@ Result<ContainerState> Runc::state(const std::string& id) const {
   return s;
 }
 
-Result<std::vector<pid_t>> Runc::pids(const std::string& id) const {
-  auto r = run_checked(command({"ps", "--format", "json", id}), env(), kRuncMs);
-  if (!r) return Error{r.error().code, "runc ps " + id + ": " + plain(r.error().text)};
-  const auto j = Json::parse(r->out, nullptr, false);
-  if (!j.is_array()) return Error{EPROTO, "runc ps " + id + ": no JSON"};
+bool Runc::exists(const std::string& id) const {
+  return container_id_ok(id) && access((config_.runc_root + "/" + id).c_str(), F_OK) == 0;
+}
+
+pid_t Runc::init_pid(const std::string& id) const {
+  std::ifstream in(config_.runc_root + "/" + id + "/state.json");
+  const auto j = in ? Json::parse(in, nullptr, false) : Json();
+  return j.is_object() ? j.value("init_process_pid", 0) : 0;
+}
+
+Status Runc::check_verbs() const {
+  if (verbs_ok_) return {};
+  auto help = run_command({config_.runc, "partial-restore", "--help"}, {}, kRuncMs);
+  if (!help) return help.error();
+  if (help->status || help->out.find("partial-restore") == std::string::npos)
+    return Error{EBUSY, config_.runc + " knows no partial-restore; install migr's runc"};
+  verbs_ok_ = true;
+  return {};
+}
+
+Result<std::vector<pid_t>> Runc::pids(const ContainerState& c) const {
+  // "0::/path" of the unified hierarchy; runc ps reads the same, but starts a program for it.
+  std::ifstream in("/proc/" + std::to_string(c.pid) + "/cgroup");
+  std::string line, group;
+  while (std::getline(in, line))
+    if (line.starts_with("0::/") && line.size() > 4) group = "/sys/fs/cgroup" + line.substr(3);
   std::vector<pid_t> pids;
-  for (const auto& p : j)
-    if (p.is_number_integer()) pids.push_back(p.get<pid_t>());
+  std::error_code ec;
+  auto add = [&](const std::filesystem::path& dir) {
+    std::ifstream procs(dir / "cgroup.procs");
+    for (pid_t p; procs >> p;) pids.push_back(p);
+  };
+  if (group.empty()) return Error{ENOTSUP, "process " + std::to_string(c.pid) + " is in no cgroup v2 of its own; migr needs the unified hierarchy"};
+  add(group);
+  for (const auto& d : std::filesystem::recursive_directory_iterator(group, ec))
+    if (d.is_directory(ec)) add(d.path());
+  if (std::find(pids.begin(), pids.end(), c.pid) == pids.end()) return Error{ESRCH, "the container has ended"};
   return pids;
 }
 
@@ -87,14 +119,13 @@ Status Runc::checkpoint(const std::string& id, const std::string& images, const 
 }
 
 Status Runc::resume(const std::string& id) const {
-  auto s = state(id);
-  if (!s) return s.error();
-  if (s->status != "paused") return {};
-  return run({"resume", id}, kRuncMs, "runc resume " + id);
+  auto s = run({"resume", id}, kRuncMs, "runc resume " + id);
+  // It says so of a container that is not paused: nothing to do.
+  return !s && s.error().text.find("not paused") != std::string::npos ? Status() : s;
 }
 
 Status Runc::remove(const std::string& id) const {
-  if (auto s = state(id); !s && s.error().code == ENOENT) return {};
+  if (!exists(id)) return {};
   return run({"delete", "--force", id}, kRuncMs, "runc delete " + id);
 }
 

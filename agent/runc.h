@@ -2,6 +2,7 @@
 // runc's commands, and the network hook.
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,14 @@ class Runc {
   explicit Runc(const Config& c) : config_(c) {}
   /// ENOENT: no such container.
   Result<ContainerState> state(const std::string& id) const;
-  Result<std::vector<pid_t>> pids(const std::string& id) const;
+  /// The name is taken, by whatever. Does not run runc.
+  bool exists(const std::string& id) const;
+  /// Of the container's first process, as soon as runc has written it down; 0: not yet. Does not run runc.
+  pid_t init_pid(const std::string& id) const;
+  /// runc has the verbs of migr's series.
+  Status check_verbs() const;
+  /// All processes of a running container, in our pid namespace.
+  Result<std::vector<pid_t>> pids(const ContainerState& c) const;
   Status early_images(const std::string& id, const std::string& images) const;
   Status checkpoint(const std::string& id, const std::string& images, const std::string& work) const;
   Status resume(const std::string& id) const;
@@ -40,6 +48,7 @@ class Runc {
   Env env() const;
   Status run(std::vector<std::string> args, int limit_ms, const std::string& what) const;
   const Config& config_;
+  mutable std::atomic<bool> verbs_ok_ = false;
 };
 
 }  // namespace migr

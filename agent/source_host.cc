@@ -210,7 +210,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   }
   info_.id = container;
   info_.bundle = state->bundle;
-  auto pids = host_.runc_.pids(container);
+  auto pids = host_.runc_.pids(*state);
   if (!pids) return pids.error();
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error();

@@ -82,7 +82,8 @@ host_setup() {
 		set -e
 		root=$1 kver=$2 lib=$3 name=$4 pki=$5
 		mkdir -p "$lib" /etc/migr/pki
-		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" "$lib/"
+		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" \
+			"$root/build/runc/runc" "$lib/"		# in memory: from the 9p root runc takes seconds to start
 		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
 		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
 		for i in $(seq 50); do [ ! -e /dev/migr ] || break; sleep 0.1; done
@@ -95,7 +96,7 @@ host_setup() {
 				echo "$sep{\"name\": \"$p\", \"address\": \"$p:7471\"}"
 				sep=,
 			done
-			echo "], \"runc\": \"$root/build/runc/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
+			echo "], \"runc\": \"$lib/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
 			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
 	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" || fail "set-up of host $h" || return 1
@@ -160,11 +161,11 @@ e2e_reset() {
 			continue
 		fi
 		on_sh "$h" '
-			bundles=$1 root=$2
+			bundles=$1 root=$2 lib=$3
 			for b in "$bundles"/*/; do
 				[ -e "$b/config.json" ] || continue
 				id=$(basename "$b")
-				"$root/build/runc/runc" delete --force "$id" 2>/dev/null
+				"$lib/runc" delete --force "$id" 2>/dev/null
 				"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
 			done
 			rm -rf "${bundles:?}"/*
@@ -173,7 +174,7 @@ e2e_reset() {
 			pkill -KILL -x rate_sampler
 			pkill -KILL -x criu
 			true
-		' "$E2E_BUNDLES" "$E2E_ROOT" >/dev/null
+		' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
 		if ! on "$h" pgrep -x migrd >/dev/null || on_sh "$h" 'tr "\0" "\n" </proc/$(pgrep -x migrd)/environ | grep -q ^MIGR_FAULT='; then
 			migrd_restart "$h" || return 1
 		fi
@@ -199,13 +200,13 @@ start_container() {
 		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 --rdma uverbs0 --linger -- "$@"
 		"$root/hooks/migr-net" prepare "$bundle" "$id"
 		"$root/hooks/migr-net" attach "$bundle" "$id"
-		"$root/build/runc/runc" run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
+		/usr/local/lib/migr/runc run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
 			{ cat /tmp/runc.err >&2; exit 1; }
 	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${preload[@]}" "$@" || fail "start of container $id on $h"
 }
 
-container_status() { on "$1" "$E2E_ROOT/build/runc/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
-container_exec() { on "$1" "$E2E_ROOT/build/runc/runc" exec "$2" "${@:3}"; }			# HOST ID CMD...
+container_status() { on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
+container_exec() { on "$1" "$E2E_LIB/runc" exec "$2" "${@:3}"; }			# HOST ID CMD...
 container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
 
 # container_host ID: the host that it runs on; an error if it is none, or (worse) two.
@@ -233,7 +234,7 @@ container_wait() {
 }
 
 container_remove() {	# HOST ID
-	on_sh "$1" '"$1/build/runc/runc" delete --force "$3"; "$1/hooks/migr-net" cleanup "$2/$3" "$3"; rm -rf "${2:?}/$3"' \
+	on_sh "$1" '/usr/local/lib/migr/runc delete --force "$3"; "$1/hooks/migr-net" cleanup "$2/$3" "$3"; rm -rf "${2:?}/$3"' \
 		"$E2E_ROOT" "$E2E_BUNDLES" "$2"
 }
 

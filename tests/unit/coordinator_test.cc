@@ -100,6 +100,7 @@ struct FakeDestination final : DestinationLink {
     b += 1000;
     return p.did("d.upload");
   }
+  Status attach_network(std::uint32_t) override { return p.did("d.attach"); }
   Status full_restore(std::uint32_t) override { return p.did("d.full_restore"); }
   Status ready(std::uint32_t) override { return p.did("d.ready"); }
   Status commit(std::uint32_t) override { return p.did("d.commit"); }
@@ -267,9 +268,10 @@ INSTANTIATE_TEST_SUITE_P(
         Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}},
         Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}},
         Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}},
-        Arc{"s.freeze", {"s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.attach", "s.thaw", "s.checkpoint"}},
-        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint"}},
-        Arc{"s.checkpoint", {"s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"d.upload"}},
+        Arc{"s.freeze", {"s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.thaw", "s.checkpoint", "d.attach"}},
+        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint", "d.attach"}},
+        Arc{"s.checkpoint", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}},
+        Arc{"d.attach", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}},
         Arc{"d.upload", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}},
         Arc{"d.full_restore", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}},
         Arc{"d.ready", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}},
@@ -371,7 +373,7 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("fault point 'copy'"), std::string::npos);
   EXPECT_NE(r.error().find("while going back: thawing"), std::string::npos) << r.error();
-  s.expect_order({"s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"});
+  s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
 }
 
 TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
