@@ -113,17 +113,18 @@ static int same_file(int fd, uint32_t pid, int their_fd)
 	return syscall(SYS_kcmp, getpid(), (pid_t)pid, KCMP_FILE, (unsigned long)fd, (unsigned long)their_fd) == 0;
 }
 
-static int note(uint32_t id, const struct migr_rst_process *p, const struct migr_fd_desc *d)
+static int note(int fd, uint32_t id, const struct migr_rst_process *p, const struct migr_fd_desc *d)
 {
 	struct migr_rst_file *bigger = reallocarray(job.files, job.nr_files + 1, sizeof(*bigger));
 	struct migr_rst_err err = { "" };
-	int ret;
+	int ret, flags = fcntl(fd, F_GETFL);
 
 	if (!bigger)
 		return -ENOMEM;
 	job.files = bigger;
 	job.files[job.nr_files++] = (struct migr_rst_file){
 		.id = id, .pid = p->pid, .ctx_id = d->ctx_id, .kind = d->kind, .fd_number = d->fd,
+		.nonblock = flags >= 0 && (flags & O_NONBLOCK),
 	};
 	/* Anew each time: CRIU closes its image directory before our exit hook. */
 	ret = migr_rst_files_write(job.files, job.nr_files, image_dir(), &err);
@@ -150,7 +151,7 @@ int dump_ext_file(int fd, int id)
 				continue;
 			say(3, "file %#x is fd %d of pid %u (kind %u, context %u)", (unsigned)id, d->fd, p->pid, d->kind,
 			    d->ctx_id);
-			return note(id, p, d);
+			return note(fd, id, p, d);
 		}
 	}
 	say(1, "an RDMA file descriptor of the job is not in %s: it was made after the record, or without libmigr",

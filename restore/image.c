@@ -60,7 +60,7 @@ static uint32_t crc32_of(const uint8_t *p, size_t n)
 	X(access_flags) X(pkey_index) X(port_num) X(timeout) X(retry_cnt) X(rnr_retry) X(min_rnr_timer) \
 	X(max_rd_atomic) X(max_dest_rd_atomic) X(flags)
 #define OTHER_FIELDS(X) X(handle) X(pd_handle) X(num)
-#define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number)
+#define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number) X(nonblock)
 
 #define COPY(f) to->f = from->f;
 

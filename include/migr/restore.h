@@ -213,6 +213,7 @@ struct migr_rst_file {
 	uint32_t ctx_id;	/* migr_ctx_rec.ctx_id on the source */
 	uint32_t kind;		/* enum migr_fd_kind */
 	int32_t fd_number;	/* in the process */
+	uint32_t nonblock;	/* it was O_NONBLOCK: 0 or 1 */
 };
 int migr_rst_files_write(const struct migr_rst_file *files, uint32_t nr, int dirfd,
 			 struct migr_rst_err *err);

@@ -236,7 +236,7 @@ TEST_F(Folder, NoImageIsEnoent) {
 }
 
 TEST_F(Folder, FileIdsComeBack) {
-  const migr_rst_file files[] = {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7}, {0x22, 4711, 10, MIGR_FD_CHANNEL, 9}};
+  const migr_rst_file files[] = {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7, 0}, {0x22, 4711, 10, MIGR_FD_CHANNEL, 9, 1}};
   migr_rst_err err{};
   ASSERT_EQ(migr_rst_files_write(files, 2, fd_, &err), 0) << err.text;
   migr_rst_file* back = nullptr;
