@@ -487,6 +487,7 @@ MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** 
   {
     std::lock_guard cq_guard(shadow->lock);
     shadow->armed = false;
+    ++shadow->events_read;
   }
   *cq = &shadow->app;
   *cq_context = shadow->app.cq_context;

@@ -139,6 +139,7 @@ struct alignas(64) CqShadow {
   std::vector<ibv_wc> seen_markers;  ///< for drain()
   bool event_pending;                ///< FREEZE: armed, and its channel had an event that nobody had read
   bool armed;        ///< req_notify_cq since the last event that was read
+  std::uint32_t events_read;  ///< from the channel, since the real CQ was made
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   int cqe_asked;

@@ -728,12 +728,22 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
   return 0;
 }
 
+/// ibv_destroy_cq() waits until as many events were acknowledged as the kernel's CQ has reported, and this one begins at
+/// zero. What was read and not yet acknowledged stays owed.
+void restart_event_count(CqShadow& c) {
+  pthread_mutex_lock(&c.real->mutex);
+  c.real->comp_events_completed -= c.events_read;
+  pthread_mutex_unlock(&c.real->mutex);
+  c.events_read = 0;
+}
+
 int thaw_cq(CqShadow& c, std::string& why) {
   bool arm, inject;
   {
     std::lock_guard guard(c.lock);
     c.state.store((c.state.load(std::memory_order_relaxed) | kTranslateQpn) & ~std::uint32_t{kFrozenCq},
                   std::memory_order_relaxed);
+    restart_event_count(c);
     arm = c.armed;
     inject = c.event_pending;
     c.event_pending = false;
