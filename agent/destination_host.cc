@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
@@ -42,6 +44,11 @@ bool same_pid_namespace(pid_t a, pid_t b) {
 }
 
 }  // namespace
+
+// In a job's folder, for a migrd that is started again: container, bundle, and 1 if the bundle is ours; and what says that
+// the container may run here.
+constexpr char kJobFile[] = "job";
+constexpr char kCommitMark[] = "committed";
 
 struct DestinationHost::Job {
   std::uint32_t id = 0;
@@ -78,9 +85,38 @@ struct DestinationHost::Job {
 
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers)
     : config_(config), sessions_(sessions), peers_(peers), runc_(config) {
-  // What an earlier migrd left: CRIU and its plugin have given up by their own limits.
   std::error_code ec;
+  for (const auto& d : fs::directory_iterator(config_.state_dir + "/dest", ec)) sweep(d.path());
   fs::remove_all(config_.state_dir + "/dest", ec);
+}
+
+// What an earlier migrd left in the middle of a migration. It cannot have been committed without a mark; with it, the
+// container runs here and is nobody's business but its own.
+void DestinationHost::sweep(const std::string& dir) {
+  std::error_code ec;
+  std::ifstream in(dir + "/" + kJobFile);
+  std::string container, bundle, made;
+  if (!std::getline(in, container) || !std::getline(in, bundle) || !std::getline(in, made) || fs::exists(dir + "/" + kCommitMark, ec)) return;
+  spdlog::warn("a migration of {} to here was not decided when migrd ended: taking back what was made", container);
+  if (auto s = runc_.net("detach", bundle, container); !s) spdlog::warn("{}", s.error().text);
+  // runc undoes a restore that it is told to end; its command line names the folder.
+  for (int round = 0; round < 100; round++) {
+    bool any = false;
+    for (const auto& p : fs::directory_iterator("/proc", ec)) {
+      const pid_t pid = std::atoi(p.path().filename().c_str());
+      if (pid <= 0 || pid == getpid()) continue;
+      std::ifstream f(p.path() / "cmdline", std::ios::binary);
+      const std::string line((std::istreambuf_iterator<char>(f)), {});
+      if (line.find("partial-restore") == std::string::npos || line.find(dir + "/") == std::string::npos) continue;
+      any = true;
+      if (round % 80 == 0) kill(pid, round ? SIGKILL : SIGTERM);
+    }
+    if (!any) break;
+    usleep(100'000);
+  }
+  if (auto s = runc_.remove(container); !s) spdlog::warn("{}", s.error().text);
+  if (auto s = runc_.net("cleanup", bundle, container); !s) spdlog::warn("{}", s.error().text);
+  if (made == "1") fs::remove_all(bundle, ec);
 }
 
 DestinationHost::~DestinationHost() = default;
@@ -181,6 +217,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     job->made_bundle = !fs::exists(job->bundle, ec);
     for (const auto& d : {job->images(), job->dir + "/work", job->bundle}) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
+    std::ofstream(job->dir + "/" + kJobFile) << job->container << "\n" << job->bundle << "\n" << job->made_bundle << "\n";
     TreeWriter bundle(job->bundle), images(job->images());
     while (reader->Read(&chunk)) {
       TreeWriter& w = chunk.file().tree() == wire::FileChunk::BUNDLE ? bundle : images;
@@ -320,6 +357,7 @@ Status DestinationHost::commit(Job& job) {
   for (const auto& i : job.instances)
     if (auto s = open_gate(config_.run_dir, i); !s) return abort(job, s.error().text), s;
   constexpr int kAnswerMs = 10'000;
+  std::ofstream(job.dir + "/" + kCommitMark) << "\n";
   if (auto s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs); !s) {
     abort(job, s.error().text);
     return with_log(job, s);
@@ -411,6 +449,7 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   }
   job.resumed = true;
   job.objects.clear();
+  job.sessions.clear();  // each holds a socket, and the job is kept for a while
   return {};
 }
 

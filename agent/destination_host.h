@@ -43,6 +43,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   struct Job;
   using JobPtr = std::shared_ptr<Job>;
   Result<JobPtr> find(std::uint32_t id);
+  void sweep(const std::string& dir);
   Status start_restore(Job& job);
   Status attach_network(Job& job);
   Status commit(Job& job);
