@@ -142,9 +142,8 @@ CqShadow* new_cq(Context& context) {
   return shadow;
 }
 
-void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context, int cqe) {
+void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context) {
   shadow.real = cq;
-  shadow.cqe_asked = cqe;
   shadow.app = *cq;
   shadow.app.cq_context = cq_context;
   pthread_mutex_init(&shadow.app.mutex, nullptr);
@@ -170,7 +169,7 @@ ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
     delete shadow;
     return nullptr;
   }
-  adopt_cq(registry, *shadow, ibv_cq_ex_to_cq(cq), attr->cq_context, static_cast<int>(attr->cqe));
+  adopt_cq(registry, *shadow, ibv_cq_ex_to_cq(cq), attr->cq_context);
   shadow->real_ex = cq;
   path::install_pollers(*shadow);
   return &shadow->app_ex;
@@ -446,7 +445,7 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
     delete shadow;
     return nullptr;
   }
-  adopt_cq(registry, *shadow, cq, cq_context, cqe);
+  adopt_cq(registry, *shadow, cq, cq_context);
   return &shadow->app;
 }
 

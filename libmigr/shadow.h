@@ -142,7 +142,6 @@ struct alignas(64) CqShadow {
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
-  int cqe_asked;
   Context* context;
 };
 

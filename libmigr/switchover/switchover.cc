@@ -14,7 +14,6 @@
 #include "../kernel_link.h"
 #include "../path.h"
 #include "../provider/provider.h"
-#include "../provider/uverbs_write.h"
 #include "../real.h"
 
 namespace migr::marker {
@@ -762,7 +761,6 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     why = "this process was not frozen";
     return EBUSY;
   }
-  provider::set_restored();
   if (const int err = adopt_handles(maps, why)) return err;
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
