@@ -136,7 +136,8 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
   for (std::size_t at = 0; at < log.size();) {
     std::size_t end = std::min(log.find('\n', at), log.size());
     const std::string l = log.substr(at, end - at);
-    if (l.find("Error (") != std::string::npos && line.empty()) line = l;
+    // The first is the cause; a probe for tun devices always complains.
+    if (l.find("Error (") != std::string::npos && l.find("tun.c") == std::string::npos && line.empty()) line = l;
     at = end + 1;
   }
   std::string out = tail_of(job.dir + "/restore.out", 2048);
@@ -150,29 +151,28 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
 
 grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) {
   auto check = [&]() -> Status {
-    const std::string here = config_.name + ": ";
     auto differs = [&](const char* what, std::uint32_t theirs, std::uint32_t ours) {
-      return Error{EBUSY, here + what + " version " + std::to_string(ours) + " here, " + std::to_string(theirs) +
+      return Error{EBUSY, std::string(what) + " version " + std::to_string(ours) + " here, " + std::to_string(theirs) +
                               " there; install the same release on both hosts"};
     };
     if (r->wire() != kWireVersion) return differs("migrd", r->wire(), kWireVersion);
     if (r->proc() != MIGR_PROC_VERSION) return differs("libmigr", r->proc(), MIGR_PROC_VERSION);
     auto k = KernelRecord::open();
-    if (!k) return Error{EBUSY, here + k.error().text};
+    if (!k) return Error{EBUSY, k.error().text};
     if (r->abi() != MIGR_ABI_VERSION) return differs("migr.ko", r->abi(), MIGR_ABI_VERSION);
-    if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, here + "no RDMA device"};
+    if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, "no RDMA device"};
     std::error_code ec;
-    if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, here + "no RDMA device"};
+    if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, "no RDMA device"};
     if (!container_id_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
     if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
-      return Error{EBUSY, here + "no migr_plugin.so in " + config_.criu_libs};
-    if (auto s = runc_.check_verbs(); !s) return Error{EBUSY, here + s.error().text};
+      return Error{EBUSY, "no migr_plugin.so in " + config_.criu_libs};
+    if (auto s = runc_.check_verbs(); !s) return Error{EBUSY, s.error().text};
     if (runc_.exists(r->container()))
-      return Error{EEXIST, here + "the name '" + r->container() + "' is taken by another container; remove it there with: runc delete " + r->container()};
+      return Error{EEXIST, "the name '" + r->container() + "' is taken by another container; remove it there with: runc delete " + r->container()};
     std::lock_guard lock(mutex_);
     for (const auto& [id, j] : jobs_)
       if (j->container == r->container() && j->get() == wire::OPEN)
-        return Error{EEXIST, here + "'" + r->container() + "' is being migrated to here already"};
+        return Error{EEXIST, "'" + r->container() + "' is being migrated to here already"};
     return {};
   };
   out->set_name(config_.name);
@@ -212,7 +212,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
 
   auto run = [&]() -> Status {
     if (auto s = fault(config_.fault, "destination.prepare"); !s) return s;
-    if (runc_.exists(job->container)) return Error{EEXIST, config_.name + ": the name '" + job->container + "' is taken"};
+    if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
     std::error_code ec;
     job->made_bundle = !fs::exists(job->bundle, ec);
     for (const auto& d : {job->images(), job->dir + "/work", job->bundle}) fs::create_directories(d, ec);

@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 // One process and those of its QPs that are affected.
 struct PartnerHost::Process {
   Instance instance{};
-  std::shared_ptr<ProcessSession> session;
+  std::shared_ptr<ProcessSession> session;  // until the job is over: it holds a socket, and the job is kept for a while
   std::vector<migr_qp_ref> refs;
   std::vector<std::uint32_t> index;   // of each ref, as the coordinator counts
   std::vector<std::string> gid;       // of each ref: it sends from
@@ -33,7 +33,7 @@ struct PartnerHost::Job {
   std::uint32_t id = 0;
   std::string source, destination;
   std::mutex work;                    // one call at a time
-  std::vector<Process> processes;     // fixed after Prepare
+  std::vector<Process> processes;     // fixed after Prepare, but for their sessions
   bool switched = false, has_keys = false;
 
   std::mutex state;                   // guards what follows
@@ -41,7 +41,9 @@ struct PartnerHost::Job {
   Clock::time_point lease = Clock::now();
   bool alone = false;
   bool is_over() { return std::lock_guard(state), over; }
+  // Caller holds work.
   void end() {
+    for (auto& p : processes) p.session.reset();
     std::lock_guard lock(state);
     over = true;
   }
@@ -60,7 +62,9 @@ Result<PartnerHost::JobPtr> PartnerHost::find_open(std::uint32_t id) {
   return j;
 }
 
+// Caller holds job.work.
 Status PartnerHost::each(Job& job, const std::function<Status(Process&)>& f) {
+  if (job.is_over()) return Error{ECANCELED, config_.name + " has ended the migration already"};
   for (auto& p : job.processes)
     if (auto s = f(p); !s) return s;
   return {};

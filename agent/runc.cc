@@ -110,6 +110,10 @@ Result<std::vector<pid_t>> Runc::pids(const ContainerState& c) const {
   return pids;
 }
 
+void Runc::warm_up() const {
+  for (const char* program : {"criu", "iptables-restore", "ip6tables-restore"}) (void)run_command({program, "--version"}, {}, kHookMs);
+}
+
 Status Runc::early_images(const std::string& id, const std::string& images) const {
   return run({"checkpoint-rdma", "--descriptors", "--image-path", images, id}, kRuncMs, "runc checkpoint-rdma --descriptors");
 }

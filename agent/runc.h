@@ -33,6 +33,8 @@ class Runc {
   Status check_verbs() const;
   /// All processes of a running container, in our pid namespace.
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
+  /// Starts what a checkpoint or restore will start, for nothing: its pages are in memory then.
+  void warm_up() const;
   Status early_images(const std::string& id, const std::string& images) const;
   Status checkpoint(const std::string& id, const std::string& images, const std::string& work) const;
   Status resume(const std::string& id) const;

@@ -242,6 +242,7 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   fs::create_directories(dir + "/work", ec);
   if (ec) return Error{ec.value(), "making " + dir + ": " + ec.message()};
   host_.claim(info_.instances, true);
+  warm_ = std::async(std::launch::async, [this] { host_.runc_.warm_up(); });
   std::vector<DescribedProcess> described;
   for (auto& p : processes_) {
     auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs);

@@ -3,6 +3,7 @@
 // says after a crash what has to be taken back.
 #pragma once
 
+#include <future>
 #include <map>
 #include <mutex>
 #include <set>
@@ -80,6 +81,7 @@ class SourceRun final : public Source {
   ContainerInfo info_;
   std::vector<Process> processes_;
   bool busy_ = false;
+  std::future<void> warm_;
 };
 
 /// The vQPNs that processes were born with on this host, while they live anywhere

@@ -2,6 +2,7 @@
 // What has to be taken back when a step fails; run in reverse.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -20,7 +21,10 @@ class UndoStack {
     while (!stack_.empty()) {
       const Entry e = std::move(stack_.back());
       stack_.pop_back();
-      if (auto s = e.undo(); !s) failed.push_back(e.what + ": " + s.error().text);
+      if (auto s = e.undo(); !s) {
+        std::string text = e.what + ": " + s.error().text;
+        if (std::find(failed.begin(), failed.end(), text) == failed.end()) failed.push_back(std::move(text));
+      }
     }
     return failed;
   }

@@ -363,7 +363,8 @@ leak_snapshot() {
 		migrctl version --json | jq -r ".module | to_entries[] | \"module_\" + .key + \" \" + (.value | tostring)"
 		# Connections to peers come and go; what else migrd has open must not grow.
 		echo "migrd_fds $(($(ls /proc/$(pgrep -x migrd)/fd | wc -l) - $(ss -Htnp | grep -c "\"migrd\"")))"
-		echo "processes $(ps -eo comm= | grep -cxE "runc|criu|migr_verify|ib_(write|send)_bw|rate_sampler")"
+		user_processes=$(ps --deselect --ppid 2 -p 2 -o comm=)
+		echo "$user_processes" | sort | uniq -c | sed "s/^ *\([0-9]*\) \(.*\)/process_\2 \1/"
 		echo "runc $(ls /run/runc 2>/dev/null | wc -l)"
 		echo "namespaces $(ip netns list | wc -l)"
 		echo "cgroups $(find /sys/fs/cgroup/migr -mindepth 1 -type d 2>/dev/null | wc -l)"
