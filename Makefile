@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast demo soak bench-datapath format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak bench-datapath format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -32,6 +32,9 @@ check-fast: user		## tests without a VM (two minutes)
 
 check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
+
+conformance: kmod user		## rdma-core's tests with and without libmigr (10 minutes)
+	@tests/conformance/run $(KVER)
 
 demo: all			## the main job, to be watched: build/demo/
 	@scripts/demo
