@@ -53,8 +53,22 @@ MIGR_INLINE void translate_rkey(const QpShadow& q, ibv_send_wr& wr) {
     case IBV_WR_ATOMIC_FETCH_AND_ADD:
       wr.wr.atomic.rkey = physical_rkey(q, wr.wr.atomic.rkey);
       break;
+    case IBV_WR_SEND_WITH_INV:
+      wr.invalidate_rkey = physical_rkey(q, wr.invalidate_rkey);
+      break;
     default:
       break;
+  }
+}
+
+/// What a WR names of this side beside its SGEs: the MR that a memory window is bound to, the key that is invalidated (a
+/// window's is not in the table and the same in both worlds).
+MIGR_INLINE void translate_own(const QpShadow& q, ibv_send_wr& wr) {
+  if (wr.opcode == IBV_WR_BIND_MW) {
+    if (wr.bind_mw.bind_info.mr) wr.bind_mw.bind_info.mr = shadow_of(wr.bind_mw.bind_info.mr).real;
+  } else if (wr.opcode == IBV_WR_LOCAL_INV) {
+    if (const std::uint32_t entry = q.key_table[wr.invalidate_rkey >> 8].rkey)
+      wr.invalidate_rkey = entry ^ (wr.invalidate_rkey & kKeyTag);
   }
 }
 
@@ -94,6 +108,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv
       copy.sg_list = &sges[used];
       translate_sges(q, copy.sg_list, wr->sg_list, wr->num_sge);
       translate_rkey(q, copy);
+      translate_own(q, copy);
       used += wr->num_sge;
       ++wrs;
     }
@@ -112,7 +127,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv
 
 /// What the seven operations of an RC QP use of a WR, field by field: a wider copy would have to wait for the stores
 /// with which the application has just filled it.
-MIGR_INLINE void copy_send(ibv_send_wr& to, const ibv_send_wr& from) {
+MIGR_INLINE void copy_send(const QpShadow& q, ibv_send_wr& to, const ibv_send_wr& from) {
   to.wr_id = from.wr_id;
   to.num_sge = from.num_sge;
   to.opcode = from.opcode;
@@ -126,6 +141,7 @@ MIGR_INLINE void copy_send(ibv_send_wr& to, const ibv_send_wr& from) {
       to.wr.atomic.rkey = from.wr.atomic.rkey;
     } else {
       to = from;  // bind, invalidate, TSO
+      translate_own(q, to);
     }
   }
   to.qp_type = from.qp_type;
@@ -135,7 +151,7 @@ MIGR_INLINE void copy_send(ibv_send_wr& to, const ibv_send_wr& from) {
 MIGR_PATH int post_single_send(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   ibv_send_wr copy;
   ibv_sge sge;
-  copy_send(copy, *wr);
+  copy_send(q, copy, *wr);
   copy.next = nullptr;
   copy.sg_list = &sge;
   sge.addr = wr->sg_list->addr;

@@ -7,13 +7,16 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "control.h"
 #include "kernel_link.h"
+#include "objects.h"
 #include "path.h"
 #include "provider/uverbs_write.h"
 #include "real.h"
@@ -34,6 +37,27 @@ Context* Registry::context_of(const ibv_context* real) const {
 
 std::uint32_t Context::ctx_id() const { return kernel->ctx_id(); }
 
+/// Of an lkey, in the index: devices count from low numbers.
+constexpr std::uint32_t kForcedKeyBit = 1u << 30;
+
+bool force_switched() {
+  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr;
+  return value;
+}
+
+MrShadow* known(Registry& registry, ibv_mr* mr) {
+  return registry.context_of(mr->context) ? &shadow_of(mr) : nullptr;
+}
+QpShadow* known(Registry& registry, ibv_qp* qp) {
+  return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;
+}
+CqShadow* known(Registry& registry, ibv_cq* cq) {
+  return registry.context_of(cq->context) ? &shadow_of(cq) : nullptr;
+}
+SrqShadow* known(Registry& registry, ibv_srq* srq) {
+  return registry.context_of(srq->context) ? &shadow_of(srq) : nullptr;
+}
+
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical) {
   std::size_t size = 2;
   while (size < 2 * (virtual_to_physical.size() + 1)) size *= 2;
@@ -47,15 +71,78 @@ RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>
   }
 }
 
+ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {
+  auto* shadow = new (std::nothrow) MrShadow{};
+  if (!shadow) {
+    real().dereg_mr(mr);
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->app = *mr;
+  std::memcpy(shadow->behind, mr + 1, sizeof shadow->behind);
+  shadow->real = mr;
+  shadow->context = &context;
+  shadow->access = access;
+  shadow->iova = iova;
+  shadow->movable = movable;
+  // Forced: another name than the device's, so that a key that nobody translates is seen. Peers are not told, so the
+  // rkey is as it was.
+  const std::uint32_t vlkey = force_switched() ? mr->lkey ^ kForcedKeyBit : mr->lkey;
+  migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
+  if (context.kernel->attached() && vlkey != mr->lkey) {
+    names.vrkey = context.kernel->query_mr(mr->handle, names) ? 0 : names.vrkey;
+    if (const int err = context.kernel->bind_mr(mr->handle, vlkey, names.vrkey, mr->lkey, mr->rkey))
+      std::fprintf(stderr, "libmigr: MIGR_FORCE_SWITCHED: no name %#x for an MR: %s\n", vlkey, std::strerror(err));
+  }
+  if (!context.kernel->attached()) {
+    context.kernel->bind_mr(mr->handle, vlkey, mr->rkey, mr->lkey, mr->rkey);
+    shadow->app.lkey = vlkey;
+  } else if (!context.kernel->query_mr(mr->handle, names)) {
+    shadow->app.lkey = names.vlkey;
+    if (names.vrkey) shadow->app.rkey = names.vrkey;
+  }
+  registry.mrs.push_back(shadow);
+  return &shadow->app;
+}
+
+ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp) {
+  shadow.real = qp;
+  shadow.context = &context;
+  shadow.real_post_send = context.ops.post_send;
+  shadow.real_post_recv = context.ops.post_recv;
+  shadow.key_table = context.kernel->key_table();
+  shadow.app = *qp;
+  shadow.app.qp_context = shadow.init.qp_context;
+  shadow.app.send_cq = shadow.init.send_cq;
+  shadow.app.recv_cq = shadow.init.recv_cq;
+  shadow.app.srq = shadow.init.srq;
+  pthread_mutex_init(&shadow.app.mutex, nullptr);
+  pthread_cond_init(&shadow.app.cond, nullptr);
+  shadow.send_cq = shadow.init.send_cq ? &shadow_of(shadow.init.send_cq) : nullptr;
+  shadow.recv_cq = shadow.init.recv_cq ? &shadow_of(shadow.init.recv_cq) : nullptr;
+  if (force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
+  if (!context.kernel->attached()) context.kernel->bind_qp(qp->qp_num, qp->qp_num);
+  const std::uint32_t entry = context.kernel->qpn_table()[qp->qp_num & MIGR_QPN_MASK];
+  if (entry & MIGR_QPN_VALID) shadow.app.qp_num = entry & MIGR_QPN_MASK;
+  if (shadow.app.qp_num != qp->qp_num)
+    for (CqShadow* cq : {shadow.send_cq, shadow.recv_cq})
+      if (cq) {
+        std::lock_guard guard(cq->lock);
+        cq->state.fetch_or(kTranslateQpn, std::memory_order_relaxed);
+      }
+  if (ibv_qp_ex* ex = real().qp_to_qp_ex ? real().qp_to_qp_ex(qp) : nullptr) {
+    shadow.real_ex = ex;
+    path::install_wr_api(shadow);
+  }
+  registry.qps.push_back(&shadow);
+  return &shadow.app;
+}
+
 namespace {
 
-/// MIGR_DISABLE: libmigr stays out of the way. MIGR_FORCE_SWITCHED: every object is born on the switched path.
+/// MIGR_DISABLE: libmigr stays out of the way.
 bool disabled() {
   static const bool value = getenv("MIGR_DISABLE") != nullptr;
-  return value;
-}
-bool force_switched() {
-  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr;
   return value;
 }
 
@@ -75,31 +162,6 @@ void forget(std::vector<T*>& all, T* one) {
 
 constexpr int kMaxKeyCollisions = 64;
 
-/// Makes the shadow of `mr`, or undoes the registration. Caller holds the Registry's lock.
-ibv_mr* shadow_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {
-  auto* shadow = new (std::nothrow) MrShadow{};
-  if (!shadow) {
-    real().dereg_mr(mr);
-    errno = ENOMEM;
-    return nullptr;
-  }
-  shadow->app = *mr;
-  shadow->real = mr;
-  shadow->context = &context;
-  shadow->access = access;
-  shadow->iova = iova;
-  shadow->movable = movable;
-  migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
-  if (!context.kernel->attached())
-    context.kernel->bind_mr(mr->handle, mr->lkey, mr->rkey, mr->lkey, mr->rkey);
-  else if (!context.kernel->query_mr(mr->handle, names)) {
-    shadow->app.lkey = names.vlkey;
-    if (names.vrkey) shadow->app.rkey = names.vrkey;
-  }
-  registry.mrs.push_back(shadow);
-  return &shadow->app;
-}
-
 /// Registers until the device gives a key that no MR of this process is called: keys that peers use need no
 /// translation then. The ones in between are given back.
 template <class Register>
@@ -117,7 +179,7 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
     if (!taken || collisions == kMaxKeyCollisions) {
-      result = shadow_mr(registry, *context, mr, access, iova, movable);
+      result = adopt_mr(registry, *context, mr, access, iova, movable);
       break;
     }
     colliding[collisions++] = mr;
@@ -129,8 +191,6 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
 }
 
 /* ---- CQ ------------------------------------------------------------------- */
-
-ibv_cq* real_cq(ibv_cq* cq) { return cq ? shadow_of(cq).real : nullptr; }
 
 CqShadow* new_cq(Context& context) {
   auto* shadow = new (std::nothrow) CqShadow{};
@@ -164,7 +224,7 @@ ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
   mine.cq_context = shadow;
   // The control thread polls as well while a QP is suspended.
   if (mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
-  ibv_cq_ex* cq = context->create_cq_ex(ctx, &mine);
+  ibv_cq_ex* cq = context->slots.create_cq_ex(ctx, &mine);
   if (!cq) {
     delete shadow;
     return nullptr;
@@ -185,40 +245,6 @@ int req_notify_cq(ibv_cq* cq, int solicited_only) {
 }
 
 /* ---- QP ------------------------------------------------------------------- */
-
-/// Turns a new real QP into `shadow`. Caller holds the Registry's lock.
-ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp, void* qp_context, ibv_cq* send_cq,
-                 ibv_cq* recv_cq) {
-  shadow.real = qp;
-  shadow.context = &context;
-  shadow.real_post_send = context.ops.post_send;
-  shadow.real_post_recv = context.ops.post_recv;
-  shadow.key_table = context.kernel->key_table();
-  shadow.app = *qp;
-  shadow.app.qp_context = qp_context;
-  shadow.app.send_cq = send_cq;
-  shadow.app.recv_cq = recv_cq;
-  pthread_mutex_init(&shadow.app.mutex, nullptr);
-  pthread_cond_init(&shadow.app.cond, nullptr);
-  shadow.send_cq = send_cq ? &shadow_of(send_cq) : nullptr;
-  shadow.recv_cq = recv_cq ? &shadow_of(recv_cq) : nullptr;
-  if (force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
-  if (!context.kernel->attached()) context.kernel->bind_qp(qp->qp_num, qp->qp_num);
-  const std::uint32_t entry = context.kernel->qpn_table()[qp->qp_num & MIGR_QPN_MASK];
-  if (entry & MIGR_QPN_VALID) shadow.app.qp_num = entry & MIGR_QPN_MASK;
-  if (shadow.app.qp_num != qp->qp_num)
-    for (CqShadow* cq : {shadow.send_cq, shadow.recv_cq})
-      if (cq) {
-        std::lock_guard guard(cq->lock);
-        cq->state.fetch_or(kTranslateQpn, std::memory_order_relaxed);
-      }
-  if (ibv_qp_ex* ex = real().qp_to_qp_ex ? real().qp_to_qp_ex(qp) : nullptr) {
-    shadow.real_ex = ex;
-    path::install_wr_api(shadow);
-  }
-  registry.qps.push_back(&shadow);
-  return &shadow.app;
-}
 
 ibv_qp_init_attr_ex widened(const ibv_qp_init_attr& attr, ibv_pd* pd) {
   ibv_qp_init_attr_ex ex{};
@@ -243,13 +269,14 @@ ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
   mine.qp_context = shadow;
   mine.send_cq = real_cq(attr->send_cq);
   mine.recv_cq = real_cq(attr->recv_cq);
-  ibv_qp* qp = context->create_qp_ex(ctx, &mine);
+  mine.srq = real_srq(attr->srq);
+  ibv_qp* qp = context->slots.create_qp_ex(ctx, &mine);
   if (!qp) {
     delete shadow;
     return nullptr;
   }
   attr->cap = shadow->cap = mine.cap;
-  return adopt_qp(registry, *context, *shadow, qp, attr->qp_context, attr->send_cq, attr->recv_cq);
+  return adopt_qp(registry, *context, *shadow, qp);
 }
 
 int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
@@ -269,21 +296,20 @@ void adopt_context(ibv_context* ctx) {
   context->real = ctx;
   context->ops = ctx->ops;
   context->kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
-  verbs_context* extended = verbs_get_ctx(ctx);
-  if (extended && extended->create_qp_ex) {
-    context->create_qp_ex = extended->create_qp_ex;
-    extended->create_qp_ex = create_qp_ex;
-  }
-  if (extended && extended->create_cq_ex) {
-    context->create_cq_ex = extended->create_cq_ex;
-    extended->create_cq_ex = create_cq_ex;
-  }
+  MIGR_TAKE_SLOT(*context, *ctx, create_qp_ex);
+  MIGR_TAKE_SLOT(*context, *ctx, create_cq_ex);
+  install_slots(*context, *ctx);
+  install_srq(*context, *ctx);
   ctx->ops.post_send = path::post_send;
   ctx->ops.post_recv = path::post_recv;
   ctx->ops.poll_cq = path::poll_cq;
   ctx->ops.req_notify_cq = req_notify_cq;
   if (ctx->ops.bind_mw) ctx->ops.bind_mw = bind_mw;
   registry.contexts.push_back(context);
+  {
+    std::lock_guard events_guard(registry.events_lock);
+    registry.with_events.push_back(ctx);
+  }
   note_uverbs_fd(ctx->cmd_fd, true);
   control::start();
 }
@@ -295,6 +321,10 @@ void drop_context(ibv_context* ctx) {
   if (!context) return;
   note_uverbs_fd(ctx->cmd_fd, false);
   forget(registry.contexts, context);
+  {
+    std::lock_guard events_guard(registry.events_lock);
+    std::erase(registry.with_events, ctx);
+  }
   delete context;
 }
 
@@ -304,8 +334,6 @@ void drop_context(ibv_context* ctx) {
 /* ---- the exported names ----------------------------------------------------- */
 
 using namespace migr;
-
-#define MIGR_EXPORT extern "C" [[gnu::visibility("default")]]
 
 MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
   ibv_context* ctx = real().open_device(device);
@@ -360,22 +388,6 @@ MIGR_EXPORT ibv_mr* ibv_import_mr(ibv_pd* pd, uint32_t handle) {
   return register_mr(pd, 0, 0, false, [&] { return real().import_mr(pd, handle); });
 }
 
-namespace {
-
-/// A shadow from one of ours, else null (an MR of a context that libmigr does not have). Caller holds the lock.
-MrShadow* known(Registry& registry, ibv_mr* mr) {
-  if (!registry.context_of(mr->context)) return nullptr;
-  return &shadow_of(mr);
-}
-QpShadow* known(Registry& registry, ibv_qp* qp) {
-  return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;
-}
-CqShadow* known(Registry& registry, ibv_cq* cq) {
-  return registry.context_of(cq->context) ? &shadow_of(cq) : nullptr;
-}
-
-}  // namespace
-
 MIGR_EXPORT void ibv_unimport_mr(ibv_mr* mr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
@@ -395,6 +407,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   if (err) return err;
   // The virtual keys of an MR that is registered again are its new physical ones, as at birth.
   shadow->app = *shadow->real;
+  std::memcpy(shadow->behind, shadow->real + 1, sizeof shadow->behind);
   if (flags & IBV_REREG_MR_CHANGE_ACCESS) shadow->access = access;
   if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) shadow->iova = reinterpret_cast<std::uintptr_t>(addr);
   const ibv_mr& now = *shadow->real;
@@ -470,8 +483,11 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   // Not under the lock: it waits until the application has acknowledged its events.
   const int err = real().destroy_cq(shadow->real);
   if (err) return err;
-  auto guard = registry.enter();
-  forget(registry.cqs, shadow);
+  {
+    auto guard = registry.enter();
+    forget(registry.cqs, shadow);
+  }
+  wait_for_acks(registry, *shadow);
   delete shadow;
   return 0;
 }
@@ -518,13 +534,14 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   mine.qp_context = shadow;
   mine.send_cq = real_cq(attr->send_cq);
   mine.recv_cq = real_cq(attr->recv_cq);
+  mine.srq = real_srq(attr->srq);
   ibv_qp* qp = real().create_qp(pd, &mine);
   if (!qp) {
     delete shadow;
     return nullptr;
   }
   attr->cap = shadow->cap = mine.cap;
-  return adopt_qp(registry, *context, *shadow, qp, attr->qp_context, attr->send_cq, attr->recv_cq);
+  return adopt_qp(registry, *context, *shadow, qp);
 }
 
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
@@ -556,6 +573,7 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   init->qp_context = shadow->app.qp_context;
   init->send_cq = shadow->app.send_cq;
   init->recv_cq = shadow->app.recv_cq;
+  init->srq = shadow->app.srq;
   if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   if (shadow->birth.mask & IBV_QP_DEST_QPN) attr->dest_qp_num = shadow->birth.dest_qp_num;
   if (shadow->birth.mask & IBV_QP_AV) attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
@@ -566,14 +584,17 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
 
 MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  QpShadow* shadow = known(registry, qp);
-  if (!shadow) return real().destroy_qp(qp);
-  const int err = real().destroy_qp(shadow->real);
-  if (err) return err;
-  for (ibv_qp* other : {shadow->old_real, shadow->spare})
-    if (other) real().destroy_qp(other);
-  forget(registry.qps, shadow);
+  QpShadow* shadow;
+  {
+    auto guard = registry.enter();
+    shadow = known(registry, qp);
+    const int err = real().destroy_qp(shadow ? shadow->real : qp);
+    if (err || !shadow) return err;
+    for (ibv_qp* other : {shadow->old_real, shadow->spare})
+      if (other) real().destroy_qp(other);
+    forget(registry.qps, shadow);
+  }
+  wait_for_acks(registry, *shadow);
   delete shadow->remote_keys;
   delete shadow;
   return 0;
@@ -603,7 +624,7 @@ MIGR_ON_REAL_QP(detach_mcast, (ibv_qp * qp, const ibv_gid* gid, uint16_t lid), q
 
 namespace {
 
-enum class Element { kNone, kQp, kCq };
+enum class Element { kNone, kQp, kCq, kSrq };
 
 Element element_of(ibv_event_type type) {
   switch (type) {
@@ -618,47 +639,92 @@ Element element_of(ibv_event_type type) {
       return Element::kQp;
     case IBV_EVENT_CQ_ERR:
       return Element::kCq;
+    case IBV_EVENT_SRQ_ERR:
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+      return Element::kSrq;
     default:
       return Element::kNone;
   }
 }
 
-}  // namespace
-
-MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
-  const int err = real().get_async_event(ctx, event);
-  if (err) return err;
-  Registry& registry = Registry::get();
-  std::lock_guard guard(registry.lock);
-  if (!registry.context_of(ctx)) return 0;
-  switch (element_of(event->event_type)) {
+/// Context of what the event is about; null: of nothing that has a shadow.
+const ibv_context* context_of(const ibv_async_event& event) {
+  switch (element_of(event.event_type)) {
     case Element::kQp:
-      event->element.qp = &static_cast<QpShadow*>(event->element.qp->qp_context)->app;
-      break;
+      return event.element.qp->context;
     case Element::kCq:
-      event->element.cq = &static_cast<CqShadow*>(event->element.cq->cq_context)->app;
-      break;
+      return event.element.cq->context;
+    case Element::kSrq:
+      return event.element.srq->context;
     case Element::kNone:
       break;
   }
-  return 0;
+  return nullptr;
 }
 
-MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
-  ibv_async_event mine = *event;
+bool ours(const Registry& registry, const ibv_context* ctx) {
+  return ctx && std::find(registry.with_events.begin(), registry.with_events.end(), ctx) != registry.with_events.end();
+}
+
+}  // namespace
+
+// The Registry's lock is not taken here: a thread that destroys the object holds it while it waits for us.
+MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
+  const int err = real().get_async_event(ctx, event);
+  if (err) return err;
+  ibv_async_event provided = *event;
+  Registry& registry = Registry::get();
   {
-    Registry& registry = Registry::get();
-    std::lock_guard guard(registry.lock);
+    std::lock_guard guard(registry.events_lock);
+    if (!ours(registry, context_of(*event))) return 0;
     switch (element_of(event->event_type)) {
-      case Element::kQp:
-        if (QpShadow* shadow = known(registry, event->element.qp)) mine.element.qp = shadow->real;
+      case Element::kQp: {
+        auto* shadow = static_cast<QpShadow*>(event->element.qp->qp_context);
+        ++shadow->unacked_events;
+        event->element.qp = &shadow->app;
         break;
-      case Element::kCq:
-        if (CqShadow* shadow = known(registry, event->element.cq)) mine.element.cq = shadow->real;
+      }
+      case Element::kCq: {
+        auto* shadow = static_cast<CqShadow*>(event->element.cq->cq_context);
+        ++shadow->unacked_events;
+        event->element.cq = &shadow->app;
         break;
+      }
+      case Element::kSrq: {
+        auto* shadow = static_cast<SrqShadow*>(event->element.srq->srq_context);
+        ++shadow->unacked_events;
+        event->element.srq = &shadow->app;
+        break;
+      }
       case Element::kNone:
         break;
     }
   }
-  real().ack_async_event(&mine);
+  real().ack_async_event(&provided);
+  return 0;
+}
+
+MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
+  Registry& registry = Registry::get();
+  {
+    std::lock_guard guard(registry.events_lock);
+    if (ours(registry, context_of(*event))) {
+      switch (element_of(event->event_type)) {
+        case Element::kQp:
+          --shadow_of(event->element.qp).unacked_events;
+          break;
+        case Element::kCq:
+          --shadow_of(event->element.cq).unacked_events;
+          break;
+        case Element::kSrq:
+          --shadow_of(event->element.srq).unacked_events;
+          break;
+        case Element::kNone:
+          break;
+      }
+      registry.event_acked.notify_all();
+      return;
+    }
+  }
+  real().ack_async_event(event);
 }

@@ -29,6 +29,7 @@
   X(qp_to_qp_ex, "IBVERBS_1.6")    X(query_qp_data_in_order, "IBVERBS_1.14") \
   X(query_ece, "IBVERBS_1.10")     X(set_ece, "IBVERBS_1.10")           \
   X(create_srq, "IBVERBS_1.1")     X(destroy_srq, "IBVERBS_1.1")        \
+  X(modify_srq, "IBVERBS_1.1")     X(query_srq, "IBVERBS_1.1")          \
   X(attach_mcast, "IBVERBS_1.1")   X(detach_mcast, "IBVERBS_1.1")       \
   X(get_async_event, "IBVERBS_1.1") X(ack_async_event, "IBVERBS_1.1")
 // clang-format on

@@ -94,19 +94,39 @@ class RemoteKeys {
 struct MrShadow;
 struct CqShadow;
 struct QpShadow;
+struct SrqShadow;
+
+/// Slots of verbs_context that name a shadow or make an object that needs one: the provider's own.
+struct Slots {
+#define MIGR_SLOTS(X)                                                                                         \
+  X(create_qp_ex) X(open_qp) X(create_cq_ex) X(modify_cq) X(create_srq_ex) X(get_srq_num) X(post_srq_ops)     \
+  X(alloc_null_mr) X(reg_dm_mr) X(advise_mr) X(modify_qp_rate_limit) X(ibv_create_flow) X(create_wq)
+#define MIGR_SLOT(name) decltype(verbs_context::name) name = nullptr;
+  MIGR_SLOTS(MIGR_SLOT)
+#undef MIGR_SLOT
+};
+
+/// Puts the function `name` of ours into the slot of `ctx` (an ibv_context&), if the provider has one there.
+#define MIGR_TAKE_SLOT(context, ctx, name)                            \
+  if (verbs_context* extended = verbs_get_ctx_op(&(ctx), name)) {     \
+    (context).slots.name = extended->name;                            \
+    extended->name = name;                                            \
+  }
 
 /// A user context: the application holds the provider's ibv_context itself, with our functions in its ops.
 struct Context {
   ibv_context* real = nullptr;
   ibv_context_ops ops{};  ///< the provider's own
-  ibv_qp* (*create_qp_ex)(ibv_context*, ibv_qp_init_attr_ex*) = nullptr;
-  ibv_cq_ex* (*create_cq_ex)(ibv_context*, ibv_cq_init_attr_ex*) = nullptr;
+  Slots slots;
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
 
 struct MrShadow {
   ibv_mr app;  ///< lkey, rkey: virtual. First member
+  /// What libibverbs has behind each provider's ibv_mr (the kind, access flags): a WR of the direct path that binds a
+  /// memory window names the shadow, and providers look there.
+  std::uint32_t behind[2];
   ibv_mr* real;
   Context* context;
   int access;  ///< IBV_ACCESS_* as given
@@ -143,6 +163,20 @@ struct alignas(64) CqShadow {
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
+  unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
+};
+
+/// A shared receive queue. Never suspended: what has one cannot be migrated yet.
+struct SrqShadow {
+  ibv_srq app;
+  /* data path */
+  alignas(64) std::atomic<std::uint32_t> state;  ///< 0 or kForced
+  ibv_srq* real;
+  int (*real_post)(ibv_srq*, ibv_recv_wr*, ibv_recv_wr**);
+  const migr_key_entry* key_table;
+  /* the rest */
+  Context* context;
+  unsigned unacked_events;  ///< asynchronous; under Registry::events_lock
 };
 
 struct alignas(64) QpShadow {
@@ -193,6 +227,7 @@ struct alignas(64) QpShadow {
   std::uint32_t spare_psn = 0;
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
+  unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
 
@@ -205,6 +240,7 @@ inline QpShadow& shadow_of(ibv_qp* qp) { return *reinterpret_cast<QpShadow*>(qp)
 inline QpShadow& shadow_of(ibv_qp_ex* qp) { return *reinterpret_cast<QpShadow*>(qp); }
 inline CqShadow& shadow_of(ibv_cq* cq) { return *reinterpret_cast<CqShadow*>(cq); }
 inline CqShadow& shadow_of(ibv_cq_ex* cq) { return *reinterpret_cast<CqShadow*>(cq); }
+inline SrqShadow& shadow_of(ibv_srq* srq) { return *reinterpret_cast<SrqShadow*>(srq); }
 inline MrShadow& shadow_of(ibv_mr* mr) { return *reinterpret_cast<MrShadow*>(mr); }
 
 /// Every shadow of the process, in creation order. The lock is held while an object is created or destroyed and
@@ -217,6 +253,7 @@ struct Registry {
   std::vector<MrShadow*> mrs;
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
+  std::vector<SrqShadow*> srqs;
   unsigned unsupported = 0;  ///< objects that cannot move (SRQ, MW, XRCD, DM, flows, WQs)
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   std::condition_variable thawed;
@@ -228,6 +265,11 @@ struct Registry {
     return guard;
   }
   Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock
+
+  /// Innermost lock: asynchronous events, which come and are acknowledged while an object is being destroyed.
+  std::mutex events_lock;
+  std::condition_variable event_acked;
+  std::vector<const ibv_context*> with_events;  ///< the contexts again
 };
 
 }  // namespace migr

@@ -897,7 +897,8 @@ int ibv_dealloc_pd(struct ibv_pd *pd)
 
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova, unsigned int access)
 {
-	struct ibv_mr *mr = zeroed(sizeof(*mr));
+	/* libibverbs' own have two more words behind, the kind and the access flags. */
+	struct ibv_mr *mr = zeroed(sizeof(*mr) + 2 * sizeof(uint32_t));
 
 	(void)iova;
 	(void)access;

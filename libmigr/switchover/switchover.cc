@@ -528,8 +528,9 @@ int create_spare(QpShadow& q, std::string& why) {
   init.qp_context = &q;
   init.send_cq = q.send_cq ? q.send_cq->real : nullptr;
   init.recv_cq = q.recv_cq ? q.recv_cq->real : nullptr;
+  init.srq = init.srq ? shadow_of(init.srq).real : nullptr;
   if (q.init_is_ex) {
-    q.spare = q.context->create_qp_ex(q.context->real, &init);
+    q.spare = q.context->slots.create_qp_ex(q.context->real, &init);
   } else {
     ibv_qp_init_attr plain;
     std::memcpy(&plain, &init, sizeof plain);

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* What the files of the control path (preload.cc, srq.cc, slots.cc) share: from the application's object to its shadow, and
+ * from a new object of the provider's to a shadow. */
+#ifndef MIGR_OBJECTS_H
+#define MIGR_OBJECTS_H
+
+#include "shadow.h"
+
+#define MIGR_EXPORT extern "C" [[gnu::visibility("default")]]
+
+namespace migr {
+
+/// MIGR_FORCE_SWITCHED: every object is born on the switched path.
+bool force_switched();
+
+/// The shadow, or null: of a context that libmigr does not have (imported, MIGR_DISABLE). Caller holds the Registry's lock.
+MrShadow* known(Registry& registry, ibv_mr* mr);
+QpShadow* known(Registry& registry, ibv_qp* qp);
+CqShadow* known(Registry& registry, ibv_cq* cq);
+SrqShadow* known(Registry& registry, ibv_srq* srq);
+
+/// The provider's object behind one of the application's, which must be of a context of ours; null for null.
+inline ibv_cq* real_cq(ibv_cq* cq) { return cq ? shadow_of(cq).real : nullptr; }
+inline ibv_srq* real_srq(ibv_srq* srq) { return srq ? shadow_of(srq).real : nullptr; }
+
+/// Makes the shadow of `mr`, or undoes the registration and sets errno. Caller holds the Registry's lock.
+/// @param movable false: registered in a way that cannot be repeated
+ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable);
+
+/// Turns a new real QP, whose qp_context is `shadow`, into it. shadow.init says with what it was made; its CQs and SRQ
+/// are the application's. Caller holds the Registry's lock.
+ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp);
+
+/// Our functions in the slots of `ctx` that name a shadow or make an object that needs one.
+void install_slots(Context& context, ibv_context& ctx);
+/// The slots and the op of SRQs.
+void install_srq(Context& context, ibv_context& ctx);
+
+/// Asynchronous events are acknowledged to libibverbs as soon as they are read, because the real object may be replaced
+/// before the application acknowledges them. Destroying waits for the application here, without the Registry's lock.
+template <class Shadow>
+void wait_for_acks(Registry& registry, Shadow& shadow) {
+  std::unique_lock guard(registry.events_lock);
+  registry.event_acked.wait(guard, [&] { return shadow.unacked_events == 0; });
+}
+
+}  // namespace migr
+
+#endif

@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* Slots of verbs_context that take a shadow, or make an object that needs one. Each does what the provider does. */
+#include <cerrno>
+#include <cstdint>
+#include <new>
+#include <vector>
+
+#include "kernel_link.h"
+#include "objects.h"
+#include "real.h"
+
+namespace migr {
+namespace {
+
+/// The XRC target QP that another process, or this one, has made: a QP of its own for this process.
+ibv_qp* open_qp(ibv_context* ctx, ibv_qp_open_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  auto* shadow = new (std::nothrow) QpShadow{};
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->init.qp_type = attr->qp_type;
+  shadow->init.qp_context = attr->comp_mask & IBV_QP_OPEN_ATTR_CONTEXT ? attr->qp_context : nullptr;
+  ibv_qp_open_attr mine = *attr;
+  mine.qp_context = shadow;
+  mine.comp_mask |= IBV_QP_OPEN_ATTR_CONTEXT;
+  ibv_qp* qp = context->slots.open_qp(ctx, &mine);
+  if (!qp) {
+    delete shadow;
+    return nullptr;
+  }
+  return adopt_qp(registry, *context, *shadow, qp);
+}
+
+ibv_mr* alloc_null_mr(ibv_pd* pd) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  ibv_mr* mr = context->slots.alloc_null_mr(pd);
+  return mr ? adopt_mr(registry, *context, mr, 0, 0, false) : nullptr;
+}
+
+ibv_mr* reg_dm_mr(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned access) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  ibv_mr* mr = context->slots.reg_dm_mr(pd, dm, offset, length, access);
+  return mr ? adopt_mr(registry, *context, mr, static_cast<int>(access), 0, false) : nullptr;
+}
+
+int advise_mr(ibv_pd* pd, ibv_advise_mr_advice advice, std::uint32_t flags, ibv_sge* list, std::uint32_t count) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  std::vector<ibv_sge> mine(list, list + count);
+  const migr_key_entry* keys = context->kernel->key_table();
+  for (ibv_sge& sge : mine) sge.lkey = keys[sge.lkey >> 8].lkey ^ (sge.lkey & 0xff);
+  return context->slots.advise_mr(pd, advice, flags, mine.data(), count);
+}
+
+int modify_cq(ibv_cq* cq, ibv_modify_cq_attr* attr) {
+  CqShadow& shadow = shadow_of(cq);
+  return shadow.context->slots.modify_cq(shadow.real, attr);
+}
+
+int modify_qp_rate_limit(ibv_qp* qp, ibv_qp_rate_limit_attr* attr) {
+  QpShadow& shadow = shadow_of(qp);
+  return shadow.context->slots.modify_qp_rate_limit(shadow.real, attr);
+}
+
+ibv_flow* create_flow(ibv_qp* qp, ibv_flow_attr* attr) {
+  QpShadow& shadow = shadow_of(qp);
+  return shadow.context->slots.ibv_create_flow(shadow.real, attr);
+}
+
+/// WQs are not shadowed: their completions carry the number of the QP that was made of them.
+ibv_wq* create_wq(ibv_context* ctx, ibv_wq_init_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  ibv_wq_init_attr mine = *attr;
+  mine.cq = real_cq(attr->cq);
+  ibv_wq* wq = context->slots.create_wq(ctx, &mine);
+  attr->max_wr = mine.max_wr;
+  attr->max_sge = mine.max_sge;
+  return wq;
+}
+
+}  // namespace
+
+void install_slots(Context& context, ibv_context& ctx) {
+  MIGR_TAKE_SLOT(context, ctx, open_qp);
+  MIGR_TAKE_SLOT(context, ctx, alloc_null_mr);
+  MIGR_TAKE_SLOT(context, ctx, reg_dm_mr);
+  MIGR_TAKE_SLOT(context, ctx, advise_mr);
+  MIGR_TAKE_SLOT(context, ctx, modify_cq);
+  MIGR_TAKE_SLOT(context, ctx, modify_qp_rate_limit);
+  MIGR_TAKE_SLOT(context, ctx, create_wq);
+  if (verbs_context* extended = verbs_get_ctx_op(&ctx, ibv_create_flow)) {
+    context.slots.ibv_create_flow = extended->ibv_create_flow;
+    extended->ibv_create_flow = create_flow;
+  }
+}
+
+}  // namespace migr

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* Shared receive queues: control path and data path. */
+#include <cerrno>
+#include <new>
+
+#include "kernel_link.h"
+#include "objects.h"
+#include "real.h"
+
+#define MIGR_PATH [[gnu::section("migr_path")]]
+
+namespace migr {
+namespace {
+
+constexpr int kMaxSges = 64;  // at least what any provider allows in one WR
+
+/// One by one: the list of the application stays as it was.
+MIGR_PATH [[gnu::noinline]] int post_srq_recv_switched(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  ibv_sge sges[kMaxSges];
+  for (; wr; wr = wr->next) {
+    int err = EINVAL;
+    if (wr->num_sge <= kMaxSges) {
+      for (int i = 0; i < wr->num_sge; ++i) {
+        sges[i] = wr->sg_list[i];
+        sges[i].lkey = s.key_table[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
+      }
+      ibv_recv_wr copy{.wr_id = wr->wr_id, .next = nullptr, .sg_list = sges, .num_sge = wr->num_sge};
+      ibv_recv_wr* stopped;
+      err = s.real_post(s.real, &copy, &stopped);
+    }
+    if (err) {
+      *bad = wr;
+      return err;
+    }
+  }
+  return 0;
+}
+
+MIGR_PATH int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  SrqShadow& s = shadow_of(srq);
+  if (s.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return post_srq_recv_switched(s, wr, bad);
+  return s.real_post(s.real, wr, bad);  // tail call: nothing may follow it
+}
+
+SrqShadow* new_srq(Context& context) {
+  auto* shadow = new (std::nothrow) SrqShadow{};
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->context = &context;
+  shadow->key_table = context.kernel->key_table();
+  shadow->real_post = context.ops.post_srq_recv;
+  if (force_switched()) shadow->state.store(kForced, std::memory_order_relaxed);
+  return shadow;
+}
+
+/// @param srq null: creating it failed
+ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* srq_context) {
+  if (!srq) {
+    delete shadow;
+    return nullptr;
+  }
+  shadow->real = srq;
+  shadow->app = *srq;
+  shadow->app.srq_context = srq_context;
+  pthread_mutex_init(&shadow->app.mutex, nullptr);
+  pthread_cond_init(&shadow->app.cond, nullptr);
+  registry.srqs.push_back(shadow);
+  return &shadow->app;
+}
+
+ibv_srq* create_srq_ex(ibv_context* ctx, ibv_srq_init_attr_ex* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  SrqShadow* shadow = new_srq(*context);
+  if (!shadow) return nullptr;
+  ibv_srq_init_attr_ex mine = *attr;
+  mine.srq_context = shadow;
+  if (attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) mine.cq = real_cq(attr->cq);
+  ibv_srq* srq = context->slots.create_srq_ex(ctx, &mine);
+  if (srq) attr->attr = mine.attr;
+  return adopt_srq(registry, shadow, srq, attr->srq_context);
+}
+
+int get_srq_num(ibv_srq* srq, std::uint32_t* number) {
+  SrqShadow& shadow = shadow_of(srq);
+  return shadow.context->slots.get_srq_num(shadow.real, number);
+}
+
+int post_srq_ops(ibv_srq* srq, ibv_ops_wr* op, ibv_ops_wr** bad) {
+  SrqShadow& shadow = shadow_of(srq);
+  return shadow.context->slots.post_srq_ops(shadow.real, op, bad);
+}
+
+}  // namespace
+
+void install_srq(Context& context, ibv_context& ctx) {
+  if (ctx.ops.post_srq_recv) ctx.ops.post_srq_recv = post_srq_recv;
+  MIGR_TAKE_SLOT(context, ctx, create_srq_ex);
+  MIGR_TAKE_SLOT(context, ctx, get_srq_num);
+  MIGR_TAKE_SLOT(context, ctx, post_srq_ops);
+}
+
+}  // namespace migr
+
+using namespace migr;
+
+MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  if (!context) return real().create_srq(pd, attr);
+  SrqShadow* shadow = new_srq(*context);
+  if (!shadow) return nullptr;
+  ibv_srq_init_attr mine = *attr;
+  mine.srq_context = shadow;
+  ibv_srq* srq = real().create_srq(pd, &mine);
+  if (srq) attr->attr = mine.attr;
+  return adopt_srq(registry, shadow, srq, attr->srq_context);
+}
+
+MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  SrqShadow* shadow = known(registry, srq);
+  return real().modify_srq(shadow ? shadow->real : srq, attr, mask);
+}
+
+MIGR_EXPORT int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  SrqShadow* shadow = known(registry, srq);
+  return real().query_srq(shadow ? shadow->real : srq, attr);
+}
+
+MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
+  Registry& registry = Registry::get();
+  SrqShadow* shadow;
+  {
+    auto guard = registry.enter();
+    shadow = known(registry, srq);
+    const int err = real().destroy_srq(shadow ? shadow->real : srq);
+    if (err || !shadow) return err;
+    std::erase(registry.srqs, shadow);
+  }
+  wait_for_acks(registry, *shadow);
+  delete shadow;
+  return 0;
+}

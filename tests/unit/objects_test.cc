@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Every verb that names an object, under libmigr: the provider is given its own, the application sees only its own. Runs with
+// LD_PRELOAD=libmigr.so over recorder.cc; MIGR_FORCE_SWITCHED decides which path.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <future>
+
+#include "recorder.h"
+
+namespace {
+
+using namespace std::chrono_literals;
+
+class Objects : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    context_ = ibv_open_device(ibv_get_device_list(nullptr)[0]);
+    ASSERT_NE(context_, nullptr);
+    pd_ = ibv_alloc_pd(context_);
+    mr_ = ibv_reg_mr(pd_, memory_, sizeof memory_, IBV_ACCESS_LOCAL_WRITE);
+    real_mr_ = recorder_mr;
+    cq_ = ibv_create_cq(context_, 10, this, nullptr, 0);
+    real_cq_ = recorder_cq;
+    ASSERT_NE(cq_, real_cq_) << "libmigr is not in front: LD_PRELOAD";
+  }
+  void TearDown() override {
+    EXPECT_EQ(ibv_destroy_cq(cq_), 0);
+    EXPECT_EQ(recorder_object, real_cq_);
+    EXPECT_EQ(ibv_dereg_mr(mr_), 0);
+    EXPECT_EQ(recorder_object, real_mr_);
+    ibv_dealloc_pd(pd_);
+    ibv_close_device(context_);
+  }
+
+  ibv_srq* make_srq() {
+    ibv_srq_init_attr attr{};
+    attr.srq_context = &attr;
+    ibv_srq* srq = ibv_create_srq(pd_, &attr);
+    EXPECT_EQ(attr.attr.max_wr, 99u);  // what the device gave
+    return srq;
+  }
+  ibv_qp* make_qp(ibv_srq* srq = nullptr) {
+    ibv_qp_init_attr attr{};
+    attr.send_cq = attr.recv_cq = cq_;
+    attr.srq = srq;
+    attr.qp_context = this;
+    attr.cap.max_send_wr = attr.cap.max_recv_wr = 8;
+    return ibv_create_qp(pd_, &attr);
+  }
+  ibv_sge sge() const { return {.addr = reinterpret_cast<std::uint64_t>(memory_), .length = 8, .lkey = mr_->lkey}; }
+
+  char memory_[64];
+  ibv_context* context_;
+  ibv_pd* pd_;
+  ibv_mr* mr_;
+  ibv_mr* real_mr_;
+  ibv_cq* cq_;
+  ibv_cq* real_cq_;
+};
+
+/// The provider's last call was `name`, for `object`.
+#define EXPECT_CALLED(name, object)  \
+  EXPECT_STREQ(recorder_call, name); \
+  EXPECT_EQ(recorder_object, static_cast<const void*>(object))
+
+TEST_F(Objects, ForcedKeysAreOthers) {
+  EXPECT_EQ(mr_->lkey != real_mr_->lkey, getenv("MIGR_FORCE_SWITCHED") != nullptr);
+  EXPECT_EQ(mr_->rkey, real_mr_->rkey);  // peers are not told
+}
+
+TEST_F(Objects, QpCallsNameTheProvidersQp) {
+  ibv_qp* qp = make_qp();
+  ibv_qp* const real = recorder_qp;
+  EXPECT_CALLED("create_qp", real_cq_);
+  ASSERT_NE(qp, real);
+  EXPECT_EQ(qp->qp_context, this);
+  EXPECT_EQ(qp->send_cq, cq_);
+  EXPECT_EQ(qp->qp_num, real->qp_num);
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_INIT;
+  EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
+  EXPECT_CALLED("modify_qp", real);
+  EXPECT_EQ(qp->state, IBV_QPS_INIT);
+  ibv_qp_init_attr init{};
+  EXPECT_EQ(ibv_query_qp(qp, &attr, 0, &init), 0);
+  EXPECT_CALLED("query_qp", real);
+  EXPECT_EQ(init.qp_context, this);
+  EXPECT_EQ(init.send_cq, cq_);
+  EXPECT_EQ(init.recv_cq, cq_);
+  EXPECT_EQ(init.srq, nullptr);
+  ibv_gid gid{};
+  ibv_attach_mcast(qp, &gid, 0);
+  EXPECT_CALLED("attach_mcast", real);
+  ibv_detach_mcast(qp, &gid, 0);
+  EXPECT_CALLED("detach_mcast", real);
+  ibv_ece ece{};
+  ibv_query_ece(qp, &ece);
+  EXPECT_CALLED("query_ece", real);
+  ibv_set_ece(qp, &ece);
+  EXPECT_CALLED("set_ece", real);
+  EXPECT_EQ(ibv_query_qp_data_in_order(qp, IBV_WR_SEND, 0), 1);
+  EXPECT_CALLED("in_order", real);
+  ibv_qp_rate_limit_attr limit{};
+  EXPECT_EQ(ibv_modify_qp_rate_limit(qp, &limit), 0);
+  EXPECT_CALLED("modify_qp_rate_limit", real);
+  ibv_flow_attr flow_attr{};
+  ibv_flow* flow = ibv_create_flow(qp, &flow_attr);
+  EXPECT_CALLED("create_flow", real);
+  delete flow;
+  EXPECT_EQ(ibv_destroy_qp(qp), 0);
+  EXPECT_CALLED("destroy_qp", real);
+}
+
+TEST_F(Objects, CreateQpExNamesTheProvidersObjects) {
+  ibv_srq* srq = make_srq();
+  ibv_srq* const real_srq = recorder_srq;
+  ibv_qp_init_attr_ex attr{};
+  attr.send_cq = attr.recv_cq = cq_;
+  attr.srq = srq;
+  attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
+  attr.pd = pd_;
+  ibv_qp* qp = ibv_create_qp_ex(context_, &attr);
+  EXPECT_CALLED("create_qp_ex", real_cq_);
+  EXPECT_EQ(recorder_other, real_srq);
+  EXPECT_EQ(qp->srq, srq);
+  EXPECT_EQ(attr.srq, srq);  // the application's attributes stay as they were
+  EXPECT_EQ(attr.send_cq, cq_);
+  ibv_destroy_qp(qp);
+  ibv_destroy_srq(srq);
+}
+
+TEST_F(Objects, OpenedXrcQpHasNoCqs) {
+  ibv_qp_open_attr attr{};
+  attr.comp_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_CONTEXT;
+  attr.qp_context = this;
+  attr.qp_type = IBV_QPT_XRC_RECV;
+  ibv_qp* qp = ibv_open_qp(context_, &attr);
+  ibv_qp* const real = recorder_qp;
+  ASSERT_NE(qp, nullptr);
+  ASSERT_NE(qp, real);
+  EXPECT_EQ(qp->qp_context, this);
+  EXPECT_EQ(qp->send_cq, nullptr);
+  EXPECT_EQ(attr.qp_context, this);
+  ibv_qp_attr to{};
+  ibv_modify_qp(qp, &to, IBV_QP_STATE);
+  EXPECT_CALLED("modify_qp", real);
+  ibv_destroy_qp(qp);
+  EXPECT_CALLED("destroy_qp", real);
+}
+
+TEST_F(Objects, CqCallsNameTheProvidersCq) {
+  ibv_wc wc;
+  ibv_poll_cq(cq_, 1, &wc);
+  EXPECT_CALLED("poll_cq", real_cq_);
+  ibv_req_notify_cq(cq_, 0);
+  EXPECT_CALLED("req_notify_cq", real_cq_);
+  EXPECT_EQ(ibv_resize_cq(cq_, 77), 0);
+  EXPECT_CALLED("resize_cq", real_cq_);
+  EXPECT_EQ(cq_->cqe, 77);
+  ibv_modify_cq_attr attr{};
+  EXPECT_EQ(ibv_modify_cq(cq_, &attr), 0);
+  EXPECT_CALLED("modify_cq", real_cq_);
+  ibv_wq_init_attr wq_attr{};
+  wq_attr.cq = cq_;
+  ibv_wq* wq = ibv_create_wq(context_, &wq_attr);
+  EXPECT_CALLED("create_wq", real_cq_);
+  EXPECT_EQ(wq_attr.cq, cq_);
+  delete wq;
+  ibv_comp_channel* channel = ibv_create_comp_channel(context_);
+  ibv_cq* of_event;
+  void* cq_context;
+  EXPECT_EQ(ibv_get_cq_event(channel, &of_event, &cq_context), 0);
+  EXPECT_EQ(of_event, cq_);
+  EXPECT_EQ(cq_context, this);
+  ibv_ack_cq_events(cq_, 1);
+  EXPECT_CALLED("ack_cq_events", real_cq_);
+  ibv_destroy_comp_channel(channel);
+}
+
+TEST_F(Objects, SrqCallsNameTheProvidersSrq) {
+  ibv_srq* srq = make_srq();
+  ibv_srq* const real = recorder_srq;
+  ASSERT_NE(srq, real);
+  ibv_srq_attr attr{};
+  EXPECT_EQ(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT), 0);
+  EXPECT_CALLED("modify_srq", real);
+  EXPECT_EQ(ibv_query_srq(srq, &attr), 0);
+  EXPECT_CALLED("query_srq", real);
+  std::uint32_t number = 0;
+  EXPECT_EQ(ibv_get_srq_num(srq, &number), 0);
+  EXPECT_CALLED("get_srq_num", real);
+  EXPECT_EQ(number, real->handle);
+  ibv_ops_wr op{};
+  ibv_ops_wr* bad_op;
+  EXPECT_EQ(ibv_post_srq_ops(srq, &op, &bad_op), 0);
+  EXPECT_CALLED("post_srq_ops", real);
+  ibv_qp* qp = make_qp(srq);
+  EXPECT_CALLED("create_qp", real_cq_);
+  EXPECT_EQ(recorder_other, real);
+  EXPECT_EQ(qp->srq, srq);
+  ibv_qp_attr qp_attr{};
+  ibv_qp_init_attr init{};
+  ibv_query_qp(qp, &qp_attr, 0, &init);
+  EXPECT_EQ(init.srq, srq);
+  ibv_destroy_qp(qp);
+  EXPECT_EQ(ibv_destroy_srq(srq), 0);
+  EXPECT_CALLED("destroy_srq", real);
+}
+
+TEST_F(Objects, SrqReceivesCarryThePhysicalKey) {
+  ibv_srq* srq = make_srq();
+  ibv_sge list[3] = {sge(), sge(), sge()};
+  ibv_recv_wr third{.wr_id = 3, .next = nullptr, .sg_list = list, .num_sge = 3};  // more than the recorder takes
+  ibv_recv_wr second{.wr_id = 2, .next = nullptr, .sg_list = list, .num_sge = 2};
+  ibv_recv_wr first{.wr_id = 1, .next = &second, .sg_list = list, .num_sge = 1};
+  ibv_recv_wr* bad = nullptr;
+  EXPECT_EQ(ibv_post_srq_recv(srq, &first, &bad), 0);
+  EXPECT_CALLED("post_srq_recv", recorder_srq);
+  EXPECT_EQ(recorder_lkey, real_mr_->lkey == mr_->lkey ? mr_->lkey : real_mr_->lkey);
+  EXPECT_EQ(list[0].lkey, mr_->lkey);  // the application's list stays as it was
+  second.next = &third;
+  EXPECT_EQ(ibv_post_srq_recv(srq, &first, &bad), EINVAL);
+  EXPECT_EQ(bad, &third);
+  ibv_destroy_srq(srq);
+}
+
+TEST_F(Objects, XrcSrqNamesTheProvidersCq) {
+  ibv_srq_init_attr_ex attr{};
+  attr.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_CQ;
+  attr.srq_type = IBV_SRQT_XRC;
+  attr.pd = pd_;
+  attr.cq = cq_;
+  attr.srq_context = this;
+  ibv_srq* srq = ibv_create_srq_ex(context_, &attr);
+  EXPECT_CALLED("create_srq_ex", real_cq_);
+  EXPECT_EQ(srq->srq_context, this);
+  EXPECT_EQ(attr.cq, cq_);
+  ibv_destroy_srq(srq);
+}
+
+TEST_F(Objects, EveryKindOfMrIsDeregistered) {
+  ibv_alloc_dm_attr dm{};
+  for (ibv_mr* mr : {ibv_alloc_null_mr(pd_), ibv_reg_dm_mr(pd_, reinterpret_cast<ibv_dm*>(&dm), 0, 64, 0),
+                     ibv_reg_mr_iova(pd_, memory_, 8, 0, 0), ibv_reg_mr_iova2(pd_, memory_, 8, 0, 0),
+                     ibv_reg_dmabuf_mr(pd_, 0, 8, 0, 0, 0)}) {
+    ASSERT_NE(mr, nullptr);
+    EXPECT_EQ(ibv_dereg_mr(mr), 0);
+    EXPECT_STREQ(recorder_call, "dereg_mr");
+    EXPECT_NE(recorder_object, mr);
+  }
+  ibv_mr* imported = ibv_import_mr(pd_, 1);
+  ibv_mr* const real = recorder_mr;
+  ibv_unimport_mr(imported);
+  EXPECT_CALLED("unimport_mr", real);
+}
+
+TEST_F(Objects, ReregisteredMrShowsTheNewRange) {
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, memory_ + 8, 16, 0), 0);
+  EXPECT_CALLED("rereg_mr", real_mr_);
+  EXPECT_EQ(mr_->addr, memory_ + 8);
+  EXPECT_EQ(mr_->length, 16u);
+}
+
+TEST_F(Objects, AdviceCarriesThePhysicalKey) {
+  ibv_sge one = sge();
+  EXPECT_EQ(ibv_advise_mr(pd_, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &one, 1), 0);
+  EXPECT_EQ(recorder_lkey, real_mr_->lkey);
+  EXPECT_EQ(one.lkey, mr_->lkey);
+}
+
+TEST_F(Objects, WindowIsBoundToTheProvidersMr) {
+  ibv_qp* qp = make_qp();
+  ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  ibv_mw_bind bind{};
+  bind.bind_info = {.mr = mr_, .addr = 0, .length = 8, .mw_access_flags = 0};
+  EXPECT_EQ(ibv_bind_mw(qp, mw, &bind), 0);
+  EXPECT_EQ(recorder_other, real_mr_);
+  EXPECT_EQ(bind.bind_info.mr, mr_);
+  ibv_send_wr wr{};
+  wr.opcode = IBV_WR_BIND_MW;
+  wr.bind_mw.mw = mw;
+  wr.bind_mw.bind_info = bind.bind_info;
+  ibv_send_wr* bad;
+  for (const int sges : {0, 1}) {
+    ibv_sge one = sge();
+    wr.sg_list = &one;
+    wr.num_sge = sges;
+    EXPECT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+    EXPECT_CALLED("post_send", recorder_qp);
+    EXPECT_EQ(recorder_lkey, real_mr_->lkey);
+    EXPECT_EQ(recorder_rkey, 1u) << "what lies behind the MR is not there";
+    EXPECT_EQ(wr.bind_mw.bind_info.mr, mr_);
+  }
+  ibv_dealloc_mw(mw);
+  ibv_destroy_qp(qp);
+}
+
+TEST_F(Objects, UnknownKeyIsInvalidatedAsItIs) {
+  ibv_qp* qp = make_qp();
+  ibv_send_wr wr{};
+  ibv_send_wr* bad;
+  wr.opcode = IBV_WR_LOCAL_INV;
+  for (const std::uint32_t rkey : {mr_->rkey, 0x77700u}) {  // the second is a window's
+    wr.invalidate_rkey = rkey;
+    EXPECT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+    EXPECT_EQ(recorder_rkey, rkey);
+  }
+  ibv_destroy_qp(qp);
+}
+
+TEST_F(Objects, AsyncEventsNameTheApplicationsObjects) {
+  ibv_async_event event{};
+  ibv_qp* qp = make_qp();
+  recorder_raise(IBV_EVENT_QP_LAST_WQE_REACHED);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.qp, qp);
+  ibv_ack_async_event(&event);
+  ibv_destroy_qp(qp);
+  ibv_srq* srq = make_srq();
+  recorder_raise(IBV_EVENT_SRQ_LIMIT_REACHED);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.srq, srq);
+  ibv_ack_async_event(&event);
+  ibv_destroy_srq(srq);
+  recorder_raise(IBV_EVENT_CQ_ERR);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.cq, cq_);
+  ibv_ack_async_event(&event);
+  recorder_raise(IBV_EVENT_PORT_ERR);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.port_num, 1);
+  ibv_ack_async_event(&event);
+  EXPECT_STREQ(recorder_call, "ack_async_event");
+}
+
+// As libibverbs: destroying waits until the application has acknowledged, and other verbs go on meanwhile.
+template <class Destroy>
+void expect_to_wait(ibv_context* context, ibv_event_type type, ibv_pd* pd, Destroy destroy) {
+  ibv_async_event event{};
+  recorder_raise(type);
+  ASSERT_EQ(ibv_get_async_event(context, &event), 0);
+  auto destroyed = std::async(std::launch::async, destroy);
+  EXPECT_EQ(destroyed.wait_for(100ms), std::future_status::timeout);
+  auto others = std::async(std::launch::async, [&] {
+    char memory[8];
+    ibv_dereg_mr(ibv_reg_mr(pd, memory, sizeof memory, 0));
+    ibv_ack_async_event(&event);
+  });
+  if (others.wait_for(10s) != std::future_status::ready || destroyed.wait_for(10s) != std::future_status::ready) {
+    ADD_FAILURE() << "stuck";
+    std::fflush(nullptr);
+    std::_Exit(1);  // the futures would wait for ever
+  }
+  EXPECT_EQ(destroyed.get(), 0);
+}
+
+TEST_F(Objects, DestroyQpWaitsForAcknowledgement) {
+  ibv_qp* qp = make_qp();
+  expect_to_wait(context_, IBV_EVENT_COMM_EST, pd_, [qp] { return ibv_destroy_qp(qp); });
+}
+
+TEST_F(Objects, DestroySrqWaitsForAcknowledgement) {
+  ibv_srq* srq = make_srq();
+  expect_to_wait(context_, IBV_EVENT_SRQ_LIMIT_REACHED, pd_, [srq] { return ibv_destroy_srq(srq); });
+}
+
+}  // namespace

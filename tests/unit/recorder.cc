@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "recorder.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+
+#undef ibv_reg_mr
+#undef ibv_reg_mr_iova
+#undef ibv_query_port
+
+#define RECORDER extern "C" [[gnu::visibility("default")]]
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+extern "C" {
+[[gnu::visibility("default")]] const char* recorder_call = "";
+[[gnu::visibility("default")]] const void* recorder_object;
+[[gnu::visibility("default")]] const void* recorder_other;
+[[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey;
+[[gnu::visibility("default")]] ibv_mr* recorder_mr;
+[[gnu::visibility("default")]] ibv_cq* recorder_cq;
+[[gnu::visibility("default")]] ibv_qp* recorder_qp;
+[[gnu::visibility("default")]] ibv_srq* recorder_srq;
+}
+
+namespace {
+
+constexpr std::uint32_t kKind = 0x4b494e44;  // what lies behind the provider's ibv_mr
+
+struct Mr {
+  ibv_mr mr;
+  std::uint32_t kind, access;
+};
+
+std::uint32_t next_number = 0x1001;
+std::atomic<std::uint32_t> given;  // events
+
+template <class T>
+T* recorded(const char* call, T* object, const void* other = nullptr) {
+  recorder_call = call;
+  recorder_object = object;
+  recorder_other = other;
+  return object;
+}
+
+template <class T>
+int wait_for_acks(T* object, std::uint32_t events) {
+  pthread_mutex_lock(&object->mutex);
+  while (object->events_completed != events) pthread_cond_wait(&object->cond, &object->mutex);
+  pthread_mutex_unlock(&object->mutex);
+  return 0;
+}
+
+template <class T>
+void acknowledge(T* object) {
+  pthread_mutex_lock(&object->mutex);
+  ++object->events_completed;
+  pthread_cond_signal(&object->cond);
+  pthread_mutex_unlock(&object->mutex);
+}
+
+template <class T>
+T* waitable(T* object) {
+  pthread_mutex_init(&object->mutex, nullptr);
+  pthread_cond_init(&object->cond, nullptr);
+  return object;
+}
+
+ibv_mr* make_mr(const char* call, ibv_pd* pd, void* addr, std::size_t length, unsigned access) {
+  auto* m = new Mr{};
+  m->mr.context = pd->context;
+  m->mr.pd = pd;
+  m->mr.addr = addr;
+  m->mr.length = length;
+  m->mr.handle = next_number++;
+  m->mr.lkey = m->mr.rkey = next_number++ << 8 | 0x11;
+  m->kind = kKind;
+  m->access = access;
+  recorder_mr = &m->mr;
+  recorded(call, pd);
+  return &m->mr;
+}
+
+ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd* pd, ibv_cq* send_cq, ibv_cq* recv_cq,
+                ibv_srq* srq) {
+  auto* qp = waitable(new ibv_qp{});
+  qp->context = context;
+  qp->qp_context = qp_context;
+  qp->pd = pd;
+  qp->send_cq = send_cq;
+  qp->recv_cq = recv_cq;
+  qp->srq = srq;
+  qp->handle = next_number++;
+  qp->qp_num = next_number++;
+  recorder_qp = qp;
+  recorded(call, static_cast<const void*>(send_cq), srq);
+  return qp;
+}
+
+/* ---- slots ------------------------------------------------------------------ */
+
+ibv_qp* create_qp_ex(ibv_context* c, ibv_qp_init_attr_ex* a) {
+  return make_qp("create_qp_ex", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq);
+}
+ibv_qp* open_qp(ibv_context* c, ibv_qp_open_attr* a) {
+  return make_qp("open_qp", c, a->comp_mask & IBV_QP_OPEN_ATTR_CONTEXT ? a->qp_context : nullptr, nullptr, nullptr,
+                 nullptr, nullptr);
+}
+int modify_cq(ibv_cq* cq, ibv_modify_cq_attr*) { return recorded("modify_cq", cq), 0; }
+int modify_qp_rate_limit(ibv_qp* qp, ibv_qp_rate_limit_attr*) { return recorded("modify_qp_rate_limit", qp), 0; }
+ibv_flow* create_flow(ibv_qp* qp, ibv_flow_attr*) {
+  recorded("create_flow", qp);
+  auto* flow = new ibv_flow{};
+  flow->context = qp->context;
+  return flow;
+}
+ibv_wq* create_wq(ibv_context* c, ibv_wq_init_attr* a) {
+  auto* wq = new ibv_wq{};
+  wq->context = c;
+  recorded("create_wq", a->cq);
+  return wq;
+}
+ibv_mr* alloc_null_mr(ibv_pd* pd) { return make_mr("alloc_null_mr", pd, nullptr, 0, 0); }
+ibv_mr* reg_dm_mr(ibv_pd* pd, ibv_dm*, uint64_t, std::size_t length, unsigned access) {
+  return make_mr("reg_dm_mr", pd, nullptr, length, access);
+}
+int advise_mr(ibv_pd* pd, ibv_advise_mr_advice, uint32_t, ibv_sge* list, uint32_t count) {
+  recorded("advise_mr", pd);
+  recorder_lkey = count ? list->lkey : 0;
+  return 0;
+}
+ibv_srq* make_srq(const char* call, ibv_context* c, void* srq_context, ibv_cq* cq) {
+  auto* srq = waitable(new ibv_srq{});
+  srq->context = c;
+  srq->srq_context = srq_context;
+  srq->handle = next_number++;
+  recorder_srq = srq;
+  recorded(call, cq);
+  return srq;
+}
+ibv_srq* create_srq_ex(ibv_context* c, ibv_srq_init_attr_ex* a) {
+  return make_srq("create_srq_ex", c, a->srq_context, a->comp_mask & IBV_SRQ_INIT_ATTR_CQ ? a->cq : nullptr);
+}
+int get_srq_num(ibv_srq* srq, uint32_t* number) {
+  recorded("get_srq_num", srq);
+  *number = srq->handle;
+  return 0;
+}
+int post_srq_ops(ibv_srq* srq, ibv_ops_wr*, ibv_ops_wr**) { return recorded("post_srq_ops", srq), 0; }
+
+int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+  recorded("post_srq_recv", srq);
+  for (; wr; wr = wr->next) {
+    if (wr->num_sge > 2) {
+      *bad = wr;
+      return EINVAL;
+    }
+    recorder_lkey = wr->sg_list->lkey;
+  }
+  return 0;
+}
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr**) {
+  recorded("post_recv", qp);
+  recorder_lkey = wr->sg_list->lkey;
+  return 0;
+}
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr**) {
+  recorded("post_send", qp);
+  recorder_lkey = recorder_rkey = 0;
+  if (wr->num_sge) recorder_lkey = wr->sg_list->lkey;
+  if (wr->opcode == IBV_WR_BIND_MW) {
+    // As providers do: the window's key, and what lies behind the MR.
+    recorder_other = wr->bind_mw.bind_info.mr;
+    recorder_lkey = wr->bind_mw.bind_info.mr->lkey;
+    recorder_rkey = reinterpret_cast<const Mr*>(wr->bind_mw.bind_info.mr)->kind == kKind ? 1 : 0;
+  } else if (wr->opcode == IBV_WR_LOCAL_INV) {
+    recorder_rkey = wr->invalidate_rkey;
+  }
+  return 0;
+}
+int poll_cq(ibv_cq* cq, int, ibv_wc*) { return recorded("poll_cq", cq), 0; }
+int req_notify_cq(ibv_cq* cq, int) { return recorded("req_notify_cq", cq), 0; }
+ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
+  auto* mw = new ibv_mw{};
+  mw->context = pd->context;
+  mw->pd = pd;
+  mw->type = type;
+  return mw;
+}
+int bind_mw(ibv_qp* qp, ibv_mw*, ibv_mw_bind* bind) { return recorded("bind_mw", qp, bind->bind_info.mr), 0; }
+int dealloc_mw(ibv_mw* mw) { return delete mw, 0; }
+
+ibv_device the_device;
+ibv_event_type raised;
+
+}  // namespace
+
+RECORDER void recorder_raise(ibv_event_type type) { raised = type; }
+
+/* ---- the names --------------------------------------------------------------- */
+
+RECORDER ibv_device** ibv_get_device_list(int* count) {
+  static ibv_device* list[2] = {&the_device, nullptr};
+  if (count) *count = 1;
+  return list;
+}
+RECORDER void ibv_free_device_list(ibv_device**) {}
+RECORDER ibv_context* ibv_open_device(ibv_device* device) {
+  auto* v = new verbs_context{};
+  v->sz = sizeof(*v);
+  v->create_qp_ex = create_qp_ex;
+  v->open_qp = open_qp;
+  v->modify_cq = modify_cq;
+  v->modify_qp_rate_limit = modify_qp_rate_limit;
+  v->ibv_create_flow = create_flow;
+  v->create_wq = create_wq;
+  v->alloc_null_mr = alloc_null_mr;
+  v->reg_dm_mr = reg_dm_mr;
+  v->advise_mr = advise_mr;
+  v->create_srq_ex = create_srq_ex;
+  v->get_srq_num = get_srq_num;
+  v->post_srq_ops = post_srq_ops;
+  ibv_context& c = v->context;
+  c.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  c.device = device;
+  c.cmd_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+  c.async_fd = -1;
+  c.ops.post_srq_recv = post_srq_recv;
+  c.ops.post_recv = post_recv;
+  c.ops.post_send = post_send;
+  c.ops.poll_cq = poll_cq;
+  c.ops.req_notify_cq = req_notify_cq;
+  c.ops.alloc_mw = alloc_mw;
+  c.ops.bind_mw = bind_mw;
+  c.ops.dealloc_mw = dealloc_mw;
+  return &c;
+}
+RECORDER int ibv_close_device(ibv_context* c) {
+  close(c->cmd_fd);
+  delete verbs_get_ctx(c);
+  return 0;
+}
+RECORDER ibv_pd* ibv_alloc_pd(ibv_context* c) {
+  auto* pd = new ibv_pd{};
+  pd->context = c;
+  return pd;
+}
+RECORDER int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
+RECORDER ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
+  return make_mr("reg_mr", pd, addr, length, static_cast<unsigned>(access));
+}
+RECORDER ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* addr, std::size_t length, uint64_t, int access) {
+  return make_mr("reg_mr_iova", pd, addr, length, static_cast<unsigned>(access));
+}
+RECORDER ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
+  return make_mr("reg_mr_iova2", pd, addr, length, access);
+}
+RECORDER ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t, std::size_t length, uint64_t, int, int access) {
+  return make_mr("reg_dmabuf_mr", pd, nullptr, length, static_cast<unsigned>(access));
+}
+RECORDER ibv_mr* ibv_import_mr(ibv_pd* pd, uint32_t) { return make_mr("import_mr", pd, nullptr, 0, 0); }
+RECORDER void ibv_unimport_mr(ibv_mr* mr) { recorded("unimport_mr", mr); }
+RECORDER int ibv_rereg_mr(ibv_mr* mr, int, ibv_pd*, void* addr, std::size_t length, int) {
+  mr->addr = addr;
+  mr->length = length;
+  return recorded("rereg_mr", mr), 0;
+}
+// Freed objects are not given back: recorder_* may still be compared with them.
+RECORDER int ibv_dereg_mr(ibv_mr* mr) { return recorded("dereg_mr", mr), 0; }
+RECORDER ibv_comp_channel* ibv_create_comp_channel(ibv_context* c) {
+  auto* channel = new ibv_comp_channel{};
+  channel->context = c;
+  return channel;
+}
+RECORDER int ibv_destroy_comp_channel(ibv_comp_channel* channel) { return delete channel, 0; }
+RECORDER ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
+  auto* cq = new ibv_cq{};
+  pthread_mutex_init(&cq->mutex, nullptr);
+  pthread_cond_init(&cq->cond, nullptr);
+  cq->context = c;
+  cq->channel = channel;
+  cq->cq_context = cq_context;
+  cq->cqe = cqe;
+  return recorder_cq = cq;
+}
+RECORDER int ibv_resize_cq(ibv_cq* cq, int cqe) {
+  cq->cqe = cqe;
+  return recorded("resize_cq", cq), 0;
+}
+RECORDER int ibv_destroy_cq(ibv_cq* cq) { return recorded("destroy_cq", cq), 0; }
+RECORDER int ibv_get_cq_event(ibv_comp_channel*, ibv_cq** cq, void** cq_context) {
+  *cq = recorder_cq;
+  *cq_context = recorder_cq->cq_context;
+  return 0;
+}
+RECORDER void ibv_ack_cq_events(ibv_cq* cq, unsigned) { recorded("ack_cq_events", cq); }
+RECORDER ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
+  return make_qp("create_qp", pd->context, a->qp_context, pd, a->send_cq, a->recv_cq, a->srq);
+}
+RECORDER int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  if (mask & IBV_QP_STATE) qp->state = attr->qp_state;
+  return recorded("modify_qp", qp), 0;
+}
+RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr*, int, ibv_qp_init_attr* init) {
+  init->qp_context = qp->qp_context;
+  init->send_cq = qp->send_cq;
+  init->recv_cq = qp->recv_cq;
+  init->srq = qp->srq;
+  return recorded("query_qp", qp), 0;
+}
+RECORDER int ibv_destroy_qp(ibv_qp* qp) { return recorded("destroy_qp", qp), wait_for_acks(qp, given.exchange(0)); }
+RECORDER ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
+RECORDER int ibv_query_qp_data_in_order(ibv_qp* qp, ibv_wr_opcode, uint32_t) { return recorded("in_order", qp), 1; }
+RECORDER int ibv_query_ece(ibv_qp* qp, ibv_ece*) { return recorded("query_ece", qp), 0; }
+RECORDER int ibv_set_ece(ibv_qp* qp, ibv_ece*) { return recorded("set_ece", qp), 0; }
+RECORDER int ibv_attach_mcast(ibv_qp* qp, const ibv_gid*, uint16_t) { return recorded("attach_mcast", qp), 0; }
+RECORDER int ibv_detach_mcast(ibv_qp* qp, const ibv_gid*, uint16_t) { return recorded("detach_mcast", qp), 0; }
+RECORDER ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* a) {
+  a->attr.max_wr = 99;
+  return make_srq("create_srq", pd->context, a->srq_context, nullptr);
+}
+RECORDER int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr*, int) { return recorded("modify_srq", srq), 0; }
+RECORDER int ibv_query_srq(ibv_srq* srq, ibv_srq_attr*) { return recorded("query_srq", srq), 0; }
+RECORDER int ibv_destroy_srq(ibv_srq* srq) { return recorded("destroy_srq", srq), wait_for_acks(srq, given.exchange(0)); }
+RECORDER int ibv_get_async_event(ibv_context*, ibv_async_event* event) {
+  event->event_type = raised;
+  ++given;
+  if (raised == IBV_EVENT_SRQ_LIMIT_REACHED) {
+    event->element.srq = recorder_srq;
+  } else if (raised == IBV_EVENT_CQ_ERR) {
+    event->element.cq = recorder_cq;
+    --given;
+  } else if (raised == IBV_EVENT_PORT_ERR) {
+    event->element.port_num = 1;
+    --given;
+  } else {
+    event->element.qp = recorder_qp;
+  }
+  return 0;
+}
+RECORDER void ibv_ack_async_event(ibv_async_event* event) {
+  if (event->event_type == IBV_EVENT_SRQ_LIMIT_REACHED) {
+    acknowledge(event->element.srq);
+  } else if (event->event_type != IBV_EVENT_CQ_ERR && event->event_type != IBV_EVENT_PORT_ERR) {
+    acknowledge(event->element.qp);
+  }
+  recorded("ack_async_event", static_cast<const void*>(event->element.qp));
+}

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A libibverbs.so.1 with one device that does nothing but remember which objects it was given. recorder.cc.
+#ifndef MIGR_TEST_RECORDER_H
+#define MIGR_TEST_RECORDER_H
+
+#include <infiniband/verbs.h>
+
+extern "C" {
+/// What the last call of the provider was: its name, the object it was for, and a second one it named (MR, CQ, SRQ).
+extern const char* recorder_call;
+extern const void* recorder_object;
+extern const void* recorder_other;
+/// Of the last receive or send: the first SGE's key, as the provider saw it.
+extern unsigned recorder_lkey;
+extern unsigned recorder_rkey;
+/// The provider's object that was made last, of each kind.
+extern ibv_mr* recorder_mr;
+extern ibv_cq* recorder_cq;
+extern ibv_qp* recorder_qp;
+extern ibv_srq* recorder_srq;
+/// The next ibv_get_async_event gives this type, for the object made last. Destroying waits as libibverbs does, until
+/// as many events were acknowledged as were given.
+void recorder_raise(ibv_event_type type);
+}
+
+#endif
