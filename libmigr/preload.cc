@@ -37,8 +37,26 @@ Context* Registry::context_of(const ibv_context* real) const {
 
 std::uint32_t Context::ctx_id() const { return kernel->ctx_id(); }
 
-/// Of an lkey, in the index: devices count from low numbers.
+namespace {
+
+/// MIGR_FORCE_SWITCHED=names: objects have another name than the device's, so that one that nobody translates is seen:
+/// MRs their lkey, RC and UC QPs their number. Both ends of a connection need it; what names a remote key or a UD QP is as
+/// it was. The bits are those of an index: devices count from low numbers.
 constexpr std::uint32_t kForcedKeyBit = 1u << 30;
+constexpr std::uint32_t kForcedQpnBit = 1u << 23;
+
+bool force_names() {
+  static const char* const value = getenv("MIGR_FORCE_SWITCHED");
+  return value && !std::strcmp(value, "names");
+}
+
+bool renamed(const ibv_qp& qp) { return force_names() && (qp.qp_type == IBV_QPT_RC || qp.qp_type == IBV_QPT_UC); }
+
+void say_no_name(const char* of, std::uint32_t name, int err) {
+  std::fprintf(stderr, "libmigr: MIGR_FORCE_SWITCHED: no name %#x for %s: %s\n", name, of, std::strerror(err));
+}
+
+}  // namespace
 
 bool force_switched() {
   static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr;
@@ -85,14 +103,12 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->access = access;
   shadow->iova = iova;
   shadow->movable = movable;
-  // Forced: another name than the device's, so that a key that nobody translates is seen. Peers are not told, so the
-  // rkey is as it was.
-  const std::uint32_t vlkey = force_switched() ? mr->lkey ^ kForcedKeyBit : mr->lkey;
+  const std::uint32_t vlkey = force_names() ? mr->lkey ^ kForcedKeyBit : mr->lkey;
   migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
   if (context.kernel->attached() && vlkey != mr->lkey) {
     names.vrkey = context.kernel->query_mr(mr->handle, names) ? 0 : names.vrkey;
     if (const int err = context.kernel->bind_mr(mr->handle, vlkey, names.vrkey, mr->lkey, mr->rkey))
-      std::fprintf(stderr, "libmigr: MIGR_FORCE_SWITCHED: no name %#x for an MR: %s\n", vlkey, std::strerror(err));
+      say_no_name("an MR", vlkey, err);
   }
   if (!context.kernel->attached()) {
     context.kernel->bind_mr(mr->handle, vlkey, mr->rkey, mr->lkey, mr->rkey);
@@ -121,7 +137,9 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
   shadow.send_cq = shadow.init.send_cq ? &shadow_of(shadow.init.send_cq) : nullptr;
   shadow.recv_cq = shadow.init.recv_cq ? &shadow_of(shadow.init.recv_cq) : nullptr;
   if (force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
-  if (!context.kernel->attached()) context.kernel->bind_qp(qp->qp_num, qp->qp_num);
+  const std::uint32_t vqpn = renamed(*qp) ? qp->qp_num ^ kForcedQpnBit : qp->qp_num;
+  if (!context.kernel->attached() || vqpn != qp->qp_num)
+    if (const int err = context.kernel->bind_qp(vqpn, qp->qp_num)) say_no_name("a QP", vqpn, err);
   const std::uint32_t entry = context.kernel->qpn_table()[qp->qp_num & MIGR_QPN_MASK];
   if (entry & MIGR_QPN_VALID) shadow.app.qp_num = entry & MIGR_QPN_MASK;
   if (shadow.app.qp_num != qp->qp_num)
@@ -554,7 +572,9 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
     shadow->responder_only = false;
   }
-  const int err = real().modify_qp(shadow->real, attr, mask);
+  ibv_qp_attr mine = *attr;
+  if ((mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
+  const int err = real().modify_qp(shadow->real, &mine, mask);
   shadow->app.state = shadow->app_state();
   if (err) return err;
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;

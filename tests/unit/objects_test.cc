@@ -65,9 +65,23 @@ class Objects : public ::testing::Test {
   EXPECT_STREQ(recorder_call, name); \
   EXPECT_EQ(recorder_object, static_cast<const void*>(object))
 
-TEST_F(Objects, ForcedKeysAreOthers) {
-  EXPECT_EQ(mr_->lkey != real_mr_->lkey, getenv("MIGR_FORCE_SWITCHED") != nullptr);
-  EXPECT_EQ(mr_->rkey, real_mr_->rkey);  // peers are not told
+TEST_F(Objects, ForcedNamesAreOthers) {
+  const bool forced = getenv("MIGR_FORCE_SWITCHED");
+  EXPECT_EQ(mr_->lkey != real_mr_->lkey, forced);
+  EXPECT_EQ(mr_->rkey, real_mr_->rkey);
+  for (const ibv_qp_type type : {IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD}) {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cq_;
+    init.qp_type = type;
+    ibv_qp* qp = ibv_create_qp(pd_, &init);
+    EXPECT_EQ(qp->qp_num != recorder_qp->qp_num, forced && type != IBV_QPT_UD);
+    ibv_qp_attr attr{};
+    attr.dest_qp_num = qp->qp_num;  // as a connection to itself
+    EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_DEST_QPN), 0);
+    EXPECT_EQ(recorder_dest_qpn, recorder_qp->qp_num);
+    EXPECT_EQ(attr.dest_qp_num, qp->qp_num);
+    ibv_destroy_qp(qp);
+  }
 }
 
 TEST_F(Objects, QpCallsNameTheProvidersQp) {

@@ -20,7 +20,7 @@ extern "C" {
 [[gnu::visibility("default")]] const char* recorder_call = "";
 [[gnu::visibility("default")]] const void* recorder_object;
 [[gnu::visibility("default")]] const void* recorder_other;
-[[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey;
+[[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey, recorder_dest_qpn;
 [[gnu::visibility("default")]] ibv_mr* recorder_mr;
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
@@ -86,7 +86,7 @@ ibv_mr* make_mr(const char* call, ibv_pd* pd, void* addr, std::size_t length, un
 }
 
 ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd* pd, ibv_cq* send_cq, ibv_cq* recv_cq,
-                ibv_srq* srq) {
+                ibv_srq* srq, ibv_qp_type type) {
   auto* qp = waitable(new ibv_qp{});
   qp->context = context;
   qp->qp_context = qp_context;
@@ -96,6 +96,7 @@ ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd
   qp->srq = srq;
   qp->handle = next_number++;
   qp->qp_num = next_number++;
+  qp->qp_type = type;
   recorder_qp = qp;
   recorded(call, static_cast<const void*>(send_cq), srq);
   return qp;
@@ -104,11 +105,11 @@ ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd
 /* ---- slots ------------------------------------------------------------------ */
 
 ibv_qp* create_qp_ex(ibv_context* c, ibv_qp_init_attr_ex* a) {
-  return make_qp("create_qp_ex", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq);
+  return make_qp("create_qp_ex", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
 ibv_qp* open_qp(ibv_context* c, ibv_qp_open_attr* a) {
   return make_qp("open_qp", c, a->comp_mask & IBV_QP_OPEN_ATTR_CONTEXT ? a->qp_context : nullptr, nullptr, nullptr,
-                 nullptr, nullptr);
+                 nullptr, nullptr, a->qp_type);
 }
 int modify_cq(ibv_cq* cq, ibv_modify_cq_attr*) { return recorded("modify_cq", cq), 0; }
 int modify_qp_rate_limit(ibv_qp* qp, ibv_qp_rate_limit_attr*) { return recorded("modify_qp_rate_limit", qp), 0; }
@@ -299,10 +300,11 @@ RECORDER int ibv_get_cq_event(ibv_comp_channel*, ibv_cq** cq, void** cq_context)
 }
 RECORDER void ibv_ack_cq_events(ibv_cq* cq, unsigned) { recorded("ack_cq_events", cq); }
 RECORDER ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
-  return make_qp("create_qp", pd->context, a->qp_context, pd, a->send_cq, a->recv_cq, a->srq);
+  return make_qp("create_qp", pd->context, a->qp_context, pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
 RECORDER int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_STATE) qp->state = attr->qp_state;
+  recorder_dest_qpn = attr->dest_qp_num;
   return recorded("modify_qp", qp), 0;
 }
 RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr*, int, ibv_qp_init_attr* init) {

@@ -13,6 +13,8 @@ extern const void* recorder_other;
 /// Of the last receive or send: the first SGE's key, as the provider saw it.
 extern unsigned recorder_lkey;
 extern unsigned recorder_rkey;
+/// Of the last ibv_modify_qp.
+extern unsigned recorder_dest_qpn;
 /// The provider's object that was made last, of each kind.
 extern ibv_mr* recorder_mr;
 extern ibv_cq* recorder_cq;
