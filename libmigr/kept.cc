@@ -37,7 +37,7 @@ void close(QpShadow& q) {
   q.built.clear();
   q.building_open = false;
   q.target = q.real_ex;
-  q.session.store(Session::kNone, std::memory_order_relaxed);
+  q.state.fetch_and(~std::uint32_t{kKeptSession}, std::memory_order_relaxed);
 }
 
 bool full(const QpShadow& q, std::size_t more) { return q.kept_sends.size() + more > q.cap.max_send_wr; }
@@ -87,7 +87,7 @@ bool start(QpShadow& q) {
   }
   q.build_error = 0;
   q.target = &q.keeper.ex;
-  q.session.store(Session::kKept, std::memory_order_relaxed);
+  q.state.fetch_or(kKeptSession, std::memory_order_relaxed);
   return true;
 }
 

@@ -9,7 +9,8 @@
 
 // What a thread may be seen in. Cold functions lie outside: they take the QP's or CQ's lock, which the engine holds
 // when it matters.
-#define MIGR_PATH [[gnu::section("migr_path")]]
+// A line of the instruction cache for each: what a call costs then does not change with the code around it.
+#define MIGR_PATH [[gnu::section("migr_path"), gnu::aligned(64)]]
 #define MIGR_COLD [[gnu::cold, gnu::noinline]]
 #define MIGR_INLINE [[gnu::always_inline]] inline
 
@@ -348,24 +349,28 @@ int poll_to_fake(CqShadow& c) noexcept {
 /*
  * ---- ibv_wr_*: wr_start looks at the state word and chooses where the session
  * goes; the calls of the session follow q.target without a question. Keys are
- * virtual for the keeper and physical for the provider.
+ * virtual for the keeper and physical for the provider: calls that name one exist
+ * twice, and translate_keys() exchanges them when the QP is switched for the first
+ * time.
  */
 
 namespace {
 
 constexpr std::uint32_t kTranslateAny = kTranslateLocal | kTranslateRemote | kForced;
 
-MIGR_INLINE bool translates(const QpShadow& q) {
-  return (q.state.load(std::memory_order_relaxed) & kTranslateAny) != 0 && q.target != &q.keeper.ex;
-}
+MIGR_INLINE ibv_qp_ex* target_of(const QpShadow& q) { return q.target; }
 
 /// Where the session goes, with the WR's id and flags as the application has set them in ours.
 MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
-  ibv_qp_ex* target = q.target;
-  target->wr_id = q.app_ex.wr_id;
-  target->wr_flags = q.app_ex.wr_flags;
+  ibv_qp_ex* const target = q.target;
+  const std::uint64_t id = q.app_ex.wr_id;
+  const unsigned flags = q.app_ex.wr_flags;
+  target->wr_id = id;
+  target->wr_flags = flags;
   return target;
 }
+
+MIGR_INLINE bool takes_physical(const QpShadow& q, const ibv_qp_ex* target) { return target != &q.keeper.ex; }
 
 /// Called by tail call: while it waits, no frame of the path may be on the stack.
 MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
@@ -374,12 +379,16 @@ MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
 
 }  // namespace
 
+/// The session is noted before the provider takes its lock, because a store between that and the doorbell costs most.
+/// The session before, of another thread, may end meanwhile and take the note away: it is looked for under the lock.
 MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
-  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeptSession)) [[unlikely]]
     return wr_start_suspended(qp);
+  q.path_session.store(true, std::memory_order_relaxed);
   q.target->wr_start(q.target);
-  q.session.store(Session::kPath, std::memory_order_relaxed);
+  if (!q.path_session.load(std::memory_order_relaxed)) [[unlikely]]
+    q.path_session.store(true, std::memory_order_relaxed);
 }
 
 namespace {
@@ -387,80 +396,73 @@ namespace {
 MIGR_PATH int wr_complete(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   ibv_qp_ex* const target = q.target;
-  q.session.store(Session::kNone, std::memory_order_relaxed);
+  q.path_session.store(false, std::memory_order_relaxed);
   return target->wr_complete(target);
 }
 
 MIGR_PATH void wr_abort(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
   ibv_qp_ex* const target = q.target;
-  q.session.store(Session::kNone, std::memory_order_relaxed);
+  q.path_session.store(false, std::memory_order_relaxed);
   target->wr_abort(target);
 }
 
-/// One call of a session. `before` may translate an argument.
-#define MIGR_WR_OPCODE(name, params, before, ...)                     \
-  MIGR_PATH void name params noexcept {                               \
-    QpShadow& q = shadow_of(qp);                                      \
-    before;                                                           \
-    ibv_qp_ex* const target = lower(q);                               \
-    target->name(__VA_ARGS__);                                        \
+/// One call of a session: `where` it goes, and what is done to an argument `before`.
+#define MIGR_WR_CALL(function, name, params, where, before, ...) \
+  MIGR_PATH void function params noexcept {                      \
+    QpShadow& q = shadow_of(qp);                                 \
+    ibv_qp_ex* const target = where(q);                          \
+    before;                                                      \
+    target->name(__VA_ARGS__);                                   \
   }
-#define MIGR_WR_SETTER(name, params, before, ...)                     \
-  MIGR_PATH void name params noexcept {                               \
-    QpShadow& q = shadow_of(qp);                                      \
-    before;                                                           \
-    ibv_qp_ex* const target = q.target;                               \
-    target->name(__VA_ARGS__);                                        \
-  }
-#define MIGR_RKEY                 \
-  if (translates(q)) [[unlikely]] \
-  rkey = physical_rkey(q, rkey)
-#define MIGR_NOTHING (void)0
+#define MIGR_WR_OPCODE(name, params, ...) MIGR_WR_CALL(name, name, params, lower, (void)0, __VA_ARGS__)
+#define MIGR_WR_SETTER(name, params, ...) MIGR_WR_CALL(name, name, params, target_of, (void)0, __VA_ARGS__)
+/// With a counterpart that translates its rkey.
+#define MIGR_WR_RKEY_OPCODE(name, params, ...)                                                                      \
+  MIGR_WR_OPCODE(name, params, __VA_ARGS__)                                                                         \
+  MIGR_WR_CALL(name##_translated, name, params, lower, if (takes_physical(q, target)) rkey = physical_rkey(q, rkey), \
+               __VA_ARGS__)
 
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-MIGR_WR_OPCODE(wr_send, (ibv_qp_ex * qp), MIGR_NOTHING, target)
-MIGR_WR_OPCODE(wr_send_imm, (ibv_qp_ex * qp, __be32 imm), MIGR_NOTHING, target, imm)
-MIGR_WR_OPCODE(wr_send_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_RKEY, target, rkey)
-MIGR_WR_OPCODE(wr_send_tso, (ibv_qp_ex * qp, void* header, u16 bytes, u16 mss), MIGR_NOTHING, target, header, bytes, mss)
-MIGR_WR_OPCODE(wr_rdma_write, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
-MIGR_WR_OPCODE(wr_rdma_write_imm, (ibv_qp_ex * qp, u32 rkey, u64 addr, __be32 imm), MIGR_RKEY, target, rkey, addr, imm)
-MIGR_WR_OPCODE(wr_rdma_read, (ibv_qp_ex * qp, u32 rkey, u64 addr), MIGR_RKEY, target, rkey, addr)
-MIGR_WR_OPCODE(wr_atomic_cmp_swp, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 compare, u64 swap), MIGR_RKEY, target, rkey,
-               addr, compare, swap)
-MIGR_WR_OPCODE(wr_atomic_fetch_add, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 add), MIGR_RKEY, target, rkey, addr, add)
-MIGR_WR_OPCODE(wr_atomic_write, (ibv_qp_ex * qp, u32 rkey, u64 addr, const void* data), MIGR_RKEY, target, rkey, addr,
-               data)
-MIGR_WR_OPCODE(wr_local_inv, (ibv_qp_ex * qp, u32 rkey), MIGR_NOTHING, target, rkey)
+MIGR_WR_OPCODE(wr_send, (ibv_qp_ex * qp), target)
+MIGR_WR_OPCODE(wr_send_imm, (ibv_qp_ex * qp, __be32 imm), target, imm)
+MIGR_WR_OPCODE(wr_send_tso, (ibv_qp_ex * qp, void* header, u16 bytes, u16 mss), target, header, bytes, mss)
+MIGR_WR_OPCODE(wr_local_inv, (ibv_qp_ex * qp, u32 rkey), target, rkey)
+MIGR_WR_RKEY_OPCODE(wr_send_inv, (ibv_qp_ex * qp, u32 rkey), target, rkey)
+MIGR_WR_RKEY_OPCODE(wr_rdma_write, (ibv_qp_ex * qp, u32 rkey, u64 addr), target, rkey, addr)
+MIGR_WR_RKEY_OPCODE(wr_rdma_write_imm, (ibv_qp_ex * qp, u32 rkey, u64 addr, __be32 imm), target, rkey, addr, imm)
+MIGR_WR_RKEY_OPCODE(wr_rdma_read, (ibv_qp_ex * qp, u32 rkey, u64 addr), target, rkey, addr)
+MIGR_WR_RKEY_OPCODE(wr_atomic_cmp_swp, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 compare, u64 swap), target, rkey, addr,
+                    compare, swap)
+MIGR_WR_RKEY_OPCODE(wr_atomic_fetch_add, (ibv_qp_ex * qp, u32 rkey, u64 addr, u64 add), target, rkey, addr, add)
+MIGR_WR_RKEY_OPCODE(wr_atomic_write, (ibv_qp_ex * qp, u32 rkey, u64 addr, const void* data), target, rkey, addr, data)
 
-MIGR_WR_SETTER(wr_set_sge, (ibv_qp_ex * qp, u32 lkey, u64 addr, u32 length),
-               if (translates(q)) [[unlikely]] lkey = physical_lkey(q, lkey), target, lkey, addr, length)
-MIGR_WR_SETTER(wr_set_inline_data, (ibv_qp_ex * qp, void* addr, std::size_t length), MIGR_NOTHING, target, addr, length)
-MIGR_WR_SETTER(wr_set_inline_data_list, (ibv_qp_ex * qp, std::size_t count, const ibv_data_buf* list), MIGR_NOTHING,
-               target, count, list)
-MIGR_WR_SETTER(wr_set_ud_addr, (ibv_qp_ex * qp, ibv_ah* ah, u32 qpn, u32 qkey), MIGR_NOTHING, target, ah, qpn, qkey)
-MIGR_WR_SETTER(wr_set_xrc_srqn, (ibv_qp_ex * qp, u32 srqn), MIGR_NOTHING, target, srqn)
-#undef MIGR_WR_OPCODE
+MIGR_WR_SETTER(wr_set_sge, (ibv_qp_ex * qp, u32 lkey, u64 addr, u32 length), target, lkey, addr, length)
+MIGR_WR_CALL(wr_set_sge_translated, wr_set_sge, (ibv_qp_ex * qp, u32 lkey, u64 addr, u32 length), target_of,
+             if (takes_physical(q, target)) lkey = physical_lkey(q, lkey), target, lkey, addr, length)
+MIGR_WR_SETTER(wr_set_sge_list, (ibv_qp_ex * qp, std::size_t count, const ibv_sge* list), target, count, list)
+MIGR_WR_SETTER(wr_set_inline_data, (ibv_qp_ex * qp, void* addr, std::size_t length), target, addr, length)
+MIGR_WR_SETTER(wr_set_inline_data_list, (ibv_qp_ex * qp, std::size_t count, const ibv_data_buf* list), target, count,
+               list)
+MIGR_WR_SETTER(wr_set_ud_addr, (ibv_qp_ex * qp, ibv_ah* ah, u32 qpn, u32 qkey), target, ah, qpn, qkey)
+MIGR_WR_SETTER(wr_set_xrc_srqn, (ibv_qp_ex * qp, u32 srqn), target, srqn)
+#undef MIGR_WR_RKEY_OPCODE
 #undef MIGR_WR_SETTER
-#undef MIGR_RKEY
-#undef MIGR_NOTHING
+#undef MIGR_WR_OPCODE
+#undef MIGR_WR_CALL
 
 /// The application's list stays as it was.
-MIGR_PATH [[gnu::noinline]] void set_sge_list_translated(QpShadow& q, std::size_t count, const ibv_sge* list) noexcept {
+MIGR_PATH void wr_set_sge_list_translated(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) noexcept {
+  QpShadow& q = shadow_of(qp);
+  ibv_qp_ex* const target = q.target;
+  if (!takes_physical(q, target)) return target->wr_set_sge_list(target, count, list);
   ibv_sge sges[kChunkSges];
   if (count > kChunkSges) count = kChunkSges;  // beyond any device's max_sge: the provider refuses it at wr_complete
   translate_sges(q, sges, list, static_cast<int>(count));
-  q.target->wr_set_sge_list(q.target, count, sges);
-}
-
-MIGR_PATH void wr_set_sge_list(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (translates(q)) [[unlikely]]
-    return set_sge_list_translated(q, count, list);
-  q.target->wr_set_sge_list(q.target, count, list);
+  target->wr_set_sge_list(target, count, sges);
 }
 
 /// An MW's MR is a shadow.
@@ -500,11 +502,30 @@ void install_wr_api(QpShadow& q) {
   MIGR_INSTALL(wr_abort);
   MIGR_INSTALL(wr_atomic_write);
 #undef MIGR_INSTALL
+  if (q.state.load(std::memory_order_relaxed) & kTranslateAny) translate_keys(q, 0);
+}
+
+void translate_keys(QpShadow& q, std::uint32_t bits) {
+  q.state.fetch_or(bits, std::memory_order_relaxed);
+#define MIGR_EXCHANGE(name) \
+  if (q.app_ex.name) q.app_ex.name = name##_translated
+  if (!q.real_ex) return;
+  MIGR_EXCHANGE(wr_atomic_cmp_swp);
+  MIGR_EXCHANGE(wr_atomic_fetch_add);
+  MIGR_EXCHANGE(wr_atomic_write);
+  MIGR_EXCHANGE(wr_rdma_read);
+  MIGR_EXCHANGE(wr_rdma_write);
+  MIGR_EXCHANGE(wr_rdma_write_imm);
+  MIGR_EXCHANGE(wr_send_inv);
+  MIGR_EXCHANGE(wr_set_sge);
+  MIGR_EXCHANGE(wr_set_sge_list);
+#undef MIGR_EXCHANGE
 }
 
 /*
  * ---- ibv_cq_ex: start_poll looks at the state word and chooses what the session
- * reads; the readers follow c.target without a question.
+ * reads; the readers follow c.target without a question. read_qp_num exists twice,
+ * and translate_qpns() exchanges it.
  */
 
 namespace {
@@ -529,9 +550,10 @@ MIGR_PATH int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
   CqShadow& c = shadow_of(cq);
   if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]]
     return next_fake(c);
-  ibv_cq_ex* const real = c.real_ex;
-  const int err = real->start_poll(real, attr);
-  if (err) return err;
+  const int err = c.real_ex->start_poll(c.real_ex, attr);
+  if (err) [[unlikely]]  // an empty CQ is no hurry
+    return err;
+  const ibv_cq_ex* const real = c.real_ex;  // not kept over the call: a saved register costs more than a load
   c.ex_session.store(true, std::memory_order_relaxed);
   show(c, real->status, real->wr_id);
   return 0;
@@ -539,11 +561,11 @@ MIGR_PATH int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
 
 MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
-  ibv_cq_ex* const real = c.real_ex;
-  if (c.target != real) [[unlikely]]
+  if (c.target != c.real_ex) [[unlikely]]
     return next_fake(c);
-  const int err = real->next_poll(real);
+  const int err = c.real_ex->next_poll(c.real_ex);
   if (err) return err;
+  const ibv_cq_ex* const real = c.real_ex;
   show(c, real->status, real->wr_id);
   return 0;
 }
@@ -563,21 +585,6 @@ void fake_end_poll(ibv_cq_ex* fake) noexcept {
   c.target = c.real_ex;
 }
 
-MIGR_PATH [[gnu::noinline]] std::uint32_t read_qp_num_switched(CqShadow& c) noexcept {
-  ibv_cq_ex* const target = c.target;
-  const std::uint32_t qpn = target->read_qp_num(target);
-  return target == c.real_ex ? virtual_qpn(c, qpn) : qpn;
-}
-
-MIGR_PATH std::uint32_t read_qp_num(ibv_cq_ex* cq) noexcept {
-  CqShadow& c = shadow_of(cq);
-  if (c.state.load(std::memory_order_relaxed)) [[unlikely]]
-    return read_qp_num_switched(c);
-  ibv_cq_ex* const target = c.target;
-  return target->read_qp_num(target);
-}
-std::uint32_t fake_read_qp_num(ibv_cq_ex* fake) noexcept { return fake_wc(fake).qp_num; }
-
 /// A reader, and its counterpart on a fake completion.
 #define MIGR_READER(type, name, of_wc)                                        \
   MIGR_PATH type name(ibv_cq_ex* cq) noexcept {                               \
@@ -589,6 +596,7 @@ MIGR_READER(ibv_wc_opcode, read_opcode, fake_wc(fake).opcode)
 MIGR_READER(std::uint32_t, read_vendor_err, fake_wc(fake).vendor_err)
 MIGR_READER(std::uint32_t, read_byte_len, fake_wc(fake).byte_len)
 MIGR_READER(__be32, read_imm_data, fake_wc(fake).imm_data)
+MIGR_READER(std::uint32_t, read_qp_num, fake_wc(fake).qp_num)
 MIGR_READER(std::uint32_t, read_src_qp, fake_wc(fake).src_qp)
 MIGR_READER(unsigned, read_wc_flags, fake_wc(fake).wc_flags)
 MIGR_READER(std::uint32_t, read_slid, fake_wc(fake).slid)
@@ -606,6 +614,14 @@ MIGR_PATH void read_tm_info(ibv_cq_ex* cq, ibv_wc_tm_info* info) noexcept {
   target->read_tm_info(target, info);
 }
 void fake_read_tm_info(ibv_cq_ex*, ibv_wc_tm_info* info) noexcept { *info = {}; }
+
+/// A fake completion has its virtual QPN already.
+MIGR_PATH std::uint32_t read_qp_num_translated(ibv_cq_ex* cq) noexcept {
+  const CqShadow& c = shadow_of(cq);
+  ibv_cq_ex* const target = c.target;
+  const std::uint32_t qpn = target->read_qp_num(target);
+  return target == c.real_ex ? virtual_qpn(c, qpn) : qpn;
+}
 
 }  // namespace
 
@@ -638,6 +654,12 @@ void install_pollers(CqShadow& c) {
   MIGR_INSTALL(read_completion_wallclock_ns);
 #undef MIGR_INSTALL
 #undef MIGR_INSTALL_CALL
+  if (c.state.load(std::memory_order_relaxed) & (kTranslateQpn | kCqForced)) translate_qpns(c, 0);
+}
+
+void translate_qpns(CqShadow& c, std::uint32_t bits) {
+  c.state.fetch_or(bits, std::memory_order_relaxed);
+  if (c.real_ex && c.app_ex.read_qp_num) c.app_ex.read_qp_num = read_qp_num_translated;
 }
 
 }  // namespace migr::path

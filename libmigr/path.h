@@ -23,6 +23,12 @@ void install_wr_api(QpShadow& qp);
 /// The same for an ibv_cq_ex.
 void install_pollers(CqShadow& cq);
 
+/// From now on keys are translated, for good. Caller holds qp.lock, or nobody knows the QP yet.
+/// @param bits kTranslateLocal, kTranslateRemote
+void translate_keys(QpShadow& qp, std::uint32_t bits);
+/// The same with QP numbers of completions. Caller holds cq.lock, or nobody knows the CQ yet. @param bits kTranslateQpn
+void translate_qpns(CqShadow& cq, std::uint32_t bits);
+
 /// Translates and posts, whatever the state word says. Caller holds qp.lock or knows that nobody else posts.
 int post_one_send(QpShadow& qp, const KeptSend& send) noexcept;
 int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexcept;

@@ -146,7 +146,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
     for (CqShadow* cq : {shadow.send_cq, shadow.recv_cq})
       if (cq) {
         std::lock_guard guard(cq->lock);
-        cq->state.fetch_or(kTranslateQpn, std::memory_order_relaxed);
+        path::translate_qpns(*cq, kTranslateQpn);
       }
   if (ibv_qp_ex* ex = real().qp_to_qp_ex ? real().qp_to_qp_ex(qp) : nullptr) {
     shadow.real_ex = ex;

@@ -33,7 +33,7 @@ namespace migr {
 class KernelLink;
 
 /// Bits of a QP's state word. Zero: the direct path (state word, tail call).
-/// Written under QpShadow::lock by the control thread only; read without a lock on the data path.
+/// Written under QpShadow::lock, by the control thread; read without a lock on the data path.
 enum QpStateBits : std::uint32_t {
   kKeepSends = 1u << 0,        ///< suspended: sends are kept
   kKeepReceives = 1u << 1,     ///< frozen: receives are kept too
@@ -42,6 +42,7 @@ enum QpStateBits : std::uint32_t {
   kTranslateRemote = 1u << 4,  ///< the partner's keys have other physical values now
   kForced = 1u << 5,           ///< MIGR_FORCE_SWITCHED: never zero
   kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
+  kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
 /// Bits of a CQ's state word. Zero: direct. Written under CqShadow::lock.
@@ -52,10 +53,6 @@ enum CqStateBits : std::uint32_t {
   kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
 };
-
-/// Which way the ibv_wr_* session that is open now goes.
-/// kPath is left before the provider's wr_complete: from there on the thread counts as inside by where it is.
-enum class Session : std::uint32_t { kNone, kPath, kKept };
 
 /// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
 struct KeptSend {
@@ -186,9 +183,11 @@ struct alignas(64) QpShadow {
   };
   /* data path */
   alignas(64) std::atomic<std::uint32_t> state;
-  std::atomic<Session> session;
+  /// An ibv_wr_* session is open on the provider's QP, or a thread is inside wr_start. False again before the provider's
+  /// wr_complete: from there on the thread counts as inside by where it is.
+  std::atomic<bool> path_session;
   ibv_qp* real;
-  ibv_qp_ex* target;  ///< where ibv_wr_* calls go: real_ex, or &keeper.ex in a session that is kept
+  ibv_qp_ex* target;  ///< where ibv_wr_* calls go: real_ex, or &keeper.ex under kKeptSession
   int (*real_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
   int (*real_post_recv)(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**);
   const migr_key_entry* key_table;  ///< virtual key index -> physical

@@ -93,6 +93,8 @@ void set_cq_bits(CqShadow& c, std::uint32_t set, std::uint32_t clear = 0) {
   c.state.store((c.state.load(std::memory_order_relaxed) | set) & ~clear, std::memory_order_relaxed);
 }
 
+bool kept_session(const QpShadow& q) { return q.state.load(std::memory_order_relaxed) & kKeptSession; }
+
 bool connected(const QpShadow& q) { return q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_SQD; }
 
 /* ---- the drain marker needs a responder that allows RDMA writes -------------- */
@@ -181,7 +183,7 @@ void flush_to_fake(QpShadow& q, const KeptSend& send) {
 std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
   const std::uint64_t deadline = now_ns() + kSessionLimitMs * 1'000'000ull;
   std::unique_lock guard(q.lock);
-  while (q.session.load(std::memory_order_relaxed) == Session::kKept && now_ns() < deadline) {
+  while (kept_session(q) && now_ns() < deadline) {
     guard.unlock();
     pause_briefly();
     guard.lock();
@@ -231,7 +233,7 @@ void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
   if (!q.real_ex) return;
   q.real_ex = real().qp_to_qp_ex(qp);
-  if (q.session.load(std::memory_order_relaxed) != Session::kKept) q.target = q.real_ex;
+  if (!kept_session(q)) q.target = q.real_ex;
 }
 
 /* ---- completion events --------------------------------------------------------- */
@@ -359,7 +361,7 @@ struct Draining {
 };
 
 bool sessions_over(const QpShadow& q) {
-  bool over = q.session.load(std::memory_order_relaxed) != Session::kPath;
+  bool over = !q.path_session.load(std::memory_order_relaxed);
   for_cqs(q, [&](const CqShadow& c) { over = over && !c.ex_session.load(std::memory_order_relaxed); });
   return over;
 }
@@ -634,7 +636,10 @@ int switch_to_spare(Qps qps, std::string& why) {
       return ENOENT;
     }
   for (QpShadow* q : qps) {
-    for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kTranslateQpn); });
+    for_cqs(*q, [](CqShadow& c) {
+      std::lock_guard guard(c.lock);
+      path::translate_qpns(c, kTranslateQpn);
+    });
     std::lock_guard guard(q->lock);
     if (const int err = switch_one(*q, why)) return err;  // rollback() undoes those that were switched
   }
@@ -653,7 +658,7 @@ int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& wh
     const RemoteKeys* before = q->remote_keys;
     q->remote_keys = new RemoteKeys(pairs);
     delete before;
-    set_bits(*q, kTranslateRemote);
+    path::translate_keys(*q, kTranslateRemote);
   }
   return 0;
 }
@@ -741,8 +746,8 @@ int thaw_cq(CqShadow& c, std::string& why) {
   bool arm, inject;
   {
     std::lock_guard guard(c.lock);
-    c.state.store((c.state.load(std::memory_order_relaxed) | kTranslateQpn) & ~std::uint32_t{kFrozenCq},
-                  std::memory_order_relaxed);
+    path::translate_qpns(c, kTranslateQpn);
+    c.state.fetch_and(~std::uint32_t{kFrozenCq}, std::memory_order_relaxed);
     restart_event_count(c);
     arm = c.armed;
     inject = c.event_pending;
@@ -778,7 +783,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     // The new object was made from the record of before the suspension.
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
-    set_bits(*q, kTranslateLocal);
+    path::translate_keys(*q, kTranslateLocal);
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
     q->outstanding.clear();
