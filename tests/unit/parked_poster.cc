@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // The victim of suspension_closed_test: a plain libibverbs program over the stub provider. One thread posts one send per
 // round, one instruction at a time (trap flag), and stands still before the instruction that the test has chosen.
-//   parked_poster classic|wr FD    FD: memfd with struct Parked
+//   parked_poster classic|wr|contended FD    FD: memfd with struct Parked
+// contended: not stepped; wr_start waits for another thread's session, and the thread stands still after it.
 #include <infiniband/verbs.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -101,16 +102,42 @@ int post_classic(const Objects& o, ibv_send_wr& wr) {
   return error;
 }
 
-int post_wr(const Objects& o, const ibv_send_wr& wr) {
-  trap_on();
-  ibv_wr_start(o.ex);
+inline int fill_and_complete(const Objects& o, const ibv_send_wr& wr) {
   o.ex->wr_id = wr.wr_id;
   o.ex->wr_flags = wr.send_flags;
   ibv_wr_send(o.ex);
   ibv_wr_set_sge(o.ex, wr.sg_list->lkey, wr.sg_list->addr, wr.sg_list->length);
-  const int error = ibv_wr_complete(o.ex);
+  return ibv_wr_complete(o.ex);
+}
+
+int post_wr(const Objects& o, const ibv_send_wr& wr) {
+  trap_on();
+  ibv_wr_start(o.ex);
+  const int error = fill_and_complete(o, wr);
   trap_off();
   return error;
+}
+
+int post_contended(const Objects& o, const ibv_send_wr& wr) {
+  std::atomic<bool> open{false};
+  std::thread other([&] {
+    ibv_wr_start(o.ex);
+    open.store(true);
+    for (int i = 0; i < 1000; ++i) nap();  // until wr_start below waits for the provider's lock
+    ibv_wr_abort(o.ex);
+  });
+  while (!open.load()) nap();
+  ibv_wr_start(o.ex);
+  other.join();
+  const std::uint32_t round = shared->go.load();
+  shared->parked.store(round);
+  while (shared->release.load() < round) nap();
+  return fill_and_complete(o, wr);
+}
+
+int post(const char* how, const Objects& o, ibv_send_wr& wr) {
+  if (!std::strcmp(how, "wr")) return post_wr(o, wr);
+  return std::strcmp(how, "contended") ? post_classic(o, wr) : post_contended(o, wr);
 }
 
 // The hardware and the polling half of the application.
@@ -153,7 +180,7 @@ int main(int argc, char** argv) {
     wr.num_sge = 1;
     wr.opcode = IBV_WR_SEND;
     wr.send_flags = IBV_SEND_SIGNALED;
-    shared->error.store(std::strcmp(argv[1], "wr") ? post_classic(o, wr) : post_wr(o, wr));
+    shared->error.store(post(argv[1], o, wr));
     shared->steps.store(step);
     shared->done.store(round);
   }

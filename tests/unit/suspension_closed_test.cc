@@ -126,7 +126,7 @@ class SuspensionClosed : public testing::TestWithParam<const char*> {
     return poll(&p, 1, static_cast<int>(limit.count())) == 1;
   }
 
-  void expect_answer() {
+  void expect_answer(int status = 0, const char* text = "") {
     ASSERT_TRUE(answered(std::chrono::milliseconds(kLimit)));
     std::vector<char> packet(65536);
     const ssize_t n = recv(connection_, packet.data(), packet.size(), 0);
@@ -134,7 +134,8 @@ class SuspensionClosed : public testing::TestWithParam<const char*> {
     migr_msg reply;
     std::memcpy(&reply, packet.data(), sizeof reply);
     ASSERT_EQ(seq_, reply.seq);
-    ASSERT_EQ(0, reply.status) << reply.text;
+    ASSERT_EQ(status, reply.status) << reply.text;
+    ASSERT_NE(nullptr, std::strstr(reply.text, text)) << reply.text;
   }
 
   void release(std::uint32_t round) { shared_->release.store(round); }
@@ -206,5 +207,30 @@ TEST_P(SuspensionClosed, NothingReachesTheProviderAfterTheDrain) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Apis, SuspensionClosed, testing::Values("classic", "wr"));
+
+// One thread's wr_start waits for another thread's session. When that one ends, the drain still has to see that a session
+// is open, and to say so in time: were it forgotten, the control thread would wait for the provider's lock, without limit.
+class SuspensionContended : public SuspensionClosed {};
+
+TEST_P(SuspensionContended, SessionAfterAnotherThreadsIsSeen) {
+  constexpr std::uint32_t kRound = 1;
+  constexpr std::uint64_t kDrainMs = 100;
+  shared_->park_at.store(0);
+  shared_->go.store(kRound);
+  ASSERT_TRUE(wait_for([&] { return shared_->parked.load() == kRound; }));
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_SUSPEND));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, kDrainMs));
+  ASSERT_NO_FATAL_FAILURE(expect_answer(ETIMEDOUT, "open ibv_wr_* session"));
+  release(kRound);
+  ASSERT_TRUE(wait_for([&] { return shared_->done.load() == kRound; }));
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 5000));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_RESUME));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  EXPECT_TRUE(wait_for([&] { return shared_->completed.load() == kRound; }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
 
 }  // namespace
