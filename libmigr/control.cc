@@ -245,11 +245,18 @@ bool named_qps(const Registry& registry, const Message& request, std::vector<QpS
 
 void describe(const Registry& registry, Answer& answer) {
   std::vector<migr_fd_desc> all;
-  if (registry.unsupported)
-    return answer.fail(EOPNOTSUPP, std::to_string(registry.unsupported) +
-                                       " object(s) of a kind that cannot be migrated yet (SRQ, MW, XRCD, DM, flow, WQ)");
+  if (!registry.unsupported.empty()) {
+    std::string which;
+    for (const auto& [what, count] : registry.unsupported)
+      which += (which.empty() ? "" : ", ") + std::to_string(count) + " x " + what;
+    return answer.fail(EOPNOTSUPP, "cannot be migrated: " + which);
+  }
+  for (const QpShadow* qp : registry.qps)
+    if (qp->immovable) return answer.fail(EOPNOTSUPP, std::string("a QP of ") + qp->immovable + "() cannot be migrated");
+  for (const CqShadow* cq : registry.cqs)
+    if (cq->immovable) return answer.fail(EOPNOTSUPP, std::string("a CQ of ") + cq->immovable + "() cannot be migrated");
   for (const MrShadow* mr : registry.mrs)
-    if (!mr->movable) return answer.fail(EOPNOTSUPP, "memory registered by dmabuf, DM or import cannot be migrated");
+    if (!mr->movable) return answer.fail(EOPNOTSUPP, "memory registered on demand (ODP), by dmabuf, DM or import cannot be migrated");
   for (Context* context : registry.contexts) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));
@@ -528,10 +535,16 @@ bool prepare_self() {
 }
 
 // A fork must not catch the Registry half changed: the child has to be able to take its lock.
-void before_fork() { Registry::get().lock.lock(); }
-void after_fork_in_parent() { Registry::get().lock.unlock(); }
-void after_fork_in_child() {
+void before_fork() {
+  Registry::get().lock.lock();
+  Registry::get().events_lock.lock();
+}
+void after_fork_in_parent() {
+  Registry::get().events_lock.unlock();
   Registry::get().lock.unlock();
+}
+void after_fork_in_child() {
+  after_fork_in_parent();
   after_fork();
 }
 

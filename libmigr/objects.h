@@ -4,6 +4,8 @@
 #ifndef MIGR_OBJECTS_H
 #define MIGR_OBJECTS_H
 
+#include <functional>
+
 #include "shadow.h"
 
 #define MIGR_EXPORT extern "C" [[gnu::visibility("default")]]
@@ -30,6 +32,13 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
 /// Turns a new real QP, whose qp_context is `shadow`, into it. shadow.init says with what it was made; its CQs and SRQ
 /// are the application's. Caller holds the Registry's lock.
 ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp);
+
+/// Makes an object by `create`, which is given attributes with the provider's objects and our context pointer, and its
+/// shadow. `attr`: the application's, of which only cap changes. A context that is not ours: `create` alone.
+ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
+                          const std::function<ibv_cq_ex*(ibv_cq_init_attr_ex*)>& create);
+ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
+                       const std::function<ibv_qp*(ibv_qp_init_attr_ex*)>& create);
 
 /// Our functions in the slots of `ctx` that name a shadow or make an object that needs one.
 void install_slots(Context& context, ibv_context& ctx);

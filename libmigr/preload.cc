@@ -37,6 +37,14 @@ Context* Registry::context_of(const ibv_context* real) const {
 
 std::uint32_t Context::ctx_id() const { return kernel->ctx_id(); }
 
+void Registry::cannot_move(const char* what, int change) {
+  const auto found = std::find_if(unsupported.begin(), unsupported.end(), [&](const auto& u) { return u.what == what; });
+  if (found == unsupported.end())
+    unsupported.push_back({what, change});
+  else if ((found->count += change) == 0)
+    unsupported.erase(found);
+}
+
 namespace {
 
 /// MIGR_FORCE_SWITCHED=names: objects have another name than the device's, so that one that nobody translates is seen:
@@ -102,7 +110,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->context = &context;
   shadow->access = access;
   shadow->iova = iova;
-  shadow->movable = movable;
+  shadow->movable = movable && !(access & IBV_ACCESS_ON_DEMAND);
   const std::uint32_t vlkey = force_names() ? mr->lkey ^ kForcedKeyBit : mr->lkey;
   migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
   if (context.kernel->attached() && vlkey != mr->lkey) {
@@ -229,28 +237,67 @@ void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context
   registry.cqs.push_back(&shadow);
 }
 
-ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
+}  // namespace
+
+ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
+                          const std::function<ibv_cq_ex*(ibv_cq_init_attr_ex*)>& create) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   Context* context = registry.context_of(ctx);
+  if (!context) return create(&attr);
   CqShadow* shadow = new_cq(*context);
   if (!shadow) {
     errno = ENOMEM;
     return nullptr;
   }
-  ibv_cq_init_attr_ex mine = *attr;
+  ibv_cq_init_attr_ex mine = attr;
   mine.cq_context = shadow;
   // The control thread polls as well while a QP is suspended.
   if (mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
-  ibv_cq_ex* cq = context->slots.create_cq_ex(ctx, &mine);
+  ibv_cq_ex* cq = create(&mine);
   if (!cq) {
     delete shadow;
     return nullptr;
   }
-  adopt_cq(registry, *shadow, ibv_cq_ex_to_cq(cq), attr->cq_context);
+  adopt_cq(registry, *shadow, ibv_cq_ex_to_cq(cq), attr.cq_context);
   shadow->real_ex = cq;
   path::install_pollers(*shadow);
   return &shadow->app_ex;
+}
+
+ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
+                       const std::function<ibv_qp*(ibv_qp_init_attr_ex*)>& create) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(ctx);
+  if (!context) return create(&attr);
+  auto* shadow = new (std::nothrow) QpShadow{};
+  if (!shadow) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  shadow->init = attr;
+  shadow->init_is_ex = true;
+  ibv_qp_init_attr_ex mine = attr;
+  mine.qp_context = shadow;
+  mine.send_cq = real_cq(attr.send_cq);
+  mine.recv_cq = real_cq(attr.recv_cq);
+  mine.srq = real_srq(attr.srq);
+  ibv_qp* qp = create(&mine);
+  if (!qp) {
+    delete shadow;
+    return nullptr;
+  }
+  attr.cap = shadow->cap = mine.cap;
+  return adopt_qp(registry, *context, *shadow, qp);
+}
+
+namespace {
+
+ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
+  return create_cq_with(ctx, *attr, [&](ibv_cq_init_attr_ex* mine) {
+    return Registry::get().context_of(ctx)->slots.create_cq_ex(ctx, mine);
+  });
 }
 
 int req_notify_cq(ibv_cq* cq, int solicited_only) {
@@ -273,28 +320,9 @@ ibv_qp_init_attr_ex widened(const ibv_qp_init_attr& attr, ibv_pd* pd) {
 }
 
 ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  Context* context = registry.context_of(ctx);
-  auto* shadow = new (std::nothrow) QpShadow{};
-  if (!shadow) {
-    errno = ENOMEM;
-    return nullptr;
-  }
-  shadow->init = *attr;
-  shadow->init_is_ex = true;
-  ibv_qp_init_attr_ex mine = *attr;
-  mine.qp_context = shadow;
-  mine.send_cq = real_cq(attr->send_cq);
-  mine.recv_cq = real_cq(attr->recv_cq);
-  mine.srq = real_srq(attr->srq);
-  ibv_qp* qp = context->slots.create_qp_ex(ctx, &mine);
-  if (!qp) {
-    delete shadow;
-    return nullptr;
-  }
-  attr->cap = shadow->cap = mine.cap;
-  return adopt_qp(registry, *context, *shadow, qp);
+  return create_qp_with(ctx, *attr, [&](ibv_qp_init_attr_ex* mine) {
+    return Registry::get().context_of(ctx)->slots.create_qp_ex(ctx, mine);
+  });
 }
 
 int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
@@ -625,6 +653,7 @@ MIGR_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
   std::lock_guard guard(registry.lock);
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().qp_to_qp_ex(qp);
+  if (shadow->immovable) return shadow->real_ex;
   return shadow->real_ex ? &shadow->app_ex : nullptr;
 }
 
@@ -694,31 +723,29 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
   if (err) return err;
   ibv_async_event provided = *event;
   Registry& registry = Registry::get();
-  {
-    std::lock_guard guard(registry.events_lock);
-    if (!ours(registry, context_of(*event))) return 0;
-    switch (element_of(event->event_type)) {
-      case Element::kQp: {
-        auto* shadow = static_cast<QpShadow*>(event->element.qp->qp_context);
-        ++shadow->unacked_events;
-        event->element.qp = &shadow->app;
-        break;
-      }
-      case Element::kCq: {
-        auto* shadow = static_cast<CqShadow*>(event->element.cq->cq_context);
-        ++shadow->unacked_events;
-        event->element.cq = &shadow->app;
-        break;
-      }
-      case Element::kSrq: {
-        auto* shadow = static_cast<SrqShadow*>(event->element.srq->srq_context);
-        ++shadow->unacked_events;
-        event->element.srq = &shadow->app;
-        break;
-      }
-      case Element::kNone:
-        break;
+  std::lock_guard guard(registry.events_lock);
+  if (!ours(registry, context_of(*event))) return 0;
+  switch (element_of(event->event_type)) {
+    case Element::kQp: {
+      auto* shadow = static_cast<QpShadow*>(event->element.qp->qp_context);
+      ++shadow->unacked_events;
+      event->element.qp = &shadow->app;
+      break;
     }
+    case Element::kCq: {
+      auto* shadow = static_cast<CqShadow*>(event->element.cq->cq_context);
+      ++shadow->unacked_events;
+      event->element.cq = &shadow->app;
+      break;
+    }
+    case Element::kSrq: {
+      auto* shadow = static_cast<SrqShadow*>(event->element.srq->srq_context);
+      ++shadow->unacked_events;
+      event->element.srq = &shadow->app;
+      break;
+    }
+    case Element::kNone:
+      break;
   }
   real().ack_async_event(&provided);
   return 0;

@@ -21,6 +21,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -97,7 +98,8 @@ struct SrqShadow;
 struct Slots {
 #define MIGR_SLOTS(X)                                                                                         \
   X(create_qp_ex) X(open_qp) X(create_cq_ex) X(modify_cq) X(create_srq_ex) X(get_srq_num) X(post_srq_ops)     \
-  X(alloc_null_mr) X(reg_dm_mr) X(advise_mr) X(modify_qp_rate_limit) X(ibv_create_flow) X(create_wq)
+  X(alloc_null_mr) X(reg_dm_mr) X(advise_mr) X(modify_qp_rate_limit) X(ibv_create_flow) X(ibv_destroy_flow) \
+  X(create_wq) X(destroy_wq)
 #define MIGR_SLOT(name) decltype(verbs_context::name) name = nullptr;
   MIGR_SLOTS(MIGR_SLOT)
 #undef MIGR_SLOT
@@ -128,7 +130,7 @@ struct MrShadow {
   Context* context;
   int access;  ///< IBV_ACCESS_* as given
   std::uint64_t iova;
-  bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported)
+  bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported, on demand)
 };
 
 struct alignas(64) CqShadow {
@@ -160,6 +162,7 @@ struct alignas(64) CqShadow {
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
+  const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
 };
 
@@ -205,6 +208,7 @@ struct alignas(64) QpShadow {
   CqShadow* recv_cq;
   ibv_qp_init_attr_ex init;  ///< as asked for; CQs and SRQ are the application's. comp_mask as given
   bool init_is_ex;           ///< made by create_qp_ex
+  const char* immovable;     ///< null, or the call of a NIC family that made it
   ibv_qp_cap cap;            ///< as the device gave it
   switchover::Phase phase;
   /// Whom the application has connected to, as it named it: ibv_query_qp keeps answering so after a switchover.
@@ -253,7 +257,12 @@ struct Registry {
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
   std::vector<SrqShadow*> srqs;
-  unsigned unsupported = 0;  ///< objects that cannot move (SRQ, MW, XRCD, DM, flows, WQs)
+  struct Unsupported {
+    std::string what;
+    int count;
+  };
+  std::vector<Unsupported> unsupported;  ///< what cannot move and is not in the kernel's record of objects, by name
+  void cannot_move(const char* what, int change = 1);  ///< caller holds the lock
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   std::condition_variable thawed;
   static Registry& get();

@@ -12,6 +12,21 @@
 namespace migr {
 namespace {
 
+constexpr char kFlow[] = "flow";
+constexpr char kWq[] = "WQ";
+
+void count_unsupported(const char* what, int change) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  registry.cannot_move(what, change);
+}
+
+Slots& slots_of(const ibv_context* ctx) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  return registry.context_of(ctx)->slots;
+}
+
 /// The XRC target QP that another process, or this one, has made: a QP of its own for this process.
 ibv_qp* open_qp(ibv_context* ctx, ibv_qp_open_attr* attr) {
   Registry& registry = Registry::get();
@@ -73,7 +88,15 @@ int modify_qp_rate_limit(ibv_qp* qp, ibv_qp_rate_limit_attr* attr) {
 
 ibv_flow* create_flow(ibv_qp* qp, ibv_flow_attr* attr) {
   QpShadow& shadow = shadow_of(qp);
-  return shadow.context->slots.ibv_create_flow(shadow.real, attr);
+  ibv_flow* flow = shadow.context->slots.ibv_create_flow(shadow.real, attr);
+  if (flow) count_unsupported(kFlow, 1);
+  return flow;
+}
+
+int destroy_flow(ibv_flow* flow) {
+  const int err = slots_of(flow->context).ibv_destroy_flow(flow);
+  if (!err) count_unsupported(kFlow, -1);
+  return err;
 }
 
 /// WQs are not shadowed: their completions carry the number of the QP that was made of them.
@@ -86,7 +109,14 @@ ibv_wq* create_wq(ibv_context* ctx, ibv_wq_init_attr* attr) {
   ibv_wq* wq = context->slots.create_wq(ctx, &mine);
   attr->max_wr = mine.max_wr;
   attr->max_sge = mine.max_sge;
+  if (wq) registry.cannot_move(kWq);
   return wq;
+}
+
+int destroy_wq(ibv_wq* wq) {
+  const int err = slots_of(wq->context).destroy_wq(wq);
+  if (!err) count_unsupported(kWq, -1);
+  return err;
 }
 
 }  // namespace
@@ -99,9 +129,14 @@ void install_slots(Context& context, ibv_context& ctx) {
   MIGR_TAKE_SLOT(context, ctx, modify_cq);
   MIGR_TAKE_SLOT(context, ctx, modify_qp_rate_limit);
   MIGR_TAKE_SLOT(context, ctx, create_wq);
+  MIGR_TAKE_SLOT(context, ctx, destroy_wq);
   if (verbs_context* extended = verbs_get_ctx_op(&ctx, ibv_create_flow)) {
     context.slots.ibv_create_flow = extended->ibv_create_flow;
     extended->ibv_create_flow = create_flow;
+  }
+  if (verbs_context* extended = verbs_get_ctx_op(&ctx, ibv_destroy_flow)) {
+    context.slots.ibv_destroy_flow = extended->ibv_destroy_flow;
+    extended->ibv_destroy_flow = destroy_flow;
   }
 }
 

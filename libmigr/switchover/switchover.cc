@@ -738,8 +738,15 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
 void restart_event_count(CqShadow& c) {
   pthread_mutex_lock(&c.real->mutex);
   c.real->comp_events_completed -= c.events_read;
+  c.real->async_events_completed = 0;  // those are acknowledged when they are read
   pthread_mutex_unlock(&c.real->mutex);
   c.events_read = 0;
+}
+
+void restart_event_count(QpShadow& q) {
+  pthread_mutex_lock(&q.real->mutex);
+  q.real->events_completed = 0;
+  pthread_mutex_unlock(&q.real->mutex);
 }
 
 int thaw_cq(CqShadow& c, std::string& why) {
@@ -783,6 +790,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     // The new object was made from the record of before the suspension.
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
+    restart_event_count(*q);
     path::translate_keys(*q, kTranslateLocal);
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;

@@ -296,11 +296,11 @@ TEST_F(Control, KeysBeforeSwitchIsEbusy) {
 }
 
 TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
-  Registry::get().unsupported = 3;
+  Registry::get().unsupported = {{"flow", 3}, {"WQ", 1}};
   const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
-  Registry::get().unsupported = 0;
+  Registry::get().unsupported.clear();
   EXPECT_EQ(reply.status, EOPNOTSUPP);
-  EXPECT_NE(std::string(reply.text).find("3 object"), std::string::npos) << reply.text;
+  EXPECT_NE(std::string(reply.text).find("3 x flow, 1 x WQ"), std::string::npos) << reply.text;
 }
 
 TEST_F(Control, UnknownTypeIsRefusedAndTheConnectionStays) {

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // Every verb that names an object, under libmigr: the provider is given its own, the application sees only its own. Runs with
 // LD_PRELOAD=libmigr.so over recorder.cc; MIGR_FORCE_SWITCHED decides which path.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <future>
+
+#include <infiniband/efadv.h>
+#include <infiniband/mlx5dv.h>
 
 #include "recorder.h"
 
@@ -347,6 +351,46 @@ TEST_F(Objects, AsyncEventsNameTheApplicationsObjects) {
   EXPECT_EQ(event.element.port_num, 1);
   ibv_ack_async_event(&event);
   EXPECT_STREQ(recorder_call, "ack_async_event");
+}
+
+TEST_F(Objects, FamilysOwnCallsNameTheProvidersObjects) {
+  ibv_qp_init_attr_ex attr{};
+  attr.send_cq = attr.recv_cq = cq_;
+  attr.srq = make_srq();
+  attr.qp_context = this;
+  mlx5dv_qp_init_attr own{};
+  ibv_qp* qp = mlx5dv_create_qp(context_, &attr, &own);
+  ibv_qp* const real = recorder_qp;
+  EXPECT_CALLED("mlx5dv_create_qp", real_cq_);
+  EXPECT_EQ(recorder_other, recorder_srq);
+  ASSERT_NE(qp, real);
+  EXPECT_EQ(qp->qp_context, this);
+  EXPECT_EQ(mlx5dv_modify_qp_lag_port(qp, 1), 0);
+  EXPECT_CALLED("lag_port", real);
+  EXPECT_EQ(mlx5dv_modify_qp_lag_port(real, 1), 0);  // not one of ours: as it is
+  EXPECT_CALLED("lag_port", real);
+  mlx5dv_qp raw_qp{};
+  mlx5dv_obj raw{};
+  raw.qp = {.in = qp, .out = &raw_qp};
+  raw.cq.in = cq_;
+  EXPECT_EQ(mlx5dv_init_obj(&raw, MLX5DV_OBJ_QP | MLX5DV_OBJ_CQ), 0);
+  EXPECT_CALLED("mlx5dv_init_obj", real);
+  EXPECT_EQ(recorder_other, real_cq_);
+  EXPECT_EQ(raw.qp.in, qp);
+  EXPECT_EQ(raw_qp.comp_mask, 7u);
+  EXPECT_EQ(mlx5dv_devx_srq_query(attr.srq, nullptr, 0, nullptr, 0), 0);
+  EXPECT_CALLED("devx_srq_query", recorder_srq);
+  ibv_destroy_qp(qp);
+  EXPECT_CALLED("destroy_qp", real);
+  ibv_destroy_srq(attr.srq);
+}
+
+TEST_F(Objects, FamilyThatIsNotThereIsNotSupported) {
+  ibv_qp_init_attr attr{};
+  auto* create = reinterpret_cast<decltype(&efadv_create_driver_qp)>(dlsym(RTLD_DEFAULT, "efadv_create_driver_qp"));
+  ASSERT_NE(create, nullptr);
+  EXPECT_EQ(create(pd_, &attr, 0), nullptr);
+  EXPECT_EQ(errno, EOPNOTSUPP);
 }
 
 // As libibverbs: destroying waits until the application has acknowledged, and other verbs go on meanwhile.

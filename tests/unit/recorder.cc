@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "recorder.h"
 
+#include <infiniband/mlx5dv.h>
+
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -351,4 +353,19 @@ RECORDER void ibv_ack_async_event(ibv_async_event* event) {
     acknowledge(event->element.qp);
   }
   recorded("ack_async_event", static_cast<const void*>(event->element.qp));
+}
+
+/* ---- of a NIC family ------------------------------------------------------------ */
+
+RECORDER int mlx5dv_init_obj(mlx5dv_obj* obj, uint64_t kinds) {
+  recorded("mlx5dv_init_obj", kinds & MLX5DV_OBJ_QP ? obj->qp.in : nullptr, kinds & MLX5DV_OBJ_CQ ? obj->cq.in : nullptr);
+  if (kinds & MLX5DV_OBJ_QP) obj->qp.out->comp_mask = 7;
+  return 0;
+}
+RECORDER ibv_qp* mlx5dv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, mlx5dv_qp_init_attr*) {
+  return make_qp("mlx5dv_create_qp", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
+}
+RECORDER int mlx5dv_modify_qp_lag_port(ibv_qp* qp, uint8_t) { return recorded("lag_port", qp), 0; }
+RECORDER int mlx5dv_devx_srq_query(ibv_srq* srq, const void*, size_t, void*, size_t) {
+  return recorded("devx_srq_query", srq), 0;
 }
