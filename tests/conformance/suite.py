@@ -24,6 +24,8 @@ import unittest
 
 DETAIL_CHARS = 4000     # kept of what a failed test says
 REAP_TIMEOUT_S = 5
+FORCED_KEY_BIT = 1 << 30    # as in libmigr/preload.cc
+FORCED_QPN_BIT = 1 << 23
 
 
 def arguments():
@@ -35,6 +37,21 @@ def arguments():
     p.add_argument("--limit", type=float, default=60)
     p.add_argument("--only", nargs="*", default=[])
     return p.parse_args()
+
+
+def gid_of(device, address):
+    """Index of the RoCE v2 GID of an IPv4 address."""
+    last = "".join(f"{int(part):02x}" for part in address.split("."))
+    port = f"/sys/class/infiniband/{device}/ports/1"
+    for i in sorted(map(int, os.listdir(f"{port}/gids"))):
+        with open(f"{port}/gids/{i}", encoding="ascii") as f:
+            gid = f.read().strip().replace(":", "")
+        if not gid.endswith("0000ffff" + last):
+            continue
+        with open(f"{port}/gid_attrs/types/{i}", encoding="ascii") as f:
+            if "v2" in f.read():
+                return i
+    sys.exit(f"suite: {device} has no RoCE v2 GID of {address}")
 
 
 def load(folder, device, address):
@@ -55,7 +72,10 @@ def load(folder, device, address):
             else:
                 found[t.id()] = t
 
-    for module in package.__test_modules__:
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    more = importlib.import_module("more")
+    more.ADDRESS, more.DEVICE, more.GID_INDEX = address, device, gid_of(device, address)
+    for module in package.__test_modules__ + [more]:
         walk(unittest.defaultTestLoader.loadTestsFromModule(module))
     # Loads the providers once, not in every child. No device is opened here.
     importlib.import_module("pyverbs.device").get_device_list()
@@ -158,10 +178,30 @@ def check_preload():
         sys.exit("suite: migr.ko is not loaded")
 
 
+def check_names(device):
+    """With MIGR_FORCE_SWITCHED=names an lkey and an RC QP's number are not the device's; else they are. In a child: the tests
+    shall find no context opened before them."""
+    pid = os.fork()
+    if pid:
+        if os.waitpid(pid, 0)[1]:
+            sys.exit("suite: the objects of this run are not named as it wants them")
+        return
+    from pyverbs import cq, device as dev, enums, mr, pd, qp  # pylint: disable=import-outside-toplevel
+    forced = os.environ.get("MIGR_FORCE_SWITCHED") == "names"
+    with dev.Context(name=device) as context, pd.PD(context) as domain, cq.CQ(context, 4) as queue:
+        with mr.MR(domain, 64, enums.IBV_ACCESS_LOCAL_WRITE) as memory:
+            init = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=queue, rcq=queue, cap=qp.QPCap())
+            with qp.QP(domain, init) as pair:
+                if {bool(memory.lkey & FORCED_KEY_BIT), bool(pair.qp_num & FORCED_QPN_BIT)} != {forced}:
+                    sys.exit(f"suite: lkey {memory.lkey:#x}, QPN {pair.qp_num:#x}")
+    sys.exit(0)
+
+
 def main():
     a = arguments()
     check_preload()
     tests = load(os.path.abspath(a.tests), a.device, a.address)
+    check_names(a.device)
     names = [n for n in tests if not a.only or any(o in n for o in a.only)]
     results = {}
     for i, name in enumerate(names):
