@@ -33,7 +33,7 @@ check-fast: user		## tests without a VM (two minutes)
 check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
 
-conformance: kmod user		## rdma-core's tests with and without libmigr (10 minutes)
+conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)
 
 demo: all			## the main job, to be watched: build/demo/

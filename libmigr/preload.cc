@@ -366,6 +366,15 @@ void drop_context(ibv_context* ctx) {
   Context* context = registry.context_of(ctx);
   if (!context) return;
   note_uverbs_fd(ctx->cmd_fd, false);
+  // What the application has not destroyed is gone with the context. As with libibverbs, its memory is not given back.
+  const auto in_it = [&](const auto* shadow) { return shadow->context == context; };
+  const auto of_it = [&](const auto* object) { return object->context == ctx; };
+  std::erase_if(registry.qps, in_it);
+  std::erase_if(registry.cqs, in_it);
+  std::erase_if(registry.srqs, in_it);
+  std::erase_if(registry.mrs, in_it);
+  std::erase_if(registry.pds, of_it);
+  std::erase_if(registry.channels, of_it);
   forget(registry.contexts, context);
   {
     std::lock_guard events_guard(registry.events_lock);

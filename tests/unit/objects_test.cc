@@ -385,6 +385,17 @@ TEST_F(Objects, FamilysOwnCallsNameTheProvidersObjects) {
   ibv_destroy_srq(attr.srq);
 }
 
+TEST_F(Objects, ClosedContextTakesItsObjectsAlong) {
+  ibv_context* other = ibv_open_device(ibv_get_device_list(nullptr)[0]);
+  ibv_pd* pd = ibv_alloc_pd(other);
+  ibv_qp_init_attr attr{};
+  attr.send_cq = attr.recv_cq = ibv_create_cq(other, 10, nullptr, nullptr, 0);
+  ibv_qp* qp = ibv_create_qp(pd, &attr);
+  ibv_close_device(other);
+  mlx5dv_modify_qp_lag_port(qp, 1);
+  EXPECT_CALLED("lag_port", qp);  // nobody's
+}
+
 TEST_F(Objects, FamilyThatIsNotThereIsNotSupported) {
   ibv_qp_init_attr attr{};
   auto* create = reinterpret_cast<decltype(&efadv_create_driver_qp)>(dlsym(RTLD_DEFAULT, "efadv_create_driver_qp"));
