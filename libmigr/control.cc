@@ -260,6 +260,8 @@ void describe(const Registry& registry, Answer& answer) {
   for (Context* context : registry.contexts) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));
+    if (context->windows)
+      return answer.fail(EOPNOTSUPP, std::to_string(context->windows) + " memory window(s) cannot be migrated");
     if (!context->ctx_id())
       return answer.fail(ENODEV, "migr.ko was not loaded when the process opened its device; restart the process");
     migr_fd_desc d{};

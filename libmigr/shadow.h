@@ -117,6 +117,7 @@ struct Context {
   ibv_context* real = nullptr;
   ibv_context_ops ops{};  ///< the provider's own
   Slots slots;
+  unsigned windows = 0;  ///< memory windows; under the Registry's lock
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };

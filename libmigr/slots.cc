@@ -119,9 +119,30 @@ int destroy_wq(ibv_wq* wq) {
   return err;
 }
 
+/// A window of type 2 belongs to one QP, which a switchover replaces: counted, so that it can be refused.
+ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(pd->context);
+  ibv_mw* mw = context->ops.alloc_mw(pd, type);
+  if (mw) ++context->windows;
+  return mw;
+}
+
+int dealloc_mw(ibv_mw* mw) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Context* context = registry.context_of(mw->context);
+  const int err = context->ops.dealloc_mw(mw);
+  if (!err) --context->windows;
+  return err;
+}
+
 }  // namespace
 
 void install_slots(Context& context, ibv_context& ctx) {
+  if (ctx.ops.alloc_mw) ctx.ops.alloc_mw = alloc_mw;
+  if (ctx.ops.dealloc_mw) ctx.ops.dealloc_mw = dealloc_mw;
   MIGR_TAKE_SLOT(context, ctx, open_qp);
   MIGR_TAKE_SLOT(context, ctx, alloc_null_mr);
   MIGR_TAKE_SLOT(context, ctx, reg_dm_mr);

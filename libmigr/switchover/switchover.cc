@@ -559,6 +559,10 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       why = qp_name(*q) + " is not an RC QP";
       return EOPNOTSUPP;
     }
+    if (q->context->windows) {
+      why = qp_name(*q) + ": its process has memory windows, which cannot follow it to another QP yet";
+      return EOPNOTSUPP;
+    }
     if (q->phase != Phase::kRunning || q->spare) {
       why = qp_name(*q) + " is in another switchover";
       return EBUSY;
