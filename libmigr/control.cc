@@ -95,6 +95,7 @@ struct Message {
 struct Answer {
   int status = 0;
   std::string text;
+  std::uint64_t arg = 0;
   std::size_t record_size = 0;
   std::vector<char> records;
   template <class T>
@@ -125,6 +126,7 @@ bool send_packet(int fd, const migr_msg& head, const char* records, std::size_t 
 bool send_message(int fd, migr_msg head, const Answer& answer) {
   head.version = MIGR_PROC_VERSION;
   head.status = answer.status;
+  head.arg = answer.arg;
   head.record_size = static_cast<std::uint32_t>(answer.record_size);
   snprintf(head.text, sizeof(head.text), "%s", answer.text.c_str());
   const std::size_t total = answer.record_size ? answer.records.size() / answer.record_size : 0;
@@ -293,6 +295,13 @@ void describe(const Registry& registry, Answer& answer) {
   answer.put(all);
 }
 
+/// SUSPEND and FREEZE say for which DESCRIBE they are (0: any). Caller holds the Registry's lock.
+bool described_still(const Registry& registry, const Message& request, Answer& answer) {
+  if (!request.head.arg || request.head.arg == registry.changes) return true;
+  answer.fail(EAGAIN, "RDMA resources were made, changed or destroyed meanwhile");
+  return false;
+}
+
 /// Every request but DRAIN. Caller holds the Registry's lock.
 void dispatch_locked(Registry& registry, const Message& request, Answer& answer) {
   std::string why;
@@ -302,7 +311,10 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
   };
   switch (request.head.type) {
     case MIGR_MSG_DESCRIBE:
-      return describe(registry, answer);
+      describe(registry, answer);
+      answer.arg = registry.changes;
+      if (!answer.status && (request.head.arg & MIGR_DESCRIBE_HOLD)) registry.held = true;
+      return;
     case MIGR_MSG_QP_CREATE: {
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_qp_spare> spares;
@@ -317,9 +329,11 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       }
       return;
     case MIGR_MSG_SUSPEND:
+      if (!described_still(registry, request, answer)) return;
       if (named_qps(registry, request, qps, answer)) finish(switchover::suspend(qps, why));
       return;
     case MIGR_MSG_FREEZE:
+      if (!described_still(registry, request, answer)) return;
       finish(switchover::freeze(why));
       if (!answer.status) itimer::hold();
       return;
@@ -348,11 +362,13 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_resume_stat> stats;
       finish(switchover::resume(qps, stats, why));
+      registry.let_changes_go();
       return answer.put(stats);
     }
     case MIGR_MSG_ROLLBACK:
       itimer::release();
-      return finish(switchover::rollback(why));
+      finish(switchover::rollback(why));
+      return registry.let_changes_go();
     case MIGR_MSG_STATS: {
       std::vector<migr_drain_stat> stats;
       switchover::stats(stats);
@@ -471,6 +487,12 @@ void disconnect() {
   close(fd);
 }
 
+/// The migrd that had asked for it is gone.
+void let_changes_go_unless_stopped() {
+  std::lock_guard guard(Registry::get().lock);
+  if (switchover::process_state() == MIGR_PROC_RUNNING) Registry::get().let_changes_go();
+}
+
 /// A frozen process has no descriptor of ours and looks for its gate only. migrd makes it on the host where we live.
 void wait_for_gate() {
   while (access(self->gate_path.c_str(), F_OK) != 0) sleep_ms(kGateMs);
@@ -480,6 +502,7 @@ void roll_back_alone() {
   std::lock_guard guard(Registry::get().lock);
   std::string why;
   if (switchover::process_state() != MIGR_PROC_SUSPENDED) return;
+  Registry::get().let_changes_go();
   if (switchover::rollback(why))
     fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,
             why.c_str());
@@ -501,6 +524,7 @@ void* run(void*) {
     }
     const Ended ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kGone;
     disconnect();
+    let_changes_go_unless_stopped();
     alone_since = now_ms();
     left_alone = false;
     if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);
@@ -546,6 +570,7 @@ void after_fork_in_parent() {
   Registry::get().lock.unlock();
 }
 void after_fork_in_child() {
+  Registry::get().held = false;  // nobody would tell the child
   after_fork_in_parent();
   after_fork();
 }

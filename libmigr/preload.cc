@@ -242,7 +242,7 @@ void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context
 ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
                           const std::function<ibv_cq_ex*(ibv_cq_init_attr_ex*)>& create) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   if (!context) return create(&attr);
   CqShadow* shadow = new_cq(*context);
@@ -268,7 +268,7 @@ ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
 ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
                        const std::function<ibv_qp*(ibv_qp_init_attr_ex*)>& create) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   if (!context) return create(&attr);
   auto* shadow = new (std::nothrow) QpShadow{};
@@ -336,7 +336,7 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
 
 void adopt_context(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   auto* context = new (std::nothrow) Context;
   if (!context) return;  // goes on without us
   context->real = ctx;
@@ -362,7 +362,7 @@ void adopt_context(ibv_context* ctx) {
 
 void drop_context(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   if (!context) return;
   note_uverbs_fd(ctx->cmd_fd, false);
@@ -398,12 +398,14 @@ MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 
 MIGR_EXPORT int ibv_close_device(ibv_context* ctx) {
   drop_context(ctx);
-  return real().close_device(ctx);
+  const int err = real().close_device(ctx);
+  Registry::get().change();  // not before it is closed
+  return err;
 }
 
 MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   ibv_pd* pd = real().alloc_pd(ctx);
   if (pd && registry.context_of(ctx)) registry.pds.push_back(pd);
   return pd;
@@ -411,7 +413,7 @@ MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {
 
 MIGR_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   const int err = real().dealloc_pd(pd);
   if (!err) forget(registry.pds, pd);
   return err;
@@ -484,7 +486,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
 
 MIGR_EXPORT ibv_comp_channel* ibv_create_comp_channel(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   ibv_comp_channel* channel = real().create_comp_channel(ctx);
   if (channel && registry.context_of(ctx)) registry.channels.push_back(channel);
   return channel;
@@ -492,7 +494,7 @@ MIGR_EXPORT ibv_comp_channel* ibv_create_comp_channel(ibv_context* ctx) {
 
 MIGR_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   const int err = real().destroy_comp_channel(channel);
   if (!err) forget(registry.channels, channel);
   return err;
@@ -500,7 +502,7 @@ MIGR_EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
 
 MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, ibv_comp_channel* channel, int vector) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   if (!context) return real().create_cq(ctx, cqe, cq_context, channel, vector);
   CqShadow* shadow = new_cq(*context);
@@ -519,7 +521,7 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
 
 MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   CqShadow* shadow = known(registry, cq);
   if (!shadow) return real().resize_cq(cq, cqe);
   const int err = real().resize_cq(shadow->real, cqe);
@@ -531,7 +533,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   Registry& registry = Registry::get();
   CqShadow* shadow;
   {
-    auto guard = registry.enter();
+    auto guard = registry.change();
     shadow = known(registry, cq);
   }
   if (!shadow) return real().destroy_cq(cq);
@@ -539,7 +541,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   const int err = real().destroy_cq(shadow->real);
   if (err) return err;
   {
-    auto guard = registry.enter();
+    auto guard = registry.change();
     forget(registry.cqs, shadow);
   }
   wait_for_acks(registry, *shadow);
@@ -576,7 +578,7 @@ MIGR_EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned events) {
 
 MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(pd->context);
   if (!context) return real().create_qp(pd, attr);
   auto* shadow = new (std::nothrow) QpShadow{};
@@ -601,7 +603,7 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
 
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().modify_qp(qp, attr, mask);
   if (shadow->responder_only && (mask & IBV_QP_STATE)) {
@@ -643,7 +645,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   Registry& registry = Registry::get();
   QpShadow* shadow;
   {
-    auto guard = registry.enter();
+    auto guard = registry.change();
     shadow = known(registry, qp);
     const int err = real().destroy_qp(shadow ? shadow->real : qp);
     if (err || !shadow) return err;

@@ -265,6 +265,8 @@ struct Registry {
   std::vector<Unsupported> unsupported;  ///< what cannot move and is not in the kernel's record of objects, by name
   void cannot_move(const char* what, int change = 1);  ///< caller holds the lock
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
+  bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
+  std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
   static Registry& get();
   /// Control path of the application: the lock, once nothing is frozen.
@@ -272,6 +274,18 @@ struct Registry {
     std::unique_lock guard(lock);
     thawed.wait(guard, [this] { return !frozen; });
     return guard;
+  }
+  /// The same for calls that make, destroy or modify what is in the record.
+  std::unique_lock<std::mutex> change() {
+    std::unique_lock guard(lock);
+    thawed.wait(guard, [this] { return !frozen && !held; });
+    ++changes;
+    return guard;
+  }
+  /// Caller holds the lock.
+  void let_changes_go() {
+    held = false;
+    thawed.notify_all();
   }
   Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock
 

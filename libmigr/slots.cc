@@ -17,7 +17,7 @@ constexpr char kWq[] = "WQ";
 
 void count_unsupported(const char* what, int change) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   registry.cannot_move(what, change);
 }
 
@@ -30,7 +30,7 @@ Slots& slots_of(const ibv_context* ctx) {
 /// The XRC target QP that another process, or this one, has made: a QP of its own for this process.
 ibv_qp* open_qp(ibv_context* ctx, ibv_qp_open_attr* attr) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   auto* shadow = new (std::nothrow) QpShadow{};
   if (!shadow) {
@@ -102,7 +102,7 @@ int destroy_flow(ibv_flow* flow) {
 /// WQs are not shadowed: their completions carry the number of the QP that was made of them.
 ibv_wq* create_wq(ibv_context* ctx, ibv_wq_init_attr* attr) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   ibv_wq_init_attr mine = *attr;
   mine.cq = real_cq(attr->cq);
@@ -122,7 +122,7 @@ int destroy_wq(ibv_wq* wq) {
 /// A window of type 2 belongs to one QP, which a switchover replaces: counted, so that it can be refused.
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(pd->context);
   ibv_mw* mw = context->ops.alloc_mw(pd, type);
   if (mw) ++context->windows;
@@ -131,7 +131,7 @@ ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
 
 int dealloc_mw(ibv_mw* mw) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(mw->context);
   const int err = context->ops.dealloc_mw(mw);
   if (!err) --context->windows;

@@ -73,7 +73,7 @@ ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* sr
 
 ibv_srq* create_srq_ex(ibv_context* ctx, ibv_srq_init_attr_ex* attr) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   SrqShadow* shadow = new_srq(*context);
   if (!shadow) return nullptr;
@@ -110,7 +110,7 @@ using namespace migr;
 
 MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   Context* context = registry.context_of(pd->context);
   if (!context) return real().create_srq(pd, attr);
   SrqShadow* shadow = new_srq(*context);
@@ -124,7 +124,7 @@ MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
 
 MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
   Registry& registry = Registry::get();
-  auto guard = registry.enter();
+  auto guard = registry.change();
   SrqShadow* shadow = known(registry, srq);
   return real().modify_srq(shadow ? shadow->real : srq, attr, mask);
 }
@@ -140,7 +140,7 @@ MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
   Registry& registry = Registry::get();
   SrqShadow* shadow;
   {
-    auto guard = registry.enter();
+    auto guard = registry.change();
     shadow = known(registry, srq);
     const int err = real().destroy_srq(shadow ? shadow->real : srq);
     if (err || !shadow) return err;

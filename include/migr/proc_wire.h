@@ -37,15 +37,18 @@ enum migr_msg_type {
 	MIGR_MSG_HELLO = 1,
 
 	/* migrd -> library */
-	MIGR_MSG_DESCRIBE,	/* reply records: migr_fd_desc */
+	MIGR_MSG_DESCRIBE,	/* arg: MIGR_DESCRIBE_HOLD or 0. reply records: migr_fd_desc;
+				 * reply arg: the state of the record, never 0 */
 	MIGR_MSG_QP_CREATE,	/* partner: spare QPs. records: migr_qp_ref; reply: migr_qp_spare */
 	MIGR_MSG_QP_CONNECT,	/* partner: connect spares to RTS. records: migr_qp_connect */
-	MIGR_MSG_SUSPEND,	/* records: migr_qp_ref, none = every QP. Reply when flags are up */
+	MIGR_MSG_SUSPEND,	/* records: migr_qp_ref, none = every QP. Reply when flags are up.
+				 * arg: what DESCRIBE answered; EAGAIN if the record has changed
+				 * since; 0: never mind */
 	MIGR_MSG_DRAIN,		/* only after the threads were seen outside. arg: limit in ms.
 				 * Reply when nothing is in flight (status 0) or ETIMEDOUT,
 				 * records: migr_drain_stat */
 	MIGR_MSG_FREEZE,	/* source: last poll, read back receives, touch pages, unmap
-				 * tables, reply, close the socket, wait for the gate */
+				 * tables, reply, close the socket, wait for the gate. arg: as SUSPEND */
 	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
 				 * spares, make them the path; still suspended */
 	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach
@@ -57,6 +60,12 @@ enum migr_msg_type {
 	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
 	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP */
 };
+
+/*
+ * DESCRIBE: calls of the application that make, destroy or modify anything but
+ * MRs wait from now on, until RESUME or ROLLBACK, or until migrd hangs up.
+ */
+#define MIGR_DESCRIBE_HOLD	0x1u
 
 struct migr_msg {
 	uint16_t version;	/* MIGR_PROC_VERSION */

@@ -20,8 +20,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <filesystem>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../libmigr/itimer.h"
@@ -301,6 +303,46 @@ TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
   Registry::get().unsupported.clear();
   EXPECT_EQ(reply.status, EOPNOTSUPP);
   EXPECT_NE(std::string(reply.text).find("3 x flow, 1 x WQ"), std::string::npos) << reply.text;
+}
+
+TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
+  const std::uint64_t described = ask(MIGR_MSG_DESCRIBE).arg;
+  ASSERT_NE(described, 0u);
+  migr_msg suspend = request(MIGR_MSG_SUSPEND), freeze = request(MIGR_MSG_FREEZE);
+  suspend.arg = freeze.arg = described;
+  EXPECT_EQ(ask(suspend, std::vector<migr_qp_ref>{{7, 0x10, 0, 0}}).status, 0);
+  Registry::get().enter();
+  suspend.seq = freeze.seq = ++seq;
+  EXPECT_EQ(ask(suspend, std::vector<migr_qp_ref>{{7, 0x10, 0, 0}}).status, 0) << "a query is no change";
+  fake.calls.clear();
+  Registry::get().change();
+  EXPECT_EQ(ask(suspend, std::vector<migr_qp_ref>{{7, 0x10, 0, 0}}).status, EAGAIN);
+  EXPECT_EQ(ask(freeze, std::vector<migr_qp_ref>{}).status, EAGAIN);
+  EXPECT_EQ(fake.calls, "") << "and nothing has happened";
+  EXPECT_NE(ask(MIGR_MSG_DESCRIBE).arg, described);
+}
+
+TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
+  for (const std::uint16_t end : {MIGR_MSG_ROLLBACK, MIGR_MSG_RESUME, MIGR_MSG_HELLO /* the connection ends */}) {
+    migr_msg describe = request(MIGR_MSG_DESCRIBE);
+    describe.arg = MIGR_DESCRIBE_HOLD;
+    ASSERT_EQ(ask(describe, std::vector<migr_qp_ref>{}).status, 0);
+    Registry::get().enter();  // what changes nothing goes on
+    std::atomic<bool> changed = false;
+    std::thread application([&] {
+      Registry::get().change();
+      changed = true;
+    });
+    usleep(100'000);
+    EXPECT_FALSE(changed);
+    if (end == MIGR_MSG_HELLO) {
+      close(fd);
+      meet();
+    } else {
+      EXPECT_EQ(ask(end).status, 0);
+    }
+    application.join();
+  }
 }
 
 TEST_F(Control, UnknownTypeIsRefusedAndTheConnectionStays) {
