@@ -24,7 +24,8 @@ using Clock = std::chrono::steady_clock;
 
 int exit_status(int st) { return WIFEXITED(st) ? WEXITSTATUS(st) : 128 + WTERMSIG(st); }
 
-Result<pid_t> spawn(const Argv& argv, const Env& env, int out, int err) {
+// `in` < 0: no input
+Result<pid_t> spawn(const Argv& argv, const Env& env, int in, int out, int err) {
   std::vector<char*> args, vars;
   for (const auto& a : argv) args.push_back(const_cast<char*>(a.c_str()));
   args.push_back(nullptr);
@@ -40,7 +41,10 @@ Result<pid_t> spawn(const Argv& argv, const Env& env, int out, int err) {
   posix_spawnattr_t at;
   posix_spawn_file_actions_init(&fa);
   posix_spawnattr_init(&at);
-  posix_spawn_file_actions_addopen(&fa, 0, "/dev/null", O_RDONLY, 0);
+  if (in < 0)
+    posix_spawn_file_actions_addopen(&fa, 0, "/dev/null", O_RDONLY, 0);
+  else
+    posix_spawn_file_actions_adddup2(&fa, in, 0);
   posix_spawn_file_actions_adddup2(&fa, out, 1);
   posix_spawn_file_actions_adddup2(&fa, err, 2);
   sigset_t none, all;
@@ -80,7 +84,7 @@ Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms
     close(out[0]), close(out[1]);
     return sys_error("pipe", e);
   }
-  auto pid = spawn(argv, env, out[1], err[1]);
+  auto pid = spawn(argv, env, -1, out[1], err[1]);
   close(out[1]);
   close(err[1]);
   CommandResult r;
@@ -129,26 +133,38 @@ Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms
   return r;
 }
 
-Result<Child> Child::start(const Argv& argv, const Env& env, const std::string& output_file) {
+Result<Child> Child::start(const Argv& argv, const Env& env, const std::string& output_file, bool input) {
+  int in[2] = {-1, -1};
+  if (input && pipe2(in, O_CLOEXEC)) return sys_error("pipe");
   const int fd = open(output_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-  if (fd < 0) return sys_error("cannot write " + output_file);
-  auto pid = spawn(argv, env, fd, fd);
-  close(fd);
-  if (!pid) return pid.error();
+  const int err = errno;
+  auto pid = fd < 0 ? Result<pid_t>(sys_error("cannot write " + output_file, err)) : spawn(argv, env, in[0], fd, fd);
+  for (const int f : {fd, in[0]})
+    if (f >= 0) close(f);
   Child c;
+  c.input_ = in[1];
+  if (!pid) return pid.error();
   c.pid_ = *pid;
   return c;
 }
 
-Child::Child(Child&& o) noexcept : pid_(std::exchange(o.pid_, 0)), status_(o.status_) {}
+Status Child::say(const std::string& line) {
+  const std::string text = line + "\n";
+  if (write(input_, text.data(), text.size()) == static_cast<ssize_t>(text.size())) return {};
+  return sys_error("writing to a program");
+}
+
+Child::Child(Child&& o) noexcept : pid_(std::exchange(o.pid_, 0)), status_(o.status_), input_(std::exchange(o.input_, -1)) {}
 
 Child& Child::operator=(Child&& o) noexcept {
   std::swap(pid_, o.pid_);
   std::swap(status_, o.status_);
+  std::swap(input_, o.input_);
   return *this;
 }
 
 Child::~Child() {
+  if (input_ >= 0) close(input_);
   if (!running()) return;
   signal(SIGKILL);
   waitpid(pid_, nullptr, 0);

@@ -31,7 +31,8 @@ Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms
 /// A program that runs beside us. Its destructor kills it, with its process group.
 class Child {
  public:
-  static Result<Child> start(const Argv& argv, const Env& env, const std::string& output_file);
+  /// `input`: say() reaches it; else it reads nothing.
+  static Result<Child> start(const Argv& argv, const Env& env, const std::string& output_file, bool input = false);
   Child() = default;
   Child(Child&& o) noexcept;
   Child& operator=(Child&& o) noexcept;
@@ -43,10 +44,13 @@ class Child {
   bool wait(int limit_ms);         // false: still running
   void signal(int sig);
   void forget() { pid_ = 0; }
+  /// A line to its input. EPIPE: it has ended.
+  Status say(const std::string& line);
 
  private:
   pid_t pid_ = 0;
   int status_ = -1;
+  int input_ = -1;
 };
 
 /// The last lines of a file, at most `bytes`.

@@ -203,6 +203,15 @@ Status Coordinator::connect() {
               [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
 }
 
+Status Coordinator::pre_copy() {
+  auto folder = source_.pre_dump();
+  if (!folder) return note("memory is copied during the stop only: " + folder.error().text), Status();
+  const std::uint64_t before = bytes_;
+  auto s = dest_.upload(id_, *folder, true, bytes_);
+  summary_.set_bytes_pre_copied(bytes_ - before);
+  return s;
+}
+
 Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push("reconnecting", [this] { return source_.reconnect(); });
@@ -215,7 +224,7 @@ Status Coordinator::freeze() {
 }
 
 Status Coordinator::copy() {
-  if (auto s = dest_.upload(id_, early_, bytes_); !s) return s;
+  if (auto s = dest_.upload(id_, early_, false, bytes_); !s) return s;
   return dest_.full_restore(id_);
 }
 
@@ -310,6 +319,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     s = phase("prepare", [&] { return prepare(); });
   }
   if (s) s = phase("connect", [&] { return connect(); });
+  if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase("pre-copy", [&] { return pre_copy(); });
   if (s) s = phase("suspend", [&] {
     undo_.push("rolling back", [this] { return source_.rollback(); });
     return both([&] { return source_.suspend(); }, [&](Affected& a) { return a.link->suspend(id_); });
@@ -321,6 +331,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s) s = phase("commit", [&] { return commit(); });
 
   if (!s && !committed_) {
+    try_again_ = s.error().code == EAGAIN;
     if (touched_) note("going back: " + s.error().text);
     const double start = now_ms();
     auto failed = undo_.run();

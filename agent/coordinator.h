@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "limits.h"
 #include "process_session.h"
 #include "status.h"
 #include "undo.h"
@@ -32,6 +33,7 @@ struct ContainerInfo {
   std::vector<std::string> devices;
   std::vector<SourceQp> connected;
   std::vector<std::uint32_t> vqpns;
+  std::uint64_t memory_bytes = 0;                            // resident, of all its processes
   wire::Resources resources;
 };
 
@@ -42,6 +44,8 @@ class Source {
   virtual Result<ContainerInfo> inspect(const std::string& container) = 0;
   /// DESCRIBE, migr.img, descriptors.json into a folder of its own; its path.
   virtual Result<std::string> record(std::uint32_t id) = 0;
+  /// Memory as it is now, while the container runs; its folder. The checkpoint will hold what has changed since.
+  virtual Result<std::string> pre_dump() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
   virtual Status drain() = 0;
   virtual Status rollback() = 0;   // ROLLBACK to every process
@@ -64,7 +68,7 @@ class DestinationLink {
   /// Sends bundle and the early images in `folder`; adds what was sent to `bytes`.
   virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
-  virtual Status upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) = 0;
   virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;
@@ -100,6 +104,7 @@ class Coordinator {
     std::uint32_t abi = 0;      // of migr.ko here
     int undecided_ms = 60'000;
     int resolve_step_ms = 1'000;
+    std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
   };
   using Say = std::function<void(const wire::Progress&)>;
 
@@ -108,6 +113,8 @@ class Coordinator {
       : set_(std::move(settings)), source_(source), dest_(destination), hosts_(std::move(partners)), say_(std::move(say)) {}
 
   wire::Summary migrate(const std::string& container, const std::string& to, std::uint32_t id);
+  /// It went back because what the record says has changed meanwhile: another try may do.
+  bool try_again() const { return try_again_; }
 
  private:
   struct Affected {  // one partner host
@@ -118,6 +125,7 @@ class Coordinator {
   Status find_partners();
   Status prepare();
   Status connect();
+  Status pre_copy();
   Status freeze();
   Status copy();
   Status commit();
@@ -144,7 +152,7 @@ class Coordinator {
   wire::CommitReply keys_;
   std::atomic<std::uint64_t> bytes_ = 0;
   double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
-  bool touched_ = false, committed_ = false, undecided_ = false;
+  bool touched_ = false, committed_ = false, undecided_ = false, try_again_ = false;
   wire::Summary summary_;
   UndoStack undo_;
 };

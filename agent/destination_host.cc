@@ -294,7 +294,9 @@ grpc::Status DestinationHost::Upload(grpc::ServerContext*, grpc::ServerReader<wi
   std::lock_guard work((*job)->work);
   if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
   if (auto s = fault(config_.fault, "destination.upload"); !s) return to_grpc(s);
-  TreeWriter w((*job)->images());
+  const std::string folder = chunk.pre_copy() ? (*job)->dir + "/" + kPreCopyDir : (*job)->images();
+  if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return to_grpc(sys_error("making " + folder));
+  TreeWriter w(folder);
   while (reader->Read(&chunk)) {
     if ((*job)->aborting) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
     if (auto s = w.write(chunk.file()); !s) return to_grpc(s);
@@ -328,7 +330,7 @@ grpc::Status DestinationHost::FullRestore(grpc::ServerContext*, const wire::Migr
   if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
   if (auto s = fault(config_.fault, "destination.restore"); !s) return to_grpc(s);
   if (auto s = attach_network(**job); !s) return to_grpc(s);
-  return to_grpc(with_log(**job, runc_.full_restore((*job)->container, (*job)->images())));
+  return to_grpc(with_log(**job, (*job)->socket->tell(MIGR_RC_GO, kProcessMs)));
 }
 
 grpc::Status DestinationHost::Ready(grpc::ServerContext*, const wire::Migration* m, wire::ReadyReply* out) {

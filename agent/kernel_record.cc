@@ -93,10 +93,18 @@ Status talk(nl_sock* sock, int family, const Request& r, const Handler& handler,
   nl_cb_err(cb.get(), NL_CB_CUSTOM, on_error, &x);
   int e = nl_send_auto(sock, msg.get());
   while (e >= 0 && !x.done) e = nl_recvmsgs(sock, cb.get());
+  if (e == -NLE_DUMP_INTR) return Error{EAGAIN, what + ": it changed while it was read"};
   if (e < 0 && !x.error) return Error{EIO, what + ": netlink: " + nl_geterror(e)};
   if (x.malformed) return Error{EBADMSG, what + ": malformed answer of migr.ko"};
   if (x.error) return sys_error(what, x.error);
   return {};
+}
+
+// A dump during which the record changes is made again.
+Status talk_until_settled(const std::function<Status()>& dump) {
+  constexpr int kTries = 5;
+  for (int i = 1;; i++)
+    if (auto s = dump(); s || s.error().code != EAGAIN || i == kTries) return s;
 }
 
 }  // namespace
@@ -134,18 +142,20 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
   std::vector<ContextRecord> out;
   Request r{MIGR_CMD_CTX_GET, true, {}};
   if (pid) r.attrs.emplace_back(MIGR_A_PID, static_cast<std::uint32_t>(pid));
-  auto s = talk(sock_.get(), family_, r, [&](nlattr** a) {
-    ContextRecord c;
-    if (take(a[MIGR_A_CTX_REC], c.rec)) out.push_back(std::move(c));
-  }, "reading the record of contexts");
+  auto s = talk_until_settled([&] {
+    out.clear();
+    return talk(sock_.get(), family_, r, [&](nlattr** a) {
+      ContextRecord c;
+      if (take(a[MIGR_A_CTX_REC], c.rec)) out.push_back(std::move(c));
+    }, "reading the record of contexts");
+  });
   // No such process in the record: nothing there.
   if (!s && !(pid && (s.error().code == ENOENT || s.error().code == ESRCH))) return s.error();
   return out;
 }
 
 Status KernelRecord::objects(ContextRecord& c) {
-  c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.others.clear();
-  return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, [&](nlattr** a) {
+  const Handler add_object = [&](nlattr** a) {
     const nlattr* rec = a[MIGR_A_OBJ_REC];
     auto add = [&](auto& list) {
       if (typename std::remove_reference_t<decltype(list)>::value_type r; take(rec, r)) list.push_back(r);
@@ -158,7 +168,12 @@ Status KernelRecord::objects(ContextRecord& c) {
       default:
         if (migr_other_rec r; take(rec, r)) c.others.push_back({type, r});
     }
-  }, "reading the record of context " + std::to_string(c.rec.ctx_id));
+  };
+  return talk_until_settled([&] {
+    c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.others.clear();
+    return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, add_object,
+                "reading the record of context " + std::to_string(c.rec.ctx_id));
+  });
 }
 
 Status KernelRecord::reserve_qpn(std::uint32_t vqpn) {

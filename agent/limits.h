@@ -32,8 +32,14 @@ inline constexpr int kRenewCallMs = 4'000;
 inline constexpr int kLeaseMs = 20'000;         // without renewal the coordinator counts as gone
 inline constexpr int kResolveMs = 90'000;       // how long a host left alone asks for the outcome
 inline constexpr int kResolveStepMs = 1'000;
+// Copying less than this ahead of the stop takes longer than it saves.
+inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;
+// Beside the folder of images, on both hosts: the checkpoint refers to it by this name.
+inline constexpr char kPreCopyDir[] = "pre-copy";
 inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
+
+inline constexpr int kMigrateTries = 3;         // when resources change meanwhile; the last one makes such calls wait
 
 // To processes.
 inline constexpr int kHelloMs = 5'000;

@@ -61,13 +61,14 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
 
 Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
 
-Status RpcDestination::upload(std::uint32_t id, const std::string& folder, std::atomic<std::uint64_t>& bytes) {
+Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
   wire::UploadReply reply;
   auto writer = stub_.Upload(&ctx, &reply);
   wire::UploadChunk chunk;
   chunk.set_id(id);
+  chunk.set_pre_copy(pre_copy);
   bool open = writer->Write(chunk);
   std::uint64_t sent = 0;
   Status read = send_tree(folder, wire::FileChunk::IMAGES, UINT64_MAX, [&](const wire::FileChunk& c) {
@@ -86,7 +87,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, std::
 }
 
 Status RpcDestination::attach_network(std::uint32_t id) { return call(stub_, &D::AttachNetwork, migration(id), kHookMs + 1000, name_); }
-Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kRuncMs, name_); }
+Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kProcessMs, name_); }
 Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs, name_); }
 Status RpcDestination::commit(std::uint32_t id) { return call(stub_, &D::Commit, migration(id), kCommitMs, name_); }
 Result<wire::CommitReply> RpcDestination::rebind(std::uint32_t id) {

@@ -36,7 +36,7 @@ int print(const Json& j) {
 }
 
 struct Options {
-  bool json = false;
+  bool json = false, stop_and_copy = false, pre_copy = false;
   std::string socket = kControlSocket;
   std::string container, to, dir, name;
   std::vector<std::string> ips;
@@ -127,11 +127,13 @@ Json summary_json(const wire::Summary& s) {
           {"to", s.to()},
           {"migrated", s.migrated()},
           {"undecided", s.undecided()},
+          {"tries", s.tries()},
           {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
           {"service_blackout_ms", s.service_blackout_ms()},
           {"communication_blackout_ms", s.communication_blackout_ms()},
           {"phases_ms", phases},
           {"bytes_copied", s.bytes_copied()},
+          {"bytes_pre_copied", s.bytes_pre_copied()},
           {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},
@@ -144,6 +146,8 @@ int cmd_migrate(const Options& o) {
   wire::MigrateRequest request;
   request.set_container(o.container);
   request.set_to(o.to);
+  request.set_stop_and_copy(o.stop_and_copy);
+  request.set_pre_copy(o.pre_copy);
   auto stub = control(o);
   auto reader = stub->Migrate(&ctx, request);
   FILE* out = o.json ? stderr : stdout;  // progress is not data
@@ -246,6 +250,8 @@ int main(int argc, char** argv) {
   auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
   migrate->add_option("CONTAINER", o.container)->required();
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
+  auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
+  migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
   json(migrate);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // migrd: one per host. Runs in the foreground; SIGTERM and SIGINT end it.
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
@@ -62,10 +63,6 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
   std::uint32_t abi = 0;
   if (auto k = KernelRecord::open(); !k) return refuse(k.error().text);
   else if (auto i = k->info()) abi = i->abi;
-  std::uint32_t id = 0;
-  while (!id)
-    if (getrandom(&id, sizeof id, 0) != sizeof id) return refuse("no random numbers");
-
   // Partners may be anywhere, also on the destination and on this host.
   std::vector<std::unique_ptr<RpcPartner>> partners;
   std::vector<PartnerLink*> links;
@@ -76,9 +73,22 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
     links.push_back(partners.back().get());
   }
   RpcDestination destination(*channel, r.to());
-  SourceRun source(host, id);
-  Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs};
-  return Coordinator(settings, source, destination, links, say).migrate(r.container(), r.to(), id);
+  Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs,
+                                 r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes};
+  for (int tries = 1;; tries++) {
+    std::uint32_t id = 0;
+    while (!id)
+      if (getrandom(&id, sizeof id, 0) != sizeof id) return refuse("no random numbers");
+    // An application that changes its resources all the time has to wait with that in the end.
+    SourceRun source(host, id, tries == kMigrateTries);
+    Coordinator coordinator(settings, source, destination, links, say);
+    auto summary = coordinator.migrate(r.container(), r.to(), id);
+    summary.set_tries(static_cast<std::uint32_t>(tries));
+    if (!coordinator.try_again() || tries == kMigrateTries) return summary;
+    wire::Progress p;
+    p.set_note(fmt::format("trying again ({} of {}): {}", tries + 1, kMigrateTries, summary.error()));
+    say(p);
+  }
 }
 
 // A process that is suspended and that no migration holds: its migrd died meanwhile.

@@ -63,11 +63,13 @@ class ProcessSession {
   Result<Reply> request(std::uint16_t type, std::uint32_t migration, std::uint64_t arg, const void* records,
                         std::size_t count, std::size_t record_size, int limit_ms);
 
+  /// @param answer_arg: the reply's arg goes there
   template <class Out = migr_qp_ref, class In = migr_qp_ref>
   Result<std::vector<Out>> ask(std::uint16_t type, std::uint32_t migration, std::span<const In> in, int limit_ms,
-                               std::uint64_t arg = 0) {
+                               std::uint64_t arg = 0, std::uint64_t* answer_arg = nullptr) {
     auto r = request(type, migration, arg, in.data(), in.size(), sizeof(In), limit_ms);
     if (!r) return r.error();
+    if (answer_arg) *answer_arg = r->arg;
     if (!r->records.empty() && r->record_size != sizeof(Out)) return wrong_size(type, r->record_size, sizeof(Out));
     std::vector<Out> out(r->records.size() / sizeof(Out));
     if (!out.empty()) std::memcpy(out.data(), r->records.data(), r->records.size());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "runc.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -110,16 +111,36 @@ Result<std::vector<pid_t>> Runc::pids(const ContainerState& c) const {
   return pids;
 }
 
-void Runc::warm_up() const {
-  for (const char* program : {"criu", "iptables-restore", "ip6tables-restore"}) (void)run_command({program, "--version"}, {}, kHookMs);
-}
-
 Status Runc::early_images(const std::string& id, const std::string& images) const {
   return run({"checkpoint-rdma", "--descriptors", "--image-path", images, id}, kRuncMs, "runc checkpoint-rdma --descriptors");
 }
 
-Status Runc::checkpoint(const std::string& id, const std::string& images, const std::string& work) const {
-  return run({"checkpoint-rdma", "--image-path", images, "--work-path", work, id}, kCheckpointMs, "checkpoint of " + id);
+Status Runc::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
+  Env with_record = env();
+  with_record.push_back("MIGR_IMAGE_DIR=" + images);
+  auto r = run_checked(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id}), with_record, kCheckpointMs);
+  if (!r) return Error{r.error().code, "pre-dump of " + id + ": " + r.error().text};
+  return {};
+}
+
+Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
+                                     const std::string& log) const {
+  Argv a = {"checkpoint-rdma", "--wait", "--image-path", images, "--work-path", work};
+  if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
+  a.push_back(id);
+  return Child::start(command(std::move(a)), env(), log, true);
+}
+
+Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
+  const std::string what = "checkpoint of " + id + ": ";
+  if (auto s = ahead.running() ? ahead.say("begin") : Status(); !s) return Error{s.error().code, what + s.error().text};
+  if (!ahead.wait(kCheckpointMs)) {
+    ahead.signal(SIGKILL);
+    return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms"};
+  }
+  if (!ahead.status()) return {};
+  constexpr std::size_t kSaid = 2048;
+  return Error{ECHILD, what + CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line()};
 }
 
 Status Runc::resume(const std::string& id) const {
@@ -136,10 +157,6 @@ Status Runc::remove(const std::string& id) const {
 Result<Child> Runc::partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
                                     const std::string& work, const std::string& log) const {
   return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), env(), log);
-}
-
-Status Runc::full_restore(const std::string& id, const std::string& images) const {
-  return run({"full-restore", "--image-path", images, id}, kRuncMs, "runc full-restore " + id);
 }
 
 Status Runc::net(const std::string& verb, const std::string& bundle, const std::string& id) const {

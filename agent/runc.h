@@ -33,15 +33,19 @@ class Runc {
   Status check_verbs() const;
   /// All processes of a running container, in our pid namespace.
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
-  /// Starts what a checkpoint or restore will start, for nothing: its pages are in memory then.
-  void warm_up() const;
   Status early_images(const std::string& id, const std::string& images) const;
-  Status checkpoint(const std::string& id, const std::string& images, const std::string& work) const;
+  /// Memory of the running container to `to`. `images` holds migr.img.
+  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const;
+  /// Starts a checkpoint that gets ready and waits: until checkpoint() says so it touches nothing. It writes to `log`.
+  /// @param parent  relative to `images`: a pre-dump, whose unchanged pages are left out; empty: none
+  Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
+                                 const std::string& log) const;
+  /// Leaves the container paused.
+  Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const;
   Status resume(const std::string& id) const;
   Status remove(const std::string& id) const;
   Result<Child> partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
                                 const std::string& work, const std::string& log) const;
-  Status full_restore(const std::string& id, const std::string& images) const;
   /// Network hook; nothing to do when none is configured or the bundle asks for none.
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
 

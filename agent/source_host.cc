@@ -55,6 +55,14 @@ Json read_json(const std::string& path) {
   return in ? Json::parse(in, nullptr, false) : Json();
 }
 
+// 0: it has ended.
+std::uint64_t resident_bytes(pid_t pid) {
+  std::ifstream in("/proc/" + std::to_string(pid) + "/statm");
+  std::uint64_t size = 0, resident = 0;
+  in >> size >> resident;
+  return resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
 std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), 16}; }
 
 std::mutex born_mutex;
@@ -162,6 +170,9 @@ void SourceHost::recover() {
 // ---- one migration
 
 SourceRun::~SourceRun() {
+  if (hold_)
+    for (auto& p : processes_)
+      if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
   host_.claim(info_.instances, false);
   if (!busy_) return;
   std::lock_guard lock(host_.mutex_);
@@ -210,29 +221,57 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   }
   info_.id = container;
   info_.bundle = state->bundle;
-  auto pids = host_.runc_.pids(*state);
-  if (!pids) return pids.error();
+  state_ = *state;
+  auto all = host_.runc_.pids(state_);
+  if (!all) return all.error();
+  for (const pid_t pid : *all) info_.memory_bytes += resident_bytes(pid);
+  auto found = contexts_now();
+  if (!found) return found.error();
+  std::set<pid_t> pids;
+  for (const auto& [ctx, pid] : *found) pids.insert(pid);
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error();
-  for (const pid_t pid : *pids) {
+  for (const pid_t pid : pids) {
+    const auto owner = static_cast<std::uint32_t>(processes_.size());
+    Process p{pid, host_.sessions_.by_pid(pid), {}, 0};
+    // First its own view, which says of which state it is: what changes later is noticed.
+    const bool asked = p.session && p.session->state() == MIGR_PROC_RUNNING && !host_.claims(p.session->instance());
+    Status described;
+    if (asked) {
+      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs, hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
+      if (fds) p.fds = *fds;
+      described = fds;
+    }
     auto ctxs = kernel->contexts(pid);
     if (!ctxs) return ctxs.error();
-    if (ctxs->empty()) continue;
-    const auto owner = static_cast<std::uint32_t>(processes_.size());
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) return s.error();
       if (auto s = inspect_context(c, owner); !s) return s.error();
     }
-    auto session = host_.sessions_.by_pid(pid);
-    if (!session)
+    if (!p.session)
       return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; does the container have " +
                                  host_.config_.run_dir + " mounted?"};
-    if (session->state() != MIGR_PROC_RUNNING) return Error{EBUSY, session->label() + " is suspended"};
-    if (host_.claims(session->instance())) return Error{EBUSY, session->label() + " is part of another migration"};
-    info_.instances.push_back(session->instance());
-    processes_.push_back({pid, session});
+    if (!asked)
+      return Error{EBUSY, p.session->label() + (p.session->state() != MIGR_PROC_RUNNING ? " is suspended" : " is part of another migration")};
+    processes_.push_back(std::move(p));
+    if (!described) return described.error();
+    info_.instances.push_back(processes_.back().session->instance());
   }
   return info_;
+}
+
+// Every RDMA context in the container, with its process.
+Result<std::map<std::uint32_t, pid_t>> SourceRun::contexts_now() const {
+  auto pids = host_.runc_.pids(state_);
+  if (!pids) return pids.error();
+  auto kernel = KernelRecord::open();
+  if (!kernel) return kernel.error();
+  auto all = kernel->contexts();
+  if (!all) return all.error();
+  std::map<std::uint32_t, pid_t> found;
+  for (const auto& c : *all)
+    if (const auto pid = static_cast<pid_t>(c.rec.pid); std::find(pids->begin(), pids->end(), pid) != pids->end()) found[c.rec.ctx_id] = pid;
+  return found;
 }
 
 Result<std::string> SourceRun::record(std::uint32_t) {
@@ -242,18 +281,29 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   fs::create_directories(dir + "/work", ec);
   if (ec) return Error{ec.value(), "making " + dir + ": " + ec.message()};
   host_.claim(info_.instances, true);
-  warm_ = std::async(std::launch::async, [this] { host_.runc_.warm_up(); });
   std::vector<DescribedProcess> described;
-  for (auto& p : processes_) {
-    auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs);
-    if (!fds) return fds.error();
-    described.push_back({p.pid, p.session->instance(), *fds});
-  }
+  for (auto& p : processes_) described.push_back({p.pid, p.session->instance(), p.fds});
   if (!described.empty())
     if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
   if (auto s = host_.save(id_, {wire::OPEN, info_.id, info_.bundle, info_.instances}); !s) return s.error();
+  if (auto s = checkpoint_ahead(""); !s) return s.error();
   return dir + "/images";
+}
+
+Status SourceRun::checkpoint_ahead(const std::string& parent) {
+  const std::string dir = host_.folder(id_);
+  auto ahead = host_.runc_.checkpoint_ahead(info_.id, dir + "/images", parent, dir + "/work", dir + "/checkpoint.out");
+  if (ahead) ahead_ = std::move(*ahead);
+  return ahead;
+}
+
+Result<std::string> SourceRun::pre_dump() {
+  const std::string dir = host_.folder(id_), to = dir + "/" + kPreCopyDir;
+  if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, dir + "/work-pre-copy"); !s) return s.error();
+  // The checkpoint that waits knows nothing of it: another takes its place.
+  if (auto s = checkpoint_ahead(std::string("../") + kPreCopyDir); !s) return s.error();
+  return to;
 }
 
 Status SourceRun::each(const std::function<Status(Process&)>& f) {
@@ -268,7 +318,7 @@ Status SourceRun::each(const std::function<Status(Process&)>& f) {
 
 Status SourceRun::suspend() {
   return each([this](Process& p) -> Status {
-    if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs); !s) return s;
+    if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs, p.described); !s) return s;
     auto seen = p.session->wait_threads_outside(kSuspendMs);
     if (seen) spdlog::debug("{}: {} threads outside, {} stops, {} unwound", p.session->label(), seen->threads, seen->stops, seen->unwound);
     return seen;
@@ -284,10 +334,18 @@ Status SourceRun::rollback() {
 }
 
 Status SourceRun::freeze() {
-  return each([this](Process& p) -> Status {
-    if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs); !s) return s;
+  auto s = each([this](Process& p) -> Status {
+    if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs, p.described); !s) return s;
     return host_.sessions_.wait_closed(p.session, kProcessMs);
   });
+  if (!s) return s;
+  // Processes that were here did not change; one may have come.
+  auto now = contexts_now();
+  if (!now) return now.error();
+  for (const auto& [ctx, pid] : *now)
+    if (std::none_of(info_.ctxs.begin(), info_.ctxs.end(), [&](const auto& c) { return c.first == ctx; }))
+      return Error{EAGAIN, "process " + std::to_string(pid) + " of the container has opened an RDMA device meanwhile"};
+  return {};
 }
 
 Status SourceRun::reconnect() {
@@ -309,7 +367,7 @@ Status SourceRun::thaw() { return host_.runc_.resume(info_.id); }
 
 Status SourceRun::checkpoint() {
   const std::string dir = host_.folder(id_);
-  auto s = host_.runc_.checkpoint(info_.id, dir + "/images", dir + "/work");
+  auto s = host_.runc_.checkpoint(ahead_, info_.id, dir + "/checkpoint.out");
   if (!s) {
     // The log is what tells; keep it when the folder goes.
     const std::string kept = host_.config_.state_dir + "/failed-dump.log";

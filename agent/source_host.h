@@ -3,7 +3,6 @@
 // says after a crash what has to be taken back.
 #pragma once
 
-#include <future>
 #include <map>
 #include <mutex>
 #include <set>
@@ -50,10 +49,12 @@ class SourceHost final : public Role {
 /// One migration away from here.
 class SourceRun final : public Source {
  public:
-  SourceRun(SourceHost& host, std::uint32_t id) : host_(host), id_(id) {}
+  /// `hold`: what changes the record waits in the processes, until they run again.
+  SourceRun(SourceHost& host, std::uint32_t id, bool hold) : host_(host), id_(id), hold_(hold) {}
   ~SourceRun() override;
   Result<ContainerInfo> inspect(const std::string& container) override;
   Result<std::string> record(std::uint32_t id) override;
+  Result<std::string> pre_dump() override;
   Status suspend() override;
   Status drain() override;
   Status rollback() override;
@@ -71,17 +72,23 @@ class SourceRun final : public Source {
   struct Process {
     pid_t pid;
     std::shared_ptr<ProcessSession> session;
+    std::vector<migr_fd_desc> fds;
+    std::uint64_t described = 0;  // the state of its record
   };
+  Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
   Status each(const std::function<Status(Process&)>& f);  // all at once
+  Status checkpoint_ahead(const std::string& parent);
   bool born_here(std::uint32_t vqpn) const;
 
   SourceHost& host_;
   const std::uint32_t id_;
+  const bool hold_;
+  ContainerState state_;
   ContainerInfo info_;
   std::vector<Process> processes_;
   bool busy_ = false;
-  std::future<void> warm_;
+  Child ahead_;  // the checkpoint, waiting
 };
 
 /// The vQPNs that processes were born with on this host, while they live anywhere

@@ -2,6 +2,7 @@
 // The coordinator with played roles: the order of the steps, and that a failure at
 // any of them takes back what was done, in reverse, and nothing else.
 #include "agent/coordinator.h"
+#include "agent/limits.h"
 
 #include <gtest/gtest.h>
 
@@ -42,6 +43,7 @@ struct FakeSource final : Source {
   explicit FakeSource(Play& play) : p(play) {}
   Play& p;
   std::vector<wire::Outcome> decided;
+  std::uint64_t memory_bytes = kPreCopyFromBytes;
   Result<ContainerInfo> inspect(const std::string& c) override {
     if (auto s = p.did("s.inspect"); !s) return s.error();
     ContainerInfo i;
@@ -52,11 +54,16 @@ struct FakeSource final : Source {
     i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22}};
     i.vqpns = {0x11};
     i.resources.set_qp(1);
+    i.memory_bytes = memory_bytes;
     return i;
   }
   Result<std::string> record(std::uint32_t) override {
     if (auto s = p.did("s.record"); !s) return s.error();
     return std::string("/early");
+  }
+  Result<std::string> pre_dump() override {
+    if (auto s = p.did("s.pre_dump"); !s) return s.error();
+    return std::string("/pre-copy");
   }
   Status suspend() override { return p.did("s.suspend"); }
   Status drain() override { return p.did("s.drain"); }
@@ -96,7 +103,8 @@ struct FakeDestination final : DestinationLink {
     connected = r;
     return p.did("d.connect");
   }
-  Status upload(std::uint32_t, const std::string&, std::atomic<std::uint64_t>& b) override {
+  Status upload(std::uint32_t, const std::string&, bool pre_copy, std::atomic<std::uint64_t>& b) override {
+    if (pre_copy) return p.did("d.pre_upload");
     b += 1000;
     return p.did("d.upload");
   }
@@ -208,7 +216,7 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   EXPECT_GT(r.service_blackout_ms(), 0);
   ASSERT_EQ(r.partners_size(), 1);
   EXPECT_EQ(r.partners(0), "p");
-  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.suspend", "s.drain", "s.freeze", "s.detach",
+  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze", "s.detach",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.prepare", "p.connect", "p.suspend", "p.drain", "p.switch", "s.decide", "p.keys", "p.resume"});
   // Both suspended before either drains.
@@ -265,6 +273,7 @@ INSTANTIATE_TEST_SUITE_P(
         Arc{"d.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}},
         Arc{"p.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback"}},
         Arc{"p.connect", {"p.rollback", "d.abort"}, {"s.suspend", "s.rollback"}},
+        Arc{"d.pre_upload", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}},
         Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}},
         Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}},
         Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}},
@@ -366,6 +375,22 @@ TEST(Coordinator, FailureAfterTheCommitNeverGoesBack) {
   }
 }
 
+TEST(Coordinator, LittleMemoryIsNotCopiedAhead) {
+  Scene s;
+  s.source.memory_bytes = kPreCopyFromBytes - 1;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_FALSE(s.play.has("s.pre_dump"));
+}
+
+TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
+  Scene s;
+  s.play.fail = "s.pre_dump";
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_FALSE(s.play.has("d.pre_upload"));
+  EXPECT_TRUE(s.play.has("d.upload"));
+}
+
 TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   Scene s;
   s.play.fail = "s.thaw";  // fails while going back ...
@@ -377,7 +402,7 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
 }
 
 TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
-  for (const char* f : {"prepare", "connect", "suspend", "drain", "freeze", "copy", "ready", "commit"}) {
+  for (const char* f : {"prepare", "connect", "pre-copy", "suspend", "drain", "freeze", "copy", "ready", "commit"}) {
     Scene s;
     const auto r = s.run(std::string(f) + ":fail");
     EXPECT_FALSE(r.migrated()) << f;

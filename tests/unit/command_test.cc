@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "agent/command.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+namespace migr {
+namespace {
+
+constexpr int kPatienceMs = 5000;
+
+struct Command : ::testing::Test {
+  Command() {
+    char name[] = "/tmp/command_test.XXXXXX";
+    folder = mkdtemp(name);
+    log = folder + "/log";
+  }
+  ~Command() override { (void)run_command({"rm", "-r", folder}, {}, kPatienceMs); }
+  std::string folder, log;
+};
+
+TEST_F(Command, OutputStatusAndEnvironmentComeBack) {
+  auto r = run_command({"sh", "-c", "echo out; echo \"err $WHO\" >&2; exit 3"}, {"WHO=me"}, kPatienceMs);
+  ASSERT_TRUE(r);
+  EXPECT_EQ(r->status, 3);
+  EXPECT_EQ(r->out, "out\n");
+  EXPECT_EQ(r->last_line(), "err me");
+}
+
+TEST_F(Command, ThatTakesTooLongIsKilledWithWhatItStarted) {
+  auto r = run_command({"sh", "-c", "(sleep 2; touch \"$1\") & sleep 30", "sh", log}, {}, 300);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT);
+  sleep(3);
+  EXPECT_NE(access(log.c_str(), F_OK), 0) << "its child went on";
+}
+
+TEST_F(Command, ThatIsNotThereIsNamed) {
+  auto r = run_command({"/nowhere/program"}, {}, kPatienceMs);
+  ASSERT_FALSE(r);
+  EXPECT_NE(r.error().text.find("/nowhere/program"), std::string::npos) << r.error().text;
+}
+
+TEST_F(Command, ChildReadsWhatItIsTold) {
+  auto c = Child::start({"sh", "-c", "read x; echo \"got $x\"; exit 4"}, {}, log, true);
+  ASSERT_TRUE(c);
+  EXPECT_FALSE(c->wait(300)) << "it did not wait";
+  ASSERT_TRUE(c->say("begin"));
+  ASSERT_TRUE(c->wait(kPatienceMs));
+  EXPECT_EQ(c->status(), 4);
+  EXPECT_EQ(tail_of(log, 100), "got begin\n");
+}
+
+TEST_F(Command, ChildThatIsLetGoReadsItsEnd) {
+  {
+    auto c = Child::start({"sh", "-c", "trap '' TERM; read x || touch \"$1\"; sleep 30", "sh", log + ".end"}, {}, log, true);
+    ASSERT_TRUE(c);
+    usleep(200'000);
+  }
+  // Killed at once, too: whether it came to see the end does not matter, that it is gone does.
+  auto left = run_command({"pgrep", "-f", log + ".end"}, {}, kPatienceMs);
+  ASSERT_TRUE(left);
+  EXPECT_NE(left->status, 0) << left->out;
+}
+
+TEST_F(Command, ChildWithoutInputReadsItsEndAtOnce) {
+  auto c = Child::start({"sh", "-c", "read x; exit $?"}, {}, log);
+  ASSERT_TRUE(c);
+  ASSERT_TRUE(c->wait(kPatienceMs));
+  EXPECT_EQ(c->status(), 1);
+}
+
+}  // namespace
+}  // namespace migr
