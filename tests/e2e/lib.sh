@@ -261,50 +261,71 @@ peer_wait() {	# NAME SECONDS: @return the exit status of the program
 
 # ---- the verifying application in a container on HOST, its partner on peer
 
+# VERIFY_PROCESSES: so many of them in one container, each with its partner.
+VERIFY_PROCESSES=${VERIFY_PROCESSES:-1}
+verify_names() { local k; for ((k = 1; k <= VERIFY_PROCESSES; k++)); do echo "verify${k#1}"; done; }
+
 # start_verify HOST ID OPTION...: options of migr_verify, for both ends where both need them. The traffic is held at
 # E2E_RATE work requests per second and end: emulated hosts share their processors, and migrating needs some, too.
 start_verify() {
 	local h=$1 id=$2
 	shift 2
-	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate "$E2E_RATE" "$@"
-	local both=() o
+	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
+	local both=() o name port=18525
 	for o in "$@"; do
 		case $o in --events|--wr-api|--rnr) both+=("$o") ;; esac
 	done
-	on_sh peer 'rm -f /tmp/verify.status'
-	start_peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --status /tmp/verify.status \
-		--samples /mnt/out/verify.samples --json /mnt/out/verify.json "${both[@]}" || return 1
-	start_container "$h" "$id" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
+	on_sh peer 'rm -f /tmp/verify*.status'
+	for name in $(verify_names); do
+		start_peer "$name" "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --port $((port++)) \
+			--status "/tmp/$name.status" --samples "/mnt/out/$name.samples" --json "/mnt/out/$name.json" "${both[@]}" || return 1
+	done
+	# shellcheck disable=SC2016
+	start_container "$h" "$id" bash -c '
+		bad=0 pids=()
+		for ((k = 0; k < $1; k++)); do "${@:2}" --port $((18525 + k)) & pids+=($!); done
+		for p in "${pids[@]}"; do wait "$p" || bad=$?; done
+		exit $bad
+	' bash "$VERIFY_PROCESSES" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
 	until_true 60 verify_moves || { peer_log verify >&2; container_log "$h" "$id" >&2; fail "no traffic between container $id and peer"; }
 }
 
-verify_bytes() { on peer cat /tmp/verify.status 2>/dev/null | jq -r .bytes; }
+# shellcheck disable=SC2046 # names of one word
+verify_bytes() { on_sh peer 'for n in "$@"; do cat "/tmp/$n.status" || exit 1; done' $(verify_names | xargs) 2>/dev/null | jq -r .bytes; }
+# Every one of them has more than a second ago.
 verify_moves() {
 	local a b
 	a=$(verify_bytes)
-	[ -n "$a" ] && sleep 1 && b=$(verify_bytes) && [ -n "$b" ] && [ "$b" -gt "$a" ]
+	[ "$(wc -w <<<"$a")" = "$VERIFY_PROCESSES" ] && sleep 1 && b=$(verify_bytes) && [ "$(wc -w <<<"$b")" = "$VERIFY_PROCESSES" ] &&
+		paste <(echo "$a") <(echo "$b") | awk '$2 <= $1 {bad = 1} END {exit bad}'
 }
 
 # expect_traffic: bytes go on to flow, and neither end has found a fault.
 expect_traffic() {
-	local s
-	until_true 30 verify_moves || { on peer cat /tmp/verify.status >&2; peer_log verify >&2; fail "the traffic has stopped"; return 1; }
-	s=$(on peer cat /tmp/verify.status)
-	[ "$(jq -r .errors <<<"$s")" = 0 ] || fail "fault found by the partner: $(jq -r .first_error <<<"$s")"
+	local s name
+	until_true 30 verify_moves || { on_sh peer 'cat /tmp/verify*.status' >&2; peer_log verify >&2; fail "the traffic has stopped"; return 1; }
+	for name in $(verify_names); do
+		s=$(on peer cat "/tmp/$name.status")
+		[ "$(jq -r .errors <<<"$s")" = 0 ] || fail "fault found by the partner $name: $(jq -r .first_error <<<"$s")" || return 1
+	done
 }
 
 # stop_verify ID: ends it, and checks what both ends say. The results: $E2E_OUT/ID.{container,peer}.json
 stop_verify() {
-	local id=$1 h bad=0
+	local id=$1 h bad=0 name
 	h=$(container_host "$id") || return 1
 	container_exec "$h" "$id" touch /tmp/stop
 	container_wait "$h" "$id" 120 || bad=$?
 	container_exec "$h" "$id" sh -c 'grep "^{" /tmp/log' >"$E2E_OUT/$id.container.json"
 	[ $bad = 0 ] || { container_log "$h" "$id" >&2; fail "migr_verify in container $id ended with status $bad"; return 1; }
-	peer_wait verify 60 || { bad=$?; peer_log verify >&2; fail "migr_verify on peer ended with status $bad"; return 1; }
-	cp "$(peer_file verify.json)" "$E2E_OUT/$id.peer.json"
+	: >"$E2E_OUT/$id.peer.json"
+	for name in $(verify_names); do
+		peer_wait "$name" 60 || { bad=$?; peer_log "$name" >&2; fail "migr_verify on peer ended with status $bad"; return 1; }
+		cat "$(peer_file "$name.json")" >>"$E2E_OUT/$id.peer.json"
+	done
 	cp "$(peer_file verify.samples)" "$E2E_OUT/$id.samples"
-	jq -es 'all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
+	jq -es --argjson n $((2 * VERIFY_PROCESSES)) \
+		'length == $n and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
 		"$E2E_OUT/$id.container.json" "$E2E_OUT/$id.peer.json" >/dev/null ||
 		{ cat "$E2E_OUT/$id".*.json >&2; fail "container $id: not every work request was completed without a fault"; return 1; }
 	container_remove "$h" "$id"
@@ -312,11 +333,11 @@ stop_verify() {
 
 # ---- migration
 
-# migrate ID TO [OUT.json]: @return the status of migrctl; its JSON goes to OUT.json, progress to stderr.
+# MIGRATE_OPTIONS: more of them. migrate ID TO [OUT.json]: @return the status of migrctl; its JSON goes to OUT.json, progress to stderr.
 migrate() {
 	local from
 	from=$(container_host "$1") || return 99
-	testbed exec "$from" -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl migrate "$1" --to "$2" --json >"${3:-$E2E_OUT/migrate.json}"
+	testbed exec "$from" -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl migrate "$1" --to "$2" ${MIGRATE_OPTIONS:-} --json >"${3:-$E2E_OUT/migrate.json}"
 }
 
 migrate_ok() {	# ID TO [OUT.json]

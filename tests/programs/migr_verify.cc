@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "verify/churn.h"
 #include "verify/fabric.h"
 #include "verify/report.h"
 
@@ -69,6 +70,7 @@ class Run {
   std::uint64_t exchange_results();
   Json summary() const;
   void abort_partner(const std::string& why);
+  ibv_context* context() { return f_.context.get(); }
   Faults& faults() { return faults_; }
   const Samples& samples() const { return samples_; }
 
@@ -722,8 +724,10 @@ int run(const Options& o) {
     throw;
   }
   std::uint64_t theirs = 0;
+  Churn churn(r->context(), o.churn_ms);
   try {
     r->traffic();
+    if (const std::string failed = churn.stop(); !failed.empty()) r->faults().add(Fault::kOther, failed);
     r->verify();
     theirs = r->exchange_results();
   } catch (const RunError& e) {
@@ -732,7 +736,7 @@ int run(const Options& o) {
   } catch (const PeerError& e) {
     r->faults().add(Fault::kOther, e.what());
   }
-  const std::string line = r->summary().field("partner_errors", theirs).text() + "\n";
+  const std::string line = r->summary().field("partner_errors", theirs).field("churn_rounds", churn.rounds()).text() + "\n";
   std::fputs(line.c_str(), stdout);
   std::fflush(stdout);
   bool written = true;

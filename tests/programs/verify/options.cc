@@ -26,6 +26,7 @@ constexpr const char kHelp[] =
   --events          sleep on a completion channel instead of polling
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
+  --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -67,7 +68,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kChurn, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -77,7 +78,8 @@ Options parse_options(int argc, char** argv) {
       {"iterations", 1, nullptr, kIterations}, {"rate", 1, nullptr, kRate},
       {"events", 0, nullptr, kEvents},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
-      {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
+      {"query", 0, nullptr, kQuery},         {"churn", 1, nullptr, kChurn},
+      {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
       {"port", 1, nullptr, kPort},           {"bind", 1, nullptr, kBind},
       {"connect", 1, nullptr, kConnect},     {"stall", 1, nullptr, kStall},
@@ -104,6 +106,7 @@ Options parse_options(int argc, char** argv) {
       case kEvents: o.events = true; break;
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
+      case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;
       case kIbPort: o.ib_port = static_cast<int>(number(n, optarg, 1, 255)); break;

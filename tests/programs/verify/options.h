@@ -22,6 +22,7 @@ struct Options {
   bool wr_api = false;
   bool rnr = false;        // post too few receives on purpose
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
+  int churn_ms = 0;        // make and destroy resources beside the traffic; 0: do not
   double seconds = 0;      // 0: until stopped
   double stall = 120;      // seconds without any progress that are an error
   double connect = 30;     // seconds to wait for the partner

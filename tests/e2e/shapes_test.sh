@@ -1,0 +1,30 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# Services of other shapes than one process with resources that stay: several processes, resources that come and go.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+moved() {	# OPTION...: src to dst
+	start_verify src shape "$@" && migrate_ok shape dst && expect_traffic && stop_verify shape || { e2e_logs; e2e_reset; return 1; }
+}
+several_processes() { VERIFY_PROCESSES=3 moved "$@"; }
+# The record never holds still: two tries find that out before anything is stopped, the third makes such calls wait.
+churn() {
+	moved --churn 20 "$@" &&
+		{ jq -e '.tries == 3' "$E2E_OUT/migrate.json" >/dev/null || { cat "$E2E_OUT/migrate.json" >&2; fail "it was not tried three times"; }; } &&
+		{ jq -es 'all(.[]; .churn_rounds > 20)' "$E2E_OUT/shape.container.json" >/dev/null || fail "too few resources were made"; }
+}
+
+# Memory that the NIC writes all the while: what the copy made ahead has of it is old when the container stops.
+memory_ahead() {
+	MIGRATE_OPTIONS=--pre-copy moved --mode mixed --qps 2 --size 16384 --depth 32 &&
+		{ jq -e '.bytes_pre_copied > 3e6 and .phases_ms["pre-copy"] > 0' "$E2E_OUT/migrate.json" >/dev/null ||
+			{ cat "$E2E_OUT/migrate.json" >&2; fail "no memory was copied ahead of the stop"; }; }
+}
+
+step "memory copied ahead of the stop" memory_ahead
+step "three processes in one container" several_processes --mode mixed --qps 2
+step "resources that come and go all the time" churn --mode mixed --qps 2
+e2e_end
