@@ -29,58 +29,39 @@ Function* next(Function*, const char* name, const char* library) {
   return reinterpret_cast<Function*>(symbol);
 }
 
-/// The provider's object behind one of ours; any other as it is.
+/// Caller holds the Registry's lock. Null: not one of ours.
 template <class Shadow>
 Shadow* find(const std::vector<Shadow*>& all, const void* object) {
   for (Shadow* shadow : all)
     if (shadow == object) return shadow;
   return nullptr;
 }
-ibv_qp* behind(ibv_qp* qp) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  QpShadow* shadow = find(registry.qps, qp);
-  return shadow ? shadow->real : qp;
-}
-ibv_cq* behind(ibv_cq* cq) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  CqShadow* shadow = find(registry.cqs, cq);
-  return shadow ? shadow->real : cq;
-}
-ibv_srq* behind(ibv_srq* srq) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  SrqShadow* shadow = find(registry.srqs, srq);
-  return shadow ? shadow->real : srq;
-}
-ibv_qp_ex* behind(ibv_qp_ex* qp) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  QpShadow* shadow = find(registry.qps, qp);
-  return shadow ? shadow->real_ex : qp;
-}
-ibv_cq_ex* behind(ibv_cq_ex* cq) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  CqShadow* shadow = find(registry.cqs, cq);
-  return shadow ? shadow->real_ex : cq;
-}
 
+/// The provider's object behind one of ours; any other as it is.
+template <class Object, class Shadow>
+Object* behind(Object* object, std::vector<Shadow*> Registry::*all, Object* Shadow::*real) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  Shadow* shadow = find(registry.*all, object);
+  return shadow ? shadow->*real : object;
+}
+ibv_qp* behind(ibv_qp* qp) { return behind(qp, &Registry::qps, &QpShadow::real); }
+ibv_cq* behind(ibv_cq* cq) { return behind(cq, &Registry::cqs, &CqShadow::real); }
+ibv_srq* behind(ibv_srq* srq) { return behind(srq, &Registry::srqs, &SrqShadow::real); }
+ibv_qp_ex* behind(ibv_qp_ex* qp) { return behind(qp, &Registry::qps, &QpShadow::real_ex); }
+ibv_cq_ex* behind(ibv_cq_ex* cq) { return behind(cq, &Registry::cqs, &CqShadow::real_ex); }
+
+template <class Object, class Shadow>
+Object* of_family(Object* object, std::vector<Shadow*> Registry::*all, const char* made_by) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  if (Shadow* shadow = find(registry.*all, object)) shadow->immovable = made_by;
+  return object;
+}
 /// A new object of this family's own kind. The family's wr_* calls (mlx5dv_wr_memcpy..) read wr_id and wr_flags from the
 /// provider's ibv_qp_ex: ibv_qp_to_qp_ex() gives that of such a QP.
-ibv_qp* of_family(ibv_qp* qp, const char* made_by) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  if (QpShadow* shadow = find(registry.qps, qp)) shadow->immovable = made_by;
-  return qp;
-}
-ibv_cq_ex* of_family(ibv_cq_ex* cq, const char* made_by) {
-  Registry& registry = Registry::get();
-  auto guard = registry.enter();
-  if (CqShadow* shadow = find(registry.cqs, cq)) shadow->immovable = made_by;
-  return cq;
-}
+ibv_qp* of_family(ibv_qp* qp, const char* made_by) { return of_family(qp, &Registry::qps, made_by); }
+ibv_cq_ex* of_family(ibv_cq_ex* cq, const char* made_by) { return of_family(cq, &Registry::cqs, made_by); }
 
 void cannot_move(const char* what) {
   Registry& registry = Registry::get();
