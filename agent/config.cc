@@ -6,7 +6,28 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "fault.h"
+
 namespace migr {
+
+namespace {
+
+Status set_limit(const std::string& name, const nlohmann::json& value) {
+  static const std::map<std::string, int*> limits = {
+#define X(id, name, ms) {name, &id},
+      MIGR_LIMITS(X)
+#undef X
+  };
+  const auto l = limits.find(name);
+  if (l == limits.end()) return Error{EINVAL, "unknown limit \"" + name + "\""};
+  constexpr int kMostMs = 24 * 3600 * 1000;
+  if (!value.is_number_integer() || value < 1 || value > kMostMs)
+    return Error{EINVAL, "limit \"" + name + "\" has to be 1.." + std::to_string(kMostMs) + " ms"};
+  *l->second = value;
+  return {};
+}
+
+}  // namespace
 
 const Peer* Config::peer(const std::string& wanted) const {
   for (const Peer& p : peers)
@@ -38,12 +59,17 @@ Result<Config> load_config(const std::string& path) {
           return Error{EINVAL, path + ": each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
         c.peers.push_back({p["name"], p["address"]});
       }
+    } else if (key == "limits") {
+      if (!value.is_object()) return Error{EINVAL, path + ": \"limits\" has to be an object"};
+      for (const auto& [name, ms] : value.items())
+        if (auto l = set_limit(name, ms); !l) return Error{EINVAL, path + ": " + l.error().text};
     } else {
       return Error{EINVAL, path + ": unknown key \"" + key + "\""};
     }
   }
   if (c.name.empty()) return Error{EINVAL, path + ": \"name\" of this host is missing"};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;
+  if (auto s = check_faults(c.fault); !s) return s.error();
   return c;
 }
 

@@ -32,7 +32,7 @@ struct Config {
   const Peer* peer(const std::string& name) const;
 };
 
-/// Errors name the file and the key. An unknown key is an error too.
+/// Errors name the file and the key. An unknown key is an error too. Its "limits" become those of limits.h.
 Result<Config> load_config(const std::string& path);
 
 }  // namespace migr

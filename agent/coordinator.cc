@@ -44,13 +44,14 @@ void Coordinator::note(const std::string& text) {
   say_(p);
 }
 
-Status Coordinator::phase(const std::string& name, const std::function<Status()>& f) {
+Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
+  std::string name(kFaultSteps[static_cast<std::size_t>(step)]);
+  name = name.substr(name.find('.') + 1);
   wire::Progress p;
   p.set_phase(name);
   say_(p);
   const double start = now_ms();
-  Status s = fault(set_.fault, name);
-  if (s) s = f();
+  const Status s = fault_step(set_.fault, step, f);
   const double ms = now_ms() - start;
   spdlog::info("migration {:08x}: {} {:.1f} ms{}", id_, name, ms, s ? "" : ", failed: " + s.error().text);
   auto* end = p.mutable_end();
@@ -300,13 +301,13 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   summary_.set_from(set_.self);
   summary_.set_to(to);
 
-  Status s = phase("check", [&] { return check(container, to); });
+  Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
   std::atomic<bool> stop = false;
   std::thread leases;
   if (s) {
     note("migration " + fmt::format("{:08x}", id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
          std::to_string(affected_.size()) + " partner hosts");
-    s = phase("record", [&]() -> Status {
+    s = phase(FaultStep::kSourceRecord, [&]() -> Status {
       undo_.push("files", [this]() -> Status { return source_.forget(), Status(); });
       auto f = source_.record(id_);
       if (f) early_ = *f;
@@ -316,25 +317,27 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s) {
     touched_ = true;
     leases = std::thread([&] { lease(stop); });
-    s = phase("prepare", [&] { return prepare(); });
+    s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
-  if (s) s = phase("connect", [&] { return connect(); });
-  if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase("pre-copy", [&] { return pre_copy(); });
-  if (s) s = phase("suspend", [&] {
+  if (s) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
+  if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
+  if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] { return source_.rollback(); });
     return both([&] { return source_.suspend(); }, [&](Affected& a) { return a.link->suspend(id_); });
   });
-  if (s) s = phase("drain", [&] { return both([&] { return source_.drain(); }, [&](Affected& a) { return a.link->drain(id_); }); });
-  if (s) s = phase("freeze", [&] { return freeze(); });
-  if (s) s = phase("copy", [&] { return copy(); });
-  if (s) s = phase("ready", [&] { return both([&] { return dest_.ready(id_); }, [&](Affected& a) { return a.link->switch_path(id_); }); });
-  if (s) s = phase("commit", [&] { return commit(); });
+  if (s) s = phase(FaultStep::kSourceDrain, [&] { return both([&] { return source_.drain(); }, [&](Affected& a) { return a.link->drain(id_); }); });
+  if (s) s = phase(FaultStep::kSourceFreeze, [&] { return freeze(); });
+  if (s) s = phase(FaultStep::kSourceCopy, [&] { return copy(); });
+  if (s) s = phase(FaultStep::kSourceReady, [&] { return both([&] { return dest_.ready(id_); }, [&](Affected& a) { return a.link->switch_path(id_); }); });
+  if (s) s = phase(FaultStep::kSourceCommit, [&] { return commit(); });
 
   if (!s && !committed_) {
     try_again_ = s.error().code == EAGAIN;
     if (touched_) note("going back: " + s.error().text);
     const double start = now_ms();
-    auto failed = undo_.run();
+    (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kBegin);  // nothing but the end of migrd keeps it from going back
+    const auto failed = undo_.run();
+    (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kEnd);
     std::string text = s.error().text;
     for (const auto& f : failed) text += "; while going back: " + f;
     summary_.set_error(text);
@@ -349,8 +352,8 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   } else {
     undo_.drop();
     // The container runs on the destination now, whatever comes.
-    if (s) s = phase("resume", [&] { return resume(); });
-    if (auto d = phase("destroy", [&] { return source_.destroy(); }); s) s = d;
+    if (s) s = phase(FaultStep::kSourceResume, [&] { return resume(); });
+    if (auto d = phase(FaultStep::kSourceDestroy, [&] { return source_.destroy(); }); s) s = d;
     summary_.set_migrated(true);
     if (!s) summary_.set_error("the container moved, but: " + s.error().text);
     source_.forget();

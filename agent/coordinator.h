@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "fault.h"
 #include "limits.h"
 #include "process_session.h"
 #include "status.h"
@@ -132,7 +133,7 @@ class Coordinator {
   Status resume();
   Status each_partner(const std::function<Status(Affected&)>& f);
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
-  Status phase(const std::string& name, const std::function<Status()>& f);
+  Status phase(FaultStep step, const std::function<Status()>& f);
   void note(const std::string& text);
   void lease(std::atomic<bool>& stop);
 

@@ -176,7 +176,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     return {};
   };
   out->set_name(config_.name);
-  return to_grpc(check());
+  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCheck, check));
 }
 
 grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>* reader,
@@ -211,7 +211,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
   }
 
   auto run = [&]() -> Status {
-    if (auto s = fault(config_.fault, "destination.prepare"); !s) return s;
+    if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
     std::error_code ec;
     job->made_bundle = !fs::exists(job->bundle, ec);
@@ -245,6 +245,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
       }
     }
   }
+  if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
   if (!s) abort(*job, s.error().text);
   std::lock_guard lock(job->state);
   job->lease = Clock::now();
@@ -267,10 +268,20 @@ Status DestinationHost::start_restore(Job& job) {
   return {};
 }
 
-grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
-  auto job = find(r->id());
+// A call on a migration that is open here.
+grpc::Status DestinationHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  auto job = find(id);
   if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
+  std::lock_guard lock((*job)->work);
+  const auto still_open = [&] { return (*job)->get() == wire::OPEN && !(*job)->aborting ? Status() : Error{ECANCELED, "the migration was undone here"}; };
+  if (auto s = still_open(); !s) return to_grpc(s);
+  return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
+    if (auto s = still_open(); !s) return s;  // it was taken back while a fault point slept
+    return work(**job);
+  }));
+}
+
+grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
   std::vector<migr_rc_connect> to;
   for (const auto& c : r->connections()) {
     migr_rc_connect x{};
@@ -282,29 +293,27 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
     std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
     to.push_back(x);
   }
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  return to_grpc(with_log(**job, (*job)->socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs)));
+  return step(r->id(), FaultStep::kDestinationConnect, [&](Job& job) {
+    return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
+  });
 }
 
 grpc::Status DestinationHost::Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>* reader, wire::UploadReply* out) {
   wire::UploadChunk chunk;
   if (!reader->Read(&chunk)) return {grpc::StatusCode::INVALID_ARGUMENT, "Upload without a header"};
-  auto job = find(chunk.id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  if (auto s = fault(config_.fault, "destination.upload"); !s) return to_grpc(s);
-  const std::string folder = chunk.pre_copy() ? (*job)->dir + "/" + kPreCopyDir : (*job)->images();
-  if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return to_grpc(sys_error("making " + folder));
-  TreeWriter w(folder);
-  while (reader->Read(&chunk)) {
-    if ((*job)->aborting) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-    if (auto s = w.write(chunk.file()); !s) return to_grpc(s);
-  }
-  if (auto s = w.finish(); !s) return to_grpc(s);
-  out->set_bytes(w.bytes());
-  out->set_files(w.files());
-  return grpc::Status::OK;
+  return step(chunk.id(), FaultStep::kDestinationUpload, [&](Job& job) -> Status {
+    const std::string folder = chunk.pre_copy() ? job.dir + "/" + kPreCopyDir : job.images();
+    if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return sys_error("making " + folder);
+    TreeWriter w(folder);
+    while (reader->Read(&chunk)) {
+      if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
+      if (auto s = w.write(chunk.file()); !s) return s;
+    }
+    if (auto s = w.finish(); !s) return s;
+    out->set_bytes(w.bytes());
+    out->set_files(w.files());
+    return {};
+  });
 }
 
 // Caller holds job.work. CRIU restores TCP connections only where their address is; no packet passes before the commit.
@@ -316,35 +325,25 @@ Status DestinationHost::attach_network(Job& job) {
 }
 
 grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  return to_grpc(attach_network(**job));
+  return step(m->id(), FaultStep::kDestinationAttach, [&](Job& job) { return attach_network(job); });
 }
 
 grpc::Status DestinationHost::FullRestore(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  if (auto s = fault(config_.fault, "destination.restore"); !s) return to_grpc(s);
-  if (auto s = attach_network(**job); !s) return to_grpc(s);
-  return to_grpc(with_log(**job, (*job)->socket->tell(MIGR_RC_GO, kProcessMs)));
+  return step(m->id(), FaultStep::kDestinationRestore, [&](Job& job) -> Status {
+    if (auto s = attach_network(job); !s) return s;
+    return with_log(job, job.socket->tell(MIGR_RC_GO, kProcessMs));
+  });
 }
 
 grpc::Status DestinationHost::Ready(grpc::ServerContext*, const wire::Migration* m, wire::ReadyReply* out) {
-  auto job = find(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  if (auto s = fault(config_.fault, "destination.ready"); !s) return to_grpc(s);
-  auto objects = (*job)->socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
-  if (!objects) return to_grpc(with_log(**job, objects));
-  (*job)->objects = *objects;
-  (*job)->ready = true;
-  out->set_objects(static_cast<std::uint32_t>(objects->size()));
-  return grpc::Status::OK;
+  return step(m->id(), FaultStep::kDestinationReady, [&](Job& job) -> Status {
+    auto objects = job.socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
+    if (!objects) return with_log(job, objects);
+    job.objects = *objects;
+    job.ready = true;
+    out->set_objects(static_cast<std::uint32_t>(objects->size()));
+    return {};
+  });
 }
 
 // Caller holds job.work. After it the tasks run, or never will.
@@ -359,7 +358,11 @@ Status DestinationHost::commit(Job& job) {
   for (const auto& i : job.instances)
     if (auto s = open_gate(config_.run_dir, i); !s) return abort(job, s.error().text), s;
   constexpr int kAnswerMs = 10'000;
-  std::ofstream(job.dir + "/" + kCommitMark) << "\n";
+  if (auto s = fault_step(config_.fault, FaultStep::kDestinationMark, [&] {
+        std::ofstream(job.dir + "/" + kCommitMark) << "\n";
+        return Status();
+      }); !s)
+    return abort(job, s.error().text), s;
   if (auto s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs); !s) {
     abort(job, s.error().text);
     return with_log(job, s);
@@ -380,8 +383,7 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration
   auto job = find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  if (auto s = fault(config_.fault, "destination.commit"); !s) return to_grpc(s);
-  return to_grpc(commit(**job));
+  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCommit, [&] { return commit(**job); }));
 }
 
 // Caller holds job.work.
@@ -433,8 +435,7 @@ grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration
   auto job = find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  if (auto s = fault(config_.fault, "destination.rebind"); !s) return to_grpc(s);
-  if (auto s = rebind(**job); !s) return to_grpc(s);
+  if (auto s = fault_step(config_.fault, FaultStep::kDestinationRebind, [&] { return rebind(**job); }); !s) return to_grpc(s);
   std::lock_guard lock((*job)->state);
   for (const auto& k : (*job)->keys) *out->add_keys() = k;
   return grpc::Status::OK;
@@ -459,7 +460,7 @@ grpc::Status DestinationHost::Resume(grpc::ServerContext*, const wire::Migration
   auto job = find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  return to_grpc(resume(**job, *out));
+  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationResume, [&] { return resume(**job, *out); }));
 }
 
 // Caller holds job.work. Idempotent.
@@ -499,8 +500,7 @@ grpc::Status DestinationHost::Abort(grpc::ServerContext*, const wire::Migration*
   (*job)->socket->interrupt();
   std::lock_guard work((*job)->work);
   if ((*job)->get() == wire::COMMITTED) return {grpc::StatusCode::FAILED_PRECONDITION, "the container runs here already"};
-  abort(**job, "by the source");
-  return grpc::Status::OK;
+  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"), Status(); }));
 }
 
 wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {

@@ -2,11 +2,13 @@
 // This host as the destination: service Destination of wire.proto.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "config.h"
+#include "fault.h"
 #include "host_service.h"
 #include "peer_link.h"
 #include "process_session.h"
@@ -51,6 +53,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status resume(Job& job, wire::ResumeReply& out);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);
+  grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status with_log(const Job& job, const Status& s);
 
   const Config& config_;

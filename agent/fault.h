@@ -1,29 +1,65 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// Fault points, for tests only: environment MIGR_FAULT=STEP:ACTION[,STEP:ACTION..] of
-// migrd. ACTION: fail, sleep=SECONDS, exit. The steps are named in migrd(8).
+// Fault points, for tests only. Each step of docs/protocol.md has two, STEP.begin and STEP.end, on the host that does it.
+// Environment MIGR_FAULT=POINT:ACTION[,POINT:ACTION..] of migrd; ACTION is one of
+//   fail        an error, each time          fail-once   an error, the first time
+//   exit        migrd dies                   sleep=S     S seconds late
+//   hang        kFaultHangMs late: whoever waits for it has to give up before
 #pragma once
 
-#include <unistd.h>
-
-#include <cstdlib>
-#include <sstream>
+#include <span>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "status.h"
 
 namespace migr {
 
-inline Status fault(const std::string& spec, const std::string& step) {
-  std::istringstream list(spec);
-  for (std::string item; std::getline(list, item, ',');) {
-    const auto colon = item.find(':');
-    if (colon == std::string::npos || item.substr(0, colon) != step) continue;
-    const std::string action = item.substr(colon + 1);
-    if (action == "fail") return Error{ECANCELED, "fault point '" + step + "'"};
-    if (action == "exit") _exit(70);
-    if (action.starts_with("sleep=")) usleep(static_cast<useconds_t>(std::atof(action.c_str() + 6) * 1e6));
-  }
-  return {};
+// Every step that can be made to fail. Those of the source are its coordinator's phases, then its own deeds, then its
+// way back. `migrd --list-faults` prints them in this order.
+#define MIGR_FAULT_STEPS(X)                                                                                      \
+  X(kSourceCheck, "source.check") X(kSourceRecord, "source.record") X(kSourcePrepare, "source.prepare")          \
+  X(kSourceConnect, "source.connect") X(kSourcePreCopy, "source.pre-copy") X(kSourceSuspend, "source.suspend")   \
+  X(kSourceDrain, "source.drain") X(kSourceFreeze, "source.freeze") X(kSourceDetach, "source.detach")            \
+  X(kSourceCheckpoint, "source.checkpoint") X(kSourceCopy, "source.copy") X(kSourceReady, "source.ready")        \
+  X(kSourceCommit, "source.commit") X(kSourceDecide, "source.decide") X(kSourceResume, "source.resume")          \
+  X(kSourceDestroy, "source.destroy") X(kSourceBack, "source.back") X(kSourceThaw, "source.thaw")                \
+  X(kSourceAttach, "source.attach") X(kSourceReconnect, "source.reconnect")                                      \
+  X(kDestinationCheck, "destination.check") X(kDestinationPrepare, "destination.prepare")                        \
+  X(kDestinationConnect, "destination.connect") X(kDestinationUpload, "destination.upload")                      \
+  X(kDestinationAttach, "destination.attach") X(kDestinationRestore, "destination.restore")                      \
+  X(kDestinationReady, "destination.ready") X(kDestinationCommit, "destination.commit")                          \
+  X(kDestinationMark, "destination.mark") X(kDestinationRebind, "destination.rebind")                            \
+  X(kDestinationResume, "destination.resume") X(kDestinationAbort, "destination.abort")                          \
+  X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare") X(kPartnerConnect, "partner.connect")    \
+  X(kPartnerSuspend, "partner.suspend") X(kPartnerDrain, "partner.drain") X(kPartnerSwitch, "partner.switch")    \
+  X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume") X(kPartnerRollback, "partner.rollback")
+
+enum class FaultStep {
+#define X(id, name) id,
+  MIGR_FAULT_STEPS(X)
+#undef X
+};
+
+inline constexpr std::string_view kFaultSteps[] = {
+#define X(id, name) name,
+    MIGR_FAULT_STEPS(X)
+#undef X
+};
+
+/// @return what is wrong with a MIGR_FAULT: a point or an action that does not exist
+Status check_faults(const std::string& spec);
+
+enum class FaultAt { kBegin, kEnd };
+/// Does what `spec` says for this point.
+Status fault(const std::string& spec, FaultStep step, FaultAt at);
+
+/// A step between its two points.
+template <class F>
+Status fault_step(const std::string& spec, FaultStep step, F&& work) {
+  if (auto s = fault(spec, step, FaultAt::kBegin); !s) return s;
+  if (Status s = std::forward<F>(work)(); !s) return s;
+  return fault(spec, step, FaultAt::kEnd);
 }
 
 }  // namespace migr

@@ -18,20 +18,40 @@ inline constexpr char kRunDir[] = "/run/migr";  // containers see it: proc.sock 
 inline constexpr char kControlSocket[] = "/run/migrd/ctl.sock";
 inline constexpr char kListen[] = "0.0.0.0:7471";
 
+// Limits that the configuration may change ("limits": {"lease_ms": 20000, ..}), once, at the start.
+#define MIGR_LIMITS(X)                                                                                              \
+  /* between hosts */                                                                                               \
+  X(kCheckMs, "check_ms", 20'000)           /* is anybody there */                                                  \
+  X(kCallMs, "call_ms", 10'000)             /* a call that does little */                                           \
+  X(kAbortMs, "abort_ms", 30'000)           /* a destination that answers takes back what it made */                \
+  X(kPrepareMs, "prepare_ms", 120'000)      /* create every object at the destination */                            \
+  X(kUploadMs, "upload_ms", 600'000)                                                                                \
+  X(kReadyMs, "ready_ms", 110'000)          /* CRIU restores; below the plugin's 120 s for GO */                    \
+  X(kCommitMs, "commit_ms", 25'000)         /* below the plugin's 30 s: after it, it has aborted */                 \
+  X(kUndecidedMs, "undecided_ms", 60'000)   /* how long the source asks a silent destination before it says so */   \
+  X(kRenewCallMs, "renew_call_ms", 4'000)                                                                           \
+  X(kLeaseMs, "lease_ms", 20'000)           /* without renewal the coordinator counts as gone */                    \
+  X(kResolveMs, "resolve_ms", 90'000)       /* how long a host left alone asks for the outcome, often */            \
+  /* to processes */                                                                                                \
+  X(kProcessMs, "process_ms", 10'000)       /* any request but drain */                                             \
+  X(kSuspendMs, "suspend_ms", 10'000)       /* all threads seen outside */                                          \
+  X(kDrainMs, "drain_ms", 10'000)                                                                                   \
+  X(kReconnectMs, "reconnect_ms", 20'000)   /* a restored or thawed process at the gate */                          \
+  /* commands */                                                                                                    \
+  X(kRuncMs, "runc_ms", 60'000)                                                                                     \
+  X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                        \
+  X(kHookMs, "hook_ms", 60'000)                                                                                     \
+  X(kRestoreSocketMs, "restore_socket_ms", 50'000)  /* partial restore: until the plugin listens */                 \
+  /* tests */                                                                                                       \
+  X(kFaultHangMs, "fault_hang_ms", 900'000) /* fault.h: longer than anybody waits */
+#define X(id, name, ms) inline int id = ms;
+MIGR_LIMITS(X)
+#undef X
+
 // Between hosts.
-inline constexpr int kCheckMs = 20'000;         // is anybody there
-inline constexpr int kCallMs = 10'000;          // a call that does little
-inline constexpr int kAbortMs = 30'000;         // a destination that answers takes back what it made
-inline constexpr int kPrepareMs = 120'000;      // create every object at the destination
-inline constexpr int kUploadMs = 600'000;
-inline constexpr int kReadyMs = 110'000;        // CRIU restores; below the plugin's 120 s for GO
-inline constexpr int kCommitMs = 25'000;        // below the plugin's 30 s: after it, it has aborted
-inline constexpr int kUndecidedMs = 60'000;     // how long the source asks a silent destination
 inline constexpr int kLeaseRenewMs = 1'000;
-inline constexpr int kRenewCallMs = 4'000;
-inline constexpr int kLeaseMs = 20'000;         // without renewal the coordinator counts as gone
-inline constexpr int kResolveMs = 90'000;       // how long a host left alone asks for the outcome
 inline constexpr int kResolveStepMs = 1'000;
+inline constexpr int kResolveSlowMs = 10'000;   // after kResolveMs
 // Copying less than this ahead of the stop takes longer than it saves.
 inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;
 // Beside the folder of images, on both hosts: the checkpoint refers to it by this name.
@@ -43,10 +63,6 @@ inline constexpr int kMigrateTries = 3;         // when resources change meanwhi
 
 // To processes.
 inline constexpr int kHelloMs = 5'000;
-inline constexpr int kProcessMs = 10'000;       // any request but drain
-inline constexpr int kSuspendMs = 10'000;       // all threads seen outside
-inline constexpr int kDrainMs = 10'000;
-inline constexpr int kReconnectMs = 20'000;     // a restored or thawed process at the gate
 inline constexpr std::size_t kMaxSessions = 4096;
 inline constexpr std::size_t kMaxTextRanges = 64;
 
@@ -58,11 +74,6 @@ inline constexpr std::size_t kMaxThreads = 4096;
 inline constexpr std::size_t kMaxStackBytes = 64u << 20;
 
 // Commands.
-inline constexpr int kRuncMs = 60'000;
-inline constexpr int kCheckpointMs = 120'000;
-inline constexpr int kHookMs = 60'000;
-inline constexpr int kRestoreSocketMs = 50'000;  // partial restore: until the plugin listens
-
 inline constexpr int kNice = -10;                // while a container is stopped, everything else can wait
 
 inline constexpr std::size_t kCommandOutputBytes = 64 << 10;  // kept of a command

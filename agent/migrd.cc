@@ -18,6 +18,7 @@
 #include "control_service.h"
 #include "coordinator.h"
 #include "destination_host.h"
+#include "fault.h"
 #include "host_service.h"
 #include "kernel_record.h"
 #include "links.h"
@@ -173,15 +174,21 @@ int run(const Config& config) {
 
 int main(int argc, char** argv) {
   std::string path = kConfigPath;
-  bool verbose = false;
+  bool verbose = false, list_faults = false;
   CLI::App app{"The migr daemon: one per host. migrd(8) says more.", "migrd"};
   app.set_version_flag("--version", kRelease);
   app.add_option("--config", path, "configuration")->capture_default_str();
   app.add_flag("-v,--verbose", verbose, "say more");
+  app.add_flag("--list-faults", list_faults, "print the fault points that MIGR_FAULT may name");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     return app.exit(e) ? 2 : 0;
+  }
+  if (list_faults) {
+    for (const auto step : kFaultSteps)
+      for (const char* at : {"begin", "end"}) fmt::print("{}.{}\n", step, at);
+    return 0;
   }
   // stdout is nobody's data here, but a log belongs to stderr.
   setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status

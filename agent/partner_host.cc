@@ -106,7 +106,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
     }
     return {};
   };
-  return to_grpc(find());
+  return to_grpc(fault_step(config_.fault, FaultStep::kPartnerFind, find));
 }
 
 grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest* r, wire::PartnerPrepareReply* out) {
@@ -114,7 +114,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
   job->id = r->id();
   job->source = r->source();
   job->destination = r->destination();
-  if (auto s = fault(config_.fault, "partner.prepare"); !s) return to_grpc(s);
+  if (auto s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kBegin); !s) return to_grpc(s);
   for (const auto& q : r->qps()) {
     auto session = sessions_.by_pid(q.pid());
     if (!session || q.instance() != std::string(session->instance().begin(), session->instance().end()))
@@ -150,57 +150,61 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
     }
     return {};
   });
-  return to_grpc(s);
+  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
+}
+
+// A call on a migration that is open here.
+grpc::Status PartnerHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  auto job = find_open(id);
+  if (!job) return to_grpc(job);
+  std::lock_guard lock((*job)->work);
+  return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
+    if (auto s = find_open(id); !s) return s;  // it was taken back meanwhile
+    return work(**job);
+  }));
 }
 
 grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
-  auto job = find_open(r->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  return to_grpc(each(**job, [&](Process& p) -> Status {
-    std::vector<migr_qp_connect> to;
-    for (std::size_t n = 0; n < p.refs.size(); n++) {
-      const auto c = std::find_if(r->connections().begin(), r->connections().end(), [&](const auto& x) { return x.index() == p.index[n]; });
-      if (c == r->connections().end() || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
-      migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}};
-      std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
-      to.push_back(x);
-    }
-    return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, (*job)->id, to, kProcessMs);
-  }));
+  return step(r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
+    return each(job, [&](Process& p) -> Status {
+      std::vector<migr_qp_connect> to;
+      for (std::size_t n = 0; n < p.refs.size(); n++) {
+        const auto c = std::find_if(r->connections().begin(), r->connections().end(), [&](const auto& x) { return x.index() == p.index[n]; });
+        if (c == r->connections().end() || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
+        migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}};
+        std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
+        to.push_back(x);
+      }
+      return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs);
+    });
+  });
 }
 
 grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
-  auto job = find_open(r->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if (auto s = fault(config_.fault, "partner.suspend"); !s) return to_grpc(s);
-  return to_grpc(each(**job, [&](Process& p) -> Status {
-    if (auto s = p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, (*job)->id, p.refs, kProcessMs); !s) return s.error();
-    return p.session->wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), kSuspendMs)));
-  }));
+  return step(r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
+    return each(job, [&](Process& p) -> Status {
+      if (auto s = p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, kProcessMs); !s) return s.error();
+      return p.session->wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kSuspendMs))));
+    });
+  });
 }
 
 grpc::Status PartnerHost::Drain(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
-  auto job = find_open(r->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if (auto s = fault(config_.fault, "partner.drain"); !s) return to_grpc(s);
-  const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), kDrainMs));
-  return to_grpc(each(**job, [&](Process& p) -> Status {
-    return p.session->ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, (*job)->id, p.refs, ms + 2000, static_cast<std::uint64_t>(ms));
-  }));
+  const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kDrainMs)));
+  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+    return each(job, [&](Process& p) -> Status {
+      return p.session->ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, job.id, p.refs, ms + 2000, static_cast<std::uint64_t>(ms));
+    });
+  });
 }
 
 grpc::Status PartnerHost::Switch(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find_open(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if (auto s = fault(config_.fault, "partner.switch"); !s) return to_grpc(s);
-  (*job)->switched = true;  // from here on only the outcome tells which way to go
-  return to_grpc(each(**job, [&](Process& p) -> Status {
-    return p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, (*job)->id, p.refs, kProcessMs);
-  }));
+  return step(m->id(), FaultStep::kPartnerSwitch, [&](Job& job) {
+    job.switched = true;  // from here on only the outcome tells which way to go
+    return each(job, [&](Process& p) -> Status {
+      return p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, kProcessMs);
+    });
+  });
 }
 
 // Caller holds job.work.
@@ -220,10 +224,7 @@ Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
 }
 
 grpc::Status PartnerHost::Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::Empty*) {
-  auto job = find_open(r->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  return to_grpc(keys(**job, {r->keys().begin(), r->keys().end()}));
+  return step(r->id(), FaultStep::kPartnerKeys, [&](Job& job) { return keys(job, {r->keys().begin(), r->keys().end()}); });
 }
 
 // Caller holds job.work.
@@ -240,10 +241,7 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
 }
 
 grpc::Status PartnerHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
-  auto job = find_open(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  return to_grpc(resume(**job, *out));
+  return step(m->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out); });
 }
 
 // Caller holds job.work.
@@ -263,7 +261,7 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext*, const wire::Migration* 
   auto job = find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  return to_grpc(rollback(**job));
+  return to_grpc(fault_step(config_.fault, FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
 }
 
 Status PartnerHost::renew(std::uint32_t id) {

@@ -2,11 +2,13 @@
 // This host as a partner: service Partner of wire.proto.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 
 #include "config.h"
+#include "fault.h"
 #include "host_service.h"
 #include "peer_link.h"
 #include "process_session.h"
@@ -40,6 +42,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Result<JobPtr> find(std::uint32_t id);
   Result<JobPtr> find_open(std::uint32_t id);
   Status each(Job& job, const std::function<Status(Process&)>& f);
+  grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
   Status resume(Job& job, wire::ResumeReply& out);
   Status rollback(Job& job);

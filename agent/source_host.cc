@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "record_image.h"
@@ -349,6 +350,10 @@ Status SourceRun::freeze() {
 }
 
 Status SourceRun::reconnect() {
+  return step(FaultStep::kSourceReconnect, [&] { return reconnect_all(); });
+}
+
+Status SourceRun::reconnect_all() {
   return each([this](Process& p) -> Status {
     const Instance instance = p.session->instance();
     if (host_.sessions_.by_pid(p.pid) == p.session) return {};  // it never closed
@@ -361,13 +366,21 @@ Status SourceRun::reconnect() {
   });
 }
 
-Status SourceRun::detach_network() { return host_.runc_.net("detach", info_.bundle, info_.id); }
-Status SourceRun::attach_network() { return host_.runc_.net("attach", info_.bundle, info_.id); }
-Status SourceRun::thaw() { return host_.runc_.resume(info_.id); }
+Status SourceRun::step(FaultStep step, const std::function<Status()>& work) { return fault_step(host_.config_.fault, step, work); }
+
+Status SourceRun::detach_network() {
+  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net("detach", info_.bundle, info_.id); });
+}
+Status SourceRun::attach_network() {
+  return step(FaultStep::kSourceAttach, [&] { return host_.runc_.net("attach", info_.bundle, info_.id); });
+}
+Status SourceRun::thaw() {
+  return step(FaultStep::kSourceThaw, [&] { return host_.runc_.resume(info_.id); });
+}
 
 Status SourceRun::checkpoint() {
   const std::string dir = host_.folder(id_);
-  auto s = host_.runc_.checkpoint(ahead_, info_.id, dir + "/checkpoint.out");
+  auto s = step(FaultStep::kSourceCheckpoint, [&] { return host_.runc_.checkpoint(ahead_, info_.id, dir + "/checkpoint.out"); });
   if (!s) {
     // The log is what tells; keep it when the folder goes.
     const std::string kept = host_.config_.state_dir + "/failed-dump.log";
@@ -378,7 +391,9 @@ Status SourceRun::checkpoint() {
   return s;
 }
 
-Status SourceRun::decide(wire::Outcome outcome) { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); }
+Status SourceRun::decide(wire::Outcome outcome) {
+  return step(FaultStep::kSourceDecide, [&] { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); });
+}
 
 Status SourceRun::destroy() {
   // Born here are the numbers that were never bound to others, and those that came back.

@@ -9,6 +9,7 @@
 
 #include "config.h"
 #include "coordinator.h"
+#include "fault.h"
 #include "host_service.h"
 #include "process_session.h"
 #include "runc.h"
@@ -77,6 +78,8 @@ class SourceRun final : public Source {
   };
   Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
+  Status step(FaultStep step, const std::function<Status()>& work);
+  Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status checkpoint_ahead(const std::string& parent);
   bool born_here(std::uint32_t vqpn) const;

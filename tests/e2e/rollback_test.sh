@@ -27,7 +27,7 @@ while_migrating() {
 
 destination_killed() {
 	# Slowed down at the copy, so that the cut falls into it.
-	migrd_restart src MIGR_FAULT=copy:sleep=3 || return 1
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
 	while_migrating '^copy' testbed kill dst
 	local r=$?
 	[ $r = 0 ] && back_on_source
@@ -43,7 +43,7 @@ restore_fails() {
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
 }
 partner_migrd_killed() {
-	migrd_restart src MIGR_FAULT=drain:sleep=3 || return 1
+	migrd_restart src MIGR_FAULT=source.drain.begin:sleep=3 || return 1
 	while_migrating '^drain' migrd_kill peer KILL
 	local r=$?
 	[ $r = 0 ] && back_on_source
@@ -51,7 +51,7 @@ partner_migrd_killed() {
 	migrd_start peer && migrd_restart src && return $r
 }
 destination_migrd_killed() {
-	migrd_restart src MIGR_FAULT=copy:sleep=3 || return 1
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
 	while_migrating '^copy' migrd_kill dst KILL
 	local r=$?
 	[ $r = 0 ] && back_on_source

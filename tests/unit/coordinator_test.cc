@@ -394,9 +394,9 @@ TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
 TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   Scene s;
   s.play.fail = "s.thaw";  // fails while going back ...
-  const auto r = s.run("copy:fail");  // ... from a fault point
+  const auto r = s.run("source.copy.begin:fail");  // ... from a fault point
   EXPECT_FALSE(r.migrated());
-  EXPECT_NE(r.error().find("fault point 'copy'"), std::string::npos);
+  EXPECT_NE(r.error().find("fault point 'source.copy.begin'"), std::string::npos);
   EXPECT_NE(r.error().find("while going back: thawing"), std::string::npos) << r.error();
   s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
 }
@@ -404,7 +404,7 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
 TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
   for (const char* f : {"prepare", "connect", "pre-copy", "suspend", "drain", "freeze", "copy", "ready", "commit"}) {
     Scene s;
-    const auto r = s.run(std::string(f) + ":fail");
+    const auto r = s.run("source." + std::string(f) + ".begin:fail");
     EXPECT_FALSE(r.migrated()) << f;
     EXPECT_FALSE(s.play.has("d.commit")) << f;
     EXPECT_EQ(s.play.has("s.freeze"), s.play.has("s.reconnect")) << f;
