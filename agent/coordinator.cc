@@ -45,13 +45,16 @@ void Coordinator::note(const std::string& text) {
 }
 
 Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
-  std::string name(kFaultSteps[static_cast<std::size_t>(step)]);
-  name = name.substr(name.find('.') + 1);
+  const std::string name(kFaultSteps[static_cast<std::size_t>(step)]);
+  return timed(name.substr(name.find('.') + 1), [&] { return fault_step(set_.fault, step, f); });
+}
+
+Status Coordinator::timed(const std::string& name, const std::function<Status()>& f) {
   wire::Progress p;
   p.set_phase(name);
   say_(p);
   const double start = now_ms();
-  const Status s = fault_step(set_.fault, step, f);
+  const Status s = f();
   const double ms = now_ms() - start;
   spdlog::info("migration {:08x}: {} {:.1f} ms{}", id_, name, ms, s ? "" : ", failed: " + s.error().text);
   auto* end = p.mutable_end();
@@ -60,6 +63,31 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
   say_(p);
   *summary_.add_phases() = *end;
   return s;
+}
+
+void Coordinator::note_step(const std::string& name, double ms) {
+  std::lock_guard lock(steps_);
+  auto* s = summary_.add_steps();
+  s->set_phase(name);
+  s->set_ms(ms);
+}
+
+Status Coordinator::step(const std::string& name, const std::function<Status()>& f) {
+  const double start = now_ms();
+  const Status s = f();
+  note_step(name, now_ms() - start);
+  return s;
+}
+
+// Without RDMA the stop would consist of CRIU's work alone: the dump, its copy, the restore.
+double Coordinator::rdma_ms() const {
+  std::map<std::string, double> took;  // of equal steps, at the same time on several hosts, the longest
+  for (const auto& p : summary_.phases()) took[p.phase()] = p.ms();
+  for (const auto& s : summary_.steps()) took[s.phase()] = std::max(took[s.phase()], s.ms());
+  double ms = took["suspend"] + took["drain"] + took["freeze.rdma"] + took["resume"];
+  ms += std::max(0.0, took["ready.partner"] - took["ready.destination"]);
+  if (!set_.pre_setup) ms += std::max(took["create.build"], took["create.partner"]) + took["connect"];
+  return ms;
 }
 
 Status Coordinator::each_partner(const std::function<Status(Affected&)>& f) {
@@ -147,6 +175,7 @@ Status Coordinator::prepare() {
   for (const auto& i : info_.instances) h.add_instances(bytes_of(i));
   for (const auto& [ctx, owner] : info_.ctxs) h.add_ctx_ids(ctx), h.add_ctx_owner(owner);
   for (auto v : info_.vqpns) h.add_vqpns(v);
+  h.set_later(!set_.pre_setup);
   spares_.assign(affected_.size(), {});
   undo_.push("destination", [this] { return dest_.abort(id_); });
   for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return a.link->rollback(id_); });
@@ -154,10 +183,12 @@ Status Coordinator::prepare() {
   auto here = [&]() -> Status {
     auto r = dest_.prepare(h, early_, bytes_);
     if (r) prepared_ = *r;
+    if (r && set_.pre_setup) note_step("prepare.start", r->start_ms()), note_step("prepare.build", r->build_ms());
     return r;
   };
   auto there = [&](Affected& a) -> Status {
     wire::PartnerPrepareRequest r;
+    r.set_later(!set_.pre_setup);
     r.set_id(id_);
     r.set_source(set_.self);
     r.set_destination(to_);
@@ -168,7 +199,26 @@ Status Coordinator::prepare() {
     spares.assign(reply->spares().begin(), reply->spares().end());
     return {};
   };
-  return both(here, there);
+  return both([&] { return step("prepare.destination", here); }, [&](Affected& a) { return step("prepare.partner", [&] { return there(a); }); });
+}
+
+// What prepare() has left out: the container is stopped already.
+Status Coordinator::create() {
+  auto here = [&]() -> Status {
+    auto r = dest_.create(id_);
+    if (!r) return r.error();
+    prepared_ = *r;
+    note_step("create.start", r->start_ms());
+    note_step("create.build", r->build_ms());
+    return {};
+  };
+  auto there = [&](Affected& a) -> Status {
+    auto reply = a.link->create(id_);
+    if (!reply) return reply.error();
+    spares_[static_cast<std::size_t>(&a - affected_.data())].assign(reply->spares().begin(), reply->spares().end());
+    return {};
+  };
+  return both([&] { return step("create.destination", here); }, [&](Affected& a) { return step("create.partner", [&] { return there(a); }); });
 }
 
 Status Coordinator::connect() {
@@ -217,16 +267,18 @@ Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push("reconnecting", [this] { return source_.reconnect(); });
   undo_.push("attaching the network", [this] { return source_.attach_network(); });
-  if (auto s = parallel({[this] { return source_.freeze(); }, [this] { return source_.detach_network(); }}); !s) return s;
+  if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(); }); },
+                         [this] { return step("freeze.network", [this] { return source_.detach_network(); }); }}); !s) return s;
   undo_.push("thawing", [this] { return source_.thaw(); });
   // First to be undone: the address must be gone there before it comes back here.
   undo_.push("destination", [this] { return dest_.abort(id_); });
-  return parallel({[this] { return source_.checkpoint(); }, [this] { return dest_.attach_network(id_); }});
+  return parallel({[this] { return step("freeze.checkpoint", [this] { return source_.checkpoint(); }); },
+                   [this] { return step("freeze.attach", [this] { return dest_.attach_network(id_); }); }});
 }
 
 Status Coordinator::copy() {
-  if (auto s = dest_.upload(id_, early_, false, bytes_); !s) return s;
-  return dest_.full_restore(id_);
+  if (auto s = step("copy.upload", [this] { return dest_.upload(id_, early_, false, bytes_); }); !s) return s;
+  return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }
 
 Status Coordinator::commit() {
@@ -257,16 +309,19 @@ Status Coordinator::commit() {
 }
 
 Status Coordinator::resume() {
-  auto keys = dest_.rebind(id_);
-  if (!keys) return keys.error();
-  keys_ = *keys;
+  auto rebind = [this]() -> Status {
+    auto keys = dest_.rebind(id_);
+    if (keys) keys_ = *keys;
+    return keys;
+  };
+  if (auto s = step("resume.rebind", rebind); !s) return s;
   double here_ms = 0, partner_ms = 0;
   std::mutex m;
   auto there = [&](Affected& a) -> Status {
     wire::KeysRequest r;
     r.set_id(id_);
     *r.mutable_keys() = keys_.keys();
-    if (auto s = a.link->keys(r); !s) return s;
+    if (auto s = step("resume.keys", [&] { return a.link->keys(r); }); !s) return s;
     auto reply = a.link->resume(id_);
     if (!reply) return reply.error();
     std::lock_guard lock(m);
@@ -279,7 +334,7 @@ Status Coordinator::resume() {
     here_ms = now_ms();
     return {};
   };
-  const Status s = both(here, there);
+  const Status s = both([&] { return step("resume.destination", here); }, [&](Affected& a) { return step("resume.partner", [&] { return there(a); }); });
   if (here_ms > 0) summary_.set_service_blackout_ms(here_ms - frozen_at_);
   summary_.set_communication_blackout_ms(partner_ms);
   return s;
@@ -319,16 +374,25 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     leases = std::thread([&] { lease(stop); });
     s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
-  if (s) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
+  if (s && set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] { return source_.rollback(); });
-    return both([&] { return source_.suspend(); }, [&](Affected& a) { return a.link->suspend(id_); });
+    return both([&] { return step("suspend.source", [&] { return source_.suspend(); }); },
+                [&](Affected& a) { return step("suspend.partner", [&] { return a.link->suspend(id_); }); });
   });
-  if (s) s = phase(FaultStep::kSourceDrain, [&] { return both([&] { return source_.drain(); }, [&](Affected& a) { return a.link->drain(id_); }); });
+  if (s) s = phase(FaultStep::kSourceDrain, [&] {
+    return both([&] { return step("drain.source", [&] { return source_.drain(); }); },
+                [&](Affected& a) { return step("drain.partner", [&] { return a.link->drain(id_); }); });
+  });
   if (s) s = phase(FaultStep::kSourceFreeze, [&] { return freeze(); });
+  if (s && !set_.pre_setup) s = timed("create", [&] { return create(); });
+  if (s && !set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s) s = phase(FaultStep::kSourceCopy, [&] { return copy(); });
-  if (s) s = phase(FaultStep::kSourceReady, [&] { return both([&] { return dest_.ready(id_); }, [&](Affected& a) { return a.link->switch_path(id_); }); });
+  if (s) s = phase(FaultStep::kSourceReady, [&] {
+    return both([&] { return step("ready.destination", [&] { return dest_.ready(id_); }); },
+                [&](Affected& a) { return step("ready.partner", [&] { return a.link->switch_path(id_); }); });
+  });
   if (s) s = phase(FaultStep::kSourceCommit, [&] { return commit(); });
 
   if (!s && !committed_) {
@@ -355,6 +419,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     if (s) s = phase(FaultStep::kSourceResume, [&] { return resume(); });
     if (auto d = phase(FaultStep::kSourceDestroy, [&] { return source_.destroy(); }); s) s = d;
     summary_.set_migrated(true);
+    summary_.set_rdma_ms(rdma_ms());
     if (!s) summary_.set_error("the container moved, but: " + s.error().text);
     source_.forget();
   }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,8 @@ class DestinationLink {
   virtual Status check(const wire::CheckRequest& r) = 0;
   /// Sends bundle and the early images in `folder`; adds what was sent to `bytes`.
   virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  /// After a prepare() with `later`: what it left out.
+  virtual Result<wire::PrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) = 0;
   virtual Status attach_network(std::uint32_t id) = 0;
@@ -87,6 +90,7 @@ class PartnerLink {
   virtual const std::string& name() const = 0;
   virtual Result<wire::FindReply> find(const wire::FindRequest& r) = 0;
   virtual Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) = 0;
+  virtual Result<wire::PartnerPrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   virtual Status suspend(std::uint32_t id) = 0;
   virtual Status drain(std::uint32_t id) = 0;
@@ -106,6 +110,7 @@ class Coordinator {
     int undecided_ms = 60'000;
     int resolve_step_ms = 1'000;
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
+    bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
   };
   using Say = std::function<void(const wire::Progress&)>;
 
@@ -125,6 +130,7 @@ class Coordinator {
   Status check(const std::string& container, const std::string& to);
   Status find_partners();
   Status prepare();
+  Status create();
   Status connect();
   Status pre_copy();
   Status freeze();
@@ -134,6 +140,12 @@ class Coordinator {
   Status each_partner(const std::function<Status(Affected&)>& f);
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);
+  /// The same without fault points.
+  Status timed(const std::string& name, const std::function<Status()>& f);
+  /// A part of a phase; may run beside others.
+  Status step(const std::string& name, const std::function<Status()>& f);
+  void note_step(const std::string& name, double ms);
+  double rdma_ms() const;
   void note(const std::string& text);
   void lease(std::atomic<bool>& stop);
 
@@ -155,6 +167,7 @@ class Coordinator {
   double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
   bool touched_ = false, committed_ = false, undecided_ = false, try_again_ = false;
   wire::Summary summary_;
+  std::mutex steps_;                     // guards summary_.steps
   UndoStack undo_;
 };
 

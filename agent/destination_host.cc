@@ -210,6 +210,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     if (!jobs_.emplace(job->id, job).second) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
   }
 
+  const bool later = h.later();
   auto run = [&]() -> Status {
     if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
@@ -226,30 +227,47 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     if (auto s = bundle.finish(); !s) return s;
     if (auto s = images.finish(); !s) return s;
     if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
-    return start_restore(*job);
+    return later ? Status() : create(*job, *out);
   };
   Status s = run();
-  if (s) {
-    auto qps = job->socket->ask<migr_rc_qp>(MIGR_RC_PREPARE, std::span<const migr_rc_connect>(), kPrepareMs);
-    if (!qps) {
-      s = with_log(*job, qps);
-    } else {
-      for (const auto& q : *qps) {
-        auto* p = out->add_qps();
-        p->set_src_ctx_id(q.src_ctx_id);
-        p->set_vqpn(q.vqpn);
-        p->set_src_pqpn(q.src_pqpn);
-        p->set_pqpn(q.pqpn);
-        p->set_psn(q.psn);
-        p->set_gid(q.sgid, sizeof q.sgid);
-      }
-    }
-  }
-  if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
+  if (s && !later) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
   if (!s) abort(*job, s.error().text);
   std::lock_guard lock(job->state);
   job->lease = Clock::now();
   return to_grpc(s);
+}
+
+grpc::Status DestinationHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PrepareReply* out) {
+  auto job = find(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
+  if ((*job)->child.running()) return {grpc::StatusCode::ALREADY_EXISTS, "the partial restore was started already"};
+  Status s = create(**job, *out);
+  if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
+  if (!s) abort(**job, s.error().text);
+  return to_grpc(s);
+}
+
+// Caller holds job.work. Everything RDMA, made by the plugin while CRIU waits.
+Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
+  const auto began = Clock::now();
+  if (auto s = start_restore(job); !s) return s;
+  out.set_start_ms(std::chrono::duration<double, std::milli>(Clock::now() - began).count());
+  std::uint32_t took_us = 0;
+  auto qps = job.socket->ask<migr_rc_qp>(MIGR_RC_PREPARE, std::span<const migr_rc_connect>(), kPrepareMs, &took_us);
+  if (!qps) return with_log(job, qps);
+  out.set_build_ms(took_us / 1e3);
+  for (const auto& q : *qps) {
+    auto* p = out.add_qps();
+    p->set_src_ctx_id(q.src_ctx_id);
+    p->set_vqpn(q.vqpn);
+    p->set_src_pqpn(q.src_pqpn);
+    p->set_pqpn(q.pqpn);
+    p->set_psn(q.psn);
+    p->set_gid(q.sgid, sizeof q.sgid);
+  }
+  return {};
 }
 
 Status DestinationHost::start_restore(Job& job) {

@@ -23,6 +23,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
 
   grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest*, wire::CheckReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>*, wire::PrepareReply*) override;
+  grpc::Status Create(grpc::ServerContext*, const wire::Migration*, wire::PrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
   grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>*, wire::UploadReply*) override;
   grpc::Status AttachNetwork(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
@@ -47,6 +48,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Result<JobPtr> find(std::uint32_t id);
   void sweep(const std::string& dir);
   Status start_restore(Job& job);
+  Status create(Job& job, wire::PrepareReply& out);
   Status attach_network(Job& job);
   Status commit(Job& job);
   Status rebind(Job& job);

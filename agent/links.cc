@@ -59,6 +59,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
   return reply;
 }
 
+Result<wire::PrepareReply> RpcDestination::create(std::uint32_t id) { return call(stub_, &D::Create, migration(id), kPrepareMs, name_); }
 Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
 
 Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) {
@@ -108,6 +109,7 @@ Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) { return ca
 Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepareRequest& r) {
   return call(stub_, &P::Prepare, r, kPrepareMs, name_);
 }
+Result<wire::PartnerPrepareReply> RpcPartner::create(std::uint32_t id) { return call(stub_, &P::Create, migration(id), kPrepareMs, name_); }
 Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &P::Connect, r, kPrepareMs, name_); }
 Status RpcPartner::suspend(std::uint32_t id) {
   return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);

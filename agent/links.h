@@ -13,6 +13,7 @@ class RpcDestination final : public DestinationLink {
       : stub_(c), host_(c), name_(std::move(name)) {}
   Status check(const wire::CheckRequest& r) override;
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Result<wire::PrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
   Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) override;
   Status attach_network(std::uint32_t id) override;
@@ -37,6 +38,7 @@ class RpcPartner final : public PartnerLink {
   const std::string& name() const override { return name_; }
   Result<wire::FindReply> find(const wire::FindRequest& r) override;
   Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) override;
+  Result<wire::PartnerPrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
   Status suspend(std::uint32_t id) override;
   Status drain(std::uint32_t id) override;

@@ -36,7 +36,7 @@ int print(const Json& j) {
 }
 
 struct Options {
-  bool json = false, stop_and_copy = false, pre_copy = false;
+  bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
   std::string socket = kControlSocket;
   std::string container, to, dir, name;
   std::vector<std::string> ips;
@@ -119,6 +119,8 @@ int cmd_version(const Options& o) {
 Json summary_json(const wire::Summary& s) {
   Json phases = Json::object();
   for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
+  Json steps = Json::object();  // of equal ones, on several hosts, the longest
+  for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
   const auto& r = s.resources();
   Json partners = Json::array();
   for (const auto& p : s.partners()) partners.push_back(p);
@@ -131,7 +133,9 @@ Json summary_json(const wire::Summary& s) {
           {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
           {"service_blackout_ms", s.service_blackout_ms()},
           {"communication_blackout_ms", s.communication_blackout_ms()},
+          {"rdma_ms", s.rdma_ms()},
           {"phases_ms", phases},
+          {"steps_ms", steps},
           {"bytes_copied", s.bytes_copied()},
           {"bytes_pre_copied", s.bytes_pre_copied()},
           {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
@@ -148,6 +152,7 @@ int cmd_migrate(const Options& o) {
   request.set_to(o.to);
   request.set_stop_and_copy(o.stop_and_copy);
   request.set_pre_copy(o.pre_copy);
+  request.set_no_pre_setup(o.no_pre_setup);
   auto stub = control(o);
   auto reader = stub->Migrate(&ctx, request);
   FILE* out = o.json ? stderr : stdout;  // progress is not data
@@ -252,6 +257,7 @@ int main(int argc, char** argv) {
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
+  migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   json(migrate);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);

@@ -75,7 +75,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
   }
   RpcDestination destination(*channel, r.to());
   Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs,
-                                 r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes};
+                                 r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()};
   for (int tries = 1;; tries++) {
     std::uint32_t id = 0;
     while (!id)

@@ -135,22 +135,29 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
     std::lock_guard lock(mutex_);
     if (!r->id() || !jobs_.emplace(job->id, job).second) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
   }
-  auto s = each(*job, [&](Process& p) -> Status {
-    auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job->id, p.refs, kProcessMs);
+  if (r->later()) return grpc::Status::OK;
+  const Status s = create(*job, *out);
+  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
+}
+
+// Caller holds job.work.
+Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
+  return each(job, [&](Process& p) -> Status {
+    auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs, kProcessMs);
     if (!spares) return spares.error();
+    std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> at;
+    for (std::size_t n = 0; n < p.refs.size(); n++) at[{p.refs[n].ctx_id, p.refs[n].vqpn}] = n;
     for (const auto& x : *spares) {
-      const auto ref = std::find_if(p.refs.begin(), p.refs.end(), [&](const migr_qp_ref& f) { return f.ctx_id == x.ctx_id && f.vqpn == x.vqpn; });
-      if (ref == p.refs.end()) return Error{EPROTO, p.session->label() + ": a spare for a QP that was not asked for"};
-      const auto n = static_cast<std::size_t>(ref - p.refs.begin());
-      auto* o = out->add_spares();
-      o->set_index(p.index[n]);
+      const auto ref = at.find({x.ctx_id, x.vqpn});
+      if (ref == at.end()) return Error{EPROTO, p.session->label() + ": a spare for a QP that was not asked for"};
+      auto* o = out.add_spares();
+      o->set_index(p.index[ref->second]);
       o->set_pqpn(x.pqpn);
       o->set_psn(x.psn);
-      o->set_gid(p.gid[n]);
+      o->set_gid(p.gid[ref->second]);
     }
     return {};
   });
-  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
 }
 
 // A call on a migration that is open here.
@@ -164,13 +171,23 @@ grpc::Status PartnerHost::step(std::uint32_t id, FaultStep step, const std::func
   }));
 }
 
+grpc::Status PartnerHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PartnerPrepareReply* out) {
+  auto job = find_open(m->id());
+  if (!job) return to_grpc(job);
+  std::lock_guard work((*job)->work);
+  const Status s = create(**job, *out);
+  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
+}
+
 grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
   return step(r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
     return each(job, [&](Process& p) -> Status {
       std::vector<migr_qp_connect> to;
+      std::map<std::uint32_t, const wire::Connection*> by_index;
+      for (const auto& c : r->connections()) by_index[c.index()] = &c;
       for (std::size_t n = 0; n < p.refs.size(); n++) {
-        const auto c = std::find_if(r->connections().begin(), r->connections().end(), [&](const auto& x) { return x.index() == p.index[n]; });
-        if (c == r->connections().end() || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
+        const wire::Connection* c = by_index[p.index[n]];
+        if (!c || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
         migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}};
         std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
         to.push_back(x);

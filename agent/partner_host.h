@@ -22,6 +22,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
+  grpc::Status Create(grpc::ServerContext*, const wire::Migration*, wire::PartnerPrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
   grpc::Status Suspend(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
   grpc::Status Drain(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
@@ -43,6 +44,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Result<JobPtr> find_open(std::uint32_t id);
   Status each(Job& job, const std::function<Status(Process&)>& f);
   grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
+  Status create(Job& job, wire::PartnerPrepareReply& out);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
   Status resume(Job& job, wire::ResumeReply& out);
   Status rollback(Job& job);

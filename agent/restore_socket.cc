@@ -41,7 +41,7 @@ void RestoreSocket::interrupt() {
 }
 
 Status RestoreSocket::request(migr_rc_op op, const void* in, std::size_t count, std::size_t in_size,
-                              std::vector<std::byte>& out, std::size_t out_size, int limit_ms) {
+                              std::vector<std::byte>& out, std::size_t out_size, int limit_ms, std::uint32_t* took_us) {
   const std::string what = std::string("CRIU plugin, ") + op_name(op);
   auto fd = connect();
   if (!fd) return Error{fd.error().code, what + ": " + fd.error().text};
@@ -97,6 +97,7 @@ Status RestoreSocket::request(migr_rc_op op, const void* in, std::size_t count, 
       return Error{EPROTO, what + ": malformed answer"};
     if (h.status) return Error{h.status, what + ": " + (h.text[0] ? h.text : std::strerror(h.status))};
     if (h.count && h.record_size != out_size) return Error{EPROTO, what + ": records of another size"};
+    if (took_us) *took_us = h.took_us;
     out.insert(out.end(), buf.begin() + sizeof h, buf.begin() + got);
     if (!(h.flags & MIGR_RC_MORE)) return {};
   }

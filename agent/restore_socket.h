@@ -21,9 +21,9 @@ class RestoreSocket {
   bool listening() const;
 
   template <class Out = migr_rc_connect, class In = migr_rc_connect>
-  Result<std::vector<Out>> ask(migr_rc_op op, std::span<const In> in, int limit_ms) {
+  Result<std::vector<Out>> ask(migr_rc_op op, std::span<const In> in, int limit_ms, std::uint32_t* took_us = nullptr) {
     std::vector<std::byte> out;
-    if (auto s = request(op, in.data(), in.size(), sizeof(In), out, sizeof(Out), limit_ms); !s) return s.error();
+    if (auto s = request(op, in.data(), in.size(), sizeof(In), out, sizeof(Out), limit_ms, took_us); !s) return s.error();
     std::vector<Out> records(out.size() / sizeof(Out));
     if (!out.empty()) std::memcpy(records.data(), out.data(), out.size());
     return records;
@@ -37,7 +37,7 @@ class RestoreSocket {
  private:
   Result<Fd> connect() const;
   Status request(migr_rc_op op, const void* in, std::size_t count, std::size_t in_size, std::vector<std::byte>& out,
-                 std::size_t out_size, int limit_ms);
+                 std::size_t out_size, int limit_ms, std::uint32_t* took_us);
   const std::string path_;
   std::mutex mutex_;
   int busy_fd_ = -1;

@@ -230,6 +230,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (!found) return found.error();
   std::set<pid_t> pids;
   for (const auto& [ctx, pid] : *found) pids.insert(pid);
+  // Also those that have closed what they had: their library holds a connection to here.
+  for (const pid_t pid : *all)
+    if (host_.sessions_.by_pid(pid)) pids.insert(pid);
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error();
   for (const pid_t pid : pids) {
@@ -284,8 +287,8 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   host_.claim(info_.instances, true);
   std::vector<DescribedProcess> described;
   for (auto& p : processes_) described.push_back({p.pid, p.session->instance(), p.fds});
-  if (!described.empty())
-    if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
+  // Also if there is nothing on record: the plugin knows by it that the restore has to wait.
+  if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
   if (auto s = host_.save(id_, {wire::OPEN, info_.id, info_.bundle, info_.instances}); !s) return s.error();
   if (auto s = checkpoint_ahead(""); !s) return s.error();

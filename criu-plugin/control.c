@@ -128,6 +128,7 @@ static int reply(int fd, uint16_t op, int status, const char *text, const void *
 			.status = status,
 			.count = count > RECORDS_PER_PACKET ? RECORDS_PER_PACKET : count,
 			.record_size = record_size,
+			.took_us = op == MIGR_RC_PREPARE ? job.built_us : 0,
 		};
 
 		snprintf(m.text, sizeof(m.text), "%s", status ? text : "");

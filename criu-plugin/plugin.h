@@ -24,6 +24,7 @@ struct job {
 	struct migr_rst_image *img;
 	struct migr_rst_file *files;	/* which of CRIU's file ids is which fd */
 	uint32_t nr_files;
+	uint32_t built_us;		/* how long building took */
 	int failed;			/* building failed: a positive errno, and why */
 	struct migr_rst_err why;
 };

@@ -175,10 +175,13 @@ static int was_connected(const struct migr_rst_qp *qp)
 
 int restore_go(struct migr_rst_err *err)
 {
+	uint32_t contexts = 0;
+
 	for (uint32_t i = 0; i < job.img->nr_processes; i++)
 		for (uint32_t k = 0; k < job.img->processes[i]->nr_contexts; k++) {
 			const struct migr_rst_context *c = &job.img->processes[i]->contexts[k];
 
+			contexts++;
 			for (uint32_t n = 0; n < c->rec.nr_qp; n++)
 				if (was_connected(&c->qps[n]) && c->qps[n].new_state != QPS_RTS) {
 					snprintf(err->text, sizeof(err->text),
@@ -189,6 +192,9 @@ int restore_go(struct migr_rst_err *err)
 		}
 	free(job.files);
 	job.files = NULL;
+	job.nr_files = 0;
+	if (!contexts)
+		return 0;	/* the dump met no descriptor of ours */
 	return -migr_rst_files_read(image_dir(), &job.files, &job.nr_files, err);
 }
 
@@ -224,12 +230,12 @@ int restore_init(void)
 	clock_gettime(CLOCK_MONOTONIC, &t0);
 	job.failed = -build_all();
 	clock_gettime(CLOCK_MONOTONIC, &t1);
+	job.built_us = (t1.tv_sec - t0.tv_sec) * 1000000 + (t1.tv_nsec - t0.tv_nsec) / 1000;
 	job.phase = PHASE_PREPARED;
 	if (job.failed)
 		say(1, "%s", job.why.text);
 	else
-		say(3, "built the RDMA objects of %u processes in %.3f ms", job.img->nr_processes,
-		    (t1.tv_sec - t0.tv_sec) * 1e3 + (t1.tv_nsec - t0.tv_nsec) / 1e6);
+		say(3, "built the RDMA objects of %u processes in %.3f ms", job.img->nr_processes, job.built_us / 1e3);
 	control_serve(PHASE_PREPARED, job.failed ? FAILED_LIMIT_S : limit_from("MIGR_RESTORE_GO_LIMIT", GO_LIMIT_S));
 	if (job.phase == PHASE_RESTORING && !inherit_all())
 		return 0;

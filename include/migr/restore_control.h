@@ -43,7 +43,7 @@ struct migr_rc_msg {
 	int32_t status;		/* replies: 0 or a positive errno */
 	uint32_t count;		/* records that follow */
 	uint32_t record_size;	/* bytes of one record */
-	uint32_t reserved;
+	uint32_t took_us;	/* replies to PREPARE: making the objects, microseconds; else 0 */
 	char text[MIGR_RC_TEXT_MAX];	/* replies with status: what failed, of what */
 };
 

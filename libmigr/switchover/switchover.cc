@@ -563,7 +563,8 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       why = qp_name(*q) + ": its process has memory windows, which cannot follow it to another QP yet";
       return EOPNOTSUPP;
     }
-    if (q->phase != Phase::kRunning || q->spare) {
+    // Suspended or drained already: a migration that makes nothing ahead of the stop.
+    if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched || q->phase == Phase::kRebound || q->spare) {
       why = qp_name(*q) + " is in another switchover";
       return EBUSY;
     }

@@ -28,7 +28,7 @@ constexpr int kEventWaitMs = 20, kWindowWaitMs = 2;
 constexpr int kEventGraceMs = 10000;           // a completion without its event for so long: the event is lost
 constexpr std::int64_t kHousekeepingUs = 5000, kStatusUs = 500000, kStopFileUs = 50000;
 constexpr std::int64_t kMaxStepUs = 1000000;   // a longer step of the clock is a time in which we did not run
-constexpr double kSetupLimit = 60, kVerifyLimit = 180;
+constexpr double kSetupLimit = 60, kVerifyLimit = 180, kWithoutRdmaLimit = 3600;
 
 WcOp wc_op_of(ibv_wc_opcode o) {
   switch (o) {
@@ -68,6 +68,9 @@ class Run {
   void traffic();
   void verify();
   std::uint64_t exchange_results();
+  /// Without RDMA, until the stop.
+  void without_rdma();
+  bool closes() const { return closing_; }
   Json summary() const;
   void abort_partner(const std::string& why);
   ibv_context* context() { return f_.context.get(); }
@@ -92,7 +95,8 @@ class Run {
   void idle(bool nothing);
   void sleep_on_channel();
   bool take_events(int wait_ms, bool or_message);
-  void request_stop(const char* why);
+  void request_stop(bool close_only);
+  bool told_to_stop();
   void advance_phase();
   bool may_finish() const;
   std::string where() const;
@@ -116,10 +120,10 @@ class Run {
   std::vector<std::uint64_t> events_to_ack_;
   std::vector<std::uint64_t> partner_totals_;
   Phase phase_ = Phase::kRunning;
-  bool stopping_ = false, fin_sent_ = false, done_sent_ = false, partner_done_ = false;
+  bool stopping_ = false, closing_ = false, closed_ = false, fin_sent_ = false, done_sent_ = false, partner_done_ = false;
   int idle_rounds_ = 0;
   std::int64_t now_ = 0, last_now_ = 0, elapsed_us_ = 0, idle_us_ = 0;
-  std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0;
+  std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0, next_close_file_ = 0;
   std::uint64_t bytes_ = 0, events_ = 0;
   double budget_ = 0;  // --rate: WRs that may be posted now
 };
@@ -135,7 +139,7 @@ Shape Run::agree(const Options& o, Control& c, bool client) {
     if (body.size() != sizeof x) throw PeerError("the other end is a migr_verify of another version");
     std::memcpy(&x, body.data(), sizeof x);
     const Shape& s = x.shape;
-    if (x.version != 1 || s.qps < 1 || s.qps > 64 || s.size < kHeaderBytes || s.size > 1u << 20 || s.depth < 4 ||
+    if (x.version != 1 || s.qps < 1 || s.qps > kMaxQps || s.size < kHeaderBytes || s.size > 1u << 20 || s.depth < 4 ||
         s.depth > 512 || s.inline_max > 128 || s.mode >= Mode::kCount)
       throw PeerError("the other end asks for a run that this version cannot do");
     return x;
@@ -435,17 +439,24 @@ void Run::tick() {
   budget_ = std::min(budget_ + rate * static_cast<double>(step) / 1e6, std::max(rate * kRateBurstS, 1.0));
 }
 
-void Run::request_stop(const char*) {
+/// @param close_only: afterwards only RDMA comes to its end
+void Run::request_stop(bool close_only) {
   if (stopping_) return;
   stopping_ = true;
-  control_.send(Msg::kStop);
+  closing_ = close_only;
+  control_.send(Msg::kStop, close_only ? "close" : "");
 }
+
+bool Run::told_to_stop() { return g_stop || (!options_.stop_file.empty() && access(options_.stop_file.c_str(), F_OK) == 0); }
 
 void Run::on_messages() {
   while (auto m = control_.poll()) {
     idle_us_ = 0;
     switch (m->type) {
-      case Msg::kStop: stopping_ = true; break;
+      case Msg::kStop:
+        stopping_ = true;
+        closing_ = m->body == "close";
+        break;
       case Msg::kFin:
         if (m->body.size() != 8 * lanes_.size() || !partner_totals_.empty()) throw PeerError("the partner's closing totals make no sense");
         partner_totals_.resize(lanes_.size());
@@ -461,11 +472,15 @@ void Run::on_messages() {
 void Run::housekeeping() {
   next_house_ = now_ + kHousekeepingUs;
   if (!partner_done_) on_messages();
-  if (g_stop) request_stop("signal");
-  if (options_.seconds > 0 && elapsed_us_ > options_.seconds * 1e6) request_stop("time");
+  if (g_stop) request_stop(false);
+  if (options_.seconds > 0 && elapsed_us_ > options_.seconds * 1e6) request_stop(false);
   if (!options_.stop_file.empty() && now_ >= next_stop_file_) {
     next_stop_file_ = now_ + kStopFileUs;
-    if (access(options_.stop_file.c_str(), F_OK) == 0) request_stop("file");
+    if (told_to_stop()) request_stop(false);
+  }
+  if (!options_.close_file.empty() && now_ >= next_close_file_) {
+    next_close_file_ = now_ + kStopFileUs;
+    if (access(options_.close_file.c_str(), F_OK) == 0) request_stop(true);
   }
   if (!options_.status.empty() && now_ >= next_status_) {
     next_status_ = now_ + kStatusUs;
@@ -657,11 +672,21 @@ void Run::verify() {
   if (got != there) faults_.add(Fault::kCorrupted, "the partner's memory at the end is not what our stream leaves there");
 }
 
+void Run::without_rdma() {
+  f_.close();
+  closed_ = true;
+  if (!options_.status.empty()) write_file(options_.status, summary().text() + "\n");
+  if (!client_) return;  // the client's result tells that it is over
+  const std::string ready = options_.close_file + ".done";
+  if (!write_file(ready, "\n")) faults_.add(Fault::kOther, "cannot write " + ready + ": " + std::strerror(errno));
+  while (!told_to_stop()) ::usleep(static_cast<useconds_t>(kStopFileUs));
+}
+
 /// @return the partner's number of faults
 std::uint64_t Run::exchange_results() {
   const std::uint64_t mine = faults_.total();
   control_.send(Msg::kResult, std::string(reinterpret_cast<const char*>(&mine), 8) + faults_.first());
-  const std::string body = control_.expect(Msg::kResult, kVerifyLimit);
+  const std::string body = control_.expect(Msg::kResult, closing_ ? kWithoutRdmaLimit : kVerifyLimit);
   std::uint64_t theirs = 0;
   if (body.size() < 8) throw PeerError("the partner's result is too short");
   std::memcpy(&theirs, body.data(), 8);
@@ -678,11 +703,12 @@ void Run::abort_partner(const std::string& why) {
 }
 
 Json Run::summary() const {
-  std::uint64_t posted = 0, completed = 0, received = 0;
+  std::uint64_t posted = 0, completed = 0, received = 0, in_flight = 0;
   for (const Lane& l : lanes_) {
     posted += l.send.posted();
     completed += l.send.retired();
     received += l.recv.completed();
+    in_flight += l.send.bytes_in_flight();
   }
   Json j;
   j.field("errors", faults_.total())
@@ -690,6 +716,8 @@ Json Run::summary() const {
       .field("wr_completed", completed)
       .field("recv_completed", received)
       .field("bytes", bytes_)
+      .field("bytes_in_flight", in_flight)
+      .field("closed", std::uint64_t{closed_})
       .field("mode", std::string(kModeNames[static_cast<unsigned>(f_.shape.mode)]))
       .field("qps", static_cast<std::uint64_t>(f_.shape.qps))
       .field("size", static_cast<std::uint64_t>(f_.shape.size))
@@ -729,6 +757,7 @@ int run(const Options& o) {
     r->traffic();
     if (const std::string failed = churn.stop(); !failed.empty()) r->faults().add(Fault::kOther, failed);
     r->verify();
+    if (r->closes()) r->without_rdma();
     theirs = r->exchange_results();
   } catch (const RunError& e) {
     r->faults().add(Fault::kOther, e.what());

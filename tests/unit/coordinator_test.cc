@@ -87,17 +87,26 @@ struct FakeDestination final : DestinationLink {
   Play& p;
   wire::ConnectRequest connected;
   Status check(const wire::CheckRequest&) override { return p.did("d.check"); }
-  Result<wire::PrepareReply> prepare(const wire::PrepareHeader&, const std::string&, std::atomic<std::uint64_t>& b) override {
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& b) override {
     if (auto s = p.did("d.prepare"); !s) return s.error();
     b += 100;
     wire::PrepareReply r;
+    if (!h.later()) add_qp(r);
+    return r;
+  }
+  Result<wire::PrepareReply> create(std::uint32_t) override {
+    if (auto s = p.did("d.create"); !s) return s.error();
+    wire::PrepareReply r;
+    add_qp(r);
+    return r;
+  }
+  static void add_qp(wire::PrepareReply& r) {
     auto* q = r.add_qps();
     q->set_src_ctx_id(7);
     q->set_vqpn(0x11);
     q->set_pqpn(0x33);
     q->set_psn(0x333);
     q->set_gid(std::string(16, 'd'));
-    return r;
   }
   Status connect(const wire::ConnectRequest& r) override {
     connected = r;
@@ -155,8 +164,15 @@ struct FakePartner final : PartnerLink {
     q->set_dest_pqpn(dest_pqpn);
     return out;
   }
-  Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest&) override {
+  Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& q) override {
     if (auto s = p.did(name_ + ".prepare"); !s) return s.error();
+    return q.later() ? wire::PartnerPrepareReply() : with_spare();
+  }
+  Result<wire::PartnerPrepareReply> create(std::uint32_t) override {
+    if (auto s = p.did(name_ + ".create"); !s) return s.error();
+    return with_spare();
+  }
+  static wire::PartnerPrepareReply with_spare() {
     wire::PartnerPrepareReply r;
     auto* x = r.add_spares();
     x->set_index(0);
@@ -191,8 +207,9 @@ struct Scene {
   FakeSource source{play};
   FakeDestination destination{play};
   FakePartner partner{play, "p", true}, other{play, "o", false};
+  bool pre_setup = true;
   wire::Summary run(const std::string& fault = {}) {
-    Coordinator::Settings s{"src", fault, 1, 300, 10};
+    Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
     return Coordinator(s, source, destination, {&other, &partner}, [](const wire::Progress&) {}).migrate("c", "dst", kId);
   }
   // `a` came before `b`.
@@ -291,6 +308,40 @@ INSTANTIATE_TEST_SUITE_P(
       n[n.find('.')] = '_';
       return n;
     });
+
+TEST(Coordinator, WithoutPreSetupObjectsAreMadeDuringTheStop) {
+  Scene s;
+  s.pre_setup = false;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  s.expect_order({"d.prepare", "s.suspend", "s.freeze", "s.checkpoint", "d.create", "d.connect", "d.upload", "d.ready", "d.resume"});
+  s.expect_order({"p.prepare", "p.drain", "s.freeze", "p.create", "p.connect", "p.switch", "p.resume"});
+  EXPECT_EQ(s.destination.connected.connections_size(), 1);
+  EXPECT_EQ(s.partner.connected.connections_size(), 1);
+  EXPECT_GT(r.rdma_ms(), 0);
+}
+
+TEST(Coordinator, WithPreSetupNothingIsMadeLater) {
+  Scene s;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_FALSE(s.play.has("d.create"));
+  EXPECT_FALSE(s.play.has("p.create"));
+}
+
+TEST(Coordinator, FailureOfAnythingMadeDuringTheStopGoesBack) {
+  for (const char* f : {"d.prepare", "p.prepare", "p.drain", "d.create", "p.create", "d.connect", "p.connect", "d.upload", "d.ready"}) {
+    Scene s;
+    s.pre_setup = false;
+    s.play.fail = f;
+    const auto r = s.run();
+    EXPECT_FALSE(r.migrated()) << f;
+    s.expect_order({f, "p.rollback", "s.forget"});
+    s.expect_order({f, "d.abort", "s.forget"});
+    EXPECT_EQ(s.play.has("s.checkpoint"), s.play.has("s.thaw")) << f;
+    EXPECT_EQ(s.play.has("s.freeze"), s.play.has("s.reconnect")) << f;
+    for (const char* never : {"d.commit", "s.destroy"}) EXPECT_FALSE(s.play.has(never)) << f << " " << never;
+  }
+}
 
 TEST(Coordinator, RefusedIsNotTouched) {
   Scene s;

@@ -154,6 +154,7 @@ struct Shape {
 
 constexpr std::uint32_t kMarkEvery = 16;  // at least each 16th WR of a stream that writes takes a receive
 constexpr std::uint32_t kMaxSge = 4;
+constexpr std::uint32_t kMaxQps = 4096;
 
 struct Op {
   std::uint64_t seq;
@@ -420,6 +421,11 @@ class SendChecker {
   }
 
   std::size_t in_flight() const { return queue_.size(); }
+  std::uint64_t bytes_in_flight() const {
+    std::uint64_t n = 0;
+    for (const Posted& p : queue_) n += p.op.len;
+    return n;
+  }
   std::uint64_t posted() const { return posted_; }
   std::uint64_t retired() const { return retired_; }
   bool tail_signalled() const { return queue_.empty() || queue_.back().op.signalled; }

@@ -17,7 +17,7 @@ constexpr std::uint8_t kRetry = 7;
 constexpr std::uint8_t kRnrRetry = 7;      // for ever
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
 constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
-constexpr std::uint32_t kMaxCqs = 4;
+constexpr std::uint32_t kMaxCqs = 4, kMaxQpsPerCq = 64;  // more would not fit rxe's longest CQ
 constexpr std::uint32_t kMaxRdAtomic = 16;
 
 [[noreturn]] void fail(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
@@ -67,6 +67,8 @@ int choose_gid(ibv_context* c, const Options& o) {
 }  // namespace
 
 Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+  p_ = nullptr;
+  if (!bytes) return;
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) fail("cannot get " + std::to_string(bytes) + " bytes of memory");
   p_ = static_cast<std::uint8_t*>(p);
@@ -89,7 +91,8 @@ Fabric::Fabric(const Options& o, const Shape& s)
       recv(ring_bytes() * s.qps),
       target(ring_bytes() * s.qps),
       readable(ring_bytes() * s.qps),
-      words(sizeof(Words) * s.qps) {
+      words(sizeof(Words) * s.qps),
+      untouched(static_cast<std::size_t>(o.mr_mb) << 20) {
   ibv_device_attr dev{};
   if (ibv_query_device(context.get(), &dev)) fail("ibv_query_device");
   if (ibv_query_port(context.get(), static_cast<std::uint8_t>(o.ib_port), &port_)) fail("ibv_query_port");
@@ -105,6 +108,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
+  if (o.mr_mb) untouched_mr = reg(untouched, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   for (const ibv_mr* m : mrs()) keys_.emplace_back(m->lkey, m->rkey);
   if (o.events) {
     channel.reset(ibv_create_comp_channel(context.get()));
@@ -113,7 +117,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   }
   // As many as the window: the partner never finds no receive. With --rnr it does.
   recv_slots = o.rnr ? std::max(shape.window() / 8, 2u) : shape.window();
-  const std::uint32_t n_cqs = std::min(shape.qps, kMaxCqs);
+  const std::uint32_t n_cqs = std::min(shape.qps, std::max(kMaxCqs, shape.qps / kMaxQpsPerCq));
   const std::uint32_t per_cq = (shape.qps + n_cqs - 1) / n_cqs * 2;
   for (std::uint32_t i = 0; i < n_cqs; ++i) {
     const int cqe = static_cast<int>(per_cq * (shape.depth + kAckRoom + shape.window()));
@@ -222,6 +226,15 @@ void Fabric::connect(const std::string& text) {
                               IBV_QP_MAX_QP_RD_ATOMIC);
     if (errno) fail("QP " + std::to_string(i) + " to RTS");
   }
+}
+
+void Fabric::close() {
+  qps.clear();
+  cqs.clear();
+  channel.reset();
+  for (Mr* mr : {&local_mr[0], &local_mr[1], &recv_mr[0], &recv_mr[1], &target_mr, &readable_mr, &words_mr, &untouched_mr}) mr->reset();
+  pd.reset();
+  context.reset();
 }
 
 std::string Fabric::changed_names(bool query) const {

@@ -66,6 +66,8 @@ class Fabric {
 
   std::string address() const;  // EndAddress and QpAddresses
   void connect(const std::string& partner);
+  /// Destroys every verbs object; the memory stays.
+  void close();
 
   /// @return what the names given at creation are no longer, one line; empty: all as it was
   std::string changed_names(bool query) const;
@@ -76,8 +78,8 @@ class Fabric {
   Pd pd;
   Channel channel;  // with --events
   // Two registrations of what work requests gather from and scatter to, so that their lists carry different keys.
-  Memory local, recv, target, readable, words;
-  Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr;
+  Memory local, recv, target, readable, words, untouched;
+  Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr, untouched_mr;
   std::vector<Cq> cqs;
   std::vector<Qp> qps;
   std::vector<std::uint32_t> qpn;      // as they were at creation

@@ -18,7 +18,7 @@ constexpr const char kHelp[] =
                                    --rate and --seed count
 
   --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
-  --qps N           1..64 (1)             --size BYTES     largest message, 16..1048576 (4096)
+  --qps N           1..4096 (1)            --size BYTES     largest message, 16..1048576 (4096)
   --depth N         WRs in flight per QP, 4..512 (16)
   --seed N          of content and order (1)
   --seconds S       the time to run; --iterations N: the WRs of each QP; neither: until stopped
@@ -26,6 +26,7 @@ constexpr const char kHelp[] =
   --events          sleep on a completion channel instead of polling
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
+  --mr MB           register so much more memory, that nobody ever writes to (0)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
@@ -34,6 +35,8 @@ constexpr const char kHelp[] =
   --connect S       wait so long for the partner (30)
   --stall S         so long without any progress is an error (120)
   --stop-file FILE  ends the run, cleanly, when FILE comes to be; so does SIGTERM
+  --close-file FILE (client) when FILE comes to be both ends check their memory and close all of RDMA; the memory
+                    and the TCP connection stay, until the stop
   --samples FILE    bytes per 10 ms, "EPOCH_MS BYTES" per line, written at the end
   --status FILE     rewritten every half second while running: one JSON line
   --json FILE       the closing JSON line goes there too
@@ -68,8 +71,8 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kChurn, kQuery, kDev, kIbPort, kGidIndex,
-    kPort, kBind, kConnect, kStall, kStopFile, kSamples, kStatus, kJson, kHelpOption
+    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kChurn, kQuery, kDev, kIbPort, kGidIndex,
+    kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
       {"mode", 1, nullptr, kMode},           {"qps", 1, nullptr, kQps},
@@ -79,6 +82,7 @@ Options parse_options(int argc, char** argv) {
       {"events", 0, nullptr, kEvents},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
       {"query", 0, nullptr, kQuery},         {"churn", 1, nullptr, kChurn},
+      {"mr", 1, nullptr, kMr},               {"close-file", 1, nullptr, kCloseFile},
       {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
       {"port", 1, nullptr, kPort},           {"bind", 1, nullptr, kBind},
@@ -96,7 +100,7 @@ Options parse_options(int argc, char** argv) {
         if (auto m = mode_of(optarg)) o.shape.mode = *m;
         else refuse(std::string("--mode ") + optarg + ": no such mode");
         break;
-      case kQps: o.shape.qps = static_cast<std::uint32_t>(number(n, optarg, 1, 64)); break;
+      case kQps: o.shape.qps = static_cast<std::uint32_t>(number(n, optarg, 1, kMaxQps)); break;
       case kSize: o.shape.size = static_cast<std::uint32_t>(number(n, optarg, kHeaderBytes, 1 << 20)); break;
       case kDepth: o.shape.depth = static_cast<std::uint32_t>(number(n, optarg, 4, 512)); break;
       case kSeed: o.shape.seed = number(n, optarg, 0, UINT64_MAX); break;
@@ -106,6 +110,8 @@ Options parse_options(int argc, char** argv) {
       case kEvents: o.events = true; break;
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
+      case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
+      case kCloseFile: o.close_file = optarg; break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;

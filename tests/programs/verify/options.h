@@ -22,11 +22,13 @@ struct Options {
   bool wr_api = false;
   bool rnr = false;        // post too few receives on purpose
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
+  int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
   int churn_ms = 0;        // make and destroy resources beside the traffic; 0: do not
   double seconds = 0;      // 0: until stopped
   double stall = 120;      // seconds without any progress that are an error
   double connect = 30;     // seconds to wait for the partner
   std::string samples, status, json, stop_file;
+  std::string close_file;  // client: its coming closes all RDMA, at both ends; memory and TCP stay
 };
 
 /// Ends the program on --help (status 0) and on a bad command line (kExitUsage, one line on stderr).
