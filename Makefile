@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak bench-datapath format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak bench-datapath bench-migrate format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -46,6 +46,9 @@ soak: all			## N=20 migrations to and fro, and what they leave
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench
 	@$(USER_BUILD)/bench/datapath --libmigr $(USER_BUILD)/libmigr/libmigr.so --json $(BUILD)/bench/datapath.json
+
+bench-migrate: all		## what a migration costs, in VMs: table and build/bench/migrate.* (40 minutes; QUICK=1: 8)
+	@bench/migrate
 
 clean:				## remove the build folder
 	rm -rf $(BUILD)

@@ -287,7 +287,7 @@ start_verify() {
 		for p in "${pids[@]}"; do wait "$p" || bad=$?; done
 		exit $bad
 	' bash "$VERIFY_PROCESSES" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
-	until_true 60 verify_moves || { peer_log verify >&2; container_log "$h" "$id" >&2; fail "no traffic between container $id and peer"; }
+	until_true "${E2E_START_LIMIT:-60}" verify_moves || { peer_log verify >&2; container_log "$h" "$id" >&2; fail "no traffic between container $id and peer"; }
 }
 
 # shellcheck disable=SC2046 # names of one word
