@@ -165,12 +165,13 @@ Status KernelRecord::objects(ContextRecord& c) {
       case MIGR_OBJ_MR: add(c.mrs); break;
       case MIGR_OBJ_CQ: add(c.cqs); break;
       case MIGR_OBJ_QP: add(c.qps); break;
+      case MIGR_OBJ_SRQ: add(c.srqs); break;
       default:
         if (migr_other_rec r; take(rec, r)) c.others.push_back({type, r});
     }
   };
   return talk_until_settled([&] {
-    c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.others.clear();
+    c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.srqs.clear(), c.others.clear();
     return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, add_object,
                 "reading the record of context " + std::to_string(c.rec.ctx_id));
   });

@@ -24,6 +24,7 @@ struct ContextRecord {
   std::vector<migr_mr_rec> mrs;
   std::vector<migr_cq_rec> cqs;
   std::vector<migr_qp_rec> qps;
+  std::vector<migr_srq_rec> srqs;
   struct Other {
     std::uint32_t type;  // enum migr_obj_type
     migr_other_rec rec;

@@ -77,6 +77,8 @@ std::string show_text(const std::vector<ContextRecord>& ctxs) {
       if (q.dest_qpn) s += fmt::format(", from {} to {} QP {:#x}", gid_text(q.ah.sgid), gid_text(q.ah.dgid), q.dest_qpn);
       s += "\n";
     }
+    for (const auto& x : c.srqs)
+      s += fmt::format("  SRQ {} in PD {}: {} receives of {} pieces, limit {}\n", x.handle, x.pd_handle, x.max_wr, x.max_sge, x.srq_limit);
     for (const auto& x : c.others) s += fmt::format("  {} {} in PD {}\n", object_name(x.type), x.rec.handle, handle(x.rec.pd_handle));
   }
   return s;
@@ -86,7 +88,7 @@ Json show_json(const std::vector<ContextRecord>& ctxs) {
   Json j = Json::array();
   for (const auto& c : ctxs) {
     Json e = context_json(c.rec);
-    Json pds = Json::array(), mrs = Json::array(), cqs = Json::array(), qps = Json::array(), others = Json::array();
+    Json pds = Json::array(), mrs = Json::array(), cqs = Json::array(), qps = Json::array(), srqs = Json::array(), others = Json::array();
     for (const auto& p : c.pds) pds.push_back({{"handle", p.handle}});
     for (const auto& m : c.mrs)
       mrs.push_back({{"handle", m.handle}, {"pd", m.pd_handle}, {"start", m.start}, {"length", m.length}, {"iova", m.iova}, {"access", m.access},
@@ -98,8 +100,10 @@ Json show_json(const std::vector<ContextRecord>& ctxs) {
                      {"pqpn", q.pqpn}, {"pd", q.pd_handle}, {"send_cq", q.send_cq_handle}, {"recv_cq", q.recv_cq_handle},
                      {"max_send_wr", q.max_send_wr}, {"max_recv_wr", q.max_recv_wr}, {"dest_qpn", q.dest_qpn},
                      {"sgid", gid_text(q.ah.sgid)}, {"dgid", gid_text(q.ah.dgid)}});
+    for (const auto& x : c.srqs)
+      srqs.push_back({{"handle", x.handle}, {"pd", x.pd_handle}, {"max_wr", x.max_wr}, {"max_sge", x.max_sge}, {"limit", x.srq_limit}});
     for (const auto& x : c.others) others.push_back({{"kind", object_name(x.type)}, {"handle", x.rec.handle}});
-    e["pds"] = pds, e["mrs"] = mrs, e["cqs"] = cqs, e["qps"] = qps, e["others"] = others;
+    e["pds"] = pds, e["mrs"] = mrs, e["cqs"] = cqs, e["qps"] = qps, e["srqs"] = srqs, e["others"] = others;
     j.push_back(e);
   }
   return j;

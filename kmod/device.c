@@ -42,8 +42,9 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev)
 	X(migr_qp_ops, create_qp)					\
 	X(migr_qp_ops, modify_qp)					\
 	X(migr_qp_ops, destroy_qp)					\
-	X(migr_other_ops, create_srq)					\
-	X(migr_other_ops, destroy_srq)					\
+	X(migr_srq_ops, create_srq)					\
+	X(migr_srq_ops, modify_srq)					\
+	X(migr_srq_ops, destroy_srq)					\
 	X(migr_other_ops, alloc_mw)					\
 	X(migr_other_ops, dealloc_mw)					\
 	X(migr_other_ops, create_user_ah)				\

@@ -4,7 +4,7 @@
  *
  *   device.c    puts our functions in front of an ib_device's ops, and takes
  *               them away again
- *   ucontext.c mr.c cq.c qp.c other.c
+ *   ucontext.c mr.c cq.c qp.c srq.c other.c
  *               those functions, a file per kind of object: call the driver,
  *               then remember
  *   record.c    what is remembered: contexts and their objects
@@ -86,6 +86,7 @@ struct migr_obj {
 		struct migr_mr_rec mr;
 		struct migr_cq_rec cq;
 		struct migr_qp_rec qp;
+		struct migr_srq_rec srq;
 		struct migr_other_rec other;
 	} rec;
 	u32 resp_len;
@@ -112,9 +113,9 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev);
 	({ *(idx) = srcu_read_lock(&migr_srcu); migr_dev_of(ibdev); })
 #define migr_leave(idx) srcu_read_unlock(&migr_srcu, idx)
 
-/* ucontext.c, mr.c, cq.c, qp.c, other.c: what they put in place; the rest is NULL. */
+/* ucontext.c, mr.c, cq.c, qp.c, srq.c, other.c: what they put in place; the rest is NULL. */
 extern const struct ib_device_ops migr_ucontext_ops, migr_mr_ops, migr_cq_ops, migr_qp_ops,
-	migr_other_ops;
+	migr_srq_ops, migr_other_ops;
 
 /* record.c */
 void migr_record_exit(void);

@@ -187,6 +187,8 @@ static size_t rec_size(const struct migr_obj *obj)
 		return sizeof(obj->rec.cq);
 	case MIGR_OBJ_QP:
 		return sizeof(obj->rec.qp);
+	case MIGR_OBJ_SRQ:
+		return sizeof(obj->rec.srq);
 	default:
 		return sizeof(obj->rec.other);
 	}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* SRQ, MW, AH, XRCD, DM: counted and named, not rebuilt from the record yet. */
+/* MW, AH, XRCD, DM: counted and named, not rebuilt from the record. */
 #include "migr.h"
 
 static struct migr_obj *other_alloc(u32 type, const struct ib_pd *pd)
@@ -11,54 +11,6 @@ static struct migr_obj *other_alloc(u32 type, const struct ib_pd *pd)
 		obj->rec.other.pd_handle = pd ? migr_handle(pd->uobject) : MIGR_NO_HANDLE;
 	}
 	return obj;
-}
-
-/* ---- shared receive queues ------------------------------------------------ */
-
-static int create_srq(struct ib_srq *srq, struct ib_srq_init_attr *attr, struct ib_udata *udata)
-{
-	struct migr_obj *obj = NULL;
-	struct migr_dev *md;
-	int idx, err;
-
-	md = migr_enter(srq->device, &idx);
-	if (udata) {
-		obj = other_alloc(MIGR_OBJ_SRQ, srq->pd);
-		err = -ENOMEM;
-		if (!obj)
-			goto out_leave;
-	}
-	err = md->orig.create_srq(srq, attr, udata);
-	if (!obj)
-		goto out_leave;
-	if (!err) {
-		if (attr->srq_type == IB_SRQT_XRC)
-			obj->rec.other.num = srq->ext.xrc.srq_num;
-		migr_obj_take_resp(obj, udata);
-		err = migr_obj_add(obj, srq, migr_uctx_of(udata));
-		if (err)
-			md->orig.destroy_srq(srq, udata);
-	}
-	if (err)
-		migr_obj_free(obj);
-out_leave:
-	migr_leave(idx);
-	return err;
-}
-
-static int destroy_srq(struct ib_srq *srq, struct ib_udata *udata)
-{
-	struct migr_dev *md;
-	struct migr_obj *obj;
-	int idx, err;
-
-	md = migr_enter(srq->device, &idx);
-	obj = migr_obj_begin_destroy(srq);
-	err = md->orig.destroy_srq(srq, udata);
-	if (obj)
-		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
-	return err;
 }
 
 /* ---- memory windows ------------------------------------------------------- */
@@ -250,8 +202,6 @@ static int dealloc_dm(struct ib_dm *dm, struct uverbs_attr_bundle *attrs)
 }
 
 const struct ib_device_ops migr_other_ops = {
-	.create_srq = create_srq,
-	.destroy_srq = destroy_srq,
 	.alloc_mw = alloc_mw,
 	.dealloc_mw = dealloc_mw,
 	.create_user_ah = create_user_ah,

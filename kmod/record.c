@@ -361,6 +361,7 @@ static_assert(offsetof(struct migr_pd_rec, handle) == 0);
 static_assert(offsetof(struct migr_mr_rec, handle) == 0);
 static_assert(offsetof(struct migr_cq_rec, handle) == 0);
 static_assert(offsetof(struct migr_qp_rec, handle) == 0);
+static_assert(offsetof(struct migr_srq_rec, handle) == 0);
 static_assert(offsetof(struct migr_other_rec, handle) == 0);
 
 static unsigned long handle_key(const struct migr_ctx *ctx, u32 handle)

@@ -161,7 +161,7 @@ enum migr_genl_attr {
 	MIGR_A_CTX_ID,		/* u32, never reused while the module is loaded */
 	MIGR_A_CTX_REC,		/* struct migr_ctx_rec */
 	MIGR_A_OBJ_TYPE,	/* u32, enum migr_obj_type */
-	MIGR_A_OBJ_REC,		/* struct migr_{pd,mr,cq,qp,other}_rec by type */
+	MIGR_A_OBJ_REC,		/* struct migr_{pd,mr,cq,qp,srq,other}_rec by type */
 	MIGR_A_DRIVER_RESP,	/* binary, at most MIGR_DRIVER_RESP_MAX */
 	MIGR_A_VQPN,		/* u32, 24 bits */
 	MIGR_A_PQPN,		/* u32, 24 bits */
@@ -299,11 +299,29 @@ struct migr_qp_rec {
 /* Another QP of the context has been bound to this one's vQPN since. */
 #define MIGR_QP_FORMER		1u
 
-/* SRQ, MW, AH, XRCD, DM: counted and named; not rebuilt from the record yet. */
+/* Opens as migr_other_rec, which it once was. */
+struct migr_srq_rec {
+	__u32 handle;
+	__u32 pd_handle;
+	__u32 num;		/* SRQN of an XRC one; else 0 */
+	__u32 srq_type;		/* enum ib_srq_type */
+	__aligned_u64 user_handle;
+	__u32 max_wr;		/* as asked for last */
+	__u32 max_sge;		/* as asked for */
+	__u32 srq_limit;	/* as armed last; it may have fired since */
+	__u32 cq_handle;	/* XRC, tag matching; MIGR_NO_HANDLE: none */
+	__u32 flags;		/* MIGR_SRQ_* */
+	__u32 reserved;
+};
+
+/* Resized since: its ring is not where the driver's answer to create has it. */
+#define MIGR_SRQ_RESIZED	1u
+
+/* MW, AH, XRCD, DM: counted and named; not rebuilt from the record. */
 struct migr_other_rec {
 	__u32 handle;
 	__u32 pd_handle;	/* MIGR_NO_HANDLE: none */
-	__u32 num;		/* SRQN, MW rkey; else 0 */
+	__u32 num;		/* MW: rkey; else 0 */
 	__u32 reserved;
 };
 

@@ -77,6 +77,7 @@ struct obj {
 		struct migr_mr_rec mr;
 		struct migr_cq_rec cq;
 		struct migr_qp_rec qp;
+		struct migr_srq_rec srq;
 		struct migr_other_rec other;
 	} rec;
 	uint32_t resp_len;

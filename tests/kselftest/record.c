@@ -113,27 +113,70 @@ static void resize(struct side *s)
 	check(o && o->rec.cq.cqe == 200, "resize_cq changes the record of the CQ");
 }
 
-/* SRQ, AH and MW are counted and named. */
+static void shared_receives(struct side *s)
+{
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 9, .max_sge = 2 } };
+	struct ibv_srq_attr attr = { .srq_limit = 3 };
+	struct ibv_srq *srq = ibv_create_srq(s->pd, &init);
+	struct ibv_qp_init_attr qp_init = { .send_cq = s->cq, .recv_cq = s->cq, .srq = srq, .qp_type = IBV_QPT_RC,
+					    .cap = { .max_send_wr = 1, .max_send_sge = 1 } };
+	struct migr_srq_rec *r;
+	struct ibv_qp *qp;
+	struct obj *o;
+
+	need(srq, "create SRQ");
+	qp = ibv_create_qp(s->pd, &qp_init);
+	need(qp && !genl_objs(ctx_of_pid(getpid()), &objs), "QP on the SRQ, and dump");
+	o = find_obj(&objs, MIGR_OBJ_QP, qp->handle);
+	check(o && o->rec.qp.srq_handle == srq->handle, "QP: its SRQ");
+	o = find_obj(&objs, MIGR_OBJ_SRQ, srq->handle);
+	if (check(o, "the SRQ is recorded")) {
+		r = &o->rec.srq;
+		check_eq(r->pd_handle, s->pd->handle, "SRQ: PD");
+		check_eq(r->srq_type, IBV_SRQT_BASIC, "SRQ: type");
+		check_eq(r->max_wr, 9, "SRQ: max_wr as asked for");
+		check_eq(r->max_sge, 2, "SRQ: max_sge as asked for");
+		check_eq(r->srq_limit, 0, "SRQ: not armed");
+		check_eq(r->cq_handle, MIGR_NO_HANDLE, "SRQ: no CQ");
+		check_eq(r->flags, 0, "SRQ: not resized");
+		check(r->user_handle != 0, "SRQ: user_handle");
+		check(o->resp_len > 0, "SRQ: the driver's answer is kept");
+	}
+	need(!ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT), "modify_srq: limit");
+	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
+	o = find_obj(&objs, MIGR_OBJ_SRQ, srq->handle);
+	check(o && o->rec.srq.srq_limit == 3 && o->rec.srq.max_wr == 9, "modify_srq: the limit is recorded");
+	attr.max_wr = 40;
+	if (ibv_modify_srq(srq, &attr, IBV_SRQ_MAX_WR)) {
+		printf("# resizing an SRQ: not with this driver\n");
+	} else {
+		need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
+		o = find_obj(&objs, MIGR_OBJ_SRQ, srq->handle);
+		check(o && o->rec.srq.max_wr == 40 && o->rec.srq.flags == MIGR_SRQ_RESIZED, "SRQ: resized, and marked so");
+	}
+	ibv_destroy_qp(qp);
+	ibv_destroy_srq(srq);
+	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
+	for (int i = 0; i < objs.n; i++)
+		check(objs.obj[i].type != MIGR_OBJ_SRQ, "a destroyed SRQ leaves no record");
+}
+
+/* AH and MW are counted and named. */
 static void others(struct side *s)
 {
-	struct ibv_srq_init_attr srq_init = { .attr = { .max_wr = 8, .max_sge = 1 } };
 	struct ibv_ah_attr ah_attr = { .is_global = 1, .port_num = 1,
 				       .grh = { .dgid = s->gid, .sgid_index = s->gid_index } };
-	struct ibv_srq *srq = ibv_create_srq(s->pd, &srq_init);
 	struct ibv_ah *ah = ibv_create_ah(s->pd, &ah_attr);
 	struct ibv_mw *mw = ibv_alloc_mw(s->pd, IBV_MW_TYPE_1);
 	struct obj *o;
 
-	need(srq && ah && mw, "create SRQ, AH, MW");
+	need(ah && mw, "create AH, MW");
 	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
-	o = find_obj(&objs, MIGR_OBJ_SRQ, srq->handle);
-	check(o && o->rec.other.pd_handle == s->pd->handle, "the SRQ is recorded");
 	check(find_obj(&objs, MIGR_OBJ_AH, ah->handle), "the AH is recorded");
 	o = find_obj(&objs, MIGR_OBJ_MW, mw->handle);
 	check(o && o->rec.other.num == mw->rkey, "the MW is recorded, with its rkey");
 	ibv_dealloc_mw(mw);
 	ibv_destroy_ah(ah);
-	ibv_destroy_srq(srq);
 	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
 }
 
@@ -189,6 +232,7 @@ int main(void)
 	queue_pair(&s, s.qp, qp2);
 	queue_pair(&s, qp2, s.qp);
 	channels(&s);
+	shared_receives(&s);
 	others(&s);
 	resize(&s);
 	rereg(&s);
