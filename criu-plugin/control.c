@@ -200,7 +200,7 @@ static int reply_ready(int fd)
 	int ret;
 
 	for_each_context(p, c)
-		n += 1 + c->rec.nr_pd + c->rec.nr_cq + c->rec.nr_qp;
+		n += 1 + c->rec.nr_pd + c->rec.nr_cq + c->rec.nr_srq + c->rec.nr_qp;
 	recs = calloc(n + 1, sizeof(*recs));
 	if (!recs)
 		return reply(fd, MIGR_RC_READY, ENOMEM, "no memory", NULL, 0, sizeof(*recs));
@@ -211,6 +211,8 @@ static int reply_ready(int fd)
 			add_object(&recs[n++], p, c, MIGR_OBJ_PD, c->pds[k].rec.handle, c->pds[k].new_handle);
 		for (uint32_t k = 0; k < c->rec.nr_cq; k++)
 			add_object(&recs[n++], p, c, MIGR_OBJ_CQ, c->cqs[k].rec.handle, c->cqs[k].new_handle);
+		for (uint32_t k = 0; k < c->rec.nr_srq; k++)
+			add_object(&recs[n++], p, c, MIGR_OBJ_SRQ, c->srqs[k].rec.handle, c->srqs[k].new_handle);
 		for (uint32_t k = 0; k < c->rec.nr_qp; k++) {
 			recs[n].vqpn = c->qps[k].rec.vqpn;
 			recs[n].pqpn = c->qps[k].new_pqpn;

@@ -83,6 +83,8 @@ static int build(const struct migr_rst_process *p, struct migr_rst_context *c, s
 		ret = migr_rst_pd_create(c, &c->pds[i], err);
 	for (uint32_t i = 0; !ret && i < c->rec.nr_cq; i++)
 		ret = migr_rst_cq_create(c, &c->cqs[i], channel_of_cq(p, c, c->cqs[i].rec.handle), err);
+	for (uint32_t i = 0; !ret && i < c->rec.nr_srq; i++)
+		ret = migr_rst_srq_create(c, &c->srqs[i], err);
 	for (uint32_t i = 0; !ret && i < c->rec.nr_qp; i++)
 		ret = build_qp(c, &c->qps[i], err);
 	return ret;

@@ -59,6 +59,7 @@ void migr_rst_process_free(struct migr_rst_process *p)
 		free(c->mrs);
 		free(c->cqs);
 		free(c->qps);
+		free(c->srqs);
 		free(c->others);
 		free(c->channels);
 	}
@@ -94,6 +95,11 @@ struct migr_rst_cq *migr_rst_add_cq(struct migr_rst_context *c)
 struct migr_rst_qp *migr_rst_add_qp(struct migr_rst_context *c)
 {
 	return APPEND(c->qps, c->rec.nr_qp);
+}
+
+struct migr_rst_srq *migr_rst_add_srq(struct migr_rst_context *c)
+{
+	return APPEND(c->srqs, c->rec.nr_srq);
 }
 
 struct migr_rst_other *migr_rst_add_other(struct migr_rst_context *c)
@@ -161,6 +167,14 @@ struct migr_rst_cq *rst_find_cq(const struct migr_rst_context *c, uint32_t old_h
 	return NULL;
 }
 
+struct migr_rst_srq *rst_find_srq(const struct migr_rst_context *c, uint32_t old_handle)
+{
+	for (uint32_t i = 0; i < c->rec.nr_srq; i++)
+		if (c->srqs[i].rec.handle == old_handle)
+			return &c->srqs[i];
+	return NULL;
+}
+
 struct migr_rst_qp *migr_rst_find_qp(const struct migr_rst_context *c, uint32_t vqpn)
 {
 	for (uint32_t i = 0; i < c->rec.nr_qp; i++)
@@ -205,14 +219,26 @@ static int check_qp(const struct migr_rst_context *c, const struct migr_qp_rec *
 	if (!rst_find_cq(c, q->send_cq_handle) || !rst_find_cq(c, q->recv_cq_handle))
 		return rst_fail(err, EBADMSG, "QP %#x of pid %u: its CQ %u or %u is not on record", q->vqpn, pid,
 				q->send_cq_handle, q->recv_cq_handle);
-	if (q->srq_handle != MIGR_NO_HANDLE)
-		return rst_fail(err, EOPNOTSUPP, "QP %#x of pid %u uses a shared receive queue: not restorable yet",
-				q->vqpn, pid);
+	if (q->srq_handle != MIGR_NO_HANDLE && !rst_find_srq(c, q->srq_handle))
+		return rst_fail(err, EBADMSG, "QP %#x of pid %u: its SRQ %u is not on record", q->vqpn, pid,
+				q->srq_handle);
 	if (q->qp_type != IB_UVERBS_QPT_RC && q->qp_type != IB_UVERBS_QPT_UC && q->qp_type != IB_UVERBS_QPT_UD)
 		return rst_fail(err, EOPNOTSUPP, "QP %#x of pid %u has type %u: only RC, UC and UD are restorable",
 				q->vqpn, pid, q->qp_type);
 	if (q->vqpn > MIGR_QPN_MASK || q->pqpn > MIGR_QPN_MASK || q->dest_qpn > MIGR_QPN_MASK)
 		return rst_fail(err, ERANGE, "QP %#x of pid %u: a QP number is wider than 24 bits", q->vqpn, pid);
+	return 0;
+}
+
+static int check_srq(const struct migr_rst_context *c, const struct migr_srq_rec *s, uint32_t pid,
+		     struct migr_rst_err *err)
+{
+	if (!rst_find_pd(c, s->pd_handle))
+		return rst_fail(err, EBADMSG, "SRQ %u of pid %u: its PD %u is not on record", s->handle, pid,
+				s->pd_handle);
+	if (s->srq_type != IB_UVERBS_SRQT_BASIC)
+		return rst_fail(err, EOPNOTSUPP, "SRQ %u of pid %u is one for %s: only basic ones are restorable",
+				s->handle, pid, s->srq_type == IB_UVERBS_SRQT_XRC ? "XRC" : "tag matching");
 	return 0;
 }
 
@@ -255,6 +281,12 @@ static int check_context(const struct migr_rst_process *p, const struct migr_rst
 		if (cq->channel && !has_fd)
 			return rst_fail(err, ENOENT, "CQ %u of pid %u: its completion channel has no described fd",
 					cq->handle, p->pid);
+	}
+	for (uint32_t i = 0; i < c->rec.nr_srq; i++) {
+		int ret = check_srq(c, &c->srqs[i].rec, p->pid, err);
+
+		if (ret)
+			return ret;
 	}
 	for (uint32_t i = 0; i < c->rec.nr_qp; i++) {
 		int ret = check_qp(c, &c->qps[i].rec, p->pid, err);

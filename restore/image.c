@@ -59,6 +59,8 @@ static uint32_t crc32_of(const uint8_t *p, size_t n)
 	X(sq_sig_all) X(create_flags) X(attr_mask) X(qp_state) X(path_mtu) X(qkey) X(rq_psn) X(sq_psn) X(dest_qpn) \
 	X(access_flags) X(pkey_index) X(port_num) X(timeout) X(retry_cnt) X(rnr_retry) X(min_rnr_timer) \
 	X(max_rd_atomic) X(max_dest_rd_atomic) X(flags)
+#define SRQ_FIELDS(X) \
+	X(handle) X(pd_handle) X(num) X(srq_type) X(user_handle) X(max_wr) X(max_sge) X(srq_limit) X(cq_handle) X(flags)
 #define OTHER_FIELDS(X) X(handle) X(pd_handle) X(num)
 #define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number) X(nonblock)
 
@@ -169,6 +171,16 @@ static int pack_context(struct arena *a, const struct migr_rst_context *c, Migr_
 			to->sgid = bytes_of(from->sgid, sizeof(from->sgid));
 			to->dmac = bytes_of(from->dmac, sizeof(from->dmac));
 		}
+	}
+	Migr__Srq *srq;
+	TAKE_MESSAGES(a, Migr__Srq, migr__srq__init, c->rec.nr_srq, m->srq, srq);
+	m->n_srq = c->rec.nr_srq;
+	for (uint32_t i = 0; i < c->rec.nr_srq; i++) {
+		const struct migr_srq_rec *from = &c->srqs[i].rec;
+		Migr__Srq *to = &srq[i];
+
+		SRQ_FIELDS(COPY)
+		to->driver_resp = bytes_of(c->srqs[i].resp.data, c->srqs[i].resp.len);
 	}
 	Migr__Other *other;
 	TAKE_MESSAGES(a, Migr__Other, migr__other__init, c->nr_others, m->other, other);
@@ -372,6 +384,18 @@ static int unpack_context(const Migr__Context *m, struct migr_rst_context *c)
 			    get_bytes(to->dmac, sizeof(to->dmac), from->dmac))
 				return -EBADMSG;
 		}
+	}
+	for (size_t i = 0; i < m->n_srq; i++) {
+		struct migr_rst_srq *srq = migr_rst_add_srq(c);
+		const Migr__Srq *from = m->srq[i];
+
+		if (!srq)
+			return -ENOMEM;
+		struct migr_srq_rec *to = &srq->rec;
+
+		SRQ_FIELDS(COPY)
+		if (get_resp(&srq->resp, from->driver_resp))
+			return -EBADMSG;
 	}
 	for (size_t i = 0; i < m->n_other; i++) {
 		struct migr_rst_other *o = migr_rst_add_other(c);

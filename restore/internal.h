@@ -10,6 +10,7 @@ int rst_fail(struct migr_rst_err *err, int errnum, const char *fmt, ...)
 	__attribute__((format(printf, 3, 4), cold));
 
 struct migr_rst_pd *rst_find_pd(const struct migr_rst_context *c, uint32_t old_handle);
+struct migr_rst_srq *rst_find_srq(const struct migr_rst_context *c, uint32_t old_handle);
 struct migr_rst_cq *rst_find_cq(const struct migr_rst_context *c, uint32_t old_handle);
 
 /*

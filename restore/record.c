@@ -288,6 +288,15 @@ static int got_obj(struct nlattr **attrs, void *arg)
 		take_resp(&qp->resp, resp);
 		return 0;
 	}
+	case MIGR_OBJ_SRQ: {
+		struct migr_rst_srq *srq = migr_rst_add_srq(c);
+
+		if (!srq)
+			return -ENOMEM;
+		take_rec(&srq->rec, sizeof(srq->rec), rec);
+		take_resp(&srq->resp, resp);
+		return 0;
+	}
 	default: {
 		struct migr_rst_other *o = migr_rst_add_other(c);
 
@@ -307,9 +316,9 @@ static int dump_objects(struct migr_rst *s, struct migr_rst_context *c)
 	for (int i = 0; i < DUMP_TRIES && ret == -EAGAIN; i++) {
 		struct nl_msg *msg = request(s, MIGR_CMD_OBJ_GET, NLM_F_DUMP);
 
-		free(c->pds), free(c->mrs), free(c->cqs), free(c->qps), free(c->others);
-		c->pds = NULL, c->mrs = NULL, c->cqs = NULL, c->qps = NULL, c->others = NULL;
-		c->rec.nr_pd = c->rec.nr_mr = c->rec.nr_cq = c->rec.nr_qp = c->nr_others = 0;
+		free(c->pds), free(c->mrs), free(c->cqs), free(c->qps), free(c->srqs), free(c->others);
+		c->pds = NULL, c->mrs = NULL, c->cqs = NULL, c->qps = NULL, c->srqs = NULL, c->others = NULL;
+		c->rec.nr_pd = c->rec.nr_mr = c->rec.nr_cq = c->rec.nr_qp = c->rec.nr_srq = c->nr_others = 0;
 		if (msg && nla_put_u32(msg, MIGR_A_CTX_ID, c->rec.ctx_id)) {
 			nlmsg_free(msg);
 			msg = NULL;

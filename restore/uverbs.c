@@ -213,6 +213,35 @@ int migr_rst_cq_create(struct migr_rst_context *c, struct migr_rst_cq *cq, int c
 	return 0;
 }
 
+int migr_rst_srq_create(struct migr_rst_context *c, struct migr_rst_srq *srq, struct migr_rst_err *err)
+{
+	const struct migr_srq_rec *r = &srq->rec;
+	const struct migr_rst_pd *pd = rst_find_pd(c, r->pd_handle);
+
+	if (!pd)
+		return rst_fail(err, EBADMSG, "SRQ %u: its PD %u is not on record", r->handle, r->pd_handle);
+
+	struct ib_uverbs_create_srq in = {
+		.user_handle = r->user_handle,
+		.pd_handle = pd->new_handle,
+		.max_wr = r->max_wr,
+		.max_sge = r->max_sge,
+	};
+	struct ib_uverbs_create_srq_resp out = { 0 };
+	struct rst_cmd cmd = { IB_USER_VERBS_CMD_CREATE_SRQ, &in, sizeof(in), &out, sizeof(out), NULL };
+	int ret;
+
+	srq->new_resp.len = srq->resp.len;	/* the same driver answers as many bytes */
+	if (srq->resp.len)
+		cmd.driver = &srq->new_resp;
+	ret = rst_uverbs(c, &cmd);
+	if (ret)
+		return rst_fail(err, -ret, "cannot make SRQ %u (%u receives) on %s: %s", r->handle, r->max_wr,
+				c->new_ibdev, strerror(-ret));
+	srq->new_handle = out.srq_handle;
+	return 0;
+}
+
 int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struct migr_rst_err *err)
 {
 	const struct migr_qp_rec *r = &qp->rec;
@@ -220,14 +249,19 @@ int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struc
 	const struct migr_rst_cq *send_cq = rst_find_cq(c, r->send_cq_handle);
 	const struct migr_rst_cq *recv_cq = rst_find_cq(c, r->recv_cq_handle);
 
-	if (!pd || !send_cq || !recv_cq)
-		return rst_fail(err, EBADMSG, "QP %#x: its PD or a CQ is not on record", r->vqpn);
+	const struct migr_rst_srq *srq = rst_find_srq(c, r->srq_handle);
+	int has_srq = r->srq_handle != MIGR_NO_HANDLE;
+
+	if (!pd || !send_cq || !recv_cq || (has_srq && !srq))
+		return rst_fail(err, EBADMSG, "QP %#x: its PD, SRQ or a CQ is not on record", r->vqpn);
 
 	struct ib_uverbs_ex_create_qp in = {
 		.user_handle = r->user_handle,
 		.pd_handle = pd->new_handle,
 		.send_cq_handle = send_cq->new_handle,
 		.recv_cq_handle = recv_cq->new_handle,
+		.srq_handle = has_srq ? srq->new_handle : 0,
+		.is_srq = has_srq,
 		.max_send_wr = r->max_send_wr,
 		.max_recv_wr = r->max_recv_wr,
 		.max_send_sge = r->max_send_sge,

@@ -90,7 +90,17 @@ struct migr_rst_qp {
 	uint8_t new_sgid_index;
 };
 
-/* SRQ, MW, AH, XRCD, DM: known, not restorable; a build refuses them. */
+struct migr_rst_srq {
+	struct migr_srq_rec rec;
+	struct migr_rst_resp resp;
+	uint32_t new_handle;
+	struct migr_rst_resp new_resp;
+};
+
+/*
+ * MW, AH, XRCD, DM: known, not built. Address handles are made again by the
+ * process itself; a build refuses the rest.
+ */
 struct migr_rst_other {
 	uint32_t obj_type;	/* enum migr_obj_type */
 	struct migr_other_rec rec;
@@ -108,8 +118,9 @@ struct migr_rst_context {
 	struct migr_rst_mr *mrs;
 	struct migr_rst_cq *cqs;
 	struct migr_rst_qp *qps;
+	struct migr_rst_srq *srqs;
 	struct migr_rst_other *others;
-	uint32_t nr_others;		/* SRQs and the rest */
+	uint32_t nr_others;		/* MWs and the rest */
 
 	/* filled by a build */
 	int fd_floor;			/* set before: fds are moved to this number or above */
@@ -174,6 +185,7 @@ struct migr_rst_pd *migr_rst_add_pd(struct migr_rst_context *c);
 struct migr_rst_mr *migr_rst_add_mr(struct migr_rst_context *c);
 struct migr_rst_cq *migr_rst_add_cq(struct migr_rst_context *c);
 struct migr_rst_qp *migr_rst_add_qp(struct migr_rst_context *c);
+struct migr_rst_srq *migr_rst_add_srq(struct migr_rst_context *c);
 struct migr_rst_other *migr_rst_add_other(struct migr_rst_context *c);
 
 /* What the process's libmigr answered to DESCRIBE, copied; replaces what was there. */
@@ -237,7 +249,8 @@ int migr_rst_device_find(const char *want, char ibdev[MIGR_IBDEV_NAME_MAX], char
  *
  * context: GET_CONTEXT; gives @c->async_fd.
  * channel: completion channel, an fd.
- * pd, cq, qp: parents must have been built. A QP stays in RESET.
+ * pd, cq, srq, qp: parents must have been built. A QP stays in RESET; an SRQ is
+ * not armed: whoever posts its receives again does that.
  */
 int migr_rst_context_create(struct migr_rst_context *c, struct migr_rst_err *err);
 int migr_rst_channel_create(struct migr_rst_context *c, struct migr_rst_channel *ch,
@@ -246,6 +259,7 @@ int migr_rst_pd_create(struct migr_rst_context *c, struct migr_rst_pd *pd, struc
 /* @channel_fd: -1 for none. */
 int migr_rst_cq_create(struct migr_rst_context *c, struct migr_rst_cq *cq, int channel_fd,
 		       struct migr_rst_err *err);
+int migr_rst_srq_create(struct migr_rst_context *c, struct migr_rst_srq *srq, struct migr_rst_err *err);
 int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struct migr_rst_err *err);
 
 /* RESET -> INIT, with port, pkey index and access flags (or qkey) of the record. */
@@ -266,7 +280,7 @@ int migr_rst_qp_connect(struct migr_rst_context *c, struct migr_rst_qp *qp,
 
 /*
  * All of it for one context: takes @cmd_fd (moves and closes it, also on
- * failure), creates context, channels, PDs, CQs, QPs, finds the GIDs and PSNs
+ * failure), creates context, channels, PDs, CQs, SRQs, QPs, finds the GIDs and PSNs
  * and moves the QPs to INIT (those that were in RESET stay there; unconnected
  * types that were in RTS go to RTS; broken ones to ERR). On failure everything
  * is released.
@@ -290,7 +304,7 @@ struct migr_rst_ring {
 	uint64_t bytes;
 };
 /*
- * Rings of an object by the driver's answer: out[0] CQ or RQ, out[1] SQ (numbered
+ * Rings of an object by the driver's answer: out[0] CQ, SRQ or RQ, out[1] SQ (numbered
  * as migr_fd_desc.ring). A ring that the object has not is 0 bytes. Returns how
  * many entries of out are valid, or -EOPNOTSUPP for an answer of no known driver.
  */

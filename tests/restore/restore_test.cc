@@ -19,6 +19,16 @@ namespace {
 
 using Image = std::unique_ptr<migr_rst_image, void (*)(migr_rst_image*)>;
 
+migr_rst_resp srq_resp(std::uint64_t offset, std::uint32_t size) {
+  rxe_create_srq_resp r{};
+  r.mi.offset = offset;
+  r.mi.size = size;
+  migr_rst_resp out{};
+  out.len = sizeof r;
+  std::memcpy(out.data, &r, sizeof r);
+  return out;
+}
+
 migr_rst_resp cq_resp(std::uint64_t offset, std::uint32_t size) {
   rxe_create_cq_resp r{};
   r.mi.offset = offset;
@@ -72,6 +82,13 @@ Image sample() {
     cq->rec.channel = 1;
     cq->rec.user_handle = 0x7f0011223344;
     cq->resp = cq_resp(0x1000 + k, 8192);
+    migr_rst_srq* srq = migr_rst_add_srq(c);
+    scribble(srq->rec, 3);
+    srq->rec.handle = 6;
+    srq->rec.pd_handle = 3;
+    srq->rec.srq_type = 0;  // basic
+    srq->rec.reserved = 0;
+    srq->resp = srq_resp(0x3000 + k, 4096);
     for (std::uint32_t i = 0; i < 40; i++) {
       migr_rst_qp* qp = migr_rst_add_qp(c);
       scribble(qp->rec, static_cast<unsigned char>(i));
@@ -81,7 +98,7 @@ Image sample() {
       qp->rec.dest_qpn = 0x99;
       qp->rec.pd_handle = 3;
       qp->rec.send_cq_handle = qp->rec.recv_cq_handle = 5;
-      qp->rec.srq_handle = MIGR_NO_HANDLE;
+      qp->rec.srq_handle = i == 7 ? 6 : MIGR_NO_HANDLE;
       qp->rec.qp_type = 2;  // RC
       qp->rec.flags = 0;
       qp->rec.ah.reserved = 0;
@@ -144,6 +161,9 @@ TEST(Image, WhatGoesInComesOut) {
     EXPECT_EQ(std::memcmp(&ca.mrs[0].rec, &cb.mrs[0].rec, sizeof(migr_mr_rec)), 0);
     EXPECT_EQ(std::memcmp(&ca.cqs[0].rec, &cb.cqs[0].rec, sizeof(migr_cq_rec)), 0);
     EXPECT_EQ(std::memcmp(&ca.cqs[0].resp, &cb.cqs[0].resp, sizeof(migr_rst_resp)), 0);
+    ASSERT_EQ(cb.rec.nr_srq, 1u);
+    EXPECT_EQ(std::memcmp(&ca.srqs[0].rec, &cb.srqs[0].rec, sizeof(migr_srq_rec)), 0);
+    EXPECT_EQ(std::memcmp(&ca.srqs[0].resp, &cb.srqs[0].resp, sizeof(migr_rst_resp)), 0);
     for (int i = 0; i < 40; i++) {
       // The whole record: a field that is forgotten in one direction shows here.
       EXPECT_EQ(std::memcmp(&ca.qps[i].rec, &cb.qps[i].rec, sizeof(migr_qp_rec)), 0) << i;
@@ -291,6 +311,35 @@ TEST(Check, AnUnrestorableKindIsNamed) {
   migr_rst_err err{};
   EXPECT_EQ(migr_rst_process_check(img->processes[0], &err), -EOPNOTSUPP);
   EXPECT_NE(std::string(err.text).find("memory window"), std::string::npos) << err.text;
+}
+
+TEST(Check, AnSrqOfAnotherTypeIsNamed) {
+  Image img = sample();
+  img->processes[0]->contexts[0].srqs[0].rec.srq_type = 1;  // XRC
+  migr_rst_err err{};
+  EXPECT_EQ(migr_rst_process_check(img->processes[0], &err), -EOPNOTSUPP);
+  EXPECT_NE(std::string(err.text).find("XRC"), std::string::npos) << err.text;
+}
+
+TEST(Check, AQpWithoutItsSrqIsDamaged) {
+  Image img = sample();
+  img->processes[0]->contexts[0].srqs[0].rec.handle = 66;
+  migr_rst_err err{};
+  EXPECT_EQ(migr_rst_process_check(img->processes[0], &err), -EBADMSG);
+  EXPECT_NE(std::string(err.text).find("SRQ 6"), std::string::npos) << err.text;
+}
+
+TEST(Rings, AResizedSrqIsFoundWhereTheProcessSays) {
+  Image img = sample();
+  migr_rst_process* p = img->processes[0];
+  const migr_fd_desc ring = {MIGR_FD_RING, -1, 7, 10, 0, MIGR_OBJ_SRQ, 6, 0, 0x7f0000100000, 8000, 0x77000};
+  ASSERT_EQ(migr_rst_process_describe(p, &ring, 1, nullptr), 0);
+  p->contexts[0].srqs[0].new_resp = srq_resp(0x6000, 8100);
+  migr_rst_context* found = nullptr;
+  std::uint64_t pgoff = 0;
+  migr_rst_err err{};
+  ASSERT_EQ(migr_rst_ring_find(p, 0x7f0000100000, 0x77000, &found, &pgoff, &err), 0) << err.text;
+  EXPECT_EQ(pgoff, 0x6000u);
 }
 
 TEST(Rings, AreMatchedByResourceNotByOrder) {
