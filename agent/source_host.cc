@@ -25,7 +25,9 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 // enum ib_qp_type, enum ib_qp_state
-constexpr std::uint32_t kRc = 2;
+constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
+constexpr char kUdReason[] = ": whoever sends to it has the address of the host it was made on, and cannot be told another";
+constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
 constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3;
 
 Result<Instance> instance_from(const std::string& text) {
@@ -65,6 +67,18 @@ std::uint64_t resident_bytes(pid_t pid) {
 }
 
 std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), 16}; }
+
+// Why a kind is refused, to follow its name.
+std::string why_not_object(std::uint32_t type) {
+  switch (type) {
+    case MIGR_OBJ_MW: return " (memory window): only its device knows what it is bound to";
+    case MIGR_OBJ_AH: return " (address handle of unconnected QPs)" + std::string(kUdReason);
+    case MIGR_OBJ_XRCD: return " (XRC domain): it may be shared with processes elsewhere";
+    case MIGR_OBJ_DM: return " (device memory): no other device has the same";
+    default: return "";
+  }
+}
+std::string why_not_qp(std::uint32_t type) { return type == kUd ? kUdReason : ""; }
 
 std::mutex born_mutex;
 
@@ -188,11 +202,14 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   if (r.flags & MIGR_CTX_HYDRATED)
     return Error{EOPNOTSUPP, who + " has RDMA resources from before migr.ko was loaded, so its record is incomplete; restart it"};
   for (const auto& o : c.others)
-    return Error{EOPNOTSUPP, who + " uses a resource that cannot be migrated yet: " + object_name(o.type)};
+    return Error{EOPNOTSUPP, who + " uses a resource that cannot be migrated yet: " + object_name(o.type) + why_not_object(o.type)};
+  for (const auto& s : c.srqs)
+    if (s.srq_type != kBasicSrq)
+      return Error{EOPNOTSUPP, who + " uses a shared receive queue for XRC or tag matching, which cannot be migrated yet"};
   for (const auto& q : c.qps) {
     if (q.flags & MIGR_QP_FORMER) continue;  // an old path, not yet destroyed
-    if (q.qp_type != kRc)
-      return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet"};
+    if (q.qp_type != kRc && q.qp_type != kUc)
+      return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet" + why_not_qp(q.qp_type)};
     if (q.qp_state > kRts)
       return Error{EOPNOTSUPP, who + ": QP " + std::to_string(q.vqpn) + " is in state " + qp_state_name(q.qp_state) + " and cannot be migrated"};
     info_.vqpns.push_back(q.vqpn);

@@ -69,6 +69,13 @@ int keep(QpShadow& q, KeptReceive receive) {
   return 0;
 }
 
+int keep(SrqShadow& s, KeptReceive receive) {
+  if (receive.sges.size() > s.max_sge) return EINVAL;
+  if (s.outstanding.size() + s.kept.size() >= s.max_wr) return ENOMEM;
+  s.kept.push_back(std::move(receive));
+  return 0;
+}
+
 KeptReceive copy(const ibv_recv_wr& wr) {
   return {.wr_id = wr.wr_id, .sges = std::vector<ibv_sge>(wr.sg_list, wr.sg_list + wr.num_sge)};
 }

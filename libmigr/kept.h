@@ -10,6 +10,8 @@ namespace migr::kept {
 /// Keeps a copy. Caller holds q.lock. @return 0; ENOMEM as a full send queue would; EINVAL too many SGEs
 int keep(QpShadow& q, const ibv_send_wr& wr);
 int keep(QpShadow& q, KeptReceive receive);
+/// Caller holds s.lock.
+int keep(SrqShadow& s, KeptReceive receive);
 KeptReceive copy(const ibv_recv_wr& wr);
 
 /* An ibv_wr_* session that started while suspended. */

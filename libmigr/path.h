@@ -32,6 +32,7 @@ void translate_qpns(CqShadow& cq, std::uint32_t bits);
 /// Translates and posts, whatever the state word says. Caller holds qp.lock or knows that nobody else posts.
 int post_one_send(QpShadow& qp, const KeptSend& send) noexcept;
 int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexcept;
+int post_one_receive(SrqShadow& srq, const KeptReceive& receive) noexcept;
 
 /// Moves completions from the provider into the fake CQ: virtual QPNs, markers filtered out. Caller holds cq.lock.
 /// @return completions moved

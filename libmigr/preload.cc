@@ -751,6 +751,7 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
     }
     case Element::kSrq: {
       auto* shadow = static_cast<SrqShadow*>(event->element.srq->srq_context);
+      if (event->event_type == IBV_EVENT_SRQ_LIMIT_REACHED) shadow->armed = 0;
       ++shadow->unacked_events;
       event->element.srq = &shadow->app;
       break;

@@ -55,6 +55,14 @@ enum CqStateBits : std::uint32_t {
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
 };
 
+/// Bits of an SRQ's state word. Zero: direct. Written under SrqShadow::lock.
+enum SrqStateBits : std::uint32_t {
+  kSuspendedSrq = 1u << 0,  ///< a QP of the process is suspended: posts take the lock and go to the provider
+  kFrozenSrq = 1u << 1,     ///< FREEZE..REBIND or ROLLBACK: receives are kept
+  kTranslateSrq = 1u << 2,  ///< own keys have other physical values now
+  kSrqForced = 1u << 3,
+};
+
 /// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
 struct KeptSend {
   ibv_send_wr wr;
@@ -167,17 +175,24 @@ struct alignas(64) CqShadow {
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
 };
 
-/// A shared receive queue. Never suspended: what has one cannot be migrated yet.
-struct SrqShadow {
+struct alignas(64) SrqShadow {
   ibv_srq app;
   /* data path */
-  alignas(64) std::atomic<std::uint32_t> state;  ///< 0 or kForced
+  alignas(64) std::atomic<std::uint32_t> state;
   ibv_srq* real;
   int (*real_post)(ibv_srq*, ibv_recv_wr*, ibv_recv_wr**);
   const migr_key_entry* key_table;
   /* the rest */
+  std::mutex lock;
   Context* context;
-  unsigned unacked_events;  ///< asynchronous; under Registry::events_lock
+  std::uint32_t max_wr, max_sge;  ///< as the device gave them
+  /// Where its ring lies, once the queue was resized: the driver's answer to create does not tell then. 0 bytes: it does.
+  std::uint64_t ring_offset, ring_bytes;
+  std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
+  std::deque<KeptReceive> kept;          ///< posted since
+  std::uint32_t armed;                   ///< limit that was set and whose event has not been read; under events_lock
+  std::uint32_t limit;                   ///< FREEZE: what the new SRQ is to be armed with; 0: not armed
+  unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
 };
 
 struct alignas(64) QpShadow {
@@ -227,6 +242,8 @@ struct alignas(64) QpShadow {
   std::vector<KeptSend> built;              ///< finished WRs of that session
   int build_error;                          ///< errno that wr_complete will return
   ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
+  ibv_qp_attr old_attr{};                   ///< UC, after SWITCH: how that path was connected; it is in ERR since
+  bool old_path_closed = false;
   ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
   std::uint32_t spare_psn = 0;
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again

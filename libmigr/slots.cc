@@ -47,6 +47,7 @@ ibv_qp* open_qp(ibv_context* ctx, ibv_qp_open_attr* attr) {
     delete shadow;
     return nullptr;
   }
+  shadow->immovable = "ibv_open_qp";  // of another process
   return adopt_qp(registry, *context, *shadow, qp);
 }
 

@@ -2,9 +2,14 @@
 /* Shared receive queues: control path and data path. */
 #include <cerrno>
 #include <new>
+#include <optional>
+#include <utility>
 
+#include "kept.h"
 #include "kernel_link.h"
 #include "objects.h"
+#include "path.h"
+#include "provider/provider.h"
 #include "real.h"
 
 #define MIGR_PATH [[gnu::section("migr_path")]]
@@ -14,21 +19,38 @@ namespace {
 
 constexpr int kMaxSges = 64;  // at least what any provider allows in one WR
 
+MIGR_PATH [[gnu::always_inline]] inline int post_translated(SrqShadow& s, std::uint64_t wr_id, const ibv_sge* list,
+                                                            int count) noexcept {
+  ibv_sge sges[kMaxSges];
+  if (count > kMaxSges) return EINVAL;
+  for (int i = 0; i < count; ++i) {
+    sges[i] = list[i];
+    sges[i].lkey = s.key_table[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
+  }
+  ibv_recv_wr copy{.wr_id = wr_id, .next = nullptr, .sg_list = sges, .num_sge = count};
+  ibv_recv_wr* stopped;
+  return s.real_post(s.real, &copy, &stopped);
+}
+
+/// Receives still go to the provider until FREEZE, because the partner's drain needs them.
+[[gnu::cold, gnu::noinline]] int post_srq_recv_suspended(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  std::lock_guard guard(s.lock);
+  for (; wr; wr = wr->next) {
+    const bool frozen = s.state.load(std::memory_order_relaxed) & kFrozenSrq;
+    if (const int err = frozen ? kept::keep(s, kept::copy(*wr)) : path::post_one_receive(s, kept::copy(*wr))) {
+      *bad = wr;
+      return err;
+    }
+  }
+  return 0;
+}
+
 /// One by one: the list of the application stays as it was.
 MIGR_PATH [[gnu::noinline]] int post_srq_recv_switched(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  ibv_sge sges[kMaxSges];
+  if (s.state.load(std::memory_order_relaxed) & (kSuspendedSrq | kFrozenSrq)) [[unlikely]]
+    return post_srq_recv_suspended(s, wr, bad);
   for (; wr; wr = wr->next) {
-    int err = EINVAL;
-    if (wr->num_sge <= kMaxSges) {
-      for (int i = 0; i < wr->num_sge; ++i) {
-        sges[i] = wr->sg_list[i];
-        sges[i].lkey = s.key_table[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
-      }
-      ibv_recv_wr copy{.wr_id = wr->wr_id, .next = nullptr, .sg_list = sges, .num_sge = wr->num_sge};
-      ibv_recv_wr* stopped;
-      err = s.real_post(s.real, &copy, &stopped);
-    }
-    if (err) {
+    if (const int err = post_translated(s, wr->wr_id, wr->sg_list, wr->num_sge)) {
       *bad = wr;
       return err;
     }
@@ -52,17 +74,19 @@ SrqShadow* new_srq(Context& context) {
   shadow->context = &context;
   shadow->key_table = context.kernel->key_table();
   shadow->real_post = context.ops.post_srq_recv;
-  if (force_switched()) shadow->state.store(kForced, std::memory_order_relaxed);
+  if (force_switched()) shadow->state.store(kSrqForced, std::memory_order_relaxed);
   return shadow;
 }
 
 /// @param srq null: creating it failed
-ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* srq_context) {
+ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* srq_context, const ibv_srq_attr& given) {
   if (!srq) {
     delete shadow;
     return nullptr;
   }
   shadow->real = srq;
+  shadow->max_wr = given.max_wr;
+  shadow->max_sge = given.max_sge;
   shadow->app = *srq;
   shadow->app.srq_context = srq_context;
   pthread_mutex_init(&shadow->app.mutex, nullptr);
@@ -82,7 +106,7 @@ ibv_srq* create_srq_ex(ibv_context* ctx, ibv_srq_init_attr_ex* attr) {
   if (attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) mine.cq = real_cq(attr->cq);
   ibv_srq* srq = context->slots.create_srq_ex(ctx, &mine);
   if (srq) attr->attr = mine.attr;
-  return adopt_srq(registry, shadow, srq, attr->srq_context);
+  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
 }
 
 int get_srq_num(ibv_srq* srq, std::uint32_t* number) {
@@ -104,6 +128,10 @@ void install_srq(Context& context, ibv_context& ctx) {
   MIGR_TAKE_SLOT(context, ctx, post_srq_ops);
 }
 
+int path::post_one_receive(SrqShadow& s, const KeptReceive& receive) noexcept {
+  return post_translated(s, receive.wr_id, receive.sges.data(), static_cast<int>(receive.sges.size()));
+}
+
 }  // namespace migr
 
 using namespace migr;
@@ -119,14 +147,33 @@ MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
   mine.srq_context = shadow;
   ibv_srq* srq = real().create_srq(pd, &mine);
   if (srq) attr->attr = mine.attr;
-  return adopt_srq(registry, shadow, srq, attr->srq_context);
+  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
 }
 
 MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
   Registry& registry = Registry::get();
   auto guard = registry.change();
   SrqShadow* shadow = known(registry, srq);
-  return real().modify_srq(shadow ? shadow->real : srq, attr, mask);
+  if (!shadow) return real().modify_srq(srq, attr, mask);
+  std::lock_guard srq_guard(shadow->lock);
+  // With another size the old ring goes and a new one comes: where, only the provider knows.
+  std::optional<provider::RingWatch> watch;
+  if (mask & IBV_SRQ_MAX_WR) watch.emplace(*shadow->context);
+  std::uint32_t armed = 0;
+  if (mask & IBV_SRQ_LIMIT) {  // before the call: its event may be read before the call has returned
+    std::lock_guard events_guard(registry.events_lock);
+    armed = std::exchange(shadow->armed, attr->srq_limit);
+  }
+  const int err = real().modify_srq(shadow->real, attr, mask);
+  if (!err && watch) {
+    shadow->max_wr = attr->max_wr;
+    watch->moved_to(shadow->ring_offset, shadow->ring_bytes);
+  }
+  if (err && (mask & IBV_SRQ_LIMIT)) {
+    std::lock_guard events_guard(registry.events_lock);
+    shadow->armed = armed;
+  }
+  return err;
 }
 
 MIGR_EXPORT int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* attr) {

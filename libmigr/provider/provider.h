@@ -19,6 +19,21 @@ std::string unsupported_reason(const Context& context);
 /// @return 0 or a positive errno
 int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out);
 
+/// The same of an SRQ.
+int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);
+
+/// Finds out where the ring of a queue went that is resized in between. Caller holds the Registry's lock.
+class RingWatch {
+ public:
+  explicit RingWatch(const Context& context);
+  /// Leaves both as they are if no ring has come.
+  void moved_to(std::uint64_t& offset, std::uint64_t& bytes) const;
+
+ private:
+  const Context& context_;
+  std::vector<std::uint64_t> before_;  ///< mmap offsets
+};
+
 /// The queue mappings (rings) of every object of a context: where they lie in this process, and their mmap offsets.
 int rings(Context& context, std::vector<migr_fd_desc>& out);
 

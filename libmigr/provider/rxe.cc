@@ -81,6 +81,21 @@ int cq_resp(const Context& context, std::uint32_t handle, rxe_create_cq_resp& re
   return len < sizeof(resp) ? EPROTO : 0;
 }
 
+/// An SRQ's ring: what the driver answered to create, unless the queue was resized.
+int srq_ring(const SrqShadow& srq, mminfo& info) {
+  info = {};
+  if (srq.ring_bytes) {
+    info.offset = srq.ring_offset;
+    info.size = static_cast<__u32>(srq.ring_bytes);
+    return 0;
+  }
+  rxe_create_srq_resp resp{};
+  std::uint32_t len = sizeof(resp);
+  if (const int error = srq.context->kernel->driver_resp(MIGR_OBJ_SRQ, srq.real->handle, &resp, len)) return error;
+  info = resp.mi;
+  return len < sizeof(resp) ? EPROTO : 0;
+}
+
 migr_fd_desc ring_desc(const Context& context, migr_obj_type type, std::uint32_t handle, unsigned ring,
                        const mminfo& info, const Mapping& where) {
   migr_fd_desc d{};
@@ -123,21 +138,21 @@ std::string unsupported_reason(const Context& context) {
   return why;
 }
 
-int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out) {
-  if (qp->srq) return 0;  // a shared queue's receives belong to no QP
-  rxe_create_qp_resp resp;
-  if (const int error = qp_resp(*shadow.context, qp->handle, resp)) return error;
+namespace {
+
+/// Not consumed receives in the ring `info` of a receive queue.
+int receives_in(const Context& context, const mminfo& info, std::vector<KeptReceive>& out) {
   std::vector<Mapping> maps;
-  if (const int error = mappings_of(shadow.context->real->cmd_fd, maps)) return error;
-  const Mapping* where = at_offset(maps, resp.rq_mi.offset, resp.rq_mi.size);
+  if (const int error = mappings_of(context.real->cmd_fd, maps)) return error;
+  const Mapping* where = at_offset(maps, info.offset, info.size);
   if (!where) return ENXIO;
-  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (resp.rq_mi.offset - where->offset));
+  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset));
 
   const std::uint32_t mask = queue->index_mask;
   const std::uint32_t shift = queue->log2_elem_size;
   const std::uint64_t slots = std::uint64_t{mask} + 1;
   if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < kReceiveBytes ||
-      sizeof(*queue) + (slots << shift) > resp.rq_mi.size)
+      sizeof(*queue) + (slots << shift) > info.size)
     return EPROTO;  // not the layout we know
   const std::size_t max_sges = ((std::size_t{1} << shift) - kReceiveBytes) / sizeof(rxe_sge);
   // Pairs with the kernel's release of what it has consumed.
@@ -156,6 +171,37 @@ int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>&
   return 0;
 }
 
+}  // namespace
+
+int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out) {
+  if (qp->srq) return 0;  // a shared queue's receives belong to no QP
+  rxe_create_qp_resp resp;
+  if (const int error = qp_resp(*shadow.context, qp->handle, resp)) return error;
+  return receives_in(*shadow.context, resp.rq_mi, out);
+}
+
+int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
+  mminfo info;
+  if (const int error = srq_ring(shadow, info)) return error;
+  return receives_in(*shadow.context, info, out);
+}
+
+RingWatch::RingWatch(const Context& context) : context_(context) {
+  std::vector<Mapping> maps;
+  mappings_of(context.real->cmd_fd, maps);
+  for (const Mapping& m : maps) before_.push_back(m.offset);
+}
+
+void RingWatch::moved_to(std::uint64_t& offset, std::uint64_t& bytes) const {
+  std::vector<Mapping> maps;
+  mappings_of(context_.real->cmd_fd, maps);
+  for (const Mapping& m : maps) {
+    if (std::find(before_.begin(), before_.end(), m.offset) != before_.end()) continue;
+    offset = m.offset;
+    bytes = m.bytes;
+  }
+}
+
 int rings(Context& context, std::vector<migr_fd_desc>& out) {
   std::vector<Mapping> maps;
   if (const int error = mappings_of(context.real->cmd_fd, maps)) return error;
@@ -171,6 +217,12 @@ int rings(Context& context, std::vector<migr_fd_desc>& out) {
     rxe_create_cq_resp resp;
     if (const int error = cq_resp(context, cq->real->handle, resp)) return error;
     if (const int error = add(MIGR_OBJ_CQ, cq->real->handle, 0, resp.mi)) return error;
+  }
+  for (const SrqShadow* srq : registry.srqs) {
+    if (srq->context != &context) continue;
+    mminfo info;
+    if (const int error = srq_ring(*srq, info)) return error;
+    if (const int error = add(MIGR_OBJ_SRQ, srq->real->handle, 0, info)) return error;
   }
   for (const QpShadow* qp : registry.qps) {
     if (qp->context != &context) continue;

@@ -47,6 +47,7 @@ namespace {
 constexpr long kDrainPollNs = 100'000;
 constexpr unsigned kSessionLimitMs = 1000;   // resume() waits so long for an open kept session
 constexpr unsigned kEventLimitMs = 2000;     // a flushed receive of our own
+constexpr unsigned kFlushQuietMs = 20;       // no completion for so long after a flushed queue is empty: the last has come
 constexpr std::uint32_t kPsnMask = 0xffffff;
 
 std::uint64_t now_ns() {
@@ -95,9 +96,26 @@ void set_cq_bits(CqShadow& c, std::uint32_t set, std::uint32_t clear = 0) {
 
 bool kept_session(const QpShadow& q) { return q.state.load(std::memory_order_relaxed) & kKeptSession; }
 
+void set_srq_bits(SrqShadow& s, std::uint32_t set, std::uint32_t clear = 0) {
+  s.state.store((s.state.load(std::memory_order_relaxed) | set) & ~clear, std::memory_order_relaxed);
+}
+
 bool connected(const QpShadow& q) { return q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_SQD; }
 
 /* ---- the drain marker needs a responder that allows RDMA writes -------------- */
+
+bool reliable(const QpShadow& q) { return q.app.qp_type == IBV_QPT_RC; }
+
+/// What modify_qp wants to hear on the way to RTR and to RTS.
+int rtr_mask(const QpShadow& q) {
+  return IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+         (reliable(q) ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0);
+}
+int rts_mask(const QpShadow& q) {
+  return IBV_QP_STATE | IBV_QP_SQ_PSN |
+         (reliable(q) ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0);
+}
+constexpr int kInitMask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
 
 /// A responder that never sends may stay in RTR, where access flags cannot be changed: it goes to RTS for the rest of
 /// this path's life, and the application keeps seeing RTR. Nothing is ever sent on it, so its first PSN does not matter.
@@ -108,9 +126,7 @@ int allow_write_in_rtr(QpShadow& q, unsigned access_flags, std::string& why) {
   to.timeout = kTimeout;
   to.retry_cnt = to.rnr_retry = kRetries;
   to.qp_access_flags = access_flags;
-  const int err = real().modify_qp(q.real, &to,
-                                   IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                                       IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_ACCESS_FLAGS);
+  const int err = real().modify_qp(q.real, &to, rts_mask(q) | IBV_QP_ACCESS_FLAGS);
   if (err) return fail(why, err, "modify_qp (RTR to RTS with access flags) of " + qp_name(q));
   q.responder_only = true;
   q.write_access_added = true;
@@ -146,15 +162,35 @@ std::unordered_map<std::uint32_t, std::uint32_t> virtual_lkeys(const Context& co
   return keys;
 }
 
+void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives) {
+  const auto keys = virtual_lkeys(context);
+  for (KeptReceive& receive : receives)
+    for (ibv_sge& sge : receive.sges)
+      if (const auto found = keys.find(sge.lkey); found != keys.end()) sge.lkey = found->second;
+}
+
 int read_back_receives(QpShadow& q, std::vector<KeptReceive>& out, std::string& why) {
   out.clear();
   if (q.app.srq) return 0;
   if (const int err = provider::outstanding_receives(q, q.real, out))
     return fail(why, err, "cannot read back the receive queue of " + qp_name(q));
-  const auto keys = virtual_lkeys(*q.context);
-  for (KeptReceive& receive : out)
-    for (ibv_sge& sge : receive.sges)
-      if (const auto found = keys.find(sge.lkey); found != keys.end()) sge.lkey = found->second;
+  make_keys_virtual(*q.context, out);
+  return 0;
+}
+
+/// Caller holds s.lock.
+int read_back_receives(SrqShadow& s, std::string& why) {
+  s.outstanding.clear();
+  if (const int err = provider::outstanding_receives(s, s.outstanding))
+    return fail(why, err, "cannot read back a shared receive queue");
+  make_keys_virtual(*s.context, s.outstanding);
+  return 0;
+}
+
+template <class Receives>
+int post_receives(SrqShadow& s, const Receives& receives, std::string& why) {
+  for (const KeptReceive& receive : receives)
+    if (const int err = path::post_one_receive(s, receive)) return fail(why, err, "post_srq_recv");
   return 0;
 }
 
@@ -207,10 +243,22 @@ int let_go(QpShadow& q, std::string& why) {
   q.kept_sends.clear();
   q.logged_receives.clear();
   q.outstanding.clear();
+  q.old_path_closed = false;
   q.phase = Phase::kRunning;
   clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
   q.resumed_ns = now_ns();
   return err;
+}
+
+/// SRQs go without their lock again when no QP of the process is suspended any more.
+void release_srqs() {
+  Registry& registry = Registry::get();
+  for (const QpShadow* q : registry.qps)
+    if (q->phase != Phase::kRunning) return;
+  for (SrqShadow* s : registry.srqs) {
+    std::lock_guard guard(s->lock);
+    set_srq_bits(*s, 0, kSuspendedSrq);
+  }
 }
 
 /// CQs of which no QP is suspended any more leave the fake CQ as soon as it is empty.
@@ -346,6 +394,10 @@ int suspend(Qps qps, std::string& why) {
     q->suspended_ns = now_ns();
     set_bits(*q, kKeepSends | kOpen);
   }
+  for (SrqShadow* s : Registry::get().srqs) {
+    std::lock_guard guard(s->lock);
+    set_srq_bits(*s, kSuspendedSrq);
+  }
   return 0;
 }
 
@@ -476,6 +528,46 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   return result;
 }
 
+namespace {
+
+int freeze_srq(SrqShadow& s, std::string& why) {
+  std::lock_guard guard(s.lock);
+  set_srq_bits(s, kFrozenSrq);
+  ibv_srq_attr attr{};
+  if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
+  // A limit that was reached and whose event nobody has read: the next receive that is used shall tell again.
+  s.limit = attr.srq_limit ? attr.srq_limit : s.armed ? s.max_wr : 0;
+  return read_back_receives(s, why);
+}
+
+/// Keys have their new values.
+int thaw_srq(SrqShadow& s, std::string& why) {
+  std::lock_guard guard(s.lock);
+  set_srq_bits(s, kTranslateSrq);
+  if (const int err = post_receives(s, s.outstanding, why)) return err;
+  if (const int err = post_receives(s, s.kept, why)) return err;
+  s.outstanding.clear();
+  s.kept.clear();
+  if (s.limit) {
+    ibv_srq_attr attr{};
+    attr.srq_limit = s.limit;
+    if (const int err = real().modify_srq(s.real, &attr, IBV_SRQ_LIMIT)) return fail(why, err, "modify_srq");
+  }
+  set_srq_bits(s, 0, kFrozenSrq);
+  return 0;
+}
+
+int unfreeze_srq(SrqShadow& s, std::string& why) {
+  std::lock_guard guard(s.lock);
+  const int err = post_receives(s, s.kept, why);
+  s.outstanding.clear();
+  s.kept.clear();
+  set_srq_bits(s, 0, kFrozenSrq);
+  return err;
+}
+
+}  // namespace
+
 int freeze(std::string& why) {
   Registry& registry = Registry::get();
   for (const MrShadow* mr : registry.mrs)
@@ -491,6 +583,8 @@ int freeze(std::string& why) {
     c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
   }
   int err = 0;
+  for (SrqShadow* s : registry.srqs)
+    if (!err) err = freeze_srq(*s, why);
   for (QpShadow* q : registry.qps) {
     std::lock_guard guard(q->lock);
     set_bits(*q, kKeepReceives);
@@ -542,8 +636,7 @@ int create_spare(QpShadow& q, std::string& why) {
   ibv_qp_attr attr{};
   if (const int err = query_path(q, attr, why)) return err;
   attr.qp_state = IBV_QPS_INIT;
-  if (const int err = real().modify_qp(q.spare, &attr,
-                                       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
+  if (const int err = real().modify_qp(q.spare, &attr, kInitMask))
     return fail(why, err, "modify_qp to INIT for " + qp_name(q));
   std::uint32_t psn = 0;
   if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());
@@ -555,8 +648,8 @@ int create_spare(QpShadow& q, std::string& why) {
 
 int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
   for (QpShadow* q : qps) {
-    if (q->app.qp_type != IBV_QPT_RC) {
-      why = qp_name(*q) + " is not an RC QP";
+    if (q->app.qp_type != IBV_QPT_RC && q->app.qp_type != IBV_QPT_UC) {
+      why = qp_name(*q) + " is not connected: neither RC nor UC";
       return EOPNOTSUPP;
     }
     if (q->context->windows) {
@@ -591,25 +684,99 @@ int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
   attr.dest_qp_num = to.dest_qpn;
   attr.rq_psn = to.dest_psn & kPsnMask;
   std::memcpy(attr.ah_attr.grh.dgid.raw, to.dgid, sizeof to.dgid);
-  int err = real().modify_qp(q.spare, &attr,
-                             IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                                 IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  int err = real().modify_qp(q.spare, &attr, rtr_mask(q));
   if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
   if (q.app_state() == IBV_QPS_RTR) return 0;
   attr.qp_state = IBV_QPS_RTS;
   attr.sq_psn = q.spare_psn;
-  err = real().modify_qp(q.spare, &attr,
-                         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-                             IBV_QP_MAX_QP_RD_ATOMIC);
+  err = real().modify_qp(q.spare, &attr, rts_mask(q));
   return err ? fail(why, err, "modify_qp to RTS for " + qp_name(q)) : 0;
 }
 
 namespace {
 
+/// Waits until every receive of `q`, which is in ERR, has completed. Caller holds c.lock. @param last the wr_id of a
+/// receive of ours behind all others, or 0: it had no room
+int wait_until_flushed(QpShadow& q, CqShadow& c, std::uint64_t last, std::string& why) {
+  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  std::uint64_t quiet_since = 0;
+  for (;;) {
+    const bool moved = path::poll_to_fake(c) > 0;
+    const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
+                                   [&](const ibv_wc& wc) { return wc.wr_id == last; });
+    if (last && seen != c.seen_markers.end()) {
+      c.seen_markers.erase(seen);
+      return 0;
+    }
+    if (!last) {  // the queue empties a moment before the last completion comes
+      std::vector<KeptReceive> left;
+      if (const int err = provider::outstanding_receives(q, q.real, left))
+        return fail(why, err, "cannot look at the receive queue of " + qp_name(q));
+      if (moved || !left.empty()) quiet_since = 0;
+      else if (!quiet_since) quiet_since = now_ns();
+      else if (now_ns() - quiet_since > kFlushQuietMs * 1'000'000ull) return 0;
+    }
+    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "the receives of " + qp_name(q) + " were not flushed");
+    pause_briefly();
+  }
+}
+
+/// UC: nobody waits for an answer, so a message may be under way still. The old path is closed (ERR), and which
+/// receives were not used is told by their flushing, exactly: none is used twice, nothing old comes after something new.
+/// @param receives those that are left. Caller holds q.lock
+int close_old_path(QpShadow& q, std::vector<KeptReceive>& receives, std::string& why) {
+  ibv_qp_init_attr init{};
+  if (const int err = real().query_qp(q.real, &q.old_attr, kConnectionAttrs | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_SQ_PSN, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  CqShadow& c = *q.recv_cq;
+  std::lock_guard cq_guard(c.lock);  // until what is flushed is out of the application's way
+  ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
+  ibv_recv_wr* bad;
+  const bool marked = !q.app.srq && q.real_post_recv(q.real, &wr, &bad) == 0;
+  if (marked) ++c.markers;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE))
+    return fail(why, err, "modify_qp to ERR of " + qp_name(q));
+  q.old_path_closed = true;
+  q.outstanding = receives;
+  if (const int err = wait_until_flushed(q, c, marked ? wr.wr_id : 0, why)) return err;
+  if (q.app.srq) {
+    // What it has not used is the SRQ's, but for the receive of a message that came in part. It completes as it would
+    // have done with the next message.
+    for (ibv_wc& wc : c.fake)
+      if (wc.qp_num == q.vqpn() && wc.status == IBV_WC_WR_FLUSH_ERR) wc.status = IBV_WC_REM_INV_REQ_ERR;
+    return 0;
+  }
+  const std::size_t flushed = std::erase_if(c.fake, [&](const ibv_wc& wc) {
+    return wc.qp_num == q.vqpn() && wc.status == IBV_WC_WR_FLUSH_ERR;
+  });
+  if (flushed < receives.size()) receives.erase(receives.begin(), receives.end() - static_cast<std::ptrdiff_t>(flushed));
+  q.outstanding = receives;
+  return 0;
+}
+
+/// The way back from close_old_path(). Its PSNs go on: a UC responder begins with any message.
+int open_old_path(QpShadow& q, std::string& why) {
+  ibv_qp_attr to = q.old_attr;
+  to.qp_state = IBV_QPS_RESET;
+  int err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  to.qp_state = IBV_QPS_INIT;
+  if (!err) err = real().modify_qp(q.real, &to, kInitMask);
+  to.qp_state = IBV_QPS_RTR;
+  if (!err) err = real().modify_qp(q.real, &to, rtr_mask(q));
+  to.qp_state = IBV_QPS_RTS;
+  if (!err) err = real().modify_qp(q.real, &to, rts_mask(q));
+  if (err) return fail(why, err, "cannot connect the old path of " + qp_name(q) + " again");
+  return post_receives(q, q.real, q.outstanding, why);
+}
+
 /// Caller holds q.lock.
 int switch_one(QpShadow& q, std::string& why) {
   std::vector<KeptReceive> receives;
   if (const int err = read_back_receives(q, receives, why)) return err;
+  if (!reliable(q))
+    if (const int err = close_old_path(q, receives, why)) return err;
   if (const int err = post_receives(q, q.spare, receives, why)) return err;
   if (const int err = q.context->kernel->bind_qp(q.vqpn(), q.spare->qp_num))
     return fail(why, err, "cannot bind " + qp_name(q));
@@ -627,7 +794,10 @@ int switch_back(QpShadow& q, std::string& why) {
   become_path(q, q.old_real);
   q.old_real = nullptr;
   const int bound = q.context->kernel->bind_qp(q.vqpn(), q.real->qp_num);
-  const int err = post_receives(q, q.real, q.logged_receives, why);
+  int err = q.old_path_closed ? open_old_path(q, why) : 0;
+  q.old_path_closed = false;
+  q.outstanding.clear();
+  if (!err) err = post_receives(q, q.real, q.logged_receives, why);
   return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : err;
 }
 
@@ -701,6 +871,15 @@ int adopt_handle(Context& context, const migr_handle_map& map, std::string& why)
       c->real->handle = map.new_handle;
       return 0;
     }
+    case MIGR_OBJ_SRQ: {
+      SrqShadow* s = find(registry.srqs, [&](const SrqShadow* q) {
+        return q->context == &context && q->real->handle == map.old_handle;
+      });
+      if (!s) return missing("SRQ");
+      s->real->handle = map.new_handle;
+      s->ring_bytes = 0;  // the new one was made in its size
+      return 0;
+    }
     case MIGR_OBJ_QP: {
       QpShadow* q = find(registry.qps, [&](const QpShadow* p) {
         return p->context == &context && p->vqpn() == map.vqpn;
@@ -734,8 +913,17 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
   }
   for (ibv_pd* pd : registry.pds) pd->handle &= ~kParked;
   for (CqShadow* c : registry.cqs) c->real->handle &= ~kParked;
+  for (SrqShadow* s : registry.srqs) s->real->handle &= ~kParked;
   for (QpShadow* q : registry.qps) q->real->handle &= ~kParked;
   return 0;
+}
+
+/// The same of a new QP's or SRQ's asynchronous events. Those that were read have been acknowledged to libibverbs.
+template <class Queue>
+void restart_async_count(Queue& queue) {
+  pthread_mutex_lock(&queue.mutex);
+  queue.events_completed = 0;
+  pthread_mutex_unlock(&queue.mutex);
 }
 
 /// ibv_destroy_cq() waits until as many events were acknowledged as the kernel's CQ has reported, and this one begins at
@@ -788,7 +976,12 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
     if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
   }
+  for (SrqShadow* s : registry.srqs) {
+    restart_async_count(*s->real);
+    if (const int err = thaw_srq(*s, why)) return err;
+  }
   for (QpShadow* q : registry.qps) {
+    restart_async_count(*q->real);
     if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
       return fail(why, err, "cannot bind " + qp_name(*q));
     std::lock_guard guard(q->lock);
@@ -834,6 +1027,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
                    .last_cqe_ns = q->last_cqe_ns, .resumed_ns = q->resumed_ns});
   }
   release_cqs();
+  release_srqs();
   return result;
 }
 
@@ -855,6 +1049,7 @@ int rollback(std::string& why) {
     }
     if (arm) note(c->context->ops.req_notify_cq(c->real, c->solicited_only));
   }
+  for (SrqShadow* s : registry.srqs) note(unfreeze_srq(*s, why));
   std::vector<QpShadow*> suspended;
   for (QpShadow* q : registry.qps) {
     if (q->phase == Phase::kRebound) {
@@ -863,7 +1058,12 @@ int rollback(std::string& why) {
     }
     {
       std::lock_guard guard(q->lock);
-      if (q->phase == Phase::kSwitched) note(switch_back(*q, why));
+      if (q->phase == Phase::kSwitched) {
+        note(switch_back(*q, why));
+      } else if (q->old_path_closed) {
+        note(open_old_path(*q, why));
+        q->old_path_closed = false;
+      }
     }
     destroy_real(q->spare);
     if (q->phase == Phase::kRunning) continue;
