@@ -273,7 +273,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--rnr) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--rnr|--srq) both+=("$o") ;; esac
 	done
 	on_sh peer 'rm -f /tmp/verify*.status'
 	for name in $(verify_names); do

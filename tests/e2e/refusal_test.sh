@@ -47,6 +47,11 @@ no_libmigr() {
 	container_exec src plain touch /tmp/stop && container_wait src plain 60 && peer_wait plain 60 && container_remove src plain &&
 		untouched
 }
+# A container whose program also has an object of a kind that does not move.
+holds() {	# KIND WORDS
+	start_verify src "h-$1" --hold "$1" --mode send || return 1
+	migrate_refused "h-$1" dst "$2" && expect_running "h-$1" src && expect_traffic && stop_verify "h-$1" || { e2e_logs; e2e_reset; return 1; }
+}
 wrong_arguments() {
 	local status=0
 	on src migrctl migrate c >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
@@ -63,4 +68,6 @@ step "an ordinary user" ordinary_user
 step "a process without libmigr" no_libmigr
 step "a bad command line" wrong_arguments
 step "after all that both ends agree" stop_verify c || e2e_reset
+step "a process with a memory window" holds mw "memory window.*only its device"
+step "a process with a UD QP" holds ud "type UD.*whoever sends to it"
 e2e_end

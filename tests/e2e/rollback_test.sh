@@ -58,13 +58,26 @@ destination_migrd_killed() {
 	r=$?
 	migrd_start dst && migrd_restart src && return $r
 }
+# The partner has changed its path already, and changes it back.
+undone_at_the_end() {	# ID
+	migrd_restart src MIGR_FAULT=commit:fail || return 1
+	migrate_refused "$1" dst "fault point 'commit'" && expect_running "$1" src && expect_traffic
+	local r=$?
+	migrd_restart src && return $r
+}
+undone_then_moved() {	# OPTION...
+	start_verify src u "$@" && undone_at_the_end u && migrate_ok u dst && expect_traffic && stop_verify u || { e2e_logs; e2e_reset; return 1; }
+}
 moves_now() { migrate_ok c dst && expect_traffic; }
 
 step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
 step "migrd on the partner is killed" partner_migrd_killed || e2e_logs
 step "migrd on the destination is killed" destination_migrd_killed || e2e_logs
+step "undone after the partner has switched" undone_at_the_end c || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
+step "UC: undone after the partner has switched, then moved" undone_then_moved --transport uc --mode mixed --qps 2
+step "SRQ: the same" undone_then_moved --srq --mode mixed --qps 2
 e2e_end

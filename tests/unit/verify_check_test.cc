@@ -328,5 +328,35 @@ TEST(Pattern, MismatchNamesTheByte) {
   EXPECT_TRUE(pattern_mismatch(p.data(), 100, 1, 3).has_value());
 }
 
+TEST(SharedReceives, EachIsUsedOnceByWhoeverComes) {
+  SharedReceives shared;
+  Faults faults;
+  EXPECT_EQ(wr_id_qp(shared.post(7)), SharedReceives::kQp);
+  shared.post(8);
+  EXPECT_EQ(shared.take(1, faults), 8u);
+  EXPECT_EQ(shared.take(0, faults), 7u);
+  EXPECT_EQ(shared.outstanding(), 0u);
+  EXPECT_EQ(faults.total(), 0u);
+  EXPECT_EQ(shared.take(1, faults), std::nullopt);
+  EXPECT_EQ(faults.of(Fault::kDuplicated), 1u);
+  EXPECT_EQ(shared.take(2, faults), std::nullopt);
+  EXPECT_EQ(faults.of(Fault::kCorrupted), 1u);
+}
+
+TEST(SharedReceives, WhatOneQpUsesGoesUp) {
+  const Shape shape = shape_of(Mode::kSend);
+  const Stream stream(shape, stream_key(shape.seed, kQp, true));
+  RecvChecker checker(kQp, kQpNum, stream);
+  Faults faults;
+  std::vector<std::uint8_t> payload(shape.size);
+  const std::uint64_t used[] = {4, 9, 6};
+  for (std::uint64_t n = 0; n < 3; ++n) {
+    pattern_fill(payload.data(), stream.at(n).len, stream.key(), n);
+    checker.complete_shared({wr_id(SharedReceives::kQp, true, used[n]), WcOp::kRecv, stream.at(n).len, kQpNum}, payload.data(),
+                            nullptr, faults);
+    EXPECT_EQ(faults.of(Fault::kReordered), n == 2 ? 1u : 0u) << faults.first();
+  }
+}
+
 }  // namespace
 }  // namespace verify

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -138,6 +139,15 @@ inline std::optional<Mode> mode_of(std::string_view text) {
   return std::nullopt;
 }
 
+enum class Transport : std::uint32_t { kRc, kUc, kCount };
+constexpr std::string_view kTransportNames[] = {"rc", "uc"};
+
+inline std::optional<Transport> transport_of(std::string_view text) {
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Transport::kCount); ++i)
+    if (kTransportNames[i] == text) return static_cast<Transport>(i);
+  return std::nullopt;
+}
+
 /// What both ends must agree about; the client tells the server.
 struct Shape {
   std::uint64_t seed = 1;
@@ -148,6 +158,10 @@ struct Shape {
   std::uint32_t inline_max = 128;  // bytes
   std::uint64_t iterations = 0;    // WRs of each stream; 0: no limit
   std::uint32_t rate = 0;          // WRs per second of one end; 0: as many as can be
+  Transport transport = Transport::kRc;
+  std::uint32_t reserved = 0;
+  /// A message may be lost without a fault; twice or out of order it may not come.
+  bool lossy() const { return transport != Transport::kRc; }
   /// Slots of each ring, and how far a stream may be ahead of what the other end has checked.
   std::uint32_t window() const { return (depth * 2 + 31) / 32 * 32; }
 };
@@ -201,6 +215,7 @@ class Stream {
     if (shape_.mode == Mode::kUnsignalled) op.signalled = false;
     if (shape_.mode == Mode::kMixed) op.signalled = (h >> 42 & 1) != 0;
     const std::uint32_t stride = shape_.depth / 4 ? shape_.depth / 4 : 1;
+    if (shape_.lossy()) op.signalled = true;  // there is no answer that could tell of more than one
     if (n % stride == stride - 1) op.signalled = true;  // or the send queue would never be emptied
     if (shape_.mode == Mode::kSg) op.sges = 2 + static_cast<std::uint32_t>((h >> 44 & 0xff) % (kMaxSge - 1));
     if (shape_.mode == Mode::kMixed) op.sges = 1 + static_cast<std::uint32_t>((h >> 44 & 0xff) % kMaxSge);
@@ -216,7 +231,14 @@ class Stream {
   }
 
  private:
+  /// UC neither reads nor has atomics.
   Kind kind_of(std::uint64_t n, std::uint64_t h) const {
+    const Kind k = reliable_kind_of(n, h);
+    if (!shape_.lossy()) return k;
+    return k == Kind::kRead ? Kind::kSend : is_atomic(k) ? Kind::kSendImm : k;
+  }
+
+  Kind reliable_kind_of(std::uint64_t n, std::uint64_t h) const {
     const bool mark = n % kMarkEvery == kMarkEvery - 1;
     const unsigned r = static_cast<unsigned>(h & 0xff);
     switch (shape_.mode) {
@@ -437,6 +459,36 @@ class SendChecker {
   Order order_;
 };
 
+/// The receives of an SRQ: each is used once, by whichever QP; their slots are given back by use.
+class SharedReceives {
+ public:
+  static constexpr std::uint32_t kQp = 0xfff0;  ///< stands for a QP in wr_ids
+
+  /// @return the wr_id to post with
+  std::uint64_t post(std::uint32_t slot) {
+    slot_of_[posted_] = slot;
+    return wr_id(kQp, true, posted_++);
+  }
+  std::optional<std::uint32_t> slot(std::uint64_t n) const {
+    const auto at = slot_of_.find(n);
+    return at == slot_of_.end() ? std::nullopt : std::optional(at->second);
+  }
+  /// @return the slot of receive n, free again; none if it is not there to be used
+  std::optional<std::uint32_t> take(std::uint64_t n, Faults& faults) {
+    const auto found = slot(n);
+    if (!found)
+      faults.add(n < posted_ ? Fault::kDuplicated : Fault::kCorrupted,
+                 "shared receive " + std::to_string(n) + (n < posted_ ? ": completed before" : ": was never posted"));
+    slot_of_.erase(n);
+    return found;
+  }
+  std::size_t outstanding() const { return slot_of_.size(); }
+
+ private:
+  std::uint64_t posted_ = 0;
+  std::map<std::uint64_t, std::uint32_t> slot_of_;
+};
+
 /// One receive queue: receives are used in the order of posting, and carry the partner's stream.
 class RecvChecker {
  public:
@@ -476,6 +528,18 @@ class RecvChecker {
     return n;
   }
 
+  /// The same with a receive of an SRQ, which must have been taken from it: those that one QP uses go up.
+  void complete_shared(const Done& d, const std::uint8_t* payload, const std::uint8_t* target, Faults& faults) {
+    const std::uint64_t n = wr_id_number(d.wr_id);
+    const std::string who = "QP " + std::to_string(qp_) + " shared receive " + std::to_string(n);
+    if (d.qp_num != qp_num_)
+      faults.add(Fault::kCorrupted, who + ": qp_num " + std::to_string(d.qp_num) + ", want " + std::to_string(qp_num_));
+    if (n < used_) faults.add(Fault::kReordered, who + ": after receives posted later");
+    used_ = n + 1;
+    ++completed_;
+    judge_message(d, who, payload, target, faults);
+  }
+
   /// @param total WRs that the partner has posted on this stream
   bool complete_up_to(std::uint64_t total) {
     if (!stream_.windowed()) return true;
@@ -486,7 +550,7 @@ class RecvChecker {
   void finish(std::uint64_t total, Faults& faults) {
     if (stream_.windowed())
       for (next_consuming(); expected_ < total; ++expected_, next_consuming()) messages_.skip(expected_);
-    if (messages_.missing())
+    if (messages_.missing() && !stream_.shape().lossy())
       faults.add(Fault::kLost, "QP " + std::to_string(qp_) + ": " + std::to_string(messages_.missing()) +
                                    " messages never came, first number " + std::to_string(messages_.first_missing()));
     if (wr_order_.missing())
@@ -500,6 +564,8 @@ class RecvChecker {
   std::uint64_t posted() const { return posted_; }
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t outstanding() const { return posted_ - completed_; }
+  /// Messages that a lossy transport did not bring.
+  std::uint64_t passed_over() const { return messages_.missing(); }
 
  private:
   void next_consuming() {
@@ -553,19 +619,27 @@ class RecvChecker {
     if (d.byte_len != op.len)
       faults.add(Fault::kCorrupted, what + ": byte_len " + std::to_string(d.byte_len) + ", want " + std::to_string(op.len));
     const std::uint8_t* bytes = op.kind == Kind::kWriteImm ? target + slot_offset(op) : data;
-    if (auto at = pattern_mismatch(bytes, op.len, stream_.key(), op.seq))
+    if (auto at = pattern_mismatch(bytes, op.len, stream_.key(), op.seq); at && !overtaken(op, bytes))
       faults.add(Fault::kCorrupted, what + ": byte " + std::to_string(*at) + " of " + std::to_string(op.len) + " differs");
     // WRITEs posted before it have landed before it.
     for (std::uint64_t n = checked_; n < *seq; ++n) {
       const Op w = stream_.at(n);
       if (w.kind != Kind::kWrite) continue;
       bytes_ += w.len;
+      if (stream_.shape().lossy()) continue;  // it may not have come, and a later one may have
       if (auto at = pattern_mismatch(target + slot_offset(w), w.len, stream_.key(), n))
         faults.add(Fault::kCorrupted, "QP " + std::to_string(qp_) + ": WRITE " + std::to_string(n) + " slot " +
                                           std::to_string(w.slot) + ": byte " + std::to_string(*at) + " of " +
                                           std::to_string(w.len) + " differs when message " + std::to_string(*seq) + " came");
     }
     advance(*seq);
+  }
+
+  /// On a lossy transport the sender goes on when nothing comes for long. Then a slot may hold a later message already.
+  bool overtaken(const Op& op, const std::uint8_t* bytes) const {
+    if (!stream_.shape().lossy() || op.kind != Kind::kWriteImm) return false;
+    const auto holds = pattern_identify(bytes, kHeaderBytes, stream_.key());
+    return holds && *holds > op.seq && (*holds - op.seq) % stream_.shape().window() == 0 && writes(stream_.at(*holds).kind);
   }
 
   void advance(std::uint64_t seq) {

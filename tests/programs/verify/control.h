@@ -21,6 +21,7 @@ enum class Msg : std::uint32_t {
   kMemory,     // u64: digest of what my partner wrote here
   kResult,     // u64 faults, then text of the first
   kAbort,      // text
+  kChecked,    // u64 per QP: how far your stream has been checked, where an RDMA WRITE of it could be lost
 };
 
 struct Message {

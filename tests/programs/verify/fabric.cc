@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -18,6 +19,7 @@ constexpr std::uint8_t kRnrRetry = 7;      // for ever
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
 constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
 constexpr std::uint32_t kMaxCqs = 4, kMaxQpsPerCq = 64;  // more would not fit rxe's longest CQ
+constexpr std::uint64_t kTargetIova = 0x10000, kReadableIova = 0x7000000000;  // --iova
 constexpr std::uint32_t kMaxRdAtomic = 16;
 
 [[noreturn]] void fail(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
@@ -77,8 +79,43 @@ Memory::~Memory() {
   if (p_) munmap(p_, bytes_);
 }
 
-Mr Fabric::reg(const Memory& m, int access) const {
-  Mr mr(ibv_reg_mr(pd.get(), m.data(), m.size(), access));
+SecondContext::SecondContext(const Options& o) : context(open_device(o)) {
+  pd.reset(ibv_alloc_pd(context.get()));
+  if (pd) mr.reset(ibv_reg_mr(pd.get(), memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE));
+  cq.reset(ibv_create_cq(context.get(), 8, nullptr, nullptr, 0));
+  ibv_qp_init_attr a{};
+  a.send_cq = a.recv_cq = cq.get();
+  a.cap = {.max_send_wr = 2, .max_recv_wr = 2, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  a.qp_type = IBV_QPT_RC;
+  if (mr && cq) qp.reset(ibv_create_qp(pd.get(), &a));
+  if (!qp) fail("the second context");
+  qpn = qp->qp_num;
+}
+
+/// A receive is posted and flushed: everything that has a number takes part.
+std::string SecondContext::check(int ib_port) const {
+  const std::string who = "second context: ";
+  if (qp->qp_num != qpn) return who + "qp_num";
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_INIT;
+  to.port_num = static_cast<std::uint8_t>(ib_port);
+  if (ibv_modify_qp(qp.get(), &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return who + "modify_qp";
+  ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory.data()), 64, mr->lkey};
+  ibv_recv_wr wr{.wr_id = 4711, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad = nullptr;
+  if (ibv_post_recv(qp.get(), &wr, &bad)) return who + "post_recv";
+  to.qp_state = IBV_QPS_ERR;
+  if (ibv_modify_qp(qp.get(), &to, IBV_QP_STATE)) return who + "modify_qp to ERR";
+  ibv_wc wc{};
+  for (int ms = 0; ms < 5000; ++ms) {
+    if (ibv_poll_cq(cq.get(), 1, &wc) == 1)
+      return wc.wr_id == 4711 && wc.qp_num == qpn && wc.status == IBV_WC_WR_FLUSH_ERR ? "" : who + "the completion of a flushed receive";
+    usleep(1000);
+  }
+  return who + "no completion of a flushed receive";
+}
+
+Mr Fabric::reg(const Memory& m, int access, std::uint64_t iova) const {
+  Mr mr(iova ? ibv_reg_mr_iova(pd.get(), m.data(), m.size(), iova, access) : ibv_reg_mr(pd.get(), m.data(), m.size(), access));
   if (!mr) fail("cannot register " + std::to_string(m.size()) + " bytes (ulimit -l?)");
   return mr;
 }
@@ -105,8 +142,9 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
-  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, o.iova ? kTargetIova : 0);
+  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? kReadableIova : 0);
+  if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
   if (o.mr_mb) untouched_mr = reg(untouched, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   for (const ibv_mr* m : mrs()) keys_.emplace_back(m->lkey, m->rkey);
@@ -121,11 +159,51 @@ Fabric::Fabric(const Options& o, const Shape& s)
   const std::uint32_t per_cq = (shape.qps + n_cqs - 1) / n_cqs * 2;
   for (std::uint32_t i = 0; i < n_cqs; ++i) {
     const int cqe = static_cast<int>(per_cq * (shape.depth + kAckRoom + shape.window()));
-    cqs.emplace_back(ibv_create_cq(context.get(), std::min(cqe, dev.max_cqe), nullptr, channel.get(), 0));
+    cqe_ = std::min(cqe, dev.max_cqe);
+    cqs.emplace_back(ibv_create_cq(context.get(), cqe_, nullptr, channel.get(), 0));
     if (!cqs.back()) fail("ibv_create_cq of " + std::to_string(cqe) + " entries");
+  }
+  if (o.srq) {
+    ibv_srq_init_attr a{};
+    a.attr.max_wr = shared_slots();
+    a.attr.max_sge = kMaxSge;
+    srq.reset(ibv_create_srq(pd.get(), &a));
+    if (!srq) fail("an SRQ of " + std::to_string(shared_slots()) + " receives");
+    if (fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK)) fail("async events");
+  }
+  if (o.hold == "mw") {
+    held_mw_.reset(ibv_alloc_mw(pd.get(), IBV_MW_TYPE_1));
+    if (!held_mw_) fail("ibv_alloc_mw");
+  } else if (o.hold == "ud") {
+    ibv_qp_init_attr a{};
+    a.send_cq = a.recv_cq = cqs[0].get();
+    a.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    a.qp_type = IBV_QPT_UD;
+    held_qp_.reset(ibv_create_qp(pd.get(), &a));
+    if (!held_qp_) fail("a UD QP");
   }
   inline_max = UINT32_MAX;
   for (std::uint32_t i = 0; i < shape.qps; ++i) create_qp(i);
+}
+
+void Fabric::arm_srq() const {
+  ibv_srq_attr a{};
+  a.srq_limit = shared_slots();
+  errno = ibv_modify_srq(srq.get(), &a, IBV_SRQ_LIMIT);
+  if (errno) fail("ibv_modify_srq");
+}
+
+void Fabric::resize(std::uint64_t n) {
+  const int more = static_cast<int>(n % 3) * 700;
+  for (Cq& cq : cqs) {
+    errno = ibv_resize_cq(cq.get(), cqe_ + more);
+    if (errno) fail("ibv_resize_cq to " + std::to_string(cqe_ + more));
+  }
+  if (!srq) return;
+  ibv_srq_attr a{};
+  a.max_wr = shared_slots() + static_cast<std::uint32_t>(more);
+  errno = ibv_modify_srq(srq.get(), &a, IBV_SRQ_MAX_WR);
+  if (errno) fail("ibv_modify_srq to " + std::to_string(a.max_wr) + " receives");
 }
 
 std::vector<const ibv_mr*> Fabric::mrs() const {
@@ -138,23 +216,27 @@ void Fabric::create_qp(std::uint32_t i) {
   a.send_cq = send_cq(i);
   a.recv_cq = recv_cq(i);
   a.cap.max_send_wr = shape.depth + kAckRoom;
-  a.cap.max_recv_wr = recv_slots;
+  a.srq = srq.get();
+  a.cap.max_recv_wr = srq ? 0 : recv_slots;
   a.cap.max_send_sge = kMaxSge;
-  a.cap.max_recv_sge = kMaxSge;
+  a.cap.max_recv_sge = srq ? 0 : kMaxSge;
   a.cap.max_inline_data = shape.inline_max;
-  a.qp_type = IBV_QPT_RC;
+  a.qp_type = shape.transport == Transport::kUc ? IBV_QPT_UC : IBV_QPT_RC;
   a.pd = pd.get();
   a.comp_mask = IBV_QP_INIT_ATTR_PD;
   if (options.wr_api) {
     a.comp_mask |= IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     a.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE |
-                       IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ |
-                       IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+                       IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+    if (shape.transport == Transport::kRc)
+      a.send_ops_flags |=
+          IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
   }
   // Without the extended interface the plain call: it is what most programs use.
   ibv_qp_init_attr plain{};
   plain.send_cq = a.send_cq;
   plain.recv_cq = a.recv_cq;
+  plain.srq = a.srq;
   plain.cap = a.cap;
   plain.qp_type = a.qp_type;
   Qp qp(options.wr_api ? ibv_create_qp_ex(context.get(), &a) : ibv_create_qp(pd.get(), &plain));
@@ -163,7 +245,8 @@ void Fabric::create_qp(std::uint32_t i) {
   ibv_qp_attr m{};
   m.qp_state = IBV_QPS_INIT;
   m.port_num = static_cast<std::uint8_t>(options.ib_port);
-  m.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+  m.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  if (shape.transport == Transport::kRc) m.qp_access_flags |= IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
   errno = ibv_modify_qp(qp.get(), &m, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (errno) fail("QP " + std::to_string(i) + " to INIT");
   qpn.push_back(qp->qp_num);
@@ -174,8 +257,8 @@ void Fabric::create_qp(std::uint32_t i) {
 std::string Fabric::address() const {
   EndAddress e{};
   std::memcpy(e.gid, gid_.raw, 16);
-  e.target = reinterpret_cast<std::uintptr_t>(target.data());
-  e.readable = reinterpret_cast<std::uintptr_t>(readable.data());
+  e.target = options.iova ? kTargetIova : reinterpret_cast<std::uintptr_t>(target.data());
+  e.readable = options.iova ? kReadableIova : reinterpret_cast<std::uintptr_t>(readable.data());
   e.words = reinterpret_cast<std::uintptr_t>(words.data());
   e.target_rkey = target_mr->rkey;
   e.readable_rkey = readable_mr->rkey;
@@ -195,6 +278,7 @@ void Fabric::connect(const std::string& text) {
   if (text.size() != sizeof partner + sizeof(QpAddress) * shape.qps) throw PeerError("the partner's addresses have a wrong length");
   std::memcpy(&partner, text.data(), sizeof partner);
   partner_qps.resize(shape.qps);
+  const bool rc = shape.transport == Transport::kRc;
   std::memcpy(partner_qps.data(), text.data() + sizeof partner, sizeof(QpAddress) * shape.qps);
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
     ibv_qp_attr m{};
@@ -212,7 +296,7 @@ void Fabric::connect(const std::string& text) {
     m.ah_attr.grh.hop_limit = 64;
     errno = ibv_modify_qp(qps[i].get(), &m,
                           IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                              IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+                              (rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0));
     if (errno) fail("QP " + std::to_string(i) + " to RTR (is the partner's address on the same network?)");
     m = {};
     m.qp_state = IBV_QPS_RTS;
@@ -222,14 +306,18 @@ void Fabric::connect(const std::string& text) {
     m.sq_psn = psn_[i];
     m.max_rd_atomic = static_cast<std::uint8_t>(std::min(partner.rd_atomic, rd_atomic_));
     errno = ibv_modify_qp(qps[i].get(), &m,
-                          IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-                              IBV_QP_MAX_QP_RD_ATOMIC);
+                          IBV_QP_STATE | IBV_QP_SQ_PSN |
+                              (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));
     if (errno) fail("QP " + std::to_string(i) + " to RTS");
   }
 }
 
 void Fabric::close() {
+  second_.reset();
+  held_mw_.reset();
+  held_qp_.reset();
   qps.clear();
+  srq.reset();
   cqs.clear();
   channel.reset();
   for (Mr* mr : {&local_mr[0], &local_mr[1], &recv_mr[0], &recv_mr[1], &target_mr, &readable_mr, &words_mr, &untouched_mr}) mr->reset();
@@ -241,7 +329,15 @@ std::string Fabric::changed_names(bool query) const {
   const auto all = mrs();
   for (std::size_t i = 0; i < all.size(); ++i)
     if (all[i]->lkey != keys_[i].first || all[i]->rkey != keys_[i].second) return "keys of memory region " + std::to_string(i);
+  if (srq) {
+    ibv_srq_attr a{};
+    if (ibv_query_srq(srq.get(), &a)) return "ibv_query_srq";
+    if (a.max_wr < shared_slots() || a.max_sge < kMaxSge) return "size of the SRQ";
+  }
+  if (second_)
+    if (const std::string what = second_->check(options.ib_port); !what.empty()) return what;
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    if (qps[i]->srq != srq.get()) return "srq of QP " + std::to_string(i);
     if (qps[i]->qp_num != qpn[i]) return "qp_num of QP " + std::to_string(i);
     if (!query) continue;
     ibv_qp_attr a{};

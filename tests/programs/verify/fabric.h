@@ -22,6 +22,11 @@ using Pd = std::unique_ptr<ibv_pd, VerbsDelete<ibv_pd, ibv_dealloc_pd>>;
 using Mr = std::unique_ptr<ibv_mr, VerbsDelete<ibv_mr, ibv_dereg_mr>>;
 using Channel = std::unique_ptr<ibv_comp_channel, VerbsDelete<ibv_comp_channel, ibv_destroy_comp_channel>>;
 using Cq = std::unique_ptr<ibv_cq, VerbsDelete<ibv_cq, ibv_destroy_cq>>;
+struct MwDelete {  // ibv_dealloc_mw is an inline function of the header
+  void operator()(ibv_mw* mw) const { ibv_dealloc_mw(mw); }
+};
+using Mw = std::unique_ptr<ibv_mw, MwDelete>;
+using Srq = std::unique_ptr<ibv_srq, VerbsDelete<ibv_srq, ibv_destroy_srq>>;
 using Qp = std::unique_ptr<ibv_qp, VerbsDelete<ibv_qp, ibv_destroy_qp>>;
 
 /// Page-aligned memory, zeroed.
@@ -60,6 +65,20 @@ struct QpAddress {
   std::uint32_t qpn, psn;
 };
 
+/// --second: a context with one of each, not connected to anything.
+struct SecondContext {
+  explicit SecondContext(const Options& o);
+  /// @return what does not work, one line; empty: all does
+  std::string check(int ib_port) const;
+  Context context;
+  Pd pd;
+  Memory memory{4096};
+  Mr mr;
+  Cq cq;
+  Qp qp;
+  std::uint32_t qpn = 0;
+};
+
 class Fabric {
  public:
   explicit Fabric(const Options& o, const Shape& shape);
@@ -81,6 +100,7 @@ class Fabric {
   Memory local, recv, target, readable, words, untouched;
   Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr, untouched_mr;
   std::vector<Cq> cqs;
+  Srq srq;          // with --srq
   std::vector<Qp> qps;
   std::vector<std::uint32_t> qpn;      // as they were at creation
   std::uint32_t inline_max = 0;        // bytes, of every QP
@@ -88,18 +108,27 @@ class Fabric {
   EndAddress partner{};
   std::vector<QpAddress> partner_qps;
 
+  std::uint32_t shared_slots() const { return recv_slots * shape.qps; }  // of the SRQ
+  /// --resize: the n-th time.
+  void resize(std::uint64_t n);
+  /// The SRQ's event comes with the next receive that is used.
+  void arm_srq() const;
   std::size_t ring_bytes() const { return static_cast<std::size_t>(shape.window()) * shape.size; }
   Words* words_of(std::uint32_t qp) const { return reinterpret_cast<Words*>(words.data()) + qp; }
   ibv_cq* send_cq(std::uint32_t qp) const { return cqs[qp % cqs.size()].get(); }
   ibv_cq* recv_cq(std::uint32_t qp) const { return cqs[(qp + (qp & 1 ? 0 : 1)) % cqs.size()].get(); }
 
  private:
-  Mr reg(const Memory& m, int access) const;
+  Mr reg(const Memory& m, int access, std::uint64_t iova = 0) const;
   void create_qp(std::uint32_t i);
 
   ibv_port_attr port_{};
   ibv_gid gid_{};
   int gid_index_ = 0;
+  int cqe_ = 0;  // of each CQ, as asked for
+  std::unique_ptr<SecondContext> second_;
+  Mw held_mw_;  // --hold
+  Qp held_qp_;
   std::uint32_t rd_atomic_ = 1;
   std::vector<std::uint32_t> psn_;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> keys_;  // lkey, rkey of each MR at creation

@@ -14,10 +14,11 @@ constexpr const char kHelp[] =
     R"(migr_verify: RDMA traffic between two ends that check every completion and every byte
 
   migr_verify [options]            serves one client, then ends
-  migr_verify [options] SERVER     is the client; its --mode, --qps, --size, --depth, --iterations,
+  migr_verify [options] SERVER     is the client; its --mode, --transport, --qps, --size, --depth, --iterations,
                                    --rate and --seed count
 
   --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
+  --transport T     rc uc (rc); what uc loses is counted, and no fault
   --qps N           1..4096 (1)            --size BYTES     largest message, 16..1048576 (4096)
   --depth N         WRs in flight per QP, 4..512 (16)
   --seed N          of content and order (1)
@@ -28,6 +29,11 @@ constexpr const char kHelp[] =
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
+  --srq             all QPs of this end receive from one SRQ, whose limit event has to come
+  --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
+  --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses
+  --second          keep another context open, with a QP of its own that has to work at the end
+  --hold KIND       have an object of this kind beside the traffic: mw (memory window), ud (QP)
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -71,19 +77,23 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kChurn, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kChurn, kSrq, kResize, kIova, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
+      {"transport", 1, nullptr, kTransport},
       {"mode", 1, nullptr, kMode},           {"qps", 1, nullptr, kQps},
       {"size", 1, nullptr, kSize},           {"depth", 1, nullptr, kDepth},
       {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
       {"iterations", 1, nullptr, kIterations}, {"rate", 1, nullptr, kRate},
       {"events", 0, nullptr, kEvents},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
-      {"query", 0, nullptr, kQuery},         {"churn", 1, nullptr, kChurn},
+      {"srq", 0, nullptr, kSrq},
+      {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
+      {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
+      {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"close-file", 1, nullptr, kCloseFile},
-      {"dev", 1, nullptr, kDev},
+      {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
       {"port", 1, nullptr, kPort},           {"bind", 1, nullptr, kBind},
       {"connect", 1, nullptr, kConnect},     {"stall", 1, nullptr, kStall},
@@ -100,6 +110,10 @@ Options parse_options(int argc, char** argv) {
         if (auto m = mode_of(optarg)) o.shape.mode = *m;
         else refuse(std::string("--mode ") + optarg + ": no such mode");
         break;
+      case kTransport:
+        if (auto t = transport_of(optarg)) o.shape.transport = *t;
+        else refuse(std::string("--transport ") + optarg + ": no such transport");
+        break;
       case kQps: o.shape.qps = static_cast<std::uint32_t>(number(n, optarg, 1, kMaxQps)); break;
       case kSize: o.shape.size = static_cast<std::uint32_t>(number(n, optarg, kHeaderBytes, 1 << 20)); break;
       case kDepth: o.shape.depth = static_cast<std::uint32_t>(number(n, optarg, 4, 512)); break;
@@ -113,6 +127,14 @@ Options parse_options(int argc, char** argv) {
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kCloseFile: o.close_file = optarg; break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
+      case kSrq: o.srq = true; break;
+      case kResize: o.resize = true; break;
+      case kIova: o.iova = true; break;
+      case kSecond: o.second = true; break;
+      case kHold:
+        o.hold = optarg;
+        if (o.hold != "mw" && o.hold != "ud") refuse("--hold " + o.hold + ": want mw or ud");
+        break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;
       case kIbPort: o.ib_port = static_cast<int>(number(n, optarg, 1, 255)); break;
@@ -132,6 +154,8 @@ Options parse_options(int argc, char** argv) {
   }
   if (optind < argc) o.server = argv[optind++];
   if (optind < argc) refuse(std::string(argv[optind]) + ": one server only");
+  if (o.shape.lossy() && (o.shape.mode == Mode::kRead || o.shape.mode == Mode::kAtomic))
+    refuse("this transport has neither reads nor atomics; choose another --mode");
   // Memory of one end: four rings per QP.
   if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))
     refuse("--qps, --depth and --size together need more than 1 GB; take one down");

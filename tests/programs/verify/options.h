@@ -21,6 +21,11 @@ struct Options {
   bool events = false;
   bool wr_api = false;
   bool rnr = false;        // post too few receives on purpose
+  bool srq = false;        // all QPs receive from one SRQ, whose limit is armed all the time
+  bool resize = false;     // CQs (and the SRQ) change their size under traffic, at the start
+  bool iova = false;       // the partner addresses memory by other numbers than ours
+  bool second = false;     // another context, idle; at the end it has to work
+  std::string hold;        // keep an object of this kind beside the traffic: mw, ud
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
   int churn_ms = 0;        // make and destroy resources beside the traffic; 0: do not
