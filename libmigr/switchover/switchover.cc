@@ -532,6 +532,10 @@ namespace {
 
 int freeze_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
+  if (!(s.state.load(std::memory_order_relaxed) & kSuspendedSrq)) {
+    why = "a shared receive queue was made after the suspension";  // nobody has looked whether a thread posts to it
+    return EBUSY;
+  }
   set_srq_bits(s, kFrozenSrq);
   ibv_srq_attr attr{};
   if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
