@@ -940,12 +940,6 @@ void restart_event_count(CqShadow& c) {
   c.events_read = 0;
 }
 
-void restart_event_count(QpShadow& q) {
-  pthread_mutex_lock(&q.real->mutex);
-  q.real->events_completed = 0;
-  pthread_mutex_unlock(&q.real->mutex);
-}
-
 int thaw_cq(CqShadow& c, std::string& why) {
   bool arm, inject;
   {
@@ -992,7 +986,6 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     // The new object was made from the record of before the suspension.
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
-    restart_event_count(*q);
     path::translate_keys(*q, kTranslateLocal);
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
