@@ -260,6 +260,7 @@ Status Coordinator::pre_copy() {
   const std::uint64_t before = bytes_;
   auto s = dest_.upload(id_, *folder, true, bytes_);
   summary_.set_bytes_pre_copied(bytes_ - before);
+  pre_copied_ = bool(s);
   return s;
 }
 
@@ -277,6 +278,14 @@ Status Coordinator::freeze() {
 }
 
 Status Coordinator::copy() {
+  if (pre_copied_) {
+    auto drop = [this]() -> Status {
+      auto unchanged = source_.drop_unchanged();
+      if (unchanged) summary_.set_bytes_unchanged(*unchanged);
+      return unchanged;
+    };
+    if (auto s = step("copy.compare", drop); !s) return s;
+  }
   if (auto s = step("copy.upload", [this] { return dest_.upload(id_, early_, false, bytes_); }); !s) return s;
   return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }

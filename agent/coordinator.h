@@ -48,6 +48,8 @@ class Source {
   virtual Result<std::string> record(std::uint32_t id) = 0;
   /// Memory as it is now, while the container runs; its folder. The checkpoint will hold what has changed since.
   virtual Result<std::string> pre_dump() = 0;
+  /// Takes out of the checkpoint what the pre-dump has with the same content; how many bytes.
+  virtual Result<std::uint64_t> drop_unchanged() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
   virtual Status drain() = 0;
   virtual Status rollback() = 0;   // ROLLBACK to every process
@@ -160,6 +162,7 @@ class Coordinator {
   ContainerInfo info_;
   std::vector<Affected> affected_;
   std::string early_;                    // folder of the early images
+  bool pre_copied_ = false;              // the destination has a pre-dump
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;

@@ -3,11 +3,12 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <openssl/evp.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "limits.h"
@@ -16,20 +17,22 @@
 namespace migr {
 namespace {
 
-class Sha256 {
+// Against faults of memory, disk and program; TLS is what keeps others out.
+class Checksum {
  public:
-  Sha256() : ctx_(EVP_MD_CTX_new(), EVP_MD_CTX_free) { EVP_DigestInit_ex(ctx_.get(), EVP_sha256(), nullptr); }
-  void add(const void* p, std::size_t n) { EVP_DigestUpdate(ctx_.get(), p, n); }
+  Checksum() : state_(XXH3_createState(), XXH3_freeState) { XXH3_128bits_reset(state_.get()); }
+  void add(const void* p, std::size_t n) { XXH3_128bits_update(state_.get(), p, n); }
   std::string end() {
-    unsigned char out[EVP_MAX_MD_SIZE];
-    unsigned n = 0;
-    EVP_DigestFinal_ex(ctx_.get(), out, &n);
-    return {reinterpret_cast<char*>(out), n};
+    XXH128_canonical_t out;
+    XXH128_canonicalFromHash(&out, XXH3_128bits_digest(state_.get()));
+    return {reinterpret_cast<char*>(out.digest), sizeof out.digest};
   }
 
  private:
-  std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> ctx_;
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
 };
+
+bool all_zero(const char* p, std::size_t n) { return n == 0 || (p[0] == 0 && !memcmp(p, p + 1, n - 1)); }
 
 struct Sender {
   wire::FileChunk::Tree tree;
@@ -42,7 +45,7 @@ struct Sender {
   Status file(int fd, const std::string& name, const struct stat& st, wire::FileChunk c) {
     if (static_cast<std::uint64_t>(st.st_size) > left)
       return Error{EFBIG, name + ": the folder is larger than what is copied; put large files on storage that both hosts share"};
-    Sha256 sum;
+    Checksum sum;
     std::uint64_t at = 0;
     const auto size = static_cast<std::uint64_t>(st.st_size);
     do {
@@ -54,11 +57,13 @@ struct Sender {
         if (n == 0) return Error{EIO, name + " became shorter while it was read"};
         have += static_cast<std::size_t>(n);
       }
-      sum.add(buffer.data(), have);
+      const bool zeros = all_zero(buffer.data(), have);
+      if (!zeros) sum.add(buffer.data(), have);
       c.set_offset(at);
-      c.set_data(buffer.data(), have);
+      c.set_zeros(zeros ? have : 0);
+      c.set_data(buffer.data(), zeros ? 0 : have);
       at += have;
-      if (at == size) c.set_sha256(sum.end());
+      if (at == size) c.set_xxh3(sum.end());
       if (!send(c)) return ended = true, Status();
     } while (at < size);
     left -= size;
@@ -157,7 +162,7 @@ struct TreeWriter::Open {
   Fd dir, fd;
   std::uint64_t at = 0;
   std::uint32_t mode = 0, uid = 0, gid = 0;
-  Sha256 sum;
+  Checksum sum;
 };
 
 TreeWriter::TreeWriter(const std::string& folder) : folder_(folder) {}
@@ -204,19 +209,19 @@ Status TreeWriter::write(const wire::FileChunk& c) {
   }
   Open& o = *open_;
   if (c.offset() != o.at) return Error{EINVAL, c.name() + ": a part is missing"};
+  if (c.zeros() && !c.data().empty()) return Error{EINVAL, c.name() + ": data and zeros at once"};
+  if (c.zeros() > kChunkBytes) return Error{EINVAL, c.name() + ": chunk too large"};
   o.sum.add(c.data().data(), c.data().size());
-  // A page of zeros stays a hole, as CRIU's images and sparse files had it.
-  const bool zeros = std::all_of(c.data().begin(), c.data().end(), [](char b) { return b == 0; });
-  for (std::size_t done = 0; !zeros && done < c.data().size();) {
+  for (std::size_t done = 0; done < c.data().size();) {
     const ssize_t n = pwrite(o.fd.n, c.data().data() + done, c.data().size() - done, static_cast<off_t>(o.at + done));
     if (n < 0 && errno == EINTR) continue;
     if (n < 0) return sys_error("writing " + c.name());
     done += static_cast<std::size_t>(n);
   }
-  o.at += c.data().size();
+  o.at += c.data().size() + c.zeros();  // zeros stay a hole
   bytes_ += c.data().size();
-  if (c.sha256().empty()) return {};
-  if (c.sha256() != o.sum.end()) return Error{EIO, c.name() + ": checksum does not fit; it changed on its way"};
+  if (c.xxh3().empty()) return {};
+  if (c.xxh3() != o.sum.end()) return Error{EIO, c.name() + ": checksum does not fit; it changed on its way"};
   if (ftruncate(o.fd.n, static_cast<off_t>(o.at)) || fchown(o.fd.n, o.uid, o.gid) || fchmod(o.fd.n, o.mode) ||
       renameat(o.dir.n, o.tmp.c_str(), o.dir.n, last_part(o.name).c_str()))
     return sys_error("finishing " + c.name());

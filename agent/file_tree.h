@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// Folders as a stream of FileChunk messages, each regular file with its SHA-256.
+// Folders as a stream of FileChunk messages, each regular file with a checksum.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 namespace migr {
 
-/// Sends all of `folder`: folders, regular files (holes stay holes), symbolic
+/// Sends all of `folder`: folders, regular files (zeros become holes), symbolic
 /// links, with mode and owner; sockets, FIFOs and devices are left out, and so
 /// is what is mounted below it.
 /// @param limit  bytes of file data, EFBIG beyond

@@ -138,6 +138,7 @@ Json summary_json(const wire::Summary& s) {
           {"steps_ms", steps},
           {"bytes_copied", s.bytes_copied()},
           {"bytes_pre_copied", s.bytes_pre_copied()},
+          {"bytes_unchanged", s.bytes_unchanged()},
           {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},

@@ -16,6 +16,7 @@
 #include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "page_images.h"
 #include "record_image.h"
 
 namespace migr {
@@ -325,6 +326,13 @@ Result<std::string> SourceRun::pre_dump() {
   // The checkpoint that waits knows nothing of it: another takes its place.
   if (auto s = checkpoint_ahead(std::string("../") + kPreCopyDir); !s) return s.error();
   return to;
+}
+
+Result<std::uint64_t> SourceRun::drop_unchanged() {
+  const std::string dir = host_.folder(id_);
+  auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + kPreCopyDir);
+  if (!pages) return pages.error();
+  return pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
 Status SourceRun::each(const std::function<Status(Process&)>& f) {

@@ -56,6 +56,7 @@ class SourceRun final : public Source {
   Result<ContainerInfo> inspect(const std::string& container) override;
   Result<std::string> record(std::uint32_t id) override;
   Result<std::string> pre_dump() override;
+  Result<std::uint64_t> drop_unchanged() override;
   Status suspend() override;
   Status drain() override;
   Status rollback() override;

@@ -65,6 +65,10 @@ struct FakeSource final : Source {
     if (auto s = p.did("s.pre_dump"); !s) return s.error();
     return std::string("/pre-copy");
   }
+  Result<std::uint64_t> drop_unchanged() override {
+    if (auto s = p.did("s.drop_unchanged"); !s) return s.error();
+    return 8192;
+  }
   Status suspend() override { return p.did("s.suspend"); }
   Status drain() override { return p.did("s.drain"); }
   Status rollback() override { return p.did("s.rollback"); }
@@ -431,6 +435,7 @@ TEST(Coordinator, LittleMemoryIsNotCopiedAhead) {
   s.source.memory_bytes = kPreCopyFromBytes - 1;
   EXPECT_TRUE(s.run().migrated());
   EXPECT_FALSE(s.play.has("s.pre_dump"));
+  EXPECT_FALSE(s.play.has("s.drop_unchanged"));
 }
 
 TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
@@ -439,6 +444,7 @@ TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
   const auto r = s.run();
   EXPECT_TRUE(r.migrated()) << r.error();
   EXPECT_FALSE(s.play.has("d.pre_upload"));
+  EXPECT_FALSE(s.play.has("s.drop_unchanged"));
   EXPECT_TRUE(s.play.has("d.upload"));
 }
 

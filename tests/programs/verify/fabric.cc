@@ -68,12 +68,34 @@ int choose_gid(ibv_context* c, const Options& o) {
 
 }  // namespace
 
-Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+Memory::Memory(MemoryKind kind, std::size_t bytes) : bytes_(bytes) {
   p_ = nullptr;
   if (!bytes) return;
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) fail("cannot get " + std::to_string(bytes) + " bytes of memory");
+  constexpr std::size_t kHugePage = 2 << 20;
+  const bool huge = kind == MemoryKind::kThp || kind == MemoryKind::kHugetlb;
+  if (huge) bytes_ = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  int flags = kind == MemoryKind::kShared || kind == MemoryKind::kMemfd ? MAP_SHARED : MAP_PRIVATE, fd = -1;
+  if (kind == MemoryKind::kMemfd) {
+    fd = memfd_create("migr_verify", 0);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes_))) fail("memfd_create");
+  } else {
+    flags |= MAP_ANONYMOUS;
+  }
+  if (kind == MemoryKind::kHugetlb) flags |= MAP_HUGETLB;
+  // Transparent huge pages lie at their own boundary.
+  const std::size_t more = kind == MemoryKind::kThp ? kHugePage : 0;
+  void* const p = mmap(nullptr, bytes_ + more, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (p == MAP_FAILED) fail("cannot get " + std::to_string(bytes_) + " bytes of memory");
+  if (fd >= 0) close(fd);
   p_ = static_cast<std::uint8_t*>(p);
+  if (kind != MemoryKind::kThp) return;
+  auto at = reinterpret_cast<std::uintptr_t>(p_);
+  const std::uintptr_t start = (at + kHugePage - 1) / kHugePage * kHugePage;
+  if (start > at) munmap(p_, start - at);
+  if (const std::size_t rest = more - (start - at)) munmap(reinterpret_cast<void*>(start + bytes_), rest);
+  p_ = reinterpret_cast<std::uint8_t*>(start);
+  if (madvise(p_, bytes_, MADV_HUGEPAGE)) fail("no transparent huge pages");
+  std::memset(p_, 0, bytes_);
 }
 Memory::~Memory() {
   if (p_) munmap(p_, bytes_);
@@ -124,12 +146,12 @@ Fabric::Fabric(const Options& o, const Shape& s)
     : options(o),
       shape(s),
       context(open_device(o)),
-      local(ring_bytes() * s.qps),
-      recv(ring_bytes() * s.qps),
-      target(ring_bytes() * s.qps),
-      readable(ring_bytes() * s.qps),
-      words(sizeof(Words) * s.qps),
-      untouched(static_cast<std::size_t>(o.mr_mb) << 20) {
+      local(o.memory[0 % o.memory.size()], ring_bytes() * s.qps),
+      recv(o.memory[1 % o.memory.size()], ring_bytes() * s.qps),
+      target(o.memory[2 % o.memory.size()], ring_bytes() * s.qps),
+      readable(o.memory[3 % o.memory.size()], ring_bytes() * s.qps),
+      words(o.memory[4 % o.memory.size()], sizeof(Words) * s.qps),
+      untouched(o.memory[0], static_cast<std::size_t>(o.mr_mb) << 20) {
   ibv_device_attr dev{};
   if (ibv_query_device(context.get(), &dev)) fail("ibv_query_device");
   if (ibv_query_port(context.get(), static_cast<std::uint8_t>(o.ib_port), &port_)) fail("ibv_query_port");

@@ -29,10 +29,10 @@ using Mw = std::unique_ptr<ibv_mw, MwDelete>;
 using Srq = std::unique_ptr<ibv_srq, VerbsDelete<ibv_srq, ibv_destroy_srq>>;
 using Qp = std::unique_ptr<ibv_qp, VerbsDelete<ibv_qp, ibv_destroy_qp>>;
 
-/// Page-aligned memory, zeroed.
+/// Page-aligned memory, zeroed; of the huge kinds, whole huge pages.
 class Memory {
  public:
-  explicit Memory(std::size_t bytes);
+  Memory(MemoryKind kind, std::size_t bytes);
   ~Memory();
   Memory(Memory&& o) noexcept : p_(o.p_), bytes_(o.bytes_) { o.p_ = nullptr; }
   Memory& operator=(Memory&&) = delete;

@@ -3,6 +3,10 @@
 
 #include <getopt.h>
 
+#include <algorithm>
+#include <sstream>
+#include <utility>
+#include <iterator>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +32,8 @@ constexpr const char kHelp[] =
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0)
+  --memory K[,K..]  of the registered regions (local, receive, target, read, words) in turn: private,
+                    thp, hugetlb, shared, memfd (private)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --srq             all QPs of this end receive from one SRQ, whose limit event has to come
   --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
@@ -66,6 +72,20 @@ std::uint64_t number(const char* option, const char* text, std::uint64_t low, st
   return v;
 }
 
+std::vector<MemoryKind> memory_kinds(const std::string& list) {
+  static constexpr std::pair<const char*, MemoryKind> kKinds[] = {{"private", MemoryKind::kPrivate}, {"thp", MemoryKind::kThp},
+      {"hugetlb", MemoryKind::kHugetlb}, {"shared", MemoryKind::kShared}, {"memfd", MemoryKind::kMemfd}};
+  std::vector<MemoryKind> kinds;
+  std::istringstream names(list);
+  for (std::string name; std::getline(names, name, ',');) {
+    const auto k = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const auto& x) { return name == x.first; });
+    if (k == std::end(kKinds)) refuse("--memory " + name + ": want private, thp, hugetlb, shared or memfd");
+    kinds.push_back(k->second);
+  }
+  if (kinds.empty()) refuse("--memory: which?");
+  return kinds;
+}
+
 double seconds(const char* option, const char* text) {
   char* end = nullptr;
   const double v = std::strtod(text, &end);
@@ -77,7 +97,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kChurn, kSrq, kResize, kIova, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMemory, kChurn, kSrq, kResize, kIova, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -93,6 +113,7 @@ Options parse_options(int argc, char** argv) {
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"close-file", 1, nullptr, kCloseFile},
+      {"memory", 1, nullptr, kMemory},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
       {"port", 1, nullptr, kPort},           {"bind", 1, nullptr, kBind},
@@ -126,6 +147,7 @@ Options parse_options(int argc, char** argv) {
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kCloseFile: o.close_file = optarg; break;
+      case kMemory: o.memory = memory_kinds(optarg); break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
       case kSrq: o.srq = true; break;
       case kResize: o.resize = true; break;

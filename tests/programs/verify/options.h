@@ -3,12 +3,15 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "check.h"
 
 namespace verify {
 
 enum Exit { kExitOk = 0, kExitFaults = 1, kExitUsage = 2, kExitSetup = 3, kExitSkip = 4 };
+
+enum class MemoryKind { kPrivate, kThp, kHugetlb, kShared, kMemfd };
 
 struct Options {
   Shape shape;
@@ -26,6 +29,7 @@ struct Options {
   bool iova = false;       // the partner addresses memory by other numbers than ours
   bool second = false;     // another context, idle; at the end it has to work
   std::string hold;        // keep an object of this kind beside the traffic: mw, ud
+  std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
   int churn_ms = 0;        // make and destroy resources beside the traffic; 0: do not

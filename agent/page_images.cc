@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "page_images.h"
+
+#include <fcntl.h>
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+#include "criu_pagemap.pb.h"
+#include "process_session.h"  // Fd
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::uint32_t kImageMagic = 0x54564319, kPagemapMagic = 0x56084025;
+constexpr std::uint32_t kInParent = 1, kPresent = 4;
+constexpr std::size_t kPage = 4096;
+// An entry costs CRIU a read of its own: fewer equal pages than this between others are not worth one.
+constexpr std::uint32_t kShortestRun = 8;
+
+struct Entry {
+  std::uint64_t vaddr = 0;
+  std::uint32_t pages = 0, flags = 0;
+  std::uint64_t at = 0;  // of its first page in pages-ID.img, in pages
+
+  std::uint64_t end() const { return vaddr + pages * kPage; }
+  bool present() const { return flags & kPresent; }
+};
+
+struct Pagemap {
+  std::uint32_t pages_id = 0;
+  std::vector<Entry> entries;
+  std::uint64_t present = 0;  // pages in pages-ID.img
+};
+
+Result<Pagemap> read_pagemap(const std::string& path) {
+  std::ifstream f(path, std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(f)), {});
+  const Error broken{EIO, path + ": damaged"};
+  std::size_t at = 0;
+  const auto number = [&](std::uint32_t& n) {
+    if (bytes.size() - at < sizeof n) return false;
+    memcpy(&n, bytes.data() + at, sizeof n);
+    at += sizeof n;
+    return true;
+  };
+  const auto message = [&](google::protobuf::Message& m) {
+    std::uint32_t size;
+    if (!number(size) || bytes.size() - at < size || !m.ParseFromArray(bytes.data() + at, static_cast<int>(size))) return false;
+    at += size;
+    return true;
+  };
+  std::uint32_t magic[2];
+  if (!number(magic[0]) || !number(magic[1]) || magic[0] != kImageMagic || magic[1] != kPagemapMagic)
+    return Error{EINVAL, path + ": no pagemap of CRIU"};
+  Pagemap map;
+  criu::PagemapHead head;
+  if (!message(head)) return broken;
+  map.pages_id = head.pages_id();
+  while (at < bytes.size()) {
+    criu::PagemapEntry e;
+    if (!message(e)) return broken;
+    const std::uint32_t flags = e.has_flags() ? e.flags() : e.in_parent() ? kInParent : kPresent;
+    if (!map.entries.empty() && e.vaddr() < map.entries.back().end()) return Error{EIO, path + ": its entries overlap"};
+    map.entries.push_back({e.vaddr(), e.nr_pages(), flags, map.present});
+    if (flags & kPresent) map.present += e.nr_pages();
+  }
+  return map;
+}
+
+Status write_pagemap(const std::string& path, const Pagemap& map) {
+  std::string bytes;
+  const auto number = [&](std::uint32_t n) { bytes.append(reinterpret_cast<const char*>(&n), sizeof n); };
+  const auto message = [&](const google::protobuf::Message& m) {
+    number(static_cast<std::uint32_t>(m.ByteSizeLong()));
+    m.AppendToString(&bytes);
+  };
+  number(kImageMagic);
+  number(kPagemapMagic);
+  criu::PagemapHead head;
+  head.set_pages_id(map.pages_id);
+  message(head);
+  for (const Entry& e : map.entries) {
+    criu::PagemapEntry m;
+    m.set_vaddr(e.vaddr);
+    m.set_nr_pages(e.pages);
+    m.set_flags(e.flags);
+    message(m);
+  }
+  std::ofstream f(path, std::ios::binary | std::ios::trunc);
+  f << bytes << std::flush;
+  if (!f) return sys_error("writing " + path);
+  return {};
+}
+
+/// pages-ID.img in memory.
+class Pages {
+ public:
+  static Result<Pages> open(const std::string& path, std::uint64_t pages, bool write) {
+    Pages p;
+    p.fd_ = Fd(::open(path.c_str(), (write ? O_RDWR : O_RDONLY) | O_CLOEXEC));
+    struct stat st;
+    if (p.fd_.n < 0 || fstat(p.fd_.n, &st)) return sys_error("opening " + path);
+    if (static_cast<std::uint64_t>(st.st_size) != pages * kPage)
+      return Error{EIO, path + " has " + std::to_string(st.st_size) + " bytes, its pagemap says " + std::to_string(pages * kPage)};
+    p.size_ = pages * kPage;
+    if (!p.size_) return p;
+    void* m = mmap(nullptr, p.size_, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, p.fd_.n, 0);
+    if (m == MAP_FAILED) return sys_error("mapping " + path);
+    p.data_ = static_cast<char*>(m);
+    return p;
+  }
+  Pages() = default;
+  Pages(Pages&& o) noexcept : fd_(std::move(o.fd_)), data_(std::exchange(o.data_, nullptr)), size_(o.size_) {}
+  Pages& operator=(Pages&&) = delete;
+  ~Pages() {
+    if (data_) munmap(data_, size_);
+  }
+  char* page(std::uint64_t n) const { return data_ + n * kPage; }
+  Status cut(std::uint64_t pages) const {
+    if (ftruncate(fd_.n, static_cast<off_t>(pages * kPage))) return sys_error("shortening an image of pages");
+    return {};
+  }
+
+ private:
+  Fd fd_;
+  char* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+/// How many pages from `n` of entry `e` on are in the parent (equal) or are not, as the first of them.
+struct Run {
+  bool equal;
+  std::uint32_t pages;
+};
+
+class Comparison {
+ public:
+  Comparison(const Pagemap& parent, const Pages& before, const Pages& now) : parent_(parent), before_(before), now_(now) {}
+
+  Run run(const Entry& e, std::uint32_t n) {
+    const bool equal = same(e, n);
+    std::uint32_t pages = 1;
+    while (n + pages < e.pages && same(e, n + pages) == equal) pages++;
+    return {equal, pages};
+  }
+
+ private:
+  bool same(const Entry& e, std::uint32_t n) {
+    const std::uint64_t vaddr = e.vaddr + n * kPage;
+    if (at_ && (vaddr < at_->vaddr || vaddr >= at_->end())) at_ = nullptr;
+    if (!at_) {
+      auto next = std::upper_bound(parent_.entries.begin(), parent_.entries.end(), vaddr,
+                                   [](std::uint64_t v, const Entry& p) { return v < p.vaddr; });
+      if (next == parent_.entries.begin() || vaddr >= (--next)->end()) return false;
+      at_ = &*next;
+    }
+    return at_->present() && !memcmp(before_.page(at_->at + (vaddr - at_->vaddr) / kPage), now_.page(e.at + n), kPage);
+  }
+
+  const Pagemap& parent_;
+  const Pages& before_;
+  const Pages& now_;
+  const Entry* at_ = nullptr;  // of the parent, where the last page was found
+};
+
+Status drop_one(const std::string& images, const std::string& parent, const std::string& name, PageCounts& counts) {
+  const auto pages_name = [](const Pagemap& m) { return "/pages-" + std::to_string(m.pages_id) + ".img"; };
+  auto before_map = read_pagemap(parent + "/" + name), now_map = read_pagemap(images + "/" + name);
+  if (!before_map) return before_map.error();
+  if (!now_map) return now_map.error();
+  auto before = Pages::open(parent + pages_name(*before_map), before_map->present, false);
+  auto now = Pages::open(images + pages_name(*now_map), now_map->present, true);
+  if (!before) return before.error();
+  if (!now) return now.error();
+
+  Pagemap out;
+  out.pages_id = now_map->pages_id;
+  const auto add = [&](const Entry& e) {
+    if (!out.entries.empty() && out.entries.back().flags == e.flags && out.entries.back().end() == e.vaddr)
+      out.entries.back().pages += e.pages;
+    else
+      out.entries.push_back(e);
+  };
+  Comparison compare(*before_map, *before, *now);
+  for (const Entry& e : now_map->entries) {
+    if (!e.present()) {
+      add(e);
+      continue;
+    }
+    for (std::uint32_t n = 0; n < e.pages;) {
+      auto [equal, pages] = compare.run(e, n);
+      equal = equal && (pages >= kShortestRun || pages == e.pages);
+      add({e.vaddr + n * kPage, pages, equal ? (e.flags & ~kPresent) | kInParent : e.flags, 0});
+      if (equal) {
+        counts.unchanged += pages;
+      } else {
+        // Earlier pages have only moved down: what is read here is still as it was.
+        if (out.present != e.at + n) memmove(now->page(out.present), now->page(e.at + n), pages * kPage);
+        out.present += pages;
+        counts.kept += pages;
+      }
+      n += pages;
+    }
+  }
+  if (auto s = now->cut(out.present); !s) return s;
+  return write_pagemap(images + "/" + name, out);
+}
+
+}  // namespace
+
+Result<PageCounts> drop_unchanged(const std::string& images, const std::string& parent) {
+  PageCounts counts;
+  std::error_code ec;
+  for (const auto& e : fs::directory_iterator(images, ec)) {
+    const std::string name = e.path().filename();
+    if (!name.starts_with("pagemap-") || !name.ends_with(".img") || !fs::exists(parent + "/" + name)) continue;
+    if (auto s = drop_one(images, parent, name, counts); !s) return s.error();
+  }
+  if (ec) return Error{ec.value(), "reading folder " + images + ": " + ec.message()};
+  return counts;
+}
+
+}  // namespace migr
