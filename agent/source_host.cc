@@ -83,6 +83,14 @@ std::string why_not_qp(std::uint32_t type) { return type == kUd ? kUdReason : ""
 
 std::mutex born_mutex;
 
+/// MAP_HUGETLB memory that is not of a file.
+bool has_huge_pages(pid_t pid) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find("/anon_hugepage") != std::string::npos) return true;
+  return false;
+}
+
 }  // namespace
 
 Status reserve_born(const Config& config, const std::vector<Instance>& instances, const std::vector<std::uint32_t>& vqpns) {
@@ -321,6 +329,11 @@ Status SourceRun::checkpoint_ahead(const std::string& parent) {
 }
 
 Result<std::string> SourceRun::pre_dump() {
+  auto pids = host_.runc_.pids(state_);
+  if (!pids) return pids.error();
+  for (const pid_t pid : *pids)
+    if (has_huge_pages(pid))
+      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
   const std::string dir = host_.folder(id_), to = dir + "/" + kPreCopyDir;
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, dir + "/work-pre-copy"); !s) return s.error();
   // The checkpoint that waits knows nothing of it: another takes its place.

@@ -24,6 +24,13 @@ written_ahead() {
 		{ cat "$E2E_OUT/migrate.json" >&2; fail "nothing that was copied ahead was left out of the checkpoint"; }
 }
 
+# CRIU 3.17 restores MAP_HUGETLB memory wrongly after a pre-dump: there is none then.
+huge_pages() {
+	slow_traffic --memory shared,hugetlb,hugetlb && MIGRATE_OPTIONS=--pre-copy migrate_ok memory dst && stop_verify memory ||
+		{ e2e_logs; e2e_reset; return 1; }
+	jq -e '.bytes_pre_copied == 0' "$E2E_OUT/migrate.json" >/dev/null || fail "hugetlb memory was copied ahead"
+}
+
 # With the library's marks left out the test above has to find stale memory.
 stale_without_marks() {
 	local status=0
@@ -37,6 +44,6 @@ stale_without_marks() {
 }
 
 step "huge pages (transparent), shared memory, memfd" written_ahead private,shared,thp,memfd
-step "shared memory, hugetlb" written_ahead thp,private,shared,memfd,hugetlb
+step "hugetlb memory is not copied ahead" huge_pages
 step "without the marks memory is stale" stale_without_marks thp
 e2e_end
