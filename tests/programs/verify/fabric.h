@@ -72,7 +72,7 @@ struct SecondContext {
   std::string check(int ib_port) const;
   Context context;
   Pd pd;
-  Memory memory{4096};
+  Memory memory{MemoryKind::kPrivate, 4096};
   Mr mr;
   Cq cq;
   Qp qp;

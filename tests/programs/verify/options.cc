@@ -4,12 +4,12 @@
 #include <getopt.h>
 
 #include <algorithm>
-#include <sstream>
-#include <utility>
-#include <iterator>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
+#include <sstream>
+#include <utility>
 
 namespace verify {
 namespace {
