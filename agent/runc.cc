@@ -159,12 +159,32 @@ Result<Child> Runc::partial_restore(const std::string& id, const std::string& bu
   return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), env(), log);
 }
 
-Status Runc::net(const std::string& verb, const std::string& bundle, const std::string& id) const {
-  if (config_.net_hook.empty()) return {};
+Result<bool> Runc::has_net(const std::string& bundle) const {
+  if (config_.net_hook.empty()) return false;
   std::ifstream in(bundle + "/config.json");
   const auto j = Json::parse(in, nullptr, false);
   if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
-  if (!j.contains("annotations") || !j["annotations"].contains("org.migr.net.ip")) return {};
+  return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
+}
+
+Child Runc::net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const {
+  auto has = has_net(bundle);
+  if (!has || !*has) return {};
+  auto child = Child::start({config_.net_hook, "await-detach", bundle, id}, {}, log, true);
+  return child ? std::move(*child) : Child();
+}
+
+Status Runc::net_detach(Child& ahead, const std::string& bundle, const std::string& id) const {
+  if (ahead.running() && ahead.say("begin")) {
+    if (ahead.wait(kHookMs) && !ahead.status()) return {};
+    ahead.signal(SIGKILL);
+  }
+  return net("detach", bundle, id);  // whatever it was: this one says what is wrong
+}
+
+Status Runc::net(const std::string& verb, const std::string& bundle, const std::string& id) const {
+  auto has = has_net(bundle);
+  if (!has || !*has) return has;
   Argv a = {config_.net_hook};
   if (verb == "attach-closed")
     a.insert(a.end(), {"attach", "--closed"});

@@ -48,8 +48,12 @@ class Runc {
                                 const std::string& work, const std::string& log) const;
   /// Network hook; nothing to do when none is configured or the bundle asks for none.
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
+  /// A detach that waits for net_detach(); not running: the hook knows no such verb, or there is nothing to do.
+  Child net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const;
+  Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
+  Result<bool> has_net(const std::string& bundle) const;
   Argv command(std::vector<std::string> args) const;
   Env env() const;
   Status run(std::vector<std::string> args, int limit_ms, const std::string& what) const;

@@ -318,6 +318,7 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
   if (auto s = host_.save(id_, {wire::OPEN, info_.id, info_.bundle, info_.instances}); !s) return s.error();
   if (auto s = checkpoint_ahead(""); !s) return s.error();
+  detach_ahead_ = host_.runc_.net_detach_ahead(info_.bundle, info_.id, dir + "/detach.out");
   return dir + "/images";
 }
 
@@ -410,7 +411,7 @@ Status SourceRun::reconnect_all() {
 Status SourceRun::step(FaultStep step, const std::function<Status()>& work) { return fault_step(host_.config_.fault, step, work); }
 
 Status SourceRun::detach_network() {
-  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net("detach", info_.bundle, info_.id); });
+  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net_detach(detach_ahead_, info_.bundle, info_.id); });
 }
 Status SourceRun::attach_network() {
   return step(FaultStep::kSourceAttach, [&] { return host_.runc_.net("attach", info_.bundle, info_.id); });

@@ -92,6 +92,7 @@ class SourceRun final : public Source {
   ContainerInfo info_;
   std::vector<Process> processes_;
   bool busy_ = false;
+  Child detach_ahead_;  // the network hook, waiting
   Child ahead_;  // the checkpoint, waiting
 };
 
