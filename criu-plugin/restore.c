@@ -190,6 +190,11 @@ int restore_go(struct migr_rst_err *err)
 					return ENOTCONN;
 				}
 		}
+	for (uint32_t i = 0; i < job.img->nr_processes; i++)
+		if (migr_rst_rings_index(job.img->processes[i])) {
+			snprintf(err->text, sizeof(err->text), "no memory");
+			return ENOMEM;
+		}
 	free(job.files);
 	job.files = NULL;
 	job.nr_files = 0;

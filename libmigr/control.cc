@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #include "../include/migr/proc_wire.h"
@@ -227,6 +228,24 @@ std::string no_such_qp(std::uint32_t ctx_id, std::uint32_t vqpn, std::uint32_t p
   return text;
 }
 
+/// QPs by name, for requests with many of them.
+class QpIndex {
+ public:
+  explicit QpIndex(const Registry& registry) : registry_(registry) {
+    for (QpShadow* qp : registry.qps) by_name_[name(qp->context->ctx_id(), qp->vqpn())] = qp;
+  }
+  QpShadow* find(std::uint32_t ctx_id, std::uint32_t vqpn, std::uint32_t pqpn) const {
+    if (!vqpn) return find_qp(registry_, ctx_id, vqpn, pqpn);
+    const auto found = by_name_.find(name(ctx_id, vqpn));
+    return found == by_name_.end() ? nullptr : found->second;
+  }
+
+ private:
+  static std::uint64_t name(std::uint32_t ctx_id, std::uint32_t vqpn) { return std::uint64_t{ctx_id} << 32 | vqpn; }
+  const Registry& registry_;
+  std::unordered_map<std::uint64_t, QpShadow*> by_name_;
+};
+
 /// QPs that a request names; none named: all. Caller holds the Registry's lock.
 bool named_qps(const Registry& registry, const Message& request, std::vector<QpShadow*>& out, Answer& answer) {
   const auto refs = request.as<migr_qp_ref>();
@@ -234,8 +253,9 @@ bool named_qps(const Registry& registry, const Message& request, std::vector<QpS
     out = registry.qps;
     return true;
   }
+  const QpIndex index(registry);
   for (const migr_qp_ref& ref : refs) {
-    QpShadow* qp = find_qp(registry, ref.ctx_id, ref.vqpn, ref.pqpn);
+    QpShadow* qp = index.find(ref.ctx_id, ref.vqpn, ref.pqpn);
     if (!qp) {
       answer.fail(ENOENT, no_such_qp(ref.ctx_id, ref.vqpn, ref.pqpn));
       return false;
@@ -292,6 +312,7 @@ void describe(const Registry& registry, Answer& answer) {
       return answer.fail(error, std::string("cannot find the queues of ") + context->real->device->name + ": " +
                                     strerror(error));
   }
+  (void)provider::locate_receives(registry.qps);  // for FREEZE, which says what fails
   answer.put(all);
 }
 
@@ -321,13 +342,15 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       finish(switchover::create_spares(qps, spares, why));
       return answer.put(spares);
     }
-    case MIGR_MSG_QP_CONNECT:
+    case MIGR_MSG_QP_CONNECT: {
+      const QpIndex index(registry);
       for (const migr_qp_connect& to : request.as<migr_qp_connect>()) {
-        QpShadow* qp = find_qp(registry, to.ctx_id, to.vqpn, 0);
+        QpShadow* qp = index.find(to.ctx_id, to.vqpn, 0);
         if (!qp) return answer.fail(ENOENT, no_such_qp(to.ctx_id, to.vqpn, 0));
         if (const int error = switchover::connect_spare(*qp, to, why)) return answer.fail(error, std::move(why));
       }
       return;
+    }
     case MIGR_MSG_SUSPEND:
       if (!described_still(registry, request, answer)) return;
       if (named_qps(registry, request, qps, answer)) finish(switchover::suspend(qps, why));
@@ -473,6 +496,10 @@ Ended serve_connection(int fd) {
     head.generation = self->generation;
     head.state = process_state();
     const bool sent = send_message(fd, head, answer);
+    {
+      std::lock_guard guard(Registry::get().lock);
+      switchover::destroy_old_paths();
+    }
     if (request.head.type == MIGR_MSG_FREEZE && !answer.status) {
       self->rebound = false;
       return Ended::kFrozen;  // also if the reply was lost: the state is what counts

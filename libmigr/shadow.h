@@ -32,6 +32,9 @@
 namespace migr {
 
 class KernelLink;
+namespace switchover {
+void destroy_old_paths();
+}
 
 /// Bits of a QP's state word. Zero: the direct path (state word, tail call).
 /// Written under QpShadow::lock, by the control thread; read without a lock on the data path.
@@ -233,6 +236,11 @@ struct alignas(64) QpShadow {
     std::uint32_t dest_qp_num;
     ibv_ah_attr ah;
   } birth;
+  /// Where the receive queue of `real` lies; null: not looked up yet. For the provider part.
+  struct {
+    const void* queue;
+    std::uint64_t bytes;
+  } receive_ring{};
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptSend> kept_sends;
   std::deque<KeptReceive> kept_receives;
@@ -283,6 +291,7 @@ struct Registry {
   void cannot_move(const char* what, int change = 1);  ///< caller holds the lock
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
+  std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
   static Registry& get();
@@ -296,6 +305,7 @@ struct Registry {
   std::unique_lock<std::mutex> change() {
     std::unique_lock guard(lock);
     thawed.wait(guard, [this] { return !frozen && !held; });
+    if (!old_paths.empty()) switchover::destroy_old_paths();  // they hold PDs and CQs
     ++changes;
     return guard;
   }

@@ -65,6 +65,7 @@ void migr_rst_process_free(struct migr_rst_process *p)
 	}
 	free(p->contexts);
 	free(p->fds);
+	free(p->rings);
 	free(p);
 }
 

@@ -141,6 +141,7 @@ struct migr_rst_process {
 	uint32_t nr_contexts;
 	struct migr_fd_desc *fds;	/* which fd is which, where the rings lie */
 	uint32_t nr_fds;
+	struct migr_rst_ring_index *rings;	/* NULL until migr_rst_rings_index() */
 };
 
 struct migr_rst_image {
@@ -316,6 +317,12 @@ int migr_rst_rings(uint32_t obj_type, const struct migr_rst_resp *resp, struct m
  */
 int migr_rst_ring_find(const struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff,
 		       struct migr_rst_context **c, uint64_t *new_pgoff, struct migr_rst_err *err);
+
+/*
+ * Makes migr_rst_ring_find() fast for a process with thousands of QPs; to be called when
+ * its objects are built and its fds are described, and nothing of it changes any more.
+ */
+int migr_rst_rings_index(struct migr_rst_process *p);
 
 /* ---- find in the graph; NULL or -1: not there ------------------------------ */
 

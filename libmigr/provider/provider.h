@@ -4,6 +4,7 @@
 #define MIGR_PROVIDER_H
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 #include "../shadow.h"
@@ -14,10 +15,14 @@ namespace migr::provider {
 /// What can be moved. @return "" if this context's device family is supported, else why not (one line).
 std::string unsupported_reason(const Context& context);
 
-/// Receives that were posted to `qp` (a real QP of `shadow`'s context) and not consumed, oldest first. Their keys are
-/// physical, as they lie in the queue. Nothing may post to or consume from the QP meanwhile.
+/// Looks up where the receive queues of these QPs lie, for outstanding_receives(): ahead of the stop, because it takes a
+/// while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
+int locate_receives(std::span<QpShadow* const> qps);
+
+/// Receives that were posted to the QP's path and not consumed, oldest first. Their keys are physical, as they lie in the
+/// queue. Nothing may post to or consume from the QP meanwhile.
 /// @return 0 or a positive errno
-int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out);
+int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out);
 
 /// The same of an SRQ.
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <string_view>
 
 #include <rdma/ib_user_verbs.h>
@@ -61,11 +62,25 @@ int mappings_of(int fd, std::vector<Mapping>& out) {
 }
 
 /// Two contexts on one device map the same file; rxe numbers offsets per device, so an offset is one ring.
-const Mapping* at_offset(const std::vector<Mapping>& maps, std::uint64_t offset, std::uint64_t bytes) {
-  for (const Mapping& m : maps)
-    if (offset >= m.offset && offset - m.offset + bytes <= m.bytes) return &m;
-  return nullptr;
-}
+class Mappings {
+ public:
+  /// @return 0 or a positive errno
+  int read(int fd) {
+    if (const int error = mappings_of(fd, all_)) return error;
+    std::sort(all_.begin(), all_.end(), [](const Mapping& a, const Mapping& b) { return a.offset < b.offset; });
+    return 0;
+  }
+  const Mapping* at(std::uint64_t offset, std::uint64_t bytes) const {
+    const auto after = std::upper_bound(all_.begin(), all_.end(), offset,
+                                        [](std::uint64_t o, const Mapping& m) { return o < m.offset; });
+    if (after == all_.begin()) return nullptr;
+    const Mapping& m = *(after - 1);
+    return offset - m.offset + bytes <= m.bytes ? &m : nullptr;
+  }
+
+ private:
+  std::vector<Mapping> all_;
+};
 
 int qp_resp(const Context& context, std::uint32_t handle, rxe_create_qp_resp& resp) {
   std::uint32_t len = sizeof(resp);
@@ -138,21 +153,31 @@ std::string unsupported_reason(const Context& context) {
   return why;
 }
 
+int locate_receives(std::span<QpShadow* const> qps) {
+  std::map<const Context*, Mappings> maps;
+  for (QpShadow* q : qps) {
+    if (q->receive_ring.queue || q->real->srq) continue;  // a shared queue's receives belong to no QP
+    auto [found, fresh] = maps.try_emplace(q->context);
+    if (fresh)
+      if (const int error = found->second.read(q->context->real->cmd_fd)) return error;
+    rxe_create_qp_resp resp;
+    if (const int error = qp_resp(*q->context, q->real->handle, resp)) return error;
+    const Mapping* where = found->second.at(resp.rq_mi.offset, resp.rq_mi.size);
+    if (!where) return ENXIO;
+    q->receive_ring = {reinterpret_cast<const void*>(where->start + (resp.rq_mi.offset - where->offset)), resp.rq_mi.size};
+  }
+  return 0;
+}
+
 namespace {
 
-/// Not consumed receives in the ring `info` of a receive queue.
-int receives_in(const Context& context, const mminfo& info, std::vector<KeptReceive>& out) {
-  std::vector<Mapping> maps;
-  if (const int error = mappings_of(context.real->cmd_fd, maps)) return error;
-  const Mapping* where = at_offset(maps, info.offset, info.size);
-  if (!where) return ENXIO;
-  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset));
-
+/// Not consumed receives in a receive queue of so many bytes.
+int receives_in(const rxe_queue_buf* queue, std::uint64_t bytes_mapped, std::vector<KeptReceive>& out) {
   const std::uint32_t mask = queue->index_mask;
   const std::uint32_t shift = queue->log2_elem_size;
   const std::uint64_t slots = std::uint64_t{mask} + 1;
   if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < kReceiveBytes ||
-      sizeof(*queue) + (slots << shift) > info.size)
+      sizeof(*queue) + (slots << shift) > bytes_mapped)
     return EPROTO;  // not the layout we know
   const std::size_t max_sges = ((std::size_t{1} << shift) - kReceiveBytes) / sizeof(rxe_sge);
   // Pairs with the kernel's release of what it has consumed.
@@ -173,17 +198,21 @@ int receives_in(const Context& context, const mminfo& info, std::vector<KeptRece
 
 }  // namespace
 
-int outstanding_receives(QpShadow& shadow, ibv_qp* qp, std::vector<KeptReceive>& out) {
-  if (qp->srq) return 0;  // a shared queue's receives belong to no QP
-  rxe_create_qp_resp resp;
-  if (const int error = qp_resp(*shadow.context, qp->handle, resp)) return error;
-  return receives_in(*shadow.context, resp.rq_mi, out);
+int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out) {
+  if (shadow.real->srq) return 0;
+  QpShadow* const one[] = {&shadow};
+  if (const int error = locate_receives(one)) return error;
+  return receives_in(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue), shadow.receive_ring.bytes, out);
 }
 
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
   mminfo info;
   if (const int error = srq_ring(shadow, info)) return error;
-  return receives_in(*shadow.context, info, out);
+  Mappings maps;
+  if (const int error = maps.read(shadow.context->real->cmd_fd)) return error;
+  const Mapping* where = maps.at(info.offset, info.size);
+  if (!where) return ENXIO;
+  return receives_in(reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset)), info.size, out);
 }
 
 RingWatch::RingWatch(const Context& context) : context_(context) {
@@ -203,10 +232,10 @@ void RingWatch::moved_to(std::uint64_t& offset, std::uint64_t& bytes) const {
 }
 
 int rings(Context& context, std::vector<migr_fd_desc>& out) {
-  std::vector<Mapping> maps;
-  if (const int error = mappings_of(context.real->cmd_fd, maps)) return error;
+  Mappings maps;
+  if (const int error = maps.read(context.real->cmd_fd)) return error;
   const auto add = [&](migr_obj_type type, std::uint32_t handle, unsigned ring, const mminfo& info) {
-    const Mapping* where = at_offset(maps, info.offset, info.size);
+    const Mapping* where = maps.at(info.offset, info.size);
     if (!where) return ENXIO;
     out.push_back(ring_desc(context, type, handle, ring, info, *where));
     return 0;

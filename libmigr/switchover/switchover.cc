@@ -10,6 +10,7 @@
 #include <cstring>
 #include <ctime>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "../kernel_link.h"
 #include "../path.h"
@@ -154,36 +155,38 @@ int set_write_access(QpShadow& q, bool allow, std::string& why) {
 
 /* ---- receives ---------------------------------------------------------------- */
 
-/// Physical -> virtual lkey, of every MR of the context.
-std::unordered_map<std::uint32_t, std::uint32_t> virtual_lkeys(const Context& context) {
-  std::unordered_map<std::uint32_t, std::uint32_t> keys;
-  for (const MrShadow* mr : Registry::get().mrs)
-    if (mr->context == &context) keys[mr->real->lkey] = mr->app.lkey;
-  return keys;
-}
+/// Physical -> virtual lkey, of every MR there is.
+class VirtualLkeys {
+ public:
+  VirtualLkeys() {
+    for (const MrShadow* mr : Registry::get().mrs) keys_[mr->context][mr->real->lkey] = mr->app.lkey;
+  }
+  void translate(const Context& context, std::vector<ibv_sge>& sges) const {
+    const auto keys = keys_.find(&context);
+    if (keys == keys_.end()) return;
+    for (ibv_sge& sge : sges)
+      if (const auto found = keys->second.find(sge.lkey); found != keys->second.end()) sge.lkey = found->second;
+  }
 
-void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives) {
-  const auto keys = virtual_lkeys(context);
-  for (KeptReceive& receive : receives)
-    for (ibv_sge& sge : receive.sges)
-      if (const auto found = keys.find(sge.lkey); found != keys.end()) sge.lkey = found->second;
-}
+ private:
+  std::unordered_map<const Context*, std::unordered_map<std::uint32_t, std::uint32_t>> keys_;
+};
 
-int read_back_receives(QpShadow& q, std::vector<KeptReceive>& out, std::string& why) {
+int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why) {
   out.clear();
   if (q.app.srq) return 0;
-  if (const int err = provider::outstanding_receives(q, q.real, out))
+  if (const int err = provider::outstanding_receives(q, out))
     return fail(why, err, "cannot read back the receive queue of " + qp_name(q));
-  make_keys_virtual(*q.context, out);
+  for (KeptReceive& receive : out) keys.translate(*q.context, receive.sges);
   return 0;
 }
 
 /// Caller holds s.lock.
-int read_back_receives(SrqShadow& s, std::string& why) {
+int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::string& why) {
   s.outstanding.clear();
   if (const int err = provider::outstanding_receives(s, s.outstanding))
     return fail(why, err, "cannot read back a shared receive queue");
-  make_keys_virtual(*s.context, s.outstanding);
+  for (KeptReceive& receive : s.outstanding) keys.translate(*s.context, receive.sges);
   return 0;
 }
 
@@ -279,6 +282,7 @@ void destroy_real(ibv_qp*& qp) {
 
 void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
+  q.receive_ring = {};
   if (!q.real_ex) return;
   q.real_ex = real().qp_to_qp_ex(qp);
   if (!kept_session(q)) q.target = q.real_ex;
@@ -437,35 +441,42 @@ int post_marker(Draining& d) {
   return 0;
 }
 
-/// Looks for d's marker. @return 0, or EIO when it completed with an error
-int look_for_marker(Draining& d, std::string& why) {
-  CqShadow& c = *d.qp->send_cq;
-  std::lock_guard guard(c.lock);
-  const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
-                                 [&](const ibv_wc& wc) { return wc.wr_id == d.wr_id; });
-  if (seen == c.seen_markers.end()) return 0;
-  const ibv_wc_status status = seen->status;
-  c.seen_markers.erase(seen);
-  if (status != IBV_WC_SUCCESS) {
+/// Completed markers, by wr_id.
+using Markers = std::unordered_map<std::uint64_t, ibv_wc_status>;
+
+/// Completions go to the fake CQs, but those of markers to `out`. A CQ is polled once however many QPs are on it.
+void poll_cqs(const std::vector<Draining>& all, Markers& out) {
+  std::unordered_set<CqShadow*> cqs;
+  for (const Draining& d : all)
+    if (d.session_over) for_cqs(*d.qp, [&](CqShadow& c) { cqs.insert(&c); });
+  for (CqShadow* c : cqs) {
+    std::lock_guard guard(c->lock);
+    path::poll_to_fake(*c);
+    for (const ibv_wc& wc : c->seen_markers) out[wc.wr_id] = wc.status;
+    c->seen_markers.clear();
+  }
+}
+
+/// @return 0, or EIO when the marker completed with an error
+int look_for_marker(Draining& d, const Markers& seen, std::string& why) {
+  const auto found = seen.find(d.wr_id);
+  if (found == seen.end()) return 0;
+  if (found->second != IBV_WC_SUCCESS) {
     why = qp_name(*d.qp) + " cannot be drained: its connection is broken (completion status " +
-          std::to_string(status) + ")";
+          std::to_string(found->second) + ")";
     return EIO;
   }
   d.done = true;
   return 0;
 }
 
-int advance(Draining& d, std::string& why) {
+int advance(Draining& d, const Markers& seen, std::string& why) {
   QpShadow& q = *d.qp;
   if (!d.session_over) {
     if (!sessions_over(q)) return 0;
     d.session_over = true;
     clear_bits(q, kOpen);
   }
-  for_cqs(q, [](CqShadow& c) {
-    std::lock_guard guard(c.lock);
-    path::poll_to_fake(c);
-  });
   if (!connected(q) || q.responder_only) {
     d.done = true;  // nothing was ever sent, or everything is being flushed
     return 0;
@@ -475,7 +486,7 @@ int advance(Draining& d, std::string& why) {
     if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
     return 0;
   }
-  return look_for_marker(d, why);
+  return look_for_marker(d, seen, why);
 }
 
 }  // namespace
@@ -489,16 +500,21 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     for (QpShadow* q : qps) all.push_back({.qp = q});
   }
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
+  std::uint64_t changes = 0;
+  Markers seen;
   int result = 0;
   for (;;) {
     bool all_done = true;
     {
       std::lock_guard guard(registry.lock);
-      std::erase_if(all, [&](const Draining& d) {  // destroyed by the application meanwhile
-        return std::find(registry.qps.begin(), registry.qps.end(), d.qp) == registry.qps.end();
-      });
+      if (changes != registry.changes) {  // destroyed by the application meanwhile
+        const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
+        std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp); });
+        changes = registry.changes;
+      }
+      poll_cqs(all, seen);
       for (Draining& d : all) {
-        if (!d.done && !result) result = advance(d, why);
+        if (!d.done && !result) result = advance(d, seen, why);
         all_done = all_done && d.done;
       }
     }
@@ -510,6 +526,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     pause_briefly();
   }
   std::lock_guard guard(registry.lock);
+  poll_cqs(all, seen);  // what came with the last marker
   unsigned left = 0;
   for (const Draining& d : all) {
     QpShadow& q = *d.qp;
@@ -532,7 +549,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
 
 namespace {
 
-int freeze_srq(SrqShadow& s, std::string& why) {
+int freeze_srq(SrqShadow& s, const VirtualLkeys& keys, std::string& why) {
   std::lock_guard guard(s.lock);
   if (!(s.state.load(std::memory_order_relaxed) & kSuspendedSrq)) {
     why = "a shared receive queue was made after the suspension";  // nobody has looked whether a thread posts to it
@@ -543,7 +560,7 @@ int freeze_srq(SrqShadow& s, std::string& why) {
   if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
   // A limit that was reached and whose event nobody has read: the next receive that is used shall tell again.
   s.limit = attr.srq_limit ? attr.srq_limit : s.armed ? s.max_wr : 0;
-  return read_back_receives(s, why);
+  return read_back_receives(s, keys, why);
 }
 
 /// Keys have their new values.
@@ -589,13 +606,15 @@ int freeze(std::string& why) {
     c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
   }
   int err = 0;
+  (void)provider::locate_receives(registry.qps);
+  const VirtualLkeys keys;
   for (SrqShadow* s : registry.srqs)
-    if (!err) err = freeze_srq(*s, why);
+    if (!err) err = freeze_srq(*s, keys, why);
   for (QpShadow* q : registry.qps) {
     std::lock_guard guard(q->lock);
     set_bits(*q, kKeepReceives);
     q->phase = Phase::kFrozen;
-    if (!err) err = read_back_receives(*q, q->outstanding, why);
+    if (!err) err = read_back_receives(*q, keys, q->outstanding, why);
   }
   if (err) {
     std::string ignored;
@@ -668,6 +687,7 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       return EBUSY;
     }
   }
+  (void)provider::locate_receives(qps);  // for SWITCH, which says what fails
   for (QpShadow* q : qps) {
     if (const int err = create_spare(*q, why)) {
       for (QpShadow* undo : qps) destroy_real(undo->spare);
@@ -716,7 +736,7 @@ int wait_until_flushed(QpShadow& q, CqShadow& c, std::uint64_t last, std::string
     }
     if (!last) {  // the queue empties a moment before the last completion comes
       std::vector<KeptReceive> left;
-      if (const int err = provider::outstanding_receives(q, q.real, left))
+      if (const int err = provider::outstanding_receives(q, left))
         return fail(why, err, "cannot look at the receive queue of " + qp_name(q));
       if (moved || !left.empty()) quiet_since = 0;
       else if (!quiet_since) quiet_since = now_ns();
@@ -778,9 +798,9 @@ int open_old_path(QpShadow& q, std::string& why) {
 }
 
 /// Caller holds q.lock.
-int switch_one(QpShadow& q, std::string& why) {
+int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   std::vector<KeptReceive> receives;
-  if (const int err = read_back_receives(q, receives, why)) return err;
+  if (const int err = read_back_receives(q, keys, receives, why)) return err;
   if (!reliable(q))
     if (const int err = close_old_path(q, receives, why)) return err;
   if (const int err = post_receives(q, q.spare, receives, why)) return err;
@@ -816,13 +836,14 @@ int switch_to_spare(Qps qps, std::string& why) {
       why = qp_name(*q) + " has no spare";
       return ENOENT;
     }
+  const VirtualLkeys keys;
   for (QpShadow* q : qps) {
     for_cqs(*q, [](CqShadow& c) {
       std::lock_guard guard(c.lock);
       path::translate_qpns(c, kTranslateQpn);
     });
     std::lock_guard guard(q->lock);
-    if (const int err = switch_one(*q, why)) return err;  // rollback() undoes those that were switched
+    if (const int err = switch_one(*q, keys, why)) return err;  // rollback() undoes those that were switched
   }
   return 0;
 }
@@ -854,7 +875,10 @@ T* find(const std::vector<T*>& all, Match&& match) {
   return it == all.end() ? nullptr : *it;
 }
 
-int adopt_handle(Context& context, const migr_handle_map& map, std::string& why) {
+/// QPs of a context by virtual number.
+using QpsByName = std::unordered_map<const Context*, std::unordered_map<std::uint32_t, QpShadow*>>;
+
+int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& qps, std::string& why) {
   Registry& registry = Registry::get();
   const auto missing = [&](const char* kind) {
     why = std::string("no ") + kind + " with handle " + std::to_string(map.old_handle);
@@ -887,10 +911,9 @@ int adopt_handle(Context& context, const migr_handle_map& map, std::string& why)
       return 0;
     }
     case MIGR_OBJ_QP: {
-      QpShadow* q = find(registry.qps, [&](const QpShadow* p) {
-        return p->context == &context && p->vqpn() == map.vqpn;
-      });
-      if (!q) return missing("QP");
+      const auto of = qps.find(&context);
+      if (of == qps.end() || !of->second.contains(map.vqpn)) return missing("QP");
+      QpShadow* q = of->second.at(map.vqpn);
       q->real->handle = map.new_handle;
       q->real->qp_num = map.pqpn;
       return 0;
@@ -905,6 +928,8 @@ int adopt_handle(Context& context, const migr_handle_map& map, std::string& why)
 int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
   constexpr std::uint32_t kParked = 0x80000000u;  // uverbs handles are small positive numbers
   Registry& registry = Registry::get();
+  QpsByName by_name;
+  for (QpShadow* q : registry.qps) by_name[q->context][q->vqpn()] = q;
   for (int pass = 0; pass < 2; ++pass) {
     for (const migr_handle_map& map : maps) {
       Context* context = find(registry.contexts, [&](const Context* c) { return c->real->cmd_fd == map.context_fd; });
@@ -914,7 +939,7 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
       }
       migr_handle_map step = map;
       (pass == 0 ? step.new_handle : step.old_handle) = kParked | map.new_handle;
-      if (const int err = adopt_handle(*context, step, why)) return err;
+      if (const int err = adopt_handle(*context, step, by_name, why)) return err;
     }
   }
   for (ibv_pd* pd : registry.pds) pd->handle &= ~kParked;
@@ -1019,8 +1044,8 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
     std::string ignored;
     set_write_access(*q, false, ignored);
     if (const int err = let_go(*q, why); err && !result) result = err;
-    destroy_real(q->old_real);
-    destroy_real(q->spare);
+    for (ibv_qp** old : {&q->old_real, &q->spare})
+      if (*old) Registry::get().old_paths.push_back(std::exchange(*old, nullptr));
     out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .replayed_sends = q->replayed_sends,
                    .replayed_recvs = q->replayed_receives, .suspended_ns = q->suspended_ns,
                    .last_cqe_ns = q->last_cqe_ns, .resumed_ns = q->resumed_ns});
@@ -1028,6 +1053,10 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
   release_cqs();
   release_srqs();
   return result;
+}
+
+void destroy_old_paths() {
+  for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
 }
 
 int rollback(std::string& why) {

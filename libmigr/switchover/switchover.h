@@ -52,8 +52,11 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
 /// Partner: the restored side's memory has these keys now.
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why);
 
-/// Replays kept sends in order, lets the application on, destroys the old path.
+/// Replays kept sends in order, lets the application on. The old paths are left to destroy_old_paths().
 int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
+
+/// The real QPs that resume() has put aside: destroying thousands takes a while, so migrd is answered before.
+void destroy_old_paths();
 
 /// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
 int rollback(std::string& why);

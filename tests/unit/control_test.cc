@@ -100,6 +100,7 @@ int rollback(std::string& why) {
   fake.state = MIGR_PROC_RUNNING;
   return called("rollback", why);
 }
+void destroy_old_paths() {}
 void stats(std::vector<migr_drain_stat>& out) {
   for (QpShadow* qp : Registry::get().qps) out.push_back({7, qp->vqpn(), 0, 0, 0, 0});
 }
@@ -107,6 +108,7 @@ void stats(std::vector<migr_drain_stat>& out) {
 
 namespace provider {
 std::string unsupported_reason(const Context&) { return ""; }
+int locate_receives(std::span<QpShadow* const>) { return 0; }
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
 void set_restored() { fake.restored = true; }
