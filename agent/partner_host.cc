@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <future>
 #include <thread>
 
 #include "fault.h"
@@ -65,9 +66,14 @@ Result<PartnerHost::JobPtr> PartnerHost::find_open(std::uint32_t id) {
 // Caller holds job.work.
 Status PartnerHost::each(Job& job, const std::function<Status(Process&)>& f) {
   if (job.is_over()) return Error{ECANCELED, config_.name + " has ended the migration already"};
-  for (auto& p : job.processes)
-    if (auto s = f(p); !s) return s;
-  return {};
+  // All at once: what one waits for, the others need not wait for, too.
+  std::vector<std::future<Status>> running;
+  for (std::size_t i = 1; i < job.processes.size(); i++)
+    running.push_back(std::async(std::launch::async, [&, i] { return f(job.processes[i]); }));
+  Status first = job.processes.empty() ? Status() : f(job.processes[0]);
+  for (auto& r : running)
+    if (auto s = r.get(); first && !s) first = s;
+  return first;
 }
 
 grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r, wire::FindReply* out) {
@@ -76,6 +82,8 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
     // Without the module nobody here is a partner that could follow.
     if (!kernel) return kernel.error().code == ENOENT ? Status() : Status(kernel.error());
     auto ctxs = kernel->contexts();
+    std::multimap<std::uint32_t, int> by_qpn;
+    for (int i = 0; i < r->ends_size(); i++) by_qpn.emplace(r->ends(i).pqpn(), i);
     if (!ctxs) return ctxs.error();
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) {
@@ -85,8 +93,9 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
       for (const auto& q : c.qps) {
         if (q.flags & MIGR_QP_FORMER) continue;
         const std::string gid(reinterpret_cast<const char*>(q.ah.sgid), sizeof q.ah.sgid);
-        for (int i = 0; i < r->ends_size(); i++) {
-          if (r->ends(i).pqpn() != q.pqpn || r->ends(i).gid() != gid) continue;
+        for (auto [at, last] = by_qpn.equal_range(q.pqpn); at != last; at++) {
+          const int i = at->second;
+          if (r->ends(i).gid() != gid) continue;
           const std::string who = "process " + std::to_string(c.rec.pid) + " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name;
           auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
           if (!(c.rec.flags & MIGR_CTX_ATTACHED) || !session)
@@ -142,11 +151,13 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
 
 // Caller holds job.work.
 Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
+  std::mutex guards_out;
   return each(job, [&](Process& p) -> Status {
     auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs, kProcessMs);
     if (!spares) return spares.error();
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> at;
     for (std::size_t n = 0; n < p.refs.size(); n++) at[{p.refs[n].ctx_id, p.refs[n].vqpn}] = n;
+    std::lock_guard lock(guards_out);
     for (const auto& x : *spares) {
       const auto ref = at.find({x.ctx_id, x.vqpn});
       if (ref == at.end()) return Error{EPROTO, p.session->label() + ": a spare for a QP that was not asked for"};
@@ -247,9 +258,11 @@ grpc::Status PartnerHost::Keys(grpc::ServerContext*, const wire::KeysRequest* r,
 // Caller holds job.work.
 Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
+  std::mutex guards_out;
   auto s = each(job, [&](Process& p) -> Status {
     auto stats = p.session->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
     if (!stats) return stats.error();
+    std::lock_guard lock(guards_out);
     add_stats(out, *stats);
     return {};
   });

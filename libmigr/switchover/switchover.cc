@@ -138,6 +138,7 @@ int set_write_access(QpShadow& q, bool allow, std::string& why) {
   if (q.app.qp_type != IBV_QPT_RC && q.app.qp_type != IBV_QPT_UC) return 0;
   const bool in_rtr = q.real->state == IBV_QPS_RTR && allow;
   if ((q.real->state != IBV_QPS_RTS && !in_rtr) || allow == q.write_access_added) return 0;
+  if (allow && q.access_flags >= 0 && (q.access_flags & IBV_ACCESS_REMOTE_WRITE)) return 0;  // no call per QP
   ibv_qp_attr attr{};
   ibv_qp_init_attr init{};
   int err = real().query_qp(q.real, &attr, IBV_QP_ACCESS_FLAGS, &init);
