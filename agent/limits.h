@@ -34,6 +34,7 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kResolveMs, "resolve_ms", 90'000)       /* how long a host left alone asks for the outcome, often */            \
   /* to processes */                                                                                                \
   X(kProcessMs, "process_ms", 10'000)       /* any request but drain */                                             \
+  X(kPerQpMs, "per_qp_ms", 10)              /* more, for requests that make or connect QPs */                       \
   X(kSuspendMs, "suspend_ms", 10'000)       /* all threads seen outside */                                          \
   X(kDrainMs, "drain_ms", 10'000)                                                                                   \
   X(kReconnectMs, "reconnect_ms", 20'000)   /* a restored or thawed process at the gate */                          \

@@ -153,7 +153,8 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
 Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
   std::mutex guards_out;
   return each(job, [&](Process& p) -> Status {
-    auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs, kProcessMs);
+    auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs,
+                                                             kProcessMs + kPerQpMs * static_cast<int>(p.refs.size()));
     if (!spares) return spares.error();
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> at;
     for (std::size_t n = 0; n < p.refs.size(); n++) at[{p.refs[n].ctx_id, p.refs[n].vqpn}] = n;
@@ -203,7 +204,7 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectReque
         std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
         to.push_back(x);
       }
-      return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs);
+      return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()));
     });
   });
 }

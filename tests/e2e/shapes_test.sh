@@ -24,6 +24,22 @@ memory_ahead() {
 			{ cat "$E2E_OUT/migrate.json" >&2; fail "no memory was copied ahead of the stop"; }; }
 }
 
+# The same with every RDMA object made, and connected, while the container stands still.
+without_pre_setup() {
+	MIGRATE_OPTIONS=--no-pre-setup moved --mode mixed --qps 4 &&
+		{ jq -e '.phases_ms.create > 0 and .steps_ms["create.build"] > 0' "$E2E_OUT/migrate.json" >/dev/null ||
+			{ cat "$E2E_OUT/migrate.json" >&2; fail "nothing was made during the stop"; }; }
+}
+# A program that has closed all of RDMA is a container like any other; its library is still there.
+without_rdma() {
+	start_verify src bare --mode mixed --qps 2 --close-file /tmp/close && container_exec src bare touch /tmp/close &&
+		until_true 60 container_exec src bare test -e /tmp/close.done && migrate_ok bare dst &&
+		{ jq -e '.resources.qp == 0 and .partners == []' "$E2E_OUT/migrate.json" >/dev/null || fail "there was RDMA left"; } &&
+		stop_verify bare || { e2e_logs; e2e_reset; return 1; }
+}
+
+step "made and connected during the stop" without_pre_setup
+step "all of RDMA closed before" without_rdma
 step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
