@@ -291,24 +291,43 @@ MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
   return c.real_poll(c.real, entries, wc);
 }
 
-int post_one_send(QpShadow& q, const KeptSend& send) noexcept {
-  ibv_send_wr wr = send.wr;
+int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
+  ibv_send_wr wrs[kChunkWrs];
   ibv_sge sges[kChunkSges];
-  if (send.sges.size() > kChunkSges) return EINVAL;
-  wr.next = nullptr;
-  wr.sg_list = sges;
-  if (wr.send_flags & IBV_SEND_INLINE) {
-    sges[0] = {.addr = reinterpret_cast<std::uint64_t>(send.inline_data.data()),
-               .length = static_cast<std::uint32_t>(send.inline_data.size()),
-               .lkey = 0};
-    wr.num_sge = send.inline_data.empty() ? 0 : 1;
-  } else {
-    translate_sges(q, sges, send.sges.data(), static_cast<int>(send.sges.size()));
-    wr.num_sge = static_cast<int>(send.sges.size());
+  std::size_t n = 0, used = 0;
+  posted = 0;
+  for (; n < sends.size() && n < kChunkWrs; ++n) {
+    const KeptSend& send = *sends[n];
+    ibv_send_wr& wr = wrs[n];
+    wr = send.wr;
+    wr.next = nullptr;
+    wr.sg_list = &sges[used];
+    if (wr.send_flags & IBV_SEND_INLINE) {
+      if (used == kChunkSges) break;
+      sges[used] = {.addr = reinterpret_cast<std::uint64_t>(send.inline_data.data()),
+                    .length = static_cast<std::uint32_t>(send.inline_data.size()),
+                    .lkey = 0};
+      wr.num_sge = send.inline_data.empty() ? 0 : 1;
+    } else {
+      if (send.sges.size() > kChunkSges - used) break;
+      translate_sges(q, wr.sg_list, send.sges.data(), static_cast<int>(send.sges.size()));
+      wr.num_sge = static_cast<int>(send.sges.size());
+    }
+    used += static_cast<std::size_t>(wr.num_sge);
+    translate_rkey(q, wr);
+    if (n) wrs[n - 1].next = &wr;
   }
-  translate_rkey(q, wr);
-  ibv_send_wr* bad;
-  return q.real_post_send(q.real, &wr, &bad);
+  if (!n) return EINVAL;  // more SGEs than any device takes
+  ibv_send_wr* bad = wrs;
+  const int err = q.real_post_send(q.real, wrs, &bad);
+  posted = err ? static_cast<std::size_t>(bad - wrs) : n;
+  return err;
+}
+
+int post_one_send(QpShadow& q, const KeptSend& send) noexcept {
+  const KeptSend* const one[] = {&send};
+  std::size_t posted;
+  return post_sends(q, one, posted);
 }
 
 int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexcept {

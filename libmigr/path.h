@@ -6,6 +6,8 @@
 #ifndef MIGR_PATH_H
 #define MIGR_PATH_H
 
+#include <span>
+
 #include "shadow.h"
 
 namespace migr::path {
@@ -31,6 +33,9 @@ void translate_qpns(CqShadow& cq, std::uint32_t bits);
 
 /// Translates and posts, whatever the state word says. Caller holds qp.lock or knows that nobody else posts.
 int post_one_send(QpShadow& qp, const KeptSend& send) noexcept;
+/// The same in one call of the provider, which may be a system call: the first of `sends`, in order, as many as fit.
+/// @return 0, or the errno of sends[posted]
+int post_sends(QpShadow& qp, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept;
 int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexcept;
 int post_one_receive(SrqShadow& srq, const KeptReceive& receive) noexcept;
 

@@ -238,11 +238,14 @@ int let_go(QpShadow& q, std::string& why) {
   const int err = post_receives(q, q.real, q.kept_receives, why);
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
   q.kept_receives.clear();
-  for (const KeptSend& send : q.kept_sends) {
-    if (path::post_one_send(q, send))
-      flush_to_fake(q, send);
-    else
-      ++q.replayed_sends;
+  std::vector<const KeptSend*> sends;
+  for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
+  for (std::span<const KeptSend* const> left(sends); !left.empty();) {
+    std::size_t posted = 0;
+    const bool failed = path::post_sends(q, left, posted) != 0;
+    q.replayed_sends += static_cast<std::uint32_t>(posted);
+    if (failed) flush_to_fake(q, *left[posted++]);
+    left = left.subspan(posted);
   }
   q.kept_sends.clear();
   q.logged_receives.clear();
