@@ -102,20 +102,43 @@ Status Coordinator::both(const std::function<Status()>& here, const std::functio
   return parallel(std::move(todo));
 }
 
-Status Coordinator::find_partners() {
-  if (info_.connected.empty()) return {};
+// Every host's answer. EINPROGRESS: another migration holds a partner. Of two that want each other's processes one waits
+// here with what it holds, the other lets go: a circle of those who wait cannot close.
+Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
   wire::FindRequest request;
   for (const auto& q : info_.connected) {
     auto* e = request.add_ends();
     e->set_gid(q.dest_gid);
     e->set_pqpn(q.dest_pqpn);
   }
-  std::vector<int> found(info_.connected.size());
   std::vector<Result<wire::FindReply>> replies(hosts_.size(), Error{});
-  std::vector<std::function<Status()>> todo;
-  for (std::size_t h = 0; h < hosts_.size(); h++)
-    todo.push_back([&, h] { return Status(replies[h] = hosts_[h]->find(request)); });
-  (void)parallel(std::move(todo));  // a host that has none of them may be down
+  const double until = now_ms() + set_.busy_wait_ms;
+  for (bool told = false;; told = true) {
+    std::vector<std::function<Status()>> todo;
+    for (std::size_t h = 0; h < hosts_.size(); h++)
+      todo.push_back([&, h] { return Status(replies[h] = hosts_[h]->find(request)); });
+    (void)parallel(std::move(todo));  // a host that has none of them may be down
+    std::string who;
+    bool yield = now_ms() > until;
+    for (const auto& r : replies)
+      for (int i = 0; r && i < r->busy_size(); i++) {
+        who = r->busy(i).who();
+        yield = yield || r->busy(i).migration() <= id_;
+      }
+    if (who.empty()) return replies;
+    const std::string text = "the partner, " + who + ", takes part in another migration";
+    if (yield) return Error{EINPROGRESS, text + "; try again when that is over"};
+    if (!told) note(text + ": waiting for its end");
+    usleep(kBusyStepMs * 1000);
+  }
+}
+
+Status Coordinator::find_partners() {
+  if (info_.connected.empty()) return {};
+  auto asked = ask_hosts();
+  if (!asked) return asked.error();
+  const auto& replies = *asked;
+  std::vector<int> found(info_.connected.size());
   std::string silent;
   for (std::size_t h = 0; h < hosts_.size(); h++) {
     if (!replies[h]) {
@@ -195,6 +218,7 @@ Status Coordinator::prepare() {
     for (const auto& q : a.qps) *r.add_qps() = q;
     auto reply = a.link->prepare(r);
     if (!reply) return reply.error();
+    if (reply->has_busy()) return Error{EINPROGRESS, reply->busy().who() + " takes part in another migration; try again when that is over"};
     auto& spares = spares_[static_cast<std::size_t>(&a - affected_.data())];
     spares.assign(reply->spares().begin(), reply->spares().end());
     return {};
@@ -405,7 +429,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s) s = phase(FaultStep::kSourceCommit, [&] { return commit(); });
 
   if (!s && !committed_) {
-    try_again_ = s.error().code == EAGAIN;
+    failed_with_ = s.error().code;
     if (touched_) note("going back: " + s.error().text);
     const double start = now_ms();
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kBegin);  // nothing but the end of migrd keeps it from going back

@@ -111,6 +111,7 @@ class Coordinator {
     std::uint32_t abi = 0;      // of migr.ko here
     int undecided_ms = 60'000;
     int resolve_step_ms = 1'000;
+    int busy_wait_ms = kBusyWaitMs;
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
   };
@@ -122,7 +123,9 @@ class Coordinator {
 
   wire::Summary migrate(const std::string& container, const std::string& to, std::uint32_t id);
   /// It went back because what the record says has changed meanwhile: another try may do.
-  bool try_again() const { return try_again_; }
+  bool try_again() const { return failed_with_ == EAGAIN; }
+  /// It went back because another migration holds a process of this one: when that is over, another try may do.
+  bool busy() const { return failed_with_ == EINPROGRESS; }
 
  private:
   struct Affected {  // one partner host
@@ -131,6 +134,7 @@ class Coordinator {
   };
   Status check(const std::string& container, const std::string& to);
   Status find_partners();
+  Result<std::vector<Result<wire::FindReply>>> ask_hosts();
   Status prepare();
   Status create();
   Status connect();
@@ -168,7 +172,8 @@ class Coordinator {
   wire::CommitReply keys_;
   std::atomic<std::uint64_t> bytes_ = 0;
   double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
-  bool touched_ = false, committed_ = false, undecided_ = false, try_again_ = false;
+  bool touched_ = false, committed_ = false, undecided_ = false;
+  int failed_with_ = 0;
   wire::Summary summary_;
   std::mutex steps_;                     // guards summary_.steps
   UndoStack undo_;

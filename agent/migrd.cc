@@ -14,6 +14,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include "claims.h"
 #include "config.h"
 #include "control_service.h"
 #include "coordinator.h"
@@ -76,19 +77,34 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
   RpcDestination destination(*channel, r.to());
   Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs,
                                  r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()};
-  for (int tries = 1;; tries++) {
-    std::uint32_t id = 0;
-    while (!id)
-      if (getrandom(&id, sizeof id, 0) != sizeof id) return refuse("no random numbers");
-    // An application that changes its resources all the time has to wait with that in the end.
-    SourceRun source(host, id, tries == kMigrateTries);
-    Coordinator coordinator(settings, source, destination, links, say);
-    auto summary = coordinator.migrate(r.container(), r.to(), id);
-    summary.set_tries(static_cast<std::uint32_t>(tries));
-    if (!coordinator.try_again() || tries == kMigrateTries) return summary;
+  auto note = [&](const std::string& text) {
     wire::Progress p;
-    p.set_note(fmt::format("trying again ({} of {}): {}", tries + 1, kMigrateTries, summary.error()));
+    p.set_note(text);
     say(p);
+  };
+  auto random = [](std::uint32_t& n) { return getrandom(&n, sizeof n, 0) == sizeof n; };
+  const auto busy_until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kBusyWaitMs);
+  for (int tries = 1;;) {
+    std::uint32_t id = 0, pause = 0;
+    while (!id)
+      if (!random(id) || !random(pause)) return refuse("no random numbers");
+    wire::Summary summary;
+    bool changed = false, busy = false;
+    {
+      // An application that changes its resources all the time has to wait with that in the end.
+      SourceRun source(host, id, tries == kMigrateTries);
+      Coordinator coordinator(settings, source, destination, links, say);
+      summary = coordinator.migrate(r.container(), r.to(), id);
+      changed = coordinator.try_again() && tries < kMigrateTries;
+      busy = coordinator.busy() && std::chrono::steady_clock::now() < busy_until;
+    }
+    summary.set_tries(static_cast<std::uint32_t>(tries));
+    if (changed)
+      note(fmt::format("trying again ({} of {}): {}", ++tries, kMigrateTries, summary.error()));
+    else if (busy)
+      note("trying again: " + summary.error()), usleep(pause % (kBusyPauseMs * 1000u));  // for two that met not to meet again
+    else
+      return summary;
   }
 }
 
@@ -114,9 +130,10 @@ int run(const Config& config) {
 
   Peers peers(config, *files);
   SessionTable sessions;
-  SourceHost source(config, sessions);
+  Claims claims;
+  SourceHost source(config, sessions, claims);
   DestinationHost destination(config, sessions, peers);
-  PartnerHost partner(config, sessions, peers);
+  PartnerHost partner(config, sessions, peers, claims);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   HostService host(config, sessions, roles);
   ControlService control(peers, sessions, [&](const wire::MigrateRequest& r, const ControlService::Say& say) {

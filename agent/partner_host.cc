@@ -42,9 +42,11 @@ struct PartnerHost::Job {
   Clock::time_point lease = Clock::now();
   bool alone = false;
   bool is_over() { return std::lock_guard(state), over; }
+  Claims* claims = nullptr;
   // Caller holds work.
   void end() {
     for (auto& p : processes) p.session.reset();
+    claims->release(id);
     std::lock_guard lock(state);
     over = true;
   }
@@ -96,10 +98,21 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
         for (auto [at, last] = by_qpn.equal_range(q.pqpn); at != last; at++) {
           const int i = at->second;
           if (r->ends(i).gid() != gid) continue;
-          const std::string who = "process " + std::to_string(c.rec.pid) + " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name;
-          auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
-          if (!(c.rec.flags & MIGR_CTX_ATTACHED) || !session)
-            return Error{EBUSY, "the partner, " + who + ", does not use libmigr or is not connected to its migrd; start it with LD_PRELOAD=libmigr.so"};
+          const auto pid = static_cast<pid_t>(c.rec.pid);
+          const std::string who = "process " + std::to_string(pid) + " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name;
+          auto session = sessions_.by_pid(pid);
+          const auto holder = claims_.holder(pid);
+          if (holder || (session && session->state() != MIGR_PROC_RUNNING)) {
+            auto* b = out->add_busy();
+            b->set_who(who);
+            b->set_migration(holder);
+            return {};
+          }
+          if (!(c.rec.flags & MIGR_CTX_ATTACHED))
+            return Error{EBUSY, "the partner, " + who + ", does not use libmigr, so its end of the connection cannot follow; "
+                                "start it anew with LD_PRELOAD=libmigr.so, or let it end the connection first"};
+          if (!session)
+            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
           auto* p = out->add_qps();
           p->set_index(static_cast<std::uint32_t>(i));
           p->set_instance(session->instance().data(), session->instance().size());
@@ -124,12 +137,17 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
   job->source = r->source();
   job->destination = r->destination();
   if (auto s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kBegin); !s) return to_grpc(s);
+  job->claims = &claims_;
+  std::vector<Claims::Process> wanted;
   for (const auto& q : r->qps()) {
     auto session = sessions_.by_pid(q.pid());
     if (!session || q.instance() != std::string(session->instance().begin(), session->instance().end()))
       return {grpc::StatusCode::NOT_FOUND, "process " + std::to_string(q.pid()) + " (" + q.comm() + ") is not connected to its migrd any more"};
-    if (session->state() != MIGR_PROC_RUNNING || claims(session->instance()))
-      return {grpc::StatusCode::FAILED_PRECONDITION, session->label() + " takes part in another migration"};
+    if (session->state() != MIGR_PROC_RUNNING) {
+      out->mutable_busy()->set_who(session->label() + " on " + config_.name);
+      return grpc::Status::OK;
+    }
+    wanted.push_back({session->instance(), session->pid()});
     auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.session == session; });
     if (p == job->processes.end()) {
       job->processes.push_back({session->instance(), session, {}, {}, {}});
@@ -142,7 +160,13 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
   std::lock_guard work(job->work);
   {
     std::lock_guard lock(mutex_);
-    if (!r->id() || !jobs_.emplace(job->id, job).second) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
+    if (!r->id() || jobs_.contains(job->id)) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
+    if (const auto holder = claims_.take(wanted, job->id)) {
+      out->mutable_busy()->set_who("a partner on " + config_.name);
+      out->mutable_busy()->set_migration(holder);
+      return grpc::Status::OK;
+    }
+    jobs_.emplace(job->id, job);
   }
   if (r->later()) return grpc::Status::OK;
   const Status s = create(*job, *out);
@@ -302,13 +326,6 @@ Status PartnerHost::renew(std::uint32_t id) {
   if ((*job)->over) return Error{ENOENT, "over here"};
   (*job)->lease = Clock::now();
   return {};
-}
-
-bool PartnerHost::claims(const Instance& i) {
-  std::lock_guard lock(mutex_);
-  for (const auto& [id, j] : jobs_)
-    if (!j->is_over() && std::any_of(j->processes.begin(), j->processes.end(), [&](const Process& p) { return p.instance == i; })) return true;
-  return false;
 }
 
 // The coordinator fell silent: before SWITCH this host goes back on its own, the

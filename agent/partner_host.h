@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "claims.h"
 #include "config.h"
 #include "fault.h"
 #include "host_service.h"
@@ -17,8 +18,8 @@ namespace migr {
 
 class PartnerHost final : public wire::Partner::Service, public Role {
  public:
-  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers)
-      : config_(config), sessions_(sessions), peers_(peers) {}
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims)
+      : config_(config), sessions_(sessions), peers_(peers), claims_(claims) {}
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
@@ -34,7 +35,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   wire::OutcomeReply outcome(std::uint32_t) override { return {}; }  // others are asked
   Status renew(std::uint32_t id) override;
   void tick() override;
-  bool claims(const Instance& i) override;
+  bool claims(const Instance& i) override { return claims_.holder(i); }
 
  private:
   struct Job;
@@ -53,6 +54,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   const Config& config_;
   SessionTable& sessions_;
   Peers& peers_;
+  Claims& claims_;
   std::mutex mutex_;
   std::map<std::uint32_t, JobPtr> jobs_;
 };

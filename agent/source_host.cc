@@ -142,16 +142,6 @@ wire::OutcomeReply SourceHost::outcome(std::uint32_t id) {
   return r;
 }
 
-bool SourceHost::claims(const Instance& i) {
-  std::lock_guard lock(mutex_);
-  return claimed_.contains(i);
-}
-
-void SourceHost::claim(const std::vector<Instance>& instances, bool on) {
-  std::lock_guard lock(mutex_);
-  for (const auto& i : instances) on ? (void)claimed_.insert(i) : (void)claimed_.erase(i);
-}
-
 void SourceHost::recover() {
   constexpr auto kKeepOutcome = std::chrono::hours(24);
   std::error_code ec;
@@ -197,7 +187,7 @@ SourceRun::~SourceRun() {
   if (hold_)
     for (auto& p : processes_)
       if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
-  host_.claim(info_.instances, false);
+  host_.claims_.release(id_);
   if (!busy_) return;
   std::lock_guard lock(host_.mutex_);
   host_.busy_.erase(info_.id);
@@ -265,7 +255,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     const auto owner = static_cast<std::uint32_t>(processes_.size());
     Process p{pid, host_.sessions_.by_pid(pid), {}, 0};
     // First its own view, which says of which state it is: what changes later is noticed.
-    const bool asked = p.session && p.session->state() == MIGR_PROC_RUNNING && !host_.claims(p.session->instance());
+    const bool asked = p.session && !host_.claims_.take({{p.session->instance(), pid}}, id_) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
     if (asked) {
       auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs, hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
@@ -282,7 +272,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; does the container have " +
                                  host_.config_.run_dir + " mounted?"};
     if (!asked)
-      return Error{EBUSY, p.session->label() + (p.session->state() != MIGR_PROC_RUNNING ? " is suspended" : " is part of another migration")};
+      return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     processes_.push_back(std::move(p));
     if (!described) return described.error();
     info_.instances.push_back(processes_.back().session->instance());
@@ -310,7 +300,6 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   fs::create_directories(dir + "/images", ec);
   fs::create_directories(dir + "/work", ec);
   if (ec) return Error{ec.value(), "making " + dir + ": " + ec.message()};
-  host_.claim(info_.instances, true);
   std::vector<DescribedProcess> described;
   for (auto& p : processes_) described.push_back({p.pid, p.session->instance(), p.fds});
   // Also if there is nothing on record: the plugin knows by it that the restore has to wait.

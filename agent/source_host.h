@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 
+#include "claims.h"
 #include "config.h"
 #include "coordinator.h"
 #include "fault.h"
@@ -18,14 +19,15 @@ namespace migr {
 
 class SourceHost final : public Role {
  public:
-  SourceHost(const Config& config, SessionTable& sessions) : config_(config), sessions_(sessions), runc_(config) {}
+  SourceHost(const Config& config, SessionTable& sessions, Claims& claims)
+      : config_(config), sessions_(sessions), claims_(claims), runc_(config) {}
 
   /// After a start: thaws what an earlier migrd left frozen without a decision.
   void recover();
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status renew(std::uint32_t) override { return Error{ENOENT, "not here"}; }
-  bool claims(const Instance& i) override;
+  bool claims(const Instance& i) override { return claims_.holder(i); }
 
  private:
   friend class SourceRun;
@@ -36,15 +38,14 @@ class SourceHost final : public Role {
   };
   Status save(std::uint32_t id, const Entry& e);
   std::string folder(std::uint32_t id) const;
-  void claim(const std::vector<Instance>& instances, bool on);
 
   const Config& config_;
   SessionTable& sessions_;
+  Claims& claims_;
   const Runc runc_;
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> journal_;
   std::set<std::string> busy_;  // containers
-  std::set<Instance> claimed_;
 };
 
 /// One migration away from here.

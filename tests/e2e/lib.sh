@@ -212,7 +212,7 @@ container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
 # container_host ID: the host that it runs on; an error if it is none, or (worse) two.
 container_host() {
 	local h found=()
-	for h in src dst; do
+	for h in "${E2E_HOSTS[@]}"; do
 		[ "$(container_status "$h" "$1")" != running ] || found+=("$h")
 	done
 	[ ${#found[@]} = 1 ] || fail "container $1 runs on ${#found[@]} hosts: ${found[*]:-}" || return 1
@@ -238,19 +238,21 @@ container_remove() {	# HOST ID
 		"$E2E_ROOT" "$E2E_BUNDLES" "$2"
 }
 
-# start_peer NAME CMD...: CMD with libmigr on peer. Its output: peer_log NAME; its exit status: peer_wait.
+# start_peer NAME CMD...: CMD with libmigr on peer. Its output: peer_log NAME; its exit status: peer_wait. PEER_ENV=none:
+# without libmigr.
 start_peer() {
-	local name=$1
+	local name=$1 lib=$E2E_LIB/libmigr.so
+	[ "${PEER_ENV:-}" != none ] || lib=
 	shift
 	on_sh peer '
 		name=$1 lib=$2
 		shift 2
 		rm -f "/mnt/out/$name".*
 		exec setsid -f bash -c "
-			env LD_PRELOAD=\$1/libmigr.so \"\${@:3}\" >/mnt/out/\$2.log 2>&1 </dev/null
+			env LD_PRELOAD=\$1 \"\${@:3}\" >/mnt/out/\$2.log 2>&1 </dev/null
 			echo \$? >/mnt/out/\$2.status
 		" bash "$lib" "$name" "$@" </dev/null >/dev/null 2>&1
-	' "$name" "$E2E_LIB" "${E2E_VARS[@]}" "$@" || fail "start of $name on peer"
+	' "$name" "$lib" "${E2E_VARS[@]}" "$@" || fail "start of $name on peer"
 }
 peer_file() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/peer/out/$1"; }
 peer_log() { cat "$(peer_file "$1.log")"; }
@@ -331,7 +333,77 @@ stop_verify() {
 	container_remove "$h" "$id"
 }
 
+# ---- pairs: both ends in containers, NAME-a and NAME-b, each on any host
+
+pair_ip() {	# NAME END: of the container, the same wherever it is
+	local n
+	n=$(cksum <<<"$1")
+	echo "10.77.0.$((110 + ${n%% *} % 70 * 2 + ($(printf %d "'$2") - 97)))"
+}
+
+# start_pair NAME HOST_A HOST_B OPTION...: migr_verify in both; the options are those of NAME-a, the client.
+start_pair() {
+	local name=$1 a=$2 b=$3 o both=()
+	shift 3
+	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate "$E2E_RATE" "$@"
+	for o in "$@"; do
+		case $o in --events|--wr-api|--rnr) both+=("$o") ;; esac
+	done
+	CONTAINER_IP=$(pair_ip "$name" b) start_container "$b" "$name-b" "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 \
+		--status /tmp/status "${both[@]}" || return 1
+	CONTAINER_IP=$(pair_ip "$name" a) start_container "$a" "$name-a" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 \
+		--stop-file /tmp/stop --status /tmp/status "$@" "$(pair_ip "$name" b)" || return 1
+	until_true 60 pair_moves "$name" || { pair_logs "$name"; fail "no traffic between $name-a and $name-b"; }
+}
+pair_logs() {
+	local e
+	for e in a b; do
+		echo "--- $1-$e:" >&2
+		container_log "$(container_host "$1-$e")" "$1-$e" >&2
+	done
+}
+pair_status() { container_exec "$(container_host "$1")" "$1" cat /tmp/status; }	# CONTAINER
+pair_moves() {
+	local x y
+	x=$(pair_status "$1-b" | jq -r .bytes) && sleep 1 && y=$(pair_status "$1-b" | jq -r .bytes) && [ "$y" -gt "$x" ]
+}
+pair_traffic() {	# NAME: bytes go on to flow, and neither end has found a fault
+	local e s
+	until_true 30 pair_moves "$1" || { pair_logs "$1"; fail "the traffic of $1 has stopped"; return 1; }
+	for e in a b; do
+		s=$(pair_status "$1-$e")
+		[ "$(jq -r .errors <<<"$s")" = 0 ] || fail "fault found by $1-$e: $(jq -r .first_error <<<"$s")" || return 1
+	done
+}
+# stop_pair NAME: ends it, and checks what both ends say.
+stop_pair() {
+	local name=$1 e h bad
+	container_exec "$(container_host "$name-a")" "$name-a" touch /tmp/stop
+	for e in a b; do
+		h=$(container_host "$name-$e") || return 1
+		bad=0
+		container_wait "$h" "$name-$e" 120 || bad=$?
+		container_exec "$h" "$name-$e" sh -c 'grep "^{" /tmp/log' >"$E2E_OUT/$name-$e.json"
+		[ $bad = 0 ] || { pair_logs "$name"; fail "migr_verify in $name-$e ended with status $bad"; return 1; }
+		jq -e '.errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0' "$E2E_OUT/$name-$e.json" >/dev/null ||
+			{ cat "$E2E_OUT/$name-$e.json" >&2; fail "$name-$e: not every work request was completed without a fault"; return 1; }
+	done
+	for e in a b; do container_remove "$(container_host "$name-$e")" "$name-$e"; done
+}
+
 # ---- migration
+
+# at_once CMD.. -- CMD..: both at the same time; fails if one of them does.
+at_once() {
+	local first=() ok=0
+	while [ "$1" != -- ]; do first+=("$1"); shift; done
+	shift
+	"${first[@]}" &
+	local pid=$!
+	"$@" || ok=1
+	wait $pid || ok=1
+	return $ok
+}
 
 # MIGRATE_OPTIONS: more of them. migrate ID TO [OUT.json]: @return the status of migrctl; its JSON goes to OUT.json, progress to stderr.
 migrate() {

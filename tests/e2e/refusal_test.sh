@@ -52,6 +52,22 @@ holds() {	# KIND WORDS
 	start_verify src "h-$1" --hold "$1" --mode send || return 1
 	migrate_refused "h-$1" dst "$2" && expect_running "h-$1" src && expect_traffic && stop_verify "h-$1" || { e2e_logs; e2e_reset; return 1; }
 }
+# The connection works, but cannot follow: only one end has virtual names.
+partner_without_libmigr() {
+	PEER_ENV=none start_peer plain "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --port 18601 --status /tmp/plain.status || return 1
+	CONTAINER_IP=10.77.0.103 start_container src half "$E2E_LIB/migr_verify" --dev rxe0 --mode mixed --rate 200 \
+		--port 18601 --stop-file /tmp/stop "$E2E_PEER" || return 1
+	plain_bytes() { on peer jq -r .bytes /tmp/plain.status; }
+	until_true 30 eval '[ "$(plain_bytes)" -gt 0 ]' || { fail "no traffic"; return 1; }
+	migrate_refused half dst 'process [0-9]+ \(migr_verify\) on peer, does not use libmigr.*LD_PRELOAD' || return 1
+	jq -e '.migrated == false and (.phases_ms | keys == ["check"])' "$E2E_OUT/refused.json" >/dev/null ||
+		{ cat "$E2E_OUT/refused.json" >&2; fail "more was done than to check"; return 1; }
+	local before
+	before=$(plain_bytes)
+	until_true 10 eval "[ \"\$(plain_bytes)\" -gt $before ]" || { fail "the traffic has stopped"; return 1; }
+	expect_running half src && container_exec src half touch /tmp/stop && container_wait src half 60 && peer_wait plain 60 &&
+		container_remove src half && untouched
+}
 wrong_arguments() {
 	local status=0
 	on src migrctl migrate c >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
@@ -66,6 +82,7 @@ step "a destination that does not answer" destination_silent
 step "a destination without the module" destination_without_module
 step "an ordinary user" ordinary_user
 step "a process without libmigr" no_libmigr
+step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "a process with a memory window" holds mw "memory window.*only its device"

@@ -40,7 +40,16 @@ without_rdma() {
 
 step "made and connected during the stop" without_pre_setup
 step "all of RDMA closed before" without_rdma
+# Two that want each other's processes: one waits for the other. Then one end moves to where the other is.
+both_ends() {
+	start_pair two src peer "$@" &&
+		at_once migrate_ok two-a dst "$E2E_OUT/two-a.json" -- migrate_ok two-b src "$E2E_OUT/two-b.json" && pair_traffic two &&
+		migrate_ok two-a src && pair_traffic two && stop_pair two ||
+		{ e2e_logs; e2e_reset; return 1; }
+}
+
 step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
+step "both ends move, at the same time and one to the other" both_ends --mode mixed --qps 2
 e2e_end

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <set>
 
+#include "agent/claims.h"
 #include "agent/peer_link.h"
 
 namespace {
@@ -152,6 +153,9 @@ struct FakePartner final : PartnerLink {
   std::string name_;
   bool has_;
   std::uint32_t dest_pqpn = 0x11;
+  std::uint32_t busy_with = 0;  // the migration that holds its process ...
+  int busy_for = 0;             // ... for so many questions
+  bool busy_late = false;       // or that takes it after the last one
   wire::ConnectRequest connected;
   wire::KeysRequest got_keys;
   const std::string& name() const override { return name_; }
@@ -159,6 +163,13 @@ struct FakePartner final : PartnerLink {
     if (auto s = p.did(name_ + ".find"); !s) return s.error();
     wire::FindReply out;
     if (!has_) return out;
+    if (busy_for > 0) {
+      busy_for--;
+      auto* b = out.add_busy();
+      b->set_who("process 7 (x) on " + name_);
+      b->set_migration(busy_with);
+      return out;
+    }
     auto* q = out.add_qps();
     q->set_index(0);
     q->set_instance(std::string(16, 'j'));
@@ -178,6 +189,7 @@ struct FakePartner final : PartnerLink {
   }
   static wire::PartnerPrepareReply with_spare() {
     wire::PartnerPrepareReply r;
+    if (busy_late) return r.mutable_busy()->set_who("process 7 (x) on " + name_), r;
     auto* x = r.add_spares();
     x->set_index(0);
     x->set_pqpn(0x44);
@@ -212,9 +224,14 @@ struct Scene {
   FakeDestination destination{play};
   FakePartner partner{play, "p", true}, other{play, "o", false};
   bool pre_setup = true;
+  bool busy = false;
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
-    return Coordinator(s, source, destination, {&other, &partner}, [](const wire::Progress&) {}).migrate("c", "dst", kId);
+    s.busy_wait_ms = 1000;
+    Coordinator c(s, source, destination, {&other, &partner}, [](const wire::Progress&) {});
+    auto summary = c.migrate("c", "dst", kId);
+    busy = c.busy();
+    return summary;
   }
   // `a` came before `b`.
   void expect_order(const std::vector<std::string>& names) {
@@ -385,6 +402,68 @@ TEST(Coordinator, SilentHostWithoutPartnersDoesNotMatter) {
   s.play.fail = "o.find";
   s.play.fail_code = EHOSTUNREACH;
   EXPECT_TRUE(s.run().migrated());
+}
+
+// Two that want each other's processes: the one with the smaller number waits with what it holds ...
+TEST(Coordinator, WaitsForAPartnerOfALaterMigration) {
+  Scene s;
+  s.partner.busy_with = kId + 1;
+  s.partner.busy_for = 2;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "p.find"), 3);
+  EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "s.inspect"), 1);
+}
+
+// ... the other lets go of everything, and nothing was touched.
+TEST(Coordinator, YieldsToAnEarlierMigration) {
+  Scene s;
+  s.partner.busy_with = kId - 1;
+  s.partner.busy_for = 1;
+  const auto r = s.run();
+  EXPECT_TRUE(s.busy);
+  EXPECT_FALSE(r.migrated());
+  EXPECT_FALSE(r.touched());
+  EXPECT_NE(r.error().find("process 7 (x) on p, takes part in another migration; try again"), std::string::npos) << r.error();
+  EXPECT_FALSE(s.play.has("s.record"));
+}
+
+TEST(Coordinator, DoesNotWaitForEverForAPartner) {
+  Scene s;
+  s.partner.busy_with = kId + 1;
+  s.partner.busy_for = 1 << 20;
+  EXPECT_FALSE(s.run().migrated());
+  EXPECT_TRUE(s.busy);
+}
+
+TEST(Coordinator, PartnerTakenMeanwhileMeansGoingBack) {
+  Scene s;
+  s.partner.busy_late = true;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_TRUE(s.busy);
+  s.expect_order({"p.prepare", "p.rollback", "d.abort", "s.forget"});
+  EXPECT_FALSE(s.play.has("s.suspend"));
+}
+
+TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
+  Scene s;
+  s.play.fail = "s.inspect";
+  s.play.fail_code = EINPROGRESS;
+  EXPECT_FALSE(s.run().touched());
+  EXPECT_TRUE(s.busy);
+}
+
+TEST(Claims, AProcessIsHeldByOneMigration) {
+  Claims c;
+  const Instance a{1}, b{2};
+  EXPECT_EQ(c.take({{a, 10}}, 1), 0u);
+  EXPECT_EQ(c.take({{a, 10}}, 1), 0u);
+  EXPECT_EQ(c.take({{b, 11}, {a, 10}}, 2), 1u);
+  EXPECT_EQ(c.holder(b), 0u) << "all or none";
+  EXPECT_EQ(c.holder(a), 1u);
+  EXPECT_EQ(c.holder(10), 1u);
+  c.release(1);
+  EXPECT_EQ(c.take({{b, 11}, {a, 10}}, 2), 0u);
 }
 
 TEST(Coordinator, CommitThatTheDestinationDeniesIsTakenBack) {
