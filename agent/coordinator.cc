@@ -107,7 +107,8 @@ Status Coordinator::both(const std::function<Status()>& here, const std::functio
 Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
   wire::FindRequest request;
   for (const auto& q : info_.connected) {
-    auto* e = request.add_ends();
+    auto* e = request.add_ends();  // one that matches nothing, if both ends move
+    if (twins_.contains(static_cast<std::size_t>(&q - info_.connected.data()))) continue;
     e->set_gid(q.dest_gid);
     e->set_pqpn(q.dest_pqpn);
   }
@@ -133,8 +134,22 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
   }
 }
 
+// What the container is to itself: both ends move, nobody else is asked.
+void Coordinator::find_twins() {
+  std::map<std::pair<std::string, std::uint32_t>, std::size_t> at;
+  for (std::size_t i = 0; i < info_.connected.size(); i++) at[{info_.connected[i].gid, info_.connected[i].pqpn}] = i;
+  for (std::size_t i = 0; i < info_.connected.size(); i++) {
+    const SourceQp& q = info_.connected[i];
+    const auto to = at.find({q.dest_gid, q.dest_pqpn});
+    if (to == at.end()) continue;
+    const SourceQp& other = info_.connected[to->second];
+    if (other.dest_gid == q.gid && other.dest_pqpn == q.pqpn) twins_[i] = to->second;
+  }
+}
+
 Status Coordinator::find_partners() {
-  if (info_.connected.empty()) return {};
+  find_twins();
+  if (twins_.size() == info_.connected.size()) return {};
   auto asked = ask_hosts();
   if (!asked) return asked.error();
   const auto& replies = *asked;
@@ -153,8 +168,6 @@ Status Coordinator::find_partners() {
       // Its own record has to say the same, or it is a QP that only has the same number.
       if (q.dest_pqpn() != mine.pqpn) continue;
       if (found[q.index()]++) return Error{EEXIST, "two hosts hold the partner of QP " + std::to_string(mine.vqpn)};
-      for (const auto& i : info_.instances)
-        if (q.instance() == bytes_of(i)) return Error{EOPNOTSUPP, "the container is connected to itself; that cannot be migrated yet"};
       a.qps.push_back(q);
     }
     if (a.qps.empty()) continue;
@@ -162,7 +175,7 @@ Status Coordinator::find_partners() {
     affected_.push_back(std::move(a));
   }
   for (std::size_t i = 0; i < found.size(); i++)
-    if (!found[i])
+    if (!found[i] && !twins_.contains(i))
       return Error{ENOENT, "no host knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
                                (silent.empty() ? "; is migrd running where the partner is, and is it among the peers?"
                                                : "; these hosts do not answer: " + silent)};
@@ -245,11 +258,30 @@ Status Coordinator::create() {
   return both([&] { return step("create.destination", here); }, [&](Affected& a) { return step("create.partner", [&] { return there(a); }); });
 }
 
+// The process of one of our QPs, as its partner has to know it.
+std::string Coordinator::peer_of(const SourceQp& q) const {
+  for (const auto& [ctx, owner] : info_.ctxs)
+    if (ctx == q.ctx_id && owner < info_.instances.size()) return bytes_of(info_.instances[owner]);
+  return {};
+}
+
 Status Coordinator::connect() {
   std::map<std::pair<std::uint32_t, std::uint32_t>, const wire::PreparedQp*> fresh;
   for (const auto& q : prepared_.qps()) fresh[{q.src_ctx_id(), q.vqpn()}] = &q;
   wire::ConnectRequest to_dest;
   to_dest.set_id(id_);
+  for (const auto& [i, to] : twins_) {
+    const SourceQp &mine = info_.connected[i], &other = info_.connected[to];
+    const auto f = fresh.find({other.ctx_id, other.vqpn});
+    if (f == fresh.end()) return Error{EPROTO, "the destination did not create QP " + std::to_string(other.vqpn)};
+    auto* d = to_dest.add_connections();
+    d->set_src_ctx_id(mine.ctx_id);
+    d->set_vqpn(mine.vqpn);
+    d->set_dest_pqpn(f->second->pqpn());
+    d->set_dest_psn(f->second->psn());
+    d->set_dest_gid(f->second->gid());
+    d->set_peer(peer_of(other));
+  }
   std::vector<wire::ConnectRequest> to_partner(affected_.size());
   for (std::size_t p = 0; p < affected_.size(); p++) {
     to_partner[p].set_id(id_);
@@ -267,11 +299,13 @@ Status Coordinator::connect() {
       d->set_dest_pqpn(s->second->pqpn());
       d->set_dest_psn(s->second->psn());
       d->set_dest_gid(s->second->gid());
+      d->set_peer(q.instance());
       auto* c = to_partner[p].add_connections();
       c->set_index(q.index());
       c->set_dest_pqpn(f->second->pqpn());
       c->set_dest_psn(f->second->psn());
       c->set_dest_gid(f->second->gid());
+      c->set_peer(peer_of(mine));
     }
   }
   return both([&] { return to_dest.connections_size() ? dest_.connect(to_dest) : Status(); },

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -111,9 +112,9 @@ class Coordinator {
     std::uint32_t abi = 0;      // of migr.ko here
     int undecided_ms = 60'000;
     int resolve_step_ms = 1'000;
-    int busy_wait_ms = kBusyWaitMs;
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
+    int busy_wait_ms = kBusyWaitMs;
   };
   using Say = std::function<void(const wire::Progress&)>;
 
@@ -133,6 +134,7 @@ class Coordinator {
     std::vector<wire::PartnerQp> qps;  // index: into info_.connected
   };
   Status check(const std::string& container, const std::string& to);
+  void find_twins();
   Status find_partners();
   Result<std::vector<Result<wire::FindReply>>> ask_hosts();
   Status prepare();
@@ -155,6 +157,8 @@ class Coordinator {
   void note(const std::string& text);
   void lease(std::atomic<bool>& stop);
 
+  std::string peer_of(const SourceQp& q) const;
+
   const Settings set_;
   Source& source_;
   DestinationLink& dest_;
@@ -165,6 +169,7 @@ class Coordinator {
   std::string to_;
   ContainerInfo info_;
   std::vector<Affected> affected_;
+  std::map<std::size_t, std::size_t> twins_;  // QPs that are connected to each other, in info_.connected
   std::string early_;                    // folder of the early images
   bool pre_copied_ = false;              // the destination has a pre-dump
   wire::PrepareReply prepared_;

@@ -56,6 +56,7 @@ struct DestinationHost::Job {
   std::vector<Instance> instances;
   std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
   std::vector<std::uint32_t> vqpns;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
   std::string dir;                               // images/, work/, restore.out
   bool made_bundle = false;
 
@@ -307,8 +308,10 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
     x.vqpn = c.vqpn();
     x.dest_qpn = c.dest_pqpn();
     x.dest_psn = c.dest_psn();
-    if (c.dest_gid().size() != sizeof x.dgid) return {grpc::StatusCode::INVALID_ARGUMENT, "a GID has 16 bytes"};
+    if (c.dest_gid().size() != sizeof x.dgid || c.peer().size() != Instance().size())
+      return {grpc::StatusCode::INVALID_ARGUMENT, "a GID and an instance have 16 bytes"};
     std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
+    (*job)->peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
     to.push_back(x);
   }
   return step(r->id(), FaultStep::kDestinationConnect, [&](Job& job) {
@@ -432,6 +435,8 @@ Status DestinationHost::rebind(Job& job) {
       h.new_handle = o.new_handle;
       h.vqpn = o.vqpn;
       h.pqpn = o.pqpn;
+      if (const auto peer = job.peers.find({o.src_ctx_id, o.vqpn}); o.vqpn && peer != job.peers.end())
+        std::copy(peer->second.begin(), peer->second.end(), reinterpret_cast<char*>(h.peer));
       map.push_back(h);
     }
     auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
@@ -442,6 +447,13 @@ Status DestinationHost::rebind(Job& job) {
     keys.push_back(k);
     job.sessions.push_back(*session);
   }
+  // Where its processes are connected to each other, they write to memory that has moved, too.
+  const bool twins = std::any_of(job.peers.begin(), job.peers.end(), [&](const auto& p) {
+    return std::any_of(job.instances.begin(), job.instances.end(), [&](const Instance& i) { return std::equal(i.begin(), i.end(), reinterpret_cast<const std::uint8_t*>(p.second.data())); });
+  });
+  for (auto& s : job.sessions)
+    if (twins)
+      if (auto told = tell_keys(*s, job.id, keys); !told) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   job.rebound = true;
   std::lock_guard lock(job.state);

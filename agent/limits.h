@@ -8,7 +8,7 @@
 namespace migr {
 
 inline constexpr char kRelease[] = "0.1.0";
-inline constexpr std::uint32_t kWireVersion = 1;  // include/migr/wire.proto
+inline constexpr std::uint32_t kWireVersion = 2;  // include/migr/wire.proto
 
 // Paths that the configuration may change.
 inline constexpr char kConfigPath[] = "/etc/migr/migrd.json";

@@ -224,8 +224,10 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectReque
       for (std::size_t n = 0; n < p.refs.size(); n++) {
         const wire::Connection* c = by_index[p.index[n]];
         if (!c || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
-        migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}};
+        if (c->peer().size() != 16) return Error{EINVAL, "Connect does not say whose the other end of QP " + std::to_string(p.refs[n].vqpn) + " is"};
+        migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}, {}};
         std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
+        std::copy(c->peer().begin(), c->peer().end(), reinterpret_cast<char*>(x.peer));
         to.push_back(x);
       }
       return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()));
@@ -262,16 +264,7 @@ grpc::Status PartnerHost::Switch(grpc::ServerContext*, const wire::Migration* m,
 
 // Caller holds job.work.
 Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
-  std::vector<migr_key_map> map;
-  for (const auto& k : keys) {
-    if (k.owner().size() != 16 || k.vrkey_size() != k.prkey_size()) return Error{EINVAL, "malformed keys"};
-    for (int i = 0; i < k.vrkey_size(); i++) {
-      migr_key_map m{k.vrkey(i), k.prkey(i), {}};
-      std::copy(k.owner().begin(), k.owner().end(), reinterpret_cast<char*>(m.owner));
-      map.push_back(m);
-    }
-  }
-  auto s = each(job, [&](Process& p) -> Status { return p.session->ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, job.id, map, kProcessMs); });
+  const auto s = each(job, [&](Process& p) -> Status { return tell_keys(*p.session, job.id, keys); });
   if (s) job.has_keys = true;
   return s;
 }

@@ -107,6 +107,19 @@ std::string hex(const Instance& i) {
   return s;
 }
 
+Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {
+  std::vector<migr_key_map> map;
+  for (const auto& k : keys) {
+    if (k.owner().size() != 16 || k.vrkey_size() != k.prkey_size()) return Error{EINVAL, "malformed keys"};
+    for (int i = 0; i < k.vrkey_size(); i++) {
+      migr_key_map m{k.vrkey(i), k.prkey(i), {}};
+      std::copy(k.owner().begin(), k.owner().end(), reinterpret_cast<char*>(m.owner));
+      map.push_back(m);
+    }
+  }
+  return s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, map, kProcessMs);
+}
+
 const char* message_name(std::uint16_t type) {
   static const char* const names[] = {"?",      "HELLO",  "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND",  "DRAIN",
                                       "FREEZE", "SWITCH", "REBIND",   "KEYS",      "RESUME",     "ROLLBACK", "STATS"};

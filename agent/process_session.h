@@ -20,6 +20,7 @@
 #include "migr/proc_wire.h"
 #include "status.h"
 #include "thread_scan.h"
+#include "wire.pb.h"
 
 namespace migr {
 
@@ -99,6 +100,9 @@ class ProcessSession {
   std::mutex mutex_;
   std::uint32_t seq_ = 0;
 };
+
+/// KEYS: where the memory of processes that have moved can be reached now.
+Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys);
 
 const char* message_name(std::uint16_t type);
 

@@ -378,7 +378,7 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
     }
     case MIGR_MSG_KEYS:
       for (QpShadow* qp : registry.qps)
-        if (qp->old_real) qps.push_back(qp);
+        if (qp->phase == switchover::Phase::kSwitched || qp->phase == switchover::Phase::kRebound) qps.push_back(qp);
       if (qps.empty()) return answer.fail(EBUSY, "KEYS before SWITCH: no QP has changed its path");
       return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));
     case MIGR_MSG_RESUME: {

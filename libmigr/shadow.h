@@ -15,6 +15,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -198,6 +199,9 @@ struct alignas(64) SrqShadow {
   unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
 };
 
+/// The process at the other end of a connection.
+using Peer = std::array<std::uint8_t, 16>;
+
 struct alignas(64) QpShadow {
   union {
     ibv_qp app;
@@ -255,6 +259,7 @@ struct alignas(64) QpShadow {
   ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
   std::uint32_t spare_psn = 0;
   int access_flags = -1;                    ///< as the application has set them last; -1: it has not
+  Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define MIGR_PROC_VERSION	1
+#define MIGR_PROC_VERSION	2
 #define MIGR_PROC_SOCKET	"/run/migr/proc.sock"	/* environment MIGR_PROC_SOCKET overrides */
 /*
  * After its answer to FREEZE the library closes the socket and must hold no
@@ -54,7 +54,8 @@ enum migr_msg_type {
 	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach
 				 * to migr.ko, register memory, post receives; still suspended.
 				 * reply records: migr_key_map */
-	MIGR_MSG_KEYS,		/* partner: records: migr_key_map of the restored peer */
+	MIGR_MSG_KEYS,		/* switched or restored: records: migr_key_map, for the QPs whose peer
+				 * (QP_CONNECT, REBIND) is the owner; each owner's keys at once */
 	MIGR_MSG_RESUME,	/* records: migr_qp_ref, none = all. Replay kept posts, go on.
 				 * reply records: migr_resume_stat */
 	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
@@ -140,6 +141,7 @@ struct migr_qp_connect {
 	uint32_t dest_qpn;	/* physical */
 	uint32_t dest_psn;	/* the other side's first PSN */
 	uint8_t dgid[16];
+	uint8_t peer[16];	/* instance of the process at the other end */
 };
 
 struct migr_drain_stat {
@@ -161,6 +163,7 @@ struct migr_handle_map {
 	uint32_t vqpn;		/* QP only */
 	uint32_t pqpn;		/* QP only: new physical number */
 	uint32_t reserved;
+	uint8_t peer[16];	/* QP only: instance of the process at the other end; zero: not known */
 };
 
 struct migr_key_map {

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -714,6 +716,7 @@ int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
   attr.dest_qp_num = to.dest_qpn;
   attr.rq_psn = to.dest_psn & kPsnMask;
   std::memcpy(attr.ah_attr.grh.dgid.raw, to.dgid, sizeof to.dgid);
+  std::memcpy(q.spare_peer.data(), to.peer, sizeof to.peer);
   int err = real().modify_qp(q.spare, &attr, rtr_mask(q));
   if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
   if (q.app_state() == IBV_QPS_RTR) return 0;
@@ -813,6 +816,7 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   q.old_real = q.real;
   become_path(q, q.spare);
   q.spare = nullptr;
+  q.peer = q.spare_peer;
   set_bits(q, kLogReceives);
   q.phase = Phase::kSwitched;
   return 0;
@@ -853,16 +857,18 @@ int switch_to_spare(Qps qps, std::string& why) {
 }
 
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
-  for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
+  std::map<Peer, std::vector<std::pair<std::uint32_t, std::uint32_t>>> of_owner;
+  for (const migr_key_map& key : keys) of_owner[std::to_array(key.owner)].emplace_back(key.vrkey, key.prkey);
   for (QpShadow* q : qps) {
     if (q->phase == Phase::kRunning) {
       why = qp_name(*q) + " is not suspended";
       return EBUSY;
     }
+    const auto pairs = of_owner.find(q->peer);
+    if (pairs == of_owner.end()) continue;  // its peer did not move, or has no key
     std::lock_guard guard(q->lock);
     const RemoteKeys* before = q->remote_keys;
-    q->remote_keys = new RemoteKeys(pairs);
+    q->remote_keys = new RemoteKeys(pairs->second);
     delete before;
     path::translate_keys(*q, kTranslateRemote);
   }
@@ -920,6 +926,7 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       QpShadow* q = of->second.at(map.vqpn);
       q->real->handle = map.new_handle;
       q->real->qp_num = map.pqpn;
+      if (const Peer peer = std::to_array(map.peer); peer != Peer{}) q->peer = peer;
       return 0;
     }
     default:

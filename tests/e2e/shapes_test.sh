@@ -38,8 +38,6 @@ without_rdma() {
 		stop_verify bare || { e2e_logs; e2e_reset; return 1; }
 }
 
-step "made and connected during the stop" without_pre_setup
-step "all of RDMA closed before" without_rdma
 # Two that want each other's processes: one waits for the other. Then one end moves to where the other is.
 both_ends() {
 	start_pair two src peer "$@" &&
@@ -48,8 +46,27 @@ both_ends() {
 		{ e2e_logs; e2e_reset; return 1; }
 }
 
+# Both ends in one container: nobody else has a part in it.
+its_own_partner() {
+	# shellcheck disable=SC2016
+	start_container src own bash -c '"$@" 127.0.0.1 & a=$!; "$1" --dev rxe0 --stall 240 --status /tmp/status & b=$!; wait $a && wait $b' \
+		bash "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop --rate "$E2E_RATE" "$@" || return 1
+	own_bytes() { container_exec "$(container_host own)" own cat /tmp/status | jq -r .bytes; }
+	own_moves() { local x; x=$(own_bytes) && sleep 1 && [ "$(own_bytes)" -gt "$x" ]; }
+	until_true 60 own_moves || { fail "no traffic"; return 1; }
+	migrate_ok own dst && jq -e '.partners == []' "$E2E_OUT/migrate.json" >/dev/null && until_true 30 own_moves &&
+		container_exec dst own touch /tmp/stop && container_wait dst own 120 ||
+		{ container_log dst own >&2; e2e_logs; e2e_reset; return 1; }
+	container_exec dst own grep '^{' /tmp/log | jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed)' >/dev/null ||
+		{ container_log dst own >&2; fail "not every work request was completed without a fault"; return 1; }
+	container_remove dst own
+}
+
 step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
+step "a service that is its own partner" its_own_partner --mode mixed --qps 2
+step "made and connected during the stop" without_pre_setup
+step "all of RDMA closed before" without_rdma
 step "both ends move, at the same time and one to the other" both_ends --mode mixed --qps 2
 e2e_end

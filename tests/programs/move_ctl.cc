@@ -225,6 +225,7 @@ class Move {
       c.dest_qpn = far.pqpn;
       c.dest_psn = far.psn;
       std::memcpy(c.dgid, far.sgid, sizeof c.dgid);
+      std::memcpy(c.peer, moved_.hello().instance, sizeof c.peer);
       to_new.push_back(c);
       migr_rc_connect r{};
       r.src_ctx_id = far.src_ctx_id;

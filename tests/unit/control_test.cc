@@ -270,7 +270,7 @@ TEST_F(Control, UnknownQpIsEnoentAndNothingHappens) {
   EXPECT_NE(std::string(reply.text).find("0x99"), std::string::npos) << reply.text;
   EXPECT_EQ(fake.calls, "");
   EXPECT_EQ(ask(request(MIGR_MSG_SWITCH), std::vector<migr_qp_ref>{{8, 0x10, 0, 0}}).status, ENOENT);
-  EXPECT_EQ(ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x99, 0, 0, {}}}).status, ENOENT);
+  EXPECT_EQ(ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x99, 0, 0, {}, {}}}).status, ENOENT);
 }
 
 TEST_F(Control, EngineErrorsComeWithTheirSentence) {
@@ -286,7 +286,7 @@ TEST_F(Control, EngineErrorsComeWithTheirSentence) {
 
 TEST_F(Control, EachRequestReachesTheEngine) {
   EXPECT_EQ(ask(MIGR_MSG_QP_CREATE).count, 2u);
-  ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x10, 5, 6, {}}});
+  ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x10, 5, 6, {}, {}}});
   ask(MIGR_MSG_SWITCH);
   ask(MIGR_MSG_RESUME);
   ask(MIGR_MSG_ROLLBACK);

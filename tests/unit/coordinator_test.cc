@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <mutex>
 #include <set>
 
@@ -45,6 +46,7 @@ struct FakeSource final : Source {
   Play& p;
   std::vector<wire::Outcome> decided;
   std::uint64_t memory_bytes = kPreCopyFromBytes;
+  bool twins = false;  // two more QPs, connected to each other; the second of another process
   Result<ContainerInfo> inspect(const std::string& c) override {
     if (auto s = p.did("s.inspect"); !s) return s.error();
     ContainerInfo i;
@@ -55,6 +57,12 @@ struct FakeSource final : Source {
     i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22}};
     i.vqpns = {0x11};
     i.resources.set_qp(1);
+    if (twins) {
+      i.instances.push_back(Instance{2});
+      i.ctxs.emplace_back(8, 1);
+      i.connected.push_back({7, 0x12, 0x12, std::string(16, 's'), std::string(16, 's'), 0x13});
+      i.connected.push_back({8, 0x13, 0x13, std::string(16, 's'), std::string(16, 's'), 0x12});
+    }
     i.memory_bytes = memory_bytes;
     return i;
   }
@@ -106,12 +114,14 @@ struct FakeDestination final : DestinationLink {
     return r;
   }
   static void add_qp(wire::PrepareReply& r) {
-    auto* q = r.add_qps();
-    q->set_src_ctx_id(7);
-    q->set_vqpn(0x11);
-    q->set_pqpn(0x33);
-    q->set_psn(0x333);
-    q->set_gid(std::string(16, 'd'));
+    for (std::uint32_t n : {1, 2, 3}) {
+      auto* q = r.add_qps();
+      q->set_src_ctx_id(n == 3 ? 8 : 7);
+      q->set_vqpn(0x10 + n);
+      q->set_pqpn(0x32 + n);
+      q->set_psn(0x332 + n);
+      q->set_gid(std::string(16, 'd'));
+    }
   }
   Status connect(const wire::ConnectRequest& r) override {
     connected = r;
@@ -158,10 +168,12 @@ struct FakePartner final : PartnerLink {
   bool busy_late = false;       // or that takes it after the last one
   wire::ConnectRequest connected;
   wire::KeysRequest got_keys;
+  wire::FindRequest asked;
   const std::string& name() const override { return name_; }
   Result<wire::FindReply> find(const wire::FindRequest& r) override {
     if (auto s = p.did(name_ + ".find"); !s) return s.error();
     wire::FindReply out;
+    asked = r;
     if (!has_) return out;
     if (busy_for > 0) {
       busy_for--;
@@ -181,13 +193,13 @@ struct FakePartner final : PartnerLink {
   }
   Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& q) override {
     if (auto s = p.did(name_ + ".prepare"); !s) return s.error();
-    return q.later() ? wire::PartnerPrepareReply() : with_spare();
+    return q.later() && !busy_late ? wire::PartnerPrepareReply() : with_spare();
   }
   Result<wire::PartnerPrepareReply> create(std::uint32_t) override {
     if (auto s = p.did(name_ + ".create"); !s) return s.error();
     return with_spare();
   }
-  static wire::PartnerPrepareReply with_spare() {
+  wire::PartnerPrepareReply with_spare() const {
     wire::PartnerPrepareReply r;
     if (busy_late) return r.mutable_busy()->set_who("process 7 (x) on " + name_), r;
     auto* x = r.add_spares();
@@ -402,6 +414,26 @@ TEST(Coordinator, SilentHostWithoutPartnersDoesNotMatter) {
   s.play.fail = "o.find";
   s.play.fail_code = EHOSTUNREACH;
   EXPECT_TRUE(s.run().migrated());
+}
+
+TEST(Coordinator, WhatIsConnectedToItselfNeedsNoPartner) {
+  Scene s;
+  s.source.twins = true;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  ASSERT_EQ(s.partner.asked.ends_size(), 3);
+  EXPECT_TRUE(s.partner.asked.ends(1).gid().empty());
+  ASSERT_EQ(s.destination.connected.connections_size(), 3);
+  std::map<std::uint32_t, const wire::Connection*> at;
+  for (const auto& c : s.destination.connected.connections()) at[c.vqpn()] = &c;
+  ASSERT_TRUE(at.contains(0x12) && at.contains(0x13));
+  EXPECT_EQ(at[0x12]->dest_pqpn(), 0x35u);
+  EXPECT_EQ(at[0x12]->dest_psn(), 0x335u);
+  EXPECT_EQ(at[0x12]->peer()[0], 2);
+  EXPECT_EQ(at[0x13]->dest_pqpn(), 0x34u);
+  EXPECT_EQ(at[0x13]->peer()[0], 1);
+  EXPECT_EQ(at[0x11]->dest_pqpn(), 0x44u) << "the partner's spare";
+  EXPECT_EQ(at[0x11]->peer()[0], 'j');
 }
 
 // Two that want each other's processes: the one with the smaller number waits with what it holds ...
