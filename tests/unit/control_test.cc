@@ -516,7 +516,7 @@ TEST_P(ControlRefuses, AndHangsUpAndComesBack) {
 INSTANTIATE_TEST_SUITE_P(
     Packets, ControlRefuses,
     ::testing::Values(
-        Nonsense{"OtherVersion", EPROTONOSUPPORT, [](migr_msg& h, std::vector<char>&) { h.version = 2; }},
+        Nonsense{"OtherVersion", EPROTONOSUPPORT, [](migr_msg& h, std::vector<char>&) { h.version = MIGR_PROC_VERSION + 1; }},
         Nonsense{"CountWithoutRecords", EINVAL,
                  [](migr_msg& h, std::vector<char>&) { h.count = 1, h.record_size = sizeof(migr_qp_ref); }},
         Nonsense{"RecordsWithoutCount", EINVAL, [](migr_msg&, std::vector<char>& t) { t.resize(16); }},
