@@ -46,7 +46,7 @@ Result<Config> load_config(const std::string& path) {
       {"pki", &c.pki},             {"state_dir", &c.state_dir},
       {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
       {"runc", &c.runc},           {"runc_root", &c.runc_root},
-      {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}};
+      {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}};
   for (const auto& [key, value] : j.items()) {
     if (auto s = strings.find(key); s != strings.end()) {
       if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};

@@ -25,6 +25,7 @@ struct Config {
   std::string control_socket = kControlSocket;
   std::string runc = "runc";
   std::string runc_root = "/run/runc";
+  std::string criu = "criu";     // for processes without a container
   std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
   std::string net_hook;          // empty: containers keep no network of their own
   std::string fault;             // MIGR_FAULT from the environment

@@ -43,13 +43,27 @@ grpc::Status ControlService::Sessions(grpc::ServerContext*, const wire::Empty*, 
   return grpc::Status::OK;
 }
 
-grpc::Status ControlService::Migrate(grpc::ServerContext*, const wire::MigrateRequest* request,
-                                     grpc::ServerWriter<wire::Progress>* writer) {
+namespace {
+
+template <class Request>
+grpc::Status run(const ControlService::Do<Request>& work, const Request& request, grpc::ServerWriter<wire::Progress>* writer) {
   // A migrctl that goes away does not stop a migration: writes just fail then.
   wire::Progress last;
-  *last.mutable_summary() = migrate_(*request, [&](const wire::Progress& p) { writer->Write(p); });
+  *last.mutable_summary() = work(request, [&](const wire::Progress& p) { writer->Write(p); });
   writer->Write(last);
   return grpc::Status::OK;
+}
+
+}  // namespace
+
+grpc::Status ControlService::Migrate(grpc::ServerContext*, const wire::MigrateRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
+  return run(work_.migrate, *r, writer);
+}
+grpc::Status ControlService::Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
+  return run(work_.checkpoint, *r, writer);
+}
+grpc::Status ControlService::Restore(grpc::ServerContext*, const wire::RestoreRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
+  return run(work_.restore, *r, writer);
 }
 
 }  // namespace migr

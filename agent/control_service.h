@@ -11,19 +11,27 @@ namespace migr {
 class ControlService final : public wire::Control::Service {
  public:
   using Say = std::function<void(const wire::Progress&)>;
-  using DoMigrate = std::function<wire::Summary(const wire::MigrateRequest&, const Say&)>;
+  template <class Request>
+  using Do = std::function<wire::Summary(const Request&, const Say&)>;
+  struct Work {
+    Do<wire::MigrateRequest> migrate;
+    Do<wire::CheckpointRequest> checkpoint;
+    Do<wire::RestoreRequest> restore;
+  };
 
-  ControlService(migr::Peers& peers, SessionTable& sessions, DoMigrate migrate)
-      : peers_(peers), sessions_(sessions), migrate_(std::move(migrate)) {}
+  ControlService(migr::Peers& peers, SessionTable& sessions, Work work)
+      : peers_(peers), sessions_(sessions), work_(std::move(work)) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) override;
   grpc::Status Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) override;
   grpc::Status Migrate(grpc::ServerContext*, const wire::MigrateRequest*, grpc::ServerWriter<wire::Progress>*) override;
+  grpc::Status Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest*, grpc::ServerWriter<wire::Progress>*) override;
+  grpc::Status Restore(grpc::ServerContext*, const wire::RestoreRequest*, grpc::ServerWriter<wire::Progress>*) override;
 
  private:
   migr::Peers& peers_;
   SessionTable& sessions_;
-  const DoMigrate migrate_;
+  const Work work_;
 };
 
 }  // namespace migr

@@ -150,6 +150,10 @@ void Coordinator::find_twins() {
 Status Coordinator::find_partners() {
   find_twins();
   if (twins_.size() == info_.connected.size()) return {};
+  if (set_.what != Settings::kMove) {
+    summary_.set_gone(static_cast<std::uint32_t>(info_.connected.size() - twins_.size()));
+    return {};
+  }
   auto asked = ask_hosts();
   if (!asked) return asked.error();
   const auto& replies = *asked;
@@ -186,12 +190,14 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
   auto info = source_.inspect(container);
   if (!info) return info.error();
   info_ = *info;
+  summary_.set_container(info_.id);
   *summary_.mutable_resources() = info_.resources;
   wire::CheckRequest r;
   r.set_wire(kWireVersion);
   r.set_abi(set_.abi);
   r.set_proc(MIGR_PROC_VERSION);
-  r.set_container(container);
+  r.set_container(info_.id);
+  for (const auto pid : info_.pids) r.add_pids(pid);
   r.set_bundle(info_.bundle);
   for (const auto& d : info_.devices) r.add_devices(d);
   if (auto s = dest_.check(r); !s) {
@@ -281,6 +287,12 @@ Status Coordinator::connect() {
     d->set_dest_psn(f->second->psn());
     d->set_dest_gid(f->second->gid());
     d->set_peer(peer_of(other));
+  }
+  for (std::size_t i = 0; i < info_.connected.size() && set_.what == Settings::kGiveBack; i++) {
+    if (twins_.contains(i)) continue;
+    auto* d = to_dest.add_connections();
+    d->set_src_ctx_id(info_.connected[i].ctx_id);
+    d->set_vqpn(info_.connected[i].vqpn);
   }
   std::vector<wire::ConnectRequest> to_partner(affected_.size());
   for (std::size_t p = 0; p < affected_.size(); p++) {
@@ -441,7 +453,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     leases = std::thread([&] { lease(stop); });
     s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
-  if (s && set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
+  if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] { return source_.rollback(); });

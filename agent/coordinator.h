@@ -34,6 +34,7 @@ struct ContainerInfo {
   std::vector<Instance> instances;                           // processes with RDMA resources
   std::vector<std::pair<std::uint32_t, std::uint32_t>> ctxs; // ctx_id, index of its process
   std::vector<std::string> devices;
+  std::vector<pid_t> pids;                                   // of a process without a container: it keeps them
   std::vector<SourceQp> connected;
   std::vector<std::uint32_t> vqpns;
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes
@@ -115,6 +116,7 @@ class Coordinator {
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
+    enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
   };
   using Say = std::function<void(const wire::Progress&)>;
 

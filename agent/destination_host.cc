@@ -36,13 +36,6 @@ Result<Instance> instance_of(const std::string& bytes) {
   return i;
 }
 
-bool same_pid_namespace(pid_t a, pid_t b) {
-  std::error_code ec;
-  const auto of = [&](pid_t p) { return fs::read_symlink("/proc/" + std::to_string(p) + "/ns/pid", ec); };
-  const auto x = of(a), y = of(b);
-  return !ec && !x.empty() && x == y;
-}
-
 }  // namespace
 
 // In a job's folder, for a migrd that is started again: container, bundle, and 1 if the bundle is ours; and what says that
@@ -57,6 +50,7 @@ struct DestinationHost::Job {
   std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
   std::vector<std::uint32_t> vqpns;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
+  std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                 // likewise, of what was
   std::string dir;                               // images/, work/, restore.out
   bool made_bundle = false;
 
@@ -108,14 +102,18 @@ void DestinationHost::sweep(const std::string& dir) {
       if (pid <= 0 || pid == getpid()) continue;
       std::ifstream f(p.path() / "cmdline", std::ios::binary);
       const std::string line((std::istreambuf_iterator<char>(f)), {});
-      if (line.find("partial-restore") == std::string::npos || line.find(dir + "/") == std::string::npos) continue;
+      const bool restores = line.find("partial-restore") != std::string::npos || line.find(std::string("\0restore\0", 9)) != std::string::npos;
+      if (!restores || line.find(dir + "/") == std::string::npos) continue;
       any = true;
-      if (round % 80 == 0) kill(pid, round ? SIGKILL : SIGTERM);
+      if (round % 80) continue;
+      const auto made = runc_.made_by(container, pid);
+      kill(pid, round ? SIGKILL : SIGTERM);
+      (void)runc_.remove_restored(container, made);
     }
     if (!any) break;
     usleep(100'000);
   }
-  if (auto s = runc_.remove(container); !s) spdlog::warn("{}", s.error().text);
+  if (auto s = runc_.remove_restored(container, {}); !s) spdlog::warn("{}", s.error().text);
   if (auto s = runc_.net("cleanup", bundle, container); !s) spdlog::warn("{}", s.error().text);
   if (made == "1") fs::remove_all(bundle, ec);
 }
@@ -164,12 +162,13 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, "no RDMA device"};
     std::error_code ec;
     if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, "no RDMA device"};
-    if (!container_id_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
+    if (!Runtime::name_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
     if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
       return Error{EBUSY, "no migr_plugin.so in " + config_.criu_libs};
-    if (auto s = runc_.check_verbs(); !s) return Error{EBUSY, s.error().text};
-    if (runc_.exists(r->container()))
-      return Error{EEXIST, "the name '" + r->container() + "' is taken by another container; remove it there with: runc delete " + r->container()};
+    if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};
+    if (auto s = runc_.name_is_free(r->container()); !s) return s;
+    for (const auto pid : r->pids())
+      if (auto s = runc_.name_is_free(bare_name(pid)); !s) return s;
     std::lock_guard lock(mutex_);
     for (const auto& [id, j] : jobs_)
       if (j->container == r->container() && j->get() == wire::OPEN)
@@ -196,8 +195,9 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     if (!x) return to_grpc(x);
     job->instances.push_back(*x);
   }
-  if (!h.id() || !container_id_ok(h.container()) || h.ctx_ids_size() != h.ctx_owner_size() || h.bundle().empty() ||
-      h.bundle()[0] != '/' || fs::path(h.bundle()).lexically_normal() != fs::path(h.bundle()))
+  const bool bundle_ok = bare_pid(h.container()) ? h.bundle().empty()
+                                                 : !h.bundle().empty() && h.bundle()[0] == '/' && fs::path(h.bundle()).lexically_normal() == fs::path(h.bundle());
+  if (!h.id() || !Runtime::name_ok(h.container()) || h.ctx_ids_size() != h.ctx_owner_size() || !bundle_ok)
     return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare with a malformed header"};
   for (int i = 0; i < h.ctx_ids_size(); i++) {
     if (h.ctx_owner(i) >= job->instances.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "a context without a process"};
@@ -216,8 +216,9 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
     std::error_code ec;
-    job->made_bundle = !fs::exists(job->bundle, ec);
-    for (const auto& d : {job->images(), job->dir + "/work", job->bundle}) fs::create_directories(d, ec);
+    job->made_bundle = !job->bundle.empty() && !fs::exists(job->bundle, ec);
+    for (const auto& d : {job->images(), job->dir + "/work", job->bundle})
+      if (!d.empty()) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
     std::ofstream(job->dir + "/" + kJobFile) << job->container << "\n" << job->bundle << "\n" << job->made_bundle << "\n";
     TreeWriter bundle(job->bundle), images(job->images());
@@ -308,6 +309,11 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
     x.vqpn = c.vqpn();
     x.dest_qpn = c.dest_pqpn();
     x.dest_psn = c.dest_psn();
+    if (!c.dest_pqpn()) {
+      (*job)->gone.emplace(c.src_ctx_id(), c.vqpn());
+      to.push_back(x);
+      continue;
+    }
     if (c.dest_gid().size() != sizeof x.dgid || c.peer().size() != Instance().size())
       return {grpc::StatusCode::INVALID_ARGUMENT, "a GID and an instance have 16 bytes"};
     std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
@@ -420,7 +426,7 @@ Status DestinationHost::rebind(Job& job) {
   }
   for (std::size_t i = 0; i < job.instances.size(); i++) {
     // A process can only speak for itself, but it could claim another's instance: it has to be of this container.
-    auto fits = [&](const ProcessSession& s) { return s.state() == MIGR_PROC_FROZEN && same_pid_namespace(s.pid(), init); };
+    auto fits = [&](const ProcessSession& s) { return s.state() == MIGR_PROC_FROZEN && runc_.owns(job.container, init, s.pid()); };
     auto session = sessions_.wait_for(job.instances[i], fits, kReconnectMs);
     if (!session) return session.error();
     std::vector<migr_handle_map> map;
@@ -435,6 +441,7 @@ Status DestinationHost::rebind(Job& job) {
       h.new_handle = o.new_handle;
       h.vqpn = o.vqpn;
       h.pqpn = o.pqpn;
+      if (o.vqpn && job.gone.contains({o.src_ctx_id, o.vqpn})) h.flags |= MIGR_HANDLE_GONE;
       if (const auto peer = job.peers.find({o.src_ctx_id, o.vqpn}); o.vqpn && peer != job.peers.end())
         std::copy(peer->second.begin(), peer->second.end(), reinterpret_cast<char*>(h.peer));
       map.push_back(h);
@@ -500,13 +507,14 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   // The address first: sockets of restored tasks must not answer anybody when they die.
   if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
   constexpr int kAnswerMs = 2'000, kEndMs = 8'000;
+  const auto made = runc_.made_by(job.container, job.child.pid());
   if (job.child.running()) (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
   job.child.signal(SIGTERM);
   if (!job.child.wait(kEndMs)) {
     job.child.signal(SIGKILL);
     (void)job.child.wait(kEndMs);
   }
-  if (auto s = runc_.remove(job.container); !s) spdlog::warn("{}", s.error().text);
+  if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
   if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   std::error_code ec;

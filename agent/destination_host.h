@@ -12,7 +12,7 @@
 #include "host_service.h"
 #include "peer_link.h"
 #include "process_session.h"
-#include "runc.h"
+#include "runtime.h"
 
 namespace migr {
 
@@ -61,7 +61,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   const Config& config_;
   SessionTable& sessions_;
   Peers& peers_;
-  const Runc runc_;
+  const Runtime runc_;
   std::mutex mutex_;
   std::map<std::uint32_t, JobPtr> jobs_;
 };

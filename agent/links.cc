@@ -49,7 +49,8 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
     bytes += c.data().size();
     return open = open && writer->Write(chunk);
   };
-  Status read = send_tree(h.bundle(), wire::FileChunk::BUNDLE, kBundleBytes, send);
+  Status read;
+  if (!h.bundle().empty()) read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
   if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
   writer->WritesDone();

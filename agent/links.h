@@ -9,8 +9,9 @@ namespace migr {
 
 class RpcDestination final : public DestinationLink {
  public:
-  RpcDestination(std::shared_ptr<grpc::Channel> c, std::string name)
-      : stub_(c), host_(c), name_(std::move(name)) {}
+  /// @param bundle  where the bundle is taken from; empty: where it will be
+  RpcDestination(std::shared_ptr<grpc::Channel> c, std::string name, std::string bundle = {})
+      : stub_(c), host_(c), name_(std::move(name)), bundle_(std::move(bundle)) {}
   Status check(const wire::CheckRequest& r) override;
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
   Result<wire::PrepareReply> create(std::uint32_t id) override;
@@ -29,7 +30,7 @@ class RpcDestination final : public DestinationLink {
  private:
   wire::Destination::Stub stub_;
   wire::Host::Stub host_;
-  const std::string name_;
+  const std::string name_, bundle_;
 };
 
 class RpcPartner final : public PartnerLink {

@@ -7,8 +7,10 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "bare.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "pki.h"
@@ -142,20 +144,18 @@ Json summary_json(const wire::Summary& s) {
           {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},
+          {"connections_gone", s.gone()},
           {"migration", s.id()}};
 }
 
-int cmd_migrate(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl migrate"));
-  grpc::ClientContext ctx;
-  wire::MigrateRequest request;
-  request.set_container(o.container);
-  request.set_to(o.to);
-  request.set_stop_and_copy(o.stop_and_copy);
-  request.set_pre_copy(o.pre_copy);
-  request.set_no_pre_setup(o.no_pre_setup);
-  auto stub = control(o);
-  auto reader = stub->Migrate(&ctx, request);
+struct Words {
+  const char* done;       // "NAME runs on HOST"
+  const char* undone;     // what is when it failed: "NAME goes on running on HOST"; null: nothing to say
+  const char* gone;       // "N connections to others are gone"
+};
+
+// Shows the progress of what migrd does, and how it ends. @return the exit status
+int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words) {
   FILE* out = o.json ? stderr : stdout;  // progress is not data
   wire::Progress p;
   wire::Summary summary;
@@ -182,18 +182,64 @@ int cmd_migrate(const Options& o) {
   if (!summary.error().empty()) std::fprintf(stderr, "migrctl: %s\n", summary.error().c_str());
   if (!summary.migrated()) {
     if (!summary.touched()) return kRefused;
-    if (!summary.undecided()) std::fprintf(stderr, "migrctl: %s goes on running on %s\n", summary.container().c_str(), summary.from().c_str());
+    if (!summary.undecided() && words.undone) std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
     return kFailed;
   }
   if (!o.json) {
     const auto& r = summary.resources();
-    std::printf("%s runs on %s: service blackout %.1f ms, communication blackout %.1f ms, %.1f MB copied; "
+    std::printf("%s %s %s: service blackout %.1f ms, communication blackout %.1f ms, %.1f MB copied; "
                 "%u contexts, %u PDs, %u MRs, %u CQs, %u QPs; partner %s\n",
-                summary.container().c_str(), summary.to().c_str(), summary.service_blackout_ms(),
+                summary.container().c_str(), words.done, summary.to().c_str(), summary.service_blackout_ms(),
                 summary.communication_blackout_ms(), static_cast<double>(summary.bytes_copied()) / 1e6, r.ctx(), r.pd(), r.mr(),
                 r.cq(), r.qp(), summary.partners_size() ? summary.partners(0).c_str() : "none");
+    if (summary.gone()) std::printf("%u connections to others %s: their ends see an error, and have to connect again\n", summary.gone(), words.gone);
   }
   return summary.error().empty() ? kDone : kFailed;
+}
+
+// What is named on the command line, as migrd knows it.
+std::string name_of(const Options& o) {
+  if (o.pid) return bare_name(o.pid);
+  const bool number = !o.container.empty() && o.container.find_first_not_of("0123456789") == std::string::npos;
+  return number ? "pid:" + o.container : o.container;
+}
+std::string absolute_dir(const Options& o) {
+  std::string dir = std::filesystem::absolute(o.dir).lexically_normal();
+  while (dir.size() > 1 && dir.back() == '/') dir.pop_back();
+  return dir;
+}
+
+int cmd_migrate(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl migrate"));
+  if (o.container.empty() == !o.pid) return refuse("name either a container or, with --pid, a process");
+  grpc::ClientContext ctx;
+  wire::MigrateRequest request;
+  request.set_container(o.pid ? bare_name(o.pid) : o.container);
+  request.set_to(o.to);
+  request.set_stop_and_copy(o.stop_and_copy);
+  request.set_pre_copy(o.pre_copy);
+  request.set_no_pre_setup(o.no_pre_setup);
+  const auto stub = control(o);
+  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"});
+}
+
+int cmd_checkpoint(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl checkpoint"));
+  grpc::ClientContext ctx;
+  wire::CheckpointRequest request;
+  request.set_container(name_of(o));
+  request.set_dir(absolute_dir(o));
+  const auto stub = control(o);
+  return follow(o, stub->Checkpoint(&ctx, request), {"is stored in", "goes on running on", "end here"});
+}
+
+int cmd_restore(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl restore"));
+  grpc::ClientContext ctx;
+  wire::RestoreRequest request;
+  request.set_dir(absolute_dir(o));
+  const auto stub = control(o);
+  return follow(o, stub->Restore(&ctx, request), {"runs on", nullptr, "are gone"});
 }
 
 // ---- the kernel's record
@@ -254,12 +300,20 @@ int main(int argc, char** argv) {
   auto json = [&](CLI::App* c) { c->add_flag("--json", o.json, "for programs"); };
 
   auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
-  migrate->add_option("CONTAINER", o.container)->required();
+  auto* container = migrate->add_option("CONTAINER", o.container);
+  migrate->add_option("--pid", o.pid, "a process without a container, and its descendants")->check(CLI::PositiveNumber)->excludes(container);
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   json(migrate);
+  auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
+  checkpoint->add_option("CONTAINER|PID", o.container)->required();
+  checkpoint->add_option("DIR", o.dir, "is made, for root only")->required();
+  json(checkpoint);
+  auto* restore = add(app, "restore", "starts on this host what a checkpoint has stored", cmd_restore);
+  restore->add_option("DIR", o.dir)->required();
+  json(restore);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
   show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);

@@ -28,6 +28,7 @@
 #include "pki.h"
 #include "process_session.h"
 #include "source_host.h"
+#include "stored.h"
 
 namespace {
 
@@ -108,6 +109,34 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
   }
 }
 
+// Both are migrations of which one side is a folder. What was connected to others is not any more.
+wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
+  wire::Summary refused;
+  refused.set_container(r.container());
+  std::uint32_t id = 0;
+  while (!id)
+    if (getrandom(&id, sizeof id, 0) != sizeof id) return refused.set_error("no random numbers"), refused;
+  SourceRun source(host, id, true);
+  KeepingDestination destination(r.dir(), source.info());
+  Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
+  settings.what = Coordinator::Settings::kKeep;
+  return Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), id);
+}
+
+wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, const Config& config, const wire::RestoreRequest& r,
+                      const Coordinator::Say& say) {
+  wire::Summary refused;
+  refused.set_container(r.dir());
+  std::uint32_t id = 0;
+  while (!id)
+    if (getrandom(&id, sizeof id, 0) != sizeof id) return refused.set_error("no random numbers"), refused;
+  StoredSource source(host, id);
+  RpcDestination destination(std::move(self), config.name, r.dir() + "/bundle");
+  Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
+  settings.what = Coordinator::Settings::kGiveBack;
+  return Coordinator(settings, source, destination, {}, say).migrate(r.dir(), config.name, id);
+}
+
 // A process that is suspended and that no migration holds: its migrd died meanwhile.
 void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<ProcessSession>& s) {
   if (s->state() == MIGR_PROC_RUNNING) return;
@@ -136,9 +165,12 @@ int run(const Config& config) {
   PartnerHost partner(config, sessions, peers, claims);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   HostService host(config, sessions, roles);
-  ControlService control(peers, sessions, [&](const wire::MigrateRequest& r, const ControlService::Say& say) {
-    return migrate(peers, source, r, say);
-  });
+  std::shared_ptr<grpc::Channel> self;  // to our own services
+  using Say = ControlService::Say;
+  ControlService control(peers, sessions,
+                         {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, r, say); },
+                          [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
+                          [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }});
 
   source.recover();
   auto on_hello = [&roles](const std::shared_ptr<ProcessSession>& s) { let_go_if_lost(roles, s); };
@@ -153,6 +185,7 @@ int run(const Config& config) {
   outer.SetMaxReceiveMessageSize(2 * static_cast<int>(kChunkBytes) + (1 << 20));
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
+  self = outer_server->InProcessChannel({});
 
   unlink(config.control_socket.c_str());
   grpc::ServerBuilder inner;

@@ -65,6 +65,7 @@ Result<ContainerState> Runc::state(const std::string& id) const {
   const auto j = Json::parse(r->out, nullptr, false);
   if (!j.is_object()) return Error{EPROTO, "runc state " + id + ": no JSON"};
   ContainerState s;
+  s.id = id;
   s.status = j.value("status", "");
   s.bundle = j.value("bundle", "");
   s.pid = j.value("pid", 0);

@@ -12,6 +12,7 @@
 namespace migr {
 
 struct ContainerState {
+  std::string id;
   std::string status;  // running, paused, stopped, created
   std::string bundle;
   pid_t pid = 0;

@@ -230,10 +230,10 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
 Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   auto state = host_.runc_.state(container);
   if (!state) return state.error();
-  if (state->status != "running") return Error{EBUSY, "container '" + container + "' is " + state->status + ", not running"};
+  if (state->status != "running") return Error{EBUSY, "'" + container + "' is " + state->status + ", not running"};
   {
     std::lock_guard lock(host_.mutex_);
-    if (!host_.busy_.insert(container).second) return Error{EBUSY, "container '" + container + "' is being migrated already"};
+    if (!host_.busy_.insert(container).second) return Error{EBUSY, "'" + container + "' is being migrated already"};
     busy_ = true;
   }
   info_.id = container;
@@ -241,6 +241,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   state_ = *state;
   auto all = host_.runc_.pids(state_);
   if (!all) return all.error();
+  if (bare_pid(container)) info_.pids = *all;
+  if (auto s = host_.runc_.may_leave(container); !s) return s.error();
   for (const pid_t pid : *all) info_.memory_bytes += resident_bytes(pid);
   auto found = contexts_now();
   if (!found) return found.error();
@@ -269,8 +271,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       if (auto s = inspect_context(c, owner); !s) return s.error();
     }
     if (!p.session)
-      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; does the container have " +
-                                 host_.config_.run_dir + " mounted?"};
+      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; can it see " +
+                                 host_.config_.run_dir + ", has the container that mounted?"};
     if (!asked)
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     processes_.push_back(std::move(p));

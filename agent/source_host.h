@@ -13,7 +13,7 @@
 #include "fault.h"
 #include "host_service.h"
 #include "process_session.h"
-#include "runc.h"
+#include "runtime.h"
 
 namespace migr {
 
@@ -31,6 +31,7 @@ class SourceHost final : public Role {
 
  private:
   friend class SourceRun;
+  friend class StoredSource;
   struct Entry {
     wire::Outcome outcome = wire::OPEN;
     std::string container, bundle;
@@ -42,7 +43,7 @@ class SourceHost final : public Role {
   const Config& config_;
   SessionTable& sessions_;
   Claims& claims_;
-  const Runc runc_;
+  const Runtime runc_;
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> journal_;
   std::set<std::string> busy_;  // containers
@@ -54,6 +55,8 @@ class SourceRun final : public Source {
   /// `hold`: what changes the record waits in the processes, until they run again.
   SourceRun(SourceHost& host, std::uint32_t id, bool hold) : host_(host), id_(id), hold_(hold) {}
   ~SourceRun() override;
+  /// As inspect() found it.
+  const ContainerInfo& info() const { return info_; }
   Result<ContainerInfo> inspect(const std::string& container) override;
   Result<std::string> record(std::uint32_t id) override;
   Result<std::string> pre_dump() override;

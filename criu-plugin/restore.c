@@ -163,6 +163,10 @@ int restore_connect(const struct migr_rc_connect *r, struct migr_rst_err *err)
 		snprintf(err->text, sizeof(err->text), "no QP %#x in context %u of this job", r->vqpn, r->src_ctx_id);
 		return ENOENT;
 	}
+	if (!r->dest_qpn) {
+		qp->gone = 1;
+		return 0;
+	}
 	memcpy(dest.dgid, r->dgid, sizeof(dest.dgid));
 	return -migr_rst_qp_connect(c, qp, &dest, err);
 }
@@ -183,7 +187,7 @@ int restore_go(struct migr_rst_err *err)
 
 			contexts++;
 			for (uint32_t n = 0; n < c->rec.nr_qp; n++)
-				if (was_connected(&c->qps[n]) && c->qps[n].new_state != QPS_RTS) {
+				if (was_connected(&c->qps[n]) && !c->qps[n].gone && c->qps[n].new_state != QPS_RTS) {
 					snprintf(err->text, sizeof(err->text),
 						 "QP %#x of context %u is not connected yet: CONNECT it first",
 						 c->qps[n].rec.vqpn, c->rec.ctx_id);

@@ -260,6 +260,7 @@ struct alignas(64) QpShadow {
   std::uint32_t spare_psn = 0;
   int access_flags = -1;                    ///< as the application has set them last; -1: it has not
   Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
+  bool gone = false;                        ///< REBIND: its connection did not survive
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock

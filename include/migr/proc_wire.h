@@ -162,9 +162,12 @@ struct migr_handle_map {
 	uint32_t new_handle;
 	uint32_t vqpn;		/* QP only */
 	uint32_t pqpn;		/* QP only: new physical number */
-	uint32_t reserved;
+	uint32_t flags;		/* MIGR_HANDLE_* */
 	uint8_t peer[16];	/* QP only: instance of the process at the other end; zero: not known */
 };
+
+/* The QP's connection did not survive: on RESUME it goes to ERR, as if its partner had died. */
+#define MIGR_HANDLE_GONE	0x1u
 
 struct migr_key_map {
 	uint32_t vrkey;		/* as the owner's peers hold it */

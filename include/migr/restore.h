@@ -85,6 +85,7 @@ struct migr_rst_qp {
 	uint32_t new_pqpn;	/* 24 bits; 0: not created yet */
 	uint32_t new_psn;	/* 24 bits, random: the first it will send */
 	uint32_t new_state;	/* enum ib_qp_state of the new QP */
+	int gone;		/* its connection is: it stays in INIT */
 	struct migr_rst_resp new_resp;
 	uint8_t new_sgid[16];	/* the GID it will send from */
 	uint8_t new_sgid_index;

@@ -233,11 +233,22 @@ std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
   return guard;
 }
 
+/// What was posted is flushed, and so is what was kept: as when the partner has died.
+int break_connection(QpShadow& q, std::string& why) {
+  q.gone = false;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  const int err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  return err ? fail(why, err, "modify_qp to ERR of " + qp_name(q)) : 0;
+}
+
 /// Kept posts go to the path, in order; then the application may post again.
 int let_go(QpShadow& q, std::string& why) {
   auto guard = lock_between_sessions(q);
   q.replayed_sends = q.replayed_receives = 0;
-  const int err = post_receives(q, q.real, q.kept_receives, why);
+  int err = post_receives(q, q.real, q.kept_receives, why);
+  if (q.gone)
+    if (const int broken = break_connection(q, why); broken && !err) err = broken;
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
   q.kept_receives.clear();
   std::vector<const KeptSend*> sends;
@@ -927,6 +938,7 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       q->real->handle = map.new_handle;
       q->real->qp_num = map.pqpn;
       if (const Peer peer = std::to_array(map.peer); peer != Peer{}) q->peer = peer;
+      q->gone = map.flags & MIGR_HANDLE_GONE;
       return 0;
     }
     default:

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "bare.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "limits.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kPrefix[] = "pid:";
+
+struct Stat {
+  char state = 0;  // as in proc(5); 0: it has ended
+  pid_t parent = 0;
+};
+
+Stat stat_of(pid_t pid) {
+  std::ifstream in("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(in, line);
+  Stat s;
+  // The name is in brackets and may hold anything.
+  if (const auto end = line.rfind(')'); end != std::string::npos) std::istringstream(line.substr(end + 1)) >> s.state >> s.parent;
+  return s;
+}
+
+bool lives(pid_t pid) {
+  const char state = stat_of(pid).state;
+  return state && state != 'Z' && state != 'X';
+}
+
+std::string link_of(pid_t pid, const std::string& what) {
+  std::error_code ec;
+  return fs::read_symlink("/proc/" + std::to_string(pid) + "/" + what, ec);
+}
+
+// Inodes of established TCP connections of the host, other than those with itself.
+std::set<std::string> connections_elsewhere() {
+  constexpr char kEstablished[] = "01";
+  std::set<std::string> inodes;
+  for (const char* file : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream in(file);
+    std::string line;
+    while (std::getline(in, line)) {
+      std::istringstream words(line);
+      std::string slot, local, remote, state, skip, inode;
+      words >> slot >> local >> remote >> state >> skip >> skip >> skip >> skip >> skip >> inode;
+      const std::string address = local.substr(0, local.find(':'));
+      // 127.0.0.0/8, as itself, mapped into IPv6, and ::1
+      const bool loopback = (address.size() == 8 && address.ends_with("7F")) || (address.size() == 32 && address.ends_with("7F") && address.substr(16, 8) == "FFFF0000") ||
+                            address == "00000000000000000000000001000000";
+      if (state == kEstablished && !loopback) inodes.insert("socket:[" + inode + "]");
+    }
+  }
+  return inodes;
+}
+
+}  // namespace
+
+std::string bare_name(pid_t pid) { return kPrefix + std::to_string(pid); }
+
+std::optional<pid_t> bare_pid(const std::string& id) {
+  if (!id.starts_with(kPrefix)) return {};
+  pid_t pid = 0;
+  const char* const end = id.data() + id.size();
+  const auto r = std::from_chars(id.data() + sizeof kPrefix - 1, end, pid);
+  if (r.ec != std::errc() || r.ptr != end || pid <= 1) return {};
+  return pid;
+}
+
+std::vector<pid_t> tree_of(pid_t root) {
+  std::multimap<pid_t, pid_t> children;
+  std::error_code ec;
+  for (const auto& p : fs::directory_iterator("/proc", ec))
+    if (const pid_t pid = std::atoi(p.path().filename().c_str()); pid > 0) children.emplace(stat_of(pid).parent, pid);
+  std::vector<pid_t> all;
+  if (stat_of(root).state) all.push_back(root);
+  for (std::size_t i = 0; i < all.size(); i++)
+    for (auto [c, end] = children.equal_range(all[i]); c != end; c++) all.push_back(c->second);
+  return all;
+}
+
+Result<ContainerState> Bare::state(pid_t pid) const {
+  const std::string who = "process " + std::to_string(pid);
+  if (!lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
+  for (const char* ns : {"pid", "mnt", "net"})
+    if (link_of(pid, std::string("ns/") + ns) != link_of(getpid(), std::string("ns/") + ns))
+      return Error{EOPNOTSUPP, who + " is in a container: name the container instead"};
+  ContainerState s;
+  s.id = bare_name(pid);
+  s.pid = pid;
+  s.status = stat_of(pid).state == 'T' ? "paused" : "running";
+  return s;
+}
+
+Status Bare::check() const {
+  auto r = run_checked({config_.criu, "--version"}, {}, kRuncMs);
+  return r ? Status() : Status(Error{EBUSY, r.error().text});
+}
+
+Result<std::vector<pid_t>> Bare::pids(pid_t pid) const {
+  auto all = tree_of(pid);
+  if (all.empty()) return Error{ESRCH, "process " + std::to_string(pid) + " has ended"};
+  return all;
+}
+
+Status Bare::connections_stay(pid_t root) const {
+  const auto elsewhere = connections_elsewhere();
+  std::error_code ec;
+  for (const pid_t pid : tree_of(root))
+    for (const auto& fd : fs::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ec))
+      if (elsewhere.contains(fs::read_symlink(fd.path(), ec)))
+        return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has a TCP connection to another host (descriptor " + fd.path().filename().string() +
+                                     "), and a process without a container has its host's address; run it in a container with an address of its own"};
+  return {};
+}
+
+Env Bare::env(const std::string& images) const {
+  Env e = {"MIGR_IMAGE_DIR=" + images};
+  if (!config_.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config_.criu_libs);
+  return e;
+}
+
+Argv Bare::criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const {
+  return {config_.criu, what, "-D", images, "-W", work, "-o", log, "-v4", "--shell-job", "--tcp-established", "--ext-unix-sk", "--manage-cgroups=ignore"};
+}
+
+namespace {
+
+Status make_folders(std::initializer_list<std::string> all) {
+  std::error_code ec;
+  for (const auto& d : all)
+    if (fs::create_directories(d, ec); ec) return Error{ec.value(), "making " + d + ": " + ec.message()};
+  return {};
+}
+
+}  // namespace
+
+Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& work) const {
+  if (auto s = make_folders({to, work}); !s) return s;
+  Argv a = criu("pre-dump", to, work, "pre-dump.log");
+  a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
+  auto r = run_checked(a, env(images), kCheckpointMs);
+  if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
+  return {};
+}
+
+Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
+                                     const std::string& log) const {
+  Argv dump = criu("dump", images, work, "dump.log");
+  dump.insert(dump.end(), {"-t", std::to_string(pid), "--leave-stopped"});
+  if (!parent.empty()) dump.insert(dump.end(), {"--track-mem", "--prev-images-dir", parent});
+  Argv a = {"sh", "-c", "read -r begin && exec \"$@\"", "sh"};
+  a.insert(a.end(), dump.begin(), dump.end());
+  return Child::start(a, env(images), log, true);
+}
+
+Status Bare::resume(pid_t pid) const {
+  for (const pid_t p : tree_of(pid))
+    if (kill(p, SIGCONT) && errno != ESRCH) return sys_error("continuing process " + std::to_string(p));
+  return {};
+}
+
+Status Bare::remove(pid_t root) const {
+  constexpr int kEndMs = 10'000, kStepMs = 20;
+  const auto all = tree_of(root);
+  // They are stopped: nobody is born meanwhile.
+  for (const pid_t p : all)
+    if (kill(p, SIGKILL) && errno != ESRCH) return sys_error("ending process " + std::to_string(p));
+  for (int ms = 0; std::any_of(all.begin(), all.end(), lives); ms += kStepMs) {
+    if (ms > kEndMs) return Error{ETIMEDOUT, "process " + std::to_string(root) + " or one of its children does not end"};
+    usleep(kStepMs * 1000);
+  }
+  return {};
+}
+
+Result<Child> Bare::partial_restore(const std::string& images, const std::string& work, const std::string& log) const {
+  Argv a = criu("restore", images, work, "restore.log");
+  a.push_back("-d");
+  Env e = env(images);
+  e.push_back("MIGR_RESTORE_SOCKET=" + images + "/restore.sock");
+  return Child::start(a, e, log);
+}
+
+}  // namespace migr

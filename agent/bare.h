@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Processes without a container: a process and what descends from it, dumped and restored by CRIU alone, with its pids.
+#pragma once
+
+#include <optional>
+
+#include "runc.h"
+
+namespace migr {
+
+/// Where a container would have its name: "pid:712".
+std::string bare_name(pid_t pid);
+/// Nothing: the name of a container.
+std::optional<pid_t> bare_pid(const std::string& id);
+/// The process and its descendants, the process first. Empty: it has ended.
+std::vector<pid_t> tree_of(pid_t pid);
+
+/// As Runc, of which it has every call that makes sense. Thread: any.
+class Bare {
+ public:
+  explicit Bare(const Config& c) : config_(c) {}
+  /// ENOENT: no such process; EOPNOTSUPP: it is in a container.
+  Result<ContainerState> state(pid_t pid) const;
+  Result<std::vector<pid_t>> pids(pid_t pid) const;
+  /// CRIU is installed.
+  Status check() const;
+  /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
+  Status connections_stay(pid_t pid) const;
+  Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& work) const;
+  Result<Child> checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
+                                 const std::string& log) const;
+  Status resume(pid_t pid) const;
+  /// Ends all of them, and sees that they have ended.
+  Status remove(pid_t pid) const;
+  Result<Child> partial_restore(const std::string& images, const std::string& work, const std::string& log) const;
+
+ private:
+  Argv criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const;
+  Env env(const std::string& images) const;
+  const Config& config_;
+};
+
+}  // namespace migr

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "runtime.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <filesystem>
+
+namespace migr {
+namespace {
+
+bool same_pid_namespace(pid_t a, pid_t b) {
+  std::error_code ec;
+  const auto of = [&](pid_t p) { return std::filesystem::read_symlink("/proc/" + std::to_string(p) + "/ns/pid", ec); };
+  const auto x = of(a), y = of(b);
+  return !ec && !x.empty() && x == y;
+}
+
+bool taken(pid_t pid) { return kill(pid, 0) == 0 || errno == EPERM; }
+
+}  // namespace
+
+Result<ContainerState> Runtime::state(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.state(*pid) : runc_.state(id);
+}
+
+bool Runtime::exists(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? taken(*pid) : runc_.exists(id);
+}
+
+Status Runtime::name_is_free(const std::string& id) const {
+  if (!exists(id)) return {};
+  if (const auto pid = bare_pid(id))
+    return Error{EEXIST, "process number " + std::to_string(*pid) + " is in use, and a restored process has the number that it had"};
+  return Error{EEXIST, "the name '" + id + "' is taken by another container; remove it there with: runc delete " + id};
+}
+
+Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? bare_.check() : runc_.check_verbs(); }
+
+Status Runtime::may_leave(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.connections_stay(*pid) : Status();
+}
+
+Result<std::vector<pid_t>> Runtime::pids(const ContainerState& c) const {
+  const auto pid = bare_pid(c.id);
+  return pid ? bare_.pids(*pid) : runc_.pids(c);
+}
+
+Status Runtime::early_images(const std::string& id, const std::string& images) const {
+  return bare_pid(id) ? Status() : runc_.early_images(id, images);
+}
+
+Status Runtime::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.pre_dump(*pid, images, to, work) : runc_.pre_dump(id, images, to, work);
+}
+
+Result<Child> Runtime::checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
+                                        const std::string& log) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.checkpoint_ahead(*pid, images, parent, work, log) : runc_.checkpoint_ahead(id, images, parent, work, log);
+}
+
+Status Runtime::resume(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.resume(*pid) : runc_.resume(id);
+}
+
+Status Runtime::remove(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.remove(*pid) : runc_.remove(id);
+}
+
+Result<Child> Runtime::partial_restore(const std::string& id, const std::string& bundle, const std::string& images, const std::string& work,
+                                       const std::string& log) const {
+  return bare_pid(id) ? bare_.partial_restore(images, work, log) : runc_.partial_restore(id, bundle, images, work, log);
+}
+
+std::vector<pid_t> Runtime::made_by(const std::string& id, pid_t restore) const {
+  if (!bare_pid(id) || !restore) return {};
+  auto all = tree_of(restore);
+  std::erase(all, restore);
+  return all;
+}
+
+Status Runtime::remove_restored(const std::string& id, const std::vector<pid_t>& made) const {
+  if (!bare_pid(id)) return runc_.remove(id);
+  for (const pid_t p : made)
+    if (kill(p, SIGKILL) && errno != ESRCH) return sys_error("ending process " + std::to_string(p));
+  return {};
+}
+
+pid_t Runtime::init_pid(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? *pid : runc_.init_pid(id);
+}
+
+bool Runtime::owns(const std::string& id, pid_t init, pid_t pid) const {
+  if (!bare_pid(id)) return same_pid_namespace(pid, init);
+  const auto all = tree_of(init);
+  return std::find(all.begin(), all.end(), pid) != all.end();
+}
+
+Status Runtime::net(const std::string& verb, const std::string& bundle, const std::string& id) const {
+  return bare_pid(id) ? Status() : runc_.net(verb, bundle, id);
+}
+
+}  // namespace migr

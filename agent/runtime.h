@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What is migrated, whatever it is: a container by runc, bare processes ("pid:712") by CRIU alone.
+#pragma once
+
+#include "bare.h"
+#include "runc.h"
+
+namespace migr {
+
+/// Calls as Runc's, by the name. Thread: any.
+class Runtime {
+ public:
+  explicit Runtime(const Config& c) : runc_(c), bare_(c) {}
+
+  static bool name_ok(const std::string& id) { return bare_pid(id) || container_id_ok(id); }
+  Result<ContainerState> state(const std::string& id) const;
+  /// The name is taken here. Does not run runc.
+  bool exists(const std::string& id) const;
+  /// Error, with what to do about it.
+  Status name_is_free(const std::string& id) const;
+  /// What it needs is installed.
+  Status check_verbs(const std::string& id) const;
+  /// Nothing of it would be lost elsewhere.
+  Status may_leave(const std::string& id) const;
+  Result<std::vector<pid_t>> pids(const ContainerState& c) const;
+  Status early_images(const std::string& id, const std::string& images) const;
+  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const;
+  Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
+                                 const std::string& log) const;
+  Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const { return runc_.checkpoint(ahead, id, log); }
+  Status resume(const std::string& id) const;
+  Status remove(const std::string& id) const;
+  Result<Child> partial_restore(const std::string& id, const std::string& bundle, const std::string& images, const std::string& work,
+                                const std::string& log) const;
+  /// What a restore that is being ended has made; to be asked before it is told to end.
+  std::vector<pid_t> made_by(const std::string& id, pid_t restore) const;
+  /// ... and its end. Nothing else of that name is touched.
+  Status remove_restored(const std::string& id, const std::vector<pid_t>& made) const;
+  /// The restored process is one of it. 0: it is not known yet
+  pid_t init_pid(const std::string& id) const;
+  bool owns(const std::string& id, pid_t init, pid_t pid) const;
+  Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
+
+ private:
+  const Runc runc_;
+  const Bare bare_;
+};
+
+}  // namespace migr

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "stored.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "file_tree.h"
+#include "migr/restore.h"
+#include "uapi/migr.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+constexpr char kManifest[] = "checkpoint.json";
+constexpr mode_t kFileMode = 0600, kDirMode = 0700, kOthers = 0077;
+
+std::string hex_of(const std::string& bytes) {
+  std::string out;
+  for (const unsigned char c : bytes) out += fmt::format("{:02x}", c);
+  return out;
+}
+
+std::string bytes_of_hex(const std::string& hex) {
+  if (hex.size() % 2 || hex.find_first_not_of("0123456789abcdef") != std::string::npos) throw std::invalid_argument("no hexadecimal digits: " + hex);
+  std::string out;
+  for (std::size_t i = 0; i < hex.size(); i += 2) out += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
+  return out;
+}
+
+Json to_json(const ContainerInfo& c) {
+  Json j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease},
+            {"name", c.id}, {"bundle", c.bundle}, {"devices", c.devices}, {"vqpns", c.vqpns}, {"pids", c.pids},
+            {"instances", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}};
+  for (const auto& i : c.instances) j["instances"].push_back(hex(i));
+  for (const auto& [ctx, owner] : c.ctxs) j["contexts"].push_back({ctx, owner});
+  for (const auto& q : c.connected)
+    j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", hex_of(q.gid)},
+                              {"to_gid", hex_of(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
+  const auto& r = c.resources;
+  j["resources"] = {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}};
+  return j;
+}
+
+// Throws what nlohmann::json or the standard library throw: it is not ours.
+ContainerInfo from_json(const Json& j) {
+  ContainerInfo c;
+  c.id = j.at("name");
+  c.bundle = j.at("bundle");
+  c.devices = j.at("devices").get<std::vector<std::string>>();
+  c.vqpns = j.at("vqpns").get<std::vector<std::uint32_t>>();
+  c.pids = j.at("pids").get<std::vector<pid_t>>();
+  for (const auto& i : j.at("instances")) {
+    const std::string bytes = bytes_of_hex(i);
+    Instance x{};
+    if (bytes.size() != x.size()) throw std::invalid_argument("an instance has 16 bytes");
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(x.data()));
+    c.instances.push_back(x);
+  }
+  for (const auto& x : j.at("contexts")) {
+    c.ctxs.emplace_back(x.at(0).get<std::uint32_t>(), x.at(1).get<std::uint32_t>());
+    if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
+  }
+  for (const auto& q : j.at("connected"))
+    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of_hex(q.at("gid")), bytes_of_hex(q.at("to_gid")), q.at("to_pqpn")});
+  const auto& r = j.at("resources");
+  c.resources.set_ctx(r.at("ctx"));
+  c.resources.set_pd(r.at("pd"));
+  c.resources.set_mr(r.at("mr"));
+  c.resources.set_cq(r.at("cq"));
+  c.resources.set_qp(r.at("qp"));
+  return c;
+}
+
+Status make_dir(const std::string& dir) { return mkdir(dir.c_str(), kDirMode) ? Status(sys_error("cannot make " + dir)) : Status(); }
+
+// All that was written below it is on the disk.
+Status sync_below(const std::string& dir) {
+  const int fd = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const bool ok = fd >= 0 && !syncfs(fd);
+  const int err = errno;
+  if (fd >= 0) close(fd);
+  return ok ? Status() : Status(sys_error("writing " + dir, err));
+}
+
+Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, std::atomic<std::uint64_t>& bytes) {
+  TreeWriter w(to);
+  Status written;
+  auto sent = send_tree(from, wire::FileChunk::IMAGES, limit, [&](const wire::FileChunk& c) {
+    bytes += c.data().size();
+    written = w.write(c);
+    return bool(written);
+  });
+  if (!sent) return sent;
+  return written ? w.finish() : written;
+}
+
+// What holds memory and keys must be nobody else's.
+Status is_private(const std::string& path) {
+  struct stat st;
+  if (lstat(path.c_str(), &st)) return sys_error("cannot read " + path);
+  if (st.st_uid != geteuid() && st.st_uid != 0) return Error{EPERM, path + " belongs to user " + std::to_string(st.st_uid) + ", not to root: refused"};
+  if (!S_ISLNK(st.st_mode) && (st.st_mode & kOthers))
+    return Error{EPERM, path + " can be read or written by others, and holds memory and RDMA keys: refused; after making sure that nobody has changed it: chmod go-rwx " + path};
+  return {};
+}
+
+}  // namespace
+
+// ---- checkpoint
+
+Status KeepingDestination::check(const wire::CheckRequest&) {
+  std::error_code ec;
+  if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
+  if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
+  if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
+  return {};
+}
+
+Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& bytes) {
+  std::error_code ec;
+  fs::remove_all(part_, ec);  // of one that was interrupted
+  if (auto s = make_dir(part_); !s) return s.error();
+  if (auto s = make_dir(part_ + "/images"); !s) return s.error();
+  if (!h.bundle().empty()) {
+    if (auto s = make_dir(part_ + "/bundle"); !s) return s.error();
+    if (auto s = copy_tree(h.bundle(), part_ + "/bundle", kBundleBytes, bytes); !s) return s.error();
+  }
+  return wire::PrepareReply();
+}
+
+Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, std::atomic<std::uint64_t>& bytes) {
+  return copy_tree(folder, part_ + "/images", UINT64_MAX, bytes);
+}
+
+Status KeepingDestination::ready(std::uint32_t) {
+  for (const auto& f : fs::directory_iterator(part_ + "/images"))
+    if (f.is_regular_file() && chmod(f.path().c_str(), kFileMode)) return sys_error("chmod of " + f.path().string());
+  std::ofstream out(part_ + "/" + kManifest);
+  out << to_json(info_).dump(1) << "\n";
+  out.close();
+  if (!out || chmod((part_ + "/" + kManifest).c_str(), kFileMode)) return sys_error("writing " + part_ + "/" + kManifest);
+  return sync_below(part_);
+}
+
+Status KeepingDestination::commit(std::uint32_t) {
+  if (rename(part_.c_str(), dir_.c_str())) return sys_error("renaming " + part_ + " to " + dir_);
+  return sync_below(dir_);
+}
+
+Status KeepingDestination::abort(std::uint32_t) {
+  std::error_code ec;
+  fs::remove_all(part_, ec);
+  return ec ? Status(Error{ec.value(), "removing " + part_ + ": " + ec.message()}) : Status();
+}
+
+Result<wire::Outcome> KeepingDestination::outcome(std::uint32_t) { return access(dir_.c_str(), F_OK) ? wire::UNDONE : wire::COMMITTED; }
+
+// ---- restore
+
+Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
+  dir_ = dir;
+  const std::string manifest = dir + "/" + kManifest;
+  for (const auto& p : {dir, dir + "/images", manifest})
+    if (auto s = is_private(p); !s) return s.error();
+  std::error_code ec;
+  for (const auto& f : fs::directory_iterator(dir + "/images", ec))
+    if (auto s = is_private(f.path()); !s) return s.error();
+  std::ifstream in(manifest);
+  const Json j = Json::parse(in, nullptr, false);
+  const auto of = [&](const char* what) { return j.is_object() && j.contains(what) && j[what].is_number_unsigned() ? j[what].get<std::uint32_t>() : 0; };
+  if (!j.is_object()) return Error{EINVAL, manifest + " is damaged"};
+  if (of("wire") != kWireVersion || of("abi") != MIGR_ABI_VERSION || of("proc") != MIGR_PROC_VERSION)
+    return Error{EINVAL, dir + " was made by release " + j.value("release", "?") + " of migr, this is " + kRelease + "; restore it with that one"};
+  try {
+    info_ = from_json(j);
+  } catch (const std::exception& e) {
+    return Error{EINVAL, manifest + " is damaged: " + e.what()};
+  }
+  if (!Runtime::name_ok(info_.id) || info_.bundle.empty() == !bare_pid(info_.id)) return Error{EINVAL, manifest + " is damaged: name or bundle"};
+  return info_;
+}
+
+Result<std::string> StoredSource::record(std::uint32_t) {
+  const std::string early = host_.folder(id_) + "/images";
+  std::error_code ec;
+  fs::create_directories(early, ec);
+  for (const char* name : {MIGR_RST_IMAGE_NAME, "descriptors.json"})
+    if (const std::string from = dir_ + "/images/" + name; fs::exists(from, ec)) fs::copy_file(from, early + "/" + name, ec);
+  if (ec) return Error{ec.value(), "copying to " + early + ": " + ec.message()};
+  return early;
+}
+
+// The rest of the images joins what was needed early.
+Status StoredSource::checkpoint() {
+  const std::string to = host_.folder(id_) + "/images";
+  std::error_code ec;
+  for (const auto& f : fs::directory_iterator(dir_ + "/images", ec)) {
+    const std::string name = to + "/" + f.path().filename().string();
+    if (fs::exists(fs::symlink_status(name))) continue;
+    fs::create_hard_link(f.path(), name, ec);
+    if (ec) fs::copy(f.path(), name, fs::copy_options::copy_symlinks, ec);  // another file system
+    if (ec) break;
+  }
+  return ec ? Status(Error{ec.value(), "reading " + dir_ + "/images: " + ec.message()}) : Status();
+}
+
+void StoredSource::forget() {
+  std::error_code ec;
+  fs::remove_all(host_.folder(id_), ec);
+}
+
+}  // namespace migr

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A checkpoint on disk: for the coordinator a destination that only keeps what it is given, and later a source that has
+// stopped long ago.
+//
+//   DIR (0700)/checkpoint.json   what the coordinator has to know of it
+//             /images            as a destination gets them (0600: they hold memory and keys)
+//             /bundle            of a container
+#pragma once
+
+#include "coordinator.h"
+#include "source_host.h"
+
+namespace migr {
+
+/// `migrctl checkpoint`. DIR appears when all of it is on the disk.
+class KeepingDestination final : public DestinationLink {
+ public:
+  /// @param info  of what is stored, once the coordinator has asked for it
+  KeepingDestination(std::string dir, const ContainerInfo& info) : dir_(std::move(dir)), part_(dir_ + ".part"), info_(info) {}
+  Status check(const wire::CheckRequest& r) override;
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
+  Status connect(const wire::ConnectRequest&) override { return {}; }
+  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) override;
+  Status attach_network(std::uint32_t) override { return {}; }
+  Status full_restore(std::uint32_t) override { return {}; }
+  Status ready(std::uint32_t) override;
+  Status commit(std::uint32_t) override;
+  Result<wire::CommitReply> rebind(std::uint32_t) override { return wire::CommitReply(); }
+  Result<wire::ResumeReply> resume(std::uint32_t) override { return wire::ResumeReply(); }
+  Status abort(std::uint32_t) override;
+  Result<wire::Outcome> outcome(std::uint32_t) override;
+  Status renew(std::uint32_t) override { return {}; }
+
+ private:
+  const std::string dir_, part_;
+  const ContainerInfo& info_;
+};
+
+/// `migrctl restore`. What is stored stays.
+class StoredSource final : public Source {
+ public:
+  StoredSource(SourceHost& host, std::uint32_t id) : host_(host), id_(id) {}
+  /// `dir` stands for the container. EPERM: others may read it; EINVAL: it is no checkpoint, or of another release.
+  Result<ContainerInfo> inspect(const std::string& dir) override;
+  Result<std::string> record(std::uint32_t id) override;
+  Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
+  Status suspend() override { return {}; }
+  Status drain() override { return {}; }
+  Status rollback() override { return {}; }
+  Status freeze() override { return {}; }
+  Status reconnect() override { return {}; }
+  Status detach_network() override { return {}; }
+  Status attach_network() override { return {}; }
+  Status checkpoint() override;
+  Status thaw() override { return {}; }
+  Status decide(wire::Outcome outcome) override { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); }
+  Status destroy() override { return {}; }
+  void forget() override;
+
+ private:
+  SourceHost& host_;
+  const std::uint32_t id_;
+  std::string dir_;
+  ContainerInfo info_;
+};
+
+}  // namespace migr
