@@ -21,7 +21,7 @@
 #include "limits.h"
 #include "restore_socket.h"
 #include "resume_stats.h"
-#include "source_host.h"
+#include "born.h"
 
 namespace migr {
 namespace {
@@ -302,25 +302,23 @@ grpc::Status DestinationHost::step(std::uint32_t id, FaultStep step, const std::
 }
 
 grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
-  std::vector<migr_rc_connect> to;
-  for (const auto& c : r->connections()) {
-    migr_rc_connect x{};
-    x.src_ctx_id = c.src_ctx_id();
-    x.vqpn = c.vqpn();
-    x.dest_qpn = c.dest_pqpn();
-    x.dest_psn = c.dest_psn();
-    if (!c.dest_pqpn()) {
-      (*job)->gone.emplace(c.src_ctx_id(), c.vqpn());
+  return step(r->id(), FaultStep::kDestinationConnect, [&](Job& job) -> Status {
+    std::vector<migr_rc_connect> to;
+    for (const auto& c : r->connections()) {
+      migr_rc_connect x{};
+      x.src_ctx_id = c.src_ctx_id();
+      x.vqpn = c.vqpn();
+      x.dest_qpn = c.dest_pqpn();
+      x.dest_psn = c.dest_psn();
+      if (!c.dest_pqpn()) {
+        job.gone.emplace(c.src_ctx_id(), c.vqpn());
+      } else {
+        if (c.dest_gid().size() != sizeof x.dgid || c.peer().size() != Instance().size()) return Error{EINVAL, "a GID and an instance have 16 bytes"};
+        std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
+        job.peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
+      }
       to.push_back(x);
-      continue;
     }
-    if (c.dest_gid().size() != sizeof x.dgid || c.peer().size() != Instance().size())
-      return {grpc::StatusCode::INVALID_ARGUMENT, "a GID and an instance have 16 bytes"};
-    std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
-    (*job)->peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
-    to.push_back(x);
-  }
-  return step(r->id(), FaultStep::kDestinationConnect, [&](Job& job) {
     return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
   });
 }
@@ -381,7 +379,6 @@ Status DestinationHost::commit(Job& job) {
     default: return Error{ECANCELED, "the migration was undone here"};
   }
   if (!job.ready) return Error{EBUSY, "commit before the restore was ready"};
-  if (auto s = release_born(config_, job.instances); !s) spdlog::warn("{}", s.error().text);
   for (const auto& i : job.instances)
     if (auto s = open_gate(config_.run_dir, i); !s) return abort(job, s.error().text), s;
   constexpr int kAnswerMs = 10'000;
@@ -399,6 +396,7 @@ Status DestinationHost::commit(Job& job) {
     job.outcome = wire::COMMITTED;
     job.lease = Clock::now();
   }
+  if (auto s = release_born(config_, job.instances, job.vqpns); !s) spdlog::warn("{}", s.error().text);
   spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
   job.opener = std::thread([this, bundle = job.bundle, container = job.container] {
     if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);

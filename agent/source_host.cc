@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "fault.h"
+#include "born.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "page_images.h"
@@ -81,8 +82,6 @@ std::string why_not_object(std::uint32_t type) {
 }
 std::string why_not_qp(std::uint32_t type) { return type == kUd ? kUdReason : ""; }
 
-std::mutex born_mutex;
-
 /// MAP_HUGETLB memory that is not of a file.
 bool has_huge_pages(pid_t pid) {
   std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
@@ -92,35 +91,6 @@ bool has_huge_pages(pid_t pid) {
 }
 
 }  // namespace
-
-Status reserve_born(const Config& config, const std::vector<Instance>& instances, const std::vector<std::uint32_t>& vqpns) {
-  if (vqpns.empty()) return {};
-  std::lock_guard lock(born_mutex);
-  const std::string path = config.state_dir + "/born.json";
-  Json j = read_json(path);
-  if (!j.is_object()) j = Json::object();
-  for (const auto& i : instances) j[hex(i)] = vqpns;
-  if (auto s = write_json(path, j); !s) return s;
-  auto k = KernelRecord::open();
-  if (!k) return k.error();
-  for (auto v : vqpns)
-    if (auto s = k->reserve_qpn(v); !s) return s;
-  return {};
-}
-
-Status release_born(const Config& config, const std::vector<Instance>& instances) {
-  std::lock_guard lock(born_mutex);
-  const Json j = read_json(config.state_dir + "/born.json");
-  if (!j.is_object()) return {};
-  auto k = KernelRecord::open();
-  if (!k) return k.error();
-  for (const auto& i : instances) {
-    if (!j.contains(hex(i))) continue;
-    for (const auto& v : j[hex(i)])
-      if (auto s = k->release_qpn(v.get<std::uint32_t>()); !s) return s;
-  }
-  return {};
-}
 
 // ---- the host
 
@@ -255,7 +225,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (!kernel) return kernel.error();
   for (const pid_t pid : pids) {
     const auto owner = static_cast<std::uint32_t>(processes_.size());
-    Process p{pid, host_.sessions_.by_pid(pid), {}, 0};
+    Process p{pid, host_.sessions_.by_pid(pid), {}};
+    if (p.session) p.generation = p.session->generation();
     // First its own view, which says of which state it is: what changes later is noticed.
     const bool asked = p.session && !host_.claims_.take({{p.session->instance(), pid}}, id_) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
@@ -269,6 +240,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) return s.error();
       if (auto s = inspect_context(c, owner); !s) return s.error();
+      for (const auto& q : c.qps)
+        if (!(q.flags & MIGR_QP_FORMER)) p.vqpns.push_back(q.vqpn);
     }
     if (!p.session)
       return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; can it see " +
@@ -429,24 +402,13 @@ Status SourceRun::decide(wire::Outcome outcome) {
 }
 
 Status SourceRun::destroy() {
-  // Born here are the numbers that were never bound to others, and those that came back.
-  std::vector<std::uint32_t> born;
-  for (auto v : info_.vqpns)
-    if (born_here(v)) born.push_back(v);
   Status s = host_.runc_.remove(info_.id);
-  if (auto r = reserve_born(host_.config_, info_.instances, born); s && !r) s = r;
+  for (const auto& p : processes_) {
+    auto r = reserve_born(host_.config_, {p.session->instance()}, p.vqpns, p.generation == 0);
+    if (s && !r) s = r;
+  }
   if (auto r = host_.runc_.net("cleanup", info_.bundle, info_.id); s && !r) s = r;
   return s;
-}
-
-bool SourceRun::born_here(std::uint32_t vqpn) const {
-  const Json j = read_json(host_.config_.state_dir + "/born.json");
-  for (const auto& p : processes_) {
-    const std::string who = hex(p.session->instance());
-    if (p.session->generation() == 0) return true;
-    if (j.is_object() && j.contains(who) && std::find(j[who].begin(), j[who].end(), vqpn) != j[who].end()) return true;
-  }
-  return false;
 }
 
 void SourceRun::forget() {

@@ -80,6 +80,8 @@ class SourceRun final : public Source {
     std::shared_ptr<ProcessSession> session;
     std::vector<migr_fd_desc> fds;
     std::uint64_t described = 0;  // the state of its record
+    std::vector<std::uint32_t> vqpns{};
+    std::uint32_t generation = 0;  // how often it was restored before
   };
   Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
@@ -87,7 +89,6 @@ class SourceRun final : public Source {
   Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status checkpoint_ahead(const std::string& parent);
-  bool born_here(std::uint32_t vqpn) const;
 
   SourceHost& host_;
   const std::uint32_t id_;
@@ -99,10 +100,5 @@ class SourceRun final : public Source {
   Child detach_ahead_;  // the network hook, waiting
   Child ahead_;  // the checkpoint, waiting
 };
-
-/// The vQPNs that processes were born with on this host, while they live anywhere
-/// (DIR/born.json): reserved when they leave, released when they are back.
-Status reserve_born(const Config& config, const std::vector<Instance>& instances, const std::vector<std::uint32_t>& vqpns);
-Status release_born(const Config& config, const std::vector<Instance>& instances);
 
 }  // namespace migr

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <set>
 
+#include "agent/born.h"
 #include "agent/claims.h"
 #include "agent/peer_link.h"
 
@@ -483,6 +484,33 @@ TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
   s.play.fail_code = EINPROGRESS;
   EXPECT_FALSE(s.run().touched());
   EXPECT_TRUE(s.busy);
+}
+
+TEST(BornBook, NumbersAreReservedWhereTheyWereBornWhileTheyAreAway) {
+  using Numbers = std::vector<std::uint32_t>;
+  const Instance a{1}, b{2};
+  BornBook first, second;
+  EXPECT_EQ(first.leave({a}, {10, 11}, true), (Numbers{10, 11}));
+  EXPECT_EQ(second.arrive({a}, {10, 11}), Numbers());
+  // There it makes another, then goes on to a third host and comes back: only that one was born there.
+  EXPECT_EQ(second.leave({a}, {10, 11, 20}, false), Numbers{20});
+  second = BornBook(second.text());
+  EXPECT_EQ(second.arrive({a}, {10, 11, 20}), Numbers{20});
+  EXPECT_EQ(second.leave({a}, {10, 11, 20}, false), Numbers{20});
+  // Home again, and away once more.
+  first = BornBook(first.text());
+  EXPECT_EQ(first.arrive({a}, {10, 20}), (Numbers{10, 11}));
+  EXPECT_EQ(first.leave({a}, {10, 20}, false), Numbers{10});
+  // Another process, with the same number on another device, does not free it.
+  EXPECT_EQ(first.leave({b}, {10}, true), Numbers{10});
+  EXPECT_EQ(first.arrive({b}, {10}), Numbers());
+  EXPECT_EQ(first.arrive({a}, {10, 20}), Numbers{10});
+}
+
+TEST(BornBook, DamagedTextIsEmpty) {
+  BornBook book("{\"00\": {\"born\": \"x\"}, \"01\": 7, ");
+  EXPECT_EQ(book.text(), "{}");
+  EXPECT_EQ(BornBook("{\"00\": {\"born\": \"x\"}, \"01\": 7}").text(), "{}");
 }
 
 TEST(Claims, AProcessIsHeldByOneMigration) {
