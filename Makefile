@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak bench-datapath bench-migrate format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak shapes bench-datapath bench-migrate format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -42,6 +42,9 @@ demo: all			## the main job, to be watched: build/demo/
 N ?= 20
 soak: all			## N=20 migrations to and fro, and what they leave
 	@scripts/soak $(N)
+
+shapes: all			## longer walks through shapes of service (15 minutes)
+	@tests/e2e/shapes_walk.sh
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench

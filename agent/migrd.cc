@@ -50,7 +50,8 @@ Status make_dir(const std::string& dir, mode_t mode) {
   return {};
 }
 
-wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest& r, const Coordinator::Say& say) {
+/// @param self  to our own services
+wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
   const Config& config = peers.config();
   auto refuse = [&](const std::string& why) {
     wire::Summary s;
@@ -73,6 +74,10 @@ wire::Summary migrate(Peers& peers, SourceHost& host, const wire::MigrateRequest
     auto c = peers.channel(p.name);
     if (!c) continue;
     partners.push_back(std::make_unique<RpcPartner>(*c, p.name));
+    links.push_back(partners.back().get());
+  }
+  if (!config.peer(config.name)) {
+    partners.push_back(std::make_unique<RpcPartner>(self, config.name));
     links.push_back(partners.back().get());
   }
   RpcDestination destination(*channel, r.to());
@@ -168,7 +173,7 @@ int run(const Config& config) {
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
-                         {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, r, say); },
+                         {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
                           [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }});
 

@@ -1,0 +1,103 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# Processes without a container, and checkpoints on disk: moved there and back, stored and restored on another host.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+STORE=/var/lib/migr-e2e.checkpoint
+
+# A shell with two programs that are connected to each other, by RDMA and by TCP. Its number has to be free elsewhere, too.
+start_bare() {	# HOST OPTION...
+	local h=$1
+	shift
+	# shellcheck disable=SC2016
+	on_sh "$h" '
+		lib=$1
+		shift
+		rm -f /tmp/bare.*
+		echo $((20000 + RANDOM % 10000)) >/proc/sys/kernel/ns_last_pid
+		cd / && LD_PRELOAD=$lib/libmigr.so setsid -f bash -c "
+			echo \$\$ >/tmp/bare.pid
+			\"\$@\" --json /tmp/bare.b.json & b=\$!
+			\"\$@\" --json /tmp/bare.a.json --stop-file /tmp/bare.stop 127.0.0.1
+			wait \$b
+		" bash "$lib/migr_verify" --dev rxe0 --stall 240 "$@" </dev/null >/dev/null 2>&1
+		for i in $(seq 50); do [ ! -s /tmp/bare.pid ] || break; sleep 0.1; done
+	' "$E2E_LIB" "$@" && BARE=$(on "$h" cat /tmp/bare.pid) && until_true 60 packets_flow "$h" || fail "no traffic on $h"
+}
+packets() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
+packets_flow() { local x; x=$(packets "$1") && sleep 1 && [ "$(packets "$1")" -gt $((x + 50)) ]; }
+bare_on() {	# HOST OTHER: it runs there and nowhere else
+	on "$1" test -e "/proc/$BARE" && ! on "$2" test -e "/proc/$BARE" && until_true 30 packets_flow "$1" ||
+		{ on "$1" ps -ef >&2; fail "process $BARE does not run on $1 (and only there)"; }
+}
+stop_bare() {	# HOST
+	on "$1" touch /tmp/bare.stop
+	until_true 60 on_sh "$1" '! test -e /proc/$1' "$BARE" || { fail "process $BARE does not end"; return 1; }
+	on_sh "$1" 'cat /tmp/bare.a.json /tmp/bare.b.json' | tee "$E2E_OUT/bare.json" |
+		jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' >/dev/null ||
+		{ cat "$E2E_OUT/bare.json" >&2; fail "not every work request was completed without a fault"; }
+}
+ctl() {	# HOST WORDS..: its JSON is in $E2E_OUT/ctl.json, what it complains of in ctl.err
+	testbed exec "$1" -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl "${@:2}" --json >"$E2E_OUT/ctl.json" 2>"$E2E_OUT/ctl.err"
+}
+ctl_ok() { ctl "$@" && jq -e .migrated "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.err" >&2; e2e_logs; fail "migrctl ${*:2} on $1"; }; }
+ctl_refused() {	# PATTERN HOST WORDS..
+	local status=0
+	ctl "${@:2}" || status=$?
+	[ $status = 3 ] && grep -qE "$1" "$E2E_OUT/ctl.err" || { cat "$E2E_OUT/ctl.err" >&2; fail "status $status; it should be refused with '$1'"; }
+}
+cleaned() {
+	e2e_logs
+	e2e_reset
+	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x migr_verify; rm -rf "$1"*' "$STORE"; done
+	return 1
+}
+
+moved() {
+	start_bare src "$@" && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src &&
+		ctl_ok dst migrate --pid "$BARE" --to src && bare_on src dst && stop_bare src || cleaned
+}
+number_taken() {
+	start_bare src "$@" || { cleaned; return 1; }
+	# shellcheck disable=SC2016
+	on_sh dst 'echo $(($1 - 1)) >/proc/sys/kernel/ns_last_pid; setsid -f sleep 60 </dev/null >/dev/null 2>&1; sleep 0.2; test -e /proc/$1' "$BARE" ||
+		{ note "process number $BARE could not be taken"; stop_bare src; return 0; }
+	ctl_refused "process number $BARE is in use" src migrate --pid "$BARE" --to dst && bare_on src peer &&
+		on dst kill "$BARE" && stop_bare src || cleaned
+}
+stored() {
+	start_bare src "$@" && ctl_ok src checkpoint "$BARE" "$STORE" || { cleaned; return 1; }
+	jq -e '.connections_gone == 0' "$E2E_OUT/ctl.json" >/dev/null && ! on src test -e "/proc/$BARE" || { fail "it still runs, or lost a connection"; cleaned; return 1; }
+	on_sh src '[ "$(stat -c %a "$1")" = 700 ] && ! find "$1/images" -type f ! -perm 600 | grep -q .' "$STORE" ||
+		{ on src ls -lR "$STORE" >&2; fail "others may read the checkpoint"; cleaned; return 1; }
+	# To the other host, where it is refused until nobody else can read it.
+	rm -rf "$E2E_OUT/store" && testbed get src "$STORE" "$E2E_OUT/store" && testbed put dst "$E2E_OUT/store" "$STORE" &&
+		on_sh dst 'chown -R 0:0 "$1"; chmod -R go-rwx "$1"; chmod 644 "$1/images/migr.img"' "$STORE" || { cleaned; return 1; }
+	ctl_refused "migr.img can be read or written by others" dst restore "$STORE" && on dst chmod 600 "$STORE/images/migr.img" &&
+		on_sh dst 'cp -a "$1" "$1.bad"; head -c 100 "$1/checkpoint.json" >"$1.bad/checkpoint.json"' "$STORE" &&
+		ctl_refused 'is damaged' dst restore "$STORE.bad" &&
+		ctl_ok dst restore "$STORE" && bare_on dst src && ctl_refused "process number $BARE is in use" dst restore "$STORE" &&
+		stop_bare dst || cleaned
+}
+# A container whose partner is not stored with it: both ends learn that the connection is gone.
+container_stored() {
+	start_verify src cp "$@" && ctl_ok src checkpoint cp "$STORE.c" || { cleaned; return 1; }
+	jq -e '.connections_gone == 2' "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.json" >&2; fail "it does not say which connections are gone"; cleaned; return 1; }
+	! container_host cp 2>/dev/null && ctl_ok src restore "$STORE.c" && jq -e '.connections_gone == 2' "$E2E_OUT/ctl.json" >/dev/null &&
+		expect_running cp src || { cleaned; return 1; }
+	local status=0
+	container_wait src cp 60 || status=$?
+	[ $status = 1 ] && container_log src cp | grep -q 'Work Request Flushed Error' || { container_log src cp >&2; fail "the restored program did not see that its connection is gone"; cleaned; return 1; }
+	peer_wait verify 120 && { fail "the partner did not see that its connection is gone"; cleaned; return 1; }
+	peer_log verify | grep -qE 'transport retry counter exceeded|Flushed|closed its TCP' || { peer_log verify >&2; fail "what did the partner see?"; cleaned; return 1; }
+	container_remove src cp
+}
+
+step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
+step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
+step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
+step "a stored container, without its partner" container_stored --mode mixed --qps 2
+e2e_end
