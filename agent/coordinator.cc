@@ -123,8 +123,9 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
     bool yield = now_ms() > until;
     for (const auto& r : replies)
       for (int i = 0; r && i < r->busy_size(); i++) {
+        if (r->busy(i).migration() == id_) continue;  // ours, at a number that it says is its partner's
         who = r->busy(i).who();
-        yield = yield || r->busy(i).migration() <= id_;
+        yield = yield || r->busy(i).migration() < id_;
       }
     if (who.empty()) return replies;
     const std::string text = "the partner, " + who + ", takes part in another migration";
