@@ -22,6 +22,8 @@ TEST(Abi, ProcessRecordsHaveNoImplicitPadding) {
   EXPECT_EQ(offsetof(migr_msg, arg) % 8, 0u);
   EXPECT_EQ(sizeof(migr_fd_desc), 56u);
   EXPECT_EQ(sizeof(migr_key_map), 24u);
+  EXPECT_EQ(sizeof(migr_qp_connect), 48u);
+  EXPECT_EQ(sizeof(migr_handle_map), 48u);
 }
 
 TEST(Abi, ATagThatIsWrongStaysWrongAfterTranslation) {

@@ -299,6 +299,16 @@ TEST_F(Control, KeysBeforeSwitchIsEbusy) {
   EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, EBUSY);
 }
 
+TEST_F(Control, KeysReachWhatHasSwitchedOrWasRestored) {
+  for (const auto phase : {switchover::Phase::kSwitched, switchover::Phase::kRebound}) {
+    Registry::get().qps[1]->phase = phase;
+    fake.calls.clear();
+    EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, 0);
+    EXPECT_EQ(fake.calls, "keys ");
+  }
+  Registry::get().qps[1]->phase = switchover::Phase::kRunning;
+}
+
 TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
   Registry::get().unsupported = {{"flow", 3}, {"WQ", 1}};
   const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
