@@ -69,8 +69,10 @@ ContainerInfo from_json(const Json& j) {
     c.ctxs.emplace_back(x.at(0).get<std::uint32_t>(), x.at(1).get<std::uint32_t>());
     if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
   }
-  for (const auto& q : j.at("connected"))
+  for (const auto& q : j.at("connected")) {
     c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of_hex(q.at("gid")), bytes_of_hex(q.at("to_gid")), q.at("to_pqpn")});
+    if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
+  }
   const auto& r = j.at("resources");
   c.resources.set_ctx(r.at("ctx"));
   c.resources.set_pd(r.at("pd"));

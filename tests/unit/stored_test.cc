@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Checkpoints on disk, and processes without a container: what is kept, who may read it, what is refused.
+#include "agent/stored.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "agent/bare.h"
+
+namespace {
+
+using namespace migr;
+namespace fs = std::filesystem;
+
+struct Stored : ::testing::Test {
+  void SetUp() override {
+    char name[] = "/tmp/stored_test.XXXXXX";
+    root = mkdtemp(name);
+    fs::create_directories(root + "/from/images");
+    put(root + "/from/images/migr.img", "keys");
+    put(root + "/from/images/pages-1.img", "memory");
+    info.id = "pid:712";
+    info.pids = {712, 713};
+    info.instances = {Instance{1}, Instance{2}};
+    info.ctxs = {{7, 0}, {8, 1}};
+    info.devices = {"rxe0"};
+    info.vqpns = {17, 18, 19};
+    info.connected = {{7, 17, 0x21, std::string(16, '\x01'), std::string(16, '\xff'), 0x22}, {8, 18, 0x23, std::string(16, '\x01'), std::string(16, '\x01'), 0x23}};
+    info.resources.set_qp(3);
+  }
+  void TearDown() override { fs::remove_all(root); }
+  static void put(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
+  static mode_t mode(const std::string& path) {
+    struct stat st{};
+    EXPECT_EQ(lstat(path.c_str(), &st), 0) << path;
+    return st.st_mode & 07777;
+  }
+  Status keep() {
+    KeepingDestination d(dir(), info);
+    wire::PrepareHeader h;
+    h.set_bundle(info.bundle);
+    if (auto s = d.check({}); !s) return s;
+    if (auto s = d.prepare(h, root + "/from/images", bytes); !s) return s;
+    if (auto s = d.upload(1, root + "/from/images", false, bytes); !s) return s;
+    EXPECT_FALSE(fs::exists(dir())) << "before it is whole";
+    EXPECT_EQ(*d.outcome(1), wire::UNDONE);
+    if (auto s = d.ready(1); !s) return s;
+    if (auto s = d.commit(1); !s) return s;
+    EXPECT_EQ(*d.outcome(1), wire::COMMITTED);
+    return {};
+  }
+  Error refused() {
+    auto r = StoredSource(host, 1).inspect(dir());
+    return r ? Error{0, "not refused"} : r.error();
+  }
+  std::string dir() const { return root + "/kept"; }
+
+  std::string root;
+  ContainerInfo info;
+  std::atomic<std::uint64_t> bytes = 0;
+  Config config;
+  SessionTable sessions;
+  Claims claims;
+  SourceHost host{config, sessions, claims};
+};
+
+TEST_F(Stored, ComesBackAsItWas) {
+  ASSERT_TRUE(keep());
+  EXPECT_EQ(mode(dir()), 0700u);
+  for (const char* f : {"/images/migr.img", "/images/pages-1.img", "/checkpoint.json"}) EXPECT_EQ(mode(dir() + f), 0600u) << f;
+  EXPECT_FALSE(fs::exists(dir() + ".part"));
+  auto back = StoredSource(host, 1).inspect(dir());
+  ASSERT_TRUE(back) << back.error().text;
+  EXPECT_EQ(back->id, info.id);
+  EXPECT_EQ(back->pids, info.pids);
+  EXPECT_EQ(back->instances, info.instances);
+  EXPECT_EQ(back->ctxs, info.ctxs);
+  EXPECT_EQ(back->vqpns, info.vqpns);
+  ASSERT_EQ(back->connected.size(), 2u);
+  EXPECT_EQ(back->connected[0].dest_gid, info.connected[0].dest_gid);
+  EXPECT_EQ(back->connected[1].dest_pqpn, 0x23u);
+  EXPECT_EQ(back->resources.qp(), 3u);
+}
+
+TEST_F(Stored, EarlyImagesFirstThenTheRest) {
+  ASSERT_TRUE(keep());
+  config.state_dir = root + "/state";
+  StoredSource s(host, 1);
+  ASSERT_TRUE(s.inspect(dir()));
+  auto early = s.record(1);
+  ASSERT_TRUE(early) << early.error().text;
+  EXPECT_TRUE(fs::exists(*early + "/migr.img"));
+  EXPECT_FALSE(fs::exists(*early + "/pages-1.img"));
+  ASSERT_TRUE(s.checkpoint());
+  EXPECT_TRUE(fs::exists(*early + "/pages-1.img"));
+  s.forget();
+  EXPECT_FALSE(fs::exists(*early));
+  EXPECT_TRUE(fs::exists(dir() + "/images/pages-1.img"));
+}
+
+TEST_F(Stored, WhatOthersMayReadIsRefused) {
+  ASSERT_TRUE(keep());
+  for (const char* f : {"", "/images", "/checkpoint.json", "/images/migr.img"}) {
+    const mode_t before = mode(dir() + f);
+    chmod((dir() + f).c_str(), before | 0004);
+    const Error e = refused();
+    EXPECT_EQ(e.code, EPERM) << f;
+    EXPECT_NE(e.text.find(dir() + f), std::string::npos) << e.text;
+    chmod((dir() + f).c_str(), before);
+  }
+  EXPECT_EQ(refused().code, 0);
+}
+
+TEST_F(Stored, DamageIsRefused) {
+  ASSERT_TRUE(keep());
+  const std::string manifest = dir() + "/checkpoint.json";
+  std::string text;
+  std::getline(std::ifstream(manifest), text, '\0');
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string changed = text;
+    EXPECT_NE(changed.find(from), std::string::npos) << from;
+    put(manifest, changed.replace(changed.find(from), from.size(), to));
+    return refused();
+  };
+  EXPECT_EQ(with("\"wire\": ", "\"wire\": 9").code, EINVAL);
+  EXPECT_NE(with("\"wire\": ", "\"wire\": 9").text.find("release"), std::string::npos);
+  for (const auto& [from, to] : std::initializer_list<std::pair<const char*, const char*>>{
+           {"\"pid:712\"", "\"../x\""}, {"\"pid:712\"", "7"}, {"\"pid:712\"", "\"c\""}, {"\"vqpns\"", "\"other\""}, {"\"01", "\"0x"}, {"\"01", "\"01aa"}}) {
+    const Error e = with(from, to);
+    EXPECT_EQ(e.code, EINVAL) << from;
+    EXPECT_NE(e.text.find("is damaged"), std::string::npos) << e.text;
+  }
+  put(manifest, text.substr(0, text.size() / 2));
+  EXPECT_EQ(refused().code, EINVAL);
+  put(manifest, text);
+  EXPECT_EQ(refused().code, 0);
+}
+
+TEST_F(Stored, AnExistingFolderIsNotTouched) {
+  fs::create_directories(dir());
+  EXPECT_EQ(keep().error().code, EEXIST);
+  EXPECT_EQ(KeepingDestination("relative", info).check({}).error().code, EINVAL);
+  EXPECT_EQ(KeepingDestination(root + "/no/such", info).check({}).error().code, ENOENT);
+}
+
+TEST_F(Stored, WhatWasTakenBackLeavesNothing) {
+  KeepingDestination d(dir(), info);
+  ASSERT_TRUE(d.prepare({}, root + "/from/images", bytes));
+  EXPECT_TRUE(fs::exists(dir() + ".part"));
+  ASSERT_TRUE(d.abort(1));
+  EXPECT_FALSE(fs::exists(dir() + ".part"));
+}
+
+TEST(Bare, Names) {
+  EXPECT_EQ(bare_name(712), "pid:712");
+  EXPECT_EQ(bare_pid("pid:712"), 712);
+  for (const char* other : {"712", "pid:", "pid:x", "pid:7x", "pid:-7", "pid:1", "pid:99999999999", "web"}) EXPECT_FALSE(bare_pid(other)) << other;
+}
+
+TEST(Bare, ATreeIsAProcessAndItsDescendants) {
+  int ready[2];
+  ASSERT_EQ(pipe(ready), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const pid_t grandchild = fork();
+    if (grandchild) (void)!write(ready[1], &grandchild, sizeof grandchild);
+    for (;;) pause();
+  }
+  pid_t grandchild = 0;
+  ASSERT_EQ(read(ready[0], &grandchild, sizeof grandchild), static_cast<ssize_t>(sizeof grandchild));
+  EXPECT_EQ(tree_of(child), (std::vector<pid_t>{child, grandchild}));
+  const Config config;
+  const Bare bare(config);
+  auto state = bare.state(child);
+  ASSERT_TRUE(state) << state.error().text;
+  EXPECT_EQ(state->status, "running");
+  EXPECT_TRUE(bare.remove(child));
+  waitpid(child, nullptr, 0);
+  EXPECT_TRUE(tree_of(child).empty());
+  EXPECT_EQ(bare.state(child).error().code, ENOENT);
+  close(ready[0]);
+  close(ready[1]);
+}
+
+}  // namespace
