@@ -92,7 +92,7 @@ container_stored() {
 	container_wait src cp 60 || status=$?
 	[ $status = 1 ] && container_log src cp | grep -q 'Work Request Flushed Error' || { container_log src cp >&2; fail "the restored program did not see that its connection is gone"; cleaned; return 1; }
 	peer_wait verify 120 && { fail "the partner did not see that its connection is gone"; cleaned; return 1; }
-	peer_log verify | grep -qE 'transport retry counter exceeded|Flushed|closed its TCP' || { peer_log verify >&2; fail "what did the partner see?"; cleaned; return 1; }
+	peer_log verify | grep -qE 'transport retry counter exceeded|the partner gave up|closed its TCP' || { peer_log verify >&2; fail "what did the partner see?"; cleaned; return 1; }
 	container_remove src cp
 }
 
