@@ -68,7 +68,7 @@ TEST_F(Session, HelloNamesTheProcess) {
 
 TEST_F(Session, MalformedHellosAreEPROTO) {
   std::vector<std::function<void(migr_msg&)>> bad = {
-      [](migr_msg& h) { h.version = 2; },
+      [](migr_msg& h) { h.version = MIGR_PROC_VERSION + 1; },
       [](migr_msg& h) { h.type = MIGR_MSG_DESCRIBE; },
       [](migr_msg& h) { h.count = 1, h.record_size = sizeof(migr_text_range); },  // but none follows
       [](migr_msg& h) { h.count = MIGR_PROC_MAX_RECORDS + 1; },
