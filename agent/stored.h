@@ -45,6 +45,7 @@ class StoredSource final : public Source {
   Result<ContainerInfo> inspect(const std::string& dir) override;
   Result<std::string> record(std::uint32_t id) override;
   Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
+  Result<std::uint64_t> drop_unchanged() override { return 0; }
   Status suspend() override { return {}; }
   Status drain() override { return {}; }
   Status rollback() override { return {}; }
