@@ -74,7 +74,9 @@ stored() {
 	on_sh src '[ "$(stat -c %a "$1")" = 700 ] && ! find "$1/images" -type f ! -perm 600 | grep -q .' "$STORE" ||
 		{ on src ls -lR "$STORE" >&2; fail "others may read the checkpoint"; cleaned; return 1; }
 	# To the other host, where it is refused until nobody else can read it.
-	rm -rf "$E2E_OUT/store" && testbed get src "$STORE" "$E2E_OUT/store" && testbed put dst "$E2E_OUT/store" "$STORE" &&
+	local copy
+	copy=$E2E_OUT/$(basename "$STORE")
+	rm -rf "$copy" && testbed get src "$STORE" "$copy" && testbed put dst "$copy" "$(dirname "$STORE")" &&
 		on_sh dst 'chown -R 0:0 "$1"; chmod -R go-rwx "$1"; chmod 644 "$1/images/migr.img"' "$STORE" || { cleaned; return 1; }
 	ctl_refused "migr.img can be read or written by others" dst restore "$STORE" && on dst chmod 600 "$STORE/images/migr.img" &&
 		on_sh dst 'cp -a "$1" "$1.bad"; head -c 100 "$1/checkpoint.json" >"$1.bad/checkpoint.json"' "$STORE" &&
