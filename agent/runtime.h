@@ -40,6 +40,8 @@ class Runtime {
   pid_t init_pid(const std::string& id) const;
   bool owns(const std::string& id, pid_t init, pid_t pid) const;
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
+  Child net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const;
+  Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
   const Runc runc_;
