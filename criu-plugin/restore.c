@@ -290,7 +290,7 @@ int restore_update_vma(const char *path, uint64_t addr, uint64_t old_pgoff, uint
 	/* First the process that we are, then any: old records may not know the inner pid. */
 	for (int pass = 0; pass < 2; pass++)
 		for (uint32_t i = 0; i < job.img->nr_processes; i++) {
-			const struct migr_rst_process *p = job.img->processes[i];
+			struct migr_rst_process *p = job.img->processes[i];
 
 			if ((p->ns_pid == self) != (pass == 0))
 				continue;

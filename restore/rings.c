@@ -44,44 +44,15 @@ int migr_rst_rings(uint32_t obj_type, const struct migr_rst_resp *resp, struct m
 	return -EOPNOTSUPP;
 }
 
-/* The described ring at @addr, or NULL. */
-static const struct migr_fd_desc *described(const struct migr_rst_process *p, uint64_t addr)
-{
-	for (uint32_t i = 0; i < p->nr_fds; i++)
-		if (p->fds[i].kind == MIGR_FD_RING && p->fds[i].addr == addr)
-			return &p->fds[i];
-	return NULL;
-}
-
 /* What a mapping is counted in. */
 static uint64_t pages(uint64_t bytes)
 {
 	return (bytes + 4095) / 4096;
 }
 
-/* The rings of the new object @handle was; how many, or a negative errno. */
-static int new_rings(const struct migr_rst_context *c, uint32_t type, uint32_t handle, struct migr_rst_ring out[2])
+/* By what the process itself said (@n rings @to are of the new object); it also knows of rings that were resized. */
+static int match_described(const struct migr_fd_desc *d, const struct migr_rst_ring to[2], int n, uint64_t *new_pgoff)
 {
-	const struct migr_rst_resp *resp = NULL;
-
-	for (uint32_t i = 0; type == MIGR_OBJ_CQ && i < c->rec.nr_cq; i++)
-		if (c->cqs[i].rec.handle == handle)
-			resp = &c->cqs[i].new_resp;
-	for (uint32_t i = 0; type == MIGR_OBJ_SRQ && i < c->rec.nr_srq; i++)
-		if (c->srqs[i].rec.handle == handle)
-			resp = &c->srqs[i].new_resp;
-	for (uint32_t i = 0; type == MIGR_OBJ_QP && i < c->rec.nr_qp; i++)
-		if (c->qps[i].rec.handle == handle)
-			resp = &c->qps[i].new_resp;
-	return resp ? migr_rst_rings(type, resp, out) : -ENOENT;
-}
-
-/* By what the process itself said; it also knows of rings that were resized. */
-static int match_described(const struct migr_rst_context *c, const struct migr_fd_desc *d, uint64_t *new_pgoff)
-{
-	struct migr_rst_ring to[2];
-	int n = new_rings(c, d->obj_type, d->obj_handle, to);
-
 	if (n < 0 || d->ring >= (uint32_t)n)
 		return -ENOENT;
 	if (pages(to[d->ring].bytes) != pages(d->bytes))
@@ -90,52 +61,21 @@ static int match_described(const struct migr_rst_context *c, const struct migr_f
 	return 0;
 }
 
-/* Matches one object's rings from the @first; 0 when @old_pgoff is one of them. */
-static int match(uint32_t type, int first, const struct migr_rst_resp *was, const struct migr_rst_resp *is,
-		 uint64_t old_pgoff, uint64_t *new_pgoff)
-{
-	struct migr_rst_ring from[2], to[2];
-	int n = migr_rst_rings(type, was, from);
-
-	if (n < 0 || migr_rst_rings(type, is, to) != n)
-		return -ENOENT;
-	for (int i = first; i < n; i++) {
-		if (!from[i].bytes || from[i].pgoff != old_pgoff)
-			continue;
-		if (pages(to[i].bytes) != pages(from[i].bytes))
-			return -EMSGSIZE;
-		*new_pgoff = to[i].pgoff;
-		return 0;
-	}
-	return -ENOENT;
-}
-
-static int match_context(const struct migr_rst_context *c, uint64_t old_pgoff, uint64_t *new_pgoff)
-{
-	int ret = -ENOENT;
-
-	for (uint32_t i = 0; ret == -ENOENT && i < c->rec.nr_cq; i++)
-		ret = match(MIGR_OBJ_CQ, 0, &c->cqs[i].resp, &c->cqs[i].new_resp, old_pgoff, new_pgoff);
-	for (uint32_t i = 0; ret == -ENOENT && i < c->rec.nr_srq; i++)
-		ret = match(MIGR_OBJ_SRQ, 0, &c->srqs[i].resp, &c->srqs[i].new_resp, old_pgoff, new_pgoff);
-	/* One that receives from an SRQ has no RQ: nothing was written there. */
-	for (uint32_t i = 0; ret == -ENOENT && i < c->rec.nr_qp; i++)
-		ret = match(MIGR_OBJ_QP, c->qps[i].rec.srq_handle != MIGR_NO_HANDLE, &c->qps[i].resp,
-			    &c->qps[i].new_resp, old_pgoff, new_pgoff);
-	return ret;
-}
-
-/* ---- index ---------------------------------------------------------------------- */
-
 struct ring_ref {
 	uint64_t old_pgoff, new_pgoff;
 	uint32_t context;	/* index in the process */
 	int ret;		/* 0 or -EMSGSIZE */
 };
 
+struct object_ref {
+	uint32_t ctx_id, type, handle;
+	const struct migr_rst_resp *resp;
+};
+
 struct migr_rst_ring_index {
-	uint32_t nr_refs, nr_descs;
+	uint32_t nr_refs, nr_descs, nr_objects;
 	const struct migr_fd_desc **descs;	/* RING, by address */
+	struct object_ref *objects;		/* by context, type and handle */
 	struct ring_ref refs[];			/* by old offset */
 };
 
@@ -153,15 +93,28 @@ static int by_address(const void *a, const void *b)
 	return (*x)->addr < (*y)->addr ? -1 : (*x)->addr > (*y)->addr;
 }
 
-static void add_refs(struct migr_rst_ring_index *index, uint32_t context, uint32_t type, const struct migr_rst_resp *was,
-		     const struct migr_rst_resp *is)
+static int by_object(const void *a, const void *b)
+{
+	const struct object_ref *x = a, *y = b;
+
+	if (x->ctx_id != y->ctx_id)
+		return x->ctx_id < y->ctx_id ? -1 : 1;
+	if (x->type != y->type)
+		return x->type < y->type ? -1 : 1;
+	return x->handle < y->handle ? -1 : x->handle > y->handle;
+}
+
+/* An object, and its rings from the @first. */
+static void add_object(struct migr_rst_ring_index *index, const struct migr_rst_process *p, uint32_t context, uint32_t type,
+		       uint32_t handle, int first, const struct migr_rst_resp *was, const struct migr_rst_resp *is)
 {
 	struct migr_rst_ring from[2], to[2];
 	int n = migr_rst_rings(type, was, from);
 
+	index->objects[index->nr_objects++] = (struct object_ref){ p->contexts[context].rec.ctx_id, type, handle, is };
 	if (n < 0 || migr_rst_rings(type, is, to) != n)
 		return;
-	for (int i = 0; i < n; i++)
+	for (int i = first; i < n; i++)
 		if (from[i].bytes)
 			index->refs[index->nr_refs++] = (struct ring_ref){
 				from[i].pgoff, to[i].pgoff, context, pages(to[i].bytes) == pages(from[i].bytes) ? 0 : -EMSGSIZE,
@@ -171,36 +124,51 @@ static void add_refs(struct migr_rst_ring_index *index, uint32_t context, uint32
 int migr_rst_rings_index(struct migr_rst_process *p)
 {
 	struct migr_rst_ring_index *index;
-	uint32_t most = 0;
-	size_t head;
+	size_t objects = 0, rings, descs;
 
 	for (uint32_t i = 0; i < p->nr_contexts; i++)
-		most += p->contexts[i].rec.nr_cq + 2 * p->contexts[i].rec.nr_qp;
-	head = sizeof(*index) + most * sizeof(index->refs[0]);
-	index = calloc(1, head + p->nr_fds * sizeof(index->descs[0]));
+		objects += p->contexts[i].rec.nr_cq + p->contexts[i].rec.nr_srq + p->contexts[i].rec.nr_qp;
+	rings = sizeof(*index) + 2 * objects * sizeof(index->refs[0]);
+	descs = rings + objects * sizeof(index->objects[0]);
+	index = calloc(1, descs + p->nr_fds * sizeof(index->descs[0]));
 	if (!index)
 		return -ENOMEM;
-	index->descs = (const struct migr_fd_desc **)((char *)index + head);
+	index->objects = (struct object_ref *)((char *)index + rings);
+	index->descs = (const struct migr_fd_desc **)((char *)index + descs);
 	for (uint32_t i = 0; i < p->nr_contexts; i++) {
 		const struct migr_rst_context *c = &p->contexts[i];
 
 		for (uint32_t k = 0; k < c->rec.nr_cq; k++)
-			add_refs(index, i, MIGR_OBJ_CQ, &c->cqs[k].resp, &c->cqs[k].new_resp);
+			add_object(index, p, i, MIGR_OBJ_CQ, c->cqs[k].rec.handle, 0, &c->cqs[k].resp, &c->cqs[k].new_resp);
+		for (uint32_t k = 0; k < c->rec.nr_srq; k++)
+			add_object(index, p, i, MIGR_OBJ_SRQ, c->srqs[k].rec.handle, 0, &c->srqs[k].resp, &c->srqs[k].new_resp);
+		/* One that receives from an SRQ has no RQ: nothing was written there. */
 		for (uint32_t k = 0; k < c->rec.nr_qp; k++)
-			add_refs(index, i, MIGR_OBJ_QP, &c->qps[k].resp, &c->qps[k].new_resp);
+			add_object(index, p, i, MIGR_OBJ_QP, c->qps[k].rec.handle, c->qps[k].rec.srq_handle != MIGR_NO_HANDLE,
+				   &c->qps[k].resp, &c->qps[k].new_resp);
 	}
 	for (uint32_t i = 0; i < p->nr_fds; i++)
 		if (p->fds[i].kind == MIGR_FD_RING)
 			index->descs[index->nr_descs++] = &p->fds[i];
 	qsort(index->refs, index->nr_refs, sizeof(index->refs[0]), by_offset);
+	qsort(index->objects, index->nr_objects, sizeof(index->objects[0]), by_object);
 	qsort(index->descs, index->nr_descs, sizeof(index->descs[0]), by_address);
 	free(p->rings);
 	p->rings = index;
 	return 0;
 }
 
-/* As match_context(), of the context @only or (NULL) any. */
-static int match_index(const struct migr_rst_process *p, const struct migr_rst_context *only, uint64_t old_pgoff,
+/* The rings of the new object that @d is of; how many, or a negative errno. */
+static int new_rings(const struct migr_rst_ring_index *index, const struct migr_fd_desc *d, struct migr_rst_ring out[2])
+{
+	const struct object_ref key = { d->ctx_id, d->obj_type, d->obj_handle, NULL };
+	const struct object_ref *o = bsearch(&key, index->objects, index->nr_objects, sizeof(key), by_object);
+
+	return o ? migr_rst_rings(d->obj_type, o->resp, out) : -ENOENT;
+}
+
+/* By the offset in the driver's answer to create; of the context @only or (NULL) any. */
+static int match_offset(const struct migr_rst_process *p, const struct migr_rst_context *only, uint64_t old_pgoff,
 		       struct migr_rst_context **c, uint64_t *new_pgoff)
 {
 	const struct migr_rst_ring_index *index = p->rings;
@@ -219,7 +187,8 @@ static int match_index(const struct migr_rst_process *p, const struct migr_rst_c
 	return -ENOENT;
 }
 
-static const struct migr_fd_desc *described_in_index(const struct migr_rst_ring_index *index, uint64_t addr)
+/* The described ring at @addr, or NULL. */
+static const struct migr_fd_desc *described(const struct migr_rst_ring_index *index, uint64_t addr)
 {
 	const struct migr_fd_desc want = { .addr = addr }, *key = &want;
 	const struct migr_fd_desc **d = bsearch(&key, index->descs, index->nr_descs, sizeof(*d), by_address);
@@ -227,7 +196,7 @@ static const struct migr_fd_desc *described_in_index(const struct migr_rst_ring_
 	return d ? *d : NULL;
 }
 
-static const struct migr_rst_context *context_of(const struct migr_rst_process *p, uint32_t ctx_id)
+static struct migr_rst_context *context_of(const struct migr_rst_process *p, uint32_t ctx_id)
 {
 	for (uint32_t i = 0; i < p->nr_contexts; i++)
 		if (p->contexts[i].rec.ctx_id == ctx_id)
@@ -235,47 +204,28 @@ static const struct migr_rst_context *context_of(const struct migr_rst_process *
 	return NULL;
 }
 
-static int other_size(const struct migr_rst_process *p, uint64_t addr, struct migr_rst_err *err)
-{
-	return rst_fail(err, EMSGSIZE, "the ring at %#llx of pid %u has another size here: another driver version?",
-			(unsigned long long)addr, p->pid);
-}
-
-static int no_ring(const struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff, struct migr_rst_err *err)
-{
-	return rst_fail(err, ENOENT, "the mapping at %#llx (offset %#llx) is no ring of pid %u's record",
-			(unsigned long long)addr, (unsigned long long)old_pgoff, p->pid);
-}
-
-int migr_rst_ring_find(const struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff,
+int migr_rst_ring_find(struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff,
 		       struct migr_rst_context **c, uint64_t *new_pgoff, struct migr_rst_err *err)
 {
+	const struct migr_fd_desc *d;
+	struct migr_rst_ring to[2];
+	int ret;
+
+	if (!p->rings && migr_rst_rings_index(p))
+		return rst_fail(err, ENOMEM, "no memory");
 	/* Offsets are unique on a device only: two devices may have used the same. */
-	const struct migr_fd_desc *d = p->rings ? described_in_index(p->rings, addr) : described(p, addr);
-
-	if (p->rings) {
-		int ret = match_index(p, d ? context_of(p, d->ctx_id) : NULL, old_pgoff, c, new_pgoff);
-
-		if (!ret)
-			return 0;
-		if (ret == -EMSGSIZE)
-			return other_size(p, addr, err);
-		return no_ring(p, addr, old_pgoff, err);
+	d = described(p->rings, addr);
+	if (d && d->pgoff == old_pgoff) {
+		*c = context_of(p, d->ctx_id);
+		ret = *c ? match_described(d, to, new_rings(p->rings, d, to), new_pgoff) : -ENOENT;
+	} else {
+		ret = match_offset(p, d ? context_of(p, d->ctx_id) : NULL, old_pgoff, c, new_pgoff);
 	}
-	for (uint32_t i = 0; i < p->nr_contexts; i++) {
-		struct migr_rst_context *ctx = &p->contexts[i];
-		int ret;
-
-		if (d && d->ctx_id != ctx->rec.ctx_id)
-			continue;
-		ret = d && d->pgoff == old_pgoff ? match_described(ctx, d, new_pgoff) :
-						   match_context(ctx, old_pgoff, new_pgoff);
-		if (ret == -EMSGSIZE)
-			return other_size(p, addr, err);
-		if (ret)
-			continue;
-		*c = ctx;
-		return 0;
-	}
-	return no_ring(p, addr, old_pgoff, err);
+	if (ret == -EMSGSIZE)
+		return rst_fail(err, EMSGSIZE, "the ring at %#llx of pid %u has another size here: another driver version?",
+				(unsigned long long)addr, p->pid);
+	if (ret)
+		return rst_fail(err, ENOENT, "the mapping at %#llx (offset %#llx) is no ring of pid %u's record",
+				(unsigned long long)addr, (unsigned long long)old_pgoff, p->pid);
+	return 0;
 }

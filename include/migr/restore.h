@@ -142,7 +142,7 @@ struct migr_rst_process {
 	uint32_t nr_contexts;
 	struct migr_fd_desc *fds;	/* which fd is which, where the rings lie */
 	uint32_t nr_fds;
-	struct migr_rst_ring_index *rings;	/* NULL until migr_rst_rings_index() */
+	struct migr_rst_ring_index *rings;	/* NULL: not prepared yet */
 };
 
 struct migr_rst_image {
@@ -314,14 +314,16 @@ int migr_rst_rings(uint32_t obj_type, const struct migr_rst_resp *resp, struct m
 
 /*
  * The process had a ring mapped at @addr from offset @old_pgoff: finds which
- * context it belongs to and its offset now. -ENOENT: it is no ring of @p.
+ * context it belongs to and its offset now. -ENOENT: it is no ring of @p;
+ * -EMSGSIZE: its size is another here.
  */
-int migr_rst_ring_find(const struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff,
+int migr_rst_ring_find(struct migr_rst_process *p, uint64_t addr, uint64_t old_pgoff,
 		       struct migr_rst_context **c, uint64_t *new_pgoff, struct migr_rst_err *err);
 
 /*
- * Makes migr_rst_ring_find() fast for a process with thousands of QPs; to be called when
- * its objects are built and its fds are described, and nothing of it changes any more.
+ * Prepares migr_rst_ring_find(), which else does so at its first call; to be called when
+ * the objects of @p are built and its fds are described, and nothing of it changes any
+ * more (or again when something has). -ENOMEM.
  */
 int migr_rst_rings_index(struct migr_rst_process *p);
 
