@@ -60,8 +60,8 @@ destination_migrd_killed() {
 }
 # The partner has changed its path already, and changes it back.
 undone_at_the_end() {	# ID
-	migrd_restart src MIGR_FAULT=commit:fail || return 1
-	migrate_refused "$1" dst "fault point 'commit'" && expect_running "$1" src && expect_traffic
+	migrd_restart src MIGR_FAULT=source.commit.begin:fail || return 1
+	migrate_refused "$1" dst "fault point 'source.commit.begin'" && expect_running "$1" src && expect_traffic
 	local r=$?
 	migrd_restart src && return $r
 }
