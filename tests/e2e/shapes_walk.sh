@@ -5,6 +5,7 @@ set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
 e2e_up || exit 1
+export E2E_MIGRATE_LIMIT=420	# one may have to wait for another
 
 back() { e2e_logs; e2e_reset; return 1; }
 
