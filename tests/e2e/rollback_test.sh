@@ -78,5 +78,5 @@ step "undone after the partner has switched" undone_at_the_end c || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
-step "SRQ: the same" undone_then_moved --srq --mode mixed --qps 2
+step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
 e2e_end
