@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "born.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "file_tree.h"
 #include "kernel_record.h"
 
 namespace migr {
@@ -25,15 +24,13 @@ BornBook read_book(const Config& config) {
   return BornBook({std::istreambuf_iterator<char>(in), {}});
 }
 
-// Whole or not there, and on the disk.
-Status write_book(const Config& config, const BornBook& book) {
-  const std::string path = path_of(config), tmp = path + ".new", text = book.text();
-  FILE* f = std::fopen(tmp.c_str(), "we");
-  if (!f) return sys_error("writing " + tmp);
-  const bool ok = std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
-  const int err = errno;
-  std::fclose(f);
-  if (!ok || std::rename(tmp.c_str(), path.c_str())) return sys_error("writing " + path, ok ? errno : err);
+// Tells migr.ko of each of them, by reserve_qpn or release_qpn.
+Status tell_kernel(const std::vector<std::uint32_t>& vqpns, Status (KernelRecord::*call)(std::uint32_t)) {
+  if (vqpns.empty()) return {};
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  for (const auto v : vqpns)
+    if (auto s = ((*k).*call)(v); !s) return s;
   return {};
 }
 
@@ -92,24 +89,16 @@ Status reserve_born(const Config& config, const std::vector<Instance>& who, cons
   std::lock_guard lock(book_mutex);
   BornBook book = read_book(config);
   const auto born = book.leave(who, vqpns, first_life);
-  if (auto s = write_book(config, book); !s || born.empty()) return s;
-  auto k = KernelRecord::open();
-  if (!k) return k.error();
-  for (const auto v : born)
-    if (auto s = k->reserve_qpn(v); !s) return s;
-  return {};
+  if (auto s = write_whole(path_of(config), book.text()); !s) return s;
+  return tell_kernel(born, &KernelRecord::reserve_qpn);
 }
 
 Status release_born(const Config& config, const std::vector<Instance>& who, const std::vector<std::uint32_t>& vqpns) {
   std::lock_guard lock(book_mutex);
   BornBook book = read_book(config);
   const auto back = book.arrive(who, vqpns);
-  if (auto s = write_book(config, book); !s || back.empty()) return s;
-  auto k = KernelRecord::open();
-  if (!k) return k.error();
-  for (const auto v : back)
-    if (auto s = k->release_qpn(v); !s) return s;
-  return {};
+  if (auto s = write_whole(path_of(config), book.text()); !s) return s;
+  return tell_kernel(back, &KernelRecord::release_qpn);
 }
 
 }  // namespace migr

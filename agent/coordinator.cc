@@ -6,13 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <future>
 #include <map>
 #include <thread>
 
 #include "fault.h"
 #include "limits.h"
+#include "parallel.h"
 #include "peer_link.h"
 #include "uapi/migr.h"
 
@@ -25,14 +24,13 @@ double now_ms() {
 
 std::string bytes_of(const Instance& i) { return {reinterpret_cast<const char*>(i.data()), i.size()}; }
 
-// All at once, all to their end; the first error in the order given.
-Status parallel(std::vector<std::function<Status()>> todo) {
-  std::vector<std::future<Status>> running;
-  for (std::size_t i = 1; i < todo.size(); i++) running.push_back(std::async(std::launch::async, todo[i]));
-  Status first = todo.empty() ? Status() : todo[0]();
-  for (auto& r : running)
-    if (auto s = r.get(); first && !s) first = s;
-  return first;
+/// Where a QP leads from now on. @param end  wire::PreparedQp or wire::Spare; @param peer  the instance at that end
+template <class End>
+void lead_to(wire::Connection& c, const End& end, std::string peer) {
+  c.set_dest_pqpn(end.pqpn());
+  c.set_dest_psn(end.psn());
+  c.set_dest_gid(end.gid());
+  c.set_peer(std::move(peer));
 }
 
 }  // namespace
@@ -90,16 +88,10 @@ double Coordinator::rdma_ms() const {
   return ms;
 }
 
-Status Coordinator::each_partner(const std::function<Status(Affected&)>& f) {
-  std::vector<std::function<Status()>> todo;
-  for (auto& a : affected_) todo.push_back([&] { return f(a); });
-  return parallel(std::move(todo));
-}
-
 Status Coordinator::both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there) {
   std::vector<std::function<Status()>> todo = {here};
   for (auto& a : affected_) todo.push_back([&] { return there(a); });
-  return parallel(std::move(todo));
+  return parallel(todo);
 }
 
 // Every host's answer. EINPROGRESS: another migration holds a partner. Of two that want each other's processes one waits
@@ -118,7 +110,7 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
     std::vector<std::function<Status()>> todo;
     for (std::size_t h = 0; h < hosts_.size(); h++)
       todo.push_back([&, h] { return Status(replies[h] = hosts_[h]->find(request)); });
-    (void)parallel(std::move(todo));  // a host that has none of them may be down
+    (void)parallel(todo);  // a host that has none of them may be down
     std::string who;
     bool yield = now_ms() > until;
     for (const auto& r : replies)
@@ -284,10 +276,7 @@ Status Coordinator::connect() {
     auto* d = to_dest.add_connections();
     d->set_src_ctx_id(mine.ctx_id);
     d->set_vqpn(mine.vqpn);
-    d->set_dest_pqpn(f->second->pqpn());
-    d->set_dest_psn(f->second->psn());
-    d->set_dest_gid(f->second->gid());
-    d->set_peer(peer_of(other));
+    lead_to(*d, *f->second, peer_of(other));
   }
   for (std::size_t i = 0; i < info_.connected.size() && set_.what == Settings::kGiveBack; i++) {
     if (twins_.contains(i)) continue;
@@ -309,16 +298,10 @@ Status Coordinator::connect() {
       auto* d = to_dest.add_connections();
       d->set_src_ctx_id(mine.ctx_id);
       d->set_vqpn(mine.vqpn);
-      d->set_dest_pqpn(s->second->pqpn());
-      d->set_dest_psn(s->second->psn());
-      d->set_dest_gid(s->second->gid());
-      d->set_peer(q.instance());
+      lead_to(*d, *s->second, q.instance());
       auto* c = to_partner[p].add_connections();
       c->set_index(q.index());
-      c->set_dest_pqpn(f->second->pqpn());
-      c->set_dest_psn(f->second->psn());
-      c->set_dest_gid(f->second->gid());
-      c->set_peer(peer_of(mine));
+      lead_to(*c, *f->second, peer_of(mine));
     }
   }
   return both([&] { return to_dest.connections_size() ? dest_.connect(to_dest) : Status(); },

@@ -147,7 +147,6 @@ class Coordinator {
   Status copy();
   Status commit();
   Status resume();
-  Status each_partner(const std::function<Status(Affected&)>& f);
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);
   /// The same without fault points.

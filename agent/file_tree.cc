@@ -8,6 +8,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <vector>
 
@@ -154,6 +155,17 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   if (fd.n < 0 || fstat(fd.n, &st)) return sys_error("reading folder " + folder);
   Sender s{tree, limit, send, st.st_dev};
   if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
+  return {};
+}
+
+Status write_whole(const std::string& path, const std::string& text) {
+  const std::string tmp = path + ".new";
+  FILE* f = std::fopen(tmp.c_str(), "we");
+  if (!f) return sys_error("writing " + tmp);
+  const bool ok = std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
+  const int err = errno;
+  std::fclose(f);
+  if (!ok || std::rename(tmp.c_str(), path.c_str())) return sys_error("writing " + path, ok ? errno : err);
   return {};
 }
 

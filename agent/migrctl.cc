@@ -197,9 +197,8 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   return summary.error().empty() ? kDone : kFailed;
 }
 
-// What is named on the command line, as migrd knows it.
+// CONTAINER|PID, as migrd knows it.
 std::string name_of(const Options& o) {
-  if (o.pid) return bare_name(o.pid);
   const bool number = !o.container.empty() && o.container.find_first_not_of("0123456789") == std::string::npos;
   return number ? "pid:" + o.container : o.container;
 }

@@ -50,6 +50,21 @@ Status make_dir(const std::string& dir, mode_t mode) {
   return {};
 }
 
+/// A number that is not 0. EIO: the kernel has none.
+Result<std::uint32_t> random_number() {
+  for (std::uint32_t n = 0;;) {
+    if (getrandom(&n, sizeof n, 0) != sizeof n) return Error{EIO, "no random numbers"};
+    if (n) return n;
+  }
+}
+
+wire::Summary refused(const std::string& what, const std::string& why) {
+  wire::Summary s;
+  s.set_container(what);
+  s.set_error(why);
+  return s;
+}
+
 /// @param self  to our own services
 wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
   const Config& config = peers.config();
@@ -88,19 +103,17 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
     p.set_note(text);
     say(p);
   };
-  auto random = [](std::uint32_t& n) { return getrandom(&n, sizeof n, 0) == sizeof n; };
   const auto busy_until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kBusyWaitMs);
   for (int tries = 1;;) {
-    std::uint32_t id = 0, pause = 0;
-    while (!id)
-      if (!random(id) || !random(pause)) return refuse("no random numbers");
+    const auto id = random_number(), pause = random_number();
+    if (!id || !pause) return refuse("no random numbers");
     wire::Summary summary;
     bool changed = false, busy = false;
     {
       // An application that changes its resources all the time has to wait with that in the end.
-      SourceRun source(host, id, tries == kMigrateTries);
+      SourceRun source(host, *id, tries == kMigrateTries);
       Coordinator coordinator(settings, source, destination, links, say);
-      summary = coordinator.migrate(r.container(), r.to(), id);
+      summary = coordinator.migrate(r.container(), r.to(), *id);
       changed = coordinator.try_again() && tries < kMigrateTries;
       busy = coordinator.busy() && std::chrono::steady_clock::now() < busy_until;
     }
@@ -108,7 +121,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
     if (changed)
       note(fmt::format("trying again ({} of {}): {}", ++tries, kMigrateTries, summary.error()));
     else if (busy)
-      note("trying again: " + summary.error()), usleep(pause % (kBusyPauseMs * 1000u));  // for two that met not to meet again
+      note("trying again: " + summary.error()), usleep(*pause % (kBusyPauseMs * 1000u));  // for two that met not to meet again
     else
       return summary;
   }
@@ -116,30 +129,24 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
 
 // Both are migrations of which one side is a folder. What was connected to others is not any more.
 wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
-  wire::Summary refused;
-  refused.set_container(r.container());
-  std::uint32_t id = 0;
-  while (!id)
-    if (getrandom(&id, sizeof id, 0) != sizeof id) return refused.set_error("no random numbers"), refused;
-  SourceRun source(host, id, true);
+  const auto id = random_number();
+  if (!id) return refused(r.container(), id.error().text);
+  SourceRun source(host, *id, true);
   KeepingDestination destination(r.dir(), source.info());
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
-  return Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), id);
+  return Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), *id);
 }
 
 wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, const Config& config, const wire::RestoreRequest& r,
                       const Coordinator::Say& say) {
-  wire::Summary refused;
-  refused.set_container(r.dir());
-  std::uint32_t id = 0;
-  while (!id)
-    if (getrandom(&id, sizeof id, 0) != sizeof id) return refused.set_error("no random numbers"), refused;
-  StoredSource source(host, id);
+  const auto id = random_number();
+  if (!id) return refused(r.dir(), id.error().text);
+  StoredSource source(host, *id);
   RpcDestination destination(std::move(self), config.name, r.dir() + "/bundle");
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kGiveBack;
-  return Coordinator(settings, source, destination, {}, say).migrate(r.dir(), config.name, id);
+  return Coordinator(settings, source, destination, {}, say).migrate(r.dir(), config.name, *id);
 }
 
 // A process that is suspended and that no migration holds: its migrd died meanwhile.

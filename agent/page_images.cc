@@ -2,8 +2,6 @@
 #include "page_images.h"
 
 #include <fcntl.h>
-#include <google/protobuf/io/coded_stream.h>
-#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <utility>
 #include <vector>
 
 #include "criu_pagemap.pb.h"
@@ -139,7 +138,7 @@ class Pages {
   std::size_t size_ = 0;
 };
 
-/// How many pages from `n` of entry `e` on are in the parent (equal) or are not, as the first of them.
+/// Pages in a row that are alike: in the parent with the same content (equal), or not.
 struct Run {
   bool equal;
   std::uint32_t pages;

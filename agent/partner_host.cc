@@ -6,12 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <future>
 #include <thread>
 
 #include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "parallel.h"
 #include "resume_stats.h"
 
 namespace migr {
@@ -68,14 +68,7 @@ Result<PartnerHost::JobPtr> PartnerHost::find_open(std::uint32_t id) {
 // Caller holds job.work.
 Status PartnerHost::each(Job& job, const std::function<Status(Process&)>& f) {
   if (job.is_over()) return Error{ECANCELED, config_.name + " has ended the migration already"};
-  // All at once: what one waits for, the others need not wait for, too.
-  std::vector<std::future<Status>> running;
-  for (std::size_t i = 1; i < job.processes.size(); i++)
-    running.push_back(std::async(std::launch::async, [&, i] { return f(job.processes[i]); }));
-  Status first = job.processes.empty() ? Status() : f(job.processes[0]);
-  for (auto& r : running)
-    if (auto s = r.get(); first && !s) first = s;
-  return first;
+  return parallel_for(job.processes, f);
 }
 
 grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r, wire::FindReply* out) {

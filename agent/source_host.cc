@@ -9,15 +9,16 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <future>
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "fault.h"
 #include "born.h"
+#include "fault.h"
+#include "file_tree.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "page_images.h"
+#include "parallel.h"
 #include "record_image.h"
 
 namespace migr {
@@ -41,18 +42,6 @@ Result<Instance> instance_from(const std::string& text) {
     i[b] = static_cast<std::uint8_t>(x);
   }
   return i;
-}
-
-// Whole or not there, and on the disk.
-Status write_json(const std::string& path, const Json& j) {
-  const std::string tmp = path + ".new", text = j.dump(1);
-  FILE* f = std::fopen(tmp.c_str(), "we");
-  if (!f) return sys_error("writing " + tmp);
-  const bool ok = std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
-  const int err = errno;
-  std::fclose(f);
-  if (!ok || std::rename(tmp.c_str(), path.c_str())) return sys_error("writing " + path, ok ? errno : err);
-  return {};
 }
 
 Json read_json(const std::string& path) {
@@ -99,7 +88,7 @@ std::string SourceHost::folder(std::uint32_t id) const { return config_.state_di
 Status SourceHost::save(std::uint32_t id, const Entry& e) {
   Json j = {{"container", e.container}, {"bundle", e.bundle}, {"outcome", static_cast<int>(e.outcome)}, {"instances", Json::array()}};
   for (const auto& i : e.instances) j["instances"].push_back(hex(i));
-  if (auto s = write_json(folder(id) + ".json", j); !s) return s;
+  if (auto s = write_whole(folder(id) + ".json", j.dump(1)); !s) return s;
   std::lock_guard lock(mutex_);
   journal_[id] = e;
   return {};
@@ -314,13 +303,7 @@ Result<std::uint64_t> SourceRun::drop_unchanged() {
 }
 
 Status SourceRun::each(const std::function<Status(Process&)>& f) {
-  std::vector<std::future<Status>> running;
-  for (std::size_t i = 1; i < processes_.size(); i++)
-    running.push_back(std::async(std::launch::async, [&, i] { return f(processes_[i]); }));
-  Status first = processes_.empty() ? Status() : f(processes_[0]);
-  for (auto& r : running)
-    if (auto s = r.get(); first && !s) first = s;
-  return first;
+  return parallel_for(processes_, f);
 }
 
 Status SourceRun::suspend() {
