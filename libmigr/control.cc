@@ -2,6 +2,7 @@
 #include "control.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -44,6 +45,7 @@ constexpr unsigned kRetryMs = 500;             // migrd may start later than we 
 constexpr unsigned kRetryAfterNonsenseMs = 2000;
 constexpr unsigned kGateMs = 5;
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
+unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
 constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
@@ -58,6 +60,7 @@ struct Self {
   std::uint8_t instance[16];
   std::uint32_t generation = 0;
   bool rebound = false;  ///< since the last FREEZE
+  std::string frozen_in; ///< which life of the process answered the last FREEZE
   int fd = -1;           ///< the connection; -1: none
 };
 
@@ -365,6 +368,8 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       return;
     case MIGR_MSG_REBIND: {
       // Only a restored process is ever told to adopt new objects: this is how it learns of it.
+      // A migrd that was started again cannot know that it was told already.
+      const bool again = self->rebound && !registry.frozen;
       if (!self->rebound) {
         self->rebound = true;
         ++self->generation;
@@ -372,7 +377,8 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
         itimer::release();
       }
       std::vector<migr_key_map> keys;
-      finish(switchover::rebind(request.as<migr_handle_map>(), keys, why));
+      if (again) finish(switchover::rebound_keys(keys));
+      else finish(switchover::rebind(request.as<migr_handle_map>(), keys, why));
       for (migr_key_map& key : keys) memcpy(key.owner, self->instance, sizeof(key.owner));
       return answer.put(keys);
     }
@@ -467,6 +473,25 @@ int connect_to_migrd() {
   return fd;
 }
 
+std::string contents(const char* path) {
+  char text[1024];
+  const int fd = to_high_fd(open(path, O_RDONLY | O_CLOEXEC));
+  const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof(text));
+  if (fd >= 0) close(fd);
+  return n > 0 ? std::string(text, static_cast<std::size_t>(n)) : "";
+}
+
+/// Differs from what it was before a restore, on whatever host: the boot, and when in it the process began. Empty: not known.
+std::string this_life() {
+  const std::string boot = contents("/proc/sys/kernel/random/boot_id");
+  std::string stat = contents("/proc/self/stat");
+  constexpr int kFieldsToStart = 20;  // behind the name, which may hold anything
+  std::size_t at = stat.rfind(')');
+  for (int i = 0; i < kFieldsToStart && at != std::string::npos; i++) at = stat.find(' ', at + 1);
+  if (boot.empty() || at == std::string::npos) return "";
+  return boot + stat.substr(at, stat.find(' ', at + 1) - at);
+}
+
 enum class Ended { kGone, kNonsense, kFrozen };
 
 /// Answers requests until the connection ends.
@@ -493,6 +518,7 @@ Ended serve_connection(int fd) {
       return Ended::kNonsense;
     }
     Answer answer = serve(request);
+    if (request.head.type == MIGR_MSG_FREEZE) self->frozen_in = this_life();
     head.generation = self->generation;
     head.state = process_state();
     const bool sent = send_message(fd, head, answer);
@@ -520,15 +546,43 @@ void let_changes_go_unless_stopped() {
   if (switchover::process_state() == MIGR_PROC_RUNNING) Registry::get().let_changes_go();
 }
 
+/// Nobody dumps us any more, for that takes a migrd; and whoever was dumped does not run here before its rollback.
+/// @return true: there is a migrd, which knows better
+bool roll_back_frozen() {
+  if (self->frozen_in.empty() || this_life() != self->frozen_in) return false;
+  if (const int fd = connect_to_migrd(); fd >= 0) {
+    close(fd);
+    return true;
+  }
+  std::lock_guard guard(Registry::get().lock);
+  std::string why;
+  itimer::release();
+  say("migrd has been gone since the freeze of a migration: going back");
+  if (switchover::rollback(why)) fprintf(stderr, "libmigr: going back failed: %s\n", why.c_str());
+  Registry::get().let_changes_go();
+  return false;
+}
+
 /// A frozen process has no descriptor of ours and looks for its gate only. migrd makes it on the host where we live.
 void wait_for_gate() {
-  while (access(self->gate_path.c_str(), F_OK) != 0) sleep_ms(kGateMs);
+  unsigned waited_ms = 0;  // while we run: what is stopped does not wait
+  while (access(self->gate_path.c_str(), F_OK) != 0) {
+    sleep_ms(kGateMs);
+    if ((waited_ms += kGateMs) < gate_limit_ms) continue;
+    waited_ms = 0;
+    if (roll_back_frozen() || process_state() != MIGR_PROC_FROZEN) return;
+  }
 }
 
 void roll_back_alone() {
   std::lock_guard guard(Registry::get().lock);
   std::string why;
   if (switchover::process_state() != MIGR_PROC_SUSPENDED) return;
+  for (const QpShadow* qp : Registry::get().qps)
+    if (qp->old_real) {  // switched: the migration may be committed, and only migrd can find out
+      say("suspended in a migration, and migrd is gone; start it again");
+      return;
+    }
   Registry::get().let_changes_go();
   if (switchover::rollback(why))
     fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,
@@ -577,6 +631,7 @@ bool prepare_self() {
   }
   const std::size_t slash = s->socket_path.rfind('/');
   s->gate_path = slash == std::string::npos ? "" : s->socket_path.substr(0, slash + 1);
+  if (const char* ms = getenv("MIGR_GATE_LIMIT_MS")) gate_limit_ms = static_cast<unsigned>(atoi(ms));  // tests
   s->gate_path += MIGR_PROC_GATE_PREFIX;
   char hex[3];
   for (const std::uint8_t byte : s->instance) {

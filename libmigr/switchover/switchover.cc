@@ -1009,6 +1009,13 @@ int thaw_cq(CqShadow& c, std::string& why) {
 
 }  // namespace
 
+int rebound_keys(std::vector<migr_key_map>& out) {
+  constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
+  return 0;
+}
+
 int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why) {
   Registry& registry = Registry::get();
   if (!registry.frozen) {
@@ -1019,11 +1026,9 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
       return fail(why, err, "cannot attach to migr.ko on this host");
-  for (MrShadow* mr : registry.mrs) {
+  for (MrShadow* mr : registry.mrs)
     if (const int err = register_again(*mr, why)) return err;
-    constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-    if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
-  }
+  rebound_keys(out);
   for (SrqShadow* s : registry.srqs) {
     restart_async_count(*s->real);
     if (const int err = thaw_srq(*s, why)) return err;

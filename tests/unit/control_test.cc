@@ -86,6 +86,7 @@ int connect_spare(QpShadow&, const migr_qp_connect& to, std::string& why) {
   return called("connect", why);
 }
 int switch_to_spare(Qps, std::string& why) { return called("switch", why); }
+int rebound_keys(std::vector<migr_key_map>&) { return 0; }
 int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why) {
   fake.records = maps.size();
   for (std::uint32_t i = 0; i < maps.size(); ++i) out.push_back({i, i, {}});
@@ -126,12 +127,8 @@ struct Control : ::testing::Test {
     folder = mkdtemp(name);
     const std::string path = folder + "/proc.sock";
     setenv("MIGR_PROC_SOCKET", path.c_str(), 1);
-    listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    strcpy(address.sun_path, path.c_str());
-    ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    ASSERT_EQ(listen(listener, 4), 0);
+    setenv("MIGR_GATE_LIMIT_MS", "2000", 1);
+    open_socket();
     static Context context;
     static QpShadow qps[2];
     static ibv_qp real[2];
@@ -146,6 +143,19 @@ struct Control : ::testing::Test {
     atexit([] { std::filesystem::remove_all(folder); });
     control::start();
     control::start();  // once is enough
+  }
+
+  static void open_socket() {
+    listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    strcpy(address.sun_path, (folder + "/proc.sock").c_str());
+    ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    ASSERT_EQ(listen(listener, 4), 0);
+  }
+  static void close_socket() {
+    close(listener);
+    unlink((folder + "/proc.sock").c_str());
   }
 
   void SetUp() override {
@@ -479,8 +489,7 @@ TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
 
 TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
   ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
-  close(listener);
-  unlink((folder + "/proc.sock").c_str());
+  close_socket();
   close(fd);
   fd = -1;
   sleep(8);
@@ -488,12 +497,18 @@ TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
   for (int i = 0; i < 60 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
   EXPECT_EQ(fake.calls, "suspend rollback ");
   // migrd starts again.
-  listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  strcpy(address.sun_path, (folder + "/proc.sock").c_str());
-  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  ASSERT_EQ(listen(listener, 4), 0);
+  open_socket();
+  meet();
+  EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+}
+
+TEST_F(Control, AbandonedWhileFrozenItGoesBackByItself) {
+  ASSERT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+  EXPECT_TRUE(is_closed());
+  close_socket();
+  for (int i = 0; i < 100 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
+  EXPECT_EQ(fake.calls, "freeze rollback ");
+  open_socket();
   meet();
   EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
 }
