@@ -533,6 +533,11 @@ static int load(int dirfd, const char *name, void **buf, size_t *len, struct mig
 		close(fd);
 		return rst_fail(err, EBADMSG, "%s is not a file of at most %u MB", name, MIGR_RST_IMAGE_MAX >> 20);
 	}
+	if (st.st_mode & 077) {
+		close(fd);
+		return rst_fail(err, EACCES, "%s is open to others (mode %04o), and it holds keys: chmod 600, and 700 its folder", name,
+				st.st_mode & 07777);
+	}
 	p = malloc(st.st_size + 1);
 	if (!p) {
 		close(fd);

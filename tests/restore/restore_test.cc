@@ -248,6 +248,18 @@ TEST_F(Folder, FileIsPrivateAndWholeAndNothingElse) {
   migr_rst_image_free(back);
 }
 
+TEST_F(Folder, AnImageThatOthersCanReadIsRefused) {
+  Image img = sample();
+  migr_rst_err err{};
+  ASSERT_EQ(migr_rst_write(img.get(), fd_, &err), 0) << err.text;
+  for (const mode_t mode : {0640u, 0604u, 0620u}) {
+    ASSERT_EQ(fchmodat(fd_, MIGR_RST_IMAGE_NAME, mode, 0), 0);
+    migr_rst_image* back = nullptr;
+    EXPECT_EQ(migr_rst_read(fd_, &back, &err), -EACCES) << std::oct << mode;
+    EXPECT_NE(std::string(err.text).find("open to others"), std::string::npos) << err.text;
+  }
+}
+
 TEST_F(Folder, NoImageIsEnoent) {
   migr_rst_image* img = nullptr;
   migr_rst_err err{};
