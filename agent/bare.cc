@@ -80,6 +80,17 @@ std::optional<pid_t> bare_pid(const std::string& id) {
   return pid;
 }
 
+std::string life_of(pid_t pid) {
+  std::ifstream boot_id("/proc/sys/kernel/random/boot_id"), in("/proc/" + std::to_string(pid) + "/stat");
+  std::string boot, line;
+  std::getline(boot_id, boot);
+  std::getline(in, line);
+  constexpr int kFieldsToStart = 20;  // behind the name
+  std::size_t at = line.rfind(')');
+  for (int field = 0; field < kFieldsToStart && at != std::string::npos; field++) at = line.find(' ', at + 1);
+  return at == std::string::npos ? "" : boot + line.substr(at, line.find(' ', at + 1) - at);
+}
+
 std::vector<pid_t> tree_of(pid_t root) {
   std::multimap<pid_t, pid_t> children;
   std::error_code ec;

@@ -12,6 +12,8 @@ namespace migr {
 std::string bare_name(pid_t pid);
 /// Nothing: the name of a container.
 std::optional<pid_t> bare_pid(const std::string& id);
+/// Differs for every process that ever has this number: the boot, and when in it that one began. Empty: nobody has it.
+std::string life_of(pid_t pid);
 /// The process and its descendants, the process first. Empty: it has ended.
 std::vector<pid_t> tree_of(pid_t pid);
 

@@ -29,10 +29,11 @@ class Claims {
     for (const auto& p : all) held_[p.instance] = {migration, p.pid};
     return 0;
   }
-  /// Whatever it holds.
-  void release(std::uint32_t migration) {
+  /// Those of them that it holds: a host can be source and partner in one migration, and one role may end before the other.
+  void release(const std::vector<Instance>& these, std::uint32_t migration) {
     std::lock_guard lock(mutex_);
-    std::erase_if(held_, [&](const auto& h) { return h.second.migration == migration; });
+    for (const auto& i : these)
+      if (const auto h = held_.find(i); h != held_.end() && h->second.migration == migration) held_.erase(h);
   }
   /// @return 0: nobody
   std::uint32_t holder(const Instance& i) const {

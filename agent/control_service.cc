@@ -43,6 +43,20 @@ grpc::Status ControlService::Sessions(grpc::ServerContext*, const wire::Empty*, 
   return grpc::Status::OK;
 }
 
+grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRequest* r, wire::RecoverReply* out) {
+  if (r->order() != wire::UNKNOWN) {
+    Status s = Error{ENOENT, "no open migration of that number on this host; see: migrctl recover"};
+    // One host may have two roles in it: the source's word comes first.
+    for (auto role = roles_.rbegin(); role != roles_.rend(); ++role)
+      if (s = (*role)->order(r->id(), r->order(), r->force()); s || s.error().code != ENOENT) break;
+    if (!s) return to_grpc(s);
+  }
+  for (Role* role : roles_)
+    for (const auto& o : role->open_migrations())
+      if (!r->id() || o.id() == r->id()) *out->add_open() = o;
+  return grpc::Status::OK;
+}
+
 namespace {
 
 template <class Request>

@@ -47,12 +47,21 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
   return timed(name.substr(name.find('.') + 1), [&] { return fault_step(set_.fault, step, f); });
 }
 
+// No call of this phase is waited for longer than kPhaseMs.
+void Coordinator::watch(const std::string& phase) {
+  std::lock_guard lock(phase_mutex_);
+  phase_ = phase;
+  phase_until_ = now_ms() + kPhaseMs;
+}
+
 Status Coordinator::timed(const std::string& name, const std::function<Status()>& f) {
   wire::Progress p;
   p.set_phase(name);
   say_(p);
   const double start = now_ms();
+  watch(name);
   const Status s = f();
+  watch({});
   const double ms = now_ms() - start;
   spdlog::info("migration {:08x}: {} {:.1f} ms{}", id_, name, ms, s ? "" : ", failed: " + s.error().text);
   auto* end = p.mutable_end();
@@ -208,6 +217,10 @@ Status Coordinator::prepare() {
   h.set_bundle(info_.bundle);
   h.set_source(set_.self);
   for (const auto& i : info_.instances) h.add_instances(bytes_of(i));
+  for (const auto& hosts : info_.births) {
+    auto* b = h.add_births();
+    for (const auto& name : hosts) b->add_hosts(name);
+  }
   for (const auto& [ctx, owner] : info_.ctxs) h.add_ctx_ids(ctx), h.add_ctx_owner(owner);
   for (auto v : info_.vqpns) h.add_vqpns(v);
   h.set_later(!set_.pre_setup);
@@ -344,38 +357,54 @@ Status Coordinator::copy() {
   return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }
 
+Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms) {
+  const double until = now_ms() + limit_ms;
+  for (;;) {
+    const Status s = destination.commit(id);
+    if (s) return {wire::COMMITTED, s};
+    const auto o = destination.outcome(id);
+    if (o && *o == wire::COMMITTED) return {wire::COMMITTED, s};
+    if (o && *o != wire::OPEN) return {wire::UNDONE, s};
+    // It can answer, and did not do it: then it has to say that it never will.
+    if (o && !unreachable(s.error())) (void)destination.abort(id);
+    if (now_ms() >= until) return {wire::OPEN, s};
+    usleep(static_cast<useconds_t>(step_ms) * 1000);
+  }
+}
+
 Status Coordinator::commit() {
   // From here on this host answers "committed" to whoever asks.
   if (auto s = source_.decide(wire::COMMITTED); !s) return s;
   committed_ = true;
-  const double until = now_ms() + set_.undecided_ms;
-  Status s = dest_.commit(id_);
-  while (!s) {
-    // Only the destination's own word that it never will makes it safe to go back.
-    auto o = dest_.outcome(id_);
-    if (o && *o == wire::COMMITTED) return {};
-    if (o && (*o == wire::UNDONE || *o == wire::UNKNOWN)) {
-      committed_ = false;
-      (void)source_.decide(wire::UNDONE);
-      return s;
-    }
-    if (now_ms() > until) {
-      undecided_ = true;
-      return Error{EHOSTUNREACH, "outcome not known: the destination was told to commit and does not answer; the container stays frozen on " +
-                                     set_.self + ". If " + to_ + " runs it, remove it here with: runc delete --force " + info_.id +
-                                     "; if " + to_ + " is lost, thaw it with: runc resume " + info_.id + " (" + s.error().text + ")"};
-    }
-    usleep(static_cast<useconds_t>(set_.resolve_step_ms) * 1000);
-    if (o && *o == wire::OPEN) s = dest_.commit(id_);
+  const Told told = tell_commit(dest_, id_, set_.undecided_ms, set_.resolve_step_ms);
+  if (told.outcome == wire::COMMITTED) return {};
+  if (told.outcome == wire::UNDONE) {
+    if (auto s = source_.decide(wire::UNDONE); !s) spdlog::error("{}", s.error().text);
+    committed_ = false;
+    return told.why;
   }
-  return {};
+  undecided_ = true;
+  return Error{EHOSTUNREACH, "outcome not known: " + to_ + " was told to let the container run and does not answer. It stands still on " + set_.self +
+                                 ", whose migrd goes on asking and finishes or goes back by itself when " + to_ +
+                                 " answers. If " + to_ + " is lost for good, decide with: migrctl recover " + fmt::format("{:08x}", id_) + " (" + told.why.error().text + ")"};
+}
+
+// After the commit a host that does not answer just now may be on its way back: a migrd that is started again goes on.
+Status Coordinator::insist(const std::function<Status()>& call) {
+  for (const double until = now_ms() + set_.undecided_ms;;) {
+    Status s = call();
+    if (s || !unreachable(s.error()) || now_ms() > until) return s;
+    usleep(static_cast<useconds_t>(set_.resolve_step_ms) * 1000);
+  }
 }
 
 Status Coordinator::resume() {
-  auto rebind = [this]() -> Status {
-    auto keys = dest_.rebind(id_);
-    if (keys) keys_ = *keys;
-    return keys;
+  auto rebind = [this] {
+    return insist([&]() -> Status {
+      auto keys = dest_.rebind(id_);
+      if (keys) keys_ = *keys;
+      return keys;
+    });
   };
   if (auto s = step("resume.rebind", rebind); !s) return s;
   double here_ms = 0, partner_ms = 0;
@@ -384,18 +413,22 @@ Status Coordinator::resume() {
     wire::KeysRequest r;
     r.set_id(id_);
     *r.mutable_keys() = keys_.keys();
-    if (auto s = step("resume.keys", [&] { return a.link->keys(r); }); !s) return s;
-    auto reply = a.link->resume(id_);
-    if (!reply) return reply.error();
-    std::lock_guard lock(m);
-    partner_ms = std::max(partner_ms, static_cast<double>(reply->blackout_ns()) / 1e6);
-    return {};
+    return insist([&]() -> Status {
+      if (auto s = step("resume.keys", [&] { return a.link->keys(r); }); !s) return s;
+      auto reply = a.link->resume(id_);
+      if (!reply) return reply.error();
+      std::lock_guard lock(m);
+      partner_ms = std::max(partner_ms, static_cast<double>(reply->blackout_ns()) / 1e6);
+      return {};
+    });
   };
-  auto here = [&]() -> Status {
-    auto reply = dest_.resume(id_);
-    if (!reply) return reply.error();
-    here_ms = now_ms();
-    return {};
+  auto here = [&] {
+    return insist([&]() -> Status {
+      auto reply = dest_.resume(id_);
+      if (!reply) return reply.error();
+      here_ms = now_ms();
+      return {};
+    });
   };
   const Status s = both([&] { return step("resume.destination", here); }, [&](Affected& a) { return step("resume.partner", [&] { return there(a); }); });
   if (here_ms > 0) summary_.set_service_blackout_ms(here_ms - frozen_at_);
@@ -405,6 +438,15 @@ Status Coordinator::resume() {
 
 void Coordinator::lease(std::atomic<bool>& stop) {
   while (!stop) {
+    {
+      std::lock_guard lock(phase_mutex_);
+      if (!phase_.empty() && now_ms() > phase_until_) {
+        spdlog::critical("migration {:08x}: {} did not end within {} ms", id_, phase_, kPhaseMs);
+        // Whoever starts migrd again has it go back, or finish. The others see it silent.
+        set_.stands_still ? set_.stands_still(phase_) : _exit(kStandsStillStatus);
+        return;
+      }
+    }
     (void)dest_.renew(id_);
     for (auto& a : affected_) (void)a.link->renew(id_);
     for (int ms = 0; ms < kLeaseRenewMs && !stop; ms += 50) usleep(50'000);
@@ -426,8 +468,9 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     note("migration " + fmt::format("{:08x}", id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
          std::to_string(affected_.size()) + " partner hosts");
     s = phase(FaultStep::kSourceRecord, [&]() -> Status {
-      undo_.push("files", [this]() -> Status { return source_.forget(), Status(); });
-      auto f = source_.record(id_);
+      std::vector<std::string> partners;
+      for (const auto& a : affected_) partners.push_back(a.link->name());
+      auto f = source_.record(to_, partners);
       if (f) early_ = *f;
       return f;
     });
@@ -449,7 +492,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
                 [&](Affected& a) { return step("drain.partner", [&] { return a.link->drain(id_); }); });
   });
   if (s) s = phase(FaultStep::kSourceFreeze, [&] { return freeze(); });
-  if (s && !set_.pre_setup) s = timed("create", [&] { return create(); });
+  if (s && !set_.pre_setup) s = phase(FaultStep::kSourceCreate, [&] { return create(); });
   if (s && !set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s) s = phase(FaultStep::kSourceCopy, [&] { return copy(); });
   if (s) s = phase(FaultStep::kSourceReady, [&] {
@@ -462,9 +505,12 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     failed_with_ = s.error().code;
     if (touched_) note("going back: " + s.error().text);
     const double start = now_ms();
+    watch("rollback");
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kBegin);  // nothing but the end of migrd keeps it from going back
     const auto failed = undo_.run();
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kEnd);
+    watch({});
+    source_.forget(failed.empty());
     std::string text = s.error().text;
     for (const auto& f : failed) text += "; while going back: " + f;
     summary_.set_error(text);
@@ -479,12 +525,13 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   } else {
     undo_.drop();
     // The container runs on the destination now, whatever comes.
-    if (s) s = phase(FaultStep::kSourceResume, [&] { return resume(); });
-    if (auto d = phase(FaultStep::kSourceDestroy, [&] { return source_.destroy(); }); s) s = d;
+    if (auto r = phase(FaultStep::kSourceResume, [&] { return resume(); }); s) s = r;
+    const auto destroyed = phase(FaultStep::kSourceDestroy, [&] { return source_.destroy(); });
+    if (s) s = destroyed;
     summary_.set_migrated(true);
     summary_.set_rdma_ms(rdma_ms());
     if (!s) summary_.set_error("the container moved, but: " + s.error().text);
-    source_.forget();
+    source_.forget(bool(destroyed));
   }
   stop = true;
   if (leases.joinable()) leases.join();

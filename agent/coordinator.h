@@ -32,6 +32,7 @@ struct SourceQp {
 struct ContainerInfo {
   std::string id, bundle;
   std::vector<Instance> instances;                           // processes with RDMA resources
+  std::vector<std::vector<std::string>> births;              // of each: the hosts that keep its numbers reserved
   std::vector<std::pair<std::uint32_t, std::uint32_t>> ctxs; // ctx_id, index of its process
   std::vector<std::string> devices;
   std::vector<pid_t> pids;                                   // of a process without a container: it keeps them
@@ -47,7 +48,8 @@ class Source {
   virtual ~Source() = default;
   virtual Result<ContainerInfo> inspect(const std::string& container) = 0;
   /// DESCRIBE, migr.img, descriptors.json into a folder of its own; its path.
-  virtual Result<std::string> record(std::uint32_t id) = 0;
+  /// From then on a migrd that is started again knows of the migration.
+  virtual Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) = 0;
   /// Memory as it is now, while the container runs; its folder. The checkpoint will hold what has changed since.
   virtual Result<std::string> pre_dump() = 0;
   /// Takes out of the checkpoint what the pre-dump has with the same content; how many bytes.
@@ -64,7 +66,8 @@ class Source {
   /// Durable before it returns; answers GetOutcome from then on.
   virtual Status decide(wire::Outcome outcome) = 0;
   virtual Status destroy() = 0;    // container, network; reserves the vQPNs
-  virtual void forget() = 0;       // files of this migration
+  /// Files of this migration. @param settled  nothing is left to do here; else it is tried again
+  virtual void forget(bool settled) = 0;
 };
 
 class DestinationLink {
@@ -105,18 +108,28 @@ class PartnerLink {
   virtual Status renew(std::uint32_t id) = 0;
 };
 
+struct Told {
+  wire::Outcome outcome;  // COMMITTED: it runs there; UNDONE: it never will; OPEN: not known
+  Status why;             // what the destination said last
+};
+/// After the commit record: tells the destination until it has said what became of it, or the limit is over. The
+/// destination's own word that it never will is all that makes it safe to go back.
+Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms);
+
 class Coordinator {
  public:
   struct Settings {
     std::string self;           // name of this host
     std::string fault;          // fault.h
     std::uint32_t abi = 0;      // of migr.ko here
-    int undecided_ms = 60'000;
-    int resolve_step_ms = 1'000;
+    int undecided_ms = kUndecidedMs;
+    int resolve_step_ms = kResolveStepMs;
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
+    /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
+    std::function<void(const std::string& phase)> stands_still{};
   };
   using Say = std::function<void(const wire::Progress&)>;
 
@@ -147,6 +160,7 @@ class Coordinator {
   Status copy();
   Status commit();
   Status resume();
+  Status insist(const std::function<Status()>& call);
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);
   /// The same without fault points.
@@ -155,6 +169,7 @@ class Coordinator {
   Status step(const std::string& name, const std::function<Status()>& f);
   void note_step(const std::string& name, double ms);
   double rdma_ms() const;
+  void watch(const std::string& phase);
   void note(const std::string& text);
   void lease(std::atomic<bool>& stop);
 
@@ -177,6 +192,9 @@ class Coordinator {
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;
   std::atomic<std::uint64_t> bytes_ = 0;
+  std::mutex phase_mutex_;
+  std::string phase_;                    // empty: none
+  double phase_until_ = 0;
   double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
   bool touched_ = false, committed_ = false, undecided_ = false;
   int failed_with_ = 0;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -21,13 +22,11 @@
 #include "limits.h"
 #include "restore_socket.h"
 #include "resume_stats.h"
-#include "born.h"
 
 namespace migr {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
 
 Result<Instance> instance_of(const std::string& bytes) {
   Instance i{};
@@ -36,96 +35,155 @@ Result<Instance> instance_of(const std::string& bytes) {
   return i;
 }
 
+// The processes of `runc partial-restore`, or of `criu restore`, for this folder: their command line names it.
+std::vector<pid_t> restorers(const std::string& dir) {
+  std::error_code ec;
+  std::vector<pid_t> found;
+  for (const auto& p : fs::directory_iterator("/proc", ec)) {
+    const pid_t pid = std::atoi(p.path().filename().c_str());
+    if (pid <= 0 || pid == getpid()) continue;
+    std::ifstream f(p.path() / "cmdline", std::ios::binary);
+    const std::string line((std::istreambuf_iterator<char>(f)), {});
+    const bool restores = line.find("partial-restore") != std::string::npos || line.find(std::string("\0restore\0", 9)) != std::string::npos;
+    if (restores && line.find(dir + "/") != std::string::npos) found.push_back(pid);
+  }
+  return found;
+}
+bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
+
 }  // namespace
 
-// In a job's folder, for a migrd that is started again: container, bundle, and 1 if the bundle is ours; and what says that
-// the container may run here.
-constexpr char kJobFile[] = "job";
-constexpr char kCommitMark[] = "committed";
-
-struct DestinationHost::Job {
-  std::uint32_t id = 0;
-  std::string container, bundle, source;
+struct DestinationHost::Job : LeasedJob {
+  std::string container, bundle;
   std::vector<Instance> instances;
   std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
-  std::vector<std::uint32_t> vqpns;
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
   std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                 // likewise, of what was
   std::string dir;                               // images/, work/, restore.out
-  bool made_bundle = false;
 
-  std::mutex work;                               // one call at a time
-  std::atomic<bool> aborting = false;
   std::unique_ptr<RestoreSocket> socket;
-  Child child;                                   // runc partial-restore
+  Child child;                                   // runc partial-restore; not of a job that an earlier migrd began
+  bool mine = false;                             // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
-  bool attached = false, ready = false, rebound = false;
-  std::atomic<bool> resumed = false;
+  bool attached = false, rebound = false;
+  std::atomic<bool> ready = false, resumed = false;
   bool cleaned = false;
   std::thread opener;                            // lets the network's traffic through
+  journal::Destination record;                   // guarded by work
 
-  std::mutex state;                              // guards what follows
-  wire::Outcome outcome = wire::OPEN;
+  std::mutex state;                              // guards keys
   std::vector<wire::ProcessKeys> keys;
-  Clock::time_point lease = Clock::now();
-  bool alone = false;                            // somebody asks for the outcome already
-  wire::Outcome get() { return std::lock_guard(state), outcome; }
 
   std::string images() const { return dir + "/images"; }
+  std::vector<std::string> births_of(std::size_t i) const {
+    const auto& births = record.header().births();
+    if (i >= static_cast<std::size_t>(births.size())) return {};
+    const auto& hosts = births[static_cast<int>(i)].hosts();
+    return {hosts.begin(), hosts.end()};
+  }
+  std::vector<std::uint32_t> vqpns() const { return {record.header().vqpns().begin(), record.header().vqpns().end()}; }
+  // What Connect says of the other ends, for REBIND.
+  void note_peers(const wire::ConnectRequest& r) {
+    for (const auto& c : r.connections()) {
+      if (c.dest_pqpn())
+        peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
+      else
+        gone.emplace(c.src_ctx_id(), c.vqpn());
+    }
+  }
   ~Job() {
     if (opener.joinable()) opener.join();
   }
 };
 
-DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers)
-    : config_(config), sessions_(sessions), peers_(peers), runc_(config) {
-  std::error_code ec;
-  for (const auto& d : fs::directory_iterator(config_.state_dir + "/dest", ec)) sweep(d.path());
-  fs::remove_all(config_.state_dir + "/dest", ec);
+Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeader& h, const std::string& state_dir) {
+  auto job = std::make_shared<Job>();
+  job->id = h.id();
+  job->source = h.source();
+  job->container = h.container();
+  job->bundle = h.bundle();
+  for (const auto& i : h.instances()) {
+    auto x = instance_of(i);
+    if (!x) return x.error();
+    job->instances.push_back(*x);
+  }
+  const bool bundle_ok = bare_pid(h.container()) ? h.bundle().empty()
+                                                 : !h.bundle().empty() && h.bundle()[0] == '/' && fs::path(h.bundle()).lexically_normal() == fs::path(h.bundle());
+  if (!h.id() || !Runtime::name_ok(h.container()) || h.ctx_ids_size() != h.ctx_owner_size() || !bundle_ok)
+    return Error{EINVAL, "Prepare with a malformed header"};
+  for (int i = 0; i < h.ctx_ids_size(); i++) {
+    if (h.ctx_owner(i) >= job->instances.size()) return Error{EINVAL, "a context without a process"};
+    job->owner[h.ctx_ids(i)] = h.ctx_owner(i);
+  }
+  job->dir = state_dir + "/dest/" + fmt::format("{:08x}", job->id);
+  job->socket = std::make_unique<RestoreSocket>(job->images() + "/restore.sock");
+  *job->record.mutable_header() = h;
+  return job;
 }
 
-// What an earlier migrd left in the middle of a migration. It cannot have been committed without a mark; with it, the
-// container runs here and is nobody's business but its own.
-void DestinationHost::sweep(const std::string& dir) {
-  std::error_code ec;
-  std::ifstream in(dir + "/" + kJobFile);
-  std::string container, bundle, made;
-  if (!std::getline(in, container) || !std::getline(in, bundle) || !std::getline(in, made) || fs::exists(dir + "/" + kCommitMark, ec)) return;
-  spdlog::warn("a migration of {} to here was not decided when migrd ended: taking back what was made", container);
-  if (auto s = runc_.net("detach", bundle, container); !s) spdlog::warn("{}", s.error().text);
-  // runc undoes a restore that it is told to end; its command line names the folder.
-  for (int round = 0; round < 100; round++) {
-    bool any = false;
-    for (const auto& p : fs::directory_iterator("/proc", ec)) {
-      const pid_t pid = std::atoi(p.path().filename().c_str());
-      if (pid <= 0 || pid == getpid()) continue;
-      std::ifstream f(p.path() / "cmdline", std::ios::binary);
-      const std::string line((std::istreambuf_iterator<char>(f)), {});
-      const bool restores = line.find("partial-restore") != std::string::npos || line.find(std::string("\0restore\0", 9)) != std::string::npos;
-      if (!restores || line.find(dir + "/") == std::string::npos) continue;
-      any = true;
-      if (round % 80) continue;
-      const auto made = runc_.made_by(container, pid);
-      kill(pid, round ? SIGKILL : SIGTERM);
-      (void)runc_.remove_restored(container, made);
-    }
-    if (!any) break;
-    usleep(100'000);
+DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers)
+    : config_(config), sessions_(sessions), peers_(peers), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
+  std::set<std::string> needed;
+  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+    auto made = job_of(record.header(), config_.state_dir);
+    if (!made || (*made)->id != id) continue;
+    const JobPtr job = *made;
+    job->record = record;
+    job->begun_s = record.begun_s();
+    job->outcome = record.outcome();
+    job->keys.assign(record.keys().begin(), record.keys().end());
+    job->rebound = !job->keys.empty();
+    job->resumed = record.resumed();
+    job->objects.resize(record.objects().size() / sizeof(migr_rc_object));
+    if (!job->objects.empty()) std::memcpy(job->objects.data(), record.objects().data(), job->objects.size() * sizeof(migr_rc_object));
+    job->ready = !job->objects.empty();
+    job->note_peers(record.connect());
+    job->mine = true;
+    job->finished = job->get() == wire::UNDONE || job->resumed;
+    (void)jobs_.add(job);
+    if (job->finished) continue;
+    take_up(job);
+    if (job->get() == wire::COMMITTED) needed.insert(job->dir);
   }
-  if (auto s = runc_.remove_restored(container, {}); !s) spdlog::warn("{}", s.error().text);
-  if (auto s = runc_.net("cleanup", bundle, container); !s) spdlog::warn("{}", s.error().text);
-  if (made == "1") fs::remove_all(bundle, ec);
+  std::error_code ec;
+  std::vector<std::string> folders;
+  for (const auto& d : fs::directory_iterator(config_.state_dir + "/dest", ec)) folders.push_back(d.path());
+  for (const auto& d : folders)
+    if (!needed.contains(d)) fs::remove_all(d, ec);
+}
+
+// What an earlier migrd left in the middle. Before the source's word it cannot run here; after it, it may: that is seen.
+void DestinationHost::take_up(const JobPtr& job) {
+  std::lock_guard work(job->work);
+  job->expire();  // it asks the source itself, until the source says more
+  if (job->get() == wire::OPEN && job->record.told()) {
+    spdlog::warn("migration {:08x}: migrd ended while {} was let run here", job->id, job->container);
+    if (job->socket->listening()) (void)job->socket->tell(MIGR_RC_COMMIT, kProcessMs);
+    for (const auto until = Clock::now() + std::chrono::milliseconds(kProcessMs); restore_runs(job->dir) && Clock::now() < until;) usleep(50'000);
+    auto state = runc_.state(job->container);
+    if (!restore_runs(job->dir) && state && state->status == "running" && is_here(*job)) {
+      job->outcome = wire::COMMITTED;
+      (void)save(*job);
+    }
+  }
+  if (job->get() == wire::OPEN) return abort(*job, "migrd ended before it was committed");
+  spdlog::warn("migration {:08x}: {} runs here; finishing", job->id, job->container);
+  for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
+  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("{}", s.error().text);
 }
 
 DestinationHost::~DestinationHost() = default;
 
-Result<DestinationHost::JobPtr> DestinationHost::find(std::uint32_t id) {
-  std::lock_guard lock(mutex_);
-  const auto j = jobs_.find(id);
-  if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
-  return j->second;
+// Caller holds job.work.
+Status DestinationHost::save(Job& job) {
+  job.record.set_outcome(job.outcome);
+  job.record.set_resumed(job.resumed);
+  return journal_.save(job.id, job.record);
 }
+
+// Without a container its name, which is a process number, may be another's by now.
+bool DestinationHost::is_here(const Job& job) const { return runc_.is_still(job.container, job.record.began()); }
 
 // CRIU's own words are worth more than "exit status 1".
 Status DestinationHost::with_log(const Job& job, const Status& s) {
@@ -169,8 +227,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     if (auto s = runc_.name_is_free(r->container()); !s) return s;
     for (const auto pid : r->pids())
       if (auto s = runc_.name_is_free(bare_name(pid)); !s) return s;
-    std::lock_guard lock(mutex_);
-    for (const auto& [id, j] : jobs_)
+    for (const auto& j : jobs_.all())
       if (j->container == r->container() && j->get() == wire::OPEN)
         return Error{EEXIST, "'" + r->container() + "' is being migrated to here already"};
     return {};
@@ -183,44 +240,29 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
                                       wire::PrepareReply* out) {
   wire::PrepareChunk chunk;
   if (!reader->Read(&chunk) || !chunk.has_header()) return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare without a header"};
-  auto job = std::make_shared<Job>();
-  const auto& h = chunk.header();
-  job->id = h.id();
-  job->container = h.container();
-  job->bundle = h.bundle();
-  job->source = h.source();
-  job->vqpns.assign(h.vqpns().begin(), h.vqpns().end());
-  for (const auto& i : h.instances()) {
-    auto x = instance_of(i);
-    if (!x) return to_grpc(x);
-    job->instances.push_back(*x);
-  }
-  const bool bundle_ok = bare_pid(h.container()) ? h.bundle().empty()
-                                                 : !h.bundle().empty() && h.bundle()[0] == '/' && fs::path(h.bundle()).lexically_normal() == fs::path(h.bundle());
-  if (!h.id() || !Runtime::name_ok(h.container()) || h.ctx_ids_size() != h.ctx_owner_size() || !bundle_ok)
-    return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare with a malformed header"};
-  for (int i = 0; i < h.ctx_ids_size(); i++) {
-    if (h.ctx_owner(i) >= job->instances.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "a context without a process"};
-    job->owner[h.ctx_ids(i)] = h.ctx_owner(i);
-  }
-  job->dir = config_.state_dir + "/dest/" + fmt::format("{:08x}", job->id);
-  job->socket = std::make_unique<RestoreSocket>(job->images() + "/restore.sock");
+  auto made = job_of(chunk.header(), config_.state_dir);
+  if (!made) return to_grpc(made);
+  const JobPtr job = *made;
   std::lock_guard work(job->work);
-  {
-    std::lock_guard lock(mutex_);
-    if (!jobs_.emplace(job->id, job).second) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
-  }
+  if (auto s = jobs_.add(job); !s) return to_grpc(s);
 
-  const bool later = h.later();
+  const bool later = job->record.header().later();
   auto run = [&]() -> Status {
     if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
+    if (job->aborting) return Error{ECANCELED, "the migration was undone"};
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
+    for (const auto& j : jobs_.all())
+      if (j != job && j->container == job->container && j->get() == wire::OPEN)
+        return Error{EEXIST, "'" + job->container + "' is being migrated to here already"};
     std::error_code ec;
-    job->made_bundle = !job->bundle.empty() && !fs::exists(job->bundle, ec);
+    job->begun_s = unix_now();
+    job->record.set_begun_s(job->begun_s);
+    job->record.set_made_bundle(!job->bundle.empty() && !fs::exists(job->bundle, ec));
+    if (auto s = save(*job); !s) return s;
+    job->mine = true;  // from here on there is something to take back
     for (const auto& d : {job->images(), job->dir + "/work", job->bundle})
       if (!d.empty()) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
-    std::ofstream(job->dir + "/" + kJobFile) << job->container << "\n" << job->bundle << "\n" << job->made_bundle << "\n";
     TreeWriter bundle(job->bundle), images(job->images());
     while (reader->Read(&chunk)) {
       TreeWriter& w = chunk.file().tree() == wire::FileChunk::BUNDLE ? bundle : images;
@@ -232,23 +274,17 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
     return later ? Status() : create(*job, *out);
   };
   Status s = run();
-  if (s && !later) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
+  if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
   if (!s) abort(*job, s.error().text);
-  std::lock_guard lock(job->state);
-  job->lease = Clock::now();
+  job->renew();
   return to_grpc(s);
 }
 
 grpc::Status DestinationHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PrepareReply* out) {
-  auto job = find(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if ((*job)->get() != wire::OPEN) return {grpc::StatusCode::ABORTED, "the migration was undone here"};
-  if ((*job)->child.running()) return {grpc::StatusCode::ALREADY_EXISTS, "the partial restore was started already"};
-  Status s = create(**job, *out);
-  if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
-  if (!s) abort(**job, s.error().text);
-  return to_grpc(s);
+  return step(m->id(), FaultStep::kDestinationCreate, [&](Job& job) -> Status {
+    if (job.child.running()) return Error{EEXIST, "the partial restore was started already"};
+    return create(job, *out);
+  });
 }
 
 // Caller holds job.work. Everything RDMA, made by the plugin while CRIU waits.
@@ -290,10 +326,12 @@ Status DestinationHost::start_restore(Job& job) {
 
 // A call on a migration that is open here.
 grpc::Status DestinationHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
-  auto job = find(id);
+  auto job = jobs_.find(id);
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
-  const auto still_open = [&] { return (*job)->get() == wire::OPEN && !(*job)->aborting ? Status() : Error{ECANCELED, "the migration was undone here"}; };
+  const auto still_open = [&] {
+    return (*job)->get() == wire::OPEN && !(*job)->aborting ? Status() : Status(Error{ECANCELED, "the migration was undone here"});
+  };
   if (auto s = still_open(); !s) return to_grpc(s);
   return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
     if (auto s = still_open(); !s) return s;  // it was taken back while a fault point slept
@@ -310,15 +348,14 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
       x.vqpn = c.vqpn();
       x.dest_qpn = c.dest_pqpn();
       x.dest_psn = c.dest_psn();
-      if (!c.dest_pqpn()) {
-        job.gone.emplace(c.src_ctx_id(), c.vqpn());
-      } else {
+      if (c.dest_pqpn()) {
         if (c.dest_gid().size() != sizeof x.dgid || c.peer().size() != Instance().size()) return Error{EINVAL, "a GID and an instance have 16 bytes"};
         std::copy(c.dest_gid().begin(), c.dest_gid().end(), reinterpret_cast<char*>(x.dgid));
-        job.peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
       }
       to.push_back(x);
     }
+    job.note_peers(*r);
+    *job.record.mutable_connect() = *r;  // Ready writes it down
     return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
   });
 }
@@ -365,6 +402,10 @@ grpc::Status DestinationHost::Ready(grpc::ServerContext*, const wire::Migration*
     auto objects = job.socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
     if (!objects) return with_log(job, objects);
     job.objects = *objects;
+    // A migrd that is started again has to tell the processes about them.
+    job.record.set_objects(objects->data(), objects->size() * sizeof(migr_rc_object));
+    job.record.set_began(runc_.life(job.container));
+    if (auto s = save(job); !s) return s;
     job.ready = true;
     out->set_objects(static_cast<std::uint32_t>(objects->size()));
     return {};
@@ -379,24 +420,24 @@ Status DestinationHost::commit(Job& job) {
     default: return Error{ECANCELED, "the migration was undone here"};
   }
   if (!job.ready) return Error{EBUSY, "commit before the restore was ready"};
-  for (const auto& i : job.instances)
-    if (auto s = open_gate(config_.run_dir, i); !s) return abort(job, s.error().text), s;
-  constexpr int kAnswerMs = 10'000;
-  if (auto s = fault_step(config_.fault, FaultStep::kDestinationMark, [&] {
-        std::ofstream(job.dir + "/" + kCommitMark) << "\n";
-        return Status();
-      }); !s)
-    return abort(job, s.error().text), s;
-  if (auto s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs); !s) {
+  auto let_run = [&]() -> Status {
+    for (const auto& i : job.instances)
+      if (auto s = open_gate(config_.run_dir, i); !s) return s;
+    // Written before it is done: a migrd that is started again has to look whether the container runs.
+    job.record.set_told(true);
+    if (auto s = fault_step(config_.fault, FaultStep::kDestinationMark, [&] { return save(job); }); !s) return s;
+    if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
+    constexpr int kAnswerMs = 10'000;
+    return with_log(job, job.socket->tell(MIGR_RC_COMMIT, kAnswerMs));
+  };
+  if (auto s = let_run(); !s) {
     abort(job, s.error().text);
-    return with_log(job, s);
+    return s;
   }
-  {
-    std::lock_guard lock(job.state);
-    job.outcome = wire::COMMITTED;
-    job.lease = Clock::now();
-  }
-  if (auto s = release_born(config_, job.instances, job.vqpns); !s) spdlog::warn("{}", s.error().text);
+  job.outcome = wire::COMMITTED;
+  job.renew();
+  // If it cannot be written, a look will tell.
+  if (auto s = save(job); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
   spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
   job.opener = std::thread([this, bundle = job.bundle, container = job.container] {
     if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);
@@ -405,7 +446,7 @@ Status DestinationHost::commit(Job& job) {
 }
 
 grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find(m->id());
+  auto job = jobs_.find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
   return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCommit, [&] { return commit(**job); }));
@@ -417,6 +458,7 @@ Status DestinationHost::rebind(Job& job) {
   if (job.rebound) return {};
   std::vector<wire::ProcessKeys> keys;
   job.sessions.clear();
+  if (auto s = numbers_.arrive(job.instances, job.vqpns()); !s) return s;
   pid_t init = 0;
   for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs); !job.instances.empty() && !(init = runc_.init_pid(job.container));) {
     if (Clock::now() > until) return Error{ETIMEDOUT, "runc did not write down the first process of " + job.container};
@@ -424,9 +466,10 @@ Status DestinationHost::rebind(Job& job) {
   }
   for (std::size_t i = 0; i < job.instances.size(); i++) {
     // A process can only speak for itself, but it could claim another's instance: it has to be of this container.
-    auto fits = [&](const ProcessSession& s) { return s.state() == MIGR_PROC_FROZEN && runc_.owns(job.container, init, s.pid()); };
+    auto fits = [&](const ProcessSession& s) { return runc_.owns(job.container, init, s.pid()); };
     auto session = sessions_.wait_for(job.instances[i], fits, kReconnectMs);
     if (!session) return session.error();
+    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), (*session)->pid()); !s) return s;
     std::vector<migr_handle_map> map;
     for (const auto& o : job.objects) {
       const auto owner = job.owner.find(o.src_ctx_id);
@@ -461,13 +504,16 @@ Status DestinationHost::rebind(Job& job) {
       if (auto told = tell_keys(*s, job.id, keys); !told) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   job.rebound = true;
-  std::lock_guard lock(job.state);
-  job.keys = keys;
-  return {};
+  {
+    std::lock_guard lock(job.state);
+    job.keys = keys;
+  }
+  for (const auto& k : keys) *job.record.add_keys() = k;
+  return save(job);
 }
 
 grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration* m, wire::CommitReply* out) {
-  auto job = find(m->id());
+  auto job = jobs_.find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
   if (auto s = fault_step(config_.fault, FaultStep::kDestinationRebind, [&] { return rebind(**job); }); !s) return to_grpc(s);
@@ -480,56 +526,94 @@ grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration
 Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.rebound) return Error{EBUSY, "RESUME before REBIND"};
   if (job.resumed) return {};
+  if (job.sessions.empty())  // migrd was started again since
+    for (const auto& i : job.instances) {
+      auto s = sessions_.wait_for(i, {}, kReconnectMs);
+      if (!s) return s.error();
+      job.sessions.push_back(*s);
+    }
   for (auto& s : job.sessions) {
+    if (s->state() == MIGR_PROC_RUNNING) continue;
     auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
     if (!stats) return stats.error();
     add_stats(out, *stats);
   }
   job.resumed = true;
+  job.finished = true;
   job.objects.clear();
   job.sessions.clear();  // each holds a socket, and the job is kept for a while
+  job.record.clear_objects();
+  if (auto s = save(job); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
   return {};
 }
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
-  auto job = find(m->id());
+  auto job = jobs_.find(m->id());
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
   return to_grpc(fault_step(config_.fault, FaultStep::kDestinationResume, [&] { return resume(**job, *out); }));
+}
+
+// Has runc undo its restore. It does so when it is told to end. @return what it had made
+std::vector<pid_t> DestinationHost::end_restore(Job& job) {
+  constexpr int kAnswerMs = 2'000, kEndMs = 8'000;
+  std::vector<pid_t> made;
+  const auto note = [&](const std::vector<pid_t>& more) { made.insert(made.end(), more.begin(), more.end()); };
+  // It may have lost its parent, and be known by its life only.
+  if (const auto root = bare_pid(job.container); root && is_here(job)) note(tree_of(*root));
+  if (job.child.running()) {
+    note(runc_.made_by(job.container, job.child.pid()));
+    (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
+    job.child.signal(SIGTERM);
+    if (job.child.wait(kEndMs)) return made;
+    job.child.signal(SIGKILL);
+    (void)job.child.wait(kEndMs);
+    return made;
+  }
+  for (int sig : {SIGTERM, SIGKILL}) {
+    for (const pid_t pid : restorers(job.dir)) {
+      note(runc_.made_by(job.container, pid));
+      kill(pid, sig);
+    }
+    for (const auto until = Clock::now() + std::chrono::milliseconds(kEndMs); Clock::now() < until; usleep(50'000))
+      if (!restore_runs(job.dir)) return made;
+  }
+  return made;
 }
 
 // Caller holds job.work. Idempotent.
 void DestinationHost::abort(Job& job, const std::string& why) {
   if (job.get() != wire::OPEN) return;
   spdlog::warn("migration {:08x}: undone here: {}", job.id, why);
-  // The address first: sockets of restored tasks must not answer anybody when they die.
-  if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
-  constexpr int kAnswerMs = 2'000, kEndMs = 8'000;
-  const auto made = runc_.made_by(job.container, job.child.pid());
-  if (job.child.running()) (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
-  job.child.signal(SIGTERM);
-  if (!job.child.wait(kEndMs)) {
-    job.child.signal(SIGKILL);
-    (void)job.child.wait(kEndMs);
-  }
-  if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
-  if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
-  for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   std::error_code ec;
-  // What is needed to understand it stays: the logs of the last one that failed.
-  const std::string kept = config_.state_dir + "/failed-restore";
-  fs::remove_all(kept, ec);
-  fs::create_directories(kept, ec);
-  fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
-  fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
-  fs::remove_all(job.dir, ec);
-  if (job.made_bundle) fs::remove_all(job.bundle, ec);
-  std::lock_guard lock(job.state);
+  if (job.mine) {
+    // The address first: sockets of restored tasks must not answer anybody when they die.
+    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    const auto made = end_restore(job);
+    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
+    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+    // What is needed to understand it stays: the logs of the last one that failed.
+    const std::string kept = config_.state_dir + "/failed-restore";
+    fs::remove_all(kept, ec);
+    fs::create_directories(kept, ec);
+    fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
+    fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
+    fs::remove_all(job.dir, ec);
+    if (job.record.made_bundle()) fs::remove_all(job.bundle, ec);
+  }
   job.outcome = wire::UNDONE;
+  job.finished = true;
+  if (!job.mine) return;
+  if (auto s = save(job); !s) {
+    // What is not written down at all was never committed either.
+    spdlog::error("migration {:08x}: {}", job.id, s.error().text);
+    journal_.remove(job.id);
+  }
 }
 
 grpc::Status DestinationHost::Abort(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find(m->id());
+  auto job = jobs_.find(m->id());
   if (!job) return to_grpc(job);
   // Ends what another call waits for.
   (*job)->aborting = true;
@@ -541,102 +625,124 @@ grpc::Status DestinationHost::Abort(grpc::ServerContext*, const wire::Migration*
 
 wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
   wire::OutcomeReply r;
-  auto job = find(id);
+  auto job = jobs_.find(id);
   if (!job) return r;
-  std::lock_guard lock((*job)->state);
   r.set_outcome((*job)->outcome);
+  std::lock_guard lock((*job)->state);
   for (const auto& k : (*job)->keys) *r.add_keys() = k;
   return r;
 }
 
-Status DestinationHost::renew(std::uint32_t id) {
-  auto job = find(id);
-  if (!job) return job.error();
-  std::lock_guard lock((*job)->state);
-  if ((*job)->outcome == wire::UNDONE) return Error{ENOENT, "undone here"};
-  (*job)->lease = Clock::now();
-  return {};
-}
+Status DestinationHost::renew(std::uint32_t id) { return jobs_.renew(id); }
 
 bool DestinationHost::claims(const Instance& i) {
-  std::lock_guard lock(mutex_);
-  for (const auto& [id, j] : jobs_)
-    if (!j->resumed && j->get() != wire::UNDONE && std::find(j->instances.begin(), j->instances.end(), i) != j->instances.end()) return true;
+  for (const auto& j : jobs_.all())
+    if (!j->finished && std::find(j->instances.begin(), j->instances.end(), i) != j->instances.end()) return true;
   return false;
 }
 
 // The source fell silent. Only its own word commits; after a commit this host goes on by itself.
 void DestinationHost::left_alone(const JobPtr& job) {
-  spdlog::warn("migration {:08x}: {} fell silent", job->id, job->source);
-  const auto until = Clock::now() + std::chrono::milliseconds(kResolveMs);
   wire::Migration m;
   m.set_id(job->id);
-  auto renewed = [&] {
-    std::lock_guard lock(job->state);
-    return Clock::now() - job->lease < std::chrono::milliseconds(kLeaseMs);
+  auto back = [&](const std::string& why) {
+    job->aborting = true;
+    job->socket->interrupt();
+    std::lock_guard work(job->work);
+    abort(*job, why);
   };
-  while (job->get() == wire::OPEN && !renewed()) {
+  for (LeasedJob::Pace pace; !job->finished; pace.wait(*job)) {
+    if (job->get() == wire::COMMITTED) {
+      std::lock_guard work(job->work);
+      wire::ResumeReply ignored;
+      Status s = rebind(*job);
+      if (s) s = resume(*job, ignored);
+      if (s) continue;
+      spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+      if (is_here(*job)) continue;
+      spdlog::error("migration {:08x}: {} has ended; nothing is left to do", job->id, job->container);
+      (void)numbers_.arrive(job->instances, job->vqpns());
+      for (std::size_t i = 0; i < job->instances.size(); i++) {
+        close_gate(config_.run_dir, job->instances[i]);
+        (void)numbers_.note_guest(job->instances[i], job->births_of(i), 0);
+      }
+      job->resumed = job->finished = true;
+      (void)save(*job);
+      continue;
+    }
+    if (job->renewed()) return;
+    if (job->ordered == wire::UNDONE) {
+      back("by the operator");
+      continue;
+    }
     auto channel = peers_.channel(job->source);
+    Result<wire::OutcomeReply> o = Error{EHOSTUNREACH, ""};
     if (channel) {
       wire::Host::Stub stub(*channel);
-      auto o = call(stub, &wire::Host::Stub::GetOutcome, m, kCheckMs, job->source);
-      if (o && o->outcome() == wire::COMMITTED) {
-        std::lock_guard work(job->work);
-        (void)commit(*job);
-        break;
-      }
-      if (o && o->outcome() != wire::OPEN) break;
+      o = call(stub, &wire::Host::Stub::GetOutcome, m, kCheckMs, job->source);
     }
+    if (o && o->outcome() == wire::COMMITTED) {
+      std::lock_guard work(job->work);
+      (void)commit(*job);
+      continue;
+    }
+    if (job->renewed()) return;
+    // It was not told to commit, and from here on it will not let itself be told: this host's own word decides.
     // A partner that is left alone asks us: it must not wait for longer than it can.
-    if (Clock::now() > until || !channel || !job->ready) break;
-    usleep(kResolveStepMs * 1000);
+    if ((o && o->outcome() != wire::OPEN) || !pace.patient() || !channel || !job->ready) back(job->source + " fell silent");
   }
-  if (renewed()) return;
-  std::lock_guard work(job->work);
-  if (job->get() == wire::OPEN) return abort(*job, job->source + " fell silent");
-  wire::ResumeReply ignored;
-  if (auto s = rebind(*job); !s) return spdlog::error("migration {:08x}: {}", job->id, s.error().text);
-  if (auto s = resume(*job, ignored); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
 }
 
 void DestinationHost::tick() {
-  constexpr auto kKeepOutcome = std::chrono::hours(1);
-  std::lock_guard lock(mutex_);
-  for (auto j = jobs_.begin(); j != jobs_.end();) {
-    const JobPtr job = j->second;
-    std::lock_guard state(job->state);
-    const auto silent = Clock::now() - job->lease;
-    const bool finished = job->outcome == wire::UNDONE || job->resumed;
-    if (finished && silent > kKeepOutcome) {
-      j = jobs_.erase(j);
-      continue;
-    }
-    j++;
-    // Files go when runc has ended, which is after the tasks run.
-    if (std::unique_lock work(job->work, std::try_to_lock); work && job->resumed && !job->cleaned && !job->child.running()) {
+  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
+  // Files go when runc has ended, which is after the tasks run.
+  for (const auto& job : jobs_.all()) {
+    if (!job->resumed || job->cleaned) continue;
+    if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running()) {
       std::error_code ec;
       fs::remove_all(job->dir, ec);
       job->cleaned = true;
     }
-    if (finished || job->alone || silent < std::chrono::milliseconds(kLeaseMs)) continue;
-    job->alone = true;
-    std::thread([this, job] {
-      left_alone(job);
-      std::lock_guard again(job->state);
-      job->alone = false;
-    }).detach();
   }
 }
 
-void DestinationHost::shutdown() {
-  std::vector<JobPtr> all;
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& [id, j] : jobs_) all.push_back(j);
+std::vector<wire::OpenMigration> DestinationHost::open_migrations() {
+  std::vector<wire::OpenMigration> out;
+  for (const auto& j : jobs_.all()) {
+    if (j->finished) continue;
+    wire::OpenMigration o;
+    o.set_id(j->id);
+    o.set_role("destination");
+    o.set_container(j->container);
+    o.set_source(j->source);
+    o.set_destination(config_.name);
+    o.set_begun_s(j->begun_s);
+    o.set_outcome(j->outcome);
+    if (j->get() == wire::COMMITTED)
+      o.set_state("runs here; its connections are being taken up");
+    else
+      o.set_state(j->renewed() ? j->source + " coordinates it" : j->source + " is silent; is asked for the outcome, then it is undone");
+    out.push_back(o);
   }
-  for (const auto& j : all) {
-    j->aborting = true;
+  return out;
+}
+
+Status DestinationHost::order(std::uint32_t id, wire::Outcome outcome, bool) {
+  auto job = jobs_.find(id);
+  if (!job || (*job)->finished) return Error{ENOENT, "no open migration of that number here"};
+  if ((*job)->get() == wire::COMMITTED)
+    return outcome == wire::COMMITTED ? Status() : Status(Error{EBUSY, "the container runs here already; to be rid of it: runc delete --force " + (*job)->container});
+  if ((*job)->renewed()) return Error{EBUSY, (*job)->source + " coordinates it and goes on; wait for it"};
+  if (outcome == wire::COMMITTED)
+    return Error{EPERM, "only " + (*job)->source + " can commit it: there the container may still run. Start migrd there"};
+  (*job)->ordered = outcome;
+  return {};
+}
+
+void DestinationHost::shutdown() {
+  for (const auto& j : jobs_.all()) {
     if (j->get() != wire::OPEN) continue;
+    j->aborting = true;
     j->socket->interrupt();
     std::lock_guard work(j->work);
     abort(*j, "migrd ends");

@@ -3,13 +3,14 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "config.h"
 #include "fault.h"
 #include "host_service.h"
+#include "journal.h"
+#include "lease.h"
+#include "numbers.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "runtime.h"
@@ -18,7 +19,8 @@ namespace migr {
 
 class DestinationHost final : public wire::Destination::Service, public Role {
  public:
-  DestinationHost(const Config& config, SessionTable& sessions, Peers& peers);
+  /// Takes up what an earlier migrd has left in the middle: undoes what cannot have been committed, finishes the rest.
+  DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers);
   ~DestinationHost() override;
 
   grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest*, wire::CheckReply*) override;
@@ -38,6 +40,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status renew(std::uint32_t id) override;
   void tick() override;
   bool claims(const Instance& i) override;
+  std::vector<wire::OpenMigration> open_migrations() override;
+  Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 
   /// Undoes what is open; committed containers go on.
   void shutdown();
@@ -45,8 +49,11 @@ class DestinationHost final : public wire::Destination::Service, public Role {
  private:
   struct Job;
   using JobPtr = std::shared_ptr<Job>;
-  Result<JobPtr> find(std::uint32_t id);
-  void sweep(const std::string& dir);
+  static Result<JobPtr> job_of(const wire::PrepareHeader& h, const std::string& state_dir);
+  void take_up(const JobPtr& job);
+  std::vector<pid_t> end_restore(Job& job);
+  Status save(Job& job);
+  bool is_here(const Job& job) const;
   Status start_restore(Job& job);
   Status create(Job& job, wire::PrepareReply& out);
   Status attach_network(Job& job);
@@ -61,9 +68,10 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   const Config& config_;
   SessionTable& sessions_;
   Peers& peers_;
+  Numbers& numbers_;
   const Runtime runc_;
-  std::mutex mutex_;
-  std::map<std::uint32_t, JobPtr> jobs_;
+  const Journal<journal::Destination> journal_;
+  LeasedJobs<Job> jobs_;
 };
 
 }  // namespace migr

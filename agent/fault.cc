@@ -61,7 +61,7 @@ Status fault(const std::string& spec, FaultStep step, FaultAt at) {
   static std::set<std::string> done;
   for (const auto& i : items_of(spec)) {
     if (i.point != point) continue;
-    if (i.action == "fail-once" && !(std::lock_guard(mutex), done.insert(point).second)) continue;
+    if ((i.action == "fail-once" || i.action == "hang") && !(std::lock_guard(mutex), done.insert(point).second)) continue;
     spdlog::warn("fault point {}: {}", point, i.action);
     if (i.action.starts_with("fail")) return Error{ECANCELED, "fault point '" + point + "'"};
     if (i.action == "exit") _exit(70);

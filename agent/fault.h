@@ -3,7 +3,7 @@
 // Environment MIGR_FAULT=POINT:ACTION[,POINT:ACTION..] of migrd; ACTION is one of
 //   fail        an error, each time          fail-once   an error, the first time
 //   exit        migrd dies                   sleep=S     S seconds late
-//   hang        kFaultHangMs late: whoever waits for it has to give up before
+//   hang        the first time kFaultHangMs late: whoever waits for it has to give up before
 #pragma once
 
 #include <span>
@@ -21,17 +21,18 @@ namespace migr {
   X(kSourceCheck, "source.check") X(kSourceRecord, "source.record") X(kSourcePrepare, "source.prepare")          \
   X(kSourceConnect, "source.connect") X(kSourcePreCopy, "source.pre-copy") X(kSourceSuspend, "source.suspend")   \
   X(kSourceDrain, "source.drain") X(kSourceFreeze, "source.freeze") X(kSourceDetach, "source.detach")            \
-  X(kSourceCheckpoint, "source.checkpoint") X(kSourceCopy, "source.copy") X(kSourceReady, "source.ready")        \
+  X(kSourceCheckpoint, "source.checkpoint") X(kSourceCreate, "source.create") X(kSourceCopy, "source.copy") X(kSourceReady, "source.ready")        \
   X(kSourceCommit, "source.commit") X(kSourceDecide, "source.decide") X(kSourceResume, "source.resume")          \
   X(kSourceDestroy, "source.destroy") X(kSourceBack, "source.back") X(kSourceThaw, "source.thaw")                \
   X(kSourceAttach, "source.attach") X(kSourceReconnect, "source.reconnect")                                      \
   X(kDestinationCheck, "destination.check") X(kDestinationPrepare, "destination.prepare")                        \
-  X(kDestinationConnect, "destination.connect") X(kDestinationUpload, "destination.upload")                      \
+  X(kDestinationCreate, "destination.create") X(kDestinationConnect, "destination.connect") X(kDestinationUpload, "destination.upload")                      \
   X(kDestinationAttach, "destination.attach") X(kDestinationRestore, "destination.restore")                      \
   X(kDestinationReady, "destination.ready") X(kDestinationCommit, "destination.commit")                          \
   X(kDestinationMark, "destination.mark") X(kDestinationRebind, "destination.rebind")                            \
   X(kDestinationResume, "destination.resume") X(kDestinationAbort, "destination.abort")                          \
-  X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare") X(kPartnerConnect, "partner.connect")    \
+  X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare")          \
+  X(kPartnerCreate, "partner.create") X(kPartnerConnect, "partner.connect")    \
   X(kPartnerSuspend, "partner.suspend") X(kPartnerDrain, "partner.drain") X(kPartnerSwitch, "partner.switch")    \
   X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume") X(kPartnerRollback, "partner.rollback")
 

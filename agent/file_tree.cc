@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <vector>
 
 #include "limits.h"
@@ -162,10 +163,13 @@ Status write_whole(const std::string& path, const std::string& text) {
   const std::string tmp = path + ".new";
   FILE* f = std::fopen(tmp.c_str(), "we");
   if (!f) return sys_error("writing " + tmp);
-  const bool ok = std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
+  const bool ok = !fchmod(fileno(f), 0600) && std::fwrite(text.data(), 1, text.size(), f) == text.size() && !std::fflush(f) && !fsync(fileno(f));
   const int err = errno;
   std::fclose(f);
   if (!ok || std::rename(tmp.c_str(), path.c_str())) return sys_error("writing " + path, ok ? errno : err);
+  // The new name, too.
+  const Fd folder(open(std::filesystem::path(path).parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (folder.n >= 0 && fsync(folder.n) && errno != EINVAL) return sys_error("writing " + path);
   return {};
 }
 

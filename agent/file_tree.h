@@ -19,7 +19,7 @@ namespace migr {
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
                  const std::function<bool(const wire::FileChunk&)>& send);
 
-/// A file with this content, whole or not at all, and on the disk when it returns.
+/// A file with this content, whole or not at all, and on the disk when it returns. Mode 0600.
 Status write_whole(const std::string& path, const std::string& text);
 
 /// The other end: writes chunks below a folder, never outside of it and never

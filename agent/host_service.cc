@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "host_service.h"
 
+#include <algorithm>
+
 #include "kernel_record.h"
 
 namespace migr {
@@ -32,6 +34,17 @@ grpc::Status HostService::Renew(grpc::ServerContext*, const wire::Migration* m, 
   bool known = false;
   for (Role* r : roles_) known |= bool(r->renew(m->id()));
   return known ? grpc::Status::OK : grpc::Status(grpc::StatusCode::NOT_FOUND, "no open migration of that number here");
+}
+
+grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) {
+  std::vector<Instance> instances;
+  for (const auto& bytes : r->instances()) {
+    Instance i{};
+    if (bytes.size() != i.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "an instance has 16 bytes"};
+    std::copy(bytes.begin(), bytes.end(), i.begin());
+    instances.push_back(i);
+  }
+  return to_grpc(numbers_.release(instances));
 }
 
 }  // namespace migr

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "config.h"
+#include "numbers.h"
 #include "peer_link.h"
 #include "process_session.h"
 
@@ -21,21 +22,27 @@ class Role {
   virtual Status renew(std::uint32_t id) = 0;
   /// Called a few times a second: leases that ran out. Must not block for long.
   virtual void tick() {}
+  /// What is not finished.
+  virtual std::vector<wire::OpenMigration> open_migrations() { return {}; }
+  /// The operator decides. ENOENT: not ours, or finished; EBUSY: not safe, or not now; the text says why.
+  virtual Status order(std::uint32_t, wire::Outcome, bool /*force*/) { return Error{ENOENT, "not here"}; }
   /// Does a migration hold this process? Else migrd lets it go on when it connects suspended.
   virtual bool claims(const Instance&) { return false; }
 };
 
 class HostService final : public wire::Host::Service {
  public:
-  HostService(const Config& config, SessionTable& sessions, std::vector<Role*> roles)
-      : config_(config), sessions_(sessions), roles_(std::move(roles)) {}
+  HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles)
+      : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
   grpc::Status Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) override;
+  grpc::Status Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) override;
 
  private:
   const Config& config_;
   SessionTable& sessions_;
+  Numbers& numbers_;
   const std::vector<Role*> roles_;
 };
 

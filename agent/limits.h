@@ -29,9 +29,13 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kReadyMs, "ready_ms", 110'000)          /* CRIU restores; below the plugin's 120 s for GO */                    \
   X(kCommitMs, "commit_ms", 25'000)         /* below the plugin's 30 s: after it, it has aborted */                 \
   X(kUndecidedMs, "undecided_ms", 60'000)   /* how long the source asks a silent destination before it says so */   \
+  X(kPhaseMs, "phase_ms", 900'000)          /* any phase of the coordinator, as the sum of its calls' limits */       \
   X(kRenewCallMs, "renew_call_ms", 4'000)                                                                           \
   X(kLeaseMs, "lease_ms", 20'000)           /* without renewal the coordinator counts as gone */                    \
   X(kResolveMs, "resolve_ms", 90'000)       /* how long a host left alone asks for the outcome, often */            \
+  X(kLeaseRenewMs, "lease_renew_ms", 1'000)                                                                         \
+  X(kResolveStepMs, "resolve_step_ms", 1'000)                                                                       \
+  X(kResolveSlowMs, "resolve_slow_ms", 10'000)  /* between two questions, after kResolveMs */                       \
   /* to processes */                                                                                                \
   X(kProcessMs, "process_ms", 10'000)       /* any request but drain */                                             \
   X(kPerQpMs, "per_qp_ms", 10)              /* more, for requests that make or connect QPs */                       \
@@ -50,9 +54,8 @@ MIGR_LIMITS(X)
 #undef X
 
 // Between hosts.
-inline constexpr int kLeaseRenewMs = 1'000;
-inline constexpr int kResolveStepMs = 1'000;
-inline constexpr int kResolveSlowMs = 10'000;   // after kResolveMs
+inline constexpr int kGuestsMs = 2'000;         // how often a host looks whether guests have ended
+inline constexpr int kStandsStillStatus = 71;   // exit status of a migrd whose coordinator does not get on
 // Copying less than this ahead of the stop takes longer than it saves.
 inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;
 // Beside the folder of images, on both hosts: the checkpoint refers to it by this name.

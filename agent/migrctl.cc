@@ -39,8 +39,9 @@ int print(const Json& j) {
 
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
+  bool commit = false, rollback = false, force = false;
   std::string socket = kControlSocket;
-  std::string container, to, dir, name;
+  std::string container, to, dir, name, migration;
   std::vector<std::string> ips;
   int pid = 0;
 };
@@ -159,8 +160,9 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   FILE* out = o.json ? stderr : stdout;  // progress is not data
   wire::Progress p;
   wire::Summary summary;
-  bool told = false;
+  bool told = false, began = false;
   while (reader->Read(&p)) {
+    began = true;
     switch (p.what_case()) {
       case wire::Progress::kPhase: std::fprintf(out, "%-10s ", p.phase().c_str()); break;
       case wire::Progress::kEnd: std::fprintf(out, "%9.1f ms\n", p.end().ms()); break;
@@ -171,6 +173,10 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
     std::fflush(out);
   }
   const auto s = reader->Finish();
+  if (!told && began) {
+    std::fprintf(stderr, "\nmigrctl: migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover\n");
+    return kFailed;
+  }
   if (!told) {
     if (s.ok() || s.error_code() == grpc::StatusCode::UNAVAILABLE) {
       if (reader && !s.ok()) return refuse_grpc(o, s);
@@ -239,6 +245,47 @@ int cmd_restore(const Options& o) {
   request.set_dir(absolute_dir(o));
   const auto stub = control(o);
   return follow(o, stub->Restore(&ctx, request), {"runs on", nullptr, "are gone"});
+}
+
+int cmd_recover(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl recover"));
+  wire::RecoverRequest request;
+  if (!o.migration.empty()) {
+    std::size_t used = 0;
+    unsigned long id = 0;
+    try {
+      id = std::stoul(o.migration, &used, 16);
+    } catch (const std::exception&) {
+    }
+    if (used != o.migration.size() || !id || id > UINT32_MAX) return refuse("'" + o.migration + "' is no number of a migration: eight hex digits");
+    request.set_id(static_cast<std::uint32_t>(id));
+  }
+  if (o.commit || o.rollback) {
+    if (!request.id()) return refuse("which one? Give the number of the migration; see: migrctl recover");
+    request.set_order(o.commit ? wire::COMMITTED : wire::UNDONE);
+    request.set_force(o.force);
+  }
+  grpc::ClientContext ctx;
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
+  wire::RecoverReply r;
+  if (auto s = control(o)->Recover(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (o.json) {
+    Json j = Json::array();
+    for (const auto& m : r.open()) {
+      Json partners = Json::array();
+      for (const auto& p : m.partners()) partners.push_back(p);
+      char id[9];
+      std::snprintf(id, sizeof id, "%08x", m.id());
+      j.push_back({{"migration", id}, {"role", m.role()}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()},
+                   {"partners", partners}, {"begun_s", m.begun_s()}, {"outcome", wire::Outcome_Name(m.outcome())}, {"state", m.state()}});
+    }
+    return print(j);
+  }
+  if (!r.open_size()) std::printf("no open migration\n");
+  for (const auto& m : r.open())
+    std::printf("%08x  %s of %s -> %s, container %s: %s\n", m.id(), m.role().c_str(), m.source().c_str(), m.destination().c_str(),
+                m.container().empty() ? "(of another host)" : m.container().c_str(), m.state().c_str());
+  return kDone;
 }
 
 // ---- the kernel's record
@@ -313,6 +360,12 @@ int main(int argc, char** argv) {
   auto* restore = add(app, "restore", "starts on this host what a checkpoint has stored", cmd_restore);
   restore->add_option("DIR", o.dir)->required();
   json(restore);
+  auto* recover = add(app, "recover", "migrations that are not finished; the operator's decision about one", cmd_recover);
+  recover->add_option("ID", o.migration, "of the migration");
+  auto* commit = recover->add_flag("--commit", o.commit, "the container runs at the destination");
+  recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
+  recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
+  json(recover);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
   show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);

@@ -23,6 +23,7 @@
 #include "host_service.h"
 #include "kernel_record.h"
 #include "links.h"
+#include "numbers.h"
 #include "partner_host.h"
 #include "peer_link.h"
 #include "pki.h"
@@ -114,6 +115,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
       SourceRun source(host, *id, tries == kMigrateTries);
       Coordinator coordinator(settings, source, destination, links, say);
       summary = coordinator.migrate(r.container(), r.to(), *id);
+      host.settle_later(*id);
       changed = coordinator.try_again() && tries < kMigrateTries;
       busy = coordinator.busy() && std::chrono::steady_clock::now() < busy_until;
     }
@@ -135,7 +137,9 @@ wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::Che
   KeepingDestination destination(r.dir(), source.info());
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
-  return Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), *id);
+  auto summary = Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), *id);
+  host.settle_later(*id);
+  return summary;
 }
 
 wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, const Config& config, const wire::RestoreRequest& r,
@@ -171,21 +175,36 @@ int run(const Config& config) {
 
   Peers peers(config, *files);
   SessionTable sessions;
+  // Links to the hosts that take part; a checkpoint's destination is a folder of this one.
+  auto to_destination = [&peers](const std::string& name) -> Result<std::unique_ptr<DestinationLink>> {
+    if (name.starts_with('/')) return std::unique_ptr<DestinationLink>(new KeepingDestination(name));
+    auto c = peers.channel(name);
+    if (!c) return c.error();
+    return std::unique_ptr<DestinationLink>(new RpcDestination(*c, name));
+  };
+  auto to_partner = [&peers](const std::string& name) -> Result<std::unique_ptr<PartnerLink>> {
+    auto c = peers.channel(name);
+    if (!c) return c.error();
+    return std::unique_ptr<PartnerLink>(new RpcPartner(*c, name));
+  };
   Claims claims;
-  SourceHost source(config, sessions, claims);
-  DestinationHost destination(config, sessions, peers);
+  Numbers numbers(config);
+  if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
+  SourceHost source(config, sessions, claims, numbers, to_destination, to_partner);
+  DestinationHost destination(config, sessions, peers, numbers);
   PartnerHost partner(config, sessions, peers, claims);
   const std::vector<Role*> roles = {&destination, &partner, &source};
-  HostService host(config, sessions, roles);
+  HostService host(config, sessions, numbers, roles);
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
                          {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
-                          [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }});
+                          [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }},
+                         roles);
 
-  source.recover();
   auto on_hello = [&roles](const std::shared_ptr<ProcessSession>& s) { let_go_if_lost(roles, s); };
+  source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello); !s) return fail(s.error().text);
 
   grpc::ServerBuilder outer;
@@ -198,6 +217,7 @@ int run(const Config& config) {
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
   self = outer_server->InProcessChannel({});
+  peers.set_self(self);
 
   unlink(config.control_socket.c_str());
   grpc::ServerBuilder inner;
@@ -215,6 +235,19 @@ int run(const Config& config) {
     for (; !stop; usleep(kTickUs))
       for (Role* r : roles) r->tick();
   });
+  // Beside the other, for it waits for hosts that may be silent.
+  std::thread guests([&] {
+    auto tell = [&peers](const std::string& host, const std::vector<Instance>& instances) -> Status {
+      auto channel = peers.channel(host);
+      if (!channel) return channel.error();
+      wire::ReleaseRequest r;
+      for (const auto& i : instances) r.add_instances(i.data(), i.size());
+      wire::Host::Stub stub(*channel);
+      return call(stub, &wire::Host::Stub::Release, r, kCallMs, host);
+    };
+    for (int n = 0; !stop; usleep(100'000))
+      if (n++ % (kGuestsMs / 100) == 0) numbers.tick(tell);
+  });
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
@@ -224,6 +257,7 @@ int run(const Config& config) {
   spdlog::info("ends by signal {}", sig);
   stop = true;
   ticker.join();
+  guests.join();
   destination.shutdown();
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
   inner_server->Shutdown(soon);

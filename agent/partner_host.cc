@@ -2,11 +2,13 @@
 #include "partner_host.h"
 
 #include <fmt/format.h>
+#include <signal.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <thread>
+#include <map>
+#include <optional>
 
 #include "fault.h"
 #include "kernel_record.h"
@@ -15,60 +17,92 @@
 #include "resume_stats.h"
 
 namespace migr {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 // One process and those of its QPs that are affected.
 struct PartnerHost::Process {
   Instance instance{};
-  std::shared_ptr<ProcessSession> session;  // until the job is over: it holds a socket, and the job is kept for a while
+  pid_t pid = 0;
   std::vector<migr_qp_ref> refs;
   std::vector<std::uint32_t> index;   // of each ref, as the coordinator counts
   std::vector<std::string> gid;       // of each ref: it sends from
 };
 
-struct PartnerHost::Job {
-  std::uint32_t id = 0;
-  std::string source, destination;
-  std::mutex work;                    // one call at a time
-  std::vector<Process> processes;     // fixed after Prepare, but for their sessions
-  bool switched = false, has_keys = false;
-
-  std::mutex state;                   // guards what follows
-  bool over = false;
-  Clock::time_point lease = Clock::now();
-  bool alone = false;
-  bool is_over() { return std::lock_guard(state), over; }
-  Claims* claims = nullptr;
-  // Caller holds work.
-  void end() {
-    for (auto& p : processes) p.session.reset();
-    claims->release(id);
-    std::lock_guard lock(state);
-    over = true;
+struct PartnerHost::Job : LeasedJob {
+  journal::Partner record;            // guarded by work
+  std::vector<Process> processes;     // fixed
+  std::vector<Claims::Process> wanted() const {
+    std::vector<Claims::Process> all;
+    for (const auto& p : processes) all.push_back({p.instance, p.pid});
+    return all;
   }
+  std::atomic<bool> switched = false;
+  bool has_keys = false;
+  bool reloaded = false;              // an earlier migrd has begun it
 };
 
-Result<PartnerHost::JobPtr> PartnerHost::find(std::uint32_t id) {
-  std::lock_guard lock(mutex_);
-  const auto j = jobs_.find(id);
-  if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
-  return j->second;
+Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareRequest& r) {
+  auto job = std::make_shared<Job>();
+  job->id = r.id();
+  job->source = r.source();
+  for (const auto& q : r.qps()) {
+    Instance instance{};
+    if (q.instance().size() != instance.size()) return Error{EINVAL, "an instance has 16 bytes"};
+    std::copy(q.instance().begin(), q.instance().end(), instance.begin());
+    auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.pid == q.pid(); });
+    if (p == job->processes.end()) p = job->processes.insert(p, {instance, q.pid(), {}, {}, {}});
+    p->refs.push_back({q.ctx_id(), q.vqpn(), q.pqpn(), 0});
+    p->index.push_back(q.index());
+    p->gid.push_back(q.gid());
+  }
+  *job->record.mutable_request() = r;
+  return job;
 }
 
-Result<PartnerHost::JobPtr> PartnerHost::find_open(std::uint32_t id) {
-  auto j = find(id);
-  if (j && (*j)->is_over()) return Error{ECANCELED, config_.name + " has undone the migration: the coordinator was silent for too long"};
-  return j;
+PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims)
+    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), journal_(config.state_dir + "/journal/partner") {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+    auto job = job_of(record.request());
+    if (!job || (*job)->id != id) continue;
+    JobPtr j = *job;
+    j->record = record;
+    j->begun_s = record.begun_s();
+    j->outcome = record.outcome();
+    j->switched = record.switched();
+    j->finished = record.outcome() != wire::OPEN;
+    j->reloaded = true;
+    if (!j->finished) {
+      spdlog::warn("migration {:08x} from {} to {} was not finished when migrd ended", id, j->source, record.request().destination());
+      j->expire();
+      if (const auto holder = claims_.take(j->wanted(), id)) spdlog::error("migration {:08x}: {:08x} holds a process of it, too", id, holder);
+    }
+    (void)jobs_.add(j);
+  }
 }
 
 // Caller holds job.work.
-Status PartnerHost::each(Job& job, const std::function<Status(Process&)>& f) {
-  if (job.is_over()) return Error{ECANCELED, config_.name + " has ended the migration already"};
-  return parallel_for(job.processes, f);
+Status PartnerHost::save(Job& job) {
+  job.record.set_outcome(job.outcome);
+  job.record.set_switched(job.switched);
+  return journal_.save(job.id, job.record);
+}
+
+// Caller holds job.work.
+void PartnerHost::end(Job& job, wire::Outcome outcome) {
+  job.outcome = outcome;
+  job.finished = true;
+  std::vector<Instance> held;
+  for (const auto& p : job.processes) held.push_back(p.instance);
+  claims_.release(held, job.id);
+}
+
+// Caller holds job.work. A process that has connected anew meanwhile is found by its number.
+Status PartnerHost::each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f) {
+  const auto one = [&](Process& p) -> Status {
+    auto session = sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kill(p.pid, 0) ? 0 : kReconnectMs);
+    if (!session) return Error{ENOTCONN, "process " + std::to_string(p.pid) + " on " + config_.name + " is not connected to its migrd any more"};
+    return f(p, **session);
+  };
+  return parallel_for(job.processes, one);
 }
 
 grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r, wire::FindReply* out) {
@@ -125,60 +159,54 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
 }
 
 grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest* r, wire::PartnerPrepareReply* out) {
-  auto job = std::make_shared<Job>();
-  job->id = r->id();
-  job->source = r->source();
-  job->destination = r->destination();
   if (auto s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kBegin); !s) return to_grpc(s);
-  job->claims = &claims_;
-  std::vector<Claims::Process> wanted;
-  for (const auto& q : r->qps()) {
-    auto session = sessions_.by_pid(q.pid());
-    if (!session || q.instance() != std::string(session->instance().begin(), session->instance().end()))
-      return {grpc::StatusCode::NOT_FOUND, "process " + std::to_string(q.pid()) + " (" + q.comm() + ") is not connected to its migrd any more"};
+  auto made = job_of(*r);
+  if (!made) return to_grpc(made);
+  const JobPtr job = *made;
+  for (const auto& p : job->processes) {
+    auto session = sessions_.by_pid(p.pid);
+    if (!session || session->instance() != p.instance)
+      return {grpc::StatusCode::NOT_FOUND, "process " + std::to_string(p.pid) + " is not connected to its migrd any more"};
     if (session->state() != MIGR_PROC_RUNNING) {
       out->mutable_busy()->set_who(session->label() + " on " + config_.name);
       return grpc::Status::OK;
     }
-    wanted.push_back({session->instance(), session->pid()});
-    auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.session == session; });
-    if (p == job->processes.end()) {
-      job->processes.push_back({session->instance(), session, {}, {}, {}});
-      p = job->processes.end() - 1;
-    }
-    p->refs.push_back({q.ctx_id(), q.vqpn(), q.pqpn(), 0});
-    p->index.push_back(q.index());
-    p->gid.push_back(q.gid());
   }
   std::lock_guard work(job->work);
-  {
-    std::lock_guard lock(mutex_);
-    if (!r->id() || jobs_.contains(job->id)) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
-    if (const auto holder = claims_.take(wanted, job->id)) {
-      out->mutable_busy()->set_who("a partner on " + config_.name);
-      out->mutable_busy()->set_migration(holder);
-      return grpc::Status::OK;
-    }
-    jobs_.emplace(job->id, job);
+  job->begun_s = unix_now();
+  job->record.set_begun_s(job->begun_s);
+  if (jobs_.find(job->id)) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
+  if (const auto holder = claims_.take(job->wanted(), job->id)) {
+    out->mutable_busy()->set_who("a partner on " + config_.name);
+    out->mutable_busy()->set_migration(holder);
+    return grpc::Status::OK;
   }
-  if (r->later()) return grpc::Status::OK;
-  const Status s = create(*job, *out);
-  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
+  if (auto s = jobs_.add(job); !s) return to_grpc(s);
+  // From here on this host has something to take back.
+  Status s = save(*job);
+  if (!s) {
+    end(*job, wire::UNDONE);
+    return to_grpc(s);
+  }
+  if (!r->later()) s = create(*job, *out);
+  if (s) s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd);
+  job->renew();
+  return to_grpc(s);
 }
 
 // Caller holds job.work.
 Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
   std::mutex guards_out;
-  return each(job, [&](Process& p) -> Status {
-    auto spares = p.session->ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs,
-                                                             kProcessMs + kPerQpMs * static_cast<int>(p.refs.size()));
+  return each(job, [&](Process& p, ProcessSession& session) -> Status {
+    auto spares = session.ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs,
+                                                          kProcessMs + kPerQpMs * static_cast<int>(p.refs.size()));
     if (!spares) return spares.error();
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> at;
     for (std::size_t n = 0; n < p.refs.size(); n++) at[{p.refs[n].ctx_id, p.refs[n].vqpn}] = n;
     std::lock_guard lock(guards_out);
     for (const auto& x : *spares) {
       const auto ref = at.find({x.ctx_id, x.vqpn});
-      if (ref == at.end()) return Error{EPROTO, p.session->label() + ": a spare for a QP that was not asked for"};
+      if (ref == at.end()) return Error{EPROTO, session.label() + ": a spare for a QP that was not asked for"};
       auto* o = out.add_spares();
       o->set_index(p.index[ref->second]);
       o->set_pqpn(x.pqpn);
@@ -191,26 +219,29 @@ Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
 
 // A call on a migration that is open here.
 grpc::Status PartnerHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
-  auto job = find_open(id);
+  auto job = jobs_.find(id);
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
+  const auto still_open = [&] {
+    if ((*job)->get() == wire::OPEN && !(*job)->aborting) return Status();
+    return Status(Error{ECANCELED, config_.name + " has undone the migration: the coordinator was silent for too long, or migrd was started again"});
+  };
+  // Twice is as good as once.
+  if ((*job)->get() == wire::COMMITTED && (step == FaultStep::kPartnerKeys || step == FaultStep::kPartnerResume)) return grpc::Status::OK;
+  if (auto s = still_open(); !s) return to_grpc(s);
   return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
-    if (auto s = find_open(id); !s) return s;  // it was taken back meanwhile
+    if (auto s = still_open(); !s) return s;  // it was taken back while a fault point slept
     return work(**job);
   }));
 }
 
 grpc::Status PartnerHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PartnerPrepareReply* out) {
-  auto job = find_open(m->id());
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  const Status s = create(**job, *out);
-  return to_grpc(s ? fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kEnd) : s);
+  return step(m->id(), FaultStep::kPartnerCreate, [&](Job& job) { return create(job, *out); });
 }
 
 grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
   return step(r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
-    return each(job, [&](Process& p) -> Status {
+    return each(job, [&](Process& p, ProcessSession& session) -> Status {
       std::vector<migr_qp_connect> to;
       std::map<std::uint32_t, const wire::Connection*> by_index;
       for (const auto& c : r->connections()) by_index[c.index()] = &c;
@@ -219,20 +250,20 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectReque
         if (!c || c->dest_gid().size() != 16) return Error{EINVAL, "Connect leaves out QP " + std::to_string(p.refs[n].vqpn)};
         if (c->peer().size() != 16) return Error{EINVAL, "Connect does not say whose the other end of QP " + std::to_string(p.refs[n].vqpn) + " is"};
         migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}, {}};
-        std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
         std::copy(c->peer().begin(), c->peer().end(), reinterpret_cast<char*>(x.peer));
+        std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
         to.push_back(x);
       }
-      return p.session->ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()));
+      return session.ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()));
     });
   });
 }
 
 grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
   return step(r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
-    return each(job, [&](Process& p) -> Status {
-      if (auto s = p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, kProcessMs); !s) return s.error();
-      return p.session->wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kSuspendMs))));
+    return each(job, [&](Process& p, ProcessSession& session) -> Status {
+      if (auto s = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, kProcessMs); !s) return s.error();
+      return session.wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kSuspendMs))));
     });
   });
 }
@@ -240,24 +271,28 @@ grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedReque
 grpc::Status PartnerHost::Drain(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
   const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kDrainMs)));
   return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
-    return each(job, [&](Process& p) -> Status {
-      return p.session->ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, job.id, p.refs, ms + 2000, static_cast<std::uint64_t>(ms));
+    return each(job, [&](Process& p, ProcessSession& session) -> Status {
+      return session.ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, job.id, p.refs, ms + 2000, static_cast<std::uint64_t>(ms));
     });
   });
 }
 
 grpc::Status PartnerHost::Switch(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  return step(m->id(), FaultStep::kPartnerSwitch, [&](Job& job) {
+  return step(m->id(), FaultStep::kPartnerSwitch, [&](Job& job) -> Status {
     job.switched = true;  // from here on only the outcome tells which way to go
-    return each(job, [&](Process& p) -> Status {
-      return p.session->ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, kProcessMs);
+    if (auto s = save(job); !s) return job.switched = false, s;
+    return each(job, [&](Process& p, ProcessSession& session) -> Status {
+      return session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, kProcessMs);
     });
   });
 }
 
 // Caller holds job.work.
 Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
-  const auto s = each(job, [&](Process& p) -> Status { return tell_keys(*p.session, job.id, keys); });
+  const auto s = each(job, [&](Process&, ProcessSession& session) -> Status {
+    if (session.state() == MIGR_PROC_RUNNING) return {};  // it was resumed before migrd ended
+    return tell_keys(session, job.id, keys);
+  });
   if (s) job.has_keys = true;
   return s;
 }
@@ -270,107 +305,139 @@ grpc::Status PartnerHost::Keys(grpc::ServerContext*, const wire::KeysRequest* r,
 Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
   std::mutex guards_out;
-  auto s = each(job, [&](Process& p) -> Status {
-    auto stats = p.session->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
+  const auto s = each(job, [&](Process& p, ProcessSession& session) -> Status {
+    if (session.state() == MIGR_PROC_RUNNING) return {};
+    auto stats = session.ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
     if (!stats) return stats.error();
     std::lock_guard lock(guards_out);
     add_stats(out, *stats);
     return {};
   });
-  if (s) job.end();
-  return s;
+  if (!s) return s;
+  end(job, wire::COMMITTED);
+  if (auto w = save(job); !w) spdlog::error("migration {:08x}: {}", job.id, w.error().text);
+  return {};
 }
 
 grpc::Status PartnerHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
   return step(m->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out); });
 }
 
-// Caller holds job.work.
+// Caller holds job.work. A process that has ended has nothing to go back to.
 Status PartnerHost::rollback(Job& job) {
-  if (job.is_over()) return {};
+  if (job.get() != wire::OPEN) return {};
   Status first;
   for (auto& p : job.processes) {
-    // It may have connected anew meanwhile.
-    if (auto now = sessions_.by_pid(p.session->pid()); now && now->instance() == p.instance) p.session = now;
-    if (auto s = p.session->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs); first && !s) first = s;
+    if (kill(p.pid, 0) && errno == ESRCH) continue;
+    auto session = sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kReconnectMs);
+    Status s = session;
+    if (session) s = (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs);
+    if (kill(p.pid, 0) && errno == ESRCH) continue;
+    if (first && !s) first = s;
   }
-  job.end();
-  return first;
+  if (!first) return first;
+  end(job, wire::UNDONE);
+  return save(job);
 }
 
 grpc::Status PartnerHost::Rollback(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = find(m->id());
+  auto job = jobs_.find(m->id());
   if (!job) return to_grpc(job);
+  (*job)->aborting = true;
   std::lock_guard work((*job)->work);
   return to_grpc(fault_step(config_.fault, FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
 }
 
-Status PartnerHost::renew(std::uint32_t id) {
-  auto job = find(id);
-  if (!job) return job.error();
-  std::lock_guard lock((*job)->state);
-  if ((*job)->over) return Error{ENOENT, "over here"};
-  (*job)->lease = Clock::now();
-  return {};
-}
+Status PartnerHost::renew(std::uint32_t id) { return jobs_.renew(id); }
 
-// The coordinator fell silent: before SWITCH this host goes back on its own, the
-// source will notice; after it, the destination knows, else the source.
+// The coordinator fell silent: before SWITCH this host goes back on its own, the source will notice; after it only the
+// destination knows the way, and the source whether there is one.
 void PartnerHost::left_alone(const JobPtr& job) {
-  spdlog::warn("migration {:08x}: {} fell silent", job->id, job->source);
-  const auto until = Clock::now() + std::chrono::milliseconds(kResolveMs);
+  const std::string destination = job->record.request().destination();
   wire::Migration m;
   m.set_id(job->id);
-  auto renewed = [&] {
-    std::lock_guard lock(job->state);
-    return Clock::now() - job->lease < std::chrono::milliseconds(kLeaseMs);
-  };
-  auto ask = [&](const std::string& host) -> wire::OutcomeReply {
+  auto ask = [&](const std::string& host) -> std::optional<wire::OutcomeReply> {
     auto channel = peers_.channel(host);
     if (!channel) return {};
     wire::Host::Stub stub(*channel);
     auto o = call(stub, &wire::Host::Stub::GetOutcome, m, kCheckMs, host);
-    return o ? *o : wire::OutcomeReply();
+    return o ? std::optional(*o) : std::nullopt;
   };
-  while (job->switched && !job->is_over() && !renewed() && Clock::now() < until) {
-    const auto d = ask(job->destination);
-    if (d.outcome() == wire::UNDONE) break;
-    if (d.outcome() == wire::COMMITTED && d.keys_size()) {
+  auto back = [&] {
+    job->aborting = true;
+    std::lock_guard work(job->work);
+    if (auto s = rollback(*job); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+  };
+  for (LeasedJob::Pace pace; job->get() == wire::OPEN; pace.wait(*job)) {
+    if (job->ordered == wire::UNDONE || job->aborting) {
+      back();
+      continue;
+    }
+    if (!job->switched) {
+      if (job->renewed() && !job->reloaded) return;
+      back();
+      continue;
+    }
+    if (job->renewed()) return;
+    const auto d = ask(destination);
+    if (d && d->outcome() == wire::COMMITTED && d->keys_size()) {
       std::lock_guard work(job->work);
       wire::ResumeReply ignored;
-      Status s = keys(*job, {d.keys().begin(), d.keys().end()});
+      Status s = keys(*job, {d->keys().begin(), d->keys().end()});
       if (s) s = resume(*job, ignored);
       if (!s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
-      return;
+      continue;
     }
-    if (d.outcome() == wire::UNKNOWN && ask(job->source).outcome() == wire::UNDONE) break;
-    usleep(kResolveStepMs * 1000);
+    if (d && d->outcome() == wire::UNDONE) {
+      back();
+      continue;
+    }
+    // A destination that never heard of it cannot have been told to run it; one that is silent may.
+    if (d && d->outcome() != wire::UNKNOWN) continue;
+    const auto s = ask(job->source);
+    if (s && (s->outcome() == wire::UNDONE || (d && s->outcome() == wire::UNKNOWN))) back();
   }
-  if (renewed()) return;
-  std::lock_guard work(job->work);
-  if (auto s = rollback(*job); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
 }
 
 void PartnerHost::tick() {
-  constexpr auto kKeep = std::chrono::minutes(10);
-  std::lock_guard lock(mutex_);
-  for (auto j = jobs_.begin(); j != jobs_.end();) {
-    const JobPtr job = j->second;
-    std::lock_guard state(job->state);
-    const auto silent = Clock::now() - job->lease;
-    if (job->over && silent > kKeep) {
-      j = jobs_.erase(j);
-      continue;
-    }
-    j++;
-    if (job->over || job->alone || silent < std::chrono::milliseconds(kLeaseMs)) continue;
-    job->alone = true;
-    std::thread([this, job] {
-      left_alone(job);
-      std::lock_guard again(job->state);
-      job->alone = false;
-    }).detach();
+  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
+}
+
+std::vector<wire::OpenMigration> PartnerHost::open_migrations() {
+  std::vector<wire::OpenMigration> out;
+  for (const auto& j : jobs_.all()) {
+    if (j->finished) continue;
+    wire::OpenMigration o;
+    o.set_id(j->id);
+    o.set_role("partner");
+    o.set_source(j->source);
+    o.set_destination(j->record.request().destination());
+    o.set_begun_s(j->begun_s);
+    o.set_outcome(j->outcome);
+    if (j->renewed())
+      o.set_state(j->source + " coordinates it");
+    else if (j->switched)
+      o.set_state("suspended; asks " + o.destination() + " and " + j->source + " what became of it");
+    else
+      o.set_state("goes back");
+    for (const auto& p : j->processes) o.add_processes(p.pid);
+    out.push_back(o);
   }
+  return out;
+}
+
+Status PartnerHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
+  auto job = jobs_.find(id);
+  if (!job || (*job)->finished) return Error{ENOENT, "no open migration of that number here"};
+  if ((*job)->renewed()) return Error{EBUSY, (*job)->source + " coordinates it and goes on; wait for it"};
+  if (outcome == wire::COMMITTED)
+    return Error{EOPNOTSUPP, "a partner cannot go forward without the keys that only " + (*job)->record.request().destination() +
+                                 " has; start migrd there: this host asks it all the time"};
+  if ((*job)->switched && !force)
+    return Error{EBUSY, "it is not known whether the container runs on " + (*job)->record.request().destination() +
+                            "; if it does, going back breaks its connections to here. If it does not: --rollback --force"};
+  (*job)->ordered = outcome;
+  return {};
 }
 
 }  // namespace migr

@@ -3,14 +3,14 @@
 #pragma once
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "claims.h"
 #include "config.h"
 #include "fault.h"
 #include "host_service.h"
+#include "journal.h"
+#include "lease.h"
 #include "peer_link.h"
 #include "process_session.h"
 
@@ -18,8 +18,8 @@ namespace migr {
 
 class PartnerHost final : public wire::Partner::Service, public Role {
  public:
-  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims)
-      : config_(config), sessions_(sessions), peers_(peers), claims_(claims) {}
+  /// Takes up what an earlier migrd has left in the middle.
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims);
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
@@ -36,14 +36,17 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Status renew(std::uint32_t id) override;
   void tick() override;
   bool claims(const Instance& i) override { return claims_.holder(i); }
+  std::vector<wire::OpenMigration> open_migrations() override;
+  Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 
  private:
+  struct Process;
   struct Job;
   using JobPtr = std::shared_ptr<Job>;
-  struct Process;
-  Result<JobPtr> find(std::uint32_t id);
-  Result<JobPtr> find_open(std::uint32_t id);
-  Status each(Job& job, const std::function<Status(Process&)>& f);
+  Result<JobPtr> job_of(const wire::PartnerPrepareRequest& r);
+  Status each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f);
+  Status save(Job& job);
+  void end(Job& job, wire::Outcome outcome);
   grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status create(Job& job, wire::PartnerPrepareReply& out);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
@@ -55,8 +58,8 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   SessionTable& sessions_;
   Peers& peers_;
   Claims& claims_;
-  std::mutex mutex_;
-  std::map<std::uint32_t, JobPtr> jobs_;
+  const Journal<journal::Partner> journal_;
+  LeasedJobs<Job> jobs_;
 };
 
 }  // namespace migr

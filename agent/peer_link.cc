@@ -49,6 +49,7 @@ void set_deadline(grpc::ClientContext& ctx, int ms) {
 Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
   const Peer* p = config_.peer(name);
   if (!p) {
+    if (std::lock_guard lock(mutex_); self_ && name == config_.name) return self_;
     std::string known;
     for (const auto& k : config_.peers) known += (known.empty() ? "" : ", ") + k.name;
     return Error{ENOENT, "no host '" + name + "' among the peers in the configuration (" + known + ")"};
@@ -68,6 +69,11 @@ Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
     c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials(o), a);
   }
   return c;
+}
+
+void Peers::set_self(std::shared_ptr<grpc::Channel> channel) {
+  std::lock_guard lock(mutex_);
+  self_ = std::move(channel);
 }
 
 std::shared_ptr<grpc::ServerCredentials> Peers::server_credentials() const {

@@ -22,6 +22,8 @@ class Peers {
   Peers(const Config& config, pki::Files files) : config_(config), files_(std::move(files)) {}
   /// ENOENT: no peer of that name in the configuration.
   Result<std::shared_ptr<grpc::Channel>> channel(const std::string& name);
+  /// To our own services, once they are there: this host may be a partner, too.
+  void set_self(std::shared_ptr<grpc::Channel> channel);
   const Config& config() const { return config_; }
   std::shared_ptr<grpc::ServerCredentials> server_credentials() const;
 
@@ -30,6 +32,7 @@ class Peers {
   const pki::Files files_;
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<grpc::Channel>> channels_;
+  std::shared_ptr<grpc::Channel> self_;
 };
 
 /// Both directions between errno and gRPC codes; `host` goes before the text.

@@ -30,6 +30,16 @@ bool Runtime::exists(const std::string& id) const {
   return pid ? taken(*pid) : runc_.exists(id);
 }
 
+std::string Runtime::life(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? life_of(*pid) : "";
+}
+
+bool Runtime::is_still(const std::string& id, const std::string& life) const {
+  const auto pid = bare_pid(id);
+  return pid ? !life.empty() && life_of(*pid) == life : runc_.exists(id);
+}
+
 Status Runtime::name_is_free(const std::string& id) const {
   if (!exists(id)) return {};
   if (const auto pid = bare_pid(id))

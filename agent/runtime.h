@@ -16,6 +16,10 @@ class Runtime {
   Result<ContainerState> state(const std::string& id) const;
   /// The name is taken here. Does not run runc.
   bool exists(const std::string& id) const;
+  /// Which of those that had a process number one after the other; empty for a container, whose name is its own.
+  std::string life(const std::string& id) const;
+  /// exists(), and it is that one.
+  bool is_still(const std::string& id, const std::string& life) const;
   /// Error, with what to do about it.
   Status name_is_free(const std::string& id) const;
   /// What it needs is installed.

@@ -9,10 +9,8 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <thread>
 
-#include "born.h"
 #include "fault.h"
 #include "file_tree.h"
 #include "kernel_record.h"
@@ -25,29 +23,12 @@ namespace migr {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 // enum ib_qp_type, enum ib_qp_state
 constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
 constexpr char kUdReason[] = ": whoever sends to it has the address of the host it was made on, and cannot be told another";
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
 constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3;
-
-Result<Instance> instance_from(const std::string& text) {
-  Instance i{};
-  if (text.size() != 2 * i.size()) return Error{EINVAL, "no instance: " + text};
-  for (std::size_t b = 0; b < i.size(); b++) {
-    unsigned x;
-    if (std::sscanf(text.c_str() + 2 * b, "%2x", &x) != 1) return Error{EINVAL, "no instance: " + text};
-    i[b] = static_cast<std::uint8_t>(x);
-  }
-  return i;
-}
-
-Json read_json(const std::string& path) {
-  std::ifstream in(path);
-  return in ? Json::parse(in, nullptr, false) : Json();
-}
 
 // 0: it has ended.
 std::uint64_t resident_bytes(pid_t pid) {
@@ -79,65 +60,252 @@ bool has_huge_pages(pid_t pid) {
   return false;
 }
 
+std::vector<Instance> instances_of(const journal::Source& r) {
+  std::vector<Instance> out;
+  for (const auto& p : r.processes()) {
+    Instance i{};
+    if (p.instance().size() == i.size()) std::copy(p.instance().begin(), p.instance().end(), i.begin());
+    out.push_back(i);
+  }
+  return out;
+}
+
 }  // namespace
 
 // ---- the host
 
+SourceHost::SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, ToDestination to_destination, ToPartner to_partner)
+    : config_(config), sessions_(sessions), claims_(claims), numbers_(numbers), runc_(config), to_destination_(std::move(to_destination)),
+      to_partner_(std::move(to_partner)), journal_(config.state_dir + "/journal/source") {}
+
 std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + fmt::format("{:08x}", id); }
 
 Status SourceHost::save(std::uint32_t id, const Entry& e) {
-  Json j = {{"container", e.container}, {"bundle", e.bundle}, {"outcome", static_cast<int>(e.outcome)}, {"instances", Json::array()}};
-  for (const auto& i : e.instances) j["instances"].push_back(hex(i));
-  if (auto s = write_whole(folder(id) + ".json", j.dump(1)); !s) return s;
+  if (auto s = journal_.save(id, e.record); !s) return s;
   std::lock_guard lock(mutex_);
-  journal_[id] = e;
+  entries_[id] = e;
   return {};
 }
 
-wire::OutcomeReply SourceHost::outcome(std::uint32_t id) {
+Result<SourceHost::Entry> SourceHost::entry(std::uint32_t id) {
   std::lock_guard lock(mutex_);
+  const auto e = entries_.find(id);
+  if (e == entries_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " from here"};
+  return e->second;
+}
+
+wire::OutcomeReply SourceHost::outcome(std::uint32_t id) {
   wire::OutcomeReply r;
-  if (auto e = journal_.find(id); e != journal_.end()) r.set_outcome(e->second.outcome);
+  if (auto e = entry(id)) r.set_outcome(e->record.outcome());
   return r;
 }
 
+// Or nothing was written down.
+bool SourceHost::settled(std::uint32_t id) {
+  const auto e = entry(id);
+  return !e || e->record.settled();
+}
+
 void SourceHost::recover() {
-  constexpr auto kKeepOutcome = std::chrono::hours(24);
-  std::error_code ec;
-  fs::create_directories(config_.state_dir + "/source", ec);
-  for (const auto& f : fs::directory_iterator(config_.state_dir + "/source", ec)) {
-    if (f.path().extension() != ".json") continue;
-    const auto id = static_cast<std::uint32_t>(std::strtoul(f.path().stem().c_str(), nullptr, 16));
-    const Json j = read_json(f.path());
-    if (!j.is_object() || fs::file_time_type::clock::now() - f.last_write_time() > kKeepOutcome) {
-      fs::remove(f.path(), ec);
-      continue;
-    }
+  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
     Entry e;
-    e.container = j.value("container", "");
-    e.bundle = j.value("bundle", "");
-    e.outcome = static_cast<wire::Outcome>(j.value("outcome", 0));
-    for (const auto& i : j.value("instances", Json::array()))
-      if (auto x = instance_from(i.get<std::string>())) e.instances.push_back(*x);
-    if (e.outcome == wire::OPEN) {
-      spdlog::warn("migration {:08x} of {} was not decided when migrd ended: going back", id, e.container);
-      e.outcome = wire::UNDONE;
-      (void)save(id, e);
-      if (auto s = runc_.resume(e.container); !s) spdlog::error("{}", s.error().text);
-      if (auto s = runc_.net("attach", e.bundle, e.container); !s) spdlog::error("{}", s.error().text);
-      for (const auto& i : e.instances) (void)open_gate(config_.run_dir, i);
-      // They come back suspended, and whoever is suspended without a migration is let go.
-      std::thread([this, e] {
-        for (const auto& i : e.instances) {
-          (void)sessions_.wait_for(i, {}, kReconnectMs);
-          close_gate(config_.run_dir, i);
-        }
-      }).detach();
+    e.record = record;
+    if (record.outcome() == wire::OPEN) {
+      // Nobody has been told that it may run elsewhere, and from here on nobody will be.
+      spdlog::warn("migration {:08x} of {} was not decided when migrd ended: going back", id, record.container());
+      e.record.set_outcome(wire::UNDONE);
+      if (auto s = journal_.save(id, e.record); !s) spdlog::error("{}", s.error().text);
     }
-    fs::remove_all(folder(id), ec);
-    std::lock_guard lock(mutex_);
-    journal_[id] = e;
+    {
+      std::lock_guard lock(mutex_);
+      entries_[id] = e;
+    }
+    if (record.settled()) continue;
+    std::vector<Claims::Process> held;
+    const auto instances = instances_of(record);
+    for (std::size_t i = 0; i < instances.size(); i++) held.push_back({instances[i], record.processes(static_cast<int>(i)).pid()});
+    if (const auto holder = claims_.take(held, id)) spdlog::error("migration {:08x}: {:08x} holds a process of it, too", id, holder);
+    settle_later(id);
   }
+  // Images of migrations that are over. What waits in a checkpoint has ended with the migrd that it listened to.
+  std::error_code ec;
+  fs::remove_all(config_.state_dir + "/source", ec);
+}
+
+void SourceHost::settle_later(std::uint32_t id) {
+  {
+    std::lock_guard lock(mutex_);
+    auto e = entries_.find(id);
+    if (e == entries_.end()) return;
+    e->second.running = false;
+    if (e->second.record.settled() || e->second.settling) return;
+    e->second.settling = true;
+  }
+  std::thread([this, id] { settle(id); }).detach();
+}
+
+// Committed, and the destination has not said yet that it runs there. @return the outcome is known, and written down
+bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
+  auto e = entry(id);
+  if (!e) return true;
+  wire::Outcome known = e->ordered;
+  if (known == wire::UNKNOWN && destination) {
+    const auto told = tell_commit(*destination, id, 0, kResolveStepMs);
+    if (told.outcome != wire::OPEN) known = told.outcome;
+  }
+  if (known == wire::UNKNOWN) return false;
+  if (known == wire::COMMITTED) return true;
+  e->record.set_outcome(wire::UNDONE);
+  if (auto s = save(id, *e); !s) return spdlog::error("migration {:08x}: {}", id, s.error().text), false;
+  return true;
+}
+
+// Finishes what was committed, takes back what was not.
+void SourceHost::settle(std::uint32_t id) {
+  std::unique_ptr<DestinationLink> destination;
+  const auto began = std::chrono::steady_clock::now();
+  bool sure = false;
+  for (;;) {
+    auto e = entry(id);
+    if (!e || e->record.settled()) return;
+    auto say = [&](const std::string& what) {
+      std::lock_guard lock(mutex_);
+      entries_[id].waits_for = what;
+    };
+    if (!destination)
+      if (auto d = to_destination_(e->record.destination())) destination = std::move(*d);
+    Status s;
+    if (!sure && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination.get())) {
+      say("stands still: " + e->record.destination() + " was told to let it run and does not answer; is asked again and again");
+      s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
+    } else {
+      sure = true;
+      e = entry(id);
+      if (!e) return;
+      const bool forward = e->record.outcome() == wire::COMMITTED;
+      say(forward ? "runs on " + e->record.destination() + "; what is left here goes" : "goes back");
+      s = forward ? finish(id, *e, destination.get()) : take_back(id, *e, destination.get());
+      if (s) {
+        e->record.set_settled(true);
+        e->settling = false;
+        if (auto w = save(id, *e); !w) {
+          std::lock_guard lock(mutex_);
+          entries_[id] = *e;
+        }
+        claims_.release(instances_of(e->record), id);
+        std::error_code ec;
+        fs::remove_all(folder(id), ec);
+        spdlog::info("migration {:08x} of {}: {}", id, e->record.container(), forward ? "finished" : "taken back");
+        return;
+      }
+      spdlog::error("migration {:08x} of {}: {}", id, e->record.container(), s.error().text);
+    }
+    const bool patient = std::chrono::steady_clock::now() - began < std::chrono::milliseconds(kResolveMs);
+    for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0; ms -= 100) {
+      usleep(100'000);
+      if (auto now = entry(id); !sure && now && now->ordered != wire::UNKNOWN) break;
+    }
+  }
+}
+
+// Each part may be done already.
+Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* destination) {
+  // The address must be gone there before it comes back here; a destination that is silent lets nothing through.
+  if (destination)
+    if (auto s = destination->abort(id); !s) spdlog::warn("{}", s.error().text);
+  const auto& r = e.record;
+  const auto instances = instances_of(r);
+  Status first;
+  auto also = [&](const Status& s) {
+    if (first && !s) first = s;
+  };
+  if (runc_.is_still(r.container(), r.began())) {
+    also(runc_.resume(r.container()));
+    also(runc_.net("attach", r.bundle(), r.container()));
+    for (const auto& i : instances) also(open_gate(config_.run_dir, i));
+    for (const auto& i : instances) {
+      // One that has ended has nothing to go back to; one that is late is let go when it connects.
+      auto session = sessions_.wait_for(i, {}, kReconnectMs);
+      if (!session) spdlog::warn("migration {:08x}: {}", id, session.error().text);
+      if (session && (*session)->state() != MIGR_PROC_RUNNING) also((*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs));
+    }
+    for (const auto& i : instances) close_gate(config_.run_dir, i);
+    // It may have ended meanwhile: then nothing is left to be taken back.
+    if (auto now = runc_.state(r.container()); now && now->status == "stopped") first = {};
+  }
+  for (const auto& p : r.partners())
+    if (auto link = to_partner_(p))
+      if (auto s = (*link)->rollback(id); !s) spdlog::warn("{}", s.error().text);
+  return first;
+}
+
+// The destination and the partners find their way without us if they do not answer now.
+Status SourceHost::finish(std::uint32_t id, const Entry& e, DestinationLink* destination) {
+  if (destination) {
+    auto keys = destination->rebind(id);
+    if (keys) {
+      wire::KeysRequest r;
+      r.set_id(id);
+      *r.mutable_keys() = keys->keys();
+      (void)destination->resume(id);
+      for (const auto& p : e.record.partners())
+        if (auto link = to_partner_(p); link && (*link)->keys(r)) (void)(*link)->resume(id);
+    }
+  }
+  return remove(e.record);
+}
+
+// Twice is as good as once.
+Status SourceHost::remove(const journal::Source& r) {
+  const auto instances = instances_of(r);
+  if (auto s = numbers_.leave(instances); !s) return s;
+  // Its process number may be another's by now.
+  Status s = bare_pid(r.container()) && !runc_.is_still(r.container(), r.began()) ? Status() : runc_.remove(r.container());
+  for (std::size_t i = 0; i < instances.size(); i++) {
+    const auto& born = r.processes(static_cast<int>(i)).born();
+    if (auto n = numbers_.left(instances[i], {born.begin(), born.end()}); s && !n) s = n;
+  }
+  if (auto n = runc_.net("cleanup", r.bundle(), r.container()); s && !n) s = n;
+  return s;
+}
+
+std::vector<wire::OpenMigration> SourceHost::open_migrations() {
+  std::lock_guard lock(mutex_);
+  std::vector<wire::OpenMigration> out;
+  for (const auto& [id, e] : entries_) {
+    if (e.record.settled()) continue;
+    wire::OpenMigration o;
+    o.set_id(id);
+    o.set_role("source");
+    o.set_container(e.record.container());
+    o.set_source(config_.name);
+    o.set_destination(e.record.destination());
+    *o.mutable_partners() = e.record.partners();
+    o.set_begun_s(e.record.begun_s());
+    o.set_outcome(e.record.outcome());
+    o.set_state(e.running ? "is being migrated" : e.waits_for);
+    out.push_back(o);
+  }
+  return out;
+}
+
+Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
+  std::lock_guard lock(mutex_);
+  const auto e = entries_.find(id);
+  if (e == entries_.end() || e->second.record.settled()) return Error{ENOENT, "no open migration of that number here"};
+  const std::string to = e->second.record.destination();
+  if (e->second.running) return Error{EBUSY, "it is being migrated; wait for the end"};
+  if (e->second.record.outcome() == wire::UNDONE) {
+    if (outcome == wire::UNDONE) return {};
+    return Error{EPERM, "it is being taken back: " + to + " was never told to let it run"};
+  }
+  if (!force)
+    return Error{EBUSY, outcome == wire::UNDONE ? to + " was told to let the container run, and may. Make sure that it does not and never will (" + to +
+                                                      " is off, and its disk will not be used again), then: --rollback --force"
+                                                : "the container that stands still here would be destroyed. Make sure that it runs on " + to +
+                                                      ", then: --commit --force"};
+  e->second.ordered = outcome;
+  return {};
 }
 
 // ---- one migration
@@ -146,7 +314,7 @@ SourceRun::~SourceRun() {
   if (hold_)
     for (auto& p : processes_)
       if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
-  host_.claims_.release(id_);
+  if (host_.settled(id_)) host_.claims_.release(claimed_, id_);  // else when it is
   if (!busy_) return;
   std::lock_guard lock(host_.mutex_);
   host_.busy_.erase(info_.id);
@@ -176,7 +344,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   }
   info_.ctxs.emplace_back(r.ctx_id, owner);
   const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));
-  if (std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
+  if (!device.empty() && std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
   auto& n = info_.resources;
   n.set_ctx(n.ctx() + 1);
   n.set_pd(n.pd() + static_cast<std::uint32_t>(c.pds.size()));
@@ -186,12 +354,21 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   return {};
 }
 
+bool SourceRun::claim(const ProcessSession& s) {
+  if (host_.claims_.take({{s.instance(), s.pid()}}, id_)) return false;
+  claimed_.push_back(s.instance());
+  return true;
+}
+
 Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   auto state = host_.runc_.state(container);
   if (!state) return state.error();
   if (state->status != "running") return Error{EBUSY, "'" + container + "' is " + state->status + ", not running"};
   {
     std::lock_guard lock(host_.mutex_);
+    for (const auto& [id, e] : host_.entries_)
+      if (e.record.container() == container && !e.record.settled())
+        return Error{EBUSY, "an earlier migration of '" + container + "' is not finished; see: migrctl recover"};
     if (!host_.busy_.insert(container).second) return Error{EBUSY, "'" + container + "' is being migrated already"};
     busy_ = true;
   }
@@ -217,7 +394,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     Process p{pid, host_.sessions_.by_pid(pid), {}};
     if (p.session) p.generation = p.session->generation();
     // First its own view, which says of which state it is: what changes later is noticed.
-    const bool asked = p.session && !host_.claims_.take({{p.session->instance(), pid}}, id_) && p.session->state() == MIGR_PROC_RUNNING;
+    const bool asked = p.session && claim(*p.session) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
     if (asked) {
       auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs, hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
@@ -239,7 +416,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     processes_.push_back(std::move(p));
     if (!described) return described.error();
-    info_.instances.push_back(processes_.back().session->instance());
+    const Process& known = processes_.back();
+    info_.instances.push_back(known.session->instance());
+    info_.births.push_back(host_.numbers_.births_of(known.session->instance(), known.vqpns, known.generation == 0));
   }
   return info_;
 }
@@ -258,7 +437,7 @@ Result<std::map<std::uint32_t, pid_t>> SourceRun::contexts_now() const {
   return found;
 }
 
-Result<std::string> SourceRun::record(std::uint32_t) {
+Result<std::string> SourceRun::record(const std::string& destination, const std::vector<std::string>& partners) {
   const std::string dir = host_.folder(id_);
   std::error_code ec;
   fs::create_directories(dir + "/images", ec);
@@ -269,7 +448,24 @@ Result<std::string> SourceRun::record(std::uint32_t) {
   // Also if there is nothing on record: the plugin knows by it that the restore has to wait.
   if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
-  if (auto s = host_.save(id_, {wire::OPEN, info_.id, info_.bundle, info_.instances}); !s) return s.error();
+  auto& r = entry_.record;
+  r.set_outcome(wire::OPEN);
+  r.set_container(info_.id);
+  r.set_bundle(info_.bundle);
+  r.set_began(host_.runc_.life(info_.id));
+  for (const auto& p : processes_) {
+    auto* l = r.add_processes();
+    const Instance& i = p.session->instance();
+    l->set_instance(i.data(), i.size());
+    l->set_pid(p.pid);
+    for (const auto v : host_.numbers_.born_here(i, p.vqpns, p.generation == 0)) l->add_born(v);
+  }
+  r.set_destination(destination);
+  for (const auto& p : partners) r.add_partners(p);
+  r.set_begun_s(unix_now());
+  entry_.running = true;
+  // From here on there is something to take back.
+  if (auto s = host_.save(id_, entry_); !s) return s.error();
   if (auto s = checkpoint_ahead(""); !s) return s.error();
   detach_ahead_ = host_.runc_.net_detach_ahead(info_.bundle, info_.id, dir + "/detach.out");
   return dir + "/images";
@@ -381,27 +577,34 @@ Status SourceRun::checkpoint() {
 }
 
 Status SourceRun::decide(wire::Outcome outcome) {
-  return step(FaultStep::kSourceDecide, [&] { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); });
-}
-
-Status SourceRun::destroy() {
-  Status s = host_.runc_.remove(info_.id);
-  for (const auto& p : processes_) {
-    auto r = reserve_born(host_.config_, {p.session->instance()}, p.vqpns, p.generation == 0);
-    if (s && !r) s = r;
+  entry_.record.set_outcome(outcome);
+  if (outcome != wire::COMMITTED) return host_.save(id_, entry_);
+  auto s = step(FaultStep::kSourceDecide, [&] { return host_.save(id_, entry_); });
+  if (s) return s;
+  // Whatever got onto the disk: nobody may read a commit record from it.
+  entry_.record.set_outcome(wire::UNDONE);
+  if (!host_.save(id_, entry_)) {
+    host_.journal_.remove(id_);
+    std::lock_guard lock(host_.mutex_);
+    host_.entries_[id_] = entry_;
   }
-  if (auto r = host_.runc_.net("cleanup", info_.bundle, info_.id); s && !r) s = r;
   return s;
 }
 
-void SourceRun::forget() {
+Status SourceRun::destroy() { return host_.remove(entry_.record); }
+
+void SourceRun::forget(bool settled) {
   std::error_code ec;
+  ahead_ = Child();  // before its folder goes
+  detach_ahead_ = Child();
   fs::remove_all(host_.folder(id_), ec);
+  if (!host_.entry(id_)) return;  // nothing was written down
+  if (entry_.record.outcome() == wire::OPEN) entry_.record.set_outcome(wire::UNDONE);
+  entry_.record.set_settled(settled);
+  entry_.running = false;
+  if (host_.save(id_, entry_)) return;
   std::lock_guard lock(host_.mutex_);
-  auto e = host_.journal_.find(id_);
-  if (e == host_.journal_.end() || e->second.outcome != wire::OPEN) return;
-  e->second.outcome = wire::UNDONE;
-  fs::remove(host_.folder(id_) + ".json", ec);
+  host_.entries_[id_] = entry_;
 }
 
 }  // namespace migr

@@ -12,6 +12,8 @@
 #include "coordinator.h"
 #include "fault.h"
 #include "host_service.h"
+#include "journal.h"
+#include "numbers.h"
 #include "process_session.h"
 #include "runtime.h"
 
@@ -19,33 +21,52 @@ namespace migr {
 
 class SourceHost final : public Role {
  public:
-  SourceHost(const Config& config, SessionTable& sessions, Claims& claims)
-      : config_(config), sessions_(sessions), claims_(claims), runc_(config) {}
+  /// Links to the hosts that take part. ENOENT: no such peer.
+  using ToDestination = std::function<Result<std::unique_ptr<DestinationLink>>(const std::string&)>;
+  using ToPartner = std::function<Result<std::unique_ptr<PartnerLink>>(const std::string&)>;
+  SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, ToDestination to_destination, ToPartner to_partner);
 
-  /// After a start: thaws what an earlier migrd left frozen without a decision.
+  /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
   void recover();
+  /// The same for one that ended here without being settled.
+  void settle_later(std::uint32_t id);
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status renew(std::uint32_t) override { return Error{ENOENT, "not here"}; }
   bool claims(const Instance& i) override { return claims_.holder(i); }
+  std::vector<wire::OpenMigration> open_migrations() override;
+  Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 
  private:
   friend class SourceRun;
   friend class StoredSource;
   struct Entry {
-    wire::Outcome outcome = wire::OPEN;
-    std::string container, bundle;
-    std::vector<Instance> instances;
+    journal::Source record;
+    bool running = false;                  // its coordinator is at work
+    bool settling = false;
+    std::string waits_for;                 // of settle()
+    wire::Outcome ordered = wire::UNKNOWN;
   };
   Status save(std::uint32_t id, const Entry& e);
+  Result<Entry> entry(std::uint32_t id);
+  void settle(std::uint32_t id);
+  bool find_outcome(std::uint32_t id, DestinationLink* destination);
+  Status take_back(std::uint32_t id, const Entry& e, DestinationLink* destination);
+  Status finish(std::uint32_t id, const Entry& e, DestinationLink* destination);
+  Status remove(const journal::Source& r);
   std::string folder(std::uint32_t id) const;
+  bool settled(std::uint32_t id);
 
   const Config& config_;
   SessionTable& sessions_;
   Claims& claims_;
+  Numbers& numbers_;
   const Runtime runc_;
+  const ToDestination to_destination_;
+  const ToPartner to_partner_;
+  const Journal<journal::Source> journal_;
   std::mutex mutex_;
-  std::map<std::uint32_t, Entry> journal_;
+  std::map<std::uint32_t, Entry> entries_;
   std::set<std::string> busy_;  // containers
 };
 
@@ -58,7 +79,7 @@ class SourceRun final : public Source {
   /// As inspect() found it.
   const ContainerInfo& info() const { return info_; }
   Result<ContainerInfo> inspect(const std::string& container) override;
-  Result<std::string> record(std::uint32_t id) override;
+  Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
   Result<std::string> pre_dump() override;
   Result<std::uint64_t> drop_unchanged() override;
   Status suspend() override;
@@ -72,7 +93,7 @@ class SourceRun final : public Source {
   Status thaw() override;
   Status decide(wire::Outcome outcome) override;
   Status destroy() override;
-  void forget() override;
+  void forget(bool settled) override;
 
  private:
   struct Process {
@@ -86,6 +107,7 @@ class SourceRun final : public Source {
   Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
   Status step(FaultStep step, const std::function<Status()>& work);
+  bool claim(const ProcessSession& s);
   Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status checkpoint_ahead(const std::string& parent);
@@ -96,6 +118,8 @@ class SourceRun final : public Source {
   ContainerState state_;
   ContainerInfo info_;
   std::vector<Process> processes_;
+  std::vector<Instance> claimed_;
+  SourceHost::Entry entry_;
   bool busy_ = false;
   Child detach_ahead_;  // the network hook, waiting
   Child ahead_;  // the checkpoint, waiting

@@ -119,6 +119,11 @@ Status is_private(const std::string& path) {
 
 // ---- checkpoint
 
+const ContainerInfo& KeepingDestination::nothing() {
+  static const ContainerInfo none;
+  return none;
+}
+
 Status KeepingDestination::check(const wire::CheckRequest&) {
   std::error_code ec;
   if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
@@ -191,7 +196,7 @@ Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   return info_;
 }
 
-Result<std::string> StoredSource::record(std::uint32_t) {
+Result<std::string> StoredSource::record(const std::string&, const std::vector<std::string>&) {
   const std::string early = host_.folder(id_) + "/images";
   std::error_code ec;
   fs::create_directories(early, ec);
@@ -215,7 +220,18 @@ Status StoredSource::checkpoint() {
   return ec ? Status(Error{ec.value(), "reading " + dir_ + "/images: " + ec.message()}) : Status();
 }
 
-void StoredSource::forget() {
+// Only to answer others: what is stored stays, so nothing is ever left to do here. Whether it runs is the destination's to find out.
+Status StoredSource::decide(wire::Outcome outcome) {
+  SourceHost::Entry e;
+  e.record.set_outcome(outcome);
+  e.record.set_settled(true);
+  e.record.set_container(info_.id);
+  e.record.set_bundle(info_.bundle);
+  e.record.set_begun_s(unix_now());
+  return host_.save(id_, e);
+}
+
+void StoredSource::forget(bool) {
   std::error_code ec;
   fs::remove_all(host_.folder(id_), ec);
 }

@@ -17,6 +17,8 @@ class KeepingDestination final : public DestinationLink {
  public:
   /// @param info  of what is stored, once the coordinator has asked for it
   KeepingDestination(std::string dir, const ContainerInfo& info) : dir_(std::move(dir)), part_(dir_ + ".part"), info_(info) {}
+  /// For a migrd that was started again: only commit(), outcome() and abort() may be called.
+  explicit KeepingDestination(std::string dir) : KeepingDestination(std::move(dir), nothing()) {}
   Status check(const wire::CheckRequest& r) override;
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
@@ -33,6 +35,7 @@ class KeepingDestination final : public DestinationLink {
   Status renew(std::uint32_t) override { return {}; }
 
  private:
+  static const ContainerInfo& nothing();
   const std::string dir_, part_;
   const ContainerInfo& info_;
 };
@@ -43,7 +46,7 @@ class StoredSource final : public Source {
   StoredSource(SourceHost& host, std::uint32_t id) : host_(host), id_(id) {}
   /// `dir` stands for the container. EPERM: others may read it; EINVAL: it is no checkpoint, or of another release.
   Result<ContainerInfo> inspect(const std::string& dir) override;
-  Result<std::string> record(std::uint32_t id) override;
+  Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
   Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Status suspend() override { return {}; }
@@ -55,9 +58,9 @@ class StoredSource final : public Source {
   Status attach_network() override { return {}; }
   Status checkpoint() override;
   Status thaw() override { return {}; }
-  Status decide(wire::Outcome outcome) override { return host_.save(id_, {outcome, info_.id, info_.bundle, info_.instances}); }
+  Status decide(wire::Outcome outcome) override;
   Status destroy() override { return {}; }
-  void forget() override;
+  void forget(bool settled) override;
 
  private:
   SourceHost& host_;

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <set>
 
-#include "agent/born.h"
 #include "agent/claims.h"
 #include "agent/peer_link.h"
 
@@ -67,7 +66,7 @@ struct FakeSource final : Source {
     i.memory_bytes = memory_bytes;
     return i;
   }
-  Result<std::string> record(std::uint32_t) override {
+  Result<std::string> record(const std::string&, const std::vector<std::string>&) override {
     if (auto s = p.did("s.record"); !s) return s.error();
     return std::string("/early");
   }
@@ -93,7 +92,7 @@ struct FakeSource final : Source {
     return p.did(o == wire::COMMITTED ? "s.decide" : "s.undecide");
   }
   Status destroy() override { return p.did("s.destroy"); }
-  void forget() override { (void)p.did("s.forget"); }
+  void forget(bool) override { (void)p.did("s.forget"); }
 };
 
 struct FakeDestination final : DestinationLink {
@@ -486,33 +485,6 @@ TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
   EXPECT_TRUE(s.busy);
 }
 
-TEST(BornBook, NumbersAreReservedWhereTheyWereBornWhileTheyAreAway) {
-  using Numbers = std::vector<std::uint32_t>;
-  const Instance a{1}, b{2};
-  BornBook first, second;
-  EXPECT_EQ(first.leave({a}, {10, 11}, true), (Numbers{10, 11}));
-  EXPECT_EQ(second.arrive({a}, {10, 11}), Numbers());
-  // There it makes another, then goes on to a third host and comes back: only that one was born there.
-  EXPECT_EQ(second.leave({a}, {10, 11, 20}, false), Numbers{20});
-  second = BornBook(second.text());
-  EXPECT_EQ(second.arrive({a}, {10, 11, 20}), Numbers{20});
-  EXPECT_EQ(second.leave({a}, {10, 11, 20}, false), Numbers{20});
-  // Home again, and away once more.
-  first = BornBook(first.text());
-  EXPECT_EQ(first.arrive({a}, {10, 20}), (Numbers{10, 11}));
-  EXPECT_EQ(first.leave({a}, {10, 20}, false), Numbers{10});
-  // Another process, with the same number on another device, does not free it.
-  EXPECT_EQ(first.leave({b}, {10}, true), Numbers{10});
-  EXPECT_EQ(first.arrive({b}, {10}), Numbers());
-  EXPECT_EQ(first.arrive({a}, {10, 20}), Numbers{10});
-}
-
-TEST(BornBook, DamagedTextIsEmpty) {
-  BornBook book("{\"00\": {\"born\": \"x\"}, \"01\": 7, ");
-  EXPECT_EQ(book.text(), "{}");
-  EXPECT_EQ(BornBook("{\"00\": {\"born\": \"x\"}, \"01\": 7}").text(), "{}");
-}
-
 TEST(Claims, AProcessIsHeldByOneMigration) {
   Claims c;
   const Instance a{1}, b{2};
@@ -522,7 +494,11 @@ TEST(Claims, AProcessIsHeldByOneMigration) {
   EXPECT_EQ(c.holder(b), 0u) << "all or none";
   EXPECT_EQ(c.holder(a), 1u);
   EXPECT_EQ(c.holder(10), 1u);
-  c.release(1);
+  c.release({b}, 1);
+  EXPECT_EQ(c.holder(a), 1u) << "only those";
+  c.release({a, b}, 2);
+  EXPECT_EQ(c.holder(a), 1u) << "not its own";
+  c.release({a}, 1);
   EXPECT_EQ(c.take({{b, 11}, {a, 10}}, 2), 0u);
 }
 

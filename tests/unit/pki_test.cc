@@ -79,7 +79,7 @@ class Tls : public Pki {
     }
     config_.name = "a";
     files_ = std::make_unique<Peers>(config_, *pki::load(dir_ + "/ca/a"));
-    service_ = std::make_unique<HostService>(config_, sessions_, std::vector<Role*>());
+    service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>());
     grpc::ServerBuilder b;
     b.AddListeningPort("127.0.0.1:0", files_->server_credentials(), &port_);
     b.RegisterService(service_.get());
@@ -98,6 +98,7 @@ class Tls : public Pki {
     return call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, expect);
   }
   Config config_;
+  Numbers numbers_{config_};
   SessionTable sessions_;
   std::unique_ptr<Peers> files_;
   std::unique_ptr<HostService> service_;

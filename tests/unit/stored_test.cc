@@ -19,9 +19,16 @@ using namespace migr;
 namespace fs = std::filesystem;
 
 struct Stored : ::testing::Test {
-  void SetUp() override {
+  static std::string made() {
     char name[] = "/tmp/stored_test.XXXXXX";
-    root = mkdtemp(name);
+    return mkdtemp(name);
+  }
+  Config config_in_root() const {
+    Config c;
+    c.state_dir = root + "/state";
+    return c;
+  }
+  void SetUp() override {
     fs::create_directories(root + "/from/images");
     put(root + "/from/images/migr.img", "keys");
     put(root + "/from/images/pages-1.img", "memory");
@@ -61,13 +68,14 @@ struct Stored : ::testing::Test {
   }
   std::string dir() const { return root + "/kept"; }
 
-  std::string root;
+  const std::string root = made();
   ContainerInfo info;
   std::atomic<std::uint64_t> bytes = 0;
-  Config config;
+  const Config config = config_in_root();
   SessionTable sessions;
   Claims claims;
-  SourceHost host{config, sessions, claims};
+  Numbers numbers{config};
+  SourceHost host{config, sessions, claims, numbers, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; }};
 };
 
 TEST_F(Stored, ComesBackAsItWas) {
@@ -90,18 +98,45 @@ TEST_F(Stored, ComesBackAsItWas) {
 
 TEST_F(Stored, EarlyImagesFirstThenTheRest) {
   ASSERT_TRUE(keep());
-  config.state_dir = root + "/state";
   StoredSource s(host, 1);
   ASSERT_TRUE(s.inspect(dir()));
-  auto early = s.record(1);
+  auto early = s.record("here", {});
   ASSERT_TRUE(early) << early.error().text;
   EXPECT_TRUE(fs::exists(*early + "/migr.img"));
   EXPECT_FALSE(fs::exists(*early + "/pages-1.img"));
   ASSERT_TRUE(s.checkpoint());
   EXPECT_TRUE(fs::exists(*early + "/pages-1.img"));
-  s.forget();
+  s.forget(true);
   EXPECT_FALSE(fs::exists(*early));
   EXPECT_TRUE(fs::exists(dir() + "/images/pages-1.img"));
+}
+
+// What is restored has the name of what was stored: nothing of that name is ever to be taken back or destroyed by the source.
+TEST_F(Stored, ARestoreLeavesNothingToSettle) {
+  ASSERT_TRUE(keep());
+  StoredSource s(host, 1);
+  ASSERT_TRUE(s.inspect(dir()));
+  EXPECT_EQ(host.outcome(1).outcome(), wire::UNKNOWN);
+  ASSERT_TRUE(s.decide(wire::COMMITTED));
+  EXPECT_EQ(host.outcome(1).outcome(), wire::COMMITTED);
+  EXPECT_TRUE(host.open_migrations().empty());
+  s.forget(true);
+  SourceHost again(config, sessions, claims, numbers, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; });
+  again.recover();
+  EXPECT_EQ(again.outcome(1).outcome(), wire::COMMITTED);
+  EXPECT_TRUE(again.open_migrations().empty());
+}
+
+// As a migrd does that finds a commit record after its start.
+TEST_F(Stored, WhatBecameOfACheckpointIsSeenFromItsFolder) {
+  KeepingDestination before(dir(), info), after(dir());
+  ASSERT_TRUE(before.prepare({}, root + "/from/images", bytes));
+  ASSERT_TRUE(before.ready(1));
+  EXPECT_EQ(tell_commit(after, 1, 0, 1).outcome, wire::COMMITTED) << "it was whole";
+  EXPECT_TRUE(fs::exists(dir()));
+  EXPECT_EQ(tell_commit(after, 1, 0, 1).outcome, wire::COMMITTED) << "and is";
+  fs::remove_all(dir());
+  EXPECT_EQ(tell_commit(after, 1, 0, 1).outcome, wire::UNDONE);
 }
 
 TEST_F(Stored, WhatOthersMayReadIsRefused) {

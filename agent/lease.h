@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A migration as a host sees it that takes part but does not coordinate: the coordinator renews a lease; when it falls
+// silent the host finds out by itself what became of the migration.
+#pragma once
+
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "journal.h"
+#include "limits.h"
+#include "status.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+using Clock = std::chrono::steady_clock;
+
+/// What the jobs of a destination and of a partner have in common.
+struct LeasedJob {
+  std::uint32_t id = 0;
+  std::string source;                     // the coordinator's host
+  std::int64_t begun_s = 0;
+  std::mutex work;                        // one call at a time
+  std::atomic<bool> aborting = false;     // a call that waits, or that waited, has to end
+  std::atomic<wire::Outcome> outcome = wire::OPEN;
+  std::atomic<bool> finished = false;     // nothing is left to do
+  std::atomic<bool> alone = false;        // somebody asks for the outcome already
+  std::atomic<wire::Outcome> ordered = wire::UNKNOWN;  // by the operator
+
+  wire::Outcome get() const { return outcome; }
+  void renew() { lease_ = Clock::now().time_since_epoch().count(); }
+  void expire() { lease_ = (Clock::now() - std::chrono::milliseconds(2 * kLeaseMs)).time_since_epoch().count(); }
+  Clock::duration silent() const { return Clock::now().time_since_epoch() - Clock::duration(lease_.load()); }
+  bool renewed() const { return silent() < std::chrono::milliseconds(kLeaseMs); }
+  /// Pauses of a host that asks: short ones for kResolveMs, then long ones.
+  class Pace {
+   public:
+    bool patient() const { return Clock::now() < until_; }
+    void wait(const LeasedJob& job) const {
+      const int ms = patient() ? kResolveStepMs : kResolveSlowMs;
+      for (int waited = 0; waited < ms && job.ordered == wire::UNKNOWN; waited += 100) usleep(100'000);
+    }
+
+   private:
+    const Clock::time_point until_ = Clock::now() + std::chrono::milliseconds(kResolveMs);
+  };
+
+ private:
+  std::atomic<Clock::rep> lease_ = Clock::now().time_since_epoch().count();
+};
+
+/// All migrations that a host takes part in, in one role. Thread: any.
+template <class Job>
+class LeasedJobs {
+ public:
+  using Ptr = std::shared_ptr<Job>;
+  Result<Ptr> find(std::uint32_t id) const {
+    std::lock_guard lock(mutex_);
+    const auto j = jobs_.find(id);
+    if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
+    return j->second;
+  }
+  /// EEXIST: there is one of that number.
+  Status add(const Ptr& job) {
+    std::lock_guard lock(mutex_);
+    if (!job->id || !jobs_.emplace(job->id, job).second) return Error{EEXIST, "a migration of that number is here"};
+    return {};
+  }
+  std::vector<Ptr> all() const {
+    std::lock_guard lock(mutex_);
+    std::vector<Ptr> out;
+    for (const auto& [id, j] : jobs_) out.push_back(j);
+    return out;
+  }
+  Status renew(std::uint32_t id) {
+    auto job = find(id);
+    if (!job) return job.error();
+    if ((*job)->get() == wire::UNDONE) return Error{ENOENT, "undone here"};
+    (*job)->renew();
+    return {};
+  }
+  /// Jobs whose lease ran out are given to `left_alone`, in a thread of their own; what is long finished goes.
+  void tick(const std::function<void(const Ptr&)>& left_alone, const std::function<void(const Ptr&)>& goes) {
+    for (const Ptr& job : all()) {
+      if (job->finished) {
+        if (job->silent() < kKeepOutcome) continue;
+        goes(job);
+        std::lock_guard lock(mutex_);
+        jobs_.erase(job->id);
+        continue;
+      }
+      if (job->renewed() || job->alone.exchange(true)) continue;
+      std::thread([job, left_alone] {
+        spdlog::warn("migration {:08x}: {} is silent", job->id, job->source);
+        left_alone(job);
+        job->alone = false;
+      }).detach();
+    }
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uint32_t, Ptr> jobs_;
+};
+
+}  // namespace migr

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "numbers.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+#include "bare.h"
+#include "file_tree.h"
+#include "kernel_record.h"
+
+namespace migr {
+namespace {
+
+using Json = nlohmann::json;
+
+// born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true}}
+// guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
+constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";
+
+Result<Instance> instance_from(const std::string& text) {
+  Instance i{};
+  if (text.size() != 2 * i.size()) return Error{EINVAL, "no instance: " + text};
+  for (std::size_t b = 0; b < i.size(); b++) {
+    unsigned x;
+    if (std::sscanf(text.c_str() + 2 * b, "%2x", &x) != 1) return Error{EINVAL, "no instance: " + text};
+    i[b] = static_cast<std::uint8_t>(x);
+  }
+  return i;
+}
+
+std::string read(const std::string& path) {
+  std::ifstream in(path);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// Also for numbers that it is done with already.
+Status each(const BornBook::Vqpns& vqpns, Status (KernelRecord::*what)(std::uint32_t)) {
+  if (vqpns.empty()) return {};
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  for (const auto v : vqpns)
+    if (auto s = ((*k).*what)(v); !s) return s;
+  return {};
+}
+
+std::vector<std::string> births_in(const Json& guests, const std::string& who) {
+  const auto g = guests.find(who);
+  if (g == guests.end()) return {};
+  std::vector<std::string> out;
+  for (const auto& h : g->value("births", Json::array()))
+    if (h.is_string()) out.push_back(h);
+  return out;
+}
+
+}  // namespace
+
+// ---- the book
+
+BornBook::BornBook(const std::string& text) {
+  const Json j = Json::parse(text, nullptr, false);
+  if (!j.is_object()) return;
+  for (const auto& [who, e] : j.items()) {
+    if (!e.is_object()) continue;
+    try {
+      all_[who] = {e.value("born", std::set<std::uint32_t>()), e.value("foreign", std::set<std::uint32_t>()), e.value("away", false)};
+    } catch (const Json::exception&) {
+      all_.erase(who);
+    }
+  }
+}
+
+std::string BornBook::text() const {
+  Json j = Json::object();
+  for (const auto& [who, e] : all_) j[who] = {{"born", e.born}, {"foreign", e.foreign}, {"away", e.away}};
+  return j.dump(1);
+}
+
+BornBook::Vqpns BornBook::born_here(const Instance& who, const Vqpns& vqpns, bool first_life) const {
+  const auto e = all_.find(hex(who));
+  std::set<std::uint32_t> born;
+  for (const auto v : vqpns)
+    if (first_life || e == all_.end() || e->second.born.contains(v) || !e->second.foreign.contains(v)) born.insert(v);
+  return {born.begin(), born.end()};
+}
+
+void BornBook::leave(const Instance& who, const Vqpns& born) {
+  if (born.empty())
+    all_.erase(hex(who));
+  else
+    all_[hex(who)] = {{born.begin(), born.end()}, {}, true};
+}
+
+BornBook::Vqpns BornBook::arrive(const std::vector<Instance>& who, const Vqpns& vqpns) {
+  std::set<std::uint32_t> out;
+  for (const auto& i : who) {
+    Entry& e = all_[hex(i)];
+    if (e.away) out.insert(e.born.begin(), e.born.end());
+    e.away = false;
+    e.foreign.clear();
+    for (const auto v : vqpns)
+      if (!e.born.contains(v)) e.foreign.insert(v);
+  }
+  for (const auto v : reserved()) out.erase(v);
+  return {out.begin(), out.end()};
+}
+
+BornBook::Vqpns BornBook::end(const Instance& who, bool elsewhere) {
+  const auto e = all_.find(hex(who));
+  if (e == all_.end() || e->second.away != elsewhere) return {};
+  std::set<std::uint32_t> out;
+  if (elsewhere) out = e->second.born;
+  all_.erase(e);
+  for (const auto v : reserved()) out.erase(v);
+  return {out.begin(), out.end()};
+}
+
+BornBook::Vqpns BornBook::reserved() const {
+  std::set<std::uint32_t> out;
+  for (const auto& [id, e] : all_)
+    if (e.away) out.insert(e.born.begin(), e.born.end());
+  return {out.begin(), out.end()};
+}
+
+// ---- on disk
+
+BornBook Numbers::book() const { return BornBook(read(path(kBorn))); }
+
+Json Numbers::guests() const {
+  Json j = Json::parse(read(path(kGuests)), nullptr, false);
+  if (!j.is_object()) j = Json::object();
+  for (auto i = j.begin(); i != j.end();) i = i->is_object() ? std::next(i) : j.erase(i);
+  return j;
+}
+
+Status Numbers::write(const char* name, const std::string& text) const { return write_whole(path(name), text); }
+
+Status Numbers::reserve_again() {
+  std::lock_guard lock(mutex_);
+  return each(book().reserved(), &KernelRecord::reserve_qpn);
+}
+
+Numbers::Vqpns Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
+  std::lock_guard lock(mutex_);
+  return book().born_here(instance, vqpns, first_life);
+}
+
+std::vector<std::string> Numbers::births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
+  std::lock_guard lock(mutex_);
+  auto hosts = births_in(guests(), hex(instance));
+  if (std::find(hosts.begin(), hosts.end(), config_.name) == hosts.end() && !book().born_here(instance, vqpns, first_life).empty())
+    hosts.push_back(config_.name);
+  return hosts;
+}
+
+Status Numbers::leave(const std::vector<Instance>& instances) {
+  std::lock_guard lock(mutex_);
+  Json all = guests();
+  for (const auto& i : instances) all.erase(hex(i));
+  return write(kGuests, all.dump(1));
+}
+
+// Written first: what was written is reserved again after a start.
+Status Numbers::left(const Instance& instance, const Vqpns& born) {
+  std::lock_guard lock(mutex_);
+  BornBook b = book();
+  b.leave(instance, born);
+  if (auto s = write(kBorn, b.text()); !s) return s;
+  return each(born, &KernelRecord::reserve_qpn);
+}
+
+// Written last: what was not written is released again.
+Status Numbers::arrive(const std::vector<Instance>& instances, const Vqpns& vqpns) {
+  std::lock_guard lock(mutex_);
+  BornBook b = book();
+  if (auto s = each(b.arrive(instances, vqpns), &KernelRecord::release_qpn); !s) return s;
+  return write(kBorn, b.text());
+}
+
+Status Numbers::note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid) {
+  std::lock_guard lock(mutex_);
+  Json all = guests();
+  all[hex(instance)] = {{"births", births}, {"pid", pid}, {"life", life_of(pid)}};
+  return write(kGuests, all.dump(1));
+}
+
+Status Numbers::release(const std::vector<Instance>& instances) {
+  std::lock_guard lock(mutex_);
+  BornBook b = book();
+  for (const auto& i : instances)
+    if (auto s = each(b.end(i, true), &KernelRecord::release_qpn); !s) return s;
+  return write(kBorn, b.text());
+}
+
+// A guest has ended, and `host` knows (empty: nobody has to).
+void Numbers::told(const std::string& host, const std::vector<Instance>& instances) {
+  std::lock_guard lock(mutex_);
+  Json all = guests();
+  BornBook b = book();
+  for (const auto& i : instances) {
+    auto left = births_in(all, hex(i));
+    // What is stored on disk has no hosts to be told of its end: it may come again.
+    if (!left.empty() && left == std::vector{host}) (void)b.end(i, false);
+    std::erase(left, host);
+    if (left.empty())
+      all.erase(hex(i));
+    else
+      all[hex(i)]["births"] = left;
+  }
+  Status s = write(kBorn, b.text());
+  if (s) s = write(kGuests, all.dump(1));
+  if (!s) spdlog::error("{}", s.error().text);
+}
+
+void Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell) {
+  std::map<std::string, std::vector<Instance>> gone;  // by birth host
+  {
+    std::lock_guard lock(mutex_);
+    const Json all = guests();
+    for (const auto& [who, e] : all.items()) {
+      const auto i = instance_from(who);
+      const std::string life = e.value("life", "");
+      if (!i || (!life.empty() && life_of(e.value("pid", 0)) == life)) continue;
+      const auto births = births_in(all, who);
+      for (const auto& host : births) gone[host].push_back(*i);
+      if (births.empty()) gone[""].push_back(*i);
+    }
+  }
+  for (const auto& [host, instances] : gone) {
+    // Here they were their own.
+    const Status s = host.empty() || host == config_.name ? Status() : tell(host, instances);
+    if (s)
+      told(host, instances);
+    else
+      spdlog::warn("numbers of a process that has ended stay reserved on {}: {}; it is told again", host, s.error().text);
+  }
+}
+
+}  // namespace migr

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Where vQPNs were born. A QP is known to its peers by the GID and number of its birth for as long as it lives, so the host
+// it was born on gives that number to nobody else while it lives elsewhere (DIR/born.json). A process can make QPs wherever it
+// lives: there may be several such hosts. The host that it lives on knows them (DIR/guests.json), sees when the process ends,
+// and tells them; they forget the numbers then.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "config.h"
+#include "process_session.h"
+#include "status.h"
+
+namespace migr {
+
+/// What a host knows of births. Pure: the caller keeps it and tells migr.ko.
+class BornBook {
+ public:
+  using Vqpns = std::vector<std::uint32_t>;
+  /// As text() gave it; what is damaged is empty.
+  explicit BornBook(const std::string& text = {});
+  std::string text() const;
+
+  /// Which numbers of a process that is here were born here.
+  /// @param first_life  it was never restored: all of them
+  Vqpns born_here(const Instance& who, const Vqpns& vqpns, bool first_life) const;
+  /// It goes, and these were born here. Twice is as good as once.
+  void leave(const Instance& who, const Vqpns& born);
+  /// Processes come, with these. @return those to be released: born here, and of no other that is away
+  Vqpns arrive(const std::vector<Instance>& who, const Vqpns& vqpns);
+  /// It has ended, here or elsewhere; nothing happens if it was not there. @return those to be released
+  Vqpns end(const Instance& who, bool elsewhere);
+  /// Of all that are away.
+  Vqpns reserved() const;
+
+ private:
+  struct Entry {
+    std::set<std::uint32_t> born, foreign;
+    bool away = false;
+  };
+  std::map<std::string, Entry> all_;  // by instance, in hexadecimal
+};
+
+/// The same on disk, with migr.ko told, and the guests. Thread: any.
+class Numbers {
+ public:
+  using Vqpns = BornBook::Vqpns;
+  explicit Numbers(const Config& config) : config_(config) {}
+
+  /// After a start (of the host, too): reserves what lives elsewhere.
+  Status reserve_again();
+  Vqpns born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
+  /// The hosts that keep numbers of a process that is here reserved when it goes. Empty: not known, or none.
+  std::vector<std::string> births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
+  /// Processes are about to go elsewhere: their end here is not their end.
+  Status leave(const std::vector<Instance>& instances);
+  /// One has gone. @param born  as born_here() said before
+  Status left(const Instance& instance, const Vqpns& born);
+  /// Processes have come, with these numbers.
+  Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
+  /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is
+  Status note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid);
+  /// Processes have ended elsewhere.
+  Status release(const std::vector<Instance>& instances);
+
+  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again.
+  void tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
+
+ private:
+  using Json = nlohmann::json;
+  std::string path(const char* name) const { return config_.state_dir + "/" + name; }
+  BornBook book() const;
+  Json guests() const;
+  Status write(const char* name, const std::string& text) const;
+  void told(const std::string& host, const std::vector<Instance>& instances);
+  const Config& config_;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace migr

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Where numbers were born, who keeps them reserved, and who is told when they are free.
+#include "agent/numbers.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "agent/bare.h"
+
+namespace {
+
+using namespace migr;
+using Vqpns = BornBook::Vqpns;
+
+// As a host does it: which they are is asked while it is here, noted when it has gone.
+Vqpns leave(BornBook& book, const Instance& who, const Vqpns& vqpns, bool first_life) {
+  const auto born = book.born_here(who, vqpns, first_life);
+  book.leave(who, born);
+  return born;
+}
+
+TEST(BornBook, NumbersAreReservedWhereTheyWereBornWhileTheyAreAway) {
+  const Instance a{1}, b{2};
+  BornBook first, second;
+  EXPECT_EQ(leave(first, a, {10, 11}, true), (Vqpns{10, 11}));
+  EXPECT_EQ(second.arrive({a}, {10, 11}), Vqpns());
+  // There it makes another, then goes on to a third host and comes back: only that one was born there.
+  EXPECT_EQ(leave(second, a, {10, 11, 20}, false), Vqpns{20});
+  second = BornBook(second.text());
+  EXPECT_EQ(second.arrive({a}, {10, 11, 20}), Vqpns{20});
+  EXPECT_EQ(leave(second, a, {10, 11, 20}, false), Vqpns{20});
+  // Home again, and away once more.
+  first = BornBook(first.text());
+  EXPECT_EQ(first.arrive({a}, {10, 20}), (Vqpns{10, 11}));
+  EXPECT_EQ(leave(first, a, {10, 20}, false), Vqpns{10});
+  // Another process, with the same number on another device, does not free it.
+  EXPECT_EQ(leave(first, b, {10}, true), Vqpns{10});
+  EXPECT_EQ(first.arrive({b}, {10}), Vqpns());
+  EXPECT_EQ(first.arrive({a}, {10, 20}), Vqpns{10});
+}
+
+TEST(BornBook, DamagedTextIsEmpty) {
+  BornBook book("{\"00\": {\"born\": \"x\"}, \"01\": 7, ");
+  EXPECT_EQ(book.text(), "{}");
+  EXPECT_EQ(BornBook("{\"00\": {\"born\": \"x\"}, \"01\": 7}").text(), "{}");
+}
+
+// A migrd that was started again does it once more.
+TEST(BornBook, LeavingAndArrivingTwiceIsAsGoodAsOnce) {
+  const Instance a{1};
+  BornBook first, second;
+  const auto born = leave(first, a, {10}, true);
+  first.leave(a, born);
+  EXPECT_EQ(first.reserved(), Vqpns{10});
+  EXPECT_EQ(second.arrive({a}, {10}), Vqpns());
+  EXPECT_EQ(second.arrive({a}, {10}), Vqpns());
+  const auto later = leave(second, a, {10, 20}, false);
+  second.leave(a, later);
+  EXPECT_EQ(second.reserved(), Vqpns{20});
+  EXPECT_EQ(first.arrive({a}, {10}), Vqpns{10});
+  EXPECT_EQ(first.arrive({a}, {10}), Vqpns());
+  EXPECT_EQ(leave(first, a, {10}, false), Vqpns{10});
+}
+
+TEST(BornBook, EndFreesWhatIsAwayAndNothingElse) {
+  const Instance a{1}, b{2};
+  BornBook book;
+  leave(book, a, {10, 11}, true);
+  leave(book, b, {11}, true);
+  EXPECT_EQ(book.end(a, false), Vqpns()) << "it is not here";
+  EXPECT_EQ(book.end(a, true), Vqpns{10}) << "b keeps the other";
+  EXPECT_EQ(book.end(a, true), Vqpns());
+  EXPECT_EQ(book.arrive({b}, {11}), Vqpns{11});
+  EXPECT_EQ(book.end(b, true), Vqpns()) << "it is back: its numbers are its own";
+  EXPECT_EQ(book.end(b, false), Vqpns());
+  EXPECT_EQ(book.text(), "{}");
+}
+
+// Without migr.ko: nothing is reserved here.
+struct Guests : ::testing::Test {
+  Guests() { config.name = "here", config.state_dir = dir; }
+  ~Guests() override { std::filesystem::remove_all(dir); }
+  static std::string made() {
+    char name[] = "/tmp/numbers_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  std::string text(const char* file) const { return {std::istreambuf_iterator<char>(std::ifstream(dir + "/" + file).rdbuf()), {}}; }
+  Status tell(const std::string& host, const std::vector<Instance>& all) {
+    told.push_back(host);
+    EXPECT_EQ(all, std::vector{a});
+    return silent.contains(host) ? Status(Error{EHOSTUNREACH, host + " is silent"}) : Status();
+  }
+  void tick() {
+    told.clear();
+    numbers.tick([this](const std::string& host, const std::vector<Instance>& all) { return tell(host, all); });
+  }
+  const std::string dir = made();
+  const Instance a{1};
+  Config config;
+  Numbers numbers{config};
+  std::set<std::string> silent;
+  std::vector<std::string> told;
+};
+
+TEST_F(Guests, EveryBirthHostIsToldUntilItHasHeard) {
+  ASSERT_TRUE(numbers.arrive({a}, {10, 20}));
+  ASSERT_TRUE(numbers.note_guest(a, {"first", "here", "second"}, 0));
+  silent = {"first"};
+  tick();
+  EXPECT_EQ(told, (std::vector<std::string>{"first", "second"}));
+  EXPECT_NE(text("born.json"), "{}");
+  tick();
+  EXPECT_EQ(told, std::vector<std::string>{"first"});
+  silent.clear();
+  tick();
+  EXPECT_EQ(told, std::vector<std::string>{"first"});
+  EXPECT_EQ(text("guests.json"), "{}");
+  EXPECT_EQ(text("born.json"), "{}");
+  tick();
+  EXPECT_TRUE(told.empty());
+}
+
+TEST_F(Guests, WhoLivesOrHasLeftHasNotEnded) {
+  ASSERT_TRUE(numbers.note_guest(a, {"first"}, getpid()));
+  tick();
+  EXPECT_TRUE(told.empty());
+  ASSERT_TRUE(numbers.leave({a}));
+  tick();
+  EXPECT_TRUE(told.empty());
+}
+
+// It came from a folder, and may come again.
+TEST_F(Guests, WhatWasStoredKeepsItsNumbers) {
+  ASSERT_TRUE(numbers.arrive({a}, {10}));
+  const std::string before = text("born.json");
+  ASSERT_TRUE(numbers.note_guest(a, {}, 0));
+  tick();
+  EXPECT_TRUE(told.empty());
+  EXPECT_EQ(text("guests.json"), "{}");
+  EXPECT_EQ(text("born.json"), before);
+}
+
+TEST_F(Guests, BirthHostsAreThoseOfBeforeAndThisOneIfAnyWasBornHere) {
+  using Hosts = std::vector<std::string>;
+  EXPECT_EQ(numbers.births_of(a, {10}, true), Hosts{"here"});
+  EXPECT_EQ(numbers.births_of(a, {}, true), Hosts());
+  ASSERT_TRUE(numbers.arrive({a}, {10}));
+  ASSERT_TRUE(numbers.note_guest(a, {"first"}, getpid()));
+  EXPECT_EQ(numbers.births_of(a, {10}, false), Hosts{"first"});
+  EXPECT_EQ(numbers.births_of(a, {10, 20}, false), (Hosts{"first", "here"}));
+  EXPECT_EQ(numbers.born_here(a, {10, 20}, false), Vqpns{20});
+}
+
+TEST(LifeOf, ANumberThatAnotherProcessGetsIsNotTheSame) {
+  EXPECT_FALSE(life_of(getpid()).empty());
+  EXPECT_EQ(life_of(getpid()), life_of(getpid()));
+  EXPECT_NE(life_of(getpid()), life_of(1));
+  EXPECT_TRUE(life_of(0).empty());
+}
+
+}  // namespace
