@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak shapes bench-datapath bench-migrate format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes bench-datapath bench-migrate format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -40,8 +40,15 @@ demo: all			## the main job, to be watched: build/demo/
 	@scripts/demo
 
 N ?= 20
-soak: all			## N=20 migrations to and fro, and what they leave
-	@scripts/soak $(N)
+soak: all			## N=20 migrations to and fro, and what they leave; FAULTS=3: a fault in every third
+	@FAULTS=$(FAULTS) scripts/soak $(N)
+
+faults: all			## every fault point in real hosts, POINTS=regex (hours)
+	@scripts/faults $(POINTS)
+
+walk: user			## every fault point with modelled hosts (minutes)
+	@tests/faults/walk $(USER_BUILD)
+	@tests/faults/walk $(USER_BUILD) --pairs
 
 shapes: all			## longer walks through shapes of service (15 minutes)
 	@tests/e2e/shapes_walk.sh

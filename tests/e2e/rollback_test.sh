@@ -5,7 +5,9 @@
 set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
-e2e_up || exit 1
+# shellcheck source=tests/e2e/faults.sh disable=SC1091
+. "$(dirname "$0")/faults.sh"
+e2e_up && faults_begin || exit 1
 
 back_on_source() { expect_running c src && expect_traffic; }
 
@@ -42,41 +44,31 @@ restore_fails() {
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
 }
-partner_migrd_killed() {
-	migrd_restart src MIGR_FAULT=source.drain.begin:sleep=3 || return 1
-	while_migrating '^drain' migrd_kill peer KILL
-	local r=$?
-	[ $r = 0 ] && back_on_source
-	r=$?
-	migrd_start peer && migrd_restart src && return $r
-}
-destination_migrd_killed() {
-	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
-	while_migrating '^copy' migrd_kill dst KILL
-	local r=$?
-	[ $r = 0 ] && back_on_source
-	r=$?
-	migrd_start dst && migrd_restart src && return $r
-}
 # The partner has changed its path already, and changes it back.
-undone_at_the_end() {	# ID
-	migrd_restart src MIGR_FAULT=source.commit.begin:fail || return 1
-	migrate_refused "$1" dst "fault point 'source.commit.begin'" && expect_running "$1" src && expect_traffic
-	local r=$?
-	migrd_restart src && return $r
-}
 undone_then_moved() {	# OPTION...
-	start_verify src u "$@" && undone_at_the_end u && migrate_ok u dst && expect_traffic && stop_verify u || { e2e_logs; e2e_reset; return 1; }
+	start_verify src c "$@" && sleep 2 && faults_remember && fault_case source.commit.begin:fail src "fault point 'source.commit.begin'" && migrate_ok c dst && expect_traffic &&
+		stop_verify c || { e2e_logs; e2e_reset; return 1; }
 }
 moves_now() { migrate_ok c dst && expect_traffic; }
 
 step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
-step "migrd on the partner is killed" partner_migrd_killed || e2e_logs
-step "migrd on the destination is killed" destination_migrd_killed || e2e_logs
-step "undone after the partner has switched" undone_at_the_end c || e2e_logs
+
+# The most telling of the walk (scripts/faults): where each host can die so that another has to find out by itself.
+step "what must be the same afterwards" faults_remember
+while read -r point where; do
+	step "$point" fault_case "$point" "$where" || e2e_logs
+done <<-CASES
+	source.commit.begin:fail	src
+	source.checkpoint.end:exit	src
+	partner.switch.end:exit		src
+	source.decide.end:exit		any
+	destination.mark.end:exit	dst
+	partner.keys.begin:exit		dst
+CASES
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
+faults_end
 e2e_end

@@ -1,0 +1,98 @@
+# shellcheck shell=bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# A migration with a fault in it, and what has to hold afterwards. Sourced, after lib.sh, by rollback_test.sh and
+# scripts/faults. The container is c, on src, with traffic.
+
+# What keeps a test of a hang short; all others are the defaults.
+FAULT_LIMITS='{ "lease_ms": 8000, "resolve_ms": 30000, "undecided_ms": 20000, "prepare_ms": 60000, "upload_ms": 60000,
+	"ready_ms": 60000, "checkpoint_ms": 60000, "phase_ms": 90000, "fault_hang_ms": 100000 }'
+FAULT_SETTLE=${FAULT_SETTLE:-90}	# seconds, until every host is at rest
+
+faults_begin() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		on_sh "$h" 'jq --argjson l "$1" ".limits = \$l" /etc/migr/migrd.json >/tmp/migrd.json && mv /tmp/migrd.json /etc/migr/migrd.json' \
+			"$FAULT_LIMITS" && migrd_restart "$h" || return 1
+	done
+}
+
+faults_end() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		on_sh "$h" 'jq "del(.limits)" /etc/migr/migrd.json >/tmp/migrd.json && mv /tmp/migrd.json /etc/migr/migrd.json' && migrd_restart "$h"
+	done
+}
+
+# What must be the same after each case: beside what leak_snapshot says, no migration is open and no file of one is left.
+fault_snapshot() {
+	leak_snapshot "$1" | grep -v '^migrd_fds ' && on_sh "$1" '
+		echo "open $(migrctl recover --json | jq length)"
+		echo "folders $(ls /var/lib/migr/source /var/lib/migr/dest 2>/dev/null | grep -vc :)"'
+}
+faults_remember() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do fault_snapshot "$h" >"$E2E_OUT/fault.$h.before" || return 1; done
+}
+fault_at_rest() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		fault_snapshot "$h" >"$E2E_OUT/fault.$h.after" || return 1
+		leaks_compare "$E2E_OUT/fault.$h.before" "$E2E_OUT/fault.$h.after" || return 1
+	done
+}
+
+host_of_point() {	# POINT FROM TO
+	case $1 in source.*) echo "$2" ;; destination.*) echo "$3" ;; *) echo peer ;; esac
+}
+
+# As a service manager would.
+revive() {
+	local h
+	for h in "${E2E_HOSTS[@]}"; do
+		on "$h" pgrep -x migrd >/dev/null || { on "$h" true >/dev/null 2>&1 && migrd_start "$h"; }
+	done
+}
+
+# migrate_with_fault ID FROM TO POINT:ACTION OUT.json: whatever becomes of it, in the end it runs on one host, with its traffic.
+migrate_with_fault() {
+	local point=${4%%:*} h pid status=0 spec=$4 also=
+	h=$(host_of_point "$point" "$2" "$3")
+	case $point in	# what is only done on the way back needs a reason to go back
+	source.back.*|source.thaw.*|source.attach.*|source.reconnect.*) spec+=,source.ready.end:fail ;;
+	destination.abort.*|partner.rollback.*) also=source.ready.end:fail ;;
+	esac
+	migrd_restart "$h" "MIGR_FAULT=$spec" || return 1
+	[ -z "$also" ] || migrd_restart "$2" "MIGR_FAULT=$also" || return 1
+	until_true 30 verify_moves || { fail "no traffic before the fault"; return 1; }
+	migrate "$1" "$3" "$5" &
+	pid=$!
+	while kill -0 $pid 2>/dev/null; do
+		revive
+		sleep 0.5
+	done
+	wait $pid || status=$?
+	revive
+	[ $status -lt 10 ] || { fail "migrctl ended with status $status"; return 1; }
+	until_true "$FAULT_SETTLE" container_host "$1" || { container_host "$1"; return 1; }
+	expect_traffic
+}
+
+# fault_case POINT:ACTION WHERE [PATTERN]: c is migrated to dst with this fault. In the end it runs on WHERE (src, dst, any),
+# with its traffic, and migrctl has said PATTERN; afterwards it is on src again and no host keeps anything.
+fault_case() {
+	local where=$2 h err=$E2E_OUT/fault.err out=$E2E_OUT/fault.json at
+	migrate_with_fault c src dst "$1" "$out" 2>"$err" || { cat "$err" >&2; return 1; }
+	sed 's/^/# /' "$err" >&2
+	at=$(container_host c) || return 1
+	echo "# runs on $at; $(jq -r '.rollback_reason // "no complaint"' "$out" 2>/dev/null)" >&2
+	[ "$where" = any ] || [ "$at" = "$where" ] || { fail "it runs on $at, not on $where"; return 1; }
+	[ -z "${3:-}" ] || grep -qE "$3" "$err" || { fail "migrctl did not say '$3'"; return 1; }
+	for h in "${E2E_HOSTS[@]}"; do
+		on_sh "$h" 'tr "\0" "\n" </proc/$(pgrep -x migrd)/environ | grep -q ^MIGR_FAULT=' && { migrd_restart "$h" || return 1; }
+	done
+	if [ "$at" = dst ]; then
+		migrate_ok c src "$E2E_OUT/fault.back.json" 2>/dev/null && expect_traffic || return 1
+	fi
+	until_true "$FAULT_SETTLE" fault_at_rest || { fault_at_rest; return 1; }
+	console_clean
+}
