@@ -37,6 +37,7 @@ struct ContainerInfo {
   std::vector<std::string> devices;
   std::vector<pid_t> pids;                                   // of a process without a container: it keeps them
   std::vector<SourceQp> connected;
+  std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
   std::vector<std::uint32_t> vqpns;
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes
   wire::Resources resources;
@@ -68,6 +69,8 @@ class Source {
   virtual Status destroy() = 0;    // container, network; reserves the vQPNs
   /// Files of this migration. @param settled  nothing is left to do here; else it is tried again
   virtual void forget(bool settled) = 0;
+  /// Where the addresses of unconnected QPs will be; none: nobody has to be told.
+  virtual wire::MovesRequest moves(const wire::PrepareReply&) { return {}; }
 };
 
 class DestinationLink {
@@ -106,6 +109,7 @@ class PartnerLink {
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
   virtual Status rollback(std::uint32_t id) = 0;
   virtual Status renew(std::uint32_t id) = 0;
+  virtual Status moves(const wire::MovesRequest&) { return {}; }
 };
 
 struct Told {
@@ -161,6 +165,7 @@ class Coordinator {
   Status commit();
   Status resume();
   Status insist(const std::function<Status()>& call);
+  void tell_moves();
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);
   /// The same without fault points.

@@ -16,6 +16,7 @@
 #include <set>
 #include <thread>
 
+#include "directory.h"
 #include "fault.h"
 #include "file_tree.h"
 #include "kernel_record.h"
@@ -305,6 +306,9 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
     p->set_psn(q.psn);
     p->set_gid(q.sgid, sizeof q.sgid);
   }
+  std::error_code ec;
+  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec))
+    for (const auto& g : gids_of(device.path().filename())) *out.add_gids() = g;
   return {};
 }
 

@@ -190,9 +190,10 @@ int run(const Config& config) {
   Claims claims;
   Numbers numbers(config);
   if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
-  SourceHost source(config, sessions, claims, numbers, to_destination, to_partner);
+  Directory directory(config);
+  SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
   DestinationHost destination(config, sessions, peers, numbers);
-  PartnerHost partner(config, sessions, peers, claims);
+  PartnerHost partner(config, sessions, peers, claims, directory);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   HostService host(config, sessions, numbers, roles);
   std::shared_ptr<grpc::Channel> self;  // to our own services
@@ -203,7 +204,14 @@ int run(const Config& config) {
                           [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }},
                          roles);
 
-  auto on_hello = [&roles](const std::shared_ptr<ProcessSession>& s) { let_go_if_lost(roles, s); };
+  auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
+    let_go_if_lost(roles, s);
+    if (s->state() != MIGR_PROC_RUNNING) return;
+    if (const auto moves = directory.all(); !moves.empty())
+      std::thread([s, moves] {
+        if (auto told = tell_moves(*s, 0, moves); !told) spdlog::error("{}", told.error().text);
+      }).detach();
+  };
   source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello); !s) return fail(s.error().text);
 

@@ -58,8 +58,8 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
   return job;
 }
 
-PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims)
-    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), journal_(config.state_dir + "/journal/partner") {
+PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory)
+    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(directory), journal_(config.state_dir + "/journal/partner") {
   for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
     auto job = job_of(record.request());
     if (!job || (*job)->id != id) continue;
@@ -346,6 +346,15 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext*, const wire::Migration* 
   (*job)->aborting = true;
   std::lock_guard work((*job)->work);
   return to_grpc(fault_step(config_.fault, FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
+}
+
+grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
+  if (auto s = directory_.put(*r); !s) return to_grpc(s);
+  const auto all = directory_.all();
+  Status first;
+  for (const auto& session : sessions_.all())
+    if (auto s = tell_moves(*session, r->id(), all); first && !s) first = s;
+  return to_grpc(first);
 }
 
 Status PartnerHost::renew(std::uint32_t id) { return jobs_.renew(id); }

@@ -7,6 +7,7 @@
 
 #include "claims.h"
 #include "config.h"
+#include "directory.h"
 #include "fault.h"
 #include "host_service.h"
 #include "journal.h"
@@ -19,7 +20,7 @@ namespace migr {
 class PartnerHost final : public wire::Partner::Service, public Role {
  public:
   /// Takes up what an earlier migrd has left in the middle.
-  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims);
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory);
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
@@ -31,6 +32,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::Empty*) override;
   grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
   grpc::Status Rollback(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
+  grpc::Status Moves(grpc::ServerContext*, const wire::MovesRequest*, wire::Empty*) override;
 
   wire::OutcomeReply outcome(std::uint32_t) override { return {}; }  // others are asked
   Status renew(std::uint32_t id) override;
@@ -58,6 +60,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   SessionTable& sessions_;
   Peers& peers_;
   Claims& claims_;
+  Directory& directory_;
   const Journal<journal::Partner> journal_;
   LeasedJobs<Job> jobs_;
 };

@@ -26,9 +26,8 @@ namespace fs = std::filesystem;
 
 // enum ib_qp_type, enum ib_qp_state
 constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
-constexpr char kUdReason[] = ": whoever sends to it has the address of the host it was made on, and cannot be told another";
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
-constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3;
+constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3, kErr = 6;
 
 // 0: it has ended.
 std::uint64_t resident_bytes(pid_t pid) {
@@ -43,14 +42,11 @@ std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*
 // Why a kind is refused, to follow its name.
 std::string why_not_object(std::uint32_t type) {
   switch (type) {
-    case MIGR_OBJ_MW: return " (memory window): only its device knows what it is bound to";
-    case MIGR_OBJ_AH: return " (address handle of unconnected QPs)" + std::string(kUdReason);
     case MIGR_OBJ_XRCD: return " (XRC domain): it may be shared with processes elsewhere";
     case MIGR_OBJ_DM: return " (device memory): no other device has the same";
     default: return "";
   }
 }
-std::string why_not_qp(std::uint32_t type) { return type == kUd ? kUdReason : ""; }
 
 /// MAP_HUGETLB memory that is not of a file.
 bool has_huge_pages(pid_t pid) {
@@ -74,8 +70,10 @@ std::vector<Instance> instances_of(const journal::Source& r) {
 
 // ---- the host
 
-SourceHost::SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, ToDestination to_destination, ToPartner to_partner)
-    : config_(config), sessions_(sessions), claims_(claims), numbers_(numbers), runc_(config), to_destination_(std::move(to_destination)),
+SourceHost::SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, Directory& directory,
+                       ToDestination to_destination, ToPartner to_partner)
+    : config_(config), sessions_(sessions), claims_(claims), numbers_(numbers), directory_(directory), runc_(config),
+      to_destination_(std::move(to_destination)),
       to_partner_(std::move(to_partner)), journal_(config.state_dir + "/journal/source") {}
 
 std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + fmt::format("{:08x}", id); }
@@ -328,18 +326,22 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   if (r.flags & MIGR_CTX_HYDRATED)
     return Error{EOPNOTSUPP, who + " has RDMA resources from before migr.ko was loaded, so its record is incomplete; restart it"};
   for (const auto& o : c.others)
-    return Error{EOPNOTSUPP, who + " uses a resource that cannot be migrated yet: " + object_name(o.type) + why_not_object(o.type)};
+    if (o.type != MIGR_OBJ_AH && o.type != MIGR_OBJ_MW) return Error{EOPNOTSUPP, who + " uses a resource that cannot be migrated yet: " + object_name(o.type) + why_not_object(o.type)};
   for (const auto& s : c.srqs)
     if (s.srq_type != kBasicSrq)
       return Error{EOPNOTSUPP, who + " uses a shared receive queue for XRC or tag matching, which cannot be migrated yet"};
   for (const auto& q : c.qps) {
     if (q.flags & MIGR_QP_FORMER) continue;  // an old path, not yet destroyed
-    if (q.qp_type != kRc && q.qp_type != kUc)
-      return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet" + why_not_qp(q.qp_type)};
-    if (q.qp_state > kRts)
+    if (q.qp_type != kRc && q.qp_type != kUc && q.qp_type != kUd)
+      return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet"};
+    if (q.qp_type == kUd && q.srq_handle != MIGR_NO_HANDLE)
+      return Error{EOPNOTSUPP, who + " uses an SRQ for a QP of type UD, which cannot be migrated yet: who sent a datagram could not be said"};
+    if (q.qp_state > kRts && q.qp_state != kErr)
       return Error{EOPNOTSUPP, who + ": QP " + std::to_string(q.vqpn) + " is in state " + qp_state_name(q.qp_state) + " and cannot be migrated"};
     info_.vqpns.push_back(q.vqpn);
-    if (q.qp_state == kRtr || q.qp_state == kRts)
+    if (q.qp_type == kUd)
+      info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0});
+    else if (q.qp_state == kRtr || q.qp_state == kRts)
       info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, gid_of(q.ah.sgid), gid_of(q.ah.dgid), q.dest_qpn});
   }
   info_.ctxs.emplace_back(r.ctx_id, owner);
@@ -592,6 +594,33 @@ Status SourceRun::decide(wire::Outcome outcome) {
 }
 
 Status SourceRun::destroy() { return host_.remove(entry_.record); }
+
+// The like of a GID on another host: of the same port, type and family.
+wire::MovesRequest SourceRun::moves(const wire::PrepareReply& prepared) {
+  const auto family = [](const std::string& gid) {
+    static const std::string kMapped = std::string(10, '\0') + "\xff\xff";
+    if (gid.compare(0, kMapped.size(), kMapped) == 0) return 0;
+    return gid[0] == '\xfe' && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+  };
+  std::set<std::string> there;
+  for (const auto& g : prepared.gids()) there.insert(g.device());
+  wire::MovesRequest out;
+  for (const auto& q : info_.datagrams) {
+    const auto p = std::find_if(prepared.qps().begin(), prepared.qps().end(), [&](const auto& x) { return x.src_ctx_id() == q.ctx_id && x.vqpn() == q.vqpn; });
+    if (p == prepared.qps().end()) continue;
+    for (const auto& from : gids_of(q.gid)) {
+      const auto to = std::find_if(prepared.gids().begin(), prepared.gids().end(), [&](const auto& g) {
+        return (g.device() == q.gid || there.size() == 1) && g.port() == from.port() && g.type() == from.type() && family(g.gid()) == family(from.gid());
+      });
+      if (to == prepared.gids().end()) continue;
+      wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);
+      m.set_gid(to->gid());
+      m.set_pqpn(p->pqpn());
+      *out.add_moves() = m;
+    }
+  }
+  return out;
+}
 
 void SourceRun::forget(bool settled) {
   std::error_code ec;

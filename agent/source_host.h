@@ -10,6 +10,7 @@
 #include "claims.h"
 #include "config.h"
 #include "coordinator.h"
+#include "directory.h"
 #include "fault.h"
 #include "host_service.h"
 #include "journal.h"
@@ -24,7 +25,8 @@ class SourceHost final : public Role {
   /// Links to the hosts that take part. ENOENT: no such peer.
   using ToDestination = std::function<Result<std::unique_ptr<DestinationLink>>(const std::string&)>;
   using ToPartner = std::function<Result<std::unique_ptr<PartnerLink>>(const std::string&)>;
-  SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, ToDestination to_destination, ToPartner to_partner);
+  SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, Directory& directory,
+             ToDestination to_destination, ToPartner to_partner);
 
   /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
   void recover();
@@ -61,6 +63,7 @@ class SourceHost final : public Role {
   SessionTable& sessions_;
   Claims& claims_;
   Numbers& numbers_;
+  Directory& directory_;
   const Runtime runc_;
   const ToDestination to_destination_;
   const ToPartner to_partner_;
@@ -94,6 +97,7 @@ class SourceRun final : public Source {
   Status decide(wire::Outcome outcome) override;
   Status destroy() override;
   void forget(bool settled) override;
+  wire::MovesRequest moves(const wire::PrepareReply& prepared) override;
 
  private:
   struct Process {

@@ -60,6 +60,10 @@ enum migr_msg_type {
 				 * reply records: migr_resume_stat */
 	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
 	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP */
+	MIGR_MSG_MOVES,		/* where unconnected QPs are that were born elsewhere. records:
+				 * migr_move, all there are. arg: MIGR_MOVES_PREPARE or 0. reply
+				 * arg: unconnected QPs of the process that no thread may be inside
+				 * of when the moves come */
 };
 
 /*
@@ -173,6 +177,17 @@ struct migr_key_map {
 	uint32_t vrkey;		/* as the owner's peers hold it */
 	uint32_t prkey;
 	uint8_t owner[16];	/* instance of the process that owns the memory */
+};
+
+/* MOVES: no records; posts of unconnected QPs take the long way from now on. */
+#define MIGR_MOVES_PREPARE	0x1u
+
+/* An unconnected QP, by the address that its peers hold (its birth's) and by its present one. */
+struct migr_move {
+	uint8_t birth_gid[16];
+	uint8_t gid[16];
+	uint32_t vqpn;
+	uint32_t pqpn;
 };
 
 struct migr_resume_stat {

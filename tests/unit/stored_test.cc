@@ -75,7 +75,8 @@ struct Stored : ::testing::Test {
   SessionTable sessions;
   Claims claims;
   Numbers numbers{config};
-  SourceHost host{config, sessions, claims, numbers, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; }};
+  Directory directory{config};
+  SourceHost host{config, sessions, claims, numbers, directory, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; }};
 };
 
 TEST_F(Stored, ComesBackAsItWas) {

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "directory.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "limits.h"
+#include "uapi/migr.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// Nobody tells when a name is not used any more: the oldest go.
+constexpr std::size_t kMaxMoves = 4096;
+
+std::string hex_of(const std::string& gid) {
+  std::string s;
+  for (const char c : gid) s += fmt::format("{:02x}", static_cast<unsigned char>(c));
+  return s;
+}
+
+std::string from_hex(const std::string& s) {
+  std::string gid;
+  for (std::size_t i = 0; i + 1 < s.size(); i += 2) gid += static_cast<char>(std::strtoul(s.substr(i, 2).c_str(), nullptr, 16));
+  return gid.size() == 16 ? gid : std::string();
+}
+
+std::string line_of(const fs::path& file) {
+  std::ifstream in(file);
+  std::string line;
+  std::getline(in, line);
+  return line;
+}
+
+// "" if the kernel gives no such thing.
+std::string binary_gid(const std::string& text) {
+  in6_addr a;
+  if (inet_pton(AF_INET6, text.c_str(), &a) != 1) return {};
+  const std::string gid(reinterpret_cast<const char*>(&a), sizeof a);
+  return gid == std::string(16, '\0') ? std::string() : gid;
+}
+
+}  // namespace
+
+Directory::Directory(const Config& config) : path_(config.state_dir + "/moves.json") {
+  std::ifstream in(path_);
+  const Json j = in ? Json::parse(in, nullptr, false) : Json();
+  if (!j.is_array()) return;
+  for (const auto& m : j) {
+    if (!m.is_object()) continue;
+    const Address birth{from_hex(m.value("birth_gid", "")), m.value("vqpn", 0u)}, present{from_hex(m.value("gid", "")), m.value("pqpn", 0u)};
+    if (birth.gid.empty() || present.gid.empty() || !present_.emplace(birth, present).second) continue;
+    order_.push_back(birth);
+  }
+}
+
+wire::Move Directory::at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn) {
+  std::lock_guard lock(mutex_);
+  wire::Move m;
+  m.set_birth_gid(gid);
+  m.set_vqpn(vqpn);
+  for (const auto& [birth, present] : present_)
+    if (present == Address{gid, pqpn}) m.set_birth_gid(birth.gid), m.set_vqpn(birth.qpn);
+  return m;
+}
+
+Status Directory::put(const wire::MovesRequest& moves) {
+  for (const auto& m : moves.moves())
+    if (m.birth_gid().size() != 16 || m.gid().size() != 16 || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
+      return Error{EINVAL, "a malformed move"};
+  std::lock_guard lock(mutex_);
+  for (const auto& m : moves.moves()) {
+    const Address birth{m.birth_gid(), m.vqpn()}, present{m.gid(), m.pqpn()};
+    // What was there before is there no more.
+    std::erase_if(present_, [&](const auto& p) { return p.second == present; });
+    std::erase(order_, birth);
+    order_.push_back(birth);
+    present_[birth] = present;
+  }
+  std::erase_if(order_, [&](const Address& a) { return !present_.contains(a); });
+  while (order_.size() > kMaxMoves) {
+    present_.erase(order_.front());
+    order_.erase(order_.begin());
+  }
+  return save();
+}
+
+// Caller holds the lock.
+Status Directory::save() {
+  Json j = Json::array();
+  for (const auto& birth : order_) {
+    const Address& present = present_.at(birth);
+    j.push_back({{"birth_gid", hex_of(birth.gid)}, {"vqpn", birth.qpn}, {"gid", hex_of(present.gid)}, {"pqpn", present.qpn}});
+  }
+  const std::string fresh = path_ + ".new";
+  std::ofstream(fresh) << j.dump(1) << "\n";
+  if (std::rename(fresh.c_str(), path_.c_str())) return sys_error("writing " + path_);
+  return {};
+}
+
+std::vector<migr_move> Directory::all() {
+  std::lock_guard lock(mutex_);
+  std::vector<migr_move> out;
+  for (const auto& [birth, present] : present_) {
+    migr_move m{{}, {}, birth.qpn, present.qpn};
+    std::memcpy(m.birth_gid, birth.gid.data(), sizeof m.birth_gid);
+    std::memcpy(m.gid, present.gid.data(), sizeof m.gid);
+    out.push_back(m);
+  }
+  return out;
+}
+
+std::vector<wire::PortGid> gids_of(const std::string& device) {
+  std::vector<wire::PortGid> out;
+  std::error_code ec;
+  for (const auto& port : fs::directory_iterator("/sys/class/infiniband/" + device + "/ports", ec)) {
+    for (const auto& file : fs::directory_iterator(port.path() / "gids", ec)) {
+      const std::string gid = binary_gid(line_of(file.path()));
+      if (gid.empty()) continue;
+      auto& g = out.emplace_back();
+      g.set_device(device);
+      g.set_port(static_cast<std::uint32_t>(std::strtoul(port.path().filename().c_str(), nullptr, 10)));
+      g.set_type(line_of(port.path() / "gid_attrs/types" / file.path().filename()));
+      g.set_gid(gid);
+    }
+  }
+  return out;
+}
+
+Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves) {
+  std::uint64_t datagram_qps = 0;
+  if (auto r = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_MOVES, migration, {}, kProcessMs, MIGR_MOVES_PREPARE, &datagram_qps); !r) return r.error();
+  if (datagram_qps)
+    if (auto s = session.wait_threads_outside(kSuspendMs); !s) return s.error();
+  return session.ask<migr_qp_ref, migr_move>(MIGR_MSG_MOVES, migration, moves, kProcessMs);
+}
+
+}  // namespace migr

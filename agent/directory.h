@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Where unconnected QPs are that were born elsewhere: (GID, vQPN) of the birth -> (GID, QPN) of the moment. Every migrd
+// has the whole of it (STATE_DIR/moves.json), is told of each migration, and tells its processes.
+#pragma once
+
+#include <array>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "config.h"
+#include "process_session.h"
+#include "status.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+/// Thread: any.
+class Directory {
+ public:
+  explicit Directory(const Config& config);
+
+  /// The name by which peers know what is at this address. `vqpn`: the number it was born with, if it never moved.
+  wire::Move at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn);
+  /// Durable before it returns.
+  Status put(const wire::MovesRequest& moves);
+  std::vector<migr_move> all();
+
+ private:
+  struct Address {
+    std::string gid;
+    std::uint32_t qpn;
+    auto operator<=>(const Address&) const = default;
+  };
+  Status save();
+
+  const std::string path_;
+  std::mutex mutex_;
+  std::map<Address, Address> present_;  // birth -> present
+  std::vector<Address> order_;          // oldest first
+};
+
+/// The GIDs of an RDMA device of this host.
+std::vector<wire::PortGid> gids_of(const std::string& device);
+
+/// Tells one process, once no thread of it can be on a way that knows nothing of it.
+Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);
+
+}  // namespace migr

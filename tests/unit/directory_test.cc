@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Names of unconnected QPs: from host to host, home again, over a restart of migrd.
+#include "agent/directory.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <fstream>
+
+namespace migr {
+namespace {
+
+const std::string kA(16, 'a'), kB(16, 'b'), kC(16, 'c');
+
+struct DirectoryTest : ::testing::Test {
+  DirectoryTest() {
+    char folder[] = "/tmp/migr-directory-XXXXXX";
+    config.state_dir = mkdtemp(folder);
+  }
+  ~DirectoryTest() override { std::filesystem::remove_all(config.state_dir); }
+  // As a coordinator does: what is at (from, pqpn) goes to (to, new_pqpn).
+  static void move(Directory& d, const std::string& from, std::uint32_t pqpn, std::uint32_t vqpn, const std::string& to, std::uint32_t new_pqpn) {
+    wire::MovesRequest r;
+    wire::Move m = d.at(from, pqpn, vqpn);
+    m.set_gid(to);
+    m.set_pqpn(new_pqpn);
+    *r.add_moves() = m;
+    ASSERT_TRUE(d.put(r));
+  }
+  Config config;
+};
+
+TEST_F(DirectoryTest, TheBirthNameStaysOverTwoMoves) {
+  Directory d(config);
+  move(d, kA, 17, 17, kB, 30);
+  move(d, kB, 30, 17, kC, 17);
+  const auto all = d.all();
+  ASSERT_EQ(1u, all.size());
+  EXPECT_EQ(0, std::memcmp(all[0].birth_gid, kA.data(), 16));
+  EXPECT_EQ(0, std::memcmp(all[0].gid, kC.data(), 16));
+  EXPECT_EQ(17u, all[0].vqpn);
+  EXPECT_EQ(17u, all[0].pqpn);
+}
+
+TEST_F(DirectoryTest, ANumberOfTwoHostsIsTwoNames) {
+  Directory d(config);
+  move(d, kA, 17, 17, kB, 30);
+  move(d, kC, 17, 17, kB, 31);
+  EXPECT_EQ(2u, d.all().size());
+  EXPECT_EQ(kC, d.at(kB, 31, 17).birth_gid());
+}
+
+TEST_F(DirectoryTest, WhoTakesAPlaceEndsTheNameThatWasThere) {
+  Directory d(config);
+  move(d, kA, 17, 17, kB, 30);  // it ends there, untold
+  move(d, kC, 40, 40, kB, 30);
+  const auto all = d.all();
+  ASSERT_EQ(1u, all.size());
+  EXPECT_EQ(40u, all[0].vqpn);
+}
+
+TEST_F(DirectoryTest, SurvivesARestart) {
+  { Directory d(config); move(d, kA, 17, 17, kB, 30); }
+  Directory again(config);
+  EXPECT_EQ(kA, again.at(kB, 30, 30).birth_gid());
+}
+
+TEST_F(DirectoryTest, AFileOfNonsenseIsAnEmptyDirectory) {
+  std::ofstream(config.state_dir + "/moves.json") << R"([{"birth_gid": "zz"}, 5, {"vqpn": 1}])";
+  EXPECT_TRUE(Directory(config).all().empty());
+}
+
+TEST_F(DirectoryTest, MalformedMovesAreEinval) {
+  Directory d(config);
+  wire::MovesRequest r;
+  r.add_moves()->set_birth_gid("short");
+  const auto s = d.put(r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(EINVAL, s.error().code);
+}
+
+}  // namespace
+}  // namespace migr
