@@ -25,8 +25,10 @@
 #include <vector>
 
 #include "../include/migr/proc_wire.h"
+#include "datagrams.h"
 #include "high_fd.h"
 #include "itimer.h"
+#include "kernel_link.h"
 #include "provider/provider.h"
 #include "provider/uverbs_write.h"
 #include "shadow.h"
@@ -169,6 +171,8 @@ int request_record_size(std::uint16_t type) {
       return sizeof(migr_handle_map);
     case MIGR_MSG_KEYS:
       return sizeof(migr_key_map);
+    case MIGR_MSG_MOVES:
+      return sizeof(migr_move);
     default:
       return -1;
   }
@@ -285,8 +289,6 @@ void describe(const Registry& registry, Answer& answer) {
   for (Context* context : registry.contexts) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));
-    if (context->windows)
-      return answer.fail(EOPNOTSUPP, std::to_string(context->windows) + " memory window(s) cannot be migrated");
     if (!context->ctx_id())
       return answer.fail(ENODEV, "migr.ko was not loaded when the process opened its device; restart the process");
     migr_fd_desc d{};
@@ -315,7 +317,7 @@ void describe(const Registry& registry, Answer& answer) {
       return answer.fail(error, std::string("cannot find the queues of ") + context->real->device->name + ": " +
                                     strerror(error));
   }
-  (void)provider::locate_receives(registry.qps);  // for FREEZE, which says what fails
+  (void)provider::locate_queues(registry.qps);  // for FREEZE, which says what fails
   answer.put(all);
 }
 
@@ -398,6 +400,12 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       itimer::release();
       finish(switchover::rollback(why));
       return registry.let_changes_go();
+    case MIGR_MSG_MOVES:
+      if (request.head.arg & MIGR_MOVES_PREPARE)
+        answer.arg = datagrams::prepare();
+      else
+        finish(datagrams::set_moves(request.as<migr_move>(), why));
+      return;
     case MIGR_MSG_STATS: {
       std::vector<migr_drain_stat> stats;
       switchover::stats(stats);
@@ -644,7 +652,12 @@ bool prepare_self() {
 
 // A fork must not catch the Registry half changed: the child has to be able to take its lock.
 void before_fork() {
-  Registry::get().lock.lock();
+  Registry& registry = Registry::get();
+  registry.lock.lock();
+  static std::uint64_t seen = 0;
+  if (seen != registry.changes)
+    for (const Context* context : registry.contexts) provider::keep_from_children(*context);
+  seen = registry.changes;
   Registry::get().events_lock.lock();
 }
 void after_fork_in_parent() {
@@ -653,6 +666,8 @@ void after_fork_in_parent() {
 }
 void after_fork_in_child() {
   Registry::get().held = false;  // nobody would tell the child
+  // A child cannot use what is its parent's: it must not be what keeps both from being moved.
+  for (Context* context : Registry::get().contexts) context->kernel->detach();
   after_fork_in_parent();
   after_fork();
 }

@@ -20,6 +20,9 @@ bool keepable(const ibv_send_wr& wr) {
     case IBV_WR_RDMA_READ:
     case IBV_WR_ATOMIC_CMP_AND_SWP:
     case IBV_WR_ATOMIC_FETCH_AND_ADD:
+    case IBV_WR_SEND_WITH_INV:
+    case IBV_WR_LOCAL_INV:
+    case IBV_WR_BIND_MW:
       return true;
     default:
       return false;
@@ -122,6 +125,8 @@ void open_rdma(ibv_qp_ex* keeper, ibv_wr_opcode opcode, std::uint32_t rkey, std:
 
 void wr_send(ibv_qp_ex* keeper) { open(keeper, IBV_WR_SEND); }
 void wr_send_imm(ibv_qp_ex* keeper, __be32 imm) { open(keeper, IBV_WR_SEND_WITH_IMM).imm_data = imm; }
+void wr_send_inv(ibv_qp_ex* keeper, std::uint32_t rkey) { open(keeper, IBV_WR_SEND_WITH_INV).invalidate_rkey = rkey; }
+void wr_local_inv(ibv_qp_ex* keeper, std::uint32_t rkey) { open(keeper, IBV_WR_LOCAL_INV).invalidate_rkey = rkey; }
 void wr_rdma_write(ibv_qp_ex* keeper, std::uint32_t rkey, std::uint64_t addr) {
   open_rdma(keeper, IBV_WR_RDMA_WRITE, rkey, addr);
 }
@@ -171,11 +176,9 @@ void wr_set_ud_addr(ibv_qp_ex* keeper, ibv_ah* ah, std::uint32_t remote_qpn, std
 
 /* Kinds that cannot be kept: wr_complete will return EOPNOTSUPP and nothing of the session is posted. */
 
-void wr_bind_mw(ibv_qp_ex* keeper, ibv_mw*, std::uint32_t, const ibv_mw_bind_info*) {
-  owner(keeper).build_error = EOPNOTSUPP;
+void wr_bind_mw(ibv_qp_ex* keeper, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
+  open(keeper, IBV_WR_BIND_MW).bind_mw = {.mw = mw, .rkey = rkey, .bind_info = *info};
 }
-void wr_local_inv(ibv_qp_ex* keeper, std::uint32_t) { owner(keeper).build_error = EOPNOTSUPP; }
-void wr_send_inv(ibv_qp_ex* keeper, std::uint32_t) { owner(keeper).build_error = EOPNOTSUPP; }
 void wr_send_tso(ibv_qp_ex* keeper, void*, std::uint16_t, std::uint16_t) { owner(keeper).build_error = EOPNOTSUPP; }
 void wr_set_xrc_srqn(ibv_qp_ex* keeper, std::uint32_t) { owner(keeper).build_error = EOPNOTSUPP; }
 void wr_atomic_write(ibv_qp_ex* keeper, std::uint32_t, std::uint64_t, const void*) {

@@ -4,8 +4,10 @@
 #include <cerrno>
 #include <ctime>
 
+#include "datagrams.h"
 #include "kept.h"
 #include "real.h"
+#include "windows.h"
 
 // What a thread may be seen in. Cold functions lie outside: they take the QP's or CQ's lock, which the engine holds
 // when it matters.
@@ -62,14 +64,18 @@ MIGR_INLINE void translate_rkey(const QpShadow& q, ibv_send_wr& wr) {
   }
 }
 
-/// What a WR names of this side beside its SGEs: the MR that a memory window is bound to, the key that is invalidated (a
-/// window's is not in the table and the same in both worlds).
+/// A key of this side that is to be invalidated: a window's is not in the table and the same in both worlds.
+MIGR_INLINE std::uint32_t physical_own_rkey(const QpShadow& q, std::uint32_t key) {
+  const std::uint32_t entry = q.key_table[key >> 8].rkey;
+  return entry ? entry ^ (key & kKeyTag) : key;
+}
+
+/// What a WR names of this side beside its SGEs: the MR that a memory window is bound to, the key that is invalidated.
 MIGR_INLINE void translate_own(const QpShadow& q, ibv_send_wr& wr) {
   if (wr.opcode == IBV_WR_BIND_MW) {
     if (wr.bind_mw.bind_info.mr) wr.bind_mw.bind_info.mr = shadow_of(wr.bind_mw.bind_info.mr).real;
   } else if (wr.opcode == IBV_WR_LOCAL_INV) {
-    if (const std::uint32_t entry = q.key_table[wr.invalidate_rkey >> 8].rkey)
-      wr.invalidate_rkey = entry ^ (wr.invalidate_rkey & kKeyTag);
+    wr.invalidate_rkey = physical_own_rkey(q, wr.invalidate_rkey);
   }
 }
 
@@ -166,9 +172,45 @@ MIGR_PATH int post_single_send(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) 
   return err;
 }
 
+/// Of a WR whose like the direct path must not see. `view` stands for a memory window.
+void translate_watched(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
+  if (windows::posted(q, wr, view)) return;
+  translate_rkey(q, wr);
+  translate_own(q, wr);
+  if (q.app.qp_type == IBV_QPT_UD) datagrams::translate(wr);
+}
+
+/// One by one, under the lock: what they name is looked up.
+MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  {
+    std::lock_guard guard(q.lock);
+    while (wr && !(q.state.load(std::memory_order_relaxed) & kKeepSends)) {
+      ibv_send_wr copy = *wr;
+      ibv_sge sges[kChunkSges];
+      ibv_mw view;
+      *bad = wr;
+      if (wr->num_sge > kChunkSges) return EINVAL;
+      copy.next = nullptr;
+      copy.sg_list = sges;
+      translate_sges(q, sges, wr->sg_list, wr->num_sge);
+      translate_watched(q, copy, view);
+      ibv_send_wr* stopped;
+      if (const int err = q.real_post_send(q.real, &copy, &stopped)) return err;
+      wr = wr->next;
+    }
+  }
+  return wr ? keep_sends(q, wr, bad) : 0;
+}
+
+/// Suspended, or one whose WRs are watched.
+MIGR_COLD int post_send_unusual(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  if (q.state.load(std::memory_order_relaxed) & kKeepSends) return keep_sends(q, wr, bad);
+  return post_watched(q, wr, bad);
+}
+
 MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & kKeepSends) [[unlikely]]
-    return keep_sends(q, wr, bad);
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kDatagrams | kWindows)) [[unlikely]]
+    return post_send_unusual(q, wr, bad);
   if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
   return post_send_list(q, wr, bad);
 }
@@ -224,7 +266,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv
 }
 
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives)) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);
   if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
   ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
@@ -239,7 +281,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr,
 /// Caller holds c.lock.
 void leave_fake_if_done(CqShadow& c) {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
-  if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq)))
+  if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq | kWatchedCq)))
     c.state.store(state & ~std::uint32_t{kFakeCq}, std::memory_order_relaxed);
 }
 
@@ -291,13 +333,22 @@ MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
   return c.real_poll(c.real, entries, wc);
 }
 
+namespace {
+
+/// Translating it changes what is known of a memory window, and that must not run ahead of what was posted.
+bool goes_alone(const KeptSend& send) { return send.wr.opcode == IBV_WR_BIND_MW || send.wr.opcode == IBV_WR_LOCAL_INV; }
+
+}  // namespace
+
 int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
   ibv_send_wr wrs[kChunkWrs];
   ibv_sge sges[kChunkSges];
+  ibv_mw view;
   std::size_t n = 0, used = 0;
   posted = 0;
   for (; n < sends.size() && n < kChunkWrs; ++n) {
     const KeptSend& send = *sends[n];
+    if (n && (goes_alone(send) || goes_alone(*sends[n - 1]))) break;
     ibv_send_wr& wr = wrs[n];
     wr = send.wr;
     wr.next = nullptr;
@@ -314,7 +365,7 @@ int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t&
       wr.num_sge = static_cast<int>(send.sges.size());
     }
     used += static_cast<std::size_t>(wr.num_sge);
-    translate_rkey(q, wr);
+    translate_watched(q, wr, view);
     if (n) wrs[n - 1].next = &wr;
   }
   if (!n) return EINVAL;  // more SGEs than any device takes
@@ -336,7 +387,10 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
   translate_sges(q, sges, receive.sges.data(), static_cast<int>(receive.sges.size()));
   ibv_recv_wr wr{.wr_id = receive.wr_id, .next = nullptr, .sg_list = sges, .num_sge = static_cast<int>(receive.sges.size())};
   ibv_recv_wr* bad;
-  return q.real_post_recv(to, &wr, &bad);
+  if (q.names_sources) datagrams::await(q, receive);  // its completion may be there before the call returns
+  const int err = q.real_post_recv(to, &wr, &bad);
+  if (err && q.names_sources) datagrams::await_not(q);
+  return err;
 }
 
 int poll_to_fake(CqShadow& c) noexcept {
@@ -352,6 +406,8 @@ int poll_to_fake(CqShadow& c) noexcept {
         continue;
       }
       batch[i].qp_num = virtual_qpn(c, batch[i].qp_num);
+      if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
+      if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
       c.fake.push_back(batch[i]);
       ++moved;
     }
@@ -375,7 +431,17 @@ int poll_to_fake(CqShadow& c) noexcept {
 
 namespace {
 
-constexpr std::uint32_t kTranslateAny = kTranslateLocal | kTranslateRemote | kForced;
+/// Of ibv_wr_local_inv().
+MIGR_COLD std::uint32_t invalidated_rkey(QpShadow& q, std::uint32_t rkey) noexcept {
+  ibv_send_wr wr{};
+  wr.opcode = IBV_WR_LOCAL_INV;
+  wr.invalidate_rkey = rkey;
+  ibv_mw unused;
+  translate_watched(q, wr, unused);
+  return wr.invalidate_rkey;
+}
+
+constexpr std::uint32_t kTranslateAny = kWindows | kTranslateLocal | kTranslateRemote | kForced | kDatagrams;
 
 MIGR_INLINE ibv_qp_ex* target_of(const QpShadow& q) { return q.target; }
 
@@ -450,6 +516,8 @@ MIGR_WR_OPCODE(wr_send, (ibv_qp_ex * qp), target)
 MIGR_WR_OPCODE(wr_send_imm, (ibv_qp_ex * qp, __be32 imm), target, imm)
 MIGR_WR_OPCODE(wr_send_tso, (ibv_qp_ex * qp, void* header, u16 bytes, u16 mss), target, header, bytes, mss)
 MIGR_WR_OPCODE(wr_local_inv, (ibv_qp_ex * qp, u32 rkey), target, rkey)
+MIGR_WR_CALL(wr_local_inv_translated, wr_local_inv, (ibv_qp_ex * qp, u32 rkey), lower,
+             if (takes_physical(q, target)) rkey = invalidated_rkey(q, rkey), target, rkey)
 MIGR_WR_RKEY_OPCODE(wr_send_inv, (ibv_qp_ex * qp, u32 rkey), target, rkey)
 MIGR_WR_RKEY_OPCODE(wr_rdma_write, (ibv_qp_ex * qp, u32 rkey, u64 addr), target, rkey, addr)
 MIGR_WR_RKEY_OPCODE(wr_rdma_write_imm, (ibv_qp_ex * qp, u32 rkey, u64 addr, __be32 imm), target, rkey, addr, imm)
@@ -473,6 +541,13 @@ MIGR_WR_SETTER(wr_set_xrc_srqn, (ibv_qp_ex * qp, u32 srqn), target, srqn)
 #undef MIGR_WR_OPCODE
 #undef MIGR_WR_CALL
 
+MIGR_PATH void wr_set_ud_addr_translated(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t qpn, std::uint32_t qkey) noexcept {
+  QpShadow& q = shadow_of(qp);
+  ibv_qp_ex* const target = q.target;
+  if (takes_physical(q, target)) datagrams::translate(ah, qpn);
+  target->wr_set_ud_addr(target, ah, qpn, qkey);
+}
+
 /// The application's list stays as it was.
 MIGR_PATH void wr_set_sge_list_translated(ibv_qp_ex* qp, std::size_t count, const ibv_sge* list) noexcept {
   QpShadow& q = shadow_of(qp);
@@ -484,12 +559,17 @@ MIGR_PATH void wr_set_sge_list_translated(ibv_qp_ex* qp, std::size_t count, cons
   target->wr_set_sge_list(target, count, sges);
 }
 
-/// An MW's MR is a shadow.
+/// An MW's MR is a shadow; its key and what it is bound to are ours to know.
 MIGR_PATH void wr_bind_mw(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) noexcept {
-  ibv_mw_bind_info real_info = *info;
-  if (info->mr) real_info.mr = shadow_of(info->mr).real;
-  ibv_qp_ex* const target = lower(shadow_of(qp));
-  target->wr_bind_mw(target, mw, rkey, &real_info);
+  QpShadow& q = shadow_of(qp);
+  ibv_qp_ex* const target = lower(q);
+  if (!takes_physical(q, target)) return target->wr_bind_mw(target, mw, rkey, info);
+  ibv_send_wr wr{};
+  wr.opcode = IBV_WR_BIND_MW;
+  wr.bind_mw = {.mw = mw, .rkey = rkey, .bind_info = *info};
+  ibv_mw view;
+  translate_watched(q, wr, view);
+  target->wr_bind_mw(target, wr.bind_mw.mw, wr.bind_mw.rkey, &wr.bind_mw.bind_info);
 }
 
 }  // namespace
@@ -532,12 +612,14 @@ void translate_keys(QpShadow& q, std::uint32_t bits) {
   MIGR_EXCHANGE(wr_atomic_cmp_swp);
   MIGR_EXCHANGE(wr_atomic_fetch_add);
   MIGR_EXCHANGE(wr_atomic_write);
+  MIGR_EXCHANGE(wr_local_inv);
   MIGR_EXCHANGE(wr_rdma_read);
   MIGR_EXCHANGE(wr_rdma_write);
   MIGR_EXCHANGE(wr_rdma_write_imm);
   MIGR_EXCHANGE(wr_send_inv);
   MIGR_EXCHANGE(wr_set_sge);
   MIGR_EXCHANGE(wr_set_sge_list);
+  MIGR_EXCHANGE(wr_set_ud_addr);
 #undef MIGR_EXCHANGE
 }
 

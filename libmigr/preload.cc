@@ -15,12 +15,15 @@
 #include <new>
 
 #include "control.h"
+#include "datagrams.h"
 #include "kernel_link.h"
 #include "objects.h"
 #include "path.h"
+#include "provider/provider.h"
 #include "provider/uverbs_write.h"
 #include "real.h"
 #include "shadow.h"
+#include "windows.h"
 
 namespace migr {
 
@@ -90,10 +93,11 @@ RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>
   mask_ = static_cast<std::uint32_t>(size - 1);
   slots_.resize(size);
   for (const auto& [vrkey, prkey] : virtual_to_physical) {
-    if (!vrkey) continue;
-    std::uint32_t i = hash(vrkey);
-    while (slots_[i].vrkey && slots_[i].vrkey != vrkey) i = (i + 1) & mask_;
-    slots_[i] = {vrkey, prkey};
+    const std::uint32_t index = vrkey >> 8;
+    if (!index) continue;
+    std::uint32_t i = index & mask_;
+    while (slots_[i].index && slots_[i].index != index) i = (i + 1) & mask_;
+    slots_[i] = {index, prkey ^ (vrkey & 0xff)};
   }
 }
 
@@ -126,6 +130,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
     if (names.vrkey) shadow->app.rkey = names.vrkey;
   }
   registry.mrs.push_back(shadow);
+  if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(shadow->app.lkey, shift);
   return &shadow->app;
 }
 
@@ -161,6 +166,8 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
     path::install_wr_api(shadow);
   }
   registry.qps.push_back(&shadow);
+  datagrams::made(shadow);
+  windows::made(shadow);
   return &shadow.app;
 }
 
@@ -235,6 +242,7 @@ void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context
   pthread_mutex_init(&shadow.app.mutex, nullptr);
   pthread_cond_init(&shadow.app.cond, nullptr);
   registry.cqs.push_back(&shadow);
+  windows::made(shadow);
 }
 
 }  // namespace
@@ -327,6 +335,18 @@ ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
 
 int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
   QpShadow& shadow = shadow_of(qp);
+  if (bind->bind_info.mr && provider::binds_by_work_request(*shadow.context)) {
+    if (mw->pd != bind->bind_info.mr->pd) return EPERM;
+    if (bind->bind_info.mw_access_flags & IBV_ACCESS_ZERO_BASED) return EINVAL;
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = bind->wr_id;
+    wr.opcode = IBV_WR_BIND_MW;
+    wr.send_flags = bind->send_flags;
+    wr.bind_mw = {.mw = mw, .rkey = ibv_inc_rkey(mw->rkey), .bind_info = bind->bind_info};
+    const int err = path::post_send(qp, &wr, &bad);
+    if (!err) mw->rkey = wr.bind_mw.rkey;
+    return err;
+  }
   ibv_mw_bind mine = *bind;
   if (bind->bind_info.mr) mine.bind_info.mr = shadow_of(bind->bind_info.mr).real;
   return shadow.context->ops.bind_mw(shadow.real, mw, &mine);
@@ -369,6 +389,10 @@ void drop_context(ibv_context* ctx) {
   // What the application has not destroyed is gone with the context. As with libibverbs, its memory is not given back.
   const auto in_it = [&](const auto* shadow) { return shadow->context == context; };
   const auto of_it = [&](const auto* object) { return object->context == ctx; };
+  for (QpShadow* qp : registry.qps)
+    if (qp->context == context) datagrams::gone(*qp);
+  datagrams::dropped(*context);
+  windows::dropped(*context);
   std::erase_if(registry.qps, in_it);
   std::erase_if(registry.cqs, in_it);
   std::erase_if(registry.srqs, in_it);
@@ -479,6 +503,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   if (!shadow) return real().dereg_mr(mr);
   const int err = real().dereg_mr(shadow->real);
   if (err) return err;
+  datagrams::note_shift(shadow->app.lkey, 0);
   forget(registry.mrs, shadow);
   delete shadow;
   return 0;
@@ -653,6 +678,8 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     for (ibv_qp* other : {shadow->old_real, shadow->spare})
       if (other) real().destroy_qp(other);
     forget(registry.qps, shadow);
+    datagrams::gone(*shadow);
+    windows::gone(*shadow);
   }
   wait_for_acks(registry, *shadow);
   delete shadow->remote_keys;
@@ -680,8 +707,6 @@ MIGR_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
 MIGR_ON_REAL_QP(query_qp_data_in_order, (ibv_qp * qp, ibv_wr_opcode op, uint32_t flags), qp, op, flags)
 MIGR_ON_REAL_QP(query_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
 MIGR_ON_REAL_QP(set_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
-MIGR_ON_REAL_QP(attach_mcast, (ibv_qp * qp, const ibv_gid* gid, uint16_t lid), qp, gid, lid)
-MIGR_ON_REAL_QP(detach_mcast, (ibv_qp * qp, const ibv_gid* gid, uint16_t lid), qp, gid, lid)
 
 namespace {
 

@@ -35,6 +35,12 @@ Real find_all() {
 
 }  // namespace
 
+decltype(&::_ibv_query_gid_table) real_query_gid_table() {
+  static const auto found =
+      reinterpret_cast<decltype(&::_ibv_query_gid_table)>(find("_ibv_query_gid_table", "IBVERBS_1.11"));
+  return found;
+}
+
 const Real& real() {
   static const Real found = find_all();
   return found;

@@ -30,6 +30,7 @@
   X(query_ece, "IBVERBS_1.10")     X(set_ece, "IBVERBS_1.10")           \
   X(create_srq, "IBVERBS_1.1")     X(destroy_srq, "IBVERBS_1.1")        \
   X(modify_srq, "IBVERBS_1.1")     X(query_srq, "IBVERBS_1.1")          \
+  X(create_ah, "IBVERBS_1.1")      X(destroy_ah, "IBVERBS_1.1")         \
   X(attach_mcast, "IBVERBS_1.1")   X(detach_mcast, "IBVERBS_1.1")       \
   X(get_async_event, "IBVERBS_1.1") X(ack_async_event, "IBVERBS_1.1")
 // clang-format on
@@ -41,6 +42,9 @@ struct Real {
   MIGR_REAL_VERBS(MIGR_REAL_MEMBER)
 #undef MIGR_REAL_MEMBER
 };
+
+/// Its name begins with an underscore. Null: libibverbs lacks it.
+decltype(&::_ibv_query_gid_table) real_query_gid_table();
 
 /// Thread-safe; ends the process with a message if libibverbs is not there at all (we are only called through it).
 const Real& real();

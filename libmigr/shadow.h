@@ -47,6 +47,8 @@ enum QpStateBits : std::uint32_t {
   kTranslateRemote = 1u << 4,  ///< the partner's keys have other physical values now
   kForced = 1u << 5,           ///< MIGR_FORCE_SWITCHED: never zero
   kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
+  kWindows = 1u << 9,          ///< its process has memory windows: windows.h. For good
+  kDatagrams = 1u << 8,        ///< unconnected, and a peer has moved: datagrams.h. For good
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
@@ -56,6 +58,7 @@ enum CqStateBits : std::uint32_t {
   kTranslateQpn = 1u << 1,  ///< a QP on it has a physical number that is not its virtual one
   kCqForced = 1u << 2,
   kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
+  kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
 };
 
@@ -81,22 +84,23 @@ struct KeptReceive {
 };
 
 /// Physical keys of the partner's memory: open addressing, power of two, never full. Immutable once published;
-/// replaced while suspended. A key that is not in it is the same in both worlds.
+/// replaced while suspended. By index, as the tag is not of the name. A key that is not in it is the same in both worlds.
 class RemoteKeys {
  public:
   explicit RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical);
   std::uint32_t physical(std::uint32_t vrkey) const noexcept {
-    for (std::uint32_t i = hash(vrkey);; i = (i + 1) & mask_) {
-      if (slots_[i].vrkey == vrkey) return slots_[i].prkey;
-      if (slots_[i].vrkey == 0) return vrkey;
+    const std::uint32_t index = vrkey >> 8;
+    for (std::uint32_t i = index & mask_;; i = (i + 1) & mask_) {
+      if (slots_[i].index == index) return slots_[i].entry ^ (vrkey & 0xff);
+      if (slots_[i].index == 0) return vrkey;
     }
   }
 
  private:
+  /// As in migr.ko's table: a window's tag changes with each bind, a wrong tag stays wrong.
   struct Slot {
-    std::uint32_t vrkey, prkey;
+    std::uint32_t index, entry;
   };
-  std::uint32_t hash(std::uint32_t key) const noexcept { return (key >> 8) & mask_; }
   std::uint32_t mask_;
   std::vector<Slot> slots_;
 };
@@ -130,6 +134,7 @@ struct Context {
   ibv_context_ops ops{};  ///< the provider's own
   Slots slots;
   unsigned windows = 0;  ///< memory windows; under the Registry's lock
+  bool had_windows = false;
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
@@ -175,6 +180,7 @@ struct alignas(64) CqShadow {
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
+  std::vector<QpShadow*> datagram_qps;  ///< that receive here and name their sources
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
 };
@@ -240,11 +246,11 @@ struct alignas(64) QpShadow {
     std::uint32_t dest_qp_num;
     ibv_ah_attr ah;
   } birth;
-  /// Where the receive queue of `real` lies; null: not looked up yet. For the provider part.
-  struct {
+  /// Where the queues of `real` lie; null: not looked up yet. For the provider part.
+  struct Ring {
     const void* queue;
     std::uint64_t bytes;
-  } receive_ring{};
+  } receive_ring{}, send_ring{};
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptSend> kept_sends;
   std::deque<KeptReceive> kept_receives;
@@ -253,6 +259,15 @@ struct alignas(64) QpShadow {
   bool building_open;                       ///< `building` holds a WR
   std::vector<KeptSend> built;              ///< finished WRs of that session
   int build_error;                          ///< errno that wr_complete will return
+  std::vector<std::pair<ibv_gid, std::uint16_t>> groups;  ///< multicast, joined
+  /// Receives at the provider whose datagram has not come: where it will begin. Under awaited_lock, the innermost.
+  struct Awaited {
+    std::uint64_t wr_id;
+    std::uint64_t address;  ///< 0: no room for a GRH in one piece
+  };
+  std::mutex awaited_lock;
+  std::deque<Awaited> awaited;
+  bool names_sources = false;
   ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
   ibv_qp_attr old_attr{};                   ///< UC, after SWITCH: how that path was connected; it is in ERR since
   bool old_path_closed = false;
@@ -262,6 +277,7 @@ struct alignas(64) QpShadow {
   Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
   bool gone = false;                        ///< REBIND: its connection did not survive
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
+  bool broken = false;                      ///< found in ERR by DRAIN: its new path goes there, too
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;

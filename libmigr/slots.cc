@@ -8,6 +8,7 @@
 #include "kernel_link.h"
 #include "objects.h"
 #include "real.h"
+#include "windows.h"
 
 namespace migr {
 namespace {
@@ -120,23 +121,16 @@ int destroy_wq(ibv_wq* wq) {
   return err;
 }
 
-/// A window of type 2 belongs to one QP, which a switchover replaces: counted, so that it can be refused.
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   Registry& registry = Registry::get();
-  auto guard = registry.change();
-  Context* context = registry.context_of(pd->context);
-  ibv_mw* mw = context->ops.alloc_mw(pd, type);
-  if (mw) ++context->windows;
-  return mw;
+  auto guard = registry.enter();
+  return windows::allocate(*registry.context_of(pd->context), pd, type);
 }
 
 int dealloc_mw(ibv_mw* mw) {
   Registry& registry = Registry::get();
-  auto guard = registry.change();
-  Context* context = registry.context_of(mw->context);
-  const int err = context->ops.dealloc_mw(mw);
-  if (!err) --context->windows;
-  return err;
+  auto guard = registry.enter();
+  return windows::deallocate(*registry.context_of(mw->context), mw);
 }
 
 }  // namespace

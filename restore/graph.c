@@ -257,6 +257,8 @@ static int check_context(const struct migr_rst_process *p, const struct migr_rst
 	for (uint32_t i = 0; i < c->nr_others; i++) {
 		uint32_t type = c->others[i].obj_type;
 
+		if (type == MIGR_OBJ_AH || type == MIGR_OBJ_MW)	/* the process makes it again, as it does its MRs */
+			continue;
 		return rst_fail(err, EOPNOTSUPP, "pid %u holds a %s (handle %u): not restorable yet", p->pid,
 				type < __MIGR_OBJ_MAX && obj_names[type] ? obj_names[type] : "object of unknown kind",
 				c->others[i].rec.handle);

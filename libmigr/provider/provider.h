@@ -15,9 +15,9 @@ namespace migr::provider {
 /// What can be moved. @return "" if this context's device family is supported, else why not (one line).
 std::string unsupported_reason(const Context& context);
 
-/// Looks up where the receive queues of these QPs lie, for outstanding_receives(): ahead of the stop, because it takes a
-/// while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
-int locate_receives(std::span<QpShadow* const> qps);
+/// Looks up where the queues of these QPs lie, for outstanding_receives() and sends_in_queue(): ahead of the stop, because
+/// it takes a while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
+int locate_queues(std::span<QpShadow* const> qps);
 
 /// Receives that were posted to the QP's path and not consumed, oldest first. Their keys are physical, as they lie in the
 /// queue. Nothing may post to or consume from the QP meanwhile.
@@ -26,6 +26,15 @@ int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out);
 
 /// The same of an SRQ.
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);
+
+/// Binding a window of type 1 is no more than posting a work request.
+bool binds_by_work_request(const Context& context);
+
+/// Work requests that the device has not finished: posted to the send queue and not completed. @return 0 or a positive errno
+int sends_in_queue(QpShadow& shadow, unsigned& count);
+
+/// `ah` becomes what `fresh` is, which is given up: the application keeps its pointer.
+void become(ibv_ah& ah, ibv_ah* fresh);
 
 /// Finds out where the ring of a queue went that is resized in between. Caller holds the Registry's lock.
 class RingWatch {
@@ -38,6 +47,10 @@ class RingWatch {
   const Context& context_;
   std::vector<std::uint64_t> before_;  ///< mmap offsets
 };
+
+/// A child that is forked does not get the mappings of queues: it cannot use them, and each can be mapped only once when
+/// the child is restored on another host. Costs a look at the process's mappings.
+void keep_from_children(const Context& context);
 
 /// The queue mappings (rings) of every object of a context: where they lie in this process, and their mmap offsets.
 int rings(Context& context, std::vector<migr_fd_desc>& out);

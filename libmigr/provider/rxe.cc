@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
@@ -153,18 +154,29 @@ std::string unsupported_reason(const Context& context) {
   return why;
 }
 
-int locate_receives(std::span<QpShadow* const> qps) {
+namespace {
+
+int locate(const Mappings& maps, const mminfo& info, QpShadow::Ring& out) {
+  const Mapping* where = maps.at(info.offset, info.size);
+  if (!where) return ENXIO;
+  out = {reinterpret_cast<const void*>(where->start + (info.offset - where->offset)), info.size};
+  return 0;
+}
+
+}  // namespace
+
+int locate_queues(std::span<QpShadow* const> qps) {
   std::map<const Context*, Mappings> maps;
   for (QpShadow* q : qps) {
-    if (q->receive_ring.queue || q->real->srq) continue;  // a shared queue's receives belong to no QP
+    if (q->send_ring.queue) continue;
     auto [found, fresh] = maps.try_emplace(q->context);
     if (fresh)
       if (const int error = found->second.read(q->context->real->cmd_fd)) return error;
     rxe_create_qp_resp resp;
     if (const int error = qp_resp(*q->context, q->real->handle, resp)) return error;
-    const Mapping* where = found->second.at(resp.rq_mi.offset, resp.rq_mi.size);
-    if (!where) return ENXIO;
-    q->receive_ring = {reinterpret_cast<const void*>(where->start + (resp.rq_mi.offset - where->offset)), resp.rq_mi.size};
+    if (!q->real->srq)  // a shared queue's receives belong to no QP
+      if (const int error = locate(found->second, resp.rq_mi, q->receive_ring)) return error;
+    if (const int error = locate(found->second, resp.sq_mi, q->send_ring)) return error;
   }
   return 0;
 }
@@ -201,7 +213,7 @@ int receives_in(const rxe_queue_buf* queue, std::uint64_t bytes_mapped, std::vec
 int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out) {
   if (shadow.real->srq) return 0;
   QpShadow* const one[] = {&shadow};
-  if (const int error = locate_receives(one)) return error;
+  if (const int error = locate_queues(one)) return error;
   return receives_in(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue), shadow.receive_ring.bytes, out);
 }
 
@@ -213,6 +225,38 @@ int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
   const Mapping* where = maps.at(info.offset, info.size);
   if (!where) return ENXIO;
   return receives_in(reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset)), info.size, out);
+}
+
+bool binds_by_work_request(const Context& context) { return unsupported_reason(context).empty(); }
+
+int sends_in_queue(QpShadow& shadow, unsigned& count) {
+  QpShadow* const one[] = {&shadow};
+  if (const int error = locate_queues(one)) return error;
+  const auto* queue = static_cast<const rxe_queue_buf*>(shadow.send_ring.queue);
+  const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE);
+  const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE);
+  count = (producer - consumer) & queue->index_mask;
+  return 0;
+}
+
+namespace {
+
+/// The provider's address handle, as of rdma-core 44.
+struct RxeAh {
+  ibv_ah ah;
+  rxe_av av;
+  int ah_num;
+};
+
+}  // namespace
+
+void become(ibv_ah& ah, ibv_ah* fresh) {
+  auto& to = reinterpret_cast<RxeAh&>(ah);
+  const auto& from = *reinterpret_cast<const RxeAh*>(fresh);
+  to.ah.handle = from.ah.handle;
+  to.av = from.av;
+  to.ah_num = from.ah_num;
+  free(fresh);  // it came from calloc()
 }
 
 RingWatch::RingWatch(const Context& context) : context_(context) {
@@ -229,6 +273,12 @@ void RingWatch::moved_to(std::uint64_t& offset, std::uint64_t& bytes) const {
     offset = m.offset;
     bytes = m.bytes;
   }
+}
+
+void keep_from_children(const Context& context) {
+  std::vector<Mapping> maps;
+  if (!unsupported_reason(context).empty() || mappings_of(context.real->cmd_fd, maps)) return;
+  for (const Mapping& m : maps) madvise(reinterpret_cast<void*>(m.start), m.bytes, MADV_DONTFORK);
 }
 
 int rings(Context& context, std::vector<migr_fd_desc>& out) {

@@ -14,10 +14,12 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "../datagrams.h"
 #include "../kernel_link.h"
 #include "../path.h"
 #include "../provider/provider.h"
 #include "../real.h"
+#include "../windows.h"
 
 namespace migr::marker {
 namespace {
@@ -263,7 +265,7 @@ int let_go(QpShadow& q, std::string& why) {
   q.kept_sends.clear();
   q.logged_receives.clear();
   q.outstanding.clear();
-  q.old_path_closed = false;
+  q.old_path_closed = q.broken = false;
   q.phase = Phase::kRunning;
   clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
   q.resumed_ns = now_ns();
@@ -299,7 +301,7 @@ void destroy_real(ibv_qp*& qp) {
 
 void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
-  q.receive_ring = {};
+  q.receive_ring = q.send_ring = {};
   if (!q.real_ex) return;
   q.real_ex = real().qp_to_qp_ex(qp);
   if (!kept_session(q)) q.target = q.real_ex;
@@ -401,6 +403,11 @@ migr_proc_state process_state() {
   return MIGR_PROC_RUNNING;
 }
 
+void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives) {
+  const VirtualLkeys keys;
+  for (KeptReceive& receive : receives) keys.translate(context, receive.sges);
+}
+
 int suspend(Qps qps, std::string& why) {
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
@@ -433,6 +440,7 @@ struct Draining {
   bool posted = false;
   bool done = false;
   std::uint64_t wr_id = 0;
+  std::uint64_t empty_since = 0;  ///< UD
 };
 
 bool sessions_over(const QpShadow& q) {
@@ -458,26 +466,36 @@ int post_marker(Draining& d) {
   return 0;
 }
 
-/// Completed markers, by wr_id.
-using Markers = std::unordered_map<std::uint64_t, ibv_wc_status>;
+/// What the CQs have told.
+struct Seen {
+  std::unordered_map<std::uint64_t, ibv_wc_status> markers;  ///< of every round, by wr_id
+  std::unordered_set<std::uint32_t> senders;                 ///< vQPNs whose sends completed in the last round
+};
 
 /// Completions go to the fake CQs, but those of markers to `out`. A CQ is polled once however many QPs are on it.
-void poll_cqs(const std::vector<Draining>& all, Markers& out) {
+void poll_cqs(const std::vector<Draining>& all, Seen& out) {
+  out.senders.clear();
   std::unordered_set<CqShadow*> cqs;
   for (const Draining& d : all)
     if (d.session_over) for_cqs(*d.qp, [&](CqShadow& c) { cqs.insert(&c); });
   for (CqShadow* c : cqs) {
     std::lock_guard guard(c->lock);
-    path::poll_to_fake(*c);
-    for (const ibv_wc& wc : c->seen_markers) out[wc.wr_id] = wc.status;
+    const int moved = path::poll_to_fake(*c);
+    for (auto wc = c->fake.end() - moved; wc != c->fake.end(); ++wc)
+      if (wc->status != IBV_WC_SUCCESS || !(wc->opcode & IBV_WC_RECV)) out.senders.insert(wc->qp_num);
+    for (const ibv_wc& wc : c->seen_markers) out.markers[wc.wr_id] = wc.status;
     c->seen_markers.clear();
   }
 }
 
 /// @return 0, or EIO when the marker completed with an error
-int look_for_marker(Draining& d, const Markers& seen, std::string& why) {
-  const auto found = seen.find(d.wr_id);
-  if (found == seen.end()) return 0;
+int look_for_marker(Draining& d, const Seen& seen, std::string& why) {
+  const auto found = seen.markers.find(d.wr_id);
+  if (found == seen.markers.end()) return 0;
+  if (found->second == IBV_WC_WR_FLUSH_ERR) {  // it broke before us: so it is to be found on the other host
+    d.qp->broken = d.done = true;
+    return 0;
+  }
   if (found->second != IBV_WC_SUCCESS) {
     why = qp_name(*d.qp) + " cannot be drained: its connection is broken (completion status " +
           std::to_string(found->second) + ")";
@@ -487,13 +505,24 @@ int look_for_marker(Draining& d, const Markers& seen, std::string& why) {
   return 0;
 }
 
-int advance(Draining& d, const Markers& seen, std::string& why) {
+/// A datagram is done when it has left. Its completion comes a moment after the queue is empty.
+int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
+  unsigned left = 0;
+  if (const int err = provider::sends_in_queue(*d.qp, left))
+    return fail(why, err, "cannot look at the send queue of " + qp_name(*d.qp));
+  if (left || seen.senders.contains(d.qp->vqpn()) || !d.empty_since) d.empty_since = left ? 0 : now_ns();
+  d.done = d.empty_since && now_ns() - d.empty_since > kFlushQuietMs * 1'000'000ull;
+  return 0;
+}
+
+int advance(Draining& d, const Seen& seen, std::string& why) {
   QpShadow& q = *d.qp;
   if (!d.session_over) {
     if (!sessions_over(q)) return 0;
     d.session_over = true;
     clear_bits(q, kOpen);
   }
+  if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
   if (!connected(q) || q.responder_only) {
     d.done = true;  // nothing was ever sent, or everything is being flushed
     return 0;
@@ -518,7 +547,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   }
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
   std::uint64_t changes = 0;
-  Markers seen;
+  Seen seen;
   int result = 0;
   for (;;) {
     bool all_done = true;
@@ -623,7 +652,7 @@ int freeze(std::string& why) {
     c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
   }
   int err = 0;
-  (void)provider::locate_receives(registry.qps);
+  (void)provider::locate_queues(registry.qps);
   const VirtualLkeys keys;
   for (SrqShadow* s : registry.srqs)
     if (!err) err = freeze_srq(*s, keys, why);
@@ -639,6 +668,7 @@ int freeze(std::string& why) {
     return err;
   }
   for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
+  datagrams::note_sources();
   for (Context* context : registry.contexts) context->kernel->detach();
   registry.frozen = true;
   return 0;
@@ -694,17 +724,13 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       why = qp_name(*q) + " is not connected: neither RC nor UC";
       return EOPNOTSUPP;
     }
-    if (q->context->windows) {
-      why = qp_name(*q) + ": its process has memory windows, which cannot follow it to another QP yet";
-      return EOPNOTSUPP;
-    }
     // Suspended or drained already: a migration that makes nothing ahead of the stop.
     if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched || q->phase == Phase::kRebound || q->spare) {
       why = qp_name(*q) + " is in another switchover";
       return EBUSY;
     }
   }
-  (void)provider::locate_receives(qps);  // for SWITCH, which says what fails
+  (void)provider::locate_queues(qps);  // for SWITCH, which says what fails
   for (QpShadow* q : qps) {
     if (const int err = create_spare(*q, why)) {
       for (QpShadow* undo : qps) destroy_real(undo->spare);
@@ -815,6 +841,50 @@ int open_old_path(QpShadow& q, std::string& why) {
   return post_receives(q, q.real, q.outstanding, why);
 }
 
+/// A work request of ours that needs no partner, on one of q's paths. Returns when it is done.
+int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why) {
+  CqShadow& c = *q.send_cq;
+  wr.wr_id = marker::next();
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.next = nullptr;
+  {
+    std::lock_guard guard(c.lock);
+    ibv_send_wr* bad;
+    if (const int err = q.real_post_send(on, &wr, &bad)) return fail(why, err, "post_send (memory window) on " + qp_name(q));
+    ++c.markers;
+  }
+  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull; now_ns() < deadline; pause_briefly()) {
+    std::lock_guard guard(c.lock);
+    path::poll_to_fake(c);
+    const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
+                                   [&](const ibv_wc& wc) { return wc.wr_id == wr.wr_id; });
+    if (seen == c.seen_markers.end()) continue;
+    const ibv_wc_status status = seen->status;
+    c.seen_markers.erase(seen);
+    if (status == IBV_WC_SUCCESS) return 0;
+    return fail(why, EIO, "a memory window of " + qp_name(q) + " (completion status " + std::to_string(status) + ")");
+  }
+  return fail(why, ETIMEDOUT, "a memory window of " + qp_name(q));
+}
+
+/// Windows of type 2 belong to one QP.
+int move_windows(QpShadow& q, ibv_qp* from, ibv_qp* to, std::string& why) {
+  if (q.broken) return 0;
+  for (ibv_mw* mw : windows::belonging_to(q)) {
+    windows::Operation op;
+    windows::end_binding(mw, op);
+    if (const int err = run_local(q, from, op.wr, why)) return err;
+    if (!windows::bind_again(mw, op)) continue;
+    if (const int err = run_local(q, to, op.wr, why)) return err;
+  }
+  return 0;
+}
+
+/// Caller holds q.lock.
+int break_if_broken(QpShadow& q, std::string& why) {
+  return q.broken ? break_connection(q, why) : 0;
+}
+
 /// Caller holds q.lock.
 int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   std::vector<KeptReceive> receives;
@@ -828,8 +898,10 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   become_path(q, q.spare);
   q.spare = nullptr;
   q.peer = q.spare_peer;
+  if (const int err = break_if_broken(q, why)) return err;
   set_bits(q, kLogReceives);
-  q.phase = Phase::kSwitched;
+  q.phase = Phase::kSwitched;  // from here on rollback() knows the way back
+  if (const int err = move_windows(q, q.old_real, q.real, why)) return err;
   return 0;
 }
 
@@ -843,6 +915,7 @@ int switch_back(QpShadow& q, std::string& why) {
   q.old_path_closed = false;
   q.outstanding.clear();
   if (!err) err = post_receives(q, q.real, q.logged_receives, why);
+  if (!err) err = move_windows(q, q.spare, q.real, why);
   return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : err;
 }
 
@@ -1007,12 +1080,29 @@ int thaw_cq(CqShadow& c, std::string& why) {
   return inject ? inject_event(c, why) : 0;
 }
 
+/// Not one that goes to ERR, or whose new path is in INIT because its connection did not survive.
+bool takes_work(const QpShadow& q) { return connected(q) && !q.broken && !q.gone; }
+
+/// On the new QPs, before anybody can use one.
+int bind_windows(std::string& why) {
+  for (const auto& [mw, through] : windows::bound()) {
+    QpShadow* q = through ? through : find(Registry::get().qps, [&](const QpShadow* p) {
+      return p->init.pd == mw->pd && takes_work(*p);
+    });
+    windows::Operation op;
+    if (!q || !takes_work(*q) || !windows::bind_again(mw, op)) continue;
+    if (const int err = run_local(*q, q->real, op.wr, why)) return err;
+  }
+  return 0;
+}
+
 }  // namespace
 
 int rebound_keys(std::vector<migr_key_map>& out) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   for (const MrShadow* mr : Registry::get().mrs)
     if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
+  windows::keys(out);
   return 0;
 }
 
@@ -1028,7 +1118,9 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
       return fail(why, err, "cannot attach to migr.ko on this host");
   for (MrShadow* mr : registry.mrs)
     if (const int err = register_again(*mr, why)) return err;
+  if (const int err = windows::make_again(why)) return err;
   rebound_keys(out);
+  if (const int err = datagrams::make_again(why)) return err;
   for (SrqShadow* s : registry.srqs) {
     restart_async_count(*s->real);
     if (const int err = thaw_srq(*s, why)) return err;
@@ -1042,15 +1134,18 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
     path::translate_keys(*q, kTranslateLocal);
+    q->awaited.clear();  // they are posted again
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
     q->outstanding.clear();
     q->kept_receives.clear();
+    if (const int err = break_if_broken(*q, why)) return err;
     clear_bits(*q, kKeepReceives);
     q->phase = Phase::kRebound;
   }
   for (CqShadow* c : registry.cqs)
     if (const int err = thaw_cq(*c, why)) return err;
+  if (const int err = bind_windows(why)) return err;
   registry.frozen = false;
   registry.thawed.notify_all();
   return 0;

@@ -63,6 +63,9 @@ void destroy_old_paths();
 /// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
 int rollback(std::string& why);
 
+/// The keys of receives that were read back, as the application knows them. Caller holds the Registry's lock.
+void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives);
+
 void stats(std::vector<migr_drain_stat>& out);
 
 }  // namespace migr::switchover

@@ -54,7 +54,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify; do
+		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
@@ -83,6 +83,7 @@ host_setup() {
 		root=$1 kver=$2 lib=$3 name=$4 pki=$5
 		mkdir -p "$lib" /etc/migr/pki
 		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" \
+			"$root/build/user/tests/programs/migr_datagram" \
 			"$root/build/runc/runc" "$lib/"		# in memory: from the 9p root runc takes seconds to start
 		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
 		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
@@ -170,6 +171,7 @@ e2e_reset() {
 			done
 			rm -rf "${bundles:?}"/*
 			pkill -KILL -x migr_verify
+			pkill -KILL -x migr_datagram
 			for p in ib_write_bw ib_send_bw ib_read_bw ib_atomic_bw; do pkill -KILL -x $p; done
 			pkill -KILL -x rate_sampler
 			pkill -KILL -x criu
@@ -265,6 +267,8 @@ peer_wait() {	# NAME SECONDS: @return the exit status of the program
 
 # VERIFY_PROCESSES: so many of them in one container, each with its partner.
 VERIFY_PROCESSES=${VERIFY_PROCESSES:-1}
+# VERIFY_PROGRAM: migr_datagram has the same options and results.
+VERIFY_PROGRAM=${VERIFY_PROGRAM:-migr_verify}
 verify_names() { local k; for ((k = 1; k <= VERIFY_PROCESSES; k++)); do echo "verify${k#1}"; done; }
 
 # start_verify HOST ID OPTION...: options of migr_verify, for both ends where both need them. The traffic is held at
@@ -275,11 +279,11 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--rnr|--srq) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--rnr|--srq|--windows) both+=("$o") ;; esac
 	done
 	on_sh peer 'rm -f /tmp/verify*.status'
 	for name in $(verify_names); do
-		start_peer "$name" "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --port $((port++)) \
+		start_peer "$name" "$E2E_LIB/$VERIFY_PROGRAM" --dev rxe0 --connect 60 --stall 240 --port $((port++)) \
 			--status "/tmp/$name.status" --samples "/mnt/out/$name.samples" --json "/mnt/out/$name.json" "${both[@]}" || return 1
 	done
 	# shellcheck disable=SC2016
@@ -288,7 +292,7 @@ start_verify() {
 		for ((k = 0; k < $1; k++)); do "${@:2}" --port $((18525 + k)) & pids+=($!); done
 		for p in "${pids[@]}"; do wait "$p" || bad=$?; done
 		exit $bad
-	' bash "$VERIFY_PROCESSES" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
+	' bash "$VERIFY_PROCESSES" "$E2E_LIB/$VERIFY_PROGRAM" --dev rxe0 --stall 240 --stop-file /tmp/stop "$@" "$E2E_PEER" || return 1
 	until_true "${E2E_START_LIMIT:-60}" verify_moves || { peer_log verify >&2; container_log "$h" "$id" >&2; fail "no traffic between container $id and peer"; }
 }
 

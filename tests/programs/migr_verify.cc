@@ -4,6 +4,8 @@
 // come. It writes back, by RDMA, how far it has checked; nobody runs further ahead than the rings hold.
 #include <poll.h>
 #include <sched.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -292,7 +294,7 @@ void Run::fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge) 
   }
   if (writes(op.kind)) {
     wr.wr.rdma.remote_addr = f_.partner.target + ring;
-    wr.wr.rdma.rkey = f_.partner.target_rkey;
+    wr.wr.rdma.rkey = f_.partner_qps[i].target_rkey;
   } else if (op.kind == Kind::kRead) {
     wr.wr.rdma.remote_addr = f_.partner.readable + ring;
     wr.wr.rdma.rkey = f_.partner.readable_rkey;
@@ -870,6 +872,24 @@ Json Run::summary() const {
   return j;
 }
 
+/// --fork
+class IdleChild {
+ public:
+  explicit IdleChild(bool wanted) : pid_(wanted ? fork() : -1) {
+    if (pid_ != 0) return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (;;) pause();
+  }
+  ~IdleChild() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+
+ private:
+  const pid_t pid_;
+};
+
 void on_signal(int) { g_stop = 1; }
 
 int run(const Options& o) {
@@ -886,6 +906,7 @@ int run(const Options& o) {
     throw;
   }
   std::uint64_t theirs = 0;
+  const IdleChild child(o.forks);
   Churn churn(r->context(), o.churn_ms);
   try {
     r->traffic();

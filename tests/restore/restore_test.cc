@@ -319,10 +319,10 @@ TEST(Graph, TheFormerHolderOfANameIsNotFoundByIt) {
 
 TEST(Check, AnUnrestorableKindIsNamed) {
   Image img = sample();
-  migr_rst_add_other(&img->processes[0]->contexts[0])->obj_type = MIGR_OBJ_MW;
+  migr_rst_add_other(&img->processes[0]->contexts[0])->obj_type = MIGR_OBJ_DM;
   migr_rst_err err{};
   EXPECT_EQ(migr_rst_process_check(img->processes[0], &err), -EOPNOTSUPP);
-  EXPECT_NE(std::string(err.text).find("memory window"), std::string::npos) << err.text;
+  EXPECT_NE(std::string(err.text).find("device memory"), std::string::npos) << err.text;
 }
 
 TEST(Check, AnSrqOfAnotherTypeIsNamed) {

@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../libmigr/datagrams.h"
 #include "../../libmigr/itimer.h"
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/provider/provider.h"
@@ -58,6 +59,7 @@ Registry& Registry::get() {
 }
 std::uint32_t Context::ctx_id() const { return 7; }
 KernelLink::~KernelLink() = default;
+void KernelLink::detach() {}
 
 namespace switchover {
 migr_proc_state process_state() { return fake.state; }
@@ -107,12 +109,25 @@ void stats(std::vector<migr_drain_stat>& out) {
 }
 }  // namespace switchover
 
+namespace datagrams {
+unsigned prepare() {
+  std::string ignored;
+  called("prepare-moves", ignored);
+  return 3;
+}
+int set_moves(std::span<const migr_move> moves, std::string& why) {
+  fake.records = moves.size();
+  return called("moves", why);
+}
+}  // namespace datagrams
+
 namespace provider {
 std::string unsupported_reason(const Context&) { return ""; }
-int locate_receives(std::span<QpShadow* const>) { return 0; }
+int locate_queues(std::span<QpShadow* const>) { return 0; }
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
 void set_restored() { fake.restored = true; }
+void keep_from_children(const Context&) {}
 }  // namespace provider
 
 namespace {
@@ -303,6 +318,15 @@ TEST_F(Control, EachRequestReachesTheEngine) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).count, 2u);
   EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
   EXPECT_EQ(fake.calls, "create connect switch resume rollback ");
+}
+
+TEST_F(Control, MovesAreToldInTwoSteps) {
+  migr_msg first = request(MIGR_MSG_MOVES);
+  first.arg = MIGR_MOVES_PREPARE;
+  EXPECT_EQ(ask(first, std::vector<migr_move>{}).arg, 3u) << "QPs that no thread may be inside of";
+  EXPECT_EQ(ask(request(MIGR_MSG_MOVES), std::vector<migr_move>{{{}, {}, 17, 30}, {{}, {}, 18, 31}}).status, 0);
+  EXPECT_EQ(fake.records, 2u);
+  EXPECT_EQ(fake.calls, "prepare-moves moves ");
 }
 
 TEST_F(Control, KeysBeforeSwitchIsEbusy) {

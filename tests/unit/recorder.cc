@@ -321,6 +321,14 @@ RECORDER ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
 RECORDER int ibv_query_qp_data_in_order(ibv_qp* qp, ibv_wr_opcode, uint32_t) { return recorded("in_order", qp), 1; }
 RECORDER int ibv_query_ece(ibv_qp* qp, ibv_ece*) { return recorded("query_ece", qp), 0; }
 RECORDER int ibv_set_ece(ibv_qp* qp, ibv_ece*) { return recorded("set_ece", qp), 0; }
+RECORDER ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
+  auto* ah = new ibv_ah{};
+  ah->context = pd->context;
+  ah->pd = pd;
+  recorder_dest_qpn = attr->grh.dgid.raw[15];
+  return recorded("create_ah", ah);
+}
+RECORDER int ibv_destroy_ah(ibv_ah* ah) { return recorded("destroy_ah", ah), 0; }
 RECORDER int ibv_attach_mcast(ibv_qp* qp, const ibv_gid*, uint16_t) { return recorded("attach_mcast", qp), 0; }
 RECORDER int ibv_detach_mcast(ibv_qp* qp, const ibv_gid*, uint16_t) { return recorded("detach_mcast", qp), 0; }
 RECORDER ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* a) {

@@ -164,7 +164,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, o.iova ? kTargetIova : 0);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows ? IBV_ACCESS_MW_BIND : 0), o.iova ? kTargetIova : 0);
   readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? kReadableIova : 0);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
@@ -193,11 +193,13 @@ Fabric::Fabric(const Options& o, const Shape& s)
     if (!srq) fail("an SRQ of " + std::to_string(shared_slots()) + " receives");
     if (fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK)) fail("async events");
   }
-  if (o.hold == "mw") {
-    held_mw_.reset(ibv_alloc_mw(pd.get(), IBV_MW_TYPE_1));
-    if (!held_mw_) fail("ibv_alloc_mw");
-  } else if (o.hold == "ud") {
+  if (o.hold == "udsrq") {
+    ibv_srq_init_attr of{};
+    of.attr.max_wr = of.attr.max_sge = 1;
+    held_srq_.reset(ibv_create_srq(pd.get(), &of));
+    if (!held_srq_) fail("an SRQ");
     ibv_qp_init_attr a{};
+    a.srq = held_srq_.get();
     a.send_cq = a.recv_cq = cqs[0].get();
     a.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
     a.qp_type = IBV_QPT_UD;
@@ -272,6 +274,7 @@ void Fabric::create_qp(std::uint32_t i) {
   errno = ibv_modify_qp(qp.get(), &m, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (errno) fail("QP " + std::to_string(i) + " to INIT");
   qpn.push_back(qp->qp_num);
+  if (options.windows) make_window(i);
   psn_.push_back(static_cast<std::uint32_t>(mix(shape.seed ^ mix(qp->qp_num))) & 0xffffff);
   qps.push_back(std::move(qp));
 }
@@ -290,10 +293,43 @@ std::string Fabric::address() const {
   e.rd_atomic = rd_atomic_;
   std::string out(reinterpret_cast<const char*>(&e), sizeof e);
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
-    const QpAddress q{qpn[i], psn_[i]};
+    const QpAddress q{qpn[i], psn_[i], options.windows ? window_keys_[i] : target_mr->rkey};
     out.append(reinterpret_cast<const char*>(&q), sizeof q);
   }
   return out;
+}
+
+void Fabric::make_window(std::uint32_t i) {
+  const ibv_mw_type type = i & 1 ? IBV_MW_TYPE_1 : IBV_MW_TYPE_2;
+  windows_.emplace_back(ibv_alloc_mw(pd.get(), type));
+  ibv_mw* const mw = windows_.back().get();
+  if (!mw) fail("ibv_alloc_mw");
+  // Its key is told to the partner before it is connected; binding takes a QP that is.
+  window_keys_.push_back(ibv_inc_rkey(mw->rkey));
+}
+
+/// To QP i's part of the target. What a type 2 window is bound to only that QP may use.
+void Fabric::bind_windows() {
+  for (std::uint32_t i = 0; i < windows_.size(); ++i) {
+    ibv_mw* const mw = windows_[i].get();
+    const std::uint64_t start = options.iova ? kTargetIova : reinterpret_cast<std::uintptr_t>(target.data());
+    const ibv_mw_bind_info info{.mr = target_mr.get(), .addr = start + ring_bytes() * i, .length = ring_bytes(),
+                                .mw_access_flags = IBV_ACCESS_REMOTE_WRITE};
+    if (mw->type == IBV_MW_TYPE_1) {
+      ibv_mw_bind bind{.wr_id = 0, .send_flags = IBV_SEND_SIGNALED, .bind_info = info};
+      errno = ibv_bind_mw(qps[i].get(), mw, &bind);
+    } else {
+      ibv_send_wr wr{}, *bad = nullptr;
+      wr.opcode = IBV_WR_BIND_MW;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.bind_mw = {.mw = mw, .rkey = window_keys_[i], .bind_info = info};
+      errno = ibv_post_send(qps[i].get(), &wr, &bad);
+    }
+    if (errno) fail("binding a memory window");
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(send_cq(i), 1, &wc) == 0 && ms < 5000; ++ms) usleep(1000);
+    if (wc.opcode != IBV_WC_BIND_MW || wc.status != IBV_WC_SUCCESS) throw SetupError("a memory window was not bound: status " + std::to_string(wc.status));
+  }
 }
 
 void Fabric::connect(const std::string& text) {
@@ -332,12 +368,14 @@ void Fabric::connect(const std::string& text) {
                               (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));
     if (errno) fail("QP " + std::to_string(i) + " to RTS");
   }
+  bind_windows();
 }
 
 void Fabric::close() {
   second_.reset();
-  held_mw_.reset();
+  windows_.clear();
   held_qp_.reset();
+  held_srq_.reset();
   qps.clear();
   srq.reset();
   cqs.clear();

@@ -62,7 +62,7 @@ struct EndAddress {
   std::uint32_t rd_atomic;
 };
 struct QpAddress {
-  std::uint32_t qpn, psn;
+  std::uint32_t qpn, psn, target_rkey;
 };
 
 /// --second: a context with one of each, not connected to anything.
@@ -127,8 +127,12 @@ class Fabric {
   int gid_index_ = 0;
   int cqe_ = 0;  // of each CQ, as asked for
   std::unique_ptr<SecondContext> second_;
-  Mw held_mw_;  // --hold
+  Srq held_srq_;  // --hold
   Qp held_qp_;
+  std::vector<Mw> windows_;  // --windows: of QP i
+  std::vector<std::uint32_t> window_keys_;
+  void make_window(std::uint32_t i);
+  void bind_windows();
   std::uint32_t rd_atomic_ = 1;
   std::vector<std::uint32_t> psn_;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> keys_;  // lkey, rkey of each MR at creation

@@ -38,8 +38,10 @@ constexpr const char kHelp[] =
   --srq             all QPs of this end receive from one SRQ, whose limit event has to come
   --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
   --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses
+  --fork            have a child that was forked after the set-up and keeps what it inherited
+  --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
   --second          keep another context open, with a QP of its own that has to work at the end
-  --hold KIND       have an object of this kind beside the traffic: mw (memory window), ud (QP)
+  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ)
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -97,7 +99,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMemory, kChurn, kSrq, kResize, kIova, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -110,6 +112,7 @@ Options parse_options(int argc, char** argv) {
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
       {"srq", 0, nullptr, kSrq},
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
+      {"windows", 0, nullptr, kWindows}, {"fork", 0, nullptr, kFork},
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"close-file", 1, nullptr, kCloseFile},
@@ -152,10 +155,12 @@ Options parse_options(int argc, char** argv) {
       case kSrq: o.srq = true; break;
       case kResize: o.resize = true; break;
       case kIova: o.iova = true; break;
+      case kFork: o.forks = true; break;
+      case kWindows: o.windows = true; break;
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
-        if (o.hold != "mw" && o.hold != "ud") refuse("--hold " + o.hold + ": want mw or ud");
+        if (o.hold != "udsrq") refuse("--hold " + o.hold + ": want udsrq");
         break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;

@@ -27,8 +27,10 @@ struct Options {
   bool srq = false;        // all QPs receive from one SRQ, whose limit is armed all the time
   bool resize = false;     // CQs (and the SRQ) change their size under traffic, at the start
   bool iova = false;       // the partner addresses memory by other numbers than ours
+  bool forks = false;      // a child, made after the set-up, keeps everything that it inherits
+  bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
   bool second = false;     // another context, idle; at the end it has to work
-  std::string hold;        // keep an object of this kind beside the traffic: mw, ud
+  std::string hold;        // keep an object of this kind beside the traffic: udsrq
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched

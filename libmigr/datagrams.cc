@@ -1,0 +1,460 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "datagrams.h"
+
+#include <arpa/inet.h>
+#include <netinet/ip.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <unordered_map>
+
+#include "objects.h"
+#include "path.h"
+#include "provider/provider.h"
+#include "switchover/switchover.h"
+#include "real.h"
+
+namespace migr::datagrams {
+namespace {
+
+constexpr int kQuietTries = 20;
+constexpr long kQuietNs = 1'000'000;  // a completion follows the queue's index within microseconds
+constexpr std::size_t kGrhBytes = sizeof(ibv_grh);
+constexpr std::size_t kIpv4At = 20;  // RoCE v2 over IPv4: the header ends where a GRH does
+static_assert(kGrhBytes == 40 && kIpv4At + sizeof(iphdr) == kGrhBytes);
+
+using Gid = std::array<std::uint8_t, 16>;
+
+Gid gid_of(const void* raw) {
+  Gid gid;
+  std::memcpy(gid.data(), raw, gid.size());
+  return gid;
+}
+
+std::size_t hash(const void* bytes, std::size_t count) {
+  std::uint64_t h = 0xcbf29ce484222325;  // FNV-1a
+  for (std::size_t i = 0; i < count; ++i) h = (h ^ static_cast<const std::uint8_t*>(bytes)[i]) * 0x100000001b3;
+  return static_cast<std::size_t>(h);
+}
+
+/// A UD QP's address.
+struct Address {
+  Gid gid;
+  std::uint32_t qpn;
+  bool operator==(const Address&) const = default;
+};
+struct AddressHash {
+  std::size_t operator()(const Address& a) const { return hash(a.gid.data(), a.gid.size()) ^ a.qpn * 0x9e3779b9u; }
+};
+
+/// What a send names.
+struct Target {
+  ibv_ah* ah;
+  std::uint32_t qpn;
+  bool operator==(const Target&) const = default;
+};
+struct TargetHash {
+  std::size_t operator()(const Target& t) const { return hash(&t.ah, sizeof t.ah) ^ t.qpn * 0x9e3779b9u; }
+};
+
+/// Which of a port's GIDs: of another host the like is meant.
+struct GidKind {
+  std::uint32_t type = IBV_GID_TYPE_ROCE_V2;
+  int family = 0;  // 0 IPv4, 1 IPv6 link-local, 2 IPv6
+};
+
+struct Handle {
+  Context* context;
+  ibv_ah_attr attr;  ///< as the application gave it
+  GidKind source;
+  /// To where its GID's QPs have moved.
+  std::vector<std::pair<Gid, ibv_ah*>> others;
+};
+
+struct State {
+  /* under the Registry's lock */
+  std::unordered_map<ibv_ah*, Handle> handles;
+  bool prepared = false;
+  /* under `lock`; writers hold the Registry's lock, too */
+  std::mutex lock;
+  std::unordered_map<Address, Address, AddressHash> present;  ///< birth -> present
+  std::unordered_map<Address, Address, AddressHash> birth;    ///< present -> birth
+  std::unordered_map<Target, Target, TargetHash> targets;
+  std::unordered_map<std::uint32_t, std::uint64_t> shifts;    ///< by index of the lkey
+};
+
+State& state() {
+  static State* const s = new State;  // never destroyed: threads may outlive main()
+  return *s;
+}
+
+int fail(std::string& why, int err, const std::string& what) {
+  why = what + ": " + std::strerror(err);
+  return err;
+}
+
+int family_of(const Gid& g) {
+  static constexpr std::uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  if (!std::memcmp(g.data(), kMapped, sizeof kMapped)) return 0;
+  return g[0] == 0xfe && (g[1] & 0xc0) == 0x80 ? 1 : 2;
+}
+
+/// The handle to use for what has moved from `ah`'s GID to `gid`. @return null with errno
+ibv_ah* other_handle(ibv_ah* ah, Handle& h, const Gid& gid) {
+  for (const auto& [to, other] : h.others)
+    if (to == gid) return other;
+  ibv_ah_attr attr = h.attr;
+  std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
+  ibv_ah* other = real().create_ah(ah->pd, &attr);
+  if (other) h.others.emplace_back(gid, other);
+  return other;
+}
+
+/// What sends over `ah` become. @return 0 or a positive errno
+int aim(ibv_ah* ah, Handle& h) {
+  State& s = state();
+  if (!h.attr.is_global) return 0;
+  const Gid gid = gid_of(h.attr.grh.dgid.raw);
+  std::vector<std::pair<Target, Target>> found;
+  for (const auto& [birth, present] : s.present) {
+    if (birth.gid != gid) continue;
+    ibv_ah* to = present.gid == gid ? ah : other_handle(ah, h, present.gid);
+    if (!to) return errno;
+    found.push_back({{ah, birth.qpn}, {to, present.qpn}});
+  }
+  std::lock_guard guard(s.lock);
+  for (const auto& [from, to] : found) s.targets[from] = to;
+  return 0;
+}
+
+bool datagrams_of(const QpShadow& q) { return q.app.qp_type == IBV_QPT_UD; }
+
+void take_long_way(QpShadow& q) {
+  for (CqShadow* c : {q.send_cq, q.recv_cq})
+    if (c) {
+      std::lock_guard guard(c->lock);
+      c->state.fetch_or(kFakeCq | kWatchedCq, std::memory_order_relaxed);
+    }
+  std::lock_guard guard(q.lock);
+  path::translate_keys(q, kDatagrams);
+}
+
+/// Where the datagrams of the receives will be that are posted already. Caller holds q.lock and c.lock, and nobody is
+/// on the short way.
+int await_posted(QpShadow& q, CqShadow& c) {
+  std::vector<KeptReceive> before, now;
+  for (int i = 0; i < kQuietTries; ++i) {
+    before.clear(), now.clear();
+    path::poll_to_fake(c);
+    if (const int err = provider::outstanding_receives(q, before)) return err;
+    const timespec pause{0, kQuietNs};
+    nanosleep(&pause, nullptr);
+    const int moved = path::poll_to_fake(c);
+    if (const int err = provider::outstanding_receives(q, now)) return err;
+    if (!moved && now.size() == before.size()) break;
+  }
+  switchover::make_keys_virtual(*q.context, now);
+  for (const KeptReceive& receive : now) await(q, receive);
+  return 0;
+}
+
+int begin_naming(QpShadow& q) {
+  if (q.names_sources || !q.recv_cq || q.app.srq) return 0;
+  std::lock_guard guard(q.lock);
+  std::lock_guard cq_guard(q.recv_cq->lock);
+  if (const int err = await_posted(q, *q.recv_cq)) return err;
+  q.names_sources = true;
+  q.recv_cq->datagram_qps.push_back(&q);
+  return 0;
+}
+
+std::uint16_t ip_checksum(iphdr header) {
+  header.check = 0;
+  std::uint16_t words[sizeof header / 2];
+  std::memcpy(words, &header, sizeof header);
+  std::uint32_t sum = 0;
+  for (const std::uint16_t word : words) sum += word;
+  while (sum >> 16) sum = (sum & 0xffff) + (sum >> 16);
+  return static_cast<std::uint16_t>(~sum);
+}
+
+bool over_ipv4(const std::uint8_t* grh) {
+  iphdr header;
+  std::memcpy(&header, grh + kIpv4At, sizeof header);
+  return header.version == 4 && header.ihl == 5 && ip_checksum(header) == header.check;
+}
+
+Gid source_of(const std::uint8_t* grh, bool ipv4) {
+  Gid gid{};
+  if (!ipv4) return gid_of(grh + offsetof(ibv_grh, sgid));
+  gid[10] = gid[11] = 0xff;
+  std::memcpy(&gid[12], grh + kIpv4At + offsetof(iphdr, saddr), 4);
+  return gid;
+}
+
+void set_source(std::uint8_t* grh, bool ipv4, const Gid& gid) {
+  if (!ipv4) {
+    std::memcpy(grh + offsetof(ibv_grh, sgid), gid.data(), gid.size());
+    return;
+  }
+  iphdr header;
+  std::memcpy(&header, grh + kIpv4At, sizeof header);
+  std::memcpy(&header.saddr, &gid[12], 4);
+  header.check = ip_checksum(header);
+  std::memcpy(grh + kIpv4At, &header, sizeof header);
+}
+
+/// The GIDs of a context's device. @return 0 or a positive errno
+int read_gids(ibv_context* ctx, std::vector<ibv_gid_entry>& out) {
+  constexpr std::size_t kMaxGids = 256;
+  const auto query_gids = real_query_gid_table();
+  if (!query_gids) return EOPNOTSUPP;
+  out.resize(kMaxGids);
+  const ssize_t n = query_gids(ctx, out.data(), out.size(), 0, sizeof(ibv_gid_entry));
+  if (n < 0) return static_cast<int>(-n);
+  out.resize(static_cast<std::size_t>(n));
+  return 0;
+}
+
+bool is(const ibv_gid_entry& e, const GidKind& kind) {
+  return e.gid_type == kind.type && family_of(gid_of(e.gid.raw)) == kind.family;
+}
+
+}  // namespace
+
+unsigned prepare() {
+  State& s = state();
+  s.prepared = true;
+  unsigned count = 0;
+  for (QpShadow* q : Registry::get().qps) {
+    if (!datagrams_of(*q)) continue;
+    ++count;
+    take_long_way(*q);
+  }
+  return count;
+}
+
+int set_moves(std::span<const migr_move> moves, std::string& why) {
+  State& s = state();
+  s.prepared = true;
+  {
+    std::lock_guard guard(s.lock);
+    s.present.clear(), s.birth.clear();
+    for (const migr_move& m : moves) {
+      const Address born{gid_of(m.birth_gid), m.vqpn}, now{gid_of(m.gid), m.pqpn};
+      s.present[born] = now;
+      s.birth[now] = born;
+    }
+  }
+  if (Registry::get().frozen) return 0;  // make_again() does the rest
+  for (auto& [ah, h] : s.handles)
+    if (const int err = aim(ah, h)) return fail(why, err, "an address handle for a peer that has moved");
+  std::vector<QpShadow*> qps;
+  for (QpShadow* q : Registry::get().qps)
+    if (datagrams_of(*q) && (q->state.load(std::memory_order_relaxed) & kDatagrams)) qps.push_back(q);
+  (void)provider::locate_queues(qps);  // at once; what fails is said below
+  for (QpShadow* q : qps)
+    if (const int err = begin_naming(*q)) return fail(why, err, "reading back the receives of a UD QP");
+  return 0;
+}
+
+void made(QpShadow& q) {
+  if (!datagrams_of(q) || !state().prepared) return;
+  take_long_way(q);
+  begin_naming(q);
+}
+
+void gone(QpShadow& q) {
+  if (!q.names_sources) return;
+  std::lock_guard guard(q.recv_cq->lock);
+  std::erase(q.recv_cq->datagram_qps, &q);
+}
+
+void dropped(const Context& context) {
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  std::erase_if(s.handles, [&](const auto& h) { return h.second.context == &context; });
+  std::erase_if(s.targets, [&](const auto& t) { return t.first.ah->context == context.real; });
+}
+
+void note_sources() {
+  std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
+  for (auto& [ah, h] : state().handles) {
+    auto& table = tables[h.context];
+    if (table.empty() && read_gids(h.context->real, table)) continue;
+    for (const ibv_gid_entry& e : table)
+      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index)
+        h.source = {e.gid_type, family_of(gid_of(e.gid.raw))};
+  }
+}
+
+int make_again(std::string& why) {
+  State& s = state();
+  std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
+  for (auto& [ah, h] : s.handles) {
+    auto& table = tables[h.context];
+    if (table.empty())
+      if (const int err = read_gids(h.context->real, table)) return fail(why, err, "reading the GIDs of this host");
+    const auto fits = [&](const ibv_gid_entry& e) { return e.port_num == h.attr.port_num && is(e, h.source); };
+    const auto same = std::find_if(table.begin(), table.end(), [&](const ibv_gid_entry& e) {
+      return fits(e) && e.gid_index == h.attr.grh.sgid_index;
+    });
+    const auto like = same != table.end() ? same : std::find_if(table.begin(), table.end(), fits);
+    if (like == table.end()) return fail(why, EADDRNOTAVAIL, "this host has no GID of the kind that an address handle had");
+    h.attr.grh.sgid_index = static_cast<std::uint8_t>(like->gid_index);
+    const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
+      ibv_ah_attr mine = attr;
+      ibv_ah* fresh = real().create_ah(one->pd, &mine);
+      if (!fresh) return errno;
+      provider::become(*one, fresh);
+      return 0;
+    };
+    if (const int err = again(ah, h.attr)) return fail(why, err, "create_ah");
+    for (const auto& [gid, other] : h.others) {
+      ibv_ah_attr attr = h.attr;
+      std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
+      if (const int err = again(other, attr)) return fail(why, err, "create_ah");
+    }
+    if (const int err = aim(ah, h)) return fail(why, err, "an address handle for a peer that has moved");
+  }
+  for (QpShadow* q : Registry::get().qps)
+    for (const auto& [gid, lid] : q->groups)
+      if (const int err = real().attach_mcast(q->real, &gid, lid)) return fail(why, err, "attach_mcast");
+  return 0;
+}
+
+void note_shift(std::uint32_t lkey, std::uint64_t shift) {
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  if (shift)
+    s.shifts[lkey >> 8] = shift;
+  else
+    s.shifts.erase(lkey >> 8);
+}
+
+/* ---- data path --------------------------------------------------------------------- */
+
+void translate(ibv_ah*& ah, std::uint32_t& qpn) noexcept {
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  const auto found = s.targets.find({ah, qpn});
+  if (found == s.targets.end()) return;
+  ah = found->second.ah;
+  qpn = found->second.qpn;
+}
+
+void translate(ibv_send_wr& wr) noexcept {
+  ibv_ah* ah = wr.wr.ud.ah;
+  std::uint32_t qpn = wr.wr.ud.remote_qpn;
+  translate(ah, qpn);
+  wr.wr.ud.ah = ah;
+  wr.wr.ud.remote_qpn = qpn;
+}
+
+void await(QpShadow& q, const KeptReceive& receive) {
+  QpShadow::Awaited a{receive.wr_id, 0};
+  if (!receive.sges.empty() && receive.sges[0].length >= kGrhBytes) {
+    State& s = state();
+    std::lock_guard guard(s.lock);
+    const auto shift = s.shifts.find(receive.sges[0].lkey >> 8);
+    a.address = receive.sges[0].addr + (shift == s.shifts.end() ? 0 : shift->second);
+  }
+  std::lock_guard guard(q.awaited_lock);
+  q.awaited.push_back(a);
+}
+
+void await_not(QpShadow& q) {
+  std::lock_guard guard(q.awaited_lock);
+  q.awaited.pop_back();
+}
+
+void name_source(CqShadow& c, ibv_wc& wc) {
+  if (wc.status != IBV_WC_SUCCESS || !(wc.opcode & IBV_WC_RECV)) return;
+  for (QpShadow* q : c.datagram_qps) {
+    if (q->vqpn() != wc.qp_num) continue;
+    std::uint64_t address = 0;
+    {
+      std::lock_guard guard(q->awaited_lock);
+      const auto at = std::find_if(q->awaited.begin(), q->awaited.end(),
+                                   [&](const QpShadow::Awaited& a) { return a.wr_id == wc.wr_id; });
+      if (at == q->awaited.end()) return;
+      address = at->address;
+      q->awaited.erase(q->awaited.begin(), at + 1);
+    }
+    if (!address || !(wc.wc_flags & IBV_WC_GRH)) return;
+    auto* grh = reinterpret_cast<std::uint8_t*>(address);
+    const bool ipv4 = over_ipv4(grh);
+    State& s = state();
+    std::lock_guard guard(s.lock);
+    const auto born = s.birth.find({source_of(grh, ipv4), wc.src_qp});
+    if (born == s.birth.end()) return;
+    wc.src_qp = born->second.qpn;
+    set_source(grh, ipv4, born->second.gid);
+    return;
+  }
+}
+
+}  // namespace migr::datagrams
+
+using namespace migr;
+
+MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  ibv_ah* ah = real().create_ah(pd, attr);
+  Context* context = ah ? registry.context_of(pd->context) : nullptr;
+  if (!context) return ah;
+  auto& handle = datagrams::state().handles[ah];
+  handle = {context, *attr, {}, {}};
+  if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle) : 0) {
+    datagrams::state().handles.erase(ah);
+    real().destroy_ah(ah);
+    errno = err;
+    return nullptr;
+  }
+  return ah;
+}
+
+MIGR_EXPORT int ibv_destroy_ah(ibv_ah* ah) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  auto& s = datagrams::state();
+  const auto known = s.handles.find(ah);
+  std::vector<std::pair<datagrams::Gid, ibv_ah*>> others;
+  if (known != s.handles.end()) others = known->second.others;
+  const int err = real().destroy_ah(ah);
+  if (err || known == s.handles.end()) return err;
+  s.handles.erase(known);
+  {
+    std::lock_guard names(s.lock);
+    std::erase_if(s.targets, [&](const auto& t) { return t.first.ah == ah; });
+  }
+  for (const auto& [gid, other] : others) real().destroy_ah(other);
+  return 0;
+}
+
+// Calls that join or leave a multicast group.
+MIGR_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, uint16_t lid) {
+  Registry& registry = Registry::get();
+  auto guard = registry.change();
+  QpShadow* shadow = known(registry, qp);
+  const int err = real().attach_mcast(shadow ? shadow->real : qp, gid, lid);
+  if (!err && shadow) shadow->groups.emplace_back(*gid, lid);
+  return err;
+}
+
+MIGR_EXPORT int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, uint16_t lid) {
+  Registry& registry = Registry::get();
+  auto guard = registry.change();
+  QpShadow* shadow = known(registry, qp);
+  const int err = real().detach_mcast(shadow ? shadow->real : qp, gid, lid);
+  if (err || !shadow) return err;
+  const auto joined = std::find_if(shadow->groups.begin(), shadow->groups.end(), [&](const auto& g) {
+    return g.second == lid && !std::memcmp(&g.first, gid, sizeof *gid);
+  });
+  if (joined != shadow->groups.end()) shadow->groups.erase(joined);
+  return 0;
+}

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Unconnected QPs: address handles, and the names by which their peers know each
+ * other after one of them has moved. A UD QP's address is (GID, vQPN) as of its
+ * birth. migrd tells every process where such addresses are now (MOVES).
+ *
+ * Sending: (address handle, vQPN) becomes (another handle, physical QPN).
+ * Receiving: source QPN of the completion and source address of the GRH in the
+ * buffer become those of the birth. So completions of such QPs go through the
+ * fake CQ, and where each datagram will begin is noted when its receive is posted.
+ *
+ * An address handle is the provider's own object, not a shadow: a vQP whose peers
+ * never moved goes the direct way.
+ */
+#ifndef MIGR_DATAGRAMS_H
+#define MIGR_DATAGRAMS_H
+
+#include <span>
+#include <string>
+
+#include "../include/migr/proc_wire.h"
+#include "shadow.h"
+
+namespace migr::datagrams {
+
+/* Callers of these hold the Registry's lock. */
+
+/// From now on UD QPs take the long way; before set_moves() no thread may be inside of the short one. @return UD QPs
+unsigned prepare();
+/// @param moves all there are. @return 0 or a positive errno
+int set_moves(std::span<const migr_move> moves, std::string& why);
+/// A new UD QP of `shadow`'s CQs; an old one that goes.
+void made(QpShadow& shadow);
+void gone(QpShadow& shadow);
+
+/// A context that is closed, and all its objects with it.
+void dropped(const Context& context);
+
+/// FREEZE: what the address handles' source GIDs are.
+void note_sources();
+/// REBIND: the address handles and multicast groups once more.
+int make_again(std::string& why);
+
+/// Memory whose addresses in work requests are not the process's. shift: what to add to one.
+void note_shift(std::uint32_t lkey, std::uint64_t shift);
+
+/* Data path. */
+
+/// Where `wr` goes now.
+void translate(ibv_send_wr& wr) noexcept;
+void translate(ibv_ah*& ah, std::uint32_t& qpn) noexcept;
+/// A receive is posted. Caller holds q.lock.
+void await(QpShadow& q, const KeptReceive& receive);
+/// It was not.
+void await_not(QpShadow& q);
+/// A completion, with its virtual QPN. Caller holds c.lock.
+void name_source(CqShadow& c, ibv_wc& wc);
+
+}  // namespace migr::datagrams
+
+#endif

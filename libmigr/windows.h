@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Memory windows. Only their device knows what they are bound to, so a process
+ * that has one pays for being watched: its posts go the switched way and its
+ * completions through the fake CQ. What was bound last is bound again on another
+ * host, or to another path of the QP that a window of type 2 belongs to.
+ *
+ * A window is the provider's own object, not a shadow; its rkey is virtual once
+ * the process has moved.
+ */
+#ifndef MIGR_WINDOWS_H
+#define MIGR_WINDOWS_H
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../include/migr/proc_wire.h"
+#include "shadow.h"
+
+namespace migr::windows {
+
+/* Callers of these hold the Registry's lock. */
+
+ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type);
+int deallocate(Context& context, ibv_mw* mw);
+/// A QP or CQ of a context that has windows; a QP that goes.
+void made(QpShadow& q);
+void made(CqShadow& c);
+void gone(const QpShadow& q);
+/// A context that is closed, and all its objects with it.
+void dropped(const Context& context);
+
+/// Those of type 2 that are bound through `q`.
+std::vector<ibv_mw*> belonging_to(const QpShadow& q);
+
+/// A work request for the provider that binds `mw` once more as it is bound, or that ends that.
+struct Operation {
+  ibv_mw provider;  ///< what the WR names
+  ibv_send_wr wr;
+};
+bool bind_again(ibv_mw* mw, Operation& op);
+void end_binding(ibv_mw* mw, Operation& op);
+
+/// REBIND: the windows once more, not bound.
+int make_again(std::string& why);
+/// Their names, of the application and of the device.
+void keys(std::vector<migr_key_map>& out);
+/// All that are bound, and through which QP: null if it is gone, then any of the PD will do.
+std::vector<std::pair<ibv_mw*, QpShadow*>> bound();
+
+/* Data path: calls that take a lock. */
+
+/// The application's WR of a bind or a local invalidation becomes the provider's. @param view stands for the window
+/// @return false: it names no window
+bool posted(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept;
+/// A receive that has ended a binding, with its physical key.
+void invalidated(ibv_wc& wc) noexcept;
+
+}  // namespace migr::windows
+
+#endif
