@@ -250,15 +250,16 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
     }
   }
   if (Registry::get().frozen) return 0;  // make_again() does the rest
+  int result = 0;  // one that fails is not to keep the others from working
   for (auto& [ah, h] : s.handles)
-    if (const int err = aim(ah, h)) return fail(why, err, "an address handle for a peer that has moved");
+    if (const int err = aim(ah, h)) result = fail(why, err, "an address handle for a peer that has moved");
   std::vector<QpShadow*> qps;
   for (QpShadow* q : Registry::get().qps)
     if (datagrams_of(*q) && (q->state.load(std::memory_order_relaxed) & kDatagrams)) qps.push_back(q);
   (void)provider::locate_queues(qps);  // at once; what fails is said below
   for (QpShadow* q : qps)
-    if (const int err = begin_naming(*q)) return fail(why, err, "reading back the receives of a UD QP");
-  return 0;
+    if (const int err = begin_naming(*q)) result = fail(why, err, "reading back the receives of a UD QP");
+  return result;
 }
 
 void made(QpShadow& q) {
@@ -369,6 +370,11 @@ void await(QpShadow& q, const KeptReceive& receive) {
 void await_not(QpShadow& q) {
   std::lock_guard guard(q.awaited_lock);
   q.awaited.pop_back();
+}
+
+void emptied(QpShadow& q) {
+  std::lock_guard guard(q.awaited_lock);
+  q.awaited.clear();
 }
 
 void name_source(CqShadow& c, ibv_wc& wc) {

@@ -53,6 +53,8 @@ void translate(ibv_ah*& ah, std::uint32_t& qpn) noexcept;
 void await(QpShadow& q, const KeptReceive& receive);
 /// It was not.
 void await_not(QpShadow& q);
+/// None is posted any more.
+void emptied(QpShadow& q);
 /// A completion, with its virtual QPN. Caller holds c.lock.
 void name_source(CqShadow& c, ibv_wc& wc);
 

@@ -641,6 +641,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   const int err = real().modify_qp(shadow->real, &mine, mask);
   shadow->app.state = shadow->app_state();
   if (err) return err;
+  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) datagrams::emptied(*shadow);
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);

@@ -1134,7 +1134,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
     path::translate_keys(*q, kTranslateLocal);
-    q->awaited.clear();  // they are posted again
+    datagrams::emptied(*q);  // its receives are posted again
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
     q->outstanding.clear();

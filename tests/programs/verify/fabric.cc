@@ -101,6 +101,29 @@ Memory::~Memory() {
   if (p_) munmap(p_, bytes_);
 }
 
+namespace {
+
+int to_init(ibv_qp* qp, int port) {
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_INIT;
+  to.port_num = static_cast<std::uint8_t>(port);
+  return ibv_modify_qp(qp, &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+}
+
+int to_error(ibv_qp* qp) {
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  return ibv_modify_qp(qp, &to, IBV_QP_STATE);
+}
+
+bool in_state(ibv_qp* qp, ibv_qp_state state) {
+  ibv_qp_attr now{};
+  ibv_qp_init_attr init{};
+  return ibv_query_qp(qp, &now, IBV_QP_STATE, &init) == 0 && now.qp_state == state;
+}
+
+}  // namespace
+
 SecondContext::SecondContext(const Options& o) : context(open_device(o)) {
   pd.reset(ibv_alloc_pd(context.get()));
   if (pd) mr.reset(ibv_reg_mr(pd.get(), memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE));
@@ -109,31 +132,43 @@ SecondContext::SecondContext(const Options& o) : context(open_device(o)) {
   a.send_cq = a.recv_cq = cq.get();
   a.cap = {.max_send_wr = 2, .max_recv_wr = 2, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
   a.qp_type = IBV_QPT_RC;
-  if (mr && cq) qp.reset(ibv_create_qp(pd.get(), &a));
-  if (!qp) fail("the second context");
+  if (!mr || !cq) fail("the second context");
+  for (Qp* one : {&qp, &init, &error}) {
+    one->reset(ibv_create_qp(pd.get(), &a));
+    if (!*one) fail("a QP of the second context");
+  }
+  errno = to_init(init.get(), o.ib_port);
+  if (!errno) errno = to_init(error.get(), o.ib_port);
+  if (!errno) errno = to_error(error.get());
+  if (errno) fail("states of QPs of the second context");
   qpn = qp->qp_num;
 }
 
 /// A receive is posted and flushed: everything that has a number takes part.
-std::string SecondContext::check(int ib_port) const {
-  const std::string who = "second context: ";
-  if (qp->qp_num != qpn) return who + "qp_num";
-  ibv_qp_attr to{};
-  to.qp_state = IBV_QPS_INIT;
-  to.port_num = static_cast<std::uint8_t>(ib_port);
-  if (ibv_modify_qp(qp.get(), &to, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return who + "modify_qp";
+std::string SecondContext::flushed(ibv_qp* of, std::uint64_t wr_id) const {
   ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory.data()), 64, mr->lkey};
-  ibv_recv_wr wr{.wr_id = 4711, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad = nullptr;
-  if (ibv_post_recv(qp.get(), &wr, &bad)) return who + "post_recv";
-  to.qp_state = IBV_QPS_ERR;
-  if (ibv_modify_qp(qp.get(), &to, IBV_QP_STATE)) return who + "modify_qp to ERR";
+  ibv_recv_wr wr{.wr_id = wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad = nullptr;
+  if (ibv_post_recv(of, &wr, &bad)) return "post_recv";
+  if (to_error(of)) return "modify_qp to ERR";
   ibv_wc wc{};
   for (int ms = 0; ms < 5000; ++ms) {
     if (ibv_poll_cq(cq.get(), 1, &wc) == 1)
-      return wc.wr_id == 4711 && wc.qp_num == qpn && wc.status == IBV_WC_WR_FLUSH_ERR ? "" : who + "the completion of a flushed receive";
+      return wc.wr_id == wr_id && wc.qp_num == of->qp_num && wc.status == IBV_WC_WR_FLUSH_ERR ? "" : "the completion of a flushed receive";
     usleep(1000);
   }
-  return who + "no completion of a flushed receive";
+  return "no completion of a flushed receive";
+}
+
+std::string SecondContext::check(int ib_port) const {
+  const auto failed = [](const char* who, const std::string& what) { return std::string("second context, QP in ") + who + ": " + what; };
+  if (qp->qp_num != qpn || !in_state(qp.get(), IBV_QPS_RESET)) return failed("RESET", "number or state");
+  if (!in_state(init.get(), IBV_QPS_INIT)) return failed("INIT", "state");
+  if (!in_state(error.get(), IBV_QPS_ERR)) return failed("ERR", "state");
+  if (to_init(qp.get(), ib_port)) return failed("RESET", "modify_qp");
+  const struct { const char* state; ibv_qp* qp; } all[] = {{"RESET", qp.get()}, {"INIT", init.get()}};  // rxe looks at no receive posted in ERR
+  for (const auto& one : all)
+    if (const std::string what = flushed(one.qp, 4711); !what.empty()) return failed(one.state, what);
+  return {};
 }
 
 Mr Fabric::reg(const Memory& m, int access, std::uint64_t iova) const {

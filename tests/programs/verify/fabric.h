@@ -65,7 +65,7 @@ struct QpAddress {
   std::uint32_t qpn, psn, target_rkey;
 };
 
-/// --second: a context with one of each, not connected to anything.
+/// --second: a context with one of each, and QPs in every state that needs no partner.
 struct SecondContext {
   explicit SecondContext(const Options& o);
   /// @return what does not work, one line; empty: all does
@@ -75,8 +75,12 @@ struct SecondContext {
   Memory memory{MemoryKind::kPrivate, 4096};
   Mr mr;
   Cq cq;
-  Qp qp;
+  Qp qp;           // in RESET
+  Qp init, error;  // in these states
   std::uint32_t qpn = 0;
+
+ private:
+  std::string flushed(ibv_qp* qp, std::uint64_t wr_id) const;
 };
 
 class Fabric {
