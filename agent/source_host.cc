@@ -37,6 +37,16 @@ std::uint64_t resident_bytes(pid_t pid) {
   return resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
+// Its connections are the kernel's: only librdmacm's own calls could make them again, and its partner's kernel would have to agree.
+bool has_rdma_cm(pid_t pid) {
+  std::error_code ec;
+  for (const auto& fd : fs::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ec)) {
+    const std::string to = fs::read_symlink(fd.path(), ec).string();
+    if (!ec && to.ends_with("/infiniband/rdma_cm")) return true;
+  }
+  return false;
+}
+
 std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), 16}; }
 
 // Why a kind is refused, to follow its name.
@@ -381,7 +391,11 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (!all) return all.error();
   if (bare_pid(container)) info_.pids = *all;
   if (auto s = host_.runc_.may_leave(container); !s) return s.error();
-  for (const pid_t pid : *all) info_.memory_bytes += resident_bytes(pid);
+  for (const pid_t pid : *all) {
+    info_.memory_bytes += resident_bytes(pid);
+    if (has_rdma_cm(pid))
+      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " uses librdmacm (/dev/infiniband/rdma_cm is open): what the kernel's connection manager knows of its connections cannot be migrated"};
+  }
   auto found = contexts_now();
   if (!found) return found.error();
   std::set<pid_t> pids;

@@ -85,5 +85,6 @@ step "a process without libmigr" no_libmigr
 step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
 step "after all that both ends agree" stop_verify c || e2e_reset
+step "a process with librdmacm" holds cm "librdmacm"
 step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"
 e2e_end

@@ -41,7 +41,7 @@ constexpr const char kHelp[] =
   --fork            have a child that was forked after the set-up and keeps what it inherited
   --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
   --second          keep another context open, with a QP of its own that has to work at the end
-  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ)
+  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ), cm (of librdmacm)
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -160,7 +160,7 @@ Options parse_options(int argc, char** argv) {
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
-        if (o.hold != "udsrq") refuse("--hold " + o.hold + ": want udsrq");
+        if (o.hold != "udsrq" && o.hold != "cm") refuse("--hold " + o.hold + ": want udsrq or cm");
         break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;
