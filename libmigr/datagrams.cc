@@ -126,6 +126,7 @@ int aim(ibv_ah* ah, Handle& h) {
     found.push_back({{ah, birth.qpn}, {to, present.qpn}});
   }
   std::lock_guard guard(s.lock);
+  std::erase_if(s.targets, [&](const auto& t) { return t.first.ah == ah; });
   for (const auto& [from, to] : found) s.targets[from] = to;
   return 0;
 }

@@ -1,0 +1,254 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* Names of unconnected QPs that have moved: what sends become, and what is said of who sent a datagram. */
+#include "../../libmigr/datagrams.h"
+
+#include <gtest/gtest.h>
+#include <netinet/ip.h>
+#include <string.h>
+
+#include "../../libmigr/kernel_link.h"
+#include "../../libmigr/objects.h"
+#include "../../libmigr/path.h"
+#include "../../libmigr/provider/provider.h"
+#include "../../libmigr/real.h"
+#include "../../libmigr/switchover/switchover.h"
+
+namespace migr {
+
+/* ---- what is behind and beside it --------------------------------------------- */
+
+KernelLink::~KernelLink() = default;
+
+int handles;
+ibv_context the_context;
+Context our_context;
+std::vector<KeptReceive> posted;  // what the provider's queue holds
+
+Registry& Registry::get() {
+  static Registry* registry = new Registry;
+  return *registry;
+}
+Context* Registry::context_of(const ibv_context* real) const { return real == &the_context ? &our_context : nullptr; }
+QpShadow* known(Registry&, ibv_qp* qp) { return &shadow_of(qp); }
+
+struct FakeAh {
+  ibv_ah ah;
+  ibv_ah_attr attr;
+};
+ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
+  auto* made = new FakeAh{{pd->context, pd, 0}, *attr};
+  ++handles;
+  return &made->ah;
+}
+int destroy_ah(ibv_ah* ah) {
+  delete reinterpret_cast<FakeAh*>(ah);
+  --handles;
+  return 0;
+}
+const Real& real() {
+  static const Real fake = [] {
+    Real r{};
+    r.create_ah = create_ah;
+    r.destroy_ah = destroy_ah;
+    return r;
+  }();
+  return fake;
+}
+decltype(&::_ibv_query_gid_table) real_query_gid_table() { return nullptr; }
+namespace path {
+void translate_keys(QpShadow& q, std::uint32_t bits) { q.state.fetch_or(bits); }
+int poll_to_fake(CqShadow&) noexcept { return 0; }
+}  // namespace path
+namespace provider {
+int locate_queues(std::span<QpShadow* const>) { return 0; }
+int outstanding_receives(QpShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
+void become(ibv_ah&, ibv_ah*) {}
+}  // namespace provider
+namespace switchover {
+void make_keys_virtual(const Context&, std::vector<KeptReceive>&) {}
+void destroy_old_paths() {}
+}  // namespace switchover
+
+namespace {
+
+ibv_gid gid_v4(std::uint8_t last) {
+  ibv_gid g{};
+  g.raw[10] = g.raw[11] = 0xff;
+  g.raw[12] = 10;
+  g.raw[15] = last;
+  return g;
+}
+
+migr_move move_of(std::uint8_t from, std::uint32_t vqpn, std::uint8_t to, std::uint32_t pqpn) {
+  migr_move m{{}, {}, vqpn, pqpn};
+  memcpy(m.birth_gid, gid_v4(from).raw, 16);
+  memcpy(m.gid, gid_v4(to).raw, 16);
+  return m;
+}
+
+struct Datagrams : ::testing::Test {
+  Datagrams() {
+    pd.context = &the_context;
+    qp.app.qp_type = IBV_QPT_UD;
+    qp.app.qp_num = 40;
+    qp.context = &our_context;
+    qp.recv_cq = qp.send_cq = &cq;
+    Registry::get().qps = {&qp};
+    ibv_ah_attr attr{};
+    attr.is_global = 1;
+    attr.grh.dgid = gid_v4(1);
+    ah = ibv_create_ah(&pd, &attr);
+  }
+  ~Datagrams() override {
+    datagrams::gone(qp);
+    ibv_destroy_ah(ah);
+    std::string why;
+    datagrams::set_moves({}, why);
+    Registry::get().qps.clear();
+    posted.clear();
+    EXPECT_EQ(0, handles) << "a handle was left";
+  }
+  void moved(std::vector<migr_move> moves) {
+    std::string why;
+    EXPECT_EQ(1u, datagrams::prepare());
+    EXPECT_EQ(0, datagrams::set_moves(moves, why)) << why;
+  }
+  KeptReceive receive(std::uint64_t wr_id, std::uint8_t* at, std::uint32_t length = 512) {
+    return {wr_id, {{reinterpret_cast<std::uintptr_t>(at), length, 0x100}}};
+  }
+  /// An IPv4 header of `from` where a GRH ends.
+  static void arrived(std::uint8_t* at, std::uint8_t from) {
+    memset(at, 0, 40);
+    iphdr h{};
+    h.version = 4;
+    h.ihl = 5;
+    memcpy(&h.saddr, gid_v4(from).raw + 12, 4);
+    std::uint32_t sum = 0;
+    std::uint16_t words[10];
+    memcpy(words, &h, 20);
+    for (std::uint16_t w : words) sum += w;
+    while (sum >> 16) sum = (sum & 0xffff) + (sum >> 16);
+    h.check = static_cast<std::uint16_t>(~sum);
+    memcpy(at + 20, &h, 20);
+  }
+  ibv_wc completion(std::uint64_t wr_id, std::uint32_t src) {
+    ibv_wc wc{};
+    wc.wr_id = wr_id;
+    wc.opcode = IBV_WC_RECV;
+    wc.wc_flags = IBV_WC_GRH;
+    wc.qp_num = 40;
+    wc.src_qp = src;
+    datagrams::name_source(cq, wc);
+    return wc;
+  }
+  static std::uint8_t source(const std::uint8_t* at) { return at[35]; }
+  static bool sum_is_right(const std::uint8_t* at) {
+    std::uint32_t sum = 0;
+    std::uint16_t words[10];
+    memcpy(words, at + 20, 20);
+    for (std::uint16_t w : words) sum += w;
+    while (sum >> 16) sum = (sum & 0xffff) + (sum >> 16);
+    return sum == 0xffff;
+  }
+
+  ibv_pd pd{};
+  CqShadow cq{};
+  QpShadow qp{};
+  ibv_ah* ah;
+  alignas(8) std::uint8_t buffer[4][512] = {};
+};
+
+TEST_F(Datagrams, SendsToWhoHasMovedGoWhereItIs) {
+  moved({move_of(1, 17, 2, 30), move_of(9, 17, 3, 31)});
+  ibv_send_wr wr{};
+  wr.wr.ud = {.ah = ah, .remote_qpn = 17, .remote_qkey = 5};
+  datagrams::translate(wr);
+  EXPECT_EQ(30u, wr.wr.ud.remote_qpn);
+  EXPECT_EQ(2, reinterpret_cast<FakeAh*>(wr.wr.ud.ah)->attr.grh.dgid.raw[15]);
+  wr.wr.ud = {.ah = ah, .remote_qpn = 18, .remote_qkey = 5};
+  datagrams::translate(wr);
+  EXPECT_EQ(ah, wr.wr.ud.ah) << "its neighbour has stayed";
+  EXPECT_EQ(18u, wr.wr.ud.remote_qpn);
+}
+
+TEST_F(Datagrams, NameThatNobodyHasAnyMoreIsWhatItWas) {
+  moved({move_of(1, 17, 2, 30)});
+  moved({});
+  ibv_ah* to = ah;
+  std::uint32_t qpn = 17;
+  datagrams::translate(to, qpn);
+  EXPECT_EQ(ah, to);
+  EXPECT_EQ(17u, qpn);
+}
+
+TEST_F(Datagrams, HandleMadeAfterTheMoveIsTranslatedToo) {
+  moved({move_of(7, 17, 2, 30)});
+  ibv_ah_attr attr{};
+  attr.is_global = 1;
+  attr.grh.dgid = gid_v4(7);
+  ibv_ah* late = ibv_create_ah(&pd, &attr);
+  ibv_ah* to = late;
+  std::uint32_t qpn = 17;
+  datagrams::translate(to, qpn);
+  EXPECT_NE(late, to);
+  EXPECT_EQ(30u, qpn);
+  ibv_destroy_ah(late);
+}
+
+TEST_F(Datagrams, SourceIsNamedByItsBirth) {
+  posted = {receive(5, buffer[0])};  // was there before anybody moved
+  moved({move_of(1, 17, 2, 30)});
+  arrived(buffer[0], 2);
+  EXPECT_EQ(17u, completion(5, 30).src_qp);
+  EXPECT_EQ(1, source(buffer[0]));
+  EXPECT_TRUE(sum_is_right(buffer[0]));
+}
+
+TEST_F(Datagrams, SameNumberOfAnotherHostIsLeft) {
+  posted = {receive(5, buffer[0])};
+  moved({move_of(1, 17, 2, 30)});
+  arrived(buffer[0], 4);
+  EXPECT_EQ(30u, completion(5, 30).src_qp);
+  EXPECT_EQ(4, source(buffer[0]));
+}
+
+TEST_F(Datagrams, EqualWrIdsAreTakenInOrder) {
+  posted = {receive(0, buffer[0]), receive(0, buffer[1])};
+  moved({move_of(1, 17, 2, 30)});
+  for (int i : {0, 1}) {
+    arrived(buffer[i], 2);
+    EXPECT_EQ(17u, completion(0, 30).src_qp);
+    EXPECT_EQ(1, source(buffer[i]));
+  }
+}
+
+TEST_F(Datagrams, ResetForgetsWhatWasPosted) {
+  posted = {receive(0, buffer[0])};
+  moved({move_of(1, 17, 2, 30)});
+  datagrams::emptied(qp);
+  arrived(buffer[0], 2);
+  completion(0, 30);
+  EXPECT_EQ(2, source(buffer[0])) << "memory that may be the application's again was written to";
+}
+
+TEST_F(Datagrams, AddressesOfWorkRequestsMayBeShifted) {
+  datagrams::note_shift(0x100, reinterpret_cast<std::uintptr_t>(buffer[0]) - 0x4000);
+  KeptReceive r = receive(5, nullptr);
+  r.sges[0].addr = 0x4000;
+  posted = {r};
+  moved({move_of(1, 17, 2, 30)});
+  datagrams::note_shift(0x100, 0);
+  arrived(buffer[0], 2);
+  EXPECT_EQ(17u, completion(5, 30).src_qp);
+  EXPECT_EQ(1, source(buffer[0]));
+}
+
+TEST_F(Datagrams, HeaderInSeveralPiecesIsLeft) {
+  posted = {receive(5, buffer[0], 20)};
+  moved({move_of(1, 17, 2, 30)});
+  arrived(buffer[0], 2);
+  EXPECT_EQ(30u, completion(5, 30).src_qp);
+}
+
+}  // namespace
+}  // namespace migr
