@@ -192,6 +192,8 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
   auto info = source_.inspect(container);
   if (!info) return info.error();
   info_ = *info;
+  if (set_.what == Settings::kKeep && !info_.datagrams.empty())
+    return Error{EOPNOTSUPP, "'" + info_.id + "' has QPs of type UD: whoever sends to them could not be told where they are when it is restored; it can be migrated, not stored"};
   summary_.set_container(info_.id);
   *summary_.mutable_resources() = info_.resources;
   wire::CheckRequest r;

@@ -46,6 +46,7 @@ struct FakeSource final : Source {
   Play& p;
   std::vector<wire::Outcome> decided;
   std::uint64_t memory_bytes = kPreCopyFromBytes;
+  bool datagrams = false;  // an unconnected QP
   bool twins = false;  // two more QPs, connected to each other; the second of another process
   Result<ContainerInfo> inspect(const std::string& c) override {
     if (auto s = p.did("s.inspect"); !s) return s.error();
@@ -57,6 +58,7 @@ struct FakeSource final : Source {
     i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22}};
     i.vqpns = {0x11};
     i.resources.set_qp(1);
+    if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0", {}, 0}};
     if (twins) {
       i.instances.push_back(Instance{2});
       i.ctxs.emplace_back(8, 1);
@@ -237,9 +239,11 @@ struct Scene {
   FakePartner partner{play, "p", true}, other{play, "o", false};
   bool pre_setup = true;
   bool busy = false;
+  bool keep = false;  // store it
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = 1000;
+    if (keep) s.what = Coordinator::Settings::kKeep;
     Coordinator c(s, source, destination, {&other, &partner}, [](const wire::Progress&) {});
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
@@ -483,6 +487,16 @@ TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
   s.play.fail_code = EINPROGRESS;
   EXPECT_FALSE(s.run().touched());
   EXPECT_TRUE(s.busy);
+}
+
+TEST(Coordinator, DatagramsAreNotStored) {
+  Scene s;
+  s.keep = s.source.datagrams = true;
+  const auto r = s.run();
+  EXPECT_FALSE(r.touched());
+  EXPECT_NE(r.error().find("UD"), std::string::npos) << r.error();
+  EXPECT_FALSE(s.play.has("d.check"));
+  EXPECT_FALSE(s.play.has("s.record"));
 }
 
 TEST(Claims, AProcessIsHeldByOneMigration) {
