@@ -319,7 +319,8 @@ Status Coordinator::connect() {
       lead_to(*c, *f->second, peer_of(mine));
     }
   }
-  return both([&] { return to_dest.connections_size() ? dest_.connect(to_dest) : Status(); },
+  *to_dest.mutable_moves() = source_.moves(prepared_).moves();
+  return both([&] { return to_dest.connections_size() || to_dest.moves_size() ? dest_.connect(to_dest) : Status(); },
               [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
 }
 
@@ -400,20 +401,6 @@ Status Coordinator::insist(const std::function<Status()>& call) {
   }
 }
 
-// The container runs on the destination: whoever cannot be told has old addresses until it asks again.
-void Coordinator::tell_moves() {
-  wire::MovesRequest r = source_.moves(prepared_);
-  if (!r.moves_size()) return;
-  r.set_id(id_);
-  std::vector<std::function<Status()>> todo;
-  for (auto* h : hosts_)
-    todo.push_back([this, h, &r]() -> Status {
-      if (auto s = h->moves(r); !s && !unreachable(s.error())) spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", id_, h->name(), s.error().text);
-      return {};
-    });
-  (void)parallel(std::move(todo));
-}
-
 Status Coordinator::resume() {
   auto rebind = [this] {
     return insist([&]() -> Status {
@@ -423,7 +410,6 @@ Status Coordinator::resume() {
     });
   };
   if (auto s = step("resume.rebind", rebind); !s) return s;
-  tell_moves();  // before the first datagram from there
   double here_ms = 0, partner_ms = 0;
   std::mutex m;
   auto there = [&](Affected& a) -> Status {

@@ -109,7 +109,6 @@ class PartnerLink {
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
   virtual Status rollback(std::uint32_t id) = 0;
   virtual Status renew(std::uint32_t id) = 0;
-  virtual Status moves(const wire::MovesRequest&) { return {}; }
 };
 
 struct Told {
@@ -165,7 +164,6 @@ class Coordinator {
   Status commit();
   Status resume();
   Status insist(const std::function<Status()>& call);
-  void tell_moves();
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);
   /// The same without fault points.

@@ -21,6 +21,7 @@
 #include "file_tree.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "parallel.h"
 #include "restore_socket.h"
 #include "resume_stats.h"
 
@@ -360,6 +361,7 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
     }
     job.note_peers(*r);
     *job.record.mutable_connect() = *r;  // Ready writes it down
+    if (to.empty()) return {};
     return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
   });
 }
@@ -457,6 +459,25 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration
 }
 
 // Caller holds job.work.
+// Where its unconnected QPs are now, before the first datagram from there. It runs: whoever cannot be told has old
+// addresses until it is told of a later migration.
+void DestinationHost::tell_moves(const Job& job) {
+  wire::MovesRequest r;
+  r.set_id(job.id);
+  *r.mutable_moves() = job.record.connect().moves();
+  if (!r.moves_size()) return;
+  std::set<std::string> hosts{config_.name};
+  for (const auto& p : config_.peers) hosts.insert(p.name);
+  (void)parallel_for(hosts, [&](const std::string& host) -> Status {
+    auto channel = peers_.channel(host);
+    if (!channel) return {};
+    wire::Partner::Stub stub(*channel);
+    if (auto told = call(stub, &wire::Partner::Stub::Moves, r, kSuspendMs + 2 * kProcessMs, host); !told && !unreachable(told.error()))
+      spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", job.id, host, told.error().text);
+    return {};
+  });
+}
+
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
   if (job.rebound) return {};
@@ -507,6 +528,7 @@ Status DestinationHost::rebind(Job& job) {
     if (twins)
       if (auto told = tell_keys(*s, job.id, keys); !told) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+  tell_moves(job);
   job.rebound = true;
   {
     std::lock_guard lock(job.state);

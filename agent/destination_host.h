@@ -59,6 +59,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status attach_network(Job& job);
   Status commit(Job& job);
   Status rebind(Job& job);
+  void tell_moves(const Job& job);
   Status resume(Job& job, wire::ResumeReply& out);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);

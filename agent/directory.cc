@@ -11,6 +11,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "file_tree.h"
 #include "limits.h"
 #include "uapi/migr.h"
 
@@ -102,10 +103,7 @@ Status Directory::save() {
     const Address& present = present_.at(birth);
     j.push_back({{"birth_gid", hex_of(birth.gid)}, {"vqpn", birth.qpn}, {"gid", hex_of(present.gid)}, {"pqpn", present.qpn}});
   }
-  const std::string fresh = path_ + ".new";
-  std::ofstream(fresh) << j.dump(1) << "\n";
-  if (std::rename(fresh.c_str(), path_.c_str())) return sys_error("writing " + path_);
-  return {};
+  return write_whole(path_, j.dump(1) + "\n");
 }
 
 std::vector<migr_move> Directory::all() {
@@ -143,6 +141,15 @@ Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::v
   if (datagram_qps)
     if (auto s = session.wait_threads_outside(kSuspendMs); !s) return s.error();
   return session.ask<migr_qp_ref, migr_move>(MIGR_MSG_MOVES, migration, moves, kProcessMs);
+}
+
+Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves) {
+  if (auto s = directory.put(moves); !s) return s;
+  const auto all = directory.all();
+  Status first;
+  for (const auto& session : sessions.all())
+    if (auto s = tell_moves(*session, moves.id(), all); first && !s) first = s;
+  return first;
 }
 
 }  // namespace migr

@@ -46,5 +46,7 @@ std::vector<wire::PortGid> gids_of(const std::string& device);
 
 /// Tells one process, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);
+/// This host: writes them down and tells its processes.
+Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves);
 
 }  // namespace migr

@@ -120,7 +120,6 @@ Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch
 Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
 Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
 Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
-Status RpcPartner::moves(const wire::MovesRequest& r) { return call(stub_, &P::Moves, r, kSuspendMs + 2 * kProcessMs, name_); }
 Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
 }  // namespace migr

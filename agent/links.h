@@ -48,7 +48,6 @@ class RpcPartner final : public PartnerLink {
   Result<wire::ResumeReply> resume(std::uint32_t id) override;
   Status rollback(std::uint32_t id) override;
   Status renew(std::uint32_t id) override;
-  Status moves(const wire::MovesRequest& r) override;
 
  private:
   wire::Partner::Stub stub_;

@@ -349,12 +349,7 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext*, const wire::Migration* 
 }
 
 grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
-  if (auto s = directory_.put(*r); !s) return to_grpc(s);
-  const auto all = directory_.all();
-  Status first;
-  for (const auto& session : sessions_.all())
-    if (auto s = tell_moves(*session, r->id(), all); first && !s) first = s;
-  return to_grpc(first);
+  return to_grpc(take_moves(directory_, sessions_, *r));
 }
 
 Status PartnerHost::renew(std::uint32_t id) { return jobs_.renew(id); }

@@ -122,7 +122,7 @@ TEST_F(Stored, ARestoreLeavesNothingToSettle) {
   EXPECT_EQ(host.outcome(1).outcome(), wire::COMMITTED);
   EXPECT_TRUE(host.open_migrations().empty());
   s.forget(true);
-  SourceHost again(config, sessions, claims, numbers, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; });
+  SourceHost again(config, sessions, claims, numbers, directory, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; });
   again.recover();
   EXPECT_EQ(again.outcome(1).outcome(), wire::COMMITTED);
   EXPECT_TRUE(again.open_migrations().empty());
