@@ -22,6 +22,7 @@ namespace {
 constexpr int kChunkWrs = 8;
 constexpr int kChunkSges = 64;  // at least what any provider allows in one WR
 constexpr std::uint32_t kKeyTag = 0xff;
+constexpr long kRestNs = 50'000;  // nothing beside a stop
 
 /// The physical key; a key that does not exist becomes one that no device has given (index 0).
 MIGR_INLINE std::uint32_t physical_lkey(const QpShadow& q, std::uint32_t key) {
@@ -293,12 +294,26 @@ bool pop_fake(CqShadow& c, ibv_wc& wc) {
   return true;
 }
 
+/// Nothing was found. Whoever polls without a pause would take the processor from those who work on the switchover.
+void rest_if_resting(std::uint32_t state) {
+  if (!(state & (kRestingCq | kFrozenCq))) return;
+  const int saved = errno;
+  const timespec pause{.tv_sec = 0, .tv_nsec = kRestNs};
+  nanosleep(&pause, nullptr);
+  errno = saved;
+}
+
 MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
-  std::lock_guard guard(c.lock);
-  poll_to_fake(c);
   int n = 0;
-  while (n < entries && pop_fake(c, wc[n])) ++n;
-  leave_fake_if_done(c);
+  std::uint32_t state;
+  {
+    std::lock_guard guard(c.lock);
+    poll_to_fake(c);
+    while (n < entries && pop_fake(c, wc[n])) ++n;
+    leave_fake_if_done(c);
+    state = c.state.load(std::memory_order_relaxed);
+  }
+  if (!n) rest_if_resting(state);
   return n;
 }
 
@@ -638,9 +653,14 @@ MIGR_INLINE void show(CqShadow& c, ibv_wc_status status, std::uint64_t wr_id) {
 
 /// The next completion of a session on the fake CQ.
 MIGR_COLD int next_fake(CqShadow& c) noexcept {
-  std::lock_guard guard(c.lock);
+  std::unique_lock guard(c.lock);
   poll_to_fake(c);
-  if (!pop_fake(c, c.fake_ex.wc)) return ENOENT;
+  if (!pop_fake(c, c.fake_ex.wc)) {
+    const std::uint32_t state = c.state.load(std::memory_order_relaxed);
+    guard.unlock();
+    rest_if_resting(state);
+    return ENOENT;
+  }
   leave_fake_if_done(c);
   c.target = &c.fake_ex.ex;
   show(c, c.fake_ex.wc.status, c.fake_ex.wc.wr_id);

@@ -60,6 +60,7 @@ enum CqStateBits : std::uint32_t {
   kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
   kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
+  kRestingCq = 1u << 6,     ///< nothing can complete before a QP on it resumes: who polls leaves the processor to others
 };
 
 /// Bits of an SRQ's state word. Zero: direct. Written under SrqShadow::lock.

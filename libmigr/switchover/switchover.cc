@@ -294,6 +294,16 @@ void release_cqs() {
   }
 }
 
+/// Nothing comes any more on CQs of which every QP has been drained.
+void rest_cqs() {
+  Registry& registry = Registry::get();
+  std::unordered_set<const CqShadow*> at_work;
+  for (const QpShadow* q : registry.qps)
+    if (q->phase == Phase::kRunning || q->phase == Phase::kSuspended) at_work.insert({q->send_cq, q->recv_cq});
+  for (CqShadow* c : registry.cqs)
+    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !at_work.contains(c)) set_cq_bits(*c, kRestingCq);
+}
+
 void destroy_real(ibv_qp*& qp) {
   if (qp) real().destroy_qp(qp);
   qp = nullptr;
@@ -587,6 +597,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
                        .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
     }
   }
+  if (!result) rest_cqs();
   if (result == ETIMEDOUT)
     why += "; " + std::to_string(left) + " of " + std::to_string(all.size()) + " QPs left after " +
            std::to_string(limit_ms) + " ms";
@@ -1161,6 +1172,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
       return EBUSY;
     }
   int result = 0;
+  for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
   for (QpShadow* q : qps) {
     // The new path has the application's own access flags already.
     if (q->old_real) q->write_access_added = q->responder_only = false;
