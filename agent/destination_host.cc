@@ -30,13 +30,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-Result<Instance> instance_of(const std::string& bytes) {
-  Instance i{};
-  if (bytes.size() != i.size()) return Error{EINVAL, "an instance has 16 bytes"};
-  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(i.data()));
-  return i;
-}
-
 // The processes of `runc partial-restore`, or of `criu restore`, for this folder: their command line names it.
 std::vector<pid_t> restorers(const std::string& dir) {
   std::error_code ec;

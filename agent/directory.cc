@@ -2,7 +2,6 @@
 #include "directory.h"
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "file_tree.h"
+#include "hex.h"
 #include "limits.h"
 #include "uapi/migr.h"
 
@@ -23,18 +23,7 @@ using Json = nlohmann::json;
 
 // Nobody tells when a name is not used any more: the oldest go.
 constexpr std::size_t kMaxMoves = 4096;
-
-std::string hex_of(const std::string& gid) {
-  std::string s;
-  for (const char c : gid) s += fmt::format("{:02x}", static_cast<unsigned char>(c));
-  return s;
-}
-
-std::string from_hex(const std::string& s) {
-  std::string gid;
-  for (std::size_t i = 0; i + 1 < s.size(); i += 2) gid += static_cast<char>(std::strtoul(s.substr(i, 2).c_str(), nullptr, 16));
-  return gid.size() == 16 ? gid : std::string();
-}
+constexpr std::size_t kGidBytes = 16;
 
 std::string line_of(const fs::path& file) {
   std::ifstream in(file);
@@ -48,7 +37,7 @@ std::string binary_gid(const std::string& text) {
   in6_addr a;
   if (inet_pton(AF_INET6, text.c_str(), &a) != 1) return {};
   const std::string gid(reinterpret_cast<const char*>(&a), sizeof a);
-  return gid == std::string(16, '\0') ? std::string() : gid;
+  return gid == std::string(kGidBytes, '\0') ? std::string() : gid;
 }
 
 }  // namespace
@@ -59,8 +48,10 @@ Directory::Directory(const Config& config) : path_(config.state_dir + "/moves.js
   if (!j.is_array()) return;
   for (const auto& m : j) {
     if (!m.is_object()) continue;
-    const Address birth{from_hex(m.value("birth_gid", "")), m.value("vqpn", 0u)}, present{from_hex(m.value("gid", "")), m.value("pqpn", 0u)};
-    if (birth.gid.empty() || present.gid.empty() || !present_.emplace(birth, present).second) continue;
+    const auto from = from_hex(m.value("birth_gid", "")), to = from_hex(m.value("gid", ""));
+    if (!from || !to || from->size() != kGidBytes || to->size() != kGidBytes) continue;
+    const Address birth{*from, m.value("vqpn", 0u)}, present{*to, m.value("pqpn", 0u)};
+    if (!present_.emplace(birth, present).second) continue;
     order_.push_back(birth);
   }
 }
@@ -77,7 +68,7 @@ wire::Move Directory::at(const std::string& gid, std::uint32_t pqpn, std::uint32
 
 Status Directory::put(const wire::MovesRequest& moves) {
   for (const auto& m : moves.moves())
-    if (m.birth_gid().size() != 16 || m.gid().size() != 16 || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
+    if (m.birth_gid().size() != kGidBytes || m.gid().size() != kGidBytes || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
       return Error{EINVAL, "a malformed move"};
   std::lock_guard lock(mutex_);
   for (const auto& m : moves.moves()) {
@@ -101,7 +92,7 @@ Status Directory::save() {
   Json j = Json::array();
   for (const auto& birth : order_) {
     const Address& present = present_.at(birth);
-    j.push_back({{"birth_gid", hex_of(birth.gid)}, {"vqpn", birth.qpn}, {"gid", hex_of(present.gid)}, {"pqpn", present.qpn}});
+    j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.gid)}, {"pqpn", present.qpn}});
   }
   return write_whole(path_, j.dump(1) + "\n");
 }

@@ -10,6 +10,7 @@
 
 #include "bare.h"
 #include "file_tree.h"
+#include "hex.h"
 #include "kernel_record.h"
 
 namespace migr {
@@ -20,17 +21,6 @@ using Json = nlohmann::json;
 // born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true}}
 // guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
 constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";
-
-Result<Instance> instance_from(const std::string& text) {
-  Instance i{};
-  if (text.size() != 2 * i.size()) return Error{EINVAL, "no instance: " + text};
-  for (std::size_t b = 0; b < i.size(); b++) {
-    unsigned x;
-    if (std::sscanf(text.c_str() + 2 * b, "%2x", &x) != 1) return Error{EINVAL, "no instance: " + text};
-    i[b] = static_cast<std::uint8_t>(x);
-  }
-  return i;
-}
 
 std::string read(const std::string& path) {
   std::ifstream in(path);
@@ -221,7 +211,7 @@ void Numbers::tick(const std::function<Status(const std::string&, const std::vec
     std::lock_guard lock(mutex_);
     const Json all = guests();
     for (const auto& [who, e] : all.items()) {
-      const auto i = instance_from(who);
+      const auto i = instance_of(from_hex(who).value_or(""));
       const std::string life = e.value("life", "");
       if (!i || (!life.empty() && life_of(e.value("pid", 0)) == life)) continue;
       const auto births = births_in(all, who);

@@ -17,6 +17,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include "hex.h"
 #include "limits.h"
 
 namespace migr {
@@ -100,11 +101,13 @@ Fd::~Fd() {
   if (n >= 0) ::close(n);
 }
 
-std::string hex(const Instance& i) {
-  std::string s;
-  char b[3];
-  for (auto x : i) s.append((std::snprintf(b, sizeof b, "%02x", x), b));
-  return s;
+std::string hex(const Instance& i) { return to_hex({reinterpret_cast<const char*>(i.data()), i.size()}); }
+
+Result<Instance> instance_of(std::string_view bytes) {
+  Instance i{};
+  if (bytes.size() != i.size()) return Error{EINVAL, "an instance has 16 bytes"};
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(i.data()));
+  return i;
 }
 
 Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {

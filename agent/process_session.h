@@ -26,6 +26,8 @@ namespace migr {
 
 using Instance = std::array<std::uint8_t, 16>;
 std::string hex(const Instance& i);
+/// EINVAL: of another length.
+Result<Instance> instance_of(std::string_view bytes);
 
 struct Fd {
   int n = -1;

@@ -2,7 +2,6 @@
 #include "stored.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "file_tree.h"
+#include "hex.h"
 #include "migr/restore.h"
 #include "uapi/migr.h"
 
@@ -23,17 +23,10 @@ using Json = nlohmann::json;
 constexpr char kManifest[] = "checkpoint.json";
 constexpr mode_t kFileMode = 0600, kDirMode = 0700, kOthers = 0077;
 
-std::string hex_of(const std::string& bytes) {
-  std::string out;
-  for (const unsigned char c : bytes) out += fmt::format("{:02x}", c);
-  return out;
-}
-
-std::string bytes_of_hex(const std::string& hex) {
-  if (hex.size() % 2 || hex.find_first_not_of("0123456789abcdef") != std::string::npos) throw std::invalid_argument("no hexadecimal digits: " + hex);
-  std::string out;
-  for (std::size_t i = 0; i < hex.size(); i += 2) out += static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16));
-  return out;
+std::string bytes_of(const std::string& hex) {
+  const auto bytes = from_hex(hex);
+  if (!bytes) throw std::invalid_argument("no hexadecimal digits: " + hex);
+  return *bytes;
 }
 
 Json to_json(const ContainerInfo& c) {
@@ -43,8 +36,8 @@ Json to_json(const ContainerInfo& c) {
   for (const auto& i : c.instances) j["instances"].push_back(hex(i));
   for (const auto& [ctx, owner] : c.ctxs) j["contexts"].push_back({ctx, owner});
   for (const auto& q : c.connected)
-    j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", hex_of(q.gid)},
-                              {"to_gid", hex_of(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
+    j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)},
+                              {"to_gid", to_hex(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
   const auto& r = c.resources;
   j["resources"] = {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}};
   return j;
@@ -59,18 +52,16 @@ ContainerInfo from_json(const Json& j) {
   c.vqpns = j.at("vqpns").get<std::vector<std::uint32_t>>();
   c.pids = j.at("pids").get<std::vector<pid_t>>();
   for (const auto& i : j.at("instances")) {
-    const std::string bytes = bytes_of_hex(i);
-    Instance x{};
-    if (bytes.size() != x.size()) throw std::invalid_argument("an instance has 16 bytes");
-    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(x.data()));
-    c.instances.push_back(x);
+    const auto x = instance_of(bytes_of(i));
+    if (!x) throw std::invalid_argument(x.error().text);
+    c.instances.push_back(*x);
   }
   for (const auto& x : j.at("contexts")) {
     c.ctxs.emplace_back(x.at(0).get<std::uint32_t>(), x.at(1).get<std::uint32_t>());
     if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
   }
   for (const auto& q : j.at("connected")) {
-    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of_hex(q.at("gid")), bytes_of_hex(q.at("to_gid")), q.at("to_pqpn")});
+    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of(q.at("gid")), bytes_of(q.at("to_gid")), q.at("to_pqpn")});
     if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
   }
   const auto& r = j.at("resources");

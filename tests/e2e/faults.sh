@@ -27,11 +27,15 @@ faults_end() {
 fault_snapshot() {
 	leak_snapshot "$1" | grep -v '^migrd_fds ' && on_sh "$1" '
 		echo "open $(migrctl recover --json | jq length)"
-		echo "folders $(ls /var/lib/migr/source /var/lib/migr/dest 2>/dev/null | grep -vc :)"'
+		echo "folders $(find /var/lib/migr/source /var/lib/migr/dest -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)"'
 }
+# fault_remembered HOST: once nothing of an earlier migration is on its way out any more.
+fault_remembered() { fault_snapshot "$1" >"$E2E_OUT/fault.$1.before" && [ "$(grep -cxE '(open|folders) 0' "$E2E_OUT/fault.$1.before")" = 2 ]; }
 faults_remember() {
 	local h
-	for h in "${E2E_HOSTS[@]}"; do fault_snapshot "$h" >"$E2E_OUT/fault.$h.before" || return 1; done
+	for h in "${E2E_HOSTS[@]}"; do
+		until_true "$FAULT_SETTLE" fault_remembered "$h" || { cat "$E2E_OUT/fault.$h.before" >&2; fail "$h is not at rest"; return 1; }
+	done
 }
 fault_at_rest() {
 	local h
