@@ -29,20 +29,23 @@ fault_snapshot() {
 		echo "open $(migrctl recover --json | jq length)"
 		echo "folders $(find /var/lib/migr/source /var/lib/migr/dest -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)"'
 }
-# fault_remembered HOST: once nothing of an earlier migration is on its way out any more.
-fault_remembered() { fault_snapshot "$1" >"$E2E_OUT/fault.$1.before" && [ "$(grep -cxE '(open|folders) 0' "$E2E_OUT/fault.$1.before")" = 2 ]; }
-faults_remember() {
-	local h
+# fault_snapshots WHEN: of all hosts at once, into fault.HOST.WHEN
+fault_snapshots() {
+	local h pids=() ok=0
 	for h in "${E2E_HOSTS[@]}"; do
-		until_true "$FAULT_SETTLE" fault_remembered "$h" || { cat "$E2E_OUT/fault.$h.before" >&2; fail "$h is not at rest"; return 1; }
+		fault_snapshot "$h" >"$E2E_OUT/fault.$h.$1" &
+		pids+=($!)
 	done
+	for h in "${pids[@]}"; do wait "$h" || ok=1; done
+	return $ok
 }
+# Once nothing of an earlier migration is on its way out any more.
+nothing_open() { fault_snapshots before && ! grep -hE '^(open|folders) [^0]' "$E2E_OUT"/fault.*.before; }
+faults_remember() { until_true "$FAULT_SETTLE" nothing_open || { fail "a migration is still open"; return 1; }; }
 fault_at_rest() {
 	local h
-	for h in "${E2E_HOSTS[@]}"; do
-		fault_snapshot "$h" >"$E2E_OUT/fault.$h.after" || return 1
-		leaks_compare "$E2E_OUT/fault.$h.before" "$E2E_OUT/fault.$h.after" || return 1
-	done
+	fault_snapshots after || return 1
+	for h in "${E2E_HOSTS[@]}"; do leaks_compare "$E2E_OUT/fault.$h.before" "$E2E_OUT/fault.$h.after" || return 1; done
 }
 
 host_of_point() {	# POINT FROM TO
