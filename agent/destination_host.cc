@@ -145,7 +145,7 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
   std::vector<std::string> folders;
   for (const auto& d : fs::directory_iterator(config_.state_dir + "/dest", ec)) folders.push_back(d.path());
   for (const auto& d : folders)
-    if (!needed.contains(d)) fs::remove_all(d, ec);
+    if (auto s = needed.contains(d) ? Status() : remove_folder(d); !s) spdlog::error("{}", s.error().text);
 }
 
 // What an earlier migrd left in the middle. Before the source's word it cannot run here; after it, it may: that is seen.
@@ -618,7 +618,7 @@ void DestinationHost::abort(Job& job, const std::string& why) {
     fs::create_directories(kept, ec);
     fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
     fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
-    fs::remove_all(job.dir, ec);
+    if (auto s = remove_folder(job.dir); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
     if (job.record.made_bundle()) fs::remove_all(job.bundle, ec);
   }
   job.outcome = wire::UNDONE;
@@ -718,8 +718,7 @@ void DestinationHost::tick() {
   for (const auto& job : jobs_.all()) {
     if (!job->resumed || job->cleaned) continue;
     if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running()) {
-      std::error_code ec;
-      fs::remove_all(job->dir, ec);
+      if (auto s = remove_folder(job->dir); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
       job->cleaned = true;
     }
   }

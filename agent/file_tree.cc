@@ -3,6 +3,8 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <mntent.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -157,6 +159,19 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   Sender s{tree, limit, send, st.st_dev};
   if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
   return {};
+}
+
+Status remove_folder(const std::string& folder) {
+  std::unique_ptr<FILE, int (*)(FILE*)> mounts(setmntent("/proc/self/mounts", "re"), endmntent);
+  if (!mounts) return sys_error("reading /proc/self/mounts");
+  std::vector<std::string> below;
+  while (const mntent* m = getmntent(mounts.get()))
+    if (std::string_view(m->mnt_dir).starts_with(folder + "/")) below.push_back(m->mnt_dir);
+  for (auto m = below.rbegin(); m != below.rend(); ++m)
+    if (umount2(m->c_str(), MNT_DETACH | UMOUNT_NOFOLLOW)) return sys_error("unmounting " + *m);
+  std::error_code ec;
+  std::filesystem::remove_all(folder, ec);
+  return ec ? Status(Error{ec.value(), "removing " + folder + ": " + ec.message()}) : Status();
 }
 
 Status write_whole(const std::string& path, const std::string& text) {

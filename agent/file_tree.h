@@ -19,6 +19,10 @@ namespace migr {
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
                  const std::function<bool(const wire::FileChunk&)>& send);
 
+/// Removes a folder with all that is in it, but nothing of what is mounted in it: that is unmounted. (A CRIU that is killed
+/// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.
+Status remove_folder(const std::string& folder);
+
 /// A file with this content, whole or not at all, and on the disk when it returns. Mode 0600.
 Status write_whole(const std::string& path, const std::string& text);
 

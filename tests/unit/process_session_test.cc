@@ -3,6 +3,7 @@
 #include "agent/process_session.h"
 
 #include <gtest/gtest.h>
+#include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -327,6 +328,18 @@ TEST_F(Tree, LargerThanTheLimitIsEFBIG) {
   auto s = send_tree(dir_ + "/from", wire::FileChunk::BUNDLE, 99, [](const wire::FileChunk&) { return true; });
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EFBIG);
+}
+
+TEST_F(Tree, WhatIsMountedInAFolderStays) {
+  std::filesystem::create_directories(dir_ + "/outside");
+  std::filesystem::create_directories(dir_ + "/from/mounted");
+  file("outside/f", "data");
+  if (mount((dir_ + "/outside").c_str(), (dir_ + "/from/mounted").c_str(), nullptr, MS_BIND, nullptr)) GTEST_SKIP() << "no right to mount";
+  auto s = remove_folder(dir_ + "/from");
+  EXPECT_TRUE(s) << s.error().text;
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/from"));
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f"));
+  EXPECT_TRUE(remove_folder(dir_ + "/from"));
 }
 
 }  // namespace
