@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -214,6 +215,113 @@ TEST(Image, AnotherFileIsNotAnImage) {
   migr_rst_err err{};
   EXPECT_EQ(unpacked(std::vector<unsigned char>(4096, 'x'), err), -EBADMSG);
   EXPECT_NE(std::string(err.text).find("not an image"), std::string::npos) << err.text;
+}
+
+std::uint32_t crc32_of(const unsigned char* p, std::size_t n) {
+  std::uint32_t crc = ~0u;
+  while (n--) {
+    crc ^= *p++;
+    for (int i = 0; i < 8; i++) crc = (crc >> 1) ^ (0xedb88320u & -(crc & 1));
+  }
+  return ~crc;
+}
+
+// Length and checksum of the envelope fit whatever is in it: as a program would write it that is not ours, or one of another time.
+void seal(std::vector<unsigned char>& image) {
+  const std::uint64_t n = image.size() - 24;
+  const std::uint32_t crc = crc32_of(image.data() + 24, n);
+  std::memcpy(image.data() + 12, &crc, 4);
+  std::memcpy(image.data() + 16, &n, 8);
+}
+
+// Decodes it and does with it what a restore does before it makes anything. What matters: it comes back, with a reason or without.
+int walked(const std::vector<unsigned char>& bytes, migr_rst_err& err) {
+  Image img(nullptr, migr_rst_image_free);
+  int ret = unpacked(bytes, err, &img);
+  for (std::uint32_t i = 0; !ret && i < img->nr_processes; i++) {
+    migr_rst_process* p = img->processes[i];
+    ret = migr_rst_process_check(p, &err);
+    for (std::uint32_t k = 0; k < p->nr_contexts; k++) {
+      migr_rst_context& c = p->contexts[k];
+      for (std::uint32_t q = 0; q < c.rec.nr_qp; q++) c.qps[q].new_resp = c.qps[q].resp;
+      for (std::uint32_t q = 0; q < c.rec.nr_cq; q++) c.cqs[q].new_resp = c.cqs[q].resp;
+      for (std::uint32_t q = 0; q < c.rec.nr_srq; q++) c.srqs[q].new_resp = c.srqs[q].resp;
+      for (std::uint32_t q = 0; q < c.rec.nr_qp; q++) (void)migr_rst_find_qp(&c, c.qps[q].rec.vqpn);
+    }
+    migr_rst_context* found = nullptr;
+    std::uint64_t pgoff = 0;
+    migr_rst_err other{};
+    (void)migr_rst_ring_find(p, 0x7f0000000000, 0x1000, &found, &pgoff, &other);
+    (void)migr_rst_ring_find(p, 0x123000, 0x108000, &found, &pgoff, &other);
+  }
+  return ret;
+}
+
+TEST(Image, TruncatedContentInAWholeEnvelopeComesBackWithAReason) {
+  Image img = sample();
+  const auto whole = packed(img.get());
+  for (std::size_t n = 24; n < whole.size(); n++) {
+    std::vector<unsigned char> cut(whole.begin(), whole.begin() + static_cast<long>(n));
+    seal(cut);
+    migr_rst_err err{};
+    if (const int ret = walked(cut, err)) {
+      EXPECT_STRNE(err.text, "") << n << ": " << ret;
+    }
+  }
+}
+
+TEST(Image, RandomContentComesBackWithAReason) {
+  Image img = sample();
+  const auto whole = packed(img.get());
+  std::mt19937 rnd(20260101);
+  int refused = 0;
+  for (int round = 0; round < 1500; round++) {
+    auto bad = whole;
+    const int kind = round % 4;
+    for (int k = 1 + static_cast<int>(rnd() % (kind == 3 ? 64 : 4)); k--;) {
+      const std::size_t at = 24 + rnd() % (bad.size() - 24);
+      switch (kind) {
+        case 0: bad[at] ^= static_cast<unsigned char>(1u << rnd() % 8); break;
+        case 1: bad[at] = rnd() % 2 ? 0xff : 0; break;
+        case 2: bad.erase(bad.begin() + static_cast<long>(at), bad.begin() + static_cast<long>(std::min(bad.size(), at + 1 + rnd() % 40))); break;
+        default: bad[at] = static_cast<unsigned char>(rnd());
+      }
+      if (bad.size() < 64) break;
+    }
+    seal(bad);
+    migr_rst_err err{};
+    if (walked(bad, err)) {
+      refused++;
+      EXPECT_STRNE(err.text, "") << "round " << round;
+    }
+  }
+  EXPECT_GT(refused, 500);
+}
+
+TEST(Image, NoiseComesBackWithAReason) {
+  Image img = sample();
+  const auto whole = packed(img.get());
+  std::mt19937 rnd(7);
+  for (int round = 0; round < 1500; round++) {
+    std::vector<unsigned char> noise(whole.begin(), whole.begin() + 24);
+    for (std::size_t n = rnd() % 400; n--;) noise.push_back(static_cast<unsigned char>(rnd()));
+    seal(noise);
+    migr_rst_err err{};
+    if (walked(noise, err)) {
+      EXPECT_STRNE(err.text, "");
+    }
+  }
+}
+
+TEST(Image, AnotherAbiOfTheModuleIsSaid) {
+  Image img(migr_rst_image_new(), migr_rst_image_free);
+  auto old = packed(img.get());
+  ASSERT_EQ(old.size(), 26u) << "the ABI version alone: field 1, varint";
+  old[25] = MIGR_ABI_VERSION + 1;
+  seal(old);
+  migr_rst_err err{};
+  EXPECT_EQ(unpacked(old, err), -EPROTONOSUPPORT);
+  EXPECT_NE(std::string(err.text).find("ABI version " + std::to_string(MIGR_ABI_VERSION + 1)), std::string::npos) << err.text;
 }
 
 class Folder : public ::testing::Test {
