@@ -42,6 +42,8 @@ ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
 
 /// Our functions in the slots of `ctx` that name a shadow or make an object that needs one.
 void install_slots(Context& context, ibv_context& ctx);
+/// A PD was given back; it may have been a parent domain. Caller holds the lock.
+void parent_domain_gone(Registry& registry, const ibv_pd* pd);
 /// The slots and the op of SRQs.
 void install_srq(Context& context, ibv_context& ctx);
 

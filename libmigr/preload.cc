@@ -101,6 +101,40 @@ RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>
   }
 }
 
+namespace {
+
+/// The names of an MR that the device has just given its keys.
+void name_mr(MrShadow& shadow) {
+  const ibv_mr& mr = *shadow.real;
+  KernelLink& kernel = *shadow.context->kernel;
+  shadow.app.lkey = mr.lkey;
+  shadow.app.rkey = mr.rkey;
+  const std::uint32_t vlkey = force_names() ? mr.lkey ^ kForcedKeyBit : mr.lkey;
+  migr_ioc_query_mr names{.handle = mr.handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
+  if (kernel.attached() && vlkey != mr.lkey) {
+    names.vrkey = kernel.query_mr(mr.handle, names) ? 0 : names.vrkey;
+    if (const int err = kernel.bind_mr(mr.handle, vlkey, names.vrkey, mr.lkey, mr.rkey)) say_no_name("an MR", vlkey, err);
+  }
+  if (!kernel.attached()) {
+    kernel.bind_mr(mr.handle, vlkey, mr.rkey, mr.lkey, mr.rkey);
+    shadow.app.lkey = vlkey;
+  } else if (!kernel.query_mr(mr.handle, names)) {
+    shadow.app.lkey = names.vlkey;
+    if (names.vrkey) shadow.app.rkey = names.vrkey;
+  }
+}
+
+/// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.
+void retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
+  if (name.rkey != real.rkey && !force_names()) registry.retired_keys.push_back(name.rkey >> 8);
+}
+
+bool is_retired(const Registry& registry, std::uint32_t key) {
+  return std::find(registry.retired_keys.begin(), registry.retired_keys.end(), key >> 8) != registry.retired_keys.end();
+}
+
+}  // namespace
+
 ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {
   auto* shadow = new (std::nothrow) MrShadow{};
   if (!shadow) {
@@ -115,20 +149,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->access = access;
   shadow->iova = iova;
   shadow->movable = movable && !(access & IBV_ACCESS_ON_DEMAND);
-  const std::uint32_t vlkey = force_names() ? mr->lkey ^ kForcedKeyBit : mr->lkey;
-  migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
-  if (context.kernel->attached() && vlkey != mr->lkey) {
-    names.vrkey = context.kernel->query_mr(mr->handle, names) ? 0 : names.vrkey;
-    if (const int err = context.kernel->bind_mr(mr->handle, vlkey, names.vrkey, mr->lkey, mr->rkey))
-      say_no_name("an MR", vlkey, err);
-  }
-  if (!context.kernel->attached()) {
-    context.kernel->bind_mr(mr->handle, vlkey, mr->rkey, mr->lkey, mr->rkey);
-    shadow->app.lkey = vlkey;
-  } else if (!context.kernel->query_mr(mr->handle, names)) {
-    shadow->app.lkey = names.vlkey;
-    if (names.vrkey) shadow->app.rkey = names.vrkey;
-  }
+  name_mr(*shadow);
   registry.mrs.push_back(shadow);
   if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(shadow->app.lkey, shift);
   return &shadow->app;
@@ -165,6 +186,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
     shadow.real_ex = ex;
     path::install_wr_api(shadow);
   }
+  if (context.renamed) path::translate_keys(shadow, kTranslateLocal);
   registry.qps.push_back(&shadow);
   datagrams::made(shadow);
   windows::made(shadow);
@@ -211,7 +233,7 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
     migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
-    if (!taken || collisions == kMaxKeyCollisions) {
+    if (!(taken || is_retired(registry, mr->rkey)) || collisions == kMaxKeyCollisions) {
       result = adopt_mr(registry, *context, mr, access, iova, movable);
       break;
     }
@@ -398,6 +420,8 @@ void drop_context(ibv_context* ctx) {
   std::erase_if(registry.srqs, in_it);
   std::erase_if(registry.mrs, in_it);
   std::erase_if(registry.pds, of_it);
+  for (const ibv_pd* pd : std::vector(registry.parent_domains))
+    if (pd->context == ctx) parent_domain_gone(registry, pd);
   std::erase_if(registry.channels, of_it);
   forget(registry.contexts, context);
   {
@@ -439,7 +463,7 @@ MIGR_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
   Registry& registry = Registry::get();
   auto guard = registry.change();
   const int err = real().dealloc_pd(pd);
-  if (!err) forget(registry.pds, pd);
+  if (!err) forget(registry.pds, pd), parent_domain_gone(registry, pd);
   return err;
 }
 
@@ -484,16 +508,29 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   auto guard = registry.enter();
   MrShadow* shadow = known(registry, mr);
   if (!shadow) return real().rereg_mr(mr, flags, pd, addr, length, access);
+  const ibv_mr name = shadow->app, before = *shadow->real;
   const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
-  if (err) return err;
-  // The virtual keys of an MR that is registered again are its new physical ones, as at birth.
-  shadow->app = *shadow->real;
-  std::memcpy(shadow->behind, shadow->real + 1, sizeof shadow->behind);
-  if (flags & IBV_REREG_MR_CHANGE_ACCESS) shadow->access = access;
-  if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) shadow->iova = reinterpret_cast<std::uintptr_t>(addr);
+  // The last error comes after the device has done it: only the old memory could not be given back to children.
+  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return err;
   const ibv_mr& now = *shadow->real;
-  shadow->context->kernel->bind_mr(now.handle, now.lkey, now.rkey, now.lkey, now.rkey);
-  return 0;
+  shadow->app = now;
+  std::memcpy(shadow->behind, shadow->real + 1, sizeof shadow->behind);
+  if (flags & IBV_REREG_MR_CHANGE_ACCESS) {
+    shadow->movable = (shadow->movable || (shadow->access & IBV_ACCESS_ON_DEMAND)) && !(access & IBV_ACCESS_ON_DEMAND);
+    shadow->access = access;
+  }
+  if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) shadow->iova = reinterpret_cast<std::uintptr_t>(addr);
+  if (now.lkey == before.lkey && now.rkey == before.rkey) {
+    // The device calls it as before, so it is called as before: peers may go on with the key that they have.
+    shadow->app.lkey = name.lkey;
+    shadow->app.rkey = name.rkey;
+  } else {
+    retire_keys(registry, name, before);
+    datagrams::note_shift(name.lkey, 0);
+    name_mr(*shadow);
+  }
+  datagrams::note_shift(shadow->app.lkey, reinterpret_cast<std::uintptr_t>(now.addr) - shadow->iova);
+  return err;
 }
 
 MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
@@ -501,8 +538,10 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   auto guard = registry.enter();
   MrShadow* shadow = inside_real ? nullptr : known(registry, mr);
   if (!shadow) return real().dereg_mr(mr);
+  const ibv_mr before = *shadow->real;
   const int err = real().dereg_mr(shadow->real);
   if (err) return err;
+  retire_keys(registry, shadow->app, before);
   datagrams::note_shift(shadow->app.lkey, 0);
   forget(registry.mrs, shadow);
   delete shadow;

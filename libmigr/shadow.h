@@ -116,7 +116,7 @@ struct Slots {
 #define MIGR_SLOTS(X)                                                                                         \
   X(create_qp_ex) X(open_qp) X(create_cq_ex) X(modify_cq) X(create_srq_ex) X(get_srq_num) X(post_srq_ops)     \
   X(alloc_null_mr) X(reg_dm_mr) X(advise_mr) X(modify_qp_rate_limit) X(ibv_create_flow) X(ibv_destroy_flow) \
-  X(create_wq) X(destroy_wq)
+  X(create_wq) X(destroy_wq) X(alloc_td) X(dealloc_td) X(alloc_parent_domain)
 #define MIGR_SLOT(name) decltype(verbs_context::name) name = nullptr;
   MIGR_SLOTS(MIGR_SLOT)
 #undef MIGR_SLOT
@@ -136,6 +136,7 @@ struct Context {
   Slots slots;
   unsigned windows = 0;  ///< memory windows; under the Registry's lock
   bool had_windows = false;
+  bool renamed = false;   ///< an MR is called otherwise than the device calls it: new queues translate from the start
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
@@ -302,8 +303,11 @@ struct Registry {
   std::mutex lock;
   std::vector<Context*> contexts;
   std::vector<ibv_pd*> pds;              ///< not shadowed: a PD has no name on the data path
+  std::vector<ibv_pd*> parent_domains;
   std::vector<ibv_comp_channel*> channels;
   std::vector<MrShadow*> mrs;
+  /// Indexes of keys of MRs that are gone, for which partners may still know a physical one. KEYS makes them forget.
+  std::vector<std::uint32_t> retired_keys;
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
   std::vector<SrqShadow*> srqs;

@@ -15,6 +15,8 @@ namespace {
 
 constexpr char kFlow[] = "flow";
 constexpr char kWq[] = "WQ";
+constexpr char kTd[] = "thread domain";
+constexpr char kParentDomain[] = "parent domain";
 
 void count_unsupported(const char* what, int change) {
   Registry& registry = Registry::get();
@@ -121,6 +123,30 @@ int destroy_wq(ibv_wq* wq) {
   return err;
 }
 
+/// What a provider keeps in them, a doorbell page or the program's own allocator, is in no record.
+ibv_td* alloc_td(ibv_context* ctx, ibv_td_init_attr* attr) {
+  ibv_td* td = slots_of(ctx).alloc_td(ctx, attr);
+  if (td) count_unsupported(kTd, 1);
+  return td;
+}
+
+int dealloc_td(ibv_td* td) {
+  const int err = slots_of(td->context).dealloc_td(td);
+  if (!err) count_unsupported(kTd, -1);
+  return err;
+}
+
+/// Ends with ibv_dealloc_pd(), as every PD.
+ibv_pd* alloc_parent_domain(ibv_context* ctx, ibv_parent_domain_init_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.change();
+  ibv_pd* pd = registry.context_of(ctx)->slots.alloc_parent_domain(ctx, attr);
+  if (!pd) return nullptr;
+  registry.parent_domains.push_back(pd);
+  registry.cannot_move(kParentDomain);
+  return pd;
+}
+
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
@@ -135,6 +161,10 @@ int dealloc_mw(ibv_mw* mw) {
 
 }  // namespace
 
+void parent_domain_gone(Registry& registry, const ibv_pd* pd) {
+  if (std::erase(registry.parent_domains, pd)) registry.cannot_move(kParentDomain, -1);
+}
+
 void install_slots(Context& context, ibv_context& ctx) {
   if (ctx.ops.alloc_mw) ctx.ops.alloc_mw = alloc_mw;
   if (ctx.ops.dealloc_mw) ctx.ops.dealloc_mw = dealloc_mw;
@@ -146,6 +176,9 @@ void install_slots(Context& context, ibv_context& ctx) {
   MIGR_TAKE_SLOT(context, ctx, modify_qp_rate_limit);
   MIGR_TAKE_SLOT(context, ctx, create_wq);
   MIGR_TAKE_SLOT(context, ctx, destroy_wq);
+  MIGR_TAKE_SLOT(context, ctx, alloc_td);
+  MIGR_TAKE_SLOT(context, ctx, dealloc_td);
+  MIGR_TAKE_SLOT(context, ctx, alloc_parent_domain);
   if (verbs_context* extended = verbs_get_ctx_op(&ctx, ibv_create_flow)) {
     context.slots.ibv_create_flow = extended->ibv_create_flow;
     extended->ibv_create_flow = create_flow;

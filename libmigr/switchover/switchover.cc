@@ -396,9 +396,14 @@ void touch_pages(const MrShadow& mr) {
 
 int register_again(MrShadow& mr, std::string& why) {
   ibv_mr& now = *mr.real;
-  const int err = provider::raw_reg_mr(mr.context->real, now.pd->handle, mr.app.addr, mr.app.length, mr.iova, mr.access,
-                                       now.handle, now.lkey, now.rkey);
+  const auto reg = [&](int access) {
+    return provider::raw_reg_mr(mr.context->real, now.pd->handle, mr.app.addr, mr.app.length, mr.iova, access, now.handle, now.lkey, now.rkey);
+  };
+  int err = reg(mr.access);
+  // Flags like relaxed ordering are wishes: libibverbs leaves out what a device does not know.
+  if (err && (mr.access & IBV_ACCESS_OPTIONAL_RANGE)) err = reg(mr.access & ~IBV_ACCESS_OPTIONAL_RANGE);
   if (err) return fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes");
+  mr.context->renamed |= now.lkey != mr.app.lkey || now.rkey != mr.app.rkey;
   const int bound = mr.context->kernel->bind_mr(now.handle, mr.app.lkey, mr.app.rkey, now.lkey, now.rkey);
   return bound ? fail(why, bound, "cannot bind virtual lkey " + std::to_string(mr.app.lkey)) : 0;
 }
@@ -1124,6 +1129,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     return EBUSY;
   }
   if (const int err = adopt_handles(maps, why)) return err;
+  registry.retired_keys.clear();  // KEYS is all that partners know from now on
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
       return fail(why, err, "cannot attach to migr.ko on this host");

@@ -3,6 +3,10 @@
 // LD_PRELOAD=libmigr.so over recorder.cc; MIGR_FORCE_SWITCHED decides which path.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -11,11 +15,61 @@
 #include <infiniband/efadv.h>
 #include <infiniband/mlx5dv.h>
 
+#include "migr/proc_wire.h"
 #include "recorder.h"
 
 namespace {
 
 using namespace std::chrono_literals;
+
+/// The other end of the library's connection.
+class Migrd {
+ public:
+  static Migrd& get() {
+    static Migrd one;
+    return one;
+  }
+  /// What DESCRIBE is refused with.
+  std::string refusal() {
+    if (fd_ < 0) {
+      fd_ = accept(listener_, nullptr, nullptr);
+      const migr_msg hello = receive();
+      if (hello.type != MIGR_MSG_HELLO) return "no HELLO";
+    }
+    migr_msg ask{};
+    ask.version = MIGR_PROC_VERSION;
+    ask.type = MIGR_MSG_DESCRIBE;
+    ask.seq = ++seq_;
+    ask.migration = 7;
+    if (send(fd_, &ask, sizeof ask, MSG_NOSIGNAL) != sizeof ask) return "cannot send";
+    const migr_msg reply = receive();
+    if (reply.type != (MIGR_MSG_DESCRIBE | MIGR_REPLY) || reply.seq != seq_) return "no reply";
+    return reply.status == EOPNOTSUPP ? reply.text : "status " + std::to_string(reply.status) + ": " + reply.text;
+  }
+
+ private:
+  Migrd() : listener_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "/tmp/objects_test.%d", getpid());
+    path_ = at.sun_path;
+    if (bind(listener_, reinterpret_cast<sockaddr*>(&at), sizeof at) || listen(listener_, 1)) std::abort();
+    setenv("MIGR_PROC_SOCKET", at.sun_path, 1);
+  }
+  ~Migrd() { unlink(path_.c_str()); }
+  migr_msg receive() {
+    std::vector<char> packet(1 << 20);
+    migr_msg m{};
+    pollfd p{.fd = fd_, .events = POLLIN, .revents = 0};
+    if (poll(&p, 1, 10'000) == 1 && recv(fd_, packet.data(), packet.size(), 0) >= static_cast<ssize_t>(sizeof m)) std::memcpy(&m, packet.data(), sizeof m);
+    return m;
+  }
+  const int listener_;
+  int fd_ = -1;
+  std::uint32_t seq_ = 0;
+  std::string path_;
+};
+Migrd& migrd = Migrd::get();  // before the first device is opened
 
 class Objects : public ::testing::Test {
  protected:
@@ -52,6 +106,15 @@ class Objects : public ::testing::Test {
     attr.qp_context = this;
     attr.cap.max_send_wr = attr.cap.max_recv_wr = 8;
     return ibv_create_qp(pd_, &attr);
+  }
+  void post_one(ibv_qp* qp) const {
+    ibv_sge one = sge();
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_SEND;
+    wr.sg_list = &one;
+    wr.num_sge = 1;
+    EXPECT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+    EXPECT_STREQ(recorder_call, "post_send");
   }
   ibv_sge sge() const { return {.addr = reinterpret_cast<std::uint64_t>(memory_), .length = 8, .lkey = mr_->lkey}; }
 
@@ -126,7 +189,7 @@ TEST_F(Objects, QpCallsNameTheProvidersQp) {
   ibv_flow_attr flow_attr{};
   ibv_flow* flow = ibv_create_flow(qp, &flow_attr);
   EXPECT_CALLED("create_flow", real);
-  delete flow;
+  EXPECT_EQ(ibv_destroy_flow(flow), 0);
   EXPECT_EQ(ibv_destroy_qp(qp), 0);
   EXPECT_CALLED("destroy_qp", real);
 }
@@ -185,7 +248,7 @@ TEST_F(Objects, CqCallsNameTheProvidersCq) {
   ibv_wq* wq = ibv_create_wq(context_, &wq_attr);
   EXPECT_CALLED("create_wq", real_cq_);
   EXPECT_EQ(wq_attr.cq, cq_);
-  delete wq;
+  EXPECT_EQ(ibv_destroy_wq(wq), 0);
   ibv_comp_channel* channel = ibv_create_comp_channel(context_);
   ibv_cq* of_event;
   void* cq_context;
@@ -279,6 +342,108 @@ TEST_F(Objects, ReregisteredMrShowsTheNewRange) {
   EXPECT_CALLED("rereg_mr", real_mr_);
   EXPECT_EQ(mr_->addr, memory_ + 8);
   EXPECT_EQ(mr_->length, 16u);
+}
+
+// Peers and the program itself may go on with the keys that they have.
+TEST_F(Objects, ReregisteredWithOtherRightsItKeepsItsNames) {
+  const ibv_mr before = *mr_;
+  ibv_qp* qp = make_qp();
+  ibv_pd* other = ibv_alloc_pd(context_);
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ), 0);
+  EXPECT_CALLED("rereg_mr", real_mr_);
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_PD, other, nullptr, 0, 0), 0);
+  EXPECT_EQ(recorder_other, other);
+  EXPECT_EQ(mr_->pd, other);
+  EXPECT_EQ(mr_->lkey, before.lkey);
+  EXPECT_EQ(mr_->rkey, before.rkey);
+  EXPECT_EQ(mr_->addr, before.addr);
+  post_one(qp);
+  EXPECT_EQ(recorder_lkey, real_mr_->lkey);
+  ibv_destroy_qp(qp);
+  ibv_dealloc_pd(other);
+}
+
+TEST_F(Objects, ReregisteredUnderOtherKeysItIsCalledByThem) {
+  const ibv_mr before = *mr_;
+  const std::uint32_t physical = real_mr_->lkey;
+  const bool forced = getenv("MIGR_FORCE_SWITCHED");
+  ibv_qp* qp = make_qp();
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, memory_ + 8, 16, 0), 0);
+  EXPECT_NE(real_mr_->lkey, physical);
+  EXPECT_EQ(mr_->rkey, real_mr_->rkey);
+  EXPECT_EQ(mr_->lkey != real_mr_->lkey, forced);
+  EXPECT_NE(mr_->lkey, before.lkey);
+  post_one(qp);
+  EXPECT_EQ(recorder_lkey, real_mr_->lkey);
+  ibv_destroy_qp(qp);
+}
+
+TEST_F(Objects, WhatCouldNotBeReregisteredIsAsItWas) {
+  const ibv_mr before = *mr_;
+  for (const int err : {IBV_REREG_MR_ERR_INPUT, IBV_REREG_MR_ERR_DONT_FORK_NEW, IBV_REREG_MR_ERR_CMD, IBV_REREG_MR_ERR_CMD_AND_DO_FORK_NEW}) {
+    recorder_rereg_fails = err;
+    EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, memory_ + 8, 16, 0), err);
+    EXPECT_EQ(mr_->addr, before.addr);
+    EXPECT_EQ(mr_->length, before.length);
+    EXPECT_EQ(mr_->lkey, before.lkey);
+    EXPECT_EQ(mr_->rkey, before.rkey);
+  }
+  recorder_rereg_fails = IBV_REREG_MR_ERR_DO_FORK_OLD;  // "New MR is valid"
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, memory_ + 8, 16, 0), IBV_REREG_MR_ERR_DO_FORK_OLD);
+  EXPECT_EQ(mr_->addr, memory_ + 8);
+  EXPECT_EQ(mr_->rkey, real_mr_->rkey);
+}
+
+// ODP is refused; what was on demand and is not any more moves.
+TEST_F(Objects, ReregistrationDecidesWhetherItCanMove) {
+  constexpr char kOdp[] = "on demand";
+  EXPECT_EQ(migrd.refusal().find(kOdp), std::string::npos);
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_ON_DEMAND), 0);
+  EXPECT_NE(migrd.refusal().find(kOdp), std::string::npos) << migrd.refusal();
+  EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, 0), 0);
+  EXPECT_EQ(migrd.refusal().find(kOdp), std::string::npos) << migrd.refusal();
+}
+
+TEST_F(Objects, DomainsPassThroughAndAreRefusedByName) {
+  constexpr char kTd[] = "1 x thread domain", kParent[] = "1 x parent domain";
+  ibv_td_init_attr td_attr{};
+  ibv_td* td = ibv_alloc_td(context_, &td_attr);
+  ASSERT_NE(td, nullptr);
+  EXPECT_CALLED("alloc_td", context_);
+  EXPECT_EQ(recorder_other, &td_attr);
+  EXPECT_NE(migrd.refusal().find(kTd), std::string::npos) << migrd.refusal();
+  ibv_parent_domain_init_attr attr{};
+  attr.pd = pd_;
+  attr.td = td;
+  ibv_pd* domain = ibv_alloc_parent_domain(context_, &attr);
+  ASSERT_NE(domain, nullptr);
+  EXPECT_CALLED("alloc_parent_domain", pd_);
+  EXPECT_EQ(recorder_other, td);
+  EXPECT_NE(migrd.refusal().find(kParent), std::string::npos) << migrd.refusal();
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_;
+  ibv_qp* qp = ibv_create_qp(domain, &init);
+  EXPECT_EQ(recorder_qp->pd, domain);
+  EXPECT_EQ(qp->pd, domain);
+  ibv_mr* mr = ibv_reg_mr(domain, memory_, 8, 0);
+  EXPECT_EQ(mr->pd, domain);
+  ibv_dereg_mr(mr);
+  ibv_destroy_qp(qp);
+  EXPECT_EQ(ibv_dealloc_pd(domain), 0);
+  EXPECT_EQ(migrd.refusal().find(kParent), std::string::npos) << migrd.refusal();
+  EXPECT_EQ(ibv_dealloc_td(td), 0);
+  EXPECT_EQ(migrd.refusal().find(kTd), std::string::npos) << migrd.refusal();
+}
+
+// As libibverbs does it, with what is asked of the device.
+TEST_F(Objects, FlagsOfMemoryArriveAsGiven) {
+  for (const unsigned access : {unsigned{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED}, unsigned{IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING}}) {
+    ibv_mr* mr = ibv_reg_mr_iova2(pd_, memory_, 8, 0, access);
+    ASSERT_NE(mr, nullptr);
+    EXPECT_STREQ(recorder_call, "reg_mr_iova2");
+    EXPECT_EQ(reinterpret_cast<const unsigned*>(recorder_mr + 1)[1], access);
+    ibv_dereg_mr(mr);
+  }
 }
 
 TEST_F(Objects, AdviceCarriesThePhysicalKey) {

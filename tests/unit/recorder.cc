@@ -23,6 +23,7 @@ extern "C" {
 [[gnu::visibility("default")]] const void* recorder_object;
 [[gnu::visibility("default")]] const void* recorder_other;
 [[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey, recorder_dest_qpn;
+[[gnu::visibility("default")]] int recorder_rereg_fails;
 [[gnu::visibility("default")]] ibv_mr* recorder_mr;
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
@@ -121,11 +122,26 @@ ibv_flow* create_flow(ibv_qp* qp, ibv_flow_attr*) {
   flow->context = qp->context;
   return flow;
 }
+int destroy_flow(ibv_flow* flow) { return delete flow, 0; }
+int destroy_wq(ibv_wq* wq) { return delete wq, 0; }
 ibv_wq* create_wq(ibv_context* c, ibv_wq_init_attr* a) {
   auto* wq = new ibv_wq{};
   wq->context = c;
   recorded("create_wq", a->cq);
   return wq;
+}
+ibv_td* alloc_td(ibv_context* c, ibv_td_init_attr* a) {
+  auto* td = new ibv_td{};
+  td->context = c;
+  recorded("alloc_td", c, a);
+  return td;
+}
+int dealloc_td(ibv_td* td) { return recorded("dealloc_td", td), delete td, 0; }
+ibv_pd* alloc_parent_domain(ibv_context* c, ibv_parent_domain_init_attr* a) {
+  auto* pd = new ibv_pd{};
+  pd->context = c;
+  recorded("alloc_parent_domain", a->pd, a->td);
+  return pd;
 }
 ibv_mr* alloc_null_mr(ibv_pd* pd) { return make_mr("alloc_null_mr", pd, nullptr, 0, 0); }
 ibv_mr* reg_dm_mr(ibv_pd* pd, ibv_dm*, uint64_t, std::size_t length, unsigned access) {
@@ -220,10 +236,15 @@ RECORDER ibv_context* ibv_open_device(ibv_device* device) {
   v->modify_cq = modify_cq;
   v->modify_qp_rate_limit = modify_qp_rate_limit;
   v->ibv_create_flow = create_flow;
+  v->ibv_destroy_flow = destroy_flow;
   v->create_wq = create_wq;
+  v->destroy_wq = destroy_wq;
   v->alloc_null_mr = alloc_null_mr;
   v->reg_dm_mr = reg_dm_mr;
   v->advise_mr = advise_mr;
+  v->alloc_td = alloc_td;
+  v->dealloc_td = dealloc_td;
+  v->alloc_parent_domain = alloc_parent_domain;
   v->create_srq_ex = create_srq_ex;
   v->get_srq_num = get_srq_num;
   v->post_srq_ops = post_srq_ops;
@@ -267,10 +288,20 @@ RECORDER ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t, std::size_t length, uin
 }
 RECORDER ibv_mr* ibv_import_mr(ibv_pd* pd, uint32_t) { return make_mr("import_mr", pd, nullptr, 0, 0); }
 RECORDER void ibv_unimport_mr(ibv_mr* mr) { recorded("unimport_mr", mr); }
-RECORDER int ibv_rereg_mr(ibv_mr* mr, int, ibv_pd*, void* addr, std::size_t length, int) {
-  mr->addr = addr;
-  mr->length = length;
-  return recorded("rereg_mr", mr), 0;
+// Other memory has other keys, as with some devices.
+RECORDER int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
+  recorded("rereg_mr", mr, pd);
+  const int err = recorder_rereg_fails;
+  recorder_rereg_fails = 0;
+  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return err;
+  if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {
+    mr->addr = addr;
+    mr->length = length;
+    mr->lkey = mr->rkey = next_number++ << 8 | 0x11;
+  }
+  if (flags & IBV_REREG_MR_CHANGE_PD) mr->pd = pd;
+  if (flags & IBV_REREG_MR_CHANGE_ACCESS) reinterpret_cast<Mr*>(mr)->access = static_cast<unsigned>(access);
+  return err;
 }
 // Freed objects are not given back: recorder_* may still be compared with them.
 RECORDER int ibv_dereg_mr(ibv_mr* mr) { return recorded("dereg_mr", mr), 0; }

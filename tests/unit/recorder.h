@@ -15,6 +15,8 @@ extern unsigned recorder_lkey;
 extern unsigned recorder_rkey;
 /// Of the last ibv_modify_qp.
 extern unsigned recorder_dest_qpn;
+/// What the next call of ibv_rereg_mr fails with, as its return value.
+extern int recorder_rereg_fails;
 /// The provider's object that was made last, of each kind.
 extern ibv_mr* recorder_mr;
 extern ibv_cq* recorder_cq;

@@ -19,7 +19,7 @@ constexpr std::uint8_t kRnrRetry = 7;      // for ever
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
 constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
 constexpr std::uint32_t kMaxCqs = 4, kMaxQpsPerCq = 64;  // more would not fit rxe's longest CQ
-constexpr std::uint64_t kTargetIova = 0x10000, kReadableIova = 0x7000000000;  // --iova
+constexpr std::uint64_t kTargetIova = 0, kReadableIova = 0x7000000000;  // --iova
 constexpr std::uint32_t kMaxRdAtomic = 16;
 
 [[noreturn]] void fail(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
@@ -171,8 +171,10 @@ std::string SecondContext::check(int ib_port) const {
   return {};
 }
 
-Mr Fabric::reg(const Memory& m, int access, std::uint64_t iova) const {
-  Mr mr(iova ? ibv_reg_mr_iova(pd.get(), m.data(), m.size(), iova, access) : ibv_reg_mr(pd.get(), m.data(), m.size(), access));
+Mr Fabric::reg(const Memory& m, int access, std::optional<std::uint64_t> iova) const {
+  if (options.iova) access |= IBV_ACCESS_RELAXED_ORDERING;
+  if (iova == kTargetIova) access |= IBV_ACCESS_ZERO_BASED;
+  Mr mr(iova ? ibv_reg_mr_iova(pd.get(), m.data(), m.size(), *iova, access) : ibv_reg_mr(pd.get(), m.data(), m.size(), access));
   if (!mr) fail("cannot register " + std::to_string(m.size()) + " bytes (ulimit -l?)");
   return mr;
 }
@@ -199,8 +201,8 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows ? IBV_ACCESS_MW_BIND : 0), o.iova ? kTargetIova : 0);
-  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? kReadableIova : 0);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows ? IBV_ACCESS_MW_BIND : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
+  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? std::optional(kReadableIova) : std::nullopt);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
   if (o.mr_mb) untouched_mr = reg(untouched, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);

@@ -5,6 +5,7 @@
 #include <infiniband/verbs.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -123,7 +124,7 @@ class Fabric {
   ibv_cq* recv_cq(std::uint32_t qp) const { return cqs[(qp + (qp & 1 ? 0 : 1)) % cqs.size()].get(); }
 
  private:
-  Mr reg(const Memory& m, int access, std::uint64_t iova = 0) const;
+  Mr reg(const Memory& m, int access, std::optional<std::uint64_t> iova = {}) const;
   void create_qp(std::uint32_t i);
 
   ibv_port_attr port_{};

@@ -37,7 +37,7 @@ constexpr const char kHelp[] =
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --srq             all QPs of this end receive from one SRQ, whose limit event has to come
   --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
-  --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses
+  --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses, from zero; all of it with relaxed ordering
   --fork            have a child that was forked after the set-up and keeps what it inherited
   --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
   --second          keep another context open, with a QP of its own that has to work at the end
