@@ -103,6 +103,19 @@ std::vector<pid_t> tree_of(pid_t root) {
   return all;
 }
 
+bool descends(pid_t pid, pid_t ancestor) {
+  for (pid_t p = pid; p != ancestor; p = stat_of(p).parent)
+    if (p <= 1) return !stat_of(pid).state;
+  return true;
+}
+
+std::string name_of(pid_t pid) {
+  std::ifstream in("/proc/" + std::to_string(pid) + "/comm");
+  std::string name;
+  std::getline(in, name);
+  return name;
+}
+
 Result<ContainerState> Bare::state(pid_t pid) const {
   const std::string who = "process " + std::to_string(pid);
   if (!lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};

@@ -16,6 +16,10 @@ std::optional<pid_t> bare_pid(const std::string& id);
 std::string life_of(pid_t pid);
 /// The process and its descendants, the process first. Empty: it has ended.
 std::vector<pid_t> tree_of(pid_t pid);
+/// One that has ended descends from all.
+bool descends(pid_t pid, pid_t ancestor);
+/// Its command; empty: it has ended.
+std::string name_of(pid_t pid);
 
 /// As Runc, of which it has every call that makes sense. Thread: any.
 class Bare {

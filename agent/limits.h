@@ -63,6 +63,8 @@ inline constexpr char kPreCopyDir[] = "pre-copy";
 inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
 
+inline constexpr int kExecMs = 3'000;           // a command that is run in a container just now may end
+
 inline constexpr int kBusyWaitMs = 180'000;     // for processes that another migration holds
 inline constexpr int kBusyStepMs = 200;
 inline constexpr int kBusyPauseMs = 1'500;      // a try that let go of everything begins again at most so much later

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "runtime.h"
 
+#include <fmt/format.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
+
+#include "limits.h"
 
 namespace migr {
 namespace {
@@ -49,9 +54,25 @@ Status Runtime::name_is_free(const std::string& id) const {
 
 Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? bare_.check() : runc_.check_verbs(); }
 
-Status Runtime::may_leave(const std::string& id) const {
-  const auto pid = bare_pid(id);
-  return pid ? bare_.connections_stay(*pid) : Status();
+// A process of `runc exec` is not a child of the container's first one, and CRIU dumps only what is: it would be gone.
+Status Runtime::started_beside(const ContainerState& c) const {
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kExecMs);;) {
+    auto all = runc_.pids(c);
+    if (!all) return all.error();
+    // One process after the other is looked at: what begins or ends meanwhile does not matter.
+    const auto other = std::find_if(all->begin(), all->end(), [&](pid_t pid) { return !descends(pid, c.pid); });
+    if (other == all->end()) return {};
+    if (std::chrono::steady_clock::now() > until)
+      return Error{EOPNOTSUPP, fmt::format("process {} ({}) was started in '{}' with runc exec and is no descendant of its first process, so it cannot move with it; "
+                                           "end it, or start such programs in the background (runc exec {} setsid -f CMD)",
+                                           *other, name_of(*other), c.id, c.id)};
+    usleep(100'000);
+  }
+}
+
+Status Runtime::may_leave(const ContainerState& c) const {
+  const auto pid = bare_pid(c.id);
+  return pid ? bare_.connections_stay(*pid) : started_beside(c);
 }
 
 Result<std::vector<pid_t>> Runtime::pids(const ContainerState& c) const {

@@ -25,7 +25,7 @@ class Runtime {
   /// What it needs is installed.
   Status check_verbs(const std::string& id) const;
   /// Nothing of it would be lost elsewhere.
-  Status may_leave(const std::string& id) const;
+  Status may_leave(const ContainerState& c) const;
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
   Status early_images(const std::string& id, const std::string& images) const;
   Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const;
@@ -48,6 +48,7 @@ class Runtime {
   Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
+  Status started_beside(const ContainerState& c) const;
   const Runc runc_;
   const Bare bare_;
 };

@@ -390,7 +390,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   auto all = host_.runc_.pids(state_);
   if (!all) return all.error();
   if (bare_pid(container)) info_.pids = *all;
-  if (auto s = host_.runc_.may_leave(container); !s) return s.error();
+  if (auto s = host_.runc_.may_leave(state_); !s) return s.error();
   for (const pid_t pid : *all) {
     info_.memory_bytes += resident_bytes(pid);
     if (has_rdma_cm(pid))

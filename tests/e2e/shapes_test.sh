@@ -9,7 +9,26 @@ e2e_up || exit 1
 moved() {	# OPTION...: src to dst
 	start_verify src shape "$@" && migrate_ok shape dst && expect_traffic && stop_verify shape || { e2e_logs; e2e_reset; return 1; }
 }
-several_processes() { VERIFY_PROCESSES=3 moved "$@"; }
+# Two of the container's own, and one that was started in it with runc exec. In the background that is a child of the first
+# process, and moves along; in the foreground it is not, cannot, and is named.
+exec_failed() { container_exec "$(container_host shape)" shape cat /tmp/exec.log >&2; peer_log exec >&2; e2e_logs; e2e_reset; fail "$*"; }
+exec_moves() { local x; x=$(on peer jq -r .bytes /tmp/exec.status) && sleep 1 && [ "$(on peer jq -r .bytes /tmp/exec.status)" -gt "$x" ]; }
+several_processes() {
+	local VERIFY_PROCESSES=2
+	start_verify src shape "$@" && start_peer exec "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --port 18600 --status /tmp/exec.status || return 1
+	# shellcheck disable=SC2016
+	container_exec src shape bash -c 'LD_PRELOAD=$1/libmigr.so setsid -f "${@:2}" </dev/null >/tmp/exec.log 2>&1' bash "$E2E_LIB" \
+		"$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --rate 300 --port 18600 --stop-file /tmp/exec.stop "$@" "$E2E_PEER" &&
+		until_true 60 exec_moves || { exec_failed "no traffic of what was started with runc exec"; return 1; }
+	# shellcheck disable=SC2016
+	on_sh src '"$1/runc" exec -d shape tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" &&
+		migrate_refused shape dst "process [0-9]+ \\(tail\\) was started in 'shape' with runc exec" && expect_running shape src && on src pkill -x tail ||
+		{ exec_failed "a program in the foreground"; return 1; }
+	migrate_ok shape dst && until_true 30 exec_moves && expect_traffic && container_exec dst shape touch /tmp/exec.stop && peer_wait exec 120 &&
+		until_true 30 container_exec dst shape grep -q '^{' /tmp/exec.log &&
+		container_exec dst shape grep '^{' /tmp/exec.log | jq -e '.errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0' >/dev/null &&
+		stop_verify shape || exec_failed "what was started with runc exec did not move along"
+}
 # The record never holds still: two tries find that out before anything is stopped, the third makes such calls wait.
 churn() {
 	moved --churn 20 "$@" &&
@@ -61,7 +80,7 @@ its_own_partner() {
 }
 
 step "memory copied ahead of the stop" memory_ahead
-step "three processes in one container" several_processes --mode mixed --qps 2
+step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
 step "a service that is its own partner" its_own_partner --mode mixed --qps 2
 step "made and connected during the stop" without_pre_setup

@@ -211,6 +211,12 @@ TEST(Bare, ATreeIsAProcessAndItsDescendants) {
   pid_t grandchild = 0;
   ASSERT_EQ(read(ready[0], &grandchild, sizeof grandchild), static_cast<ssize_t>(sizeof grandchild));
   EXPECT_EQ(tree_of(child), (std::vector<pid_t>{child, grandchild}));
+  EXPECT_TRUE(descends(grandchild, child));
+  EXPECT_TRUE(descends(grandchild, getpid()));
+  EXPECT_TRUE(descends(child, child));
+  EXPECT_FALSE(descends(child, grandchild));
+  EXPECT_FALSE(descends(getpid(), child));
+  EXPECT_EQ(name_of(child), "stored_test");
   const Config config;
   const Bare bare(config);
   auto state = bare.state(child);
