@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <fstream>
+#include <sstream>
 #include <utility>
 
 #include "limits.h"
@@ -190,6 +191,13 @@ bool Child::wait(int limit_ms) {
 
 void Child::signal(int sig) {
   if (pid_) kill(-pid_, sig);
+}
+
+std::string criu_error(const std::string& log) {
+  std::istringstream in(tail_of(log, 64 << 10));
+  for (std::string line; std::getline(in, line);)
+    if (line.find("Error (") != std::string::npos && line.find("tun.c") == std::string::npos) return line;
+  return {};
 }
 
 std::string tail_of(const std::string& path, std::size_t bytes) {

@@ -55,5 +55,7 @@ class Child {
 
 /// The last lines of a file, at most `bytes`.
 std::string tail_of(const std::string& path, std::size_t bytes);
+/// Of a log of CRIU's: the first error, which is the cause (a probe for tun devices always complains). Empty: none.
+std::string criu_error(const std::string& log);
 
 }  // namespace migr

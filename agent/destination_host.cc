@@ -183,15 +183,7 @@ bool DestinationHost::is_here(const Job& job) const { return runc_.is_still(job.
 // CRIU's own words are worth more than "exit status 1".
 Status DestinationHost::with_log(const Job& job, const Status& s) {
   if (s) return s;
-  std::string line;
-  const std::string log = tail_of(job.dir + "/work/restore.log", 64 << 10);
-  for (std::size_t at = 0; at < log.size();) {
-    std::size_t end = std::min(log.find('\n', at), log.size());
-    const std::string l = log.substr(at, end - at);
-    // The first is the cause; a probe for tun devices always complains.
-    if (l.find("Error (") != std::string::npos && l.find("tun.c") == std::string::npos && line.empty()) line = l;
-    at = end + 1;
-  }
+  const std::string line = criu_error(job.dir + "/work/restore.log");
   std::string out = tail_of(job.dir + "/restore.out", 2048);
   while (!out.empty() && std::isspace(static_cast<unsigned char>(out.back()))) out.pop_back();
   if (const auto nl = out.rfind('\n'); nl != std::string::npos) out = out.substr(nl + 1);

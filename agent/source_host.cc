@@ -586,8 +586,10 @@ Status SourceRun::checkpoint() {
     // The log is what tells; keep it when the folder goes.
     const std::string kept = host_.config_.state_dir + "/failed-dump.log";
     std::error_code ec;
-    if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec))
-      return Error{s.error().code, s.error().text + " (log: " + kept + ")"};
+    std::string text = s.error().text;
+    if (const std::string why = criu_error(dir + "/work/dump.log"); !why.empty()) text += "; CRIU: " + why;
+    if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += " (log: " + kept + ")";
+    return Error{s.error().code, text};
   }
   return s;
 }
