@@ -204,6 +204,8 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
   for (const auto pid : info_.pids) r.add_pids(pid);
   r.set_bundle(info_.bundle);
   for (const auto& d : info_.devices) r.add_devices(d);
+  for (const auto& n : info_.needs) *r.add_needs() = n;
+  r.set_memory_bytes(info_.filled_bytes);
   if (auto s = dest_.check(r); !s) {
     if (unreachable(s.error()))
       return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};

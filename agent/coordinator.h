@@ -40,6 +40,8 @@ struct ContainerInfo {
   std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
   std::vector<std::uint32_t> vqpns;
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes
+  std::vector<wire::Needs> needs;                            // of each device
+  std::uint64_t filled_bytes = 0;                            // what the checkpoint will have, about
   wire::Resources resources;
 };
 

@@ -23,6 +23,7 @@
 #include "limits.h"
 #include "parallel.h"
 #include "restore_socket.h"
+#include "room.h"
 #include "resume_stats.h"
 
 namespace migr {
@@ -208,6 +209,13 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     std::error_code ec;
     if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, "no RDMA device"};
     if (!Runtime::name_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
+    for (const auto& n : r->needs()) {
+      auto room = room_of(n.device());
+      if (!room) return Error{EBUSY, room.error().text};
+      if (auto s = fits(n, *room); !s) return s;
+    }
+    if (auto s = memory_fits(r->memory_bytes()); !s) return s;
+    if (auto s = disk_fits(r->memory_bytes(), config_.state_dir + "/dest"); !s) return s;
     if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
       return Error{EBUSY, "no migr_plugin.so in " + config_.criu_libs};
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};

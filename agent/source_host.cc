@@ -18,6 +18,7 @@
 #include "page_images.h"
 #include "parallel.h"
 #include "record_image.h"
+#include "room.h"
 
 namespace migr {
 namespace {
@@ -357,6 +358,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   info_.ctxs.emplace_back(r.ctx_id, owner);
   const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));
   if (!device.empty() && std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
+  if (!device.empty()) add_needs(info_.needs, c);
   auto& n = info_.resources;
   n.set_ctx(n.ctx() + 1);
   n.set_pd(n.pd() + static_cast<std::uint32_t>(c.pds.size()));
@@ -393,6 +395,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (auto s = host_.runc_.may_leave(state_); !s) return s.error();
   for (const pid_t pid : *all) {
     info_.memory_bytes += resident_bytes(pid);
+    info_.filled_bytes += filled_bytes(pid);
     if (has_rdma_cm(pid))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " uses librdmacm (/dev/infiniband/rdma_cm is open): what the kernel's connection manager knows of its connections cannot be migrated"};
   }
@@ -436,6 +439,12 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     info_.instances.push_back(known.session->instance());
     info_.births.push_back(host_.numbers_.births_of(known.session->instance(), known.vqpns, known.generation == 0));
   }
+  for (auto& n : info_.needs) {
+    auto room = room_of(n.device());
+    if (!room) return room.error();
+    has_now(n, *room);
+  }
+  if (auto s = disk_fits(info_.filled_bytes, host_.folder(id_)); !s) return s.error();
   return info_;
 }
 
@@ -613,11 +622,6 @@ Status SourceRun::destroy() { return host_.remove(entry_.record); }
 
 // The like of a GID on another host: of the same port, type and family.
 wire::MovesRequest SourceRun::moves(const wire::PrepareReply& prepared) {
-  const auto family = [](const std::string& gid) {
-    static const std::string kMapped = std::string(10, '\0') + "\xff\xff";
-    if (gid.compare(0, kMapped.size(), kMapped) == 0) return 0;
-    return gid[0] == '\xfe' && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
-  };
   std::set<std::string> there;
   for (const auto& g : prepared.gids()) there.insert(g.device());
   wire::MovesRequest out;
@@ -626,7 +630,7 @@ wire::MovesRequest SourceRun::moves(const wire::PrepareReply& prepared) {
     if (p == prepared.qps().end()) continue;
     for (const auto& from : gids_of(q.gid)) {
       const auto to = std::find_if(prepared.gids().begin(), prepared.gids().end(), [&](const auto& g) {
-        return (g.device() == q.gid || there.size() == 1) && g.port() == from.port() && g.type() == from.type() && family(g.gid()) == family(from.gid());
+        return (g.device() == q.gid || there.size() == 1) && g.port() == from.port() && g.type() == from.type() && gid_family(g.gid()) == gid_family(from.gid());
       });
       if (to == prepared.gids().end()) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);

@@ -244,6 +244,29 @@ int migr_rst_files_read(int dirfd, struct migr_rst_file **out, uint32_t *nr, str
 int migr_rst_device_find(const char *want, char ibdev[MIGR_IBDEV_NAME_MAX], char path[64],
 			 struct migr_rst_err *err);
 
+#define MIGR_RST_PORTS 8
+
+struct migr_rst_port {
+	uint32_t state;		/* enum ib_port_state; 4: active */
+	uint32_t active_mtu;	/* enum ib_mtu */
+};
+
+/* What a device has to give, and how much of it is taken. */
+struct migr_rst_device {
+	char ibdev[MIGR_IBDEV_NAME_MAX];
+	uint32_t driver_id;	/* enum rdma_driver_id */
+	uint64_t max_mr_size;	/* bytes */
+	uint32_t max_qp, max_cq, max_mr, max_pd, max_srq, max_mw, max_ah;
+	uint32_t used_qp, used_cq, used_mr, used_pd, used_srq;
+	uint32_t max_qp_wr, max_sge, max_cqe, max_srq_wr, max_srq_sge;
+	uint32_t max_qp_rd_atom, max_qp_init_rd_atom;
+	uint32_t nr_ports;
+	struct migr_rst_port ports[MIGR_RST_PORTS];	/* port 1 first */
+};
+
+/* Of the device that migr_rst_device_find() finds; with a context of its own, for a moment. */
+int migr_rst_device_query(const char *want, struct migr_rst_device *d, struct migr_rst_err *err);
+
 /*
  * One by one, all with raw uverbs commands, so that a queue ring that may be
  * mapped only once is left to the restored process. @c->cmd_fd has to be an

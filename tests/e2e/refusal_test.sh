@@ -68,6 +68,26 @@ partner_without_libmigr() {
 	expect_running half src && container_exec src half touch /tmp/stop && container_wait src half 60 && peer_wait plain 60 &&
 		container_remove src half && untouched
 }
+only_checked() {
+	jq -e '.migrated == false and (.phases_ms | keys == ["check"])' "$E2E_OUT/refused.json" >/dev/null ||
+		{ cat "$E2E_OUT/refused.json" >&2; fail "more was done than to check"; }
+}
+# with_host HOST DO UNDO PATTERN: a migration while HOST is as DO makes it is refused before anything is touched.
+with_host() {
+	local r=1
+	on_sh "$1" "$2" && sleep 1 && migrate_refused c dst "$4" && only_checked && r=0
+	on_sh "$1" "$3" && [ $r = 0 ] && untouched
+}
+# The same, but only seen when files are written: it goes back.
+undone_with_host() {
+	local r=1
+	on_sh "$1" "$2" && migrate_refused c dst "$4" && r=0
+	jq -e '.phases_ms | has("rollback")' "$E2E_OUT/refused.json" >/dev/null || { cat "$E2E_OUT/refused.json" >&2; fail "nothing was undone"; r=1; }
+	on_sh "$1" "$3" && [ $r = 0 ] && untouched
+}
+# Of bytes there are enough, of files not: what only the disk itself can tell.
+few_files() { echo "mkdir -p $1 && mount -t tmpfs -o size=512m,nr_inodes=$2 none $1"; }
+small_disk() { echo "mkdir -p $1 && mount -t tmpfs -o size=256k none $1"; }
 wrong_arguments() {
 	local status=0
 	on src migrctl migrate c >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
@@ -84,6 +104,14 @@ step "an ordinary user" ordinary_user
 step "a process without libmigr" no_libmigr
 step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
+step "a smaller MTU there" with_host dst 'ip link set eth1 mtu 576' 'ip link set eth1 mtu 1500' 'dst: .*an MTU of 1024 on port 1 \(QP [0-9]+\), which has 256'
+step "the rail is down there" with_host dst 'ip link set eth1 down' 'ip link set eth1 up' 'dst: .*an active port 1 \(QP [0-9]+\): it is down'
+step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
+	'dst: .*has filled [0-9]+ MB of memory, and 1 MB are free here'
+step "a small disk there" with_host dst "$(small_disk /var/lib/migr/dest)" 'umount /var/lib/migr/dest' 'dst: .*and 1 MB are free in /var/lib/migr/dest'
+step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umount /var/lib/migr/source' 'and 1 MB are free in /var/lib/migr/source'
+step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
+step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "a process with librdmacm" holds cm "librdmacm"
 step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"

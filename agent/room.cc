@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "room.h"
+
+#include <fmt/format.h>
+#include <rdma/ib_user_ioctl_verbs.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "directory.h"
+#include "kernel_record.h"
+
+namespace migr {
+namespace {
+
+constexpr std::uint32_t kUd = 4, kRtr = 2, kRts = 3;  // enum ib_qp_type, enum ib_qp_state
+constexpr std::uint32_t kActive = 4;                  // enum ib_port_state
+constexpr char kRoceV2[] = "RoCE v2";                 // as sysfs calls it
+
+std::uint32_t mtu_bytes(std::uint32_t mtu) { return mtu >= 1 && mtu <= 5 ? 128u << mtu : 0; }
+
+const char* family_name(int family) { return family == 0 ? "IPv4" : family == 1 ? "IPv6 link-local" : "IPv6"; }
+
+std::string driver_name(std::uint32_t id) {
+  switch (id) {
+    case RDMA_DRIVER_MLX5: return "mlx5";
+    case RDMA_DRIVER_MLX4: return "mlx4";
+    case RDMA_DRIVER_BNXT_RE: return "bnxt_re";
+    case RDMA_DRIVER_IRDMA: return "irdma";
+    case RDMA_DRIVER_RXE: return "rxe";
+    case RDMA_DRIVER_SIW: return "siw";
+    default: return "number " + std::to_string(id);
+  }
+}
+
+std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
+
+}  // namespace
+
+int gid_family(const std::string& gid) {
+  static const std::string kMapped = std::string(10, '\0') + "\xff\xff";
+  if (gid.compare(0, kMapped.size(), kMapped) == 0) return 0;
+  return gid[0] == '\xfe' && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+}
+
+Result<Room> room_of(const std::string& device) {
+  Room r;
+  migr_rst_err err{};
+  if (const int e = migr_rst_device_query(device.c_str(), &r.device, &err)) return Error{-e, err.text};
+  r.gids = gids_of(r.device.ibdev);
+  return r;
+}
+
+void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
+  const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
+  auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });
+  if (found == needs.end()) {
+    found = needs.emplace(needs.end());
+    found->set_device(device);
+  }
+  wire::Needs& n = *found;
+  const auto more = [](std::uint32_t have, std::size_t by) { return have + static_cast<std::uint32_t>(by); };
+  n.set_pd(more(n.pd(), c.pds.size()));
+  n.set_mr(more(n.mr(), c.mrs.size()));
+  n.set_cq(more(n.cq(), c.cqs.size()));
+  n.set_qp(more(n.qp(), c.qps.size()));
+  n.set_srq(more(n.srq(), c.srqs.size()));
+  for (const auto& o : c.others) {
+    if (o.type == MIGR_OBJ_MW) n.set_mw(n.mw() + 1);
+    if (o.type == MIGR_OBJ_AH) n.set_ah(n.ah() + 1);
+  }
+  for (const auto& m : c.mrs) n.set_mr_size(std::max<std::uint64_t>(n.mr_size(), m.length));
+  for (const auto& q : c.cqs) n.set_cqe(std::max(n.cqe(), q.cqe));
+  for (const auto& s : c.srqs) {
+    n.set_srq_wr(std::max(n.srq_wr(), s.max_wr));
+    n.set_srq_sge(std::max(n.srq_sge(), s.max_sge));
+  }
+  for (const auto& q : c.qps) {
+    n.set_qp_wr(std::max({n.qp_wr(), q.max_send_wr, q.max_recv_wr}));
+    n.set_sge(std::max({n.sge(), q.max_send_sge, q.max_recv_sge}));
+    n.set_rd_atomic(std::max(n.rd_atomic(), q.max_rd_atomic));
+    n.set_dest_rd_atomic(std::max(n.dest_rd_atomic(), q.max_dest_rd_atomic));
+    if (q.flags & MIGR_QP_FORMER) continue;
+    wire::NeededPort p;
+    const std::string gid(reinterpret_cast<const char*>(q.ah.sgid), sizeof q.ah.sgid);
+    const bool known = gid.find_first_not_of('\0') != std::string::npos;  // else the usual kind, as migr_rst_gid_find() has it
+    p.set_port(q.port_num ? q.port_num : 1);
+    p.set_connected(q.qp_state == kRtr || q.qp_state == kRts);
+    p.set_roce_v2(!known || q.ah.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
+    p.set_gid(known ? gid : std::string(10, '\0') + "\xff\xff" + std::string(4, '\0'));
+    if (p.connected() && q.qp_type != kUd) p.set_mtu(q.path_mtu);
+    p.set_vqpn(q.vqpn);
+    const auto same = std::find_if(n.ports().begin(), n.ports().end(), [&](const auto& o) {
+      return o.port() == p.port() && o.connected() == p.connected() && o.roce_v2() == p.roce_v2() && o.gid() == p.gid() && o.mtu() == p.mtu();
+    });
+    if (same == n.ports().end()) *n.add_ports() = p;
+  }
+}
+
+void has_now(wire::Needs& needs, const Room& room) {
+  needs.set_driver(room.device.driver_id);
+  for (auto& p : *needs.mutable_ports())
+    if (p.connected() && !p.mtu() && p.port() - 1 < room.device.nr_ports) p.set_mtu(room.device.ports[p.port() - 1].active_mtu);
+}
+
+Status fits(const wire::Needs& n, const Room& room) {
+  const migr_rst_device& d = room.device;
+  std::string missing;
+  const auto lacks = [&](const std::string& what) { missing += (missing.empty() ? "" : "; ") + what; };
+  if (n.driver() && n.driver() != d.driver_id)
+    return Error{EBUSY, fmt::format("{} here is driven by {}, {} there by {}: a process cannot go from one driver to another", d.ibdev, driver_name(d.driver_id),
+                                    n.device(), driver_name(n.driver()))};
+  const auto count = [&](std::uint32_t needed, std::uint32_t most, std::uint32_t used, const char* what) {
+    if (const std::uint32_t free = most > used ? most - used : 0; needed > free)
+      lacks(fmt::format("{} {}, of {} free ({} of {} in use)", needed, what, free, used, most));
+  };
+  count(n.qp(), d.max_qp, d.used_qp, "QPs");
+  count(n.cq(), d.max_cq, d.used_cq, "CQs");
+  count(n.mr(), d.max_mr, d.used_mr, "MRs");
+  count(n.pd(), d.max_pd, d.used_pd, "PDs");
+  count(n.srq(), d.max_srq, d.used_srq, "SRQs");
+  count(n.mw(), d.max_mw, 0, "memory windows");
+  count(n.ah(), d.max_ah, 0, "address handles");
+  const auto size = [&](std::uint64_t needed, std::uint64_t most, const char* what) {
+    if (needed > most) lacks(fmt::format("{} {}, of at most {}", what, needed, most));
+  };
+  size(n.mr_size(), d.max_mr_size, "an MR of bytes");
+  size(n.qp_wr(), d.max_qp_wr, "a queue of work requests");
+  size(n.sge(), d.max_sge, "work requests with SGEs");
+  size(n.cqe(), d.max_cqe, "a CQ of entries");
+  size(n.srq_wr(), d.max_srq_wr, "an SRQ of work requests");
+  size(n.srq_sge(), d.max_srq_sge, "an SRQ with SGEs");
+  size(n.rd_atomic(), d.max_qp_init_rd_atom, "READs and atomics under way");
+  size(n.dest_rd_atomic(), d.max_qp_rd_atom, "READs and atomics to be answered");
+  for (const auto& p : n.ports()) {
+    const std::string qp = fmt::format("QP {}", p.vqpn());
+    if (p.port() < 1 || p.port() > d.nr_ports) {
+      lacks(fmt::format("port {} ({}), it has {}", p.port(), qp, d.nr_ports));
+      continue;
+    }
+    const migr_rst_port& port = d.ports[p.port() - 1];
+    if (p.connected() && port.state != kActive) lacks(fmt::format("an active port {} ({}): it is down, bring its link up", p.port(), qp));
+    if (p.mtu() > port.active_mtu)
+      lacks(fmt::format("an MTU of {} on port {} ({}), which has {}: raise the MTU of its interface", mtu_bytes(p.mtu()), p.port(), qp, mtu_bytes(port.active_mtu)));
+    const bool has_gid = std::any_of(room.gids.begin(), room.gids.end(), [&](const auto& g) {
+      return g.port() == p.port() && (g.type() == kRoceV2) == p.roce_v2() && (g.gid() == p.gid() || gid_family(g.gid()) == gid_family(p.gid()));
+    });
+    if (!has_gid)
+      lacks(fmt::format("a {} GID of the family {} on port {} ({}): give its interface an address", p.roce_v2() ? kRoceV2 : "IB/RoCE v1",
+                        family_name(gid_family(p.gid())), p.port(), qp));
+  }
+  if (missing.empty()) return {};
+  return Error{EBUSY, fmt::format("{} cannot take what the container has on {}. It needs {}", d.ibdev, n.device(), missing)};
+}
+
+std::uint64_t filled_bytes(pid_t pid) {
+  std::ifstream in("/proc/" + std::to_string(pid) + "/smaps_rollup");
+  std::uint64_t kb = 0;
+  for (std::string line; std::getline(in, line);)
+    for (const char* key : {"Pss_Anon:", "Pss_Shmem:", "SwapPss:"})
+      if (line.starts_with(key)) kb += std::strtoull(line.c_str() + std::strlen(key), nullptr, 10);
+  return kb << 10;
+}
+
+Status memory_fits(std::uint64_t bytes, const std::string& meminfo) {
+  std::ifstream in(meminfo);
+  std::uint64_t kb = 0;
+  bool known = false;
+  for (std::string line; std::getline(in, line);)
+    for (const char* key : {"MemAvailable:", "SwapFree:"})
+      if (line.starts_with(key)) kb += std::strtoull(line.c_str() + std::strlen(key), nullptr, 10), known = true;
+  if (!known || bytes <= kb << 10) return {};
+  return Error{ENOMEM, "the container has filled " + mb(bytes) + " of memory, and " + mb(kb << 10) + " are free here, swap included; free some"};
+}
+
+Status disk_fits(std::uint64_t bytes, const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code ec;
+  fs::path at = path;
+  while (!fs::exists(at, ec) && at.has_relative_path()) at = at.parent_path();
+  struct statvfs st;
+  if (statvfs(at.c_str(), &st)) return sys_error("asking how much is free in " + at.string());
+  const std::uint64_t free = static_cast<std::uint64_t>(st.f_bavail) * st.f_frsize;
+  if (bytes <= free) return {};
+  return Error{ENOSPC, "the checkpoint will have about " + mb(bytes) + ", and " + mb(free) + " are free in " + at.string() + "; free some"};
+}
+
+}  // namespace migr

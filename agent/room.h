@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What a container needs of a host, and whether the host has it: asked before anything is touched.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "migr/restore.h"
+#include "status.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+struct ContextRecord;
+
+/// A device of this host that a container's could be restored onto.
+struct Room {
+  migr_rst_device device{};
+  std::vector<wire::PortGid> gids;
+};
+/// Of the device of that name, else of the only one. ENODEV: there is none.
+Result<Room> room_of(const std::string& device);
+
+/// Adds what a context has to what its device has to give.
+void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c);
+
+/// The same device as it is on its own host: its driver, and the MTU that datagrams may be filled to.
+void has_now(wire::Needs& needs, const Room& room);
+
+/// EBUSY: says all that is missing, and of which it is how much.
+Status fits(const wire::Needs& needs, const Room& room);
+
+/// Memory that a process has filled, its share of what it shares with others; swapped out or not. 0: it has ended.
+std::uint64_t filled_bytes(pid_t pid);
+/// ENOMEM: less is free here, swap included.
+Status memory_fits(std::uint64_t bytes, const std::string& meminfo = "/proc/meminfo");
+/// ENOSPC: less is free where `path` is, or will be.
+Status disk_fits(std::uint64_t bytes, const std::string& path);
+
+/// 0: IPv4, 1: IPv6 link-local, 2: IPv6. @param gid  16 bytes
+int gid_family(const std::string& gid);
+
+}  // namespace migr

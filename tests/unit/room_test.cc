@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What a container needs of a host: each kind that can be short is missed, by name, with what there is; and nothing else.
+#include "agent/room.h"
+
+#include <gtest/gtest.h>
+#include <rdma/ib_user_ioctl_verbs.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <functional>
+
+#include "agent/kernel_record.h"
+
+namespace {
+
+using namespace migr;
+
+constexpr std::uint32_t kRxe = RDMA_DRIVER_RXE, kMlx5 = RDMA_DRIVER_MLX5;
+constexpr std::uint32_t kRc = 2, kUd = 4, kInit = 1, kRts = 3;
+constexpr std::uint32_t kMtu1024 = 3, kMtu4096 = 5, kActive = 4, kDown = 1;
+const std::string kIpv4 = std::string(10, '\0') + "\xff\xff\x0a\x4d\x0a\x01", kIpv4There = std::string(10, '\0') + "\xff\xff\x0a\x4d\x0a\x02";
+const std::string kLinkLocal = std::string("\xfe\x80") + std::string(13, '\0') + "\x01";
+
+migr_qp_rec qp(std::uint32_t vqpn, std::uint32_t type = kRc, std::uint32_t state = kRts) {
+  migr_qp_rec q{};
+  q.vqpn = vqpn;
+  q.qp_type = type;
+  q.qp_state = state;
+  q.max_send_wr = 64, q.max_recv_wr = 128, q.max_send_sge = 2, q.max_recv_sge = 3;
+  q.max_rd_atomic = 4, q.max_dest_rd_atomic = 5;
+  q.port_num = 1;
+  if (type == kRc && state != kInit) {
+    q.path_mtu = kMtu1024;
+    q.ah.gid_type = 2;  // RoCE v2
+    std::copy(kIpv4.begin(), kIpv4.end(), reinterpret_cast<char*>(q.ah.sgid));
+  }
+  return q;
+}
+
+ContextRecord context() {
+  ContextRecord c;
+  std::strcpy(c.rec.ibdev, "rxe0");
+  c.pds.resize(2);
+  c.mrs.resize(3);
+  c.mrs[1].length = 1 << 20;
+  c.cqs.resize(4);
+  c.cqs[2].cqe = 300;
+  c.qps = {qp(17), qp(18), qp(19), qp(20), qp(21)};
+  c.srqs.resize(1);
+  c.srqs[0].max_wr = 70, c.srqs[0].max_sge = 6;
+  c.others = {{MIGR_OBJ_MW, {}}, {MIGR_OBJ_AH, {}}, {MIGR_OBJ_AH, {}}};
+  return c;
+}
+
+wire::Needs needs_of(const ContextRecord& c) {
+  std::vector<wire::Needs> n;
+  add_needs(n, c);
+  EXPECT_EQ(n.size(), 1u);
+  return n.at(0);
+}
+
+/// Exactly what context() needs.
+Room just_enough() {
+  Room r;
+  migr_rst_device& d = r.device;
+  std::strcpy(d.ibdev, "rxe1");
+  d.driver_id = kRxe;
+  d.max_mr_size = 1 << 20;
+  d.max_qp = 5, d.max_cq = 4, d.max_mr = 3, d.max_pd = 2, d.max_srq = 1, d.max_mw = 1, d.max_ah = 2;
+  d.max_qp_wr = 128, d.max_sge = 3, d.max_cqe = 300, d.max_srq_wr = 70, d.max_srq_sge = 6;
+  d.max_qp_init_rd_atom = 4, d.max_qp_rd_atom = 5;
+  d.nr_ports = 1;
+  d.ports[0] = {kActive, kMtu1024};
+  wire::PortGid g;
+  g.set_device("rxe1"), g.set_port(1), g.set_type("RoCE v2"), g.set_gid(kIpv4There);
+  r.gids.push_back(g);
+  return r;
+}
+
+TEST(Room, WhatIsJustEnoughIsEnough) {
+  const Status s = fits(needs_of(context()), just_enough());
+  EXPECT_TRUE(s) << s.error().text;
+}
+
+struct Short {
+  const char* name;
+  std::function<void(Room&)> take;
+  const char* says;
+};
+struct OneIsShort : ::testing::TestWithParam<Short> {};
+
+TEST_P(OneIsShort, AndIsNamedAlone) {
+  Room r = just_enough();
+  GetParam().take(r);
+  const Status s = fits(needs_of(context()), r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EBUSY);
+  EXPECT_NE(s.error().text.find(GetParam().says), std::string::npos) << s.error().text;
+  EXPECT_NE(s.error().text.find("rxe1"), std::string::npos) << s.error().text;
+  EXPECT_EQ(s.error().text.find(';'), std::string::npos) << "more than one: " << s.error().text;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Room, OneIsShort,
+    ::testing::Values(
+        Short{"qp", [](Room& r) { r.device.max_qp--; }, "5 QPs, of 4 free"}, Short{"qp_used", [](Room& r) { r.device.used_qp++; }, "5 QPs, of 4 free (1 of 5 in use)"},
+        Short{"qp_over", [](Room& r) { r.device.used_qp = 9; }, "5 QPs, of 0 free"},
+        Short{"cq", [](Room& r) { r.device.max_cq--; }, "4 CQs, of 3 free"}, Short{"cq_used", [](Room& r) { r.device.used_cq++; }, "4 CQs, of 3 free"},
+        Short{"mr", [](Room& r) { r.device.max_mr--; }, "3 MRs, of 2 free"}, Short{"mr_used", [](Room& r) { r.device.used_mr++; }, "3 MRs, of 2 free"},
+        Short{"pd", [](Room& r) { r.device.max_pd--; }, "2 PDs, of 1 free"}, Short{"pd_used", [](Room& r) { r.device.used_pd++; }, "2 PDs, of 1 free"},
+        Short{"srq", [](Room& r) { r.device.max_srq--; }, "1 SRQs, of 0 free"}, Short{"srq_used", [](Room& r) { r.device.used_srq++; }, "1 SRQs, of 0 free"},
+        Short{"mw", [](Room& r) { r.device.max_mw--; }, "1 memory windows, of 0"}, Short{"ah", [](Room& r) { r.device.max_ah--; }, "2 address handles, of 1"},
+        Short{"mr_size", [](Room& r) { r.device.max_mr_size--; }, "MR of bytes 1048576, of at most 1048575"},
+        Short{"qp_wr", [](Room& r) { r.device.max_qp_wr--; }, "queue of work requests 128, of at most 127"},
+        Short{"sge", [](Room& r) { r.device.max_sge--; }, "SGEs 3, of at most 2"}, Short{"cqe", [](Room& r) { r.device.max_cqe--; }, "entries 300, of at most 299"},
+        Short{"srq_wr", [](Room& r) { r.device.max_srq_wr--; }, "an SRQ of work requests 70, of at most 69"},
+        Short{"srq_sge", [](Room& r) { r.device.max_srq_sge--; }, "an SRQ with SGEs 6, of at most 5"},
+        Short{"rd_atomic", [](Room& r) { r.device.max_qp_init_rd_atom--; }, "under way 4, of at most 3"},
+        Short{"dest_rd_atomic", [](Room& r) { r.device.max_qp_rd_atom--; }, "to be answered 5, of at most 4"},
+        Short{"mtu", [](Room& r) { r.device.ports[0].active_mtu--; }, "an MTU of 1024 on port 1 (QP 17), which has 512"},
+        Short{"port_down", [](Room& r) { r.device.ports[0].state = kDown; }, "an active port 1 (QP 17): it is down"},
+        Short{"no_port", [](Room& r) { r.device.nr_ports = 0; }, "port 1 (QP 17), it has 0"}, Short{"no_gid", [](Room& r) { r.gids.clear(); }, "a RoCE v2 GID of the family IPv4"},
+        Short{"gid_type", [](Room& r) { r.gids[0].set_type("IB/RoCE v1"); }, "a RoCE v2 GID of the family IPv4"},
+        Short{"gid_port", [](Room& r) { r.gids[0].set_port(2); }, "a RoCE v2 GID of the family IPv4 on port 1"},
+        Short{"gid_family", [](Room& r) { r.gids[0].set_gid(kLinkLocal); }, "a RoCE v2 GID of the family IPv4"}),
+    [](const auto& i) { return i.param.name; });
+
+TEST(Room, AllThatIsShortIsSaidAtOnce) {
+  Room r = just_enough();
+  r.device.max_qp = 0, r.device.max_cq = 1, r.device.ports[0].state = kDown;
+  const Status s = fits(needs_of(context()), r);
+  ASSERT_FALSE(s);
+  for (const char* what : {"QPs", "CQs", "active port"}) EXPECT_NE(s.error().text.find(what), std::string::npos) << s.error().text;
+}
+
+TEST(Room, AnotherDriverIsRefusedByName) {
+  wire::Needs n = needs_of(context());
+  Room there = just_enough();
+  there.device.driver_id = kMlx5;
+  has_now(n, there);
+  const Status s = fits(n, just_enough());
+  ASSERT_FALSE(s);
+  EXPECT_NE(s.error().text.find("rxe1 here is driven by rxe, rxe0 there by mlx5"), std::string::npos) << s.error().text;
+  has_now(n, just_enough());
+  EXPECT_TRUE(fits(n, just_enough()));
+}
+
+// What is not connected does not use the port.
+TEST(Room, AnUnconnectedQpNeedsNoLink) {
+  ContextRecord c = context();
+  for (auto& q : c.qps) q = qp(q.vqpn, kRc, kInit);
+  Room r = just_enough();
+  r.device.ports[0] = {kDown, 1};
+  const Status s = fits(needs_of(c), r);
+  EXPECT_TRUE(s) << s.error().text;
+  r.gids.clear();
+  EXPECT_FALSE(fits(needs_of(c), r)) << "the plugin gives it an address all the same";
+}
+
+// A datagram may be as long as the MTU was where its sender came to life.
+TEST(Room, DatagramsNeedTheMtuOfTheirPort) {
+  ContextRecord c = context();
+  for (auto& q : c.qps) q = qp(q.vqpn, kUd);
+  wire::Needs n = needs_of(c);
+  Room here = just_enough();
+  here.device.ports[0].active_mtu = kMtu4096;
+  has_now(n, here);
+  const Status s = fits(n, just_enough());
+  ASSERT_FALSE(s);
+  EXPECT_NE(s.error().text.find("an MTU of 4096 on port 1 (QP 17), which has 1024"), std::string::npos) << s.error().text;
+  EXPECT_TRUE(fits(n, here));
+}
+
+TEST(Room, ContextsOfOneDeviceAreAddedUp) {
+  std::vector<wire::Needs> n;
+  ContextRecord a = context(), b = context(), other = context();
+  std::strcpy(other.rec.ibdev, "rxe7");
+  b.mrs[0].length = 5 << 20;
+  for (const auto* c : {&a, &b, &other}) add_needs(n, *c);
+  ASSERT_EQ(n.size(), 2u);
+  EXPECT_EQ(n[0].qp(), 10u);
+  EXPECT_EQ(n[0].ah(), 4u);
+  EXPECT_EQ(n[0].mr_size(), 5u << 20);
+  EXPECT_EQ(n[0].ports_size(), 1) << "QPs that need the same are one line";
+  EXPECT_EQ(n[1].device(), "rxe7");
+  EXPECT_EQ(n[1].qp(), 5u);
+}
+
+TEST(Room, WithoutADeviceItSaysSo) {
+  if (access("/sys/class/infiniband_verbs/uverbs0", F_OK) == 0) GTEST_SKIP() << "there is an RDMA device here";
+  auto r = room_of("rxe0");
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ENODEV);
+}
+
+TEST(Memory, IsComparedWithWhatIsFree) {
+  char name[] = "/tmp/room_test.XXXXXX";
+  ASSERT_GE(mkstemp(name), 0);
+  std::ofstream(name) << "MemTotal:  9000 kB\nMemFree:  1 kB\nMemAvailable:   2048 kB\nSwapTotal: 5000 kB\nSwapFree:    1024 kB\n";
+  EXPECT_TRUE(memory_fits(3 << 20, name));
+  const Status s = memory_fits((3 << 20) + 1, name);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOMEM);
+  EXPECT_NE(s.error().text.find("has filled 4 MB of memory, and 3 MB are free here"), std::string::npos) << s.error().text;
+  unlink(name);
+  EXPECT_TRUE(memory_fits(1)) << "this machine";
+  EXPECT_FALSE(memory_fits(1ull << 60));
+}
+
+TEST(Memory, OfAProcessIsWhatItHasFilled) {
+  constexpr std::size_t kBytes = 32 << 20;
+  int ready[2];
+  ASSERT_EQ(pipe(ready), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    char* half = static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    std::memset(half, 1, kBytes / 2);
+    char* shared = static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    std::memset(shared, 1, kBytes / 4);
+    (void)!write(ready[1], "x", 1);
+    for (;;) pause();
+  }
+  char x;
+  ASSERT_EQ(read(ready[0], &x, 1), 1);
+  EXPECT_GE(filled_bytes(child), kBytes * 3 / 4);
+  EXPECT_LT(filled_bytes(child), kBytes * 5 / 4);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  EXPECT_EQ(filled_bytes(child), 0u);
+}
+
+TEST(Disk, IsAskedWhereTheFolderWillBe) {
+  EXPECT_TRUE(disk_fits(1, "/tmp/no/such/folder/yet"));
+  const Status s = disk_fits(1ull << 62, "/tmp/no/such");
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOSPC);
+  EXPECT_NE(s.error().text.find("free in /tmp"), std::string::npos) << s.error().text;
+}
+
+}  // namespace
