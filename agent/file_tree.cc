@@ -174,6 +174,26 @@ Status remove_folder(const std::string& folder) {
   return ec ? Status(Error{ec.value(), "removing " + folder + ": " + ec.message()}) : Status();
 }
 
+Result<std::string> checksum_of_file(const std::string& path) {
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  if (fd.n < 0) return sys_error("opening " + path);
+  Checksum sum;
+  std::string buffer(kChunkBytes, 0);
+  for (;;) {
+    const ssize_t n = read(fd.n, buffer.data(), buffer.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return sys_error("reading " + path);
+    if (n == 0) return sum.end();
+    sum.add(buffer.data(), static_cast<std::size_t>(n));
+  }
+}
+
+std::string checksum_of(const std::string& text) {
+  Checksum sum;
+  sum.add(text.data(), text.size());
+  return sum.end();
+}
+
 Status write_whole(const std::string& path, const std::string& text) {
   const std::string tmp = path + ".new";
   FILE* f = std::fopen(tmp.c_str(), "we");

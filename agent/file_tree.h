@@ -26,6 +26,10 @@ Status remove_folder(const std::string& folder);
 /// A file with this content, whole or not at all, and on the disk when it returns. Mode 0600.
 Status write_whole(const std::string& path, const std::string& text);
 
+/// 128 bits over a regular file's content, big endian. For those over a text, the second.
+Result<std::string> checksum_of_file(const std::string& path);
+std::string checksum_of(const std::string& text);
+
 /// The other end: writes chunks below a folder, never outside of it and never
 /// through a symbolic link. Files appear under their names only when their
 /// checksum is right. Thread: one.

@@ -22,8 +22,10 @@ std::string plain(const std::string& line) {
   if (at == std::string::npos) return line;
   std::string out;
   for (std::size_t i = at + 5; i < line.size() && line[i] != '"'; i++) {
-    if (line[i] == '\\' && i + 1 < line.size()) i++;
-    out += line[i];
+    if (line[i] == '\\' && i + 1 < line.size() && line[++i] == 'n')
+      out += "; ";  // its lines, in ours
+    else
+      out += line[i];
   }
   return out;
 }
@@ -121,7 +123,7 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
   }
   if (!ahead.status()) return {};
   constexpr std::size_t kSaid = 2048;
-  return Error{ECHILD, what + CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line()};
+  return Error{ECHILD, what + plain(CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line())};
 }
 
 Status Runc::resume(const std::string& id) const {

@@ -596,7 +596,7 @@ Status SourceRun::checkpoint() {
     const std::string kept = host_.config_.state_dir + "/failed-dump.log";
     std::error_code ec;
     std::string text = s.error().text;
-    if (const std::string why = criu_error(dir + "/work/dump.log"); !why.empty()) text += "; CRIU: " + why;
+    if (const std::string why = criu_error(dir + "/work/dump.log"); !why.empty() && text.find("Error (") == std::string::npos) text += "; CRIU: " + why;
     if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += " (log: " + kept + ")";
     return Error{s.error().code, text};
   }

@@ -12,6 +12,7 @@
 #include "file_tree.h"
 #include "hex.h"
 #include "migr/restore.h"
+#include "room.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -32,12 +33,14 @@ std::string bytes_of(const std::string& hex) {
 Json to_json(const ContainerInfo& c) {
   Json j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease},
             {"name", c.id}, {"bundle", c.bundle}, {"devices", c.devices}, {"vqpns", c.vqpns}, {"pids", c.pids},
-            {"instances", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}};
+            {"instances", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}, {"needs", Json::array()}};
   for (const auto& i : c.instances) j["instances"].push_back(hex(i));
   for (const auto& [ctx, owner] : c.ctxs) j["contexts"].push_back({ctx, owner});
   for (const auto& q : c.connected)
     j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)},
                               {"to_gid", to_hex(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
+  for (const auto& n : c.needs) j["needs"].push_back(to_hex(n.SerializeAsString()));
+  j["filled_bytes"] = c.filled_bytes;
   const auto& r = c.resources;
   j["resources"] = {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}};
   return j;
@@ -64,6 +67,9 @@ ContainerInfo from_json(const Json& j) {
     c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of(q.at("gid")), bytes_of(q.at("to_gid")), q.at("to_pqpn")});
     if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
   }
+  for (const auto& n : j.at("needs"))
+    if (!c.needs.emplace_back().ParseFromString(bytes_of(n))) throw std::invalid_argument("what it needs of a device");
+  c.filled_bytes = j.at("filled_bytes");
   const auto& r = j.at("resources");
   c.resources.set_ctx(r.at("ctx"));
   c.resources.set_pd(r.at("pd"));
@@ -106,6 +112,46 @@ Status is_private(const std::string& path) {
   return {};
 }
 
+// ---- that it is what was stored, whole and unchanged
+
+std::string sum_of(Json manifest) {
+  manifest.erase("sum");
+  return to_hex(checksum_of(manifest.dump()));
+}
+
+Result<Json> sums_of(const std::string& images) {
+  Json files = Json::object();
+  std::error_code ec;
+  for (const auto& f : fs::directory_iterator(images, ec)) {
+    if (!f.is_regular_file(ec)) continue;
+    auto sum = checksum_of_file(f.path());
+    if (!sum) return sum.error();
+    files[f.path().filename().string()] = {{"bytes", f.file_size(ec)}, {"xxh3", to_hex(*sum)}};
+  }
+  if (ec) return Error{ec.value(), "reading " + images + ": " + ec.message()};
+  return files;
+}
+
+// `files`: as sums_of() had it.
+Status is_as_stored(const std::string& images, const Json& files) {
+  std::error_code ec;
+  for (const auto& [name, was] : files.items()) {
+    const std::string path = images + "/" + name;
+    if (!fs::is_regular_file(fs::symlink_status(path, ec))) return Error{EINVAL, path + " is missing; the checkpoint is not complete"};
+    const auto size = fs::file_size(path, ec);
+    if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
+    if (size != was.at("bytes").get<std::uint64_t>())
+      return Error{EINVAL, fmt::format("{} is {}: it has {} bytes, {} were stored", path, size < was.at("bytes").get<std::uint64_t>() ? "truncated" : "damaged", size,
+                                       was.at("bytes").get<std::uint64_t>())};
+    auto sum = checksum_of_file(path);
+    if (!sum) return sum.error();
+    if (to_hex(*sum) != was.at("xxh3").get<std::string>()) return Error{EINVAL, path + " is not what was stored: damaged, or of another checkpoint"};
+  }
+  for (const auto& f : fs::directory_iterator(images, ec))
+    if (const std::string name = f.path().filename().string(); !files.contains(name)) return Error{EINVAL, f.path().string() + " does not belong to this checkpoint"};
+  return ec ? Status(Error{ec.value(), "reading " + images + ": " + ec.message()}) : Status();
+}
+
 }  // namespace
 
 // ---- checkpoint
@@ -115,12 +161,12 @@ const ContainerInfo& KeepingDestination::nothing() {
   return none;
 }
 
-Status KeepingDestination::check(const wire::CheckRequest&) {
+Status KeepingDestination::check(const wire::CheckRequest& r) {
   std::error_code ec;
   if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
   if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
   if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
-  return {};
+  return disk_fits(r.memory_bytes(), dir_);
 }
 
 Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& bytes) {
@@ -143,7 +189,12 @@ Status KeepingDestination::ready(std::uint32_t) {
   for (const auto& f : fs::directory_iterator(part_ + "/images"))
     if (f.is_regular_file() && chmod(f.path().c_str(), kFileMode)) return sys_error("chmod of " + f.path().string());
   std::ofstream out(part_ + "/" + kManifest);
-  out << to_json(info_).dump(1) << "\n";
+  Json j = to_json(info_);
+  auto files = sums_of(part_ + "/images");
+  if (!files) return files.error();
+  j["files"] = *files;
+  j["sum"] = sum_of(j);
+  out << j.dump(1) << "\n";
   out.close();
   if (!out || chmod((part_ + "/" + kManifest).c_str(), kFileMode)) return sys_error("writing " + part_ + "/" + kManifest);
   return sync_below(part_);
@@ -177,9 +228,14 @@ Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   const auto of = [&](const char* what) { return j.is_object() && j.contains(what) && j[what].is_number_unsigned() ? j[what].get<std::uint32_t>() : 0; };
   if (!j.is_object()) return Error{EINVAL, manifest + " is damaged"};
   if (of("wire") != kWireVersion || of("abi") != MIGR_ABI_VERSION || of("proc") != MIGR_PROC_VERSION)
-    return Error{EINVAL, dir + " was made by release " + j.value("release", "?") + " of migr, this is " + kRelease + "; restore it with that one"};
+    return Error{EINVAL, fmt::format("{} was made by release {} of migr (versions {}, {}, {}), this is {} ({}, {}, {}); restore it with that one", dir,
+                                     j.contains("release") && j["release"].is_string() ? j["release"].get<std::string>() : "?", of("wire"), of("abi"), of("proc"), kRelease,
+                                     kWireVersion, MIGR_ABI_VERSION, MIGR_PROC_VERSION)};
+  if (!j.contains("sum")) return Error{EINVAL, manifest + " is damaged, or of an earlier migr: it has no checksum"};
+  if (j["sum"] != sum_of(j)) return Error{EINVAL, manifest + " is damaged: its checksum does not fit"};
   try {
     info_ = from_json(j);
+    if (auto s = is_as_stored(dir + "/images", j.at("files")); !s) return s.error();
   } catch (const std::exception& e) {
     return Error{EINVAL, manifest + " is damaged: " + e.what()};
   }

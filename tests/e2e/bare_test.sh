@@ -68,6 +68,18 @@ number_taken() {
 	ctl_refused "process number $BARE is in use" src migrate --pid "$BARE" --to dst && bare_on src peer &&
 		on dst kill "$BARE" && stop_bare src || cleaned
 }
+# Of the checkpoint as it is now.
+changed_images_refused() {
+	local bad=$STORE.bad
+	on_sh dst 'rm -rf "$2"; cp -a "$1" "$2"; f=$(ls -S "$2"/images/pages-*.img | head -n1); truncate -s -4096 "$f"' "$STORE" "$bad" &&
+		ctl_refused 'pages-[0-9]+\.img is truncated: it has' dst restore "$bad" &&
+		on_sh dst 'rm -rf "$2"; cp -a "$1" "$2"; f=$(ls -S "$2"/images/pages-*.img | head -n1); printf X | dd of="$f" bs=1 seek=4000 conv=notrunc status=none' "$STORE" "$bad" &&
+		ctl_refused 'pages-[0-9]+\.img is not what was stored' dst restore "$bad" &&
+		on_sh dst 'rm -rf "$2"; cp -a "$1" "$2"; cp /bin/true "$2/images/migr.img"; chmod 600 "$2/images/migr.img"' "$STORE" "$bad" &&
+		ctl_refused 'migr\.img is damaged' dst restore "$bad" &&
+		on_sh dst 'rm -rf "$2"; cp -a "$1" "$2"; sed -i "s/\"abi\": [0-9]*/\"abi\": 0/" "$2/checkpoint.json"' "$STORE" "$bad" &&
+		ctl_refused 'was made by release .* of migr \(versions .*\), this is' dst restore "$bad" && ! on dst test -e "/proc/$BARE"
+}
 stored() {
 	start_bare src "$@" && ctl_ok src checkpoint "$BARE" "$STORE" || { cleaned; return 1; }
 	jq -e '.connections_gone == 0' "$E2E_OUT/ctl.json" >/dev/null && ! on src test -e "/proc/$BARE" || { fail "it still runs, or lost a connection"; cleaned; return 1; }
@@ -81,7 +93,7 @@ stored() {
 	ctl_refused "migr.img can be read or written by others" dst restore "$STORE" && on dst chmod 600 "$STORE/images/migr.img" &&
 		on_sh dst 'cp -a "$1" "$1.bad"; head -c 100 "$1/checkpoint.json" >"$1.bad/checkpoint.json"' "$STORE" &&
 		ctl_refused 'is damaged' dst restore "$STORE.bad" &&
-		ctl_ok dst restore "$STORE" && bare_on dst src && ctl_refused "process number $BARE is in use" dst restore "$STORE" &&
+		changed_images_refused && ctl_ok dst restore "$STORE" && bare_on dst src && ctl_refused "process number $BARE is in use" dst restore "$STORE" &&
 		stop_bare dst || cleaned
 }
 # A container whose partner is not stored with it: both ends learn that the connection is gone.

@@ -104,7 +104,9 @@ step "an ordinary user" ordinary_user
 step "a process without libmigr" no_libmigr
 step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
-step "a smaller MTU there" with_host dst 'ip link set eth1 mtu 576' 'ip link set eth1 mtu 1500' 'dst: .*an MTU of 1024 on port 1 \(QP [0-9]+\), which has 256'
+# shellcheck disable=SC2016
+step "a smaller MTU there" with_host dst 'cat /sys/class/net/eth1/mtu >/tmp/mtu; ip link set eth1 mtu 576' 'ip link set eth1 mtu "$(cat /tmp/mtu)"' \
+	'dst: .*an MTU of [0-9]+ on port 1 \(QP [0-9]+\), which has 256'
 step "the rail is down there" with_host dst 'ip link set eth1 down' 'ip link set eth1 up' 'dst: .*an active port 1 \(QP [0-9]+\): it is down'
 step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'dst: .*has filled [0-9]+ MB of memory, and 1 MB are free here'

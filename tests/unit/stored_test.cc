@@ -178,6 +178,68 @@ TEST_F(Stored, DamageIsRefused) {
   EXPECT_EQ(refused().code, 0);
 }
 
+// Every byte of what is stored is looked at before anything is restored.
+TEST_F(Stored, AnImageThatHasChangedIsRefusedByName) {
+  ASSERT_TRUE(keep());
+  for (const char* name : {"migr.img", "pages-1.img"}) {
+    const std::string path = dir() + "/images/" + name;
+    std::string was;
+    std::getline(std::ifstream(path), was, '\0');
+    for (std::size_t n = 0; n < was.size(); n++) {
+      put(path, was.substr(0, n));
+      Error e = refused();
+      EXPECT_EQ(e.code, EINVAL) << name << " of " << n << " bytes";
+      EXPECT_NE(e.text.find(path + " is truncated: it has " + std::to_string(n) + " bytes, " + std::to_string(was.size()) + " were stored"), std::string::npos) << e.text;
+      std::string flipped = was;
+      flipped[n] ^= 1;
+      put(path, flipped);
+      e = refused();
+      EXPECT_EQ(e.code, EINVAL) << name << ", byte " << n << " flipped";
+      EXPECT_NE(e.text.find(path + " is not what was stored"), std::string::npos) << e.text;
+    }
+    put(path, was + "x");
+    EXPECT_NE(refused().text.find("is damaged: it has"), std::string::npos) << refused().text;
+    fs::remove(path);
+    EXPECT_NE(refused().text.find(path + " is missing"), std::string::npos) << refused().text;
+    fs::create_symlink("/etc/passwd", path);
+    EXPECT_NE(refused().text.find(path + " is missing"), std::string::npos) << refused().text;
+    fs::remove(path);
+    put(path, was);
+    chmod(path.c_str(), 0600);
+    EXPECT_EQ(refused().code, 0) << refused().text;
+  }
+  const std::string more = dir() + "/images/core-1.img";
+  put(more, "of another");
+  chmod(more.c_str(), 0600);
+  EXPECT_NE(refused().text.find(more + " does not belong to this checkpoint"), std::string::npos) << refused().text;
+}
+
+TEST_F(Stored, EveryByteOfTheManifestCounts) {
+  ASSERT_TRUE(keep());
+  const std::string manifest = dir() + "/checkpoint.json";
+  std::string was;
+  std::getline(std::ifstream(manifest), was, '\0');
+  while (was.back() == '\n') was.pop_back();
+  for (std::size_t n = 0; n < was.size(); n++) {
+    put(manifest, was.substr(0, n));
+    EXPECT_EQ(refused().code, EINVAL) << n << " bytes";
+    if (std::isspace(static_cast<unsigned char>(was[n]))) continue;
+    std::string flipped = was;
+    flipped[n] ^= 1;
+    put(manifest, flipped);
+    EXPECT_EQ(refused().code, EINVAL) << "byte " << n << " flipped";
+  }
+  std::string early = was;
+  const std::size_t sum = early.find("\"sum\"");
+  ASSERT_NE(sum, std::string::npos);
+  put(manifest, early.erase(sum, early.find('\n', sum) - sum));
+  EXPECT_NE(refused().text.find("it has no checksum"), std::string::npos) << refused().text;
+  put(manifest, "{\"wire\": 1");
+  EXPECT_NE(refused().text.find("is damaged"), std::string::npos) << refused().text;
+  put(manifest, "\x7f" "ELF");
+  EXPECT_NE(refused().text.find("is damaged"), std::string::npos) << refused().text;
+}
+
 TEST_F(Stored, AnExistingFolderIsNotTouched) {
   fs::create_directories(dir());
   EXPECT_EQ(keep().error().code, EEXIST);
