@@ -164,7 +164,10 @@ int request_record_size(std::uint16_t type) {
     case MIGR_MSG_DRAIN:
     case MIGR_MSG_SWITCH:
     case MIGR_MSG_RESUME:
+    case MIGR_MSG_CUT:
       return sizeof(migr_qp_ref);
+    case MIGR_MSG_SETTLE:
+      return sizeof(migr_qp_psn);
     case MIGR_MSG_QP_CONNECT:
       return sizeof(migr_qp_connect);
     case MIGR_MSG_REBIND:
@@ -406,6 +409,23 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       else
         finish(datagrams::set_moves(request.as<migr_move>(), why));
       return;
+    case MIGR_MSG_CUT: {
+      if (!named_qps(registry, request, qps, answer)) return;
+      std::vector<migr_qp_psn> psns;
+      if (request.head.arg & MIGR_CUT_CHECK) return finish(switchover::check_cut(qps, why));
+      finish(switchover::cut(qps, psns, why));
+      return answer.put(psns);
+    }
+    case MIGR_MSG_SETTLE: {
+      const QpIndex index(registry);
+      for (const migr_qp_psn& psn : request.as<migr_qp_psn>()) {
+        qps.push_back(index.find(psn.ctx_id, psn.vqpn, 0));
+        if (!qps.back()) return answer.fail(ENOENT, no_such_qp(psn.ctx_id, psn.vqpn, 0));
+      }
+      std::vector<migr_replay_stat> stats;
+      finish(switchover::settle(qps, request.as<migr_qp_psn>(), stats, why));
+      return answer.put(stats);
+    }
     case MIGR_MSG_STATS: {
       std::vector<migr_drain_stat> stats;
       switchover::stats(stats);

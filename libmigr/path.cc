@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "path.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <ctime>
 
@@ -408,6 +409,37 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
   return err;
 }
 
+namespace {
+
+/// Of a QP that is being cut: counts what the flushing of its queues tells. @return false: the application's own
+bool of_a_cut(CqShadow& c, const ibv_wc& wc) {
+  const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num; });
+  if (cut == c.cutting.end()) return false;
+  if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
+  if (wc.status != IBV_WC_WR_FLUSH_ERR) return false;
+  ++(*cut)->flushed;
+  if (&c == (*cut)->send_cq) ++(*cut)->flushed_sends;
+  return true;
+}
+
+}  // namespace
+
+int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
+  const auto found = std::find_if(c.stand_ins.begin(), c.stand_ins.end(), [&](const StandIn& s) { return s.wr_id == wc.wr_id; });
+  if (found == c.stand_ins.end()) return -1;
+  int pushed = 0;
+  ibv_wc_status status = wc.status;
+  for (const OwedCompletion& owed : found->owed) {
+    if (status == IBV_WC_SUCCESS && !owed.signalled) continue;
+    c.fake.push_back(owed.wc);
+    c.fake.back().status = status;
+    ++pushed;
+    if (status != IBV_WC_SUCCESS) status = IBV_WC_WR_FLUSH_ERR;
+  }
+  c.stand_ins.erase(found);
+  return pushed;
+}
+
 int poll_to_fake(CqShadow& c) noexcept {
   if (c.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;
   constexpr int kBatch = 16;
@@ -417,9 +449,12 @@ int poll_to_fake(CqShadow& c) noexcept {
     for (int i = 0; i < n; ++i) {
       if (marker::is_marker(batch[i].wr_id)) {
         if (c.markers) --c.markers;
-        c.seen_markers.push_back(batch[i]);
+        const int others = complete_stand_in(c, batch[i]);
+        if (others < 0) c.seen_markers.push_back(batch[i]);
+        else moved += others;
         continue;
       }
+      if (!c.cutting.empty() && of_a_cut(c, batch[i])) continue;
       batch[i].qp_num = virtual_qpn(c, batch[i].qp_num);
       if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);

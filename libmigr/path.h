@@ -43,6 +43,10 @@ int post_one_receive(SrqShadow& srq, const KeptReceive& receive) noexcept;
 /// @return completions moved
 int poll_to_fake(CqShadow& cq) noexcept;
 
+/// The completion of a work request that was posted in the name of others: theirs, to the fake CQ. Caller holds cq.lock.
+/// @return how many; -1: `wc` is none of those
+int complete_stand_in(CqShadow& cq, const ibv_wc& wc);
+
 }  // namespace migr::path
 
 namespace migr::marker {

@@ -693,8 +693,10 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   auto guard = registry.enter();
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().query_qp(qp, attr, mask, init);
+  const ibv_qp_state state = shadow->real->state;
   const int err = real().query_qp(shadow->real, attr, mask, init);
   if (err) return err;
+  if (shadow->cut && attr->qp_state == IBV_QPS_RESET) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
   init->qp_context = shadow->app.qp_context;
   init->send_cq = shadow->app.send_cq;
   init->recv_cq = shadow->app.recv_cq;

@@ -89,6 +89,12 @@ struct KeptReceive {
 class RemoteKeys {
  public:
   explicit RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical);
+  /// The name of a physical key. Takes a while.
+  std::uint32_t name_of(std::uint32_t prkey) const noexcept {
+    for (const Slot& slot : slots_)
+      if (slot.index && (slot.entry ^ prkey) >> 8 == 0) return slot.index << 8 | (slot.entry ^ prkey);
+    return prkey;
+  }
   std::uint32_t physical(std::uint32_t vrkey) const noexcept {
     const std::uint32_t index = vrkey >> 8;
     for (std::uint32_t i = index & mask_;; i = (i + 1) & mask_) {
@@ -106,8 +112,48 @@ class RemoteKeys {
   std::vector<Slot> slots_;
 };
 
+/// A work request as it lies in a send queue.
+struct QueuedSend {
+  KeptSend send;
+  std::uint64_t bytes = 0;
+  std::uint32_t first_psn = 0;  ///< stale if it was never sent
+  bool begun = false;           ///< it was sent. False also when the device is about to send it again
+};
+
+/// A completion that the application gets in the place of one of ours.
+struct OwedCompletion {
+  ibv_wc wc;
+  bool signalled;
+};
+
 struct MrShadow;
 struct CqShadow;
+
+/// A connection whose drain did not end in time. It is cut: nothing of the old path is executed any more, on neither end,
+/// and what had not been completed is here.
+struct Cut {
+  ibv_qp_attr attr{};          ///< of the old path, as it was connected
+  std::uint32_t psn = 0;       ///< that the old path's responder would have executed next
+  std::uint32_t next_psn = 0;  ///< that its requester would have sent next
+  std::uint32_t pqpn = 0;
+  const CqShadow* send_cq = nullptr;
+  std::size_t flushed_sends = 0, flushed = 0;  ///< completions of what was not used: on the send CQ, in all
+  std::size_t received = 0;                ///< receives that completed while it was cut
+  std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys
+  std::vector<KeptReceive> receives;       ///< not used; virtual keys
+  bool settled = false;                    ///< it is known how far the other end got
+  std::uint32_t peer_psn = 0;
+  std::vector<OwedCompletion> errors;      ///< for the application, when it may go on
+  bool lost = false;                       ///< an atomic was executed whose answer will never come: the connection breaks
+};
+
+/// A work request that is posted in the name of others: its own completion, and those of the ones behind it that were
+/// executed on the old path already.
+struct StandIn {
+  std::uint64_t wr_id = 0;  ///< a marker's
+  std::vector<OwedCompletion> owed;
+};
+
 struct QpShadow;
 struct SrqShadow;
 
@@ -176,6 +222,8 @@ struct alignas(64) CqShadow {
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
   unsigned markers;  ///< drain and event markers whose completion was not seen yet
   std::vector<ibv_wc> seen_markers;  ///< for drain()
+  std::vector<Cut*> cutting;         ///< of QPs on it whose queues are being flushed: not the application's business
+  std::vector<StandIn> stand_ins;
   bool event_pending;                ///< FREEZE: armed, and its channel had an event that nobody had read
   bool armed;        ///< req_notify_cq since the last event that was read
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
@@ -273,6 +321,7 @@ struct alignas(64) QpShadow {
   ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
   ibv_qp_attr old_attr{};                   ///< UC, after SWITCH: how that path was connected; it is in ERR since
   bool old_path_closed = false;
+  std::unique_ptr<Cut> cut;                 ///< CUT..RESUME or ROLLBACK
   ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
   std::uint32_t spare_psn = 0;
   int access_flags = -1;                    ///< as the application has set them last; -1: it has not

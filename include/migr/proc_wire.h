@@ -59,12 +59,21 @@ enum migr_msg_type {
 	MIGR_MSG_RESUME,	/* records: migr_qp_ref, none = all. Replay kept posts, go on.
 				 * reply records: migr_resume_stat */
 	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
-	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP */
+	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP. sq_in_flight: 0 unless
+				 * it is suspended and not drained */
 	MIGR_MSG_MOVES,		/* where unconnected QPs are that were born elsewhere. records:
 				 * migr_move, all there are. arg: MIGR_MOVES_PREPARE or 0. reply
 				 * arg: unconnected QPs of the process that no thread may be inside
 				 * of when the moves come */
+	MIGR_MSG_CUT,		/* a drain did not end in time. records: migr_qp_ref of connections
+				 * that were not drained, at both ends. arg: MIGR_CUT_CHECK or 0.
+				 * reply records: migr_qp_psn */
+	MIGR_MSG_SETTLE,	/* both ends were cut. records: migr_qp_psn, what the other end has
+				 * answered. reply records: migr_replay_stat */
 };
+
+/* CUT: only says whether it can be done; nothing is changed. */
+#define MIGR_CUT_CHECK	0x1u
 
 /*
  * DESCRIBE: calls of the application that make, destroy or modify anything but
@@ -146,6 +155,24 @@ struct migr_qp_connect {
 	uint32_t dest_psn;	/* the other side's first PSN */
 	uint8_t dgid[16];
 	uint8_t peer[16];	/* instance of the process at the other end */
+};
+
+struct migr_qp_psn {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t psn;		/* 24 bits: what the cut path's responder would have executed next */
+	uint32_t reserved;
+};
+
+/* What became of the work requests of a QP that had not completed when it was cut. */
+struct migr_replay_stat {
+	uint32_t ctx_id;
+	uint32_t vqpn;
+	uint32_t replayed;	/* are posted on the new path */
+	uint32_t executed;	/* were, at the other end, and complete without */
+	uint32_t lost;		/* atomics that were executed and whose answer is lost: the
+				 * connection breaks */
+	uint32_t reserved;
 };
 
 struct migr_drain_stat {

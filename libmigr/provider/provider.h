@@ -33,6 +33,21 @@ bool binds_by_work_request(const Context& context);
 /// Work requests that the device has not finished: posted to the send queue and not completed. @return 0 or a positive errno
 int sends_in_queue(QpShadow& shadow, unsigned& count);
 
+/// The part of a queue between two indices of its ring.
+struct QueuePart {
+  std::uint32_t from = 0, to = 0;
+  std::uint32_t mask = 0;
+  std::uint32_t size() const { return (to - from) & mask; }
+};
+
+/// What has not been completed. A QP with an SRQ has no receives. @return 0 or a positive errno
+int queue_parts(QpShadow& shadow, QueuePart& sends, QueuePart& receives);
+
+/// What lies there, with physical keys. It stays readable when the device has consumed it, until something is posted or
+/// the QP is reset.
+int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out);
+int receives_in(QpShadow& shadow, QueuePart part, std::vector<KeptReceive>& out);
+
 /// `ah` becomes what `fresh` is, which is given up: the application keeps its pointer.
 void become(ibv_ah& ah, ibv_ah* fresh);
 

@@ -183,19 +183,28 @@ int locate_queues(std::span<QpShadow* const> qps) {
 
 namespace {
 
-/// Not consumed receives in a receive queue of so many bytes.
-int receives_in(const rxe_queue_buf* queue, std::uint64_t bytes_mapped, std::vector<KeptReceive>& out) {
-  const std::uint32_t mask = queue->index_mask;
+/// Whether it has the layout that we know, with elements that begin with so many bytes.
+bool layout_known(const rxe_queue_buf* queue, std::uint64_t bytes_mapped, std::size_t element_bytes) {
+  const std::uint64_t slots = std::uint64_t{queue->index_mask} + 1;
   const std::uint32_t shift = queue->log2_elem_size;
-  const std::uint64_t slots = std::uint64_t{mask} + 1;
-  if ((slots & mask) != 0 || shift > 16 || (std::uint64_t{1} << shift) < kReceiveBytes ||
-      sizeof(*queue) + (slots << shift) > bytes_mapped)
-    return EPROTO;  // not the layout we know
+  return (slots & queue->index_mask) == 0 && shift <= 16 && (std::uint64_t{1} << shift) >= element_bytes &&
+         sizeof(*queue) + (slots << shift) <= bytes_mapped;
+}
+
+/// Pairs with the kernel's release of what it has consumed.
+QueuePart not_completed(const rxe_queue_buf* queue) {
+  const std::uint32_t mask = queue->index_mask;
+  return {.from = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE) & mask,
+          .to = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE) & mask,
+          .mask = mask};
+}
+
+/// Receives of a receive queue of so many bytes.
+int receives_between(const rxe_queue_buf* queue, std::uint64_t bytes_mapped, QueuePart part, std::vector<KeptReceive>& out) {
+  if (!layout_known(queue, bytes_mapped, kReceiveBytes)) return EPROTO;
+  const std::uint32_t shift = queue->log2_elem_size;
   const std::size_t max_sges = ((std::size_t{1} << shift) - kReceiveBytes) / sizeof(rxe_sge);
-  // Pairs with the kernel's release of what it has consumed.
-  const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE) & mask;
-  const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE) & mask;
-  for (std::uint32_t i = consumer; i != producer; i = (i + 1) & mask) {
+  for (std::uint32_t i = part.from; i != part.to; i = (i + 1) & part.mask) {
     const auto* bytes = queue->data + (std::uint64_t{i} << shift);
     const auto* wqe = reinterpret_cast<const rxe_recv_wqe*>(bytes);
     if (wqe->dma.num_sge > max_sges) return EPROTO;
@@ -214,7 +223,8 @@ int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out) {
   if (shadow.real->srq) return 0;
   QpShadow* const one[] = {&shadow};
   if (const int error = locate_queues(one)) return error;
-  return receives_in(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue), shadow.receive_ring.bytes, out);
+  const auto* queue = static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue);
+  return receives_between(queue, shadow.receive_ring.bytes, not_completed(queue), out);
 }
 
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
@@ -224,7 +234,8 @@ int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
   if (const int error = maps.read(shadow.context->real->cmd_fd)) return error;
   const Mapping* where = maps.at(info.offset, info.size);
   if (!where) return ENXIO;
-  return receives_in(reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset)), info.size, out);
+  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset));
+  return receives_between(queue, info.size, not_completed(queue), out);
 }
 
 bool binds_by_work_request(const Context& context) { return unsupported_reason(context).empty(); }
@@ -232,10 +243,74 @@ bool binds_by_work_request(const Context& context) { return unsupported_reason(c
 int sends_in_queue(QpShadow& shadow, unsigned& count) {
   QpShadow* const one[] = {&shadow};
   if (const int error = locate_queues(one)) return error;
+  count = not_completed(static_cast<const rxe_queue_buf*>(shadow.send_ring.queue)).size();
+  return 0;
+}
+
+int queue_parts(QpShadow& shadow, QueuePart& sends, QueuePart& receives) {
+  QpShadow* const one[] = {&shadow};
+  if (const int error = locate_queues(one)) return error;
+  sends = not_completed(static_cast<const rxe_queue_buf*>(shadow.send_ring.queue));
+  receives = {};
+  if (!shadow.real->srq) receives = not_completed(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue));
+  return 0;
+}
+
+int receives_in(QpShadow& shadow, QueuePart part, std::vector<KeptReceive>& out) {
+  if (!part.size()) return 0;
+  return receives_between(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue), shadow.receive_ring.bytes, part, out);
+}
+
+namespace {
+
+/// Bytes before the SGEs or inline data of a send.
+constexpr std::size_t kSendBytes = offsetof(rxe_send_wqe, dma) + offsetof(rxe_dma_info, reserved) + sizeof(__u32);
+static_assert(kSendBytes == 208);
+
+/// enum wqe_state of the driver: posted, processing, pending, done, error.
+constexpr std::uint32_t kPosted = 0;
+
+void copy_request(const rxe_send_wr& from, ibv_send_wr& to) {
+  to.wr_id = from.wr_id;
+  to.opcode = static_cast<ibv_wr_opcode>(from.opcode);
+  to.send_flags = from.send_flags;
+  to.imm_data = from.ex.imm_data;  // or the key that is invalidated
+  if (to.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || to.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
+    to.wr.atomic.remote_addr = from.wr.atomic.remote_addr;
+    to.wr.atomic.compare_add = from.wr.atomic.compare_add;
+    to.wr.atomic.swap = from.wr.atomic.swap;
+    to.wr.atomic.rkey = from.wr.atomic.rkey;
+  } else {
+    to.wr.rdma.remote_addr = from.wr.rdma.remote_addr;
+    to.wr.rdma.rkey = from.wr.rdma.rkey;
+  }
+}
+
+}  // namespace
+
+int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out) {
   const auto* queue = static_cast<const rxe_queue_buf*>(shadow.send_ring.queue);
-  const std::uint32_t consumer = __atomic_load_n(&queue->consumer_index, __ATOMIC_ACQUIRE);
-  const std::uint32_t producer = __atomic_load_n(&queue->producer_index, __ATOMIC_ACQUIRE);
-  count = (producer - consumer) & queue->index_mask;
+  if (!layout_known(queue, shadow.send_ring.bytes, kSendBytes)) return EPROTO;
+  const std::uint32_t shift = queue->log2_elem_size;
+  const std::size_t room = (std::size_t{1} << shift) - kSendBytes;
+  for (std::uint32_t i = part.from; i != part.to; i = (i + 1) & part.mask) {
+    const auto* bytes = queue->data + (std::uint64_t{i} << shift);
+    const auto* wqe = reinterpret_cast<const rxe_send_wqe*>(bytes);
+    QueuedSend& queued = out.emplace_back();
+    copy_request(wqe->wr, queued.send.wr);
+    queued.bytes = wqe->dma.length;
+    queued.first_psn = wqe->first_psn;
+    queued.begun = wqe->state != kPosted;
+    if (wqe->wr.send_flags & IBV_SEND_INLINE) {
+      if (wqe->dma.length > room) return EPROTO;
+      queued.send.inline_data.assign(bytes + kSendBytes, bytes + kSendBytes + wqe->dma.length);
+      continue;
+    }
+    if (wqe->dma.num_sge > room / sizeof(rxe_sge)) return EPROTO;
+    const auto* sge = reinterpret_cast<const rxe_sge*>(bytes + kSendBytes);
+    for (std::uint32_t s = 0; s < wqe->dma.num_sge; ++s) queued.send.sges.push_back({sge[s].addr, sge[s].length, sge[s].lkey});
+    queued.send.wr.num_sge = static_cast<int>(wqe->dma.num_sge);
+  }
   return 0;
 }
 

@@ -10,7 +10,9 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <iterator>
 #include <map>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -20,6 +22,7 @@
 #include "../provider/provider.h"
 #include "../real.h"
 #include "../windows.h"
+#include "replay.h"
 
 namespace migr::marker {
 namespace {
@@ -120,6 +123,15 @@ int rts_mask(const QpShadow& q) {
   return IBV_QP_STATE | IBV_QP_SQ_PSN |
          (reliable(q) ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0);
 }
+/// On a bad network the kernel's question for the other end's address may be lost; it asks once in a second.
+int to_rtr(const QpShadow& q, ibv_qp* qp, ibv_qp_attr& attr) {
+  constexpr int kTries = 5;
+  int err = 0;
+  for (int i = 0; i < kTries; ++i)
+    if (err = real().modify_qp(qp, &attr, rtr_mask(q)); err != ETIMEDOUT) break;
+  return err;
+}
+
 constexpr int kInitMask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
 
 /// A responder that never sends may stay in RTR, where access flags cannot be changed: it goes to RTS for the rest of
@@ -180,6 +192,7 @@ class VirtualLkeys {
 int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why) {
   out.clear();
   if (q.app.srq) return 0;
+  if (q.cut) return out = q.cut->receives, 0;  // its queue was emptied, and takes nothing since
   if (const int err = provider::outstanding_receives(q, out))
     return fail(why, err, "cannot read back the receive queue of " + qp_name(q));
   for (KeptReceive& receive : out) keys.translate(*q.context, receive.sges);
@@ -220,6 +233,11 @@ void flush_to_fake(QpShadow& q, const KeptSend& send) {
   wc.status = IBV_WC_WR_FLUSH_ERR;
   wc.qp_num = q.vqpn();
   std::lock_guard guard(q.send_cq->lock);
+  if (marker::is_marker(wc.wr_id)) {
+    if (q.send_cq->markers) --q.send_cq->markers;
+    path::complete_stand_in(*q.send_cq, wc);
+    return;
+  }
   q.send_cq->fake.push_back(wc);
 }
 
@@ -244,11 +262,21 @@ int break_connection(QpShadow& q, std::string& why) {
   return err ? fail(why, err, "modify_qp to ERR of " + qp_name(q)) : 0;
 }
 
+int inject_event(CqShadow& c, std::string& why);
+
 /// Kept posts go to the path, in order; then the application may post again.
 int let_go(QpShadow& q, std::string& why) {
   auto guard = lock_between_sessions(q);
   q.replayed_sends = q.replayed_receives = 0;
   int err = post_receives(q, q.real, q.kept_receives, why);
+  if (q.cut && !q.cut->errors.empty()) {
+    {
+      std::lock_guard cq_guard(q.send_cq->lock);
+      for (const OwedCompletion& owed : q.cut->errors) q.send_cq->fake.push_back(owed.wc);
+    }
+    if (q.send_cq->armed && q.send_cq->app.channel)
+      if (const int silent = inject_event(*q.send_cq, why); silent && !err) err = silent;
+  }
   if (q.gone)
     if (const int broken = break_connection(q, why); broken && !err) err = broken;
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
@@ -266,6 +294,7 @@ int let_go(QpShadow& q, std::string& why) {
   q.logged_receives.clear();
   q.outstanding.clear();
   q.old_path_closed = q.broken = false;
+  q.cut.reset();
   q.phase = Phase::kRunning;
   clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
   q.resumed_ns = now_ns();
@@ -591,11 +620,12 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   unsigned left = 0;
   for (const Draining& d : all) {
     QpShadow& q = *d.qp;
-    if (!result) {
+    if (!result || (result == ETIMEDOUT && d.done)) {
       q.phase = Phase::kDrained;
       q.last_cqe_ns = 0;
       for_cqs(q, [&](const CqShadow& c) { q.last_cqe_ns = std::max(q.last_cqe_ns, c.last_cqe_ns); });
-    } else if (!d.done) {
+    }
+    if (result && !d.done) {
       if (!left++ && why.empty())
         why = qp_name(q) + (d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
       stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0,
@@ -607,6 +637,233 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     why += "; " + std::to_string(left) + " of " + std::to_string(all.size()) + " QPs left after " +
            std::to_string(limit_ms) + " ms";
   return result;
+}
+
+/* ---- a drain that does not end ----------------------------------------------------- */
+
+namespace {
+
+constexpr int kConnectionAttrs = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_AV |
+                                 IBV_QP_PATH_MTU | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                 IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+constexpr int kPsns = IBV_QP_RQ_PSN | IBV_QP_SQ_PSN;
+
+std::uint32_t bytes_of(ibv_mtu mtu) { return 128u << mtu; }
+
+bool ours(const QueuedSend& s) { return marker::is_marker(s.send.wr.wr_id); }
+
+bool replayable(ibv_wr_opcode opcode) { return opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD || opcode == IBV_WR_SEND_WITH_INV; }
+
+/// @return "" or what stands against it
+std::string why_no_cut(QpShadow& q) {
+  if (q.state.load(std::memory_order_relaxed) & kOpen) return " has an open ibv_wr_* session";
+  if (q.app.qp_type != IBV_QPT_RC || (!connected(q) && q.real->state != IBV_QPS_RTR)) return " is not a connected RC QP";
+  if (q.app.srq) return " uses an SRQ: which receive a message came into in part could not be told";
+  if (!windows::belonging_to(q).empty()) return " has memory windows of type 2";
+  provider::QueuePart sends, receives;
+  std::vector<QueuedSend> queued;
+  int err = provider::queue_parts(q, sends, receives);
+  if (!err) err = provider::sends_in(q, sends, queued);
+  if (err) return std::string("'s send queue cannot be read: ") + std::strerror(err);
+  for (const QueuedSend& s : queued)
+    if (!replayable(s.send.wr.opcode)) return " has a work request in flight that cannot be replayed, of opcode " + std::to_string(s.send.wr.opcode);
+  std::string small;
+  for_cqs(q, [&](const CqShadow& c) {
+    const std::uint32_t need = (q.send_cq == &c ? sends.size() : 0) + (q.recv_cq == &c ? receives.size() : 0);
+    if (static_cast<int>(need) > c.real->cqe)
+      small = "'s completion queue is too small to tell what was not used (" + std::to_string(c.real->cqe) + " of " + std::to_string(need) + ")";
+  });
+  return small;
+}
+
+/// What is flushed from q meanwhile is counted and not the application's business.
+class Flushing {
+ public:
+  explicit Flushing(QpShadow& q) : q_(q) {
+    for_cqs(q_, [&](CqShadow& c) {
+      std::lock_guard guard(c.lock);
+      c.cutting.push_back(q_.cut.get());
+      path::poll_to_fake(c);
+    });
+    q_.cut->received = 0;
+  }
+  ~Flushing() {
+    for_cqs(q_, [&](CqShadow& c) {
+      std::lock_guard guard(c.lock);
+      std::erase(c.cutting, q_.cut.get());
+    });
+  }
+  Flushing(const Flushing&) = delete;
+  Flushing& operator=(const Flushing&) = delete;
+  void poll() {
+    for_cqs(q_, [](CqShadow& c) {
+      std::lock_guard guard(c.lock);
+      path::poll_to_fake(c);
+    });
+  }
+
+ private:
+  QpShadow& q_;
+};
+
+int wait_until_empty(QpShadow& q, Flushing& flushing, std::string& why) {
+  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  for (;;) {
+    flushing.poll();
+    provider::QueuePart sends, receives;
+    if (const int err = provider::queue_parts(q, sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
+    if (!sends.size() && !receives.size()) return 0;
+    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "the queues of " + qp_name(q) + " were not flushed");
+    pause_briefly();
+  }
+}
+
+/// ERR flushes both queues: how many come back tells what was not used. RESET waits for the end of whatever the device
+/// does for the QP; then no PSN changes any more. Caller holds q.lock.
+int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& receives, std::string& why) {
+  Cut& cut = *q.cut;
+  Flushing flushing(q);
+  if (const int err = provider::queue_parts(q, sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE)) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
+  if (const int err = wait_until_empty(q, flushing, why)) return err;
+  int err = provider::sends_in(q, sends, cut.sends);
+  if (!err) err = provider::receives_in(q, receives, cut.receives);
+  if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
+  to.qp_state = IBV_QPS_RESET;
+  err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  q.real->state = cut.attr.qp_state;  // what it is for everybody else
+  if (err) return fail(why, err, "modify_qp to RESET of " + qp_name(q));
+  flushing.poll();
+  ibv_qp_attr now{};
+  ibv_qp_init_attr init{};
+  err = real().query_qp(q.real, &now, kPsns, &init);
+  q.real->state = cut.attr.qp_state;
+  if (err) return fail(why, err, "query_qp of " + qp_name(q));
+  cut.psn = now.rq_psn & kPsnMask;
+  cut.next_psn = now.sq_psn & kPsnMask;
+  return 0;
+}
+
+void name_keys(QpShadow& q, const VirtualLkeys& keys, ibv_send_wr& wr, std::vector<ibv_sge>& sges) {
+  keys.translate(*q.context, sges);
+  if (!q.remote_keys) return;
+  if (wr.opcode == IBV_WR_SEND_WITH_INV) wr.invalidate_rkey = q.remote_keys->name_of(wr.invalidate_rkey);
+  else if (wr.opcode >= IBV_WR_ATOMIC_CMP_AND_SWP) wr.wr.atomic.rkey = q.remote_keys->name_of(wr.wr.atomic.rkey);
+  else wr.wr.rdma.rkey = q.remote_keys->name_of(wr.wr.rdma.rkey);
+}
+
+/// The QP's part of cut().
+int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
+  std::lock_guard guard(q.lock);
+  auto cut = std::make_unique<Cut>();
+  ibv_qp_init_attr init{};
+  if (const int err = real().query_qp(q.real, &cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  cut->attr.qp_state = q.real->state;
+  cut->pqpn = q.pqpn();
+  cut->psn = cut->attr.rq_psn & kPsnMask;
+  cut->send_cq = q.send_cq;
+  q.cut = std::move(cut);
+  if (q.broken) return 0;  // everything has completed
+  set_bits(q, kKeepReceives);
+  provider::QueuePart sends, receives;
+  if (const int err = stop_path(q, sends, receives, why)) return err;
+  const auto markers = static_cast<std::size_t>(std::count_if(q.cut->sends.begin(), q.cut->sends.end(), ours));
+  const replay::Unused left = replay::unused(*q.cut, q.cut->sends.size() - markers, q.cut->receives.size(), q.send_cq != q.recv_cq);
+  auto& s = q.cut->sends;
+  auto& r = q.cut->receives;
+  s.erase(s.begin(), s.end() - static_cast<std::ptrdiff_t>(left.sends + markers));
+  r.erase(r.begin(), r.end() - static_cast<std::ptrdiff_t>(left.receives));
+  for (QueuedSend& x : s) name_keys(q, keys, x.send.wr, x.send.sges);
+  for (KeptReceive& x : r) keys.translate(*q.context, x.sges);
+  return 0;
+}
+
+}  // namespace
+
+int check_cut(Qps qps, std::string& why) {
+  for (QpShadow* q : qps) {
+    if (q->phase != Phase::kSuspended && q->phase != Phase::kDrained) {
+      why = qp_name(*q) + " is " + name(q->phase) + " and cannot be cut";
+      return EBUSY;
+    }
+    if (q->broken) continue;
+    if (const std::string no = why_no_cut(*q); !no.empty()) {
+      why = qp_name(*q) + no;
+      return EOPNOTSUPP;
+    }
+  }
+  return 0;
+}
+
+int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
+  if (const int err = check_cut(qps, why)) return err;
+  const VirtualLkeys keys;
+  for (QpShadow* q : qps) {
+    if (const int err = cut_one(*q, keys, why)) return err;  // rollback() goes back from where it is
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .psn = q->cut->psn, .reserved = 0});
+  }
+  return 0;
+}
+
+namespace {
+
+/// @param peer_psn none: it will never be known. Then whatever was on its way may have been executed or not.
+/// Caller holds q.lock.
+void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<migr_replay_stat>& out) {
+  Cut& cut = *q.cut;
+  std::vector<QueuedSend> sends = std::move(cut.sends);
+  std::vector<replay::Fate> fates(sends.size(), replay::Fate::kLost);
+  if (peer_psn) fates = replay::fates(sends, bytes_of(cut.attr.path_mtu), cut.next_psn, *peer_psn);
+  while (!sends.empty() && ours(sends.back())) {  // they are at the end
+    sends.pop_back();
+    fates.pop_back();
+  }
+  replay::Plan plan = replay::plan(std::move(sends), fates, q.vqpn(), q.init.sq_sig_all);
+  cut.settled = true;
+  cut.peer_psn = peer_psn.value_or(0);
+  cut.lost = plan.lost || !peer_psn;
+  q.gone = q.gone || (cut.lost && !q.broken);
+  CqShadow& c = *q.send_cq;
+  std::lock_guard cq_guard(c.lock);
+  for (const OwedCompletion& owed : plan.completions) {
+    if (owed.wc.status != IBV_WC_SUCCESS) cut.errors.push_back(owed);  // who sees one may end, in the middle of the move
+    else if (owed.signalled) c.fake.push_back(owed.wc);
+  }
+  for (std::size_t i = 0; i < plan.stand_ins.size(); ++i) {
+    plan.stand_ins[i].wr_id = plan.replays[plan.at[i]].wr.wr_id = marker::next();
+    c.stand_ins.push_back(std::move(plan.stand_ins[i]));
+    ++c.markers;
+  }
+  out.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(),
+                 .replayed = static_cast<std::uint32_t>(plan.replays.size()), .executed = static_cast<std::uint32_t>(plan.done),
+                 .lost = static_cast<std::uint32_t>(plan.lost), .reserved = 0});
+  q.kept_sends.insert(q.kept_sends.begin(), std::make_move_iterator(plan.replays.begin()), std::make_move_iterator(plan.replays.end()));
+}
+
+}  // namespace
+
+int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_stat>& out, std::string& why) {
+  for (QpShadow* q : qps)
+    if (!q->cut || q->cut->settled) {
+      why = qp_name(*q) + (q->cut ? " is settled already" : " was not cut");
+      return EBUSY;
+    }
+  for (std::size_t i = 0; i < qps.size(); ++i) {
+    QpShadow& q = *qps[i];
+    {
+      std::lock_guard guard(q.lock);
+      settle_one(q, psns[i].psn & kPsnMask, out);
+      q.phase = Phase::kDrained;
+    }
+    // Completions that no device has told of.
+    const bool wake = q.send_cq->armed && q.send_cq->app.channel && out.back().executed;
+    if (wake)
+      if (const int err = inject_event(*q.send_cq, why)) return err;
+  }
+  return 0;
 }
 
 namespace {
@@ -694,14 +951,11 @@ int freeze(std::string& why) {
 
 namespace {
 
-constexpr int kConnectionAttrs = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_AV |
-                                 IBV_QP_PATH_MTU | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                                 IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
-
 /// The path's attributes with the access flags that the application gave.
 int query_path(QpShadow& q, ibv_qp_attr& attr, std::string& why) {
   ibv_qp_init_attr init{};
-  if (const int err = real().query_qp(q.real, &attr, kConnectionAttrs, &init))
+  if (q.cut) attr = q.cut->attr;
+  else if (const int err = real().query_qp(q.real, &attr, kConnectionAttrs, &init))
     return fail(why, err, "query_qp of " + qp_name(q));
   if (q.write_access_added) attr.qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   return 0;
@@ -770,7 +1024,7 @@ int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
   attr.rq_psn = to.dest_psn & kPsnMask;
   std::memcpy(attr.ah_attr.grh.dgid.raw, to.dgid, sizeof to.dgid);
   std::memcpy(q.spare_peer.data(), to.peer, sizeof to.peer);
-  int err = real().modify_qp(q.spare, &attr, rtr_mask(q));
+  int err = to_rtr(q, q.spare, attr);
   if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
   if (q.app_state() == IBV_QPS_RTR) return 0;
   attr.qp_state = IBV_QPS_RTS;
@@ -857,6 +1111,35 @@ int open_old_path(QpShadow& q, std::string& why) {
   return post_receives(q, q.real, q.outstanding, why);
 }
 
+/// The way back from cut(), on the same QP. Both ends go on with PSNs that nothing old can have, and know them without
+/// asking each other. Caller holds q.lock
+int join_again(QpShadow& q, std::string& why) {
+  constexpr std::uint32_t kFarAhead = 1u << 22;  // more than can be on the wire, less than half of all
+  Cut& cut = *q.cut;
+  if (!cut.settled) {  // how far the other end got is not known, and will not be: as when the cable stays broken
+    std::vector<migr_replay_stat> ignored;
+    settle_one(q, {}, ignored);
+  }
+  ibv_qp_attr to = cut.attr;
+  to.qp_state = IBV_QPS_RESET;
+  int err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  to.qp_state = IBV_QPS_INIT;
+  if (!err) err = real().modify_qp(q.real, &to, kInitMask);
+  if (!err) err = post_receives(q, q.real, cut.receives, why);
+  if (cut.lost) {
+    to.qp_state = IBV_QPS_ERR;
+    if (!err) err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+    return err ? fail(why, err, "cannot close " + qp_name(q)) : 0;
+  }
+  to.qp_state = IBV_QPS_RTR;
+  to.rq_psn = (cut.psn + kFarAhead) & kPsnMask;
+  if (!err) err = to_rtr(q, q.real, to);
+  to.qp_state = IBV_QPS_RTS;
+  to.sq_psn = (cut.peer_psn + kFarAhead) & kPsnMask;
+  if (!err && cut.attr.qp_state != IBV_QPS_RTR) err = real().modify_qp(q.real, &to, rts_mask(q));
+  return err ? fail(why, err, "cannot connect the old path of " + qp_name(q) + " again") : 0;
+}
+
 /// A work request of ours that needs no partner, on one of q's paths. Returns when it is done.
 int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why) {
   CqShadow& c = *q.send_cq;
@@ -917,8 +1200,8 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   if (const int err = break_if_broken(q, why)) return err;
   set_bits(q, kLogReceives);
   q.phase = Phase::kSwitched;  // from here on rollback() knows the way back
-  if (const int err = move_windows(q, q.old_real, q.real, why)) return err;
-  return 0;
+  if (q.cut) return 0;  // it has none of type 2
+  return move_windows(q, q.old_real, q.real, why);
 }
 
 /// The old path again; what was posted to the spare since goes there. Caller holds q.lock.
@@ -931,7 +1214,8 @@ int switch_back(QpShadow& q, std::string& why) {
   q.old_path_closed = false;
   q.outstanding.clear();
   if (!err) err = post_receives(q, q.real, q.logged_receives, why);
-  if (!err) err = move_windows(q, q.spare, q.real, why);
+  if (!err && q.cut) err = join_again(q, why);
+  else if (!err) err = move_windows(q, q.spare, q.real, why);
   return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : err;
 }
 
@@ -1027,7 +1311,7 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       q->real->handle = map.new_handle;
       q->real->qp_num = map.pqpn;
       if (const Peer peer = std::to_array(map.peer); peer != Peer{}) q->peer = peer;
-      q->gone = map.flags & MIGR_HANDLE_GONE;
+      q->gone = q->gone || (map.flags & MIGR_HANDLE_GONE);
       return 0;
     }
     default:
@@ -1232,6 +1516,8 @@ int rollback(std::string& why) {
       } else if (q->old_path_closed) {
         note(open_old_path(*q, why));
         q->old_path_closed = false;
+      } else if (q->cut) {
+        note(join_again(*q, why));
       }
     }
     destroy_real(q->spare);
@@ -1249,7 +1535,10 @@ int rollback(std::string& why) {
 void stats(std::vector<migr_drain_stat>& out) {
   for (QpShadow* q : Registry::get().qps) {
     std::lock_guard guard(q->lock);
-    migr_drain_stat stat{.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .sq_in_flight = 0, .rq_outstanding = 0,
+    // DRAIN has found it so; a moment later it may be different.
+    unsigned in_flight = 0;
+    if (q->phase == Phase::kSuspended && !provider::sends_in_queue(*q, in_flight)) in_flight = std::max(in_flight, 1u);
+    migr_drain_stat stat{.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .sq_in_flight = in_flight, .rq_outstanding = 0,
                          .kept = static_cast<std::uint32_t>(q->kept_sends.size() + q->kept_receives.size()),
                          .fake_cqes = 0};
     for_cqs(*q, [&](CqShadow& c) {

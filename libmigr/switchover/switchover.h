@@ -34,6 +34,16 @@ int suspend(Qps qps, std::string& why);
 /// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters.
 int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why);
 
+/// A drain has not ended in time: can these connections be cut, so that what is left is replayed on the new path?
+/// @return 0, or why not. Nothing is changed.
+int check_cut(Qps qps, std::string& why);
+/// Cuts them: the path executes nothing any more, neither its own work requests nor the other end's. What had not been
+/// completed is kept. RC only. @param out the next PSN that the path would have executed
+int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why);
+/// Both ends were cut. @param psns what cut() has said at the other end: what was executed there completes, the rest is
+/// kept before what was posted since the suspension. Nothing is executed twice; see docs/protocol.md.
+int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_stat>& out, std::string& why);
+
 /// Source: nothing changes any more. Last poll, outstanding receives read back, pages of registered memory touched (a
 /// NIC's write does not set soft-dirty), tables and /dev/migr let go. Every QP must be drained.
 int freeze(std::string& why);

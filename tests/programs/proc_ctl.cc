@@ -20,9 +20,9 @@ constexpr unsigned kFrozenMs = 50;
 
 /// Order of a switchover; --rollback-at takes one of these names.
 /// "freeze" is taken only to go back from it: there is no other host on which to go on.
-enum Step { kCreate, kConnect, kSuspend, kScan, kDrain, kFreeze, kSwitch, kResume, kNoStep };
-constexpr std::array<const char*, kNoStep> kStepNames = {"create", "connect", "suspend", "scan",
-                                                         "drain",  "freeze",  "switch",  "resume"};
+enum Step { kCreate, kConnect, kSuspend, kScan, kDrain, kCut, kSettle, kFreeze, kSwitch, kResume, kNoStep };
+constexpr std::array<const char*, kNoStep> kStepNames = {"create", "connect", "suspend", "scan",   "drain",
+                                                         "cut",    "settle",  "freeze",  "switch", "resume"};
 
 constexpr const char kHelp[] =
     R"(proc_ctl: switches the connections between two processes of this host to new queue pairs
@@ -37,6 +37,8 @@ constexpr const char kHelp[] =
   --wait S            so long for two processes with connected QPs (30)
   --rollback-at STEP  go back after STEP: create connect suspend scan drain freeze switch; "each": a different
                       one each time
+  --cut               wait for no drain: cut the connections, and replay what had not completed. Steps "cut" and
+                      "settle" are those of it; to go back after "cut" breaks the connections
   --rollback-every K  of K switchovers one goes back (1 with --rollback-at, else never)
   --list              print who has connected, and end
 
@@ -49,7 +51,7 @@ struct Options {
   int gid_index = -1;
   unsigned count = 1, interval_ms = 200, after_ms = 500, wait_s = 30, rollback_every = 0;
   int rollback_at = kNoStep;
-  bool rollback_each = false, list = false;
+  bool rollback_each = false, list = false, cut = false;
 };
 
 /// Something of ours in /proc/PID/maps or among the links of /proc/PID/fd; empty: nothing.
@@ -97,13 +99,17 @@ class Switchover {
   }
 
   /// @param back_after roll back when this step is done; kNoStep: go through
-  void run(Step back_after) {
+  /// @param cut  the connections are cut, whatever is under way
+  void run(Step back_after, bool cut) {
+    cut_ = cut;
     using Fn = void (Switchover::*)();
     constexpr std::array<Fn, kNoStep> kSteps = {&Switchover::create, &Switchover::connect, &Switchover::suspend,
-                                                &Switchover::scan,   &Switchover::drain,   &Switchover::freeze,
+                                                &Switchover::scan,   &Switchover::drain,   &Switchover::cut,
+                                                &Switchover::settle, &Switchover::freeze,
                                                 &Switchover::switch_paths, &Switchover::resume};
     for (int step = kCreate; step != kNoStep; ++step) {
       if (step == kFreeze && back_after != kFreeze) continue;
+      if ((step == kCut || step == kSettle) && !cut) continue;
       try {
         (this->*kSteps[static_cast<std::size_t>(step)])();
       } catch (const Failed& e) {
@@ -118,6 +124,7 @@ class Switchover {
   }
 
   unsigned replayed_sends = 0;
+  unsigned replayed = 0, executed = 0, lost = 0;  ///< of all switchovers: what cutting them has left
   double suspended_ms = 0, drain_ms = 0, scan_ms = 0;
 
  private:
@@ -178,8 +185,30 @@ class Switchover {
   }
   void drain() {
     const auto start = Clock::now();
-    both(MIGR_MSG_DRAIN, kDrainLimitMs);
+    if (cut_) {
+      for (Process* p : sides_) p->send(MIGR_MSG_DRAIN, p->refs(), 1);
+      for (Process* p : sides_) p->status();
+    } else {
+      both(MIGR_MSG_DRAIN, kDrainLimitMs);
+    }
     drain_ms = ms_since(start);
+  }
+  void cut() {
+    for (Process* p : sides_) p->ask(MIGR_MSG_CUT, p->refs(), MIGR_CUT_CHECK);
+    for (Process* p : sides_)
+      for (const migr_qp_psn& s : p->ask(MIGR_MSG_CUT, p->refs()).as<migr_qp_psn>()) qp_of(*p, s.vqpn).psn = s.psn;
+  }
+  void settle() {
+    for (Process* p : sides_) {
+      std::vector<migr_qp_psn> there;
+      for (const Qp& q : p->qps)
+        if (q.peer_vqpn) there.push_back({q.ctx_id, q.vqpn, qp_of(other(p), q.peer_vqpn).psn, 0});
+      for (const migr_replay_stat& s : p->ask(MIGR_MSG_SETTLE, there).as<migr_replay_stat>()) {
+        replayed += s.replayed;
+        executed += s.executed;
+        lost += s.lost;
+      }
+    }
   }
   /// The first process is frozen and thawed, as the source of a migration that fails while the image is copied.
   void freeze() {
@@ -231,6 +260,7 @@ class Switchover {
   std::array<std::uint8_t, 16> gid_;
   const Listener* listener_;
   Clock::time_point suspended_at_ = Clock::now();
+  bool cut_ = false;
 };
 
 Options parse(int argc, char** argv) {
@@ -242,6 +272,7 @@ Options parse(int argc, char** argv) {
                           {"interval", 1, nullptr, 'i'},    {"after", 1, nullptr, 'a'},
                           {"wait", 1, nullptr, 'w'},        {"rollback-at", 1, nullptr, 'r'},
                           {"rollback-every", 1, nullptr, 'e'}, {"list", 0, nullptr, 'l'},
+                          {"cut", 0, nullptr, 'x'},
                           {"help", 0, nullptr, 'h'},        {nullptr, 0, nullptr, 0}};
   const auto number = [](const char* text) {
     char* end;
@@ -263,6 +294,7 @@ Options parse(int argc, char** argv) {
       case 'w': o.wait_s = number(optarg); break;
       case 'e': o.rollback_every = number(optarg); break;
       case 'l': o.list = true; break;
+      case 'x': o.cut = true; break;
       case 'r':
         o.rollback_each = std::string(optarg) == "each";
         for (int s = kCreate; s < kResume; ++s)
@@ -278,6 +310,14 @@ Options parse(int argc, char** argv) {
     }
   if ((o.rollback_at != kNoStep || o.rollback_each) && !o.rollback_every) o.rollback_every = 1;
   return o;
+}
+
+/// The steps that can be gone back from, in turn. With a cut not from between its two halves.
+Step nth_step(unsigned n, bool cut) {
+  std::vector<Step> steps;
+  for (int s = kCreate; s < kResume; ++s)
+    if (s != kCut && (s != kSettle || cut)) steps.push_back(static_cast<Step>(s));
+  return steps[n % steps.size()];
 }
 
 int run(const Options& o) {
@@ -316,10 +356,10 @@ int run(const Options& o) {
   for (unsigned i = 0; i < o.count; ++i) {
     Step at = kNoStep;
     if (o.rollback_every && i % o.rollback_every == o.rollback_every - 1)
-      at = o.rollback_each ? static_cast<Step>(back % kResume)
+      at = o.rollback_each ? nth_step(back, o.cut)
                            : static_cast<Step>(o.rollback_at == kNoStep ? kSwitch : o.rollback_at);
     try {
-      job->run(at);
+      job->run(at, o.cut);
     } catch (const Failed& e) {
       throw Failed("switchover " + std::to_string(i + 1) + " of " + std::to_string(o.count) + ", " + e.what());
     }
@@ -327,15 +367,16 @@ int run(const Options& o) {
     replayed += job->replayed_sends;
     sum += job->suspended_ms;
     worst = std::max(worst, job->suspended_ms);
-    std::printf("%u: %s%s suspended %.1f ms (scan %.1f, drain %.1f), %u sends replayed\n", i + 1,
+    std::printf("%u: %s%s suspended %.1f ms (scan %.1f, drain %.1f), %u sends replayed, %u atomics lost\n", i + 1,
                 at == kNoStep ? "switched" : "rolled back at ", at == kNoStep ? "" : kStepNames[at], job->suspended_ms,
-                job->scan_ms, job->drain_ms, job->replayed_sends);
+                job->scan_ms, job->drain_ms, job->replayed_sends, job->lost);
     std::fflush(stdout);
     nap_ms(o.interval_ms);
   }
   std::printf("{\"switched\": %u, \"rolled_back\": %u, \"connections\": %zu, \"replayed_sends\": %u, "
-              "\"suspended_ms_mean\": %.1f, \"suspended_ms_max\": %.1f}\n",
-              went, back, pairs, replayed, sum / std::max(1u, o.count), worst);
+              "\"suspended_ms_mean\": %.1f, \"suspended_ms_max\": %.1f, \"cut\": {\"replayed\": %u, \"executed\": %u, \"lost\": %u}}\n",
+              went, back, pairs, replayed, sum / std::max(1u, o.count), worst,
+              job->replayed, job->executed, job->lost);
   return 0;
 }
 

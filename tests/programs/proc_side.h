@@ -40,6 +40,7 @@ struct Qp {
   std::uint32_t ctx_id, vqpn, pqpn;
   std::uint32_t peer_vqpn = 0;  // 0: not connected to the other process
   migr_qp_spare spare{};
+  std::uint32_t psn = 0;        // of CUT
 };
 
 struct Reply {
@@ -119,6 +120,12 @@ class Process {
       throw Failed(name() + ", message type " + std::to_string(asked_) + ": " + whole.head.text + " (" +
                    std::strerror(whole.head.status) + ")");
     return whole;
+  }
+  /// What the reply to the last send() says, error or not.
+  int status() {
+    Reply part = receive();
+    while (part.head.flags & MIGR_MORE) part = receive();
+    return part.head.status;
   }
   template <class T = migr_qp_ref>
   Reply ask(std::uint16_t type, const std::vector<T>& records = {}, std::uint64_t arg = 0) {

@@ -75,6 +75,18 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   for (QpShadow* qp : qps) stats.push_back({7, qp->vqpn(), limit_ms, 0, 0, 0});
   return called(free ? "drain" : "drain-locked", why);
 }
+int check_cut(Qps qps, std::string& why) {
+  fake.records = qps.size();
+  return called("check-cut", why);
+}
+int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
+  for (QpShadow* qp : qps) out.push_back({7, qp->vqpn(), 1000 + qp->vqpn(), 0});
+  return called("cut", why);
+}
+int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_stat>& out, std::string& why) {
+  for (std::size_t i = 0; i < qps.size(); ++i) out.push_back({7, qps[i]->vqpn(), psns[i].psn, 2, 3, 0});
+  return called("settle", why);
+}
 int freeze(std::string& why) {
   if (!fake.status) fake.state = MIGR_PROC_FROZEN;
   return called("freeze", why);
@@ -318,6 +330,18 @@ TEST_F(Control, EachRequestReachesTheEngine) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).count, 2u);
   EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
   EXPECT_EQ(fake.calls, "create connect switch resume rollback ");
+}
+
+TEST_F(Control, CutIsAskedThenDoneThenSettled) {
+  migr_msg check = request(MIGR_MSG_CUT);
+  check.arg = MIGR_CUT_CHECK;
+  EXPECT_EQ(ask(check, std::vector<migr_qp_ref>{{7, 0x10, 0, 0}}).count, 0u);
+  ask(request(MIGR_MSG_CUT), std::vector<migr_qp_ref>{{7, 0x10, 0, 0}});
+  EXPECT_EQ(reinterpret_cast<migr_qp_psn*>(records.data())->psn, 1000u + 0x10);
+  EXPECT_EQ(ask(request(MIGR_MSG_SETTLE), std::vector<migr_qp_psn>{{7, 0x99, 5, 0}}).status, ENOENT);
+  ask(request(MIGR_MSG_SETTLE), std::vector<migr_qp_psn>{{7, 0x10, 5, 0}});
+  EXPECT_EQ(reinterpret_cast<migr_replay_stat*>(records.data())->replayed, 5u);
+  EXPECT_EQ(fake.calls, "check-cut cut settle ");
 }
 
 TEST_F(Control, MovesAreToldInTwoSteps) {

@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "replay.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace migr::replay {
+namespace {
+
+constexpr std::uint32_t kPsnMask = 0xffffff;
+
+/// a - b, both of 24 bits that wrap.
+std::int32_t psn_difference(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>((a - b) << 8) >> 8; }
+
+bool atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
+
+/// PSNs that it takes. The answers of a READ count as if they were sent.
+std::uint32_t packets(const QueuedSend& s, std::uint32_t mtu) {
+  if (atomic(s.send.wr) || !s.bytes) return 1;
+  return static_cast<std::uint32_t>((s.bytes + mtu - 1) / mtu);
+}
+
+Fate fate_of_executed(const ibv_send_wr& wr) {
+  if (atomic(wr)) return Fate::kLost;
+  return wr.opcode == IBV_WR_RDMA_READ ? Fate::kReplay : Fate::kDone;
+}
+
+ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
+  switch (opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+      return IBV_WC_RDMA_WRITE;
+    case IBV_WR_RDMA_READ:
+      return IBV_WC_RDMA_READ;
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+      return IBV_WC_COMP_SWAP;
+    case IBV_WR_ATOMIC_FETCH_AND_ADD:
+      return IBV_WC_FETCH_ADD;
+    default:
+      return IBV_WC_SEND;
+  }
+}
+
+OwedCompletion completion(const QueuedSend& s, std::uint32_t vqpn, bool signal_all) {
+  OwedCompletion owed{.wc = {}, .signalled = signal_all || (s.send.wr.send_flags & IBV_SEND_SIGNALED)};
+  owed.wc.wr_id = s.send.wr.wr_id;
+  owed.wc.status = IBV_WC_SUCCESS;
+  owed.wc.opcode = completion_opcode(s.send.wr.opcode);
+  owed.wc.byte_len = static_cast<std::uint32_t>(s.bytes);
+  owed.wc.qp_num = vqpn;
+  if (s.send.wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM || s.send.wr.opcode == IBV_WR_SEND_WITH_IMM)
+    owed.wc.wc_flags = IBV_WC_WITH_IMM;
+  return owed;
+}
+
+/// As with a cable that stays broken: the first one that was not acknowledged tells why, the others are flushed.
+void fail_all(Plan& p, std::span<const QueuedSend> sends, std::span<const Fate> fates, std::uint32_t vqpn, bool signal_all) {
+  bool broken = false;
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    OwedCompletion owed = completion(sends[i], vqpn, signal_all);
+    if (broken || fates[i] != Fate::kDone) {
+      owed.wc.status = broken ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
+      owed.signalled = broken = true;
+    }
+    p.completions.push_back(owed);
+  }
+}
+
+}  // namespace
+
+std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn) {
+  std::vector<Fate> out(sends.size(), Fate::kReplay);
+  if (sends.empty()) return out;
+  // The oldest was never sent, or goes back to where the other end has got to: either way nothing behind that was executed.
+  if (!sends.front().begun && peer_psn == next_psn) return out;
+  std::uint32_t psn = sends.front().first_psn;
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    psn = (psn + packets(sends[i], mtu)) & kPsnMask;
+    if (psn_difference(peer_psn, psn) < 0) break;
+    out[i] = fate_of_executed(sends[i].send.wr);
+  }
+  return out;
+}
+
+Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate) {
+  if (separate) return {std::min(sends, cut.flushed_sends), std::min(receives, cut.flushed - cut.flushed_sends)};
+  // Nothing completed between the look at the queues and the flushing: so it is nearly always.
+  if (cut.flushed == sends + receives) return {sends, receives};
+  const std::size_t left = receives - std::min({receives, cut.received});
+  const std::size_t of_receives = std::min(left, cut.flushed);
+  return {std::min(sends, cut.flushed - of_receives), of_receives};
+}
+
+Plan plan(std::vector<QueuedSend> sends, std::span<const Fate> fates, std::uint32_t vqpn, bool signal_all) {
+  Plan p;
+  p.done = static_cast<std::size_t>(std::count(fates.begin(), fates.end(), Fate::kDone));
+  p.lost = static_cast<std::size_t>(std::count(fates.begin(), fates.end(), Fate::kLost));
+  if (p.lost) {
+    fail_all(p, sends, fates, vqpn, signal_all);
+    return p;
+  }
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    OwedCompletion owed = completion(sends[i], vqpn, signal_all);
+    if (fates[i] == Fate::kReplay) {
+      p.replays.push_back(std::move(sends[i].send));
+      // Executed ones behind it complete after it: then it completes for them, too.
+      if (i + 1 == sends.size() || fates[i + 1] != Fate::kDone) continue;
+      p.replays.back().wr.send_flags |= IBV_SEND_SIGNALED;
+      p.stand_ins.push_back({.wr_id = 0, .owed = {owed}});
+      p.at.push_back(p.replays.size() - 1);
+    } else if (p.stand_ins.empty()) {
+      p.completions.push_back(owed);
+    } else {
+      p.stand_ins.back().owed.push_back(owed);
+    }
+  }
+  return p;
+}
+
+}  // namespace migr::replay

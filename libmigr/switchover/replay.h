@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* What becomes of the work requests of a connection that was cut. Nothing here knows a device. */
+#ifndef MIGR_REPLAY_H
+#define MIGR_REPLAY_H
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "../shadow.h"
+
+namespace migr::replay {
+
+enum class Fate : std::uint8_t {
+  kDone,    ///< the other end has executed it; only the acknowledgement is missing
+  kReplay,  ///< not executed, in part, or a READ, whose data is missing
+  kLost,    ///< an atomic that was executed; its answer will never come
+};
+
+/// @param sends      not completed, oldest first, without gaps
+/// @param mtu        of the path, bytes
+/// @param next_psn   what the requester would have sent next
+/// @param peer_psn   what the responder would have executed next
+std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn);
+
+/// How many of the flushed completions belong to the send queue, and how many to the receive queue.
+struct Unused {
+  std::size_t sends, receives;
+};
+/// @param sends, receives  that had not completed when the flushing began
+/// @param separate         the queues have completion queues of their own
+Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate);
+
+/// What is to be done, in order: completions first.
+struct Plan {
+  std::vector<OwedCompletion> completions;  ///< at once
+  std::vector<KeptSend> replays;            ///< on the new path; one in the name of others has no wr_id yet
+  std::vector<StandIn> stand_ins;           ///< for replays[at[i]]
+  std::vector<std::size_t> at;
+  std::size_t done = 0, lost = 0;
+};
+/// @param signal_all  every work request of the QP is signalled
+Plan plan(std::vector<QueuedSend> sends, std::span<const Fate> fates, std::uint32_t vqpn, bool signal_all);
+
+}  // namespace migr::replay
+
+#endif
