@@ -13,6 +13,7 @@
 #include "limits.h"
 #include "parallel.h"
 #include "peer_link.h"
+#include "replay.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -336,6 +337,93 @@ Status Coordinator::pre_copy() {
   return s;
 }
 
+Status Coordinator::drain() {
+  std::set<std::size_t> left;
+  std::mutex m;
+  auto take = [&](const Result<wire::DrainReply>& r) -> Status {
+    if (!r) return r.error();
+    std::lock_guard lock(m);
+    left.insert(r->left().begin(), r->left().end());
+    return {};
+  };
+  if (auto s = both([&] { return step("drain.source", [&] { return take(source_.drain(set_.drain_ms)); }); },
+                    [&](Affected& a) { return step("drain.partner", [&] { return take(a.link->drain(id_, set_.drain_ms)); }); }); !s) return s;
+  if (left.empty()) return {};
+  return step("drain.replay", [&] { return replay(left); });
+}
+
+// The limit has run out. First both ends stop whatever they do; then nothing changes any more, and how far each got says what
+// has to be replayed. A failure in between breaks these connections; what could fail for a reason is asked before.
+Status Coordinator::replay(std::set<std::size_t> left) {
+  const std::string what = "wait-before-stop took more than " + std::to_string(set_.drain_ms) + " ms, with " + std::to_string(left.size()) +
+                           " of " + std::to_string(info_.connected.size()) + " connections still busy";
+  for (const auto i : std::set(left)) {
+    if (i >= info_.connected.size()) return Error{EPROTO, "an answer to Drain names a wrong QP"};
+    if (const auto t = twins_.find(i); t != twins_.end()) left.insert(t->second);
+    else if (set_.what != Settings::kMove) return Error{ETIMEDOUT, what};
+  }
+  note(what);
+  auto request = [&](bool check) {
+    wire::CutRequest r;
+    r.set_id(id_);
+    r.set_check(check);
+    return r;
+  };
+  std::map<std::size_t, std::uint32_t> here, there;
+  std::mutex m;
+  auto cut = [&](bool check) {
+    auto take = [&](const Result<wire::CutReply>& r, std::map<std::size_t, std::uint32_t>& psns) -> Status {
+      if (!r) return r.error();
+      std::lock_guard lock(m);
+      for (const auto& q : r->qps()) psns[q.index()] = q.psn();
+      return {};
+    };
+    return both([&] {
+                  auto r = request(check);
+                  for (const auto i : left) r.add_index(static_cast<std::uint32_t>(i));
+                  return take(source_.cut(r), here);
+                },
+                [&](Affected& a) -> Status {
+                  auto r = request(check);
+                  for (const auto& q : a.qps)
+                    if (left.contains(q.index())) r.add_index(q.index());
+                  return r.index_size() ? take(a.link->cut(r), there) : Status();
+                });
+  };
+  if (auto s = cut(true); !s) return Error{ETIMEDOUT, what + ", and what is under way cannot be replayed: " + s.error().text};
+  if (auto s = cut(false); !s) return s;
+  for (const auto& [i, twin] : twins_)
+    if (left.contains(i)) there[i] = here[twin];
+  for (const auto i : left)
+    if (!here.contains(i) || !there.contains(i)) return Error{EPROTO, "Cut leaves out QP " + std::to_string(info_.connected[i].vqpn)};
+  auto& sum = *summary_.mutable_replayed();
+  auto settle = [&](const std::map<std::size_t, std::uint32_t>& psns, const auto& wanted, const auto& call) -> Status {
+    wire::SettleRequest r;
+    r.set_id(id_);
+    for (const auto& [i, psn] : psns) {
+      if (!wanted(i)) continue;
+      auto* q = r.add_qps();
+      q->set_index(static_cast<std::uint32_t>(i));
+      q->set_psn(psn);
+    }
+    if (!r.qps_size()) return {};
+    const Result<wire::SettleReply> reply = call(r);
+    if (!reply) return reply.error();
+    std::lock_guard lock(m);
+    add_to(sum, *reply);
+    return {};
+  };
+  if (auto s = both([&] { return settle(there, [](std::size_t) { return true; }, [&](const auto& r) { return source_.settle(r); }); },
+                    [&](Affected& a) {
+                      auto its = [&](std::size_t i) { return std::any_of(a.qps.begin(), a.qps.end(), [&](const auto& q) { return q.index() == i; }); };
+                      return settle(here, its, [&](const auto& r) { return a.link->settle(r); });
+                    }); !s) return s;
+  note(std::to_string(sum.replayed()) + " work requests of " + std::to_string(sum.qps()) + " QPs are replayed on the new path, " +
+       std::to_string(sum.executed()) + " had arrived before" +
+       (sum.lost() ? "; " + std::to_string(sum.lost()) + " atomics were executed and their answers are lost: these connections break" : ""));
+  return {};
+}
+
 Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push("reconnecting", [this] { return source_.reconnect(); });
@@ -492,10 +580,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     return both([&] { return step("suspend.source", [&] { return source_.suspend(); }); },
                 [&](Affected& a) { return step("suspend.partner", [&] { return a.link->suspend(id_); }); });
   });
-  if (s) s = phase(FaultStep::kSourceDrain, [&] {
-    return both([&] { return step("drain.source", [&] { return source_.drain(); }); },
-                [&](Affected& a) { return step("drain.partner", [&] { return a.link->drain(id_); }); });
-  });
+  if (s) s = phase(FaultStep::kSourceDrain, [&] { return drain(); });
   if (s) s = phase(FaultStep::kSourceFreeze, [&] { return freeze(); });
   if (s && !set_.pre_setup) s = phase(FaultStep::kSourceCreate, [&] { return create(); });
   if (s && !set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <set>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -58,7 +59,11 @@ class Source {
   /// Takes out of the checkpoint what the pre-dump has with the same content; how many bytes.
   virtual Result<std::uint64_t> drop_unchanged() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
-  virtual Status drain() = 0;
+  /// QPs are counted by their place in ContainerInfo::connected. @return those that were not done in time
+  virtual Result<wire::DrainReply> drain(int limit_ms) = 0;
+  /// After that, at both ends: cuts the connections, then says to each how far the other one had got.
+  virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
+  virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
   virtual Status rollback() = 0;   // ROLLBACK to every process
   virtual Status freeze() = 0;     // FREEZE; connections closed
   virtual Status reconnect() = 0;  // gates; all processes are back
@@ -105,7 +110,9 @@ class PartnerLink {
   virtual Result<wire::PartnerPrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   virtual Status suspend(std::uint32_t id) = 0;
-  virtual Status drain(std::uint32_t id) = 0;
+  virtual Result<wire::DrainReply> drain(std::uint32_t id, int limit_ms) = 0;
+  virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
+  virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
   virtual Status switch_path(std::uint32_t id) = 0;
   virtual Status keys(const wire::KeysRequest& r) = 0;
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
@@ -132,6 +139,7 @@ class Coordinator {
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
+    int drain_ms = kDrainMs;
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
     /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
     std::function<void(const std::string& phase)> stands_still{};
@@ -161,6 +169,8 @@ class Coordinator {
   Status create();
   Status connect();
   Status pre_copy();
+  Status drain();
+  Status replay(std::set<std::size_t> left);
   Status freeze();
   Status copy();
   Status commit();

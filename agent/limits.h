@@ -64,6 +64,7 @@ inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
 
 inline constexpr int kExecMs = 3'000;           // a command that is run in a container just now may end
+inline constexpr std::uint32_t kDrainMaxMs = 600'000;  // whatever is asked for; below phase_ms
 
 inline constexpr int kBusyWaitMs = 180'000;     // for processes that another migration holds
 inline constexpr int kBusyStepMs = 200;

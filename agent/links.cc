@@ -115,7 +115,17 @@ Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &
 Status RpcPartner::suspend(std::uint32_t id) {
   return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);
 }
-Status RpcPartner::drain(std::uint32_t id) { return call(stub_, &P::Drain, limited(id, kDrainMs), kDrainMs + 3000, name_); }
+Result<wire::DrainReply> RpcPartner::drain(std::uint32_t id, int limit_ms) {
+  auto r = limited(id, limit_ms);
+  r.set_tell(true);
+  return call(stub_, &P::Drain, r, limit_ms + kProcessMs + 3000, name_);
+}
+Result<wire::CutReply> RpcPartner::cut(const wire::CutRequest& r) {
+  return call(stub_, &P::Cut, r, kProcessMs + kPerQpMs * r.index_size() + 1000, name_);
+}
+Result<wire::SettleReply> RpcPartner::settle(const wire::SettleRequest& r) {
+  return call(stub_, &P::Settle, r, kProcessMs + kPerQpMs * r.qps_size() + 1000, name_);
+}
 Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), kProcessMs, name_); }
 Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
 Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }

@@ -44,6 +44,7 @@ struct Options {
   std::string container, to, dir, name, migration;
   std::vector<std::string> ips;
   int pid = 0;
+  std::uint32_t drain_limit_ms = 0;
 };
 
 // ---- through migrd
@@ -146,6 +147,7 @@ Json summary_json(const wire::Summary& s) {
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},
           {"connections_gone", s.gone()},
+          {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
           {"migration", s.id()}};
 }
 
@@ -198,6 +200,11 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
                 summary.container().c_str(), words.done, summary.to().c_str(), summary.service_blackout_ms(),
                 summary.communication_blackout_ms(), static_cast<double>(summary.bytes_copied()) / 1e6, r.ctx(), r.pd(), r.mr(),
                 r.cq(), r.qp(), summary.partners_size() ? summary.partners(0).c_str() : "none");
+    if (summary.has_replayed()) {
+      const auto& w = summary.replayed();
+      std::printf("wait-before-stop ran out: %u work requests of %u QPs were replayed, %u had been executed already\n", w.replayed(), w.qps(), w.executed());
+      if (w.lost()) std::printf("%u atomics were executed and their answers are lost: they end with an error, and so do their connections\n", w.lost());
+    }
     if (summary.gone()) std::printf("%u connections to others %s: their ends see an error, and have to connect again\n", summary.gone(), words.gone);
   }
   return summary.error().empty() ? kDone : kFailed;
@@ -224,6 +231,7 @@ int cmd_migrate(const Options& o) {
   request.set_stop_and_copy(o.stop_and_copy);
   request.set_pre_copy(o.pre_copy);
   request.set_no_pre_setup(o.no_pre_setup);
+  request.set_drain_limit_ms(o.drain_limit_ms);
   const auto stub = control(o);
   return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"});
 }
@@ -352,6 +360,7 @@ int main(int argc, char** argv) {
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
+  migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
   json(migrate);
   auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
   checkpoint->add_option("CONTAINER|PID", o.container)->required();

@@ -99,6 +99,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
   RpcDestination destination(*channel, r.to());
   Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs,
                                  r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()};
+  if (r.drain_limit_ms()) settings.drain_ms = static_cast<int>(std::min(r.drain_limit_ms(), kDrainMaxMs));
   auto note = [&](const std::string& text) {
     wire::Progress p;
     p.set_note(text);

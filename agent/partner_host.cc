@@ -14,6 +14,7 @@
 #include "kernel_record.h"
 #include "limits.h"
 #include "parallel.h"
+#include "replay.h"
 #include "resume_stats.h"
 
 namespace migr {
@@ -25,6 +26,7 @@ struct PartnerHost::Process {
   std::vector<migr_qp_ref> refs;
   std::vector<std::uint32_t> index;   // of each ref, as the coordinator counts
   std::vector<std::string> gid;       // of each ref: it sends from
+  CountedQps counted() const { return {refs, index}; }
 };
 
 struct PartnerHost::Job : LeasedJob {
@@ -268,12 +270,25 @@ grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedReque
   });
 }
 
-grpc::Status PartnerHost::Drain(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
-  const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kDrainMs)));
+grpc::Status PartnerHost::Drain(grpc::ServerContext*, const wire::LimitedRequest* r, wire::DrainReply* reply) {
+  const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), kDrainMaxMs));
+  Shared<wire::DrainReply> out{*reply};
   return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
-    return each(job, [&](Process& p, ProcessSession& session) -> Status {
-      return session.ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, job.id, p.refs, ms + 2000, static_cast<std::uint64_t>(ms));
-    });
+    return each(job, [&](Process& p, ProcessSession& session) { return drain_process(session, job.id, p.refs, p.counted(), ms, r->tell(), out); });
+  });
+}
+
+grpc::Status PartnerHost::Cut(grpc::ServerContext*, const wire::CutRequest* r, wire::CutReply* reply) {
+  Shared<wire::CutReply> out{*reply};
+  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+    return each(job, [&](Process& p, ProcessSession& session) { return cut_process(session, p.counted(), *r, out); });
+  });
+}
+
+grpc::Status PartnerHost::Settle(grpc::ServerContext*, const wire::SettleRequest* r, wire::SettleReply* reply) {
+  Shared<wire::SettleReply> out{*reply};
+  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+    return each(job, [&](Process& p, ProcessSession& session) { return settle_process(session, p.counted(), *r, out); });
   });
 }
 

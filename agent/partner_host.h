@@ -27,7 +27,9 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Create(grpc::ServerContext*, const wire::Migration*, wire::PartnerPrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
   grpc::Status Suspend(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
-  grpc::Status Drain(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
+  grpc::Status Drain(grpc::ServerContext*, const wire::LimitedRequest*, wire::DrainReply*) override;
+  grpc::Status Cut(grpc::ServerContext*, const wire::CutRequest*, wire::CutReply*) override;
+  grpc::Status Settle(grpc::ServerContext*, const wire::SettleRequest*, wire::SettleReply*) override;
   grpc::Status Switch(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::Empty*) override;
   grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;

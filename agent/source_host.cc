@@ -536,8 +536,38 @@ Status SourceRun::suspend() {
   });
 }
 
-Status SourceRun::drain() {
-  return each([this](Process& p) { return p.session->tell(MIGR_MSG_DRAIN, id_, kDrainMs + 2000, kDrainMs); });
+// As they are counted in info_.connected.
+CountedQps SourceRun::counted(const Process& p) const {
+  CountedQps out;
+  const auto owner = static_cast<std::uint32_t>(&p - processes_.data());
+  for (std::size_t i = 0; i < info_.connected.size(); i++)
+    for (const auto& [ctx, of] : info_.ctxs) {
+      if (ctx != info_.connected[i].ctx_id || of != owner) continue;
+      out.refs.push_back({ctx, info_.connected[i].vqpn, info_.connected[i].pqpn, 0});
+      out.index.push_back(static_cast<std::uint32_t>(i));
+    }
+  return out;
+}
+
+Result<wire::DrainReply> SourceRun::drain(int limit_ms) {
+  wire::DrainReply reply;
+  Shared<wire::DrainReply> out{reply};
+  if (auto s = each([&](Process& p) { return drain_process(*p.session, id_, {}, counted(p), limit_ms, true, out); }); !s) return s.error();
+  return reply;
+}
+
+Result<wire::CutReply> SourceRun::cut(const wire::CutRequest& r) {
+  wire::CutReply reply;
+  Shared<wire::CutReply> out{reply};
+  if (auto s = each([&](Process& p) { return cut_process(*p.session, counted(p), r, out); }); !s) return s.error();
+  return reply;
+}
+
+Result<wire::SettleReply> SourceRun::settle(const wire::SettleRequest& r) {
+  wire::SettleReply reply;
+  Shared<wire::SettleReply> out{reply};
+  if (auto s = each([&](Process& p) { return settle_process(*p.session, counted(p), r, out); }); !s) return s.error();
+  return reply;
 }
 
 Status SourceRun::rollback() {

@@ -16,6 +16,7 @@
 #include "journal.h"
 #include "numbers.h"
 #include "process_session.h"
+#include "replay.h"
 #include "runtime.h"
 
 namespace migr {
@@ -86,7 +87,9 @@ class SourceRun final : public Source {
   Result<std::string> pre_dump() override;
   Result<std::uint64_t> drop_unchanged() override;
   Status suspend() override;
-  Status drain() override;
+  Result<wire::DrainReply> drain(int limit_ms) override;
+  Result<wire::CutReply> cut(const wire::CutRequest& r) override;
+  Result<wire::SettleReply> settle(const wire::SettleRequest& r) override;
   Status rollback() override;
   Status freeze() override;
   Status reconnect() override;
@@ -109,6 +112,7 @@ class SourceRun final : public Source {
     std::uint32_t generation = 0;  // how often it was restored before
   };
   Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
+  CountedQps counted(const Process& p) const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
   Status step(FaultStep step, const std::function<Status()>& work);
   bool claim(const ProcessSession& s);

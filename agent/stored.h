@@ -50,7 +50,9 @@ class StoredSource final : public Source {
   Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Status suspend() override { return {}; }
-  Status drain() override { return {}; }
+  Result<wire::DrainReply> drain(int) override { return wire::DrainReply(); }
+  Result<wire::CutReply> cut(const wire::CutRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
+  Result<wire::SettleReply> settle(const wire::SettleRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
   Status rollback() override { return {}; }
   Status freeze() override { return {}; }
   Status reconnect() override { return {}; }

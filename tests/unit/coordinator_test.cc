@@ -41,6 +41,27 @@ struct Play {
   }
 };
 
+// Each QP says `base` and its own number.
+wire::CutReply cut_at(std::uint32_t base, const wire::CutRequest& r) {
+  wire::CutReply out;
+  for (auto i : r.index()) {
+    if (r.check()) continue;
+    auto* q = out.add_qps();
+    q->set_index(i);
+    q->set_psn(base + i);
+  }
+  return out;
+}
+
+wire::SettleReply one_settled(std::uint32_t replayed, std::uint32_t executed, std::uint32_t lost) {
+  wire::SettleReply r;
+  r.set_qps(1);
+  r.set_replayed(replayed);
+  r.set_executed(executed);
+  r.set_lost(lost);
+  return r;
+}
+
 struct FakeSource final : Source {
   explicit FakeSource(Play& play) : p(play) {}
   Play& p;
@@ -81,7 +102,25 @@ struct FakeSource final : Source {
     return 8192;
   }
   Status suspend() override { return p.did("s.suspend"); }
-  Status drain() override { return p.did("s.drain"); }
+  std::vector<std::uint32_t> left;  // by drain
+  int drain_ms = 0;
+  wire::SettleRequest settled;
+  Result<wire::DrainReply> drain(int ms) override {
+    drain_ms = ms;
+    if (auto s = p.did("s.drain"); !s) return s.error();
+    wire::DrainReply r;
+    for (auto i : left) r.add_left(i);
+    return r;
+  }
+  Result<wire::CutReply> cut(const wire::CutRequest& r) override {
+    if (auto s = p.did(r.check() ? "s.check_cut" : "s.cut"); !s) return s.error();
+    return cut_at(100, r);
+  }
+  Result<wire::SettleReply> settle(const wire::SettleRequest& r) override {
+    settled = r;
+    if (auto s = p.did("s.settle"); !s) return s.error();
+    return one_settled(5, 1, 0);
+  }
   Status rollback() override { return p.did("s.rollback"); }
   Status freeze() override { return p.did("s.freeze"); }
   Status reconnect() override { return p.did("s.reconnect"); }
@@ -216,7 +255,23 @@ struct FakePartner final : PartnerLink {
     return p.did(name_ + ".connect");
   }
   Status suspend(std::uint32_t) override { return p.did(name_ + ".suspend"); }
-  Status drain(std::uint32_t) override { return p.did(name_ + ".drain"); }
+  std::vector<std::uint32_t> left;  // by drain
+  wire::SettleRequest settled;
+  Result<wire::DrainReply> drain(std::uint32_t, int) override {
+    if (auto s = p.did(name_ + ".drain"); !s) return s.error();
+    wire::DrainReply r;
+    for (auto i : left) r.add_left(i);
+    return r;
+  }
+  Result<wire::CutReply> cut(const wire::CutRequest& r) override {
+    if (auto s = p.did(name_ + (r.check() ? ".check_cut" : ".cut")); !s) return s.error();
+    return cut_at(200, r);
+  }
+  Result<wire::SettleReply> settle(const wire::SettleRequest& r) override {
+    settled = r;
+    if (auto s = p.did(name_ + ".settle"); !s) return s.error();
+    return one_settled(2, 0, 1);
+  }
   Status switch_path(std::uint32_t) override { return p.did(name_ + ".switch"); }
   Status keys(const wire::KeysRequest& r) override {
     got_keys = r;
@@ -597,6 +652,80 @@ TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
     EXPECT_EQ(s.play.has("s.suspend"), s.play.has("s.rollback")) << f;
     EXPECT_EQ(s.play.has("d.prepare"), s.play.has("d.abort")) << f;
   }
+}
+
+// ---- wait-before-stop has a limit
+
+TEST(Coordinator, DrainInTimeCutsNothing) {
+  Scene s;
+  auto summary = s.run();
+  EXPECT_TRUE(summary.migrated()) << summary.error();
+  EXPECT_EQ(s.source.drain_ms, kDrainMs);
+  EXPECT_FALSE(s.play.has("s.check_cut"));
+  EXPECT_FALSE(summary.has_replayed());
+}
+
+TEST(Coordinator, DrainThatTakesTooLongIsCutAndReplayed) {
+  for (bool at_source : {true, false}) {
+    Scene s;
+    (at_source ? s.source.left : s.partner.left) = {0};
+    auto summary = s.run();
+    EXPECT_TRUE(summary.migrated()) << summary.error();
+    // Both ends can, before either does; both have stopped, before either is told where the other one stands.
+    s.expect_order({"s.check_cut", "p.cut", "s.settle", "s.freeze"});
+    s.expect_order({"p.check_cut", "s.cut", "p.settle", "p.switch"});
+    s.expect_order({"p.cut", "s.settle"});
+    s.expect_order({"s.cut", "p.settle"});
+    ASSERT_EQ(s.source.settled.qps_size(), 1);
+    EXPECT_EQ(s.source.settled.qps(0).psn(), 200u);
+    ASSERT_EQ(s.partner.settled.qps_size(), 1);
+    EXPECT_EQ(s.partner.settled.qps(0).psn(), 100u);
+    EXPECT_EQ(summary.replayed().qps(), 2u);
+    EXPECT_EQ(summary.replayed().replayed(), 7u);
+    EXPECT_EQ(summary.replayed().executed(), 1u);
+    EXPECT_EQ(summary.replayed().lost(), 1u);
+  }
+}
+
+TEST(Coordinator, WhatCannotBeReplayedGoesBackBeforeItIsCut) {
+  for (const char* who : {"s.check_cut", "p.check_cut"}) {
+    Scene s;
+    s.source.left = {0};
+    s.play.fail = who;
+    auto summary = s.run();
+    EXPECT_FALSE(summary.migrated());
+    EXPECT_NE(summary.error().find("cannot be replayed"), std::string::npos) << summary.error();
+    EXPECT_FALSE(s.play.has("s.cut"));
+    EXPECT_FALSE(s.play.has("p.cut"));
+    EXPECT_FALSE(s.play.has("s.freeze"));
+    s.expect_order({"s.rollback", "p.rollback", "d.abort"});
+  }
+}
+
+TEST(Coordinator, FailureBetweenCutAndSettleGoesBack) {
+  for (const char* who : {"s.cut", "p.cut", "s.settle", "p.settle"}) {
+    Scene s;
+    s.partner.left = {0};
+    s.play.fail = who;
+    auto summary = s.run();
+    EXPECT_FALSE(summary.migrated()) << who;
+    EXPECT_FALSE(s.play.has("s.freeze"));
+    s.expect_order({"s.rollback", "p.rollback", "d.abort"});
+  }
+}
+
+// Both ends of a connection in the container: it answers for both.
+TEST(Coordinator, TwinsAreCutTogether) {
+  Scene s;
+  s.source.twins = true;
+  s.source.left = {1};
+  auto summary = s.run();
+  EXPECT_TRUE(summary.migrated()) << summary.error();
+  EXPECT_FALSE(s.play.has("p.cut"));
+  ASSERT_EQ(s.source.settled.qps_size(), 2);
+  EXPECT_EQ(s.source.settled.qps(0).index(), 1u);
+  EXPECT_EQ(s.source.settled.qps(0).psn(), 102u);
+  EXPECT_EQ(s.source.settled.qps(1).psn(), 101u);
 }
 
 }  // namespace

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Wait-before-stop and what follows when its limit runs out, for one process; the same at both ends of a connection.
+#pragma once
+
+#include <mutex>
+#include <vector>
+
+#include "process_session.h"
+#include "wire.pb.h"
+
+namespace migr {
+
+/// QPs of a process, as the coordinator counts them.
+struct CountedQps {
+  std::vector<migr_qp_ref> refs;
+  std::vector<std::uint32_t> index;  // of each ref
+};
+
+/// Answers of several processes are put together in one reply.
+template <class Reply>
+struct Shared {
+  Reply& reply;
+  std::mutex lock{};
+};
+
+/// @param asked  QPs to be drained; none: all of the process
+/// @param tell   QPs that are not done in time are no error. One that is not `counted` is: its other end is not asked
+Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_qp_ref> asked, const CountedQps& counted, int limit_ms,
+                     bool tell, Shared<wire::DrainReply>& out);
+Status cut_process(ProcessSession& s, const CountedQps& counted, const wire::CutRequest& r, Shared<wire::CutReply>& out);
+Status settle_process(ProcessSession& s, const CountedQps& counted, const wire::SettleRequest& r, Shared<wire::SettleReply>& out);
+
+/// One more answer.
+void add_to(wire::SettleReply& sum, const wire::SettleReply& part);
+
+}  // namespace migr
