@@ -296,13 +296,16 @@ static int modify(struct migr_rst_context *c, struct migr_rst_qp *qp, struct ib_
 		  uint32_t state, uint32_t mask, struct migr_rst_err *err)
 {
 	static const char *const names[] = { "RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR" };
+	enum { TRIES = 8 };	/* of a second each: the kernel asks for the other end's address once, and that may be lost */
 	struct rst_cmd cmd = { IB_USER_VERBS_CMD_MODIFY_QP, in, sizeof(*in), NULL, 0, NULL };
-	int ret;
+	int ret, i;
 
 	in->qp_handle = qp->new_handle;
 	in->qp_state = state;
 	in->attr_mask = QP_STATE | mask;
 	ret = rst_uverbs(c, &cmd);
+	for (i = 1; ret == -ETIMEDOUT && i < TRIES; i++)
+		ret = rst_uverbs(c, &cmd);
 	if (ret)
 		return rst_fail(err, -ret, "QP %#x (here %#x) on %s does not go to %s: %s", qp->rec.vqpn, qp->new_pqpn,
 				c->new_ibdev, names[state], strerror(-ret));
