@@ -82,6 +82,8 @@ class Run {
   bool closes() const { return closing_; }
   Json summary() const;
   void abort_partner(const std::string& why);
+  /// Where the connection broke nobody knows how many of the partner's atomics came; but those that did came once.
+  void check_atomics_of_broken();
   ibv_context* context() { return f_.context.get(); }
   Faults& faults() { return faults_; }
   const Samples& samples() const { return samples_; }
@@ -834,6 +836,23 @@ void Run::abort_partner(const std::string& why) {
   }
 }
 
+void Run::check_atomics_of_broken() {
+  constexpr std::uint64_t kMost = 4'000'000;      // WRs of a stream
+  constexpr useconds_t kStillComing = 300'000;    // of the other QPs
+  if (f_.shape.lossy() || closed_) return;
+  ::usleep(kStillComing);
+  for (std::uint32_t i = 0; i < lanes_.size(); ++i) {
+    const Stream in(f_.shape, stream_key(f_.shape.seed, i, !client_));
+    const Words* const w = f_.words_of(i);
+    AtomicModel m;
+    std::uint64_t n = 0;
+    for (; (m.sum != w->sum || m.swap != w->swap) && n < kMost; ++n)
+      if (const Op op = in.at(n); is_atomic(op.kind)) m.apply(op);
+    if (n == kMost)
+      faults_.add(Fault::kCorrupted, "QP " + std::to_string(i) + ": what the partner's atomics have left is not what any number of them leaves, each executed once");
+  }
+}
+
 Json Run::summary() const {
   std::uint64_t posted = 0, completed = 0, received = 0, in_flight = 0, passed_over = 0;
   for (const Lane& l : lanes_) {
@@ -917,8 +936,10 @@ int run(const Options& o) {
   } catch (const RunError& e) {
     r->faults().add(Fault::kOther, e.what());
     r->abort_partner(e.what());
+    r->check_atomics_of_broken();
   } catch (const PeerError& e) {
     r->faults().add(Fault::kOther, e.what());
+    r->check_atomics_of_broken();
   }
   const std::string line = r->summary().field("partner_errors", theirs).field("churn_rounds", churn.rounds()).text() + "\n";
   std::fputs(line.c_str(), stdout);

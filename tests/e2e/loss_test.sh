@@ -1,0 +1,88 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# The RDMA network is bad when a container is to be moved: wait-before-stop does not end within its limit. What is under
+# way is cut off at both ends, told apart (executed or not), and the rest replayed on the new path: every work request
+# completes once, in order, with its bytes.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+wire() { testbed link peer 0 --loss "$1" >/dev/null; }	# PERCENT: of what goes to and from the partner
+replayed() {	# the report says how many
+	jq -c .replayed "$E2E_OUT/migrate.json" | sed 's/^/# replayed: /'
+	jq -e '.replayed.wrs > 0 and .replayed.qps > 0 and .replayed.atomics_lost == 0' "$E2E_OUT/migrate.json" >/dev/null ||
+		fail "nothing was replayed, or an atomic was lost"
+}
+both_agree() { expect_traffic && stop_verify c; }
+
+# 30 % of all packets are lost, both ways.
+lossy() {	# OPTION...
+	start_verify src c "$@" || { e2e_reset; return 1; }
+	wire 30 && sleep 2
+	local ok=0
+	MIGRATE_OPTIONS="--drain-limit 300" migrate_ok c dst || ok=1
+	wire 0
+	[ $ok = 0 ] && replayed && both_agree || { e2e_logs; e2e_reset; return 1; }
+}
+
+# while_cut OPTION.. -- FAULTS MIGRATE..: the partner's cable is cut when everything is connected, just before the
+# suspension, and comes back after the migration.
+while_cut() {
+	local options=() err=$E2E_OUT/loss.err pid ok=0 watched
+	while [ "$1" != -- ]; do options+=("$1"); shift; done
+	local faults=$2
+	shift 2
+	start_verify src c "${options[@]}" && migrd_restart src "MIGR_FAULT=source.connect.end:sleep=3$faults" || { e2e_reset; return 1; }
+	watched=$err
+	[ "$1" != migrate_refused ] || watched=$E2E_OUT/refused.err
+	: >"$watched"
+	MIGRATE_OPTIONS="--drain-limit 500" "$@" 2>"$err" &
+	pid=$!
+	until_true 60 grep -q '^connect' "$watched" && sleep 1 && wire 100 || { fail "it was not connected"; ok=1; }
+	wait $pid || ok=1
+	wire 0
+	[ $ok = 0 ] || sed 's/^/# /' "$err" >&2
+	return $ok
+}
+cable_cut() {	# OPTION...
+	while_cut "$@" -- "" migrate_ok c dst && replayed && both_agree || { e2e_logs; e2e_reset; return 1; }
+}
+# The migration fails after both ends were cut and have told each other how far they were: the old path takes the replay.
+cable_cut_and_back() {	# OPTION...
+	while_cut "$@" -- ",source.commit.begin:fail" migrate_refused c dst "source.commit.begin" && expect_running c src && both_agree ||
+		{ e2e_logs; e2e_reset; return 1; }
+}
+# Which of an SRQ's receives a message came into in part cannot be told: nothing is cut, the container stays.
+srq_stays() {
+	start_verify src c --srq --mode send --qps 2 --size 16384 || { e2e_reset; return 1; }
+	wire 30 && sleep 2
+	local ok=0
+	MIGRATE_OPTIONS="--drain-limit 300" migrate_refused c dst "cannot be replayed" || ok=1
+	wire 0
+	[ $ok = 0 ] && expect_running c src && both_agree || { e2e_logs; e2e_reset; return 1; }
+}
+
+# An atomic that was executed and whose answer is lost must not be executed again, and cannot complete: it ends with an error,
+# which the report says. Both ends then check that what the atomics have left can come from each executed once.
+atomics() {	# OPTION...
+	local ok=0 h
+	while_cut "$@" -- "" migrate_ok c dst || ok=1
+	jq -c .replayed "$E2E_OUT/migrate.json" | sed 's/^/# replayed: /'
+	if [ $ok = 0 ] && jq -e '.replayed.atomics_lost == 0' "$E2E_OUT/migrate.json" >/dev/null; then
+		replayed && both_agree || { e2e_logs; e2e_reset; return 1; }
+		return
+	fi
+	[ $ok = 0 ] && ! container_wait dst c 90 && ! peer_wait verify 90 || ok=1
+	h=$(container_log dst c; peer_log verify)
+	grep -q 'retry counter exceeded' <<<"$h" && jq -es 'length == 2 and all(.[]; .corrupted == 0 and .duplicated == 0 and .reordered == 0)' <<<"$(grep '^{' <<<"$h")" >/dev/null || ok=1
+	[ $ok = 0 ] && container_remove dst c || { echo "$h" >&2; e2e_logs; e2e_reset; fail "the lost atomic"; return 1; }
+}
+
+step "30 % loss: messages of several packets" lossy --mode send --size 16384 --qps 4
+step "30 % loss: READ" lossy --mode read --size 16384 --qps 2
+step "the partner's cable is cut: WRITE and its messages" cable_cut --mode write_imm --size 16384 --qps 4
+step "the cable is cut, and it goes back" cable_cut_and_back --mode unsignalled --size 8192 --qps 2
+step "the cable is cut: atomics are executed once" atomics --mode atomic --qps 4
+step "30 % loss and an SRQ: it stays where it is" srq_stays
+e2e_end
