@@ -54,17 +54,15 @@ moves_now() { migrate_ok c dst && expect_traffic; }
 step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
 
-# The most telling of the walk (scripts/faults): where each host can die so that another has to find out by itself.
+# The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
 step "what must be the same afterwards" faults_remember
 while read -r point where; do
 	step "$point" fault_case "$point" "$where" || e2e_logs
 done <<-CASES
-	source.commit.begin:fail	src
 	source.checkpoint.end:exit	src
 	partner.switch.end:exit		src
 	source.decide.end:exit		any
 	destination.mark.end:exit	dst
-	partner.keys.begin:exit		dst
 CASES
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
