@@ -52,6 +52,7 @@ walk: user			## every fault point with modelled hosts (minutes)
 
 shapes: all			## longer walks through shapes of service (15 minutes)
 	@tests/e2e/shapes_walk.sh
+	@E2E_WALK=1 tests/e2e/loss_test.sh
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench
