@@ -30,7 +30,7 @@ runc: deps			## runc with our patches, build/runc/runc
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (40 minutes)
+check: all			## every test, in VMs too (50 minutes)
 	@scripts/check
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)

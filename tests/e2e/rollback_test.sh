@@ -59,10 +59,8 @@ step "what must be the same afterwards" faults_remember
 while read -r point where; do
 	step "$point" fault_case "$point" "$where" || e2e_logs
 done <<-CASES
-	source.checkpoint.end:exit	src
 	partner.switch.end:exit		src
 	source.decide.end:exit		any
-	destination.mark.end:exit	dst
 CASES
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
