@@ -24,6 +24,7 @@ constexpr char kPrefix[] = "pid:";
 struct Stat {
   char state = 0;  // as in proc(5); 0: it has ended
   pid_t parent = 0;
+  std::string began;  // clock ticks since the boot
 };
 
 Stat stat_of(pid_t pid) {
@@ -32,7 +33,13 @@ Stat stat_of(pid_t pid) {
   std::getline(in, line);
   Stat s;
   // The name is in brackets and may hold anything.
-  if (const auto end = line.rfind(')'); end != std::string::npos) std::istringstream(line.substr(end + 1)) >> s.state >> s.parent;
+  if (const auto end = line.rfind(')'); end != std::string::npos) {
+    constexpr int kBetween = 17;  // fields
+    std::istringstream fields(line.substr(end + 1));
+    fields >> s.state >> s.parent;
+    for (int i = 0; i < kBetween; i++) fields >> s.began;
+    fields >> s.began;
+  }
   return s;
 }
 
@@ -81,14 +88,11 @@ std::optional<pid_t> bare_pid(const std::string& id) {
 }
 
 std::string life_of(pid_t pid) {
-  std::ifstream boot_id("/proc/sys/kernel/random/boot_id"), in("/proc/" + std::to_string(pid) + "/stat");
-  std::string boot, line;
+  std::ifstream boot_id("/proc/sys/kernel/random/boot_id");
+  std::string boot;
   std::getline(boot_id, boot);
-  std::getline(in, line);
-  constexpr int kFieldsToStart = 20;  // behind the name
-  std::size_t at = line.rfind(')');
-  for (int field = 0; field < kFieldsToStart && at != std::string::npos; field++) at = line.find(' ', at + 1);
-  return at == std::string::npos ? "" : boot + line.substr(at, line.find(' ', at + 1) - at);
+  const std::string began = stat_of(pid).began;
+  return began.empty() ? "" : boot + " " + began;
 }
 
 std::vector<pid_t> tree_of(pid_t root) {

@@ -451,7 +451,6 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration
   return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCommit, [&] { return commit(**job); }));
 }
 
-// Caller holds job.work.
 // Where its unconnected QPs are now, before the first datagram from there. It runs: whoever cannot be told has old
 // addresses until it is told of a later migration.
 void DestinationHost::tell_moves(const Job& job) {
@@ -471,6 +470,7 @@ void DestinationHost::tell_moves(const Job& job) {
   });
 }
 
+// Caller holds job.work.
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
   if (job.rebound) return {};

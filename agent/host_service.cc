@@ -39,10 +39,9 @@ grpc::Status HostService::Renew(grpc::ServerContext*, const wire::Migration* m, 
 grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) {
   std::vector<Instance> instances;
   for (const auto& bytes : r->instances()) {
-    Instance i{};
-    if (bytes.size() != i.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "an instance has 16 bytes"};
-    std::copy(bytes.begin(), bytes.end(), i.begin());
-    instances.push_back(i);
+    const auto i = instance_of(bytes);
+    if (!i) return to_grpc(i);
+    instances.push_back(*i);
   }
   return to_grpc(numbers_.release(instances));
 }

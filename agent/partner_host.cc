@@ -47,11 +47,10 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
   job->id = r.id();
   job->source = r.source();
   for (const auto& q : r.qps()) {
-    Instance instance{};
-    if (q.instance().size() != instance.size()) return Error{EINVAL, "an instance has 16 bytes"};
-    std::copy(q.instance().begin(), q.instance().end(), instance.begin());
+    const auto instance = instance_of(q.instance());
+    if (!instance) return instance.error();
     auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.pid == q.pid(); });
-    if (p == job->processes.end()) p = job->processes.insert(p, {instance, q.pid(), {}, {}, {}});
+    if (p == job->processes.end()) p = job->processes.insert(p, {*instance, q.pid(), {}, {}, {}});
     p->refs.push_back({q.ctx_id(), q.vqpn(), q.pqpn(), 0});
     p->index.push_back(q.index());
     p->gid.push_back(q.gid());

@@ -17,6 +17,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include "bare.h"
 #include "hex.h"
 #include "limits.h"
 
@@ -66,15 +67,6 @@ Result<Packet> receive(int fd, Clock::time_point deadline) {
   buf.resize(static_cast<std::size_t>(got));
   out.records.assign(buf.begin() + sizeof h, buf.end());
   return out;
-}
-
-std::string comm_of(pid_t pid) {
-  char name[64] = "?";
-  if (FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/comm").c_str(), "re")) {
-    if (std::fgets(name, sizeof name, f)) name[std::strcspn(name, "\n")] = 0;
-    std::fclose(f);
-  }
-  return name;
 }
 
 // Our number of a thread that calls itself `inner` in its own pid namespace.
@@ -144,7 +136,8 @@ Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_m
   if (getsockopt(fd.n, SOL_SOCKET, SO_PEERCRED, &cred, &len)) return sys_error("SO_PEERCRED");
   if (cred.pid <= 0) return Error{EPERM, "a process that is not visible in migrd's pid namespace"};
   s->pid_ = cred.pid;
-  s->comm_ = comm_of(cred.pid);
+  s->comm_ = name_of(cred.pid);
+  if (s->comm_.empty()) s->comm_ = "?";
   auto p = receive(fd.n, Clock::now() + std::chrono::milliseconds(limit_ms));
   if (!p) return Error{p.error().code, s->label() + ": HELLO: " + p.error().text};
   const migr_msg& h = p->head;

@@ -11,6 +11,7 @@
 
 #include "directory.h"
 #include "kernel_record.h"
+#include "migr/gid.h"
 
 namespace migr {
 namespace {
@@ -20,8 +21,6 @@ constexpr std::uint32_t kActive = 4;                  // enum ib_port_state
 constexpr char kRoceV2[] = "RoCE v2";                 // as sysfs calls it
 
 std::uint32_t mtu_bytes(std::uint32_t mtu) { return mtu >= 1 && mtu <= 5 ? 128u << mtu : 0; }
-
-const char* family_name(int family) { return family == 0 ? "IPv4" : family == 1 ? "IPv6 link-local" : "IPv6"; }
 
 std::string driver_name(std::uint32_t id) {
   switch (id) {
@@ -40,9 +39,7 @@ std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) -
 }  // namespace
 
 int gid_family(const std::string& gid) {
-  static const std::string kMapped = std::string(10, '\0') + "\xff\xff";
-  if (gid.compare(0, kMapped.size(), kMapped) == 0) return 0;
-  return gid[0] == '\xfe' && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+  return gid.size() == sizeof(migr_ah_attr::sgid) ? migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())) : -1;
 }
 
 Result<Room> room_of(const std::string& device) {
@@ -149,7 +146,7 @@ Status fits(const wire::Needs& n, const Room& room) {
     });
     if (!has_gid)
       lacks(fmt::format("a {} GID of the family {} on port {} ({}): give its interface an address", p.roce_v2() ? kRoceV2 : "IB/RoCE v1",
-                        family_name(gid_family(p.gid())), p.port(), qp));
+                        migr_gid_family_name(gid_family(p.gid())), p.port(), qp));
   }
   if (missing.empty()) return {};
   return Error{EBUSY, fmt::format("{} cannot take what the container has on {}. It needs {}", d.ibdev, n.device(), missing)};

@@ -39,7 +39,7 @@ Status memory_fits(std::uint64_t bytes, const std::string& meminfo = "/proc/memi
 /// ENOSPC: less is free where `path` is, or will be.
 Status disk_fits(std::uint64_t bytes, const std::string& path);
 
-/// 0: IPv4, 1: IPv6 link-local, 2: IPv6. @param gid  16 bytes
+/// As migr_gid_family(); -1: a GID has 16 bytes.
 int gid_family(const std::string& gid);
 
 }  // namespace migr

@@ -70,9 +70,8 @@ bool has_huge_pages(pid_t pid) {
 std::vector<Instance> instances_of(const journal::Source& r) {
   std::vector<Instance> out;
   for (const auto& p : r.processes()) {
-    Instance i{};
-    if (p.instance().size() == i.size()) std::copy(p.instance().begin(), p.instance().end(), i.begin());
-    out.push_back(i);
+    const auto i = instance_of(p.instance());
+    out.push_back(i ? *i : Instance{});
   }
   return out;
 }
@@ -137,8 +136,7 @@ void SourceHost::recover() {
     settle_later(id);
   }
   // Images of migrations that are over. What waits in a checkpoint has ended with the migrd that it listened to.
-  std::error_code ec;
-  fs::remove_all(config_.state_dir + "/source", ec);
+  if (auto s = remove_folder(config_.state_dir + "/source"); !s) spdlog::error("{}", s.error().text);
 }
 
 void SourceHost::settle_later(std::uint32_t id) {
@@ -202,8 +200,7 @@ void SourceHost::settle(std::uint32_t id) {
           entries_[id] = *e;
         }
         claims_.release(instances_of(e->record), id);
-        std::error_code ec;
-        fs::remove_all(folder(id), ec);
+        if (auto r = remove_folder(folder(id)); !r) spdlog::error("migration {:08x}: {}", id, r.error().text);
         spdlog::info("migration {:08x} of {}: {}", id, e->record.container(), forward ? "finished" : "taken back");
         return;
       }
@@ -673,10 +670,9 @@ wire::MovesRequest SourceRun::moves(const wire::PrepareReply& prepared) {
 }
 
 void SourceRun::forget(bool settled) {
-  std::error_code ec;
   ahead_ = Child();  // before its folder goes
   detach_ahead_ = Child();
-  fs::remove_all(host_.folder(id_), ec);
+  if (auto s = remove_folder(host_.folder(id_)); !s) spdlog::error("migration {:08x}: {}", id_, s.error().text);
   if (!host_.entry(id_)) return;  // nothing was written down
   if (entry_.record.outcome() == wire::OPEN) entry_.record.set_outcome(wire::UNDONE);
   entry_.record.set_settled(settled);

@@ -11,6 +11,7 @@
 #include <ctime>
 #include <unordered_map>
 
+#include "../include/migr/gid.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -63,7 +64,7 @@ struct TargetHash {
 /// Which of a port's GIDs: of another host the like is meant.
 struct GidKind {
   std::uint32_t type = IBV_GID_TYPE_ROCE_V2;
-  int family = 0;  // 0 IPv4, 1 IPv6 link-local, 2 IPv6
+  int family = 0;  // migr_gid_family()
 };
 
 struct Handle {
@@ -94,12 +95,6 @@ State& state() {
 int fail(std::string& why, int err, const std::string& what) {
   why = what + ": " + std::strerror(err);
   return err;
-}
-
-int family_of(const Gid& g) {
-  static constexpr std::uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-  if (!std::memcmp(g.data(), kMapped, sizeof kMapped)) return 0;
-  return g[0] == 0xfe && (g[1] & 0xc0) == 0x80 ? 1 : 2;
 }
 
 /// The handle to use for what has moved from `ah`'s GID to `gid`. @return null with errno
@@ -221,7 +216,7 @@ int read_gids(ibv_context* ctx, std::vector<ibv_gid_entry>& out) {
 }
 
 bool is(const ibv_gid_entry& e, const GidKind& kind) {
-  return e.gid_type == kind.type && family_of(gid_of(e.gid.raw)) == kind.family;
+  return e.gid_type == kind.type && migr_gid_family(e.gid.raw) == kind.family;
 }
 
 }  // namespace
@@ -289,7 +284,7 @@ void note_sources() {
     if (table.empty() && read_gids(h.context->real, table)) continue;
     for (const ibv_gid_entry& e : table)
       if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index)
-        h.source = {e.gid_type, family_of(gid_of(e.gid.raw))};
+        h.source = {e.gid_type, migr_gid_family(e.gid.raw)};
   }
 }
 

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../include/migr/gid.h"
 #include "internal.h"
 
 #define SYSFS_UVERBS "/sys/class/infiniband_verbs"
@@ -58,23 +59,6 @@ int migr_rst_device_find(const char *want, char ibdev[MIGR_IBDEV_NAME_MAX], char
 	return 0;
 }
 
-static int is_mapped_v4(const uint8_t gid[16])
-{
-	static const uint8_t prefix[12] = { [10] = 0xff, [11] = 0xff };
-
-	return !memcmp(gid, prefix, sizeof(prefix));
-}
-
-static int is_link_local(const uint8_t gid[16])
-{
-	return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80;
-}
-
-static int gid_class(const uint8_t gid[16])
-{
-	return is_mapped_v4(gid) ? 0 : is_link_local(gid) ? 1 : 2;
-}
-
 int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const struct migr_ah_attr *like,
 		      uint8_t gid[16], uint8_t *index, struct migr_rst_err *err)
 {
@@ -83,7 +67,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 	/* A QP that was never connected names no GID: the usual kind is RoCE v2 over IPv4. */
 	int known = memcmp(like->sgid, zero, 16) != 0;
 	int want_v2 = !known || like->gid_type == IB_UVERBS_GID_TYPE_ROCE_V2;
-	int want_class = known ? gid_class(like->sgid) : 0;
+	int want_family = known ? migr_gid_family(like->sgid) : 0;
 	int best = 0, n = rst_uverbs_gids(c, table, MAX_GIDS);
 
 	if (n < 0)
@@ -96,7 +80,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 		    (table[i].gid_type == IB_UVERBS_GID_TYPE_ROCE_V2) != want_v2)
 			continue;
 		/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
-		score = known && !memcmp(g, like->sgid, 16) ? 2 : gid_class(g) == want_class;
+		score = known && !memcmp(g, like->sgid, 16) ? 2 : migr_gid_family(g) == want_family;
 		if (score > best) {
 			best = score;
 			*index = table[i].gid_index;
@@ -106,6 +90,6 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 	if (!best)
 		return rst_fail(err, EADDRNOTAVAIL, "%s port %u has no %s GID of the family %s: give its interface an address",
 				c->new_ibdev, port, want_v2 ? "RoCE v2" : "IB/RoCE v1",
-				want_class == 0 ? "IPv4" : want_class == 1 ? "IPv6 link-local" : "IPv6");
+				migr_gid_family_name(want_family));
 	return 0;
 }
