@@ -117,6 +117,8 @@ enum migr_fd_kind {
 	MIGR_FD_ASYNC,		/* async event fd of a context */
 	MIGR_FD_CHANNEL,	/* completion channel */
 	MIGR_FD_RING,		/* not an fd: which ring lies where (see fields) */
+	MIGR_FD_CM,		/* librdmacm's device, of no context. A restore puts any file there:
+				 * the library opens the device anew */
 };
 
 struct migr_fd_desc {
@@ -205,6 +207,12 @@ struct migr_key_map {
 	uint32_t prkey;
 	uint8_t owner[16];	/* instance of the process that owns the memory */
 };
+
+/*
+ * Not a key (their index is never 0): `prkey` is the port at which `owner` takes
+ * librdmacm's connections up again. REBIND answers with it, KEYS passes it on.
+ */
+#define MIGR_KEY_CM_PORT	0x1u
 
 /* MOVES: no records; posts of unconnected QPs take the long way from now on. */
 #define MIGR_MOVES_PREPARE	0x1u
