@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "../include/migr/proc_wire.h"
+#include "cm/cm.h"
 #include "datagrams.h"
 #include "high_fd.h"
 #include "itimer.h"
@@ -283,6 +284,7 @@ void describe(const Registry& registry, Answer& answer) {
       which += (which.empty() ? "" : ", ") + std::to_string(count) + " x " + what;
     return answer.fail(EOPNOTSUPP, "cannot be migrated: " + which);
   }
+  if (const std::string why = cm::refusal(); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
   for (const QpShadow* qp : registry.qps)
     if (qp->immovable) return answer.fail(EOPNOTSUPP, std::string("a QP of ") + qp->immovable + "() cannot be migrated");
   for (const CqShadow* cq : registry.cqs)
@@ -320,6 +322,7 @@ void describe(const Registry& registry, Answer& answer) {
       return answer.fail(error, std::string("cannot find the queues of ") + context->real->device->name + ": " +
                                     strerror(error));
   }
+  cm::describe(all);
   (void)provider::locate_queues(registry.qps);  // for FREEZE, which says what fails
   answer.put(all);
 }
@@ -365,11 +368,14 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       return;
     case MIGR_MSG_FREEZE:
       if (!described_still(registry, request, answer)) return;
+      if (const int error = cm::freeze(why)) return finish(error);
       finish(switchover::freeze(why));
-      if (!answer.status) itimer::hold();
+      if (answer.status) cm::rollback();
+      else itimer::hold();
       return;
     case MIGR_MSG_SWITCH:
       if (named_qps(registry, request, qps, answer)) finish(switchover::switch_to_spare(qps, why));
+      if (!answer.status) cm::switched(qps);
       return;
     case MIGR_MSG_REBIND: {
       // Only a restored process is ever told to adopt new objects: this is how it learns of it.
@@ -384,6 +390,7 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       std::vector<migr_key_map> keys;
       if (again) finish(switchover::rebound_keys(keys));
       else finish(switchover::rebind(request.as<migr_handle_map>(), keys, why));
+      if (!answer.status) cm::restored(std::to_array(self->instance), keys, again);
       for (migr_key_map& key : keys) memcpy(key.owner, self->instance, sizeof(key.owner));
       return answer.put(keys);
     }
@@ -391,17 +398,21 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       for (QpShadow* qp : registry.qps)
         if (qp->phase == switchover::Phase::kSwitched || qp->phase == switchover::Phase::kRebound) qps.push_back(qp);
       if (qps.empty()) return answer.fail(EBUSY, "KEYS before SWITCH: no QP has changed its path");
+      cm::note_ports(request.as<migr_key_map>());
       return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));
     case MIGR_MSG_RESUME: {
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_resume_stat> stats;
+      const std::vector<cm::Path> paths = cm::paths(qps);
       finish(switchover::resume(qps, stats, why));
+      if (!answer.status) cm::resumed(std::to_array(self->instance), paths);
       registry.let_changes_go();
       return answer.put(stats);
     }
     case MIGR_MSG_ROLLBACK:
       itimer::release();
       finish(switchover::rollback(why));
+      cm::rollback();
       return registry.let_changes_go();
     case MIGR_MSG_MOVES:
       if (request.head.arg & MIGR_MOVES_PREPARE)
@@ -455,6 +466,7 @@ Answer serve(const Message& request) {
   if (request.head.type == MIGR_MSG_DRAIN) {
     drain(registry, request, answer);
   } else {
+    if (request.head.type == MIGR_MSG_DESCRIBE) cm::settle();
     std::lock_guard guard(registry.lock);
     dispatch_locked(registry, request, answer);
   }
@@ -587,6 +599,7 @@ bool roll_back_frozen() {
   itimer::release();
   say("migrd has been gone since the freeze of a migration: going back");
   if (switchover::rollback(why)) fprintf(stderr, "libmigr: going back failed: %s\n", why.c_str());
+  cm::rollback();
   Registry::get().let_changes_go();
   return false;
 }
@@ -612,6 +625,7 @@ void roll_back_alone() {
       return;
     }
   Registry::get().let_changes_go();
+  cm::rollback();
   if (switchover::rollback(why))
     fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,
             why.c_str());
@@ -689,6 +703,7 @@ void after_fork_in_child() {
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : Registry::get().contexts) context->kernel->detach();
   after_fork_in_parent();
+  cm::forget_parent();
   after_fork();
 }
 

@@ -21,7 +21,9 @@ namespace {
 constexpr unsigned kMaxFd = 65536;
 constexpr unsigned kBitsPerWord = 64;
 
+std::atomic<bool> watched;  ///< either of the two
 std::atomic<bool> restored;
+std::atomic<WriteHook> write_hook;
 std::atomic<std::uint64_t> ours[kMaxFd / kBitsPerWord];
 
 bool is_ours(int fd) {
@@ -89,7 +91,15 @@ void put_in(ib_uverbs_attr& attr, std::uint16_t id, const void* data, std::size_
 
 }  // namespace
 
-void set_restored() { restored.store(true, std::memory_order_release); }
+void set_restored() {
+  restored.store(true, std::memory_order_release);
+  watched.store(true, std::memory_order_release);
+}
+
+void watch_writes(WriteHook hook) {
+  write_hook.store(hook, std::memory_order_release);
+  watched.store(true, std::memory_order_release);
+}
 
 int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
                  std::size_t out_bytes) {
@@ -129,9 +139,22 @@ void migr::note_uverbs_fd(int fd, bool is) {
     ours[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
 }
 
+namespace migr::provider {
+namespace {
+
+[[gnu::cold, gnu::noinline]] ssize_t write_watched(int fd, const void* buf, size_t count) {
+  if (restored.load(std::memory_order_relaxed) && is_ours(fd)) return write_uverbs(fd, buf, count);
+  ssize_t result;
+  const WriteHook hook = write_hook.load(std::memory_order_relaxed);
+  return hook && hook(fd, buf, count, &result) ? result : next_write()(fd, buf, count);
+}
+
+}  // namespace
+}  // namespace migr::provider
+
 extern "C" [[gnu::visibility("default")]] ssize_t write(int fd, const void* buf, size_t count) {
   using namespace migr::provider;
-  if (restored.load(std::memory_order_relaxed)) [[unlikely]]
-    if (is_ours(fd)) return write_uverbs(fd, buf, count);
+  if (watched.load(std::memory_order_relaxed)) [[unlikely]]
+    return write_watched(fd, buf, count);
   return next_write()(fd, buf, count);
 }

@@ -8,6 +8,8 @@
 #ifndef MIGR_UVERBS_WRITE_H
 #define MIGR_UVERBS_WRITE_H
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -22,6 +24,10 @@ namespace migr::provider {
 
 /// From here on, commands written to our uverbs fds go by ioctl. Thread: control thread, data path suspended.
 void set_restored();
+
+/// Another kind of file whose writes are ours. @return false: `fd` is none
+using WriteHook = bool (*)(int fd, const void* buf, std::size_t count, ssize_t* result);
+void watch_writes(WriteHook hook);
 
 /// One uverbs write command by ioctl. @param in the command without its header
 /// @return 0 or a positive errno

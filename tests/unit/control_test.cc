@@ -26,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../libmigr/cm/cm.h"
 #include "../../libmigr/datagrams.h"
 #include "../../libmigr/itimer.h"
 #include "../../libmigr/kernel_link.h"
@@ -132,6 +133,10 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
   return called("moves", why);
 }
 }  // namespace datagrams
+
+namespace cm {
+std::optional<Path> path_of(const QpShadow&) { return std::nullopt; }
+}  // namespace cm
 
 namespace provider {
 std::string unsupported_reason(const Context&) { return ""; }

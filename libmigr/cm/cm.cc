@@ -1,0 +1,206 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "cm.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "../high_fd.h"
+#include "../shadow.h"
+
+namespace migr::cm {
+namespace {
+
+constexpr unsigned kSettleMs = 2500;
+
+std::atomic<Engine*> the_engine;
+std::mutex making;
+
+/// Never by the exported names, which are ours.
+int open_device() {
+  const long fd = syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  return fd < 0 ? -errno : to_high_fd(static_cast<int>(fd));
+}
+ssize_t write_device(int fd, const void* command, std::size_t bytes) { return syscall(SYS_write, fd, command, bytes); }
+
+std::uint32_t physical(std::uint32_t vqpn) {
+  // Whose QPs have another name from birth expects such a name of the other end, too.
+  static const char* const forced = getenv("MIGR_FORCE_SWITCHED");
+  if (forced && !strcmp(forced, "names")) return vqpn;
+  Registry& registry = Registry::get();
+  std::lock_guard guard(registry.lock);
+  for (const QpShadow* qp : registry.qps)
+    if (qp->vqpn() == vqpn) return qp->pqpn();
+  return vqpn;
+}
+
+struct Device {
+  std::string name;
+  std::uint64_t guid;  ///< as the kernel gives it
+  std::uint32_t index;
+};
+std::vector<Device>* births;  ///< all there were when the first channel was opened; librdmacm lists them then, too
+
+/// Of libibverbs, without which librdmacm is not there.
+std::vector<Device> devices() {
+  std::vector<Device> all;
+  void* const verbs = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  if (!verbs) return all;
+  const auto list = reinterpret_cast<decltype(&ibv_get_device_list)>(dlsym(verbs, "ibv_get_device_list"));
+  const auto let_go = reinterpret_cast<decltype(&ibv_free_device_list)>(dlsym(verbs, "ibv_free_device_list"));
+  const auto guid = reinterpret_cast<decltype(&ibv_get_device_guid)>(dlsym(verbs, "ibv_get_device_guid"));
+  const auto index = reinterpret_cast<int (*)(ibv_device*)>(dlsym(verbs, "ibv_get_device_index"));
+  ibv_device** const found = list && let_go && guid && index ? list(nullptr) : nullptr;
+  for (ibv_device** d = found; d && *d; d++) all.push_back({(*d)->name, guid(*d), static_cast<std::uint32_t>(index(*d))});
+  if (found) let_go(found);
+  dlclose(verbs);
+  return all;
+}
+
+/// The device of this host with this GUID, by sysfs: libibverbs remembers what it has seen elsewhere. @param count of all
+std::string name_by_guid(std::uint64_t guid, std::size_t& count) {
+  char want[20];
+  const auto* b = reinterpret_cast<const std::uint8_t*>(&guid);
+  snprintf(want, sizeof(want), "%02x%02x:%02x%02x:%02x%02x:%02x%02x", b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]);
+  std::string name;
+  DIR* const dir = opendir("/sys/class/infiniband");
+  for (const dirent* e = dir ? readdir(dir) : nullptr; e; e = readdir(dir)) {
+    if (e->d_name[0] == '.') continue;
+    count++;
+    char text[20] = "";
+    const std::string path = std::string("/sys/class/infiniband/") + e->d_name + "/node_guid";
+    const int fd = static_cast<int>(syscall(SYS_openat, AT_FDCWD, path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (fd < 0) continue;
+    if (read(fd, text, sizeof(text) - 1) > 0 && !strncmp(text, want, strlen(want))) name = e->d_name;
+    syscall(SYS_close, fd);
+  }
+  if (dir) closedir(dir);
+  return name;
+}
+
+/// A restored process has its contexts on devices of the same name, or on the only one there is.
+void device_of_birth(std::uint64_t& guid, std::uint32_t& index) {
+  for (const Device& d : *births)
+    if (d.guid == guid) return;
+  std::size_t count = 0;
+  const std::string name = guid ? name_by_guid(guid, count) : "";
+  if (name.empty()) return;
+  for (const Device& d : *births) {
+    if (d.name != name && (count != 1 || births->size() != 1)) continue;
+    guid = d.guid;
+    index = d.index;
+    return;
+  }
+}
+
+}  // namespace
+
+Engine* engine(bool make) {
+  Engine* found = the_engine.load(std::memory_order_acquire);
+  if (found || !make) return found;
+  std::lock_guard guard(making);
+  if (Engine* other = the_engine.load(std::memory_order_acquire)) return other;
+  found = new Engine({open_device, write_device});
+  found->physical_qpn = physical;
+  found->device_of_birth = device_of_birth;
+  if (!births) births = new std::vector<Device>(devices());
+  the_engine.store(found, std::memory_order_release);
+  return found;
+}
+
+void forget_parent() {
+  if (Engine* parents = the_engine.exchange(nullptr)) parents->abandon();
+}
+
+void settle() {
+  if (Engine* e = engine()) e->settle(kSettleMs);
+}
+
+std::string refusal() {
+  Engine* e = engine();
+  if (!e) return "";
+  const std::string why = e->immovable();
+  return why.empty() ? e->settle(0) : why;
+}
+
+void describe(std::vector<migr_fd_desc>& out) {
+  Engine* e = engine();
+  const int fd = e ? e->real_fd() : -1;
+  if (fd < 0) return;
+  migr_fd_desc d{};
+  d.kind = MIGR_FD_CM;
+  d.fd = fd;
+  d.context_fd = -1;
+  d.cq_handle = d.obj_handle = MIGR_NO_HANDLE;
+  out.push_back(d);
+}
+
+int freeze(std::string& why) {
+  Engine* e = engine();
+  return e ? e->freeze(why) : 0;
+}
+
+void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
+  Engine* e = engine();
+  if (!e) return;
+  if (!again) {
+    std::vector<Path> now;
+    for (const QpShadow* qp : Registry::get().qps) now.push_back({qp->vqpn(), qp->pqpn(), 0, {}, {}, true, qp->gone});
+    e->name(self);
+    std::string why;
+    if (e->restored(now, why)) fprintf(stderr, "libmigr: librdmacm's connections cannot be taken up again: %s\n", why.c_str());
+  }
+  if (e->port()) keys.push_back({MIGR_KEY_CM_PORT, e->port(), {}});
+}
+
+void switched(switchover::Qps qps) {
+  Engine* e = engine();
+  if (!e) return;
+  std::vector<std::uint32_t> vqpns;
+  for (const QpShadow* qp : qps) vqpns.push_back(qp->vqpn());
+  e->switched(vqpns);
+}
+
+std::vector<Path> paths(switchover::Qps qps) {
+  std::vector<Path> changed;
+  Engine* e = engine();
+  if (!e) return changed;
+  for (const QpShadow* qp : qps) {
+    const bool restored = qp->phase == switchover::Phase::kRebound;
+    if (!restored && qp->phase != switchover::Phase::kSwitched) continue;
+    if (!e->uses(qp->vqpn())) continue;
+    auto path = path_of(*qp);
+    if (!path) continue;
+    path->restored = restored;
+    changed.push_back(*path);
+  }
+  return changed;
+}
+
+void resumed(const Peer& self, std::span<const Path> paths) {
+  Engine* e = engine();
+  if (!e || paths.empty()) return;
+  e->name(self);
+  e->resumed(paths);
+}
+
+void rollback() {
+  if (Engine* e = engine()) e->rollback();
+}
+
+void note_ports(std::span<const migr_key_map> keys) {
+  Engine* e = engine();
+  if (!e) return;
+  for (const migr_key_map& key : keys)
+    if (key.vrkey == MIGR_KEY_CM_PORT) e->peer_port(std::to_array(key.owner), static_cast<std::uint16_t>(key.prkey));
+}
+
+}  // namespace migr::cm

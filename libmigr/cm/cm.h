@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * librdmacm, for the control thread: what each message of migrd means for the connections that it has made. All of it does
+ * nothing while no channel is open. Caller holds the Registry's lock, unless it says otherwise. engine.h does the work.
+ */
+#ifndef MIGR_CM_H
+#define MIGR_CM_H
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../../include/migr/proc_wire.h"
+#include "../switchover/switchover.h"
+#include "engine.h"
+
+namespace migr::cm {
+
+/// Null: no channel of librdmacm was ever open. `make`: then make it.
+Engine* engine(bool make = false);
+/// After fork(), in the child: what the parent has open is not the child's.
+void forget_parent();
+
+/// DESCRIBE, without the lock: a moment for what is half connected.
+void settle();
+/// DESCRIBE. @return why the process cannot be moved; empty: it can
+std::string refusal();
+void describe(std::vector<migr_fd_desc>& out);
+/// FREEZE. EAGAIN: a connection is half made.
+int freeze(std::string& why);
+/// REBIND, after everything else of it. @param keys gets the port that partners connect to
+void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again);
+/// SWITCH, RESUME (paths before it, resumed() after it), ROLLBACK.
+void switched(switchover::Qps qps);
+std::vector<Path> paths(switchover::Qps qps);
+void resumed(const Peer& self, std::span<const Path> paths);
+void rollback();
+/// KEYS: the ports in it. Keys proper are not touched.
+void note_ports(std::span<const migr_key_map> keys);
+
+/// Where a QP's present path leads. In a file of its own: tests have another.
+std::optional<Path> path_of(const QpShadow& qp);
+
+}  // namespace migr::cm
+
+#endif

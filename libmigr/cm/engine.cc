@@ -1,0 +1,1067 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "engine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "../high_fd.h"
+#include "events.h"
+
+namespace migr::cm {
+namespace {
+
+constexpr std::size_t kMaxCommand = 1024;
+constexpr unsigned kResolveMs = 2000;
+constexpr unsigned kLinkTries = 10;
+constexpr unsigned kLinkRetryMs = 700;
+constexpr std::uint32_t kLinkBacklog = 1024;
+constexpr std::uint8_t kReliable = 2;  // enum ib_qp_type: RC
+constexpr std::uint32_t kRejectedNoService = 8;  // IBTA: nobody listens there
+constexpr std::size_t kEventWithoutEce = offsetof(rdma_ucm_event_resp, reserved);
+
+/// Private data of a connection of ours; a refusal has `magic` and zeros.
+struct Hello {
+  char magic[8];
+  std::uint8_t instance[16];  ///< of the process that is meant
+  std::uint32_t dest_pqpn;    ///< its QP
+  std::uint32_t pqpn;         ///< the sender's
+};
+constexpr char kMagic[8] = {'m', 'i', 'g', 'r', '-', 'c', 'm', '1'};
+
+std::uint64_t now_ms() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1000 + static_cast<std::uint64_t>(t.tv_nsec) / 1'000'000;
+}
+
+void close_quietly(int fd) {
+  if (fd >= 0) syscall(SYS_close, fd);
+}
+
+/// Waiting for our own thread is no place to be cancelled at: the lock would stay taken.
+class NoCancel {
+ public:
+  NoCancel() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+  ~NoCancel() { pthread_setcancelstate(before_, nullptr); }
+
+ private:
+  int before_;
+};
+
+ssize_t fail(int error) {
+  errno = error;
+  return -1;
+}
+
+void add_token(int fd) {
+  const std::uint64_t one = 1;
+  (void)!syscall(SYS_write, fd, &one, sizeof(one));
+}
+
+/// All of them: CRIU restores no EFD_SEMAPHORE. A reader that has them already finds no event and reads again.
+void take_tokens(int fd) {
+  std::uint64_t one;
+  iovec part{&one, sizeof(one)};
+  (void)!preadv2(fd, &part, 1, -1, RWF_NOWAIT);
+}
+
+template <class T>
+T load(const char* payload, std::size_t in) {
+  T value{};
+  memcpy(&value, payload, std::min(in, sizeof(value)));
+  return value;
+}
+
+/// Where a command names its id. -1: it does not, or is none that we know
+int id_offset(std::uint32_t command) {
+  switch (command) {
+    case RDMA_USER_CM_CMD_DESTROY_ID: return offsetof(rdma_ucm_destroy_id, id);
+    case RDMA_USER_CM_CMD_BIND_IP: return offsetof(rdma_ucm_bind_ip, id);
+    case RDMA_USER_CM_CMD_RESOLVE_IP: return offsetof(rdma_ucm_resolve_ip, id);
+    case RDMA_USER_CM_CMD_RESOLVE_ROUTE: return offsetof(rdma_ucm_resolve_route, id);
+    case RDMA_USER_CM_CMD_QUERY_ROUTE:
+    case RDMA_USER_CM_CMD_QUERY: return offsetof(rdma_ucm_query, id);
+    case RDMA_USER_CM_CMD_CONNECT: return offsetof(rdma_ucm_connect, id);
+    case RDMA_USER_CM_CMD_LISTEN: return offsetof(rdma_ucm_listen, id);
+    case RDMA_USER_CM_CMD_ACCEPT: return offsetof(rdma_ucm_accept, id);
+    case RDMA_USER_CM_CMD_REJECT: return offsetof(rdma_ucm_reject, id);
+    case RDMA_USER_CM_CMD_DISCONNECT: return offsetof(rdma_ucm_disconnect, id);
+    case RDMA_USER_CM_CMD_INIT_QP_ATTR: return offsetof(rdma_ucm_init_qp_attr, id);
+    case RDMA_USER_CM_CMD_SET_OPTION: return offsetof(rdma_ucm_set_option, id);
+    case RDMA_USER_CM_CMD_NOTIFY: return offsetof(rdma_ucm_notify, id);
+    case RDMA_USER_CM_CMD_JOIN_IP_MCAST: return offsetof(rdma_ucm_join_ip_mcast, id);
+    case RDMA_USER_CM_CMD_JOIN_MCAST: return offsetof(rdma_ucm_join_mcast, id);
+    case RDMA_USER_CM_CMD_MIGRATE_ID: return offsetof(rdma_ucm_migrate_id, id);
+    case RDMA_USER_CM_CMD_BIND: return offsetof(rdma_ucm_bind, id);
+    case RDMA_USER_CM_CMD_RESOLVE_ADDR: return offsetof(rdma_ucm_resolve_addr, id);
+    default: return -1;
+  }
+}
+
+bool anywhere(const std::vector<char>& address) {
+  sockaddr_storage a{};
+  memcpy(&a, address.data(), std::min(address.size(), sizeof(a)));
+  if (a.ss_family == AF_INET) {
+    const std::uint32_t ip = ntohl(reinterpret_cast<const sockaddr_in&>(a).sin_addr.s_addr);
+    return ip == INADDR_ANY || ip >> 24 == 127;
+  }
+  if (a.ss_family == AF_INET6) {
+    const in6_addr& ip = reinterpret_cast<const sockaddr_in6&>(a).sin6_addr;
+    return IN6_IS_ADDR_UNSPECIFIED(&ip) || IN6_IS_ADDR_LOOPBACK(&ip);
+  }
+  return false;
+}
+
+rdma_ucm_event_resp plain_event(std::uint32_t event) {
+  rdma_ucm_event_resp e{};
+  e.event = event;
+  return e;
+}
+
+}  // namespace
+
+Engine::Engine(Kernel kernel) : kernel_(std::move(kernel)) {}
+
+Engine::~Engine() {
+  if (started_) {
+    {
+      std::lock_guard guard(mutex_);
+      ending_ = true;
+    }
+    wake();
+    pthread_join(thread_, nullptr);
+  }
+  close_quietly(real_fd_);
+  close_quietly(wake_fd_);
+}
+
+// The lock may be held by a thread that the child does not have.
+void Engine::abandon() {
+  close_quietly(real_fd_);
+  close_quietly(wake_fd_);
+}
+
+/* ---- the thread ------------------------------------------------------------------ */
+
+void Engine::wake() { add_token(wake_fd_); }
+
+/// What the application wants waits while we are frozen.
+Engine::Job* Engine::next_job() {
+  std::deque<Job*>& from = !control_jobs_.empty() || frozen_ ? control_jobs_ : jobs_;
+  if (from.empty()) return nullptr;
+  Job* job = from.front();
+  from.pop_front();
+  return job;
+}
+
+void* Engine::start(void* self) {
+  static_cast<Engine*>(self)->run();
+  return nullptr;
+}
+
+void Engine::run() {
+  std::unique_lock guard(mutex_);
+  while (!ending_) {
+    while (Job* job = next_job()) {
+      errno = 0;
+      job->result = job->run();
+      job->error = errno;
+      job->done = true;
+      done_.notify_all();
+    }
+    int timeout = -1;
+    if (!frozen_ && real_fd_ >= 0) {
+      pump();
+      const std::uint64_t now = now_ms();
+      for (std::size_t i = 0; i < links_.size(); i++) {
+        Link& link = *links_[i];
+        if (link.k) continue;
+        if (link.next_ms <= now) {
+          const std::size_t before = links_.size();
+          start_link(link);
+          if (links_.size() != before) i--;  // given up
+          continue;
+        }
+        const int wait = static_cast<int>(link.next_ms - now);
+        timeout = timeout < 0 ? wait : std::min(timeout, wait);
+      }
+    }
+    settled_.notify_all();
+    pollfd fds[2] = {{wake_fd_, POLLIN, 0}, {real_fd_, POLLIN, 0}};
+    const nfds_t n = !frozen_ && real_fd_ >= 0 ? 2 : 1;
+    guard.unlock();
+    poll(fds, n, timeout);
+    take_tokens(wake_fd_);
+    guard.lock();
+  }
+}
+
+/// Runs `what` in our thread, under the lock. errno is its.
+ssize_t Engine::in_thread(std::unique_lock<std::mutex>& guard, std::function<ssize_t()> what, bool control) {
+  const NoCancel no_cancel;
+  Job job;
+  job.run = std::move(what);
+  (control ? control_jobs_ : jobs_).push_back(&job);
+  wake();
+  done_.wait(guard, [&] { return job.done; });
+  errno = job.error;
+  return job.result;
+}
+
+bool Engine::ensure_open(std::unique_lock<std::mutex>& guard) {
+  if (!started_) {
+    if (wake_fd_ < 0) wake_fd_ = to_high_fd(eventfd(0, EFD_CLOEXEC));
+    if (wake_fd_ < 0) return false;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&thread_, nullptr, start, this);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (error) {
+      errno = error;
+      return false;
+    }
+    pthread_setname_np(thread_, "migr-cm");
+    started_ = true;
+  }
+  if (real_fd_ >= 0) return true;
+  return in_thread(guard, [this] {
+    const int fd = kernel_.open();
+    if (fd < 0) return fail(-fd);
+    real_fd_ = fd;
+    return ssize_t{0};
+  }) == 0;
+}
+
+/// One command to the kernel. Its response goes to `response`, where it has one.
+template <class Command>
+bool Engine::say(std::uint32_t number, Command& command, void* response, std::size_t response_bytes) {
+  struct {
+    rdma_ucm_cmd_hdr header;
+    Command body;
+  } packet;
+  static_assert(sizeof(packet) == sizeof(rdma_ucm_cmd_hdr) + sizeof(Command));
+  packet.header = {number, sizeof(Command), static_cast<std::uint16_t>(response_bytes)};
+  if constexpr (requires { command.response; }) command.response = reinterpret_cast<std::uintptr_t>(response);
+  packet.body = command;
+  return kernel_.write(real_fd_, &packet, sizeof(packet)) == static_cast<ssize_t>(sizeof(packet));
+}
+
+/* ---- channels and commands -------------------------------------------------------- */
+
+int Engine::open_channel(int flags) {
+  const NoCancel no_cancel;
+  std::unique_lock guard(mutex_);
+  thawed_.wait(guard, [this] { return !frozen_; });
+  if (!ensure_open(guard)) return -1;
+  const int fd = eventfd(0, (flags & O_CLOEXEC ? EFD_CLOEXEC : 0) | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
+  if (fd < 0) return -1;
+  channels_[fd] = std::make_unique<Channel>(Channel{fd, {}});
+  return fd;
+}
+
+bool Engine::close_channel(int fd) {
+  const NoCancel no_cancel;
+  std::unique_lock guard(mutex_);
+  thawed_.wait(guard, [this] { return !frozen_; });
+  const auto found = channels_.find(fd);
+  if (found == channels_.end()) return false;
+  in_thread(guard, [&] {
+    Channel* channel = found->second.get();
+    for (bool more = true; more;) {
+      more = false;
+      for (const auto& [handle, id] : ids_)
+        if (id->channel == channel) {
+          remove(*id);  // maybe others with it
+          more = true;
+          break;
+        }
+    }
+    channels_.erase(found);
+    // The process has no channel any more: neither has the kernel one of it, but for what is still to be told.
+    if (channels_.empty() && links_.empty()) {
+      by_uid_.clear();
+      listener_ = nullptr;
+      port_ = 0;
+      close_quietly(real_fd_);
+      real_fd_ = -1;
+    }
+    return ssize_t{0};
+  });
+  return true;
+}
+
+ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
+  rdma_ucm_cmd_hdr header;
+  if (count < sizeof(header) || count > kMaxCommand) return fail(EINVAL);
+  memcpy(&header, buf, sizeof(header));
+  if (header.in + sizeof(header) > count) return fail(EINVAL);
+  const char* payload = static_cast<const char*>(buf) + sizeof(header);
+  if (header.cmd == RDMA_USER_CM_CMD_GET_EVENT) {
+    const ssize_t result = get_event(fd, payload, header.in, header.out);
+    return result < 0 ? result : static_cast<ssize_t>(count);
+  }
+  char copy[kMaxCommand];
+  memcpy(copy, buf, count);
+  char* body = copy + sizeof(header);
+  std::uint32_t vqpn = 0;
+  const std::size_t qpn_at = header.cmd == RDMA_USER_CM_CMD_CONNECT  ? offsetof(rdma_ucm_connect, conn_param.qp_num)
+                             : header.cmd == RDMA_USER_CM_CMD_ACCEPT ? offsetof(rdma_ucm_accept, conn_param.qp_num)
+                                                                     : kMaxCommand;
+  if (header.in >= qpn_at + sizeof(vqpn)) memcpy(&vqpn, body + qpn_at, sizeof(vqpn));
+  const NoCancel no_cancel;
+  std::unique_lock guard(mutex_);
+  for (std::uint64_t of = 0; of != lives_ || frozen_;) {
+    thawed_.wait(guard, [this] { return !frozen_; });
+    of = lives_;
+    if (!vqpn || !physical_qpn) break;
+    guard.unlock();  // its lock is never taken under ours
+    const std::uint32_t pqpn = physical_qpn(vqpn);
+    memcpy(body + qpn_at, &pqpn, sizeof(pqpn));
+    guard.lock();
+  }
+  const auto found = channels_.find(fd);
+  if (found == channels_.end()) return fail(EACCES);  // as for a forked child
+  return in_thread(guard, [&] {
+    const ssize_t result = dispatch(*found->second, copy, count);
+    if (result >= 0 && vqpn) {
+      const int at = id_offset(header.cmd);
+      if (Id* id = find(load<std::uint32_t>(body + at, sizeof(std::uint32_t)))) id->qp_num = vqpn;
+    }
+    return result;
+  });
+}
+
+Engine::Id* Engine::find(std::uint32_t handle) {
+  const auto found = ids_.find(handle);
+  return found == ids_.end() ? nullptr : found->second.get();
+}
+
+ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
+  const auto header = load<rdma_ucm_cmd_hdr>(buf, count);
+  const char* payload = buf + sizeof(header);
+  if (header.cmd == RDMA_USER_CM_CMD_CREATE_ID) {
+    if (header.out < sizeof(rdma_ucm_create_id_resp)) return fail(ENOSPC);
+    return create_id(channel, payload, header.in) < 0 ? -1 : static_cast<ssize_t>(count);
+  }
+  if (header.cmd == RDMA_USER_CM_CMD_LEAVE_MCAST) {
+    const auto leave = load<rdma_ucm_destroy_id>(payload, header.in);
+    if (kernel_.write(real_fd_, buf, count) < 0) return -1;
+    if (const auto group = groups_.find(leave.id); group != groups_.end()) {
+      Group* g = &group->second;
+      unqueue(*g->id->channel, [g](const Waiting& w) { return w.group == g; });
+      reinterpret_cast<rdma_ucm_destroy_id_resp*>(leave.response)->events_reported = g->reported;
+      g->id->groups--;
+      groups_.erase(group);
+    }
+    return static_cast<ssize_t>(count);
+  }
+  const int at = id_offset(header.cmd);
+  if (at < 0) return kernel_.write(real_fd_, buf, count);  // not known to us: nor may the kernel find an id in it
+  if (header.in < static_cast<std::size_t>(at) + sizeof(std::uint32_t)) return fail(EINVAL);
+  std::uint32_t handle;
+  memcpy(&handle, payload + at, sizeof(handle));
+  Id* id = find(handle);
+  if (!id) return fail(ENOENT);
+  if (id->channel != &channel && header.cmd != RDMA_USER_CM_CMD_MIGRATE_ID) return fail(EINVAL);
+  switch (header.cmd) {
+    case RDMA_USER_CM_CMD_DESTROY_ID:
+      if (header.out < sizeof(rdma_ucm_destroy_id_resp)) return fail(ENOSPC);
+      return destroy_id(*id, load<rdma_ucm_destroy_id>(payload, header.in).response) < 0 ? -1 : static_cast<ssize_t>(count);
+    case RDMA_USER_CM_CMD_MIGRATE_ID:
+      if (header.out < sizeof(rdma_ucm_migrate_resp)) return fail(ENOSPC);
+      return migrate_id(*id, payload) < 0 ? -1 : static_cast<ssize_t>(count);
+    case RDMA_USER_CM_CMD_DISCONNECT:
+      return disconnect(*id, count);
+    default:
+      break;
+  }
+  if (!id->k) {  // of before a migration; of its connection there is nothing to ask the kernel any more
+    if (header.cmd == RDMA_USER_CM_CMD_SET_OPTION || header.cmd == RDMA_USER_CM_CMD_NOTIFY) return static_cast<ssize_t>(count);
+    return fail(EINVAL);
+  }
+  char copy[kMaxCommand];
+  memcpy(copy, buf, count);
+  char* body = copy + sizeof(header);
+  memcpy(body + at, &id->k->number, sizeof(id->k->number));
+  if (header.cmd == RDMA_USER_CM_CMD_ACCEPT && header.in >= sizeof(std::uint64_t))
+    memcpy(body + offsetof(rdma_ucm_accept, uid), &id->k->uid, sizeof(id->k->uid));
+  // Events may be read before we know the answer: first the state that they end.
+  const State before = id->state;
+  const auto accept = load<rdma_ucm_accept>(payload, header.in);
+  switch (header.cmd) {
+    case RDMA_USER_CM_CMD_RESOLVE_IP:
+    case RDMA_USER_CM_CMD_RESOLVE_ADDR:
+    case RDMA_USER_CM_CMD_RESOLVE_ROUTE: id->state = State::kResolving; break;
+    case RDMA_USER_CM_CMD_CONNECT: id->state = State::kConnecting; break;
+    case RDMA_USER_CM_CMD_ACCEPT:
+      if (before == State::kRequested) id->state = State::kAccepting;
+      break;
+    default: break;
+  }
+  const std::uint64_t uid_before = id->app_uid;
+  if (header.cmd == RDMA_USER_CM_CMD_ACCEPT && accept.conn_param.valid) id->app_uid = accept.uid;
+  if (kernel_.write(real_fd_, copy, count) < 0) {
+    const int error = errno;
+    id->state = before;
+    id->app_uid = uid_before;
+    return fail(error);
+  }
+  note_done(*id, header.cmd, payload, header.in);
+  const auto query = load<rdma_ucm_query>(payload, header.in);
+  if (header.cmd == RDMA_USER_CM_CMD_QUERY_ROUTE)
+    name_device(query.response, header.out, offsetof(rdma_ucm_query_route_resp, ibdev_index));
+  if (header.cmd == RDMA_USER_CM_CMD_QUERY && query.option != RDMA_USER_CM_QUERY_PATH)
+    name_device(query.response, header.out, offsetof(rdma_ucm_query_addr_resp, ibdev_index));
+  return static_cast<ssize_t>(count);
+}
+
+/// A command that the kernel has carried out.
+void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::size_t in) {
+  switch (command) {
+    case RDMA_USER_CM_CMD_BIND_IP:
+    case RDMA_USER_CM_CMD_BIND:
+      if (id.state == State::kIdle) id.state = State::kBound;
+      return learn_address(id);
+    case RDMA_USER_CM_CMD_LISTEN:
+      id.backlog = static_cast<int>(load<rdma_ucm_listen>(payload, in).backlog);
+      id.state = State::kListening;
+      return learn_address(id);
+    case RDMA_USER_CM_CMD_ACCEPT:
+      if (id.state == State::kConnecting) id.state = State::kConnected;  // the active side's answer to the answer
+      return;
+    case RDMA_USER_CM_CMD_REJECT:
+      id.state = State::kEnded;
+      return;
+    case RDMA_USER_CM_CMD_SET_OPTION: {
+      const auto option = load<rdma_ucm_set_option>(payload, in);
+      std::vector<char> kept(sizeof(option) + option.optlen);
+      memcpy(kept.data(), &option, sizeof(option));
+      memcpy(kept.data() + sizeof(option), reinterpret_cast<const void*>(option.optval), option.optlen);
+      id.options.push_back(std::move(kept));
+      return;
+    }
+    case RDMA_USER_CM_CMD_JOIN_IP_MCAST:
+    case RDMA_USER_CM_CMD_JOIN_MCAST: {
+      const auto response = load<std::uint64_t>(payload, in);  // first in both
+      const std::uint32_t number = reinterpret_cast<const rdma_ucm_create_id_resp*>(response)->id;
+      groups_[number] = {number, &id};
+      id.groups++;
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+/// In the answer to a query, the device. A short answer has no index.
+void Engine::name_device(std::uint64_t response, std::size_t bytes, std::size_t index_at) {
+  std::uint64_t guid;
+  std::uint32_t index = 0;
+  if (!device_of_birth || bytes < sizeof(guid)) return;
+  char* const at = reinterpret_cast<char*>(response);
+  const bool indexed = bytes >= index_at + sizeof(index);
+  memcpy(&guid, at, sizeof(guid));
+  if (indexed) memcpy(&index, at + index_at, sizeof(index));
+  device_of_birth(guid, index);
+  memcpy(at, &guid, sizeof(guid));
+  if (indexed) memcpy(at + index_at, &index, sizeof(index));
+}
+
+void Engine::learn_address(Id& id) {
+  rdma_ucm_query_addr_resp response{};
+  rdma_ucm_query query{};
+  query.id = id.k->number;
+  query.option = RDMA_USER_CM_QUERY_ADDR;
+  if (!say(RDMA_USER_CM_CMD_QUERY, query, &response, sizeof(response))) return;
+  const char* bytes = reinterpret_cast<const char*>(&response.src_addr);
+  id.address.assign(bytes, bytes + std::min<std::size_t>(response.src_size, sizeof(response.src_addr)));
+}
+
+Engine::KernelId* Engine::new_kernel_id(std::uint32_t number, Id* id) {
+  const std::uint64_t uid = next_uid_++;
+  auto& slot = by_uid_[uid];
+  slot = std::make_unique<KernelId>();
+  slot->uid = uid;
+  slot->number = number;
+  slot->id = id;
+  return slot.get();
+}
+
+/// @return null with errno: the kernel would not
+Engine::KernelId* Engine::make_kernel_id(std::uint16_t port_space, std::uint8_t qp_type, Id* id) {
+  KernelId* k = new_kernel_id(0, id);
+  rdma_ucm_create_id create{};
+  rdma_ucm_create_id_resp response{};
+  create.uid = k->uid;
+  create.ps = port_space;
+  create.qp_type = qp_type;
+  if (!say(RDMA_USER_CM_CMD_CREATE_ID, create, &response, sizeof(response))) {
+    const int error = errno;
+    by_uid_.erase(k->uid);
+    errno = error;
+    return nullptr;
+  }
+  k->number = response.id;
+  return k;
+}
+
+/// Destroys it in the kernel; what the kernel still had to say of it is gone.
+void Engine::drop(KernelId*& k) {
+  if (!k) return;
+  rdma_ucm_destroy_id destroy{};
+  rdma_ucm_destroy_id_resp response{};
+  destroy.id = k->number;
+  say(RDMA_USER_CM_CMD_DESTROY_ID, destroy, &response, sizeof(response));
+  by_uid_.erase(k->uid);
+  k = nullptr;
+}
+
+ssize_t Engine::create_id(Channel& channel, const char* payload, std::size_t in) {
+  const auto create = load<rdma_ucm_create_id>(payload, in);
+  auto id = std::make_unique<Id>();
+  KernelId* k = make_kernel_id(create.ps, create.qp_type, id.get());
+  if (!k) return -1;
+  id->handle = static_cast<std::uint32_t>(k->uid);
+  id->app_uid = create.uid;
+  id->channel = &channel;
+  id->k = k;
+  id->port_space = create.ps;
+  id->qp_type = create.qp_type;
+  reinterpret_cast<rdma_ucm_create_id_resp*>(create.response)->id = id->handle;
+  ids_[id->handle] = std::move(id);
+  return 0;
+}
+
+void Engine::unqueue(Channel& channel, const std::function<bool(const Waiting&)>& which, Channel* to) {
+  std::vector<Waiting> taken;
+  std::erase_if(channel.events, [&](const Waiting& w) {
+    if (!which(w)) return false;
+    taken.push_back(w);
+    return true;
+  });
+  if (!taken.empty() && channel.events.empty()) take_tokens(channel.fd);
+  for (const Waiting& w : taken) {
+    if (to) {
+      to->events.push_back(w);
+      add_token(to->fd);
+    } else if (w.request) {
+      remove(*w.request);
+    }
+  }
+}
+
+void Engine::remove(Id& id) {
+  for (const auto& link : links_)
+    if (link->id == &id) link->id = nullptr;
+  drop(id.k);
+  unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; });
+  std::erase_if(groups_, [&](const auto& g) { return g.second.id == &id; });
+  ids_.erase(id.handle);
+}
+
+ssize_t Engine::destroy_id(Id& id, std::uint64_t response) {
+  const std::uint32_t reported = id.reported;
+  remove(id);
+  reinterpret_cast<rdma_ucm_destroy_id_resp*>(response)->events_reported = reported;
+  return 0;
+}
+
+ssize_t Engine::migrate_id(Id& id, const char* payload) {
+  const auto migrate = load<rdma_ucm_migrate_id>(payload, sizeof(rdma_ucm_migrate_id));
+  const auto to = channels_.find(static_cast<int>(migrate.fd));
+  if (to == channels_.end()) return fail(EINVAL);
+  if (id.channel != to->second.get()) {
+    unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; }, to->second.get());
+    id.channel = to->second.get();
+  }
+  reinterpret_cast<rdma_ucm_migrate_resp*>(migrate.response)->events_reported = id.reported;
+  return 0;
+}
+
+/// The kernel's part is rdma_disconnect(). Without a kernel's id we do what it would have done.
+ssize_t Engine::disconnect(Id& id, std::size_t count) {
+  const auto done = static_cast<ssize_t>(count);
+  if (id.k) {
+    rdma_ucm_disconnect command{id.k->number};
+    if (!say(RDMA_USER_CM_CMD_DISCONNECT, command)) return -1;
+    if (id.state == State::kConnected) id.state = State::kDisconnecting;
+    return done;
+  }
+  if (id.state == State::kConnected) {
+    for (const auto& link : links_)
+      if (link->id == &id) link->id = nullptr;  // and goes on, to tell the other end
+    deliver_end(id);
+  }
+  return done;
+}
+
+ssize_t Engine::get_event(int fd, const char* payload, std::size_t in, std::size_t out) {
+  if (out < kEventWithoutEce) return fail(ENOSPC);
+  if (in < sizeof(rdma_ucm_get_event)) return fail(EINVAL);
+  const auto response = load<rdma_ucm_get_event>(payload, in).response;
+  for (bool took = false;; took = true) {
+    {
+      const NoCancel no_cancel;
+      std::lock_guard guard(mutex_);
+      const auto found = channels_.find(fd);
+      if (found == channels_.end()) return fail(EBADF);
+      Channel& channel = *found->second;
+      if (!channel.events.empty()) {
+        const Waiting waiting = channel.events.front();
+        channel.events.pop_front();
+        if (channel.events.empty())
+          take_tokens(fd);
+        else if (took)
+          add_token(fd);
+        waiting.owner->reported++;
+        if (waiting.group) waiting.group->reported++;
+        memcpy(reinterpret_cast<void*>(response), &waiting.event, std::min(out, sizeof(waiting.event)));
+        return 0;
+      }
+    }
+    std::uint64_t tokens;
+    // The kernel blocks here, too: interruptible, restarted and cancellable in the same way.
+    if (::read(fd, &tokens, sizeof(tokens)) < 0) return -1;
+  }
+}
+
+/* ---- events ------------------------------------------------------------------------ */
+
+void Engine::pump() {
+  for (;;) {
+    rdma_ucm_event_resp event{};
+    rdma_ucm_get_event get{};
+    if (!say(RDMA_USER_CM_CMD_GET_EVENT, get, &event, sizeof(event))) return;
+    handle(event);
+  }
+}
+
+void Engine::queue(Id& owner, const rdma_ucm_event_resp& event, Id* request, Group* group) {
+  owner.channel->events.push_back({event, &owner, request, group});
+  add_token(owner.channel->fd);
+}
+
+void Engine::handle(rdma_ucm_event_resp& event) {
+  if (event.event == RDMA_CM_EVENT_MULTICAST_JOIN || event.event == RDMA_CM_EVENT_MULTICAST_ERROR) {
+    const auto group = groups_.find(event.id);
+    if (group != groups_.end()) queue(*group->second.id, event, nullptr, &group->second);
+    return;
+  }
+  const auto found = by_uid_.find(event.uid);
+  KernelId* k = found == by_uid_.end() ? nullptr : found->second.get();
+  if (event.event == RDMA_CM_EVENT_CONNECT_REQUEST) {
+    if (k && k == listener_) return answer_link(event);
+    KernelId* fresh = new_kernel_id(event.id, nullptr);
+    if (!k || !k->id) return drop(fresh);
+    Id& listening = *k->id;
+    auto id = std::make_unique<Id>();
+    id->handle = static_cast<std::uint32_t>(fresh->uid);
+    id->app_uid = 0;  // ACCEPT tells
+    id->channel = listening.channel;
+    id->k = fresh;
+    id->port_space = listening.port_space;
+    id->qp_type = listening.qp_type;
+    id->state = State::kRequested;
+    fresh->id = id.get();
+    event.id = id->handle;
+    event.uid = listening.app_uid;
+    queue(listening, event, id.get(), nullptr);
+    ids_[id->handle] = std::move(id);
+    return;
+  }
+  if (!k) return;
+  if (k->link) return link_event(*k->link, event);
+  if (!k->id || (k->quiet && event.event == RDMA_CM_EVENT_ESTABLISHED)) return;
+  const bool ends = event.event == RDMA_CM_EVENT_DISCONNECTED || event.event == RDMA_CM_EVENT_TIMEWAIT_EXIT;
+  if (k->id->held && ends)
+    k->id->deferred.push_back(event);
+  else
+    deliver(*k->id, event);
+}
+
+void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
+  switch (event.event) {
+    case RDMA_CM_EVENT_ADDR_RESOLVED:
+    case RDMA_CM_EVENT_ROUTE_RESOLVED:
+    case RDMA_CM_EVENT_ROUTE_ERROR: id.state = State::kResolved; break;
+    case RDMA_CM_EVENT_ADDR_ERROR: id.state = State::kIdle; break;
+    case RDMA_CM_EVENT_ESTABLISHED: id.state = State::kConnected; break;
+    case RDMA_CM_EVENT_CONNECT_ERROR:
+    case RDMA_CM_EVENT_UNREACHABLE:
+    case RDMA_CM_EVENT_REJECTED:
+    case RDMA_CM_EVENT_DISCONNECTED:
+    case RDMA_CM_EVENT_DEVICE_REMOVAL: id.state = State::kEnded; break;
+    default: break;
+  }
+  if (!id.app_uid) return;
+  event.uid = id.app_uid;
+  event.id = id.handle;
+  queue(id, event, nullptr, nullptr);
+}
+
+/// What the kernel tells of a connection that has ended.
+void Engine::deliver_end(Id& id) {
+  for (const std::uint32_t what : {RDMA_CM_EVENT_DISCONNECTED, RDMA_CM_EVENT_TIMEWAIT_EXIT}) {
+    rdma_ucm_event_resp event = plain_event(what);
+    deliver(id, event);
+  }
+}
+
+/* ---- a migration ------------------------------------------------------------------- */
+
+void Engine::name(const Instance& self) {
+  std::lock_guard guard(mutex_);
+  self_ = self;
+}
+
+int Engine::real_fd() {
+  std::lock_guard guard(mutex_);
+  return real_fd_;
+}
+
+std::string Engine::half_made() {
+  std::size_t n = 0;
+  for (const auto& [handle, id] : ids_) switch (id->state) {
+      case State::kResolving:
+      case State::kResolved:
+      case State::kConnecting:
+      case State::kRequested:
+      case State::kAccepting:
+      case State::kDisconnecting: n++; break;
+      default: break;
+    }
+  return n ? std::to_string(n) + " ids of librdmacm are resolved, connecting or disconnecting" : "";
+}
+
+std::string Engine::settle(unsigned limit_ms) {
+  std::unique_lock guard(mutex_);
+  settled_.wait_for(guard, std::chrono::milliseconds(limit_ms), [this] { return half_made().empty(); });
+  return half_made();
+}
+
+std::string Engine::immovable() {
+  std::lock_guard guard(mutex_);
+  for (const auto& [handle, id] : ids_) {
+    if (id->groups) return "a multicast group joined by librdmacm";
+    if ((id->port_space == RDMA_PS_UDP || id->port_space == RDMA_PS_IPOIB) && id->state != State::kIdle)
+      return "an id of librdmacm for datagrams (RDMA_PS_UDP, RDMA_PS_IPOIB)";
+    if ((id->state == State::kBound || id->state == State::kListening) && !anywhere(id->address))
+      return "an id of librdmacm that is bound to an address of this host; bind it to any (0.0.0.0, ::)";
+  }
+  return "";
+}
+
+int Engine::freeze(std::string& why) {
+  std::unique_lock guard(mutex_);
+  if (!started_ || real_fd_ < 0) {
+    frozen_ = true;
+    return 0;
+  }
+  return static_cast<int>(in_thread(guard, [&] {
+    pump();
+    why = half_made();
+    if (!why.empty()) return ssize_t{EAGAIN};
+    peer_ports_.clear();
+    frozen_ = true;
+    return ssize_t{0};
+  }, true));
+}
+
+void Engine::make_again(Id& id) {
+  const auto complain = [&](const char* what) {
+    fprintf(stderr, "libmigr: an id of librdmacm could not be made again after the migration: %s: %s\n", what, strerror(errno));
+    drop(id.k);
+    id.state = State::kEnded;
+  };
+  id.k = make_kernel_id(id.port_space, id.qp_type, &id);
+  if (!id.k) return complain("create");
+  for (std::vector<char>& option : id.options) {
+    auto set = load<rdma_ucm_set_option>(option.data(), option.size());
+    set.id = id.k->number;
+    set.optval = reinterpret_cast<std::uintptr_t>(option.data() + sizeof(set));
+    say(RDMA_USER_CM_CMD_SET_OPTION, set);
+  }
+  if (id.state == State::kIdle) return;
+  rdma_ucm_bind bind{};
+  bind.id = id.k->number;
+  bind.addr_size = static_cast<std::uint16_t>(id.address.size());
+  memcpy(&bind.addr, id.address.data(), std::min(id.address.size(), sizeof(bind.addr)));
+  if (!say(RDMA_USER_CM_CMD_BIND, bind)) return complain("bind");
+  if (id.state == State::kBound) return;
+  rdma_ucm_listen listen{id.k->number, static_cast<std::uint32_t>(id.backlog)};
+  if (!say(RDMA_USER_CM_CMD_LISTEN, listen)) complain("listen");
+}
+
+bool Engine::listen_for_links() {
+  listener_ = make_kernel_id(RDMA_PS_TCP, kReliable, nullptr);
+  if (!listener_) return false;
+  sockaddr_in any{};
+  any.sin_family = AF_INET;
+  rdma_ucm_bind bind{};
+  bind.id = listener_->number;
+  bind.addr_size = sizeof(any);
+  memcpy(&bind.addr, &any, sizeof(any));
+  rdma_ucm_listen listen{listener_->number, kLinkBacklog};
+  rdma_ucm_query query{};
+  query.id = listener_->number;
+  query.option = RDMA_USER_CM_QUERY_ADDR;
+  rdma_ucm_query_addr_resp at{};
+  if (!say(RDMA_USER_CM_CMD_BIND, bind) || !say(RDMA_USER_CM_CMD_LISTEN, listen) ||
+      !say(RDMA_USER_CM_CMD_QUERY, query, &at, sizeof(at)))
+    return false;
+  sockaddr_in bound{};
+  memcpy(&bound, &at.src_addr, sizeof(bound));
+  port_ = ntohs(bound.sin_port);
+  return true;
+}
+
+int Engine::restored(std::span<const Path> paths, std::string& why) {
+  std::unique_lock guard(mutex_);
+  if (real_fd_ < 0) {
+    frozen_ = false;
+    thawed_.notify_all();
+    return 0;
+  }
+  return static_cast<int>(in_thread(guard, [&] {
+    close_quietly(real_fd_);  // what the restore has put there; the kernel's ids of before are the source's
+    by_uid_.clear();
+    links_.clear();
+    groups_.clear();
+    listener_ = nullptr;
+    port_ = 0;
+    for (const auto& [handle, id] : ids_) id->k = nullptr;
+    frozen_ = false;
+    lives_++;
+    thawed_.notify_all();
+    const int fd = kernel_.open();
+    real_fd_ = fd < 0 ? -1 : fd;
+    if (fd < 0) {
+      why = std::string("cannot open /dev/infiniband/rdma_cm: ") + strerror(-fd);
+      return ssize_t{-fd};
+    }
+    bool connected = false;
+    for (const auto& [handle, id] : ids_) {
+      if (id->state == State::kIdle || id->state == State::kBound || id->state == State::kListening) make_again(*id);
+      if (id->state != State::kConnected) continue;
+      for (const Path& path : paths) {
+        if (path.vqpn != id->qp_num) continue;
+        id->pqpn = path.pqpn;
+        if (path.gone) deliver_end(*id);
+      }
+      connected |= id->state == State::kConnected;
+    }
+    if (connected && !listen_for_links()) {
+      fprintf(stderr, "libmigr: no port for partners to connect librdmacm's ids again: %s\n", strerror(errno));
+      drop(listener_);
+      port_ = 0;
+    }
+    return ssize_t{0};
+  }, true));
+}
+
+void Engine::peer_port(const Instance& peer, std::uint16_t port) {
+  std::lock_guard guard(mutex_);
+  peer_ports_[peer] = port;
+}
+
+Engine::Id* Engine::connected_by(std::uint32_t vqpn) {
+  for (const auto& [handle, id] : ids_)
+    if (vqpn && id->qp_num == vqpn) return id.get();
+  return nullptr;
+}
+
+bool Engine::uses(std::uint32_t vqpn) {
+  std::lock_guard guard(mutex_);
+  return connected_by(vqpn) != nullptr;
+}
+
+void Engine::switched(std::span<const std::uint32_t> vqpns) {
+  std::lock_guard guard(mutex_);
+  for (const std::uint32_t vqpn : vqpns)
+    if (Id* id = connected_by(vqpn)) id->held = true;
+}
+
+void Engine::resumed(std::span<const Path> paths) {
+  std::unique_lock guard(mutex_);
+  if (real_fd_ < 0) return;
+  in_thread(guard, [&] {
+    pump();
+    for (const Path& path : paths) {
+      Id* id = connected_by(path.vqpn);
+      if (!id) continue;
+      id->held = false;
+      id->deferred.clear();
+      id->pqpn = path.pqpn;
+      const bool alive = id->state == State::kConnected;
+      if (!alive && id->state != State::kDisconnecting) continue;
+      if (!path.restored && alive) drop(id->k);
+      const auto port = peer_ports_.find(path.peer);
+      if (port == peer_ports_.end() || !path.dest_pqpn) continue;  // the other end does it
+      // Both have moved: one of them begins.
+      if (path.restored && std::pair(self_, path.pqpn) > std::pair(path.peer, path.dest_pqpn)) continue;
+      links_.push_back(std::make_unique<Link>(Link{path, port->second, alive ? id : nullptr}));
+    }
+    return ssize_t{0};
+  }, true);
+}
+
+void Engine::rollback() {
+  std::unique_lock guard(mutex_);
+  frozen_ = false;
+  thawed_.notify_all();
+  if (!started_ || real_fd_ < 0) return;
+  in_thread(guard, [&] {
+    for (const auto& [handle, id] : ids_) {
+      id->held = false;
+      for (rdma_ucm_event_resp& event : id->deferred) deliver(*id, event);
+      id->deferred.clear();
+    }
+    return ssize_t{0};
+  }, true);
+}
+
+/* ---- links: the kernel's connection, once more -------------------------------------- */
+
+void Engine::answer_link(const rdma_ucm_event_resp& event) {
+  KernelId* k = new_kernel_id(event.id, nullptr);
+  Hello hello{};
+  memcpy(&hello, event.param.conn.private_data, sizeof(hello));
+  Id* meant = nullptr;
+  const bool for_us = !memcmp(hello.magic, kMagic, sizeof(kMagic)) && !memcmp(hello.instance, self_.data(), self_.size());
+  for (const auto& [handle, id] : ids_)
+    if (for_us && id->state == State::kConnected && id->pqpn == hello.dest_pqpn) meant = id.get();
+  if (!meant) {  // it has ended here meanwhile
+    rdma_ucm_reject reject{};
+    reject.id = k->number;
+    reject.private_data_len = sizeof(hello);
+    const Hello no{{kMagic[0], kMagic[1], kMagic[2], kMagic[3], kMagic[4], kMagic[5], kMagic[6], kMagic[7]}, {}, 0, 0};
+    memcpy(reject.private_data, &no, sizeof(no));
+    say(RDMA_USER_CM_CMD_REJECT, reject);
+    return drop(k);
+  }
+  drop(meant->k);
+  rdma_ucm_accept accept{};
+  accept.id = k->number;
+  accept.uid = k->uid;
+  accept.conn_param.qp_num = meant->pqpn;
+  accept.conn_param.responder_resources = accept.conn_param.initiator_depth = 1;
+  accept.conn_param.rnr_retry_count = accept.conn_param.retry_count = 7;
+  accept.conn_param.valid = 1;
+  k->id = meant;
+  k->quiet = true;
+  if (say(RDMA_USER_CM_CMD_ACCEPT, accept))
+    meant->k = k;
+  else
+    drop(k);
+}
+
+void Engine::start_link(Link& link) {
+  link.k = make_kernel_id(RDMA_PS_TCP, kReliable, nullptr);
+  if (!link.k) return link_failed(link);
+  link.k->link = &link;
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(link.port);
+  memcpy(&to.sin_addr, link.path.dgid.data() + 12, 4);
+  rdma_ucm_resolve_addr resolve{};
+  resolve.id = link.k->number;
+  resolve.timeout_ms = kResolveMs;
+  resolve.dst_size = sizeof(to);
+  memcpy(&resolve.dst_addr, &to, sizeof(to));
+  const std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  if (memcmp(link.path.dgid.data(), v4_mapped, sizeof(v4_mapped))) {
+    fprintf(stderr, "libmigr: the end of a librdmacm connection will not be told: its GID is no IPv4 address\n");
+    link.tries = kLinkTries;
+    return link_failed(link);
+  }
+  if (!say(RDMA_USER_CM_CMD_RESOLVE_ADDR, resolve)) link_failed(link);
+}
+
+/// Tries again later, or gives up: then the connection goes on, and its end is not told.
+void Engine::link_failed(Link& link) {
+  drop(link.k);
+  if (++link.tries < kLinkTries) {
+    link.next_ms = now_ms() + kLinkRetryMs;
+    return;
+  }
+  fprintf(stderr, "libmigr: a librdmacm connection could not be taken up again with its partner's kernel; its end will not be told\n");
+  link_over(link, false);
+}
+
+void Engine::link_over(Link& link, bool gone) {
+  Id* id = link.id;
+  drop(link.k);
+  std::erase_if(links_, [&](const auto& l) { return l.get() == &link; });
+  if (gone && id && id->state == State::kConnected) deliver_end(*id);
+}
+
+void Engine::link_event(Link& link, const rdma_ucm_event_resp& event) {
+  switch (event.event) {
+    case RDMA_CM_EVENT_ADDR_RESOLVED: {
+      rdma_ucm_resolve_route route{link.k->number, kResolveMs};
+      if (!say(RDMA_USER_CM_CMD_RESOLVE_ROUTE, route)) link_failed(link);
+      return;
+    }
+    case RDMA_CM_EVENT_ROUTE_RESOLVED: {
+      Hello hello{};
+      memcpy(hello.magic, kMagic, sizeof(kMagic));
+      memcpy(hello.instance, link.path.peer.data(), sizeof(hello.instance));
+      hello.dest_pqpn = link.path.dest_pqpn;
+      hello.pqpn = link.path.pqpn;
+      rdma_ucm_connect connect{};
+      connect.id = link.k->number;
+      connect.conn_param.qp_num = link.path.pqpn;
+      connect.conn_param.responder_resources = connect.conn_param.initiator_depth = 1;
+      connect.conn_param.retry_count = connect.conn_param.rnr_retry_count = 7;
+      connect.conn_param.valid = 1;
+      connect.conn_param.private_data_len = sizeof(hello);
+      memcpy(connect.conn_param.private_data, &hello, sizeof(hello));
+      if (!say(RDMA_USER_CM_CMD_CONNECT, connect)) link_failed(link);
+      return;
+    }
+    case RDMA_CM_EVENT_CONNECT_RESPONSE: {
+      rdma_ucm_accept accept{};
+      accept.id = link.k->number;
+      accept.uid = link.k->uid;
+      if (!say(RDMA_USER_CM_CMD_ACCEPT, accept)) return link_failed(link);
+      if (Id* id = link.id; id && id->state == State::kConnected) {
+        id->k = link.k;
+        id->k->id = id;
+        id->k->link = nullptr;
+        id->k->quiet = true;
+        link.k = nullptr;
+      } else {  // ended here meanwhile: this tells the other end
+        rdma_ucm_disconnect disconnect{link.k->number};
+        say(RDMA_USER_CM_CMD_DISCONNECT, disconnect);
+      }
+      return link_over(link, false);
+    }
+    case RDMA_CM_EVENT_REJECTED: {
+      const bool told = event.param.conn.private_data_len >= sizeof(kMagic) &&
+                        !memcmp(event.param.conn.private_data, kMagic, sizeof(kMagic));
+      if (told || event.status == kRejectedNoService) return link_over(link, true);
+      return link_failed(link);
+    }
+    case RDMA_CM_EVENT_TIMEWAIT_EXIT:
+      return;
+    default:
+      return link_failed(link);
+  }
+}
+
+}  // namespace migr::cm

@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * open(), write(), fstat() and close() of /dev/infiniband/rdma_cm. librdmacm calls them for every one of its functions. All
+ * other files cost a comparison at open() and a look at one word, or bit, in the others.
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "../control.h"
+#include "../objects.h"
+#include "../provider/uverbs_write.h"
+#include "cm.h"
+
+namespace migr::cm {
+namespace {
+
+constexpr char kDevice[] = "/dev/infiniband/rdma_cm";
+constexpr unsigned kMaxFd = 65536, kBitsPerWord = 64;
+std::atomic<bool> in_use;
+std::atomic<pid_t> owner;  ///< a child of vfork() shares our memory, and closes what is its own copy
+std::atomic<std::uint64_t> channels[kMaxFd / kBitsPerWord];
+
+bool is_channel(int fd) {
+  if (!in_use.load(std::memory_order_relaxed) || fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return false;
+  const auto n = static_cast<unsigned>(fd);
+  return channels[n / kBitsPerWord].load(std::memory_order_relaxed) >> (n % kBitsPerWord) & 1;
+}
+
+void note_channel(int fd, bool is) {
+  const auto n = static_cast<unsigned>(fd);
+  const std::uint64_t bit = std::uint64_t{1} << (n % kBitsPerWord);
+  if (is)
+    channels[n / kBitsPerWord].fetch_or(bit, std::memory_order_relaxed);
+  else
+    channels[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
+}
+
+/// As libmigr's write() wants it. @return false: not ours
+bool write_channel(int fd, const void* buf, std::size_t count, ssize_t* result) {
+  if (!is_channel(fd)) return false;
+  if (Engine* e = engine()) {
+    *result = e->command(fd, buf, count);
+  } else {
+    errno = EACCES;  // a fork's child: nor would the kernel have it
+    *result = -1;
+  }
+  return true;
+}
+
+bool disabled() {
+  static const bool value = getenv("MIGR_DISABLE") != nullptr;
+  return value;
+}
+
+int open_channel(int flags) {
+  const int fd = engine(true)->open_channel(flags);
+  if (fd < 0) return fd;
+  if (static_cast<unsigned>(fd) >= kMaxFd) {
+    engine()->close_channel(fd);
+    syscall(SYS_close, fd);
+    errno = EMFILE;
+    return -1;
+  }
+  note_channel(fd, true);
+  owner.store(getpid(), std::memory_order_relaxed);
+  if (!in_use.exchange(true)) provider::watch_writes(write_channel);
+  control::start();  // it can be migrated also while it has no context yet
+  return fd;
+}
+
+template <class Fn>
+Fn next(std::atomic<Fn>& kept, const char* name) {
+  Fn fn = kept.load(std::memory_order_relaxed);
+  if (!fn) {
+    fn = reinterpret_cast<Fn>(dlsym(RTLD_NEXT, name));
+    kept.store(fn, std::memory_order_relaxed);
+  }
+  return fn;
+}
+
+using OpenFn = int (*)(const char*, int, ...);
+using CloseFn = int (*)(int);
+using FstatFn = int (*)(int, struct stat*);
+std::atomic<OpenFn> real_open;
+std::atomic<CloseFn> real_close;
+std::atomic<FstatFn> real_fstat;
+
+int open_any(const char* path, int flags, mode_t mode) {
+  if (path && path[0] == '/' && path[1] == 'd' && !strcmp(path, kDevice) && !disabled()) return open_channel(flags);
+  if (const OpenFn fn = next(real_open, "open")) return fn(path, flags, mode);
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+
+}  // namespace
+}  // namespace migr::cm
+
+MIGR_EXPORT int open(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if (flags & (O_CREAT | __O_TMPFILE)) {
+    va_list rest;
+    va_start(rest, flags);
+    mode = va_arg(rest, mode_t);
+    va_end(rest);
+  }
+  return migr::cm::open_any(path, flags, mode);
+}
+
+MIGR_EXPORT int open64(const char* path, int flags, ...) __attribute__((alias("open")));
+
+MIGR_EXPORT int close(int fd) {
+  using namespace migr::cm;
+  if (is_channel(fd) && getpid() == owner.load(std::memory_order_relaxed)) [[unlikely]] {
+    if (Engine* e = engine()) e->close_channel(fd);
+    note_channel(fd, false);
+  }
+  if (const CloseFn fn = next(real_close, "close")) return fn(fd);
+  return static_cast<int>(syscall(SYS_close, fd));
+}
+
+MIGR_EXPORT int fstat(int fd, struct stat* out) {
+  using namespace migr::cm;
+  const FstatFn fn = next(real_fstat, "fstat");
+  if (is_channel(fd)) [[unlikely]]
+    if (Engine* e = engine(); e && e->real_fd() >= 0) return stat(kDevice, out);
+  if (fn) return fn(fd, out);
+  return static_cast<int>(syscall(SYS_newfstatat, fd, "", out, AT_EMPTY_PATH));
+}

@@ -1,0 +1,571 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * librdmacm's ids over a kernel that is this test: what the application is told before, in and after a migration. Commands
+ * are written as librdmacm writes them.
+ */
+#include "../../libmigr/cm/engine.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "../../libmigr/cm/events.h"
+
+namespace migr::cm {
+namespace {
+
+/// A device: commands are answered at once, events when the test says so.
+struct FakeKernel {
+  struct Id {
+    std::uint64_t uid;
+    std::uint32_t reported = 0;
+    rdma_ucm_conn_param param{};
+    std::string done;
+  };
+  std::mutex lock;
+  int fd = -1;
+  int opened = 0;
+  std::uint32_t next = 5;
+  std::map<std::uint32_t, Id> ids;
+  std::deque<rdma_ucm_event_resp> events;
+  std::uint16_t port = 4711;
+  int refuse = -1;  ///< this command, with EINVAL
+
+  Kernel calls() {
+    return {[this] {
+              std::lock_guard guard(lock);
+              ids.clear();
+              events.clear();
+              opened++;
+              return fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+            },
+            [this](int to, const void* command, std::size_t bytes) { return write(to, static_cast<const char*>(command), bytes); }};
+  }
+  void ready() {
+    const std::uint64_t one = 1;
+    (void)!::write(fd, &one, sizeof(one));
+  }
+  void tell(rdma_ucm_event_resp event) {
+    std::lock_guard guard(lock);
+    events.push_back(event);
+    ready();
+  }
+  /// An event of a kernel's id.
+  void tell(std::uint32_t id, std::uint32_t what, std::uint32_t status = 0) {
+    rdma_ucm_event_resp e{};
+    {
+      std::lock_guard guard(lock);
+      e.uid = ids.at(id).uid;
+    }
+    e.id = id;
+    e.event = what;
+    e.status = status;
+    tell(e);
+  }
+  /// Somebody connects to a listening one. @return the new id's number
+  std::uint32_t request(std::uint32_t listener, const void* data = nullptr, std::size_t bytes = 0) {
+    rdma_ucm_event_resp e{};
+    {
+      std::lock_guard guard(lock);
+      e.uid = ids.at(listener).uid;
+      e.id = next++;
+      ids[e.id].uid = 0;
+    }
+    e.event = RDMA_CM_EVENT_CONNECT_REQUEST;
+    e.param.conn.qp_num = 77;
+    if (data) memcpy(e.param.conn.private_data, data, bytes);
+    e.param.conn.private_data_len = static_cast<std::uint8_t>(bytes);
+    tell(e);
+    return e.id;
+  }
+  std::string done(std::uint32_t id) {
+    std::lock_guard guard(lock);
+    return ids.contains(id) ? ids[id].done : "gone";
+  }
+  /// The newest id that exists.
+  std::uint32_t newest() {
+    std::lock_guard guard(lock);
+    return ids.empty() ? 0 : ids.rbegin()->first;
+  }
+  std::size_t count() {
+    std::lock_guard guard(lock);
+    return ids.size();
+  }
+
+  ssize_t write(int to, const char* command, std::size_t bytes) {
+    std::lock_guard guard(lock);
+    EXPECT_EQ(to, fd);
+    rdma_ucm_cmd_hdr header;
+    memcpy(&header, command, sizeof(header));
+    EXPECT_EQ(header.in + sizeof(header), bytes);
+    const char* body = command + sizeof(header);
+    const auto fail = [](int error) {
+      errno = error;
+      return ssize_t{-1};
+    };
+    if (static_cast<int>(header.cmd) == refuse) return fail(EINVAL);
+    const auto known = [&](std::uint32_t id, const char* what) {
+      if (!ids.contains(id)) return fail(ENOENT);
+      ids[id].done += what;
+      return static_cast<ssize_t>(bytes);
+    };
+#define BODY(type) type c; memcpy(&c, body, sizeof(c))
+    switch (header.cmd) {
+      case RDMA_USER_CM_CMD_CREATE_ID: {
+        BODY(rdma_ucm_create_id);
+        ids[next].uid = c.uid;
+        reinterpret_cast<rdma_ucm_create_id_resp*>(c.response)->id = next++;
+        return static_cast<ssize_t>(bytes);
+      }
+      case RDMA_USER_CM_CMD_DESTROY_ID: {
+        BODY(rdma_ucm_destroy_id);
+        if (!ids.contains(c.id)) return fail(ENOENT);
+        std::erase_if(events, [&](const auto& e) { return e.uid && e.uid == ids[c.id].uid; });
+        ids.erase(c.id);
+        return static_cast<ssize_t>(bytes);
+      }
+      case RDMA_USER_CM_CMD_GET_EVENT: {
+        BODY(rdma_ucm_get_event);
+        std::uint64_t seen;
+        if (events.empty()) {
+          (void)!::read(fd, &seen, sizeof(seen));
+          return fail(EAGAIN);
+        }
+        memcpy(reinterpret_cast<void*>(c.response), &events.front(), sizeof(events.front()));
+        events.pop_front();
+        return static_cast<ssize_t>(bytes);
+      }
+      case RDMA_USER_CM_CMD_QUERY: {
+        BODY(rdma_ucm_query);
+        auto* to_addr = reinterpret_cast<rdma_ucm_query_addr_resp*>(c.response);
+        memset(to_addr, 0, sizeof(*to_addr));
+        sockaddr_in any{};
+        any.sin_family = AF_INET;
+        any.sin_port = htons(port);
+        to_addr->src_size = sizeof(any);
+        memcpy(&to_addr->src_addr, &any, sizeof(any));
+        return known(c.id, "query ");
+      }
+      case RDMA_USER_CM_CMD_BIND: { BODY(rdma_ucm_bind); return known(c.id, "bind "); }
+      case RDMA_USER_CM_CMD_LISTEN: { BODY(rdma_ucm_listen); return known(c.id, "listen "); }
+      case RDMA_USER_CM_CMD_RESOLVE_ADDR: { BODY(rdma_ucm_resolve_addr); return known(c.id, "addr "); }
+      case RDMA_USER_CM_CMD_RESOLVE_ROUTE: { BODY(rdma_ucm_resolve_route); return known(c.id, "route "); }
+      case RDMA_USER_CM_CMD_DISCONNECT: { BODY(rdma_ucm_disconnect); return known(c.id, "disconnect "); }
+      case RDMA_USER_CM_CMD_REJECT: { BODY(rdma_ucm_reject); return known(c.id, "reject "); }
+      case RDMA_USER_CM_CMD_INIT_QP_ATTR: { BODY(rdma_ucm_init_qp_attr); return known(c.id, "attr "); }
+      case RDMA_USER_CM_CMD_CONNECT: {
+        BODY(rdma_ucm_connect);
+        const ssize_t n = known(c.id, "connect ");
+        if (n > 0) ids[c.id].param = c.conn_param;
+        return n;
+      }
+      case RDMA_USER_CM_CMD_ACCEPT: {
+        BODY(rdma_ucm_accept);
+        const ssize_t n = known(c.id, "accept ");
+        if (n > 0 && c.conn_param.valid) ids[c.id].uid = c.uid, ids[c.id].param = c.conn_param;
+        return n;
+      }
+      default:
+        return fail(EINVAL);
+    }
+  }
+};
+
+class Cm : public testing::Test {
+ protected:
+  FakeKernel kernel;
+  Engine engine{kernel.calls()};
+  Instance self{1}, peer{2};
+  int fd = -1;
+
+  void SetUp() override {
+    engine.name(self);
+    engine.physical_qpn = [](std::uint32_t vqpn) { return vqpn + 0x1000; };
+    fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+    ASSERT_GE(fd, 0);
+  }
+  void TearDown() override {
+    if (fd >= 0) engine.close_channel(fd), close(fd);
+  }
+  template <class C>
+  int send(std::uint32_t command, C c, std::size_t out = 0, int on = -1) {
+    struct { rdma_ucm_cmd_hdr h; C c; } packet{{command, sizeof(C), static_cast<std::uint16_t>(out)}, c};
+    const ssize_t n = engine.command(on < 0 ? fd : on, &packet, sizeof(packet));
+    return n < 0 ? errno : n == sizeof(packet) ? 0 : -1;
+  }
+  std::uint32_t create(std::uint64_t uid, std::uint16_t ps = RDMA_PS_TCP) {
+    rdma_ucm_create_id_resp r{};
+    rdma_ucm_create_id c{uid, reinterpret_cast<std::uintptr_t>(&r), ps, 2, {}};
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_CREATE_ID, c, sizeof(r)), 0);
+    return r.id;
+  }
+  int destroy(std::uint32_t id, std::uint32_t* reported = nullptr) {
+    rdma_ucm_destroy_id_resp r{};
+    const int error = send(RDMA_USER_CM_CMD_DESTROY_ID, rdma_ucm_destroy_id{reinterpret_cast<std::uintptr_t>(&r), id, 0}, sizeof(r));
+    if (reported) *reported = r.events_reported;
+    return error;
+  }
+  bool readable(int on = -1, int ms = 2000) {
+    pollfd p{on < 0 ? fd : on, POLLIN, 0};
+    return poll(&p, 1, ms) == 1;
+  }
+  /// The next event; its number is -1 if there is none.
+  rdma_ucm_event_resp event(int on = -1, int ms = 2000) {
+    rdma_ucm_event_resp r{};
+    r.event = UINT32_MAX;
+    if (!readable(on, ms)) return r;
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{reinterpret_cast<std::uintptr_t>(&r)}, sizeof(r), on), 0);
+    return r;
+  }
+  void expect(std::uint32_t what, std::uint64_t uid, std::uint32_t id) {
+    const auto e = event();
+    EXPECT_EQ(e.event, what);
+    EXPECT_EQ(e.uid, uid);
+    EXPECT_EQ(e.id, id);
+  }
+  void quiet() { EXPECT_FALSE(readable(-1, 50)); }
+  template <class F>
+  void eventually(F f) {
+    for (int i = 0; i < 400 && !f(); i++) usleep(5000);
+    EXPECT_TRUE(f());
+  }
+
+  /// Active side, connected. @return the application's number
+  std::uint32_t connected(std::uint64_t uid, std::uint32_t qpn) {
+    const std::uint32_t id = create(uid), k = kernel.newest();
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, [&] { rdma_ucm_resolve_addr c{}; c.id = id; return c; }()), 0);
+    kernel.tell(k, RDMA_CM_EVENT_ADDR_RESOLVED);
+    expect(RDMA_CM_EVENT_ADDR_RESOLVED, uid, id);
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ROUTE, rdma_ucm_resolve_route{id, 1}), 0);
+    kernel.tell(k, RDMA_CM_EVENT_ROUTE_RESOLVED);
+    expect(RDMA_CM_EVENT_ROUTE_RESOLVED, uid, id);
+    rdma_ucm_connect c{};
+    c.id = id;
+    c.conn_param.qp_num = qpn;
+    c.conn_param.valid = 1;
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_CONNECT, c), 0);
+    EXPECT_EQ(kernel.ids[k].param.qp_num, qpn + 0x1000);
+    kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+    expect(RDMA_CM_EVENT_CONNECT_RESPONSE, uid, id);
+    rdma_ucm_accept a{};
+    a.id = id;
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_ACCEPT, a), 0);
+    return id;
+  }
+  std::uint32_t listening(std::uint64_t uid) {
+    const std::uint32_t id = create(uid);
+    rdma_ucm_bind b{};
+    b.id = id;
+    b.addr_size = sizeof(sockaddr_in);
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_LISTEN, rdma_ucm_listen{id, 3}), 0);
+    return id;
+  }
+  Path path(std::uint32_t vqpn, bool restored) {
+    return {vqpn, vqpn + 0x2000, 0x99, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 2}, peer, restored, false};
+  }
+  /// The process arrives on another host.
+  void migrate(std::vector<Path> paths) {
+    std::string why;
+    ASSERT_EQ(engine.freeze(why), 0) << why;
+    ASSERT_EQ(engine.restored(paths, why), 0) << why;
+  }
+  /// The partner of `id` moves: until the link to it has been asked for.
+  void partner_moves(std::uint32_t vqpn) {
+    const std::uint32_t v[] = {vqpn};
+    engine.switched(v);
+    engine.peer_port(peer, 999);
+    const Path p[] = {path(vqpn, false)};
+    engine.resumed(p);
+  }
+  void disconnect(std::uint32_t id) { EXPECT_EQ(send(RDMA_USER_CM_CMD_DISCONNECT, rdma_ucm_disconnect{id}), 0); }
+  void link_up(std::uint32_t k) {
+    eventually([&] { return kernel.done(k) == "addr "; });
+    kernel.tell(k, RDMA_CM_EVENT_ADDR_RESOLVED);
+    eventually([&] { return kernel.done(k) == "addr route "; });
+    kernel.tell(k, RDMA_CM_EVENT_ROUTE_RESOLVED);
+    eventually([&] { return kernel.done(k) == "addr route connect "; });
+  }
+};
+
+TEST_F(Cm, CommandsAndEventsPassThrough) {
+  const auto id = connected(0x1111, 17);
+  quiet();
+  const auto k = kernel.newest();
+  disconnect(id);
+  EXPECT_TRUE(kernel.done(k).ends_with("disconnect "));
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x1111, id);
+  std::uint32_t reported = 0;
+  EXPECT_EQ(destroy(id, &reported), 0);
+  EXPECT_EQ(reported, 4u);
+  EXPECT_EQ(kernel.count(), 0u);
+  EXPECT_EQ(destroy(id), ENOENT);
+}
+
+TEST_F(Cm, ErrorsAreTheKernels) {
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_DISCONNECT, rdma_ucm_disconnect{42}), ENOENT);
+  rdma_ucm_event_resp r;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{reinterpret_cast<std::uintptr_t>(&r)}, sizeof(r)), EAGAIN);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{reinterpret_cast<std::uintptr_t>(&r)}, 8), ENOSPC);
+  kernel.refuse = RDMA_USER_CM_CMD_LISTEN;
+  const auto id = create(1);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_LISTEN, rdma_ucm_listen{id, 3}), EINVAL);
+  EXPECT_EQ(engine.command(fd, "x", 1), -1);
+  EXPECT_EQ(errno, EINVAL);
+}
+
+TEST_F(Cm, DestroyDropsWhatWasNotRead) {
+  const auto id = connected(1, 17);
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_DISCONNECTED);
+  ASSERT_TRUE(readable());
+  EXPECT_EQ(destroy(id), 0);
+  EXPECT_FALSE(readable(-1, 0));
+}
+
+TEST_F(Cm, AReaderThatBlocksIsWoken) {
+  const int blocking = engine.open_channel(O_CLOEXEC);
+  const auto id = create(5);
+  const auto k = kernel.newest();
+  rdma_ucm_migrate_resp m{};
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_MIGRATE_ID, rdma_ucm_migrate_id{reinterpret_cast<std::uintptr_t>(&m), id, static_cast<std::uint32_t>(blocking)}, sizeof(m)), 0);
+  rdma_ucm_event_resp r{};
+  std::thread reader([&] { EXPECT_EQ(send(RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{reinterpret_cast<std::uintptr_t>(&r)}, sizeof(r), blocking), 0); });
+  usleep(20000);
+  kernel.tell(k, RDMA_CM_EVENT_ADDR_ERROR);
+  reader.join();
+  EXPECT_EQ(r.event, RDMA_CM_EVENT_ADDR_ERROR);
+  EXPECT_EQ(r.uid, 5u);
+  quiet();
+  engine.close_channel(blocking);
+  close(blocking);
+  EXPECT_EQ(kernel.count(), 0u);
+}
+
+TEST_F(Cm, AReaderThatBlocksCanBeCancelled) {
+  const int blocking = engine.open_channel(O_CLOEXEC);
+  std::pair<Engine*, int> what{&engine, blocking};
+  pthread_t t;
+  pthread_create(&t, nullptr, [](void* p) -> void* {
+    auto& [e, on] = *static_cast<std::pair<Engine*, int>*>(p);
+    rdma_ucm_event_resp r;
+    struct { rdma_ucm_cmd_hdr h; rdma_ucm_get_event c; } g{{RDMA_USER_CM_CMD_GET_EVENT, 8, sizeof(r)}, {reinterpret_cast<std::uintptr_t>(&r)}};
+    e->command(on, &g, sizeof(g));
+    return nullptr;
+  }, &what);
+  usleep(20000);
+  pthread_cancel(t);
+  void* result = nullptr;
+  pthread_join(t, &result);
+  EXPECT_EQ(result, PTHREAD_CANCELED);
+  EXPECT_EQ(create(1) != 0, true);  // nothing is locked
+  engine.close_channel(blocking);
+  close(blocking);
+}
+
+TEST_F(Cm, AcceptedIdsAreNamedByTheApplication) {
+  const auto listener = listening(0xaa);
+  const auto k = kernel.request(kernel.newest());
+  const auto e = event();
+  EXPECT_EQ(e.event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  EXPECT_EQ(e.uid, 0xaau);
+  EXPECT_NE(e.id, listener);
+  rdma_ucm_accept a{};
+  a.id = e.id;
+  a.uid = 0xbb;
+  a.conn_param.valid = 1;
+  a.conn_param.qp_num = 20;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_ACCEPT, a), 0);
+  EXPECT_FALSE(engine.settle(0).empty());
+  kernel.tell(k, RDMA_CM_EVENT_ESTABLISHED);
+  expect(RDMA_CM_EVENT_ESTABLISHED, 0xbb, e.id);
+  EXPECT_EQ(engine.settle(0), "");
+}
+
+TEST_F(Cm, HalfMadeConnectionsAreNotMoved) {
+  std::string why;
+  listening(1);
+  kernel.request(kernel.newest());
+  eventually([&] { return !engine.settle(0).empty(); });
+  EXPECT_EQ(engine.freeze(why), EAGAIN);
+  EXPECT_NE(why.find("librdmacm"), std::string::npos);
+  EXPECT_TRUE(readable());
+}
+
+TEST_F(Cm, WhatCannotMoveHasAName) {
+  EXPECT_EQ(engine.immovable(), "");
+  const auto id = create(1, RDMA_PS_UDP);
+  EXPECT_EQ(engine.immovable(), "");  // nothing of it is known to anybody yet
+  rdma_ucm_resolve_addr c{};
+  c.id = id;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, c), 0);
+  EXPECT_NE(engine.immovable().find("RDMA_PS_UDP"), std::string::npos);
+}
+
+TEST_F(Cm, ListenersAreMadeAgain) {
+  const auto listener = listening(0xaa);
+  migrate({});
+  EXPECT_EQ(kernel.opened, 2);
+  EXPECT_EQ(kernel.done(kernel.newest()), "bind listen ");
+  EXPECT_EQ(engine.port(), 0);  // no connection to take up
+  kernel.request(kernel.newest());
+  const auto e = event();
+  EXPECT_EQ(e.uid, 0xaau);
+  EXPECT_EQ(destroy(listener), 0);
+}
+
+TEST_F(Cm, UnreadEventsMove) {
+  const auto id = connected(1, 17);
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_DISCONNECTED);
+  migrate({});
+  expect(RDMA_CM_EVENT_DISCONNECTED, 1, id);
+  std::uint32_t reported;
+  EXPECT_EQ(destroy(id, &reported), 0);
+  EXPECT_EQ(reported, 4u);
+}
+
+TEST_F(Cm, CommandsWaitWhileFrozen) {
+  std::string why;
+  ASSERT_EQ(engine.freeze(why), 0);
+  std::atomic<bool> done = false;
+  std::thread other([&] {
+    create(9);
+    done = true;
+  });
+  usleep(30000);
+  EXPECT_FALSE(done);
+  engine.rollback();
+  other.join();
+  EXPECT_EQ(kernel.opened, 1);
+}
+
+TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
+  const auto id = connected(0x77, 17);
+  migrate({path(17, true)});
+  EXPECT_EQ(engine.port(), 4711);
+  quiet();
+  struct { char magic[8]; Instance to; std::uint32_t dest, from; } hello{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, self, 17 + 0x2000, 0x99};
+  const auto k = kernel.request(kernel.newest(), &hello, sizeof(hello));
+  eventually([&] { return kernel.done(k) == "accept "; });
+  EXPECT_EQ(kernel.ids[k].param.qp_num, 17u + 0x2000);
+  kernel.tell(k, RDMA_CM_EVENT_ESTABLISHED);
+  quiet();  // the application has had that
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x77, id);
+  quiet();
+}
+
+TEST_F(Cm, RestoredSideRefusesWhatHasEnded) {
+  const auto id = connected(0x77, 17);
+  migrate({path(17, true)});
+  const auto listener = kernel.newest();
+  disconnect(id);  // with no kernel's id to ask
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x77, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x77, id);
+  disconnect(id);
+  quiet();
+  struct { char magic[8]; Instance to; std::uint32_t dest, from; } hello{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, self, 17 + 0x2000, 0x99};
+  const auto k = kernel.request(listener, &hello, sizeof(hello));
+  eventually([&] { return kernel.done(k) == "gone"; });
+}
+
+TEST_F(Cm, WhatDidNotSurviveTheRestoreHasEnded) {
+  const auto id = connected(0x77, 17);
+  Path gone = path(17, true);
+  gone.gone = true;
+  migrate({gone});
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x77, id);
+  EXPECT_EQ(engine.port(), 0);
+}
+
+TEST_F(Cm, PartnerConnectsAgain) {
+  const auto id = connected(0x88, 18);
+  const auto before = kernel.newest();
+  partner_moves(18);
+  EXPECT_EQ(kernel.done(before), "gone");
+  eventually([&] { return kernel.newest() > before; });
+  const auto k = kernel.newest();
+  link_up(k);
+  EXPECT_EQ(kernel.ids[k].param.qp_num, 18u + 0x2000);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "addr route connect accept "; });
+  quiet();
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  quiet();
+}
+
+TEST_F(Cm, PartnerThatDisconnectsMeanwhileTellsTheOtherEnd) {
+  const auto id = connected(0x88, 18);
+  const auto before = kernel.newest();
+  partner_moves(18);
+  eventually([&] { return kernel.newest() > before; });
+  const auto k = kernel.newest();
+  link_up(k);
+  disconnect(id);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  EXPECT_EQ(destroy(id), 0);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "gone"; });
+}
+
+TEST_F(Cm, PartnerLearnsThatTheOtherEndIsGone) {
+  const auto id = connected(0x88, 18);
+  const auto before = kernel.newest();
+  partner_moves(18);
+  eventually([&] { return kernel.newest() > before; });
+  const auto k = kernel.newest();
+  link_up(k);
+  kernel.tell(k, RDMA_CM_EVENT_REJECTED, 8);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+}
+
+TEST_F(Cm, SourcesEndIsNoEndUnlessItGoesBack) {
+  const auto id = connected(0x88, 18);
+  const auto k = kernel.newest();
+  const std::uint32_t v[] = {18};
+  engine.switched(v);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  quiet();
+  engine.rollback();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+}
+
+TEST_F(Cm, RollbackLeavesEverything) {
+  const auto id = connected(0x88, 18);
+  const auto k = kernel.newest();
+  std::string why;
+  ASSERT_EQ(engine.freeze(why), 0);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  quiet();
+  engine.rollback();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  EXPECT_EQ(kernel.opened, 1);
+}
+
+TEST_F(Cm, OneOfTwoThatMovedTogetherBegins) {
+  connected(0x77, 17);
+  migrate({path(17, true)});
+  const auto listener = kernel.newest();
+  engine.peer_port(peer, 999);
+  const Path p[] = {path(17, true)};
+  engine.resumed(p);  // self < peer
+  eventually([&] { return kernel.newest() > listener; });
+  engine.name({3});
+  migrate({path(17, true)});
+  engine.peer_port(peer, 999);
+  const auto again = kernel.newest();
+  engine.resumed(p);
+  usleep(50000);
+  EXPECT_EQ(kernel.newest(), again);
+}
+
+}  // namespace
+}  // namespace migr::cm
