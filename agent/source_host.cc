@@ -38,12 +38,13 @@ std::uint64_t resident_bytes(pid_t pid) {
   return resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
-// Its connections are the kernel's: only librdmacm's own calls could make them again, and its partner's kernel would have to agree.
-bool has_rdma_cm(pid_t pid) {
+// Its connections are the kernel's: the library makes them again, if it is told of all of them. `described`: what it has told.
+bool has_strange_rdma_cm(pid_t pid, std::span<const migr_fd_desc> described) {
   std::error_code ec;
   for (const auto& fd : fs::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ec)) {
     const std::string to = fs::read_symlink(fd.path(), ec).string();
-    if (!ec && to.ends_with("/infiniband/rdma_cm")) return true;
+    const auto known = [&](const migr_fd_desc& d) { return d.kind == MIGR_FD_CM && std::to_string(d.fd) == fd.path().filename(); };
+    if (!ec && to.ends_with("/infiniband/rdma_cm") && std::none_of(described.begin(), described.end(), known)) return true;
   }
   return false;
 }
@@ -393,8 +394,6 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   for (const pid_t pid : *all) {
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
-    if (has_rdma_cm(pid))
-      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " uses librdmacm (/dev/infiniband/rdma_cm is open): what the kernel's connection manager knows of its connections cannot be migrated"};
   }
   auto found = contexts_now();
   if (!found) return found.error();
@@ -435,6 +434,11 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     const Process& known = processes_.back();
     info_.instances.push_back(known.session->instance());
     info_.births.push_back(host_.numbers_.births_of(known.session->instance(), known.vqpns, known.generation == 0));
+  }
+  for (const pid_t pid : *all) {
+    const auto known = std::find_if(processes_.begin(), processes_.end(), [&](const Process& p) { return p.pid == pid; });
+    if (has_strange_rdma_cm(pid, known == processes_.end() ? std::span<const migr_fd_desc>{} : known->fds))
+      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " uses librdmacm (/dev/infiniband/rdma_cm is open) and its libmigr does not know of it: what the kernel's connection manager knows of its connections cannot be migrated"};
   }
   for (auto& n : info_.needs) {
     auto room = room_of(n.device());

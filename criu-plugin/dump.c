@@ -52,6 +52,21 @@ static int is_uverbs(const struct stat *st)
 	return strstr(target, "/infiniband_verbs/uverbs") != NULL;
 }
 
+static int is_rdma_cm(const struct stat *st)
+{
+	char path[64], target[256];
+	ssize_t n;
+
+	if (!S_ISCHR(st->st_mode))
+		return 0;
+	snprintf(path, sizeof(path), "/sys/dev/char/%u:%u", major(st->st_rdev), minor(st->st_rdev));
+	n = readlink(path, target, sizeof(target) - 1);
+	if (n < 0)
+		return 0;
+	target[n] = '\0';
+	return strstr(target, "/misc/rdma_cm") != NULL;
+}
+
 /* The mount that an fd was opened through; -1: not told. */
 static int mount_of(int fd)
 {
@@ -139,7 +154,7 @@ int dump_ext_file(int fd, int id)
 
 	if (job.phase != PHASE_DUMP || fstat(fd, &st))
 		return -ENOTSUP;
-	if (!is_uverbs(&st) && !is_event_fd(fd))
+	if (!is_uverbs(&st) && !is_event_fd(fd) && !is_rdma_cm(&st))
 		return -ENOTSUP;
 	for (uint32_t i = 0; i < job.img->nr_processes; i++) {
 		const struct migr_rst_process *p = job.img->processes[i];

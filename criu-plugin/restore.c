@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -179,7 +180,7 @@ static int was_connected(const struct migr_rst_qp *qp)
 
 int restore_go(struct migr_rst_err *err)
 {
-	uint32_t contexts = 0;
+	uint32_t contexts = 0, cm = 0;
 
 	for (uint32_t i = 0; i < job.img->nr_processes; i++)
 		for (uint32_t k = 0; k < job.img->processes[i]->nr_contexts; k++) {
@@ -195,6 +196,9 @@ int restore_go(struct migr_rst_err *err)
 				}
 		}
 	for (uint32_t i = 0; i < job.img->nr_processes; i++)
+		for (uint32_t k = 0; k < job.img->processes[i]->nr_fds; k++)
+			cm += job.img->processes[i]->fds[k].kind == MIGR_FD_CM;
+	for (uint32_t i = 0; i < job.img->nr_processes; i++)
 		if (migr_rst_rings_index(job.img->processes[i])) {
 			snprintf(err->text, sizeof(err->text), "no memory");
 			return ENOMEM;
@@ -202,7 +206,7 @@ int restore_go(struct migr_rst_err *err)
 	free(job.files);
 	job.files = NULL;
 	job.nr_files = 0;
-	if (!contexts)
+	if (!contexts && !cm)
 		return 0;	/* the dump met no descriptor of ours */
 	return -migr_rst_files_read(image_dir(), &job.files, &job.nr_files, err);
 }
@@ -267,6 +271,9 @@ int restore_ext_file(int id)
 
 		if (f->id != (uint32_t)id)
 			continue;
+		/* Any file: the library opens the device itself, for the kernel heeds only who has opened it. */
+		if (f->kind == MIGR_FD_CM)
+			return eventfd(0, 0);
 		key_of(key, f->ctx_id, f->kind, f->fd_number);
 		fd = inherit_fd_lookup_id(key);
 		if (fd < 0)

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -230,7 +231,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
     if (!srq) fail("an SRQ of " + std::to_string(shared_slots()) + " receives");
     if (fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK)) fail("async events");
   }
-  if (o.hold == "cm" && open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
+  if (o.hold == "cm" && syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
   if (o.hold == "udsrq") {
     ibv_srq_init_attr of{};
     of.attr.max_wr = of.attr.max_sge = 1;

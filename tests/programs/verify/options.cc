@@ -41,7 +41,7 @@ constexpr const char kHelp[] =
   --fork            have a child that was forked after the set-up and keeps what it inherited
   --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
   --second          keep another context open, with a QP of its own that has to work at the end
-  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ), cm (of librdmacm)
+  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ), cm (of librdmacm, opened past libmigr)
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
