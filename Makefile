@@ -50,9 +50,10 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all			## longer walks through shapes of service (15 minutes)
+shapes: all			## longer walks through shapes of service (20 minutes)
 	@tests/e2e/shapes_walk.sh
 	@E2E_WALK=1 tests/e2e/loss_test.sh
+	@E2E_WALK=1 tests/e2e/cm_test.sh
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench

@@ -54,7 +54,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram; do
+		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram build/user/tests/programs/migr_cm; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
