@@ -210,9 +210,18 @@ void Engine::run() {
   }
 }
 
-/// Runs `what` in our thread, under the lock. errno is its.
+/// Runs `what` under the lock, in our thread where the kernel would not heed another: after a restore. Before, in the
+/// caller's, whose number `rdma resource` shows with what it makes. errno is its.
 ssize_t Engine::in_thread(std::unique_lock<std::mutex>& guard, std::function<ssize_t()> what, bool control) {
   const NoCancel no_cancel;
+  if (!control && lives_ == 1) {
+    errno = 0;
+    const ssize_t result = what();
+    const int error = errno;
+    wake();  // what it waits for may be another file, or settled
+    errno = error;
+    return result;
+  }
   Job job;
   job.run = std::move(what);
   (control ? control_jobs_ : jobs_).push_back(&job);
@@ -384,7 +393,7 @@ ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
       return destroy_id(*id, load<rdma_ucm_destroy_id>(payload, header.in).response) < 0 ? -1 : static_cast<ssize_t>(count);
     case RDMA_USER_CM_CMD_MIGRATE_ID:
       if (header.out < sizeof(rdma_ucm_migrate_resp)) return fail(ENOSPC);
-      return migrate_id(*id, payload) < 0 ? -1 : static_cast<ssize_t>(count);
+      return migrate_id(*id, channel, payload) < 0 ? -1 : static_cast<ssize_t>(count);
     case RDMA_USER_CM_CMD_DISCONNECT:
       return disconnect(*id, count);
     default:
@@ -581,13 +590,14 @@ ssize_t Engine::destroy_id(Id& id, std::uint64_t response) {
   return 0;
 }
 
-ssize_t Engine::migrate_id(Id& id, const char* payload) {
+/// To the channel that the command was written to, from the one that it names.
+ssize_t Engine::migrate_id(Id& id, Channel& to, const char* payload) {
   const auto migrate = load<rdma_ucm_migrate_id>(payload, sizeof(rdma_ucm_migrate_id));
-  const auto to = channels_.find(static_cast<int>(migrate.fd));
-  if (to == channels_.end()) return fail(EINVAL);
-  if (id.channel != to->second.get()) {
-    unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; }, to->second.get());
-    id.channel = to->second.get();
+  const auto from = channels_.find(static_cast<int>(migrate.fd));
+  if (from == channels_.end() || id.channel != from->second.get()) return fail(EINVAL);
+  if (id.channel != &to) {
+    unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; }, &to);
+    id.channel = &to;
   }
   reinterpret_cast<rdma_ucm_migrate_resp*>(migrate.response)->events_reported = id.reported;
   return 0;

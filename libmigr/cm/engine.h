@@ -178,7 +178,7 @@ class Engine {
   ssize_t destroy_id(Id& id, std::uint64_t response);
   ssize_t disconnect(Id& id, std::size_t count);
   ssize_t get_event(int fd, const char* payload, std::size_t in, std::size_t out);
-  ssize_t migrate_id(Id& id, const char* payload);
+  ssize_t migrate_id(Id& id, Channel& to, const char* payload);
   void note_done(Id& id, std::uint32_t command, const char* payload, std::size_t in);
   void name_device(std::uint64_t response, std::size_t bytes, std::size_t index_at);
   void learn_address(Id& id);

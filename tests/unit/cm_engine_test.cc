@@ -334,7 +334,7 @@ TEST_F(Cm, AReaderThatBlocksIsWoken) {
   const auto id = create(5);
   const auto k = kernel.newest();
   rdma_ucm_migrate_resp m{};
-  EXPECT_EQ(send(RDMA_USER_CM_CMD_MIGRATE_ID, rdma_ucm_migrate_id{reinterpret_cast<std::uintptr_t>(&m), id, static_cast<std::uint32_t>(blocking)}, sizeof(m)), 0);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_MIGRATE_ID, rdma_ucm_migrate_id{reinterpret_cast<std::uintptr_t>(&m), id, static_cast<std::uint32_t>(fd)}, sizeof(m), blocking), 0);
   rdma_ucm_event_resp r{};
   std::thread reader([&] { EXPECT_EQ(send(RDMA_USER_CM_CMD_GET_EVENT, rdma_ucm_get_event{reinterpret_cast<std::uintptr_t>(&r)}, sizeof(r), blocking), 0); });
   usleep(20000);
