@@ -23,6 +23,7 @@ constexpr unsigned kSettleMs = 2500;
 
 std::atomic<Engine*> the_engine;
 std::mutex making;
+std::atomic<bool> was_restored;  ///< this process, ever
 
 /// Never by the exported names, which are ours.
 int open_device() {
@@ -109,6 +110,7 @@ Engine* engine(bool make) {
   std::lock_guard guard(making);
   if (Engine* other = the_engine.load(std::memory_order_acquire)) return other;
   found = new Engine({open_device, write_device});
+  if (was_restored) found->by_own_thread();
   found->physical_qpn = physical;
   found->device_of_birth = device_of_birth;
   if (!births) births = new std::vector<Device>(devices());
@@ -149,6 +151,7 @@ int freeze(std::string& why) {
 }
 
 void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
+  was_restored = true;
   Engine* e = engine();
   if (!e) return;
   if (!again) {

@@ -844,6 +844,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
   std::unique_lock guard(mutex_);
   if (real_fd_ < 0) {
     frozen_ = false;
+    lives_++;
     thawed_.notify_all();
     return 0;
   }

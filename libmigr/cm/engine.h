@@ -58,6 +58,8 @@ class Engine {
  public:
   explicit Engine(Kernel kernel);
   ~Engine();
+  /// In a process that was restored before its first channel.
+  void by_own_thread() { lives_++; }
   /// In a fork's child: only the file is closed; the rest is the parent's and stays as it was.
   void abandon();
 

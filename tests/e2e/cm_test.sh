@@ -14,12 +14,12 @@ done
 
 # start_cm HOST NAME CMD...: with libmigr and a process number that is free elsewhere. Its number: $PID_NAME
 start_cm() {
-	local h=$1 name=$2
+	local h=$1 name=$2 other
 	shift 2
+	for other in "${E2E_HOSTS[@]}"; do on_sh "$other" 'rm -f "/tmp/cm.$1".*' "$name"; done
 	on_sh "$h" '
 		name=$1 lib=$2
 		shift 2
-		rm -f "/tmp/cm.$name".*
 		echo $((20000 + RANDOM % 10000)) >/proc/sys/kernel/ns_last_pid
 		cd / && setsid -f bash -c "
 			echo \$\$ >/tmp/cm.\$1.pid

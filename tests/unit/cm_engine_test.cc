@@ -35,6 +35,7 @@ struct FakeKernel {
   std::map<std::uint32_t, Id> ids;
   std::deque<rdma_ucm_event_resp> events;
   std::uint16_t port = 4711;
+  pid_t opener = 0, writer = 0;
   int refuse = -1;  ///< this command, with EINVAL
 
   Kernel calls() {
@@ -43,6 +44,7 @@ struct FakeKernel {
               ids.clear();
               events.clear();
               opened++;
+              opener = gettid();
               return fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
             },
             [this](int to, const void* command, std::size_t bytes) { return write(to, static_cast<const char*>(command), bytes); }};
@@ -101,6 +103,7 @@ struct FakeKernel {
   ssize_t write(int to, const char* command, std::size_t bytes) {
     std::lock_guard guard(lock);
     EXPECT_EQ(to, fd);
+    writer = gettid();
     rdma_ucm_cmd_hdr header;
     memcpy(&header, command, sizeof(header));
     EXPECT_EQ(header.in + sizeof(header), bytes);
@@ -418,6 +421,20 @@ TEST_F(Cm, ListenersAreMadeAgain) {
   const auto e = event();
   EXPECT_EQ(e.uid, 0xaau);
   EXPECT_EQ(destroy(listener), 0);
+}
+
+/// The kernel's file is opened and written by the same thread, whoever asks.
+TEST_F(Cm, AChannelOpenedAfterARestoreIsWrittenByItsOpener) {
+  engine.close_channel(fd);
+  close(fd);
+  std::string why;
+  ASSERT_EQ(engine.freeze(why), 0);
+  ASSERT_EQ(engine.restored({}, why), 0);
+  fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+  ASSERT_GE(fd, 0);
+  create(1);
+  EXPECT_EQ(kernel.opener, kernel.writer);
+  EXPECT_NE(kernel.writer, gettid());
 }
 
 TEST_F(Cm, UnreadEventsMove) {
