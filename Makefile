@@ -30,7 +30,7 @@ runc: deps			## runc with our patches, build/runc/runc
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (50 minutes)
+check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
@@ -50,10 +50,8 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all			## longer walks through shapes of service (20 minutes)
-	@tests/e2e/shapes_walk.sh
-	@E2E_WALK=1 tests/e2e/loss_test.sh
-	@E2E_WALK=1 tests/e2e/cm_test.sh
+shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
+	@tests/e2e/walk
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench

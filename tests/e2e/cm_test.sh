@@ -90,9 +90,7 @@ rping_talks() { local x; x=$(sent_by peer) && sleep 1 && [ "$(sent_by peer)" -gt
 sent_by() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 
 step "both ends move, one after the other; the server disconnects" both_move
-if [ -n "${E2E_WALK:-}" ]; then
-	step "the server moves there and back; the client disconnects" there_and_back
-	step "a migration that goes back" goes_back
-	step "rping: the server moves, the client is killed" rping_moves
-fi
+walk_step "the server moves there and back; the client disconnects" there_and_back
+walk_step "a migration that goes back" goes_back
+walk_step "rping: the server moves, the client is killed" rping_moves
 e2e_end

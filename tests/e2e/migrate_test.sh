@@ -22,13 +22,13 @@ summary_is_complete() {
 
 step "mixed, 4 QPs, polling, there and back" there_and_back --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete
-step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
+walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
-step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
-step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
+walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
+walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
 step "zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --iova --resize --second --mode mixed --qps 3
-step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
+walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 step "memory windows at both ends, there and back" there_and_back --windows --mode mixed --qps 4
 unconnected() { E2E_RATE=300 VERIFY_PROGRAM=migr_datagram there_and_back; }

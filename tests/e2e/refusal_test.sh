@@ -39,7 +39,7 @@ ordinary_user() {
 no_libmigr() {
 	# A partner of its own, on another port; without traffic, as an RDMA process is enough.
 	start_peer plain "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --port 18600 || return 1
-	CONTAINER_IP=10.77.0.102 CONTAINER_ENV=none start_container src plain "$E2E_LIB/migr_verify" --dev rxe0 \
+	CONTAINER_IP=10.77.0.102 CONTAINER_ENV=none start_container src plain "$E2E_LIB/migr_verify" --dev rxe0 --rate 100 \
 		--port 18600 --stop-file /tmp/stop "$E2E_PEER" || return 1
 	until_true 30 on_sh src 'rdma res show qp | grep -q "type RC.*comm migr_verify"' || return 1
 	sleep 1

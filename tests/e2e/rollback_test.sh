@@ -65,6 +65,6 @@ CASES
 step "the destination is killed during the copy" destination_killed || e2e_logs
 step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
-step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
+walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
 faults_end
 e2e_end

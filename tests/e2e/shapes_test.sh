@@ -83,7 +83,7 @@ step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
 step "a service that is its own partner" its_own_partner --mode mixed --qps 2
-step "made and connected during the stop" without_pre_setup
-step "all of RDMA closed before" without_rdma
+walk_step "made and connected during the stop" without_pre_setup
+walk_step "all of RDMA closed before" without_rdma
 step "both ends move, one to the other first" both_ends --mode mixed --qps 2
 e2e_end
