@@ -331,7 +331,7 @@ Status Coordinator::pre_copy() {
   auto folder = source_.pre_dump();
   if (!folder) return note("memory is copied during the stop only: " + folder.error().text), Status();
   const std::uint64_t before = bytes_;
-  auto s = dest_.upload(id_, *folder, true, bytes_);
+  auto s = dest_.upload(id_, *folder, true, all_written, bytes_);
   summary_.set_bytes_pre_copied(bytes_ - before);
   pre_copied_ = bool(s);
   return s;
@@ -431,10 +431,35 @@ Status Coordinator::freeze() {
   if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(); }); },
                          [this] { return step("freeze.network", [this] { return source_.detach_network(); }); }}); !s) return s;
   undo_.push("thawing", [this] { return source_.thaw(); });
+  undo_.push("sending", [this] {  // the destination has ended it
+    if (upload_.valid()) upload_.wait();
+    return Status();
+  });
   // First to be undone: the address must be gone there before it comes back here.
   undo_.push("destination", [this] { return dest_.abort(id_); });
-  return parallel({[this] { return step("freeze.checkpoint", [this] { return source_.checkpoint(); }); },
-                   [this] { return step("freeze.attach", [this] { return dest_.attach_network(id_); }); }});
+  auto dump = [this] {
+    const Status s = step("freeze.checkpoint", [this] { return source_.checkpoint(); });
+    dump_ = s ? Dump::kWhole : Dump::kFailed;
+    return s;
+  };
+  auto attach = [this] {
+    const Status s = step("freeze.attach", [this] { return dest_.attach_network(id_); });
+    if (s && !pre_copied_) start_upload();
+    return s;
+  };
+  return parallel({dump, attach});
+}
+
+// Memory is on its way while CRIU goes on to write. What was copied ahead has to be compared with first: only then is it
+// known what is to be sent.
+void Coordinator::start_upload() {
+  const Written written = [this]() -> Result<bool> {
+    if (dump_ == Dump::kFailed) return Error{ECANCELED, "the checkpoint failed"};
+    return dump_ == Dump::kWhole;
+  };
+  upload_ = std::async(std::launch::async, [this, written] {
+    return step("copy.upload", [&] { return dest_.upload(id_, early_, false, written, bytes_); });
+  });
 }
 
 Status Coordinator::copy() {
@@ -445,8 +470,9 @@ Status Coordinator::copy() {
       return unchanged;
     };
     if (auto s = step("copy.compare", drop); !s) return s;
+    start_upload();
   }
-  if (auto s = step("copy.upload", [this] { return dest_.upload(id_, early_, false, bytes_); }); !s) return s;
+  if (auto s = upload_.get(); !s) return s;
   return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }
 

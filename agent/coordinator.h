@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <map>
 #include <set>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "fault.h"
+#include "file_tree.h"
 #include "limits.h"
 #include "process_session.h"
 #include "status.h"
@@ -89,7 +91,8 @@ class DestinationLink {
   /// After a prepare() with `later`: what it left out.
   virtual Result<wire::PrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
-  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) = 0;
+  /// Sends the images in `folder`, memory while it is being `written`; adds what was sent to `bytes`.
+  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& bytes) = 0;
   virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;
@@ -172,6 +175,7 @@ class Coordinator {
   Status drain();
   Status replay(std::set<std::size_t> left);
   Status freeze();
+  void start_upload();
   Status copy();
   Status commit();
   Status resume();
@@ -203,6 +207,9 @@ class Coordinator {
   std::map<std::size_t, std::size_t> twins_;  // QPs that are connected to each other, in info_.connected
   std::string early_;                    // folder of the early images
   bool pre_copied_ = false;              // the destination has a pre-dump
+  enum class Dump { kRuns, kWhole, kFailed };
+  std::atomic<Dump> dump_ = Dump::kRuns;
+  std::future<Status> upload_;           // beside the dump
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;

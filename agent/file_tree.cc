@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <set>
 #include <vector>
 
 #include "limits.h"
@@ -38,6 +39,21 @@ class Checksum {
 
 bool all_zero(const char* p, std::size_t n) { return n == 0 || (p[0] == 0 && !memcmp(p, p + 1, n - 1)); }
 
+// A regular file on its way.
+struct Sending {
+  Fd fd;
+  wire::FileChunk chunk;
+  std::uint64_t at = 0;
+  Checksum sum{};
+};
+
+// The number of CRIU's pages-N.img; 0: not one of them.
+unsigned pages_number(const char* name) {
+  unsigned n = 0;
+  int end = 0;
+  return std::sscanf(name, "pages-%u.img%n", &n, &end) == 1 && end && !name[end] ? n : 0;
+}
+
 struct Sender {
   wire::FileChunk::Tree tree;
   std::uint64_t left;
@@ -45,32 +61,88 @@ struct Sender {
   dev_t device = 0;
   bool ended = false;
   std::string buffer = std::string(kChunkBytes, 0);
+  std::set<std::string> sent{};  // while they were written
 
-  Status file(int fd, const std::string& name, const struct stat& st, wire::FileChunk c) {
-    if (static_cast<std::uint64_t>(st.st_size) > left)
-      return Error{EFBIG, name + ": the folder is larger than what is copied; put large files on storage that both hosts share"};
-    Checksum sum;
-    std::uint64_t at = 0;
-    const auto size = static_cast<std::uint64_t>(st.st_size);
-    do {
-      std::size_t want = static_cast<std::size_t>(std::min<std::uint64_t>(kChunkBytes, size - at)), have = 0;
-      while (have < want) {
-        const ssize_t n = pread(fd, buffer.data() + have, want - have, static_cast<off_t>(at + have));
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return sys_error("reading " + name);
-        if (n == 0) return Error{EIO, name + " became shorter while it was read"};
-        have += static_cast<std::size_t>(n);
-      }
+  wire::FileChunk chunk(const std::string& name, const struct stat& st) const {
+    wire::FileChunk c;
+    c.set_tree(tree);
+    c.set_name(name);
+    c.set_mode(st.st_mode);
+    c.set_uid(st.st_uid);
+    c.set_gid(st.st_gid);
+    return c;
+  }
+
+  Status read_at(const Sending& f, std::size_t want) {
+    for (std::size_t have = 0; have < want;) {
+      const ssize_t n = pread(f.fd.n, buffer.data() + have, want - have, static_cast<off_t>(f.at + have));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return sys_error("reading " + f.chunk.name());
+      if (n == 0) return Error{EIO, f.chunk.name() + " became shorter while it was read"};
+      have += static_cast<std::size_t>(n);
+    }
+    return {};
+  }
+
+  // From where it is to `size`, which is its end if `whole`.
+  Status send_to(Sending& f, std::uint64_t size, bool whole) {
+    while (!ended && (f.at < size || whole)) {
+      const auto have = static_cast<std::size_t>(std::min<std::uint64_t>(kChunkBytes, size - f.at));
+      if (have > left)
+        return Error{EFBIG, f.chunk.name() + ": the folder is larger than what is copied; put large files on storage that both hosts share"};
+      if (auto s = read_at(f, have); !s) return s;
       const bool zeros = all_zero(buffer.data(), have);
-      if (!zeros) sum.add(buffer.data(), have);
-      c.set_offset(at);
-      c.set_zeros(zeros ? have : 0);
-      c.set_data(buffer.data(), zeros ? 0 : have);
-      at += have;
-      if (at == size) c.set_xxh3(sum.end());
-      if (!send(c)) return ended = true, Status();
-    } while (at < size);
-    left -= size;
+      if (!zeros) f.sum.add(buffer.data(), have);
+      f.chunk.set_offset(f.at);
+      f.chunk.set_zeros(zeros ? have : 0);
+      f.chunk.set_data(buffer.data(), zeros ? 0 : have);
+      f.at += have;
+      left -= have;
+      const bool last = whole && f.at == size;
+      if (last) f.chunk.set_xxh3(f.sum.end());
+      if (!send(f.chunk)) ended = true;
+      if (last) break;
+    }
+    return {};
+  }
+
+  // One pages-N.img is complete when there is one with a greater number, or all is written.
+  Status follow(int dirfd, const std::string& path, const Written& written) {
+    constexpr useconds_t kLookUs = 2'000;
+    constexpr std::uint64_t kWorthBytes = 256 << 10;
+    std::unique_ptr<Sending> now;
+    for (unsigned number = 0, next = 0; !ended; next = 0) {
+      const auto whole = written();
+      if (!whole) return whole.error();
+      struct stat st;
+      if (!*whole)
+        if (auto s = next_pages(path, number, next); !s) return s;
+      if (now) {
+        if (fstat(now->fd.n, &st)) return sys_error("reading " + now->chunk.name());
+        const auto size = static_cast<std::uint64_t>(st.st_size);
+        const bool end = next || *whole;
+        if (auto s = send_to(*now, end ? size : size - (size - now->at) % kWorthBytes, end); !s) return s;
+        if (end) sent.insert(now->chunk.name()), now.reset();
+      }
+      if (*whole) break;
+      if (next) {
+        const std::string name = "pages-" + std::to_string(number = next) + ".img";
+        now = std::make_unique<Sending>();
+        now->fd = Fd(openat(dirfd, name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+        if (now->fd.n < 0 || fstat(now->fd.n, &st)) return sys_error("reading " + name);
+        now->chunk = chunk(name, st);
+      } else {
+        usleep(kLookUs);
+      }
+    }
+    return {};
+  }
+
+  static Status next_pages(const std::string& path, unsigned after, unsigned& next) {
+    std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(path.c_str()), closedir);
+    if (!dir) return sys_error("reading folder " + path);
+    while (const dirent* e = readdir(dir.get()))
+      if (const unsigned n = pages_number(e->d_name); n > after && (!next || n < next)) next = n;
     return {};
   }
 
@@ -86,14 +158,10 @@ struct Sender {
     for (const auto& n : names) {
       if (ended) return {};
       const std::string name = prefix.empty() ? n : prefix + "/" + n;
+      if (sent.contains(name)) continue;
       struct stat st;
       if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("reading " + name);
-      wire::FileChunk c;
-      c.set_tree(tree);
-      c.set_name(name);
-      c.set_mode(st.st_mode);
-      c.set_uid(st.st_uid);
-      c.set_gid(st.st_gid);
+      wire::FileChunk c = chunk(name, st);
       if (S_ISLNK(st.st_mode)) {
         std::string target(static_cast<std::size_t>(st.st_size) + 1, 0);
         const ssize_t got = readlinkat(dirfd, n.c_str(), target.data(), target.size());
@@ -102,11 +170,12 @@ struct Sender {
         c.set_link(target);
         if (!send(c)) ended = true;
       } else if (S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) {
-        const Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
         if (fd.n < 0) return sys_error("reading " + name);
         if (S_ISREG(st.st_mode)) {
           if (fstat(fd.n, &st)) return sys_error("reading " + name);
-          if (auto s = file(fd.n, name, st, c); !s) return s;
+          Sending f{.fd = std::move(fd), .chunk = std::move(c)};
+          if (auto s = send_to(f, static_cast<std::uint64_t>(st.st_size), true); !s) return s;
           continue;
         }
         if (!send(c)) ended = true;
@@ -152,12 +221,14 @@ std::string last_part(const std::string& n) {
 }  // namespace
 
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
-                 const std::function<bool(const wire::FileChunk&)>& send) {
+                 const std::function<bool(const wire::FileChunk&)>& send, const Written& written) {
   const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   struct stat st;
   if (fd.n < 0 || fstat(fd.n, &st)) return sys_error("reading folder " + folder);
   Sender s{tree, limit, send, st.st_dev};
-  if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
+  auto r = s.follow(fd.n, folder, written);
+  if (r) r = s.folder(fd.n, "", 0);
+  if (!r) return Error{r.error().code, folder + "/" + r.error().text};
   return {};
 }
 
@@ -177,7 +248,7 @@ Status remove_folder(const std::string& folder) {
 Result<std::string> checksum_of_file(const std::string& path) {
   const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (fd.n < 0) return sys_error("opening " + path);
-  Checksum sum;
+  Checksum sum{};
   std::string buffer(kChunkBytes, 0);
   for (;;) {
     const ssize_t n = read(fd.n, buffer.data(), buffer.size());
@@ -189,7 +260,7 @@ Result<std::string> checksum_of_file(const std::string& path) {
 }
 
 std::string checksum_of(const std::string& text) {
-  Checksum sum;
+  Checksum sum{};
   sum.add(text.data(), text.size());
   return sum.end();
 }
@@ -213,7 +284,7 @@ struct TreeWriter::Open {
   Fd dir, fd;
   std::uint64_t at = 0;
   std::uint32_t mode = 0, uid = 0, gid = 0;
-  Checksum sum;
+  Checksum sum{};
 };
 
 TreeWriter::TreeWriter(const std::string& folder) : folder_(folder) {}

@@ -11,13 +11,19 @@
 
 namespace migr {
 
+/// Of images that a program may still be writing: true when it has ended, and with an error when they will never be whole.
+using Written = std::function<Result<bool>()>;
+inline Result<bool> all_written() { return true; }
+
 /// Sends all of `folder`: folders, regular files (zeros become holes), symbolic
 /// links, with mode and owner; sockets, FIFOs and devices are left out, and so
 /// is what is mounted below it.
-/// @param limit  bytes of file data, EFBIG beyond
-/// @param send   false ends it early, which is no error here
+/// @param limit    bytes of file data, EFBIG beyond
+/// @param send     false ends it early, which is no error here
+/// @param written  until it says true, memory is sent as it comes: CRIU's pages-N.img, which are appended to, one after
+///                 the other; everything else is sent after that
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
-                 const std::function<bool(const wire::FileChunk&)>& send);
+                 const std::function<bool(const wire::FileChunk&)>& send, const Written& written = all_written);
 
 /// Removes a folder with all that is in it, but nothing of what is mounted in it: that is unmounted. (A CRIU that is killed
 /// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.

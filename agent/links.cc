@@ -63,7 +63,8 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
 Result<wire::PrepareReply> RpcDestination::create(std::uint32_t id) { return call(stub_, &D::Create, migration(id), kPrepareMs, name_); }
 Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
 
-Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) {
+Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written,
+                              std::atomic<std::uint64_t>& bytes) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
   wire::UploadReply reply;
@@ -78,7 +79,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool 
     bytes += c.data().size();
     sent += c.data().size();
     return open = open && writer->Write(chunk);
-  });
+  }, written);
   if (!read) ctx.TryCancel();
   writer->WritesDone();
   const Status s = from_grpc(writer->Finish(), name_);

@@ -90,16 +90,17 @@ Status sync_below(const std::string& dir) {
   return ok ? Status() : Status(sys_error("writing " + dir, err));
 }
 
-Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, std::atomic<std::uint64_t>& bytes) {
+Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, std::atomic<std::uint64_t>& bytes,
+                 const Written& written = all_written) {
   TreeWriter w(to);
-  Status written;
+  Status arrived;
   auto sent = send_tree(from, wire::FileChunk::IMAGES, limit, [&](const wire::FileChunk& c) {
     bytes += c.data().size();
-    written = w.write(c);
-    return bool(written);
-  });
+    arrived = w.write(c);
+    return bool(arrived);
+  }, written);
   if (!sent) return sent;
-  return written ? w.finish() : written;
+  return arrived ? w.finish() : arrived;
 }
 
 // What holds memory and keys must be nobody else's.
@@ -181,8 +182,8 @@ Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader
   return wire::PrepareReply();
 }
 
-Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, std::atomic<std::uint64_t>& bytes) {
-  return copy_tree(folder, part_ + "/images", UINT64_MAX, bytes);
+Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, const Written& written, std::atomic<std::uint64_t>& bytes) {
+  return copy_tree(folder, part_ + "/images", UINT64_MAX, bytes, written);
 }
 
 Status KeepingDestination::ready(std::uint32_t) {

@@ -23,7 +23,7 @@ class KeepingDestination final : public DestinationLink {
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
   Status connect(const wire::ConnectRequest&) override { return {}; }
-  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, std::atomic<std::uint64_t>& bytes) override;
+  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& bytes) override;
   Status attach_network(std::uint32_t) override { return {}; }
   Status full_restore(std::uint32_t) override { return {}; }
   Status ready(std::uint32_t) override;

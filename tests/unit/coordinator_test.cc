@@ -168,8 +168,12 @@ struct FakeDestination final : DestinationLink {
     connected = r;
     return p.did("d.connect");
   }
-  Status upload(std::uint32_t, const std::string&, bool pre_copy, std::atomic<std::uint64_t>& b) override {
+  Status upload(std::uint32_t, const std::string&, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& b) override {
     if (pre_copy) return p.did("d.pre_upload");
+    for (auto w = written(); !w || !*w; w = written()) {
+      if (!w) return w.error();
+      usleep(100);
+    }
     b += 1000;
     return p.did("d.upload");
   }
@@ -406,7 +410,8 @@ TEST(Coordinator, WithoutPreSetupObjectsAreMadeDuringTheStop) {
   s.pre_setup = false;
   const auto r = s.run();
   EXPECT_TRUE(r.migrated()) << r.error();
-  s.expect_order({"d.prepare", "s.suspend", "s.freeze", "s.checkpoint", "d.create", "d.connect", "d.upload", "d.ready", "d.resume"});
+  s.expect_order({"d.prepare", "s.suspend", "s.freeze", "s.checkpoint", "d.create", "d.connect", "d.ready", "d.resume"});
+  s.expect_order({"s.checkpoint", "d.upload", "d.ready"});
   s.expect_order({"p.prepare", "p.drain", "s.freeze", "p.create", "p.connect", "p.switch", "p.resume"});
   EXPECT_EQ(s.destination.connected.connections_size(), 1);
   EXPECT_EQ(s.partner.connected.connections_size(), 1);

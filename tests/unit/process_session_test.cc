@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -283,6 +284,49 @@ TEST_F(Tree, ArrivesAsItWas) {
   EXPECT_EQ(system(("diff -r " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
   EXPECT_EQ(std::filesystem::status(dir_ + "/to/empty").permissions(), std::filesystem::perms{0751});
   EXPECT_TRUE(std::filesystem::is_symlink(dir_ + "/to/link"));
+}
+
+// As a dump writes: memory is appended to, one file after the other; what describes it may change to the end.
+TEST_F(Tree, MemoryIsSentWhileItIsWritten) {
+  const std::string mb(1 << 20, 'm');
+  std::filesystem::create_directories(dir_ + "/from");
+  int looks = 0;
+  std::uint64_t ahead = 0;
+  bool whole = false;
+  auto append = [&](const char* name, const std::string& data) {
+    std::ofstream(dir_ + "/from/" + name, std::ios::app | std::ios::binary) << data;
+  };
+  const Written written = [&]() -> Result<bool> {
+    switch (looks++) {
+      case 0: append("core-1.img", "early"); break;
+      case 1: append("pages-1.img", mb + "a"); break;
+      case 3: append("pages-1.img", std::string(1 << 20, 0) + "b"); break;
+      case 5: append("pages-2.img", "c"); append("pages-10.img", mb); break;
+      case 9: append("pages-10.img", "d"); append("core-1.img", "late"); return whole = true;
+    }
+    return false;
+  };
+  TreeWriter w(dir_ + "/to");
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [&](const wire::FileChunk& c) {
+    auto r = w.write(c);
+    EXPECT_TRUE(r) << r.error().text;
+    if (!whole) ahead += c.data().size() + c.zeros();
+    return bool(r);
+  }, written);
+  ASSERT_TRUE(s) << s.error().text;
+  ASSERT_TRUE(w.finish());
+  EXPECT_EQ(ahead, (3u << 20) + 3);  // but the last byte
+  EXPECT_EQ(w.files(), 4u);
+  EXPECT_EQ(system(("diff -r " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
+}
+
+TEST_F(Tree, ADumpThatFailsEndsTheSending) {
+  file("from/pages-1.img", "x");
+  int looks = 0;
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [](const wire::FileChunk&) { return true; },
+                     [&]() -> Result<bool> { return looks++ < 3 ? Result<bool>(false) : Result<bool>(Error{ECANCELED, "it failed"}); });
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ECANCELED);
 }
 
 TEST_F(Tree, NamesThatLeaveTheFolderAreEINVAL) {

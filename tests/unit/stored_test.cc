@@ -54,7 +54,7 @@ struct Stored : ::testing::Test {
     h.set_bundle(info.bundle);
     if (auto s = d.check({}); !s) return s;
     if (auto s = d.prepare(h, root + "/from/images", bytes); !s) return s;
-    if (auto s = d.upload(1, root + "/from/images", false, bytes); !s) return s;
+    if (auto s = d.upload(1, root + "/from/images", false, all_written, bytes); !s) return s;
     EXPECT_FALSE(fs::exists(dir())) << "before it is whole";
     EXPECT_EQ(*d.outcome(1), wire::UNDONE);
     if (auto s = d.ready(1); !s) return s;
