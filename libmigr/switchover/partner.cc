@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <sys/random.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+
+#include "../kernel_link.h"
+#include "../provider/provider.h"
+#include "../real.h"
+#include "../windows.h"
+#include "parts.h"
+
+namespace migr::switchover {
+namespace {
+
+/// The path's attributes with the access flags that the application gave.
+int query_path(QpShadow& q, ibv_qp_attr& attr, std::string& why) {
+  ibv_qp_init_attr init{};
+  if (q.cut) attr = q.cut->attr;
+  else if (const int err = real().query_qp(q.real, &attr, kConnectionAttrs, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  if (q.write_access_added) attr.qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
+  return 0;
+}
+
+int create_spare(QpShadow& q, std::string& why) {
+  ibv_qp_init_attr_ex init = q.init;
+  init.qp_context = &q;
+  init.send_cq = q.send_cq ? q.send_cq->real : nullptr;
+  init.recv_cq = q.recv_cq ? q.recv_cq->real : nullptr;
+  init.srq = init.srq ? shadow_of(init.srq).real : nullptr;
+  if (q.init_is_ex) {
+    q.spare = q.context->slots.create_qp_ex(q.context->real, &init);
+  } else {
+    ibv_qp_init_attr plain;
+    std::memcpy(&plain, &init, sizeof plain);
+    q.spare = real().create_qp(q.init.pd, &plain);
+  }
+  if (!q.spare) return fail(why, errno, "create_qp for " + qp_name(q));
+  ibv_qp_attr attr{};
+  if (const int err = query_path(q, attr, why)) return err;
+  attr.qp_state = IBV_QPS_INIT;
+  if (const int err = real().modify_qp(q.spare, &attr, kInitMask))
+    return fail(why, err, "modify_qp to INIT for " + qp_name(q));
+  std::uint32_t psn = 0;
+  if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());
+  q.spare_psn = psn & kPsnMask;
+  return 0;
+}
+
+}  // namespace
+
+int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
+  for (QpShadow* q : qps) {
+    if (q->app.qp_type != IBV_QPT_RC && q->app.qp_type != IBV_QPT_UC) {
+      why = qp_name(*q) + " is not connected: neither RC nor UC";
+      return EOPNOTSUPP;
+    }
+    // Suspended or drained already: a migration that makes nothing ahead of the stop.
+    if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched || q->phase == Phase::kRebound || q->spare) {
+      why = qp_name(*q) + " is in another switchover";
+      return EBUSY;
+    }
+  }
+  (void)provider::locate_queues(qps);  // for SWITCH, which says what fails
+  for (QpShadow* q : qps) {
+    if (const int err = create_spare(*q, why)) {
+      for (QpShadow* undo : qps) destroy_real(undo->spare);
+      out.clear();
+      return err;
+    }
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .pqpn = q->spare->qp_num, .psn = q->spare_psn});
+  }
+  return 0;
+}
+
+int connect_spare(QpShadow& q, const migr_qp_connect& to, std::string& why) {
+  if (!q.spare) {
+    why = qp_name(q) + " has no spare";
+    return ENOENT;
+  }
+  ibv_qp_attr attr{};
+  if (const int err = query_path(q, attr, why)) return err;
+  attr.qp_state = IBV_QPS_RTR;
+  attr.dest_qp_num = to.dest_qpn;
+  attr.rq_psn = to.dest_psn & kPsnMask;
+  std::memcpy(attr.ah_attr.grh.dgid.raw, to.dgid, sizeof to.dgid);
+  std::memcpy(q.spare_peer.data(), to.peer, sizeof to.peer);
+  int err = to_rtr(q, q.spare, attr);
+  if (err) return fail(why, err, "modify_qp to RTR for " + qp_name(q));
+  if (q.app_state() == IBV_QPS_RTR) return 0;
+  attr.qp_state = IBV_QPS_RTS;
+  attr.sq_psn = q.spare_psn;
+  err = real().modify_qp(q.spare, &attr, rts_mask(q));
+  return err ? fail(why, err, "modify_qp to RTS for " + qp_name(q)) : 0;
+}
+
+namespace {
+
+/// Waits until every receive of `q`, which is in ERR, has completed. Caller holds c.lock. @param last the wr_id of a
+/// receive of ours behind all others, or 0: it had no room
+int wait_until_flushed(QpShadow& q, CqShadow& c, std::uint64_t last, std::string& why) {
+  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  std::uint64_t quiet_since = 0;
+  for (;;) {
+    const bool moved = path::poll_to_fake(c) > 0;
+    const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
+                                   [&](const ibv_wc& wc) { return wc.wr_id == last; });
+    if (last && seen != c.seen_markers.end()) {
+      c.seen_markers.erase(seen);
+      return 0;
+    }
+    if (!last) {  // the queue empties a moment before the last completion comes
+      std::vector<KeptReceive> left;
+      if (const int err = provider::outstanding_receives(q, left))
+        return fail(why, err, "cannot look at the receive queue of " + qp_name(q));
+      if (moved || !left.empty()) quiet_since = 0;
+      else if (!quiet_since) quiet_since = now_ns();
+      else if (now_ns() - quiet_since > kFlushQuietMs * 1'000'000ull) return 0;
+    }
+    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "the receives of " + qp_name(q) + " were not flushed");
+    pause_briefly();
+  }
+}
+
+/// UC: nobody waits for an answer, so a message may be under way still. The old path is closed (ERR), and which
+/// receives were not used is told by their flushing, exactly: none is used twice, nothing old comes after something new.
+/// @param receives those that are left. Caller holds q.lock
+int close_old_path(QpShadow& q, std::vector<KeptReceive>& receives, std::string& why) {
+  ibv_qp_init_attr init{};
+  if (const int err = real().query_qp(q.real, &q.old_attr, kConnectionAttrs | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_SQ_PSN, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  CqShadow& c = *q.recv_cq;
+  std::lock_guard cq_guard(c.lock);  // until what is flushed is out of the application's way
+  ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
+  ibv_recv_wr* bad;
+  const bool marked = !q.app.srq && q.real_post_recv(q.real, &wr, &bad) == 0;
+  if (marked) ++c.markers;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE))
+    return fail(why, err, "modify_qp to ERR of " + qp_name(q));
+  q.old_path_closed = true;
+  q.outstanding = receives;
+  if (const int err = wait_until_flushed(q, c, marked ? wr.wr_id : 0, why)) return err;
+  if (q.app.srq) {
+    // What it has not used is the SRQ's, but for the receive of a message that came in part. It completes as it would
+    // have done with the next message.
+    for (ibv_wc& wc : c.fake)
+      if (wc.qp_num == q.vqpn() && wc.status == IBV_WC_WR_FLUSH_ERR) wc.status = IBV_WC_REM_INV_REQ_ERR;
+    return 0;
+  }
+  const std::size_t flushed = std::erase_if(c.fake, [&](const ibv_wc& wc) {
+    return wc.qp_num == q.vqpn() && wc.status == IBV_WC_WR_FLUSH_ERR;
+  });
+  if (flushed < receives.size()) receives.erase(receives.begin(), receives.end() - static_cast<std::ptrdiff_t>(flushed));
+  q.outstanding = receives;
+  return 0;
+}
+
+/// Windows of type 2 belong to one QP.
+int move_windows(QpShadow& q, ibv_qp* from, ibv_qp* to, std::string& why) {
+  if (q.broken) return 0;
+  for (ibv_mw* mw : windows::belonging_to(q)) {
+    windows::Operation op;
+    windows::end_binding(mw, op);
+    if (const int err = run_local(q, from, op.wr, why)) return err;
+    if (!windows::bind_again(mw, op)) continue;
+    if (const int err = run_local(q, to, op.wr, why)) return err;
+  }
+  return 0;
+}
+
+/// Caller holds q.lock.
+int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
+  std::vector<KeptReceive> receives;
+  if (const int err = read_back_receives(q, keys, receives, why)) return err;
+  if (!reliable(q))
+    if (const int err = close_old_path(q, receives, why)) return err;
+  if (const int err = post_receives(q, q.spare, receives, why)) return err;
+  if (const int err = q.context->kernel->bind_qp(q.vqpn(), q.spare->qp_num))
+    return fail(why, err, "cannot bind " + qp_name(q));
+  q.old_real = q.real;
+  become_path(q, q.spare);
+  q.spare = nullptr;
+  q.peer = q.spare_peer;
+  if (const int err = break_if_broken(q, why)) return err;
+  set_bits(q, kLogReceives);
+  q.phase = Phase::kSwitched;  // from here on rollback() knows the way back
+  if (q.cut) return 0;  // it has none of type 2
+  return move_windows(q, q.old_real, q.real, why);
+}
+
+}  // namespace
+
+int open_old_path(QpShadow& q, std::string& why) {
+  ibv_qp_attr to = q.old_attr;
+  to.qp_state = IBV_QPS_RESET;
+  int err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  to.qp_state = IBV_QPS_INIT;
+  if (!err) err = real().modify_qp(q.real, &to, kInitMask);
+  to.qp_state = IBV_QPS_RTR;
+  if (!err) err = real().modify_qp(q.real, &to, rtr_mask(q));
+  to.qp_state = IBV_QPS_RTS;
+  if (!err) err = real().modify_qp(q.real, &to, rts_mask(q));
+  if (err) return fail(why, err, "cannot connect the old path of " + qp_name(q) + " again");
+  return post_receives(q, q.real, q.outstanding, why);
+}
+
+int switch_back(QpShadow& q, std::string& why) {
+  q.spare = q.real;
+  become_path(q, q.old_real);
+  q.old_real = nullptr;
+  const int bound = q.context->kernel->bind_qp(q.vqpn(), q.real->qp_num);
+  int err = q.old_path_closed ? open_old_path(q, why) : 0;
+  q.old_path_closed = false;
+  q.outstanding.clear();
+  if (!err) err = post_receives(q, q.real, q.logged_receives, why);
+  if (!err && q.cut) err = join_again(q, why);
+  else if (!err) err = move_windows(q, q.spare, q.real, why);
+  return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : err;
+}
+
+int switch_to_spare(Qps qps, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kSwitched, why)) return err;
+  for (QpShadow* q : qps)
+    if (!q->spare) {
+      why = qp_name(*q) + " has no spare";
+      return ENOENT;
+    }
+  const VirtualLkeys keys;
+  for (QpShadow* q : qps) {
+    for_cqs(*q, [](CqShadow& c) {
+      std::lock_guard guard(c.lock);
+      path::translate_qpns(c, kTranslateQpn);
+    });
+    std::lock_guard guard(q->lock);
+    if (const int err = switch_one(*q, keys, why)) return err;  // rollback() undoes those that were switched
+  }
+  return 0;
+}
+
+int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
+  std::map<Peer, std::vector<std::pair<std::uint32_t, std::uint32_t>>> of_owner;
+  for (const migr_key_map& key : keys) of_owner[std::to_array(key.owner)].emplace_back(key.vrkey, key.prkey);
+  for (QpShadow* q : qps) {
+    if (q->phase == Phase::kRunning) {
+      why = qp_name(*q) + " is not suspended";
+      return EBUSY;
+    }
+    const auto pairs = of_owner.find(q->peer);
+    if (pairs == of_owner.end()) continue;  // its peer did not move, or has no key
+    std::lock_guard guard(q->lock);
+    const RemoteKeys* before = q->remote_keys;
+    q->remote_keys = new RemoteKeys(pairs->second);
+    delete before;
+    path::translate_keys(*q, kTranslateRemote);
+  }
+  return 0;
+}
+
+}  // namespace migr::switchover

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* What the steps of the engine have in common; for the files of this folder only. Thread: as switchover.h says. */
+#ifndef MIGR_SWITCHOVER_PARTS_H
+#define MIGR_SWITCHOVER_PARTS_H
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../path.h"
+#include "switchover.h"
+
+namespace migr::switchover {
+
+constexpr unsigned kEventLimitMs = 2000;     // a flushed receive of our own
+constexpr unsigned kFlushQuietMs = 20;       // no completion for so long after a flushed queue is empty: the last has come
+constexpr std::uint32_t kPsnMask = 0xffffff;
+
+std::uint64_t now_ns();
+/// Between two looks at a queue.
+void pause_briefly();
+std::string qp_name(const QpShadow& q);
+/// @return err, with a sentence in `why`
+int fail(std::string& why, int err, const std::string& what);
+int check_arcs(Qps qps, Phase to, std::string& why);
+
+inline void set_bits(QpShadow& q, std::uint32_t bits) { q.state.fetch_or(bits, std::memory_order_relaxed); }
+inline void clear_bits(QpShadow& q, std::uint32_t bits) { q.state.fetch_and(~bits, std::memory_order_relaxed); }
+
+inline bool kept_session(const QpShadow& q) { return q.state.load(std::memory_order_relaxed) & kKeptSession; }
+inline bool connected(const QpShadow& q) { return q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_SQD; }
+inline bool reliable(const QpShadow& q) { return q.app.qp_type == IBV_QPT_RC; }
+
+template <class Function>
+void for_cqs(const QpShadow& q, Function&& function) {
+  if (q.send_cq) function(*q.send_cq);
+  if (q.recv_cq && q.recv_cq != q.send_cq) function(*q.recv_cq);
+}
+
+void set_cq_bits(CqShadow& c, std::uint32_t set, std::uint32_t clear = 0);
+/// Caller holds s.lock.
+void set_srq_bits(SrqShadow& s, std::uint32_t set, std::uint32_t clear = 0);
+
+/* ---- attributes of a connection ------------------------------------------------ */
+
+constexpr int kInitMask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+constexpr int kConnectionAttrs = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_AV |
+                                 IBV_QP_PATH_MTU | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                 IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+constexpr int kPsns = IBV_QP_RQ_PSN | IBV_QP_SQ_PSN;
+
+/// What modify_qp wants to hear on the way to RTR and to RTS.
+int rtr_mask(const QpShadow& q);
+int rts_mask(const QpShadow& q);
+/// On a bad network the kernel's question for the other end's address may be lost; it asks once in a second.
+int to_rtr(const QpShadow& q, ibv_qp* qp, ibv_qp_attr& attr);
+/// The drain marker needs a responder that allows RDMA writes.
+int set_write_access(QpShadow& q, bool allow, std::string& why);
+
+/* ---- receives ------------------------------------------------------------------ */
+
+/// Physical -> virtual lkey, of every MR there is.
+class VirtualLkeys {
+ public:
+  VirtualLkeys() {
+    for (const MrShadow* mr : Registry::get().mrs) keys_[mr->context][mr->real->lkey] = mr->app.lkey;
+  }
+  void translate(const Context& context, std::vector<ibv_sge>& sges) const {
+    const auto keys = keys_.find(&context);
+    if (keys == keys_.end()) return;
+    for (ibv_sge& sge : sges)
+      if (const auto found = keys->second.find(sge.lkey); found != keys->second.end()) sge.lkey = found->second;
+  }
+
+ private:
+  std::unordered_map<const Context*, std::unordered_map<std::uint32_t, std::uint32_t>> keys_;
+};
+
+int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why);
+/// Caller holds s.lock.
+int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::string& why);
+
+template <class Receives>
+int post_receives(SrqShadow& s, const Receives& receives, std::string& why) {
+  for (const KeptReceive& receive : receives)
+    if (const int err = path::post_one_receive(s, receive)) return fail(why, err, "post_srq_recv");
+  return 0;
+}
+
+template <class Receives>
+int post_receives(QpShadow& q, ibv_qp* to, const Receives& receives, std::string& why) {
+  for (const KeptReceive& receive : receives)
+    if (const int err = path::post_one_receive(q, to, receive))
+      return fail(why, err, "post_recv to " + qp_name(q) + "'s new path");
+  return 0;
+}
+
+/* ---- paths --------------------------------------------------------------------- */
+
+void destroy_real(ibv_qp*& qp);
+void become_path(QpShadow& q, ibv_qp* qp);
+/// What was posted is flushed, and so is what was kept: as when the partner has died.
+int break_connection(QpShadow& q, std::string& why);
+/// Caller holds q.lock.
+int break_if_broken(QpShadow& q, std::string& why);
+/// A work request of ours that needs no partner, on one of q's paths. Returns when it is done.
+int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why);
+/// Makes the device add a completion of ours to `c`, so that its armed channel becomes readable: a receive on a QP of
+/// our own is flushed. The completion is filtered like a drain marker.
+int inject_event(CqShadow& c, std::string& why);
+
+/* ---- the ways back, for rollback() ---------------------------------------------- */
+
+/// From cut(), on the same QP. Both ends go on with PSNs that nothing old can have, and know them without asking each
+/// other. Caller holds q.lock
+int join_again(QpShadow& q, std::string& why);
+/// From freeze().
+int unfreeze_srq(SrqShadow& s, std::string& why);
+/// From the closing of a UC path. Its PSNs go on: a UC responder begins with any message. Caller holds q.lock.
+int open_old_path(QpShadow& q, std::string& why);
+/// From switch_to_spare(): the old path again; what was posted to the spare since goes there. Caller holds q.lock.
+int switch_back(QpShadow& q, std::string& why);
+
+}  // namespace migr::switchover
+
+#endif

@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <unordered_map>
+
+#include "../datagrams.h"
+#include "../kernel_link.h"
+#include "../provider/provider.h"
+#include "../real.h"
+#include "../windows.h"
+#include "parts.h"
+
+namespace migr::switchover {
+namespace {
+
+template <class T, class Match>
+T* find(const std::vector<T*>& all, Match&& match) {
+  const auto it = std::find_if(all.begin(), all.end(), match);
+  return it == all.end() ? nullptr : *it;
+}
+
+/// QPs of a context by virtual number.
+using QpsByName = std::unordered_map<const Context*, std::unordered_map<std::uint32_t, QpShadow*>>;
+
+int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& qps, std::string& why) {
+  Registry& registry = Registry::get();
+  const auto missing = [&](const char* kind) {
+    why = std::string("no ") + kind + " with handle " + std::to_string(map.old_handle);
+    return ENOENT;
+  };
+  switch (map.obj_type) {
+    case MIGR_OBJ_PD: {
+      ibv_pd* pd = find(registry.pds, [&](const ibv_pd* p) {
+        return p->context == context.real && p->handle == map.old_handle;
+      });
+      if (!pd) return missing("PD");
+      pd->handle = map.new_handle;
+      return 0;
+    }
+    case MIGR_OBJ_CQ: {
+      CqShadow* c = find(registry.cqs, [&](const CqShadow* q) {
+        return q->context == &context && q->real->handle == map.old_handle;
+      });
+      if (!c) return missing("CQ");
+      c->real->handle = map.new_handle;
+      return 0;
+    }
+    case MIGR_OBJ_SRQ: {
+      SrqShadow* s = find(registry.srqs, [&](const SrqShadow* q) {
+        return q->context == &context && q->real->handle == map.old_handle;
+      });
+      if (!s) return missing("SRQ");
+      s->real->handle = map.new_handle;
+      s->ring_bytes = 0;  // the new one was made in its size
+      return 0;
+    }
+    case MIGR_OBJ_QP: {
+      const auto of = qps.find(&context);
+      if (of == qps.end() || !of->second.contains(map.vqpn)) return missing("QP");
+      QpShadow* q = of->second.at(map.vqpn);
+      q->real->handle = map.new_handle;
+      q->real->qp_num = map.pqpn;
+      if (const Peer peer = std::to_array(map.peer); peer != Peer{}) q->peer = peer;
+      q->gone = q->gone || (map.flags & MIGR_HANDLE_GONE);
+      return 0;
+    }
+    default:
+      return 0;  // the context itself: matched by the caller
+  }
+}
+
+/// New handles can equal old ones of other objects: every object is found by its old handle before any is changed,
+/// by going through the maps in an order in which no new handle is met again.
+int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
+  constexpr std::uint32_t kParked = 0x80000000u;  // uverbs handles are small positive numbers
+  Registry& registry = Registry::get();
+  QpsByName by_name;
+  for (QpShadow* q : registry.qps) by_name[q->context][q->vqpn()] = q;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (const migr_handle_map& map : maps) {
+      Context* context = find(registry.contexts, [&](const Context* c) { return c->real->cmd_fd == map.context_fd; });
+      if (!context) {
+        why = "no context with descriptor " + std::to_string(map.context_fd);
+        return ENOENT;
+      }
+      migr_handle_map step = map;
+      (pass == 0 ? step.new_handle : step.old_handle) = kParked | map.new_handle;
+      if (const int err = adopt_handle(*context, step, by_name, why)) return err;
+    }
+  }
+  for (ibv_pd* pd : registry.pds) pd->handle &= ~kParked;
+  for (CqShadow* c : registry.cqs) c->real->handle &= ~kParked;
+  for (SrqShadow* s : registry.srqs) s->real->handle &= ~kParked;
+  for (QpShadow* q : registry.qps) q->real->handle &= ~kParked;
+  return 0;
+}
+
+int register_again(MrShadow& mr, std::string& why) {
+  ibv_mr& now = *mr.real;
+  const auto reg = [&](int access) {
+    return provider::raw_reg_mr(mr.context->real, now.pd->handle, mr.app.addr, mr.app.length, mr.iova, access, now.handle, now.lkey, now.rkey);
+  };
+  int err = reg(mr.access);
+  // Flags like relaxed ordering are wishes: libibverbs leaves out what a device does not know.
+  if (err && (mr.access & IBV_ACCESS_OPTIONAL_RANGE)) err = reg(mr.access & ~IBV_ACCESS_OPTIONAL_RANGE);
+  if (err) return fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes");
+  mr.context->renamed |= now.lkey != mr.app.lkey || now.rkey != mr.app.rkey;
+  const int bound = mr.context->kernel->bind_mr(now.handle, mr.app.lkey, mr.app.rkey, now.lkey, now.rkey);
+  return bound ? fail(why, bound, "cannot bind virtual lkey " + std::to_string(mr.app.lkey)) : 0;
+}
+
+/// The same of a new QP's or SRQ's asynchronous events. Those that were read have been acknowledged to libibverbs.
+template <class Queue>
+void restart_async_count(Queue& queue) {
+  pthread_mutex_lock(&queue.mutex);
+  queue.events_completed = 0;
+  pthread_mutex_unlock(&queue.mutex);
+}
+
+/// ibv_destroy_cq() waits until as many events were acknowledged as the kernel's CQ has reported, and this one begins at
+/// zero. What was read and not yet acknowledged stays owed.
+void restart_event_count(CqShadow& c) {
+  pthread_mutex_lock(&c.real->mutex);
+  c.real->comp_events_completed -= c.events_read;
+  c.real->async_events_completed = 0;  // those are acknowledged when they are read
+  pthread_mutex_unlock(&c.real->mutex);
+  c.events_read = 0;
+}
+
+/// Keys have their new values.
+int thaw_srq(SrqShadow& s, std::string& why) {
+  std::lock_guard guard(s.lock);
+  set_srq_bits(s, kTranslateSrq);
+  if (const int err = post_receives(s, s.outstanding, why)) return err;
+  if (const int err = post_receives(s, s.kept, why)) return err;
+  s.outstanding.clear();
+  s.kept.clear();
+  if (s.limit) {
+    ibv_srq_attr attr{};
+    attr.srq_limit = s.limit;
+    if (const int err = real().modify_srq(s.real, &attr, IBV_SRQ_LIMIT)) return fail(why, err, "modify_srq");
+  }
+  set_srq_bits(s, 0, kFrozenSrq);
+  return 0;
+}
+
+int thaw_cq(CqShadow& c, std::string& why) {
+  bool arm, inject;
+  {
+    std::lock_guard guard(c.lock);
+    path::translate_qpns(c, kTranslateQpn);
+    c.state.fetch_and(~std::uint32_t{kFrozenCq}, std::memory_order_relaxed);
+    restart_event_count(c);
+    arm = c.armed;
+    inject = c.event_pending;
+    c.event_pending = false;
+  }
+  if (!arm) return 0;
+  if (const int err = c.context->ops.req_notify_cq(c.real, c.solicited_only))
+    return fail(why, err, "req_notify_cq");
+  return inject ? inject_event(c, why) : 0;
+}
+
+/// Not one that goes to ERR, or whose new path is in INIT because its connection did not survive.
+bool takes_work(const QpShadow& q) { return connected(q) && !q.broken && !q.gone; }
+
+/// On the new QPs, before anybody can use one.
+int bind_windows(std::string& why) {
+  for (const auto& [mw, through] : windows::bound()) {
+    QpShadow* q = through ? through : find(Registry::get().qps, [&](const QpShadow* p) {
+      return p->init.pd == mw->pd && takes_work(*p);
+    });
+    windows::Operation op;
+    if (!q || !takes_work(*q) || !windows::bind_again(mw, op)) continue;
+    if (const int err = run_local(*q, q->real, op.wr, why)) return err;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int rebound_keys(std::vector<migr_key_map>& out) {
+  constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
+  windows::keys(out);
+  return 0;
+}
+
+int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why) {
+  Registry& registry = Registry::get();
+  if (!registry.frozen) {
+    why = "this process was not frozen";
+    return EBUSY;
+  }
+  if (const int err = adopt_handles(maps, why)) return err;
+  registry.retired_keys.clear();  // KEYS is all that partners know from now on
+  for (Context* context : registry.contexts)
+    if (const int err = context->kernel->reattach(context->real->cmd_fd))
+      return fail(why, err, "cannot attach to migr.ko on this host");
+  for (MrShadow* mr : registry.mrs)
+    if (const int err = register_again(*mr, why)) return err;
+  if (const int err = windows::make_again(why)) return err;
+  rebound_keys(out);
+  if (const int err = datagrams::make_again(why)) return err;
+  for (SrqShadow* s : registry.srqs) {
+    restart_async_count(*s->real);
+    if (const int err = thaw_srq(*s, why)) return err;
+  }
+  for (QpShadow* q : registry.qps) {
+    restart_async_count(*q->real);
+    if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
+      return fail(why, err, "cannot bind " + qp_name(*q));
+    std::lock_guard guard(q->lock);
+    // The new object was made from the record of before the suspension.
+    q->real->state = q->app_state();
+    q->write_access_added = q->responder_only = false;
+    path::translate_keys(*q, kTranslateLocal);
+    datagrams::emptied(*q);  // its receives are posted again
+    if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
+    if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
+    q->outstanding.clear();
+    q->kept_receives.clear();
+    if (const int err = break_if_broken(*q, why)) return err;
+    clear_bits(*q, kKeepReceives);
+    q->phase = Phase::kRebound;
+  }
+  for (CqShadow* c : registry.cqs)
+    if (const int err = thaw_cq(*c, why)) return err;
+  if (const int err = bind_windows(why)) return err;
+  registry.frozen = false;
+  registry.thawed.notify_all();
+  return 0;
+}
+
+}  // namespace migr::switchover

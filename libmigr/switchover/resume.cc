@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <algorithm>
+#include <cerrno>
+#include <mutex>
+#include <utility>
+
+#include "../kernel_link.h"
+#include "../real.h"
+#include "parts.h"
+
+namespace migr::switchover {
+namespace {
+
+constexpr unsigned kSessionLimitMs = 1000;   // resume() waits so long for an open kept session
+
+/// The completion that a send gets that cannot be posted any more.
+void flush_to_fake(QpShadow& q, const KeptSend& send) {
+  if (!q.send_cq) return;
+  ibv_wc wc{};
+  wc.wr_id = send.wr.wr_id;
+  wc.status = IBV_WC_WR_FLUSH_ERR;
+  wc.qp_num = q.vqpn();
+  std::lock_guard guard(q.send_cq->lock);
+  if (marker::is_marker(wc.wr_id)) {
+    if (q.send_cq->markers) --q.send_cq->markers;
+    path::complete_stand_in(*q.send_cq, wc);
+    return;
+  }
+  q.send_cq->fake.push_back(wc);
+}
+
+/// q.lock with no kept ibv_wr_* session open (or after the limit: then it completes on the path).
+std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
+  const std::uint64_t deadline = now_ns() + kSessionLimitMs * 1'000'000ull;
+  std::unique_lock guard(q.lock);
+  while (kept_session(q) && now_ns() < deadline) {
+    guard.unlock();
+    pause_briefly();
+    guard.lock();
+  }
+  return guard;
+}
+
+/// Kept posts go to the path, in order; then the application may post again.
+int let_go(QpShadow& q, std::string& why) {
+  auto guard = lock_between_sessions(q);
+  q.replayed_sends = q.replayed_receives = 0;
+  int err = post_receives(q, q.real, q.kept_receives, why);
+  if (q.cut && !q.cut->errors.empty()) {
+    {
+      std::lock_guard cq_guard(q.send_cq->lock);
+      for (const OwedCompletion& owed : q.cut->errors) q.send_cq->fake.push_back(owed.wc);
+    }
+    if (q.send_cq->armed && q.send_cq->app.channel)
+      if (const int silent = inject_event(*q.send_cq, why); silent && !err) err = silent;
+  }
+  if (q.gone)
+    if (const int broken = break_connection(q, why); broken && !err) err = broken;
+  q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
+  q.kept_receives.clear();
+  std::vector<const KeptSend*> sends;
+  for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
+  for (std::span<const KeptSend* const> left(sends); !left.empty();) {
+    std::size_t posted = 0;
+    const bool failed = path::post_sends(q, left, posted) != 0;
+    q.replayed_sends += static_cast<std::uint32_t>(posted);
+    if (failed) flush_to_fake(q, *left[posted++]);
+    left = left.subspan(posted);
+  }
+  q.kept_sends.clear();
+  q.logged_receives.clear();
+  q.outstanding.clear();
+  q.old_path_closed = q.broken = false;
+  q.cut.reset();
+  q.phase = Phase::kRunning;
+  clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
+  q.resumed_ns = now_ns();
+  return err;
+}
+
+/// SRQs go without their lock again when no QP of the process is suspended any more.
+void release_srqs() {
+  Registry& registry = Registry::get();
+  for (const QpShadow* q : registry.qps)
+    if (q->phase != Phase::kRunning) return;
+  for (SrqShadow* s : registry.srqs) {
+    std::lock_guard guard(s->lock);
+    set_srq_bits(*s, 0, kSuspendedSrq);
+  }
+}
+
+/// CQs of which no QP is suspended any more leave the fake CQ as soon as it is empty.
+void release_cqs() {
+  Registry& registry = Registry::get();
+  for (CqShadow* c : registry.cqs) {
+    const bool held = std::any_of(registry.qps.begin(), registry.qps.end(), [&](const QpShadow* q) {
+      return q->phase != Phase::kRunning && (q->send_cq == c || q->recv_cq == c);
+    });
+    if (!held) set_cq_bits(*c, 0, kSuspendedCq);
+  }
+}
+
+}  // namespace
+
+int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kRunning, why)) return err;
+  for (const QpShadow* q : qps)
+    if (q->phase == Phase::kFrozen) {
+      why = qp_name(*q) + " is frozen: rebind or roll back first";
+      return EBUSY;
+    }
+  int result = 0;
+  for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
+  for (QpShadow* q : qps) {
+    // The new path has the application's own access flags already.
+    if (q->old_real) q->write_access_added = q->responder_only = false;
+    std::string ignored;
+    set_write_access(*q, false, ignored);
+    if (const int err = let_go(*q, why); err && !result) result = err;
+    for (ibv_qp** old : {&q->old_real, &q->spare})
+      if (*old) Registry::get().old_paths.push_back(std::exchange(*old, nullptr));
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .replayed_sends = q->replayed_sends,
+                   .replayed_recvs = q->replayed_receives, .suspended_ns = q->suspended_ns,
+                   .last_cqe_ns = q->last_cqe_ns, .resumed_ns = q->resumed_ns});
+  }
+  release_cqs();
+  release_srqs();
+  return result;
+}
+
+void destroy_old_paths() {
+  for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
+}
+
+int rollback(std::string& why) {
+  Registry& registry = Registry::get();
+  int result = 0;
+  const auto note = [&](int err) {
+    if (err && !result) result = err;
+  };
+  if (registry.frozen)
+    for (Context* context : registry.contexts) note(context->kernel->reattach(context->real->cmd_fd));
+  for (CqShadow* c : registry.cqs) {
+    set_cq_bits(*c, 0, kFrozenCq);
+    bool arm;
+    {
+      std::lock_guard guard(c->lock);
+      arm = registry.frozen && c->armed;
+      c->event_pending = false;
+    }
+    if (arm) note(c->context->ops.req_notify_cq(c->real, c->solicited_only));
+  }
+  for (SrqShadow* s : registry.srqs) note(unfreeze_srq(*s, why));
+  std::vector<QpShadow*> suspended;
+  for (QpShadow* q : registry.qps) {
+    if (q->phase == Phase::kRebound) {
+      why = qp_name(*q) + " was restored here and cannot go back";
+      return EBUSY;
+    }
+    {
+      std::lock_guard guard(q->lock);
+      if (q->phase == Phase::kSwitched) {
+        note(switch_back(*q, why));
+      } else if (q->old_path_closed) {
+        note(open_old_path(*q, why));
+        q->old_path_closed = false;
+      } else if (q->cut) {
+        note(join_again(*q, why));
+      }
+    }
+    destroy_real(q->spare);
+    if (q->phase == Phase::kRunning) continue;
+    if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
+    suspended.push_back(q);
+  }
+  registry.frozen = false;
+  registry.thawed.notify_all();
+  std::vector<migr_resume_stat> ignored;
+  note(resume(suspended, ignored, why));
+  return result;
+}
+
+}  // namespace migr::switchover

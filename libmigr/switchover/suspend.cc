@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <algorithm>
+#include <cerrno>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "../provider/provider.h"
+#include "parts.h"
+
+namespace migr::switchover {
+
+int suspend(Qps qps, std::string& why) {
+  if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
+  for (QpShadow* q : qps) {
+    if (const int err = set_write_access(*q, true, why)) {
+      std::string ignored;
+      for (QpShadow* undo : qps) set_write_access(*undo, false, ignored);
+      return err;
+    }
+  }
+  for (QpShadow* q : qps) {
+    for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
+    std::lock_guard guard(q->lock);
+    q->phase = Phase::kSuspended;
+    q->suspended_ns = now_ns();
+    set_bits(*q, kKeepSends | kOpen);
+  }
+  for (SrqShadow* s : Registry::get().srqs) {
+    std::lock_guard guard(s->lock);
+    set_srq_bits(*s, kSuspendedSrq);
+  }
+  return 0;
+}
+
+namespace {
+
+/// One QP's way through drain().
+struct Draining {
+  QpShadow* qp;
+  bool session_over = false;
+  bool posted = false;
+  bool done = false;
+  std::uint64_t wr_id = 0;
+  std::uint64_t empty_since = 0;  ///< UD
+};
+
+bool sessions_over(const QpShadow& q) {
+  bool over = !q.path_session.load(std::memory_order_relaxed);
+  for_cqs(q, [&](const CqShadow& c) { over = over && !c.ex_session.load(std::memory_order_relaxed); });
+  return over;
+}
+
+/// @return 0 posted; ENOMEM the queue is full for the moment; else it cannot be
+int post_marker(Draining& d) {
+  QpShadow& q = *d.qp;
+  std::lock_guard guard(q.lock);
+  ibv_send_wr wr{};
+  wr.wr_id = marker::next();
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ibv_send_wr* bad;
+  std::lock_guard cq_guard(q.send_cq->lock);
+  if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
+  ++q.send_cq->markers;
+  d.wr_id = wr.wr_id;
+  d.posted = true;
+  return 0;
+}
+
+/// What the CQs have told.
+struct Seen {
+  std::unordered_map<std::uint64_t, ibv_wc_status> markers;  ///< of every round, by wr_id
+  std::unordered_set<std::uint32_t> senders;                 ///< vQPNs whose sends completed in the last round
+};
+
+/// Completions go to the fake CQs, but those of markers to `out`. A CQ is polled once however many QPs are on it.
+void poll_cqs(const std::vector<Draining>& all, Seen& out) {
+  out.senders.clear();
+  std::unordered_set<CqShadow*> cqs;
+  for (const Draining& d : all)
+    if (d.session_over) for_cqs(*d.qp, [&](CqShadow& c) { cqs.insert(&c); });
+  for (CqShadow* c : cqs) {
+    std::lock_guard guard(c->lock);
+    const int moved = path::poll_to_fake(*c);
+    for (auto wc = c->fake.end() - moved; wc != c->fake.end(); ++wc)
+      if (wc->status != IBV_WC_SUCCESS || !(wc->opcode & IBV_WC_RECV)) out.senders.insert(wc->qp_num);
+    for (const ibv_wc& wc : c->seen_markers) out.markers[wc.wr_id] = wc.status;
+    c->seen_markers.clear();
+  }
+}
+
+/// @return 0, or EIO when the marker completed with an error
+int look_for_marker(Draining& d, const Seen& seen, std::string& why) {
+  const auto found = seen.markers.find(d.wr_id);
+  if (found == seen.markers.end()) return 0;
+  if (found->second == IBV_WC_WR_FLUSH_ERR) {  // it broke before us: so it is to be found on the other host
+    d.qp->broken = d.done = true;
+    return 0;
+  }
+  if (found->second != IBV_WC_SUCCESS) {
+    why = qp_name(*d.qp) + " cannot be drained: its connection is broken (completion status " +
+          std::to_string(found->second) + ")";
+    return EIO;
+  }
+  d.done = true;
+  return 0;
+}
+
+/// A datagram is done when it has left. Its completion comes a moment after the queue is empty.
+int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
+  unsigned left = 0;
+  if (const int err = provider::sends_in_queue(*d.qp, left))
+    return fail(why, err, "cannot look at the send queue of " + qp_name(*d.qp));
+  if (left || seen.senders.contains(d.qp->vqpn()) || !d.empty_since) d.empty_since = left ? 0 : now_ns();
+  d.done = d.empty_since && now_ns() - d.empty_since > kFlushQuietMs * 1'000'000ull;
+  return 0;
+}
+
+int advance(Draining& d, const Seen& seen, std::string& why) {
+  QpShadow& q = *d.qp;
+  if (!d.session_over) {
+    if (!sessions_over(q)) return 0;
+    d.session_over = true;
+    clear_bits(q, kOpen);
+  }
+  if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
+  if (!connected(q) || q.responder_only) {
+    d.done = true;  // nothing was ever sent, or everything is being flushed
+    return 0;
+  }
+  if (!d.posted) {
+    const int err = post_marker(d);
+    if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
+    return 0;
+  }
+  return look_for_marker(d, seen, why);
+}
+
+/// Nothing comes any more on CQs of which every QP has been drained.
+void rest_cqs() {
+  Registry& registry = Registry::get();
+  std::unordered_set<const CqShadow*> at_work;
+  for (const QpShadow* q : registry.qps)
+    if (q->phase == Phase::kRunning || q->phase == Phase::kSuspended) at_work.insert({q->send_cq, q->recv_cq});
+  for (CqShadow* c : registry.cqs)
+    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !at_work.contains(c)) set_cq_bits(*c, kRestingCq);
+}
+
+}  // namespace
+
+int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
+  Registry& registry = Registry::get();
+  std::vector<Draining> all;
+  {
+    std::lock_guard guard(registry.lock);
+    if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
+    for (QpShadow* q : qps) all.push_back({.qp = q});
+  }
+  const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
+  std::uint64_t changes = 0;
+  Seen seen;
+  int result = 0;
+  for (;;) {
+    bool all_done = true;
+    {
+      std::lock_guard guard(registry.lock);
+      if (changes != registry.changes) {  // destroyed by the application meanwhile
+        const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
+        std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp); });
+        changes = registry.changes;
+      }
+      poll_cqs(all, seen);
+      for (Draining& d : all) {
+        if (!d.done && !result) result = advance(d, seen, why);
+        all_done = all_done && d.done;
+      }
+    }
+    if (all_done || result) break;
+    if (now_ns() > deadline) {
+      result = ETIMEDOUT;
+      break;
+    }
+    pause_briefly();
+  }
+  std::lock_guard guard(registry.lock);
+  poll_cqs(all, seen);  // what came with the last marker
+  unsigned left = 0;
+  for (const Draining& d : all) {
+    QpShadow& q = *d.qp;
+    if (!result || (result == ETIMEDOUT && d.done)) {
+      q.phase = Phase::kDrained;
+      q.last_cqe_ns = 0;
+      for_cqs(q, [&](const CqShadow& c) { q.last_cqe_ns = std::max(q.last_cqe_ns, c.last_cqe_ns); });
+    }
+    if (result && !d.done) {
+      if (!left++ && why.empty())
+        why = qp_name(q) + (d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
+      stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0,
+                       .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
+    }
+  }
+  if (!result) rest_cqs();
+  if (result == ETIMEDOUT)
+    why += "; " + std::to_string(left) + " of " + std::to_string(all.size()) + " QPs left after " +
+           std::to_string(limit_ms) + " ms";
+  return result;
+}
+
+}  // namespace migr::switchover
