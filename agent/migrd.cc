@@ -222,7 +222,7 @@ int run(const Config& config) {
   outer.RegisterService(&host);
   outer.RegisterService(&destination);
   outer.RegisterService(&partner);
-  outer.SetMaxReceiveMessageSize(2 * static_cast<int>(kChunkBytes) + (1 << 20));
+  set_bulk(outer);
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
   self = outer_server->InProcessChannel({});

@@ -91,4 +91,10 @@ void set_keepalive(grpc::ServerBuilder& b) {
   b.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
 }
 
+void set_bulk(grpc::ServerBuilder& b) {
+  b.SetMaxReceiveMessageSize(2 * static_cast<int>(kChunkBytes) + (1 << 20));
+  b.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 * static_cast<int>(kChunkBytes));
+  b.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, static_cast<int>(kChunkBytes));
+}
+
 }  // namespace migr

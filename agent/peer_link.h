@@ -44,6 +44,9 @@ inline bool unreachable(const Error& e) { return e.code == EHOSTUNREACH || e.cod
 void set_deadline(grpc::ClientContext& ctx, int ms);
 void set_keepalive(grpc::ServerBuilder& b);
 
+/// Images come in large messages, and the sender shall not wait for room after each: gRPC begins with 64 KiB.
+void set_bulk(grpc::ServerBuilder& b);
+
 /// One unary call: call(stub, &Stub::Method, request, limit).
 template <class Stub, class Req, class Rep>
 Result<Rep> call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Req&, Rep*), const Req& request,
