@@ -108,7 +108,7 @@ struct Sender {
 
   // One pages-N.img is complete when there is one with a greater number, or all is written.
   Status follow(int dirfd, const std::string& path, const Written& written) {
-    constexpr useconds_t kLookUs = 2'000;
+    constexpr useconds_t kLookUs = 10'000;
     constexpr std::uint64_t kWorthBytes = 256 << 10;
     std::unique_ptr<Sending> now;
     for (unsigned number = 0, next = 0; !ended; next = 0) {

@@ -329,9 +329,10 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   EXPECT_GT(r.service_blackout_ms(), 0);
   ASSERT_EQ(r.partners_size(), 1);
   EXPECT_EQ(r.partners(0), "p");
-  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze", "s.detach",
+  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.prepare", "p.connect", "p.suspend", "p.drain", "p.switch", "s.decide", "p.keys", "p.resume"});
+  s.expect_order({"s.drain", "s.detach", "s.checkpoint"});  // beside s.freeze
   // Both suspended before either drains.
   s.expect_order({"p.suspend", "s.drain"});
   s.expect_order({"s.suspend", "p.drain"});
