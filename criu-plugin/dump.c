@@ -36,8 +36,8 @@ int dump_init(void)
 	return 0;
 }
 
-/* Is it a uverbs device? Major numbers may be dynamic: ask sysfs. */
-static int is_uverbs(const struct stat *st)
+/* Is it a device whose path in sysfs has this in it? Major numbers may be dynamic. */
+static int is_device(const struct stat *st, const char *part)
 {
 	char path[64], target[256];
 	ssize_t n;
@@ -49,22 +49,17 @@ static int is_uverbs(const struct stat *st)
 	if (n < 0)
 		return 0;
 	target[n] = '\0';
-	return strstr(target, "/infiniband_verbs/uverbs") != NULL;
+	return strstr(target, part) != NULL;
+}
+
+static int is_uverbs(const struct stat *st)
+{
+	return is_device(st, "/infiniband_verbs/uverbs");
 }
 
 static int is_rdma_cm(const struct stat *st)
 {
-	char path[64], target[256];
-	ssize_t n;
-
-	if (!S_ISCHR(st->st_mode))
-		return 0;
-	snprintf(path, sizeof(path), "/sys/dev/char/%u:%u", major(st->st_rdev), minor(st->st_rdev));
-	n = readlink(path, target, sizeof(target) - 1);
-	if (n < 0)
-		return 0;
-	target[n] = '\0';
-	return strstr(target, "/misc/rdma_cm") != NULL;
+	return is_device(st, "/misc/rdma_cm");
 }
 
 /* The mount that an fd was opened through; -1: not told. */

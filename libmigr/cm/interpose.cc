@@ -16,6 +16,7 @@
 #include <atomic>
 
 #include "../control.h"
+#include "../fd_bits.h"
 #include "../objects.h"
 #include "../provider/uverbs_write.h"
 #include "cm.h"
@@ -24,25 +25,11 @@ namespace migr::cm {
 namespace {
 
 constexpr char kDevice[] = "/dev/infiniband/rdma_cm";
-constexpr unsigned kMaxFd = 65536, kBitsPerWord = 64;
 std::atomic<bool> in_use;
 std::atomic<pid_t> owner;  ///< a child of vfork() shares our memory, and closes what is its own copy
-std::atomic<std::uint64_t> channels[kMaxFd / kBitsPerWord];
+constinit FdBits channels;
 
-bool is_channel(int fd) {
-  if (!in_use.load(std::memory_order_relaxed) || fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return false;
-  const auto n = static_cast<unsigned>(fd);
-  return channels[n / kBitsPerWord].load(std::memory_order_relaxed) >> (n % kBitsPerWord) & 1;
-}
-
-void note_channel(int fd, bool is) {
-  const auto n = static_cast<unsigned>(fd);
-  const std::uint64_t bit = std::uint64_t{1} << (n % kBitsPerWord);
-  if (is)
-    channels[n / kBitsPerWord].fetch_or(bit, std::memory_order_relaxed);
-  else
-    channels[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
-}
+bool is_channel(int fd) { return in_use.load(std::memory_order_relaxed) && channels.has(fd); }
 
 /// As libmigr's write() wants it. @return false: not ours
 bool write_channel(int fd, const void* buf, std::size_t count, ssize_t* result) {
@@ -64,13 +51,13 @@ bool disabled() {
 int open_channel(int flags) {
   const int fd = engine(true)->open_channel(flags);
   if (fd < 0) return fd;
-  if (static_cast<unsigned>(fd) >= kMaxFd) {
+  if (!FdBits::fits(fd)) {
     engine()->close_channel(fd);
     syscall(SYS_close, fd);
     errno = EMFILE;
     return -1;
   }
-  note_channel(fd, true);
+  channels.set(fd, true);
   owner.store(getpid(), std::memory_order_relaxed);
   if (!in_use.exchange(true)) provider::watch_writes(write_channel);
   control::start();  // it can be migrated also while it has no context yet
@@ -120,7 +107,7 @@ MIGR_EXPORT int close(int fd) {
   using namespace migr::cm;
   if (is_channel(fd) && getpid() == owner.load(std::memory_order_relaxed)) [[unlikely]] {
     if (Engine* e = engine()) e->close_channel(fd);
-    note_channel(fd, false);
+    channels.set(fd, false);
   }
   if (const CloseFn fn = next(real_close, "close")) return fn(fd);
   return static_cast<int>(syscall(SYS_close, fd));

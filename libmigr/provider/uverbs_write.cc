@@ -15,22 +15,15 @@
 #include <rdma/ib_user_verbs.h>
 #include <rdma/rdma_user_ioctl_cmds.h>
 
+#include "../fd_bits.h"
+
 namespace migr::provider {
 namespace {
-
-constexpr unsigned kMaxFd = 65536;
-constexpr unsigned kBitsPerWord = 64;
 
 std::atomic<bool> watched;  ///< either of the two
 std::atomic<bool> restored;
 std::atomic<WriteHook> write_hook;
-std::atomic<std::uint64_t> ours[kMaxFd / kBitsPerWord];
-
-bool is_ours(int fd) {
-  if (fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return false;
-  const auto n = static_cast<unsigned>(fd);
-  return ours[n / kBitsPerWord].load(std::memory_order_relaxed) >> (n % kBitsPerWord) & 1;
-}
+constinit FdBits ours;
 
 using WriteFn = ssize_t (*)(int, const void*, size_t);
 std::atomic<WriteFn> real_write;
@@ -128,22 +121,13 @@ int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_b
 
 }  // namespace migr::provider
 
-void migr::note_uverbs_fd(int fd, bool is) {
-  using provider::kBitsPerWord, provider::kMaxFd, provider::ours;
-  if (fd < 0 || static_cast<unsigned>(fd) >= kMaxFd) return;
-  const auto n = static_cast<unsigned>(fd);
-  const std::uint64_t bit = std::uint64_t{1} << (n % kBitsPerWord);
-  if (is)
-    ours[n / kBitsPerWord].fetch_or(bit, std::memory_order_relaxed);
-  else
-    ours[n / kBitsPerWord].fetch_and(~bit, std::memory_order_relaxed);
-}
+void migr::note_uverbs_fd(int fd, bool is) { provider::ours.set(fd, is); }
 
 namespace migr::provider {
 namespace {
 
 [[gnu::cold, gnu::noinline]] ssize_t write_watched(int fd, const void* buf, size_t count) {
-  if (restored.load(std::memory_order_relaxed) && is_ours(fd)) return write_uverbs(fd, buf, count);
+  if (restored.load(std::memory_order_relaxed) && ours.has(fd)) return write_uverbs(fd, buf, count);
   ssize_t result;
   const WriteHook hook = write_hook.load(std::memory_order_relaxed);
   return hook && hook(fd, buf, count, &result) ? result : next_write()(fd, buf, count);

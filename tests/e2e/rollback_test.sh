@@ -8,6 +8,7 @@ set -uo pipefail
 # shellcheck source=tests/e2e/faults.sh disable=SC1091
 . "$(dirname "$0")/faults.sh"
 e2e_up && faults_begin || exit 1
+E2E_RATE=300
 
 back_on_source() { expect_running c src && expect_traffic; }
 
@@ -63,7 +64,7 @@ done <<-CASES
 	source.decide.end:exit		any
 CASES
 step "the destination is killed during the copy" destination_killed || e2e_logs
-step "and yet it can be moved" moves_now || e2e_logs
+walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
 walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
 faults_end
