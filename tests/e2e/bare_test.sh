@@ -63,8 +63,13 @@ moved() {
 number_taken() {
 	start_bare src "$@" || { cleaned; return 1; }
 	# shellcheck disable=SC2016
-	on_sh dst 'echo $(($1 - 1)) >/proc/sys/kernel/ns_last_pid; setsid -f sleep 60 </dev/null >/dev/null 2>&1; sleep 0.2; test -e /proc/$1' "$BARE" ||
-		{ note "process number $BARE could not be taken"; stop_bare src; return 0; }
+	on_sh dst 'for i in 1 2 3 4 5; do
+			echo $(($1 - 1)) >/proc/sys/kernel/ns_last_pid
+			setsid sleep 60 </dev/null >/dev/null 2>&1 &
+			[ $! != "$1" ] || exit 0
+			kill $!
+		done
+		exit 1' "$BARE" || { fail "process number $BARE could not be taken"; cleaned; return 1; }
 	ctl_refused "process number $BARE is in use" src migrate --pid "$BARE" --to dst && bare_on src peer &&
 		on dst kill "$BARE" && stop_bare src || cleaned
 }
