@@ -156,7 +156,7 @@ Status Bare::connections_stay(pid_t root) const {
 }
 
 Env Bare::env(const std::string& images) const {
-  Env e = {"MIGR_IMAGE_DIR=" + images};
+  Env e = {"MIGR_IMAGE_DIR=" + images, "MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
   if (!config_.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config_.criu_libs);
   return e;
 }
@@ -180,7 +180,7 @@ Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& t
   if (auto s = make_folders({to, work}); !s) return s;
   Argv a = criu("pre-dump", to, work, "pre-dump.log");
   a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
-  auto r = run_checked(a, env(images), kCheckpointMs);
+  auto r = run_checked(first_to_go(a), env(images), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
   return {};
 }
@@ -192,7 +192,7 @@ Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const
   if (!parent.empty()) dump.insert(dump.end(), {"--track-mem", "--prev-images-dir", parent});
   Argv a = {"sh", "-c", "read -r begin && exec \"$@\"", "sh"};
   a.insert(a.end(), dump.begin(), dump.end());
-  return Child::start(a, env(images), log, true);
+  return Child::start(first_to_go(a), env(images), log, true);
 }
 
 Status Bare::resume(pid_t pid) const {

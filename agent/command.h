@@ -22,6 +22,9 @@ struct CommandResult {
   std::string last_line() const;
 };
 
+/// The same command, as the first that the kernel ends when memory runs out: not the service that it saves.
+Argv first_to_go(const Argv& argv);
+
 /// Runs a command with no input. ETIMEDOUT: it was killed, with its process group.
 Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms);
 

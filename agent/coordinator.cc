@@ -19,6 +19,8 @@
 namespace migr {
 namespace {
 
+constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ";
+
 double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -207,7 +209,17 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
   for (const auto& d : info_.devices) r.add_devices(d);
   for (const auto& n : info_.needs) *r.add_needs() = n;
   r.set_memory_bytes(info_.filled_bytes);
-  if (auto s = dest_.check(r); !s) {
+  // What is copied ahead may all have changed at the stop: then it is there twice.
+  copy_ahead_ = info_.memory_bytes >= set_.pre_copy_from;
+  r.set_image_bytes(info_.filled_bytes * (copy_ahead_ ? 2 : 1));
+  auto s = dest_.check(r);
+  if (!s && s.error().code == ENOSPC && copy_ahead_) {
+    note(kNotCopiedAhead + s.error().text);
+    copy_ahead_ = false;
+    r.set_image_bytes(info_.filled_bytes);
+    s = dest_.check(r);
+  }
+  if (!s) {
     if (unreachable(s.error()))
       return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
     return s;
@@ -329,7 +341,7 @@ Status Coordinator::connect() {
 
 Status Coordinator::pre_copy() {
   auto folder = source_.pre_dump();
-  if (!folder) return note("memory is copied during the stop only: " + folder.error().text), Status();
+  if (!folder) return note(kNotCopiedAhead + folder.error().text), Status();
   const std::uint64_t before = bytes_;
   auto s = dest_.upload(id_, *folder, true, all_written, bytes_);
   summary_.set_bytes_pre_copied(bytes_ - before);
@@ -600,7 +612,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
-  if (s && info_.memory_bytes >= set_.pre_copy_from) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
+  if (s && copy_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] { return source_.rollback(); });
     return both([&] { return step("suspend.source", [&] { return source_.suspend(); }); },

@@ -206,6 +206,7 @@ class Coordinator {
   std::vector<Affected> affected_;
   std::map<std::size_t, std::size_t> twins_;  // QPs that are connected to each other, in info_.connected
   std::string early_;                    // folder of the early images
+  bool copy_ahead_ = false;              // memory is, before the stop
   bool pre_copied_ = false;              // the destination has a pre-dump
   enum class Dump { kRuns, kWhole, kFailed };
   std::atomic<Dump> dump_ = Dump::kRuns;

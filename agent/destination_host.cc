@@ -215,7 +215,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
       if (auto s = fits(n, *room); !s) return s;
     }
     if (auto s = memory_fits(r->memory_bytes()); !s) return s;
-    if (auto s = disk_fits(r->memory_bytes(), config_.state_dir + "/dest"); !s) return s;
+    if (auto s = disk_fits(r->image_bytes(), config_.state_dir + "/dest", r->memory_bytes()); !s) return s;
     if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
       return Error{EBUSY, "no migr_plugin.so in " + config_.criu_libs};
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};

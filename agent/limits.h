@@ -26,7 +26,8 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kAbortMs, "abort_ms", 30'000)           /* a destination that answers takes back what it made */                \
   X(kPrepareMs, "prepare_ms", 120'000)      /* create every object at the destination */                            \
   X(kUploadMs, "upload_ms", 600'000)                                                                                \
-  X(kReadyMs, "ready_ms", 110'000)          /* CRIU restores; below the plugin's 120 s for GO */                    \
+  X(kGoMs, "go_ms", 3'600'000)              /* a prepared restore waits for GO: memory is copied before. The lease is shorter */ \
+  X(kReadyMs, "ready_ms", 110'000)          /* CRIU restores */                                                     \
   X(kCommitMs, "commit_ms", 25'000)         /* below the plugin's 30 s: after it, it has aborted */                 \
   X(kUndecidedMs, "undecided_ms", 60'000)   /* how long the source asks a silent destination before it says so */   \
   X(kPhaseMs, "phase_ms", 900'000)          /* any phase of the coordinator, as the sum of its calls' limits */       \

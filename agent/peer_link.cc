@@ -18,7 +18,8 @@ constexpr Pair kCodes[] = {
     {grpc::StatusCode::ALREADY_EXISTS, EEXIST},     {grpc::StatusCode::INVALID_ARGUMENT, EINVAL},
     {grpc::StatusCode::ABORTED, ECANCELED},         {grpc::StatusCode::DEADLINE_EXCEEDED, ETIMEDOUT},
     {grpc::StatusCode::UNAVAILABLE, EHOSTUNREACH},  {grpc::StatusCode::PERMISSION_DENIED, EPERM},
-    {grpc::StatusCode::UNIMPLEMENTED, EPROTONOSUPPORT}};
+    {grpc::StatusCode::UNIMPLEMENTED, EPROTONOSUPPORT},
+    {grpc::StatusCode::RESOURCE_EXHAUSTED, ENOSPC}};
 
 }  // namespace
 

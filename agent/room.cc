@@ -3,11 +3,13 @@
 
 #include <fmt/format.h>
 #include <rdma/ib_user_ioctl_verbs.h>
-#include <sys/statvfs.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include "directory.h"
 #include "kernel_record.h"
@@ -161,27 +163,41 @@ std::uint64_t filled_bytes(pid_t pid) {
   return kb << 10;
 }
 
-Status memory_fits(std::uint64_t bytes, const std::string& meminfo) {
+namespace {
+
+/// Swap included. nullopt: not known.
+std::optional<std::uint64_t> free_memory(const std::string& meminfo) {
   std::ifstream in(meminfo);
-  std::uint64_t kb = 0;
-  bool known = false;
+  std::optional<std::uint64_t> kb;
   for (std::string line; std::getline(in, line);)
     for (const char* key : {"MemAvailable:", "SwapFree:"})
-      if (line.starts_with(key)) kb += std::strtoull(line.c_str() + std::strlen(key), nullptr, 10), known = true;
-  if (!known || bytes <= kb << 10) return {};
-  return Error{ENOMEM, "the container has filled " + mb(bytes) + " of memory, and " + mb(kb << 10) + " are free here, swap included; free some"};
+      if (line.starts_with(key)) kb = kb.value_or(0) + std::strtoull(line.c_str() + std::strlen(key), nullptr, 10);
+  return kb ? std::optional(*kb << 10) : kb;
 }
 
-Status disk_fits(std::uint64_t bytes, const std::string& path) {
+}  // namespace
+
+Status memory_fits(std::uint64_t bytes, const std::string& meminfo) {
+  const auto free = free_memory(meminfo);
+  if (!free || bytes <= *free) return {};
+  return Error{ENOMEM, "the container has filled " + mb(bytes) + " of memory, and " + mb(*free) + " are free here, swap included; free some"};
+}
+
+Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t memory, const std::string& meminfo) {
   namespace fs = std::filesystem;
   std::error_code ec;
   fs::path at = path;
   while (!fs::exists(at, ec) && at.has_relative_path()) at = at.parent_path();
-  struct statvfs st;
-  if (statvfs(at.c_str(), &st)) return sys_error("asking how much is free in " + at.string());
-  const std::uint64_t free = static_cast<std::uint64_t>(st.f_bavail) * st.f_frsize;
-  if (bytes <= free) return {};
-  return Error{ENOSPC, "the checkpoint will have about " + mb(bytes) + ", and " + mb(free) + " are free in " + at.string() + "; free some"};
+  struct statfs st;
+  if (statfs(at.c_str(), &st)) return sys_error("asking how much is free in " + at.string());
+  const std::uint64_t free = static_cast<std::uint64_t>(st.f_bavail) * static_cast<std::uint64_t>(st.f_bsize);
+  const std::string what = "the checkpoint will have about " + mb(bytes) + ", and ";
+  if (bytes > free) return Error{ENOSPC, what + mb(free) + " are free in " + at.string() + "; free some"};
+  if (st.f_type != TMPFS_MAGIC && st.f_type != RAMFS_MAGIC) return {};
+  const auto left = free_memory(meminfo);
+  if (!left || bytes + memory <= *left) return {};
+  return Error{ENOSPC, what + at.string() + " is in memory, of which " + mb(*left) + " are free" +
+                           (memory ? " and " + mb(memory) + " are needed for the processes" : "") + "; free some, or put the folder on a disk"};
 }
 
 }  // namespace migr

@@ -36,8 +36,9 @@ Status fits(const wire::Needs& needs, const Room& room);
 std::uint64_t filled_bytes(pid_t pid);
 /// ENOMEM: less is free here, swap included.
 Status memory_fits(std::uint64_t bytes, const std::string& meminfo = "/proc/meminfo");
-/// ENOSPC: less is free where `path` is, or will be.
-Status disk_fits(std::uint64_t bytes, const std::string& path);
+/// Images of `bytes` where `path` is, or will be; if that is a file system in memory, beside `memory` bytes that are needed, too.
+/// ENOSPC: less is free.
+Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t memory = 0, const std::string& meminfo = "/proc/meminfo");
 
 /// As migr_gid_family(); -1: a GID has 16 bytes.
 int gid_family(const std::string& gid);

@@ -44,8 +44,9 @@ Argv Runc::command(std::vector<std::string> args) const {
 }
 
 Env Runc::env() const {
-  if (config_.criu_libs.empty()) return {};
-  return {"CRIU_LIBS_DIR=" + config_.criu_libs};
+  Env e = {"MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
+  if (!config_.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config_.criu_libs);
+  return e;
 }
 
 Status Runc::run(std::vector<std::string> args, int limit_ms, const std::string& what) const {
@@ -101,7 +102,7 @@ Status Runc::early_images(const std::string& id, const std::string& images) cons
 Status Runc::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
   Env with_record = env();
   with_record.push_back("MIGR_IMAGE_DIR=" + images);
-  auto r = run_checked(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id}), with_record, kCheckpointMs);
+  auto r = run_checked(first_to_go(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id})), with_record, kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of " + id + ": " + r.error().text};
   return {};
 }
@@ -111,7 +112,7 @@ Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& i
   Argv a = {"checkpoint-rdma", "--wait", "--image-path", images, "--work-path", work};
   if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
   a.push_back(id);
-  return Child::start(command(std::move(a)), env(), log, true);
+  return Child::start(first_to_go(command(std::move(a))), env(), log, true);
 }
 
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {

@@ -511,6 +511,7 @@ Result<std::string> SourceRun::pre_dump() {
     if (has_huge_pages(pid))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
   const std::string dir = host_.folder(id_), to = dir + "/" + kPreCopyDir;
+  if (auto s = disk_fits(2 * info_.filled_bytes, dir); !s) return s.error();
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, dir + "/work-pre-copy"); !s) return s.error();
   // The checkpoint that waits knows nothing of it: another takes its place.
   if (auto s = checkpoint_ahead(std::string("../") + kPreCopyDir); !s) return s.error();

@@ -167,7 +167,7 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
   if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
   if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
-  return disk_fits(r.memory_bytes(), dir_);
+  return disk_fits(r.image_bytes(), dir_);
 }
 
 Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& bytes) {

@@ -248,10 +248,10 @@ class Bed:
         if (await asyncio.wait_for(self.switch.stdout.readline(), 10)).strip() != b"ready":
             raise RuntimeError("vswitch did not start")
         self.record()
-        server = await asyncio.start_unix_server(self.serve, path="bed.sock")
         self.spawn(self.watch_switch())
         for h in self.hosts.values():
             await h.start()
+        server = await asyncio.start_unix_server(self.serve, path="bed.sock")  # now there is a boot to wait for of each
         loop = asyncio.get_running_loop()
         for s in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(s, self.over.set)

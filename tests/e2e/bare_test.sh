@@ -13,19 +13,11 @@ start_bare() {	# HOST OPTION...
 	local h=$1
 	shift
 	# shellcheck disable=SC2016
-	on_sh "$h" '
-		lib=$1
-		shift
-		rm -f /tmp/bare.*
-		echo $((20000 + RANDOM % 10000)) >/proc/sys/kernel/ns_last_pid
-		cd / && LD_PRELOAD=$lib/libmigr.so setsid -f bash -c "
-			echo \$\$ >/tmp/bare.pid
-			\"\$@\" --json /tmp/bare.b.json & b=\$!
-			\"\$@\" --json /tmp/bare.a.json --stop-file /tmp/bare.stop 127.0.0.1
-			wait \$b
-		" bash "$lib/migr_verify" --dev rxe0 --stall 240 "$@" </dev/null >/dev/null 2>&1
-		for i in $(seq 50); do [ ! -s /tmp/bare.pid ] || break; sleep 0.1; done
-	' "$E2E_LIB" "$@" && BARE=$(on "$h" cat /tmp/bare.pid) && until_true 60 packets_flow "$h" || fail "no traffic on $h"
+	BARE=$(start_process "$h" bare bash -c '
+		"$@" --json /tmp/bare.b.json & b=$!
+		"$@" --json /tmp/bare.a.json --stop-file /tmp/bare.stop 127.0.0.1
+		wait $b
+	' bash "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 "$@") && until_true 60 packets_flow "$h" || fail "no traffic on $h"
 }
 packets() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 packets_flow() { local x; x=$(packets "$1") && sleep 1 && [ "$(packets "$1")" -gt $((x + 50)) ]; }

@@ -12,22 +12,11 @@ for h in "${E2E_HOSTS[@]}"; do
 	on "$h" cp --remove-destination "$E2E_ROOT/build/user/tests/programs/migr_cm" /usr/bin/rping "$E2E_LIB/" || exit 1
 done
 
-# start_cm HOST NAME CMD...: with libmigr and a process number that is free elsewhere. Its number: $PID_NAME
+# start_cm HOST NAME CMD...: its number: $PID_NAME
 start_cm() {
-	local h=$1 name=$2 other
-	shift 2
-	for other in "${E2E_HOSTS[@]}"; do on_sh "$other" 'rm -f "/tmp/cm.$1".*' "$name"; done
-	on_sh "$h" '
-		name=$1 lib=$2
-		shift 2
-		echo $((20000 + RANDOM % 10000)) >/proc/sys/kernel/ns_last_pid
-		cd / && setsid -f bash -c "
-			echo \$\$ >/tmp/cm.\$1.pid
-			exec env LD_PRELOAD=\$2 \"\${@:3}\"
-		" bash "$name" "$lib" "$@" </dev/null >/dev/null 2>&1
-		for i in $(seq 50); do [ ! -s "/tmp/cm.$name.pid" ] || break; sleep 0.1; done
-	' "$name" "$E2E_LIB/libmigr.so" "$@" || { fail "start of $name on $h"; return 1; }
-	printf -v "PID_$name" %s "$(on "$h" cat "/tmp/cm.$name.pid")"
+	local other pid
+	for other in "${E2E_HOSTS[@]}"; do on_sh "$other" 'rm -f "/tmp/cm.$1".*' "$2"; done
+	pid=$(start_process "$1" "cm.$2" "${@:3}") && printf -v "PID_$2" %s "$pid"
 }
 messages() { on "$1" jq -r .messages "/tmp/cm.$2.status" 2>/dev/null; }
 talks() { local a b; a=$(messages "$1" "$2") && sleep 1 && b=$(messages "$1" "$2") && [ "${b:-0}" -gt "${a:-0}" ]; }
@@ -74,11 +63,11 @@ there_and_back() {
 }
 goes_back() {
 	migrd_restart src MIGR_FAULT=source.commit.begin:fail && start_both || { cm_cleaned; return 1; }
-	local status=0
+	local status=0 ok=0
 	testbed exec src -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl migrate --pid "$PID_server" --to dst >"$E2E_OUT/cm.json" 2>&1 || status=$?
 	[ $status != 0 ] || { fail "the migration should have failed"; cm_cleaned; return 1; }
-	cm_talks peer client && cm_talks src server && on src touch /tmp/cm.server.stop && cm_ended peer client && cm_ended src server || cm_cleaned
-	migrd_restart src
+	cm_talks peer client && cm_talks src server && on src touch /tmp/cm.server.stop && cm_ended peer client && cm_ended src server || { cm_cleaned; ok=1; }
+	migrd_restart src && return $ok
 }
 # An unmodified program, whose client ends as a killed process does.
 rping_moves() {

@@ -81,7 +81,9 @@ host_setup() {
 	on_sh "$h" '
 		set -e
 		root=$1 kver=$2 lib=$3 name=$4 pki=$5
-		mkdir -p "$lib" /etc/migr/pki
+		mkdir -p "$lib" /etc/migr/pki /var/lib/migr
+		# The root is in memory, too, and does not say so.
+		mountpoint -q /var/lib/migr || mount -t tmpfs -o size=80%,mode=700 migr /var/lib/migr
 		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" \
 			"$root/build/user/tests/programs/migr_datagram" \
 			"$root/build/runc/runc" "$lib/"		# in memory: from the 9p root runc takes seconds to start
@@ -261,6 +263,23 @@ peer_log() { cat "$(peer_file "$1.log")"; }
 peer_wait() {	# NAME SECONDS: @return the exit status of the program
 	until_true "$2" test -s "$(peer_file "$1.status")" || { fail "$1 on peer did not end within $2 s"; return 99; }
 	return "$(cat "$(peer_file "$1.status")")"
+}
+
+# start_process HOST NAME CMD...: without a container, with libmigr and a process number that is likely to be free on every
+# host, which it prints. Its files are /tmp/NAME.* there; those of before are removed.
+start_process() {
+	on_sh "$1" '
+		name=$1 lib=$2
+		shift 2
+		rm -f "/tmp/$name".*
+		echo $((20000 + RANDOM % 10000)) >/proc/sys/kernel/ns_last_pid
+		cd / && setsid -f bash -c "
+			echo \$\$ >/tmp/\$1.pid
+			exec env LD_PRELOAD=\$2 \"\${@:3}\"
+		" bash "$name" "$lib" "$@" </dev/null >/dev/null 2>&1
+		for i in $(seq 50); do [ ! -s "/tmp/$name.pid" ] || break; sleep 0.1; done
+		cat "/tmp/$name.pid"
+	' "$2" "$E2E_LIB/libmigr.so" "${@:3}" || fail "start of $2 on $1"
 }
 
 # ---- the verifying application in a container on HOST, its partner on peer

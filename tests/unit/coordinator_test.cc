@@ -86,7 +86,7 @@ struct FakeSource final : Source {
       i.connected.push_back({7, 0x12, 0x12, std::string(16, 's'), std::string(16, 's'), 0x13});
       i.connected.push_back({8, 0x13, 0x13, std::string(16, 's'), std::string(16, 's'), 0x12});
     }
-    i.memory_bytes = memory_bytes;
+    i.memory_bytes = i.filled_bytes = memory_bytes;
     return i;
   }
   Result<std::string> record(const std::string&, const std::vector<std::string>&) override {
@@ -140,7 +140,11 @@ struct FakeDestination final : DestinationLink {
   explicit FakeDestination(Play& play) : p(play) {}
   Play& p;
   wire::ConnectRequest connected;
-  Status check(const wire::CheckRequest&) override { return p.did("d.check"); }
+  std::uint64_t room = ~0ull;  // for images
+  Status check(const wire::CheckRequest& r) override {
+    if (auto s = p.did("d.check"); !s) return s;
+    return r.image_bytes() <= room ? Status() : Error{ENOSPC, "played lack of room"};
+  }
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& b) override {
     if (auto s = p.did("d.prepare"); !s) return s.error();
     b += 100;
@@ -636,6 +640,22 @@ TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
   EXPECT_FALSE(s.play.has("d.pre_upload"));
   EXPECT_FALSE(s.play.has("s.drop_unchanged"));
   EXPECT_TRUE(s.play.has("d.upload"));
+}
+
+TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {
+  Scene s;
+  s.destination.room = kPreCopyFromBytes;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_FALSE(s.play.has("s.pre_dump"));
+}
+
+TEST(Coordinator, WithoutRoomNothingBegins) {
+  Scene s;
+  s.destination.room = kPreCopyFromBytes - 1;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_NE(r.error().find("played lack of room"), std::string::npos) << r.error();
+  EXPECT_FALSE(s.play.has("s.record"));
 }
 
 TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {

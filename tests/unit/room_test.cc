@@ -3,8 +3,10 @@
 #include "agent/room.h"
 
 #include <gtest/gtest.h>
+#include <linux/magic.h>
 #include <rdma/ib_user_ioctl_verbs.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -229,6 +231,22 @@ TEST(Memory, OfAProcessIsWhatItHasFilled) {
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   EXPECT_EQ(filled_bytes(child), 0u);
+}
+
+// A checkpoint of 1 GB was written to a file system in memory that had room for it; the kernel ended the service.
+TEST(Disk, InMemoryItIsMemory) {
+  struct statfs st;
+  ASSERT_EQ(statfs("/dev/shm", &st), 0);
+  ASSERT_EQ(st.f_type, TMPFS_MAGIC);
+  char name[] = "/tmp/room_test.XXXXXX";
+  ASSERT_GE(mkstemp(name), 0);
+  std::ofstream(name) << "MemAvailable:   2048 kB\nSwapFree:    0 kB\n";
+  EXPECT_TRUE(disk_fits(1 << 20, "/dev/shm/no/such", 1 << 20, name));
+  const Status s = disk_fits((1 << 20) + 1, "/dev/shm/no/such", 1 << 20, name);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOSPC);
+  EXPECT_NE(s.error().text.find("/dev/shm is in memory, of which 2 MB are free and 1 MB are needed for the processes"), std::string::npos) << s.error().text;
+  unlink(name);
 }
 
 TEST(Disk, IsAskedWhereTheFolderWillBe) {
