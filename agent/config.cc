@@ -27,6 +27,24 @@ Status set_limit(const std::string& name, const nlohmann::json& value) {
   return {};
 }
 
+// {"redis": ADDRESS, "prefix": .., "password_file": ..}
+Status read_directory(const nlohmann::json& j, RedisConfig& out) {
+  if (!j.is_object() || !j.contains("redis")) return Error{EINVAL, "\"directory\" has to be {\"redis\": \"host:port\" or \"/path/of/its/socket\"}"};
+  const std::map<std::string, std::string*> strings = {
+      {"redis", &out.address}, {"prefix", &out.prefix}, {"password_file", &out.password_file}};
+  for (const auto& [key, value] : j.items()) {
+    const auto s = strings.find(key);
+    if (s == strings.end()) return Error{EINVAL, "unknown key \"" + key + "\" in \"directory\""};
+    if (!value.is_string()) return Error{EINVAL, "\"" + key + "\" in \"directory\" has to be a string"};
+    *s->second = value.get<std::string>();
+  }
+  const std::string& a = out.address;
+  const auto colon = a.rfind(':');
+  const bool port = colon != a.npos && colon && colon + 1 < a.size() && a.find_first_not_of("0123456789", colon + 1) == a.npos;
+  if (!a.starts_with('/') && !port) return Error{EINVAL, "\"redis\" has to be host:port or the path of a socket, not \"" + a + "\""};
+  return {};
+}
+
 }  // namespace
 
 const Peer* Config::peer(const std::string& wanted) const {
@@ -46,7 +64,8 @@ Result<Config> load_config(const std::string& path) {
       {"pki", &c.pki},             {"state_dir", &c.state_dir},
       {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
       {"runc", &c.runc},           {"runc_root", &c.runc_root},
-      {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}};
+      {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook},
+      {"links_file", &c.links_file}};
   for (const auto& [key, value] : j.items()) {
     if (auto s = strings.find(key); s != strings.end()) {
       if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};
@@ -59,6 +78,8 @@ Result<Config> load_config(const std::string& path) {
           return Error{EINVAL, path + ": each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
         c.peers.push_back({p["name"], p["address"]});
       }
+    } else if (key == "directory") {
+      if (auto d = read_directory(value, c.redis); !d) return Error{EINVAL, path + ": " + d.error().text};
     } else if (key == "limits") {
       if (!value.is_object()) return Error{EINVAL, path + ": \"limits\" has to be an object"};
       for (const auto& [name, ms] : value.items())

@@ -15,6 +15,13 @@ struct Peer {
   std::string address;  // host:port
 };
 
+/// The directory of links in a Redis server.
+struct RedisConfig {
+  std::string address;           // "host:port", or the path of its socket; empty: migrds are the directory
+  std::string prefix = "migr1:"; // of all its keys
+  std::string password_file;     // first line; empty: none
+};
+
 struct Config {
   std::string name;              // required
   std::string listen = kListen;  // host:port
@@ -28,6 +35,8 @@ struct Config {
   std::string criu = "criu";     // for processes without a container
   std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
   std::string net_hook;          // empty: containers keep no network of their own
+  std::string links_file = kLinksFile;  // the host's configuration of links, for processes that cannot read it
+  RedisConfig redis;
   std::string fault;             // MIGR_FAULT from the environment
 
   const Peer* peer(const std::string& name) const;

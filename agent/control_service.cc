@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "control_service.h"
 
+#include <unistd.h>
+
 #include <future>
 
 namespace migr {
@@ -78,6 +80,56 @@ grpc::Status ControlService::Checkpoint(grpc::ServerContext*, const wire::Checkp
 }
 grpc::Status ControlService::Restore(grpc::ServerContext*, const wire::RestoreRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
   return run(work_.restore, *r, writer);
+}
+
+grpc::Status ControlService::Links(grpc::ServerContext*, const wire::LinksRequest* r, wire::LinksReply* out) {
+  out->set_directory(links_.directory.name());
+  out->set_directory_error(links_.directory.error());
+  for (const auto& p : links_.ports.ports()) {
+    auto* w = out->add_ports();
+    w->set_device(p.device);
+    w->set_port(p.port);
+    w->set_netdev(p.netdev);
+    w->set_flags(p.flags);
+    w->set_flaps(p.flaps);
+  }
+  for (auto& p : links_.table.reports(r->vqps())) *out->add_processes() = std::move(p);
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::SetLink(grpc::ServerContext* ctx, const wire::LinkOrder* r, wire::LinkOrderReply* out) {
+  using Order = PortWatch::Order;
+  Order what = Order::kDown;
+  switch (r->what()) {
+    case wire::LinkOrder::DOWN: break;
+    case wire::LinkOrder::UP: what = Order::kUp; break;
+    case wire::LinkOrder::PREFER: what = Order::kPrefer; break;
+    case wire::LinkOrder::PREFER_NONE: what = Order::kPreferNone; break;
+    default: return to_grpc(Error{EINVAL, "an order that this migrd does not know"});
+  }
+  const bool down = what == Order::kDown, moves = down || what == Order::kPrefer;
+  if (down && !r->force()) {
+    std::string stuck;
+    for (const auto& line : links_.table.stuck_on(r->device(), r->port())) stuck += (stuck.empty() ? "" : "; ") + line;
+    if (!stuck.empty()) return to_grpc(Error{EBUSY, "they would break: " + stuck + "; --force takes the link down all the same"});
+  }
+  const auto serial = links_.ports.order(what, r->device(), r->port());
+  if (!serial) return to_grpc(serial);
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(std::min<std::uint32_t>(r->wait_ms(), kLinkOrderMaxMs));
+  constexpr useconds_t kLookUs = 20'000;
+  for (;;) {
+    unsigned processes = 0;
+    const auto left = what == Order::kPrefer ? links_.table.away_from(r->device(), r->port(), *serial, processes)
+                                             : links_.table.left_on(r->device(), r->port(), processes);
+    if (moves && !left.empty() && std::chrono::steady_clock::now() < until && !ctx->IsCancelled()) {
+      usleep(kLookUs);
+      continue;
+    }
+    out->set_processes(processes);
+    if (moves)
+      for (const auto& line : left) out->add_left(line);
+    return grpc::Status::OK;
+  }
 }
 
 }  // namespace migr

@@ -4,6 +4,8 @@
 
 #include <functional>
 
+#include "failover/link_directory.h"
+#include "failover/port_watch.h"
 #include "host_service.h"
 
 namespace migr {
@@ -19,8 +21,15 @@ class ControlService final : public wire::Control::Service {
     Do<wire::RestoreRequest> restore;
   };
 
-  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles)
-      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)) {}
+  /// What migrctl links shows and orders.
+  struct LinkParts {
+    LinkTable& table;
+    const LinkDirectory& directory;
+    PortWatch& ports;
+  };
+
+  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles, LinkParts links)
+      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) override;
   grpc::Status Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) override;
@@ -28,12 +37,15 @@ class ControlService final : public wire::Control::Service {
   grpc::Status Migrate(grpc::ServerContext*, const wire::MigrateRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Restore(grpc::ServerContext*, const wire::RestoreRequest*, grpc::ServerWriter<wire::Progress>*) override;
+  grpc::Status Links(grpc::ServerContext*, const wire::LinksRequest*, wire::LinksReply*) override;
+  grpc::Status SetLink(grpc::ServerContext*, const wire::LinkOrder*, wire::LinkOrderReply*) override;
 
  private:
   migr::Peers& peers_;
   SessionTable& sessions_;
   const Work work_;
   const std::vector<Role*> roles_;
+  const LinkParts links_;
 };
 
 }  // namespace migr

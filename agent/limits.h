@@ -48,6 +48,12 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                        \
   X(kHookMs, "hook_ms", 60'000)                                                                                     \
   X(kRestoreSocketMs, "restore_socket_ms", 50'000)  /* partial restore: until the plugin listens */                 \
+  /* links */                                                                                                       \
+  X(kLinkCallMs, "link_call_ms", 3'000)     /* a question to the directory of links; a Redis engine's, too */       \
+  X(kLinkDownMs, "link_down_ms", 1)         /* a port is down so long before processes are told */                  \
+  X(kLinkUpMs, "link_up_ms", 1'000)         /* up so long; twice as much for each time it went down lately */       \
+  X(kLinkUpMaxMs, "link_up_max_ms", 30'000) /* at most */                                                           \
+  X(kLinkFlapMs, "link_flap_ms", 60'000)    /* what lately is */                                                    \
   /* tests */                                                                                                       \
   X(kFaultHangMs, "fault_hang_ms", 900'000) /* fault.h: longer than anybody waits */
 #define X(id, name, ms) inline int id = ms;
@@ -76,6 +82,19 @@ inline constexpr int kMigrateTries = 3;         // when resources change meanwhi
 inline constexpr int kHelloMs = 5'000;
 inline constexpr std::size_t kMaxSessions = 4096;
 inline constexpr std::size_t kMaxTextRanges = 64;
+
+// Links.
+inline constexpr std::size_t kMaxLinkVqps = 1 << 20;  // published on this host; MIGR_LINKS_MAX_VQPS of one process
+inline constexpr int kLinkAskAllMs = 2'000;     // a vQP that its birth host does not know is asked for everywhere so often
+inline constexpr int kLinkSilentMs = 1'000;     // who does not answer is not asked again for so long
+inline constexpr int kLinkWorkers = 8;          // questions to the directory at the same time, one of each process
+inline constexpr int kLinkPacketsPerS = 2'000;  // read of one process; it waits with more
+inline constexpr int kLinkPushesKept = 64;      // packets for a process that does not read
+inline constexpr int kLinkScanMs = 2'000;       // how often new and lost RDMA ports are looked for
+inline constexpr std::uint32_t kLinkOrderMs = 5'000;  // migrctl waits for processes to carry out what it said
+inline constexpr std::uint32_t kLinkOrderMaxMs = 600'000;
+inline constexpr std::size_t kLinksFileBytes = 64 << 10;  // of the configuration that processes get
+inline constexpr char kLinksFile[] = "/etc/migr/links.json";
 
 // Of one thread scan.
 inline constexpr int kScanStopMs = 1'000;       // a thread reaches its ptrace stop

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
+#include "failover/links_text.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "pki.h"
@@ -39,12 +40,12 @@ int print(const Json& j) {
 
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
-  bool commit = false, rollback = false, force = false;
+  bool commit = false, rollback = false, force = false, vqps = false, none = false;
   std::string socket = kControlSocket;
   std::string container, to, dir, name, migration;
   std::vector<std::string> ips;
   int pid = 0;
-  std::uint32_t drain_limit_ms = 0;
+  std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
 
 // ---- through migrd
@@ -296,6 +297,64 @@ int cmd_recover(const Options& o) {
   return kDone;
 }
 
+// ---- links
+
+int cmd_links(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl links"));
+  grpc::ClientContext ctx;
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
+  wire::LinksRequest request;
+  request.set_vqps(o.vqps);
+  wire::LinksReply r;
+  if (auto s = control(o)->Links(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (o.json) return print(links_json(r));
+  std::fputs(links_text(r).c_str(), stdout);
+  return kDone;
+}
+
+int order(const Options& o, const char* command, wire::LinkOrder::What what, const char* done) {
+  if (!is_root()) return refuse(need_root(command));
+  wire::LinkOrder request;
+  request.set_what(what);
+  std::string device = o.name;
+  if (const auto slash = device.rfind('/'); slash != std::string::npos) {
+    const std::string port = device.substr(slash + 1);
+    if (port.empty() || port.size() > 3 || port.find_first_not_of("0123456789") != std::string::npos || !std::atoi(port.c_str()))
+      return refuse("'" + device + "' is no port: DEVICE or DEVICE/PORT, ports count from 1");
+    request.set_port(static_cast<std::uint32_t>(std::atoi(port.c_str())));
+    device.resize(slash);
+  }
+  request.set_device(device);
+  request.set_force(o.force);
+  request.set_wait_ms(o.wait_ms);
+  grpc::ClientContext ctx;
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs + o.wait_ms));
+  wire::LinkOrderReply r;
+  if (auto s = control(o)->SetLink(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (o.json) {
+    Json left = Json::array();
+    for (const auto& line : r.left()) left.push_back(line);
+    print({{"done", !r.left_size()}, {"processes", r.processes()}, {"left", left}});
+  } else {
+    std::printf("%s%s%s", o.name.c_str(), o.name.empty() ? "" : " ", done);
+    if (!o.name.empty()) std::printf("; %u process%s there", r.processes(), r.processes() == 1 ? "" : "es");
+    std::printf("\n");
+  }
+  for (const auto& line : r.left()) std::fprintf(stderr, "migrctl: %s\n", line.c_str());
+  return r.left_size() ? kFailed : kDone;
+}
+
+int cmd_link_down(const Options& o) { return order(o, "migrctl link down", wire::LinkOrder::DOWN, "is down"); }
+int cmd_link_up(const Options& o) { return order(o, "migrctl link up", wire::LinkOrder::UP, "may be used"); }
+int cmd_links_prefer(const Options& o) {
+  if (o.name.empty() != o.none) {
+    std::fprintf(stderr, "migrctl: name either a device or, with --none, no device\n");
+    return kUsage;
+  }
+  return o.none ? order(o, "migrctl links prefer", wire::LinkOrder::PREFER_NONE, "no link is preferred")
+                : order(o, "migrctl links prefer", wire::LinkOrder::PREFER, "is preferred");
+}
+
 // ---- the kernel's record
 
 int cmd_ps(const Options& o) {
@@ -348,7 +407,10 @@ int main(int argc, char** argv) {
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
-    c->callback([&todo, &o, f] { todo = [&o, f] { return f(o); }; });
+    // Of a command in a command the inner one is called first.
+    c->callback([&todo, &o, f] {
+      if (!todo) todo = [&o, f] { return f(o); };
+    });
     return c;
   };
   auto json = [&](CLI::App* c) { c->add_flag("--json", o.json, "for programs"); };
@@ -375,6 +437,26 @@ int main(int argc, char** argv) {
   recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
   recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
   json(recover);
+  auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
+  links->add_flag("--vqps", o.vqps, "each vQP, too; with --json");
+  json(links);
+  links->require_subcommand(0, 1);
+  auto waits = [&](CLI::App* c) { c->add_option("--wait", o.wait_ms, "ms for the processes to carry it out")->capture_default_str()->check(CLI::Range(0u, kLinkOrderMaxMs)); };
+  auto* prefer = add(*links, "prefer", "vQPs go to this link and stay there", cmd_links_prefer);
+  auto* preferred = prefer->add_option("DEVICE[/PORT]", o.name);
+  prefer->add_flag("--none", o.none, "every vQP goes back to its default link")->excludes(preferred);
+  waits(prefer);
+  json(prefer);
+  auto* link = app.add_subcommand("link", "takes a link out of use, or puts it back");
+  link->require_subcommand(1);
+  auto* down = add(*link, "down", "vQPs go to their backup links, and none comes here", cmd_link_down);
+  down->add_option("DEVICE[/PORT]", o.name)->required();
+  down->add_flag("--force", o.force, "also if vQPs have no backup, and break");
+  waits(down);
+  json(down);
+  auto* up = add(*link, "up", "ends link down", cmd_link_up);
+  up->add_option("DEVICE[/PORT]", o.name)->required();
+  json(up);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
   show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);

@@ -19,6 +19,11 @@
 #include "control_service.h"
 #include "coordinator.h"
 #include "destination_host.h"
+#include "directory.h"
+#include "failover/link_socket.h"
+#include "failover/peer_directory.h"
+#include "failover/port_watch.h"
+#include "failover/redis_directory.h"
 #include "fault.h"
 #include "host_service.h"
 #include "kernel_record.h"
@@ -165,6 +170,54 @@ void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<Proce
   }).detach();
 }
 
+std::set<Gid> gids_of_this_host() {
+  std::set<Gid> out;
+  for (const auto& port : rdma_ports())
+    for (const auto& g : gids_of(port.device))
+      if (const auto gid = gid_of(g.gid())) out.insert(*gid);
+  return out;
+}
+
+/// Links of processes: docs/failover.md. What one part tells another is set here, once.
+struct Links {
+  explicit Links(Peers& peers)
+      : config(peers.config()), table(config.name),
+        ports(config.state_dir + "/links.json", rdma_ports, {ms(kLinkDownMs), ms(kLinkUpMs), ms(kLinkUpMaxMs), ms(kLinkFlapMs)}) {
+    const auto knock = [this](const Instance& to, const migr_links_channel& from) { socket->knock(to, from); };
+    if (config.redis.address.empty()) {
+      directory = std::make_unique<PeerDirectory>(peers, table);
+    } else {
+      auto r = std::make_unique<RedisDirectory>(config.redis, config.name, table, gids_of_this_host, knock);
+      redis = r.get();
+      table.set_watcher(redis);
+      directory = std::move(r);
+    }
+    socket = std::make_unique<LinkSocket>(table, *directory, [this] { return ports.ports(); }, config.links_file);
+    table.set_gids(gids_of_this_host);
+    table.set_knock(knock);
+    ports.set_changed([this](std::span<const migr_links_port> changed) { socket->tell_ports(changed); });
+  }
+  ~Links() { stop(); }
+  Status start() {
+    if (auto s = ports.start(); !s) spdlog::warn("{}: the state of netdevs is not watched", s.error().text);
+    if (redis) redis->start();
+    return socket->start(config.run_dir + "/links.sock");
+  }
+  void stop() {
+    ports.stop();
+    if (redis) redis->stop();
+    socket->stop();
+  }
+
+  static std::chrono::milliseconds ms(int n) { return std::chrono::milliseconds(n); }
+  const Config& config;
+  LinkTable table;
+  PortWatch ports;
+  std::unique_ptr<LinkDirectory> directory;
+  RedisDirectory* redis = nullptr;  // the same, if it is that
+  std::unique_ptr<LinkSocket> socket;
+};
+
 int run(const Config& config) {
   auto files = pki::load(config.pki);
   if (!files) return fail(files.error().text);
@@ -197,13 +250,15 @@ int run(const Config& config) {
   PartnerHost partner(config, sessions, peers, claims, directory);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   HostService host(config, sessions, numbers, roles);
+  Links links(peers);
+  LinksService links_service(links.table);
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
                          {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
                           [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }},
-                         roles);
+                         roles, {links.table, *links.directory, links.ports});
 
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
     let_go_if_lost(roles, s);
@@ -216,12 +271,15 @@ int run(const Config& config) {
   source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello); !s) return fail(s.error().text);
 
+  if (auto s = links.start(); !s) return fail(s.error().text);
+
   grpc::ServerBuilder outer;
   set_keepalive(outer);
   outer.AddListeningPort(config.listen, peers.server_credentials());
   outer.RegisterService(&host);
   outer.RegisterService(&destination);
   outer.RegisterService(&partner);
+  outer.RegisterService(&links_service);
   set_bulk(outer);
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
@@ -271,6 +329,7 @@ int run(const Config& config) {
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
   inner_server->Shutdown(soon);
   outer_server->Shutdown(soon);
+  links.stop();
   sessions.stop();
   return 0;
 }

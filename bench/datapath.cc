@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // What libmigr costs on the data path: cycles per call over the stub provider
 // (bench/stub), without libmigr, with it on the direct path, and with it on the
-// switched path (MIGR_FORCE_SWITCHED=1).
+// switched path (MIGR_FORCE_SWITCHED=1). Protected is the direct path of a vQP with a backup link.
 //
 //   datapath [--libmigr FILE] [--json FILE] [--generations N] [--rounds N] [--cpu N]
 //
@@ -434,6 +434,7 @@ Process start(const std::string& way, const std::string& libmigr) {
       setenv("MIGR_TABLES", "private", 1);  // no migr.ko here; the data path is the same
     }
     if (way == "switched") setenv("MIGR_FORCE_SWITCHED", "1", 1);
+    if (way == "protected") setenv("MIGR_FORCE_SWITCHED", "protected", 1);
     execl("/proc/self/exe", "datapath", "--worker", way.c_str(), nullptr);
     _exit(127);
   }
@@ -539,7 +540,7 @@ int control(const std::string& libmigr, const std::string& json, int generations
   double mhz = tsc_mhz();
   if (sched_setaffinity(0, sizeof one, &one)) fail("cannot pin to CPU " + std::to_string(cpu));
   std::vector<std::string> ways{"native"};
-  if (!libmigr.empty()) ways.insert(ways.end(), {"direct", "switched"});
+  if (!libmigr.empty()) ways.insert(ways.end(), {"direct", "protected", "switched"});
   std::array<Results, std::size(kModes)> results;
   for (int g = 0; g < generations; g++) run_generation(ways, libmigr, rounds, results);
   printf("%s, TSC %.0f MHz, CPU %d; cycles of the TSC per call; medians of %d rounds in %d sets of\n"

@@ -30,6 +30,7 @@
 #include "high_fd.h"
 #include "itimer.h"
 #include "kernel_link.h"
+#include "links/links.h"
 #include "provider/provider.h"
 #include "provider/uverbs_write.h"
 #include "shadow.h"
@@ -285,6 +286,7 @@ void describe(const Registry& registry, Answer& answer) {
     return answer.fail(EOPNOTSUPP, "cannot be migrated: " + which);
   }
   if (const std::string why = cm::refusal(); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
+  if (const std::string why = links::refusal(); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
   for (const QpShadow* qp : registry.qps)
     if (qp->immovable) return answer.fail(EOPNOTSUPP, std::string("a QP of ") + qp->immovable + "() cannot be migrated");
   for (const CqShadow* cq : registry.cqs)
@@ -703,6 +705,7 @@ void after_fork_in_child() {
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : Registry::get().contexts) context->kernel->detach();
   after_fork_in_parent();
+  links::after_fork_in_child();
   cm::forget_parent();
   after_fork();
 }
@@ -729,6 +732,8 @@ void start() {
   pthread_attr_destroy(&attr);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
+
+std::array<std::uint8_t, 16> instance() { return self ? std::to_array(self->instance) : std::array<std::uint8_t, 16>{}; }
 
 void after_fork() {
   if (state.load() != State::kRunning) return;

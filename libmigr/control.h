@@ -3,10 +3,16 @@
 #ifndef MIGR_CONTROL_H
 #define MIGR_CONTROL_H
 
+#include <array>
+#include <cstdint>
+
 namespace migr::control {
 
 /// Starts the thread once (first user context). All signals are blocked in it. Thread: any, Registry's lock held.
 void start();
+
+/// Random name of this process, the same after a migration; zero: there is none. After start().
+std::array<std::uint8_t, 16> instance();
 
 /// After fork, in the child: the thread is not there; the child goes on without migrd. Thread: the child's only one.
 void after_fork();

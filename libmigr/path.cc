@@ -1,12 +1,19 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "path.h"
 
+#include <linux/membarrier.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <ctime>
+#include <new>
 
 #include "datagrams.h"
 #include "kept.h"
+#include "links/links.h"
 #include "real.h"
 #include "windows.h"
 
@@ -24,6 +31,7 @@ constexpr int kChunkWrs = 8;
 constexpr int kChunkSges = 64;  // at least what any provider allows in one WR
 constexpr std::uint32_t kKeyTag = 0xff;
 constexpr long kRestNs = 50'000;  // nothing beside a stop
+constexpr unsigned kRestsOfALength = 16, kDoublings = 5;  // a rest is at most an eighth of those before, and at most 1.6 ms
 
 /// The physical key; a key that does not exist becomes one that no device has given (index 0).
 MIGR_INLINE std::uint32_t physical_lkey(const QpShadow& q, std::uint32_t key) {
@@ -35,10 +43,12 @@ MIGR_INLINE std::uint32_t physical_rkey(const QpShadow& q, std::uint32_t key) {
   return keys ? keys->physical(key) : key;
 }
 
-MIGR_INLINE std::uint32_t virtual_qpn(const CqShadow& c, std::uint32_t pqpn) {
-  const std::uint32_t entry = c.qpn_table[pqpn & MIGR_QPN_MASK];
+MIGR_INLINE std::uint32_t virtual_qpn(const std::uint32_t* table, std::uint32_t pqpn) {
+  const std::uint32_t entry = table[pqpn & MIGR_QPN_MASK];
   return entry & MIGR_QPN_VALID ? entry & MIGR_QPN_MASK : pqpn;
 }
+
+MIGR_INLINE std::uint32_t virtual_qpn(const CqShadow& c, std::uint32_t pqpn) { return virtual_qpn(c.qpn_table, pqpn); }
 
 MIGR_INLINE void translate_sges(const QpShadow& q, ibv_sge* to, const ibv_sge* from, int count) {
   for (int i = 0; i < count; ++i) {
@@ -186,6 +196,7 @@ void translate_watched(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
 MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   {
     std::lock_guard guard(q.lock);
+    if (q.state.load(std::memory_order_relaxed) & kTrapped) links::empty_trap(q);
     while (wr && !(q.state.load(std::memory_order_relaxed) & kKeepSends)) {
       ibv_send_wr copy = *wr;
       ibv_sge sges[kChunkSges];
@@ -211,7 +222,7 @@ MIGR_COLD int post_send_unusual(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad)
 }
 
 MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kDatagrams | kWindows)) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kDatagrams | kWindows | kTrapped)) [[unlikely]]
     return post_send_unusual(q, wr, bad);
   if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
   return post_send_list(q, wr, bad);
@@ -220,6 +231,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr,
 /// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them.
 MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(q.lock);
+  if (q.state.load(std::memory_order_relaxed) & kTrapped) links::empty_trap(q);
   for (; wr; wr = wr->next) {
     const std::uint32_t state = q.state.load(std::memory_order_relaxed);
     KeptReceive receive = kept::copy(*wr);
@@ -268,7 +280,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv
 }
 
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams)) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);
   if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
   ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
@@ -283,7 +295,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr,
 /// Caller holds c.lock.
 void leave_fake_if_done(CqShadow& c) {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
-  if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq | kWatchedCq)))
+  if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq | kWatchedCq | kLinkedCq)))
     c.state.store(state & ~std::uint32_t{kFakeCq}, std::memory_order_relaxed);
 }
 
@@ -296,56 +308,132 @@ bool pop_fake(CqShadow& c, ibv_wc& wc) {
 }
 
 /// Nothing was found. Whoever polls without a pause would take the processor from those who work on the switchover.
-void rest_if_resting(std::uint32_t state) {
-  if (!(state & (kRestingCq | kFrozenCq))) return;
+/// Caller holds c.lock. @return ns to rest without it; 0: not at all
+long rest_ns(CqShadow& c) {
+  if (!(c.state.load(std::memory_order_relaxed) & (kRestingCq | kFrozenCq))) return c.rests = 0;
+  return kRestNs << std::min(c.rests++ / kRestsOfALength, kDoublings);
+}
+
+void rest(long ns) {
+  if (!ns) return;
   const int saved = errno;
-  const timespec pause{.tv_sec = 0, .tv_nsec = kRestNs};
+  const timespec pause{.tv_sec = 0, .tv_nsec = ns};
   nanosleep(&pause, nullptr);
   errno = saved;
 }
 
 MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
   int n = 0;
-  std::uint32_t state;
+  long pause = 0;
   {
     std::lock_guard guard(c.lock);
     poll_to_fake(c);
     while (n < entries && pop_fake(c, wc[n])) ++n;
     leave_fake_if_done(c);
-    state = c.state.load(std::memory_order_relaxed);
+    if (n) c.rests = 0;
+    else pause = rest_ns(c);
   }
-  if (!n) rest_if_resting(state);
+  rest(pause);
+  return n;
+}
+
+/// A completion that the provider gave. Caller holds c.lock. @param linked of the CQ on the other link
+/// @return how many it became in the fake CQ; -1: it is the application's, as it is
+int take(CqShadow& c, const ibv_wc& wc, bool linked);
+
+/// There is an error among `n` completions of the direct path: those that are the path's are taken out.
+MIGR_COLD int take_errors(CqShadow& c, int n, ibv_wc* wc) noexcept {
+  std::lock_guard guard(c.lock);
+  int left = 0;
+  for (int i = 0; i < n; ++i) {
+    if (wc[i].status != IBV_WC_SUCCESS && take(c, wc[i], false) >= 0) continue;
+    if (left != i) wc[left] = wc[i];
+    ++left;
+  }
+  return left;
+}
+
+/// A thread on the way of a protected CQ: which one. Plain stores: whoever has raised kFakeCq makes all threads pass a
+/// barrier (membarrier) before it looks, so a thread is either seen here or sees the flag.
+struct Poller {
+  std::atomic<const CqShadow*> cq{nullptr};
+  std::atomic<bool> alive{true};
+  Poller* next = nullptr;
+};
+std::atomic<Poller*> pollers{nullptr};
+[[gnu::tls_model("initial-exec")]] thread_local Poller* this_poller = nullptr;
+
+/// This thread's, made now. @return null: no memory
+MIGR_COLD Poller* new_poller() noexcept {
+  static pthread_key_t ended;
+  static const bool keyed = pthread_key_create(&ended, [](void* p) { static_cast<Poller*>(p)->alive.store(false); }) == 0;
+  Poller* p = pollers.load();
+  for (bool dead = false; p && !(dead = false, p->alive.compare_exchange_strong(dead, true)); p = p->next) {}
+  if (!p) {
+    if (!(p = new (std::nothrow) Poller)) return nullptr;
+    p->next = pollers.load();
+    while (!pollers.compare_exchange_weak(p->next, p)) {}
+  }
+  if (keyed) pthread_setspecific(ended, p);
+  return this_poller = p;
+}
+
+MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc* wc) noexcept {
+  Poller* me = this_poller;
+  if (!me) [[unlikely]]
+    if (!(me = new_poller())) return poll_fake(c, entries, wc);
+  me->cq.store(&c, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  int n;
+  if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]] {
+    me->cq.store(nullptr, std::memory_order_release);
+    return poll_fake(c, entries, wc);
+  }
+  n = c.real_poll(c.real, entries, wc);
+  for (int i = 0; i < n; ++i)
+    if (wc[i].status != IBV_WC_SUCCESS) [[unlikely]] {
+      n = take_errors(c, n, wc);
+      break;
+    }
+  me->cq.store(nullptr, std::memory_order_release);
   return n;
 }
 
 MIGR_PATH [[gnu::noinline]] int poll_switched(CqShadow& c, int entries, ibv_wc* wc) noexcept {
-  if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]]
+  const std::uint32_t state = c.state.load(std::memory_order_relaxed);
+  if (state & kFakeCq) [[unlikely]]
     return poll_fake(c, entries, wc);
-  const int n = c.real_poll(c.real, entries, wc);
+  const int n = state & kProtectedCq ? poll_protected(c, entries, wc) : c.real_poll(c.real, entries, wc);
   for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
 }
 
 }  // namespace
 
+// Where it goes is read before the state: who was let through by an old state then goes to the path of that time, and
+// finds a closed one instead of another link's whose keys are not these. Pairs with switch_to_link().
 MIGR_PATH int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   QpShadow& q = shadow_of(qp);
+  const auto lower = __atomic_load_n(&q.real_post_send, __ATOMIC_ACQUIRE);
+  ibv_qp* const real = __atomic_load_n(&q.real, __ATOMIC_ACQUIRE);
   if (q.state.load(std::memory_order_relaxed)) [[unlikely]]
     return post_send_switched(q, wr, bad);
-  return q.real_post_send(q.real, wr, bad);  // tail call: nothing may follow it
+  return lower(real, wr, bad);  // tail call: nothing may follow it
 }
 
 MIGR_PATH int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   QpShadow& q = shadow_of(qp);
+  const auto lower = __atomic_load_n(&q.real_post_recv, __ATOMIC_ACQUIRE);
+  ibv_qp* const real = __atomic_load_n(&q.real, __ATOMIC_ACQUIRE);
   if (q.state.load(std::memory_order_relaxed)) [[unlikely]]
     return post_recv_switched(q, wr, bad);
-  return q.real_post_recv(q.real, wr, bad);
+  return lower(real, wr, bad);
 }
 
 MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
   CqShadow& c = shadow_of(cq);
-  if (c.state.load(std::memory_order_relaxed)) [[unlikely]]
-    return poll_switched(c, entries, wc);
+  if (const std::uint32_t state = c.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return state == kProtectedCq ? poll_protected(c, entries, wc) : poll_switched(c, entries, wc);
   return c.real_poll(c.real, entries, wc);
 }
 
@@ -416,13 +504,25 @@ bool of_a_cut(CqShadow& c, const ibv_wc& wc) {
   const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num; });
   if (cut == c.cutting.end()) return false;
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
-  if (wc.status != IBV_WC_WR_FLUSH_ERR) return false;
+  const bool given_up = wc.status == IBV_WC_RETRY_EXC_ERR && (*cut)->path_failed;
+  if (wc.status != IBV_WC_WR_FLUSH_ERR && !given_up) return false;
   ++(*cut)->flushed;
   if (&c == (*cut)->send_cq) ++(*cut)->flushed_sends;
+  if ((*cut)->path_failed) (&c == (*cut)->send_cq ? (*cut)->taken_sends : (*cut)->taken_receives).push_back(wc);
   return true;
 }
 
 }  // namespace
+
+bool watch_pollers() { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
+
+bool pollers_are_outside(const CqShadow& c) {
+  for (const Poller* p = pollers.load(); p; p = p->next)
+    if (p->cq.load(std::memory_order_acquire) == &c) return false;
+  return true;
+}
+
+void pass_barrier() { syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0); }
 
 int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
   const auto found = std::find_if(c.stand_ins.begin(), c.stand_ins.end(), [&](const StandIn& s) { return s.wr_id == wc.wr_id; });
@@ -440,22 +540,31 @@ int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
   return pushed;
 }
 
-int poll_to_fake(CqShadow& c) noexcept {
-  if (c.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;
+namespace {
+
+int take(CqShadow& c, const ibv_wc& wc, bool linked) {
+  if (marker::is_marker(wc.wr_id)) {
+    if (c.markers) --c.markers;
+    const int others = complete_stand_in(c, wc);
+    if (others < 0) c.seen_markers.push_back(wc);
+    return std::max(others, 0);
+  }
+  if (!linked && !c.cutting.empty() && of_a_cut(c, wc)) return 0;
+  return wc.status != IBV_WC_SUCCESS && c.link && links::take_error(c, wc, linked) ? 0 : -1;
+}
+
+/// One CQ of the provider's.
+int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), const std::uint32_t* qpn_table, bool linked) {
   constexpr int kBatch = 16;
   ibv_wc batch[kBatch];
   int moved = 0, n;
-  while ((n = c.real_poll(c.real, kBatch, batch)) > 0) {
+  while ((n = poll(cq, kBatch, batch)) > 0) {
     for (int i = 0; i < n; ++i) {
-      if (marker::is_marker(batch[i].wr_id)) {
-        if (c.markers) --c.markers;
-        const int others = complete_stand_in(c, batch[i]);
-        if (others < 0) c.seen_markers.push_back(batch[i]);
-        else moved += others;
+      if (const int became = take(c, batch[i], linked); became >= 0) {
+        moved += became;
         continue;
       }
-      if (!c.cutting.empty() && of_a_cut(c, batch[i])) continue;
-      batch[i].qp_num = virtual_qpn(c, batch[i].qp_num);
+      batch[i].qp_num = virtual_qpn(qpn_table, batch[i].qp_num);
       if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
       c.fake.push_back(batch[i]);
@@ -463,6 +572,16 @@ int poll_to_fake(CqShadow& c) noexcept {
     }
     if (n < kBatch) break;
   }
+  return moved;
+}
+
+}  // namespace
+
+int poll_to_fake(CqShadow& c) noexcept {
+  const std::uint32_t state = c.state.load(std::memory_order_relaxed);
+  if (state & kFrozenCq) return 0;
+  int moved = move_to_fake(c, c.real, c.real_poll, c.qpn_table, false);
+  if (state & kLinkedCq) moved += move_to_fake(c, c.link->real, c.link->real_poll, c.link->qpn_table, true);
   if (moved) {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -691,9 +810,9 @@ MIGR_COLD int next_fake(CqShadow& c) noexcept {
   std::unique_lock guard(c.lock);
   poll_to_fake(c);
   if (!pop_fake(c, c.fake_ex.wc)) {
-    const std::uint32_t state = c.state.load(std::memory_order_relaxed);
+    const long pause = rest_ns(c);
     guard.unlock();
-    rest_if_resting(state);
+    rest(pause);
     return ENOENT;
   }
   leave_fake_if_done(c);

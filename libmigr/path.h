@@ -43,6 +43,13 @@ int post_one_receive(SrqShadow& srq, const KeptReceive& receive) noexcept;
 /// @return completions moved
 int poll_to_fake(CqShadow& cq) noexcept;
 
+/// Once, before any CQ is protected. @return false: this kernel has no membarrier(2), and no CQ may be
+bool watch_pollers();
+/// kFakeCq was raised before: from here on pollers_are_outside() tells of all threads that have not seen it.
+void pass_barrier();
+/// Nobody holds completions of protected CQ `cq` that were not looked at.
+bool pollers_are_outside(const CqShadow& cq);
+
 /// The completion of a work request that was posted in the name of others: theirs, to the fake CQ. Caller holds cq.lock.
 /// @return how many; -1: `wc` is none of those
 int complete_stand_in(CqShadow& cq, const ibv_wc& wc);

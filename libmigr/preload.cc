@@ -17,6 +17,7 @@
 #include "control.h"
 #include "datagrams.h"
 #include "kernel_link.h"
+#include "links/links.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -69,8 +70,13 @@ void say_no_name(const char* of, std::uint32_t name, int err) {
 
 }  // namespace
 
+bool force_protected() {
+  static const char* const value = getenv("MIGR_FORCE_SWITCHED");
+  return value && !std::strcmp(value, "protected");
+}
+
 bool force_switched() {
-  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr;
+  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr && !force_protected();
   return value;
 }
 
@@ -152,6 +158,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   name_mr(*shadow);
   registry.mrs.push_back(shadow);
   if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(shadow->app.lkey, shift);
+  links::made(*shadow);
   return &shadow->app;
 }
 
@@ -254,6 +261,7 @@ CqShadow* new_cq(Context& context) {
   shadow->qpn_table = context.kernel->qpn_table();
   shadow->real_poll = context.ops.poll_cq;
   if (force_switched()) shadow->state.store(kCqForced, std::memory_order_relaxed);
+  if (force_protected() && path::watch_pollers()) shadow->state.store(kProtectedCq, std::memory_order_relaxed);
   return shadow;
 }
 
@@ -336,6 +344,7 @@ int req_notify_cq(ibv_cq* cq, int solicited_only) {
   shadow.armed = true;
   shadow.solicited_only = solicited_only;
   if (shadow.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;  // armed again when it is thawed
+  if (const int err = links::arm(shadow, solicited_only)) return err;
   return shadow.context->ops.req_notify_cq(shadow.real, solicited_only);
 }
 
@@ -400,6 +409,7 @@ void adopt_context(ibv_context* ctx) {
   }
   note_uverbs_fd(ctx->cmd_fd, true);
   control::start();
+  links::opened(*context);
 }
 
 void drop_context(ibv_context* ctx) {
@@ -413,6 +423,7 @@ void drop_context(ibv_context* ctx) {
   const auto of_it = [&](const auto* object) { return object->context == ctx; };
   for (QpShadow* qp : registry.qps)
     if (qp->context == context) datagrams::gone(*qp);
+  links::dropped(*context);
   datagrams::dropped(*context);
   windows::dropped(*context);
   std::erase_if(registry.qps, in_it);
@@ -462,6 +473,7 @@ MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {
 MIGR_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
   Registry& registry = Registry::get();
   auto guard = registry.change();
+  links::gone(pd);
   const int err = real().dealloc_pd(pd);
   if (!err) forget(registry.pds, pd), parent_domain_gone(registry, pd);
   return err;
@@ -497,6 +509,7 @@ MIGR_EXPORT void ibv_unimport_mr(ibv_mr* mr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   MrShadow* shadow = known(registry, mr);
+  if (shadow) links::gone(*shadow);
   real().unimport_mr(shadow ? shadow->real : mr);
   if (!shadow) return;
   forget(registry.mrs, shadow);
@@ -509,9 +522,10 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   MrShadow* shadow = known(registry, mr);
   if (!shadow) return real().rereg_mr(mr, flags, pd, addr, length, access);
   const ibv_mr name = shadow->app, before = *shadow->real;
+  links::gone(*shadow);  // made anew below
   const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
   // The last error comes after the device has done it: only the old memory could not be given back to children.
-  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return err;
+  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return links::made(*shadow), err;
   const ibv_mr& now = *shadow->real;
   shadow->app = now;
   std::memcpy(shadow->behind, shadow->real + 1, sizeof shadow->behind);
@@ -530,6 +544,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
     name_mr(*shadow);
   }
   datagrams::note_shift(shadow->app.lkey, reinterpret_cast<std::uintptr_t>(now.addr) - shadow->iova);
+  links::made(*shadow);
   return err;
 }
 
@@ -541,6 +556,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   const ibv_mr before = *shadow->real;
   const int err = real().dereg_mr(shadow->real);
   if (err) return err;
+  links::gone(*shadow);
   retire_keys(registry, shadow->app, before);
   datagrams::note_shift(shadow->app.lkey, 0);
   forget(registry.mrs, shadow);
@@ -580,6 +596,7 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
     return nullptr;
   }
   adopt_cq(registry, *shadow, cq, cq_context);
+  links::changed();
   return &shadow->app;
 }
 
@@ -599,6 +616,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   {
     auto guard = registry.change();
     shadow = known(registry, cq);
+    if (shadow) links::gone(*shadow);
   }
   if (!shadow) return real().destroy_cq(cq);
   // Not under the lock: it waits until the application has acknowledged its events.
@@ -675,6 +693,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
     shadow->responder_only = false;
   }
+  if (mask & IBV_QP_STATE) links::leave(*shadow, attr->qp_state);
   ibv_qp_attr mine = *attr;
   if ((mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
   const int err = real().modify_qp(shadow->real, &mine, mask);
@@ -685,6 +704,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);
   shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
+  links::modified(*shadow, *attr, mask);
   return 0;
 }
 
@@ -696,6 +716,7 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   const ibv_qp_state state = shadow->real->state;
   const int err = real().query_qp(shadow->real, attr, mask, init);
   if (err) return err;
+  if (links::hides_errors(*shadow) && attr->qp_state == IBV_QPS_ERR) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
   if (shadow->cut && attr->qp_state == IBV_QPS_RESET) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
   init->qp_context = shadow->app.qp_context;
   init->send_cq = shadow->app.send_cq;
@@ -704,6 +725,10 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   if (shadow->birth.mask & IBV_QP_DEST_QPN) attr->dest_qp_num = shadow->birth.dest_qp_num;
   if (shadow->birth.mask & IBV_QP_AV) attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
+  if (links::on_backup(*shadow)) {
+    attr->ah_attr = shadow->birth.ah;
+    attr->port_num = shadow->birth.ah.port_num;
+  }
   if (shadow->responder_only && attr->qp_state == IBV_QPS_RTS) attr->qp_state = attr->cur_qp_state = IBV_QPS_RTR;
   shadow->app.state = shadow->app_state();
   return 0;
@@ -719,6 +744,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     if (err || !shadow) return err;
     for (ibv_qp* other : {shadow->old_real, shadow->spare})
       if (other) real().destroy_qp(other);
+    links::gone(*shadow);
     forget(registry.qps, shadow);
     datagrams::gone(*shadow);
     windows::gone(*shadow);

@@ -14,6 +14,8 @@
 
 // clang-format off
 #define MIGR_REAL_VERBS(X)                                              \
+  X(get_device_list, "IBVERBS_1.1") X(free_device_list, "IBVERBS_1.1")  \
+  X(query_port, "IBVERBS_1.1")     X(query_gid, "IBVERBS_1.1")          \
   X(open_device, "IBVERBS_1.1")    X(close_device, "IBVERBS_1.1")       \
   X(alloc_pd, "IBVERBS_1.1")       X(dealloc_pd, "IBVERBS_1.1")         \
   X(reg_mr, "IBVERBS_1.1")         X(reg_mr_iova, "IBVERBS_1.7")        \

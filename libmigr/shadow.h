@@ -36,6 +36,11 @@ class KernelLink;
 namespace switchover {
 void destroy_old_paths();
 }
+namespace links {  // links/links.h
+struct Twin;
+struct CqLink;
+struct QpLink;
+}
 
 /// Bits of a QP's state word. Zero: the direct path (state word, tail call).
 /// Written under QpShadow::lock, by the control thread; read without a lock on the data path.
@@ -49,6 +54,7 @@ enum QpStateBits : std::uint32_t {
   kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
   kWindows = 1u << 9,          ///< its process has memory windows: windows.h. For good
   kDatagrams = 1u << 8,        ///< unconnected, and a peer has moved: datagrams.h. For good
+  kTrapped = 1u << 10,         ///< its old path is a trap: who posts looks into it before, under the lock
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
@@ -61,6 +67,8 @@ enum CqStateBits : std::uint32_t {
   kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
   kRestingCq = 1u << 6,     ///< nothing can complete before a QP on it resumes: who polls leaves the processor to others
+  kProtectedCq = 1u << 7,   ///< a QP on it has a backup: error completions are looked at. Alone: the direct path, and that. For good
+  kLinkedCq = 1u << 8,      ///< QPs on it are served by another link: its CQ there is polled, too, and kFakeCq stays. For good
 };
 
 /// Bits of an SRQ's state word. Zero: direct. Written under SrqShadow::lock.
@@ -118,6 +126,7 @@ struct QueuedSend {
   std::uint64_t bytes = 0;
   std::uint32_t first_psn = 0;  ///< stale if it was never sent
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
+  bool retry_exceeded = false;  ///< the device has given it up
 };
 
 /// A completion that the application gets in the place of one of ours.
@@ -137,12 +146,16 @@ struct Cut {
   std::uint32_t next_psn = 0;  ///< that its requester would have sent next
   std::uint32_t pqpn = 0;
   const CqShadow* send_cq = nullptr;
+  bool path_failed = false;  ///< by the path's failure: of a send that was given up the completion is ours, too
+  bool resend = false;       ///< WRITEs are done again, unless a message behind them has come
+  std::vector<ibv_wc> taken_sends, taken_receives;  ///< path_failed: the completions; with one CQ all are in the first
   std::size_t flushed_sends = 0, flushed = 0;  ///< completions of what was not used: on the send CQ, in all
   std::size_t received = 0;                ///< receives that completed while it was cut
   std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys
   std::vector<KeptReceive> receives;       ///< not used; virtual keys
   bool settled = false;                    ///< it is known how far the other end got
   std::uint32_t peer_psn = 0;
+  std::size_t replays = 0;                 ///< at the head of what is kept
   std::vector<OwedCompletion> errors;      ///< for the application, when it may go on
   bool lost = false;                       ///< an atomic was executed whose answer will never come: the connection breaks
 };
@@ -184,6 +197,7 @@ struct Context {
   bool had_windows = false;
   bool renamed = false;   ///< an MR is called otherwise than the device calls it: new queues translate from the start
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
+  links::Twin* twin = nullptr;         ///< the same on its backup link
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
 
@@ -197,6 +211,7 @@ struct MrShadow {
   int access;  ///< IBV_ACCESS_* as given
   std::uint64_t iova;
   bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported, on demand)
+  ibv_mr* twin = nullptr;  ///< the same memory on the backup link
 };
 
 struct alignas(64) CqShadow {
@@ -220,6 +235,7 @@ struct alignas(64) CqShadow {
   /* the rest */
   std::mutex lock;
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
+  unsigned rests;    ///< polls in a row that found nothing under kRestingCq
   unsigned markers;  ///< drain and event markers whose completion was not seen yet
   std::vector<ibv_wc> seen_markers;  ///< for drain()
   std::vector<Cut*> cutting;         ///< of QPs on it whose queues are being flushed: not the application's business
@@ -233,6 +249,7 @@ struct alignas(64) CqShadow {
   std::vector<QpShadow*> datagram_qps;  ///< that receive here and name their sources
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
+  links::CqLink* link;        ///< null: no QP on it has a backup
 };
 
 struct alignas(64) SrqShadow {
@@ -333,6 +350,7 @@ struct alignas(64) QpShadow {
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
+  links::QpLink* link = nullptr;            ///< its path on the backup link; null: it has none
 
   std::uint32_t vqpn() const { return app.qp_num; }
   std::uint32_t pqpn() const { return real->qp_num; }

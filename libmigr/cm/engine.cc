@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "../../include/migr/gid.h"
 #include "../high_fd.h"
 #include "events.h"
 
@@ -124,6 +125,16 @@ bool anywhere(const std::vector<char>& address) {
     return IN6_IS_ADDR_UNSPECIFIED(&ip) || IN6_IS_ADDR_LOOPBACK(&ip);
   }
   return false;
+}
+
+/// Of a connection over which nothing is ever sent.
+rdma_ucm_conn_param idle_connection(std::uint32_t pqpn) {
+  rdma_ucm_conn_param p{};
+  p.qp_num = pqpn;
+  p.responder_resources = p.initiator_depth = 1;
+  p.retry_count = p.rnr_retry_count = 7;
+  p.valid = 1;
+  return p;
 }
 
 rdma_ucm_event_resp plain_event(std::uint32_t event) {
@@ -345,14 +356,7 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   }
   const auto found = channels_.find(fd);
   if (found == channels_.end()) return fail(EACCES);  // as for a forked child
-  return in_thread(guard, [&] {
-    const ssize_t result = dispatch(*found->second, copy, count);
-    if (result >= 0 && vqpn) {
-      const int at = id_offset(header.cmd);
-      if (Id* id = find(load<std::uint32_t>(body + at, sizeof(std::uint32_t)))) id->qp_num = vqpn;
-    }
-    return result;
-  });
+  return in_thread(guard, [&] { return dispatch(*found->second, copy, count, vqpn); });
 }
 
 Engine::Id* Engine::find(std::uint32_t handle) {
@@ -360,9 +364,11 @@ Engine::Id* Engine::find(std::uint32_t handle) {
   return found == ids_.end() ? nullptr : found->second.get();
 }
 
-ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
+/// @param buf   a copy of the command, in which the kernel's names take the place of ours
+/// @param vqpn  the QP that it names, as the application knows it; 0: none
+ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, std::uint32_t vqpn) {
   const auto header = load<rdma_ucm_cmd_hdr>(buf, count);
-  const char* payload = buf + sizeof(header);
+  char* const payload = buf + sizeof(header);
   if (header.cmd == RDMA_USER_CM_CMD_CREATE_ID) {
     if (header.out < sizeof(rdma_ucm_create_id_resp)) return fail(ENOSPC);
     return create_id(channel, payload, header.in) < 0 ? -1 : static_cast<ssize_t>(count);
@@ -374,7 +380,6 @@ ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
       Group* g = &group->second;
       unqueue(*g->id->channel, [g](const Waiting& w) { return w.group == g; });
       reinterpret_cast<rdma_ucm_destroy_id_resp*>(leave.response)->events_reported = g->reported;
-      g->id->groups--;
       groups_.erase(group);
     }
     return static_cast<ssize_t>(count);
@@ -403,15 +408,12 @@ ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
     if (header.cmd == RDMA_USER_CM_CMD_SET_OPTION || header.cmd == RDMA_USER_CM_CMD_NOTIFY) return static_cast<ssize_t>(count);
     return fail(EINVAL);
   }
-  char copy[kMaxCommand];
-  memcpy(copy, buf, count);
-  char* body = copy + sizeof(header);
-  memcpy(body + at, &id->k->number, sizeof(id->k->number));
+  const auto accept = load<rdma_ucm_accept>(payload, header.in);
+  memcpy(payload + at, &id->k->number, sizeof(id->k->number));
   if (header.cmd == RDMA_USER_CM_CMD_ACCEPT && header.in >= sizeof(std::uint64_t))
-    memcpy(body + offsetof(rdma_ucm_accept, uid), &id->k->uid, sizeof(id->k->uid));
+    memcpy(payload + offsetof(rdma_ucm_accept, uid), &id->k->uid, sizeof(id->k->uid));
   // Events may be read before we know the answer: first the state that they end.
   const State before = id->state;
-  const auto accept = load<rdma_ucm_accept>(payload, header.in);
   switch (header.cmd) {
     case RDMA_USER_CM_CMD_RESOLVE_IP:
     case RDMA_USER_CM_CMD_RESOLVE_ADDR:
@@ -424,12 +426,13 @@ ssize_t Engine::dispatch(Channel& channel, const char* buf, std::size_t count) {
   }
   const std::uint64_t uid_before = id->app_uid;
   if (header.cmd == RDMA_USER_CM_CMD_ACCEPT && accept.conn_param.valid) id->app_uid = accept.uid;
-  if (kernel_.write(real_fd_, copy, count) < 0) {
+  if (kernel_.write(real_fd_, buf, count) < 0) {
     const int error = errno;
     id->state = before;
     id->app_uid = uid_before;
     return fail(error);
   }
+  if (vqpn) id->qp_num = vqpn;
   note_done(*id, header.cmd, payload, header.in);
   const auto query = load<rdma_ucm_query>(payload, header.in);
   if (header.cmd == RDMA_USER_CM_CMD_QUERY_ROUTE)
@@ -468,8 +471,7 @@ void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::
     case RDMA_USER_CM_CMD_JOIN_MCAST: {
       const auto response = load<std::uint64_t>(payload, in);  // first in both
       const std::uint32_t number = reinterpret_cast<const rdma_ucm_create_id_resp*>(response)->id;
-      groups_[number] = {number, &id};
-      id.groups++;
+      groups_[number] = {&id};
       return;
     }
     default:
@@ -491,12 +493,29 @@ void Engine::name_device(std::uint64_t response, std::size_t bytes, std::size_t 
   if (indexed) memcpy(at + index_at, &index, sizeof(index));
 }
 
+bool Engine::query_address(const KernelId& k, rdma_ucm_query_addr_resp& out) {
+  rdma_ucm_query query{};
+  query.id = k.number;
+  query.option = RDMA_USER_CM_QUERY_ADDR;
+  return say(RDMA_USER_CM_CMD_QUERY, query, &out, sizeof(out));
+}
+
+bool Engine::bind(const KernelId& k, const void* address, std::size_t bytes) {
+  rdma_ucm_bind bind{};
+  bind.id = k.number;
+  bind.addr_size = static_cast<std::uint16_t>(bytes);
+  memcpy(&bind.addr, address, std::min(bytes, sizeof(bind.addr)));
+  return say(RDMA_USER_CM_CMD_BIND, bind);
+}
+
+bool Engine::listen(const KernelId& k, std::uint32_t backlog) {
+  rdma_ucm_listen listen{k.number, backlog};
+  return say(RDMA_USER_CM_CMD_LISTEN, listen);
+}
+
 void Engine::learn_address(Id& id) {
   rdma_ucm_query_addr_resp response{};
-  rdma_ucm_query query{};
-  query.id = id.k->number;
-  query.option = RDMA_USER_CM_QUERY_ADDR;
-  if (!say(RDMA_USER_CM_CMD_QUERY, query, &response, sizeof(response))) return;
+  if (!query_address(*id.k, response)) return;
   const char* bytes = reinterpret_cast<const char*>(&response.src_addr);
   id.address.assign(bytes, bytes + std::min<std::size_t>(response.src_size, sizeof(response.src_addr)));
 }
@@ -574,9 +593,14 @@ void Engine::unqueue(Channel& channel, const std::function<bool(const Waiting&)>
   }
 }
 
-void Engine::remove(Id& id) {
+/// They go on, to tell the other end.
+void Engine::let_links_go(const Id& id) {
   for (const auto& link : links_)
     if (link->id == &id) link->id = nullptr;
+}
+
+void Engine::remove(Id& id) {
+  let_links_go(id);
   drop(id.k);
   unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; });
   std::erase_if(groups_, [&](const auto& g) { return g.second.id == &id; });
@@ -613,8 +637,7 @@ ssize_t Engine::disconnect(Id& id, std::size_t count) {
     return done;
   }
   if (id.state == State::kConnected) {
-    for (const auto& link : links_)
-      if (link->id == &id) link->id = nullptr;  // and goes on, to tell the other end
+    let_links_go(id);
     deliver_end(id);
   }
   return done;
@@ -766,8 +789,8 @@ std::string Engine::settle(unsigned limit_ms) {
 
 std::string Engine::immovable() {
   std::lock_guard guard(mutex_);
+  if (!groups_.empty()) return "a multicast group joined by librdmacm";
   for (const auto& [handle, id] : ids_) {
-    if (id->groups) return "a multicast group joined by librdmacm";
     if ((id->port_space == RDMA_PS_UDP || id->port_space == RDMA_PS_IPOIB) && id->state != State::kIdle)
       return "an id of librdmacm for datagrams (RDMA_PS_UDP, RDMA_PS_IPOIB)";
     if ((id->state == State::kBound || id->state == State::kListening) && !anywhere(id->address))
@@ -807,14 +830,8 @@ void Engine::make_again(Id& id) {
     say(RDMA_USER_CM_CMD_SET_OPTION, set);
   }
   if (id.state == State::kIdle) return;
-  rdma_ucm_bind bind{};
-  bind.id = id.k->number;
-  bind.addr_size = static_cast<std::uint16_t>(id.address.size());
-  memcpy(&bind.addr, id.address.data(), std::min(id.address.size(), sizeof(bind.addr)));
-  if (!say(RDMA_USER_CM_CMD_BIND, bind)) return complain("bind");
-  if (id.state == State::kBound) return;
-  rdma_ucm_listen listen{id.k->number, static_cast<std::uint32_t>(id.backlog)};
-  if (!say(RDMA_USER_CM_CMD_LISTEN, listen)) complain("listen");
+  if (!bind(*id.k, id.address.data(), id.address.size())) return complain("bind");
+  if (id.state == State::kListening && !listen(*id.k, static_cast<std::uint32_t>(id.backlog))) complain("listen");
 }
 
 bool Engine::listen_for_links() {
@@ -822,18 +839,8 @@ bool Engine::listen_for_links() {
   if (!listener_) return false;
   sockaddr_in any{};
   any.sin_family = AF_INET;
-  rdma_ucm_bind bind{};
-  bind.id = listener_->number;
-  bind.addr_size = sizeof(any);
-  memcpy(&bind.addr, &any, sizeof(any));
-  rdma_ucm_listen listen{listener_->number, kLinkBacklog};
-  rdma_ucm_query query{};
-  query.id = listener_->number;
-  query.option = RDMA_USER_CM_QUERY_ADDR;
   rdma_ucm_query_addr_resp at{};
-  if (!say(RDMA_USER_CM_CMD_BIND, bind) || !say(RDMA_USER_CM_CMD_LISTEN, listen) ||
-      !say(RDMA_USER_CM_CMD_QUERY, query, &at, sizeof(at)))
-    return false;
+  if (!bind(*listener_, &any, sizeof(any)) || !listen(*listener_, kLinkBacklog) || !query_address(*listener_, at)) return false;
   sockaddr_in bound{};
   memcpy(&bound, &at.src_addr, sizeof(bound));
   port_ = ntohs(bound.sin_port);
@@ -969,10 +976,7 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
   rdma_ucm_accept accept{};
   accept.id = k->number;
   accept.uid = k->uid;
-  accept.conn_param.qp_num = meant->pqpn;
-  accept.conn_param.responder_resources = accept.conn_param.initiator_depth = 1;
-  accept.conn_param.rnr_retry_count = accept.conn_param.retry_count = 7;
-  accept.conn_param.valid = 1;
+  accept.conn_param = idle_connection(meant->pqpn);
   k->id = meant;
   k->quiet = true;
   if (say(RDMA_USER_CM_CMD_ACCEPT, accept))
@@ -982,6 +986,11 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
 }
 
 void Engine::start_link(Link& link) {
+  if (migr_gid_family(link.path.dgid.data()) != 0) {
+    fprintf(stderr, "libmigr: the end of a librdmacm connection will not be told: its GID is no IPv4 address\n");
+    link.tries = kLinkTries;
+    return link_failed(link);
+  }
   link.k = make_kernel_id(RDMA_PS_TCP, kReliable, nullptr);
   if (!link.k) return link_failed(link);
   link.k->link = &link;
@@ -994,12 +1003,6 @@ void Engine::start_link(Link& link) {
   resolve.timeout_ms = kResolveMs;
   resolve.dst_size = sizeof(to);
   memcpy(&resolve.dst_addr, &to, sizeof(to));
-  const std::uint8_t v4_mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-  if (memcmp(link.path.dgid.data(), v4_mapped, sizeof(v4_mapped))) {
-    fprintf(stderr, "libmigr: the end of a librdmacm connection will not be told: its GID is no IPv4 address\n");
-    link.tries = kLinkTries;
-    return link_failed(link);
-  }
   if (!say(RDMA_USER_CM_CMD_RESOLVE_ADDR, resolve)) link_failed(link);
 }
 
@@ -1036,10 +1039,7 @@ void Engine::link_event(Link& link, const rdma_ucm_event_resp& event) {
       hello.pqpn = link.path.pqpn;
       rdma_ucm_connect connect{};
       connect.id = link.k->number;
-      connect.conn_param.qp_num = link.path.pqpn;
-      connect.conn_param.responder_resources = connect.conn_param.initiator_depth = 1;
-      connect.conn_param.retry_count = connect.conn_param.rnr_retry_count = 7;
-      connect.conn_param.valid = 1;
+      connect.conn_param = idle_connection(link.path.pqpn);
       connect.conn_param.private_data_len = sizeof(hello);
       memcpy(connect.conn_param.private_data, &hello, sizeof(hello));
       if (!say(RDMA_USER_CM_CMD_CONNECT, connect)) link_failed(link);

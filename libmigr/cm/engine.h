@@ -143,12 +143,10 @@ class Engine {
     int backlog = 0;
     std::vector<char> address;  ///< sockaddr, once bound
     std::vector<std::vector<char>> options;
-    std::uint32_t groups = 0;
     bool held = false;          ///< SWITCH..RESUME
     std::vector<rdma_ucm_event_resp> deferred;
   };
   struct Group {
-    std::uint32_t number;
     Id* id;
     std::uint32_t reported = 0;
   };
@@ -175,7 +173,7 @@ class Engine {
   void wake();
 
   // Under mutex_, all of them; what writes to the kernel in our thread.
-  ssize_t dispatch(Channel& channel, const char* buf, std::size_t count);
+  ssize_t dispatch(Channel& channel, char* buf, std::size_t count, std::uint32_t vqpn);
   ssize_t create_id(Channel& channel, const char* payload, std::size_t in);
   ssize_t destroy_id(Id& id, std::uint64_t response);
   ssize_t disconnect(Id& id, std::size_t count);
@@ -183,7 +181,11 @@ class Engine {
   ssize_t migrate_id(Id& id, Channel& to, const char* payload);
   void note_done(Id& id, std::uint32_t command, const char* payload, std::size_t in);
   void name_device(std::uint64_t response, std::size_t bytes, std::size_t index_at);
+  bool query_address(const KernelId& k, rdma_ucm_query_addr_resp& out);
+  bool bind(const KernelId& k, const void* address, std::size_t bytes);
+  bool listen(const KernelId& k, std::uint32_t backlog);
   void learn_address(Id& id);
+  void let_links_go(const Id& id);
   void remove(Id& id);
   void pump();
   void handle(rdma_ucm_event_resp& event);

@@ -48,6 +48,11 @@ int queue_parts(QpShadow& shadow, QueuePart& sends, QueuePart& receives);
 int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out);
 int receives_in(QpShadow& shadow, QueuePart part, std::vector<KeptReceive>& out);
 
+/// The same of a path that is not the QP's any more, by where its queues lie.
+int queue_parts(const QpShadow::Ring& send_ring, const QpShadow::Ring& receive_ring, QueuePart& sends, QueuePart& receives);
+int sends_in(const QpShadow::Ring& ring, QueuePart part, std::vector<QueuedSend>& out);
+int receives_in(const QpShadow::Ring& ring, QueuePart part, std::vector<KeptReceive>& out);
+
 /// `ah` becomes what `fresh` is, which is given up: the application keeps its pointer.
 void become(ibv_ah& ah, ibv_ah* fresh);
 

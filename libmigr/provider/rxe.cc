@@ -250,15 +250,23 @@ int sends_in_queue(QpShadow& shadow, unsigned& count) {
 int queue_parts(QpShadow& shadow, QueuePart& sends, QueuePart& receives) {
   QpShadow* const one[] = {&shadow};
   if (const int error = locate_queues(one)) return error;
-  sends = not_completed(static_cast<const rxe_queue_buf*>(shadow.send_ring.queue));
+  return queue_parts(shadow.send_ring, shadow.receive_ring, sends, receives);
+}
+
+int queue_parts(const QpShadow::Ring& send_ring, const QpShadow::Ring& receive_ring, QueuePart& sends, QueuePart& receives) {
+  sends = not_completed(static_cast<const rxe_queue_buf*>(send_ring.queue));
   receives = {};
-  if (!shadow.real->srq) receives = not_completed(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue));
+  if (receive_ring.queue) receives = not_completed(static_cast<const rxe_queue_buf*>(receive_ring.queue));
   return 0;
 }
 
 int receives_in(QpShadow& shadow, QueuePart part, std::vector<KeptReceive>& out) {
+  return receives_in(shadow.receive_ring, part, out);
+}
+
+int receives_in(const QpShadow::Ring& ring, QueuePart part, std::vector<KeptReceive>& out) {
   if (!part.size()) return 0;
-  return receives_between(static_cast<const rxe_queue_buf*>(shadow.receive_ring.queue), shadow.receive_ring.bytes, part, out);
+  return receives_between(static_cast<const rxe_queue_buf*>(ring.queue), ring.bytes, part, out);
 }
 
 namespace {
@@ -288,9 +296,11 @@ void copy_request(const rxe_send_wr& from, ibv_send_wr& to) {
 
 }  // namespace
 
-int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out) {
-  const auto* queue = static_cast<const rxe_queue_buf*>(shadow.send_ring.queue);
-  if (!layout_known(queue, shadow.send_ring.bytes, kSendBytes)) return EPROTO;
+int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out) { return sends_in(shadow.send_ring, part, out); }
+
+int sends_in(const QpShadow::Ring& ring, QueuePart part, std::vector<QueuedSend>& out) {
+  const auto* queue = static_cast<const rxe_queue_buf*>(ring.queue);
+  if (!layout_known(queue, ring.bytes, kSendBytes)) return EPROTO;
   const std::uint32_t shift = queue->log2_elem_size;
   const std::size_t room = (std::size_t{1} << shift) - kSendBytes;
   for (std::uint32_t i = part.from; i != part.to; i = (i + 1) & part.mask) {
@@ -301,6 +311,7 @@ int sends_in(QpShadow& shadow, QueuePart part, std::vector<QueuedSend>& out) {
     queued.bytes = wqe->dma.length;
     queued.first_psn = wqe->first_psn;
     queued.begun = wqe->state != kPosted;
+    queued.retry_exceeded = wqe->status == IBV_WC_RETRY_EXC_ERR;
     if (wqe->wr.send_flags & IBV_SEND_INLINE) {
       if (wqe->dma.length > room) return EPROTO;
       queued.send.inline_data.assign(bytes + kSendBytes, bytes + kSendBytes + wqe->dma.length);

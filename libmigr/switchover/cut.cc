@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
 #include "../windows.h"
@@ -178,6 +179,207 @@ int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
 
 namespace {
 
+/* ---- a path that failed: it stays in ERR ------------------------------------------ */
+
+/// Tries until the queue has room: what is in it is being flushed.
+template <class Post>
+int post_behind(Post&& post, std::uint64_t deadline) {
+  int err;
+  while ((err = post()) == ENOMEM && now_ns() < deadline) pause_briefly();
+  return err;
+}
+
+int wait_for_marker(CqShadow& c, std::uint64_t wr_id, std::uint64_t deadline) {
+  for (;; pause_briefly()) {
+    std::lock_guard guard(c.lock);
+    path::poll_to_fake(c);
+    const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(), [&](const ibv_wc& wc) { return wc.wr_id == wr_id; });
+    if (seen != c.seen_markers.end()) return c.seen_markers.erase(seen), 0;
+    if (now_ns() > deadline) return ETIMEDOUT;
+  }
+}
+
+void count_marker(CqShadow& c, int change) {
+  std::lock_guard guard(c.lock);
+  c.markers += static_cast<unsigned>(change);
+}
+
+/// A receive and a send of ours behind all others. When both have been flushed the device executes nothing of this QP any
+/// more, at either queue. The receives come first, and nothing makes the device look at them again after that: so what
+/// is flushed between the two are sends, and those receives that threads post late stay for the trap.
+int flush_behind(QpShadow& q, std::uint64_t& send_marker, std::uint64_t& receive_marker, std::string& why) {
+  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  ibv_recv_wr receive{.wr_id = receive_marker = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
+  ibv_recv_wr* bad_receive;
+  count_marker(*q.recv_cq, 1);
+  int err = post_behind([&] { return q.real_post_recv(q.real, &receive, &bad_receive); }, deadline);
+  if (!err) err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  if (err) return count_marker(*q.recv_cq, -1), fail(why, err, "cannot flush the receives of " + qp_name(q));
+  if ((err = wait_for_marker(*q.recv_cq, receive_marker, deadline))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
+  ibv_send_wr send{};
+  send.wr_id = send_marker = marker::next();
+  send.opcode = IBV_WR_RDMA_WRITE;
+  send.send_flags = IBV_SEND_SIGNALED;
+  ibv_send_wr* bad_send;
+  count_marker(*q.send_cq, 1);
+  err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, deadline);
+  if (err) return count_marker(*q.send_cq, -1), fail(why, err, "cannot flush the sends of " + qp_name(q));
+  if ((err = wait_for_marker(*q.send_cq, send_marker, deadline))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
+  return 0;
+}
+
+/// Threads that have polled before the flags went up look at what they got. No lock of theirs is held here.
+int wait_for_pollers(QpShadow& q, std::string& why) {
+  path::pass_barrier();
+  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;; pause_briefly()) {
+    bool outside = true;
+    for_cqs(q, [&](const CqShadow& c) { outside = outside && path::pollers_are_outside(c); });
+    if (outside) return 0;
+    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "a thread does not come back from polling the completion queue of " + qp_name(q));
+  }
+}
+
+/// Where the last work request of ours lies. @param read one slot
+template <class Read>
+int find_marker(provider::QueuePart part, std::uint64_t wr_id, Read&& read, std::uint32_t& at) {
+  for (std::uint32_t i = part.to, steps = 0; steps++ < part.mask;) {
+    i = (i - 1) & part.mask;
+    std::uint64_t found = 0;
+    if (const int err = read(provider::QueuePart{i, (i + 1) & part.mask, part.mask}, found)) return err;
+    if (found == wr_id) return at = i, 0;
+  }
+  return ENOENT;
+}
+
+struct Position {
+  provider::QueuePart sends, receives;
+};
+
+/// What lies in the queues before the markers and was not used.
+int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::uint64_t send_marker,
+                std::uint64_t receive_marker, std::string& why) {
+  Cut& cut = *q.cut;
+  Position now;
+  std::uint32_t send_end = 0, receive_end = 0;
+  int err = provider::queue_parts(q, now.sends, now.receives);
+  if (!err)
+    err = find_marker(now.sends, send_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
+      std::vector<QueuedSend> one;
+      const int e = provider::sends_in(q, slot, one);
+      return e ? e : (wr_id = one.at(0).send.wr.wr_id, 0);
+    }, send_end);
+  if (!err)
+    err = find_marker(now.receives, receive_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
+      std::vector<KeptReceive> one;
+      const int e = provider::receives_in(q, slot, one);
+      return e ? e : (wr_id = one.at(0).wr_id, 0);
+    }, receive_end);
+  if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
+  const bool separate = q.send_cq != q.recv_cq;
+  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed, now.sends.mask));
+  const std::uint32_t window_start = (send_end - window) & now.sends.mask;
+  std::vector<QueuedSend> sends;
+  if ((err = provider::sends_in(q, {window_start, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
+  const auto given_up = std::find_if(sends.begin(), sends.end(), [](const QueuedSend& s) { return s.retry_exceeded; });
+  const std::uint32_t posted_sends = (send_end - before.sends.from) & now.sends.mask;
+  const std::uint32_t posted_receives = (receive_end - before.receives.from) & now.receives.mask;
+  replay::Unused left = replay::unused(cut, posted_sends, posted_receives, separate);
+  if (given_up != sends.end() && !separate) {
+    left.sends = static_cast<std::size_t>(sends.end() - given_up);
+    left.receives = cut.flushed - left.sends;
+  } else if (separate) {
+    left = {cut.flushed_sends, cut.flushed - cut.flushed_sends};
+  }
+  if (left.sends > window || left.receives > now.receives.mask || left.sends + left.receives != cut.flushed) {
+    why = qp_name(q) + ": " + std::to_string(cut.flushed) + " work requests were flushed, more than its queues tell of";
+    return EOVERFLOW;
+  }
+  sends.erase(sends.begin(), sends.end() - static_cast<std::ptrdiff_t>(left.sends));
+  if (!sends.empty() && !sends.front().retry_exceeded) {
+    // The device may note down for a flushed work request that it has begun it. Whether it had is told by its PSN.
+    const std::uint32_t front = (send_end - static_cast<std::uint32_t>(left.sends)) & now.sends.mask;
+    const std::uint32_t place = (front - before.sends.from) & now.sends.mask;
+    if (place < sends_before.size())
+      sends.front().begun = sends_before[place].begun || sends_before[place].first_psn != sends.front().first_psn;
+  }
+  cut.sends = std::move(sends);
+  const auto unused_receives = static_cast<std::uint32_t>(left.receives);
+  err = provider::receives_in(q, {(receive_end - unused_receives) & now.receives.mask, receive_end, now.receives.mask}, cut.receives);
+  if (err) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
+  q.link->trap_next_send = (send_end + 1) & now.sends.mask;
+  q.link->trap_next_receive = (receive_end + 1) & now.receives.mask;
+  return 0;
+}
+
+/// Caller holds q.lock.
+int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
+  Cut& cut = *q.cut;
+  const ibv_qp_state state = cut.attr.qp_state;
+  Position before;
+  std::vector<QueuedSend> sends_before;
+  int err = provider::queue_parts(q, before.sends, before.receives);
+  if (!err) err = provider::sends_in(q, before.sends, sends_before);
+  if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
+  std::uint64_t send_marker = 0, receive_marker = 0;
+  ibv_qp_attr now{};
+  {
+    Flushing flushing(q);
+    links::hand_over(q);
+    ibv_qp_attr to{};
+    to.qp_state = IBV_QPS_ERR;
+    if ((err = real().modify_qp(q.real, &to, IBV_QP_STATE))) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
+    err = flush_behind(q, send_marker, receive_marker, why);
+    q.real->state = state;
+    if (err) return err;
+  }
+  ibv_qp_init_attr init{};
+  err = real().query_qp(q.real, &now, kPsns, &init);
+  q.real->state = state;
+  if (err) return fail(why, err, "query_qp of " + qp_name(q));
+  cut.psn = now.rq_psn & kPsnMask;
+  cut.next_psn = now.sq_psn & kPsnMask;
+  if ((err = read_unused(q, before, sends_before, send_marker, receive_marker, why))) return err;
+  for (QueuedSend& x : cut.sends) {
+    if (!replayable(x.send.wr.opcode)) {
+      why = qp_name(q) + " has a work request in flight that cannot be replayed, of opcode " + std::to_string(x.send.wr.opcode);
+      return EOPNOTSUPP;
+    }
+    name_keys(q, keys, x.send.wr, x.send.sges);
+  }
+  for (KeptReceive& x : cut.receives) keys.translate(*q.context, x.sges);
+  return 0;
+}
+
+}  // namespace
+
+int leave_path(QpShadow& q, bool resend, std::string& why) {
+  QpShadow* const one[] = {&q};
+  if (const int err = check_arcs(one, Phase::kSuspended, why)) return err;
+  const VirtualLkeys keys;
+  for_cqs(q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
+  std::lock_guard guard(q.lock);
+  q.phase = Phase::kSuspended;
+  q.suspended_ns = now_ns();
+  if (const int err = wait_for_pollers(q, why)) return err;
+  q.cut = std::make_unique<Cut>();
+  Cut& cut = *q.cut;
+  cut.path_failed = true;
+  cut.resend = resend;
+  cut.send_cq = q.send_cq;
+  cut.pqpn = q.pqpn();
+  set_bits(q, kKeepSends | kKeepReceives);
+  const ibv_qp_state state = q.real->state;
+  ibv_qp_init_attr init{};
+  const int err = real().query_qp(q.real, &cut.attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);
+  q.real->state = cut.attr.qp_state = state;
+  if (err) return fail(why, err, "query_qp of " + qp_name(q));
+  return cut_into_err(q, keys, why);
+}
+
+namespace {
+
 /// @param peer_psn none: it will never be known. Then whatever was on its way may have been executed or not.
 /// Caller holds q.lock.
 void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<migr_replay_stat>& out) {
@@ -185,6 +387,7 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
   std::vector<QueuedSend> sends = std::move(cut.sends);
   std::vector<replay::Fate> fates(sends.size(), replay::Fate::kLost);
   if (peer_psn) fates = replay::fates(sends, bytes_of(cut.attr.path_mtu), cut.next_psn, *peer_psn);
+  if (cut.resend) replay::resend(sends, fates);
   while (!sends.empty() && ours(sends.back())) {  // they are at the end
     sends.pop_back();
     fates.pop_back();
@@ -208,6 +411,7 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
   out.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(),
                  .replayed = static_cast<std::uint32_t>(plan.replays.size()), .executed = static_cast<std::uint32_t>(plan.done),
                  .lost = static_cast<std::uint32_t>(plan.lost), .reserved = 0});
+  cut.replays = plan.replays.size();
   q.kept_sends.insert(q.kept_sends.begin(), std::make_move_iterator(plan.replays.begin()), std::make_move_iterator(plan.replays.end()));
 }
 
@@ -224,7 +428,7 @@ int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_s
     {
       std::lock_guard guard(q.lock);
       settle_one(q, psns[i].psn & kPsnMask, out);
-      q.phase = Phase::kDrained;
+      if (q.phase == Phase::kSuspended) q.phase = Phase::kDrained;  // else it has its new path already
     }
     // Completions that no device has told of.
     const bool wake = q.send_cq->armed && q.send_cq->app.channel && out.back().executed;

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "../kernel_link.h"
+#include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
 #include "../windows.h"
@@ -57,6 +58,10 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
   for (QpShadow* q : qps) {
     if (q->app.qp_type != IBV_QPT_RC && q->app.qp_type != IBV_QPT_UC) {
       why = qp_name(*q) + " is not connected: neither RC nor UC";
+      return EOPNOTSUPP;
+    }
+    if (q->link) {
+      why = qp_name(*q) + " has a backup link (docs/failover.md): its partner cannot be migrated yet";
       return EOPNOTSUPP;
     }
     // Suspended or drained already: a migration that makes nothing ahead of the stop.

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <ctime>
 
+#include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
 
@@ -230,6 +231,7 @@ QpShadow* any_qp_on(const CqShadow& c) {
 }  // namespace
 
 int inject_event(CqShadow& c, std::string& why) {
+  if (c.link) return links::ring(c, why);
   QpShadow* q = any_qp_on(c);
   if (!q) return 0;  // nobody can complete anything on it either
   ibv_qp_attr attr{};
@@ -283,7 +285,7 @@ migr_proc_state process_state() {
   const Registry& registry = Registry::get();
   if (registry.frozen) return MIGR_PROC_FROZEN;
   for (const QpShadow* q : registry.qps)
-    if (q->phase != Phase::kRunning) return MIGR_PROC_SUSPENDED;
+    if (q->phase != Phase::kRunning && !links::changing(*q)) return MIGR_PROC_SUSPENDED;
   return MIGR_PROC_RUNNING;
 }
 

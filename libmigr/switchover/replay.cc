@@ -82,6 +82,17 @@ std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, st
   return out;
 }
 
+void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates) {
+  const auto takes_receive = [](const ibv_send_wr& wr) {
+    return wr.opcode != IBV_WR_RDMA_WRITE && wr.opcode != IBV_WR_RDMA_READ && !atomic(wr);
+  };
+  for (std::size_t i = sends.size(); i-- > 0;) {
+    if (fates[i] == Fate::kDone && takes_receive(sends[i].send.wr)) return;
+    if (fates[i] == Fate::kDone) fates[i] = Fate::kReplay;
+    if (atomic(sends[i].send.wr)) fates[i] = Fate::kLost;
+  }
+}
+
 Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate) {
   if (separate) return {std::min(sends, cut.flushed_sends), std::min(receives, cut.flushed - cut.flushed_sends)};
   // Nothing completed between the look at the queues and the flushing: so it is nearly always.

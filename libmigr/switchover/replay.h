@@ -23,6 +23,9 @@ enum class Fate : std::uint8_t {
 /// @param peer_psn   what the responder would have executed next
 std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn);
 
+/// Where it is not wanted to go by every PSN: a WRITE is done again, unless a message behind it has been received.
+void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates);
+
 /// How many of the flushed completions belong to the send queue, and how many to the receive queue.
 struct Unused {
   std::size_t sends, receives;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../kernel_link.h"
+#include "../links/links.h"
 #include "../real.h"
 #include "parts.h"
 
@@ -58,6 +59,13 @@ int let_go(QpShadow& q, std::string& why) {
     if (const int broken = break_connection(q, why); broken && !err) err = broken;
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
   q.kept_receives.clear();
+  if (q.state.load(std::memory_order_relaxed) & kTrapped) {
+    std::vector<KeptSend> late;
+    links::late_sends(q, late);
+    const auto behind = q.kept_sends.begin() + static_cast<std::ptrdiff_t>(q.cut ? q.cut->replays : 0);
+    if (!late.empty())  // an empty range would move what is behind onto itself
+      q.kept_sends.insert(behind, std::make_move_iterator(late.begin()), std::make_move_iterator(late.end()));
+  }
   std::vector<const KeptSend*> sends;
   for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
   for (std::span<const KeptSend* const> left(sends); !left.empty();) {
@@ -153,6 +161,7 @@ int rollback(std::string& why) {
   for (SrqShadow* s : registry.srqs) note(unfreeze_srq(*s, why));
   std::vector<QpShadow*> suspended;
   for (QpShadow* q : registry.qps) {
+    if (links::changing(*q)) continue;  // another switchover's
     if (q->phase == Phase::kRebound) {
       why = qp_name(*q) + " was restored here and cannot go back";
       return EBUSY;

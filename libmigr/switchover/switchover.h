@@ -73,6 +73,25 @@ void destroy_old_paths();
 /// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
 int rollback(std::string& why);
 
+/* ---- to another link of this host: no migrd and no look at threads. docs/failover.md */
+
+/// A path on another link, ready to send.
+struct LinkPath {
+  ibv_qp* qp;
+  const ibv_context_ops* ops;
+  const migr_key_entry* keys;
+  std::uint32_t* qpn_table;
+};
+
+/// Suspends q and cuts it. The old path stays in ERR. @param resend WRITEs may be done again; READ always may
+int leave_path(QpShadow& q, bool resend, std::string& why);
+/// Receives that were not used go to the path on the other link, which becomes q's: receives from now on, sends
+/// when it is resumed. `old_real` is the old path.
+int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);
+/// leave_path() or switch_to_link() cannot be followed by the rest: the old path is q's again, with what was posted
+/// meanwhile, and q goes on. Completions that were taken out are the caller's to give back before.
+int back_to_broken(QpShadow& q, std::string& why);
+
 /// The keys of receives that were read back, as the application knows them. Caller holds the Registry's lock.
 void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives);
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "migr/links_wire.h"
 #include "migr/proc_wire.h"
 #include "uapi/migr.h"
 
@@ -24,6 +25,24 @@ TEST(Abi, ProcessRecordsHaveNoImplicitPadding) {
   EXPECT_EQ(sizeof(migr_key_map), 24u);
   EXPECT_EQ(sizeof(migr_qp_connect), 48u);
   EXPECT_EQ(sizeof(migr_handle_map), 48u);
+}
+
+TEST(Abi, LinkRecordsHaveNoImplicitPadding) {
+  EXPECT_EQ(sizeof(migr_links_msg), 48u + MIGR_LINKS_TEXT_MAX);
+  EXPECT_EQ(sizeof(migr_links_hello), 24u);
+  EXPECT_EQ(sizeof(migr_links_link), 112u + MIGR_LINKS_WHY_MAX);
+  EXPECT_EQ(sizeof(migr_links_name), 24u);
+  EXPECT_EQ(sizeof(migr_links_path), 40u);
+  EXPECT_EQ(sizeof(migr_links_vqp), 40u + MIGR_LINKS_MAX_LINKS * sizeof(migr_links_path));
+  EXPECT_EQ(sizeof(migr_links_found), sizeof(migr_links_vqp) + 24 + MIGR_LINKS_MAX_LINKS * 16 + 32);
+  EXPECT_EQ(sizeof(migr_links_channel), 64u);
+  EXPECT_EQ(sizeof(migr_links_vqp_state), 40u + MIGR_LINKS_WHY_MAX);
+  EXPECT_EQ(sizeof(migr_links_switch), 104u);
+  EXPECT_EQ(sizeof(migr_links_port), 104u);
+}
+
+TEST(Abi, TheLargestLinkMessageFitsAPacket) {
+  EXPECT_LE(sizeof(migr_links_msg) + MIGR_LINKS_MAX_RECORDS * sizeof(migr_links_found), MIGR_LINKS_PACKET_BYTES);
 }
 
 TEST(Abi, ATagThatIsWrongStaysWrongAfterTranslation) {

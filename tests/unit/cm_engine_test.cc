@@ -297,6 +297,23 @@ class Cm : public testing::Test {
   }
 };
 
+/// Of a connection whose partner has moved.
+class CmPartner : public Cm {
+ protected:
+  std::uint32_t id = 0, k = 0;  ///< the application's number; the kernel's, of the link that was asked for
+
+  void SetUp() override {
+    Cm::SetUp();
+    id = connected(0x88, 18);
+    const auto before = kernel.newest();
+    partner_moves(18);
+    EXPECT_EQ(kernel.done(before), "gone");
+    eventually([&] { return kernel.newest() > before; });
+    k = kernel.newest();
+    link_up(k);
+  }
+};
+
 TEST_F(Cm, CommandsAndEventsPassThrough) {
   const auto id = connected(0x1111, 17);
   quiet();
@@ -501,14 +518,7 @@ TEST_F(Cm, WhatDidNotSurviveTheRestoreHasEnded) {
   EXPECT_EQ(engine.port(), 0);
 }
 
-TEST_F(Cm, PartnerConnectsAgain) {
-  const auto id = connected(0x88, 18);
-  const auto before = kernel.newest();
-  partner_moves(18);
-  EXPECT_EQ(kernel.done(before), "gone");
-  eventually([&] { return kernel.newest() > before; });
-  const auto k = kernel.newest();
-  link_up(k);
+TEST_F(CmPartner, ConnectsAgain) {
   EXPECT_EQ(kernel.ids[k].param.qp_num, 18u + 0x2000);
   kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
   eventually([&] { return kernel.done(k) == "addr route connect accept "; });
@@ -518,13 +528,7 @@ TEST_F(Cm, PartnerConnectsAgain) {
   quiet();
 }
 
-TEST_F(Cm, PartnerThatDisconnectsMeanwhileTellsTheOtherEnd) {
-  const auto id = connected(0x88, 18);
-  const auto before = kernel.newest();
-  partner_moves(18);
-  eventually([&] { return kernel.newest() > before; });
-  const auto k = kernel.newest();
-  link_up(k);
+TEST_F(CmPartner, ThatDisconnectsMeanwhileTellsTheOtherEnd) {
   disconnect(id);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
@@ -533,13 +537,7 @@ TEST_F(Cm, PartnerThatDisconnectsMeanwhileTellsTheOtherEnd) {
   eventually([&] { return kernel.done(k) == "gone"; });
 }
 
-TEST_F(Cm, PartnerLearnsThatTheOtherEndIsGone) {
-  const auto id = connected(0x88, 18);
-  const auto before = kernel.newest();
-  partner_moves(18);
-  eventually([&] { return kernel.newest() > before; });
-  const auto k = kernel.newest();
-  link_up(k);
+TEST_F(CmPartner, LearnsThatTheOtherEndIsGone) {
   kernel.tell(k, RDMA_CM_EVENT_REJECTED, 8);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }

@@ -134,6 +134,11 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
 }
 }  // namespace datagrams
 
+namespace links {
+std::string refusal() { return ""; }
+void after_fork_in_child() {}
+}  // namespace links
+
 namespace cm {
 std::optional<Path> path_of(const QpShadow&) { return std::nullopt; }
 }  // namespace cm

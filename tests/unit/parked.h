@@ -18,6 +18,7 @@ struct Parked {
   std::atomic<std::int32_t> error;    ///< what it returned
   std::atomic<std::uint32_t> in_queue;   ///< work requests that the provider was ever given, drain markers included
   std::atomic<std::uint32_t> completed;  ///< completions that the application has polled
+  std::atomic<std::uint32_t> polls;      ///< rounds of the polling thread
   std::atomic<std::uint32_t> out_of_order;  ///< completions whose wr_id was not the next
 };
 

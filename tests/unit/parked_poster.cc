@@ -151,6 +151,7 @@ void complete_and_poll(const Objects& o) {
       if (wc.wr_id != next++ || wc.status != IBV_WC_SUCCESS) shared->out_of_order.fetch_add(1);
       shared->completed.fetch_add(1);
     }
+    shared->polls.fetch_add(1);
     nap();
   }
 }

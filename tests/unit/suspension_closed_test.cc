@@ -231,6 +231,21 @@ TEST_P(SuspensionContended, SessionAfterAnotherThreadsIsSeen) {
   EXPECT_TRUE(wait_for([&] { return shared_->completed.load() == kRound; }));
 }
 
+// Without a rest it is 5000 polls, with rests of one length 2500.
+TEST_P(SuspensionContended, WhoPollsADrainedQueueRestsMoreAndMore) {
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_SUSPEND));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 5000));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  usleep(200'000);
+  const std::uint32_t before = shared_->polls.load();
+  usleep(500'000);
+  const std::uint32_t polls = shared_->polls.load() - before;
+  std::printf("%u polls in half a second\n", polls);
+  EXPECT_GT(polls, 5u);
+  EXPECT_LT(polls, 1000u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
 
 }  // namespace

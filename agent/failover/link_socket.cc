@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "link_socket.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <spdlog/spdlog.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "../bare.h"
+#include "../limits.h"
+
+namespace migr {
+namespace {
+
+struct Kind {
+  std::uint16_t type;
+  const char* name;
+  std::uint32_t record_size;
+  std::uint32_t least, most;  // records
+};
+constexpr Kind kKinds[] = {
+    {MIGR_LINKS_HELLO, "HELLO", sizeof(migr_links_hello), 1, 1},
+    {MIGR_LINKS_CONFIG, "CONFIG", 0, 0, 0},
+    {MIGR_LINKS_LINKS, "LINKS", sizeof(migr_links_link), 0, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_PUBLISH, "PUBLISH", sizeof(migr_links_vqp), 1, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_WITHDRAW, "WITHDRAW", sizeof(migr_links_name), 0, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_LOOKUP, "LOOKUP", sizeof(migr_links_name), 1, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_CHANNEL, "CHANNEL", sizeof(migr_links_channel), 1, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_CHANNEL_END, "CHANNEL_END", sizeof(migr_links_channel), 1, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_STATE, "STATE", sizeof(migr_links_vqp_state), 0, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_SWITCHED, "SWITCHED", sizeof(migr_links_switch), 1, MIGR_LINKS_MAX_RECORDS},
+};
+
+const Kind* kind_of(std::uint16_t type) {
+  for (const Kind& k : kKinds)
+    if (k.type == type) return &k;
+  return nullptr;
+}
+
+std::vector<std::byte> packet_of(migr_links_msg head, const void* records, std::size_t count, std::size_t record_size) {
+  head.version = MIGR_LINKS_VERSION;
+  head.count = static_cast<std::uint32_t>(count);
+  head.record_size = static_cast<std::uint32_t>(record_size);
+  std::vector<std::byte> out(sizeof head + count * record_size);
+  std::memcpy(out.data(), &head, sizeof head);
+  if (count) std::memcpy(out.data() + sizeof head, records, count * record_size);
+  return out;
+}
+
+std::string label(pid_t pid, const std::string& comm) { return "links of process " + std::to_string(pid) + " (" + comm + ")"; }
+
+}  // namespace
+
+LinkSocket::~LinkSocket() { stop(); }
+
+Status LinkSocket::start(const std::string& path) {
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  if (path.size() >= sizeof a.sun_path) return Error{ENAMETOOLONG, path + ": too long for a socket"};
+  std::strcpy(a.sun_path, path.c_str());
+  listener_ = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  unlink(path.c_str());
+  constexpr int kBacklog = 128;
+  // Every user may connect: who it is says SO_PEERCRED, and a process can only speak for itself.
+  if (listener_.n < 0 || wake_.n < 0 || bind(listener_.n, reinterpret_cast<sockaddr*>(&a), sizeof a) || chmod(path.c_str(), 0666) ||
+      listen(listener_.n, kBacklog))
+    return sys_error("cannot listen on " + path);
+  // Whoever connects how often: migrations need descriptors, too.
+  rlimit files{};
+  most_ = getrlimit(RLIMIT_NOFILE, &files) ? 64 : std::min<std::size_t>(kMaxSessions, files.rlim_cur / 4);
+  thread_ = std::thread([this] { run(); });
+  for (int i = 0; i < kLinkWorkers; i++) workers_.emplace_back([this] { work(); });
+  return {};
+}
+
+void LinkSocket::stop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  ready_changed_.notify_all();
+  eventfd_write(wake_.n, 1);
+  thread_.join();
+  for (auto& w : workers_) w.join();
+  workers_.clear();
+}
+
+std::vector<LinkSocket::SessionRef> LinkSocket::all() const {
+  std::lock_guard lock(mutex_);
+  return sessions_;
+}
+
+std::size_t LinkSocket::connections() const { return all().size(); }
+
+void LinkSocket::run() {
+  for (;;) {
+    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, {listener_.n, POLLIN, 0}};
+    const auto known = all();
+    const auto now = Clock::now();
+    int wait_ms = -1;
+    {
+      std::lock_guard lock(mutex_);
+      if (stop_) return;
+      for (const auto& s : known) {
+        const std::chrono::duration<double> since = now - s->refilled;
+        s->tokens = std::min<double>(s->tokens + since.count() * kLinkPacketsPerS, kLinkPacketsPerS);
+        s->refilled = now;
+        short events = POLLRDHUP;
+        if (s->tokens < 1)
+          wait_ms = 10;
+        else if (s->out.size() < static_cast<std::size_t>(kLinkPushesKept))
+          events |= POLLIN;
+        if (!s->out.empty()) events |= POLLOUT;
+        if (!s->greeted && wait_ms < 0) wait_ms = 200;
+        fds.push_back({s->fd.n, events, 0});
+      }
+    }
+    if (poll(fds.data(), fds.size(), wait_ms) < 0 && errno != EINTR) {
+      spdlog::error("poll: {}", std::strerror(errno));
+      return;
+    }
+    eventfd_t ignored;
+    eventfd_read(wake_.n, &ignored);
+    for (std::size_t i = 0; i < known.size(); i++) {
+      const auto& s = known[i];
+      const short revents = fds[2 + i].revents;
+      if (revents & POLLOUT) {
+        std::lock_guard lock(mutex_);
+        flush_locked(*s);
+      }
+      if (s->closed) continue;  // by another one's HELLO
+      if (revents & POLLIN) {
+        s->tokens -= 1;
+        if (!read_one(s)) end(s, nullptr);
+      } else if (revents & (POLLRDHUP | POLLHUP | POLLERR)) {
+        end(s, nullptr);
+      } else if (!s->greeted && Clock::now() - s->since > std::chrono::milliseconds(kHelloMs)) {
+        end(s, "said nothing");
+      }
+    }
+    if (fds[1].revents) {
+      for (int n; (n = accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
+        auto s = std::make_shared<Session>();
+        s->fd = Fd(n);
+        s->since = s->refilled = Clock::now();
+        s->tokens = kLinkPacketsPerS;
+        ucred cred{};
+        socklen_t len = sizeof cred;
+        if (getsockopt(n, SOL_SOCKET, SO_PEERCRED, &cred, &len) || cred.pid <= 0) {
+          spdlog::warn("links: a process that is not visible in migrd's pid namespace was refused");
+          continue;
+        }
+        s->pid = cred.pid;
+        s->uid = cred.uid;
+        std::lock_guard lock(mutex_);
+        const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->uid == s->uid; });
+        if (sessions_.size() >= most_ || (s->uid && static_cast<std::size_t>(of_user) >= most_ / 2)) {
+          spdlog::warn("links: too many processes; one of user {} was refused", s->uid);
+          continue;
+        }
+        sessions_.push_back(std::move(s));
+      }
+    }
+  }
+}
+
+void LinkSocket::end(const SessionRef& s, const char* why) {
+  {
+    std::lock_guard lock(mutex_);
+    s->closed = true;
+    s->questions.clear();
+    std::erase(sessions_, s);
+    shutdown(s->fd.n, SHUT_RDWR);
+  }
+  if (why) spdlog::warn("{} {}: closed", label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm), why);
+  if (!s->greeted) return;
+  s->greeted = false;
+  spdlog::info("{} disconnected", label(s->pid, s->comm));
+  table_.leave(s->instance);
+}
+
+bool LinkSocket::read_one(const SessionRef& s) {
+  auto& buf = buffer_;
+  const ssize_t got = recv(s->fd.n, buf.data(), buf.size(), MSG_DONTWAIT);
+  if (got < 0) return errno == EAGAIN || errno == EINTR;
+  if (got == 0) return false;
+  const auto bytes = static_cast<std::size_t>(got);
+  Packet p;
+  const std::string who = label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm);
+  if (bytes < sizeof p.head) {
+    spdlog::warn("{}: a packet of {} bytes, shorter than a header: closed", who, got);
+    return false;
+  }
+  std::memcpy(&p.head, buf.data(), sizeof p.head);
+  const migr_links_msg& h = p.head;
+  const Kind* kind = kind_of(h.type);
+  Status fits;
+  auto wrong = [&](const std::string& what) { fits = Error{EPROTO, what}; };
+  if (h.version != MIGR_LINKS_VERSION)
+    wrong("links: version " + std::to_string(h.version) + ", migrd has " + std::to_string(MIGR_LINKS_VERSION) + "; install both from the same release");
+  else if (!kind)
+    wrong("links: type " + std::to_string(h.type) + " is not known");
+  else if (h.flags || h.status || !h.seq)
+    wrong(std::string(kind->name) + ": flags or status is not 0, or seq is");
+  else if (!std::memchr(h.text, 0, sizeof h.text))
+    wrong(std::string(kind->name) + ": text without end");
+  else if (bytes > MIGR_LINKS_PACKET_BYTES || h.count > kind->most || h.count < kind->least || (h.count && h.record_size != kind->record_size) ||
+           std::size_t{h.count} * kind->record_size != bytes - sizeof h)
+    wrong(std::string(kind->name) + ": length, count and record size do not fit");
+  if (!fits) {
+    spdlog::warn("{}: {}: closed", who, fits.error().text);
+    reply(s, h, fits);
+    return false;
+  }
+  p.records.assign(buf.begin() + sizeof h, buf.begin() + got);
+  return handle(s, p);
+}
+
+bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
+  const auto hello = p.as<migr_links_hello>()[0];
+  const Instance who = gid_of(p.head.instance);
+  if (auto ok = check(hello); !ok) {
+    reply(s, p.head, ok);
+    return true;
+  }
+  if (who == Instance{}) {
+    reply(s, p.head, Error{EINVAL, "HELLO without an instance"});
+    return true;
+  }
+  std::vector<SessionRef> before;
+  for (const auto& o : all()) {
+    if (o == s || !o->greeted) continue;
+    if (o->pid == s->pid) {
+      before.push_back(o);
+    } else if (o->instance == who) {
+      reply(s, p.head, Error{EEXIST, "instance " + hex(who) + " is that of process " + std::to_string(o->pid)});
+      return true;
+    }
+  }
+  for (const auto& o : before) end(o, nullptr);  // it lost us and connects again
+  s->instance = who;
+  s->comm = name_of(s->pid);
+  if (s->comm.empty()) s->comm = "?";
+  table_.enter(who, {s->pid, s->uid, s->comm, p.head.text, hello});
+  spdlog::info("{} connected: instance {}, policy {}", label(s->pid, s->comm), hex(who), policy_name(hello.policy));
+  reply(s, p.head, {});
+  s->greeted = true;  // what changes from here on is pushed, and what did before is in ports_()
+  const auto ports = ports_();
+  for (std::size_t at = 0; at < ports.size(); at += MIGR_LINKS_MAX_RECORDS)
+    push(s, MIGR_LINKS_PORTS, &ports[at], std::min<std::size_t>(ports.size() - at, MIGR_LINKS_MAX_RECORDS), sizeof ports[0]);
+  return true;
+}
+
+bool LinkSocket::handle(const SessionRef& s, Packet& p) {
+  const auto type = p.head.type;
+  if (type == MIGR_LINKS_HELLO) {
+    if (!s->greeted) return greet(s, p);
+    reply(s, p.head, Error{EINVAL, "HELLO twice"});
+    return true;
+  }
+  if (!s->greeted) {
+    reply(s, p.head, Error{EACCES, "the first message has to be HELLO"});
+    return true;
+  }
+  const Instance& who = s->instance;
+  Status done;
+  std::size_t offending = 0;
+  switch (type) {
+    case MIGR_LINKS_CONFIG: {
+      Fd fd(open(file_.c_str(), O_RDONLY | O_CLOEXEC));
+      std::vector<char> text(kLinksFileBytes + 1);
+      std::size_t bytes = 0;
+      for (ssize_t n; fd.n >= 0 && bytes < text.size() && (n = ::read(fd.n, &text[bytes], text.size() - bytes)) > 0;) bytes += static_cast<std::size_t>(n);
+      if (bytes > kLinksFileBytes)
+        reply(s, p.head, Error{EINVAL, file_ + " is larger than " + std::to_string(kLinksFileBytes) + " bytes"});
+      else
+        reply(s, p.head, {}, 0, text.data(), bytes, 1);
+      return true;
+    }
+    case MIGR_LINKS_LINKS: done = table_.set_links(who, p.as<migr_links_link>()); break;
+    case MIGR_LINKS_PUBLISH: done = table_.publish(who, p.as<migr_links_vqp>(), offending); break;
+    case MIGR_LINKS_WITHDRAW: done = table_.withdraw(who, p.as<migr_links_name>()); break;
+    case MIGR_LINKS_STATE: done = table_.set_states(who, p.as<migr_links_vqp_state>(), p.head.arg); break;
+    case MIGR_LINKS_SWITCHED: done = table_.add_switches(who, p.as<migr_links_switch>()); break;
+    case MIGR_LINKS_CHANNEL_END:
+      for (const auto& c : p.as<migr_links_channel>())
+        if (auto one = table_.end_channel(who, c); !one && done) done = one;
+      break;
+    case MIGR_LINKS_LOOKUP:
+      for (const auto& n : p.as<migr_links_name>())
+        if (done) done = check(n);
+      if (!done) break;
+      [[fallthrough]];
+    case MIGR_LINKS_CHANNEL: {
+      std::lock_guard lock(mutex_);
+      if (s->pending >= MIGR_LINKS_MAX_PENDING) {
+        done = Error{EBUSY, "more than " + std::to_string(MIGR_LINKS_MAX_PENDING) + " questions without an answer"};
+        break;
+      }
+      s->pending++;
+      s->questions.push_back(std::move(p));
+      if (!s->asking) {
+        s->asking = true;
+        ready_.push_back(s);
+        ready_changed_.notify_one();
+      }
+      return true;
+    }
+  }
+  reply(s, p.head, done, done ? 0 : offending);
+  return true;
+}
+
+void LinkSocket::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    ready_changed_.wait(lock, [this] { return stop_ || !ready_.empty(); });
+    if (stop_) return;
+    const auto s = ready_.front();
+    ready_.pop_front();
+    if (!s->questions.empty()) {
+      const Packet p = std::move(s->questions.front());
+      s->questions.pop_front();
+      lock.unlock();
+      answer_question(s, p);
+      lock.lock();
+      s->pending--;
+    }
+    if (s->questions.empty())
+      s->asking = false;
+    else
+      ready_.push_back(s), ready_changed_.notify_one();
+  }
+}
+
+void LinkSocket::answer_question(const SessionRef& s, const Packet& p) {
+  std::string text;
+  if (p.head.type == MIGR_LINKS_LOOKUP) {
+    std::vector<VqpName> names;
+    for (const auto& n : p.as<migr_links_name>()) names.push_back(name_of(n));
+    const auto found = directory_.lookup(names);
+    text = found.text;
+    table_.set_error(s->instance, text);
+    reply(s, p.head, {}, 0, found.records.data(), found.records.size(), sizeof found.records[0], text);
+    return;
+  }
+  auto ends = p.as<migr_links_channel>();
+  for (auto& e : ends) {
+    const auto ok = table_.offer(s->instance, e);
+    if (ok) continue;
+    e.status = ok.error().code;
+    if (text.empty()) text = ok.error().text;
+  }
+  const auto met = directory_.meet(s->instance, ends);
+  if (text.empty()) text = met.text;
+  table_.set_error(s->instance, text);
+  reply(s, p.head, {}, 0, met.records.data(), met.records.size(), sizeof met.records[0], text);
+}
+
+void LinkSocket::reply(const SessionRef& s, const migr_links_msg& to, const Status& status, std::uint64_t arg, const void* records,
+                       std::size_t count, std::size_t record_size, const std::string& text) {
+  migr_links_msg head{};
+  head.type = static_cast<std::uint16_t>(to.type | MIGR_LINKS_REPLY);
+  head.seq = to.seq;
+  head.arg = arg;
+  std::copy(std::begin(to.instance), std::end(to.instance), head.instance);
+  if (!status) head.status = status.error().code;
+  const std::string& said = status ? text : status.error().text;
+  std::strncpy(head.text, said.c_str(), sizeof head.text - 1);
+  std::lock_guard lock(mutex_);
+  send_locked(*s, packet_of(head, records, count, record_size));
+}
+
+void LinkSocket::push(const SessionRef& s, std::uint16_t type, const void* records, std::size_t count, std::size_t record_size) {
+  migr_links_msg head{};
+  head.type = type;
+  std::copy(s->instance.begin(), s->instance.end(), head.instance);
+  std::lock_guard lock(mutex_);
+  if (s->out.size() < static_cast<std::size_t>(kLinkPushesKept)) send_locked(*s, packet_of(head, records, count, record_size));
+}
+
+// Caller holds the lock.
+void LinkSocket::send_locked(Session& s, std::vector<std::byte> packet) {
+  if (s.closed) return;
+  s.out.push_back(std::move(packet));
+  flush_locked(s);
+  if (!s.out.empty()) eventfd_write(wake_.n, 1);
+}
+
+// Caller holds the lock. What is broken is seen by poll().
+void LinkSocket::flush_locked(Session& s) {
+  while (!s.out.empty()) {
+    if (::send(s.fd.n, s.out.front().data(), s.out.front().size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    s.out.pop_front();
+  }
+}
+
+void LinkSocket::tell_ports(std::span<const migr_links_port> ports) {
+  for (const auto& s : all())
+    if (s->greeted)
+      for (std::size_t at = 0; at < ports.size(); at += MIGR_LINKS_MAX_RECORDS)
+        push(s, MIGR_LINKS_PORTS, &ports[at], std::min<std::size_t>(ports.size() - at, MIGR_LINKS_MAX_RECORDS), sizeof ports[0]);
+}
+
+void LinkSocket::knock(const Instance& to, const migr_links_channel& from) {
+  for (const auto& s : all())
+    if (s->greeted && s->instance == to) push(s, MIGR_LINKS_KNOCK, &from, 1, sizeof from);
+}
+
+}  // namespace migr

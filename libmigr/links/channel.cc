@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "channel.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "../real.h"
+
+namespace migr::links {
+namespace {
+
+constexpr std::uint64_t kReceive = 1ull << 32, kSend = 2ull << 32, kBeat = 3ull << 32, kKind = 0xffull << 32;
+constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, eight times: the other end may not be connected yet
+constexpr std::uint8_t kRetries = 7, kRnrForEver = 7, kRnrTimer = 6;
+constexpr std::uint32_t kPsnMask = 0xffffff;
+
+template <class T>
+T record(const std::uint8_t* at, std::size_t n) {
+  T out;
+  std::memcpy(&out, at + n * sizeof(T), sizeof(T));
+  return out;
+}
+
+int post_receive(Channel& c, unsigned slot) {
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&c.buffers[std::size_t{slot} * Channel::kMessageBytes]), Channel::kMessageBytes, c.mr->lkey};
+  ibv_recv_wr wr{.wr_id = kReceive | slot, .next = nullptr, .sg_list = &sge, .num_sge = 1};
+  ibv_recv_wr* bad;
+  return c.link->ops.post_recv(c.qp, &wr, &bad);
+}
+
+void flush_waiting(Channel& c) {
+  while (!c.waiting.empty() && c.connected) {
+    unsigned slot = 0;
+    while (slot < Channel::kSends && c.busy >> slot & 1) ++slot;
+    if (slot == Channel::kSends) return;
+    const std::vector<std::uint8_t>& message = c.waiting.front();
+    std::uint8_t* const at = &c.buffers[std::size_t{Channel::kReceives + slot} * Channel::kMessageBytes];
+    std::memcpy(at, message.data(), message.size());
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(at), static_cast<std::uint32_t>(message.size()), c.mr->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = kSend | slot;
+    wr.opcode = IBV_WR_SEND;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    if (c.link->ops.post_send(c.qp, &wr, &bad)) return;  // no room: when one has completed
+    c.busy |= 1u << slot;
+    c.waiting.pop_front();
+  }
+}
+
+template <class Record>
+void send_records(Channel& c, std::uint16_t type, std::span<const Record> records, bool also_empty) {
+  constexpr std::size_t kPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(Record);
+  do {
+    const auto part = records.first(std::min(records.size(), kPerMessage));
+    if (part.empty() && !also_empty) break;
+    also_empty = false;
+    const MessageHead head{.version = kMessageVersion, .type = type, .count = static_cast<std::uint32_t>(part.size())};
+    std::vector<std::uint8_t> message(sizeof head + part.size_bytes());
+    std::memcpy(message.data(), &head, sizeof head);
+    if (!part.empty()) std::memcpy(message.data() + sizeof head, part.data(), part.size_bytes());
+    c.waiting.push_back(std::move(message));
+    records = records.subspan(part.size());
+  } while (!records.empty());
+  flush_waiting(c);
+}
+
+/// @return false: nonsense, and the channel is no good
+bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
+  MessageHead head;
+  if (length < sizeof head) return false;
+  std::memcpy(&head, bytes, sizeof head);
+  const std::uint32_t body = length - static_cast<std::uint32_t>(sizeof head);
+  if (head.version != kMessageVersion) return false;
+  bytes += sizeof head;
+  c.heard = true;
+  if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
+    for (std::uint32_t i = 0; i < head.count; ++i) {
+      const auto key = record<KeyRecord>(bytes, i);
+      if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
+      else c.keys[key.home].erase(key.vrkey);
+    }
+    for (QpLink* l : state()->qps)
+      if (head.count && l->channel == &c && l->stage == Stage::kSwitched) {
+        std::lock_guard guard(l->q->lock);
+        set_remote_keys(*l);
+      }
+    return true;
+  }
+  if (head.type != kStateMessage || body != head.count * sizeof(StateRecord)) return false;
+  for (std::uint32_t i = 0; i < head.count; ++i) got_state(c, record<StateRecord>(bytes, i));
+  return true;
+}
+
+/// @return false: it is broken
+bool completed(Channel& c, const ibv_wc& wc) {
+  if (wc.status != IBV_WC_SUCCESS) return false;
+  const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffff);
+  c.last_ns = now_ns();
+  switch (wc.wr_id & kKind) {
+    case kReceive:
+      return handle(c, &c.buffers[std::size_t{slot} * Channel::kMessageBytes], wc.byte_len) && !post_receive(c, slot);
+    case kSend:
+      c.busy &= ~(1u << slot);
+      c.acknowledged = true;
+      flush_waiting(c);
+      return true;
+    default:
+      c.beat_ns = 0;
+      return true;
+  }
+}
+
+}  // namespace
+
+Channel* find_channel(const Peer& peer, const Link& link) {
+  for (Channel* c : state()->channels)
+    if (c->peer == peer && c->link == &link) return c;
+  return nullptr;
+}
+
+Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::string& why) {
+  auto c = std::make_unique<Channel>();
+  c->peer = peer;
+  c->link = &link;
+  c->round = round;
+  c->buffers.resize(std::size_t{Channel::kReceives + Channel::kSends} * Channel::kMessageBytes);
+  c->mr = real().reg_mr_iova2(link.pd, c->buffers.data(), c->buffers.size(), reinterpret_cast<std::uintptr_t>(c->buffers.data()), IBV_ACCESS_LOCAL_WRITE);
+  if (!c->mr) return why = std::string("reg_mr for a channel: ") + std::strerror(errno), nullptr;
+  const ibv_qp_cap cap{.max_send_wr = Channel::kSends + 2, .max_recv_wr = Channel::kReceives, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  c->qp = create_on(link.pd, link.cq, cap, link.config.port, IBV_ACCESS_REMOTE_WRITE, why);
+  if (getrandom(&c->psn, sizeof c->psn, 0) != sizeof c->psn) c->psn = static_cast<std::uint32_t>(now_ns());
+  c->psn &= kPsnMask;
+  int err = 0;
+  for (unsigned i = 0; c->qp && i < Channel::kReceives && !err; ++i) err = post_receive(*c, i);
+  if (!c->qp || err) {
+    if (err) why = std::string("post_recv for a channel: ") + std::strerror(err);
+    if (c->qp) real().destroy_qp(c->qp);
+    real().dereg_mr(c->mr);
+    return nullptr;
+  }
+  state()->channels.push_back(c.get());
+  return c.release();
+}
+
+void destroy_channel(Channel* c) {
+  std::erase(state()->channels, c);
+  real().destroy_qp(c->qp);
+  real().dereg_mr(c->mr);
+  delete c;
+}
+
+migr_links_channel address_of(const Channel& c) {
+  migr_links_channel out{};
+  std::memcpy(out.peer, c.peer.data(), sizeof out.peer);
+  out.link = c.link->index;
+  out.round = c.round;
+  std::memcpy(out.gid, c.link->gid.raw, sizeof out.gid);
+  out.qpn = c.qp->qp_num;
+  out.psn = c.psn;
+  out.lid = c.link->lid;
+  out.mtu = static_cast<std::uint8_t>(c.link->mtu);
+  return out;
+}
+
+int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) {
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTR;
+  attr.path_mtu = std::min(c.link->mtu, static_cast<ibv_mtu>(to.mtu));
+  attr.dest_qp_num = to.qpn;
+  attr.rq_psn = to.psn;
+  attr.max_dest_rd_atomic = 1;
+  attr.min_rnr_timer = kRnrTimer;
+  attr.ah_attr.is_global = 1;
+  std::memcpy(attr.ah_attr.grh.dgid.raw, to.gid, sizeof to.gid);
+  attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(c.link->gid_index);
+  attr.ah_attr.grh.hop_limit = 64;
+  attr.ah_attr.dlid = to.lid;
+  attr.ah_attr.port_num = static_cast<std::uint8_t>(c.link->config.port);
+  int err = real().modify_qp(c.qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                              IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  if (err) return why = std::string("modify_qp to RTR of a channel: ") + std::strerror(err), err;
+  attr.qp_state = IBV_QPS_RTS;
+  attr.sq_psn = c.psn;
+  attr.timeout = kTimeout;
+  attr.retry_cnt = kRetries;
+  attr.rnr_retry = kRnrForEver;
+  attr.max_rd_atomic = 1;
+  err = real().modify_qp(c.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  if (err) return why = std::string("modify_qp to RTS of a channel: ") + std::strerror(err), err;
+  c.connected = true;
+  c.last_ns = now_ns();
+  tell_keys(c);
+  return 0;
+}
+
+void tell_keys(Channel& c) {
+  if (!c.connected) return;
+  const auto& all = state()->keys;
+  std::vector<KeyRecord> records;
+  for (; c.told < all.size(); ++c.told) records.push_back({all[c.told].home, all[c.told].vrkey, all[c.told].prkey});
+  send_records<KeyRecord>(c, kKeysMessage, records, !c.greeted);
+  c.greeted = true;
+}
+
+void send_states(Channel& c, std::span<const StateRecord> records) {
+  tell_keys(c);
+  send_records(c, kStateMessage, records, false);
+}
+
+void poll_channels(Link& link) {
+  constexpr int kBatch = 16;
+  ibv_wc wc[kBatch];
+  int n;
+  while ((n = link.ops.poll_cq(link.cq, kBatch, wc)) > 0)
+    for (int i = 0; i < n; ++i) {
+      Channel* found = nullptr;
+      for (Channel* c : state()->channels)
+        if (c->link == &link && c->qp->qp_num == wc[i].qp_num) found = c;
+      if (found && !completed(*found, wc[i])) channel_broke(*found);
+    }
+}
+
+void heartbeats(Link& link) {
+  const Config& config = state()->config;
+  if (!config.heartbeat_ms) return;
+  const std::uint64_t interval = config.heartbeat_ms * 1'000'000ull, now = now_ns();
+  for (Channel* c : std::vector(state()->channels)) {
+    if (c->link != &link || !c->up()) continue;
+    if (c->beat_ns && now - c->beat_ns > interval * config.heartbeat_misses) {
+      channel_broke(*c);
+      continue;
+    }
+    if (c->beat_ns || now - c->last_ns < interval) continue;
+    ibv_send_wr wr{}, *bad;  // an empty write: the other end's NIC answers
+    wr.wr_id = kBeat;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    if (!link.ops.post_send(c->qp, &wr, &bad)) c->beat_ns = now;
+  }
+}
+
+}  // namespace migr::links

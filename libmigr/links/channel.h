@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* A connection of the library's own to one process at the other end, over one link. Under the Registry's lock. */
+#ifndef MIGR_LINKS_CHANNEL_H
+#define MIGR_LINKS_CHANNEL_H
+
+#include <deque>
+#include <map>
+#include <span>
+
+#include "state.h"
+
+namespace migr::links {
+
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage };
+
+constexpr std::uint16_t kMessageVersion = 1;
+
+struct MessageHead {
+  std::uint16_t version, type;
+  std::uint32_t count;
+};
+
+struct KeyRecord {
+  std::uint32_t home, vrkey, prkey;
+};
+
+enum StateFlags : std::uint32_t {
+  kCannot = 1u << 0,  ///< the sender's end cannot change its path: the application gets its errors
+};
+
+struct StateRecord {
+  migr_links_name to, from;  ///< the vQP at the receiver's end, and the sender's
+  std::uint32_t epoch;       ///< of the change that has begun
+  std::uint32_t psn;         ///< that the cut path would have executed next
+  std::uint32_t flags;
+  std::uint32_t reserved;
+};
+
+struct Channel {
+  static constexpr unsigned kMessageBytes = 2048, kReceives = 32, kSends = 16;
+  Peer peer{};
+  Link* link = nullptr;
+  std::uint32_t round = 1;
+  ibv_qp* qp = nullptr;
+  std::uint32_t psn = 0;
+  bool connected = false;  ///< in RTS: the other end's address is known
+  bool heard = false;      ///< its first message has come
+  bool acknowledged = false;  ///< ours has arrived
+  std::size_t told = 0;    ///< of State::keys
+  bool greeted = false;
+  std::map<std::uint32_t, std::map<std::uint32_t, std::uint32_t>> keys;  ///< of the peer's memory: by home link, vrkey -> prkey
+  std::vector<std::uint8_t> buffers;
+  ibv_mr* mr = nullptr;
+  std::uint32_t busy = 0;  ///< slots for sends, by bit
+  std::deque<std::vector<std::uint8_t>> waiting;
+  std::uint64_t beat_ns = 0;  ///< when the heartbeat that is out was posted; 0: none is
+  std::uint64_t last_ns = 0;  ///< something was acknowledged
+
+  bool up() const { return connected && heard && acknowledged; }
+};
+
+/// With the QP in INIT and its receives posted. @return null: see `why`
+Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::string& why);
+void destroy_channel(Channel* channel);
+Channel* find_channel(const Peer& peer, const Link& link);
+migr_links_channel address_of(const Channel& channel);
+int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
+/// What was registered since, and then: behind it.
+void tell_keys(Channel& channel);
+void send_states(Channel& channel, std::span<const StateRecord> records);
+/// Completions of all channels of a link. Broken ones are given to channel_broke().
+void poll_channels(Link& link);
+/// Posts what is due, and finds who is silent.
+void heartbeats(Link& link);
+
+}  // namespace migr::links
+
+#endif

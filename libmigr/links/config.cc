@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "config.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+
+#define JSON_NOEXCEPTION 1  // every type is looked at before it is used
+#include <nlohmann/json.hpp>
+
+namespace migr::links {
+namespace {
+
+using nlohmann::json;
+
+constexpr std::size_t kMaxBytes = 1u << 20;
+
+std::optional<Policy> policy_named(const std::string& text) {
+  for (const Policy policy : {Policy::kOff, Policy::kResend, Policy::kExact})
+    if (text == name(policy)) return policy;
+  return std::nullopt;
+}
+
+std::string no_policy(const std::string& where, const std::string& what) {
+  return where + " is " + what + "; there are \"off\", \"resend\", \"exact\"";
+}
+
+std::string read_policies(const json& from, const char* key, std::map<std::string, Policy>& out) {
+  const auto found = from.find(key);
+  if (found == from.end()) return "";
+  if (!found->is_object()) return std::string("\"") + key + "\" is no object of names and policies";
+  for (const auto& [who, what] : found->items()) {
+    const auto policy = what.is_string() ? policy_named(what.get<std::string>()) : std::nullopt;
+    if (!policy) return no_policy(std::string("\"") + key + "\": \"" + who + "\"", what.dump());
+    out[who] = *policy;
+  }
+  return "";
+}
+
+std::string read_number(const json& from, const char* key, unsigned low, unsigned high, unsigned& out) {
+  const auto found = from.find(key);
+  if (found == from.end()) return "";
+  if (!found->is_number_unsigned() || found->get<std::uint64_t>() < low || found->get<std::uint64_t>() > high)
+    return std::string("\"") + key + "\" is " + found->dump() + ", not a number from " + std::to_string(low) + " to " +
+           std::to_string(high);
+  out = found->get<unsigned>();
+  return "";
+}
+
+std::string unknown_key(const json& object, std::initializer_list<const char*> known, const std::string& where) {
+  for (const auto& [key, ignored] : object.items()) {
+    bool ok = false;
+    for (const char* k : known) ok = ok || key == k;
+    if (!ok) return where + "\"" + key + "\" is not known";
+  }
+  return "";
+}
+
+std::string read_link(const json& from, std::size_t n, Config::Link& out) {
+  const std::string where = "link " + std::to_string(n) + ": ";
+  if (!from.is_object()) return where + "no object";
+  if (std::string why = unknown_key(from, {"device", "port", "gid_index"}, where); !why.empty()) return why;
+  const auto device = from.find("device");
+  if (device == from.end() || !device->is_string() || device->get<std::string>().empty())
+    return where + "\"device\" is missing, the name of an RDMA device (`rdma link`)";
+  out.device = device->get<std::string>();
+  unsigned index = 0;
+  std::string why = read_number(from, "port", 1, 255, out.port);
+  if (why.empty()) why = read_number(from, "gid_index", 0, 255, index);
+  if (from.contains("gid_index")) out.gid_index = static_cast<int>(index);
+  return why.empty() ? "" : where + why;
+}
+
+std::string own_name() { return program_invocation_short_name ? program_invocation_short_name : ""; }
+
+bool read_file(const char* path, std::string& out) {
+  FILE* file = std::fopen(path, "re");
+  if (!file) return false;
+  char part[4096];
+  std::size_t n;
+  while ((n = std::fread(part, 1, sizeof part, file)) > 0 && out.size() < kMaxBytes) out.append(part, n);
+  const bool ok = !std::ferror(file);
+  std::fclose(file);
+  return ok;
+}
+
+}  // namespace
+
+const char* name(Policy policy) {
+  constexpr const char* kNames[] = {"off", "resend", "exact"};
+  return kNames[static_cast<int>(policy)];
+}
+
+Policy Config::policy_of(const std::string& device) const {
+  const auto found = devices.find(device);
+  return found == devices.end() ? policy : found->second;
+}
+
+bool Config::any_policy() const {
+  for (const Link& link : links)
+    if (policy_of(link.device) != Policy::kOff) return true;
+  return false;
+}
+
+std::string parse(const std::string& text, const std::string& process, Config& out) {
+  const json all = json::parse(text, nullptr, false);
+  if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
+  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms"}, "");
+  const auto links = all.find("links");
+  if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
+    why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";
+  if (!why.empty()) return why;
+  for (const json& link : *links) {
+    Config::Link one;
+    why = read_link(link, out.links.size(), one);
+    for (const Config::Link& other : out.links)
+      if (why.empty() && other.device == one.device && other.port == one.port)
+        why = one.device + " port " + std::to_string(one.port) + " is named twice";
+    if (!why.empty()) return why;
+    out.links.push_back(one);
+  }
+  if (const auto policy = all.find("policy"); policy != all.end()) {
+    const auto which = policy->is_string() ? policy_named(policy->get<std::string>()) : std::nullopt;
+    if (!which) return no_policy("\"policy\"", policy->dump());
+    out.policy = *which;
+  }
+  why = read_policies(all, "devices", out.devices);
+  if (why.empty()) why = read_policies(all, "processes", out.processes);
+  if (why.empty()) why = read_number(all, "heartbeat_ms", 0, 60'000, out.heartbeat_ms);
+  if (why.empty()) why = read_number(all, "heartbeat_misses", 1, 100, out.heartbeat_misses);
+  if (why.empty()) why = read_number(all, "switch_limit_ms", 100, 600'000, out.switch_limit_ms);
+  if (!why.empty()) return why;
+  if (const auto mine = out.processes.find(process); mine != out.processes.end()) {
+    out.policy = mine->second;
+    out.devices.clear();
+  }
+  return "";
+}
+
+Config read_config() {
+  const char* const named = std::getenv("MIGR_LINKS");
+  const char* const path = named && *named ? named : kDefaultFile;
+  const char* const forced = std::getenv("MIGR_POLICY");
+  Config config;
+  std::string text, why;
+  errno = 0;
+  if (!read_file(path, text)) {
+    if (errno == ENOENT && !(named && *named) && !forced) return {};
+    why = std::strerror(errno);
+  } else {
+    why = parse(text, own_name(), config);
+  }
+  if (why.empty() && forced && *forced) {
+    const auto policy = policy_named(forced);
+    if (policy) config.policy = *policy, config.devices.clear();
+    else why = no_policy("MIGR_POLICY", forced);
+  }
+  if (why.empty()) return config;
+  std::fprintf(stderr, "libmigr: %s: %s; no link is backed up in this process\n", path, why.c_str());
+  return {};
+}
+
+}  // namespace migr::links

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Which links there are, and what a broken one does to whom (docs/failover.md):
+ *
+ *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
+ *     "policy": "exact",
+ *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend"},
+ *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000 }
+ *
+ * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
+ * unless said otherwise. Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
+ */
+#ifndef MIGR_LINKS_CONFIG_H
+#define MIGR_LINKS_CONFIG_H
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace migr::links {
+
+constexpr char kDefaultFile[] = "/etc/migr/links.json";
+constexpr std::size_t kMaxLinks = 8;
+
+enum class Policy { kOff, kResend, kExact };
+const char* name(Policy policy);
+
+struct Config {
+  struct Link {
+    std::string device;
+    unsigned port = 1;
+    int gid_index = -1;  ///< -1: the first RoCE v2 one of IPv4, else 0
+  };
+  std::vector<Link> links;
+  Policy policy = Policy::kOff;
+  std::map<std::string, Policy> devices, processes;
+  unsigned heartbeat_ms = 200;  ///< 0: none
+  unsigned heartbeat_misses = 3;
+  unsigned switch_limit_ms = 10'000;  ///< so long one end waits for the other's word
+
+  /// Of vQPs born on `device`.
+  Policy policy_of(const std::string& device) const;
+  bool any_policy() const;
+};
+
+/// @param process the program's name. @return "" or what is wrong, for people
+std::string parse(const std::string& text, const std::string& process, Config& out);
+
+/// What this process is to go by: the file and the environment. A file that is not there is no error; one that is wrong
+/// is said on stderr, and then every policy is off.
+Config read_config();
+
+}  // namespace migr::links
+
+#endif

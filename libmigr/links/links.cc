@@ -1,0 +1,390 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "links.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+
+#include "../control.h"
+#include "../high_fd.h"
+#include "../kernel_link.h"
+#include "../path.h"
+#include "../real.h"
+#include "../switchover/switchover.h"
+#include "channel.h"
+#include "state.h"
+
+namespace migr::links {
+namespace {
+
+State* the_state = nullptr;
+
+bool start_thread(void (*run)(), const char* name) {
+  pthread_t thread;
+  pthread_attr_t attr;
+  pthread_attr_init(&attr);
+  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+  const int error = pthread_create(&thread, &attr, [](void* f) -> void* { reinterpret_cast<void (*)()>(f)(); return nullptr; },
+                                   reinterpret_cast<void*>(run));
+  pthread_attr_destroy(&attr);
+  if (!error) pthread_setname_np(thread, name);
+  return !error;
+}
+
+bool start_threads() {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const bool ok = start_thread(run_rounds, "migr-links") && start_thread(run_failover, "migr-failover");
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return ok;
+}
+
+/// Once. Reads what is configured; without anything nothing is made.
+State* configured() {
+  static bool looked = false;
+  if (looked) return the_state;
+  looked = true;
+  Config config = read_config();
+  if (!config.any_policy() || config.links.size() < 2) return nullptr;
+  auto* s = new State;
+  s->instance = control::instance();
+  s->config = std::move(config);
+  for (const Config::Link& link : s->config.links) {
+    s->links.emplace_back();
+    s->links.back().config = link;
+    s->links.back().index = static_cast<unsigned>(s->links.size() - 1);
+  }
+  s->round_fd = to_high_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  s->failover_fd = to_high_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  the_state = s;
+  if (!path::watch_pollers() || s->instance == Peer{} || s->round_fd < 0 || s->failover_fd < 0 || !start_threads()) {
+    std::fprintf(stderr, "libmigr: no thread, descriptor or membarrier(2) for the backup links; no link is backed up in this process\n");
+    the_state = nullptr;  // a thread that has begun finds nothing to do
+  }
+  return the_state;
+}
+
+Twin* twin_of(const Context& context) { return context.twin; }
+
+void* table(std::size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  madvise(p, bytes, MADV_DONTDUMP);
+  madvise(p, bytes, MADV_NOHUGEPAGE);
+  return p;
+}
+
+void forget_qp(QpLink& l) {
+  for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
+    std::lock_guard guard(c->lock);
+    if (!c->link) continue;
+    std::erase_if(c->link->by_default, [&](const auto& e) { return e.second == &l; });
+    std::erase_if(c->link->by_linked, [&](const auto& e) { return e.second == &l; });
+  }
+  if (l.told) the_state->to_withdraw.push_back(l.name);
+  std::erase(the_state->qps, &l);
+  l.q->link = nullptr;
+  delete &l;
+  kick(the_state->round_fd);
+}
+
+}  // namespace
+
+State* state() { return the_state; }
+bool enabled() { return the_state != nullptr; }
+
+void kick(int fd) {
+  const std::uint64_t one = 1;
+  const int saved = errno;
+  (void)!::write(fd, &one, sizeof one);
+  errno = saved;
+}
+
+std::uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
+}
+
+void say(const QpLink& l, const std::string& what) {
+  std::fprintf(stderr, "libmigr: vQPN %u: %s\n", l.name.vqpn, what.c_str());
+}
+
+bool same(const migr_links_name& a, const migr_links_name& b) { return a.vqpn == b.vqpn && !std::memcmp(a.gid, b.gid, sizeof a.gid); }
+
+QpLink* find(const migr_links_name& name) {
+  for (QpLink* l : the_state->qps)
+    if (same(l->name, name)) return l;
+  return nullptr;
+}
+
+void set_stage(QpLink& l, Stage stage) {
+  std::lock_guard guard(l.lock);
+  l.stage = stage;
+}
+
+/* ---- what the application does ------------------------------------------------------ */
+
+void opened(Context& context) {
+  State* s = configured();
+  if (!s) return;
+  Link* home = nullptr;
+  for (Link& link : s->links)
+    if (!home && link.config.device == context.real->device->name) home = &link;
+  if (!home) return;
+  const Policy policy = s->config.policy_of(home->config.device);
+  if (policy == Policy::kOff) return;
+  auto* t = new Twin;
+  t->of = &context;
+  t->home = home;
+  t->policy = policy;
+  for (Link& link : s->links)
+    if (!t->link && link.config.device != home->config.device) t->link = &link;
+  t->key_table = t->link ? static_cast<migr_key_entry*>(table(MIGR_KEY_TABLE_BYTES)) : nullptr;
+  if (!t->key_table) {
+    delete t;
+    return;
+  }
+  if (!t->link->qpn_table) t->link->qpn_table = static_cast<std::uint32_t*>(table(MIGR_QPN_TABLE_BYTES));
+  if (!t->link->qpn_table) t->link->why = "no address space for its tables";
+  context.twin = t;
+  s->twins.push_back(t);
+  changed();
+}
+
+void changed() {
+  if (the_state) kick(the_state->round_fd);
+}
+
+void made(MrShadow& mr) {
+  if (!mr.context->twin) return;
+  // Once a QP is on the backup link, memory has to be there before the application can use it.
+  bool now = false;
+  for (const QpLink* l : the_state->qps)
+    now = now || (l->twin == mr.context->twin && (l->stage == Stage::kSwitched || l->stage == Stage::kChanging));
+  if (!now) return changed();
+  make_memory(*mr.context->twin);
+  for (Channel* c : the_state->channels) tell_keys(*c);
+}
+
+void modified(QpShadow& q, const ibv_qp_attr&, int mask) {
+  if (q.context->twin && (mask & IBV_QP_STATE)) changed();
+}
+
+void gone(MrShadow& mr) {
+  Twin* const t = mr.context->twin;
+  if (!t || !mr.twin) return;
+  const std::uint32_t prkey = mr.twin->rkey;
+  t->key_table[mr.app.lkey >> 8].lkey = 0;
+  t->key_table[mr.app.rkey >> 8].rkey = 0;
+  real().dereg_mr(std::exchange(mr.twin, nullptr));
+  if (prkey) the_state->keys.push_back({t->home->index, mr.app.rkey, 0});
+}
+
+void gone(CqShadow& c) {
+  if (!c.link) return;
+  for (const QpShadow* q : Registry::get().qps)
+    if (q->send_cq == &c || q->recv_cq == &c) return;  // the device will refuse it
+  CqLink* link;
+  {
+    std::lock_guard guard(c.lock);
+    link = std::exchange(c.link, nullptr);
+    c.state.fetch_and(~std::uint32_t{kLinkedCq | kProtectedCq}, std::memory_order_relaxed);
+  }
+  if (link->bell) real().destroy_qp(link->bell);
+  real().destroy_cq(link->real);
+  delete link;
+}
+
+void gone(ibv_pd* pd) {
+  if (!the_state) return;
+  for (Twin* t : the_state->twins)
+    if (const auto found = t->pds.find(pd); found != t->pds.end()) {
+      for (const QpShadow* q : Registry::get().qps)
+        if (q->init.pd == pd) return;
+      for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
+        if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
+        std::lock_guard guard(c->lock);
+        real().destroy_qp(std::exchange(c->link->bell, nullptr));
+      }
+      if (real().dealloc_pd(found->second) == 0) t->pds.erase(found);
+      return;
+    }
+}
+
+void gone(QpShadow& q) {
+  QpLink* const l = q.link;
+  if (!l) return;
+  // What served it last was destroyed by the caller.
+  if (l->trap && l->trap != q.real) real().destroy_qp(l->trap);
+  if (l->path && l->path != q.real) real().destroy_qp(l->path);
+  forget_qp(*l);
+}
+
+void leave(QpShadow& q, ibv_qp_state to) {
+  QpLink* const l = q.link;
+  if (!l || (to != IBV_QPS_RESET && to != IBV_QPS_ERR)) return;
+  if (l->stage == Stage::kChanging) give_back(*l, "the application has closed it");
+  if (l->stage == Stage::kSwitched && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link
+  if (l->trap && q.real != l->trap) {
+    std::lock_guard guard(q.lock);
+    q.key_table = q.context->kernel->key_table();
+    delete q.remote_keys;
+    q.remote_keys = nullptr;
+    q.receive_ring = q.send_ring = {};
+    q.real_post_send = q.context->ops.post_send;
+    q.real_post_recv = q.context->ops.post_recv;
+    q.real = std::exchange(l->trap, nullptr);
+    q.state.fetch_and(~std::uint32_t{kTrapped}, std::memory_order_relaxed);
+  }
+  destroy_path(*l);
+  forget_qp(*l);
+}
+
+void dropped(Context& context) {
+  Twin* const t = twin_of(context);
+  if (!t) return;
+  Registry& registry = Registry::get();
+  for (QpShadow* q : registry.qps)
+    if (q->context == &context && q->link) {
+      if (q->link->path) real().destroy_qp(q->link->path);
+      forget_qp(*q->link);
+    }
+  for (CqShadow* c : registry.cqs) {
+    if (c->context != &context || !c->link) continue;
+    if (c->link->bell) real().destroy_qp(c->link->bell);
+    real().destroy_cq(c->link->real);
+    delete std::exchange(c->link, nullptr);
+  }
+  for (MrShadow* mr : registry.mrs)
+    if (mr->context == &context) gone(*mr);
+  for (const auto& [ignored, pd] : t->pds) real().dealloc_pd(pd);
+  std::erase(the_state->twins, t);
+  munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
+  context.twin = nullptr;
+  delete t;
+}
+
+std::string refusal() {
+  if (!the_state) return "";
+  for (const Link& link : the_state->links)
+    if (link.ctx)
+      return "its links are backed up (policy of " + the_state->links[0].config.device +
+             ".. in links.json): it holds objects on " + link.config.device + ", which do not move yet";
+  return "";
+}
+
+void after_fork_in_child() {
+  if (!the_state) return;
+  // A child has none of its parent's threads, and cannot use what is its parent's.
+  for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
+  the_state->round_fd = the_state->failover_fd = -1;
+  for (CqShadow* c : Registry::get().cqs) c->link = nullptr;
+  for (QpShadow* q : Registry::get().qps) q->link = nullptr;
+  for (MrShadow* mr : Registry::get().mrs) mr->twin = nullptr;
+  for (Context* context : Registry::get().contexts) context->twin = nullptr;
+  the_state = nullptr;
+}
+
+/* ---- on the way of a completion -------------------------------------------------- */
+
+namespace {
+
+/// What a path that does not carry any more leads to. All else is the application's doing.
+bool of_the_path(ibv_wc_status status) {
+  return status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_WR_FLUSH_ERR || status == IBV_WC_RESP_TIMEOUT_ERR;
+}
+
+}  // namespace
+
+bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
+  auto& all = linked ? c.link->by_linked : c.link->by_default;
+  const auto found = all.find(wc.qp_num);
+  if (found == all.end() || linked) return false;
+  QpLink& l = *found->second;
+  std::lock_guard guard(l.lock);
+  switch (l.stage) {
+    case Stage::kReady:
+      if (!of_the_path(wc.status)) {
+        l.stage = Stage::kBroken;
+        return false;
+      }
+      [[fallthrough]];
+    case Stage::kChanging:
+      if (!of_the_path(wc.status)) return false;
+      l.hidden.push_back({&c, wc});
+      if (!std::exchange(l.wanted, true)) kick(the_state->failover_fd);
+      return true;
+    case Stage::kSwitched:
+      if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
+      return true;
+    default:
+      return false;
+  }
+}
+
+void hand_over(QpShadow& q) {
+  QpLink& l = *q.link;
+  Cut& cut = *q.cut;
+  std::lock_guard guard(l.lock);
+  std::vector<ibv_wc> sends, receives;
+  for (const QpLink::Hidden& h : l.hidden) (h.cq == q.send_cq ? sends : receives).push_back(h.wc);
+  l.hidden.clear();
+  cut.flushed += sends.size() + receives.size();
+  cut.flushed_sends += sends.size();
+  cut.taken_sends.insert(cut.taken_sends.begin(), sends.begin(), sends.end());
+  cut.taken_receives.insert(cut.taken_receives.begin(), receives.begin(), receives.end());
+}
+
+int arm(CqShadow& c, int solicited_only) {
+  if (!c.link || !(c.state.load(std::memory_order_relaxed) & kLinkedCq)) return 0;
+  return c.link->twin->link->ops.req_notify_cq(c.link->real, solicited_only);
+}
+
+int ring(CqShadow& c, std::string& why) {
+  QpShadow* on = nullptr;
+  for (QpShadow* q : Registry::get().qps)
+    if (q->send_cq == &c || q->recv_cq == &c) on = q;
+  if (!on || !c.link || !c.app.channel) return 0;
+  if (!c.link->bell) {
+    const ibv_qp_cap cap{.max_send_wr = 1, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    ibv_qp* const bell = create_on(on->init.pd, c.real, cap, c.link->twin->home->config.port, 0, why);
+    if (!bell) return errno ? errno : EIO;
+    std::lock_guard guard(c.lock);
+    c.link->bell = bell;
+  }
+  ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0}, *bad;
+  {
+    std::lock_guard guard(c.lock);
+    auto& rings = c.link->rings;  // those that have been heard
+    std::erase_if(rings, [&](std::uint64_t id) {
+      return std::erase_if(c.seen_markers, [&](const ibv_wc& wc) { return wc.wr_id == id; }) > 0;
+    });
+    rings.push_back(wr.wr_id);
+    ++c.markers;
+  }
+  int err = c.context->ops.post_recv(c.link->bell, &wr, &bad);
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  if (!err) err = real().modify_qp(c.link->bell, &to, IBV_QP_STATE);
+  if (err == ENOMEM) err = 0;  // it rings already
+  if (err) why = std::string("cannot wake a completion channel: ") + std::strerror(err);
+  return err;
+}
+
+bool hides_errors(const QpShadow& q) { return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kChanging); }
+
+bool on_backup(const QpShadow& q) { return q.link && q.link->path && q.real == q.link->path; }
+
+bool changing(const QpShadow& q) { return q.link && q.link->stage == Stage::kChanging; }
+
+}  // namespace migr::links

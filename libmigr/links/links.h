@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Backup links (docs/failover.md): what the rest of the library calls. Off unless configured; then two threads: one
+ * makes on the backup link what the application has made on its own ("migr-links"; it may wait for migrd and for
+ * memory to be pinned), one sees to failures ("migr-failover"; it waits for nothing but the other end's word).
+ *
+ * Everything here belongs to the Registry's lock, except where another one is named.
+ */
+#ifndef MIGR_LINKS_H
+#define MIGR_LINKS_H
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../../include/migr/links_wire.h"
+#include "../provider/provider.h"
+#include "../shadow.h"
+#include "config.h"
+
+namespace migr::links {
+
+struct Channel;
+
+/// A port of a device with one of its GIDs, and what we have of our own there.
+struct Link {
+  unsigned index = 0;
+  Config::Link config;
+  std::string why;  ///< not usable: why
+  bool down = false;  ///< as migrd says of its port
+  ibv_context* ctx = nullptr;  ///< null: not open
+  ibv_context_ops ops{};
+  int gid_index = 0;
+  ibv_gid gid{};
+  std::uint16_t lid = 0;
+  ibv_mtu mtu = IBV_MTU_1024;
+  std::uint32_t* qpn_table = nullptr;  ///< physical -> virtual | MIGR_QPN_VALID
+  ibv_comp_channel* events = nullptr;  ///< of the CQs that stand in for the application's
+  ibv_pd* pd = nullptr;                ///< of the channels, as the two below
+  ibv_cq* cq = nullptr;
+  ibv_comp_channel* cq_events = nullptr;
+};
+
+/// The backup of one of the application's contexts.
+struct Twin {
+  Context* of = nullptr;
+  Link* home = nullptr;  ///< where `of` is
+  Link* link = nullptr;
+  Policy policy = Policy::kOff;
+  migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical on the link
+  std::unordered_map<const ibv_pd*, ibv_pd*> pds;
+};
+
+/// The backup of a CQ. `real`..`qpn_table` never change; the rest belongs to CqShadow::lock.
+struct CqLink {
+  ibv_cq* real = nullptr;
+  int (*real_poll)(ibv_cq*, int, ibv_wc*) = nullptr;
+  const std::uint32_t* qpn_table = nullptr;
+  Twin* twin = nullptr;
+  std::unordered_map<std::uint32_t, QpLink*> by_default, by_linked;  ///< QPs on it, by their physical numbers
+  ibv_qp* bell = nullptr;             ///< a QP in ERR on the application's CQ: what it flushes wakes whoever sleeps there
+  std::vector<std::uint64_t> rings;   ///< markers of it
+};
+
+enum class Stage : std::uint8_t {
+  kMaking,    ///< there is no backup yet: errors are the application's
+  kReady,
+  kChanging,  ///< cut here, or about to be; the other end's word is missing
+  kSwitched,  ///< the backup link serves it. What comes from the old path is from the trap
+  kBroken,    ///< the application gets its errors
+};
+
+/// The backup of a vQP.
+struct QpLink {
+  std::uint64_t id = 0;
+  QpShadow* q = nullptr;
+  Twin* twin = nullptr;
+  migr_links_name name{}, peer{};
+  ibv_qp* path = nullptr;  ///< on the link; after the switch it is q->real, too
+  std::uint32_t psn = 0;
+  bool told = false;       ///< published
+  bool connected = false;  ///< the path is in RTS
+  unsigned peer_home = 0;  ///< link that the other end was born on
+  Peer instance{};         ///< the process at the other end
+  Channel* channel = nullptr;
+  std::uint32_t epoch = 0;  ///< the low 3 bits are the link that it led to
+  migr_links_cause cause = MIGR_LINKS_CAUSE_NONE;
+  bool peer_told = false;  ///< STATE of this epoch has come
+  std::uint32_t peer_psn = 0;
+  std::uint64_t noticed_ns = 0, cut_ns = 0, deadline_ns = 0;
+  std::string why;
+  /* after the switch: the old path, kept in ERR for threads that were let through before */
+  ibv_qp* trap = nullptr;
+  QpShadow::Ring trap_sends{}, trap_receives{};
+  std::uint32_t trap_next_send = 0, trap_next_receive = 0;  ///< ring indexes: what lies behind was not seen yet
+
+  /// Innermost. Of what follows.
+  std::mutex lock;
+  Stage stage = Stage::kMaking;
+  bool wanted = false;  ///< an error has been seen
+  bool late = false;    ///< something was flushed from the trap
+  struct Hidden {
+    CqShadow* cq;
+    ibv_wc wc;
+  };
+  std::vector<Hidden> hidden;  ///< until the cut
+};
+
+/// Is anything configured? Cheap.
+bool enabled();
+
+/* What the application does; the Registry's lock is held. */
+void opened(Context& context);
+void dropped(Context& context);  ///< before its objects are forgotten
+void made(MrShadow& mr);
+void changed();                  ///< PDs, CQs, QPs: the next round looks
+void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
+void gone(MrShadow& mr);
+void gone(CqShadow& cq);
+void gone(QpShadow& q);
+void gone(ibv_pd* pd);
+/// Before a modification that takes the QP out of its connection: it is the application's own path again.
+void leave(QpShadow& q, ibv_qp_state to);
+/// "" or why this process cannot be migrated.
+std::string refusal();
+void after_fork_in_child();
+
+/* On the way of a completion. */
+
+/// Caller holds c.lock. @param linked it came from the backup's CQ. @return false: the application's own
+bool take_error(CqShadow& c, const ibv_wc& wc, bool linked);
+/// The application has armed `c`. Caller holds c.lock. @return 0 or a positive errno
+int arm(CqShadow& c, int solicited_only);
+/// Wakes whoever sleeps on the channel of `c`.
+int ring(CqShadow& c, std::string& why);
+bool changing(const QpShadow& q);
+/// That its path is in ERR is not the application's business (yet).
+bool hides_errors(const QpShadow& q);
+bool on_backup(const QpShadow& q);
+/// What threads have posted to the old path late, that is, having passed the check before the suspension. Whatever the same
+/// thread has posted since is behind it, so it is asked for before that goes anywhere. Caller holds q.lock.
+void late_receives(QpShadow& q, std::vector<KeptReceive>& out);
+void late_sends(QpShadow& q, std::vector<KeptSend>& out);
+/// They go to the new path; sends not while they are kept.
+void empty_trap(QpShadow& q);
+/// To the cut of `q`, which counts from now on: what was taken out before.
+void hand_over(QpShadow& q);
+
+}  // namespace migr::links
+
+#endif

@@ -1,0 +1,589 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Shadow verbs: what the application has made is made on the backup link (SHIFT §4.2, appendix B). In rounds: what
+ * depends on something that the other end has not told yet is left for the next one, so no two processes wait
+ * for each other in a circle.
+ */
+#include <poll.h>
+#include <sys/random.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "../high_fd.h"
+#include "../kernel_link.h"
+#include "../real.h"
+#include "../switchover/parts.h"
+#include "channel.h"
+#include "directory.h"
+#include "state.h"
+
+namespace migr::links {
+namespace {
+
+constexpr int kChannelCqes = 1024;
+constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
+constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
+
+std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
+
+bool non_blocking(int fd) { return fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0; }
+
+ibv_comp_channel* make_events(ibv_context* ctx) {
+  ibv_comp_channel* const events = real().create_comp_channel(ctx);
+  if (!events) return nullptr;
+  events->fd = to_high_fd(events->fd);
+  non_blocking(events->fd);
+  return events;
+}
+
+/// The first of RoCE v2 that is an IPv4 address, else the first there is.
+int choose_gid(ibv_context* ctx, unsigned port) {
+  constexpr std::size_t kMost = 256;
+  std::vector<ibv_gid_entry> all(kMost);
+  const auto query = real_query_gid_table();
+  const ssize_t n = query ? query(ctx, all.data(), kMost, 0, sizeof all[0]) : 0;
+  for (ssize_t i = 0; i < n; ++i) {
+    const ibv_gid_entry& e = all[static_cast<std::size_t>(i)];
+    const std::uint8_t ipv4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    if (e.port_num == port && e.gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(e.gid.raw, ipv4, sizeof ipv4)) return static_cast<int>(e.gid_index);
+  }
+  return 0;
+}
+
+ibv_context* open_named(const std::string& device) {
+  int count = 0;
+  ibv_device** const all = real().get_device_list(&count);
+  ibv_context* ctx = nullptr;
+  errno = ENODEV;
+  for (int i = 0; all && i < count; ++i)
+    if (device == all[i]->name) ctx = real().open_device(all[i]);
+  const int saved = errno;
+  if (all) real().free_device_list(all);
+  errno = saved;
+  return ctx;
+}
+
+/// @return "" or why it cannot be used
+std::string open_link(Link& link) {
+  ibv_context* const ctx = open_named(link.config.device);
+  if (!ctx) return errno_text("cannot open " + link.config.device);
+  ctx->cmd_fd = to_high_fd(ctx->cmd_fd);
+  if (ctx->async_fd >= 0) ctx->async_fd = to_high_fd(ctx->async_fd);
+  link.ops = ctx->ops;
+  std::string why;
+  ibv_port_attr port{};
+  link.gid_index = link.config.gid_index >= 0 ? link.config.gid_index : choose_gid(ctx, link.config.port);
+  const auto number = static_cast<std::uint8_t>(link.config.port);
+  if (const int err = real().query_port(ctx, number, reinterpret_cast<_compat_ibv_port_attr*>(&port)))
+    why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
+  else if (real().query_gid(ctx, number, link.gid_index, &link.gid))
+    why = link.config.device + " has no GID " + std::to_string(link.gid_index);
+  link.lid = port.lid;
+  link.mtu = port.active_mtu;
+  if (why.empty() && !(link.pd = real().alloc_pd(ctx))) why = errno_text("alloc_pd");
+  if (why.empty() && (!(link.events = make_events(ctx)) || !(link.cq_events = make_events(ctx)))) why = errno_text("create_comp_channel");
+  if (why.empty() && !(link.cq = real().create_cq(ctx, kChannelCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
+  if (why.empty() && link.ops.req_notify_cq(link.cq, 0)) why = errno_text("req_notify_cq");
+  if (why.empty()) return link.ctx = ctx, "";
+  if (link.cq) real().destroy_cq(std::exchange(link.cq, nullptr));
+  for (ibv_comp_channel** e : {&link.events, &link.cq_events})
+    if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
+  if (link.pd) real().dealloc_pd(std::exchange(link.pd, nullptr));
+  real().close_device(ctx);
+  return why;
+}
+
+Registry& registry() { return Registry::get(); }
+
+bool make_pd(Twin& t, std::string& why) {
+  for (ibv_pd* pd : registry().pds) {
+    if (pd->context != t.of->real || t.pds.contains(pd)) continue;
+    ibv_pd* const made = real().alloc_pd(t.link->ctx);
+    if (!made) return why = errno_text("alloc_pd"), false;
+    return t.pds[pd] = made, true;
+  }
+  return false;
+}
+
+bool make_cq(Twin& t, std::string& why) {
+  for (CqShadow* c : registry().cqs) {
+    if (c->context != t.of || c->link || c->real_ex || c->immovable) continue;
+    ibv_cq* const made = real().create_cq(t.link->ctx, c->real->cqe, c, t.link->events, 0);
+    if (!made) return why = errno_text("create_cq"), false;
+    auto* link = new CqLink;
+    link->real = made;
+    link->real_poll = t.link->ops.poll_cq;
+    link->qpn_table = t.link->qpn_table;
+    link->twin = &t;
+    std::lock_guard guard(c->lock);
+    c->link = link;
+    return true;
+  }
+  return false;
+}
+
+bool make_mr(Twin& t, std::string& why) {
+  constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  for (MrShadow* mr : registry().mrs) {
+    if (mr->context != t.of || mr->twin || !mr->movable) continue;
+    const auto pd = t.pds.find(mr->app.pd);
+    if (pd == t.pds.end()) continue;
+    ibv_mr* const made = real().reg_mr_iova2(pd->second, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
+    if (!made) return why = errno_text("reg_mr of " + std::to_string(mr->app.length) + " bytes"), false;
+    mr->twin = made;
+    t.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
+    t.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
+    if (mr->access & kRemote) state()->keys.push_back({t.home->index, mr->app.rkey, made->rkey});
+    return true;
+  }
+  return false;
+}
+
+/// "" or why this vQP has no backup.
+std::string why_not(const QpShadow& q) {
+  if (q.app.qp_type != IBV_QPT_RC) return "is no RC QP";
+  if (q.app.srq) return "has an SRQ";
+  if (q.immovable) return std::string("was made by ") + q.immovable + "()";
+  if (q.real_ex) return "is posted to by ibv_wr_*()";
+  if (!q.send_cq || !q.recv_cq || q.send_cq->real_ex || q.recv_cq->real_ex) return "completes on an ibv_cq_ex";
+  if (q.context->windows || q.context->had_windows) return "its process has memory windows";
+  if (q.state.load(std::memory_order_relaxed)) return "was switched before";
+  if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
+  return "";
+}
+
+bool connected_by_application(const QpShadow& q) {
+  return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning;
+}
+
+bool make_path(Twin& t, std::string& why) {
+  for (QpShadow* q : registry().qps) {
+    if (q->context != &*t.of || q->link || !connected_by_application(*q)) continue;
+    if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
+    ibv_gid gid{};
+    if (real().query_gid(t.of->real, q->birth.ah.port_num, q->birth.ah.grh.sgid_index, &gid)) continue;
+    QpShadow* const one[] = {q};
+    if (const int err = provider::locate_queues(one)) return why = std::string("cannot find the queues of a QP: ") + std::strerror(err), false;
+    ibv_qp_init_attr init{};
+    init.qp_context = q;
+    init.send_cq = q->send_cq->link->real;
+    init.recv_cq = q->recv_cq->link->real;
+    init.cap = q->cap;
+    init.qp_type = IBV_QPT_RC;
+    init.sq_sig_all = q->init.sq_sig_all;
+    ibv_qp* const made = real().create_qp(t.pds[q->init.pd], &init);
+    if (!made) return why = errno_text("create_qp"), false;
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_INIT;
+    attr.port_num = static_cast<std::uint8_t>(t.link->config.port);
+    attr.qp_access_flags = q->access_flags >= 0 ? static_cast<unsigned>(q->access_flags) : 0;
+    if (const int err = real().modify_qp(made, &attr, switchover::kInitMask)) {
+      real().destroy_qp(made);
+      return why = std::string("modify_qp to INIT: ") + std::strerror(err), false;
+    }
+    auto* l = new QpLink;
+    l->id = state()->next_id++;
+    l->q = q;
+    l->twin = &t;
+    std::memcpy(l->name.gid, gid.raw, sizeof gid.raw);
+    l->name.vqpn = q->vqpn();
+    std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
+    l->peer.vqpn = q->birth.dest_qp_num;
+    l->path = made;
+    if (getrandom(&l->psn, sizeof l->psn, 0) != sizeof l->psn) l->psn = static_cast<std::uint32_t>(now_ns());
+    l->psn &= switchover::kPsnMask;
+    q->link = l;
+    state()->qps.push_back(l);
+    for (CqShadow* c : {q->send_cq, q->recv_cq}) {
+      std::lock_guard guard(c->lock);
+      c->link->by_default[q->pqpn()] = l;
+      c->link->by_linked[made->qp_num] = l;
+    }
+    return true;
+  }
+  return false;
+}
+
+bool all_memory_there(const Twin& t) {
+  for (const MrShadow* mr : registry().mrs)
+    if (mr->context == t.of && !mr->twin && mr->movable) return false;
+  return true;
+}
+
+}  // namespace
+
+ibv_qp* create_on(ibv_pd* pd, ibv_cq* cq, const ibv_qp_cap& cap, unsigned port, unsigned access, std::string& why) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq;
+  init.cap = cap;
+  init.qp_type = IBV_QPT_RC;
+  ibv_qp* const qp = real().create_qp(pd, &init);
+  if (!qp) return why = errno_text("create_qp"), nullptr;
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_INIT;
+  attr.port_num = static_cast<std::uint8_t>(port);
+  attr.qp_access_flags = access;
+  const int err = real().modify_qp(qp, &attr, switchover::kInitMask);
+  if (!err) return qp;
+  real().destroy_qp(qp);
+  errno = err;
+  return why = errno_text("modify_qp to INIT"), nullptr;
+}
+
+std::string make_memory(Twin& t) {
+  std::string why;
+  while (make_mr(t, why)) {}
+  return why;
+}
+
+void destroy_path(QpLink& l) {
+  if (!l.path) return;
+  for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
+    std::lock_guard guard(c->lock);
+    if (c->link) c->link->by_linked.erase(l.path->qp_num);
+  }
+  real().destroy_qp(std::exchange(l.path, nullptr));
+}
+
+int connect_path(QpLink& l, const migr_links_path& to, std::string& why) {
+  QpShadow& q = *l.q;
+  const Link& link = *l.twin->link;
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  int err = real().query_qp(q.real, &attr, switchover::kConnectionAttrs, &init);
+  q.real->state = state;
+  if (err) return why = std::string("query_qp: ") + std::strerror(err), err;
+  attr.qp_state = IBV_QPS_RTR;
+  attr.path_mtu = std::min({attr.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});
+  attr.dest_qp_num = to.qpn;
+  attr.rq_psn = to.psn;
+  std::memcpy(attr.ah_attr.grh.dgid.raw, to.gid, sizeof to.gid);
+  attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(link.gid_index);
+  attr.ah_attr.is_global = 1;
+  attr.ah_attr.dlid = to.lid;
+  attr.ah_attr.port_num = static_cast<std::uint8_t>(link.config.port);
+  if (!attr.ah_attr.grh.hop_limit) attr.ah_attr.grh.hop_limit = 64;
+  if (state == IBV_QPS_RTR) {  // it only answers: what it would send with is not set
+    attr.timeout = 14;
+    attr.retry_cnt = attr.rnr_retry = 7;
+    attr.max_rd_atomic = 1;
+  }
+  err = real().modify_qp(l.path, &attr, switchover::rtr_mask(q));
+  if (err) return why = std::string("modify_qp to RTR: ") + std::strerror(err), err;
+  attr.qp_state = IBV_QPS_RTS;
+  attr.sq_psn = l.psn;
+  err = real().modify_qp(l.path, &attr, switchover::rts_mask(q));
+  if (err) return why = std::string("modify_qp to RTS: ") + std::strerror(err), err;
+  l.connected = true;
+  return 0;
+}
+
+bool make_next() {
+  for (Twin* t : state()->twins) {
+    if (!t->link->ctx && t->link->why.empty()) {
+      t->link->why = open_link(*t->link);
+      if (!t->link->why.empty()) std::fprintf(stderr, "libmigr: backup link %u: %s\n", t->link->index, t->link->why.c_str());
+      return true;
+    }
+    if (!t->link->ctx) continue;
+    std::string why;
+    if (make_pd(*t, why) || make_cq(*t, why) || make_mr(*t, why) || make_path(*t, why)) return true;
+    if (!why.empty()) t->link->why = why;
+  }
+  return false;
+}
+
+/* ---- what the others have --------------------------------------------------------- */
+
+namespace {
+
+migr_links_path path_of(const QpLink& l) {
+  migr_links_path out{};
+  const Link& link = *l.twin->link;
+  out.link = link.index;
+  std::memcpy(out.gid, link.gid.raw, sizeof out.gid);
+  out.qpn = l.path->qp_num;
+  out.psn = l.psn;
+  out.lid = link.lid;
+  out.mtu = static_cast<std::uint8_t>(link.mtu);
+  return out;
+}
+
+migr_links_vqp record_of(const QpLink& l) {
+  migr_links_vqp out{};
+  out.name = l.name;
+  out.policy = static_cast<std::uint32_t>(l.twin->policy);
+  out.default_link = l.twin->home->index;
+  out.paths = 2;
+  migr_links_path& home = out.path[0];
+  home.link = l.twin->home->index;
+  std::memcpy(home.gid, l.name.gid, sizeof home.gid);
+  home.qpn = l.trap ? l.trap->qp_num : l.q->pqpn();
+  home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
+  out.path[1] = path_of(l);
+  return out;
+}
+
+migr_links_link record_of(const Link& link) {
+  migr_links_link out{};
+  out.link = link.index;
+  out.port = link.config.port;
+  std::snprintf(out.device, sizeof out.device, "%s", link.config.device.c_str());
+  std::memcpy(out.gid, link.gid.raw, sizeof out.gid);
+  out.gid_index = static_cast<std::uint32_t>(link.gid_index);
+  bool usable = link.ctx;
+  for (const Twin* t : state()->twins) usable = usable || t->home == &link;
+  out.state = link.down ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
+  if (link.down) out.cause = MIGR_LINKS_CAUSE_NETLINK;
+  std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
+  for (const Channel* c : state()->channels) out.channels += c->link == &link && c->up();
+  for (const QpLink* l : state()->qps) {
+    out.vqps += (l->stage == Stage::kSwitched ? l->twin->link : l->twin->home) == &link;
+    out.backups += l->stage == Stage::kReady && l->twin->link == &link;
+  }
+  return out;
+}
+
+migr_links_vqp_state state_of(const QpLink& l) {
+  migr_links_vqp_state out{};
+  out.name = l.name;
+  out.epoch = l.epoch;
+  out.link = (l.stage == Stage::kSwitched ? l.twin->link : l.twin->home)->index;
+  constexpr migr_links_vqp_phase kPhase[] = {MIGR_LINKS_VQP_MAKING, MIGR_LINKS_VQP_READY, MIGR_LINKS_VQP_SWITCHING,
+                                             MIGR_LINKS_VQP_NONE, MIGR_LINKS_VQP_BROKEN};
+  out.phase = kPhase[static_cast<int>(l.stage)];
+  const char* why = l.why.c_str();
+  if (l.why.empty() && l.stage == Stage::kMaking) why = !l.connected ? "waits for the other end" : "waits for a channel";
+  if (l.why.empty() && l.stage == Stage::kSwitched) why = "no further link";
+  std::snprintf(out.why, sizeof out.why, "%s", why);
+  return out;
+}
+
+QpLink* by_id(std::uint64_t id) {
+  for (QpLink* l : state()->qps)
+    if (l->id == id) return l;
+  return nullptr;
+}
+
+void wanted(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  if (!std::exchange(l.wanted, true)) kick(state()->failover_fd);
+}
+
+/// A link that is down takes all its vQPs along.
+void note_ports(const std::vector<migr_links_port>& ports) {
+  std::lock_guard guard(registry().lock);
+  for (const migr_links_port& port : ports)
+    for (Link& link : state()->links) {
+      if (link.config.device != port.device || link.config.port != port.port) continue;
+      link.down = port.flags & MIGR_LINKS_PORT_DOWN;
+      for (QpLink* l : state()->qps)
+        if (link.down && l->twin->home == &link && l->stage == Stage::kReady) wanted(*l);
+    }
+}
+
+/// All that a round needs of the directory, asked without the lock.
+class Round {
+ public:
+  explicit Round(Directory& directory) : directory_(directory) {}
+  bool half_a_channel() const { return half_a_channel_; }
+  /// @return something is still missing that others may tell
+  bool run() {
+    {
+      std::lock_guard guard(registry().lock);
+      while (make_next()) {}
+      if (state()->qps.empty() && state()->to_withdraw.empty()) return false;
+    }
+    const unsigned life = directory_.life();
+    if (!life) return true;
+    if (std::exchange(life_, life) != life) forget_told();
+    tell();
+    look_up();
+    make_channels();
+    return finish();
+  }
+
+ private:
+  void forget_told() {
+    std::lock_guard guard(registry().lock);
+    for (QpLink* l : state()->qps) l->told = false;
+    last_states_.clear();
+    last_links_.clear();
+  }
+
+  void tell() {
+    std::vector<migr_links_vqp> records;
+    std::vector<std::uint64_t> ids;
+    std::vector<migr_links_name> withdrawn;
+    std::vector<migr_links_switch> ended;
+    {
+      std::lock_guard guard(registry().lock);
+      withdrawn.swap(state()->to_withdraw);
+      ended.swap(state()->to_report);
+      for (const QpLink* l : state()->qps) {
+        if (l->told || !l->path || records.size() == MIGR_LINKS_MAX_RECORDS / 4) continue;
+        records.push_back(record_of(*l));
+        ids.push_back(l->id);
+      }
+    }
+    if (!withdrawn.empty()) directory_.withdraw(withdrawn);
+    if (!ended.empty()) directory_.switched(ended);
+    if (records.empty()) return;
+    const bool told = directory_.publish(records) == 0;
+    std::lock_guard guard(registry().lock);
+    for (const std::uint64_t id : ids)
+      if (QpLink* l = by_id(id); l && told) l->told = true;
+  }
+
+  void look_up() {
+    std::vector<migr_links_name> names;
+    std::vector<std::uint64_t> ids;
+    {
+      std::lock_guard guard(registry().lock);
+      for (const QpLink* l : state()->qps) {
+        if (!l->told || l->connected || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
+        names.push_back(l->peer);
+        ids.push_back(l->id);
+      }
+    }
+    std::vector<migr_links_found> found;
+    if (names.empty() || directory_.lookup(names, found) || found.size() != names.size()) return;
+    std::lock_guard guard(registry().lock);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      QpLink* const l = by_id(ids[i]);
+      if (!l || l->connected) continue;
+      l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
+      if (found[i].status) continue;
+      take_found(*l, found[i]);
+    }
+  }
+
+  void take_found(QpLink& l, const migr_links_found& found) {
+    l.why.clear();
+    l.peer_home = found.vqp.default_link;
+    std::memcpy(l.instance.data(), found.instance, l.instance.size());
+    if (l.instance == state()->instance) {
+      l.why = "is connected to its own process";
+      return;
+    }
+    for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
+      const migr_links_path& path = found.vqp.path[i];
+      if (path.link != l.twin->link->index) continue;
+      connect_path(l, path, l.why);  // an address may not be resolved: once more in the next round
+      return;
+    }
+    l.why = "the other end has no such link";
+  }
+
+  void make_channels() {
+    std::vector<migr_links_channel> own;
+    half_a_channel_ = false;
+    {
+      std::lock_guard guard(registry().lock);
+      for (QpLink* l : state()->qps) {
+        if (!l->connected || l->channel || l->stage != Stage::kMaking) continue;
+        l->channel = find_channel(l->instance, *l->twin->link);
+        if (l->channel) continue;
+        std::uint32_t round = 1;
+        for (const auto& [key, last] : state()->rounds)
+          if (key.first == l->instance && key.second == l->twin->link->index) round = last + 1;
+        l->channel = make_channel(l->instance, *l->twin->link, round, l->why);
+      }
+      for (const Channel* c : state()->channels)
+        if (!c->connected && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c));
+    }
+    std::vector<migr_links_channel> found;
+    if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;
+    std::lock_guard guard(registry().lock);
+    half_a_channel_ = true;
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      Channel* channel = nullptr;
+      for (Channel* c : state()->channels)
+        if (c->qp->qp_num == own[i].qpn && c->link->index == own[i].link && !c->connected) channel = c;
+      if (!channel) continue;
+      std::string why;
+      if (found[i].status == ESTALE && found[i].round > 0) give_up_channel(*channel, found[i].round - 1);
+      else if (found[i].status == 0 && connect_channel(*channel, found[i], why)) give_up_channel(*channel, channel->round);
+    }
+  }
+
+  void give_up_channel(Channel& channel, std::uint32_t last) {
+    channel.round = last;  // the next one is one more
+    channel_broke(channel);
+  }
+
+  /// vQPs of which everything is there are protected from now on. @return one is not, and may become so
+  bool finish() {
+    bool waiting = false;
+    std::vector<migr_links_vqp_state> states;
+    std::vector<migr_links_link> links;
+    {
+      std::lock_guard guard(registry().lock);
+      for (Channel* c : state()->channels) tell_keys(*c);
+      for (QpLink* l : state()->qps) {
+        if (l->stage == Stage::kMaking && l->connected && l->channel && l->channel->up() && all_memory_there(*l->twin)) protect(*l);
+        waiting = waiting || l->stage == Stage::kMaking || !l->told;
+        if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
+      }
+      for (const Link& link : state()->links) links.push_back(record_of(link));
+    }
+    report(links, states);
+    return waiting;
+  }
+
+  void protect(QpLink& l) {
+    switchover::for_cqs(*l.q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
+    set_stage(l, Stage::kReady);
+    if (l.twin->home->down) wanted(l);
+  }
+
+  template <class Record>
+  static bool equal(const std::vector<Record>& a, const std::vector<Record>& b) {
+    return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(Record)));
+  }
+
+  void report(const std::vector<migr_links_link>& links, const std::vector<migr_links_vqp_state>& states) {
+    if (!equal(links, last_links_) && !directory_.links(links)) last_links_ = links;
+    if (!equal(states, last_states_) && !directory_.states(states)) last_states_ = states;
+  }
+
+  Directory& directory_;
+  unsigned life_ = 0;
+  bool half_a_channel_ = false;
+  std::vector<migr_links_link> last_links_;
+  std::vector<migr_links_vqp_state> last_states_;
+};
+
+}  // namespace
+
+void run_rounds() {
+  std::unique_ptr<Directory> directory;
+  {
+    std::lock_guard guard(registry().lock);  // start_threads() is called with it
+    if (!state()) return;
+    directory = make_directory(state()->config, state()->instance);
+  }
+  Round round(*directory);
+  const int wake = state()->round_fd;
+  int pause_ms = kFirstPauseMs;
+  for (;;) {
+    const bool waiting = round.run();
+    pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
+    const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);
+    pause_ms = n > 0 ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
+    std::uint64_t count;
+    if (fds[0].revents) (void)!read(wake, &count, sizeof count);
+    std::vector<migr_links_port> ports;
+    bool knocked = false;
+    directory->pushes(ports, knocked);
+    if (!ports.empty()) note_ports(ports);
+  }
+}
+
+}  // namespace migr::links

@@ -1,0 +1,100 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# A cable is cut under programs that do not know of it: they go on over the other rail, and every work request completes once,
+# in order, with its bytes.
+set -uo pipefail
+# shellcheck source=tests/e2e/lib.sh disable=SC1091
+. "$(dirname "$0")/lib.sh"
+e2e_up || exit 1
+
+POLICY=exact
+rail() { testbed link "$1" 0 "${@:2}" >/dev/null; }	# HOST up|down or --loss PCT
+
+configure() {	# both ends: rail 0, backed up by rail 1
+	local h
+	for h in src peer; do
+		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"heartbeat_ms\": 1000}" >/tmp/links.json' || return 1
+	done
+}
+
+# run_on HOST NAME CMD...: with libmigr and a policy. Its output: log_of HOST NAME; its exit status: ended HOST NAME.
+run_on() {
+	on_sh "$1" '
+		name=$1 lib=$2 policy=$3
+		shift 3
+		rm -f "/mnt/out/$name".*
+		exec setsid -f bash -c "
+			env LD_PRELOAD=\$1 MIGR_LINKS=/tmp/links.json MIGR_POLICY=\$2 \"\${@:4}\" >/mnt/out/\$3.log 2>&1 </dev/null
+			echo \$? >/mnt/out/\$3.status
+		" bash "$lib" "$policy" "$name" "$@" </dev/null >/dev/null 2>&1
+	' "$2" "$E2E_LIB/libmigr.so" "$POLICY" "${@:3}" || fail "start of $2 on $1"
+}
+out_of() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/$2"; }
+log_of() { cat "$(out_of "$1" "$2.log")"; }
+ended() {	# HOST NAME SECONDS: @return the exit status of the program
+	until_true "$3" test -s "$(out_of "$1" "$2.status")" || { fail "$2 on $1 did not end within $3 s"; return 99; }
+	return "$(cat "$(out_of "$1" "$2.status")")"
+}
+links_of() { on "$1" migrctl links --json; }
+backed() {	# HOST: each vQP of each process has a backup
+	links_of "$1" | jq -e '.processes | length > 0 and all(.[]; .vqps > 0 and .with_backup == .vqps)'
+}
+changed() {	# HOST: vQPs have gone to the other link, and none was lost
+	links_of "$1" | jq -e '[.processes[].switchovers[]?] | length > 0 and all(.[]; .done and .broken == 0)'
+}
+say_change() {
+	links_of "$1" | jq -rc --arg h "$1" '.processes[].last_switchover | select(.) |
+		"# \($h): link \(.from) -> \(.to) by \(.cause), \(.vqps) vQPs in \(.resume_ns / 1e6 | floor) ms (cut \(.cut_ns / 1e6 | floor)), \(.replayed) replayed, \(.executed) executed already"'
+}
+logs() { local h; for h in src peer; do echo "--- $1 on $h:"; tail -n 25 "$(out_of "$h" "$1.log")"; links_of "$h" | jq -c '.processes[]'; done >&2; }
+
+# cut_under CUT..: both ends run and are backed up; the cable of rail 0 is cut as CUT says.
+cut_under() {
+	until_true 60 backed src && until_true 20 backed peer || fail "no backup" || return 1
+	rail peer "$@"
+}
+mend() { rail peer up; rail peer --loss 0; }
+rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
+
+perftest() {	# PROGRAM CUT..
+	local p=$1 ok=0 before
+	shift
+	local options=(-d rxe0 -F -D 45 -s 4096 -t 32)
+	run_on peer "$p" "$p" "${options[@]}" || return 1
+	until_true 20 on_sh peer 'ss -Hltn "sport = :18515" | grep -q .' || fail "$p does not listen" || return 1
+	run_on src "$p" "$p" "${options[@]}" "$E2E_PEER" || return 1
+	cut_under "$@" && before=$(rail1_frames) && ended src "$p" 90 && ended peer "$p" 90 || ok=1
+	[ $ok != 0 ] || [ "$(($(rail1_frames) - before))" -gt 500 ] || fail "it did not go on over the other rail" || ok=1
+	[ $ok = 0 ] || logs "$p"
+	mend
+	[ $ok = 0 ] && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /' || { e2e_reset; return 1; }
+}
+
+verify() {	# CUT.. -- OPTION..
+	local cut=() ok=0 h
+	while [ "$1" != -- ]; do cut+=("$1"); shift; done
+	shift
+	local both=()
+	[[ " $* " != *" --events "* ]] || both=(--events)
+	on src rm -f /tmp/stop
+	run_on peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 60 --json /mnt/out/verify.json "${both[@]}" || return 1
+	run_on src verify "$E2E_LIB/migr_verify" --dev rxe0 --stall 60 --stop-file /tmp/stop --json /mnt/out/verify.json --rate "$E2E_RATE" "$@" "$E2E_PEER" || return 1
+	cut_under "${cut[@]}" && until_true 40 changed src && until_true 20 changed peer || { fail "no change of the path"; ok=1; }
+	say_change src; say_change peer
+	on src touch /tmp/stop
+	ended src verify 60 && ended peer verify 60 || ok=1
+	[ $ok != 0 ] || jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
+		"$(out_of src verify.json)" "$(out_of peer verify.json)" >/dev/null || { fail "not every work request was completed without a fault"; ok=1; }
+	[ $ok = 0 ] || logs verify
+	mend
+	[ $ok = 0 ] || { e2e_reset; return 1; }
+}
+
+# Where migrd keeps no directory of links nothing can be backed up.
+on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
+configure || exit 1
+step "the cable is cut: ib_write_bw" perftest ib_write_bw down
+step "the cable is cut: migr_verify, messages and WRITEs" verify down -- --mode write_imm --qps 4 --size 8192
+walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
+walk_step "the cable is cut: migr_verify, READs, with events" verify down -- --mode read --qps 4 --events
+e2e_end

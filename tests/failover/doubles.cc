@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What stands in for soft-RoCE and for migrd in a library that runs over model.cc.
+#include <cerrno>
+
+#include "../../libmigr/links/directory.h"
+#include "../../libmigr/provider/provider.h"
+#include "model.h"
+#include "store.h"
+
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+namespace migr::provider {
+namespace {
+
+struct Locked {
+  Locked() { model_lock(); }
+  ~Locked() { model_unlock(); }
+};
+
+template <class T>
+const model::Ring<T>& ring(const QpShadow::Ring& r) {
+  return *static_cast<const model::Ring<T>*>(r.queue);
+}
+
+}  // namespace
+
+std::string unsupported_reason(const Context&) { return ""; }
+int locate_queues(std::span<QpShadow* const> qps) {
+  for (QpShadow* q : qps) {
+    auto& qp = *reinterpret_cast<model::Qp*>(q->real);
+    q->send_ring = {&qp.sends, 1};
+    q->receive_ring = {&qp.receives, 1};
+  }
+  return 0;
+}
+int queue_parts(QpShadow& q, QueuePart& sends, QueuePart& receives) {
+  QpShadow* const one[] = {&q};
+  locate_queues(one);
+  return queue_parts(q.send_ring, q.receive_ring, sends, receives);
+}
+int queue_parts(const QpShadow::Ring& s, const QpShadow::Ring& r, QueuePart& sends, QueuePart& receives) {
+  Locked locked;
+  const auto& sq = ring<model::Send>(s);
+  const auto& rq = ring<model::Receive>(r);
+  sends = {sq.from, sq.to, sq.mask()};
+  receives = {rq.from, rq.to, rq.mask()};
+  return 0;
+}
+int sends_in(QpShadow& q, QueuePart part, std::vector<QueuedSend>& out) { return sends_in(q.send_ring, part, out); }
+int sends_in(const QpShadow::Ring& r, QueuePart part, std::vector<QueuedSend>& out) {
+  Locked locked;
+  for (std::uint32_t i = part.from; i != part.to; i = (i + 1) & part.mask) {
+    const model::Send& s = ring<model::Send>(r).slots[i];
+    QueuedSend& o = out.emplace_back();
+    o.send.wr = s.wr;
+    o.send.sges = s.sges;
+    o.send.inline_data = s.inline_data;
+    o.bytes = s.bytes;
+    o.first_psn = s.first_psn;
+    o.begun = s.begun;
+    o.retry_exceeded = s.given_up;
+  }
+  return 0;
+}
+int receives_in(QpShadow& q, QueuePart part, std::vector<KeptReceive>& out) { return receives_in(q.receive_ring, part, out); }
+int receives_in(const QpShadow::Ring& r, QueuePart part, std::vector<KeptReceive>& out) {
+  Locked locked;
+  for (std::uint32_t i = part.from; i != part.to; i = (i + 1) & part.mask) {
+    const model::Receive& s = ring<model::Receive>(r).slots[i];
+    out.push_back({s.wr_id, s.sges});
+  }
+  return 0;
+}
+int sends_in_queue(QpShadow& q, unsigned& count) {
+  QueuePart s, r;
+  queue_parts(q, s, r);
+  return count = s.size(), 0;
+}
+int outstanding_receives(QpShadow& q, std::vector<KeptReceive>& out) {
+  QueuePart s, r;
+  queue_parts(q, s, r);
+  return receives_in(q, r, out);
+}
+int outstanding_receives(SrqShadow&, std::vector<KeptReceive>&) { return EOPNOTSUPP; }
+bool binds_by_work_request(const Context&) { return false; }
+void become(ibv_ah&, ibv_ah*) {}
+RingWatch::RingWatch(const Context& c) : context_(c) {}
+void RingWatch::moved_to(std::uint64_t&, std::uint64_t&) const { (void)context_; }
+void keep_from_children(const Context&) {}
+int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
+std::vector<migr_text_range> text_ranges() { return {}; }
+int raw_reg_mr(ibv_context*, std::uint32_t, const void*, std::uint64_t, std::uint64_t, int, std::uint32_t&, std::uint32_t&, std::uint32_t&) { return EOPNOTSUPP; }
+
+}  // namespace migr::provider
+
+namespace migr::links {
+namespace {
+
+class StoreDirectory : public Directory {
+ public:
+  explicit StoreDirectory(const Peer& instance) : instance_(instance) {}
+  unsigned life() override { return 1; }
+  int fd() const override { return -1; }
+  void pushes(std::vector<migr_links_port>&, bool&) override {}
+  int links(std::span<const migr_links_link>) override { return 0; }
+  int publish(std::span<const migr_links_vqp> some) override { return store_publish(instance_.data(), some.data(), some.size()), 0; }
+  int withdraw(std::span<const migr_links_name> some) override { return store_withdraw(some.data(), some.size()), 0; }
+  int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) override {
+    for (const auto& name : names) store_lookup(&name, &out.emplace_back());
+    return 0;
+  }
+  int channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out) override {
+    for (const auto& c : own) store_channel(instance_.data(), &c, &out.emplace_back());
+    return 0;
+  }
+  int states(std::span<const migr_links_vqp_state> some) override { return store_states(some.data(), some.size()), 0; }
+  int switched(std::span<const migr_links_switch> some) override { return store_switched(some.data(), some.size()), 0; }
+
+ private:
+  const Peer instance_;
+};
+
+}  // namespace
+
+std::unique_ptr<Directory> make_directory(const Config&, const Peer& instance) { return std::make_unique<StoreDirectory>(instance); }
+
+}  // namespace migr::links

@@ -1,0 +1,599 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "model.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#undef ibv_reg_mr
+#undef ibv_reg_mr_iova
+#undef ibv_query_port
+
+#define MODEL extern "C" [[gnu::visibility("default")]]
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+namespace {
+
+using model::kMtuBytes;
+
+constexpr std::uint32_t kPsnMask = 0xffffff;
+constexpr unsigned kWindowPackets = 12;   // sent and not acknowledged
+constexpr auto kRetryAfter = std::chrono::milliseconds(2);
+constexpr unsigned kRetries = 3;
+
+using Clock = std::chrono::steady_clock;
+
+std::int32_t difference(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>((a - b) << 8) >> 8; }
+
+struct Mr {
+  ibv_mr mr;
+  std::uint32_t behind[2];
+  unsigned access;
+};
+
+struct Cq {
+  ibv_cq cq{};
+  std::deque<ibv_wc> done;
+  bool armed = false;
+  std::uint32_t reported = 0, acknowledged = 0;
+};
+
+struct Nic;
+
+struct ModelQp : model::Qp {
+  Nic* nic = nullptr;
+  ibv_qp_attr attr{};
+  bool signal_all = false;
+  /* requester */
+  std::uint32_t next = 0;         // ring index of the WQE being sent
+  std::uint32_t next_packet = 0;  // of it
+  std::uint32_t psn = 0;          // of the next packet
+  unsigned in_flight = 0, retries = 0;
+  Clock::time_point progress{};
+  bool idle = true;
+  /* responder */
+  std::uint32_t expected = 0;
+  bool receive_open = false;      // a message is coming into the first receive
+  std::uint32_t received = 0;     // bytes of it
+};
+
+struct Nic {
+  std::string name;
+  int link;
+  ibv_device device{};
+  ibv_gid gid{};
+  std::uint32_t next_qpn, next_key;
+  std::map<std::uint32_t, ModelQp*> qps;
+  std::map<std::uint32_t, Mr*> keys;
+};
+
+struct Wire {
+  bool cut = false, answers_only = false;
+  long packets_left = -1;  // -1: no cut is due
+};
+
+std::mutex lock;
+std::condition_variable work;
+std::unique_ptr<Nic> nics[4];
+Wire wires[2];
+std::map<const void*, unsigned> writes;
+unsigned long packets;
+
+std::uint32_t packets_of(const model::Send& s) {
+  if (!s.bytes || s.wr.opcode > IBV_WR_RDMA_READ) return 1;
+  return (s.bytes + kMtuBytes - 1) / kMtuBytes;
+}
+
+bool passes(int link, bool answer) {
+  Wire& w = wires[link];
+  ++packets;
+  if (!w.cut && w.packets_left >= 0 && w.packets_left-- == 0) w.cut = true;
+  return !w.cut || (w.answers_only && !answer);
+}
+
+void complete(ibv_cq* cq, const ibv_wc& wc) {
+  Cq& c = *reinterpret_cast<Cq*>(cq);
+  c.done.push_back(wc);
+  if (!c.armed || !c.cq.channel) return;
+  c.armed = false;
+  ibv_cq* const p = &c.cq;
+  if (write(c.cq.channel->refcnt, &p, sizeof p) == sizeof p) ++c.reported;
+}
+
+ibv_wc_opcode opcode_of(ibv_wr_opcode o) {
+  return o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+}
+
+void complete_send(ModelQp& q, ibv_wc_status status) {
+  model::Send& s = q.sends.slots[q.sends.from];
+  ibv_wc wc{};
+  wc.wr_id = s.wr.wr_id;
+  wc.status = status;
+  wc.qp_num = q.qp.qp_num;
+  if (status == IBV_WC_SUCCESS) wc.opcode = opcode_of(s.wr.opcode), wc.byte_len = s.bytes;
+  q.sends.from = (q.sends.from + 1) & q.sends.mask();
+  if (status != IBV_WC_SUCCESS || q.signal_all || (s.wr.send_flags & IBV_SEND_SIGNALED)) complete(q.qp.send_cq, wc);
+}
+
+void flush_sends(ModelQp& q) {
+  while (q.sends.size()) complete_send(q, IBV_WC_WR_FLUSH_ERR);
+}
+
+/// As soft-RoCE: receives that are posted later wait until the QP is moved to ERR once more.
+void flush_receives(ModelQp& q) {
+  while (q.receives.size()) {
+    ibv_wc wc{};
+    wc.wr_id = q.receives.slots[q.receives.from].wr_id;
+    wc.status = IBV_WC_WR_FLUSH_ERR;
+    wc.qp_num = q.qp.qp_num;
+    q.receives.from = (q.receives.from + 1) & q.receives.mask();
+    complete(q.qp.recv_cq, wc);
+  }
+  q.receive_open = false;
+}
+
+void to_err(ModelQp& q) {
+  q.attr.qp_state = IBV_QPS_ERR;
+  flush_sends(q);
+  flush_receives(q);
+}
+
+void fail_send(ModelQp& q, ibv_wc_status status) {
+  q.sends.slots[q.sends.from].given_up = status == IBV_WC_RETRY_EXC_ERR;
+  complete_send(q, status);
+  to_err(q);
+}
+
+bool may(const Nic& nic, std::uint32_t key, std::uint64_t addr, std::uint32_t bytes) {
+  const auto found = nic.keys.find(key);
+  if (found == nic.keys.end()) return bytes == 0;
+  const auto start = reinterpret_cast<std::uint64_t>(found->second->mr.addr);
+  return addr >= start && addr + bytes <= start + found->second->mr.length;
+}
+
+/// `bytes` at `offset` of what the SGEs name, to or from `other`.
+template <class Copy>
+bool through(const Nic& nic, const std::vector<ibv_sge>& sges, std::uint32_t offset, std::uint32_t bytes, Copy&& copy) {
+  std::uint32_t done = 0;
+  for (const ibv_sge& sge : sges) {
+    if (!may(nic, sge.lkey, sge.addr, sge.length)) return false;
+    if (offset >= sge.length) {
+      offset -= sge.length;
+      continue;
+    }
+    const std::uint32_t part = std::min(bytes - done, sge.length - offset);
+    copy(reinterpret_cast<std::uint8_t*>(sge.addr + offset), done, part);
+    done += part;
+    offset = 0;
+    if (done == bytes) return true;
+  }
+  return done == bytes;
+}
+
+ModelQp* peer_of(const ModelQp& q) {
+  for (const auto& nic : nics)
+    if (!std::memcmp(nic->gid.raw, q.attr.ah_attr.grh.dgid.raw, 16)) {
+      const auto found = nic->qps.find(q.attr.dest_qp_num);
+      return found == nic->qps.end() ? nullptr : found->second;
+    }
+  return nullptr;
+}
+
+enum class Answer { kAck, kNone, kNotReady, kBadAccess };
+
+bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
+
+/// The responder gets packet `n` of a message.
+Answer execute(ModelQp& r, const ModelQp& q, const model::Send& s, std::uint32_t n, std::uint32_t psn) {
+  if (r.attr.qp_state != IBV_QPS_RTR && r.attr.qp_state != IBV_QPS_RTS) return Answer::kNone;
+  const std::int32_t d = difference(psn, r.expected);
+  if (d > 0) return Answer::kNone;
+  if (d < 0) return Answer::kAck;  // once more
+  const bool last = n + 1 == packets_of(s);
+  const std::uint32_t offset = n * kMtuBytes, bytes = std::min(kMtuBytes, s.bytes - offset);
+  if (s.wr.opcode == IBV_WR_RDMA_READ) {
+    if (!may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
+    r.expected = (psn + packets_of(s)) & kPsnMask;
+    return Answer::kAck;
+  }
+  if (takes_receive(s.wr.opcode) && (s.wr.opcode != IBV_WR_RDMA_WRITE_WITH_IMM || last) && !r.receive_open) {
+    if (!r.receives.size()) return Answer::kNotReady;
+    r.receive_open = true;
+    r.received = 0;
+  }
+  const bool write_to = s.wr.opcode == IBV_WR_RDMA_WRITE || s.wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+  if (write_to && bytes && !may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
+  std::vector<std::uint8_t> data(bytes);
+  if (s.wr.send_flags & IBV_SEND_INLINE) std::copy_n(s.inline_data.begin() + offset, bytes, data.begin());
+  else if (bytes) through(*q.nic, s.sges, offset, bytes, [&](const std::uint8_t* at, std::uint32_t to, std::uint32_t part) { std::memcpy(&data[to], at, part); });
+  if (write_to) {
+    std::memcpy(reinterpret_cast<void*>(s.wr.wr.rdma.remote_addr + offset), data.data(), bytes);
+    if (last && s.bytes) ++writes[reinterpret_cast<void*>(s.wr.wr.rdma.remote_addr)];
+  } else if (!through(*r.nic, r.receives.slots[r.receives.from].sges, offset, bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) { std::memcpy(at, &data[from], part); })) {
+    return Answer::kBadAccess;
+  }
+  r.expected = (psn + 1) & kPsnMask;
+  if (last && takes_receive(s.wr.opcode)) {
+    ibv_wc wc{};
+    wc.wr_id = r.receives.slots[r.receives.from].wr_id;
+    wc.opcode = write_to ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
+    wc.byte_len = s.bytes;
+    wc.qp_num = r.qp.qp_num;
+    wc.src_qp = q.qp.qp_num;
+    if (s.wr.opcode != IBV_WR_SEND) wc.wc_flags = IBV_WC_WITH_IMM, wc.imm_data = s.wr.imm_data;
+    r.receives.from = (r.receives.from + 1) & r.receives.mask();
+    r.receive_open = false;
+    complete(r.qp.recv_cq, wc);
+  }
+  return Answer::kAck;
+}
+
+/// All that was executed completes.
+void acknowledged(ModelQp& q, ModelQp& r) {
+  while (q.sends.size()) {
+    model::Send& s = q.sends.slots[q.sends.from];
+    if (!s.begun) return;
+    const std::uint32_t end = (s.first_psn + packets_of(s)) & kPsnMask;
+    if (difference(r.expected, end) < 0) return;
+    if (s.wr.opcode == IBV_WR_RDMA_READ) {
+      for (std::uint32_t n = 0; n < packets_of(s); ++n)
+        if (!passes(q.nic->link, true)) return;
+      through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
+        std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + from), part);
+      });
+    }
+    if (q.sends.from == q.next) {  // it was being sent once more
+      q.next = (q.next + 1) & q.sends.mask();
+      q.next_packet = 0;
+      q.psn = end;
+    }
+    complete_send(q, IBV_WC_SUCCESS);
+    q.in_flight -= std::min(q.in_flight, packets_of(s));
+    q.retries = 0;
+    q.progress = Clock::now();
+  }
+}
+
+/// One packet. @return nothing was to be done
+bool step(ModelQp& q) {
+  if (q.attr.qp_state == IBV_QPS_ERR) {
+    if (!q.sends.size()) return true;
+    flush_sends(q);
+    return false;
+  }
+  if (q.attr.qp_state != IBV_QPS_RTS || !q.sends.size()) {
+    q.idle = true;
+    return true;
+  }
+  if (q.idle) q.idle = false, q.progress = Clock::now();
+  ModelQp* const r = peer_of(q);
+  if (q.next != q.sends.to && q.in_flight < kWindowPackets) {
+    model::Send& s = q.sends.slots[q.next];
+    if (!q.next_packet) s.first_psn = q.psn, s.begun = true;
+    if (!(s.wr.send_flags & IBV_SEND_INLINE) && s.bytes &&
+        !through(*q.nic, s.sges, 0, s.bytes, [](std::uint8_t*, std::uint32_t, std::uint32_t) {})) {
+      if (q.next != q.sends.from) return true;
+      fail_send(q, IBV_WC_LOC_PROT_ERR);
+      return false;
+    }
+    Answer answer = Answer::kNone;
+    if (passes(q.nic->link, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
+    if (answer == Answer::kNotReady) {
+      q.progress = Clock::now();
+      return true;
+    }
+    if (answer == Answer::kBadAccess) {
+      while (q.sends.from != q.next) complete_send(q, IBV_WC_SUCCESS);
+      fail_send(q, IBV_WC_REM_ACCESS_ERR);
+      to_err(*r);
+      return false;
+    }
+    const bool read = s.wr.opcode == IBV_WR_RDMA_READ;
+    const std::uint32_t took = read ? packets_of(s) : 1;
+    q.psn = (q.psn + took) & kPsnMask;
+    q.in_flight += took;
+    if (read || ++q.next_packet == packets_of(s)) {
+      q.next = (q.next + 1) & q.sends.mask();
+      q.next_packet = 0;
+    }
+    if (answer == Answer::kAck && rand() % 3 == 0 && passes(q.nic->link, true)) acknowledged(q, *r);
+    return false;
+  }
+  if (r && r->attr.qp_state >= IBV_QPS_RTR && r->attr.qp_state != IBV_QPS_ERR && passes(q.nic->link, true)) acknowledged(q, *r);
+  if (!q.sends.size()) return false;
+  if (Clock::now() - q.progress < kRetryAfter) return true;
+  q.progress = Clock::now();
+  if (q.retries++ == kRetries) {
+    fail_send(q, IBV_WC_RETRY_EXC_ERR);
+    return false;
+  }
+  q.next = q.sends.from;  // from the oldest that was not acknowledged
+  q.next_packet = 0;
+  q.in_flight = 0;
+  if (q.sends.slots[q.next].begun) q.psn = q.sends.slots[q.next].first_psn;
+  return false;
+}
+
+void run_devices() {
+  std::unique_lock guard(lock);
+  for (;;) {
+    bool idle = true;
+    for (const auto& nic : nics)
+      for (const auto& [ignored, q] : std::map(nic->qps)) idle = step(*q) && idle;
+    if (idle) work.wait_for(guard, std::chrono::microseconds(300));
+    else guard.unlock(), std::this_thread::yield(), guard.lock();
+  }
+}
+
+void start() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    for (int i = 0; i < 4; ++i) {
+      auto nic = std::make_unique<Nic>();
+      nic->name = std::string(1, "ab"[i / 2]) + "01"[i % 2];
+      nic->link = i % 2;
+      std::strcpy(nic->device.name, nic->name.c_str());
+      nic->gid.raw[0] = 0xfe;
+      nic->gid.raw[15] = static_cast<std::uint8_t>(i + 1);
+      nic->next_qpn = 17;  // the same on every NIC, as with soft-RoCE
+      nic->next_key = static_cast<std::uint32_t>(0x1000 * (i + 1));
+      nics[i] = std::move(nic);
+    }
+    std::thread(run_devices).detach();
+  });
+}
+
+Nic* nic_of(const ibv_context* c) {
+  for (const auto& nic : nics)
+    if (c->device == &nic->device) return nic.get();
+  return nullptr;
+}
+
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
+  std::lock_guard guard(lock);
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  for (; wr; wr = wr->next) {
+    *bad = wr;
+    if (q.attr.qp_state < IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_ERR) return EINVAL;
+    if (q.sends.full()) return ENOMEM;
+    model::Send& s = q.sends.slots[q.sends.to];
+    const bool begun = s.begun;  // stale, as is what else the device notes there
+    const std::uint32_t psn = s.first_psn;
+    s = {};
+    s.first_psn = psn;
+    s.begun = begun && q.attr.qp_state == IBV_QPS_ERR;
+    s.wr = *wr;
+    s.sges.assign(wr->sg_list, wr->sg_list + wr->num_sge);
+    for (const ibv_sge& sge : s.sges) s.bytes += sge.length;
+    if (wr->send_flags & IBV_SEND_INLINE)
+      for (const ibv_sge& sge : s.sges) s.inline_data.insert(s.inline_data.end(), reinterpret_cast<std::uint8_t*>(sge.addr), reinterpret_cast<std::uint8_t*>(sge.addr) + sge.length);
+    q.sends.to = (q.sends.to + 1) & q.sends.mask();
+  }
+  work.notify_one();
+  return 0;
+}
+
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+  std::lock_guard guard(lock);
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  for (; wr; wr = wr->next) {
+    *bad = wr;
+    if (q.receives.full()) return ENOMEM;
+    q.receives.slots[q.receives.to] = {wr->wr_id, {wr->sg_list, wr->sg_list + wr->num_sge}};
+    q.receives.to = (q.receives.to + 1) & q.receives.mask();
+  }
+  return 0;
+}
+
+int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) {
+  std::lock_guard guard(lock);
+  auto& done = reinterpret_cast<Cq*>(cq)->done;
+  int n = 0;
+  while (n < entries && !done.empty()) wc[n++] = done.front(), done.pop_front();
+  return n;
+}
+
+int req_notify_cq(ibv_cq* cq, int) {
+  std::lock_guard guard(lock);
+  reinterpret_cast<Cq*>(cq)->armed = true;
+  return 0;
+}
+
+template <class T>
+void size_ring(model::Ring<T>& ring, std::uint32_t want) {
+  std::size_t n = 2;
+  while (n < want + 1) n *= 2;
+  ring.slots.resize(n);
+}
+
+}  // namespace
+
+MODEL void model_cut(int link, unsigned after_packets, bool answers_only) {
+  std::lock_guard guard(lock);
+  wires[link] = {.cut = false, .answers_only = answers_only, .packets_left = static_cast<long>(after_packets)};
+}
+MODEL void model_mend(int link) {
+  std::lock_guard guard(lock);
+  wires[link] = {};
+}
+MODEL unsigned model_writes_at(const void* address) {
+  std::lock_guard guard(lock);
+  const auto found = writes.find(address);
+  return found == writes.end() ? 0 : found->second;
+}
+MODEL void model_forget_writes() {
+  std::lock_guard guard(lock);
+  writes.clear();
+}
+MODEL unsigned long model_packets() {
+  std::lock_guard guard(lock);
+  return packets;
+}
+MODEL void model_lock() { lock.lock(); }
+MODEL void model_unlock() { lock.unlock(); }
+
+MODEL ibv_device** ibv_get_device_list(int* count) {
+  start();
+  auto** list = static_cast<ibv_device**>(calloc(5, sizeof(ibv_device*)));
+  for (int i = 0; i < 4; ++i) list[i] = &nics[i]->device;
+  if (count) *count = 4;
+  return list;
+}
+MODEL void ibv_free_device_list(ibv_device** list) { free(list); }
+MODEL ibv_context* ibv_open_device(ibv_device* device) {
+  auto* c = new ibv_context{};
+  c->device = device;
+  c->cmd_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+  c->async_fd = -1;
+  c->num_comp_vectors = 1;
+  c->ops.poll_cq = poll_cq;
+  c->ops.req_notify_cq = req_notify_cq;
+  c->ops.post_send = post_send;
+  c->ops.post_recv = post_recv;
+  return c;
+}
+MODEL int ibv_close_device(ibv_context* c) {
+  close(c->cmd_fd);
+  delete c;
+  return 0;
+}
+MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
+  auto* pd = new ibv_pd{};
+  pd->context = c;
+  return pd;
+}
+MODEL int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
+MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
+  std::lock_guard guard(lock);
+  Nic& nic = *nic_of(pd->context);
+  auto* m = new Mr{};
+  m->mr.context = pd->context;
+  m->mr.pd = pd;
+  m->mr.addr = addr;
+  m->mr.length = length;
+  m->mr.lkey = m->mr.rkey = nic.next_key++ << 8 | 0x11;
+  m->mr.handle = m->mr.lkey;
+  m->access = access;
+  nic.keys[m->mr.lkey] = m;
+  return &m->mr;
+}
+MODEL ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
+  return ibv_reg_mr_iova2(pd, addr, length, reinterpret_cast<uint64_t>(addr), static_cast<unsigned>(access));
+}
+MODEL int ibv_dereg_mr(ibv_mr* mr) {
+  std::lock_guard guard(lock);
+  nic_of(mr->context)->keys.erase(mr->lkey);
+  delete reinterpret_cast<Mr*>(mr);
+  return 0;
+}
+MODEL ibv_comp_channel* ibv_create_comp_channel(ibv_context* c) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC)) return nullptr;
+  auto* channel = new ibv_comp_channel{};
+  channel->context = c;
+  channel->fd = ends[0];
+  channel->refcnt = ends[1];  // the device's end
+  return channel;
+}
+MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
+  close(channel->fd);
+  close(channel->refcnt);
+  delete channel;
+  return 0;
+}
+MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
+  auto* q = new Cq;
+  q->cq.context = c;
+  q->cq.channel = channel;
+  q->cq.cq_context = cq_context;
+  q->cq.cqe = cqe;
+  pthread_mutex_init(&q->cq.mutex, nullptr);
+  pthread_cond_init(&q->cq.cond, nullptr);
+  return &q->cq;
+}
+MODEL int ibv_destroy_cq(ibv_cq* cq) { return delete reinterpret_cast<Cq*>(cq), 0; }
+MODEL int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {
+  if (read(channel->fd, cq, sizeof *cq) != sizeof *cq) return -1;
+  *cq_context = (*cq)->cq_context;
+  return 0;
+}
+MODEL void ibv_ack_cq_events(ibv_cq* cq, unsigned n) { reinterpret_cast<Cq*>(cq)->acknowledged += n; }
+MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
+  std::lock_guard guard(lock);
+  Nic& nic = *nic_of(pd->context);
+  auto* q = new ModelQp;
+  q->nic = &nic;
+  q->qp.context = pd->context;
+  q->qp.pd = pd;
+  q->qp.qp_context = a->qp_context;
+  q->qp.send_cq = a->send_cq;
+  q->qp.recv_cq = a->recv_cq;
+  q->qp.qp_num = nic.next_qpn++;
+  q->qp.handle = q->qp.qp_num;
+  q->qp.qp_type = a->qp_type;
+  q->signal_all = a->sq_sig_all;
+  size_ring(q->sends, a->cap.max_send_wr);
+  size_ring(q->receives, a->cap.max_recv_wr);
+  pthread_mutex_init(&q->qp.mutex, nullptr);
+  pthread_cond_init(&q->qp.cond, nullptr);
+  nic.qps[q->qp.qp_num] = q;
+  return &q->qp;
+}
+MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  std::lock_guard guard(lock);
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  if (mask & IBV_QP_STATE) {
+    if (attr->qp_state == IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_INIT) return EINVAL;
+    if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR) return EINVAL;
+  }
+  if (mask & IBV_QP_AV) q.attr.ah_attr = attr->ah_attr;
+  if (mask & IBV_QP_DEST_QPN) q.attr.dest_qp_num = attr->dest_qp_num;
+  if (mask & IBV_QP_RQ_PSN) q.expected = attr->rq_psn;
+  if (mask & IBV_QP_SQ_PSN) q.psn = attr->sq_psn;
+  if (mask & IBV_QP_PATH_MTU) q.attr.path_mtu = attr->path_mtu;
+  if (mask & IBV_QP_PORT) q.attr.port_num = attr->port_num;
+  if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags;
+  if (!(mask & IBV_QP_STATE)) return 0;
+  q.attr.qp_state = attr->qp_state;
+  qp->state = attr->qp_state;
+  if (attr->qp_state == IBV_QPS_ERR) to_err(q);
+  return 0;
+}
+MODEL int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* init) {
+  std::lock_guard guard(lock);
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  *attr = q.attr;
+  attr->cur_qp_state = q.attr.qp_state;
+  attr->sq_psn = q.psn;
+  attr->rq_psn = q.expected;
+  qp->state = q.attr.qp_state;
+  *init = {};
+  return 0;
+}
+MODEL int ibv_destroy_qp(ibv_qp* qp) {
+  std::lock_guard guard(lock);
+  auto* q = reinterpret_cast<ModelQp*>(qp);
+  q->nic->qps.erase(qp->qp_num);
+  delete q;
+  return 0;
+}
+MODEL int ibv_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr* attr) {
+  auto* a = reinterpret_cast<ibv_port_attr*>(attr);
+  a->state = IBV_PORT_ACTIVE;
+  a->active_mtu = a->max_mtu = IBV_MTU_1024;
+  a->lid = 0;
+  return 0;
+}
+MODEL int ibv_query_gid(ibv_context* c, uint8_t, int, ibv_gid* gid) { return *gid = nic_of(c)->gid, 0; }
+MODEL ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A libibverbs.so.1 with two hosts, a and b, of two NICs each (a0 a1, b0 b1), in one process. RC only: packets of one MTU
+// with PSNs, go-back-N, queues in memory that the device reads. The wire between an and bn can be cut after any
+// packet, in both directions or only for what comes back. What differs between devices is made to differ: keys, QP numbers.
+#ifndef MIGR_TEST_FAILOVER_MODEL_H
+#define MIGR_TEST_FAILOVER_MODEL_H
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace model {
+
+constexpr std::uint32_t kMtuBytes = 1024;
+
+struct Send {
+  ibv_send_wr wr{};
+  std::vector<ibv_sge> sges;
+  std::vector<std::uint8_t> inline_data;
+  std::uint32_t bytes = 0, first_psn = 0;
+  bool begun = false, given_up = false;
+};
+
+struct Receive {
+  std::uint64_t wr_id = 0;
+  std::vector<ibv_sge> sges;
+};
+
+/// What lies in it stays until its slot is used again, as in memory that a device shares.
+template <class T>
+struct Ring {
+  std::vector<T> slots;  ///< a power of two
+  std::uint32_t from = 0, to = 0;
+  std::uint32_t mask() const { return static_cast<std::uint32_t>(slots.size() - 1); }
+  std::uint32_t size() const { return (to - from) & mask(); }
+  bool full() const { return size() == mask(); }
+};
+
+struct Qp {
+  ibv_qp qp{};  ///< first
+  Ring<Send> sends;
+  Ring<Receive> receives;
+};
+
+}  // namespace model
+
+extern "C" {
+/// Link 0 or 1: after so many more packets nothing gets through; `answers_only`: requests still do, what comes back does not.
+void model_cut(int link, unsigned after_packets, bool answers_only);
+void model_mend(int link);
+/// How often the last packet of a WRITE to this address was executed, on any link.
+unsigned model_writes_at(const void* address);
+void model_forget_writes();
+unsigned long model_packets();
+/// The lock of everything, for a test's provider.
+void model_lock();
+void model_unlock();
+}
+
+#endif

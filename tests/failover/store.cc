@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What migrd keeps for processes and their links, for all "processes" of this one.
+#include "store.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#define STORE extern "C" [[gnu::visibility("default")]]
+
+namespace {
+
+using Id = std::array<std::uint8_t, 16>;
+using Name = std::pair<Id, std::uint32_t>;
+
+std::mutex lock;
+std::map<Name, std::pair<Id, migr_links_vqp>> vqps;
+std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
+std::map<Name, migr_links_vqp_state> states;
+migr_links_switch totals;
+
+Id id(const std::uint8_t* bytes) {
+  Id out;
+  std::memcpy(out.data(), bytes, out.size());
+  return out;
+}
+Name name(const migr_links_name& n) { return {id(n.gid), n.vqpn}; }
+
+}  // namespace
+
+STORE void store_publish(const std::uint8_t* instance, const migr_links_vqp* all, std::size_t n) {
+  std::lock_guard guard(lock);
+  for (std::size_t i = 0; i < n; ++i) vqps[name(all[i].name)] = {id(instance), all[i]};
+}
+STORE void store_withdraw(const migr_links_name* all, std::size_t n) {
+  std::lock_guard guard(lock);
+  for (std::size_t i = 0; i < n; ++i) vqps.erase(name(all[i])), states.erase(name(all[i]));
+}
+STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
+  std::lock_guard guard(lock);
+  const auto found = vqps.find(name(*of));
+  *out = {};
+  out->vqp.name = *of;
+  out->status = EAGAIN;
+  if (found == vqps.end()) return;
+  out->vqp = found->second.second;
+  std::memcpy(out->instance, found->second.first.data(), 16);
+  out->status = 0;
+}
+STORE void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out) {
+  std::lock_guard guard(lock);
+  channels[{id(instance), id(own->peer), own->link}] = *own;
+  *out = *own;
+  const auto other = channels.find({id(own->peer), id(instance), own->link});
+  if (other == channels.end() || other->second.round < own->round) {
+    out->status = EAGAIN;
+  } else if (other->second.round > own->round) {
+    out->round = other->second.round;
+    out->status = ESTALE;
+  } else {
+    *out = other->second;
+    std::memcpy(out->peer, own->peer, 16);
+    out->status = 0;
+  }
+}
+STORE void store_states(const migr_links_vqp_state* all, std::size_t n) {
+  std::lock_guard guard(lock);
+  for (std::size_t i = 0; i < n; ++i) states[name(all[i].name)] = all[i];
+}
+STORE int store_phase(const migr_links_name* of) {
+  std::lock_guard guard(lock);
+  const auto found = states.find(name(*of));
+  return found == states.end() ? -1 : static_cast<int>(found->second.phase);
+}
+STORE void store_switched(const migr_links_switch* all, std::size_t n) {
+  std::lock_guard guard(lock);
+  for (std::size_t i = 0; i < n; ++i) {
+    totals.vqps += all[i].vqps;
+    totals.broken += all[i].broken;
+    totals.replayed += all[i].replayed;
+    totals.executed += all[i].executed;
+    totals.lost += all[i].lost;
+    totals.resume_ns += all[i].resume_ns;
+  }
+}
+STORE void store_totals(migr_links_switch* out) {
+  std::lock_guard guard(lock);
+  *out = totals;
+  totals = {};
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Both sides of links_wire.h as they are: what libmigr says, migrd takes, and what migrd says, libmigr does.
+#include "link_contract_library.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include "agent/failover/link_socket.h"
+#include "link_library.h"
+
+namespace migr {
+namespace {
+
+struct NobodyElse final : LinkDirectory {
+  using LinkDirectory::LinkDirectory;
+  std::string name() const override { return "nobody"; }
+  std::string error() const override { return ""; }
+  std::vector<Answer> find_elsewhere(std::span<const VqpName> names) override { return std::vector<Answer>(names.size()); }
+  std::vector<End> meet_elsewhere(std::span<const wire::LinkChannel> ends) override { return std::vector<End>(ends.size()); }
+};
+
+class Contract : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::strcpy(port_.device, "rxe0");
+    port_.port = 1;
+    port_.serial = 1;
+    start();
+    setenv("MIGR_LINKS_SOCKET", path().c_str(), 1);
+  }
+  void start() {
+    socket_ = std::make_unique<LinkSocket>(table_, directory_, [this] { return std::vector<migr_links_port>{port_}; }, "");
+    table_.set_knock([this](const Instance& to, const migr_links_channel& from) { socket_->knock(to, from); });
+    ASSERT_TRUE(socket_->start(path()));
+  }
+  std::string path() const { return dir_.path + "/links.sock"; }
+  TempFolder dir_;
+  migr_links_port port_{};
+  LinkTable table_{"here"};
+  NobodyElse directory_{table_};
+  std::unique_ptr<LinkSocket> socket_;
+};
+
+TEST_F(Contract, EveryMessageOfTheLibraryIsTaken) {
+  contract::Library l(Instance{1});
+  ASSERT_NE(l.life(), 0u);
+  const auto reports = table_.reports(false);
+  ASSERT_EQ(reports.size(), 1u);
+  EXPECT_EQ(reports[0].policy(), std::uint32_t{MIGR_LINKS_EXACT});
+  EXPECT_EQ(reports[0].heartbeat_ms(), 200u);
+  const std::vector<migr_links_link> links = {link_of(1, 0), link_of(1, 1)};
+  EXPECT_EQ(l.links(links), 0);
+  std::vector<migr_links_found> found;
+  const std::vector<migr_links_name> names = {link_name(1, 5)};
+  EXPECT_EQ(l.lookup(names, found), 0);
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].status, EAGAIN);
+  const std::vector<migr_links_vqp> vqps = {link_vqp(1, 5)};
+  EXPECT_EQ(l.publish(vqps), 0);
+  EXPECT_EQ(l.lookup(names, found), 0);
+  EXPECT_EQ(found[0].status, 0);
+  EXPECT_EQ(found[0].vqp.path[1].qpn, 1005u);
+  migr_links_vqp_state state{};
+  state.name = names[0];
+  state.link = 1;
+  state.phase = MIGR_LINKS_VQP_READY;
+  EXPECT_EQ(l.states({&state, 1}), 0);
+  migr_links_switch change{};
+  change.to = 1;
+  EXPECT_EQ(l.switched({&change, 1}), 0);
+  EXPECT_EQ(table_.reports(true)[0].each(0).link(), 1u);
+  EXPECT_EQ(table_.reports(true)[0].switches_size(), 1);
+  EXPECT_EQ(l.withdraw(names), 0);
+  EXPECT_EQ(l.lookup(names, found), 0);
+  EXPECT_EQ(found[0].status, EAGAIN);
+  const std::vector<migr_links_name> wrong = {link_name(1, 0)};
+  EXPECT_EQ(l.lookup(wrong, found), EINVAL) << "and what is refused is seen to be";
+}
+
+TEST_F(Contract, PushesReachTheLibrary) {
+  contract::Library l(Instance{1});
+  ASSERT_NE(l.life(), 0u);
+  std::vector<migr_links_port> ports, all;
+  bool knocked = false, any = false;
+  auto look = [&] {
+    l.pushes(ports, knocked);
+    all.insert(all.end(), ports.begin(), ports.end());
+    any |= knocked;
+  };
+  EXPECT_TRUE(soon([&] { return look(), !all.empty(); }));
+  EXPECT_STREQ(all.at(0).device, "rxe0");
+  EXPECT_FALSE(any);
+  port_.flags = MIGR_LINKS_PORT_DOWN_OPERATOR;
+  socket_->tell_ports({&port_, 1});
+  EXPECT_TRUE(soon([&] { return look(), all.size() == 2; }));
+  EXPECT_EQ(all.at(1).flags, MIGR_LINKS_PORT_DOWN_OPERATOR);
+  OtherProcess other(path());
+  LinkLibrary peer(other.take(), 2);
+  ASSERT_EQ(peer.hello().head.status, 0);
+  peer.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {link_channel(Instance{1}, 2, 1, 200)});
+  EXPECT_TRUE(soon([&] { return look(), any; }));
+  const std::vector<migr_links_channel> own = {link_channel(Instance{2}, 1, 1, 100)};
+  std::vector<migr_links_channel> met;
+  EXPECT_EQ(l.channel(own, met), 0);
+  ASSERT_EQ(met.size(), 1u);
+  EXPECT_EQ(met[0].status, 0);
+  EXPECT_EQ(met[0].qpn, 200u);
+}
+
+TEST_F(Contract, AMigrdThatIsStartedAgainIsAnotherLife) {
+  contract::Library l(Instance{1});
+  const unsigned first = l.life();
+  ASSERT_NE(first, 0u);
+  const std::vector<migr_links_vqp> vqps = {link_vqp(1, 5)};
+  ASSERT_EQ(l.publish(vqps), 0);
+  socket_.reset();
+  EXPECT_TRUE(soon([&] { return l.publish(vqps) == ENOTCONN; }));
+  table_.leave(Instance{1});
+  start();
+  EXPECT_TRUE(soon([&] {
+    const unsigned now = l.life();
+    return now && now != first;
+  }));
+  EXPECT_EQ(l.publish(vqps), 0);
+}
+
+}  // namespace
+}  // namespace migr

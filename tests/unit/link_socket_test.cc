@@ -1,0 +1,532 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// migrd's side of links_wire.h against libraries that this test plays: what it takes, what it refuses and how, and what
+// of one host's processes can be looked up. Other hosts are a fake.
+#include "agent/failover/link_socket.h"
+
+#include <fstream>
+
+#include "agent/failover/links_text.h"
+#include "agent/limits.h"
+#include "link_library.h"
+
+namespace migr {
+namespace {
+
+/// No other host: nobody has the GID; or it waits until it is told to go on.
+struct FakeDirectory final : LinkDirectory {
+  using LinkDirectory::LinkDirectory;
+  std::string name() const override { return "fake"; }
+  std::string error() const override { return ""; }
+  std::vector<Answer> find_elsewhere(std::span<const VqpName> names) override {
+    std::unique_lock lock(mutex);
+    asked++;
+    changed.wait_for(lock, std::chrono::seconds(20), [this] { return !wait; });
+    std::vector<Answer> out;
+    for (const auto& n : names) out.push_back(table_.home(n.gid) ? Answer{EAGAIN, {}, {}} : Answer{ENOENT, "no host has it", {}});
+    return out;
+  }
+  std::vector<End> meet_elsewhere(std::span<const wire::LinkChannel> ends) override {
+    return std::vector<End>(ends.size(), {ENOENT, "nobody", {}});
+  }
+  void go_on() {
+    std::lock_guard lock(mutex);
+    wait = false;
+    changed.notify_all();
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool wait = false;
+  int asked = 0;
+};
+
+class Links : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::ofstream(dir_.path + "/links.json") << "{\"policy\": \"exact\"}";
+    table_.set_knock([this](const Instance& to, const migr_links_channel& from) { socket_.knock(to, from); });
+    ASSERT_TRUE(socket_.start(path()));
+  }
+  void TearDown() override {
+    directory_.go_on();
+    socket_.stop();
+  }
+  std::string path() const { return dir_.path + "/links.sock"; }
+  std::vector<migr_links_found> lookup(LinkLibrary& l, std::vector<migr_links_name> names) {
+    return l.ask(MIGR_LINKS_LOOKUP, names).as<migr_links_found>();
+  }
+  TempFolder dir_;
+  LinkTable table_{"here"};
+  FakeDirectory directory_{table_};
+  std::vector<migr_links_port> ports_ = std::vector<migr_links_port>(2);
+  LinkSocket socket_{table_, directory_, [this] { return ports_; }, dir_.path + "/links.json"};
+};
+
+TEST_F(Links, HelloIsAnsweredAndThePortsFollow) {
+  std::strcpy(ports_[0].device, "rxe0");
+  std::strcpy(ports_[1].device, "rxe1");
+  LinkLibrary l(path(), 1);
+  const auto r = l.hello();
+  EXPECT_EQ(r.head.status, 0) << r.head.text;
+  EXPECT_EQ(r.head.type, MIGR_LINKS_HELLO | MIGR_LINKS_REPLY);
+  const auto ports = l.push(MIGR_LINKS_PORTS).as<migr_links_port>();
+  ASSERT_EQ(ports.size(), 2u);
+  EXPECT_STREQ(ports[1].device, "rxe1");
+  const auto all = table_.reports(false);
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].pid(), getpid());
+  EXPECT_EQ(all[0].configured(), "test");
+}
+
+TEST_F(Links, WhatDoesNotFitIsEPROTOAndEndsIt) {
+  struct Bad {
+    const char* what;
+    std::function<void(migr_links_msg&, std::size_t& bytes)> make;
+  };
+  const std::vector<Bad> bad = {
+      {"version", [](auto& h, auto&) { h.version++; }},
+      {"unknown type", [](auto& h, auto&) { h.type = 40; }},
+      {"a push", [](auto& h, auto&) { h.type = MIGR_LINKS_PORTS; }},
+      {"a reply", [](auto& h, auto&) { h.type |= MIGR_LINKS_REPLY; }},
+      {"flags", [](auto& h, auto&) { h.flags = 1; }},
+      {"status", [](auto& h, auto&) { h.status = 1; }},
+      {"no seq", [](auto& h, auto&) { h.seq = 0; }},
+      {"text without end", [](auto& h, auto&) { std::memset(h.text, 'x', sizeof h.text); }},
+      {"more records than bytes", [](auto& h, auto&) { h.count = 2; }},
+      {"more bytes than records", [](auto&, auto& bytes) { bytes *= 2; }},
+      {"a byte too few", [](auto&, auto& bytes) { bytes -= 1; }},
+      {"records of another size", [](auto& h, auto& bytes) { h.record_size -= 8, bytes -= 8; }},
+      {"no record", [](auto& h, auto& bytes) { h.count = 0, bytes = 0; }},
+      {"more than the most records", [](auto& h, auto& bytes) { h.count = MIGR_LINKS_MAX_RECORDS + 1, bytes = h.count * sizeof(migr_links_name); }},
+      {"a size that overflows", [](auto& h, auto&) { h.count = 1u << 31, h.record_size = sizeof(migr_links_name); }},
+  };
+  for (const Bad& b : bad) {
+    LinkLibrary l(path(), 1);
+    ASSERT_EQ(l.hello().head.status, 0);
+    auto h = l.head(MIGR_LINKS_LOOKUP);
+    h.count = 1;
+    h.record_size = sizeof(migr_links_name);
+    std::size_t bytes = sizeof(migr_links_name);
+    std::vector<migr_links_name> records(MIGR_LINKS_MAX_RECORDS + 1, link_name(1, 5));
+    b.make(h, bytes);
+    l.send_raw(h, records.data(), bytes);
+    EXPECT_EQ(l.reply(h.seq).head.status, EPROTO) << b.what;
+    EXPECT_TRUE(l.closed()) << b.what;
+  }
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  EXPECT_EQ(lookup(l, {link_name(1, 5)}).size(), 1u) << "without a change it fits";
+}
+
+TEST_F(Links, AShortPacketEndsIt) {
+  Fd fd = LinkLibrary::connected(path());
+  ASSERT_EQ(send(fd.n, "hello", 5, 0), 5);
+  char c;
+  EXPECT_EQ(recv(fd.n, &c, 1, 0), 0);
+}
+
+TEST_F(Links, TheFirstMessageHasToBeHello) {
+  LinkLibrary l(path(), 1);
+  EXPECT_EQ(l.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(1, 5)}).head.status, EACCES);
+  EXPECT_EQ(l.hello().head.status, 0) << "and the connection has stayed";
+  EXPECT_EQ(l.hello().head.status, EINVAL) << "twice";
+}
+
+TEST_F(Links, HelloWithoutAnInstanceOrWithAnUnknownPolicyIsEINVAL) {
+  LinkLibrary l(path(), 0);
+  EXPECT_EQ(l.hello().head.status, EINVAL);
+  LinkLibrary m(path(), 1);
+  EXPECT_EQ(m.hello(MIGR_LINKS_EXACT + 1).head.status, EINVAL);
+}
+
+TEST_F(Links, FieldsOutOfRangeAreEINVALAndNothingIsTaken) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  const std::vector<std::function<void(migr_links_vqp&)>> vqps = {
+      [](auto& v) { v.name.vqpn = 0; },
+      [](auto& v) { v.name.vqpn = 1 << 24; },
+      [](auto& v) { std::memset(v.name.gid, 0, 16); },
+      [](auto& v) { v.name.reserved = 1; },
+      [](auto& v) { v.policy = MIGR_LINKS_EXACT + 1; },
+      [](auto& v) { v.default_link = MIGR_LINKS_MAX_LINKS; },
+      [](auto& v) { v.paths = MIGR_LINKS_MAX_LINKS + 1; },
+      [](auto& v) { v.path[1].link = 0; },  // twice
+      [](auto& v) { v.path[1].link = MIGR_LINKS_MAX_LINKS; },
+      [](auto& v) { v.path[0].qpn = 0; },
+      [](auto& v) { v.path[0].psn = 1 << 24; },
+      [](auto& v) { v.path[0].mtu = 0; },
+      [](auto& v) { v.path[0].mtu = 6; },
+      [](auto& v) { v.path[0].reserved[4] = 1; },
+      [](auto& v) { std::memset(v.path[0].gid, 0, 16); },
+  };
+  for (std::size_t i = 0; i < vqps.size(); i++) {
+    auto v = link_vqp(1, 7);
+    vqps[i](v);
+    // The one before it is good, and is not taken either.
+    const auto r = l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 6), v});
+    EXPECT_EQ(r.head.status, EINVAL) << i;
+    EXPECT_EQ(r.head.arg, 1u) << i;
+    EXPECT_STRNE(r.head.text, "") << i;
+  }
+  EXPECT_NE(lookup(l, {link_name(1, 6)})[0].status, 0);
+
+  const std::vector<std::function<void(migr_links_link&)>> links = {
+      [](auto& k) { k.link = MIGR_LINKS_MAX_LINKS; }, [](auto& k) { k.port = 0; },
+      [](auto& k) { std::memset(k.device, 'x', sizeof k.device); }, [](auto& k) { k.device[0] = 0; },
+      [](auto& k) { std::memset(k.why, 'x', sizeof k.why); }, [](auto& k) { k.state = MIGR_LINKS_LINK_ABSENT + 1; },
+      [](auto& k) { k.cause = MIGR_LINKS_CAUSE_PREFER + 1; }, [](auto& k) { k.link = 0; }};
+  for (std::size_t i = 0; i < links.size(); i++) {
+    auto k = link_of(1, 1);
+    links[i](k);
+    EXPECT_EQ(l.ask<migr_links_link>(MIGR_LINKS_LINKS, {link_of(1, 0), k}).head.status, EINVAL) << i;
+  }
+  EXPECT_EQ(table_.reports(false)[0].links_size(), 0);
+
+  migr_links_vqp_state s{};
+  s.name = link_name(1, 5);
+  s.phase = MIGR_LINKS_VQP_BROKEN + 1;
+  EXPECT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {s}).head.status, EINVAL);
+  migr_links_switch w{};
+  w.to = MIGR_LINKS_MAX_LINKS;
+  EXPECT_EQ(l.ask<migr_links_switch>(MIGR_LINKS_SWITCHED, {w}).head.status, EINVAL);
+  EXPECT_EQ(l.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(1, 0)}).head.status, EINVAL);
+  EXPECT_EQ(l.ask<migr_links_name>(MIGR_LINKS_WITHDRAW, {link_name(1, 0)}).head.status, EINVAL);
+}
+
+TEST_F(Links, MoreLinksThanTheMostAreE2BIG) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  std::vector<migr_links_link> links;
+  for (std::uint32_t i = 0; i < MIGR_LINKS_MAX_LINKS; i++) links.push_back(link_of(1, i));
+  EXPECT_EQ(l.ask(MIGR_LINKS_LINKS, links).head.status, 0);
+  links.push_back(link_of(1, 0));
+  EXPECT_EQ(l.ask(MIGR_LINKS_LINKS, links).head.status, E2BIG);
+}
+
+TEST_F(Links, MoreVqpsThanTheMostAreENOSPC) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  constexpr std::uint32_t kPart = MIGR_LINKS_MAX_RECORDS;
+  for (std::uint32_t at = 0; at < MIGR_LINKS_MAX_VQPS; at += kPart) {
+    std::vector<migr_links_vqp> part;
+    for (std::uint32_t i = 0; i < kPart; i++) part.push_back(link_vqp(1, 1 + at + i));
+    ASSERT_EQ(l.ask(MIGR_LINKS_PUBLISH, part).head.status, 0) << at;
+  }
+  const auto r = l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 1), link_vqp(1, MIGR_LINKS_MAX_VQPS + 1)});
+  EXPECT_EQ(r.head.status, ENOSPC);
+  EXPECT_EQ(r.head.arg, 1u);
+  EXPECT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 1)}).head.status, 0) << "what is there may be told anew";
+}
+
+TEST_F(Links, PublishedIsFoundWithdrawnIsNot) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  EXPECT_EQ(lookup(l, {link_name(1, 5)})[0].status, ENOENT) << "a GID that nobody has told";
+  ASSERT_EQ(l.ask<migr_links_link>(MIGR_LINKS_LINKS, {link_of(1, 2), link_of(1, 0)}).head.status, 0);
+  EXPECT_EQ(lookup(l, {link_name(1, 5)})[0].status, EAGAIN) << "not yet";
+  ASSERT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  const auto both = lookup(l, {link_name(1, 6), link_name(1, 5)});
+  ASSERT_EQ(both.size(), 2u);
+  EXPECT_EQ(both[0].status, EAGAIN);
+  EXPECT_EQ(both[0].vqp.name.vqpn, 6u);
+  const auto& f = both[1];
+  EXPECT_EQ(f.status, 0);
+  const auto told = link_vqp(1, 5);
+  EXPECT_EQ(std::memcmp(&f.vqp, &told, sizeof told), 0);
+  EXPECT_EQ(gid_of(f.instance), l.instance());
+  EXPECT_STREQ(f.host, "here");
+  ASSERT_EQ(f.links, 3u);
+  EXPECT_EQ(std::memcmp(f.gid[0], link_of(1, 0).gid, 16), 0);
+  EXPECT_EQ(gid_of(f.gid[1]), Gid{}) << "a link that was left out";
+  EXPECT_EQ(std::memcmp(f.gid[2], link_of(1, 2).gid, 16), 0);
+  ASSERT_EQ(l.ask<migr_links_name>(MIGR_LINKS_WITHDRAW, {link_name(1, 5), link_name(1, 99)}).head.status, 0);
+  EXPECT_EQ(lookup(l, {link_name(1, 5)})[0].status, EAGAIN);
+}
+
+TEST_F(Links, EntriesVanishWithTheirProcess) {
+  OtherProcess other(path());
+  LinkLibrary a(other.take(), 1), b(path(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  ASSERT_EQ(a.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  ASSERT_EQ(b.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 6)}).head.status, 0);
+  ASSERT_EQ(lookup(b, {link_name(1, 5)})[0].status, 0);
+  a.close();
+  kill(other.pid(), SIGKILL);
+  EXPECT_TRUE(soon([&] { return table_.reports(false).size() == 1; }));
+  EXPECT_EQ(lookup(b, {link_name(1, 5)})[0].status, ENOENT);
+  EXPECT_EQ(lookup(b, {link_name(1, 6)})[0].status, 0) << "the other's stay";
+}
+
+TEST_F(Links, ANameAndAnInstanceOfAnotherProcessAreEEXIST) {
+  OtherProcess other(path());
+  LinkLibrary a(other.take(), 1), thief(path(), 1), b(path(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(a.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  EXPECT_EQ(thief.hello().head.status, EEXIST);
+  ASSERT_EQ(b.hello().head.status, 0);
+  const auto r = b.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 6), link_vqp(1, 5)});
+  EXPECT_EQ(r.head.status, EEXIST);
+  EXPECT_EQ(r.head.arg, 1u);
+  EXPECT_NE(std::string(r.head.text).find(std::to_string(other.pid())), std::string::npos) << r.head.text;
+  EXPECT_EQ(gid_of(lookup(b, {link_name(1, 5)})[0].instance), a.instance());
+}
+
+TEST_F(Links, WhoConnectsAgainReplacesItself) {
+  LinkLibrary before(path(), 1), after(path(), 1);
+  ASSERT_EQ(before.hello().head.status, 0);
+  ASSERT_EQ(before.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  ASSERT_EQ(after.hello().head.status, 0);
+  EXPECT_TRUE(before.closed());
+  EXPECT_NE(lookup(after, {link_name(1, 5)})[0].status, 0) << "it has to tell everything again";
+  EXPECT_EQ(after.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+}
+
+TEST_F(Links, TheConfigurationOfTheHostIsHandedOut) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  const auto r = l.ask<char>(MIGR_LINKS_CONFIG, {});
+  EXPECT_EQ(r.head.status, 0);
+  EXPECT_EQ(std::string(r.records.begin(), r.records.end()), "{\"policy\": \"exact\"}");
+  std::filesystem::remove(dir_.path + "/links.json");
+  EXPECT_EQ(l.ask<char>(MIGR_LINKS_CONFIG, {}).head.count, 0u);
+  std::ofstream(dir_.path + "/links.json") << std::string(kLinksFileBytes + 1, ' ');
+  EXPECT_EQ(l.ask<char>(MIGR_LINKS_CONFIG, {}).head.status, EINVAL);
+}
+
+TEST_F(Links, TooManyQuestionsAreEBUSYAndOthersGoOn) {
+  OtherProcess other(path());
+  LinkLibrary a(path(), 1), b(other.take(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  ASSERT_EQ(b.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  directory_.wait = true;
+  std::vector<std::uint32_t> seqs;
+  for (int i = 0; i < MIGR_LINKS_MAX_PENDING; i++) seqs.push_back(a.send<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}));
+  EXPECT_EQ(a.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}).head.status, EBUSY);
+  EXPECT_EQ(lookup(b, {link_name(1, 5)})[0].status, 0) << "another process waits for nothing of it";
+  {
+    std::lock_guard lock(directory_.mutex);
+    EXPECT_EQ(directory_.asked, 1) << "one question of a process at a time";
+  }
+  directory_.go_on();
+  for (const auto seq : seqs) EXPECT_EQ(a.reply(seq).as<migr_links_found>()[0].status, ENOENT);
+  EXPECT_EQ(a.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}).head.status, 0) << "they do not count for ever";
+}
+
+TEST_F(Links, WhoDoesNotReadIsNotReadAndMissesPushesOnly) {
+  OtherProcess other(path());
+  LinkLibrary deaf(path(), 1), b(other.take(), 2);
+  ASSERT_EQ(deaf.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  const std::vector<migr_links_port> ports(MIGR_LINKS_MAX_RECORDS);
+  for (int i = 0; i < 20 * kLinkPushesKept; i++) socket_.tell_ports(ports);
+  std::ofstream(dir_.path + "/links.json") << std::string(kLinksFileBytes, ' ');
+  constexpr std::uint32_t kMany = 5000;
+  std::uint32_t sent = 0;
+  for (int idle = 0; idle < 100 && sent < kMany;) {
+    if (deaf.send_now(deaf.head(MIGR_LINKS_CONFIG)))
+      sent++, idle = 0;
+    else
+      usleep(10'000), idle++;
+  }
+  EXPECT_LT(sent, kMany) << "it waits for what it does not read";
+  EXPECT_EQ(b.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}).head.status, 0) << "the others do not";
+  std::uint32_t answers = 0, pushes = 0;
+  for (LinkPacket p; answers < sent && deaf.receive(p);) (p.head.type == MIGR_LINKS_PORTS ? pushes : answers)++;
+  EXPECT_EQ(answers, sent);
+  EXPECT_LT(pushes, 20u * kLinkPushesKept) << "what is pushed is dropped";
+}
+
+TEST_F(Links, AFloodOfPacketsIsReadSlowly) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  std::thread flood([&] {
+    for (int i = 0; i < 2 * kLinkPacketsPerS; i++) l.send<migr_links_vqp_state>(MIGR_LINKS_STATE, {});
+  });
+  const auto begun = std::chrono::steady_clock::now();
+  int answers = 0;
+  for (LinkPacket p; answers < 2 * kLinkPacketsPerS && l.receive(p);) answers += p.head.type == (MIGR_LINKS_STATE | MIGR_LINKS_REPLY);
+  flood.join();
+  EXPECT_EQ(answers, 2 * kLinkPacketsPerS) << "but all of them";
+  EXPECT_GE(std::chrono::steady_clock::now() - begun, std::chrono::milliseconds(900));
+}
+
+// ---- channels
+
+TEST_F(Links, TwoEndsOfAChannelMeet) {
+  OtherProcess other(path());
+  LinkLibrary a(path(), 1), b(other.take(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  const auto of_a = link_channel(b.instance(), 1, 1, 100), of_b = link_channel(a.instance(), 2, 1, 200);
+  auto r = a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0];
+  EXPECT_EQ(r.status, EAGAIN);
+  EXPECT_EQ(r.qpn, 0u) << "nothing of one's own comes back";
+  const auto knock = b.push(MIGR_LINKS_KNOCK).as<migr_links_channel>()[0];
+  EXPECT_EQ(gid_of(knock.peer), a.instance());
+  EXPECT_EQ(knock.round, 1u);
+  EXPECT_EQ(knock.link, 1u);
+  r = b.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_b}).as<migr_links_channel>()[0];
+  EXPECT_EQ(r.status, 0);
+  EXPECT_EQ(gid_of(r.peer), a.instance());
+  EXPECT_EQ(r.qpn, 100u);
+  EXPECT_EQ(r.psn, 107u);
+  EXPECT_EQ(gid_of(r.gid), gid_of(of_a.gid));
+  r = a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0];
+  EXPECT_EQ(r.status, 0);
+  EXPECT_EQ(r.qpn, 200u);
+}
+
+TEST_F(Links, EndsOfDifferentRoundsDoNotMeet) {
+  OtherProcess other(path());
+  LinkLibrary a(path(), 1), b(other.take(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  auto one = [](LinkLibrary& l, const migr_links_channel& c) { return l.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {c}).as<migr_links_channel>()[0]; };
+  EXPECT_EQ(one(a, link_channel(b.instance(), 1, 2, 101)).status, EAGAIN);
+  const auto r = one(b, link_channel(a.instance(), 2, 1, 200));
+  EXPECT_EQ(r.status, ESTALE);
+  EXPECT_EQ(r.round, 2u);
+  EXPECT_EQ(r.qpn, 0u);
+  EXPECT_EQ(one(b, link_channel(a.instance(), 2, 2, 201)).qpn, 101u);
+  EXPECT_EQ(one(a, link_channel(b.instance(), 1, 2, 102)).status, EINVAL) << "another QP of the same round";
+  EXPECT_EQ(one(a, link_channel(b.instance(), 1, 1, 101)).status, EINVAL) << "back to a former round";
+  EXPECT_EQ(one(a, link_channel(b.instance(), 1, 3, 103)).status, EAGAIN);
+  EXPECT_EQ(b.push(MIGR_LINKS_KNOCK).as<migr_links_channel>()[0].round, 2u);
+  EXPECT_EQ(b.push(MIGR_LINKS_KNOCK).as<migr_links_channel>()[0].round, 3u);
+}
+
+TEST_F(Links, AChannelToNobodyIsENOENTAndToOneselfEINVAL) {
+  LinkLibrary a(path(), 1);
+  ASSERT_EQ(a.hello().head.status, 0);
+  const auto r = a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {link_channel(Instance{9}, 1, 1, 100), link_channel(a.instance(), 1, 1, 101)});
+  EXPECT_EQ(r.head.status, 0);
+  const auto ends = r.as<migr_links_channel>();
+  EXPECT_EQ(ends[0].status, ENOENT);
+  EXPECT_EQ(ends[1].status, EINVAL);
+  EXPECT_STRNE(r.head.text, "");
+}
+
+TEST_F(Links, AnEndThatIsGivenUpIsFoundNoMore) {
+  OtherProcess other(path());
+  LinkLibrary a(path(), 1), b(other.take(), 2);
+  ASSERT_EQ(a.hello().head.status, 0);
+  ASSERT_EQ(b.hello().head.status, 0);
+  const auto of_a = link_channel(b.instance(), 1, 1, 100), of_b = link_channel(a.instance(), 2, 1, 200);
+  EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0].status, EAGAIN);
+  EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL_END, {of_a}).head.status, 0);
+  EXPECT_EQ(b.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_b}).as<migr_links_channel>()[0].status, EAGAIN);
+}
+
+// ---- what people see
+
+migr_links_vqp_state state_of(std::uint32_t vqpn, std::uint32_t link, std::uint32_t phase, const char* why = "") {
+  migr_links_vqp_state s{};
+  s.name = link_name(1, vqpn);
+  s.link = link;
+  s.phase = phase;
+  std::strncpy(s.why, why, sizeof s.why - 1);
+  return s;
+}
+
+TEST_F(Links, WhatIsLeftOnAPortAndWhatCannotLeaveIt) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  ASSERT_EQ(l.ask<migr_links_link>(MIGR_LINKS_LINKS, {link_of(1, 0), link_of(1, 1)}).head.status, 0);
+  ASSERT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5), link_vqp(1, 6), link_vqp(1, 7)}).head.status, 0);
+  unsigned n = 0;
+  EXPECT_EQ(table_.stuck_on("rxe0", 1).size(), 1u) << "a vQP has no backup before it says so";
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(5, 0, MIGR_LINKS_VQP_READY), state_of(6, 0, MIGR_LINKS_VQP_NONE, "has an SRQ"),
+                                                           state_of(7, 1, MIGR_LINKS_VQP_NONE), state_of(99, 0, MIGR_LINKS_VQP_NONE)}).head.status, 0);
+  const auto stuck = table_.stuck_on("rxe0", 0);
+  ASSERT_EQ(stuck.size(), 1u);
+  EXPECT_NE(stuck[0].find("1 vQP without a backup (has an SRQ)"), std::string::npos) << stuck[0];
+  EXPECT_TRUE(table_.stuck_on("rxe0", 2).empty());
+  EXPECT_TRUE(table_.stuck_on("rxe9", 0).empty());
+  auto left = table_.left_on("rxe0", 1, n);
+  EXPECT_EQ(n, 1u);
+  ASSERT_EQ(left.size(), 1u);
+  EXPECT_NE(left[0].find("2 vQPs still there"), std::string::npos) << left[0];
+  EXPECT_TRUE(table_.left_on("rxe9", 1, n).empty());
+  EXPECT_EQ(n, 0u);
+  left = table_.away_from("rxe1", 1, 10, n);
+  EXPECT_EQ(n, 1u);
+  ASSERT_EQ(left.size(), 1u);
+  EXPECT_NE(left[0].find("2 vQPs not there"), std::string::npos) << left[0];
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(5, 1, MIGR_LINKS_VQP_READY), state_of(6, 0, MIGR_LINKS_VQP_NONE)}, 9).head.status, 0);
+  EXPECT_EQ(table_.away_from("rxe1", 1, 10, n).size(), 1u);
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {}, 10).head.status, 0);
+  EXPECT_TRUE(table_.away_from("rxe1", 1, 10, n).empty()) << "it says that this is all";
+  EXPECT_EQ(table_.left_on("rxe0", 1, n).size(), 1u);
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(6, 0, MIGR_LINKS_VQP_BROKEN)}).head.status, 0);
+  EXPECT_TRUE(table_.left_on("rxe0", 1, n).empty()) << "what is broken is nowhere";
+}
+
+wire::LinksReply everything() {
+  wire::LinksReply r;
+  r.set_directory("redis at " + std::string(60, 'h') + ":6379");
+  r.set_directory_error(std::string(200, 'e') + " " + std::string(30, 'f'));
+  for (unsigned flags : {0u, 0xfu, 0x1fu}) {
+    auto* p = r.add_ports();
+    p->set_device(std::string(60, 'd'));
+    p->set_port(65535);
+    p->set_netdev("123456789012345");
+    p->set_flags(flags);
+    p->set_flaps(123456);
+  }
+  auto* p = r.add_processes();
+  p->set_pid(4194304);
+  p->set_comm("123456789012345");
+  p->set_vqps(65536);
+  p->set_backed(65536);
+  p->set_error(std::string(70, 'x') + " " + std::string(90, 'y'));
+  auto* l = p->add_links();
+  l->set_device(std::string(60, 'd'));
+  l->set_port(1);
+  l->set_state(MIGR_LINKS_LINK_DOWN);
+  l->set_cause(MIGR_LINKS_CAUSE_APPLICATION);
+  l->set_vqps(65536);
+  l->set_backups(65536);
+  l->set_channels(65536);
+  l->set_why(std::string(MIGR_LINKS_WHY_MAX - 1, 'w'));
+  auto* w = p->add_without();
+  w->set_vqps(65536);
+  w->set_phase(MIGR_LINKS_VQP_NONE);
+  w->set_why("has an SRQ, " + std::string(40, 'w'));
+  auto* s = p->add_switches();
+  s->set_when_ns(1'800'000'000'000'000'000);
+  s->set_to(1);
+  s->set_cause(MIGR_LINKS_CAUSE_HEARTBEAT);
+  s->set_outcome(MIGR_LINKS_SWITCH_BROKEN);
+  s->set_vqps(65536);
+  s->set_resume_ns(12'345'678'901);
+  s->set_replayed(4'000'000'000);
+  return r;
+}
+
+TEST(LinksText, NoLineIsLongerThan80Columns) {
+  const auto text = links_text(everything());
+  std::size_t lines = 0;
+  for (std::size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1, lines++)
+    EXPECT_LE(end - at, 80u) << text.substr(at, end - at);
+  EXPECT_GE(lines, 15u);
+  for (const char* word : {"NO ANSWER", "down (operator, netlink, gone)", "down (application)", "has an SRQ", "heartbeat", "12345.679 ms", "broken"})
+    EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
+}
+
+TEST(LinksText, JsonHasTheSame) {
+  const auto j = links_json(everything());
+  EXPECT_EQ(j["ports"][1]["state"], "down");
+  EXPECT_EQ(j["ports"][1]["down_by"].size(), 3u);
+  EXPECT_EQ(j["ports"][0]["state"], "up");
+  const auto& p = j["processes"][0];
+  EXPECT_EQ(p["links"][0]["state"], "down");
+  EXPECT_EQ(p["without_backup"][0]["vqps"], 65536);
+  EXPECT_EQ(p["last_switchover"]["resume_ns"], 12'345'678'901);
+  EXPECT_EQ(p["last_switchover"]["done"], false);
+  EXPECT_TRUE(links_json({})["directory_error"].is_null());
+  EXPECT_NE(links_text({}).find("no process"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace migr

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Who is backed up, and that a configuration that is wrong is refused by what is wrong in it.
+#include "../../libmigr/links/config.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+
+namespace {
+
+using namespace migr::links;
+
+constexpr char kTwo[] = R"("links": [{"device": "a"}, {"device": "b", "port": 2, "gid_index": 3}])";
+
+std::string why(const std::string& rest, Config* out = nullptr, const std::string& process = "me") {
+  Config config;
+  const std::string text = parse("{" + rest + "}", process, config);
+  if (out) *out = config;
+  return text;
+}
+
+TEST(LinksConfig, LinksAreInOrderAndOffUnlessSaid) {
+  Config c;
+  ASSERT_EQ(why(kTwo, &c), "");
+  ASSERT_EQ(c.links.size(), 2u);
+  EXPECT_EQ(c.links[0].device, "a");
+  EXPECT_EQ(c.links[0].port, 1u);
+  EXPECT_EQ(c.links[0].gid_index, -1);
+  EXPECT_EQ(c.links[1].port, 2u);
+  EXPECT_EQ(c.links[1].gid_index, 3);
+  EXPECT_FALSE(c.any_policy());
+}
+
+TEST(LinksConfig, AProcessGoesBeforeADeviceBeforeAll) {
+  const std::string all = std::string(kTwo) + R"(, "policy": "exact", "devices": {"b": "off"}, "processes": {"me": "resend", "you": "off"})";
+  Config c;
+  ASSERT_EQ(why(all, &c, "other"), "");
+  EXPECT_EQ(c.policy_of("a"), Policy::kExact);
+  EXPECT_EQ(c.policy_of("b"), Policy::kOff);
+  ASSERT_EQ(why(all, &c, "me"), "");
+  EXPECT_EQ(c.policy_of("b"), Policy::kResend);
+  ASSERT_EQ(why(all, &c, "you"), "");
+  EXPECT_FALSE(c.any_policy());
+}
+
+TEST(LinksConfig, WhatIsWrongIsNamed) {
+  const std::pair<std::string, const char*> cases[] = {
+      {"", "\"links\""},
+      {R"("links": {})", "\"links\""},
+      {R"("links": [{}])", "\"device\""},
+      {R"("links": [{"device": 7}])", "\"device\""},
+      {R"("links": [7])", "link 0"},
+      {R"("links": [{"device": "a", "prot": 1}])", "\"prot\""},
+      {R"("links": [{"device": "a", "port": 0}])", "\"port\""},
+      {R"("links": [{"device": "a", "gid_index": "1"}])", "\"gid_index\""},
+      {R"("links": [{"device": "a"}, {"device": "a"}])", "named twice"},
+      {std::string(kTwo) + R"(, "policy": "best")", "\"best\""},
+      {std::string(kTwo) + R"(, "policy": 1)", "\"policy\""},
+      {std::string(kTwo) + R"(, "devices": [])", "\"devices\""},
+      {std::string(kTwo) + R"(, "processes": {"me": "yes"})", "\"yes\""},
+      {std::string(kTwo) + R"(, "heartbeat_ms": -1)", "\"heartbeat_ms\""},
+      {std::string(kTwo) + R"(, "heartbeat_misses": 0)", "\"heartbeat_misses\""},
+      {std::string(kTwo) + R"(, "switch_limit_ms": 1e9)", "\"switch_limit_ms\""},
+      {std::string(kTwo) + R"(, "polices": {})", "\"polices\""},
+  };
+  for (const auto& [text, named] : cases) EXPECT_NE(why(text).find(named), std::string::npos) << text << " -> " << why(text);
+  EXPECT_NE(why(R"("links": [)"), "");
+}
+
+class Environment : public testing::Test {
+ protected:
+  void SetUp() override { setenv("MIGR_LINKS", file_.c_str(), 1); }
+  void TearDown() override {
+    for (const char* name : {"MIGR_LINKS", "MIGR_POLICY"}) unsetenv(name);
+    unlink(file_.c_str());
+  }
+  void write(const std::string& text) { std::ofstream(file_) << text; }
+  const std::string file_ = "links_config_test." + std::to_string(getpid());
+};
+
+TEST_F(Environment, ThePolicyThereGoesBeforeTheFile) {
+  write("{" + std::string(kTwo) + R"(, "policy": "off", "devices": {"a": "off"}})");
+  EXPECT_FALSE(read_config().any_policy());
+  setenv("MIGR_POLICY", "exact", 1);
+  EXPECT_EQ(read_config().policy_of("a"), Policy::kExact);
+}
+
+TEST_F(Environment, WhatIsWrongTurnsEverythingOffAndIsSaid) {
+  setenv("MIGR_POLICY", "exact", 1);
+  for (const char* text : {"{", "{}"}) {
+    write(text);
+    testing::internal::CaptureStderr();
+    EXPECT_FALSE(read_config().any_policy());
+    EXPECT_NE(testing::internal::GetCapturedStderr().find(file_), std::string::npos);
+  }
+  write("{" + std::string(kTwo) + "}");
+  setenv("MIGR_POLICY", "exakt", 1);
+  testing::internal::CaptureStderr();
+  EXPECT_FALSE(read_config().any_policy());
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("exakt"), std::string::npos);
+}
+
+}  // namespace
