@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "fault.h"
 
+#include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
@@ -37,6 +38,7 @@ bool is_point(const std::string& p) {
 
 bool is_action(const std::string& a) {
   if (a == "fail" || a == "fail-once" || a == "exit" || a == "hang") return true;
+  if (a.starts_with("while=/")) return true;
   if (!a.starts_with("sleep=")) return false;
   char* end = nullptr;
   return std::strtod(a.c_str() + 6, &end) > 0 && end && !*end;
@@ -44,12 +46,18 @@ bool is_action(const std::string& a) {
 
 void sleep_for_ms(double ms) { usleep(static_cast<useconds_t>(ms * 1000)); }
 
+void wait_at(const char* file) {
+  constexpr int kLookMs = 20;
+  close(open(file, O_CREAT | O_CLOEXEC | O_WRONLY, 0600));
+  for (int ms = 0; !access(file, F_OK) && ms < kFaultHangMs; ms += kLookMs) sleep_for_ms(kLookMs);
+}
+
 }  // namespace
 
 Status check_faults(const std::string& spec) {
   for (const auto& i : items_of(spec)) {
     if (!is_point(i.point)) return Error{EINVAL, "MIGR_FAULT: no fault point '" + i.point + "'; see: migrd --list-faults"};
-    if (!is_action(i.action)) return Error{EINVAL, "MIGR_FAULT: '" + i.action + "' is none of fail, fail-once, exit, hang, sleep=SECONDS"};
+    if (!is_action(i.action)) return Error{EINVAL, "MIGR_FAULT: '" + i.action + "' is none of fail, fail-once, exit, hang, sleep=SECONDS, while=/FILE"};
   }
   return {};
 }
@@ -65,7 +73,8 @@ Status fault(const std::string& spec, FaultStep step, FaultAt at) {
     spdlog::warn("fault point {}: {}", point, i.action);
     if (i.action.starts_with("fail")) return Error{ECANCELED, "fault point '" + point + "'"};
     if (i.action == "exit") _exit(70);
-    sleep_for_ms(i.action == "hang" ? kFaultHangMs : std::atof(i.action.c_str() + 6) * 1000);
+    if (i.action.starts_with("while=")) wait_at(i.action.c_str() + 6);
+    else sleep_for_ms(i.action == "hang" ? kFaultHangMs : std::atof(i.action.c_str() + 6) * 1000);
   }
   return {};
 }

@@ -4,6 +4,7 @@
 //   fail        an error, each time          fail-once   an error, the first time
 //   exit        migrd dies                   sleep=S     S seconds late
 //   hang        the first time kFaultHangMs late: whoever waits for it has to give up before
+//   while=FILE  makes FILE, and goes on when it is gone again, kFaultHangMs late at most
 #pragma once
 
 #include <span>

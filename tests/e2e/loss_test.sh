@@ -20,18 +20,16 @@ both_agree() { expect_traffic && stop_verify c; }
 # connected, just before the suspension, to the end of the migration. Not longer: a connection that meets 30 % for long breaks
 # by itself, as it would without a migration.
 while_bad() {
-	local loss=$1 options=() err=$E2E_OUT/loss.err pid ok=0 watched
+	local loss=$1 options=() err=$E2E_OUT/loss.err pid ok=0 gate=/tmp/connected
 	shift
 	while [ "$1" != -- ]; do options+=("$1"); shift; done
 	local faults=$2
 	shift 2
-	start_verify src c "${options[@]}" && migrd_restart src "MIGR_FAULT=source.connect.end:sleep=3$faults" || { e2e_reset; return 1; }
-	watched=$err
-	[ "$1" != migrate_refused ] || watched=$E2E_OUT/refused.err
-	: >"$watched"
+	start_verify src c "${options[@]}" && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate$faults" || { e2e_reset; return 1; }
 	MIGRATE_OPTIONS="--drain-limit 300" "$@" 2>"$err" &
 	pid=$!
-	until_true 60 grep -q '^connect' "$watched" && sleep 2 && wire "$loss" || { fail "it was not connected"; ok=1; }
+	until_true 60 on src test -e $gate && wire "$loss" || { fail "it was not connected"; ok=1; }
+	on src rm -f $gate
 	wait $pid || ok=1
 	wire 0
 	migrd_restart src || ok=1	# without the faults
