@@ -191,7 +191,7 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, Sc
 }
 
 Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
-                                     Clock::time_point deadline) {
+                                     Clock::time_point deadline, const std::stop_token& stop) {
   ScanStats stats;
   std::set<pid_t> outside;
   for (int pause_us = kScanRetryUs;; pause_us = std::min(pause_us * 2, kScanRetryMaxUs)) {
@@ -200,6 +200,7 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
     pid_t inside = 0;
     for (pid_t tid : *tids) {
       if (tid == skip_tid || outside.contains(tid)) continue;
+      if (stop.stop_requested()) return Error{ECANCELED, "nobody wants to know any more whether process " + std::to_string(pid) + " is outside"};
       auto seen = look_at(pid, tid, ranges, stats);
       if (!seen) return seen.error();
       if (*seen == Seen::kInside) {
@@ -221,10 +222,10 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
 }  // namespace
 
 Result<ScanStats> wait_until_outside(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
-                                     Clock::time_point deadline) {
+                                     Clock::time_point deadline, std::stop_token stop) {
   // Its end releases every thread that is still traced, whatever went wrong.
   std::optional<Result<ScanStats>> result;
-  std::thread([&] { result = scan(pid, ranges, skip_tid, deadline); }).join();
+  std::thread([&] { result = scan(pid, ranges, skip_tid, deadline, stop); }).join();
   return *result;
 }
 

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <span>
+#include <stop_token>
 
 #include "status.h"
 
@@ -33,9 +34,10 @@ struct ScanStats {
 /// looked at too; a thread that ends counts as outside.
 /// @param skip_tid  0, or a thread that never counts (libmigr's control thread), in our pid namespace
 /// @param deadline  monotonic; ETIMEDOUT names the thread that stayed inside
+/// @param stop      ECANCELED soon after it is asked for
 /// Errors: ESRCH no such process, EPERM may not trace (or somebody else does).
 /// Thread: any; blocks. All stops are made by a thread of their own, and end with it.
 Result<ScanStats> wait_until_outside(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
-                                     std::chrono::steady_clock::time_point deadline);
+                                     std::chrono::steady_clock::time_point deadline, std::stop_token stop = {});
 
 }  // namespace migr

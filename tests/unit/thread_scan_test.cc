@@ -1,46 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A child process with threads parked inside and outside of a marked function.
 #include "agent/thread_scan.h"
 
-#include <dirent.h>
-#include <gtest/gtest.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <thread>
+#include "marked.h"
 
 namespace {
 
 using namespace migr;
 using Clock = std::chrono::steady_clock;
-
-struct Shared {
-  std::atomic<int> ready;
-  std::atomic<bool> leave;
-  std::atomic<std::uint64_t> progress;
-};
-
-// The marked code: its own section, so that its range is known.
-extern "C" char __start_marked_text[], __stop_marked_text[];
-#define MARKED [[gnu::noinline, gnu::section("marked_text")]]
-
-[[gnu::noinline]] void park(Shared* s) {
-  s->ready++;
-  while (!s->leave) {
-    pollfd none{-1, 0, 0};
-    poll(&none, 1, 5);
-  }
-  asm volatile("");  // no tail call: a return address has to lie in the caller
-}
-
-MARKED void inside_and_below(Shared* s) {
-  park(s);
-  asm volatile("");
-}
 
 MARKED void spin_inside(Shared* s) {
   s->ready++;
@@ -53,44 +19,6 @@ MARKED void spin_inside(Shared* s) {
   junk[1] = reinterpret_cast<std::uint64_t>(__start_marked_text) + 9;
   park(s);
   asm volatile("" : : "r"(junk) : "memory");
-}
-
-struct Forked {
-  pid_t pid;
-  Shared* shared;
-
-  template <class F>
-  explicit Forked(int threads, F body) {
-    shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    new (shared) Shared{};
-    pid = fork();
-    if (pid == 0) {
-      alarm(60);
-      std::vector<std::thread> t;
-      for (int i = 0; i < threads; i++) t.emplace_back([=, this] { body(i, shared); });
-      for (auto& x : t) x.join();
-      _exit(0);
-    }
-    for (int i = 0; i < 5000 && shared->ready < threads; i++) usleep(1000);
-    EXPECT_EQ(shared->ready, threads);
-  }
-  // Ended by itself and not by a signal of ours.
-  int end() {
-    shared->leave = true;
-    int st = -1;
-    waitpid(pid, &st, 0);
-    pid = 0;
-    return st;
-  }
-  ~Forked() {
-    if (pid) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
-    munmap(shared, sizeof(Shared));
-  }
-};
-
-TextRange marked() {
-  return {reinterpret_cast<std::uint64_t>(__start_marked_text),
-          static_cast<std::uint64_t>(__stop_marked_text - __start_marked_text)};
 }
 
 Result<ScanStats> scan(pid_t pid, int limit_ms) {
@@ -120,6 +48,18 @@ TEST(ThreadScan, ReturnAddressInsideIsNotOutside) {
   auto r = scan(f.pid, 100);
   ASSERT_FALSE(r);
   EXPECT_EQ(r.error().code, ETIMEDOUT);
+  EXPECT_EQ(f.end(), 0);
+}
+
+TEST(ThreadScan, AStopEndsIt) {
+  Forked f(1, [](int, Shared* s) { inside_and_below(s); });
+  const TextRange r[] = {marked()};
+  std::stop_source stop;
+  std::thread later([&] { usleep(50'000), stop.request_stop(); });
+  const auto seen = wait_until_outside(f.pid, r, 0, Clock::now() + std::chrono::minutes(1), stop.get_token());
+  later.join();
+  ASSERT_FALSE(seen);
+  EXPECT_EQ(seen.error().code, ECANCELED);
   EXPECT_EQ(f.end(), 0);
 }
 
