@@ -483,10 +483,6 @@ migr_proc_state process_state() {
 }
 
 bool say_hello(int fd) {
-  std::vector<migr_text_range> ranges = provider::text_ranges();
-  if (__start_migr_path)
-    ranges.push_back({reinterpret_cast<std::uintptr_t>(__start_migr_path),
-                      static_cast<std::uint64_t>(__stop_migr_path - __start_migr_path), 0, 0});
   migr_msg head{};
   head.type = MIGR_MSG_HELLO;
   memcpy(head.instance, self->instance, sizeof(head.instance));
@@ -494,7 +490,7 @@ bool say_hello(int fd) {
   head.state = process_state();
   head.generation = self->generation;
   Answer hello;
-  hello.put(ranges);
+  hello.put(text_ranges());
   return send_message(fd, head, hello);
 }
 
@@ -731,6 +727,14 @@ void start() {
     pthread_setname_np(thread, "migr-control");
   pthread_attr_destroy(&attr);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+std::vector<migr_text_range> text_ranges() {
+  std::vector<migr_text_range> ranges = provider::text_ranges();
+  if (__start_migr_path)
+    ranges.push_back({reinterpret_cast<std::uintptr_t>(__start_migr_path),
+                      static_cast<std::uint64_t>(__stop_migr_path - __start_migr_path), 0, 0});
+  return ranges;
 }
 
 std::array<std::uint8_t, 16> instance() { return self ? std::to_array(self->instance) : std::array<std::uint8_t, 16>{}; }
