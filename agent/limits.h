@@ -50,6 +50,7 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kRestoreSocketMs, "restore_socket_ms", 50'000)  /* partial restore: until the plugin listens */                 \
   /* links */                                                                                                       \
   X(kLinkCallMs, "link_call_ms", 3'000)     /* a question to the directory of links; a Redis engine's, too */       \
+  X(kLinkOutsideMs, "link_outside_ms", 10'000)  /* all threads seen outside, for a process that asks */             \
   X(kLinkDownMs, "link_down_ms", 1)         /* a port is down so long before processes are told */                  \
   X(kLinkUpMs, "link_up_ms", 1'000)         /* up so long; twice as much for each time it went down lately */       \
   X(kLinkUpMaxMs, "link_up_max_ms", 30'000) /* at most */                                                           \
@@ -81,13 +82,13 @@ inline constexpr int kMigrateTries = 3;         // when resources change meanwhi
 // To processes.
 inline constexpr int kHelloMs = 5'000;
 inline constexpr std::size_t kMaxSessions = 4096;
-inline constexpr std::size_t kMaxTextRanges = 64;
 
 // Links.
 inline constexpr std::size_t kMaxLinkVqps = 1 << 20;  // published on this host; MIGR_LINKS_MAX_VQPS of one process
 inline constexpr int kLinkAskAllMs = 2'000;     // a vQP that its birth host does not know is asked for everywhere so often
 inline constexpr int kLinkSilentMs = 1'000;     // who does not answer is not asked again for so long
 inline constexpr int kLinkWorkers = 8;          // questions to the directory at the same time, one of each process
+inline constexpr int kLinkScanners = 8;         // processes whose threads are looked at, at the same time; half of it of one user
 inline constexpr int kLinkPacketsPerS = 2'000;  // read of one process; it waits with more
 inline constexpr int kLinkPushesKept = 64;      // packets for a process that does not read
 inline constexpr int kLinkScanMs = 2'000;       // how often new and lost RDMA ports are looked for

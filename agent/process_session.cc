@@ -141,7 +141,7 @@ Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_m
   auto p = receive(fd.n, Clock::now() + std::chrono::milliseconds(limit_ms));
   if (!p) return Error{p.error().code, s->label() + ": HELLO: " + p.error().text};
   const migr_msg& h = p->head;
-  if (h.type != MIGR_MSG_HELLO || h.flags || (h.count && h.record_size != sizeof(migr_text_range)) || h.count > kMaxTextRanges ||
+  if (h.type != MIGR_MSG_HELLO || h.flags || (h.count && h.record_size != sizeof(migr_text_range)) || h.count > MIGR_PROC_MAX_TEXT_RANGES ||
       h.state > MIGR_PROC_FROZEN)
     return Error{EPROTO, s->label() + ": malformed HELLO"};
   for (std::uint32_t i = 0; i < h.count; i++) {

@@ -164,6 +164,13 @@ Status check(const migr_links_switch& r) {
   return {};
 }
 
+Status check(const migr_text_range& r) {
+  constexpr std::uint32_t kHighestKind = 1;
+  if (!r.bytes || r.start + r.bytes < r.start || r.kind > kHighestKind || r.reserved)
+    return bad("code at {:#x}, {} bytes, kind {}: empty, beyond the end of memory, or not known", r.start, r.bytes, r.kind);
+  return {};
+}
+
 wire::LinkVqp to_wire(const migr_links_vqp& r) {
   wire::LinkVqp w;
   w.set_gid(r.name.gid, sizeof r.name.gid);

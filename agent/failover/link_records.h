@@ -41,6 +41,7 @@ Status check(const migr_links_channel& r);
 Status check_end(const migr_links_channel& r);  // peer and link only
 Status check(const migr_links_vqp_state& r);
 Status check(const migr_links_switch& r);
+Status check(const migr_text_range& r);
 
 wire::LinkVqp to_wire(const migr_links_vqp& r);
 wire::LinkChannel to_wire(const Instance& owner, const migr_links_channel& r);

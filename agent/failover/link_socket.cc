@@ -15,6 +15,7 @@
 
 #include "../bare.h"
 #include "../limits.h"
+#include "../thread_scan.h"
 
 namespace migr {
 namespace {
@@ -36,6 +37,7 @@ constexpr Kind kKinds[] = {
     {MIGR_LINKS_CHANNEL_END, "CHANNEL_END", sizeof(migr_links_channel), 1, MIGR_LINKS_MAX_RECORDS},
     {MIGR_LINKS_STATE, "STATE", sizeof(migr_links_vqp_state), 0, MIGR_LINKS_MAX_RECORDS},
     {MIGR_LINKS_SWITCHED, "SWITCHED", sizeof(migr_links_switch), 1, MIGR_LINKS_MAX_RECORDS},
+    {MIGR_LINKS_OUTSIDE, "OUTSIDE", sizeof(migr_text_range), 1, MIGR_LINKS_MAX_RECORDS},
 };
 
 const Kind* kind_of(std::uint16_t type) {
@@ -78,6 +80,7 @@ Status LinkSocket::start(const std::string& path) {
   most_ = getrlimit(RLIMIT_NOFILE, &files) ? 64 : std::min<std::size_t>(kMaxSessions, files.rlim_cur / 4);
   thread_ = std::thread([this] { run(); });
   for (int i = 0; i < kLinkWorkers; i++) workers_.emplace_back([this] { work(); });
+  for (int i = 0; i < kLinkScanners; i++) workers_.emplace_back([this] { look(); });
   return {};
 }
 
@@ -88,8 +91,10 @@ void LinkSocket::stop() {
     stop_ = true;
   }
   ready_changed_.notify_all();
+  looks_changed_.notify_all();
   eventfd_write(wake_.n, 1);
   thread_.join();
+  for (const auto& s : all()) s->ended.request_stop();
   for (auto& w : workers_) w.join();
   workers_.clear();
 }
@@ -161,6 +166,7 @@ void LinkSocket::run() {
         }
         s->pid = cred.pid;
         s->uid = cred.uid;
+        s->life = life_of(s->pid);
         std::lock_guard lock(mutex_);
         const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->uid == s->uid; });
         if (sessions_.size() >= most_ || (s->uid && static_cast<std::size_t>(of_user) >= most_ / 2)) {
@@ -178,6 +184,8 @@ void LinkSocket::end(const SessionRef& s, const char* why) {
     std::lock_guard lock(mutex_);
     s->closed = true;
     s->questions.clear();
+    std::erase_if(looks_, [&](const Look& l) { return l.s == s; });
+    s->ended.request_stop();
     std::erase(sessions_, s);
     shutdown(s->fd.n, SHUT_RDWR);
   }
@@ -274,6 +282,7 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
   const Instance& who = s->instance;
   Status done;
   std::size_t offending = 0;
+  bool later = false;
   switch (type) {
     case MIGR_LINKS_CONFIG: {
       Fd fd(open(file_.c_str(), O_RDONLY | O_CLOEXEC));
@@ -298,26 +307,41 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
     case MIGR_LINKS_LOOKUP:
       for (const auto& n : p.as<migr_links_name>())
         if (done) done = check(n);
-      if (!done) break;
-      [[fallthrough]];
-    case MIGR_LINKS_CHANNEL: {
-      std::lock_guard lock(mutex_);
-      if (s->pending >= MIGR_LINKS_MAX_PENDING) {
-        done = Error{EBUSY, "more than " + std::to_string(MIGR_LINKS_MAX_PENDING) + " questions without an answer"};
-        break;
-      }
-      s->pending++;
-      s->questions.push_back(std::move(p));
-      if (!s->asking) {
-        s->asking = true;
-        ready_.push_back(s);
-        ready_changed_.notify_one();
-      }
-      return true;
-    }
+      later = true;
+      break;
+    case MIGR_LINKS_CHANNEL: later = true; break;
+    case MIGR_LINKS_OUTSIDE:
+      if (p.head.count > MIGR_PROC_MAX_TEXT_RANGES) done = Error{E2BIG, "OUTSIDE of more than " + std::to_string(MIGR_PROC_MAX_TEXT_RANGES) + " ranges"};
+      for (const auto& r : p.as<migr_text_range>())
+        if (done) done = check(r);
+      later = true;
+      break;
+  }
+  if (later && done) {
+    done = queue(s, p);
+    if (done) return true;
   }
   reply(s, p.head, done, done ? 0 : offending);
   return true;
+}
+
+Status LinkSocket::queue(const SessionRef& s, Packet& p) {
+  std::lock_guard lock(mutex_);
+  if (s->pending >= MIGR_LINKS_MAX_PENDING) return Error{EBUSY, "more than " + std::to_string(MIGR_LINKS_MAX_PENDING) + " questions without an answer"};
+  s->pending++;
+  if (p.head.type == MIGR_LINKS_OUTSIDE) {
+    const std::chrono::milliseconds limit(std::min<std::uint64_t>(p.head.arg, static_cast<std::uint64_t>(kLinkOutsideMs)));
+    looks_.push_back({s, std::move(p), Clock::now() + limit});
+    looks_changed_.notify_one();
+    return {};
+  }
+  s->questions.push_back(std::move(p));
+  if (!s->asking) {
+    s->asking = true;
+    ready_.push_back(s);
+    ready_changed_.notify_one();
+  }
+  return {};
 }
 
 void LinkSocket::work() {
@@ -364,6 +388,49 @@ void LinkSocket::answer_question(const SessionRef& s, const Packet& p) {
   if (text.empty()) text = met.text;
   table_.set_error(s->instance, text);
   reply(s, p.head, {}, 0, met.records.data(), met.records.size(), sizeof met.records[0], text);
+}
+
+// A process has one tracer at a time, and may have connected again. Whoever lets all its threads stay inside keeps half of
+// the scanners at most.
+std::deque<LinkSocket::Look>::iterator LinkSocket::next_look_locked() {
+  return std::find_if(looks_.begin(), looks_.end(), [this](const Look& l) {
+    std::ptrdiff_t of_user = 0;
+    for (const auto& s : looked_at_) {
+      if (s->pid == l.s->pid) return false;
+      of_user += s->uid == l.s->uid;
+    }
+    return !l.s->uid || of_user < kLinkScanners / 2;
+  });
+}
+
+void LinkSocket::look() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    auto next = looks_.end();
+    looks_changed_.wait(lock, [&] { return stop_ || (next = next_look_locked()) != looks_.end(); });
+    if (stop_) return;
+    const Look l = std::move(*next);
+    looks_.erase(next);
+    looked_at_.push_back(l.s);
+    lock.unlock();
+    const auto seen = see_outside(l);
+    if (!l.s->ended.stop_requested()) {
+      if (!seen) spdlog::info("{}: {}", label(l.s->pid, l.s->comm), seen.error().text);
+      reply(l.s, l.p.head, seen);
+    }
+    lock.lock();
+    l.s->pending--;
+    std::erase(looked_at_, l.s);
+    looks_changed_.notify_all();
+  }
+}
+
+Status LinkSocket::see_outside(const Look& l) {
+  // It is traced because it asked for that, and not because it has got the number of one that did.
+  if (l.s->life.empty() || life_of(l.s->pid) != l.s->life) return Error{ESRCH, "process " + std::to_string(l.s->pid) + ", which has connected, has ended"};
+  std::vector<TextRange> ranges;
+  for (const auto& r : l.p.as<migr_text_range>()) ranges.push_back({r.start, r.bytes});
+  return wait_until_outside(l.s->pid, ranges, 0, l.deadline, l.s->ended.get_token());
 }
 
 void LinkSocket::reply(const SessionRef& s, const migr_links_msg& to, const Status& status, std::uint64_t arg, const void* records,

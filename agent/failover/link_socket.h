@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // links.sock: include/migr/links_wire.h, migrd's side of it. One thread reads and does what takes no time; a few others
-// ask the directory, one question of each process at a time.
+// ask the directory, one question of each process at a time; and a few look at the threads of those that ask for it.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <stop_token>
 #include <thread>
 #include <vector>
 
@@ -48,6 +49,8 @@ class LinkSocket {
     pid_t pid = 0;
     uid_t uid = 0;
     std::string comm;
+    std::string life;            // of the process, while it was the one that connected
+    std::stop_source ended;
     Clock::time_point since;
     Instance instance{};         // does not change once it has greeted
     std::atomic<bool> greeted = false;
@@ -57,18 +60,29 @@ class LinkSocket {
     std::atomic<bool> closed = false;  // also read without
     std::deque<std::vector<std::byte>> out;  // not more is read while it is full
     std::deque<Packet> questions;
-    unsigned pending = 0;        // of questions, not answered
+    unsigned pending = 0;        // of questions and looks, not answered
     bool asking = false;         // a worker has one of them, or will
   };
   using SessionRef = std::shared_ptr<Session>;
+  /// OUTSIDE
+  struct Look {
+    SessionRef s;
+    Packet p;
+    Clock::time_point deadline;
+  };
 
   void run();
   void work();
+  void look();
   /// @return false: the connection ends
   bool read_one(const SessionRef& s);
   bool handle(const SessionRef& s, Packet& p);
+  /// For another thread to answer. EBUSY: too many are.
+  Status queue(const SessionRef& s, Packet& p);
   bool greet(const SessionRef& s, const Packet& p);
   void answer_question(const SessionRef& s, const Packet& p);
+  static Status see_outside(const Look& l);
+  std::deque<Look>::iterator next_look_locked();
   void reply(const SessionRef& s, const migr_links_msg& to, const Status& status, std::uint64_t arg = 0, const void* records = nullptr,
              std::size_t count = 0, std::size_t record_size = 0, const std::string& text = {});
   void push(const SessionRef& s, std::uint16_t type, const void* records, std::size_t count, std::size_t record_size);
@@ -87,10 +101,12 @@ class LinkSocket {
   std::thread thread_;
   std::vector<std::thread> workers_;
   mutable std::mutex mutex_;
-  std::condition_variable ready_changed_;
+  std::condition_variable ready_changed_, looks_changed_;
   bool stop_ = false;
   std::vector<SessionRef> sessions_;
   std::deque<SessionRef> ready_;  // with questions, for a worker
+  std::deque<Look> looks_;        // that nobody has begun
+  std::vector<SessionRef> looked_at_;
 };
 
 }  // namespace migr

@@ -55,6 +55,8 @@
 
 #include <stdint.h>
 
+#include "proc_wire.h"	/* struct migr_text_range */
+
 #define MIGR_LINKS_VERSION	1
 #define MIGR_LINKS_SOCKET	"/run/migr/links.sock"	/* environment MIGR_LINKS_SOCKET overrides */
 
@@ -119,6 +121,17 @@ enum migr_links_type {
 	/* records: migr_links_switch. Switchovers that have ended, one record for each pair of links
 	 * and process at the other end. migrd keeps the last 16. */
 	MIGR_LINKS_SWITCHED,
+
+	/* records: migr_text_range, at most MIGR_PROC_MAX_TEXT_RANGES (E2BIG), as in HELLO of proc_wire.h.
+	 * status 0: since this message came each thread of the process has been seen outside of
+	 * them once, or was born, or has ended. So who was inside before has left. A thread
+	 * stops for a moment when it is looked at, also the one that waits for the answer.
+	 * arg: limit in ms (0: one look at each); migrd's own, if that is less. One of a process at
+	 * a time; all else is answered meanwhile. It is given up when the connection ends.
+	 * ETIMEDOUT: a thread stayed inside, text has its number in migrd's pid namespace.
+	 * EPERM: cannot be traced, as when a debugger or a checkpoint does. ESRCH: the process that
+	 * has connected is no more. After either ask again, rarely (1 s). */
+	MIGR_LINKS_OUTSIDE,
 
 	/* ---- migrd -> library; pushed ---- */
 

@@ -27,6 +27,7 @@
  */
 #define MIGR_PROC_GATE_PREFIX	"gate-"
 #define MIGR_PROC_MAX_RECORDS	4096			/* per packet; more come in further packets */
+#define MIGR_PROC_MAX_TEXT_RANGES 64			/* HELLO */
 #define MIGR_PROC_TEXT_MAX	120
 
 #define MIGR_REPLY		0x8000u

@@ -32,6 +32,9 @@ class Directory {
   virtual int channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out) = 0;
   virtual int states(std::span<const migr_links_vqp_state> some) = 0;
   virtual int switched(std::span<const migr_links_switch> some) = 0;
+  /// Every thread of this process is seen outside of `ranges` (control::text_ranges()) once. ETIMEDOUT: one has stayed inside
+  /// for 2 s; EPERM: something else traces the process. Ask again, rarely.
+  virtual int outside(std::span<const migr_text_range> ranges) = 0;
 };
 
 std::unique_ptr<Directory> make_directory(const Config& config, const Peer& instance);

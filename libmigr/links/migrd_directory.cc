@@ -20,6 +20,7 @@ namespace migr::links {
 namespace {
 
 constexpr int kAnswerMs = 8000;  // LOOKUP may take 5 s
+constexpr std::uint64_t kOutsideMs = 2000;  // nothing else is done here meanwhile
 constexpr std::uint64_t kRetryNs = 500'000'000;
 
 class MigrdDirectory : public Directory {
@@ -57,6 +58,7 @@ class MigrdDirectory : public Directory {
   int withdraw(std::span<const migr_links_name> some) override { return ask<migr_links_name>(MIGR_LINKS_WITHDRAW, some); }
   int states(std::span<const migr_links_vqp_state> some) override { return ask<migr_links_vqp_state>(MIGR_LINKS_STATE, some); }
   int switched(std::span<const migr_links_switch> some) override { return ask<migr_links_switch>(MIGR_LINKS_SWITCHED, some); }
+  int outside(std::span<const migr_text_range> ranges) override { return ask<migr_text_range, char>(MIGR_LINKS_OUTSIDE, ranges, nullptr, "", kOutsideMs); }
   int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) override {
     return ask<migr_links_name, migr_links_found>(MIGR_LINKS_LOOKUP, names, &out);
   }
@@ -115,7 +117,7 @@ class MigrdDirectory : public Directory {
   }
 
   template <class Record, class Answer = char>
-  int ask(std::uint16_t type, std::span<const Record> records, std::vector<Answer>* out = nullptr, const char* text = "") {
+  int ask(std::uint16_t type, std::span<const Record> records, std::vector<Answer>* out = nullptr, const char* text = "", std::uint64_t arg = 0) {
     if (fd_ < 0) return ENOTCONN;
     migr_links_msg head{};
     head.version = MIGR_LINKS_VERSION;
@@ -123,6 +125,7 @@ class MigrdDirectory : public Directory {
     head.seq = ++seq_ ? seq_ : ++seq_;
     head.count = static_cast<std::uint32_t>(records.size());
     head.record_size = sizeof(Record);
+    head.arg = arg;
     std::memcpy(head.instance, instance_.data(), sizeof head.instance);
     std::snprintf(head.text, sizeof head.text, "%s", text);
     iovec parts[2] = {{&head, sizeof head}, {const_cast<Record*>(records.data()), records.size_bytes()}};

@@ -29,6 +29,7 @@ class Library {
   int channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out);
   int states(std::span<const migr_links_vqp_state> some);
   int switched(std::span<const migr_links_switch> some);
+  int outside(std::span<const migr_text_range> ranges);
 
  private:
   struct Parts;

@@ -6,7 +6,9 @@
 #include <stdlib.h>
 
 #include "agent/failover/link_socket.h"
+#include "agent/limits.h"
 #include "link_library.h"
+#include "marked.h"
 
 namespace migr {
 namespace {
@@ -105,6 +107,27 @@ TEST_F(Contract, PushesReachTheLibrary) {
   ASSERT_EQ(met.size(), 1u);
   EXPECT_EQ(met[0].status, 0);
   EXPECT_EQ(met[0].qpn, 200u);
+}
+
+TEST_F(Contract, ALibraryHearsWhetherItsThreadsHaveLeft) {
+  const int before = std::exchange(kLinkOutsideMs, 200);
+  Forked process(2, [](int i, Shared* s) {
+    if (i) return inside_and_below(s);
+    contract::Library l(Instance{1});
+    const unsigned life = l.life();
+    s->ready++;
+    const migr_text_range range{marked().start, marked().bytes, 0, 0};
+    int err;
+    while ((err = l.outside({&range, 1})) == ETIMEDOUT) s->progress++;
+    s->result = l.life() == life ? err : ENOTCONN;
+  });
+  EXPECT_TRUE(soon([&] { return process.shared->progress > 0; }));
+  EXPECT_EQ(process.shared->result, -1) << "a thread is inside";
+  process.shared->leave = true;
+  EXPECT_TRUE(soon([&] { return process.shared->result >= 0; }));
+  EXPECT_EQ(process.shared->result, 0);
+  EXPECT_EQ(process.end(), 0);
+  kLinkOutsideMs = before;
 }
 
 TEST_F(Contract, AMigrdThatIsStartedAgainIsAnotherLife) {

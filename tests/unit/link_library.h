@@ -139,6 +139,8 @@ class LinkLibrary {
     return false;
   }
   void close() { fd_ = Fd(); }
+  /// Whoever else has the connection.
+  void hang_up() { shutdown(fd_.n, SHUT_RDWR); }
 
   std::deque<LinkPacket> pushes;
 
@@ -152,7 +154,8 @@ class LinkLibrary {
 /// here when it was made: those stay open while it lives.
 class OtherProcess {
  public:
-  explicit OtherProcess(const std::string& path) {
+  /// @param also  what it does besides
+  explicit OtherProcess(const std::string& path, const std::function<void()>& also = {}) {
     int sv[2];
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, sv)) return;
     child_ = fork();
@@ -165,6 +168,7 @@ class OtherProcess {
       cmsghdr* c = CMSG_FIRSTHDR(&m);
       c->cmsg_level = SOL_SOCKET, c->cmsg_type = SCM_RIGHTS, c->cmsg_len = CMSG_LEN(sizeof(int));
       std::memcpy(CMSG_DATA(c), &fd.n, sizeof(int));
+      if (also) also();
       if (sendmsg(sv[1], &m, 0) != 1) _exit(1);
       for (;;) pause();
     }
@@ -179,10 +183,11 @@ class OtherProcess {
     ::close(sv[0]);
     ::close(sv[1]);
   }
-  ~OtherProcess() {
+  ~OtherProcess() { end(); }
+  void end() {
     if (child_ <= 0) return;
     kill(child_, SIGKILL);
-    waitpid(child_, nullptr, 0);
+    waitpid(std::exchange(child_, -1), nullptr, 0);
   }
   Fd take() { return std::move(fd_); }
   pid_t pid() const { return child_; }

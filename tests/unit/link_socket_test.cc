@@ -3,11 +3,14 @@
 // of one host's processes can be looked up. Other hosts are a fake.
 #include "agent/failover/link_socket.h"
 
+#include <sys/ptrace.h>
+
 #include <fstream>
 
 #include "agent/failover/links_text.h"
 #include "agent/limits.h"
 #include "link_library.h"
+#include "marked.h"
 
 namespace migr {
 namespace {
@@ -416,6 +419,141 @@ TEST_F(Links, AnEndThatIsGivenUpIsFoundNoMore) {
   EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0].status, EAGAIN);
   EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL_END, {of_a}).head.status, 0);
   EXPECT_EQ(b.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_b}).as<migr_links_channel>()[0].status, EAGAIN);
+}
+
+// ---- threads that are inside
+
+migr_text_range marked_code() { return {marked().start, marked().bytes, 0, 0}; }
+
+/// A process with a thread inside, and its library.
+struct Insider {
+  Insider(const std::string& path, std::uint8_t who)
+      : process(path, [this] { std::thread(inside_and_below, shared).detach(); }), library(process.take(), who) {
+    EXPECT_EQ(library.hello().head.status, 0);
+    EXPECT_TRUE(soon([this] { return shared->ready == 1; }));
+  }
+  ~Insider() { munmap(shared, sizeof *shared); }
+  std::uint32_t ask(int limit_ms) { return library.send<migr_text_range>(MIGR_LINKS_OUTSIDE, {marked_code()}, static_cast<std::uint64_t>(limit_ms)); }
+  void leave() { shared->leave = true; }
+  Shared* const shared = share();
+  OtherProcess process;
+  LinkLibrary library;
+};
+
+struct Outside : Links {
+  static constexpr int kLongMs = 60'000;  // longer than a test waits
+  void SetUp() override {
+    Links::SetUp();
+    kLinkOutsideMs = kLongMs;
+  }
+  void TearDown() override {
+    Links::TearDown();
+    kLinkOutsideMs = before_;
+  }
+  const int before_ = kLinkOutsideMs;
+};
+
+TEST_F(Outside, IsAnsweredWhenTheThreadHasLeftAndAllElseMeanwhile) {
+  Insider a(path(), 1);
+  const auto seq = a.ask(kLongMs);
+  EXPECT_EQ(lookup(a.library, {link_name(1, 5)})[0].status, ENOENT);
+  EXPECT_EQ(a.library.ask<migr_links_link>(MIGR_LINKS_LINKS, {link_of(1, 0)}).head.status, 0);
+  usleep(100'000);
+  LinkPacket early;
+  while (a.library.receive(early, 0)) EXPECT_EQ(early.head.type, MIGR_LINKS_PORTS) << "while the thread is inside";
+  a.leave();
+  const auto r = a.library.reply(seq);
+  EXPECT_EQ(r.head.status, 0) << r.head.text;
+  EXPECT_EQ(r.head.type, MIGR_LINKS_OUTSIDE | MIGR_LINKS_REPLY);
+  EXPECT_EQ(a.library.reply(a.ask(0)).head.status, 0) << "nobody is inside: one look is enough";
+}
+
+TEST_F(Outside, ETIMEDOUTNamesTheThreadThatStays) {
+  Insider a(path(), 1);
+  auto expect_timeout = [&](int limit_ms) {
+    const auto r = a.library.reply(a.ask(limit_ms));
+    EXPECT_EQ(r.head.status, ETIMEDOUT);
+    EXPECT_NE(std::string(r.head.text).find("thread " + std::to_string(a.shared->inside)), std::string::npos) << r.head.text;
+  };
+  expect_timeout(0);
+  expect_timeout(100);
+  kLinkOutsideMs = 100;
+  expect_timeout(kLongMs);
+}
+
+TEST_F(Outside, NoProcessWaitsForAnother) {
+  Insider a(path(), 1), b(path(), 2);
+  const auto of_a = a.ask(kLongMs), of_b = b.ask(kLongMs);
+  b.leave();
+  EXPECT_EQ(b.library.reply(of_b).head.status, 0);
+  a.leave();
+  EXPECT_EQ(a.library.reply(of_a).head.status, 0);
+}
+
+TEST_F(Outside, OneOfAProcessIsDoneAfterTheOther) {
+  Insider a(path(), 1);
+  const auto first = a.ask(kLongMs), second = a.ask(kLongMs);
+  usleep(50'000);
+  a.leave();
+  // Both at once would find each other's tracer.
+  EXPECT_EQ(a.library.reply(first).head.status, 0);
+  EXPECT_EQ(a.library.reply(second).head.status, 0);
+}
+
+TEST_F(Outside, WhoDiesOrHangsUpLeavesNothingBehind) {
+  std::vector<std::unique_ptr<Insider>> gone;
+  for (int i = 0; i < 2 * kLinkScanners; i++) {
+    auto& a = *gone.emplace_back(std::make_unique<Insider>(path(), static_cast<std::uint8_t>(1 + i)));
+    a.ask(kLongMs);
+    usleep(10'000);
+    i % 2 ? a.process.end() : a.library.hang_up();
+    a.library.close();
+  }
+  Insider b(path(), 100);
+  b.leave();
+  const auto r = b.library.reply(b.ask(kLongMs));
+  EXPECT_EQ(r.head.status, 0) << "all who look are free again: " << r.head.text;
+  EXPECT_TRUE(soon([&] { return socket_.connections() == 1; }));
+}
+
+TEST_F(Outside, TheEndOfMigrdDoesNotWaitForThreads) {
+  Insider a(path(), 1);
+  a.ask(kLongMs);
+  usleep(50'000);
+  const auto begun = std::chrono::steady_clock::now();
+  socket_.stop();
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(10));
+}
+
+TEST_F(Outside, AProcessThatHasEndedIsESRCH) {
+  Insider a(path(), 1);
+  a.process.end();
+  EXPECT_EQ(a.library.reply(a.ask(kLongMs)).head.status, ESRCH);
+}
+
+TEST_F(Outside, AProcessThatIsTracedIsEPERM) {
+  OtherProcess other(path(), [] { ptrace(PTRACE_TRACEME, 0, 0, 0); });
+  LinkLibrary l(other.take(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  EXPECT_EQ(l.ask<migr_text_range>(MIGR_LINKS_OUTSIDE, {marked_code()}, 100).head.status, EPERM);
+}
+
+TEST_F(Outside, RangesThatAreNoneAreEINVALAndTooManyE2BIG) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  const std::vector<std::function<void(migr_text_range&)>> bad = {
+      [](auto& r) { r.bytes = 0; },
+      [](auto& r) { r.bytes = -r.start; },
+      [](auto& r) { r.kind = 2; },
+      [](auto& r) { r.reserved = 1; },
+  };
+  for (std::size_t i = 0; i < bad.size(); i++) {
+    auto r = marked_code();
+    bad[i](r);
+    EXPECT_EQ(l.ask<migr_text_range>(MIGR_LINKS_OUTSIDE, {marked_code(), r}).head.status, EINVAL) << i;
+  }
+  const std::vector<migr_text_range> many(MIGR_PROC_MAX_TEXT_RANGES + 1, marked_code());
+  EXPECT_EQ(l.ask(MIGR_LINKS_OUTSIDE, many).head.status, E2BIG);
 }
 
 // ---- what people see
