@@ -93,6 +93,20 @@ Fd::~Fd() {
   if (n >= 0) ::close(n);
 }
 
+Result<Fd> listen_to_processes(const std::string& path) {
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  if (path.size() >= sizeof a.sun_path) return Error{ENAMETOOLONG, path + ": too long for a socket"};
+  std::strcpy(a.sun_path, path.c_str());
+  Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  unlink(path.c_str());
+  constexpr int kBacklog = 128;
+  // Every user may connect: who it is says SO_PEERCRED, and a process can only speak for itself.
+  if (fd.n < 0 || bind(fd.n, reinterpret_cast<sockaddr*>(&a), sizeof a) || chmod(path.c_str(), 0666) || listen(fd.n, kBacklog))
+    return sys_error("cannot listen on " + path);
+  return fd;
+}
+
 std::string hex(const Instance& i) { return to_hex({reinterpret_cast<const char*>(i.data()), i.size()}); }
 
 Result<Instance> instance_of(std::string_view bytes) {
@@ -241,18 +255,11 @@ void ProcessSession::close() { shutdown(fd_.n, SHUT_RDWR); }
 SessionTable::~SessionTable() { stop(); }
 
 Status SessionTable::start(const std::string& path, OnHello on_hello) {
-  sockaddr_un a{};
-  a.sun_family = AF_UNIX;
-  if (path.size() >= sizeof a.sun_path) return Error{ENAMETOOLONG, path + ": too long for a socket"};
-  std::strcpy(a.sun_path, path.c_str());
-  listener_ = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  auto listener = listen_to_processes(path);
+  if (!listener) return listener.error();
+  listener_ = std::move(*listener);
   wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  unlink(path.c_str());
-  constexpr int kBacklog = 128;
-  // Every user may connect: who it is says SO_PEERCRED, and a process can only speak for itself.
-  if (listener_.n < 0 || wake_.n < 0 || bind(listener_.n, reinterpret_cast<sockaddr*>(&a), sizeof a) ||
-      chmod(path.c_str(), 0666) || listen(listener_.n, kBacklog))
-    return sys_error("cannot listen on " + path);
+  if (wake_.n < 0) return sys_error("eventfd");
   on_hello_ = std::move(on_hello);
   thread_ = std::thread([this] { run(); });
   return {};

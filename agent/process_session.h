@@ -41,6 +41,9 @@ struct Fd {
   ~Fd();
 };
 
+/// A socket at which processes connect: SOCK_SEQPACKET, nobody waits in accept(). What was there of that name goes.
+Result<Fd> listen_to_processes(const std::string& path);
+
 /// One process with libmigr. Thread: any; requests to one process queue up.
 class ProcessSession {
  public:

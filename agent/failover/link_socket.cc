@@ -7,8 +7,6 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -63,18 +61,11 @@ std::string label(pid_t pid, const std::string& comm) { return "links of process
 LinkSocket::~LinkSocket() { stop(); }
 
 Status LinkSocket::start(const std::string& path) {
-  sockaddr_un a{};
-  a.sun_family = AF_UNIX;
-  if (path.size() >= sizeof a.sun_path) return Error{ENAMETOOLONG, path + ": too long for a socket"};
-  std::strcpy(a.sun_path, path.c_str());
-  listener_ = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  auto listener = listen_to_processes(path);
+  if (!listener) return listener.error();
+  listener_ = std::move(*listener);
   wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  unlink(path.c_str());
-  constexpr int kBacklog = 128;
-  // Every user may connect: who it is says SO_PEERCRED, and a process can only speak for itself.
-  if (listener_.n < 0 || wake_.n < 0 || bind(listener_.n, reinterpret_cast<sockaddr*>(&a), sizeof a) || chmod(path.c_str(), 0666) ||
-      listen(listener_.n, kBacklog))
-    return sys_error("cannot listen on " + path);
+  if (wake_.n < 0) return sys_error("eventfd");
   // Whoever connects how often: migrations need descriptors, too.
   rlimit files{};
   most_ = getrlimit(RLIMIT_NOFILE, &files) ? 64 : std::min<std::size_t>(kMaxSessions, files.rlim_cur / 4);
