@@ -32,6 +32,8 @@ bool backed(std::uint32_t phase) { return phase == MIGR_LINKS_VQP_READY || phase
 
 std::string count_of(std::size_t n, const char* what) { return std::to_string(n) + " " + what + (n == 1 ? "" : "s"); }
 
+bool contains(const std::vector<std::uint32_t>& links, std::uint32_t link) { return std::find(links.begin(), links.end(), link) != links.end(); }
+
 }  // namespace
 
 LinkTable::Process* LinkTable::process_locked(const Instance& who) {
@@ -393,45 +395,39 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
 }
 
 // Caller holds the lock. port 0: all ports.
-std::vector<std::uint32_t> LinkTable::links_on(const Process& p, const std::string& device, std::uint32_t port) {
-  std::vector<std::uint32_t> out;
+LinkTable::Links LinkTable::links_on(const Process& p, const std::string& device, std::uint32_t port) {
+  Links out;
   for (const auto& l : p.links)
     if (device == l.device && (!port || port == l.port)) out.push_back(l.link);
   return out;
 }
 
-std::vector<std::string> LinkTable::left_on(const std::string& device, std::uint32_t port, unsigned& processes) const {
+// A line for each process with a link there, of which some vQPs are `how`.
+std::vector<std::string> LinkTable::count_on(const std::string& device, std::uint32_t port, unsigned& processes, const char* how,
+                                             const std::function<bool(const Process&, const Vqp&, const Links& there)>& counts) const {
   std::lock_guard lock(mutex_);
   std::vector<std::string> out;
   processes = 0;
   for (const auto& [who, p] : processes_) {
-    const auto links = links_on(p, device, port);
-    if (links.empty()) continue;
+    const auto there = links_on(p, device, port);
+    if (there.empty()) continue;
     processes++;
-    std::size_t there = 0;
-    for (const auto& [name, v] : p.vqps)
-      there += v.phase != MIGR_LINKS_VQP_BROKEN && std::find(links.begin(), links.end(), v.link) != links.end();
-    if (there) out.push_back(process_label(p.owner) + ": " + count_of(there, "vQP") + " still there");
+    std::size_t n = 0;
+    for (const auto& [name, v] : p.vqps) n += v.phase != MIGR_LINKS_VQP_BROKEN && counts(p, v, there);
+    if (n) out.push_back(process_label(p.owner) + ": " + count_of(n, "vQP") + " " + how);
   }
   return out;
 }
 
+std::vector<std::string> LinkTable::left_on(const std::string& device, std::uint32_t port, unsigned& processes) const {
+  return count_on(device, port, processes, "still there", [](const Process&, const Vqp& v, const Links& there) { return contains(there, v.link); });
+}
+
 std::vector<std::string> LinkTable::away_from(const std::string& device, std::uint32_t port, std::uint64_t serial, unsigned& processes) const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::string> out;
-  processes = 0;
-  for (const auto& [who, p] : processes_) {
-    const auto links = links_on(p, device, port);
-    if (links.empty()) continue;
-    processes++;
-    if (p.settled >= serial) continue;
-    std::size_t away = 0;
-    for (const auto& [name, v] : p.vqps)
-      away += v.phase != MIGR_LINKS_VQP_BROKEN && std::find(links.begin(), links.end(), v.link) == links.end() &&
-              std::any_of(v.paths.begin(), v.paths.end(), [&](const auto& path) { return std::find(links.begin(), links.end(), path.link) != links.end(); });
-    if (away) out.push_back(process_label(p.owner) + ": " + count_of(away, "vQP") + " not there");
-  }
-  return out;
+  return count_on(device, port, processes, "not there", [serial](const Process& p, const Vqp& v, const Links& there) {
+    return p.settled < serial && !contains(there, v.link) &&
+           std::any_of(v.paths.begin(), v.paths.end(), [&](const auto& path) { return contains(there, path.link); });
+  });
 }
 
 std::vector<std::string> LinkTable::stuck_on(const std::string& device, std::uint32_t port) const {
@@ -442,7 +438,7 @@ std::vector<std::string> LinkTable::stuck_on(const std::string& device, std::uin
     std::size_t stuck = 0;
     const std::string* why = nullptr;
     for (const auto& [name, v] : p.vqps) {
-      if (std::find(links.begin(), links.end(), v.link) == links.end() || backed(v.phase) || v.phase == MIGR_LINKS_VQP_BROKEN) continue;
+      if (!contains(links, v.link) || backed(v.phase) || v.phase == MIGR_LINKS_VQP_BROKEN) continue;
       stuck++;
       if (!why || why->empty()) why = &v.why;
     }

@@ -120,7 +120,10 @@ class LinkTable {
   };
   Process* process_locked(const Instance& who);
   wire::LinkProcess process_wire(const Instance& who, const Process& p) const;
-  static std::vector<std::uint32_t> links_on(const Process& p, const std::string& device, std::uint32_t port);
+  using Links = std::vector<std::uint32_t>;
+  static Links links_on(const Process& p, const std::string& device, std::uint32_t port);
+  std::vector<std::string> count_on(const std::string& device, std::uint32_t port, unsigned& processes, const char* how,
+                                    const std::function<bool(const Process&, const Vqp&, const Links& there)>& counts) const;
 
   const std::string host_;
   LinkWatcher* watcher_ = nullptr;
