@@ -12,6 +12,7 @@
 #include <set>
 #include <sstream>
 
+#include "file_tree.h"
 #include "limits.h"
 
 namespace migr {
@@ -28,9 +29,7 @@ struct Stat {
 };
 
 Stat stat_of(pid_t pid) {
-  std::ifstream in("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  std::getline(in, line);
+  const std::string line = first_line_of("/proc/" + std::to_string(pid) + "/stat");
   Stat s;
   // The name is in brackets and may hold anything.
   if (const auto end = line.rfind(')'); end != std::string::npos) {
@@ -88,11 +87,8 @@ std::optional<pid_t> bare_pid(const std::string& id) {
 }
 
 std::string life_of(pid_t pid) {
-  std::ifstream boot_id("/proc/sys/kernel/random/boot_id");
-  std::string boot;
-  std::getline(boot_id, boot);
   const std::string began = stat_of(pid).began;
-  return began.empty() ? "" : boot + " " + began;
+  return began.empty() ? "" : first_line_of("/proc/sys/kernel/random/boot_id") + " " + began;
 }
 
 std::vector<pid_t> tree_of(pid_t root) {
@@ -113,12 +109,7 @@ bool descends(pid_t pid, pid_t ancestor) {
   return true;
 }
 
-std::string name_of(pid_t pid) {
-  std::ifstream in("/proc/" + std::to_string(pid) + "/comm");
-  std::string name;
-  std::getline(in, name);
-  return name;
-}
+std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
 
 Result<ContainerState> Bare::state(pid_t pid) const {
   const std::string who = "process " + std::to_string(pid);

@@ -25,13 +25,6 @@ using Json = nlohmann::json;
 constexpr std::size_t kMaxMoves = 4096;
 constexpr std::size_t kGidBytes = 16;
 
-std::string line_of(const fs::path& file) {
-  std::ifstream in(file);
-  std::string line;
-  std::getline(in, line);
-  return line;
-}
-
 // "" if the kernel gives no such thing.
 std::string binary_gid(const std::string& text) {
   in6_addr a;
@@ -114,12 +107,12 @@ std::vector<wire::PortGid> gids_of(const std::string& device) {
   std::error_code ec;
   for (const auto& port : fs::directory_iterator("/sys/class/infiniband/" + device + "/ports", ec)) {
     for (const auto& file : fs::directory_iterator(port.path() / "gids", ec)) {
-      const std::string gid = binary_gid(line_of(file.path()));
+      const std::string gid = binary_gid(first_line_of(file.path()));
       if (gid.empty()) continue;
       auto& g = out.emplace_back();
       g.set_device(device);
       g.set_port(static_cast<std::uint32_t>(std::strtoul(port.path().filename().c_str(), nullptr, 10)));
-      g.set_type(line_of(port.path() / "gid_attrs/types" / file.path().filename()));
+      g.set_type(first_line_of(port.path() / "gid_attrs/types" / file.path().filename()));
       g.set_gid(gid);
     }
   }

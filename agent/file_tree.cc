@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <set>
 #include <vector>
 
@@ -263,6 +264,13 @@ std::string checksum_of(const std::string& text) {
   Checksum sum{};
   sum.add(text.data(), text.size());
   return sum.end();
+}
+
+std::string first_line_of(const std::string& path) {
+  std::ifstream in(path);
+  std::string line;
+  std::getline(in, line);
+  return line;
 }
 
 Status write_whole(const std::string& path, const std::string& text) {

@@ -29,6 +29,9 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
 /// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.
 Status remove_folder(const std::string& folder);
 
+/// Empty: it is, or it cannot be read.
+std::string first_line_of(const std::string& path);
+
 /// A file with this content, whole or not at all, and on the disk when it returns. Mode 0600.
 Status write_whole(const std::string& path, const std::string& text);
 

@@ -24,13 +24,6 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 using Clock = Debounce::Clock;
 
-std::string line_of(const fs::path& file) {
-  std::ifstream in(file);
-  std::string line;
-  std::getline(in, line);
-  return line;
-}
-
 std::string text_of(const std::pair<std::string, std::uint32_t>& key) { return key.first + "/" + std::to_string(key.second); }
 
 // nullopt: not what text_of() writes.
@@ -58,7 +51,7 @@ std::vector<RdmaPort> rdma_ports() {
       p.device = device.path().filename();
       p.port = static_cast<std::uint32_t>(std::strtoul(port.path().filename().c_str(), nullptr, 10));
       // GID 0 of a RoCE port is that of its own netdev; others may be of VLANs over it.
-      p.netdev = line_of(port.path() / "gid_attrs/ndevs/0");
+      p.netdev = first_line_of(port.path() / "gid_attrs/ndevs/0");
       out.push_back(std::move(p));
     }
   return out;
