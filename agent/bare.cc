@@ -146,12 +146,6 @@ Status Bare::connections_stay(pid_t root) const {
   return {};
 }
 
-Env Bare::env(const std::string& images) const {
-  Env e = {"MIGR_IMAGE_DIR=" + images, "MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
-  if (!config_.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config_.criu_libs);
-  return e;
-}
-
 Argv Bare::criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const {
   return {config_.criu, what, "-D", images, "-W", work, "-o", log, "-v4", "--shell-job", "--tcp-established", "--ext-unix-sk", "--manage-cgroups=ignore"};
 }
@@ -171,7 +165,7 @@ Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& t
   if (auto s = make_folders({to, work}); !s) return s;
   Argv a = criu("pre-dump", to, work, "pre-dump.log");
   a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
-  auto r = run_checked(first_to_go(a), env(images), kCheckpointMs);
+  auto r = run_checked(first_to_go(a), criu_env(config_, images), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
   return {};
 }
@@ -183,7 +177,7 @@ Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const
   if (!parent.empty()) dump.insert(dump.end(), {"--track-mem", "--prev-images-dir", parent});
   Argv a = {"sh", "-c", "read -r begin && exec \"$@\"", "sh"};
   a.insert(a.end(), dump.begin(), dump.end());
-  return Child::start(first_to_go(a), env(images), log, true);
+  return Child::start(first_to_go(a), criu_env(config_, images), log, true);
 }
 
 Status Bare::resume(pid_t pid) const {
@@ -208,7 +202,7 @@ Status Bare::remove(pid_t root) const {
 Result<Child> Bare::partial_restore(const std::string& images, const std::string& work, const std::string& log) const {
   Argv a = criu("restore", images, work, "restore.log");
   a.push_back("-d");
-  Env e = env(images);
+  Env e = criu_env(config_, images);
   e.push_back("MIGR_RESTORE_SOCKET=" + images + "/restore.sock");
   return Child::start(a, e, log);
 }

@@ -42,7 +42,6 @@ class Bare {
 
  private:
   Argv criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const;
-  Env env(const std::string& images) const;
   const Config& config_;
 };
 

@@ -32,6 +32,13 @@ std::string plain(const std::string& line) {
 
 }  // namespace
 
+Env criu_env(const Config& config, const std::string& images) {
+  Env e = {"MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
+  if (!config.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config.criu_libs);
+  if (!images.empty()) e.push_back("MIGR_IMAGE_DIR=" + images);
+  return e;
+}
+
 bool container_id_ok(const std::string& id) {
   return !id.empty() && id.size() <= 255 && id != "." && id != ".." && id[0] != '-' &&
          std::all_of(id.begin(), id.end(), [](unsigned char c) { return std::isalnum(c) || std::strchr("_+-.", c); });
@@ -43,21 +50,15 @@ Argv Runc::command(std::vector<std::string> args) const {
   return a;
 }
 
-Env Runc::env() const {
-  Env e = {"MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
-  if (!config_.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config_.criu_libs);
-  return e;
-}
-
 Status Runc::run(std::vector<std::string> args, int limit_ms, const std::string& what) const {
-  auto r = run_checked(command(std::move(args)), env(), limit_ms);
+  auto r = run_checked(command(std::move(args)), criu_env(config_), limit_ms);
   if (!r) return Error{r.error().code, what + ": " + plain(r.error().text)};
   return {};
 }
 
 Result<ContainerState> Runc::state(const std::string& id) const {
   if (!container_id_ok(id)) return Error{EINVAL, "'" + id + "' is no name of a container"};
-  auto r = run_command(command({"state", id}), env(), kRuncMs);
+  auto r = run_command(command({"state", id}), criu_env(config_), kRuncMs);
   if (!r) return r.error();
   if (r->status) {
     const std::string why = plain(r->last_line());
@@ -100,9 +101,7 @@ Status Runc::early_images(const std::string& id, const std::string& images) cons
 }
 
 Status Runc::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
-  Env with_record = env();
-  with_record.push_back("MIGR_IMAGE_DIR=" + images);
-  auto r = run_checked(first_to_go(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id})), with_record, kCheckpointMs);
+  auto r = run_checked(first_to_go(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id})), criu_env(config_, images), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of " + id + ": " + r.error().text};
   return {};
 }
@@ -112,7 +111,7 @@ Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& i
   Argv a = {"checkpoint-rdma", "--wait", "--image-path", images, "--work-path", work};
   if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
   a.push_back(id);
-  return Child::start(first_to_go(command(std::move(a))), env(), log, true);
+  return Child::start(first_to_go(command(std::move(a))), criu_env(config_), log, true);
 }
 
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
@@ -140,7 +139,7 @@ Status Runc::remove(const std::string& id) const {
 
 Result<Child> Runc::partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
                                     const std::string& work, const std::string& log) const {
-  return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), env(), log);
+  return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), criu_env(config_), log);
 }
 
 Result<bool> Runc::has_net(const std::string& bundle) const {

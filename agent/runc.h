@@ -18,6 +18,10 @@ struct ContainerState {
   pid_t pid = 0;
 };
 
+/// For CRIU and its plugin, whoever starts them.
+/// @param images  folder of migr.img; empty: that of the images
+Env criu_env(const Config& config, const std::string& images = {});
+
 bool container_id_ok(const std::string& id);
 
 /// Thread: any. Errors carry runc's last line.
@@ -56,7 +60,6 @@ class Runc {
  private:
   Result<bool> has_net(const std::string& bundle) const;
   Argv command(std::vector<std::string> args) const;
-  Env env() const;
   Status run(std::vector<std::string> args, int limit_ms, const std::string& what) const;
   const Config& config_;
   mutable std::atomic<bool> verbs_ok_ = false;
