@@ -64,6 +64,16 @@ class Links : public ::testing::Test {
   LinkSocket socket_{table_, directory_, [this] { return ports_; }, dir_.path + "/links.json"};
 };
 
+/// Which have greeted.
+struct TwoProcesses {
+  explicit TwoProcesses(const std::string& path) : other(path), a(path, 1), b(other.take(), 2) {
+    EXPECT_EQ(a.hello().head.status, 0);
+    EXPECT_EQ(b.hello().head.status, 0);
+  }
+  OtherProcess other;  // whose b is
+  LinkLibrary a, b;
+};
+
 TEST_F(Links, HelloIsAnsweredAndThePortsFollow) {
   std::strcpy(ports_[0].device, "rxe0");
   std::strcpy(ports_[1].device, "rxe1");
@@ -297,10 +307,8 @@ TEST_F(Links, TheConfigurationOfTheHostIsHandedOut) {
 }
 
 TEST_F(Links, TooManyQuestionsAreEBUSYAndOthersGoOn) {
-  OtherProcess other(path());
-  LinkLibrary a(path(), 1), b(other.take(), 2);
-  ASSERT_EQ(a.hello().head.status, 0);
-  ASSERT_EQ(b.hello().head.status, 0);
+  TwoProcesses two(path());
+  auto& [other, a, b] = two;
   ASSERT_EQ(b.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
   directory_.wait = true;
   std::vector<std::uint32_t> seqs;
@@ -317,10 +325,8 @@ TEST_F(Links, TooManyQuestionsAreEBUSYAndOthersGoOn) {
 }
 
 TEST_F(Links, WhoDoesNotReadIsNotReadAndMissesPushesOnly) {
-  OtherProcess other(path());
-  LinkLibrary deaf(path(), 1), b(other.take(), 2);
-  ASSERT_EQ(deaf.hello().head.status, 0);
-  ASSERT_EQ(b.hello().head.status, 0);
+  TwoProcesses two(path());
+  auto& [other, deaf, b] = two;
   const std::vector<migr_links_port> ports(MIGR_LINKS_MAX_RECORDS);
   for (int i = 0; i < 20 * kLinkPushesKept; i++) socket_.tell_ports(ports);
   std::ofstream(dir_.path + "/links.json") << std::string(kLinksFileBytes, ' ');
@@ -357,10 +363,8 @@ TEST_F(Links, AFloodOfPacketsIsReadSlowly) {
 // ---- channels
 
 TEST_F(Links, TwoEndsOfAChannelMeet) {
-  OtherProcess other(path());
-  LinkLibrary a(path(), 1), b(other.take(), 2);
-  ASSERT_EQ(a.hello().head.status, 0);
-  ASSERT_EQ(b.hello().head.status, 0);
+  TwoProcesses two(path());
+  auto& [other, a, b] = two;
   const auto of_a = link_channel(b.instance(), 1, 1, 100), of_b = link_channel(a.instance(), 2, 1, 200);
   auto r = a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0];
   EXPECT_EQ(r.status, EAGAIN);
@@ -381,10 +385,8 @@ TEST_F(Links, TwoEndsOfAChannelMeet) {
 }
 
 TEST_F(Links, EndsOfDifferentRoundsDoNotMeet) {
-  OtherProcess other(path());
-  LinkLibrary a(path(), 1), b(other.take(), 2);
-  ASSERT_EQ(a.hello().head.status, 0);
-  ASSERT_EQ(b.hello().head.status, 0);
+  TwoProcesses two(path());
+  auto& [other, a, b] = two;
   auto one = [](LinkLibrary& l, const migr_links_channel& c) { return l.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {c}).as<migr_links_channel>()[0]; };
   EXPECT_EQ(one(a, link_channel(b.instance(), 1, 2, 101)).status, EAGAIN);
   const auto r = one(b, link_channel(a.instance(), 2, 1, 200));
@@ -411,10 +413,8 @@ TEST_F(Links, AChannelToNobodyIsENOENTAndToOneselfEINVAL) {
 }
 
 TEST_F(Links, AnEndThatIsGivenUpIsFoundNoMore) {
-  OtherProcess other(path());
-  LinkLibrary a(path(), 1), b(other.take(), 2);
-  ASSERT_EQ(a.hello().head.status, 0);
-  ASSERT_EQ(b.hello().head.status, 0);
+  TwoProcesses two(path());
+  auto& [other, a, b] = two;
   const auto of_a = link_channel(b.instance(), 1, 1, 100), of_b = link_channel(a.instance(), 2, 1, 200);
   EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL, {of_a}).as<migr_links_channel>()[0].status, EAGAIN);
   EXPECT_EQ(a.ask<migr_links_channel>(MIGR_LINKS_CHANNEL_END, {of_a}).head.status, 0);
