@@ -12,17 +12,18 @@
 # a container. Both have LD_PRELOAD=libmigr.so; nothing else is done to them.
 #
 # MIGR_BED names the bed (e2e). A bed that is up already is used as it is: scripts/check starts one for all tests.
+# E2E_WITH: its hosts, if it is to have fewer (src,peer); then addresses are other ones.
 
 E2E_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export MIGR_BED=${MIGR_BED:-e2e}
-E2E_HOSTS=(src dst peer)
+IFS=, read -ra E2E_HOSTS <<<"${E2E_WITH:-src,dst,peer}"
 E2E_OUT=$E2E_ROOT/build/e2e/$MIGR_BED		# what tests leave to be looked at
 E2E_LIMIT=${E2E_LIMIT:-60}			# seconds, for a command in a host
 E2E_MIGRATE_LIMIT=${E2E_MIGRATE_LIMIT:-180}
 # Where things lie in the hosts. Below /usr, which containers see, and the same on every host.
 E2E_LIB=/usr/local/lib/migr
 E2E_BUNDLES=/var/lib/migr-e2e
-E2E_PKI=$E2E_ROOT/build/e2e/pki
+E2E_PKI=$E2E_ROOT/build/e2e/pki${E2E_WITH:+-$E2E_WITH}
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
 E2E_VARS=()
@@ -81,6 +82,7 @@ host_setup() {
 	on_sh "$h" '
 		set -e
 		root=$1 kver=$2 lib=$3 name=$4 pki=$5
+		shift 5
 		mkdir -p "$lib" /etc/migr/pki /var/lib/migr
 		# The root is in memory, too, and does not say so.
 		mountpoint -q /var/lib/migr || mount -t tmpfs -o size=80%,mode=700 migr /var/lib/migr
@@ -95,14 +97,14 @@ host_setup() {
 		{
 			echo "{ \"name\": \"$name\", \"peers\": ["
 			sep=
-			for p in src dst peer; do
+			for p in "$@"; do
 				echo "$sep{\"name\": \"$p\", \"address\": \"$p:7471\"}"
 				sep=,
 			done
 			echo "], \"runc\": \"$lib/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
 			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
-	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" || fail "set-up of host $h" || return 1
+	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" "${E2E_HOSTS[@]}" || fail "set-up of host $h" || return 1
 	migrd_start "$h"
 }
 
@@ -133,7 +135,7 @@ migrd_restart() {	# HOST [NAME=VALUE...]
 
 bed_is_up() { testbed status >/dev/null 2>&1; }
 
-# e2e_up: the bed with its three hosts. Takes it down at the end of the script if it was not up before.
+# e2e_up: the bed with its hosts. Takes it down at the end of the script if it was not up before.
 e2e_up() {
 	local h pids=() ok=0
 	e2e_needs || return 1
@@ -143,7 +145,7 @@ e2e_up() {
 		return
 	fi
 	[ -n "${E2E_KEEP:-}" ] || trap 'testbed down' EXIT
-	testbed up --hosts src,dst,peer --rails 2 --mem "${E2E_MEM:-1024}" --lifetime "${E2E_LIFETIME:-5400}" \
+	testbed up --hosts "${E2E_WITH:-src,dst,peer}" --rails 2 --mem "${E2E_MEM:-1024}" --lifetime "${E2E_LIFETIME:-5400}" \
 		--kernel "$(e2e_kernel)" || return 1
 	for h in "${E2E_HOSTS[@]}"; do
 		rm -f "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out"/*
