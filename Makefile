@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes bench-datapath bench-migrate format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes bench-datapath bench-migrate bench-failover format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -59,6 +59,9 @@ bench-datapath: user		## cycles per call with and without libmigr (20 s)
 
 bench-migrate: all		## what a migration costs, in VMs: table and build/bench/migrate.* (40 minutes; QUICK=1: 8)
 	@bench/migrate
+
+bench-failover: all		## what a backup link costs and a cut cable does, in VMs: build/bench/failover.* (15 minutes; QUICK=1: 5)
+	@bench/failover
 
 clean:				## remove the build folder
 	rm -rf $(BUILD)
