@@ -500,8 +500,8 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
 namespace {
 
 /// Of a QP that is being cut: counts what the flushing of its queues tells. @return false: the application's own
-bool of_a_cut(CqShadow& c, const ibv_wc& wc) {
-  const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num; });
+bool of_a_cut(CqShadow& c, const ibv_wc& wc, bool linked) {
+  const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num && x->linked == linked; });
   if (cut == c.cutting.end()) return false;
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
   const bool given_up = wc.status == IBV_WC_RETRY_EXC_ERR && (*cut)->path_failed;
@@ -542,15 +542,21 @@ int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
 
 namespace {
 
+bool is_stand_in(const CqShadow& c, const ibv_wc& wc) {
+  return std::any_of(c.stand_ins.begin(), c.stand_ins.end(), [&](const StandIn& s) { return s.wr_id == wc.wr_id; });
+}
+
 int take(CqShadow& c, const ibv_wc& wc, bool linked) {
-  if (marker::is_marker(wc.wr_id)) {
-    if (c.markers) --c.markers;
-    const int others = complete_stand_in(c, wc);
-    if (others < 0) c.seen_markers.push_back(wc);
-    return std::max(others, 0);
+  const bool ours = marker::is_marker(wc.wr_id), failed = wc.status != IBV_WC_SUCCESS;
+  if (!ours || (failed && is_stand_in(c, wc))) {  // the latter: a path that is cut again
+    if (!c.cutting.empty() && of_a_cut(c, wc, linked)) return 0;
+    if (failed && c.link && links::take_error(c, wc, linked)) return 0;
+    if (!ours) return -1;
   }
-  if (!linked && !c.cutting.empty() && of_a_cut(c, wc)) return 0;
-  return wc.status != IBV_WC_SUCCESS && c.link && links::take_error(c, wc, linked) ? 0 : -1;
+  if (c.markers) --c.markers;
+  const int others = complete_stand_in(c, wc);
+  if (others < 0) c.seen_markers.push_back(wc);
+  return std::max(others, 0);
 }
 
 /// One CQ of the provider's.

@@ -693,6 +693,10 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
     shadow->responder_only = false;
   }
+  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTS && shadow->app.state == IBV_QPS_RTR && links::has_changed(*shadow)) {
+    shadow->app.state = IBV_QPS_RTS;  // as its path is already
+    return 0;
+  }
   if (mask & IBV_QP_STATE) links::leave(*shadow, attr->qp_state);
   ibv_qp_attr mine = *attr;
   if ((mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;

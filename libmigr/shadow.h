@@ -22,6 +22,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,6 +121,12 @@ class RemoteKeys {
   std::vector<Slot> slots_;
 };
 
+/// A completion that the application gets in the place of one of ours.
+struct OwedCompletion {
+  ibv_wc wc;
+  bool signalled;
+};
+
 /// A work request as it lies in a send queue.
 struct QueuedSend {
   KeptSend send;
@@ -127,12 +134,7 @@ struct QueuedSend {
   std::uint32_t first_psn = 0;  ///< stale if it was never sent
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
   bool retry_exceeded = false;  ///< the device has given it up
-};
-
-/// A completion that the application gets in the place of one of ours.
-struct OwedCompletion {
-  ibv_wc wc;
-  bool signalled;
+  std::optional<OwedCompletion> executed = {};  ///< on a path before: it lies in no queue and is due behind the one before it
 };
 
 struct MrShadow;
@@ -145,12 +147,15 @@ struct Cut {
   std::uint32_t psn = 0;       ///< that the old path's responder would have executed next
   std::uint32_t next_psn = 0;  ///< that its requester would have sent next
   std::uint32_t pqpn = 0;
+  bool linked = false;         ///< `pqpn` is of the backup link
   const CqShadow* send_cq = nullptr;
   bool path_failed = false;  ///< by the path's failure: of a send that was given up the completion is ours, too
   bool resend = false;       ///< WRITEs are done again, unless a message behind them has come
   std::vector<ibv_wc> taken_sends, taken_receives;  ///< path_failed: the completions; with one CQ all are in the first
   std::size_t flushed_sends = 0, flushed = 0;  ///< completions of what was not used: on the send CQ, in all
   std::size_t received = 0;                ///< receives that completed while it was cut
+  bool told_apart = false;                 ///< path_failed: `sends` and `receives` are what was not used
+  std::uint32_t late_send = 0, late_receive = 0;  ///< path_failed: ring indexes; what lies there and behind was posted late
   std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys
   std::vector<KeptReceive> receives;       ///< not used; virtual keys
   bool settled = false;                    ///< it is known how far the other end got

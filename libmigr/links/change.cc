@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-/* The change of a vQP's path to its backup link: docs/failover.md, steps 1 to 6. Under the Registry's lock. */
+/* The change of a vQP's path: docs/failover.md, "The change of the path" and "Going back". Under the Registry's lock. */
 #include <poll.h>
 #include <unistd.h>
 
@@ -9,24 +9,46 @@
 
 #include "../path.h"
 #include "../real.h"
-#include "../switchover/parts.h"
 #include "channel.h"
 #include "state.h"
 
 namespace migr::links {
 namespace {
 
-constexpr unsigned kIdleMs = 1000, kTrapMs = 20;
+constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1;
+constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kStayNs = 30'000'000'000;
+constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
 
-std::uint32_t next_epoch(const QpLink& l);
-
-StateRecord state_record(const QpLink& l, std::uint32_t flags) {
-  return {.to = l.peer, .from = l.name, .epoch = l.epoch, .psn = l.q->cut ? l.q->cut->psn : 0, .flags = flags, .reserved = 0};
+std::uint32_t next_epoch(const QpLink& l, Side side) {
+  return ((l.epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;
 }
 
-void tell(QpLink& l, std::uint32_t flags = 0) {
-  const StateRecord one[] = {state_record(l, flags)};
-  if (l.channel) send_states(*l.channel, one);
+/// @return false: this vQP has no such link
+bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
+  for (const Side s : {kHome, kBackup})
+    if (l.legs[s].link->index == link) return side = s, true;
+  return false;
+}
+
+Side target(const QpLink& l) {
+  Side side = other(l.on);
+  side_of(l, l.epoch & kLinkMask, side);
+  return side;
+}
+
+bool switched(const QpLink& l) { return l.q->phase == switchover::Phase::kSwitched; }
+
+void tell(const QpLink& l, Channel& channel, std::uint32_t flags = 0) {
+  send_state(channel, {.to = l.peer, .from = l.name, .epoch = l.epoch, .serial = l.path.serial, .executed = l.executed, .flags = flags});
+}
+
+void tell_gone(const QpLink& l) {
+  for (const Side side : {kHome, kBackup})
+    if (Channel* c = standing(l, side)) tell(l, *c, kGone);
+}
+
+void refuse(Channel& to, const migr_links_name& peer, const migr_links_name& own, std::uint32_t epoch) {
+  send_state(to, {.to = peer, .from = own, .epoch = epoch, .serial = 0, .executed = {}, .flags = kGone});
 }
 
 void wake(QpShadow& q) {
@@ -39,20 +61,20 @@ void wake(QpShadow& q) {
 void report(const QpLink& l, migr_links_outcome outcome, const migr_replay_stat* replayed) {
   migr_links_switch out{};
   std::memcpy(out.peer, l.instance.data(), sizeof out.peer);
-  out.from = l.twin->home->index;
-  out.to = l.twin->link->index;
+  out.from = l.from;
+  out.to = l.epoch & kLinkMask;
   out.outcome = outcome;
   out.vqps = outcome == MIGR_LINKS_SWITCH_DONE;
   out.broken = outcome != MIGR_LINKS_SWITCH_DONE;
   if (replayed) out.replayed = replayed->replayed, out.executed = replayed->executed, out.lost = replayed->lost;
   out.cause = l.cause;
-  out.tries = 1;
+  out.tries = l.tries;
   timespec t;
   clock_gettime(CLOCK_REALTIME, &t);
   out.resume_ns = now_ns() - l.noticed_ns;
   out.when_ns = static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec) - out.resume_ns;
   out.cut_ns = l.cut_ns > l.noticed_ns ? l.cut_ns - l.noticed_ns : 0;
-  out.told_ns = out.resume_ns;
+  out.told_ns = l.told_ns > l.noticed_ns ? l.told_ns - l.noticed_ns : 0;
   state()->to_report.push_back(out);
   kick(state()->round_fd);
 }
@@ -61,50 +83,219 @@ void report(const QpLink& l, migr_links_outcome outcome, const migr_replay_stat*
 void finish(QpLink& l) {
   QpShadow& q = *l.q;
   QpShadow* const one[] = {&q};
-  const migr_qp_psn psn[] = {{.ctx_id = 0, .vqpn = q.vqpn(), .psn = l.peer_psn, .reserved = 0}};
+  // What the other end has executed last may have been on a path before that one: then nothing of this one.
+  const Progress& p = l.heard.executed;
+  const bool there = p.link == l.unsettled.link && p.serial == l.unsettled.serial;
+  const migr_qp_psn psn[] = {{.ctx_id = 0, .vqpn = q.vqpn(), .psn = there ? p.psn : l.unsettled.psn, .reserved = 0}};
   std::vector<migr_replay_stat> replayed;
   std::vector<migr_resume_stat> resumed;
   std::string why;
-  {
-    std::lock_guard guard(q.lock);
-    set_remote_keys(l);
-  }
+  l.told_ns = now_ns();
   int err = switchover::settle(one, psn, replayed, why);
-  l.trap = std::exchange(q.old_real, nullptr);
-  set_stage(l, Stage::kSwitched);
   const bool lost = q.cut && q.cut->lost;
+  set_stage(l, lost ? Stage::kBroken : Stage::kMaking);
   if (const int e = switchover::resume(one, resumed, why); e && !err) err = e;
   wake(q);
   if (lost) {
     say(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error");
-    set_stage(l, Stage::kBroken);
+    tell_gone(l);
   } else if (err) {
-    say(l, "after the change to link " + std::to_string(l.twin->link->index) + ": " + why);
+    say(l, "after the change to link " + std::to_string(l.leg().link->index) + ": " + why);
   }
   report(l, lost ? MIGR_LINKS_SWITCH_BROKEN : MIGR_LINKS_SWITCH_DONE, replayed.empty() ? nullptr : &replayed[0]);
 }
 
-void look_at_wanted() {
-  for (QpLink* l : std::vector(state()->qps)) {
-    bool wanted;
-    {
-      std::lock_guard guard(l->lock);
-      wanted = l->wanted && l->stage == Stage::kReady;
-    }
-    if (wanted) begin(*l, l->twin->home->down ? MIGR_LINKS_CAUSE_NETLINK : MIGR_LINKS_CAUSE_COMPLETION, next_epoch(*l));
+/// The path goes to ERR. What it has executed is final, and what it has not is in the vQP's cut.
+bool cut(QpLink& l, std::string& why) {
+  QpShadow& q = *l.q;
+  const bool again = switched(l);
+  if (switchover::leave_path(q, l.on == kBackup, l.twin->policy == Policy::kResend, why)) return false;
+  l.cut_ns = now_ns();
+  const Progress here{.link = l.leg().link->index, .serial = l.path.serial, .psn = q.cut->psn};
+  const bool birth = l.on == kHome && !l.path.serial;
+  if (birth || here.psn != l.path.peer_psn) l.executed = here;
+  if (!again) l.unsettled = {.link = here.link, .serial = here.serial, .psn = l.path.psn};
+  l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive});
+  return true;
+}
+
+/// To the leg's unused path, which has both its halves.
+bool take_next(QpLink& l, Side side, std::string& why) {
+  Leg& leg = l.legs[side];
+  const Path next = std::exchange(leg.next, {});
+  {
+    std::lock_guard guard(l.lock);
+    l.path = next;
+    l.on = side;
+    l.wanted = false;
+    l.hidden.clear();  // of the path before: the cut has them, or the trap
+  }
+  {
+    std::lock_guard guard(l.q->lock);
+    set_remote_keys(l);
+  }
+  const bool home = side == kHome;
+  ++l.tries;
+  return !switchover::switch_to_link(*l.q, {.qp = next.qp, .ops = home ? &l.q->context->ops : &leg.link->ops,
+                                            .keys = home ? l.q->context->kernel->key_table() : l.twin->key_table,
+                                            .sends = next.sends, .receives = next.receives}, why);
+}
+
+void go_on(QpLink& l);
+
+/// The present link comes last. Without any that stands it is waited for one.
+void choose(QpLink& l) {
+  const Side now = target(l);
+  for (const Side side : {other(now), now}) {
+    if (!standing(l, side)) continue;
+    if (l.epoch >= kLastEpoch) return give_up(l, "it has changed its link too often");
+    l.epoch = next_epoch(l, side);
+    return go_on(l);
   }
 }
 
-void look_at_deadlines() {
+/// What there is to be done of a change that has been cut.
+void go_on(QpLink& l) {
+  std::string why;
+  for (;;) {
+      const Side side = target(l);
+    Channel* const channel = standing(l, side);
+    const bool here = switched(l) && l.on == side;
+    const bool used_up = here && l.heard.epoch == l.epoch && l.heard.serial > l.path.serial;
+    if (channel && here && !used_up) return;  // told, and not heard yet
+    if (switched(l) && !cut(l, why)) return give_up(l, why);
+    if (!channel) return choose(l);
+    if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);
+    if (!take_next(l, side, why)) return give_up(l, why);
+    tell(l, *channel);
+    if (l.heard.epoch == l.epoch && l.heard.serial == l.path.serial) return finish(l);
+  }
+}
+
+void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
+  set_stage(l, Stage::kChanging);
+  l.from = l.leg().link->index;
+  l.tries = 0;
+  l.epoch = epoch;
+  l.cause = cause;
+  l.noticed_ns = now_ns();
+  l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
+  std::string why = make_memory(*l.twin);
+  if (!why.empty() || !cut(l, why)) return give_up(l, why);
+  go_on(l);
+}
+
+/// Because its path or its link has failed.
+void fail_over(QpLink& l, migr_links_cause cause) {
+  if (l.epoch >= kLastEpoch) return;
+  begin(l, cause, next_epoch(l, other(l.on)));
+}
+
+/* ---- without a failure -------------------------------------------------------------- */
+
+void tell_drain(const QpLink& l, bool drained) {
+  Side side = kHome;
+  if (!side_of(l, l.drain_epoch & kLinkMask, side)) return;
+  if (Channel* c = standing(l, side))
+    send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .reserved = 0});
+}
+
+void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
+  std::string why;
+  if (switchover::withhold(*l.q, why)) return say(l, why);
+  set_stage(l, Stage::kDraining);
+  l.cause = cause;
+  l.drain_epoch = epoch;
+  l.drained_here = l.drained_there = false;
+  l.deadline_ns = now_ns() + kDrainLimitNs;
+  tell_drain(l, false);
+}
+
+/// It stays where it is.
+void end_drain(QpLink& l, Stage then) {
+  QpShadow* const one[] = {l.q};
+  std::vector<migr_resume_stat> ignored;
+  std::string why;
+  set_stage(l, then);
+  l.stay_until_ns = now_ns() + kStayNs;
+  if (switchover::resume(one, ignored, why)) say(l, why);
+}
+
+void look_at_drain(QpLink& l) {
+  if (!l.drained_here) {
+    unsigned in_flight = 0;
+    std::lock_guard guard(l.q->lock);
+    l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight;
+    if (l.drained_here) tell_drain(l, true);
+  }
+  if (l.drained_here && l.drained_there) return begin(l, l.cause, l.drain_epoch);
+  if (now_ns() > l.deadline_ns) end_drain(l, Stage::kReady);
+}
+
+/// Where a vQP is to be as long as nothing is broken.
+Side wanted_side(const QpLink& l) {
+  for (const Side side : {kHome, kBackup})
+    if (l.legs[side].link->preferred) return side;
+  return state()->config.return_ms ? kHome : l.on;
+}
+
+void look_at_place(QpLink& l) {
+  const Side side = wanted_side(l);
+  if (side == l.on || l.epoch >= kLastEpoch) return;
+  const Channel* const channel = standing(l, side);
   const std::uint64_t now = now_ns();
-  for (QpLink* l : std::vector(state()->qps)) {
-    if (l->stage != Stage::kChanging || now < l->deadline_ns) continue;
-    tell(*l, kCannot);
-    give_back(*l, "the other end has not answered for " + std::to_string(state()->config.switch_limit_ms) + " ms");
+  const bool preferred = l.legs[side].link->preferred;
+  if (!channel || now < l.stay_until_ns || (!preferred && now - channel->up_ns < state()->config.return_ms * 1'000'000ull)) return;
+  begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
+}
+
+/* ---- what the thread looks at --------------------------------------------------------- */
+
+/// The channel over its link broke. If the other end lives, as another channel tells, the link has failed; else the process
+/// there has ended, and that is the application's business. @return false: nothing is wrong
+bool look_at_channel(QpLink& l) {
+  const std::uint64_t lost_ns = past_of(l.instance, *l.leg().link).lost_ns;
+  if (!lost_ns) return false;
+  Channel* const other_channel = standing(l, other(l.on));
+  if (other_channel && other_channel->last_ns > lost_ns) fail_over(l, MIGR_LINKS_CAUSE_CHANNEL);
+  else if (other_channel) other_channel->beat_now = true;
+  return true;
+}
+
+bool take_wanted(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  return std::exchange(l.wanted, false);
+}
+
+void look_at(QpLink& l) {
+  std::string why;
+  switch (l.stage) {
+    case Stage::kReady:
+      if (take_wanted(l)) return fail_over(l, l.leg().link->down ? MIGR_LINKS_CAUSE_NETLINK : MIGR_LINKS_CAUSE_COMPLETION);
+      if (!look_at_channel(l)) look_at_place(l);
+      return;
+    case Stage::kDraining:
+      if (take_wanted(l)) return fail_over(l, MIGR_LINKS_CAUSE_COMPLETION);
+      return look_at_drain(l);
+    case Stage::kChanging:
+      if (take_wanted(l) && switched(l)) {
+        if (!cut(l, why)) return give_up(l, why);
+        choose(l);
+      } else if (!standing(l, target(l))) {
+        go_on(l);
+      }
+      if (l.stage == Stage::kChanging && now_ns() > l.deadline_ns)
+        give_up(l, "the other end has not answered for " + std::to_string(state()->config.switch_limit_ms) + " ms");
+      return;
+    case Stage::kBroken:
+      if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
+      return;
+    case Stage::kMaking:
+      return;
   }
 }
 
-void look_into_trap(QpLink& l) {
+void look_into_traps(QpLink& l) {
   {
     std::lock_guard guard(l.lock);
     l.late = false;
@@ -137,38 +328,53 @@ void look_at_channels(Link& link) {
 
 }  // namespace
 
+Past& past_of(const Peer& peer, const Link& link) {
+  for (Past& p : state()->pasts)
+    if (p.peer == peer && p.link == link.index) return p;
+  return state()->pasts.emplace_back(Past{.peer = peer, .link = link.index});
+}
+
+Channel* standing(const QpLink& l, Side side) {
+  const Link& link = *l.legs[side].link;
+  Channel* const channel = link.down ? nullptr : find_channel(l.instance, link);
+  return channel && channel->up() ? channel : nullptr;
+}
+
 void set_remote_keys(QpLink& l) {
   QpShadow& q = *l.q;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
-  if (l.channel)
-    if (const auto of_home = l.channel->keys.find(l.peer_home); of_home != l.channel->keys.end())
+  if (const Channel* channel = find_channel(l.instance, *l.leg().link))
+    if (const auto of_home = channel->keys.find(l.peer_home); of_home != channel->keys.end())
       pairs.assign(of_home->second.begin(), of_home->second.end());
   // Not given back: a thread that posts may be looking into it.
   __atomic_store_n(&q.remote_keys, new RemoteKeys(pairs), __ATOMIC_RELEASE);
 }
 
-// Keys need no translation: a path with other keys than the application's is not protected.
+// Keys need no translation: threads of the direct path post to the path that they were born with, whose keys are the
+// application's.
 
 void late_sends(QpShadow& q, std::vector<KeptSend>& out) {
-  QpLink& l = *q.link;
-  provider::QueuePart sends, receives;
-  std::vector<QueuedSend> late;
-  int err = provider::queue_parts(l.trap_sends, l.trap_receives, sends, receives);
-  sends.from = l.trap_next_send;
-  if (!err && sends.size()) err = provider::sends_in(l.trap_sends, sends, late);
-  if (err) return say(l, std::string("the old path cannot be read: ") + std::strerror(err));
-  l.trap_next_send = sends.to;
-  for (QueuedSend& s : late) out.push_back(std::move(s.send));
+  for (Trap& trap : q.link->traps) {
+    provider::QueuePart sends, receives;
+    std::vector<QueuedSend> late;
+    int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
+    sends.from = trap.next_send;
+    if (!err && sends.size()) err = provider::sends_in(trap.path.sends, sends, late);
+    if (err) return say(*q.link, std::string("an old path cannot be read: ") + std::strerror(err));
+    trap.next_send = sends.to;
+    for (QueuedSend& s : late) out.push_back(std::move(s.send));
+  }
 }
 
 void late_receives(QpShadow& q, std::vector<KeptReceive>& out) {
-  QpLink& l = *q.link;
-  provider::QueuePart sends, receives;
-  int err = provider::queue_parts(l.trap_sends, l.trap_receives, sends, receives);
-  receives.from = l.trap_next_receive;
-  if (!err && receives.size()) err = provider::receives_in(l.trap_receives, receives, out);
-  if (err) return say(l, std::string("the old path cannot be read: ") + std::strerror(err));
-  l.trap_next_receive = receives.to;
+  for (Trap& trap : q.link->traps) {
+    provider::QueuePart sends, receives;
+    int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
+    receives.from = trap.next_receive;
+    if (!err && receives.size()) err = provider::receives_in(trap.path.receives, receives, out);
+    if (err) return say(*q.link, std::string("an old path cannot be read: ") + std::strerror(err));
+    trap.next_receive = receives.to;
+  }
 }
 
 void empty_trap(QpShadow& q) {
@@ -181,51 +387,25 @@ void empty_trap(QpShadow& q) {
   if (!(q.state.load(std::memory_order_relaxed) & kKeepSends)) late_sends(q, sends);
   for (const KeptSend& s : sends)
     if (!err) err = path::post_one_send(q, s);
-  if (err) say(*q.link, std::string("what a thread posted to the old path late cannot be posted to the new one: ") + std::strerror(err));
+  if (err) say(*q.link, std::string("what a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
 }
 
-namespace {
-std::uint32_t next_epoch(const QpLink& l) { return ((l.epoch >> 3) + 1) << 3 | l.twin->link->index; }
-}  // namespace
-
-void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
-  QpShadow& q = *l.q;
-  set_stage(l, Stage::kChanging);
-  l.epoch = epoch;
-  l.cause = cause;
-  l.noticed_ns = now_ns();
-  l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
-  std::string why = make_memory(*l.twin);
-  QpShadow* const one[] = {&q};
-  int err = why.empty() ? provider::locate_queues(one) : EIO;
-  if (err && why.empty()) why = std::string("cannot find its queues: ") + std::strerror(err);
-  l.trap_sends = q.send_ring;
-  l.trap_receives = q.receive_ring;
-  if (!err) err = switchover::leave_path(q, l.twin->policy == Policy::kResend, why);
-  if (!err) {
-    l.cut_ns = now_ns();
-    const Link& link = *l.twin->link;
-    err = switchover::switch_to_link(q, {.qp = l.path, .ops = &link.ops, .keys = l.twin->key_table, .qpn_table = link.qpn_table}, why);
-  }
-  if (err) {
-    tell(l, kCannot);
-    return give_back(l, why);
-  }
-  tell(l);
-  if (l.peer_told) finish(l);
-}
-
-void give_back(QpLink& l, const std::string& why) {
+void give_up(QpLink& l, const std::string& why) {
   QpShadow& q = *l.q;
   set_stage(l, Stage::kBroken);
   l.why = "gave up";
-  say(l, "its link failed, and it stays there: " + why + "; the application gets the errors");
+  say(l, "its link failed, and there is no other: " + why + "; the application gets the errors");
+  tell_gone(l);
+  std::string more;
+  if (switched(l) && !cut(l, more)) say(l, more);
   std::vector<QpLink::Hidden> all;
   {
     std::lock_guard guard(l.lock);
     all.swap(l.hidden);
   }
-  if (q.cut) {
+  if (q.cut && q.cut->told_apart) {
+    all.clear();  // they are among what was not used
+  } else if (q.cut) {
     for (const ibv_wc& wc : q.cut->taken_sends) all.push_back({q.send_cq, wc});
     for (const ibv_wc& wc : q.cut->taken_receives) all.push_back({q.recv_cq, wc});
   }
@@ -233,57 +413,124 @@ void give_back(QpLink& l, const std::string& why) {
     std::lock_guard guard(h.cq->lock);
     h.wc.qp_num = q.vqpn();
     h.cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
-    h.cq->fake.push_back(h.wc);
+    if (path::complete_stand_in(*h.cq, h.wc) < 0) h.cq->fake.push_back(h.wc);
   }
-  std::string more;
-  if (q.phase != switchover::Phase::kRunning && switchover::back_to_broken(q, more)) say(l, more);
+  // It stays on the path that it is on: what is posted there from now on is not late.
+  std::erase_if(l.traps, [&](const Trap& trap) { return trap.path.qp == l.path.qp; });
+  if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more)) say(l, more);
   wake(q);
   report(l, MIGR_LINKS_SWITCH_BROKEN, nullptr);
 }
 
-void got_state(Channel& from, const StateRecord& record) {
-  QpLink* const l = find(record.to);
-  if (!l || !same(l->peer, record.from)) {
-    if (record.flags & kCannot) return;
-    const StateRecord no[] = {{.to = record.from, .from = record.to, .epoch = record.epoch, .psn = 0, .flags = kCannot, .reserved = 0}};
-    return send_states(from, no);
+void stop_change(QpLink& l) {
+  if (l.stage == Stage::kDraining) end_drain(l, Stage::kReady);
+  if (l.stage == Stage::kChanging) give_up(l, "the application has closed it");
+}
+
+void ask_for_path(QpLink& l, Side side, Channel& channel) {
+  Leg& leg = l.legs[side];
+  if (leg.next.connected || (leg.next.qp && leg.asked == channel.round)) return;
+  if (!make_half(l, side, leg.newest + 1, l.why)) return;
+  leg.asked = channel.round;
+  send_path(channel, {.to = l.peer, .from = l.name, .path = address_of(l, side)});
+}
+
+namespace {
+
+/// Whom a message is about. It may come before the directory has told who the other end is.
+QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
+  QpLink* const l = find(to);
+  if (!l || !same(l->peer, sender)) return nullptr;
+  if (l->instance == Peer{}) l->instance = from.peer;
+  return l->instance == from.peer ? l : nullptr;
+}
+
+}  // namespace
+
+void got_path(Channel& from, const PathRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  Side side = kHome;
+  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
+    return refuse(from, record.from, record.to, l ? l->epoch : 0);
+  Leg& leg = l->legs[side];
+  const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
+  if (!answer && record.path.serial < leg.newest) return;
+  if (!answer && !make_half(*l, side, record.path.serial, l->why)) {
+    say(*l, l->why);
+    return refuse(from, record.from, record.to, l->epoch);
   }
-  if (record.flags & kCannot) {
-    if (l->stage == Stage::kChanging && record.epoch == l->epoch) give_back(*l, "the other end cannot change its path");
+  leg.asked = 0;
+  if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side)});
+  if (connect_half(*l, side, record.path, l->why)) return say(*l, l->why);
+  if (l->stage == Stage::kChanging) go_on(*l);
+  kick(state()->round_fd);
+}
+
+void got_state(Channel& from, const StateRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  Side side = kHome;
+  if (record.flags & kGone) {
+    if (!l || l->stage == Stage::kBroken) return;
+    if (l->stage == Stage::kDraining) end_drain(*l, Stage::kBroken);
+    if (l->stage == Stage::kChanging) return give_up(*l, "the other end has given up");
+    l->why = "the other end has given up";
+    return set_stage(*l, Stage::kBroken);
+  }
+  if (!l || l->stage == Stage::kBroken || !side_of(*l, record.epoch & kLinkMask, side))
+    return refuse(from, record.from, record.to, record.epoch);
+  if (record.epoch < l->epoch) return tell(*l, from);
+  const bool next = record.epoch > l->epoch;
+  l->heard = {.epoch = record.epoch, .serial = record.serial, .executed = record.executed};
+  if (l->stage != Stage::kChanging) {
+    if (!next && record.serial < l->path.serial) return tell(*l, from);
+    if (next || record.serial > l->path.serial) begin(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
     return;
   }
-  l->channel = &from;
-  const bool next = record.epoch > l->epoch && (record.epoch & 7) == l->twin->link->index;
-  if (l->stage == Stage::kReady || (l->stage == Stage::kMaking && l->connected)) {
-    if (!next) return tell(*l, kCannot);
-    l->peer_told = true;
-    l->peer_psn = record.psn;
-    return begin(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
-  }
-  if (l->stage == Stage::kChanging && record.epoch == l->epoch && !l->peer_told) {
-    l->peer_told = true;
-    l->peer_psn = record.psn;
+  if (next) {
+    std::string why;
+    if (switched(*l) && !cut(*l, why)) return give_up(*l, why);
+    l->epoch = record.epoch;
+  } else if (switched(*l) && record.serial == l->path.serial) {
     return finish(*l);
   }
-  if (l->stage == Stage::kSwitched && record.epoch == l->epoch) return;  // once more
-  const StateRecord no[] = {{.to = record.from, .from = record.to, .epoch = record.epoch, .psn = 0, .flags = kCannot, .reserved = 0}};
-  send_states(from, no);
+  go_on(*l);
+}
+
+void got_drain(Channel& from, const DrainRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  Side side = kHome;
+  if (!l || record.left != l->epoch || record.epoch <= l->epoch) return;
+  if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[side].link != from.link) return;
+  if (l->stage == Stage::kReady) begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
+  if (l->stage != Stage::kDraining || record.epoch < l->drain_epoch) return;
+  if (record.epoch > l->drain_epoch) {
+    l->drain_epoch = record.epoch;
+    l->drained_here = false;  // it is told again, of this one
+  }
+  if (record.drained) l->drained_there = true;
 }
 
 void channel_broke(Channel& channel) {
-  auto& rounds = state()->rounds;
-  const std::pair<Peer, unsigned> key{channel.peer, channel.link->index};
-  std::erase_if(rounds, [&](const auto& r) { return r.first == key; });
-  rounds.push_back({key, channel.round});
-  for (QpLink* l : std::vector(state()->qps)) {
-    if (l->channel != &channel) continue;
-    l->channel = nullptr;
-    if (l->stage == Stage::kChanging) give_back(*l, "the channel over link " + std::to_string(channel.link->index) + " broke, too");
-    std::lock_guard guard(l->lock);
-    if (l->stage == Stage::kReady) l->stage = Stage::kMaking;
-  }
+  Past& past = past_of(channel.peer, *channel.link);
+  past.round = channel.round;
+  if (channel.up()) past.lost_ns = now_ns();
+  const Link* const link = channel.link;
+  const Peer peer = channel.peer;
   destroy_channel(&channel);
+  for (QpLink* l : std::vector(state()->qps)) {
+    if (l->instance != peer) continue;
+    for (Leg& leg : l->legs)
+      if (leg.link == link) leg.asked = 0;
+    Side drained_to = l->on;
+    if (l->stage == Stage::kDraining && side_of(*l, l->drain_epoch & kLinkMask, drained_to) && l->legs[drained_to].link == link)
+      end_drain(*l, Stage::kReady);
+    if (l->backup().link == link) {
+      std::lock_guard guard(l->lock);
+      if (l->stage == Stage::kReady) l->stage = Stage::kMaking;
+    }
+  }
   kick(state()->round_fd);
+  kick(state()->failover_fd);
 }
 
 void run_failover() {
@@ -306,13 +553,11 @@ void run_failover() {
         fds.push_back({.fd = link.cq_events->fd, .events = POLLIN, .revents = 0});
         fds.push_back({.fd = link.events->fd, .events = POLLIN, .revents = 0});
       }
-      look_at_wanted();
-      look_at_deadlines();
-      for (QpLink* l : state()->qps)
-        if (l->stage == Stage::kSwitched) {
-          look_into_trap(*l);
-          timeout = std::min(timeout, kTrapMs);
-        }
+      for (QpLink* l : std::vector(state()->qps)) {
+        look_at(*l);
+        if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
+        if (l->stage == Stage::kDraining) timeout = kDrainMs;
+      }
       for (Link& link : state()->links) heartbeats(link);
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
     }

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "channel.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -15,7 +13,6 @@ namespace {
 constexpr std::uint64_t kReceive = 1ull << 32, kSend = 2ull << 32, kBeat = 3ull << 32, kKind = 0xffull << 32;
 constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, eight times: the other end may not be connected yet
 constexpr std::uint8_t kRetries = 7, kRnrForEver = 7, kRnrTimer = 6;
-constexpr std::uint32_t kPsnMask = 0xffffff;
 
 template <class T>
 T record(const std::uint8_t* at, std::size_t n) {
@@ -77,7 +74,6 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   const std::uint32_t body = length - static_cast<std::uint32_t>(sizeof head);
   if (head.version != kMessageVersion) return false;
   bytes += sizeof head;
-  c.heard = true;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
     for (std::uint32_t i = 0; i < head.count; ++i) {
       const auto key = record<KeyRecord>(bytes, i);
@@ -85,15 +81,31 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
       else c.keys[key.home].erase(key.vrkey);
     }
     for (QpLink* l : state()->qps)
-      if (head.count && l->channel == &c && l->stage == Stage::kSwitched) {
+      if (head.count && l->instance == c.peer && l->leg().link == c.link && l->epoch) {
         std::lock_guard guard(l->q->lock);
         set_remote_keys(*l);
       }
     return true;
   }
-  if (head.type != kStateMessage || body != head.count * sizeof(StateRecord)) return false;
-  for (std::uint32_t i = 0; i < head.count; ++i) got_state(c, record<StateRecord>(bytes, i));
-  return true;
+  const auto each = [&]<class Record>(void (*got)(Channel&, const Record&)) {
+    if (body != head.count * sizeof(Record)) return false;
+    for (std::uint32_t i = 0; i < head.count; ++i) got(c, record<Record>(bytes, i));
+    return true;
+  };
+  switch (head.type) {
+    case kStateMessage: return each(got_state);
+    case kPathMessage: return each(got_path);
+    case kDrainMessage: return each(got_drain);
+    default: return false;
+  }
+}
+
+/// Both directions have been seen to work.
+void note_up(Channel& c) {
+  if (c.up_ns || !c.up()) return;
+  c.up_ns = now_ns();
+  past_of(c.peer, *c.link).lost_ns = 0;
+  kick(state()->round_fd);
 }
 
 /// @return false: it is broken
@@ -102,11 +114,16 @@ bool completed(Channel& c, const ibv_wc& wc) {
   const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffff);
   c.last_ns = now_ns();
   switch (wc.wr_id & kKind) {
-    case kReceive:
+    case kReceive: {
+      c.heard = true;
+      note_up(c);
+      // What it leads to may be the end of this very channel's use, but not of the channel: poll_channels() does that.
       return handle(c, &c.buffers[std::size_t{slot} * Channel::kMessageBytes], wc.byte_len) && !post_receive(c, slot);
+    }
     case kSend:
       c.busy &= ~(1u << slot);
       c.acknowledged = true;
+      note_up(c);
       flush_waiting(c);
       return true;
     default:
@@ -132,9 +149,11 @@ Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::st
   c->mr = real().reg_mr_iova2(link.pd, c->buffers.data(), c->buffers.size(), reinterpret_cast<std::uintptr_t>(c->buffers.data()), IBV_ACCESS_LOCAL_WRITE);
   if (!c->mr) return why = std::string("reg_mr for a channel: ") + std::strerror(errno), nullptr;
   const ibv_qp_cap cap{.max_send_wr = Channel::kSends + 2, .max_recv_wr = Channel::kReceives, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-  c->qp = create_on(link.pd, link.cq, cap, link.config.port, IBV_ACCESS_REMOTE_WRITE, why);
-  if (getrandom(&c->psn, sizeof c->psn, 0) != sizeof c->psn) c->psn = static_cast<std::uint32_t>(now_ns());
-  c->psn &= kPsnMask;
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = link.cq;
+  init.cap = cap;
+  c->qp = create_on(link.pd, init, link.config.port, IBV_ACCESS_REMOTE_WRITE, why);
+  c->psn = switchover::random_psn();
   int err = 0;
   for (unsigned i = 0; c->qp && i < Channel::kReceives && !err; ++i) err = post_receive(*c, i);
   if (!c->qp || err) {
@@ -175,12 +194,7 @@ int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) 
   attr.rq_psn = to.psn;
   attr.max_dest_rd_atomic = 1;
   attr.min_rnr_timer = kRnrTimer;
-  attr.ah_attr.is_global = 1;
-  std::memcpy(attr.ah_attr.grh.dgid.raw, to.gid, sizeof to.gid);
-  attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(c.link->gid_index);
-  attr.ah_attr.grh.hop_limit = 64;
-  attr.ah_attr.dlid = to.lid;
-  attr.ah_attr.port_num = static_cast<std::uint8_t>(c.link->config.port);
+  lead_to(attr.ah_attr, *c.link, to.gid, to.lid);
   int err = real().modify_qp(c.qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                                               IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
   if (err) return why = std::string("modify_qp to RTR of a channel: ") + std::strerror(err), err;
@@ -202,15 +216,25 @@ void tell_keys(Channel& c) {
   if (!c.connected) return;
   const auto& all = state()->keys;
   std::vector<KeyRecord> records;
-  for (; c.told < all.size(); ++c.told) records.push_back({all[c.told].home, all[c.told].vrkey, all[c.told].prkey});
+  for (; c.told < all.size(); ++c.told)
+    if (all[c.told].link == c.link->index) records.push_back({all[c.told].home, all[c.told].vrkey, all[c.told].prkey});
   send_records<KeyRecord>(c, kKeysMessage, records, !c.greeted);
   c.greeted = true;
 }
 
-void send_states(Channel& c, std::span<const StateRecord> records) {
+namespace {
+
+template <class Record>
+void send_one(Channel& c, MessageType type, const Record& record) {
   tell_keys(c);
-  send_records(c, kStateMessage, records, false);
+  send_records<Record>(c, type, {&record, 1}, false);
 }
+
+}  // namespace
+
+void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessage, record); }
+void send_path(Channel& c, const PathRecord& record) { send_one(c, kPathMessage, record); }
+void send_drain(Channel& c, const DrainRecord& record) { send_one(c, kDrainMessage, record); }
 
 void poll_channels(Link& link) {
   constexpr int kBatch = 16;
@@ -227,20 +251,24 @@ void poll_channels(Link& link) {
 
 void heartbeats(Link& link) {
   const Config& config = state()->config;
-  if (!config.heartbeat_ms) return;
   const std::uint64_t interval = config.heartbeat_ms * 1'000'000ull, now = now_ns();
+  // Whose own thread did not run cannot tell who was silent.
+  const bool slept = now - std::exchange(link.looked_ns, now) > interval;
   for (Channel* c : std::vector(state()->channels)) {
     if (c->link != &link || !c->up()) continue;
-    if (c->beat_ns && now - c->beat_ns > interval * config.heartbeat_misses) {
+    if (c->beat_ns && slept) c->beat_ns = now;
+    if (config.heartbeat_ms && c->beat_ns && now - c->beat_ns > interval * config.heartbeat_misses) {
       channel_broke(*c);
       continue;
     }
-    if (c->beat_ns || now - c->last_ns < interval) continue;
+    if (c->beat_ns || (!c->beat_now && (!config.heartbeat_ms || now - c->last_ns < interval))) continue;
     ibv_send_wr wr{}, *bad;  // an empty write: the other end's NIC answers
     wr.wr_id = kBeat;
     wr.opcode = IBV_WR_RDMA_WRITE;
     wr.send_flags = IBV_SEND_SIGNALED;
-    if (!link.ops.post_send(c->qp, &wr, &bad)) c->beat_ns = now;
+    if (link.ops.post_send(c->qp, &wr, &bad)) continue;
+    c->beat_ns = now;
+    c->beat_now = false;
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace migr::links {
 
-enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage };
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage };
 
 constexpr std::uint16_t kMessageVersion = 1;
 
@@ -25,14 +25,29 @@ struct KeyRecord {
 };
 
 enum StateFlags : std::uint32_t {
-  kCannot = 1u << 0,  ///< the sender's end cannot change its path: the application gets its errors
+  kGone = 1u << 0,  ///< the sender's end has given up: the application gets its errors
 };
 
+/// In all of these `to` is the vQP at the receiver's end, `from` the sender's.
 struct StateRecord {
-  migr_links_name to, from;  ///< the vQP at the receiver's end, and the sender's
-  std::uint32_t epoch;       ///< of the change that has begun
-  std::uint32_t psn;         ///< that the cut path would have executed next
+  migr_links_name to, from;
+  std::uint32_t epoch;   ///< of the change that has begun
+  std::uint32_t serial;  ///< of the path that the sender has gone to, on the epoch's link
+  Progress executed;
   std::uint32_t flags;
+};
+
+/// The sender's half of a path on the channel's link.
+struct PathRecord {
+  migr_links_name to, from;
+  migr_links_path path;
+};
+
+/// The sender keeps what is posted, to change its path without a failure.
+struct DrainRecord {
+  migr_links_name to, from;
+  std::uint32_t left, epoch;  ///< that it is in, that it goes to
+  std::uint32_t drained;      ///< nothing of its own is in flight any more
   std::uint32_t reserved;
 };
 
@@ -55,6 +70,8 @@ struct Channel {
   std::deque<std::vector<std::uint8_t>> waiting;
   std::uint64_t beat_ns = 0;  ///< when the heartbeat that is out was posted; 0: none is
   std::uint64_t last_ns = 0;  ///< something was acknowledged
+  std::uint64_t up_ns = 0;    ///< it stands since
+  bool beat_now = false;      ///< whether the other end lives has to be known
 
   bool up() const { return connected && heard && acknowledged; }
 };
@@ -67,7 +84,9 @@ migr_links_channel address_of(const Channel& channel);
 int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
 /// What was registered since, and then: behind it.
 void tell_keys(Channel& channel);
-void send_states(Channel& channel, std::span<const StateRecord> records);
+void send_state(Channel& channel, const StateRecord& record);
+void send_path(Channel& channel, const PathRecord& record);
+void send_drain(Channel& channel, const DrainRecord& record);
 /// Completions of all channels of a link. Broken ones are given to channel_broke().
 void poll_channels(Link& link);
 /// Posts what is due, and finds who is silent.

@@ -5,7 +5,7 @@
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
  *     "policy": "exact",
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend"},
- *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000 }
+ *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000 }
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
  * unless said otherwise. Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
@@ -37,6 +37,7 @@ struct Config {
   unsigned heartbeat_ms = 200;  ///< 0: none
   unsigned heartbeat_misses = 3;
   unsigned switch_limit_ms = 10'000;  ///< so long one end waits for the other's word
+  unsigned return_ms = 3000;  ///< a vQP goes back to its default link when that has stood for so long; 0: it stays
 
   /// Of vQPs born on `device`.
   Policy policy_of(const std::string& device) const;

@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
 
 #include "../control.h"
 #include "../high_fd.h"
@@ -73,8 +72,6 @@ State* configured() {
   return the_state;
 }
 
-Twin* twin_of(const Context& context) { return context.twin; }
-
 void* table(std::size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
@@ -87,8 +84,7 @@ void forget_qp(QpLink& l) {
   for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
     std::lock_guard guard(c->lock);
     if (!c->link) continue;
-    std::erase_if(c->link->by_default, [&](const auto& e) { return e.second == &l; });
-    std::erase_if(c->link->by_linked, [&](const auto& e) { return e.second == &l; });
+    for (auto& qps : c->link->qps) std::erase_if(qps, [&](const auto& e) { return e.second == &l; });
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
@@ -107,12 +103,6 @@ void kick(int fd) {
   const int saved = errno;
   (void)!::write(fd, &one, sizeof one);
   errno = saved;
-}
-
-std::uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
 }
 
 void say(const QpLink& l, const std::string& what) {
@@ -154,8 +144,6 @@ void opened(Context& context) {
     delete t;
     return;
   }
-  if (!t->link->qpn_table) t->link->qpn_table = static_cast<std::uint32_t*>(table(MIGR_QPN_TABLE_BYTES));
-  if (!t->link->qpn_table) t->link->why = "no address space for its tables";
   context.twin = t;
   s->twins.push_back(t);
   changed();
@@ -167,10 +155,10 @@ void changed() {
 
 void made(MrShadow& mr) {
   if (!mr.context->twin) return;
-  // Once a QP is on the backup link, memory has to be there before the application can use it.
+  // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
-    now = now || (l->twin == mr.context->twin && (l->stage == Stage::kSwitched || l->stage == Stage::kChanging));
+    now = now || (l->twin == mr.context->twin && (l->on == kBackup || l->stage == Stage::kChanging || l->stage == Stage::kDraining));
   if (!now) return changed();
   make_memory(*mr.context->twin);
   for (Channel* c : the_state->channels) tell_keys(*c);
@@ -187,7 +175,7 @@ void gone(MrShadow& mr) {
   t->key_table[mr.app.lkey >> 8].lkey = 0;
   t->key_table[mr.app.rkey >> 8].rkey = 0;
   real().dereg_mr(std::exchange(mr.twin, nullptr));
-  if (prkey) the_state->keys.push_back({t->home->index, mr.app.rkey, 0});
+  if (prkey) the_state->keys.push_back({t->link->index, t->home->index, mr.app.rkey, 0});
 }
 
 void gone(CqShadow& c) {
@@ -221,42 +209,52 @@ void gone(ibv_pd* pd) {
     }
 }
 
+namespace {
+
+/// All but `keep`. The path that is being changed is a trap already.
+void destroy_paths(QpLink& l, const ibv_qp* keep) {
+  for (const Side side : {kHome, kBackup}) destroy_path(l, side, l.legs[side].next);
+  for (Trap& trap : l.traps)
+    if (trap.path.qp != keep && trap.path.qp != l.path.qp) destroy_path(l, trap.side, trap.path);
+  l.traps.clear();
+  if (l.path.qp != keep) destroy_path(l, l.on, l.path);
+}
+
+}  // namespace
+
 void gone(QpShadow& q) {
   QpLink* const l = q.link;
   if (!l) return;
-  // What served it last was destroyed by the caller.
-  if (l->trap && l->trap != q.real) real().destroy_qp(l->trap);
-  if (l->path && l->path != q.real) real().destroy_qp(l->path);
+  destroy_paths(*l, l->path.qp);  // that was destroyed by the caller
   forget_qp(*l);
 }
 
 void leave(QpShadow& q, ibv_qp_state to) {
   QpLink* const l = q.link;
   if (!l || (to != IBV_QPS_RESET && to != IBV_QPS_ERR)) return;
-  if (l->stage == Stage::kChanging) give_back(*l, "the application has closed it");
-  if (l->stage == Stage::kSwitched && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link
-  if (l->trap && q.real != l->trap) {
-    std::lock_guard guard(q.lock);
-    q.key_table = q.context->kernel->key_table();
-    delete q.remote_keys;
-    q.remote_keys = nullptr;
-    q.receive_ring = q.send_ring = {};
-    q.real_post_send = q.context->ops.post_send;
-    q.real_post_recv = q.context->ops.post_recv;
-    q.real = std::exchange(l->trap, nullptr);
-    q.state.fetch_and(~std::uint32_t{kTrapped}, std::memory_order_relaxed);
+  stop_change(*l);
+  if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
+  ibv_qp* home = l->path.qp;
+  if (l->on == kBackup) {
+    for (const Trap& trap : l->traps)
+      if (trap.side == kHome) home = trap.path.qp;  // there is one: the newest home path is kept as long as it is not in use
+    switchover::take_back_path(q, home);
+  } else if (l->epoch) {
+    switchover::take_back_path(q, home);
   }
-  destroy_path(*l);
+  destroy_paths(*l, home);
   forget_qp(*l);
 }
 
 void dropped(Context& context) {
-  Twin* const t = twin_of(context);
+  Twin* const t = context.twin;
   if (!t) return;
   Registry& registry = Registry::get();
   for (QpShadow* q : registry.qps)
     if (q->context == &context && q->link) {
-      if (q->link->path) real().destroy_qp(q->link->path);
+      // Those of the default link end with the context.
+      const ibv_qp* const home = q->link->on == kHome ? q->real : nullptr;
+      destroy_paths(*q->link, home);
       forget_qp(*q->link);
     }
   for (CqShadow* c : registry.cqs) {
@@ -307,11 +305,15 @@ bool of_the_path(ibv_wc_status status) {
 }  // namespace
 
 bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
-  auto& all = linked ? c.link->by_linked : c.link->by_default;
-  const auto found = all.find(wc.qp_num);
-  if (found == all.end() || linked) return false;
+  const Side side = linked ? kBackup : kHome;
+  const auto found = c.link->qps[side].find(wc.qp_num);
+  if (found == c.link->qps[side].end()) return false;
   QpLink& l = *found->second;
   std::lock_guard guard(l.lock);
+  if (side != l.on || wc.qp_num != l.path.qp->qp_num) {  // a trap's
+    if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
+    return true;
+  }
   switch (l.stage) {
     case Stage::kReady:
       if (!of_the_path(wc.status)) {
@@ -319,13 +321,14 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
         return false;
       }
       [[fallthrough]];
+    case Stage::kDraining:
     case Stage::kChanging:
-      if (!of_the_path(wc.status)) return false;
+      if (!of_the_path(wc.status)) {
+        if (l.stage == Stage::kDraining) l.stage = Stage::kBroken, kick(the_state->failover_fd);
+        return false;
+      }
       l.hidden.push_back({&c, wc});
       if (!std::exchange(l.wanted, true)) kick(the_state->failover_fd);
-      return true;
-    case Stage::kSwitched:
-      if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
       return true;
     default:
       return false;
@@ -356,8 +359,10 @@ int ring(CqShadow& c, std::string& why) {
     if (q->send_cq == &c || q->recv_cq == &c) on = q;
   if (!on || !c.link || !c.app.channel) return 0;
   if (!c.link->bell) {
-    const ibv_qp_cap cap{.max_send_wr = 1, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-    ibv_qp* const bell = create_on(on->init.pd, c.real, cap, c.link->twin->home->config.port, 0, why);
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = c.real;
+    init.cap = {.max_send_wr = 1, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    ibv_qp* const bell = create_on(on->init.pd, init, c.link->twin->home->config.port, 0, why);
     if (!bell) return errno ? errno : EIO;
     std::lock_guard guard(c.lock);
     c.link->bell = bell;
@@ -381,10 +386,14 @@ int ring(CqShadow& c, std::string& why) {
   return err;
 }
 
-bool hides_errors(const QpShadow& q) { return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kChanging); }
+bool hides_errors(const QpShadow& q) {
+  return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kDraining || q.link->stage == Stage::kChanging);
+}
 
-bool on_backup(const QpShadow& q) { return q.link && q.link->path && q.real == q.link->path; }
+bool has_changed(const QpShadow& q) { return q.link && q.link->epoch; }
 
-bool changing(const QpShadow& q) { return q.link && q.link->stage == Stage::kChanging; }
+bool on_backup(const QpShadow& q) { return q.link && q.link->on == kBackup; }
+
+bool changing(const QpShadow& q) { return q.link && (q.link->stage == Stage::kChanging || q.link->stage == Stage::kDraining); }
 
 }  // namespace migr::links

@@ -10,6 +10,8 @@
 #define MIGR_LINKS_H
 
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -17,6 +19,7 @@
 #include <vector>
 
 #include "../../include/migr/links_wire.h"
+#include "../kernel_link.h"
 #include "../provider/provider.h"
 #include "../shadow.h"
 #include "config.h"
@@ -31,17 +34,19 @@ struct Link {
   Config::Link config;
   std::string why;  ///< not usable: why
   bool down = false;  ///< as migrd says of its port
+  bool preferred = false;  ///< the same
   ibv_context* ctx = nullptr;  ///< null: not open
   ibv_context_ops ops{};
   int gid_index = 0;
   ibv_gid gid{};
   std::uint16_t lid = 0;
   ibv_mtu mtu = IBV_MTU_1024;
-  std::uint32_t* qpn_table = nullptr;  ///< physical -> virtual | MIGR_QPN_VALID
+  std::unique_ptr<KernelLink> kernel;
   ibv_comp_channel* events = nullptr;  ///< of the CQs that stand in for the application's
   ibv_pd* pd = nullptr;                ///< of the channels, as the two below
   ibv_cq* cq = nullptr;
   ibv_comp_channel* cq_events = nullptr;
+  std::uint64_t looked_ns = 0;  ///< at its heartbeats
 };
 
 /// The backup of one of the application's contexts.
@@ -60,17 +65,50 @@ struct CqLink {
   int (*real_poll)(ibv_cq*, int, ibv_wc*) = nullptr;
   const std::uint32_t* qpn_table = nullptr;
   Twin* twin = nullptr;
-  std::unordered_map<std::uint32_t, QpLink*> by_default, by_linked;  ///< QPs on it, by their physical numbers
+  std::unordered_map<std::uint32_t, QpLink*> qps[2];  ///< on it, by side and the physical numbers of all their paths
   ibv_qp* bell = nullptr;             ///< a QP in ERR on the application's CQ: what it flushes wakes whoever sleeps there
   std::vector<std::uint64_t> rings;   ///< markers of it
 };
 
 enum class Stage : std::uint8_t {
-  kMaking,    ///< there is no backup yet: errors are the application's
+  kMaking,    ///< there is no other path (yet): errors are the application's
   kReady,
+  kDraining,  ///< ready, and on its way to the other link without a failure: sends are kept until nothing is in flight
   kChanging,  ///< cut here, or about to be; the other end's word is missing
-  kSwitched,  ///< the backup link serves it. What comes from the old path is from the trap
   kBroken,    ///< the application gets its errors
+};
+
+/// Which of a vQP's two links. The n-th link of one end belongs with the n-th of the other.
+enum Side : unsigned { kHome, kBackup };
+constexpr Side other(Side side) { return side == kHome ? kBackup : kHome; }
+
+/// One physical QP of a vQP. It is used once: what was cut is never used again.
+struct Path {
+  ibv_qp* qp = nullptr;
+  std::uint32_t serial = 0;             ///< both ends number the paths of a link alike
+  std::uint32_t psn = 0, peer_psn = 0;  ///< first that each end sends
+  bool connected = false;               ///< in RTS
+  QpShadow::Ring sends{}, receives{};
+};
+
+/// A path that was cut, kept in ERR for threads that were let through before.
+struct Trap {
+  Path path;
+  Side side;
+  std::uint32_t next_send, next_receive;  ///< ring indexes: what lies there and behind was not seen yet
+};
+
+/// A vQP's place on one of its links.
+struct Leg {
+  Link* link = nullptr;
+  Path next;                 ///< not used yet
+  std::uint32_t newest = 0;  ///< serial
+  std::uint32_t asked = 0;   ///< round of the channel over which the other half of `next` was asked for; 0: of none
+};
+
+/// How far an end has got: the path on which it has executed something last, and the PSN that it would have executed next.
+struct Progress {
+  std::uint32_t link = 0, serial = 0, psn = 0;
 };
 
 /// The backup of a vQP.
@@ -79,34 +117,46 @@ struct QpLink {
   QpShadow* q = nullptr;
   Twin* twin = nullptr;
   migr_links_name name{}, peer{};
-  ibv_qp* path = nullptr;  ///< on the link; after the switch it is q->real, too
-  std::uint32_t psn = 0;
-  bool told = false;       ///< published
-  bool connected = false;  ///< the path is in RTS
-  unsigned peer_home = 0;  ///< link that the other end was born on
-  Peer instance{};         ///< the process at the other end
-  Channel* channel = nullptr;
+  migr_links_path first[2]{};  ///< paths that it began with, by side, as others are told of them
+  bool told = false;           ///< published
+  unsigned peer_home = 0;      ///< link that the other end was born on
+  Peer instance{};             ///< the process at the other end; zero: not known yet
+  Leg legs[2];                 ///< by side
+  std::deque<Trap> traps;
+  std::string why;
+  /* a change, docs/failover.md */
   std::uint32_t epoch = 0;  ///< the low 3 bits are the link that it led to
   migr_links_cause cause = MIGR_LINKS_CAUSE_NONE;
-  bool peer_told = false;  ///< STATE of this epoch has come
-  std::uint32_t peer_psn = 0;
-  std::uint64_t noticed_ns = 0, cut_ns = 0, deadline_ns = 0;
-  std::string why;
-  /* after the switch: the old path, kept in ERR for threads that were let through before */
-  ibv_qp* trap = nullptr;
-  QpShadow::Ring trap_sends{}, trap_receives{};
-  std::uint32_t trap_next_send = 0, trap_next_receive = 0;  ///< ring indexes: what lies behind was not seen yet
+  unsigned from = 0, tries = 0;  ///< the link that it began on; how many it went to
+  Progress executed;             ///< of this end
+  Progress unsettled;            ///< the path of the sends that the cut holds; psn: the first that was sent there
+  struct Heard {
+    std::uint32_t epoch = 0, serial = 0;  ///< epoch 0: nothing
+    Progress executed;
+  } heard;  ///< the last STATE
+  std::uint64_t noticed_ns = 0, cut_ns = 0, told_ns = 0, deadline_ns = 0;
+  /* kDraining */
+  std::uint32_t drain_epoch = 0;
+  bool drained_here = false, drained_there = false;
+  std::uint64_t stay_until_ns = 0;  ///< a drain did not end: not again before
 
-  /// Innermost. Of what follows.
+  /// Innermost. Of what follows; `path` and `on` are written with the Registry's lock, too.
   std::mutex lock;
   Stage stage = Stage::kMaking;
+  Path path;  ///< that serves it
+  Side on = kHome;
   bool wanted = false;  ///< an error has been seen
-  bool late = false;    ///< something was flushed from the trap
+  bool late = false;    ///< something was flushed from a trap
   struct Hidden {
     CqShadow* cq;
     ibv_wc wc;
   };
   std::vector<Hidden> hidden;  ///< until the cut
+
+  Leg& leg() { return legs[on]; }
+  const Leg& leg() const { return legs[on]; }
+  Leg& backup() { return legs[other(on)]; }
+  const Leg& backup() const { return legs[other(on)]; }
 };
 
 /// Is anything configured? Cheap.
@@ -140,7 +190,9 @@ bool changing(const QpShadow& q);
 /// That its path is in ERR is not the application's business (yet).
 bool hides_errors(const QpShadow& q);
 bool on_backup(const QpShadow& q);
-/// What threads have posted to the old path late, that is, having passed the check before the suspension. Whatever the same
+/// It has left the path that it was born with, or is about to.
+bool has_changed(const QpShadow& q);
+/// What threads have posted to an old path late, that is, having passed the check before the suspension. Whatever the same
 /// thread has posted since is behind it, so it is asked for before that goes anywhere. Caller holds q.lock.
 void late_receives(QpShadow& q, std::vector<KeptReceive>& out);
 void late_sends(QpShadow& q, std::vector<KeptSend>& out);

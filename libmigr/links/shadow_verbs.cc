@@ -89,7 +89,10 @@ std::string open_link(Link& link) {
   if (why.empty() && (!(link.events = make_events(ctx)) || !(link.cq_events = make_events(ctx)))) why = errno_text("create_comp_channel");
   if (why.empty() && !(link.cq = real().create_cq(ctx, kChannelCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
   if (why.empty() && link.ops.req_notify_cq(link.cq, 0)) why = errno_text("req_notify_cq");
-  if (why.empty()) return link.ctx = ctx, "";
+  if (why.empty()) {
+    link.kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
+    return link.ctx = ctx, "";
+  }
   if (link.cq) real().destroy_cq(std::exchange(link.cq, nullptr));
   for (ibv_comp_channel** e : {&link.events, &link.cq_events})
     if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
@@ -118,7 +121,7 @@ bool make_cq(Twin& t, std::string& why) {
     auto* link = new CqLink;
     link->real = made;
     link->real_poll = t.link->ops.poll_cq;
-    link->qpn_table = t.link->qpn_table;
+    link->qpn_table = t.link->kernel->qpn_table();
     link->twin = &t;
     std::lock_guard guard(c->lock);
     c->link = link;
@@ -138,7 +141,7 @@ bool make_mr(Twin& t, std::string& why) {
     mr->twin = made;
     t.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
     t.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
-    if (mr->access & kRemote) state()->keys.push_back({t.home->index, mr->app.rkey, made->rkey});
+    if (mr->access & kRemote) state()->keys.push_back({t.link->index, t.home->index, mr->app.rkey, made->rkey});
     return true;
   }
   return false;
@@ -161,32 +164,16 @@ bool connected_by_application(const QpShadow& q) {
   return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning;
 }
 
-bool make_path(Twin& t, std::string& why) {
+/// A vQP gets its backup: the first path there.
+bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
-    if (q->context != &*t.of || q->link || !connected_by_application(*q)) continue;
+    if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
     if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
     ibv_gid gid{};
     if (real().query_gid(t.of->real, q->birth.ah.port_num, q->birth.ah.grh.sgid_index, &gid)) continue;
     QpShadow* const one[] = {q};
     if (const int err = provider::locate_queues(one)) return why = std::string("cannot find the queues of a QP: ") + std::strerror(err), false;
-    ibv_qp_init_attr init{};
-    init.qp_context = q;
-    init.send_cq = q->send_cq->link->real;
-    init.recv_cq = q->recv_cq->link->real;
-    init.cap = q->cap;
-    init.qp_type = IBV_QPT_RC;
-    init.sq_sig_all = q->init.sq_sig_all;
-    ibv_qp* const made = real().create_qp(t.pds[q->init.pd], &init);
-    if (!made) return why = errno_text("create_qp"), false;
-    ibv_qp_attr attr{};
-    attr.qp_state = IBV_QPS_INIT;
-    attr.port_num = static_cast<std::uint8_t>(t.link->config.port);
-    attr.qp_access_flags = q->access_flags >= 0 ? static_cast<unsigned>(q->access_flags) : 0;
-    if (const int err = real().modify_qp(made, &attr, switchover::kInitMask)) {
-      real().destroy_qp(made);
-      return why = std::string("modify_qp to INIT: ") + std::strerror(err), false;
-    }
-    auto* l = new QpLink;
+    auto l = std::make_unique<QpLink>();
     l->id = state()->next_id++;
     l->q = q;
     l->twin = &t;
@@ -194,16 +181,23 @@ bool make_path(Twin& t, std::string& why) {
     l->name.vqpn = q->vqpn();
     std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
     l->peer.vqpn = q->birth.dest_qp_num;
-    l->path = made;
-    if (getrandom(&l->psn, sizeof l->psn, 0) != sizeof l->psn) l->psn = static_cast<std::uint32_t>(now_ns());
-    l->psn &= switchover::kPsnMask;
-    q->link = l;
-    state()->qps.push_back(l);
+    l->legs[kHome].link = t.home;
+    l->legs[kBackup].link = t.link;
+    l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring};
+    l->executed.link = l->peer_home = t.home->index;
+    if (!make_half(*l, kBackup, 0, why)) return false;
+    migr_links_path& home = l->first[kHome];
+    home.link = t.home->index;
+    std::memcpy(home.gid, l->name.gid, sizeof home.gid);
+    home.qpn = q->pqpn();
+    home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
+    l->first[kBackup] = address_of(*l, kBackup);
     for (CqShadow* c : {q->send_cq, q->recv_cq}) {
       std::lock_guard guard(c->lock);
-      c->link->by_default[q->pqpn()] = l;
-      c->link->by_linked[made->qp_num] = l;
+      c->link->qps[kHome][q->pqpn()] = l.get();
     }
+    q->link = l.get();
+    state()->qps.push_back(l.release());
     return true;
   }
   return false;
@@ -217,10 +211,7 @@ bool all_memory_there(const Twin& t) {
 
 }  // namespace
 
-ibv_qp* create_on(ibv_pd* pd, ibv_cq* cq, const ibv_qp_cap& cap, unsigned port, unsigned access, std::string& why) {
-  ibv_qp_init_attr init{};
-  init.send_cq = init.recv_cq = cq;
-  init.cap = cap;
+ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why) {
   init.qp_type = IBV_QPT_RC;
   ibv_qp* const qp = real().create_qp(pd, &init);
   if (!qp) return why = errno_text("create_qp"), nullptr;
@@ -241,18 +232,71 @@ std::string make_memory(Twin& t) {
   return why;
 }
 
-void destroy_path(QpLink& l) {
-  if (!l.path) return;
+void destroy_path(QpLink& l, Side side, Path& path) {
+  if (!path.qp) return;
   for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
     std::lock_guard guard(c->lock);
-    if (c->link) c->link->by_linked.erase(l.path->qp_num);
+    if (c->link) c->link->qps[side].erase(path.qp->qp_num);
   }
-  real().destroy_qp(std::exchange(l.path, nullptr));
+  real().destroy_qp(path.qp);
+  path = {};
 }
 
-int connect_path(QpLink& l, const migr_links_path& to, std::string& why) {
+bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   QpShadow& q = *l.q;
-  const Link& link = *l.twin->link;
+  Leg& leg = l.legs[side];
+  destroy_path(l, side, leg.next);
+  leg.asked = 0;
+  ibv_qp_init_attr init{};
+  init.qp_context = &q;
+  init.cap = q.cap;
+  init.sq_sig_all = q.init.sq_sig_all;
+  init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->real;
+  init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->real;
+  ibv_pd* const pd = side == kHome ? q.init.pd : l.twin->pds.at(q.init.pd);
+  const unsigned port = side == kHome ? q.birth.ah.port_num : leg.link->config.port;
+  KernelLink& kernel = side == kHome ? *q.context->kernel : *leg.link->kernel;
+  ibv_qp* const made = create_on(pd, init, port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
+  if (!made) return false;
+  leg.next = {.qp = made, .serial = serial, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}};
+  leg.newest = serial;
+  for (CqShadow* c : {q.send_cq, q.recv_cq}) {
+    std::lock_guard guard(c->lock);
+    c->link->qps[side][made->qp_num] = &l;
+  }
+  int err = provider::locate_queues(kernel, *made, leg.next.sends, leg.next.receives);
+  if (!err) err = kernel.bind_qp(q.vqpn(), made->qp_num);
+  if (!err) return true;
+  why = std::string("cannot find or name the queues of a QP on ") + leg.link->config.device + ": " + std::strerror(err);
+  return destroy_path(l, side, leg.next), false;
+}
+
+void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid) {
+  std::memcpy(ah.grh.dgid.raw, gid, sizeof ah.grh.dgid.raw);
+  ah.grh.sgid_index = static_cast<std::uint8_t>(link.gid_index);
+  if (!ah.grh.hop_limit) ah.grh.hop_limit = 64;
+  ah.is_global = 1;
+  ah.dlid = lid;
+  ah.port_num = static_cast<std::uint8_t>(link.config.port);
+}
+
+migr_links_path address_of(const QpLink& l, Side side) {
+  migr_links_path out{};
+  const Leg& leg = l.legs[side];
+  out.link = leg.link->index;
+  out.serial = leg.next.serial;
+  std::memcpy(out.gid, side == kHome ? l.name.gid : leg.link->gid.raw, sizeof out.gid);
+  out.qpn = leg.next.qp->qp_num;
+  out.psn = leg.next.psn;
+  out.lid = leg.link->lid;
+  out.mtu = static_cast<std::uint8_t>(leg.link->mtu);
+  return out;
+}
+
+int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why) {
+  QpShadow& q = *l.q;
+  const Link& link = *l.legs[side].link;
+  Path& path = l.legs[side].next;
   ibv_qp_attr attr{};
   ibv_qp_init_attr init{};
   const ibv_qp_state state = q.real->state;
@@ -263,37 +307,35 @@ int connect_path(QpLink& l, const migr_links_path& to, std::string& why) {
   attr.path_mtu = std::min({attr.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});
   attr.dest_qp_num = to.qpn;
   attr.rq_psn = to.psn;
-  std::memcpy(attr.ah_attr.grh.dgid.raw, to.gid, sizeof to.gid);
-  attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(link.gid_index);
-  attr.ah_attr.is_global = 1;
-  attr.ah_attr.dlid = to.lid;
-  attr.ah_attr.port_num = static_cast<std::uint8_t>(link.config.port);
-  if (!attr.ah_attr.grh.hop_limit) attr.ah_attr.grh.hop_limit = 64;
+  lead_to(attr.ah_attr, link, to.gid, to.lid);
+  if (side == kHome) attr.ah_attr.grh.sgid_index = q.birth.ah.grh.sgid_index, attr.ah_attr.port_num = q.birth.ah.port_num;
   if (state == IBV_QPS_RTR) {  // it only answers: what it would send with is not set
     attr.timeout = 14;
     attr.retry_cnt = attr.rnr_retry = 7;
     attr.max_rd_atomic = 1;
   }
-  err = real().modify_qp(l.path, &attr, switchover::rtr_mask(q));
+  err = real().modify_qp(path.qp, &attr, switchover::rtr_mask(q));
   if (err) return why = std::string("modify_qp to RTR: ") + std::strerror(err), err;
   attr.qp_state = IBV_QPS_RTS;
-  attr.sq_psn = l.psn;
-  err = real().modify_qp(l.path, &attr, switchover::rts_mask(q));
+  attr.sq_psn = path.psn;
+  err = real().modify_qp(path.qp, &attr, switchover::rts_mask(q));
   if (err) return why = std::string("modify_qp to RTS: ") + std::strerror(err), err;
-  l.connected = true;
+  path.peer_psn = to.psn;
+  path.connected = true;
   return 0;
 }
 
 bool make_next() {
   for (Twin* t : state()->twins) {
-    if (!t->link->ctx && t->link->why.empty()) {
-      t->link->why = open_link(*t->link);
-      if (!t->link->why.empty()) std::fprintf(stderr, "libmigr: backup link %u: %s\n", t->link->index, t->link->why.c_str());
+    for (Link* link : {t->link, t->home}) {  // channels are on both
+      if (link->ctx || !link->why.empty()) continue;
+      link->why = open_link(*link);
+      if (!link->why.empty()) std::fprintf(stderr, "libmigr: link %u: %s\n", link->index, link->why.c_str());
       return true;
     }
     if (!t->link->ctx) continue;
     std::string why;
-    if (make_pd(*t, why) || make_cq(*t, why) || make_mr(*t, why) || make_path(*t, why)) return true;
+    if (make_pd(*t, why) || make_cq(*t, why) || make_mr(*t, why) || make_backup(*t, why)) return true;
     if (!why.empty()) t->link->why = why;
   }
   return false;
@@ -303,30 +345,13 @@ bool make_next() {
 
 namespace {
 
-migr_links_path path_of(const QpLink& l) {
-  migr_links_path out{};
-  const Link& link = *l.twin->link;
-  out.link = link.index;
-  std::memcpy(out.gid, link.gid.raw, sizeof out.gid);
-  out.qpn = l.path->qp_num;
-  out.psn = l.psn;
-  out.lid = link.lid;
-  out.mtu = static_cast<std::uint8_t>(link.mtu);
-  return out;
-}
-
 migr_links_vqp record_of(const QpLink& l) {
   migr_links_vqp out{};
   out.name = l.name;
   out.policy = static_cast<std::uint32_t>(l.twin->policy);
   out.default_link = l.twin->home->index;
   out.paths = 2;
-  migr_links_path& home = out.path[0];
-  home.link = l.twin->home->index;
-  std::memcpy(home.gid, l.name.gid, sizeof home.gid);
-  home.qpn = l.trap ? l.trap->qp_num : l.q->pqpn();
-  home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
-  out.path[1] = path_of(l);
+  for (const Side side : {kHome, kBackup}) out.path[side] = l.first[side];
   return out;
 }
 
@@ -344,8 +369,8 @@ migr_links_link record_of(const Link& link) {
   std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
   for (const Channel* c : state()->channels) out.channels += c->link == &link && c->up();
   for (const QpLink* l : state()->qps) {
-    out.vqps += (l->stage == Stage::kSwitched ? l->twin->link : l->twin->home) == &link;
-    out.backups += l->stage == Stage::kReady && l->twin->link == &link;
+    out.vqps += l->leg().link == &link;
+    out.backups += l->stage == Stage::kReady && l->backup().link == &link;
   }
   return out;
 }
@@ -354,13 +379,13 @@ migr_links_vqp_state state_of(const QpLink& l) {
   migr_links_vqp_state out{};
   out.name = l.name;
   out.epoch = l.epoch;
-  out.link = (l.stage == Stage::kSwitched ? l.twin->link : l.twin->home)->index;
+  out.link = l.leg().link->index;
   constexpr migr_links_vqp_phase kPhase[] = {MIGR_LINKS_VQP_MAKING, MIGR_LINKS_VQP_READY, MIGR_LINKS_VQP_SWITCHING,
-                                             MIGR_LINKS_VQP_NONE, MIGR_LINKS_VQP_BROKEN};
+                                             MIGR_LINKS_VQP_SWITCHING, MIGR_LINKS_VQP_BROKEN};
   out.phase = kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
-  if (l.why.empty() && l.stage == Stage::kMaking) why = !l.connected ? "waits for the other end" : "waits for a channel";
-  if (l.why.empty() && l.stage == Stage::kSwitched) why = "no further link";
+  if (l.why.empty() && l.stage == Stage::kMaking)
+    why = !standing(l, other(l.on)) ? "waits for a channel" : !l.backup().next.connected ? "waits for the other end" : "waits for memory";
   std::snprintf(out.why, sizeof out.why, "%s", why);
   return out;
 }
@@ -383,9 +408,15 @@ void note_ports(const std::vector<migr_links_port>& ports) {
     for (Link& link : state()->links) {
       if (link.config.device != port.device || link.config.port != port.port) continue;
       link.down = port.flags & MIGR_LINKS_PORT_DOWN;
+      link.preferred = port.flags & MIGR_LINKS_PORT_PREFERRED;
+      if (!link.down) continue;
       for (QpLink* l : state()->qps)
-        if (link.down && l->twin->home == &link && l->stage == Stage::kReady) wanted(*l);
+        if (l->leg().link == &link) wanted(*l);
+      // Nothing that still comes over it is heard: so the other end takes it for down, too.
+      for (Channel* c : std::vector(state()->channels))
+        if (c->link == &link) channel_broke(*c);
     }
+  kick(state()->round_fd);
 }
 
 /// All that a round needs of the directory, asked without the lock.
@@ -427,7 +458,7 @@ class Round {
       withdrawn.swap(state()->to_withdraw);
       ended.swap(state()->to_report);
       for (const QpLink* l : state()->qps) {
-        if (l->told || !l->path || records.size() == MIGR_LINKS_MAX_RECORDS / 4) continue;
+        if (l->told || records.size() == MIGR_LINKS_MAX_RECORDS / 4) continue;
         records.push_back(record_of(*l));
         ids.push_back(l->id);
       }
@@ -441,13 +472,16 @@ class Round {
       if (QpLink* l = by_id(id); l && told) l->told = true;
   }
 
+  /// The first path on the backup link has both its halves, or had.
+  static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected; }
+
   void look_up() {
     std::vector<migr_links_name> names;
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
       for (const QpLink* l : state()->qps) {
-        if (!l->told || l->connected || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
+        if (!l->told || has_begun(*l) || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
         names.push_back(l->peer);
         ids.push_back(l->id);
       }
@@ -457,7 +491,7 @@ class Round {
     std::lock_guard guard(registry().lock);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       QpLink* const l = by_id(ids[i]);
-      if (!l || l->connected) continue;
+      if (!l || has_begun(*l)) continue;
       l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
       if (found[i].status) continue;
       take_found(*l, found[i]);
@@ -475,10 +509,16 @@ class Round {
     for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
       const migr_links_path& path = found.vqp.path[i];
       if (path.link != l.twin->link->index) continue;
-      connect_path(l, path, l.why);  // an address may not be resolved: once more in the next round
+      if (!connect_half(l, kBackup, path, l.why)) protect(l);  // an address may not be resolved: once more in the next round
       return;
     }
     l.why = "the other end has no such link";
+  }
+
+  /// The one on its own link tells whether that works.
+  static bool wants_channel(const QpLink& l, Side side) {
+    const Link& link = *l.legs[side].link;
+    return has_begun(l) && l.stage != Stage::kBroken && link.ctx && !link.down;
   }
 
   void make_channels() {
@@ -487,16 +527,13 @@ class Round {
     {
       std::lock_guard guard(registry().lock);
       for (QpLink* l : state()->qps) {
-        if (!l->connected || l->channel || l->stage != Stage::kMaking) continue;
-        l->channel = find_channel(l->instance, *l->twin->link);
-        if (l->channel) continue;
-        std::uint32_t round = 1;
-        for (const auto& [key, last] : state()->rounds)
-          if (key.first == l->instance && key.second == l->twin->link->index) round = last + 1;
-        l->channel = make_channel(l->instance, *l->twin->link, round, l->why);
+        for (const Side side : {kHome, kBackup}) {
+          Link& link = *l->legs[side].link;
+          if (wants_channel(*l, side) && !find_channel(l->instance, link)) make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
+        }
       }
       for (const Channel* c : state()->channels)
-        if (!c->connected && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c));
+        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c));  // the other end may be a round ahead
     }
     std::vector<migr_links_channel> found;
     if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;
@@ -505,11 +542,11 @@ class Round {
     for (std::size_t i = 0; i < own.size(); ++i) {
       Channel* channel = nullptr;
       for (Channel* c : state()->channels)
-        if (c->qp->qp_num == own[i].qpn && c->link->index == own[i].link && !c->connected) channel = c;
+        if (c->qp->qp_num == own[i].qpn && c->link->index == own[i].link && !c->up()) channel = c;
       if (!channel) continue;
       std::string why;
       if (found[i].status == ESTALE && found[i].round > 0) give_up_channel(*channel, found[i].round - 1);
-      else if (found[i].status == 0 && connect_channel(*channel, found[i], why)) give_up_channel(*channel, channel->round);
+      else if (found[i].status == 0 && !channel->connected && connect_channel(*channel, found[i], why)) give_up_channel(*channel, channel->round);
     }
   }
 
@@ -527,8 +564,9 @@ class Round {
       std::lock_guard guard(registry().lock);
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
-        if (l->stage == Stage::kMaking && l->connected && l->channel && l->channel->up() && all_memory_there(*l->twin)) protect(*l);
+        look_at_backup(*l);
         waiting = waiting || l->stage == Stage::kMaking || !l->told;
+        for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
       for (const Link& link : state()->links) links.push_back(record_of(link));
@@ -537,10 +575,20 @@ class Round {
     return waiting;
   }
 
-  void protect(QpLink& l) {
+  /// Well before it counts: threads that poll have to be known by then.
+  static void protect(QpLink& l) {
     switchover::for_cqs(*l.q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
+  }
+
+  static void look_at_backup(QpLink& l) {
+    if (l.stage != Stage::kMaking || !has_begun(l)) return;
+    Channel* const channel = standing(l, other(l.on));
+    if (!channel) return;
+    l.why.clear();
+    if (!l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
+    if (!all_memory_there(*l.twin)) return;
     set_stage(l, Stage::kReady);
-    if (l.twin->home->down) wanted(l);
+    if (l.leg().link->down) wanted(l);
   }
 
   template <class Record>

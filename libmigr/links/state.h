@@ -8,14 +8,24 @@
 #include <memory>
 #include <optional>
 
+#include "../switchover/parts.h"
 #include "links.h"
 
 namespace migr::links {
 
-/// A key of ours, as peers hold it, and what it is called on the backup link. prkey 0: it is gone.
+/// A key of ours, as peers hold it, and what it is called on a backup link. prkey 0: it is gone.
 struct Key {
+  std::uint32_t link;  ///< where it is called so
   std::uint32_t home;  ///< link that its memory was registered on
   std::uint32_t vrkey, prkey;
+};
+
+/// The channels of before to a process on a link.
+struct Past {
+  Peer peer;
+  unsigned link;
+  std::uint32_t round = 0;    ///< of the last one that was given up
+  std::uint64_t lost_ns = 0;  ///< since when none stands, where one has stood; 0: one stands, or none has yet
 };
 
 struct State {
@@ -25,7 +35,7 @@ struct State {
   std::vector<Twin*> twins;
   std::vector<QpLink*> qps;
   std::vector<Channel*> channels;
-  std::vector<std::pair<std::pair<Peer, unsigned>, std::uint32_t>> rounds;  ///< of channels that were given up
+  std::vector<Past> pasts;
   std::vector<Key> keys;                      ///< in the order in which they are told; never shorter
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
@@ -36,7 +46,7 @@ struct State {
 /// Null: not configured.
 State* state();
 void kick(int eventfd);
-std::uint64_t now_ns();
+using switchover::now_ns;
 void say(const QpLink& l, const std::string& what);
 
 /* links.cc */
@@ -49,16 +59,32 @@ void set_stage(QpLink& l, Stage stage);
 bool make_next();
 /// All memory of `t` that the application has registered. @return "" or what is missing
 std::string make_memory(Twin& t);
-void destroy_path(QpLink& l);
-int connect_path(QpLink& l, const migr_links_path& to, std::string& why);
-ibv_qp* create_on(ibv_pd* pd, ibv_cq* cq, const ibv_qp_cap& cap, unsigned port, unsigned access, std::string& why);
+/// This end's half of a path, in INIT, as the leg's next. One that was not used is given up.
+bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why);
+int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why);
+/// The leg's next, as the other end has to know it.
+migr_links_path address_of(const QpLink& l, Side side);
+/// From `link` to the other end's address on it.
+void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid);
+/// A path that is nobody's any more.
+void destroy_path(QpLink& l, Side side, Path& path);
+/// In INIT.
+ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why);
 void run_rounds();  ///< the thread
 
 /* change.cc */
-void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch);
-void give_back(QpLink& l, const std::string& why);
+void give_up(QpLink& l, const std::string& why);
+/// Asks for the other half of a path on that side, unless there is one that was not used or it has been asked for.
+void ask_for_path(QpLink& l, Side side, Channel& channel);
 void got_state(Channel& from, const struct StateRecord& record);
+void got_path(Channel& from, const struct PathRecord& record);
+void got_drain(Channel& from, const struct DrainRecord& record);
 void channel_broke(Channel& channel);
+/// The application is about to close it: a change or a drain that is going on ends.
+void stop_change(QpLink& l);
+Past& past_of(const Peer& peer, const Link& link);
+/// What stands for messages about `l` on that side; null: nothing.
+Channel* standing(const QpLink& l, Side side);
 void run_failover();  ///< the thread
 /// Keys that a QP's replays and posts are translated by. Caller holds q.lock.
 void set_remote_keys(QpLink& l);

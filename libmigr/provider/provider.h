@@ -19,6 +19,9 @@ std::string unsupported_reason(const Context& context);
 /// it takes a while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
 int locate_queues(std::span<QpShadow* const> qps);
 
+/// The same of one QP that no shadow stands for, of a context of ours.
+int locate_queues(KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives);
+
 /// Receives that were posted to the QP's path and not consumed, oldest first. Their keys are physical, as they lie in the
 /// queue. Nothing may post to or consume from the QP meanwhile.
 /// @return 0 or a positive errno

@@ -83,10 +83,10 @@ class Mappings {
   std::vector<Mapping> all_;
 };
 
-int qp_resp(const Context& context, std::uint32_t handle, rxe_create_qp_resp& resp) {
+int qp_resp(KernelLink& kernel, std::uint32_t handle, rxe_create_qp_resp& resp) {
   std::uint32_t len = sizeof(resp);
   resp = {};
-  if (const int error = context.kernel->driver_resp(MIGR_OBJ_QP, handle, &resp, len)) return error;
+  if (const int error = kernel.driver_resp(MIGR_OBJ_QP, handle, &resp, len)) return error;
   return len < sizeof(resp) ? EPROTO : 0;
 }
 
@@ -163,7 +163,21 @@ int locate(const Mappings& maps, const mminfo& info, QpShadow::Ring& out) {
   return 0;
 }
 
+int locate(const Mappings& maps, KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives) {
+  rxe_create_qp_resp resp;
+  if (const int error = qp_resp(kernel, qp.handle, resp)) return error;
+  if (!qp.srq)  // a shared queue's receives belong to no QP
+    if (const int error = locate(maps, resp.rq_mi, receives)) return error;
+  return locate(maps, resp.sq_mi, sends);
+}
+
 }  // namespace
+
+int locate_queues(KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives) {
+  Mappings maps;
+  if (const int error = maps.read(qp.context->cmd_fd)) return error;
+  return locate(maps, kernel, qp, sends, receives);
+}
 
 int locate_queues(std::span<QpShadow* const> qps) {
   std::map<const Context*, Mappings> maps;
@@ -172,11 +186,7 @@ int locate_queues(std::span<QpShadow* const> qps) {
     auto [found, fresh] = maps.try_emplace(q->context);
     if (fresh)
       if (const int error = found->second.read(q->context->real->cmd_fd)) return error;
-    rxe_create_qp_resp resp;
-    if (const int error = qp_resp(*q->context, q->real->handle, resp)) return error;
-    if (!q->real->srq)  // a shared queue's receives belong to no QP
-      if (const int error = locate(found->second, resp.rq_mi, q->receive_ring)) return error;
-    if (const int error = locate(found->second, resp.sq_mi, q->send_ring)) return error;
+    if (const int error = locate(found->second, *q->context->kernel, *q->real, q->send_ring, q->receive_ring)) return error;
   }
   return 0;
 }
@@ -392,7 +402,7 @@ int rings(Context& context, std::vector<migr_fd_desc>& out) {
   for (const QpShadow* qp : registry.qps) {
     if (qp->context != &context) continue;
     rxe_create_qp_resp resp;
-    if (const int error = qp_resp(context, qp->real->handle, resp)) return error;
+    if (const int error = qp_resp(*context.kernel, qp->real->handle, resp)) return error;
     if (!qp->real->srq)
       if (const int error = add(MIGR_OBJ_QP, qp->real->handle, 0, resp.rq_mi)) return error;
     if (const int error = add(MIGR_OBJ_QP, qp->real->handle, 1, resp.sq_mi)) return error;

@@ -308,8 +308,8 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   const auto unused_receives = static_cast<std::uint32_t>(left.receives);
   err = provider::receives_in(q, {(receive_end - unused_receives) & now.receives.mask, receive_end, now.receives.mask}, cut.receives);
   if (err) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
-  q.link->trap_next_send = (send_end + 1) & now.sends.mask;
-  q.link->trap_next_receive = (receive_end + 1) & now.receives.mask;
+  cut.late_send = (send_end + 1) & now.sends.mask;
+  cut.late_receive = (receive_end + 1) & now.receives.mask;
   return 0;
 }
 
@@ -341,7 +341,15 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   cut.psn = now.rq_psn & kPsnMask;
   cut.next_psn = now.sq_psn & kPsnMask;
   if ((err = read_unused(q, before, sends_before, send_marker, receive_marker, why))) return err;
+  {
+    std::lock_guard guard(q.send_cq->lock);
+    auto& stand_ins = q.send_cq->stand_ins;
+    const std::size_t all = stand_ins.size();
+    replay::unfold(cut.sends, stand_ins);
+    q.send_cq->markers -= static_cast<unsigned>(all - stand_ins.size());
+  }
   for (QueuedSend& x : cut.sends) {
+    if (x.executed) continue;
     if (!replayable(x.send.wr.opcode)) {
       why = qp_name(q) + " has a work request in flight that cannot be replayed, of opcode " + std::to_string(x.send.wr.opcode);
       return EOPNOTSUPP;
@@ -349,33 +357,57 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     name_keys(q, keys, x.send.wr, x.send.sges);
   }
   for (KeptReceive& x : cut.receives) keys.translate(*q.context, x.sges);
+  cut.told_apart = true;
   return 0;
+}
+
+/// Of two cuts in a row: nothing was sent on the second path, so what is to be settled is that of the first. All receives
+/// had gone to the second.
+void join(Cut& second, Cut& first) {
+  second.attr = first.attr;
+  second.next_psn = first.next_psn;
+  second.sends = std::move(first.sends);
 }
 
 }  // namespace
 
-int leave_path(QpShadow& q, bool resend, std::string& why) {
+int withhold(QpShadow& q, std::string& why) {
   QpShadow* const one[] = {&q};
   if (const int err = check_arcs(one, Phase::kSuspended, why)) return err;
-  const VirtualLkeys keys;
   for_cqs(q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
   std::lock_guard guard(q.lock);
   q.phase = Phase::kSuspended;
   q.suspended_ns = now_ns();
+  set_bits(q, kKeepSends);
+  return 0;
+}
+
+int leave_path(QpShadow& q, bool linked, bool resend, std::string& why) {
+  if (q.phase == Phase::kRunning)
+    if (const int err = withhold(q, why)) return err;
+  const VirtualLkeys keys(linked);
+  std::lock_guard guard(q.lock);
   if (const int err = wait_for_pollers(q, why)) return err;
+  auto before = std::move(q.cut);
   q.cut = std::make_unique<Cut>();
+  q.phase = Phase::kSuspended;
   Cut& cut = *q.cut;
   cut.path_failed = true;
   cut.resend = resend;
   cut.send_cq = q.send_cq;
   cut.pqpn = q.pqpn();
+  cut.linked = linked;
+  clear_bits(q, kLogReceives);
   set_bits(q, kKeepSends | kKeepReceives);
+  q.logged_receives.clear();  // they are in the queue
   const ibv_qp_state state = q.real->state;
   ibv_qp_init_attr init{};
-  const int err = real().query_qp(q.real, &cut.attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);
+  int err = real().query_qp(q.real, &cut.attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);
   q.real->state = cut.attr.qp_state = state;
-  if (err) return fail(why, err, "query_qp of " + qp_name(q));
-  return cut_into_err(q, keys, why);
+  if (err) fail(why, err, "query_qp of " + qp_name(q));
+  else err = cut_into_err(q, keys, why);
+  if (before) join(cut, *before);
+  return err;
 }
 
 namespace {
@@ -436,6 +468,23 @@ int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_s
       if (const int err = inject_event(*q.send_cq, why)) return err;
   }
   return 0;
+}
+
+int give_up_path(QpShadow& q, std::string& why) {
+  {
+    std::lock_guard guard(q.lock);
+    q.gone = true;
+    if (q.cut && q.cut->told_apart) {
+      std::vector<migr_replay_stat> ignored;
+      settle_one(q, {}, ignored);
+      q.kept_receives.insert(q.kept_receives.begin(), q.cut->receives.begin(), q.cut->receives.end());
+    } else {
+      q.cut.reset();
+    }
+  }
+  QpShadow* const one[] = {&q};
+  std::vector<migr_resume_stat> ignored;
+  return resume(one, ignored, why);
 }
 
 int join_again(QpShadow& q, std::string& why) {

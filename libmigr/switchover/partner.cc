@@ -1,6 +1,4 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-#include <sys/random.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -46,9 +44,7 @@ int create_spare(QpShadow& q, std::string& why) {
   attr.qp_state = IBV_QPS_INIT;
   if (const int err = real().modify_qp(q.spare, &attr, kInitMask))
     return fail(why, err, "modify_qp to INIT for " + qp_name(q));
-  std::uint32_t psn = 0;
-  if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());
-  q.spare_psn = psn & kPsnMask;
+  q.spare_psn = random_psn();
   return 0;
 }
 

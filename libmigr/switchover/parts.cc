@@ -45,6 +45,12 @@ std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
 }
 
+std::uint32_t random_psn() {
+  std::uint32_t psn = 0;
+  if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());
+  return psn & kPsnMask;
+}
+
 void pause_briefly() {
   constexpr long kDrainPollNs = 100'000;
   const timespec pause{0, kDrainPollNs};

@@ -18,6 +18,8 @@ constexpr unsigned kFlushQuietMs = 20;       // no completion for so long after 
 constexpr std::uint32_t kPsnMask = 0xffffff;
 
 std::uint64_t now_ns();
+/// For a path's first packet.
+std::uint32_t random_psn();
 /// Between two looks at a queue.
 void pause_briefly();
 std::string qp_name(const QpShadow& q);
@@ -63,8 +65,10 @@ int set_write_access(QpShadow& q, bool allow, std::string& why);
 /// Physical -> virtual lkey, of every MR there is.
 class VirtualLkeys {
  public:
-  VirtualLkeys() {
-    for (const MrShadow* mr : Registry::get().mrs) keys_[mr->context][mr->real->lkey] = mr->app.lkey;
+  /// @param linked physical on the backup link
+  explicit VirtualLkeys(bool linked = false) {
+    for (const MrShadow* mr : Registry::get().mrs)
+      if (const ibv_mr* physical = linked ? mr->twin : mr->real) keys_[mr->context][physical->lkey] = mr->app.lkey;
   }
   void translate(const Context& context, std::vector<ibv_sge>& sges) const {
     const auto keys = keys_.find(&context);

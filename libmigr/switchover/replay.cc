@@ -42,6 +42,7 @@ ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
 }
 
 OwedCompletion completion(const QueuedSend& s, std::uint32_t vqpn, bool signal_all) {
+  if (s.executed) return *s.executed;
   OwedCompletion owed{.wc = {}, .signalled = signal_all || (s.send.wr.send_flags & IBV_SEND_SIGNALED)};
   owed.wc.wr_id = s.send.wr.wr_id;
   owed.wc.status = IBV_WC_SUCCESS;
@@ -69,12 +70,14 @@ void fail_all(Plan& p, std::span<const QueuedSend> sends, std::span<const Fate> 
 }  // namespace
 
 std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn) {
-  std::vector<Fate> out(sends.size(), Fate::kReplay);
+  std::vector<Fate> out;
+  for (const QueuedSend& s : sends) out.push_back(s.executed ? Fate::kDone : Fate::kReplay);
   if (sends.empty()) return out;
   // The oldest was never sent, or goes back to where the other end has got to: either way nothing behind that was executed.
   if (!sends.front().begun && peer_psn == next_psn) return out;
   std::uint32_t psn = sends.front().first_psn;
   for (std::size_t i = 0; i < sends.size(); ++i) {
+    if (sends[i].executed) continue;
     psn = (psn + packets(sends[i], mtu)) & kPsnMask;
     if (psn_difference(peer_psn, psn) < 0) break;
     out[i] = fate_of_executed(sends[i].send.wr);
@@ -82,11 +85,27 @@ std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, st
   return out;
 }
 
+void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins) {
+  std::vector<QueuedSend> out;
+  for (QueuedSend& s : sends) {
+    const auto found = std::find_if(stand_ins.begin(), stand_ins.end(), [&](const StandIn& x) { return x.wr_id == s.send.wr.wr_id; });
+    out.push_back(std::move(s));
+    if (found == stand_ins.end()) continue;
+    ibv_send_wr& wr = out.back().send.wr;
+    wr.wr_id = found->owed.front().wc.wr_id;
+    if (!found->owed.front().signalled) wr.send_flags &= ~static_cast<unsigned>(IBV_SEND_SIGNALED);
+    for (std::size_t i = 1; i < found->owed.size(); ++i) out.emplace_back().executed = found->owed[i];
+    stand_ins.erase(found);
+  }
+  sends = std::move(out);
+}
+
 void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates) {
   const auto takes_receive = [](const ibv_send_wr& wr) {
     return wr.opcode != IBV_WR_RDMA_WRITE && wr.opcode != IBV_WR_RDMA_READ && !atomic(wr);
   };
   for (std::size_t i = sends.size(); i-- > 0;) {
+    if (sends[i].executed) continue;
     if (fates[i] == Fate::kDone && takes_receive(sends[i].send.wr)) return;
     if (fates[i] == Fate::kDone) fates[i] = Fate::kReplay;
     if (atomic(sends[i].send.wr)) fates[i] = Fate::kLost;

@@ -23,6 +23,10 @@ enum class Fate : std::uint8_t {
 /// @param peer_psn   what the responder would have executed next
 std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn);
 
+/// Those that were replayed for others and did not complete, on a path that is cut again: the application's own, each with
+/// the ones behind it that it was to complete for. They are taken out of `stand_ins`.
+void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins);
+
 /// Where it is not wanted to go by every PSN: a WRITE is done again, unless a message behind it has been received.
 void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates);
 

@@ -13,7 +13,8 @@ enum class Phase : std::uint8_t {
   kDrained,    ///< nothing is in flight
   kFrozen,     ///< source: nothing changes; what was posted is in memory
   kRebound,    ///< restored side: new objects adopted, receives posted
-  kSwitched,   ///< partner: the spare is the path, receives posted; the old path still stands
+  kSwitched,   ///< partner: the spare is the path, receives posted; the old path still stands. Or one on another link,
+               ///< which may fail in turn
 };
 constexpr int kPhases = 6;
 
@@ -27,7 +28,7 @@ constexpr unsigned kArcs[kPhases] = {
     /* kDrained   */ bit(Phase::kFrozen) | bit(Phase::kSwitched) | bit(Phase::kRunning),
     /* kFrozen    */ bit(Phase::kRebound) | bit(Phase::kRunning),
     /* kRebound   */ bit(Phase::kRunning),
-    /* kSwitched  */ bit(Phase::kRunning),
+    /* kSwitched  */ bit(Phase::kRunning) | bit(Phase::kSuspended),
 };
 
 constexpr bool may_move(Phase from, Phase to) { return (kArcs[static_cast<unsigned>(from)] & bit(to)) != 0; }

@@ -80,17 +80,24 @@ struct LinkPath {
   ibv_qp* qp;
   const ibv_context_ops* ops;
   const migr_key_entry* keys;
-  std::uint32_t* qpn_table;
+  QpShadow::Ring sends, receives;
 };
 
-/// Suspends q and cuts it. The old path stays in ERR. @param resend WRITEs may be done again; READ always may
-int leave_path(QpShadow& q, bool resend, std::string& why);
+/// Sends are kept, all else goes on: the first half of leave_path(), for who wants to wait until nothing is in flight.
+/// Undone by resume().
+int withhold(QpShadow& q, std::string& why);
+/// Suspends q and cuts it. The old path stays in ERR. Also from switch_to_link(), when the new path fails before anything
+/// was settled: then that of the path before is still to be. @param linked the path is one on the backup link
+/// @param resend WRITEs may be done again; READ always may
+int leave_path(QpShadow& q, bool linked, bool resend, std::string& why);
 /// Receives that were not used go to the path on the other link, which becomes q's: receives from now on, sends
-/// when it is resumed. `old_real` is the old path.
+/// when it is resumed. The old one is the caller's.
 int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);
-/// leave_path() or switch_to_link() cannot be followed by the rest: the old path is q's again, with what was posted
-/// meanwhile, and q goes on. Completions that were taken out are the caller's to give back before.
-int back_to_broken(QpShadow& q, std::string& why);
+/// After leave_path(), done or failed: there is no other path. The application gets the errors, and q goes on in ERR.
+/// If leave_path() failed completions that were taken out are the caller's to give back before.
+int give_up_path(QpShadow& q, std::string& why);
+/// Outside of a switchover: q is served by `path`, a QP of its own link, with its own names again.
+void take_back_path(QpShadow& q, ibv_qp* path);
 
 /// The keys of receives that were read back, as the application knows them. Caller holds the Registry's lock.
 void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives);

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-# A cable is cut under programs that do not know of it: they go on over the other rail, and every work request completes once,
-# in order, with its bytes.
+# A cable is cut under programs that do not know of it: they go on over the other rail, and back when it is mended, and every
+# work request completes once, in order, with its bytes.
 set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
@@ -70,17 +70,17 @@ perftest() {	# PROGRAM CUT..
 	[ $ok = 0 ] && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /' || { e2e_reset; return 1; }
 }
 
-verify() {	# CUT.. -- OPTION..
-	local cut=() ok=0 h
-	while [ "$1" != -- ]; do cut+=("$1"); shift; done
+# with_verify DO.. -- OPTION..: while both ends of migr_verify run and are backed up, DO; then each work request has completed.
+with_verify() {
+	local what=() ok=0 both=()
+	while [ "$1" != -- ]; do what+=("$1"); shift; done
 	shift
-	local both=()
 	[[ " $* " != *" --events "* ]] || both=(--events)
 	on src rm -f /tmp/stop
 	run_on peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 60 --json /mnt/out/verify.json "${both[@]}" || return 1
 	run_on src verify "$E2E_LIB/migr_verify" --dev rxe0 --stall 60 --stop-file /tmp/stop --json /mnt/out/verify.json --rate "$E2E_RATE" "$@" "$E2E_PEER" || return 1
-	cut_under "${cut[@]}" && until_true 40 changed src && until_true 20 changed peer || { fail "no change of the path"; ok=1; }
-	say_change src; say_change peer
+	until_true 60 backed src && until_true 20 backed peer || { fail "no backup"; ok=1; }
+	[ $ok != 0 ] || "${what[@]}" || ok=1
 	on src touch /tmp/stop
 	ended src verify 60 && ended peer verify 60 || ok=1
 	[ $ok != 0 ] || jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
@@ -89,12 +89,21 @@ verify() {	# CUT.. -- OPTION..
 	mend
 	[ $ok = 0 ] || { e2e_reset; return 1; }
 }
+on_link() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and all(.[]; .vqps > 0 and .links[$l].vqps == .vqps)'; }
+both_on() {	# LINK: all vQPs of both ends are there
+	until_true 60 on_link src "$1" && until_true 20 on_link peer "$1" && say_change src && say_change peer || fail "not all are on link $1"
+}
+cut() { rail peer "$@" && both_on 1 && until_true 20 changed src && until_true 20 changed peer || fail "no change of the path"; }
+# The cable is cut and mended; then it loses everything while the ports stay up, which nothing but silence tells.
+again_and_again() {
+	cut down && mend && both_on 0 && until_true 60 backed src && until_true 20 backed peer && cut --loss 100 && mend && both_on 0
+}
 
 # Where migrd keeps no directory of links nothing can be backed up.
 on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
-step "the cable is cut: migr_verify, messages and WRITEs" verify down -- --mode write_imm --qps 4 --size 8192
+step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
-walk_step "the cable is cut: migr_verify, READs, with events" verify down -- --mode read --qps 4 --events
+walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events
 e2e_end

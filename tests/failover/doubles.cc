@@ -33,6 +33,12 @@ int locate_queues(std::span<QpShadow* const> qps) {
   }
   return 0;
 }
+int locate_queues(KernelLink&, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives) {
+  const auto& model = reinterpret_cast<const model::Qp&>(qp);
+  sends = {&model.sends, 1};
+  receives = {&model.receives, 1};
+  return 0;
+}
 int queue_parts(QpShadow& q, QueuePart& sends, QueuePart& receives) {
   QpShadow* const one[] = {&q};
   locate_queues(one);

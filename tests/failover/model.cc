@@ -29,8 +29,9 @@ using model::kMtuBytes;
 
 constexpr std::uint32_t kPsnMask = 0xffffff;
 constexpr unsigned kWindowPackets = 12;   // sent and not acknowledged
-constexpr auto kRetryAfter = std::chrono::milliseconds(2);
+constexpr auto kRetryAfter = std::chrono::milliseconds(2);  // where nothing was said of it
 constexpr unsigned kRetries = 3;
+constexpr int kFaster = 4;  // than what a QP was told
 
 using Clock = std::chrono::steady_clock;
 
@@ -312,9 +313,10 @@ bool step(ModelQp& q) {
   }
   if (r && r->attr.qp_state >= IBV_QPS_RTR && r->attr.qp_state != IBV_QPS_ERR && passes(q.nic->link, true)) acknowledged(q, *r);
   if (!q.sends.size()) return false;
-  if (Clock::now() - q.progress < kRetryAfter) return true;
+  const auto told = std::chrono::nanoseconds(4096ull << q.attr.timeout) / kFaster;
+  if (Clock::now() - q.progress < (q.attr.timeout ? told : kRetryAfter)) return true;
   q.progress = Clock::now();
-  if (q.retries++ == kRetries) {
+  if (q.retries++ == (q.attr.timeout ? q.attr.retry_cnt : kRetries)) {
     fail_send(q, IBV_WC_RETRY_EXC_ERR);
     return false;
   }
@@ -562,6 +564,8 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_RQ_PSN) q.expected = attr->rq_psn;
   if (mask & IBV_QP_SQ_PSN) q.psn = attr->sq_psn;
   if (mask & IBV_QP_PATH_MTU) q.attr.path_mtu = attr->path_mtu;
+  if (mask & IBV_QP_TIMEOUT) q.attr.timeout = attr->timeout;
+  if (mask & IBV_QP_RETRY_CNT) q.attr.retry_cnt = attr->retry_cnt;
   if (mask & IBV_QP_PORT) q.attr.port_num = attr->port_num;
   if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags;
   if (!(mask & IBV_QP_STATE)) return 0;

@@ -70,10 +70,12 @@ STORE void store_states(const migr_links_vqp_state* all, std::size_t n) {
   std::lock_guard guard(lock);
   for (std::size_t i = 0; i < n; ++i) states[name(all[i].name)] = all[i];
 }
-STORE int store_phase(const migr_links_name* of) {
+STORE bool store_state(const migr_links_name* of, migr_links_vqp_state* out) {
   std::lock_guard guard(lock);
   const auto found = states.find(name(*of));
-  return found == states.end() ? -1 : static_cast<int>(found->second.phase);
+  if (found == states.end()) return false;
+  *out = found->second;
+  return true;
 }
 STORE void store_switched(const migr_links_switch* all, std::size_t n) {
   std::lock_guard guard(lock);

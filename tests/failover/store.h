@@ -13,7 +13,7 @@ void store_withdraw(const migr_links_name* all, std::size_t n);
 void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_states(const migr_links_vqp_state* all, std::size_t n);
-int store_phase(const migr_links_name* of);  ///< -1: not known
+bool store_state(const migr_links_name* of, migr_links_vqp_state* out);  ///< false: not known
 void store_switched(const migr_links_switch* all, std::size_t n);
 void store_totals(migr_links_switch* out);   ///< since the last call
 }

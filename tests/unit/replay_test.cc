@@ -39,6 +39,32 @@ TEST(Fates, WhatTheOtherEndHasExecutedIsDone) {
   EXPECT_EQ(replay::fates(sends, kMtu, 15, 15), (std::vector{Fate::kDone, Fate::kDone, Fate::kDone}));
 }
 
+// A path that is cut while it replays for others: what was executed on the path before is not asked for again.
+TEST(Fates, WhatAPathBeforeHasExecutedStaysDone) {
+  std::vector<QueuedSend> sends = from_psn(10, {send(IBV_WR_SEND, 1, 1), send(IBV_WR_RDMA_READ, 1, 900), send(IBV_WR_SEND, 1, 5)});
+  const auto owed = [](std::uint64_t wr_id, bool signalled) {
+    OwedCompletion o{.wc = {}, .signalled = signalled};
+    o.wc.wr_id = wr_id;
+    return o;
+  };
+  std::vector<StandIn> stand_ins = {{.wr_id = 900, .owed = {owed(2, false), owed(3, true), owed(4, false)}}};
+  replay::unfold(sends, stand_ins);
+  EXPECT_TRUE(stand_ins.empty());
+  ASSERT_EQ(sends.size(), 5u);
+  EXPECT_EQ(sends[1].send.wr.wr_id, 2u);
+  EXPECT_FALSE(sends[1].send.wr.send_flags & IBV_SEND_SIGNALED);
+  auto fates = replay::fates(sends, kMtu, 13, 11);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kReplay, Fate::kDone, Fate::kDone, Fate::kReplay}));
+  const replay::Plan again = replay::plan(sends, fates, kVqpn, false);
+  ASSERT_EQ(again.replays.size(), 2u);
+  ASSERT_EQ(again.stand_ins.size(), 1u);
+  EXPECT_EQ(again.stand_ins[0].owed.size(), 3u);
+  EXPECT_EQ(again.stand_ins[0].owed[1].wc.wr_id, 3u);
+  EXPECT_TRUE(again.stand_ins[0].owed[1].signalled);
+  replay::resend(sends, fates);
+  EXPECT_EQ(fates[2], Fate::kDone);
+}
+
 TEST(Fates, PsnsWrap) {
   const auto sends = from_psn(0xfffffe, {send(IBV_WR_RDMA_WRITE, 4096), send(IBV_WR_RDMA_WRITE, 4096)});
   EXPECT_EQ(replay::fates(sends, kMtu, 6, 1), (std::vector{Fate::kReplay, Fate::kReplay}));

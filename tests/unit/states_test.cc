@@ -40,6 +40,10 @@ TEST(States, PathChangesOnlyAfterDrain) {
 
 TEST(States, RestoredSideOnlyGoesOn) { EXPECT_EQ(bit(Phase::kRunning), kArcs[static_cast<int>(Phase::kRebound)]); }
 
+TEST(States, NewPathThatFailsIsLeftAsAnyOther) {
+  EXPECT_TRUE(may_move(Phase::kSwitched, Phase::kSuspended));
+}
+
 TEST(States, SuspensionIsTheOnlyWayIn) {
   EXPECT_EQ(bit(Phase::kSuspended), kArcs[static_cast<int>(Phase::kRunning)]);
 }
