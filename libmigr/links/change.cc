@@ -390,6 +390,48 @@ void empty_trap(QpShadow& q) {
   if (err) say(*q.link, std::string("what a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
 }
 
+namespace {
+
+bool on_backup_in_any_way(const QpLink& l) {
+  return l.on == kBackup || l.stage == Stage::kDraining || l.stage == Stage::kChanging ||
+         std::any_of(l.traps.begin(), l.traps.end(), [](const Trap& t) { return t.side == kBackup; });
+}
+
+/// Its CQ on the backup link need not be polled as long as nobody is there.
+void leave_linked_cq(CqShadow& c) {
+  for (const QpLink* l : state()->qps)
+    if ((l->q->send_cq == &c || l->q->recv_cq == &c) && on_backup_in_any_way(*l)) return;
+  std::lock_guard guard(c.lock);
+  path::poll_to_fake(c);
+  c.state.fetch_and(~std::uint32_t{kLinkedCq}, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void release_traps(QpLink& l, std::size_t count) {
+  QpShadow& q = *l.q;
+  if (q.phase != switchover::Phase::kRunning) return;
+  {
+    std::lock_guard guard(q.lock);
+    empty_trap(q);  // what was posted until then, and what was flushed of it
+    switchover::for_cqs(q, [](CqShadow& c) {
+      std::lock_guard cq_guard(c.lock);
+      path::poll_to_fake(c);
+    });
+    for (; count; --count) {
+      Trap& trap = l.traps.front();
+      if (trap.side == kHome && !trap.path.serial) l.birth = trap.path.qp;
+      else destroy_path(l, trap.side, trap.path);
+      l.traps.pop_front();
+    }
+    if (!l.traps.empty()) return;
+    std::uint32_t bits = kTrapped;
+    if (l.on == kHome && !q.context->renamed) bits |= kTranslateLocal | kTranslateRemote;  // with its own names again
+    switchover::clear_bits(q, bits);
+  }
+  if (l.on == kHome) switchover::for_cqs(q, leave_linked_cq);
+}
+
 void give_up(QpLink& l, const std::string& why) {
   QpShadow& q = *l.q;
   set_stage(l, Stage::kBroken);

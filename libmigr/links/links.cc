@@ -217,6 +217,7 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
   for (Trap& trap : l.traps)
     if (trap.path.qp != keep && trap.path.qp != l.path.qp) destroy_path(l, trap.side, trap.path);
   l.traps.clear();
+  if (l.birth && l.birth != keep) real().destroy_qp(l.birth);
   if (l.path.qp != keep) destroy_path(l, l.on, l.path);
 }
 
@@ -236,8 +237,9 @@ void leave(QpShadow& q, ibv_qp_state to) {
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
   ibv_qp* home = l->path.qp;
   if (l->on == kBackup) {
+    home = l->birth;
     for (const Trap& trap : l->traps)
-      if (trap.side == kHome) home = trap.path.qp;  // there is one: the newest home path is kept as long as it is not in use
+      if (trap.side == kHome && !trap.path.serial) home = trap.path.qp;
     switchover::take_back_path(q, home);
   } else if (l->epoch) {
     switchover::take_back_path(q, home);

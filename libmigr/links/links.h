@@ -123,6 +123,7 @@ struct QpLink {
   Peer instance{};             ///< the process at the other end; zero: not known yet
   Leg legs[2];                 ///< by side
   std::deque<Trap> traps;
+  ibv_qp* birth = nullptr;  ///< the path that it was born with, once it is no trap any more: nobody else gets its number
   std::string why;
   /* a change, docs/failover.md */
   std::uint32_t epoch = 0;  ///< the low 3 bits are the link that it led to

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../control.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
 #include "../real.h"
@@ -27,6 +28,7 @@ namespace {
 
 constexpr int kChannelCqes = 1024;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
+constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
 
 std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
@@ -437,7 +439,8 @@ class Round {
     tell();
     look_up();
     make_channels();
-    return finish();
+    const bool waiting = finish();
+    return look_for_threads() || waiting;
   }
 
  private:
@@ -591,6 +594,24 @@ class Round {
     if (l.leg().link->down) wanted(l);
   }
 
+  /// Where threads were let through to an old path they have come back when all were seen outside. @return some were not
+  bool look_for_threads() {
+    std::vector<std::pair<std::uint64_t, std::size_t>> trapped;
+    {
+      std::lock_guard guard(registry().lock);
+      for (const QpLink* l : state()->qps)
+        if (!l->traps.empty() && l->stage != Stage::kChanging) trapped.push_back({l->id, l->traps.size()});
+    }
+    const std::uint64_t now = now_ns();
+    if (trapped.empty() || now < look_again_ns_) return !trapped.empty();
+    look_again_ns_ = now + kLookAgainNs;
+    if (directory_.outside(control::text_ranges())) return true;
+    std::lock_guard guard(registry().lock);
+    for (const auto& [id, count] : trapped)
+      if (QpLink* const l = by_id(id)) release_traps(*l, std::min(count, l->traps.size()));
+    return false;
+  }
+
   template <class Record>
   static bool equal(const std::vector<Record>& a, const std::vector<Record>& b) {
     return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(Record)));
@@ -604,6 +625,7 @@ class Round {
   Directory& directory_;
   unsigned life_ = 0;
   bool half_a_channel_ = false;
+  std::uint64_t look_again_ns_ = 0;
   std::vector<migr_links_link> last_links_;
   std::vector<migr_links_vqp_state> last_states_;
 };

@@ -80,6 +80,8 @@ void got_state(Channel& from, const struct StateRecord& record);
 void got_path(Channel& from, const struct PathRecord& record);
 void got_drain(Channel& from, const struct DrainRecord& record);
 void channel_broke(Channel& channel);
+/// All threads have been seen outside since `l` had so many traps: these are not needed any more.
+void release_traps(QpLink& l, std::size_t count);
 /// The application is about to close it: a change or a drain that is going on ends.
 void stop_change(QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);

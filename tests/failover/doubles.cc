@@ -121,7 +121,7 @@ class StoreDirectory : public Directory {
   }
   int states(std::span<const migr_links_vqp_state> some) override { return store_states(some.data(), some.size()), 0; }
   int switched(std::span<const migr_links_switch> some) override { return store_switched(some.data(), some.size()), 0; }
-  int outside(std::span<const migr_text_range>) override { return 0; }
+  int outside(std::span<const migr_text_range>) override { return store_outside(); }
 
  private:
   const Peer instance_;

@@ -434,6 +434,12 @@ MODEL unsigned model_writes_at(const void* address) {
   const auto found = writes.find(address);
   return found == writes.end() ? 0 : found->second;
 }
+MODEL unsigned model_qps() {
+  std::lock_guard guard(lock);
+  unsigned n = 0;
+  for (const auto& nic : nics) n += static_cast<unsigned>(nic->qps.size());
+  return n;
+}
 MODEL void model_forget_writes() {
   std::lock_guard guard(lock);
   writes.clear();

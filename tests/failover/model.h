@@ -53,6 +53,8 @@ void model_mend(int link);
 unsigned model_writes_at(const void* address);
 void model_forget_writes();
 unsigned long model_packets();
+/// That there are, on all NICs.
+unsigned model_qps();
 /// The lock of everything, for a test's provider.
 void model_lock();
 void model_unlock();

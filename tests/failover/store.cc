@@ -3,10 +3,13 @@
 #include "store.h"
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <tuple>
 
 #define STORE extern "C" [[gnu::visibility("default")]]
@@ -21,6 +24,10 @@ std::map<Name, std::pair<Id, migr_links_vqp>> vqps;
 std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
 migr_links_switch totals;
+struct Thread {
+  std::atomic<unsigned long> passes = 0;
+  std::atomic<bool> sleeps = true;
+} threads[2];
 
 Id id(const std::uint8_t* bytes) {
   Id out;
@@ -76,6 +83,15 @@ STORE bool store_state(const migr_links_name* of, migr_links_vqp_state* out) {
   if (found == states.end()) return false;
   *out = found->second;
   return true;
+}
+STORE void store_pass(int thread) { ++threads[thread].passes; }
+STORE void store_sleep(int thread, bool sleeps) { threads[thread].sleeps = sleeps; }
+STORE int store_outside() {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  for (Thread& t : threads)
+    for (const unsigned long before = t.passes; !t.sleeps && t.passes == before; std::this_thread::sleep_for(std::chrono::microseconds(100)))
+      if (std::chrono::steady_clock::now() > deadline) return ETIMEDOUT;
+  return 0;
 }
 STORE void store_switched(const migr_links_switch* all, std::size_t n) {
   std::lock_guard guard(lock);

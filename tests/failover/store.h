@@ -14,6 +14,10 @@ void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_states(const migr_links_vqp_state* all, std::size_t n);
 bool store_state(const migr_links_name* of, migr_links_vqp_state* out);  ///< false: not known
+/// The application's threads tell when they are outside of the library: once in each pass, and while they sleep.
+void store_pass(int thread);
+void store_sleep(int thread, bool sleeps);
+int store_outside();  ///< waits until all have been outside. @return 0 or ETIMEDOUT
 void store_switched(const migr_links_switch* all, std::size_t n);
 void store_totals(migr_links_switch* out);   ///< since the last call
 }
