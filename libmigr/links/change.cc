@@ -188,6 +188,7 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
 /// Because its path or its link has failed.
 void fail_over(QpLink& l, migr_links_cause cause) {
   if (l.epoch >= kLastEpoch) return;
+  l.led = false;
   begin(l, cause, next_epoch(l, other(l.on)));
 }
 
@@ -205,6 +206,7 @@ void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   if (switchover::withhold(*l.q, why)) return say(l, why);
   set_stage(l, Stage::kDraining);
   l.cause = cause;
+  l.led = false;
   l.drain_epoch = epoch;
   l.drained_here = l.drained_there = false;
   l.deadline_ns = now_ns() + kDrainLimitNs;
@@ -245,7 +247,8 @@ void look_at_place(QpLink& l) {
   const Channel* const channel = standing(l, side);
   const std::uint64_t now = now_ns();
   const bool preferred = l.legs[side].link->preferred;
-  if (!channel || now < l.stay_until_ns || (!preferred && now - channel->up_ns < state()->config.return_ms * 1'000'000ull)) return;
+  if (!channel || now < l.stay_until_ns || (!preferred && l.led)) return;
+  if (!preferred && now - channel->up_ns < state()->config.return_ms * 1'000'000ull) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
 }
 
@@ -543,7 +546,11 @@ void got_drain(Channel& from, const DrainRecord& record) {
   Side side = kHome;
   if (!l || record.left != l->epoch || record.epoch <= l->epoch) return;
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[side].link != from.link) return;
-  if (l->stage == Stage::kReady) begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
+  if (l->stage == Stage::kReady) {
+    begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
+    l->led = side == kBackup;
+    l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
+  }
   if (l->stage != Stage::kDraining || record.epoch < l->drain_epoch) return;
   if (record.epoch > l->drain_epoch) {
     l->drain_epoch = record.epoch;

@@ -11,8 +11,9 @@ namespace migr::links {
 namespace {
 
 constexpr std::uint64_t kReceive = 1ull << 32, kSend = 2ull << 32, kBeat = 3ull << 32, kKind = 0xffull << 32;
-constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, eight times: the other end may not be connected yet
-constexpr std::uint8_t kRetries = 7, kRnrForEver = 7, kRnrTimer = 6;
+constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, seven times: the other end may not be connected yet
+constexpr std::uint8_t kRetries = 6;   // 7 is for ever with soft-RoCE
+constexpr std::uint8_t kRnrForEver = 7, kRnrTimer = 6;
 
 template <class T>
 T record(const std::uint8_t* at, std::size_t n) {
@@ -253,7 +254,7 @@ void heartbeats(Link& link) {
   const Config& config = state()->config;
   const std::uint64_t interval = config.heartbeat_ms * 1'000'000ull, now = now_ns();
   // Whose own thread did not run cannot tell who was silent.
-  const bool slept = now - std::exchange(link.looked_ns, now) > interval;
+  const bool slept = now - std::exchange(link.looked_ns, now) > 2 * interval;
   for (Channel* c : std::vector(state()->channels)) {
     if (c->link != &link || !c->up()) continue;
     if (c->beat_ns && slept) c->beat_ns = now;

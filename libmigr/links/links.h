@@ -139,7 +139,8 @@ struct QpLink {
   /* kDraining */
   std::uint32_t drain_epoch = 0;
   bool drained_here = false, drained_there = false;
-  std::uint64_t stay_until_ns = 0;  ///< a drain did not end: not again before
+  std::uint64_t stay_until_ns = 0;  ///< a drain did not end, or the other end wants it here: not again before
+  bool led = false;                 ///< it is on its backup link because the other end prefers that
 
   /// Innermost. Of what follows; `path` and `on` are written with the Registry's lock, too.
   std::mutex lock;

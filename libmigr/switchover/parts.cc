@@ -39,12 +39,6 @@ bool is_marker(std::uint64_t wr_id) { return wr_id - base() < kSpan; }
 
 namespace migr::switchover {
 
-std::uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
-}
-
 std::uint32_t random_psn() {
   std::uint32_t psn = 0;
   if (getrandom(&psn, sizeof psn, 0) != sizeof psn) psn = static_cast<std::uint32_t>(now_ns());

@@ -4,6 +4,7 @@
 #define MIGR_SWITCHOVER_PARTS_H
 
 #include <cstdint>
+#include <ctime>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -17,7 +18,11 @@ constexpr unsigned kEventLimitMs = 2000;     // a flushed receive of our own
 constexpr unsigned kFlushQuietMs = 20;       // no completion for so long after a flushed queue is empty: the last has come
 constexpr std::uint32_t kPsnMask = 0xffffff;
 
-std::uint64_t now_ns();
+inline std::uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
+}
 /// For a path's first packet.
 std::uint32_t random_psn();
 /// Between two looks at a queue.

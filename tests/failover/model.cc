@@ -31,7 +31,7 @@ constexpr std::uint32_t kPsnMask = 0xffffff;
 constexpr unsigned kWindowPackets = 12;   // sent and not acknowledged
 constexpr auto kRetryAfter = std::chrono::milliseconds(2);  // where nothing was said of it
 constexpr unsigned kRetries = 3;
-constexpr int kFaster = 4;  // than what a QP was told
+constexpr int kFaster = 3;  // than what a QP was told
 
 using Clock = std::chrono::steady_clock;
 
