@@ -16,7 +16,7 @@ namespace migr::links {
 namespace {
 
 constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1;
-constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kStayNs = 30'000'000'000;
+constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000, kStayNs = 30'000'000'000;
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
 
 std::uint32_t next_epoch(const QpLink& l, Side side) {
@@ -185,17 +185,24 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   go_on(l);
 }
 
+/// Its path has failed. Whether its link has must be known before anything goes there again.
+void doubt(const QpLink& l) {
+  if (Channel* c = find_channel(l.instance, *l.leg().link)) c->doubt_ns = now_ns(), c->beat_now = true;
+}
+
 /// Because its path or its link has failed.
 void fail_over(QpLink& l, migr_links_cause cause) {
   if (l.epoch >= kLastEpoch) return;
   l.led = false;
+  doubt(l);
   begin(l, cause, next_epoch(l, other(l.on)));
 }
 
 /* ---- without a failure -------------------------------------------------------------- */
 
-void tell_drain(const QpLink& l, bool drained) {
+void tell_drain(QpLink& l, bool drained) {
   Side side = kHome;
+  l.told_ns = now_ns();
   if (!side_of(l, l.drain_epoch & kLinkMask, side)) return;
   if (Channel* c = standing(l, side))
     send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .reserved = 0});
@@ -220,6 +227,7 @@ void end_drain(QpLink& l, Stage then) {
   std::string why;
   set_stage(l, then);
   l.stay_until_ns = now_ns() + kStayNs;
+  kick(state()->round_fd);
   if (switchover::resume(one, ignored, why)) say(l, why);
 }
 
@@ -231,7 +239,9 @@ void look_at_drain(QpLink& l) {
     if (l.drained_here) tell_drain(l, true);
   }
   if (l.drained_here && l.drained_there) return begin(l, l.cause, l.drain_epoch);
-  if (now_ns() > l.deadline_ns) end_drain(l, Stage::kReady);
+  const std::uint64_t now = now_ns();
+  if (now > l.deadline_ns) return end_drain(l, Stage::kReady);
+  if (now - l.told_ns > kTellAgainNs) tell_drain(l, l.drained_here);  // the other end may not have been ready for it
 }
 
 /// Where a vQP is to be as long as nothing is broken.
@@ -282,6 +292,7 @@ void look_at(QpLink& l) {
       return look_at_drain(l);
     case Stage::kChanging:
       if (take_wanted(l) && switched(l)) {
+        doubt(l);
         if (!cut(l, why)) return give_up(l, why);
         choose(l);
       } else if (!standing(l, target(l))) {
@@ -340,7 +351,7 @@ Past& past_of(const Peer& peer, const Link& link) {
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
   Channel* const channel = link.down ? nullptr : find_channel(l.instance, link);
-  return channel && channel->up() ? channel : nullptr;
+  return channel && channel->up() && !channel->doubt_ns ? channel : nullptr;
 }
 
 void set_remote_keys(QpLink& l) {
@@ -528,8 +539,9 @@ void got_state(Channel& from, const StateRecord& record) {
   l->heard = {.epoch = record.epoch, .serial = record.serial, .executed = record.executed};
   if (l->stage != Stage::kChanging) {
     if (!next && record.serial < l->path.serial) return tell(*l, from);
-    if (next || record.serial > l->path.serial) begin(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
-    return;
+    if (!next && record.serial == l->path.serial) return;  // once more
+    if (l->stage != Stage::kDraining) doubt(*l);
+    return begin(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
   }
   if (next) {
     std::string why;
@@ -549,7 +561,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (l->stage == Stage::kReady) {
     begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
     l->led = side == kBackup;
-    l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
+    if (side != wanted_side(*l)) l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
   }
   if (l->stage != Stage::kDraining || record.epoch < l->drain_epoch) return;
   if (record.epoch > l->drain_epoch) {

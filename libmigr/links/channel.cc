@@ -128,6 +128,12 @@ bool completed(Channel& c, const ibv_wc& wc) {
       flush_waiting(c);
       return true;
     default:
+      if (c.doubt_ns && c.beat_ns < c.doubt_ns) {
+        c.beat_now = true;
+      } else if (c.doubt_ns) {
+        c.doubt_ns = 0;
+        kick(state()->round_fd);
+      }
       c.beat_ns = 0;
       return true;
   }
@@ -257,8 +263,8 @@ void heartbeats(Link& link) {
   const bool slept = now - std::exchange(link.looked_ns, now) > 2 * interval;
   for (Channel* c : std::vector(state()->channels)) {
     if (c->link != &link || !c->up()) continue;
-    if (c->beat_ns && slept) c->beat_ns = now;
-    if (config.heartbeat_ms && c->beat_ns && now - c->beat_ns > interval * config.heartbeat_misses) {
+    if (c->beat_ns && slept) c->waits_ns = now;
+    if (config.heartbeat_ms && c->beat_ns && now - c->waits_ns > interval * config.heartbeat_misses) {
       channel_broke(*c);
       continue;
     }
@@ -268,7 +274,7 @@ void heartbeats(Link& link) {
     wr.opcode = IBV_WR_RDMA_WRITE;
     wr.send_flags = IBV_SEND_SIGNALED;
     if (link.ops.post_send(c->qp, &wr, &bad)) continue;
-    c->beat_ns = now;
+    c->beat_ns = c->waits_ns = now;
     c->beat_now = false;
   }
 }

@@ -69,9 +69,11 @@ struct Channel {
   std::uint32_t busy = 0;  ///< slots for sends, by bit
   std::deque<std::vector<std::uint8_t>> waiting;
   std::uint64_t beat_ns = 0;  ///< when the heartbeat that is out was posted; 0: none is
+  std::uint64_t waits_ns = 0; ///< its answer is waited for since then
   std::uint64_t last_ns = 0;  ///< something was acknowledged
   std::uint64_t up_ns = 0;    ///< it stands since
   bool beat_now = false;      ///< whether the other end lives has to be known
+  std::uint64_t doubt_ns = 0; ///< a path on its link failed then, and no heartbeat of after that was answered; 0: none did
 
   bool up() const { return connected && heard && acknowledged; }
 };
