@@ -199,6 +199,8 @@ bool make_backup(Twin& t, std::string& why) {
       c->link->qps[kHome][q->pqpn()] = l.get();
     }
     q->link = l.get();
+    // Well before it counts: threads that poll have to be known by then.
+    switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
     state()->qps.push_back(l.release());
     return true;
   }
@@ -512,7 +514,7 @@ class Round {
     for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
       const migr_links_path& path = found.vqp.path[i];
       if (path.link != l.twin->link->index) continue;
-      if (!connect_half(l, kBackup, path, l.why)) protect(l);  // an address may not be resolved: once more in the next round
+      connect_half(l, kBackup, path, l.why);  // an address may not be resolved: once more in the next round
       return;
     }
     l.why = "the other end has no such link";
@@ -576,11 +578,6 @@ class Round {
     }
     report(links, states);
     return waiting;
-  }
-
-  /// Well before it counts: threads that poll have to be known by then.
-  static void protect(QpLink& l) {
-    switchover::for_cqs(*l.q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
   }
 
   static void look_at_backup(QpLink& l) {
