@@ -94,6 +94,15 @@ both_on() {	# LINK: all vQPs of both ends are there
 	until_true 60 on_link src "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
 }
 cut() { rail peer "$@" && both_on 1; }
+cuts() {	# N: in a row, of both kinds
+	local i how
+	for ((i = 1; i <= $1; i++)); do
+		if ((RANDOM % 3)); then how=(--loss 100); else how=(down); fi
+		cut "${how[@]}" && mend && both_on 0 && until_true 60 backed src && until_true 20 backed peer || { fail "cut $i of $1: ${how[*]}"; return 1; }
+		note "cut $i of $1: ${how[*]}"
+	done
+	changed src && changed peer
+}
 # One end prefers the other rail, and then none.
 preferred() {
 	on src migrctl links prefer rxe1 --wait 30000 >/dev/null && both_on 1 && on src migrctl links prefer --none >/dev/null && both_on 0
@@ -109,6 +118,7 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192
+walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events

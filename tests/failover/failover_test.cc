@@ -452,7 +452,11 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   printf("%u changes, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", totals.vqps, totals.broken, totals.replayed,
          totals.executed, twice, rounds, totals.vqps ? static_cast<double>(totals.resume_ns) / totals.vqps / 1e6 : 0);
   printf("%u of %d connections outlived it\n", whole, rounds);
-  EXPECT_GT(whole, static_cast<unsigned>(rounds) / 2);
+  if (storm) {
+    EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
+  } else {
+    EXPECT_EQ(whole, static_cast<unsigned>(rounds));
+  }
   EXPECT_GT(totals.replayed, 0u);
   EXPECT_GT(totals.executed, 0u);
   if (!exact && rounds >= 50) {
