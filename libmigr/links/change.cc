@@ -158,7 +158,7 @@ void choose(QpLink& l) {
 void go_on(QpLink& l) {
   std::string why;
   for (;;) {
-      const Side side = target(l);
+    const Side side = target(l);
     Channel* const channel = standing(l, side);
     const bool here = switched(l) && l.on == side;
     const bool used_up = here && l.heard.epoch == l.epoch && l.heard.serial > l.path.serial;

@@ -587,7 +587,11 @@ class Round {
     l.why.clear();
     if (!l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
     if (!all_memory_there(*l.twin)) return;
-    set_stage(l, Stage::kReady);
+    {
+      std::lock_guard guard(l.lock);
+      l.stage = Stage::kReady;
+      l.wanted = false;  // what was wanted before could not be
+    }
     if (l.leg().link->down) wanted(l);
   }
 
@@ -604,9 +608,13 @@ class Round {
     look_again_ns_ = now + kLookAgainNs;
     if (directory_.outside(control::text_ranges())) return true;
     std::lock_guard guard(registry().lock);
+    bool left = false;
     for (const auto& [id, count] : trapped)
-      if (QpLink* const l = by_id(id)) release_traps(*l, std::min(count, l->traps.size()));
-    return false;
+      if (QpLink* const l = by_id(id)) {
+        release_traps(*l, std::min(count, l->traps.size()));
+        left = left || !l->traps.empty();
+      }
+    return left;
   }
 
   template <class Record>
