@@ -190,14 +190,18 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, Sc
   return seen;
 }
 
+constexpr int kCalmPasses = 4;  // with nobody inside are enough, whoever is new in each
+
 Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
                                      Clock::time_point deadline, const std::stop_token& stop) {
   ScanStats stats;
   std::set<pid_t> outside;
+  int calm = 0;  // passes in a row in which nobody was inside
   for (int pause_us = kScanRetryUs;; pause_us = std::min(pause_us * 2, kScanRetryMaxUs)) {
     auto tids = threads_of(pid);
     if (!tids) return tids.error();
     pid_t inside = 0;
+    const std::size_t known = outside.size();
     for (pid_t tid : *tids) {
       if (tid == skip_tid || outside.contains(tid)) continue;
       if (stop.stop_requested()) return Error{ECANCELED, "nobody wants to know any more whether process " + std::to_string(pid) + " is outside"};
@@ -210,8 +214,11 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
       outside.insert(tid);
       if (*seen == Seen::kOutside) stats.threads++;
     }
-    // A thread that a pass did not list was born after the flag went up.
-    if (!inside) return stats;
+    // A thread that ends may hide others from the pass that reads the list meanwhile: one more shows them. With threads
+    // that come and go all the time there is always a new one; it was born after the flag went up.
+    if (!inside && (outside.size() == known || ++calm == kCalmPasses)) return stats;
+    if (!inside) continue;
+    calm = 0;
     if (Clock::now() > deadline)
       return Error{ETIMEDOUT, "thread " + std::to_string(inside) + " of process " + std::to_string(pid) +
                                   " stayed inside a data-path call"};
