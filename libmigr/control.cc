@@ -33,6 +33,7 @@
 #include "links/links.h"
 #include "provider/provider.h"
 #include "provider/uverbs_write.h"
+#include "quiet_thread.h"
 #include "shadow.h"
 #include "switchover/switchover.h"
 
@@ -713,20 +714,10 @@ void start() {
   if (!state.compare_exchange_strong(expected, State::kRunning)) return;
   if (!prepare_self()) return;
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_attr_t attr;
-  pthread_attr_init(&attr);
-  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
   pthread_t thread;
-  const int error = pthread_create(&thread, &attr, run, nullptr);
-  if (error)
-    fprintf(stderr, "libmigr: no control thread: %s; this process cannot be migrated\n", strerror(error));
-  else
-    pthread_setname_np(thread, "migr-control");
-  pthread_attr_destroy(&attr);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  const int error = start_quiet_thread(thread, run, nullptr, "migr-control");
+  if (error) fprintf(stderr, "libmigr: no control thread: %s; this process cannot be migrated\n", strerror(error));
+  else pthread_detach(thread);
 }
 
 std::vector<migr_text_range> text_ranges() {

@@ -31,16 +31,6 @@ bool private_wanted() {
   return tables && strcmp(tables, "private") == 0;
 }
 
-/// Memory that costs nothing until it is written. @param where null, or the address that must be taken
-void* private_memory(void* where, std::size_t bytes) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (where ? MAP_FIXED : 0);
-  void* p = mmap(where, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (p == MAP_FAILED) return nullptr;
-  madvise(p, bytes, MADV_DONTDUMP);
-  madvise(p, bytes, MADV_NOHUGEPAGE);  // one entry must not cost 2 MiB
-  return p;
-}
-
 void* table_of(int fd, void* where, std::size_t bytes, std::uint64_t offset) {
   void* p = mmap(where, bytes, PROT_READ, MAP_SHARED | (where ? MAP_FIXED : 0), fd, static_cast<off_t>(offset));
   return p == MAP_FAILED ? nullptr : p;
@@ -62,6 +52,15 @@ int open_attached(int uverbs_fd, std::uint32_t& ctx_id, std::uint32_t& module_ab
 }
 
 }  // namespace
+
+void* private_memory(void* where, std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (where ? MAP_FIXED : 0);
+  void* p = mmap(where, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  madvise(p, bytes, MADV_DONTDUMP);
+  madvise(p, bytes, MADV_NOHUGEPAGE);  // one entry must not cost 2 MiB
+  return p;
+}
 
 KernelLink::KernelLink(int uverbs_fd) {
   if (!private_wanted()) {

@@ -10,6 +10,9 @@
 
 namespace migr {
 
+/// Memory that costs nothing until it is written. @param where null, or the address that must be taken. @return null: no room
+void* private_memory(void* where, std::size_t bytes);
+
 /// Without migr.ko (or with MIGR_TABLES=private, for measurements) both tables are private memory of the process
 /// that bind_*() fills: everything works within the process, nothing can be migrated. Says so once on stderr,
 /// except with MIGR_TABLES=private. An ABI mismatch is said once too, with both versions.

@@ -708,7 +708,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);
   shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
-  links::modified(*shadow, *attr, mask);
+  links::modified(*shadow, mask);
   return 0;
 }
 

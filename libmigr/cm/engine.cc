@@ -21,6 +21,7 @@
 #include "../../include/migr/gid.h"
 #include "../high_fd.h"
 #include "events.h"
+#include "../quiet_thread.h"
 
 namespace migr::cm {
 namespace {
@@ -246,16 +247,10 @@ bool Engine::ensure_open(std::unique_lock<std::mutex>& guard) {
   if (!started_) {
     if (wake_fd_ < 0) wake_fd_ = to_high_fd(eventfd(0, EFD_CLOEXEC));
     if (wake_fd_ < 0) return false;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&thread_, nullptr, start, this);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    if (error) {
+    if (const int error = start_quiet_thread(thread_, start, this, "migr-cm")) {
       errno = error;
       return false;
     }
-    pthread_setname_np(thread_, "migr-cm");
     started_ = true;
   }
   if (real_fd_ >= 0) return true;

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "links.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,6 +14,7 @@
 #include "../high_fd.h"
 #include "../kernel_link.h"
 #include "../path.h"
+#include "../quiet_thread.h"
 #include "../real.h"
 #include "../switchover/switchover.h"
 #include "channel.h"
@@ -28,23 +27,8 @@ State* the_state = nullptr;
 
 bool start_thread(void (*run)(), const char* name) {
   pthread_t thread;
-  pthread_attr_t attr;
-  pthread_attr_init(&attr);
-  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-  const int error = pthread_create(&thread, &attr, [](void* f) -> void* { reinterpret_cast<void (*)()>(f)(); return nullptr; },
-                                   reinterpret_cast<void*>(run));
-  pthread_attr_destroy(&attr);
-  if (!error) pthread_setname_np(thread, name);
-  return !error;
-}
-
-bool start_threads() {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  const bool ok = start_thread(run_rounds, "migr-links") && start_thread(run_failover, "migr-failover");
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return ok;
+  const auto call = [](void* f) -> void* { reinterpret_cast<void (*)()>(f)(); return nullptr; };
+  return !start_quiet_thread(thread, call, reinterpret_cast<void*>(run), name) && !pthread_detach(thread);
 }
 
 /// Once. Reads what is configured; without anything nothing is made.
@@ -65,19 +49,18 @@ State* configured() {
   s->round_fd = to_high_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   s->failover_fd = to_high_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   the_state = s;
-  if (!path::watch_pollers() || s->instance == Peer{} || s->round_fd < 0 || s->failover_fd < 0 || !start_threads()) {
+  if (!path::watch_pollers() || s->instance == Peer{} || s->round_fd < 0 || s->failover_fd < 0 ||
+      !start_thread(run_rounds, "migr-links") || !start_thread(run_failover, "migr-failover")) {
     std::fprintf(stderr, "libmigr: no thread, descriptor or membarrier(2) for the backup links; no link is backed up in this process\n");
     the_state = nullptr;  // a thread that has begun finds nothing to do
   }
   return the_state;
 }
 
-void* table(std::size_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) return nullptr;
-  madvise(p, bytes, MADV_DONTDUMP);
-  madvise(p, bytes, MADV_NOHUGEPAGE);
-  return p;
+void destroy(CqLink* link) {
+  if (link->bell) real().destroy_qp(link->bell);
+  real().destroy_cq(link->real);
+  delete link;
 }
 
 void forget_qp(QpLink& l) {
@@ -96,7 +79,6 @@ void forget_qp(QpLink& l) {
 }  // namespace
 
 State* state() { return the_state; }
-bool enabled() { return the_state != nullptr; }
 
 void kick(int fd) {
   const std::uint64_t one = 1;
@@ -139,7 +121,7 @@ void opened(Context& context) {
   t->policy = policy;
   for (Link& link : s->links)
     if (!t->link && link.config.device != home->config.device) t->link = &link;
-  t->key_table = t->link ? static_cast<migr_key_entry*>(table(MIGR_KEY_TABLE_BYTES)) : nullptr;
+  t->key_table = t->link ? static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)) : nullptr;
   if (!t->key_table) {
     delete t;
     return;
@@ -164,7 +146,7 @@ void made(MrShadow& mr) {
   for (Channel* c : the_state->channels) tell_keys(*c);
 }
 
-void modified(QpShadow& q, const ibv_qp_attr&, int mask) {
+void modified(const QpShadow& q, int mask) {
   if (q.context->twin && (mask & IBV_QP_STATE)) changed();
 }
 
@@ -188,9 +170,7 @@ void gone(CqShadow& c) {
     link = std::exchange(c.link, nullptr);
     c.state.fetch_and(~std::uint32_t{kLinkedCq | kProtectedCq}, std::memory_order_relaxed);
   }
-  if (link->bell) real().destroy_qp(link->bell);
-  real().destroy_cq(link->real);
-  delete link;
+  destroy(link);
 }
 
 void gone(ibv_pd* pd) {
@@ -261,9 +241,7 @@ void dropped(Context& context) {
     }
   for (CqShadow* c : registry.cqs) {
     if (c->context != &context || !c->link) continue;
-    if (c->link->bell) real().destroy_qp(c->link->bell);
-    real().destroy_cq(c->link->real);
-    delete std::exchange(c->link, nullptr);
+    destroy(std::exchange(c->link, nullptr));
   }
   for (MrShadow* mr : registry.mrs)
     if (mr->context == &context) gone(*mr);
@@ -316,25 +294,14 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
     if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
     return true;
   }
-  switch (l.stage) {
-    case Stage::kReady:
-      if (!of_the_path(wc.status)) {
-        l.stage = Stage::kBroken;
-        return false;
-      }
-      [[fallthrough]];
-    case Stage::kDraining:
-    case Stage::kChanging:
-      if (!of_the_path(wc.status)) {
-        if (l.stage == Stage::kDraining) l.stage = Stage::kBroken, kick(the_state->failover_fd);
-        return false;
-      }
-      l.hidden.push_back({&c, wc});
-      if (!std::exchange(l.wanted, true)) kick(the_state->failover_fd);
-      return true;
-    default:
-      return false;
+  if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return false;
+  if (!of_the_path(wc.status)) {
+    if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
+    return false;
   }
+  l.hidden.push_back({&c, wc});
+  if (!std::exchange(l.wanted, true)) kick(the_state->failover_fd);
+  return true;
 }
 
 void hand_over(QpShadow& q) {

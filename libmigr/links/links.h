@@ -161,15 +161,12 @@ struct QpLink {
   const Leg& backup() const { return legs[other(on)]; }
 };
 
-/// Is anything configured? Cheap.
-bool enabled();
-
 /* What the application does; the Registry's lock is held. */
 void opened(Context& context);
 void dropped(Context& context);  ///< before its objects are forgotten
 void made(MrShadow& mr);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
-void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
+void modified(const QpShadow& q, int mask);
 void gone(MrShadow& mr);
 void gone(CqShadow& cq);
 void gone(QpShadow& q);

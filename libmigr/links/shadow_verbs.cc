@@ -5,7 +5,6 @@
  * for each other in a circle.
  */
 #include <poll.h>
-#include <sys/random.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../../include/migr/gid.h"
 #include "../control.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
@@ -51,8 +51,7 @@ int choose_gid(ibv_context* ctx, unsigned port) {
   const ssize_t n = query ? query(ctx, all.data(), kMost, 0, sizeof all[0]) : 0;
   for (ssize_t i = 0; i < n; ++i) {
     const ibv_gid_entry& e = all[static_cast<std::size_t>(i)];
-    const std::uint8_t ipv4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    if (e.port_num == port && e.gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(e.gid.raw, ipv4, sizeof ipv4)) return static_cast<int>(e.gid_index);
+    if (e.port_num == port && e.gid_type == IBV_GID_TYPE_ROCE_V2 && migr_gid_family(e.gid.raw) == 0) return static_cast<int>(e.gid_index);
   }
   return 0;
 }

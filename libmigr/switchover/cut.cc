@@ -374,11 +374,7 @@ void join(Cut& second, Cut& first) {
 int withhold(QpShadow& q, std::string& why) {
   QpShadow* const one[] = {&q};
   if (const int err = check_arcs(one, Phase::kSuspended, why)) return err;
-  for_cqs(q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
-  std::lock_guard guard(q.lock);
-  q.phase = Phase::kSuspended;
-  q.suspended_ns = now_ns();
-  set_bits(q, kKeepSends);
+  raise_flags(q, kKeepSends);
   return 0;
 }
 

@@ -45,6 +45,8 @@ void for_cqs(const QpShadow& q, Function&& function) {
   if (q.recv_cq && q.recv_cq != q.send_cq) function(*q.recv_cq);
 }
 
+/// The beginning of every suspension. @param bits of its state word
+void raise_flags(QpShadow& q, std::uint32_t bits);
 void set_cq_bits(CqShadow& c, std::uint32_t set, std::uint32_t clear = 0);
 /// Caller holds s.lock.
 void set_srq_bits(SrqShadow& s, std::uint32_t set, std::uint32_t clear = 0);

@@ -9,6 +9,14 @@
 
 namespace migr::switchover {
 
+void raise_flags(QpShadow& q, std::uint32_t bits) {
+  for_cqs(q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
+  std::lock_guard guard(q.lock);
+  q.phase = Phase::kSuspended;
+  q.suspended_ns = now_ns();
+  set_bits(q, bits);
+}
+
 int suspend(Qps qps, std::string& why) {
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
@@ -18,13 +26,7 @@ int suspend(Qps qps, std::string& why) {
       return err;
     }
   }
-  for (QpShadow* q : qps) {
-    for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kFakeCq | kSuspendedCq); });
-    std::lock_guard guard(q->lock);
-    q->phase = Phase::kSuspended;
-    q->suspended_ns = now_ns();
-    set_bits(*q, kKeepSends | kOpen);
-  }
+  for (QpShadow* q : qps) raise_flags(*q, kKeepSends | kOpen);
   for (SrqShadow* s : Registry::get().srqs) {
     std::lock_guard guard(s->lock);
     set_srq_bits(*s, kSuspendedSrq);
