@@ -91,7 +91,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool 
 
 Status RpcDestination::attach_network(std::uint32_t id) { return call(stub_, &D::AttachNetwork, migration(id), kHookMs + 1000, name_); }
 Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kProcessMs, name_); }
-Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs, name_); }
+Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs + kProcessMs, name_); }
 Status RpcDestination::commit(std::uint32_t id) { return call(stub_, &D::Commit, migration(id), kCommitMs, name_); }
 Result<wire::CommitReply> RpcDestination::rebind(std::uint32_t id) {
   return call(stub_, &D::Rebind, migration(id), kReconnectMs + kProcessMs, name_);

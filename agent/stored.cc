@@ -256,13 +256,17 @@ Result<std::string> StoredSource::record(const std::string&, const std::vector<s
 
 // The rest of the images joins what was needed early.
 Status StoredSource::checkpoint() {
+  constexpr char kPart[] = ".part";
   const std::string to = host_.folder(id_) + "/images";
   std::error_code ec;
   for (const auto& f : fs::directory_iterator(dir_ + "/images", ec)) {
     const std::string name = to + "/" + f.path().filename().string();
     if (fs::exists(fs::symlink_status(name))) continue;
     fs::create_hard_link(f.path(), name, ec);
-    if (ec) fs::copy(f.path(), name, fs::copy_options::copy_symlinks, ec);  // another file system
+    if (ec) {  // another file system; it is being sent, so it gets its name when it is whole
+      fs::copy(f.path(), name + kPart, fs::copy_options::copy_symlinks, ec);
+      if (!ec) fs::rename(name + kPart, name, ec);
+    }
     if (ec) break;
   }
   return ec ? Status(Error{ec.value(), "reading " + dir_ + "/images: " + ec.message()}) : Status();

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/inotify.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -110,6 +111,36 @@ TEST_F(Stored, EarlyImagesFirstThenTheRest) {
   s.forget(true);
   EXPECT_FALSE(fs::exists(*early));
   EXPECT_TRUE(fs::exists(dir() + "/images/pages-1.img"));
+}
+
+// Memory is sent as soon as its file is there: a copy is there when it is whole.
+TEST_F(Stored, FromAnotherFileSystemMemoryAppearsWhole) {
+  char name[] = "/dev/shm/stored_test.XXXXXX";
+  if (!mkdtemp(name)) GTEST_SKIP() << "no /dev/shm";
+  ASSERT_TRUE(keep());
+  struct stat here{}, there{};
+  ASSERT_TRUE(!stat(root.c_str(), &here) && !stat(name, &there));
+  if (here.st_dev == there.st_dev) GTEST_SKIP() << "/tmp and /dev/shm are one file system";
+  const std::string other = name + std::string("/kept");
+  ASSERT_EQ(system(("cp -a " + dir() + " " + other).c_str()), 0);
+  StoredSource s(host, 1);
+  ASSERT_TRUE(s.inspect(other));
+  auto early = s.record("here", {});
+  ASSERT_TRUE(early) << early.error().text;
+  const int watch = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
+  ASSERT_GE(inotify_add_watch(watch, early->c_str(), IN_CREATE | IN_MOVED_TO), 0);
+  ASSERT_TRUE(s.checkpoint());
+  alignas(inotify_event) char buffer[4096];
+  const ssize_t n = read(watch, buffer, sizeof buffer);
+  std::uint32_t how = 0;
+  for (ssize_t at = 0; at < n;) {
+    const auto* e = reinterpret_cast<const inotify_event*>(buffer + at);
+    if (std::string(e->name) == "pages-1.img") how |= e->mask;
+    at += static_cast<ssize_t>(sizeof *e + e->len);
+  }
+  EXPECT_EQ(how, std::uint32_t{IN_MOVED_TO});
+  close(watch);
+  fs::remove_all(name);
 }
 
 // What is restored has the name of what was stored: nothing of that name is ever to be taken back or destroyed by the source.
