@@ -39,6 +39,7 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
   X(kResolveSlowMs, "resolve_slow_ms", 10'000)  /* between two questions, after kResolveMs */                       \
   /* to processes */                                                                                                \
   X(kProcessMs, "process_ms", 10'000)       /* any request but drain */                                             \
+  X(kParkMs, "park_ms", 20'000)            /* leave its backup links */                                              \
   X(kPerQpMs, "per_qp_ms", 10)              /* more, for requests that make or connect QPs */                       \
   X(kSuspendMs, "suspend_ms", 10'000)       /* all threads seen outside */                                          \
   X(kDrainMs, "drain_ms", 10'000)                                                                                   \

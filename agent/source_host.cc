@@ -412,7 +412,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     const bool asked = p.session && claim(*p.session) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
     if (asked) {
-      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs, hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
+      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs + (hold_ ? kParkMs : 0), hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
       if (fds) p.fds = *fds;
       described = fds;
     }

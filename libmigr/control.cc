@@ -469,7 +469,11 @@ Answer serve(const Message& request) {
   if (request.head.type == MIGR_MSG_DRAIN) {
     drain(registry, request, answer);
   } else {
-    if (request.head.type == MIGR_MSG_DESCRIBE) cm::settle();
+    if (request.head.type == MIGR_MSG_DESCRIBE) {
+      cm::settle();
+      if (request.head.arg & MIGR_DESCRIBE_HOLD)
+        if (const std::string why = links::park(); !why.empty()) return answer.fail(EBUSY, "cannot be migrated now: " + why), answer;
+    }
     std::lock_guard guard(registry.lock);
     dispatch_locked(registry, request, answer);
   }

@@ -217,6 +217,7 @@ struct MrShadow {
   std::uint64_t iova;
   bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported, on demand)
   ibv_mr* twin = nullptr;  ///< the same memory on the backup link
+  bool told_at_home = false;  ///< peers of channels know what its rkey is called on its own link
 };
 
 struct alignas(64) CqShadow {
@@ -317,6 +318,7 @@ struct alignas(64) QpShadow {
     int mask;  ///< of IBV_QP_DEST_QPN, IBV_QP_AV: what of this is known
     std::uint32_t dest_qp_num;
     ibv_ah_attr ah;
+    ibv_gid gid;  ///< its own, where links are backed up
   } birth;
   /// Where the queues of `real` lie; null: not looked up yet. For the provider part.
   struct Ring {

@@ -351,7 +351,7 @@ Past& past_of(const Peer& peer, const Link& link) {
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
   Channel* const channel = link.down ? nullptr : find_channel(l.instance, link);
-  return channel && channel->up() && !channel->doubt_ns ? channel : nullptr;
+  return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
 }
 
 void set_remote_keys(QpLink& l) {
@@ -440,7 +440,7 @@ void release_traps(QpLink& l, std::size_t count) {
     }
     if (!l.traps.empty()) return;
     std::uint32_t bits = kTrapped;
-    if (l.on == kHome && !q.context->renamed) bits |= kTranslateLocal | kTranslateRemote;  // with its own names again
+    if (l.on == kHome && !q.context->renamed) bits |= (kTranslateLocal | kTranslateRemote) & ~l.home_bits;  // with its own names again
     switchover::clear_bits(q, bits);
   }
   if (l.on == kHome) switchover::for_cqs(q, leave_linked_cq);
@@ -572,6 +572,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
 }
 
 void channel_broke(Channel& channel) {
+  if (channel.ended) return end_channel(channel);
   Past& past = past_of(channel.peer, *channel.link);
   past.round = channel.round;
   if (channel.up()) past.lost_ns = now_ns();
@@ -607,6 +608,8 @@ void run_failover() {
     unsigned timeout = kIdleMs;
     {
       std::lock_guard guard(registry.lock);
+      ++state()->passes;
+      state()->parked.notify_all();
       for (Link& link : state()->links) {
         look_at_channels(link);
         pass_events_on(link);

@@ -14,6 +14,7 @@ constexpr std::uint64_t kReceive = 1ull << 32, kSend = 2ull << 32, kBeat = 3ull 
 constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, seven times: the other end may not be connected yet
 constexpr std::uint8_t kRetries = 6;   // 7 is for ever with soft-RoCE
 constexpr std::uint8_t kRnrForEver = 7, kRnrTimer = 6;
+constexpr std::uint64_t kByeLimitNs = 1'000'000'000;
 
 template <class T>
 T record(const std::uint8_t* at, std::size_t n) {
@@ -97,6 +98,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     case kStateMessage: return each(got_state);
     case kPathMessage: return each(got_path);
     case kDrainMessage: return each(got_drain);
+    case kByeMessage: return each(got_bye);
     default: return false;
   }
 }
@@ -242,6 +244,17 @@ void send_one(Channel& c, MessageType type, const Record& record) {
 void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessage, record); }
 void send_path(Channel& c, const PathRecord& record) { send_one(c, kPathMessage, record); }
 void send_drain(Channel& c, const DrainRecord& record) { send_one(c, kDrainMessage, record); }
+void send_bye(Channel& c, const ByeRecord& record) {
+  send_one(c, kByeMessage, record);
+  c.bye_ns = now_ns();
+}
+
+void end_channel(Channel& c) {
+  Past& past = past_of(c.peer, *c.link);
+  past.round = c.round;
+  past.lost_ns = 0;
+  destroy_channel(&c);
+}
 
 void poll_channels(Link& link) {
   constexpr int kBatch = 16;
@@ -263,6 +276,10 @@ void heartbeats(Link& link) {
   const bool slept = now - std::exchange(link.looked_ns, now) > 2 * interval;
   for (Channel* c : std::vector(state()->channels)) {
     if (c->link != &link || !c->up()) continue;
+    if (c->ended && (!c->busy || now - c->bye_ns > kByeLimitNs)) {
+      end_channel(*c);
+      continue;
+    }
     if (c->beat_ns && slept) c->waits_ns = now;
     if (config.heartbeat_ms && c->beat_ns && now - c->waits_ns > interval * config.heartbeat_misses) {
       channel_broke(*c);

@@ -11,7 +11,7 @@
 
 namespace migr::links {
 
-enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage };
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage };
 
 constexpr std::uint16_t kMessageVersion = 1;
 
@@ -51,6 +51,11 @@ struct DrainRecord {
   std::uint32_t reserved;
 };
 
+/// The sender's process is about to be migrated: no vQP between the two is backed up any more.
+struct ByeRecord {
+  std::uint32_t answer;  ///< that this is so here, too
+};
+
 struct Channel {
   static constexpr unsigned kMessageBytes = 2048, kReceives = 32, kSends = 16;
   Peer peer{};
@@ -75,6 +80,9 @@ struct Channel {
   bool beat_now = false;      ///< whether the other end lives has to be known
   std::uint64_t doubt_ns = 0; ///< a path on its link failed then, and no heartbeat of after that was answered; 0: none did
 
+  std::uint64_t bye_ns = 0;   ///< BYE was sent, or answered
+  bool ended = false;         ///< and that is all that comes: it is destroyed when it has arrived
+
   bool up() const { return connected && heard && acknowledged; }
 };
 
@@ -89,6 +97,9 @@ void tell_keys(Channel& channel);
 void send_state(Channel& channel, const StateRecord& record);
 void send_path(Channel& channel, const PathRecord& record);
 void send_drain(Channel& channel, const DrainRecord& record);
+void send_bye(Channel& channel, const ByeRecord& record);
+/// Without a fault.
+void end_channel(Channel& channel);
 /// Completions of all channels of a link. Broken ones are given to channel_broke().
 void poll_channels(Link& link);
 /// Posts what is due, and finds who is silent.

@@ -35,6 +35,8 @@ class Directory {
   /// Every thread of this process is seen outside of `ranges` (control::text_ranges()) once. ETIMEDOUT: one has stayed inside
   /// for 2 s; EPERM: something else traces the process. Ask again, rarely.
   virtual int outside(std::span<const migr_text_range> ranges) = 0;
+  /// Nothing is open any more; life() connects again.
+  virtual void hang_up() {}
 };
 
 std::unique_ptr<Directory> make_directory(const Config& config, const Peer& instance);

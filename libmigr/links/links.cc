@@ -146,8 +146,10 @@ void made(MrShadow& mr) {
   for (Channel* c : the_state->channels) tell_keys(*c);
 }
 
-void modified(const QpShadow& q, int mask) {
-  if (q.context->twin && (mask & IBV_QP_STATE)) changed();
+void modified(QpShadow& q, int mask) {
+  if (!q.context->twin) return;
+  if ((mask & IBV_QP_AV) && real().query_gid(q.context->real, q.birth.ah.port_num, q.birth.ah.grh.sgid_index, &q.birth.gid)) q.birth.gid = {};
+  if (mask & IBV_QP_STATE) changed();
 }
 
 void gone(MrShadow& mr) {
@@ -158,12 +160,17 @@ void gone(MrShadow& mr) {
   t->key_table[mr.app.rkey >> 8].rkey = 0;
   real().dereg_mr(std::exchange(mr.twin, nullptr));
   if (prkey) the_state->keys.push_back({t->link->index, t->home->index, mr.app.rkey, 0});
+  if (std::exchange(mr.told_at_home, false)) the_state->keys.push_back({t->home->index, t->home->index, mr.app.rkey, 0});
 }
 
 void gone(CqShadow& c) {
   if (!c.link) return;
   for (const QpShadow* q : Registry::get().qps)
     if (q->send_cq == &c || q->recv_cq == &c) return;  // the device will refuse it
+  forget(c);
+}
+
+void forget(CqShadow& c) {
   CqLink* link;
   {
     std::lock_guard guard(c.lock);
@@ -204,10 +211,12 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
 }  // namespace
 
 void gone(QpShadow& q) {
-  QpLink* const l = q.link;
-  if (!l) return;
-  destroy_paths(*l, l->path.qp);  // that was destroyed by the caller
-  forget_qp(*l);
+  if (q.link) forget(*q.link);  // the caller destroys the path that it is on
+}
+
+void forget(QpLink& l) {
+  destroy_paths(l, l.path.qp);
+  forget_qp(l);
 }
 
 void leave(QpShadow& q, ibv_qp_state to) {
@@ -250,15 +259,6 @@ void dropped(Context& context) {
   munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
   context.twin = nullptr;
   delete t;
-}
-
-std::string refusal() {
-  if (!the_state) return "";
-  for (const Link& link : the_state->links)
-    if (link.ctx)
-      return "its links are backed up (policy of " + the_state->links[0].config.device +
-             ".. in links.json): it holds objects on " + link.config.device + ", which do not move yet";
-  return "";
 }
 
 void after_fork_in_child() {

@@ -120,6 +120,9 @@ struct QpLink {
   migr_links_path first[2]{};  ///< paths that it began with, by side, as others are told of them
   bool told = false;           ///< published
   unsigned peer_home = 0;      ///< link that the other end was born on
+  ibv_gid home_gid{};          ///< its present address on its default link
+  std::uint8_t home_gid_index = 0, home_port = 0;
+  std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end; zero: not known yet
   Leg legs[2];                 ///< by side
   std::deque<Trap> traps;
@@ -166,15 +169,21 @@ void opened(Context& context);
 void dropped(Context& context);  ///< before its objects are forgotten
 void made(MrShadow& mr);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
-void modified(const QpShadow& q, int mask);
+void modified(QpShadow& q, int mask);
 void gone(MrShadow& mr);
 void gone(CqShadow& cq);
 void gone(QpShadow& q);
 void gone(ibv_pd* pd);
 /// Before a modification that takes the QP out of its connection: it is the application's own path again.
 void leave(QpShadow& q, ibv_qp_state to);
-/// "" or why this process cannot be migrated.
+/// "" or why this process cannot be migrated, of what is known now.
 std::string refusal();
+/// Before a migration: nothing of the application's is on another link any more, and nothing of ours, until the Registry lets
+/// changes go. Threads, directory and partners see to it; this waits for them, at most 15 s.
+/// Thread: the control thread, without the Registry's lock. @return "" or why not: it goes on as before
+std::string park();
+/// Before its path is replaced by a migration of its partner: it has no backup until it runs again. @return "" or why not
+std::string set_aside(QpShadow& q);
 void after_fork_in_child();
 
 /* On the way of a completion. */

@@ -33,7 +33,9 @@ class MigrdDirectory : public Directory {
       path_.clear();
     }
   }
-  ~MigrdDirectory() override { hang_up(); }
+  ~MigrdDirectory() override {
+    if (fd_ >= 0) close(fd_);
+  }
 
   unsigned life() override {
     if (fd_ >= 0) return life_;
@@ -45,6 +47,11 @@ class MigrdDirectory : public Directory {
   }
 
   int fd() const override { return fd_; }
+
+  void hang_up() override {
+    if (fd_ >= 0) close(std::exchange(fd_, -1));
+    tried_ns_ = 0;
+  }
 
   void pushes(std::vector<migr_links_port>& ports, bool& knocked) override {
     while (fd_ >= 0 && receive(0)) {}
@@ -67,10 +74,6 @@ class MigrdDirectory : public Directory {
   }
 
  private:
-  void hang_up() {
-    if (fd_ >= 0) close(std::exchange(fd_, -1));
-  }
-
   bool connect_and_greet() {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;

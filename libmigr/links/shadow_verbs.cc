@@ -69,6 +69,8 @@ ibv_context* open_named(const std::string& device) {
   return ctx;
 }
 
+Registry& registry() { return Registry::get(); }
+
 /// @return "" or why it cannot be used
 std::string open_link(Link& link) {
   ibv_context* const ctx = open_named(link.config.device);
@@ -102,7 +104,6 @@ std::string open_link(Link& link) {
   return why;
 }
 
-Registry& registry() { return Registry::get(); }
 
 bool make_pd(Twin& t, std::string& why) {
   for (ibv_pd* pd : registry().pds) {
@@ -142,7 +143,11 @@ bool make_mr(Twin& t, std::string& why) {
     mr->twin = made;
     t.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
     t.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
-    if (mr->access & kRemote) state()->keys.push_back({t.link->index, t.home->index, mr->app.rkey, made->rkey});
+    if (mr->access & kRemote) {
+      state()->keys.push_back({t.link->index, t.home->index, mr->app.rkey, made->rkey});
+      mr->told_at_home = mr->real->rkey != mr->app.rkey;
+      if (mr->told_at_home) state()->keys.push_back({t.home->index, t.home->index, mr->app.rkey, mr->real->rkey});
+    }
     return true;
   }
   return false;
@@ -156,13 +161,27 @@ std::string why_not(const QpShadow& q) {
   if (q.real_ex) return "is posted to by ibv_wr_*()";
   if (!q.send_cq || !q.recv_cq || q.send_cq->real_ex || q.recv_cq->real_ex) return "completes on an ibv_cq_ex";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
-  if (q.state.load(std::memory_order_relaxed)) return "was switched before";
+  if (q.state.load(std::memory_order_relaxed) & ~std::uint32_t{kTranslateLocal | kTranslateRemote}) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
   return "";
 }
 
 bool connected_by_application(const QpShadow& q) {
-  return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning;
+  return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning && !q.spare;
+}
+
+/// Where it is now. @return false: that cannot be told
+bool find_home(const QpShadow& q, QpLink& l) {
+  if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  const int err = real().query_qp(q.real, &attr, switchover::kConnectionAttrs, &init);
+  q.real->state = state;
+  l.home_port = attr.ah_attr.port_num;
+  l.home_gid_index = attr.ah_attr.grh.sgid_index;
+  l.home_bits = q.state.load(std::memory_order_relaxed);
+  return !err && !real().query_gid(q.context->real, l.home_port, l.home_gid_index, &l.home_gid);
 }
 
 /// A vQP gets its backup: the first path there.
@@ -170,15 +189,14 @@ bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
     if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
-    ibv_gid gid{};
-    if (real().query_gid(t.of->real, q->birth.ah.port_num, q->birth.ah.grh.sgid_index, &gid)) continue;
+    auto l = std::make_unique<QpLink>();
+    if (!find_home(*q, *l)) continue;
     QpShadow* const one[] = {q};
     if (const int err = provider::locate_queues(one)) return why = std::string("cannot find the queues of a QP: ") + std::strerror(err), false;
-    auto l = std::make_unique<QpLink>();
     l->id = state()->next_id++;
     l->q = q;
     l->twin = &t;
-    std::memcpy(l->name.gid, gid.raw, sizeof gid.raw);
+    std::memcpy(l->name.gid, q->birth.gid.raw, sizeof l->name.gid);
     l->name.vqpn = q->vqpn();
     std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
     l->peer.vqpn = q->birth.dest_qp_num;
@@ -189,7 +207,7 @@ bool make_backup(Twin& t, std::string& why) {
     if (!make_half(*l, kBackup, 0, why)) return false;
     migr_links_path& home = l->first[kHome];
     home.link = t.home->index;
-    std::memcpy(home.gid, l->name.gid, sizeof home.gid);
+    std::memcpy(home.gid, l->home_gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
     l->first[kBackup] = address_of(*l, kBackup);
@@ -213,6 +231,17 @@ bool all_memory_there(const Twin& t) {
 }
 
 }  // namespace
+
+void close_link(Link& link) {
+  if (!link.ctx) return;
+  real().destroy_cq(std::exchange(link.cq, nullptr));
+  for (ibv_comp_channel** e : {&link.events, &link.cq_events}) real().destroy_comp_channel(std::exchange(*e, nullptr));
+  real().dealloc_pd(std::exchange(link.pd, nullptr));
+  link.kernel.reset();
+  real().close_device(std::exchange(link.ctx, nullptr));
+  link.down = link.preferred = false;  // migrd tells it again
+  link.why.clear();
+}
 
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why) {
   init.qp_type = IBV_QPT_RC;
@@ -257,7 +286,7 @@ bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->real;
   init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->real;
   ibv_pd* const pd = side == kHome ? q.init.pd : l.twin->pds.at(q.init.pd);
-  const unsigned port = side == kHome ? q.birth.ah.port_num : leg.link->config.port;
+  const unsigned port = side == kHome ? l.home_port : leg.link->config.port;
   KernelLink& kernel = side == kHome ? *q.context->kernel : *leg.link->kernel;
   ibv_qp* const made = create_on(pd, init, port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
   if (!made) return false;
@@ -288,7 +317,7 @@ migr_links_path address_of(const QpLink& l, Side side) {
   const Leg& leg = l.legs[side];
   out.link = leg.link->index;
   out.serial = leg.next.serial;
-  std::memcpy(out.gid, side == kHome ? l.name.gid : leg.link->gid.raw, sizeof out.gid);
+  std::memcpy(out.gid, side == kHome ? l.home_gid.raw : leg.link->gid.raw, sizeof out.gid);
   out.qpn = leg.next.qp->qp_num;
   out.psn = leg.next.psn;
   out.lid = leg.link->lid;
@@ -311,7 +340,7 @@ int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& w
   attr.dest_qp_num = to.qpn;
   attr.rq_psn = to.psn;
   lead_to(attr.ah_attr, link, to.gid, to.lid);
-  if (side == kHome) attr.ah_attr.grh.sgid_index = q.birth.ah.grh.sgid_index, attr.ah_attr.port_num = q.birth.ah.port_num;
+  if (side == kHome) attr.ah_attr.grh.sgid_index = l.home_gid_index, attr.ah_attr.port_num = l.home_port;
   if (state == IBV_QPS_RTR) {  // it only answers: what it would send with is not set
     attr.timeout = 14;
     attr.retry_cnt = attr.rnr_retry = 7;
@@ -427,8 +456,14 @@ class Round {
  public:
   explicit Round(Directory& directory) : directory_(directory) {}
   bool half_a_channel() const { return half_a_channel_; }
+  bool parking() const { return parking_; }
   /// @return something is still missing that others may tell
   bool run() {
+    if (parking_ = wanted_to_park(); parking_) {
+      look_for_threads();
+      if (leave_links(directory_)) return true;
+      stay_parked();
+    }
     {
       std::lock_guard guard(registry().lock);
       while (make_next()) {}
@@ -445,6 +480,11 @@ class Round {
   }
 
  private:
+  static bool wanted_to_park() {
+    std::lock_guard guard(registry().lock);
+    return state()->parking != State::Parking::kNo;
+  }
+
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;
@@ -628,7 +668,7 @@ class Round {
 
   Directory& directory_;
   unsigned life_ = 0;
-  bool half_a_channel_ = false;
+  bool half_a_channel_ = false, parking_ = false;
   std::uint64_t look_again_ns_ = 0;
   std::vector<migr_links_link> last_links_;
   std::vector<migr_links_vqp_state> last_states_;
@@ -650,7 +690,7 @@ void run_rounds() {
     const bool waiting = round.run();
     pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
     const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);
-    pause_ms = n > 0 ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
+    pause_ms = n > 0 || round.parking() ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
     std::uint64_t count;
     if (fds[0].revents) (void)!read(wake, &count, sizeof count);
     std::vector<migr_links_port> ports;

@@ -4,6 +4,7 @@
 #define MIGR_LINKS_STATE_H
 
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -40,6 +41,11 @@ struct State {
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
+  /* before a migration, park.cc */
+  enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
+  std::string parking_why;             ///< it cannot be
+  std::condition_variable parked;      ///< one of these three has changed
+  std::uint64_t passes = 0;            ///< of the failover thread
   int round_fd = -1, failover_fd = -1;        ///< eventfds
 };
 
@@ -53,12 +59,16 @@ void say(const QpLink& l, const std::string& what);
 QpLink* find(const migr_links_name& name);
 bool same(const migr_links_name& a, const migr_links_name& b);
 void set_stage(QpLink& l, Stage stage);
+/// Its path is the only one that is left.
+void forget(QpLink& l);
+void forget(CqShadow& c);
 
 /* shadow_verbs.cc */
 /// Makes one thing that is missing. @return false: nothing is, or it failed
 bool make_next();
 /// All memory of `t` that the application has registered. @return "" or what is missing
 std::string make_memory(Twin& t);
+void close_link(Link& link);
 /// This end's half of a path, in INIT, as the leg's next. One that was not used is given up.
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why);
 int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why);
@@ -79,6 +89,7 @@ void ask_for_path(QpLink& l, Side side, Channel& channel);
 void got_state(Channel& from, const struct StateRecord& record);
 void got_path(Channel& from, const struct PathRecord& record);
 void got_drain(Channel& from, const struct DrainRecord& record);
+void got_bye(Channel& from, const struct ByeRecord& record);
 void channel_broke(Channel& channel);
 /// All threads have been seen outside since `l` had so many traps: these are not needed any more.
 void release_traps(QpLink& l, std::size_t count);
@@ -88,6 +99,12 @@ Past& past_of(const Peer& peer, const Link& link);
 /// What stands for messages about `l` on that side; null: nothing.
 Channel* standing(const QpLink& l, Side side);
 void run_failover();  ///< the thread
+
+/* park.cc */
+/// One step of what park() waits for. Thread: that of the rounds. @return false: it is parked
+bool leave_links(class Directory& directory);
+/// Until changes are let go.
+void stay_parked();
 /// Keys that a QP's replays and posts are translated by. Caller holds q.lock.
 void set_remote_keys(QpLink& l);
 

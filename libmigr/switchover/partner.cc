@@ -56,9 +56,9 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       why = qp_name(*q) + " is not connected: neither RC nor UC";
       return EOPNOTSUPP;
     }
-    if (q->link) {
-      why = qp_name(*q) + " has a backup link (docs/failover.md): its partner cannot be migrated yet";
-      return EOPNOTSUPP;
+    if (const std::string no = links::set_aside(*q); !no.empty()) {
+      why = qp_name(*q) + " " + no;
+      return EBUSY;
     }
     // Suspended or drained already: a migration that makes nothing ahead of the stop.
     if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched || q->phase == Phase::kRebound || q->spare) {

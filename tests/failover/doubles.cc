@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // What stands in for soft-RoCE and for migrd in a library that runs over model.cc.
 #include <cerrno>
+#include <cstdio>
+#include <mutex>
 
 #include "../../libmigr/links/directory.h"
+#include "../../libmigr/links/links.h"
 #include "../../libmigr/provider/provider.h"
 #include "model.h"
 #include "store.h"
@@ -104,7 +107,13 @@ namespace {
 
 class StoreDirectory : public Directory {
  public:
-  explicit StoreDirectory(const Peer& instance) : instance_(instance) {}
+  explicit StoreDirectory(const Peer& instance) : instance_(instance) {
+    store_process({[](char* why, std::size_t n) { std::snprintf(why, n, "%s", park().c_str()); },
+                   [] {
+                     std::lock_guard guard(Registry::get().lock);
+                     Registry::get().let_changes_go();
+                   }});
+  }
   unsigned life() override { return 1; }
   int fd() const override { return -1; }
   void pushes(std::vector<migr_links_port>&, bool&) override {}

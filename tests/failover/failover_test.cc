@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // A link is cut after any packet, or only what comes back over it, and then the one that took its place, and so on: every
 // work request completes once, in order, with its bytes; WRITEs are executed once under `exact`. Rounds: FAILOVER_ROUNDS,
-// FAILOVER_SEED.
+// FAILOVER_SEED. parked: an end leaves its links as before a migration, and has them again after it.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -403,7 +403,38 @@ std::string storm(End& x, End& y, const Options& o) {
   return wait_for([&] { return over() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
-Outcome round_of(const Library& a, const Library& b, const Options& o, bool returns) {
+/// One end, or the one and then the other, has nothing on another link for a while, and the work goes on.
+std::string parked(End& x, End& y, const Options& o) {
+  std::mt19937 random(o.seed);
+  const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
+  const auto go_on = [&](int allowed) {
+    for (End* e : {&x, &y}) e->allow(allowed);
+    return wait_for([&] { return broken() || (x.idle() && y.idle()); });
+  };
+  std::size_t who = random() % 2;
+  int allowed = 0;
+  for (unsigned times = 1 + static_cast<unsigned>(random() % 2); times; --times, who = 1 - who) {
+    const struct Parked : StoreProcess {
+      ~Parked() { let_go(); }
+    } process{store_process_of(who)};
+    for (End* e : {&x, &y}) e->allow(allowed += kWrs / 10);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+    char why[200];
+    process.park(why, sizeof why);
+    if (*why) return why;
+    // Of both ends: the path. Of the other one: a path to come, and a bell on each CQ.
+    if (!wait_for([] { return model_qps() <= 5; })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    if (!go_on(allowed += kWrs / 10) || broken()) return "no end while parked";
+    process.let_go();
+    if (!wait_for([&] { return broken() || (x.protected_now(0) && y.protected_now(0)); })) return "not protected again: " + x.how() + "; " + y.how();
+  }
+  model_cut(0, o.cut_after, o.answers_only);
+  if (!go_on(kWrs)) return "no end after the last cut";
+  model_mend(0);  // and its channel is there when the next connection is made
+  return wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); }) ? "" : "not protected after the last cut: " + x.how() + "; " + y.how();
+}
+
+Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
   for (const int link : {0, 1}) model_mend(link);
   model_forget_writes();
   Outcome out;
@@ -412,7 +443,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, bool retu
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = o.storm ? storm(x, y, o) : cut_again_and_again(x, y, o, returns);
+  const std::string stuck = o.storm ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : cut_again_and_again(x, y, o, kind == "returns");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -426,10 +457,10 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, bool retu
 class Failover : public testing::TestWithParam<std::string> {};
 
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
-  const bool exact = GetParam() != "resend", returns = GetParam() == "returns", storm = GetParam() == "storm";
+  const bool exact = GetParam() != "resend", returns = GetParam() == "returns", storm = GetParam() == "storm", few = returns || storm || GetParam() == "parked";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const Library a('a', exact ? "exact" : "resend", return_ms), b('b', exact ? "exact" : "resend", return_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : returns || storm ? 20 : 80;
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : few ? 20 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -438,7 +469,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
                     .both_ways = random() % 2 == 0, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
-    const Outcome out = round_of(a, b, o, returns);
+    const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
@@ -464,7 +495,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <thread>
 #include <tuple>
+#include <vector>
 
 #define STORE extern "C" [[gnu::visibility("default")]]
 
@@ -20,6 +21,7 @@ using Id = std::array<std::uint8_t, 16>;
 using Name = std::pair<Id, std::uint32_t>;
 
 std::mutex lock;
+std::vector<StoreProcess> processes;
 std::map<Name, std::pair<Id, migr_links_vqp>> vqps;
 std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
@@ -38,6 +40,14 @@ Name name(const migr_links_name& n) { return {id(n.gid), n.vqpn}; }
 
 }  // namespace
 
+STORE void store_process(StoreProcess process) {
+  std::lock_guard guard(lock);
+  processes.push_back(process);
+}
+STORE StoreProcess store_process_of(std::size_t from_last) {
+  std::lock_guard guard(lock);
+  return processes.at(processes.size() - 1 - from_last);
+}
 STORE void store_publish(const std::uint8_t* instance, const migr_links_vqp* all, std::size_t n) {
   std::lock_guard guard(lock);
   for (std::size_t i = 0; i < n; ++i) vqps[name(all[i].name)] = {id(instance), all[i]};

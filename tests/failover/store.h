@@ -8,6 +8,13 @@
 #include "../../include/migr/links_wire.h"
 
 extern "C" {
+/// A library, in the order in which they were loaded.
+struct StoreProcess {
+  void (*park)(char* why, std::size_t bytes);  ///< links::park()
+  void (*let_go)();
+};
+void store_process(StoreProcess process);
+StoreProcess store_process_of(std::size_t from_last);
 void store_publish(const std::uint8_t* instance, const migr_links_vqp* all, std::size_t n);
 void store_withdraw(const migr_links_name* all, std::size_t n);
 void store_lookup(const migr_links_name* of, migr_links_found* out);

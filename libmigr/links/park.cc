@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * A process that is to be migrated has nothing on other links meanwhile: what the application has made is served by the path
+ * that it was born with, and the rest of it (devices, memory, channels, the directory's socket) is given back. The partners
+ * do the same for their ends (BYE). After the migration, or when it is undone, the rounds make it all anew.
+ */
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "../path.h"
+#include "../real.h"
+#include "channel.h"
+#include "directory.h"
+#include "state.h"
+
+namespace migr::links {
+namespace {
+
+using Parking = State::Parking;
+constexpr std::chrono::seconds kParkLimit{15};
+constexpr std::uint64_t kByeAgainNs = 50'000'000;
+
+Registry& registry() { return Registry::get(); }
+
+bool at_birth(const QpLink& l) {
+  return l.on == kHome && !l.path.serial && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining;
+}
+
+/// What no waiting changes.
+std::string obstacle() {
+  for (const QpLink* l : state()->qps)
+    if (l->epoch && l->stage != Stage::kChanging && l->stage != Stage::kDraining)
+      return "vQPN " + std::to_string(l->name.vqpn) + " has changed its link since it was connected (docs/failover.md), which does not move yet";
+  return "";
+}
+
+/// @return every process at the other end of a channel has nothing more to say to us
+bool said_bye() {
+  bool all = true;
+  for (Channel* c : state()->channels) {
+    if (!c->up() || c->ended) continue;
+    all = false;
+    if (now_ns() - c->bye_ns > kByeAgainNs) send_bye(*c, {.answer = 0});
+  }
+  return all;
+}
+
+void give_back() {
+  State& s = *state();
+  for (QpLink* l : std::vector(s.qps)) forget(*l);
+  for (Channel* c : std::vector(s.channels)) end_channel(*c);
+  for (CqShadow* c : registry().cqs)
+    if (c->link) forget(*c);
+  for (MrShadow* mr : registry().mrs) gone(*mr);
+  for (Twin* t : s.twins) {
+    for (const auto& [ignored, pd] : t->pds) real().dealloc_pd(pd);
+    t->pds.clear();
+  }
+  for (Link& link : s.links) close_link(link);
+  s.keys.clear();
+  s.to_withdraw.clear();
+}
+
+}  // namespace
+
+std::string refusal() { return state() ? obstacle() : ""; }
+
+std::string park() {
+  std::unique_lock guard(registry().lock);
+  State* const s = state();
+  if (!s) return "";
+  const bool held = std::exchange(registry().held, true);
+  if (s->parking == Parking::kParked) return "";
+  s->parking = Parking::kWanted;
+  s->parking_why.clear();
+  kick(s->round_fd);
+  kick(s->failover_fd);
+  s->parked.wait_for(guard, kParkLimit, [&] { return s->parking == Parking::kParked || !s->parking_why.empty(); });
+  if (s->parking == Parking::kParked) return "";
+  s->parking = Parking::kNo;
+  if (!held) registry().let_changes_go();
+  kick(s->round_fd);
+  if (!s->parking_why.empty()) return s->parking_why;
+  return "its backup links were not left within " + std::to_string(kParkLimit.count()) + " s";
+}
+
+bool leave_links(Directory& directory) {
+  State& s = *state();
+  std::vector<migr_links_name> withdrawn;
+  {
+    std::lock_guard guard(registry().lock);
+    if (s.parking != Parking::kWanted) return true;
+    s.parking_why = obstacle();
+    if (!s.parking_why.empty()) s.parked.notify_all();
+    if (!s.parking_why.empty() || !std::all_of(s.qps.begin(), s.qps.end(), [](const QpLink* l) { return at_birth(*l); })) return true;
+    withdrawn.swap(s.to_withdraw);
+    for (QpLink* l : s.qps)
+      if (std::exchange(l->told, false)) withdrawn.push_back(l->name);
+  }
+  // Before BYE: the partners make their ends anew, and are not to find what is being given back.
+  if (!withdrawn.empty()) directory.withdraw(withdrawn);
+  std::unique_lock guard(registry().lock);
+  if (s.parking != Parking::kWanted || !said_bye()) return true;
+  if (!std::all_of(s.qps.begin(), s.qps.end(), [](const QpLink* l) { return at_birth(*l); })) return true;
+  give_back();
+  directory.hang_up();
+  // The other thread may be waiting for what was just closed.
+  const std::uint64_t passes = s.passes;
+  kick(s.failover_fd);
+  s.parked.wait(guard, [&] { return s.passes != passes; });
+  if (s.parking == Parking::kWanted) s.parking = Parking::kParked;
+  s.parked.notify_all();
+  return false;
+}
+
+void stay_parked() {
+  std::unique_lock guard(registry().lock);
+  registry().thawed.wait(guard, [] { return !registry().held; });
+  path::watch_pollers();  // a restored process has to say so again
+  state()->parking = Parking::kNo;
+}
+
+std::string set_aside(QpShadow& q) {
+  QpLink* const l = q.link;
+  if (!l) return "";
+  if (!at_birth(*l)) return "has changed its link since it was connected (docs/failover.md): its partner cannot be migrated yet";
+  forget(*l);
+  return "";
+}
+
+void got_bye(Channel& from, const ByeRecord& record) {
+  std::vector<QpLink*> ours;
+  for (QpLink* l : state()->qps)
+    if (l->instance == from.peer) ours.push_back(l);
+  if (!std::all_of(ours.begin(), ours.end(), [](const QpLink* l) { return at_birth(*l); })) return;  // it is said again
+  for (QpLink* l : ours) forget(*l);
+  from.ended = true;
+  from.bye_ns = now_ns();
+  if (!record.answer) send_bye(from, {.answer = 1});
+  kick(state()->round_fd);
+}
+
+}  // namespace migr::links
