@@ -318,9 +318,8 @@ Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
 // ---- one migration
 
 SourceRun::~SourceRun() {
-  if (hold_)
-    for (auto& p : processes_)
-      if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
+  for (auto& p : processes_)
+    if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
   if (host_.settled(id_)) host_.claims_.release(claimed_, id_);  // else when it is
   if (!busy_) return;
   std::lock_guard lock(host_.mutex_);
@@ -412,7 +411,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     const bool asked = p.session && claim(*p.session) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
     if (asked) {
-      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs + (hold_ ? kParkMs : 0), hold_ ? MIGR_DESCRIBE_HOLD : 0, &p.described);
+      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs + kParkMs,
+                                                            MIGR_DESCRIBE_MOVE | (hold_ ? MIGR_DESCRIBE_HOLD : 0), &p.described);
       if (fds) p.fds = *fds;
       described = fds;
     }

@@ -471,7 +471,7 @@ Answer serve(const Message& request) {
   } else {
     if (request.head.type == MIGR_MSG_DESCRIBE) {
       cm::settle();
-      if (request.head.arg & MIGR_DESCRIBE_HOLD)
+      if (request.head.arg & MIGR_DESCRIBE_MOVE)
         if (const std::string why = links::park(); !why.empty()) return answer.fail(EBUSY, "cannot be migrated now: " + why), answer;
     }
     std::lock_guard guard(registry.lock);
@@ -702,7 +702,7 @@ void after_fork_in_parent() {
   Registry::get().lock.unlock();
 }
 void after_fork_in_child() {
-  Registry::get().held = false;  // nobody would tell the child
+  Registry::get().held = Registry::get().moving = false;  // nobody would tell the child
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : Registry::get().contexts) context->kernel->detach();
   after_fork_in_parent();

@@ -393,6 +393,7 @@ struct Registry {
   void cannot_move(const char* what, int change = 1);  ///< caller holds the lock
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
+  bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
@@ -413,7 +414,7 @@ struct Registry {
   }
   /// Caller holds the lock.
   void let_changes_go() {
-    held = false;
+    held = moving = false;
     thawed.notify_all();
   }
   Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock

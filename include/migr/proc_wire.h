@@ -38,7 +38,7 @@ enum migr_msg_type {
 	MIGR_MSG_HELLO = 1,
 
 	/* migrd -> library */
-	MIGR_MSG_DESCRIBE,	/* arg: MIGR_DESCRIBE_HOLD or 0. reply records: migr_fd_desc;
+	MIGR_MSG_DESCRIBE,	/* arg: MIGR_DESCRIBE_*, or 0. reply records: migr_fd_desc;
 				 * reply arg: the state of the record, never 0 */
 	MIGR_MSG_QP_CREATE,	/* partner: spare QPs. records: migr_qp_ref; reply: migr_qp_spare */
 	MIGR_MSG_QP_CONNECT,	/* partner: connect spares to RTS. records: migr_qp_connect */
@@ -81,6 +81,11 @@ enum migr_msg_type {
  * MRs wait from now on, until RESUME or ROLLBACK, or until migrd hangs up.
  */
 #define MIGR_DESCRIBE_HOLD	0x1u
+/*
+ * DESCRIBE: a migration begins. Backup links (docs/failover.md) are left before the answer, for at most 15 s, and
+ * made again after RESUME or ROLLBACK, or when migrd hangs up. EBUSY: they could not be left.
+ */
+#define MIGR_DESCRIBE_MOVE	0x2u
 
 struct migr_msg {
 	uint16_t version;	/* MIGR_PROC_VERSION */

@@ -70,7 +70,7 @@ std::string park() {
   std::unique_lock guard(registry().lock);
   State* const s = state();
   if (!s) return "";
-  const bool held = std::exchange(registry().held, true);
+  registry().moving = true;
   if (s->parking == Parking::kParked) return "";
   s->parking = Parking::kWanted;
   s->parking_why.clear();
@@ -79,7 +79,7 @@ std::string park() {
   s->parked.wait_for(guard, kParkLimit, [&] { return s->parking == Parking::kParked || !s->parking_why.empty(); });
   if (s->parking == Parking::kParked) return "";
   s->parking = Parking::kNo;
-  if (!held) registry().let_changes_go();
+  registry().moving = false;
   kick(s->round_fd);
   if (!s->parking_why.empty()) return s->parking_why;
   return "its backup links were not left within " + std::to_string(kParkLimit.count()) + " s";
@@ -116,7 +116,7 @@ bool leave_links(Directory& directory) {
 
 void stay_parked() {
   std::unique_lock guard(registry().lock);
-  registry().thawed.wait(guard, [] { return !registry().held; });
+  registry().thawed.wait(guard, [] { return !registry().moving; });
   path::watch_pollers();  // a restored process has to say so again
   state()->parking = Parking::kNo;
 }

@@ -10,9 +10,9 @@ e2e_up || exit 1
 POLICY=exact
 rail() { testbed link "$1" 0 "${@:2}" >/dev/null; }	# HOST up|down or --loss PCT
 
-configure() {	# both ends: rail 0, backed up by rail 1
+configure() {	# rail 0, backed up by rail 1
 	local h
-	for h in src peer; do
+	for h in "${E2E_HOSTS[@]}"; do
 		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"heartbeat_ms\": 1000}" >/tmp/links.json' || return 1
 	done
 }
@@ -107,6 +107,19 @@ cuts() {	# N: in a row, of both kinds
 preferred() {
 	on src migrctl links prefer rxe1 --wait 30000 >/dev/null && both_on 1 && on src migrctl links prefer --none >/dev/null && both_on 0
 }
+backed_up() { until_true 60 backed "$1" && until_true 20 backed peer || fail "no backup on $1 and peer"; }
+# moved_by DO..: a container that is backed up is moved, is backed up there, and then DO.
+moved_by() {
+	local E2E_VARS=(MIGR_LINKS="$E2E_LIB/links.json" MIGR_POLICY="$POLICY") CONTAINER_RDMA="uverbs0 uverbs1" h
+	for h in "${E2E_HOSTS[@]}"; do on "$h" cp /tmp/links.json "$E2E_LIB/links.json" || return 1; done
+	start_verify src lk --mode write_imm --qps 4 --size 4096 && backed_up src && migrate_ok lk dst && expect_traffic && backed_up dst && "$@" && stop_verify lk ||
+		{ logs_of_links; e2e_logs; mend; e2e_reset; return 1; }
+}
+logs_of_links() { local h; for h in "${E2E_HOSTS[@]}"; do echo "--- links of $h:"; links_of "$h" | jq -c '.processes[]'; done >&2; }
+cut_there() {	# the rail that it was born on fails where it is now, and is mended
+	rail peer down && until_true 60 on_link dst 1 && until_true 20 on_link peer 1 && expect_traffic && mend &&
+		until_true 60 on_link dst 0 && until_true 20 on_link peer 0 && expect_traffic && changed dst && changed peer
+}
 # The cable is cut and mended; then it loses everything while the ports stay up, which nothing but silence tells.
 again_and_again() {
 	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
@@ -118,6 +131,7 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192
+step "a container that is backed up moves, and fails over there" moved_by cut_there
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down

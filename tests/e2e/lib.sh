@@ -191,24 +191,25 @@ e2e_reset() {
 # ---- containers and partners
 
 # start_container HOST ID CMD...: CMD with libmigr in a container; its output is in the container's /tmp/log.
-# CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr. E2E_VARS: NAME=VALUE.. for both ends.
+# CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr; CONTAINER_RDMA="uverbs0 uverbs1": its devices. E2E_VARS: NAME=VALUE.. for both ends.
 start_container() {
 	local h=$1 id=$2
 	shift 2
-	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so" "${E2E_VARS[@]}")
+	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so" "${E2E_VARS[@]}") devices=() d
+	for d in ${CONTAINER_RDMA:-uverbs0}; do devices+=(--rdma "$d"); done
 	[ "${CONTAINER_ENV:-}" != none ] || preload=(env)
 	on_sh "$h" '
 		set -e
-		root=$1 bundle=$2/$3 id=$3 ip=$4
-		shift 4
+		root=$1 bundle=$2/$3 id=$3 ip=$4 devices=$5
+		shift 5
 		rm -rf "$bundle"
 		mkdir -p "$(dirname "$bundle")"
-		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 --rdma uverbs0 --linger -- "$@"
+		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 $devices --linger -- "$@"
 		"$root/hooks/migr-net" prepare "$bundle" "$id"
 		"$root/hooks/migr-net" attach "$bundle" "$id"
 		/usr/local/lib/migr/runc run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
 			{ cat /tmp/runc.err >&2; exit 1; }
-	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${preload[@]}" "$@" || fail "start of container $id on $h"
+	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${preload[@]}" "$@" || fail "start of container $id on $h"
 }
 
 container_status() { on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
