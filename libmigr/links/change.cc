@@ -246,6 +246,7 @@ void look_at_drain(QpLink& l) {
 
 /// Where a vQP is to be as long as nothing is broken.
 Side wanted_side(const QpLink& l) {
+  if (state()->parking != State::Parking::kNo) return kHome;
   for (const Side side : {kHome, kBackup})
     if (l.legs[side].link->preferred) return side;
   return state()->config.return_ms ? kHome : l.on;
@@ -256,9 +257,9 @@ void look_at_place(QpLink& l) {
   if (side == l.on || l.epoch >= kLastEpoch) return;
   const Channel* const channel = standing(l, side);
   const std::uint64_t now = now_ns();
-  const bool preferred = l.legs[side].link->preferred;
-  if (!channel || now < l.stay_until_ns || (!preferred && l.led)) return;
-  if (!preferred && now - channel->up_ns < state()->config.return_ms * 1'000'000ull) return;
+  const bool preferred = l.legs[side].link->preferred, parking = state()->parking != State::Parking::kNo;
+  if (!channel || (now < l.stay_until_ns && !parking) || (!preferred && l.led && !parking)) return;
+  if (!preferred && !parking && now - channel->up_ns < state()->config.return_ms * 1'000'000ull) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
 }
 
@@ -621,6 +622,7 @@ void run_failover() {
         look_at(*l);
         if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
         if (l->stage == Stage::kDraining) timeout = kDrainMs;
+        else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
       }
       for (Link& link : state()->links) heartbeats(link);
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);

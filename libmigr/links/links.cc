@@ -210,13 +210,27 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
 
 }  // namespace
 
-void gone(QpShadow& q) {
-  if (q.link) forget(*q.link);  // the caller destroys the path that it is on
-}
 
 void forget(QpLink& l) {
+  QpShadow& q = *l.q;
   destroy_paths(l, l.path.qp);
+  if (l.epoch && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
   forget_qp(l);
+}
+
+/// On its default link.
+ibv_qp* born_with(const QpLink& l) {
+  if (l.birth || (l.on == kHome && !l.path.serial)) return l.birth ? l.birth : l.path.qp;
+  for (const Trap& trap : l.traps)
+    if (trap.side == kHome && !trap.path.serial) return trap.path.qp;
+  return l.path.qp;
+}
+
+void gone(QpShadow& q) {
+  QpLink* const l = q.link;
+  if (!l) return;
+  destroy_paths(*l, l->path.qp);  // that was destroyed by the caller
+  forget_qp(*l);
 }
 
 void leave(QpShadow& q, ibv_qp_state to) {
@@ -224,15 +238,8 @@ void leave(QpShadow& q, ibv_qp_state to) {
   if (!l || (to != IBV_QPS_RESET && to != IBV_QPS_ERR)) return;
   stop_change(*l);
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
-  ibv_qp* home = l->path.qp;
-  if (l->on == kBackup) {
-    home = l->birth;
-    for (const Trap& trap : l->traps)
-      if (trap.side == kHome && !trap.path.serial) home = trap.path.qp;
-    switchover::take_back_path(q, home);
-  } else if (l->epoch) {
-    switchover::take_back_path(q, home);
-  }
+  ibv_qp* const home = born_with(*l);  // peers will be told its number
+  if (l->epoch) switchover::take_back_path(q, home);
   destroy_paths(*l, home);
   forget_qp(*l);
 }

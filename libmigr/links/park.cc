@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
- * A process that is to be migrated has nothing on other links meanwhile: what the application has made is served by the path
- * that it was born with, and the rest of it (devices, memory, channels, the directory's socket) is given back. The partners
+ * A process that is to be migrated has nothing on other links meanwhile: what the application has made is served by a path on
+ * its default link, and the rest of it (devices, memory, channels, the directory's socket) is given back. The partners
  * do the same for their ends (BYE). After the migration, or when it is undone, the rounds make it all anew.
  */
 #include <algorithm>
@@ -23,16 +23,29 @@ constexpr std::uint64_t kByeAgainNs = 50'000'000;
 
 Registry& registry() { return Registry::get(); }
 
-bool at_birth(const QpLink& l) {
-  return l.on == kHome && !l.path.serial && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining;
+/// On its default link, and no thread can be inside of an old path.
+bool settled(const QpLink& l) {
+  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining;
 }
+bool settled(const std::vector<QpLink*>& all) {
+  return std::all_of(all.begin(), all.end(), [](const QpLink* l) { return settled(*l); });
+}
+
+std::string name(const QpLink& l) { return "vQPN " + std::to_string(l.name.vqpn); }
 
 /// What no waiting changes.
 std::string obstacle() {
   for (const QpLink* l : state()->qps)
-    if (l->epoch && l->stage != Stage::kChanging && l->stage != Stage::kDraining)
-      return "vQPN " + std::to_string(l->name.vqpn) + " has changed its link since it was connected (docs/failover.md), which does not move yet";
+    if (l->on == kBackup && l->stage == Stage::kBroken) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
   return "";
+}
+
+std::string what_is_missing() {
+  for (const QpLink* l : state()->qps)
+    if (!settled(*l))
+      return name(*l) + (l->on == kBackup ? " is on " + l->leg().link->config.device + " and could not go back to " + l->legs[kHome].link->config.device
+                                          : " is changing its link, or a thread has not come back from it");
+  return "a partner has not answered on a backup link, or migrd not on the links' socket";
 }
 
 /// @return every process at the other end of a channel has nothing more to say to us
@@ -82,7 +95,7 @@ std::string park() {
   registry().moving = false;
   kick(s->round_fd);
   if (!s->parking_why.empty()) return s->parking_why;
-  return "its backup links were not left within " + std::to_string(kParkLimit.count()) + " s";
+  return what_is_missing() + "; waited " + std::to_string(kParkLimit.count()) + " s";
 }
 
 bool leave_links(Directory& directory) {
@@ -93,7 +106,7 @@ bool leave_links(Directory& directory) {
     if (s.parking != Parking::kWanted) return true;
     s.parking_why = obstacle();
     if (!s.parking_why.empty()) s.parked.notify_all();
-    if (!s.parking_why.empty() || !std::all_of(s.qps.begin(), s.qps.end(), [](const QpLink* l) { return at_birth(*l); })) return true;
+    if (!s.parking_why.empty() || !settled(s.qps)) return true;
     withdrawn.swap(s.to_withdraw);
     for (QpLink* l : s.qps)
       if (std::exchange(l->told, false)) withdrawn.push_back(l->name);
@@ -102,7 +115,7 @@ bool leave_links(Directory& directory) {
   if (!withdrawn.empty()) directory.withdraw(withdrawn);
   std::unique_lock guard(registry().lock);
   if (s.parking != Parking::kWanted || !said_bye()) return true;
-  if (!std::all_of(s.qps.begin(), s.qps.end(), [](const QpLink* l) { return at_birth(*l); })) return true;
+  if (!settled(s.qps)) return true;
   give_back();
   directory.hang_up();
   // The other thread may be waiting for what was just closed.
@@ -124,7 +137,7 @@ void stay_parked() {
 std::string set_aside(QpShadow& q) {
   QpLink* const l = q.link;
   if (!l) return "";
-  if (!at_birth(*l)) return "has changed its link since it was connected (docs/failover.md): its partner cannot be migrated yet";
+  if (!settled(*l)) return "is on another link (docs/failover.md), or about to change it: try again later";
   forget(*l);
   return "";
 }
@@ -133,7 +146,7 @@ void got_bye(Channel& from, const ByeRecord& record) {
   std::vector<QpLink*> ours;
   for (QpLink* l : state()->qps)
     if (l->instance == from.peer) ours.push_back(l);
-  if (!std::all_of(ours.begin(), ours.end(), [](const QpLink* l) { return at_birth(*l); })) return;  // it is said again
+  if (!settled(ours)) return;  // it is said again
   for (QpLink* l : ours) forget(*l);
   from.ended = true;
   from.bye_ns = now_ns();

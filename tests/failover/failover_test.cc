@@ -403,7 +403,8 @@ std::string storm(End& x, End& y, const Options& o) {
   return wait_for([&] { return over() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
-/// One end, or the one and then the other, has nothing on another link for a while, and the work goes on.
+/// One end, or the one and then the other, has nothing on another link for a while, and the work goes on. It may have been
+/// on the other link before.
 std::string parked(End& x, End& y, const Options& o) {
   std::mt19937 random(o.seed);
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
@@ -414,6 +415,14 @@ std::string parked(End& x, End& y, const Options& o) {
   std::size_t who = random() % 2;
   int allowed = 0;
   for (unsigned times = 1 + static_cast<unsigned>(random() % 2); times; --times, who = 1 - who) {
+    if (random() % 2) {
+      model_cut(0, static_cast<unsigned>(random() % 100), o.answers_only);
+      if (!go_on(allowed += kWrs / 10)) return "no end of a cut before";
+      model_cut(0, 0, false);  // at the latest now
+      if (!wait_for([&] { return broken() || (!x.protected_now(0) && !y.protected_now(0)); })) return "a cut before was not noticed";
+      model_mend(0);
+      if (!wait_for([&] { return broken() || (x.protected_now(1) && y.protected_now(1)); })) return "not protected on the other link: " + x.how() + "; " + y.how();
+    }
     const struct Parked : StoreProcess {
       ~Parked() { let_go(); }
     } process{store_process_of(who)};
