@@ -2,7 +2,9 @@
 #include "directory.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <spdlog/spdlog.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -102,17 +104,34 @@ std::vector<migr_move> Directory::all() {
   return out;
 }
 
+namespace {
+
+// A GID table has a thousand entries, most of them empty, and each is a file: no stream for each.
+std::string attribute(int folder, const char* name) {
+  const Fd fd(openat(folder, name, O_RDONLY | O_CLOEXEC));
+  char text[128];
+  const ssize_t n = fd.n < 0 ? -1 : read(fd.n, text, sizeof text);
+  const std::string_view all(text, n < 0 ? 0 : static_cast<std::size_t>(n));
+  return std::string(all.substr(0, all.find('\n')));
+}
+
+}  // namespace
+
 std::vector<wire::PortGid> gids_of(const std::string& device) {
   std::vector<wire::PortGid> out;
   std::error_code ec;
   for (const auto& port : fs::directory_iterator("/sys/class/infiniband/" + device + "/ports", ec)) {
-    for (const auto& file : fs::directory_iterator(port.path() / "gids", ec)) {
-      const std::string gid = binary_gid(first_line_of(file.path()));
+    const Fd gids(open((port.path() / "gids").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    const Fd types(open((port.path() / "gid_attrs/types").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (unsigned index = 0;; ++index) {
+      const std::string name = std::to_string(index), text = attribute(gids.n, name.c_str());
+      if (text.empty()) break;
+      const std::string gid = binary_gid(text);
       if (gid.empty()) continue;
       auto& g = out.emplace_back();
       g.set_device(device);
       g.set_port(static_cast<std::uint32_t>(std::strtoul(port.path().filename().c_str(), nullptr, 10)));
-      g.set_type(first_line_of(port.path() / "gid_attrs/types" / file.path().filename()));
+      g.set_type(attribute(types.n, name.c_str()));
       g.set_gid(gid);
     }
   }

@@ -137,7 +137,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv
     }
     ibv_send_wr* stopped = copies;
     if (const int err = q.real_post_send(q.real, copies, &stopped)) [[unlikely]] {
-      *bad = nth(first, stopped - copies);
+      *bad = stopped ? nth(first, stopped - copies) : first;
       return err;
     }
   } while (wr);
@@ -475,7 +475,7 @@ int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t&
   if (!n) return EINVAL;  // more SGEs than any device takes
   ibv_send_wr* bad = wrs;
   const int err = q.real_post_send(q.real, wrs, &bad);
-  posted = err ? static_cast<std::size_t>(bad - wrs) : n;
+  posted = !err ? n : bad ? static_cast<std::size_t>(bad - wrs) : 0;  // none is named where the doorbell fails
   return err;
 }
 

@@ -266,12 +266,18 @@ bool LinkTable::home(const Gid& gid) const {
       for (const auto& l : p.links)
         if (gid_of(l.gid) == gid) return true;
   }
-  std::lock_guard lock(gids_mutex_);
+  constexpr int kRests = 20;  // times as long as a look took
+  std::unique_lock lock(gids_mutex_);
+  const auto began = std::chrono::steady_clock::now();
+  if (gids_.contains(gid) || !gids_source_ || gids_reading_ || began < gids_next_) return gids_.contains(gid);
+  gids_reading_ = true;
+  lock.unlock();
+  auto all = gids_source_();
+  lock.lock();
+  gids_reading_ = false;
+  gids_ = std::move(all);
   const auto now = std::chrono::steady_clock::now();
-  if (!gids_.contains(gid) && gids_source_ && (gids_read_ == decltype(gids_read_){} || now - gids_read_ > std::chrono::milliseconds(kLinkScanMs))) {
-    gids_ = gids_source_();
-    gids_read_ = now;
-  }
+  gids_next_ = now + std::max<std::chrono::steady_clock::duration>(std::chrono::milliseconds(kLinkScanMs), kRests * (now - began));
   return gids_.contains(gid);
 }
 

@@ -17,6 +17,7 @@
 #include "../control.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
+#include "../provider/uverbs_write.h"
 #include "../real.h"
 #include "../switchover/parts.h"
 #include "channel.h"
@@ -76,6 +77,7 @@ std::string open_link(Link& link) {
   ibv_context* const ctx = open_named(link.config.device);
   if (!ctx) return errno_text("cannot open " + link.config.device);
   ctx->cmd_fd = to_high_fd(ctx->cmd_fd);
+  note_uverbs_fd(ctx->cmd_fd, true);
   if (ctx->async_fd >= 0) ctx->async_fd = to_high_fd(ctx->async_fd);
   link.ops = ctx->ops;
   std::string why;
@@ -100,6 +102,7 @@ std::string open_link(Link& link) {
   for (ibv_comp_channel** e : {&link.events, &link.cq_events})
     if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
   if (link.pd) real().dealloc_pd(std::exchange(link.pd, nullptr));
+  note_uverbs_fd(ctx->cmd_fd, false);
   real().close_device(ctx);
   return why;
 }
@@ -238,6 +241,7 @@ void close_link(Link& link) {
   for (ibv_comp_channel** e : {&link.events, &link.cq_events}) real().destroy_comp_channel(std::exchange(*e, nullptr));
   real().dealloc_pd(std::exchange(link.pd, nullptr));
   link.kernel.reset();
+  note_uverbs_fd(link.ctx->cmd_fd, false);
   real().close_device(std::exchange(link.ctx, nullptr));
   link.down = link.preferred = false;  // migrd tells it again
   link.why.clear();
@@ -690,13 +694,15 @@ void run_rounds() {
     const bool waiting = round.run();
     pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
     const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);
-    pause_ms = n > 0 || round.parking() ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
     std::uint64_t count;
     if (fds[0].revents) (void)!read(wake, &count, sizeof count);
     std::vector<migr_links_port> ports;
     bool knocked = false;
     directory->pushes(ports, knocked);
     if (!ports.empty()) note_ports(ports);
+    const bool own = fds[0].revents || !ports.empty() || round.parking();
+    if (n > 0 && !own) poll(fds, 1, std::min(pause_ms, kChannelPauseMs));  // others knock as often as they like
+    pause_ms = own ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
   }
 }
 

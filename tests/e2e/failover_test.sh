@@ -131,7 +131,7 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192
-step "a container that is backed up moves, and fails over there" moved_by cut_there
+walk_step "a container that is backed up moves, and fails over there" moved_by cut_there
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down

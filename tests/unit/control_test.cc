@@ -137,6 +137,7 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
 namespace links {
 std::string refusal() { return ""; }
 std::string park() { return ""; }
+void changed() {}
 void after_fork_in_child() {}
 }  // namespace links
 
