@@ -337,12 +337,6 @@ bool described_still(const Registry& registry, const Message& request, Answer& a
   return false;
 }
 
-/// Caller holds the Registry's lock.
-void let_changes_go(Registry& registry) {
-  registry.let_changes_go();
-  links::changed();  // of connections that were being moved
-}
-
 /// Every request but DRAIN. Caller holds the Registry's lock.
 void dispatch_locked(Registry& registry, const Message& request, Answer& answer) {
   std::string why;
@@ -415,14 +409,14 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
       const std::vector<cm::Path> paths = cm::paths(qps);
       finish(switchover::resume(qps, stats, why));
       if (!answer.status) cm::resumed(std::to_array(self->instance), paths);
-      let_changes_go(registry);
+      registry.let_changes_go();
       return answer.put(stats);
     }
     case MIGR_MSG_ROLLBACK:
       itimer::release();
       finish(switchover::rollback(why));
       cm::rollback();
-      return let_changes_go(registry);
+      return registry.let_changes_go();
     case MIGR_MSG_MOVES:
       if (request.head.arg & MIGR_MOVES_PREPARE)
         answer.arg = datagrams::prepare();
@@ -592,7 +586,7 @@ void disconnect() {
 /// The migrd that had asked for it is gone.
 void let_changes_go_unless_stopped() {
   std::lock_guard guard(Registry::get().lock);
-  if (switchover::process_state() == MIGR_PROC_RUNNING) let_changes_go(Registry::get());
+  if (switchover::process_state() == MIGR_PROC_RUNNING) Registry::get().let_changes_go();
 }
 
 /// Nobody dumps us any more, for that takes a migrd; and whoever was dumped does not run here before its rollback.
@@ -609,7 +603,7 @@ bool roll_back_frozen() {
   say("migrd has been gone since the freeze of a migration: going back");
   if (switchover::rollback(why)) fprintf(stderr, "libmigr: going back failed: %s\n", why.c_str());
   cm::rollback();
-  let_changes_go(Registry::get());
+  Registry::get().let_changes_go();
   return false;
 }
 
@@ -633,7 +627,7 @@ void roll_back_alone() {
       say("suspended in a migration, and migrd is gone; start it again");
       return;
     }
-  let_changes_go(Registry::get());
+  Registry::get().let_changes_go();
   cm::rollback();
   if (switchover::rollback(why))
     fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,

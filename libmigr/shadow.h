@@ -41,6 +41,7 @@ namespace links {  // links/links.h
 struct Twin;
 struct CqLink;
 struct QpLink;
+void changed();
 }
 
 /// Bits of a QP's state word. Zero: the direct path (state word, tail call).
@@ -416,6 +417,7 @@ struct Registry {
   void let_changes_go() {
     held = moving = false;
     thawed.notify_all();
+    links::changed();  // of connections that were being moved
   }
   Context* context_of(const ibv_context* real) const;  ///< null: not ours. Caller holds the lock
 

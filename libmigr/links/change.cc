@@ -246,7 +246,7 @@ void look_at_drain(QpLink& l) {
 
 /// Where a vQP is to be as long as nothing is broken.
 Side wanted_side(const QpLink& l) {
-  if (state()->parking != State::Parking::kNo) return kHome;
+  if (parking()) return kHome;
   for (const Side side : {kHome, kBackup})
     if (l.legs[side].link->preferred) return side;
   return state()->config.return_ms ? kHome : l.on;
@@ -256,10 +256,11 @@ void look_at_place(QpLink& l) {
   const Side side = wanted_side(l);
   if (side == l.on || l.epoch >= kLastEpoch) return;
   const Channel* const channel = standing(l, side);
+  if (!channel) return;
   const std::uint64_t now = now_ns();
-  const bool preferred = l.legs[side].link->preferred, parking = state()->parking != State::Parking::kNo;
-  if (!channel || (now < l.stay_until_ns && !parking) || (!preferred && l.led && !parking)) return;
-  if (!preferred && !parking && now - channel->up_ns < state()->config.return_ms * 1'000'000ull) return;
+  const bool preferred = l.legs[side].link->preferred;
+  const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
+  if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
 }
 

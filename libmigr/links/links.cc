@@ -57,12 +57,6 @@ State* configured() {
   return the_state;
 }
 
-void destroy(CqLink* link) {
-  if (link->bell) real().destroy_qp(link->bell);
-  real().destroy_cq(link->real);
-  delete link;
-}
-
 void forget_qp(QpLink& l) {
   for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
     std::lock_guard guard(c->lock);
@@ -177,7 +171,18 @@ void forget(CqShadow& c) {
     link = std::exchange(c.link, nullptr);
     c.state.fetch_and(~std::uint32_t{kLinkedCq | kProtectedCq}, std::memory_order_relaxed);
   }
-  destroy(link);
+  if (link->bell) real().destroy_qp(link->bell);
+  real().destroy_cq(link->real);
+  delete link;
+}
+
+void empty(Twin& t) {
+  for (CqShadow* c : Registry::get().cqs)
+    if (c->context == t.of && c->link) forget(*c);
+  for (MrShadow* mr : Registry::get().mrs)
+    if (mr->context == t.of) gone(*mr);
+  for (const auto& [ignored, pd] : t.pds) real().dealloc_pd(pd);
+  t.pds.clear();
 }
 
 void gone(ibv_pd* pd) {
@@ -208,22 +213,21 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
   if (l.path.qp != keep) destroy_path(l, l.on, l.path);
 }
 
-}  // namespace
+/// On its default link.
+ibv_qp* born_with(const QpLink& l) {
+  if (l.birth) return l.birth;
+  for (const Trap& trap : l.traps)
+    if (trap.side == kHome && !trap.path.serial) return trap.path.qp;
+  return l.path.qp;
+}
 
+}  // namespace
 
 void forget(QpLink& l) {
   QpShadow& q = *l.q;
   destroy_paths(l, l.path.qp);
   if (l.epoch && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
   forget_qp(l);
-}
-
-/// On its default link.
-ibv_qp* born_with(const QpLink& l) {
-  if (l.birth || (l.on == kHome && !l.path.serial)) return l.birth ? l.birth : l.path.qp;
-  for (const Trap& trap : l.traps)
-    if (trap.side == kHome && !trap.path.serial) return trap.path.qp;
-  return l.path.qp;
 }
 
 void gone(QpShadow& q) {
@@ -255,13 +259,7 @@ void dropped(Context& context) {
       destroy_paths(*q->link, home);
       forget_qp(*q->link);
     }
-  for (CqShadow* c : registry.cqs) {
-    if (c->context != &context || !c->link) continue;
-    destroy(std::exchange(c->link, nullptr));
-  }
-  for (MrShadow* mr : registry.mrs)
-    if (mr->context == &context) gone(*mr);
-  for (const auto& [ignored, pd] : t->pds) real().dealloc_pd(pd);
+  empty(*t);
   std::erase(the_state->twins, t);
   munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
   context.twin = nullptr;

@@ -23,7 +23,7 @@ constexpr int kAnswerMs = 8000;  // LOOKUP may take 5 s
 constexpr std::uint64_t kOutsideMs = 2000;  // nothing else is done here meanwhile
 constexpr std::uint64_t kRetryNs = 500'000'000;
 
-class MigrdDirectory : public Directory {
+class MigrdDirectory final : public Directory {
  public:
   MigrdDirectory(const Config& config, const Peer& instance) : config_(config), instance_(instance), buffer_(MIGR_LINKS_PACKET_BYTES) {
     const char* const named = std::getenv("MIGR_LINKS_SOCKET");
@@ -33,9 +33,7 @@ class MigrdDirectory : public Directory {
       path_.clear();
     }
   }
-  ~MigrdDirectory() override {
-    if (fd_ >= 0) close(fd_);
-  }
+  ~MigrdDirectory() override { hang_up(); }
 
   unsigned life() override {
     if (fd_ >= 0) return life_;
@@ -50,7 +48,6 @@ class MigrdDirectory : public Directory {
 
   void hang_up() override {
     if (fd_ >= 0) close(std::exchange(fd_, -1));
-    tried_ns_ = 0;
   }
 
   void pushes(std::vector<migr_links_port>& ports, bool& knocked) override {

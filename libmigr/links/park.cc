@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "../path.h"
-#include "../real.h"
 #include "channel.h"
 #include "directory.h"
 #include "state.h"
@@ -63,13 +62,7 @@ void give_back() {
   State& s = *state();
   for (QpLink* l : std::vector(s.qps)) forget(*l);
   for (Channel* c : std::vector(s.channels)) end_channel(*c);
-  for (CqShadow* c : registry().cqs)
-    if (c->link) forget(*c);
-  for (MrShadow* mr : registry().mrs) gone(*mr);
-  for (Twin* t : s.twins) {
-    for (const auto& [ignored, pd] : t->pds) real().dealloc_pd(pd);
-    t->pds.clear();
-  }
+  for (Twin* t : s.twins) empty(*t);
   for (Link& link : s.links) close_link(link);
   s.keys.clear();
   s.to_withdraw.clear();

@@ -70,7 +70,16 @@ ibv_context* open_named(const std::string& device) {
   return ctx;
 }
 
-Registry& registry() { return Registry::get(); }
+/// What of it is there.
+void close(Link& link, ibv_context* ctx) {
+  if (link.cq) real().destroy_cq(std::exchange(link.cq, nullptr));
+  for (ibv_comp_channel** e : {&link.events, &link.cq_events})
+    if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
+  if (link.pd) real().dealloc_pd(std::exchange(link.pd, nullptr));
+  link.kernel.reset();
+  note_uverbs_fd(ctx->cmd_fd, false);
+  real().close_device(ctx);
+}
 
 /// @return "" or why it cannot be used
 std::string open_link(Link& link) {
@@ -98,15 +107,11 @@ std::string open_link(Link& link) {
     link.kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
     return link.ctx = ctx, "";
   }
-  if (link.cq) real().destroy_cq(std::exchange(link.cq, nullptr));
-  for (ibv_comp_channel** e : {&link.events, &link.cq_events})
-    if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
-  if (link.pd) real().dealloc_pd(std::exchange(link.pd, nullptr));
-  note_uverbs_fd(ctx->cmd_fd, false);
-  real().close_device(ctx);
+  close(link, ctx);
   return why;
 }
 
+Registry& registry() { return Registry::get(); }
 
 bool make_pd(Twin& t, std::string& why) {
   for (ibv_pd* pd : registry().pds) {
@@ -173,14 +178,20 @@ bool connected_by_application(const QpShadow& q) {
   return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning && !q.spare;
 }
 
-/// Where it is now. @return false: that cannot be told
-bool find_home(const QpShadow& q, QpLink& l) {
-  if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
-  ibv_qp_attr attr{};
+/// Of its present path; to others it stays in the state that it is in.
+int query_connection(const QpShadow& q, ibv_qp_attr& attr) {
   ibv_qp_init_attr init{};
   const ibv_qp_state state = q.real->state;
   const int err = real().query_qp(q.real, &attr, switchover::kConnectionAttrs, &init);
   q.real->state = state;
+  return err;
+}
+
+/// Where it is now. @return false: that cannot be told
+bool find_home(const QpShadow& q, QpLink& l) {
+  if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
+  ibv_qp_attr attr{};
+  const int err = query_connection(q, attr);
   l.home_port = attr.ah_attr.port_num;
   l.home_gid_index = attr.ah_attr.grh.sgid_index;
   l.home_bits = q.state.load(std::memory_order_relaxed);
@@ -237,12 +248,7 @@ bool all_memory_there(const Twin& t) {
 
 void close_link(Link& link) {
   if (!link.ctx) return;
-  real().destroy_cq(std::exchange(link.cq, nullptr));
-  for (ibv_comp_channel** e : {&link.events, &link.cq_events}) real().destroy_comp_channel(std::exchange(*e, nullptr));
-  real().dealloc_pd(std::exchange(link.pd, nullptr));
-  link.kernel.reset();
-  note_uverbs_fd(link.ctx->cmd_fd, false);
-  real().close_device(std::exchange(link.ctx, nullptr));
+  close(link, std::exchange(link.ctx, nullptr));
   link.down = link.preferred = false;  // migrd tells it again
   link.why.clear();
 }
@@ -334,10 +340,8 @@ int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& w
   const Link& link = *l.legs[side].link;
   Path& path = l.legs[side].next;
   ibv_qp_attr attr{};
-  ibv_qp_init_attr init{};
   const ibv_qp_state state = q.real->state;
-  int err = real().query_qp(q.real, &attr, switchover::kConnectionAttrs, &init);
-  q.real->state = state;
+  int err = query_connection(q, attr);
   if (err) return why = std::string("query_qp: ") + std::strerror(err), err;
   attr.qp_state = IBV_QPS_RTR;
   attr.path_mtu = std::min({attr.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});
@@ -455,15 +459,19 @@ void note_ports(const std::vector<migr_links_port>& ports) {
   kick(state()->round_fd);
 }
 
+bool wanted_to_park() {
+  std::lock_guard guard(registry().lock);
+  return parking();
+}
+
 /// All that a round needs of the directory, asked without the lock.
 class Round {
  public:
   explicit Round(Directory& directory) : directory_(directory) {}
   bool half_a_channel() const { return half_a_channel_; }
-  bool parking() const { return parking_; }
   /// @return something is still missing that others may tell
   bool run() {
-    if (parking_ = wanted_to_park(); parking_) {
+    if (wanted_to_park()) {
       look_for_threads();
       if (leave_links(directory_)) return true;
       stay_parked();
@@ -484,11 +492,6 @@ class Round {
   }
 
  private:
-  static bool wanted_to_park() {
-    std::lock_guard guard(registry().lock);
-    return state()->parking != State::Parking::kNo;
-  }
-
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;
@@ -672,7 +675,7 @@ class Round {
 
   Directory& directory_;
   unsigned life_ = 0;
-  bool half_a_channel_ = false, parking_ = false;
+  bool half_a_channel_ = false;
   std::uint64_t look_again_ns_ = 0;
   std::vector<migr_links_link> last_links_;
   std::vector<migr_links_vqp_state> last_states_;
@@ -700,7 +703,7 @@ void run_rounds() {
     bool knocked = false;
     directory->pushes(ports, knocked);
     if (!ports.empty()) note_ports(ports);
-    const bool own = fds[0].revents || !ports.empty() || round.parking();
+    const bool own = fds[0].revents || !ports.empty() || wanted_to_park();
     if (n > 0 && !own) poll(fds, 1, std::min(pause_ms, kChannelPauseMs));  // others knock as often as they like
     pause_ms = own ? kFirstPauseMs : std::min(2 * pause_ms, round.half_a_channel() ? kChannelPauseMs : kLastPauseMs);
   }

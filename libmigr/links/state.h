@@ -51,6 +51,8 @@ struct State {
 
 /// Null: not configured.
 State* state();
+/// A migration is about to begin, or has begun. There is a state.
+inline bool parking() { return state()->parking != State::Parking::kNo; }
 void kick(int eventfd);
 using switchover::now_ns;
 void say(const QpLink& l, const std::string& what);
@@ -62,6 +64,8 @@ void set_stage(QpLink& l, Stage stage);
 /// Its path is the only one that is left.
 void forget(QpLink& l);
 void forget(CqShadow& c);
+/// Nothing of its context's is on the other link any more. Its vQPs are not.
+void empty(Twin& t);
 
 /* shadow_verbs.cc */
 /// Makes one thing that is missing. @return false: nothing is, or it failed

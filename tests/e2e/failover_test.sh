@@ -39,6 +39,9 @@ links_of() { on "$1" migrctl links --json; }
 backed() {	# HOST: each vQP of each process has a backup
 	links_of "$1" | jq -e '.processes | length > 0 and all(.[]; .vqps > 0 and .with_backup == .vqps)'
 }
+backed_up() {	# HOST: and peer
+	until_true 60 backed "$1" && until_true 20 backed peer || fail "no backup on $1 and peer"
+}
 changed() {	# HOST: vQPs have gone to the other link, and none was lost
 	links_of "$1" | jq -e '[.processes[].switchovers[]?] | length > 0 and all(.[]; .done and .broken == 0)' >/dev/null
 }
@@ -50,7 +53,7 @@ logs() { local h; for h in src peer; do echo "--- $1 on $h:"; tail -n 25 "$(out_
 
 # cut_under CUT..: both ends run and are backed up; the cable of rail 0 is cut as CUT says.
 cut_under() {
-	until_true 60 backed src && until_true 20 backed peer || fail "no backup" || return 1
+	backed_up src || return 1
 	rail peer "$@"
 }
 mend() { rail peer up; rail peer --loss 0; }
@@ -79,7 +82,7 @@ with_verify() {
 	on src rm -f /tmp/stop
 	run_on peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 60 --json /mnt/out/verify.json "${both[@]}" || return 1
 	run_on src verify "$E2E_LIB/migr_verify" --dev rxe0 --stall 60 --stop-file /tmp/stop --json /mnt/out/verify.json --rate "$E2E_RATE" "$@" "$E2E_PEER" || return 1
-	until_true 60 backed src && until_true 20 backed peer || { fail "no backup"; ok=1; }
+	backed_up src || ok=1
 	[ $ok != 0 ] || "${what[@]}" || ok=1
 	on src touch /tmp/stop
 	ended src verify 60 && ended peer verify 60 || ok=1
@@ -90,15 +93,15 @@ with_verify() {
 	[ $ok = 0 ] || { e2e_reset; return 1; }
 }
 on_link() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and all(.[]; .vqps > 0 and .links[$l].vqps == .vqps)'; }
-both_on() {	# LINK: all vQPs of both ends are there
-	until_true 60 on_link src "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
+both_on() {	# LINK [HOST]: all vQPs of both ends are there
+	until_true 60 on_link "${2:-src}" "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
 }
 cut() { rail peer "$@" && both_on 1; }
 cuts() {	# N: in a row, of both kinds
 	local i how
 	for ((i = 1; i <= $1; i++)); do
 		if ((RANDOM % 3)); then how=(--loss 100); else how=(down); fi
-		cut "${how[@]}" && mend && both_on 0 && until_true 60 backed src && until_true 20 backed peer || { fail "cut $i of $1: ${how[*]}"; return 1; }
+		cut "${how[@]}" && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
 		note "cut $i of $1: ${how[*]}"
 	done
 	changed src && changed peer
@@ -107,7 +110,6 @@ cuts() {	# N: in a row, of both kinds
 preferred() {
 	on src migrctl links prefer rxe1 --wait 30000 >/dev/null && both_on 1 && on src migrctl links prefer --none >/dev/null && both_on 0
 }
-backed_up() { until_true 60 backed "$1" && until_true 20 backed peer || fail "no backup on $1 and peer"; }
 # moved_by DO..: a container that is backed up is moved, is backed up there, and then DO.
 moved_by() {
 	local E2E_VARS=(MIGR_LINKS="$E2E_LIB/links.json" MIGR_POLICY="$POLICY") CONTAINER_RDMA="uverbs0 uverbs1" h
@@ -117,8 +119,7 @@ moved_by() {
 }
 logs_of_links() { local h; for h in "${E2E_HOSTS[@]}"; do echo "--- links of $h:"; links_of "$h" | jq -c '.processes[]'; done >&2; }
 cut_there() {	# the rail that it was born on fails where it is now, and is mended
-	rail peer down && until_true 60 on_link dst 1 && until_true 20 on_link peer 1 && expect_traffic && mend &&
-		until_true 60 on_link dst 0 && until_true 20 on_link peer 0 && expect_traffic && changed dst && changed peer
+	rail peer down && both_on 1 dst && expect_traffic && mend && both_on 0 dst && expect_traffic && changed dst && changed peer
 }
 # The cable is cut and mended; then it loses everything while the ports stay up, which nothing but silence tells.
 again_and_again() {
