@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <string>
 #include <type_traits>
@@ -52,6 +53,8 @@ constexpr unsigned kGateMs = 5;
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
+/// How long DESCRIBE waits for a CQ that is being destroyed: far longer than the device takes, far less than migrd waits.
+constexpr std::chrono::seconds kEndingLimit{1};
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
 constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
 constexpr std::size_t kMaxRecordBytes = 64;
@@ -337,8 +340,21 @@ bool described_still(const Registry& registry, const Message& request, Answer& a
   return false;
 }
 
-/// Every request but DRAIN. Caller holds the Registry's lock.
-void dispatch_locked(Registry& registry, const Message& request, Answer& answer) {
+/// The objects, once each of them is either there or not; with MIGR_DESCRIBE_HOLD they stay so.
+void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
+  const bool hold = request.head.arg & MIGR_DESCRIBE_HOLD;
+  if (hold) registry.held = true;
+  if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
+  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged");
+  answer.arg = registry.changes;
+  if (hold && answer.status) {
+    registry.held = false;
+    registry.thawed.notify_all();
+  }
+}
+
+/// Every request but DRAIN. `guard` holds the Registry's lock.
+void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
   std::string why;
   std::vector<QpShadow*> qps;
   const auto finish = [&](int status) {
@@ -346,10 +362,7 @@ void dispatch_locked(Registry& registry, const Message& request, Answer& answer)
   };
   switch (request.head.type) {
     case MIGR_MSG_DESCRIBE:
-      describe(registry, answer);
-      answer.arg = registry.changes;
-      if (!answer.status && (request.head.arg & MIGR_DESCRIBE_HOLD)) registry.held = true;
-      return;
+      return describe_settled(registry, guard, request, answer);
     case MIGR_MSG_QP_CREATE: {
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_qp_spare> spares;
@@ -474,8 +487,8 @@ Answer serve(const Message& request) {
       if (request.head.arg & MIGR_DESCRIBE_MOVE)
         if (const std::string why = links::park(); !why.empty()) return answer.fail(EBUSY, "cannot be migrated now: " + why), answer;
     }
-    std::lock_guard guard(registry.lock);
-    dispatch_locked(registry, request, answer);
+    std::unique_lock guard(registry.lock);
+    dispatch(registry, guard, request, answer);
   }
   return answer;
 }
@@ -703,6 +716,7 @@ void after_fork_in_parent() {
 }
 void after_fork_in_child() {
   Registry::get().held = Registry::get().moving = false;  // nobody would tell the child
+  Registry::get().ending = 0;                            // nor does it have the thread that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : Registry::get().contexts) context->kernel->detach();
   after_fork_in_parent();

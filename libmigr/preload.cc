@@ -616,16 +616,19 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   {
     auto guard = registry.change();
     shadow = known(registry, cq);
-    if (shadow) links::gone(*shadow);
+    if (!shadow) return real().destroy_cq(cq);
+    links::gone(*shadow);
+    ++registry.ending;
   }
-  if (!shadow) return real().destroy_cq(cq);
   // Not under the lock: it waits until the application has acknowledged its events.
   const int err = real().destroy_cq(shadow->real);
-  if (err) return err;
   {
-    auto guard = registry.change();
-    forget(registry.cqs, shadow);
+    std::lock_guard guard(registry.lock);
+    if (!err) forget(registry.cqs, shadow);
+    --registry.ending;
   }
+  registry.thawed.notify_all();
+  if (err) return err;
   wait_for_acks(registry, *shadow);
   delete shadow;
   return 0;

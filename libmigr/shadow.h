@@ -396,6 +396,7 @@ struct Registry {
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
+  unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
   static Registry& get();

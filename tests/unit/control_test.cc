@@ -404,6 +404,25 @@ TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
   EXPECT_NE(ask(MIGR_MSG_DESCRIBE).arg, described);
 }
 
+TEST_F(Control, WhatIsBeingDestroyedIsWaitedFor) {
+  Registry& registry = Registry::get();
+  registry.ending = 1;
+  std::thread application([&] {
+    usleep(100'000);
+    std::lock_guard guard(registry.lock);
+    registry.ending = 0;
+    registry.thawed.notify_all();
+  });
+  EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0) << "it ended meanwhile";
+  application.join();
+  registry.ending = 1;
+  migr_msg describe = request(MIGR_MSG_DESCRIBE);
+  describe.arg = MIGR_DESCRIBE_HOLD;
+  EXPECT_EQ(ask(describe, std::vector<migr_qp_ref>{}).status, EAGAIN);
+  EXPECT_FALSE(registry.held) << "what failed keeps nobody waiting";
+  registry.ending = 0;
+}
+
 TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
   for (const std::uint16_t end : {MIGR_MSG_ROLLBACK, MIGR_MSG_RESUME, MIGR_MSG_HELLO /* the connection ends */}) {
     migr_msg describe = request(MIGR_MSG_DESCRIBE);
