@@ -334,7 +334,9 @@ Status Coordinator::connect() {
       lead_to(*c, *f->second, peer_of(mine));
     }
   }
-  *to_dest.mutable_moves() = source_.moves(prepared_).moves();
+  auto moves = source_.moves(prepared_);
+  if (!moves) return moves.error();
+  *to_dest.mutable_moves() = std::move(*moves->mutable_moves());
   return both([&] { return to_dest.connections_size() || to_dest.moves_size() ? dest_.connect(to_dest) : Status(); },
               [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
 }

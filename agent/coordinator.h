@@ -79,7 +79,7 @@ class Source {
   /// Files of this migration. @param settled  nothing is left to do here; else it is tried again
   virtual void forget(bool settled) = 0;
   /// Where the addresses of unconnected QPs will be; none: nobody has to be told.
-  virtual wire::MovesRequest moves(const wire::PrepareReply&) { return {}; }
+  virtual Result<wire::MovesRequest> moves(const wire::PrepareReply&) { return wire::MovesRequest(); }
 };
 
 class DestinationLink {

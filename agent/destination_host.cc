@@ -301,8 +301,11 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
     p->set_gid(q.sgid, sizeof q.sgid);
   }
   std::error_code ec;
-  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec))
-    for (const auto& g : gids_of(device.path().filename())) *out.add_gids() = g;
+  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec)) {
+    auto gids = gids_of(device.path().filename());
+    if (!gids) return gids.error();
+    for (auto& g : *gids) *out.add_gids() = std::move(g);
+  }
   return {};
 }
 

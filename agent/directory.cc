@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "directory.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
+#include <rdma/ib_user_ioctl_verbs.h>
 #include <spdlog/spdlog.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +13,7 @@
 #include "file_tree.h"
 #include "hex.h"
 #include "limits.h"
+#include "migr/restore.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -26,14 +25,6 @@ using Json = nlohmann::json;
 // Nobody tells when a name is not used any more: the oldest go.
 constexpr std::size_t kMaxMoves = 4096;
 constexpr std::size_t kGidBytes = 16;
-
-// "" if the kernel gives no such thing.
-std::string binary_gid(const std::string& text) {
-  in6_addr a;
-  if (inet_pton(AF_INET6, text.c_str(), &a) != 1) return {};
-  const std::string gid(reinterpret_cast<const char*>(&a), sizeof a);
-  return gid == std::string(kGidBytes, '\0') ? std::string() : gid;
-}
 
 }  // namespace
 
@@ -104,36 +95,19 @@ std::vector<migr_move> Directory::all() {
   return out;
 }
 
-namespace {
-
-// A GID table has a thousand entries, most of them empty, and each is a file: no stream for each.
-std::string attribute(int folder, const char* name) {
-  const Fd fd(openat(folder, name, O_RDONLY | O_CLOEXEC));
-  char text[128];
-  const ssize_t n = fd.n < 0 ? -1 : read(fd.n, text, sizeof text);
-  const std::string_view all(text, n < 0 ? 0 : static_cast<std::size_t>(n));
-  return std::string(all.substr(0, all.find('\n')));
-}
-
-}  // namespace
-
-std::vector<wire::PortGid> gids_of(const std::string& device) {
+Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
+  std::vector<ib_uverbs_gid_entry> all(MIGR_RST_GIDS);
+  migr_rst_err err{};
+  const int n = migr_rst_device_gids(device.c_str(), all.data(), MIGR_RST_GIDS, &err);
+  if (n < 0) return Error{-n, err.text};
+  all.resize(static_cast<std::size_t>(n));
   std::vector<wire::PortGid> out;
-  std::error_code ec;
-  for (const auto& port : fs::directory_iterator("/sys/class/infiniband/" + device + "/ports", ec)) {
-    const Fd gids(open((port.path() / "gids").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    const Fd types(open((port.path() / "gid_attrs/types").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    for (unsigned index = 0;; ++index) {
-      const std::string name = std::to_string(index), text = attribute(gids.n, name.c_str());
-      if (text.empty()) break;
-      const std::string gid = binary_gid(text);
-      if (gid.empty()) continue;
-      auto& g = out.emplace_back();
-      g.set_device(device);
-      g.set_port(static_cast<std::uint32_t>(std::strtoul(port.path().filename().c_str(), nullptr, 10)));
-      g.set_type(attribute(types.n, name.c_str()));
-      g.set_gid(gid);
-    }
+  for (const auto& entry : all) {
+    auto& g = out.emplace_back();
+    g.set_device(device);
+    g.set_port(entry.port_num);
+    g.set_roce_v2(entry.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
+    g.set_gid(entry.gid, kGidBytes);
   }
   return out;
 }

@@ -41,8 +41,8 @@ class Directory {
   std::vector<Address> order_;          // oldest first
 };
 
-/// The GIDs of an RDMA device of this host.
-std::vector<wire::PortGid> gids_of(const std::string& device);
+/// The GIDs of an RDMA device of this host, with a context of its own, for a moment.
+Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
 
 /// Tells one process, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);

@@ -20,7 +20,6 @@ namespace {
 
 constexpr std::uint32_t kUd = 4, kRtr = 2, kRts = 3;  // enum ib_qp_type, enum ib_qp_state
 constexpr std::uint32_t kActive = 4;                  // enum ib_port_state
-constexpr char kRoceV2[] = "RoCE v2";                 // as sysfs calls it
 
 std::uint32_t mtu_bytes(std::uint32_t mtu) { return mtu >= 1 && mtu <= 5 ? 128u << mtu : 0; }
 
@@ -48,7 +47,9 @@ Result<Room> room_of(const std::string& device) {
   Room r;
   migr_rst_err err{};
   if (const int e = migr_rst_device_query(device.c_str(), &r.device, &err)) return Error{-e, err.text};
-  r.gids = gids_of(r.device.ibdev);
+  auto gids = gids_of(r.device.ibdev);
+  if (!gids) return gids.error();
+  r.gids = std::move(*gids);
   return r;
 }
 
@@ -144,10 +145,10 @@ Status fits(const wire::Needs& n, const Room& room) {
     if (p.mtu() > port.active_mtu)
       lacks(fmt::format("an MTU of {} on port {} ({}), which has {}: raise the MTU of its interface", mtu_bytes(p.mtu()), p.port(), qp, mtu_bytes(port.active_mtu)));
     const bool has_gid = std::any_of(room.gids.begin(), room.gids.end(), [&](const auto& g) {
-      return g.port() == p.port() && (g.type() == kRoceV2) == p.roce_v2() && (g.gid() == p.gid() || gid_family(g.gid()) == gid_family(p.gid()));
+      return g.port() == p.port() && g.roce_v2() == p.roce_v2() && (g.gid() == p.gid() || gid_family(g.gid()) == gid_family(p.gid()));
     });
     if (!has_gid)
-      lacks(fmt::format("a {} GID of the family {} on port {} ({}): give its interface an address", p.roce_v2() ? kRoceV2 : "IB/RoCE v1",
+      lacks(fmt::format("a {} GID of the family {} on port {} ({}): give its interface an address", p.roce_v2() ? "RoCE v2" : "IB/RoCE v1",
                         migr_gid_family_name(gid_family(p.gid())), p.port(), qp));
   }
   if (missing.empty()) return {};

@@ -653,16 +653,23 @@ Status SourceRun::decide(wire::Outcome outcome) {
 Status SourceRun::destroy() { return host_.remove(entry_.record); }
 
 // The like of a GID on another host: of the same port, type and family.
-wire::MovesRequest SourceRun::moves(const wire::PrepareReply& prepared) {
+Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) {
+  std::map<std::string, std::vector<wire::PortGid>> gids;  // of devices here
   std::set<std::string> there;
   for (const auto& g : prepared.gids()) there.insert(g.device());
   wire::MovesRequest out;
   for (const auto& q : info_.datagrams) {
     const auto p = std::find_if(prepared.qps().begin(), prepared.qps().end(), [&](const auto& x) { return x.src_ctx_id() == q.ctx_id && x.vqpn() == q.vqpn; });
     if (p == prepared.qps().end()) continue;
-    for (const auto& from : gids_of(q.gid)) {
+    auto [here, fresh] = gids.try_emplace(q.gid);
+    if (fresh) {
+      auto found = gids_of(q.gid);
+      if (!found) return found.error();
+      here->second = std::move(*found);
+    }
+    for (const auto& from : here->second) {
       const auto to = std::find_if(prepared.gids().begin(), prepared.gids().end(), [&](const auto& g) {
-        return (g.device() == q.gid || there.size() == 1) && g.port() == from.port() && g.type() == from.type() && gid_family(g.gid()) == gid_family(from.gid());
+        return (g.device() == q.gid || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid());
       });
       if (to == prepared.gids().end()) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);

@@ -100,7 +100,7 @@ class SourceRun final : public Source {
   Status decide(wire::Outcome outcome) override;
   Status destroy() override;
   void forget(bool settled) override;
-  wire::MovesRequest moves(const wire::PrepareReply& prepared) override;
+  Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
 
  private:
   struct Process {

@@ -111,6 +111,34 @@ static void count_used(struct migr_rst_device *d)
 	nl_socket_free(sk);
 }
 
+/* A context on what migr_rst_device_find() has found; to be released in any case. */
+static int open_context(struct migr_rst_context *c, const char *ibdev, const char *path, struct migr_rst_err *err)
+{
+	strcpy(c->new_ibdev, ibdev);
+	c->cmd_fd = open(path, O_RDWR | O_CLOEXEC);
+	if (c->cmd_fd < 0)
+		return rst_fail(err, errno, "cannot open %s: %s", path, strerror(errno));
+	return migr_rst_context_create(c, err);
+}
+
+int migr_rst_device_gids(const char *want, struct ib_uverbs_gid_entry *gids, uint32_t max, struct migr_rst_err *err)
+{
+	struct migr_rst_context c = { .cmd_fd = -1, .async_fd = -1 };
+	char ibdev[MIGR_IBDEV_NAME_MAX], path[64];
+	int ret = migr_rst_device_find(want, ibdev, path, err);
+
+	if (ret)
+		return ret;
+	ret = open_context(&c, ibdev, path, err);
+	if (!ret) {
+		ret = rst_uverbs_gids(&c, gids, max);
+		if (ret < 0)
+			rst_fail(err, -ret, "cannot read the GIDs of %s: %s", ibdev, strerror(-ret));
+	}
+	migr_rst_context_release(&c);
+	return ret;
+}
+
 int migr_rst_device_query(const char *want, struct migr_rst_device *d, struct migr_rst_err *err)
 {
 	struct migr_rst_context c = { .cmd_fd = -1, .async_fd = -1 };
@@ -121,12 +149,8 @@ int migr_rst_device_query(const char *want, struct migr_rst_device *d, struct mi
 	ret = migr_rst_device_find(want, d->ibdev, path, err);
 	if (ret)
 		return ret;
-	strcpy(c.new_ibdev, d->ibdev);
 	count_used(d);	/* before there is a context of our own */
-	c.cmd_fd = open(path, O_RDWR | O_CLOEXEC);
-	if (c.cmd_fd < 0)
-		return rst_fail(err, errno, "cannot open %s: %s", path, strerror(errno));
-	ret = migr_rst_context_create(&c, err);
+	ret = open_context(&c, d->ibdev, path, err);
 	if (!ret) {
 		d->driver_id = c.driver_id;
 		ret = query_limits(&c, d);

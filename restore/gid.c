@@ -10,7 +10,6 @@
 #include "internal.h"
 
 #define SYSFS_UVERBS "/sys/class/infiniband_verbs"
-#define MAX_GIDS 256	/* the index has 8 bits in the commands that take it */
 
 /* First line of a sysfs file without its newline; 0 or -errno. */
 static int read_line(const char *path, char *buf, size_t size)
@@ -63,12 +62,12 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 		      uint8_t gid[16], uint8_t *index, struct migr_rst_err *err)
 {
 	static const uint8_t zero[16];
-	struct ib_uverbs_gid_entry table[MAX_GIDS];
+	struct ib_uverbs_gid_entry table[MIGR_RST_GIDS];
 	/* A QP that was never connected names no GID: the usual kind is RoCE v2 over IPv4. */
 	int known = memcmp(like->sgid, zero, 16) != 0;
 	int want_v2 = !known || like->gid_type == IB_UVERBS_GID_TYPE_ROCE_V2;
 	int want_family = known ? migr_gid_family(like->sgid) : 0;
-	int best = 0, n = rst_uverbs_gids(c, table, MAX_GIDS);
+	int best = 0, n = rst_uverbs_gids(c, table, MIGR_RST_GIDS);
 
 	if (n < 0)
 		return rst_fail(err, -n, "cannot read the GIDs of %s: %s", c->new_ibdev, strerror(-n));

@@ -268,6 +268,14 @@ struct migr_rst_device {
 int migr_rst_device_query(const char *want, struct migr_rst_device *d, struct migr_rst_err *err);
 
 /*
+ * The GIDs in use, of all ports of the device that migr_rst_device_find() finds: how many, or a negative errno. One command,
+ * where sysfs has a file for each of a thousand places of the table. EINVAL: more than @max.
+ */
+#define MIGR_RST_GIDS 256	/* the index has 8 bits in the commands that take it */
+struct ib_uverbs_gid_entry;
+int migr_rst_device_gids(const char *want, struct ib_uverbs_gid_entry *gids, uint32_t max, struct migr_rst_err *err);
+
+/*
  * One by one, all with raw uverbs commands, so that a queue ring that may be
  * mapped only once is left to the restored process. @c->cmd_fd has to be an
  * open uverbs device; its opener may have been another process.

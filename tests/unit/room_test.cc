@@ -76,7 +76,7 @@ Room just_enough() {
   d.nr_ports = 1;
   d.ports[0] = {kActive, kMtu1024};
   wire::PortGid g;
-  g.set_device("rxe1"), g.set_port(1), g.set_type("RoCE v2"), g.set_gid(kIpv4There);
+  g.set_device("rxe1"), g.set_port(1), g.set_roce_v2(true), g.set_gid(kIpv4There);
   r.gids.push_back(g);
   return r;
 }
@@ -124,7 +124,7 @@ INSTANTIATE_TEST_SUITE_P(
         Short{"mtu", [](Room& r) { r.device.ports[0].active_mtu--; }, "an MTU of 1024 on port 1 (QP 17), which has 512"},
         Short{"port_down", [](Room& r) { r.device.ports[0].state = kDown; }, "an active port 1 (QP 17): it is down"},
         Short{"no_port", [](Room& r) { r.device.nr_ports = 0; }, "port 1 (QP 17), it has 0"}, Short{"no_gid", [](Room& r) { r.gids.clear(); }, "a RoCE v2 GID of the family IPv4"},
-        Short{"gid_type", [](Room& r) { r.gids[0].set_type("IB/RoCE v1"); }, "a RoCE v2 GID of the family IPv4"},
+        Short{"gid_type", [](Room& r) { r.gids[0].set_roce_v2(false); }, "a RoCE v2 GID of the family IPv4"},
         Short{"gid_port", [](Room& r) { r.gids[0].set_port(2); }, "a RoCE v2 GID of the family IPv4 on port 1"},
         Short{"gid_family", [](Room& r) { r.gids[0].set_gid(kLinkLocal); }, "a RoCE v2 GID of the family IPv4"}),
     [](const auto& i) { return i.param.name; });
