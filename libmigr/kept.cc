@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <ctime>
 
+#include "links/links.h"
 #include "path.h"
 
 namespace migr::kept {
@@ -91,7 +92,7 @@ bool start(QpShadow& q) {
   }
   q.session_lock.lock();
   std::lock_guard guard(q.lock);
-  if (!(q.state.load(std::memory_order_relaxed) & kKeepSends)) {
+  if (!(q.state.load(std::memory_order_relaxed) & (kKeepSends | kTrapped))) {
     q.session_lock.unlock();
     return false;
   }
@@ -190,7 +191,7 @@ void wr_start(ibv_qp_ex* keeper) {
   QpShadow& q = owner(keeper);
   q.session_lock.lock();
   q.session_lock.unlock();
-  path::wr_start(&q.app_ex);
+  q.app_ex.wr_start(&q.app_ex);
 }
 
 int wr_complete(ibv_qp_ex* keeper) {
@@ -201,6 +202,7 @@ int wr_complete(ibv_qp_ex* keeper) {
     std::lock_guard guard(q.lock);
     const bool suspended = q.state.load(std::memory_order_relaxed) & kKeepSends;
     if (!err && suspended && full(q, q.built.size())) err = ENOMEM;
+    if (!suspended && (q.state.load(std::memory_order_relaxed) & kTrapped)) links::empty_trap(q);
     if (!err)
       for (KeptSend& send : q.built) {
         if (suspended)

@@ -353,35 +353,48 @@ MIGR_COLD int take_errors(CqShadow& c, int n, ibv_wc* wc) noexcept {
   return left;
 }
 
-/// A thread on the way of a protected CQ: which one. Plain stores: whoever has raised kFakeCq makes all threads pass a
-/// barrier (membarrier) before it looks, so a thread is either seen here or sees the flag.
-struct Poller {
+/// What a thread is in: the protected CQ that it polls, the protected QP of its ibv_wr_* session. Plain stores: whoever has
+/// raised a flag makes all threads pass a barrier (membarrier) before it looks, so a thread is either seen here or sees
+/// the flag. A thread with several sessions at once has a note for each.
+struct Note {
   std::atomic<const CqShadow*> cq{nullptr};
+  std::atomic<const QpShadow*> session{nullptr};
+  Note* of_this_thread = nullptr;  ///< its others
   std::atomic<bool> alive{true};
-  Poller* next = nullptr;
+  Note* next = nullptr;
 };
-std::atomic<Poller*> pollers{nullptr};
-[[gnu::tls_model("initial-exec")]] thread_local Poller* this_poller = nullptr;
+std::atomic<Note*> notes{nullptr};
+[[gnu::tls_model("initial-exec")]] thread_local Note* this_note = nullptr;
 
-/// This thread's, made now. @return null: no memory
-MIGR_COLD Poller* new_poller() noexcept {
-  static pthread_key_t ended;
-  static const bool keyed = pthread_key_create(&ended, [](void* p) { static_cast<Poller*>(p)->alive.store(false); }) == 0;
-  Poller* p = pollers.load();
-  for (bool dead = false; p && !(dead = false, p->alive.compare_exchange_strong(dead, true)); p = p->next) {}
-  if (!p) {
-    if (!(p = new (std::nothrow) Poller)) return nullptr;
-    p->next = pollers.load();
-    while (!pollers.compare_exchange_weak(p->next, p)) {}
+void thread_ended(void* first) {
+  for (auto* n = static_cast<Note*>(first); n;) {
+    Note* const following = n->of_this_thread;
+    n->session.store(nullptr);
+    n->alive.store(false);
+    n = following;
   }
-  if (keyed) pthread_setspecific(ended, p);
-  return this_poller = p;
+}
+
+/// One more of this thread's. @return null: no memory
+MIGR_COLD Note* new_note() noexcept {
+  static pthread_key_t ended;
+  static const bool keyed = pthread_key_create(&ended, thread_ended) == 0;
+  Note* n = notes.load();
+  for (bool dead = false; n && !(dead = false, n->alive.compare_exchange_strong(dead, true)); n = n->next) {}
+  if (!n) {
+    if (!(n = new (std::nothrow) Note)) return nullptr;
+    n->next = notes.load();
+    while (!notes.compare_exchange_weak(n->next, n)) {}
+  }
+  n->of_this_thread = this_note;
+  if (keyed) pthread_setspecific(ended, n);
+  return this_note = n;
 }
 
 MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc* wc) noexcept {
-  Poller* me = this_poller;
+  Note* me = this_note;
   if (!me) [[unlikely]]
-    if (!(me = new_poller())) return poll_fake(c, entries, wc);
+    if (!(me = new_note())) return poll_fake(c, entries, wc);
   me->cq.store(&c, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   int n;
@@ -517,8 +530,14 @@ bool of_a_cut(CqShadow& c, const ibv_wc& wc, bool linked) {
 bool watch_pollers() { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0; }
 
 bool pollers_are_outside(const CqShadow& c) {
-  for (const Poller* p = pollers.load(); p; p = p->next)
-    if (p->cq.load(std::memory_order_acquire) == &c) return false;
+  for (const Note* n = notes.load(); n; n = n->next)
+    if (n->cq.load(std::memory_order_acquire) == &c) return false;
+  return true;
+}
+
+bool sessions_are_outside(const QpShadow& q) {
+  for (const Note* n = notes.load(); n; n = n->next)
+    if (n->session.load(std::memory_order_acquire) == &q) return false;
   return true;
 }
 
@@ -632,26 +651,63 @@ MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
 
 MIGR_INLINE bool takes_physical(const QpShadow& q, const ibv_qp_ex* target) { return target != &q.keeper.ex; }
 
+/// No session may begin on the path. kTrapped: each post looks into the trap first, under the lock, so a session is kept
+/// until it completes.
+constexpr std::uint32_t kNotOnPath = kKeepSends | kKeptSession | kTrapped;
+
 /// Called by tail call: while it waits, no frame of the path may be on the stack.
 MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {
-  if (!kept::start(shadow_of(qp))) wr_start(qp);
+  if (!kept::start(shadow_of(qp))) qp->wr_start(qp);
 }
-
-}  // namespace
 
 /// The session is noted before the provider takes its lock, because a store between that and the doorbell costs most.
 /// The session before, of another thread, may end meanwhile and take the note away: it is looked for under the lock.
-MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
-  QpShadow& q = shadow_of(qp);
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeptSession)) [[unlikely]]
-    return wr_start_suspended(qp);
+MIGR_INLINE void start_on_path(QpShadow& q) {
   q.path_session.store(true, std::memory_order_relaxed);
   q.target->wr_start(q.target);
   if (!q.path_session.load(std::memory_order_relaxed)) [[unlikely]]
     q.path_session.store(true, std::memory_order_relaxed);
 }
 
+}  // namespace
+
+MIGR_PATH void wr_start(ibv_qp_ex* qp) noexcept {
+  QpShadow& q = shadow_of(qp);
+  if (q.state.load(std::memory_order_relaxed) & kNotOnPath) [[unlikely]]
+    return wr_start_suspended(qp);
+  start_on_path(q);
+}
+
 namespace {
+
+/// Of this thread; whichever is free.
+MIGR_COLD Note* note_for_session() noexcept {
+  Note* n = this_note;
+  while (n && n->session.load(std::memory_order_relaxed)) n = n->of_this_thread;
+  return n ? n : new_note();
+}
+
+/// Of a QP that may have a backup link: nobody stops threads before its path is changed, so that a session is open must be
+/// seen at any moment, also where several threads post.
+MIGR_PATH void wr_start_noted(ibv_qp_ex* qp) noexcept {
+  QpShadow& q = shadow_of(qp);
+  Note* me = this_note;
+  if (!me || me->session.load(std::memory_order_relaxed)) [[unlikely]]
+    if (!(me = note_for_session())) return wr_start(qp);  // without memory as without a backup
+  me->session.store(&q, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  if (q.state.load(std::memory_order_relaxed) & kNotOnPath) [[unlikely]] {
+    me->session.store(nullptr, std::memory_order_release);
+    return wr_start_suspended(qp);
+  }
+  start_on_path(q);
+}
+
+/// A kept session has none.
+MIGR_INLINE void forget_session(const QpShadow& q) {
+  for (Note* n = this_note; n; n = n->of_this_thread)
+    if (n->session.load(std::memory_order_relaxed) == &q) return n->session.store(nullptr, std::memory_order_release);
+}
 
 MIGR_PATH int wr_complete(ibv_qp_ex* qp) noexcept {
   QpShadow& q = shadow_of(qp);
@@ -665,6 +721,17 @@ MIGR_PATH void wr_abort(ibv_qp_ex* qp) noexcept {
   ibv_qp_ex* const target = q.target;
   q.path_session.store(false, std::memory_order_relaxed);
   target->wr_abort(target);
+}
+
+MIGR_PATH int wr_complete_noted(ibv_qp_ex* qp) noexcept {
+  const int err = wr_complete(qp);
+  forget_session(shadow_of(qp));
+  return err;
+}
+
+MIGR_PATH void wr_abort_noted(ibv_qp_ex* qp) noexcept {
+  wr_abort(qp);
+  forget_session(shadow_of(qp));
 }
 
 /// One call of a session: `where` it goes, and what is done to an argument `before`.
@@ -776,6 +843,11 @@ void install_wr_api(QpShadow& q) {
   MIGR_INSTALL(wr_abort);
   MIGR_INSTALL(wr_atomic_write);
 #undef MIGR_INSTALL
+  if (q.context->twin) {
+    q.app_ex.wr_start = wr_start_noted;
+    q.app_ex.wr_complete = wr_complete_noted;
+    q.app_ex.wr_abort = wr_abort_noted;
+  }
   if (q.state.load(std::memory_order_relaxed) & kTranslateAny) translate_keys(q, 0);
 }
 

@@ -17,10 +17,10 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept;
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept;
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept;
 
-/// What the application's ibv_wr_start() calls.
+/// What the application's ibv_wr_start() calls, of a QP that can have no backup link.
 void wr_start(ibv_qp_ex* qp) noexcept;
 
-/// Our functions for every one that the provider gave `qp.real_ex`.
+/// Our functions for every one that the provider gave `qp.real_ex`. `qp.context` is known.
 void install_wr_api(QpShadow& qp);
 /// The same for an ibv_cq_ex.
 void install_pollers(CqShadow& cq);
@@ -45,10 +45,12 @@ int poll_to_fake(CqShadow& cq) noexcept;
 
 /// Once, before any CQ is protected. @return false: this kernel has no membarrier(2), and no CQ may be
 bool watch_pollers();
-/// kFakeCq was raised before: from here on pollers_are_outside() tells of all threads that have not seen it.
+/// A flag was raised before: from here on the two that follow tell of all threads that have not seen it.
 void pass_barrier();
 /// Nobody holds completions of protected CQ `cq` that were not looked at.
 bool pollers_are_outside(const CqShadow& cq);
+/// No ibv_wr_* session is open on the path of `qp`, whose kKeepSends was raised before.
+bool sessions_are_outside(const QpShadow& qp);
 
 /// The completion of a work request that was posted in the name of others: theirs, to the fake CQ. Caller holds cq.lock.
 /// @return how many; -1: `wc` is none of those

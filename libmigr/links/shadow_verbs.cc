@@ -30,6 +30,7 @@ namespace {
 constexpr int kChannelCqes = 1024;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
+constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
 
 std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
@@ -166,7 +167,7 @@ std::string why_not(const QpShadow& q) {
   if (q.app.qp_type != IBV_QPT_RC) return "is no RC QP";
   if (q.app.srq) return "has an SRQ";
   if (q.immovable) return std::string("was made by ") + q.immovable + "()";
-  if (q.real_ex) return "is posted to by ibv_wr_*()";
+  if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_atomic_write() or ibv_wr_send_tso()";
   if (!q.send_cq || !q.recv_cq || q.send_cq->real_ex || q.recv_cq->real_ex) return "completes on an ibv_cq_ex";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
   if (q.state.load(std::memory_order_relaxed) & ~std::uint32_t{kTranslateLocal | kTranslateRemote}) return "is in a switchover";
@@ -255,7 +256,10 @@ void close_link(Link& link) {
 
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why) {
   init.qp_type = IBV_QPT_RC;
-  ibv_qp* const qp = real().create_qp(pd, &init);
+  return to_init(real().create_qp(pd, &init), port, access, why);
+}
+
+ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why) {
   if (!qp) return why = errno_text("create_qp"), nullptr;
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_INIT;
@@ -289,16 +293,20 @@ bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   Leg& leg = l.legs[side];
   destroy_path(l, side, leg.next);
   leg.asked = 0;
-  ibv_qp_init_attr init{};
+  ibv_qp_init_attr_ex init{};
   init.qp_context = &q;
+  init.qp_type = IBV_QPT_RC;
   init.cap = q.cap;
   init.sq_sig_all = q.init.sq_sig_all;
   init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->real;
   init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->real;
-  ibv_pd* const pd = side == kHome ? q.init.pd : l.twin->pds.at(q.init.pd);
+  init.pd = side == kHome ? q.init.pd : l.twin->pds.at(q.init.pd);
+  init.comp_mask = q.init.comp_mask & (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
+  init.send_ops_flags = q.init.send_ops_flags;
   const unsigned port = side == kHome ? l.home_port : leg.link->config.port;
   KernelLink& kernel = side == kHome ? *q.context->kernel : *leg.link->kernel;
-  ibv_qp* const made = create_on(pd, init, port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
+  ibv_context* const ctx = side == kHome ? q.context->real : leg.link->ctx;
+  ibv_qp* const made = to_init(switchover::create_like(q, ctx, init), port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
   if (!made) return false;
   leg.next = {.qp = made, .serial = serial, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}};
   leg.newest = serial;

@@ -84,6 +84,8 @@ void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std:
 void destroy_path(QpLink& l, Side side, Path& path);
 /// In INIT.
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why);
+/// A QP that was just made, or null with errno: then that is said.
+ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why);
 void run_rounds();  ///< the thread
 
 /* change.cc */

@@ -230,15 +230,26 @@ int flush_behind(QpShadow& q, std::uint64_t& send_marker, std::uint64_t& receive
   return 0;
 }
 
-/// Threads that have polled before the flags went up look at what they got. No lock of theirs is held here.
-int wait_for_pollers(QpShadow& q, std::string& why) {
+/// Those who have not seen the flags come back. No lock of theirs is held here.
+template <class Outside>
+int wait_for_threads(Outside&& outside, const std::string& what, std::string& why) {
   path::pass_barrier();
-  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;; pause_briefly()) {
-    bool outside = true;
-    for_cqs(q, [&](const CqShadow& c) { outside = outside && path::pollers_are_outside(c); });
-    if (outside) return 0;
-    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "a thread does not come back from polling the completion queue of " + qp_name(q));
-  }
+  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull; !outside(); pause_briefly())
+    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "a thread does not come back from " + what);
+  return 0;
+}
+
+int wait_for_pollers(QpShadow& q, std::string& why) {
+  const auto outside = [&q] {
+    bool all = true;
+    for_cqs(q, [&](const CqShadow& c) { all = all && path::pollers_are_outside(c); });
+    return all;
+  };
+  return wait_for_threads(outside, "polling the completion queue of " + qp_name(q), why);
+}
+
+int wait_for_sessions(QpShadow& q, std::string& why) {
+  return wait_for_threads([&q] { return path::sessions_are_outside(q); }, "an ibv_wr_* session of " + qp_name(q), why);
 }
 
 /// Where the last work request of ours lies. @param read one slot
@@ -374,7 +385,17 @@ void join(Cut& second, Cut& first) {
 int withhold(QpShadow& q, std::string& why) {
   QpShadow* const one[] = {&q};
   if (const int err = check_arcs(one, Phase::kSuspended, why)) return err;
-  raise_flags(q, kKeepSends);
+  if (!q.real_ex) return raise_flags(q, kKeepSends), 0;
+  // What a classic post does late the cut tells apart. A session follows q.target, which is about to change.
+  raise_flags(q, kKeepSends | kOpen);
+  if (const int err = wait_for_sessions(q, why)) {
+    std::vector<migr_resume_stat> ignored;
+    std::string more;
+    resume(one, ignored, more);
+    return err;
+  }
+  std::lock_guard guard(q.lock);
+  clear_bits(q, kOpen);
   return 0;
 }
 

@@ -16,6 +16,7 @@ void set_route(QpShadow& q, const LinkPath& to) {
   __atomic_store_n(&q.real_post_send, to.ops->post_send, __ATOMIC_RELEASE);
   __atomic_store_n(&q.real_post_recv, to.ops->post_recv, __ATOMIC_RELEASE);
   __atomic_store_n(&q.real, to.qp, __ATOMIC_RELEASE);
+  lead_sessions(q);
 }
 
 }  // namespace

@@ -31,13 +31,7 @@ int create_spare(QpShadow& q, std::string& why) {
   init.send_cq = q.send_cq ? q.send_cq->real : nullptr;
   init.recv_cq = q.recv_cq ? q.recv_cq->real : nullptr;
   init.srq = init.srq ? shadow_of(init.srq).real : nullptr;
-  if (q.init_is_ex) {
-    q.spare = q.context->slots.create_qp_ex(q.context->real, &init);
-  } else {
-    ibv_qp_init_attr plain;
-    std::memcpy(&plain, &init, sizeof plain);
-    q.spare = real().create_qp(q.init.pd, &plain);
-  }
+  q.spare = create_like(q, q.context->real, init);
   if (!q.spare) return fail(why, errno, "create_qp for " + qp_name(q));
   ibv_qp_attr attr{};
   if (const int err = query_path(q, attr, why)) return err;

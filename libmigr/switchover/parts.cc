@@ -178,9 +178,26 @@ void destroy_real(ibv_qp*& qp) {
 void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
   q.receive_ring = q.send_ring = {};
+  lead_sessions(q);
+}
+
+void lead_sessions(QpShadow& q) {
   if (!q.real_ex) return;
-  q.real_ex = real().qp_to_qp_ex(qp);
+  q.real_ex = real().qp_to_qp_ex(q.real);
   if (!kept_session(q)) q.target = q.real_ex;
+}
+
+ibv_qp* create_like(const QpShadow& like, ibv_context* ctx, ibv_qp_init_attr_ex& init) {
+  if (!like.init_is_ex) {
+    ibv_qp_init_attr plain;
+    std::memcpy(&plain, &init, sizeof plain);  // it begins with the same fields
+    return real().create_qp(init.pd, &plain);
+  }
+  if (const Context* ours = Registry::get().context_of(ctx)) return ours->slots.create_qp_ex(ctx, &init);
+  verbs_context* const other = verbs_get_ctx_op(ctx, create_qp_ex);
+  if (other) return other->create_qp_ex(ctx, &init);
+  errno = EOPNOTSUPP;
+  return nullptr;
 }
 
 int break_connection(QpShadow& q, std::string& why) {

@@ -111,6 +111,10 @@ int post_receives(QpShadow& q, ibv_qp* to, const Receives& receives, std::string
 
 void destroy_real(ibv_qp*& qp);
 void become_path(QpShadow& q, ibv_qp* qp);
+/// ibv_wr_* sessions that begin from now on go to q.real.
+void lead_sessions(QpShadow& q);
+/// By the call by which the application has made `like`. @param init of provider objects, with a PD of `ctx`
+ibv_qp* create_like(const QpShadow& like, ibv_context* ctx, ibv_qp_init_attr_ex& init);
 /// What was posted is flushed, and so is what was kept: as when the partner has died.
 int break_connection(QpShadow& q, std::string& why);
 /// Caller holds q.lock.

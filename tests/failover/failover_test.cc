@@ -65,6 +65,7 @@ class Library {
 struct Options {
   std::uint32_t seed;
   bool answers_only, separate_cqs, events, both_ways;
+  bool sessions;  ///< posted by ibv_wr_*
   unsigned cut_after, cuts;
   bool storm;  ///< links are cut and mended whatever is going on: an end may give up, and does nothing wrong
 };
@@ -105,7 +106,17 @@ class End {
     init.recv_cq = cqs_[1];
     init.cap = {.max_send_wr = kDepth, .max_recv_wr = kDepth, .max_send_sge = 2, .max_recv_sge = 2, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
-    qp_ = lib_.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd_, &init);
+    if (options.sessions) {
+      ibv_qp_init_attr_ex wide{};
+      std::memcpy(&wide, &init, sizeof init);
+      wide.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+      wide.pd = pd_;
+      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ;
+      qp_ = ibv_create_qp_ex(lib_.context, &wide);
+      ex_ = lib_.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(qp_);
+    } else {
+      qp_ = lib_.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd_, &init);
+    }
     ibv_query_gid(lib_.context, 1, 0, &gid_);
     for (int i = 0; i < kWrs; ++i)
       for (std::uint32_t b = 0; b < kSlot; ++b) area(kOut, i)[b] = byte_of(out_id_, i, b), area(kReadable, i)[b] = byte_of(in_id_ + 1000, i, b);
@@ -177,7 +188,7 @@ class End {
       if (!peer_->error_.empty() || broken_ || peer_->broken_) return;
       if (Clock::now() > deadline) error_ = "stuck: " + where();
       if (sends_)
-        while (posted_ < allowed_ && posted_ - completed_ < static_cast<int>(kDepth) && error_.empty()) post_send();
+        while (may_post() && error_.empty()) ex_ ? post_session() : post_send();
       if (!poll_all()) rest();
     }
   }
@@ -226,6 +237,38 @@ class End {
     ibv_recv_wr wr{.wr_id = receives_, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
     if (ibv_post_recv(qp_, &wr, &bad)) error_ = "post_recv";
     ++receives_;
+  }
+
+  bool may_post() const { return posted_ < allowed_ && posted_ - completed_ < static_cast<int>(kDepth); }
+
+  /// One to four in a session; one that is given up in between posts nothing. Now and then it takes long.
+  void post_session() {
+    const int first = posted_;
+    ibv_wr_start(ex_);
+    for (int n = 1 + first % 4; n && may_post(); --n) {
+      const int i = posted_++;
+      const Request& r = out_[i];
+      const std::uint32_t rkey = peer_->mr_->rkey, imm = static_cast<std::uint32_t>(i);
+      const auto to = reinterpret_cast<std::uint64_t>(peer_->area(r.opcode == IBV_WR_RDMA_READ ? kReadable : kIn, i));
+      ex_->wr_id = static_cast<std::uint64_t>(i) | 0x5000;
+      ex_->wr_flags = r.signalled || i % 4 == 3 ? IBV_SEND_SIGNALED : 0;
+      if (r.opcode == IBV_WR_SEND) ibv_wr_send(ex_);
+      else if (r.opcode == IBV_WR_SEND_WITH_IMM) ibv_wr_send_imm(ex_, imm);
+      else if (r.opcode == IBV_WR_RDMA_WRITE) ibv_wr_rdma_write(ex_, rkey, to);
+      else if (r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) ibv_wr_rdma_write_imm(ex_, rkey, to, imm);
+      else ibv_wr_rdma_read(ex_, rkey, to);
+      if (i % 9 == 5) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      const auto local = reinterpret_cast<std::uint64_t>(r.opcode == IBV_WR_RDMA_READ ? area(kRead, i) : area(kOut, i));
+      const ibv_sge sges[2] = {{local, r.bytes / 2, mr_->lkey}, {local + r.bytes / 2, r.bytes - r.bytes / 2, mr_->lkey}};
+      ibv_wr_set_sge_list(ex_, 2, sges);
+    }
+    if (first % 13 == 7 && !std::exchange(given_up_, true)) {
+      ibv_wr_abort(ex_);
+      posted_ = first;
+      return;
+    }
+    given_up_ = false;
+    if (const int err = ibv_wr_complete(ex_)) error_ = "wr_complete at " + std::to_string(first) + ": " + std::strerror(err);
   }
 
   void post_send() {
@@ -334,6 +377,8 @@ class End {
   ibv_cq* cqs_[2];
   ibv_mr *mr_, *receive_mr_ = nullptr;
   ibv_qp* qp_;
+  ibv_qp_ex* ex_ = nullptr;
+  bool given_up_ = false;
   ibv_gid gid_{};
   ibv_qp_attr birth_{};
   std::uint64_t receives_ = 0, received_wrs_ = 0;
@@ -476,13 +521,13 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0, .cut_after = static_cast<unsigned>(random() % 400),
+                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }

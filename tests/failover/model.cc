@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
@@ -52,8 +53,21 @@ struct Cq {
 
 struct Nic;
 
+struct ModelQp;
+
+/// What ibv_wr_start() has begun; the lock is held until it completes, as soft-RoCE does, and by ibv_post_send().
+struct Session {
+  ibv_qp_ex ex{};
+  ModelQp* of = nullptr;
+  std::mutex lock;
+  bool open = false;
+  std::deque<ibv_send_wr> wrs;
+  std::deque<std::vector<ibv_sge>> sges;
+};
+
 struct ModelQp : model::Qp {
   Nic* nic = nullptr;
+  Session* session = nullptr;  // made by ibv_create_qp_ex()
   ibv_qp_attr attr{};
   bool signal_all = false;
   /* requester */
@@ -362,9 +376,8 @@ Nic* nic_of(const ibv_context* c) {
   return nullptr;
 }
 
-int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
+int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
   std::lock_guard guard(lock);
-  auto& q = *reinterpret_cast<ModelQp*>(qp);
   for (; wr; wr = wr->next) {
     *bad = wr;
     if (q.attr.qp_state < IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_ERR) return EINVAL;
@@ -384,6 +397,71 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
   }
   work.notify_one();
   return 0;
+}
+
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  if (!q.session) return put_into_queue(q, wr, bad);
+  std::lock_guard guard(q.session->lock);
+  return put_into_queue(q, wr, bad);
+}
+
+/* ---- ibv_wr_* ------------------------------------------------------------------- */
+
+Session& session_of(ibv_qp_ex* ex) { return *reinterpret_cast<Session*>(ex); }
+
+ibv_send_wr& begin_wr(ibv_qp_ex* ex, ibv_wr_opcode opcode) {
+  Session& s = session_of(ex);
+  ibv_send_wr& wr = s.wrs.emplace_back();
+  s.sges.emplace_back();
+  wr = {};
+  wr.wr_id = ex->wr_id;
+  wr.send_flags = ex->wr_flags;
+  wr.opcode = opcode;
+  return wr;
+}
+
+ibv_send_wr& begin_rdma(ibv_qp_ex* ex, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t addr) {
+  ibv_send_wr& wr = begin_wr(ex, opcode);
+  wr.wr.rdma = {.remote_addr = addr, .rkey = rkey};
+  return wr;
+}
+
+void end_session(Session& s) {
+  s.wrs.clear();
+  s.sges.clear();
+  if (std::exchange(s.open, false)) s.lock.unlock();
+}
+
+Session* new_session(ModelQp& q) {
+  auto* s = new Session;
+  s->of = &q;
+  ibv_qp_ex& ex = s->ex;
+  ex.wr_start = [](ibv_qp_ex* x) {
+    if (rand() % 8 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the thread has lost its processor
+    session_of(x).lock.lock();
+    session_of(x).open = true;
+  };
+  ex.wr_abort = [](ibv_qp_ex* x) { end_session(session_of(x)); };
+  ex.wr_complete = [](ibv_qp_ex* x) {
+    Session& of = session_of(x);
+    for (std::size_t i = 0; i < of.wrs.size(); ++i) {
+      of.wrs[i].sg_list = of.sges[i].data();
+      of.wrs[i].num_sge = static_cast<int>(of.sges[i].size());
+      of.wrs[i].next = i + 1 < of.wrs.size() ? &of.wrs[i + 1] : nullptr;
+    }
+    ibv_send_wr* bad;
+    const int err = !of.open ? EPROTO : of.wrs.empty() ? 0 : put_into_queue(*of.of, &of.wrs[0], &bad);
+    end_session(of);
+    return err;
+  };
+  ex.wr_send = [](ibv_qp_ex* x) { begin_wr(x, IBV_WR_SEND); };
+  ex.wr_send_imm = [](ibv_qp_ex* x, __be32 imm) { begin_wr(x, IBV_WR_SEND_WITH_IMM).imm_data = imm; };
+  ex.wr_rdma_write = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr) { begin_rdma(x, IBV_WR_RDMA_WRITE, rkey, addr); };
+  ex.wr_rdma_write_imm = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, __be32 imm) { begin_rdma(x, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, addr).imm_data = imm; };
+  ex.wr_rdma_read = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr) { begin_rdma(x, IBV_WR_RDMA_READ, rkey, addr); };
+  ex.wr_set_sge_list = [](ibv_qp_ex* x, std::size_t n, const ibv_sge* list) { session_of(x).sges.back().assign(list, list + n); };
+  return s;
 }
 
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
@@ -420,6 +498,15 @@ void size_ring(model::Ring<T>& ring, std::uint32_t want) {
 }
 
 }  // namespace
+
+static ibv_qp* create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* init) {
+  ibv_qp_init_attr plain;
+  std::memcpy(&plain, init, sizeof plain);  // it begins with the same fields
+  ibv_qp* const qp = ibv_create_qp(init->pd, &plain);
+  auto* q = reinterpret_cast<ModelQp*>(qp);
+  if (init->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) q->session = new_session(*q);
+  return qp;
+}
 
 MODEL void model_cut(int link, unsigned after_packets, bool answers_only) {
   std::lock_guard guard(lock);
@@ -460,7 +547,11 @@ MODEL ibv_device** ibv_get_device_list(int* count) {
 }
 MODEL void ibv_free_device_list(ibv_device** list) { free(list); }
 MODEL ibv_context* ibv_open_device(ibv_device* device) {
-  auto* c = new ibv_context{};
+  auto* extended = new verbs_context{};
+  extended->sz = sizeof *extended;
+  extended->create_qp_ex = create_qp_ex;
+  ibv_context* const c = &extended->context;
+  c->abi_compat = __VERBS_ABI_IS_EXTENDED;
   c->device = device;
   c->cmd_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
   c->async_fd = -1;
@@ -473,7 +564,7 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
 }
 MODEL int ibv_close_device(ibv_context* c) {
   close(c->cmd_fd);
-  delete c;
+  delete verbs_get_ctx(c);
   return 0;
 }
 MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
@@ -595,6 +686,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
   std::lock_guard guard(lock);
   auto* q = reinterpret_cast<ModelQp*>(qp);
   q->nic->qps.erase(qp->qp_num);
+  delete q->session;
   delete q;
   return 0;
 }
@@ -606,4 +698,7 @@ MODEL int ibv_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr* attr) {
   return 0;
 }
 MODEL int ibv_query_gid(ibv_context* c, uint8_t, int, ibv_gid* gid) { return *gid = nic_of(c)->gid, 0; }
-MODEL ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
+MODEL ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
+  Session* const s = reinterpret_cast<ModelQp*>(qp)->session;
+  return s ? &s->ex : nullptr;
+}
