@@ -141,6 +141,8 @@ void got_bye(Channel& from, const ByeRecord& record) {
     if (l->instance == from.peer) ours.push_back(l);
   if (!settled(ours)) return;  // it is said again
   for (QpLink* l : ours) forget(*l);
+  // Who says BYE will look for us again. It must not find what was just given back.
+  if (!state()->to_withdraw.empty()) return;
   from.ended = true;
   from.bye_ns = now_ns();
   if (!record.answer) send_bye(from, {.answer = 1});

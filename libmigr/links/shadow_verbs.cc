@@ -514,7 +514,7 @@ class Round {
     std::vector<migr_links_switch> ended;
     {
       std::lock_guard guard(registry().lock);
-      withdrawn.swap(state()->to_withdraw);
+      withdrawn = state()->to_withdraw;
       ended.swap(state()->to_report);
       for (const QpLink* l : state()->qps) {
         if (l->told || records.size() == MIGR_LINKS_MAX_RECORDS / 4) continue;
@@ -522,7 +522,12 @@ class Round {
         ids.push_back(l->id);
       }
     }
-    if (!withdrawn.empty()) directory_.withdraw(withdrawn);
+    if (!withdrawn.empty()) {
+      directory_.withdraw(withdrawn);
+      std::lock_guard guard(registry().lock);
+      auto& left = state()->to_withdraw;
+      left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(withdrawn.size()));
+    }
     if (!ended.empty()) directory_.switched(ended);
     if (records.empty()) return;
     const bool told = directory_.publish(records) == 0;
