@@ -548,6 +548,8 @@ int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
   if (found == c.stand_ins.end()) return -1;
   int pushed = 0;
   ibv_wc_status status = wc.status;
+  if (const auto& again = found->again; again && again->result && status == IBV_WC_SUCCESS && *again->result == again->swap)
+    *again->result = again->compare;
   for (const OwedCompletion& owed : found->owed) {
     if (status == IBV_WC_SUCCESS && !owed.signalled) continue;
     c.fake.push_back(owed.wc);

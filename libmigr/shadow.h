@@ -136,6 +136,7 @@ struct QueuedSend {
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
   bool retry_exceeded = false;  ///< the device has given it up
   std::optional<OwedCompletion> executed = {};  ///< on a path before: it lies in no queue and is due behind the one before it
+  bool again = false;           ///< a CAS that is done once more although it was executed: its swap value is nobody else's
 };
 
 struct MrShadow;
@@ -152,6 +153,7 @@ struct Cut {
   const CqShadow* send_cq = nullptr;
   bool path_failed = false;  ///< by the path's failure: of a send that was given up the completion is ours, too
   bool resend = false;       ///< WRITEs are done again, unless a message behind them has come
+  bool unique_swap = false;  ///< a CAS may be done again
   std::vector<ibv_wc> taken_sends, taken_receives;  ///< path_failed: the completions; with one CQ all are in the first
   std::size_t flushed_sends = 0, flushed = 0;  ///< completions of what was not used: on the send CQ, in all
   std::size_t received = 0;                ///< receives that completed while it was cut
@@ -171,6 +173,12 @@ struct Cut {
 struct StandIn {
   std::uint64_t wr_id = 0;  ///< a marker's
   std::vector<OwedCompletion> owed;
+  /// Of a CAS that is done again: who finds his own swap value has put it there before, and had found `compare`.
+  struct Again {
+    std::uint64_t compare, swap;
+    std::uint64_t* result = nullptr;
+  };
+  std::optional<Again> again = {};
 };
 
 struct QpShadow;

@@ -109,7 +109,8 @@ void finish(QpLink& l) {
 bool cut(QpLink& l, std::string& why) {
   QpShadow& q = *l.q;
   const bool again = switched(l);
-  if (switchover::leave_path(q, l.on == kBackup, l.twin->policy == Policy::kResend, why)) return false;
+  const switchover::Leaving how{.linked = l.on == kBackup, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
+  if (switchover::leave_path(q, how, why)) return false;
   l.cut_ns = now_ns();
   const Progress here{.link = l.leg().link->index, .serial = l.path.serial, .psn = q.cut->psn};
   const bool birth = l.on == kHome && !l.path.serial;

@@ -49,6 +49,19 @@ std::string read_number(const json& from, const char* key, unsigned low, unsigne
   return "";
 }
 
+/// true, false or the names of programs.
+std::string read_programs(const json& from, const char* key, const std::string& process, bool& out) {
+  const auto found = from.find(key);
+  if (found == from.end()) return "";
+  if (found->is_boolean()) return out = found->get<bool>(), "";
+  if (!found->is_array()) return std::string("\"") + key + "\" is " + found->dump() + ", neither true nor a list of programs";
+  for (const json& program : *found) {
+    if (!program.is_string()) return std::string("\"") + key + "\": " + program.dump() + " is no program's name";
+    out = out || program.get<std::string>() == process;
+  }
+  return "";
+}
+
 std::string unknown_key(const json& object, std::initializer_list<const char*> known, const std::string& where) {
   for (const auto& [key, ignored] : object.items()) {
     bool ok = false;
@@ -107,7 +120,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";
@@ -128,6 +141,7 @@ std::string parse(const std::string& text, const std::string& process, Config& o
   }
   why = read_policies(all, "devices", out.devices);
   if (why.empty()) why = read_policies(all, "processes", out.processes);
+  if (why.empty()) why = read_programs(all, "unique_swap", process, out.unique_swap);
   if (why.empty()) why = read_number(all, "heartbeat_ms", 0, 60'000, out.heartbeat_ms);
   if (why.empty()) why = read_number(all, "heartbeat_misses", 1, 100, out.heartbeat_misses);
   if (why.empty()) why = read_number(all, "switch_limit_ms", 100, 600'000, out.switch_limit_ms);

@@ -5,10 +5,12 @@
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
  *     "policy": "exact",
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend"},
+ *     "unique_swap": ["kv_server"],
  *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000 }
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
- * unless said otherwise. Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
+ * unless said otherwise. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
+ * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost. Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
  */
 #ifndef MIGR_LINKS_CONFIG_H
 #define MIGR_LINKS_CONFIG_H
@@ -34,6 +36,7 @@ struct Config {
   std::vector<Link> links;
   Policy policy = Policy::kOff;
   std::map<std::string, Policy> devices, processes;
+  bool unique_swap = false;     ///< of this process
   unsigned heartbeat_ms = 200;  ///< 0: none
   unsigned heartbeat_misses = 3;
   unsigned switch_limit_ms = 10'000;  ///< so long one end waits for the other's word

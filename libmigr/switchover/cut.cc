@@ -399,10 +399,10 @@ int withhold(QpShadow& q, std::string& why) {
   return 0;
 }
 
-int leave_path(QpShadow& q, bool linked, bool resend, std::string& why) {
+int leave_path(QpShadow& q, const Leaving& how, std::string& why) {
   if (q.phase == Phase::kRunning)
     if (const int err = withhold(q, why)) return err;
-  const VirtualLkeys keys(linked);
+  const VirtualLkeys keys(how.linked);
   std::lock_guard guard(q.lock);
   if (const int err = wait_for_pollers(q, why)) return err;
   auto before = std::move(q.cut);
@@ -410,10 +410,11 @@ int leave_path(QpShadow& q, bool linked, bool resend, std::string& why) {
   q.phase = Phase::kSuspended;
   Cut& cut = *q.cut;
   cut.path_failed = true;
-  cut.resend = resend;
+  cut.resend = how.resend;
+  cut.unique_swap = how.unique_swap;
   cut.send_cq = q.send_cq;
   cut.pqpn = q.pqpn();
-  cut.linked = linked;
+  cut.linked = how.linked;
   clear_bits(q, kLogReceives);
   set_bits(q, kKeepSends | kKeepReceives);
   q.logged_receives.clear();  // they are in the queue
@@ -429,6 +430,15 @@ int leave_path(QpShadow& q, bool linked, bool resend, std::string& why) {
 
 namespace {
 
+/// Where the answer goes to. An SGE names memory as its MR does, which may be otherwise than the process does.
+std::uint64_t* answer_of_atomic(const QpShadow& q, const KeptSend& send) {
+  if (send.sges.empty()) return nullptr;
+  std::uint64_t at = send.sges.front().addr;
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (mr->context == q.context && mr->app.lkey == send.sges.front().lkey) at += reinterpret_cast<std::uint64_t>(mr->app.addr) - mr->iova;
+  return reinterpret_cast<std::uint64_t*>(at);
+}
+
 /// @param peer_psn none: it will never be known. Then whatever was on its way may have been executed or not.
 /// Caller holds q.lock.
 void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<migr_replay_stat>& out) {
@@ -437,6 +447,7 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
   std::vector<replay::Fate> fates(sends.size(), replay::Fate::kLost);
   if (peer_psn) fates = replay::fates(sends, bytes_of(cut.attr.path_mtu), cut.next_psn, *peer_psn);
   if (cut.resend) replay::resend(sends, fates);
+  else if (cut.unique_swap) replay::swap_again(sends, fates);
   while (!sends.empty() && ours(sends.back())) {  // they are at the end
     sends.pop_back();
     fates.pop_back();
@@ -453,7 +464,9 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
     else if (owed.signalled) c.fake.push_back(owed.wc);
   }
   for (std::size_t i = 0; i < plan.stand_ins.size(); ++i) {
-    plan.stand_ins[i].wr_id = plan.replays[plan.at[i]].wr.wr_id = marker::next();
+    KeptSend& replay = plan.replays[plan.at[i]];
+    plan.stand_ins[i].wr_id = replay.wr.wr_id = marker::next();
+    if (plan.stand_ins[i].again) plan.stand_ins[i].again->result = answer_of_atomic(q, replay);
     c.stand_ins.push_back(std::move(plan.stand_ins[i]));
     ++c.markers;
   }

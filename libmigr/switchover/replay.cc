@@ -93,6 +93,7 @@ void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins) {
     if (found == stand_ins.end()) continue;
     ibv_send_wr& wr = out.back().send.wr;
     wr.wr_id = found->owed.front().wc.wr_id;
+    out.back().again = found->again.has_value();
     if (!found->owed.front().signalled) wr.send_flags &= ~static_cast<unsigned>(IBV_SEND_SIGNALED);
     for (std::size_t i = 1; i < found->owed.size(); ++i) out.emplace_back().executed = found->owed[i];
     stand_ins.erase(found);
@@ -109,6 +110,33 @@ void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates) {
     if (fates[i] == Fate::kDone && takes_receive(sends[i].send.wr)) return;
     if (fates[i] == Fate::kDone) fates[i] = Fate::kReplay;
     if (atomic(sends[i].send.wr)) fates[i] = Fate::kLost;
+  }
+}
+
+namespace {
+
+/// Both reach what a CAS at `address` has swapped.
+bool writes_at(const QueuedSend& s, std::uint64_t address) {
+  constexpr std::uint64_t kWord = 8;
+  const ibv_send_wr& wr = s.send.wr;
+  if (s.executed || wr.opcode == IBV_WR_RDMA_READ) return false;  // the former: looked at when it was settled
+  const std::uint64_t start = atomic(wr) ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr, bytes = atomic(wr) ? kWord : s.bytes;
+  const bool one_sided = atomic(wr) || wr.opcode == IBV_WR_RDMA_WRITE || wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+  return one_sided && start < address + kWord && address < start + bytes;
+}
+
+}  // namespace
+
+void swap_again(std::span<QueuedSend> sends, std::vector<Fate>& fates) {
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    const ibv_send_wr& wr = sends[i].send.wr;
+    if (fates[i] != Fate::kLost || wr.opcode != IBV_WR_ATOMIC_CMP_AND_SWP) continue;
+    bool overwritten = false;
+    for (std::size_t k = i + 1; k < sends.size(); ++k)
+      overwritten = overwritten || (fates[k] != Fate::kReplay && writes_at(sends[k], wr.wr.atomic.remote_addr));
+    if (overwritten) continue;
+    fates[i] = Fate::kReplay;
+    sends[i].again = true;
   }
 }
 
@@ -134,9 +162,12 @@ Plan plan(std::vector<QueuedSend> sends, std::span<const Fate> fates, std::uint3
     if (fates[i] == Fate::kReplay) {
       p.replays.push_back(std::move(sends[i].send));
       // Executed ones behind it complete after it: then it completes for them, too.
-      if (i + 1 == sends.size() || fates[i + 1] != Fate::kDone) continue;
-      p.replays.back().wr.send_flags |= IBV_SEND_SIGNALED;
+      const bool for_others = i + 1 < sends.size() && fates[i + 1] == Fate::kDone;
+      if (!for_others && !sends[i].again) continue;
+      ibv_send_wr& wr = p.replays.back().wr;
+      wr.send_flags |= IBV_SEND_SIGNALED;
       p.stand_ins.push_back({.wr_id = 0, .owed = {owed}});
+      if (sends[i].again) p.stand_ins.back().again = {.compare = wr.wr.atomic.compare_add, .swap = wr.wr.atomic.swap};
       p.at.push_back(p.replays.size() - 1);
     } else if (p.stand_ins.empty()) {
       p.completions.push_back(owed);

@@ -30,6 +30,10 @@ void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins);
 /// Where it is not wanted to go by every PSN: a WRITE is done again, unless a message behind it has been received.
 void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates);
 
+/// Where no two CAS have the same swap value, and only who has put it there takes it away (Varuna §3.3, unique swap values):
+/// one that was executed is done again, unless something behind it has reached the word since.
+void swap_again(std::span<QueuedSend> sends, std::vector<Fate>& fates);
+
 /// How many of the flushed completions belong to the send queue, and how many to the receive queue.
 struct Unused {
   std::size_t sends, receives;

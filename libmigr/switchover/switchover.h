@@ -87,9 +87,13 @@ struct LinkPath {
 /// Undone by resume().
 int withhold(QpShadow& q, std::string& why);
 /// Suspends q and cuts it. The old path stays in ERR. Also from switch_to_link(), when the new path fails before anything
-/// was settled: then that of the path before is still to be. @param linked the path is one on the backup link
-/// @param resend WRITEs may be done again; READ always may
-int leave_path(QpShadow& q, bool linked, bool resend, std::string& why);
+/// was settled: then that of the path before is still to be.
+struct Leaving {
+  bool linked;       ///< the path is one on the backup link
+  bool resend;       ///< WRITEs may be done again; READs always may
+  bool unique_swap;  ///< so may CAS
+};
+int leave_path(QpShadow& q, const Leaving& how, std::string& why);
 /// Receives that were not used go to the path on the other link, which becomes q's: receives from now on, sends
 /// when it is resumed. The old one is the caller's.
 int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // A link is cut after any packet, or only what comes back over it, and then the one that took its place, and so on: every
-// work request completes once, in order, with its bytes; WRITEs are executed once under `exact`. Rounds: FAILOVER_ROUNDS,
+// work request completes once, in order, with its bytes; WRITEs are executed once under `exact`, and a CAS has the answer
+// that it would have had. Rounds: FAILOVER_ROUNDS,
 // FAILOVER_SEED. parked: an end leaves its links as before a migration, and has them again after it.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -37,7 +38,7 @@ class Library {
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "switch_limit_ms": 5000, "heartbeat_ms": 20, "heartbeat_misses": 100, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "unique_swap": true, "switch_limit_ms": 5000, "heartbeat_ms": 20, "heartbeat_misses": 100, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
@@ -66,6 +67,7 @@ struct Options {
   std::uint32_t seed;
   bool answers_only, separate_cqs, events, both_ways;
   bool sessions;  ///< posted by ibv_wr_*
+  bool swaps;     ///< CAS among the others
   unsigned cut_after, cuts;
   bool storm;  ///< links are cut and mended whatever is going on: an end may give up, and does nothing wrong
 };
@@ -78,29 +80,39 @@ struct Request {
   bool signalled;
 };
 
-std::vector<Request> stream(std::uint32_t seed) {
+constexpr std::uint32_t kWord = 8;
+std::uint64_t word_of(int wr) { return 0x100000u + static_cast<std::uint64_t>(wr); }
+/// Each third finds another value than it wants.
+std::uint64_t compare_of(int wr) { return word_of(wr) + (wr % 3 == 0); }
+std::uint64_t swap_of(std::uint32_t stream, int wr) { return static_cast<std::uint64_t>(stream) << 32 | static_cast<std::uint64_t>(wr) | 1u << 31; }
+
+std::vector<Request> stream(std::uint32_t seed, bool swaps) {
   std::mt19937 random(seed);
   constexpr ibv_wr_opcode kKinds[] = {IBV_WR_SEND, IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND_WITH_IMM};
   std::vector<Request> out;
   for (int i = 0; i < kWrs; ++i) out.push_back({kKinds[random() % 7], 1 + static_cast<std::uint32_t>(random() % (kSlot - 1)), random() % 2 == 0});
+  if (swaps)
+    for (Request& r : out)
+      if (random() % 3 == 0) r.opcode = IBV_WR_ATOMIC_CMP_AND_SWP, r.bytes = kWord;
   out.back() = {IBV_WR_SEND, 100, true};
   return out;
 }
 
-bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r.opcode != IBV_WR_RDMA_READ; }
+bool swaps(const Request& r) { return r.opcode == IBV_WR_ATOMIC_CMP_AND_SWP; }
+bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r.opcode != IBV_WR_RDMA_READ && !swaps(r); }
 
 /// One end of a connection, with its application.
 class End {
  public:
   End(const Library& library, const Options& options, std::uint32_t out_stream, std::uint32_t in_stream, bool sends)
-      : lib_(library), options_(options), out_id_(out_stream), in_id_(in_stream), sends_(sends), out_(stream(out_stream)), in_(stream(in_stream)),
+      : lib_(library), options_(options), out_id_(out_stream), in_id_(in_stream), sends_(sends), out_(stream(out_stream, options.swaps)), in_(stream(in_stream, options.swaps)),
         memory_(4u * kWrs * kSlot) {
     pd_ = lib_.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib_.context);
     if (options.events) channel_ = lib_.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(lib_.context);
     const auto make_cq = lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq");
     cqs_[0] = make_cq(lib_.context, 256, nullptr, channel_, 0);
     cqs_[1] = options.separate_cqs ? make_cq(lib_.context, 256, nullptr, channel_, 0) : cqs_[0];
-    mr_ = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, memory_.data(), memory_.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+    mr_ = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, memory_.data(), memory_.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
     ibv_qp_init_attr init{};
     init.send_cq = cqs_[0];
     init.recv_cq = cqs_[1];
@@ -111,7 +123,7 @@ class End {
       std::memcpy(&wide, &init, sizeof init);
       wide.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
       wide.pd = pd_;
-      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ;
+      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP;
       qp_ = ibv_create_qp_ex(lib_.context, &wide);
       ex_ = lib_.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(qp_);
     } else {
@@ -120,6 +132,8 @@ class End {
     ibv_query_gid(lib_.context, 1, 0, &gid_);
     for (int i = 0; i < kWrs; ++i)
       for (std::uint32_t b = 0; b < kSlot; ++b) area(kOut, i)[b] = byte_of(out_id_, i, b), area(kReadable, i)[b] = byte_of(in_id_ + 1000, i, b);
+    for (int i = 0; i < kWrs; ++i)
+      if (swaps(in_[i])) set_word(area(kIn, i), word_of(i));
   }
   ~End() {
     lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp_);
@@ -201,6 +215,13 @@ class End {
     if (a.qp_state != IBV_QPS_RTS || a.dest_qp_num != birth_.dest_qp_num || std::memcmp(&a.ah_attr.grh.dgid, &birth_.ah_attr.grh.dgid, 16) || init.send_cq != cqs_[0])
       return "ibv_query_qp answers with other names";
     if (sends_)
+      for (int i = 0; i < kWrs; ++i) {
+        if (!swaps(out_[i])) continue;
+        const std::uint64_t due = compare_of(i) == word_of(i) ? swap_of(out_id_, i) : word_of(i);
+        if (word_at(area(kRead, i)) != word_of(i)) return "CAS " + std::to_string(i) + " has found " + std::to_string(word_at(area(kRead, i)));
+        if (word_at(peer_->area(kIn, i)) != due) return "CAS " + std::to_string(i) + " has left " + std::to_string(word_at(peer_->area(kIn, i)));
+      }
+    if (sends_)
       for (int i = 0; i < kWrs; ++i)
         if (out_[i].opcode == IBV_WR_RDMA_READ && !equal(area(kRead, i), peer_->area(kReadable, i), out_[i].bytes)) return "READ " + std::to_string(i) + " has other bytes";
     return "";
@@ -217,6 +238,10 @@ class End {
  private:
   enum Area { kOut, kIn, kRead, kReadable };
   std::uint8_t* area(Area a, int i) const { return const_cast<std::uint8_t*>(&memory_[(static_cast<std::size_t>(a) * kWrs + static_cast<std::size_t>(i)) * kSlot]); }
+  static std::uint64_t word_at(const std::uint8_t* at) { return *reinterpret_cast<const std::uint64_t*>(at); }
+  static void set_word(std::uint8_t* at, std::uint64_t word) { *reinterpret_cast<std::uint64_t*>(at) = word; }
+  /// Where it puts what comes back, and where it reaches to there.
+  static bool brings_back(const Request& r) { return r.opcode == IBV_WR_RDMA_READ || swaps(r); }
   static bool equal(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t n) { return std::memcmp(a, b, n) == 0; }
   std::string where() const {
     return "posted " + std::to_string(posted_) + ", completed " + std::to_string(completed_) + ", received " + std::to_string(received_) + " of stream " + std::to_string(in_id_);
@@ -256,9 +281,10 @@ class End {
       else if (r.opcode == IBV_WR_SEND_WITH_IMM) ibv_wr_send_imm(ex_, imm);
       else if (r.opcode == IBV_WR_RDMA_WRITE) ibv_wr_rdma_write(ex_, rkey, to);
       else if (r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) ibv_wr_rdma_write_imm(ex_, rkey, to, imm);
+      else if (swaps(r)) ibv_wr_atomic_cmp_swp(ex_, rkey, to, compare_of(i), swap_of(out_id_, i));
       else ibv_wr_rdma_read(ex_, rkey, to);
       if (i % 9 == 5) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      const auto local = reinterpret_cast<std::uint64_t>(r.opcode == IBV_WR_RDMA_READ ? area(kRead, i) : area(kOut, i));
+      const auto local = reinterpret_cast<std::uint64_t>(brings_back(r) ? area(kRead, i) : area(kOut, i));
       const ibv_sge sges[2] = {{local, r.bytes / 2, mr_->lkey}, {local + r.bytes / 2, r.bytes - r.bytes / 2, mr_->lkey}};
       ibv_wr_set_sge_list(ex_, 2, sges);
     }
@@ -274,7 +300,7 @@ class End {
   void post_send() {
     const int i = posted_;
     const Request& r = out_[i];
-    std::uint8_t* const local = r.opcode == IBV_WR_RDMA_READ ? area(kRead, i) : area(kOut, i);
+    std::uint8_t* const local = brings_back(r) ? area(kRead, i) : area(kOut, i);
     ibv_sge sges[2] = {{reinterpret_cast<std::uint64_t>(local), r.bytes / 2, mr_->lkey}, {reinterpret_cast<std::uint64_t>(local) + r.bytes / 2, r.bytes - r.bytes / 2, mr_->lkey}};
     ibv_send_wr wr{}, *bad;
     wr.wr_id = static_cast<std::uint64_t>(i) | 0x5000;
@@ -284,8 +310,9 @@ class End {
     wr.sg_list = sges;
     wr.num_sge = 2;
     wr.imm_data = static_cast<std::uint32_t>(i);
-    wr.wr.rdma.rkey = peer_->mr_->rkey;
-    wr.wr.rdma.remote_addr = reinterpret_cast<std::uint64_t>(peer_->area(r.opcode == IBV_WR_RDMA_READ ? kReadable : kIn, i));
+    const auto to = reinterpret_cast<std::uint64_t>(peer_->area(r.opcode == IBV_WR_RDMA_READ ? kReadable : kIn, i));
+    if (swaps(r)) wr.wr.atomic = {.remote_addr = to, .compare_add = compare_of(i), .swap = swap_of(out_id_, i), .rkey = peer_->mr_->rkey};
+    else wr.wr.rdma = {.remote_addr = to, .rkey = peer_->mr_->rkey};
     if (const int err = ibv_post_send(qp_, &wr, &bad)) error_ = "post_send " + std::to_string(i) + ": " + std::strerror(err);
     ++posted_;
   }
@@ -298,7 +325,7 @@ class End {
       return;
     }
     const ibv_wr_opcode o = out_[next].opcode;
-    const ibv_wc_opcode due = o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
+    const ibv_wc_opcode due = swaps(out_[next]) ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
     if (wc.opcode != due) error_ = "send completion " + std::to_string(next) + " of opcode " + std::to_string(wc.opcode);
     completed_ = next + 1;
   }
@@ -521,13 +548,13 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
+                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }

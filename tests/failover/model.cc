@@ -127,7 +127,7 @@ void complete(ibv_cq* cq, const ibv_wc& wc) {
 }
 
 ibv_wc_opcode opcode_of(ibv_wr_opcode o) {
-  return o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+  return o == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
 }
 
 void complete_send(ModelQp& q, ibv_wc_status status) {
@@ -210,7 +210,7 @@ enum class Answer { kAck, kNone, kNotReady, kBadAccess };
 bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
 
 /// The responder gets packet `n` of a message.
-Answer execute(ModelQp& r, const ModelQp& q, const model::Send& s, std::uint32_t n, std::uint32_t psn) {
+Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, std::uint32_t psn) {
   if (r.attr.qp_state != IBV_QPS_RTR && r.attr.qp_state != IBV_QPS_RTS) return Answer::kNone;
   const std::int32_t d = difference(psn, r.expected);
   if (d > 0) return Answer::kNone;
@@ -220,6 +220,14 @@ Answer execute(ModelQp& r, const ModelQp& q, const model::Send& s, std::uint32_t
   if (s.wr.opcode == IBV_WR_RDMA_READ) {
     if (!may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
     r.expected = (psn + packets_of(s)) & kPsnMask;
+    return Answer::kAck;
+  }
+  if (s.wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP) {
+    if (!may(*r.nic, s.wr.wr.atomic.rkey, s.wr.wr.atomic.remote_addr, s.bytes)) return Answer::kBadAccess;
+    auto* const word = reinterpret_cast<std::uint64_t*>(s.wr.wr.atomic.remote_addr);
+    s.answer = *word;
+    if (*word == s.wr.wr.atomic.compare_add) *word = s.wr.wr.atomic.swap;
+    r.expected = (psn + 1) & kPsnMask;
     return Answer::kAck;
   }
   if (takes_receive(s.wr.opcode) && (s.wr.opcode != IBV_WR_RDMA_WRITE_WITH_IMM || last) && !r.receive_open) {
@@ -268,6 +276,10 @@ void acknowledged(ModelQp& q, ModelQp& r) {
         std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + from), part);
       });
     }
+    if (s.wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP)
+      through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
+        std::memcpy(at, reinterpret_cast<const std::uint8_t*>(&s.answer) + from, part);
+      });
     if (q.sends.from == q.next) {  // it was being sent once more
       q.next = (q.next + 1) & q.sends.mask();
       q.next_packet = 0;
@@ -460,6 +472,9 @@ Session* new_session(ModelQp& q) {
   ex.wr_rdma_write = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr) { begin_rdma(x, IBV_WR_RDMA_WRITE, rkey, addr); };
   ex.wr_rdma_write_imm = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, __be32 imm) { begin_rdma(x, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, addr).imm_data = imm; };
   ex.wr_rdma_read = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr) { begin_rdma(x, IBV_WR_RDMA_READ, rkey, addr); };
+  ex.wr_atomic_cmp_swp = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, std::uint64_t compare, std::uint64_t swap) {
+    begin_wr(x, IBV_WR_ATOMIC_CMP_AND_SWP).wr.atomic = {.remote_addr = addr, .compare_add = compare, .swap = swap, .rkey = rkey};
+  };
   ex.wr_set_sge_list = [](ibv_qp_ex* x, std::size_t n, const ibv_sge* list) { session_of(x).sges.back().assign(list, list + n); };
   return s;
 }

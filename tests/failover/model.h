@@ -20,6 +20,7 @@ struct Send {
   std::vector<std::uint8_t> inline_data;
   std::uint32_t bytes = 0, first_psn = 0;
   bool begun = false, given_up = false;
+  std::uint64_t answer = 0;  ///< atomics: what the responder has found. With the requester once an acknowledgement gets through
 };
 
 struct Receive {

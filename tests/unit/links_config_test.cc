@@ -45,6 +45,18 @@ TEST(LinksConfig, AProcessGoesBeforeADeviceBeforeAll) {
   EXPECT_FALSE(c.any_policy());
 }
 
+TEST(LinksConfig, ProgramsWhoseSwapValuesAreUnique) {
+  Config c;
+  ASSERT_EQ(why(kTwo, &c, "kv"), "");
+  EXPECT_FALSE(c.unique_swap);
+  ASSERT_EQ(why(std::string(kTwo) + R"(, "unique_swap": ["db", "kv"])", &c, "kv"), "");
+  EXPECT_TRUE(c.unique_swap);
+  ASSERT_EQ(why(std::string(kTwo) + R"(, "unique_swap": ["db"])", &c, "kv"), "");
+  EXPECT_FALSE(c.unique_swap);
+  ASSERT_EQ(why(std::string(kTwo) + R"(, "unique_swap": true)", &c, "kv"), "");
+  EXPECT_TRUE(c.unique_swap);
+}
+
 TEST(LinksConfig, WhatIsWrongIsNamed) {
   const std::pair<std::string, const char*> cases[] = {
       {"", "\"links\""},
@@ -60,6 +72,8 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {std::string(kTwo) + R"(, "policy": 1)", "\"policy\""},
       {std::string(kTwo) + R"(, "devices": [])", "\"devices\""},
       {std::string(kTwo) + R"(, "processes": {"me": "yes"})", "\"yes\""},
+      {std::string(kTwo) + R"(, "unique_swap": "kv")", "\"kv\""},
+      {std::string(kTwo) + R"(, "unique_swap": [7])", "7 is no program"},
       {std::string(kTwo) + R"(, "heartbeat_ms": -1)", "\"heartbeat_ms\""},
       {std::string(kTwo) + R"(, "heartbeat_misses": 0)", "\"heartbeat_misses\""},
       {std::string(kTwo) + R"(, "switch_limit_ms": 1e9)", "\"switch_limit_ms\""},

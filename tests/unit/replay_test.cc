@@ -65,6 +65,55 @@ TEST(Fates, WhatAPathBeforeHasExecutedStaysDone) {
   EXPECT_EQ(fates[2], Fate::kDone);
 }
 
+QueuedSend swap(std::uint64_t address, std::uint64_t wr_id) {
+  QueuedSend s = send(IBV_WR_ATOMIC_CMP_AND_SWP, 8, wr_id, false);
+  s.send.wr.wr.atomic = {.remote_addr = address, .compare_add = 1, .swap = 1000 + wr_id, .rkey = 0};
+  return s;
+}
+
+TEST(Fates, WhoseSwapValuesAreUniqueSwapsAgain) {
+  std::vector<QueuedSend> sends = from_psn(10, {swap(0x100, 1), send(IBV_WR_SEND, 1, 2), swap(0x200, 3)});
+  auto fates = replay::fates(sends, kMtu, 13, 12);
+  EXPECT_EQ(fates, (std::vector{Fate::kLost, Fate::kDone, Fate::kReplay}));
+  replay::swap_again(sends, fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kReplay, Fate::kDone, Fate::kReplay}));
+  replay::Plan p = replay::plan(sends, fates, kVqpn, false);
+  ASSERT_EQ(p.stand_ins.size(), 1u) << "what was not executed needs none";
+  ASSERT_TRUE(p.stand_ins[0].again);
+  EXPECT_EQ(p.stand_ins[0].again->compare, 1u);
+  EXPECT_EQ(p.stand_ins[0].again->swap, 1001u);
+  // Cut again before it was executed there: it is still one that may have been.
+  std::vector<QueuedSend> second = from_psn(50, {swap(0x100, 900)});
+  p.stand_ins[0].wr_id = 900;
+  replay::unfold(second, p.stand_ins);
+  fates = replay::fates(second, kMtu, 51, 50);
+  replay::swap_again(second, fates);
+  p = replay::plan(second, fates, kVqpn, false);
+  ASSERT_EQ(p.stand_ins.size(), 1u);
+  EXPECT_TRUE(p.stand_ins[0].again);
+}
+
+TEST(Fates, SwapThatWasOverwrittenSinceStaysLost) {
+  const auto fate = [](std::uint64_t address, std::uint64_t bytes, ibv_wr_opcode opcode, std::uint32_t executed) {
+    QueuedSend other = send(opcode, bytes);
+    other.send.wr.wr.rdma.remote_addr = address;
+    std::vector<QueuedSend> sends = from_psn(10, {swap(0x100, 1), other});
+    auto fates = replay::fates(sends, kMtu, 12, executed);
+    replay::swap_again(sends, fates);
+    return fates[0];
+  };
+  EXPECT_EQ(fate(0xf8, 9, IBV_WR_RDMA_WRITE, 12), Fate::kLost);
+  EXPECT_EQ(fate(0x107, 1, IBV_WR_RDMA_WRITE_WITH_IMM, 12), Fate::kLost);
+  EXPECT_EQ(fate(0xf8, 8, IBV_WR_RDMA_WRITE, 12), Fate::kReplay) << "beside it";
+  EXPECT_EQ(fate(0x108, 8, IBV_WR_RDMA_WRITE, 12), Fate::kReplay) << "beside it";
+  EXPECT_EQ(fate(0x100, 8, IBV_WR_RDMA_WRITE, 11), Fate::kReplay) << "not executed";
+  EXPECT_EQ(fate(0x100, 8, IBV_WR_RDMA_READ, 12), Fate::kReplay);
+  std::vector<QueuedSend> two = from_psn(10, {swap(0x100, 1), swap(0x100, 2)});
+  auto fates = replay::fates(two, kMtu, 12, 12);
+  replay::swap_again(two, fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kLost, Fate::kReplay}));
+}
+
 TEST(Fates, PsnsWrap) {
   const auto sends = from_psn(0xfffffe, {send(IBV_WR_RDMA_WRITE, 4096), send(IBV_WR_RDMA_WRITE, 4096)});
   EXPECT_EQ(replay::fates(sends, kMtu, 6, 1), (std::vector{Fate::kReplay, Fate::kReplay}));
