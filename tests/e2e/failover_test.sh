@@ -13,7 +13,7 @@ rail() { testbed link "$1" 0 "${@:2}" >/dev/null; }	# HOST up|down or --loss PCT
 configure() {	# rail 0, backed up by rail 1
 	local h
 	for h in "${E2E_HOSTS[@]}"; do
-		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"heartbeat_ms\": 1000}" >/tmp/links.json' || return 1
+		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], \"heartbeat_ms\": 1000}" >/tmp/links.json' || return 1
 	done
 }
 
@@ -73,24 +73,30 @@ perftest() {	# PROGRAM CUT..
 	[ $ok = 0 ] && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /' || { e2e_reset; return 1; }
 }
 
-# with_verify DO.. -- OPTION..: while both ends of migr_verify run and are backed up, DO; then each work request has completed.
-with_verify() {
-	local what=() ok=0 both=()
+# with_both PROGRAM DO.. -- OPTION..: while both ends run and are backed up, DO; then each work request has completed.
+with_both() {
+	local program=$1 what=() ok=0 both=()
+	shift
 	while [ "$1" != -- ]; do what+=("$1"); shift; done
 	shift
 	[[ " $* " != *" --events "* ]] || both=(--events)
 	on src rm -f /tmp/stop
-	run_on peer verify "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 60 --json /mnt/out/verify.json "${both[@]}" || return 1
-	run_on src verify "$E2E_LIB/migr_verify" --dev rxe0 --stall 60 --stop-file /tmp/stop --json /mnt/out/verify.json --rate "$E2E_RATE" "$@" "$E2E_PEER" || return 1
+	run_on peer "$program" "$E2E_LIB/$program" --dev rxe0 --connect 60 --stall 60 --json "/mnt/out/$program.json" "${both[@]}" || return 1
+	run_on src "$program" "$E2E_LIB/$program" --dev rxe0 --stall 60 --stop-file /tmp/stop --json "/mnt/out/$program.json" "$@" "$E2E_PEER" || return 1
 	backed_up src || ok=1
 	[ $ok != 0 ] || "${what[@]}" || ok=1
 	on src touch /tmp/stop
-	ended src verify 60 && ended peer verify 60 || ok=1
-	[ $ok != 0 ] || jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' \
-		"$(out_of src verify.json)" "$(out_of peer verify.json)" >/dev/null || { fail "not every work request was completed without a fault"; ok=1; }
-	[ $ok = 0 ] || logs verify
+	ended src "$program" 60 && ended peer "$program" 60 || ok=1
+	[ $ok != 0 ] || jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and ([.wr_posted, .transactions] | max > 0))' \
+		"$(out_of src "$program.json")" "$(out_of peer "$program.json")" >/dev/null || { fail "not every work request was completed without a fault"; ok=1; }
+	[ $ok = 0 ] || logs "$program"
 	mend
 	[ $ok = 0 ] || { e2e_reset; return 1; }
+}
+with_verify() { with_both migr_verify "$@" --rate "$E2E_RATE"; }
+# Locks, READs, WRITEs: no transaction is lost or done twice.
+with_kv() {
+	with_both migr_kv "$@" && jq -rs '"# \(.[0].transactions) transactions, \(.[0].contended) times a lock was taken"' "$(out_of src migr_kv.json)"
 }
 on_link() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and all(.[]; .vqps > 0 and .links[$l].vqps == .vqps)'; }
 both_on() {	# LINK [HOST]: all vQPs of both ends are there
@@ -131,10 +137,13 @@ again_and_again() {
 on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
-step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192
+step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api
+step "the cable is cut: transactions" with_kv cuts 2 -- --qps 4
 walk_step "a container that is backed up moves, and fails over there" moved_by cut_there
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
+walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
+walk_step "the cable is cut: ib_read_bw" perftest ib_read_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events
 e2e_end
