@@ -14,7 +14,7 @@ namespace migr {
 
 /// MIGR_FORCE_SWITCHED: every object is born on the switched path.
 bool force_switched();
-/// MIGR_FORCE_SWITCHED=protected: every CQ is polled as one of QPs with a backup link.
+/// MIGR_FORCE_SWITCHED=protected: every CQ is polled, and every QP posted to, as one with a backup link.
 bool force_protected();
 
 /// The shadow, or null: of a context that libmigr does not have (imported, MIGR_DISABLE). Caller holds the Registry's lock.

@@ -14,6 +14,7 @@
 #include "datagrams.h"
 #include "kept.h"
 #include "links/links.h"
+#include "objects.h"
 #include "real.h"
 #include "windows.h"
 
@@ -845,7 +846,7 @@ void install_wr_api(QpShadow& q) {
   MIGR_INSTALL(wr_abort);
   MIGR_INSTALL(wr_atomic_write);
 #undef MIGR_INSTALL
-  if (q.context->twin) {
+  if (q.context->twin || force_protected()) {
     q.app_ex.wr_start = wr_start_noted;
     q.app_ex.wr_complete = wr_complete_noted;
     q.app_ex.wr_abort = wr_abort_noted;
