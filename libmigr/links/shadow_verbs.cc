@@ -483,6 +483,7 @@ class Round {
       look_for_threads();
       if (leave_links(directory_)) return true;
       stay_parked();
+      look_again_ns_ = 0;  // the clock may be another host's
     }
     {
       std::lock_guard guard(registry().lock);
