@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes bench-datapath bench-migrate bench-failover format clean install
+.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -52,6 +52,10 @@ walk: user			## every fault point with modelled hosts (minutes)
 
 shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
 	@tests/e2e/walk
+
+CUTS ?= 100
+cuts: all			## 2000 changes between modelled links, and CUTS=100 of a cable between hosts (70 minutes)
+	@scripts/cuts $(CUTS)
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
 	@mkdir -p $(BUILD)/bench
