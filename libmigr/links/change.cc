@@ -287,7 +287,7 @@ void look_at(QpLink& l) {
   std::string why;
   switch (l.stage) {
     case Stage::kReady:
-      if (take_wanted(l)) return fail_over(l, l.leg().link->down ? MIGR_LINKS_CAUSE_NETLINK : MIGR_LINKS_CAUSE_COMPLETION);
+      if (take_wanted(l)) return fail_over(l, l.leg().link->down() ? l.leg().link->down_by() : MIGR_LINKS_CAUSE_COMPLETION);
       if (!look_at_channel(l)) look_at_place(l);
       return;
     case Stage::kDraining:
@@ -353,7 +353,7 @@ Past& past_of(const Peer& peer, const Link& link) {
 
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
-  Channel* const channel = link.down ? nullptr : find_channel(l.instance, link);
+  Channel* const channel = link.down() ? nullptr : find_channel(l.instance, link);
   return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
 }
 

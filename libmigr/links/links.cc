@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../../include/migr/migr.h"
 #include "../control.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
@@ -371,3 +372,25 @@ bool on_backup(const QpShadow& q) { return q.link && q.link->on == kBackup; }
 bool changing(const QpShadow& q) { return q.link && (q.link->stage == Stage::kChanging || q.link->stage == Stage::kDraining); }
 
 }  // namespace migr::links
+
+namespace {
+
+int say_down(const char* device, std::uint32_t port, bool down) {
+  using namespace migr;
+  std::lock_guard guard(Registry::get().lock);
+  links::Link* const link = links::state() && device ? links::link_of(device, port) : nullptr;
+  if (!link) return ENOENT;
+  link->said_down = down;
+  if (down) links::leave_link(*link);
+  links::changed();
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+[[gnu::visibility("default")]] int migr_link_down(const char* device, std::uint32_t port) { return say_down(device, port, true); }
+[[gnu::visibility("default")]] int migr_link_up(const char* device, std::uint32_t port) { return say_down(device, port, false); }
+
+}

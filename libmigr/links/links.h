@@ -33,8 +33,9 @@ struct Link {
   unsigned index = 0;
   Config::Link config;
   std::string why;  ///< not usable: why
-  bool down = false;  ///< as migrd says of its port
-  bool preferred = false;  ///< the same
+  migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
+  bool said_down = false;  ///< as the application says
+  bool preferred = false;  ///< as migrd says of its port
   ibv_context* ctx = nullptr;  ///< null: not open
   ibv_context_ops ops{};
   int gid_index = 0;
@@ -47,6 +48,9 @@ struct Link {
   ibv_cq* cq = nullptr;
   ibv_comp_channel* cq_events = nullptr;
   std::uint64_t looked_ns = 0;  ///< at its heartbeats
+
+  bool down() const { return port_down != MIGR_LINKS_CAUSE_NONE || said_down; }
+  migr_links_cause down_by() const { return said_down ? MIGR_LINKS_CAUSE_APPLICATION : port_down; }
 };
 
 /// The backup of one of the application's contexts.

@@ -250,7 +250,8 @@ bool all_memory_there(const Twin& t) {
 void close_link(Link& link) {
   if (!link.ctx) return;
   close(link, std::exchange(link.ctx, nullptr));
-  link.down = link.preferred = false;  // migrd tells it again
+  link.port_down = MIGR_LINKS_CAUSE_NONE;  // migrd tells it again
+  link.preferred = false;
   link.why.clear();
 }
 
@@ -391,6 +392,29 @@ bool make_next() {
 
 /* ---- what the others have --------------------------------------------------------- */
 
+Link* link_of(const std::string& device, unsigned port) {
+  for (Link& link : state()->links)
+    if (link.config.device == device && link.config.port == port) return &link;
+  return nullptr;
+}
+
+namespace {
+
+void wanted(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  if (!std::exchange(l.wanted, true)) kick(state()->failover_fd);
+}
+
+}  // namespace
+
+void leave_link(Link& link) {
+  for (QpLink* l : state()->qps)
+    if (l->leg().link == &link) wanted(*l);
+  // Nothing that still comes over it is heard: so the other end takes it for down, too.
+  for (Channel* c : std::vector(state()->channels))
+    if (c->link == &link) channel_broke(*c);
+}
+
 namespace {
 
 migr_links_vqp record_of(const QpLink& l) {
@@ -412,8 +436,8 @@ migr_links_link record_of(const Link& link) {
   out.gid_index = static_cast<std::uint32_t>(link.gid_index);
   bool usable = link.ctx;
   for (const Twin* t : state()->twins) usable = usable || t->home == &link;
-  out.state = link.down ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
-  if (link.down) out.cause = MIGR_LINKS_CAUSE_NETLINK;
+  out.state = link.down() ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
+  out.cause = link.down_by();
   std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
   for (const Channel* c : state()->channels) out.channels += c->link == &link && c->up();
   for (const QpLink* l : state()->qps) {
@@ -444,25 +468,19 @@ QpLink* by_id(std::uint64_t id) {
   return nullptr;
 }
 
-void wanted(QpLink& l) {
-  std::lock_guard guard(l.lock);
-  if (!std::exchange(l.wanted, true)) kick(state()->failover_fd);
+migr_links_cause cause_of(std::uint32_t port_flags) {
+  if (port_flags & MIGR_LINKS_PORT_DOWN_OPERATOR) return MIGR_LINKS_CAUSE_OPERATOR;
+  if (port_flags & MIGR_LINKS_PORT_GONE) return MIGR_LINKS_CAUSE_EVENT;
+  return port_flags & MIGR_LINKS_PORT_DOWN_NETLINK ? MIGR_LINKS_CAUSE_NETLINK : MIGR_LINKS_CAUSE_NONE;
 }
 
-/// A link that is down takes all its vQPs along.
 void note_ports(const std::vector<migr_links_port>& ports) {
   std::lock_guard guard(registry().lock);
   for (const migr_links_port& port : ports)
-    for (Link& link : state()->links) {
-      if (link.config.device != port.device || link.config.port != port.port) continue;
-      link.down = port.flags & MIGR_LINKS_PORT_DOWN;
-      link.preferred = port.flags & MIGR_LINKS_PORT_PREFERRED;
-      if (!link.down) continue;
-      for (QpLink* l : state()->qps)
-        if (l->leg().link == &link) wanted(*l);
-      // Nothing that still comes over it is heard: so the other end takes it for down, too.
-      for (Channel* c : std::vector(state()->channels))
-        if (c->link == &link) channel_broke(*c);
+    if (Link* const link = link_of(port.device, port.port)) {
+      link->port_down = cause_of(port.flags);
+      link->preferred = port.flags & MIGR_LINKS_PORT_PREFERRED;
+      if (link->down()) leave_link(*link);
     }
   kick(state()->round_fd);
 }
@@ -583,7 +601,7 @@ class Round {
   /// The one on its own link tells whether that works.
   static bool wants_channel(const QpLink& l, Side side) {
     const Link& link = *l.legs[side].link;
-    return has_begun(l) && l.stage != Stage::kBroken && link.ctx && !link.down;
+    return has_begun(l) && l.stage != Stage::kBroken && link.ctx && !link.down();
   }
 
   void make_channels() {
@@ -652,7 +670,7 @@ class Round {
       l.stage = Stage::kReady;
       l.wanted = false;  // what was wanted before could not be
     }
-    if (l.leg().link->down) wanted(l);
+    if (l.leg().link->down()) wanted(l);
   }
 
   /// Where threads were let through to an old path they have come back when all were seen outside. @return some were not

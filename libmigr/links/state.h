@@ -86,6 +86,8 @@ void destroy_path(QpLink& l, Side side, Path& path);
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why);
 /// A QP that was just made, or null with errno: then that is said.
 ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why);
+Link* link_of(const std::string& device, unsigned port);  ///< null: none is configured
+void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
 void run_rounds();  ///< the thread
 
 /* change.cc */

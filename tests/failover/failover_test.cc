@@ -2,7 +2,7 @@
 // A link is cut after any packet, or only what comes back over it, and then the one that took its place, and so on: every
 // work request completes once, in order, with its bytes; WRITEs are executed once under `exact`, and a CAS has the answer
 // that it would have had. Rounds: FAILOVER_ROUNDS,
-// FAILOVER_SEED. parked: an end leaves its links as before a migration, and has them again after it.
+// FAILOVER_SEED. parked: an end leaves its links as before a migration, and has them again after it. told: by the program.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -174,6 +174,15 @@ class End {
     name.vqpn = qp_->qp_num;
     migr_links_vqp_state state{};
     return store_state(&name, &state) && state.phase == MIGR_LINKS_VQP_READY && (link < 0 || state.link == static_cast<unsigned>(link));
+  }
+
+  /// It is on the other one.
+  bool left(unsigned link) const {
+    migr_links_vqp_state state{};
+    migr_links_name name{};
+    std::memcpy(name.gid, gid_.raw, 16);
+    name.vqpn = qp_->qp_num;
+    return store_state(&name, &state) && state.link != link;
   }
 
   std::string how() const {
@@ -515,6 +524,21 @@ std::string parked(End& x, End& y, const Options& o) {
   return wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); }) ? "" : "not protected after the last cut: " + x.how() + "; " + y.how();
 }
 
+/// The program itself says that a link does not carry, at one end, again and again; and that it does.
+std::string told(End& x, End& y, const Library& of_x) {
+  const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
+  const auto say = [&](const char* what) { return of_x.verb<int(const char*, std::uint32_t)>(what)("a0", 1); };
+  if (of_x.verb<int(const char*, std::uint32_t)>("migr_link_down")("a7", 1) != ENOENT) return "it knows a link that is not there";
+  for (int allowed = kWrs / 4; allowed <= kWrs; allowed += kWrs / 4) {
+    for (End* e : {&x, &y}) e->allow(allowed);
+    if (say("migr_link_down")) return "migr_link_down";
+    if (!wait_for([&] { return broken() || (x.left(0) && y.left(0)); })) return "they have not left it: " + x.how() + "; " + y.how();
+    if (say("migr_link_up")) return "migr_link_up";
+    if (!wait_for([&] { return broken() || (x.idle() && y.idle() && x.protected_now(0) && y.protected_now(0)); })) return "they have not come back: " + x.how() + "; " + y.how();
+  }
+  return "";
+}
+
 Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
   for (const int link : {0, 1}) model_mend(link);
   model_forget_writes();
@@ -524,7 +548,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = o.storm ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : cut_again_and_again(x, y, o, kind == "returns");
+  const std::string stuck = o.storm ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : cut_again_and_again(x, y, o, kind == "returns");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -538,10 +562,10 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
 class Failover : public testing::TestWithParam<std::string> {};
 
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
-  const bool exact = GetParam() != "resend", returns = GetParam() == "returns", storm = GetParam() == "storm";
+  const bool exact = GetParam() != "resend", returns = GetParam() == "returns" || GetParam() == "told", storm = GetParam() == "storm";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const Library a('a', exact ? "exact" : "resend", return_ms), b('b', exact ? "exact" : "resend", return_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "parked" ? 8 : returns || storm ? 20 : 80;
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "parked" || GetParam() == "told" ? 8 : returns || storm ? 20 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -576,7 +600,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told"), [](const auto& info) { return info.param; });
 
 }  // namespace
 
