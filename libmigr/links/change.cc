@@ -334,6 +334,22 @@ void pass_events_on(Link& link) {
   }
 }
 
+/// Of its port.
+void look_at_events(Link& link) {
+  if (!link.ctx || link.ctx->async_fd < 0) return;
+  const bool before = link.event_down;
+  ibv_async_event event;
+  while (real().get_async_event(link.ctx, &event) == 0) {
+    const bool port = static_cast<unsigned>(event.element.port_num) == link.config.port;
+    if (event.event_type == IBV_EVENT_DEVICE_FATAL || (event.event_type == IBV_EVENT_PORT_ERR && port)) link.event_down = true;
+    if (event.event_type == IBV_EVENT_PORT_ACTIVE && port) link.event_down = false;
+    real().ack_async_event(&event);
+  }
+  if (link.event_down == before) return;
+  if (link.event_down) leave_link(link);
+  kick(state()->round_fd);
+}
+
 void look_at_channels(Link& link) {
   if (!link.cq) return;
   ibv_cq* cq;
@@ -614,9 +630,11 @@ void run_failover() {
       ++state()->passes;
       state()->parked.notify_all();
       for (Link& link : state()->links) {
+        look_at_events(link);
         look_at_channels(link);
         pass_events_on(link);
         if (!link.ctx) continue;
+        if (link.ctx->async_fd >= 0) fds.push_back({.fd = link.ctx->async_fd, .events = POLLIN, .revents = 0});
         fds.push_back({.fd = link.cq_events->fd, .events = POLLIN, .revents = 0});
         fds.push_back({.fd = link.events->fd, .events = POLLIN, .revents = 0});
       }

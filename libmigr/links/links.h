@@ -34,7 +34,8 @@ struct Link {
   Config::Link config;
   std::string why;  ///< not usable: why
   migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
-  bool said_down = false;  ///< as the application says
+  bool event_down = false;  ///< as the device says
+  bool said_down = false;   ///< as the application says
   bool preferred = false;  ///< as migrd says of its port
   ibv_context* ctx = nullptr;  ///< null: not open
   ibv_context_ops ops{};
@@ -49,8 +50,10 @@ struct Link {
   ibv_comp_channel* cq_events = nullptr;
   std::uint64_t looked_ns = 0;  ///< at its heartbeats
 
-  bool down() const { return port_down != MIGR_LINKS_CAUSE_NONE || said_down; }
-  migr_links_cause down_by() const { return said_down ? MIGR_LINKS_CAUSE_APPLICATION : port_down; }
+  bool down() const { return down_by() != MIGR_LINKS_CAUSE_NONE; }
+  migr_links_cause down_by() const {
+    return said_down ? MIGR_LINKS_CAUSE_APPLICATION : port_down != MIGR_LINKS_CAUSE_NONE ? port_down : event_down ? MIGR_LINKS_CAUSE_EVENT : MIGR_LINKS_CAUSE_NONE;
+  }
 };
 
 /// The backup of one of the application's contexts.

@@ -88,7 +88,7 @@ std::string open_link(Link& link) {
   if (!ctx) return errno_text("cannot open " + link.config.device);
   ctx->cmd_fd = to_high_fd(ctx->cmd_fd);
   note_uverbs_fd(ctx->cmd_fd, true);
-  if (ctx->async_fd >= 0) ctx->async_fd = to_high_fd(ctx->async_fd);
+  if (ctx->async_fd >= 0) non_blocking(ctx->async_fd = to_high_fd(ctx->async_fd));
   link.ops = ctx->ops;
   std::string why;
   ibv_port_attr port{};
@@ -98,6 +98,7 @@ std::string open_link(Link& link) {
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
   else if (real().query_gid(ctx, number, link.gid_index, &link.gid))
     why = link.config.device + " has no GID " + std::to_string(link.gid_index);
+  link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
   link.lid = port.lid;
   link.mtu = port.active_mtu;
   if (why.empty() && !(link.pd = real().alloc_pd(ctx))) why = errno_text("alloc_pd");
