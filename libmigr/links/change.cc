@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "../path.h"
 #include "../real.h"
@@ -367,6 +368,15 @@ Past& past_of(const Peer& peer, const Link& link) {
   return state()->pasts.emplace_back(Past{.peer = peer, .link = link.index});
 }
 
+void forget_pasts() {
+  constexpr std::size_t kFew = 32;
+  std::vector<Past>& pasts = state()->pasts;
+  if (pasts.size() <= kFew) return;
+  std::set<Peer> connected;
+  for (const QpLink* l : state()->qps) connected.insert(l->instance);
+  std::erase_if(pasts, [&](const Past& p) { return !connected.contains(p.peer); });
+}
+
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
   Channel* const channel = link.down() ? nullptr : find_channel(l.instance, link);
@@ -379,8 +389,11 @@ void set_remote_keys(QpLink& l) {
   if (const Channel* channel = find_channel(l.instance, *l.leg().link))
     if (const auto of_home = channel->keys.find(l.peer_home); of_home != channel->keys.end())
       pairs.assign(of_home->second.begin(), of_home->second.end());
-  // Not given back: a thread that posts may be looking into it.
-  __atomic_store_n(&q.remote_keys, new RemoteKeys(pairs), __ATOMIC_RELEASE);
+  retire(__atomic_exchange_n(&q.remote_keys, new RemoteKeys(pairs), __ATOMIC_ACQ_REL));
+}
+
+void retire(const RemoteKeys* keys) {
+  if (keys) state()->retired.emplace_back(keys);
 }
 
 // Keys need no translation: threads of the direct path post to the path that they were born with, whose keys are the

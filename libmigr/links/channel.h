@@ -66,7 +66,7 @@ struct Channel {
   bool connected = false;  ///< in RTS: the other end's address is known
   bool heard = false;      ///< its first message has come
   bool acknowledged = false;  ///< ours has arrived
-  std::size_t told = 0;    ///< of State::keys
+  std::uint64_t told = 0;  ///< of State::keys
   bool greeted = false;
   std::map<std::uint32_t, std::map<std::uint32_t, std::uint32_t>> keys;  ///< of the peer's memory: by home link, vrkey -> prkey
   std::vector<std::uint8_t> buffers;

@@ -151,11 +151,13 @@ void gone(MrShadow& mr) {
   Twin* const t = mr.context->twin;
   if (!t || !mr.twin) return;
   const std::uint32_t prkey = mr.twin->rkey;
+  std::uint64_t told = 0;
+  for (const Channel* c : the_state->channels) told = std::max(told, c->told);
   t->key_table[mr.app.lkey >> 8].lkey = 0;
   t->key_table[mr.app.rkey >> 8].rkey = 0;
   real().dereg_mr(std::exchange(mr.twin, nullptr));
-  if (prkey) the_state->keys.push_back({t->link->index, t->home->index, mr.app.rkey, 0});
-  if (std::exchange(mr.told_at_home, false)) the_state->keys.push_back({t->home->index, t->home->index, mr.app.rkey, 0});
+  if (prkey) the_state->keys.remove({t->link->index, t->home->index, mr.app.rkey}, told);
+  if (std::exchange(mr.told_at_home, false)) the_state->keys.remove({t->home->index, t->home->index, mr.app.rkey}, told);
 }
 
 void gone(CqShadow& c) {

@@ -213,6 +213,8 @@ void late_receives(QpShadow& q, std::vector<KeptReceive>& out);
 void late_sends(QpShadow& q, std::vector<KeptSend>& out);
 /// They go to the new path; sends not while they are kept.
 void empty_trap(QpShadow& q);
+/// What a QP translated keys by until now. It goes when no thread can be looking into it any more. Null: nothing.
+void retire(const RemoteKeys* keys);
 /// To the cut of `q`, which counts from now on: what was taken out before.
 void hand_over(QpShadow& q);
 

@@ -64,7 +64,7 @@ void give_back() {
   for (Channel* c : std::vector(s.channels)) end_channel(*c);
   for (Twin* t : s.twins) empty(*t);
   for (Link& link : s.links) close_link(link);
-  s.keys.clear();
+  s.keys = {};
   s.to_withdraw.clear();
 }
 

@@ -31,6 +31,7 @@ constexpr int kChannelCqes = 1024;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
+constexpr std::size_t kManyRetired = 64;
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
 
 std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
@@ -154,9 +155,9 @@ bool make_mr(Twin& t, std::string& why) {
     t.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
     t.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
     if (mr->access & kRemote) {
-      state()->keys.push_back({t.link->index, t.home->index, mr->app.rkey, made->rkey});
+      state()->keys.add({t.link->index, t.home->index, mr->app.rkey}, made->rkey);
       mr->told_at_home = mr->real->rkey != mr->app.rkey;
-      if (mr->told_at_home) state()->keys.push_back({t.home->index, t.home->index, mr->app.rkey, mr->real->rkey});
+      if (mr->told_at_home) state()->keys.add({t.home->index, t.home->index, mr->app.rkey}, mr->real->rkey);
     }
     return true;
   }
@@ -646,6 +647,7 @@ class Round {
     std::vector<migr_links_link> links;
     {
       std::lock_guard guard(registry().lock);
+      forget_pasts();
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
@@ -677,16 +679,20 @@ class Round {
   /// Where threads were let through to an old path they have come back when all were seen outside. @return some were not
   bool look_for_threads() {
     std::vector<std::pair<std::uint64_t, std::size_t>> trapped;
+    std::size_t retired;
     {
       std::lock_guard guard(registry().lock);
+      retired = state()->retired.size();
       for (const QpLink* l : state()->qps)
         if (!l->traps.empty() && l->stage != Stage::kChanging) trapped.push_back({l->id, l->traps.size()});
     }
     const std::uint64_t now = now_ns();
-    if (trapped.empty() || now < look_again_ns_) return !trapped.empty();
+    if (trapped.empty() && retired < kManyRetired) return false;
+    if (now < look_again_ns_) return true;
     look_again_ns_ = now + kLookAgainNs;
     if (directory_.outside(control::text_ranges())) return true;
     std::lock_guard guard(registry().lock);
+    state()->retired.erase(state()->retired.begin(), state()->retired.begin() + static_cast<std::ptrdiff_t>(retired));
     bool left = false;
     for (const auto& [id, count] : trapped)
       if (QpLink* const l = by_id(id)) {

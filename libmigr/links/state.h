@@ -10,16 +10,10 @@
 #include <optional>
 
 #include "../switchover/parts.h"
+#include "key_log.h"
 #include "links.h"
 
 namespace migr::links {
-
-/// A key of ours, as peers hold it, and what it is called on a backup link. prkey 0: it is gone.
-struct Key {
-  std::uint32_t link;  ///< where it is called so
-  std::uint32_t home;  ///< link that its memory was registered on
-  std::uint32_t vrkey, prkey;
-};
 
 /// The channels of before to a process on a link.
 struct Past {
@@ -37,7 +31,8 @@ struct State {
   std::vector<QpLink*> qps;
   std::vector<Channel*> channels;
   std::vector<Past> pasts;
-  std::vector<Key> keys;                      ///< in the order in which they are told; never shorter
+  KeyLog keys;
+  std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
@@ -104,6 +99,7 @@ void release_traps(QpLink& l, std::size_t count);
 /// The application is about to close it: a change or a drain that is going on ends.
 void stop_change(QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);
+void forget_pasts();  ///< those of processes that nothing is connected to any more
 /// What stands for messages about `l` on that side; null: nothing.
 Channel* standing(const QpLink& l, Side side);
 void run_failover();  ///< the thread

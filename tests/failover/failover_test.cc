@@ -68,6 +68,7 @@ struct Options {
   bool answers_only, separate_cqs, events, both_ways;
   bool sessions;  ///< posted by ibv_wr_*
   bool swaps;     ///< CAS among the others
+  bool churns;    ///< memory is registered and given back all the time
   unsigned cut_after, cuts;
   bool storm;  ///< links are cut and mended whatever is going on: an end may give up, and does nothing wrong
 };
@@ -212,6 +213,7 @@ class End {
       if (Clock::now() > deadline) error_ = "stuck: " + where();
       if (sends_)
         while (may_post() && error_.empty()) ex_ ? post_session() : post_send();
+      if (options_.churns) churn();
       if (!poll_all()) rest();
     }
   }
@@ -271,6 +273,13 @@ class End {
     ibv_recv_wr wr{.wr_id = receives_, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
     if (ibv_post_recv(qp_, &wr, &bad)) error_ = "post_recv";
     ++receives_;
+  }
+
+  void churn() {
+    static constexpr std::uint32_t kEvery = 4;
+    if (++turns_ % kEvery) return;
+    ibv_mr* const mr = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, memory_.data(), kSlot, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    if (!mr || lib_.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr)) error_ = "memory that comes and goes";
   }
 
   bool may_post() const { return posted_ < allowed_ && posted_ - completed_ < static_cast<int>(kDepth); }
@@ -415,6 +424,7 @@ class End {
   ibv_qp* qp_;
   ibv_qp_ex* ex_ = nullptr;
   bool given_up_ = false;
+  std::uint32_t turns_ = 0;
   ibv_gid gid_{};
   ibv_qp_attr birth_{};
   std::uint64_t receives_ = 0, received_wrs_ = 0;
@@ -572,13 +582,13 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .cut_after = static_cast<unsigned>(random() % 400),
+                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .churns = random() % 4 == 0, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << (o.churns ? " churn" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }
