@@ -63,9 +63,15 @@ void send_records(Channel& c, std::uint16_t type, std::span<const Record> record
     std::memcpy(message.data(), &head, sizeof head);
     if (!part.empty()) std::memcpy(message.data() + sizeof head, part.data(), part.size_bytes());
     c.waiting.push_back(std::move(message));
+    c.keys_sent += type == kKeysMessage;
     records = records.subspan(part.size());
   } while (!records.empty());
   flush_waiting(c);
+}
+
+void got_heard(Channel& c, const HeardRecord& record) {
+  c.keys_heard = record.messages;
+  state()->heard.notify_all();
 }
 
 /// @return false: nonsense, and the channel is no good
@@ -77,6 +83,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   if (head.version != kMessageVersion) return false;
   bytes += sizeof head;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
+    ++c.keys_got;
     for (std::uint32_t i = 0; i < head.count; ++i) {
       const auto key = record<KeyRecord>(bytes, i);
       if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
@@ -87,6 +94,8 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
         std::lock_guard guard(l->q->lock);
         set_remote_keys(*l);
       }
+    const HeardRecord heard{.messages = c.keys_got};
+    send_records<HeardRecord>(c, kHeardMessage, {&heard, 1}, false);
     return true;
   }
   const auto each = [&]<class Record>(void (*got)(Channel&, const Record&)) {
@@ -99,6 +108,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     case kPathMessage: return each(got_path);
     case kDrainMessage: return each(got_drain);
     case kByeMessage: return each(got_bye);
+    case kHeardMessage: return each(got_heard);
     default: return false;
   }
 }
@@ -177,6 +187,7 @@ Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::st
 
 void destroy_channel(Channel* c) {
   std::erase(state()->channels, c);
+  state()->heard.notify_all();
   real().destroy_qp(c->qp);
   real().dereg_mr(c->mr);
   delete c;

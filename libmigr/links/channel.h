@@ -11,9 +11,9 @@
 
 namespace migr::links {
 
-enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage };
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage };
 
-constexpr std::uint16_t kMessageVersion = 1;
+constexpr std::uint16_t kMessageVersion = 2;
 
 struct MessageHead {
   std::uint16_t version, type;
@@ -52,6 +52,11 @@ struct DrainRecord {
 };
 
 /// The sender's process is about to be migrated: no vQP between the two is backed up any more.
+/// The answer to KEYS: they are known now.
+struct HeardRecord {
+  std::uint64_t messages;  ///< of keys, over this channel
+};
+
 struct ByeRecord {
   std::uint32_t answer;  ///< that this is so here, too
 };
@@ -68,6 +73,7 @@ struct Channel {
   bool acknowledged = false;  ///< ours has arrived
   std::uint64_t told = 0;  ///< of State::keys
   bool greeted = false;
+  std::uint64_t keys_sent = 0, keys_heard = 0, keys_got = 0;  ///< messages: ours, of them those that are known there, the peer's
   std::map<std::uint32_t, std::map<std::uint32_t, std::uint32_t>> keys;  ///< of the peer's memory: by home link, vrkey -> prkey
   std::vector<std::uint8_t> buffers;
   ibv_mr* mr = nullptr;

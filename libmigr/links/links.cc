@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 #include "../../include/migr/migr.h"
 #include "../control.h"
@@ -130,6 +132,29 @@ void changed() {
   if (the_state) kick(the_state->round_fd);
 }
 
+namespace {
+
+/// The application will tell others of the key that it has just got, by ways of its own: before that they have to know what it
+/// is called on the link that their vQPs are on. In a change they hear it before STATE. Gives the Registry's lock away meanwhile.
+void wait_until_heard(const Twin& twin) {
+  constexpr std::chrono::milliseconds kLimit{200};  // a peer that does not answer is about to be found silent
+  std::map<const Channel*, std::uint64_t> until;
+  for (const QpLink* l : the_state->qps)
+    if (l->twin == &twin && l->on == kBackup && l->stage != Stage::kChanging)
+      if (const Channel* c = standing(*l, kBackup)) until[c] = c->keys_sent;
+  const auto all_have = [&] {
+    return std::none_of(the_state->channels.begin(), the_state->channels.end(), [&](const Channel* c) {
+      const auto mine = until.find(c);
+      return mine != until.end() && c->up() && c->keys_heard < mine->second;
+    });
+  };
+  std::unique_lock held(Registry::get().lock, std::adopt_lock);
+  the_state->heard.wait_for(held, kLimit, all_have);
+  held.release();
+}
+
+}  // namespace
+
 void made(MrShadow& mr) {
   if (!mr.context->twin) return;
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
@@ -139,6 +164,7 @@ void made(MrShadow& mr) {
   if (!now) return changed();
   make_memory(*mr.context->twin);
   for (Channel* c : the_state->channels) tell_keys(*c);
+  wait_until_heard(*mr.context->twin);
 }
 
 void modified(QpShadow& q, int mask) {

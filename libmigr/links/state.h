@@ -32,6 +32,7 @@ struct State {
   std::vector<Channel*> channels;
   std::vector<Past> pasts;
   KeyLog keys;
+  std::condition_variable heard;              ///< a peer has answered to keys, or a channel is no more
   std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;

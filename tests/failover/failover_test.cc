@@ -69,6 +69,7 @@ struct Options {
   bool sessions;  ///< posted by ibv_wr_*
   bool swaps;     ///< CAS among the others
   bool churns;    ///< memory is registered and given back all the time
+  bool fresh;     ///< WRITEs into memory that was registered just before
   unsigned cut_after, cuts;
   bool storm;  ///< links are cut and mended whatever is going on: an end may give up, and does nothing wrong
 };
@@ -142,11 +143,12 @@ class End {
     if (cqs_[1] != cqs_[0]) lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cqs_[1]);
     if (channel_) lib_.verb<int(ibv_comp_channel*)>("ibv_destroy_comp_channel")(channel_);
     lib_.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr_);
+    for (ibv_mr* mr : fresh_) lib_.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr);
     if (receive_mr_) lib_.verb<int(ibv_mr*)>("ibv_dereg_mr")(receive_mr_);
     lib_.verb<int(ibv_pd*)>("ibv_dealloc_pd")(pd_);
   }
 
-  void connect(const End& to) {
+  void connect(End& to) {
     peer_ = &to;
     ibv_qp_attr a{};
     a.qp_state = IBV_QPS_INIT;
@@ -193,6 +195,13 @@ class End {
     migr_links_vqp_state s{};
     if (!store_state(&name, &s)) return "not known";
     return "phase " + std::to_string(s.phase) + " on link " + std::to_string(s.link) + ", epoch " + std::to_string(s.epoch) + ", " + s.why;
+  }
+
+  /// As if told by other means, at once, of memory just registered. Called by the other end's thread.
+  std::uint32_t fresh_key(int i) {
+    ibv_mr* const mr = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, area(kIn, i), kSlot, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    fresh_.push_back(mr);
+    return mr->rkey;
   }
 
   /// It may post so many, from the first on; a multiple of 4, whose last one is signalled.
@@ -329,8 +338,9 @@ class End {
     wr.num_sge = 2;
     wr.imm_data = static_cast<std::uint32_t>(i);
     const auto to = reinterpret_cast<std::uint64_t>(peer_->area(r.opcode == IBV_WR_RDMA_READ ? kReadable : kIn, i));
+    const bool fresh = options_.fresh && r.opcode == IBV_WR_RDMA_WRITE && i % 4 == 0;
     if (swaps(r)) wr.wr.atomic = {.remote_addr = to, .compare_add = compare_of(i), .swap = swap_of(out_id_, i), .rkey = peer_->mr_->rkey};
-    else wr.wr.rdma = {.remote_addr = to, .rkey = peer_->mr_->rkey};
+    else wr.wr.rdma = {.remote_addr = to, .rkey = fresh ? peer_->fresh_key(i) : peer_->mr_->rkey};
     if (const int err = ibv_post_send(qp_, &wr, &bad)) error_ = "post_send " + std::to_string(i) + ": " + std::strerror(err);
     ++posted_;
   }
@@ -415,7 +425,8 @@ class End {
   const std::uint32_t out_id_, in_id_;
   const bool sends_;
   const std::vector<Request> out_, in_;
-  const End* peer_ = nullptr;
+  End* peer_ = nullptr;
+  std::vector<ibv_mr*> fresh_;
   std::vector<std::uint8_t> memory_, receive_memory_;
   ibv_pd* pd_;
   ibv_comp_channel* channel_ = nullptr;
@@ -582,13 +593,13 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .churns = random() % 4 == 0, .cut_after = static_cast<unsigned>(random() % 400),
+                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << (o.churns ? " churn" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }
