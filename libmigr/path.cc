@@ -520,9 +520,9 @@ bool of_a_cut(CqShadow& c, const ibv_wc& wc, bool linked) {
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
   const bool given_up = wc.status == IBV_WC_RETRY_EXC_ERR && (*cut)->path_failed;
   if (wc.status != IBV_WC_WR_FLUSH_ERR && !given_up) return false;
-  ++(*cut)->flushed;
-  if (&c == (*cut)->send_cq) ++(*cut)->flushed_sends;
-  if ((*cut)->path_failed) (&c == (*cut)->send_cq ? (*cut)->taken_sends : (*cut)->taken_receives).push_back(wc);
+  if ((*cut)->sends_over && &c == (*cut)->send_cq) return true;  // the trap has it
+  if ((*cut)->receives_over && &c != (*cut)->send_cq) return true;
+  (&c == (*cut)->send_cq ? (*cut)->taken_sends : (*cut)->taken_receives).push_back(wc);
   return true;
 }
 
@@ -576,6 +576,10 @@ int take(CqShadow& c, const ibv_wc& wc, bool linked) {
     if (!ours) return -1;
   }
   if (c.markers) --c.markers;
+  for (Cut* cut : c.cutting) {
+    if (cut->send_marker == wc.wr_id) cut->sends_over = true;
+    if (cut->receive_marker == wc.wr_id) cut->receives_over = true;
+  }
   const int others = complete_stand_in(c, wc);
   if (others < 0) c.seen_markers.push_back(wc);
   return std::max(others, 0);

@@ -56,7 +56,7 @@ enum QpStateBits : std::uint32_t {
   kOpen = 1u << 6,             ///< suspension is raised but threads were not yet seen outside (SUSPEND..DRAIN)
   kWindows = 1u << 9,          ///< its process has memory windows: windows.h. For good
   kDatagrams = 1u << 8,        ///< unconnected, and a peer has moved: datagrams.h. For good
-  kTrapped = 1u << 10,         ///< its old path is a trap: who posts looks into it before, under the lock
+  kTrapped = 1u << 10,         ///< who posts does it under the lock, having looked into old paths that are traps
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
@@ -154,9 +154,12 @@ struct Cut {
   bool path_failed = false;  ///< by the path's failure: of a send that was given up the completion is ours, too
   bool resend = false;       ///< WRITEs are done again, unless a message behind them has come
   bool unique_swap = false;  ///< a CAS may be done again
-  std::vector<ibv_wc> taken_sends, taken_receives;  ///< path_failed: the completions; with one CQ all are in the first
-  std::size_t flushed_sends = 0, flushed = 0;  ///< completions of what was not used: on the send CQ, in all
+  /// The completions of what was not used, of each CQ under its lock; with one CQ all are in the first.
+  std::vector<ibv_wc> taken_sends, taken_receives;
+  std::size_t flushed() const { return taken_sends.size() + taken_receives.size(); }
   std::size_t received = 0;                ///< receives that completed while it was cut
+  std::uint64_t send_marker = 0, receive_marker = 0;  ///< path_failed: work requests of ours behind all others; 0: not yet
+  bool sends_over = false, receives_over = false;     ///< they were flushed: what comes after them was posted late
   bool told_apart = false;                 ///< path_failed: `sends` and `receives` are what was not used
   std::uint32_t late_send = 0, late_receive = 0;  ///< path_failed: ring indexes; what lies there and behind was posted late
   std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys

@@ -454,6 +454,8 @@ void leave_linked_cq(CqShadow& c) {
 
 }  // namespace
 
+bool posts_freely(const QpLink& l) { return l.on == kHome && !l.home_bits && !l.q->context->renamed; }
+
 void release_traps(QpLink& l, std::size_t count) {
   QpShadow& q = *l.q;
   if (q.phase != switchover::Phase::kRunning) return;
@@ -471,9 +473,7 @@ void release_traps(QpLink& l, std::size_t count) {
       l.traps.pop_front();
     }
     if (!l.traps.empty()) return;
-    std::uint32_t bits = kTrapped;
-    if (l.on == kHome && !q.context->renamed) bits |= (kTranslateLocal | kTranslateRemote) & ~l.home_bits;  // with its own names again
-    switchover::clear_bits(q, bits);
+    if (posts_freely(l)) switchover::clear_bits(q, kTrapped | kTranslateLocal | kTranslateRemote);
   }
   if (l.on == kHome) switchover::for_cqs(q, leave_linked_cq);
 }

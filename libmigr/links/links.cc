@@ -66,6 +66,10 @@ void forget_qp(QpLink& l) {
     if (!c->link) continue;
     for (auto& qps : c->link->qps) std::erase_if(qps, [&](const auto& e) { return e.second == &l; });
   }
+  {
+    std::lock_guard guard(l.q->lock);
+    switchover::clear_bits(*l.q, kTrapped);
+  }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
   l.q->link = nullptr;
@@ -135,12 +139,12 @@ void changed() {
 namespace {
 
 /// The application will tell others of the key that it has just got, by ways of its own: before that they have to know what it
-/// is called on the link that their vQPs are on. In a change they hear it before STATE. Gives the Registry's lock away meanwhile.
+/// is called on the link that their vQPs are on, or go to. Gives the Registry's lock away meanwhile.
 void wait_until_heard(const Twin& twin) {
   constexpr std::chrono::milliseconds kLimit{200};  // a peer that does not answer is about to be found silent
   std::map<const Channel*, std::uint64_t> until;
   for (const QpLink* l : the_state->qps)
-    if (l->twin == &twin && l->on == kBackup && l->stage != Stage::kChanging)
+    if (l->twin == &twin && l->on == kBackup)
       if (const Channel* c = standing(*l, kBackup)) until[c] = c->keys_sent;
   const auto all_have = [&] {
     return std::none_of(the_state->channels.begin(), the_state->channels.end(), [&](const Channel* c) {
@@ -345,8 +349,6 @@ void hand_over(QpShadow& q) {
   std::vector<ibv_wc> sends, receives;
   for (const QpLink::Hidden& h : l.hidden) (h.cq == q.send_cq ? sends : receives).push_back(h.wc);
   l.hidden.clear();
-  cut.flushed += sends.size() + receives.size();
-  cut.flushed_sends += sends.size();
   cut.taken_sends.insert(cut.taken_sends.begin(), sends.begin(), sends.end());
   cut.taken_receives.insert(cut.taken_receives.begin(), receives.begin(), receives.end());
 }

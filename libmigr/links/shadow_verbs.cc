@@ -233,6 +233,10 @@ bool make_backup(Twin& t, std::string& why) {
       c->link->qps[kHome][q->pqpn()] = l.get();
     }
     q->link = l.get();
+    if (!posts_freely(*l)) {
+      std::lock_guard guard(q->lock);
+      switchover::set_bits(*q, kTrapped);
+    }
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
     state()->qps.push_back(l.release());

@@ -99,6 +99,9 @@ void channel_broke(Channel& channel);
 void release_traps(QpLink& l, std::size_t count);
 /// The application is about to close it: a change or a drain that is going on ends.
 void stop_change(QpLink& l);
+/// On the path that it was born with, or its like, by the names of that: what a thread posts late can be told apart there. Else all
+/// posts take the QP's lock (kTrapped), and none is late.
+bool posts_freely(const QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);
 void forget_pasts();  ///< those of processes that nothing is connected to any more
 /// What stands for messages about `l` on that side; null: nothing.

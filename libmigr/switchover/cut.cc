@@ -123,6 +123,15 @@ void name_keys(QpShadow& q, const VirtualLkeys& keys, ibv_send_wr& wr, std::vect
   else wr.wr.rdma.rkey = q.remote_keys->name_of(wr.wr.rdma.rkey);
 }
 
+/// Of one CQ, whose flushed completions do not say of which queue they are.
+replay::Unused tell_apart(const Cut& cut, replay::Unused guess, std::span<const QueuedSend> sends, std::span<const KeptReceive> receives) {
+  std::vector<std::uint64_t> flushed, sent, received;
+  for (const ibv_wc& wc : cut.taken_sends) flushed.push_back(wc.wr_id);
+  for (const QueuedSend& s : sends) sent.push_back(s.send.wr.wr_id);
+  for (const KeptReceive& r : receives) received.push_back(r.wr_id);
+  return replay::told_by_names(guess, flushed, sent, received);
+}
+
 /// The QP's part of cut().
 int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   std::lock_guard guard(q.lock);
@@ -140,9 +149,10 @@ int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   provider::QueuePart sends, receives;
   if (const int err = stop_path(q, sends, receives, why)) return err;
   const auto markers = static_cast<std::size_t>(std::count_if(q.cut->sends.begin(), q.cut->sends.end(), ours));
-  const replay::Unused left = replay::unused(*q.cut, q.cut->sends.size() - markers, q.cut->receives.size(), q.send_cq != q.recv_cq);
   auto& s = q.cut->sends;
   auto& r = q.cut->receives;
+  replay::Unused left = replay::unused(*q.cut, s.size() - markers, r.size(), q.send_cq != q.recv_cq);
+  if (q.send_cq == q.recv_cq) left = tell_apart(*q.cut, left, std::span(s).first(s.size() - markers), r);
   s.erase(s.begin(), s.end() - static_cast<std::ptrdiff_t>(left.sends + markers));
   r.erase(r.begin(), r.end() - static_cast<std::ptrdiff_t>(left.receives));
   for (QueuedSend& x : s) name_keys(q, keys, x.send.wr, x.send.sges);
@@ -207,26 +217,28 @@ void count_marker(CqShadow& c, int change) {
 /// A receive and a send of ours behind all others. When both have been flushed the device executes nothing of this QP any
 /// more, at either queue. The receives come first, and nothing makes the device look at them again after that: so what
 /// is flushed between the two are sends, and those receives that threads post late stay for the trap.
-int flush_behind(QpShadow& q, std::uint64_t& send_marker, std::uint64_t& receive_marker, std::string& why) {
+int flush_behind(QpShadow& q, std::string& why) {
+  Cut& cut = *q.cut;
   const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
-  ibv_recv_wr receive{.wr_id = receive_marker = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
+  cut.receive_marker = marker::next();
+  ibv_recv_wr receive{.wr_id = cut.receive_marker, .next = nullptr, .sg_list = nullptr, .num_sge = 0};
   ibv_recv_wr* bad_receive;
   count_marker(*q.recv_cq, 1);
   int err = post_behind([&] { return q.real_post_recv(q.real, &receive, &bad_receive); }, deadline);
   if (!err) err = real().modify_qp(q.real, &to, IBV_QP_STATE);
   if (err) return count_marker(*q.recv_cq, -1), fail(why, err, "cannot flush the receives of " + qp_name(q));
-  if ((err = wait_for_marker(*q.recv_cq, receive_marker, deadline))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
+  if ((err = wait_for_marker(*q.recv_cq, cut.receive_marker, deadline))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
   ibv_send_wr send{};
-  send.wr_id = send_marker = marker::next();
+  send.wr_id = cut.send_marker = marker::next();
   send.opcode = IBV_WR_RDMA_WRITE;
   send.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad_send;
   count_marker(*q.send_cq, 1);
   err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, deadline);
   if (err) return count_marker(*q.send_cq, -1), fail(why, err, "cannot flush the sends of " + qp_name(q));
-  if ((err = wait_for_marker(*q.send_cq, send_marker, deadline))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
+  if ((err = wait_for_marker(*q.send_cq, cut.send_marker, deadline))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
   return 0;
 }
 
@@ -269,27 +281,26 @@ struct Position {
 };
 
 /// What lies in the queues before the markers and was not used.
-int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::uint64_t send_marker,
-                std::uint64_t receive_marker, std::string& why) {
+int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::string& why) {
   Cut& cut = *q.cut;
   Position now;
   std::uint32_t send_end = 0, receive_end = 0;
   int err = provider::queue_parts(q, now.sends, now.receives);
   if (!err)
-    err = find_marker(now.sends, send_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
+    err = find_marker(now.sends, cut.send_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
       std::vector<QueuedSend> one;
       const int e = provider::sends_in(q, slot, one);
       return e ? e : (wr_id = one.at(0).send.wr.wr_id, 0);
     }, send_end);
   if (!err)
-    err = find_marker(now.receives, receive_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
+    err = find_marker(now.receives, cut.receive_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
       std::vector<KeptReceive> one;
       const int e = provider::receives_in(q, slot, one);
       return e ? e : (wr_id = one.at(0).wr_id, 0);
     }, receive_end);
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
   const bool separate = q.send_cq != q.recv_cq;
-  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed, now.sends.mask));
+  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed(), now.sends.mask));
   const std::uint32_t window_start = (send_end - window) & now.sends.mask;
   std::vector<QueuedSend> sends;
   if ((err = provider::sends_in(q, {window_start, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
@@ -299,12 +310,17 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   replay::Unused left = replay::unused(cut, posted_sends, posted_receives, separate);
   if (given_up != sends.end() && !separate) {
     left.sends = static_cast<std::size_t>(sends.end() - given_up);
-    left.receives = cut.flushed - left.sends;
+    left.receives = cut.flushed() - left.sends;
   } else if (separate) {
-    left = {cut.flushed_sends, cut.flushed - cut.flushed_sends};
+    left = {cut.taken_sends.size(), cut.taken_receives.size()};
+  } else {
+    const auto most = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed(), now.receives.mask));
+    std::vector<KeptReceive> receives;
+    if ((err = provider::receives_in(q, {(receive_end - most) & now.receives.mask, receive_end, now.receives.mask}, receives))) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
+    left = tell_apart(cut, left, sends, receives);
   }
-  if (left.sends > window || left.receives > now.receives.mask || left.sends + left.receives != cut.flushed) {
-    why = qp_name(q) + ": " + std::to_string(cut.flushed) + " work requests were flushed, more than its queues tell of";
+  if (left.sends > window || left.receives > now.receives.mask || left.sends + left.receives != cut.flushed()) {
+    why = qp_name(q) + ": " + std::to_string(cut.flushed()) + " work requests were flushed, more than its queues tell of";
     return EOVERFLOW;
   }
   sends.erase(sends.begin(), sends.end() - static_cast<std::ptrdiff_t>(left.sends));
@@ -330,18 +346,19 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   const ibv_qp_state state = cut.attr.qp_state;
   Position before;
   std::vector<QueuedSend> sends_before;
-  int err = provider::queue_parts(q, before.sends, before.receives);
-  if (!err) err = provider::sends_in(q, before.sends, sends_before);
-  if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
-  std::uint64_t send_marker = 0, receive_marker = 0;
+  int err;
   ibv_qp_attr now{};
   {
     Flushing flushing(q);
     links::hand_over(q);
+    // Behind that: of a path that carries still, what has come until now is the application's, and is not counted.
+    err = provider::queue_parts(q, before.sends, before.receives);
+    if (!err) err = provider::sends_in(q, before.sends, sends_before);
+    if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
     ibv_qp_attr to{};
     to.qp_state = IBV_QPS_ERR;
     if ((err = real().modify_qp(q.real, &to, IBV_QP_STATE))) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
-    err = flush_behind(q, send_marker, receive_marker, why);
+    err = flush_behind(q, why);
     q.real->state = state;
     if (err) return err;
   }
@@ -351,7 +368,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   if (err) return fail(why, err, "query_qp of " + qp_name(q));
   cut.psn = now.rq_psn & kPsnMask;
   cut.next_psn = now.sq_psn & kPsnMask;
-  if ((err = read_unused(q, before, sends_before, send_marker, receive_marker, why))) return err;
+  if ((err = read_unused(q, before, sends_before, why))) return err;
   {
     std::lock_guard guard(q.send_cq->lock);
     auto& stand_ins = q.send_cq->stand_ins;

@@ -2,6 +2,8 @@
 #include "replay.h"
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 #include <utility>
 
 namespace migr::replay {
@@ -141,12 +143,39 @@ void swap_again(std::span<QueuedSend> sends, std::vector<Fate>& fates) {
 }
 
 Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate) {
-  if (separate) return {std::min(sends, cut.flushed_sends), std::min(receives, cut.flushed - cut.flushed_sends)};
+  if (separate) return {std::min(sends, cut.taken_sends.size()), std::min(receives, cut.taken_receives.size())};
   // Nothing completed between the look at the queues and the flushing: so it is nearly always.
-  if (cut.flushed == sends + receives) return {sends, receives};
+  if (cut.flushed() == sends + receives) return {sends, receives};
   const std::size_t left = receives - std::min({receives, cut.received});
-  const std::size_t of_receives = std::min(left, cut.flushed);
-  return {std::min(sends, cut.flushed - of_receives), of_receives};
+  const std::size_t of_receives = std::min(left, cut.flushed());
+  return {std::min(sends, cut.flushed() - of_receives), of_receives};
+}
+
+Unused told_by_names(Unused guess, std::span<const std::uint64_t> flushed, std::span<const std::uint64_t> sends, std::span<const std::uint64_t> receives) {
+  const std::size_t n = flushed.size();
+  std::unordered_map<std::uint64_t, long> off;  // of each name: how many more the queues' ends have than were flushed
+  std::size_t differ = 0;
+  const auto count = [&](std::uint64_t name, long change) {
+    long& c = off[name];
+    differ -= c != 0;
+    c += change;
+    differ += c != 0;
+  };
+  const auto last = [](std::span<const std::uint64_t> all, std::size_t k) { return all[all.size() - k]; };  // the k-th from the end
+  const std::size_t least = n > receives.size() ? n - receives.size() : 0, most = std::min(n, sends.size());
+  if (least > most) return guess;
+  for (const std::uint64_t name : flushed) count(name, -1);
+  for (std::size_t k = 1; k <= least; ++k) count(last(sends, k), 1);
+  for (std::size_t k = 1; k <= n - least; ++k) count(last(receives, k), 1);
+  std::optional<Unused> found;
+  const auto far = [&](std::size_t s) { return s > guess.sends ? s - guess.sends : guess.sends - s; };
+  for (std::size_t s = least;; ++s) {
+    if (!differ && (!found || far(s) < far(found->sends))) found = Unused{s, n - s};
+    if (s == most) break;
+    count(last(receives, n - s), -1);
+    count(last(sends, s + 1), 1);
+  }
+  return found.value_or(guess);
 }
 
 Plan plan(std::vector<QueuedSend> sends, std::span<const Fate> fates, std::uint32_t vqpn, bool signal_all) {

@@ -42,6 +42,12 @@ struct Unused {
 /// @param separate         the queues have completion queues of their own
 Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate);
 
+/// `guess`, unless the wr_ids of what was flushed say otherwise: what the device did between our looks at its queues and at its
+/// completions may have been counted on the wrong side.
+/// @param flushed    wr_ids of the completions
+/// @param sends, receives  wr_ids of the last ones in the queues, oldest first; at least flushed.size() of each, or all
+Unused told_by_names(Unused guess, std::span<const std::uint64_t> flushed, std::span<const std::uint64_t> sends, std::span<const std::uint64_t> receives);
+
 /// What is to be done, in order: completions first.
 struct Plan {
   std::vector<OwedCompletion> completions;  ///< at once

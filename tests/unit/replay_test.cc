@@ -138,13 +138,14 @@ TEST(Fates, StalePsnOfWhatWasNeverSentIsNotLookedAt) {
 
 TEST(Unused, TellsTheQueuesApart) {
   Cut cut;
-  cut.flushed = 7;
+  cut.taken_sends.resize(7);
   EXPECT_EQ(replay::unused(cut, 3, 4, false).sends, 3u);
   cut.received = 2;  // two receives, and a send, completed at the last moment
-  cut.flushed = 4;
+  cut.taken_sends.resize(4);
   EXPECT_EQ(replay::unused(cut, 3, 4, false).sends, 2u);
   EXPECT_EQ(replay::unused(cut, 3, 4, false).receives, 2u);
-  cut.flushed_sends = 1;
+  cut.taken_sends.resize(1);
+  cut.taken_receives.resize(3);
   EXPECT_EQ(replay::unused(cut, 3, 4, true).sends, 1u);
   EXPECT_EQ(replay::unused(cut, 3, 4, true).receives, 3u);
 }
@@ -237,6 +238,21 @@ TEST(Plan, EachOnceAndInOrderWhereverTheCutFalls) {
       }
     }
   }
+}
+
+TEST(Unused, NamesTellWhatWasCountedOnTheWrongSide) {
+  using Names = std::vector<std::uint64_t>;
+  const auto told = [](replay::Unused guess, const Names& flushed, const Names& sends, const Names& receives) {
+    const replay::Unused u = replay::told_by_names(guess, flushed, sends, receives);
+    return std::pair(u.sends, u.receives);
+  };
+  EXPECT_EQ(told({1, 3}, {20, 21, 7, 8}, {5, 6, 7, 8}, {18, 19, 20, 21}), std::pair(2ul, 2ul));
+  EXPECT_EQ(told({2, 2}, {20, 7, 21, 8}, {7, 8}, {20, 21}), std::pair(2ul, 2ul));
+  EXPECT_EQ(told({3, 0}, {19, 20, 21}, {6, 7, 8}, {19, 20, 21}), std::pair(0ul, 3ul));
+  EXPECT_EQ(told({1, 2}, {0, 0, 0}, {0, 0, 0}, {0, 0, 0}), std::pair(1ul, 2ul)) << "all are called alike";
+  EXPECT_EQ(told({1, 1}, {99, 98}, {1, 2}, {3, 4}), std::pair(1ul, 1ul)) << "what cannot be stays the guess";
+  EXPECT_EQ(told({0, 0}, {}, {1, 2}, {3, 4}), std::pair(0ul, 0ul));
+  EXPECT_EQ(told({0, 2}, {8, 21}, {8}, {21}), std::pair(1ul, 1ul)) << "fewer in the queues than were flushed";
 }
 
 }  // namespace
