@@ -343,14 +343,21 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
 }
 
 void hand_over(QpShadow& q) {
-  QpLink& l = *q.link;
-  Cut& cut = *q.cut;
-  std::lock_guard guard(l.lock);
-  std::vector<ibv_wc> sends, receives;
-  for (const QpLink::Hidden& h : l.hidden) (h.cq == q.send_cq ? sends : receives).push_back(h.wc);
-  l.hidden.clear();
-  cut.taken_sends.insert(cut.taken_sends.begin(), sends.begin(), sends.end());
-  cut.taken_receives.insert(cut.taken_receives.begin(), receives.begin(), receives.end());
+  std::vector<QpLink::Hidden> hidden;
+  {
+    std::lock_guard guard(q.link->lock);
+    hidden.swap(q.link->hidden);
+  }
+  // Threads that poll add to these meanwhile.
+  const auto give = [&](CqShadow& cq, std::vector<ibv_wc>& taken, bool to_sends) {
+    std::vector<ibv_wc> before;
+    for (const QpLink::Hidden& h : hidden)
+      if ((h.cq == q.send_cq) == to_sends) before.push_back(h.wc);
+    std::lock_guard guard(cq.lock);
+    taken.insert(taken.begin(), before.begin(), before.end());
+  };
+  give(*q.send_cq, q.cut->taken_sends, true);
+  give(*q.recv_cq, q.cut->taken_receives, false);
 }
 
 int arm(CqShadow& c, int solicited_only) {
