@@ -300,12 +300,7 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
     p->set_psn(q.psn);
     p->set_gid(q.sgid, sizeof q.sgid);
   }
-  std::error_code ec;
-  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec)) {
-    auto gids = gids_of(device.path().filename());
-    if (!gids) return gids.error();
-    for (auto& g : *gids) *out.add_gids() = std::move(g);
-  }
+  for (auto& g : gids_of_all()) *out.add_gids() = std::move(g);
   return {};
 }
 

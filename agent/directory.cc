@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "file_tree.h"
@@ -108,6 +109,17 @@ Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
     g.set_port(entry.port_num);
     g.set_roce_v2(entry.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
     g.set_gid(entry.gid, kGidBytes);
+  }
+  return out;
+}
+
+std::vector<wire::PortGid> gids_of_all() {
+  std::vector<wire::PortGid> out;
+  std::error_code ec;
+  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec)) {
+    auto gids = gids_of(device.path().filename());
+    if (!gids) spdlog::warn("{}", gids.error().text);
+    else std::move(gids->begin(), gids->end(), std::back_inserter(out));
   }
   return out;
 }

@@ -44,6 +44,9 @@ class Directory {
 /// The GIDs of an RDMA device of this host, with a context of its own, for a moment.
 Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
 
+/// Of every RDMA device of this host; one that cannot be read is logged and has none.
+std::vector<wire::PortGid> gids_of_all();
+
 /// Tells one process, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);
 /// This host: writes them down and tells its processes.

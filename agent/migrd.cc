@@ -172,11 +172,8 @@ void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<Proce
 
 std::set<Gid> gids_of_this_host() {
   std::set<Gid> out;
-  for (const auto& port : rdma_ports())
-    if (const auto gids = gids_of(port.device); !gids) spdlog::warn("{}", gids.error().text);
-    else
-      for (const auto& g : *gids)
-        if (const auto gid = gid_of(g.gid())) out.insert(*gid);
+  for (const auto& g : gids_of_all())
+    if (const auto gid = gid_of(g.gid())) out.insert(*gid);
   return out;
 }
 

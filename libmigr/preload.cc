@@ -616,10 +616,12 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   {
     auto guard = registry.change();
     shadow = known(registry, cq);
-    if (!shadow) return real().destroy_cq(cq);
-    links::gone(*shadow);
-    ++registry.ending;
+    if (shadow) {
+      links::gone(*shadow);
+      ++registry.ending;
+    }
   }
+  if (!shadow) return real().destroy_cq(cq);
   // Not under the lock: it waits until the application has acknowledged its events.
   const int err = real().destroy_cq(shadow->real);
   {

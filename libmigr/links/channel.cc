@@ -235,13 +235,16 @@ int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) 
 void tell_keys(Channel& c) {
   if (!c.connected) return;
   std::vector<KeyRecord> records;
+  const std::uint64_t before = c.told;
   c.told = state()->keys.since(c.told, [&](const KeyName& name, std::uint32_t prkey) {
     if (name.link == c.link->index) records.push_back({name.home, name.vrkey, prkey});
   });
-  std::uint64_t all_know = c.told;
-  for (const Channel* other : state()->channels)
-    if (other->told) all_know = std::min(all_know, other->told);
-  state()->keys.all_know(all_know);
+  if (c.told != before) {
+    std::uint64_t all_know = c.told;
+    for (const Channel* other : state()->channels)
+      if (other->told) all_know = std::min(all_know, other->told);
+    state()->keys.all_know(all_know);
+  }
   send_records<KeyRecord>(c, kKeysMessage, records, !c.greeted);
   c.greeted = true;
 }

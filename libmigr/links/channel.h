@@ -51,12 +51,12 @@ struct DrainRecord {
   std::uint32_t reserved;
 };
 
-/// The sender's process is about to be migrated: no vQP between the two is backed up any more.
 /// The answer to KEYS: they are known now.
 struct HeardRecord {
   std::uint64_t messages;  ///< of keys, over this channel
 };
 
+/// The sender's process is about to be migrated: no vQP between the two is backed up any more.
 struct ByeRecord {
   std::uint32_t answer;  ///< that this is so here, too
 };

@@ -10,7 +10,8 @@
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
  * unless said otherwise. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
- * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost. Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
+ * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost.
+ * Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
  */
 #ifndef MIGR_LINKS_CONFIG_H
 #define MIGR_LINKS_CONFIG_H

@@ -118,6 +118,6 @@ step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umo
 step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
 step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
 step "after all that both ends agree" stop_verify c || e2e_reset
-walk_step "a process with librdmacm" holds cm "librdmacm"
+step "a process with librdmacm" holds cm "librdmacm"
 step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"
 e2e_end

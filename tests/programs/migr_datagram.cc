@@ -381,12 +381,8 @@ int run(const Args& a) {
   } catch (const std::runtime_error& e) {
     r.faults.add(Fault::kOther, e.what());
   }
-  const std::string line = r.summary().text() + "\n";
-  std::fputs(line.c_str(), stdout);
-  if (!a.json.empty()) write_file(a.json, line);
-  if (!a.status.empty()) write_file(a.status, line);
   if (!a.samples.empty()) r.samples.write(a.samples);
-  return r.faults.total() ? kExitFaults : kExitOk;
+  return close_report(r.faults, r.summary().text() + "\n", {a.json, a.status});
 }
 
 }  // namespace
@@ -394,10 +390,5 @@ int run(const Args& a) {
 
 int main(int argc, char** argv) {
   const verify::Args a = verify::parse(argc, argv);
-  try {
-    return verify::run(a);
-  } catch (const std::runtime_error& e) {
-    std::fprintf(stderr, "migr_datagram: %s\n", e.what());
-    return verify::kExitSetup;
-  }
+  return verify::run_program("migr_datagram", [&] { return verify::run(a); });
 }

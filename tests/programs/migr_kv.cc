@@ -278,10 +278,7 @@ int run(Args a) {
   } catch (const std::runtime_error& e) {
     r.faults.add(Fault::kOther, e.what());
   }
-  const std::string line = r.summary() + "\n";
-  std::fputs(line.c_str(), stdout);
-  if (!a.json.empty()) write_file(a.json, line);
-  return r.faults.total() ? kExitFaults : kExitOk;
+  return close_report(r.faults, r.summary() + "\n", {a.json});
 }
 
 }  // namespace
@@ -289,10 +286,5 @@ int run(Args a) {
 
 int main(int argc, char** argv) {
   const verify::Args a = verify::parse(argc, argv);
-  try {
-    return verify::run(a);
-  } catch (const std::runtime_error& e) {
-    std::fprintf(stderr, "migr_kv: %s\n", e.what());
-    return verify::kExitSetup;
-  }
+  return verify::run_program("migr_kv", [&] { return verify::run(a); });
 }

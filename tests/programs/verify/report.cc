@@ -58,4 +58,11 @@ bool write_file(const std::string& file, const std::string& text) {
   return (std::fclose(f) == 0) & written && std::rename(part.c_str(), file.c_str()) == 0;
 }
 
+int close_report(const Faults& faults, const std::string& line, const std::vector<std::string>& files) {
+  std::fputs(line.c_str(), stdout);
+  for (const std::string& file : files)
+    if (!file.empty()) write_file(file, line);
+  return faults.total() ? kExitFaults : kExitOk;
+}
+
 }  // namespace verify

@@ -3,8 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "check.h"
+#include "options.h"
 
 namespace verify {
 
@@ -41,6 +46,20 @@ class Json {
   Json& raw(const char* name, const std::string& v);
   std::string body_;
 };
+
+/// The closing line goes to stdout and to those of `files` that have a name. @return the program's exit status
+int close_report(const Faults& faults, const std::string& line, const std::vector<std::string>& files);
+
+/// What a main() does: runs, and says on stderr why that could not be set up. @return its exit status
+template <class Run>
+int run_program(const char* name, Run&& run) {
+  try {
+    return run();
+  } catch (const std::runtime_error& e) {
+    std::fprintf(stderr, "%s: %s\n", name, e.what());
+    return kExitSetup;
+  }
+}
 
 /// Writes a file as a whole: readers see the old or the new content. @return false with errno
 bool write_file(const std::string& file, const std::string& text);
