@@ -113,6 +113,15 @@ static int ioc_bind_qp(struct migr_ctx *ctx, const void __user *uarg)
 	return migr_bind_qp(ctx, arg.vqpn, arg.pqpn);
 }
 
+static int ioc_qp_stands(struct migr_ctx *ctx, const void __user *uarg)
+{
+	struct migr_ioc_qp_stands arg;
+
+	if (copy_from_user(&arg, uarg, sizeof(arg)))
+		return -EFAULT;
+	return migr_qp_stands(ctx, arg.pqpn, arg.qp_state);
+}
+
 static int ioc_bind_mr(struct migr_ctx *ctx, const void __user *uarg)
 {
 	struct migr_ioc_bind_mr arg;
@@ -193,6 +202,8 @@ static long migr_ioctl(struct file *file, unsigned int cmd, unsigned long uarg)
 		return ctx ? ioc_query_mr(ctx, p) : -ENOENT;
 	case MIGR_IOC_DRIVER_RESP:
 		return ctx ? ioc_driver_resp(ctx, p) : -ENOENT;
+	case MIGR_IOC_QP_STANDS:
+		return ctx ? ioc_qp_stands(ctx, p) : -ENOENT;
 	default:
 		return -ENOTTY;
 	}

@@ -151,6 +151,7 @@ void migr_names_del_locked(struct migr_obj *obj);
 int migr_names_publish_locked(struct migr_obj *obj);
 int migr_mr_rename_locked(struct migr_obj *obj, u32 plkey, u32 prkey);
 int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
+int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state);
 int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey);
 int migr_qpn_reserve(u32 vqpn);
 int migr_qpn_release(u32 vqpn);

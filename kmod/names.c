@@ -165,6 +165,33 @@ out_unlock:
 	return err;
 }
 
+int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state)
+{
+	struct migr_obj *obj;
+	u32 since;	/* given last on the way to that state */
+	int err;
+
+	if (state != IB_QPS_RTR && state != IB_QPS_RTS)
+		return -EINVAL;
+	since = state == IB_QPS_RTS ? IB_QP_SQ_PSN : IB_QP_RQ_PSN;
+	mutex_lock(&migr_lock);
+	obj = ctx->uctx ? qp_by_pqpn_locked(ctx, pqpn) : NULL;
+	if (!obj)
+		err = -ENOENT;
+	else if (obj->rec.qp.qp_state != IB_QPS_ERR)
+		err = obj->rec.qp.qp_state == state ? 0 : -EBUSY;
+	else if (!(obj->rec.qp.attr_mask & since))
+		err = -EINVAL;
+	else
+		err = 0;
+	if (!err) {
+		obj->rec.qp.qp_state = state;
+		ctx->gen++;
+	}
+	mutex_unlock(&migr_lock);
+	return err;
+}
+
 int migr_qpn_reserve(u32 vqpn)
 {
 	int err = -EBUSY;

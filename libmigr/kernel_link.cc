@@ -113,6 +113,12 @@ int KernelLink::bind_qp(std::uint32_t vqpn, std::uint32_t pqpn) {
   return ioctl(fd_, MIGR_IOC_BIND_QP, &bind) == 0 ? 0 : errno;
 }
 
+int KernelLink::stands(std::uint32_t pqpn, std::uint32_t state) {
+  if (!attached()) return 0;
+  migr_ioc_qp_stands stands{pqpn, state};
+  return ioctl(fd_, MIGR_IOC_QP_STANDS, &stands) == 0 ? 0 : errno;
+}
+
 int KernelLink::bind_mr(std::uint32_t handle, std::uint32_t vlkey, std::uint32_t vrkey, std::uint32_t plkey,
                         std::uint32_t prkey) {
   if (!attached()) {

@@ -32,6 +32,8 @@ class KernelLink {
 
   /// All return 0 or a positive errno.
   int bind_qp(std::uint32_t vqpn, std::uint32_t pqpn);
+  /// The record says of a QP, which is in ERR by our doing, that it is in `state` (RTR or RTS).
+  int stands(std::uint32_t pqpn, std::uint32_t state);
   int bind_mr(std::uint32_t handle, std::uint32_t vlkey, std::uint32_t vrkey, std::uint32_t plkey, std::uint32_t prkey);
   int query_mr(std::uint32_t handle, migr_ioc_query_mr& out);
   /// @param len in: room at buf, bytes; out: bytes there are

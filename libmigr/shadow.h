@@ -366,6 +366,8 @@ struct alignas(64) QpShadow {
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
   bool broken = false;                      ///< found in ERR by DRAIN: its new path goes there, too
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
+  bool adrift = false;                      ///< without any path: suspended, nothing in flight, its receives in `cut`
+  std::uint64_t adrift_ns = 0;              ///< since when nobody but its links can give it one
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;

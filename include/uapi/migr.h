@@ -103,12 +103,23 @@ struct migr_ioc_driver_resp {
 	__u32 reserved;		/* must be 0 */
 };
 
+/*
+ * The own QP with number @pqpn, which is in ERR, is in @qp_state for everybody who reads the record: what moved it to ERR
+ * was not the application, and who makes its like elsewhere connects that. EBUSY: it is not in ERR; EINVAL: it has never
+ * been in that state.
+ */
+struct migr_ioc_qp_stands {
+	__u32 pqpn;		/* 24 bits */
+	__u32 qp_state;		/* IB_QPS_RTR or IB_QPS_RTS */
+};
+
 #define MIGR_IOC_MAGIC		0xB7
 #define MIGR_IOC_ATTACH		_IOWR(MIGR_IOC_MAGIC, 1, struct migr_ioc_attach)
 #define MIGR_IOC_BIND_QP	_IOW(MIGR_IOC_MAGIC, 2, struct migr_ioc_bind_qp)
 #define MIGR_IOC_BIND_MR	_IOW(MIGR_IOC_MAGIC, 3, struct migr_ioc_bind_mr)
 #define MIGR_IOC_QUERY_MR	_IOWR(MIGR_IOC_MAGIC, 4, struct migr_ioc_query_mr)
 #define MIGR_IOC_DRIVER_RESP	_IOWR(MIGR_IOC_MAGIC, 5, struct migr_ioc_driver_resp)
+#define MIGR_IOC_QP_STANDS	_IOW(MIGR_IOC_MAGIC, 6, struct migr_ioc_qp_stands)
 
 /*
  * mmap(): PROT_READ, MAP_SHARED, exact size, offset chooses the table.

@@ -106,12 +106,27 @@ void finish(QpLink& l) {
   report(l, lost ? MIGR_LINKS_SWITCH_BROKEN : MIGR_LINKS_SWITCH_DONE, replayed.empty() ? nullptr : &replayed[0]);
 }
 
+switchover::Leaving leaving(const QpLink& l) {
+  return {.linked = l.on == kBackup, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
+}
+
+/// It was adrift: its last path was cut then, with nothing in flight.
+void take_up(QpLink& l) {
+  l.q->adrift = false;
+  l.birth = l.q->real;
+  l.cut_ns = now_ns();
+  l.executed = l.unsettled = {.link = l.legs[kHome].link->index, .serial = 0, .psn = 0};
+}
+
 /// The path goes to ERR. What it has executed is final, and what it has not is in the vQP's cut.
 bool cut(QpLink& l, std::string& why) {
   QpShadow& q = *l.q;
+  if (q.adrift) {
+    take_up(l);
+    return true;
+  }
   const bool again = switched(l);
-  const switchover::Leaving how{.linked = l.on == kBackup, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
-  if (switchover::leave_path(q, how, why)) return false;
+  if (switchover::leave_path(q, leaving(l), why)) return false;
   l.cut_ns = now_ns();
   const Progress here{.link = l.leg().link->index, .serial = l.path.serial, .psn = q.cut->psn};
   const bool birth = l.on == kHome && !l.path.serial;
@@ -206,14 +221,15 @@ void tell_drain(QpLink& l, bool drained) {
   Side side = kHome;
   l.told_ns = now_ns();
   if (!side_of(l, l.drain_epoch & kLinkMask, side)) return;
-  if (Channel* c = standing(l, side))
-    send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .reserved = 0});
+  if (Channel* c = standing(l, l.casting_off ? l.on : side))
+    send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .flags = l.casting_off ? kCastOff : 0u});
 }
 
-void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
+void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch, bool cast_off = false) {
   std::string why;
   if (switchover::withhold(*l.q, why)) return say(l, why);
   set_stage(l, Stage::kDraining);
+  l.casting_off = cast_off;
   l.cause = cause;
   l.led = false;
   l.drain_epoch = epoch;
@@ -227,10 +243,34 @@ void end_drain(QpLink& l, Stage then) {
   QpShadow* const one[] = {l.q};
   std::vector<migr_resume_stat> ignored;
   std::string why;
+  if (std::exchange(l.casting_off, false) && then == Stage::kReady) then = Stage::kMaking;
   set_stage(l, then);
   l.stay_until_ns = now_ns() + kStayNs;
   kick(state()->round_fd);
   if (switchover::resume(one, ignored, why)) say(l, why);
+}
+
+/* ---- before a migration, while the default link does not work --------------------------- */
+
+/// Whether a migration can begin with no path but the one that it was born with, in ERR. What the other end's keys are called
+/// on a link that does not work is not known once they are not what the application calls them.
+bool may_cast_off(const QpLink& l) {
+  return l.on == kBackup && l.traps.empty() && l.birth && !(l.home_bits & kTranslateRemote) && l.q->app_state() == IBV_QPS_RTS;
+}
+
+void leave_linked_cq(CqShadow& c);
+
+/// Both ends have nothing in flight: until a migration or another link gives it a path it has none.
+void cast_off(QpLink& l) {
+  QpShadow& q = *l.q;
+  std::string why;
+  if (switchover::leave_path(q, leaving(l), why) || switchover::cast_off(q, l.birth, l.home_bits, why)) return give_up(l, why);
+  forget(l);
+  switchover::for_cqs(q, leave_linked_cq);
+}
+
+void cast_off_if_parking(QpLink& l) {
+  if (!l.told && has_to_cast_off(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_epoch(l, kHome), true);
 }
 
 void look_at_drain(QpLink& l) {
@@ -240,7 +280,7 @@ void look_at_drain(QpLink& l) {
     l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight;
     if (l.drained_here) tell_drain(l, true);
   }
-  if (l.drained_here && l.drained_there) return begin(l, l.cause, l.drain_epoch);
+  if (l.drained_here && l.drained_there) return l.casting_off ? cast_off(l) : begin(l, l.cause, l.drain_epoch);
   const std::uint64_t now = now_ns();
   if (now > l.deadline_ns) return end_drain(l, Stage::kReady);
   if (now - l.told_ns > kTellAgainNs) tell_drain(l, l.drained_here);  // the other end may not have been ready for it
@@ -258,7 +298,7 @@ void look_at_place(QpLink& l) {
   const Side side = wanted_side(l);
   if (side == l.on || l.epoch >= kLastEpoch) return;
   const Channel* const channel = standing(l, side);
-  if (!channel) return;
+  if (!channel) return cast_off_if_parking(l);
   const std::uint64_t now = now_ns();
   const bool preferred = l.legs[side].link->preferred;
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
@@ -288,6 +328,7 @@ void look_at(QpLink& l) {
   std::string why;
   switch (l.stage) {
     case Stage::kReady:
+      if (l.q->adrift) return fail_over(l, MIGR_LINKS_CAUSE_RETURN);
       if (take_wanted(l)) return fail_over(l, l.leg().link->down() ? l.leg().link->down_by() : MIGR_LINKS_CAUSE_COMPLETION);
       if (!look_at_channel(l)) look_at_place(l);
       return;
@@ -299,8 +340,8 @@ void look_at(QpLink& l) {
         doubt(l);
         if (!cut(l, why)) return give_up(l, why);
         choose(l);
-      } else if (!standing(l, target(l))) {
-        go_on(l);
+      } else {
+        go_on(l);  // its channel may stand by now, or not any more
       }
       if (l.stage == Stage::kChanging && now_ns() > l.deadline_ns)
         give_up(l, "the other end has not answered for " + std::to_string(state()->config.switch_limit_ms) + " ms");
@@ -309,8 +350,20 @@ void look_at(QpLink& l) {
       if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
       return;
     case Stage::kMaking:
-      return;
+      return cast_off_if_parking(l);
   }
+}
+
+/// Nobody has come for it, neither a migration nor its links.
+void look_at_drifting(QpShadow& q) {
+  const bool made = q.link && q.link->stage != Stage::kMaking && q.link->stage != Stage::kBroken;
+  if (!switchover::waits_for_links(q) || q.spare || made || Registry::get().moving) return;
+  const unsigned limit_ms = state()->config.adrift_limit_ms;
+  if (now_ns() - q.adrift_ns < limit_ms * 1'000'000ull) return;
+  std::string why = "no migration and no link has given it a path for " + std::to_string(limit_ms) + " ms";
+  if (q.link) return q.link->noticed_ns = q.adrift_ns, give_up(*q.link, why);
+  std::fprintf(stderr, "libmigr: vQPN %u: %s; the application gets the errors\n", q.vqpn(), why.c_str());
+  if (switchover::give_up_path(q, why)) std::fprintf(stderr, "libmigr: vQPN %u: %s\n", q.vqpn(), why.c_str());
 }
 
 void look_into_traps(QpLink& l) {
@@ -381,6 +434,12 @@ Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
   Channel* const channel = link.down() ? nullptr : find_channel(l.instance, link);
   return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
+}
+
+bool has_to_cast_off(const QpLink& l) {
+  constexpr std::uint64_t kHomeLimitNs = 2'000'000'000;  // its chance to go home
+  if (!parking() || !may_cast_off(l) || standing(l, kHome) || !standing(l, kBackup) || l.epoch >= kLastEpoch) return false;
+  return l.legs[kHome].link->down() || now_ns() - state()->parking_ns > kHomeLimitNs;
 }
 
 void set_remote_keys(QpLink& l) {
@@ -589,9 +648,11 @@ void got_drain(Channel& from, const DrainRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (!l || record.left != l->epoch || record.epoch <= l->epoch) return;
-  if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[side].link != from.link) return;
-  if (l->stage == Stage::kReady) {
-    begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
+  const bool cast_off = record.flags & kCastOff;
+  if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
+  if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
+  if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
+    begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch, cast_off);
     l->led = side == kBackup;
     if (side != wanted_side(*l)) l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
   }
@@ -616,7 +677,7 @@ void channel_broke(Channel& channel) {
     for (Leg& leg : l->legs)
       if (leg.link == link) leg.asked = 0;
     Side drained_to = l->on;
-    if (l->stage == Stage::kDraining && side_of(*l, l->drain_epoch & kLinkMask, drained_to) && l->legs[drained_to].link == link)
+    if (l->stage == Stage::kDraining && side_of(*l, l->drain_epoch & kLinkMask, drained_to) && l->legs[l->casting_off ? l->on : drained_to].link == link)
       end_drain(*l, Stage::kReady);
     if (l->backup().link == link) {
       std::lock_guard guard(l->lock);
@@ -657,6 +718,7 @@ void run_failover() {
         if (l->stage == Stage::kDraining) timeout = kDrainMs;
         else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
       }
+      for (QpShadow* q : registry.qps) look_at_drifting(*q);
       for (Link& link : state()->links) heartbeats(link);
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
     }

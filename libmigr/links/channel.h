@@ -43,12 +43,16 @@ struct PathRecord {
   migr_links_path path;
 };
 
+enum DrainFlags : std::uint32_t {
+  kCastOff = 1u << 0,  ///< before a migration, to a link that does not work: without a path until then. Said over the one that is left
+};
+
 /// The sender keeps what is posted, to change its path without a failure.
 struct DrainRecord {
   migr_links_name to, from;
   std::uint32_t left, epoch;  ///< that it is in, that it goes to
   std::uint32_t drained;      ///< nothing of its own is in flight any more
-  std::uint32_t reserved;
+  std::uint32_t flags;
 };
 
 /// The answer to KEYS: they are known now.

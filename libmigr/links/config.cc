@@ -120,7 +120,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";
@@ -145,6 +145,7 @@ std::string parse(const std::string& text, const std::string& process, Config& o
   if (why.empty()) why = read_number(all, "heartbeat_ms", 0, 60'000, out.heartbeat_ms);
   if (why.empty()) why = read_number(all, "heartbeat_misses", 1, 100, out.heartbeat_misses);
   if (why.empty()) why = read_number(all, "switch_limit_ms", 100, 600'000, out.switch_limit_ms);
+  if (why.empty()) why = read_number(all, "adrift_limit_ms", 100, 600'000, out.adrift_limit_ms);
   if (why.empty()) why = read_number(all, "return_ms", 0, 3'600'000, out.return_ms);
   if (!why.empty()) return why;
   if (const auto mine = out.processes.find(process); mine != out.processes.end()) {

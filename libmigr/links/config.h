@@ -6,7 +6,8 @@
  *     "policy": "exact",
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend"},
  *     "unique_swap": ["kv_server"],
- *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000 }
+ *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000,
+ *     "adrift_limit_ms": 120000 }
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
  * unless said otherwise. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
@@ -41,6 +42,7 @@ struct Config {
   unsigned heartbeat_ms = 200;  ///< 0: none
   unsigned heartbeat_misses = 3;
   unsigned switch_limit_ms = 10'000;  ///< so long one end waits for the other's word
+  unsigned adrift_limit_ms = 120'000;  ///< so long a vQP waits that left its link for a migration, while its default link did not work
   unsigned return_ms = 3000;  ///< a vQP goes back to its default link when that has stood for so long; 0: it stays
 
   /// Of vQPs born on `device`.

@@ -258,7 +258,7 @@ ibv_qp* born_with(const QpLink& l) {
 
 void forget(QpLink& l) {
   QpShadow& q = *l.q;
-  destroy_paths(l, l.path.qp);
+  destroy_paths(l, q.real);
   if (l.epoch && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
   forget_qp(l);
 }
@@ -270,9 +270,27 @@ void gone(QpShadow& q) {
   forget_qp(*l);
 }
 
+namespace {
+
+/// The application closes what has no path. @param forgets  what it has posted since
+void end_drift(QpShadow& q, bool forgets) {
+  if (forgets) {
+    std::lock_guard guard(q.lock);
+    q.kept_sends.clear();
+    q.kept_receives.clear();
+    q.cut->receives.clear();
+  }
+  std::string why;
+  if (switchover::give_up_path(q, why)) std::fprintf(stderr, "libmigr: vQPN %u: %s\n", q.vqpn(), why.c_str());
+}
+
+}  // namespace
+
 void leave(QpShadow& q, ibv_qp_state to) {
   QpLink* const l = q.link;
-  if (!l || (to != IBV_QPS_RESET && to != IBV_QPS_ERR)) return;
+  if (to != IBV_QPS_RESET && to != IBV_QPS_ERR) return;
+  if (q.adrift) end_drift(q, to == IBV_QPS_RESET);
+  if (!l) return;
   stop_change(*l);
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
   ibv_qp* const home = born_with(*l);  // peers will be told its number
@@ -399,6 +417,7 @@ int ring(CqShadow& c, std::string& why) {
 }
 
 bool hides_errors(const QpShadow& q) {
+  if (q.adrift) return true;
   return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kDraining || q.link->stage == Stage::kChanging);
 }
 

@@ -149,6 +149,7 @@ struct QpLink {
   /* kDraining */
   std::uint32_t drain_epoch = 0;
   bool drained_here = false, drained_there = false;
+  bool casting_off = false;         ///< to no path at all
   std::uint64_t stay_until_ns = 0;  ///< a drain did not end, or the other end wants it here: not again before
   bool led = false;                 ///< it is on its backup link because the other end prefers that
 

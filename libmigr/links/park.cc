@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
  * A process that is to be migrated has nothing on other links meanwhile: what the application has made is served by a path on
- * its default link, and the rest of it (devices, memory, channels, the directory's socket) is given back. The partners
- * do the same for their ends (BYE). After the migration, or when it is undone, the rounds make it all anew.
+ * its default link, or by none while that does not work (adrift), and the rest of it (devices, memory, channels, the
+ * directory's socket) is given back. The partners do the same for their ends (BYE). After the migration, or when it is
+ * undone, the rounds make it all anew.
  */
 #include <algorithm>
 #include <chrono>
@@ -79,6 +80,7 @@ std::string park() {
   registry().moving = true;
   if (s->parking == Parking::kParked) return "";
   s->parking = Parking::kWanted;
+  s->parking_ns = now_ns();
   s->parking_why.clear();
   kick(s->round_fd);
   kick(s->failover_fd);
@@ -91,9 +93,26 @@ std::string park() {
   return what_is_missing() + "; waited " + std::to_string(kParkLimit.count()) + " s";
 }
 
+namespace {
+
+void withdraw_before_casting_off(Directory& directory) {
+  std::vector<migr_links_name> names;
+  const auto each = [&](auto&& f) {
+    std::lock_guard guard(registry().lock);
+    for (QpLink* l : state()->qps)
+      if (l->told && has_to_cast_off(*l)) f(*l);
+  };
+  each([&](const QpLink& l) { names.push_back(l.name); });
+  if (names.empty() || directory.withdraw(names)) return;
+  each([&](QpLink& l) { l.told = std::none_of(names.begin(), names.end(), [&](const migr_links_name& n) { return same(n, l.name); }); });
+}
+
+}  // namespace
+
 bool leave_links(Directory& directory) {
   State& s = *state();
   std::vector<migr_links_name> withdrawn;
+  withdraw_before_casting_off(directory);
   {
     std::lock_guard guard(registry().lock);
     if (s.parking != Parking::kWanted) return true;

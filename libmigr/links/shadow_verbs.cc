@@ -31,6 +31,7 @@ constexpr int kChannelCqes = 1024;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
+constexpr std::uint32_t kNames = kTranslateLocal | kTranslateRemote;  // of a state word: all that it may say at rest
 constexpr std::size_t kManyRetired = 64;
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
 
@@ -172,13 +173,14 @@ std::string why_not(const QpShadow& q) {
   if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_atomic_write() or ibv_wr_send_tso()";
   if (!q.send_cq || !q.recv_cq || q.send_cq->real_ex || q.recv_cq->real_ex) return "completes on an ibv_cq_ex";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
-  if (q.state.load(std::memory_order_relaxed) & ~std::uint32_t{kTranslateLocal | kTranslateRemote}) return "is in a switchover";
+  if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~kNames) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
   return "";
 }
 
 bool connected_by_application(const QpShadow& q) {
-  return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && q.phase == switchover::Phase::kRunning && !q.spare;
+  const bool rests = q.phase == switchover::Phase::kRunning || switchover::waits_for_links(q);
+  return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && rests && !q.spare;
 }
 
 /// Of its present path; to others it stays in the state that it is in.
@@ -197,7 +199,7 @@ bool find_home(const QpShadow& q, QpLink& l) {
   const int err = query_connection(q, attr);
   l.home_port = attr.ah_attr.port_num;
   l.home_gid_index = attr.ah_attr.grh.sgid_index;
-  l.home_bits = q.state.load(std::memory_order_relaxed);
+  l.home_bits = q.state.load(std::memory_order_relaxed) & kNames;
   return !err && !real().query_gid(q.context->real, l.home_port, l.home_gid_index, &l.home_gid);
 }
 
@@ -639,6 +641,17 @@ class Round {
     }
   }
 
+  /// Half channels to processes that nothing is connected to any more: nobody would find them broken.
+  static void end_needless_channels() {
+    const auto needed = [](const Channel* c) {
+      return std::any_of(state()->qps.begin(), state()->qps.end(), [&](const QpLink* l) {
+        return l->instance == c->peer && ((l->legs[kHome].link == c->link && wants_channel(*l, kHome)) || (l->legs[kBackup].link == c->link && wants_channel(*l, kBackup)));
+      });
+    };
+    for (Channel* c : std::vector(state()->channels))
+      if (!c->up() && !needed(c)) end_channel(*c);
+  }
+
   void give_up_channel(Channel& channel, std::uint32_t last) {
     channel.round = last;  // the next one is one more
     channel_broke(channel);
@@ -652,6 +665,7 @@ class Round {
     {
       std::lock_guard guard(registry().lock);
       forget_pasts();
+      end_needless_channels();
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);

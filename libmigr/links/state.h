@@ -39,6 +39,7 @@ struct State {
   std::uint64_t next_id = 1;
   /* before a migration, park.cc */
   enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
+  std::uint64_t parking_ns = 0;        ///< it is wanted since
   std::string parking_why;             ///< it cannot be
   std::condition_variable parked;      ///< one of these three has changed
   std::uint64_t passes = 0;            ///< of the failover thread
@@ -102,6 +103,9 @@ void stop_change(QpLink& l);
 /// On the path that it was born with, or its like, by the names of that: what a thread posts late can be told apart there. Else all
 /// posts take the QP's lock (kTrapped), and none is late.
 bool posts_freely(const QpLink& l);
+/// A migration is to begin, and the default link does not work: it casts off once the directory does not name it any more, so
+/// that the other end does not find, and go to, what is being given back.
+bool has_to_cast_off(const QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);
 void forget_pasts();  ///< those of processes that nothing is connected to any more
 /// What stands for messages about `l` on that side; null: nothing.

@@ -521,6 +521,7 @@ int give_up_path(QpShadow& q, std::string& why) {
   {
     std::lock_guard guard(q.lock);
     q.gone = true;
+    q.adrift = false;
     if (q.cut && q.cut->told_apart) {
       std::vector<migr_replay_stat> ignored;
       settle_one(q, {}, ignored);

@@ -2,6 +2,7 @@
 /* The new path is on another NIC of this host: other functions, other keys, another CQ. */
 #include "../kernel_link.h"
 #include "../links/links.h"
+#include "../real.h"
 #include "parts.h"
 
 namespace migr::switchover {
@@ -55,6 +56,26 @@ void take_back_path(QpShadow& q, ibv_qp* path) {
   set_route(q, {.qp = path, .ops = &q.context->ops, .keys = q.context->kernel->key_table(), .sends = {}, .receives = {}});
   links::retire(__atomic_exchange_n(&q.remote_keys, static_cast<const RemoteKeys*>(nullptr), __ATOMIC_ACQ_REL));
   clear_bits(q, kTrapped);
+}
+
+int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why) {
+  const ibv_qp_state state = q.app_state();
+  take_back_path(q, home);
+  ibv_qp_init_attr init{};
+  int err = real().query_qp(home, &q.cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);
+  home->state = q.cut->attr.qp_state = state;
+  if (err) return fail(why, err, "query_qp of " + qp_name(q));
+  err = q.context->kernel->bind_qp(q.vqpn(), home->qp_num);
+  if (!err) err = q.context->kernel->stands(home->qp_num, state);
+  if (err) return fail(why, err, "cannot name the QP that " + qp_name(q) + " was born with");
+  std::lock_guard guard(q.lock);
+  q.cut->linked = false;
+  q.cut->pqpn = home->qp_num;
+  clear_bits(q, kTranslateLocal | kTranslateRemote);
+  set_bits(q, bits);
+  q.adrift = true;
+  q.adrift_ns = now_ns();
+  return 0;
 }
 
 }  // namespace migr::switchover

@@ -3,6 +3,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <map>
 
 #include "../kernel_link.h"
@@ -213,6 +214,11 @@ int switch_back(QpShadow& q, std::string& why) {
   int err = q.old_path_closed ? open_old_path(q, why) : 0;
   q.old_path_closed = false;
   q.outstanding.clear();
+  if (q.adrift) {
+    std::move(q.logged_receives.begin(), q.logged_receives.end(), std::back_inserter(q.cut->receives));
+    q.logged_receives.clear();
+    return bound ? fail(why, bound, "cannot bind " + qp_name(q)) : 0;
+  }
   if (!err) err = post_receives(q, q.real, q.logged_receives, why);
   if (!err && q.cut) err = join_again(q, why);
   else if (!err) err = move_windows(q, q.spare, q.real, why);

@@ -302,7 +302,7 @@ migr_proc_state process_state() {
   const Registry& registry = Registry::get();
   if (registry.frozen) return MIGR_PROC_FROZEN;
   for (const QpShadow* q : registry.qps)
-    if (q->phase != Phase::kRunning && !links::changing(*q)) return MIGR_PROC_SUSPENDED;
+    if (q->phase != Phase::kRunning && !links::changing(*q) && !waits_for_links(*q)) return MIGR_PROC_SUSPENDED;
   return MIGR_PROC_RUNNING;
 }
 

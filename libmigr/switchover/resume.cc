@@ -78,12 +78,22 @@ int let_go(QpShadow& q, std::string& why) {
   q.kept_sends.clear();
   q.logged_receives.clear();
   q.outstanding.clear();
-  q.old_path_closed = q.broken = false;
+  q.old_path_closed = q.broken = q.adrift = false;
   q.cut.reset();
   q.phase = Phase::kRunning;
   clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
   q.resumed_ns = now_ns();
   return err;
+}
+
+/// Its links are asked for a path from now on.
+void drift_on(QpShadow& q) {
+  std::lock_guard guard(q.lock);
+  q.outstanding.clear();
+  set_bits(q, kKeepReceives);
+  clear_bits(q, kLogReceives);
+  q.phase = Phase::kSuspended;
+  q.adrift_ns = now_ns();
 }
 
 /// SRQs go without their lock again when no QP of the process is suspended any more.
@@ -120,6 +130,10 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
   int result = 0;
   for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
   for (QpShadow* q : qps) {
+    if (q->adrift && q->phase != Phase::kSwitched && q->phase != Phase::kRebound) {
+      drift_on(*q);
+      continue;
+    }
     // The new path has the application's own access flags already.
     if (q->old_real) q->write_access_added = q->responder_only = false;
     std::string ignored;
@@ -173,11 +187,15 @@ int rollback(std::string& why) {
       } else if (q->old_path_closed) {
         note(open_old_path(*q, why));
         q->old_path_closed = false;
-      } else if (q->cut) {
+      } else if (q->cut && !q->adrift) {
         note(join_again(*q, why));
       }
     }
     destroy_real(q->spare);
+    if (q->adrift) {
+      drift_on(*q);
+      continue;
+    }
     if (q->phase == Phase::kRunning) continue;
     if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
     suspended.push_back(q);

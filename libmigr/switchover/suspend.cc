@@ -17,7 +17,8 @@ void raise_flags(QpShadow& q, std::uint32_t bits) {
   set_bits(q, bits);
 }
 
-int suspend(Qps qps, std::string& why) {
+int suspend(Qps named, std::string& why) {
+  const std::vector<QpShadow*> qps = with_path(named);
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
     if (const int err = set_write_access(*q, true, why)) {
@@ -156,7 +157,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   {
     std::lock_guard guard(registry.lock);
     if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
-    for (QpShadow* q : qps) all.push_back({.qp = q});
+    for (QpShadow* q : qps) all.push_back({.qp = q, .done = q->adrift});
   }
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
   std::uint64_t changes = 0;

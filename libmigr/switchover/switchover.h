@@ -102,6 +102,10 @@ int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);
 int give_up_path(QpShadow& q, std::string& why);
 /// Outside of a switchover: q is served by `path`, a QP of its own link, with its own names again.
 void take_back_path(QpShadow& q, ibv_qp* path);
+/// After leave_path() with nothing in flight: q has no path (QpShadow::adrift), as if it were drained. A migration, from
+/// either end, gives it its next one, or switch_to_link() does; else give_up_path(). rollback() leaves it as it is.
+/// @param home  the QP of its own link that it was born with, in ERR; @param bits  of its state word on that
+int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why);
 
 /// The keys of receives that were read back, as the application knows them. Caller holds the Registry's lock.
 void make_keys_virtual(const Context& context, std::vector<KeptReceive>& receives);

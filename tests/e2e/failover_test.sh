@@ -56,7 +56,7 @@ cut_under() {
 	backed_up src || return 1
 	rail peer "$@"
 }
-mend() { rail peer up; rail peer --loss 0; }
+mend() { rail src up; rail peer up; rail peer --loss 0; }
 rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
 
 perftest() {	# PROGRAM CUT..
@@ -116,16 +116,24 @@ cuts() {	# N: in a row, of both kinds
 preferred() {
 	on src migrctl links prefer rxe1 --wait 30000 >/dev/null && both_on 1 && on src migrctl links prefer --none >/dev/null && both_on 0
 }
-# moved_by DO..: a container that is backed up is moved, is backed up there, and then DO.
-moved_by() {
+# with_container DO..: it is backed up, then DO.
+with_container() {
 	local E2E_VARS=(MIGR_LINKS="$E2E_LIB/links.json" MIGR_POLICY="$POLICY") CONTAINER_RDMA="uverbs0 uverbs1" h
 	for h in "${E2E_HOSTS[@]}"; do on "$h" cp /tmp/links.json "$E2E_LIB/links.json" || return 1; done
-	start_verify src lk --mode write_imm --qps 4 --size 4096 && backed_up src && migrate_ok lk dst && expect_traffic && backed_up dst && "$@" && stop_verify lk ||
+	start_verify src lk --mode write_imm --qps 4 --size 4096 && backed_up src && "$@" && stop_verify lk ||
 		{ logs_of_links; e2e_logs; mend; e2e_reset; return 1; }
 }
 logs_of_links() { local h; for h in "${E2E_HOSTS[@]}"; do echo "--- links of $h:"; links_of "$h" | jq -c '.processes[]'; done >&2; }
-cut_there() {	# the rail that it was born on fails where it is now, and is mended
+moved_and_cut_there() {	# the rail that it was born on fails where it is now, and is mended
+	migrate_ok lk dst && expect_traffic && backed_up dst || return 1
 	rail peer down && both_on 1 dst && expect_traffic && mend && both_on 0 dst && expect_traffic && changed dst && changed peer
+}
+# The rail that a container was born on is dead, and its host is to be drained. At first nobody answers there.
+moved_from_dead_rail() {
+	rail src down && both_on 1 || return 1
+	migrd_kill dst TERM
+	migrate_refused lk dst "does not answer" && migrd_start dst && until_true 30 on_link src 1 && expect_traffic &&
+		migrate_ok lk dst && expect_traffic && backed_up dst && both_on 0 dst
 }
 # The cable is cut and mended; then it loses everything while the ports stay up, which nothing but silence tells.
 again_and_again() {
@@ -139,7 +147,8 @@ configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api
 step "the cable is cut: transactions" with_kv cuts 2 -- --qps 4
-walk_step "a container that is backed up moves, and fails over there" moved_by cut_there
+walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
+step "a container whose rail is dead moves" with_container moved_from_dead_rail
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8

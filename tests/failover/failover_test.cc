@@ -2,7 +2,8 @@
 // A link is cut after any packet, or only what comes back over it, and then the one that took its place, and so on: every
 // work request completes once, in order, with its bytes; WRITEs are executed once under `exact`, and a CAS has the answer
 // that it would have had. Rounds: FAILOVER_ROUNDS, FAILOVER_SEED. parked: an end leaves its links as before a migration, and has
-// them again after it. told: the program says that a link is down which works.
+// them again after it. adrift: so it does while its default link is broken. marooned:
+// and the other one breaks then. told: the program says that a link is down which works.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -32,13 +33,13 @@ constexpr auto kLimit = std::chrono::seconds(20);
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, unsigned return_ms) : host_(host) {
+  Library(char host, const std::string& policy, unsigned return_ms, unsigned adrift_ms) : host_(host) {
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "unique_swap": true, "switch_limit_ms": 5000, "heartbeat_ms": 20, "heartbeat_misses": 100, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "unique_swap": true, "switch_limit_ms": 5000, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
@@ -71,7 +72,7 @@ struct Options {
   bool churns;    ///< memory is registered and given back all the time
   bool fresh;     ///< WRITEs into memory that was registered just before
   unsigned cut_after, cuts;
-  bool storm;  ///< links are cut and mended whatever is going on: an end may give up, and does nothing wrong
+  bool may_break;  ///< an end may give up, and does nothing wrong
 };
 
 std::uint8_t byte_of(std::uint32_t stream, int wr, std::uint32_t at) { return static_cast<std::uint8_t>(stream * 31 + static_cast<std::uint32_t>(wr) * 7 + at * 13 + (at >> 8)); }
@@ -180,6 +181,12 @@ class End {
   bool left(unsigned link) const {
     migr_links_vqp_state state{};
     return state_of(state) && state.link != link;
+  }
+
+  /// The application's thread may have ended before: with the other end's.
+  bool gave_up() const {
+    migr_links_vqp_state state{};
+    return state_of(state) && state.phase == MIGR_LINKS_VQP_BROKEN;
   }
 
   std::string how() const {
@@ -383,7 +390,7 @@ class End {
       ibv_wc wc[5];
       const int n = ibv_poll_cq(cq, 5, wc);
       for (int i = 0; i < n && error_.empty(); ++i) {
-        if (options_.storm && (wc[i].status == IBV_WC_RETRY_EXC_ERR || wc[i].status == IBV_WC_WR_FLUSH_ERR)) return broken_ = true, 1;
+        if (options_.may_break && (wc[i].status == IBV_WC_RETRY_EXC_ERR || wc[i].status == IBV_WC_WR_FLUSH_ERR)) return broken_ = true, 1;
         if (wc[i].status != IBV_WC_SUCCESS) error_ = "completion of status " + std::to_string(wc[i].status) + ", wr_id " + std::to_string(wc[i].wr_id) + "; " + where();
         else if (wc[i].qp_num != qp_->qp_num) error_ = "completion of QP " + std::to_string(wc[i].qp_num) + ", not " + std::to_string(qp_->qp_num);
         else if (wc[i].opcode & IBV_WC_RECV) received(wc[i]);
@@ -489,6 +496,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns) 
   return "";
 }
 
+/// Links are cut and mended whatever is going on.
 std::string storm(End& x, End& y, const Options& o) {
   std::mt19937 random(o.seed);
   const auto over = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
@@ -543,6 +551,43 @@ std::string parked(End& x, End& y, const Options& o) {
   return wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); }) ? "" : "not protected after the last cut: " + x.how() + "; " + y.how();
 }
 
+/// An end leaves its links as before a migration while its default link is broken: nothing is lost, and the work goes on when the
+/// migration is given up. @param marooned  but then there is no other link either: both applications get errors
+std::string adrift(End& x, End& y, const Options& o, bool marooned) {
+  std::mt19937 random(o.seed);
+  const auto broken = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
+  const auto go_on = [&](int allowed) {
+    for (End* e : {&x, &y}) e->allow(allowed);
+    return wait_for([&] { return broken() || (x.idle() && y.idle()); });
+  };
+  model_cut(0, static_cast<unsigned>(random() % 100), o.answers_only);
+  if (!go_on(kWrs / 4)) return "no end of the cut before";
+  model_cut(0, 0, false);  // at the latest now
+  if (!wait_for([&] { return broken() || (x.left(0) && y.left(0)); })) return "the cut was not noticed: " + x.how() + "; " + y.how();
+  const StoreProcess process = store_process_of(random() % 2);
+  for (int times = 1; times <= 2; ++times) {
+    for (End* e : {&x, &y}) e->allow(kWrs * (1 + times) / 4);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 3000));
+    char why[200];
+    process.park(why, sizeof why);
+    if (*why) return process.let_go(), why;
+    // Of both ends: the path that it was born with. Of the other one: the half of a path to come, and a bell on each CQ.
+    if (!wait_for([] { return model_qps() <= 5; })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    const bool over = x.idle() && y.idle();
+    for (End* e : {&x, &y}) e->allow(kWrs * (1 + times) / 4 + 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (over && x.idle() && y.idle() && o.both_ways) return "it has a path while it is adrift";
+    if (broken()) return "";
+    if (marooned) model_cut(1, 0, false);
+    process.let_go();
+    if (marooned) return wait_for([&] { return broken() && x.gave_up() && y.gave_up(); }) ? "" : "no errors: " + x.how() + "; " + y.how();
+    if (!wait_for([&] { return broken() || (x.idle() && y.idle() && x.left(0) && y.left(0)); })) return "not on the other link again: " + x.how() + "; " + y.how();
+  }
+  if (!go_on(kWrs)) return "no end after it";
+  model_mend(0);
+  return wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); }) ? "" : "not protected in the end: " + x.how() + "; " + y.how();
+}
+
 /// The program itself says that a link does not carry, at one end, again and again; and that it does.
 std::string told(End& x, End& y, const Library& of_x) {
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
@@ -567,7 +612,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = o.storm ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : cut_again_and_again(x, y, o, kind == "returns");
+  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -583,8 +628,9 @@ class Failover : public testing::TestWithParam<std::string> {};
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const bool exact = GetParam() != "resend", returns = GetParam() == "returns" || GetParam() == "told", storm = GetParam() == "storm";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
-  const Library a('a', exact ? "exact" : "resend", return_ms), b('b', exact ? "exact" : "resend", return_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : returns || storm ? 20 : 80;
+  const unsigned adrift_ms = GetParam() == "marooned" ? 3000 : 30'000;
+  const Library a('a', exact ? "exact" : "resend", return_ms, adrift_ms), b('b', exact ? "exact" : "resend", return_ms, adrift_ms);
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" ? 6 : GetParam() == "marooned" ? 3 : returns || storm ? 20 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -592,7 +638,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
                     .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
-                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .storm = storm};
+                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || GetParam() == "marooned"};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
@@ -607,7 +653,9 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   printf("%u changes, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", totals.vqps, totals.broken, totals.replayed,
          totals.executed, twice, rounds, totals.vqps ? static_cast<double>(totals.resume_ns) / totals.vqps / 1e6 : 0);
   printf("%u of %d connections outlived it\n", whole, rounds);
-  if (storm) {
+  if (GetParam() == "marooned") {
+    EXPECT_EQ(whole, 0u);
+  } else if (storm) {
     EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
@@ -621,7 +669,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

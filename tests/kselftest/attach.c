@@ -21,11 +21,13 @@ static int attach(int fd, uint32_t version, int uverbs_fd, uint32_t flags, struc
 static void unattached(int fd)
 {
 	struct migr_ioc_bind_qp qp = { 5, 6 };
+	struct migr_ioc_qp_stands stands = { 6, IBV_QPS_RTS };
 	struct migr_ioc_query_mr mr = { 0 };
 	void *p = mmap(NULL, MIGR_QPN_TABLE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
 
 	check_errno(p == MAP_FAILED ? -1 : 0, ENOENT, "mmap of an unattached file");
 	check_errno(ioctl(fd, MIGR_IOC_BIND_QP, &qp), ENOENT, "BIND_QP on an unattached file");
+	check_errno(ioctl(fd, MIGR_IOC_QP_STANDS, &stands), ENOENT, "QP_STANDS on an unattached file");
 	check_errno(ioctl(fd, MIGR_IOC_QUERY_MR, &mr), ENOENT, "QUERY_MR on an unattached file");
 	check_errno(ioctl(fd, _IO(MIGR_IOC_MAGIC, 99), 0), ENOTTY, "an unknown command");
 }

@@ -25,6 +25,37 @@ static struct migr_qp_rec *rec_of(uint32_t id, struct ibv_qp *qp)
 	return &o->rec.qp;
 }
 
+static int stands(int fd, uint32_t pqpn, uint32_t state)
+{
+	struct migr_ioc_qp_stands arg = { pqpn, state };
+
+	return ioctl(fd, MIGR_IOC_QP_STANDS, &arg);
+}
+
+/* A QP that was moved to ERR by others than the application stands in the record as before. */
+static void check_stands(struct side *s, int fd, uint32_t id)
+{
+	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR }, reset = { .qp_state = IBV_QPS_RESET };
+	struct ibv_qp *qp = make_qp(s);
+
+	need(qp, "create_qp");
+	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EBUSY, "a QP in RESET");
+	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
+	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EINVAL, "one that has never been in RTS");
+	need(!ibv_modify_qp(qp, &reset, IBV_QP_STATE), "modify_qp to RESET");
+	connect_qp(s, qp, s, qp->qp_num);
+	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
+	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_ERR, "the record says ERR");
+	check_errno(stands(fd, qp->qp_num, IBV_QPS_INIT), EINVAL, "INIT is no state to stand in");
+	check_errno(stands(fd, 0xfffffe, IBV_QPS_RTS), ENOENT, "no such QP");
+	check(!stands(fd, qp->qp_num, IBV_QPS_RTS), "it stands in RTS");
+	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_RTS, "the record says so");
+	check(!stands(fd, qp->qp_num, IBV_QPS_RTS), "and again");
+	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
+	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_ERR, "what comes later counts");
+	ibv_destroy_qp(qp);
+}
+
 int main(void)
 {
 	struct ibv_qp *a, *b, *c;
@@ -78,6 +109,7 @@ int main(void)
 	check_eq(genl_bind_qp(id, 0x77, a->qp_num), 0, "netlink: bind");
 	check_eq(rec_of(id, a)->vqpn, 0x77, "the record shows it");
 
+	check_stands(&s, fd, id);
 	ibv_destroy_qp(b);
 	ibv_destroy_qp(c);
 	side_close(&s);

@@ -77,6 +77,7 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {std::string(kTwo) + R"(, "heartbeat_ms": -1)", "\"heartbeat_ms\""},
       {std::string(kTwo) + R"(, "heartbeat_misses": 0)", "\"heartbeat_misses\""},
       {std::string(kTwo) + R"(, "switch_limit_ms": 1e9)", "\"switch_limit_ms\""},
+      {std::string(kTwo) + R"(, "adrift_limit_ms": 0)", "\"adrift_limit_ms\""},
       {std::string(kTwo) + R"(, "polices": {})", "\"polices\""},
   };
   for (const auto& [text, named] : cases) EXPECT_NE(why(text).find(named), std::string::npos) << text << " -> " << why(text);
