@@ -8,7 +8,14 @@ set -uo pipefail
 e2e_up || exit 1
 
 POLICY=exact
-rail() { testbed link "$1" 0 "${@:2}" >/dev/null; }	# HOST up|down or --loss PCT
+# HOST up|down, --loss PCT [--direction in|out], or "inside" or "inside-up": the host itself sets its port down, and up
+rail() {
+	case $2 in
+	inside) on "$1" ip link set eth1 down ;;
+	inside-up) on "$1" ip link set eth1 up ;;
+	*) testbed link "$1" 0 "${@:2}" >/dev/null ;;
+	esac
+}
 
 configure() {	# rail 0, backed up by rail 1
 	local h
@@ -56,7 +63,7 @@ cut_under() {
 	backed_up src || return 1
 	rail peer "$@"
 }
-mend() { rail src up; rail peer up; rail peer --loss 0; }
+mend() { rail src up; rail peer up; rail peer --loss 0; rail peer inside-up; }
 rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
 
 perftest() {	# PROGRAM CUT..
@@ -103,10 +110,16 @@ both_on() {	# LINK [HOST]: all vQPs of both ends are there
 	until_true 60 on_link "${2:-src}" "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
 }
 cut() { rail peer "$@" && both_on 1; }
-cuts() {	# N: in a row, of both kinds
+cuts() {	# N: in a row, of all kinds
 	local i how
 	for ((i = 1; i <= $1; i++)); do
-		if ((RANDOM % 3)); then how=(--loss 100); else how=(down); fi
+		case $((RANDOM % 5)) in
+		0) how=(down) ;;
+		1) how=(inside) ;;
+		2) how=(--loss 100) ;;
+		3) how=(--loss 100 --direction in) ;;
+		4) how=(--loss 100 --direction out) ;;
+		esac
 		cut "${how[@]}" && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
 		note "cut $i of $1: ${how[*]}"
 	done
@@ -135,9 +148,9 @@ moved_from_dead_rail() {
 	migrate_refused lk dst "does not answer" && migrd_start dst && until_true 30 on_link src 1 && expect_traffic &&
 		migrate_ok lk dst && expect_traffic && backed_up dst && both_on 0 dst
 }
-# The cable is cut and mended; then it loses everything while the ports stay up, which nothing but silence tells.
+# The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.
 again_and_again() {
-	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
+	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 --direction out && mend && both_on 0 && changed src && changed peer &&
 		say_change src && say_change peer
 }
 
