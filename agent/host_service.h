@@ -46,6 +46,8 @@ class HostService final : public wire::Host::Service {
   const std::vector<Role*> roles_;
 };
 
-wire::VersionReply version_of(const Config& config, const SessionTable& sessions);
+wire::VersionReply version_of(const Config& config, std::size_t sessions);
+/// EBUSY: two hosts have different ones of the same part.
+Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours);
 
 }  // namespace migr

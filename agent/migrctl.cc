@@ -17,6 +17,7 @@
 #include "pki.h"
 #include "record_text.h"
 #include "status.h"
+#include "summary.h"
 #include "wire.grpc.pb.h"
 
 namespace {
@@ -119,37 +120,6 @@ int cmd_version(const Options& o) {
   std::printf("migr.ko %s\n", j["module"].is_null() ? "not loaded" : ("ABI " + j["module"]["abi"].dump() + ", " + j["module"]["devices"].dump() + " devices").c_str());
   std::printf("migrd   %s\n", !is_root() ? "unknown (needs root)" : j["migrd"].is_null() ? "does not answer" : j["migrd"]["release"].get<std::string>().c_str());
   return kDone;
-}
-
-Json summary_json(const wire::Summary& s) {
-  Json phases = Json::object();
-  for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
-  Json steps = Json::object();  // of equal ones, on several hosts, the longest
-  for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
-  const auto& r = s.resources();
-  Json partners = Json::array();
-  for (const auto& p : s.partners()) partners.push_back(p);
-  return {{"container", s.container()},
-          {"from", s.from()},
-          {"to", s.to()},
-          {"migrated", s.migrated()},
-          {"undecided", s.undecided()},
-          {"tries", s.tries()},
-          {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
-          {"service_blackout_ms", s.service_blackout_ms()},
-          {"communication_blackout_ms", s.communication_blackout_ms()},
-          {"rdma_ms", s.rdma_ms()},
-          {"phases_ms", phases},
-          {"steps_ms", steps},
-          {"bytes_copied", s.bytes_copied()},
-          {"bytes_pre_copied", s.bytes_pre_copied()},
-          {"bytes_unchanged", s.bytes_unchanged()},
-          {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
-          {"partner", partners.empty() ? Json(nullptr) : partners[0]},
-          {"partners", partners},
-          {"connections_gone", s.gone()},
-          {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
-          {"migration", s.id()}};
 }
 
 struct Words {

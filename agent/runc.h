@@ -22,6 +22,11 @@ struct ContainerState {
 /// @param images  folder of migr.img; empty: that of the images
 Env criu_env(const Config& config, const std::string& images = {});
 
+/// Where CRIU looks for its plugins.
+std::string plugin_dir(const Config& config);
+/// EBUSY: migr_plugin.so is not there.
+Status check_plugin(const Config& config);
+
 bool container_id_ok(const std::string& id);
 
 /// Thread: any. Errors carry runc's last line.

@@ -52,7 +52,7 @@ Status Runtime::name_is_free(const std::string& id) const {
   return Error{EEXIST, "the name '" + id + "' is taken by another container; remove it there with: runc delete " + id};
 }
 
-Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? bare_.check() : runc_.check_verbs(); }
+Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? Status(bare_.version()) : runc_.check_verbs(); }
 
 // A process of `runc exec` is not a child of the container's first one, and CRIU dumps only what is: it would be gone.
 Status Runtime::started_beside(const ContainerState& c) const {
