@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "facts.h"
 #include "kernel_record.h"
 
 namespace migr {
@@ -26,6 +27,11 @@ Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours) 
 
 grpc::Status HostService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
   *out = version_of(config_, sessions_.all().size());
+  return grpc::Status::OK;
+}
+
+grpc::Status HostService::Facts(grpc::ServerContext*, const wire::FactsRequest* r, wire::HostFacts* out) {
+  *out = facts_of(config_, version_of(config_, sessions_.all().size()), r->image_bytes());
   return grpc::Status::OK;
 }
 

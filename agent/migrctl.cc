@@ -7,11 +7,15 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <ctime>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
+#include "doctor.h"
+#include "facts.h"
 #include "failover/links_text.h"
+#include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "pki.h"
@@ -42,9 +46,9 @@ int print(const Json& j) {
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
   bool commit = false, rollback = false, force = false, vqps = false, none = false;
-  std::string socket = kControlSocket;
+  std::string socket = kControlSocket, config = kConfigPath;
   std::string container, to, dir, name, migration;
-  std::vector<std::string> ips;
+  std::vector<std::string> ips, peers;
   int pid = 0;
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
@@ -352,6 +356,47 @@ int cmd_show(const Options& o) {
   return kDone;
 }
 
+// ---- is all as it has to be
+
+Result<wire::VersionReply> ask_daemon(const Options& o) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kCheckMs);
+  wire::VersionReply v;
+  if (const auto s = control(o)->Version(&ctx, {}, &v); !s.ok()) return Error{EHOSTUNREACH, "no answer on " + o.socket};
+  return v;
+}
+
+std::vector<Finding> examine(const Options& o) {
+  constexpr char kHere[] = "this host";
+  if (!is_root()) return {{kHere, "root", Health::kFailed, "not root", need_root("migrctl doctor")}};
+  const auto config = load_config(o.config);
+  if (!config) return {{kHere, "config", Health::kFailed, config.error().text, "migrd(8) says what belongs there; another file: migrctl --config FILE"}};
+  const std::int64_t now_s = std::time(nullptr);
+  const auto version = version_of(*config, 0);
+  const std::uint64_t filled = rdma_filled_bytes();
+  const auto here = facts_of(*config, version, filled);
+  auto all = judge_host(here, now_s);
+  all.push_back(judge_daemon(version, ask_daemon(o)));
+  const auto files = pki::load(config->pki);
+  if (!files) return all;  // that is among what was found
+  Peers peers(*config, *files);
+  auto names = o.peers;
+  for (const auto& p : config->peers)
+    if (o.peers.empty() && p.name != config->name) names.push_back(p.name);
+  if (names.empty()) all.push_back({config->name, "peers", Health::kWarning, "none in " + o.config, "add the hosts that containers are to go to, or have partners on"});
+  for (const auto& answer : ask_peers(peers, names, filled))
+    for (auto& f : judge_peer(here, answer, now_s)) all.push_back(std::move(f));
+  return all;
+}
+
+int cmd_doctor(const Options& o) {
+  const auto all = examine(o);
+  const char* no_color = std::getenv("NO_COLOR");
+  if (o.json) print(doctor_json(all));
+  else std::fputs(doctor_text(all, isatty(STDOUT_FILENO) && !(no_color && *no_color)).c_str(), stdout);
+  return health_of(all) == Health::kFailed ? kFailed : kDone;
+}
+
 // ---- certificates
 
 int cmd_pki_init(const Options& o) {
@@ -374,6 +419,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
   app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
+  app.add_option("--config", o.config, "migrd's configuration; for doctor")->capture_default_str();
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
@@ -432,6 +478,9 @@ int main(int argc, char** argv) {
   show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);
   json(show);
   json(add(app, "peers", "the other hosts, and whether they answer", cmd_peers));
+  auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);
+  doctor->add_option("--peer", o.peers, "only this one, may be repeated; else all that are configured");
+  json(doctor);
   json(add(app, "version", "versions of all parts on this host", cmd_version));
   auto* pki = app.add_subcommand("pki", "certificates of the hosts");
   pki->require_subcommand(1);

@@ -19,13 +19,15 @@ no_such_host() { migrate_refused c nowhere 'nowhere' && untouched; }
 itself() { migrate_refused c src 'src' && untouched; }
 destination_silent() {
 	migrd_kill dst KILL || return 1
-	migrate_refused c dst 'dst' && untouched
+	migrate_refused c dst 'dst' && untouched &&
+		doctor_says 1 '[.[] | select(.status == "failed")] | length == 1 and .[0].check == "dst: migrd" and (.[0].advice | test("start it on dst"))' --peer dst --peer peer
 	local r=$?
 	migrd_start dst && return $r
 }
 destination_without_module() {
 	migrd_kill dst TERM && on dst rmmod migr && migrd_start dst || return 1
-	migrate_refused c dst 'migr\.ko|module' && untouched
+	migrate_refused c dst 'migr\.ko|module' && untouched &&
+		doctor_says 1 '[.[] | select(.status == "failed")] | length == 1 and .[0].check == "dst: module" and (.[0].found | test("not loaded"))' --peer dst
 	local r=$?
 	migrd_kill dst TERM && host_setup dst && return $r
 }
