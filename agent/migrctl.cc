@@ -9,17 +9,20 @@
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
 #include "doctor.h"
 #include "facts.h"
 #include "failover/links_text.h"
+#include "history.h"
 #include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "pki.h"
 #include "record_text.h"
+#include "report.h"
 #include "status.h"
 #include "summary.h"
 #include "wire.grpc.pb.h"
@@ -45,9 +48,9 @@ int print(const Json& j) {
 
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
-  bool commit = false, rollback = false, force = false, vqps = false, none = false;
+  bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false;
   std::string socket = kControlSocket, config = kConfigPath;
-  std::string container, to, dir, name, migration;
+  std::string container, to, dir, name, migration, output;
   std::vector<std::string> ips, peers;
   int pid = 0;
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
@@ -196,6 +199,88 @@ std::string absolute_dir(const Options& o) {
   return dir;
 }
 
+// The numbers that logs and migrctl print.
+Result<std::uint32_t> migration_of(const std::string& text) {
+  std::size_t used = 0;
+  unsigned long id = 0;
+  try {
+    id = std::stoul(text, &used, 16);
+  } catch (const std::exception&) {
+  }
+  if (used != text.size() || !id || id > UINT32_MAX) return Error{EINVAL, "'" + text + "' is no number of a migration: eight hex digits"};
+  return static_cast<std::uint32_t>(id);
+}
+
+// ---- what was migrated before
+
+Result<std::vector<Json>> past_migrations(const Options& o) {
+  const auto config = load_config(o.config);
+  if (!config) return config.error();
+  auto past = History(config->state_dir).read();
+  if (!past) return past.error();
+  for (const auto& w : past->warnings) std::fprintf(stderr, "migrctl: %s\n", w.c_str());
+  return std::move(past->entries);
+}
+
+int cmd_history(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl history"));
+  const auto entries = past_migrations(o);
+  if (!entries) return refuse(entries.error().text);
+  if (o.json) return print(*entries);
+  std::fputs(history_text(*entries).c_str(), stdout);
+  return kDone;
+}
+
+int cmd_report(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl report"));
+  const auto id = migration_of(o.migration);
+  if (!id) return refuse(id.error().text);
+  const auto entries = past_migrations(o);
+  if (!entries) return refuse(entries.error().text);
+  const auto summary = find_migration(*entries, *id);
+  if (!summary) return refuse("no migration '" + o.migration + "' was begun on this host, or it is long ago; see: migrctl history");
+  const std::string html = report_html(*summary);
+  if (o.output == "-") return std::fputs(html.c_str(), stdout) < 0 ? kFailed : kDone;
+  const std::string file = o.output.empty() ? "migration-" + migration_name(*summary) + ".html" : o.output;
+  std::ofstream out(file);
+  if (!(out << html << std::flush)) {
+    std::fprintf(stderr, "migrctl: %s\n", sys_error("cannot write " + file).text.c_str());
+    return kFailed;
+  }
+  std::printf("%s\n", file.c_str());
+  return kDone;
+}
+
+// Exit status 0: it would move.
+int show_plan(const Options& o, const wire::PlanReply& plan) {
+  const auto& s = plan.summary();
+  const auto entries = past_migrations(o);
+  if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
+  const auto stop = entries ? expected_stop(*entries, s.container()) : std::nullopt;
+  const auto& r = s.resources();
+  if (o.json) {
+    Json partners = Json::array();
+    for (const auto& p : s.partners()) partners.push_back(p);
+    print({{"container", s.container()}, {"from", s.from()}, {"to", s.to()}, {"would_move", s.error().empty()}, {"refused_because", s.error().empty() ? Json(nullptr) : Json(s.error())},
+           {"processes", plan.processes()}, {"connections", plan.connections()}, {"partners", partners}, {"memory_bytes", plan.memory_bytes()}, {"pre_copy", plan.pre_copy()},
+           {"resources", resources_json(r)},
+           {"expected_stop_ms", stop ? Json{{"median", stop->median_ms}, {"least", stop->least_ms}, {"most", stop->most_ms}, {"moves", stop->moves}, {"same_container", stop->same}} : Json(nullptr)}});
+    if (!s.error().empty()) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
+    return s.error().empty() ? kDone : kRefused;
+  }
+  if (!s.error().empty()) return refuse(s.container() + " would not move: " + s.error());
+  std::string partners;
+  for (const auto& p : s.partners()) partners += (partners.empty() ? "" : ", ") + p;
+  std::printf("%s would move from %s to %s: %u processes with RDMA, %u contexts, %u PDs, %u MRs, %u CQs, %u QPs (%u connected); partners: %s\n", s.container().c_str(), s.from().c_str(),
+              s.to().c_str(), plan.processes(), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners.c_str());
+  std::printf("memory: %.1f MB, copied %s\n", static_cast<double>(plan.memory_bytes()) / 1e6, plan.pre_copy() ? "before the stop; what changes meanwhile, during it" : "during the stop");
+  if (stop)
+    std::printf("expected stop: %.0f ms (%.0f to %.0f in %zu moves of %s)\n", stop->median_ms, stop->least_ms, stop->most_ms, stop->moves, stop->same ? "it" : "other things");
+  else
+    std::printf("expected stop: unknown, nothing was moved from this host yet\n");
+  return kDone;
+}
+
 int cmd_migrate(const Options& o) {
   if (!is_root()) return refuse(need_root("migrctl migrate"));
   if (o.container.empty() == !o.pid) return refuse("name either a container or, with --pid, a process");
@@ -208,6 +293,12 @@ int cmd_migrate(const Options& o) {
   request.set_no_pre_setup(o.no_pre_setup);
   request.set_drain_limit_ms(o.drain_limit_ms);
   const auto stub = control(o);
+  if (o.dry_run) {
+    set_deadline(ctx, 2 * kCheckMs + kProcessMs);
+    wire::PlanReply plan;
+    if (auto s = stub->Plan(&ctx, request, &plan); !s.ok()) return refuse_grpc(o, s);
+    return show_plan(o, plan);
+  }
   return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"});
 }
 
@@ -234,14 +325,9 @@ int cmd_recover(const Options& o) {
   if (!is_root()) return refuse(need_root("migrctl recover"));
   wire::RecoverRequest request;
   if (!o.migration.empty()) {
-    std::size_t used = 0;
-    unsigned long id = 0;
-    try {
-      id = std::stoul(o.migration, &used, 16);
-    } catch (const std::exception&) {
-    }
-    if (used != o.migration.size() || !id || id > UINT32_MAX) return refuse("'" + o.migration + "' is no number of a migration: eight hex digits");
-    request.set_id(static_cast<std::uint32_t>(id));
+    const auto id = migration_of(o.migration);
+    if (!id) return refuse(id.error().text);
+    request.set_id(*id);
   }
   if (o.commit || o.rollback) {
     if (!request.id()) return refuse("which one? Give the number of the migration; see: migrctl recover");
@@ -419,7 +505,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
   app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
-  app.add_option("--config", o.config, "migrd's configuration; for doctor")->capture_default_str();
+  app.add_option("--config", o.config, "migrd's configuration; for doctor, history and report")->capture_default_str();
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
@@ -439,6 +525,7 @@ int main(int argc, char** argv) {
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
+  migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");
   json(migrate);
   auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
   checkpoint->add_option("CONTAINER|PID", o.container)->required();
@@ -453,6 +540,10 @@ int main(int argc, char** argv) {
   recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
   recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
   json(recover);
+  json(add(app, "history", "what was migrated from this host", cmd_history));
+  auto* report = add(app, "report", "a page about one migration", cmd_report);
+  report->add_option("ID", o.migration, "of the migration, as history prints it")->required();
+  report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
   auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
   links->add_flag("--vqps", o.vqps, "each vQP, too; with --json");
   json(links);

@@ -16,6 +16,12 @@ Json summary_json(const wire::Summary& s) {
   for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
   Json partners = Json::array();
   for (const auto& p : s.partners()) partners.push_back(p);
+  Json timeline = Json::array();
+  for (const auto* list : {&s.phases(), &s.steps()})
+    for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
+  Json figures = Json::array();
+  for (const auto& f : s.partner_figures())
+    figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}});
   return {{"container", s.container()},
           {"from", s.from()},
           {"to", s.to()},
@@ -36,6 +42,9 @@ Json summary_json(const wire::Summary& s) {
           {"partners", partners},
           {"connections_gone", s.gone()},
           {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
+          {"begun_ms", s.begun_ms()},
+          {"timeline", timeline},
+          {"partner_figures", figures},
           {"migration", s.id()}};
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// How a migration ended: what migrctl prints of it.
+// How a migration ended: what migrctl prints of it, and what history keeps.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
