@@ -23,6 +23,7 @@
 #include "pki.h"
 #include "record_text.h"
 #include "report.h"
+#include "runtime.h"
 #include "status.h"
 #include "summary.h"
 #include "wire.grpc.pb.h"
@@ -423,7 +424,12 @@ int cmd_ps(const Options& o) {
   if (!k) return refuse(k.error().text);
   auto ctxs = k->contexts();
   if (!ctxs) return refuse(ctxs.error().text);
-  if (o.json) return print(ps_json(*ctxs));
+  if (o.json) {
+    const auto config = load_config(o.config);  // else where runc is by itself
+    const Config usual;
+    const Runtime runtime(config ? *config : usual);
+    return print(ps_json(*ctxs, [&](pid_t pid) { return runtime.container_of(pid); }));
+  }
   std::fputs(ps_text(*ctxs).c_str(), stdout);
   return kDone;
 }

@@ -93,6 +93,14 @@ pid_t Runc::init_pid(const std::string& id) const {
   return j.is_object() ? j.value("init_process_pid", 0) : 0;
 }
 
+std::vector<std::string> Runc::ids() const {
+  std::vector<std::string> out;
+  std::error_code ec;
+  for (const auto& d : std::filesystem::directory_iterator(config_.runc_root, ec))
+    if (container_id_ok(d.path().filename())) out.push_back(d.path().filename());
+  return out;
+}
+
 Status Runc::check_verbs() const {
   if (verbs_ok_) return {};
   auto help = run_command({config_.runc, "partial-restore", "--help"}, {}, kRuncMs);

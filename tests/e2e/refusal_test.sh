@@ -98,6 +98,7 @@ dry_run() {
 	[ $status = "$1" ] && jq -e "$3" "$E2E_OUT/plan.json" >/dev/null || { cat "$E2E_OUT"/plan.* >&2; fail "a dry run ended with status $status, or does not say $3"; }
 }
 only_asked() {
+	on src migrctl ps --json | jq -e 'any(.[]; .container == "c")' >/dev/null || fail "migrctl ps does not know the container" || return 1
 	dry_run 0 dst '.would_move and .resources.qp == 2 and .connections == 2 and .partners == ["peer"] and .memory_bytes > 0 and has("expected_stop_ms")' &&
 		dry_run 3 nowhere '.would_move == false and (.refused_because | test("nowhere"))' && untouched
 }
