@@ -124,9 +124,13 @@ Result<ContainerState> Bare::state(pid_t pid) const {
   return s;
 }
 
-Status Bare::check() const {
+Result<std::string> Bare::version() const {
   auto r = run_checked({config_.criu, "--version"}, {}, kRuncMs);
-  return r ? Status() : Status(Error{EBUSY, r.error().text});
+  if (!r) return Error{EBUSY, r.error().text};
+  std::istringstream words(r->out);  // "Version: 3.17.1"
+  std::string word, version;
+  words >> word >> version;
+  return version;
 }
 
 Result<std::vector<pid_t>> Bare::pids(pid_t pid) const {

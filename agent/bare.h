@@ -28,8 +28,8 @@ class Bare {
   /// ENOENT: no such process; EOPNOTSUPP: it is in a container.
   Result<ContainerState> state(pid_t pid) const;
   Result<std::vector<pid_t>> pids(pid_t pid) const;
-  /// CRIU is installed.
-  Status check() const;
+  /// CRIU's, which is installed; "3.17.1".
+  Result<std::string> version() const;
   /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
   Status connections_stay(pid_t pid) const;
   Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& work) const;

@@ -65,7 +65,7 @@ Result<Config> load_config(const std::string& path) {
       {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
       {"runc", &c.runc},           {"runc_root", &c.runc_root},
       {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook},
-      {"links_file", &c.links_file}};
+      {"libmigr", &c.libmigr},     {"links_file", &c.links_file}};
   for (const auto& [key, value] : j.items()) {
     if (auto s = strings.find(key); s != strings.end()) {
       if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};

@@ -35,6 +35,7 @@ struct Config {
   std::string criu = "criu";     // for processes without a container
   std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
   std::string net_hook;          // empty: containers keep no network of their own
+  std::string libmigr = kLibmigr;  // what programs preload; only looked at by migrctl doctor
   std::string links_file = kLinksFile;  // the host's configuration of links, for processes that cannot read it
   RedisConfig redis;
   std::string fault;             // MIGR_FAULT from the environment

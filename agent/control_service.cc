@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "control_service.h"
 
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <future>
+#include <nlohmann/json.hpp>
+
+#include "summary.h"
 
 namespace migr {
 
 grpc::Status ControlService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
-  *out = version_of(peers_.config(), sessions_);
+  *out = version_of(peers_.config(), sessions_.all().size());
   return grpc::Status::OK;
 }
 
@@ -62,24 +66,30 @@ grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRe
 namespace {
 
 template <class Request>
-grpc::Status run(const ControlService::Do<Request>& work, const Request& request, grpc::ServerWriter<wire::Progress>* writer) {
+grpc::Status run(const ControlService::Do<Request>& work, const Request& request, History& history, grpc::ServerWriter<wire::Progress>* writer) {
   // A migrctl that goes away does not stop a migration: writes just fail then.
   wire::Progress last;
   *last.mutable_summary() = work(request, [&](const wire::Progress& p) { writer->Write(p); });
+  if (last.summary().touched())
+    if (auto s = history.add(summary_json(last.summary())); !s) spdlog::error("history: {}", s.error().text);
   writer->Write(last);
   return grpc::Status::OK;
 }
 
 }  // namespace
 
+grpc::Status ControlService::Plan(grpc::ServerContext*, const wire::MigrateRequest* r, wire::PlanReply* out) {
+  *out = work_.plan(*r);
+  return grpc::Status::OK;
+}
 grpc::Status ControlService::Migrate(grpc::ServerContext*, const wire::MigrateRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
-  return run(work_.migrate, *r, writer);
+  return run(work_.migrate, *r, history_, writer);
 }
 grpc::Status ControlService::Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
-  return run(work_.checkpoint, *r, writer);
+  return run(work_.checkpoint, *r, history_, writer);
 }
 grpc::Status ControlService::Restore(grpc::ServerContext*, const wire::RestoreRequest* r, grpc::ServerWriter<wire::Progress>* writer) {
-  return run(work_.restore, *r, writer);
+  return run(work_.restore, *r, history_, writer);
 }
 
 grpc::Status ControlService::Links(grpc::ServerContext*, const wire::LinksRequest* r, wire::LinksReply* out) {

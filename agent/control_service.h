@@ -6,6 +6,7 @@
 
 #include "failover/link_directory.h"
 #include "failover/port_watch.h"
+#include "history.h"
 #include "host_service.h"
 
 namespace migr {
@@ -16,6 +17,7 @@ class ControlService final : public wire::Control::Service {
   template <class Request>
   using Do = std::function<wire::Summary(const Request&, const Say&)>;
   struct Work {
+    std::function<wire::PlanReply(const wire::MigrateRequest&)> plan;
     Do<wire::MigrateRequest> migrate;
     Do<wire::CheckpointRequest> checkpoint;
     Do<wire::RestoreRequest> restore;
@@ -28,12 +30,13 @@ class ControlService final : public wire::Control::Service {
     PortWatch& ports;
   };
 
-  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles, LinkParts links)
-      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links) {}
+  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles, LinkParts links, History& history)
+      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links), history_(history) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) override;
   grpc::Status Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) override;
   grpc::Status Recover(grpc::ServerContext*, const wire::RecoverRequest*, wire::RecoverReply*) override;
+  grpc::Status Plan(grpc::ServerContext*, const wire::MigrateRequest*, wire::PlanReply*) override;
   grpc::Status Migrate(grpc::ServerContext*, const wire::MigrateRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Restore(grpc::ServerContext*, const wire::RestoreRequest*, grpc::ServerWriter<wire::Progress>*) override;
@@ -46,6 +49,7 @@ class ControlService final : public wire::Control::Service {
   const Work work_;
   const std::vector<Role*> roles_;
   const LinkParts links_;
+  History& history_;
 };
 
 }  // namespace migr

@@ -70,16 +70,18 @@ Status Coordinator::timed(const std::string& name, const std::function<Status()>
   auto* end = p.mutable_end();
   end->set_phase(name);
   end->set_ms(ms);
+  end->set_start_ms(start - began_at_);
   say_(p);
   *summary_.add_phases() = *end;
   return s;
 }
 
-void Coordinator::note_step(const std::string& name, double ms) {
+void Coordinator::note_step(const std::string& name, double ms, double ago_ms) {
   std::lock_guard lock(steps_);
   auto* s = summary_.add_steps();
   s->set_phase(name);
   s->set_ms(ms);
+  s->set_start_ms(now_ms() - ago_ms - ms - began_at_);
 }
 
 Status Coordinator::step(const std::string& name, const std::function<Status()>& f) {
@@ -192,6 +194,12 @@ Status Coordinator::find_partners() {
 }
 
 Status Coordinator::check(const std::string& container, const std::string& to) {
+  if (auto s = inspect(container); !s) return s;
+  if (auto s = check_destination(to); !s) return s;
+  return find_partners();
+}
+
+Status Coordinator::inspect(const std::string& container) {
   auto info = source_.inspect(container);
   if (!info) return info.error();
   info_ = *info;
@@ -199,6 +207,10 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
     return Error{EOPNOTSUPP, "'" + info_.id + "' has QPs of type UD: whoever sends to them could not be told where they are when it is restored; it can be migrated, not stored"};
   summary_.set_container(info_.id);
   *summary_.mutable_resources() = info_.resources;
+  return {};
+}
+
+Status Coordinator::check_destination(const std::string& to) {
   wire::CheckRequest r;
   r.set_wire(kWireVersion);
   r.set_abi(set_.abi);
@@ -219,12 +231,30 @@ Status Coordinator::check(const std::string& container, const std::string& to) {
     r.set_image_bytes(info_.filled_bytes);
     s = dest_.check(r);
   }
-  if (!s) {
-    if (unreachable(s.error()))
-      return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
-    return s;
+  if (!s && unreachable(s.error()))
+    return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
+  return s;
+}
+
+wire::PlanReply Coordinator::plan(const std::string& container, const std::string& to, std::uint32_t id) {
+  begin(container, to, id);
+  std::string why;
+  auto ask = [&](const Status& s) {
+    if (!s) why += (why.empty() ? "" : "; ") + s.error().text;
+    return bool(s);
+  };
+  if (ask(inspect(container))) {
+    ask(check_destination(to));
+    ask(find_partners());
   }
-  return find_partners();
+  summary_.set_error(why);
+  wire::PlanReply out;
+  out.set_processes(static_cast<std::uint32_t>(info_.instances.size()));
+  out.set_connections(static_cast<std::uint32_t>(info_.connected.size()));
+  out.set_memory_bytes(info_.filled_bytes);
+  out.set_pre_copy(copy_ahead_);
+  *out.mutable_summary() = summary_;
+  return out;
 }
 
 Status Coordinator::prepare() {
@@ -248,7 +278,7 @@ Status Coordinator::prepare() {
   auto here = [&]() -> Status {
     auto r = dest_.prepare(h, early_, bytes_);
     if (r) prepared_ = *r;
-    if (r && set_.pre_setup) note_step("prepare.start", r->start_ms()), note_step("prepare.build", r->build_ms());
+    if (r && set_.pre_setup) note_step("prepare.start", r->start_ms(), r->build_ms()), note_step("prepare.build", r->build_ms());
     return r;
   };
   auto there = [&](Affected& a) -> Status {
@@ -274,7 +304,7 @@ Status Coordinator::create() {
     auto r = dest_.create(id_);
     if (!r) return r.error();
     prepared_ = *r;
-    note_step("create.start", r->start_ms());
+    note_step("create.start", r->start_ms(), r->build_ms());
     note_step("create.build", r->build_ms());
     return {};
   };
@@ -551,7 +581,13 @@ Status Coordinator::resume() {
       auto reply = a.link->resume(id_);
       if (!reply) return reply.error();
       std::lock_guard lock(m);
-      partner_ms = std::max(partner_ms, static_cast<double>(reply->blackout_ns()) / 1e6);
+      auto* f = summary_.add_partner_figures();
+      f->set_host(a.link->name());
+      f->set_blackout_ms(static_cast<double>(reply->blackout_ns()) / 1e6);
+      f->set_suspended_ms(static_cast<double>(reply->suspended_ns()) / 1e6);
+      f->set_replayed_sends(reply->replayed_sends());
+      f->set_replayed_recvs(reply->replayed_recvs());
+      partner_ms = std::max(partner_ms, f->blackout_ms());
       return {};
     });
   };
@@ -586,14 +622,19 @@ void Coordinator::lease(std::atomic<bool>& stop) {
   }
 }
 
-wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {
+void Coordinator::begin(const std::string& container, const std::string& to, std::uint32_t id) {
   id_ = id;
   to_ = to;
+  began_at_ = now_ms();
   summary_.set_id(id);
   summary_.set_container(container);
   summary_.set_from(set_.self);
   summary_.set_to(to);
+  summary_.set_begun_ms(std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count());
+}
 
+wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {
+  begin(container, to, id);
   Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
   std::atomic<bool> stop = false;
   std::thread leases;
@@ -648,6 +689,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
       auto* p = summary_.add_phases();
       p->set_phase("rollback");
       p->set_ms(now_ms() - start);
+      p->set_start_ms(start - began_at_);
       if (frozen_at_ > 0) summary_.set_service_blackout_ms(now_ms() - frozen_at_);
     }
   } else if (undecided_) {

@@ -154,6 +154,8 @@ class Coordinator {
       : set_(std::move(settings)), source_(source), dest_(destination), hosts_(std::move(partners)), say_(std::move(say)) {}
 
   wire::Summary migrate(const std::string& container, const std::string& to, std::uint32_t id);
+  /// What migrate() asks before it begins; touches nothing. Instead of migrate().
+  wire::PlanReply plan(const std::string& container, const std::string& to, std::uint32_t id);
   /// It went back because what the record says has changed meanwhile: another try may do.
   bool try_again() const { return failed_with_ == EAGAIN; }
   /// It went back because another migration holds a process of this one: when that is over, another try may do.
@@ -164,7 +166,10 @@ class Coordinator {
     PartnerLink* link;
     std::vector<wire::PartnerQp> qps;  // index: into info_.connected
   };
+  void begin(const std::string& container, const std::string& to, std::uint32_t id);
   Status check(const std::string& container, const std::string& to);
+  Status inspect(const std::string& container);
+  Status check_destination(const std::string& to);
   void find_twins();
   Status find_partners();
   Result<std::vector<Result<wire::FindReply>>> ask_hosts();
@@ -186,7 +191,8 @@ class Coordinator {
   Status timed(const std::string& name, const std::function<Status()>& f);
   /// A part of a phase; may run beside others.
   Status step(const std::string& name, const std::function<Status()>& f);
-  void note_step(const std::string& name, double ms);
+  /// @param ago_ms  when it ended
+  void note_step(const std::string& name, double ms, double ago_ms = 0);
   double rdma_ms() const;
   void watch(const std::string& phase);
   void note(const std::string& text);
@@ -218,6 +224,7 @@ class Coordinator {
   std::mutex phase_mutex_;
   std::string phase_;                    // empty: none
   double phase_until_ = 0;
+  double began_at_ = 0;                  // ms, monotonic
   double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
   bool touched_ = false, committed_ = false, undecided_ = false;
   int failed_with_ = 0;

@@ -196,15 +196,11 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
 
 grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) {
   auto check = [&]() -> Status {
-    auto differs = [&](const char* what, std::uint32_t theirs, std::uint32_t ours) {
-      return Error{EBUSY, std::string(what) + " version " + std::to_string(ours) + " here, " + std::to_string(theirs) +
-                              " there; install the same release on both hosts"};
-    };
-    if (r->wire() != kWireVersion) return differs("migrd", r->wire(), kWireVersion);
-    if (r->proc() != MIGR_PROC_VERSION) return differs("libmigr", r->proc(), MIGR_PROC_VERSION);
+    if (auto s = same_version("migrd", r->wire(), kWireVersion); !s) return s;
+    if (auto s = same_version("libmigr", r->proc(), MIGR_PROC_VERSION); !s) return s;
     auto k = KernelRecord::open();
     if (!k) return Error{EBUSY, k.error().text};
-    if (r->abi() != MIGR_ABI_VERSION) return differs("migr.ko", r->abi(), MIGR_ABI_VERSION);
+    if (auto s = same_version("migr.ko", r->abi(), MIGR_ABI_VERSION); !s) return s;
     if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, "no RDMA device"};
     std::error_code ec;
     if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, "no RDMA device"};
@@ -216,8 +212,8 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
     }
     if (auto s = memory_fits(r->memory_bytes()); !s) return s;
     if (auto s = disk_fits(r->image_bytes(), config_.state_dir + "/dest", r->memory_bytes()); !s) return s;
-    if (!config_.criu_libs.empty() && access((config_.criu_libs + "/migr_plugin.so").c_str(), R_OK))
-      return Error{EBUSY, "no migr_plugin.so in " + config_.criu_libs};
+    if (!config_.criu_libs.empty())
+      if (auto s = check_plugin(config_); !s) return s;
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};
     if (auto s = runc_.name_is_free(r->container()); !s) return s;
     for (const auto pid : r->pids())

@@ -3,24 +3,35 @@
 
 #include <algorithm>
 
+#include "facts.h"
 #include "kernel_record.h"
 
 namespace migr {
 
-wire::VersionReply version_of(const Config& config, const SessionTable& sessions) {
+wire::VersionReply version_of(const Config& config, std::size_t sessions) {
   wire::VersionReply v;
   v.set_wire(kWireVersion);
   v.set_proc(MIGR_PROC_VERSION);
   v.set_release(kRelease);
   v.set_name(config.name);
-  v.set_sessions(static_cast<std::uint32_t>(sessions.all().size()));
+  v.set_sessions(static_cast<std::uint32_t>(sessions));
   if (auto k = KernelRecord::open())
     if (auto i = k->info()) v.set_abi(i->abi);
   return v;
 }
 
+Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours) {
+  if (theirs == ours) return {};
+  return Error{EBUSY, std::string(what) + " version " + std::to_string(ours) + " here, " + std::to_string(theirs) + " there; install the same release on both hosts"};
+}
+
 grpc::Status HostService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
-  *out = version_of(config_, sessions_);
+  *out = version_of(config_, sessions_.all().size());
+  return grpc::Status::OK;
+}
+
+grpc::Status HostService::Facts(grpc::ServerContext*, const wire::FactsRequest* r, wire::HostFacts* out) {
+  *out = facts_of(config_, version_of(config_, sessions_.all().size()), r->image_bytes());
   return grpc::Status::OK;
 }
 

@@ -35,6 +35,7 @@ class HostService final : public wire::Host::Service {
   HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles)
       : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
+  grpc::Status Facts(grpc::ServerContext*, const wire::FactsRequest*, wire::HostFacts* out) override;
   grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
   grpc::Status Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) override;
   grpc::Status Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) override;
@@ -46,6 +47,8 @@ class HostService final : public wire::Host::Service {
   const std::vector<Role*> roles_;
 };
 
-wire::VersionReply version_of(const Config& config, const SessionTable& sessions);
+wire::VersionReply version_of(const Config& config, std::size_t sessions);
+/// EBUSY: two hosts have different ones of the same part.
+Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours);
 
 }  // namespace migr

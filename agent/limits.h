@@ -16,6 +16,7 @@ inline constexpr char kPkiDir[] = "/etc/migr/pki";
 inline constexpr char kStateDir[] = "/var/lib/migr";
 inline constexpr char kRunDir[] = "/run/migr";  // containers see it: proc.sock and gates only
 inline constexpr char kControlSocket[] = "/run/migrd/ctl.sock";
+inline constexpr char kLibmigr[] = "/usr/lib/migr/libmigr.so";
 inline constexpr char kListen[] = "0.0.0.0:7471";
 
 // Limits that the configuration may change ("limits": {"lease_ms": 20000, ..}), once, at the start.

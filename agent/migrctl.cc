@@ -7,16 +7,25 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <ctime>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
+#include "doctor.h"
+#include "facts.h"
 #include "failover/links_text.h"
+#include "history.h"
+#include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "pki.h"
 #include "record_text.h"
+#include "report.h"
+#include "runtime.h"
 #include "status.h"
+#include "summary.h"
 #include "wire.grpc.pb.h"
 
 namespace {
@@ -40,10 +49,10 @@ int print(const Json& j) {
 
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
-  bool commit = false, rollback = false, force = false, vqps = false, none = false;
-  std::string socket = kControlSocket;
-  std::string container, to, dir, name, migration;
-  std::vector<std::string> ips;
+  bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false;
+  std::string socket = kControlSocket, config = kConfigPath;
+  std::string container, to, dir, name, migration, output;
+  std::vector<std::string> ips, peers;
   int pid = 0;
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
@@ -121,37 +130,6 @@ int cmd_version(const Options& o) {
   return kDone;
 }
 
-Json summary_json(const wire::Summary& s) {
-  Json phases = Json::object();
-  for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
-  Json steps = Json::object();  // of equal ones, on several hosts, the longest
-  for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
-  const auto& r = s.resources();
-  Json partners = Json::array();
-  for (const auto& p : s.partners()) partners.push_back(p);
-  return {{"container", s.container()},
-          {"from", s.from()},
-          {"to", s.to()},
-          {"migrated", s.migrated()},
-          {"undecided", s.undecided()},
-          {"tries", s.tries()},
-          {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
-          {"service_blackout_ms", s.service_blackout_ms()},
-          {"communication_blackout_ms", s.communication_blackout_ms()},
-          {"rdma_ms", s.rdma_ms()},
-          {"phases_ms", phases},
-          {"steps_ms", steps},
-          {"bytes_copied", s.bytes_copied()},
-          {"bytes_pre_copied", s.bytes_pre_copied()},
-          {"bytes_unchanged", s.bytes_unchanged()},
-          {"resources", {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}},
-          {"partner", partners.empty() ? Json(nullptr) : partners[0]},
-          {"partners", partners},
-          {"connections_gone", s.gone()},
-          {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
-          {"migration", s.id()}};
-}
-
 struct Words {
   const char* done;       // "NAME runs on HOST"
   const char* undone;     // what is when it failed: "NAME goes on running on HOST"; null: nothing to say
@@ -222,6 +200,88 @@ std::string absolute_dir(const Options& o) {
   return dir;
 }
 
+// The numbers that logs and migrctl print.
+Result<std::uint32_t> migration_of(const std::string& text) {
+  std::size_t used = 0;
+  unsigned long id = 0;
+  try {
+    id = std::stoul(text, &used, 16);
+  } catch (const std::exception&) {
+  }
+  if (used != text.size() || !id || id > UINT32_MAX) return Error{EINVAL, "'" + text + "' is no number of a migration: eight hex digits"};
+  return static_cast<std::uint32_t>(id);
+}
+
+// ---- what was migrated before
+
+Result<std::vector<Json>> past_migrations(const Options& o) {
+  const auto config = load_config(o.config);
+  if (!config) return config.error();
+  auto past = History(config->state_dir).read();
+  if (!past) return past.error();
+  for (const auto& w : past->warnings) std::fprintf(stderr, "migrctl: %s\n", w.c_str());
+  return std::move(past->entries);
+}
+
+int cmd_history(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl history"));
+  const auto entries = past_migrations(o);
+  if (!entries) return refuse(entries.error().text);
+  if (o.json) return print(*entries);
+  std::fputs(history_text(*entries).c_str(), stdout);
+  return kDone;
+}
+
+int cmd_report(const Options& o) {
+  if (!is_root()) return refuse(need_root("migrctl report"));
+  const auto id = migration_of(o.migration);
+  if (!id) return refuse(id.error().text);
+  const auto entries = past_migrations(o);
+  if (!entries) return refuse(entries.error().text);
+  const auto summary = find_migration(*entries, *id);
+  if (!summary) return refuse("no migration '" + o.migration + "' was begun on this host, or it is long ago; see: migrctl history");
+  const std::string html = report_html(*summary);
+  if (o.output == "-") return std::fputs(html.c_str(), stdout) < 0 ? kFailed : kDone;
+  const std::string file = o.output.empty() ? "migration-" + migration_name(*summary) + ".html" : o.output;
+  std::ofstream out(file);
+  if (!(out << html << std::flush)) {
+    std::fprintf(stderr, "migrctl: %s\n", sys_error("cannot write " + file).text.c_str());
+    return kFailed;
+  }
+  std::printf("%s\n", file.c_str());
+  return kDone;
+}
+
+// Exit status 0: it would move.
+int show_plan(const Options& o, const wire::PlanReply& plan) {
+  const auto& s = plan.summary();
+  const auto entries = past_migrations(o);
+  if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
+  const auto stop = entries ? expected_stop(*entries, s.container()) : std::nullopt;
+  const auto& r = s.resources();
+  if (o.json) {
+    Json partners = Json::array();
+    for (const auto& p : s.partners()) partners.push_back(p);
+    print({{"container", s.container()}, {"from", s.from()}, {"to", s.to()}, {"would_move", s.error().empty()}, {"refused_because", s.error().empty() ? Json(nullptr) : Json(s.error())},
+           {"processes", plan.processes()}, {"connections", plan.connections()}, {"partners", partners}, {"memory_bytes", plan.memory_bytes()}, {"pre_copy", plan.pre_copy()},
+           {"resources", resources_json(r)},
+           {"expected_stop_ms", stop ? Json{{"median", stop->median_ms}, {"least", stop->least_ms}, {"most", stop->most_ms}, {"moves", stop->moves}, {"same_container", stop->same}} : Json(nullptr)}});
+    if (!s.error().empty()) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
+    return s.error().empty() ? kDone : kRefused;
+  }
+  if (!s.error().empty()) return refuse(s.container() + " would not move: " + s.error());
+  std::string partners;
+  for (const auto& p : s.partners()) partners += (partners.empty() ? "" : ", ") + p;
+  std::printf("%s would move from %s to %s: %u processes with RDMA, %u contexts, %u PDs, %u MRs, %u CQs, %u QPs (%u connected); partners: %s\n", s.container().c_str(), s.from().c_str(),
+              s.to().c_str(), plan.processes(), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners.c_str());
+  std::printf("memory: %.1f MB, copied %s\n", static_cast<double>(plan.memory_bytes()) / 1e6, plan.pre_copy() ? "before the stop; what changes meanwhile, during it" : "during the stop");
+  if (stop)
+    std::printf("expected stop: %.0f ms (%.0f to %.0f in %zu moves of %s)\n", stop->median_ms, stop->least_ms, stop->most_ms, stop->moves, stop->same ? "it" : "other things");
+  else
+    std::printf("expected stop: unknown, nothing was moved from this host yet\n");
+  return kDone;
+}
+
 int cmd_migrate(const Options& o) {
   if (!is_root()) return refuse(need_root("migrctl migrate"));
   if (o.container.empty() == !o.pid) return refuse("name either a container or, with --pid, a process");
@@ -234,6 +294,12 @@ int cmd_migrate(const Options& o) {
   request.set_no_pre_setup(o.no_pre_setup);
   request.set_drain_limit_ms(o.drain_limit_ms);
   const auto stub = control(o);
+  if (o.dry_run) {
+    set_deadline(ctx, 2 * kCheckMs + kProcessMs);
+    wire::PlanReply plan;
+    if (auto s = stub->Plan(&ctx, request, &plan); !s.ok()) return refuse_grpc(o, s);
+    return show_plan(o, plan);
+  }
   return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"});
 }
 
@@ -260,14 +326,9 @@ int cmd_recover(const Options& o) {
   if (!is_root()) return refuse(need_root("migrctl recover"));
   wire::RecoverRequest request;
   if (!o.migration.empty()) {
-    std::size_t used = 0;
-    unsigned long id = 0;
-    try {
-      id = std::stoul(o.migration, &used, 16);
-    } catch (const std::exception&) {
-    }
-    if (used != o.migration.size() || !id || id > UINT32_MAX) return refuse("'" + o.migration + "' is no number of a migration: eight hex digits");
-    request.set_id(static_cast<std::uint32_t>(id));
+    const auto id = migration_of(o.migration);
+    if (!id) return refuse(id.error().text);
+    request.set_id(*id);
   }
   if (o.commit || o.rollback) {
     if (!request.id()) return refuse("which one? Give the number of the migration; see: migrctl recover");
@@ -363,7 +424,12 @@ int cmd_ps(const Options& o) {
   if (!k) return refuse(k.error().text);
   auto ctxs = k->contexts();
   if (!ctxs) return refuse(ctxs.error().text);
-  if (o.json) return print(ps_json(*ctxs));
+  if (o.json) {
+    const auto config = load_config(o.config);  // else where runc is by itself
+    const Config usual;
+    const Runtime runtime(config ? *config : usual);
+    return print(ps_json(*ctxs, [&](pid_t pid) { return runtime.container_of(pid); }));
+  }
   std::fputs(ps_text(*ctxs).c_str(), stdout);
   return kDone;
 }
@@ -380,6 +446,47 @@ int cmd_show(const Options& o) {
   if (o.json) return print(show_json(*ctxs));
   std::fputs(show_text(*ctxs).c_str(), stdout);
   return kDone;
+}
+
+// ---- is all as it has to be
+
+Result<wire::VersionReply> ask_daemon(const Options& o) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kCheckMs);
+  wire::VersionReply v;
+  if (const auto s = control(o)->Version(&ctx, {}, &v); !s.ok()) return Error{EHOSTUNREACH, "no answer on " + o.socket};
+  return v;
+}
+
+std::vector<Finding> examine(const Options& o) {
+  constexpr char kHere[] = "this host";
+  if (!is_root()) return {{kHere, "root", Health::kFailed, "not root", need_root("migrctl doctor")}};
+  const auto config = load_config(o.config);
+  if (!config) return {{kHere, "config", Health::kFailed, config.error().text, "migrd(8) says what belongs there; another file: migrctl --config FILE"}};
+  const std::int64_t now_s = std::time(nullptr);
+  const auto version = version_of(*config, 0);
+  const std::uint64_t filled = rdma_filled_bytes();
+  const auto here = facts_of(*config, version, filled);
+  auto all = judge_host(here, now_s);
+  all.push_back(judge_daemon(version, ask_daemon(o)));
+  const auto files = pki::load(config->pki);
+  if (!files) return all;  // that is among what was found
+  Peers peers(*config, *files);
+  auto names = o.peers;
+  for (const auto& p : config->peers)
+    if (o.peers.empty() && p.name != config->name) names.push_back(p.name);
+  if (names.empty()) all.push_back({config->name, "peers", Health::kWarning, "none in " + o.config, "add the hosts that containers are to go to, or have partners on"});
+  for (const auto& answer : ask_peers(peers, names, filled))
+    for (auto& f : judge_peer(here, answer, now_s)) all.push_back(std::move(f));
+  return all;
+}
+
+int cmd_doctor(const Options& o) {
+  const auto all = examine(o);
+  const char* no_color = std::getenv("NO_COLOR");
+  if (o.json) print(doctor_json(all));
+  else std::fputs(doctor_text(all, isatty(STDOUT_FILENO) && !(no_color && *no_color)).c_str(), stdout);
+  return health_of(all) == Health::kFailed ? kFailed : kDone;
 }
 
 // ---- certificates
@@ -404,6 +511,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
   app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
+  app.add_option("--config", o.config, "migrd's configuration; for doctor, history and report")->capture_default_str();
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
@@ -423,6 +531,7 @@ int main(int argc, char** argv) {
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
+  migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");
   json(migrate);
   auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
   checkpoint->add_option("CONTAINER|PID", o.container)->required();
@@ -437,6 +546,10 @@ int main(int argc, char** argv) {
   recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
   recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
   json(recover);
+  json(add(app, "history", "what was migrated from this host", cmd_history));
+  auto* report = add(app, "report", "a page about one migration", cmd_report);
+  report->add_option("ID", o.migration, "of the migration, as history prints it")->required();
+  report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
   auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
   links->add_flag("--vqps", o.vqps, "each vQP, too; with --json");
   json(links);
@@ -462,6 +575,9 @@ int main(int argc, char** argv) {
   show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);
   json(show);
   json(add(app, "peers", "the other hosts, and whether they answer", cmd_peers));
+  auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);
+  doctor->add_option("--peer", o.peers, "only this one, may be repeated; else all that are configured");
+  json(doctor);
   json(add(app, "version", "versions of all parts on this host", cmd_version));
   auto* pki = app.add_subcommand("pki", "certificates of the hosts");
   pki->require_subcommand(1);

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include "claims.h"
 #include "config.h"
@@ -25,6 +26,7 @@
 #include "failover/port_watch.h"
 #include "failover/redis_directory.h"
 #include "fault.h"
+#include "history.h"
 #include "host_service.h"
 #include "kernel_record.h"
 #include "links.h"
@@ -35,6 +37,7 @@
 #include "process_session.h"
 #include "source_host.h"
 #include "stored.h"
+#include "summary.h"
 
 namespace {
 
@@ -71,40 +74,58 @@ wire::Summary refused(const std::string& what, const std::string& why) {
   return s;
 }
 
-/// @param self  to our own services
-wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
-  const Config& config = peers.config();
-  auto refuse = [&](const std::string& why) {
-    wire::Summary s;
-    s.set_container(r.container());
-    s.set_from(config.name);
-    s.set_to(r.to());
-    s.set_error(why);
-    return s;
-  };
-  if (r.to() == config.name) return refuse("'" + r.to() + "' is this host");
-  auto channel = peers.channel(r.to());
-  if (!channel) return refuse(channel.error().text);
-  std::uint32_t abi = 0;
-  if (auto k = KernelRecord::open(); !k) return refuse(k.error().text);
-  else if (auto i = k->info()) abi = i->abi;
-  // Partners may be anywhere, also on the destination and on this host.
+// What a migration from here needs of others.
+struct Move {
+  Coordinator::Settings settings;
+  std::unique_ptr<RpcDestination> destination;
   std::vector<std::unique_ptr<RpcPartner>> partners;
-  std::vector<PartnerLink*> links;
-  for (const Peer& p : config.peers) {
-    auto c = peers.channel(p.name);
-    if (!c) continue;
-    partners.push_back(std::make_unique<RpcPartner>(*c, p.name));
-    links.push_back(partners.back().get());
+  std::vector<PartnerLink*> links;  // the same
+};
+
+/// @param self  to our own services
+Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r) {
+  const Config& config = peers.config();
+  if (r.to() == config.name) return Error{EINVAL, "'" + r.to() + "' is this host"};
+  auto channel = peers.channel(r.to());
+  if (!channel) return channel.error();
+  std::uint32_t abi = 0;
+  if (auto k = KernelRecord::open(); !k) return k.error();
+  else if (auto i = k->info()) abi = i->abi;
+  Move m{{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs, r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()},
+         std::make_unique<RpcDestination>(*channel, r.to()), {}, {}};
+  if (r.drain_limit_ms()) m.settings.drain_ms = static_cast<int>(std::min(r.drain_limit_ms(), kDrainMaxMs));
+  // Partners may be anywhere, also on the destination and on this host.
+  for (const Peer& p : config.peers)
+    if (auto c = peers.channel(p.name)) m.partners.push_back(std::make_unique<RpcPartner>(*c, p.name));
+  if (!config.peer(config.name)) m.partners.push_back(std::make_unique<RpcPartner>(self, config.name));
+  for (const auto& p : m.partners) m.links.push_back(p.get());
+  return m;
+}
+
+wire::Summary refused(const Config& config, const wire::MigrateRequest& r, const std::string& why) {
+  wire::Summary s = refused(r.container(), why);
+  s.set_from(config.name);
+  s.set_to(r.to());
+  return s;
+}
+
+wire::PlanReply plan(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r) {
+  auto move = move_for(peers, std::move(self), r);
+  const auto id = random_number();
+  if (!move || !id) {
+    wire::PlanReply out;
+    *out.mutable_summary() = refused(peers.config(), r, move ? id.error().text : move.error().text);
+    return out;
   }
-  if (!config.peer(config.name)) {
-    partners.push_back(std::make_unique<RpcPartner>(self, config.name));
-    links.push_back(partners.back().get());
-  }
-  RpcDestination destination(*channel, r.to());
-  Coordinator::Settings settings{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs,
-                                 r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()};
-  if (r.drain_limit_ms()) settings.drain_ms = static_cast<int>(std::min(r.drain_limit_ms(), kDrainMaxMs));
+  move->settings.busy_wait_ms = 0;
+  SourceRun source(host, *id, SourceRun::Describe::kLook);
+  return Coordinator(move->settings, source, *move->destination, move->links, [](const wire::Progress&) {}).plan(r.container(), r.to(), *id);
+}
+
+wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
+  auto refuse = [&](const std::string& why) { return refused(peers.config(), r, why); };
+  auto move = move_for(peers, std::move(self), r);
+  if (!move) return refuse(move.error().text);
   auto note = [&](const std::string& text) {
     wire::Progress p;
     p.set_note(text);
@@ -118,8 +139,8 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
     bool changed = false, busy = false;
     {
       // An application that changes its resources all the time has to wait with that in the end.
-      SourceRun source(host, *id, tries == kMigrateTries);
-      Coordinator coordinator(settings, source, destination, links, say);
+      SourceRun source(host, *id, tries == kMigrateTries ? SourceRun::Describe::kHold : SourceRun::Describe::kMove);
+      Coordinator coordinator(move->settings, source, *move->destination, move->links, say);
       summary = coordinator.migrate(r.container(), r.to(), *id);
       host.settle_later(*id);
       changed = coordinator.try_again() && tries < kMigrateTries;
@@ -139,7 +160,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
 wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
   const auto id = random_number();
   if (!id) return refused(r.container(), id.error().text);
-  SourceRun source(host, *id, true);
+  SourceRun source(host, *id, SourceRun::Describe::kHold);
   KeepingDestination destination(r.dir(), source.info());
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
@@ -244,7 +265,11 @@ int run(const Config& config) {
   Numbers numbers(config);
   if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
   Directory directory(config);
+  History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
+  source.set_settled([&history](const wire::Summary& s) {
+    if (auto h = history.settle(summary_json(s)); !h) spdlog::error("history: {}", h.error().text);
+  });
   DestinationHost destination(config, sessions, peers, numbers);
   PartnerHost partner(config, sessions, peers, claims, directory);
   const std::vector<Role*> roles = {&destination, &partner, &source};
@@ -254,10 +279,11 @@ int run(const Config& config) {
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
-                         {[&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
+                         {[&](const wire::MigrateRequest& r) { return plan(peers, source, self, r); },
+                          [&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
                           [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }},
-                         roles, {links.table, *links.directory, links.ports});
+                         roles, {links.table, *links.directory, links.ports}, history);
 
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
     let_go_if_lost(roles, s);

@@ -26,6 +26,8 @@ struct Free {
   void operator()(EVP_PKEY* p) const { EVP_PKEY_free(p); }
   void operator()(X509* p) const { X509_free(p); }
   void operator()(BIO* p) const { BIO_free(p); }
+  void operator()(X509_STORE* p) const { X509_STORE_free(p); }
+  void operator()(X509_STORE_CTX* p) const { X509_STORE_CTX_free(p); }
   void operator()(X509_EXTENSION* p) const { X509_EXTENSION_free(p); }
 };
 template <class T>
@@ -177,6 +179,57 @@ Result<Files> load(const std::string& dir) {
   for (const auto* r : {&ca, &cert, &key})
     if (!*r) return r->error();
   return Files{*ca, *cert, *key};
+}
+
+namespace {
+
+// Of a file of one or more: a CA may be one of a chain.
+std::vector<Own<X509>> certificates_in(const std::string& pem) {
+  std::vector<Own<X509>> out;
+  Own<BIO> bio(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
+  while (bio) {
+    Own<X509> c(PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr));
+    if (!c) break;
+    out.push_back(std::move(c));
+  }
+  ERR_clear_error();  // that of the end
+  return out;
+}
+
+std::int64_t unix_time(const ASN1_TIME* t) {
+  tm at{};
+  return ASN1_TIME_to_tm(t, &at) == 1 ? timegm(&at) : 0;
+}
+
+}  // namespace
+
+Result<Certificate> read(const Files& files, const std::string& name) {
+  const auto cas = certificates_in(files.ca), chain = certificates_in(files.cert);
+  Own<BIO> bio(BIO_new_mem_buf(files.key.data(), static_cast<int>(files.key.size())));
+  const Own<EVP_PKEY> key(PEM_read_bio_PrivateKey(bio.get(), nullptr, nullptr, nullptr));
+  ERR_clear_error();
+  if (cas.empty() || chain.empty() || !key) return Error{EINVAL, std::string(cas.empty() ? "ca.pem" : chain.empty() ? "host.pem" : "host.key") + " is not in PEM"};
+  X509* const cert = chain[0].get();
+  Own<X509_STORE> trusted(X509_STORE_new());
+  Own<X509_STORE_CTX> ctx(X509_STORE_CTX_new());
+  std::unique_ptr<STACK_OF(X509), void (*)(STACK_OF(X509)*)> others(sk_X509_new_null(), [](STACK_OF(X509)* s) { sk_X509_free(s); });
+  if (!trusted || !ctx || !others) return openssl_error("reading a certificate");
+  for (const auto& c : cas) X509_STORE_add_cert(trusted.get(), c.get());
+  for (const auto& c : chain) sk_X509_push(others.get(), c.get());
+  X509_STORE_set_flags(trusted.get(), X509_V_FLAG_NO_CHECK_TIME);
+  if (!X509_STORE_CTX_init(ctx.get(), trusted.get(), cert, others.get())) return openssl_error("reading a certificate");
+  Certificate c;
+  char subject[256] = "";
+  X509_NAME_get_text_by_NID(X509_get_subject_name(cert), NID_commonName, subject, sizeof subject);
+  c.subject = subject;
+  c.begins_s = unix_time(X509_get0_notBefore(cert));
+  c.ends_s = unix_time(X509_get0_notAfter(cert));
+  c.ca_ends_s = unix_time(X509_get0_notAfter(cas[0].get()));
+  c.of_ca = X509_verify_cert(ctx.get()) == 1;
+  c.of_key = X509_check_private_key(cert, key.get()) == 1;
+  c.of_host = X509_check_host(cert, name.c_str(), name.size(), 0, nullptr) == 1;
+  ERR_clear_error();
+  return c;
 }
 
 }  // namespace migr::pki

@@ -3,6 +3,7 @@
 // with an own CA uses that one: migrd only reads ca.pem, host.pem and host.key.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -23,5 +24,16 @@ struct Files {
 
 /// Reads what migrd needs. EPERM: the key is readable for others.
 Result<Files> load(const std::string& dir);
+
+/// What a host shows to others.
+struct Certificate {
+  std::string subject;
+  std::int64_t begins_s = 0, ends_s = 0, ca_ends_s = 0;  // since 1970
+  bool of_ca = false;    // signed by the CA, whatever the date is
+  bool of_key = false;
+  bool of_host = false;  // peers that know the host by `name` trust it
+};
+/// EINVAL: one of the files holds no PEM.
+Result<Certificate> read(const Files& files, const std::string& name);
 
 }  // namespace migr::pki

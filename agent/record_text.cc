@@ -52,9 +52,13 @@ std::string ps_text(const std::vector<ContextRecord>& ctxs) {
   return s;
 }
 
-Json ps_json(const std::vector<ContextRecord>& ctxs) {
+Json ps_json(const std::vector<ContextRecord>& ctxs, const std::function<std::string(pid_t)>& container_of) {
   Json j = Json::array();
-  for (const auto& c : ctxs) j.push_back(context_json(c.rec));
+  for (const auto& c : ctxs) {
+    j.push_back(context_json(c.rec));
+    const std::string container = container_of(static_cast<pid_t>(c.rec.pid));
+    j.back()["container"] = container.empty() ? Json(nullptr) : Json(container);
+  }
   return j;
 }
 

@@ -2,6 +2,7 @@
 // The kernel's record for people and for programs.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -11,7 +12,8 @@
 namespace migr {
 
 std::string ps_text(const std::vector<ContextRecord>& ctxs);
-nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs);
+/// @param container_of  the container that a process is in; "": none
+nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs, const std::function<std::string(pid_t)>& container_of);
 std::string show_text(const std::vector<ContextRecord>& ctxs);
 nlohmann::ordered_json show_json(const std::vector<ContextRecord>& ctxs);
 

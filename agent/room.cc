@@ -21,8 +21,6 @@ namespace {
 constexpr std::uint32_t kUd = 4, kRtr = 2, kRts = 3;  // enum ib_qp_type, enum ib_qp_state
 constexpr std::uint32_t kActive = 4;                  // enum ib_port_state
 
-std::uint32_t mtu_bytes(std::uint32_t mtu) { return mtu >= 1 && mtu <= 5 ? 128u << mtu : 0; }
-
 std::string driver_name(std::uint32_t id) {
   switch (id) {
     case RDMA_DRIVER_MLX5: return "mlx5";
@@ -38,6 +36,10 @@ std::string driver_name(std::uint32_t id) {
 std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
 
 }  // namespace
+
+std::uint32_t mtu_bytes(std::uint32_t ib_mtu) { return ib_mtu >= 1 && ib_mtu <= 5 ? 128u << ib_mtu : 0; }
+
+bool port_active(std::uint32_t state) { return state == kActive; }
 
 int gid_family(const std::string& gid) {
   return gid.size() == sizeof(migr_ah_attr::sgid) ? migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())) : -1;
@@ -141,7 +143,7 @@ Status fits(const wire::Needs& n, const Room& room) {
       continue;
     }
     const migr_rst_port& port = d.ports[p.port() - 1];
-    if (p.connected() && port.state != kActive) lacks(fmt::format("an active port {} ({}): it is down, bring its link up", p.port(), qp));
+    if (p.connected() && !port_active(port.state)) lacks(fmt::format("an active port {} ({}): it is down, bring its link up", p.port(), qp));
     if (p.mtu() > port.active_mtu)
       lacks(fmt::format("an MTU of {} on port {} ({}), which has {}: raise the MTU of its interface", mtu_bytes(p.mtu()), p.port(), qp, mtu_bytes(port.active_mtu)));
     const bool has_gid = std::any_of(room.gids.begin(), room.gids.end(), [&](const auto& g) {
@@ -184,20 +186,25 @@ Status memory_fits(std::uint64_t bytes, const std::string& meminfo) {
   return Error{ENOMEM, "the container has filled " + mb(bytes) + " of memory, and " + mb(*free) + " are free here, swap included; free some"};
 }
 
-Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t memory, const std::string& meminfo) {
+Result<Disk> disk_of(const std::string& path) {
   namespace fs = std::filesystem;
   std::error_code ec;
   fs::path at = path;
   while (!fs::exists(at, ec) && at.has_relative_path()) at = at.parent_path();
   struct statfs st;
   if (statfs(at.c_str(), &st)) return sys_error("asking how much is free in " + at.string());
-  const std::uint64_t free = static_cast<std::uint64_t>(st.f_bavail) * static_cast<std::uint64_t>(st.f_bsize);
+  return Disk{at, static_cast<std::uint64_t>(st.f_bavail) * static_cast<std::uint64_t>(st.f_bsize), st.f_type == TMPFS_MAGIC || st.f_type == RAMFS_MAGIC};
+}
+
+Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t memory, const std::string& meminfo) {
+  const auto disk = disk_of(path);
+  if (!disk) return disk.error();
   const std::string what = "the checkpoint will have about " + mb(bytes) + ", and ";
-  if (bytes > free) return Error{ENOSPC, what + mb(free) + " are free in " + at.string() + "; free some"};
-  if (st.f_type != TMPFS_MAGIC && st.f_type != RAMFS_MAGIC) return {};
+  if (bytes > disk->free) return Error{ENOSPC, what + mb(disk->free) + " are free in " + disk->at + "; free some"};
+  if (!disk->in_memory) return {};
   const auto left = free_memory(meminfo);
   if (!left || bytes + memory <= *left) return {};
-  return Error{ENOSPC, what + at.string() + " is in memory, of which " + mb(*left) + " are free" +
+  return Error{ENOSPC, what + disk->at + " is in memory, of which " + mb(*left) + " are free" +
                            (memory ? " and " + mb(memory) + " are needed for the processes" : "") + "; free some, or put the folder on a disk"};
 }
 

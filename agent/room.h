@@ -32,6 +32,19 @@ void has_now(wire::Needs& needs, const Room& room);
 /// EBUSY: says all that is missing, and of which it is how much.
 Status fits(const wire::Needs& needs, const Room& room);
 
+/// 0: no MTU.
+std::uint32_t mtu_bytes(std::uint32_t ib_mtu);
+/// @param state  enum ib_port_state
+bool port_active(std::uint32_t state);
+
+/// The file system where a path is, or will be.
+struct Disk {
+  std::string at;
+  std::uint64_t free = 0;  // bytes
+  bool in_memory = false;
+};
+Result<Disk> disk_of(const std::string& path);
+
 /// Memory that a process has filled, its share of what it shares with others; swapped out or not. 0: it has ended.
 std::uint64_t filled_bytes(pid_t pid);
 /// ENOMEM: less is free here, swap included.

@@ -39,6 +39,13 @@ Env criu_env(const Config& config, const std::string& images) {
   return e;
 }
 
+std::string plugin_dir(const Config& config) { return config.criu_libs.empty() ? "/usr/lib/criu" : config.criu_libs; }
+
+Status check_plugin(const Config& config) {
+  const std::string dir = plugin_dir(config);
+  return access((dir + "/migr_plugin.so").c_str(), R_OK) ? Status(Error{EBUSY, "no migr_plugin.so in " + dir}) : Status();
+}
+
 bool container_id_ok(const std::string& id) {
   return !id.empty() && id.size() <= 255 && id != "." && id != ".." && id[0] != '-' &&
          std::all_of(id.begin(), id.end(), [](unsigned char c) { return std::isalnum(c) || std::strchr("_+-.", c); });
@@ -84,6 +91,14 @@ pid_t Runc::init_pid(const std::string& id) const {
   std::ifstream in(config_.runc_root + "/" + id + "/state.json");
   const auto j = in ? Json::parse(in, nullptr, false) : Json();
   return j.is_object() ? j.value("init_process_pid", 0) : 0;
+}
+
+std::vector<std::string> Runc::ids() const {
+  std::vector<std::string> out;
+  std::error_code ec;
+  for (const auto& d : std::filesystem::directory_iterator(config_.runc_root, ec))
+    if (container_id_ok(d.path().filename())) out.push_back(d.path().filename());
+  return out;
 }
 
 Status Runc::check_verbs() const {

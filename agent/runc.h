@@ -22,6 +22,11 @@ struct ContainerState {
 /// @param images  folder of migr.img; empty: that of the images
 Env criu_env(const Config& config, const std::string& images = {});
 
+/// Where CRIU looks for its plugins.
+std::string plugin_dir(const Config& config);
+/// EBUSY: migr_plugin.so is not there.
+Status check_plugin(const Config& config);
+
 bool container_id_ok(const std::string& id);
 
 /// Thread: any. Errors carry runc's last line.
@@ -34,6 +39,8 @@ class Runc {
   bool exists(const std::string& id) const;
   /// Of the container's first process, as soon as runc has written it down; 0: not yet. Does not run runc.
   pid_t init_pid(const std::string& id) const;
+  /// All containers, whatever their state. Does not run runc.
+  std::vector<std::string> ids() const;
   /// runc has the verbs of migr's series.
   Status check_verbs() const;
   /// All processes of a running container, in our pid namespace.

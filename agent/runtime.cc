@@ -45,6 +45,12 @@ bool Runtime::is_still(const std::string& id, const std::string& life) const {
   return pid ? !life.empty() && life_of(*pid) == life : runc_.exists(id);
 }
 
+std::string Runtime::container_of(pid_t pid) const {
+  for (const auto& id : runc_.ids())
+    if (const pid_t init = runc_.init_pid(id); init > 0 && !same_pid_namespace(init, getpid()) && same_pid_namespace(init, pid)) return id;
+  return "";
+}
+
 Status Runtime::name_is_free(const std::string& id) const {
   if (!exists(id)) return {};
   if (const auto pid = bare_pid(id))
@@ -52,7 +58,7 @@ Status Runtime::name_is_free(const std::string& id) const {
   return Error{EEXIST, "the name '" + id + "' is taken by another container; remove it there with: runc delete " + id};
 }
 
-Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? bare_.check() : runc_.check_verbs(); }
+Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? Status(bare_.version()) : runc_.check_verbs(); }
 
 // A process of `runc exec` is not a child of the container's first one, and CRIU dumps only what is: it would be gone.
 Status Runtime::started_beside(const ContainerState& c) const {

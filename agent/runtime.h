@@ -20,6 +20,8 @@ class Runtime {
   std::string life(const std::string& id) const;
   /// exists(), and it is that one.
   bool is_still(const std::string& id, const std::string& life) const;
+  /// Of the container that a process is in; empty: none. Does not run runc.
+  std::string container_of(pid_t pid) const;
   /// Error, with what to do about it.
   Status name_is_free(const std::string& id) const;
   /// What it needs is installed.

@@ -168,6 +168,20 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   return true;
 }
 
+void SourceHost::tell_settled(std::uint32_t id, const journal::Source& record) const {
+  wire::Summary s;
+  s.set_id(id);
+  s.set_container(record.container());
+  s.set_from(config_.name);
+  s.set_to(record.destination());
+  s.set_begun_ms(record.begun_s() * 1000);
+  *s.mutable_partners() = record.partners();
+  s.set_touched(true);
+  s.set_migrated(record.outcome() == wire::COMMITTED);
+  if (!s.migrated()) s.set_error("migrd had to take it back by itself; its log says more");
+  if (settled_) settled_(s);
+}
+
 // Finishes what was committed, takes back what was not.
 void SourceHost::settle(std::uint32_t id) {
   std::unique_ptr<DestinationLink> destination;
@@ -203,6 +217,7 @@ void SourceHost::settle(std::uint32_t id) {
         claims_.release(instances_of(e->record), id);
         if (auto r = remove_folder(folder(id)); !r) spdlog::error("migration {:08x}: {}", id, r.error().text);
         spdlog::info("migration {:08x} of {}: {}", id, e->record.container(), forward ? "finished" : "taken back");
+        tell_settled(id, e->record);
         return;
       }
       spdlog::error("migration {:08x} of {}: {}", id, e->record.container(), s.error().text);
@@ -319,7 +334,7 @@ Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
 
 SourceRun::~SourceRun() {
   for (auto& p : processes_)
-    if (p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
+    if (how_ != Describe::kLook && p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
   if (host_.settled(id_)) host_.claims_.release(claimed_, id_);  // else when it is
   if (!busy_) return;
   std::lock_guard lock(host_.mutex_);
@@ -366,6 +381,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
 }
 
 bool SourceRun::claim(const ProcessSession& s) {
+  if (how_ == Describe::kLook) return !host_.claims_.holder(s.instance());
   if (host_.claims_.take({{s.instance(), s.pid()}}, id_)) return false;
   claimed_.push_back(s.instance());
   return true;
@@ -380,8 +396,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     for (const auto& [id, e] : host_.entries_)
       if (e.record.container() == container && !e.record.settled())
         return Error{EBUSY, "an earlier migration of '" + container + "' is not finished; see: migrctl recover"};
-    if (!host_.busy_.insert(container).second) return Error{EBUSY, "'" + container + "' is being migrated already"};
-    busy_ = true;
+    if (host_.busy_.contains(container)) return Error{EBUSY, "'" + container + "' is being migrated already"};
+    if (how_ != Describe::kLook) busy_ = host_.busy_.insert(container).second;
   }
   info_.id = container;
   info_.bundle = state->bundle;
@@ -411,8 +427,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     const bool asked = p.session && claim(*p.session) && p.session->state() == MIGR_PROC_RUNNING;
     Status described;
     if (asked) {
-      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs + kParkMs,
-                                                            MIGR_DESCRIBE_MOVE | (hold_ ? MIGR_DESCRIBE_HOLD : 0), &p.described);
+      const std::uint64_t how = how_ == Describe::kLook ? 0 : MIGR_DESCRIBE_MOVE | (how_ == Describe::kHold ? MIGR_DESCRIBE_HOLD : 0);
+      auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs + kParkMs, how, &p.described);
       if (fds) p.fds = *fds;
       described = fds;
     }

@@ -26,8 +26,12 @@ class SourceHost final : public Role {
   /// Links to the hosts that take part. ENOENT: no such peer.
   using ToDestination = std::function<Result<std::unique_ptr<DestinationLink>>(const std::string&)>;
   using ToPartner = std::function<Result<std::unique_ptr<PartnerLink>>(const std::string&)>;
+  /// How a migration ended that no coordinator could bring to its end.
+  using Settled = std::function<void(const wire::Summary&)>;
   SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, Directory& directory,
              ToDestination to_destination, ToPartner to_partner);
+  /// Before recover(). Called from any thread.
+  void set_settled(Settled settled) { settled_ = std::move(settled); }
 
   /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
   void recover();
@@ -53,6 +57,7 @@ class SourceHost final : public Role {
   Status save(std::uint32_t id, const Entry& e);
   Result<Entry> entry(std::uint32_t id);
   void settle(std::uint32_t id);
+  void tell_settled(std::uint32_t id, const journal::Source& record) const;
   bool find_outcome(std::uint32_t id, DestinationLink* destination);
   Status take_back(std::uint32_t id, const Entry& e, DestinationLink* destination);
   Status finish(std::uint32_t id, const Entry& e, DestinationLink* destination);
@@ -61,6 +66,7 @@ class SourceHost final : public Role {
   bool settled(std::uint32_t id);
 
   const Config& config_;
+  Settled settled_;
   SessionTable& sessions_;
   Claims& claims_;
   Numbers& numbers_;
@@ -77,8 +83,12 @@ class SourceHost final : public Role {
 /// One migration away from here.
 class SourceRun final : public Source {
  public:
-  /// `hold`: what changes the record waits in the processes, until they run again.
-  SourceRun(SourceHost& host, std::uint32_t id, bool hold) : host_(host), id_(id), hold_(hold) {}
+  enum class Describe {
+    kLook,  // only to see whether it could be moved: the processes do nothing
+    kMove,
+    kHold,  // what changes the record waits in the processes, until they run again
+  };
+  SourceRun(SourceHost& host, std::uint32_t id, Describe how) : host_(host), id_(id), how_(how) {}
   ~SourceRun() override;
   /// As inspect() found it.
   const ContainerInfo& info() const { return info_; }
@@ -122,7 +132,7 @@ class SourceRun final : public Source {
 
   SourceHost& host_;
   const std::uint32_t id_;
-  const bool hold_;
+  const Describe how_;
   ContainerState state_;
   ContainerInfo info_;
   std::vector<Process> processes_;

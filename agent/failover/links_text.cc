@@ -2,33 +2,15 @@
 #include "links_text.h"
 
 #include <fmt/format.h>
-#include <time.h>
 
 #include "../hex.h"
+#include "../text.h"
 #include "link_records.h"
 
 namespace migr {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-constexpr std::size_t kColumns = 80;
-
-// At spaces; what is longer than a line without one is broken. Lines after the first are indented.
-std::string wrapped(std::string text, std::size_t indent) {
-  std::string out;
-  while (text.size() > kColumns) {
-    auto at = text.rfind(' ', kColumns);
-    if (at == text.npos || at <= text.find_first_not_of(' ')) at = kColumns;
-    out += text.substr(0, at) + "\n";
-    const auto next = text.find_first_not_of(' ', at);
-    if (next == text.npos) return out;
-    text = std::string(indent, ' ') + text.substr(next);
-  }
-  return out + text + "\n";
-}
-
-std::string cut(const std::string& text, std::size_t most) { return text.size() <= most ? text : text.substr(0, most - 2) + ".."; }
 
 std::vector<std::string> reasons(std::uint32_t flags) {
   std::vector<std::string> out;
@@ -48,14 +30,6 @@ std::string port_state(std::uint32_t flags) {
 }
 
 std::string ms(std::uint64_t ns) { return fmt::format("{:.3f}", static_cast<double>(ns) / 1e6); }
-
-std::string local_time(std::uint64_t ns) {
-  const auto s = static_cast<time_t>(ns / 1'000'000'000);
-  tm t{};
-  char text[32] = "?";
-  if (localtime_r(&s, &t)) strftime(text, sizeof text, "%F %T", &t);
-  return text;
-}
 
 std::string gid_text(const std::string& bytes) {
   const auto gid = gid_of(bytes);
@@ -81,7 +55,7 @@ std::string process_text(const wire::LinkProcessReport& p) {
   if (p.switches_size()) {
     const auto& s = p.switches(p.switches_size() - 1);
     std::string text = fmt::format("  last switchover {}: link {} -> {} by {}, {} vQP{} in {} ms (cut {}, told {}), {} replayed, {} executed, {} lost",
-                                   local_time(s.when_ns()), s.from(), s.to(), cause_name(s.cause()), s.vqps(), s.vqps() == 1 ? "" : "s", ms(s.resume_ns()),
+                                   local_time(static_cast<std::int64_t>(s.when_ns() / 1'000'000'000)), s.from(), s.to(), cause_name(s.cause()), s.vqps(), s.vqps() == 1 ? "" : "s", ms(s.resume_ns()),
                                    ms(s.cut_ns()), ms(s.told_ns()), s.replayed(), s.executed(), s.lost());
     if (s.outcome() != MIGR_LINKS_SWITCH_DONE) text += fmt::format(", {} broken", s.broken());
     out += wrapped(text, 4);

@@ -18,6 +18,12 @@ perftest() {
 	container_remove src pt
 }
 
+all_is_well() {
+	doctor_says 0 'all(.[]; .status == "ok") and ([.[].check | select(test("^(src|dst|peer): (migrd|certificate|rdma rxe[01]/1)$"))] | length == 12) and
+		([.[].check | select(test("^(dst|peer): path rxe[01]/1$"))] | length == 4)'
+}
+
+step "migrctl doctor finds nothing wrong" all_is_well
 step "mixed, 4 QPs, polling" traffic --mode mixed --qps 4
 walk_step "mixed, 4 QPs, events" traffic --mode mixed --qps 4 --events
 walk_step "mixed, 4 QPs, ibv_wr_*" traffic --mode mixed --qps 4 --wr-api

@@ -102,7 +102,7 @@ host_setup() {
 				sep=,
 			done
 			echo "], \"runc\": \"$lib/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
-			echo "  \"net_hook\": \"$root/hooks/migr-net\" }"
+			echo "  \"libmigr\": \"$lib/libmigr.so\", \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
 	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" "${E2E_HOSTS[@]}" || fail "set-up of host $h" || return 1
 	migrd_start "$h"
@@ -467,6 +467,15 @@ e2e_logs() {
 		tail -c +$((mark + 1)) "$log" | tail -n 40 >&2
 		stat -c %s "$log" >"$log.seen"
 	done
+}
+
+# doctor_says STATUS FILTER [OPTION...]: of migrctl doctor on src, of whose JSON the filter of jq has to be true.
+doctor_says() {
+	local status=0 wanted=$1 filter=$2
+	shift 2
+	on src migrctl doctor "$@" --json >"$E2E_OUT/doctor.json" || status=$?
+	[ $status = "$wanted" ] && jq -e "$filter" "$E2E_OUT/doctor.json" >/dev/null ||
+		{ jq -c '.[] | select(.status != "ok")' "$E2E_OUT/doctor.json" >&2; fail "migrctl doctor ended with status $status, or does not say $filter"; }
 }
 
 # ---- what must not be left

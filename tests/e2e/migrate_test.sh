@@ -20,8 +20,18 @@ summary_is_complete() {
 		{ cat "$E2E_OUT/migrate.json" >&2; fail "the summary of migrctl is not complete"; }
 }
 
+# migrate.json is of the way back, which dst began.
+history_has_it() {
+	local id
+	id=$(printf %08x "$(jq .migration "$E2E_OUT/migrate.json")")
+	on dst migrctl history --json | jq -e --slurpfile it "$E2E_OUT/migrate.json" 'last == $it[0]' >/dev/null || fail "the history of dst does not end with the summary" || return 1
+	on dst migrctl report "$id" -o /mnt/out/report.html && grep -q '>freeze.rdma</text>.*<rect' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" &&
+		grep -q '<td>peer</td>' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "no report, or without phases or partner"
+}
+
 step "mixed, 4 QPs, polling, there and back" there_and_back --mode mixed --qps 4 &&
-	step "migrctl's summary is complete" summary_is_complete
+	step "migrctl's summary is complete" summary_is_complete &&
+	step "history has it, and there is a report of it" history_has_it
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr

@@ -19,13 +19,15 @@ no_such_host() { migrate_refused c nowhere 'nowhere' && untouched; }
 itself() { migrate_refused c src 'src' && untouched; }
 destination_silent() {
 	migrd_kill dst KILL || return 1
-	migrate_refused c dst 'dst' && untouched
+	migrate_refused c dst 'dst' && untouched &&
+		doctor_says 1 '[.[] | select(.status == "failed")] | length == 1 and .[0].check == "dst: migrd" and (.[0].advice | test("start it on dst"))' --peer dst --peer peer
 	local r=$?
 	migrd_start dst && return $r
 }
 destination_without_module() {
 	migrd_kill dst TERM && on dst rmmod migr && migrd_start dst || return 1
-	migrate_refused c dst 'migr\.ko|module' && untouched
+	migrate_refused c dst 'migr\.ko|module' && untouched &&
+		doctor_says 1 '[.[] | select(.status == "failed")] | length == 1 and .[0].check == "dst: module" and (.[0].found | test("not loaded"))' --peer dst
 	local r=$?
 	migrd_kill dst TERM && host_setup dst && return $r
 }
@@ -89,6 +91,17 @@ undone_with_host() {
 # Of bytes there are enough, of files not: what only the disk itself can tell.
 few_files() { echo "mkdir -p $1 && mount -t tmpfs -o size=512m,nr_inodes=$2 none $1"; }
 small_disk() { echo "mkdir -p $1 && mount -t tmpfs -o size=256k none $1"; }
+# dry_run STATUS TO FILTER
+dry_run() {
+	local status=0
+	on src migrctl migrate c --to "$2" --dry-run --json >"$E2E_OUT/plan.json" 2>"$E2E_OUT/plan.err" || status=$?
+	[ $status = "$1" ] && jq -e "$3" "$E2E_OUT/plan.json" >/dev/null || { cat "$E2E_OUT"/plan.* >&2; fail "a dry run ended with status $status, or does not say $3"; }
+}
+only_asked() {
+	on src migrctl ps --json | jq -e 'any(.[]; .container == "c")' >/dev/null || fail "migrctl ps does not know the container" || return 1
+	dry_run 0 dst '.would_move and .resources.qp == 2 and .connections == 2 and .partners == ["peer"] and .memory_bytes > 0 and has("expected_stop_ms")' &&
+		dry_run 3 nowhere '.would_move == false and (.refused_because | test("nowhere"))' && untouched
+}
 wrong_arguments() {
 	local status=0
 	on src migrctl migrate c >"$E2E_OUT/refused.json" 2>"$E2E_OUT/refused.err" || status=$?
@@ -96,6 +109,7 @@ wrong_arguments() {
 }
 
 step "traffic" start_verify src c --mode mixed --qps 2 || { e2e_logs; e2e_end; }
+step "a dry run" only_asked
 step "a container that does not exist" no_such_container
 step "a host that is no peer" no_such_host
 step "to where it is" itself

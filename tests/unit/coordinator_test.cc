@@ -312,6 +312,11 @@ struct Scene {
     busy = c.busy();
     return summary;
   }
+  wire::PlanReply plan() {
+    Coordinator::Settings s{"src", {}, 1, 300, 10, kPreCopyFromBytes, pre_setup};
+    s.busy_wait_ms = 0;
+    return Coordinator(s, source, destination, {&other, &partner}, [](const wire::Progress&) {}).plan("c", "dst", kId);
+  }
   // `a` came before `b`.
   void expect_order(const std::vector<std::string>& names) {
     for (std::size_t i = 0; i < names.size(); i++) {
@@ -361,6 +366,70 @@ TEST(Coordinator, EachSideIsConnectedToTheOther) {
   EXPECT_EQ(p.dest_gid(), std::string(16, 'd'));
   ASSERT_EQ(s.partner.got_keys.keys_size(), 1);
   EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
+}
+
+TEST(Coordinator, TellsWhenEachPartBeganAndWhatPartnersSay) {
+  Scene s;
+  const auto r = s.run();
+  EXPECT_GT(r.begun_ms(), 1'600'000'000'000);
+  double at = 0;
+  for (const auto& p : r.phases()) {
+    EXPECT_GE(p.start_ms(), at) << p.phase();
+    at = p.start_ms() + p.ms() - 1e-6;
+  }
+  ASSERT_GT(r.steps_size(), 5);
+  for (const auto& p : r.steps()) {
+    const auto phase = std::find_if(r.phases().begin(), r.phases().end(), [&](const auto& x) { return p.phase().starts_with(x.phase() + "."); });
+    if (phase == r.phases().end() || p.phase().starts_with("copy.") || p.phase().starts_with("prepare.")) continue;  // begins with the dump; is the destination's word
+    EXPECT_GE(p.start_ms(), phase->start_ms()) << p.phase();
+    EXPECT_LE(p.start_ms() + p.ms(), phase->start_ms() + phase->ms()) << p.phase();
+  }
+  ASSERT_EQ(r.partner_figures_size(), 1);
+  EXPECT_EQ(r.partner_figures(0).host(), "p");
+  EXPECT_DOUBLE_EQ(r.partner_figures(0).blackout_ms(), 5.0);
+}
+
+TEST(Plan, AsksAndTouchesNothing) {
+  Scene s;
+  const auto r = s.plan();
+  EXPECT_EQ(r.summary().error(), "");
+  auto asked = s.play.log;
+  std::sort(asked.begin(), asked.end());
+  EXPECT_EQ(asked, (std::vector<std::string>{"d.check", "o.find", "p.find", "s.inspect"}));
+  EXPECT_EQ(r.processes(), 1u);
+  EXPECT_EQ(r.connections(), 1u);
+  EXPECT_EQ(r.memory_bytes(), kPreCopyFromBytes);
+  EXPECT_TRUE(r.pre_copy());
+  EXPECT_EQ(r.summary().resources().qp(), 1u);
+  ASSERT_EQ(r.summary().partners_size(), 1);
+  EXPECT_EQ(r.summary().partners(0), "p");
+  EXPECT_FALSE(r.summary().touched() || r.summary().migrated());
+}
+
+TEST(Plan, SaysWhatWouldRefuse) {
+  for (const char* fail : {"s.inspect", "d.check", "p.find"}) {
+    Scene s;
+    s.play.fail = fail;
+    const auto r = s.plan();
+    EXPECT_NE(r.summary().error().find("played failure of " + std::string(fail)), std::string::npos) << r.summary().error();
+    EXPECT_FALSE(s.play.has("s.record"));
+  }
+}
+
+TEST(Plan, SaysAllThatWouldRefuse) {
+  Scene s;
+  s.destination.room = 0;
+  s.partner.has_ = false;
+  const auto r = s.plan();
+  EXPECT_NE(r.summary().error().find("played lack of room; no host knows the partner"), std::string::npos) << r.summary().error();
+}
+
+TEST(Plan, DoesNotWaitForAPartnerThatIsBusy) {
+  Scene s;
+  s.partner.busy_with = kId + 1;
+  s.partner.busy_for = 1;
+  EXPECT_NE(s.plan().summary().error().find("takes part in another migration"), std::string::npos);
+  EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "p.find"), 1);
 }
 
 struct Arc {

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 
+#include "agent/doctor.h"
 #include "agent/host_service.h"
 #include "agent/peer_link.h"
 
@@ -120,6 +121,28 @@ TEST_F(Tls, ServerWithAnotherNameIsNotTrusted) { EXPECT_FALSE(ask("/ca/b", "c"))
 TEST_F(Tls, PlainTextIsNotAnswered) {
   wire::Host::Stub stub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port_), grpc::InsecureChannelCredentials()));
   EXPECT_FALSE(call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, "a"));
+}
+
+std::string advice_of(const std::vector<PeerAnswer>& answers) { return judge_peer({}, answers.at(0), 0).at(0).advice; }
+
+// The same, as doctor sees it.
+TEST_F(Tls, DoctorAsksAndKnowsWhyNobodyAnswers) {
+  const auto ask_facts = [&](const std::string& who, const std::string& expect, int port) {
+    Config c;
+    c.peers = {{expect, "127.0.0.1:" + std::to_string(port)}};
+    Peers p(c, *pki::load(dir_ + who));
+    return ask_peers(p, {expect, "nobody"}, 1);
+  };
+  const auto good = ask_facts("/ca/b", "a", port_);
+  ASSERT_TRUE(good.at(0).facts) << good[0].facts.error().text;
+  EXPECT_EQ(good[0].facts->version().name(), "a");
+  EXPECT_LT(std::abs(good[0].ahead_ms), 1000);
+  ASSERT_FALSE(good.at(1).facts);
+  EXPECT_EQ(good[1].facts.error().code, ENOENT);
+  EXPECT_NE(advice_of(ask_facts("/other/b", "a", port_)).find("certificates of the same CA"), std::string::npos) << ask_facts("/other/b", "a", port_)[0].facts.error().text;
+  EXPECT_NE(advice_of(ask_facts("/ca/b", "c", port_)).find("certificates of the same CA"), std::string::npos) << ask_facts("/ca/b", "c", port_)[0].facts.error().text;
+  server_->Shutdown();
+  EXPECT_NE(advice_of(ask_facts("/ca/b", "a", port_)).find("start it on a"), std::string::npos) << ask_facts("/ca/b", "a", port_)[0].facts.error().text;
 }
 
 }  // namespace

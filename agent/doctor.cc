@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "doctor.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "host_service.h"
+#include "limits.h"
+#include "room.h"
+#include "text.h"
+
+namespace migr {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::int64_t kDayS = 24 * 3600;
+constexpr std::int64_t kCertificateSoonS = 30 * kDayS;
+constexpr std::int64_t kClockMs = 1'000;
+constexpr std::uint64_t kLittleRoomBytes = 256ull << 20;
+
+constexpr char kSameRelease[] = "install the same release of migr on both hosts, and start migrd again";
+
+const char* name_of(Health h) { return h == Health::kOk ? "ok" : h == Health::kWarning ? "warning" : "failed"; }
+const char* colour_of(Health h) { return h == Health::kOk ? "\033[32m" : h == Health::kWarning ? "\033[33m" : "\033[31m"; }
+
+std::string day(std::int64_t s) { return local_time(s).substr(0, 10); }
+
+// Collects what is found on one host.
+struct Judge {
+  std::string host;
+  std::vector<Finding> all{};
+  void ok(const std::string& check, const std::string& found) { all.push_back({host, check, Health::kOk, found, ""}); }
+  void warn(const std::string& check, const std::string& found, const std::string& advice) { all.push_back({host, check, Health::kWarning, found, advice}); }
+  void fail(const std::string& check, const std::string& found, const std::string& advice) { all.push_back({host, check, Health::kFailed, found, advice}); }
+  void part(const std::string& check, const wire::PartFacts& f, const std::string& advice) {
+    if (!f.error().empty()) return fail(check, f.error(), advice);
+    ok(check, f.version().empty() ? f.path() : f.version() + ", " + f.path());
+  }
+};
+
+/// "3.17.1" -> 3, 17
+std::pair<int, int> version_numbers(const std::string& v) {
+  char* end = nullptr;
+  const long major = std::strtol(v.c_str(), &end, 10);
+  return {static_cast<int>(major), *end == '.' ? static_cast<int>(std::strtol(end + 1, nullptr, 10)) : 0};
+}
+
+void judge_kernel(Judge& j, const wire::HostFacts& f) {
+  if (version_numbers(f.kernel()) < std::pair{6, 1})
+    j.fail("kernel", f.kernel(), "migr.ko needs Linux 6.1 or later");
+  else
+    j.ok("kernel", f.kernel());
+  if (!f.module_error().empty())
+    j.fail("module", f.module_error(), "migr.ko has to be of the running kernel and of this release; processes that were started without it cannot move");
+  else
+    j.ok("module", fmt::format("migr.ko, ABI {}", f.version().abi()));
+}
+
+void judge_criu(Judge& j, const wire::HostFacts& f) {
+  if (f.criu().error().empty() && version_numbers(f.criu().version()) < std::pair{3, 17})
+    j.fail("criu", f.criu().version() + ", " + f.criu().path(), "install CRIU 3.17 or later: before it there are no hooks for RDMA");
+  else
+    j.part("criu", f.criu(), "install the package criu, or say in migrd.json where it is (\"criu\")");
+  j.part("plugin", f.plugin(), "copy migr_plugin.so there, or say in migrd.json where it is (\"criu_libs\")");
+  j.part("runc", f.runc(), "install migr's runc, or say in migrd.json where it is (\"runc\")");
+}
+
+void judge_certificate(Judge& j, const wire::CertificateFacts& c, std::int64_t now_s) {
+  const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; start migrd again";
+  if (!c.error().empty()) return j.fail(check, c.error(), "ca.pem, host.pem and host.key (mode 0600) of this host belong into " + c.folder());
+  if (!c.of_key()) return j.fail(check, "host.pem and host.key do not belong together", renew);
+  if (!c.of_ca()) return j.fail(check, "host.pem is not signed by the CA in ca.pem", renew);
+  if (!c.of_host()) return j.fail(check, fmt::format("it is for '{}', and this host is '{}'", c.subject(), name), renew);
+  if (now_s < c.begins_s()) return j.fail(check, "it is not valid before " + local_time(c.begins_s()), "is the clock right? Else " + renew);
+  const auto [ends, what] = std::min(std::pair{c.ends_s(), "it"}, std::pair{c.ca_ends_s(), "the CA"});
+  const std::string again = ends == c.ends_s() ? renew : "make a new CA (migrctl pki init), and certificates for all hosts";
+  if (now_s >= ends) return j.fail(check, fmt::format("{} expired on {}", what, day(ends)), again);
+  const std::string left = fmt::format("{} expires on {}, in {} days", what, day(ends), (ends - now_s) / kDayS);
+  if (ends - now_s < kCertificateSoonS) return j.warn(check, left, again);
+  j.ok(check, left);
+}
+
+std::string port_name(const wire::DeviceFacts& d, const wire::PortFacts& p) { return d.name() + "/" + std::to_string(p.port()); }
+
+auto gids_of_port(const wire::DeviceFacts& d, std::uint32_t port) {
+  std::vector<wire::PortGid> out;
+  std::copy_if(d.gids().begin(), d.gids().end(), std::back_inserter(out), [&](const auto& g) { return g.port() == port && g.roce_v2(); });
+  return out;
+}
+
+void judge_devices(Judge& j, const wire::HostFacts& f) {
+  if (!f.devices_size()) return j.fail("rdma", "no RDMA device", "load the driver of its NIC; soft-RoCE: rdma link add rxe0 type rxe netdev NETDEV");
+  bool active = false;
+  for (const auto& d : f.devices())
+    for (const auto& p : d.ports()) active = active || port_active(p.state());
+  for (const auto& d : f.devices()) {
+    if (!d.error().empty()) j.fail("rdma " + d.name(), d.error(), "its uverbs device has to be there and open for root: modprobe ib_uverbs");
+    for (const auto& p : d.ports()) {
+      const std::string check = "rdma " + port_name(d, p), netdev = p.netdev().empty() ? "no netdev" : p.netdev();
+      const auto v2 = gids_of_port(d, p.port()).size();
+      const std::string up = p.netdev().empty() ? "connect its cable" : "ip link set " + p.netdev() + " up; is its cable connected?";
+      if (!port_active(p.state()) && active)
+        j.warn(check, "down, " + netdev, up);
+      else if (!port_active(p.state()))
+        j.fail(check, "down, " + netdev + ", and no other port is active", up);
+      else if (!p.netdev().empty() && !v2)
+        j.fail(check, "active, " + netdev + ", no RoCE v2 GID", "give " + p.netdev() + " an address");
+      else
+        j.ok(check, fmt::format("active, {}, MTU {}, {} RoCE v2 GIDs", netdev, mtu_bytes(p.mtu()), v2));
+    }
+  }
+}
+
+void judge_room(Judge& j, const wire::RoomFacts& r) {
+  const std::string free = fmt::format("{} MB free in {}", r.free_bytes() >> 20, r.folder());
+  if (!r.lacks().empty())
+    j.fail("room", r.lacks(), "checkpoints need it: free some, or say in migrd.json where there is more (\"state_dir\")");
+  else if (r.free_bytes() < kLittleRoomBytes)
+    j.warn("room", free, "a checkpoint is as large as the memory that is filled: free some");
+  else
+    j.ok("room", free);
+}
+
+// The device of that name, else the only one: as a container's would be restored.
+const wire::DeviceFacts* like(const wire::DeviceFacts& d, const wire::HostFacts& there) {
+  for (const auto& t : there.devices())
+    if (t.name() == d.name()) return &t;
+  return there.devices_size() == 1 ? &there.devices(0) : nullptr;
+}
+
+void compare_devices(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
+  for (const auto& d : here.devices()) {
+    const auto* t = like(d, there);
+    if (!t) {
+      if (there.devices_size()) j.warn("rdma " + d.name(), "it has no such device", "what uses " + d.name() + " cannot go there: give a device that name (rdma dev set)");
+      continue;
+    }
+    for (const auto& p : d.ports()) {
+      const auto q = std::find_if(t->ports().begin(), t->ports().end(), [&](const auto& x) { return x.port() == p.port(); });
+      if (q == t->ports().end() || !port_active(p.state()) || !port_active(q->state())) continue;
+      const std::string check = "path " + port_name(d, p);
+      std::set<int> families;
+      for (const auto& g : gids_of_port(*t, q->port())) families.insert(gid_family(g.gid()));
+      const auto mine = gids_of_port(d, p.port());
+      const auto lacks = std::find_if(mine.begin(), mine.end(), [&](const auto& g) { return !families.contains(gid_family(g.gid())); });
+      if (q->mtu() != p.mtu())
+        j.fail(check, fmt::format("MTU {} here, {} there", mtu_bytes(p.mtu()), mtu_bytes(q->mtu())),
+               fmt::format("set the same on both: ip link set {} mtu N", q->netdev().empty() ? "NETDEV" : q->netdev()));
+      else if (lacks != mine.end())
+        j.warn(check, "RoCE v2 GIDs of another family there than here", "give both interfaces addresses of the same families (IPv4, IPv6)");
+      else
+        j.ok(check, fmt::format("MTU {} on both ends", mtu_bytes(p.mtu())));
+    }
+  }
+}
+
+void compare_versions(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
+  const auto &ours = here.version(), &theirs = there.version();
+  std::vector<Status> same = {same_version("migrd", theirs.wire(), ours.wire()), same_version("libmigr", theirs.proc(), ours.proc())};
+  if (ours.abi() && theirs.abi()) same.push_back(same_version("migr.ko", theirs.abi(), ours.abi()));
+  for (const auto& s : same)
+    if (!s) return j.fail("versions", s.error().text, kSameRelease);
+  if (ours.release() != theirs.release()) return j.warn("versions", fmt::format("release {} here, {} there", ours.release(), theirs.release()), kSameRelease);
+  if (version_numbers(here.criu().version()) != version_numbers(there.criu().version()))
+    return j.warn("versions", fmt::format("CRIU {} here, {} there", here.criu().version(), there.criu().version()), "install the same CRIU: an older one may not read the images of a newer");
+  j.ok("versions", "as here, release " + theirs.release());
+}
+
+void judge_clock(Judge& j, std::int64_t ahead_ms) {
+  const std::string found = fmt::format("{:.1f} s {} ours", static_cast<double>(std::abs(ahead_ms)) / 1e3, ahead_ms < 0 ? "behind" : "ahead of");
+  if (std::abs(ahead_ms) > kClockMs)
+    j.warn("clock", found, "have both set by NTP: certificates and logs go by the clock");
+  else
+    j.ok("clock", "as ours");
+}
+
+bool names_tls(const std::string& text) {
+  for (const char* word : {"handshake", "certificate", "CERTIFICATE", "SSL", "Peer name"})
+    if (text.find(word) != std::string::npos) return true;
+  return false;
+}
+
+void append(std::vector<Finding>& to, std::vector<Finding> more) { std::move(more.begin(), more.end(), std::back_inserter(to)); }
+
+}  // namespace
+
+std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
+  Judge j{f.version().name()};
+  judge_kernel(j, f);
+  j.part("library", f.library(), "install libmigr.so there, or say in migrd.json where it is (\"libmigr\"); programs are started with LD_PRELOAD= and that path");
+  judge_criu(j, f);
+  judge_certificate(j, f.certificate(), now_s);
+  judge_devices(j, f);
+  if (f.links().path().empty()) j.ok("links", "not configured");
+  else j.part("links", f.links(), "processes do without backup links until it is right (docs/failover.md)");
+  judge_room(j, f.room());
+  return std::move(j.all);
+}
+
+Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer) {
+  Judge j{own.name()};
+  if (!answer)
+    j.fail("migrd", answer.error().text, std::string("start it: systemctl start migrd, or migrd --config ") + kConfigPath);
+  else if (answer->release() != own.release() || answer->wire() != own.wire())
+    j.fail("migrd", fmt::format("release {}, migrctl is {}", answer->release(), own.release()), "start migrd again: it is older or newer than what is installed");
+  else
+    j.ok("migrd", fmt::format("release {}, {} processes with libmigr", answer->release(), answer->sessions()));
+  return j.all[0];
+}
+
+std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& peer, std::int64_t now_s) {
+  Judge j{peer.name};
+  if (!peer.facts) {
+    const auto& e = peer.facts.error();
+    if (e.code == ENOENT)
+      j.fail("migrd", e.text, "add it to the \"peers\" in migrd.json of both hosts");
+    else if (e.code == EPROTONOSUPPORT)
+      j.fail("migrd", peer.address + " is an older migrd, which cannot be asked", kSameRelease);
+    else if (names_tls(e.text))
+      j.fail("migrd", e.text, "both hosts need certificates of the same CA, with their names in them and not expired: run migrctl doctor on " + peer.name + ", too");
+    else
+      j.fail("migrd", e.text, fmt::format("start it on {} (systemctl start migrd); is {} its address, does a firewall let TCP through?", peer.name, peer.address));
+    return std::move(j.all);
+  }
+  j.ok("migrd", "answers at " + peer.address);
+  compare_versions(j, here, *peer.facts);
+  judge_clock(j, peer.ahead_ms);
+  wire::HostFacts facts = *peer.facts;
+  facts.mutable_version()->set_name(peer.name);
+  append(j.all, judge_host(facts, now_s));
+  compare_devices(j, here, *peer.facts);
+  return std::move(j.all);
+}
+
+Health health_of(const std::vector<Finding>& all) {
+  Health worst = Health::kOk;
+  for (const auto& f : all) worst = std::max(worst, f.health);
+  return worst;
+}
+
+std::string doctor_text(const std::vector<Finding>& all, bool colour) {
+  std::string out, host;
+  int count[3] = {};
+  for (const auto& f : all) {
+    if (f.host != host) out += wrapped((out.empty() ? "" : "\n") + f.host, 2);
+    host = f.host;
+    count[static_cast<int>(f.health)]++;
+    constexpr std::size_t kIndent = 25;
+    const std::string status = name_of(f.health);
+    std::string lines = wrapped(fmt::format("  {:<8}{:<14} {}", status, f.check, f.found), kIndent);
+    if (colour) lines.replace(2, status.size(), colour_of(f.health) + status + "\033[0m");
+    out += lines;
+    if (!f.advice.empty()) out += wrapped(fmt::format("{:>{}} {}", "->", kIndent - 1, f.advice), kIndent);
+  }
+  return out + fmt::format("\n{} checks: {} ok, {} warnings, {} failed\n", all.size(), count[0], count[1], count[2]);
+}
+
+Json doctor_json(const std::vector<Finding>& all) {
+  Json j = Json::array();
+  for (const auto& f : all)
+    j.push_back({{"check", f.host + ": " + f.check}, {"status", name_of(f.health)}, {"found", f.found},
+                 {"advice", f.advice.empty() ? Json(nullptr) : Json(f.advice)}});
+  return j;
+}
+
+}  // namespace migr

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The last migrations, checkpoints and restores that this host began and that touched something: STATE_DIR/history.jsonl, a
+// summary (summary.h) per line, the oldest first.
+#pragma once
+
+#include <mutex>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "status.h"
+
+namespace migr {
+
+inline constexpr std::size_t kMaxHistory = 200;
+
+/// Thread: any.
+class History {
+ public:
+  using Json = nlohmann::ordered_json;
+  explicit History(const std::string& state_dir, std::size_t most = kMaxHistory);
+  /// On the disk when it returns; the oldest goes when there are too many, and what is no summary.
+  Status add(const Json& summary);
+  /// What migrd has finished or taken back by itself: how it ended is put into its entry, before or after that is there.
+  Status settle(const Json& summary);
+  struct Past {
+    std::vector<Json> entries;
+    std::vector<std::string> warnings;  // lines that were passed over
+  };
+  /// ENOENT is no error: nothing has been migrated yet.
+  Result<Past> read() const;
+
+ private:
+  Status put(const Json& summary, bool settled);
+  const std::string file_;
+  const std::size_t most_;
+  std::mutex mutex_;
+};
+
+/// "moved", "went back", "undecided"
+std::string outcome_of(const nlohmann::ordered_json& summary);
+/// Of the last migration of that number.
+std::optional<nlohmann::ordered_json> find_migration(const std::vector<nlohmann::ordered_json>& entries, std::uint32_t id);
+/// Of a migration, as logs have it.
+std::string migration_name(const nlohmann::ordered_json& summary);
+
+struct ExpectedStop {
+  double median_ms = 0, least_ms = 0, most_ms = 0;
+  std::size_t moves = 0;
+  bool same = false;  // they were of this container, else of any
+};
+/// From migrations to other hosts that succeeded. nullopt: there were none.
+std::optional<ExpectedStop> expected_stop(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
+
+/// No line is longer than 80 columns.
+std::string history_text(const std::vector<nlohmann::ordered_json>& entries);
+
+}  // namespace migr

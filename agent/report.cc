@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "history.h"
+#include "text.h"
+
+namespace migr {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kWidth = 960, kLabel = 170, kRight = 90, kRow = 20, kTop = 30;  // px
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (const char c : text) switch (c) {
+      case '&': out += "&amp;"; break;
+      case '<': out += "&lt;"; break;
+      case '>': out += "&gt;"; break;
+      case '"': out += "&quot;"; break;
+      case '\'': out += "&#39;"; break;
+      default: out += c;
+    }
+  return out;
+}
+
+std::string row(const std::string& name, const std::string& value) { return "<tr><th>" + name + "</th><td>" + value + "</td></tr>\n"; }
+std::string ms(double n) { return fmt::format("{:.1f} ms", n); }
+std::string mb(double bytes) { return fmt::format("{:.1f} MB", bytes / 1e6); }
+
+struct Bar {
+  std::string name;
+  double start = 0, ms = 0;
+};
+
+// Phases in their order, after each its parts: those are called PHASE.PART.
+std::vector<Bar> bars_of(const Json& timeline) {
+  std::vector<Bar> all, out;
+  for (const auto& e : timeline) all.push_back({e["name"], e["start_ms"], e["ms"]});
+  for (const auto& phase : all) {
+    if (phase.name.find('.') != std::string::npos) continue;
+    out.push_back(phase);
+    for (const auto& part : all)
+      if (part.name.starts_with(phase.name + ".")) out.push_back(part);
+  }
+  return out;
+}
+
+// Round, and at most ten of them.
+double tick(double span) {
+  for (double ten = 1;; ten *= 10)
+    for (const double t : {ten, 2 * ten, 5 * ten})
+      if (span / t <= 10) return t;
+}
+
+std::string svg(const Json& s) {
+  const auto bars = bars_of(s["timeline"]);
+  double span = 1;
+  for (const auto& b : bars) span = std::max(span, b.start + b.ms);
+  const int height = kTop + kRow * static_cast<int>(bars.size()) + 10;
+  const auto x = [&](double at) { return kLabel + at / span * (kWidth - kLabel - kRight); };
+  std::string out = fmt::format("<svg viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"12\" role=\"img\">\n", kWidth, height);
+  for (double at = 0; at <= span; at += tick(span))
+    out += fmt::format("<path d=\"M{0:.1f},{1} V{2}\" stroke=\"#ddd\"/><text x=\"{0:.1f}\" y=\"{3}\" text-anchor=\"middle\">{4:g} s</text>\n", x(at), kTop - 8, height - 10, kTop - 14,
+                       at / 1e3);
+  int y = kTop;
+  for (const auto& b : bars) {
+    const bool part = b.name.find('.') != std::string::npos, stop = b.name == "rollback";
+    out += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>", kLabel - 8, y + kRow - 6, escaped(b.name));
+    out += fmt::format("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>", x(b.start), part ? y + 6 : y + 3, std::max(x(b.start + b.ms) - x(b.start), 1.0),
+                       part ? kRow - 12 : kRow - 6, stop ? "#c0504d" : part ? "#a9c4de" : "#4a7fb5");
+    out += fmt::format("<text x=\"{:.1f}\" y=\"{}\">{}</text>\n", std::max(x(b.start + b.ms), x(b.start) + 1) + 4, y + kRow - 6, ms(b.ms));
+    y += kRow;
+  }
+  return out + "</svg>\n";
+}
+
+}  // namespace
+
+std::string report_html(const Json& s) {
+  const auto text = [&](const char* key) { return escaped(s[key].get<std::string>()); };
+  const auto number = [&](const char* key) { return s[key].get<double>(); };
+  const std::string title = fmt::format("{}: {} &rarr; {}, {}", text("container"), text("from"), text("to"), outcome_of(s));
+  std::string out = "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>" + title +
+                    "</title>\n<style>body{font-family:sans-serif;max-width:62em;margin:2em auto;padding:0 1em}th{text-align:left;font-weight:normal;color:#555;"
+                    "padding-right:2em}td,th{padding:2px 1em 2px 0;vertical-align:top}svg{width:100%}</style></head><body>\n<h1>" +
+                    title + "</h1>\n<table>\n";
+  out += row("migration", migration_name(s)) + row("began", escaped(local_time(s["begun_ms"].get<std::int64_t>() / 1000)));
+  if (s["rollback_reason"].is_string()) out += row("because", text("rollback_reason"));
+  out += row("service blackout", ms(number("service_blackout_ms"))) + row("communication blackout of the partner", ms(number("communication_blackout_ms"))) + row("copied", mb(number("bytes_copied")));
+  out += "</table>\n<h2>Phases</h2>\n" + svg(s) + "<h2>Partners</h2>\n";
+  if (s["partner_figures"].empty()) out += "<p>Nothing was recorded of partners.</p>\n";
+  else out += "<table>\n<tr><th>host</th><th>blackout</th><th>suspended</th><th>sends posted again</th><th>receives posted again</th></tr>\n";
+  for (const auto& p : s["partner_figures"])
+    out += fmt::format("<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>\n", escaped(p["host"]), ms(p["blackout_ms"]), ms(p["suspended_ms"]),
+                       p["replayed_sends"].get<std::uint64_t>(), p["replayed_recvs"].get<std::uint64_t>());
+  if (!s["partner_figures"].empty()) out += "</table>\n";
+  return out + "<details><summary>Everything that was recorded</summary><pre>" + escaped(s.dump(2, ' ', false, Json::error_handler_t::replace)) + "</pre></details>\n</body></html>\n";
+}
+
+}  // namespace migr

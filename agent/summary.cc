@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "summary.h"
+
+#include <nlohmann/json.hpp>
+
+namespace migr {
+
+using Json = nlohmann::ordered_json;
+
+Json resources_json(const wire::Resources& r) { return {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}; }
+
+Json summary_json(const wire::Summary& s) {
+  Json phases = Json::object();
+  for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
+  Json steps = Json::object();  // of equal ones, on several hosts, the longest
+  for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
+  Json partners = Json::array();
+  for (const auto& p : s.partners()) partners.push_back(p);
+  Json timeline = Json::array();
+  for (const auto* list : {&s.phases(), &s.steps()})
+    for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
+  Json figures = Json::array();
+  for (const auto& f : s.partner_figures())
+    figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}});
+  return {{"container", s.container()},
+          {"from", s.from()},
+          {"to", s.to()},
+          {"migrated", s.migrated()},
+          {"undecided", s.undecided()},
+          {"tries", s.tries()},
+          {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
+          {"service_blackout_ms", s.service_blackout_ms()},
+          {"communication_blackout_ms", s.communication_blackout_ms()},
+          {"rdma_ms", s.rdma_ms()},
+          {"phases_ms", phases},
+          {"steps_ms", steps},
+          {"bytes_copied", s.bytes_copied()},
+          {"bytes_pre_copied", s.bytes_pre_copied()},
+          {"bytes_unchanged", s.bytes_unchanged()},
+          {"resources", resources_json(s.resources())},
+          {"partner", partners.empty() ? Json(nullptr) : partners[0]},
+          {"partners", partners},
+          {"connections_gone", s.gone()},
+          {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
+          {"begun_ms", s.begun_ms()},
+          {"timeline", timeline},
+          {"partner_figures", figures},
+          {"migration", s.id()}};
+}
+
+}  // namespace migr

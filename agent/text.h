@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Lines for a terminal.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace migr {
+
+inline constexpr std::size_t kColumns = 80;
+
+/// At spaces; what is longer than a line without one is broken. Lines after the first are indented.
+std::string wrapped(std::string text, std::size_t indent);
+std::string cut(const std::string& text, std::size_t most);
+/// Date and time here. @param s  since 1970
+std::string local_time(std::int64_t s);
+
+}  // namespace migr

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What is kept of past migrations, and the page about one of them.
+#include "agent/history.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "agent/report.h"
+#include "agent/summary.h"
+
+namespace {
+
+using namespace migr;
+using Json = nlohmann::ordered_json;
+
+wire::Summary summary(std::uint32_t id, double stop_ms = 100, const std::string& container = "c", const std::string& to = "dst") {
+  wire::Summary s;
+  s.set_id(id), s.set_container(container), s.set_from("src"), s.set_to(to), s.set_migrated(true), s.set_service_blackout_ms(stop_ms);
+  s.set_begun_ms(1'800'000'000'000 + id);
+  const auto add = [](wire::PhaseEnd& p, const char* name, double start, double ms) { p.set_phase(name), p.set_start_ms(start), p.set_ms(ms); };
+  add(*s.add_phases(), "check", 0, 50);
+  add(*s.add_phases(), "freeze", 50, 700);
+  add(*s.add_steps(), "freeze.rdma", 60, 300);
+  return s;
+}
+Json json_of(std::uint32_t id, double stop_ms = 100, const std::string& container = "c", const std::string& to = "dst") { return summary_json(summary(id, stop_ms, container, to)); }
+
+struct HistoryFile : ::testing::Test {
+  void SetUp() override {
+    char t[] = "/tmp/migr-history-XXXXXX";
+    ASSERT_NE(mkdtemp(t), nullptr);
+    dir = t;
+  }
+  void TearDown() override { std::filesystem::remove_all(dir); }
+  std::string file() const { return dir + "/history.jsonl"; }
+  std::string dir;
+};
+
+TEST_F(HistoryFile, GivesBackExactlyWhatItWasGiven) {
+  ASSERT_TRUE(History(dir).add(json_of(7)));
+  ASSERT_TRUE(History(dir).add(json_of(8)));
+  const auto past = History(dir).read();
+  ASSERT_TRUE(past);
+  ASSERT_EQ(past->entries.size(), 2u);
+  EXPECT_EQ(past->entries[0].dump(), json_of(7).dump());
+  EXPECT_EQ(past->entries[1].dump(), json_of(8).dump());
+  EXPECT_TRUE(past->warnings.empty());
+}
+
+TEST_F(HistoryFile, IsForItsOwnerOnly) {
+  ASSERT_TRUE(History(dir).add(json_of(7)));
+  struct stat st{};
+  ASSERT_EQ(stat(file().c_str(), &st), 0);
+  EXPECT_EQ(st.st_mode & 07777, 0600u);
+}
+
+TEST_F(HistoryFile, TheOldestGoWhenThereAreTooMany) {
+  for (std::uint32_t i = 1; i <= 7; i++) ASSERT_TRUE(History(dir, 3).add(json_of(i)));
+  const auto past = History(dir).read();
+  ASSERT_EQ(past->entries.size(), 3u);
+  EXPECT_EQ(past->entries[0]["migration"], 5);
+  EXPECT_EQ(past->entries[2]["migration"], 7);
+}
+
+TEST_F(HistoryFile, NoneIsNoError) {
+  const auto past = History(dir).read();
+  ASSERT_TRUE(past);
+  EXPECT_TRUE(past->entries.empty());
+}
+
+TEST_F(HistoryFile, LinesThatAreNoSummaryArePassedOverWithAWarning) {
+  Json no_stop = json_of(2), bad_phase = json_of(3), text_id = json_of(4);
+  no_stop.erase("service_blackout_ms");
+  bad_phase["timeline"][0]["ms"] = "long";
+  text_id["migration"] = "4";
+  std::ofstream(file()) << json_of(1).dump() << "\n{\"container\": \n[]\n\n" << no_stop.dump() << "\n" << bad_phase.dump() << "\n" << text_id.dump() << "\n" << json_of(9).dump();
+  const auto past = History(dir).read();
+  ASSERT_TRUE(past);
+  ASSERT_EQ(past->entries.size(), 2u);
+  EXPECT_EQ(past->entries[1]["migration"], 9);
+  ASSERT_EQ(past->warnings.size(), 6u);
+  EXPECT_NE(past->warnings[0].find("history.jsonl line 2"), std::string::npos) << past->warnings[0];
+  // And they do not come between later ones.
+  ASSERT_TRUE(History(dir).add(json_of(10)));
+  EXPECT_EQ(History(dir).read()->entries.size(), 3u);
+  EXPECT_TRUE(History(dir).read()->warnings.empty());
+}
+
+TEST_F(HistoryFile, SaysHowAnUndecidedOneEnded) {
+  auto s = summary(7, 123);
+  s.set_migrated(false), s.set_undecided(true), s.set_error("outcome not known");
+  wire::Summary end = summary(7, 0);
+  for (const bool before : {true, false}) {  // the other word may come first
+    std::filesystem::remove(file());
+    ASSERT_TRUE(before ? History(dir).settle(summary_json(end)) : History(dir).add(summary_json(s)));
+    ASSERT_TRUE(before ? History(dir).add(summary_json(s)) : History(dir).settle(summary_json(end)));
+    const auto past = History(dir).read();
+    ASSERT_EQ(past->entries.size(), 1u);
+    EXPECT_EQ(outcome_of(past->entries[0]), "moved");
+    EXPECT_TRUE(past->entries[0]["rollback_reason"].is_null());
+    EXPECT_EQ(past->entries[0]["service_blackout_ms"], 123.0) << "figures stay";
+  }
+}
+
+TEST_F(HistoryFile, KeepsTheReasonOfOneThatWentBackAndWasTidiedUpLater) {
+  auto s = summary(7), end = summary(7);
+  s.set_migrated(false), s.set_error("the reason");
+  end.set_migrated(false), end.set_error("by itself");
+  ASSERT_TRUE(History(dir).add(summary_json(s)));
+  ASSERT_TRUE(History(dir).settle(summary_json(end)));
+  EXPECT_EQ(History(dir).read()->entries.at(0)["rollback_reason"], "the reason");
+}
+
+TEST_F(HistoryFile, TakesAnErrorThatIsNoUtf8) {
+  auto s = summary(7);
+  s.set_error("CRIU said \xff\xfe");
+  ASSERT_TRUE(History(dir).add(summary_json(s)));
+  EXPECT_EQ(History(dir).read()->entries.size(), 1u);
+}
+
+TEST_F(HistoryFile, ThatCannotBeWrittenIsAnError) { EXPECT_FALSE(History(dir + "/none").add(json_of(7))); }
+
+TEST(PastMigrations, AreFoundByNumberTheLastFirst) {
+  const std::vector<Json> all = {json_of(7, 1), json_of(8, 2), json_of(7, 3)};
+  ASSERT_TRUE(find_migration(all, 7));
+  EXPECT_EQ((*find_migration(all, 7))["service_blackout_ms"], 3.0);
+  EXPECT_FALSE(find_migration(all, 9));
+}
+
+TEST(PastMigrations, SayHowTheyEnded) {
+  auto s = summary(7);
+  EXPECT_EQ(outcome_of(summary_json(s)), "moved");
+  s.set_migrated(false);
+  EXPECT_EQ(outcome_of(summary_json(s)), "went back");
+  s.set_undecided(true);
+  EXPECT_EQ(outcome_of(summary_json(s)), "undecided");
+}
+
+TEST(PastMigrations, TextFitsIntoEightyColumns) {
+  const auto text = history_text({json_of(7, 1234567.8, std::string(100, 'x'), std::string(100, 'y')), json_of(0xabcdef12)});
+  EXPECT_NE(text.find("00000007"), std::string::npos);
+  EXPECT_NE(text.find("src -> dst"), std::string::npos);
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 80u) << line;
+}
+
+TEST(ExpectedStop, IsTheMedianOfTheSameContainersMoves) {
+  const auto e = expected_stop({json_of(1, 10), json_of(2, 900, "other"), json_of(3, 30), json_of(4, 20)}, "c");
+  ASSERT_TRUE(e);
+  EXPECT_TRUE(e->same);
+  EXPECT_EQ(e->moves, 3u);
+  EXPECT_EQ(e->median_ms, 20);
+  EXPECT_EQ(e->least_ms, 10);
+  EXPECT_EQ(e->most_ms, 30);
+}
+
+TEST(ExpectedStop, IsThatOfOthersIfThereAreNone) {
+  const auto e = expected_stop({json_of(1, 10, "a"), json_of(2, 20, "b")}, "c");
+  ASSERT_TRUE(e);
+  EXPECT_FALSE(e->same);
+  EXPECT_EQ(e->median_ms, 15);
+}
+
+TEST(ExpectedStop, DoesNotGoByWhatWentBackOrIsAFolder) {
+  auto back = summary(1);
+  back.set_migrated(false);
+  EXPECT_FALSE(expected_stop({summary_json(back), json_of(2, 10, "c", "/var/checkpoint")}, "c"));
+  EXPECT_FALSE(expected_stop({json_of(3, 0)}, "c")) << "not known";
+  EXPECT_FALSE(expected_stop({}, "c"));
+}
+
+TEST(Report, HasPhasesPartsAndPartners) {
+  auto s = summary(0x1a2b);
+  auto* f = s.add_partner_figures();
+  f->set_host("peer"), f->set_blackout_ms(123.4), f->set_replayed_sends(17);
+  const auto html = report_html(summary_json(s));
+  for (const char* what : {"<svg", "00001a2b", ">check</text>", ">freeze</text>", ">freeze.rdma</text>", "700.0 ms", "<td>peer</td><td>123.4 ms</td>", "<td>17</td>", "moved"})
+    EXPECT_NE(html.find(what), std::string::npos) << what;
+}
+
+TEST(Report, DrawsBarsWhereTheyWere) {
+  const auto html = report_html(json_of(7));
+  // 750 ms are all of 700 px behind 170 px of names.
+  EXPECT_NE(html.find("<rect x=\"216.7\" y=\"53\" width=\"653.3\""), std::string::npos) << html;
+}
+
+TEST(Report, LoadsNothing) {
+  const auto html = report_html(json_of(7));
+  for (const char* what : {"http:", "https:", "src=", "<script", "<link", "@import", "url("}) EXPECT_EQ(html.find(what), std::string::npos) << what;
+}
+
+TEST(Report, EscapesWhatOthersHaveNamed) {
+  auto s = summary(7, 1, "<script>alert('x')</script>");
+  s.set_migrated(false), s.set_error("a < b & \"c\"");
+  s.mutable_phases(0)->set_phase("<b>");
+  s.add_partner_figures()->set_host("<i>");
+  const auto html = report_html(summary_json(s));
+  for (const char* what : {"<script>", "<b>", "<i>", "a < b"}) EXPECT_EQ(html.find(what), std::string::npos) << what;
+  for (const char* what : {"&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;", "&lt;b&gt;", "<td>&lt;i&gt;</td>", "a &lt; b &amp; &quot;c&quot;"})
+    EXPECT_NE(html.find(what), std::string::npos) << what;
+}
+
+}  // namespace
