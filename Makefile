@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc packages check check-fast conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
+.PHONY: all help deps kmod user runc packages check check-fast check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -35,6 +35,10 @@ check-fast: user		## tests without a VM (two minutes)
 
 check: all packages		## every test, in VMs too (40 minutes)
 	@scripts/check
+
+check-packages: user runc	## the packages on a minimal Debian: dependencies, DKMS, purge, lintian (root; 5 minutes)
+	@scripts/build-packages --lint
+	@tests/packages/root_test
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)
