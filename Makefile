@@ -57,7 +57,7 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
+shapes: all packages		## every step of the end-to-end tests, and longer walks (90 minutes)
 	@tests/e2e/walk
 
 CUTS ?= 100
