@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc check check-fast conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
+.PHONY: all help deps kmod user runc packages check check-fast check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
 
 all: deps kmod user runc	## build everything
 
@@ -27,11 +27,18 @@ user: deps			## libmigr, migrd, migrctl, CRIU plugin, programs
 runc: deps			## runc with our patches, build/runc/runc
 	@scripts/build-runc
 
+packages: user runc		## Debian packages of everything, build/packages/*.deb
+	@scripts/build-packages
+
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (40 minutes)
+check: all packages		## every test, in VMs too (40 minutes)
 	@scripts/check
+
+check-packages: user runc	## the packages on a minimal Debian: dependencies, DKMS, purge, lintian (root; 5 minutes)
+	@scripts/build-packages --lint
+	@tests/packages/root_test
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)
@@ -50,7 +57,7 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
+shapes: all packages		## every step of the end-to-end tests, and longer walks (90 minutes)
 	@tests/e2e/walk
 
 CUTS ?= 100
