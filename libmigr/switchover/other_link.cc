@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /* The new path is on another NIC of this host: other functions, other keys, another CQ. */
+#include <algorithm>
+#include <cerrno>
+
 #include "../kernel_link.h"
 #include "../links/links.h"
 #include "../real.h"
@@ -60,6 +63,8 @@ void take_back_path(QpShadow& q, ibv_qp* path) {
 
 int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why) {
   const ibv_qp_state state = q.app_state();
+  if (!std::all_of(q.cut->sends.begin(), q.cut->sends.end(), [](const QueuedSend& s) { return marker::is_marker(s.send.wr.wr_id); }))
+    return fail(why, EBUSY, qp_name(q) + " has work requests in flight");
   take_back_path(q, home);
   ibv_qp_init_attr init{};
   int err = real().query_qp(home, &q.cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);

@@ -133,7 +133,7 @@ preferred() {
 with_container() {
 	local E2E_VARS=(MIGR_LINKS="$E2E_LIB/links.json" MIGR_POLICY="$POLICY") CONTAINER_RDMA="uverbs0 uverbs1" h
 	for h in "${E2E_HOSTS[@]}"; do on "$h" cp /tmp/links.json "$E2E_LIB/links.json" || return 1; done
-	start_verify src lk --mode write_imm --qps 4 --size 4096 && backed_up src && "$@" && stop_verify lk ||
+	start_verify src lk --mode write_imm --qps 4 --size 4096 && backed_up src && "$@" && mend && stop_verify lk ||
 		{ logs_of_links; e2e_logs; mend; e2e_reset; return 1; }
 }
 logs_of_links() { local h; for h in "${E2E_HOSTS[@]}"; do echo "--- links of $h:"; links_of "$h" | jq -c '.processes[]'; done >&2; }
