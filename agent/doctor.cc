@@ -205,7 +205,7 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
 Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer) {
   Judge j{own.name()};
   if (!answer)
-    j.fail("migrd", answer.error().text, std::string("start it: systemctl start migrd, or migrd --config ") + kConfigPath);
+    j.fail("migrd", answer.error().text, fmt::format("start it: systemctl start migrd, or migrd --config {}", kConfigPath));
   else if (answer->release() != own.release() || answer->wire() != own.wire())
     j.fail("migrd", fmt::format("release {}, migrctl is {}", answer->release(), own.release()), "start migrd again: it is older or newer than what is installed");
   else

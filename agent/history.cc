@@ -105,6 +105,11 @@ std::optional<ExpectedStop> expected_stop(const std::vector<Json>& entries, cons
   return ExpectedStop{(ms[(n - 1) / 2] + ms[n / 2]) / 2, ms.front(), ms.back(), n, !its.empty()};
 }
 
+Json expected_json(const std::optional<ExpectedStop>& stop) {
+  if (!stop) return nullptr;
+  return {{"median", stop->median_ms}, {"least", stop->least_ms}, {"most", stop->most_ms}, {"moves", stop->moves}, {"same_container", stop->same}};
+}
+
 std::string history_text(const std::vector<Json>& entries) {
   if (entries.empty()) return "nothing was migrated from this host yet\n";
   std::string out = fmt::format("{:8} {:19} {:14} {:18} {:9} {:>7}\n", "ID", "WHEN", "WHAT", "FROM -> TO", "OUTCOME", "STOP ms");

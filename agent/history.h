@@ -53,6 +53,8 @@ struct ExpectedStop {
 /// From migrations to other hosts that succeeded. nullopt: there were none.
 std::optional<ExpectedStop> expected_stop(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
 
+nlohmann::ordered_json expected_json(const std::optional<ExpectedStop>& stop);
+
 /// No line is longer than 80 columns.
 std::string history_text(const std::vector<nlohmann::ordered_json>& entries);
 

@@ -265,7 +265,7 @@ int show_plan(const Options& o, const wire::PlanReply& plan) {
     print({{"container", s.container()}, {"from", s.from()}, {"to", s.to()}, {"would_move", s.error().empty()}, {"refused_because", s.error().empty() ? Json(nullptr) : Json(s.error())},
            {"processes", plan.processes()}, {"connections", plan.connections()}, {"partners", partners}, {"memory_bytes", plan.memory_bytes()}, {"pre_copy", plan.pre_copy()},
            {"resources", resources_json(r)},
-           {"expected_stop_ms", stop ? Json{{"median", stop->median_ms}, {"least", stop->least_ms}, {"most", stop->most_ms}, {"moves", stop->moves}, {"same_container", stop->same}} : Json(nullptr)}});
+           {"expected_stop_ms", expected_json(stop)}});
     if (!s.error().empty()) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
     return s.error().empty() ? kDone : kRefused;
   }
