@@ -586,7 +586,8 @@ class Orders : public ::testing::Test {
   PeerDirectory directory_{peers_, table_};
   PortWatch ports_{dir_.path + "/links.json", [] { return std::vector<RdmaPort>{{"rxe0", 1, "eth0"}, {"rxe1", 1, "eth1"}}; }, {1ms, 1ms, 1ms, 1ms}};
   LinkSocket socket_{table_, directory_, [this] { return ports_.ports(); }, ""};
-  ControlService service_{peers_, sessions_, {}, {}, {table_, directory_, ports_}};
+  History history_{dir_.path};
+  ControlService service_{peers_, sessions_, {}, {}, {table_, directory_, ports_}, history_};
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<wire::Control::Stub> stub_;
   std::optional<LinkLibrary> l_;
