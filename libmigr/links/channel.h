@@ -90,6 +90,7 @@ struct Channel {
   bool beat_now = false;      ///< whether the other end lives has to be known
   std::uint64_t doubt_ns = 0; ///< a path on its link failed then, and no heartbeat of after that was answered; 0: none did
 
+  std::uint64_t needed_ns = 0;  ///< it stood, or something wanted it, then
   std::uint64_t bye_ns = 0;   ///< BYE was sent, or answered
   bool ended = false;         ///< and that is all that comes: it is destroyed when it has arrived
 

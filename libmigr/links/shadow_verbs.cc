@@ -641,15 +641,22 @@ class Round {
     }
   }
 
-  /// Half channels to processes that nothing is connected to any more: nobody would find them broken.
+  /// Half channels to processes that nothing is connected to any more: nobody would find them broken. The next connection
+  /// may come at once.
   static void end_needless_channels() {
+    constexpr std::uint64_t kAgainNs = 1'000'000'000;
+    const std::uint64_t now = now_ns();
     const auto needed = [](const Channel* c) {
       return std::any_of(state()->qps.begin(), state()->qps.end(), [&](const QpLink* l) {
         return l->instance == c->peer && ((l->legs[kHome].link == c->link && wants_channel(*l, kHome)) || (l->legs[kBackup].link == c->link && wants_channel(*l, kBackup)));
       });
     };
-    for (Channel* c : std::vector(state()->channels))
-      if (!c->up() && !needed(c)) end_channel(*c);
+    for (Channel* c : std::vector(state()->channels)) {
+      if (c->up() || needed(c) || !c->needed_ns) c->needed_ns = now;
+      if (now - c->needed_ns < kAgainNs) continue;
+      past_of(c->peer, *c->link).round = c->round;
+      destroy_channel(c);
+    }
   }
 
   void give_up_channel(Channel& channel, std::uint32_t last) {
