@@ -33,12 +33,13 @@ packages: user runc		## Debian packages of everything, build/packages/*.deb
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all packages		## every test, in VMs too (40 minutes)
+check: all			## every test, in VMs too (40 minutes)
 	@scripts/check
 
-check-packages: user runc	## the packages on a minimal Debian: dependencies, DKMS, purge, lintian (root; 5 minutes)
+check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM (root; 15 minutes)
 	@scripts/build-packages --lint
 	@tests/packages/root_test
+	@tests/e2e/packages_test.sh
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)
@@ -57,7 +58,7 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all packages		## every step of the end-to-end tests, and longer walks (90 minutes)
+shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
 	@tests/e2e/walk
 
 CUTS ?= 100
