@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
@@ -38,8 +36,7 @@ std::vector<pid_t> restorers(const std::string& dir) {
   for (const auto& p : fs::directory_iterator("/proc", ec)) {
     const pid_t pid = std::atoi(p.path().filename().c_str());
     if (pid <= 0 || pid == getpid()) continue;
-    std::ifstream f(p.path() / "cmdline", std::ios::binary);
-    const std::string line((std::istreambuf_iterator<char>(f)), {});
+    const std::string line = text_of(p.path() / "cmdline");
     const bool restores = line.find("partial-restore") != std::string::npos || line.find(std::string("\0restore\0", 9)) != std::string::npos;
     if (restores && line.find(dir + "/") != std::string::npos) found.push_back(pid);
   }

@@ -11,11 +11,11 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <set>
 
 #include "bare.h"
 #include "failover/port_watch.h"
+#include "file_tree.h"
 #include "kernel_record.h"
 #include "libmigr/links/config.h"
 #include "limits.h"
@@ -51,7 +51,7 @@ wire::PartFacts links_of(const Config& config) {
     return f;
   }
   links::Config parsed;
-  f.set_error(links::parse(std::string(std::istreambuf_iterator<char>(in), {}), "", parsed));
+  f.set_error(links::parse(text_of(config.links_file), "", parsed));
   f.set_version(std::to_string(parsed.links.size()) + " links");
   return f;
 }

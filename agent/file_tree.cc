@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <sstream>
 #include <vector>
 
 #include "limits.h"
@@ -268,6 +269,13 @@ std::string checksum_of(const std::string& text) {
   Checksum sum{};
   sum.add(text.data(), text.size());
   return sum.end();
+}
+
+std::string text_of(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream out;
+  out << in.rdbuf();  // an istreambuf_iterator would throw where a read fails
+  return out.str();
 }
 
 std::string first_line_of(const std::string& path) {

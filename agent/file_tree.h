@@ -29,6 +29,8 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
 /// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.
 Status remove_folder(const std::string& folder);
 
+/// What it holds. Empty: it is, or it cannot be read, as what is in /proc of a process that has just ended.
+std::string text_of(const std::string& path);
 /// Empty: it is, or it cannot be read.
 std::string first_line_of(const std::string& path);
 

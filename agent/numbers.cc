@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 
 #include "bare.h"
 #include "file_tree.h"
@@ -21,11 +19,6 @@ using Json = nlohmann::json;
 // born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true}}
 // guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
 constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";
-
-std::string read(const std::string& path) {
-  std::ifstream in(path);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
 
 // Also for numbers that it is done with already.
 Status each(const BornBook::Vqpns& vqpns, Status (KernelRecord::*what)(std::uint32_t)) {
@@ -117,10 +110,10 @@ BornBook::Vqpns BornBook::reserved() const {
 
 // ---- on disk
 
-BornBook Numbers::book() const { return BornBook(read(path(kBorn))); }
+BornBook Numbers::book() const { return BornBook(text_of(path(kBorn))); }
 
 Json Numbers::guests() const {
-  Json j = Json::parse(read(path(kGuests)), nullptr, false);
+  Json j = Json::parse(text_of(path(kGuests)), nullptr, false);
   if (!j.is_object()) j = Json::object();
   for (auto i = j.begin(); i != j.end();) i = i->is_object() ? std::next(i) : j.erase(i);
   return j;

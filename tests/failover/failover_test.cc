@@ -661,7 +661,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
   EXPECT_GT(totals.replayed, 0u);
-  if (GetParam() != "told") {  // a link that works acknowledges nearly all that was executed
+  if (GetParam() != "told" && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
     EXPECT_GT(totals.executed, 0u);
   }
   if (!exact && rounds >= 50) {

@@ -387,6 +387,13 @@ TEST_F(Tree, LargerThanTheLimitIsEFBIG) {
   EXPECT_EQ(s.error().code, EFBIG);
 }
 
+TEST_F(Tree, WhatCannotBeReadIsEmpty) {
+  std::ofstream(dir_ + "/text") << "two\nlines\n";
+  EXPECT_EQ(text_of(dir_ + "/text"), "two\nlines\n");
+  EXPECT_EQ(text_of(dir_ + "/none"), "");
+  EXPECT_EQ(text_of(dir_), "") << "opens, and each read fails, as with a process that has ended";
+}
+
 TEST_F(Tree, WhatIsMountedInAFolderStays) {
   std::filesystem::create_directories(dir_ + "/outside");
   std::filesystem::create_directories(dir_ + "/from/mounted");
