@@ -141,12 +141,15 @@ moved_and_cut_there() {	# the rail that it was born on fails where it is now, an
 	migrate_ok lk dst && expect_traffic && backed_up dst || return 1
 	rail peer down && both_on 1 dst && expect_traffic && mend && both_on 0 dst && expect_traffic && changed dst && changed peer
 }
-# The rail that a container was born on is dead, and its host is to be drained. At first nobody answers there.
+stays_on_its_backup() {	# nobody answers at the destination
+	migrd_kill dst TERM
+	migrate_refused lk dst "does not answer" && migrd_start dst && until_true 30 on_link src 1 && expect_traffic
+}
+# The rail that a container was born on is dead, and its host is to be drained.
 moved_from_dead_rail() {
 	rail src down && both_on 1 || return 1
-	migrd_kill dst TERM
-	migrate_refused lk dst "does not answer" && migrd_start dst && until_true 30 on_link src 1 && expect_traffic &&
-		migrate_ok lk dst && expect_traffic && backed_up dst && both_on 0 dst
+	[ -z "${E2E_WALK:-}" ] || stays_on_its_backup || return 1
+	migrate_ok lk dst && expect_traffic && backed_up dst && both_on 0 dst
 }
 # The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.
 again_and_again() {
