@@ -36,10 +36,12 @@ static int stands(int fd, uint32_t pqpn, uint32_t state)
 static void check_stands(struct side *s, int fd, uint32_t id)
 {
 	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR }, reset = { .qp_state = IBV_QPS_RESET };
+	struct ibv_qp_attr init = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
 	struct ibv_qp *qp = make_qp(s);
 
 	need(qp, "create_qp");
 	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EBUSY, "a QP in RESET");
+	need(!ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "modify_qp to INIT");
 	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
 	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EINVAL, "one that has never been in RTS");
 	need(!ibv_modify_qp(qp, &reset, IBV_QP_STATE), "modify_qp to RESET");
