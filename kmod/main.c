@@ -2,7 +2,8 @@
 /* migr.ko: the names that RDMA applications hold, and the numbers of the NIC. */
 #include <linux/module.h>
 
-#include "migr.h"
+#define CREATE_TRACE_POINTS
+#include "migr_trace.h"
 
 static int __init migr_init(void)
 {

@@ -12,7 +12,7 @@
  */
 #include <linux/module.h>
 
-#include "migr.h"
+#include "migr_trace.h"
 
 #define MIGR_NAME_BITS 12
 
@@ -82,11 +82,13 @@ static int pick_vqpn_locked(const struct migr_ctx *ctx, u32 pqpn, u32 *vqpn)
 static int qp_add_locked(struct migr_obj *obj)
 {
 	struct migr_qp_rec *qp = &obj->rec.qp;
-	int err;
+	int err = 0;
 
 	if (qp->pqpn <= 1)
 		qp->vqpn = qp->pqpn;	/* a GSI or SMI QP of user space */
-	else if ((err = pick_vqpn_locked(obj->ctx, qp->pqpn, &qp->vqpn)))
+	else
+		err = pick_vqpn_locked(obj->ctx, qp->pqpn, &qp->vqpn);
+	if (err)
 		return err;
 	err = pin_locked(obj, qp->vqpn != qp->pqpn);
 	if (err)
@@ -160,6 +162,7 @@ int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	obj->rec.qp.flags &= ~MIGR_QP_FORMER;
 	obj->bound = true;
 	ctx->gen++;
+	trace_migr_qp_bind(obj);
 out_unlock:
 	mutex_unlock(&migr_lock);
 	return err;
@@ -187,6 +190,7 @@ int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state)
 	if (!err) {
 		obj->rec.qp.qp_state = state;
 		ctx->gen++;
+		trace_migr_qp_state(obj);
 	}
 	mutex_unlock(&migr_lock);
 	return err;
@@ -435,8 +439,10 @@ int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 		err = move_away_locked(obj, vrkey >> 8);
 	if (!err)
 		err = mr_set_names_locked(obj, vlkey, vrkey);
-	if (!err)
+	if (!err) {
 		obj->bound = true;
+		trace_migr_mr_bind(obj);
+	}
 	ctx->gen++;
 out_unlock:
 	mutex_unlock(&migr_lock);

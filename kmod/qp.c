@@ -2,7 +2,7 @@
 /* Queue pairs. */
 #include <rdma/ib_cache.h>
 
-#include "migr.h"
+#include "migr_trace.h"
 
 static void record_create(struct migr_qp_rec *rec, const struct ib_qp *qp,
 			  const struct ib_qp_init_attr *attr)
@@ -138,6 +138,7 @@ static int modify_qp(struct ib_qp *qp, struct ib_qp_attr *attr, int mask, struct
 		record_modify(&obj->rec.qp, attr, mask);
 		obj->ctx->gen++;
 		if (mask & IB_QP_STATE) {
+			trace_migr_qp_state(obj);
 			ctx = obj->ctx;
 			kref_get(&ctx->ref);
 			vqpn = obj->rec.qp.vqpn;

@@ -11,7 +11,7 @@
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
-#include "migr.h"
+#include "migr_trace.h"
 
 #define MIGR_HASH_BITS 12
 
@@ -83,6 +83,7 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	ctx->user_ns = get_user_ns(current_user_ns());
 	ctx->netns = migr_current_netns();
 	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
+	trace_migr_ctx_new(ctx);
 	return ctx;
 }
 
@@ -117,6 +118,7 @@ static void ctx_gone_locked(struct migr_ctx *ctx)
 		migr_obj_free(obj);
 		kref_put(&ctx->ref, ctx_release);	/* never the last */
 	}
+	trace_migr_ctx_gone(ctx);
 	hash_del(&ctx->by_uctx);
 	xa_erase(&ctx_by_id, ctx->id);
 	ctx->uctx = NULL;
@@ -250,6 +252,7 @@ int migr_ctx_attach(struct migr_ctx *ctx)
 	get_task_comm(ctx->comm, current->group_leader);
 	put_pid(old_tgid);
 	put_user_ns(old_ns);
+	trace_migr_ctx_attach(ctx);
 out_unlock:
 	mutex_unlock(&migr_lock);
 	return err;
@@ -427,6 +430,7 @@ static void obj_unlink_locked(struct migr_obj *obj)
 		migr_names_hide_locked(obj);
 		obj_account_locked(obj, -1);
 	}
+	trace_migr_obj_gone(obj);
 	migr_names_del_locked(obj);
 	hash_del_rcu(&obj->by_ptr);
 	if (!hlist_unhashed(&obj->by_handle))
@@ -488,6 +492,7 @@ int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
 	xa_set_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);
 	migr_obj_resolve_locked(obj);
 	obj_account_locked(obj, 1);
+	trace_migr_obj_new(obj);
 out_unlock:
 	mutex_unlock(&migr_lock);
 	return err;

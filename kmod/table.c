@@ -63,6 +63,7 @@ static int store(struct file *file, u64 offset, u32 value)
 	if (IS_ERR(page))
 		return PTR_ERR(page);
 	p = kmap_local_page(page);
+	/* pairs as said above */
 	smp_store_release((u32 *)(p + offset_in_page(offset)), value);
 	kunmap_local(p);
 	set_page_dirty(page);
