@@ -572,7 +572,7 @@ int take(CqShadow& c, const ibv_wc& wc, bool linked) {
   const bool ours = marker::is_marker(wc.wr_id), failed = wc.status != IBV_WC_SUCCESS;
   if (!ours || (failed && is_stand_in(c, wc))) {  // the latter: a path that is cut again
     if (!c.cutting.empty() && of_a_cut(c, wc, linked)) return 0;
-    if (failed && c.link && links::take_error(c, wc, linked)) return 0;
+    if (failed && links::take_error(c, wc, linked)) return 0;
     if (!ours) return -1;
   }
   if (c.markers) --c.markers;

@@ -29,6 +29,7 @@
 
 #include <linux/types.h>
 #include "../include/uapi/migr.h"
+#include "links/guard.h"
 #include "switchover/states.h"
 
 namespace migr {
@@ -135,6 +136,7 @@ struct QueuedSend {
   std::uint32_t first_psn = 0;  ///< stale if it was never sent
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
   bool retry_exceeded = false;  ///< the device has given it up
+  bool ours = false;            ///< a drain marker
   std::optional<OwedCompletion> executed = {};  ///< on a path before: it lies in no queue and is due behind the one before it
   bool again = false;           ///< a CAS that is done once more although it was executed: its swap value is nobody else's
 };
@@ -268,6 +270,7 @@ struct alignas(64) CqShadow {
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
   links::CqLink* link;        ///< null: no QP on it has a backup
+  std::vector<QpShadow*> guarded;  ///< QPs on it that have, or had, a guard
 };
 
 struct alignas(64) SrqShadow {
@@ -372,6 +375,8 @@ struct alignas(64) QpShadow {
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
   links::QpLink* link = nullptr;            ///< its path on the backup link; null: it has none
+  links::Guard guard{};                     ///< between two backups
+  std::uint64_t drain_marker = 0;           ///< the last one that was posted for it
 
   std::uint32_t vqpn() const { return app.qp_num; }
   std::uint32_t pqpn() const { return real->qp_num; }

@@ -362,8 +362,8 @@ void look_at_drifting(QpShadow& q) {
   if (now_ns() - q.adrift_ns < limit_ms * 1'000'000ull) return;
   std::string why = "no migration and no link has given it a path for " + std::to_string(limit_ms) + " ms";
   if (q.link) return q.link->noticed_ns = q.adrift_ns, give_up(*q.link, why);
-  std::fprintf(stderr, "libmigr: vQPN %u: %s; the application gets the errors\n", q.vqpn(), why.c_str());
-  if (switchover::give_up_path(q, why)) std::fprintf(stderr, "libmigr: vQPN %u: %s\n", q.vqpn(), why.c_str());
+  say(q, why + "; the application gets the errors");
+  if (switchover::give_up_path(q, why)) say(q, why);
 }
 
 void look_into_traps(QpLink& l) {
@@ -545,23 +545,14 @@ void give_up(QpLink& l, const std::string& why) {
   tell_gone(l);
   std::string more;
   if (switched(l) && !cut(l, more)) say(l, more);
-  std::vector<QpLink::Hidden> all;
-  {
-    std::lock_guard guard(l.lock);
-    all.swap(l.hidden);
-  }
+  std::vector<Hidden> all = take_hidden(q);
   if (q.cut && q.cut->told_apart) {
     all.clear();  // they are among what was not used
   } else if (q.cut) {
     for (const ibv_wc& wc : q.cut->taken_sends) all.push_back({q.send_cq, wc});
     for (const ibv_wc& wc : q.cut->taken_receives) all.push_back({q.recv_cq, wc});
   }
-  for (QpLink::Hidden& h : all) {
-    std::lock_guard guard(h.cq->lock);
-    h.wc.qp_num = q.vqpn();
-    h.cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
-    if (path::complete_stand_in(*h.cq, h.wc) < 0) h.cq->fake.push_back(h.wc);
-  }
+  deliver(q, std::move(all));
   // It stays on the path that it is on: what is posted there from now on is not late.
   std::erase_if(l.traps, [&](const Trap& trap) { return trap.path.qp == l.path.qp; });
   if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more)) say(l, more);
@@ -718,7 +709,7 @@ void run_failover() {
         if (l->stage == Stage::kDraining) timeout = kDrainMs;
         else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
       }
-      for (QpShadow* q : registry.qps) look_at_drifting(*q);
+      for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);
       for (Link& link : state()->links) heartbeats(link);
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
     }

@@ -88,9 +88,8 @@ void kick(int fd) {
   errno = saved;
 }
 
-void say(const QpLink& l, const std::string& what) {
-  std::fprintf(stderr, "libmigr: vQPN %u: %s\n", l.name.vqpn, what.c_str());
-}
+void say(const QpShadow& q, const std::string& what) { std::fprintf(stderr, "libmigr: vQPN %u: %s\n", q.vqpn(), what.c_str()); }
+void say(const QpLink& l, const std::string& what) { say(*l.q, what); }
 
 bool same(const migr_links_name& a, const migr_links_name& b) { return a.vqpn == b.vqpn && !std::memcmp(a.gid, b.gid, sizeof a.gid); }
 
@@ -202,7 +201,7 @@ void forget(CqShadow& c) {
   {
     std::lock_guard guard(c.lock);
     link = std::exchange(c.link, nullptr);
-    c.state.fetch_and(~std::uint32_t{kLinkedCq | kProtectedCq}, std::memory_order_relaxed);
+    c.state.fetch_and(~std::uint32_t{kLinkedCq | (c.guarded.empty() ? kProtectedCq : 0u)}, std::memory_order_relaxed);
   }
   if (link->bell) real().destroy_qp(link->bell);
   real().destroy_cq(link->real);
@@ -258,12 +257,14 @@ ibv_qp* born_with(const QpLink& l) {
 
 void forget(QpLink& l) {
   QpShadow& q = *l.q;
+  guard(l);
   destroy_paths(l, q.real);
   if (l.epoch && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
   forget_qp(l);
 }
 
 void gone(QpShadow& q) {
+  forget_guard(q);
   QpLink* const l = q.link;
   if (!l) return;
   destroy_paths(*l, l->path.qp);  // that was destroyed by the caller
@@ -281,7 +282,7 @@ void end_drift(QpShadow& q, bool forgets) {
     q.cut->receives.clear();
   }
   std::string why;
-  if (switchover::give_up_path(q, why)) std::fprintf(stderr, "libmigr: vQPN %u: %s\n", q.vqpn(), why.c_str());
+  if (switchover::give_up_path(q, why)) say(q, why);
 }
 
 }  // namespace
@@ -290,6 +291,8 @@ void leave(QpShadow& q, ibv_qp_state to) {
   QpLink* const l = q.link;
   if (to != IBV_QPS_RESET && to != IBV_QPS_ERR) return;
   if (q.adrift) end_drift(q, to == IBV_QPS_RESET);
+  if (to == IBV_QPS_ERR) unguard(q);
+  forget_guard(q);
   if (!l) return;
   stop_change(*l);
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
@@ -322,7 +325,7 @@ void after_fork_in_child() {
   // A child has none of its parent's threads, and cannot use what is its parent's.
   for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
   the_state->round_fd = the_state->failover_fd = -1;
-  for (CqShadow* c : Registry::get().cqs) c->link = nullptr;
+  for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear();
   for (QpShadow* q : Registry::get().qps) q->link = nullptr;
   for (MrShadow* mr : Registry::get().mrs) mr->twin = nullptr;
   for (Context* context : Registry::get().contexts) context->twin = nullptr;
@@ -340,17 +343,42 @@ bool of_the_path(ibv_wc_status status) {
 
 }  // namespace
 
+namespace {
+
+/// Caller holds the guard's lock.
+bool take_guarded(Guard& g, CqShadow& c, const ibv_wc& wc) {
+  if (!g.on) return false;
+  if (!of_the_path(wc.status)) return g.on = false;
+  g.hidden.push_back({&c, wc});
+  if (std::exchange(g.failed, true)) return true;
+  g.since_ns = now_ns();
+  kick(the_state->failover_fd);
+  return true;
+}
+
+bool take_guarded(CqShadow& c, const ibv_wc& wc) {
+  const auto q = std::find_if(c.guarded.begin(), c.guarded.end(), [&](QpShadow* g) { return __atomic_load_n(&g->real, __ATOMIC_ACQUIRE)->qp_num == wc.qp_num; });
+  if (q == c.guarded.end()) return false;
+  std::lock_guard guard((*q)->guard.lock);
+  return take_guarded((*q)->guard, c, wc);
+}
+
+}  // namespace
+
 bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
   const Side side = linked ? kBackup : kHome;
+  if (!c.link) return take_guarded(c, wc);
   const auto found = c.link->qps[side].find(wc.qp_num);
-  if (found == c.link->qps[side].end()) return false;
+  if (found == c.link->qps[side].end()) return !linked && take_guarded(c, wc);
   QpLink& l = *found->second;
+  std::lock_guard of_guard(l.q->guard.lock);
   std::lock_guard guard(l.lock);
   if (side != l.on || wc.qp_num != l.path.qp->qp_num) {  // a trap's
     if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
     return true;
   }
-  if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return false;
+  if (l.stage == Stage::kMaking) return take_guarded(l.q->guard, c, wc);
+  if (l.stage == Stage::kBroken) return false;
   if (!of_the_path(wc.status)) {
     if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
     return false;
@@ -361,15 +389,11 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
 }
 
 void hand_over(QpShadow& q) {
-  std::vector<QpLink::Hidden> hidden;
-  {
-    std::lock_guard guard(q.link->lock);
-    hidden.swap(q.link->hidden);
-  }
+  const std::vector<Hidden> hidden = take_hidden(q);
   // Threads that poll add to these meanwhile.
   const auto give = [&](CqShadow& cq, std::vector<ibv_wc>& taken, bool to_sends) {
     std::vector<ibv_wc> before;
-    for (const QpLink::Hidden& h : hidden)
+    for (const Hidden& h : hidden)
       if ((h.cq == q.send_cq) == to_sends) before.push_back(h.wc);
     std::lock_guard guard(cq.lock);
     taken.insert(taken.begin(), before.begin(), before.end());
@@ -416,8 +440,8 @@ int ring(CqShadow& c, std::string& why) {
   return err;
 }
 
-bool hides_errors(const QpShadow& q) {
-  if (q.adrift) return true;
+bool hides_errors(QpShadow& q) {
+  if (q.adrift || failed_unseen(q)) return true;
   return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kDraining || q.link->stage == Stage::kChanging);
 }
 

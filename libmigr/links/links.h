@@ -160,10 +160,6 @@ struct QpLink {
   Side on = kHome;
   bool wanted = false;  ///< an error has been seen
   bool late = false;    ///< something was flushed from a trap
-  struct Hidden {
-    CqShadow* cq;
-    ibv_wc wc;
-  };
   std::vector<Hidden> hidden;  ///< until the cut
 
   Leg& leg() { return legs[on]; }
@@ -204,7 +200,7 @@ int arm(CqShadow& c, int solicited_only);
 int ring(CqShadow& c, std::string& why);
 bool changing(const QpShadow& q);
 /// That its path is in ERR is not the application's business (yet).
-bool hides_errors(const QpShadow& q);
+bool hides_errors(QpShadow& q);
 bool on_backup(const QpShadow& q);
 /// It has left the path that it was born with, or is about to.
 bool has_changed(const QpShadow& q);

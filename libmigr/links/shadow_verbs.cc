@@ -507,6 +507,7 @@ class Round {
   bool run() {
     if (wanted_to_park()) {
       look_for_threads();
+      look_at_ways_home();
       if (leave_links(directory_)) return true;
       stay_parked();
       look_again_ns_ = 0;  // the clock may be another host's
@@ -647,9 +648,10 @@ class Round {
     constexpr std::uint64_t kAgainNs = 1'000'000'000;
     const std::uint64_t now = now_ns();
     const auto needed = [](const Channel* c) {
-      return std::any_of(state()->qps.begin(), state()->qps.end(), [&](const QpLink* l) {
-        return l->instance == c->peer && ((l->legs[kHome].link == c->link && wants_channel(*l, kHome)) || (l->legs[kBackup].link == c->link && wants_channel(*l, kBackup)));
-      });
+      for (const QpLink* l : state()->qps)
+        for (const Side side : {kHome, kBackup})
+          if (l->instance == c->peer && l->legs[side].link == c->link && wants_channel(*l, side)) return true;
+      return false;
     };
     for (Channel* c : std::vector(state()->channels)) {
       if (c->up() || needed(c) || !c->needed_ns) c->needed_ns = now;
@@ -686,6 +688,13 @@ class Round {
     return waiting;
   }
 
+  /// Before a migration, of a default link that works again.
+  static void look_at_ways_home() {
+    std::lock_guard guard(registry().lock);
+    for (QpLink* l : state()->qps)
+      if (l->on == kBackup) look_at_backup(*l);
+  }
+
   static void look_at_backup(QpLink& l) {
     if (l.stage != Stage::kMaking || !has_begun(l)) return;
     Channel* const channel = standing(l, other(l.on));
@@ -693,11 +702,7 @@ class Round {
     l.why.clear();
     if (!l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
     if (!all_memory_there(*l.twin)) return;
-    {
-      std::lock_guard guard(l.lock);
-      l.stage = Stage::kReady;
-      l.wanted = false;  // what was wanted before could not be
-    }
+    relieve(l);
     if (l.leg().link->down()) wanted(l);
   }
 

@@ -52,6 +52,7 @@ State* state();
 inline bool parking() { return state()->parking != State::Parking::kNo; }
 void kick(int eventfd);
 using switchover::now_ns;
+void say(const QpShadow& q, const std::string& what);
 void say(const QpLink& l, const std::string& what);
 
 /* links.cc */

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "../kernel_link.h"
 #include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
@@ -19,7 +20,13 @@ namespace {
 
 std::uint32_t bytes_of(ibv_mtu mtu) { return 128u << mtu; }
 
-bool ours(const QueuedSend& s) { return marker::is_marker(s.send.wr.wr_id); }
+bool ours(const QueuedSend& s) { return s.ours; }
+
+int read_sends(QpShadow& q, const provider::QueuePart& part, std::vector<QueuedSend>& out) {
+  const int err = provider::sends_in(q, part, out);
+  for (QueuedSend& s : out) s.ours = q.drain_marker && s.send.wr.wr_id == q.drain_marker;
+  return err;
+}
 
 bool replayable(ibv_wr_opcode opcode) { return opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD || opcode == IBV_WR_SEND_WITH_INV; }
 
@@ -97,7 +104,7 @@ int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& rece
   to.qp_state = IBV_QPS_ERR;
   if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE)) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
   if (const int err = wait_until_empty(q, flushing, why)) return err;
-  int err = provider::sends_in(q, sends, cut.sends);
+  int err = read_sends(q, sends, cut.sends);
   if (!err) err = provider::receives_in(q, receives, cut.receives);
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
   to.qp_state = IBV_QPS_RESET;
@@ -127,67 +134,20 @@ void name_keys(QpShadow& q, const VirtualLkeys& keys, ibv_send_wr& wr, std::vect
 replay::Unused tell_apart(const Cut& cut, replay::Unused guess, std::span<const QueuedSend> sends, std::span<const KeptReceive> receives) {
   std::vector<std::uint64_t> flushed, sent, received;
   for (const ibv_wc& wc : cut.taken_sends) flushed.push_back(wc.wr_id);
-  for (const QueuedSend& s : sends) sent.push_back(s.send.wr.wr_id);
+  for (const QueuedSend& s : sends)
+    if (!ours(s)) sent.push_back(s.send.wr.wr_id);
   for (const KeptReceive& r : receives) received.push_back(r.wr_id);
   return replay::told_by_names(guess, flushed, sent, received);
 }
 
-/// The QP's part of cut().
-int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
-  std::lock_guard guard(q.lock);
-  auto cut = std::make_unique<Cut>();
-  ibv_qp_init_attr init{};
-  if (const int err = real().query_qp(q.real, &cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init))
-    return fail(why, err, "query_qp of " + qp_name(q));
-  cut->attr.qp_state = q.real->state;
-  cut->pqpn = q.pqpn();
-  cut->psn = cut->attr.rq_psn & kPsnMask;
-  cut->send_cq = q.send_cq;
-  q.cut = std::move(cut);
-  if (q.broken) return 0;  // everything has completed
-  set_bits(q, kKeepReceives);
-  provider::QueuePart sends, receives;
-  if (const int err = stop_path(q, sends, receives, why)) return err;
-  const auto markers = static_cast<std::size_t>(std::count_if(q.cut->sends.begin(), q.cut->sends.end(), ours));
-  auto& s = q.cut->sends;
-  auto& r = q.cut->receives;
-  replay::Unused left = replay::unused(*q.cut, s.size() - markers, r.size(), q.send_cq != q.recv_cq);
-  if (q.send_cq == q.recv_cq) left = tell_apart(*q.cut, left, std::span(s).first(s.size() - markers), r);
-  s.erase(s.begin(), s.end() - static_cast<std::ptrdiff_t>(left.sends + markers));
-  r.erase(r.begin(), r.end() - static_cast<std::ptrdiff_t>(left.receives));
-  for (QueuedSend& x : s) name_keys(q, keys, x.send.wr, x.send.sges);
-  for (KeptReceive& x : r) keys.translate(*q.context, x.sges);
-  return 0;
+/// Those of `sends` that stand in for others are these again.
+void unfold(QpShadow& q, std::vector<QueuedSend>& sends) {
+  std::lock_guard guard(q.send_cq->lock);
+  auto& stand_ins = q.send_cq->stand_ins;
+  const std::size_t all = stand_ins.size();
+  replay::unfold(sends, stand_ins);
+  q.send_cq->markers -= static_cast<unsigned>(all - stand_ins.size());
 }
-
-}  // namespace
-
-int check_cut(Qps qps, std::string& why) {
-  for (QpShadow* q : qps) {
-    if (q->phase != Phase::kSuspended && q->phase != Phase::kDrained) {
-      why = qp_name(*q) + " is " + name(q->phase) + " and cannot be cut";
-      return EBUSY;
-    }
-    if (q->broken) continue;
-    if (const std::string no = why_no_cut(*q); !no.empty()) {
-      why = qp_name(*q) + no;
-      return EOPNOTSUPP;
-    }
-  }
-  return 0;
-}
-
-int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
-  if (const int err = check_cut(qps, why)) return err;
-  const VirtualLkeys keys;
-  for (QpShadow* q : qps) {
-    if (const int err = cut_one(*q, keys, why)) return err;  // rollback() goes back from where it is
-    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .psn = q->cut->psn, .reserved = 0});
-  }
-  return 0;
-}
-
-namespace {
 
 /* ---- a path that failed: it stays in ERR ------------------------------------------ */
 
@@ -300,16 +260,19 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
     }, receive_end);
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
   const bool separate = q.send_cq != q.recv_cq;
-  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed(), now.sends.mask));
-  const std::uint32_t window_start = (send_end - window) & now.sends.mask;
+  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed() + 1, now.sends.mask));  // a drain marker may be there
+  std::uint32_t front = (send_end - window) & now.sends.mask;
   std::vector<QueuedSend> sends;
-  if ((err = provider::sends_in(q, {window_start, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
+  if ((err = read_sends(q, {front, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
   const auto given_up = std::find_if(sends.begin(), sends.end(), [](const QueuedSend& s) { return s.retry_exceeded; });
-  const std::uint32_t posted_sends = (send_end - before.sends.from) & now.sends.mask;
+  const std::size_t behind = static_cast<std::size_t>(sends.end() - given_up - std::count_if(given_up, sends.end(), ours));
+  const std::uint32_t queued = (send_end - before.sends.from) & now.sends.mask;
+  const auto posted = sends.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(queued, sends.size()));
+  const std::uint32_t posted_sends = queued - static_cast<std::uint32_t>(std::count_if(posted, sends.end(), ours));
   const std::uint32_t posted_receives = (receive_end - before.receives.from) & now.receives.mask;
   replay::Unused left = replay::unused(cut, posted_sends, posted_receives, separate);
-  if (given_up != sends.end() && !separate) {
-    left.sends = static_cast<std::size_t>(sends.end() - given_up);
+  if (given_up != sends.end() && !separate && behind <= cut.flushed()) {
+    left.sends = behind;
     left.receives = cut.flushed() - left.sends;
   } else if (separate) {
     left = {cut.taken_sends.size(), cut.taken_receives.size()};
@@ -323,10 +286,12 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
     why = qp_name(q) + ": " + std::to_string(cut.flushed()) + " work requests were flushed, more than its queues tell of";
     return EOVERFLOW;
   }
-  sends.erase(sends.begin(), sends.end() - static_cast<std::ptrdiff_t>(left.sends));
+  auto oldest = sends.end();
+  for (std::size_t n = left.sends; n && oldest != sends.begin();) n -= !ours(*--oldest);
+  front += static_cast<std::uint32_t>(oldest - sends.begin());
+  sends.erase(sends.begin(), oldest);
   if (!sends.empty() && !sends.front().retry_exceeded) {
     // The device may note down for a flushed work request that it has begun it. Whether it had is told by its PSN.
-    const std::uint32_t front = (send_end - static_cast<std::uint32_t>(left.sends)) & now.sends.mask;
     const std::uint32_t place = (front - before.sends.from) & now.sends.mask;
     if (place < sends_before.size())
       sends.front().begun = sends_before[place].begun || sends_before[place].first_psn != sends.front().first_psn;
@@ -369,13 +334,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   cut.psn = now.rq_psn & kPsnMask;
   cut.next_psn = now.sq_psn & kPsnMask;
   if ((err = read_unused(q, before, sends_before, why))) return err;
-  {
-    std::lock_guard guard(q.send_cq->lock);
-    auto& stand_ins = q.send_cq->stand_ins;
-    const std::size_t all = stand_ins.size();
-    replay::unfold(cut.sends, stand_ins);
-    q.send_cq->markers -= static_cast<unsigned>(all - stand_ins.size());
-  }
+  unfold(q, cut.sends);
   for (QueuedSend& x : cut.sends) {
     if (x.executed) continue;
     if (!replayable(x.send.wr.opcode)) {
@@ -397,7 +356,73 @@ void join(Cut& second, Cut& first) {
   second.sends = std::move(first.sends);
 }
 
+/// As stop_path(), of a vQP with a guard: its path stays in ERR, and if the migration is undone its links give it another one.
+int stop_guarded_path(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
+  q.cut->path_failed = true;
+  int err = wait_for_pollers(q, why);
+  if (!err) err = cut_into_err(q, keys, why);
+  if (err) return err;
+  err = q.context->kernel->stands(q.pqpn(), q.app_state());
+  return err ? fail(why, err, "cannot keep the state of " + qp_name(q) + " in the record") : 0;
+}
+
+/// The QP's part of cut().
+int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
+  std::lock_guard guard(q.lock);
+  auto cut = std::make_unique<Cut>();
+  ibv_qp_init_attr init{};
+  if (const int err = real().query_qp(q.real, &cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init))
+    return fail(why, err, "query_qp of " + qp_name(q));
+  cut->attr.qp_state = q.real->state;
+  cut->pqpn = q.pqpn();
+  cut->psn = cut->attr.rq_psn & kPsnMask;
+  cut->send_cq = q.send_cq;
+  q.cut = std::move(cut);
+  if (q.broken) return 0;  // everything has completed
+  set_bits(q, kKeepReceives);
+  if (links::guarded(q)) return stop_guarded_path(q, keys, why);
+  provider::QueuePart sends, receives;
+  if (const int err = stop_path(q, sends, receives, why)) return err;
+  const auto markers = static_cast<std::size_t>(std::count_if(q.cut->sends.begin(), q.cut->sends.end(), ours));
+  auto& s = q.cut->sends;
+  auto& r = q.cut->receives;
+  replay::Unused left = replay::unused(*q.cut, s.size() - markers, r.size(), q.send_cq != q.recv_cq);
+  if (q.send_cq == q.recv_cq) left = tell_apart(*q.cut, left, std::span(s).first(s.size() - markers), r);
+  s.erase(s.begin(), s.end() - static_cast<std::ptrdiff_t>(left.sends + markers));
+  r.erase(r.begin(), r.end() - static_cast<std::ptrdiff_t>(left.receives));
+  unfold(q, s);
+  for (QueuedSend& x : s)
+    if (!x.executed) name_keys(q, keys, x.send.wr, x.send.sges);
+  for (KeptReceive& x : r) keys.translate(*q.context, x.sges);
+  return 0;
+}
+
 }  // namespace
+
+int check_cut(Qps qps, std::string& why) {
+  for (QpShadow* q : qps) {
+    if (q->phase != Phase::kSuspended && q->phase != Phase::kDrained) {
+      why = qp_name(*q) + " is " + name(q->phase) + " and cannot be cut";
+      return EBUSY;
+    }
+    if (q->broken) continue;
+    if (const std::string no = why_no_cut(*q); !no.empty()) {
+      why = qp_name(*q) + no;
+      return EOPNOTSUPP;
+    }
+  }
+  return 0;
+}
+
+int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
+  if (const int err = check_cut(qps, why)) return err;
+  const VirtualLkeys keys;
+  for (QpShadow* q : qps) {
+    if (const int err = cut_one(*q, keys, why)) return err;  // rollback() goes back from where it is
+    out.push_back({.ctx_id = q->context->ctx_id(), .vqpn = q->vqpn(), .psn = q->cut->psn, .reserved = 0});
+  }
+  return 0;
+}
 
 int withhold(QpShadow& q, std::string& why) {
   QpShadow* const one[] = {&q};
@@ -465,10 +490,11 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
   if (peer_psn) fates = replay::fates(sends, bytes_of(cut.attr.path_mtu), cut.next_psn, *peer_psn);
   if (cut.resend) replay::resend(sends, fates);
   else if (cut.unique_swap) replay::swap_again(sends, fates);
-  while (!sends.empty() && ours(sends.back())) {  // they are at the end
-    sends.pop_back();
-    fates.pop_back();
-  }
+  for (std::size_t i = sends.size(); i-- > 0;)
+    if (ours(sends[i])) {
+      sends.erase(sends.begin() + static_cast<std::ptrdiff_t>(i));
+      fates.erase(fates.begin() + static_cast<std::ptrdiff_t>(i));
+    }
   replay::Plan plan = replay::plan(std::move(sends), fates, q.vqpn(), q.init.sq_sig_all);
   cut.settled = true;
   cut.peer_psn = peer_psn.value_or(0);
@@ -507,7 +533,11 @@ int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_s
     {
       std::lock_guard guard(q.lock);
       settle_one(q, psns[i].psn & kPsnMask, out);
-      if (q.phase == Phase::kSuspended) q.phase = Phase::kDrained;  // else it has its new path already
+      if (q.phase == Phase::kSuspended) {  // else it has its new path already
+        q.phase = Phase::kDrained;
+        q.adrift = links::guarded(q) && !q.cut->lost;
+        q.cut->settled = !q.adrift;  // its links would settle it, with nothing in flight
+      }
     }
     // Completions that no device has told of.
     const bool wake = q.send_cq->armed && q.send_cq->app.channel && out.back().executed;

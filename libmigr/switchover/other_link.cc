@@ -63,7 +63,7 @@ void take_back_path(QpShadow& q, ibv_qp* path) {
 
 int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why) {
   const ibv_qp_state state = q.app_state();
-  if (!std::all_of(q.cut->sends.begin(), q.cut->sends.end(), [](const QueuedSend& s) { return marker::is_marker(s.send.wr.wr_id); }))
+  if (!std::all_of(q.cut->sends.begin(), q.cut->sends.end(), [](const QueuedSend& s) { return s.ours; }))
     return fail(why, EBUSY, qp_name(q) + " has work requests in flight");
   take_back_path(q, home);
   ibv_qp_init_attr init{};

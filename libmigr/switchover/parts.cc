@@ -202,6 +202,7 @@ ibv_qp* create_like(const QpShadow& like, ibv_context* ctx, ibv_qp_init_attr_ex&
 
 int break_connection(QpShadow& q, std::string& why) {
   q.gone = false;
+  links::unguard(q);
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
   const int err = real().modify_qp(q.real, &to, IBV_QP_STATE);

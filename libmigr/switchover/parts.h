@@ -47,12 +47,6 @@ void for_cqs(const QpShadow& q, Function&& function) {
 
 /// What a migration has not touched yet, or no more.
 inline bool waits_for_links(const QpShadow& q) { return q.adrift && q.phase == Phase::kSuspended; }
-/// All but those that are adrift.
-inline std::vector<QpShadow*> with_path(Qps qps) {
-  std::vector<QpShadow*> out(qps.begin(), qps.end());
-  std::erase_if(out, [](const QpShadow* q) { return q->adrift; });
-  return out;
-}
 
 /// The beginning of every suspension. @param bits of its state word
 void raise_flags(QpShadow& q, std::uint32_t bits);

@@ -192,10 +192,6 @@ int rollback(std::string& why) {
       }
     }
     destroy_real(q->spare);
-    if (q->adrift) {
-      drift_on(*q);
-      continue;
-    }
     if (q->phase == Phase::kRunning) continue;
     if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
     suspended.push_back(q);

@@ -18,10 +18,12 @@ void raise_flags(QpShadow& q, std::uint32_t bits) {
 }
 
 int suspend(Qps named, std::string& why) {
-  const std::vector<QpShadow*> qps = with_path(named);
+  std::vector<QpShadow*> qps(named.begin(), named.end());
+  std::erase_if(qps, [](const QpShadow* q) { return q->adrift; });
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
-    if (const int err = set_write_access(*q, true, why)) {
+    const int err = links::failed_unseen(*q) ? 0 : set_write_access(*q, true, why);
+    if (err && !(err == EINVAL && links::note_failure(*q))) {  // in ERR, and nobody has polled what tells of it
       std::string ignored;
       for (QpShadow* undo : qps) set_write_access(*undo, false, ignored);
       return err;
@@ -43,6 +45,7 @@ struct Draining {
   bool session_over = false;
   bool posted = false;
   bool done = false;
+  bool failed = false;  ///< and the application does not know: it is to be cut
   std::uint64_t wr_id = 0;
   std::uint64_t empty_since = 0;  ///< UD
 };
@@ -65,7 +68,7 @@ int post_marker(Draining& d) {
   std::lock_guard cq_guard(q.send_cq->lock);
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
-  d.wr_id = wr.wr_id;
+  d.wr_id = q.drain_marker = wr.wr_id;
   d.posted = true;
   return 0;
 }
@@ -96,6 +99,10 @@ void poll_cqs(const std::vector<Draining>& all, Seen& out) {
 int look_for_marker(Draining& d, const Seen& seen, std::string& why) {
   const auto found = seen.markers.find(d.wr_id);
   if (found == seen.markers.end()) return 0;
+  if (found->second != IBV_WC_SUCCESS && links::note_failure(*d.qp)) {
+    d.failed = true;
+    return 0;
+  }
   if (found->second == IBV_WC_WR_FLUSH_ERR) {  // it broke before us: so it is to be found on the other host
     d.qp->broken = d.done = true;
     return 0;
@@ -131,6 +138,10 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
     d.done = true;  // nothing was ever sent, or everything is being flushed
     return 0;
   }
+  if (!d.posted && links::failed_unseen(q)) {
+    d.failed = true;
+    return 0;
+  }
   if (!d.posted) {
     const int err = post_marker(d);
     if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
@@ -164,7 +175,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   Seen seen;
   int result = 0;
   for (;;) {
-    bool all_done = true;
+    bool all_done = true, any_failed = false;
     {
       std::lock_guard guard(registry.lock);
       if (changes != registry.changes) {  // destroyed by the application meanwhile
@@ -174,10 +185,12 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
       }
       poll_cqs(all, seen);
       for (Draining& d : all) {
-        if (!d.done && !result) result = advance(d, seen, why);
-        all_done = all_done && d.done;
+        if (!d.done && !d.failed && !result) result = advance(d, seen, why);
+        all_done = all_done && (d.done || d.failed);
+        any_failed = any_failed || d.failed;
       }
     }
+    if (all_done && any_failed && !result) result = ETIMEDOUT;  // it will not get any better
     if (all_done || result) break;
     if (now_ns() > deadline) {
       result = ETIMEDOUT;
@@ -197,7 +210,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     }
     if (result && !d.done) {
       if (!left++ && why.empty())
-        why = qp_name(q) + (d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
+        why = qp_name(q) + (d.failed ? "'s path has failed" : d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
       stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0,
                        .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
     }

@@ -3,7 +3,7 @@
 // work request completes once, in order, with its bytes; WRITEs are executed once under `exact`, and a CAS has the answer
 // that it would have had. Rounds: FAILOVER_ROUNDS, FAILOVER_SEED. parked: an end leaves its links as before a migration, and has
 // them again after it. adrift: so it does while its default link is broken. marooned:
-// and the other one breaks then. told: the program says that a link is down which works.
+// and the other one breaks then. guarded: it breaks while the links were left. told: the program says that a link is down which works.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -33,7 +33,7 @@ constexpr auto kLimit = std::chrono::seconds(20);
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, unsigned return_ms, unsigned adrift_ms) : host_(host) {
+  Library(char host, const std::string& policy, unsigned return_ms, unsigned adrift_ms) {
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
@@ -60,7 +60,6 @@ class Library {
   ibv_context* context = nullptr;
 
  private:
-  char host_;
   void* so_;
 };
 
@@ -588,6 +587,42 @@ std::string adrift(End& x, End& y, const Options& o, bool marooned) {
   return wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); }) ? "" : "not protected in the end: " + x.how() + "; " + y.how();
 }
 
+/// The link fails while an end has left the other one, as in a migration: no application hears of it, and the work goes on when that
+/// is over, over the other link.
+std::string guarded(End& x, End& y, const Options& o) {
+  std::mt19937 random(o.seed);
+  const auto broken = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
+  const auto allow = [&](int wrs) {
+    for (End* e : {&x, &y}) e->allow(wrs);
+  };
+  const StoreProcess process = store_process_of(random() % 2);
+  for (int times = 1; times <= 2; ++times) {
+    char why[200];
+    process.park(why, sizeof why);
+    if (*why) return process.let_go(), why;
+    model_cut(0, static_cast<unsigned>(random() % 60), o.answers_only);
+    allow(kWrs * times / 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(random() % 200));
+    model_cut(0, 0, false);  // at the latest now
+    allow(kWrs * times / 4 + 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (x.idle() && y.idle()) return "it did not notice: there is a path";
+    if (broken()) return "an application has heard of it";
+    process.let_go();
+    if (!wait_for([&] { return broken() || (x.idle() && y.idle() && x.left(0) && y.left(0)); })) return "not on the other link: " + x.how() + "; " + y.how();
+    if (broken()) return "";
+    model_mend(0);
+    if (!wait_for([&] { return broken() || (x.protected_now(1) && y.protected_now(1)) || random() % 64 == 0; })) return "not protected on the other link: " + x.how() + "; " + y.how();
+    process.park(why, sizeof why);  // which leads it home; or casts it off, where it came too early for that
+    if (*why) return process.let_go(), why + ("; " + x.how() + "; " + y.how());
+    process.let_go();
+    if (!wait_for([&] { return broken() || (x.protected_now() && y.protected_now()); })) return "not protected again: " + x.how() + "; " + y.how();
+    if (x.protected_now(1)) break;  // cast off: the link that it was on takes it up again
+  }
+  allow(kWrs);
+  return wait_for([&] { return broken() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
+}
+
 /// The program itself says that a link does not carry, at one end, again and again; and that it does.
 std::string told(End& x, End& y, const Library& of_x) {
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
@@ -612,7 +647,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns");
+  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -630,7 +665,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = GetParam() == "marooned" ? 3000 : 30'000;
   const Library a('a', exact ? "exact" : "resend", return_ms, adrift_ms), b('b', exact ? "exact" : "resend", return_ms, adrift_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" ? 6 : GetParam() == "marooned" ? 3 : returns || storm ? 20 : 80;
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" || GetParam() == "guarded" ? 6 : GetParam() == "marooned" ? 3 : returns || storm ? 20 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -669,7 +704,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded"), [](const auto& info) { return info.param; });
 
 }  // namespace
 
