@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "config.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -27,6 +28,50 @@ Status set_limit(const std::string& name, const nlohmann::json& value) {
   return {};
 }
 
+constexpr std::pair<Right, const char*> kRights[] = {
+    {Right::kRead, "read"}, {Right::kPartner, "partner"}, {Right::kToHere, "to_here"}, {Right::kFromHere, "from_here"}};
+
+bool strings_in(const nlohmann::json& j) {
+  return j.is_array() && std::all_of(j.begin(), j.end(), [](const auto& s) { return s.is_string(); });
+}
+
+// "PEER", or {"peer": "PEER", "containers": ["NAME", ..]}
+Result<AllowRule> read_rule(const nlohmann::json& j, Right right) {
+  if (j.is_string()) return AllowRule{j, {}};
+  const bool of_containers = right == Right::kToHere || right == Right::kFromHere;
+  if (of_containers && j.is_object() && j.size() == 2 && j.contains("peer") && j["peer"].is_string() && j.contains("containers") &&
+      strings_in(j["containers"]) && !j["containers"].empty())
+    return AllowRule{j["peer"], j["containers"]};
+  return Error{EINVAL, "each of \"" + std::string(key_of(right)) + "\" in \"allow\" has to be the name of a peer" +
+                           (of_containers ? ", or {\"peer\": .., \"containers\": [..]}" : "")};
+}
+
+// {"to_here": [RULE, ..], ..}
+Status read_allow(const nlohmann::json& j, Config& out) {
+  if (!j.is_object()) return Error{EINVAL, "\"allow\" has to be an object"};
+  for (const auto& [key, rules] : j.items()) {
+    const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&](const auto& k) { return key == k.second; });
+    if (r == std::end(kRights)) return Error{EINVAL, "unknown key \"" + key + "\" in \"allow\""};
+    if (!rules.is_array()) return Error{EINVAL, "\"" + key + "\" in \"allow\" has to be an array"};
+    auto& all = out.allow[r->first];
+    for (const auto& rule : rules) {
+      auto one = read_rule(rule, r->first);
+      if (!one) return one.error();
+      all.push_back(std::move(*one));
+    }
+  }
+  return {};
+}
+
+// A name that is written wrongly would allow nothing, and nobody would know why.
+Status names_peers(const Config& c) {
+  for (const auto& [right, rules] : c.allow)
+    for (const auto& r : rules)
+      if (r.peer.find_first_of("*?[") == r.peer.npos && r.peer != c.name && !c.peer(r.peer))
+        return Error{EINVAL, "'" + r.peer + "' in \"allow\", \"" + key_of(right) + "\" is none of the \"peers\""};
+  return {};
+}
+
 // {"redis": ADDRESS, "prefix": .., "password_file": ..}
 Status read_directory(const nlohmann::json& j, RedisConfig& out) {
   if (!j.is_object() || !j.contains("redis")) return Error{EINVAL, "\"directory\" has to be {\"redis\": \"host:port\" or \"/path/of/its/socket\"}"};
@@ -47,6 +92,11 @@ Status read_directory(const nlohmann::json& j, RedisConfig& out) {
 
 }  // namespace
 
+const char* key_of(Right right) {
+  const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&](const auto& k) { return k.first == right; });
+  return r == std::end(kRights) ? "" : r->second;
+}
+
 const Peer* Config::peer(const std::string& wanted) const {
   for (const Peer& p : peers)
     if (p.name == wanted) return &p;
@@ -64,7 +114,7 @@ Result<Config> load_config(const std::string& path) {
       {"pki", &c.pki},             {"state_dir", &c.state_dir},
       {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
       {"runc", &c.runc},           {"runc_root", &c.runc_root},
-      {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook},
+      {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}, {"metrics", &c.metrics},
       {"libmigr", &c.libmigr},     {"links_file", &c.links_file}};
   for (const auto& [key, value] : j.items()) {
     if (auto s = strings.find(key); s != strings.end()) {
@@ -78,6 +128,8 @@ Result<Config> load_config(const std::string& path) {
           return Error{EINVAL, path + ": each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
         c.peers.push_back({p["name"], p["address"]});
       }
+    } else if (key == "allow") {
+      if (auto a = read_allow(value, c); !a) return Error{EINVAL, path + ": " + a.error().text};
     } else if (key == "directory") {
       if (auto d = read_directory(value, c.redis); !d) return Error{EINVAL, path + ": " + d.error().text};
     } else if (key == "limits") {
@@ -89,6 +141,7 @@ Result<Config> load_config(const std::string& path) {
     }
   }
   if (c.name.empty()) return Error{EINVAL, path + ": \"name\" of this host is missing"};
+  if (auto s = names_peers(c); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;
   if (auto s = check_faults(c.fault); !s) return s.error();
   return c;

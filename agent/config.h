@@ -2,6 +2,7 @@
 // /etc/migr/migrd.json: who this host is, who its peers are, where things lie.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,23 @@ namespace migr {
 struct Peer {
   std::string name;
   std::string address;  // host:port
+};
+
+/// What peers may here.
+enum class Right {
+  kPeer,      // what every configured peer may
+  kRead,      // facts of this host, for doctor
+  kPartner,   // switch connections of processes here, and ask for their links
+  kToHere,    // move containers and processes to here
+  kFromHere,  // be where those of this host are moved to
+};
+/// Its key in "allow"; empty: it has none.
+const char* key_of(Right right);
+
+/// One who may.
+struct AllowRule {
+  std::string peer;                     // pattern, as of a shell
+  std::vector<std::string> containers;  // patterns; none: all
 };
 
 /// The directory of links in a Redis server.
@@ -34,9 +52,11 @@ struct Config {
   std::string runc_root = "/run/runc";
   std::string criu = "criu";     // for processes without a container
   std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
+  std::string metrics = kMetrics;  // host:port that Prometheus reads; empty: nowhere
   std::string net_hook;          // empty: containers keep no network of their own
   std::string libmigr = kLibmigr;  // what programs preload; only looked at by migrctl doctor
   std::string links_file = kLinksFile;  // the host's configuration of links, for processes that cannot read it
+  std::map<Right, std::vector<AllowRule>> allow;  // a right that is missing: every peer has it
   RedisConfig redis;
   std::string fault;             // MIGR_FAULT from the environment
 

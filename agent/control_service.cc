@@ -2,6 +2,7 @@
 #include "control_service.h"
 
 #include <spdlog/spdlog.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <future>
@@ -12,7 +13,7 @@
 namespace migr {
 
 grpc::Status ControlService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
-  *out = version_of(peers_.config(), sessions_.all().size());
+  *out = version_of(peers_.config(), sessions_.all().size(), certificates_);
   return grpc::Status::OK;
 }
 
@@ -140,6 +141,20 @@ grpc::Status ControlService::SetLink(grpc::ServerContext* ctx, const wire::LinkO
       for (const auto& line : left) out->add_left(line);
     return grpc::Status::OK;
   }
+}
+
+Result<std::unique_ptr<grpc::Server>> serve_root(const std::string& path, grpc::Service& service) {
+  unlink(path.c_str());
+  grpc::ServerBuilder b;
+  b.AddListeningPort("unix:" + path, grpc::InsecureServerCredentials());
+  b.RegisterService(&service);
+  const mode_t old = umask(0177);  // not even for a moment
+  auto server = b.BuildAndStart();
+  umask(old);
+  if (!server) return Error{EADDRINUSE, "cannot listen on " + path};
+  struct stat st {};
+  if (stat(path.c_str(), &st) || st.st_uid != geteuid() || (st.st_mode & 0777) != 0600) return Error{EPERM, path + " is not for root alone"};
+  return server;
 }
 
 }  // namespace migr

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include "failover/link_directory.h"
 #include "failover/port_watch.h"
@@ -30,8 +31,9 @@ class ControlService final : public wire::Control::Service {
     PortWatch& ports;
   };
 
-  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles, LinkParts links, History& history)
-      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links), history_(history) {}
+  ControlService(migr::Peers& peers, SessionTable& sessions, Work work, std::vector<Role*> roles, LinkParts links, History& history,
+                 const Certificates* certificates = nullptr)
+      : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links), history_(history), certificates_(certificates) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) override;
   grpc::Status Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) override;
@@ -50,6 +52,10 @@ class ControlService final : public wire::Control::Service {
   const std::vector<Role*> roles_;
   const LinkParts links_;
   History& history_;
+  const Certificates* const certificates_;
 };
+
+/// On a socket that root alone can open: by its mode, for gRPC does not tell who has connected. What was there goes.
+Result<std::unique_ptr<grpc::Server>> serve_root(const std::string& path, grpc::Service& service);
 
 }  // namespace migr

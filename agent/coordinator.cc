@@ -9,6 +9,7 @@
 #include <map>
 #include <thread>
 
+#include "clock.h"
 #include "fault.h"
 #include "limits.h"
 #include "parallel.h"
@@ -168,8 +169,10 @@ Status Coordinator::find_partners() {
   std::string silent;
   for (std::size_t h = 0; h < hosts_.size(); h++) {
     if (!replies[h]) {
-      if (!unreachable(replies[h].error())) return replies[h].error();
-      silent += (silent.empty() ? "" : ", ") + hosts_[h]->name();
+      // A host that lets us switch nothing may have nothing of ours either.
+      const Error& e = replies[h].error();
+      if (!unreachable(e) && e.code != EPERM) return e;
+      silent += (silent.empty() ? "" : ", ") + (e.code == EPERM ? e.text : hosts_[h]->name());
       continue;
     }
     Affected a{hosts_[h], {}};
@@ -189,7 +192,7 @@ Status Coordinator::find_partners() {
     if (!found[i] && !twins_.contains(i))
       return Error{ENOENT, "no host knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
                                (silent.empty() ? "; is migrd running where the partner is, and is it among the peers?"
-                                               : "; these hosts do not answer: " + silent)};
+                                               : "; these hosts do not tell: " + silent)};
   return {};
 }
 
@@ -390,17 +393,18 @@ Status Coordinator::drain() {
     left.insert(r->left().begin(), r->left().end());
     return {};
   };
+  const double began = now_ms();
   if (auto s = both([&] { return step("drain.source", [&] { return take(source_.drain(set_.drain_ms)); }); },
                     [&](Affected& a) { return step("drain.partner", [&] { return take(a.link->drain(id_, set_.drain_ms)); }); }); !s) return s;
   if (left.empty()) return {};
-  return step("drain.replay", [&] { return replay(left); });
+  const std::string what = (now_ms() - began < set_.drain_ms ? "a path has failed" : "wait-before-stop took more than " + std::to_string(set_.drain_ms) + " ms") +
+                           ", with " + std::to_string(left.size()) + " of " + std::to_string(info_.connected.size()) + " connections still busy";
+  return step("drain.replay", [&] { return replay(left, what); });
 }
 
-// The limit has run out. First both ends stop whatever they do; then nothing changes any more, and how far each got says what
+// It does not end. First both ends stop whatever they do; then nothing changes any more, and how far each got says what
 // has to be replayed. A failure in between breaks these connections; what could fail for a reason is asked before.
-Status Coordinator::replay(std::set<std::size_t> left) {
-  const std::string what = "wait-before-stop took more than " + std::to_string(set_.drain_ms) + " ms, with " + std::to_string(left.size()) +
-                           " of " + std::to_string(info_.connected.size()) + " connections still busy";
+Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) {
   for (const auto i : std::set(left)) {
     if (i >= info_.connected.size()) return Error{EPROTO, "an answer to Drain names a wrong QP"};
     if (const auto t = twins_.find(i); t != twins_.end()) left.insert(t->second);
@@ -542,7 +546,7 @@ Status Coordinator::commit() {
   const Told told = tell_commit(dest_, id_, set_.undecided_ms, set_.resolve_step_ms);
   if (told.outcome == wire::COMMITTED) return {};
   if (told.outcome == wire::UNDONE) {
-    if (auto s = source_.decide(wire::UNDONE); !s) spdlog::error("{}", s.error().text);
+    if (auto s = source_.decide(wire::UNDONE); !s) spdlog::error("migration {:08x}: {}", id_, s.error().text);
     committed_ = false;
     return told.why;
   }
@@ -630,7 +634,7 @@ void Coordinator::begin(const std::string& container, const std::string& to, std
   summary_.set_container(container);
   summary_.set_from(set_.self);
   summary_.set_to(to);
-  summary_.set_begun_ms(std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count());
+  summary_.set_begun_ms(unix_now_ms());
 }
 
 wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {

@@ -178,7 +178,7 @@ class Coordinator {
   Status connect();
   Status pre_copy();
   Status drain();
-  Status replay(std::set<std::size_t> left);
+  Status replay(std::set<std::size_t> left, const std::string& what);
   Status freeze();
   void start_upload();
   Status copy();

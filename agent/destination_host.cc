@@ -163,7 +163,7 @@ void DestinationHost::take_up(const JobPtr& job) {
   if (job->get() == wire::OPEN) return abort(*job, "migrd ended before it was committed");
   spdlog::warn("migration {:08x}: {} runs here; finishing", job->id, job->container);
   for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
-  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("{}", s.error().text);
+  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
 }
 
 DestinationHost::~DestinationHost() = default;
@@ -191,8 +191,9 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
   return Error{s.error().code, text};
 }
 
-grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) {
+grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckRequest* r, wire::CheckReply* out) {
   auto check = [&]() -> Status {
+    if (auto s = may(config_, {*ctx, config_}, Right::kToHere, r->container()); !s) return s;
     if (auto s = same_version("migrd", r->wire(), kWireVersion); !s) return s;
     if (auto s = same_version("libmigr", r->proc(), MIGR_PROC_VERSION); !s) return s;
     auto k = KernelRecord::open();
@@ -224,15 +225,20 @@ grpc::Status DestinationHost::Check(grpc::ServerContext*, const wire::CheckReque
   return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCheck, check));
 }
 
-grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>* reader,
+grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerReader<wire::PrepareChunk>* reader,
                                       wire::PrepareReply* out) {
   wire::PrepareChunk chunk;
   if (!reader->Read(&chunk) || !chunk.has_header()) return {grpc::StatusCode::INVALID_ARGUMENT, "Prepare without a header"};
   auto made = job_of(chunk.header(), config_.state_dir);
   if (!made) return to_grpc(made);
   const JobPtr job = *made;
+  const Caller who(*ctx, config_);
+  if (auto s = coordinates(who, job->id, job->source); !s) return to_grpc(s);
+  if (auto s = may(config_, who, Right::kToHere, job->container); !s) return to_grpc(s);
   std::lock_guard work(job->work);
   if (auto s = jobs_.add(job); !s) return to_grpc(s);
+
+  spdlog::info("migration {:08x}: {} is to come here from {}", job->id, job->container, job->source);
 
   const bool later = job->record.header().later();
   auto run = [&]() -> Status {
@@ -268,8 +274,8 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext*, grpc::ServerReader<w
   return to_grpc(s);
 }
 
-grpc::Status DestinationHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PrepareReply* out) {
-  return step(m->id(), FaultStep::kDestinationCreate, [&](Job& job) -> Status {
+grpc::Status DestinationHost::Create(grpc::ServerContext* ctx, const wire::Migration* m, wire::PrepareReply* out) {
+  return step(*ctx, m->id(), FaultStep::kDestinationCreate, [&](Job& job) -> Status {
     if (job.child.running()) return Error{EEXIST, "the partial restore was started already"};
     return create(job, *out);
   });
@@ -293,8 +299,7 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
     p->set_psn(q.psn);
     p->set_gid(q.sgid, sizeof q.sgid);
   }
-  for (auto& g : gids_of_all()) *out.add_gids() = std::move(g);
-  return {};
+  return each_gid([&](wire::PortGid& g) { *out.add_gids() = std::move(g); });
 }
 
 Status DestinationHost::start_restore(Job& job) {
@@ -314,22 +319,22 @@ Status DestinationHost::start_restore(Job& job) {
 }
 
 // A call on a migration that is open here.
-grpc::Status DestinationHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
-  auto job = jobs_.find(id);
+grpc::Status DestinationHost::step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  auto job = jobs_.find(id, {ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
   const auto still_open = [&] {
     return (*job)->get() == wire::OPEN && !(*job)->aborting ? Status() : Status(Error{ECANCELED, "the migration was undone here"});
   };
   if (auto s = still_open(); !s) return to_grpc(s);
-  return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
+  return to_grpc(job_step(config_.fault, id, step, [&]() -> Status {
     if (auto s = still_open(); !s) return s;  // it was taken back while a fault point slept
     return work(**job);
   }));
 }
 
-grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
-  return step(r->id(), FaultStep::kDestinationConnect, [&](Job& job) -> Status {
+grpc::Status DestinationHost::Connect(grpc::ServerContext* ctx, const wire::ConnectRequest* r, wire::Empty*) {
+  return step(*ctx, r->id(), FaultStep::kDestinationConnect, [&](Job& job) -> Status {
     std::vector<migr_rc_connect> to;
     for (const auto& c : r->connections()) {
       migr_rc_connect x{};
@@ -350,10 +355,10 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext*, const wire::ConnectR
   });
 }
 
-grpc::Status DestinationHost::Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>* reader, wire::UploadReply* out) {
+grpc::Status DestinationHost::Upload(grpc::ServerContext* ctx, grpc::ServerReader<wire::UploadChunk>* reader, wire::UploadReply* out) {
   wire::UploadChunk chunk;
   if (!reader->Read(&chunk)) return {grpc::StatusCode::INVALID_ARGUMENT, "Upload without a header"};
-  return step(chunk.id(), FaultStep::kDestinationUpload, [&](Job& job) -> Status {
+  return step(*ctx, chunk.id(), FaultStep::kDestinationUpload, [&](Job& job) -> Status {
     const std::string folder = chunk.pre_copy() ? job.dir + "/" + kPreCopyDir : job.images();
     if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return sys_error("making " + folder);
     TreeWriter w(folder);
@@ -376,19 +381,19 @@ Status DestinationHost::attach_network(Job& job) {
   return s;
 }
 
-grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  return step(m->id(), FaultStep::kDestinationAttach, [&](Job& job) { return attach_network(job); });
+grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  return step(*ctx, m->id(), FaultStep::kDestinationAttach, [&](Job& job) { return attach_network(job); });
 }
 
-grpc::Status DestinationHost::FullRestore(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  return step(m->id(), FaultStep::kDestinationRestore, [&](Job& job) -> Status {
+grpc::Status DestinationHost::FullRestore(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  return step(*ctx, m->id(), FaultStep::kDestinationRestore, [&](Job& job) -> Status {
     if (auto s = attach_network(job); !s) return s;
     return with_log(job, job.socket->tell(MIGR_RC_GO, kProcessMs));
   });
 }
 
-grpc::Status DestinationHost::Ready(grpc::ServerContext*, const wire::Migration* m, wire::ReadyReply* out) {
-  return step(m->id(), FaultStep::kDestinationReady, [&](Job& job) -> Status {
+grpc::Status DestinationHost::Ready(grpc::ServerContext* ctx, const wire::Migration* m, wire::ReadyReply* out) {
+  return step(*ctx, m->id(), FaultStep::kDestinationReady, [&](Job& job) -> Status {
     auto objects = job.socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
     if (!objects) return with_log(job, objects);
     job.objects = *objects;
@@ -425,21 +430,22 @@ Status DestinationHost::commit(Job& job) {
     return s;
   }
   job.outcome = wire::COMMITTED;
+  decided(wire::COMMITTED);
   job.renew();
   // If it cannot be written, a look will tell.
   if (auto s = save(job); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
   spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
-  job.opener = std::thread([this, bundle = job.bundle, container = job.container] {
-    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);
+  job.opener = std::thread([this, id = job.id, bundle = job.bundle, container = job.container] {
+    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("migration {:08x}: {}", id, s.error().text);
   });
   return {};
 }
 
-grpc::Status DestinationHost::Commit(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = jobs_.find(m->id());
+grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCommit, [&] { return commit(**job); }));
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationCommit, [&] { return commit(**job); }));
 }
 
 // Where its unconnected QPs are now, before the first datagram from there. It runs: whoever cannot be told has old
@@ -461,6 +467,16 @@ void DestinationHost::tell_moves(const Job& job) {
   });
 }
 
+// A process can only speak for itself, but it could claim another's instance: it has to be of this container.
+Result<SessionTable::Fits> DestinationHost::of_container(const Job& job) {
+  pid_t init = 0;
+  for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs); !job.instances.empty() && !(init = runc_.init_pid(job.container));) {
+    if (Clock::now() > until) return Error{ETIMEDOUT, "runc did not write down the first process of " + job.container};
+    usleep(5'000);
+  }
+  return SessionTable::Fits([this, &job, init](const ProcessSession& s) { return runc_.owns(job.container, init, s.pid()); });
+}
+
 // Caller holds job.work.
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
@@ -468,15 +484,10 @@ Status DestinationHost::rebind(Job& job) {
   std::vector<wire::ProcessKeys> keys;
   job.sessions.clear();
   if (auto s = numbers_.arrive(job.instances, job.vqpns()); !s) return s;
-  pid_t init = 0;
-  for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs); !job.instances.empty() && !(init = runc_.init_pid(job.container));) {
-    if (Clock::now() > until) return Error{ETIMEDOUT, "runc did not write down the first process of " + job.container};
-    usleep(5'000);
-  }
+  const auto fits = of_container(job);
+  if (!fits) return fits.error();
   for (std::size_t i = 0; i < job.instances.size(); i++) {
-    // A process can only speak for itself, but it could claim another's instance: it has to be of this container.
-    auto fits = [&](const ProcessSession& s) { return runc_.owns(job.container, init, s.pid()); };
-    auto session = sessions_.wait_for(job.instances[i], fits, kReconnectMs);
+    auto session = sessions_.wait_for(job.instances[i], *fits, kReconnectMs);
     if (!session) return session.error();
     if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), (*session)->pid()); !s) return s;
     std::vector<migr_handle_map> map;
@@ -522,11 +533,11 @@ Status DestinationHost::rebind(Job& job) {
   return save(job);
 }
 
-grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration* m, wire::CommitReply* out) {
-  auto job = jobs_.find(m->id());
+grpc::Status DestinationHost::Rebind(grpc::ServerContext* ctx, const wire::Migration* m, wire::CommitReply* out) {
+  auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  if (auto s = fault_step(config_.fault, FaultStep::kDestinationRebind, [&] { return rebind(**job); }); !s) return to_grpc(s);
+  if (auto s = job_step(config_.fault, m->id(), FaultStep::kDestinationRebind, [&] { return rebind(**job); }); !s) return to_grpc(s);
   std::lock_guard lock((*job)->state);
   for (const auto& k : (*job)->keys) *out->add_keys() = k;
   return grpc::Status::OK;
@@ -536,12 +547,15 @@ grpc::Status DestinationHost::Rebind(grpc::ServerContext*, const wire::Migration
 Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.rebound) return Error{EBUSY, "RESUME before REBIND"};
   if (job.resumed) return {};
-  if (job.sessions.empty())  // migrd was started again since
+  if (job.sessions.empty()) {  // migrd was started again since
+    const auto fits = of_container(job);
+    if (!fits) return fits.error();
     for (const auto& i : job.instances) {
-      auto s = sessions_.wait_for(i, {}, kReconnectMs);
+      auto s = sessions_.wait_for(i, *fits, kReconnectMs);
       if (!s) return s.error();
       job.sessions.push_back(*s);
     }
+  }
   for (auto& s : job.sessions) {
     if (s->state() == MIGR_PROC_RUNNING) continue;
     auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
@@ -557,11 +571,11 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   return {};
 }
 
-grpc::Status DestinationHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
-  auto job = jobs_.find(m->id());
+grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
+  auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
-  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationResume, [&] { return resume(**job, *out); }));
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationResume, [&] { return resume(**job, *out); }));
 }
 
 // Has runc undo its restore. It does so when it is told to end. @return what it had made
@@ -598,10 +612,10 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   std::error_code ec;
   if (job.mine) {
     // The address first: sockets of restored tasks must not answer anybody when they die.
-    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
     const auto made = end_restore(job);
-    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
-    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
+    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
     // What is needed to understand it stays: the logs of the last one that failed.
     const std::string kept = config_.state_dir + "/failed-restore";
@@ -615,6 +629,7 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   job.outcome = wire::UNDONE;
   job.finished = true;
   if (!job.mine) return;
+  decided(wire::UNDONE);
   if (auto s = save(job); !s) {
     // What is not written down at all was never committed either.
     spdlog::error("migration {:08x}: {}", job.id, s.error().text);
@@ -622,15 +637,15 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   }
 }
 
-grpc::Status DestinationHost::Abort(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = jobs_.find(m->id());
+grpc::Status DestinationHost::Abort(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   // Ends what another call waits for.
   (*job)->aborting = true;
   (*job)->socket->interrupt();
   std::lock_guard work((*job)->work);
   if ((*job)->get() == wire::COMMITTED) return {grpc::StatusCode::FAILED_PRECONDITION, "the container runs here already"};
-  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"), Status(); }));
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"), Status(); }));
 }
 
 wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
@@ -643,7 +658,7 @@ wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
   return r;
 }
 
-Status DestinationHost::renew(std::uint32_t id) { return jobs_.renew(id); }
+Status DestinationHost::renew(std::uint32_t id, const Caller& who) { return jobs_.renew(id, who); }
 
 bool DestinationHost::claims(const Instance& i) {
   for (const auto& j : jobs_.all())

@@ -37,7 +37,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   grpc::Status Abort(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
-  Status renew(std::uint32_t id) override;
+  Status renew(std::uint32_t id, const Caller& who) override;
   void tick() override;
   bool claims(const Instance& i) override;
   std::vector<wire::OpenMigration> open_migrations() override;
@@ -59,11 +59,12 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status attach_network(Job& job);
   Status commit(Job& job);
   Status rebind(Job& job);
+  Result<SessionTable::Fits> of_container(const Job& job);
   void tell_moves(const Job& job);
   Status resume(Job& job, wire::ResumeReply& out);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);
-  grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
+  grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status with_log(const Job& job, const Status& s);
 
   const Config& config_;

@@ -2,13 +2,11 @@
 #include "directory.h"
 
 #include <rdma/ib_user_ioctl_verbs.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "file_tree.h"
@@ -113,15 +111,15 @@ Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
   return out;
 }
 
-std::vector<wire::PortGid> gids_of_all() {
-  std::vector<wire::PortGid> out;
+Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
+  Status first;
   std::error_code ec;
   for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec)) {
     auto gids = gids_of(device.path().filename());
-    if (!gids) spdlog::warn("{}", gids.error().text);
-    else std::move(gids->begin(), gids->end(), std::back_inserter(out));
+    if (!gids && first) first = gids.error();
+    if (gids) std::for_each(gids->begin(), gids->end(), visit);
   }
-  return out;
+  return first;
 }
 
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves) {

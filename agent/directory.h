@@ -3,7 +3,7 @@
 // has the whole of it (STATE_DIR/moves.json), is told of each migration, and tells its processes.
 #pragma once
 
-#include <array>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -44,8 +44,8 @@ class Directory {
 /// The GIDs of an RDMA device of this host, with a context of its own, for a moment.
 Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
 
-/// Of every RDMA device of this host; one that cannot be read is logged and has none.
-std::vector<wire::PortGid> gids_of_all();
+/// Of every RDMA device of this host. Errors: the first device that cannot be read, once all others were visited.
+Status each_gid(const std::function<void(wire::PortGid&)>& visit);
 
 /// Tells one process, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);

@@ -10,6 +10,7 @@
 
 #include "host_service.h"
 #include "limits.h"
+#include "pki.h"
 #include "room.h"
 #include "text.h"
 
@@ -24,6 +25,8 @@ constexpr std::int64_t kClockMs = 1'000;
 constexpr std::uint64_t kLittleRoomBytes = 256ull << 20;
 
 constexpr char kSameRelease[] = "install the same release of migr on both hosts, and start migrd again";
+
+const std::string kOlderCertificate = "it goes on with the certificate it had, and does not take the files: ";
 
 const char* name_of(Health h) { return h == Health::kOk ? "ok" : h == Health::kWarning ? "warning" : "failed"; }
 const char* colour_of(Health h) { return h == Health::kOk ? "\033[32m" : h == Health::kWarning ? "\033[33m" : "\033[31m"; }
@@ -71,15 +74,12 @@ void judge_criu(Judge& j, const wire::HostFacts& f) {
 }
 
 void judge_certificate(Judge& j, const wire::CertificateFacts& c, std::int64_t now_s) {
-  const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; start migrd again";
+  const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; migrd takes them by itself";
   if (!c.error().empty()) return j.fail(check, c.error(), "ca.pem, host.pem and host.key (mode 0600) of this host belong into " + c.folder());
-  if (!c.of_key()) return j.fail(check, "host.pem and host.key do not belong together", renew);
-  if (!c.of_ca()) return j.fail(check, "host.pem is not signed by the CA in ca.pem", renew);
-  if (!c.of_host()) return j.fail(check, fmt::format("it is for '{}', and this host is '{}'", c.subject(), name), renew);
-  if (now_s < c.begins_s()) return j.fail(check, "it is not valid before " + local_time(c.begins_s()), "is the clock right? Else " + renew);
   const auto [ends, what] = std::min(std::pair{c.ends_s(), "it"}, std::pair{c.ca_ends_s(), "the CA"});
   const std::string again = ends == c.ends_s() ? renew : "make a new CA (migrctl pki init), and certificates for all hosts";
-  if (now_s >= ends) return j.fail(check, fmt::format("{} expired on {}", what, day(ends)), again);
+  const pki::Certificate shown{c.subject(), c.begins_s(), c.ends_s(), c.ca_ends_s(), c.of_ca(), c.of_key(), c.of_host()};
+  if (auto s = pki::check(shown, name, now_s); !s) return j.fail(check, s.error().text, now_s < c.begins_s() ? "is the clock right? Else " + renew : now_s >= ends ? again : renew);
   const std::string left = fmt::format("{} expires on {}, in {} days", what, day(ends), (ends - now_s) / kDayS);
   if (ends - now_s < kCertificateSoonS) return j.warn(check, left, again);
   j.ok(check, left);
@@ -180,7 +180,7 @@ void judge_clock(Judge& j, std::int64_t ahead_ms) {
 }
 
 bool names_tls(const std::string& text) {
-  for (const char* word : {"handshake", "certificate", "CERTIFICATE", "SSL", "Peer name"})
+  for (const char* word : {"handshake", "certificate", "CERTIFICATE", "SSL", "Peer name", "Hostname Verification"})
     if (text.find(word) != std::string::npos) return true;
   return false;
 }
@@ -208,6 +208,8 @@ Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionRe
     j.fail("migrd", answer.error().text, fmt::format("start it: systemctl start migrd, or migrd --config {}", kConfigPath));
   else if (answer->release() != own.release() || answer->wire() != own.wire())
     j.fail("migrd", fmt::format("release {}, migrctl is {}", answer->release(), own.release()), "start migrd again: it is older or newer than what is installed");
+  else if (!answer->certificate_refused().empty())
+    j.warn("migrd", kOlderCertificate + answer->certificate_refused(), "put the files right: migrd looks at them all the time");
   else
     j.ok("migrd", fmt::format("release {}, {} processes with libmigr", answer->release(), answer->sessions()));
   return j.all[0];
@@ -221,13 +223,18 @@ std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& p
       j.fail("migrd", e.text, "add it to the \"peers\" in migrd.json of both hosts");
     else if (e.code == EPROTONOSUPPORT)
       j.fail("migrd", peer.address + " is an older migrd, which cannot be asked", kSameRelease);
+    else if (e.code == EPERM)
+      j.warn("migrd", e.text, "what it says has to be changed in migrd.json of " + peer.name + ", if this host is to examine it");
     else if (names_tls(e.text))
       j.fail("migrd", e.text, "both hosts need certificates of the same CA, with their names in them and not expired: run migrctl doctor on " + peer.name + ", too");
     else
       j.fail("migrd", e.text, fmt::format("start it on {} (systemctl start migrd); is {} its address, does a firewall let TCP through?", peer.name, peer.address));
     return std::move(j.all);
   }
-  j.ok("migrd", "answers at " + peer.address);
+  if (const auto& why = peer.facts->version().certificate_refused(); !why.empty())
+    j.warn("migrd", kOlderCertificate + why, "put the files right on " + peer.name + ": migrd looks at them all the time");
+  else
+    j.ok("migrd", "answers at " + peer.address);
   compare_versions(j, here, *peer.facts);
   judge_clock(j, peer.ahead_ms);
   wire::HostFacts facts = *peer.facts;

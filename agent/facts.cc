@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "facts.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
 #include <elf.h>
 
-#include <chrono>
-#include <filesystem>
 #include <fstream>
 #include <set>
 
 #include "bare.h"
+#include "clock.h"
 #include "failover/port_watch.h"
 #include "file_tree.h"
 #include "kernel_record.h"
@@ -43,10 +41,10 @@ Status check_library(const std::string& path) {
 // Processes say the same on their stderr, where nobody may look.
 wire::PartFacts links_of(const Config& config) {
   wire::PartFacts f;
-  std::ifstream in(config.links_file);
-  if (!in && errno == ENOENT && config.links_file == kLinksFile) return f;
+  const bool readable = !access(config.links_file.c_str(), R_OK);
+  if (!readable && errno == ENOENT && config.links_file == kLinksFile) return f;
   f.set_path(config.links_file);
-  if (!in) {
+  if (!readable) {
     f.set_error(sys_error("cannot read " + config.links_file).text);
     return f;
   }
@@ -113,11 +111,6 @@ wire::RoomFacts room_for(std::uint64_t bytes, const Config& config) {
   return f;
 }
 
-std::int64_t now_ms() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
-}
-
 }  // namespace
 
 std::uint64_t rdma_filled_bytes() {
@@ -152,7 +145,7 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   *f.mutable_certificate() = certificate_of(config);
   add_devices(f);
   *f.mutable_room() = room_for(image_bytes, config);
-  f.set_now_ms(now_ms());
+  f.set_now_ms(unix_now_ms());
   return f;
 }
 
@@ -169,7 +162,7 @@ std::vector<PeerAnswer> ask_peers(Peers& peers, const std::vector<std::string>& 
     if (!channel) return a.facts = channel.error();
     wire::Host::Stub stub(*channel);
     a.facts = call(stub, &wire::Host::Stub::Facts, request, kCheckMs, a.name);
-    if (a.facts) a.ahead_ms = a.facts->now_ms() - now_ms();
+    if (a.facts) a.ahead_ms = a.facts->now_ms() - unix_now_ms();
     return a.facts;
   });
   return out;

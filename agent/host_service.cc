@@ -8,13 +8,14 @@
 
 namespace migr {
 
-wire::VersionReply version_of(const Config& config, std::size_t sessions) {
+wire::VersionReply version_of(const Config& config, std::size_t sessions, const Certificates* certificates) {
   wire::VersionReply v;
   v.set_wire(kWireVersion);
   v.set_proc(MIGR_PROC_VERSION);
   v.set_release(kRelease);
   v.set_name(config.name);
   v.set_sessions(static_cast<std::uint32_t>(sessions));
+  if (certificates) v.set_certificate_refused(certificates->refused());
   if (auto k = KernelRecord::open())
     if (auto i = k->info()) v.set_abi(i->abi);
   return v;
@@ -26,12 +27,12 @@ Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours) 
 }
 
 grpc::Status HostService::Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) {
-  *out = version_of(config_, sessions_.all().size());
+  *out = version_of(config_, sessions_.all().size(), certificates_);
   return grpc::Status::OK;
 }
 
 grpc::Status HostService::Facts(grpc::ServerContext*, const wire::FactsRequest* r, wire::HostFacts* out) {
-  *out = facts_of(config_, version_of(config_, sessions_.all().size()), r->image_bytes());
+  *out = facts_of(config_, version_of(config_, sessions_.all().size(), certificates_), r->image_bytes());
   return grpc::Status::OK;
 }
 
@@ -41,10 +42,14 @@ grpc::Status HostService::GetOutcome(grpc::ServerContext*, const wire::Migration
   return grpc::Status::OK;
 }
 
-grpc::Status HostService::Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  bool known = false;
-  for (Role* r : roles_) known |= bool(r->renew(m->id()));
-  return known ? grpc::Status::OK : grpc::Status(grpc::StatusCode::NOT_FOUND, "no open migration of that number here");
+grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const Caller who(*ctx, config_);
+  Status first = Error{ENOENT, "no open migration of that number here"};
+  for (Role* r : roles_) {
+    const auto s = r->renew(m->id(), who);
+    if (s || (!first && first.error().code == ENOENT)) first = s;
+  }
+  return to_grpc(first);
 }
 
 grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "authorization.h"
 #include "config.h"
 #include "numbers.h"
 #include "peer_link.h"
@@ -18,8 +19,8 @@ class Role {
   virtual ~Role() = default;
   /// UNKNOWN: not ours.
   virtual wire::OutcomeReply outcome(std::uint32_t id) = 0;
-  /// ENOENT: not ours, or undone.
-  virtual Status renew(std::uint32_t id) = 0;
+  /// ENOENT: not ours, or undone. EPERM: another host coordinates it.
+  virtual Status renew(std::uint32_t id, const Caller& who) = 0;
   /// Called a few times a second: leases that ran out. Must not block for long.
   virtual void tick() {}
   /// What is not finished.
@@ -28,12 +29,23 @@ class Role {
   virtual Status order(std::uint32_t, wire::Outcome, bool /*force*/) { return Error{ENOENT, "not here"}; }
   /// Does a migration hold this process? Else migrd lets it go on when it connects suspended.
   virtual bool claims(const Instance&) { return false; }
+  /// Called with COMMITTED or UNDONE, of a migration that another host coordinates. Before the first call of a peer.
+  void set_decided(std::function<void(wire::Outcome)> f) { decided_ = std::move(f); }
+
+ protected:
+  void decided(wire::Outcome o) const {
+    if (decided_) decided_(o);
+  }
+
+ private:
+  std::function<void(wire::Outcome)> decided_;
 };
 
 class HostService final : public wire::Host::Service {
  public:
-  HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles)
-      : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)) {}
+  /// @param certificates  may be missing
+  HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles, const Certificates* certificates = nullptr)
+      : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)), certificates_(certificates) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Facts(grpc::ServerContext*, const wire::FactsRequest*, wire::HostFacts* out) override;
   grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
@@ -45,9 +57,10 @@ class HostService final : public wire::Host::Service {
   SessionTable& sessions_;
   Numbers& numbers_;
   const std::vector<Role*> roles_;
+  const Certificates* const certificates_;
 };
 
-wire::VersionReply version_of(const Config& config, std::size_t sessions);
+wire::VersionReply version_of(const Config& config, std::size_t sessions, const Certificates* certificates = nullptr);
 /// EBUSY: two hosts have different ones of the same part.
 Status same_version(const char* what, std::uint32_t theirs, std::uint32_t ours);
 

@@ -8,10 +8,9 @@
 
 #include <chrono>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 
+#include "clock.h"
 #include "file_tree.h"
 #include "journal.pb.h"
 #include "status.h"
@@ -47,8 +46,7 @@ class Journal {
     for (const auto& f : std::filesystem::directory_iterator(folder_, ec)) files.push_back(f.path());
     for (const auto& f : files) {
       if (f.extension() != ".json") continue;
-      std::ifstream in(f);
-      const std::string text((std::istreambuf_iterator<char>(in)), {});
+      const std::string text = text_of(f);
       google::protobuf::util::JsonParseOptions o;
       o.ignore_unknown_fields = true;
       Record r;
@@ -74,9 +72,5 @@ class Journal {
 
 /// Long enough for the last host that may ask. Until then every host can tell what became of a migration.
 inline constexpr std::chrono::hours kKeepOutcome{7 * 24};
-
-inline std::int64_t unix_now() {
-  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace migr

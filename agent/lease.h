@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "authorization.h"
+#include "fault.h"
 #include "journal.h"
 #include "limits.h"
 #include "status.h"
@@ -59,6 +61,17 @@ struct LeasedJob {
   std::atomic<Clock::rep> lease_ = Clock::now().time_since_epoch().count();
 };
 
+/// A step between its fault points, and a line of it in the log: one grep for the number tells the story on every host.
+template <class F>
+Status job_step(const std::string& faults, std::uint32_t id, FaultStep step, F&& work) {
+  const auto began = Clock::now();
+  const Status s = fault_step(faults, step, std::forward<F>(work));
+  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - began).count();
+  spdlog::log(s ? spdlog::level::info : spdlog::level::warn, "migration {:08x}: {} {:.1f} ms{}", id, kFaultSteps[static_cast<std::size_t>(step)], ms,
+              s ? "" : ", failed: " + s.error().text);
+  return s;
+}
+
 /// All migrations that a host takes part in, in one role. Thread: any.
 template <class Job>
 class LeasedJobs {
@@ -69,6 +82,13 @@ class LeasedJobs {
     const auto j = jobs_.find(id);
     if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
     return j->second;
+  }
+  /// For a call of its coordinator. EPERM: it is another's.
+  Result<Ptr> find(std::uint32_t id, const Caller& who) const {
+    auto job = find(id);
+    if (job)
+      if (auto s = coordinates(who, id, (*job)->source); !s) return s.error();
+    return job;
   }
   /// EEXIST: there is one of that number.
   Status add(const Ptr& job) {
@@ -82,8 +102,8 @@ class LeasedJobs {
     for (const auto& [id, j] : jobs_) out.push_back(j);
     return out;
   }
-  Status renew(std::uint32_t id) {
-    auto job = find(id);
+  Status renew(std::uint32_t id, const Caller& who) {
+    auto job = find(id, who);
     if (!job) return job.error();
     if ((*job)->get() == wire::UNDONE) return Error{ENOENT, "undone here"};
     (*job)->renew();

@@ -18,6 +18,7 @@ inline constexpr char kRunDir[] = "/run/migr";  // containers see it: proc.sock 
 inline constexpr char kControlSocket[] = "/run/migrd/ctl.sock";
 inline constexpr char kLibmigr[] = "/usr/lib/migr/libmigr.so";
 inline constexpr char kListen[] = "0.0.0.0:7471";
+inline constexpr char kMetrics[] = "127.0.0.1:7472";
 
 // Limits that the configuration may change ("limits": {"lease_ms": 20000, ..}), once, at the start.
 #define MIGR_LIMITS(X)                                                                                              \
@@ -64,6 +65,7 @@ MIGR_LIMITS(X)
 #undef X
 
 // Between hosts.
+inline constexpr int kPeersMs = 15'000;         // how often a host asks whether its peers are there, for its metrics
 inline constexpr int kGuestsMs = 2'000;         // how often a host looks whether guests have ended
 inline constexpr int kStandsStillStatus = 71;   // exit status of a migrd whose coordinator does not get on
 // Copying less than this ahead of the stop takes longer than it saves.

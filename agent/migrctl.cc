@@ -7,12 +7,12 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
+#include "clock.h"
 #include "doctor.h"
 #include "facts.h"
 #include "failover/links_text.h"
@@ -53,6 +53,7 @@ struct Options {
   std::string socket = kControlSocket, config = kConfigPath;
   std::string container, to, dir, name, migration, output;
   std::vector<std::string> ips, peers;
+  long days = pki::kHostDays;
   int pid = 0;
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
@@ -463,7 +464,7 @@ std::vector<Finding> examine(const Options& o) {
   if (!is_root()) return {{kHere, "root", Health::kFailed, "not root", need_root("migrctl doctor")}};
   const auto config = load_config(o.config);
   if (!config) return {{kHere, "config", Health::kFailed, config.error().text, "migrd(8) says what belongs there; another file: migrctl --config FILE"}};
-  const std::int64_t now_s = std::time(nullptr);
+  const std::int64_t now_s = unix_now();
   const auto version = version_of(*config, 0);
   const std::uint64_t filled = rdma_filled_bytes();
   const auto here = facts_of(*config, version, filled);
@@ -498,7 +499,7 @@ int cmd_pki_init(const Options& o) {
 }
 
 int cmd_pki_host(const Options& o) {
-  if (auto s = pki::issue_host(o.dir, o.name, o.ips); !s) return refuse(s.error().text);
+  if (auto s = pki::issue_host(o.dir, o.name, o.ips, o.days); !s) return refuse(s.error().text);
   std::printf("%s/%s: copy its three files to %s of that host\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
   return kDone;
 }
@@ -586,6 +587,7 @@ int main(int argc, char** argv) {
   host->add_option("DIR", o.dir)->required();
   host->add_option("NAME", o.name)->required();
   host->add_option("--ip", o.ips, "address that it has, may be repeated");
+  host->add_option("--days", o.days, "that it is valid")->check(CLI::Range(1L, pki::kCaDays))->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

@@ -15,6 +15,8 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "authorization.h"
+#include "certificates.h"
 #include "claims.h"
 #include "config.h"
 #include "control_service.h"
@@ -30,10 +32,10 @@
 #include "host_service.h"
 #include "kernel_record.h"
 #include "links.h"
+#include "metrics.h"
 #include "numbers.h"
 #include "partner_host.h"
 #include "peer_link.h"
-#include "pki.h"
 #include "process_session.h"
 #include "source_host.h"
 #include "stored.h"
@@ -88,6 +90,7 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   if (r.to() == config.name) return Error{EINVAL, "'" + r.to() + "' is this host"};
   auto channel = peers.channel(r.to());
   if (!channel) return channel.error();
+  if (auto s = may_take(config, r.to(), r.container()); !s) return spdlog::warn("refused: {}", s.error().text), s.error();
   std::uint32_t abi = 0;
   if (auto k = KernelRecord::open(); !k) return k.error();
   else if (auto i = k->info()) abi = i->abi;
@@ -193,8 +196,10 @@ void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<Proce
 
 std::set<Gid> gids_of_this_host() {
   std::set<Gid> out;
-  for (const auto& g : gids_of_all())
+  const auto s = each_gid([&](const wire::PortGid& g) {
     if (const auto gid = gid_of(g.gid())) out.insert(*gid);
+  });
+  if (!s) spdlog::warn("{}", s.error().text);
   return out;
 }
 
@@ -239,15 +244,15 @@ struct Links {
 };
 
 int run(const Config& config) {
-  auto files = pki::load(config.pki);
-  if (!files) return fail(files.error().text);
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
     if (auto s = make_dir(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
   const Fd lock(open((config.state_dir + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (lock.n < 0 || flock(lock.n, LOCK_EX | LOCK_NB)) return fail("another migrd runs with " + config.state_dir);
   if (auto k = KernelRecord::open(); !k) spdlog::warn("{}; this host cannot take part in migrations until then", k.error().text);
 
-  Peers peers(config, *files);
+  Certificates certificates(config, parent_of(config.control_socket) + "/tls");
+  if (auto s = certificates.start(); !s) return fail(s.error().text);
+  Peers peers(config, certificates);
   SessionTable sessions;
   // Links to the hosts that take part; a checkpoint's destination is a folder of this one.
   auto to_destination = [&peers](const std::string& name) -> Result<std::unique_ptr<DestinationLink>> {
@@ -267,23 +272,28 @@ int run(const Config& config) {
   Directory directory(config);
   History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
-  source.set_settled([&history](const wire::Summary& s) {
-    if (auto h = history.settle(summary_json(s)); !h) spdlog::error("history: {}", h.error().text);
-  });
   DestinationHost destination(config, sessions, peers, numbers);
   PartnerHost partner(config, sessions, peers, claims, directory);
   const std::vector<Role*> roles = {&destination, &partner, &source};
-  HostService host(config, sessions, numbers, roles);
+  HostService host(config, sessions, numbers, roles, &certificates);
   Links links(peers);
   LinksService links_service(links.table);
+  const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
+  source.set_settled([&](const wire::Summary& s) {
+    metrics->settled(s);
+    if (auto h = history.settle(summary_json(s)); !h) spdlog::error("history: {}", h.error().text);
+  });
+  destination.set_decided([&](wire::Outcome o) { metrics->decided("destination", o); });
+  partner.set_decided([&](wire::Outcome o) { metrics->decided("partner", o); });
+  const auto counted = [&](Metrics::What what, wire::Summary s) { return metrics->ended(what, s), s; };
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
                          {[&](const wire::MigrateRequest& r) { return plan(peers, source, self, r); },
-                          [&](const wire::MigrateRequest& r, const Say& say) { return migrate(peers, source, self, r, say); },
-                          [&](const wire::CheckpointRequest& r, const Say& say) { return checkpoint(source, config, r, say); },
-                          [&](const wire::RestoreRequest& r, const Say& say) { return restore(source, self, config, r, say); }},
-                         roles, {links.table, *links.directory, links.ports}, history);
+                          [&](const wire::MigrateRequest& r, const Say& say) { return counted(Metrics::What::kMigrate, migrate(peers, source, self, r, say)); },
+                          [&](const wire::CheckpointRequest& r, const Say& say) { return counted(Metrics::What::kCheckpoint, checkpoint(source, config, r, say)); },
+                          [&](const wire::RestoreRequest& r, const Say& say) { return counted(Metrics::What::kRestore, restore(source, self, config, r, say)); }},
+                         roles, {links.table, *links.directory, links.ports}, history, &certificates);
 
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
     let_go_if_lost(roles, s);
@@ -307,25 +317,26 @@ int run(const Config& config) {
   outer.RegisterService(&links_service);
   set_bulk(outer);
   const auto outer_server = outer.BuildAndStart();
-  if (!outer_server) return fail("cannot listen on " + config.listen + " (in use, or a certificate that does not fit its key)");
+  if (!outer_server) return fail("cannot listen on " + config.listen + " (is it in use?)");
   self = outer_server->InProcessChannel({});
   peers.set_self(self);
 
-  unlink(config.control_socket.c_str());
-  grpc::ServerBuilder inner;
-  inner.AddListeningPort("unix:" + config.control_socket, grpc::InsecureServerCredentials());
-  inner.RegisterService(&control);
-  const mode_t old = umask(0177);
-  const auto inner_server = inner.BuildAndStart();
-  umask(old);
-  if (!inner_server) return fail("cannot listen on " + config.control_socket);
+  const auto inner_server = serve_root(config.control_socket, control);
+  if (!inner_server) return fail(inner_server.error().text);
+
+  // Who wants to know how it goes is no reason not to run.
+  const auto exposer = expose(config, metrics);
+  if (!exposer) spdlog::error("{}", exposer.error().text);
 
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
   std::atomic<bool> stop = false;
   std::thread ticker([&] {
     constexpr useconds_t kTickUs = 250'000;
-    for (; !stop; usleep(kTickUs))
+    constexpr unsigned kTicksPerLook = 8;
+    for (unsigned n = 0; !stop; usleep(kTickUs)) {
       for (Role* r : roles) r->tick();
+      if (n++ % kTicksPerLook == 0) certificates.look();
+    }
   });
   // Beside the other, for it waits for hosts that may be silent.
   std::thread guests([&] {
@@ -340,6 +351,12 @@ int run(const Config& config) {
     for (int n = 0; !stop; usleep(100'000))
       if (n++ % (kGuestsMs / 100) == 0) numbers.tick(tell);
   });
+  // Beside the others for the same reason.
+  std::thread heartbeat([&] {
+    if (config.metrics.empty()) return;
+    for (int n = 0; !stop; usleep(100'000))
+      if (n++ % (kPeersMs / 100) == 0) metrics->ask_peers(peers);
+  });
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
@@ -350,9 +367,10 @@ int run(const Config& config) {
   stop = true;
   ticker.join();
   guests.join();
+  heartbeat.join();
   destination.shutdown();
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
-  inner_server->Shutdown(soon);
+  (*inner_server)->Shutdown(soon);
   outer_server->Shutdown(soon);
   links.stop();
   sessions.stop();

@@ -10,11 +10,11 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <utility>
 #include <vector>
 
 #include "criu_pagemap.pb.h"
+#include "file_tree.h"
 #include "process_session.h"  // Fd
 
 namespace migr {
@@ -44,8 +44,7 @@ struct Pagemap {
 };
 
 Result<Pagemap> read_pagemap(const std::string& path) {
-  std::ifstream f(path, std::ios::binary);
-  const std::string bytes((std::istreambuf_iterator<char>(f)), {});
+  const std::string bytes = text_of(path);
   const Error broken{EIO, path + ": damaged"};
   std::size_t at = 0;
   const auto number = [&](std::uint32_t& n) {

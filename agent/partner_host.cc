@@ -91,6 +91,7 @@ Status PartnerHost::save(Job& job) {
 void PartnerHost::end(Job& job, wire::Outcome outcome) {
   job.outcome = outcome;
   job.finished = true;
+  decided(outcome);
   std::vector<Instance> held;
   for (const auto& p : job.processes) held.push_back(p.instance);
   claims_.release(held, job.id);
@@ -159,11 +160,12 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
   return to_grpc(fault_step(config_.fault, FaultStep::kPartnerFind, find));
 }
 
-grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest* r, wire::PartnerPrepareReply* out) {
+grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerPrepareRequest* r, wire::PartnerPrepareReply* out) {
   if (auto s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kBegin); !s) return to_grpc(s);
   auto made = job_of(*r);
   if (!made) return to_grpc(made);
   const JobPtr job = *made;
+  if (auto s = coordinates({*ctx, config_}, job->id, job->source); !s) return to_grpc(s);
   for (const auto& p : job->processes) {
     auto session = sessions_.by_pid(p.pid);
     if (!session || session->instance() != p.instance)
@@ -183,6 +185,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext*, const wire::PartnerPrepa
     return grpc::Status::OK;
   }
   if (auto s = jobs_.add(job); !s) return to_grpc(s);
+  spdlog::info("migration {:08x}: {} processes here have connections to what moves from {} to {}", job->id, job->processes.size(), job->source, r->destination());
   // From here on this host has something to take back.
   Status s = save(*job);
   if (!s) {
@@ -219,8 +222,8 @@ Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
 }
 
 // A call on a migration that is open here.
-grpc::Status PartnerHost::step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
-  auto job = jobs_.find(id);
+grpc::Status PartnerHost::step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  auto job = jobs_.find(id, {ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
   const auto still_open = [&] {
@@ -230,18 +233,18 @@ grpc::Status PartnerHost::step(std::uint32_t id, FaultStep step, const std::func
   // Twice is as good as once.
   if ((*job)->get() == wire::COMMITTED && (step == FaultStep::kPartnerKeys || step == FaultStep::kPartnerResume)) return grpc::Status::OK;
   if (auto s = still_open(); !s) return to_grpc(s);
-  return to_grpc(fault_step(config_.fault, step, [&]() -> Status {
+  return to_grpc(job_step(config_.fault, id, step, [&]() -> Status {
     if (auto s = still_open(); !s) return s;  // it was taken back while a fault point slept
     return work(**job);
   }));
 }
 
-grpc::Status PartnerHost::Create(grpc::ServerContext*, const wire::Migration* m, wire::PartnerPrepareReply* out) {
-  return step(m->id(), FaultStep::kPartnerCreate, [&](Job& job) { return create(job, *out); });
+grpc::Status PartnerHost::Create(grpc::ServerContext* ctx, const wire::Migration* m, wire::PartnerPrepareReply* out) {
+  return step(*ctx, m->id(), FaultStep::kPartnerCreate, [&](Job& job) { return create(job, *out); });
 }
 
-grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectRequest* r, wire::Empty*) {
-  return step(r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
+grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectRequest* r, wire::Empty*) {
+  return step(*ctx, r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
       std::vector<migr_qp_connect> to;
       std::map<std::uint32_t, const wire::Connection*> by_index;
@@ -260,8 +263,8 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext*, const wire::ConnectReque
   });
 }
 
-grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedRequest* r, wire::Empty*) {
-  return step(r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
+grpc::Status PartnerHost::Suspend(grpc::ServerContext* ctx, const wire::LimitedRequest* r, wire::Empty*) {
+  return step(*ctx, r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
       if (auto s = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, kProcessMs); !s) return s.error();
       return session.wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kSuspendMs))));
@@ -269,30 +272,30 @@ grpc::Status PartnerHost::Suspend(grpc::ServerContext*, const wire::LimitedReque
   });
 }
 
-grpc::Status PartnerHost::Drain(grpc::ServerContext*, const wire::LimitedRequest* r, wire::DrainReply* reply) {
+grpc::Status PartnerHost::Drain(grpc::ServerContext* ctx, const wire::LimitedRequest* r, wire::DrainReply* reply) {
   const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), kDrainMaxMs));
   Shared<wire::DrainReply> out{*reply};
-  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+  return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) { return drain_process(session, job.id, p.refs, p.counted(), ms, r->tell(), out); });
   });
 }
 
-grpc::Status PartnerHost::Cut(grpc::ServerContext*, const wire::CutRequest* r, wire::CutReply* reply) {
+grpc::Status PartnerHost::Cut(grpc::ServerContext* ctx, const wire::CutRequest* r, wire::CutReply* reply) {
   Shared<wire::CutReply> out{*reply};
-  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+  return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) { return cut_process(session, p.counted(), *r, out); });
   });
 }
 
-grpc::Status PartnerHost::Settle(grpc::ServerContext*, const wire::SettleRequest* r, wire::SettleReply* reply) {
+grpc::Status PartnerHost::Settle(grpc::ServerContext* ctx, const wire::SettleRequest* r, wire::SettleReply* reply) {
   Shared<wire::SettleReply> out{*reply};
-  return step(r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+  return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) { return settle_process(session, p.counted(), *r, out); });
   });
 }
 
-grpc::Status PartnerHost::Switch(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  return step(m->id(), FaultStep::kPartnerSwitch, [&](Job& job) -> Status {
+grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  return step(*ctx, m->id(), FaultStep::kPartnerSwitch, [&](Job& job) -> Status {
     job.switched = true;  // from here on only the outcome tells which way to go
     if (auto s = save(job); !s) return job.switched = false, s;
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
@@ -311,8 +314,8 @@ Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
   return s;
 }
 
-grpc::Status PartnerHost::Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::Empty*) {
-  return step(r->id(), FaultStep::kPartnerKeys, [&](Job& job) { return keys(job, {r->keys().begin(), r->keys().end()}); });
+grpc::Status PartnerHost::Keys(grpc::ServerContext* ctx, const wire::KeysRequest* r, wire::Empty*) {
+  return step(*ctx, r->id(), FaultStep::kPartnerKeys, [&](Job& job) { return keys(job, {r->keys().begin(), r->keys().end()}); });
 }
 
 // Caller holds job.work.
@@ -333,8 +336,8 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   return {};
 }
 
-grpc::Status PartnerHost::Resume(grpc::ServerContext*, const wire::Migration* m, wire::ResumeReply* out) {
-  return step(m->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out); });
+grpc::Status PartnerHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
+  return step(*ctx, m->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out); });
 }
 
 // Caller holds job.work. A process that has ended has nothing to go back to.
@@ -354,19 +357,19 @@ Status PartnerHost::rollback(Job& job) {
   return save(job);
 }
 
-grpc::Status PartnerHost::Rollback(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) {
-  auto job = jobs_.find(m->id());
+grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   (*job)->aborting = true;
   std::lock_guard work((*job)->work);
-  return to_grpc(fault_step(config_.fault, FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
 }
 
 grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
   return to_grpc(take_moves(directory_, sessions_, *r));
 }
 
-Status PartnerHost::renew(std::uint32_t id) { return jobs_.renew(id); }
+Status PartnerHost::renew(std::uint32_t id, const Caller& who) { return jobs_.renew(id, who); }
 
 // The coordinator fell silent: before SWITCH this host goes back on its own, the source will notice; after it only the
 // destination knows the way, and the source whether there is one.

@@ -37,7 +37,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Moves(grpc::ServerContext*, const wire::MovesRequest*, wire::Empty*) override;
 
   wire::OutcomeReply outcome(std::uint32_t) override { return {}; }  // others are asked
-  Status renew(std::uint32_t id) override;
+  Status renew(std::uint32_t id, const Caller& who) override;
   void tick() override;
   bool claims(const Instance& i) override { return claims_.holder(i); }
   std::vector<wire::OpenMigration> open_migrations() override;
@@ -51,7 +51,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Status each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f);
   Status save(Job& job);
   void end(Job& job, wire::Outcome outcome);
-  grpc::Status step(std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
+  grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status create(Job& job, wire::PartnerPrepareReply& out);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
   Status resume(Job& job, wire::ResumeReply& out);

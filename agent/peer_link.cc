@@ -4,6 +4,8 @@
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/security/server_credentials.h>
 
+#include "authorization.h"
+
 namespace migr {
 namespace {
 
@@ -55,9 +57,11 @@ Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
     for (const auto& k : config_.peers) known += (known.empty() ? "" : ", ") + k.name;
     return Error{ENOENT, "no host '" + name + "' among the peers in the configuration (" + known + ")"};
   }
+  // Not gRPC's own watching of files, as the server does: with it, now and then, a connection found no certificate.
+  const auto in_use = certificates_ ? certificates_->in_use() : fixed_;
   std::lock_guard lock(mutex_);
-  auto& c = channels_[name];
-  if (!c) {
+  auto& [c, number] = channels_[name];
+  if (!c || number != in_use.number) {
     grpc::ChannelArguments a;
     a.SetSslTargetNameOverride(name);  // the certificate names the host, whatever its address
     a.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
@@ -66,8 +70,8 @@ Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
     a.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     a.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
     a.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-    grpc::SslCredentialsOptions o{files_.ca, files_.key, files_.cert};
-    c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials(o), a);
+    number = in_use.number;
+    c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials({in_use.files.ca, in_use.files.key, in_use.files.cert}), a);
   }
   return c;
 }
@@ -78,10 +82,15 @@ void Peers::set_self(std::shared_ptr<grpc::Channel> channel) {
 }
 
 std::shared_ptr<grpc::ServerCredentials> Peers::server_credentials() const {
-  grpc::SslServerCredentialsOptions o(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  o.pem_root_certs = files_.ca;
-  o.pem_key_cert_pairs.push_back({files_.key, files_.cert});
-  return grpc::SslServerCredentials(o);
+  const auto certificate = certificates_ ? certificates_->provider() : fixed_certificate(fixed_.files);
+  grpc::experimental::TlsServerCredentialsOptions o(certificate);
+  o.set_certificate_provider(certificate);
+  o.watch_root_certs();
+  o.watch_identity_key_cert_pairs();
+  o.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  auto credentials = grpc::experimental::TlsServerCredentials(o);
+  credentials->SetAuthMetadataProcessor(std::make_shared<Guard>(config_));
+  return credentials;
 }
 
 void set_keepalive(grpc::ServerBuilder& b) {

@@ -9,8 +9,8 @@
 #include <memory>
 #include <mutex>
 
+#include "certificates.h"
 #include "config.h"
-#include "pki.h"
 #include "status.h"
 #include "wire.grpc.pb.h"
 
@@ -19,19 +19,27 @@ namespace migr {
 /// Thread: any.
 class Peers {
  public:
-  Peers(const Config& config, pki::Files files) : config_(config), files_(std::move(files)) {}
+  Peers(const Config& config, const pki::Files& files) : config_(config), fixed_{files} {}
+  /// @param certificates  new channels are made with what is in use then; those that somebody holds go on. Lives longer
+  Peers(const Config& config, const Certificates& certificates) : config_(config), certificates_(&certificates) {}
   /// ENOENT: no peer of that name in the configuration.
   Result<std::shared_ptr<grpc::Channel>> channel(const std::string& name);
   /// To our own services, once they are there: this host may be a partner, too.
   void set_self(std::shared_ptr<grpc::Channel> channel);
   const Config& config() const { return config_; }
+  /// With a Guard (authorization.h) in front of whatever is served.
   std::shared_ptr<grpc::ServerCredentials> server_credentials() const;
 
  private:
   const Config& config_;
-  const pki::Files files_;
+  const Certificates::InUse fixed_;
+  const Certificates* const certificates_ = nullptr;
   std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<grpc::Channel>> channels_;
+  struct Made {
+    std::shared_ptr<grpc::Channel> channel;
+    unsigned number;  // of the certificate
+  };
+  std::map<std::string, Made> channels_;
   std::shared_ptr<grpc::Channel> self_;
 };
 

@@ -17,10 +17,10 @@
 #include <memory>
 #include <sstream>
 
+#include "text.h"
+
 namespace migr::pki {
 namespace {
-
-constexpr long kCaDays = 3650, kHostDays = 825;
 
 struct Free {
   void operator()(EVP_PKEY* p) const { EVP_PKEY_free(p); }
@@ -135,7 +135,7 @@ Status init(const std::string& dir) {
   return write_file(dir + "/ca.key", pem_of(key.get()), 0600);
 }
 
-Status issue_host(const std::string& dir, const std::string& name, const std::vector<std::string>& ips) {
+Status issue_host(const std::string& dir, const std::string& name, const std::vector<std::string>& ips, long days) {
   if (!host_name_ok(name)) return Error{EINVAL, "'" + name + "' is no name for a host (letters, digits, - and .)"};
   std::string san = "DNS:" + name;
   for (const auto& ip : ips) {
@@ -154,7 +154,7 @@ Status issue_host(const std::string& dir, const std::string& name, const std::ve
 
   const auto key = new_key();
   if (!key) return openssl_error("making a key");
-  const auto cert = new_cert(key.get(), name, ca.get(), kHostDays);
+  const auto cert = new_cert(key.get(), name, ca.get(), days);
   if (!cert || !add_extension(cert.get(), ca.get(), NID_basic_constraints, "critical,CA:FALSE") ||
       !add_extension(cert.get(), ca.get(), NID_key_usage, "critical,digitalSignature") ||
       !add_extension(cert.get(), ca.get(), NID_ext_key_usage, "serverAuth,clientAuth") ||
@@ -226,10 +226,23 @@ Result<Certificate> read(const Files& files, const std::string& name) {
   c.ends_s = unix_time(X509_get0_notAfter(cert));
   c.ca_ends_s = unix_time(X509_get0_notAfter(cas[0].get()));
   c.of_ca = X509_verify_cert(ctx.get()) == 1;
+  const auto* signers = X509_STORE_CTX_get0_chain(ctx.get());
+  if (c.of_ca && signers) c.ca_ends_s = unix_time(X509_get0_notAfter(sk_X509_value(signers, sk_X509_num(signers) - 1)));
   c.of_key = X509_check_private_key(cert, key.get()) == 1;
   c.of_host = X509_check_host(cert, name.c_str(), name.size(), 0, nullptr) == 1;
   ERR_clear_error();
   return c;
+}
+
+Status check(const Certificate& c, const std::string& name, std::int64_t now_s) {
+  const auto wrong = [](const std::string& what) { return Error{EINVAL, what}; };
+  if (!c.of_key) return wrong("host.pem and host.key do not belong together");
+  if (!c.of_ca) return wrong("host.pem is not signed by the CA in ca.pem");
+  if (!c.of_host) return wrong("it is for '" + c.subject + "', and this host is '" + name + "'");
+  if (now_s < c.begins_s) return wrong("it is not valid before " + local_time(c.begins_s));
+  if (now_s >= c.ends_s) return wrong("it expired on " + local_time(c.ends_s).substr(0, 10));
+  if (now_s >= c.ca_ends_s) return wrong("the CA expired on " + local_time(c.ca_ends_s).substr(0, 10));
+  return {};
 }
 
 }  // namespace migr::pki

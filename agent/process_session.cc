@@ -136,24 +136,37 @@ const char* message_name(std::uint16_t type) {
   return type < std::size(names) ? names[type] : "?";
 }
 
-std::string ProcessSession::label() const { return "process " + std::to_string(pid_) + " (" + comm_ + ")"; }
+std::string ProcessSession::label() const { return "process " + std::to_string(pid()) + " (" + comm_ + ")"; }
 
 Error ProcessSession::wrong_size(std::uint16_t type, std::size_t got, std::size_t want) const {
   return Error{EPROTO, label() + ": records of " + std::to_string(got) + " bytes in the reply to " + message_name(type) +
                            ", not " + std::to_string(want)};
 }
 
-Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_ms) {
-  std::shared_ptr<ProcessSession> s(new ProcessSession);
+bool Speaker::lives() const { return !life.empty() && life_of(pid) == life; }
+
+Result<Speaker> speaker_of(int fd) {
   ucred cred{};
   socklen_t len = sizeof cred;
-  if (getsockopt(fd.n, SOL_SOCKET, SO_PEERCRED, &cred, &len)) return sys_error("SO_PEERCRED");
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len)) return sys_error("SO_PEERCRED");
   if (cred.pid <= 0) return Error{EPERM, "a process that is not visible in migrd's pid namespace"};
-  s->pid_ = cred.pid;
-  s->comm_ = name_of(cred.pid);
+  return Speaker{cred.pid, cred.uid, life_of(cred.pid)};
+}
+
+Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_ms) {
+  const auto who = speaker_of(fd.n);
+  if (!who) return who.error();
+  return greet(std::move(fd), *who, limit_ms);
+}
+
+Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, const Speaker& who, int limit_ms) {
+  std::shared_ptr<ProcessSession> s(new ProcessSession);
+  s->who_ = who;
+  s->comm_ = name_of(who.pid);
   if (s->comm_.empty()) s->comm_ = "?";
   auto p = receive(fd.n, Clock::now() + std::chrono::milliseconds(limit_ms));
   if (!p) return Error{p.error().code, s->label() + ": HELLO: " + p.error().text};
+  if (!who.lives()) return Error{EPERM, "HELLO for process " + std::to_string(who.pid) + ", which connected and has ended"};
   const migr_msg& h = p->head;
   if (h.type != MIGR_MSG_HELLO || h.flags || (h.count && h.record_size != sizeof(migr_text_range)) || h.count > MIGR_PROC_MAX_TEXT_RANGES ||
       h.state > MIGR_PROC_FROZEN)
@@ -244,8 +257,9 @@ Result<ProcessSession::Reply> ProcessSession::request(std::uint16_t type, std::u
 }
 
 Result<ScanStats> ProcessSession::wait_threads_outside(int limit_ms) {
-  const pid_t control = control_tid_ > 0 ? outer_tid(pid_, control_tid_) : 0;
-  auto r = wait_until_outside(pid_, ranges_, control, Clock::now() + std::chrono::milliseconds(limit_ms));
+  if (!lives()) return Error{ESRCH, label() + " has ended"};
+  const pid_t control = control_tid_ > 0 ? outer_tid(pid(), control_tid_) : 0;
+  auto r = wait_until_outside(pid(), ranges_, control, Clock::now() + std::chrono::milliseconds(limit_ms));
   if (!r) return Error{r.error().code, label() + ": " + r.error().text};
   return r;
 }
@@ -275,6 +289,7 @@ void SessionTable::stop() {
 void SessionTable::run() {
   struct Greeting {
     Fd fd;
+    Speaker who;
     Clock::time_point until;
   };
   std::vector<Greeting> greetings;
@@ -303,7 +318,7 @@ void SessionTable::run() {
       if (!ready && Clock::now() < g.until) continue;
       if (!ready) {
         spdlog::warn("a process connected and said nothing for {} ms", kHelloMs);
-      } else if (auto s = ProcessSession::greet(std::move(g.fd), 0); s) {
+      } else if (auto s = ProcessSession::greet(std::move(g.fd), g.who, 0); s) {
         add(*s);
       } else {
         spdlog::warn("refused: {}", s.error().text);
@@ -312,12 +327,20 @@ void SessionTable::run() {
     }
     if (fds[1].revents) {
       for (int n; (n = accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
-        if (known.size() + greetings.size() >= kMaxSessions) {
-          spdlog::warn("more than {} processes; one refused", kMaxSessions);
-          ::close(n);
+        Fd fd(n);
+        const auto who = speaker_of(fd.n);
+        if (!who) {
+          spdlog::warn("refused: {}", who.error().text);
           continue;
         }
-        greetings.push_back({Fd(n), Clock::now() + std::chrono::milliseconds(kHelloMs)});
+        const auto now = all();  // those who have greeted meanwhile, too
+        const auto of_user = std::count_if(now.begin(), now.end(), [&](const auto& s) { return s->uid() == who->uid; }) +
+                             std::count_if(greetings.begin(), greetings.end(), [&](const Greeting& g) { return g.who.uid == who->uid; });
+        if (now.size() + greetings.size() >= most_ || (who->uid && static_cast<std::size_t>(of_user) >= most_ / 2)) {
+          spdlog::warn("too many processes; one of user {} was refused", who->uid);
+          continue;
+        }
+        greetings.push_back({std::move(fd), *who, Clock::now() + std::chrono::milliseconds(kHelloMs)});
       }
     }
   }
@@ -337,7 +360,7 @@ void SessionTable::add(std::shared_ptr<ProcessSession> s) {
 
 std::shared_ptr<ProcessSession> SessionTable::by_pid(pid_t pid) const {
   std::lock_guard lock(mutex_);
-  const auto i = std::find_if(sessions_.begin(), sessions_.end(), [&](const auto& s) { return s->pid() == pid; });
+  const auto i = std::find_if(sessions_.begin(), sessions_.end(), [&](const auto& s) { return s->pid() == pid && s->lives(); });
   return i == sessions_.end() ? nullptr : *i;
 }
 
@@ -352,7 +375,7 @@ Result<std::shared_ptr<ProcessSession>> SessionTable::wait_for(const Instance& i
   std::shared_ptr<ProcessSession> found;
   const bool ok = changed_.wait_for(lock, std::chrono::milliseconds(limit_ms), [&] {
     for (const auto& s : sessions_)
-      if (s->instance() == instance && (!fits || fits(*s))) found = s;
+      if (s->instance() == instance && s->lives() && (!fits || fits(*s))) found = s;
     return found != nullptr;
   });
   if (!ok) return Error{ETIMEDOUT, "the library of instance " + hex(instance) + " did not connect within " + std::to_string(limit_ms) + " ms"};

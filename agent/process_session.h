@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "limits.h"
 #include "migr/proc_wire.h"
 #include "status.h"
 #include "thread_scan.h"
@@ -44,13 +45,27 @@ struct Fd {
 /// A socket at which processes connect: SOCK_SEQPACKET, nobody waits in accept(). What was there of that name goes.
 Result<Fd> listen_to_processes(const std::string& path);
 
+/// Who connected, as the kernel says; whatever else comes over the socket is only a claim.
+struct Speaker {
+  pid_t pid = 0;
+  uid_t uid = 0;
+  std::string life;  // bare.h
+  /// A child that got the socket does not speak for its parent, and still less for who has got that number after it.
+  bool lives() const;
+};
+/// EPERM: not visible in migrd's pid namespace.
+Result<Speaker> speaker_of(int fd);
+
 /// One process with libmigr. Thread: any; requests to one process queue up.
 class ProcessSession {
  public:
-  /// Reads HELLO from a connected socket. Errors: ETIMEDOUT, EPROTO.
+  /// Reads HELLO from a connected socket. Errors: ETIMEDOUT, EPROTO, EPERM.
+  static Result<std::shared_ptr<ProcessSession>> greet(Fd fd, const Speaker& who, int limit_ms);
   static Result<std::shared_ptr<ProcessSession>> greet(Fd fd, int limit_ms);
 
-  pid_t pid() const { return pid_; }
+  pid_t pid() const { return who_.pid; }
+  uid_t uid() const { return who_.uid; }
+  bool lives() const { return who_.lives(); }
   const Instance& instance() const { return instance_; }
   /// As of HELLO and what was asked since.
   std::uint32_t state() const { return state_; }
@@ -95,7 +110,7 @@ class ProcessSession {
   Error wrong_size(std::uint16_t type, std::size_t got, std::size_t want) const;
 
   Fd fd_;
-  pid_t pid_ = 0;
+  Speaker who_;
   std::string comm_;
   Instance instance_{};
   std::atomic<std::uint32_t> state_ = 0;
@@ -117,13 +132,16 @@ class SessionTable {
   /// Called from the listener's thread with each new session.
   using OnHello = std::function<void(std::shared_ptr<ProcessSession>)>;
 
+  /// @param most  sessions at the same time; half of them of one user
+  explicit SessionTable(std::size_t most = kMaxSessions) : most_(most) {}
   ~SessionTable();
   Status start(const std::string& socket_path, OnHello on_hello);
   void stop();
 
   std::shared_ptr<ProcessSession> by_pid(pid_t pid) const;
   std::vector<std::shared_ptr<ProcessSession>> all() const;
-  /// Waits for a session of `instance` that `fits` (empty: any). ETIMEDOUT.
+  /// Waits for a session of `instance` that `fits` (empty: any). ETIMEDOUT. Instances are claims: who acts on one has to say
+  /// whose process it is.
   using Fits = std::function<bool(const ProcessSession&)>;
   Result<std::shared_ptr<ProcessSession>> wait_for(const Instance& instance, const Fits& fits, int limit_ms);
   /// Waits until the library has closed its end (after FREEZE). ETIMEDOUT.
@@ -133,6 +151,7 @@ class SessionTable {
   void run();
   void add(std::shared_ptr<ProcessSession> s);
 
+  const std::size_t most_;
   OnHello on_hello_;
   Fd listener_, wake_;
   std::thread thread_;

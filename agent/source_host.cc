@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 // enum ib_qp_type, enum ib_qp_state
 constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
-constexpr std::uint32_t kInit = 1, kRtr = 2, kRts = 3, kErr = 6;
+constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
 
 // 0: it has ended.
 std::uint64_t resident_bytes(pid_t pid) {
@@ -123,7 +123,7 @@ void SourceHost::recover() {
       // Nobody has been told that it may run elsewhere, and from here on nobody will be.
       spdlog::warn("migration {:08x} of {} was not decided when migrd ended: going back", id, record.container());
       e.record.set_outcome(wire::UNDONE);
-      if (auto s = journal_.save(id, e.record); !s) spdlog::error("{}", s.error().text);
+      if (auto s = journal_.save(id, e.record); !s) spdlog::error("migration {:08x}: {}", id, s.error().text);
     }
     {
       std::lock_guard lock(mutex_);
@@ -234,7 +234,7 @@ void SourceHost::settle(std::uint32_t id) {
 Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* destination) {
   // The address must be gone there before it comes back here; a destination that is silent lets nothing through.
   if (destination)
-    if (auto s = destination->abort(id); !s) spdlog::warn("{}", s.error().text);
+    if (auto s = destination->abort(id); !s) spdlog::warn("migration {:08x}: {}", id, s.error().text);
   const auto& r = e.record;
   const auto instances = instances_of(r);
   Status first;
@@ -245,9 +245,11 @@ Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* 
     also(runc_.resume(r.container()));
     also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));
+    const pid_t init = runc_.init_pid(r.container());
+    const auto its = [&](const ProcessSession& s) { return runc_.owns(r.container(), init, s.pid()); };
     for (const auto& i : instances) {
       // One that has ended has nothing to go back to; one that is late is let go when it connects.
-      auto session = sessions_.wait_for(i, {}, kReconnectMs);
+      auto session = sessions_.wait_for(i, its, kReconnectMs);
       if (!session) spdlog::warn("migration {:08x}: {}", id, session.error().text);
       if (session && (*session)->state() != MIGR_PROC_RUNNING) also((*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs));
     }
@@ -257,7 +259,7 @@ Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* 
   }
   for (const auto& p : r.partners())
     if (auto link = to_partner_(p))
-      if (auto s = (*link)->rollback(id); !s) spdlog::warn("{}", s.error().text);
+      if (auto s = (*link)->rollback(id); !s) spdlog::warn("migration {:08x}: {}", id, s.error().text);
   return first;
 }
 

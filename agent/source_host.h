@@ -39,7 +39,7 @@ class SourceHost final : public Role {
   void settle_later(std::uint32_t id);
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
-  Status renew(std::uint32_t) override { return Error{ENOENT, "not here"}; }
+  Status renew(std::uint32_t, const Caller&) override { return Error{ENOENT, "not here"}; }
   bool claims(const Instance& i) override { return claims_.holder(i); }
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;

@@ -18,7 +18,7 @@ _migrctl_options() {	# COMMAND [COMMAND]
 	"link down") echo --force --wait --json ;;
 	doctor) echo --peer --json ;;
 	report) echo -o --output ;;
-	"pki host") echo --ip ;;
+	"pki host") echo --ip --days ;;
 	checkpoint|restore|"link up"|ps|show|peers|history|version) echo --json ;;
 	"") echo --socket --config ;;
 	esac
@@ -32,7 +32,7 @@ _migrctl() {
 	# The command so far, and how many words follow it that are no options.
 	for ((i = 1; i < COMP_CWORD; i++)); do
 		case ${COMP_WORDS[i]} in
-		--socket|--config|--pid|--to|--drain-limit|--wait|--peer|--ip|-o|--output) i=$((i + 1)) ;;
+		--socket|--config|--pid|--to|--drain-limit|--wait|--peer|--ip|--days|-o|--output) i=$((i + 1)) ;;
 		-*) ;;
 		*) case "$command" in
 			"") command=${COMP_WORDS[i]} ;;
@@ -49,7 +49,7 @@ _migrctl() {
 	--to|--peer) mapfile -t words < <(_migrctl_values name peers) ;;
 	--pid) mapfile -t words < <(_migrctl_values pid ps) ;;
 	--socket|--config|-o|--output) mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return ;;
-	--drain-limit|--wait|--ip) return ;;
+	--drain-limit|--wait|--ip|--days) return ;;
 	*)
 		if [[ $cur == -* ]]; then
 			mapfile -t words < <(_migrctl_options "$command" | tr ' ' '\n')

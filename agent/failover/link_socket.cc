@@ -149,15 +149,14 @@ void LinkSocket::run() {
         s->fd = Fd(n);
         s->since = s->refilled = Clock::now();
         s->tokens = kLinkPacketsPerS;
-        ucred cred{};
-        socklen_t len = sizeof cred;
-        if (getsockopt(n, SOL_SOCKET, SO_PEERCRED, &cred, &len) || cred.pid <= 0) {
-          spdlog::warn("links: a process that is not visible in migrd's pid namespace was refused");
+        const auto speaker = speaker_of(n);
+        if (!speaker) {
+          spdlog::warn("links: refused: {}", speaker.error().text);
           continue;
         }
-        s->pid = cred.pid;
-        s->uid = cred.uid;
-        s->life = life_of(s->pid);
+        s->speaker = *speaker;
+        s->pid = speaker->pid;
+        s->uid = speaker->uid;
         std::lock_guard lock(mutex_);
         const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->uid == s->uid; });
         if (sessions_.size() >= most_ || (s->uid && static_cast<std::size_t>(of_user) >= most_ / 2)) {
@@ -229,6 +228,10 @@ bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
   const Instance who = gid_of(p.head.instance);
   if (auto ok = check(hello); !ok) {
     reply(s, p.head, ok);
+    return true;
+  }
+  if (!s->speaker.lives()) {
+    reply(s, p.head, Error{EPERM, "HELLO for process " + std::to_string(s->pid) + ", which connected and has ended"});
     return true;
   }
   if (who == Instance{}) {
@@ -418,7 +421,7 @@ void LinkSocket::look() {
 
 Status LinkSocket::see_outside(const Look& l) {
   // It is traced because it asked for that, and not because it has got the number of one that did.
-  if (l.s->life.empty() || life_of(l.s->pid) != l.s->life) return Error{ESRCH, "process " + std::to_string(l.s->pid) + ", which has connected, has ended"};
+  if (!l.s->speaker.lives()) return Error{ESRCH, "process " + std::to_string(l.s->pid) + ", which has connected, has ended"};
   std::vector<TextRange> ranges;
   for (const auto& r : l.p.as<migr_text_range>()) ranges.push_back({r.start, r.bytes});
   return wait_until_outside(l.s->pid, ranges, 0, l.deadline, l.s->ended.get_token());

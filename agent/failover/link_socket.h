@@ -46,10 +46,10 @@ class LinkSocket {
   };
   struct Session {
     Fd fd;
-    pid_t pid = 0;
+    Speaker speaker;
+    pid_t pid = 0;               // the speaker's
     uid_t uid = 0;
     std::string comm;
-    std::string life;            // of the process, while it was the one that connected
     std::stop_source ended;
     Clock::time_point since;
     Instance instance{};         // does not change once it has greeted

@@ -202,9 +202,14 @@ Status LinkTable::add_switches(const Instance& who, std::span<const migr_links_s
   std::lock_guard lock(mutex_);
   Process* p = process_locked(who);
   if (!p) return no_process();
-  for (const auto& r : switches) p->switches.push_back(r);
+  for (const auto& r : switches) p->switches.push_back(r), switch_counts_[{r.cause, r.outcome}]++;
   while (p->switches.size() > kSwitchesKept) p->switches.pop_front();
   return {};
+}
+
+LinkTable::SwitchCounts LinkTable::switch_counts() const {
+  std::lock_guard lock(mutex_);
+  return switch_counts_;
 }
 
 void LinkTable::set_error(const Instance& who, const std::string& text) {

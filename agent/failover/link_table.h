@@ -90,6 +90,9 @@ class LinkTable {
 
   // For people.
   std::vector<wire::LinkProcessReport> reports(bool each_vqp) const;
+  /// Changes of link since the start, by cause and outcome; also of processes that have ended.
+  using SwitchCounts = std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint64_t>;
+  SwitchCounts switch_counts() const;
   /// vQPs that are still on this port (0: any) of the device; a line for each process. @param[out] processes  with a link there
   std::vector<std::string> left_on(const std::string& device, std::uint32_t port, unsigned& processes) const;
   /// vQPs that have a path there, and another one carries them; not of processes that have settled `serial`.
@@ -131,6 +134,7 @@ class LinkTable {
   mutable std::mutex mutex_;
   std::map<Instance, Process> processes_;
   std::map<VqpName, Instance> names_;
+  SwitchCounts switch_counts_;
   Gids gids_source_;
   mutable std::mutex gids_mutex_;
   mutable std::set<Gid> gids_;

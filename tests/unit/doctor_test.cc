@@ -185,6 +185,12 @@ TEST(Doctor, APeerThatDoesNotAnswerHasOneFinding) {
   };
   EXPECT_NE(say(EHOSTUNREACH, "dst: Connection refused").find("start it on dst"), std::string::npos);
   EXPECT_NE(say(EHOSTUNREACH, "dst: Ssl handshake failed").find("certificates of the same CA"), std::string::npos);
+  {
+    const auto refused = judge_peer(good(), {"dst", "dst:7471", Error{EPERM, "dst: src may not ask"}, 0}, kNow);
+    ASSERT_EQ(refused.size(), 1u);
+    EXPECT_EQ(refused[0].health, Health::kWarning);  // the operator there wants it so
+    EXPECT_NE(refused[0].advice.find("migrd.json of dst"), std::string::npos);
+  }
   EXPECT_NE(say(EPROTONOSUPPORT, "dst: ").find("same release"), std::string::npos);
   EXPECT_NE(say(ENOENT, "no host 'dst' among the peers").find("\"peers\""), std::string::npos);
 }
@@ -194,6 +200,13 @@ TEST(Doctor, ADaemonThatIsSilentOrOfAnotherReleaseIsAFailure) {
   EXPECT_EQ(judge_daemon(own, own).health, Health::kOk);
   other.set_release("0");
   EXPECT_NE(judge_daemon(own, other).advice.find("start migrd again"), std::string::npos);
+  other = own;
+  other.set_certificate_refused("it expired on 2020-01-01");
+  EXPECT_EQ(judge_daemon(own, other).health, Health::kWarning);
+  EXPECT_NE(judge_daemon(own, other).found.find("it expired"), std::string::npos);
+  auto there = good("dst");
+  there.mutable_version()->set_certificate_refused("it expired on 2020-01-01");
+  EXPECT_EQ(health_of(judge_peer(good(), answer_of(there), kNow)), Health::kWarning);
   const auto silent = judge_daemon(own, Error{EHOSTUNREACH, "no answer"});
   EXPECT_EQ(silent.health, Health::kFailed);
   EXPECT_NE(silent.advice.find("systemctl start migrd"), std::string::npos);

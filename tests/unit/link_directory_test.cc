@@ -393,6 +393,7 @@ TEST_P(PeersOnly, TheHomeOfANameIsBelievedFirst) {
   ASSERT_TRUE(pki::issue_host(dir_.path + "/ca", "c", {}));
   HostUnderTest c(dir_.path, 3, "");
   c.config.peers = {{"a", a_->address()}, {"b", b_->address()}};
+  for (auto* h : {a_.get(), b_.get()}) h->config.peers.push_back({"c", c.address()});  // others are not answered
   LinkLibrary asker(c.path(), 1), a(a_->path(), 2), b(b_->path(), 3);
   told(a, 1);
   told(b, 2);
@@ -580,7 +581,7 @@ class Orders : public ::testing::Test {
   }
   TempFolder dir_;
   Config config_;
-  Peers peers_{config_, {}};
+  Peers peers_{config_, pki::Files{}};
   SessionTable sessions_;
   LinkTable table_{"here"};
   PeerDirectory directory_{peers_, table_};

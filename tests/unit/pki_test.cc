@@ -6,9 +6,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
+#include <fstream>
 
+#include "agent/certificates.h"
 #include "agent/doctor.h"
+#include "agent/file_tree.h"
 #include "agent/host_service.h"
 #include "agent/peer_link.h"
 
@@ -79,6 +83,7 @@ class Tls : public Pki {
       for (const char* h : {"a", "b"}) ASSERT_TRUE(pki::issue_host(dir_ + "/" + ca, h, {}));
     }
     config_.name = "a";
+    config_.peers = {{"b", "b:7471"}};
     files_ = std::make_unique<Peers>(config_, *pki::load(dir_ + "/ca/a"));
     service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>());
     grpc::ServerBuilder b;
@@ -121,6 +126,241 @@ TEST_F(Tls, ServerWithAnotherNameIsNotTrusted) { EXPECT_FALSE(ask("/ca/b", "c"))
 TEST_F(Tls, PlainTextIsNotAnswered) {
   wire::Host::Stub stub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port_), grpc::InsecureChannelCredentials()));
   EXPECT_FALSE(call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, "a"));
+}
+
+// ---- new files while it runs
+
+/// Host a as migrd serves it, and the folder of its certificate; host b asks.
+class Rotation : public Pki {
+ protected:
+  void SetUp() override {
+    Pki::SetUp();
+    for (const char* ca : {"ca", "other"}) {
+      ASSERT_TRUE(pki::init(dir_ + "/" + ca));
+      for (const char* h : {"a", "b"}) ASSERT_TRUE(pki::issue_host(dir_ + "/" + ca, h, {}));
+    }
+    fs::create_directory(dir_ + "/pki");
+    put("ca/a");
+    config_.name = "a", config_.pki = dir_ + "/pki";
+    config_.peers = {{"b", "b:7471"}};
+    certificates_ = std::make_unique<Certificates>(config_, dir_ + "/tls");
+    ASSERT_TRUE(certificates_->start());
+    peers_ = std::make_unique<Peers>(config_, *certificates_);
+    service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>(), certificates_.get());
+    grpc::ServerBuilder b;
+    b.AddListeningPort("127.0.0.1:0", peers_->server_credentials(), &port_);
+    b.RegisterService(service_.get());
+    server_ = b.BuildAndStart();
+    ASSERT_NE(server_, nullptr);
+  }
+  void TearDown() override {
+    if (server_) server_->Shutdown();
+    Pki::TearDown();
+  }
+  void put(const std::string& from, std::initializer_list<const char*> names = {"ca.pem", "host.pem", "host.key"}) {
+    for (const char* n : names) fs::copy_file(dir_ + "/" + from + "/" + n, dir_ + "/pki/" + n, fs::copy_options::overwrite_existing);
+  }
+  void look() { certificates_->look(), certificates_->look(); }
+  void trust_both(const std::string& folder) { std::ofstream(dir_ + "/" + folder + "/ca.pem") << text_of(dir_ + "/ca/ca.pem") << text_of(dir_ + "/other/ca.pem"); }
+
+  /// A host that asks, with connections of its own.
+  struct Client {
+    Client(const std::string& folder, int port) : config(asks(port)), peers(config, *pki::load(folder)), stub(*peers.channel("a")) {}
+    static Config asks(int port) {
+      Config c;
+      c.name = "b", c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+      return c;
+    }
+    /// The certificate that the server showed; empty: none was taken.
+    std::string sees() {
+      grpc::ClientContext ctx;
+      set_deadline(ctx, 5000);
+      wire::VersionReply reply;
+      if (const auto s = stub.Version(&ctx, {}, &reply); !s.ok()) return "";
+      refused = reply.certificate_refused();
+      for (const auto& v : ctx.auth_context()->FindPropertyValues("x509_pem_cert")) return {v.data(), v.size()};
+      return "";
+    }
+    Config config;
+    Peers peers;
+    wire::Host::Stub stub;
+    std::string refused;
+  };
+  std::string shown_to(const std::string& folder) { return Client(dir_ + "/" + folder, port_).sees(); }
+  std::string pem(const std::string& path) { return text_of(dir_ + "/" + path + "/host.pem"); }
+  /// gRPC looks once a second.
+  bool is_shown(const std::string& folder, const std::string& certificate) {
+    for (const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10); std::chrono::steady_clock::now() < until; usleep(100'000))
+      if (shown_to(folder) == certificate) return true;
+    return false;
+  }
+  void expect_refused(const char* why) {
+    const auto before = shown_to("ca/b");
+    ASSERT_NE(before, "");
+    look();
+    EXPECT_NE(certificates_->refused().find(why), std::string::npos) << certificates_->refused();
+    usleep(1'500'000);
+    Client c(dir_ + "/ca/b", port_);
+    EXPECT_EQ(c.sees(), before);
+    EXPECT_EQ(c.refused, certificates_->refused());
+  }
+
+  Config config_;
+  Numbers numbers_{config_};
+  SessionTable sessions_;
+  std::unique_ptr<Certificates> certificates_;
+  std::unique_ptr<Peers> peers_;
+  std::unique_ptr<HostService> service_;
+  std::unique_ptr<grpc::Server> server_;
+  int port_ = 0;
+};
+
+TEST_F(Rotation, NewConnectionsGetTheNewCertificateAndOldOnesGoOn) {
+  const auto old = pem("ca/a");
+  Client stays(dir_ + "/ca/b", port_);
+  ASSERT_EQ(stays.sees(), old);
+  const auto before = certificates_->ends_s();
+  ASSERT_TRUE(pki::issue_host(dir_ + "/ca", "a", {}, 100));
+  ASSERT_NE(pem("ca/a"), old);
+  put("ca/a");
+  certificates_->look();
+  EXPECT_EQ(certificates_->ends_s(), before) << "files that are just being copied are left alone";
+  certificates_->look();
+  EXPECT_LT(certificates_->ends_s(), before);
+  EXPECT_EQ(certificates_->refused(), "");
+  EXPECT_TRUE(is_shown("ca/b", pem("ca/a")));
+  EXPECT_EQ(stays.sees(), old);
+}
+
+TEST_F(Rotation, ACallThatIsUnderWayIsNotDisturbed) {
+  struct Slow final : wire::Destination::Service {
+    grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>* r, wire::UploadReply* out) override {
+      wire::UploadChunk c;
+      std::uint32_t files = 0;
+      while (r->Read(&c)) files++;
+      out->set_files(files);
+      return grpc::Status::OK;
+    }
+  } slow;
+  int port = 0;
+  grpc::ServerBuilder b;
+  b.AddListeningPort("127.0.0.1:0", peers_->server_credentials(), &port);
+  b.RegisterService(&slow), b.RegisterService(service_.get());
+  const auto server = b.BuildAndStart();
+  Client c(dir_ + "/ca/b", port);
+  wire::Destination::Stub stub(*c.peers.channel("a"));
+  grpc::ClientContext ctx;
+  wire::UploadReply reply;
+  const auto writer = stub.Upload(&ctx, &reply);
+  ASSERT_TRUE(writer->Write({}));
+  ASSERT_TRUE(pki::issue_host(dir_ + "/ca", "a", {}));
+  put("ca/a");
+  look();
+  EXPECT_TRUE(is_shown("ca/b", pem("ca/a")));
+  ASSERT_TRUE(writer->Write({}));
+  writer->WritesDone();
+  EXPECT_TRUE(writer->Finish().ok());
+  EXPECT_EQ(reply.files(), 2u);
+  server->Shutdown();
+}
+
+TEST_F(Rotation, FromOneCaToAnotherWithBothInBetween) {
+  // Both trust both; then one host after the other gets its new certificate; then the old CA goes.
+  trust_both("pki"), trust_both("ca/b"), trust_both("other/b");
+  look();
+  EXPECT_EQ(certificates_->refused(), "");
+  EXPECT_TRUE(is_shown("ca/b", pem("ca/a")));
+  put("other/a", {"host.pem", "host.key"});
+  look();
+  EXPECT_EQ(certificates_->refused(), "");
+  EXPECT_TRUE(is_shown("ca/b", pem("other/a")));
+  EXPECT_EQ(shown_to("other/b"), pem("other/a"));
+  put("other/a", {"ca.pem"});
+  look();
+  EXPECT_EQ(certificates_->refused(), "");
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10); shown_to("ca/b") != "" && std::chrono::steady_clock::now() < until;) usleep(100'000);
+  EXPECT_EQ(shown_to("ca/b"), "") << "a certificate of the old CA opens nothing any more";
+  EXPECT_EQ(shown_to("other/b"), pem("other/a"));
+}
+
+// As a client, too.
+TEST_F(Rotation, ANewCertificateIsShownToServersThatTrustOnlyItsCa) {
+  Config c;
+  c.name = "b", c.pki = dir_ + "/pki", c.peers = {{"a", "127.0.0.1:1"}};
+  server_->Shutdown();
+  Config server_config = config_;
+  Peers server_peers(server_config, *pki::load(dir_ + "/other/a"));
+  grpc::ServerBuilder b;
+  int port = 0;
+  b.AddListeningPort("127.0.0.1:0", server_peers.server_credentials(), &port);
+  b.RegisterService(service_.get());
+  const auto server = b.BuildAndStart();
+  c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+  put("ca/b");
+  Certificates mine(c, dir_ + "/tls-b");
+  ASSERT_TRUE(mine.start());
+  Peers peers(c, mine);
+  const auto version = [&] {
+    wire::Host::Stub stub(*peers.channel("a"));
+    return call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, "a");
+  };
+  EXPECT_FALSE(version());
+  put("other/b");
+  mine.look(), mine.look();
+  Result<wire::VersionReply> v = Error{};
+  for (int i = 0; i < 50 && !v; i++, usleep(100'000)) v = version();
+  EXPECT_TRUE(v) << v.error().text;
+  server->Shutdown();
+}
+
+TEST_F(Rotation, AKeyOfAnotherCertificateIsNotTaken) {
+  ASSERT_TRUE(pki::issue_host(dir_ + "/ca", "a", {}));
+  put("ca/a", {"host.key"});
+  expect_refused("do not belong together");
+  put("ca/a");  // the rest has arrived
+  look();
+  EXPECT_EQ(certificates_->refused(), "");
+  EXPECT_TRUE(is_shown("ca/b", pem("ca/a")));
+}
+
+TEST_F(Rotation, ACertificateOfAnotherCaIsNotTaken) {
+  put("other/a", {"host.pem", "host.key"});
+  expect_refused("not signed by the CA");
+}
+
+TEST_F(Rotation, AnExpiredCertificateIsNotTaken) {
+  ASSERT_TRUE(pki::issue_host(dir_ + "/ca", "a", {}, 0));
+  put("ca/a");
+  expect_refused("it expired on");
+}
+
+TEST_F(Rotation, ACertificateOfAnotherHostIsNotTaken) {
+  put("ca/b");
+  expect_refused("it is for 'b', and this host is 'a'");
+}
+
+TEST_F(Rotation, NonsenseAndAKeyThatOthersCanReadAreNotTaken) {
+  std::ofstream(dir_ + "/pki/host.pem") << "no certificate";
+  expect_refused("host.pem is not in PEM");
+  put("ca/a");
+  chmod((dir_ + "/pki/host.key").c_str(), 0644);
+  expect_refused("readable for others");
+}
+
+TEST_F(Rotation, WhatIsInUseIsForItsOwnerOnly) {
+  EXPECT_EQ(mode("tls"), 0700u);
+  EXPECT_EQ(mode("tls/identity.pem"), 0600u);
+}
+
+TEST_F(Rotation, TwoCasOfTheSameNameAreToldApart) {
+  trust_both("pki");
+  for (const char* ca : {"ca", "other"}) {
+    auto files = *pki::load(dir_ + "/" + ca + "/a");
+    files.ca = text_of(dir_ + "/pki/ca.pem");
+    const auto c = pki::read(files, "a");
+    ASSERT_TRUE(c);
+    EXPECT_TRUE(c->of_ca) << ca;
+  }
 }
 
 std::string advice_of(const std::vector<PeerAnswer>& answers) { return judge_peer({}, answers.at(0), 0).at(0).advice; }

@@ -6,10 +6,13 @@
 #include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <optional>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -237,6 +240,108 @@ TEST_F(Table, WaitForSomebodyElseIsETIMEDOUT) {
   auto s = table_.wait_for(Instance{5}, [](const ProcessSession& p) { return p.pid() != getpid(); }, 50);
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, ETIMEDOUT);
+}
+
+// Another process, as a user without rights where that can be tried. It ends when it is told.
+class Stranger {
+ public:
+  explicit Stranger(const std::function<void()>& work) {
+    int sv[2];
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sv), 0);
+    ours_ = Fd(sv[0]);
+    const Fd theirs(sv[1]);
+    if ((pid = fork())) {
+      char c;
+      EXPECT_EQ(read(ours_.n, &c, 1), 1);
+      return;
+    }
+    constexpr uid_t kNobodyUid = 65534;
+    if (!geteuid() && (setgid(kNobodyUid) || setuid(kNobodyUid))) _exit(1);
+    work();
+    char c = 1;
+    if (write(theirs.n, &c, 1) == 1 && read(theirs.n, &c, 1) >= 0) _exit(0);
+    _exit(1);
+  }
+  ~Stranger() {
+    shutdown(ours_.n, SHUT_RDWR);
+    waitpid(pid, nullptr, 0);
+  }
+  pid_t pid = -1;
+
+ private:
+  Fd ours_;
+};
+
+TEST_F(Table, AProcessThatClaimsAnothersInstanceIsStillNobodyElse) {
+  Fd fd = connect();
+  send_packet(fd.n, hello(6));
+  ASSERT_TRUE(table_.wait_for(Instance{6}, {}, 2000));
+  chmod(dir_.c_str(), 0755);
+  Stranger s([&] {
+    static Fd theirs = connect();  // open until it ends
+    migr_msg h = hello(6);
+    h.state = MIGR_PROC_FROZEN;
+    send_packet(theirs.n, h);
+  });
+  const auto of = [](pid_t pid) { return [pid](const ProcessSession& p) { return p.pid() == pid; }; };
+  const auto claimed = table_.wait_for(Instance{6}, of(s.pid), 2000);
+  ASSERT_TRUE(claimed) << claimed.error().text;
+  const auto mine = table_.wait_for(Instance{6}, of(getpid()), 0);
+  ASSERT_TRUE(mine);
+  EXPECT_NE(*mine, *claimed);
+  EXPECT_EQ((*mine)->state(), std::uint32_t{MIGR_PROC_RUNNING});
+  EXPECT_EQ(table_.by_pid(getpid()), *mine);
+  EXPECT_EQ(table_.by_pid(s.pid), *claimed);
+}
+
+// Its number may be another's by then.
+TEST_F(Table, AChildDoesNotSpeakForAParentThatHasEnded) {
+  int sv[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sv), 0);
+  Fd ours(sv[0]);
+  std::optional<Fd> theirs{Fd(sv[1])};
+  const pid_t parent = fork();
+  if (!parent) {
+    const Fd fd = connect();
+    if (fork()) _exit(0);
+    char c;
+    if (read(theirs->n, &c, 1) != 1) _exit(1);
+    send_packet(fd.n, hello(7));
+    _exit(recv(fd.n, &c, 1, 0) == 0 && write(theirs->n, &c, 1) == 1 ? 0 : 1);
+  }
+  theirs.reset();
+  ASSERT_EQ(waitpid(parent, nullptr, 0), parent);
+  char c = 1;
+  ASSERT_EQ(write(ours.n, &c, 1), 1);
+  EXPECT_EQ(read(ours.n, &c, 1), 1) << "the connection is closed";
+  EXPECT_FALSE(table_.wait_for(Instance{7}, {}, 0));
+}
+
+TEST(Limits, AUserHasHalfOfTheSessions) {
+  if (geteuid()) GTEST_SKIP() << "not root: cannot be another user";
+  char t[] = "/tmp/migr-run-XXXXXX";
+  ASSERT_NE(mkdtemp(t), nullptr);
+  chmod(t, 0755);
+  SessionTable table(4);
+  ASSERT_TRUE(table.start(std::string(t) + "/proc.sock", {}));
+  const auto connect_to = [&] {
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    sockaddr_un a{};
+    a.sun_family = AF_UNIX;
+    std::strcpy(a.sun_path, (std::string(t) + "/proc.sock").c_str());
+    return ::connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) ? -1 : fd;
+  };
+  Stranger s([&] {
+    for (int i = 0; i < 2; i++) connect_to();
+    char c;
+    if (recv(connect_to(), &c, 1, 0) != 0) _exit(1);  // a third one is closed at once
+  });
+  const Fd root(connect_to());
+  migr_msg h = hello(8);
+  send_packet(root.n, h);
+  EXPECT_TRUE(table.wait_for(Instance{8}, {}, 2000)) << "there is room for others";
+  table.stop();
+  std::filesystem::remove_all(t);
 }
 
 TEST_F(Table, GateIsAFileBesideTheSocket) {

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Which peer may do what: every call of wire.proto has a right, a peer that has it not is refused before the service sees
+// the call, and a migration is carried on by nobody but who has begun it.
+#include "agent/authorization.h"
+
+#include <grpcpp/generic/generic_stub.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "agent/control_service.h"
+#include "agent/destination_host.h"
+#include "agent/host_service.h"
+#include "agent/partner_host.h"
+#include "agent/peer_link.h"
+
+namespace {
+
+using namespace migr;
+namespace fs = std::filesystem;
+
+const google::protobuf::FileDescriptor& wire_file() { return *wire::Empty::descriptor()->file(); }
+
+/// Of each method that peers can call.
+std::map<std::string, const google::protobuf::MethodDescriptor*> methods_of_peers() {
+  std::map<std::string, const google::protobuf::MethodDescriptor*> out;
+  for (int s = 0; s < wire_file().service_count(); s++) {
+    const auto* service = wire_file().service(s);
+    if (service->name() == "Control") continue;  // on a socket of root's
+    for (int m = 0; m < service->method_count(); m++) out["/" + service->full_name() + "/" + service->method(m)->name()] = service->method(m);
+  }
+  return out;
+}
+
+TEST(Authorization, EveryMethodOfPeersHasARightAndNoneIsMadeUp) {
+  std::map<std::string, int> listed;
+  for (const auto& c : guarded_calls()) listed[c.method]++;
+  const auto methods = methods_of_peers();
+  EXPECT_GT(methods.size(), 30u);
+  for (const auto& [name, m] : methods) EXPECT_EQ(listed[name], 1) << name << " has no entry, or two, in authorization.cc";
+  for (const auto& [name, n] : listed) EXPECT_TRUE(methods.contains(name)) << name << " is no method of wire.proto";
+}
+
+struct Folder : ::testing::Test {
+  void SetUp() override {
+    char t[] = "/tmp/migr-allow-XXXXXX";
+    ASSERT_NE(mkdtemp(t), nullptr);
+    dir = t;
+  }
+  void TearDown() override { fs::remove_all(dir); }
+  Result<Config> load(const std::string& allow) {
+    std::ofstream(dir + "/migrd.json") << R"({"name": "a", "peers": [{"name": "b", "address": "b:1"}, {"name": "c", "address": "c:1"}], "allow": )" + allow + "}";
+    return load_config(dir + "/migrd.json");
+  }
+  std::string dir;
+};
+
+using AllowConfig = Folder;
+
+TEST_F(AllowConfig, RulesArePeersAndContainers) {
+  const auto c = load(R"({"to_here": ["b", {"peer": "*", "containers": ["web-*", "db"]}], "read": []})");
+  ASSERT_TRUE(c) << c.error().text;
+  EXPECT_EQ(c->allow.size(), 2u);
+  const auto& to_here = c->allow.at(Right::kToHere);
+  ASSERT_EQ(to_here.size(), 2u);
+  EXPECT_EQ(to_here[0].peer, "b");
+  EXPECT_EQ(to_here[1].containers, (std::vector<std::string>{"web-*", "db"}));
+  EXPECT_TRUE(c->allow.at(Right::kRead).empty());
+}
+
+TEST_F(AllowConfig, WhatWouldNotDoWhatItSaysIsAnError) {
+  for (const char* bad : {R"([])", R"({"to_there": ["b"]})", R"({"read": "b"})", R"({"read": [1]})", R"({"to_here": [{"peer": "b"}]})", R"({"to_here": [{"peer": "b", "containers": []}]})",
+                          R"({"to_here": [{"peer": "b", "containers": ["x"], "more": 1}]})", R"({"read": [{"peer": "b", "containers": ["x"]}]})", R"({"read": ["d"]})"}) {
+    const auto c = load(bad);
+    ASSERT_FALSE(c) << bad;
+    EXPECT_NE(c.error().text.find("allow"), std::string::npos) << c.error().text;
+  }
+}
+
+TEST_F(AllowConfig, WhereThingsMayGo) {
+  const auto open = load("{}");
+  EXPECT_TRUE(may_take(*open, "b", "web-1"));
+  const auto c = load(R"({"from_here": [{"peer": "b", "containers": ["web-*"]}]})");
+  EXPECT_TRUE(may_take(*c, "b", "web-1"));
+  EXPECT_TRUE(may_take(*c, "a", "db"));  // restored here
+  for (const auto& [to, what] : {std::pair{"b", "db"}, {"c", "web-1"}}) {
+    const auto s = may_take(*c, to, what);
+    ASSERT_FALSE(s);
+    EXPECT_EQ(s.error().code, EPERM);
+    EXPECT_EQ(s.error().text, std::string(to) + " may not take '" + what + "' from here: see \"allow\": {\"from_here\": ..} in migrd.json of a");
+  }
+}
+
+/// Host a, real but for the kernel, and its peers b and c; d has a certificate, too, and is no peer.
+class Peer : public Folder {
+ protected:
+  void SetUp() override {
+    Folder::SetUp();
+    ASSERT_TRUE(pki::init(dir + "/ca"));
+    for (const char* h : {"a", "b", "c", "d"}) ASSERT_TRUE(pki::issue_host(dir + "/ca", h, {}));
+  }
+  void TearDown() override {
+    if (server_) server_->Shutdown();
+    Folder::TearDown();
+  }
+  void serve(const std::string& allow) {
+    auto c = load(allow);
+    ASSERT_TRUE(c) << c.error().text;
+    config_ = *c;
+    config_.state_dir = dir;
+    peers_ = std::make_unique<Peers>(config_, *pki::load(dir + "/ca/a"));
+    numbers_ = std::make_unique<Numbers>(config_);
+    directory_ = std::make_unique<Directory>(config_);
+    destination_ = std::make_unique<DestinationHost>(config_, sessions_, *peers_, *numbers_);
+    partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, *directory_);
+    host_ = std::make_unique<HostService>(config_, sessions_, *numbers_, std::vector<Role*>{destination_.get(), partner_.get()});
+    grpc::ServerBuilder b;
+    b.AddListeningPort("127.0.0.1:0", peers_->server_credentials(), &port_);
+    b.RegisterService(host_.get());
+    b.RegisterService(destination_.get());
+    b.RegisterService(partner_.get());
+    server_ = b.BuildAndStart();
+    ASSERT_NE(server_, nullptr);
+  }
+  std::shared_ptr<grpc::Channel> as(const std::string& who) {
+    auto& [config, peers] = callers_[who];
+    if (!peers) {
+      config.name = who;
+      config.peers = {{"a", "127.0.0.1:" + std::to_string(port_)}};
+      peers = std::make_unique<Peers>(config, *pki::load(dir + "/ca/" + who));
+    }
+    return *peers->channel("a");
+  }
+  /// A message without fields to any method.
+  grpc::Status ask(const std::string& who, const std::string& method) {
+    grpc::GenericStub stub(as(who));
+    grpc::ClientContext ctx;
+    set_deadline(ctx, 5000);
+    grpc::CompletionQueue q;
+    grpc::ByteBuffer reply;
+    const grpc::Slice nothing;
+    const auto call = stub.PrepareUnaryCall(&ctx, method, grpc::ByteBuffer(&nothing, 1), &q);
+    grpc::Status s;
+    call->StartCall();
+    call->Finish(&reply, &s, &s);
+    void* tag;
+    bool ok;
+    q.Next(&tag, &ok);
+    return s;
+  }
+  template <class Stub, class Req, class Rep>
+  Result<Rep> tell(const std::string& who, grpc::Status (Stub::*method)(grpc::ClientContext*, const Req&, Rep*), const Req& r) {
+    Stub stub(as(who));
+    return call(stub, method, r, 5000, "a");
+  }
+
+  Config config_;
+  SessionTable sessions_;
+  Claims claims_;
+  std::unique_ptr<Numbers> numbers_;
+  std::unique_ptr<Directory> directory_;
+  std::unique_ptr<Peers> peers_;
+  std::unique_ptr<DestinationHost> destination_;
+  std::unique_ptr<PartnerHost> partner_;
+  std::unique_ptr<HostService> host_;
+  std::unique_ptr<grpc::Server> server_;
+  std::map<std::string, std::pair<Config, std::unique_ptr<Peers>>> callers_;
+  int port_ = 0;
+};
+
+constexpr char kNobody[] = R"({"to_here": [], "partner": [], "read": []})";
+
+TEST_F(Peer, WithoutARightEachMethodIsRefusedAndSaysByWhatKey) {
+  serve(kNobody);
+  for (const auto& c : guarded_calls()) {
+    const auto s = ask("b", c.method);
+    if (c.right == Right::kPeer) {
+      EXPECT_NE(s.error_code(), grpc::StatusCode::PERMISSION_DENIED) << c.method;
+      continue;
+    }
+    EXPECT_EQ(s.error_code(), grpc::StatusCode::PERMISSION_DENIED) << c.method << ": " << s.error_message();
+    EXPECT_NE(s.error_message().find(std::string("b may not ")), std::string::npos) << s.error_message();
+    EXPECT_NE(s.error_message().find(std::string("{\"") + key_of(c.right) + "\": ..} in migrd.json of a"), std::string::npos) << s.error_message();
+  }
+}
+
+TEST_F(Peer, WithoutRulesEveryPeerMayAllAndOthersNothing) {
+  serve("{}");
+  for (const auto& c : guarded_calls()) {
+    auto s = ask("b", c.method);
+    EXPECT_EQ(s.error_message().find("migrd.json"), std::string::npos) << c.method << ": " << s.error_message();
+    s = ask("d", c.method);
+    EXPECT_EQ(s.error_code(), grpc::StatusCode::PERMISSION_DENIED) << c.method;
+    EXPECT_NE(s.error_message().find("d is none of the \"peers\" in migrd.json of a"), std::string::npos) << s.error_message();
+  }
+}
+
+TEST_F(Peer, ThisHostMayAllByCertificateAndWithin) {
+  serve(kNobody);
+  wire::Host::Stub within(server_->InProcessChannel({}));
+  EXPECT_TRUE(call(within, &wire::Host::Stub::Facts, wire::FactsRequest(), 5000, "a"));
+  EXPECT_TRUE(tell("a", &wire::Host::Stub::Facts, wire::FactsRequest()));
+}
+
+TEST_F(Peer, AMethodThatNobodyKnowsIsUNIMPLEMENTED) {
+  serve(kNobody);
+  EXPECT_EQ(ask("b", "/migr.wire.Host/Nothing").error_code(), grpc::StatusCode::UNIMPLEMENTED);
+}
+
+TEST_F(Peer, OneHostMayWhatAnotherMayNot) {
+  serve(R"({"partner": ["b"], "to_here": ["c"]})");
+  const auto may_partner = [&](const char* who) { return ask(who, "/migr.wire.Partner/Find").error_code() != grpc::StatusCode::PERMISSION_DENIED; };
+  const auto may_come = [&](const char* who) { return ask(who, "/migr.wire.Destination/Check").error_code() != grpc::StatusCode::PERMISSION_DENIED; };
+  EXPECT_TRUE(may_partner("b") && may_come("c"));
+  EXPECT_FALSE(may_partner("c") || may_come("b"));
+}
+
+TEST_F(Peer, ContainersAreRefusedByNameBeforeAnythingElseIsLookedAt) {
+  serve(R"({"to_here": [{"peer": "b", "containers": ["web-*"]}]})");
+  wire::CheckRequest r;
+  r.set_container("db");
+  auto s = tell("b", &wire::Destination::Stub::Check, r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPERM);
+  EXPECT_EQ(s.error().text, "a: b may not move 'db' to here: see \"allow\": {\"to_here\": ..} in migrd.json of a");
+  r.set_container("web-1");
+  s = tell("b", &wire::Destination::Stub::Check, r);
+  ASSERT_FALSE(s);  // of another version, as the message is empty
+  EXPECT_NE(s.error().code, EPERM) << s.error().text;
+
+  // Who does not ask before is not let in either.
+  wire::Destination::Stub stub(as("b"));
+  grpc::ClientContext ctx;
+  wire::PrepareReply reply;
+  auto writer = stub.Prepare(&ctx, &reply);
+  wire::PrepareChunk first;
+  first.mutable_header()->set_id(7), first.mutable_header()->set_container("db"), first.mutable_header()->set_bundle("/b"), first.mutable_header()->set_source("b");
+  writer->Write(first);
+  writer->WritesDone();
+  EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);
+}
+
+TEST_F(Peer, NobodyBeginsAMigrationInAnothersName) {
+  serve("{}");
+  wire::PartnerPrepareRequest r;
+  r.set_id(7), r.set_source("c"), r.set_destination("b");
+  const auto s = tell("b", &wire::Partner::Stub::Prepare, r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPERM);
+  EXPECT_EQ(s.error().text, "a: migration 00000007 is of c, and not of b");
+  wire::Destination::Stub stub(as("b"));
+  grpc::ClientContext ctx;
+  wire::PrepareReply reply;
+  auto writer = stub.Prepare(&ctx, &reply);
+  wire::PrepareChunk first;
+  first.mutable_header()->set_id(7), first.mutable_header()->set_container("x"), first.mutable_header()->set_bundle("/b"), first.mutable_header()->set_source("c");
+  writer->Write(first);
+  writer->WritesDone();
+  EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);
+}
+
+TEST_F(Peer, NobodyCarriesOnAnothersMigration) {
+  serve("{}");
+  wire::PartnerPrepareRequest r;
+  r.set_id(7), r.set_source("b"), r.set_destination("c");
+  ASSERT_TRUE(tell("b", &wire::Partner::Stub::Prepare, r));
+  wire::Migration m;
+  m.set_id(7);
+  wire::LimitedRequest limited;
+  limited.set_id(7);
+  using P = wire::Partner::Stub;
+  const auto code = [](const auto& s) { return s ? 0 : s.error().code; };
+  EXPECT_EQ(code(tell("c", &P::Suspend, limited)), EPERM);
+  EXPECT_EQ(code(tell("c", &P::Switch, m)), EPERM);
+  EXPECT_EQ(code(tell("c", &P::Rollback, m)), EPERM);
+  EXPECT_EQ(code(tell("c", &wire::Host::Stub::Renew, m)), EPERM);
+  EXPECT_EQ(code(tell("b", &wire::Host::Stub::Renew, m)), 0);
+  EXPECT_EQ(code(tell("b", &P::Suspend, limited)), 0);
+  EXPECT_EQ(code(tell("b", &P::Rollback, m)), 0);
+  m.set_id(8);
+  EXPECT_EQ(code(tell("b", &wire::Host::Stub::Renew, m)), ENOENT);
+}
+
+// ---- ctl.sock
+
+using ControlSocket = Folder;
+
+TEST_F(ControlSocket, IsForItsOwnerAlone) {
+  wire::Control::Service nothing;
+  const std::string path = dir + "/ctl.sock";
+  const mode_t loose = umask(0);
+  const auto server = serve_root(path, nothing);
+  umask(loose);
+  ASSERT_TRUE(server) << server.error().text;
+  struct stat st {};
+  ASSERT_EQ(stat(path.c_str(), &st), 0);
+  EXPECT_EQ(st.st_mode & 07777, 0600u);
+  if (geteuid()) GTEST_SKIP() << "not root: cannot try as another user";
+  chmod(dir.c_str(), 0755);
+  const pid_t child = fork();
+  if (child == 0) {
+    constexpr uid_t kNobodyUid = 65534;
+    sockaddr_un a{};
+    a.sun_family = AF_UNIX;
+    std::strcpy(a.sun_path, path.c_str());
+    const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (setgid(kNobodyUid) || setuid(kNobodyUid)) _exit(255);
+    _exit(connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) ? errno : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), EACCES);
+}
+
+}  // namespace
