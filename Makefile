@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc packages check check-fast check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover format clean install
+.PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
 
 all: deps kmod user runc	## build everything
 
@@ -33,13 +33,25 @@ packages: user runc		## Debian packages of everything, build/packages/*.deb
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (40 minutes)
+check: all			## every test, in VMs too (an hour)
 	@scripts/check
 
 check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM (root; 15 minutes)
 	@scripts/build-packages --lint
 	@tests/packages/root_test
 	@tests/e2e/packages_test.sh
+
+docs:				## the pages of docs/ as HTML, build/docs/html
+	@scripts/deps python3-sphinx python3-myst-parser
+	@sphinx-build -q -W -b html -d $(BUILD)/docs/doctrees docs $(BUILD)/docs/html
+	@echo "$(BUILD)/docs/html/index.html"
+
+lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy (30 minutes; TOOLS="shell kernel": these)
+	@scripts/lint $(TOOLS)
+
+TIME ?= 60
+fuzz: deps			## mutated input for the parsers of what comes from outside, TIME=60 seconds each
+	@scripts/fuzz $(TIME) $(TARGETS)
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)

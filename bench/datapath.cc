@@ -38,6 +38,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -68,7 +69,7 @@ constexpr Case kCases[] = {{"send", "classic"},  {"send", "wr"}, {"recv", "class
 
 double median(std::vector<double> v, double at = 0.5) {
   if (v.empty()) return 0;
-  auto n = v.begin() + static_cast<long>(at * static_cast<double>(v.size() - 1) + 0.5);
+  auto n = v.begin() + std::lround(at * static_cast<double>(v.size() - 1));
   std::nth_element(v.begin(), n, v.end());
   return *n;
 }

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 # Connections made by librdmacm: they move, under traffic, with either end, and each end learns once that they have ended.
 # The programs run without a container: librdmacm needs the network of the RDMA device. E2E_WALK=1: more.
+# shellcheck disable=SC2154 # PID_NAME: start_cm sets it by its name
 set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"

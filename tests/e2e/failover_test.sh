@@ -151,9 +151,39 @@ moved_from_dead_rail() {
 	[ -z "${E2E_WALK:-}" ] || stays_on_its_backup || return 1
 	migrate_ok lk dst && expect_traffic && backed_up dst && both_on 0 dst
 }
+# move_and_fail HOST FAULTS MIGRATE..: its rail fails when everything is connected ahead, while the program still runs here.
+move_and_fail() {
+	local host=$1 faults=$2 gate=/tmp/connected err=$E2E_OUT/fail.err pid ok=0
+	shift 2
+	migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate$faults" && backed_up src || return 1
+	"$@" 2>"$err" &
+	pid=$!
+	if until_true "$E2E_MIGRATE_LIMIT" on src test -e $gate; then
+		rail "$host" down && sleep 14	# the device gives up its sends after 8 timeouts of 1.07 s
+		on src rm -f $gate || ok=1
+	else
+		fail "it was not connected"
+		migrd_kill src	# nor does it wait at the gate any more
+		ok=1
+	fi
+	wait $pid || ok=1
+	migrd_restart src || ok=1	# without the faults
+	[ $ok = 0 ] || sed 's/^/# /' "$err" >&2
+	return $ok
+}
+was_replayed() {
+	jq -c .replayed "$E2E_OUT/migrate.json" | sed 's/^/# replayed: /'
+	jq -e '.replayed.qps > 0 and .replayed.atomics_lost == 0' "$E2E_OUT/migrate.json" >/dev/null || fail "nothing was replayed"
+}
+# What had no backup when its link failed goes on where it is moved to.
+moved_while_rail_fails() { move_and_fail src "" migrate_ok lk dst && was_replayed && expect_traffic && backed_up dst && both_on 0 dst; }
+# The migration fails, too: it goes on over the other rail, once that is its backup again.
+stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate_refused lk dst "source.commit.begin" && both_on 1 && expect_traffic; }
+# The partner's rail: it goes on over the other one, once that is the backup of what has moved.
+moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && both_on 1 dst && expect_traffic; }
 # The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.
 again_and_again() {
-	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 --direction out && mend && both_on 0 && changed src && changed peer &&
+	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
 		say_change src && say_change peer
 }
 
@@ -165,6 +195,9 @@ step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs
 step "the cable is cut: transactions" with_kv cuts 2 -- --qps 4
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 step "a container whose rail is dead moves" with_container moved_from_dead_rail
+step "a rail fails while a container moves" with_container moved_while_rail_fails
+walk_step "a rail fails while a container moves, and it goes back" with_container stays_while_rail_fails
+walk_step "the partner's rail fails while a container moves" with_container moved_while_partners_rail_fails
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8

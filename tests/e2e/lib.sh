@@ -422,10 +422,10 @@ stop_pair() {
 
 # at_once CMD.. -- CMD..: both at the same time; fails if one of them does.
 at_once() {
-	local first=() ok=0
-	while [ "$1" != -- ]; do first+=("$1"); shift; done
+	local beside=() ok=0
+	while [ "$1" != -- ]; do beside+=("$1"); shift; done
 	shift
-	"${first[@]}" &
+	"${beside[@]}" &
 	local pid=$!
 	"$@" || ok=1
 	wait $pid || ok=1

@@ -9,6 +9,7 @@ e2e_up || exit 1
 moved() {	# OPTION...: src to dst
 	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
+# shellcheck disable=SC2120 # step calls it, with arguments
 there_and_back() {
 	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && migrate_ok mv src && expect_traffic &&
 		stop_verify mv || { e2e_logs; e2e_reset; return 1; }

@@ -111,7 +111,7 @@ struct Process {
     migr_msg h{};
     h.version = MIGR_PROC_VERSION;
     h.type = MIGR_MSG_HELLO;
-    for (int i = 0; i < 16; i++) h.instance[i] = static_cast<std::uint8_t>(std::stoi(s.instance.substr(static_cast<std::size_t>(2 * i), 2), nullptr, 16));
+    for (int i = 0; i < 16; i++) h.instance[i] = static_cast<std::uint8_t>(std::stoi(s.instance.substr(2 * static_cast<std::size_t>(i), 2), nullptr, 16));
     h.control_tid = static_cast<std::int32_t>(syscall(SYS_gettid));
     h.state = s.phase;
     h.generation = s.generation;

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# `make docs`: these pages as HTML.
+project = "migr"
+author = "the migr authors"
+extensions = ["myst_parser"]
+root_doc = "index"
+html_theme = "alabaster"
+html_theme_options = {"page_width": "70em", "sidebar_width": "14em"}
+html_copy_source = False
+html_show_copyright = False
+exclude_patterns = ["man"]
+# Pages also link to files of the tree that are no pages: tests/docs/commands_test looks whether these are there.
+suppress_warnings = ["ref.myst", "misc.highlighting_failure"]
