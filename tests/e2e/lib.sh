@@ -27,7 +27,7 @@ E2E_PKI=$E2E_ROOT/build/e2e/pki${E2E_WITH:+-$E2E_WITH}
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
 E2E_VARS=()
-E2E_RATE=${E2E_RATE:-1000}			# 0: as fast as it goes
+E2E_RATE=${E2E_RATE:-200}			# 0: as fast as it goes
 mkdir -p "$E2E_OUT"
 
 note() { echo "# $*" >&2; }
@@ -118,7 +118,7 @@ migrd_start() {
 		[ $# = 0 ] || export "$@"
 		exec setsid -f "$root/build/user/agent/migrd" --config /etc/migr/migrd.json </dev/null >>/mnt/out/migrd.log 2>&1
 	' "$E2E_ROOT" "$@" || fail "start of migrd on $h" || return 1
-	until_true 20 on "$h" test -S /run/migrd/ctl.sock || {
+	until_true 60 on "$h" test -S /run/migrd/ctl.sock || {
 		tail -n 5 "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log" >&2
 		fail "migrd on $h did not open its socket"
 	}
@@ -137,7 +137,7 @@ bed_is_up() { testbed status >/dev/null 2>&1; }
 
 # e2e_up: the bed with its hosts. Takes it down at the end of the script if it was not up before.
 e2e_up() {
-	local h pids=() ok=0
+	local h
 	e2e_needs || return 1
 	e2e_pki || return 1
 	if bed_is_up; then
@@ -147,46 +147,44 @@ e2e_up() {
 	[ -n "${E2E_KEEP:-}" ] || trap 'testbed down' EXIT
 	testbed up --hosts "${E2E_WITH:-src,dst,peer}" --rails 2 --mem "${E2E_MEM:-1024}" --lifetime "${E2E_LIFETIME:-5400}" \
 		--kernel "$(e2e_kernel)" || return 1
+	for h in "${E2E_HOSTS[@]}"; do rm -f "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out"/*; done
+	on_every_host host_setup || fail "not every host could be set up"
+}
+on_every_host() {	# CMD..: with each as its last argument, at the same time; fails if one of them does
+	local h pids=() ok=0
 	for h in "${E2E_HOSTS[@]}"; do
-		rm -f "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out"/*
-		host_setup "$h" &
+		"$@" "$h" &
 		pids+=($!)
 	done
 	for h in "${pids[@]}"; do wait "$h" || ok=1; done
-	[ $ok = 0 ] || fail "not every host could be set up"
+	return $ok
 }
 
 # e2e_reset: no container, no program of a test, every host up with its migrd; what a test before has left is gone.
-e2e_reset() {
-	local h
-	for h in "${E2E_HOSTS[@]}"; do
-		if ! on "$h" true >/dev/null 2>&1; then
-			note "host $h is down; starting it again"
-			testbed boot "$h" && host_setup "$h" || return 1
-			continue
-		fi
-		on_sh "$h" '
-			bundles=$1 root=$2 lib=$3
-			for b in "$bundles"/*/; do
-				[ -e "$b/config.json" ] || continue
-				id=$(basename "$b")
-				"$lib/runc" delete --force "$id" 2>/dev/null
-				"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
-			done
-			rm -rf "${bundles:?}"/*
-			pkill -KILL -x migr_verify
-			pkill -KILL -x migr_datagram
-			pkill -KILL -x migr_kv
-			for p in ib_write_bw ib_send_bw ib_read_bw ib_atomic_bw; do pkill -KILL -x $p; done
-			pkill -KILL -x rate_sampler
-			pkill -KILL -x criu
-			true
-		' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
-		if ! on "$h" pgrep -x migrd >/dev/null || on_sh "$h" 'tr "\0" "\n" </proc/$(pgrep -x migrd)/environ | grep -q ^MIGR_FAULT='; then
-			migrd_restart "$h" || return 1
-		fi
-		on_sh "$h" "grep -q '^migr ' /proc/modules" || host_setup "$h" || return 1
-	done
+e2e_reset() { on_every_host reset_host; }
+reset_host() {	# HOST
+	local h=$1
+	if ! on "$h" true >/dev/null 2>&1; then
+		note "host $h is down; starting it again"
+		testbed boot "$h" && host_setup "$h"
+		return
+	fi
+	on_sh "$h" '
+		bundles=$1 root=$2 lib=$3
+		for b in "$bundles"/*/; do
+			[ -e "$b/config.json" ] || continue
+			id=$(basename "$b")
+			"$lib/runc" delete --force "$id" 2>/dev/null
+			"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
+		done
+		rm -rf "${bundles:?}"/*
+		pkill -KILL -x "migr_verify|migr_datagram|migr_kv|ib_(write|send|read|atomic)_bw|rate_sampler|criu"
+		true
+	' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
+	if ! on_sh "$h" 'p=$(pgrep -x migrd) && ! tr "\0" "\n" <"/proc/$p/environ" | grep -q ^MIGR_FAULT='; then
+		migrd_restart "$h" || return 1
+	fi
+	on_sh "$h" "grep -q '^migr ' /proc/modules" || host_setup "$h"
 }
 
 # ---- containers and partners

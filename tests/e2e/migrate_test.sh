@@ -30,7 +30,8 @@ history_has_it() {
 		grep -q '<td>peer</td>' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "no report, or without phases or partner"
 }
 
-step "mixed, 4 QPs, polling, there and back" there_and_back --mode mixed --qps 4 &&
+busy() { E2E_RATE=1000 there_and_back "$@"; }
+step "mixed, 4 QPs, polling, there and back" busy --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "history has it, and there is a report of it" history_has_it
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events

@@ -5,7 +5,7 @@ set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
 e2e_up || exit 1
-E2E_RATE=200	# that it goes on is all that is looked at
+E2E_RATE=100	# that it goes on is all that is looked at
 
 untouched() { expect_running c src && expect_traffic; }
 

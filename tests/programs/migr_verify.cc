@@ -24,7 +24,7 @@ volatile std::sig_atomic_t g_stop = 0;
 
 constexpr int kPollBatch = 16;
 constexpr int kSpins = 200;                    // empty rounds before the processor is given away for a moment
-constexpr int kNapUs = 100, kRatedNapUs = 1000;
+constexpr int kNapUs = 100, kRatedNapUs = 4000;
 constexpr double kRateBurstS = 0.05;           // --rate: what may be posted at once after a pause
 constexpr int kEventWaitMs = 20, kWindowWaitMs = 2;
 constexpr int kEventGraceMs = 10000;           // a completion without its event for so long: the event is lost
