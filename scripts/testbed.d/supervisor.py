@@ -62,9 +62,8 @@ class Host:
     def argv(self):
         c = self.bed.conf
         kvm = c["accel"] == "kvm"
-        # With room for a second processor the kernel would not trust the TSC and read the emulated HPET all the time.
         append = ["console=ttyS0", "panic=-1", "no_timer_check", "panic_on_warn=1", "oops=panic", "mitigations=off", "no5lvl",
-                  "tsc=reliable", "net.ifnames=0", "rcupdate.rcu_cpu_stall_timeout=120", "nowatchdog", "systemd.unified_cgroup_hierarchy=1",
+                  "net.ifnames=0", "rcupdate.rcu_cpu_stall_timeout=120", "nowatchdog", "systemd.unified_cgroup_hierarchy=1",
                   f"tb.host={self.name}", f"tb.num={self.number}", c["append"]]
         a = ["qemu-system-x86_64", "-name", f"testbed-{c['name']}-{self.name}",
              "-accel", "kvm" if kvm else "tcg,thread=multi", "-cpu", "host" if kvm else "max",

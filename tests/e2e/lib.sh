@@ -178,7 +178,7 @@ reset_host() {	# HOST
 			"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
 		done
 		rm -rf "${bundles:?}"/*
-		pkill -KILL -x "migr_verify|migr_datagram|migr_kv|ib_(write|send|read|atomic)_bw|rate_sampler|criu"
+		for p in migr_verify migr_datagram migr_kv ib_{write,send,read,atomic}_bw rate_sampler criu; do pkill -KILL -x "$p"; done
 		true
 	' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
 	if ! on_sh "$h" 'p=$(pgrep -x migrd) && ! tr "\0" "\n" <"/proc/$p/environ" | grep -q ^MIGR_FAULT='; then
