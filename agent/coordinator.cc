@@ -609,6 +609,16 @@ Status Coordinator::resume() {
   return s;
 }
 
+// What the partners had of it. No reason to fail: an older migrd does not know the question.
+void Coordinator::look_at_traffic() {
+  const auto back_ms = static_cast<std::uint32_t>(now_ms() - began_at_);
+  (void)parallel_for(*summary_.mutable_partner_figures(), [&](wire::PartnerFigures& f) -> Status {
+    const auto a = std::find_if(affected_.begin(), affected_.end(), [&](const Affected& x) { return x.link->name() == f.host(); });
+    if (auto t = a->link->traffic(back_ms)) *f.mutable_traffic() = *t;
+    return {};
+  });
+}
+
 void Coordinator::lease(std::atomic<bool>& stop) {
   while (!stop) {
     {
@@ -704,6 +714,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     if (auto r = phase(FaultStep::kSourceResume, [&] { return resume(); }); s) s = r;
     const auto destroyed = phase(FaultStep::kSourceDestroy, [&] { return source_.destroy(); });
     if (s) s = destroyed;
+    look_at_traffic();
     summary_.set_migrated(true);
     summary_.set_rdma_ms(rdma_ms());
     if (!s) summary_.set_error("the container moved, but: " + s.error().text);

@@ -121,6 +121,8 @@ class PartnerLink {
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
   virtual Status rollback(std::uint32_t id) = 0;
   virtual Status renew(std::uint32_t id) = 0;
+  /// What the ports of that host have carried, from back_ms ago until now.
+  virtual Result<wire::TrafficReply> traffic(std::uint32_t back_ms) = 0;
 };
 
 struct Told {
@@ -196,6 +198,7 @@ class Coordinator {
   double rdma_ms() const;
   void watch(const std::string& phase);
   void note(const std::string& text);
+  void look_at_traffic();
   void lease(std::atomic<bool>& stop);
 
   std::string peer_of(const SourceQp& q) const;

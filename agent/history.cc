@@ -16,6 +16,16 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// null: not known, or written by an older migrd
+bool is_traffic(const Json& t) {
+  if (t.is_null()) return true;
+  if (!t.is_object()) return false;
+  const auto column = [&](const char* key) {
+    return t.contains(key) && t[key].is_array() && t[key].size() == t["at_ms"].size() && std::all_of(t[key].begin(), t[key].end(), [](const Json& x) { return x.is_number(); });
+  };
+  return column("at_ms") && column("rx_mbps") && column("tx_mbps");
+}
+
 // What is read of one, here and by report.cc.
 bool is_summary(const Json& j) {
   if (!j.is_object()) return false;
@@ -33,7 +43,8 @@ bool is_summary(const Json& j) {
          all({"service_blackout_ms", "communication_blackout_ms", "bytes_copied"}, [](const Json& x) { return x.is_number(); }) &&
          all({"rollback_reason"}, [](const Json& x) { return x.is_null() || x.is_string(); }) &&
          all({"timeline", "partner_figures"}, [](const Json& x) { return x.is_array(); }) && each("timeline", {"start_ms", "ms"}, "name") &&
-         each("partner_figures", {"blackout_ms", "suspended_ms", "replayed_sends", "replayed_recvs"}, "host");
+         each("partner_figures", {"blackout_ms", "suspended_ms", "replayed_sends", "replayed_recvs"}, "host") &&
+         std::all_of(j["partner_figures"].begin(), j["partner_figures"].end(), [](const Json& f) { return is_traffic(f.value("traffic", Json())); });
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration*
     const auto s = r->renew(m->id(), who);
     if (s || (!first && first.error().code == ENOENT)) first = s;
   }
+  if (first && traffic_) traffic_->look_closely();
   return to_grpc(first);
 }
 
@@ -60,6 +61,11 @@ grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseReque
     instances.push_back(*i);
   }
   return to_grpc(numbers_.release(instances));
+}
+
+grpc::Status HostService::Traffic(grpc::ServerContext*, const wire::TrafficRequest* r, wire::TrafficReply* out) {
+  if (traffic_) *out = traffic_->since(r->back_ms());
+  return grpc::Status::OK;
 }
 
 }  // namespace migr

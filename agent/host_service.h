@@ -10,6 +10,7 @@
 #include "numbers.h"
 #include "peer_link.h"
 #include "process_session.h"
+#include "traffic.h"
 
 namespace migr {
 
@@ -43,14 +44,15 @@ class Role {
 
 class HostService final : public wire::Host::Service {
  public:
-  /// @param certificates  may be missing
-  HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles, const Certificates* certificates = nullptr)
-      : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)), certificates_(certificates) {}
+  /// @param certificates, traffic  may be missing
+  HostService(const Config& config, SessionTable& sessions, Numbers& numbers, std::vector<Role*> roles, const Certificates* certificates = nullptr, TrafficMeter* traffic = nullptr)
+      : config_(config), sessions_(sessions), numbers_(numbers), roles_(std::move(roles)), certificates_(certificates), traffic_(traffic) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Facts(grpc::ServerContext*, const wire::FactsRequest*, wire::HostFacts* out) override;
   grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
   grpc::Status Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) override;
   grpc::Status Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) override;
+  grpc::Status Traffic(grpc::ServerContext*, const wire::TrafficRequest* r, wire::TrafficReply* out) override;
 
  private:
   const Config& config_;
@@ -58,6 +60,7 @@ class HostService final : public wire::Host::Service {
   Numbers& numbers_;
   const std::vector<Role*> roles_;
   const Certificates* const certificates_;
+  TrafficMeter* const traffic_;
 };
 
 wire::VersionReply version_of(const Config& config, std::size_t sessions, const Certificates* certificates = nullptr);

@@ -133,4 +133,10 @@ Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stu
 Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
 Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
+Result<wire::TrafficReply> RpcPartner::traffic(std::uint32_t back_ms) {
+  wire::TrafficRequest r;
+  r.set_back_ms(back_ms);
+  return call(host_, &wire::Host::Stub::Traffic, r, kRenewCallMs, name_);
+}
+
 }  // namespace migr

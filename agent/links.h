@@ -50,6 +50,7 @@ class RpcPartner final : public PartnerLink {
   Result<wire::ResumeReply> resume(std::uint32_t id) override;
   Status rollback(std::uint32_t id) override;
   Status renew(std::uint32_t id) override;
+  Result<wire::TrafficReply> traffic(std::uint32_t back_ms) override;
 
  private:
   wire::Partner::Stub stub_;

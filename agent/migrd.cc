@@ -275,7 +275,9 @@ int run(const Config& config) {
   DestinationHost destination(config, sessions, peers, numbers);
   PartnerHost partner(config, sessions, peers, claims, directory);
   const std::vector<Role*> roles = {&destination, &partner, &source};
-  HostService host(config, sessions, numbers, roles, &certificates);
+  PortCounters counters;
+  TrafficMeter traffic([&counters] { return counters.read(); });
+  HostService host(config, sessions, numbers, roles, &certificates, &traffic);
   Links links(peers);
   LinksService links_service(links.table);
   const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
@@ -329,6 +331,7 @@ int run(const Config& config) {
   if (!exposer) spdlog::error("{}", exposer.error().text);
 
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
+  traffic.start();
   std::atomic<bool> stop = false;
   std::thread ticker([&] {
     constexpr useconds_t kTickUs = 250'000;
@@ -372,6 +375,7 @@ int run(const Config& config) {
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
   (*inner_server)->Shutdown(soon);
   outer_server->Shutdown(soon);
+  traffic.stop();
   links.stop();
   sessions.stop();
   return 0;

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "history.h"
@@ -14,7 +15,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kWidth = 960, kLabel = 170, kRight = 90, kRow = 20, kTop = 30;  // px
+constexpr int kWidth = 960, kLabel = 170, kRight = 90, kRow = 20, kTop = 30, kPlot = 120;  // px
+constexpr char kReceived[] = "#4a7fb5", kSent[] = "#c0504d";
 
 std::string escaped(const std::string& text) {
   std::string out;
@@ -58,23 +60,55 @@ double tick(double span) {
       if (span / t <= 10) return t;
 }
 
-std::string svg(const Json& s) {
-  const auto bars = bars_of(s["timeline"]);
-  double span = 1;
-  for (const auto& b : bars) span = std::max(span, b.start + b.ms);
-  const int height = kTop + kRow * static_cast<int>(bars.size()) + 10;
-  const auto x = [&](double at) { return kLabel + at / span * (kWidth - kLabel - kRight); };
-  std::string out = fmt::format("<svg viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"12\" role=\"img\">\n", kWidth, height);
-  for (double at = 0; at <= span; at += tick(span))
-    out += fmt::format("<path d=\"M{0:.1f},{1} V{2}\" stroke=\"#ddd\"/><text x=\"{0:.1f}\" y=\"{3}\" text-anchor=\"middle\">{4:g} s</text>\n", x(at), kTop - 8, height - 10, kTop - 14,
-                       at / 1e3);
+// The time since a migration began, from left to right: the same for all pictures of a page.
+struct TimeAxis {
+  double span = 1;  // ms
+  double x(double at) const { return kLabel + std::clamp(at / span, 0.0, 1.0) * (kWidth - kLabel - kRight); }
+  /// Of a picture `height` high: its begin, and a line every so often.
+  std::string open(int height) const {
+    std::string out = fmt::format("<svg viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"12\" role=\"img\">\n", kWidth, height);
+    for (double at = 0; at <= span; at += tick(span))
+      out += fmt::format("<path d=\"M{0:.1f},{1} V{2}\" stroke=\"#ddd\"/><text x=\"{0:.1f}\" y=\"{3}\" text-anchor=\"middle\">{4:g} s</text>\n", x(at), kTop - 8, height - 10,
+                         kTop - 14, at / 1e3);
+    return out;
+  }
+};
+
+// Each sample goes from the end of the one before to its own.
+std::string steps(const TimeAxis& axis, const Json& at, const Json& values, double most, const char* colour) {
+  std::string path;
+  for (std::size_t i = 0; i < at.size(); i++)
+    path += fmt::format("{}{:.1f},{:.1f} H{:.1f}", i ? " L" : "M", axis.x(i ? at[i - 1].get<double>() : 0), kTop + kPlot * (1 - values[i].get<double>() / most), axis.x(at[i]));
+  return fmt::format("<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\"/>\n", path, colour);
+}
+
+std::string traffic_svg(const TimeAxis& axis, const Json& timeline, const Json& traffic) {
+  double most = 0, from = -1, to = -1;
+  for (const auto* column : {"rx_mbps", "tx_mbps"})
+    for (const auto& v : traffic[column]) most = std::max(most, v.get<double>());
+  most = most > 0 ? std::ceil(most / tick(most)) * tick(most) : 1;
+  for (const auto& e : timeline) {
+    if (e["name"] == "suspend") from = e["start_ms"];
+    if (e["name"] == "resume") to = e["start_ms"].get<double>() + e["ms"].get<double>();
+  }
+  std::string out = axis.open(kTop + kPlot + 10);
+  if (from >= 0 && to > from) out += fmt::format("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"#eee\"/>\n", axis.x(from), kTop, axis.x(to) - axis.x(from), kPlot);
+  for (const double v : {0.0, most})
+    out += fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{:g} Mbit/s</text>\n", kLabel - 8, kTop + kPlot * (1 - v / most) + 4, v);
+  out += steps(axis, traffic["at_ms"], traffic["rx_mbps"], most, kReceived) + steps(axis, traffic["at_ms"], traffic["tx_mbps"], most, kSent);
+  out += fmt::format("<text x=\"{0}\" y=\"{1}\" fill=\"{2}\">received</text><text x=\"{0}\" y=\"{3}\" fill=\"{4}\">sent</text>\n", kWidth - kRight + 8, kTop + 12, kReceived, kTop + 28, kSent);
+  return out + "</svg>\n";
+}
+
+std::string phases_svg(const TimeAxis& axis, const std::vector<Bar>& bars) {
+  std::string out = axis.open(kTop + kRow * static_cast<int>(bars.size()) + 10);
   int y = kTop;
   for (const auto& b : bars) {
     const bool part = b.name.find('.') != std::string::npos, stop = b.name == "rollback";
     out += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>", kLabel - 8, y + kRow - 6, escaped(b.name));
-    out += fmt::format("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>", x(b.start), part ? y + 6 : y + 3, std::max(x(b.start + b.ms) - x(b.start), 1.0),
+    out += fmt::format("<rect x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>", axis.x(b.start), part ? y + 6 : y + 3, std::max(axis.x(b.start + b.ms) - axis.x(b.start), 1.0),
                        part ? kRow - 12 : kRow - 6, stop ? "#c0504d" : part ? "#a9c4de" : "#4a7fb5");
-    out += fmt::format("<text x=\"{:.1f}\" y=\"{}\">{}</text>\n", std::max(x(b.start + b.ms), x(b.start) + 1) + 4, y + kRow - 6, ms(b.ms));
+    out += fmt::format("<text x=\"{:.1f}\" y=\"{}\">{}</text>\n", std::max(axis.x(b.start + b.ms), axis.x(b.start) + 1) + 4, y + kRow - 6, ms(b.ms));
     y += kRow;
   }
   return out + "</svg>\n";
@@ -93,13 +127,19 @@ std::string report_html(const Json& s) {
   out += row("migration", migration_name(s)) + row("began", escaped(local_time(s["begun_ms"].get<std::int64_t>() / 1000)));
   if (s["rollback_reason"].is_string()) out += row("because", text("rollback_reason"));
   out += row("service blackout", ms(number("service_blackout_ms"))) + row("communication blackout of the partner", ms(number("communication_blackout_ms"))) + row("copied", mb(number("bytes_copied")));
-  out += "</table>\n<h2>Phases</h2>\n" + svg(s) + "<h2>Partners</h2>\n";
+  const auto bars = bars_of(s["timeline"]);
+  TimeAxis axis;
+  for (const auto& b : bars) axis.span = std::max(axis.span, b.start + b.ms);
+  out += "</table>\n<h2>Phases</h2>\n" + phases_svg(axis, bars) + "<h2>Partners</h2>\n";
   if (s["partner_figures"].empty()) out += "<p>Nothing was recorded of partners.</p>\n";
   else out += "<table>\n<tr><th>host</th><th>blackout</th><th>suspended</th><th>sends posted again</th><th>receives posted again</th></tr>\n";
   for (const auto& p : s["partner_figures"])
     out += fmt::format("<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>\n", escaped(p["host"]), ms(p["blackout_ms"]), ms(p["suspended_ms"]),
                        p["replayed_sends"].get<std::uint64_t>(), p["replayed_recvs"].get<std::uint64_t>());
   if (!s["partner_figures"].empty()) out += "</table>\n";
+  for (const auto& p : s["partner_figures"])
+    if (const auto t = p.value("traffic", Json()); !t.is_null() && !t["at_ms"].empty())
+      out += "<h3>What all RDMA ports of " + escaped(p["host"]) + " carried</h3>\n" + traffic_svg(axis, s["timeline"], t);
   return out + "<details><summary>Everything that was recorded</summary><pre>" + escaped(s.dump(2, ' ', false, Json::error_handler_t::replace)) + "</pre></details>\n</body></html>\n";
 }
 

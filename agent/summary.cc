@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "summary.h"
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 namespace migr {
@@ -8,6 +9,22 @@ namespace migr {
 using Json = nlohmann::ordered_json;
 
 Json resources_json(const wire::Resources& r) { return {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}; }
+
+namespace {
+
+// In columns: there may be hundreds of them.
+Json traffic_json(const wire::TrafficReply& traffic) {
+  Json at = Json::array(), rx = Json::array(), tx = Json::array();
+  for (const auto& s : traffic.samples()) {
+    const auto mbps = [&](std::uint64_t bytes) { return s.length_us() ? std::round(static_cast<double>(bytes) * 8e3 / s.length_us()) / 1e3 : 0.0; };
+    at.push_back(s.at_ms());
+    rx.push_back(mbps(s.rx_bytes()));
+    tx.push_back(mbps(s.tx_bytes()));
+  }
+  return {{"at_ms", at}, {"rx_mbps", rx}, {"tx_mbps", tx}};
+}
+
+}  // namespace
 
 Json summary_json(const wire::Summary& s) {
   Json phases = Json::object();
@@ -21,7 +38,7 @@ Json summary_json(const wire::Summary& s) {
     for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
   Json figures = Json::array();
   for (const auto& f : s.partner_figures())
-    figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}});
+    figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}, {"traffic", f.has_traffic() ? traffic_json(f.traffic()) : Json(nullptr)}});
   return {{"container", s.container()},
           {"from", s.from()},
           {"to", s.to()},

@@ -293,6 +293,12 @@ struct FakePartner final : PartnerLink {
   }
   Status rollback(std::uint32_t) override { return p.did(name_ + ".rollback"); }
   Status renew(std::uint32_t) override { return p.did(name_ + ".renew"); }
+  Result<wire::TrafficReply> traffic(std::uint32_t back_ms) override {
+    if (auto s = p.did(name_ + ".traffic"); !s) return s.error();
+    wire::TrafficReply out;
+    out.add_samples()->set_at_ms(back_ms);
+    return out;
+  }
 };
 
 struct Scene {
@@ -387,6 +393,19 @@ TEST(Coordinator, TellsWhenEachPartBeganAndWhatPartnersSay) {
   ASSERT_EQ(r.partner_figures_size(), 1);
   EXPECT_EQ(r.partner_figures(0).host(), "p");
   EXPECT_DOUBLE_EQ(r.partner_figures(0).blackout_ms(), 5.0);
+  ASSERT_EQ(r.partner_figures(0).traffic().samples_size(), 1);
+  const auto& last = *r.phases().rbegin();
+  EXPECT_GE(r.partner_figures(0).traffic().samples(0).at_ms() + 1, last.start_ms() + last.ms()) << "asked for when all else was over, and since the begin";
+}
+
+TEST(Coordinator, DoesNotNeedToKnowOfTraffic) {
+  Scene s;
+  s.play.fail = "p.traffic";
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated());
+  EXPECT_EQ(r.error(), "");
+  ASSERT_EQ(r.partner_figures_size(), 1);
+  EXPECT_FALSE(r.partner_figures(0).has_traffic());
 }
 
 TEST(Plan, AsksAndTouchesNothing) {

@@ -116,6 +116,24 @@ TEST_F(HistoryFile, KeepsTheReasonOfOneThatWentBackAndWasTidiedUpLater) {
   EXPECT_EQ(History(dir).read()->entries.at(0)["rollback_reason"], "the reason");
 }
 
+TEST_F(HistoryFile, TrafficOfPartnersIsThereOrNot) {
+  auto j = json_of(1);
+  j["partner_figures"] = Json::array({{{"host", "p"}, {"blackout_ms", 1}, {"suspended_ms", 1}, {"replayed_sends", 0}, {"replayed_recvs", 0}}});
+  const auto kept = [&] {
+    std::ofstream(file()) << j.dump() << "\n";
+    return History(dir).read()->entries.size();
+  };
+  EXPECT_EQ(kept(), 1u) << "written by an older migrd";
+  for (const char* good : {"null", R"({"at_ms":[1],"rx_mbps":[2],"tx_mbps":[3]})", R"({"at_ms":[],"rx_mbps":[],"tx_mbps":[]})"}) {
+    j["partner_figures"][0]["traffic"] = Json::parse(good);
+    EXPECT_EQ(kept(), 1u) << good;
+  }
+  for (const char* bad : {R"({"at_ms":[1],"rx_mbps":[],"tx_mbps":[3]})", R"({"rx_mbps":[2],"tx_mbps":[3]})", "[]", R"({"at_ms":["<b>"],"rx_mbps":[2],"tx_mbps":[3]})"}) {
+    j["partner_figures"][0]["traffic"] = Json::parse(bad);
+    EXPECT_EQ(kept(), 0u) << bad;
+  }
+}
+
 TEST_F(HistoryFile, TakesAnErrorThatIsNoUtf8) {
   auto s = summary(7);
   s.set_error("CRIU said \xff\xfe");
@@ -187,6 +205,24 @@ TEST(Report, DrawsBarsWhereTheyWere) {
   const auto html = report_html(json_of(7));
   // 750 ms are all of 700 px behind 170 px of names.
   EXPECT_NE(html.find("<rect x=\"216.7\" y=\"53\" width=\"653.3\""), std::string::npos) << html;
+}
+
+TEST(Report, DrawsWhatPartnersHadOfIt) {
+  auto s = summary(7);
+  auto* f = s.add_partner_figures();
+  f->set_host("peer");
+  EXPECT_EQ(report_html(summary_json(s)).find("carried"), std::string::npos) << "not known";
+  for (const auto& [at_ms, bytes] : {std::pair{100u, 1'000'000u}, {200u, 0u}, {300u, 500'000u}}) {
+    auto* sample = f->mutable_traffic()->add_samples();
+    sample->set_at_ms(at_ms), sample->set_length_us(100'000), sample->set_rx_bytes(bytes);
+  }
+  const auto json = summary_json(s);
+  EXPECT_EQ(json["partner_figures"][0]["traffic"]["rx_mbps"], (Json{80, 0, 40}));
+  const auto html = report_html(json);
+  EXPECT_NE(html.find("ports of peer carried"), std::string::npos);
+  EXPECT_NE(html.find(">80 Mbit/s<"), std::string::npos) << html;
+  // 750 ms are 700 px behind 170 px of names, 80 Mbit/s 120 px below 30.
+  EXPECT_NE(html.find("M170.0,30.0 H263.3 L263.3,150.0 H356.7 L356.7,90.0 H450.0"), std::string::npos) << html;
 }
 
 TEST(Report, LoadsNothing) {
