@@ -238,6 +238,19 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   return {};
 }
 
+Status make_own_folder(const std::string& folder, mode_t mode) {
+  for (std::size_t at = 1; (at = folder.find('/', at)) != std::string::npos; at++)
+    if (mkdir(folder.substr(0, at).c_str(), 0755) && errno != EEXIST) return sys_error("cannot make " + folder.substr(0, at));
+  if (!mkdir(folder.c_str(), 0700)) return chmod(folder.c_str(), mode) ? Status(sys_error("chmod of " + folder)) : Status();
+  if (errno != EEXIST) return sys_error("cannot make " + folder);
+  struct stat st {};
+  if (stat(folder.c_str(), &st)) return sys_error(folder);
+  if (!S_ISDIR(st.st_mode)) return Error{ENOTDIR, folder + " is no folder"};
+  if (st.st_uid != geteuid() || (st.st_mode & 022))
+    return Error{EPERM, folder + (st.st_uid != geteuid() ? " belongs to another user" : " can be written to by others") + ": name a folder of migrd's own"};
+  return {};
+}
+
 Status remove_folder(const std::string& folder) {
   std::unique_ptr<FILE, int (*)(FILE*)> mounts(setmntent("/proc/self/mounts", "re"), endmntent);
   if (!mounts) return sys_error("reading /proc/self/mounts");

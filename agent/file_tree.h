@@ -2,6 +2,8 @@
 // Folders as a stream of FileChunk messages, each regular file with a checksum.
 #pragma once
 
+#include <sys/types.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -24,6 +26,10 @@ inline Result<bool> all_written() { return true; }
 ///                 the other; everything else is sent after that
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
                  const std::function<bool(const wire::FileChunk&)>& send, const Written& written = all_written);
+
+/// A folder that only we write to. One that is not there is made, with what is above it; one that is there keeps its mode.
+/// EPERM: it belongs to somebody else, or others may write to it.
+Status make_own_folder(const std::string& folder, mode_t mode);
 
 /// Removes a folder with all that is in it, but nothing of what is mounted in it: that is unmounted. (A CRIU that is killed
 /// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.

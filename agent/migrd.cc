@@ -53,14 +53,6 @@ int fail(const std::string& text) {
 std::string parent_of(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
 // The folder with exactly this mode, parents as usual.
-Status make_dir(const std::string& dir, mode_t mode) {
-  for (std::size_t at = 1; (at = dir.find('/', at)) != std::string::npos; at++)
-    if (mkdir(dir.substr(0, at).c_str(), 0755) && errno != EEXIST) return sys_error("cannot make " + dir.substr(0, at));
-  if (mkdir(dir.c_str(), mode) && errno != EEXIST) return sys_error("cannot make " + dir);
-  if (chmod(dir.c_str(), mode)) return sys_error("chmod of " + dir);
-  return {};
-}
-
 /// A number that is not 0. EIO: the kernel has none.
 Result<std::uint32_t> random_number() {
   for (std::uint32_t n = 0;;) {
@@ -245,7 +237,7 @@ struct Links {
 
 int run(const Config& config) {
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
-    if (auto s = make_dir(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
+    if (auto s = make_own_folder(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
   const Fd lock(open((config.state_dir + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (lock.n < 0 || flock(lock.n, LOCK_EX | LOCK_NB)) return fail("another migrd runs with " + config.state_dir);
   if (auto k = KernelRecord::open(); !k) spdlog::warn("{}; this host cannot take part in migrations until then", k.error().text);

@@ -13,6 +13,7 @@
 #include <fstream>
 
 #include "agent/bare.h"
+#include "agent/file_tree.h"
 
 namespace {
 
@@ -284,6 +285,29 @@ TEST_F(Stored, WhatWasTakenBackLeavesNothing) {
   EXPECT_TRUE(fs::exists(dir() + ".part"));
   ASSERT_TRUE(d.abort(1));
   EXPECT_FALSE(fs::exists(dir() + ".part"));
+}
+
+mode_t mode_of(const std::string& path) {
+  struct stat st {};
+  EXPECT_EQ(stat(path.c_str(), &st), 0);
+  return st.st_mode & 07777;
+}
+
+TEST_F(Stored, OwnFoldersAreMadeAndThoseOfOthersLeftAlone) {
+  const mode_t mask = umask(0077);
+  ASSERT_TRUE(make_own_folder(root + "/a/b", 0755));
+  umask(mask);
+  EXPECT_EQ(mode_of(root + "/a/b"), 0755u);
+  ASSERT_EQ(chmod((root + "/a").c_str(), 0750), 0);
+  ASSERT_TRUE(make_own_folder(root + "/a", 0700));
+  EXPECT_EQ(mode_of(root + "/a"), 0750u) << "somebody's own choice";
+  ASSERT_EQ(chmod((root + "/a").c_str(), 01777), 0);  // as /tmp
+  const auto s = make_own_folder(root + "/a", 0700);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPERM);
+  EXPECT_EQ(mode_of(root + "/a"), 01777u);
+  put(root + "/file", "");
+  EXPECT_EQ(make_own_folder(root + "/file", 0700).error().code, ENOTDIR);
 }
 
 TEST(Bare, Names) {
