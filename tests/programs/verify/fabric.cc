@@ -189,7 +189,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
       target(o.memory[2 % o.memory.size()], ring_bytes() * s.qps),
       readable(o.memory[3 % o.memory.size()], ring_bytes() * s.qps),
       words(o.memory[4 % o.memory.size()], sizeof(Words) * s.qps),
-      untouched(o.memory[0], static_cast<std::size_t>(o.mr_mb) << 20) {
+      untouched(o.memory[5 % o.memory.size()], static_cast<std::size_t>(o.mr_mb) << 20) {
   ibv_device_attr dev{};
   if (ibv_query_device(context.get(), &dev)) fail("ibv_query_device");
   if (ibv_query_port(context.get(), static_cast<std::uint8_t>(o.ib_port), &port_)) fail("ibv_query_port");

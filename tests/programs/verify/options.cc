@@ -32,7 +32,7 @@ constexpr const char kHelp[] =
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0)
-  --memory K[,K..]  of the registered regions (local, receive, target, read, words) in turn: private,
+  --memory K[,K..]  of the registered regions (local, receive, target, read, words, --mr) in turn: private,
                     thp, hugetlb, shared, memfd (private)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --srq             all QPs of this end receive from one SRQ, whose limit event has to come
