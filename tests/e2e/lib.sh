@@ -455,7 +455,7 @@ migrate_refused() {
 	grep -hiE "$3" "$err" "$out" | head -n1 | sed 's/^/# says: /'
 }
 
-# e2e_logs: to stderr, what every migrd has said since the last call
+# e2e_logs: to stderr, what every migrd has said since the last call, and the program in each container
 e2e_logs() {
 	local h log mark
 	for h in "${E2E_HOSTS[@]}"; do
@@ -464,6 +464,7 @@ e2e_logs() {
 		echo "--- migrd on $h:" >&2
 		tail -c +$((mark + 1)) "$log" | tail -n 40 >&2
 		stat -c %s "$log" >"$log.seen"
+		on_sh "$h" 'for c in $(ls /run/runc); do echo "--- container $c:"; timeout 20 "$1/runc" exec "$c" tail -n 20 /tmp/log; done' "$E2E_LIB" >&2
 	done
 }
 
