@@ -67,7 +67,8 @@ MIGR_LIMITS(X)
 // Between hosts.
 inline constexpr int kPeersMs = 15'000;         // how often a host asks whether its peers are there, for its metrics
 // What the ports carry is sampled so often when nothing happens, and so often while a migration is renewed here.
-inline constexpr int kTrafficIdlePeriodMs = 250, kTrafficClosePeriodMs = 50;
+inline constexpr int kTrafficIdlePeriodMs = 1'000, kTrafficClosePeriodMs = 100;
+inline constexpr int kTrafficPortsMs = 10'000;  // between looks for ports that have come or gone
 inline constexpr int kTrafficCloseMs = 3'000;   // after the last renewal
 inline constexpr int kTrafficKeepMs = 600'000;
 inline constexpr std::size_t kTrafficSamples = 240;  // of a report: more of them are taken together

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "traffic.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
+#include <charconv>
 #include <optional>
 
 #include "failover/port_watch.h"
@@ -15,14 +16,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr auto kPortsEvery = std::chrono::seconds(5);
-
-std::optional<std::uint64_t> number_in(const std::string& file) {
-  std::ifstream in(file);
+/// Of a file of sysfs, which says each time anew what it is.
+std::optional<std::uint64_t> number_in(const Fd& file) {
+  char text[32];
+  const ssize_t got = pread(file.n, text, sizeof text, 0);
   std::uint64_t n = 0;
-  if (!(in >> n)) return std::nullopt;
+  if (got <= 0 || std::from_chars(text, text + got, n).ec != std::errc()) return std::nullopt;
   return n;
 }
+
+Fd open_to_read(const std::string& file) { return Fd(open(file.c_str(), O_RDONLY | O_CLOEXEC)); }
 
 }  // namespace
 
@@ -99,15 +102,13 @@ void PortCounters::look_for_ports() {
     const std::string own = "/sys/class/infiniband/" + p.device + "/ports/" + std::to_string(p.port) + "/counters/port_",
                       below = "/sys/class/net/" + p.netdev + "/statistics/";
     auto& files = ports_[p.device + "/" + std::to_string(p.port)];
-    if (access((own + "rcv_data").c_str(), R_OK) == 0)
-      files = {own + "rcv_data", own + "xmit_data", 4};  // IB spec: PortRcvData counts words
-    else
-      files = {below + "rx_bytes", below + "tx_bytes", 1};
+    files = {open_to_read(own + "rcv_data"), open_to_read(own + "xmit_data"), 4};  // IB spec: PortRcvData counts words
+    if (files.rx.n < 0) files = {open_to_read(below + "rx_bytes"), open_to_read(below + "tx_bytes"), 1};
   }
 }
 
 TrafficMeter::Counts PortCounters::read() {
-  if (const auto now = TrafficMeter::Clock::now(); looked_ == TrafficMeter::Clock::time_point() || now > looked_ + kPortsEvery) {
+  if (const auto now = TrafficMeter::Clock::now(); looked_ == TrafficMeter::Clock::time_point() || now > looked_ + milliseconds(kTrafficPortsMs)) {
     look_for_ports();
     looked_ = now;
   }

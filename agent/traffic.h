@@ -14,6 +14,7 @@
 #include <string>
 #include <thread>
 
+#include "process_session.h"
 #include "wire.pb.h"
 
 namespace migr {
@@ -58,15 +59,15 @@ class TrafficMeter {
   std::thread thread_;
 };
 
-/// Of this host. Looks for ports that have come or gone every few seconds. Thread: one at a time.
+/// Of this host. Looks for ports that have come or gone every kTrafficPortsMs. Thread: one at a time.
 class PortCounters {
  public:
   TrafficMeter::Counts read();
 
  private:
   struct Files {
-    std::string rx, tx;
-    std::uint64_t unit;  // bytes
+    Fd rx, tx;  // kept open: they are read again and again
+    std::uint64_t unit = 1;  // bytes
   };
   void look_for_ports();
   std::map<std::string, Files> ports_;

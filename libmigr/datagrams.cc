@@ -78,6 +78,7 @@ struct Handle {
 struct State {
   /* under the Registry's lock */
   std::unordered_map<ibv_ah*, Handle> handles;
+  std::unordered_map<const Context*, std::vector<ibv_gid_entry>> earlier;  ///< GIDs of the hosts that we were on
   bool prepared = false;
   /* under `lock`; writers hold the Registry's lock, too */
   std::mutex lock;
@@ -183,22 +184,29 @@ bool over_ipv4(const std::uint8_t* grh) {
   return header.version == 4 && header.ihl == 5 && ip_checksum(header) == header.check;
 }
 
-Gid source_of(const std::uint8_t* grh, bool ipv4) {
+/// Where a header has an address, in either of its two kinds.
+struct Side {
+  std::size_t in_grh, in_ipv4;
+};
+constexpr Side kSource{offsetof(ibv_grh, sgid), kIpv4At + offsetof(iphdr, saddr)};
+constexpr Side kDestination{offsetof(ibv_grh, dgid), kIpv4At + offsetof(iphdr, daddr)};
+
+Gid address_of(const std::uint8_t* grh, bool ipv4, const Side& side) {
   Gid gid{};
-  if (!ipv4) return gid_of(grh + offsetof(ibv_grh, sgid));
+  if (!ipv4) return gid_of(grh + side.in_grh);
   gid[10] = gid[11] = 0xff;
-  std::memcpy(&gid[12], grh + kIpv4At + offsetof(iphdr, saddr), 4);
+  std::memcpy(&gid[12], grh + side.in_ipv4, 4);
   return gid;
 }
 
-void set_source(std::uint8_t* grh, bool ipv4, const Gid& gid) {
+void set_address(std::uint8_t* grh, bool ipv4, const Side& side, const Gid& gid) {
   if (!ipv4) {
-    std::memcpy(grh + offsetof(ibv_grh, sgid), gid.data(), gid.size());
+    std::memcpy(grh + side.in_grh, gid.data(), gid.size());
     return;
   }
+  std::memcpy(grh + side.in_ipv4, &gid[12], 4);
   iphdr header;
   std::memcpy(&header, grh + kIpv4At, sizeof header);
-  std::memcpy(&header.saddr, &gid[12], 4);
   header.check = ip_checksum(header);
   std::memcpy(grh + kIpv4At, &header, sizeof header);
 }
@@ -217,6 +225,38 @@ int read_gids(ibv_context* ctx, std::vector<ibv_gid_entry>& out) {
 
 bool is(const ibv_gid_entry& e, const GidKind& kind) {
   return e.gid_type == kind.type && migr_gid_family(e.gid.raw) == kind.family;
+}
+
+GidKind kind_of(const ibv_gid_entry& e) { return {e.gid_type, migr_gid_family(e.gid.raw)}; }
+
+/// What here corresponds to another host's GID: the same index if it is of the same kind, or the first that is. Null: none
+const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const GidKind& kind, std::uint32_t index) {
+  const ibv_gid_entry* first = nullptr;
+  for (const ibv_gid_entry& e : table) {
+    if (e.port_num != port || !is(e, kind)) continue;
+    if (e.gid_index == index) return &e;
+    if (!first) first = &e;
+  }
+  return first;
+}
+
+/// A header that came on an earlier host has that one's address, which no GID table has here: the like of this host's is
+/// put into it. Caller holds the Registry's lock.
+void bring_home(const Context& context, ibv_context* real, std::uint8_t port, ibv_grh& grh) {
+  const auto earlier = state().earlier.find(&context);
+  if (earlier == state().earlier.end()) return;
+  std::vector<ibv_gid_entry> table;
+  if (read_gids(real, table)) return;
+  auto* const bytes = reinterpret_cast<std::uint8_t*>(&grh);
+  const bool ipv4 = over_ipv4(bytes);
+  const Gid to = address_of(bytes, ipv4, kDestination);
+  const auto names_it = [&](const ibv_gid_entry& e) { return e.port_num == port && gid_of(e.gid.raw) == to; };
+  if (std::any_of(table.begin(), table.end(), names_it)) return;
+  for (const ibv_gid_entry& was : earlier->second) {
+    if (!names_it(was)) continue;
+    if (const auto* now = like(table, port, kind_of(was), was.gid_index)) set_address(bytes, ipv4, kDestination, gid_of(now->gid.raw));
+    return;
+  }
 }
 
 }  // namespace
@@ -273,18 +313,28 @@ void gone(QpShadow& q) {
 void dropped(const Context& context) {
   State& s = state();
   std::lock_guard guard(s.lock);
+  s.earlier.erase(&context);
   std::erase_if(s.handles, [&](const auto& h) { return h.second.context == &context; });
   std::erase_if(s.targets, [&](const auto& t) { return t.first.ah->context == context.real; });
 }
 
-void note_sources() {
+void note_gids() {
+  State& s = state();
   std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
-  for (auto& [ah, h] : state().handles) {
-    auto& table = tables[h.context];
-    if (table.empty() && read_gids(h.context->real, table)) continue;
-    for (const ibv_gid_entry& e : table)
-      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index)
-        h.source = {e.gid_type, migr_gid_family(e.gid.raw)};
+  const auto table_of = [&](Context* c) -> const std::vector<ibv_gid_entry>& {
+    auto& table = tables[c];
+    if (table.empty() && read_gids(c->real, table)) table.clear();
+    return table;
+  };
+  for (auto& [ah, h] : s.handles)
+    for (const ibv_gid_entry& e : table_of(h.context))
+      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index) h.source = kind_of(e);
+  for (const QpShadow* q : Registry::get().qps) {
+    if (!datagrams_of(*q)) continue;
+    auto& earlier = s.earlier[q->context];
+    for (const ibv_gid_entry& e : table_of(q->context))
+      if (std::none_of(earlier.begin(), earlier.end(), [&](const ibv_gid_entry& known) { return !std::memcmp(&known, &e, sizeof e); }))
+        earlier.push_back(e);
   }
 }
 
@@ -295,13 +345,9 @@ int make_again(std::string& why) {
     auto& table = tables[h.context];
     if (table.empty())
       if (const int err = read_gids(h.context->real, table)) return fail(why, err, "reading the GIDs of this host");
-    const auto fits = [&](const ibv_gid_entry& e) { return e.port_num == h.attr.port_num && is(e, h.source); };
-    const auto same = std::find_if(table.begin(), table.end(), [&](const ibv_gid_entry& e) {
-      return fits(e) && e.gid_index == h.attr.grh.sgid_index;
-    });
-    const auto like = same != table.end() ? same : std::find_if(table.begin(), table.end(), fits);
-    if (like == table.end()) return fail(why, EADDRNOTAVAIL, "this host has no GID of the kind that an address handle had");
-    h.attr.grh.sgid_index = static_cast<std::uint8_t>(like->gid_index);
+    const auto* const source = like(table, h.attr.port_num, h.source, h.attr.grh.sgid_index);
+    if (!source) return fail(why, EADDRNOTAVAIL, "this host has no GID of the kind that an address handle had");
+    h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
       ibv_ah_attr mine = attr;
       ibv_ah* fresh = real().create_ah(one->pd, &mine);
@@ -391,10 +437,10 @@ void name_source(CqShadow& c, ibv_wc& wc) {
     const bool ipv4 = over_ipv4(grh);
     State& s = state();
     std::lock_guard guard(s.lock);
-    const auto born = s.birth.find({source_of(grh, ipv4), wc.src_qp});
+    const auto born = s.birth.find({address_of(grh, ipv4, kSource), wc.src_qp});
     if (born == s.birth.end()) return;
     wc.src_qp = born->second.qpn;
-    set_source(grh, ipv4, born->second.gid);
+    set_address(grh, ipv4, kSource, born->second.gid);
     return;
   }
 }
@@ -418,6 +464,17 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
     return nullptr;
   }
   return ah;
+}
+
+// ibv_create_ah_from_wc() calls this one and ibv_create_ah().
+MIGR_EXPORT int ibv_init_ah_from_wc(ibv_context* context, uint8_t port, ibv_wc* wc, ibv_grh* grh, ibv_ah_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  const Context* ours = registry.context_of(context);
+  if (!ours || !(wc->wc_flags & IBV_WC_GRH)) return real().init_ah_from_wc(context, port, wc, grh, attr);
+  ibv_grh mine = *grh;
+  datagrams::bring_home(*ours, context, port, mine);
+  return real().init_ah_from_wc(context, port, wc, &mine, attr);
 }
 
 MIGR_EXPORT int ibv_destroy_ah(ibv_ah* ah) {

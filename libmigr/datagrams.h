@@ -36,8 +36,8 @@ void gone(QpShadow& shadow);
 /// A context that is closed, and all its objects with it.
 void dropped(const Context& context);
 
-/// FREEZE: what the address handles' source GIDs are.
-void note_sources();
+/// FREEZE: what the address handles' source GIDs are, and by which this host's datagrams came.
+void note_gids();
 /// REBIND: the address handles and multicast groups once more.
 int make_again(std::string& why);
 

@@ -33,6 +33,7 @@
   X(create_srq, "IBVERBS_1.1")     X(destroy_srq, "IBVERBS_1.1")        \
   X(modify_srq, "IBVERBS_1.1")     X(query_srq, "IBVERBS_1.1")          \
   X(create_ah, "IBVERBS_1.1")      X(destroy_ah, "IBVERBS_1.1")         \
+  X(init_ah_from_wc, "IBVERBS_1.1")                                     \
   X(attach_mcast, "IBVERBS_1.1")   X(detach_mcast, "IBVERBS_1.1")       \
   X(get_async_event, "IBVERBS_1.1") X(ack_async_event, "IBVERBS_1.1")
 // clang-format on

@@ -87,7 +87,7 @@ int freeze(std::string& why) {
     return err;
   }
   for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
-  datagrams::note_sources();
+  datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();
   registry.frozen = true;
   return 0;

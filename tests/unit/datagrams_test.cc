@@ -6,6 +6,8 @@
 #include <netinet/ip.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/objects.h"
 #include "../../libmigr/path.h"
@@ -45,16 +47,35 @@ int destroy_ah(ibv_ah* ah) {
   --handles;
   return 0;
 }
+std::vector<ibv_gid_entry> gids;  // of the host that we are on
+ssize_t query_gids(ibv_context*, ibv_gid_entry* out, std::size_t max, std::uint32_t, std::size_t) {
+  const std::size_t n = std::min(max, gids.size());
+  std::copy_n(gids.begin(), n, out);
+  return static_cast<ssize_t>(n);
+}
+decltype(&::_ibv_query_gid_table) real_query_gid_table() { return query_gids; }
+/// As libibverbs does: our own side has to be in the GID table.
+int init_ah_from_wc(ibv_context*, std::uint8_t, ibv_wc*, ibv_grh* grh, ibv_ah_attr* attr) {
+  iphdr h;
+  memcpy(&h, reinterpret_cast<std::uint8_t*>(grh) + 20, 20);
+  for (const auto& e : gids)
+    if (e.gid_type == IBV_GID_TYPE_ROCE_V2 && !memcmp(e.gid.raw + 12, &h.daddr, 4)) {
+      attr->grh.sgid_index = static_cast<std::uint8_t>(e.gid_index);
+      memcpy(attr->grh.dgid.raw + 12, &h.saddr, 4);
+      return 0;
+    }
+  return -1;
+}
 const Real& real() {
   static const Real fake = [] {
     Real r{};
     r.create_ah = create_ah;
     r.destroy_ah = destroy_ah;
+    r.init_ah_from_wc = init_ah_from_wc;
     return r;
   }();
   return fake;
 }
-decltype(&::_ibv_query_gid_table) real_query_gid_table() { return nullptr; }
 namespace path {
 void translate_keys(QpShadow& q, std::uint32_t bits) { q.state.fetch_or(bits); }
 int poll_to_fake(CqShadow&) noexcept { return 0; }
@@ -104,6 +125,8 @@ struct Datagrams : ::testing::Test {
     ibv_destroy_ah(ah);
     std::string why;
     datagrams::set_moves({}, why);
+    datagrams::dropped(our_context);
+    gids.clear();
     Registry::get().qps.clear();
     posted.clear();
     EXPECT_EQ(0, handles) << "a handle was left";
@@ -117,12 +140,13 @@ struct Datagrams : ::testing::Test {
     return {wr_id, {{reinterpret_cast<std::uintptr_t>(at), length, 0x100}}};
   }
   /// An IPv4 header of `from` where a GRH ends.
-  static void arrived(std::uint8_t* at, std::uint8_t from) {
+  static void arrived(std::uint8_t* at, std::uint8_t from, std::uint8_t to = 200) {
     memset(at, 0, 40);
     iphdr h{};
     h.version = 4;
     h.ihl = 5;
     memcpy(&h.saddr, gid_v4(from).raw + 12, 4);
+    memcpy(&h.daddr, gid_v4(to).raw + 12, 4);
     std::uint32_t sum = 0;
     std::uint16_t words[10];
     memcpy(words, &h, 20);
@@ -248,6 +272,52 @@ TEST_F(Datagrams, HeaderInSeveralPiecesIsLeft) {
   moved({move_of(1, 17, 2, 30)});
   arrived(buffer[0], 2);
   EXPECT_EQ(30u, completion(5, 30).src_qp);
+}
+
+struct AnswersAfterAMove : Datagrams {
+  AnswersAfterAMove() {
+    host(50);
+    datagrams::note_gids();
+    host(60);
+  }
+  static void host(std::uint8_t last) { gids = {{gid_v4(last), 4, 1, IBV_GID_TYPE_ROCE_V1, 0}, {gid_v4(last), 5, 1, IBV_GID_TYPE_ROCE_V2, 0}}; }
+  int answer(std::uint8_t to, ibv_context* context = &the_context) {
+    arrived(buffer[0], 7, to);
+    std::uint8_t before[512];
+    memcpy(before, buffer[0], sizeof before);
+    ibv_wc wc{};
+    wc.wc_flags = IBV_WC_GRH;
+    const int err = ibv_init_ah_from_wc(context, 1, &wc, reinterpret_cast<ibv_grh*>(buffer[0]), &attr);
+    EXPECT_EQ(0, memcmp(before, buffer[0], sizeof before)) << "the application's header was written to";
+    return err;
+  }
+  ibv_ah_attr attr{};
+};
+
+TEST_F(AnswersAfterAMove, WhatCameToTheHostBeforeIsAnsweredFromThisOne) {
+  EXPECT_EQ(0, answer(50));
+  EXPECT_EQ(5, attr.grh.sgid_index);
+  EXPECT_EQ(7, attr.grh.dgid.raw[15]);
+}
+
+TEST_F(AnswersAfterAMove, WhatCameHereNeedsNothing) {
+  EXPECT_EQ(0, answer(60));
+  EXPECT_EQ(5, attr.grh.sgid_index);
+}
+
+TEST_F(AnswersAfterAMove, WhatCameToNobodyOfOursIsAnErrorAsEver) {
+  EXPECT_EQ(-1, answer(70));
+  datagrams::dropped(our_context);
+  EXPECT_EQ(-1, answer(50)) << "the context was closed";
+}
+
+TEST_F(AnswersAfterAMove, EarlierHostsAreAllKnown) {
+  datagrams::note_gids();
+  host(61);
+  EXPECT_EQ(0, answer(50));
+  EXPECT_EQ(0, answer(60));
+  ibv_context other{};
+  EXPECT_EQ(-1, answer(50, &other));
 }
 
 }  // namespace

@@ -88,7 +88,8 @@ TEST(TrafficThread, LooksMoreOftenWhenItIsTold) {
   meter.start();
   const auto close = [&] {
     int n = 0;
-    for (const auto& s : meter.since(60'000).samples()) n += s.length_us() < kTrafficIdlePeriodMs * 800u;
+    const auto r = meter.since(60'000);
+    for (const auto& s : r.samples()) n += s.length_us() < kTrafficIdlePeriodMs * 800u;
     return n;
   };
   const auto until = Clock::now() + 30s;
