@@ -66,7 +66,7 @@ class PortCounters {
 
  private:
   struct Files {
-    Fd rx, tx;  // kept open: they are read again and again
+    Fd rx, tx;               // kept open: they are read again and again
     std::uint64_t unit = 1;  // bytes
   };
   void look_for_ports();
