@@ -6,6 +6,7 @@ set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
 e2e_up || exit 1
+E2E_RATE=200	# something is to be under way when it happens
 
 POLICY=exact
 # HOST up|down, --loss PCT [--direction in|out], or "inside" or "inside-up": the host itself sets its port down, and up

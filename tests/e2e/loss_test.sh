@@ -7,6 +7,7 @@ set -uo pipefail
 # shellcheck source=tests/e2e/lib.sh disable=SC1091
 . "$(dirname "$0")/lib.sh"
 e2e_up || exit 1
+E2E_RATE=200	# something is to be under way when it happens
 
 wire() { testbed link peer 0 --loss "$1" >/dev/null; }	# PERCENT: of what goes to and from the partner
 replayed() {	# the report says how many

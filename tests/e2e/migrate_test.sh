@@ -32,7 +32,7 @@ history_has_it() {
 		grep -q 'ports of peer carried' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "the traffic of the partner is not known"
 }
 
-busy() { E2E_RATE=1000 there_and_back "$@"; }
+busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, polling, there and back" busy --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "history has it, and there is a report of it" history_has_it
@@ -46,6 +46,6 @@ walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 step "memory windows at both ends" moved --windows --mode mixed --qps 4
 walk_step "memory windows at both ends, there and back" there_and_back --windows --mode mixed --qps 4
-unconnected() { E2E_RATE=300 VERIFY_PROGRAM=migr_datagram there_and_back; }
+unconnected() { E2E_RATE=150 VERIFY_PROGRAM=migr_datagram there_and_back; }
 step "UD: datagrams, answers, a multicast group; there and back" unconnected
 e2e_end

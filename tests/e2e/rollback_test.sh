@@ -8,7 +8,6 @@ set -uo pipefail
 # shellcheck source=tests/e2e/faults.sh disable=SC1091
 . "$(dirname "$0")/faults.sh"
 e2e_up && faults_begin || exit 1
-E2E_RATE=100
 
 back_on_source() { expect_running c src && expect_traffic; }
 

@@ -18,7 +18,7 @@ several_processes() {
 	start_verify src shape "$@" && start_peer exec "$E2E_LIB/migr_verify" --dev rxe0 --connect 60 --stall 240 --port 18600 --status /tmp/exec.status || return 1
 	# shellcheck disable=SC2016
 	container_exec src shape bash -c 'LD_PRELOAD=$1/libmigr.so setsid -f "${@:2}" </dev/null >/tmp/exec.log 2>&1' bash "$E2E_LIB" \
-		"$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --rate 300 --port 18600 --stop-file /tmp/exec.stop "$@" "$E2E_PEER" &&
+		"$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --rate 100 --port 18600 --stop-file /tmp/exec.stop "$@" "$E2E_PEER" &&
 		until_true 60 exec_moves || { exec_failed "no traffic of what was started with runc exec"; return 1; }
 	# shellcheck disable=SC2016
 	on_sh src '"$1/runc" exec -d shape tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" &&
