@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
+.PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-debug check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
 
 all: deps kmod user runc	## build everything
 
@@ -35,6 +35,9 @@ check-fast: user		## tests without a VM (two minutes)
 
 check: all			## every test, in VMs too (an hour)
 	@scripts/check
+
+check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and KCOV (the first time half an hour)
+	@v=$$(scripts/build-debug-kernel) && scripts/test-kmod "$$v"
 
 check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM (root; 15 minutes)
 	@scripts/build-packages --lint

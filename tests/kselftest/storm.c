@@ -110,6 +110,7 @@ int main(void)
 {
 	void (*kinds[])(void) = { maker, maker, maker, dumper, binder };
 	int nr = sizeof(kinds) / sizeof(kinds[0]), i, status, reloads = 0;
+	const char *limit = getenv("TEST_LIMIT_S");
 	struct migr_info info;
 	uint64_t end;
 	pid_t pids[8];
@@ -122,7 +123,7 @@ int main(void)
 		if (!pids[i])
 			kinds[i]();
 	}
-	end = now_ms() + 90000;
+	end = now_ms() + 750 * (limit ? atoi(limit) : 120);
 	while (reloads < ROUNDS && now_ms() < end) {
 		if (module_remove()) {
 			need(errno == EWOULDBLOCK, "rmmod");
