@@ -32,6 +32,8 @@ constexpr GuardedCall kCalls[] = {
     {"/migr.wire.Partner/Resume", Right::kPartner},
     {"/migr.wire.Partner/Rollback", Right::kPartner},
     {"/migr.wire.Partner/Moves", Right::kPartner},
+    {"/migr.wire.Partner/Where", Right::kPartner},
+    {"/migr.wire.Partner/Introduce", Right::kPartner},
     {"/migr.wire.Destination/Check", Right::kToHere},
     {"/migr.wire.Destination/Prepare", Right::kToHere},
     {"/migr.wire.Destination/Create", Right::kToHere},

@@ -350,6 +350,7 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext* ctx, const wire::Conn
     }
     job.note_peers(*r);
     *job.record.mutable_connect() = *r;  // Ready writes it down
+    tell_moves(job, false);
     if (to.empty()) return {};
     return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
   });
@@ -448,12 +449,13 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migra
   return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationCommit, [&] { return commit(**job); }));
 }
 
-// Where its unconnected QPs are now, before the first datagram from there. It runs: whoever cannot be told has old
-// addresses until it is told of a later migration.
-void DestinationHost::tell_moves(const Job& job) {
+// Of its unconnected QPs, before the first datagram from there; of its processes, ahead of the stop: a migration that is
+// undone only has others ask in vain. Whoever cannot be told has old addresses until it is told of a later migration.
+void DestinationHost::tell_moves(const Job& job, bool datagrams) {
   wire::MovesRequest r;
   r.set_id(job.id);
-  *r.mutable_moves() = job.record.connect().moves();
+  for (const auto& m : job.record.connect().moves())
+    if ((m.vqpn() != 0) == datagrams) *r.add_moves() = m;
   if (!r.moves_size()) return;
   std::set<std::string> hosts{config_.name};
   for (const auto& p : config_.peers) hosts.insert(p.name);
@@ -523,7 +525,7 @@ Status DestinationHost::rebind(Job& job) {
     if (twins)
       if (auto told = tell_keys(*s, job.id, keys); !told) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
-  tell_moves(job);
+  tell_moves(job, true);
   job.rebound = true;
   {
     std::lock_guard lock(job.state);

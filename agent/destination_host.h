@@ -60,7 +60,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status commit(Job& job);
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
-  void tell_moves(const Job& job);
+  void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job, wire::ResumeReply& out);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);

@@ -35,6 +35,10 @@ Directory::Directory(const Config& config) : path_(config.state_dir + "/moves.js
     if (!m.is_object()) continue;
     const auto from = from_hex(m.value("birth_gid", "")), to = from_hex(m.value("gid", ""));
     if (!from || !to || from->size() != kGidBytes || to->size() != kGidBytes) continue;
+    if (const auto instance = from_hex(m.value("instance", "")); instance && !instance->empty()) {
+      processes_.push_back({*instance, *from, *to});
+      continue;
+    }
     const Address birth{*from, m.value("vqpn", 0u)}, present{*to, m.value("pqpn", 0u)};
     if (!present_.emplace(birth, present).second) continue;
     order_.push_back(birth);
@@ -55,8 +59,15 @@ Status Directory::put(const wire::MovesRequest& moves) {
   for (const auto& m : moves.moves())
     if (m.birth_gid().size() != kGidBytes || m.gid().size() != kGidBytes || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
       return Error{EINVAL, "a malformed move"};
+  for (const auto& m : moves.moves())
+    if (!m.vqpn() && m.instance().size() != Instance().size()) return Error{EINVAL, "a move of nothing"};
   std::lock_guard lock(mutex_);
   for (const auto& m : moves.moves()) {
+    if (!m.vqpn()) {
+      std::erase_if(processes_, [&](const Process& p) { return p.instance == m.instance() && p.birth_gid == m.birth_gid(); });
+      if (m.birth_gid() != m.gid()) processes_.push_back({m.instance(), m.birth_gid(), m.gid()});
+      continue;
+    }
     const Address birth{m.birth_gid(), m.vqpn()}, present{m.gid(), m.pqpn()};
     // What was there before is there no more.
     std::erase_if(present_, [&](const auto& p) { return p.second == present; });
@@ -69,6 +80,7 @@ Status Directory::put(const wire::MovesRequest& moves) {
     present_.erase(order_.front());
     order_.erase(order_.begin());
   }
+  if (processes_.size() > kMaxMoves) processes_.erase(processes_.begin(), processes_.end() - kMaxMoves);
   return save();
 }
 
@@ -79,6 +91,7 @@ Status Directory::save() {
     const Address& present = present_.at(birth);
     j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.gid)}, {"pqpn", present.qpn}});
   }
+  for (const auto& p : processes_) j.push_back({{"instance", to_hex(p.instance)}, {"birth_gid", to_hex(p.birth_gid)}, {"gid", to_hex(p.gid)}});
   return write_whole(path_, j.dump(1) + "\n");
 }
 
@@ -91,7 +104,29 @@ std::vector<migr_move> Directory::all() {
     std::memcpy(m.gid, present.gid.data(), sizeof m.gid);
     out.push_back(m);
   }
+  std::set<std::pair<std::string, std::string>> pairs;
+  for (const auto& p : processes_) pairs.emplace(p.birth_gid, p.gid);
+  for (const auto& [from, to] : pairs) {
+    migr_move m{};
+    std::memcpy(m.birth_gid, from.data(), sizeof m.birth_gid);
+    std::memcpy(m.gid, to.data(), sizeof m.gid);
+    out.push_back(m);
+  }
   return out;
+}
+
+std::vector<std::string> Directory::earlier(const Instance& instance) {
+  const std::string_view name(reinterpret_cast<const char*>(instance.data()), instance.size());
+  std::lock_guard lock(mutex_);
+  std::vector<std::string> out;
+  for (const auto& p : processes_)
+    if (p.instance == name) out.push_back(p.birth_gid);
+  return out;
+}
+
+bool Directory::was_at(const Instance& instance, const std::string& gid) {
+  const auto all = earlier(instance);
+  return std::find(all.begin(), all.end(), gid) != all.end();
 }
 
 Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
@@ -124,7 +159,8 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
 
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves) {
   std::uint64_t datagram_qps = 0;
-  if (auto r = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_MOVES, migration, {}, kProcessMs, MIGR_MOVES_PREPARE, &datagram_qps); !r) return r.error();
+  const bool datagrams = std::any_of(moves.begin(), moves.end(), [](const migr_move& m) { return m.vqpn; });
+  if (auto r = !datagrams ? Result<std::vector<migr_qp_ref>>(std::vector<migr_qp_ref>()) : session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_MOVES, migration, {}, kProcessMs, MIGR_MOVES_PREPARE, &datagram_qps); !r) return r.error();
   if (datagram_qps)
     if (auto s = session.wait_threads_outside(kSuspendMs); !s) return s.error();
   return session.ask<migr_qp_ref, migr_move>(MIGR_MSG_MOVES, migration, moves, kProcessMs);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// Where unconnected QPs are that were born elsewhere: (GID, vQPN) of the birth -> (GID, QPN) of the moment. Every migrd
-// has the whole of it (STATE_DIR/moves.json), is told of each migration, and tells its processes.
+// Where unconnected QPs are that were born elsewhere: (GID, vQPN) of the birth -> (GID, QPN) of the moment; and at which GIDs
+// each process has been. Every migrd has the whole of it (STATE_DIR/moves.json), is told of each migration, and tells its
+// processes.
 #pragma once
 
 #include <functional>
@@ -26,6 +27,9 @@ class Directory {
   /// Durable before it returns.
   Status put(const wire::MovesRequest& moves);
   std::vector<migr_move> all();
+  /// The GIDs, not of this moment, by which somebody may know a process.
+  std::vector<std::string> earlier(const Instance& instance);
+  bool was_at(const Instance& instance, const std::string& gid);
 
  private:
   struct Address {
@@ -39,6 +43,10 @@ class Directory {
   std::mutex mutex_;
   std::map<Address, Address> present_;  // birth -> present
   std::vector<Address> order_;          // oldest first
+  struct Process {
+    std::string instance, birth_gid, gid;
+  };
+  std::vector<Process> processes_;      // oldest first
 };
 
 /// The GIDs of an RDMA device of this host, with a context of its own, for a moment.

@@ -41,6 +41,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   X(kResolveSlowMs, "resolve_slow_ms", 10'000)  /* between two questions, after kResolveMs */                       \
   /* to processes */                                                                                                \
   X(kProcessMs, "process_ms", 10'000)       /* any request but drain */                                             \
+  X(kWhereMs, "where_ms", 2'000)            /* of a connection to what has moved; a program's ibv_modify_qp() waits */   \
   X(kParkMs, "park_ms", 20'000)            /* leave its backup links */                                              \
   X(kPerQpMs, "per_qp_ms", 10)              /* more, for requests that make or connect QPs */                       \
   X(kSuspendMs, "suspend_ms", 10'000)       /* all threads seen outside */                                          \
@@ -92,6 +93,8 @@ inline constexpr int kMigrateTries = 3;         // when resources change meanwhi
 // To processes.
 inline constexpr int kHelloMs = 5'000;
 inline constexpr std::size_t kMaxSessions = 4096;
+inline constexpr int kQuestions = 32;           // of processes, answered at the same time; half of them of one user
+inline constexpr std::size_t kQuestionRecords = 1 << 20;
 
 // Links.
 inline constexpr std::size_t kMaxLinkVqps = 1 << 20;  // published on this host; MIGR_LINKS_MAX_VQPS of one process

@@ -265,7 +265,8 @@ int run(const Config& config) {
   History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
   DestinationHost destination(config, sessions, peers, numbers);
-  PartnerHost partner(config, sessions, peers, claims, directory);
+  Whereabouts whereabouts(config, sessions, peers, directory);
+  PartnerHost partner(config, sessions, peers, claims, directory, whereabouts);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   PortCounters counters;
   TrafficMeter traffic([&counters] { return counters.read(); });
@@ -298,7 +299,7 @@ int run(const Config& config) {
       }).detach();
   };
   source.recover();
-  if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello); !s) return fail(s.error().text);
+  if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello, [&](const Question& q) { return whereabouts.answer(q); }); !s) return fail(s.error().text);
 
   if (auto s = links.start(); !s) return fail(s.error().text);
 

@@ -59,8 +59,8 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
   return job;
 }
 
-PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory)
-    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(directory), journal_(config.state_dir + "/journal/partner") {
+PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory, Whereabouts& whereabouts)
+    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(directory), whereabouts_(whereabouts), journal_(config.state_dir + "/journal/partner") {
   for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
     auto job = job_of(record.request());
     if (!job || (*job)->id != id) continue;
@@ -368,6 +368,10 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migrati
 grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
   return to_grpc(take_moves(directory_, sessions_, *r));
 }
+
+grpc::Status PartnerHost::Where(grpc::ServerContext*, const wire::WhereRequest* r, wire::WhereReply* out) { return to_grpc(whereabouts_.where(*r, *out)); }
+
+grpc::Status PartnerHost::Introduce(grpc::ServerContext*, const wire::IntroduceRequest* r, wire::Empty*) { return to_grpc(whereabouts_.introduce(*r)); }
 
 Status PartnerHost::renew(std::uint32_t id, const Caller& who) { return jobs_.renew(id, who); }
 

@@ -14,13 +14,14 @@
 #include "lease.h"
 #include "peer_link.h"
 #include "process_session.h"
+#include "whereabouts.h"
 
 namespace migr {
 
 class PartnerHost final : public wire::Partner::Service, public Role {
  public:
   /// Takes up what an earlier migrd has left in the middle.
-  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory);
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory, Whereabouts& whereabouts);
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
@@ -35,6 +36,8 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
   grpc::Status Rollback(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Moves(grpc::ServerContext*, const wire::MovesRequest*, wire::Empty*) override;
+  grpc::Status Where(grpc::ServerContext*, const wire::WhereRequest*, wire::WhereReply*) override;
+  grpc::Status Introduce(grpc::ServerContext*, const wire::IntroduceRequest*, wire::Empty*) override;
 
   wire::OutcomeReply outcome(std::uint32_t) override { return {}; }  // others are asked
   Status renew(std::uint32_t id, const Caller& who) override;
@@ -63,6 +66,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Peers& peers_;
   Claims& claims_;
   Directory& directory_;
+  Whereabouts& whereabouts_;
   const Journal<journal::Partner> journal_;
   LeasedJobs<Job> jobs_;
 };

@@ -116,7 +116,7 @@ Result<Instance> instance_of(std::string_view bytes) {
   return i;
 }
 
-Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {
+Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys) {
   std::vector<migr_key_map> map;
   for (const auto& k : keys) {
     if (k.owner().size() != 16 || k.vrkey_size() != k.prkey_size()) return Error{EINVAL, "malformed keys"};
@@ -126,13 +126,19 @@ Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wir
       map.push_back(m);
     }
   }
-  return s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, map, kProcessMs);
+  return map;
+}
+
+Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {
+  const auto map = key_maps(keys);
+  if (!map) return map.error();
+  return s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, *map, kProcessMs);
 }
 
 const char* message_name(std::uint16_t type) {
   static const char* const names[] = {"?",      "HELLO",  "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND",  "DRAIN",
                                       "FREEZE", "SWITCH", "REBIND",   "KEYS",      "RESUME",     "ROLLBACK", "STATS", "MOVES",
-                                      "CUT", "SETTLE"};
+                                      "CUT", "SETTLE", "MET"};
   return type < std::size(names) ? names[type] : "?";
 }
 
@@ -268,13 +274,14 @@ void ProcessSession::close() { shutdown(fd_.n, SHUT_RDWR); }
 
 SessionTable::~SessionTable() { stop(); }
 
-Status SessionTable::start(const std::string& path, OnHello on_hello) {
+Status SessionTable::start(const std::string& path, OnHello on_hello, OnQuestion on_question) {
   auto listener = listen_to_processes(path);
   if (!listener) return listener.error();
   listener_ = std::move(*listener);
   wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_.n < 0) return sys_error("eventfd");
   on_hello_ = std::move(on_hello);
+  on_question_ = std::move(on_question);
   thread_ = std::thread([this] { run(); });
   return {};
 }
@@ -284,6 +291,76 @@ void SessionTable::stop() {
   stop_ = true;
   eventfd_write(wake_.n, 1);
   thread_.join();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return asking_.empty(); });
+}
+
+namespace {
+
+// What a connection begins with, without taking it. 0: nothing of ours
+std::uint16_t first_type(int fd) {
+  migr_msg head{};
+  return recv(fd, &head, sizeof head, MSG_PEEK | MSG_DONTWAIT) == sizeof head ? head.type : 0;
+}
+
+Result<Question> read_question(int fd, const Speaker& who, std::uint32_t& seq) {
+  Question q;
+  q.who = who;
+  for (bool more = true; more;) {
+    auto p = receive(fd, Clock::now() + std::chrono::milliseconds(kHelloMs));
+    if (!p) return p.error();
+    if ((q.type && p->head.type != q.type) || (q.record_size && p->head.record_size != q.record_size)) return Error{EPROTO, "two questions in one"};
+    q.type = p->head.type;
+    q.arg = p->head.arg;
+    q.record_size = p->head.record_size;
+    seq = p->head.seq;
+    q.records.insert(q.records.end(), p->records.begin(), p->records.end());
+    if (q.record_size && q.records.size() / q.record_size > kQuestionRecords) return Error{EMSGSIZE, "a question of too many records"};
+    more = p->head.flags & MIGR_MORE;
+  }
+  return q;
+}
+
+}  // namespace
+
+// A thread for it: an answer may come from another host.
+void SessionTable::take_question(Fd fd, const Speaker& who) {
+  {
+    std::lock_guard lock(mutex_);
+    int all = 0;
+    for (const auto& [uid, n] : asking_) all += n;
+    const auto of_user = asking_.find(who.uid);
+    if (!on_question_ || all >= kQuestions || (who.uid && of_user != asking_.end() && of_user->second >= kQuestions / 2)) {
+      spdlog::warn("process {} asks, and nobody can answer now", who.pid);
+      return;
+    }
+    ++asking_[who.uid];
+  }
+  std::thread([this, fd = std::make_shared<Fd>(std::move(fd)), who] {
+    std::uint32_t seq = 0;
+    auto q = read_question(fd->n, who, seq);
+    Result<Answer> a = q ? who.lives() ? on_question_(*q) : Result<Answer>(Error{EPERM, "the process has ended"}) : q.error();
+    migr_msg head{};
+    head.version = MIGR_PROC_VERSION;
+    head.type = q ? q->type | MIGR_REPLY : 0;
+    head.seq = seq;
+    if (a) {
+      head.record_size = a->record_size;
+      head.count = a->record_size ? static_cast<std::uint32_t>(a->records.size() / a->record_size) : 0;
+    } else {
+      head.status = a.error().code ? a.error().code : EIO;
+      std::snprintf(head.text, sizeof head.text, "%s", a.error().text.c_str());
+      if (head.status != ENOENT) spdlog::warn("process {} has asked: {}", who.pid, a.error().text);
+    }
+    iovec iov[2] = {{&head, sizeof head}, {a ? a->records.data() : nullptr, a ? a->records.size() : 0}};
+    msghdr m{};
+    m.msg_iov = iov;
+    m.msg_iovlen = head.count ? 2 : 1;
+    (void)sendmsg(fd->n, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
+    std::lock_guard lock(mutex_);
+    if (!--asking_[who.uid]) asking_.erase(who.uid);
+    changed_.notify_all();
+  }).detach();
 }
 
 void SessionTable::run() {
@@ -318,6 +395,8 @@ void SessionTable::run() {
       if (!ready && Clock::now() < g.until) continue;
       if (!ready) {
         spdlog::warn("a process connected and said nothing for {} ms", kHelloMs);
+      } else if (first_type(g.fd.n) >= MIGR_MSG_WHERE) {
+        take_question(std::move(g.fd), g.who);
       } else if (auto s = ProcessSession::greet(std::move(g.fd), g.who, 0); s) {
         add(*s);
       } else {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -121,6 +122,30 @@ class ProcessSession {
   std::uint32_t seq_ = 0;
 };
 
+/// What a process asks, on a connection of its own.
+struct Question {
+  Speaker who;
+  std::uint16_t type = 0;
+  std::uint64_t arg = 0;
+  std::uint32_t record_size = 0;
+  std::vector<std::byte> records;
+  /// EPROTO: they are of another size.
+  template <class T>
+  Result<std::vector<T>> records_as() const {
+    if (records.size() % sizeof(T) || (!records.empty() && record_size != sizeof(T))) return Error{EPROTO, "records of another size"};
+    std::vector<T> out(records.size() / sizeof(T));
+    if (!out.empty()) std::memcpy(out.data(), records.data(), records.size());
+    return out;
+  }
+};
+struct Answer {
+  std::uint32_t record_size = 0;
+  std::vector<std::byte> records;  // of at most one packet
+};
+
+/// As processes are told. EINVAL: malformed.
+Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys);
+
 /// KEYS: where the memory of processes that have moved can be reached now.
 Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys);
 
@@ -131,11 +156,13 @@ class SessionTable {
  public:
   /// Called from the listener's thread with each new session.
   using OnHello = std::function<void(std::shared_ptr<ProcessSession>)>;
+  /// Called from a thread of each question's own.
+  using OnQuestion = std::function<Result<Answer>(const Question&)>;
 
   /// @param most  sessions at the same time; half of them of one user
   explicit SessionTable(std::size_t most = kMaxSessions) : most_(most) {}
   ~SessionTable();
-  Status start(const std::string& socket_path, OnHello on_hello);
+  Status start(const std::string& socket_path, OnHello on_hello, OnQuestion on_question = {});
   void stop();
 
   std::shared_ptr<ProcessSession> by_pid(pid_t pid) const;
@@ -150,9 +177,12 @@ class SessionTable {
  private:
   void run();
   void add(std::shared_ptr<ProcessSession> s);
+  void take_question(Fd fd, const Speaker& who);
 
   const std::size_t most_;
   OnHello on_hello_;
+  OnQuestion on_question_;
+  std::map<uid_t, int> asking_;  // questions that are being answered
   Fd listener_, wake_;
   std::thread thread_;
   std::atomic<bool> stop_ = false;

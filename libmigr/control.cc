@@ -28,6 +28,7 @@
 #include "../include/migr/proc_wire.h"
 #include "cm/cm.h"
 #include "datagrams.h"
+#include "gids.h"
 #include "high_fd.h"
 #include "itimer.h"
 #include "kernel_link.h"
@@ -37,6 +38,7 @@
 #include "quiet_thread.h"
 #include "shadow.h"
 #include "switchover/switchover.h"
+#include "whereabouts.h"
 
 // The linker's names for the bounds of path.cc's section; weak: a test may link without it.
 extern "C" {
@@ -53,8 +55,8 @@ constexpr unsigned kGateMs = 5;
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
-/// How long DESCRIBE waits for a CQ that is being destroyed: far longer than the device takes, far less than migrd waits.
-constexpr std::chrono::seconds kEndingLimit{1};
+/// How long DESCRIBE waits for what has begun and cannot be stopped: far longer than it takes, far less than migrd waits.
+constexpr std::chrono::seconds kEndingLimit{4};
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
 constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
 constexpr std::size_t kMaxRecordBytes = 64;
@@ -179,6 +181,7 @@ int request_record_size(std::uint16_t type) {
     case MIGR_MSG_REBIND:
       return sizeof(migr_handle_map);
     case MIGR_MSG_KEYS:
+    case MIGR_MSG_MET:
       return sizeof(migr_key_map);
     case MIGR_MSG_MOVES:
       return sizeof(migr_move);
@@ -302,6 +305,7 @@ void describe(const Registry& registry, Answer& answer) {
       return answer.fail(EOPNOTSUPP, std::move(why));
     if (!context->ctx_id())
       return answer.fail(ENODEV, "migr.ko was not loaded when the process opened its device; restart the process");
+    gids::note(*context);
     migr_fd_desc d{};
     d.kind = MIGR_FD_CONTEXT;
     d.fd = d.context_fd = context->real->cmd_fd;
@@ -345,7 +349,7 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
   const bool hold = request.head.arg & MIGR_DESCRIBE_HOLD;
   if (hold) registry.held = true;
   if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
-  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged");
+  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, or ibv_modify_qp() for what it has asked");
   answer.arg = registry.changes;
   if (hold && answer.status) {
     registry.held = false;
@@ -435,7 +439,13 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
         answer.arg = datagrams::prepare();
       else
         finish(datagrams::set_moves(request.as<migr_move>(), why));
+      if (!(request.head.arg & MIGR_MOVES_PREPARE)) whereabouts::set_moves(request.as<migr_move>());
       return;
+    case MIGR_MSG_MET: {
+      QpShadow* const qp = find_qp(registry, static_cast<std::uint32_t>(request.head.arg >> 32), static_cast<std::uint32_t>(request.head.arg), 0);
+      if (!qp) return answer.fail(ENOENT, "no such QP");
+      return whereabouts::met(*qp, request.as<migr_key_map>());
+    }
     case MIGR_MSG_CUT: {
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_qp_psn> psns;
@@ -547,6 +557,41 @@ std::string this_life() {
   if (boot.empty() || at == std::string::npos) return "";
   return boot + stat.substr(at, stat.find(' ', at + 1) - at);
 }
+
+}  // namespace
+
+int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t count, std::size_t record_size, int limit_ms, std::vector<char>& answer) {
+  if (!self || count > MIGR_PROC_MAX_RECORDS) return ENOTCONN;
+  const int fd = connect_to_migrd();
+  if (fd < 0) return ENOTCONN;
+  migr_msg head{};
+  head.type = type;
+  head.seq = 1;
+  memcpy(head.instance, self->instance, sizeof(head.instance));
+  Answer question;
+  question.arg = arg;
+  question.record_size = record_size;
+  question.records.assign(static_cast<const char*>(records), static_cast<const char*>(records) + count * record_size);
+  int result = ENOTCONN;
+  if (send_message(fd, head, question)) {
+    std::vector<char> buffer(kPacketBytes);
+    pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+    const std::uint64_t until = now_ms() + static_cast<unsigned>(limit_ms);
+    int ready;
+    do ready = poll(&p, 1, static_cast<int>(std::max<std::int64_t>(static_cast<std::int64_t>(until - now_ms()), 0)));
+    while (ready < 0 && errno == EINTR);
+    Message reply;
+    std::string why;
+    if (ready <= 0) result = ETIMEDOUT;
+    else if (receive(fd, buffer, reply, result, why) != Received::kWhole || reply.head.type != (type | MIGR_REPLY)) result = EPROTO;
+    else result = reply.head.status;
+    answer = std::move(reply.records);
+  }
+  close(fd);
+  return result;
+}
+
+namespace {
 
 enum class Ended { kGone, kNonsense, kFrozen };
 

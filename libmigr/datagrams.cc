@@ -11,7 +11,7 @@
 #include <ctime>
 #include <unordered_map>
 
-#include "../include/migr/gid.h"
+#include "gids.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -61,16 +61,10 @@ struct TargetHash {
   std::size_t operator()(const Target& t) const { return hash(&t.ah, sizeof t.ah) ^ t.qpn * 0x9e3779b9u; }
 };
 
-/// Which of a port's GIDs: of another host the like is meant.
-struct GidKind {
-  std::uint32_t type = IBV_GID_TYPE_ROCE_V2;
-  int family = 0;  // migr_gid_family()
-};
-
 struct Handle {
   Context* context;
-  ibv_ah_attr attr;  ///< as the application gave it
-  GidKind source;
+  ibv_ah_attr attr;  ///< as the application gave it; the GID's index is this host's
+  gids::Kind source;
   /// To where its GID's QPs have moved.
   std::vector<std::pair<Gid, ibv_ah*>> others;
 };
@@ -211,42 +205,13 @@ void set_address(std::uint8_t* grh, bool ipv4, const Side& side, const Gid& gid)
   std::memcpy(grh + kIpv4At, &header, sizeof header);
 }
 
-/// The GIDs of a context's device. @return 0 or a positive errno
-int read_gids(ibv_context* ctx, std::vector<ibv_gid_entry>& out) {
-  constexpr std::size_t kMaxGids = 256;
-  const auto query_gids = real_query_gid_table();
-  if (!query_gids) return EOPNOTSUPP;
-  out.resize(kMaxGids);
-  const ssize_t n = query_gids(ctx, out.data(), out.size(), 0, sizeof(ibv_gid_entry));
-  if (n < 0) return static_cast<int>(-n);
-  out.resize(static_cast<std::size_t>(n));
-  return 0;
-}
-
-bool is(const ibv_gid_entry& e, const GidKind& kind) {
-  return e.gid_type == kind.type && migr_gid_family(e.gid.raw) == kind.family;
-}
-
-GidKind kind_of(const ibv_gid_entry& e) { return {e.gid_type, migr_gid_family(e.gid.raw)}; }
-
-/// What here corresponds to another host's GID: the same index if it is of the same kind, or the first that is. Null: none
-const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const GidKind& kind, std::uint32_t index) {
-  const ibv_gid_entry* first = nullptr;
-  for (const ibv_gid_entry& e : table) {
-    if (e.port_num != port || !is(e, kind)) continue;
-    if (e.gid_index == index) return &e;
-    if (!first) first = &e;
-  }
-  return first;
-}
-
 /// A header that came on an earlier host has that one's address, which no GID table has here: the like of this host's is
 /// put into it. Caller holds the Registry's lock.
 void bring_home(const Context& context, ibv_context* real, std::uint8_t port, ibv_grh& grh) {
   const auto earlier = state().earlier.find(&context);
   if (earlier == state().earlier.end()) return;
   std::vector<ibv_gid_entry> table;
-  if (read_gids(real, table)) return;
+  if (gids::read(real, table)) return;
   auto* const bytes = reinterpret_cast<std::uint8_t*>(&grh);
   const bool ipv4 = over_ipv4(bytes);
   const Gid to = address_of(bytes, ipv4, kDestination);
@@ -254,7 +219,7 @@ void bring_home(const Context& context, ibv_context* real, std::uint8_t port, ib
   if (std::any_of(table.begin(), table.end(), names_it)) return;
   for (const ibv_gid_entry& was : earlier->second) {
     if (!names_it(was)) continue;
-    if (const auto* now = like(table, port, kind_of(was), was.gid_index)) set_address(bytes, ipv4, kDestination, gid_of(now->gid.raw));
+    if (const auto* now = gids::like(table, port, gids::kind_of(was), was.gid_index)) set_address(bytes, ipv4, kDestination, gid_of(now->gid.raw));
     return;
   }
 }
@@ -275,17 +240,18 @@ unsigned prepare() {
 
 int set_moves(std::span<const migr_move> moves, std::string& why) {
   State& s = state();
-  s.prepared = true;
   {
     std::lock_guard guard(s.lock);
     s.present.clear(), s.birth.clear();
     for (const migr_move& m : moves) {
+      if (!m.vqpn) continue;  // a process: whereabouts.h
       const Address born{gid_of(m.birth_gid), m.vqpn}, now{gid_of(m.gid), m.pqpn};
       s.present[born] = now;
       s.birth[now] = born;
     }
   }
-  if (Registry::get().frozen) return 0;  // make_again() does the rest
+  s.prepared = s.prepared || !s.present.empty();
+  if (!s.prepared || Registry::get().frozen) return 0;  // make_again() does the rest
   int result = 0;  // one that fails is not to keep the others from working
   for (auto& [ah, h] : s.handles)
     if (const int err = aim(ah, h)) result = fail(why, err, "an address handle for a peer that has moved");
@@ -323,12 +289,12 @@ void note_gids() {
   std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
   const auto table_of = [&](Context* c) -> const std::vector<ibv_gid_entry>& {
     auto& table = tables[c];
-    if (table.empty() && read_gids(c->real, table)) table.clear();
+    if (table.empty() && gids::read(c->real, table)) table.clear();
     return table;
   };
   for (auto& [ah, h] : s.handles)
     for (const ibv_gid_entry& e : table_of(h.context))
-      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index) h.source = kind_of(e);
+      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index) h.source = gids::kind_of(e);
   for (const QpShadow* q : Registry::get().qps) {
     if (!datagrams_of(*q)) continue;
     auto& earlier = s.earlier[q->context];
@@ -344,8 +310,8 @@ int make_again(std::string& why) {
   for (auto& [ah, h] : s.handles) {
     auto& table = tables[h.context];
     if (table.empty())
-      if (const int err = read_gids(h.context->real, table)) return fail(why, err, "reading the GIDs of this host");
-    const auto* const source = like(table, h.attr.port_num, h.source, h.attr.grh.sgid_index);
+      if (const int err = gids::read(h.context->real, table)) return fail(why, err, "reading the GIDs of this host");
+    const auto* const source = gids::like(table, h.attr.port_num, h.source, h.attr.grh.sgid_index);
     if (!source) return fail(why, EADDRNOTAVAIL, "this host has no GID of the kind that an address handle had");
     h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
@@ -452,11 +418,14 @@ using namespace migr;
 MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
-  ibv_ah* ah = real().create_ah(pd, attr);
-  Context* context = ah ? registry.context_of(pd->context) : nullptr;
-  if (!context) return ah;
+  Context* context = registry.context_of(pd->context);
+  if (!context) return real().create_ah(pd, attr);
+  ibv_ah_attr mine = *attr;
+  if (mine.is_global) mine.grh.sgid_index = gids::here(*context, mine.port_num, mine.grh.sgid_index);
+  ibv_ah* ah = real().create_ah(pd, &mine);
+  if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
-  handle = {context, *attr, {}, {}};
+  handle = {context, mine, {}, {}};
   if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle) : 0) {
     datagrams::state().handles.erase(ah);
     real().destroy_ah(ah);
@@ -474,7 +443,10 @@ MIGR_EXPORT int ibv_init_ah_from_wc(ibv_context* context, uint8_t port, ibv_wc* 
   if (!ours || !(wc->wc_flags & IBV_WC_GRH)) return real().init_ah_from_wc(context, port, wc, grh, attr);
   ibv_grh mine = *grh;
   datagrams::bring_home(*ours, context, port, mine);
-  return real().init_ah_from_wc(context, port, wc, &mine, attr);
+  const gids::Inside inside;
+  const int err = real().init_ah_from_wc(context, port, wc, &mine, attr);
+  if (!err) attr->grh.sgid_index = gids::named(*ours, port, attr->grh.sgid_index);
+  return err;
 }
 
 MIGR_EXPORT int ibv_destroy_ah(ibv_ah* ah) {

@@ -16,6 +16,7 @@
 
 #include "control.h"
 #include "datagrams.h"
+#include "gids.h"
 #include "kernel_link.h"
 #include "links/links.h"
 #include "objects.h"
@@ -24,6 +25,7 @@
 #include "provider/uverbs_write.h"
 #include "real.h"
 #include "shadow.h"
+#include "whereabouts.h"
 #include "windows.h"
 
 namespace migr {
@@ -688,11 +690,9 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   return adopt_qp(registry, *context, *shadow, qp);
 }
 
-MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
-  Registry& registry = Registry::get();
-  auto guard = registry.change();
-  QpShadow* shadow = known(registry, qp);
-  if (!shadow) return real().modify_qp(qp, attr, mask);
+namespace {
+
+int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Connecting& peer) {
   if (shadow->responder_only && (mask & IBV_QP_STATE)) {
     // The first PSN of its sends is fixed by now, and not the one that the partner was told.
     if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
@@ -704,16 +704,41 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   }
   if (mask & IBV_QP_STATE) links::leave(*shadow, attr->qp_state);
   ibv_qp_attr mine = *attr;
-  if ((mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
+  if (!peer.put(mine) && (mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
+  if (mask & IBV_QP_AV) mine.ah_attr.grh.sgid_index = gids::here(*shadow->context, mine.ah_attr.port_num, mine.ah_attr.grh.sgid_index);
   const int err = real().modify_qp(shadow->real, &mine, mask);
   shadow->app.state = shadow->app_state();
   if (err) return err;
-  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) datagrams::emptied(*shadow);
+  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
+    datagrams::emptied(*shadow);
+    if (shadow->remote_keys) whereabouts::parted(*shadow);
+  }
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);
   shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
   links::modified(*shadow, mask);
+  return 0;
+}
+
+}  // namespace
+
+MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  Registry& registry = Registry::get();
+  whereabouts::Connecting peer(qp, *attr, mask);
+  std::unique_lock<std::mutex> guard;
+  do {
+    if (guard) guard.unlock();
+    peer.look_up();
+    guard = registry.change();
+  } while (peer.stale());
+  QpShadow* shadow = known(registry, qp);
+  if (!shadow) return real().modify_qp(qp, attr, mask);
+  const int err = modify(shadow, attr, mask, peer);
+  if (err) return err;
+  peer.connected(*shadow);
+  guard.unlock();
+  peer.introduce();
   return 0;
 }
 
@@ -733,7 +758,10 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   init->srq = shadow->app.srq;
   if (shadow->write_access_added) attr->qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   if (shadow->birth.mask & IBV_QP_DEST_QPN) attr->dest_qp_num = shadow->birth.dest_qp_num;
-  if (shadow->birth.mask & IBV_QP_AV) attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
+  if (shadow->birth.mask & IBV_QP_AV) {
+    attr->ah_attr.grh.dgid = shadow->birth.ah.grh.dgid;
+    attr->ah_attr.grh.sgid_index = shadow->birth.ah.grh.sgid_index;
+  }
   if (links::on_backup(*shadow)) {
     attr->ah_attr = shadow->birth.ah;
     attr->port_num = shadow->birth.ah.port_num;

@@ -41,6 +41,11 @@ decltype(&::_ibv_query_gid_table) real_query_gid_table() {
   return found;
 }
 
+decltype(&::_ibv_query_gid_ex) real_query_gid_ex() {
+  static const auto found = reinterpret_cast<decltype(&::_ibv_query_gid_ex)>(find("_ibv_query_gid_ex", "IBVERBS_1.11"));
+  return found;
+}
+
 const Real& real() {
   static const Real found = find_all();
   return found;

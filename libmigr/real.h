@@ -46,8 +46,9 @@ struct Real {
 #undef MIGR_REAL_MEMBER
 };
 
-/// Its name begins with an underscore. Null: libibverbs lacks it.
+/// Their names begin with an underscore. Null: libibverbs lacks it.
 decltype(&::_ibv_query_gid_table) real_query_gid_table();
+decltype(&::_ibv_query_gid_ex) real_query_gid_ex();
 
 /// Thread-safe; ends the process with a message if libibverbs is not there at all (we are only called through it).
 const Real& real();

@@ -217,6 +217,8 @@ struct Context {
   bool renamed = false;   ///< an MR is called otherwise than the device calls it: new queues translate from the start
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   links::Twin* twin = nullptr;         ///< the same on its backup link
+  std::vector<ibv_gid_entry> gids;     ///< the GIDs that the application knows: of the host where it opened the device
+  bool moved = false;                  ///< it is on another one, or was
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
 

@@ -15,9 +15,12 @@
 
 #include <stdint.h>
 
-#define MIGR_PROC_VERSION	2
+#define MIGR_PROC_VERSION	3
 #define MIGR_PROC_SOCKET	"/run/migr/proc.sock"	/* environment MIGR_PROC_SOCKET overrides */
 /*
+ * What the library asks (WHERE, INTRODUCE) comes on a connection of its own, as its first and only packets; migrd answers
+ * and closes. So it needs no order with what migrd asks. A checkpoint can contain none of these: DESCRIBE waits for them.
+ *
  * After its answer to FREEZE the library closes the socket and must hold no
  * connection until it is known where it will live: a checkpoint cannot contain
  * one. It looks (access(2), no fd) every few ms for a gate: a file beside the
@@ -71,6 +74,26 @@ enum migr_msg_type {
 				 * reply records: migr_qp_psn */
 	MIGR_MSG_SETTLE,	/* both ends were cut. records: migr_qp_psn, what the other end has
 				 * answered. reply records: migr_replay_stat */
+	MIGR_MSG_MET,		/* the process at the other end of one connection has moved before that was made, and says
+				 * what its memory is called now. records: migr_key_map of one owner; arg:
+				 * MIGR_QP_NAME() of this end. ENOENT: no such QP */
+
+	/* library -> migrd */
+	MIGR_MSG_WHERE = 64,	/* before a QP is connected to one that may have moved. records: one migr_qp_address,
+				 * as the application has it; arg: physical QPN of this end. reply records: one
+				 * migr_qp_address, physical. ENOENT: as it is, for all that is known */
+	MIGR_MSG_INTRODUCE,	/* a process that has moved has connected a QP: its partner is to learn its keys
+				 * (MET). records: migr_key_map; arg: MIGR_QP_NAME() of this end. Answered when the
+				 * partner knows. ENOENT: no process with libmigr has that QP */
+};
+
+/* A QP of a process in one number. */
+#define MIGR_QP_NAME(ctx_id, vqpn)	((uint64_t)(ctx_id) << 32 | (vqpn))
+
+/* Where a QP is, or is said to be. */
+struct migr_qp_address {
+	uint8_t gid[16];
+	uint32_t qpn;		/* 24 bits */
 };
 
 /* CUT: only says whether it can be done; nothing is changed. */
@@ -223,7 +246,11 @@ struct migr_key_map {
 /* MOVES: no records; posts of unconnected QPs take the long way from now on. */
 #define MIGR_MOVES_PREPARE	0x1u
 
-/* An unconnected QP, by the address that its peers hold (its birth's) and by its present one. */
+/*
+ * An unconnected QP, by the address that its peers hold (its birth's) and by its present one. vqpn and pqpn 0: processes
+ * have moved from the one GID to the other, so who is to be connected to one of them may be elsewhere, or have other keys:
+ * ask (WHERE).
+ */
 struct migr_move {
 	uint8_t birth_gid[16];
 	uint8_t gid[16];

@@ -14,6 +14,7 @@
 
 #include "../../include/migr/migr.h"
 #include "../control.h"
+#include "../gids.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
 #include "../path.h"
@@ -172,7 +173,7 @@ void made(MrShadow& mr) {
 
 void modified(QpShadow& q, int mask) {
   if (!q.context->twin) return;
-  if ((mask & IBV_QP_AV) && real().query_gid(q.context->real, q.birth.ah.port_num, q.birth.ah.grh.sgid_index, &q.birth.gid)) q.birth.gid = {};
+  if ((mask & IBV_QP_AV) && real().query_gid(q.context->real, q.birth.ah.port_num, gids::here(*q.context, q.birth.ah.port_num, q.birth.ah.grh.sgid_index), &q.birth.gid)) q.birth.gid = {};
   if (mask & IBV_QP_STATE) changed();
 }
 

@@ -5,9 +5,11 @@
 #include <unordered_map>
 
 #include "../datagrams.h"
+#include "../gids.h"
 #include "../kernel_link.h"
 #include "../provider/provider.h"
 #include "../real.h"
+#include "../whereabouts.h"
 #include "../windows.h"
 #include "parts.h"
 
@@ -203,6 +205,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     if (const int err = register_again(*mr, why)) return err;
   if (const int err = windows::make_again(why)) return err;
   rebound_keys(out);
+  for (Context* context : registry.contexts) gids::moved(*context);
+  whereabouts::moved();
   if (const int err = datagrams::make_again(why)) return err;
   for (SrqShadow* s : registry.srqs) {
     restart_async_count(*s->real);

@@ -118,7 +118,8 @@ class Peer : public Folder {
     numbers_ = std::make_unique<Numbers>(config_);
     directory_ = std::make_unique<Directory>(config_);
     destination_ = std::make_unique<DestinationHost>(config_, sessions_, *peers_, *numbers_);
-    partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, *directory_);
+    whereabouts_ = std::make_unique<Whereabouts>(config_, sessions_, *peers_, *directory_);
+    partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, *directory_, *whereabouts_);
     host_ = std::make_unique<HostService>(config_, sessions_, *numbers_, std::vector<Role*>{destination_.get(), partner_.get()});
     grpc::ServerBuilder b;
     b.AddListeningPort("127.0.0.1:0", peers_->server_credentials(), &port_);
@@ -167,6 +168,7 @@ class Peer : public Folder {
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<Peers> peers_;
   std::unique_ptr<DestinationHost> destination_;
+  std::unique_ptr<Whereabouts> whereabouts_;
   std::unique_ptr<PartnerHost> partner_;
   std::unique_ptr<HostService> host_;
   std::unique_ptr<grpc::Server> server_;

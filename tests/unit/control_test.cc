@@ -28,11 +28,13 @@
 
 #include "../../libmigr/cm/cm.h"
 #include "../../libmigr/datagrams.h"
+#include "../../libmigr/gids.h"
 #include "../../libmigr/itimer.h"
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/provider/provider.h"
 #include "../../libmigr/provider/uverbs_write.h"
 #include "../../libmigr/switchover/switchover.h"
+#include "../../libmigr/whereabouts.h"
 
 namespace migr {
 
@@ -44,6 +46,7 @@ struct Fake {
   int status = 0;
   std::size_t records = 0;  ///< that the last call got
   bool restored = false;
+  const QpShadow* met = nullptr;
 };
 Fake fake;
 
@@ -133,6 +136,20 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
   return called("moves", why);
 }
 }  // namespace datagrams
+
+namespace gids {
+void note(Context&) {}
+}  // namespace gids
+
+namespace whereabouts {
+void set_moves(std::span<const migr_move>) {}
+void met(QpShadow& q, std::span<const migr_key_map> keys) {
+  std::string ignored;
+  fake.records = keys.size();
+  fake.met = &q;
+  called("met", ignored);
+}
+}  // namespace whereabouts
 
 namespace links {
 std::string refusal() { return ""; }
@@ -363,6 +380,18 @@ TEST_F(Control, MovesAreToldInTwoSteps) {
   EXPECT_EQ(ask(request(MIGR_MSG_MOVES), std::vector<migr_move>{{{}, {}, 17, 30}, {{}, {}, 18, 31}}).status, 0);
   EXPECT_EQ(fake.records, 2u);
   EXPECT_EQ(fake.calls, "prepare-moves moves ");
+}
+
+TEST_F(Control, WhoIsMetIsFoundByName) {
+  migr_msg met = request(MIGR_MSG_MET);
+  met.arg = MIGR_QP_NAME(7, 0x10);
+  EXPECT_EQ(ask(met, std::vector<migr_key_map>{{1, 2, {}}, {3, 4, {}}}).status, 0);
+  ASSERT_TRUE(fake.met);
+  EXPECT_EQ(fake.met->vqpn(), 0x10u);
+  EXPECT_EQ(fake.records, 2u);
+  met.arg = MIGR_QP_NAME(7, 0x99);
+  EXPECT_EQ(ask(met, std::vector<migr_key_map>{{1, 2, {}}}).status, ENOENT);
+  EXPECT_EQ(fake.calls, "met ");
 }
 
 TEST_F(Control, KeysBeforeSwitchIsEbusy) {

@@ -47,18 +47,19 @@ int destroy_ah(ibv_ah* ah) {
   --handles;
   return 0;
 }
-std::vector<ibv_gid_entry> gids;  // of the host that we are on
+std::vector<ibv_gid_entry> host_gids;  // of the host that we are on
 ssize_t query_gids(ibv_context*, ibv_gid_entry* out, std::size_t max, std::uint32_t, std::size_t) {
-  const std::size_t n = std::min(max, gids.size());
-  std::copy_n(gids.begin(), n, out);
+  const std::size_t n = std::min(max, host_gids.size());
+  std::copy_n(host_gids.begin(), n, out);
   return static_cast<ssize_t>(n);
 }
 decltype(&::_ibv_query_gid_table) real_query_gid_table() { return query_gids; }
+decltype(&::_ibv_query_gid_ex) real_query_gid_ex() { return nullptr; }
 /// As libibverbs does: our own side has to be in the GID table.
 int init_ah_from_wc(ibv_context*, std::uint8_t, ibv_wc*, ibv_grh* grh, ibv_ah_attr* attr) {
   iphdr h;
   memcpy(&h, reinterpret_cast<std::uint8_t*>(grh) + 20, 20);
-  for (const auto& e : gids)
+  for (const auto& e : host_gids)
     if (e.gid_type == IBV_GID_TYPE_ROCE_V2 && !memcmp(e.gid.raw + 12, &h.daddr, 4)) {
       attr->grh.sgid_index = static_cast<std::uint8_t>(e.gid_index);
       memcpy(attr->grh.dgid.raw + 12, &h.saddr, 4);
@@ -126,7 +127,7 @@ struct Datagrams : ::testing::Test {
     std::string why;
     datagrams::set_moves({}, why);
     datagrams::dropped(our_context);
-    gids.clear();
+    host_gids.clear();
     Registry::get().qps.clear();
     posted.clear();
     EXPECT_EQ(0, handles) << "a handle was left";
@@ -280,7 +281,7 @@ struct AnswersAfterAMove : Datagrams {
     datagrams::note_gids();
     host(60);
   }
-  static void host(std::uint8_t last) { gids = {{gid_v4(last), 4, 1, IBV_GID_TYPE_ROCE_V1, 0}, {gid_v4(last), 5, 1, IBV_GID_TYPE_ROCE_V2, 0}}; }
+  static void host(std::uint8_t last) { host_gids = {{gid_v4(last), 4, 1, IBV_GID_TYPE_ROCE_V1, 0}, {gid_v4(last), 5, 1, IBV_GID_TYPE_ROCE_V2, 0}}; }
   int answer(std::uint8_t to, ibv_context* context = &the_context) {
     arrived(buffer[0], 7, to);
     std::uint8_t before[512];

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "whereabouts.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <set>
+
+#include <spdlog/spdlog.h>
+
+#include "kernel_record.h"
+#include "limits.h"
+#include "migr/gid.h"
+#include "parallel.h"
+#include "uapi/migr.h"
+#include "wire.grpc.pb.h"
+
+namespace migr {
+namespace {
+
+constexpr std::uint32_t kRc = 2, kUc = 3;    // enum ib_qp_type
+constexpr std::uint32_t kRtr = 2, kRts = 3;  // enum ib_qp_state
+
+std::string bytes_of(const std::uint8_t (&gid)[16]) { return {reinterpret_cast<const char*>(gid), sizeof gid}; }
+
+bool connected(const migr_qp_rec& q) { return q.qp_state == kRtr || q.qp_state == kRts; }
+
+int family(const std::string& gid) { return migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())); }
+
+// The record of this host with all its objects. Without the module: empty.
+Result<std::vector<ContextRecord>> all_contexts(pid_t pid = 0) {
+  auto kernel = KernelRecord::open();
+  if (!kernel) return kernel.error().code == ENOENT ? Result<std::vector<ContextRecord>>(std::vector<ContextRecord>()) : kernel.error();
+  auto ctxs = kernel->contexts(pid);
+  if (!ctxs) return ctxs;
+  Status failed;
+  std::erase_if(*ctxs, [&](ContextRecord& c) {
+    auto s = kernel->objects(c);
+    if (!s && s.error().code != ENOENT && failed) failed = s;
+    return !s;  // it ended meanwhile
+  });
+  if (!failed) return failed.error();
+  return ctxs;
+}
+
+// GIDs of devices, each read once.
+class Tables {
+ public:
+  const std::vector<wire::PortGid>& of(const migr_ctx_rec& c) {
+    const std::string device(c.ibdev, strnlen(c.ibdev, sizeof c.ibdev));
+    auto [at, fresh] = known_.try_emplace(device);
+    if (fresh)
+      if (auto found = gids_of(device)) at->second = std::move(*found);
+    return at->second;
+  }
+
+ private:
+  std::map<std::string, std::vector<wire::PortGid>> known_;
+};
+
+bool has(const std::vector<wire::PortGid>& table, const std::string& gid) {
+  return std::any_of(table.begin(), table.end(), [&](const auto& g) { return g.gid() == gid; });
+}
+
+}  // namespace
+
+const wire::Whereabouts* choose(const wire::WhereReply& all, const std::set<std::string>& asker_gids, std::uint32_t asker_pqpn) {
+  const wire::Whereabouts* best = nullptr;
+  for (const auto& w : all.found()) {
+    if (w.connected()) {
+      if (w.dest_pqpn() == asker_pqpn && asker_gids.contains(w.dest_gid())) return &w;
+      continue;
+    }
+    if (!best || (best->moved() && !w.moved())) best = &w;
+  }
+  return best;
+}
+
+Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
+  if (r.gid().size() != sizeof(migr_qp_address::gid) || !r.vqpn() || r.vqpn() > MIGR_QPN_MASK) return Error{EINVAL, "a malformed address"};
+  auto ctxs = all_contexts();
+  if (!ctxs) return ctxs.error();
+  Tables tables;
+  for (const auto& c : *ctxs)
+    for (const auto& q : c.qps) {
+      if ((q.flags & MIGR_QP_FORMER) || (q.qp_type != kRc && q.qp_type != kUc)) continue;
+      if (q.vqpn != r.vqpn() && q.pqpn != r.vqpn()) continue;
+      const auto& gids = tables.of(c.rec);
+      const bool born_here = has(gids, r.gid());
+      std::string gid = r.gid();
+      if (!born_here) {
+        // Only by the number it was born with does anybody know it there.
+        const auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
+        if (q.vqpn != r.vqpn() || !session || !directory_.was_at(session->instance(), r.gid())) continue;
+        const auto like = std::find_if(gids.begin(), gids.end(), [&](const auto& g) { return g.roce_v2() && family(g.gid()) == family(r.gid()); });
+        if (like == gids.end()) continue;
+        gid = like->gid();
+      }
+      auto* w = out.add_found();
+      w->set_gid(connected(q) ? bytes_of(q.ah.sgid) : gid);
+      w->set_pqpn(q.pqpn);
+      w->set_moved(!born_here);
+      w->set_connected(connected(q));
+      if (!connected(q)) continue;
+      w->set_dest_gid(bytes_of(q.ah.dgid));
+      w->set_dest_pqpn(q.dest_qpn);
+    }
+  return {};
+}
+
+Result<migr_qp_address> Whereabouts::find(const migr_qp_address& named, std::uint32_t asker_pqpn) {
+  wire::WhereRequest r;
+  r.set_gid(bytes_of(named.gid));
+  r.set_vqpn(named.qpn);
+  struct Asked {
+    std::string host;
+    wire::WhereReply reply;
+  };
+  std::vector<Asked> hosts{{config_.name, {}}};
+  for (const auto& p : config_.peers) hosts.push_back({p.name, {}});
+  (void)parallel_for(hosts, [&](Asked& a) -> Status {
+    auto channel = peers_.channel(a.host);
+    if (!channel) return channel.error();
+    wire::Partner::Stub stub(*channel);
+    auto found = call(stub, &wire::Partner::Stub::Where, r, kWhereMs, a.host);
+    if (!found && !unreachable(found.error())) spdlog::warn("{} was asked where a QP is: {}", a.host, found.error().text);
+    if (found) a.reply = std::move(*found);
+    return {};
+  });
+  std::set<std::string> mine;
+  (void)each_gid([&](const wire::PortGid& g) { mine.insert(g.gid()); });
+  wire::WhereReply all;
+  for (const auto& a : hosts) all.MergeFrom(a.reply);
+  const auto* w = choose(all, mine, asker_pqpn);
+  if (!w || w->gid().size() != sizeof named.gid) return Error{ENOENT, "no QP of that address"};
+  migr_qp_address out{};
+  std::copy(w->gid().begin(), w->gid().end(), reinterpret_cast<char*>(out.gid));
+  out.qpn = w->pqpn();
+  return out;
+}
+
+Status Whereabouts::introduce(const Question& q) {
+  const auto keys = q.records_as<migr_key_map>();
+  if (!keys || keys->empty()) return Error{EINVAL, "no keys"};
+  const auto session = sessions_.by_pid(q.who.pid);
+  if (!session) return Error{ENOENT, "a process that is not known here"};
+  // The record says to whom it is connected: nobody is told of keys by whom he has not chosen.
+  auto ctxs = all_contexts(q.who.pid);
+  if (!ctxs) return ctxs.error();
+  const migr_qp_rec* own = nullptr;
+  for (const auto& c : *ctxs)
+    for (const auto& x : c.qps)
+      if (MIGR_QP_NAME(c.rec.ctx_id, x.vqpn) == q.arg && connected(x) && !(x.flags & MIGR_QP_FORMER)) own = &x;
+  if (!own) return Error{ENOENT, "it has no such connection"};
+  wire::IntroduceRequest r;
+  r.set_gid(bytes_of(own->ah.dgid));
+  r.set_pqpn(own->dest_qpn);
+  r.set_from_gid(bytes_of(own->ah.sgid));
+  r.set_from_pqpn(own->pqpn);
+  r.mutable_keys()->set_owner(session->instance().data(), session->instance().size());
+  for (const auto& k : *keys) r.mutable_keys()->add_vrkey(k.vrkey), r.mutable_keys()->add_prkey(k.prkey);
+  std::set<std::string> hosts{config_.name};
+  for (const auto& p : config_.peers) hosts.insert(p.name);
+  std::atomic<bool> told = false;
+  auto s = parallel_for(hosts, [&](const std::string& host) -> Status {
+    auto channel = peers_.channel(host);
+    if (!channel) return {};
+    wire::Partner::Stub stub(*channel);
+    auto done = call(stub, &wire::Partner::Stub::Introduce, r, kWhereMs, host);
+    if (done) told = true;
+    return done || done.error().code == ENOENT || unreachable(done.error()) ? Status() : Status(done.error());
+  });
+  if (told) return {};
+  return s ? Status(Error{ENOENT, "the partner has no libmigr, or is no peer"}) : s;
+}
+
+Status Whereabouts::introduce(const wire::IntroduceRequest& r) {
+  auto ctxs = all_contexts();
+  if (!ctxs) return ctxs.error();
+  Tables tables;
+  for (const auto& c : *ctxs)
+    for (const auto& q : c.qps) {
+      if (q.pqpn != r.pqpn() || (q.flags & MIGR_QP_FORMER) || !(c.rec.flags & MIGR_CTX_ATTACHED) || !has(tables.of(c.rec), r.gid())) continue;
+      if (connected(q) && (bytes_of(q.ah.dgid) != r.from_gid() || q.dest_qpn != r.from_pqpn())) continue;  // somebody else's
+      const auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
+      if (!session) continue;
+      auto keys = key_maps({&r.keys(), 1});
+      if (!keys) return keys.error();
+      return session->ask<migr_qp_ref, migr_key_map>(MIGR_MSG_MET, 0, *keys, kWhereMs, MIGR_QP_NAME(c.rec.ctx_id, q.vqpn));
+    }
+  return Error{ENOENT, "no process with libmigr has that QP"};
+}
+
+Result<Answer> Whereabouts::answer(const Question& q) {
+  Answer out;
+  if (q.type == MIGR_MSG_INTRODUCE) {
+    if (auto s = introduce(q); !s) return s.error();
+    return out;
+  }
+  const auto named = q.records_as<migr_qp_address>();
+  if (q.type != MIGR_MSG_WHERE || !named || named->size() != 1) return Error{EPROTO, "a malformed question"};
+  auto found = find(named->front(), static_cast<std::uint32_t>(q.arg));
+  if (!found) return found.error();
+  out.record_size = sizeof *found;
+  out.records.resize(sizeof *found);
+  std::memcpy(out.records.data(), &*found, sizeof *found);
+  return out;
+}
+
+}  // namespace migr

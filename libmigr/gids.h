@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * GIDs after a migration. An application looks a GID up once and keeps its index: the
+ * indexes go on meaning what they meant on the host where it opened the device. What
+ * stands there is the present host's GID of that kind (port, RoCE version, address
+ * family), as only that can be reached.
+ */
+#ifndef MIGR_GIDS_H
+#define MIGR_GIDS_H
+
+#include <vector>
+
+#include "shadow.h"
+
+namespace migr::gids {
+
+/* Callers of all of these hold the Registry's lock. */
+
+/// While it lives, this thread's queries are answered with the kernel's indexes: libibverbs calls the exported ones.
+struct Inside {
+  Inside();
+  ~Inside();
+};
+
+/// Which of a port's GIDs: of another host the like is meant.
+struct Kind {
+  std::uint32_t type = IBV_GID_TYPE_ROCE_V2;
+  int family = 0;  // migr_gid_family()
+};
+Kind kind_of(const ibv_gid_entry& e);
+
+/// The GIDs of a device, by their indexes in the kernel. @return 0 or a positive errno
+int read(ibv_context* real, std::vector<ibv_gid_entry>& out);
+
+/// What here corresponds to another host's GID: the same index if it is of the same kind, or the first that is. Null: none
+const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const Kind& kind, std::uint32_t index);
+
+/// DESCRIBE: notes what the application knows, unless it has moved: it goes on knowing what it did.
+void note(Context& context);
+/// REBIND.
+void moved(Context& context);
+
+/// The index in the kernel of the one that the application means. As it is: nothing of its kind is here.
+std::uint8_t here(const Context& context, std::uint8_t port, std::uint8_t index);
+/// The reverse.
+std::uint8_t named(const Context& context, std::uint8_t port, std::uint8_t index);
+
+}  // namespace migr::gids
+
+#endif

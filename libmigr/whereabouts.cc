@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "whereabouts.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+
+#include "control.h"
+#include "objects.h"
+#include "path.h"
+#include "switchover/switchover.h"
+
+namespace migr::whereabouts {
+namespace {
+
+using Gid = std::array<std::uint8_t, 16>;
+
+constexpr int kAskMs = 3000;
+
+/* Under the Registry's lock, but for `any`. */
+std::vector<Gid> touched;   ///< that processes have moved to or from
+std::uint64_t news = 0;     ///< how often something of this has changed
+bool have_moved = false;
+std::atomic<bool> any{false};
+std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
+
+constexpr std::size_t kRetired = 1024;
+
+void exchange_keys(QpShadow& q, const RemoteKeys* keys) {
+  if (const RemoteKeys* before = __atomic_exchange_n(&q.remote_keys, keys, __ATOMIC_ACQ_REL)) retired.emplace_back(before);
+  if (retired.size() > kRetired) retired.pop_front();
+}
+
+void say(const char* what, int err) {
+  static std::atomic<int> said{0};
+  if (said.exchange(err) != err) std::fprintf(stderr, "libmigr: %s: %s\n", what, std::strerror(err));
+}
+
+/// A question of a thread of the application: a checkpoint waits for its end, and no more begin.
+class Asking {
+ public:
+  Asking() {
+    auto guard = Registry::get().change();
+    ++Registry::get().ending;
+  }
+  ~Asking() {
+    std::lock_guard guard(Registry::get().lock);
+    --Registry::get().ending;
+    Registry::get().thawed.notify_all();
+  }
+};
+
+}  // namespace
+
+void set_moves(std::span<const migr_move> moves) {
+  touched.clear();
+  for (const migr_move& m : moves) {
+    if (m.vqpn) continue;
+    touched.push_back(std::to_array(m.birth_gid));
+    touched.push_back(std::to_array(m.gid));
+  }
+  ++news;
+  any = have_moved || !touched.empty();
+}
+
+void moved() {
+  have_moved = true;
+  ++news;
+  any = true;
+}
+
+void met(QpShadow& q, std::span<const migr_key_map> keys) {
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
+  for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
+  std::lock_guard guard(q.lock);
+  if (!keys.empty()) q.peer = std::to_array(keys[0].owner);
+  exchange_keys(q, pairs.empty() ? nullptr : new RemoteKeys(pairs));
+  path::translate_keys(q, kTranslateRemote);
+}
+
+void parted(QpShadow& q) {
+  std::lock_guard guard(q.lock);
+  q.peer = {};
+  exchange_keys(q, nullptr);
+}
+
+Connecting::Connecting(ibv_qp* qp, const ibv_qp_attr& attr, int mask)
+    : qp_(qp), names_peer_((mask & IBV_QP_DEST_QPN) && (mask & IBV_QP_AV) && attr.ah_attr.is_global), receives_((mask & IBV_QP_STATE) && attr.qp_state == IBV_QPS_RTR) {
+  if (!any.load(std::memory_order_relaxed)) names_peer_ = receives_ = false;
+  if (!names_peer_) return;
+  std::memcpy(asked_.gid, attr.ah_attr.grh.dgid.raw, sizeof asked_.gid);
+  asked_.qpn = attr.dest_qp_num;
+}
+
+void Connecting::look_up() {
+  found_.reset();
+  if (!names_peer_) return;
+  std::uint32_t pqpn = 0;
+  {
+    Registry& registry = Registry::get();
+    auto guard = registry.enter();
+    as_of_ = news;
+    const QpShadow* q = known(registry, qp_);
+    if (!q || std::find(touched.begin(), touched.end(), std::to_array(asked_.gid)) == touched.end()) return;
+    pqpn = q->pqpn();
+  }
+  const Asking asking;
+  std::vector<migr_qp_address> answer;
+  const int err = control::ask(MIGR_MSG_WHERE, pqpn, std::span<const migr_qp_address>(&asked_, 1), answer, kAskMs);
+  if (err && err != ENOENT) say("where a peer is that has moved cannot be found out", err);
+  if (!err && answer.size() == 1) found_ = answer[0];
+}
+
+bool Connecting::stale() const { return names_peer_ && as_of_ != news; }
+
+bool Connecting::put(ibv_qp_attr& attr) const {
+  if (!found_) return false;
+  std::memcpy(attr.ah_attr.grh.dgid.raw, found_->gid, sizeof found_->gid);
+  attr.dest_qp_num = found_->qpn;
+  return true;
+}
+
+void Connecting::connected(const QpShadow& q) {
+  if (!receives_ || !have_moved || !q.context->ctx_id()) return;
+  as_of_ = news;
+  name_ = MIGR_QP_NAME(q.context->ctx_id(), q.vqpn());
+  std::vector<migr_key_map> all;
+  switchover::rebound_keys(all);
+  std::copy_if(all.begin(), all.end(), std::back_inserter(keys_), [](const migr_key_map& k) { return k.vrkey != k.prkey; });
+}
+
+void Connecting::introduce() const {
+  if (keys_.empty()) return;
+  const Asking asking;
+  {
+    std::lock_guard guard(Registry::get().lock);
+    if (as_of_ != news) return;  // moved again: whoever was connected has been told
+  }
+  std::vector<migr_qp_address> none;
+  const int err = control::ask(MIGR_MSG_INTRODUCE, name_, std::span<const migr_key_map>(keys_), none, kAskMs);
+  if (err && err != ENOENT) say("a new partner cannot be told what memory is called since the migration", err);
+}
+
+}  // namespace migr::whereabouts

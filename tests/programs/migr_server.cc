@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// A service as most are: it opens its device, looks up its GID and registers its memory once, in the beginning, and then clients
+// come and go. Whatever it tells a client is what it knew in the beginning; it may have been moved meanwhile.
+#include <getopt.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "verify/check.h"
+#include "verify/control.h"
+#include "verify/fabric.h"
+#include "verify/report.h"
+
+namespace verify {
+namespace {
+
+constexpr double kSetupLimit = 30, kClientLimit = 600;
+constexpr std::int64_t kWorkUs = 20'000'000;
+constexpr int kRounds = 20, kPort = 1;
+constexpr std::size_t kBytes = 1 << 16, kPiece = 4096;
+// Where in the memory: what the client writes, its counter, what is sent and received.
+constexpr std::size_t kWordsAt = kPiece, kSendAt = 2 * kPiece, kReceiveAt = 3 * kPiece;
+
+struct Args {
+  std::string server, dev, json;
+  int port = 18535, clients = 1;
+  bool early = false, client_first = false;
+};
+
+/// What one end tells the other.
+struct End {
+  ibv_gid gid;
+  std::uint64_t memory;
+  std::uint32_t qpn, psn, rkey;
+  std::uint32_t early, client_first;  // as the client wishes
+};
+
+[[noreturn]] void failed(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
+
+/// What there is once.
+struct Device {
+  explicit Device(const std::string& name) {
+    int n = 0;
+    ibv_device** list = ibv_get_device_list(&n);
+    for (int i = 0; i < n && !context; ++i)
+      if (name.empty() || name == ibv_get_device_name(list[i])) context.reset(ibv_open_device(list[i]));
+    if (list) ibv_free_device_list(list);
+    if (!context) throw SetupError("there is no RDMA device '" + name + "' (rdma link show)");
+    ibv_gid_entry table[256];
+    const ssize_t gids = ibv_query_gid_table(context.get(), table, 256, 0);
+    static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    for (ssize_t i = 0; i < gids; ++i)
+      if (table[i].gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(table[i].gid.raw, kV4, sizeof kV4)) gid = table[i].gid, index = static_cast<int>(table[i].gid_index);
+    if (index < 0) throw SetupError("the device has no RoCE v2 GID with an IPv4 address");
+    pd.reset(ibv_alloc_pd(context.get()));
+    if (!pd) failed("ibv_alloc_pd");
+    mr.reset(ibv_reg_mr(pd.get(), memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
+    cq.reset(ibv_create_cq(context.get(), 64, nullptr, nullptr, 0));
+    if (!mr || !cq) failed("ibv_reg_mr or ibv_create_cq");
+  }
+
+  Context context;
+  ibv_gid gid{};
+  int index = -1;
+  Pd pd;
+  Memory memory{MemoryKind::kPrivate, kBytes};
+  Mr mr;
+  Cq cq;
+};
+
+/// One connection.
+class Line {
+ public:
+  explicit Line(Device& device) : device_(device) {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = device.cq.get();
+    init.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = IBV_QPT_RC;
+    qp_.reset(ibv_create_qp(device.pd.get(), &init));
+    if (!qp_) failed("ibv_create_qp");
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_INIT;
+    a.port_num = kPort;
+    a.qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+    modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+    receive();
+  }
+
+  End end() const {
+    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = device_.mr->rkey, .early = 0, .client_first = 0};
+  }
+
+  void connect(const End& to) {
+    to_ = to;
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_RTR;
+    a.path_mtu = IBV_MTU_1024;
+    a.dest_qp_num = to.qpn;
+    a.rq_psn = to.psn;
+    a.max_dest_rd_atomic = 1;
+    a.min_rnr_timer = 12;
+    a.ah_attr.is_global = 1;
+    a.ah_attr.port_num = kPort;
+    a.ah_attr.grh.dgid = to.gid;
+    a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_.index);
+    a.ah_attr.grh.hop_limit = 64;
+    modify(a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER, "RTR");
+    a.qp_state = IBV_QPS_RTS;
+    a.timeout = 14;
+    a.retry_cnt = a.rnr_retry = 7;
+    a.sq_psn = qp_->qp_num & 0xffff;
+    a.max_rd_atomic = 1;
+    modify(a, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, "RTS");
+    ibv_qp_attr now{};
+    ibv_qp_init_attr init{};
+    if (ibv_query_qp(qp_.get(), &now, IBV_QP_AV | IBV_QP_DEST_QPN, &init)) failed("ibv_query_qp");
+    if (now.dest_qp_num != to.qpn || std::memcmp(&now.ah_attr.grh.dgid, &to.gid, sizeof to.gid) || now.ah_attr.grh.sgid_index != device_.index)
+      faults.add(Fault::kOther, "ibv_query_qp() names another partner than ibv_modify_qp() did");
+  }
+
+  /// Writes, reads back, adds, sends; `round` goes into all of it.
+  void work(int round) {
+    std::uint8_t* const out = device_.memory.data() + kSendAt;
+    std::iota(out, out + kPiece, static_cast<std::uint8_t>(round));
+    complete(post(IBV_WR_RDMA_WRITE, kSendAt, kPiece, 0));
+    std::memset(out + kPiece * 4, 0, kPiece);
+    complete(post(IBV_WR_RDMA_READ, kSendAt + kPiece * 4, kPiece, 0));
+    if (std::memcmp(out, out + kPiece * 4, kPiece)) faults.add(Fault::kCorrupted, "what was read is not what was written");
+    complete(post(IBV_WR_ATOMIC_FETCH_AND_ADD, kSendAt + kPiece * 4, 8, kWordsAt));
+    std::uint64_t before;
+    std::memcpy(&before, out + kPiece * 4, sizeof before);
+    if (before != static_cast<std::uint64_t>(round)) faults.add(Fault::kDuplicated, "the counter had " + std::to_string(before) + " before addition " + std::to_string(round));
+    complete(post(IBV_WR_SEND, kSendAt, kPiece, 0));
+  }
+  /// The other end's round: its message, and what it has written here.
+  void take(int round) {
+    complete(kReceiveId);
+    for (std::size_t i = 0; i < kPiece; ++i)
+      for (const std::size_t at : {std::size_t{0}, kReceiveAt})
+        if (device_.memory.data()[at + i] != static_cast<std::uint8_t>(round + static_cast<int>(i))) return faults.add(Fault::kCorrupted, "round " + std::to_string(round) + ": another content");
+    receive();
+  }
+  void clear_counter() { std::memset(device_.memory.data() + kWordsAt, 0, 8); }
+
+  Faults faults;
+
+ private:
+  static constexpr std::uint64_t kReceiveId = 1, kSendId = 2;
+
+  void modify(ibv_qp_attr& a, int mask, const char* state) {
+    if (const int err = ibv_modify_qp(qp_.get(), &a, mask)) throw PeerError(std::string("ibv_modify_qp to ") + state + ": " + std::strerror(err));
+  }
+  void receive() {
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + kReceiveAt), kPiece, device_.mr->lkey};
+    ibv_recv_wr wr{}, *bad;
+    wr.wr_id = kReceiveId;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    if (const int err = ibv_post_recv(qp_.get(), &wr, &bad)) throw PeerError(std::string("ibv_post_recv: ") + std::strerror(err));
+  }
+  std::uint64_t post(ibv_wr_opcode opcode, std::size_t here, std::size_t bytes, std::size_t there) {
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + here), static_cast<std::uint32_t>(bytes), device_.mr->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = kSendId;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.opcode = opcode;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    if (opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) wr.wr.atomic = {.remote_addr = to_.memory + there, .compare_add = 1, .swap = 0, .rkey = to_.rkey};
+    else wr.wr.rdma = {.remote_addr = to_.memory + there, .rkey = to_.rkey};
+    if (const int err = ibv_post_send(qp_.get(), &wr, &bad)) throw PeerError(std::string("ibv_post_send: ") + std::strerror(err));
+    return kSendId;
+  }
+  void complete(std::uint64_t id) {
+    ibv_wc wc{};
+    for (const std::int64_t until = now_us() + kWorkUs;; usleep(200)) {
+      const int n = ibv_poll_cq(device_.cq.get(), 1, &wc);
+      if (n < 0) throw PeerError("ibv_poll_cq failed");
+      if (n) break;
+      if (now_us() > until) throw PeerError("nothing completes");
+    }
+    if (wc.status != IBV_WC_SUCCESS) throw PeerError(std::string("a work request completed with '") + ibv_wc_status_str(wc.status) + "'");
+    if (wc.wr_id != id || wc.qp_num != qp_->qp_num) throw PeerError("a completion of another work request");
+  }
+
+  Device& device_;
+  Qp qp_;
+  End to_{};
+};
+
+End end_of(const std::string& bytes) {
+  End e;
+  if (bytes.size() != sizeof e) throw PeerError("the partner speaks otherwise");
+  std::memcpy(&e, bytes.data(), sizeof e);
+  return e;
+}
+std::string bytes_of(const End& e) { return {reinterpret_cast<const char*>(&e), sizeof e}; }
+
+void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, Faults& faults) {
+  Control control = Control::serve("", a.port, kClientLimit);
+  const End client = end_of(control.expect(Msg::kConnect, kSetupLimit));
+  std::unique_ptr<Line> line = client.early ? std::move(early) : std::make_unique<Line>(device);
+  if (!line) throw PeerError("there is one early QP only");
+  line->clear_counter();
+  if (!client.client_first) line->connect(client);
+  control.send(Msg::kConnect, bytes_of(line->end()));
+  if (client.client_first) control.expect(Msg::kReady, kSetupLimit), line->connect(client);
+  control.send(Msg::kReady);
+  for (int round = 0; round < kRounds; ++round) {
+    line->take(round);
+    control.send(Msg::kChecked);
+  }
+  line->work(0);  // the other way
+  control.send(Msg::kDone);
+  control.expect(Msg::kFin, kSetupLimit);
+  if (line->faults.total()) faults.add(Fault::kOther, line->faults.first());
+}
+
+void visit(const Args& a, Device& device, Faults& faults) {
+  Control control = Control::connect(a.server, "", a.port, kSetupLimit);
+  Line line(device);
+  End mine = line.end();
+  mine.early = a.early, mine.client_first = a.client_first;
+  control.send(Msg::kConnect, bytes_of(mine));
+  line.connect(end_of(control.expect(Msg::kConnect, kSetupLimit)));
+  if (a.client_first) control.send(Msg::kReady);
+  control.expect(Msg::kReady, kSetupLimit);
+  for (int round = 0; round < kRounds; ++round) {
+    line.work(round);
+    control.expect(Msg::kChecked, kSetupLimit);
+  }
+  line.take(0);
+  control.expect(Msg::kDone, kSetupLimit);
+  control.send(Msg::kFin);
+  if (line.faults.total()) faults.add(Fault::kOther, line.faults.first());
+}
+
+Args parse(int argc, char** argv) {
+  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {nullptr, 0, nullptr, 0}};
+  Args a;
+  bool good = true;
+  for (int c; (c = getopt_long(argc, argv, "", kLong, nullptr)) != -1;) switch (c) {
+      case 'd': a.dev = optarg; break;
+      case 'p': a.port = std::atoi(optarg); break;
+      case 'c': a.clients = std::atoi(optarg); break;
+      case 'j': a.json = optarg; break;
+      case 'e': a.early = true; break;
+      case 'f': a.client_first = true; break;
+      default: good = false;
+    }
+  if (optind < argc) a.server = argv[optind++];
+  if (good && optind == argc && a.clients > 0) return a;
+  std::fputs("usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] SERVER]\n"
+             "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n", stderr);
+  std::exit(kExitUsage);
+}
+
+int run(const Args& a) {
+  Device device(a.dev);
+  Faults faults;
+  int done = 0;
+  try {
+    if (a.server.empty()) {
+      auto early = std::make_unique<Line>(device);
+      for (; done < a.clients; ++done) serve_one(a, device, early, faults);
+    } else {
+      visit(a, device, faults), ++done;
+    }
+  } catch (const PeerError& e) {
+    faults.add(Fault::kOther, e.what());
+  }
+  Json j;
+  j.field("errors", faults.total()).field("clients", static_cast<std::uint64_t>(done)).field("first_error", faults.first());
+  return close_report(faults, j.text() + "\n", {a.json});
+}
+
+}  // namespace
+}  // namespace verify
+
+int main(int argc, char** argv) {
+  const verify::Args a = verify::parse(argc, argv);
+  return verify::run_program("migr_server", [&] { return verify::run(a); });
+}
