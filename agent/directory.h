@@ -46,7 +46,7 @@ class Directory {
   struct Process {
     std::string instance, birth_gid, gid;
   };
-  std::vector<Process> processes_;      // oldest first
+  std::vector<Process> processes_;  // oldest first
 };
 
 /// The GIDs of an RDMA device of this host, with a context of its own, for a moment.

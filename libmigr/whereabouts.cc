@@ -23,8 +23,8 @@ using Gid = std::array<std::uint8_t, 16>;
 constexpr int kAskMs = 3000;
 
 /* Under the Registry's lock, but for `any`. */
-std::vector<Gid> touched;   ///< that processes have moved to or from
-std::uint64_t news = 0;     ///< how often something of this has changed
+std::vector<Gid> touched;  ///< that processes have moved to or from
+std::uint64_t news = 0;    ///< how often something of this has changed
 bool have_moved = false;
 std::atomic<bool> any{false};
 std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones

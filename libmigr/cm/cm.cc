@@ -13,6 +13,7 @@
 
 #include <atomic>
 
+#include "../gids.h"
 #include "../high_fd.h"
 #include "../shadow.h"
 
@@ -87,6 +88,14 @@ std::string name_by_guid(std::uint64_t guid, std::size_t& count) {
   return name;
 }
 
+std::uint8_t known_gid(std::uint8_t port, std::uint8_t index) {
+  Registry& registry = Registry::get();
+  auto guard = registry.enter();
+  for (const Context* c : registry.contexts)  // the kernel does not say of which device; those of one host have like tables
+    if (c->moved) return gids::named(*c, port, index);
+  return index;
+}
+
 /// A restored process has its contexts on devices of the same name, or on the only one there is.
 void device_of_birth(std::uint64_t& guid, std::uint32_t& index) {
   for (const Device& d : *births)
@@ -112,6 +121,7 @@ Engine* engine(bool make) {
   found = new Engine({open_device, write_device});
   if (was_restored) found->by_own_thread();
   found->physical_qpn = physical;
+  found->known_gid = known_gid;
   found->device_of_birth = device_of_birth;
   if (!births) births = new std::vector<Device>(devices());
   the_engine.store(found, std::memory_order_release);

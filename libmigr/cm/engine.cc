@@ -351,7 +351,14 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   }
   const auto found = channels_.find(fd);
   if (found == channels_.end()) return fail(EACCES);  // as for a forked child
-  return in_thread(guard, [&] { return dispatch(*found->second, copy, count, vqpn); });
+  const ssize_t result = in_thread(guard, [&] { return dispatch(*found->second, copy, count, vqpn); });
+  if (header.cmd == RDMA_USER_CM_CMD_INIT_QP_ATTR && result >= 0 && known_gid && header.out >= sizeof(ib_uverbs_qp_attr)) {
+    // librdmacm gives it to ibv_modify_qp(), as an application would.
+    if (guard.owns_lock()) guard.unlock();
+    auto* const attr = reinterpret_cast<ib_uverbs_qp_attr*>(load<rdma_ucm_init_qp_attr>(payload, header.in).response);
+    if (attr->ah_attr.is_global) attr->ah_attr.grh.sgid_index = known_gid(attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index);
+  }
+  return result;
 }
 
 Engine::Id* Engine::find(std::uint32_t handle) {

@@ -73,6 +73,8 @@ class Engine {
   ssize_t command(int fd, const void* buf, std::size_t count);
   /// Number for the kernel of the QP that the application calls so.
   std::function<std::uint32_t(std::uint32_t)> physical_qpn;
+  /// Index, for the application, of the GID that the kernel has there.
+  std::function<std::uint8_t(std::uint8_t port, std::uint8_t index)> known_gid;
   /// The device that the kernel means, as the application knows it: librdmacm looks for it in a list of its own.
   std::function<void(std::uint64_t& node_guid, std::uint32_t& index)> device_of_birth;
 

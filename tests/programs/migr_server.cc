@@ -257,8 +257,10 @@ Args parse(int argc, char** argv) {
     }
   if (optind < argc) a.server = argv[optind++];
   if (good && optind == argc && a.clients > 0) return a;
-  std::fputs("usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] SERVER]\n"
-             "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n", stderr);
+  std::fputs(
+      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] SERVER]\n"
+      "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n",
+      stderr);
   std::exit(kExitUsage);
 }
 

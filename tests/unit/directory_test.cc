@@ -7,6 +7,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 namespace migr {
 namespace {
@@ -69,6 +70,59 @@ TEST_F(DirectoryTest, SurvivesARestart) {
 TEST_F(DirectoryTest, AFileOfNonsenseIsAnEmptyDirectory) {
   std::ofstream(config.state_dir + "/moves.json") << R"([{"birth_gid": "zz"}, 5, {"vqpn": 1}])";
   EXPECT_TRUE(Directory(config).all().empty());
+}
+
+// As a coordinator does, of a process.
+void move_process(Directory& d, std::uint8_t who, const std::string& known, const std::string& to) {
+  wire::MovesRequest r;
+  auto* m = r.add_moves();
+  m->set_instance(std::string(16, static_cast<char>(who)));
+  m->set_birth_gid(known);
+  m->set_gid(to);
+  ASSERT_TRUE(d.put(r));
+}
+Instance instance(std::uint8_t who) {
+  Instance i;
+  i.fill(who);
+  return i;
+}
+
+TEST_F(DirectoryTest, AProcessIsKnownByTheGidsThatItHasLeft) {
+  {
+    Directory d(config);
+    move_process(d, 1, kA, kB);
+    move_process(d, 1, kA, kC);
+    move_process(d, 1, kB, kC);
+    move_process(d, 2, kA, kB);
+  }
+  Directory d(config);  // migrd was started again
+  EXPECT_TRUE(d.was_at(instance(1), kA));
+  EXPECT_TRUE(d.was_at(instance(1), kB));
+  EXPECT_FALSE(d.was_at(instance(1), kC));
+  EXPECT_FALSE(d.was_at(instance(2), kB));
+  EXPECT_FALSE(d.was_at(instance(3), kA));
+  std::set<std::pair<std::string, std::string>> told;
+  for (const auto& m : d.all()) {
+    EXPECT_EQ(0u, m.vqpn);
+    told.emplace(std::string(reinterpret_cast<const char*>(m.birth_gid), 16), std::string(reinterpret_cast<const char*>(m.gid), 16));
+  }
+  EXPECT_EQ(told, (std::set<std::pair<std::string, std::string>>{{kA, kC}, {kB, kC}, {kA, kB}}));
+}
+
+TEST_F(DirectoryTest, HomeAgainItHasLeftNothingThere) {
+  Directory d(config);
+  move_process(d, 1, kA, kB);
+  move_process(d, 1, kB, kA);
+  move_process(d, 1, kA, kA);
+  EXPECT_EQ(d.earlier(instance(1)), std::vector<std::string>{kB});
+}
+
+TEST_F(DirectoryTest, AMoveOfNeitherAQpNorAProcessIsEinval) {
+  Directory d(config);
+  wire::MovesRequest r;
+  r.add_moves()->set_birth_gid(kA);
+  r.mutable_moves(0)->set_gid(kB);
+  ASSERT_FALSE(d.put(r));
 }
 
 TEST_F(DirectoryTest, MalformedMovesAreEinval) {

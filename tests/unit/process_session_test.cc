@@ -194,7 +194,7 @@ class Table : public ::testing::Test {
     char t[] = "/tmp/migr-run-XXXXXX";
     ASSERT_NE(mkdtemp(t), nullptr);
     dir_ = t;
-    ASSERT_TRUE(table_.start(dir_ + "/proc.sock", {}));
+    ASSERT_TRUE(table_.start(dir_ + "/proc.sock", {}, [this](const Question& q) { return answer_(q); }));
   }
   void TearDown() override {
     table_.stop();
@@ -208,9 +208,69 @@ class Table : public ::testing::Test {
     EXPECT_EQ(::connect(fd.n, reinterpret_cast<sockaddr*>(&a), sizeof a), 0);
     return fd;
   }
+  /// A question in as many packets as it has records. @return the head of the answer
+  migr_msg ask(std::uint16_t type, std::vector<migr_qp_address> records, std::vector<migr_qp_address>& out) {
+    const Fd fd = connect();
+    for (std::size_t i = 0; i < records.size(); i++) {
+      migr_msg head{};
+      head.version = MIGR_PROC_VERSION;
+      head.type = type;
+      head.seq = 9;
+      head.arg = 17;
+      head.count = 1;
+      head.record_size = sizeof records[i];
+      head.flags = i + 1 < records.size() ? MIGR_MORE : 0;
+      std::vector<std::byte> packet(sizeof head + sizeof records[i]);
+      std::memcpy(packet.data(), &head, sizeof head);
+      std::memcpy(packet.data() + sizeof head, &records[i], sizeof records[i]);
+      EXPECT_EQ(send(fd.n, packet.data(), packet.size(), 0), static_cast<ssize_t>(packet.size()));
+    }
+    std::vector<std::byte> packet(1 << 16);
+    const timeval limit{5, 0};
+    setsockopt(fd.n, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    const ssize_t n = recv(fd.n, packet.data(), packet.size(), 0);
+    migr_msg head{};
+    if (n < static_cast<ssize_t>(sizeof head)) return head;
+    std::memcpy(&head, packet.data(), sizeof head);
+    out.resize(head.count);
+    if (head.count) std::memcpy(out.data(), packet.data() + sizeof head, head.count * sizeof out[0]);
+    return head;
+  }
+  std::function<Result<Answer>(const Question&)> answer_ = [](const Question&) { return Result<Answer>(Error{ENOENT, "nobody"}); };
   std::string dir_;
   SessionTable table_;
 };
+
+TEST_F(Table, AQuestionIsAnsweredOnAConnectionOfItsOwn) {
+  answer_ = [](const Question& q) {
+    EXPECT_EQ(q.who.pid, getpid());
+    EXPECT_EQ(q.arg, 17u);
+    const auto records = q.records_as<migr_qp_address>();
+    EXPECT_TRUE(records);
+    EXPECT_FALSE(q.records_as<migr_key_map>());
+    Answer a;
+    a.record_size = sizeof(migr_qp_address);
+    const migr_qp_address found{{7}, static_cast<std::uint32_t>(records->size())};
+    a.records.resize(sizeof found);
+    std::memcpy(a.records.data(), &found, sizeof found);
+    return Result<Answer>(a);
+  };
+  std::vector<migr_qp_address> out;
+  const migr_msg head = ask(MIGR_MSG_WHERE, {{{1}, 30}, {{1}, 31}, {{1}, 32}}, out);
+  EXPECT_EQ(head.type, MIGR_MSG_WHERE | MIGR_REPLY);
+  EXPECT_EQ(head.seq, 9u);
+  EXPECT_EQ(head.status, 0);
+  ASSERT_EQ(out.size(), 1u);
+  EXPECT_EQ(out[0].qpn, 3u);
+  EXPECT_TRUE(table_.all().empty()) << "it is no session";
+}
+
+TEST_F(Table, WhatCannotBeAnsweredIsSaid) {
+  std::vector<migr_qp_address> out;
+  const migr_msg head = ask(MIGR_MSG_INTRODUCE, {{{1}, 30}}, out);
+  EXPECT_EQ(head.status, ENOENT);
+  EXPECT_STREQ(head.text, "nobody");
+}
 
 TEST_F(Table, ProcessesComeAndGo) {
   Fd fd = connect();

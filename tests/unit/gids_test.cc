@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+// GID tables of two hosts in another order: an index goes on meaning what it meant.
+#include "../../libmigr/gids.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../../libmigr/kernel_link.h"
+#include "../../libmigr/real.h"
+
+extern "C" int ibv_query_gid(ibv_context*, uint8_t, int, ibv_gid*);
+
+namespace migr {
+namespace {
+
+ibv_context the_context;
+Context ours;
+std::vector<ibv_gid_entry> kernel;  // of the host that we are on
+bool broken = false;
+
+ibv_gid v4(std::uint8_t last) { return {.raw = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 77, 10, last}}; }
+ibv_gid local(std::uint8_t last) { return {.raw = {0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last}}; }
+ibv_gid global(std::uint8_t last) { return {.raw = {0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last}}; }
+ibv_gid_entry entry(const ibv_gid& gid, std::uint32_t index, std::uint32_t port = 1) { return {gid, index, port, IBV_GID_TYPE_ROCE_V2, 0}; }
+
+ssize_t table(ibv_context*, ibv_gid_entry* out, std::size_t, std::uint32_t, std::size_t) {
+  if (broken) return -EIO;
+  std::copy(kernel.begin(), kernel.end(), out);
+  return static_cast<ssize_t>(kernel.size());
+}
+int query_ex(ibv_context*, std::uint32_t port, std::uint32_t index, ibv_gid_entry* out, std::uint32_t, std::size_t) {
+  for (const auto& e : kernel)
+    if (e.port_num == port && e.gid_index == index) return *out = e, 0;
+  return ENODATA;
+}
+int query(ibv_context* c, std::uint8_t port, int index, ibv_gid* gid) {
+  ibv_gid_entry e{};
+  const int err = query_ex(c, port, static_cast<std::uint32_t>(index), &e, 0, sizeof e);
+  *gid = e.gid;
+  return err == ENODATA ? 0 : err;
+}
+
+}  // namespace
+
+KernelLink::~KernelLink() = default;
+Registry& Registry::get() {
+  static Registry* registry = new Registry;
+  return *registry;
+}
+Context* Registry::context_of(const ibv_context* real) const { return real == &the_context ? &ours : nullptr; }
+void switchover::destroy_old_paths() {}
+decltype(&::_ibv_query_gid_table) real_query_gid_table() { return table; }
+decltype(&::_ibv_query_gid_ex) real_query_gid_ex() { return query_ex; }
+const Real& real() {
+  static const Real fake = [] {
+    Real r{};
+    r.query_gid = query;
+    return r;
+  }();
+  return fake;
+}
+
+namespace {
+
+struct Gids : ::testing::Test {
+  Gids() {
+    ours.real = &the_context;
+    ours.gids.clear();
+    ours.moved = broken = false;
+    kernel = {entry(local(1), 0), entry(v4(1), 1), entry(v4(1), 3, 2)};
+    gids::note(ours);
+  }
+  static void move() {
+    kernel = {entry(local(2), 0), entry(global(2), 1), entry(v4(2), 2), entry(v4(2), 3, 2), entry(global(3), 7)};
+    gids::moved(ours);
+  }
+  static ibv_gid asked(int index, std::uint8_t port = 1) {
+    ibv_gid gid;
+    EXPECT_EQ(0, ibv_query_gid(&the_context, port, index, &gid));
+    return gid;
+  }
+  static bool same(const ibv_gid& a, const ibv_gid& b) { return !std::memcmp(&a, &b, sizeof a); }
+};
+
+TEST_F(Gids, WithoutAMoveTheKernelsIndexesAreRight) {
+  std::swap(kernel[0].gid_index, kernel[1].gid_index);
+  EXPECT_EQ(1, gids::here(ours, 1, 1));
+  EXPECT_EQ(1, gids::named(ours, 1, 1));
+  EXPECT_TRUE(same(v4(1), asked(0)));
+}
+
+TEST_F(Gids, AnIndexMeansTheKindThatStoodThere) {
+  move();
+  EXPECT_EQ(0, gids::here(ours, 1, 0));
+  EXPECT_EQ(2, gids::here(ours, 1, 1)) << "RoCE v2, IPv4";
+  EXPECT_EQ(3, gids::here(ours, 2, 3));
+  EXPECT_EQ(1, gids::named(ours, 1, 2));
+  EXPECT_EQ(0, gids::named(ours, 1, 0));
+}
+
+TEST_F(Gids, QueriesAnswerWithThePresentGidOfThatKind) {
+  move();
+  EXPECT_TRUE(same(local(2), asked(0)));
+  EXPECT_TRUE(same(v4(2), asked(1)));
+  EXPECT_TRUE(same(v4(2), asked(3, 2)));
+  EXPECT_TRUE(same(ibv_gid{}, asked(2))) << "it is called 1";
+  EXPECT_TRUE(same(global(3), asked(7))) << "of a kind that the first host did not have";
+}
+
+TEST_F(Gids, TheTableAndOneEntryAgree) {
+  move();
+  ibv_gid_entry all[8];
+  const ssize_t n = ibv_query_gid_table(&the_context, all, 8, 0);
+  ASSERT_EQ(4, n);
+  for (ssize_t i = 0; i < n; ++i) {
+    ibv_gid_entry one;
+    ASSERT_EQ(0, ibv_query_gid_ex(&the_context, all[i].port_num, all[i].gid_index, &one, 0));
+    EXPECT_TRUE(same(all[i].gid, one.gid));
+  }
+  ibv_gid_entry one;
+  EXPECT_EQ(ENODATA, ibv_query_gid_ex(&the_context, 1, 2, &one, 0));
+  EXPECT_EQ(-EINVAL, ibv_query_gid_table(&the_context, all, 3, 0));
+}
+
+TEST_F(Gids, InsideOfACallOfOursTheKernelAnswers) {
+  move();
+  const gids::Inside inside;
+  EXPECT_TRUE(same(v4(2), asked(2)));
+}
+
+TEST_F(Gids, AKindThatIsNotHereKeepsItsIndex) {
+  move();
+  std::erase_if(kernel, [](const auto& e) { return e.gid_index == 2; });
+  EXPECT_EQ(1, gids::here(ours, 1, 1));
+}
+
+TEST_F(Gids, ATableThatCannotBeReadChangesNothing) {
+  move();
+  broken = true;
+  EXPECT_EQ(1, gids::here(ours, 1, 1));
+  EXPECT_EQ(2, gids::named(ours, 1, 2));
+}
+
+TEST_F(Gids, HomeAgainAndOverTwoMovesTheFirstHostCounts) {
+  move();
+  gids::note(ours);  // the second migration's DESCRIBE
+  kernel = {entry(v4(3), 0), entry(local(3), 1)};
+  EXPECT_EQ(0, gids::here(ours, 1, 1));
+  EXPECT_EQ(1, gids::here(ours, 1, 0));
+  kernel = {entry(local(1), 0), entry(v4(1), 1), entry(v4(1), 3, 2)};
+  EXPECT_EQ(1, gids::here(ours, 1, 1));
+}
+
+}  // namespace
+}  // namespace migr
