@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <set>
 #include <thread>
 
 #include "clock.h"
@@ -15,6 +16,7 @@
 #include "parallel.h"
 #include "peer_link.h"
 #include "replay.h"
+#include "room.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -372,6 +374,34 @@ Status Coordinator::connect() {
   *to_dest.mutable_moves() = std::move(*moves->mutable_moves());
   return both([&] { return to_dest.connections_size() || to_dest.moves_size() ? dest_.connect(to_dest) : Status(); },
               [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
+}
+
+const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from) {
+  std::set<std::string> there;
+  for (const auto& g : prepared.gids()) there.insert(g.device());
+  for (const auto& g : prepared.gids())
+    if ((g.device() == from.device() || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid())) return &g;
+  return nullptr;
+}
+
+std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared) {
+  std::vector<wire::Move> out;
+  for (const auto& from : info.gids) {
+    const auto* to = from.roce_v2() ? like(prepared, from) : nullptr;
+    if (!to) continue;
+    for (std::uint32_t i = 0; i < info.instances.size(); i++) {
+      const auto add = [&](const std::string& known) {
+        auto& m = out.emplace_back();
+        m.set_instance(info.instances[i].data(), info.instances[i].size());
+        m.set_birth_gid(known);
+        m.set_gid(to->gid());
+      };
+      add(from.gid());
+      for (const auto& [owner, gid] : info.earlier)
+        if (owner == i && gid != from.gid() && gid_family(gid) == gid_family(from.gid())) add(gid);
+    }
+  }
+  return out;
 }
 
 Status Coordinator::pre_copy() {

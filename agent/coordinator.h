@@ -38,6 +38,8 @@ struct ContainerInfo {
   std::vector<std::vector<std::string>> births;              // of each: the hosts that keep its numbers reserved
   std::vector<std::pair<std::uint32_t, std::uint32_t>> ctxs; // ctx_id, index of its process
   std::vector<std::string> devices;
+  std::vector<wire::PortGid> gids;                           // of these
+  std::vector<std::pair<std::uint32_t, std::string>> earlier;  // index of a process, a GID of another host that it was at
   std::vector<pid_t> pids;                                   // of a process without a container: it keeps them
   std::vector<SourceQp> connected;
   std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
@@ -47,6 +49,11 @@ struct ContainerInfo {
   std::uint64_t filled_bytes = 0;                            // what the checkpoint will have, about
   wire::Resources resources;
 };
+
+/// Where its applications may still mean this host by a GID, or one before it.
+std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared);
+/// What corresponds at the destination to a GID of here: of the same port, type and family. @return null: nothing
+const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from);
 
 /// This host. Each call is one thing that can fail and be undone.
 class Source {

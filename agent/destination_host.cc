@@ -450,23 +450,15 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migra
 }
 
 // Of its unconnected QPs, before the first datagram from there; of its processes, ahead of the stop: a migration that is
-// undone only has others ask in vain. Whoever cannot be told has old addresses until it is told of a later migration.
+// undone only has others ask in vain.
 void DestinationHost::tell_moves(const Job& job, bool datagrams) {
   wire::MovesRequest r;
   r.set_id(job.id);
   for (const auto& m : job.record.connect().moves())
     if ((m.vqpn() != 0) == datagrams) *r.add_moves() = m;
   if (!r.moves_size()) return;
-  std::set<std::string> hosts{config_.name};
-  for (const auto& p : config_.peers) hosts.insert(p.name);
-  (void)parallel_for(hosts, [&](const std::string& host) -> Status {
-    auto channel = peers_.channel(host);
-    if (!channel) return {};
-    wire::Partner::Stub stub(*channel);
-    if (auto told = call(stub, &wire::Partner::Stub::Moves, r, kSuspendMs + 2 * kProcessMs, host); !told && !unreachable(told.error()))
-      spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", job.id, host, told.error().text);
-    return {};
-  });
+  // The rest of a migration does not wait for a silent host, unless datagrams would come from where it does not know.
+  tell_hosts(peers_, r, datagrams ? kSuspendMs + 2 * kProcessMs : 2 * kWhereMs);
 }
 
 // A process can only speak for itself, but it could claim another's instance: it has to be of this container.

@@ -2,17 +2,20 @@
 #include "directory.h"
 
 #include <rdma/ib_user_ioctl_verbs.h>
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "file_tree.h"
 #include "hex.h"
 #include "limits.h"
 #include "migr/restore.h"
+#include "parallel.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -127,6 +130,31 @@ std::vector<std::string> Directory::earlier(const Instance& instance) {
 bool Directory::was_at(const Instance& instance, const std::string& gid) {
   const auto all = earlier(instance);
   return std::find(all.begin(), all.end(), gid) != all.end();
+}
+
+wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
+  wire::MovesRequest out;
+  for (const auto& i : instances)
+    for (const auto& gid : earlier(i)) {
+      auto* m = out.add_moves();
+      m->set_instance(i.data(), i.size());
+      m->set_birth_gid(gid);
+      m->set_gid(gid);
+    }
+  return out;
+}
+
+void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms) {
+  std::set<std::string> hosts{peers.config().name};
+  for (const auto& p : peers.config().peers) hosts.insert(p.name);
+  (void)parallel_for(hosts, [&](const std::string& host) -> Status {
+    auto channel = peers.channel(host);
+    if (!channel) return {};
+    wire::Partner::Stub stub(*channel);
+    if (auto told = call(stub, &wire::Partner::Stub::Moves, moves, limit_ms, host); !told && !unreachable(told.error()))
+      spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", moves.id(), host, told.error().text);
+    return {};
+  });
 }
 
 Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "config.h"
+#include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
 #include "wire.pb.h"
@@ -30,6 +31,8 @@ class Directory {
   /// The GIDs, not of this moment, by which somebody may know a process.
   std::vector<std::string> earlier(const Instance& instance);
   bool was_at(const Instance& instance, const std::string& gid);
+  /// What everybody forgets when processes have ended. None: nobody knows of them.
+  wire::MovesRequest end_of(const std::vector<Instance>& instances);
 
  private:
   struct Address {
@@ -57,6 +60,8 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit);
 
 /// Tells one process, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);
+/// To every host of the configuration, this one too. Whoever cannot be told has old addresses until it is told of others.
+void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms);
 /// This host: writes them down and tells its processes.
 Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves);
 

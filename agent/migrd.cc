@@ -345,7 +345,8 @@ int run(const Config& config) {
       return call(stub, &wire::Host::Stub::Release, r, kCallMs, host);
     };
     for (int n = 0; !stop; usleep(100'000))
-      if (n++ % (kGuestsMs / 100) == 0) numbers.tick(tell);
+      if (n++ % (kGuestsMs / 100) == 0)
+        if (const auto end = directory.end_of(numbers.tick(tell)); end.moves_size()) tell_hosts(peers, end, 2 * kWhereMs);
   });
   // Beside the others for the same reason.
   std::thread heartbeat([&] {

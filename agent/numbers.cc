@@ -198,8 +198,9 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
   if (!s) spdlog::error("{}", s.error().text);
 }
 
-void Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell) {
+std::vector<Instance> Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell) {
   std::map<std::string, std::vector<Instance>> gone;  // by birth host
+  std::vector<Instance> ended;
   {
     std::lock_guard lock(mutex_);
     const Json all = guests();
@@ -207,6 +208,7 @@ void Numbers::tick(const std::function<Status(const std::string&, const std::vec
       const auto i = instance_of(from_hex(who).value_or(""));
       const std::string life = e.value("life", "");
       if (!i || (!life.empty() && life_of(e.value("pid", 0)) == life)) continue;
+      ended.push_back(*i);
       const auto births = births_in(all, who);
       for (const auto& host : births) gone[host].push_back(*i);
       if (births.empty()) gone[""].push_back(*i);
@@ -220,6 +222,7 @@ void Numbers::tick(const std::function<Status(const std::string&, const std::vec
     else
       spdlog::warn("numbers of a process that has ended stay reserved on {}: {}; it is told again", host, s.error().text);
   }
+  return ended;
 }
 
 }  // namespace migr

@@ -69,8 +69,8 @@ class Numbers {
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
 
-  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again.
-  void tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
+  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again. @return them
+  std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
 
  private:
   using Json = nlohmann::json;

@@ -463,6 +463,13 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (!room) return room.error();
     has_now(n, *room);
   }
+  for (const auto& device : info_.devices) {
+    auto gids = gids_of(device);
+    if (!gids) return gids.error();
+    std::move(gids->begin(), gids->end(), std::back_inserter(info_.gids));
+  }
+  for (std::uint32_t i = 0; i < info_.instances.size(); i++)
+    for (auto& gid : host_.directory_.earlier(info_.instances[i])) info_.earlier.emplace_back(i, std::move(gid));
   if (auto s = disk_fits(info_.filled_bytes, host_.folder(id_)); !s) return s.error();
   return info_;
 }
@@ -670,47 +677,16 @@ Status SourceRun::decide(wire::Outcome outcome) {
 
 Status SourceRun::destroy() { return host_.remove(entry_.record); }
 
-// The like of a GID on another host: of the same port, type and family.
 Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) {
-  std::map<std::string, std::vector<wire::PortGid>> gids;  // of devices here
-  std::set<std::string> there;
-  for (const auto& g : prepared.gids()) there.insert(g.device());
-  for (const auto& device : info_.devices) {
-    auto found = gids_of(device);
-    if (!found) return found.error();
-    gids[device] = std::move(*found);
-  }
-  const auto like = [&](const std::string& device, const wire::PortGid& from) {
-    return std::find_if(prepared.gids().begin(), prepared.gids().end(), [&](const auto& g) {
-      return (g.device() == device || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid());
-    });
-  };
   wire::MovesRequest out;
   out.set_id(id_);
-  // Applications keep the GIDs that they have once looked up, their own and their peers'.
-  for (const auto& instance : info_.instances) {
-    const auto add = [&](const std::string& known, const std::string& to) {
-      auto* m = out.add_moves();
-      m->set_instance(instance.data(), instance.size());
-      m->set_birth_gid(known);
-      m->set_gid(to);
-    };
-    const auto earlier = host_.directory_.earlier(instance);
-    for (const auto& [device, here] : gids)
-      for (const auto& from : here) {
-        const auto to = like(device, from);
-        if (to == prepared.gids().end() || !from.roce_v2()) continue;
-        add(from.gid(), to->gid());
-        for (const auto& e : earlier)
-          if (gid_family(e) == gid_family(from.gid()) && e != from.gid()) add(e, to->gid());
-      }
-  }
+  for (const auto& m : moves_of_processes(info_, prepared)) *out.add_moves() = m;
   for (const auto& q : info_.datagrams) {
     const auto p = std::find_if(prepared.qps().begin(), prepared.qps().end(), [&](const auto& x) { return x.src_ctx_id() == q.ctx_id && x.vqpn() == q.vqpn; });
     if (p == prepared.qps().end()) continue;
-    for (const auto& from : gids[q.gid]) {
-      const auto to = like(q.gid, from);
-      if (to == prepared.gids().end()) continue;
+    for (const auto& from : info_.gids) {
+      const auto* to = from.device() == q.gid ? like(prepared, from) : nullptr;
+      if (!to) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);
       m.set_gid(to->gid());
       m.set_pqpn(p->pqpn());

@@ -33,8 +33,10 @@ std::string bytes_of(const std::string& hex) {
 Json to_json(const ContainerInfo& c) {
   Json j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease},
             {"name", c.id}, {"bundle", c.bundle}, {"devices", c.devices}, {"vqpns", c.vqpns}, {"pids", c.pids},
-            {"instances", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}, {"needs", Json::array()}};
+            {"instances", Json::array()}, {"gids", Json::array()}, {"earlier", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}, {"needs", Json::array()}};
   for (const auto& i : c.instances) j["instances"].push_back(hex(i));
+  for (const auto& g : c.gids) j["gids"].push_back(to_hex(g.SerializeAsString()));
+  for (const auto& [owner, gid] : c.earlier) j["earlier"].push_back({owner, to_hex(gid)});
   for (const auto& [ctx, owner] : c.ctxs) j["contexts"].push_back({ctx, owner});
   for (const auto& q : c.connected)
     j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)},
@@ -58,6 +60,12 @@ ContainerInfo from_json(const Json& j) {
     const auto x = instance_of(bytes_of(i));
     if (!x) throw std::invalid_argument(x.error().text);
     c.instances.push_back(*x);
+  }
+  for (const auto& g : j.at("gids"))
+    if (!c.gids.emplace_back().ParseFromString(bytes_of(g)) || c.gids.back().gid().size() != 16) throw std::invalid_argument("GIDs of a device");
+  for (const auto& x : j.at("earlier")) {
+    c.earlier.emplace_back(x.at(0).get<std::uint32_t>(), bytes_of(x.at(1)));
+    if (c.earlier.back().first >= c.instances.size() || c.earlier.back().second.size() != 16) throw std::invalid_argument("a GID of before");
   }
   for (const auto& x : j.at("contexts")) {
     c.ctxs.emplace_back(x.at(0).get<std::uint32_t>(), x.at(1).get<std::uint32_t>());
@@ -242,6 +250,13 @@ Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   }
   if (!Runtime::name_ok(info_.id) || info_.bundle.empty() == !bare_pid(info_.id)) return Error{EINVAL, manifest + " is damaged: name or bundle"};
   return info_;
+}
+
+Result<wire::MovesRequest> StoredSource::moves(const wire::PrepareReply& prepared) {
+  wire::MovesRequest out;
+  out.set_id(id_);
+  for (const auto& m : moves_of_processes(info_, prepared)) *out.add_moves() = m;
+  return out;
 }
 
 Result<std::string> StoredSource::record(const std::string&, const std::vector<std::string>&) {

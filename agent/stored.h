@@ -49,6 +49,7 @@ class StoredSource final : public Source {
   Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
   Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
+  Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
   Status suspend() override { return {}; }
   Result<wire::DrainReply> drain(int) override { return wire::DrainReply(); }
   Result<wire::CutReply> cut(const wire::CutRequest&) override { return Error{ENOTSUP, "it is stored already"}; }

@@ -117,6 +117,18 @@ TEST_F(DirectoryTest, HomeAgainItHasLeftNothingThere) {
   EXPECT_EQ(d.earlier(instance(1)), std::vector<std::string>{kB});
 }
 
+TEST_F(DirectoryTest, WhoHasEndedIsForgotten) {
+  Directory d(config);
+  move_process(d, 1, kA, kB);
+  move_process(d, 1, kC, kB);
+  move_process(d, 2, kA, kB);
+  ASSERT_TRUE(d.put(d.end_of({instance(1), instance(3)})));
+  EXPECT_FALSE(d.was_at(instance(1), kA));
+  EXPECT_FALSE(d.was_at(instance(1), kC));
+  EXPECT_TRUE(d.was_at(instance(2), kA));
+  EXPECT_EQ(0, d.end_of({instance(1)}).moves_size());
+}
+
 TEST_F(DirectoryTest, AMoveOfNeitherAQpNorAProcessIsEinval) {
   Directory d(config);
   wire::MovesRequest r;

@@ -11,6 +11,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
@@ -19,6 +20,9 @@ namespace {
 
 using namespace migr;
 namespace fs = std::filesystem;
+
+std::string v4(char last) { return std::string(10, '\0') + "\xff\xff" + std::string("\x0a\x4d\x0a", 3) + last; }
+const std::string kHere = v4(1), kBefore = v4(2), kThere = v4(3);
 
 struct Stored : ::testing::Test {
   static std::string made() {
@@ -39,6 +43,11 @@ struct Stored : ::testing::Test {
     info.instances = {Instance{1}, Instance{2}};
     info.ctxs = {{7, 0}, {8, 1}};
     info.devices = {"rxe0"};
+    info.gids.emplace_back().set_device("rxe0");
+    info.gids.back().set_port(1);
+    info.gids.back().set_roce_v2(true);
+    info.gids.back().set_gid(kHere);
+    info.earlier = {{1, kBefore}};
     info.vqpns = {17, 18, 19};
     info.connected = {{7, 17, 0x21, std::string(16, '\x01'), std::string(16, '\xff'), 0x22}, {8, 18, 0x23, std::string(16, '\x01'), std::string(16, '\x01'), 0x23}};
     info.resources.set_qp(3);
@@ -80,6 +89,26 @@ struct Stored : ::testing::Test {
   Directory directory{config};
   SourceHost host{config, sessions, claims, numbers, directory, [](const std::string& name) { return Error{ENOENT, name}; }, [](const std::string& name) { return Error{ENOENT, name}; }};
 };
+
+TEST_F(Stored, WhereItWasIsToldWhenItIsRestoredElsewhere) {
+  ASSERT_TRUE(keep());
+  StoredSource source(host, 1);
+  ASSERT_TRUE(source.inspect(dir()));
+  wire::PrepareReply prepared;
+  auto* g = prepared.add_gids();
+  g->set_device("rxe7");  // the only one there
+  g->set_port(1);
+  g->set_roce_v2(true);
+  g->set_gid(kThere);
+  auto moves = source.moves(prepared);
+  ASSERT_TRUE(moves);
+  std::set<std::pair<char, std::string>> told;
+  for (const auto& m : moves->moves()) {
+    EXPECT_EQ(kThere, m.gid());
+    told.emplace(m.instance()[0], m.birth_gid());
+  }
+  EXPECT_EQ(told, (std::set<std::pair<char, std::string>>{{1, kHere}, {2, kHere}, {2, kBefore}}));
+}
 
 TEST_F(Stored, ComesBackAsItWas) {
   ASSERT_TRUE(keep());
