@@ -107,8 +107,18 @@ container_stored() {
 	container_remove src cp
 }
 
+# It goes on telling its clients what it knew where it was stored.
+stored_server() {
+	local out=$E2E_ROOT/build/testbed/$MIGR_BED/src/out/stored.tar	# which dst can read
+	start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 3 --json /tmp/json && until_true 30 visit && ctl_ok src checkpoint late "$STORE.s" &&
+		on_sh src 'tar -C / -cpf /mnt/out/stored.tar "${1#/}"' "$STORE.s" && on_sh dst 'tar -C / -xpf "$1"' "$out" && rm -f "$out" && ctl_ok dst restore "$STORE.s" && visit --early && visit --client-first &&
+		container_wait dst late 30 && container_exec dst late cat /tmp/json | jq -e '.errors == 0 and .clients == 3' >/dev/null || { cleaned; return 1; }
+	container_remove dst late
+}
+
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
+step "a stored server is found by who comes later" stored_server
 step "a stored container, without its partner" container_stored --mode mixed --qps 2
 e2e_end

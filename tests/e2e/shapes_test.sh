@@ -81,18 +81,14 @@ its_own_partner() {
 
 # A server that looked its GID up and registered its memory in the beginning goes on telling clients of both, wherever it is.
 # The rail's GIDs have another order at the destination.
-client() {	# OPTION...
-	on_sh peer 'LD_PRELOAD=$1/libmigr.so exec timeout 60 "$1/migr_server" --dev rxe0 "${@:2}"' "$E2E_LIB" "$@" "$E2E_IP" >"$E2E_OUT/client.log" 2>&1 &&
-		grep '^{' "$E2E_OUT/client.log" | jq -e '.errors == 0 and .clients == 1' >/dev/null || { cat "$E2E_OUT/client.log" >&2; fail "client $*"; }
-}
 rail_gids() {	# HOST "ADDRESS..": of rail 0, in this order
 	on_sh "$1" 'ip addr flush dev eth1 scope global && for a in "${@}"; do ip addr add "$a" dev eth1 $([ "${a#*:}" = "$a" ] || echo nodad); done' $2
 }
 late_clients() {
 	local v4
 	v4=$(on_sh dst 'ip -4 -o addr show dev eth1 | awk "{print \$4}"') && rail_gids dst "fd00:77::2/64 $v4" &&
-		start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 5 --json /tmp/json && until_true 30 client &&
-		migrate_ok late dst && client --early && client --client-first && migrate_ok late src && client && client --client-first &&
+		start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 5 --json /tmp/json && until_true 30 visit &&
+		migrate_ok late dst && visit --early && visit --client-first && migrate_ok late src && visit && visit --client-first &&
 		container_wait src late 30 && container_exec src late cat /tmp/json | jq -e '.errors == 0 and .clients == 5' >/dev/null ||
 		{ container_log "$(container_host late)" late >&2; e2e_logs; rail_gids dst "$v4"; e2e_reset; return 1; }
 	rail_gids dst "$v4" && container_remove src late
