@@ -22,6 +22,10 @@ namespace fs = std::filesystem;
 
 constexpr char kPrefix[] = "pid:";
 
+// Where what is restored here is put. It must not be in migrd's own cgroup: systemd counts, limits and warns about what is
+// in that of a service. Of containers, runc takes care.
+constexpr char kCgroup[] = "/sys/fs/cgroup/migr-processes", kProcs[] = "/sys/fs/cgroup/migr-processes/cgroup.procs";
+
 struct Stat {
   char state = 0;  // as in proc(5); 0: it has ended
   pid_t parent = 0;
@@ -204,8 +208,12 @@ Status Bare::remove(pid_t root) const {
 }
 
 Result<Child> Bare::partial_restore(const std::string& images, const std::string& work, const std::string& log) const {
-  Argv a = criu("restore", images, work, "restore.log");
-  a.push_back("-d");
+  Argv restore = criu("restore", images, work, "restore.log");
+  restore.push_back("-d");
+  std::error_code ec;
+  fs::create_directory(kCgroup, ec);
+  Argv a = {"sh", "-c", "if [ -w \"$0\" ]; then echo $$ >\"$0\"; fi; exec \"$@\"", kProcs};
+  a.insert(a.end(), restore.begin(), restore.end());
   Env e = criu_env(config_, images);
   e.push_back("MIGR_RESTORE_SOCKET=" + images + "/restore.sock");
   return Child::start(a, e, log);

@@ -425,13 +425,12 @@ int cmd_ps(const Options& o) {
   if (!k) return refuse(k.error().text);
   auto ctxs = k->contexts();
   if (!ctxs) return refuse(ctxs.error().text);
-  if (o.json) {
-    const auto config = load_config(o.config);  // else where runc is by itself
-    const Config usual;
-    const Runtime runtime(config ? *config : usual);
-    return print(ps_json(*ctxs, [&](pid_t pid) { return runtime.container_of(pid); }));
-  }
-  std::fputs(ps_text(*ctxs).c_str(), stdout);
+  const auto config = load_config(o.config);  // else where runc is by itself
+  const Config usual;
+  const Runtime runtime(config ? *config : usual);
+  const auto container_of = [&](pid_t pid) { return runtime.container_of(pid); };
+  if (o.json) return print(ps_json(*ctxs, container_of));
+  std::fputs(ps_text(*ctxs, container_of).c_str(), stdout);
   return kDone;
 }
 

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
-#include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -32,6 +31,7 @@
 #include "host_service.h"
 #include "kernel_record.h"
 #include "links.h"
+#include "log.h"
 #include "metrics.h"
 #include "numbers.h"
 #include "partner_host.h"
@@ -397,9 +397,7 @@ int main(int argc, char** argv) {
   }
   // stdout is nobody's data here, but a log belongs to stderr.
   setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
-  spdlog::set_default_logger(spdlog::stderr_color_mt("migrd"));
-  spdlog::set_level(verbose ? spdlog::level::debug : spdlog::level::info);
-  spdlog::flush_on(spdlog::level::info);
+  log_to_stderr("migrd", verbose);
   if (geteuid() != 0) return fail("has to run as root: it stops processes, reads the kernel's record and runs containers");
   // Every thread inherits it: only sigwait() below sees them.
   sigset_t set;

@@ -40,19 +40,20 @@ Json context_json(const migr_ctx_rec& r) {
 
 }  // namespace
 
-std::string ps_text(const std::vector<ContextRecord>& ctxs) {
-  std::string s = fmt::format("{:>8} {:<16} {:<10} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {}\n", "PID", "COMMAND", "DEVICE", "CTX",
-                              "PD", "MR", "CQ", "QP", "SRQ", "MR BYTES", "LIBMIGR");
+std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of) {
+  std::string s = fmt::format("{:>7} {:<15} {:<8} {:>4} {:>4} {:>4} {:>4} {:>10} {:<7} {}\n", "PID", "COMMAND", "DEVICE", "MR", "CQ", "QP",
+                              "SRQ", "MR KIB", "LIBMIGR", "CONTAINER");
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
-    s += fmt::format("{:>8} {:<16} {:<10} {:>5} {:>4} {:>4} {:>4} {:>4} {:>4} {:>12} {}{}\n", r.pid, text(r.comm, sizeof r.comm),
-                     text(r.ibdev, sizeof r.ibdev), r.ctx_id, r.nr_pd, r.nr_mr, r.nr_cq, r.nr_qp, r.nr_srq, r.mr_bytes, libmigr(r),
-                     r.flags & MIGR_CTX_HYDRATED ? " (older than migr.ko: record incomplete)" : "");
+    const std::string container = container_of(static_cast<pid_t>(r.pid));
+    s += fmt::format("{:>7} {:<15} {:<8} {:>4} {:>4} {:>4} {:>4} {:>10} {:<7} {}{}\n", r.pid, text(r.comm, sizeof r.comm),
+                     text(r.ibdev, sizeof r.ibdev), r.nr_mr, r.nr_cq, r.nr_qp, r.nr_srq, (r.mr_bytes + 1023) / 1024, libmigr(r),
+                     container.empty() ? "-" : container, r.flags & MIGR_CTX_HYDRATED ? " (older than migr.ko: record incomplete)" : "");
   }
   return s;
 }
 
-Json ps_json(const std::vector<ContextRecord>& ctxs, const std::function<std::string(pid_t)>& container_of) {
+Json ps_json(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of) {
   Json j = Json::array();
   for (const auto& c : ctxs) {
     j.push_back(context_json(c.rec));

@@ -11,9 +11,11 @@
 
 namespace migr {
 
-std::string ps_text(const std::vector<ContextRecord>& ctxs);
-/// @param container_of  the container that a process is in; "": none
-nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs, const std::function<std::string(pid_t)>& container_of);
+/// The container that a process is in; "": none.
+using ContainerOf = std::function<std::string(pid_t)>;
+
+std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of);
+nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of);
 std::string show_text(const std::vector<ContextRecord>& ctxs);
 nlohmann::ordered_json show_json(const std::vector<ContextRecord>& ctxs);
 
