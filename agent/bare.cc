@@ -46,11 +46,6 @@ Stat stat_of(pid_t pid) {
   return s;
 }
 
-bool lives(pid_t pid) {
-  const char state = stat_of(pid).state;
-  return state && state != 'Z' && state != 'X';
-}
-
 std::string link_of(pid_t pid, const std::string& what) {
   std::error_code ec;
   return fs::read_symlink("/proc/" + std::to_string(pid) + "/" + what, ec);
@@ -90,6 +85,11 @@ std::optional<pid_t> bare_pid(const std::string& id) {
   return pid;
 }
 
+bool process_lives(pid_t pid) {
+  const char state = stat_of(pid).state;
+  return state && state != 'Z' && state != 'X';
+}
+
 std::string life_of(pid_t pid) {
   const std::string began = stat_of(pid).began;
   return began.empty() ? "" : first_line_of("/proc/sys/kernel/random/boot_id") + " " + began;
@@ -117,7 +117,7 @@ std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(
 
 Result<ContainerState> Bare::state(pid_t pid) const {
   const std::string who = "process " + std::to_string(pid);
-  if (!lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
+  if (!process_lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
   for (const char* ns : {"pid", "mnt", "net"})
     if (link_of(pid, std::string("ns/") + ns) != link_of(getpid(), std::string("ns/") + ns))
       return Error{EOPNOTSUPP, who + " is in a container: name the container instead"};
@@ -200,7 +200,7 @@ Status Bare::remove(pid_t root) const {
   // They are stopped: nobody is born meanwhile.
   for (const pid_t p : all)
     if (kill(p, SIGKILL) && errno != ESRCH) return sys_error("ending process " + std::to_string(p));
-  for (int ms = 0; std::any_of(all.begin(), all.end(), lives); ms += kStepMs) {
+  for (int ms = 0; std::any_of(all.begin(), all.end(), process_lives); ms += kStepMs) {
     if (ms > kEndMs) return Error{ETIMEDOUT, "process " + std::to_string(root) + " or one of its children does not end"};
     usleep(kStepMs * 1000);
   }

@@ -18,6 +18,8 @@ std::string life_of(pid_t pid);
 std::vector<pid_t> tree_of(pid_t pid);
 /// One that has ended descends from all.
 bool descends(pid_t pid, pid_t ancestor);
+/// Neither gone nor a zombie.
+bool process_lives(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

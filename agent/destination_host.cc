@@ -471,6 +471,31 @@ Result<SessionTable::Fits> DestinationHost::of_container(const Job& job) {
   return SessionTable::Fits([this, &job, init](const ProcessSession& s) { return runc_.owns(job.container, init, s.pid()); });
 }
 
+// Of a process that has not connected here (yet). Caller holds job.work.
+bool DestinationHost::has_ended(const Job& job, std::size_t i) const {
+  if (job.rebound) return !numbers_.guest_lives(job.instances[i]);
+  std::set<std::uint32_t> its;
+  for (const auto& o : job.objects)
+    if (const auto owner = job.owner.find(o.src_ctx_id); owner != job.owner.end() && owner->second == i) its.insert(o.ctx_id);
+  auto kernel = KernelRecord::open();
+  const auto ctxs = kernel ? kernel->contexts() : Result<std::vector<ContextRecord>>(kernel.error());
+  return ctxs && !its.empty() && std::none_of(ctxs->begin(), ctxs->end(), [&](const ContextRecord& c) { return its.contains(c.rec.ctx_id); });
+}
+
+// The session of one of its processes; null: that has ended since the commit, which concerns nobody else. Caller holds job.work.
+Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits) {
+  constexpr int kLookMs = 500;
+  for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs);;) {
+    auto session = sessions_.wait_for(job.instances[i], fits, kLookMs);
+    if (session) return session;
+    if (has_ended(job, i)) {
+      spdlog::warn("migration {:08x}: a process of {} has ended since the commit", job.id, job.container);
+      return std::shared_ptr<ProcessSession>();
+    }
+    if (Clock::now() > until) return session;
+  }
+}
+
 // Caller holds job.work.
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
@@ -481,9 +506,10 @@ Status DestinationHost::rebind(Job& job) {
   const auto fits = of_container(job);
   if (!fits) return fits.error();
   for (std::size_t i = 0; i < job.instances.size(); i++) {
-    auto session = sessions_.wait_for(job.instances[i], *fits, kReconnectMs);
+    auto session = session_of(job, i, *fits);
     if (!session) return session.error();
-    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), (*session)->pid()); !s) return s;
+    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) return s;
+    if (!*session) continue;
     std::vector<migr_handle_map> map;
     for (const auto& o : job.objects) {
       const auto owner = job.owner.find(o.src_ctx_id);
@@ -502,6 +528,10 @@ Status DestinationHost::rebind(Job& job) {
       map.push_back(h);
     }
     auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
+    if (!fresh && (*session)->ends()) {
+      spdlog::warn("migration {:08x}: {} has ended since the commit", job.id, (*session)->label());
+      continue;
+    }
     if (!fresh) return fresh.error();
     wire::ProcessKeys k;
     k.set_owner(job.instances[i].data(), job.instances[i].size());
@@ -515,7 +545,7 @@ Status DestinationHost::rebind(Job& job) {
   });
   for (auto& s : job.sessions)
     if (twins)
-      if (auto told = tell_keys(*s, job.id, keys); !told) return told;
+      if (auto told = tell_keys(*s, job.id, keys); !told && !s->ends()) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   tell_moves(job, true);
   job.rebound = true;
@@ -544,18 +574,25 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   if (job.sessions.empty()) {  // migrd was started again since
     const auto fits = of_container(job);
     if (!fits) return fits.error();
-    for (const auto& i : job.instances) {
-      auto s = sessions_.wait_for(i, *fits, kReconnectMs);
+    for (std::size_t i = 0; i < job.instances.size(); i++) {
+      auto s = session_of(job, i, *fits);
       if (!s) return s.error();
-      job.sessions.push_back(*s);
+      if (*s) job.sessions.push_back(*s);
     }
   }
+  // One that fails keeps no other from going on.
+  Status first;
   for (auto& s : job.sessions) {
     if (s->state() == MIGR_PROC_RUNNING) continue;
     auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
-    if (!stats) return stats.error();
-    add_stats(out, *stats);
+    if (stats)
+      add_stats(out, *stats);
+    else if (s->ends())
+      spdlog::warn("migration {:08x}: {} has ended as it was resumed", job.id, s->label());
+    else if (first)
+      first = stats.error();
   }
+  if (!first) return first;
   job.resumed = true;
   job.finished = true;
   job.objects.clear();

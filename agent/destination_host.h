@@ -60,6 +60,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status commit(Job& job);
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
+  Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);
+  bool has_ended(const Job& job, std::size_t i) const;
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job, wire::ResumeReply& out);
   void abort(Job& job, const std::string& why);

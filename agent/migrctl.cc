@@ -68,7 +68,7 @@ std::unique_ptr<wire::Control::Stub> control(const Options& o) {
 
 int refuse_grpc(const Options& o, const grpc::Status& s) {
   if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
-    return refuse("migrd does not answer on " + o.socket + "; start it with: migrd --config " + kConfigPath);
+    return refuse("migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")");
   return refuse(s.error_message());
 }
 

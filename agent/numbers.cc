@@ -39,6 +39,12 @@ std::vector<std::string> births_in(const Json& guests, const std::string& who) {
   return out;
 }
 
+// An entry of guests.json; one of before it was restored has no life yet.
+bool still_lives(const Json& guest) {
+  const std::string life = guest.value("life", "");
+  return !life.empty() && life_of(guest.value("pid", 0)) == life;
+}
+
 }  // namespace
 
 // ---- the book
@@ -170,6 +176,11 @@ Status Numbers::note_guest(const Instance& instance, const std::vector<std::stri
   return write(kGuests, all.dump(1));
 }
 
+bool Numbers::guest_lives(const Instance& instance) const {
+  std::lock_guard lock(mutex_);
+  return still_lives(guests().value(hex(instance), Json::object()));
+}
+
 Status Numbers::release(const std::vector<Instance>& instances) {
   std::lock_guard lock(mutex_);
   BornBook b = book();
@@ -206,8 +217,7 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
     const Json all = guests();
     for (const auto& [who, e] : all.items()) {
       const auto i = instance_of(from_hex(who).value_or(""));
-      const std::string life = e.value("life", "");
-      if (!i || (!life.empty() && life_of(e.value("pid", 0)) == life)) continue;
+      if (!i || still_lives(e)) continue;
       ended.push_back(*i);
       const auto births = births_in(all, who);
       for (const auto& host : births) gone[host].push_back(*i);

@@ -66,6 +66,8 @@ class Numbers {
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is
   Status note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid);
+  /// Such a one has not ended.
+  bool guest_lives(const Instance& instance) const;
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
 

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "bare.h"
 #include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
@@ -97,12 +98,29 @@ void PartnerHost::end(Job& job, wire::Outcome outcome) {
   claims_.release(held, job.id);
 }
 
-// Caller holds job.work. A process that has connected anew meanwhile is found by its number.
+// A process that has connected anew meanwhile is found by its number.
+Result<std::shared_ptr<ProcessSession>> PartnerHost::session_of(const Process& p) const {
+  return sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, process_lives(p.pid) ? kReconnectMs : 0);
+}
+
+// Caller holds job.work.
 Status PartnerHost::each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f) {
   const auto one = [&](Process& p) -> Status {
-    auto session = sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kill(p.pid, 0) ? 0 : kReconnectMs);
+    auto session = session_of(p);
     if (!session) return Error{ENOTCONN, "process " + std::to_string(p.pid) + " on " + config_.name + " is not connected to its migrd any more"};
     return f(p, **session);
+  };
+  return parallel_for(job.processes, one);
+}
+
+// The same after the commit, when there is no way back: who has ended holds up nobody else. Caller holds job.work.
+Status PartnerHost::each_left(Job& job, const std::function<Status(Process&, ProcessSession&)>& f) {
+  const auto one = [&](Process& p) -> Status {
+    auto session = session_of(p);
+    const Status s = session ? f(p, **session) : session.error();
+    if (s || (session ? !(*session)->ends() : process_lives(p.pid))) return s;
+    spdlog::warn("migration {:08x}: process {} has ended since the commit", job.id, p.pid);
+    return {};
   };
   return parallel_for(job.processes, one);
 }
@@ -306,7 +324,7 @@ grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration
 
 // Caller holds job.work.
 Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
-  const auto s = each(job, [&](Process&, ProcessSession& session) -> Status {
+  const auto s = each_left(job, [&](Process&, ProcessSession& session) -> Status {
     if (session.state() == MIGR_PROC_RUNNING) return {};  // it was resumed before migrd ended
     return tell_keys(session, job.id, keys);
   });
@@ -322,7 +340,7 @@ grpc::Status PartnerHost::Keys(grpc::ServerContext* ctx, const wire::KeysRequest
 Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
   std::mutex guards_out;
-  const auto s = each(job, [&](Process& p, ProcessSession& session) -> Status {
+  const auto s = each_left(job, [&](Process& p, ProcessSession& session) -> Status {
     if (session.state() == MIGR_PROC_RUNNING) return {};
     auto stats = session.ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
     if (!stats) return stats.error();
@@ -345,12 +363,11 @@ Status PartnerHost::rollback(Job& job) {
   if (job.get() != wire::OPEN) return {};
   Status first;
   for (auto& p : job.processes) {
-    if (kill(p.pid, 0) && errno == ESRCH) continue;
-    auto session = sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kReconnectMs);
+    if (!process_lives(p.pid)) continue;
+    auto session = session_of(p);
     Status s = session;
     if (session) s = (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs);
-    if (kill(p.pid, 0) && errno == ESRCH) continue;
-    if (first && !s) first = s;
+    if (first && !s && process_lives(p.pid)) first = s;
   }
   if (!first) return first;
   end(job, wire::UNDONE);

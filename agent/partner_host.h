@@ -51,7 +51,9 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   struct Job;
   using JobPtr = std::shared_ptr<Job>;
   Result<JobPtr> job_of(const wire::PartnerPrepareRequest& r);
+  Result<std::shared_ptr<ProcessSession>> session_of(const Process& p) const;
   Status each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f);
+  Status each_left(Job& job, const std::function<Status(Process&, ProcessSession&)>& f);
   Status save(Job& job);
   void end(Job& job, wire::Outcome outcome);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);

@@ -270,6 +270,13 @@ Result<ScanStats> ProcessSession::wait_threads_outside(int limit_ms) {
   return r;
 }
 
+bool ProcessSession::ends() const {
+  constexpr int kTries = 100, kStepUs = 10'000;
+  for (int i = 0; i < kTries; i++, usleep(kStepUs))
+    if (!process_lives(pid()) || !lives()) return true;
+  return false;
+}
+
 void ProcessSession::close() { shutdown(fd_.n, SHUT_RDWR); }
 
 SessionTable::~SessionTable() { stop(); }

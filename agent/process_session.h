@@ -67,6 +67,8 @@ class ProcessSession {
   pid_t pid() const { return who_.pid; }
   uid_t uid() const { return who_.uid; }
   bool lives() const { return who_.lives(); }
+  /// It has ended, or is about to, in which it closes its sockets first: waits for that, at most a second.
+  bool ends() const;
   const Instance& instance() const { return instance_; }
   /// As of HELLO and what was asked since.
   std::uint32_t state() const { return state_; }

@@ -107,6 +107,15 @@ struct Process {
     }
   }
 
+  // HOST/dies names a message, or HELLO of one that was restored: whoever gets there ends instead.
+  void dies_at(const std::string& what) const {
+    std::string at;
+    if (std::ifstream(host + "/dies") >> at && at == what && !unlink((host + "/dies").c_str())) _exit(0);
+  }
+  static std::string name_of(std::uint32_t type) {
+    return type == MIGR_MSG_REBIND ? "REBIND" : type == MIGR_MSG_KEYS ? "KEYS" : type == MIGR_MSG_RESUME ? "RESUME" : "other";
+  }
+
   bool hello(int fd) const {
     migr_msg h{};
     h.version = MIGR_PROC_VERSION;
@@ -126,6 +135,7 @@ struct Process {
     std::vector<char> buf(1 << 17);
     for (;;) {
       while (s.phase == MIGR_PROC_FROZEN && access(gate.c_str(), F_OK)) pause_ms(5);
+      if (s.phase == MIGR_PROC_FROZEN) dies_at("HELLO");
       const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
       if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) || !hello(fd)) {
         close(fd);
@@ -141,6 +151,7 @@ struct Process {
         reply.type |= MIGR_REPLY;
         reply.flags = reply.count = reply.record_size = 0;
         std::vector<char> out;
+        dies_at(name_of(m.type));
         reply.status = serve(m, {buf.begin() + sizeof m, buf.begin() + n}, out, reply);
         if (reply.status) std::snprintf(reply.text, sizeof reply.text, "model: not in phase %u", s.phase);
         show();
