@@ -39,10 +39,11 @@ check: all			## every test, in VMs too (an hour)
 check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and KCOV (the first time half an hour)
 	@v=$$(scripts/build-debug-kernel) && scripts/test-kmod "$$v"
 
-check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM (root; 15 minutes)
+check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM; the documents' commands (root; 30 minutes)
 	@scripts/build-packages --lint
 	@tests/packages/root_test
 	@tests/e2e/packages_test.sh
+	@tests/e2e/pages_test.sh
 
 docs:				## the pages of docs/ as HTML, build/docs/html
 	@scripts/deps python3-sphinx python3-myst-parser
@@ -53,8 +54,9 @@ lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy
 	@scripts/lint $(TOOLS)
 
 TIME ?= 60
-fuzz: deps			## mutated input for the parsers of what comes from outside, TIME=60 seconds each
+fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=60 seconds each
 	@scripts/fuzz $(TIME) $(TARGETS)
+	@$(if $(TARGETS),,MIGR_FUZZ_S=$(or $(TIME),60) scripts/test-kmod --only fuzz "$$(scripts/kernel-versions | head -n 1)")
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)

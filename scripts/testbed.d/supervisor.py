@@ -77,7 +77,7 @@ class Host:
              "-chardev", f"socket,id=ctl,path={self.name}/ctl.sock",
              "-device", "virtio-serial-pci", "-device", "virtserialport,chardev=ctl,name=migr.ctl",
              "-device", "virtio-rng-pci"]
-        for tag, path, mode in (("root", "/", "readonly=on"), ("tree", c["root"], "readonly=on"),
+        for tag, path, mode in (("root", c["rootfs"], "readonly=on"), ("tree", c["root"], "readonly=on"),
                                 ("out", f"{self.name}/out", "writeout=immediate")):
             a += ["-virtfs", f"local,path={_option(path)},mount_tag={tag},id={tag},security_model=none,"
                              f"multidevs=remap,{mode}"]

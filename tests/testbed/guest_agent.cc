@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// Pid 1 of a testbed guest: runs the set-up script, then commands that arrive as
+// Pid 1 of a testbed guest (or, where the guest has systemd, a service): runs the set-up script, then commands that arrive as
 // frames (frame.h) over the virtio-serial port "migr.ctl", and reaps orphans.
 //
-//   guest-agent SETUP    run as pid 1 from tmpfs
+//   guest-agent SETUP    run from tmpfs
 //
 // One thread, one poll loop. Every command is a session and process group of its
 // own; what a command left running in the background lives on after its exit.
@@ -376,7 +376,7 @@ int open_port() {
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    fprintf(stderr, "usage: guest-agent SETUP (as pid 1 of a testbed guest)\n");
+    fprintf(stderr, "usage: guest-agent SETUP (in a testbed guest)\n");
     return 2;
   }
   rlimit unlimited{RLIM_INFINITY, RLIM_INFINITY};
