@@ -193,7 +193,6 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api
-step "the cable is cut: transactions" with_kv cuts 2 -- --qps 4
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails

@@ -43,7 +43,7 @@ walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
 step "zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --iova --resize --second --mode mixed --qps 3
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
-step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
+walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 step "memory windows at both ends" moved --windows --mode mixed --qps 4
 walk_step "memory windows at both ends, there and back" there_and_back --windows --mode mixed --qps 4
 unconnected() { E2E_RATE=150 VERIFY_PROGRAM=migr_datagram there_and_back; }
