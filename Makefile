@@ -56,7 +56,7 @@ lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy
 TIME ?= 60
 fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=60 seconds each
 	@scripts/fuzz $(TIME) $(TARGETS)
-	@$(if $(TARGETS),,MIGR_FUZZ_S=$(or $(TIME),60) scripts/test-kmod --only fuzz "$$(scripts/kernel-versions | head -n 1)")
+	@$(if $(TARGETS),,MIGR_FUZZ_S=$(TIME) scripts/test-kmod --only fuzz "$$(scripts/kernel-versions | head -n 1)")
 
 conformance: kmod user		## rdma-core's tests with and without libmigr (20 minutes)
 	@tests/conformance/run $(KVER)

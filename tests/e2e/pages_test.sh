@@ -235,7 +235,7 @@ purged() {	# HOST
 }
 everything_goes() { on_every_host container_removed; on_every_host purged; }
 
-bed_is_up || testbed up --hosts "$E2E_WITH" --root "$ROOTFS" --rails 1 --no-rdma --mem 1536 --lifetime "${E2E_LIFETIME:-3600}" --kernel "$KVER" || exit 1
+bed_is_up || testbed up --hosts "$E2E_WITH" --root "$ROOTFS" --rails 1 --mem 1536 --lifetime "${E2E_LIFETIME:-3600}" --kernel "$KVER" || exit 1
 step "1: soft-RoCE devices" on_every_host prepared
 step "2: apt installs the packages" everything_installs || e2e_end
 step "3: certificates" certificates

@@ -325,6 +325,13 @@ static int genl_open(void)
 	return -ENOENT;
 }
 
+int genl_family(void)
+{
+	int err = genl_open();
+
+	return err ? err : family;
+}
+
 /* Sends @msg (and frees it), takes what comes until the end of the answer. */
 static int genl_talk(struct nl_msg *msg, int (*take)(struct nlattr **, void *), void *arg)
 {

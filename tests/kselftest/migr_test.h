@@ -106,6 +106,7 @@ int genl_reserve(uint32_t vqpn);
 int genl_release(uint32_t vqpn);
 /* A command with one u32 attribute or none (attr 0). */
 int genl_raw(int cmd, int flags, int attr, uint32_t value);
+int genl_family(void);			/* its number */
 void genl_forget(void);			/* after a reload of the module */
 int events_open(void);				/* a socket, or a negative errno */
 int events_next(struct migr_ev *ev, int timeout_ms);	/* 0, or -ETIMEDOUT */
