@@ -8,12 +8,12 @@
 #include <charconv>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <set>
 #include <sstream>
 
 #include "file_tree.h"
 #include "limits.h"
+#include "process.h"
 
 namespace migr {
 namespace {
@@ -25,26 +25,6 @@ constexpr char kPrefix[] = "pid:";
 // Where what is restored here is put. It must not be in migrd's own cgroup: systemd counts, limits and warns about what is
 // in that of a service. Of containers, runc takes care.
 constexpr char kCgroup[] = "/sys/fs/cgroup/migr-processes", kProcs[] = "/sys/fs/cgroup/migr-processes/cgroup.procs";
-
-struct Stat {
-  char state = 0;  // as in proc(5); 0: it has ended
-  pid_t parent = 0;
-  std::string began;  // clock ticks since the boot
-};
-
-Stat stat_of(pid_t pid) {
-  const std::string line = first_line_of("/proc/" + std::to_string(pid) + "/stat");
-  Stat s;
-  // The name is in brackets and may hold anything.
-  if (const auto end = line.rfind(')'); end != std::string::npos) {
-    constexpr int kBetween = 17;  // fields
-    std::istringstream fields(line.substr(end + 1));
-    fields >> s.state >> s.parent;
-    for (int i = 0; i < kBetween; i++) fields >> s.began;
-    fields >> s.began;
-  }
-  return s;
-}
 
 std::string link_of(pid_t pid, const std::string& what) {
   std::error_code ec;
@@ -85,36 +65,6 @@ std::optional<pid_t> bare_pid(const std::string& id) {
   return pid;
 }
 
-bool process_lives(pid_t pid) {
-  const char state = stat_of(pid).state;
-  return state && state != 'Z' && state != 'X';
-}
-
-std::string life_of(pid_t pid) {
-  const std::string began = stat_of(pid).began;
-  return began.empty() ? "" : first_line_of("/proc/sys/kernel/random/boot_id") + " " + began;
-}
-
-std::vector<pid_t> tree_of(pid_t root) {
-  std::multimap<pid_t, pid_t> children;
-  std::error_code ec;
-  for (const auto& p : fs::directory_iterator("/proc", ec))
-    if (const pid_t pid = std::atoi(p.path().filename().c_str()); pid > 0) children.emplace(stat_of(pid).parent, pid);
-  std::vector<pid_t> all;
-  if (stat_of(root).state) all.push_back(root);
-  for (std::size_t i = 0; i < all.size(); i++)
-    for (auto [c, end] = children.equal_range(all[i]); c != end; c++) all.push_back(c->second);
-  return all;
-}
-
-bool descends(pid_t pid, pid_t ancestor) {
-  for (pid_t p = pid; p != ancestor; p = stat_of(p).parent)
-    if (p <= 1) return !stat_of(pid).state;
-  return true;
-}
-
-std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
-
 Result<ContainerState> Bare::state(pid_t pid) const {
   const std::string who = "process " + std::to_string(pid);
   if (!process_lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
@@ -124,7 +74,7 @@ Result<ContainerState> Bare::state(pid_t pid) const {
   ContainerState s;
   s.id = bare_name(pid);
   s.pid = pid;
-  s.status = stat_of(pid).state == 'T' ? "paused" : "running";
+  s.status = process_stopped(pid) ? "paused" : "running";
   return s;
 }
 

@@ -12,16 +12,6 @@ namespace migr {
 std::string bare_name(pid_t pid);
 /// Nothing: the name of a container.
 std::optional<pid_t> bare_pid(const std::string& id);
-/// Differs for every process that ever has this number: the boot, and when in it that one began. Empty: nobody has it.
-std::string life_of(pid_t pid);
-/// The process and its descendants, the process first. Empty: it has ended.
-std::vector<pid_t> tree_of(pid_t pid);
-/// One that has ended descends from all.
-bool descends(pid_t pid, pid_t ancestor);
-/// Neither gone nor a zombie.
-bool process_lives(pid_t pid);
-/// Its command; empty: it has ended.
-std::string name_of(pid_t pid);
 
 /// As Runc, of which it has every call that makes sense. Thread: any.
 class Bare {

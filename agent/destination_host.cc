@@ -20,6 +20,7 @@
 #include "kernel_record.h"
 #include "limits.h"
 #include "parallel.h"
+#include "process.h"
 #include "restore_socket.h"
 #include "room.h"
 #include "resume_stats.h"

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "bare.h"
 #include "file_tree.h"
 #include "hex.h"
 #include "kernel_record.h"
+#include "process.h"
 
 namespace migr {
 namespace {

@@ -10,11 +10,11 @@
 #include <map>
 #include <optional>
 
-#include "bare.h"
 #include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
 #include "parallel.h"
+#include "process.h"
 #include "replay.h"
 #include "resume_stats.h"
 

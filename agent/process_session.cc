@@ -17,9 +17,9 @@
 
 #include <spdlog/spdlog.h>
 
-#include "bare.h"
 #include "hex.h"
 #include "limits.h"
+#include "process.h"
 
 namespace migr {
 namespace {

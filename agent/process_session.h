@@ -50,7 +50,7 @@ Result<Fd> listen_to_processes(const std::string& path);
 struct Speaker {
   pid_t pid = 0;
   uid_t uid = 0;
-  std::string life;  // bare.h
+  std::string life;  // process.h
   /// A child that got the socket does not speak for its parent, and still less for who has got that number after it.
   bool lives() const;
 };

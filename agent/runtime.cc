@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "limits.h"
+#include "process.h"
 
 namespace migr {
 namespace {

@@ -11,8 +11,8 @@
 
 #include <algorithm>
 
-#include "../bare.h"
 #include "../limits.h"
+#include "../process.h"
 #include "../thread_scan.h"
 
 namespace migr {

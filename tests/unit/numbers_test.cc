@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "agent/bare.h"
+#include "agent/process.h"
 
 namespace {
 

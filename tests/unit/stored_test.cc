@@ -15,6 +15,7 @@
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
+#include "agent/process.h"
 
 namespace {
 

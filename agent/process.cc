@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "process.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <sstream>
+
+#include "file_tree.h"
+
+namespace migr {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Stat {
+  char state = 0;  // as in proc(5); 0: it has ended
+  pid_t parent = 0;
+  std::string began;  // clock ticks since the boot
+};
+
+Stat stat_of(pid_t pid) {
+  const std::string line = first_line_of("/proc/" + std::to_string(pid) + "/stat");
+  Stat s;
+  // The name is in brackets and may hold anything.
+  if (const auto end = line.rfind(')'); end != std::string::npos) {
+    constexpr int kBetween = 17;  // fields
+    std::istringstream fields(line.substr(end + 1));
+    fields >> s.state >> s.parent;
+    for (int i = 0; i < kBetween; i++) fields >> s.began;
+    fields >> s.began;
+  }
+  return s;
+}
+
+}  // namespace
+
+bool process_lives(pid_t pid) {
+  const char state = stat_of(pid).state;
+  return state && state != 'Z' && state != 'X';
+}
+
+bool process_stopped(pid_t pid) { return stat_of(pid).state == 'T'; }
+
+std::string life_of(pid_t pid) {
+  const std::string began = stat_of(pid).began;
+  return began.empty() ? "" : first_line_of("/proc/sys/kernel/random/boot_id") + " " + began;
+}
+
+std::vector<pid_t> tree_of(pid_t root) {
+  std::multimap<pid_t, pid_t> children;
+  std::error_code ec;
+  for (const auto& p : fs::directory_iterator("/proc", ec))
+    if (const pid_t pid = std::atoi(p.path().filename().c_str()); pid > 0) children.emplace(stat_of(pid).parent, pid);
+  std::vector<pid_t> all;
+  if (stat_of(root).state) all.push_back(root);
+  for (std::size_t i = 0; i < all.size(); i++)
+    for (auto [c, end] = children.equal_range(all[i]); c != end; c++) all.push_back(c->second);
+  return all;
+}
+
+bool descends(pid_t pid, pid_t ancestor) {
+  for (pid_t p = pid; p != ancestor; p = stat_of(p).parent)
+    if (p <= 1) return !stat_of(pid).state;
+  return true;
+}
+
+std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
+
+}  // namespace migr
