@@ -53,8 +53,8 @@ docs:				## the pages of docs/ as HTML, build/docs/html
 lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy (30 minutes; TOOLS="shell kernel": these)
 	@scripts/lint $(TOOLS)
 
-TIME ?= 60
-fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=60 seconds each
+TIME ?= 600
+fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=600 seconds each
 	@scripts/fuzz $(TIME) $(TARGETS)
 	@$(if $(TARGETS),,MIGR_FUZZ_S=$(TIME) scripts/test-kmod --only fuzz "$$(scripts/kernel-versions | head -n 1)")
 

@@ -50,7 +50,7 @@ Result<AllowRule> read_rule(const nlohmann::json& j, Right right) {
 Status read_allow(const nlohmann::json& j, Config& out) {
   if (!j.is_object()) return Error{EINVAL, "\"allow\" has to be an object"};
   for (const auto& [key, rules] : j.items()) {
-    const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&](const auto& k) { return key == k.second; });
+    const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&key = key](const auto& k) { return key == k.second; });
     if (r == std::end(kRights)) return Error{EINVAL, "unknown key \"" + key + "\" in \"allow\""};
     if (!rules.is_array()) return Error{EINVAL, "\"" + key + "\" in \"allow\" has to be an array"};
     auto& all = out.allow[r->first];

@@ -184,7 +184,7 @@ void PortWatch::rescan(const std::function<bool(const std::string& netdev)>& up)
   {
     std::lock_guard lock(mutex_);
     for (auto& [key, p] : ports_)
-      p.gone = std::none_of(found.begin(), found.end(), [&](const auto& f) { return f.device == key.first && f.port == key.second; });
+      p.gone = std::none_of(found.begin(), found.end(), [&key = key](const auto& f) { return f.device == key.first && f.port == key.second; });
     for (const auto& f : found) {
       Port& p = ports_[{f.device, f.port}];
       p.gone = false;

@@ -29,6 +29,14 @@ inline void always(bool holds, const char* what) {
   std::abort();
 }
 
+/// A folder of its own in $TMPDIR, which scripts/fuzz removes: what an input has made of it may be nobody's to remove here.
+inline std::string own_folder() {
+  const char* const above = getenv("TMPDIR");
+  std::string name = std::string(above ? above : "/dev/shm") + "/fuzz.XXXXXX";
+  always(mkdtemp(name.data()), "there is room for a folder");
+  return name;
+}
+
 /// Parts of an input, each with its length in two bytes before it.
 inline std::string part(std::string_view text) {
   std::string out{static_cast<char>(text.size() & 0xff), static_cast<char>(text.size() >> 8)};

@@ -36,9 +36,7 @@ std::size_t entries_of(const fs::path& folder) {
 /// outside/ has the folder, a file and another folder, which nothing may change.
 struct Place {
   Place() {
-    char name[] = "/dev/shm/fuzz.tree.XXXXXX";
-    always(mkdtemp(name), "there is room for a folder");
-    outside = name;
+    outside = own_folder();
     folder = outside / "folder";
     fs::create_directory(outside / "other");
   }
