@@ -28,11 +28,11 @@ step "mixed, 4 QPs, polling" traffic --mode mixed --qps 4
 walk_step "mixed, 4 QPs, events" traffic --mode mixed --qps 4 --events
 walk_step "mixed, 4 QPs, ibv_wr_*" traffic --mode mixed --qps 4 --wr-api
 walk_step "mixed, 16 QPs" traffic --mode mixed --qps 16
-step "send, too few receives" traffic --mode send --qps 2 --rnr
+walk_step "send, too few receives" traffic --mode send --qps 2 --rnr
 E2E_VARS=(MIGR_FORCE_SWITCHED=1)
 walk_step "mixed, 4 QPs, everything on the switched path" traffic --mode mixed --qps 4
 walk_step "mixed, 4 QPs, events, switched path" traffic --mode mixed --qps 4 --events
-step "mixed, 4 QPs, ibv_wr_*, switched path" traffic --mode mixed --qps 4 --wr-api
+walk_step "mixed, 4 QPs, ibv_wr_*, switched path" traffic --mode mixed --qps 4 --wr-api
 E2E_VARS=()
 step "unmodified ib_write_bw" perftest ib_write_bw
 walk_step "unmodified ib_send_bw" perftest ib_send_bw

@@ -194,7 +194,7 @@ configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
-step "a container whose rail is dead moves" with_container moved_from_dead_rail
+walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails
 walk_step "a rail fails while a container moves, and it goes back" with_container stays_while_rail_fails
 walk_step "the partner's rail fails while a container moves" with_container moved_while_partners_rail_fails

@@ -33,19 +33,19 @@ history_has_it() {
 }
 
 busy() { E2E_RATE=500 there_and_back "$@"; }
-step "mixed, 4 QPs, polling, there and back" busy --mode mixed --qps 4 &&
+step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "history has it, and there is a report of it" history_has_it
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
-step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
+walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
-step "zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --iova --resize --second --mode mixed --qps 3
+step "ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --wr-api --iova --resize --second --mode mixed --qps 3
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
-step "memory windows at both ends" moved --windows --mode mixed --qps 4
-walk_step "memory windows at both ends, there and back" there_and_back --windows --mode mixed --qps 4
-unconnected() { E2E_RATE=150 VERIFY_PROGRAM=migr_datagram there_and_back; }
-step "UD: datagrams, answers, a multicast group; there and back" unconnected
+walk_step "memory windows at both ends" moved --windows --mode mixed --qps 4
+unconnected() { E2E_RATE=150 VERIFY_PROGRAM=migr_datagram "$@"; }
+step "UD: datagrams, answers, a multicast group" unconnected moved
+walk_step "UD: there and back" unconnected there_and_back
 e2e_end

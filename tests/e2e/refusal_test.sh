@@ -128,10 +128,10 @@ step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp
 step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'migr(/source)? is in memory, of which 1 MB are free'
 step "a small disk there" with_host dst "$(small_disk /var/lib/migr/dest)" 'umount /var/lib/migr/dest' 'dst: .*and 1 MB are free in /var/lib/migr/dest'
-step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umount /var/lib/migr/source' 'and 1 MB are free in /var/lib/migr/source'
-step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
+walk_step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umount /var/lib/migr/source' 'and 1 MB are free in /var/lib/migr/source'
+walk_step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
 step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "a process with librdmacm" holds cm "librdmacm"
-step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"
+walk_step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"
 e2e_end

@@ -56,12 +56,8 @@ step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
 step "what must be the same afterwards" faults_remember
-while read -r point where; do
-	step "$point" fault_case "$point" "$where" || e2e_logs
-done <<-CASES
-	partner.switch.end:exit		src
-	source.decide.end:exit		any
-CASES
+step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
+walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
