@@ -593,7 +593,7 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
     else if (first)
       first = stats.error();
   }
-  if (!first) return first;
+  if (!first) return job.sessions.clear(), first;  // the next time they are looked up anew: a process may have connected again
   job.resumed = true;
   job.finished = true;
   job.objects.clear();

@@ -55,12 +55,18 @@ grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration*
 
 grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) {
   std::vector<Instance> instances;
+  bool leaving = false;
   for (const auto& bytes : r->instances()) {
     const auto i = instance_of(bytes);
     if (!i) return to_grpc(i);
-    instances.push_back(*i);
+    // Its numbers will be reserved in a moment, and nobody would tell of its end any more.
+    if (std::any_of(roles_.begin(), roles_.end(), [&](Role* role) { return role->claims(*i); }))
+      leaving = true;
+    else
+      instances.push_back(*i);
   }
-  return to_grpc(numbers_.release(instances));
+  const Status s = numbers_.release(instances);
+  return to_grpc(s && leaving ? Error{EBUSY, "the migration in which it left is not finished here"} : s);
 }
 
 grpc::Status HostService::Traffic(grpc::ServerContext*, const wire::TrafficRequest* r, wire::TrafficReply* out) {

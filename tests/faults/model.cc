@@ -107,10 +107,15 @@ struct Process {
     }
   }
 
-  // HOST/dies names a message, or HELLO of one that was restored: whoever gets there ends instead.
-  void dies_at(const std::string& what) const {
+  // HOST/FILE names a message: the first who gets there.
+  static bool is_at(const char* file, const std::string& what) {
+    const std::string path = host + "/" + file;
     std::string at;
-    if (std::ifstream(host + "/dies") >> at && at == what && !unlink((host + "/dies").c_str())) _exit(0);
+    return std::ifstream(path) >> at && at == what && !unlink(path.c_str());
+  }
+  // Ends instead; also at HELLO of one that was restored.
+  static void dies_at(const std::string& what) {
+    if (is_at("dies", what)) _exit(0);
   }
   static std::string name_of(std::uint32_t type) {
     return type == MIGR_MSG_REBIND ? "REBIND" : type == MIGR_MSG_KEYS ? "KEYS" : type == MIGR_MSG_RESUME ? "RESUME" : "other";
@@ -152,6 +157,7 @@ struct Process {
         reply.flags = reply.count = reply.record_size = 0;
         std::vector<char> out;
         dies_at(name_of(m.type));
+        if (is_at("leaves", name_of(m.type))) break;  // and connects again
         reply.status = serve(m, {buf.begin() + sizeof m, buf.begin() + n}, out, reply);
         if (reply.status) std::snprintf(reply.text, sizeof reply.text, "model: not in phase %u", s.phase);
         show();
