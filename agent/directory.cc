@@ -132,6 +132,11 @@ bool Directory::was_at(const Instance& instance, const std::string& gid) {
   return std::find(all.begin(), all.end(), gid) != all.end();
 }
 
+bool Directory::touched(const std::string& gid) {
+  std::lock_guard lock(mutex_);
+  return std::any_of(processes_.begin(), processes_.end(), [&](const Process& p) { return p.birth_gid == gid || p.gid == gid; });
+}
+
 wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
   wire::MovesRequest out;
   for (const auto& i : instances)
@@ -185,7 +190,9 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
   return first;
 }
 
-Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves) {
+Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& directory) {
+  std::lock_guard telling(session.telling);
+  const auto moves = directory.all();
   std::uint64_t datagram_qps = 0;
   const bool datagrams = std::any_of(moves.begin(), moves.end(), [](const migr_move& m) { return m.vqpn; });
   if (auto r = !datagrams ? Result<std::vector<migr_qp_ref>>(std::vector<migr_qp_ref>()) : session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_MOVES, migration, {}, kProcessMs, MIGR_MOVES_PREPARE, &datagram_qps); !r) return r.error();
@@ -196,10 +203,9 @@ Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::v
 
 Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves) {
   if (auto s = directory.put(moves); !s) return s;
-  const auto all = directory.all();
   Status first;
   for (const auto& session : sessions.all())
-    if (auto s = tell_moves(*session, moves.id(), all); first && !s) first = s;
+    if (auto s = tell_moves(*session, moves.id(), directory); first && !s) first = s;
   return first;
 }
 

@@ -31,6 +31,8 @@ class Directory {
   /// The GIDs, not of this moment, by which somebody may know a process.
   std::vector<std::string> earlier(const Instance& instance);
   bool was_at(const Instance& instance, const std::string& gid);
+  /// Some process has moved to it or from it.
+  bool touched(const std::string& gid);
   /// What everybody forgets when processes have ended. None: nobody knows of them.
   wire::MovesRequest end_of(const std::vector<Instance>& instances);
 
@@ -58,8 +60,8 @@ Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
 /// Of every RDMA device of this host. Errors: the first device that cannot be read, once all others were visited.
 Status each_gid(const std::function<void(wire::PortGid&)>& visit);
 
-/// Tells one process, once no thread of it can be on a way that knows nothing of it.
-Status tell_moves(ProcessSession& session, std::uint32_t migration, const std::vector<migr_move>& moves);
+/// Tells one process all there is, once no thread of it can be on a way that knows nothing of it.
+Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& directory);
 /// To every host of the configuration, this one too. Whoever cannot be told has old addresses until it is told of others.
 void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms);
 /// This host: writes them down and tells its processes.

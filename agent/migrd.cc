@@ -261,7 +261,8 @@ int run(const Config& config) {
   Claims claims;
   Numbers numbers(config);
   if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
-  Directory directory(config);
+  const auto directory_kept = std::make_shared<Directory>(config);  // on_hello()'s threads may outlive this
+  Directory& directory = *directory_kept;
   History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
   DestinationHost destination(config, sessions, peers, numbers);
@@ -293,10 +294,10 @@ int run(const Config& config) {
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
     let_go_if_lost(roles, s);
     if (s->state() != MIGR_PROC_RUNNING) return;
-    if (const auto moves = directory.all(); !moves.empty())
-      std::thread([s, moves] {
-        if (auto told = tell_moves(*s, 0, moves); !told) spdlog::error("{}", told.error().text);
-      }).detach();
+    // Also that nothing has moved: until then it asks about each partner.
+    std::thread([s, directory_kept] {
+      if (auto told = tell_moves(*s, 0, *directory_kept); !told) spdlog::error("{}", told.error().text);
+    }).detach();
   };
   source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello, [&](const Question& q) { return whereabouts.answer(q); }); !s) return fail(s.error().text);

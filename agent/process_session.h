@@ -108,6 +108,8 @@ class ProcessSession {
 
   void close();  // wakes a pending request
 
+  std::mutex telling;  ///< what is told unasked is looked up and sent under it: the newest comes last
+
  private:
   ProcessSession() = default;
   Error wrong_size(std::uint16_t type, std::size_t got, std::size_t want) const;

@@ -112,6 +112,7 @@ Result<migr_qp_address> Whereabouts::find(const migr_qp_address& named, std::uin
   wire::WhereRequest r;
   r.set_gid(bytes_of(named.gid));
   r.set_vqpn(named.qpn);
+  if (!directory_.touched(r.gid())) return Error{ENOENT, "nothing has moved there"};
   struct Asked {
     std::string host;
     wire::WhereReply reply;

@@ -644,6 +644,7 @@ void disconnect() {
 /// The migrd that had asked for it is gone.
 void let_changes_go_unless_stopped() {
   std::lock_guard guard(Registry::get().lock);
+  whereabouts::untold();
   if (switchover::process_state() == MIGR_PROC_RUNNING) Registry::get().let_changes_go();
 }
 

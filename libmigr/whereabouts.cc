@@ -23,10 +23,11 @@ using Gid = std::array<std::uint8_t, 16>;
 constexpr int kAskMs = 3000;
 
 /* Under the Registry's lock, but for `any`. */
+bool told = false;         ///< what has moved, by the migrd that we are connected to
 std::vector<Gid> touched;  ///< that processes have moved to or from
 std::uint64_t news = 0;    ///< how often something of this has changed
 bool have_moved = false;
-std::atomic<bool> any{false};
+std::atomic<bool> any{true};  ///< connecting a QP may be more than that
 std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
 
 constexpr std::size_t kRetired = 1024;
@@ -39,6 +40,12 @@ void exchange_keys(QpShadow& q, const RemoteKeys* keys) {
 void say(const char* what, int err) {
   static std::atomic<int> said{0};
   if (said.exchange(err) != err) std::fprintf(stderr, "libmigr: %s: %s\n", what, std::strerror(err));
+}
+
+/// Caller holds the Registry's lock.
+void changed() {
+  ++news;
+  any = !told || have_moved || !touched.empty();
 }
 
 /// A question of a thread of the application: a checkpoint waits for its end, and no more begin.
@@ -58,20 +65,24 @@ class Asking {
 }  // namespace
 
 void set_moves(std::span<const migr_move> moves) {
+  told = true;
   touched.clear();
   for (const migr_move& m : moves) {
     if (m.vqpn) continue;
     touched.push_back(std::to_array(m.birth_gid));
     touched.push_back(std::to_array(m.gid));
   }
-  ++news;
-  any = have_moved || !touched.empty();
+  changed();
+}
+
+void untold() {
+  told = false;
+  changed();
 }
 
 void moved() {
   have_moved = true;
-  ++news;
-  any = true;
+  changed();
 }
 
 void met(QpShadow& q, std::span<const migr_key_map> keys) {
@@ -101,17 +112,20 @@ void Connecting::look_up() {
   found_.reset();
   if (!names_peer_) return;
   std::uint32_t pqpn = 0;
+  bool known_to_move;
   {
     Registry& registry = Registry::get();
     auto guard = registry.enter();
     as_of_ = news;
     const QpShadow* q = known(registry, qp_);
-    if (!q || std::find(touched.begin(), touched.end(), std::to_array(asked_.gid)) == touched.end()) return;
+    known_to_move = std::find(touched.begin(), touched.end(), std::to_array(asked_.gid)) != touched.end();
+    if (!q || (told && !known_to_move)) return;
     pqpn = q->pqpn();
   }
   const Asking asking;
   std::vector<migr_qp_address> answer;
   const int err = control::ask(MIGR_MSG_WHERE, pqpn, std::span<const migr_qp_address>(&asked_, 1), answer, kAskMs);
+  if (err == ENOTCONN && !known_to_move) return;  // there is no migrd
   if (err && err != ENOENT) say("where a peer is that has moved cannot be found out", err);
   if (!err && answer.size() == 1) found_ = answer[0];
 }

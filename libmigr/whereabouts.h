@@ -4,9 +4,9 @@
  * of a peer, (GID, QPN), may be of a host that the peer has left; and a process that
  * has moved tells new partners of keys that its device does not know. migrd says
  * between which GIDs processes have moved (MOVES). Who connects a QP to one of those
- * asks it where the QP is (WHERE), once; who has moved has its keys told to each new
- * partner (INTRODUCE, which arrives there as MET). Where nothing has moved, nothing
- * is asked.
+ * asks it where the QP is (WHERE), once, and so does who has not been told yet; who has
+ * moved has its keys told to each new partner (INTRODUCE, which arrives there as MET).
+ * Where nothing has moved, nothing is asked.
  */
 #ifndef MIGR_WHEREABOUTS_H
 #define MIGR_WHEREABOUTS_H
@@ -22,6 +22,8 @@ namespace migr::whereabouts {
 
 /// MOVES, all there are. Caller holds the Registry's lock.
 void set_moves(std::span<const migr_move> moves);
+/// The connection to migrd has ended: what moves from now on is asked for. Caller holds the Registry's lock.
+void untold();
 /// REBIND: this process has moved. Caller holds the Registry's lock.
 void moved();
 
@@ -30,7 +32,8 @@ void met(QpShadow& q, std::span<const migr_key_map> keys);
 /// `q` is in RESET: its next partner is another. Caller holds the Registry's lock.
 void parted(QpShadow& q);
 
-/// One ibv_modify_qp() of a connected QP. Thread: any; blocks for at most a few seconds, and only where something has moved.
+/// One ibv_modify_qp() of a connected QP. Thread: any; blocks for at most a few seconds, and only where something has moved
+/// or may have.
 class Connecting {
  public:
   Connecting(ibv_qp* qp, const ibv_qp_attr& attr, int mask);

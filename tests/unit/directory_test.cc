@@ -101,6 +101,8 @@ TEST_F(DirectoryTest, AProcessIsKnownByTheGidsThatItHasLeft) {
   EXPECT_FALSE(d.was_at(instance(1), kC));
   EXPECT_FALSE(d.was_at(instance(2), kB));
   EXPECT_FALSE(d.was_at(instance(3), kA));
+  for (const auto& gid : {kA, kB, kC}) EXPECT_TRUE(d.touched(gid));
+  EXPECT_FALSE(d.touched(std::string(16, 'd')));
   std::set<std::pair<std::string, std::string>> told;
   for (const auto& m : d.all()) {
     EXPECT_EQ(0u, m.vqpn);

@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* Who connects a QP: when migrd is asked where its peer is, and what becomes of the answer. */
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "../../libmigr/control.h"
+#include "../../libmigr/kernel_link.h"
+#include "../../libmigr/objects.h"
+#include "../../libmigr/path.h"
+#include "../../libmigr/switchover/switchover.h"
+#include "../../libmigr/whereabouts.h"
+
+namespace migr {
+
+/* ---- what is behind and beside it --------------------------------------------- */
+
+KernelLink::~KernelLink() = default;
+Registry& Registry::get() {
+  static Registry* registry = new Registry;
+  return *registry;
+}
+std::uint32_t Context::ctx_id() const { return 7; }
+QpShadow* known(Registry&, ibv_qp* qp) { return &shadow_of(qp); }
+namespace path {
+void translate_keys(QpShadow&, std::uint32_t) {}
+}  // namespace path
+namespace switchover {
+int rebound_keys(std::vector<migr_key_map>&) { return 0; }
+void destroy_old_paths() {}
+}  // namespace switchover
+RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&) {}
+
+struct {
+  int asked = 0, status = ENOENT;
+  migr_qp_address at{};  // the answer, if status is 0
+} migrd;
+
+namespace control {
+int ask(std::uint16_t type, std::uint64_t, const void*, std::size_t count, std::size_t, int, std::vector<char>& answer) {
+  EXPECT_EQ(type, MIGR_MSG_WHERE);
+  EXPECT_EQ(count, 1u);
+  ++migrd.asked;
+  if (migrd.status) return migrd.status;
+  answer.resize(sizeof migrd.at);
+  std::memcpy(answer.data(), &migrd.at, sizeof migrd.at);
+  return 0;
+}
+}  // namespace control
+
+namespace {
+
+struct Connect : ::testing::Test {
+  Connect() {
+    qp.real = &real;
+    migrd = {};
+    tell({});
+  }
+  static migr_move from_to(std::uint8_t from, std::uint8_t to) {
+    migr_move m{};
+    m.birth_gid[0] = from;
+    m.gid[0] = to;
+    return m;
+  }
+  static void tell(const std::vector<migr_move>& moves) {
+    std::lock_guard guard(Registry::get().lock);
+    whereabouts::set_moves(moves);
+  }
+  /// @return the GID's first byte and the number that the device would be told
+  std::pair<int, unsigned> connect(std::uint8_t gid, std::uint32_t qpn) {
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_RTR;
+    attr.ah_attr.is_global = 1;
+    attr.ah_attr.grh.dgid.raw[0] = gid;
+    attr.dest_qp_num = qpn;
+    whereabouts::Connecting peer(&qp.app, attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_DEST_QPN);
+    peer.look_up();
+    std::lock_guard guard(Registry::get().lock);
+    EXPECT_FALSE(peer.stale());
+    peer.put(attr);
+    return {attr.ah_attr.grh.dgid.raw[0], attr.dest_qp_num};
+  }
+  ibv_qp real{};
+  QpShadow qp{};
+};
+
+using Peer = std::pair<int, unsigned>;
+
+TEST_F(Connect, WhereNothingHasMovedNothingIsAsked) {
+  EXPECT_EQ(connect(1, 30), Peer(1, 30));
+  EXPECT_EQ(migrd.asked, 0);
+}
+
+TEST_F(Connect, AGidThatProcessesHaveLeftIsAskedFor) {
+  tell({from_to(1, 2)});
+  migrd.status = 0, migrd.at = {{2}, 44};
+  EXPECT_EQ(connect(1, 30), Peer(2, 44));
+  EXPECT_EQ(connect(3, 30), Peer(3, 30)) << "nothing has been there";
+  EXPECT_EQ(migrd.asked, 1);
+}
+
+/// migrd tells its processes after their HELLO: until then nobody knows whether the peer has moved.
+TEST_F(Connect, WhoHasNotBeenToldAsks) {
+  std::unique_lock guard(Registry::get().lock);
+  whereabouts::untold();
+  guard.unlock();
+  migrd.status = 0, migrd.at = {{2}, 44};
+  EXPECT_EQ(connect(1, 30), Peer(2, 44));
+  for (const int status : {ENOENT, ENOTCONN, ETIMEDOUT}) {
+    migrd.status = status;
+    EXPECT_EQ(connect(1, 30), Peer(1, 30)) << "as the application says";
+  }
+  EXPECT_EQ(migrd.asked, 4);
+  tell({});
+  connect(1, 30);
+  EXPECT_EQ(migrd.asked, 4);
+}
+
+TEST_F(Connect, WhatMovesMeanwhileIsAskedForAgain) {
+  ibv_qp_attr attr{};
+  attr.ah_attr.is_global = 1;
+  tell({from_to(1, 2)});
+  const whereabouts::Connecting peer = [&] {
+    whereabouts::Connecting p(&qp.app, attr, IBV_QP_AV | IBV_QP_DEST_QPN);
+    p.look_up();
+    return p;
+  }();
+  EXPECT_FALSE(peer.stale());
+  tell({from_to(1, 3)});
+  EXPECT_TRUE(peer.stale());
+}
+
+}  // namespace
+}  // namespace migr
