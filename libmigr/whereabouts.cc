@@ -27,7 +27,7 @@ bool told = false;         ///< what has moved, by the migrd that we are connect
 std::vector<Gid> touched;  ///< that processes have moved to or from
 std::uint64_t news = 0;    ///< how often something of this has changed
 bool have_moved = false;
-std::atomic<bool> any{true};  ///< connecting a QP may be more than that
+std::atomic<bool> any{true};                            ///< connecting a QP may be more than that
 std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
 
 constexpr std::size_t kRetired = 1024;

@@ -83,13 +83,13 @@ class Flushing {
 };
 
 int wait_until_empty(QpShadow& q, Flushing& flushing, std::string& why) {
-  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  Patience patience;
   for (;;) {
     flushing.poll();
     provider::QueuePart sends, receives;
     if (const int err = provider::queue_parts(q, sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
     if (!sends.size() && !receives.size()) return 0;
-    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "the queues of " + qp_name(q) + " were not flushed");
+    if (patience.over()) return fail(why, ETIMEDOUT, "the queues of " + qp_name(q) + " were not flushed");
     pause_briefly();
   }
 }
@@ -153,19 +153,19 @@ void unfold(QpShadow& q, std::vector<QueuedSend>& sends) {
 
 /// Tries until the queue has room: what is in it is being flushed.
 template <class Post>
-int post_behind(Post&& post, std::uint64_t deadline) {
+int post_behind(Post&& post, Patience& patience) {
   int err;
-  while ((err = post()) == ENOMEM && now_ns() < deadline) pause_briefly();
+  while ((err = post()) == ENOMEM && !patience.over()) pause_briefly();
   return err;
 }
 
-int wait_for_marker(CqShadow& c, std::uint64_t wr_id, std::uint64_t deadline) {
+int wait_for_marker(CqShadow& c, std::uint64_t wr_id, Patience& patience) {
   for (;; pause_briefly()) {
     std::lock_guard guard(c.lock);
     path::poll_to_fake(c);
     const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(), [&](const ibv_wc& wc) { return wc.wr_id == wr_id; });
     if (seen != c.seen_markers.end()) return c.seen_markers.erase(seen), 0;
-    if (now_ns() > deadline) return ETIMEDOUT;
+    if (patience.over()) return ETIMEDOUT;
   }
 }
 
@@ -179,26 +179,26 @@ void count_marker(CqShadow& c, int change) {
 /// is flushed between the two are sends, and those receives that threads post late stay for the trap.
 int flush_behind(QpShadow& q, std::string& why) {
   Cut& cut = *q.cut;
-  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  Patience patience;
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
   cut.receive_marker = marker::next();
   ibv_recv_wr receive{.wr_id = cut.receive_marker, .next = nullptr, .sg_list = nullptr, .num_sge = 0};
   ibv_recv_wr* bad_receive;
   count_marker(*q.recv_cq, 1);
-  int err = post_behind([&] { return q.real_post_recv(q.real, &receive, &bad_receive); }, deadline);
+  int err = post_behind([&] { return q.real_post_recv(q.real, &receive, &bad_receive); }, patience);
   if (!err) err = real().modify_qp(q.real, &to, IBV_QP_STATE);
   if (err) return count_marker(*q.recv_cq, -1), fail(why, err, "cannot flush the receives of " + qp_name(q));
-  if ((err = wait_for_marker(*q.recv_cq, cut.receive_marker, deadline))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
+  if ((err = wait_for_marker(*q.recv_cq, cut.receive_marker, patience))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
   ibv_send_wr send{};
   send.wr_id = cut.send_marker = marker::next();
   send.opcode = IBV_WR_RDMA_WRITE;
   send.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad_send;
   count_marker(*q.send_cq, 1);
-  err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, deadline);
+  err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, patience);
   if (err) return count_marker(*q.send_cq, -1), fail(why, err, "cannot flush the sends of " + qp_name(q));
-  if ((err = wait_for_marker(*q.send_cq, cut.send_marker, deadline))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
+  if ((err = wait_for_marker(*q.send_cq, cut.send_marker, patience))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
   return 0;
 }
 
@@ -206,8 +206,8 @@ int flush_behind(QpShadow& q, std::string& why) {
 template <class Outside>
 int wait_for_threads(Outside&& outside, const std::string& what, std::string& why) {
   path::pass_barrier();
-  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull; !outside(); pause_briefly())
-    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "a thread does not come back from " + what);
+  for (Patience patience; !outside(); pause_briefly())
+    if (patience.over()) return fail(why, ETIMEDOUT, "a thread does not come back from " + what);
   return 0;
 }
 

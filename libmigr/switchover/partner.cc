@@ -99,7 +99,7 @@ namespace {
 /// Waits until every receive of `q`, which is in ERR, has completed. Caller holds c.lock. @param last the wr_id of a
 /// receive of ours behind all others, or 0: it had no room
 int wait_until_flushed(QpShadow& q, CqShadow& c, std::uint64_t last, std::string& why) {
-  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  Patience patience;
   std::uint64_t quiet_since = 0;
   for (;;) {
     const bool moved = path::poll_to_fake(c) > 0;
@@ -117,7 +117,7 @@ int wait_until_flushed(QpShadow& q, CqShadow& c, std::uint64_t last, std::string
       else if (!quiet_since) quiet_since = now_ns();
       else if (now_ns() - quiet_since > kFlushQuietMs * 1'000'000ull) return 0;
     }
-    if (now_ns() > deadline) return fail(why, ETIMEDOUT, "the receives of " + qp_name(q) + " were not flushed");
+    if (patience.over()) return fail(why, ETIMEDOUT, "the receives of " + qp_name(q) + " were not flushed");
     pause_briefly();
   }
 }

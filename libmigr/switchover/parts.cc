@@ -224,7 +224,7 @@ int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why) {
     if (const int err = q.real_post_send(on, &wr, &bad)) return fail(why, err, "post_send (memory window) on " + qp_name(q));
     ++c.markers;
   }
-  for (const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull; now_ns() < deadline; pause_briefly()) {
+  for (Patience patience; !patience.over(); pause_briefly()) {
     std::lock_guard guard(c.lock);
     path::poll_to_fake(c);
     const auto seen = std::find_if(c.seen_markers.begin(), c.seen_markers.end(),
@@ -278,7 +278,7 @@ int inject_event(CqShadow& c, std::string& why) {
     }
     err = real().modify_qp(helper, &to, IBV_QP_STATE);
   }
-  const std::uint64_t deadline = now_ns() + kEventLimitMs * 1'000'000ull;
+  Patience patience;
   while (!err) {
     {
       std::lock_guard guard(c.lock);
@@ -290,7 +290,7 @@ int inject_event(CqShadow& c, std::string& why) {
         break;
       }
     }
-    if (now_ns() > deadline) err = ETIMEDOUT;
+    if (patience.over()) err = ETIMEDOUT;
     pause_briefly();
   }
   destroy_real(helper);

@@ -3,10 +3,12 @@
 #ifndef MIGR_SWITCHOVER_PARTS_H
 #define MIGR_SWITCHOVER_PARTS_H
 
+#include <algorithm>
 #include <cstdint>
 #include <ctime>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "../path.h"
@@ -23,6 +25,20 @@ inline std::uint64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec);
 }
+/// How long we look for what the device owes us: kEventLimitMs of our own time. Who was stopped himself, as in a virtual machine
+/// that was paused, cannot tell whether it has come late.
+class Patience {
+ public:
+  bool over() {
+    constexpr std::uint64_t kLookNs = 50'000'000, kLimitNs = kEventLimitMs * 1'000'000ull;
+    const std::uint64_t now = now_ns();
+    waited_ns_ += std::min(now - std::exchange(looked_ns_, now), kLookNs);
+    return waited_ns_ > kLimitNs;
+  }
+
+ private:
+  std::uint64_t looked_ns_ = now_ns(), waited_ns_ = 0;
+};
 /// For a path's first packet.
 std::uint32_t random_psn();
 /// Between two looks at a queue.

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// The table of arcs of a switchover, walked: every phase has a way on and a way back, except where there must be none.
+// The table of arcs of a switchover, walked: every phase has a way on and a way back, except where there must be none. And how
+// long a step waits.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include "switchover/parts.h"
 #include "switchover/states.h"
 
 namespace {
@@ -46,6 +49,16 @@ TEST(States, NewPathThatFailsIsLeftAsAnyOther) {
 
 TEST(States, SuspensionIsTheOnlyWayIn) {
   EXPECT_EQ(bit(Phase::kSuspended), kArcs[static_cast<int>(Phase::kRunning)]);
+}
+
+TEST(Limits, WhoWasStoppedHimselfWaitsOn) {
+  Patience stopped, running;
+  constexpr useconds_t kLookUs = 20'000;
+  unsigned looks = 0;
+  while (looks * kLookUs < 4 * kEventLimitMs * 1000 && !running.over()) usleep(kLookUs), ++looks;
+  EXPECT_TRUE(running.over());
+  EXPECT_GE(looks, kEventLimitMs / 50) << "no look counts for more than 50 ms";
+  EXPECT_FALSE(stopped.over()) << "it has looked once in all that time";
 }
 
 }  // namespace
