@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "whereabouts.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <set>
 
@@ -76,6 +79,15 @@ const wire::Whereabouts* choose(const wire::WhereReply& all, const std::set<std:
   return best;
 }
 
+// Its HELLO may be on its way: the process has just begun, or this daemon has. None: it has no libmigr.
+std::shared_ptr<ProcessSession> Whereabouts::session_of(const migr_ctx_rec& c) {
+  using Clock = std::chrono::steady_clock;
+  for (const auto until = Clock::now() + std::chrono::milliseconds(kWhereMs / 2);; usleep(5'000)) {
+    auto session = sessions_.by_pid(static_cast<pid_t>(c.pid));
+    if (session || !(c.flags & MIGR_CTX_ATTACHED) || Clock::now() > until) return session;
+  }
+}
+
 Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
   if (r.gid().size() != sizeof(migr_qp_address::gid) || !r.vqpn() || r.vqpn() > MIGR_QPN_MASK) return Error{EINVAL, "a malformed address"};
   auto ctxs = all_contexts();
@@ -90,8 +102,8 @@ Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
       std::string gid = r.gid();
       if (!born_here) {
         // Only by the number it was born with does anybody know it there.
-        const auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
-        if (q.vqpn != r.vqpn() || !session || !directory_.was_at(session->instance(), r.gid())) continue;
+        const auto session = q.vqpn == r.vqpn() ? session_of(c.rec) : nullptr;
+        if (!session || !directory_.was_at(session->instance(), r.gid())) continue;
         const auto like = std::find_if(gids.begin(), gids.end(), [&](const auto& g) { return g.roce_v2() && family(g.gid()) == family(r.gid()); });
         if (like == gids.end()) continue;
         gid = like->gid();
@@ -183,7 +195,7 @@ Status Whereabouts::introduce(const wire::IntroduceRequest& r) {
     for (const auto& q : c.qps) {
       if (q.pqpn != r.pqpn() || (q.flags & MIGR_QP_FORMER) || !(c.rec.flags & MIGR_CTX_ATTACHED) || !has(tables.of(c.rec), r.gid())) continue;
       if (connected(q) && (bytes_of(q.ah.dgid) != r.from_gid() || q.dest_qpn != r.from_pqpn())) continue;  // somebody else's
-      const auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
+      const auto session = session_of(c.rec);
       if (!session) continue;
       auto keys = key_maps({&r.keys(), 1});
       if (!keys) return keys.error();

@@ -2,6 +2,7 @@
 // Connections that are made after a migration: what processes ask (libmigr/whereabouts.h), and what hosts ask each other for them.
 #pragma once
 
+#include <memory>
 #include <set>
 #include <string>
 
@@ -10,6 +11,7 @@
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
+#include "uapi/migr.h"
 #include "wire.pb.h"
 
 namespace migr {
@@ -31,6 +33,7 @@ class Whereabouts {
  private:
   Result<migr_qp_address> find(const migr_qp_address& named, std::uint32_t asker_pqpn);
   Status introduce(const Question& q);
+  std::shared_ptr<ProcessSession> session_of(const migr_ctx_rec& c);
 
   const Config& config_;
   SessionTable& sessions_;
