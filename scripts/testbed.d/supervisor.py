@@ -62,7 +62,9 @@ class Host:
     def argv(self):
         c = self.bed.conf
         kvm = c["accel"] == "kvm"
-        append = ["console=ttyS0", "panic=-1", "no_timer_check", "panic_on_warn=1", "oops=panic", "mitigations=off", "no5lvl",
+        # Linux takes the TSCs of two processors of this make for unsynchronized and reads its clock from the HPET, each time by
+        # way of the emulator; TCG's all are the host's.
+        append = ["console=ttyS0", "panic=-1", "no_timer_check", "tsc=reliable", "panic_on_warn=1", "oops=panic", "mitigations=off", "no5lvl",
                   "net.ifnames=0", "rcupdate.rcu_cpu_stall_timeout=120", "nowatchdog", "systemd.unified_cgroup_hierarchy=1",
                   f"tb.host={self.name}", f"tb.num={self.number}", c["append"]]
         a = ["qemu-system-x86_64", "-name", f"testbed-{c['name']}-{self.name}",
