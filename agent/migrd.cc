@@ -11,6 +11,9 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <condition_variable>
+#include <mutex>
+
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
@@ -195,6 +198,25 @@ std::set<Gid> gids_of_this_host() {
   return out;
 }
 
+/// Of this daemon. Thread: any.
+class End {
+ public:
+  void come() {
+    std::lock_guard lock(mutex_);
+    has_come_ = true;
+    changed_.notify_all();
+  }
+  bool comes_within(int ms) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return has_come_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool has_come_ = false;
+};
+
 /// Links of processes: docs/failover.md. What one part tells another is set here, once.
 struct Links {
   explicit Links(Peers& peers)
@@ -326,14 +348,15 @@ int run(const Config& config) {
 
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
   traffic.start();
-  std::atomic<bool> stop = false;
+  End end;
   std::thread ticker([&] {
-    constexpr useconds_t kTickUs = 250'000;
+    constexpr int kTickMs = 250;
     constexpr unsigned kTicksPerLook = 8;
-    for (unsigned n = 0; !stop; usleep(kTickUs)) {
+    unsigned n = 0;
+    do {
       for (Role* r : roles) r->tick();
       if (n++ % kTicksPerLook == 0) certificates.look();
-    }
+    } while (!end.comes_within(kTickMs));
   });
   // Beside the other, for it waits for hosts that may be silent.
   std::thread guests([&] {
@@ -345,15 +368,15 @@ int run(const Config& config) {
       wire::Host::Stub stub(*channel);
       return call(stub, &wire::Host::Stub::Release, r, kCallMs, host);
     };
-    for (int n = 0; !stop; usleep(100'000))
-      if (n++ % (kGuestsMs / 100) == 0)
-        if (const auto end = directory.end_of(numbers.tick(tell)); end.moves_size()) tell_hosts(peers, end, 2 * kWhereMs);
+    do {
+      if (const auto ended = directory.end_of(numbers.tick(tell)); ended.moves_size()) tell_hosts(peers, ended, 2 * kWhereMs);
+    } while (!end.comes_within(kGuestsMs));
   });
   // Beside the others for the same reason.
   std::thread heartbeat([&] {
     if (config.metrics.empty()) return;
-    for (int n = 0; !stop; usleep(100'000))
-      if (n++ % (kPeersMs / 100) == 0) metrics->ask_peers(peers);
+    do metrics->ask_peers(peers);
+    while (!end.comes_within(kPeersMs));
   });
   sigset_t set;
   sigemptyset(&set);
@@ -362,7 +385,7 @@ int run(const Config& config) {
   int sig = 0;
   sigwait(&set, &sig);
   spdlog::info("ends by signal {}", sig);
-  stop = true;
+  end.come();
   ticker.join();
   guests.join();
   heartbeat.join();
