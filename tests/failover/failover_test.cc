@@ -695,7 +695,9 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
-  EXPECT_GT(totals.replayed, 0u);
+  if (rounds >= 6) {  // fewer may be cut while nothing is under way
+    EXPECT_GT(totals.replayed, 0u);
+  }
   if (GetParam() != "told" && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
     EXPECT_GT(totals.executed, 0u);
   }
