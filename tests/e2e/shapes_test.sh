@@ -88,7 +88,7 @@ late_clients() {
 	local v4
 	v4=$(on_sh dst 'ip -4 -o addr show dev eth1 | awk "{print \$4}"') && rail_gids dst "fd00:77::2/64 $v4" &&
 		start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 5 --json /tmp/json && until_true 30 visit &&
-		migrate_ok late dst && visit --early && visit --client-first && migrate_ok late src && visit && visit --client-first &&
+		migrate_ok late dst && visit --early && visit --client-first --forge 0x100 && migrate_ok late src && visit && visit --client-first &&
 		container_wait src late 30 && container_exec src late cat /tmp/json | jq -e '.errors == 0 and .clients == 5' >/dev/null ||
 		{ container_log "$(container_host late)" late >&2; e2e_logs; rail_gids dst "$v4"; e2e_reset; return 1; }
 	rail_gids dst "$v4" && container_remove src late

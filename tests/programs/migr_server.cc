@@ -32,6 +32,7 @@ struct Args {
   std::string server, dev, json;
   int port = 18535, clients = 1;
   bool early = false, client_first = false;
+  std::uint32_t forge = 1;
 };
 
 /// What one end tells the other.
@@ -147,6 +148,12 @@ class Line {
         if (device_.memory.data()[at + i] != static_cast<std::uint8_t>(round + static_cast<int>(i))) return faults.add(Fault::kCorrupted, "round " + std::to_string(round) + ": another content");
     receive();
   }
+  /// Reads by a key that nobody has given to this end: that has to end the connection.
+  void forge(std::uint32_t change) {
+    to_.rkey ^= change;
+    post(IBV_WR_RDMA_READ, kSendAt, kPiece, 0);
+    if (const ibv_wc wc = next(); wc.status != IBV_WC_REM_ACCESS_ERR) faults.add(Fault::kOther, std::string("a forged key: ") + ibv_wc_status_str(wc.status));
+  }
   void clear_counter() { std::memset(device_.memory.data() + kWordsAt, 0, 8); }
 
   Faults faults;
@@ -178,14 +185,17 @@ class Line {
     if (const int err = ibv_post_send(qp_.get(), &wr, &bad)) throw PeerError(std::string("ibv_post_send: ") + std::strerror(err));
     return kSendId;
   }
-  void complete(std::uint64_t id) {
+  ibv_wc next() {
     ibv_wc wc{};
     for (const std::int64_t until = now_us() + kWorkUs;; usleep(200)) {
       const int n = ibv_poll_cq(device_.cq.get(), 1, &wc);
       if (n < 0) throw PeerError("ibv_poll_cq failed");
-      if (n) break;
+      if (n) return wc;
       if (now_us() > until) throw PeerError("nothing completes");
     }
+  }
+  void complete(std::uint64_t id) {
+    const ibv_wc wc = next();
     if (wc.status != IBV_WC_SUCCESS) throw PeerError(std::string("a work request completed with '") + ibv_wc_status_str(wc.status) + "'");
     if (wc.wr_id != id || wc.qp_num != qp_->qp_num) throw PeerError("a completion of another work request");
   }
@@ -221,6 +231,9 @@ void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, Faul
   control.send(Msg::kDone);
   control.expect(Msg::kFin, kSetupLimit);
   if (line->faults.total()) faults.add(Fault::kOther, line->faults.first());
+  // What the end of this connection has left there is nothing of the next one's.
+  line.reset();
+  for (ibv_wc wc; ibv_poll_cq(device.cq.get(), 1, &wc) > 0;) continue;
 }
 
 void visit(const Args& a, Device& device, Faults& faults) {
@@ -238,12 +251,13 @@ void visit(const Args& a, Device& device, Faults& faults) {
   }
   line.take(0);
   control.expect(Msg::kDone, kSetupLimit);
+  line.forge(a.forge);
   control.send(Msg::kFin);
   if (line.faults.total()) faults.add(Fault::kOther, line.faults.first());
 }
 
 Args parse(int argc, char** argv) {
-  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {nullptr, 0, nullptr, 0}};
+  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {"forge", 1, nullptr, 'x'}, {nullptr, 0, nullptr, 0}};
   Args a;
   bool good = true;
   for (int c; (c = getopt_long(argc, argv, "", kLong, nullptr)) != -1;) switch (c) {
@@ -253,13 +267,15 @@ Args parse(int argc, char** argv) {
       case 'j': a.json = optarg; break;
       case 'e': a.early = true; break;
       case 'f': a.client_first = true; break;
+      case 'x': a.forge = static_cast<std::uint32_t>(std::strtoul(optarg, nullptr, 0)); break;
       default: good = false;
     }
   if (optind < argc) a.server = argv[optind++];
   if (good && optind == argc && a.clients > 0) return a;
   std::fputs(
-      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] SERVER]\n"
-      "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n",
+      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--forge BITS] SERVER]\n"
+      "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n"
+      "A client's last request is to read by the server's key with other BITS (1: its tag), and has to fail.\n",
       stderr);
   std::exit(kExitUsage);
 }

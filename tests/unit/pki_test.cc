@@ -2,13 +2,20 @@
 // The test CA, and that only its hosts can talk.
 #include "agent/pki.h"
 
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <mutex>
+#include <thread>
 
 #include "agent/certificates.h"
 #include "agent/doctor.h"
@@ -73,6 +80,77 @@ TEST_F(Pki, KeyReadableForOthersIsEPERM) {
   EXPECT_EQ(f.error().code, EPERM);
 }
 
+/// Counts what arrives.
+struct Arrivals final : Role {
+  wire::OutcomeReply outcome(std::uint32_t) override { return {}; }
+  Status renew(std::uint32_t, const Caller&) override {
+    if (look) look();
+    return ++calls, Status();
+  }
+  std::atomic<int> calls = 0;
+  std::function<void()> look;
+};
+
+int connected_to(int port) {
+  const sockaddr_in to{.sin_family = AF_INET, .sin_port = htons(static_cast<std::uint16_t>(port)), .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0) return fd;
+  close(fd);
+  return -1;
+}
+
+/// Who sits on the cable: one connection goes through it, and it may write down and change what the client says.
+class Cable {
+ public:
+  using Change = std::function<void(std::size_t so_far, std::string& bytes)>;
+  explicit Cable(int to, Change change = [](std::size_t, std::string&) {}) : change_(std::move(change)) {
+    sockaddr_in at{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+    socklen_t size = sizeof at;
+    listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT_EQ(bind(listener_, reinterpret_cast<const sockaddr*>(&at), size), 0);
+    EXPECT_EQ(listen(listener_, 1), 0);
+    EXPECT_EQ(getsockname(listener_, reinterpret_cast<sockaddr*>(&at), &size), 0);
+    port = ntohs(at.sin_port);
+    thread_ = std::thread([this, to] { carry(to); });
+  }
+  ~Cable() {
+    shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    close(listener_);
+  }
+  std::string said() {
+    std::lock_guard lock(mutex_);
+    return said_;
+  }
+  int port = 0;
+
+ private:
+  void carry(int to) {
+    const int client = accept(listener_, nullptr, nullptr);
+    if (client < 0) return;
+    const int server = connected_to(to);
+    pollfd ends[] = {{client, POLLIN, 0}, {server, POLLIN, 0}};
+    for (char part[4096]; poll(ends, 2, 10'000) > 0;) {
+      const bool up = ends[0].revents;
+      const ssize_t n = read(up ? client : server, part, sizeof part);
+      if (n <= 0) break;
+      std::string bytes(part, static_cast<std::size_t>(n));
+      if (up) {
+        std::lock_guard lock(mutex_);
+        change_(said_.size(), bytes);
+        said_ += bytes;
+      }
+      if (write(up ? server : client, bytes.data(), bytes.size()) != n) break;
+    }
+    close(client), close(server);
+  }
+  const Change change_;
+  int listener_ = -1;
+  std::mutex mutex_;
+  std::string said_;
+  std::thread thread_;
+};
+
 // One server, and what clients of several kinds get from it.
 class Tls : public Pki {
  protected:
@@ -85,7 +163,7 @@ class Tls : public Pki {
     config_.name = "a";
     config_.peers = {{"b", "b:7471"}};
     files_ = std::make_unique<Peers>(config_, *pki::load(dir_ + "/ca/a"));
-    service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>());
+    service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>{&arrivals_});
     grpc::ServerBuilder b;
     b.AddListeningPort("127.0.0.1:0", files_->server_credentials(), &port_);
     b.RegisterService(service_.get());
@@ -103,9 +181,18 @@ class Tls : public Pki {
     wire::Host::Stub stub(*p.channel(expect));
     return call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, expect);
   }
+  /// b calls a over this port. @return whether it was answered
+  bool renew(int port) {
+    Config c;
+    c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+    Peers p(c, *pki::load(dir_ + "/ca/b"));
+    wire::Host::Stub stub(*p.channel("a"));
+    return bool(call(stub, &wire::Host::Stub::Renew, wire::Migration(), 2000, "a"));
+  }
   Config config_;
   Numbers numbers_{config_};
   SessionTable sessions_;
+  Arrivals arrivals_;
   std::unique_ptr<Peers> files_;
   std::unique_ptr<HostService> service_;
   std::unique_ptr<grpc::Server> server_;
@@ -126,6 +213,44 @@ TEST_F(Tls, ServerWithAnotherNameIsNotTrusted) { EXPECT_FALSE(ask("/ca/b", "c"))
 TEST_F(Tls, PlainTextIsNotAnswered) {
   wire::Host::Stub stub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port_), grpc::InsecureChannelCredentials()));
   EXPECT_FALSE(call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, "a"));
+}
+
+TEST_F(Tls, WhatIsChangedOnTheWayIsNotTaken) {
+  std::size_t whole = 0;  // until the call has arrived
+  {
+    Cable cable(port_);
+    arrivals_.look = [&] { whole = cable.said().size(); };
+    ASSERT_TRUE(renew(cable.port));
+    arrivals_.look = nullptr;
+  }
+  ASSERT_EQ(arrivals_.calls, 1);
+  for (const std::size_t at : {std::size_t{60}, whole / 2, whole * 9 / 10}) {  // of the hello, of the certificate, of the call
+    Cable cable(port_, [at](std::size_t so_far, std::string& bytes) {
+      if (at >= so_far && at < so_far + bytes.size()) bytes[at - so_far] ^= 1;
+    });
+    EXPECT_FALSE(renew(cable.port)) << "byte " << at << " of " << whole;
+    EXPECT_EQ(arrivals_.calls, 1) << "byte " << at << " of " << whole;
+  }
+}
+
+TEST_F(Tls, WhatIsSaidAgainIsNotTakenAgain) {
+  Cable cable(port_);
+  ASSERT_TRUE(renew(cable.port));
+  ASSERT_EQ(arrivals_.calls, 1);
+  const std::string said = cable.said();
+  const int fd = connected_to(port_);
+  ASSERT_GE(fd, 0);
+  ASSERT_EQ(write(fd, said.data(), said.size()), static_cast<ssize_t>(said.size()));
+  // It answers the hello, and hangs up at the first word that was not meant for this connection.
+  pollfd end{fd, POLLIN, 0};
+  char part[4096];
+  ssize_t n = 1;
+  while (n > 0 && poll(&end, 1, 10'000) > 0) n = read(fd, part, sizeof part);
+  EXPECT_LE(n, 0) << "the connection stands";
+  close(fd);
+  EXPECT_EQ(arrivals_.calls, 1);
+  EXPECT_TRUE(renew(port_)) << "after it others are heard";
+  EXPECT_EQ(arrivals_.calls, 2);
 }
 
 // ---- new files while it runs
