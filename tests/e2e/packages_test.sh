@@ -35,12 +35,12 @@ prepare() {
 	'
 }
 
-# A line for everything that packages could leave: names of files, the module, what runs. (criu.kdat is what CRIU has found
-# out about the kernel.)
+# A line for everything that packages could leave: names of files, the module, what runs. Not what is of others: criu.kdat (what
+# CRIU has found out about the kernel), the folder that every runc has its containers in, the key that DKMS makes once and keeps.
 traces() {
 	on_sh host '
 		find /etc /run /opt /srv /var/lib /var/spool "/lib/modules/$(uname -r)" -xdev \
-			\( -path /var/lib/dpkg -o -path /var/lib/apt -o -path /run/testbed -o -path /run/criu.kdat \) -prune -o -print
+			\( -path /var/lib/dpkg -o -path /var/lib/apt -o -path /run/testbed -o -path /run/criu.kdat -o -path /run/runc -o -path "/var/lib/dkms/mok.*" \) -prune -o -print
 		find /usr/src /usr/lib /usr/lib/criu /usr/bin /usr/sbin /usr/lib/modprobe.d /usr/lib/tmpfiles.d /usr/lib/modules-load.d \
 			/usr/lib/systemd/system /usr/share/containers /usr/share/bash-completion/completions /usr/share/man/man1 \
 			/usr/share/man/man8 -maxdepth 1 2>/dev/null
