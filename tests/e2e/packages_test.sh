@@ -21,6 +21,7 @@ testbed up --hosts host --rails 1 --no-rdma --mem 1024 --lifetime 1500 --kernel 
 prepare() {
 	on_sh host '
 		set -e
+		rm -rf /var/lib/migr /etc/migr	# of a migr that this machine has had
 		cd "/lib/modules/$(uname -r)"
 		mkdir /tmp/keep
 		modprobe -a --show-depends ib_uverbs rdma_ucm rdma_rxe crc32_generic nf_tables tun |
