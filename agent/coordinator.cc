@@ -12,6 +12,7 @@
 
 #include "clock.h"
 #include "fault.h"
+#include "file_tree.h"
 #include "limits.h"
 #include "parallel.h"
 #include "peer_link.h"
@@ -41,11 +42,43 @@ void lead_to(wire::Connection& c, const End& end, std::string peer) {
 
 }  // namespace
 
+void Coordinator::say(const wire::Progress& p) {
+  std::lock_guard lock(say_mutex_);
+  say_(p);
+}
+
 void Coordinator::note(const std::string& text) {
   spdlog::info("migration {:08x}: {}", id_, text);
   wire::Progress p;
   p.set_note(text);
-  say_(p);
+  say(p);
+}
+
+void Coordinator::sends(std::uint64_t bytes) {
+  std::lock_guard lock(phase_mutex_);
+  sending_ = {sent_.passed, bytes, now_ms()};
+}
+
+// Rarely if it takes long: who listens and does not read must not fill what is between us, for then we would wait.
+void Coordinator::say_how_far() {
+  wire::Progress p;
+  {
+    std::lock_guard lock(phase_mutex_);
+    const double now = now_ms(), took = now - phase_began_, stopped = frozen_at_ > 0 && !runs_again_ ? now - frozen_at_ : 0;
+    if (phase_.empty() || now - std::max(said_at_, phase_began_) < std::max(kProgressMs * 1.0, took / kProgressSteps)) return;
+    said_at_ = now;
+    auto* going = p.mutable_going();
+    going->set_phase(phase_);
+    going->set_ms(took);
+    going->set_stopped_ms(stopped);
+    going->set_stop_over(runs_again_);
+    if (sending_.of) {
+      going->set_bytes(sent_.passed - sending_.before);
+      going->set_of_bytes(sending_.of);
+      if (now - sending_.since >= kProgressMs) going->set_bytes_per_s(static_cast<double>(going->bytes()) * 1000 / (now - sending_.since));
+    }
+  }
+  say(p);
 }
 
 Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
@@ -57,13 +90,14 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
 void Coordinator::watch(const std::string& phase) {
   std::lock_guard lock(phase_mutex_);
   phase_ = phase;
-  phase_until_ = now_ms() + kPhaseMs;
+  phase_began_ = now_ms();
+  phase_until_ = phase_began_ + kPhaseMs;
 }
 
 Status Coordinator::timed(const std::string& name, const std::function<Status()>& f) {
   wire::Progress p;
   p.set_phase(name);
-  say_(p);
+  say(p);
   const double start = now_ms();
   watch(name);
   const Status s = f();
@@ -74,7 +108,7 @@ Status Coordinator::timed(const std::string& name, const std::function<Status()>
   end->set_phase(name);
   end->set_ms(ms);
   end->set_start_ms(start - began_at_);
-  say_(p);
+  say(p);
   *summary_.add_phases() = *end;
   return s;
 }
@@ -281,7 +315,7 @@ Status Coordinator::prepare() {
   for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return a.link->rollback(id_); });
 
   auto here = [&]() -> Status {
-    auto r = dest_.prepare(h, early_, bytes_);
+    auto r = dest_.prepare(h, early_, sent_);
     if (r) prepared_ = *r;
     if (r && set_.pre_setup) note_step("prepare.start", r->start_ms(), r->build_ms()), note_step("prepare.build", r->build_ms());
     return r;
@@ -407,9 +441,11 @@ std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire
 Status Coordinator::pre_copy() {
   auto folder = source_.pre_dump();
   if (!folder) return note(kNotCopiedAhead + folder.error().text), Status();
-  const std::uint64_t before = bytes_;
-  auto s = dest_.upload(id_, *folder, true, all_written, bytes_);
-  summary_.set_bytes_pre_copied(bytes_ - before);
+  const std::uint64_t before = sent_.bytes;
+  sends(bytes_below(*folder));
+  auto s = dest_.upload(id_, *folder, true, all_written, sent_);
+  sends(0);
+  summary_.set_bytes_pre_copied(sent_.bytes - before);
   pre_copied_ = bool(s);
   return s;
 }
@@ -535,8 +571,11 @@ void Coordinator::start_upload() {
     if (dump_ == Dump::kFailed) return Error{ECANCELED, "the checkpoint failed"};
     return dump_ == Dump::kWhole;
   };
+  sends(pre_copied_ ? bytes_below(early_) : info_.filled_bytes);
   upload_ = std::async(std::launch::async, [this, written] {
-    return step("copy.upload", [&] { return dest_.upload(id_, early_, false, written, bytes_); });
+    const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, false, written, sent_); });
+    sends(0);
+    return s;
   });
 }
 
@@ -635,6 +674,7 @@ Status Coordinator::resume() {
   };
   const Status s = both([&] { return step("resume.destination", here); }, [&](Affected& a) { return step("resume.partner", [&] { return there(a); }); });
   if (here_ms > 0) summary_.set_service_blackout_ms(here_ms - frozen_at_);
+  runs_again_ = true;
   summary_.set_communication_blackout_ms(partner_ms);
   return s;
 }
@@ -662,6 +702,7 @@ void Coordinator::lease(std::atomic<bool>& stop) {
     }
     (void)dest_.renew(id_);
     for (auto& a : affected_) (void)a.link->renew(id_);
+    say_how_far();
     for (int ms = 0; ms < kLeaseRenewMs && !stop; ms += 50) usleep(50'000);
   }
 }
@@ -754,7 +795,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (leases.joinable()) leases.join();
   summary_.set_touched(touched_);
   summary_.set_undecided(undecided_);
-  summary_.set_bytes_copied(bytes_);
+  summary_.set_bytes_copied(sent_.bytes);
   spdlog::info("migration {:08x}: {}", id_, summary_.error().empty() ? "done" : summary_.error());
   return summary_;
 }

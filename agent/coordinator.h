@@ -94,12 +94,12 @@ class DestinationLink {
   virtual ~DestinationLink() = default;
   virtual Status check(const wire::CheckRequest& r) = 0;
   /// Sends bundle and the early images in `folder`; adds what was sent to `bytes`.
-  virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) = 0;
   /// After a prepare() with `later`: what it left out.
   virtual Result<wire::PrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   /// Sends the images in `folder`, memory while it is being `written`; adds what was sent to `bytes`.
-  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& bytes) = 0;
+  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) = 0;
   virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;
@@ -204,7 +204,11 @@ class Coordinator {
   void note_step(const std::string& name, double ms, double ago_ms = 0);
   double rdma_ms() const;
   void watch(const std::string& phase);
+  void say(const wire::Progress& p);
   void note(const std::string& text);
+  /// About so many bytes are sent from now on; 0: that is over.
+  void sends(std::uint64_t bytes);
+  void say_how_far();
   void look_at_traffic();
   void lease(std::atomic<bool>& stop);
 
@@ -230,12 +234,19 @@ class Coordinator {
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;
-  std::atomic<std::uint64_t> bytes_ = 0;
-  std::mutex phase_mutex_;
+  Sent sent_;
+  std::mutex phase_mutex_;               // guards what follows, to said_at_
   std::string phase_;                    // empty: none
-  double phase_until_ = 0;
+  double phase_until_ = 0;               // ms, monotonic, as the others
+  double phase_began_ = 0, said_at_ = 0;
+  struct {
+    std::uint64_t before = 0, of = 0;    // of sent_.passed; in all
+    double since = 0;
+  } sending_;
+  std::mutex say_mutex_;
   double began_at_ = 0;                  // ms, monotonic
-  double frozen_at_ = 0;                 // ms, monotonic; 0: not yet
+  std::atomic<double> frozen_at_ = 0;    // ms, monotonic; 0: not yet
+  std::atomic<bool> runs_again_ = false;
   bool touched_ = false, committed_ = false, undecided_ = false;
   int failed_with_ = 0;
   wire::Summary summary_;

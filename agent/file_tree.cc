@@ -284,6 +284,16 @@ std::string checksum_of(const std::string& text) {
   return sum.end();
 }
 
+std::uint64_t bytes_below(const std::string& folder) {
+  std::uint64_t bytes = 0;
+  std::error_code ec;
+  for (std::filesystem::recursive_directory_iterator f(folder, ec), end; !ec && f != end; f.increment(ec)) {
+    struct stat st;
+    if (!lstat(f->path().c_str(), &st) && S_ISREG(st.st_mode)) bytes += static_cast<std::uint64_t>(st.st_size);
+  }
+  return bytes;
+}
+
 std::string text_of(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   std::ostringstream out;

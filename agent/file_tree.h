@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,6 +13,16 @@
 #include "wire.pb.h"
 
 namespace migr {
+
+/// How much of folders has been sent.
+struct Sent {
+  std::atomic<std::uint64_t> bytes = 0;   // of data
+  std::atomic<std::uint64_t> passed = 0;  // and of zeros, which are not
+  void add(const wire::FileChunk& c) {
+    bytes += c.data().size();
+    passed += c.data().size() + c.zeros();
+  }
+};
 
 /// Of images that a program may still be writing: true when it has ended, and with an error when they will never be whole.
 using Written = std::function<Result<bool>()>;
@@ -34,6 +45,9 @@ Status make_own_folder(const std::string& folder, mode_t mode);
 /// Removes a folder with all that is in it, but nothing of what is mounted in it: that is unmounted. (A CRIU that is killed
 /// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.
 Status remove_folder(const std::string& folder);
+
+/// Of its regular files, as Sent counts what has passed; of what cannot be read: 0.
+std::uint64_t bytes_below(const std::string& folder);
 
 /// What it holds. Empty: it is, or it cannot be read, as what is in /proc of a process that has just ended.
 std::string text_of(const std::string& path);

@@ -37,6 +37,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   X(kLeaseMs, "lease_ms", 20'000)           /* without renewal the coordinator counts as gone */                    \
   X(kResolveMs, "resolve_ms", 90'000)       /* how long a host left alone asks for the outcome, often */            \
   X(kLeaseRenewMs, "lease_renew_ms", 1'000)                                                                         \
+  X(kProgressMs, "progress_ms", 1'000)      /* between two words of how far a phase is */                           \
   X(kResolveStepMs, "resolve_step_ms", 1'000)                                                                       \
   X(kResolveSlowMs, "resolve_slow_ms", 10'000)  /* between two questions, after kResolveMs */                       \
   /* to processes */                                                                                                \
@@ -74,6 +75,7 @@ inline constexpr int kTrafficCloseMs = 3'000;   // after the last renewal
 inline constexpr int kTrafficKeepMs = 600'000;
 inline constexpr std::size_t kTrafficSamples = 240;  // of a report: more of them are taken together
 inline constexpr int kGuestsMs = 2'000;         // how often a host looks whether guests have ended
+inline constexpr int kProgressSteps = 20;       // the longer a phase, the rarer are words of how far it is: after a 20th more
 inline constexpr int kStandsStillStatus = 71;   // exit status of a migrd whose coordinator does not get on
 // Copying less than this ahead of the stop takes longer than it saves.
 inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;

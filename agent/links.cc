@@ -35,7 +35,7 @@ Status RpcDestination::check(const wire::CheckRequest& r) {
 }
 
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
-                                                   std::atomic<std::uint64_t>& bytes) {
+                                                   Sent& total) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kPrepareMs);
   wire::PrepareReply reply;
@@ -46,7 +46,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
   wire::PrepareChunk chunk;
   auto send = [&](const wire::FileChunk& c) {
     *chunk.mutable_file() = c;
-    bytes += c.data().size();
+    total.add(c);
     return open = open && writer->Write(chunk);
   };
   Status read;
@@ -64,7 +64,7 @@ Result<wire::PrepareReply> RpcDestination::create(std::uint32_t id) { return cal
 Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
 
 Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written,
-                              std::atomic<std::uint64_t>& bytes) {
+                              Sent& total) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
   wire::UploadReply reply;
@@ -76,7 +76,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool 
   std::uint64_t sent = 0;
   Status read = send_tree(folder, wire::FileChunk::IMAGES, UINT64_MAX, [&](const wire::FileChunk& c) {
     *chunk.mutable_file() = c;
-    bytes += c.data().size();
+    total.add(c);
     sent += c.data().size();
     return open = open && writer->Write(chunk);
   }, written);

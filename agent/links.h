@@ -13,10 +13,10 @@ class RpcDestination final : public DestinationLink {
   RpcDestination(std::shared_ptr<grpc::Channel> c, std::string name, std::string bundle = {})
       : stub_(c), host_(c), name_(std::move(name)), bundle_(std::move(bundle)) {}
   Status check(const wire::CheckRequest& r) override;
-  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
-  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& bytes) override;
+  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) override;
   Status attach_network(std::uint32_t id) override;
   Status full_restore(std::uint32_t id) override;
   Status ready(std::uint32_t id) override;

@@ -137,24 +137,60 @@ struct Words {
   const char* gone;       // "N connections to others are gone"
 };
 
-// Shows the progress of what migrd does, and how it ends. @return the exit status
-int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words) {
+// A line for each phase. How far it is stands there on a terminal; elsewhere it gets a line of its own from time to time.
+class PhaseLines {
+ public:
+  explicit PhaseLines(FILE* out) : out_(out), live_(isatty(fileno(out))) {}
+  void begin(const std::string& phase) {
+    said_ms_ = 0;
+    std::fprintf(out_, "%-10s ", phase.c_str());
+  }
+  void going(const wire::Going& g, std::optional<double> stop_ms) {
+    if (!live_ && g.ms() - said_ms_ < kEveryMs) return;
+    said_ms_ = g.ms();
+    const std::string text = going_text(g, stop_ms);
+    if (live_) std::fprintf(out_, "\r%-10s %s\033[K", g.phase().c_str(), text.c_str());
+    else std::fprintf(out_, "%s\n%-10s ", text.c_str(), g.phase().c_str());
+  }
+  void end(const wire::PhaseEnd& e) {
+    said_ms_ = 0;
+    if (live_) std::fprintf(out_, "\r%-10s ", e.phase().c_str());
+    std::fprintf(out_, "%9.1f ms%s\n", e.ms(), live_ ? "\033[K" : "");
+  }
+  ~PhaseLines() {  // in the middle of a phase
+    if (live_ && said_ms_ > 0) std::fprintf(out_, "\r\033[K");
+    std::fflush(out_);
+  }
+  void note(const std::string& text) { std::fprintf(out_, "%s%s\n", live_ ? "\r\033[K" : "", text.c_str()); }
+
+ private:
+  static constexpr double kEveryMs = 10'000;
+  FILE* const out_;
+  const bool live_;
+  double said_ms_ = 0;
+};
+
+// Shows the progress of what migrd does, and how it ends. @param stop_ms  what is expected @return the exit status
+int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
   FILE* out = o.json ? stderr : stdout;  // progress is not data
+  std::optional<PhaseLines> lines(out);
   wire::Progress p;
   wire::Summary summary;
   bool told = false, began = false;
   while (reader->Read(&p)) {
     began = true;
     switch (p.what_case()) {
-      case wire::Progress::kPhase: std::fprintf(out, "%-10s ", p.phase().c_str()); break;
-      case wire::Progress::kEnd: std::fprintf(out, "%9.1f ms\n", p.end().ms()); break;
-      case wire::Progress::kNote: std::fprintf(out, "%s\n", p.note().c_str()); break;
+      case wire::Progress::kPhase: lines->begin(p.phase()); break;
+      case wire::Progress::kGoing: lines->going(p.going(), stop_ms); break;
+      case wire::Progress::kEnd: lines->end(p.end()); break;
+      case wire::Progress::kNote: lines->note(p.note()); break;
       case wire::Progress::kSummary: summary = p.summary(), told = true; break;
       default: break;
     }
     std::fflush(out);
   }
   const auto s = reader->Finish();
+  lines.reset();
   if (!told && began) {
     std::fprintf(stderr, "\nmigrctl: migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover\n");
     return kFailed;
@@ -241,6 +277,7 @@ int cmd_report(const Options& o) {
   if (!entries) return refuse(entries.error().text);
   const auto summary = find_migration(*entries, *id);
   if (!summary) return refuse("no migration '" + o.migration + "' was begun on this host, or it is long ago; see: migrctl history");
+  if (o.json) return print(*summary);
   const std::string html = report_html(*summary);
   if (o.output == "-") return std::fputs(html.c_str(), stdout) < 0 ? kFailed : kDone;
   const std::string file = o.output.empty() ? "migration-" + migration_name(*summary) + ".html" : o.output;
@@ -301,7 +338,9 @@ int cmd_migrate(const Options& o) {
     if (auto s = stub->Plan(&ctx, request, &plan); !s.ok()) return refuse_grpc(o, s);
     return show_plan(o, plan);
   }
-  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"});
+  const auto entries = past_migrations(o);
+  const auto stop = entries ? expected_stop(*entries, request.container()) : std::nullopt;
+  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"}, stop ? std::optional(stop->median_ms) : std::nullopt);
 }
 
 int cmd_checkpoint(const Options& o) {
@@ -493,12 +532,14 @@ int cmd_doctor(const Options& o) {
 
 int cmd_pki_init(const Options& o) {
   if (auto s = pki::init(o.dir); !s) return refuse(s.error().text);
+  if (o.json) return print({{"ca", o.dir}});
   std::printf("CA in %s; next, for each host: migrctl pki host %s NAME --ip ADDRESS\n", o.dir.c_str(), o.dir.c_str());
   return kDone;
 }
 
 int cmd_pki_host(const Options& o) {
   if (auto s = pki::issue_host(o.dir, o.name, o.ips, o.days); !s) return refuse(s.error().text);
+  if (o.json) return print({{"folder", o.dir + "/" + o.name}, {"days", o.days}});
   std::printf("%s/%s: copy its three files to %s of that host\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
   return kDone;
 }
@@ -549,7 +590,8 @@ int main(int argc, char** argv) {
   json(add(app, "history", "what was migrated from this host", cmd_history));
   auto* report = add(app, "report", "a page about one migration", cmd_report);
   report->add_option("ID", o.migration, "of the migration, as history prints it")->required();
-  report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
+  auto* page = report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
+  report->add_flag("--json", o.json, "what it is made of, for programs; no page")->excludes(page);
   auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
   links->add_flag("--vqps", o.vqps, "each vQP, too; with --json");
   json(links);
@@ -581,12 +623,15 @@ int main(int argc, char** argv) {
   json(add(app, "version", "versions of all parts on this host", cmd_version));
   auto* pki = app.add_subcommand("pki", "certificates of the hosts");
   pki->require_subcommand(1);
-  add(*pki, "init", "makes a certificate authority", cmd_pki_init)->add_option("DIR", o.dir)->required();
+  auto* init = add(*pki, "init", "makes a certificate authority", cmd_pki_init);
+  init->add_option("DIR", o.dir)->required();
+  json(init);
   auto* host = add(*pki, "host", "issues the certificate of a host", cmd_pki_host);
   host->add_option("DIR", o.dir)->required();
   host->add_option("NAME", o.name)->required();
   host->add_option("--ip", o.ips, "address that it has, may be repeated");
   host->add_option("--days", o.days, "that it is valid")->check(CLI::Range(1L, pki::kCaDays))->capture_default_str();
+  json(host);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

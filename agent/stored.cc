@@ -98,12 +98,12 @@ Status sync_below(const std::string& dir) {
   return ok ? Status() : Status(sys_error("writing " + dir, err));
 }
 
-Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, std::atomic<std::uint64_t>& bytes,
+Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, Sent& total,
                  const Written& written = all_written) {
   TreeWriter w(to);
   Status arrived;
   auto sent = send_tree(from, wire::FileChunk::IMAGES, limit, [&](const wire::FileChunk& c) {
-    bytes += c.data().size();
+    total.add(c);
     arrived = w.write(c);
     return bool(arrived);
   }, written);
@@ -178,20 +178,20 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   return disk_fits(r.image_bytes(), dir_);
 }
 
-Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& bytes) {
+Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, Sent& total) {
   std::error_code ec;
   fs::remove_all(part_, ec);  // of one that was interrupted
   if (auto s = make_dir(part_); !s) return s.error();
   if (auto s = make_dir(part_ + "/images"); !s) return s.error();
   if (!h.bundle().empty()) {
     if (auto s = make_dir(part_ + "/bundle"); !s) return s.error();
-    if (auto s = copy_tree(h.bundle(), part_ + "/bundle", kBundleBytes, bytes); !s) return s.error();
+    if (auto s = copy_tree(h.bundle(), part_ + "/bundle", kBundleBytes, total); !s) return s.error();
   }
   return wire::PrepareReply();
 }
 
-Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, const Written& written, std::atomic<std::uint64_t>& bytes) {
-  return copy_tree(folder, part_ + "/images", UINT64_MAX, bytes, written);
+Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, const Written& written, Sent& total) {
+  return copy_tree(folder, part_ + "/images", UINT64_MAX, total, written);
 }
 
 Status KeepingDestination::ready(std::uint32_t) {

@@ -20,10 +20,10 @@ class KeepingDestination final : public DestinationLink {
   /// For a migrd that was started again: only commit(), outcome() and abort() may be called.
   explicit KeepingDestination(std::string dir) : KeepingDestination(std::move(dir), nothing()) {}
   Status check(const wire::CheckRequest& r) override;
-  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, std::atomic<std::uint64_t>& bytes) override;
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
   Status connect(const wire::ConnectRequest&) override { return {}; }
-  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& bytes) override;
+  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) override;
   Status attach_network(std::uint32_t) override { return {}; }
   Status full_restore(std::uint32_t) override { return {}; }
   Status ready(std::uint32_t) override;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "summary.h"
 
+#include <spdlog/fmt/fmt.h>
+
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -63,6 +66,23 @@ Json summary_json(const wire::Summary& s) {
           {"timeline", timeline},
           {"partner_figures", figures},
           {"migration", s.id()}};
+}
+
+std::string going_text(const wire::Going& g, std::optional<double> stop_ms) {
+  const auto mb = [](double bytes) { return bytes < 1e8 ? fmt::format("{:.1f}", bytes / 1e6) : fmt::format("{:.0f}", bytes / 1e6); };
+  const auto sent = static_cast<double>(g.bytes()), all = std::max(sent, static_cast<double>(g.of_bytes()));
+  std::string text;
+  if (g.of_bytes()) {
+    text = mb(sent) + " of " + mb(all) + " MB";
+    if (g.bytes_per_s() > 0) text += ", " + mb(g.bytes_per_s()) + " MB/s, " + fmt::format("{:.0f} s left", std::ceil((all - sent) / g.bytes_per_s()));
+  } else {
+    text = fmt::format("{:.0f} s", g.ms() / 1000);
+  }
+  if (g.stopped_ms() > 0)
+    text += fmt::format("; stopped {:.0f} s", g.stopped_ms() / 1000) + (stop_ms ? fmt::format(" of about {:.0f} s", std::ceil(*stop_ms / 1000)) : "");
+  else if (stop_ms && !g.stop_over())
+    text += fmt::format("; stop: about {:.0f} s", std::ceil(*stop_ms / 1000));
+  return text;
 }
 
 }  // namespace migr

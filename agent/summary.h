@@ -3,6 +3,8 @@
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
 
 #include "wire.pb.h"
 
@@ -12,5 +14,9 @@ nlohmann::ordered_json resources_json(const wire::Resources& r);
 
 /// "SUMMARY OF A MIGRATION" in migrctl(1).
 nlohmann::ordered_json summary_json(const wire::Summary& s);
+
+/// How far a phase is, in at most 69 columns: "412 of 2048 MB, 95.1 MB/s, 18 s left; stop: about 4 s".
+/// @param stop_ms  how long the program is expected to stand still
+std::string going_text(const wire::Going& g, std::optional<double> stop_ms);
 
 }  // namespace migr

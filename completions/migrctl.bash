@@ -17,9 +17,9 @@ _migrctl_options() {	# COMMAND [COMMAND]
 	"links prefer") echo --none --wait --json ;;
 	"link down") echo --force --wait --json ;;
 	doctor) echo --peer --json ;;
-	report) echo -o --output ;;
-	"pki host") echo --ip --days ;;
-	checkpoint|restore|"link up"|ps|show|peers|history|version) echo --json ;;
+	report) echo -o --output --json ;;
+	"pki host") echo --ip --days --json ;;
+	checkpoint|restore|"link up"|"pki init"|ps|show|peers|history|version) echo --json ;;
 	"") echo --socket --config ;;
 	esac
 	echo --help

@@ -26,6 +26,7 @@ history_has_it() {
 	local id
 	id=$(printf %08x "$(jq .migration "$E2E_OUT/migrate.json")")
 	on dst migrctl history --json | jq -e --slurpfile it "$E2E_OUT/migrate.json" 'last == $it[0]' >/dev/null || fail "the history of dst does not end with the summary" || return 1
+	on dst migrctl report "$id" --json | jq -e --slurpfile it "$E2E_OUT/migrate.json" '. == $it[0]' >/dev/null || fail "migrctl report --json is not the summary" || return 1
 	on dst migrctl report "$id" -o /mnt/out/report.html && grep -q '>freeze.rdma</text>.*<rect' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" &&
 		grep -q '<td>peer</td>' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "no report, or without phases or partner" || return 1
 	jq -e '.partner_figures[0].traffic | (.at_ms | length > 10) and (.rx_mbps | max > 0) and (.tx_mbps | max > 0)' "$E2E_OUT/migrate.json" >/dev/null &&

@@ -141,13 +141,14 @@ struct FakeDestination final : DestinationLink {
   Play& p;
   wire::ConnectRequest connected;
   std::uint64_t room = ~0ull;  // for images
+  int upload_ms = 0;
   Status check(const wire::CheckRequest& r) override {
     if (auto s = p.did("d.check"); !s) return s;
     return r.image_bytes() <= room ? Status() : Error{ENOSPC, "played lack of room"};
   }
-  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, std::atomic<std::uint64_t>& b) override {
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, Sent& b) override {
     if (auto s = p.did("d.prepare"); !s) return s.error();
-    b += 100;
+    b.bytes += 100;
     wire::PrepareReply r;
     if (!h.later()) add_qp(r);
     return r;
@@ -172,13 +173,15 @@ struct FakeDestination final : DestinationLink {
     connected = r;
     return p.did("d.connect");
   }
-  Status upload(std::uint32_t, const std::string&, bool pre_copy, const Written& written, std::atomic<std::uint64_t>& b) override {
+  Status upload(std::uint32_t, const std::string&, bool pre_copy, const Written& written, Sent& b) override {
     if (pre_copy) return p.did("d.pre_upload");
+    b.passed += 500;
+    usleep(static_cast<useconds_t>(upload_ms) * 1000);
     for (auto w = written(); !w || !*w; w = written()) {
       if (!w) return w.error();
       usleep(100);
     }
-    b += 1000;
+    b.bytes += 1000;
     return p.did("d.upload");
   }
   Status attach_network(std::uint32_t) override { return p.did("d.attach"); }
@@ -309,11 +312,12 @@ struct Scene {
   bool pre_setup = true;
   bool busy = false;
   bool keep = false;  // store it
+  std::vector<wire::Progress> said;
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = 1000;
     if (keep) s.what = Coordinator::Settings::kKeep;
-    Coordinator c(s, source, destination, {&other, &partner}, [](const wire::Progress&) {});
+    Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
     return summary;
@@ -406,6 +410,25 @@ TEST(Coordinator, DoesNotNeedToKnowOfTraffic) {
   EXPECT_EQ(r.error(), "");
   ASSERT_EQ(r.partner_figures_size(), 1);
   EXPECT_FALSE(r.partner_figures(0).has_traffic());
+}
+
+TEST(Coordinator, SaysHowFarALongPhaseIs) {
+  Scene s;
+  s.source.memory_bytes = 5000;
+  s.destination.upload_ms = 2500;
+  ASSERT_TRUE(s.run().migrated());
+  std::vector<wire::Going> going;
+  for (const auto& p : s.said)
+    if (p.has_going()) going.push_back(p.going());
+  ASSERT_FALSE(going.empty());
+  EXPECT_LE(going.size(), 2u);
+  const auto& g = going.front();
+  EXPECT_EQ(g.phase(), "copy");
+  EXPECT_EQ(g.bytes(), 500u);
+  EXPECT_EQ(g.of_bytes(), 5000u);
+  EXPECT_NEAR(g.bytes_per_s(), 500e3 / g.ms(), 100);
+  EXPECT_GE(g.ms(), 1000);
+  EXPECT_GE(g.stopped_ms(), g.ms());
 }
 
 TEST(Plan, AsksAndTouchesNothing) {

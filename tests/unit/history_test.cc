@@ -192,6 +192,28 @@ TEST(ExpectedStop, DoesNotGoByWhatWentBackOrIsAFolder) {
   EXPECT_FALSE(expected_stop({}, "c"));
 }
 
+TEST(GoingText, SaysRateAndRest) {
+  wire::Going g;
+  g.set_ms(4200);
+  EXPECT_EQ(going_text(g, {}), "4 s");
+  EXPECT_EQ(going_text(g, 3400), "4 s; stop: about 4 s");
+  g.set_of_bytes(2048'000'000);
+  EXPECT_EQ(going_text(g, {}), "0.0 of 2048 MB");
+  g.set_bytes(412'000'000);
+  g.set_bytes_per_s(95'100'000);
+  EXPECT_EQ(going_text(g, 3400), "412 of 2048 MB, 95.1 MB/s, 18 s left; stop: about 4 s");
+  g.set_stopped_ms(2000);
+  EXPECT_EQ(going_text(g, 3400), "412 of 2048 MB, 95.1 MB/s, 18 s left; stopped 2 s of about 4 s");
+  EXPECT_EQ(going_text(g, {}), "412 of 2048 MB, 95.1 MB/s, 18 s left; stopped 2 s");
+  g.set_stop_over(true), g.set_stopped_ms(0);
+  EXPECT_EQ(going_text(g, 3400), "412 of 2048 MB, 95.1 MB/s, 18 s left");
+  g.set_stopped_ms(2000);
+  g.set_bytes(2100'000'000);  // more than was thought
+  EXPECT_EQ(going_text(g, {}), "2100 of 2100 MB, 95.1 MB/s, 0 s left; stopped 2 s");
+  g.set_of_bytes(99'999'000'000), g.set_bytes(12'345'000'000), g.set_bytes_per_s(1'000'000'000), g.set_stopped_ms(12'000);
+  EXPECT_LE(11 + going_text(g, 40'000).size(), 80u);
+}
+
 TEST(Report, HasPhasesPartsAndPartners) {
   auto s = summary(0x1a2b);
   auto* f = s.add_partner_figures();

@@ -82,7 +82,7 @@ struct Stored : ::testing::Test {
 
   const std::string root = made();
   ContainerInfo info;
-  std::atomic<std::uint64_t> bytes = 0;
+  Sent bytes;
   const Config config = config_in_root();
   SessionTable sessions;
   Claims claims;
