@@ -6,7 +6,7 @@ USER_BUILD := $(BUILD)/user
 KVER ?=
 JOBS ?= $(shell nproc)
 
-.PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-debug check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
+.PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-debug check-release check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
 
 all: deps kmod user runc	## build everything
 
@@ -39,16 +39,20 @@ check: all			## every test, in VMs too (an hour)
 check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and KCOV (the first time half an hour)
 	@v=$$(scripts/build-debug-kernel) && scripts/test-kmod "$$v"
 
+check-release: all		## whatever the documents have make do, one after the other (a night; ONLY=regex: of it)
+	@tests/docs/make_test $(ONLY)
+
 check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM; the documents' commands (root; 30 minutes)
 	@scripts/build-packages --lint
 	@tests/packages/root_test
 	@tests/e2e/packages_test.sh
 	@tests/e2e/pages_test.sh
 
-docs:				## the pages of docs/ as HTML, build/docs/html
+docs:				## the pages of docs/ as HTML and manual pages, build/docs
 	@scripts/deps python3-sphinx python3-myst-parser
 	@sphinx-build -q -W -b html -d $(BUILD)/docs/doctrees docs $(BUILD)/docs/html
-	@echo "$(BUILD)/docs/html/index.html"
+	@sphinx-build -q -W -b man -d $(BUILD)/docs/doctrees docs $(BUILD)/docs/man
+	@echo "$(BUILD)/docs/html/index.html $(BUILD)/docs/man/"
 
 lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy (30 minutes; TOOLS="shell kernel": these)
 	@scripts/lint $(TOOLS)
