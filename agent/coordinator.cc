@@ -65,7 +65,7 @@ void Coordinator::say_how_far() {
   {
     std::lock_guard lock(phase_mutex_);
     const double now = now_ms(), took = now - phase_began_, stopped = frozen_at_ > 0 && !runs_again_ ? now - frozen_at_ : 0;
-    if (phase_.empty() || now - std::max(said_at_, phase_began_) < std::max(kProgressMs * 1.0, took / kProgressSteps)) return;
+    if (phase_.empty() || now - std::max(said_at_, phase_began_) < std::max<double>(kProgressMs, took / kProgressSteps)) return;
     said_at_ = now;
     auto* going = p.mutable_going();
     going->set_phase(phase_);

@@ -40,7 +40,7 @@ struct ContainerInfo {
   std::vector<std::string> devices;
   std::vector<wire::PortGid> gids;                           // of these
   std::vector<std::pair<std::uint32_t, std::string>> earlier;  // index of a process, a GID of another host that it was at
-  std::vector<pid_t> pids;                                   // of a process without a container: it keeps them
+  std::vector<pid_t> pids;                                   // of a process without a container, and of its threads: it keeps them
   std::vector<SourceQp> connected;
   std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
   std::vector<std::uint32_t> vqpns;

@@ -216,7 +216,9 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};
     if (auto s = runc_.name_is_free(r->container()); !s) return s;
     for (const auto pid : r->pids())
-      if (auto s = runc_.name_is_free(bare_name(pid)); !s) return s;
+      if (number_taken(pid)) return Error{EEXIST, "process number " + std::to_string(pid) + " is in use, and a restored process has the numbers that it and its threads had"};
+    // Nor may others get them until it is restored.
+    if (auto s = pass_over({r->pids().begin(), r->pids().end()}); !s) spdlog::warn("{}", s.error().text);
     for (const auto& j : jobs_.all())
       if (j->container == r->container() && j->get() == wire::OPEN)
         return Error{EEXIST, "'" + r->container() + "' is being migrated to here already"};

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "process.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <sstream>
 
@@ -66,5 +70,36 @@ bool descends(pid_t pid, pid_t ancestor) {
 }
 
 std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
+
+std::vector<pid_t> numbers_of(pid_t pid) {
+  std::vector<pid_t> out;
+  std::error_code ec;
+  for (const pid_t p : tree_of(pid))
+    for (const auto& task : fs::directory_iterator("/proc/" + std::to_string(p) + "/task", ec)) out.push_back(std::atoi(task.path().filename().c_str()));
+  return out;
+}
+
+bool number_taken(pid_t number) { return !access(("/proc/" + std::to_string(number)).c_str(), F_OK); }
+
+std::optional<pid_t> counter_past(const std::vector<pid_t>& numbers, pid_t last, pid_t max) {
+  const pid_t soon = max / 4, before = last;
+  for (std::size_t i = 0; i < numbers.size(); i++) {
+    pid_t farthest = 0;
+    for (const pid_t n : numbers)
+      if (const pid_t ahead = n > last ? n - last : n - last + max; ahead < soon) farthest = std::max(farthest, ahead);
+    if (!farthest) break;
+    last = (last + farthest) % max;
+  }
+  return last == before ? std::nullopt : std::optional(last);
+}
+
+Status pass_over(const std::vector<pid_t>& numbers) {
+  constexpr char kLast[] = "/proc/sys/kernel/ns_last_pid";
+  const auto to = counter_past(numbers, std::atoi(first_line_of(kLast).c_str()), std::atoi(first_line_of("/proc/sys/kernel/pid_max").c_str()));
+  if (!to) return {};
+  std::ofstream out(kLast);
+  out << *to << std::flush;
+  return out ? Status() : Status(sys_error(std::string("writing ") + kLast));
+}
 
 }  // namespace migr

@@ -4,8 +4,11 @@
 
 #include <sys/types.h>
 
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "status.h"
 
 namespace migr {
 
@@ -21,5 +24,17 @@ bool process_lives(pid_t pid);
 bool process_stopped(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
+
+/// Of the process, of its descendants, and of all their threads. Empty: it has ended.
+std::vector<pid_t> numbers_of(pid_t pid);
+/// Something has this number: a thread, or what has ended and nobody has waited for, too.
+bool number_taken(pid_t number);
+/// Numbers are given one after the other, and from the beginning again after the last one.
+/// @param last  the one that was given last
+/// @param max   /proc/sys/kernel/pid_max
+/// @return after which one it has to go on, so that none of `numbers` comes up soon; nothing: none will
+std::optional<pid_t> counter_past(const std::vector<pid_t>& numbers, pid_t last, pid_t max);
+/// New processes get other numbers than these for long, if they can.
+Status pass_over(const std::vector<pid_t>& numbers);
 
 }  // namespace migr

@@ -17,6 +17,7 @@
 #include "limits.h"
 #include "page_images.h"
 #include "parallel.h"
+#include "process.h"
 #include "record_image.h"
 #include "room.h"
 
@@ -406,7 +407,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   state_ = *state;
   auto all = host_.runc_.pids(state_);
   if (!all) return all.error();
-  if (bare_pid(container)) info_.pids = *all;
+  if (const auto root = bare_pid(container)) info_.pids = numbers_of(*root);
   if (auto s = host_.runc_.may_leave(state_); !s) return s.error();
   for (const pid_t pid : *all) {
     info_.memory_bytes += resident_bytes(pid);

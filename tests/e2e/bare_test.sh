@@ -49,11 +49,13 @@ cleaned() {
 }
 
 moved() {
-	start_bare src "$@" && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src &&
+	# The next processes of dst would get its numbers.
+	start_bare src "$@" && on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid" && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src &&
 		ctl_ok dst migrate --pid "$BARE" --to src && bare_on src dst && stop_bare src || cleaned
 }
-number_taken() {
-	start_bare src "$@" || { cleaned; return 1; }
+number_taken() {	# that of a thread
+	local number
+	start_bare src "$@" && number=$(on_sh src 'ls "/proc/$(pgrep -nx migr_verify)/task" | tail -n1') && [ "$number" -gt "$BARE" ] || { fail "no thread"; cleaned; return 1; }
 	# shellcheck disable=SC2016
 	on_sh dst 'for i in 1 2 3 4 5; do
 			echo $(($1 - 1)) >/proc/sys/kernel/ns_last_pid
@@ -61,9 +63,9 @@ number_taken() {
 			[ $! != "$1" ] || exit 0
 			kill $!
 		done
-		exit 1' "$BARE" || { fail "process number $BARE could not be taken"; cleaned; return 1; }
-	ctl_refused "process number $BARE is in use" src migrate --pid "$BARE" --to dst && bare_on src peer &&
-		on dst kill "$BARE" && stop_bare src || cleaned
+		exit 1' "$number" || { fail "process number $number could not be taken"; cleaned; return 1; }
+	ctl_refused "process number $number is in use" src migrate --pid "$BARE" --to dst && bare_on src peer &&
+		on dst kill "$number" && stop_bare src || cleaned
 }
 # Of the checkpoint as it is now.
 changed_images_refused() {

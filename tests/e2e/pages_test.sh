@@ -84,6 +84,8 @@ more_packets() {	# HOST: than three seconds ago
 }
 process_of() { on "$1" pgrep -nx "$2"; }
 process_started() {
+	# Hosts that were started together have given the same numbers: those of their own migrd would be in use on the other.
+	on hostA sh -c 'echo 20000 >/proc/sys/kernel/ns_last_pid' || return 1
 	type_in hostA "$(block "5. A program to move" 1 | line 1)" && until_true 30 process_of hostA rping || fail "no rping on hostA" || return 1
 	sleep 2
 	type_in hostC "$(block "5. A program to move" 1 | line 2)" && until_true 30 more_packets hostA || fail "rping does not talk"

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <set>
+#include <thread>
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
@@ -375,6 +376,42 @@ TEST(Bare, ATreeIsAProcessAndItsDescendants) {
   EXPECT_EQ(bare.state(child).error().code, ENOENT);
   close(ready[0]);
   close(ready[1]);
+}
+
+TEST(ProcessNumbers, AreThoseOfThreadsToo) {
+  int end[2];
+  ASSERT_EQ(pipe(end), 0);
+  std::thread other([&] {
+    char byte;
+    (void)!read(end[0], &byte, 1);
+  });
+  const auto all = numbers_of(getpid());
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0], getpid());
+  EXPECT_TRUE(number_taken(all[1]));
+  close(end[1]);
+  other.join();
+  close(end[0]);
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  siginfo_t info;
+  ASSERT_EQ(waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT), 0);
+  EXPECT_TRUE(number_taken(child)) << "nobody has waited for it";
+  waitpid(child, nullptr, 0);
+  EXPECT_FALSE(number_taken(child));
+}
+
+TEST(ProcessNumbers, ThatWouldComeUpSoonArePassedOver) {
+  EXPECT_EQ(counter_past({1073, 1074, 1080}, 1000, 32768), 1080);
+  EXPECT_EQ(counter_past({1073, 1074, 1080}, 1076, 32768), 1080) << "in the middle of them";
+  EXPECT_EQ(counter_past({1073}, 1073, 32768), std::nullopt);
+  EXPECT_EQ(counter_past({1073}, 2000, 32768), std::nullopt);
+  EXPECT_EQ(counter_past({1073}, 32000, 32768), 1073) << "from the beginning again";
+  EXPECT_EQ(counter_past({20000}, 1000, 32768), std::nullopt) << "far away";
+  EXPECT_EQ(counter_past({5000, 12000}, 1000, 32768), 12000) << "one after the other";
+  EXPECT_EQ(counter_past({}, 1000, 32768), std::nullopt);
+  const auto everywhere = counter_past({1000, 9000, 17000, 25000}, 500, 32768);
+  EXPECT_TRUE(everywhere);  // and it comes to an end
 }
 
 }  // namespace
