@@ -119,10 +119,11 @@ Status make_folders(std::initializer_list<std::string> all) {
 
 }  // namespace
 
-Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& work) const {
+Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const {
   if (auto s = make_folders({to, work}); !s) return s;
   Argv a = criu("pre-dump", to, work, "pre-dump.log");
   a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
+  if (!parent.empty()) a.insert(a.end(), {"--prev-images-dir", parent});
   auto r = run_checked(first_to_go(a), criu_env(config_, images), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
   return {};

@@ -24,7 +24,7 @@ class Bare {
   Result<std::string> version() const;
   /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
   Status connections_stay(pid_t pid) const;
-  Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& work) const;
+  Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
   Result<Child> checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;
   Status resume(pid_t pid) const;

@@ -260,9 +260,11 @@ Status Coordinator::check_destination(const std::string& to) {
   for (const auto& d : info_.devices) r.add_devices(d);
   for (const auto& n : info_.needs) *r.add_needs() = n;
   r.set_memory_bytes(info_.filled_bytes);
-  // What is copied ahead may all have changed at the stop: then it is there twice.
+  // What is copied ahead may all have changed at the stop: then it is there once more. Rounds that are made as long as each
+  // halves what is left have twice the memory at most.
   copy_ahead_ = info_.memory_bytes >= set_.pre_copy_from;
-  r.set_image_bytes(info_.filled_bytes * (copy_ahead_ ? 2 : 1));
+  const unsigned ahead = set_.pre_copy_rounds ? set_.pre_copy_rounds : 2;
+  r.set_image_bytes(info_.filled_bytes * (copy_ahead_ ? ahead + 1 : 1));
   auto s = dest_.check(r);
   if (!s && s.error().code == ENOSPC && copy_ahead_) {
     note(kNotCopiedAhead + s.error().text);
@@ -438,16 +440,31 @@ std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire
   return out;
 }
 
+// Each round holds what was written during the one before.
 Status Coordinator::pre_copy() {
-  auto folder = source_.pre_dump();
-  if (!folder) return note(kNotCopiedAhead + folder.error().text), Status();
-  const std::uint64_t before = sent_.bytes;
-  sends(bytes_below(*folder));
-  auto s = dest_.upload(id_, *folder, true, all_written, sent_);
-  sends(0);
-  summary_.set_bytes_pre_copied(sent_.bytes - before);
-  pre_copied_ = bool(s);
-  return s;
+  const unsigned most = set_.pre_copy_rounds ? set_.pre_copy_rounds : kPreCopyRounds;
+  const std::uint64_t began = sent_.bytes;
+  std::uint64_t last = UINT64_MAX;
+  for (unsigned round = 1; round <= most; round++) {
+    auto folder = source_.pre_dump(round);
+    if (!folder && round > 1) {  // what was copied before is of use
+      note("memory is not copied once more ahead of the stop: " + folder.error().text);
+      break;
+    }
+    if (!folder) return note(kNotCopiedAhead + folder.error().text), Status();
+    const std::uint64_t before = sent_.bytes;
+    sends(bytes_below(*folder));
+    auto s = dest_.upload(id_, *folder, round, all_written, sent_);
+    sends(0);
+    if (!s) return s;
+    pre_copied_ = true;
+    summary_.set_pre_copy_rounds(round);
+    summary_.set_bytes_pre_copied(sent_.bytes - began);
+    const std::uint64_t bytes = sent_.bytes - before;
+    if (!set_.pre_copy_rounds && (bytes < kPreCopyFromBytes || bytes > last / 2)) break;
+    last = bytes;
+  }
+  return source_.checkpoint_after(summary_.pre_copy_rounds());
 }
 
 Status Coordinator::drain() {
@@ -573,7 +590,7 @@ void Coordinator::start_upload() {
   };
   sends(pre_copied_ ? bytes_below(early_) : info_.filled_bytes);
   upload_ = std::async(std::launch::async, [this, written] {
-    const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, false, written, sent_); });
+    const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, 0, written, sent_); });
     sends(0);
     return s;
   });

@@ -63,9 +63,12 @@ class Source {
   /// DESCRIBE, migr.img, descriptors.json into a folder of its own; its path.
   /// From then on a migrd that is started again knows of the migration.
   virtual Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) = 0;
-  /// Memory as it is now, while the container runs; its folder. The checkpoint will hold what has changed since.
-  virtual Result<std::string> pre_dump() = 0;
-  /// Takes out of the checkpoint what the pre-dump has with the same content; how many bytes.
+  /// Memory as it is now, while the container runs, or of it what has changed since the round before; its folder.
+  /// @param round  1, 2, ..
+  virtual Result<std::string> pre_dump(unsigned round) = 0;
+  /// The checkpoint will hold what has changed since that round.
+  virtual Status checkpoint_after(unsigned round) = 0;
+  /// Takes out of the checkpoint what the rounds have with the same content; how many bytes.
   virtual Result<std::uint64_t> drop_unchanged() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
   /// QPs are counted by their place in ContainerInfo::connected. @return those that were not done in time
@@ -99,7 +102,8 @@ class DestinationLink {
   virtual Result<wire::PrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   /// Sends the images in `folder`, memory while it is being `written`; adds what was sent to `bytes`.
-  virtual Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) = 0;
+  /// @param pre_copy_round  0: the checkpoint
+  virtual Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) = 0;
   virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;
@@ -152,6 +156,7 @@ class Coordinator {
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
     int drain_ms = kDrainMs;
+    unsigned pre_copy_rounds = 0;  // so often memory is copied before the stop, if it is; 0: as long as it helps
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
     /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
     std::function<void(const std::string& phase)> stands_still{};

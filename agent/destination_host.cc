@@ -363,7 +363,8 @@ grpc::Status DestinationHost::Upload(grpc::ServerContext* ctx, grpc::ServerReade
   wire::UploadChunk chunk;
   if (!reader->Read(&chunk)) return {grpc::StatusCode::INVALID_ARGUMENT, "Upload without a header"};
   return step(*ctx, chunk.id(), FaultStep::kDestinationUpload, [&](Job& job) -> Status {
-    const std::string folder = chunk.pre_copy() ? job.dir + "/" + kPreCopyDir : job.images();
+    if (chunk.pre_copy_round() > kPreCopyRoundsMax) return Error{EINVAL, "Upload of round " + std::to_string(chunk.pre_copy_round())};
+    const std::string folder = chunk.pre_copy_round() ? job.dir + "/" + pre_copy_dir(chunk.pre_copy_round()) : job.images();
     if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return sys_error("making " + folder);
     TreeWriter w(folder);
     while (reader->Read(&chunk)) {

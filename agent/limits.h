@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace migr {
 
@@ -79,8 +80,10 @@ inline constexpr int kProgressSteps = 20;       // the longer a phase, the rarer
 inline constexpr int kStandsStillStatus = 71;   // exit status of a migrd whose coordinator does not get on
 // Copying less than this ahead of the stop takes longer than it saves.
 inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;
-// Beside the folder of images, on both hosts: the checkpoint refers to it by this name.
-inline constexpr char kPreCopyDir[] = "pre-copy";
+// Another round of it is worth while as long as it halves what is left, and that is still so much.
+inline constexpr unsigned kPreCopyRounds = 5, kPreCopyRoundsMax = 16;
+// Beside the folder of images, on both hosts: the checkpoint, or the next round, refers to it by this name.
+inline std::string pre_copy_dir(unsigned round) { return "pre-copy-" + std::to_string(round); }
 inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
 

@@ -63,7 +63,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
 Result<wire::PrepareReply> RpcDestination::create(std::uint32_t id) { return call(stub_, &D::Create, migration(id), kPrepareMs, name_); }
 Status RpcDestination::connect(const wire::ConnectRequest& r) { return call(stub_, &D::Connect, r, kPrepareMs, name_); }
 
-Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written,
+Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written,
                               Sent& total) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
@@ -71,7 +71,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, bool 
   auto writer = stub_.Upload(&ctx, &reply);
   wire::UploadChunk chunk;
   chunk.set_id(id);
-  chunk.set_pre_copy(pre_copy);
+  chunk.set_pre_copy_round(pre_copy_round);
   bool open = writer->Write(chunk);
   std::uint64_t sent = 0;
   Status read = send_tree(folder, wire::FileChunk::IMAGES, UINT64_MAX, [&](const wire::FileChunk& c) {

@@ -16,7 +16,7 @@ class RpcDestination final : public DestinationLink {
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
-  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) override;
+  Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) override;
   Status attach_network(std::uint32_t id) override;
   Status full_restore(std::uint32_t id) override;
   Status ready(std::uint32_t id) override;

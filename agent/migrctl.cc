@@ -49,6 +49,7 @@ int print(const Json& j) {
 
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
+  unsigned pre_copy_rounds = 0;
   bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false;
   std::string socket = kControlSocket, config = kConfigPath;
   std::string container, to, dir, name, migration, output;
@@ -328,7 +329,8 @@ int cmd_migrate(const Options& o) {
   request.set_container(o.pid ? bare_name(o.pid) : o.container);
   request.set_to(o.to);
   request.set_stop_and_copy(o.stop_and_copy);
-  request.set_pre_copy(o.pre_copy);
+  request.set_pre_copy(o.pre_copy || o.pre_copy_rounds);
+  request.set_pre_copy_rounds(o.pre_copy_rounds);
   request.set_no_pre_setup(o.no_pre_setup);
   request.set_drain_limit_ms(o.drain_limit_ms);
   const auto stub = control(o);
@@ -570,6 +572,8 @@ int main(int argc, char** argv) {
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
+  migrate->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it so often (as long as each time halves what is left)")
+      ->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
   migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");

@@ -15,6 +15,7 @@
 
 #include "criu_pagemap.pb.h"
 #include "file_tree.h"
+#include "limits.h"
 #include "process_session.h"  // Fd
 
 namespace migr {
@@ -143,9 +144,42 @@ struct Run {
   std::uint32_t pages;
 };
 
+/// A process's memory in one folder of images. What a pre-dump leaves out is in the one that it refers to.
+struct Layer {
+  Pagemap map;
+  Pages pages;
+  const Entry* at = nullptr;  // where the last page was found
+
+  const Entry* find(std::uint64_t vaddr) {
+    if (at && vaddr >= at->vaddr && vaddr < at->end()) return at;
+    auto next = std::upper_bound(map.entries.begin(), map.entries.end(), vaddr, [](std::uint64_t v, const Entry& e) { return v < e.vaddr; });
+    return at = next == map.entries.begin() || vaddr >= (--next)->end() ? nullptr : &*next;
+  }
+};
+
+Result<Layer> open_layer(const std::string& folder, const std::string& name, bool write) {
+  auto map = read_pagemap(folder + "/" + name);
+  if (!map) return map.error();
+  auto pages = Pages::open(folder + "/pages-" + std::to_string(map->pages_id) + ".img", map->present, write);
+  if (!pages) return pages.error();
+  return Layer{std::move(*map), std::move(*pages)};
+}
+
+/// The pre-dump in `folder` and those before it, the newest first.
+Result<std::vector<Layer>> layers_of(std::string folder, const std::string& name) {
+  std::vector<Layer> all;
+  for (; fs::exists(folder + "/" + name); folder += "/parent") {
+    if (all.size() == kPreCopyRoundsMax) return Error{EIO, folder + ": too many pre-dumps refer to each other"};
+    auto layer = open_layer(folder, name, false);
+    if (!layer) return layer.error();
+    all.push_back(std::move(*layer));
+  }
+  return all;
+}
+
 class Comparison {
  public:
-  Comparison(const Pagemap& parent, const Pages& before, const Pages& now) : parent_(parent), before_(before), now_(now) {}
+  Comparison(std::vector<Layer>& before, const Pages& now) : before_(before), now_(now) {}
 
   Run run(const Entry& e, std::uint32_t n) {
     const bool equal = same(e, n);
@@ -157,42 +191,36 @@ class Comparison {
  private:
   bool same(const Entry& e, std::uint32_t n) {
     const std::uint64_t vaddr = e.vaddr + n * kPage;
-    if (at_ && (vaddr < at_->vaddr || vaddr >= at_->end())) at_ = nullptr;
-    if (!at_) {
-      auto next = std::upper_bound(parent_.entries.begin(), parent_.entries.end(), vaddr,
-                                   [](std::uint64_t v, const Entry& p) { return v < p.vaddr; });
-      if (next == parent_.entries.begin() || vaddr >= (--next)->end()) return false;
-      at_ = &*next;
+    for (Layer& layer : before_) {
+      const Entry* at = layer.find(vaddr);
+      if (!at) return false;
+      if (at->present()) return !memcmp(layer.pages.page(at->at + (vaddr - at->vaddr) / kPage), now_.page(e.at + n), kPage);
+      if (!(at->flags & kInParent)) return false;
     }
-    return at_->present() && !memcmp(before_.page(at_->at + (vaddr - at_->vaddr) / kPage), now_.page(e.at + n), kPage);
+    return false;
   }
 
-  const Pagemap& parent_;
-  const Pages& before_;
+  std::vector<Layer>& before_;
   const Pages& now_;
-  const Entry* at_ = nullptr;  // of the parent, where the last page was found
 };
 
 Status drop_one(const std::string& images, const std::string& parent, const std::string& name, PageCounts& counts) {
-  const auto pages_name = [](const Pagemap& m) { return "/pages-" + std::to_string(m.pages_id) + ".img"; };
-  auto before_map = read_pagemap(parent + "/" + name), now_map = read_pagemap(images + "/" + name);
-  if (!before_map) return before_map.error();
-  if (!now_map) return now_map.error();
-  auto before = Pages::open(parent + pages_name(*before_map), before_map->present, false);
-  auto now = Pages::open(images + pages_name(*now_map), now_map->present, true);
+  auto before = layers_of(parent, name);
+  auto dump = open_layer(images, name, true);
   if (!before) return before.error();
-  if (!now) return now.error();
+  if (!dump) return dump.error();
+  const Pages& now = dump->pages;
 
   Pagemap out;
-  out.pages_id = now_map->pages_id;
+  out.pages_id = dump->map.pages_id;
   const auto add = [&](const Entry& e) {
     if (!out.entries.empty() && out.entries.back().flags == e.flags && out.entries.back().end() == e.vaddr)
       out.entries.back().pages += e.pages;
     else
       out.entries.push_back(e);
   };
-  Comparison compare(*before_map, *before, *now);
-  for (const Entry& e : now_map->entries) {
+  Comparison compare(*before, now);
+  for (const Entry& e : dump->map.entries) {
     if (!e.present()) {
       add(e);
       continue;
@@ -205,14 +233,14 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
         counts.unchanged += pages;
       } else {
         // Earlier pages have only moved down: what is read here is still as it was.
-        if (out.present != e.at + n) memmove(now->page(out.present), now->page(e.at + n), pages * kPage);
+        if (out.present != e.at + n) memmove(now.page(out.present), now.page(e.at + n), pages * kPage);
         out.present += pages;
         counts.kept += pages;
       }
       n += pages;
     }
   }
-  if (auto s = now->cut(out.present); !s) return s;
+  if (auto s = now.cut(out.present); !s) return s;
   return write_pagemap(images + "/" + name, out);
 }
 

@@ -115,8 +115,11 @@ Status Runc::early_images(const std::string& id, const std::string& images) cons
   return run({"checkpoint-rdma", "--descriptors", "--image-path", images, id}, kRuncMs, "runc checkpoint-rdma --descriptors");
 }
 
-Status Runc::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
-  auto r = run_checked(first_to_go(command({"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work, id})), criu_env(config_, images), kCheckpointMs);
+Status Runc::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const {
+  Argv a = {"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work};
+  if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
+  a.push_back(id);
+  auto r = run_checked(first_to_go(command(std::move(a))), criu_env(config_, images), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of " + id + ": " + r.error().text};
   return {};
 }

@@ -47,7 +47,7 @@ class Runc {
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
   Status early_images(const std::string& id, const std::string& images) const;
   /// Memory of the running container to `to`. `images` holds migr.img.
-  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const;
+  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
   /// Starts a checkpoint that gets ready and waits: until checkpoint() says so it touches nothing. It writes to `log`.
   /// @param parent  relative to `images`: a pre-dump, whose unchanged pages are left out; empty: none
   Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,

@@ -91,9 +91,9 @@ Status Runtime::early_images(const std::string& id, const std::string& images) c
   return bare_pid(id) ? Status() : runc_.early_images(id, images);
 }
 
-Status Runtime::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const {
+Status Runtime::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const {
   const auto pid = bare_pid(id);
-  return pid ? bare_.pre_dump(*pid, images, to, work) : runc_.pre_dump(id, images, to, work);
+  return pid ? bare_.pre_dump(*pid, images, to, parent, work) : runc_.pre_dump(id, images, to, parent, work);
 }
 
 Result<Child> Runtime::checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,

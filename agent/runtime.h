@@ -30,7 +30,7 @@ class Runtime {
   Status may_leave(const ContainerState& c) const;
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
   Status early_images(const std::string& id, const std::string& images) const;
-  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& work) const;
+  Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
   Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;
   Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const { return runc_.checkpoint(ahead, id, log); }

@@ -530,23 +530,30 @@ Status SourceRun::checkpoint_ahead(const std::string& parent) {
   return ahead;
 }
 
-Result<std::string> SourceRun::pre_dump() {
+Result<std::string> SourceRun::pre_dump(unsigned round) {
   auto pids = host_.runc_.pids(state_);
   if (!pids) return pids.error();
   for (const pid_t pid : *pids)
     if (has_huge_pages(pid))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
-  const std::string dir = host_.folder(id_), to = dir + "/" + kPreCopyDir;
+  const std::string dir = host_.folder(id_), name = pre_copy_dir(round), to = dir + "/" + name;
   if (auto s = disk_fits(2 * info_.filled_bytes, dir); !s) return s.error();
-  if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, dir + "/work-pre-copy"); !s) return s.error();
-  // The checkpoint that waits knows nothing of it: another takes its place.
-  if (auto s = checkpoint_ahead(std::string("../") + kPreCopyDir); !s) return s.error();
+  const std::string parent = round > 1 ? "../" + pre_copy_dir(round - 1) : "";
+  if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, parent, dir + "/work-" + name); !s) return s.error();
+  if (round > 1)
+    if (auto pages = migr::drop_unchanged(to, dir + "/" + pre_copy_dir(round - 1)); !pages) return pages.error();
   return to;
+}
+
+Status SourceRun::checkpoint_after(unsigned round) {
+  pre_copied_ = pre_copy_dir(round);
+  // The checkpoint that waits knows nothing of it: another takes its place.
+  return checkpoint_ahead("../" + pre_copied_);
 }
 
 Result<std::uint64_t> SourceRun::drop_unchanged() {
   const std::string dir = host_.folder(id_);
-  auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + kPreCopyDir);
+  auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + pre_copied_);
   if (!pages) return pages.error();
   return pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }

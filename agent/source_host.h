@@ -94,7 +94,8 @@ class SourceRun final : public Source {
   const ContainerInfo& info() const { return info_; }
   Result<ContainerInfo> inspect(const std::string& container) override;
   Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
-  Result<std::string> pre_dump() override;
+  Result<std::string> pre_dump(unsigned round) override;
+  Status checkpoint_after(unsigned round) override;
   Result<std::uint64_t> drop_unchanged() override;
   Status suspend() override;
   Result<wire::DrainReply> drain(int limit_ms) override;
@@ -141,6 +142,7 @@ class SourceRun final : public Source {
   bool busy_ = false;
   Child detach_ahead_;  // the network hook, waiting
   Child ahead_;  // the checkpoint, waiting
+  std::string pre_copied_;  // folder of the last round, beside that of the images
 };
 
 }  // namespace migr

@@ -190,7 +190,7 @@ Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader
   return wire::PrepareReply();
 }
 
-Status KeepingDestination::upload(std::uint32_t, const std::string& folder, bool, const Written& written, Sent& total) {
+Status KeepingDestination::upload(std::uint32_t, const std::string& folder, unsigned, const Written& written, Sent& total) {
   return copy_tree(folder, part_ + "/images", UINT64_MAX, total, written);
 }
 

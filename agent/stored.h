@@ -23,7 +23,7 @@ class KeepingDestination final : public DestinationLink {
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
   Status connect(const wire::ConnectRequest&) override { return {}; }
-  Status upload(std::uint32_t id, const std::string& folder, bool pre_copy, const Written& written, Sent& total) override;
+  Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) override;
   Status attach_network(std::uint32_t) override { return {}; }
   Status full_restore(std::uint32_t) override { return {}; }
   Status ready(std::uint32_t) override;
@@ -47,7 +47,8 @@ class StoredSource final : public Source {
   /// `dir` stands for the container. EPERM: others may read it; EINVAL: it is no checkpoint, or of another release.
   Result<ContainerInfo> inspect(const std::string& dir) override;
   Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
-  Result<std::string> pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
+  Result<std::string> pre_dump(unsigned) override { return Error{ENOTSUP, "it is stored already"}; }
+  Status checkpoint_after(unsigned) override { return {}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
   Status suspend() override { return {}; }

@@ -56,6 +56,7 @@ Json summary_json(const wire::Summary& s) {
           {"steps_ms", steps},
           {"bytes_copied", s.bytes_copied()},
           {"bytes_pre_copied", s.bytes_pre_copied()},
+          {"pre_copy_rounds", s.pre_copy_rounds()},
           {"bytes_unchanged", s.bytes_unchanged()},
           {"resources", resources_json(s.resources())},
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},

@@ -16,10 +16,11 @@ export E2E_RATE=20
 
 slow_traffic() { start_verify src memory --mode mixed --qps 1 --size 4096 --depth 512 "$@"; }
 
-# written_ahead KIND,..: src to dst, memory copied once while it is written to.
+# written_ahead ROUNDS KIND,..: src to dst, memory copied so often while it is written to.
 written_ahead() {
-	slow_traffic --memory "$1" --mr 4 && MIGRATE_OPTIONS=--pre-copy migrate_ok memory dst && stop_verify memory ||
+	slow_traffic --memory "$2" --mr 4 && MIGRATE_OPTIONS="--pre-copy-rounds $1" migrate_ok memory dst && stop_verify memory ||
 		{ e2e_logs; e2e_reset; return 1; }
+	jq -e --argjson n "$1" '.pre_copy_rounds == $n' "$E2E_OUT/migrate.json" >/dev/null || { fail "not $1 rounds"; return 1; }
 	# --mr: shared memory here, that is registered and not written to. (Private 4 KiB pages that are registered are in the
 	# checkpoint as "written", all of them.)
 	jq -e '.bytes_unchanged > 4e6' "$E2E_OUT/migrate.json" >/dev/null ||
@@ -45,7 +46,8 @@ stale_without_marks() {
 	grep -q "memory at the end" "$E2E_OUT/stale.err" || { cat "$E2E_OUT/stale.err" >&2; fail "it failed for another reason"; }
 }
 
-step "huge pages (transparent), shared memory, memfd" written_ahead private,shared,thp,memfd
+step "huge pages (transparent), shared memory, memfd, in 3 rounds" written_ahead 3 private,shared,thp,memfd
+walk_step "the same in one round" written_ahead 1 private,shared,thp,memfd
 step "hugetlb memory is not copied ahead" huge_pages
 step "without the marks memory is stale" stale_without_marks thp
 e2e_end

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
 
 #include "agent/claims.h"
@@ -93,10 +94,13 @@ struct FakeSource final : Source {
     if (auto s = p.did("s.record"); !s) return s.error();
     return std::string("/early");
   }
-  Result<std::string> pre_dump() override {
+  unsigned no_pre_dump_from = 99;  // round
+  Result<std::string> pre_dump(unsigned round) override {
+    if (round >= no_pre_dump_from) return Error{ENOSPC, "no room"};
     if (auto s = p.did("s.pre_dump"); !s) return s.error();
     return std::string("/pre-copy");
   }
+  Status checkpoint_after(unsigned round) override { return p.did("s.checkpoint_after." + std::to_string(round)); }
   Result<std::uint64_t> drop_unchanged() override {
     if (auto s = p.did("s.drop_unchanged"); !s) return s.error();
     return 8192;
@@ -173,8 +177,10 @@ struct FakeDestination final : DestinationLink {
     connected = r;
     return p.did("d.connect");
   }
-  Status upload(std::uint32_t, const std::string&, bool pre_copy, const Written& written, Sent& b) override {
-    if (pre_copy) return p.did("d.pre_upload");
+  std::vector<std::uint64_t> rounds;  // bytes that each has
+  Status upload(std::uint32_t, const std::string&, unsigned round, const Written& written, Sent& b) override {
+    if (round && round <= rounds.size()) b.bytes += rounds[round - 1];
+    if (round) return p.did("d.pre_upload");
     b.passed += 500;
     usleep(static_cast<useconds_t>(upload_ms) * 1000);
     for (auto w = written(); !w || !*w; w = written()) {
@@ -312,10 +318,12 @@ struct Scene {
   bool pre_setup = true;
   bool busy = false;
   bool keep = false;  // store it
+  unsigned rounds = 0;
   std::vector<wire::Progress> said;
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = 1000;
+    s.pre_copy_rounds = rounds;
     if (keep) s.what = Coordinator::Settings::kKeep;
     Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
@@ -751,6 +759,40 @@ TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
   EXPECT_FALSE(s.play.has("d.pre_upload"));
   EXPECT_FALSE(s.play.has("s.drop_unchanged"));
   EXPECT_TRUE(s.play.has("d.upload"));
+}
+
+TEST(Coordinator, RoundsAheadEndWhenTheyDoNotHalveWhatIsLeft) {
+  const struct {
+    std::vector<std::uint64_t> bytes;  // in kPreCopyFromBytes
+    unsigned asked, made;
+  } cases[] = {
+      {{40, 16, 4, 3, 1}, 0, 4},     // 3 is no half of 4
+      {{40, 16, 4, 0, 0}, 0, 4},     // little is left
+      {{64, 32, 16, 8, 4, 2, 1}, 0, kPreCopyRounds},
+      {{1, 1, 1}, 3, 3},
+      {{40, 16, 4}, 1, 1},
+  };
+  for (const auto& c : cases) {
+    Scene s;
+    s.rounds = c.asked;
+    for (const auto n : c.bytes) s.destination.rounds.push_back(n * kPreCopyFromBytes);
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << r.error();
+    EXPECT_EQ(r.pre_copy_rounds(), c.made);
+    EXPECT_TRUE(s.play.has("s.checkpoint_after." + std::to_string(c.made)));
+    EXPECT_EQ(r.bytes_pre_copied(), std::accumulate(s.destination.rounds.begin(), s.destination.rounds.begin() + c.made, std::uint64_t{0}));
+  }
+}
+
+TEST(Coordinator, ARoundThatFailsLeavesThoseBefore) {
+  Scene s;
+  s.rounds = 3;
+  s.source.no_pre_dump_from = 2;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_EQ(r.pre_copy_rounds(), 1u);
+  EXPECT_TRUE(s.play.has("s.checkpoint_after.1"));
+  EXPECT_TRUE(s.play.has("s.drop_unchanged"));
 }
 
 TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {

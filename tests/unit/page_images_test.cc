@@ -132,6 +132,28 @@ TEST_F(PageImages, PagesThatThePreDumpHasNotStay) {
   EXPECT_EQ(whole(7), now);
 }
 
+TEST_F(PageImages, OfSeveralPreDumpsTheNewestThatHasThePageCounts) {
+  fs::create_directories(dir_ + "/first");
+  fs::create_symlink("../first", dir_ + "/before/parent");
+  image("/first", 7, 1, {{0, 40, 4}}, std::string(40, 'a'));
+  image("/before", 7, 2, {{0, 10, 1}, {10, 10, 4}, {20, 10, 1}}, std::string(10, 'b'));
+  // As in the first, as in the second, as in the first but not since, not in the second at all.
+  image("/now", 7, 3, {{0, 40, 4}}, std::string(10, 'a') + std::string(8, 'b') + "aa" + std::string(10, 'a') + std::string(10, 'a'));
+  auto r = drop_unchanged(dir_ + "/now", dir_ + "/before");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(r->unchanged, 28u);
+  auto now = read("/now", 7);
+  for (const auto& [page, left] : {std::pair{0, true}, {9, true}, {17, true}, {18, false}, {19, false}, {20, true}, {29, true}, {30, false}, {39, false}})
+    EXPECT_EQ(now[static_cast<std::uint64_t>(page)] == '^', left) << page;
+}
+
+TEST_F(PageImages, PreDumpsThatReferInACircleAreAnError) {
+  fs::create_symlink("../before", dir_ + "/before/parent");
+  image("/before", 7, 2, {{0, 10, 1}}, "");
+  image("/now", 7, 3, {{0, 10, 4}}, std::string(10, 'a'));
+  EXPECT_FALSE(drop_unchanged(dir_ + "/now", dir_ + "/before"));
+}
+
 TEST_F(PageImages, WhatCriuLeftToThePreDumpStaysSo) {
   image("/before", 7, 1, {{0, 30, 4}}, std::string(30, 'p'));
   image("/now", 7, 1, {{0, 10, 1}, {10, 20, 4}}, "PPPPPPPPPPPPPPPPPPPp");
