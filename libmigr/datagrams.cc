@@ -123,12 +123,32 @@ int aim(ibv_ah* ah, Handle& h) {
 
 bool datagrams_of(const QpShadow& q) { return q.app.qp_type == IBV_QPT_UD; }
 
-void take_long_way(QpShadow& q) {
+SrqShadow* srq_of(const QpShadow& q) { return q.app.srq ? &shadow_of(q.app.srq) : nullptr; }
+
+/// Its receives are a UD QP's: its own, or those of an SRQ that a UD QP takes from, too. Whoever takes one tells that it is gone.
+bool takes_noted(const QpShadow& q) {
+  const SrqShadow* srq = srq_of(q);
+  return srq ? srq->state.load(std::memory_order_relaxed) & kWatchedSrq : datagrams_of(q);
+}
+
+void watch(QpShadow& q) {
   for (CqShadow* c : {q.send_cq, q.recv_cq})
     if (c) {
       std::lock_guard guard(c->lock);
       c->state.fetch_or(kFakeCq | kWatchedCq, std::memory_order_relaxed);
     }
+}
+
+void take_long_way(QpShadow& q) {
+  if (SrqShadow* srq = srq_of(q)) {
+    {
+      std::lock_guard guard(srq->lock);
+      srq->state.fetch_or(kWatchedSrq, std::memory_order_relaxed);
+    }
+    for (QpShadow* other : Registry::get().qps)
+      if (srq_of(*other) == srq) watch(*other);
+  }
+  watch(q);
   std::lock_guard guard(q.lock);
   path::translate_keys(q, kDatagrams);
 }
@@ -148,16 +168,33 @@ int await_posted(QpShadow& q, CqShadow& c) {
     if (!moved && now.size() == before.size()) break;
   }
   switchover::make_keys_virtual(*q.context, now);
-  for (const KeptReceive& receive : now) await(q, receive);
+  for (const KeptReceive& receive : now) await(q.awaited, receive);
+  return 0;
+}
+
+/// The same of an SRQ, whose receives complete on several CQs: one whose completion is just being polled stays on the list,
+/// and the next one of its wr_id takes it away.
+int await_posted(SrqShadow& s) {
+  std::lock_guard guard(s.lock);
+  if (s.awaited.noted) return 0;
+  std::vector<KeptReceive> posted;
+  if (const int err = provider::outstanding_receives(s, posted)) return err;
+  switchover::make_keys_virtual(*s.context, posted);
+  for (const KeptReceive& receive : posted) await(s.awaited, receive);
+  s.awaited.noted = true;
   return 0;
 }
 
 int begin_naming(QpShadow& q) {
-  if (q.names_sources || !q.recv_cq || q.app.srq) return 0;
+  if (q.awaited.noted || !q.recv_cq || !takes_noted(q)) return 0;
+  SrqShadow* const srq = srq_of(q);
+  if (srq)
+    if (const int err = await_posted(*srq)) return err;
   std::lock_guard guard(q.lock);
   std::lock_guard cq_guard(q.recv_cq->lock);
-  if (const int err = await_posted(q, *q.recv_cq)) return err;
-  q.names_sources = true;
+  if (!srq)
+    if (const int err = await_posted(q, *q.recv_cq)) return err;
+  q.awaited.noted = true;
   q.recv_cq->datagram_qps.push_back(&q);
   return 0;
 }
@@ -257,7 +294,7 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
     if (const int err = aim(ah, h)) result = fail(why, err, "an address handle for a peer that has moved");
   std::vector<QpShadow*> qps;
   for (QpShadow* q : Registry::get().qps)
-    if (datagrams_of(*q) && (q->state.load(std::memory_order_relaxed) & kDatagrams)) qps.push_back(q);
+    if (takes_noted(*q) && (srq_of(*q) || (q->state.load(std::memory_order_relaxed) & kDatagrams))) qps.push_back(q);
   (void)provider::locate_queues(qps);  // at once; what fails is said below
   for (QpShadow* q : qps)
     if (const int err = begin_naming(*q)) result = fail(why, err, "reading back the receives of a UD QP");
@@ -265,13 +302,15 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
 }
 
 void made(QpShadow& q) {
-  if (!datagrams_of(q) || !state().prepared) return;
-  take_long_way(q);
+  if (!state().prepared) return;
+  if (datagrams_of(q)) take_long_way(q);
+  if (!takes_noted(q)) return;
+  watch(q);
   begin_naming(q);
 }
 
 void gone(QpShadow& q) {
-  if (!q.names_sources) return;
+  if (!q.awaited.noted) return;
   std::lock_guard guard(q.recv_cq->lock);
   std::erase(q.recv_cq->datagram_qps, &q);
 }
@@ -363,42 +402,51 @@ void translate(ibv_send_wr& wr) noexcept {
   wr.wr.ud.remote_qpn = qpn;
 }
 
-void await(QpShadow& q, const KeptReceive& receive) {
-  QpShadow::Awaited a{receive.wr_id, 0};
+void await(AwaitedDatagrams& at, const KeptReceive& receive) {
+  AwaitedDatagrams::Entry a{receive.wr_id, 0};
   if (!receive.sges.empty() && receive.sges[0].length >= kGrhBytes) {
     State& s = state();
     std::lock_guard guard(s.lock);
     const auto shift = s.shifts.find(receive.sges[0].lkey >> 8);
     a.address = receive.sges[0].addr + (shift == s.shifts.end() ? 0 : shift->second);
   }
-  std::lock_guard guard(q.awaited_lock);
-  q.awaited.push_back(a);
+  std::lock_guard guard(at.lock);
+  at.entries.push_back(a);
 }
 
-void await_not(QpShadow& q) {
-  std::lock_guard guard(q.awaited_lock);
-  q.awaited.pop_back();
+void await_not(AwaitedDatagrams& at) {
+  std::lock_guard guard(at.lock);
+  at.entries.pop_back();
 }
 
-void emptied(QpShadow& q) {
-  std::lock_guard guard(q.awaited_lock);
-  q.awaited.clear();
+void emptied(AwaitedDatagrams& at) {
+  std::lock_guard guard(at.lock);
+  at.entries.clear();
 }
+
+namespace {
+
+/// Where the receive was that has completed. @return 0: not known
+std::uint64_t arrived(const QpShadow& q, AwaitedDatagrams& awaited, std::uint64_t wr_id) {
+  std::lock_guard guard(awaited.lock);
+  auto& entries = awaited.entries;
+  const auto at = std::find_if(entries.begin(), entries.end(), [&](const auto& e) { return e.wr_id == wr_id; });
+  if (at == entries.end()) return 0;
+  const std::uint64_t address = at->address;
+  // A queue of its own completes in order; what is left before it was flushed.
+  entries.erase(q.app.srq ? at : entries.begin(), at + 1);
+  return address;
+}
+
+}  // namespace
 
 void name_source(CqShadow& c, ibv_wc& wc) {
   if (wc.status != IBV_WC_SUCCESS || !(wc.opcode & IBV_WC_RECV)) return;
   for (QpShadow* q : c.datagram_qps) {
     if (q->vqpn() != wc.qp_num) continue;
-    std::uint64_t address = 0;
-    {
-      std::lock_guard guard(q->awaited_lock);
-      const auto at = std::find_if(q->awaited.begin(), q->awaited.end(),
-                                   [&](const QpShadow::Awaited& a) { return a.wr_id == wc.wr_id; });
-      if (at == q->awaited.end()) return;
-      address = at->address;
-      q->awaited.erase(q->awaited.begin(), at + 1);
-    }
-    if (!address || !(wc.wc_flags & IBV_WC_GRH)) return;
+    SrqShadow* const srq = srq_of(*q);
+    const std::uint64_t address = arrived(*q, srq ? srq->awaited : q->awaited, wc.wr_id);
+    if (!address || !datagrams_of(*q) || !(wc.wc_flags & IBV_WC_GRH)) return;
     auto* grh = reinterpret_cast<std::uint8_t*>(address);
     const bool ipv4 = over_ipv4(grh);
     State& s = state();

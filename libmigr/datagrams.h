@@ -7,7 +7,8 @@
  * Sending: (address handle, vQPN) becomes (another handle, physical QPN).
  * Receiving: source QPN of the completion and source address of the GRH in the
  * buffer become those of the birth. So completions of such QPs go through the
- * fake CQ, and where each datagram will begin is noted when its receive is posted.
+ * fake CQ, and where each datagram will begin is noted when its receive is posted,
+ * at the QP or the SRQ.
  *
  * An address handle is the provider's own object, not a shadow: a vQP whose peers
  * never moved goes the direct way.
@@ -49,12 +50,12 @@ void note_shift(std::uint32_t lkey, std::uint64_t shift);
 /// Where `wr` goes now.
 void translate(ibv_send_wr& wr) noexcept;
 void translate(ibv_ah*& ah, std::uint32_t& qpn) noexcept;
-/// A receive is posted. Caller holds q.lock.
-void await(QpShadow& q, const KeptReceive& receive);
+/// A receive is posted. Caller holds the lock of the QP or SRQ.
+void await(AwaitedDatagrams& at, const KeptReceive& receive);
 /// It was not.
-void await_not(QpShadow& q);
+void await_not(AwaitedDatagrams& at);
 /// None is posted any more.
-void emptied(QpShadow& q);
+void emptied(AwaitedDatagrams& at);
 /// A completion, with its virtual QPN. Caller holds c.lock.
 void name_source(CqShadow& c, ibv_wc& wc);
 

@@ -505,9 +505,9 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
   translate_sges(q, sges, receive.sges.data(), static_cast<int>(receive.sges.size()));
   ibv_recv_wr wr{.wr_id = receive.wr_id, .next = nullptr, .sg_list = sges, .num_sge = static_cast<int>(receive.sges.size())};
   ibv_recv_wr* bad;
-  if (q.names_sources) datagrams::await(q, receive);  // its completion may be there before the call returns
+  if (q.awaited.noted) datagrams::await(q.awaited, receive);  // its completion may be there before the call returns
   const int err = q.real_post_recv(to, &wr, &bad);
-  if (err && q.names_sources) datagrams::await_not(q);
+  if (err && q.awaited.noted) datagrams::await_not(q.awaited);
   return err;
 }
 

@@ -710,7 +710,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   shadow->app.state = shadow->app_state();
   if (err) return err;
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
-    datagrams::emptied(*shadow);
+    datagrams::emptied(shadow->awaited);
     if (shadow->remote_keys) whereabouts::parted(*shadow);
   }
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;

@@ -80,6 +80,7 @@ enum SrqStateBits : std::uint32_t {
   kFrozenSrq = 1u << 1,     ///< FREEZE..REBIND or ROLLBACK: receives are kept
   kTranslateSrq = 1u << 2,  ///< own keys have other physical values now
   kSrqForced = 1u << 3,
+  kWatchedSrq = 1u << 4,    ///< a UD QP receives here: what is posted is noted, under the lock. For good
 };
 
 /// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
@@ -93,6 +94,17 @@ struct KeptSend {
 struct KeptReceive {
   std::uint64_t wr_id;
   std::vector<ibv_sge> sges;
+};
+
+/// Receives at the provider whose datagram has not come: where it will begin.
+struct AwaitedDatagrams {
+  struct Entry {
+    std::uint64_t wr_id;
+    std::uint64_t address;  ///< 0: no room for a GRH in one piece
+  };
+  std::mutex lock;  ///< innermost
+  std::deque<Entry> entries;
+  bool noted = false;  ///< from now on each receive is
 };
 
 /// Physical keys of the partner's memory: open addressing, power of two, never full. Immutable once published;
@@ -268,7 +280,7 @@ struct alignas(64) CqShadow {
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
-  std::vector<QpShadow*> datagram_qps;  ///< that receive here and name their sources
+  std::vector<QpShadow*> datagram_qps;  ///< that receive here, and whose receives are noted
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
   links::CqLink* link;        ///< null: no QP on it has a backup
@@ -290,6 +302,7 @@ struct alignas(64) SrqShadow {
   std::uint64_t ring_offset, ring_bytes;
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptReceive> kept;          ///< posted since
+  AwaitedDatagrams awaited;
   std::uint32_t armed;                   ///< limit that was set and whose event has not been read; under events_lock
   std::uint32_t limit;                   ///< FREEZE: what the new SRQ is to be armed with; 0: not armed
   unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
@@ -351,14 +364,7 @@ struct alignas(64) QpShadow {
   std::vector<KeptSend> built;              ///< finished WRs of that session
   int build_error;                          ///< errno that wr_complete will return
   std::vector<std::pair<ibv_gid, std::uint16_t>> groups;  ///< multicast, joined
-  /// Receives at the provider whose datagram has not come: where it will begin. Under awaited_lock, the innermost.
-  struct Awaited {
-    std::uint64_t wr_id;
-    std::uint64_t address;  ///< 0: no room for a GRH in one piece
-  };
-  std::mutex awaited_lock;
-  std::deque<Awaited> awaited;
-  bool names_sources = false;
+  AwaitedDatagrams awaited;
   ibv_qp* old_real = nullptr;               ///< after SWITCH: the path before, kept until RESUME
   ibv_qp_attr old_attr{};                   ///< UC, after SWITCH: how that path was connected; it is in ERR since
   bool old_path_closed = false;

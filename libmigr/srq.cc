@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "datagrams.h"
 #include "kept.h"
 #include "kernel_link.h"
 #include "objects.h"
@@ -32,8 +33,8 @@ MIGR_PATH [[gnu::always_inline]] inline int post_translated(SrqShadow& s, std::u
   return s.real_post(s.real, &copy, &stopped);
 }
 
-/// Receives still go to the provider until FREEZE, because the partner's drain needs them.
-[[gnu::cold, gnu::noinline]] int post_srq_recv_suspended(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+/// Receives still go to the provider until FREEZE, because the partner's drain needs them. Those for datagrams always come this way.
+[[gnu::cold, gnu::noinline]] int post_srq_recv_locked(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(s.lock);
   for (; wr; wr = wr->next) {
     const bool frozen = s.state.load(std::memory_order_relaxed) & kFrozenSrq;
@@ -47,8 +48,8 @@ MIGR_PATH [[gnu::always_inline]] inline int post_translated(SrqShadow& s, std::u
 
 /// One by one: the list of the application stays as it was.
 MIGR_PATH [[gnu::noinline]] int post_srq_recv_switched(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (s.state.load(std::memory_order_relaxed) & (kSuspendedSrq | kFrozenSrq)) [[unlikely]]
-    return post_srq_recv_suspended(s, wr, bad);
+  if (s.state.load(std::memory_order_relaxed) & (kSuspendedSrq | kFrozenSrq | kWatchedSrq)) [[unlikely]]
+    return post_srq_recv_locked(s, wr, bad);
   for (; wr; wr = wr->next) {
     if (const int err = post_translated(s, wr->wr_id, wr->sg_list, wr->num_sge)) {
       *bad = wr;
@@ -130,7 +131,10 @@ void install_srq(Context& context, ibv_context& ctx) {
 }
 
 int path::post_one_receive(SrqShadow& s, const KeptReceive& receive) noexcept {
-  return post_translated(s, receive.wr_id, receive.sges.data(), static_cast<int>(receive.sges.size()));
+  if (s.awaited.noted) datagrams::await(s.awaited, receive);  // its completion may be there before the call returns
+  const int err = post_translated(s, receive.wr_id, receive.sges.data(), static_cast<int>(receive.sges.size()));
+  if (err && s.awaited.noted) datagrams::await_not(s.awaited);
+  return err;
 }
 
 }  // namespace migr

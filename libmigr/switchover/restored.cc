@@ -134,6 +134,7 @@ void restart_event_count(CqShadow& c) {
 int thaw_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
   set_srq_bits(s, kTranslateSrq);
+  datagrams::emptied(s.awaited);
   if (const int err = post_receives(s, s.outstanding, why)) return err;
   if (const int err = post_receives(s, s.kept, why)) return err;
   s.outstanding.clear();
@@ -221,7 +222,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     q->real->state = q->app_state();
     q->write_access_added = q->responder_only = false;
     path::translate_keys(*q, kTranslateLocal);
-    datagrams::emptied(*q);  // its receives are posted again
+    datagrams::emptied(q->awaited);  // its receives are posted again
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
     q->outstanding.clear();

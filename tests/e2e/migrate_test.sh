@@ -47,6 +47,6 @@ walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 walk_step "memory windows at both ends" moved --windows --mode mixed --qps 4
 unconnected() { E2E_RATE=150 VERIFY_PROGRAM=migr_datagram "$@"; }
-step "UD: datagrams, answers, a multicast group" unconnected moved
+step "UD on an SRQ: datagrams, answers, a multicast group" unconnected moved --srq
 walk_step "UD: there and back" unconnected there_and_back
 e2e_end

@@ -133,5 +133,4 @@ walk_step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/m
 step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "a process with librdmacm" holds cm "librdmacm"
-walk_step "a process with a UD QP on an SRQ" holds udsrq "SRQ for a QP of type UD"
 e2e_end

@@ -2,7 +2,7 @@
 // Datagrams in both directions between two UD QPs that know each other by the addresses they had at first: a stream over
 // an address handle of the beginning, answers over handles made from what a datagram says of its source, and a multicast
 // group. What comes must be whole, in order, once, and from the partner by its first name. Losses are counted: UD allows
-// them; but each kind has to go on until the end.
+// them; but each kind has to go on until the end. --srq: the receives are an SRQ's.
 #include <arpa/inet.h>
 #include <getopt.h>
 #include <netinet/ip.h>
@@ -51,6 +51,7 @@ struct Args {
   std::string server, dev, status, json, samples, stop_file;
   int port = 18525;
   double rate = 300, connect = 30, stall = 120;
+  bool srq = false;
 };
 
 struct End {
@@ -97,6 +98,7 @@ class Run {
   Memory memory_{MemoryKind::kPrivate, (kReceives + kSends) * kSlot};
   Mr mr_;
   Cq cq_;
+  Srq srq_;
   Qp qp_;
   int gid_index_ = -1, group_socket_ = -1;
   std::uint32_t qpn_ = 0;
@@ -132,7 +134,14 @@ Run::Run(const Args& a, Control& c, bool client) : args_(a), control_(c), client
   if (pd_) mr_.reset(ibv_reg_mr(pd_.get(), memory_.data(), memory_.size(), IBV_ACCESS_LOCAL_WRITE));
   cq_.reset(ibv_create_cq(context_.get(), kReceives + kSends, nullptr, nullptr, 0));
   if (!mr_ || !cq_) fail("memory and CQ");
+  if (a.srq) {
+    ibv_srq_init_attr shared{};
+    shared.attr = {.max_wr = kReceives, .max_sge = 1, .srq_limit = 0};
+    srq_.reset(ibv_create_srq(pd_.get(), &shared));
+    if (!srq_) fail("an SRQ");
+  }
   ibv_qp_init_attr init{};
+  init.srq = srq_.get();
   init.send_cq = init.recv_cq = cq_.get();
   init.cap = {.max_send_wr = kSends, .max_recv_wr = kReceives, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
   init.qp_type = IBV_QPT_UD;
@@ -185,7 +194,7 @@ Run::Run(const Args& a, Control& c, bool client) : args_(a), control_(c), client
 void Run::post_receive(std::uint32_t slot) {
   ibv_sge sge{reinterpret_cast<std::uintptr_t>(memory_.data() + slot * kSlot), kSlot, mr_->lkey};
   ibv_recv_wr wr{.wr_id = slot, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad = nullptr;
-  if ((errno = ibv_post_recv(qp_.get(), &wr, &bad))) fail("ibv_post_recv");
+  if ((errno = srq_ ? ibv_post_srq_recv(srq_.get(), &wr, &bad) : ibv_post_recv(qp_.get(), &wr, &bad))) fail("a receive");
 }
 
 /// @param owned goes when it has been sent. @return false: no room
@@ -350,7 +359,7 @@ Args parse(int argc, char** argv) {
   static const option kLong[] = {{"dev", 1, nullptr, 'd'},     {"port", 1, nullptr, 'p'},      {"rate", 1, nullptr, 'r'},
                                  {"connect", 1, nullptr, 'c'}, {"stall", 1, nullptr, 't'},     {"status", 1, nullptr, 's'},
                                  {"json", 1, nullptr, 'j'},    {"samples", 1, nullptr, 'a'},   {"stop-file", 1, nullptr, 'f'},
-                                 {nullptr, 0, nullptr, 0}};
+                                 {"srq", 0, nullptr, 'q'},     {nullptr, 0, nullptr, 0}};
   Args a;
   for (int c; (c = getopt_long(argc, argv, "", kLong, nullptr)) != -1;) switch (c) {
       case 'd': a.dev = optarg; break;
@@ -362,9 +371,10 @@ Args parse(int argc, char** argv) {
       case 'j': a.json = optarg; break;
       case 'a': a.samples = optarg; break;
       case 'f': a.stop_file = optarg; break;
+      case 'q': a.srq = true; break;
       default:
         std::fputs("usage: migr_datagram [--dev D] [--port N] [--rate N] [--connect S] [--stall S] [--status F] [--json F]\n"
-                   "                     [--samples F] [--stop-file F] [SERVER]\n", stderr);
+                   "                     [--samples F] [--stop-file F] [--srq] [SERVER]\n", stderr);
         std::exit(kExitUsage);
     }
   if (optind < argc) a.server = argv[optind];

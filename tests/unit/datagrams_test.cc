@@ -84,6 +84,7 @@ int poll_to_fake(CqShadow&) noexcept { return 0; }
 namespace provider {
 int locate_queues(std::span<QpShadow* const>) { return 0; }
 int outstanding_receives(QpShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
+int outstanding_receives(SrqShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 void become(ibv_ah&, ibv_ah*) {}
 }  // namespace provider
 namespace switchover {
@@ -156,12 +157,12 @@ struct Datagrams : ::testing::Test {
     h.check = static_cast<std::uint16_t>(~sum);
     memcpy(at + 20, &h, 20);
   }
-  ibv_wc completion(std::uint64_t wr_id, std::uint32_t src) {
+  ibv_wc completion(std::uint64_t wr_id, std::uint32_t src, std::uint32_t qpn = 40) {
     ibv_wc wc{};
     wc.wr_id = wr_id;
     wc.opcode = IBV_WC_RECV;
     wc.wc_flags = IBV_WC_GRH;
-    wc.qp_num = 40;
+    wc.qp_num = qpn;
     wc.src_qp = src;
     datagrams::name_source(cq, wc);
     return wc;
@@ -250,10 +251,69 @@ TEST_F(Datagrams, EqualWrIdsAreTakenInOrder) {
 TEST_F(Datagrams, ResetForgetsWhatWasPosted) {
   posted = {receive(0, buffer[0])};
   moved({move_of(1, 17, 2, 30)});
-  datagrams::emptied(qp);
+  datagrams::emptied(qp.awaited);
   arrived(buffer[0], 2);
   completion(0, 30);
   EXPECT_EQ(2, source(buffer[0])) << "memory that may be the application's again was written to";
+}
+
+/// qp and a connected one take their receives from one queue.
+struct SharedReceives : Datagrams {
+  SharedReceives() {
+    srq.context = &our_context;
+    qp.app.srq = rc.app.srq = &srq.app;
+    rc.app.qp_type = IBV_QPT_RC;
+    rc.app.qp_num = 41;
+    rc.context = &our_context;
+    rc.recv_cq = rc.send_cq = &cq;
+    Registry::get().qps.push_back(&rc);
+  }
+  ~SharedReceives() override { datagrams::gone(rc); }
+  SrqShadow srq{};
+  QpShadow rc{};
+};
+
+TEST_F(SharedReceives, SourceIsNamedInWhateverOrderTheyComplete) {
+  posted = {receive(0, buffer[0]), receive(1, buffer[1]), receive(2, buffer[2])};
+  moved({move_of(1, 17, 2, 30)});
+  EXPECT_TRUE(srq.state.load() & kWatchedSrq) << "posts to it would not be noted";
+  for (const int i : {2, 0, 1}) {
+    arrived(buffer[i], 2);
+    EXPECT_EQ(17u, completion(static_cast<std::uint64_t>(i), 30).src_qp);
+    EXPECT_EQ(1, source(buffer[i]));
+  }
+  EXPECT_TRUE(srq.awaited.entries.empty());
+}
+
+TEST_F(SharedReceives, WhatAConnectedQpTakesIsNoDatagram) {
+  posted = {receive(0, buffer[0]), receive(0, buffer[1])};
+  moved({move_of(1, 17, 2, 30)});
+  arrived(buffer[0], 2);
+  EXPECT_EQ(30u, completion(0, 30, 41).src_qp);
+  EXPECT_EQ(2, source(buffer[0])) << "a message was written to";
+  arrived(buffer[1], 2);
+  EXPECT_EQ(17u, completion(0, 30).src_qp);
+  EXPECT_EQ(1, source(buffer[1])) << "the receive that the other one had taken was still waited for";
+}
+
+TEST_F(SharedReceives, QpThatIsMadeLaterTakesFromTheSameList) {
+  posted = {receive(0, buffer[0])};
+  moved({move_of(1, 17, 2, 30)});
+  QpShadow late{};
+  late.app.srq = &srq.app;
+  late.app.qp_type = IBV_QPT_RC;
+  late.app.qp_num = 42;
+  late.context = &our_context;
+  CqShadow other{};
+  late.recv_cq = late.send_cq = &other;
+  datagrams::made(late);
+  EXPECT_TRUE(other.state.load() & kWatchedCq);
+  ibv_wc wc{};
+  wc.opcode = IBV_WC_RECV;
+  wc.qp_num = 42;
+  datagrams::name_source(other, wc);
+  EXPECT_TRUE(srq.awaited.entries.empty());
+  datagrams::gone(late);
 }
 
 TEST_F(Datagrams, AddressesOfWorkRequestsMayBeShifted) {
