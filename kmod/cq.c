@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /* Completion queues. */
 #include "compat.h"
-#include "migr.h"
+#include "migr_trace.h"
 
 static int create_cq(struct ib_cq *cq, const struct ib_cq_init_attr *attr, migr_cq_arg_t arg)
 {
@@ -60,6 +60,7 @@ static int resize_cq(struct ib_cq *cq, int cqe, struct ib_udata *udata)
 			swap(obj->resp, answer->resp);
 			swap(obj->resp_len, answer->resp_len);
 		}
+		trace_migr_cq_resize(obj, migr_handle(cq->uobject));
 	}
 	mutex_unlock(&migr_lock);
 	if (answer)

@@ -129,6 +129,81 @@ TRACE_EVENT(migr_mr_bind,
 		  __entry->vrkey, __entry->plkey, __entry->prkey)
 );
 
+/* Changed in place; one that the driver has replaced is told as a new one, and the old one as gone. */
+TRACE_EVENT(migr_mr_rereg,
+	TP_PROTO(const struct migr_obj *obj),
+	TP_ARGS(obj),
+	TP_STRUCT__entry(
+		__field(u32, ctx)
+		__field(u32, plkey)
+		__field(u32, prkey)
+		__field(u32, access)
+		__field(u64, start)
+		__field(u64, length)
+	),
+	TP_fast_assign(
+		__entry->ctx = obj->ctx->id;
+		__entry->plkey = obj->rec.mr.plkey;
+		__entry->prkey = obj->rec.mr.prkey;
+		__entry->access = obj->rec.mr.access;
+		__entry->start = obj->rec.mr.start;
+		__entry->length = obj->rec.mr.length;
+	),
+	TP_printk("ctx=%u plkey=%#x prkey=%#x start=%#llx length=%llu access=%#x", __entry->ctx,
+		  __entry->plkey, __entry->prkey, __entry->start, __entry->length, __entry->access)
+);
+
+TRACE_EVENT(migr_cq_resize,
+	TP_PROTO(const struct migr_obj *obj, u32 handle),
+	TP_ARGS(obj, handle),
+	TP_STRUCT__entry(
+		__field(u32, ctx)
+		__field(u32, handle)
+		__field(u32, cqe)
+	),
+	TP_fast_assign(
+		__entry->ctx = obj->ctx->id;
+		__entry->handle = handle;
+		__entry->cqe = obj->rec.cq.cqe;
+	),
+	TP_printk("ctx=%u handle=%u cqe=%u", __entry->ctx, __entry->handle, __entry->cqe)
+);
+
+TRACE_EVENT(migr_srq_modify,
+	TP_PROTO(const struct migr_obj *obj, u32 handle),
+	TP_ARGS(obj, handle),
+	TP_STRUCT__entry(
+		__field(u32, ctx)
+		__field(u32, handle)
+		__field(u32, max_wr)
+		__field(u32, limit)
+	),
+	TP_fast_assign(
+		__entry->ctx = obj->ctx->id;
+		__entry->handle = handle;
+		__entry->max_wr = obj->rec.srq.max_wr;
+		__entry->limit = obj->rec.srq.srq_limit;
+	),
+	TP_printk("ctx=%u handle=%u max_wr=%u limit=%u", __entry->ctx, __entry->handle,
+		  __entry->max_wr, __entry->limit)
+);
+
+/* A number that was born here and lives elsewhere is kept free, and given back. */
+DECLARE_EVENT_CLASS(migr_qpn,
+	TP_PROTO(u32 vqpn),
+	TP_ARGS(vqpn),
+	TP_STRUCT__entry(
+		__field(u32, vqpn)
+	),
+	TP_fast_assign(
+		__entry->vqpn = vqpn;
+	),
+	TP_printk("vqpn=%#x", __entry->vqpn)
+);
+
+DEFINE_EVENT(migr_qpn, migr_qpn_reserve, TP_PROTO(u32 vqpn), TP_ARGS(vqpn));
+DEFINE_EVENT(migr_qpn, migr_qpn_release, TP_PROTO(u32 vqpn), TP_ARGS(vqpn));
+
 #endif
 
 #undef TRACE_INCLUDE_PATH

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /* Memory regions of user space. */
 #include "compat.h"
-#include "migr.h"
+#include "migr_trace.h"
 
 /* Remembers @mr, which the driver has just made, or undoes it. */
 static struct ib_mr *remember(struct migr_dev *md, struct ib_pd *pd, struct ib_mr *mr,
@@ -134,6 +134,8 @@ static int note_rereg(struct ib_mr *mr, int flags, u64 start, u64 length, u64 io
 			rec->pd_handle = migr_handle(pd->uobject);
 		err = migr_mr_rename_locked(obj, mr->lkey, mr->rkey);
 		obj->ctx->gen++;
+		if (!err)
+			trace_migr_mr_rereg(obj);
 	}
 	mutex_unlock(&migr_lock);
 	return err;

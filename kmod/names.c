@@ -206,10 +206,12 @@ int migr_qpn_reserve(u32 vqpn)
 	err = xa_insert(&reserved, vqpn, xa_mk_value(1), GFP_KERNEL);
 	if (err == -EBUSY)
 		err = -EEXIST;
-	if (err)
+	if (err) {
 		module_put(THIS_MODULE);
-	else
+	} else {
 		nr_reserved++;
+		trace_migr_qpn_reserve(vqpn);
+	}
 out_unlock:
 	mutex_unlock(&migr_lock);
 	return err;
@@ -222,6 +224,7 @@ int migr_qpn_release(u32 vqpn)
 	mutex_lock(&migr_lock);
 	if (xa_erase(&reserved, vqpn)) {
 		nr_reserved--;
+		trace_migr_qpn_release(vqpn);
 		module_put(THIS_MODULE);
 		err = 0;
 	}

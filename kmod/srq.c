@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /* Shared receive queues. */
-#include "migr.h"
+#include "migr_trace.h"
 
 static void record_create(struct migr_srq_rec *rec, const struct ib_srq *srq,
 			  const struct ib_srq_init_attr *attr)
@@ -76,6 +76,7 @@ static int modify_srq(struct ib_srq *srq, struct ib_srq_attr *attr, enum ib_srq_
 		if (mask & IB_SRQ_LIMIT)
 			obj->rec.srq.srq_limit = limit;
 		obj->ctx->gen++;
+		trace_migr_srq_modify(obj, migr_handle(srq->uobject));
 	}
 	mutex_unlock(&migr_lock);
 out_leave:

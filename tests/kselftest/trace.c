@@ -11,6 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <rdma/ib_user_verbs.h>
+
 #define TRACING "/sys/kernel/tracing/"
 
 static char log_of_trace[1 << 20];
@@ -55,13 +57,62 @@ static const char *expect(const char *after, const char *format, ...)
 	return found ? found : after;
 }
 
+static unsigned int times(const char *event)
+{
+	unsigned int n = 0;
+	const char *p;
+
+	for (p = log_of_trace; (p = strstr(p, event)); p++)
+		n++;
+	return n;
+}
+
+/* Providers of user space may know less than the kernel's driver: asked without them. */
+static bool register_again(struct ibv_mr *mr, int access)
+{
+	struct ib_uverbs_rereg_mr_resp resp;
+	struct {
+		struct ib_uverbs_cmd_hdr hdr;
+		struct ib_uverbs_rereg_mr cmd;
+	} c = {
+		.hdr = { IB_USER_VERBS_CMD_REREG_MR, sizeof(c) / 4, sizeof(resp) / 4 },
+		.cmd = { .response = (uintptr_t)&resp, .mr_handle = mr->handle, .flags = IBV_REREG_MR_CHANGE_ACCESS, .access_flags = access },
+	};
+
+	return write(mr->context->cmd_fd, &c, sizeof(c)) == sizeof(c);
+}
+
+/* What changes objects that stay. Not every driver can do all of it: of what it has refused nothing may be told. */
+static struct changes {
+	bool cq, srq_size, mr;
+	uint32_t srq;	/* its handle */
+} change_all(struct side *s)
+{
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 9, .max_sge = 1 } };
+	struct ibv_srq_attr attr = { .srq_limit = 3, .max_wr = 40 };
+	struct ibv_srq *srq = ibv_create_srq(s->pd, &init);
+	struct changes c = {};
+
+	need(srq, "create an SRQ");
+	c.srq = srq->handle;
+	c.cq = !ibv_resize_cq(s->cq, 200);
+	need(!ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT), "modify_srq: limit");
+	c.srq_size = !ibv_modify_srq(srq, &attr, IBV_SRQ_MAX_WR);
+	c.mr = register_again(s->mr, IBV_ACCESS_LOCAL_WRITE);
+	printf("# the driver can resize CQs: %d, SRQs: %d, register again: %d\n", c.cq, c.srq_size, c.mr);
+	need(!ibv_destroy_srq(srq), "destroy the SRQ");
+	return c;
+}
+
 int main(void)
 {
+	enum { NUMBER = 0x654321, OTHER = 0x654322 };
 	struct migr_ioc_bind_qp bad = { 1, 0 };
 	struct migr_ioc_bind_qp name = { 0x123456, 0 };
 	struct migr_ioc_bind_mr keys = { 0, 0xabc00, 0xabd00, 0 };
 	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR };
-	uint32_t id, qpn, lkey, rkey;
+	uint32_t id, qpn, lkey, rkey, cq;
+	struct changes did;
 	const char *at;
 	struct side s;
 	int fd;
@@ -84,6 +135,12 @@ int main(void)
 	need(!ioctl(fd, MIGR_IOC_BIND_QP, &name), "bind the QP");
 	check_errno(ioctl(fd, MIGR_IOC_BIND_QP, &bad), EINVAL, "QP 1");
 	need(!ioctl(fd, MIGR_IOC_BIND_MR, &keys), "bind the MR");
+	cq = s.cq->handle;
+	did = change_all(&s);
+	need(!genl_reserve(NUMBER), "reserve a number");
+	check_eq(-genl_reserve(NUMBER), EEXIST, "the same number again");
+	check_eq(-genl_release(OTHER), ENOENT, "release of another");
+	need(!genl_release(NUMBER), "release it");
 	connect_qp(&s, s.qp, &s, qpn);
 	need(!ibv_modify_qp(s.qp, &err, IBV_QP_STATE), "modify_qp to ERR");
 	side_close(&s);
@@ -99,6 +156,16 @@ int main(void)
 	at = expect(at, "migr_ctx_attach: ctx=%u owner=%d", id, getpid());
 	at = expect(at, "migr_qp_bind: ctx=%u vqpn=0x123456 pqpn=%#x", id, qpn);
 	at = expect(at, "migr_mr_bind: ctx=%u vlkey=0xabc00 vrkey=0xabd00 plkey=%#x prkey=%#x", id, lkey, rkey);
+	if (did.cq)
+		at = expect(at, "migr_cq_resize: ctx=%u handle=%u cqe=200\n", id, cq);
+	at = expect(at, "migr_srq_modify: ctx=%u handle=%u max_wr=9 limit=3\n", id, did.srq);
+	if (did.srq_size)
+		at = expect(at, "migr_srq_modify: ctx=%u handle=%u max_wr=40 limit=3\n", id, did.srq);
+	if (did.mr)
+		at = expect(at, "migr_mr_rereg: ctx=%u plkey=%#x prkey=%#x start=%#lx length=%d access=%#x\n", id, lkey, rkey,
+			    (unsigned long)s.buf, SIDE_BUF, IBV_ACCESS_LOCAL_WRITE);
+	at = expect(at, "migr_qpn_reserve: vqpn=%#x\n", NUMBER);
+	at = expect(at, "migr_qpn_release: vqpn=%#x\n", NUMBER);
 	at = expect(at, "migr_qp_state: ctx=%u vqpn=0x123456 pqpn=%#x state=INIT", id, qpn);
 	at = expect(at, "pqpn=%#x state=RTR", qpn);
 	at = expect(at, "pqpn=%#x state=RTS", qpn);
@@ -107,5 +174,10 @@ int main(void)
 	at = expect(at, "migr_obj_gone: ctx=%u type=MR", id);
 	expect(at, "migr_ctx_gone: ctx=%u", id);
 	check(!strstr(log_of_trace, "vqpn=0x1 "), "nothing of the call that failed");
+	check_eq(times("migr_qpn_reserve:"), 1, "one number was reserved");
+	check_eq(times("migr_qpn_release:"), 1, "and released");
+	check_eq(times("migr_cq_resize:"), did.cq, "CQs resized, no more than were");
+	check_eq(times("migr_srq_modify:"), 1 + did.srq_size, "SRQs modified");
+	check_eq(times("migr_mr_rereg:"), did.mr, "MRs registered again");
 	return finish();
 }
