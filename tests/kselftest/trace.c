@@ -113,6 +113,7 @@ int main(void)
 	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR };
 	uint32_t id, qpn, lkey, rkey, cq;
 	struct changes did;
+	const char *buf;
 	const char *at;
 	struct side s;
 	int fd;
@@ -136,6 +137,7 @@ int main(void)
 	check_errno(ioctl(fd, MIGR_IOC_BIND_QP, &bad), EINVAL, "QP 1");
 	need(!ioctl(fd, MIGR_IOC_BIND_MR, &keys), "bind the MR");
 	cq = s.cq->handle;
+	buf = s.buf;
 	did = change_all(&s);
 	need(!genl_reserve(NUMBER), "reserve a number");
 	check_eq(-genl_reserve(NUMBER), EEXIST, "the same number again");
@@ -163,7 +165,7 @@ int main(void)
 		at = expect(at, "migr_srq_modify: ctx=%u handle=%u max_wr=40 limit=3\n", id, did.srq);
 	if (did.mr)
 		at = expect(at, "migr_mr_rereg: ctx=%u plkey=%#x prkey=%#x start=%#lx length=%d access=%#x\n", id, lkey, rkey,
-			    (unsigned long)s.buf, SIDE_BUF, IBV_ACCESS_LOCAL_WRITE);
+			    (unsigned long)buf, SIDE_BUF, IBV_ACCESS_LOCAL_WRITE);
 	at = expect(at, "migr_qpn_reserve: vqpn=%#x\n", NUMBER);
 	at = expect(at, "migr_qpn_release: vqpn=%#x\n", NUMBER);
 	at = expect(at, "migr_qp_state: ctx=%u vqpn=0x123456 pqpn=%#x state=INIT", id, qpn);
