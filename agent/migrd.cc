@@ -39,6 +39,7 @@
 #include "numbers.h"
 #include "partner_host.h"
 #include "peer_link.h"
+#include "privileges.h"
 #include "process_session.h"
 #include "source_host.h"
 #include "stored.h"
@@ -434,6 +435,7 @@ int main(int argc, char** argv) {
   // Also for what it starts: runc and CRIU. Restored tasks get the priority that they had.
   if (setpriority(PRIO_PROCESS, 0, kNice)) spdlog::warn("setpriority: {}", std::strerror(errno));
   umask(0077);
+  if (auto s = drop_capabilities(); !s) return fail(s.error().text);
   auto config = load_config(path);
   if (!config) return fail(config.error().text);
   return run(*config);
