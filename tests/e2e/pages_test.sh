@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-# docs/getting-started.md as a newcomer goes through it, and docs/operations.md after it: three hosts with a Debian 12 of their
+# README.md ("How it is used"), docs/getting-started.md as a newcomer goes through it, and docs/operations.md after it: three hosts with a Debian 12 of their
 # own and systemd, nothing of migr on them, the packages installed by apt, and then every command of the pages as it stands
 # there. Addresses are those of the bed (10.77.0 for 10.0.0), and the program runs for two minutes, not for ten.
 set -uo pipefail
@@ -34,6 +34,27 @@ type_block() {	# HEADING N HOST
 	b=$(block "$1" "$2") && type_in "$3" "$b"
 }
 line() { sed -n "$1p"; }
+# readme N SED: the Nth command of README's block, with the names that it leaves open. Who comes from there alone types these.
+readme() {
+	local command
+	command=$(awk '/^## / { inside = $0 == "## How it is used" } /^```/ { fence = !fence; next } fence && inside' "$E2E_ROOT/README.md" | # block "How it is used" 1
+		line "$1" | sed 's/ *#.*//' | sed "$2") && [ -n "$command" ] || fail "README has no command $1" || return 1
+	echo "$1" >>"$E2E_OUT/used.README"
+	echo "$command"
+}
+# same_as_readme N SED COMMANDS: it is among these, which are those of a page, or all of its parts are.
+same_as_readme() {
+	local command part
+	command=$(readme "$1" "$2") || return 1
+	while read -r part; do
+		grep -qxF -- "$part" <<<"$3" || fail "README says '$part', and the page: $3" || return 1
+	done < <(sed 's/ *&& */\n/g; s/; */\n/g' <<<"$command")
+}
+readme_used() {
+	local n
+	n=$(awk '/^## / { inside = $0 == "## How it is used" } /^```/ { fence = !fence; next } fence && inside' "$E2E_ROOT/README.md" | wc -l)
+	[ "$(sort -un "$E2E_OUT/used.README" | xargs)" = "$(seq "$n" | xargs)" ] || fail "of README's $n commands were typed: $(sort -un "$E2E_OUT/used.README" | xargs)"
+}
 
 prepared() { type_block "1. What the hosts need" 1 "$1"; }
 # The module is built natively, from the package, and comes as a tarball of DKMS: an emulated processor needs five minutes
@@ -51,13 +72,20 @@ install() {	# HOST
 everything_installs() {
 	local tar=$E2E_OUT/dkms.tar.gz
 	block "2. Install" 1 | grep -qx 'make packages' || fail "who makes the packages?" || return 1
+	same_as_readme 1 '' "$(block "2. Install" 1)" || return 1
 	[ -n "${MIGR_DKMS_IN_GUEST:-}" ] || [ "$tar" -nt "$(ls "$DEBS"/migr-dkms_*.deb)" ] ||
 		"$E2E_ROOT/tests/packages/dkms_build" "$KVER" --tarball "$tar" || return 1
 	on_every_host install
 }
 
+# Who has installed it and asks is told what comes next.
+not_yet() {
+	local said
+	! said=$(type_in hostA "$(readme 4 '')" 2>/dev/null) && grep -q '/etc/migr/migrd.json' <<<"$said" || fail "doctor, before anything is configured: $said"
+}
 certificates() {
 	local h
+	same_as_readme 2 's|DIR|/etc/migr/ca|g; s|hostA$|hostA --ip 10.77.0.1|' "$(block "3. Certificates" 1)" || return 1
 	type_block "3. Certificates" 1 hostA >/dev/null || return 1
 	for h in "${E2E_HOSTS[@]}"; do
 		on hostA tar -C "/etc/migr/ca/$h" -c . | testbed exec "$h" -- sh -c 'mkdir -p /etc/migr/pki && tar -C /etc/migr/pki -x && stat -c "%a %n" /etc/migr/pki/*' |
@@ -67,11 +95,13 @@ certificates() {
 }
 configured() {	# HOST
 	block "4. The configuration" 1 | sed "s/\"name\": \"hostA\",\$/\"name\": \"$1\",/" | testbed exec "$1" -- sh -c 'cat >/etc/migr/migrd.json' &&
-		type_in "$1" "$(block "4. The configuration" 2 | line 1)"
+		same_as_readme 3 '' "$(block "4. The configuration" 2)" && type_in "$1" "$(block "4. The configuration" 2 | line 1)"
 }
 doctor() {	# HOST
 	local said
-	said=$(type_in "$1" "$(block "4. The configuration" 2 | line 2)") || { echo "$said" >&2; fail "doctor on $1"; }
+	said=$(type_in "$1" "$(block "4. The configuration" 2 | line 2)") || { echo "$said" >&2; fail "doctor on $1"; return 1; }
+	said=$(on "$1" migrctl doctor --json) && jq -e 'length > 10 and all(.[]; .status == "ok")' <<<"$said" >/dev/null ||
+		{ jq -c '.[] | select(.status != "ok")' <<<"$said" >&2; fail "doctor on $1 is not green"; }
 }
 doctor_is_green() { on_every_host doctor; }
 
@@ -86,6 +116,7 @@ process_of() { on "$1" pgrep -nx "$2"; }
 process_started() {
 	# Hosts that were started together have given the same numbers: those of their own migrd would be in use on the other.
 	on hostA sh -c 'echo 20000 >/proc/sys/kernel/ns_last_pid' || return 1
+	readme 5 's/ PROGRAM.*//' | grep -qxF "$(block "5. A program to move" 1 | line 1 | grep -o 'LD_PRELOAD=[^ ]*')" || fail "README has another library" || return 1
 	type_in hostA "$(block "5. A program to move" 1 | line 1)" && until_true 30 process_of hostA rping || fail "no rping on hostA" || return 1
 	sleep 2
 	type_in hostC "$(block "5. A program to move" 1 | line 2)" && until_true 30 more_packets hostA || fail "rping does not talk"
@@ -93,7 +124,8 @@ process_started() {
 process_moves() {
 	local p
 	p=$(process_of hostA rping) || return 1
-	type_in hostA "migrctl migrate --pid $p --to hostB" >"$E2E_OUT/process" || { cat "$E2E_OUT/process" >&2; return 1; }
+	on hostA migrctl show "$p" | grep -q QP || fail "show" || return 1
+	type_in hostA "$(readme 8 "s/PID/$p/")" >"$E2E_OUT/process" || { cat "$E2E_OUT/process" >&2; return 1; }
 	on hostB sh -c "[ \"\$(cat /proc/$p/comm)\" = rping ]" || fail "no process $p on hostB" || return 1
 	! process_of hostA rping >/dev/null || fail "rping is on hostA still" || return 1
 	on hostB grep -qx "0::/migr-processes" "/proc/$p/cgroup" || fail "its cgroup: $(on hostB cat "/proc/$p/cgroup")" || return 1
@@ -122,6 +154,7 @@ container_started() {
 container_moves() {
 	local commands said
 	commands=$(block "6. Migrate" 1)
+	same_as_readme 6 '' "$commands" && same_as_readme 7 's/CONTAINER/bw/' "$commands" || return 1
 	said=$(type_in hostA "$(line 1 <<<"$commands")") && grep -qw bw <<<"$said" || fail "ps: $said" || return 1
 	said=$(type_in hostA "$(line 2 <<<"$commands")") && grep -q QP <<<"$said" || fail "dry run: $said" || return 1
 	[ "$(container_at)" = hostA ] || fail "after the dry run the container is on $(container_at)" || return 1
@@ -144,6 +177,7 @@ program_ends_well() {
 looked_at() {
 	local commands said id
 	commands=$(block "7. Look at it" 1)
+	same_as_readme 10 '' "$commands" || return 1
 	said=$(type_in hostA "$(line 1 <<<"$commands")") || return 1
 	id=$(awk '$0 ~ / bw / { print $1 }' <<<"$said" | tail -n 1)
 	[ -n "$id" ] || fail "history: $said" || return 1
@@ -165,7 +199,7 @@ pages_used() {
 		missed=$(awk '/^## / { heading = substr($0, 4); k = 0 } /^ *```/ { fence = !fence; if (fence) print heading, ++k }' "$E2E_ROOT/docs/$page.md" |
 			grep -vxFf "$E2E_OUT/used.$page") && fail "blocks of docs/$page.md that were not typed: $missed" && return 1
 	done
-	true
+	readme_used
 }
 
 # ---- operations
@@ -214,6 +248,7 @@ no open migration" ] || fail "not empty: $said"
 stored_and_restored() {
 	local commands
 	commands=$(block "Emptying a host" 2 | sed 's/NAME/bw/g')
+	same_as_readme 9 's/CONTAINER|PID/bw/; s|DIR|/srv/checkpoints/bw|g' "$commands" || return 1
 	type_in hostB "$(line 1,2 <<<"$commands")" && [ -z "$(container_at)" ] || fail "after the checkpoint the container is on $(container_at)" || return 1
 	[ "$(on hostB stat -c %a /srv/checkpoints/bw)" = 700 ] || fail "mode of the checkpoint" || return 1
 	type_in hostB "$(line 3 <<<"$commands")" && [ "$(container_at)" = hostB ] || fail "after the restore the container is on $(container_at)"
@@ -222,6 +257,7 @@ stored_and_restored() {
 recovered() {
 	local commands
 	commands=$(block "When migrd or a host dies" 1)
+	same_as_readme 11 '' "$commands" || return 1
 	[ "$(wc -l <<<"$commands")" = 3 ] && [ "$(type_in hostB "$(line 1 <<<"$commands")")" = "no open migration" ] || fail "recover" || return 1
 	! type_in hostB "$(line 2 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null && ! type_in hostB "$(line 3 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null ||
 		fail "recover of a migration that there never was"
@@ -230,7 +266,7 @@ purged() {	# HOST
 	local commands left
 	commands=$(block "Upgrading, removing" 1) || return 1
 	E2E_LIMIT=600 on_sh "$1" 'yes | (eval "$1")' "$commands" >"$E2E_OUT/$1.purge" 2>&1 || { tail -n 20 "$E2E_OUT/$1.purge" >&2; return 1; }
-	left=$(on_sh "$1" 'grep "^migr " /proc/modules; ls -d /etc/migr /var/lib/migr /run/migr /run/migrd /dev/migr /usr/lib/migr /var/lib/dkms/migr /usr/src/migr-* 2>/dev/null
+	left=$(on_sh "$1" 'grep "^migr " /proc/modules; ls -d /etc/migr /var/lib/migr /run/migr /run/migrd /dev/migr /usr/lib/migr /var/lib/dkms/migr /usr/src/migr-* /sys/fs/cgroup/migr-processes 2>/dev/null
 		systemctl --failed --no-legend --plain; systemctl is-active -q migrd && echo migrd; true')
 	[ "$1" != hostA ] || left=$(grep -v "^migr " <<<"$left")	# where bw was started, which has been stored
 	[ -z "$left" ] || fail "$1 has still: $left"
@@ -240,6 +276,7 @@ everything_goes() { on_every_host container_removed; on_every_host purged; }
 bed_is_up || testbed up --hosts "$E2E_WITH" --root "$ROOTFS" --rails 1 --mem 1536 --lifetime "${E2E_LIFETIME:-3600}" --kernel "$KVER" || exit 1
 step "1: soft-RoCE devices" on_every_host prepared
 step "2: apt installs the packages" everything_installs || e2e_end
+step "README: doctor says what comes next" not_yet
 step "3: certificates" certificates
 step "4: migrd, by systemd" on_every_host configured
 step "4: doctor has no complaint" doctor_is_green
@@ -257,5 +294,5 @@ step "no unit has failed, nobody has complained" hosts_in_order
 step "operations: a container is stored, and restored" stored_and_restored
 step "operations: recover" recovered
 step "operations: apt purges all" everything_goes
-step "every block of the pages was typed" pages_used
+step "every block of the pages was typed, and all that README says" pages_used
 e2e_end
