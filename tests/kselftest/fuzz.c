@@ -6,6 +6,9 @@
  * the record is as before, and the module does its work afterwards. Whether the
  * kernel was hurt says its console.
  *
+ * Where the kernel tells which code it runs (KCOV), inputs that reach code of the
+ * module that none before has reached are kept, and half of all are made of those.
+ *
  *   MIGR_FUZZ_S=SECONDS (5) MIGR_FUZZ_SEED=N
  */
 #include "migr_test.h"
@@ -19,10 +22,12 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <linux/genetlink.h>
+#include <linux/kcov.h>
 #include <linux/netlink.h>
 
 #define MUST(x) do { if (!(x)) _exit(__LINE__ % 200 + 10); } while (0)
@@ -30,6 +35,19 @@
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 
 enum { FDS = 4, QPS = 3, HANDLES = 12, NOBODY = 65534, FIRST_NUMBER = 0x700000 };
+enum { CODE_MAX = 1 << 20, COVER_MAX = 1 << 16, KEPT_MAX = 1024 };
+
+/* For one of the doors. */
+struct input {
+	unsigned long cmd;		/* of an ioctl */
+	uint32_t size;			/* bytes of data */
+	uint8_t data[512];
+};
+
+struct corpus {
+	unsigned int n;			/* kept so far; the last KEPT_MAX are there */
+	struct input in[KEPT_MAX];
+};
 
 /* What the processes have in common. */
 static struct shared {
@@ -39,6 +57,9 @@ static struct shared {
 	unsigned long bad_cmd;			/* to this ioctl (0: it was none) */
 	uint32_t qpns[64], ctxs[16];		/* that live, or did */
 	uint8_t sent[MIGR_NR_INDEX / 8];	/* numbers that may be reserved now */
+	struct corpus ioctls, messages;
+	uint8_t reached[CODE_MAX];		/* by address within the module */
+	unsigned int nr_reached;
 } *shared;
 
 static uint64_t state;
@@ -85,6 +106,86 @@ static void result(long ret, int err, int where)
 			return;
 	shared->bad_errno = err;
 	shared->bad_where = where;
+}
+
+/* ---- what the kernel has run */
+
+static uint64_t *cover;			/* NULL: it does not say */
+static uint64_t code, code_size;	/* where the module is */
+
+/* Of this process, and it has to be root still. */
+static void cover_open(void)
+{
+	char line[256];
+	FILE *modules;
+	int fd = open("/sys/kernel/debug/kcov", O_RDWR | O_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	modules = fopen("/proc/modules", "r");
+	MUST(modules);
+	while (!code && fgets(line, sizeof(line), modules))
+		if (sscanf(line, "migr %lu %*d %*s %*s %lx", &code_size, &code) != 2)
+			code = 0;
+	fclose(modules);
+	MUST(code && code_size <= CODE_MAX);
+	MUST(!ioctl(fd, KCOV_INIT_TRACE, COVER_MAX));
+	cover = mmap(NULL, COVER_MAX * sizeof(*cover), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	MUST(cover != MAP_FAILED && !ioctl(fd, KCOV_ENABLE, KCOV_TRACE_PC));
+}
+
+static void cover_begin(void)
+{
+	if (cover)
+		__atomic_store_n(&cover[0], 0, __ATOMIC_RELAXED);
+}
+
+/* Whether something was reached since cover_begin() that nobody has reached before. */
+static bool cover_grew(void)
+{
+	uint64_t n = cover ? __atomic_load_n(&cover[0], __ATOMIC_RELAXED) : 0, i;
+	bool grew = false;
+
+	for (i = 1; i <= n; i++) {
+		uint64_t at = cover[i] - code;
+
+		if (at < code_size && !__atomic_exchange_n(&shared->reached[at], 1, __ATOMIC_RELAXED)) {
+			__atomic_add_fetch(&shared->nr_reached, 1, __ATOMIC_RELAXED);
+			grew = true;
+		}
+	}
+	return grew;
+}
+
+static void keep(struct corpus *c, unsigned long cmd, const void *data, size_t size)
+{
+	struct input *in = &c->in[__atomic_fetch_add(&c->n, 1, __ATOMIC_RELAXED) % KEPT_MAX];
+
+	in->cmd = cmd;
+	in->size = size < sizeof(in->data) ? size : sizeof(in->data);
+	memcpy(in->data, data, in->size);
+}
+
+/* One that was kept, changed a little; false: it is time for a new one. Another process may be writing it: then it is nonsense. */
+static bool recall(const struct corpus *c, struct input *in)
+{
+	unsigned int n = __atomic_load_n(&c->n, __ATOMIC_RELAXED), changes = 1 + rnd() % 3;
+
+	if (!n || one_in(2))
+		return false;
+	*in = c->in[rnd() % (n < KEPT_MAX ? n : KEPT_MAX)];
+	if (in->size < sizeof(uint32_t) || in->size > sizeof(in->data))
+		return false;
+	while (changes--) {
+		uint32_t at = rnd() % in->size, v = value();
+
+		switch (rnd() % 4) {
+		case 0: in->data[at] ^= 1 << rnd() % 8; break;
+		case 1: in->data[at] = v; break;
+		default: memcpy(in->data + at % (in->size / sizeof(v)) * sizeof(v), &v, sizeof(v));
+		}
+	}
+	return true;
 }
 
 /* ---- /dev/migr */
@@ -145,15 +246,22 @@ static void shake_ioctl(struct victim *v, int fd)
 		struct migr_ioc_qp_stands stands;
 		uint32_t words[64];
 	} u;
+	struct input in;
 	static const unsigned long commands[] = { MIGR_IOC_ATTACH, MIGR_IOC_BIND_QP, MIGR_IOC_BIND_MR, MIGR_IOC_QUERY_MR,
 						  MIGR_IOC_DRIVER_RESP, MIGR_IOC_QP_STANDS };
 	unsigned long cmd = commands[rnd() % COUNT(commands)];
+	bool again = recall(&shared->ioctls, &in);
 	unsigned int i;
 	int bad;
 
 	for (i = 0; i < COUNT(u.words); i++)
 		u.words[i] = value();
-	switch (cmd) {
+	if (again) {
+		cmd = in.cmd;
+		memcpy(&u, in.data, in.size < sizeof(u) ? in.size : sizeof(u));
+	}
+	/* What was kept was right in all but what is a process's own. */
+	switch (again && cmd != MIGR_IOC_ATTACH && cmd != MIGR_IOC_DRIVER_RESP && one_in(2) ? 0 : cmd) {
 	case MIGR_IOC_ATTACH:
 		if (!one_in(8))
 			u.attach.abi_version = MIGR_ABI_VERSION;
@@ -187,7 +295,11 @@ static void shake_ioctl(struct victim *v, int fd)
 	if (one_in(16))	/* another size, another direction, or anything */
 		cmd = one_in(2) ? cmd ^ 1ul << (16 + rnd() % 16) : rnd();
 	bad = shared->bad_errno;
+	memcpy(in.data, &u, sizeof(u));	/* answers are written over it */
+	cover_begin();
 	RESULT(ioctl(fd, cmd, place(&u, _IOC_SIZE(cmd) <= sizeof(u) ? _IOC_SIZE(cmd) : sizeof(u))));
+	if (cover_grew())
+		keep(&shared->ioctls, cmd, in.data, sizeof(u));
 	if (shared->bad_errno != bad)
 		shared->bad_cmd = cmd;
 	if (cmd == MIGR_IOC_ATTACH)
@@ -240,6 +352,7 @@ static void shake_device(bool as_nobody)
 	for (i = 0; i < QPS; i++)
 		v.qp[i] = make_qp(&v.s);
 	MUST(v.mr && v.qp[QPS - 1]);
+	cover_open();
 	if (as_nobody)
 		MUST(!setgid(NOBODY) && !setuid(NOBODY));
 	while (!shared->stop) {
@@ -263,7 +376,9 @@ static void shake_device(bool as_nobody)
 			poll(&(struct pollfd){ .fd = *fd, .events = POLLIN }, 1, 0);
 			break;
 		case 3 ... 6:
+			cover_begin();
 			shake_mmap(*fd);
+			cover_grew();
 			break;
 		default:
 			shake_ioctl(&v, *fd);
@@ -327,11 +442,17 @@ static void shake_netlink(bool as_nobody)
 	static char buf[512], answer[32768];
 
 	MUST(id > 0 && sk >= 0);
+	cover_open();
 	if (as_nobody)
 		MUST(!setgid(NOBODY) && !setuid(NOBODY));
 	while (!shared->stop) {
-		size_t len = message(buf, sizeof(buf), id);
+		struct input in;
+		bool again = recall(&shared->messages, &in);
+		size_t len = again ? in.size : message(buf, sizeof(buf), id);
 		ssize_t got;
+
+		if (again)
+			memcpy(buf, in.data, len);
 
 		if (one_in(256)) {	/* in the middle of a dump */
 			close(sk);
@@ -339,6 +460,7 @@ static void shake_netlink(bool as_nobody)
 			MUST(sk >= 0);
 		}
 		note_numbers(buf, len);
+		cover_begin();
 		if (sendto(sk, buf, len, MSG_DONTWAIT, (struct sockaddr *)&kernel, sizeof(kernel)) < 0)
 			result(-1, errno, __LINE__);
 		while (!one_in(8) && (got = recv(sk, answer, sizeof(answer), MSG_DONTWAIT)) > 0) {
@@ -351,6 +473,8 @@ static void shake_netlink(bool as_nobody)
 					result(e->error ? -1 : 0, -e->error, __LINE__);
 			}
 		}
+		if (cover_grew())
+			keep(&shared->messages, 0, buf, len);
 	}
 	_exit(0);
 }
@@ -367,6 +491,7 @@ int main(void)
 	uint64_t first = seed ? strtoull(seed, NULL, 0) : now_ms();
 	struct migr_ioc_bind_qp bind = { .vqpn = 0x765432 };
 	struct migr_info before, after;
+	struct utsname kernel;
 	struct side s;
 	uint32_t v, id;
 	unsigned int i;
@@ -394,6 +519,12 @@ int main(void)
 		check(WIFEXITED(status) && !WEXITSTATUS(status), "process %u saw nothing that cannot be (status 0x%x)", i, status);
 	}
 	printf("# %lu calls, %lu taken\n", shared->calls, shared->taken);
+	uname(&kernel);
+	if (!access("/sys/kernel/debug/kcov", F_OK) || strstr(kernel.release, "-debug")) {
+		printf("# %u places of the module's code were reached; %u ioctls and %u messages did that first, and were kept\n", shared->nr_reached,
+		       shared->ioctls.n, shared->messages.n);
+		check(shared->nr_reached > 0 && shared->ioctls.n && shared->messages.n, "KCOV tells what was reached by either door");
+	}
 	check(shared->taken > 20 && shared->calls > 200, "there was something to refuse, and something to take");
 	check(!shared->bad_errno, "every refusal is one of the ABI's (%s at line %d, ioctl %#lx)", strerror(shared->bad_errno), shared->bad_where,
 	      shared->bad_cmd);
