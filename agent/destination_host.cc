@@ -14,6 +14,7 @@
 #include <set>
 #include <thread>
 
+#include "devices.h"
 #include "directory.h"
 #include "fault.h"
 #include "file_tree.h"
@@ -200,9 +201,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
     auto k = KernelRecord::open();
     if (!k) return Error{EBUSY, k.error().text};
     if (auto s = same_version("migr.ko", r->abi(), MIGR_ABI_VERSION); !s) return s;
-    if (r->devices_size() && access("/sys/class/infiniband", F_OK)) return Error{EBUSY, "no RDMA device"};
-    std::error_code ec;
-    if (r->devices_size() && fs::is_empty("/sys/class/infiniband", ec)) return Error{EBUSY, "no RDMA device"};
+    if (r->devices_size() && device_names().empty()) return Error{EBUSY, "no RDMA device"};
     if (!Runtime::name_ok(r->container())) return Error{EINVAL, "'" + r->container() + "' is no name of a container"};
     for (const auto& n : r->needs()) {
       auto room = room_of(n.device());

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "directory.h"
 
-#include <rdma/ib_user_ioctl_verbs.h>
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -14,14 +12,12 @@
 #include "file_tree.h"
 #include "hex.h"
 #include "limits.h"
-#include "migr/restore.h"
 #include "parallel.h"
 #include "uapi/migr.h"
 
 namespace migr {
 namespace {
 
-namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 // Nobody tells when a name is not used any more: the oldest go.
@@ -160,34 +156,6 @@ void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms) {
       spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", moves.id(), host, told.error().text);
     return {};
   });
-}
-
-Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
-  std::vector<ib_uverbs_gid_entry> all(MIGR_RST_GIDS);
-  migr_rst_err err{};
-  const int n = migr_rst_device_gids(device.c_str(), all.data(), MIGR_RST_GIDS, &err);
-  if (n < 0) return Error{-n, err.text};
-  all.resize(static_cast<std::size_t>(n));
-  std::vector<wire::PortGid> out;
-  for (const auto& entry : all) {
-    auto& g = out.emplace_back();
-    g.set_device(device);
-    g.set_port(entry.port_num);
-    g.set_roce_v2(entry.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
-    g.set_gid(entry.gid, kGidBytes);
-  }
-  return out;
-}
-
-Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
-  Status first;
-  std::error_code ec;
-  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ec)) {
-    auto gids = gids_of(device.path().filename());
-    if (!gids && first) first = gids.error();
-    if (gids) std::for_each(gids->begin(), gids->end(), visit);
-  }
-  return first;
 }
 
 Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& directory) {

@@ -4,13 +4,13 @@
 // processes.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "config.h"
+#include "devices.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
@@ -53,12 +53,6 @@ class Directory {
   };
   std::vector<Process> processes_;  // oldest first
 };
-
-/// The GIDs of an RDMA device of this host, with a context of its own, for a moment.
-Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
-
-/// Of every RDMA device of this host. Errors: the first device that cannot be read, once all others were visited.
-Status each_gid(const std::function<void(wire::PortGid&)>& visit);
 
 /// Tells one process all there is, once no thread of it can be on a way that knows nothing of it.
 Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& directory);

@@ -45,16 +45,6 @@ int gid_family(const std::string& gid) {
   return gid.size() == sizeof(migr_ah_attr::sgid) ? migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())) : -1;
 }
 
-Result<Room> room_of(const std::string& device) {
-  Room r;
-  migr_rst_err err{};
-  if (const int e = migr_rst_device_query(device.c_str(), &r.device, &err)) return Error{-e, err.text};
-  auto gids = gids_of(r.device.ibdev);
-  if (!gids) return gids.error();
-  r.gids = std::move(*gids);
-  return r;
-}
-
 void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
   const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
   auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });

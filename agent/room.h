@@ -7,21 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "migr/restore.h"
+#include "devices.h"
 #include "status.h"
 #include "wire.pb.h"
 
 namespace migr {
 
 struct ContextRecord;
-
-/// A device of this host that a container's could be restored onto.
-struct Room {
-  migr_rst_device device{};
-  std::vector<wire::PortGid> gids;
-};
-/// Of the device of that name, else of the only one. ENODEV: there is none.
-Result<Room> room_of(const std::string& device);
 
 /// Adds what a context has to what its device has to give.
 void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c);
