@@ -461,7 +461,8 @@ void DestinationHost::tell_moves(const Job& job, bool datagrams) {
     if ((m.vqpn() != 0) == datagrams) *r.add_moves() = m;
   if (!r.moves_size()) return;
   // The rest of a migration does not wait for a silent host, unless datagrams would come from where it does not know.
-  tell_hosts(peers_, r, datagrams ? kSuspendMs + 2 * kProcessMs : 2 * kWhereMs);
+  const auto tell = [&] { return tell_hosts(peers_, r, datagrams ? kSuspendMs + 2 * kProcessMs : 2 * kWhereMs), Status(); };
+  if (auto s = job_step(config_.fault, job.id, FaultStep::kDestinationMoves, tell); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
 }
 
 // A process can only speak for itself, but it could claim another's instance: it has to be of this container.

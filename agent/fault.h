@@ -21,21 +21,24 @@ namespace migr {
 #define MIGR_FAULT_STEPS(X)                                                                                      \
   X(kSourceCheck, "source.check") X(kSourceRecord, "source.record") X(kSourcePrepare, "source.prepare")          \
   X(kSourceConnect, "source.connect") X(kSourcePreCopy, "source.pre-copy") X(kSourceSuspend, "source.suspend")   \
-  X(kSourceDrain, "source.drain") X(kSourceFreeze, "source.freeze") X(kSourceDetach, "source.detach")            \
-  X(kSourceCheckpoint, "source.checkpoint") X(kSourceCreate, "source.create") X(kSourceCopy, "source.copy") X(kSourceReady, "source.ready")        \
-  X(kSourceCommit, "source.commit") X(kSourceDecide, "source.decide") X(kSourceResume, "source.resume")          \
-  X(kSourceDestroy, "source.destroy") X(kSourceBack, "source.back") X(kSourceThaw, "source.thaw")                \
-  X(kSourceAttach, "source.attach") X(kSourceReconnect, "source.reconnect")                                      \
+  X(kSourceDrain, "source.drain") X(kSourceCut, "source.cut") X(kSourceSettle, "source.settle")                  \
+  X(kSourceFreeze, "source.freeze") X(kSourceDetach, "source.detach") X(kSourceCheckpoint, "source.checkpoint")  \
+  X(kSourceCreate, "source.create") X(kSourceCopy, "source.copy") X(kSourceCompare, "source.compare")            \
+  X(kSourceReady, "source.ready") X(kSourceCommit, "source.commit") X(kSourceDecide, "source.decide")            \
+  X(kSourceResume, "source.resume") X(kSourceDestroy, "source.destroy") X(kSourceBack, "source.back")            \
+  X(kSourceThaw, "source.thaw") X(kSourceAttach, "source.attach") X(kSourceReconnect, "source.reconnect")        \
   X(kDestinationCheck, "destination.check") X(kDestinationPrepare, "destination.prepare")                        \
-  X(kDestinationCreate, "destination.create") X(kDestinationConnect, "destination.connect") X(kDestinationUpload, "destination.upload")                      \
+  X(kDestinationCreate, "destination.create") X(kDestinationConnect, "destination.connect")                      \
+  X(kDestinationMoves, "destination.moves") X(kDestinationUpload, "destination.upload")                          \
   X(kDestinationAttach, "destination.attach") X(kDestinationRestore, "destination.restore")                      \
   X(kDestinationReady, "destination.ready") X(kDestinationCommit, "destination.commit")                          \
   X(kDestinationMark, "destination.mark") X(kDestinationRebind, "destination.rebind")                            \
   X(kDestinationResume, "destination.resume") X(kDestinationAbort, "destination.abort")                          \
-  X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare")          \
-  X(kPartnerCreate, "partner.create") X(kPartnerConnect, "partner.connect")    \
-  X(kPartnerSuspend, "partner.suspend") X(kPartnerDrain, "partner.drain") X(kPartnerSwitch, "partner.switch")    \
-  X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume") X(kPartnerRollback, "partner.rollback")
+  X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare") X(kPartnerCreate, "partner.create")      \
+  X(kPartnerConnect, "partner.connect") X(kPartnerMoves, "partner.moves") X(kPartnerSuspend, "partner.suspend")  \
+  X(kPartnerDrain, "partner.drain") X(kPartnerCut, "partner.cut") X(kPartnerSettle, "partner.settle")            \
+  X(kPartnerSwitch, "partner.switch") X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume")        \
+  X(kPartnerRollback, "partner.rollback")
 
 enum class FaultStep {
 #define X(id, name) id,

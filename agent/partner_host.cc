@@ -300,14 +300,14 @@ grpc::Status PartnerHost::Drain(grpc::ServerContext* ctx, const wire::LimitedReq
 
 grpc::Status PartnerHost::Cut(grpc::ServerContext* ctx, const wire::CutRequest* r, wire::CutReply* reply) {
   Shared<wire::CutReply> out{*reply};
-  return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+  return step(*ctx, r->id(), r->check() ? FaultStep::kPartnerDrain : FaultStep::kPartnerCut, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) { return cut_process(session, p.counted(), *r, out); });
   });
 }
 
 grpc::Status PartnerHost::Settle(grpc::ServerContext* ctx, const wire::SettleRequest* r, wire::SettleReply* reply) {
   Shared<wire::SettleReply> out{*reply};
-  return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
+  return step(*ctx, r->id(), FaultStep::kPartnerSettle, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) { return settle_process(session, p.counted(), *r, out); });
   });
 }
@@ -383,7 +383,7 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migrati
 }
 
 grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
-  return to_grpc(take_moves(directory_, sessions_, *r));
+  return to_grpc(fault_step(config_.fault, FaultStep::kPartnerMoves, [&] { return take_moves(directory_, sessions_, *r); }));
 }
 
 grpc::Status PartnerHost::Where(grpc::ServerContext*, const wire::WhereRequest* r, wire::WhereReply* out) { return to_grpc(whereabouts_.where(*r, *out)); }

@@ -551,9 +551,14 @@ Status SourceRun::checkpoint_after(unsigned round) {
 
 Result<std::uint64_t> SourceRun::drop_unchanged() {
   const std::string dir = host_.folder(id_);
-  auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + pre_copied_);
-  if (!pages) return pages.error();
-  return pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  std::uint64_t unchanged = 0;
+  auto work = [&]() -> Status {
+    auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + pre_copied_);
+    if (pages) unchanged = pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+    return pages;
+  };
+  if (auto s = step(FaultStep::kSourceCompare, work); !s) return s.error();
+  return unchanged;
 }
 
 Status SourceRun::each(const std::function<Status(Process&)>& f) {
@@ -592,14 +597,16 @@ Result<wire::DrainReply> SourceRun::drain(int limit_ms) {
 Result<wire::CutReply> SourceRun::cut(const wire::CutRequest& r) {
   wire::CutReply reply;
   Shared<wire::CutReply> out{reply};
-  if (auto s = each([&](Process& p) { return cut_process(*p.session, counted(p), r, out); }); !s) return s.error();
+  const auto work = [&] { return each([&](Process& p) { return cut_process(*p.session, counted(p), r, out); }); };
+  if (auto s = r.check() ? work() : step(FaultStep::kSourceCut, work); !s) return s.error();
   return reply;
 }
 
 Result<wire::SettleReply> SourceRun::settle(const wire::SettleRequest& r) {
   wire::SettleReply reply;
   Shared<wire::SettleReply> out{reply};
-  if (auto s = each([&](Process& p) { return settle_process(*p.session, counted(p), r, out); }); !s) return s.error();
+  const auto work = [&] { return each([&](Process& p) { return settle_process(*p.session, counted(p), r, out); }); };
+  if (auto s = step(FaultStep::kSourceSettle, work); !s) return s.error();
   return reply;
 }
 

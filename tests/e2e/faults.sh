@@ -49,6 +49,9 @@ fault_at_rest() {
 	for h in "${E2E_HOSTS[@]}"; do leaks_compare "$E2E_OUT/fault.$h.before" "$E2E_OUT/fault.$h.after" || return 1; done
 }
 
+# Points that a migration comes to which is told nothing: not what waits for --no-pre-setup, --pre-copy or a late drain.
+fault_points() { build/user/agent/migrd --list-faults | grep -vE '\.(create|cut|settle|pre-copy|compare)\.'; }
+
 host_of_point() {	# POINT FROM TO
 	case $1 in source.*) echo "$2" ;; destination.*) echo "$3" ;; *) echo peer ;; esac
 }

@@ -47,6 +47,11 @@ struct Process {
   std::uint32_t old_pqpn = 0, old_dest = 0, old_gid = 0;  // the path before SWITCH
   std::uint32_t spare_dest = 0, spare_gid = 0;
   bool rebound = false;
+  bool drained = false, cut = false, settled = false;  // since SUSPEND
+
+  // What a path's responder would have executed next: both ends can say of both.
+  static std::uint32_t psn_of(std::uint32_t pqpn) { return pqpn & 0xffffff; }
+  bool at_rest() const { return drained || (cut && settled); }
 
   void show() const { s.write(kernel_file(s.pid)); }
   void take_path(std::uint32_t pqpn, std::uint32_t dest, std::uint32_t gid) { s.pqpn = pqpn, s.dest_pqpn = dest, s.dest_gid = gid; }
@@ -67,11 +72,38 @@ struct Process {
         spare_dest = c.dest_qpn, spare_gid = c.dgid[15];
         return 0;
       }
-      case MIGR_MSG_SUSPEND: s.phase = MIGR_PROC_SUSPENDED; return 0;
-      case MIGR_MSG_DRAIN: return s.phase == MIGR_PROC_SUSPENDED ? 0 : EBUSY;
-      case MIGR_MSG_FREEZE: s.phase = MIGR_PROC_FROZEN; return 0;
+      case MIGR_MSG_SUSPEND:
+        s.phase = MIGR_PROC_SUSPENDED;
+        drained = cut = settled = false;
+        return 0;
+      case MIGR_MSG_DRAIN:
+        if (s.phase != MIGR_PROC_SUSPENDED) return EBUSY;
+        drained = !is_at("drain", "late");
+        return drained ? 0 : ETIMEDOUT;
+      case MIGR_MSG_STATS:
+        record(migr_drain_stat{s.ctx, s.vqpn, s.phase == MIGR_PROC_SUSPENDED && !drained, 0, 0, 0});
+        return 0;
+      case MIGR_MSG_CUT:
+        if (s.phase != MIGR_PROC_SUSPENDED || cut) return EBUSY;
+        if (m.arg & MIGR_CUT_CHECK) return 0;
+        cut = true;
+        record(migr_qp_psn{s.ctx, s.vqpn, psn_of(s.pqpn), 0});
+        return 0;
+      case MIGR_MSG_SETTLE: {
+        migr_qp_psn there;
+        if (!cut || settled || in.size() != sizeof there) return EBUSY;
+        std::memcpy(&there, in.data(), sizeof there);
+        if (there.vqpn != s.vqpn || there.psn != psn_of(s.dest_pqpn)) return EINVAL;
+        settled = true;
+        record(migr_replay_stat{s.ctx, s.vqpn, 1, 0, 0, 0});
+        return 0;
+      }
+      case MIGR_MSG_FREEZE:
+        if (!at_rest()) return EBUSY;
+        s.phase = MIGR_PROC_FROZEN;
+        return 0;
       case MIGR_MSG_SWITCH:
-        if (!s.spare || s.phase != MIGR_PROC_SUSPENDED) return EBUSY;
+        if (!s.spare || s.phase != MIGR_PROC_SUSPENDED || !at_rest()) return EBUSY;
         old_pqpn = s.pqpn, old_dest = s.dest_pqpn, old_gid = s.dest_gid;
         take_path(s.spare, spare_dest, spare_gid);
         s.spare = 0;
@@ -96,13 +128,16 @@ struct Process {
         if (s.phase == MIGR_PROC_FROZEN) return EBUSY;
         old_pqpn = 0;
         s.phase = MIGR_PROC_RUNNING;
+        drained = cut = settled = false;
         return 0;
       case MIGR_MSG_ROLLBACK:
         if (rebound && s.phase != MIGR_PROC_RUNNING) return EBUSY;
         if (old_pqpn) take_path(old_pqpn, old_dest, old_gid), old_pqpn = 0;
         s.spare = 0;
         s.phase = MIGR_PROC_RUNNING;
+        drained = cut = settled = false;
         return 0;
+      case MIGR_MSG_MOVES: return 0;
       default: return EOPNOTSUPP;
     }
   }
@@ -210,7 +245,14 @@ void state_json(const Container& c) {
   std::ofstream(c.dir + "/state.json") << "{\"init_process_pid\": " << c.pid << "}\n";
 }
 
-int checkpoint(const Container& c, const std::string& images) {
+// Memory, ahead of the stop.
+int pre_dump(const Container& c, const std::string& to) {
+  if (!model::alive(c.pid)) return complain("nothing to dump");
+  fs::create_directories(to);
+  return std::ofstream(to + "/memory") << "of " << c.pid << "\n", 0;
+}
+
+int checkpoint(const Container& c, const std::string& images, const std::string& parent) {
   std::cout << "ready" << std::endl;
   std::string line;
   if (!std::getline(std::cin, line)) return complain("nobody said when to begin");
@@ -219,6 +261,9 @@ int checkpoint(const Container& c, const std::string& images) {
   State s;
   if (!s.read(kernel_file(c.pid)) || s.phase != MIGR_PROC_FROZEN) return complain("the process is not frozen: its connection is open");
   fs::copy_file(kernel_file(c.pid), images + "/dump");
+  if (parent.empty()) return 0;
+  if (access((images + "/" + parent + "/memory").c_str(), R_OK)) return complain("no pre-dump in " + parent);
+  std::ofstream(images + "/parent") << parent << "\n";
   return 0;
 }
 
@@ -236,7 +281,7 @@ class Restore {
     const bool good = serve(10'000, MIGR_RC_GO) && restore() && serve(limit("MIGR_RESTORE_COMMIT_LIMIT", 3), MIGR_RC_COMMIT);
     unlink((images_ + "/restore.sock").c_str());
     if (!good) {
-      if (task_ > 0) kill(task_, SIGKILL), waitpid(task_, nullptr, 0);
+      if (task_ > 0) kill(task_, SIGKILL), waitpid(task_, nullptr, 0), unlink(kernel_file(task_).c_str());
       fs::remove_all(c_.dir);
       return complain("the restore was aborted");
     }
@@ -292,7 +337,7 @@ class Restore {
       bool abort = false;
       if (m.op == MIGR_RC_PREPARE) {
         migr_rc_qp q{early_.ctx, early_.vqpn, early_.pqpn, pqpn_, 1, 1, {}};
-        q.sgid[15] = static_cast<std::uint8_t>(model::number_of(host));
+        std::memcpy(q.sgid, model::gid_of(model::number_of(host)).data(), sizeof q.sgid);
         reply(fd, m, 0, std::vector{q});
       } else if (m.op == MIGR_RC_CONNECT) {
         if (m.count) std::memcpy(&to_, buf.data() + sizeof m, sizeof to_);
@@ -317,6 +362,8 @@ class Restore {
   bool restore() {
     State s;
     if (!s.read(images_ + "/dump")) return false;
+    std::string parent;
+    if (std::ifstream(images_ + "/parent") >> parent && access((images_ + "/" + parent + "/memory").c_str(), R_OK)) return false;
     int pipe[2];
     if (pipe2(pipe, O_CLOEXEC)) return false;
     to_task_ = pipe[1];
@@ -339,6 +386,9 @@ class Restore {
       _exit(1);
     }
     close(pipe[0]);
+    // What was made for it is the kernel's to tell of, long before it runs.
+    s.pid = task_, s.gid = model::number_of(host), s.ctx = 100 + s.gid, s.pqpn = pqpn_, s.dest_pqpn = to_.dest_qpn, s.dest_gid = to_.dgid[15];
+    s.write(kernel_file(task_));
     fs::create_directories(c_.dir);
     c_.pid = task_;
     c_.write();
@@ -357,7 +407,7 @@ volatile bool Restore::ended = false;
 
 // HOST/runc [--root ROOT] VERB [OPTION..] [ID]
 int runc(Args a) {
-  std::string root = host + "/runc-state", images, bundle;
+  std::string root = host + "/runc-state", images, bundle, parent;
   auto option = [&](const std::string& name, std::string& value) {
     for (std::size_t i = 0; i + 1 < a.size(); i++)
       if (a[i] == name) {
@@ -367,7 +417,7 @@ int runc(Args a) {
       }
   };
   std::string ignored;
-  option("--root", root), option("--image-path", images), option("--bundle", bundle), option("--work-path", ignored);
+  option("--root", root), option("--image-path", images), option("--bundle", bundle), option("--work-path", ignored), option("--parent-path", parent);
   auto flag = [&](const std::string& name) { return std::find(a.begin(), a.end(), name) != a.end(); };
   if (flag("--help")) return std::cout << a[0] << "\n", 0;
   const std::string verb = a.at(0), id = a.back();
@@ -380,7 +430,8 @@ int runc(Args a) {
     return 0;
   }
   if (verb == "checkpoint-rdma" && flag("--descriptors")) return std::ofstream(images + "/descriptors.json") << "{}\n", 0;
-  if (verb == "checkpoint-rdma") return checkpoint(c, images);
+  if (verb == "checkpoint-rdma" && flag("--pre-dump")) return pre_dump(c, images);
+  if (verb == "checkpoint-rdma") return checkpoint(c, images, parent);
   if (verb == "resume") {
     if (!c.paused()) return complain("container not paused");
     unlink((c.dir + "/paused").c_str());

@@ -64,10 +64,21 @@ inline std::vector<State> processes(const std::string& host) {
   return all;
 }
 
+inline constexpr char kDevice[] = "model0";  // each host has one, with one port and one GID
+
 inline std::uint32_t number_of(const std::string& host) {
   std::uint32_t n = 0;
   std::ifstream(host + "/number") >> n;
   return n;
+}
+
+/// 16 bytes, of the IPv4 family.
+inline std::string gid_of(std::uint32_t host_number) {
+  std::string gid(16, '\0');
+  gid[10] = gid[11] = '\xff';
+  gid[12] = 10;
+  gid[15] = static_cast<char>(host_number);
+  return gid;
 }
 
 }  // namespace model

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// The parts of migrd that touch the machine, over the modelled host of $MODEL_HOST: the kernel's record, migr.img, the
-// processes of a container.
+// The parts of migrd that touch the machine, over the modelled host of $MODEL_HOST: the kernel's record, its RDMA device,
+// migr.img, the processes of a container.
+#include <rdma/ib_user_ioctl_verbs.h>
+
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
 
+#include "agent/devices.h"
 #include "agent/kernel_record.h"
 #include "agent/record_image.h"
 #include "agent/runc.h"
@@ -30,6 +33,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
     c.rec.flags = MIGR_CTX_ATTACHED;
     c.rec.pid = static_cast<__u32>(p.pid);
     std::strcpy(c.rec.comm, "model");
+    std::strcpy(c.rec.ibdev, model::kDevice);
     all.push_back(c);
   }
   return all;
@@ -44,8 +48,9 @@ Status KernelRecord::objects(ContextRecord& c) {
     q.qp_type = 2;   // RC
     q.qp_state = 3;  // RTS
     q.dest_qpn = p.dest_pqpn;
-    q.ah.sgid[15] = static_cast<__u8>(p.gid);
-    q.ah.dgid[15] = static_cast<__u8>(p.dest_gid);
+    std::memcpy(q.ah.sgid, model::gid_of(p.gid).data(), sizeof q.ah.sgid);
+    std::memcpy(q.ah.dgid, model::gid_of(p.dest_gid).data(), sizeof q.ah.dgid);
+    q.ah.gid_type = IB_UVERBS_GID_TYPE_ROCE_V2;
     c.qps.push_back(q);
     return {};
   }
@@ -59,6 +64,38 @@ Status KernelRecord::reserve_qpn(std::uint32_t v) {
 Status KernelRecord::release_qpn(std::uint32_t v) {
   unlink((host() + "/reserved/" + std::to_string(v)).c_str());
   return {};
+}
+
+std::vector<std::string> device_names() { return {model::kDevice}; }
+
+Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
+  wire::PortGid g;
+  g.set_device(device);
+  g.set_port(1);
+  g.set_roce_v2(true);
+  g.set_gid(model::gid_of(model::number_of(host())));
+  return std::vector{g};
+}
+Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
+  auto gids = gids_of(model::kDevice);
+  for (auto& g : *gids) visit(g);
+  return {};
+}
+
+Result<Room> room_of(const std::string& device) {
+  constexpr std::uint32_t kMany = 1000, kActive = 4, kMtu1024 = 3;
+  Room r;
+  migr_rst_device& d = r.device;
+  std::strcpy(d.ibdev, model::kDevice);
+  d.max_mr_size = UINT64_MAX;
+  for (auto* most : {&d.max_qp, &d.max_cq, &d.max_mr, &d.max_pd, &d.max_srq, &d.max_mw, &d.max_ah, &d.max_qp_wr, &d.max_sge, &d.max_cqe, &d.max_srq_wr,
+                     &d.max_srq_sge, &d.max_qp_rd_atom, &d.max_qp_init_rd_atom})
+    *most = kMany;
+  d.nr_ports = 1;
+  d.ports[0].state = kActive;
+  d.ports[0].active_mtu = kMtu1024;
+  r.gids = *gids_of(device);
+  return r;
 }
 
 const char* object_name(std::uint32_t) { return "object"; }
