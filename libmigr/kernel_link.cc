@@ -156,7 +156,7 @@ void KernelLink::detach() {
 }
 
 int KernelLink::reattach(int uverbs_fd) {
-  if (attached()) return 0;
+  if (attached() || private_wanted()) return 0;
   std::uint32_t module_abi = MIGR_ABI_VERSION;
   std::uint32_t ctx_id = 0;
   const int fd = open_attached(uverbs_fd, ctx_id, module_abi);

@@ -16,6 +16,7 @@
 
 #include "control.h"
 #include "datagrams.h"
+#include "events.h"
 #include "gids.h"
 #include "kernel_link.h"
 #include "links/links.h"
@@ -25,6 +26,7 @@
 #include "provider/uverbs_write.h"
 #include "real.h"
 #include "shadow.h"
+#include "unread.h"
 #include "whereabouts.h"
 #include "windows.h"
 
@@ -343,7 +345,8 @@ ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
 int req_notify_cq(ibv_cq* cq, int solicited_only) {
   CqShadow& shadow = shadow_of(cq);
   std::lock_guard guard(shadow.lock);
-  shadow.armed = true;
+  ++shadow.armed;
+  shadow.arm_unsure = false;  // either it is armed now, or an event is on its way that will be seen
   shadow.solicited_only = solicited_only;
   if (shadow.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;  // armed again when it is thawed
   if (const int err = links::arm(shadow, solicited_only)) return err;
@@ -437,6 +440,7 @@ void drop_context(ibv_context* ctx) {
     if (pd->context == ctx) parent_domain_gone(registry, pd);
   std::erase_if(registry.channels, of_it);
   forget(registry.contexts, context);
+  events::dropped(*ctx);
   {
     std::lock_guard events_guard(registry.events_lock);
     std::erase(registry.with_events, ctx);
@@ -633,21 +637,26 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   }
   registry.thawed.notify_all();
   if (err) return err;
+  events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);
   delete shadow;
   return 0;
 }
 
 MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {
-  const int err = real().get_cq_event(channel, cq, cq_context);
-  if (err) return err;
   Registry& registry = Registry::get();
+  while (const int err = real().get_cq_event(channel, cq, cq_context)) {
+    if (errno != EAGAIN) return err;
+    std::lock_guard guard(registry.lock);  // FREEZE reads under it
+    errno = EAGAIN;
+    if (!is_to_wait(channel->fd)) return err;
+  }
   std::lock_guard guard(registry.lock);
   if (!registry.context_of((*cq)->context)) return 0;
   auto* shadow = static_cast<CqShadow*>(*cq_context);
   {
     std::lock_guard cq_guard(shadow->lock);
-    shadow->armed = false;
+    if (shadow->armed) shadow->arm_unsure = --shadow->armed > 0;
     ++shadow->events_read;
   }
   *cq = &shadow->app;
@@ -711,6 +720,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   if (err) return err;
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
     datagrams::emptied(shadow->awaited);
+    events::hush(*shadow, nullptr);
     if (shadow->remote_keys) whereabouts::parted(*shadow);
   }
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
@@ -786,6 +796,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     datagrams::gone(*shadow);
     windows::gone(*shadow);
   }
+  events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);
   delete shadow->remote_keys;
   delete shadow;
@@ -812,109 +823,3 @@ MIGR_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
 MIGR_ON_REAL_QP(query_qp_data_in_order, (ibv_qp * qp, ibv_wr_opcode op, uint32_t flags), qp, op, flags)
 MIGR_ON_REAL_QP(query_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
 MIGR_ON_REAL_QP(set_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)
-
-namespace {
-
-enum class Element { kNone, kQp, kCq, kSrq };
-
-Element element_of(ibv_event_type type) {
-  switch (type) {
-    case IBV_EVENT_QP_FATAL:
-    case IBV_EVENT_QP_REQ_ERR:
-    case IBV_EVENT_QP_ACCESS_ERR:
-    case IBV_EVENT_COMM_EST:
-    case IBV_EVENT_SQ_DRAINED:
-    case IBV_EVENT_PATH_MIG:
-    case IBV_EVENT_PATH_MIG_ERR:
-    case IBV_EVENT_QP_LAST_WQE_REACHED:
-      return Element::kQp;
-    case IBV_EVENT_CQ_ERR:
-      return Element::kCq;
-    case IBV_EVENT_SRQ_ERR:
-    case IBV_EVENT_SRQ_LIMIT_REACHED:
-      return Element::kSrq;
-    default:
-      return Element::kNone;
-  }
-}
-
-/// Context of what the event is about; null: of nothing that has a shadow.
-const ibv_context* context_of(const ibv_async_event& event) {
-  switch (element_of(event.event_type)) {
-    case Element::kQp:
-      return event.element.qp->context;
-    case Element::kCq:
-      return event.element.cq->context;
-    case Element::kSrq:
-      return event.element.srq->context;
-    case Element::kNone:
-      break;
-  }
-  return nullptr;
-}
-
-bool ours(const Registry& registry, const ibv_context* ctx) {
-  return ctx && std::find(registry.with_events.begin(), registry.with_events.end(), ctx) != registry.with_events.end();
-}
-
-}  // namespace
-
-// The Registry's lock is not taken here: a thread that destroys the object holds it while it waits for us.
-MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
-  const int err = real().get_async_event(ctx, event);
-  if (err) return err;
-  ibv_async_event provided = *event;
-  Registry& registry = Registry::get();
-  std::lock_guard guard(registry.events_lock);
-  if (!ours(registry, context_of(*event))) return 0;
-  switch (element_of(event->event_type)) {
-    case Element::kQp: {
-      auto* shadow = static_cast<QpShadow*>(event->element.qp->qp_context);
-      ++shadow->unacked_events;
-      event->element.qp = &shadow->app;
-      break;
-    }
-    case Element::kCq: {
-      auto* shadow = static_cast<CqShadow*>(event->element.cq->cq_context);
-      ++shadow->unacked_events;
-      event->element.cq = &shadow->app;
-      break;
-    }
-    case Element::kSrq: {
-      auto* shadow = static_cast<SrqShadow*>(event->element.srq->srq_context);
-      if (event->event_type == IBV_EVENT_SRQ_LIMIT_REACHED) shadow->armed = 0;
-      ++shadow->unacked_events;
-      event->element.srq = &shadow->app;
-      break;
-    }
-    case Element::kNone:
-      break;
-  }
-  real().ack_async_event(&provided);
-  return 0;
-}
-
-MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
-  Registry& registry = Registry::get();
-  {
-    std::lock_guard guard(registry.events_lock);
-    if (ours(registry, context_of(*event))) {
-      switch (element_of(event->event_type)) {
-        case Element::kQp:
-          --shadow_of(event->element.qp).unacked_events;
-          break;
-        case Element::kCq:
-          --shadow_of(event->element.cq).unacked_events;
-          break;
-        case Element::kSrq:
-          --shadow_of(event->element.srq).unacked_events;
-          break;
-        case Element::kNone:
-          break;
-      }
-      registry.event_acked.notify_all();
-      return;
-    }
-  }
-  real().ack_async_event(event);
-}

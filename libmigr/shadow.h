@@ -274,8 +274,9 @@ struct alignas(64) CqShadow {
   std::vector<ibv_wc> seen_markers;  ///< for drain()
   std::vector<Cut*> cutting;         ///< of QPs on it whose queues are being flushed: not the application's business
   std::vector<StandIn> stand_ins;
-  bool event_pending;                ///< FREEZE: armed, and its channel had an event that nobody had read
-  bool armed;        ///< req_notify_cq since the last event that was read
+  std::uint32_t owed_events;  ///< FREEZE: lay unread in its channel
+  std::uint32_t armed;        ///< how often req_notify_cq, since the last event that was read or before
+  bool arm_unsure;            ///< two of those may have been for one event
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
   int solicited_only;
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
@@ -380,6 +381,7 @@ struct alignas(64) QpShadow {
   bool adrift = false;                      ///< without any path: suspended, nothing in flight, its receives in `cut`
   std::uint64_t adrift_ns = 0;              ///< since when nobody but its links can give it one
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
+  const ibv_qp* quiet = nullptr;            ///< a path that we have closed: its events are no news. Under events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
   links::QpLink* link = nullptr;            ///< its path on the backup link; null: it has none

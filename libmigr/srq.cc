@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "datagrams.h"
+#include "events.h"
 #include "kept.h"
 #include "kernel_link.h"
 #include "objects.h"
@@ -199,6 +200,7 @@ MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
     if (err || !shadow) return err;
     std::erase(registry.srqs, shadow);
   }
+  events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);
   delete shadow;
   return 0;

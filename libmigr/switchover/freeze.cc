@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-#include <poll.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
 
 #include "../datagrams.h"
+#include "../events.h"
 #include "../kernel_link.h"
 #include "../provider/provider.h"
 #include "../real.h"
@@ -13,11 +13,6 @@
 
 namespace migr::switchover {
 namespace {
-
-bool readable(int fd) {
-  pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
-  return poll(&p, 1, 0) == 1 && (p.revents & POLLIN);
-}
 
 /// A NIC's write does not set soft-dirty: an atomic OR with zero does, and changes nothing. A test leaves it out.
 void touch_pages(const MrShadow& mr) {
@@ -64,15 +59,16 @@ int freeze(std::string& why) {
       return EOPNOTSUPP;
     }
   if (const int err = check_arcs(registry.qps, Phase::kFrozen, why)) return err;
+  if (const int err = collect_cq_events(why)) return err;
   for (CqShadow* c : registry.cqs) {
     std::lock_guard guard(c->lock);
     path::poll_to_fake(*c);
-    c->event_pending = c->armed && c->app.channel && readable(c->app.channel->fd);
     c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
   }
   int err = 0;
   (void)provider::locate_queues(registry.qps);
   const VirtualLkeys keys;
+  for (Context* context : registry.contexts) events::collect(*context->real);
   for (SrqShadow* s : registry.srqs)
     if (!err) err = freeze_srq(*s, keys, why);
   for (QpShadow* q : registry.qps) {
@@ -89,6 +85,7 @@ int freeze(std::string& why) {
   for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
   datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();
+  events::frozen();
   registry.frozen = true;
   return 0;
 }

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <map>
 
+#include "../events.h"
 #include "../kernel_link.h"
 #include "../links/links.h"
 #include "../provider/provider.h"
@@ -137,11 +138,18 @@ int close_old_path(QpShadow& q, std::vector<KeptReceive>& receives, std::string&
   if (marked) ++c.markers;
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
+  events::hush(q, q.real);
   if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE))
     return fail(why, err, "modify_qp to ERR of " + qp_name(q));
   q.old_path_closed = true;
   q.outstanding = receives;
-  if (const int err = wait_until_flushed(q, c, marked ? wr.wr_id : 0, why)) return err;
+  // What it may have said by now stays with us, even if this path is taken up again.
+  const auto said = [&](int err) {
+    events::collect(*q.context->real);
+    events::offer(*q.context->real);
+    return err;
+  };
+  if (const int err = said(wait_until_flushed(q, c, marked ? wr.wr_id : 0, why)); err) return err;
   if (q.app.srq) {
     // What it has not used is the SRQ's, but for the receive of a message that came in part. It completes as it would
     // have done with the next message.
@@ -203,6 +211,7 @@ int open_old_path(QpShadow& q, std::string& why) {
   to.qp_state = IBV_QPS_RTS;
   if (!err) err = real().modify_qp(q.real, &to, rts_mask(q));
   if (err) return fail(why, err, "cannot connect the old path of " + qp_name(q) + " again");
+  events::hush(q, nullptr);
   return post_receives(q, q.real, q.outstanding, why);
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <ctime>
 
+#include "../events.h"
 #include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
@@ -177,6 +178,7 @@ void destroy_real(ibv_qp*& qp) {
 
 void become_path(QpShadow& q, ibv_qp* qp) {
   q.real = qp;
+  events::hush(q, nullptr);  // whatever the one before says is not about the path
   q.receive_ring = q.send_ring = {};
   lead_sessions(q);
 }
@@ -210,7 +212,9 @@ int break_connection(QpShadow& q, std::string& why) {
 }
 
 int break_if_broken(QpShadow& q, std::string& why) {
-  return q.broken ? break_connection(q, why) : 0;
+  if (!q.broken) return 0;
+  events::hush(q, q.real);  // the application was told when it broke
+  return break_connection(q, why);
 }
 
 int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why) {

@@ -144,6 +144,13 @@ int run_local(QpShadow& q, ibv_qp* on, ibv_send_wr& wr, std::string& why);
 /// our own is flushed. The completion is filtered like a drain marker.
 int inject_event(CqShadow& c, std::string& why);
 
+/* ---- events of completion channels ----------------------------------------------- */
+
+/// FREEZE: counts those that nobody has read, and finds out which CQs are armed.
+int collect_cq_events(std::string& why);
+/// Its channel has as many again, and it is armed if it was. Caller holds no lock of a CQ.
+int return_cq_events(CqShadow& c, std::string& why);
+
 /* ---- the ways back, for rollback() ---------------------------------------------- */
 
 /// From cut(), on the same QP. Both ends go on with PSNs that nothing old can have, and know them without asking each

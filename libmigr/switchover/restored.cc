@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "../datagrams.h"
+#include "../events.h"
 #include "../gids.h"
 #include "../kernel_link.h"
 #include "../provider/provider.h"
@@ -149,20 +150,13 @@ int thaw_srq(SrqShadow& s, std::string& why) {
 }
 
 int thaw_cq(CqShadow& c, std::string& why) {
-  bool arm, inject;
   {
     std::lock_guard guard(c.lock);
     path::translate_qpns(c, kTranslateQpn);
     c.state.fetch_and(~std::uint32_t{kFrozenCq}, std::memory_order_relaxed);
     restart_event_count(c);
-    arm = c.armed;
-    inject = c.event_pending;
-    c.event_pending = false;
   }
-  if (!arm) return 0;
-  if (const int err = c.context->ops.req_notify_cq(c.real, c.solicited_only))
-    return fail(why, err, "req_notify_cq");
-  return inject ? inject_event(c, why) : 0;
+  return return_cq_events(c, why);
 }
 
 /// Not one that goes to ERR, or whose new path is in INIT because its connection did not survive.
@@ -198,6 +192,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     return EBUSY;
   }
   if (const int err = adopt_handles(maps, why)) return err;
+  events::thawed(true);
   registry.retired_keys.clear();  // KEYS is all that partners know from now on
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
@@ -234,6 +229,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (CqShadow* c : registry.cqs)
     if (const int err = thaw_cq(*c, why)) return err;
   if (const int err = bind_windows(why)) return err;
+  for (Context* context : registry.contexts) events::offer(*context->real);
   registry.frozen = false;
   registry.thawed.notify_all();
   return 0;

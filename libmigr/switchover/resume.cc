@@ -4,6 +4,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../events.h"
 #include "../kernel_link.h"
 #include "../links/links.h"
 #include "../real.h"
@@ -164,13 +165,7 @@ int rollback(std::string& why) {
     for (Context* context : registry.contexts) note(context->kernel->reattach(context->real->cmd_fd));
   for (CqShadow* c : registry.cqs) {
     set_cq_bits(*c, 0, kFrozenCq);
-    bool arm;
-    {
-      std::lock_guard guard(c->lock);
-      arm = registry.frozen && c->armed;
-      c->event_pending = false;
-    }
-    if (arm) note(c->context->ops.req_notify_cq(c->real, c->solicited_only));
+    if (registry.frozen || c->owed_events) note(return_cq_events(*c, why));
   }
   for (SrqShadow* s : registry.srqs) note(unfreeze_srq(*s, why));
   std::vector<QpShadow*> suspended;
@@ -196,6 +191,8 @@ int rollback(std::string& why) {
     if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
     suspended.push_back(q);
   }
+  events::thawed(false);
+  for (Context* context : registry.contexts) events::offer(*context->real);
   registry.frozen = false;
   registry.thawed.notify_all();
   std::vector<migr_resume_stat> ignored;

@@ -93,6 +93,12 @@ struct Nic {
   std::map<std::uint32_t, Mr*> keys;
 };
 
+/// An asynchronous event, as it lies in the pipe that stands for the kernel's file.
+struct Raised {
+  ibv_event_type type;
+  void* element;
+};
+
 struct Wire {
   bool cut = false, answers_only = false;
   long packets_left = -1;  // -1: no cut is due
@@ -104,6 +110,13 @@ std::unique_ptr<Nic> nics[4];
 Wire wires[2];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
+bool with_async_events = false;
+struct Ends {
+  int read, write;
+};
+std::map<const ibv_context*, Ends> async_ends;  // the device's, whatever stands at the context's number
+std::map<const void*, int> owed_acks;          // read and not acknowledged, by QP and CQ
+unsigned unbalanced = 0;
 
 std::uint32_t packets_of(const model::Send& s) {
   if (!s.bytes || s.wr.opcode > IBV_WR_RDMA_READ) return 1;
@@ -158,8 +171,20 @@ void flush_receives(ModelQp& q) {
   q.receive_open = false;
 }
 
+void raise(const ibv_context* c, ibv_event_type type, void* element) {
+  const auto end = async_ends.find(c);
+  const Raised r{type, element};
+  if (end != async_ends.end()) (void)!write(end->second.write, &r, sizeof r);
+}
+
+void forget_owed(const void* object) {
+  if (owed_acks[object]) ++unbalanced;
+  owed_acks.erase(object);
+}
+
 void to_err(ModelQp& q) {
   q.attr.qp_state = IBV_QPS_ERR;
+  raise(q.qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q.qp);  // as if it had an SRQ
   flush_sends(q);
   flush_receives(q);
 }
@@ -550,6 +575,25 @@ MODEL unsigned long model_packets() {
   std::lock_guard guard(lock);
   return packets;
 }
+MODEL void model_async_events() {
+  std::lock_guard guard(lock);
+  with_async_events = true;
+}
+MODEL void model_raise(ibv_context* c, ibv_event_type type, int port) {
+  std::lock_guard guard(lock);
+  raise(c, type, reinterpret_cast<void*>(static_cast<std::intptr_t>(port)));
+}
+MODEL unsigned model_unbalanced() {
+  std::lock_guard guard(lock);
+  return unbalanced;
+}
+MODEL void model_restored() {
+  std::lock_guard guard(lock);
+  owed_acks.clear();
+  for (const auto& nic : nics)
+    for (const auto& [ignored, q] : nic->qps)
+      if (q->attr.qp_state == IBV_QPS_ERR) raise(q->qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q->qp);
+}
 MODEL void model_lock() { lock.lock(); }
 MODEL void model_unlock() { lock.unlock(); }
 
@@ -570,6 +614,11 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
   c->device = device;
   c->cmd_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
   c->async_fd = -1;
+  if (int ends[2]; with_async_events && !pipe2(ends, O_CLOEXEC)) {
+    c->async_fd = ends[0];
+    std::lock_guard guard(lock);
+    async_ends[c] = {fcntl(ends[0], F_DUPFD_CLOEXEC, 0), ends[1]};
+  }
   c->num_comp_vectors = 1;
   c->ops.poll_cq = poll_cq;
   c->ops.req_notify_cq = req_notify_cq;
@@ -578,6 +627,13 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
   return c;
 }
 MODEL int ibv_close_device(ibv_context* c) {
+  if (c->async_fd >= 0) {
+    std::lock_guard guard(lock);
+    close(c->async_fd);
+    close(async_ends[c].read);
+    close(async_ends[c].write);
+    async_ends.erase(c);
+  }
   close(c->cmd_fd);
   delete verbs_get_ctx(c);
   return 0;
@@ -636,13 +692,43 @@ MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_
   pthread_cond_init(&q->cq.cond, nullptr);
   return &q->cq;
 }
-MODEL int ibv_destroy_cq(ibv_cq* cq) { return delete reinterpret_cast<Cq*>(cq), 0; }
+MODEL int ibv_destroy_cq(ibv_cq* cq) {
+  {
+    std::lock_guard guard(lock);
+    // As libibverbs has it: what the kernel's CQ has reported, and what was acknowledged.
+    if (owed_acks[cq] != static_cast<int>(cq->comp_events_completed)) ++unbalanced;
+    owed_acks.erase(cq);
+  }
+  return delete reinterpret_cast<Cq*>(cq), 0;
+}
 MODEL int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {
   if (read(channel->fd, cq, sizeof *cq) != sizeof *cq) return -1;
   *cq_context = (*cq)->cq_context;
+  std::lock_guard guard(lock);
+  ++owed_acks[*cq];
   return 0;
 }
-MODEL void ibv_ack_cq_events(ibv_cq* cq, unsigned n) { reinterpret_cast<Cq*>(cq)->acknowledged += n; }
+MODEL void ibv_ack_cq_events(ibv_cq* cq, unsigned n) {
+  reinterpret_cast<Cq*>(cq)->acknowledged += n;
+  pthread_mutex_lock(&cq->mutex);
+  cq->comp_events_completed += n;
+  pthread_mutex_unlock(&cq->mutex);
+}
+MODEL int ibv_get_async_event(ibv_context* c, ibv_async_event* event) {
+  Raised r;
+  if (read(c->async_fd, &r, sizeof r) != sizeof r) return -1;
+  event->event_type = r.type;
+  event->element.qp = static_cast<ibv_qp*>(r.element);
+  std::lock_guard guard(lock);
+  if (r.type == IBV_EVENT_PORT_ERR) event->element.port_num = static_cast<int>(reinterpret_cast<std::intptr_t>(r.element));
+  else ++owed_acks[r.element];
+  return 0;
+}
+MODEL void ibv_ack_async_event(ibv_async_event* event) {
+  if (event->event_type == IBV_EVENT_PORT_ERR) return;
+  std::lock_guard guard(lock);
+  --owed_acks[event->element.qp];
+}
 MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
@@ -700,6 +786,15 @@ MODEL int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* ini
 MODEL int ibv_destroy_qp(ibv_qp* qp) {
   std::lock_guard guard(lock);
   auto* q = reinterpret_cast<ModelQp*>(qp);
+  forget_owed(qp);
+  if (const auto end = async_ends.find(qp->context); end != async_ends.end()) {  // what nobody has read goes with it
+    std::vector<Raised> others;
+    fcntl(end->second.read, F_SETFL, O_NONBLOCK);
+    for (Raised r; read(end->second.read, &r, sizeof r) == sizeof r;)
+      if (r.element != qp) others.push_back(r);
+    fcntl(end->second.read, F_SETFL, 0);
+    for (const Raised& r : others) (void)!write(end->second.write, &r, sizeof r);
+  }
   q->nic->qps.erase(qp->qp_num);
   delete q->session;
   delete q;

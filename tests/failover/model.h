@@ -56,6 +56,14 @@ void model_forget_writes();
 unsigned long model_packets();
 /// That there are, on all NICs.
 unsigned model_qps();
+/// Devices that are opened from now on have asynchronous events: each QP that goes to ERR says LAST_WQE_REACHED, as if it had
+/// an SRQ; others are raised.
+void model_async_events();
+void model_raise(ibv_context* c, ibv_event_type type, int port);
+/// QPs and CQs that were destroyed while as many events were not acknowledged as were read, as their kernel object counts.
+unsigned model_unbalanced();
+/// The kernel's objects are new ones from here on: they have reported nothing, but what those say that had to go to ERR.
+void model_restored();
 /// The lock of everything, for a test's provider.
 void model_lock();
 void model_unlock();

@@ -1,0 +1,315 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "events.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <map>
+
+#include "high_fd.h"
+#include "objects.h"
+#include "real.h"
+#include "unread.h"
+
+namespace migr {
+namespace {
+
+constexpr unsigned kReaderMs = 20;  // a thread that waits for an event has taken it
+
+enum class Element { kNone, kQp, kCq, kSrq };
+
+Element element_of(ibv_event_type type) {
+  switch (type) {
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_PATH_MIG:
+    case IBV_EVENT_PATH_MIG_ERR:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+      return Element::kQp;
+    case IBV_EVENT_CQ_ERR:
+      return Element::kCq;
+    case IBV_EVENT_SRQ_ERR:
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+      return Element::kSrq;
+    default:
+      return Element::kNone;
+  }
+}
+
+/// Context of what the event is about; null: of nothing that has a shadow.
+const ibv_context* context_of(const ibv_async_event& event) {
+  switch (element_of(event.event_type)) {
+    case Element::kQp:
+      return event.element.qp->context;
+    case Element::kCq:
+      return event.element.cq->context;
+    case Element::kSrq:
+      return event.element.srq->context;
+    case Element::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+bool ours(const Registry& registry, const ibv_context* ctx) {
+  return ctx && std::find(registry.with_events.begin(), registry.with_events.end(), ctx) != registry.with_events.end();
+}
+
+/// Of one context, under events_lock.
+struct Kept {
+  std::deque<ibv_async_event> unread;  ///< as the application knows it
+  std::deque<ibv_async_event> doubtful;  ///< of a QP, since the freeze
+  int kernel_fd = -1;                  ///< where the context's own descriptor is, while another stands at its number
+  unsigned turns = 0;                  ///< how often that has changed
+};
+
+bool in_doubt = false;  ///< FREEZE..REBIND or ROLLBACK; under events_lock
+
+std::map<const ibv_context*, Kept>& all() {
+  static auto* all = new std::map<const ibv_context*, Kept>;  // never destroyed: threads may outlive main()
+  return *all;
+}
+
+Kept* kept_of(const ibv_context* ctx) {
+  const auto found = all().find(ctx);
+  return found == all().end() ? nullptr : &found->second;
+}
+
+/// Who watches the descriptor by epoll watches what it stood for: it has to be told of the other one.
+void tell_epolls(int fd) {
+  DIR* const dir = opendir("/proc/self/fdinfo");
+  if (!dir) return;
+  while (const dirent* e = readdir(dir)) {
+    char path[sizeof "/proc/self/fdinfo/" + sizeof e->d_name], line[256];
+    std::snprintf(path, sizeof path, "/proc/self/fdinfo/%s", e->d_name);
+    FILE* const info = std::fopen(path, "re");
+    while (info && std::fgets(line, sizeof line, info)) {
+      int watched;
+      unsigned wanted;
+      std::uint64_t data;
+      if (std::sscanf(line, "tfd: %d events: %x data: %" SCNx64, &watched, &wanted, &data) != 3 || watched != fd) continue;
+      epoll_event event{};
+      event.events = wanted;
+      event.data.u64 = data;
+      (void)epoll_ctl(std::atoi(e->d_name), EPOLL_CTL_ADD, fd, &event);  // it goes by itself when that is closed
+    }
+    if (info) std::fclose(info);
+  }
+  closedir(dir);
+}
+
+/// Puts `from` where `fd` is, which stays close-on-exec or not.
+void put_at(int from, int fd) {
+  const int flags = fcntl(fd, F_GETFD);
+  dup3(from, fd, flags >= 0 && (flags & FD_CLOEXEC) ? O_CLOEXEC : 0);
+  close(from);
+}
+
+void show(const ibv_context& ctx, Kept& kept) {
+  if (kept.unread.empty() || kept.kernel_fd >= 0) return;
+  const int bell = eventfd(1, EFD_CLOEXEC | (is_to_wait(ctx.async_fd) ? 0 : EFD_NONBLOCK));
+  const int aside = bell < 0 ? -1 : to_high_fd(fcntl(ctx.async_fd, F_DUPFD_CLOEXEC, 0));
+  if (aside < 0) {  // none is left: who asks gets what is kept all the same
+    if (bell >= 0) close(bell);
+    return;
+  }
+  kept.kernel_fd = aside;
+  ++kept.turns;
+  put_at(bell, ctx.async_fd);
+  tell_epolls(ctx.async_fd);
+}
+
+void show_no_more(const ibv_context& ctx, Kept& kept) {
+  if (kept.kernel_fd < 0) return;
+  ++kept.turns;
+  put_at(std::exchange(kept.kernel_fd, -1), ctx.async_fd);
+}
+
+/// Acknowledged to libibverbs at once, since the object behind may be replaced before the application does it. Caller holds
+/// events_lock. @return false: it is about a path that is none any more
+bool take(ibv_async_event& event) {
+  ibv_async_event provided = event;
+  bool its_own = true;
+  switch (element_of(event.event_type)) {
+    case Element::kQp: {
+      auto* shadow = static_cast<QpShadow*>(event.element.qp->qp_context);  // null: a helper of ours
+      its_own = shadow && event.element.qp == __atomic_load_n(&shadow->real, __ATOMIC_ACQUIRE) && event.element.qp != shadow->quiet;
+      if (its_own) event.element.qp = &shadow->app;
+      break;
+    }
+    case Element::kCq:
+      event.element.cq = &static_cast<CqShadow*>(event.element.cq->cq_context)->app;
+      break;
+    case Element::kSrq: {
+      auto* shadow = static_cast<SrqShadow*>(event.element.srq->srq_context);
+      if (event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED) shadow->armed = 0;
+      event.element.srq = &shadow->app;
+      break;
+    }
+    case Element::kNone:
+      break;
+  }
+  real().ack_async_event(&provided);
+  return its_own;
+}
+
+/// It may be about a new QP that was put into its state: only REBIND or ROLLBACK will tell. Caller holds events_lock.
+bool doubtful(const ibv_async_event& event, Kept& kept) {
+  if (!in_doubt || element_of(event.event_type) != Element::kQp) return false;
+  kept.doubtful.push_back(event);
+  return true;
+}
+
+/// @param by how many more, or fewer, the application has to acknowledge. Caller holds events_lock
+void count(const ibv_async_event& event, int by) {
+  const auto add = [&](auto& shadow) { shadow.unacked_events += static_cast<unsigned>(by); };
+  switch (element_of(event.event_type)) {
+    case Element::kQp:
+      return add(shadow_of(event.element.qp));
+    case Element::kCq:
+      return add(shadow_of(event.element.cq));
+    case Element::kSrq:
+      return add(shadow_of(event.element.srq));
+    case Element::kNone:
+      return;
+  }
+}
+
+void give(const ibv_context& ctx, Kept& kept, ibv_async_event& event) {
+  event = kept.unread.front();
+  kept.unread.pop_front();
+  count(event, 1);
+  if (kept.unread.empty()) show_no_more(ctx, kept);
+}
+
+/// A thread in ibv_get_async_event() that waits for the kernel is not told of what is kept: but it is there first.
+void let_readers_read(int fd) {
+  constexpr unsigned kStepMs = 2;
+  for (unsigned ms = 0; ms < kReaderMs; ms += kStepMs) {
+    pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+    if (poll(&p, 1, 0) != 1 || !(p.revents & POLLIN)) return;
+    const timespec pause{.tv_sec = 0, .tv_nsec = kStepMs * 1'000'000};
+    nanosleep(&pause, nullptr);
+  }
+}
+
+}  // namespace
+
+namespace events {
+
+void collect(ibv_context& ctx) {
+  if (ctx.async_fd < 0) return;
+  Registry& registry = Registry::get();
+  std::unique_lock guard(registry.events_lock);
+  if (!kept_of(&ctx) || kept_of(&ctx)->kernel_fd < 0) {
+    guard.unlock();
+    let_readers_read(ctx.async_fd);
+    guard.lock();
+  }
+  if (!ours(registry, &ctx)) return;
+  Kept& kept = all()[&ctx];
+  show_no_more(ctx, kept);
+  const WithoutWaiting now(ctx.async_fd);
+  ibv_async_event event;
+  while (real().get_async_event(&ctx, &event) == 0)
+    if (take(event) && !doubtful(event, kept)) kept.unread.push_back(event);
+}
+
+void frozen() {
+  std::lock_guard guard(Registry::get().events_lock);
+  in_doubt = true;
+}
+
+void thawed(bool restored) {
+  if (restored)
+    for (const Context* c : Registry::get().contexts) collect(*c->real);
+  std::lock_guard guard(Registry::get().events_lock);
+  in_doubt = false;
+  for (auto& [ctx, kept] : all()) {
+    if (!restored) kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
+    kept.doubtful.clear();
+  }
+}
+
+void offer(ibv_context& ctx) {
+  std::lock_guard guard(Registry::get().events_lock);
+  if (Kept* kept = kept_of(&ctx)) show(ctx, *kept);
+}
+
+void hush(QpShadow& q, const ibv_qp* qp) {
+  std::lock_guard guard(Registry::get().events_lock);
+  q.quiet = qp;
+}
+
+void forget(const void* object) {
+  std::lock_guard guard(Registry::get().events_lock);
+  for (auto& [ctx, kept] : all()) {
+    for (auto* some : {&kept.unread, &kept.doubtful})
+      std::erase_if(*some, [&](const ibv_async_event& e) { return element_of(e.event_type) != Element::kNone && e.element.qp == object; });
+    if (kept.unread.empty()) show_no_more(*ctx, kept);
+  }
+}
+
+void dropped(ibv_context& ctx) {
+  std::lock_guard guard(Registry::get().events_lock);
+  Kept* const kept = kept_of(&ctx);
+  if (!kept) return;
+  show_no_more(ctx, *kept);
+  all().erase(&ctx);
+}
+
+}  // namespace events
+}  // namespace migr
+
+using namespace migr;
+
+// The Registry's lock is not taken here: a thread that destroys the object holds it while it waits for us.
+MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
+  Registry& registry = Registry::get();
+  const auto turns = [&] { return kept_of(ctx) ? kept_of(ctx)->turns : 0; };
+  for (;;) {
+    std::unique_lock guard(registry.events_lock);
+    if (Kept* kept = kept_of(ctx); kept && !kept->unread.empty()) return give(*ctx, *kept, *event), 0;
+    const unsigned before = turns();
+    guard.unlock();
+    const int err = real().get_async_event(ctx, event);
+    const int saved = errno;
+    guard.lock();
+    if (err && turns() == before && !(saved == EAGAIN && is_to_wait(ctx->async_fd))) return errno = saved, err;
+    if (err) continue;  // collect() was at work meanwhile
+    if (!ours(registry, ctx)) return 0;
+    if (!take(*event) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
+    if (Kept* kept = kept_of(ctx); kept && !kept->unread.empty()) {
+      kept->unread.push_back(*event);
+      return give(*ctx, *kept, *event), 0;
+    }
+    return count(*event, 1), 0;
+  }
+}
+
+MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
+  Registry& registry = Registry::get();
+  {
+    std::lock_guard guard(registry.events_lock);
+    if (ours(registry, context_of(*event))) {
+      count(*event, -1);
+      registry.event_acked.notify_all();
+      return;
+    }
+  }
+  real().ack_async_event(event);
+}

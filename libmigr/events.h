@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Asynchronous events. What the application has not read when its process is frozen is read for it and kept, since the new
+ * objects know nothing of it. As long as something is kept, another descriptor that is always readable stands at the number
+ * of the context's, so that poll(2) says so; ibv_get_async_event() answers with what is kept.
+ * What the device says of a path that libmigr has closed is no news for the application.
+ */
+#ifndef MIGR_EVENTS_H
+#define MIGR_EVENTS_H
+
+#include "shadow.h"
+
+namespace migr::events {
+
+/// Reads and keeps all there is; from here to offer() the descriptor is the kernel's own. Thread: control thread.
+void collect(ibv_context& ctx);
+/// The descriptor shows that something is kept, if so.
+void offer(ibv_context& ctx);
+
+/// What is said of QPs from here on is not given to anybody before it is known what becomes of the process: a restore puts
+/// new ones into the state that theirs had, and the device tells of it. thawed() drops that, or gives it back.
+void frozen();
+void thawed(bool restored);
+
+/// From now on `qp`, the path of `q`, goes to ERR because we want it: nobody is told.
+void hush(QpShadow& q, const ibv_qp* qp);
+
+/// As the kernel does it: what was not read goes with the object. @param object the application's QP, CQ or SRQ
+void forget(const void* object);
+/// The context is about to be closed.
+void dropped(ibv_context& ctx);
+
+}  // namespace migr::events
+
+#endif
