@@ -99,6 +99,10 @@ Caller::Caller(const grpc::AuthContext& context, const Config& config) {
   if (!known_) name_ = names_.empty() ? "a host without a name" : *names_.begin();
 }
 
+LogFields log_fields_of(const grpc::ServerContext& ctx, const Config& config, std::uint32_t migration) {
+  return {migration ? migration : named_migration(ctx.client_metadata()), Caller(ctx, config).name(), {}, {}};
+}
+
 Status may(const Config& config, const Caller& who, Right right, const std::string& container) {
   if (who.is(config.name)) return {};
   if (!who.known()) return Error{EPERM, who.name() + " is none of the \"peers\" in migrd.json of " + config.name};
@@ -113,7 +117,7 @@ Status may_take(const Config& config, const std::string& to, const std::string& 
 
 Status coordinates(const Caller& who, std::uint32_t migration, const std::string& source) {
   if (who.is(source)) return {};
-  const Error e{EPERM, fmt::format("migration {:08x} is of {}, and not of {}", migration, source, who.name())};
+  const Error e{EPERM, "migration " + migration_text(migration) + " is of " + source + ", and not of " + who.name()};
   spdlog::warn("refused: {}", e.text);
   return e;
 }
@@ -129,10 +133,13 @@ grpc::Status Guard::Process(const InputMetadata& metadata, grpc::AuthContext* co
   if (s) return grpc::Status::OK;
   constexpr auto kSayAgain = std::chrono::minutes(1);
   constexpr std::size_t kMostSaid = 1024;  // of names that come from certificates
+  LogScope log(named_migration(metadata));
+  log->peer = who.name();
   std::lock_guard lock(mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (said_.size() >= kMostSaid) said_.clear();
-  const auto [said, first] = said_.try_emplace(who.name() + method, now);
+  // Of each migration once; but a stranger does not fill the log with numbers that it makes up.
+  const auto [said, first] = said_.try_emplace(who.name() + method + (who.known() ? migration_text(log->migration) : ""), now);
   if (first || now - said->second > kSayAgain) {
     said->second = now;
     spdlog::warn("refused {}: {}", method, s.error().text);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "config.h"
+#include "log.h"
 #include "status.h"
 
 namespace migr {
@@ -43,6 +44,10 @@ class Caller {
   std::string name_;
   bool known_ = false;
 };
+
+/// For what is logged about a call: who calls, and for which migration.
+/// @param migration  0: that is not in the message, but the caller may have named it (name_migration() in peer_link.h)
+LogFields log_fields_of(const grpc::ServerContext& ctx, const Config& config, std::uint32_t migration = 0);
 
 /// EPERM, with the key of migrd.json that says so. This host itself may all.
 /// @param container  empty: any

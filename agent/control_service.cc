@@ -8,6 +8,7 @@
 #include <future>
 #include <nlohmann/json.hpp>
 
+#include "log.h"
 #include "summary.h"
 
 namespace migr {
@@ -71,6 +72,7 @@ grpc::Status run(const ControlService::Do<Request>& work, const Request& request
   // A migrctl that goes away does not stop a migration: writes just fail then.
   wire::Progress last;
   *last.mutable_summary() = work(request, [&](const wire::Progress& p) { writer->Write(p); });
+  const LogScope log(last.summary().id());
   if (last.summary().touched())
     if (auto s = history.add(summary_json(last.summary())); !s) spdlog::error("history: {}", s.error().text);
   writer->Write(last);

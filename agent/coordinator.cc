@@ -14,6 +14,7 @@
 #include "fault.h"
 #include "file_tree.h"
 #include "limits.h"
+#include "log.h"
 #include "parallel.h"
 #include "peer_link.h"
 #include "replay.h"
@@ -48,7 +49,7 @@ void Coordinator::say(const wire::Progress& p) {
 }
 
 void Coordinator::note(const std::string& text) {
-  spdlog::info("migration {:08x}: {}", id_, text);
+  spdlog::info("{}", text);
   wire::Progress p;
   p.set_note(text);
   say(p);
@@ -99,11 +100,14 @@ Status Coordinator::timed(const std::string& name, const std::function<Status()>
   p.set_phase(name);
   say(p);
   const double start = now_ms();
+  LogScope log;
+  log->phase = "source." + name;
   watch(name);
   const Status s = f();
   watch({});
   const double ms = now_ms() - start;
-  spdlog::info("migration {:08x}: {} {:.1f} ms{}", id_, name, ms, s ? "" : ", failed: " + s.error().text);
+  log->ms = ms;
+  spdlog::info("{}", s ? "done" : "failed: " + s.error().text);
   auto* end = p.mutable_end();
   end->set_phase(name);
   end->set_ms(ms);
@@ -278,6 +282,7 @@ Status Coordinator::check_destination(const std::string& to) {
 }
 
 wire::PlanReply Coordinator::plan(const std::string& container, const std::string& to, std::uint32_t id) {
+  const LogScope log(id);
   begin(container, to, id);
   std::string why;
   auto ask = [&](const Status& s) {
@@ -589,11 +594,11 @@ void Coordinator::start_upload() {
     return dump_ == Dump::kWhole;
   };
   sends(pre_copied_ ? bytes_below(early_) : info_.filled_bytes);
-  upload_ = std::async(std::launch::async, [this, written] {
+  upload_ = std::async(std::launch::async, with_log_fields([this, written] {
     const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, 0, written, sent_); });
     sends(0);
     return s;
-  });
+  }));
 }
 
 Status Coordinator::copy() {
@@ -632,14 +637,14 @@ Status Coordinator::commit() {
   const Told told = tell_commit(dest_, id_, set_.undecided_ms, set_.resolve_step_ms);
   if (told.outcome == wire::COMMITTED) return {};
   if (told.outcome == wire::UNDONE) {
-    if (auto s = source_.decide(wire::UNDONE); !s) spdlog::error("migration {:08x}: {}", id_, s.error().text);
+    if (auto s = source_.decide(wire::UNDONE); !s) spdlog::error("{}", s.error().text);
     committed_ = false;
     return told.why;
   }
   undecided_ = true;
   return Error{EHOSTUNREACH, "outcome not known: " + to_ + " was told to let the container run and does not answer. It stands still on " + set_.self +
                                  ", whose migrd goes on asking and finishes or goes back by itself when " + to_ +
-                                 " answers. If " + to_ + " is lost for good, decide with: migrctl recover " + fmt::format("{:08x}", id_) + " (" + told.why.error().text + ")"};
+                                 " answers. If " + to_ + " is lost for good, decide with: migrctl recover " + migration_text(id_) + " (" + told.why.error().text + ")"};
 }
 
 // After the commit a host that does not answer just now may be on its way back: a migrd that is started again goes on.
@@ -711,7 +716,7 @@ void Coordinator::lease(std::atomic<bool>& stop) {
     {
       std::lock_guard lock(phase_mutex_);
       if (!phase_.empty() && now_ms() > phase_until_) {
-        spdlog::critical("migration {:08x}: {} did not end within {} ms", id_, phase_, kPhaseMs);
+        spdlog::critical("{} did not end within {} ms", phase_, kPhaseMs);
         // Whoever starts migrd again has it go back, or finish. The others see it silent.
         set_.stands_still ? set_.stands_still(phase_) : _exit(kStandsStillStatus);
         return;
@@ -736,12 +741,13 @@ void Coordinator::begin(const std::string& container, const std::string& to, std
 }
 
 wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {
+  const LogScope log(id);
   begin(container, to, id);
   Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
   std::atomic<bool> stop = false;
   std::thread leases;
   if (s) {
-    note("migration " + fmt::format("{:08x}", id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
+    note("migration " + migration_text(id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
          std::to_string(affected_.size()) + " partner hosts");
     s = phase(FaultStep::kSourceRecord, [&]() -> Status {
       std::vector<std::string> partners;
@@ -753,7 +759,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   }
   if (s) {
     touched_ = true;
-    leases = std::thread([&] { lease(stop); });
+    leases = std::thread(with_log_fields([&] { lease(stop); }));
     s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
@@ -776,6 +782,8 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
 
   if (!s && !committed_) {
     failed_with_ = s.error().code;
+    LogScope back;
+    back->phase = "source.back";
     if (touched_) note("going back: " + s.error().text);
     const double start = now_ms();
     watch("rollback");
@@ -813,7 +821,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   summary_.set_touched(touched_);
   summary_.set_undecided(undecided_);
   summary_.set_bytes_copied(sent_.bytes);
-  spdlog::info("migration {:08x}: {}", id_, summary_.error().empty() ? "done" : summary_.error());
+  spdlog::info("{}", summary_.error().empty() ? "moved" : summary_.error());
   return summary_;
 }
 

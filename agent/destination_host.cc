@@ -111,7 +111,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
     if (h.ctx_owner(i) >= job->instances.size()) return Error{EINVAL, "a context without a process"};
     job->owner[h.ctx_ids(i)] = h.ctx_owner(i);
   }
-  job->dir = state_dir + "/dest/" + fmt::format("{:08x}", job->id);
+  job->dir = state_dir + "/dest/" + migration_text(job->id);
   job->socket = std::make_unique<RestoreSocket>(job->images() + "/restore.sock");
   *job->record.mutable_header() = h;
   return job;
@@ -150,10 +150,11 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
 
 // What an earlier migrd left in the middle. Before the source's word it cannot run here; after it, it may: that is seen.
 void DestinationHost::take_up(const JobPtr& job) {
+  const LogScope log(job->id);
   std::lock_guard work(job->work);
   job->expire();  // it asks the source itself, until the source says more
   if (job->get() == wire::OPEN && job->record.told()) {
-    spdlog::warn("migration {:08x}: migrd ended while {} was let run here", job->id, job->container);
+    spdlog::warn("migrd ended while {} was let run here", job->container);
     if (job->socket->listening()) (void)job->socket->tell(MIGR_RC_COMMIT, kProcessMs);
     for (const auto until = Clock::now() + std::chrono::milliseconds(kProcessMs); restore_runs(job->dir) && Clock::now() < until;) usleep(50'000);
     auto state = runc_.state(job->container);
@@ -163,9 +164,9 @@ void DestinationHost::take_up(const JobPtr& job) {
     }
   }
   if (job->get() == wire::OPEN) return abort(*job, "migrd ended before it was committed");
-  spdlog::warn("migration {:08x}: {} runs here; finishing", job->id, job->container);
+  spdlog::warn("{} runs here; finishing", job->container);
   for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
-  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("{}", s.error().text);
 }
 
 DestinationHost::~DestinationHost() = default;
@@ -194,6 +195,8 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
 }
 
 grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckRequest* r, wire::CheckReply* out) {
+  LogScope log(log_fields_of(*ctx, config_));
+  log->phase = "destination.check";
   auto check = [&]() -> Status {
     if (auto s = may(config_, {*ctx, config_}, Right::kToHere, r->container()); !s) return s;
     if (auto s = same_version("migrd", r->wire(), kWireVersion); !s) return s;
@@ -224,7 +227,9 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
     return {};
   };
   out->set_name(config_.name);
-  return to_grpc(fault_step(config_.fault, FaultStep::kDestinationCheck, check));
+  const Status s = fault_step(config_.fault, FaultStep::kDestinationCheck, check);
+  if (!s) spdlog::info("'{}' is refused: {}", r->container(), s.error().text);
+  return to_grpc(s);
 }
 
 grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerReader<wire::PrepareChunk>* reader,
@@ -234,13 +239,15 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
   auto made = job_of(chunk.header(), config_.state_dir);
   if (!made) return to_grpc(made);
   const JobPtr job = *made;
+  LogScope log(log_fields_of(*ctx, config_, job->id));
+  log->phase = "destination.prepare";
   const Caller who(*ctx, config_);
   if (auto s = coordinates(who, job->id, job->source); !s) return to_grpc(s);
-  if (auto s = may(config_, who, Right::kToHere, job->container); !s) return to_grpc(s);
+  if (auto s = may(config_, who, Right::kToHere, job->container); !s) return spdlog::warn("refused: {}", s.error().text), to_grpc(s);
   std::lock_guard work(job->work);
   if (auto s = jobs_.add(job); !s) return to_grpc(s);
 
-  spdlog::info("migration {:08x}: {} is to come here from {}", job->id, job->container, job->source);
+  spdlog::info("{} is to come here from {}", job->container, job->source);
 
   const bool later = job->record.header().later();
   auto run = [&]() -> Status {
@@ -322,6 +329,7 @@ Status DestinationHost::start_restore(Job& job) {
 
 // A call on a migration that is open here.
 grpc::Status DestinationHost::step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  const LogScope log(log_fields_of(ctx, config_, id));
   auto job = jobs_.find(id, {ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
@@ -437,15 +445,16 @@ Status DestinationHost::commit(Job& job) {
   decided(wire::COMMITTED);
   job.renew();
   // If it cannot be written, a look will tell.
-  if (auto s = save(job); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
-  spdlog::info("migration {:08x}: committed, {} runs here", job.id, job.container);
-  job.opener = std::thread([this, id = job.id, bundle = job.bundle, container = job.container] {
-    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("migration {:08x}: {}", id, s.error().text);
-  });
+  if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
+  spdlog::info("committed, {} runs here", job.container);
+  job.opener = std::thread(with_log_fields([this, bundle = job.bundle, container = job.container] {
+    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);
+  }));
   return {};
 }
 
 grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
@@ -493,7 +502,7 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
     auto session = sessions_.wait_for(job.instances[i], fits, kLookMs);
     if (session) return session;
     if (has_ended(job, i)) {
-      spdlog::warn("migration {:08x}: a process of {} has ended since the commit", job.id, job.container);
+      spdlog::warn("a process of {} has ended since the commit", job.container);
       return std::shared_ptr<ProcessSession>();
     }
     if (Clock::now() > until) return session;
@@ -533,7 +542,7 @@ Status DestinationHost::rebind(Job& job) {
     }
     auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
     if (!fresh && (*session)->ends()) {
-      spdlog::warn("migration {:08x}: {} has ended since the commit", job.id, (*session)->label());
+      spdlog::warn("{} has ended since the commit", (*session)->label());
       continue;
     }
     if (!fresh) return fresh.error();
@@ -562,6 +571,7 @@ Status DestinationHost::rebind(Job& job) {
 }
 
 grpc::Status DestinationHost::Rebind(grpc::ServerContext* ctx, const wire::Migration* m, wire::CommitReply* out) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
@@ -592,7 +602,7 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
     if (stats)
       add_stats(out, *stats);
     else if (s->ends())
-      spdlog::warn("migration {:08x}: {} has ended as it was resumed", job.id, s->label());
+      spdlog::warn("{} has ended as it was resumed", s->label());
     else if (first)
       first = stats.error();
   }
@@ -602,11 +612,12 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   job.objects.clear();
   job.sessions.clear();  // each holds a socket, and the job is kept for a while
   job.record.clear_objects();
-  if (auto s = save(job); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
+  if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   return {};
 }
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard work((*job)->work);
@@ -643,14 +654,14 @@ std::vector<pid_t> DestinationHost::end_restore(Job& job) {
 // Caller holds job.work. Idempotent.
 void DestinationHost::abort(Job& job, const std::string& why) {
   if (job.get() != wire::OPEN) return;
-  spdlog::warn("migration {:08x}: undone here: {}", job.id, why);
+  spdlog::warn("undone here: {}", why);
   std::error_code ec;
   if (job.mine) {
     // The address first: sockets of restored tasks must not answer anybody when they die.
-    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
+    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
     const auto made = end_restore(job);
-    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
-    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("migration {:08x}: {}", job.id, s.error().text);
+    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
+    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
     // What is needed to understand it stays: the logs of the last one that failed.
     const std::string kept = config_.state_dir + "/failed-restore";
@@ -658,7 +669,7 @@ void DestinationHost::abort(Job& job, const std::string& why) {
     fs::create_directories(kept, ec);
     fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
     fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
-    if (auto s = remove_folder(job.dir); !s) spdlog::error("migration {:08x}: {}", job.id, s.error().text);
+    if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
     if (job.record.made_bundle()) fs::remove_all(job.bundle, ec);
   }
   job.outcome = wire::UNDONE;
@@ -667,12 +678,13 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   decided(wire::UNDONE);
   if (auto s = save(job); !s) {
     // What is not written down at all was never committed either.
-    spdlog::error("migration {:08x}: {}", job.id, s.error().text);
+    spdlog::error("{}", s.error().text);
     journal_.remove(job.id);
   }
 }
 
 grpc::Status DestinationHost::Abort(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   // Ends what another call waits for.
@@ -718,9 +730,9 @@ void DestinationHost::left_alone(const JobPtr& job) {
       Status s = rebind(*job);
       if (s) s = resume(*job, ignored);
       if (s) continue;
-      spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+      spdlog::error("{}", s.error().text);
       if (is_here(*job)) continue;
-      spdlog::error("migration {:08x}: {} has ended; nothing is left to do", job->id, job->container);
+      spdlog::error("{} has ended; nothing is left to do", job->container);
       (void)numbers_.arrive(job->instances, job->vqpns());
       for (std::size_t i = 0; i < job->instances.size(); i++) {
         close_gate(config_.run_dir, job->instances[i]);
@@ -757,9 +769,10 @@ void DestinationHost::tick() {
   jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
   // Files go when runc has ended, which is after the tasks run.
   for (const auto& job : jobs_.all()) {
+    const LogScope log(job->id);
     if (!job->resumed || job->cleaned) continue;
     if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running()) {
-      if (auto s = remove_folder(job->dir); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+      if (auto s = remove_folder(job->dir); !s) spdlog::error("{}", s.error().text);
       job->cleaned = true;
     }
   }
@@ -801,6 +814,7 @@ Status DestinationHost::order(std::uint32_t id, wire::Outcome outcome, bool) {
 void DestinationHost::shutdown() {
   for (const auto& j : jobs_.all()) {
     if (j->get() != wire::OPEN) continue;
+    const LogScope log(j->id);
     j->aborting = true;
     j->socket->interrupt();
     std::lock_guard work(j->work);

@@ -153,7 +153,7 @@ void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms) {
     if (!channel) return {};
     wire::Partner::Stub stub(*channel);
     if (auto told = call(stub, &wire::Partner::Stub::Moves, moves, limit_ms, host); !told && !unreachable(told.error()))
-      spdlog::warn("migration {:08x}: {} is not told of new addresses: {}", moves.id(), host, told.error().text);
+      spdlog::warn("{} is not told of new addresses: {}", host, told.error().text);
     return {};
   });
 }

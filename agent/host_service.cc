@@ -43,6 +43,7 @@ grpc::Status HostService::GetOutcome(grpc::ServerContext*, const wire::Migration
 }
 
 grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   const Caller who(*ctx, config_);
   Status first = Error{ENOENT, "no open migration of that number here"};
   for (Role* r : roles_) {

@@ -13,6 +13,7 @@
 #include "clock.h"
 #include "file_tree.h"
 #include "journal.pb.h"
+#include "log.h"
 #include "status.h"
 
 namespace migr {
@@ -66,7 +67,7 @@ class Journal {
   }
 
  private:
-  std::string path(std::uint32_t id) const { return folder_ + "/" + fmt::format("{:08x}", id) + ".json"; }
+  std::string path(std::uint32_t id) const { return folder_ + "/" + migration_text(id) + ".json"; }
   const std::string folder_;
 };
 

@@ -20,6 +20,7 @@
 #include "fault.h"
 #include "journal.h"
 #include "limits.h"
+#include "log.h"
 #include "status.h"
 #include "wire.pb.h"
 
@@ -65,10 +66,11 @@ struct LeasedJob {
 template <class F>
 Status job_step(const std::string& faults, std::uint32_t id, FaultStep step, F&& work) {
   const auto began = Clock::now();
+  LogScope log(id);
+  log->phase = kFaultSteps[static_cast<std::size_t>(step)];
   const Status s = fault_step(faults, step, std::forward<F>(work));
-  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - began).count();
-  spdlog::log(s ? spdlog::level::info : spdlog::level::warn, "migration {:08x}: {} {:.1f} ms{}", id, kFaultSteps[static_cast<std::size_t>(step)], ms,
-              s ? "" : ", failed: " + s.error().text);
+  log->ms = std::chrono::duration<double, std::milli>(Clock::now() - began).count();
+  spdlog::log(s ? spdlog::level::info : spdlog::level::warn, "{}", s ? "done" : "failed: " + s.error().text);
   return s;
 }
 
@@ -80,7 +82,7 @@ class LeasedJobs {
   Result<Ptr> find(std::uint32_t id) const {
     std::lock_guard lock(mutex_);
     const auto j = jobs_.find(id);
-    if (j == jobs_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " here"};
+    if (j == jobs_.end()) return Error{ENOENT, "no migration " + migration_text(id) + " here"};
     return j->second;
   }
   /// For a call of its coordinator. EPERM: it is another's.
@@ -121,7 +123,8 @@ class LeasedJobs {
       }
       if (job->renewed() || job->alone.exchange(true)) continue;
       std::thread([job, left_alone] {
-        spdlog::warn("migration {:08x}: {} is silent", job->id, job->source);
+        const LogScope log(job->id);
+        spdlog::warn("{} is silent", job->source);
         left_alone(job);
         job->alone = false;
       }).detach();

@@ -38,6 +38,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
                                                    Sent& total) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kPrepareMs);
+  name_migration(ctx);
   wire::PrepareReply reply;
   auto writer = stub_.Prepare(&ctx, &reply);
   wire::PrepareChunk first;
@@ -67,6 +68,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
                               Sent& total) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
+  name_migration(ctx);
   wire::UploadReply reply;
   auto writer = stub_.Upload(&ctx, &reply);
   wire::UploadChunk chunk;

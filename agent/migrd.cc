@@ -65,8 +65,9 @@ Result<std::uint32_t> random_number() {
   }
 }
 
-wire::Summary refused(const std::string& what, const std::string& why) {
+wire::Summary refused(std::uint32_t id, const std::string& what, const std::string& why) {
   wire::Summary s;
+  s.set_id(id);
   s.set_container(what);
   s.set_error(why);
   return s;
@@ -86,7 +87,7 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   if (r.to() == config.name) return Error{EINVAL, "'" + r.to() + "' is this host"};
   auto channel = peers.channel(r.to());
   if (!channel) return channel.error();
-  if (auto s = may_take(config, r.to(), r.container()); !s) return spdlog::warn("refused: {}", s.error().text), s.error();
+  if (auto s = may_take(config, r.to(), r.container()); !s) return s.error();
   std::uint32_t abi = 0;
   if (auto k = KernelRecord::open(); !k) return k.error();
   else if (auto i = k->info()) abi = i->abi;
@@ -102,19 +103,21 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   return m;
 }
 
-wire::Summary refused(const Config& config, const wire::MigrateRequest& r, const std::string& why) {
-  wire::Summary s = refused(r.container(), why);
+wire::Summary refused(const Config& config, std::uint32_t id, const wire::MigrateRequest& r, const Error& why) {
+  spdlog::log(why.code == EPERM ? spdlog::level::warn : spdlog::level::info, "refused: {}", why.text);
+  wire::Summary s = refused(id, r.container(), why.text);
   s.set_from(config.name);
   s.set_to(r.to());
   return s;
 }
 
 wire::PlanReply plan(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r) {
-  auto move = move_for(peers, std::move(self), r);
   const auto id = random_number();
+  LogScope log(id ? *id : 0);
+  auto move = move_for(peers, std::move(self), r);
   if (!move || !id) {
     wire::PlanReply out;
-    *out.mutable_summary() = refused(peers.config(), r, move ? id.error().text : move.error().text);
+    *out.mutable_summary() = refused(peers.config(), log->migration, r, move ? id.error() : move.error());
     return out;
   }
   move->settings.busy_wait_ms = 0;
@@ -123,9 +126,12 @@ wire::PlanReply plan(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chann
 }
 
 wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
-  auto refuse = [&](const std::string& why) { return refused(peers.config(), r, why); };
+  auto id = random_number();
+  if (!id) return refused(0, r.container(), id.error().text);
+  LogScope log(*id);
+  auto refuse = [&](const Error& why) { return refused(peers.config(), log->migration, r, why); };
   auto move = move_for(peers, std::move(self), r);
-  if (!move) return refuse(move.error().text);
+  if (!move) return refuse(move.error());
   auto note = [&](const std::string& text) {
     wire::Progress p;
     p.set_note(text);
@@ -133,8 +139,9 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
   };
   const auto busy_until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kBusyWaitMs);
   for (int tries = 1;;) {
-    const auto id = random_number(), pause = random_number();
-    if (!id || !pause) return refuse("no random numbers");
+    const auto pause = random_number();
+    if (!id || !pause) return refuse(id ? pause.error() : id.error());
+    log->migration = *id;
     wire::Summary summary;
     bool changed = false, busy = false;
     {
@@ -153,13 +160,14 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
       note("trying again: " + summary.error()), usleep(*pause % (kBusyPauseMs * 1000u));  // for two that met not to meet again
     else
       return summary;
+    id = random_number();
   }
 }
 
 // Both are migrations of which one side is a folder. What was connected to others is not any more.
 wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
   const auto id = random_number();
-  if (!id) return refused(r.container(), id.error().text);
+  if (!id) return refused(0, r.container(), id.error().text);
   SourceRun source(host, *id, SourceRun::Describe::kHold);
   KeepingDestination destination(r.dir(), source.info());
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
@@ -172,7 +180,7 @@ wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::Che
 wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, const Config& config, const wire::RestoreRequest& r,
                       const Coordinator::Say& say) {
   const auto id = random_number();
-  if (!id) return refused(r.dir(), id.error().text);
+  if (!id) return refused(0, r.dir(), id.error().text);
   StoredSource source(host, *id);
   RpcDestination destination(std::move(self), config.name, r.dir() + "/bundle");
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
@@ -438,5 +446,6 @@ int main(int argc, char** argv) {
   if (auto s = drop_capabilities(); !s) return fail(s.error().text);
   auto config = load_config(path);
   if (!config) return fail(config.error().text);
+  set_log_host(config->name);
   return run(*config);
 }

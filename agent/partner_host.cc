@@ -73,9 +73,10 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
     j->finished = record.outcome() != wire::OPEN;
     j->reloaded = true;
     if (!j->finished) {
-      spdlog::warn("migration {:08x} from {} to {} was not finished when migrd ended", id, j->source, record.request().destination());
+      const LogScope log(id);
+      spdlog::warn("from {} to {}: it was not finished when migrd ended", j->source, record.request().destination());
       j->expire();
-      if (const auto holder = claims_.take(j->wanted(), id)) spdlog::error("migration {:08x}: {:08x} holds a process of it, too", id, holder);
+      if (const auto holder = claims_.take(j->wanted(), id)) spdlog::error("migration {:08x} holds a process of it, too", holder);
     }
     (void)jobs_.add(j);
   }
@@ -119,13 +120,15 @@ Status PartnerHost::each_left(Job& job, const std::function<Status(Process&, Pro
     auto session = session_of(p);
     const Status s = session ? f(p, **session) : session.error();
     if (s || (session ? !(*session)->ends() : process_lives(p.pid))) return s;
-    spdlog::warn("migration {:08x}: process {} has ended since the commit", job.id, p.pid);
+    spdlog::warn("process {} has ended since the commit", p.pid);
     return {};
   };
   return parallel_for(job.processes, one);
 }
 
-grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r, wire::FindReply* out) {
+grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest* r, wire::FindReply* out) {
+  LogScope log(log_fields_of(*ctx, config_));
+  log->phase = "partner.find";
   auto find = [&]() -> Status {
     auto kernel = KernelRecord::open();
     // Without the module nobody here is a partner that could follow.
@@ -175,10 +178,15 @@ grpc::Status PartnerHost::Find(grpc::ServerContext*, const wire::FindRequest* r,
     }
     return {};
   };
-  return to_grpc(fault_step(config_.fault, FaultStep::kPartnerFind, find));
+  const Status s = fault_step(config_.fault, FaultStep::kPartnerFind, find);
+  if (!s) spdlog::info("refused: {}", s.error().text);
+  if (out->busy_size()) spdlog::info("{} takes part in migration {:08x}", out->busy(0).who(), out->busy(0).migration());
+  return to_grpc(s);
 }
 
 grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerPrepareRequest* r, wire::PartnerPrepareReply* out) {
+  LogScope log(log_fields_of(*ctx, config_, r->id()));
+  log->phase = "partner.prepare";
   if (auto s = fault(config_.fault, FaultStep::kPartnerPrepare, FaultAt::kBegin); !s) return to_grpc(s);
   auto made = job_of(*r);
   if (!made) return to_grpc(made);
@@ -203,7 +211,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerP
     return grpc::Status::OK;
   }
   if (auto s = jobs_.add(job); !s) return to_grpc(s);
-  spdlog::info("migration {:08x}: {} processes here have connections to what moves from {} to {}", job->id, job->processes.size(), job->source, r->destination());
+  spdlog::info("{} processes here have connections to what moves from {} to {}", job->processes.size(), job->source, r->destination());
   // From here on this host has something to take back.
   Status s = save(*job);
   if (!s) {
@@ -241,6 +249,7 @@ Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
 
 // A call on a migration that is open here.
 grpc::Status PartnerHost::step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  const LogScope log(log_fields_of(ctx, config_, id));
   auto job = jobs_.find(id, {ctx, config_});
   if (!job) return to_grpc(job);
   std::lock_guard lock((*job)->work);
@@ -350,7 +359,7 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   });
   if (!s) return s;
   end(job, wire::COMMITTED);
-  if (auto w = save(job); !w) spdlog::error("migration {:08x}: {}", job.id, w.error().text);
+  if (auto w = save(job); !w) spdlog::error("{}", w.error().text);
   return {};
 }
 
@@ -375,6 +384,7 @@ Status PartnerHost::rollback(Job& job) {
 }
 
 grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto job = jobs_.find(m->id(), {*ctx, config_});
   if (!job) return to_grpc(job);
   (*job)->aborting = true;
@@ -382,7 +392,8 @@ grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migrati
   return to_grpc(job_step(config_.fault, m->id(), FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
 }
 
-grpc::Status PartnerHost::Moves(grpc::ServerContext*, const wire::MovesRequest* r, wire::Empty*) {
+grpc::Status PartnerHost::Moves(grpc::ServerContext* ctx, const wire::MovesRequest* r, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, r->id()));
   return to_grpc(fault_step(config_.fault, FaultStep::kPartnerMoves, [&] { return take_moves(directory_, sessions_, *r); }));
 }
 
@@ -408,7 +419,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
   auto back = [&] {
     job->aborting = true;
     std::lock_guard work(job->work);
-    if (auto s = rollback(*job); !s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+    if (auto s = rollback(*job); !s) spdlog::error("{}", s.error().text);
   };
   for (LeasedJob::Pace pace; job->get() == wire::OPEN; pace.wait(*job)) {
     if (job->ordered == wire::UNDONE || job->aborting) {
@@ -427,7 +438,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
       wire::ResumeReply ignored;
       Status s = keys(*job, {d->keys().begin(), d->keys().end()});
       if (s) s = resume(*job, ignored);
-      if (!s) spdlog::error("migration {:08x}: {}", job->id, s.error().text);
+      if (!s) spdlog::error("{}", s.error().text);
       continue;
     }
     if (d && d->outcome() == wire::UNDONE) {

@@ -5,10 +5,12 @@
 #include <grpcpp/security/server_credentials.h>
 
 #include "authorization.h"
+#include "log.h"
 
 namespace migr {
 namespace {
 
+constexpr char kMigrationKey[] = "migr-migration";  // of a call's metadata
 constexpr int kKeepaliveMs = 4'000, kKeepaliveTimeoutMs = 12'000;
 
 struct Pair {
@@ -47,6 +49,18 @@ grpc::Status to_grpc(const Status& s) {
 
 void set_deadline(grpc::ClientContext& ctx, int ms) {
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(ms));
+}
+
+void name_migration(grpc::ClientContext& ctx) {
+  if (const auto id = log_fields().migration) ctx.AddMetadata(kMigrationKey, migration_text(id));
+}
+
+std::uint32_t named_migration(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
+  const auto m = metadata.find(kMigrationKey);
+  if (m == metadata.end()) return 0;
+  const std::string text(m->second.data(), m->second.size());
+  const auto id = static_cast<std::uint32_t>(std::strtoul(text.c_str(), nullptr, 16));
+  return migration_text(id) == text ? id : 0;
 }
 
 Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {

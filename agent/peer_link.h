@@ -50,6 +50,11 @@ grpc::Status to_grpc(const Status& s);
 inline bool unreachable(const Error& e) { return e.code == EHOSTUNREACH || e.code == ETIMEDOUT; }
 
 void set_deadline(grpc::ClientContext& ctx, int ms);
+/// Says for which migration a call is, if the caller's lines in the log belong to one (log.h): those of the other host, also of a
+/// message that has no such field, and what is refused before it is read, then have the same number.
+void name_migration(grpc::ClientContext& ctx);
+/// What name_migration() has said. 0: nothing, or nothing that it says
+std::uint32_t named_migration(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
 void set_keepalive(grpc::ServerBuilder& b);
 
 /// Images come in large messages, and the sender shall not wait for room after each: gRPC begins with 64 KiB.
@@ -61,6 +66,7 @@ Result<Rep> call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, 
                  int limit_ms, const std::string& host) {
   grpc::ClientContext ctx;
   set_deadline(ctx, limit_ms);
+  name_migration(ctx);
   Rep reply;
   if (auto s = from_grpc((stub.*method)(&ctx, request, &reply), host); !s) return s.error();
   return reply;

@@ -88,7 +88,7 @@ SourceHost::SourceHost(const Config& config, SessionTable& sessions, Claims& cla
       to_destination_(std::move(to_destination)),
       to_partner_(std::move(to_partner)), journal_(config.state_dir + "/journal/source") {}
 
-std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + fmt::format("{:08x}", id); }
+std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + migration_text(id); }
 
 Status SourceHost::save(std::uint32_t id, const Entry& e) {
   if (auto s = journal_.save(id, e.record); !s) return s;
@@ -100,7 +100,7 @@ Status SourceHost::save(std::uint32_t id, const Entry& e) {
 Result<SourceHost::Entry> SourceHost::entry(std::uint32_t id) {
   std::lock_guard lock(mutex_);
   const auto e = entries_.find(id);
-  if (e == entries_.end()) return Error{ENOENT, "no migration " + fmt::format("{:08x}", id) + " from here"};
+  if (e == entries_.end()) return Error{ENOENT, "no migration " + migration_text(id) + " from here"};
   return e->second;
 }
 
@@ -118,13 +118,14 @@ bool SourceHost::settled(std::uint32_t id) {
 
 void SourceHost::recover() {
   for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+    const LogScope log(id);
     Entry e;
     e.record = record;
     if (record.outcome() == wire::OPEN) {
       // Nobody has been told that it may run elsewhere, and from here on nobody will be.
-      spdlog::warn("migration {:08x} of {} was not decided when migrd ended: going back", id, record.container());
+      spdlog::warn("{} was not decided when migrd ended: going back", record.container());
       e.record.set_outcome(wire::UNDONE);
-      if (auto s = journal_.save(id, e.record); !s) spdlog::error("migration {:08x}: {}", id, s.error().text);
+      if (auto s = journal_.save(id, e.record); !s) spdlog::error("{}", s.error().text);
     }
     {
       std::lock_guard lock(mutex_);
@@ -134,7 +135,7 @@ void SourceHost::recover() {
     std::vector<Claims::Process> held;
     const auto instances = instances_of(record);
     for (std::size_t i = 0; i < instances.size(); i++) held.push_back({instances[i], record.processes(static_cast<int>(i)).pid()});
-    if (const auto holder = claims_.take(held, id)) spdlog::error("migration {:08x}: {:08x} holds a process of it, too", id, holder);
+    if (const auto holder = claims_.take(held, id)) spdlog::error("migration {:08x} holds a process of it, too", holder);
     settle_later(id);
   }
   // Images of migrations that are over. What waits in a checkpoint has ended with the migrd that it listened to.
@@ -165,7 +166,7 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   if (known == wire::UNKNOWN) return false;
   if (known == wire::COMMITTED) return true;
   e->record.set_outcome(wire::UNDONE);
-  if (auto s = save(id, *e); !s) return spdlog::error("migration {:08x}: {}", id, s.error().text), false;
+  if (auto s = save(id, *e); !s) return spdlog::error("{}", s.error().text), false;
   return true;
 }
 
@@ -185,6 +186,7 @@ void SourceHost::tell_settled(std::uint32_t id, const journal::Source& record) c
 
 // Finishes what was committed, takes back what was not.
 void SourceHost::settle(std::uint32_t id) {
+  const LogScope log(id);
   std::unique_ptr<DestinationLink> destination;
   const auto began = std::chrono::steady_clock::now();
   bool sure = false;
@@ -216,12 +218,12 @@ void SourceHost::settle(std::uint32_t id) {
           entries_[id] = *e;
         }
         claims_.release(instances_of(e->record), id);
-        if (auto r = remove_folder(folder(id)); !r) spdlog::error("migration {:08x}: {}", id, r.error().text);
-        spdlog::info("migration {:08x} of {}: {}", id, e->record.container(), forward ? "finished" : "taken back");
+        if (auto r = remove_folder(folder(id)); !r) spdlog::error("{}", r.error().text);
+        spdlog::info("{}: {}", e->record.container(), forward ? "finished" : "taken back");
         tell_settled(id, e->record);
         return;
       }
-      spdlog::error("migration {:08x} of {}: {}", id, e->record.container(), s.error().text);
+      spdlog::error("{}: {}", e->record.container(), s.error().text);
     }
     const bool patient = std::chrono::steady_clock::now() - began < std::chrono::milliseconds(kResolveMs);
     for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0; ms -= 100) {
@@ -235,7 +237,7 @@ void SourceHost::settle(std::uint32_t id) {
 Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* destination) {
   // The address must be gone there before it comes back here; a destination that is silent lets nothing through.
   if (destination)
-    if (auto s = destination->abort(id); !s) spdlog::warn("migration {:08x}: {}", id, s.error().text);
+    if (auto s = destination->abort(id); !s) spdlog::warn("{}", s.error().text);
   const auto& r = e.record;
   const auto instances = instances_of(r);
   Status first;
@@ -251,7 +253,7 @@ Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* 
     for (const auto& i : instances) {
       // One that has ended has nothing to go back to; one that is late is let go when it connects.
       auto session = sessions_.wait_for(i, its, kReconnectMs);
-      if (!session) spdlog::warn("migration {:08x}: {}", id, session.error().text);
+      if (!session) spdlog::warn("{}", session.error().text);
       if (session && (*session)->state() != MIGR_PROC_RUNNING) also((*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs));
     }
     for (const auto& i : instances) close_gate(config_.run_dir, i);
@@ -260,7 +262,7 @@ Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* 
   }
   for (const auto& p : r.partners())
     if (auto link = to_partner_(p))
-      if (auto s = (*link)->rollback(id); !s) spdlog::warn("migration {:08x}: {}", id, s.error().text);
+      if (auto s = (*link)->rollback(id); !s) spdlog::warn("{}", s.error().text);
   return first;
 }
 
@@ -712,7 +714,7 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
 void SourceRun::forget(bool settled) {
   ahead_ = Child();  // before its folder goes
   detach_ahead_ = Child();
-  if (auto s = remove_folder(host_.folder(id_)); !s) spdlog::error("migration {:08x}: {}", id_, s.error().text);
+  if (auto s = remove_folder(host_.folder(id_)); !s) spdlog::error("{}", s.error().text);
   if (!host_.entry(id_)) return;  // nothing was written down
   if (entry_.record.outcome() == wire::OPEN) entry_.record.set_outcome(wire::UNDONE);
   entry_.record.set_settled(settled);

@@ -5,6 +5,8 @@
 
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
+#include <spdlog/sinks/base_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -287,6 +289,98 @@ TEST_F(Peer, NobodyCarriesOnAnothersMigration) {
   EXPECT_EQ(code(tell("b", &P::Rollback, m)), 0);
   m.set_id(8);
   EXPECT_EQ(code(tell("b", &wire::Host::Stub::Renew, m)), ENOENT);
+}
+
+// ---- what is logged of it
+
+/// Takes what is logged, with its fields, instead of standard error.
+class Logged : public spdlog::sinks::base_sink<std::mutex> {
+ public:
+  struct Line {
+    LogFields fields;
+    std::string text;
+  };
+  static std::shared_ptr<Logged> begin() {
+    auto sink = std::make_shared<Logged>();
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", sink));
+    return sink;
+  }
+  std::vector<Line> lines() {
+    std::lock_guard lock(mutex_);
+    return lines_;
+  }
+  /// Of the first one with these words.
+  LogFields of(const std::string& words) {
+    for (const auto& l : lines())
+      if (l.text.find(words) != std::string::npos) return l.fields;
+    ADD_FAILURE() << "nothing is logged of: " << words;
+    return {};
+  }
+
+ private:
+  void sink_it_(const spdlog::details::log_msg& m) override { lines_.push_back({log_fields(), {m.payload.data(), m.payload.size()}}); }
+  void flush_() override {}
+  std::vector<Line> lines_;
+};
+
+TEST_F(Peer, WhatIsLoggedOfACallHasTheMigrationThatItIsForAndWhoCalled) {
+  serve(R"({"to_here": [{"peer": "b", "containers": ["web-*"]}], "partner": ["b"], "read": []})");
+  const auto logged = Logged::begin();
+  const auto expect = [&](const std::string& words, std::uint32_t migration, const char* peer, const char* phase) {
+    const auto f = logged->of(words);
+    EXPECT_EQ(f.migration, migration) << words;
+    EXPECT_EQ(f.peer, peer) << words;
+    EXPECT_EQ(f.phase, phase) << words;
+  };
+  wire::CheckRequest check;
+  check.set_container("db");
+  wire::FindRequest find;
+  {
+    const LogScope of_the_caller(0x17);  // as its coordinator has it
+    EXPECT_FALSE(tell("b", &wire::Destination::Stub::Check, check));
+    EXPECT_FALSE(tell("c", &wire::Partner::Stub::Find, find));
+    wire::PartnerPrepareRequest r;
+    r.set_id(0x17), r.set_source("c"), r.set_destination("b");
+    EXPECT_FALSE(tell("b", &wire::Partner::Stub::Prepare, r));
+    r.set_source("b");
+    EXPECT_TRUE(tell("b", &wire::Partner::Stub::Prepare, r));
+    wire::LimitedRequest limited;
+    limited.set_id(0x17);
+    EXPECT_TRUE(tell("b", &wire::Partner::Stub::Suspend, limited));
+  }
+  expect("'db' is refused: b may not move", 0x17, "b", "destination.check");
+  expect("/migr.wire.Partner/Find: c may not switch", 0x17, "c", "");
+  expect("migration 00000017 is of c", 0x17, "b", "partner.prepare");
+  expect("0 processes here", 0x17, "b", "partner.prepare");
+  expect("done", 0x17, "b", "partner.suspend");
+  EXPECT_TRUE(logged->of("done").ms);
+  // The number is in the message, too: an older migrd says it only there.
+  wire::Migration m;
+  m.set_id(0x17);
+  EXPECT_TRUE(tell("b", &wire::Partner::Stub::Rollback, m));
+  EXPECT_EQ(logged->lines().back().fields.migration, 0x17u);
+  EXPECT_EQ(logged->lines().back().fields.phase, "partner.rollback");
+  for (const auto& l : logged->lines()) EXPECT_EQ(l.fields.migration, 0x17u) << l.text;
+}
+
+TEST_F(Peer, EachMigrationsRefusalIsLoggedButNotEachOfAStrangersNumbers) {
+  serve(kNobody);
+  const auto logged = Logged::begin();
+  for (const std::uint32_t id : {1u, 2u, 2u, 3u}) {
+    const LogScope log(id);
+    for (const char* who : {"b", "d"}) EXPECT_FALSE(tell(who, &wire::Destination::Stub::Check, wire::CheckRequest()));
+  }
+  std::map<std::string, std::vector<std::uint32_t>> said;
+  for (const auto& l : logged->lines()) said[l.fields.peer].push_back(l.fields.migration);
+  EXPECT_EQ(said["b"], (std::vector<std::uint32_t>{1, 2, 3}));
+  EXPECT_EQ(said["d"], (std::vector<std::uint32_t>{1}));
+}
+
+TEST(NamedMigration, IsEightHexDigitsOrNone) {
+  const auto named = [](const char* text) { return named_migration({{"migr-migration", text}}); };
+  EXPECT_EQ(named("0a1b2c3d"), 0x0a1b2c3du);
+  for (const char* bad : {"", "0", "a1b2c3d", "0A1B2C3D", "00000000", "0a1b2c3d ", "0x1b2c3d", "0a1b2c3d4", "-0000001", "\n0000001"}) EXPECT_EQ(named(bad), 0u) << bad;
+  EXPECT_EQ(named_migration({}), 0u);
 }
 
 // ---- ctl.sock

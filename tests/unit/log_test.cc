@@ -8,13 +8,26 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <functional>
+#include <regex>
 #include <string>
+#include <thread>
+
+#include "agent/parallel.h"
 
 namespace migr {
 namespace {
 
+void each_level() {
+  spdlog::debug("what {}", 1);
+  spdlog::info("what {}", 2);
+  spdlog::warn("what {}", 3);
+  spdlog::error("what {}", 4);
+  spdlog::critical("what {}", 5);
+}
+
 /// What a process logs to standard error, which is a pipe; `journal`: JOURNAL_STREAM says that this is the journal.
-std::string logged(bool journal, bool verbose) {
+std::string logged(bool journal, bool verbose, const std::function<void()>& say = each_level) {
   int p[2];
   EXPECT_EQ(pipe(p), 0);
   const pid_t child = fork();
@@ -23,11 +36,7 @@ std::string logged(bool journal, bool verbose) {
     if (fstat(p[1], &st) || dup2(p[1], STDERR_FILENO) < 0) _exit(1);
     setenv("JOURNAL_STREAM", (std::to_string(st.st_dev) + ":" + std::to_string(st.st_ino + (journal ? 0 : 1))).c_str(), 1);
     log_to_stderr("name", verbose);
-    spdlog::debug("what {}", 1);
-    spdlog::info("what {}", 2);
-    spdlog::warn("what {}", 3);
-    spdlog::error("what {}", 4);
-    spdlog::critical("what {}", 5);
+    say();
     _exit(0);
   }
   close(p[1]);
@@ -42,14 +51,61 @@ std::string logged(bool journal, bool verbose) {
 }
 
 TEST(Log, GivesTheJournalItsLevelsAndNoTime) {
-  EXPECT_EQ(logged(true, false), "<6>what 2\n<4>what 3\n<3>what 4\n<2>what 5\n");
-  EXPECT_EQ(logged(true, true), "<7>what 1\n<6>what 2\n<4>what 3\n<3>what 4\n<2>what 5\n");
+  const std::string said = "<6>level=info msg=\"what 2\"\n<4>level=warning msg=\"what 3\"\n<3>level=error msg=\"what 4\"\n<2>level=critical msg=\"what 5\"\n";
+  EXPECT_EQ(logged(true, false), said);
+  EXPECT_EQ(logged(true, true), "<7>level=debug msg=\"what 1\"\n" + said);
 }
 
-TEST(Log, HasTimeAndNameElsewhere) {
+TEST(Log, HasATimeElsewhere) {
   const std::string said = logged(false, false);
-  EXPECT_NE(said.find("[name] [warning] what 3\n"), std::string::npos) << said;
-  EXPECT_TRUE(said.starts_with("[20")) << said;
+  const std::regex line("time=20\\d\\d-\\d\\d-\\d\\dT\\d\\d:\\d\\d:\\d\\d\\.\\d\\d\\dZ level=warning msg=\"what 3\"");
+  EXPECT_TRUE(std::regex_search(said, line)) << said;
+  EXPECT_TRUE(said.starts_with("time=20")) << said;
+}
+
+TEST(Log, ALineSaysWhatItBelongsTo) {
+  EXPECT_EQ(logged(true, false,
+                   [] {
+                     set_log_host("src");
+                     spdlog::info("before");
+                     {
+                       LogScope log(0xa1b2c3d);
+                       spdlog::info("begins");
+                       {
+                         LogScope phase;
+                         phase->peer = "dst", phase->phase = "source.drain", phase->ms = 12.34;
+                         spdlog::info("done");
+                       }
+                       spdlog::info("ends");
+                     }
+                     spdlog::info("after");
+                   }),
+            "<6>level=info host=src msg=\"before\"\n"
+            "<6>level=info host=src migration=0a1b2c3d msg=\"begins\"\n"
+            "<6>level=info host=src migration=0a1b2c3d peer=dst phase=source.drain ms=12.3 msg=\"done\"\n"
+            "<6>level=info host=src migration=0a1b2c3d msg=\"ends\"\n"
+            "<6>level=info host=src msg=\"after\"\n");
+}
+
+TEST(Log, WhatOthersHaveNamedBeginsNoLineAndNoField) {
+  EXPECT_EQ(logged(true, false,
+                   [] {
+                     LogScope log;
+                     log->peer = "a b=\"c\"";
+                     spdlog::info("{}", "one\n<0>two\t\x1b[1m \\ \"quoted\" \xc3\xa9");
+                   }),
+            "<6>level=info peer=\"a b=\\\"c\\\"\" msg=\"one\\n<0>two\\t\\u001b[1m \\\\ \\\"quoted\\\" \xc3\xa9\"\n");
+}
+
+TEST(Log, ThreadsThatWorkForAMigrationHaveItsNumber) {
+  const auto said = logged(true, false, [] {
+    const LogScope log(7);
+    (void)parallel({[] { return spdlog::info("one"), Status(); }, [] { return spdlog::info("two"), Status(); }, [] { return spdlog::info("three"), Status(); }});
+    std::thread(with_log_fields([] { spdlog::info("four"); })).join();
+    std::thread([] { spdlog::info("of none"); }).join();
+  });
+  for (const char* word : {"one", "two", "three", "four"}) EXPECT_NE(said.find("migration=00000007 msg=\"" + std::string(word)), std::string::npos) << said;
+  EXPECT_NE(said.find("level=info msg=\"of none"), std::string::npos) << said;
 }
 
 }  // namespace
