@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "control_service.h"
 
+#include <grpcpp/server_posix.h>
 #include <spdlog/spdlog.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <future>
@@ -145,18 +148,57 @@ grpc::Status ControlService::SetLink(grpc::ServerContext* ctx, const wire::LinkO
   }
 }
 
-Result<std::unique_ptr<grpc::Server>> serve_root(const std::string& path, grpc::Service& service) {
+RootServer::RootServer(Fd listener, std::string path, std::unique_ptr<grpc::Server> server)
+    : listener_(std::move(listener)), path_(std::move(path)), server_(std::move(server)), thread_([this] { let_in(); }) {}
+
+RootServer::~RootServer() {
+  shutdown(std::chrono::system_clock::now());
+  ::shutdown(listener_.n, SHUT_RDWR);
+  thread_.join();
+  unlink(path_.c_str());
+}
+
+// gRPC does not tell a service who has connected to such a socket: so it gets only connections that may be.
+void RootServer::let_in() {
+  for (;;) {
+    Fd one(accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (one.n < 0 && errno == EINVAL) return;  // it was shut down
+    if (one.n < 0) {
+      constexpr useconds_t kPauseUs = 100'000;  // as long as there are no descriptors, for one
+      usleep(kPauseUs);
+      continue;
+    }
+    ucred who{};
+    socklen_t size = sizeof who;
+    if (getsockopt(one.n, SOL_SOCKET, SO_PEERCRED, &who, &size) || (who.uid && who.uid != geteuid())) {
+      spdlog::warn("refused: process {} of user {} at {}, which is root's", who.pid, who.uid, path_);
+      continue;
+    }
+    grpc::AddInsecureChannelFromFd(server_.get(), std::exchange(one.n, -1));
+  }
+}
+
+Result<std::unique_ptr<RootServer>> serve_root(const std::string& path, grpc::Service& service) {
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  if (path.size() >= sizeof at.sun_path) return Error{ENAMETOOLONG, path + " is too long for a socket"};
+  path.copy(at.sun_path, path.size());
   unlink(path.c_str());
-  grpc::ServerBuilder b;
-  b.AddListeningPort("unix:" + path, grpc::InsecureServerCredentials());
-  b.RegisterService(&service);
+  Fd listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const mode_t old = umask(0177);  // not even for a moment
-  auto server = b.BuildAndStart();
+  const bool bound = listener.n >= 0 && bind(listener.n, reinterpret_cast<const sockaddr*>(&at), sizeof at) == 0;
+  const int err = errno;
   umask(old);
-  if (!server) return Error{EADDRINUSE, "cannot listen on " + path};
+  if (!bound) return sys_error("cannot listen on " + path, err);
   struct stat st {};
   if (stat(path.c_str(), &st) || st.st_uid != geteuid() || (st.st_mode & 0777) != 0600) return Error{EPERM, path + " is not for root alone"};
-  return server;
+  grpc::ServerBuilder b;
+  b.RegisterService(&service);
+  auto server = b.BuildAndStart();
+  if (!server) return Error{EIO, "gRPC does not start a server for " + path};
+  // From here on migrctl can connect, and is answered.
+  if (listen(listener.n, SOMAXCONN)) return sys_error("cannot listen on " + path);
+  return std::make_unique<RootServer>(std::move(listener), path, std::move(server));
 }
 
 }  // namespace migr

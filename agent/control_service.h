@@ -2,8 +2,11 @@
 // What migrctl asks of its own migrd.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
+#include <thread>
 
 #include "failover/link_directory.h"
 #include "failover/port_watch.h"
@@ -55,7 +58,25 @@ class ControlService final : public wire::Control::Service {
   const Certificates* const certificates_;
 };
 
-/// On a socket that root alone can open: by its mode, for gRPC does not tell who has connected. What was there goes.
-Result<std::unique_ptr<grpc::Server>> serve_root(const std::string& path, grpc::Service& service);
+/// A service on a socket that root alone can open, by its mode; whatever becomes of that, the kernel says who has connected, and
+/// another user's connection is closed before a byte of it is read.
+class RootServer {
+ public:
+  /// @param listener  is its own from now on, as is the file at `path`, which goes with it
+  RootServer(Fd listener, std::string path, std::unique_ptr<grpc::Server> server);
+  ~RootServer();
+  /// Waits until then for calls that are under way.
+  void shutdown(std::chrono::system_clock::time_point until) { server_->Shutdown(until); }
+
+ private:
+  void let_in();
+  const Fd listener_;
+  const std::string path_;
+  const std::unique_ptr<grpc::Server> server_;
+  std::thread thread_;
+};
+
+/// What was there goes.
+Result<std::unique_ptr<RootServer>> serve_root(const std::string& path, grpc::Service& service);
 
 }  // namespace migr

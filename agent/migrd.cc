@@ -401,7 +401,7 @@ int run(const Config& config) {
   heartbeat.join();
   destination.shutdown();
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
-  (*inner_server)->Shutdown(soon);
+  (*inner_server)->shutdown(soon);
   outer_server->Shutdown(soon);
   traffic.stop();
   links.stop();

@@ -387,6 +387,29 @@ TEST(NamedMigration, IsEightHexDigitsOrNone) {
 
 using ControlSocket = Folder;
 
+constexpr int kHungUp = 254, kAnswered = 253;
+/// What another user gets there who says this: an errno of connect(), or what became of the connection.
+int as_nobody(const std::string& path, const std::string& says) {
+  const pid_t child = fork();
+  if (child == 0) {
+    constexpr uid_t kNobodyUid = 65534;
+    sockaddr_un a{};
+    a.sun_family = AF_UNIX;
+    std::strcpy(a.sun_path, path.c_str());
+    const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (setgid(kNobodyUid) || setuid(kNobodyUid)) _exit(255);
+    if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a)) _exit(errno);
+    alarm(10);
+    char answer[1];
+    if (send(fd, says.data(), says.size(), MSG_NOSIGNAL) < 0 && errno != EPIPE) _exit(255);
+    _exit(read(fd, answer, 1) > 0 ? kAnswered : kHungUp);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
 TEST_F(ControlSocket, IsForItsOwnerAlone) {
   wire::Control::Service nothing;
   const std::string path = dir + "/ctl.sock";
@@ -399,19 +422,46 @@ TEST_F(ControlSocket, IsForItsOwnerAlone) {
   EXPECT_EQ(st.st_mode & 07777, 0600u);
   if (geteuid()) GTEST_SKIP() << "not root: cannot try as another user";
   chmod(dir.c_str(), 0755);
-  const pid_t child = fork();
-  if (child == 0) {
-    constexpr uid_t kNobodyUid = 65534;
-    sockaddr_un a{};
-    a.sun_family = AF_UNIX;
-    std::strcpy(a.sun_path, path.c_str());
-    const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (setgid(kNobodyUid) || setuid(kNobodyUid)) _exit(255);
-    _exit(connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) ? errno : 0);
+  EXPECT_EQ(as_nobody(path, ""), EACCES);
+}
+
+/// One call, as migrctl does it.
+grpc::Status asked(const std::string& path) {
+  wire::Control::Stub stub(grpc::CreateChannel("unix:" + path, grpc::InsecureChannelCredentials()));
+  grpc::ClientContext ctx;
+  set_deadline(ctx, 5000);
+  wire::SessionsReply reply;
+  return stub.Sessions(&ctx, {}, &reply);
+}
+
+TEST_F(ControlSocket, AnswersOneAfterTheOtherAndGoesWithItsServer) {
+  wire::Control::Service nothing;
+  const std::string path = dir + "/ctl.sock";
+  {
+    const auto server = serve_root(path, nothing);
+    ASSERT_TRUE(server) << server.error().text;
+    for (int i = 0; i < 3; i++) EXPECT_EQ(asked(path).error_code(), grpc::StatusCode::UNIMPLEMENTED) << "of a service that is none";
   }
-  int status = 0;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_EQ(WEXITSTATUS(status), EACCES);
+  EXPECT_EQ(asked(path).error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_FALSE(fs::exists(path));
+  EXPECT_TRUE(serve_root(path, nothing)) << "again at the same place";
+}
+
+// Whatever has happened to the mode of the socket and its folder.
+TEST_F(ControlSocket, LetsNobodyButRootSpeakEvenIfAllCanConnect) {
+  if (geteuid()) GTEST_SKIP() << "not root: cannot try as another user";
+  wire::Control::Service nothing;
+  const std::string path = dir + "/ctl.sock";
+  const auto server = serve_root(path, nothing);
+  ASSERT_TRUE(server) << server.error().text;
+  ASSERT_EQ(chmod(dir.c_str(), 0755), 0);
+  ASSERT_EQ(chmod(path.c_str(), 0666), 0);
+  const auto logged = Logged::begin();
+  // What begins each connection of HTTP/2. It hangs up without a word.
+  EXPECT_EQ(as_nobody(path, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), kHungUp);
+  EXPECT_NE(logged->lines().at(0).text.find("of user 65534"), std::string::npos) << logged->lines()[0].text;
+  EXPECT_EQ(asked(path).error_code(), grpc::StatusCode::UNIMPLEMENTED) << "root is answered as before";
+  EXPECT_EQ(logged->lines().size(), 1u);
 }
 
 }  // namespace
