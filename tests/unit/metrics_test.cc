@@ -219,16 +219,32 @@ TEST_F(Exported, FailoversStayCountedWhenTheirProcessHasEnded) {
 }
 
 /// One answer over HTTP, head and all.
-std::string get(int port) {
+std::string get(int port, in_addr_t address = INADDR_LOOPBACK) {
   const Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in a{};
-  a.sin_family = AF_INET, a.sin_port = htons(static_cast<std::uint16_t>(port)), a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  a.sin_family = AF_INET, a.sin_port = htons(static_cast<std::uint16_t>(port)), a.sin_addr.s_addr = htonl(address);
   const std::string ask = "GET /metrics HTTP/1.0\r\n\r\n";
   if (connect(fd.n, reinterpret_cast<sockaddr*>(&a), sizeof a) || write(fd.n, ask.data(), ask.size()) < 0) return "";
   std::string out;
   char buf[4096];
   for (ssize_t n; (n = read(fd.n, buf, sizeof buf)) > 0;) out.append(buf, static_cast<std::size_t>(n));
   return out;
+}
+
+// They tell names and numbers to whoever can connect: by default only to this host.
+TEST_F(Exported, ByDefaultOnlyThisHostReadsThem) {
+  const Config usual;
+  ASSERT_EQ(usual.metrics, "127.0.0.1:7472");
+  EXPECT_NE(text_of(MIGR_SOURCE "/docs/man/migrd.8").find("Default " + usual.metrics + "."), std::string::npos);
+  constexpr in_addr_t kOther = INADDR_LOOPBACK + 1;  // 127.0.0.2 stands for any other address of the host
+  for (const auto& [host, others_too] : {std::pair{usual.metrics.substr(0, usual.metrics.find(':')), false}, {std::string("0.0.0.0"), true}}) {
+    config_.metrics = host + ":0";
+    auto exposer = expose(config_, metrics_);
+    ASSERT_TRUE(exposer) << exposer.error().text;
+    const int port = (*exposer)->GetListeningPorts().at(0);
+    EXPECT_NE(get(port), "") << host;
+    EXPECT_EQ(get(port, kOther) != "", others_too) << host;
+  }
 }
 
 TEST_F(Exported, PrometheusReadsThem) {
