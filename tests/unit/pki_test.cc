@@ -167,6 +167,7 @@ class Tls : public Pki {
     grpc::ServerBuilder b;
     b.AddListeningPort("127.0.0.1:0", files_->server_credentials(), &port_);
     b.RegisterService(service_.get());
+    set_bulk(b);
     server_ = b.BuildAndStart();
     ASSERT_NE(server_, nullptr);
   }
@@ -251,6 +252,26 @@ TEST_F(Tls, WhatIsSaidAgainIsNotTakenAgain) {
   EXPECT_EQ(arrivals_.calls, 1);
   EXPECT_TRUE(renew(port_)) << "after it others are heard";
   EXPECT_EQ(arrivals_.calls, 2);
+}
+
+// What is larger than the largest piece of an image is not even kept in memory, and the connection goes on.
+TEST_F(Tls, AnOversizedMessageIsRefusedAndTheNextIsAnswered) {
+  Config c;
+  c.peers = {{"a", "127.0.0.1:" + std::to_string(port_)}};
+  Peers p(c, *pki::load(dir_ + "/ca/b"));
+  wire::Host::Stub stub(*p.channel("a"));
+  const auto release = [&](std::size_t bytes) {
+    wire::ReleaseRequest r;
+    r.add_instances(std::string(bytes, 'x'));
+    const auto s = call(stub, &wire::Host::Stub::Release, r, 10'000, "a");
+    return s ? 0 : s.error().code;
+  };
+  constexpr std::size_t kMost = 3 << 20;  // set_bulk()
+  EXPECT_EQ(release(kMost - 100), EINVAL) << "it is read, and is no name of a process";
+  for (const std::size_t bytes : {kMost + 1, std::size_t{64} << 20}) {
+    EXPECT_EQ(release(bytes), ENOSPC) << bytes << ": RESOURCE_EXHAUSTED";
+    EXPECT_TRUE(call(stub, &wire::Host::Stub::Version, wire::Empty(), 5000, "a")) << "on the same connection";
+  }
 }
 
 // ---- new files while it runs
