@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "file_tree.h"
+#include "log.h"
 #include "text.h"
 
 namespace migr {
@@ -59,10 +60,12 @@ Result<History::Past> History::read() const {
   for (std::string line; std::getline(in, line);) {
     n++;
     Json j = Json::parse(line, nullptr, false);
-    if (is_summary(j))
+    if (is_summary(j)) {
+      j["id"] = migration_name(j);  // an older migrd did not write it
       past.entries.push_back(std::move(j));
-    else
+    } else {
       past.warnings.push_back(file_ + " line " + std::to_string(n) + " is no summary of a migration; it is passed over");
+    }
   }
   return past;
 }
@@ -98,7 +101,7 @@ std::optional<Json> find_migration(const std::vector<Json>& entries, std::uint32
   return e == entries.rend() ? std::nullopt : std::optional(*e);
 }
 
-std::string migration_name(const Json& s) { return fmt::format("{:08x}", s["migration"].get<std::uint32_t>()); }
+std::string migration_name(const Json& s) { return migration_text(s["migration"].get<std::uint32_t>()); }
 
 std::optional<ExpectedStop> expected_stop(const std::vector<Json>& entries, const std::string& container) {
   std::vector<double> its, any;
@@ -116,9 +119,14 @@ std::optional<ExpectedStop> expected_stop(const std::vector<Json>& entries, cons
   return ExpectedStop{(ms[(n - 1) / 2] + ms[n / 2]) / 2, ms.front(), ms.back(), n, !its.empty()};
 }
 
-Json expected_json(const std::optional<ExpectedStop>& stop) {
-  if (!stop) return nullptr;
-  return {{"median", stop->median_ms}, {"least", stop->least_ms}, {"most", stop->most_ms}, {"moves", stop->moves}, {"same_container", stop->same}};
+Json expected_json(const ExpectedStop& s) {
+  return {{"median", s.median_ms}, {"least", s.least_ms}, {"most", s.most_ms}, {"moves", s.moves}, {"same_container", s.same}, {"estimated", s.estimated}};
+}
+
+std::string expected_text(const ExpectedStop& s) {
+  if (s.estimated)
+    return fmt::format("expected stop: about {:.0f} ms, between {:.0f} and {:.0f}: an estimate by memory, QPs and link, as nothing was moved from this host yet", s.median_ms, s.least_ms, s.most_ms);
+  return fmt::format("expected stop: {:.0f} ms ({:.0f} to {:.0f} in {} move{} of {})", s.median_ms, s.least_ms, s.most_ms, s.moves, s.moves == 1 ? "" : "s", s.same ? "it" : "other things");
 }
 
 std::string history_text(const std::vector<Json>& entries) {

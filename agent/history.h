@@ -49,11 +49,14 @@ struct ExpectedStop {
   double median_ms = 0, least_ms = 0, most_ms = 0;
   std::size_t moves = 0;
   bool same = false;  // they were of this container, else of any
+  bool estimated = false;  // there were none: estimate.h
 };
 /// From migrations to other hosts that succeeded. nullopt: there were none.
 std::optional<ExpectedStop> expected_stop(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
 
-nlohmann::ordered_json expected_json(const std::optional<ExpectedStop>& stop);
+nlohmann::ordered_json expected_json(const ExpectedStop& stop);
+/// "expected stop: 400 ms (..)"
+std::string expected_text(const ExpectedStop& stop);
 
 /// No line is longer than 80 columns.
 std::string history_text(const std::vector<nlohmann::ordered_json>& entries);

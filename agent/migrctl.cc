@@ -6,26 +6,33 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "bare.h"
 #include "clock.h"
+#include "ctl_text.h"
 #include "doctor.h"
+#include "estimate.h"
 #include "facts.h"
 #include "failover/links_text.h"
 #include "history.h"
 #include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "phase_lines.h"
 #include "pki.h"
+#include "process.h"
 #include "record_text.h"
 #include "report.h"
 #include "runtime.h"
 #include "status.h"
 #include "summary.h"
+#include "text.h"
 #include "wire.grpc.pb.h"
 
 namespace {
@@ -35,15 +42,11 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kDone = 0, kFailed = 1, kUsage = 2, kRefused = 3;
 
-int refuse(const std::string& text) {
-  std::fprintf(stderr, "migrctl: %s\n", text.c_str());
-  return kRefused;
-}
-
 bool is_root() { return geteuid() == 0; }
 
 int print(const Json& j) {
-  std::printf("%s\n", j.dump(2).c_str());
+  // Names and words of others may be no UTF-8.
+  std::printf("%s\n", j.dump(2, ' ', false, Json::error_handler_t::replace).c_str());
   return kDone;
 }
 
@@ -59,6 +62,14 @@ struct Options {
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
 
+// A sentence for people; with --json the same for programs, where they look for what a command says. @return the status
+int failed(const Options& o, int status, const std::string& text) {
+  if (o.json) print(error_json(text, status));
+  std::fprintf(stderr, "migrctl: %s\n", text.c_str());
+  return status;
+}
+int refuse(const Options& o, const std::string& text) { return failed(o, kRefused, text); }
+
 // ---- through migrd
 
 std::unique_ptr<wire::Control::Stub> control(const Options& o) {
@@ -69,45 +80,22 @@ std::unique_ptr<wire::Control::Stub> control(const Options& o) {
 
 int refuse_grpc(const Options& o, const grpc::Status& s) {
   if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
-    return refuse("migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")");
-  return refuse(s.error_message());
+    return refuse(o, "migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")");
+  return refuse(o, s.error_message());
 }
 
 std::string need_root(const char* what) {
   return std::string(what) + " needs root: run it with sudo";
 }
 
-Json version_json(const wire::VersionReply& v) {
-  return {{"release", v.release()}, {"wire", v.wire()}, {"abi", v.abi()}, {"proc", v.proc()}};
-}
-
 int cmd_peers(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl peers"));
+  if (!is_root()) return refuse(o, need_root("migrctl peers"));
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(2 * kCheckMs));
   wire::PeersReply r;
   if (auto s = control(o)->Peers(&ctx, {}, &r); !s.ok()) return refuse_grpc(o, s);
-  if (o.json) {
-    Json j = Json::array();
-    for (const auto& p : r.peers()) {
-      Json e = {{"name", p.name()}, {"address", p.address()}, {"answers", p.answers()}};
-      if (p.answers())
-        e["version"] = version_json(p.version());
-      else
-        e["error"] = p.error();
-      j.push_back(e);
-    }
-    return print(j);
-  }
-  std::printf("%-16s %-24s %s\n", "NAME", "ADDRESS", "STATE");
-  for (const auto& p : r.peers()) {
-    std::string state = "ok, release " + p.version().release();
-    if (!p.answers())
-      state = "no answer: " + p.error();
-    else if (!p.version().abi())
-      state += ", migr.ko not loaded";
-    std::printf("%-16s %-24s %s\n", p.name().c_str(), p.address().c_str(), state.c_str());
-  }
+  if (o.json) return print(peers_json(r));
+  std::fputs(peers_text(r).c_str(), stdout);
   return kDone;
 }
 
@@ -138,93 +126,38 @@ struct Words {
   const char* gone;       // "N connections to others are gone"
 };
 
-// A line for each phase. How far it is stands there on a terminal; elsewhere it gets a line of its own from time to time.
-class PhaseLines {
- public:
-  explicit PhaseLines(FILE* out) : out_(out), live_(isatty(fileno(out))) {}
-  void begin(const std::string& phase) {
-    said_ms_ = 0;
-    std::fprintf(out_, "%-10s ", phase.c_str());
-  }
-  void going(const wire::Going& g, std::optional<double> stop_ms) {
-    if (!live_ && g.ms() - said_ms_ < kEveryMs) return;
-    said_ms_ = g.ms();
-    const std::string text = going_text(g, stop_ms);
-    if (live_) std::fprintf(out_, "\r%-10s %s\033[K", g.phase().c_str(), text.c_str());
-    else std::fprintf(out_, "%s\n%-10s ", text.c_str(), g.phase().c_str());
-  }
-  void end(const wire::PhaseEnd& e) {
-    said_ms_ = 0;
-    if (live_) std::fprintf(out_, "\r%-10s ", e.phase().c_str());
-    std::fprintf(out_, "%9.1f ms%s\n", e.ms(), live_ ? "\033[K" : "");
-  }
-  ~PhaseLines() {  // in the middle of a phase
-    if (live_ && said_ms_ > 0) std::fprintf(out_, "\r\033[K");
-    std::fflush(out_);
-  }
-  void note(const std::string& text) { std::fprintf(out_, "%s%s\n", live_ ? "\r\033[K" : "", text.c_str()); }
-
- private:
-  static constexpr double kEveryMs = 10'000;
-  FILE* const out_;
-  const bool live_;
-  double said_ms_ = 0;
-};
-
 // Shows the progress of what migrd does, and how it ends. @param stop_ms  what is expected @return the exit status
 int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
   FILE* out = o.json ? stderr : stdout;  // progress is not data
-  std::optional<PhaseLines> lines(out);
+  std::optional<PhaseLines> lines;
+  lines.emplace(out, isatty(fileno(out)));
   wire::Progress p;
   wire::Summary summary;
   bool told = false, began = false;
   while (reader->Read(&p)) {
     began = true;
-    switch (p.what_case()) {
-      case wire::Progress::kPhase: lines->begin(p.phase()); break;
-      case wire::Progress::kGoing: lines->going(p.going(), stop_ms); break;
-      case wire::Progress::kEnd: lines->end(p.end()); break;
-      case wire::Progress::kNote: lines->note(p.note()); break;
-      case wire::Progress::kSummary: summary = p.summary(), told = true; break;
-      default: break;
-    }
-    std::fflush(out);
+    lines->show(p, stop_ms);
+    if (p.has_summary()) summary = p.summary(), told = true;
   }
   const auto s = reader->Finish();
   lines.reset();
-  if (!told && began) {
-    std::fprintf(stderr, "\nmigrctl: migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover\n");
-    return kFailed;
-  }
+  if (!told && began) return failed(o, kFailed, "migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover");
   if (!told) {
     if (s.ok() || s.error_code() == grpc::StatusCode::UNAVAILABLE) {
       if (reader && !s.ok()) return refuse_grpc(o, s);
-      return refuse("migrd ended the stream without a summary; see its log");
+      return refuse(o, "migrd ended the stream without a summary; see its log");
     }
-    return refuse(s.error_message());
+    return refuse(o, s.error_message());
   }
-  if (o.json) print(summary_json(summary));
+  const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
+  if (o.json) print(status == kDone ? summary_json(summary) : with_error(summary_json(summary), summary.error(), status));
   if (!summary.error().empty()) std::fprintf(stderr, "migrctl: %s\n", summary.error().c_str());
-  if (!summary.migrated()) {
-    if (!summary.touched()) return kRefused;
-    if (!summary.undecided() && words.undone) std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
-    return kFailed;
+  if (summary.migrated()) {
+    if (!o.json) std::fputs(summary_text(summary, words.done, words.gone).c_str(), stdout);
+  } else if (summary.touched() && !summary.undecided() && words.undone) {
+    std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
   }
-  if (!o.json) {
-    const auto& r = summary.resources();
-    std::printf("%s %s %s: service blackout %.1f ms, communication blackout %.1f ms, %.1f MB copied; "
-                "%u contexts, %u PDs, %u MRs, %u CQs, %u QPs; partner %s\n",
-                summary.container().c_str(), words.done, summary.to().c_str(), summary.service_blackout_ms(),
-                summary.communication_blackout_ms(), static_cast<double>(summary.bytes_copied()) / 1e6, r.ctx(), r.pd(), r.mr(),
-                r.cq(), r.qp(), summary.partners_size() ? summary.partners(0).c_str() : "none");
-    if (summary.has_replayed()) {
-      const auto& w = summary.replayed();
-      std::printf("wait-before-stop ran out: %u work requests of %u QPs were replayed, %u had been executed already\n", w.replayed(), w.qps(), w.executed());
-      if (w.lost()) std::printf("%u atomics were executed and their answers are lost: they end with an error, and so do their connections\n", w.lost());
-    }
-    if (summary.gone()) std::printf("%u connections to others %s: their ends see an error, and have to connect again\n", summary.gone(), words.gone);
-  }
-  return summary.error().empty() ? kDone : kFailed;
+  return status;
 }
 
 // CONTAINER|PID, as migrd knows it.
@@ -262,68 +195,77 @@ Result<std::vector<Json>> past_migrations(const Options& o) {
 }
 
 int cmd_history(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl history"));
+  if (!is_root()) return refuse(o, need_root("migrctl history"));
   const auto entries = past_migrations(o);
-  if (!entries) return refuse(entries.error().text);
+  if (!entries) return refuse(o, entries.error().text);
   if (o.json) return print(*entries);
   std::fputs(history_text(*entries).c_str(), stdout);
   return kDone;
 }
 
 int cmd_report(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl report"));
+  if (!is_root()) return refuse(o, need_root("migrctl report"));
   const auto id = migration_of(o.migration);
-  if (!id) return refuse(id.error().text);
+  if (!id) return refuse(o, id.error().text);
   const auto entries = past_migrations(o);
-  if (!entries) return refuse(entries.error().text);
+  if (!entries) return refuse(o, entries.error().text);
   const auto summary = find_migration(*entries, *id);
-  if (!summary) return refuse("no migration '" + o.migration + "' was begun on this host, or it is long ago; see: migrctl history");
+  if (!summary) return refuse(o, "no migration '" + o.migration + "' was begun on this host, or it is long ago; see: migrctl history");
   if (o.json) return print(*summary);
   const std::string html = report_html(*summary);
   if (o.output == "-") return std::fputs(html.c_str(), stdout) < 0 ? kFailed : kDone;
   const std::string file = o.output.empty() ? "migration-" + migration_name(*summary) + ".html" : o.output;
   std::ofstream out(file);
-  if (!(out << html << std::flush)) {
-    std::fprintf(stderr, "migrctl: %s\n", sys_error("cannot write " + file).text.c_str());
-    return kFailed;
-  }
+  if (!(out << html << std::flush)) return failed(o, kFailed, sys_error("cannot write " + file).text);
   std::printf("%s\n", file.c_str());
   return kDone;
+}
+
+// What its memory is that a NIC may write to: always copied in the stop. All, if the record does not tell.
+std::uint64_t nic_bytes(const Options& o, const std::string& container, std::uint64_t all) {
+  const auto config = load_config(o.config);
+  auto k = KernelRecord::open();
+  const auto ctxs = k ? k->contexts() : Result<std::vector<ContextRecord>>(k.error());
+  if (!config || !ctxs) return all;
+  const Runtime runtime(*config);
+  const auto root = bare_pid(container);
+  const auto tree = root ? tree_of(*root) : std::vector<pid_t>();
+  std::uint64_t sum = 0;
+  for (const auto& c : *ctxs)
+    if (const auto pid = static_cast<pid_t>(c.rec.pid); root ? std::count(tree.begin(), tree.end(), pid) > 0 : runtime.container_of(pid) == container) sum += c.rec.mr_bytes;
+  return sum;
+}
+
+// Nothing: nobody can tell.
+std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& plan) {
+  const auto& s = plan.summary();
+  const auto entries = past_migrations(o);
+  if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
+  if (const auto stop = entries ? expected_stop(*entries, s.container()) : std::nullopt) return stop;
+  if (!s.error().empty()) return {};  // what it has is not known
+  const auto config = load_config(o.config);
+  const Peer* to = config ? config->peer(s.to()) : nullptr;
+  return estimated_stop({plan.memory_bytes(), nic_bytes(o, s.container(), plan.memory_bytes()), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0});
 }
 
 // Exit status 0: it would move.
 int show_plan(const Options& o, const wire::PlanReply& plan) {
   const auto& s = plan.summary();
-  const auto entries = past_migrations(o);
-  if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
-  const auto stop = entries ? expected_stop(*entries, s.container()) : std::nullopt;
-  const auto& r = s.resources();
+  const bool moves = s.error().empty();
   if (o.json) {
-    Json partners = Json::array();
-    for (const auto& p : s.partners()) partners.push_back(p);
-    print({{"container", s.container()}, {"from", s.from()}, {"to", s.to()}, {"would_move", s.error().empty()}, {"refused_because", s.error().empty() ? Json(nullptr) : Json(s.error())},
-           {"processes", plan.processes()}, {"connections", plan.connections()}, {"partners", partners}, {"memory_bytes", plan.memory_bytes()}, {"pre_copy", plan.pre_copy()},
-           {"resources", resources_json(r)},
-           {"expected_stop_ms", expected_json(stop)}});
-    if (!s.error().empty()) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
-    return s.error().empty() ? kDone : kRefused;
+    const Json j = plan_json(plan, stop_of(o, plan));
+    print(moves ? j : with_error(j, s.error(), kRefused));
+    if (!moves) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
+    return moves ? kDone : kRefused;
   }
-  if (!s.error().empty()) return refuse(s.container() + " would not move: " + s.error());
-  std::string partners;
-  for (const auto& p : s.partners()) partners += (partners.empty() ? "" : ", ") + p;
-  std::printf("%s would move from %s to %s: %u processes with RDMA, %u contexts, %u PDs, %u MRs, %u CQs, %u QPs (%u connected); partners: %s\n", s.container().c_str(), s.from().c_str(),
-              s.to().c_str(), plan.processes(), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners.c_str());
-  std::printf("memory: %.1f MB, copied %s\n", static_cast<double>(plan.memory_bytes()) / 1e6, plan.pre_copy() ? "before the stop; what changes meanwhile, during it" : "during the stop");
-  if (stop)
-    std::printf("expected stop: %.0f ms (%.0f to %.0f in %zu moves of %s)\n", stop->median_ms, stop->least_ms, stop->most_ms, stop->moves, stop->same ? "it" : "other things");
-  else
-    std::printf("expected stop: unknown, nothing was moved from this host yet\n");
+  if (!moves) return refuse(o, s.container() + " would not move: " + s.error());
+  std::fputs(plan_text(plan, stop_of(o, plan)).c_str(), stdout);
   return kDone;
 }
 
 int cmd_migrate(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl migrate"));
-  if (o.container.empty() == !o.pid) return refuse("name either a container or, with --pid, a process");
+  if (!is_root()) return refuse(o, need_root("migrctl migrate"));
+  if (o.container.empty() == !o.pid) return refuse(o, "name either a container or, with --pid, a process");
   grpc::ClientContext ctx;
   wire::MigrateRequest request;
   request.set_container(o.pid ? bare_name(o.pid) : o.container);
@@ -346,7 +288,7 @@ int cmd_migrate(const Options& o) {
 }
 
 int cmd_checkpoint(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl checkpoint"));
+  if (!is_root()) return refuse(o, need_root("migrctl checkpoint"));
   grpc::ClientContext ctx;
   wire::CheckpointRequest request;
   request.set_container(name_of(o));
@@ -356,7 +298,7 @@ int cmd_checkpoint(const Options& o) {
 }
 
 int cmd_restore(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl restore"));
+  if (!is_root()) return refuse(o, need_root("migrctl restore"));
   grpc::ClientContext ctx;
   wire::RestoreRequest request;
   request.set_dir(absolute_dir(o));
@@ -365,15 +307,15 @@ int cmd_restore(const Options& o) {
 }
 
 int cmd_recover(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl recover"));
+  if (!is_root()) return refuse(o, need_root("migrctl recover"));
   wire::RecoverRequest request;
   if (!o.migration.empty()) {
     const auto id = migration_of(o.migration);
-    if (!id) return refuse(id.error().text);
+    if (!id) return refuse(o, id.error().text);
     request.set_id(*id);
   }
   if (o.commit || o.rollback) {
-    if (!request.id()) return refuse("which one? Give the number of the migration; see: migrctl recover");
+    if (!request.id()) return refuse(o, "which one? Give the number of the migration; see: migrctl recover");
     request.set_order(o.commit ? wire::COMMITTED : wire::UNDONE);
     request.set_force(o.force);
   }
@@ -381,29 +323,15 @@ int cmd_recover(const Options& o) {
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
   wire::RecoverReply r;
   if (auto s = control(o)->Recover(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
-  if (o.json) {
-    Json j = Json::array();
-    for (const auto& m : r.open()) {
-      Json partners = Json::array();
-      for (const auto& p : m.partners()) partners.push_back(p);
-      char id[9];
-      std::snprintf(id, sizeof id, "%08x", m.id());
-      j.push_back({{"migration", id}, {"role", m.role()}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()},
-                   {"partners", partners}, {"begun_s", m.begun_s()}, {"outcome", wire::Outcome_Name(m.outcome())}, {"state", m.state()}});
-    }
-    return print(j);
-  }
-  if (!r.open_size()) std::printf("no open migration\n");
-  for (const auto& m : r.open())
-    std::printf("%08x  %s of %s -> %s, container %s: %s\n", m.id(), m.role().c_str(), m.source().c_str(), m.destination().c_str(),
-                m.container().empty() ? "(of another host)" : m.container().c_str(), m.state().c_str());
+  if (o.json) return print(open_json(r));
+  std::fputs(open_text(r).c_str(), stdout);
   return kDone;
 }
 
 // ---- links
 
 int cmd_links(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl links"));
+  if (!is_root()) return refuse(o, need_root("migrctl links"));
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
   wire::LinksRequest request;
@@ -416,14 +344,14 @@ int cmd_links(const Options& o) {
 }
 
 int order(const Options& o, const char* command, wire::LinkOrder::What what, const char* done) {
-  if (!is_root()) return refuse(need_root(command));
+  if (!is_root()) return refuse(o, need_root(command));
   wire::LinkOrder request;
   request.set_what(what);
   std::string device = o.name;
   if (const auto slash = device.rfind('/'); slash != std::string::npos) {
     const std::string port = device.substr(slash + 1);
     if (port.empty() || port.size() > 3 || port.find_first_not_of("0123456789") != std::string::npos || !std::atoi(port.c_str()))
-      return refuse("'" + device + "' is no port: DEVICE or DEVICE/PORT, ports count from 1");
+      return refuse(o, "'" + device + "' is no port: DEVICE or DEVICE/PORT, ports count from 1");
     request.set_port(static_cast<std::uint32_t>(std::atoi(port.c_str())));
     device.resize(slash);
   }
@@ -434,26 +362,19 @@ int order(const Options& o, const char* command, wire::LinkOrder::What what, con
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs + o.wait_ms));
   wire::LinkOrderReply r;
   if (auto s = control(o)->SetLink(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
-  if (o.json) {
-    Json left = Json::array();
-    for (const auto& line : r.left()) left.push_back(line);
-    print({{"done", !r.left_size()}, {"processes", r.processes()}, {"left", left}});
-  } else {
-    std::printf("%s%s%s", o.name.c_str(), o.name.empty() ? "" : " ", done);
-    if (!o.name.empty()) std::printf("; %u process%s there", r.processes(), r.processes() == 1 ? "" : "es");
-    std::printf("\n");
-  }
+  const int status = r.left_size() ? kFailed : kDone;
+  if (o.json)
+    print(status == kDone ? order_json(r) : with_error(order_json(r), "it was not carried out everywhere in time", status));
+  else
+    std::fputs(order_text(r, o.name, done).c_str(), stdout);
   for (const auto& line : r.left()) std::fprintf(stderr, "migrctl: %s\n", line.c_str());
-  return r.left_size() ? kFailed : kDone;
+  return status;
 }
 
 int cmd_link_down(const Options& o) { return order(o, "migrctl link down", wire::LinkOrder::DOWN, "is down"); }
 int cmd_link_up(const Options& o) { return order(o, "migrctl link up", wire::LinkOrder::UP, "may be used"); }
 int cmd_links_prefer(const Options& o) {
-  if (o.name.empty() != o.none) {
-    std::fprintf(stderr, "migrctl: name either a device or, with --none, no device\n");
-    return kUsage;
-  }
+  if (o.name.empty() != o.none) return failed(o, kUsage, "name either a device or, with --none, no device");
   return o.none ? order(o, "migrctl links prefer", wire::LinkOrder::PREFER_NONE, "no link is preferred")
                 : order(o, "migrctl links prefer", wire::LinkOrder::PREFER, "is preferred");
 }
@@ -461,11 +382,11 @@ int cmd_links_prefer(const Options& o) {
 // ---- the kernel's record
 
 int cmd_ps(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl ps"));
+  if (!is_root()) return refuse(o, need_root("migrctl ps"));
   auto k = KernelRecord::open();
-  if (!k) return refuse(k.error().text);
+  if (!k) return refuse(o, k.error().text);
   auto ctxs = k->contexts();
-  if (!ctxs) return refuse(ctxs.error().text);
+  if (!ctxs) return refuse(o, ctxs.error().text);
   const auto config = load_config(o.config);  // else where runc is by itself
   const Config usual;
   const Runtime runtime(config ? *config : usual);
@@ -476,14 +397,14 @@ int cmd_ps(const Options& o) {
 }
 
 int cmd_show(const Options& o) {
-  if (!is_root()) return refuse(need_root("migrctl show"));
+  if (!is_root()) return refuse(o, need_root("migrctl show"));
   auto k = KernelRecord::open();
-  if (!k) return refuse(k.error().text);
+  if (!k) return refuse(o, k.error().text);
   auto ctxs = k->contexts(o.pid);
-  if (!ctxs) return refuse(ctxs.error().text);
-  if (ctxs->empty()) return refuse("process " + std::to_string(o.pid) + " has no RDMA resources on record; see: migrctl ps");
+  if (!ctxs) return refuse(o, ctxs.error().text);
+  if (ctxs->empty()) return refuse(o, "process " + std::to_string(o.pid) + " has no RDMA resources on record; see: migrctl ps");
   for (auto& c : *ctxs)
-    if (auto s = k->objects(c); !s) return refuse(s.error().text);
+    if (auto s = k->objects(c); !s) return refuse(o, s.error().text);
   if (o.json) return print(show_json(*ctxs));
   std::fputs(show_text(*ctxs).c_str(), stdout);
   return kDone;
@@ -524,23 +445,22 @@ std::vector<Finding> examine(const Options& o) {
 
 int cmd_doctor(const Options& o) {
   const auto all = examine(o);
-  const char* no_color = std::getenv("NO_COLOR");
   if (o.json) print(doctor_json(all));
-  else std::fputs(doctor_text(all, isatty(STDOUT_FILENO) && !(no_color && *no_color)).c_str(), stdout);
+  else std::fputs(doctor_text(all, may_colour(STDOUT_FILENO)).c_str(), stdout);
   return health_of(all) == Health::kFailed ? kFailed : kDone;
 }
 
 // ---- certificates
 
 int cmd_pki_init(const Options& o) {
-  if (auto s = pki::init(o.dir); !s) return refuse(s.error().text);
+  if (auto s = pki::init(o.dir); !s) return refuse(o, s.error().text);
   if (o.json) return print({{"ca", o.dir}});
   std::printf("CA in %s; next, for each host: migrctl pki host %s NAME --ip ADDRESS\n", o.dir.c_str(), o.dir.c_str());
   return kDone;
 }
 
 int cmd_pki_host(const Options& o) {
-  if (auto s = pki::issue_host(o.dir, o.name, o.ips, o.days); !s) return refuse(s.error().text);
+  if (auto s = pki::issue_host(o.dir, o.name, o.ips, o.days); !s) return refuse(o, s.error().text);
   if (o.json) return print({{"folder", o.dir + "/" + o.name}, {"days", o.days}});
   std::printf("%s/%s: copy its three files to %s of that host\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
   return kDone;
@@ -639,6 +559,8 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
+    o.json = std::any_of(argv + 1, argv + argc, [](const char* a) { return !std::strcmp(a, "--json"); });  // or it is not there yet
+    if (e.get_exit_code() && o.json) print(error_json(e.what(), kUsage));
     return app.exit(e) ? kUsage : kDone;
   }
   return todo ? todo() : kUsage;

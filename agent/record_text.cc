@@ -6,6 +6,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "text.h"
+
 namespace migr {
 namespace {
 
@@ -41,14 +43,18 @@ Json context_json(const migr_ctx_rec& r) {
 }  // namespace
 
 std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of) {
-  std::string s = fmt::format("{:>7} {:<15} {:<8} {:>4} {:>4} {:>4} {:>4} {:>10} {:<7} {}\n", "PID", "COMMAND", "DEVICE", "MR", "CQ", "QP",
-                              "SRQ", "MR KIB", "LIBMIGR", "CONTAINER");
+  static constexpr char kRow[] = "{:>7} {:<15} {:<11} {:>5} {:>5} {:>5} {:>3} {:>6} {:<3}";
+  const std::string below(8, ' ');
+  std::string s = fmt::format(kRow, "PID", "COMMAND", "DEVICE", "MR", "CQ", "QP", "SRQ", "MEMORY", "LIB") + " CONTAINER\n";
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
     const std::string container = container_of(static_cast<pid_t>(r.pid));
-    s += fmt::format("{:>7} {:<15} {:<8} {:>4} {:>4} {:>4} {:>4} {:>10} {:<7} {}{}\n", r.pid, text(r.comm, sizeof r.comm),
-                     text(r.ibdev, sizeof r.ibdev), r.nr_mr, r.nr_cq, r.nr_qp, r.nr_srq, (r.mr_bytes + 1023) / 1024, libmigr(r),
-                     container.empty() ? "-" : container, r.flags & MIGR_CTX_HYDRATED ? " (older than migr.ko: record incomplete)" : "");
+    const std::string name = container.empty() ? "-" : container;
+    const std::string numbers = fmt::format(kRow, r.pid, text(r.comm, sizeof r.comm), cut(text(r.ibdev, sizeof r.ibdev), 11), short_count(r.nr_mr), short_count(r.nr_cq),
+                                            short_count(r.nr_qp), short_count(r.nr_srq), short_bytes(r.mr_bytes), libmigr(r));
+    // A name that somebody is to type is never cut.
+    s += numbers.size() + 1 + name.size() <= kColumns ? fmt::format("{} {}\n", numbers, name) : fmt::format("{}\n{}", numbers, wrapped(below + name, below.size()));
+    if (r.flags & MIGR_CTX_HYDRATED) s += fmt::format("{}older than migr.ko: record incomplete\n", below);
   }
   return s;
 }
@@ -67,23 +73,23 @@ std::string show_text(const std::vector<ContextRecord>& ctxs) {
   std::string s;
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
-    s += fmt::format("context {} of process {} ({}) on {}, libmigr: {}{}\n", r.ctx_id, r.pid, text(r.comm, sizeof r.comm),
-                     text(r.ibdev, sizeof r.ibdev), libmigr(r), r.flags & MIGR_CTX_HYDRATED ? ", older than migr.ko: record incomplete" : "");
+    s += wrapped(fmt::format("context {} of process {} ({}) on {}, libmigr: {}{}", r.ctx_id, r.pid, text(r.comm, sizeof r.comm),
+                     text(r.ibdev, sizeof r.ibdev), libmigr(r), r.flags & MIGR_CTX_HYDRATED ? ", older than migr.ko: record incomplete" : ""), 2);
     for (const auto& p : c.pds) s += fmt::format("  PD {}\n", p.handle);
     for (const auto& m : c.mrs)
-      s += fmt::format("  MR {} in PD {}: {} bytes at {:#x} (iova {:#x}), access {:#x}, lkey {:#x} (physical {:#x}), rkey {:#x} (physical {:#x})\n",
-                       m.handle, m.pd_handle, m.length, m.start, m.iova, m.access, m.vlkey, m.plkey, m.vrkey, m.prkey);
+      s += wrapped(fmt::format("  MR {} in PD {}: {} bytes at {:#x} (iova {:#x}), access {:#x}, lkey {:#x} (physical {:#x}), rkey {:#x} (physical {:#x})",
+                       m.handle, m.pd_handle, m.length, m.start, m.iova, m.access, m.vlkey, m.plkey, m.vrkey, m.prkey), 6);
     for (const auto& q : c.cqs)
-      s += fmt::format("  CQ {}: {} entries, vector {}, channel {}\n", q.handle, q.cqe, q.comp_vector, q.channel ? std::to_string(q.channel) : "-");
+      s += wrapped(fmt::format("  CQ {}: {} entries, vector {}, channel {}", q.handle, q.cqe, q.comp_vector, q.channel ? std::to_string(q.channel) : "-"), 6);
     for (const auto& q : c.qps) {
-      s += fmt::format("  QP {}: {} {}, number {:#x} (physical {:#x}), PD {}, CQs {}/{}, SRQ {}, {} sends, {} receives",
+      std::string line = fmt::format("  QP {}: {} {}, number {:#x} (physical {:#x}), PD {}, CQs {}/{}, SRQ {}, {} sends, {} receives",
                        q.handle, qp_type_name(q.qp_type), qp_state_name(q.qp_state), q.vqpn, q.pqpn, q.pd_handle, q.send_cq_handle,
                        q.recv_cq_handle, handle(q.srq_handle), q.max_send_wr, q.max_recv_wr);
-      if (q.dest_qpn) s += fmt::format(", from {} to {} QP {:#x}", gid_text(q.ah.sgid), gid_text(q.ah.dgid), q.dest_qpn);
-      s += "\n";
+      if (q.dest_qpn) line += fmt::format(", from {} to {} QP {:#x}", gid_text(q.ah.sgid), gid_text(q.ah.dgid), q.dest_qpn);
+      s += wrapped(line, 6);
     }
     for (const auto& x : c.srqs)
-      s += fmt::format("  SRQ {} in PD {}: {} receives of {} pieces, limit {}\n", x.handle, x.pd_handle, x.max_wr, x.max_sge, x.srq_limit);
+      s += wrapped(fmt::format("  SRQ {} in PD {}: {} receives of {} pieces, limit {}", x.handle, x.pd_handle, x.max_wr, x.max_sge, x.srq_limit), 6);
     for (const auto& x : c.others) s += fmt::format("  {} {} in PD {}\n", object_name(x.type), x.rec.handle, handle(x.rec.pd_handle));
   }
   return s;

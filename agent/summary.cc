@@ -7,6 +7,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "log.h"
+
 namespace migr {
 
 using Json = nlohmann::ordered_json;
@@ -42,7 +44,8 @@ Json summary_json(const wire::Summary& s) {
   Json figures = Json::array();
   for (const auto& f : s.partner_figures())
     figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}, {"traffic", f.has_traffic() ? traffic_json(f.traffic()) : Json(nullptr)}});
-  return {{"container", s.container()},
+  return {{"id", migration_text(s.id())},
+          {"container", s.container()},
           {"from", s.from()},
           {"to", s.to()},
           {"migrated", s.migrated()},

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "text.h"
 
+#include <fmt/format.h>
 #include <time.h>
+#include <unistd.h>
+
+#include <cstdlib>
 
 namespace migr {
 
@@ -19,6 +23,25 @@ std::string wrapped(std::string text, std::size_t indent) {
 }
 
 std::string cut(const std::string& text, std::size_t most) { return text.size() <= most ? text : text.substr(0, most - 2) + ".."; }
+
+std::string short_count(std::uint64_t n) {
+  if (n < 100'000) return std::to_string(n);
+  return n < 10'000'000 ? std::to_string(n / 1000) + "k" : std::to_string(n / 1'000'000) + "M";
+}
+
+std::string short_bytes(std::uint64_t n) {
+  constexpr const char* kUnits[] = {"kB", "MB", "GB", "TB", "PB", "EB"};
+  if (n < 1000) return std::to_string(n) + " B";
+  auto value = static_cast<double>(n) / 1000;
+  std::size_t unit = 0;
+  for (; value >= 999.5; unit++) value /= 1000;
+  return fmt::format("{:.{}f} {}", value, value < 9.95 ? 1 : 0, kUnits[unit]);
+}
+
+bool may_colour(int fd) {
+  const char* no_color = std::getenv("NO_COLOR");
+  return isatty(fd) && !(no_color && *no_color);
+}
 
 std::string local_time(std::int64_t s) {
   const time_t when = s;

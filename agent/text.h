@@ -12,6 +12,12 @@ inline constexpr std::size_t kColumns = 80;
 /// At spaces; what is longer than a line without one is broken. Lines after the first are indented.
 std::string wrapped(std::string text, std::size_t indent);
 std::string cut(const std::string& text, std::size_t most);
+/// In at most five columns: "10000", "100k", "4M".
+std::string short_count(std::uint64_t n);
+/// "17 B", "4.2 MB"
+std::string short_bytes(std::uint64_t n);
+/// It is a terminal, and nobody has set NO_COLOR (no-color.org).
+bool may_colour(int fd);
 /// Date and time here. @param s  since 1970
 std::string local_time(std::int64_t s);
 

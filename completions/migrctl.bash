@@ -62,8 +62,8 @@ _migrctl() {
 			"migrate 0") mapfile -t words < <(_migrctl_values container ps) ;;
 			"checkpoint 0") mapfile -t words < <(_migrctl_values container ps; _migrctl_values pid ps) ;;
 			"show 0") mapfile -t words < <(_migrctl_values pid ps) ;;
-			"recover 0") mapfile -t words < <(_migrctl_values migration recover) ;;
-			"report 0") mapfile -t words < <(_migrctl_values migration history | xargs -r printf '%08x\n') ;;
+			"recover 0") mapfile -t words < <(_migrctl_values id recover) ;;
+			"report 0") mapfile -t words < <(_migrctl_values id history) ;;
 			"link down 0"|"link up 0"|"links prefer 0") mapfile -t words < <(_migrctl_values device links) ;;
 			"checkpoint 1"|"restore 0"|"pki init 0"|"pki host 0") mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return ;;
 			*) return ;;

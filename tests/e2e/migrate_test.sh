@@ -11,7 +11,7 @@ moved() {	# OPTION...: src to dst
 }
 # shellcheck disable=SC2120 # step calls it, with arguments
 there_and_back() {
-	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && migrate_ok mv src && expect_traffic &&
+	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && { migrate_ok mv src 2>"$E2E_OUT/progress" || { cat "$E2E_OUT/progress" >&2; false; }; } && expect_traffic &&
 		stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
 summary_is_complete() {
@@ -33,9 +33,34 @@ history_has_it() {
 		grep -q 'ports of peer carried' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "the traffic of the partner is not known"
 }
 
+# A line for each phase, as they happen; without --json they go to standard output.
+progress_is_told() {
+	local phases
+	phases=$(sed -nE 's/^([a-z]+) +[0-9]+\.[0-9] ms\r?$/\1/p' "$E2E_OUT/progress" | xargs)
+	[ "$phases" = "check record prepare connect suspend drain freeze copy ready commit resume destroy" ] ||
+		{ cat "$E2E_OUT/progress" >&2; fail "phases that migrctl has printed: $phases"; }
+}
+
+# One grep for the number that migrctl says tells the story on every host; a line without it is of no step of a migration.
+logs_have_its_number() {
+	local id h log
+	id=$(jq -r .id "$E2E_OUT/migrate.json")
+	[[ $id =~ ^[0-9a-f]{8}$ ]] || fail "migrctl's JSON has no number: $id" || return 1
+	for h in src dst peer; do
+		log=$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log
+		grep "migration=$id " "$log" >"$E2E_OUT/$h.story" || fail "the log of $h does not know migration $id" || return 1
+		! grep ' phase=' "$log" | grep -v ' migration=' >&2 || fail "on $h, steps of no migration" || return 1
+		! grep -v "^time=[^ ]*Z level=[a-z]* host=$h " "$E2E_OUT/$h.story" >&2 || fail "lines of $h of another form" || return 1
+	done
+	grep -q ' phase=source.drain ms=[0-9.]* msg="done"$' "$E2E_OUT/dst.story" && grep -q ' peer=dst phase=partner.drain ms=' "$E2E_OUT/peer.story" &&
+		grep -q ' peer=dst phase=destination.ready ms=' "$E2E_OUT/src.story" || { cat "$E2E_OUT"/*.story >&2; fail "the story is not whole"; }
+}
+
 busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
+	step "each phase has its line" progress_is_told &&
+	step "the logs of all hosts have its number" logs_have_its_number &&
 	step "history has it, and there is a report of it" history_has_it
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api

@@ -70,8 +70,8 @@ migrctl() {
 	EOF
 	;;
 	"peers --json") printf '[\n  {\n    "name": "dst",\n    "address": "10.0.0.2:7471"\n  }\n]\n' ;;
-	"history --json") printf '[\n  {\n    "migration": 43981\n  }\n]\n' ;;
-	"recover --json") printf '[\n  {\n    "migration": "0000abce"\n  }\n]\n' ;;
+	"history --json") printf '[\n  {\n    "id": "0000abcd",\n    "migration": 43981\n  }\n]\n' ;;
+	"recover --json") printf '[\n  {\n    "id": "0000abce",\n    "migration": "0000abce"\n  }\n]\n' ;;
 	"links --json") printf '{\n  "ports": [\n    {\n      "device": "rxe0"\n    }\n  ]\n}\n' ;;
 	*) echo "migrctl: needs root" >&2; return 3 ;;
 	esac

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "agent/estimate.h"
 #include "agent/report.h"
 #include "agent/summary.h"
 
@@ -190,6 +191,81 @@ TEST(ExpectedStop, DoesNotGoByWhatWentBackOrIsAFolder) {
   EXPECT_FALSE(expected_stop({summary_json(back), json_of(2, 10, "c", "/var/checkpoint")}, "c"));
   EXPECT_FALSE(expected_stop({json_of(3, 0)}, "c")) << "not known";
   EXPECT_FALSE(expected_stop({}, "c"));
+}
+
+TEST_F(HistoryFile, GivesEachEntryTheNumberThatLogsHave) {
+  auto old = json_of(0xabc);
+  old.erase("id");
+  std::ofstream(file()) << old.dump() << "\n";
+  EXPECT_EQ(History(dir).read()->entries.at(0)["id"], "00000abc");
+  EXPECT_EQ(json_of(0x0a1b2c3d)["id"], "0a1b2c3d");
+  EXPECT_EQ(json_of(0x0a1b2c3d)["migration"], 0x0a1b2c3d) << "the same as it was before";
+}
+
+// ---- where nothing was moved yet
+
+StopParts parts(std::uint64_t memory, std::uint64_t nic = 0, bool pre_copy = false, std::uint32_t qps = 2) { return {memory, nic, pre_copy, qps, 0}; }
+
+TEST(EstimatedStop, IsMarkedAndHasBoundsAroundIt) {
+  for (const auto& p : {parts(0, 0, false, 0), parts(10 << 20), parts(4ull << 30, 1 << 20, true, 4096)}) {
+    const auto e = estimated_stop(p);
+    EXPECT_TRUE(e.estimated);
+    EXPECT_EQ(e.moves, 0u);
+    EXPECT_GT(e.least_ms, 0);
+    EXPECT_LT(e.least_ms, e.median_ms);
+    EXPECT_LT(e.median_ms, e.most_ms);
+  }
+}
+
+TEST(EstimatedStop, HoldsWhatWasMeasuredBetweenEmulatedHosts) {
+  // bench/README.md: 16 and 1024 QPs, some MB of memory.
+  for (const auto& [qps, measured_ms] : {std::pair{16u, 3971.0}, {1024u, 8600.0}}) {
+    const auto e = estimated_stop(parts(20'000'000, 0, false, qps));
+    EXPECT_GT(measured_ms, e.median_ms) << "hardware is faster";
+    EXPECT_LT(measured_ms, e.most_ms * 1.1);
+  }
+}
+
+TEST(EstimatedStop, GrowsWithMemoryAndQps) {
+  const auto some = estimated_stop(parts(1 << 30)), more = estimated_stop(parts(2u << 30)), qps = estimated_stop(parts(1 << 30, 0, false, 1024));
+  EXPECT_GT(more.least_ms, some.least_ms);
+  EXPECT_GT(more.median_ms, some.median_ms);
+  EXPECT_GT(qps.median_ms, some.median_ms);
+}
+
+TEST(EstimatedStop, OfACopyAheadOnlyWhatTheNicMayWriteToIsCopiedAgain) {
+  const auto whole = estimated_stop(parts(4ull << 30)), ahead = estimated_stop(parts(4ull << 30, 0, true)), nic = estimated_stop(parts(4ull << 30, 2ull << 30, true)),
+             all = estimated_stop(parts(4ull << 30, 8ull << 30, true));
+  EXPECT_LT(ahead.median_ms, nic.median_ms);
+  EXPECT_LT(nic.median_ms, whole.median_ms);
+  EXPECT_EQ(ahead.least_ms, nic.least_ms);
+  EXPECT_EQ(ahead.most_ms, whole.most_ms) << "all of it may change";
+  EXPECT_EQ(all.median_ms, whole.median_ms) << "mapped twice is not copied twice";
+}
+
+TEST(EstimatedStop, IsNoFasterThanTheLink) {
+  auto p = parts(1'000'000'000);
+  const auto unknown = estimated_stop(p);
+  p.link_bytes_per_s = 1e9 / 8;  // 1 Gbit/s: 8 s
+  const auto slow = estimated_stop(p);
+  EXPECT_GT(slow.least_ms, 8000);
+  EXPECT_LT(slow.least_ms, 8000 + unknown.least_ms);
+  p.link_bytes_per_s = 1e12;
+  EXPECT_EQ(estimated_stop(p).median_ms, unknown.median_ms);
+}
+
+TEST(EstimatedStop, SaysThatItIsOne) {
+  const auto text = expected_text(estimated_stop(parts(1 << 20)));
+  EXPECT_NE(text.find("an estimate"), std::string::npos) << text;
+  EXPECT_TRUE(expected_json(estimated_stop(parts(1 << 20)))["estimated"]);
+  const auto known = *expected_stop({json_of(1, 10)}, "c");
+  EXPECT_EQ(expected_text(known), "expected stop: 10 ms (10 to 10 in 1 move of it)");
+  EXPECT_FALSE(expected_json(known)["estimated"]);
+}
+
+TEST(LinkRate, IsOfTheNetdevThatLeadsThere) {
+  EXPECT_EQ(link_rate("127.0.0.1:7471"), 0) << "lo says none";
+  for (const char* bad : {"", "no-port", "no.such.host.invalid:1", "[::1]:7471"}) EXPECT_EQ(link_rate(bad), 0) << bad;
 }
 
 TEST(GoingText, SaysRateAndRest) {

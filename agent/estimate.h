@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// How long a program will stand still, where nothing was moved from here yet by which one could tell.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "history.h"
+
+namespace migr {
+
+/// What a stop is made of, as far as it is known before.
+struct StopParts {
+  std::uint64_t memory_bytes = 0;   // filled
+  std::uint64_t nic_bytes = 0;      // of them registered: a copy ahead of the stop does not save these
+  bool pre_copy = false;            // there is such a copy
+  std::uint32_t qps = 0;
+  double link_bytes_per_s = 0;      // to the destination; 0: not known
+};
+
+/// With bounds: the least is a fast host that changes nothing meanwhile, the most an emulated one that changes everything.
+ExpectedStop estimated_stop(const StopParts& parts);
+
+/// What the netdev says that leads there, bytes per second. 0: it does not say. @param address  "host:port"
+double link_rate(const std::string& address);
+
+}  // namespace migr

@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What migrctl prints: that it fits into 80 columns with the longest names, that nothing is cut which somebody has to type, and
+// what programs get of the same.
+#include "agent/ctl_text.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <pty.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+
+#include "agent/phase_lines.h"
+#include "agent/record_text.h"
+#include "agent/text.h"
+
+namespace {
+
+using namespace migr;
+using Json = nlohmann::ordered_json;
+
+void expect_fits(const std::string& text) {
+  EXPECT_TRUE(text.ends_with("\n"));
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), kColumns) << line;
+}
+/// Whole, or on lines one after the other.
+bool has(std::string text, const std::string& name) {
+  std::erase_if(text, [](char c) { return c == '\n' || c == ' '; });
+  return text.find(name) != std::string::npos;
+}
+
+// As long as they can be: TASK_COMM_LEN, IB_DEVICE_NAME_MAX, a DNS name, a name that runc takes.
+const std::string kComm(15, 'c'), kDevice(63, 'd'), kHost(64, 'h'), kAddress = std::string(63, 'a') + ".example.net:65535", kContainer(255, 'n');
+
+template <std::size_t N>
+void put(char (&to)[N], const std::string& text) {
+  std::memset(to, 0, N);
+  std::memcpy(to, text.data(), std::min(text.size(), N));
+}
+
+/// Of a context with one of each and with the largest numbers.
+ContextRecord largest() {
+  ContextRecord c;
+  auto& r = c.rec;
+  r.ctx_id = r.nr_pd = r.nr_mr = r.nr_cq = r.nr_qp = r.nr_srq = r.nr_other = UINT32_MAX;
+  r.pid = 4194304;
+  r.mr_bytes = UINT64_MAX;
+  r.flags = MIGR_CTX_HYDRATED;
+  put(r.comm, kComm);
+  put(r.ibdev, kDevice);
+  const auto all_ones = [](auto& x) { std::memset(static_cast<void*>(&x), 0xff, sizeof x); };
+  all_ones(c.pds.emplace_back()), all_ones(c.mrs.emplace_back()), all_ones(c.cqs.emplace_back()), all_ones(c.qps.emplace_back()), all_ones(c.srqs.emplace_back());
+  c.others.emplace_back().type = MIGR_OBJ_XRCD;
+  all_ones(c.others[0].rec);
+  return c;
+}
+
+ContextRecord small() {
+  ContextRecord c;
+  c.rec.ctx_id = 3, c.rec.pid = 712, c.rec.nr_mr = 2, c.rec.nr_cq = 1, c.rec.nr_qp = 1, c.rec.mr_bytes = 1'234'567, c.rec.flags = MIGR_CTX_ATTACHED;
+  put(c.rec.comm, "kv");
+  put(c.rec.ibdev, "rxe0");
+  auto& q = c.qps.emplace_back();
+  q.handle = 5, q.qp_type = 2, q.qp_state = 3, q.vqpn = 0x12, q.pqpn = 0x34, q.pd_handle = 1, q.send_cq_handle = q.recv_cq_handle = 2, q.srq_handle = MIGR_NO_HANDLE;
+  auto& m = c.mrs.emplace_back();
+  m.handle = 6, m.pd_handle = 1, m.length = 4096, m.vlkey = 7, m.vrkey = 8;
+  return c;
+}
+
+TEST(Ps, IsATableWithTheContainerToType) {
+  const auto text = ps_text({small()}, [](pid_t) { return "web-1"; });
+  EXPECT_EQ(text,
+            "    PID COMMAND         DEVICE         MR    CQ    QP SRQ MEMORY LIB CONTAINER\n"
+            "    712 kv              rxe0            2     1     1   0 1.2 MB yes web-1\n");
+  EXPECT_NE(ps_text({small()}, [](pid_t) { return ""; }).find("yes -\n"), std::string::npos);
+}
+
+TEST(Ps, FitsWithTheLongestNamesAndCutsNoContainer) {
+  const auto text = ps_text({largest(), small()}, [](pid_t pid) { return pid == 712 ? kContainer : std::string(12, 'x'); });
+  expect_fits(text);
+  EXPECT_TRUE(has(text, kContainer));
+  EXPECT_NE(text.find("\n        xxxxxxxxxxxx\n"), std::string::npos) << "one column too long for the table: " << text;
+  EXPECT_NE(text.find("record incomplete"), std::string::npos);
+}
+
+TEST(Ps, InJsonHasAllOfIt) {
+  const auto j = ps_json({small(), largest()}, [](pid_t pid) { return pid == 712 ? "web-1" : ""; });
+  ASSERT_EQ(j.size(), 2u);
+  EXPECT_EQ(j[0].dump(), R"({"ctx_id":3,"pid":712,"comm":"kv","device":"rxe0","libmigr":true,"incomplete":false,"pd":0,"mr":2,"cq":1,"qp":1,"srq":0,"other":0,"mr_bytes":1234567,"container":"web-1"})");
+  EXPECT_TRUE(j[1]["container"].is_null());
+  EXPECT_TRUE(j[1]["incomplete"]);
+  EXPECT_EQ(j[1]["device"], kDevice);
+  EXPECT_EQ(j[1]["mr_bytes"], UINT64_MAX);
+}
+
+TEST(Show, SaysWhatEachObjectIs) {
+  const auto text = show_text({small()});
+  EXPECT_EQ(text.substr(0, text.find('\n')), "context 3 of process 712 (kv) on rxe0, libmigr: yes");
+  EXPECT_TRUE(has(text, "QP5:RCRTS,number0x12(physical0x34),PD1,CQs2/2,SRQ-")) << text;
+  EXPECT_TRUE(has(text, "MR6inPD1:4096bytes")) << text;
+}
+
+TEST(Show, FitsWithTheLargestNumbers) {
+  const auto text = show_text({largest()});
+  expect_fits(text);
+  EXPECT_TRUE(has(text, "QP4294967295")) << text;
+  EXPECT_TRUE(has(text, "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff")) << "GIDs are not cut: " << text;
+  EXPECT_TRUE(has(text, "XRCD")) << text;
+}
+
+TEST(Show, InJsonHasAnArrayOfEachKind) {
+  const auto j = show_json({small(), largest()});
+  ASSERT_EQ(j.size(), 2u);
+  EXPECT_EQ(j[0]["qps"][0]["vqpn"], 0x12);
+  EXPECT_EQ(j[0]["qps"][0]["type"], "RC");
+  EXPECT_EQ(j[0]["mrs"][0]["vrkey"], 8);
+  for (const char* kind : {"pds", "mrs", "cqs", "qps", "srqs", "others"}) EXPECT_EQ(j[1][kind].size(), 1u) << kind;
+}
+
+TEST(PeersText, FitsAndSaysWhoAnswers) {
+  wire::PeersReply r;
+  auto* p = r.add_peers();
+  p->set_name("dst"), p->set_address("10.0.0.2:7471"), p->set_answers(true);
+  p->mutable_version()->set_release("0.1.0");
+  auto* silent = r.add_peers();
+  silent->set_name(kHost), silent->set_address(kAddress), silent->set_error("failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.3:7471");
+  const auto text = peers_text(r);
+  expect_fits(text);
+  EXPECT_NE(text.find("dst              10.0.0.2:7471            ok, release 0.1.0, migr.ko not loaded\n"), std::string::npos) << text;
+  EXPECT_TRUE(has(text, kHost) && has(text, kAddress)) << text;
+  const auto j = peers_json(r);
+  EXPECT_EQ(j[0].dump(), R"({"name":"dst","address":"10.0.0.2:7471","answers":true,"version":{"release":"0.1.0","wire":0,"abi":0,"proc":0}})");
+  EXPECT_EQ(j[1]["answers"], false);
+  EXPECT_TRUE(j[1]["error"].get<std::string>().starts_with("failed"));
+}
+
+TEST(OpenMigrations, FitAndHaveTheNumberThatRecoverTakes) {
+  EXPECT_EQ(open_text({}), "no open migration\n");
+  EXPECT_EQ(open_json({}).dump(), "[]");
+  wire::RecoverReply r;
+  auto* m = r.add_open();
+  m->set_id(0xabc), m->set_role("source"), m->set_container(kContainer), m->set_source(kHost), m->set_destination(kHost), m->set_outcome(wire::COMMITTED);
+  m->set_state("stands still: " + kHost + " was told to let it run and does not answer; is asked again and again");
+  m->add_partners("p");
+  const auto text = open_text(r);
+  expect_fits(text);
+  EXPECT_TRUE(text.starts_with("00000abc  source of")) << text;
+  EXPECT_TRUE(has(text, kContainer)) << text;
+  const auto j = open_json(r)[0];
+  EXPECT_EQ(j["id"], "00000abc");
+  EXPECT_EQ(j["migration"], "00000abc") << "as it was called before";
+  EXPECT_EQ(j["outcome"], "COMMITTED");
+  EXPECT_EQ(j["partners"].dump(), R"(["p"])");
+}
+
+wire::PlanReply plan() {
+  wire::PlanReply p;
+  auto* s = p.mutable_summary();
+  s->set_id(0xabc), s->set_container(kContainer), s->set_from(kHost), s->set_to(kHost), s->add_partners(kHost), s->add_partners("p");
+  s->mutable_resources()->set_qp(2);
+  p.set_processes(1), p.set_connections(2), p.set_memory_bytes(50'000'000);
+  return p;
+}
+
+TEST(PlanText, FitsAndSaysWhatWouldMove) {
+  ExpectedStop stop;
+  stop.estimated = true, stop.median_ms = 400, stop.least_ms = 100, stop.most_ms = 4000;
+  const auto text = plan_text(plan(), stop);
+  expect_fits(text);
+  EXPECT_TRUE(has(text, kContainer + "wouldmovefrom" + kHost + "to" + kHost + ":1processwithRDMA")) << text;
+  EXPECT_TRUE(has(text, "partners:" + kHost + ",p")) << text;
+  EXPECT_TRUE(has(text, "expectedstop:about400ms,between100and4000:anestimate")) << text;
+  const auto j = plan_json(plan(), stop);
+  EXPECT_EQ(j["id"], "00000abc");
+  EXPECT_EQ(j["would_move"], true);
+  EXPECT_TRUE(j["refused_because"].is_null());
+  EXPECT_EQ(j["expected_stop_ms"].dump(), R"({"median":400.0,"least":100.0,"most":4000.0,"moves":0,"same_container":false,"estimated":true})");
+  auto refused = plan();
+  refused.mutable_summary()->set_error("no");
+  const auto why = with_error(plan_json(refused, {}), "no", 3);
+  EXPECT_EQ(why["would_move"], false);
+  EXPECT_TRUE(why["expected_stop_ms"].is_null());
+  EXPECT_EQ(why["error"], "no");
+  EXPECT_EQ(why["status"], 3);
+}
+
+TEST(SummaryText, FitsAndSaysWhatWasReplayedAndWhatIsGone) {
+  wire::Summary s;
+  s.set_container(kContainer), s.set_to(kHost), s.set_service_blackout_ms(12345.6), s.add_partners(kHost), s.set_gone(3);
+  s.mutable_replayed()->set_replayed(7), s.mutable_replayed()->set_lost(1);
+  const auto text = summary_text(s, "runs on", "are gone");
+  expect_fits(text);
+  for (const char* what : {"runson", "serviceblackout12345.6ms", "7workrequests", "1atomics", "3connectionstoothersaregone"}) EXPECT_TRUE(has(text, what)) << what << text;
+  s.clear_replayed(), s.clear_gone();
+  EXPECT_FALSE(has(summary_text(s, "runs on", "are gone"), "replayed"));
+}
+
+TEST(OrderText, SaysHowManyAndInJsonWhatIsLeft) {
+  wire::LinkOrderReply r;
+  EXPECT_EQ(order_text(r, "", "no link is preferred"), "no link is preferred\n");
+  r.set_processes(1);
+  EXPECT_EQ(order_text(r, "rxe0", "is down"), "rxe0 is down; 1 process there\n");
+  expect_fits(order_text(r, kDevice + "/255", "may be used"));
+  EXPECT_EQ(order_json(r).dump(), R"({"done":true,"processes":1,"left":[]})");
+  r.add_left("process 7: no backup");
+  EXPECT_EQ(order_json(r).dump(), R"({"done":false,"processes":1,"left":["process 7: no backup"]})");
+}
+
+TEST(ErrorJson, HasTheSentenceAndTheStatus) { EXPECT_EQ(error_json("no", 3).dump(), R"({"error":"no","status":3})"); }
+
+TEST(Text, CountsAndBytesFitIntoTheirColumns) {
+  EXPECT_EQ(short_count(99'999), "99999");
+  EXPECT_EQ(short_count(100'000), "100k");
+  EXPECT_EQ(short_count(UINT32_MAX), "4294M");
+  EXPECT_EQ(short_bytes(0), "0 B");
+  EXPECT_EQ(short_bytes(999), "999 B");
+  EXPECT_EQ(short_bytes(1000), "1.0 kB");
+  EXPECT_EQ(short_bytes(9'960), "10 kB");
+  EXPECT_EQ(short_bytes(999'499'999), "999 MB");
+  EXPECT_EQ(short_bytes(999'500'000), "1.0 GB");
+  EXPECT_EQ(short_bytes(UINT64_MAX), "18 EB");
+}
+
+// ---- colour
+
+TEST(Colour, IsForTerminalsOnlyAndNotAgainstNoColor) {
+  int terminal[2], pipes[2];
+  ASSERT_EQ(openpty(&terminal[0], &terminal[1], nullptr, nullptr, nullptr), 0);
+  ASSERT_EQ(pipe(pipes), 0);
+  const int file = open("/dev/null", O_WRONLY | O_CLOEXEC);
+  unsetenv("NO_COLOR");
+  EXPECT_TRUE(may_colour(terminal[1]));
+  EXPECT_FALSE(may_colour(pipes[1]));
+  EXPECT_FALSE(may_colour(file));
+  setenv("NO_COLOR", "", 1);
+  EXPECT_TRUE(may_colour(terminal[1])) << "empty is not set";
+  setenv("NO_COLOR", "1", 1);
+  EXPECT_FALSE(may_colour(terminal[1]));
+  unsetenv("NO_COLOR");
+  for (const int fd : {terminal[0], terminal[1], pipes[0], pipes[1], file}) close(fd);
+}
+
+// ---- progress
+
+struct Printed {
+  explicit Printed(bool live) : out(open_memstream(&text, &size)), lines(std::in_place, out, live) {}
+  ~Printed() {
+    lines.reset();
+    fclose(out);
+    free(text);
+  }
+  std::string said() {
+    fflush(out);
+    return {text, size};
+  }
+  void phase(const char* name) {
+    wire::Progress p;
+    p.set_phase(name);
+    lines->show(p, {});
+  }
+  void end(const char* name, double ms) {
+    wire::Progress p;
+    p.mutable_end()->set_phase(name), p.mutable_end()->set_ms(ms);
+    lines->show(p, {});
+  }
+  void going(const char* name, double ms) {
+    wire::Progress p;
+    p.mutable_going()->set_phase(name), p.mutable_going()->set_ms(ms);
+    lines->show(p, 4000.0);
+  }
+  void note(const char* what) {
+    wire::Progress p;
+    p.set_note(what);
+    lines->show(p, {});
+  }
+  char* text = nullptr;
+  std::size_t size = 0;
+  FILE* out;
+  std::optional<PhaseLines> lines;
+};
+
+TEST(PhaseLines, ArePrintedOneAfterTheOther) {
+  Printed p(false);
+  p.phase("check");
+  EXPECT_EQ(p.said(), "check      ") << "what begins is seen";
+  p.end("check", 12.34);
+  p.phase("copy");
+  p.end("copy", 1234.5);
+  EXPECT_EQ(p.said(), "check           12.3 ms\ncopy          1234.5 ms\n");
+}
+
+TEST(PhaseLines, ElsewhereThanOnATerminalALongPhaseSaysSomethingEachTenSeconds) {
+  Printed p(false);
+  p.phase("copy");
+  for (int s = 1; s <= 25; s++) p.going("copy", s * 1000);
+  p.end("copy", 25'500);
+  p.phase("ready");
+  p.going("ready", 9'000);
+  p.end("ready", 9'500);
+  EXPECT_EQ(p.said(),
+            "copy       10 s; stop: about 4 s\n"
+            "copy       20 s; stop: about 4 s\n"
+            "copy         25500.0 ms\n"
+            "ready         9500.0 ms\n");
+  EXPECT_EQ(p.said().find('\033'), std::string::npos);
+}
+
+TEST(PhaseLines, OnATerminalALineIsBroughtUpToDate) {
+  Printed p(true);
+  p.phase("copy");
+  p.going("copy", 1000);
+  p.going("copy", 2000);
+  p.end("copy", 2500);
+  EXPECT_EQ(p.said(), "\rcopy       \rcopy       1 s; stop: about 4 s\033[K\rcopy       2 s; stop: about 4 s\033[K\rcopy          2500.0 ms\033[K\n");
+}
+
+TEST(PhaseLines, ANoteInTheMiddleHasALineOfItsOwn) {
+  Printed p(false), live(true);
+  for (auto* x : {&p, &live}) {
+    x->phase("check");
+    x->note("waiting");
+    x->end("check", 1);
+    x->note("between");
+  }
+  EXPECT_EQ(p.said(), "check      waiting\ncheck            1.0 ms\nbetween\n");
+  EXPECT_EQ(live.said(), "\rcheck      \r\033[Kwaiting\n\rcheck            1.0 ms\033[K\n\r\033[Kbetween\n");
+}
+
+TEST(PhaseLines, ThatEndInTheMiddleLeaveTheLineToWhatFollows) {
+  for (const bool live : {false, true}) {
+    Printed p(live);
+    p.phase("copy");
+    p.lines.reset();
+    EXPECT_TRUE(p.said().ends_with(live ? "\r\033[K" : "copy       \n")) << p.said();
+  }
+}
+
+}  // namespace

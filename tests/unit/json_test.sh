@@ -1,0 +1,106 @@
+#!/bin/bash
+# SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+# shellcheck disable=SC2015 # not_ok does not fail
+# migrctl --json where nothing can work: no migrd, no configuration, no module, not root. Every command that it has prints one JSON
+# document, also when it fails: {"error": .., "status": ..}, beside the sentence on standard error. And colour is for terminals.
+#   json_test.sh MIGRCTL
+set -uo pipefail
+ctl=$1
+bad=0
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+not_ok() { echo "not ok: $*"; bad=1; }
+
+commands_of() { "$ctl" "$@" --help | sed -n '/^Subcommands:/,$s/^  \([^ ]*\) .*/\1/p'; }
+
+# What each command needs besides --json; nobody has any of it here. A command that is not in this list has no test.
+words_of() {
+	case $* in
+	migrate) echo nobody --to nowhere ;;
+	checkpoint) echo nobody "$dir/out" ;;
+	restore) echo "$dir/none" ;;
+	report) echo 0a1b2c3d ;;
+	recover) echo 0a1b2c3d --commit ;;
+	show) echo 4194304 ;;
+	"link down"|"link up"|"links prefer") echo rxe9 ;;
+	"pki init") echo "$dir/none/ca" ;;
+	"pki host") echo "$dir/none" host ;;
+	links|history|ps|peers|doctor|version) ;;
+	*) return 1 ;;
+	esac
+}
+
+# asked USER WORD...: migrctl as that user; its status, and its output in $dir/out.json and $dir/err
+asked() {
+	local as=()
+	[ "$1" = root ] || as=(setpriv --reuid 65534 --regid 65534 --clear-groups --)
+	"${as[@]}" "$ctl" --socket "$dir/no.sock" --config "$dir/no.json" "${@:2}" >"$dir/out.json" 2>"$dir/err" </dev/null
+	status=$?
+}
+
+check() {	# USER COMMAND...
+	local words
+	words=$(words_of "${@:2}") || { not_ok "nothing is known of: migrctl ${*:2}"; return; }
+	# shellcheck disable=SC2086 # words
+	asked "$1" "${@:2}" $words --json
+	[ "$(jq -s length "$dir/out.json" 2>/dev/null)" = 1 ] || { not_ok "as $1, ${*:2} prints not one JSON document: $(cat "$dir/out.json")"; return; }
+	case "${*:2}" in
+	version) [ $status = 0 ] && jq -e '.migrctl.release and .migrd == null' "$dir/out.json" >/dev/null || not_ok "as $1, ${*:2}: $status $(cat "$dir/out.json")" ;;
+	doctor) [ $status = 1 ] && jq -e 'length > 0 and any(.[]; .status == "failed" and .advice)' "$dir/out.json" >/dev/null || not_ok "as $1, ${*:2}: $status $(cat "$dir/out.json")" ;;
+	*)
+		[ $status = 3 ] && jq -e --argjson status $status '(.error | length > 10) and .status == $status' "$dir/out.json" >/dev/null ||
+			not_ok "as $1, ${*:2}: $status $(cat "$dir/out.json")"
+		[ "$(cat "$dir/err")" = "migrctl: $(jq -r .error "$dir/out.json")" ] || not_ok "as $1, ${*:2}: the sentence is another one: $(cat "$dir/err")"
+		;;
+	esac
+}
+
+users=(root)
+[ "$(id -u)" != 0 ] || { users+=(nobody); chmod 755 "$dir"; }
+n=0
+for c in $(commands_of); do
+	sub=$(commands_of "$c")
+	for s in $sub; do for u in "${users[@]}"; do check "$u" "$c" "$s"; n=$((n + 1)); done; done
+	case $c in link|pki) ;; *) for u in "${users[@]}"; do check "$u" "$c"; n=$((n + 1)); done ;; esac
+done
+[ $n -gt 15 ] || not_ok "migrctl --help names no commands"
+
+# A wrong command line, whether or not --json has been read by then.
+for line in "migrate c --json" "--json" "show no --json" "show --json --none 7" "links prefer --json rxe0 --none" "migrate --to dst --json --drain-limit 0 c" "nothing --json"; do
+	# shellcheck disable=SC2086 # words
+	asked root $line
+	[ $status = 2 ] && jq -e '(.error | length > 3) and .status == 2' "$dir/out.json" >/dev/null || not_ok "$line: $status $(cat "$dir/out.json")"
+	[ -s "$dir/err" ] || not_ok "$line: no sentence on standard error"
+done
+asked root migrate c
+[ $status = 2 ] && [ ! -s "$dir/out.json" ] || not_ok "without --json: $status $(cat "$dir/out.json")"
+asked root peers
+[ $status = 3 ] && [ ! -s "$dir/out.json" ] && [ -s "$dir/err" ] || not_ok "without --json: $status $(cat "$dir/out.json")"
+
+# What works without a host.
+asked root pki init "$dir/ca" --json
+[ $status = 0 ] && jq -e --arg d "$dir/ca" '.ca == $d' "$dir/out.json" >/dev/null || not_ok "pki init: $status $(cat "$dir/out.json")"
+asked root pki host "$dir/ca" a --days 7 --json
+[ $status = 0 ] && jq -e --arg d "$dir/ca/a" '.folder == $d and .days == 7' "$dir/out.json" >/dev/null || not_ok "pki host: $status $(cat "$dir/out.json")"
+asked root pki init "$dir/ca" --json
+[ $status = 3 ] && jq -e '.status == 3' "$dir/out.json" >/dev/null || not_ok "pki init, again: $status $(cat "$dir/out.json")"
+
+# doctor has something to complain of here, in red where it may.
+doctor="$ctl --config $dir/no.json doctor"
+coloured() { LC_ALL=C grep -q $'\033\[' "$dir/said"; }
+# shown terminal|pipe COMMAND: what it says there. Its status is 1, as checks fail.
+shown() {
+	case $1 in
+	terminal) script -qec "$2" /dev/null </dev/null >"$dir/said" ;;
+	pipe) sh -c "$2" </dev/null | cat >"$dir/said" ;;
+	esac
+	grep -q failed "$dir/said" || not_ok "doctor finds nothing wrong: $(cat "$dir/said")"
+}
+unset NO_COLOR
+shown terminal "$doctor"; coloured || not_ok "no colour on a terminal"
+shown pipe "$doctor"; ! coloured || not_ok "colour in a pipe"
+shown terminal "$doctor --json"; ! coloured || not_ok "colour in JSON"
+shown terminal "NO_COLOR=1 $doctor"; ! coloured || not_ok "colour on a terminal, in spite of NO_COLOR"
+
+[ $bad = 0 ] && echo "ok: $n commands"
+exit $bad
