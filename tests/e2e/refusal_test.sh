@@ -108,6 +108,19 @@ wrong_arguments() {
 	[ $status = 2 ] || [ $status = 3 ] || fail "status $status of a bad command line"
 }
 
+# "allow" has others only, or other names. The log of the host that refuses says so, too, with the number that migrctl has.
+not_allowed() {	# HOST ALLOW KEY
+	local id r=1
+	on_sh "$1" 'cp /etc/migr/migrd.json /tmp/allow.saved && jq --argjson a "$1" ".allow = \$a" /tmp/allow.saved >/etc/migr/migrd.json' "$2" && migrd_restart "$1" &&
+		migrate_refused c dst "may not take 'c' from here|may not move 'c' to here" && grep -qF "\"$3\": ..} in migrd.json of $1" "$E2E_OUT/refused.err" && r=0
+	[ $r = 0 ] || { cat "$E2E_OUT/refused.err" >&2; fail "allow $2 on $1"; }
+	jq -e '.status == 3 and .error == .rollback_reason and .migrated == false and (.phases_ms | keys - ["check"] == [])' "$E2E_OUT/refused.json" >/dev/null ||
+		{ cat "$E2E_OUT/refused.json" >&2; fail "more was done than to check"; r=1; }
+	id=$(jq -r .id "$E2E_OUT/refused.json")
+	grep "migration=$id .*refused: .*$3" "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/migrd.log" >&2 || { fail "the log of $1 says nothing of migration $id"; r=1; }
+	on_sh "$1" 'cp /tmp/allow.saved /etc/migr/migrd.json' && migrd_restart "$1" && [ $r = 0 ] && untouched
+}
+
 step "traffic" start_verify src c --mode mixed --qps 2 || { e2e_logs; e2e_end; }
 step "a dry run" only_asked
 step "a container that does not exist" no_such_container
@@ -116,6 +129,8 @@ step "to where it is" itself
 step "a destination that does not answer" destination_silent
 step "a destination without the module" destination_without_module
 step "an ordinary user" ordinary_user
+step "a host that may move another one to there" not_allowed dst '{"to_here": ["peer", {"peer": "src", "containers": ["web-*"]}]}' to_here
+walk_step "a host that it may not be moved to" not_allowed src '{"from_here": ["peer"]}' from_here
 step "a process without libmigr" no_libmigr
 step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
