@@ -179,7 +179,7 @@ was_replayed() {
 # What had no backup when its link failed goes on where it is moved to.
 moved_while_rail_fails() { move_and_fail src "" migrate_ok lk dst && was_replayed && expect_traffic && backed_up dst && both_on 0 dst; }
 # The migration fails, too: it goes on over the other rail, once that is its backup again.
-stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate_refused lk dst "source.commit.begin" && both_on 1 && expect_traffic; }
+stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate_refused lk dst "source.commit.begin" 1 && both_on 1 && expect_traffic; }
 # The partner's rail: it goes on over the other one, once that is the backup of what has moved.
 moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && both_on 1 dst && expect_traffic; }
 # The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.

@@ -452,12 +452,12 @@ migrate_ok() {	# ID TO [OUT.json]
 	expect_running "$1" "$2"
 }
 
-# migrate_refused ID TO PATTERN: fails with one clear line that matches PATTERN.
+# migrate_refused ID TO PATTERN [STATUS]: fails with one clear line that matches PATTERN, before anything is touched (status 3),
+# or, with 1, after what was done was taken back.
 migrate_refused() {
 	local out=$E2E_OUT/refused.json err=$E2E_OUT/refused.err status=0
 	migrate "$1" "$2" "$out" 2>"$err" || status=$?
-	[ $status != 0 ] || { fail "migrctl migrate $1 --to $2 should have failed"; return 1; }
-	[ $status -lt 10 ] || { cat "$err" >&2; fail "migrctl ended with status $status"; return 1; }
+	[ $status = "${4:-3}" ] || { cat "$err" >&2; fail "migrctl migrate $1 --to $2 ended with status $status, not ${4:-3}"; return 1; }
 	grep -qiE "$3" "$err" "$out" || { cat "$err" "$out" >&2; fail "the error does not say '$3'"; return 1; }
 	grep -hiE "$3" "$err" "$out" | head -n1 | sed 's/^/# says: /'
 }

@@ -51,12 +51,12 @@ cable_cut() {	# OPTION...
 }
 # The migration fails after both ends were cut and have told each other how far they were: the old path takes the replay.
 cable_cut_and_back() {	# OPTION...
-	while_cut "$@" -- ",source.commit.begin:fail" migrate_refused c dst "source.commit.begin" && expect_running c src && both_agree ||
+	while_cut "$@" -- ",source.commit.begin:fail" migrate_refused c dst "source.commit.begin" 1 && expect_running c src && both_agree ||
 		{ e2e_logs; e2e_reset; return 1; }
 }
 # Which of an SRQ's receives a message came into in part cannot be told: nothing is cut, the container stays.
 srq_stays() {
-	while_bad 30 --srq --mode send --qps 2 --size 16384 -- "" migrate_refused c dst "cannot be replayed" && expect_running c src && both_agree ||
+	while_bad 30 --srq --mode send --qps 2 --size 16384 -- "" migrate_refused c dst "cannot be replayed" 1 && expect_running c src && both_agree ||
 		{ e2e_logs; e2e_reset; return 1; }
 }
 
