@@ -3,45 +3,16 @@
 // mutations need not get the lengths of nested messages right.
 #include "migr/restore.h"
 
-#include <endian.h>
-#include <google/protobuf/io/tokenizer.h>
-#include <google/protobuf/text_format.h>
-#include <zlib.h>
-
 #include <memory>
 
 #include "migr.pb.h"
+#include "sealed.h"
 #include "seeds.h"
 
 namespace {
 
 using Image = std::unique_ptr<migr_rst_image, decltype(&migr_rst_image_free)>;
 constexpr std::string_view kMagic{"migrimg\0", 8};
-constexpr std::size_t kEnvelope = 24;
-
-/// restore/image.c: magic, version, CRC-32 and length of the payload, all little-endian.
-std::string sealed(std::string_view payload) {
-  const std::uint32_t version = htole32(MIGR_RST_IMAGE_VERSION);
-  const std::uint32_t crc = htole32(static_cast<std::uint32_t>(crc32(0, reinterpret_cast<const Bytef*>(payload.data()), static_cast<uInt>(payload.size()))));
-  const std::uint64_t bytes = htole64(payload.size());
-  return (std::string(kMagic) + bytes_of(version) + bytes_of(crc) + bytes_of(bytes)).append(payload);
-}
-
-/// Empty: it is no text of an image.
-std::string from_text(std::string_view text) {
-  google::protobuf::TextFormat::Parser parser;
-  struct Silent : google::protobuf::io::ErrorCollector {
-    void AddError(int, int, const std::string&) override {}
-  } silent;
-  parser.RecordErrorsTo(&silent);
-  migr::Image m;
-  return parser.ParseFromString(std::string(text), &m) ? m.SerializeAsString() : "";
-}
-std::string to_text(const std::string& payload) {
-  migr::Image m;
-  std::string out;
-  return m.ParseFromString(payload) && google::protobuf::TextFormat::PrintToString(m, &out) ? out : "";
-}
 
 Image unpacked(std::string_view bytes) {
   migr_rst_image* img = nullptr;
@@ -105,14 +76,12 @@ std::vector<std::string> seeds() {
   const std::uint8_t instance[16] = {1, 2, 3};
   if (migr_rst_process_describe(p, fds, 3, instance) || migr_rst_image_add(img.get(), p)) return {};
   const std::string full = packed(*img);
-  return {full.substr(kEnvelope), empty.substr(kEnvelope), full, to_text(full.substr(kEnvelope))};
+  return {full.substr(kEnvelope), empty.substr(kEnvelope), full, to_text<migr::Image>(full.substr(kEnvelope))};
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view input(reinterpret_cast<const char*>(data), size);
-  const std::string text = from_text(input);
-  Image img = unpacked(!text.empty() ? sealed(text) : input.starts_with(kMagic) ? std::string(input)
-                                                                                : sealed(input));
+  Image img = unpacked(image_of<migr::Image>(kMagic, input));
   if (!img) return 0;
   for (std::uint32_t i = 0; i < img->nr_processes; i++) {
     migr_rst_process* p = img->processes[i];
