@@ -9,12 +9,19 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <endian.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <condition_variable>
+#include <deque>
 #include <fcntl.h>
 #include <future>
+#include <mutex>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <vector>
 
 #include "migr/proc_wire.h"
@@ -45,7 +52,7 @@ class Migrd {
     m.migration = 7;
     m.arg = arg;
     EXPECT_EQ(send(fd_, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
-    const migr_msg reply = receive();
+    const migr_msg reply = receive(fd_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
     EXPECT_EQ(reply.status, 0) << reply.text;
     return reply;
@@ -77,16 +84,35 @@ class Migrd {
     std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", folder_.c_str());
     if (bind(listener_, reinterpret_cast<sockaddr*>(&at), sizeof at) || listen(listener_, 1)) std::abort();
     setenv("MIGR_PROC_SOCKET", at.sun_path, 1);
+    std::thread([this] { answer(); }).detach();
   }
   ~Migrd() {
     unlink((folder_ + "/proc.sock").c_str());
     rmdir(folder_.c_str());
   }
+  /// Takes connections: one that begins with HELLO is for meet(), one with a question is told that all is as it was.
+  void answer() {
+    for (;;) {
+      const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+      migr_msg m = receive(fd);
+      if (m.type == MIGR_MSG_HELLO) {
+        std::lock_guard guard(lock_);
+        hellos_.emplace_back(fd, m);
+        met_.notify_all();
+        continue;
+      }
+      m.type |= MIGR_REPLY;
+      m.status = ENOENT;
+      m.count = m.record_size = 0;
+      (void)!::send(fd, &m, sizeof m, MSG_NOSIGNAL);
+      close(fd);
+    }
+  }
   void meet() {
-    ASSERT_TRUE(readable(listener_, kPatienceMs)) << "the library does not connect";
-    fd_ = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-    hello_ = receive();
-    ASSERT_EQ(hello_.type, MIGR_MSG_HELLO);
+    std::unique_lock guard(lock_);
+    ASSERT_TRUE(met_.wait_for(guard, std::chrono::milliseconds(kPatienceMs), [this] { return !hellos_.empty(); })) << "the library does not connect";
+    std::tie(fd_, hello_) = hellos_.front();
+    hellos_.pop_front();
   }
   void open_gate() {
     std::string gate = folder_ + "/" MIGR_PROC_GATE_PREFIX;
@@ -99,10 +125,10 @@ class Migrd {
     meet();
     unlink(gate.c_str());
   }
-  migr_msg receive() {
+  static migr_msg receive(int fd) {
     std::vector<char> packet(1 << 20);
     migr_msg m{};
-    if (readable(fd_, kPatienceMs) && recv(fd_, packet.data(), packet.size(), 0) >= static_cast<ssize_t>(sizeof m)) std::memcpy(&m, packet.data(), sizeof m);
+    if (readable(fd, kPatienceMs) && recv(fd, packet.data(), packet.size(), 0) >= static_cast<ssize_t>(sizeof m)) std::memcpy(&m, packet.data(), sizeof m);
     return m;
   }
   const int listener_;
@@ -110,6 +136,9 @@ class Migrd {
   std::uint32_t seq_ = 0;
   std::string folder_;
   migr_msg hello_{};
+  std::mutex lock_;
+  std::condition_variable met_;
+  std::deque<std::pair<int, migr_msg>> hellos_;
 };
 Migrd& migrd = Migrd::get();  // before the first device is opened
 
@@ -341,6 +370,123 @@ TEST_P(Events, OfClosedPathsNobodyHears) {
   EXPECT_FALSE(readable(context_->async_fd, kSoonMs));
 }
 
+/* ---- completions of an ibv_cq_ex ------------------------------------------------- */
+
+/// A QP that receives on one, and one of another NIC that sends to it.
+class Pollers : public Events {
+ protected:
+  static constexpr std::uint32_t kBytes = 24;
+
+  void SetUp() override {
+    Events::SetUp();
+    ibv_device** list = ibv_get_device_list(nullptr);
+    other_ = ibv_open_device(list[2]);
+    ibv_free_device_list(list);
+    other_pd_ = ibv_alloc_pd(other_);
+    other_cq_ = ibv_create_cq(other_, 64, nullptr, nullptr, 0);
+    ibv_cq_init_attr_ex attr{};
+    attr.cqe = 64;
+    attr.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP;
+    ex_ = ibv_create_cq_ex(context_, &attr);
+    mr_ = ibv_reg_mr(pd_, memory_, sizeof memory_, IBV_ACCESS_LOCAL_WRITE);
+    to_ = make_qp(ibv_cq_ex_to_cq(ex_));
+    std::swap(pd_, other_pd_);
+    from_ = make_qp(other_cq_);
+    std::swap(pd_, other_pd_);
+    connect(to_, from_, other_);
+    connect(from_, to_, context_);
+  }
+  void TearDown() override {
+    for (ibv_qp* qp : {to_, from_}) EXPECT_EQ(ibv_destroy_qp(qp), 0);
+    EXPECT_EQ(ibv_destroy_cq(ibv_cq_ex_to_cq(ex_)), 0);
+    EXPECT_EQ(ibv_destroy_cq(other_cq_), 0);
+    ibv_dereg_mr(mr_);
+    ibv_dealloc_pd(other_pd_);
+    ibv_close_device(other_);
+    Events::TearDown();
+  }
+  static void connect(ibv_qp* qp, const ibv_qp* peer, ibv_context* its) {
+    to(qp, IBV_QPS_INIT);
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_RTR;
+    a.path_mtu = IBV_MTU_1024;
+    a.dest_qp_num = peer->qp_num;
+    a.ah_attr.is_global = 1;
+    a.ah_attr.port_num = 1;
+    EXPECT_EQ(ibv_query_gid(its, 1, 0, &a.ah_attr.grh.dgid), 0);
+    EXPECT_EQ(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), 0);
+    a.qp_state = IBV_QPS_RTS;
+    EXPECT_EQ(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC), 0);
+  }
+  void send(std::uint32_t n) {
+    ibv_sge into{reinterpret_cast<std::uintptr_t>(memory_), sizeof memory_, mr_->lkey};
+    ibv_recv_wr receive{.wr_id = 100 + n, .next = nullptr, .sg_list = &into, .num_sge = 1}, *bad_receive;
+    ASSERT_EQ(ibv_post_recv(to_, &receive, &bad_receive), 0);
+    std::uint8_t data[2 * kBytes] = {};
+    ibv_sge of{reinterpret_cast<std::uintptr_t>(data), kBytes + n, 0};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_SEND_WITH_IMM;
+    wr.send_flags = IBV_SEND_INLINE | IBV_SEND_SIGNALED;
+    wr.imm_data = htobe32(7000 + n);
+    wr.sg_list = &of;
+    wr.num_sge = 1;
+    ASSERT_EQ(ibv_post_send(from_, &wr, &bad), 0);
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    ASSERT_EQ(wc.status, IBV_WC_SUCCESS);
+  }
+  void expect(std::uint32_t n) {
+    EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+    EXPECT_EQ(ex_->wr_id, 100u + n);
+    EXPECT_EQ(ibv_wc_read_opcode(ex_), IBV_WC_RECV);
+    EXPECT_EQ(ibv_wc_read_byte_len(ex_), kBytes + n);
+    EXPECT_EQ(be32toh(ibv_wc_read_imm_data(ex_)), 7000u + n);
+    EXPECT_EQ(ibv_wc_read_qp_num(ex_), to_->qp_num);
+    EXPECT_EQ(ibv_wc_read_src_qp(ex_), from_->qp_num);
+    EXPECT_EQ(ibv_wc_read_wc_flags(ex_), unsigned{IBV_WC_WITH_IMM});
+  }
+  /// Two in one session, from `n` on; then it is empty.
+  void expect_two(std::uint32_t n) {
+    ibv_poll_cq_attr attr{};
+    ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+    expect(n);
+    ASSERT_EQ(ibv_next_poll(ex_), 0);
+    expect(n + 1);
+    EXPECT_EQ(ibv_next_poll(ex_), ENOENT);
+    ibv_end_poll(ex_);
+    EXPECT_EQ(ibv_start_poll(ex_, &attr), ENOENT);
+  }
+  void two(std::uint32_t n) {
+    send(n);
+    send(n + 1);
+  }
+
+  ibv_context* other_;
+  ibv_pd* other_pd_;
+  ibv_cq* other_cq_;
+  ibv_cq_ex* ex_;
+  ibv_mr* mr_;
+  ibv_qp *to_, *from_;
+  std::uint8_t memory_[4096];
+};
+
+TEST_P(Pollers, ReadAllFieldsWhileSuspendedAndAfter) {
+  two(0);
+  expect_two(0);
+  two(2);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  expect_two(2);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  two(4);
+  move();
+  expect_two(4);
+  two(6);
+  expect_two(6);
+}
+
+INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),
+                         [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Events, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 

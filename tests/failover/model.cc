@@ -45,7 +45,11 @@ struct Mr {
 };
 
 struct Cq {
-  ibv_cq cq{};
+  union {
+    ibv_cq_ex ex{};
+    ibv_cq cq;
+  };
+  ibv_wc now{};  // what the readers read
   std::deque<ibv_wc> done;
   bool armed = false;
   std::uint32_t reported = 0, acknowledged = 0;
@@ -530,6 +534,47 @@ int req_notify_cq(ibv_cq* cq, int) {
   return 0;
 }
 
+/* ---- ibv_cq_ex ------------------------------------------------------------------ */
+
+const ibv_wc& now_of(ibv_cq_ex* cq) { return reinterpret_cast<Cq*>(cq)->now; }
+
+int next_poll(ibv_cq_ex* ex) {
+  std::lock_guard guard(lock);
+  Cq& c = *reinterpret_cast<Cq*>(ex);
+  if (c.done.empty()) return ENOENT;
+  c.now = c.done.front();
+  c.done.pop_front();
+  ex->status = c.now.status;
+  ex->wr_id = c.now.wr_id;
+  return 0;
+}
+
+Cq* new_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel) {
+  auto* q = new Cq;
+  q->cq.context = c;
+  q->cq.channel = channel;
+  q->cq.cq_context = cq_context;
+  q->cq.cqe = cqe;
+  pthread_mutex_init(&q->cq.mutex, nullptr);
+  pthread_cond_init(&q->cq.cond, nullptr);
+  return q;
+}
+
+ibv_cq_ex* create_cq_ex(ibv_context* c, ibv_cq_init_attr_ex* a) {
+  ibv_cq_ex& ex = new_cq(c, static_cast<int>(a->cqe), a->cq_context, a->channel)->ex;
+  ex.start_poll = [](ibv_cq_ex* x, ibv_poll_cq_attr*) { return next_poll(x); };
+  ex.next_poll = next_poll;
+  ex.end_poll = [](ibv_cq_ex*) {};
+  ex.read_opcode = [](ibv_cq_ex* x) { return now_of(x).opcode; };
+  ex.read_vendor_err = [](ibv_cq_ex* x) { return now_of(x).vendor_err; };
+  ex.read_byte_len = [](ibv_cq_ex* x) { return now_of(x).byte_len; };
+  ex.read_imm_data = [](ibv_cq_ex* x) { return now_of(x).imm_data; };
+  ex.read_qp_num = [](ibv_cq_ex* x) { return now_of(x).qp_num; };
+  ex.read_src_qp = [](ibv_cq_ex* x) { return now_of(x).src_qp; };
+  ex.read_wc_flags = [](ibv_cq_ex* x) { return now_of(x).wc_flags; };
+  return &ex;
+}
+
 template <class T>
 void size_ring(model::Ring<T>& ring, std::uint32_t want) {
   std::size_t n = 2;
@@ -609,6 +654,7 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
   auto* extended = new verbs_context{};
   extended->sz = sizeof *extended;
   extended->create_qp_ex = create_qp_ex;
+  extended->create_cq_ex = create_cq_ex;
   ibv_context* const c = &extended->context;
   c->abi_compat = __VERBS_ABI_IS_EXTENDED;
   c->device = device;
@@ -683,14 +729,7 @@ MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
   return 0;
 }
 MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
-  auto* q = new Cq;
-  q->cq.context = c;
-  q->cq.channel = channel;
-  q->cq.cq_context = cq_context;
-  q->cq.cqe = cqe;
-  pthread_mutex_init(&q->cq.mutex, nullptr);
-  pthread_cond_init(&q->cq.cond, nullptr);
-  return &q->cq;
+  return &new_cq(c, cqe, cq_context, channel)->cq;
 }
 MODEL int ibv_destroy_cq(ibv_cq* cq) {
   {
