@@ -138,13 +138,17 @@ void changed() {
 
 namespace {
 
+/// It has left its default link, or is about to.
+bool leaves_home(const QpLink& l) { return l.on == kBackup || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
+
 /// The application will tell others of the key that it has just got, by ways of its own: before that they have to know what it
-/// is called on the link that their vQPs are on, or go to. Gives the Registry's lock away meanwhile.
+/// is called on the link that their vQPs are on, or go to; and who registers all the time must not be faster than the channel, on
+/// which STATE waits behind the keys. Gives the Registry's lock away meanwhile.
 void wait_until_heard(const Twin& twin) {
   constexpr std::chrono::milliseconds kLimit{200};  // a peer that does not answer is about to be found silent
   std::map<const Channel*, std::uint64_t> until;
   for (const QpLink* l : the_state->qps)
-    if (l->twin == &twin && l->on == kBackup)
+    if (l->twin == &twin && leaves_home(*l))
       if (const Channel* c = standing(*l, kBackup)) until[c] = c->keys_sent;
   const auto all_have = [&] {
     return std::none_of(the_state->channels.begin(), the_state->channels.end(), [&](const Channel* c) {
@@ -164,7 +168,7 @@ void made(MrShadow& mr) {
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
-    now = now || (l->twin == mr.context->twin && (l->on == kBackup || l->stage == Stage::kChanging || l->stage == Stage::kDraining));
+    now = now || (l->twin == mr.context->twin && leaves_home(*l));
   if (!now) return changed();
   make_memory(*mr.context->twin);
   for (Channel* c : the_state->channels) tell_keys(*c);
