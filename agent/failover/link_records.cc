@@ -103,7 +103,7 @@ std::string text_of(const VqpName& n) { return text_of(n.gid) + " vQPN " + std::
 
 Status check(const migr_links_hello& r) {
   if (r.policy > MIGR_LINKS_EXACT) return bad("policy {} is none that is known", r.policy);
-  if (r.reserved) return bad("HELLO with a reserved field that is not 0");
+  if (r.making > MIGR_LINKS_REBUILD) return bad("paths of kind {}: none that is known", r.making);
   return {};
 }
 
@@ -125,7 +125,7 @@ Status check(const migr_links_name& r) {
 Status check(const migr_links_vqp& r) {
   if (auto s = check(r.name); !s) return s;
   const std::string who = text_of(name_of(r.name));
-  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.reserved) return bad("{}: policy or default link out of range", who);
+  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_REBUILD) return bad("{}: policy, default link or kind of paths out of range", who);
   if (r.paths > MIGR_LINKS_MAX_LINKS) return bad("{}: more than {} paths", who, MIGR_LINKS_MAX_LINKS);
   std::uint32_t seen = 0;
   for (std::uint32_t i = 0; i < r.paths; i++) {
@@ -177,6 +177,7 @@ wire::LinkVqp to_wire(const migr_links_vqp& r) {
   w.set_vqpn(r.name.vqpn);
   w.set_policy(r.policy);
   w.set_default_link(r.default_link);
+  w.set_making(r.making);
   for (std::uint32_t i = 0; i < r.paths; i++) {
     auto* p = w.add_paths();
     p->set_link(r.path[i].link);
@@ -193,6 +194,7 @@ Result<migr_links_vqp> from_wire(const wire::LinkVqp& w) {
   r.name.vqpn = w.vqpn();
   r.policy = w.policy();
   r.default_link = w.default_link();
+  r.making = w.making();
   for (const auto& p : w.paths()) {
     migr_links_path& at = r.path[r.paths++];
     at.link = p.link();
@@ -243,6 +245,11 @@ Result<migr_links_found> found_of(const wire::LinkFound& w) {
 const char* policy_name(std::uint32_t policy) {
   static const char* const names[] = {"off", "resend", "exact"};
   return name_in(names, policy);
+}
+
+const char* making_name(std::uint32_t making) {
+  static const char* const names[] = {"cached", "rebuild"};
+  return name_in(names, making);
 }
 
 const char* cause_name(std::uint32_t cause) {

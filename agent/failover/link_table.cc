@@ -12,15 +12,6 @@ constexpr std::size_t kSwitchesKept = 16;
 
 Error no_process() { return Error{ENOENT, "this process has not said HELLO"}; }
 
-migr_links_vqp record(const VqpName& name, std::uint32_t policy, std::uint32_t default_link, const std::vector<migr_links_path>& paths) {
-  migr_links_vqp r{};
-  r.name = record_of(name);
-  r.policy = policy;
-  r.default_link = default_link;
-  for (const auto& p : paths) r.path[r.paths++] = p;
-  return r;
-}
-
 bool same_end(const migr_links_channel& a, const migr_links_channel& b) {
   return a.qpn == b.qpn && a.psn == b.psn && !std::memcmp(a.gid, b.gid, sizeof a.gid);
 }
@@ -109,6 +100,7 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
       const bool fresh = !p->vqps.contains(name);
       Vqp& at = p->vqps[name];
       at.policy = v.policy;
+      at.making = v.making;
       at.default_link = v.default_link;
       at.paths.assign(v.path, v.path + v.paths);
       if (fresh) at.link = v.default_link;
@@ -228,6 +220,16 @@ wire::LinkProcess LinkTable::process_wire(const Instance& who, const Process& p)
   return w;
 }
 
+migr_links_vqp LinkTable::Vqp::record(const VqpName& name) const {
+  migr_links_vqp r{};
+  r.name = record_of(name);
+  r.policy = policy;
+  r.making = making;
+  r.default_link = default_link;
+  for (const auto& p : paths) r.path[r.paths++] = p;
+  return r;
+}
+
 wire::LinkFound LinkTable::find(const VqpName& name) const {
   wire::LinkFound f;
   {
@@ -235,7 +237,7 @@ wire::LinkFound LinkTable::find(const VqpName& name) const {
     if (const auto n = names_.find(name); n != names_.end()) {
       const Process& p = processes_.at(n->second);
       const Vqp& v = p.vqps.at(name);
-      *f.mutable_vqp() = to_wire(record(name, v.policy, v.default_link, v.paths));
+      *f.mutable_vqp() = to_wire(v.record(name));
       *f.mutable_process() = process_wire(n->second, p);
     }
   }
@@ -304,7 +306,7 @@ std::optional<wire::LinkVqp> LinkTable::vqp(const Instance& who, const VqpName& 
   if (p == processes_.end()) return std::nullopt;
   const auto v = p->second.vqps.find(name);
   if (v == p->second.vqps.end()) return std::nullopt;
-  return to_wire(record(name, v->second.policy, v->second.default_link, v->second.paths));
+  return to_wire(v->second.record(name));
 }
 
 std::optional<wire::LinkChannel> LinkTable::channel(const Instance& who, const Instance& peer, std::uint32_t link) const {
@@ -336,6 +338,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
     r.set_comm(p.owner.comm);
     r.set_instance(who.data(), who.size());
     r.set_policy(p.owner.hello.policy);
+    r.set_making(p.owner.hello.making);
     r.set_generation(p.owner.hello.generation);
     r.set_heartbeat_ms(p.owner.hello.heartbeat_ms);
     r.set_heartbeat_misses(p.owner.hello.heartbeat_misses);
@@ -368,6 +371,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_gid(name.gid.data(), name.gid.size());
       w->set_vqpn(name.vqpn);
       w->set_policy(v.policy);
+      w->set_making(v.making);
       w->set_link(v.link);
       w->set_epoch(v.epoch);
       w->set_phase(v.phase);

@@ -102,10 +102,11 @@ class LinkTable {
 
  private:
   struct Vqp {
-    std::uint32_t policy = 0, default_link = 0;
+    std::uint32_t policy = 0, making = 0, default_link = 0;
     std::vector<migr_links_path> paths;
     std::uint32_t link = 0, epoch = 0, phase = MIGR_LINKS_VQP_MAKING;
     std::string why;
+    migr_links_vqp record(const VqpName& name) const;
   };
   struct ChannelKey {
     Instance peer;

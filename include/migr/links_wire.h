@@ -168,13 +168,18 @@ enum migr_links_policy {
 	MIGR_LINKS_EXACT,
 };
 
+enum migr_links_making {
+	MIGR_LINKS_CACHED,	/* a path on the backup link is made ahead */
+	MIGR_LINKS_REBUILD,	/* none is: it is made when the vQP goes there */
+};
+
 struct migr_links_hello {
 	int32_t pid;		/* own number in its own pid namespace: for people. migrd goes by SO_PEERCRED */
 	uint32_t policy;	/* enum migr_links_policy: what vQPs get that nothing else is said of */
 	uint32_t generation;	/* how often this process was restored */
 	uint32_t heartbeat_ms;	/* 0: none */
 	uint32_t heartbeat_misses;	/* after so many a link counts as silent */
-	uint32_t reserved;
+	uint32_t making;	/* enum migr_links_making: of what vQPs get that nothing else is said of */
 };
 
 enum migr_links_link_state {
@@ -243,7 +248,7 @@ struct migr_links_vqp {
 	uint32_t paths;		/* valid ones in path[], 0..MIGR_LINKS_MAX_LINKS, no link twice. The default
 				 * link's is among them. A path that is not made yet is left out and
 				 * told later by another PUBLISH */
-	uint32_t reserved;
+	uint32_t making;	/* enum migr_links_making; if either end does not say CACHED none is made ahead */
 	struct migr_links_path path[MIGR_LINKS_MAX_LINKS];	/* the others: zero */
 };
 

@@ -297,12 +297,13 @@ Side wanted_side(const QpLink& l) {
 void look_at_place(QpLink& l) {
   const Side side = wanted_side(l);
   if (side == l.on || l.epoch >= kLastEpoch) return;
-  const Channel* const channel = standing(l, side);
+  Channel* const channel = standing(l, side);
   if (!channel) return cast_off_if_parking(l);
   const std::uint64_t now = now_ns();
   const bool preferred = l.legs[side].link->preferred;
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
   if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
+  if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);  // before the work stands still
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
 }
 

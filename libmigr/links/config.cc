@@ -17,24 +17,48 @@ using nlohmann::json;
 
 constexpr std::size_t kMaxBytes = 1u << 20;
 
-std::optional<Policy> policy_named(const std::string& text) {
-  for (const Policy policy : {Policy::kOff, Policy::kResend, Policy::kExact})
-    if (text == name(policy)) return policy;
-  return std::nullopt;
+constexpr Policy kPolicies[] = {Policy::kOff, Policy::kResend, Policy::kExact};
+constexpr Paths kPaths[] = {Paths::kCached, Paths::kRebuild};
+
+template <class Word, std::size_t n>
+std::string read_word(const std::string& text, const std::string& where, const Word (&all)[n], std::optional<Word>& out) {
+  std::string there;
+  for (const Word word : all) {
+    const std::string one = std::string("\"") + name(word) + "\"";
+    if (text == one) return out = word, "";
+    there += (there.empty() ? "" : ", ") + one;
+  }
+  return where + " is " + text + "; there are " + there;
 }
 
-std::string no_policy(const std::string& where, const std::string& what) {
-  return where + " is " + what + "; there are \"off\", \"resend\", \"exact\"";
+std::string unknown_key(const json& object, std::initializer_list<const char*> known, const std::string& where) {
+  for (const auto& [key, ignored] : object.items()) {
+    bool ok = false;
+    for (const char* k : known) ok = ok || key == k;
+    if (!ok) return where + "\"" + key + "\" is not known";
+  }
+  return "";
 }
 
-std::string read_policies(const json& from, const char* key, std::map<std::string, Policy>& out) {
+/// "policy" and "paths", where they are there.
+std::string read_setting(const json& from, const std::string& where, Config::Setting& out) {
+  std::string why;
+  if (const auto found = from.find("policy"); found != from.end()) why = read_word(found->dump(), where + "\"policy\"", kPolicies, out.policy);
+  if (const auto found = from.find("paths"); why.empty() && found != from.end()) why = read_word(found->dump(), where + "\"paths\"", kPaths, out.paths);
+  return why;
+}
+
+/// Of each a policy, or an object of settings.
+std::string read_settings(const json& from, const char* key, std::map<std::string, Config::Setting>& out) {
   const auto found = from.find(key);
   if (found == from.end()) return "";
   if (!found->is_object()) return std::string("\"") + key + "\" is no object of names and policies";
   for (const auto& [who, what] : found->items()) {
-    const auto policy = what.is_string() ? policy_named(what.get<std::string>()) : std::nullopt;
-    if (!policy) return no_policy(std::string("\"") + key + "\": \"" + who + "\"", what.dump());
-    out[who] = *policy;
+    const std::string where = std::string("\"") + key + "\": \"" + who + "\"";
+    std::string why;
+    if (!what.is_object()) why = read_word(what.dump(), where, kPolicies, out[who].policy);
+    else if (why = unknown_key(what, {"policy", "paths"}, where + ": "); why.empty()) why = read_setting(what, where + ": ", out[who]);
+    if (!why.empty()) return why;
   }
   return "";
 }
@@ -58,15 +82,6 @@ std::string read_programs(const json& from, const char* key, const std::string& 
   for (const json& program : *found) {
     if (!program.is_string()) return std::string("\"") + key + "\": " + program.dump() + " is no program's name";
     out = out || program.get<std::string>() == process;
-  }
-  return "";
-}
-
-std::string unknown_key(const json& object, std::initializer_list<const char*> known, const std::string& where) {
-  for (const auto& [key, ignored] : object.items()) {
-    bool ok = false;
-    for (const char* k : known) ok = ok || key == k;
-    if (!ok) return where + "\"" + key + "\" is not known";
   }
   return "";
 }
@@ -106,9 +121,28 @@ const char* name(Policy policy) {
   return kNames[static_cast<int>(policy)];
 }
 
+const char* name(Paths paths) {
+  constexpr const char* kNames[] = {"cached", "rebuild"};
+  return kNames[static_cast<int>(paths)];
+}
+
 Policy Config::policy_of(const std::string& device) const {
   const auto found = devices.find(device);
-  return found == devices.end() ? policy : found->second;
+  return found == devices.end() ? policy : found->second.policy.value_or(policy);
+}
+
+Paths Config::paths_of(const std::string& device) const {
+  const auto found = devices.find(device);
+  return found == devices.end() ? paths : found->second.paths.value_or(paths);
+}
+
+void Config::set(const Setting& mine) {
+  policy = mine.policy.value_or(policy);
+  paths = mine.paths.value_or(paths);
+  for (auto& [ignored, device] : devices) {
+    if (mine.policy) device.policy.reset();
+    if (mine.paths) device.paths.reset();
+  }
 }
 
 bool Config::any_policy() const {
@@ -120,7 +154,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "paths", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";
@@ -134,13 +168,11 @@ std::string parse(const std::string& text, const std::string& process, Config& o
     if (!why.empty()) return why;
     out.links.push_back(one);
   }
-  if (const auto policy = all.find("policy"); policy != all.end()) {
-    const auto which = policy->is_string() ? policy_named(policy->get<std::string>()) : std::nullopt;
-    if (!which) return no_policy("\"policy\"", policy->dump());
-    out.policy = *which;
-  }
-  why = read_policies(all, "devices", out.devices);
-  if (why.empty()) why = read_policies(all, "processes", out.processes);
+  Config::Setting everywhere;
+  why = read_setting(all, "", everywhere);
+  out.set(everywhere);
+  if (why.empty()) why = read_settings(all, "devices", out.devices);
+  if (why.empty()) why = read_settings(all, "processes", out.processes);
   if (why.empty()) why = read_programs(all, "unique_swap", process, out.unique_swap);
   if (why.empty()) why = read_number(all, "heartbeat_ms", 0, 60'000, out.heartbeat_ms);
   if (why.empty()) why = read_number(all, "heartbeat_misses", 1, 100, out.heartbeat_misses);
@@ -148,10 +180,7 @@ std::string parse(const std::string& text, const std::string& process, Config& o
   if (why.empty()) why = read_number(all, "adrift_limit_ms", 100, 600'000, out.adrift_limit_ms);
   if (why.empty()) why = read_number(all, "return_ms", 0, 3'600'000, out.return_ms);
   if (!why.empty()) return why;
-  if (const auto mine = out.processes.find(process); mine != out.processes.end()) {
-    out.policy = mine->second;
-    out.devices.clear();
-  }
+  if (const auto mine = out.processes.find(process); mine != out.processes.end()) out.set(mine->second);
   return "";
 }
 
@@ -169,9 +198,9 @@ Config read_config() {
     why = parse(text, own_name(), config);
   }
   if (why.empty() && forced && *forced) {
-    const auto policy = policy_named(forced);
-    if (policy) config.policy = *policy, config.devices.clear();
-    else why = no_policy("MIGR_POLICY", forced);
+    Config::Setting mine;
+    why = read_word(std::string("\"") + forced + "\"", "MIGR_POLICY", kPolicies, mine.policy);
+    config.set(mine);
   }
   if (why.empty()) return config;
   std::fprintf(stderr, "libmigr: %s: %s; no link is backed up in this process\n", path, why.c_str());

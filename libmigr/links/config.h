@@ -3,14 +3,16 @@
  * Which links there are, and what a broken one does to whom (docs/failover.md):
  *
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
- *     "policy": "exact",
- *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend"},
+ *     "policy": "exact", "paths": "cached",
+ *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend", "kv_server": {"paths": "rebuild"}},
  *     "unique_swap": ["kv_server"],
  *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000,
  *     "adrift_limit_ms": 120000 }
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
- * unless said otherwise. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
+ * unless said otherwise; so with "paths", in an object in the policy's place. "cached": each vQP has a path on its backup link, made
+ * ahead; "rebuild": none, it is made when it is needed, which takes longer, and a second QP's memory only then. Where the two ends say
+ * different things none is made ahead. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
  * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost.
  * Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
  */
@@ -18,6 +20,7 @@
 #define MIGR_LINKS_CONFIG_H
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +31,8 @@ constexpr std::size_t kMaxLinks = 8;
 
 enum class Policy { kOff, kResend, kExact };
 const char* name(Policy policy);
+enum class Paths { kCached, kRebuild };
+const char* name(Paths paths);
 
 struct Config {
   struct Link {
@@ -35,9 +40,15 @@ struct Config {
     unsigned port = 1;
     int gid_index = -1;  ///< -1: the first RoCE v2 one of IPv4, else 0
   };
+  /// What is said of a device or a program.
+  struct Setting {
+    std::optional<Policy> policy;
+    std::optional<Paths> paths;
+  };
   std::vector<Link> links;
   Policy policy = Policy::kOff;
-  std::map<std::string, Policy> devices, processes;
+  Paths paths = Paths::kCached;
+  std::map<std::string, Setting> devices, processes;
   bool unique_swap = false;     ///< of this process
   unsigned heartbeat_ms = 200;  ///< 0: none
   unsigned heartbeat_misses = 3;
@@ -47,7 +58,10 @@ struct Config {
 
   /// Of vQPs born on `device`.
   Policy policy_of(const std::string& device) const;
+  Paths paths_of(const std::string& device) const;
   bool any_policy() const;
+  /// Goes before what is said of devices.
+  void set(const Setting& mine);
 };
 
 /// @param process the program's name. @return "" or what is wrong, for people

@@ -120,6 +120,7 @@ void opened(Context& context) {
   t->of = &context;
   t->home = home;
   t->policy = policy;
+  t->paths = s->config.paths_of(home->config.device);
   for (Link& link : s->links)
     if (!t->link && link.config.device != home->config.device) t->link = &link;
   t->key_table = t->link ? static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)) : nullptr;

@@ -62,6 +62,7 @@ struct Twin {
   Link* home = nullptr;  ///< where `of` is
   Link* link = nullptr;
   Policy policy = Policy::kOff;
+  Paths paths = Paths::kCached;
   migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical on the link
   std::unordered_map<const ibv_pd*, ibv_pd*> pds;
 };
@@ -126,6 +127,8 @@ struct QpLink {
   migr_links_name name{}, peer{};
   migr_links_path first[2]{};  ///< paths that it began with, by side, as others are told of them
   bool told = false;           ///< published
+  bool ahead = false;          ///< its next path is made ahead: both ends want that
+  bool found = false;          ///< by the directory: of the next two the other end's are known
   unsigned peer_home = 0;      ///< link that the other end was born on
   ibv_gid home_gid{};          ///< its present address on its default link
   std::uint8_t home_gid_index = 0, home_port = 0;

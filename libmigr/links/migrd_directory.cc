@@ -83,6 +83,7 @@ class MigrdDirectory final : public Directory {
     migr_links_hello hello{};
     hello.pid = getpid();
     hello.policy = static_cast<std::uint32_t>(config_.policy);
+    hello.making = static_cast<std::uint32_t>(config_.paths);
     hello.heartbeat_ms = config_.heartbeat_ms;
     hello.heartbeat_misses = config_.heartbeat_misses;
     const char* const named = std::getenv("MIGR_LINKS");

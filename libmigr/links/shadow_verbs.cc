@@ -203,7 +203,7 @@ bool find_home(const QpShadow& q, QpLink& l) {
   return !err && !real().query_gid(q.context->real, l.home_port, l.home_gid_index, &l.home_gid);
 }
 
-/// A vQP gets its backup: the first path there.
+/// A vQP gets its backup: the first path there, if that is made ahead.
 bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
@@ -223,13 +223,14 @@ bool make_backup(Twin& t, std::string& why) {
     l->legs[kBackup].link = t.link;
     l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring};
     l->executed.link = l->peer_home = t.home->index;
-    if (!make_half(*l, kBackup, 0, why)) return false;
+    l->ahead = t.paths == Paths::kCached;
+    if (l->ahead && !make_half(*l, kBackup, 0, why)) return false;
     migr_links_path& home = l->first[kHome];
     home.link = t.home->index;
     std::memcpy(home.gid, l->home_gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
-    l->first[kBackup] = address_of(*l, kBackup);
+    if (l->ahead) l->first[kBackup] = address_of(*l, kBackup);
     for (CqShadow* c : {q->send_cq, q->recv_cq}) {
       std::lock_guard guard(c->lock);
       c->link->qps[kHome][q->pqpn()] = l.get();
@@ -430,8 +431,9 @@ migr_links_vqp record_of(const QpLink& l) {
   out.name = l.name;
   out.policy = static_cast<std::uint32_t>(l.twin->policy);
   out.default_link = l.twin->home->index;
-  out.paths = 2;
-  for (const Side side : {kHome, kBackup}) out.path[side] = l.first[side];
+  out.making = static_cast<std::uint32_t>(l.twin->paths);
+  for (const migr_links_path& path : l.first)
+    if (path.qpn) out.path[out.paths++] = path;
   return out;
 }
 
@@ -465,7 +467,7 @@ migr_links_vqp_state state_of(const QpLink& l) {
   out.phase = kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
-    why = !standing(l, other(l.on)) ? "waits for a channel" : !l.backup().next.connected ? "waits for the other end" : "waits for memory";
+    why = !standing(l, other(l.on)) ? "waits for a channel" : l.ahead && !l.backup().next.connected ? "waits for the other end" : "waits for memory";
   std::snprintf(out.why, sizeof out.why, "%s", why);
   return out;
 }
@@ -564,8 +566,8 @@ class Round {
       if (QpLink* l = by_id(id); l && told) l->told = true;
   }
 
-  /// The first path on the backup link has both its halves, or had.
-  static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected; }
+  /// The first path on the backup link has both its halves, or had; or it needs none.
+  static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected || (l.found && !l.ahead); }
 
   void look_up() {
     std::vector<migr_links_name> names;
@@ -573,7 +575,7 @@ class Round {
     {
       std::lock_guard guard(registry().lock);
       for (const QpLink* l : state()->qps) {
-        if (!l->told || has_begun(*l) || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
+        if (!l->told || (has_begun(*l) && l->found) || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
         names.push_back(l->peer);
         ids.push_back(l->id);
       }
@@ -583,7 +585,7 @@ class Round {
     std::lock_guard guard(registry().lock);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       QpLink* const l = by_id(ids[i]);
-      if (!l || has_begun(*l)) continue;
+      if (!l || (has_begun(*l) && l->found)) continue;
       l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
       if (found[i].status) continue;
       take_found(*l, found[i]);
@@ -597,6 +599,12 @@ class Round {
     if (l.instance == state()->instance) {
       l.why = "is connected to its own process";
       return;
+    }
+    l.found = true;
+    if (has_begun(l)) return;  // the other end was faster, and has asked for a path
+    if (!l.ahead || found.vqp.making != MIGR_LINKS_CACHED) {
+      l.ahead = false;
+      return destroy_path(l, kBackup, l.legs[kBackup].next);
     }
     for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
       const migr_links_path& path = found.vqp.path[i];
@@ -700,7 +708,7 @@ class Round {
     Channel* const channel = standing(l, other(l.on));
     if (!channel) return;
     l.why.clear();
-    if (!l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
+    if (l.ahead && !l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
     if (!all_memory_there(*l.twin)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);

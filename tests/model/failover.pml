@@ -42,6 +42,7 @@ HIDDEN byte quiet;		/* nothing is wrong: nobody may get an error */
 HIDDEN byte one_way;		/* a link may die in one direction only */
 HIDDEN byte late;		/* mask of ends with a thread that passes the check and posts whenever it likes */
 HIDDEN byte later[2];		/* receives that are posted at any time, not before everything else */
+HIDDEN byte ahead;		/* the first path of every other link is there at the beginning */
 HIDDEN byte by_message;		/* paths are made by messages, not by both ends in one step */
 HIDDEN byte blind;		/* mask of ends without heartbeat: they see their own errors and limits only */
 HIDDEN byte mutant;
@@ -801,6 +802,7 @@ init {
 			C(exact) = conf("EXACT", 3);
 			C(one_way) = conf("ONE_WAY", 0);
 			C(by_message) = conf("BY_MESSAGE", 0);
+			C(ahead) = conf("AHEAD", 1);
 			C(late) = conf("LATE", 0);
 			C(blind) = conf("BLIND", 0);
 			C(mutant) = conf("MUTANT", 0);
@@ -821,7 +823,10 @@ init {
 			end[k_].fresh[0] = NONE;
 			l_ = 1;
 			do
-			:: l_ < NL -> end[k_].fresh[l_] = l_ * NG; end[k_].newest[l_] = l_ * NG; l_++
+			:: l_ < NL ->
+				end[k_].fresh[l_] = (ahead -> l_ * NG : NONE);
+				end[k_].newest[l_] = l_ * NG;
+				l_++
 			:: else -> break
 			od;
 			end[k_].recvs = ONES(sends[OTHER(k_)]) - later[k_];

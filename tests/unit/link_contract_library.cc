@@ -22,6 +22,7 @@ struct Library::Parts {
 Library::Library(const std::array<std::uint8_t, 16>& instance) : parts_(new Parts) {
   migr::links::Config config;
   config.policy = migr::links::Policy::kExact;
+  config.paths = migr::links::Paths::kRebuild;
   parts_->directory = migr::links::make_directory(config, instance);
 }
 Library::~Library() = default;

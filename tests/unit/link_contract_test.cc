@@ -50,6 +50,7 @@ TEST_F(Contract, EveryMessageOfTheLibraryIsTaken) {
   ASSERT_EQ(reports.size(), 1u);
   EXPECT_EQ(reports[0].policy(), std::uint32_t{MIGR_LINKS_EXACT});
   EXPECT_EQ(reports[0].heartbeat_ms(), 200u);
+  EXPECT_EQ(reports[0].making(), std::uint32_t{MIGR_LINKS_REBUILD});
   const std::vector<migr_links_link> links = {link_of(1, 0), link_of(1, 1)};
   EXPECT_EQ(l.links(links), 0);
   std::vector<migr_links_found> found;
@@ -57,11 +58,14 @@ TEST_F(Contract, EveryMessageOfTheLibraryIsTaken) {
   EXPECT_EQ(l.lookup(names, found), 0);
   ASSERT_EQ(found.size(), 1u);
   EXPECT_EQ(found[0].status, EAGAIN);
-  const std::vector<migr_links_vqp> vqps = {link_vqp(1, 5)};
+  std::vector<migr_links_vqp> vqps = {link_vqp(1, 5)};
+  vqps[0].making = MIGR_LINKS_REBUILD;
   EXPECT_EQ(l.publish(vqps), 0);
   EXPECT_EQ(l.lookup(names, found), 0);
   EXPECT_EQ(found[0].status, 0);
   EXPECT_EQ(found[0].vqp.path[1].qpn, 1005u);
+  EXPECT_EQ(found[0].vqp.making, std::uint32_t{MIGR_LINKS_REBUILD});
+  EXPECT_EQ(table_.reports(true)[0].each(0).making(), std::uint32_t{MIGR_LINKS_REBUILD});
   migr_links_vqp_state state{};
   state.name = names[0];
   state.link = 1;

@@ -160,6 +160,7 @@ TEST_F(Links, FieldsOutOfRangeAreEINVALAndNothingIsTaken) {
       [](auto& v) { std::memset(v.name.gid, 0, 16); },
       [](auto& v) { v.name.reserved = 1; },
       [](auto& v) { v.policy = MIGR_LINKS_EXACT + 1; },
+      [](auto& v) { v.making = MIGR_LINKS_REBUILD + 1; },
       [](auto& v) { v.default_link = MIGR_LINKS_MAX_LINKS; },
       [](auto& v) { v.paths = MIGR_LINKS_MAX_LINKS + 1; },
       [](auto& v) { v.path[1].link = 0; },  // twice
@@ -615,6 +616,7 @@ wire::LinksReply everything() {
   auto* p = r.add_processes();
   p->set_pid(4194304);
   p->set_comm("123456789012345");
+  p->set_making(MIGR_LINKS_REBUILD);
   p->set_vqps(65536);
   p->set_backed(65536);
   p->set_error(std::string(70, 'x') + " " + std::string(90, 'y'));
@@ -648,7 +650,7 @@ TEST(LinksText, NoLineIsLongerThan80Columns) {
   for (std::size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1, lines++)
     EXPECT_LE(end - at, 80u) << text.substr(at, end - at);
   EXPECT_GE(lines, 15u);
-  for (const char* word : {"NO ANSWER", "down (operator, netlink, gone)", "down (application)", "has an SRQ", "heartbeat", "12345.679 ms", "broken"})
+  for (const char* word : {"NO ANSWER", "down (operator, netlink, gone)", "down (application)", "has an SRQ", "heartbeat", "12345.679 ms", "broken", "paths rebuild"})
     EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
 }
 
@@ -659,6 +661,7 @@ TEST(LinksText, JsonHasTheSame) {
   EXPECT_EQ(j["ports"][0]["state"], "up");
   const auto& p = j["processes"][0];
   EXPECT_EQ(p["links"][0]["state"], "down");
+  EXPECT_EQ(p["paths"], "rebuild");
   EXPECT_EQ(p["without_backup"][0]["vqps"], 65536);
   EXPECT_EQ(p["last_switchover"]["resume_ns"], 12'345'678'901);
   EXPECT_EQ(p["last_switchover"]["done"], false);

@@ -45,6 +45,27 @@ TEST(LinksConfig, AProcessGoesBeforeADeviceBeforeAll) {
   EXPECT_FALSE(c.any_policy());
 }
 
+TEST(LinksConfig, PathsGoTheSameWayByThemselves) {
+  const std::string all = std::string(kTwo) + R"(, "policy": "exact", "paths": "rebuild", "devices": {"b": {"paths": "cached"}, "a": "resend"},
+    "processes": {"me": {"paths": "cached"}, "you": {"policy": "off"}, "both": {"policy": "resend", "paths": "rebuild"}})";
+  Config c;
+  ASSERT_EQ(why(kTwo, &c), "");
+  EXPECT_EQ(c.paths_of("a"), Paths::kCached);
+  ASSERT_EQ(why(all, &c, "other"), "");
+  EXPECT_EQ(c.paths_of("a"), Paths::kRebuild);
+  EXPECT_EQ(c.paths_of("b"), Paths::kCached);
+  EXPECT_EQ(c.policy_of("a"), Policy::kResend);
+  ASSERT_EQ(why(all, &c, "me"), "");
+  EXPECT_EQ(c.paths_of("a"), Paths::kCached);
+  EXPECT_EQ(c.policy_of("a"), Policy::kResend);  // of the policy it does not say anything
+  ASSERT_EQ(why(all, &c, "you"), "");
+  EXPECT_FALSE(c.any_policy());
+  EXPECT_EQ(c.paths_of("b"), Paths::kCached);
+  ASSERT_EQ(why(all, &c, "both"), "");
+  EXPECT_EQ(c.paths_of("b"), Paths::kRebuild);
+  EXPECT_EQ(c.policy_of("b"), Policy::kResend);
+}
+
 TEST(LinksConfig, ProgramsWhoseSwapValuesAreUnique) {
   Config c;
   ASSERT_EQ(why(kTwo, &c, "kv"), "");
@@ -70,7 +91,11 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {R"("links": [{"device": "a"}, {"device": "a"}])", "named twice"},
       {std::string(kTwo) + R"(, "policy": "best")", "\"best\""},
       {std::string(kTwo) + R"(, "policy": 1)", "\"policy\""},
+      {std::string(kTwo) + R"(, "paths": "cashed")", "\"cashed\"; there are \"cached\", \"rebuild\""},
+      {std::string(kTwo) + R"(, "paths": 1)", "\"paths\""},
       {std::string(kTwo) + R"(, "devices": [])", "\"devices\""},
+      {std::string(kTwo) + R"(, "devices": {"a": {"paths": "no"}})", "\"devices\": \"a\": \"paths\" is \"no\""},
+      {std::string(kTwo) + R"(, "devices": {"a": {"path": "cached"}})", "\"path\""},
       {std::string(kTwo) + R"(, "processes": {"me": "yes"})", "\"yes\""},
       {std::string(kTwo) + R"(, "unique_swap": "kv")", "\"kv\""},
       {std::string(kTwo) + R"(, "unique_swap": [7])", "7 is no program"},
@@ -100,6 +125,9 @@ TEST_F(Environment, ThePolicyThereGoesBeforeTheFile) {
   EXPECT_FALSE(read_config().any_policy());
   setenv("MIGR_POLICY", "exact", 1);
   EXPECT_EQ(read_config().policy_of("a"), Policy::kExact);
+  write("{" + std::string(kTwo) + R"(, "devices": {"a": {"policy": "off", "paths": "rebuild"}}})");
+  EXPECT_EQ(read_config().policy_of("a"), Policy::kExact);
+  EXPECT_EQ(read_config().paths_of("a"), Paths::kRebuild);
 }
 
 TEST_F(Environment, WhatIsWrongTurnsEverythingOffAndIsSaid) {
