@@ -4,7 +4,6 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <mntent.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -18,6 +17,7 @@
 #include <sstream>
 #include <vector>
 
+#include "command.h"
 #include "limits.h"
 #include "process_session.h"  // Fd
 
@@ -258,7 +258,8 @@ Status remove_folder(const std::string& folder) {
   while (const mntent* m = getmntent(mounts.get()))
     if (std::string_view(m->mnt_dir).starts_with(folder + "/")) below.push_back(m->mnt_dir);
   for (auto m = below.rbegin(); m != below.rend(); ++m)
-    if (umount2(m->c_str(), MNT_DETACH | UMOUNT_NOFOLLOW)) return sys_error("unmounting " + *m);
+    // A program does it, for it has the capability that migrd gives up.
+    if (auto r = run_checked({"umount", "--lazy", "--no-canonicalize", *m}, {}, kHookMs); !r) return Error{r.error().code, "unmounting " + *m + ": " + r.error().text};
   std::error_code ec;
   std::filesystem::remove_all(folder, ec);
   return ec ? Status(Error{ec.value(), "removing " + folder + ": " + ec.message()}) : Status();

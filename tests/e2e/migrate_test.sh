@@ -56,10 +56,20 @@ logs_have_its_number() {
 		grep -q ' peer=dst phase=destination.ready ms=' "$E2E_OUT/src.story" || { cat "$E2E_OUT"/*.story >&2; fail "the story is not whole"; }
 }
 
+# docs/threat-model.md has them. runc and CRIU, which it has started until now, had all: else nothing would have moved.
+migrd_may_little() {
+	local h caps
+	for h in src dst peer; do
+		caps=$(on_sh "$h" 'sort -u <(sed -n "s/^CapPrm:\t//p" "/proc/$(pgrep -x migrd)/task/"*/status)')
+		[ "$caps" = 000001000008143b ] || fail "capabilities of migrd's threads on $h: $caps" || return 1
+	done
+}
+
 busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "each phase has its line" progress_is_told &&
+	step "migrd's threads have only the capabilities that they need" migrd_may_little &&
 	step "the logs of all hosts have its number" logs_have_its_number &&
 	step "history has it, and there is a report of it" history_has_it
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events

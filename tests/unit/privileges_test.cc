@@ -5,8 +5,11 @@
 
 #include <gtest/gtest.h>
 #include <linux/capability.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -33,7 +36,7 @@ constexpr int kNothing = -1;
 
 // Of what docs/threat-model.md may name.
 const std::map<std::string, int> kNames = {
-    {"CHOWN", CAP_CHOWN}, {"DAC_OVERRIDE", CAP_DAC_OVERRIDE}, {"DAC_READ_SEARCH", CAP_DAC_READ_SEARCH}, {"FOWNER", CAP_FOWNER}, {"FSETID", CAP_FSETID}, {"KILL", CAP_KILL}, {"NET_ADMIN", CAP_NET_ADMIN}, {"NET_RAW", CAP_NET_RAW}, {"MKNOD", CAP_MKNOD}, {"SYS_ADMIN", CAP_SYS_ADMIN}, {"SYS_NICE", CAP_SYS_NICE}, {"SYS_PTRACE", CAP_SYS_PTRACE}, {"SYS_RESOURCE", CAP_SYS_RESOURCE}, {"CHECKPOINT_RESTORE", CAP_CHECKPOINT_RESTORE}};
+    {"CHOWN", CAP_CHOWN}, {"DAC_OVERRIDE", CAP_DAC_OVERRIDE}, {"DAC_READ_SEARCH", CAP_DAC_READ_SEARCH}, {"FOWNER", CAP_FOWNER}, {"FSETID", CAP_FSETID}, {"KILL", CAP_KILL}, {"NET_ADMIN", CAP_NET_ADMIN}, {"NET_BIND_SERVICE", CAP_NET_BIND_SERVICE}, {"NET_RAW", CAP_NET_RAW}, {"MKNOD", CAP_MKNOD}, {"SYS_ADMIN", CAP_SYS_ADMIN}, {"SYS_NICE", CAP_SYS_NICE}, {"SYS_PTRACE", CAP_SYS_PTRACE}, {"SYS_RESOURCE", CAP_SYS_RESOURCE}, {"CHECKPOINT_RESTORE", CAP_CHECKPOINT_RESTORE}};
 
 std::uint64_t bits_in(const std::string& status, const std::string& set) {
   std::smatch m;
@@ -173,6 +176,24 @@ TEST_F(Privileges, TheirThreadsAreLookedAt) {
     const TextRange range{0x1000, 0x1000};
     return bool(wait_until_outside(other, {&range, 1}, 0, std::chrono::steady_clock::now() + std::chrono::seconds(10)));
   });
+}
+TEST_F(Privileges, WhatIsMountedBelowAFolderIsUnmounted) {
+  const std::string at = root + "/rootfs/mnt";
+  fs::create_directories(at);
+  // In a namespace of its own: this machine's mounts stay.
+  const auto with_a_mount = [&] {
+    return !unshare(CLONE_NEWNS) && !mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) && !mount("none", at.c_str(), "tmpfs", 0, nullptr);
+  };
+  EXPECT_TRUE(done_without(kNothing, [this] { return bool(remove_folder(root + "/rootfs")); }, with_a_mount)) << "by a program that it starts";
+}
+TEST_F(Privileges, AnyPortMayBeListenedAt) {
+  needs(
+      CAP_NET_BIND_SERVICE, [] {
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_port = htons(1);
+    const Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    return !bind(fd.n, reinterpret_cast<sockaddr*>(&any), sizeof any); }, [] { return !unshare(CLONE_NEWNET); });
 }
 TEST_F(Privileges, NumbersOfProcessesAreKeptFree) {
   // In a namespace of its own: this machine's counter stays.
