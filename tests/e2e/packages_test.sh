@@ -49,6 +49,7 @@ traces() {
 		cut -d" " -f1 /proc/modules | grep -x migr | sed "s/^/module /"
 		ls /dev/migr 2>/dev/null
 		pgrep -xl migrd | sed "s/^[0-9]* /process /"
+		ls -d /sys/fs/cgroup/migr* 2>/dev/null
 		dpkg-query -W -f "\${Package} \${Status}\n" | grep migr
 		true
 	' | sort -u
@@ -204,3 +205,4 @@ step "CRIU finds the plugin; less than the unit gives is too little" criu_finds_
 step "apt purges them" purge
 step "nothing is left" nothing_left
 e2e_end
+		mkdir -p /sys/fs/cgroup/migr-processes	# where migrd puts what it restores
