@@ -490,6 +490,16 @@ console_clean() {
 	local bad
 	bad=$(testbed check --new) || { echo "$bad" >&2; fail "a kernel has complained"; return 1; }
 }
+# private_files HOST PATTERN..: nobody but root can read or write what migrd keeps there, images, logs and journal; files with these
+# names are among it. Bundles are copied with the modes that they have.
+private_files() {
+	local open
+	open=$(on_sh "$1" '
+		cd /var/lib/migr && find . -name bundle -prune -o ! -type l -perm /077 -printf "%m %p\n"
+		for p in "$@"; do find . -type f -name "$p" | grep -q . || echo "no $p"; done' "${@:2}") && [ -z "$open" ] ||
+		{ fail "/var/lib/migr on $1: $open"; return 1; }
+}
+
 
 # leak_snapshot HOST: a line per thing that must be the same before and after. Containers must be gone.
 leak_snapshot() {

@@ -49,6 +49,26 @@ undone_then_moved() {	# OPTION...
 		stop_verify c || { e2e_logs; e2e_reset; return 1; }
 }
 moves_now() { migrate_ok c dst && expect_traffic; }
+# Held where both hosts have all of its memory and keys, and once it is over.
+nobody_reads_along() {
+	local gate=/tmp/copied pid h ok=0
+	migrd_restart src "MIGR_FAULT=source.ready.begin:while=$gate" || return 1
+	migrate c dst 2>"$E2E_OUT/gate.err" &
+	pid=$!
+	if until_true "$E2E_MIGRATE_LIMIT" on src test -e $gate; then
+		for h in src dst; do private_files "$h" 'pages-*.img' 'migr*.img' || ok=1; done
+		private_files peer || ok=1
+		on src rm -f $gate || ok=1
+	else
+		fail "it was not copied"
+		migrd_kill src
+		ok=1
+	fi
+	wait $pid || { cat "$E2E_OUT/gate.err" >&2; ok=1; }
+	for h in src peer; do private_files "$h" || ok=1; done
+	private_files dst restore.log || ok=1	# of the restore that has failed before
+	migrd_restart src && [ $ok = 0 ] && migrate_ok c src
+}
 
 step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
@@ -57,6 +77,7 @@ step "CRIU cannot restore" restore_fails || e2e_logs
 step "what must be the same afterwards" faults_remember
 step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
+walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
