@@ -190,25 +190,31 @@ reset_host() {	# HOST
 # ---- containers and partners
 
 # start_container HOST ID CMD...: CMD with libmigr in a container; its output is in the container's /tmp/log.
-# CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr; CONTAINER_RDMA="uverbs0 uverbs1": its devices. E2E_VARS: NAME=VALUE.. for both ends.
+# CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr; CONTAINER_RDMA="uverbs0 uverbs1": its devices;
+# CONTAINER_ANNOTATION="uverbs0": it gets these, and the library, by migr-inject. E2E_VARS: NAME=VALUE.. for both ends.
 start_container() {
 	local h=$1 id=$2
 	shift 2
 	local preload=(env "LD_PRELOAD=$E2E_LIB/libmigr.so" "${E2E_VARS[@]}") devices=() d
 	for d in ${CONTAINER_RDMA:-uverbs0}; do devices+=(--rdma "$d"); done
 	[ "${CONTAINER_ENV:-}" != none ] || preload=(env)
+	[ -z "${CONTAINER_ANNOTATION:-}" ] || { devices=(--rdma none); preload=(env "${E2E_VARS[@]}"); }
 	on_sh "$h" '
 		set -e
-		root=$1 bundle=$2/$3 id=$3 ip=$4 devices=$5
-		shift 5
+		root=$1 bundle=$2/$3 id=$3 ip=$4 devices=$5 annotation=$6
+		shift 6
 		rm -rf "$bundle"
 		mkdir -p "$(dirname "$bundle")"
 		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 $devices --linger -- "$@"
+		if [ -n "$annotation" ]; then	# (jq rounds numbers of 64 bits)
+			sed -i "s/\"annotations\": {/&\"org.migr.rdma\": \"$annotation\", /" "$bundle/config.json"
+			"$root/hooks/migr-inject" "$bundle"
+		fi
 		"$root/hooks/migr-net" prepare "$bundle" "$id"
 		"$root/hooks/migr-net" attach "$bundle" "$id"
 		/usr/local/lib/migr/runc run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
 			{ cat /tmp/runc.err >&2; exit 1; }
-	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${preload[@]}" "$@" || fail "start of container $id on $h"
+	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${CONTAINER_ANNOTATION:-}" "${preload[@]}" "$@" || fail "start of container $id on $h"
 }
 
 container_status() { on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
@@ -484,12 +490,6 @@ doctor_says() {
 		{ jq -c '.[] | select(.status != "ok")' "$E2E_OUT/doctor.json" >&2; fail "migrctl doctor ended with status $status, or does not say $filter"; }
 }
 
-# ---- what must not be left
-
-console_clean() {
-	local bad
-	bad=$(testbed check --new) || { echo "$bad" >&2; fail "a kernel has complained"; return 1; }
-}
 # private_files HOST PATTERN..: nobody but root can read or write what migrd keeps there, images, logs and journal; files with these
 # names are among it. Bundles are copied with the modes that they have.
 private_files() {
@@ -500,6 +500,12 @@ private_files() {
 		{ fail "/var/lib/migr on $1: $open"; return 1; }
 }
 
+# ---- what must not be left
+
+console_clean() {
+	local bad
+	bad=$(testbed check --new) || { echo "$bad" >&2; fail "a kernel has complained"; return 1; }
+}
 
 # leak_snapshot HOST: a line per thing that must be the same before and after. Containers must be gone.
 leak_snapshot() {

@@ -65,6 +65,13 @@ migrd_may_little() {
 	done
 }
 
+# Its devices and the library are what migr-inject has given to a bundle that has nothing for RDMA but an annotation.
+by_annotation() {
+	local h
+	for h in src dst; do on_sh "$h" 'mkdir -p /usr/lib/migr && cp "$1/libmigr.so" /usr/lib/migr/' "$E2E_LIB" || return 1; done
+	CONTAINER_ANNOTATION=uverbs0 there_and_back "$@"
+}
+
 busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
@@ -72,6 +79,7 @@ step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows 
 	step "migrd's threads have only the capabilities that they need" migrd_may_little &&
 	step "the logs of all hosts have its number" logs_have_its_number &&
 	step "history has it, and there is a report of it" history_has_it
+walk_step "a container that asked by annotation, there and back" by_annotation --mode mixed --qps 2
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
