@@ -12,6 +12,7 @@ export MIGR_BED=${MIGR_PACKAGES_BED:-packages} E2E_WITH=host E2E_LIMIT=${E2E_LIM
 DEBS=$E2E_ROOT/build/packages
 KVER=$(e2e_kernel) || exit 1
 ls "$DEBS"/migr_*.deb >/dev/null 2>&1 || { fail "no packages; run: make packages"; exit 1; }
+"$E2E_ROOT/scripts/deps" podman crun || exit 1
 trap 'testbed down' EXIT
 testbed up --hosts host --rails 1 --no-rdma --mem 1024 --lifetime 1500 --kernel "$KVER" || exit 1
 
@@ -24,7 +25,7 @@ prepare() {
 		rm -rf /var/lib/migr /etc/migr	# of a migr that this machine has had
 		cd "/lib/modules/$(uname -r)"
 		mkdir /tmp/keep
-		modprobe -a --show-depends ib_uverbs rdma_ucm rdma_rxe crc32_generic nf_tables tun |
+		modprobe -a --show-depends ib_uverbs rdma_ucm rdma_rxe crc32_generic nf_tables tun macvlan |
 			sed -n "s|^insmod $PWD/\([^ ]*\).*|\1|p" | sort -u | xargs cp --parents -t /tmp/keep
 		for d in kernel /lib/modules/*; do
 			[ "$d" = "$PWD" ] || mount -t tmpfs none "$d"
@@ -48,8 +49,8 @@ traces() {
 		ls -d /usr/share/doc/*migr* /usr/include/migr 2>/dev/null
 		cut -d" " -f1 /proc/modules | grep -x migr | sed "s/^/module /"
 		ls /dev/migr 2>/dev/null
-		pgrep -xl migrd | sed "s/^[0-9]* /process /"
 		ls -d /sys/fs/cgroup/migr* 2>/dev/null
+		pgrep -xl migrd | sed "s/^[0-9]* /process /"
 		dpkg-query -W -f "\${Package} \${Status}\n" | grep migr
 		true
 	' | sort -u
@@ -124,7 +125,8 @@ asks() {
 	v=$(on host migrctl version --json) && jq -e '.migrctl.abi == .module.abi and .migrd.release == .migrctl.release and .module.devices == 1' \
 		<<<"$v" >/dev/null || fail "migrctl version: $v" || return 1
 	on host migrctl peers --json | jq -e '.[0].name == "host"' >/dev/null || fail "migrctl peers" || return 1
-	on_sh host 'man -w migrctl migrd >/dev/null && man -w 8 migrd >/dev/null && test -r /usr/share/bash-completion/completions/migrctl'
+	on_sh host 'man -w migrctl migrd >/dev/null && man -w 8 migrd >/dev/null &&
+		for page in getting-started operations limits failover threat-model; do man -w 7 migr-$page >/dev/null || exit 1; done && test -r /usr/share/bash-completion/completions/migrctl'
 }
 
 container() {	# by its annotation, with the patched runc: the device answers, through the library
@@ -146,6 +148,119 @@ container() {	# by its annotation, with the patched runc: the device answers, th
 		grep -q "as asked" /tmp/asked.log
 		/usr/lib/migr/runc partial-restore --help | grep -q full-restore
 		rm -rf $b
+	' "$E2E_ROOT"
+}
+
+# What runs hooks of OCI by itself finds ours where the package has it, and gives it the annotation.
+engine() {
+	on_sh host '
+		set -e
+		b=/var/tmp/podman
+		there() { find /run /etc /var/lib -xdev | sort; }
+		there >/tmp/there
+		"$1/scripts/make-bundle" $b/bundle --rdma none -- true	# its root: an empty one, for the host'\''s /usr
+		run() {	# NAME OPTION.. -- CMD..
+			local name=$1 options=()
+			shift
+			while [ "$1" != -- ]; do options+=("$1"); shift; done
+			podman --root $b/lib --runroot $b/run --storage-driver vfs --cgroup-manager cgroupfs --events-backend file run --rm --name "$name" \
+				--runtime "$runtime" --ulimit nofile=1024:1024 --network none --no-hosts --log-driver none --volume /usr:/usr:ro --volume /etc:/etc:ro "${options[@]}" \
+				--rootfs $b/bundle/rootfs "${@:2}"
+		}
+		asks="grep -o libmigr.so /proc/self/maps; ibv_devinfo -d rxe0 | grep -o hca_id; test -c /dev/migr && test -S /run/migr/proc.sock && echo as asked"
+		for runtime in runc crun; do
+			said=$(run asks --annotation org.migr.rdma=uverbs0 -- sh -c "$asks" 2>&1) || { echo "$runtime: $said" >&2; exit 1; }
+			for word in libmigr.so hca_id "as asked"; do grep -q "$word" <<<"$said" || { echo "$runtime: no $word: $said" >&2; exit 1; }; done
+			! said=$(run silent -- sh -c "$asks" 2>&1) || { echo "$runtime: who has not asked got it: $said" >&2; exit 1; }
+			! grep -qE "libmigr.so|hca_id" <<<"$said" || { echo "$runtime: who has not asked got some: $said" >&2; exit 1; }
+			! said=$(run wrong --annotation org.migr.rdma=uverbs9 -- true 2>&1) || { echo "$runtime: ran without the device that it asked for" >&2; exit 1; }
+			grep -q "OCI Hooks" <<<"$said" || { echo "$runtime: $said" >&2; exit 1; }
+		done
+		podman --root $b/lib --runroot $b/run --storage-driver vfs system reset --force >/dev/null 2>&1 || true
+		rm -rf $b
+		there | comm -13 /tmp/there - | tr "\n" "\0" | xargs -0 rm -rf	# what podman keeps for itself
+	' "$E2E_ROOT"
+}
+
+# As docs/threat-model.md lists them.
+capabilities() {
+	on_sh host '
+		set -e
+		root=$1
+		caps() { sed -n "s/^$1:\t0*\(.*\)/\1/p" /proc/$2/status; }
+		# migrd: what its line says, of all that it could have.
+		names=$(sed -n "/^| migrd itself |/s/|.*| \(.*\) | bundles.*/\1/p" "$root/docs/threat-model.md" | grep -o "\`[A-Z_]*\`" | tr -d "\`" | sed "s/^/cap_/" | tr "A-Z\n" "a-z,")
+		p=$(pgrep -x migrd)
+		[ "$(capsh --decode=$(caps CapEff $p) | cut -d= -f2 | tr , "\n" | sort | xargs)" = "$(tr , "\n" <<<"${names%,}" | sort | xargs)" ] || { echo "migrd has $(caps CapEff $p)" >&2; exit 1; }
+		[ "$(caps CapBnd $p)" = "$(caps CapBnd 1)" ] || { echo "of the bounding set it has $(caps CapBnd $p)" >&2; exit 1; }
+		# migrctl: one for what it asks the module itself, else none.
+		for words in "peers --json" "recover --json"; do setpriv --bounding-set=-all migrctl $words >/dev/null; done
+		setpriv --bounding-set=-all,+net_admin migrctl ps --json >/dev/null
+		! setpriv --bounding-set=-all migrctl ps --json 2>/dev/null || { echo "migrctl ps works without NET_ADMIN" >&2; exit 1; }
+		# migr-net: two, and not one of them alone.
+		mkdir -p /tmp/net
+		cat >/tmp/net/config.json <<-CONFIG
+			{"annotations": {"org.migr.net.parent": "eth0", "org.migr.net.ip": "10.77.0.99/24", "org.migr.net.mac": "02:4d:00:00:00:63", "org.migr.net.netns": "migr-net"},
+			 "linux": {"namespaces": [{"type": "network", "path": "/run/netns/migr-net"}]}}
+		CONFIG
+		net() {
+			local step ok=0
+			for step in prepare attach detach "attach --closed" open status detach cleanup; do
+				setpriv --bounding-set="$1" /usr/lib/migr/migr-net $step /tmp/net migr-net >/tmp/net/out 2>&1 || { ok=1; echo "$1: $step: $(tail -n1 /tmp/net/out)"; break; }
+			done
+			/usr/lib/migr/migr-net cleanup /tmp/net migr-net
+			return $ok
+		}
+		net -all,+net_admin,+sys_admin >&2
+		! net -all,+net_admin || { echo "migr-net works without SYS_ADMIN" >&2; exit 1; }
+		! net -all,+sys_admin || { echo "migr-net works without NET_ADMIN" >&2; exit 1; }
+		rm -r /tmp/net
+		umount /run/netns && rmdir /run/netns	# of ip
+		# A container: none.
+		b=/var/tmp/none
+		"$root/scripts/make-bundle" $b --rdma none -- true
+		python3 - $b/config.json <<-"EDIT"
+			import json, sys
+			config = json.load(open(sys.argv[1]))
+			config["annotations"]["org.migr.rdma"] = "uverbs0"
+			config["process"]["capabilities"] = {}
+			config["process"]["args"] = ["sh", "-c", "grep -q libmigr.so /proc/self/maps && ibv_devinfo -d rxe0 && grep -E \"^Cap(Prm|Eff|Bnd):.*[1-9a-f]\" /proc/self/status || echo none"]
+			json.dump(config, open(sys.argv[1], "w"))
+		EDIT
+		setpriv --bounding-set=-all /usr/lib/migr/migr-inject $b
+		/usr/lib/migr/runc run --bundle $b none </dev/null >/tmp/none.log 2>&1 && grep -q hca_id /tmp/none.log && grep -qx none /tmp/none.log || { cat /tmp/none.log >&2; exit 1; }
+		rm -rf $b
+	' "$E2E_ROOT"
+}
+# An ordinary user's: two that are connected, with the library and without any capability. Only migrd has what moving them takes.
+as_nobody() {
+	on_sh host '
+		set -e
+		chmod 666 /dev/infiniband/uverbs0	# as udev does
+		verify=$1/build/user/tests/programs/migr_verify store=/var/lib/nobody out=/tmp/nobody
+		rm -rf $out && mkdir -m 777 $out
+		flows() { local a; a=$(cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts); sleep 1; [ "$(cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts)" -gt $((a + 20)) ]; }
+		flow() { for i in $(seq 60); do ! flows || return 0; done; echo "no traffic" >&2; cat $out/log >&2; exit 1; }
+		none() { [ "$(sed -n "s/^Uid:\t\([0-9]*\).*/\1/p; s/^Cap[PEB][a-z]*:\t//p" /proc/$1/status | sort -u | xargs)" = "0000000000000000 65534" ] || { grep -E "^(Uid|Cap)" /proc/$1/status >&2; exit 1; }; }
+		cd /
+		setsid -f setpriv --reuid=65534 --regid=65534 --clear-groups --bounding-set=-all --no-new-privs env LD_PRELOAD=/usr/lib/migr/libmigr.so bash -c "
+			\"\$@\" --json $out/b & b=\$!
+			\"\$@\" --json $out/a --stop-file $out/stop 127.0.0.1
+			wait \$b
+		" bash "$verify" --dev rxe0 --stall 240 --mode mixed --qps 2 --rate 100 </dev/null >$out/log 2>&1
+		sleep 1
+		p=$(pgrep -o -u 65534 -x bash)
+		flow
+		none $p
+		migrctl checkpoint $p $store >/dev/null
+		! kill -0 $p 2>/dev/null
+		migrctl restore $store >/dev/null
+		flow
+		none $p
+		touch $out/stop
+		for i in $(seq 60); do kill -0 $p 2>/dev/null || break; sleep 1; done
+		cat $out/a $out/b | jq -es "length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)" >/dev/null || { cat $out/a $out/b $out/log >&2; exit 1; }
+		rm -rf $store $out
 	' "$E2E_ROOT"
 }
 
@@ -182,6 +297,7 @@ purge() {
 		set -e
 		pkill -TERM -x migrd
 		for i in $(seq 100); do pgrep -x migrd >/dev/null || break; sleep 0.1; done
+		mkdir -p /sys/fs/cgroup/migr-processes	# where migrd puts what it restores
 		export DEBIAN_FRONTEND=noninteractive
 		apt-get -q purge -y -o Dir::State::lists=/tmp/lists migr migr-dkms migr-runc migr-criu libmigr libmigr-dev >/tmp/apt.log 2>&1 ||
 			{ tail -n 30 /tmp/apt.log >&2; exit 1; }
@@ -201,8 +317,10 @@ step "folders, and the distribution's runc in its place" folders
 step "migrd by the line of its unit" daemon
 step "migrctl asks it; manuals" asks
 step "a container that asks by annotation, with migr's runc" container
+step "a container of podman, which runs the OCI hook, with runc and with crun" engine
+step "capabilities of each part" capabilities
+step "an ordinary user's process without any is stored, and restored" as_nobody
 step "CRIU finds the plugin; less than the unit gives is too little" criu_finds_plugin
 step "apt purges them" purge
 step "nothing is left" nothing_left
 e2e_end
-		mkdir -p /sys/fs/cgroup/migr-processes	# where migrd puts what it restores
