@@ -122,9 +122,9 @@ process_started() {
 	type_in hostC "$(block "5. A program to move" 1 | line 2)" && until_true 30 more_packets hostA || fail "rping does not talk"
 }
 process_moves() {
-	local p
+	local p said
 	p=$(process_of hostA rping) || return 1
-	on hostA migrctl show "$p" | grep -q QP || fail "show" || return 1
+	said=$(on hostA migrctl show "$p") && grep -q QP <<<"$said" || fail "show: $said" || return 1
 	type_in hostA "$(readme 8 "s/PID/$p/")" >"$E2E_OUT/process" || { cat "$E2E_OUT/process" >&2; return 1; }
 	on hostB sh -c "[ \"\$(cat /proc/$p/comm)\" = rping ]" || fail "no process $p on hostB" || return 1
 	! process_of hostA rping >/dev/null || fail "rping is on hostA still" || return 1
