@@ -199,7 +199,14 @@ Status Coordinator::find_partners() {
   find_twins();
   if (twins_.size() == info_.connected.size()) return {};
   if (set_.what != Settings::kMove) {
-    summary_.set_gone(static_cast<std::uint32_t>(info_.connected.size() - twins_.size()));
+    for (std::size_t i = 0; i < info_.connected.size(); i++) {
+      if (twins_.contains(i)) continue;
+      auto* g = summary_.add_connections_gone();
+      g->set_vqpn(info_.connected[i].vqpn);
+      g->set_to_gid(info_.connected[i].dest_gid);
+      g->set_to_qpn(info_.connected[i].dest_pqpn);
+    }
+    summary_.set_gone(static_cast<std::uint32_t>(summary_.connections_gone_size()));
     return {};
   }
   auto asked = ask_hosts();

@@ -122,7 +122,7 @@ std::string summary_text(const wire::Summary& s, const std::string& done, const 
     out += wrapped(fmt::format("wait-before-stop ran out: {} work requests of {} QPs were replayed, {} had been executed already", w.replayed(), w.qps(), w.executed()), 2);
     if (w.lost()) out += wrapped(fmt::format("{} atomics were executed and their answers are lost: they end with an error, and so do their connections", w.lost()), 2);
   }
-  if (s.gone()) out += wrapped(fmt::format("{} connections to others {}: their ends see an error, and have to connect again", s.gone(), gone), 2);
+  if (s.gone()) out += wrapped(fmt::format("{} connections to others {}: their ends see an error, and have to connect again", s.gone(), gone), 2) + gone_text(s);
   return out;
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "failover/link_records.h"
 #include "log.h"
 
 namespace migr {
@@ -29,7 +30,23 @@ Json traffic_json(const wire::TrafficReply& traffic) {
   return {{"at_ms", at}, {"rx_mbps", rx}, {"tx_mbps", tx}};
 }
 
+std::string gid_text(const std::string& bytes) {
+  const auto gid = gid_of(std::string_view(bytes));
+  return gid ? text_of(*gid) : "?";
+}
+
 }  // namespace
+
+std::string gone_text(const wire::Summary& s) {
+  constexpr int kSaid = 16;
+  std::string text;
+  for (int i = 0; i < std::min(s.connections_gone_size(), kSaid); i++) {
+    const auto& g = s.connections_gone(i);
+    text += fmt::format("  gone: vQPN {:#x}, which was connected to QP {:#x} at {}\n", g.vqpn(), g.to_qpn(), gid_text(g.to_gid()));
+  }
+  if (const int more = s.connections_gone_size() - kSaid; more > 0) text += fmt::format("  and {} more, see --json\n", more);
+  return text;
+}
 
 Json summary_json(const wire::Summary& s) {
   Json phases = Json::object();
@@ -41,6 +58,8 @@ Json summary_json(const wire::Summary& s) {
   Json timeline = Json::array();
   for (const auto* list : {&s.phases(), &s.steps()})
     for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
+  Json gone = Json::array();
+  for (const auto& g : s.connections_gone()) gone.push_back({{"vqpn", g.vqpn()}, {"to_gid", gid_text(g.to_gid())}, {"to_qpn", g.to_qpn()}});
   Json figures = Json::array();
   for (const auto& f : s.partner_figures())
     figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}, {"traffic", f.has_traffic() ? traffic_json(f.traffic()) : Json(nullptr)}});
@@ -65,6 +84,7 @@ Json summary_json(const wire::Summary& s) {
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},
           {"connections_gone", s.gone()},
+          {"gone", gone},
           {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
           {"begun_ms", s.begun_ms()},
           {"timeline", timeline},

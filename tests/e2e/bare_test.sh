@@ -98,8 +98,9 @@ stored() {
 # A container whose partner is not stored with it: both ends learn that the connection is gone.
 container_stored() {
 	start_verify src cp "$@" && ctl_ok src checkpoint cp "$STORE.c" || { cleaned; return 1; }
-	jq -e '.connections_gone == 2' "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.json" >&2; fail "it does not say which connections are gone"; cleaned; return 1; }
-	! container_host cp 2>/dev/null && ctl_ok src restore "$STORE.c" && jq -e '.connections_gone == 2' "$E2E_OUT/ctl.json" >/dev/null &&
+	local gone='.connections_gone == 2 and (.gone | length == 2 and all(.[]; .vqpn > 0 and .to_qpn > 0 and (.to_gid | test("^10[.]"))))'
+	jq -e "$gone" "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.json" >&2; fail "it does not say which connections are gone"; cleaned; return 1; }
+	! container_host cp 2>/dev/null && ctl_ok src restore "$STORE.c" && jq -e "$gone" "$E2E_OUT/ctl.json" >/dev/null &&
 		expect_running cp src || { cleaned; return 1; }
 	local status=0
 	container_wait src cp 60 || status=$?

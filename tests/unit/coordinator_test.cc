@@ -8,11 +8,13 @@
 
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
 
 #include "agent/claims.h"
 #include "agent/peer_link.h"
+#include "agent/summary.h"
 
 namespace {
 
@@ -671,6 +673,22 @@ TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
   s.play.fail_code = EINPROGRESS;
   EXPECT_FALSE(s.run().touched());
   EXPECT_TRUE(s.busy);
+}
+
+TEST(Coordinator, WhatIsStoredSaysWhichConnectionsItEnds) {
+  Scene s;
+  s.keep = s.source.twins = true;  // what is connected to itself stays so
+  const auto summary = s.run();
+  EXPECT_EQ(summary.gone(), 1u);
+  ASSERT_EQ(summary.connections_gone_size(), 1);
+  EXPECT_EQ(summary.connections_gone(0).vqpn(), 0x11u);
+  EXPECT_EQ(summary.connections_gone(0).to_qpn(), 0x22u);
+  const auto json = summary_json(summary);
+  ASSERT_EQ(json["gone"].size(), 1u);
+  EXPECT_EQ(json["gone"][0]["vqpn"], 0x11);
+  EXPECT_EQ(json["gone"][0]["to_qpn"], 0x22);
+  EXPECT_EQ(json["gone"][0]["to_gid"], "7070:7070:7070:7070:7070:7070:7070:7070");
+  EXPECT_EQ(gone_text(summary), "  gone: vQPN 0x11, which was connected to QP 0x22 at 7070:7070:7070:7070:7070:7070:7070:7070\n");
 }
 
 TEST(Coordinator, DatagramsAreNotStored) {
