@@ -27,7 +27,10 @@ namespace {
 
 constexpr unsigned kReaderMs = 20;  // a thread that waits for an event has taken it
 
-enum class Element { kNone, kQp, kCq, kSrq };
+enum class Element { kNone,
+                     kQp,
+                     kCq,
+                     kSrq };
 
 Element element_of(ibv_event_type type) {
   switch (type) {
@@ -71,10 +74,10 @@ bool ours(const Registry& registry, const ibv_context* ctx) {
 
 /// Of one context, under events_lock.
 struct Kept {
-  std::deque<ibv_async_event> unread;  ///< as the application knows it
+  std::deque<ibv_async_event> unread;    ///< as the application knows it
   std::deque<ibv_async_event> doubtful;  ///< of a QP, since the freeze
-  int kernel_fd = -1;                  ///< where the context's own descriptor is, while another stands at its number
-  unsigned turns = 0;                  ///< how often that has changed
+  int kernel_fd = -1;                    ///< where the context's own descriptor is, while another stands at its number
+  unsigned turns = 0;                    ///< how often that has changed
 };
 
 bool in_doubt = false;  ///< FREEZE..REBIND or ROLLBACK; under events_lock

@@ -142,7 +142,8 @@ class Migrd {
 };
 Migrd& migrd = Migrd::get();  // before the first device is opened
 
-enum class How { kBack, kRestored };
+enum class How { kBack,
+                 kRestored };
 
 class Events : public ::testing::TestWithParam<How> {
  protected:
