@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <set>
 
 #include "../path.h"
@@ -43,12 +44,16 @@ void tell(const QpLink& l, Channel& channel, std::uint32_t flags = 0) {
   send_state(channel, {.to = l.peer, .from = l.name, .epoch = l.epoch, .serial = l.path.serial, .executed = l.executed, .flags = flags});
 }
 
+std::uint32_t gone_flags(const QpLink& l) { return l.ended ? kGone | kFinal : kGone; }
+
 void tell_gone(const QpLink& l) {
   for (const Side side : {kHome, kBackup})
-    if (Channel* c = standing(l, side)) tell(l, *c, kGone);
+    if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
 }
 
-void refuse(Channel& to, const migr_links_name& peer, const migr_links_name& own, std::uint32_t epoch) {
+/// @param l  null: there is no such vQP
+void refuse(Channel& to, const migr_links_name& peer, const migr_links_name& own, const QpLink* l, std::uint32_t epoch) {
+  if (l && l->stage == Stage::kBroken) return tell(*l, to, gone_flags(*l));
   send_state(to, {.to = peer, .from = own, .epoch = epoch, .serial = 0, .executed = {}, .flags = kGone});
 }
 
@@ -80,30 +85,32 @@ void report(const QpLink& l, migr_links_outcome outcome, const migr_replay_stat*
   kick(state()->round_fd);
 }
 
+/// How far the other end got with what the cut holds. @param executed  there, last: if that was on a path before, then nothing of it
+std::uint32_t settled_psn(const QpLink& l, const Progress& executed) {
+  const bool there = executed.link == l.unsettled.link && executed.serial == l.unsettled.serial;
+  return there ? executed.psn : l.unsettled.psn;
+}
+
+void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t> peer_psn, const migr_replay_stat* replayed);
+
 /// Cut here and told there.
 void finish(QpLink& l) {
   QpShadow& q = *l.q;
   QpShadow* const one[] = {&q};
-  // What the other end has executed last may have been on a path before that one: then nothing of this one.
-  const Progress& p = l.heard.executed;
-  const bool there = p.link == l.unsettled.link && p.serial == l.unsettled.serial;
-  const migr_qp_psn psn[] = {{.ctx_id = 0, .vqpn = q.vqpn(), .psn = there ? p.psn : l.unsettled.psn, .reserved = 0}};
+  const migr_qp_psn psn[] = {{.ctx_id = 0, .vqpn = q.vqpn(), .psn = settled_psn(l, l.heard.executed), .reserved = 0}};
   std::vector<migr_replay_stat> replayed;
   std::vector<migr_resume_stat> resumed;
   std::string why;
   l.told_ns = now_ns();
   int err = switchover::settle(one, psn, replayed, why);
-  const bool lost = q.cut && q.cut->lost;
-  set_stage(l, lost ? Stage::kBroken : Stage::kMaking);
+  const migr_replay_stat* const stat = replayed.empty() ? nullptr : &replayed[0];
+  if (q.cut && q.cut->lost)
+    return end_it(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
+  set_stage(l, Stage::kMaking);
   if (const int e = switchover::resume(one, resumed, why); e && !err) err = e;
   wake(q);
-  if (lost) {
-    say(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error");
-    tell_gone(l);
-  } else if (err) {
-    say(l, "after the change to link " + std::to_string(l.leg().link->index) + ": " + why);
-  }
-  report(l, lost ? MIGR_LINKS_SWITCH_BROKEN : MIGR_LINKS_SWITCH_DONE, replayed.empty() ? nullptr : &replayed[0]);
+  if (err) say(l, "after the change to link " + std::to_string(l.leg().link->index) + ": " + why);
+  report(l, MIGR_LINKS_SWITCH_DONE, stat);
 }
 
 switchover::Leaving leaving(const QpLink& l) {
@@ -144,7 +151,7 @@ bool take_next(QpLink& l, Side side, std::string& why) {
     std::lock_guard guard(l.lock);
     l.path = next;
     l.on = side;
-    l.wanted = false;
+    l.wanted = l.seen = false;
     l.hidden.clear();  // of the path before: the cut has them, or the trap
   }
   {
@@ -538,14 +545,19 @@ void release_traps(QpLink& l, std::size_t count) {
   if (l.on == kHome) switchover::for_cqs(q, leave_linked_cq);
 }
 
-void give_up(QpLink& l, const std::string& why) {
+namespace {
+
+/// It has no path any more, and this end says so. @param peer_psn  how far the other end got, if it has ended, too: that
+/// much completes before the errors
+void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t> peer_psn, const migr_replay_stat* replayed) {
   QpShadow& q = *l.q;
+  std::string more;
+  say(l, sentence);
+  if (switched(l) && !cut(l, more)) say(l, more);
+  l.ended = q.cut && q.cut->told_apart && !q.adrift;  // a path that a migration has cut did not count here
   set_stage(l, Stage::kBroken);
   l.why = "gave up";
-  say(l, "its link failed, and there is no other: " + why + "; the application gets the errors");
   tell_gone(l);
-  std::string more;
-  if (switched(l) && !cut(l, more)) say(l, more);
   std::vector<Hidden> all = take_hidden(q);
   if (q.cut && q.cut->told_apart) {
     all.clear();  // they are among what was not used
@@ -556,9 +568,15 @@ void give_up(QpLink& l, const std::string& why) {
   deliver(q, std::move(all));
   // It stays on the path that it is on: what is posted there from now on is not late.
   std::erase_if(l.traps, [&](const Trap& trap) { return trap.path.qp == l.path.qp; });
-  if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more)) say(l, more);
+  if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more, peer_psn)) say(l, more);
   wake(q);
-  report(l, MIGR_LINKS_SWITCH_BROKEN, nullptr);
+  report(l, MIGR_LINKS_SWITCH_BROKEN, replayed);
+}
+
+}  // namespace
+
+void give_up(QpLink& l, const std::string& why) {
+  end_it(l, "its link failed, and there is no other: " + why + "; the application gets the errors", {}, nullptr);
 }
 
 void stop_change(QpLink& l) {
@@ -590,13 +608,13 @@ void got_path(Channel& from, const PathRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
-    return refuse(from, record.from, record.to, l ? l->epoch : 0);
+    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
   Leg& leg = l->legs[side];
   const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
   if (!answer && record.path.serial < leg.newest) return;
   if (!answer && !make_half(*l, side, record.path.serial, l->why)) {
     say(*l, l->why);
-    return refuse(from, record.from, record.to, l->epoch);
+    return refuse(from, record.from, record.to, l, l->epoch);
   }
   leg.asked = 0;
   if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side)});
@@ -605,18 +623,51 @@ void got_path(Channel& from, const PathRecord& record) {
   kick(state()->round_fd);
 }
 
+namespace {
+
+/// Before it is cut without a failure of its own. @return false: errors of its path have reached the application, or it has none
+bool may_be_cut(QpLink& l) {
+  QpShadow& q = *l.q;
+  if (q.adrift || guarded(q) || (q.phase != switchover::Phase::kRunning && l.stage != Stage::kDraining)) return false;
+  std::lock_guard guard(l.lock);
+  if (l.seen || l.stage == Stage::kBroken) return false;
+  l.stage = Stage::kChanging;
+  return true;
+}
+
+/// What it has executed completes, and the rest fails.
+void other_gave_up(QpLink& l, const StateRecord& record) {
+  const std::string why = "the other end has given up";
+  const bool was_changing = l.stage == Stage::kChanging, final = record.flags & kFinal;
+  if (!was_changing && !(final && may_be_cut(l))) {
+    if (l.stage == Stage::kDraining) end_drain(l, Stage::kBroken);
+    l.why = why;
+    return set_stage(l, Stage::kBroken);
+  }
+  std::string more;
+  if (!was_changing) {
+    l.from = l.leg().link->index;
+    l.tries = 0;
+    l.cause = MIGR_LINKS_CAUSE_PEER;
+    l.noticed_ns = now_ns();
+    if (!cut(l, more)) return give_up(l, more);
+  }
+  std::optional<std::uint32_t> psn;
+  if (final) psn = settled_psn(l, record.executed);
+  end_it(l, why + "; so does this one, and the application gets the errors", psn, nullptr);
+}
+
+}  // namespace
+
 void got_state(Channel& from, const StateRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (record.flags & kGone) {
-    if (!l || l->stage == Stage::kBroken) return;
-    if (l->stage == Stage::kDraining) end_drain(*l, Stage::kBroken);
-    if (l->stage == Stage::kChanging) return give_up(*l, "the other end has given up");
-    l->why = "the other end has given up";
-    return set_stage(*l, Stage::kBroken);
+    if (l && l->stage != Stage::kBroken) other_gave_up(*l, record);
+    return;
   }
   if (!l || l->stage == Stage::kBroken || !side_of(*l, record.epoch & kLinkMask, side))
-    return refuse(from, record.from, record.to, record.epoch);
+    return refuse(from, record.from, record.to, l, record.epoch);
   if (record.epoch < l->epoch) return tell(*l, from);
   const bool next = record.epoch > l->epoch;
   l->heard = {.epoch = record.epoch, .serial = record.serial, .executed = record.executed};

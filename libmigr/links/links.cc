@@ -383,9 +383,10 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
     if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
     return true;
   }
-  if (l.stage == Stage::kMaking) return take_guarded(l.q->guard, c, wc);
-  if (l.stage == Stage::kBroken) return false;
+  if (l.stage == Stage::kMaking && take_guarded(l.q->guard, c, wc)) return true;
+  if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return l.seen = true, false;
   if (!of_the_path(wc.status)) {
+    l.seen = true;
     if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
     return false;
   }

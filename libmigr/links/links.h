@@ -143,6 +143,7 @@ struct QpLink {
   migr_links_cause cause = MIGR_LINKS_CAUSE_NONE;
   unsigned from = 0, tries = 0;  ///< the link that it began on; how many it went to
   Progress executed;             ///< of this end
+  bool ended = false;            ///< it has given up, and executes nothing more
   Progress unsettled;            ///< the path of the sends that the cut holds; psn: the first that was sent there
   struct Heard {
     std::uint32_t epoch = 0, serial = 0;  ///< epoch 0: nothing
@@ -163,6 +164,7 @@ struct QpLink {
   Side on = kHome;
   bool wanted = false;  ///< an error has been seen
   bool late = false;    ///< something was flushed from a trap
+  bool seen = false;    ///< an error of the path has reached the application
   std::vector<Hidden> hidden;  ///< until the cut
 
   Leg& leg() { return legs[on]; }

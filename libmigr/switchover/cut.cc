@@ -354,6 +354,7 @@ void join(Cut& second, Cut& first) {
   second.attr = first.attr;
   second.next_psn = first.next_psn;
   second.sends = std::move(first.sends);
+  second.errors = std::move(first.errors);  // of a first one that was settled, and lost
 }
 
 /// As stop_path(), of a vQP with a guard: its path stays in ERR, and if the migration is undone its links give it another one.
@@ -482,13 +483,15 @@ std::uint64_t* answer_of_atomic(const QpShadow& q, const KeptSend& send) {
 }
 
 /// @param peer_psn none: it will never be known. Then whatever was on its way may have been executed or not.
+/// @param closes there is no path to go on
 /// Caller holds q.lock.
-void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<migr_replay_stat>& out) {
+void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<migr_replay_stat>& out, bool closes = false) {
   Cut& cut = *q.cut;
   std::vector<QueuedSend> sends = std::move(cut.sends);
   std::vector<replay::Fate> fates(sends.size(), replay::Fate::kLost);
   if (peer_psn) fates = replay::fates(sends, bytes_of(cut.attr.path_mtu), cut.next_psn, *peer_psn);
-  if (cut.resend) replay::resend(sends, fates);
+  if (closes) replay::close(fates);
+  else if (cut.resend) replay::resend(sends, fates);
   else if (cut.unique_swap) replay::swap_again(sends, fates);
   for (std::size_t i = sends.size(); i-- > 0;)
     if (ours(sends[i])) {
@@ -498,7 +501,7 @@ void settle_one(QpShadow& q, std::optional<std::uint32_t> peer_psn, std::vector<
   replay::Plan plan = replay::plan(std::move(sends), fates, q.vqpn(), q.init.sq_sig_all);
   cut.settled = true;
   cut.peer_psn = peer_psn.value_or(0);
-  cut.lost = plan.lost || !peer_psn;
+  cut.lost = plan.lost || !peer_psn || closes;
   q.gone = q.gone || (cut.lost && !q.broken);
   CqShadow& c = *q.send_cq;
   std::lock_guard cq_guard(c.lock);
@@ -547,14 +550,14 @@ int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_s
   return 0;
 }
 
-int give_up_path(QpShadow& q, std::string& why) {
+int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> peer_psn) {
   {
     std::lock_guard guard(q.lock);
     q.gone = true;
     q.adrift = false;
     if (q.cut && q.cut->told_apart) {
       std::vector<migr_replay_stat> ignored;
-      settle_one(q, {}, ignored);
+      settle_one(q, peer_psn, ignored, true);
       q.kept_receives.insert(q.kept_receives.begin(), q.cut->receives.begin(), q.cut->receives.end());
     } else {
       q.cut.reset();

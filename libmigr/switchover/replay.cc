@@ -142,6 +142,10 @@ void swap_again(std::span<QueuedSend> sends, std::vector<Fate>& fates) {
   }
 }
 
+void close(std::vector<Fate>& fates) {
+  std::fill(std::find_if(fates.begin(), fates.end(), [](Fate f) { return f != Fate::kDone; }), fates.end(), Fate::kLost);
+}
+
 Unused unused(const Cut& cut, std::size_t sends, std::size_t receives, bool separate) {
   if (separate) return {std::min(sends, cut.taken_sends.size()), std::min(receives, cut.taken_receives.size())};
   // Nothing completed between the look at the queues and the flushing: so it is nearly always.

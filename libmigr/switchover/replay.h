@@ -34,6 +34,9 @@ void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates);
 /// one that was executed is done again, unless something behind it has reached the word since.
 void swap_again(std::span<QueuedSend> sends, std::vector<Fate>& fates);
 
+/// Where there is no other path: in the order of the queue nothing completes any more from the first on that is not done.
+void close(std::vector<Fate>& fates);
+
 /// How many of the flushed completions belong to the send queue, and how many to the receive queue.
 struct Unused {
   std::size_t sends, receives;

@@ -11,6 +11,7 @@
 #ifndef MIGR_SWITCHOVER_H
 #define MIGR_SWITCHOVER_H
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -99,7 +100,8 @@ int leave_path(QpShadow& q, const Leaving& how, std::string& why);
 int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);
 /// After leave_path(), done or failed: there is no other path. The application gets the errors, and q goes on in ERR.
 /// If leave_path() failed completions that were taken out are the caller's to give back before.
-int give_up_path(QpShadow& q, std::string& why);
+/// @param peer_psn  what the other end would have executed next, if it executes nothing more: that much completes before the errors
+int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> peer_psn = {});
 /// Outside of a switchover: q is served by `path`, a QP of its own link, with its own names again.
 void take_back_path(QpShadow& q, ibv_qp* path);
 /// After leave_path() with nothing in flight: q has no path (QpShadow::adrift), as if it were drained. A migration, from

@@ -4,6 +4,8 @@
 // that it would have had. Rounds: FAILOVER_ROUNDS, FAILOVER_SEED. parked: an end leaves its links as before a migration, and has
 // them again after it. adrift: so it does while its default link is broken. marooned:
 // and the other one breaks then. guarded: it breaks while the links were left. told: the program says that a link is down which works.
+// gone: an end that has lost the answer of an atomic, or hears nothing from the other one for 100 ms, ends; so does the other one,
+// which before its errors has what was executed.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -34,13 +36,13 @@ constexpr auto kLimit = std::chrono::seconds(20);
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms) {
+  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000) {
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": true, "switch_limit_ms": 5000, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": true, "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
@@ -73,6 +75,7 @@ struct Options {
   bool fresh;     ///< WRITEs into memory that was registered just before
   unsigned cut_after, cuts;
   bool may_break;  ///< an end may give up, and does nothing wrong
+  bool outlives;   ///< and the second one works off what it has then; it posts nothing that brings something back
 };
 
 std::uint8_t byte_of(std::uint32_t stream, int wr, std::uint32_t at) { return static_cast<std::uint8_t>(stream * 31 + static_cast<std::uint32_t>(wr) * 7 + at * 13 + (at >> 8)); }
@@ -89,12 +92,19 @@ std::uint64_t word_of(int wr) { return 0x100000u + static_cast<std::uint64_t>(wr
 std::uint64_t compare_of(int wr) { return word_of(wr) + (wr % 3 == 0); }
 std::uint64_t swap_of(std::uint32_t stream, int wr) { return static_cast<std::uint64_t>(stream) << 32 | static_cast<std::uint64_t>(wr) | 1u << 31; }
 
-std::vector<Request> stream(std::uint32_t seed, bool swaps) {
+constexpr std::uint32_t kSecond = 5000;  // streams from here on are of the second end
+
+std::vector<Request> stream(std::uint32_t seed, const Options& options) {
   std::mt19937 random(seed);
   constexpr ibv_wr_opcode kKinds[] = {IBV_WR_SEND, IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND_WITH_IMM};
   std::vector<Request> out;
+  if (options.outlives && seed >= kSecond) {
+    for (int i = 0; i < kWrs; ++i) out.push_back({random() % 2 ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_WRITE_WITH_IMM, 1 + static_cast<std::uint32_t>(random() % (kSlot - 1)), random() % 2 == 0});
+    out.back() = {IBV_WR_RDMA_WRITE_WITH_IMM, 100, true};
+    return out;
+  }
   for (int i = 0; i < kWrs; ++i) out.push_back({kKinds[random() % 7], 1 + static_cast<std::uint32_t>(random() % (kSlot - 1)), random() % 2 == 0});
-  if (swaps)
+  if (options.swaps)
     for (Request& r : out)
       if (random() % 3 == 0) r.opcode = IBV_WR_ATOMIC_CMP_AND_SWP, r.bytes = kWord;
   out.back() = {IBV_WR_SEND, 100, true};
@@ -108,7 +118,7 @@ bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r
 class End {
  public:
   End(const Library& library, const Options& options, std::uint32_t out_stream, std::uint32_t in_stream, bool sends)
-      : lib_(library), options_(options), out_id_(out_stream), in_id_(in_stream), sends_(sends), out_(stream(out_stream, options.swaps)), in_(stream(in_stream, options.swaps)),
+      : lib_(library), options_(options), out_id_(out_stream), in_id_(in_stream), sends_(sends), out_(stream(out_stream, options)), in_(stream(in_stream, options)),
         memory_(4u * kWrs * kSlot) {
     pd_ = lib_.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib_.context);
     if (options.events) channel_ = lib_.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(lib_.context);
@@ -221,13 +231,27 @@ class End {
     } awake(thread());
     while (!done() && error_.empty()) {
       store_pass(thread());
-      if (!peer_->error_.empty() || broken_ || peer_->broken_) return;
+      if (!peer_->error_.empty() || broken_ || (peer_->broken_ && !outlives())) return;
       if (Clock::now() > deadline) error_ = "stuck: " + where();
       if (sends_)
         while (may_post() && error_.empty()) ex_ ? post_session() : post_send();
       if (options_.churns) churn();
       if (!poll_all()) rest();
+      if (outlives()) dawdle();
     }
+  }
+
+  /// Of an end whose path has ended. @return "" or what was executed and has not completed, or the other way round
+  std::string check_end() const {
+    if (!error_.empty()) return error_.text;
+    const auto executed = [&](int i) { return model_writes_at(peer_->area(kIn, i)) == 1; };
+    int last = kWrs - 1;
+    while (last >= 0 && !executed(last)) --last;
+    while (last >= 0 && !(out_[last].signalled || last % 4 == 3)) --last;
+    if (completed_ <= last) return "WRITE " + std::to_string(last) + " was executed, and no more than " + std::to_string(completed_) + " have completed";
+    for (int i = 0; i < completed_; ++i)
+      if (!executed(i)) return "WRITE " + std::to_string(i) + " has completed, and was not executed once";
+    return "";
   }
 
   std::string check() const {
@@ -279,7 +303,8 @@ class End {
   void modify(ibv_qp_attr& a, int mask) {
     if (lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(qp_, &a, mask)) error_ = "modify_qp";
   }
-  bool done() const { return (!sends_ || completed_ == kWrs) && (!peer_->sends_ || received_ == kWrs); }
+  bool done() const { return (!sends_ || completed_ == kWrs) && (outlives() || !peer_->sends_ || received_ == kWrs); }
+  bool outlives() const { return options_.outlives && out_id_ >= kSecond; }
 
   void post_receive() {
     // Receives go into the area by their number; which work request comes is checked then.
@@ -292,6 +317,16 @@ class End {
     ibv_recv_wr wr{.wr_id = receives_, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
     if (ibv_post_recv(qp_, &wr, &bad)) error_ = "post_recv";
     ++receives_;
+  }
+
+  /// Its path has failed, and it is in a session when that is noticed: for longer than the other end waits.
+  void dawdle() {
+    const int done = completed_;
+    if (done != std::exchange(seen_, done)) progress_ = Clock::now();
+    if (posted_ == done || Clock::now() - progress_ < std::chrono::milliseconds(4)) return;
+    ibv_wr_start(ex_);
+    std::this_thread::sleep_for(std::chrono::milliseconds(250));
+    ibv_wr_abort(ex_);
   }
 
   void churn() {
@@ -395,6 +430,7 @@ class End {
       ibv_wc wc[5];
       const int n = ibv_poll_cq(cq, 5, wc);
       for (int i = 0; i < n && error_.empty(); ++i) {
+        if (outlives() && wc[i].status != IBV_WC_SUCCESS && !(wc[i].wr_id & 0x5000)) continue;  // a receive: its sends have ends of their own
         if (options_.may_break && (wc[i].status == IBV_WC_RETRY_EXC_ERR || wc[i].status == IBV_WC_WR_FLUSH_ERR)) return broken_ = true, 1;
         if (wc[i].status != IBV_WC_SUCCESS) error_ = "completion of status " + std::to_string(wc[i].status) + ", wr_id " + std::to_string(wc[i].wr_id) + "; " + where();
         else if (wc[i].qp_num != qp_->qp_num) error_ = "completion of QP " + std::to_string(wc[i].qp_num) + ", not " + std::to_string(qp_->qp_num);
@@ -451,6 +487,8 @@ class End {
   std::uint64_t receives_ = 0, received_wrs_ = 0;
   int posted_ = 0, received_ = 0;
   std::atomic<int> completed_ = 0, allowed_ = 0;
+  int seen_ = 0;
+  Clock::time_point progress_{};
   std::atomic<bool> broken_ = false;
 
  public:
@@ -629,6 +667,14 @@ std::string guarded(End& x, End& y, const Options& o) {
   return wait_for([&] { return broken() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
+/// The first end loses the answer of an atomic, and gives up.
+std::string gone(End& x, End& y, const Options& o) {
+  model_cut(0, o.cut_after, o.answers_only);
+  for (End* e : {&x, &y}) e->allow(kWrs);
+  const auto over = [](const End& e) { return e.broken() || e.idle(); };
+  return wait_for([&] { return !x.error_.empty() || !y.error_.empty() || (over(y) && (over(x) || y.broken())); }) ? "" : "no end: " + x.how() + "; " + y.how();
+}
+
 /// The program itself says that a link does not carry, at one end, again and again; and that it does.
 std::string told(End& x, End& y, const Library& of_x) {
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
@@ -648,41 +694,43 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   for (const int link : {0, 1}) model_mend(link);
   model_forget_writes();
   Outcome out;
-  End x(a, o, o.seed % 1000, o.seed % 1000 + 5000, true), y(b, o, o.seed % 1000 + 5000, o.seed % 1000, o.both_ways);
+  End x(a, o, o.seed % 1000, o.seed % 1000 + kSecond, true), y(b, o, o.seed % 1000 + kSecond, o.seed % 1000, o.both_ways);
   x.connect(y);
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
   if ((kind == "rebuild" || kind == "mixed") && !wait_for([&] { return model_qps() <= 6 || x.changed(); })) return out.error = "a path was made ahead: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "mixed");
+  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "mixed");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
   out.error = x.check();
+  if (kind == "gone" && out.error.empty()) out.error = y.check_end();
   if (out.error.empty() || !y.error_.empty()) out.error += (out.error.empty() ? "" : "; other end: ") + y.check();
   out.broke = x.broken() || y.broken();
-  out.most_executions = std::max(x.most_executions(), y.most_executions());
+  out.most_executions = kind == "gone" ? x.most_executions() : std::max(x.most_executions(), y.most_executions());
   return out;
 }
 
 class Failover : public testing::TestWithParam<std::string> {};
 
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
-  const bool exact = GetParam() != "resend", mixed = GetParam() == "mixed", returns = GetParam() == "returns" || GetParam() == "told" || mixed, storm = GetParam() == "storm";
+  const bool exact = GetParam() != "resend", mixed = GetParam() == "mixed", returns = GetParam() == "returns" || GetParam() == "told" || mixed, storm = GetParam() == "storm", gone = GetParam() == "gone";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = GetParam() == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = GetParam() == "rebuild" ? "rebuild" : "cached";
-  const Library a('a', policy, mixed ? "rebuild" : paths, return_ms, adrift_ms), b('b', policy, paths, return_ms, adrift_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" || GetParam() == "guarded" ? 6 : GetParam() == "marooned" ? 3 : GetParam() == "rebuild" || mixed ? 8 : returns || storm ? 20 : 80;
+  const std::string policy = exact ? "exact" : "resend", paths = GetParam() == "rebuild" || gone ? "rebuild" : "cached";
+  constexpr unsigned kSoon = 100;
+  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000), b('b', policy, paths, return_ms, adrift_ms);
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" || GetParam() == "guarded" ? 6 : GetParam() == "marooned" ? 3 : GetParam() == "rebuild" || mixed || gone ? 8 : returns || storm ? 20 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0, .sessions = random() % 3 == 0, .swaps = exact && random() % 2 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
-                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || GetParam() == "marooned"};
+                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .swaps = exact && (random() % 2 == 0 || gone), .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
+                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || GetParam() == "marooned", .outlives = gone};
     const Outcome out = round_of(a, b, o, GetParam());
     twice += out.most_executions > 1;
     whole += !out.broke;
@@ -699,15 +747,17 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   printf("%u of %d connections outlived it\n", whole, rounds);
   if (GetParam() == "marooned") {
     EXPECT_EQ(whole, 0u);
+  } else if (gone) {
+    EXPECT_LT(whole, static_cast<unsigned>(rounds));
   } else if (storm) {
     EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
-  if (rounds >= 6) {  // fewer may be cut while nothing is under way
+  if (rounds >= 6 && !gone) {  // fewer may be cut while nothing is under way
     EXPECT_GT(totals.replayed, 0u);
   }
-  if (GetParam() != "told" && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
+  if (GetParam() != "told" && !gone && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
     EXPECT_GT(totals.executed, 0u);
   }
   if (!exact && rounds >= 50) {
@@ -715,7 +765,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded", "rebuild", "mixed"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

@@ -150,6 +150,15 @@ TEST(Unused, TellsTheQueuesApart) {
   EXPECT_EQ(replay::unused(cut, 3, 4, true).receives, 3u);
 }
 
+TEST(Fates, WithoutAnotherPathNothingIsDoneBehindTheFirstThatIsNot) {
+  std::vector<Fate> fates = {Fate::kDone, Fate::kDone, Fate::kReplay, Fate::kDone, Fate::kLost};
+  replay::close(fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kDone, Fate::kLost, Fate::kLost, Fate::kLost}));
+  std::vector<Fate> all = {Fate::kDone, Fate::kDone};
+  replay::close(all);
+  EXPECT_EQ(all, (std::vector{Fate::kDone, Fate::kDone}));
+}
+
 TEST(Plan, CompletesWhatIsDoneAndReplaysTheRest) {
   const std::vector<Fate> fates{Fate::kDone, Fate::kDone, Fate::kReplay, Fate::kReplay};
   const auto p = replay::plan({send(IBV_WR_SEND, 10, 1), send(IBV_WR_SEND, 10, 2, false), send(IBV_WR_SEND_WITH_IMM, 10, 3), send(IBV_WR_SEND, 10, 4)}, fates, kVqpn, false);
