@@ -29,7 +29,7 @@ static int listen_fd = -1;
 static char listen_path[sizeof(((struct sockaddr_un *)0)->sun_path)];
 static struct controller controllers[MAX_CONTROLLERS];
 static int nr_controllers;
-static int told;			/* someone has been told that building failed */
+static int told;			/* someone has been told of job.failed */
 
 static int lift(int fd)
 {
@@ -145,16 +145,21 @@ static int reply(int fd, uint16_t op, int status, const char *text, const void *
 		for (struct migr_rst_process *p = job.img->processes[i_]; p; p = NULL)           \
 			for (struct migr_rst_context *c = p->contexts; c < p->contexts + p->nr_contexts; c++)
 
+/* Whoever asks how it stands. It is over then. */
+static int reply_failed(int fd, uint16_t op)
+{
+	told = 1;
+	return reply(fd, op, job.failed, job.why.text, NULL, 0, 0);
+}
+
 static int reply_prepare(int fd)
 {
 	struct migr_rc_qp *recs;
 	uint32_t n = 0;
 	int ret;
 
-	if (job.failed) {
-		told = 1;
-		return reply(fd, MIGR_RC_PREPARE, job.failed, job.why.text, NULL, 0, sizeof(*recs));
-	}
+	if (job.failed)
+		return reply_failed(fd, MIGR_RC_PREPARE);
 	for_each_context(p, c)
 		n += c->rec.nr_qp;
 	recs = calloc(n + 1, sizeof(*recs));
@@ -286,8 +291,10 @@ static int while_held(struct controller *ct, const struct migr_rc_msg *m)
 
 	switch (m->op) {
 	case MIGR_RC_READY:
-		return reply_ready(ct->fd);
+		return job.failed ? reply_failed(ct->fd, m->op) : reply_ready(ct->fd);
 	case MIGR_RC_COMMIT:
+		if (job.failed)
+			return reply_failed(ct->fd, m->op);
 		/* A controller that cannot hear the answer has to ask what became of it; it is told. */
 		ret = reply(ct->fd, m->op, 0, NULL, NULL, 0, 0);
 		job.phase = PHASE_COMMITTED;

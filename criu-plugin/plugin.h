@@ -25,7 +25,7 @@ struct job {
 	struct migr_rst_file *files;	/* which of CRIU's file ids is which fd */
 	uint32_t nr_files;
 	uint32_t built_us;		/* how long building took */
-	int failed;			/* building failed: a positive errno, and why */
+	int failed;			/* building, or registering memory: a positive errno, and why */
 	struct migr_rst_err why;
 };
 extern struct job job;
@@ -54,12 +54,19 @@ void restore_exit(int ret);
 int restore_connect(const struct migr_rc_connect *c, struct migr_rst_err *err);
 int restore_go(struct migr_rst_err *err);
 
+/*
+ * ahead.c: has the tasks of the tree under @root, all of them stopped and traced by the caller, register the memory of
+ * the processes of @img, whose objects are built. What cannot be done that way is left to the process, and said. 0, or a
+ * positive errno with *err said: no memory to be had, or a task is not as it was. Then none may go on.
+ */
+int ahead_register(const struct migr_rst_image *img, pid_t root, long limit_ms, struct migr_rst_err *err);
+
 /* control.c: the socket */
 int control_listen(const char *path);
 /*
  * Serves controllers until job.phase leaves @phase or @limit_s seconds have
  * passed; that, and an error, is an abort. With job.failed it ends when a
- * controller was told.
+ * controller was told, and that is one, too.
  */
 void control_serve(enum phase phase, long limit_s);
 /* Answers what is pending with @why and closes everything. */

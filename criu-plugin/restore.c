@@ -3,7 +3,7 @@
  * Restore. In init, in the CRIU process, long before there is an image:
  * everything on record is built and controllers connect it, until GO. In the
  * restored tasks: fds and rings get to where they were. In the CRIU process
- * again, with memory final and the tasks stopped: wait for COMMIT.
+ * again, with memory final and the tasks stopped: register it, wait for COMMIT.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +20,8 @@
 
 #define GO_LIMIT_S 120
 #define COMMIT_LIMIT_S 30
-#define FAILED_LIMIT_S 20	/* how long a failure to build waits for someone to tell */
+#define FAILED_LIMIT_S 20	/* how long a failure waits for someone to tell */
+#define REGISTER_LIMIT_MS 100000	/* for all memory of the job; within what migrd waits for READY */
 #define QPS_RTS 3		/* enum ib_qp_state */
 #define QPS_SQD 4
 
@@ -318,10 +319,15 @@ int restore_resume_late(int pid)
 	if (job.phase == PHASE_INERT)
 		return -ENOTSUP;
 	if (job.phase == PHASE_RESTORING) {
-		/* CRIU has closed what it carried over; the tasks hold it. */
+		/* CRIU has closed what it carried over; the tasks hold it. The first that it names is the root of its tree. */
+		job.failed = ahead_register(job.img, pid, REGISTER_LIMIT_MS, &job.why);
 		job.phase = PHASE_HELD;
-		say(3, "memory is final, tasks wait for COMMIT");
-		control_serve(PHASE_HELD, limit_from("MIGR_RESTORE_COMMIT_LIMIT", COMMIT_LIMIT_S));
+		if (job.failed)
+			say(1, "%s", job.why.text);
+		else
+			say(3, "memory is final, tasks wait for COMMIT");
+		control_serve(PHASE_HELD, job.failed ? FAILED_LIMIT_S :
+						       limit_from("MIGR_RESTORE_COMMIT_LIMIT", COMMIT_LIMIT_S));
 	}
 	if (job.phase == PHASE_COMMITTED)
 		return 0;

@@ -37,6 +37,7 @@
 #include "provider/uverbs_write.h"
 #include "quiet_thread.h"
 #include "shadow.h"
+#include "switchover/ahead.h"
 #include "switchover/switchover.h"
 #include "whereabouts.h"
 
@@ -333,6 +334,7 @@ void describe(const Registry& registry, Answer& answer) {
                                     strerror(error));
   }
   cm::describe(all);
+  if (!registry.contexts.empty()) switchover::ahead::describe(self->instance, all);
   (void)provider::locate_queues(registry.qps);  // for FREEZE, which says what fails
   answer.put(all);
 }
@@ -768,6 +770,7 @@ void after_fork_in_child() {
   after_fork_in_parent();
   links::after_fork_in_child();
   cm::forget_parent();
+  switchover::ahead::forget();  // the commands are the parent's
   after_fork();
 }
 

@@ -56,7 +56,8 @@ enum migr_msg_type {
 	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
 				 * spares, make them the path; still suspended */
 	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach
-				 * to migr.ko, register memory, post receives; still suspended.
+				 * to migr.ko, register memory that was not registered ahead
+				 * (migr/ahead.h), post receives; still suspended.
 				 * reply records: migr_key_map */
 	MIGR_MSG_KEYS,		/* switched or restored: records: migr_key_map, for the QPs whose peer
 				 * (QP_CONNECT, REBIND) is the owner; each owner's keys at once */
@@ -148,6 +149,8 @@ enum migr_fd_kind {
 	MIGR_FD_RING,		/* not an fd: which ring lies where (see fields) */
 	MIGR_FD_CM,		/* librdmacm's device, of no context. A restore puts any file there:
 				 * the library opens the device anew */
+	MIGR_FD_AHEAD,		/* not an fd, of no context: where the process's struct migr_ahead lies (migr/ahead.h). addr,
+				 * bytes */
 };
 
 struct migr_fd_desc {

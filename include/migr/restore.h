@@ -19,7 +19,7 @@
  * build the graph is the map from old to new.
  *
  * Memory regions are in the record but are not built here: memory is registered
- * by the process itself, when it has its memory back.
+ * by the process itself, when it has its memory back (migr/ahead.h).
  *
  * Functions return 0 or a negative errno, and then say in @err (may be NULL)
  * what failed, of what, and what to do. Nothing here is thread-safe on one

@@ -9,6 +9,8 @@
  *
  * The plugin is inert unless MIGR_RESTORE_SOCKET is set and the image directory
  * holds migr.img. Order: PREPARE, CONNECT, GO, (CRIU restores), READY, COMMIT.
+ * Memory is registered ahead of the answer to READY (migr/ahead.h): an error
+ * there may say that this has failed, and is an ABORT.
  * ABORT is possible at any time before COMMIT: CRIU fails, the tasks die,
  * everything that was created is destroyed. Waiting is limited by
  * MIGR_RESTORE_GO_LIMIT and MIGR_RESTORE_COMMIT_LIMIT (seconds, default 120 and
@@ -30,8 +32,8 @@ enum migr_rc_op {
 	MIGR_RC_PREPARE = 1,	/* reply when everything is created: records migr_rc_qp */
 	MIGR_RC_CONNECT,	/* records migr_rc_connect: to RTR and RTS */
 	MIGR_RC_GO,		/* images are complete: let CRIU restore */
-	MIGR_RC_READY,		/* reply when memory is final and tasks wait (RESUME_DEVICES_LATE);
-				 * records migr_rc_object of every object */
+	MIGR_RC_READY,		/* reply when memory is final and registered and tasks wait
+				 * (RESUME_DEVICES_LATE); records migr_rc_object of every object */
 	MIGR_RC_COMMIT,		/* tasks run after the reply */
 	MIGR_RC_ABORT,
 };

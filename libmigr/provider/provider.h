@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 #include "../shadow.h"
+#include "../../include/migr/ahead.h"
 #include "../../include/migr/proc_wire.h"
 
 namespace migr::provider {
@@ -85,6 +86,10 @@ std::vector<migr_text_range> text_ranges();
 /// object is made. @return 0 or a positive errno
 int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
                std::uint64_t iova, int access, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey);
+
+/// The same, laid out as the argument of that ioctl, for who executes it later. `command` must stay where it is.
+void prepare_reg_mr(const ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+                    std::uint64_t iova, int access, migr_ahead_mr& command);
 
 }  // namespace migr::provider
 

@@ -450,16 +450,36 @@ std::vector<migr_text_range> text_ranges() {
   return std::move(search.out);
 }
 
-int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
-               std::uint64_t iova, int access, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey) {
-  ib_uverbs_reg_mr cmd{};
-  ib_uverbs_reg_mr_resp resp{};
+namespace {
+
+static_assert(sizeof(migr_reg_mr) == sizeof(ib_uverbs_reg_mr) && sizeof(migr_reg_mr_resp) == sizeof(ib_uverbs_reg_mr_resp));
+static_assert(offsetof(migr_reg_mr, access_flags) == offsetof(ib_uverbs_reg_mr, access_flags));
+
+void put_reg_mr(migr_reg_mr& cmd, migr_reg_mr_resp& resp, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+                std::uint64_t iova, int access) {
   cmd.response = reinterpret_cast<std::uintptr_t>(&resp);
   cmd.start = reinterpret_cast<std::uintptr_t>(addr);
   cmd.length = length;
   cmd.hca_va = iova;
   cmd.pd_handle = pd_handle;
   cmd.access_flags = static_cast<std::uint32_t>(access);
+}
+
+}  // namespace
+
+void prepare_reg_mr(const ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+                    std::uint64_t iova, int access, migr_ahead_mr& command) {
+  static_assert(sizeof(command.cmd) == kWriteWords * sizeof(std::uint64_t));
+  command.fd = context->cmd_fd;
+  put_reg_mr(command.in, command.out, pd_handle, addr, length, iova, access);
+  lay_out_write(command.cmd, IB_USER_VERBS_CMD_REG_MR, &command.in, sizeof(command.in), &command.out, sizeof(command.out));
+}
+
+int raw_reg_mr(ibv_context* context, std::uint32_t pd_handle, const void* addr, std::uint64_t length,
+               std::uint64_t iova, int access, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey) {
+  migr_reg_mr cmd{};
+  migr_reg_mr_resp resp{};
+  put_reg_mr(cmd, resp, pd_handle, addr, length, iova, access);
   if (const int error =
           invoke_write(context->cmd_fd, IB_USER_VERBS_CMD_REG_MR, &cmd, sizeof(cmd), &resp, sizeof(resp)))
     return error;

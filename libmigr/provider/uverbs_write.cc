@@ -94,11 +94,11 @@ void watch_writes(WriteHook hook) {
   watched.store(true, std::memory_order_release);
 }
 
-int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
-                 std::size_t out_bytes) {
-  constexpr unsigned kMaxAttrs = 3;
-  alignas(8) char room[sizeof(ib_uverbs_ioctl_hdr) + kMaxAttrs * sizeof(ib_uverbs_attr)] = {};
-  if (in_bytes > UINT16_MAX || out_bytes > UINT16_MAX) return EINVAL;
+static_assert(kWriteWords * sizeof(std::uint64_t) == sizeof(ib_uverbs_ioctl_hdr) + 3 * sizeof(ib_uverbs_attr));
+
+void lay_out_write(std::uint64_t (&room)[kWriteWords], std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
+                   std::size_t out_bytes) {
+  memset(room, 0, sizeof(room));
   auto* header = reinterpret_cast<ib_uverbs_ioctl_hdr*>(room);
   header->object_id = UVERBS_OBJECT_DEVICE;
   header->method_id = UVERBS_METHOD_INVOKE_WRITE;
@@ -116,7 +116,14 @@ int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_b
   }
   header->num_attrs = static_cast<std::uint16_t>(n);
   header->length = static_cast<std::uint16_t>(sizeof(*header) + n * sizeof(ib_uverbs_attr));
-  return ioctl(fd, RDMA_VERBS_IOCTL, header) == 0 ? 0 : errno;
+}
+
+int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
+                 std::size_t out_bytes) {
+  std::uint64_t room[kWriteWords];
+  if (in_bytes > UINT16_MAX || out_bytes > UINT16_MAX) return EINVAL;
+  lay_out_write(room, command, in, in_bytes, out, out_bytes);
+  return ioctl(fd, RDMA_VERBS_IOCTL, room) == 0 ? 0 : errno;
 }
 
 }  // namespace migr::provider

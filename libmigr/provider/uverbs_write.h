@@ -29,6 +29,12 @@ void set_restored();
 using WriteHook = bool (*)(int fd, const void* buf, std::size_t count, ssize_t* result);
 void watch_writes(WriteHook hook);
 
+constexpr std::size_t kWriteWords = 9;  ///< of 8 bytes: the ioctl's header and three attributes
+
+/// Lays out the argument of the ioctl for a uverbs write command, `in` and `out` of at most 64 KiB.
+void lay_out_write(std::uint64_t (&room)[kWriteWords], std::uint32_t command, const void* in, std::size_t in_bytes, void* out,
+                   std::size_t out_bytes);
+
 /// One uverbs write command by ioctl. @param in the command without its header
 /// @return 0 or a positive errno
 int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_bytes, void* out, std::size_t out_bytes);

@@ -9,6 +9,7 @@
 #include "../kernel_link.h"
 #include "../provider/provider.h"
 #include "../real.h"
+#include "ahead.h"
 #include "parts.h"
 
 namespace migr::switchover {
@@ -83,6 +84,7 @@ int freeze(std::string& why) {
     return err;
   }
   for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
+  ahead::leave();
   datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();
   events::frozen();

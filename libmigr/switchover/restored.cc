@@ -12,6 +12,7 @@
 #include "../real.h"
 #include "../whereabouts.h"
 #include "../windows.h"
+#include "ahead.h"
 #include "parts.h"
 
 namespace migr::switchover {
@@ -99,6 +100,20 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
   return 0;
 }
 
+/// The new one has its names.
+int name_again(MrShadow& mr, std::string& why) {
+  const ibv_mr& now = *mr.real;
+  mr.context->renamed |= now.lkey != mr.app.lkey || now.rkey != mr.app.rkey;
+  const int bound = mr.context->kernel->bind_mr(now.handle, mr.app.lkey, mr.app.rkey, now.lkey, now.rkey);
+  return bound ? fail(why, bound, "cannot bind virtual lkey " + std::to_string(mr.app.lkey)) : 0;
+}
+
+void adopt_mr(MrShadow& mr, const migr_reg_mr_resp& made) {
+  mr.real->handle = made.mr_handle;
+  mr.real->lkey = made.lkey;
+  mr.real->rkey = made.rkey;
+}
+
 int register_again(MrShadow& mr, std::string& why) {
   ibv_mr& now = *mr.real;
   const auto reg = [&](int access) {
@@ -107,10 +122,20 @@ int register_again(MrShadow& mr, std::string& why) {
   int err = reg(mr.access);
   // Flags like relaxed ordering are wishes: libibverbs leaves out what a device does not know.
   if (err && (mr.access & IBV_ACCESS_OPTIONAL_RANGE)) err = reg(mr.access & ~IBV_ACCESS_OPTIONAL_RANGE);
-  if (err) return fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes");
-  mr.context->renamed |= now.lkey != mr.app.lkey || now.rkey != mr.app.rkey;
-  const int bound = mr.context->kernel->bind_mr(now.handle, mr.app.lkey, mr.app.rkey, now.lkey, now.rkey);
-  return bound ? fail(why, bound, "cannot bind virtual lkey " + std::to_string(mr.app.lkey)) : 0;
+  return err ? fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes") : 0;
+}
+
+/// All that CRIU's plugin has not registered before the commit.
+int register_memory(std::string& why) {
+  const auto& mrs = Registry::get().mrs;
+  for (std::size_t i = 0; i < mrs.size(); ++i) {
+    MrShadow& mr = *mrs[i];
+    if (const migr_ahead_mr* made = ahead::done(i, mr)) adopt_mr(mr, made->out);
+    else if (const int err = register_again(mr, why)) return err;
+    if (const int err = name_again(mr, why)) return err;
+  }
+  ahead::forget();
+  return 0;
 }
 
 /// The same of a new QP's or SRQ's asynchronous events. Those that were read have been acknowledged to libibverbs.
@@ -197,8 +222,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
       return fail(why, err, "cannot attach to migr.ko on this host");
-  for (MrShadow* mr : registry.mrs)
-    if (const int err = register_again(*mr, why)) return err;
+  if (const int err = register_memory(why)) return err;
   if (const int err = windows::make_again(why)) return err;
   rebound_keys(out);
   for (Context* context : registry.contexts) gids::moved(*context);

@@ -8,6 +8,7 @@
 #include "../kernel_link.h"
 #include "../links/links.h"
 #include "../real.h"
+#include "ahead.h"
 #include "parts.h"
 
 namespace migr::switchover {
@@ -194,6 +195,7 @@ int rollback(std::string& why) {
   events::thawed(false);
   for (Context* context : registry.contexts) events::offer(*context->real);
   registry.frozen = false;
+  ahead::forget();
   registry.thawed.notify_all();
   std::vector<migr_resume_stat> ignored;
   note(resume(suspended, ignored, why));

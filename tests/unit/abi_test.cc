@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "migr/ahead.h"
 #include "migr/links_wire.h"
 #include "migr/proc_wire.h"
 #include "uapi/migr.h"
@@ -25,6 +26,13 @@ TEST(Abi, ProcessRecordsHaveNoImplicitPadding) {
   EXPECT_EQ(sizeof(migr_key_map), 24u);
   EXPECT_EQ(sizeof(migr_qp_connect), 48u);
   EXPECT_EQ(sizeof(migr_handle_map), 48u);
+}
+
+TEST(Abi, WhatIsLeftForThePluginHasNoImplicitPadding) {
+  EXPECT_EQ(sizeof(migr_ahead), 48u);
+  EXPECT_EQ(sizeof(migr_ahead_mr), 144u);
+  EXPECT_EQ(offsetof(migr_ahead_mr, status), 4u) << "MIGR_AHEAD_CODE knows where it is";
+  EXPECT_EQ(offsetof(migr_ahead_mr, cmd), 8u) << "MIGR_AHEAD_CODE knows where it is";
 }
 
 TEST(Abi, LinkRecordsHaveNoImplicitPadding) {

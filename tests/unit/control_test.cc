@@ -33,6 +33,7 @@
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/provider/provider.h"
 #include "../../libmigr/provider/uverbs_write.h"
+#include "../../libmigr/switchover/ahead.h"
 #include "../../libmigr/switchover/switchover.h"
 #include "../../libmigr/whereabouts.h"
 
@@ -123,6 +124,10 @@ void destroy_old_paths() {}
 void stats(std::vector<migr_drain_stat>& out) {
   for (QpShadow* qp : Registry::get().qps) out.push_back({7, qp->vqpn(), 0, 0, 0, 0});
 }
+namespace ahead {
+void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
+void forget() {}
+}  // namespace ahead
 }  // namespace switchover
 
 namespace datagrams {
