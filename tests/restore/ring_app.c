@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 /*
- * ring_app DIR [PAIRS [CONTEXTS]]: an RDMA program for checkpoints, without libmigr.
+ * ring_app DIR [PAIRS [CONTEXTS [MRS]]]: an RDMA program for checkpoints, without libmigr.
  *
  * In each context two QPs per pair are connected to each other on this host; in
  * rounds, one of them sends a message that the other checks, in both directions.
@@ -11,7 +11,8 @@
  * DIR/pause	exists: stop between rounds
  * DIR/rebind	written by the test: lines "FD KIND OLD NEW QPN", what migr-restorectl
  *		ready prints. We do what libmigr does: take the new handles, register
- *		the memory anew. Then it is removed and rounds go on.
+ *		the memory that the plugin has not registered ahead. Then it is removed and rounds go on.
+ * DIR/ahead	written by us: how many of our MRs the plugin has registered at the last restore
  * DIR/fds	written by us: what libmigr would answer to DESCRIBE, in text
  * DIR/image/	with --record: migr.img, of what we know ourselves, for hosts without migr.ko
  *
@@ -35,6 +36,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "migr/ahead.h"
 #include "migr/restore.h"
 
 #define MESSAGE 4096
@@ -42,6 +44,7 @@
 #define ROUND_LIMIT_MS 20000
 #define MAX_RINGS 256
 #define MAX_CONTEXTS 4
+#define MAX_MRS 4096		/* of all contexts */
 
 struct ring {
 	uint64_t addr, bytes, pgoff;
@@ -60,6 +63,7 @@ struct rdma {
 	struct ibv_comp_channel *channel;
 	struct ibv_cq *cq;
 	struct ibv_mr *mr;
+	struct ibv_mr **more;		/* nr_more others, of the same memory */
 	struct side *sides;		/* 2 * pairs */
 	char *buf;			/* one send and one receive area per side */
 	union ibv_gid gid;
@@ -70,7 +74,7 @@ struct rdma {
 };
 
 static const char *dir;
-static int pairs = 1, nr_contexts = 1;
+static int pairs = 1, nr_contexts = 1, nr_more;
 static struct rdma all[MAX_CONTEXTS];
 static unsigned long rounds;
 
@@ -271,6 +275,10 @@ static void set_up(struct rdma *r)
 	r->mr = r->buf ? ibv_reg_mr(r->pd, r->buf, buf_bytes(), IBV_ACCESS_LOCAL_WRITE) : NULL;
 	if (!r->mr)
 		fail("ibv_reg_mr");
+	r->more = calloc(nr_more + 1, sizeof(*r->more));
+	for (int i = 0; i < nr_more; i++)
+		if (!(r->more[i] = ibv_reg_mr(r->pd, r->buf, MESSAGE, IBV_ACCESS_LOCAL_WRITE)))
+			fail("ibv_reg_mr");
 	find_gid(r);
 	r->sides = calloc(2 * pairs, sizeof(*r->sides));
 	for (int i = 0; i < 2 * pairs; i++)
@@ -365,6 +373,81 @@ static void one_round(struct rdma *r)
 	}
 }
 
+/* ---- memory that is registered ahead -------------------------------------------------- */
+
+asm(".pushsection .text\nring_app_code:\n" MIGR_AHEAD_CODE ".popsection\n");
+extern const unsigned char ring_app_code[];
+
+static struct migr_ahead ahead = { .magic = MIGR_AHEAD_MAGIC, .version = MIGR_AHEAD_VERSION,
+				   .mr_bytes = sizeof(struct migr_ahead_mr) };
+static struct migr_ahead_mr commands[MAX_MRS];
+
+static struct ibv_mr **mr_at(struct rdma *r, int i)
+{
+	return i ? &r->more[i - 1] : &r->mr;
+}
+
+static void leave_command(struct migr_ahead_mr *c, struct rdma *r, struct ibv_mr *mr)
+{
+	struct {
+		struct ib_uverbs_ioctl_hdr hdr;
+		struct ib_uverbs_attr attrs[3];
+	} *cmd = (void *)c->cmd;
+
+	*c = (struct migr_ahead_mr){
+		.fd = r->ctx->cmd_fd, .status = MIGR_AHEAD_OPEN, .vlkey = mr->lkey,
+		.in = { (uintptr_t)&c->out, (uintptr_t)mr->addr, mr->length, (uintptr_t)mr->addr, r->pd->handle,
+			IBV_ACCESS_LOCAL_WRITE },
+	};
+	cmd->hdr = (struct ib_uverbs_ioctl_hdr){ .length = sizeof(*cmd), .object_id = UVERBS_OBJECT_DEVICE,
+						 .method_id = UVERBS_METHOD_INVOKE_WRITE, .num_attrs = 3,
+						 .driver_id = RDMA_DRIVER_RXE };
+	cmd->attrs[0] = (struct ib_uverbs_attr){ .attr_id = UVERBS_ATTR_CORE_IN, .len = sizeof(c->in),
+						 .flags = UVERBS_ATTR_F_MANDATORY, .data = (uintptr_t)&c->in };
+	cmd->attrs[1] = (struct ib_uverbs_attr){ .attr_id = UVERBS_ATTR_WRITE_CMD, .len = 8,
+						 .flags = UVERBS_ATTR_F_MANDATORY, .data = IB_USER_VERBS_CMD_REG_MR };
+	cmd->attrs[2] = (struct ib_uverbs_attr){ .attr_id = UVERBS_ATTR_CORE_OUT, .len = sizeof(c->out),
+						 .flags = UVERBS_ATTR_F_MANDATORY, .data = (uintptr_t)&c->out };
+}
+
+static void leave_commands(void)
+{
+	ahead.code = (uintptr_t)ring_app_code;
+	ahead.mrs = (uintptr_t)commands;
+	ahead.nr_mrs = 0;
+	for (int i = 0; i < nr_contexts; i++)
+		for (int k = 0; k <= nr_more; k++)
+			leave_command(&commands[ahead.nr_mrs++], &all[i], *mr_at(&all[i], k));
+}
+
+static void register_again(void)
+{
+	const struct migr_ahead_mr *c = commands;
+	char path[256];
+	int n = 0;
+	FILE *f;
+
+	for (int i = 0; i < nr_contexts; i++)
+		for (int k = 0; k <= nr_more; k++, c++) {
+			struct ibv_mr **mr = mr_at(&all[i], k);
+
+			if (!c->status) {
+				(*mr)->handle = c->out.mr_handle;
+				(*mr)->lkey = c->out.lkey;
+				(*mr)->rkey = c->out.rkey;
+				n++;
+			} else if (!(*mr = ibv_reg_mr(all[i].pd, (*mr)->addr, (*mr)->length, IBV_ACCESS_LOCAL_WRITE))) {
+				fail("ibv_reg_mr after the restore");
+			}
+		}
+	snprintf(path, sizeof(path), "%s/ahead", dir);
+	f = fopen(path, "w");
+	if (!f)
+		fail(path);
+	fprintf(f, "%d\n", n);
+	fclose(f);
+}
+
 /* ---- description and record --------------------------------------------------------- */
 
 static int describe(struct migr_fd_desc *out)
@@ -389,12 +472,14 @@ static int describe(struct migr_fd_desc *out)
 			n++;
 		}
 	}
+	out[n++] = (struct migr_fd_desc){ .kind = MIGR_FD_AHEAD, .fd = -1, .context_fd = -1, .cq_handle = MIGR_NO_HANDLE,
+					  .obj_handle = MIGR_NO_HANDLE, .addr = (uintptr_t)&ahead, .bytes = sizeof(ahead) };
 	return n;
 }
 
 static void write_fds(void)
 {
-	static struct migr_fd_desc d[MAX_CONTEXTS * (MAX_RINGS + 3)];
+	static struct migr_fd_desc d[MAX_CONTEXTS * (MAX_RINGS + 3) + 1];
 	char path[256];
 	int n = describe(d);
 	FILE *f;
@@ -466,7 +551,7 @@ static void record_context(const struct rdma *r, struct migr_rst_context *c, uin
 
 static void write_record(void)
 {
-	static struct migr_fd_desc d[MAX_CONTEXTS * (MAX_RINGS + 3)];
+	static struct migr_fd_desc d[MAX_CONTEXTS * (MAX_RINGS + 3) + 1];
 	struct migr_rst_image *img = migr_rst_image_new();
 	struct migr_rst_process *p = migr_rst_process_new(getpid());
 	struct migr_rst_err err;
@@ -475,7 +560,7 @@ static void write_record(void)
 
 	for (int i = 0; i < nr_contexts; i++)
 		record_context(&all[i], migr_rst_add_context(p), i + 1);
-	migr_rst_process_describe(p, d, describe(d), NULL);
+	migr_rst_process_describe(p, d, describe(d), ahead.instance);
 	migr_rst_image_add(img, p);
 	snprintf(path, sizeof(path), "%s/image", dir);
 	fd = open(path, O_RDONLY | O_DIRECTORY);
@@ -544,11 +629,9 @@ static void rebind(void)
 	for (int i = 0; i < nr_contexts; i++) {
 		for (int k = 0; k < 2 * pairs; k++)
 			all[i].sides[k].init.qp_type = IBV_QPT_RC;
-		all[i].mr = ibv_reg_mr(all[i].pd, all[i].buf, buf_bytes(), IBV_ACCESS_LOCAL_WRITE);
-		if (!all[i].mr)
-			fail("ibv_reg_mr after the restore");
 		attach(all[i].ctx->cmd_fd);
 	}
+	register_again();
 	write_fds();	/* handles are others now */
 	unlink(path);
 }
@@ -558,14 +641,16 @@ int main(int argc, char **argv)
 	int record = argc > 1 && !strcmp(argv[1], "--record");
 
 	argc -= record, argv += record;
-	if (argc < 2 || argc > 4) {
-		fprintf(stderr, "usage: ring_app [--record] DIR [PAIRS [CONTEXTS]]\n");
+	if (argc < 2 || argc > 5) {
+		fprintf(stderr, "usage: ring_app [--record] DIR [PAIRS [CONTEXTS [MRS]]]\n");
 		return 1;
 	}
 	dir = argv[1];
 	pairs = argc > 2 ? atoi(argv[2]) : 1;
 	nr_contexts = argc > 3 ? atoi(argv[3]) : 1;
-	if (pairs < 1 || pairs > 64 || nr_contexts < 1 || nr_contexts > MAX_CONTEXTS)
+	nr_more = argc > 4 ? atoi(argv[4]) - 1 : 0;
+	if (pairs < 1 || pairs > 64 || nr_contexts < 1 || nr_contexts > MAX_CONTEXTS || nr_more < 0 ||
+	    (nr_more + 1) * nr_contexts > MAX_MRS)
 		return 1;
 	for (int i = 0; i < nr_contexts; i++)
 		set_up(&all[i]);
@@ -574,6 +659,7 @@ int main(int argc, char **argv)
 		write_record();
 	while (!exists("stop")) {
 		if (exists("pause") && !exists("rebind")) {
+			leave_commands();
 			state("PAUSED", NULL);
 			while (exists("pause") && !exists("rebind") && !exists("stop"))
 				usleep(20000);
