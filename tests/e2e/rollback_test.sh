@@ -43,6 +43,16 @@ restore_fails() {
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
 }
+# The container's cgroup at the destination may have no RDMA objects. Those that CRIU makes are not charged to it; memory is
+# registered by the process, and this is known before the commit.
+memory_refused() {
+	on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control &&
+		echo "rxe0 hca_object=0" >/sys/fs/cgroup/migr/rdma.max' || return 1
+	migrate_refused c dst 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max'
+	local r=$?
+	on_sh dst 'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' || return 1
+	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ] && ! rdma res show mr | grep " pid "'
+}
 # The partner has changed its path already, and changes it back.
 undone_then_moved() {	# OPTION...
 	start_verify src c "$@" && sleep 2 && faults_remember && fault_case source.commit.begin:fail src "fault point 'source.commit.begin'" && migrate_ok c dst && expect_traffic &&
@@ -79,6 +89,7 @@ step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_log
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
 walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
+step "memory that cannot be registered at the destination" memory_refused || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
 walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2

@@ -207,6 +207,11 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
   if (o.mr_mb) untouched_mr = reg(untouched, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  for (int i = 0; i < o.mr_parts; i++) {
+    const std::size_t part = untouched.size() / static_cast<std::size_t>(o.mr_parts);
+    parts_mr.emplace_back(ibv_reg_mr(pd.get(), untouched.data() + part * static_cast<std::size_t>(i), part, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+    if (!parts_mr.back()) fail("cannot register part " + std::to_string(i) + " of " + std::to_string(part) + " bytes");
+  }
   for (const ibv_mr* m : mrs()) keys_.emplace_back(m->lkey, m->rkey);
   if (o.events) {
     channel.reset(ibv_create_comp_channel(context.get()));
@@ -419,6 +424,7 @@ void Fabric::close() {
   srq.reset();
   cqs.clear();
   channel.reset();
+  parts_mr.clear();
   for (Mr* mr : {&local_mr[0], &local_mr[1], &recv_mr[0], &recv_mr[1], &target_mr, &readable_mr, &words_mr, &untouched_mr}) mr->reset();
   pd.reset();
   context.reset();

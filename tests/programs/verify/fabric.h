@@ -104,6 +104,7 @@ class Fabric {
   // Two registrations of what work requests gather from and scatter to, so that their lists carry different keys.
   Memory local, recv, target, readable, words, untouched;
   Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr, untouched_mr;
+  std::vector<Mr> parts_mr;
   std::vector<Cq> cqs;
   Srq srq;          // with --srq
   std::vector<Qp> qps;

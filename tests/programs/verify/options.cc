@@ -32,6 +32,7 @@ constexpr const char kHelp[] =
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0)
+  --mr-parts N      and N parts of it once more, each by itself (0)
   --memory K[,K..]  of the registered regions (local, receive, target, read, words, --mr) in turn: private,
                     thp, hugetlb, shared, memfd (private)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
@@ -99,7 +100,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -115,7 +116,8 @@ Options parse_options(int argc, char** argv) {
       {"windows", 0, nullptr, kWindows}, {"fork", 0, nullptr, kFork},
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
-      {"mr", 1, nullptr, kMr},               {"close-file", 1, nullptr, kCloseFile},
+      {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
+      {"close-file", 1, nullptr, kCloseFile},
       {"memory", 1, nullptr, kMemory},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
@@ -149,6 +151,7 @@ Options parse_options(int argc, char** argv) {
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
+      case kMrParts: o.mr_parts = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kCloseFile: o.close_file = optarg; break;
       case kMemory: o.memory = memory_kinds(optarg); break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
