@@ -72,8 +72,13 @@ by_annotation() {
 	CONTAINER_ANNOTATION=uverbs0 there_and_back "$@"
 }
 
+# Windows that the partner ends with SEND_WITH_INV and their owner with LOCAL_INV, and that are bound anew each time.
+invalidated() {
+	"$@" && { jq -es 'all(.[]; .invalidated > 10)' "$E2E_OUT/mv.container.json" "$E2E_OUT/mv.peer.json" >/dev/null ||
+		{ cat "$E2E_OUT/mv.container.json" "$E2E_OUT/mv.peer.json" >&2; fail "too few windows were invalidated"; }; }
+}
 busy() { E2E_RATE=500 there_and_back "$@"; }
-step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
+step "mixed, 4 QPs, memory windows at both ends, some invalidated again and again, there and back" invalidated busy --windows --invalidate --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "each phase has its line" progress_is_told &&
 	step "migrd's threads have only the capabilities that they need" migrd_may_little &&
@@ -85,7 +90,9 @@ walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
-step "ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --wr-api --iova --resize --second --mode mixed --qps 3
+step "ibv_wr_* and ibv_cq_ex, zero-based memory with relaxed ordering, CQs that are resized, a second context, a child by fork" \
+	moved --wr-api --cq-ex --iova --resize --second --fork --mode mixed --qps 3
+walk_step "ibv_cq_ex, events" moved --cq-ex --events --mode mixed --qps 2
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 walk_step "memory windows at both ends" moved --windows --mode mixed --qps 4

@@ -69,6 +69,8 @@ struct Lane {
   bool blocked = false;       // by the window
   std::uint64_t granted = 0;  // lossy: beyond the window, since nothing has come for long
   std::int64_t blocked_since = 0;
+  // --invalidate: lives of the partner's window that we have ended, the last one by this WR of the stream; of ours.
+  std::uint64_t ended = 0, ended_by = 0, lost = 0;
 };
 
 class Run {
@@ -104,6 +106,8 @@ class Run {
   void post_by_wr_api(ibv_qp* qp, const ibv_send_wr* wr);
   void fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge);
   int poll_cqs();
+  int poll_ex(ibv_cq_ex* cq, ibv_wc* wc) const;
+  void on_invalidated(std::uint32_t i, std::uint32_t rkey);
   void on_completion(const ibv_wc& wc);
   void on_retired(std::uint32_t i, const SendChecker::Posted& p);
   void on_messages();
@@ -277,7 +281,15 @@ void Run::fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge) 
   wr.num_sge = static_cast<int>(pieces);
   const std::uint64_t ring = f_.ring_bytes() * i + static_cast<std::uint64_t>(op.slot) * f_.shape.size;
   switch (op.kind) {
-    case Kind::kSend: wr.opcode = IBV_WR_SEND; break;
+    case Kind::kSend:
+      wr.opcode = IBV_WR_SEND;
+      // It is bound anew once the partner has seen what ended it.
+      if (f_.partner_qps[i].spare_rkey && (!l.ended || __atomic_load_n(&f_.words_of(i)->ack, __ATOMIC_ACQUIRE) > l.ended_by)) {
+        wr.opcode = IBV_WR_SEND_WITH_INV;
+        wr.invalidate_rkey = spare_key(f_.partner_qps[i].spare_rkey, l.ended++);
+        l.ended_by = op.seq;
+      }
+      break;
     case Kind::kSendImm: wr.opcode = IBV_WR_SEND_WITH_IMM; break;
     case Kind::kWrite: wr.opcode = IBV_WR_RDMA_WRITE; break;
     case Kind::kWriteImm: wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM; break;
@@ -426,13 +438,48 @@ void Run::post_ack(std::uint32_t i) {
 int Run::poll_cqs() {
   int found = 0;
   ibv_wc wc[kPollBatch];
-  for (auto& cq : f_.cqs) {
-    const int n = ibv_poll_cq(cq.get(), kPollBatch, wc);
+  for (std::size_t q = 0; q < f_.cqs.size(); ++q) {
+    const int n = f_.cqs_ex.empty() ? ibv_poll_cq(f_.cqs[q].get(), kPollBatch, wc) : poll_ex(f_.cqs_ex[q], wc);
     if (n < 0) throw RunError("ibv_poll_cq failed: " + std::to_string(n));
     for (int k = 0; k < n; ++k) on_completion(wc[k]);
     found += n;
   }
   return found;
+}
+
+/// @return how many, or a negative errno
+int Run::poll_ex(ibv_cq_ex* cq, ibv_wc* wc) const {
+  ibv_poll_cq_attr attr{};
+  int n = 0, err = ibv_start_poll(cq, &attr);
+  if (err) return err == ENOENT ? 0 : -err;
+  do {
+    ibv_wc& one = wc[n++] = {};
+    one.wr_id = cq->wr_id;
+    one.status = cq->status;
+    one.qp_num = ibv_wc_read_qp_num(cq);
+    if (one.status != IBV_WC_SUCCESS) {
+      one.vendor_err = ibv_wc_read_vendor_err(cq);
+    } else {
+      one.opcode = ibv_wc_read_opcode(cq);
+      one.byte_len = ibv_wc_read_byte_len(cq);
+      one.wc_flags = ibv_wc_read_wc_flags(cq);
+      if (one.wc_flags & IBV_WC_WITH_IMM) one.imm_data = ibv_wc_read_imm_data(cq);
+      if (one.wc_flags & IBV_WC_WITH_INV) one.invalidated_rkey = ibv_wc_read_invalidated_rkey(cq);
+    }
+  } while (n < kPollBatch && !(err = ibv_next_poll(cq)));
+  ibv_end_poll(cq);
+  return err && err != ENOENT ? -err : n;
+}
+
+/// The partner has ended the life of our window that it is in.
+void Run::on_invalidated(std::uint32_t i, std::uint32_t rkey) {
+  Lane& l = lanes_[i];
+  const std::uint32_t want = f_.has_spare(i) ? spare_key(f_.spare_rkey(i), l.lost) : 0;
+  if (rkey != want) {
+    faults_.add(Fault::kCorrupted, "QP " + std::to_string(i) + ": key " + std::to_string(rkey) + " was invalidated, want " + std::to_string(want));
+    return;
+  }
+  f_.bind_spare_again(i, l.lost++);
 }
 
 void Run::on_completion(const ibv_wc& wc) {
@@ -448,6 +495,8 @@ void Run::on_completion(const ibv_wc& wc) {
     shared.has_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
     shared.imm = shared.has_imm ? be32toh(wc.imm_data) : 0;
     on_shared_receive(wc, shared);
+    for (std::uint32_t q = 0; (wc.wc_flags & IBV_WC_WITH_INV) && q < lanes_.size(); ++q)
+      if (f_.qpn[q] == wc.qp_num) on_invalidated(q, wc.invalidated_rkey);
     return;
   }
   if (i >= lanes_.size()) {
@@ -462,6 +511,7 @@ void Run::on_completion(const ibv_wc& wc) {
   }
   d.has_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
   d.imm = d.has_imm ? be32toh(wc.imm_data) : 0;
+  if (wc.wc_flags & IBV_WC_WITH_INV) on_invalidated(i, wc.invalidated_rkey);
   const std::uint64_t before = l.recv.bytes();
   const auto used = l.recv.complete(
       d, [&](std::uint64_t n) { return recv_slot(i, n); }, f_.target.data() + f_.ring_bytes() * i, faults_);
@@ -854,13 +904,14 @@ void Run::check_atomics_of_broken() {
 }
 
 Json Run::summary() const {
-  std::uint64_t posted = 0, completed = 0, received = 0, in_flight = 0, passed_over = 0;
+  std::uint64_t posted = 0, completed = 0, received = 0, in_flight = 0, passed_over = 0, invalidated = 0;
   for (const Lane& l : lanes_) {
     posted += l.send.posted();
     completed += l.send.retired();
     received += l.recv.completed();
     in_flight += l.send.bytes_in_flight();
     passed_over += l.recv.passed_over();
+    invalidated += l.lost;
   }
   Json j;
   j.field("errors", faults_.total())
@@ -878,6 +929,7 @@ Json Run::summary() const {
       .field("role", std::string(client_ ? "client" : "server"))
       .field("events", events_)
       .field("srq_events", srq_events_)
+      .field("invalidated", invalidated)
       .field("transport", std::string(kTransportNames[static_cast<unsigned>(f_.shape.transport)]))
       .field("passed_over", passed_over)
       .field("lost", faults_.of(Fault::kLost))

@@ -19,6 +19,7 @@ constexpr std::uint8_t kRetry = 7;
 constexpr std::uint8_t kRnrRetry = 7;      // for ever
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
 constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
+constexpr std::uint32_t kSpareRoom = 6;    // those of --invalidate: two rounds
 constexpr std::uint32_t kMaxCqs = 4, kMaxQpsPerCq = 64;  // more would not fit rxe's longest CQ
 constexpr std::uint64_t kTargetIova = 0, kReadableIova = 0x7000000000;  // --iova
 constexpr std::uint32_t kMaxRdAtomic = 16;
@@ -202,7 +203,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows ? IBV_ACCESS_MW_BIND : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows || o.invalidate ? IBV_ACCESS_MW_BIND : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
   readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? std::optional(kReadableIova) : std::nullopt);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
@@ -225,7 +226,16 @@ Fabric::Fabric(const Options& o, const Shape& s)
   for (std::uint32_t i = 0; i < n_cqs; ++i) {
     const int cqe = static_cast<int>(per_cq * (shape.depth + kAckRoom + shape.window()));
     cqe_ = std::min(cqe, dev.max_cqe);
-    cqs.emplace_back(ibv_create_cq(context.get(), cqe_, nullptr, channel.get(), 0));
+    if (o.cq_ex) {
+      ibv_cq_init_attr_ex a{};
+      a.cqe = static_cast<std::uint32_t>(cqe_);
+      a.channel = channel.get();
+      a.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM;
+      cqs_ex.push_back(ibv_create_cq_ex(context.get(), &a));
+      cqs.emplace_back(cqs_ex.back() ? ibv_cq_ex_to_cq(cqs_ex.back()) : nullptr);
+    } else {
+      cqs.emplace_back(ibv_create_cq(context.get(), cqe_, nullptr, channel.get(), 0));
+    }
     if (!cqs.back()) fail("ibv_create_cq of " + std::to_string(cqe) + " entries");
   }
   if (o.srq) {
@@ -283,7 +293,7 @@ void Fabric::create_qp(std::uint32_t i) {
   ibv_qp_init_attr_ex a{};
   a.send_cq = send_cq(i);
   a.recv_cq = recv_cq(i);
-  a.cap.max_send_wr = shape.depth + kAckRoom;
+  a.cap.max_send_wr = shape.depth + kAckRoom + (has_spare(i) ? kSpareRoom : 0);
   a.srq = srq.get();
   a.cap.max_recv_wr = srq ? 0 : recv_slots;
   a.cap.max_send_sge = kMaxSge;
@@ -319,6 +329,8 @@ void Fabric::create_qp(std::uint32_t i) {
   if (errno) fail("QP " + std::to_string(i) + " to INIT");
   qpn.push_back(qp->qp_num);
   if (options.windows) make_window(i);
+  spares_.emplace_back(has_spare(i) ? ibv_alloc_mw(pd.get(), IBV_MW_TYPE_2) : nullptr);
+  if (has_spare(i) && !spares_.back()) fail("ibv_alloc_mw");
   psn_.push_back(static_cast<std::uint32_t>(mix(shape.seed ^ mix(qp->qp_num))) & 0xffffff);
   qps.push_back(std::move(qp));
 }
@@ -337,7 +349,7 @@ std::string Fabric::address() const {
   e.rd_atomic = rd_atomic_;
   std::string out(reinterpret_cast<const char*>(&e), sizeof e);
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
-    const QpAddress q{qpn[i], psn_[i], options.windows ? window_keys_[i] : target_mr->rkey};
+    const QpAddress q{qpn[i], psn_[i], options.windows ? window_keys_[i] : target_mr->rkey, spare_rkey(i)};
     out.append(reinterpret_cast<const char*>(&q), sizeof q);
   }
   return out;
@@ -370,10 +382,48 @@ void Fabric::bind_windows() {
       errno = ibv_post_send(qps[i].get(), &wr, &bad);
     }
     if (errno) fail("binding a memory window");
-    ibv_wc wc{};
-    for (int ms = 0; ibv_poll_cq(send_cq(i), 1, &wc) == 0 && ms < 5000; ++ms) usleep(1000);
-    if (wc.opcode != IBV_WC_BIND_MW || wc.status != IBV_WC_SUCCESS) throw SetupError("a memory window was not bound: status " + std::to_string(wc.status));
+    await_bound(i);
   }
+  for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    if (!has_spare(i)) continue;
+    ibv_send_wr wr = bind_of_spare(i, spare_key(spares_[i]->rkey, 0));
+    post_local(i, &wr, IBV_SEND_SIGNALED);
+    await_bound(i);
+  }
+}
+
+void Fabric::await_bound(std::uint32_t i) const {
+  ibv_wc wc{};
+  for (int ms = 0; ibv_poll_cq(send_cq(i), 1, &wc) == 0 && ms < 5000; ++ms) usleep(1000);
+  if (wc.opcode != IBV_WC_BIND_MW || wc.status != IBV_WC_SUCCESS) throw SetupError("a memory window was not bound: status " + std::to_string(wc.status));
+}
+
+/// WRs that need no partner.
+void Fabric::post_local(std::uint32_t i, ibv_send_wr* wr, unsigned flags) const {
+  ibv_send_wr* bad = nullptr;
+  for (ibv_send_wr* w = wr; w; w = w->next) w->send_flags = flags;
+  errno = ibv_post_send(qps[i].get(), wr, &bad);
+  if (errno) fail("binding or invalidating a memory window");
+}
+
+ibv_send_wr Fabric::bind_of_spare(std::uint32_t i, std::uint32_t rkey) const {
+  ibv_send_wr wr{};
+  wr.opcode = IBV_WR_BIND_MW;
+  wr.bind_mw = {.mw = spares_[i].get(), .rkey = rkey,
+                .bind_info = {.mr = target_mr.get(), .addr = options.iova ? kTargetIova : reinterpret_cast<std::uintptr_t>(target.data()),
+                              .length = ring_bytes(), .mw_access_flags = IBV_ACCESS_REMOTE_WRITE}};
+  return wr;
+}
+
+/// What is said to the partner after it goes behind it on the same QP: then the window is there.
+void Fabric::bind_spare_again(std::uint32_t i, std::uint64_t n) const {
+  const std::uint32_t next = spare_key(spares_[i]->rkey, n + 1), between = (next & ~0xffu) | ((next - 1) & 0xff);
+  ibv_send_wr first = bind_of_spare(i, between), invalidate{}, second = bind_of_spare(i, next);
+  invalidate.opcode = IBV_WR_LOCAL_INV;
+  invalidate.invalidate_rkey = between;
+  first.next = &invalidate;
+  invalidate.next = &second;
+  post_local(i, &first, 0);
 }
 
 void Fabric::connect(const std::string& text) {
@@ -418,6 +468,7 @@ void Fabric::connect(const std::string& text) {
 void Fabric::close() {
   second_.reset();
   windows_.clear();
+  spares_.clear();
   held_qp_.reset();
   held_srq_.reset();
   qps.clear();

@@ -64,7 +64,11 @@ struct EndAddress {
 };
 struct QpAddress {
   std::uint32_t qpn, psn, target_rkey;
+  std::uint32_t spare_rkey;  // --invalidate: of the window that comes and goes; 0: this QP has none
 };
+
+/// What the key of that window is in its n-th life. In between it has had one more, by itself.
+inline std::uint32_t spare_key(std::uint32_t rkey, std::uint64_t n) { return (rkey & ~0xffu) | ((2 * n + 1) & 0xff); }
 
 /// --second: a context with one of each, and QPs in every state that needs no partner.
 struct SecondContext {
@@ -106,6 +110,7 @@ class Fabric {
   Mr local_mr[2], recv_mr[2], target_mr, readable_mr, words_mr, untouched_mr;
   std::vector<Mr> parts_mr;
   std::vector<Cq> cqs;
+  std::vector<ibv_cq_ex*> cqs_ex;  // the same, with --cq-ex
   Srq srq;          // with --srq
   std::vector<Qp> qps;
   std::vector<std::uint32_t> qpn;      // as they were at creation
@@ -117,6 +122,10 @@ class Fabric {
   std::uint32_t shared_slots() const { return recv_slots * shape.qps; }  // of the SRQ
   /// --resize: the n-th time.
   void resize(std::uint64_t n);
+  /// --invalidate: the partner has ended the n-th life of QP i's window.
+  void bind_spare_again(std::uint32_t i, std::uint64_t n) const;
+  bool has_spare(std::uint32_t i) const { return options.invalidate && i % 2 == 0; }
+  std::uint32_t spare_rkey(std::uint32_t i) const { return has_spare(i) ? spares_[i]->rkey : 0; }
   /// The SRQ's event comes with the next receive that is used.
   void arm_srq() const;
   std::size_t ring_bytes() const { return static_cast<std::size_t>(shape.window()) * shape.size; }
@@ -137,6 +146,10 @@ class Fabric {
   Qp held_qp_;
   std::vector<Mw> windows_;  // --windows: of QP i
   std::vector<std::uint32_t> window_keys_;
+  std::vector<Mw> spares_;   // --invalidate: of QP i; null: it has none
+  void post_local(std::uint32_t i, ibv_send_wr* wr, unsigned flags) const;
+  void await_bound(std::uint32_t i) const;
+  ibv_send_wr bind_of_spare(std::uint32_t i, std::uint32_t rkey) const;
   void make_window(std::uint32_t i);
   void bind_windows();
   std::uint32_t rd_atomic_ = 1;

@@ -29,6 +29,7 @@ constexpr const char kHelp[] =
   --seconds S       the time to run; --iterations N: the WRs of each QP; neither: until stopped
   --rate N          WRs per second of each end, all QPs together (as many as can be); it then sleeps in between
   --events          sleep on a completion channel instead of polling
+  --cq-ex           poll with ibv_start_poll, ibv_next_poll and the readers of ibv_create_cq_ex
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0)
@@ -41,6 +42,8 @@ constexpr const char kHelp[] =
   --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses, from zero; all of it with relaxed ordering
   --fork            have a child that was forked after the set-up and keeps what it inherited
   --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
+  --invalidate      the partner invalidates a further window of type 2 by SEND_WITH_INV again and again, which is bound anew,
+                    invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
   --second          keep another context open, with a QP of its own that has to work at the end
   --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ), cm (of librdmacm, opened past libmigr)
   --query           ibv_query_qp must still give the first QP numbers at the end
@@ -100,7 +103,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kInvalidate, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -110,10 +113,12 @@ Options parse_options(int argc, char** argv) {
       {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
       {"iterations", 1, nullptr, kIterations}, {"rate", 1, nullptr, kRate},
       {"events", 0, nullptr, kEvents},
+      {"cq-ex", 0, nullptr, kCqEx},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
       {"srq", 0, nullptr, kSrq},
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
-      {"windows", 0, nullptr, kWindows}, {"fork", 0, nullptr, kFork},
+      {"windows", 0, nullptr, kWindows},     {"invalidate", 0, nullptr, kInvalidate},
+      {"fork", 0, nullptr, kFork},
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
@@ -148,6 +153,7 @@ Options parse_options(int argc, char** argv) {
       case kIterations: o.shape.iterations = number(n, optarg, 1, 1ull << 40); break;
       case kRate: o.shape.rate = static_cast<std::uint32_t>(number(n, optarg, 1, 100000000)); break;
       case kEvents: o.events = true; break;
+      case kCqEx: o.cq_ex = true; break;
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
@@ -160,6 +166,7 @@ Options parse_options(int argc, char** argv) {
       case kIova: o.iova = true; break;
       case kFork: o.forks = true; break;
       case kWindows: o.windows = true; break;
+      case kInvalidate: o.invalidate = true; break;
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
@@ -186,6 +193,7 @@ Options parse_options(int argc, char** argv) {
   if (optind < argc) refuse(std::string(argv[optind]) + ": one server only");
   if (o.shape.lossy() && (o.shape.mode == Mode::kRead || o.shape.mode == Mode::kAtomic))
     refuse("this transport has neither reads nor atomics; choose another --mode");
+  if (o.invalidate && (o.wr_api || o.shape.lossy())) refuse("--invalidate is for RC without --wr-api");
   // Memory of one end: four rings per QP.
   if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))
     refuse("--qps, --depth and --size together need more than 1 GB; take one down");

@@ -22,6 +22,7 @@ struct Options {
   int ib_port = 1;
   int gid_index = -1;      // -1: the RoCE v2 one with an IPv4 address, else the first
   bool events = false;
+  bool cq_ex = false;      // poll with the extended interface
   bool wr_api = false;
   bool rnr = false;        // post too few receives on purpose
   bool srq = false;        // all QPs receive from one SRQ, whose limit is armed all the time
@@ -29,6 +30,7 @@ struct Options {
   bool iova = false;       // the partner addresses memory by other numbers than ours
   bool forks = false;      // a child, made after the set-up, keeps everything that it inherits
   bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
+  bool invalidate = false; // a further window of type 2 comes and goes
   bool second = false;     // another context, idle; at the end it has to work
   std::string hold;        // keep an object of this kind beside the traffic: udsrq
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
