@@ -48,7 +48,7 @@ std::string migration_name(const nlohmann::ordered_json& summary);
 struct ExpectedStop {
   double median_ms = 0, least_ms = 0, most_ms = 0;
   std::size_t moves = 0;
-  bool same = false;  // they were of this container, else of any
+  bool same = false;       // they were of this container, else of any
   bool estimated = false;  // there were none: estimate.h
 };
 /// From migrations to other hosts that succeeded. nullopt: there were none.

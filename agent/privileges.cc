@@ -10,7 +10,7 @@ namespace {
 
 // Each of them with a reason in docs/threat-model.md; tests/unit/privileges_test.cc shows that one less is too little.
 constexpr int kNeeded[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID, CAP_KILL, CAP_NET_ADMIN, CAP_SYS_PTRACE,
-                         CAP_NET_BIND_SERVICE, CAP_CHECKPOINT_RESTORE};
+                           CAP_NET_BIND_SERVICE, CAP_CHECKPOINT_RESTORE};
 
 }  // namespace
 

@@ -184,7 +184,9 @@ TEST_F(Privileges, WhatIsMountedBelowAFolderIsUnmounted) {
   const auto with_a_mount = [&] {
     return !unshare(CLONE_NEWNS) && !mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) && !mount("none", at.c_str(), "tmpfs", 0, nullptr);
   };
-  EXPECT_TRUE(done_without(kNothing, [this] { return bool(remove_folder(root + "/rootfs")); }, with_a_mount)) << "by a program that it starts";
+  EXPECT_TRUE(done_without(
+      kNothing, [this] { return bool(remove_folder(root + "/rootfs")); }, with_a_mount))
+      << "by a program that it starts";
 }
 TEST_F(Privileges, AnyPortMayBeListenedAt) {
   needs(
