@@ -43,15 +43,19 @@ restore_fails() {
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
 }
-# The container's cgroup at the destination may have no RDMA objects. Those that CRIU makes are not charged to it; memory is
-# registered by the process, and this is known before the commit.
+# When all but memory is made at the destination, the container's cgroup there may have no more RDMA objects: memory cannot be
+# registered, and this is known before the commit.
+no_more_objects() {
+	on_sh dst 'cd /sys/fs/cgroup/migr && n=$(sed -n "s/^rxe0 .*hca_object=//p" rdma.current) && echo "rxe0 hca_object=$n" >rdma.max'
+}
 memory_refused() {
-	on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control &&
-		echo "rxe0 hca_object=0" >/sys/fs/cgroup/migr/rdma.max' || return 1
-	migrate_refused c dst 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max'
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 && on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control' || return 1
+	while_migrating '^copy' no_more_objects
 	local r=$?
-	on_sh dst 'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' || return 1
-	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ] && ! rdma res show mr | grep " pid "'
+	on_sh dst 'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' && migrd_restart src || return 1
+	[ $r = 0 ] || return 1
+	grep -qE 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
+	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ] && ! rdma res show mr | grep " pid "'
 }
 # The partner has changed its path already, and changes it back.
 undone_then_moved() {	# OPTION...

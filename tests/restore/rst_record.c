@@ -84,7 +84,7 @@ static uint32_t read_fds(const char *path, const struct migr_rst_process *p, str
 	       fscanf(f, "%u %d %d %u %u %u %u %u %" SCNu64 " %" SCNu64 " %" SCNu64, &d[n].kind, &d[n].fd,
 		      &d[n].context_fd, &d[n].ctx_id, &d[n].cq_handle, &d[n].obj_type, &d[n].obj_handle, &d[n].ring,
 		      &d[n].addr, &d[n].bytes, &d[n].pgoff) == 11) {
-		if (d[n].ctx_id <= p->nr_contexts)
+		if (d[n].ctx_id && d[n].ctx_id <= p->nr_contexts)	/* MIGR_FD_AHEAD is of none */
 			d[n].ctx_id = p->contexts[d[n].ctx_id - 1].rec.ctx_id;
 		n++;
 	}
