@@ -93,7 +93,7 @@ step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_log
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
 walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
-step "memory that cannot be registered at the destination" memory_refused || e2e_logs
+walk_step "memory that cannot be registered at the destination" memory_refused || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
 walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
