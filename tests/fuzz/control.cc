@@ -68,6 +68,10 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string&) { return o
 int rollback(std::string&) { return engine_state = MIGR_PROC_RUNNING, 0; }
 void destroy_old_paths() {}
 void stats(std::vector<migr_drain_stat>& out) { out.resize(Registry::get().qps.size()); }
+namespace ahead {
+void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
+void forget() {}
+}  // namespace ahead
 }  // namespace switchover
 
 namespace datagrams {
