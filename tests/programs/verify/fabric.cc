@@ -247,19 +247,6 @@ Fabric::Fabric(const Options& o, const Shape& s)
     if (fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK)) fail("async events");
   }
   if (o.hold == "cm" && syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
-  if (o.hold == "udsrq") {
-    ibv_srq_init_attr of{};
-    of.attr.max_wr = of.attr.max_sge = 1;
-    held_srq_.reset(ibv_create_srq(pd.get(), &of));
-    if (!held_srq_) fail("an SRQ");
-    ibv_qp_init_attr a{};
-    a.srq = held_srq_.get();
-    a.send_cq = a.recv_cq = cqs[0].get();
-    a.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-    a.qp_type = IBV_QPT_UD;
-    held_qp_.reset(ibv_create_qp(pd.get(), &a));
-    if (!held_qp_) fail("a UD QP");
-  }
   inline_max = UINT32_MAX;
   for (std::uint32_t i = 0; i < shape.qps; ++i) create_qp(i);
 }
@@ -469,8 +456,6 @@ void Fabric::close() {
   second_.reset();
   windows_.clear();
   spares_.clear();
-  held_qp_.reset();
-  held_srq_.reset();
   qps.clear();
   srq.reset();
   cqs.clear();

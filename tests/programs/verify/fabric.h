@@ -142,8 +142,6 @@ class Fabric {
   int gid_index_ = 0;
   int cqe_ = 0;  // of each CQ, as asked for
   std::unique_ptr<SecondContext> second_;
-  Srq held_srq_;  // --hold
-  Qp held_qp_;
   std::vector<Mw> windows_;  // --windows: of QP i
   std::vector<std::uint32_t> window_keys_;
   std::vector<Mw> spares_;   // --invalidate: of QP i; null: it has none

@@ -45,7 +45,7 @@ constexpr const char kHelp[] =
   --invalidate      the partner invalidates a further window of type 2 by SEND_WITH_INV again and again, which is bound anew,
                     invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
   --second          keep another context open, with a QP of its own that has to work at the end
-  --hold KIND       have an object of this kind beside the traffic: udsrq (a UD QP on an SRQ), cm (of librdmacm, opened past libmigr)
+  --hold KIND       have an object of this kind beside the traffic: cm (of librdmacm, opened past libmigr)
   --query           ibv_query_qp must still give the first QP numbers at the end
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -170,7 +170,7 @@ Options parse_options(int argc, char** argv) {
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
-        if (o.hold != "udsrq" && o.hold != "cm") refuse("--hold " + o.hold + ": want udsrq or cm");
+        if (o.hold != "cm") refuse("--hold " + o.hold + ": want cm");
         break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;

@@ -32,7 +32,7 @@ struct Options {
   bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
   bool invalidate = false; // a further window of type 2 comes and goes
   bool second = false;     // another context, idle; at the end it has to work
-  std::string hold;        // keep an object of this kind beside the traffic: udsrq
+  std::string hold;        // keep an object of this kind beside the traffic: cm
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
