@@ -7,85 +7,18 @@
 
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "file_tree.h"
-#include "hex.h"
+#include "manifest.h"
 #include "migr/restore.h"
 #include "room.h"
-#include "uapi/migr.h"
 
 namespace migr {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
-constexpr char kManifest[] = "checkpoint.json";
-constexpr mode_t kFileMode = 0600, kDirMode = 0700, kOthers = 0077;
-
-std::string bytes_of(const std::string& hex) {
-  const auto bytes = from_hex(hex);
-  if (!bytes) throw std::invalid_argument("no hexadecimal digits: " + hex);
-  return *bytes;
-}
-
-Json to_json(const ContainerInfo& c) {
-  Json j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease},
-            {"name", c.id}, {"bundle", c.bundle}, {"devices", c.devices}, {"vqpns", c.vqpns}, {"pids", c.pids},
-            {"instances", Json::array()}, {"gids", Json::array()}, {"earlier", Json::array()}, {"contexts", Json::array()}, {"connected", Json::array()}, {"needs", Json::array()}};
-  for (const auto& i : c.instances) j["instances"].push_back(hex(i));
-  for (const auto& g : c.gids) j["gids"].push_back(to_hex(g.SerializeAsString()));
-  for (const auto& [owner, gid] : c.earlier) j["earlier"].push_back({owner, to_hex(gid)});
-  for (const auto& [ctx, owner] : c.ctxs) j["contexts"].push_back({ctx, owner});
-  for (const auto& q : c.connected)
-    j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)},
-                              {"to_gid", to_hex(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
-  for (const auto& n : c.needs) j["needs"].push_back(to_hex(n.SerializeAsString()));
-  j["filled_bytes"] = c.filled_bytes;
-  const auto& r = c.resources;
-  j["resources"] = {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}};
-  return j;
-}
-
-// Throws what nlohmann::json or the standard library throw: it is not ours.
-ContainerInfo from_json(const Json& j) {
-  ContainerInfo c;
-  c.id = j.at("name");
-  c.bundle = j.at("bundle");
-  c.devices = j.at("devices").get<std::vector<std::string>>();
-  c.vqpns = j.at("vqpns").get<std::vector<std::uint32_t>>();
-  c.pids = j.at("pids").get<std::vector<pid_t>>();
-  for (const auto& i : j.at("instances")) {
-    const auto x = instance_of(bytes_of(i));
-    if (!x) throw std::invalid_argument(x.error().text);
-    c.instances.push_back(*x);
-  }
-  for (const auto& g : j.at("gids"))
-    if (!c.gids.emplace_back().ParseFromString(bytes_of(g)) || c.gids.back().gid().size() != 16) throw std::invalid_argument("GIDs of a device");
-  for (const auto& x : j.at("earlier")) {
-    c.earlier.emplace_back(x.at(0).get<std::uint32_t>(), bytes_of(x.at(1)));
-    if (c.earlier.back().first >= c.instances.size() || c.earlier.back().second.size() != 16) throw std::invalid_argument("a GID of before");
-  }
-  for (const auto& x : j.at("contexts")) {
-    c.ctxs.emplace_back(x.at(0).get<std::uint32_t>(), x.at(1).get<std::uint32_t>());
-    if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
-  }
-  for (const auto& q : j.at("connected")) {
-    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of(q.at("gid")), bytes_of(q.at("to_gid")), q.at("to_pqpn")});
-    if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
-  }
-  for (const auto& n : j.at("needs"))
-    if (!c.needs.emplace_back().ParseFromString(bytes_of(n))) throw std::invalid_argument("what it needs of a device");
-  c.filled_bytes = j.at("filled_bytes");
-  const auto& r = j.at("resources");
-  c.resources.set_ctx(r.at("ctx"));
-  c.resources.set_pd(r.at("pd"));
-  c.resources.set_mr(r.at("mr"));
-  c.resources.set_cq(r.at("cq"));
-  c.resources.set_qp(r.at("qp"));
-  return c;
-}
+constexpr mode_t kDirMode = 0700, kOthers = 0077;
 
 Status make_dir(const std::string& dir) { return mkdir(dir.c_str(), kDirMode) ? Status(sys_error("cannot make " + dir)) : Status(); }
 
@@ -119,46 +52,6 @@ Status is_private(const std::string& path) {
   if (!S_ISLNK(st.st_mode) && (st.st_mode & kOthers))
     return Error{EPERM, path + " can be read or written by others, and holds memory and RDMA keys: refused; after making sure that nobody has changed it: chmod go-rwx " + path};
   return {};
-}
-
-// ---- that it is what was stored, whole and unchanged
-
-std::string sum_of(Json manifest) {
-  manifest.erase("sum");
-  return to_hex(checksum_of(manifest.dump()));
-}
-
-Result<Json> sums_of(const std::string& images) {
-  Json files = Json::object();
-  std::error_code ec;
-  for (const auto& f : fs::directory_iterator(images, ec)) {
-    if (!f.is_regular_file(ec)) continue;
-    auto sum = checksum_of_file(f.path());
-    if (!sum) return sum.error();
-    files[f.path().filename().string()] = {{"bytes", f.file_size(ec)}, {"xxh3", to_hex(*sum)}};
-  }
-  if (ec) return Error{ec.value(), "reading " + images + ": " + ec.message()};
-  return files;
-}
-
-// `files`: as sums_of() had it.
-Status is_as_stored(const std::string& images, const Json& files) {
-  std::error_code ec;
-  for (const auto& [name, was] : files.items()) {
-    const std::string path = images + "/" + name;
-    if (!fs::is_regular_file(fs::symlink_status(path, ec))) return Error{EINVAL, path + " is missing; the checkpoint is not complete"};
-    const auto size = fs::file_size(path, ec);
-    if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
-    if (size != was.at("bytes").get<std::uint64_t>())
-      return Error{EINVAL, fmt::format("{} is {}: it has {} bytes, {} were stored", path, size < was.at("bytes").get<std::uint64_t>() ? "truncated" : "damaged", size,
-                                       was.at("bytes").get<std::uint64_t>())};
-    auto sum = checksum_of_file(path);
-    if (!sum) return sum.error();
-    if (to_hex(*sum) != was.at("xxh3").get<std::string>()) return Error{EINVAL, path + " is not what was stored: damaged, or of another checkpoint"};
-  }
-  for (const auto& f : fs::directory_iterator(images, ec))
-    if (const std::string name = f.path().filename().string(); !files.contains(name)) return Error{EINVAL, f.path().string() + " does not belong to this checkpoint"};
-  return ec ? Status(Error{ec.value(), "reading " + images + ": " + ec.message()}) : Status();
 }
 
 }  // namespace
@@ -197,15 +90,7 @@ Status KeepingDestination::upload(std::uint32_t, const std::string& folder, unsi
 Status KeepingDestination::ready(std::uint32_t) {
   for (const auto& f : fs::directory_iterator(part_ + "/images"))
     if (f.is_regular_file() && chmod(f.path().c_str(), kFileMode)) return sys_error("chmod of " + f.path().string());
-  std::ofstream out(part_ + "/" + kManifest);
-  Json j = to_json(info_);
-  auto files = sums_of(part_ + "/images");
-  if (!files) return files.error();
-  j["files"] = *files;
-  j["sum"] = sum_of(j);
-  out << j.dump(1) << "\n";
-  out.close();
-  if (!out || chmod((part_ + "/" + kManifest).c_str(), kFileMode)) return sys_error("writing " + part_ + "/" + kManifest);
+  if (auto r = write_manifest(part_, info_); !r) return r;
   return sync_below(part_);
 }
 
@@ -226,29 +111,14 @@ Result<wire::Outcome> KeepingDestination::outcome(std::uint32_t) { return access
 
 Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   dir_ = dir;
-  const std::string manifest = dir + "/" + kManifest;
-  for (const auto& p : {dir, dir + "/images", manifest})
+  for (const auto& p : {dir, dir + "/images", dir + "/" + kManifest})
     if (auto s = is_private(p); !s) return s.error();
   std::error_code ec;
   for (const auto& f : fs::directory_iterator(dir + "/images", ec))
     if (auto s = is_private(f.path()); !s) return s.error();
-  std::ifstream in(manifest);
-  const Json j = Json::parse(in, nullptr, false);
-  const auto of = [&](const char* what) { return j.is_object() && j.contains(what) && j[what].is_number_unsigned() ? j[what].get<std::uint32_t>() : 0; };
-  if (!j.is_object()) return Error{EINVAL, manifest + " is damaged"};
-  if (of("wire") != kWireVersion || of("abi") != MIGR_ABI_VERSION || of("proc") != MIGR_PROC_VERSION)
-    return Error{EINVAL, fmt::format("{} was made by release {} of migr (versions {}, {}, {}), this is {} ({}, {}, {}); restore it with that one", dir,
-                                     j.contains("release") && j["release"].is_string() ? j["release"].get<std::string>() : "?", of("wire"), of("abi"), of("proc"), kRelease,
-                                     kWireVersion, MIGR_ABI_VERSION, MIGR_PROC_VERSION)};
-  if (!j.contains("sum")) return Error{EINVAL, manifest + " is damaged, or of an earlier migr: it has no checksum"};
-  if (j["sum"] != sum_of(j)) return Error{EINVAL, manifest + " is damaged: its checksum does not fit"};
-  try {
-    info_ = from_json(j);
-    if (auto s = is_as_stored(dir + "/images", j.at("files")); !s) return s.error();
-  } catch (const std::exception& e) {
-    return Error{EINVAL, manifest + " is damaged: " + e.what()};
-  }
-  if (!Runtime::name_ok(info_.id) || info_.bundle.empty() == !bare_pid(info_.id)) return Error{EINVAL, manifest + " is damaged: name or bundle"};
+  auto info = read_manifest(dir);
+  if (!info) return info.error();
+  info_ = *info;
   return info_;
 }
 
