@@ -518,7 +518,7 @@ bool of_a_cut(CqShadow& c, const ibv_wc& wc, bool linked) {
   const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num && x->linked == linked; });
   if (cut == c.cutting.end()) return false;
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
-  const bool given_up = wc.status == IBV_WC_RETRY_EXC_ERR && (*cut)->path_failed;
+  const bool given_up = gives_up(wc.status) && (*cut)->path_failed;
   if (wc.status != IBV_WC_WR_FLUSH_ERR && !given_up) return false;
   if ((*cut)->sends_over && &c == (*cut)->send_cq) return true;  // the trap has it
   if ((*cut)->receives_over && &c != (*cut)->send_cq) return true;

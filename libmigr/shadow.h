@@ -141,13 +141,16 @@ struct OwedCompletion {
   bool signalled;
 };
 
+/// What a device ends a work request with that it gives up, the path having failed; those behind it are flushed.
+inline bool gives_up(ibv_wc_status status) { return status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_LOC_QP_OP_ERR; }
+
 /// A work request as it lies in a send queue.
 struct QueuedSend {
   KeptSend send;
   std::uint64_t bytes = 0;
   std::uint32_t first_psn = 0;  ///< stale if it was never sent
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
-  bool retry_exceeded = false;  ///< the device has given it up
+  bool given_up = false;        ///< by the device: it stands before all that was flushed
   bool ours = false;            ///< a drain marker
   std::optional<OwedCompletion> executed = {};  ///< on a path before: it lies in no queue and is due behind the one before it
   bool again = false;           ///< a CAS that is done once more although it was executed: its swap value is nobody else's

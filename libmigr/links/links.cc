@@ -342,14 +342,25 @@ void after_fork_in_child() {
 
 namespace {
 
+constexpr std::uint64_t kPortDownMs = 20;  // a port says that it is down so long after what it was to send has failed
+
 /// What a path that does not carry any more leads to. All else is the application's doing.
 bool of_the_path(ibv_wc_status status) {
   return status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_WR_FLUSH_ERR || status == IBV_WC_RESP_TIMEOUT_ERR;
 }
 
-}  // namespace
+bool port_is_active(const Link& link) {
+  ibv_port_attr port{};
+  return !query_port(link.ctx, link.config.port, port) && port.state == IBV_PORT_ACTIVE;
+}
 
-namespace {
+/// Soft-RoCE ends a send that it has no interface or route for as one that is wrong. Which it is, the port tells.
+bool of_the_path(ibv_wc_status status, const Link& link) {
+  if (status != IBV_WC_LOC_QP_OP_ERR) return of_the_path(status);
+  for (const std::uint64_t until = now_ns() + kPortDownMs * 1'000'000; port_is_active(link); switchover::pause_briefly())
+    if (now_ns() > until) return false;
+  return true;
+}
 
 /// Caller holds the guard's lock.
 bool take_guarded(Guard& g, CqShadow& c, const ibv_wc& wc) {
@@ -385,7 +396,7 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
   }
   if (l.stage == Stage::kMaking && take_guarded(l.q->guard, c, wc)) return true;
   if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return l.seen = true, false;
-  if (!of_the_path(wc.status)) {
+  if (!of_the_path(wc.status, *l.legs[side].link)) {
     l.seen = true;
     if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
     return false;

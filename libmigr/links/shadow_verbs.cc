@@ -95,10 +95,9 @@ std::string open_link(Link& link) {
   std::string why;
   ibv_port_attr port{};
   link.gid_index = link.config.gid_index >= 0 ? link.config.gid_index : choose_gid(ctx, link.config.port);
-  const auto number = static_cast<std::uint8_t>(link.config.port);
-  if (const int err = real().query_port(ctx, number, reinterpret_cast<_compat_ibv_port_attr*>(&port)))
+  if (const int err = query_port(ctx, link.config.port, port))
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
-  else if (real().query_gid(ctx, number, link.gid_index, &link.gid))
+  else if (real().query_gid(ctx, static_cast<std::uint8_t>(link.config.port), link.gid_index, &link.gid))
     why = link.config.device + " has no GID " + std::to_string(link.gid_index);
   link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
   link.lid = port.lid;
@@ -255,6 +254,10 @@ bool all_memory_there(const Twin& t) {
 }
 
 }  // namespace
+
+int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port) {
+  return real().query_port(ctx, static_cast<std::uint8_t>(number), reinterpret_cast<_compat_ibv_port_attr*>(&port));
+}
 
 void close_link(Link& link) {
   if (!link.ctx) return;

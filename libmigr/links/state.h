@@ -71,6 +71,8 @@ bool make_next();
 /// All memory of `t` that the application has registered. @return "" or what is missing
 std::string make_memory(Twin& t);
 void close_link(Link& link);
+/// @return 0 or a positive errno
+int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
 /// This end's half of a path, in INIT, as the leg's next. One that was not used is given up.
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why);
 int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why);

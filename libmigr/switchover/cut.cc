@@ -264,7 +264,7 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   std::uint32_t front = (send_end - window) & now.sends.mask;
   std::vector<QueuedSend> sends;
   if ((err = read_sends(q, {front, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
-  const auto given_up = std::find_if(sends.begin(), sends.end(), [](const QueuedSend& s) { return s.retry_exceeded; });
+  const auto given_up = std::find_if(sends.begin(), sends.end(), [](const QueuedSend& s) { return s.given_up; });
   const std::size_t behind = static_cast<std::size_t>(sends.end() - given_up - std::count_if(given_up, sends.end(), ours));
   const std::uint32_t queued = (send_end - before.sends.from) & now.sends.mask;
   const auto posted = sends.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(queued, sends.size()));
@@ -290,7 +290,7 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   for (std::size_t n = left.sends; n && oldest != sends.begin();) n -= !ours(*--oldest);
   front += static_cast<std::uint32_t>(oldest - sends.begin());
   sends.erase(sends.begin(), oldest);
-  if (!sends.empty() && !sends.front().retry_exceeded) {
+  if (!sends.empty() && !sends.front().given_up) {
     // The device may note down for a flushed work request that it has begun it. Whether it had is told by its PSN.
     const std::uint32_t place = (front - before.sends.from) & now.sends.mask;
     if (place < sends_before.size())

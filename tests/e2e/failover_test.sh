@@ -126,6 +126,30 @@ cuts() {	# N: in a row, of all kinds
 	done
 	changed src && changed peer
 }
+# The driver lets the NIC go, as when it is unplugged. The kernel keeps what is left of it for the programs that hold its device.
+unbind() {	# HOST
+	on_sh "$1" '
+		d=$(basename "$(readlink -f /sys/class/net/eth1/device)")
+		setsid -f sh -c "echo $d >/sys/bus/virtio/drivers/virtio_net/unbind" </dev/null >/dev/null 2>&1
+	' && until_true 20 on "$1" test ! -e /sys/class/net/eth1 || fail "eth1 is still there on $1"
+}
+removed() { unbind peer && both_on 1 && on_sh peer 'rdma link show | grep -q "^link rxe0/1" && echo "# rxe0 is held" || echo "# rxe0 is gone already"'; }
+# As long as a program has the device open soft-RoCE holds the interface, and the kernel says so after 10 s. That, and nothing else.
+only_waited() {
+	local said
+	said=$(testbed check --new) || ! said=$(grep -v '^peer: .*unregister_netdevice: waiting for eth1 ' <<<"$said") ||
+		{ echo "$said" >&2; fail "a kernel has complained"; }
+}
+device_removed() {
+	local r=0
+	with_verify removed -- --mode write_imm --qps 4 --size 4096 || r=1
+	[ $r != 0 ] || until_true 60 on_sh peer '! rdma link show | grep -q "^link rxe0/1" && ! pgrep -f "[v]irtio_net/unbind"' ||
+		{ fail "the kernel holds the device although the programs have ended"; r=1; }
+	only_waited || r=1
+	testbed kill peer >/dev/null	# it has its NIC again when it boots
+	e2e_reset
+	return $r
+}
 # One end prefers the other rail, and then none.
 preferred() {
 	on src migrctl links prefer rxe1 --wait 30000 >/dev/null && both_on 1 && on src migrctl links prefer --none >/dev/null && both_on 0
@@ -201,6 +225,7 @@ walk_step "the partner's rail fails while a container moves" with_container move
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8
+walk_step "the device is removed: migr_verify, messages and WRITEs" device_removed
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
 walk_step "the cable is cut: ib_read_bw" perftest ib_read_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events

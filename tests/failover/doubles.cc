@@ -67,7 +67,7 @@ int sends_in(const QpShadow::Ring& r, QueuePart part, std::vector<QueuedSend>& o
     o.bytes = s.bytes;
     o.first_psn = s.first_psn;
     o.begun = s.begun;
-    o.retry_exceeded = s.given_up;
+    o.given_up = s.given_up;
   }
   return 0;
 }

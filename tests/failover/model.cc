@@ -104,7 +104,7 @@ struct Raised {
 };
 
 struct Wire {
-  bool cut = false, answers_only = false;
+  bool cut = false, answers_only = false, no_route = false;
   long packets_left = -1;  // -1: no cut is due
 };
 
@@ -133,6 +133,8 @@ bool passes(int link, bool answer) {
   if (!w.cut && w.packets_left >= 0 && w.packets_left-- == 0) w.cut = true;
   return !w.cut || (w.answers_only && !answer);
 }
+
+bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
 
 void complete(ibv_cq* cq, const ibv_wc& wc) {
   Cq& c = *reinterpret_cast<Cq*>(cq);
@@ -194,7 +196,9 @@ void to_err(ModelQp& q) {
 }
 
 void fail_send(ModelQp& q, ibv_wc_status status) {
-  q.sends.slots[q.sends.from].given_up = status == IBV_WC_RETRY_EXC_ERR;
+  model::Send& s = q.sends.slots[q.sends.from];
+  s.given_up = status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_LOC_QP_OP_ERR;
+  if (status == IBV_WC_LOC_QP_OP_ERR) s.begun = false;  // the device does not say
   complete_send(q, status);
   to_err(q);
 }
@@ -334,7 +338,11 @@ bool step(ModelQp& q) {
   }
   if (q.idle) q.idle = false, q.progress = Clock::now();
   ModelQp* const r = peer_of(q);
-  if (q.next != q.sends.to && q.in_flight < kWindowPackets) {
+  if (unreachable(q.nic->link) && q.next == q.sends.from) {
+    fail_send(q, IBV_WC_LOC_QP_OP_ERR);
+    return false;
+  }
+  if (q.next != q.sends.to && q.in_flight < kWindowPackets && !unreachable(q.nic->link)) {
     model::Send& s = q.sends.slots[q.next];
     if (!q.next_packet) s.first_psn = q.psn, s.begun = true;
     if (!(s.wr.send_flags & IBV_SEND_INLINE) && s.bytes &&
@@ -595,7 +603,11 @@ static ibv_qp* create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* init) {
 
 MODEL void model_cut(int link, unsigned after_packets, bool answers_only) {
   std::lock_guard guard(lock);
-  wires[link] = {.cut = false, .answers_only = answers_only, .packets_left = static_cast<long>(after_packets)};
+  wires[link] = {.cut = false, .answers_only = answers_only, .no_route = false, .packets_left = static_cast<long>(after_packets)};
+}
+MODEL void model_take_route(int link) {
+  std::lock_guard guard(lock);
+  wires[link].no_route = true;
 }
 MODEL void model_mend(int link) {
   std::lock_guard guard(lock);
@@ -839,9 +851,10 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
   delete q;
   return 0;
 }
-MODEL int ibv_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr* attr) {
+MODEL int ibv_query_port(ibv_context* c, uint8_t, _compat_ibv_port_attr* attr) {
   auto* a = reinterpret_cast<ibv_port_attr*>(attr);
-  a->state = IBV_PORT_ACTIVE;
+  std::lock_guard guard(lock);
+  a->state = unreachable(nic_of(c)->link) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   a->active_mtu = a->max_mtu = IBV_MTU_1024;
   a->lid = 0;
   return 0;
