@@ -396,10 +396,10 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (state->status != "running") return Error{EBUSY, "'" + container + "' is " + state->status + ", not running"};
   {
     std::lock_guard lock(host_.mutex_);
+    if (host_.busy_.contains(container)) return Error{EBUSY, "'" + container + "' is being migrated already"};
     for (const auto& [id, e] : host_.entries_)
       if (e.record.container() == container && !e.record.settled())
         return Error{EBUSY, "an earlier migration of '" + container + "' is not finished; see: migrctl recover"};
-    if (host_.busy_.contains(container)) return Error{EBUSY, "'" + container + "' is being migrated already"};
     if (how_ != Describe::kLook) busy_ = host_.busy_.insert(container).second;
   }
   info_.id = container;
