@@ -40,7 +40,7 @@ struct Qp {
   std::uint32_t ctx_id, vqpn, pqpn;
   std::uint32_t peer_vqpn = 0;  // 0: not connected to the other process
   migr_qp_spare spare{};
-  std::uint32_t psn = 0;        // of CUT
+  std::uint32_t psn = 0;  // of CUT
 };
 
 struct Reply {
@@ -66,6 +66,7 @@ class Process {
     if (hello.head.version != MIGR_PROC_VERSION || hello.head.type != MIGR_MSG_HELLO) throw Failed("no HELLO");
     hello_ = hello.head;
     for (const migr_text_range& r : hello.as<migr_text_range>()) ranges_.push_back({r.start, r.bytes});
+    ask<migr_move>(MIGR_MSG_MOVES);  // nobody has moved: it need not ask when it connects a QP
   }
   ~Process() { close(fd_); }
   Process(const Process&) = delete;
@@ -182,6 +183,7 @@ struct Listener {
     close(fd);
     unlink(path_.c_str());
   }
+  /// Null: no process has come. What one asks meanwhile is answered.
   std::unique_ptr<Process> accept_one(int limit_ms) const {
     pollfd p{fd, POLLIN, 0};
     if (poll(&p, 1, limit_ms) != 1) return nullptr;
@@ -189,7 +191,16 @@ struct Listener {
     ucred who{};
     socklen_t len = sizeof who;
     if (connection < 0 || getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &who, &len)) return nullptr;
-    return std::make_unique<Process>(connection, who.pid);
+    migr_msg first{};
+    pollfd said{connection, POLLIN, 0};
+    if (poll(&said, 1, kAnswerLimitMs) != 1 || recv(connection, &first, sizeof first, MSG_PEEK) < 0 || first.type < MIGR_MSG_WHERE)
+      return std::make_unique<Process>(connection, who.pid);
+    first.type |= MIGR_REPLY;
+    first.status = ENOENT;  // a peer is where the program says
+    first.count = 0;
+    (void)send(connection, &first, sizeof first, MSG_NOSIGNAL);
+    close(connection);
+    return nullptr;
   }
   /// Of the socket, with a slash at its end.
   std::string folder() const { return path_.substr(0, path_.rfind('/') + 1); }
