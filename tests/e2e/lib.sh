@@ -491,11 +491,11 @@ doctor_says() {
 }
 
 # private_files HOST PATTERN..: nobody but root can read or write what migrd keeps there, images, logs and journal; files with these
-# names are among it. Bundles are copied with the modes that they have.
+# names are among it. Bundles are copied with the modes that they have; where CRIU mounts cgroups is below a closed folder.
 private_files() {
 	local open
 	open=$(on_sh "$1" '
-		cd /var/lib/migr && find . -name bundle -prune -o ! -type l -perm /077 -printf "%m %p\n"
+		cd /var/lib/migr && find . \( -name bundle -o -name ".criu.cgyard.*" \) -prune -o ! -type l -perm /077 -printf "%m %p\n"
 		for p in "$@"; do find . -type f -name "$p" | grep -q . || echo "no $p"; done' "${@:2}") && [ -z "$open" ] ||
 		{ fail "/var/lib/migr on $1: $open"; return 1; }
 }

@@ -49,7 +49,7 @@ traces() {
 		ls -d /usr/share/doc/*migr* /usr/include/migr 2>/dev/null
 		cut -d" " -f1 /proc/modules | grep -x migr | sed "s/^/module /"
 		ls /dev/migr 2>/dev/null
-		ls -d /sys/fs/cgroup/migr* 2>/dev/null
+		ls -d /sys/fs/cgroup/migr-processes 2>/dev/null	# /migr is of the bundles that this test makes
 		pgrep -xl migrd | sed "s/^[0-9]* /process /"
 		dpkg-query -W -f "\${Package} \${Status}\n" | grep migr
 		true

@@ -268,7 +268,7 @@ purged() {	# HOST
 	E2E_LIMIT=600 on_sh "$1" 'yes | (eval "$1")' "$commands" >"$E2E_OUT/$1.purge" 2>&1 || { tail -n 20 "$E2E_OUT/$1.purge" >&2; return 1; }
 	left=$(on_sh "$1" 'grep "^migr " /proc/modules; ls -d /etc/migr /var/lib/migr /run/migr /run/migrd /dev/migr /usr/lib/migr /var/lib/dkms/migr /usr/src/migr-* /sys/fs/cgroup/migr-processes 2>/dev/null
 		systemctl --failed --no-legend --plain; systemctl is-active -q migrd && echo migrd; true')
-	[ "$1" != hostA ] || left=$(grep -v "^migr " <<<"$left")	# where bw was started, which has been stored
+	[ "$1" != hostA ] || left=$(grep -v -e "^migr " -e "^/dev/migr$" <<<"$left")	# where bw was started, which has been stored
 	[ -z "$left" ] || fail "$1 has still: $left"
 }
 everything_goes() { on_every_host container_removed; on_every_host purged; }
