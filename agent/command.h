@@ -15,9 +15,9 @@ using Argv = std::vector<std::string>;
 using Env = std::vector<std::string>;  // "NAME=value", added to our own
 
 struct CommandResult {
-  int status = 0;      // exit status; 128 + signal
-  std::string out;     // stdout, at most kCommandOutputBytes
-  std::string err;     // stderr, likewise
+  int status = 0;   // exit status; 128 + signal
+  std::string out;  // stdout, at most kCommandOutputBytes
+  std::string err;  // stderr, likewise
   /// Last line of stderr (else stdout) that says something.
   std::string last_line() const;
 };
@@ -42,9 +42,9 @@ class Child {
   ~Child();
 
   pid_t pid() const { return pid_; }
-  bool running();                  // reaps
+  bool running();  // reaps
   int status() const { return status_; }
-  bool wait(int limit_ms);         // false: still running
+  bool wait(int limit_ms);  // false: still running
   void signal(int sig);
   void forget() { pid_ = 0; }
   /// A line to its input. EPIPE: it has ended.

@@ -35,9 +35,9 @@ struct AllowRule {
 
 /// The directory of links in a Redis server.
 struct RedisConfig {
-  std::string address;           // "host:port", or the path of its socket; empty: migrds are the directory
-  std::string prefix = "migr1:"; // of all its keys
-  std::string password_file;     // first line; empty: none
+  std::string address;            // "host:port", or the path of its socket; empty: migrds are the directory
+  std::string prefix = "migr1:";  // of all its keys
+  std::string password_file;      // first line; empty: none
 };
 
 struct Config {
@@ -50,15 +50,15 @@ struct Config {
   std::string control_socket = kControlSocket;
   std::string runc = "runc";
   std::string runc_root = "/run/runc";
-  std::string criu = "criu";     // for processes without a container
-  std::string criu_libs;         // folder of migr_plugin.so; empty: CRIU's own
-  std::string metrics = kMetrics;  // host:port that Prometheus reads; empty: nowhere
-  std::string net_hook;          // empty: containers keep no network of their own
-  std::string libmigr = kLibmigr;  // what programs preload; only looked at by migrctl doctor
-  std::string links_file = kLinksFile;  // the host's configuration of links, for processes that cannot read it
+  std::string criu = "criu";                      // for processes without a container
+  std::string criu_libs;                          // folder of migr_plugin.so; empty: CRIU's own
+  std::string metrics = kMetrics;                 // host:port that Prometheus reads; empty: nowhere
+  std::string net_hook;                           // empty: containers keep no network of their own
+  std::string libmigr = kLibmigr;                 // what programs preload; only looked at by migrctl doctor
+  std::string links_file = kLinksFile;            // the host's configuration of links, for processes that cannot read it
   std::map<Right, std::vector<AllowRule>> allow;  // a right that is missing: every peer has it
   RedisConfig redis;
-  std::string fault;             // MIGR_FAULT from the environment
+  std::string fault;  // MIGR_FAULT from the environment
 
   const Peer* peer(const std::string& name) const;
 };

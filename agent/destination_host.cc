@@ -51,23 +51,23 @@ bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 struct DestinationHost::Job : LeasedJob {
   std::string container, bundle;
   std::vector<Instance> instances;
-  std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
+  std::map<std::uint32_t, std::uint32_t> owner;                          // source's ctx_id -> index in instances
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
-  std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                 // likewise, of what was
-  std::string dir;                               // images/, work/, restore.out
+  std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                // likewise, of what was
+  std::string dir;                                                       // images/, work/, restore.out
 
   std::unique_ptr<RestoreSocket> socket;
-  Child child;                                   // runc partial-restore; not of a job that an earlier migrd began
-  bool mine = false;                             // what has the container's name here was made by this job
+  Child child;        // runc partial-restore; not of a job that an earlier migrd began
+  bool mine = false;  // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   bool attached = false, rebound = false;
   std::atomic<bool> ready = false, resumed = false;
   bool cleaned = false;
-  std::thread opener;                            // lets the network's traffic through
-  journal::Destination record;                   // guarded by work
+  std::thread opener;           // lets the network's traffic through
+  journal::Destination record;  // guarded by work
 
-  std::mutex state;                              // guards keys
+  std::mutex state;  // guards keys
   std::vector<wire::ProcessKeys> keys;
 
   std::string images() const { return dir + "/images"; }

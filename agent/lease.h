@@ -31,13 +31,13 @@ using Clock = std::chrono::steady_clock;
 /// What the jobs of a destination and of a partner have in common.
 struct LeasedJob {
   std::uint32_t id = 0;
-  std::string source;                     // the coordinator's host
+  std::string source;  // the coordinator's host
   std::int64_t begun_s = 0;
-  std::mutex work;                        // one call at a time
-  std::atomic<bool> aborting = false;     // a call that waits, or that waited, has to end
+  std::mutex work;                     // one call at a time
+  std::atomic<bool> aborting = false;  // a call that waits, or that waited, has to end
   std::atomic<wire::Outcome> outcome = wire::OPEN;
-  std::atomic<bool> finished = false;     // nothing is left to do
-  std::atomic<bool> alone = false;        // somebody asks for the outcome already
+  std::atomic<bool> finished = false;                  // nothing is left to do
+  std::atomic<bool> alone = false;                     // somebody asks for the outcome already
   std::atomic<wire::Outcome> ordered = wire::UNKNOWN;  // by the operator
 
   wire::Outcome get() const { return outcome; }

@@ -31,7 +31,7 @@ Result<Files> load(const std::string& dir);
 struct Certificate {
   std::string subject;
   std::int64_t begins_s = 0, ends_s = 0, ca_ends_s = 0;  // since 1970; of several CAs the one that signed it
-  bool of_ca = false;    // signed by the CA, whatever the date is
+  bool of_ca = false;                                    // signed by the CA, whatever the date is
   bool of_key = false;
   bool of_host = false;  // peers that know the host by `name` trust it
 };

@@ -49,9 +49,9 @@ class SourceHost final : public Role {
   friend class StoredSource;
   struct Entry {
     journal::Source record;
-    bool running = false;                  // its coordinator is at work
+    bool running = false;  // its coordinator is at work
     bool settling = false;
-    std::string waits_for;                 // of settle()
+    std::string waits_for;  // of settle()
     wire::Outcome ordered = wire::UNKNOWN;
   };
   Status save(std::uint32_t id, const Entry& e);
@@ -140,8 +140,8 @@ class SourceRun final : public Source {
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
   bool busy_ = false;
-  Child detach_ahead_;  // the network hook, waiting
-  Child ahead_;  // the checkpoint, waiting
+  Child detach_ahead_;      // the network hook, waiting
+  Child ahead_;             // the checkpoint, waiting
   std::string pre_copied_;  // folder of the last round, beside that of the images
 };
 

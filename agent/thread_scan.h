@@ -21,9 +21,9 @@ struct TextRange {
 };
 
 struct ScanStats {
-  unsigned threads = 0;   // seen outside
-  unsigned stops = 0;     // ptrace stops made
-  unsigned unwound = 0;   // stacks on which the word scan had found something
+  unsigned threads = 0;  // seen outside
+  unsigned stops = 0;    // ptrace stops made
+  unsigned unwound = 0;  // stacks on which the word scan had found something
 };
 
 /// Stops each thread of `pid` for a moment (PTRACE_INTERRUPT: no signal, and

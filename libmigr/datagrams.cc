@@ -79,7 +79,7 @@ struct State {
   std::unordered_map<Address, Address, AddressHash> present;  ///< birth -> present
   std::unordered_map<Address, Address, AddressHash> birth;    ///< present -> birth
   std::unordered_map<Target, Target, TargetHash> targets;
-  std::unordered_map<std::uint32_t, std::uint64_t> shifts;    ///< by index of the lkey
+  std::unordered_map<std::uint32_t, std::uint64_t> shifts;  ///< by index of the lkey
 };
 
 State& state() {
@@ -289,7 +289,7 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
   }
   s.prepared = s.prepared || !s.present.empty();
   if (!s.prepared || Registry::get().frozen) return 0;  // make_again() does the rest
-  int result = 0;  // one that fails is not to keep the others from working
+  int result = 0;                                       // one that fails is not to keep the others from working
   for (auto& [ah, h] : s.handles)
     if (const int err = aim(ah, h)) result = fail(why, err, "an address handle for a peer that has moved");
   std::vector<QpShadow*> qps;

@@ -90,8 +90,8 @@ constexpr char kMana[] = "libmana.so.1";
 using namespace migr;
 
 /// `real`: the function `name` of `library`. Ends the caller if there is none.
-#define MIGR_NEXT(result, name, library)                                 \
-  static auto* const real_##name = next(&::name, #name, library);        \
+#define MIGR_NEXT(result, name, library)                          \
+  static auto* const real_##name = next(&::name, #name, library); \
   if (!real_##name) return not_there<result>()
 
 // Calls that only name objects: the first argument, or none of those after it, needs to be looked behind.
@@ -110,11 +110,11 @@ MIGR_BEHIND(int, mlx5dv_modify_qp_sched_elem, kMlx5,
             responder)
 MIGR_BEHIND(mlx5dv_qp_ex*, mlx5dv_qp_ex_from_ibv_qp_ex, kMlx5, (ibv_qp_ex * qp), behind(qp))
 MIGR_BEHIND(mlx5dv_dr_action*, mlx5dv_dr_action_create_dest_ibv_qp, kMlx5, (ibv_qp * qp), behind(qp))
-#define MIGR_DEVX(kind)                                                                                            \
-  MIGR_BEHIND(int, mlx5dv_devx_##kind##_query, kMlx5,                                                              \
+#define MIGR_DEVX(kind)                                                                                                 \
+  MIGR_BEHIND(int, mlx5dv_devx_##kind##_query, kMlx5,                                                                   \
               (ibv_##kind * object, const void* in, size_t inlen, void* out, size_t outlen), behind(object), in, inlen, \
-              out, outlen)                                                                                         \
-  MIGR_BEHIND(int, mlx5dv_devx_##kind##_modify, kMlx5,                                                             \
+              out, outlen)                                                                                              \
+  MIGR_BEHIND(int, mlx5dv_devx_##kind##_modify, kMlx5,                                                                  \
               (ibv_##kind * object, const void* in, size_t inlen, void* out, size_t outlen), behind(object), in, inlen, \
               out, outlen)
 MIGR_DEVX(qp)

@@ -813,12 +813,12 @@ MIGR_EXPORT ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
 }
 
 // Calls that only name a QP.
-#define MIGR_ON_REAL_QP(name, params, ...)                            \
-  MIGR_EXPORT int ibv_##name params {                                 \
-    Registry& registry = Registry::get();                             \
-    auto guard = registry.enter();                                    \
-    if (QpShadow* shadow = known(registry, qp)) qp = shadow->real;    \
-    return real().name(__VA_ARGS__);                                  \
+#define MIGR_ON_REAL_QP(name, params, ...)                         \
+  MIGR_EXPORT int ibv_##name params {                              \
+    Registry& registry = Registry::get();                          \
+    auto guard = registry.enter();                                 \
+    if (QpShadow* shadow = known(registry, qp)) qp = shadow->real; \
+    return real().name(__VA_ARGS__);                               \
   }
 MIGR_ON_REAL_QP(query_qp_data_in_order, (ibv_qp * qp, ibv_wr_opcode op, uint32_t flags), qp, op, flags)
 MIGR_ON_REAL_QP(query_ece, (ibv_qp * qp, ibv_ece* ece), qp, ece)

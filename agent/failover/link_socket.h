@@ -47,21 +47,21 @@ class LinkSocket {
   struct Session {
     Fd fd;
     Speaker speaker;
-    pid_t pid = 0;               // the speaker's
+    pid_t pid = 0;  // the speaker's
     uid_t uid = 0;
     std::string comm;
     std::stop_source ended;
     Clock::time_point since;
-    Instance instance{};         // does not change once it has greeted
+    Instance instance{};  // does not change once it has greeted
     std::atomic<bool> greeted = false;
-    double tokens = 0;           // packets that may be read now
+    double tokens = 0;  // packets that may be read now
     Clock::time_point refilled;
     // Under LinkSocket::mutex_:
-    std::atomic<bool> closed = false;  // also read without
+    std::atomic<bool> closed = false;        // also read without
     std::deque<std::vector<std::byte>> out;  // not more is read while it is full
     std::deque<Packet> questions;
-    unsigned pending = 0;        // of questions and looks, not answered
-    bool asking = false;         // a worker has one of them, or will
+    unsigned pending = 0;  // of questions and looks, not answered
+    bool asking = false;   // a worker has one of them, or will
   };
   using SessionRef = std::shared_ptr<Session>;
   /// OUTSIDE

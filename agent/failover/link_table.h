@@ -140,7 +140,7 @@ class LinkTable {
   mutable std::mutex gids_mutex_;
   mutable std::set<Gid> gids_;
   mutable std::chrono::steady_clock::time_point gids_next_{};  ///< not read before
-  mutable bool gids_reading_ = false;  ///< by one thread, without the lock: a port has a thousand, each a file
+  mutable bool gids_reading_ = false;                          ///< by one thread, without the lock: a port has a thousand, each a file
 };
 
 }  // namespace migr

@@ -12,8 +12,8 @@
 namespace migr {
 namespace {
 
-constexpr std::size_t kPipeline = 256;      // commands in one go
-constexpr int kListenS = 1;                 // how long the server is waited for to have something to tell
+constexpr std::size_t kPipeline = 256;  // commands in one go
+constexpr int kListenS = 1;             // how long the server is waited for to have something to tell
 constexpr const char* kKnocksKept = "1000";
 
 // Only if it is still ours: a process that has moved is told of by another host.

@@ -19,7 +19,7 @@
 namespace migr::links {
 namespace {
 
-constexpr int kAnswerMs = 8000;  // LOOKUP may take 5 s
+constexpr int kAnswerMs = 8000;             // LOOKUP may take 5 s
 constexpr std::uint64_t kOutsideMs = 2000;  // nothing else is done here meanwhile
 constexpr std::uint64_t kRetryNs = 500'000'000;
 

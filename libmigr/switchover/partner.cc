@@ -194,7 +194,7 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   if (const int err = break_if_broken(q, why)) return err;
   set_bits(q, kLogReceives);
   q.phase = Phase::kSwitched;  // from here on rollback() knows the way back
-  if (q.cut) return 0;  // it has none of type 2
+  if (q.cut) return 0;         // it has none of type 2
   return move_windows(q, q.old_real, q.real, why);
 }
 

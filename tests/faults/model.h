@@ -19,12 +19,12 @@ namespace model {
 /// One process with one QP.
 struct State {
   int pid = 0;
-  std::string instance;               // 32 hex digits
-  std::uint32_t ctx = 0, vqpn = 0, pqpn = 0, gid = 0;    // gid: number of the host
+  std::string instance;                                // 32 hex digits
+  std::uint32_t ctx = 0, vqpn = 0, pqpn = 0, gid = 0;  // gid: number of the host
   std::uint32_t dest_pqpn = 0, dest_gid = 0;
-  std::uint32_t phase = 0;            // enum migr_proc_state
+  std::uint32_t phase = 0;  // enum migr_proc_state
   std::uint32_t generation = 0;
-  std::uint32_t spare = 0;            // pqpn of the spare; 0: none
+  std::uint32_t spare = 0;  // pqpn of the spare; 0: none
 
   bool read(const std::string& path) {
     std::ifstream in(path);

@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
     fd[i] = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd[i] < 0) fail("no network or RDMA device '" + std::string(argv[1]) + "': " + path + ": " + std::strerror(errno));
   }
-  struct sigaction s{};
+  struct sigaction s {};
   s.sa_handler = on_signal;
   sigaction(SIGTERM, &s, nullptr);
   sigaction(SIGINT, &s, nullptr);

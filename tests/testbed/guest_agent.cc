@@ -31,9 +31,9 @@
 namespace {
 
 constexpr char kPortName[] = "migr.ctl";
-constexpr size_t kPortWriteMax = 32768;    // the driver takes no more at once
+constexpr size_t kPortWriteMax = 32768;       // the driver takes no more at once
 constexpr size_t kPortQueueMax = 512 * 1024;  // stop reading commands' output above this
-constexpr int kTermGraceMs = 3000;         // between TERM and KILL of an abandoned command
+constexpr int kTermGraceMs = 3000;            // between TERM and KILL of an abandoned command
 
 [[noreturn]] void die(const char* what) {
   fprintf(stderr, "guest-agent: %s: %s\n", what, strerror(errno));

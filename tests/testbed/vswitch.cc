@@ -44,7 +44,7 @@ namespace {
 constexpr size_t kFrameMax = 4096 + 65536;     // QEMU's own limit
 constexpr size_t kQueueMax = 4 * 1024 * 1024;  // bytes waiting for one port; more is dropped
 constexpr size_t kLengthBytes = 4;
-constexpr int kBatch = 64;                     // frames per writev
+constexpr int kBatch = 64;  // frames per writev
 
 using Mac = uint64_t;
 
@@ -76,7 +76,7 @@ int listen_at(const std::string& path) {
 // What a direction of a cable does to frames.
 struct Cable {
   bool up = true;
-  double loss = 0;        // 0..1
+  double loss = 0;  // 0..1
   uint64_t delay_us = 0;
 };
 
@@ -123,8 +123,8 @@ class Switch {
   std::vector<std::unique_ptr<Port>> ports_;
   std::map<std::string, std::unordered_map<Mac, Port*>> learned_;
   std::multimap<uint64_t, std::function<void()>> timers_;  // by time in us
-  std::vector<Port*> dirty_;                                // have something to write
-  std::mt19937_64 random_{20250117};                        // the same losses in every run
+  std::vector<Port*> dirty_;                               // have something to write
+  std::mt19937_64 random_{20250117};                       // the same losses in every run
 };
 
 void Switch::watch(int fd, uint32_t events, Handler h) {

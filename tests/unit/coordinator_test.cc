@@ -26,7 +26,7 @@ constexpr std::uint32_t kId = 0x1234;
 struct Play {
   std::mutex mutex;
   std::vector<std::string> log;
-  std::string fail;            // name of the call
+  std::string fail;  // name of the call
   int fail_code = EIO;
   wire::Outcome destination_says = wire::OPEN;
   bool destination_silent = false;
@@ -71,7 +71,7 @@ struct FakeSource final : Source {
   std::vector<wire::Outcome> decided;
   std::uint64_t memory_bytes = kPreCopyFromBytes;
   bool datagrams = false;  // an unconnected QP
-  bool twins = false;  // two more QPs, connected to each other; the second of another process
+  bool twins = false;      // two more QPs, connected to each other; the second of another process
   Result<ContainerInfo> inspect(const std::string& c) override {
     if (auto s = p.did("s.inspect"); !s) return s.error();
     ContainerInfo i;
@@ -784,8 +784,8 @@ TEST(Coordinator, RoundsAheadEndWhenTheyDoNotHalveWhatIsLeft) {
     std::vector<std::uint64_t> bytes;  // in kPreCopyFromBytes
     unsigned asked, made;
   } cases[] = {
-      {{40, 16, 4, 3, 1}, 0, 4},     // 3 is no half of 4
-      {{40, 16, 4, 0, 0}, 0, 4},     // little is left
+      {{40, 16, 4, 3, 1}, 0, 4},  // 3 is no half of 4
+      {{40, 16, 4, 0, 0}, 0, 4},  // little is left
       {{64, 32, 16, 8, 4, 2, 1}, 0, kPreCopyRounds},
       {{1, 1, 1}, 3, 3},
       {{40, 16, 4}, 1, 1},
@@ -831,7 +831,7 @@ TEST(Coordinator, WithoutRoomNothingBegins) {
 
 TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   Scene s;
-  s.play.fail = "s.thaw";  // fails while going back ...
+  s.play.fail = "s.thaw";                          // fails while going back ...
   const auto r = s.run("source.copy.begin:fail");  // ... from a fault point
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("fault point 'source.copy.begin'"), std::string::npos);

@@ -424,7 +424,7 @@ TEST_F(Rotation, FromOneCaToAnotherWithBothInBetween) {
   put("other/a", {"ca.pem"});
   look();
   EXPECT_EQ(certificates_->refused(), "");
-  for (const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10); shown_to("ca/b") != "" && std::chrono::steady_clock::now() < until;) usleep(100'000);
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10); !shown_to("ca/b").empty() && std::chrono::steady_clock::now() < until;) usleep(100'000);
   EXPECT_EQ(shown_to("ca/b"), "") << "a certificate of the old CA opens nothing any more";
   EXPECT_EQ(shown_to("other/b"), pem("other/a"));
 }

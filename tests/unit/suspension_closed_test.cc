@@ -29,9 +29,9 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kLimit = 10s;         // of any single wait
-constexpr auto kFirstLook = 5ms;     // how long a look may take before the parked thread is let go
-constexpr auto kReplyWithout = 50ms; // how long DRAIN may wait for the parked thread before it is let go
+constexpr auto kLimit = 10s;          // of any single wait
+constexpr auto kFirstLook = 5ms;      // how long a look may take before the parked thread is let go
+constexpr auto kReplyWithout = 50ms;  // how long DRAIN may wait for the parked thread before it is let go
 constexpr int kMaxSteps = 4000;
 
 bool safeguard() {

@@ -21,7 +21,7 @@ class Churn {
  private:
   void run(const std::stop_token& stop, ibv_context* context, int period_ms);
   std::string round(ibv_context* context);
-  std::string failed_;       // read after the thread has ended
+  std::string failed_;  // read after the thread has ended
   std::uint64_t rounds_ = 0;
   std::jthread thread_;
 };

@@ -48,8 +48,8 @@ class Memory {
 /// The words of one QP that the partner's atomics and acks work on. Atomics of all QPs share words[0] of QP 0.
 struct Words {
   std::uint64_t shared, sum, swap;
-  std::uint64_t ack;        // how far the partner has checked our stream; it writes this
-  std::uint64_t ack_out;    // what we write to the partner's
+  std::uint64_t ack;      // how far the partner has checked our stream; it writes this
+  std::uint64_t ack_out;  // what we write to the partner's
   std::uint64_t unused[3];
 };
 
@@ -111,11 +111,11 @@ class Fabric {
   std::vector<Mr> parts_mr;
   std::vector<Cq> cqs;
   std::vector<ibv_cq_ex*> cqs_ex;  // the same, with --cq-ex
-  Srq srq;          // with --srq
+  Srq srq;                         // with --srq
   std::vector<Qp> qps;
-  std::vector<std::uint32_t> qpn;      // as they were at creation
-  std::uint32_t inline_max = 0;        // bytes, of every QP
-  std::uint32_t recv_slots = 0;        // receives that a QP keeps posted
+  std::vector<std::uint32_t> qpn;  // as they were at creation
+  std::uint32_t inline_max = 0;    // bytes, of every QP
+  std::uint32_t recv_slots = 0;    // receives that a QP keeps posted
   EndAddress partner{};
   std::vector<QpAddress> partner_qps;
 
@@ -144,7 +144,7 @@ class Fabric {
   std::unique_ptr<SecondContext> second_;
   std::vector<Mw> windows_;  // --windows: of QP i
   std::vector<std::uint32_t> window_keys_;
-  std::vector<Mw> spares_;   // --invalidate: of QP i; null: it has none
+  std::vector<Mw> spares_;  // --invalidate: of QP i; null: it has none
   void post_local(std::uint32_t i, ibv_send_wr* wr, unsigned flags) const;
   void await_bound(std::uint32_t i) const;
   ibv_send_wr bind_of_spare(std::uint32_t i, std::uint32_t rkey) const;
