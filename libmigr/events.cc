@@ -253,6 +253,11 @@ void offer(ibv_context& ctx) {
   if (Kept* kept = kept_of(&ctx)) show(ctx, *kept);
 }
 
+int kernel_fd(const ibv_context& ctx) {
+  const Kept* const kept = kept_of(&ctx);
+  return kept && kept->kernel_fd >= 0 ? kept->kernel_fd : ctx.async_fd;
+}
+
 void hush(QpShadow& q, const ibv_qp* qp) {
   std::lock_guard guard(Registry::get().events_lock);
   q.quiet = qp;

@@ -8,6 +8,9 @@
 #ifndef MIGR_EVENTS_H
 #define MIGR_EVENTS_H
 
+#include <mutex>
+#include <utility>
+
 #include "shadow.h"
 
 namespace migr::events {
@@ -21,6 +24,19 @@ void offer(ibv_context& ctx);
 /// new ones into the state that theirs had, and the device tells of it. thawed() drops that, or gives it back.
 void frozen();
 void thawed(bool restored);
+
+/// The context's descriptor as the kernel has given it, whatever stands at its number. Caller holds events_lock.
+int kernel_fd(const ibv_context& ctx);
+/// libibverbs tells the kernel the context's descriptor with each CQ, QP, SRQ and WQ that it creates, and the kernel takes
+/// none but its own (EBADF). @return what `create` returns; it creates one, and nothing else
+template <class Create>
+auto with_kernel_fd(ibv_context& ctx, Create&& create) {
+  std::lock_guard guard(Registry::get().events_lock);
+  const int shown = std::exchange(ctx.async_fd, kernel_fd(ctx));
+  auto* const made = create();
+  ctx.async_fd = shown;
+  return made;
+}
 
 /// From now on `qp`, the path of `q`, goes to ERR because we want it: nobody is told.
 void hush(QpShadow& q, const ibv_qp* qp);

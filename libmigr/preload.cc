@@ -338,7 +338,7 @@ namespace {
 
 ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
   return create_cq_with(ctx, *attr, [&](ibv_cq_init_attr_ex* mine) {
-    return Registry::get().context_of(ctx)->slots.create_cq_ex(ctx, mine);
+    return events::with_kernel_fd(*ctx, [&] { return Registry::get().context_of(ctx)->slots.create_cq_ex(ctx, mine); });
   });
 }
 
@@ -365,7 +365,7 @@ ibv_qp_init_attr_ex widened(const ibv_qp_init_attr& attr, ibv_pd* pd) {
 
 ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
   return create_qp_with(ctx, *attr, [&](ibv_qp_init_attr_ex* mine) {
-    return Registry::get().context_of(ctx)->slots.create_qp_ex(ctx, mine);
+    return events::with_kernel_fd(*ctx, [&] { return Registry::get().context_of(ctx)->slots.create_qp_ex(ctx, mine); });
   });
 }
 
@@ -596,7 +596,7 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
     errno = ENOMEM;
     return nullptr;
   }
-  ibv_cq* cq = real().create_cq(ctx, cqe, shadow, channel, vector);
+  ibv_cq* cq = events::with_kernel_fd(*ctx, [&] { return real().create_cq(ctx, cqe, shadow, channel, vector); });
   if (!cq) {
     delete shadow;
     return nullptr;
@@ -690,7 +690,7 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   mine.send_cq = real_cq(attr->send_cq);
   mine.recv_cq = real_cq(attr->recv_cq);
   mine.srq = real_srq(attr->srq);
-  ibv_qp* qp = real().create_qp(pd, &mine);
+  ibv_qp* qp = events::with_kernel_fd(*pd->context, [&] { return real().create_qp(pd, &mine); });
   if (!qp) {
     delete shadow;
     return nullptr;

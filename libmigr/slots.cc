@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "events.h"
 #include "kernel_link.h"
 #include "objects.h"
 #include "real.h"
@@ -110,7 +111,7 @@ ibv_wq* create_wq(ibv_context* ctx, ibv_wq_init_attr* attr) {
   Context* context = registry.context_of(ctx);
   ibv_wq_init_attr mine = *attr;
   mine.cq = real_cq(attr->cq);
-  ibv_wq* wq = context->slots.create_wq(ctx, &mine);
+  ibv_wq* wq = events::with_kernel_fd(*ctx, [&] { return context->slots.create_wq(ctx, &mine); });
   attr->max_wr = mine.max_wr;
   attr->max_sge = mine.max_sge;
   if (wq) registry.cannot_move(kWq);

@@ -107,7 +107,7 @@ ibv_srq* create_srq_ex(ibv_context* ctx, ibv_srq_init_attr_ex* attr) {
   ibv_srq_init_attr_ex mine = *attr;
   mine.srq_context = shadow;
   if (attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) mine.cq = real_cq(attr->cq);
-  ibv_srq* srq = context->slots.create_srq_ex(ctx, &mine);
+  ibv_srq* srq = events::with_kernel_fd(*ctx, [&] { return context->slots.create_srq_ex(ctx, &mine); });
   if (srq) attr->attr = mine.attr;
   return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
 }
@@ -151,7 +151,7 @@ MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
   if (!shadow) return nullptr;
   ibv_srq_init_attr mine = *attr;
   mine.srq_context = shadow;
-  ibv_srq* srq = real().create_srq(pd, &mine);
+  ibv_srq* srq = events::with_kernel_fd(*pd->context, [&] { return real().create_srq(pd, &mine); });
   if (srq) attr->attr = mine.attr;
   return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
 }

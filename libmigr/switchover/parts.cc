@@ -193,9 +193,9 @@ ibv_qp* create_like(const QpShadow& like, ibv_context* ctx, ibv_qp_init_attr_ex&
   if (!like.init_is_ex) {
     ibv_qp_init_attr plain;
     std::memcpy(&plain, &init, sizeof plain);  // it begins with the same fields
-    return real().create_qp(init.pd, &plain);
+    return events::with_kernel_fd(*ctx, [&] { return real().create_qp(init.pd, &plain); });
   }
-  if (const Context* ours = Registry::get().context_of(ctx)) return ours->slots.create_qp_ex(ctx, &init);
+  if (const Context* ours = Registry::get().context_of(ctx)) return events::with_kernel_fd(*ctx, [&] { return ours->slots.create_qp_ex(ctx, &init); });
   verbs_context* const other = verbs_get_ctx_op(ctx, create_qp_ex);
   if (other) return other->create_qp_ex(ctx, &init);
   errno = EOPNOTSUPP;
@@ -264,7 +264,7 @@ int inject_event(CqShadow& c, std::string& why) {
   init.send_cq = init.recv_cq = c.real;
   init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
   init.qp_type = IBV_QPT_RC;
-  ibv_qp* helper = real().create_qp(q->real->pd, &init);
+  ibv_qp* helper = events::with_kernel_fd(*q->real->context, [&] { return real().create_qp(q->real->pd, &init); });
   if (!helper) return fail(why, errno, "create_qp for a completion event");
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_INIT;

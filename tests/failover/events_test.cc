@@ -332,6 +332,20 @@ TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
   close(epoll);
 }
 
+TEST_P(Events, WhileSomeAreUnreadObjectsCanBeMade) {
+  model_raise(context_, IBV_EVENT_PORT_ERR, 1);
+  move();
+  const int fd = context_->async_fd;
+  ibv_cq* const cq = ibv_create_cq(context_, 1, nullptr, nullptr, 0);
+  ASSERT_NE(cq, nullptr) << std::strerror(errno);
+  ibv_qp* const qp = make_qp(cq);
+  ASSERT_NE(qp, nullptr) << std::strerror(errno);
+  EXPECT_EQ(context_->async_fd, fd);
+  EXPECT_TRUE(readable(fd, 0));
+  EXPECT_EQ(ibv_destroy_qp(qp), 0);
+  EXPECT_EQ(ibv_destroy_cq(cq), 0);
+}
+
 TEST_P(Events, UnreadAsynchronousOnesGoWithTheirObject) {
   to(qp_[0], IBV_QPS_INIT);
   to(qp_[0], IBV_QPS_ERR);

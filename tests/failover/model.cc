@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -181,6 +182,15 @@ void raise(const ibv_context* c, ibv_event_type type, void* element) {
   const auto end = async_ends.find(c);
   const Raised r{type, element};
   if (end != async_ends.end()) (void)!write(end->second.write, &r, sizeof r);
+}
+
+/// What is created is told its context's descriptor of events, and the kernel takes none but its own.
+bool takes_events_at(const ibv_context* c) {
+  const auto end = async_ends.find(c);
+  struct stat told{}, own{};
+  if (end == async_ends.end() || (!fstat(c->async_fd, &told) && !fstat(end->second.read, &own) && told.st_ino == own.st_ino)) return true;
+  errno = EBADF;
+  return false;
 }
 
 void forget_owed(const void* object) {
@@ -569,6 +579,7 @@ Cq* new_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel)
 }
 
 ibv_cq_ex* create_cq_ex(ibv_context* c, ibv_cq_init_attr_ex* a) {
+  if (!takes_events_at(c)) return nullptr;
   ibv_cq_ex& ex = new_cq(c, static_cast<int>(a->cqe), a->cq_context, a->channel)->ex;
   ex.start_poll = [](ibv_cq_ex* x, ibv_poll_cq_attr*) { return next_poll(x); };
   ex.next_poll = next_poll;
@@ -596,6 +607,7 @@ static ibv_qp* create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* init) {
   ibv_qp_init_attr plain;
   std::memcpy(&plain, init, sizeof plain);  // it begins with the same fields
   ibv_qp* const qp = ibv_create_qp(init->pd, &plain);
+  if (!qp) return nullptr;
   auto* q = reinterpret_cast<ModelQp*>(qp);
   if (init->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) q->session = new_session(*q);
   return qp;
@@ -741,7 +753,7 @@ MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
   return 0;
 }
 MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
-  return &new_cq(c, cqe, cq_context, channel)->cq;
+  return takes_events_at(c) ? &new_cq(c, cqe, cq_context, channel)->cq : nullptr;
 }
 MODEL int ibv_destroy_cq(ibv_cq* cq) {
   {
@@ -781,6 +793,7 @@ MODEL void ibv_ack_async_event(ibv_async_event* event) {
   --owed_acks[event->element.qp];
 }
 MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
+  if (!takes_events_at(pd->context)) return nullptr;
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
   auto* q = new ModelQp;
