@@ -349,23 +349,24 @@ bool of_the_path(ibv_wc_status status) {
   return status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_WR_FLUSH_ERR || status == IBV_WC_RESP_TIMEOUT_ERR;
 }
 
-bool port_is_active(const Link& link) {
+bool port_is_active(ibv_context* ctx, unsigned number) {
   ibv_port_attr port{};
-  return !query_port(link.ctx, link.config.port, port) && port.state == IBV_PORT_ACTIVE;
+  return !query_port(ctx, number, port) && port.state == IBV_PORT_ACTIVE;
 }
 
 /// Soft-RoCE ends a send that it has no interface or route for as one that is wrong. Which it is, the port tells.
-bool of_the_path(ibv_wc_status status, const Link& link) {
+bool of_the_path(ibv_wc_status status, ibv_context* ctx, unsigned port) {
   if (status != IBV_WC_LOC_QP_OP_ERR) return of_the_path(status);
-  for (const std::uint64_t until = now_ns() + kPortDownMs * 1'000'000; port_is_active(link); switchover::pause_briefly())
+  for (const std::uint64_t until = now_ns() + kPortDownMs * 1'000'000; port_is_active(ctx, port); switchover::pause_briefly())
     if (now_ns() > until) return false;
   return true;
 }
 
 /// Caller holds the guard's lock.
-bool take_guarded(Guard& g, CqShadow& c, const ibv_wc& wc) {
+bool take_guarded(QpShadow& q, CqShadow& c, const ibv_wc& wc) {
+  Guard& g = q.guard;
   if (!g.on) return false;
-  if (!of_the_path(wc.status)) return g.on = false;
+  if (!of_the_path(wc.status, q.context->real, q.birth.ah.port_num)) return g.on = false;
   g.hidden.push_back({&c, wc});
   if (std::exchange(g.failed, true)) return true;
   g.since_ns = now_ns();
@@ -377,7 +378,7 @@ bool take_guarded(CqShadow& c, const ibv_wc& wc) {
   const auto q = std::find_if(c.guarded.begin(), c.guarded.end(), [&](QpShadow* g) { return __atomic_load_n(&g->real, __ATOMIC_ACQUIRE)->qp_num == wc.qp_num; });
   if (q == c.guarded.end()) return false;
   std::lock_guard guard((*q)->guard.lock);
-  return take_guarded((*q)->guard, c, wc);
+  return take_guarded(**q, c, wc);
 }
 
 }  // namespace
@@ -394,9 +395,10 @@ bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
     if (!std::exchange(l.late, true)) kick(the_state->failover_fd);
     return true;
   }
-  if (l.stage == Stage::kMaking && take_guarded(l.q->guard, c, wc)) return true;
+  if (l.stage == Stage::kMaking && take_guarded(*l.q, c, wc)) return true;
   if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return l.seen = true, false;
-  if (!of_the_path(wc.status, *l.legs[side].link)) {
+  const Link& link = *l.legs[side].link;
+  if (!of_the_path(wc.status, link.ctx, link.config.port)) {
     l.seen = true;
     if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
     return false;

@@ -647,9 +647,11 @@ std::string guarded(End& x, End& y, const Options& o) {
     process.park(why, sizeof why);
     if (*why) return process.let_go(), why;
     model_cut(0, static_cast<unsigned>(random() % 60), o.answers_only);
+    if (o.no_route) model_take_route(0);
     allow(kWrs * times / 4);
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 200));
     model_cut(0, 0, false);  // at the latest now
+    if (o.no_route) model_take_route(0);
     allow(kWrs * times / 4 + 4);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     if (x.idle() && y.idle()) return "it did not notice: there is a path";
