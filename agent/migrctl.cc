@@ -7,6 +7,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -424,7 +425,11 @@ std::vector<Finding> examine(const Options& o) {
   constexpr char kHere[] = "this host";
   if (!is_root()) return {{kHere, "root", Health::kFailed, "not root", need_root("migrctl doctor")}};
   const auto config = load_config(o.config);
-  if (!config) return {{kHere, "config", Health::kFailed, config.error().text, "migrd(8) says what belongs there; another file: migrctl --config FILE"}};
+  if (!config) {
+    const char* const what = config.error().code == ENOENT ? "put your hosts into a copy of /usr/share/doc/migr/examples/migrd.json; migrd(8) has every key; another file: migrctl --config FILE"
+                                                           : "migrd(8) says what belongs there; another file: migrctl --config FILE";
+    return {{kHere, "config", Health::kFailed, config.error().text, what}};
+  }
   const std::int64_t now_s = unix_now();
   const auto version = version_of(*config, 0);
   const std::uint64_t filled = rdma_filled_bytes();
@@ -486,9 +491,17 @@ int main(int argc, char** argv) {
   };
   auto json = [&](CLI::App* c) { c->add_flag("--json", o.json, "for programs"); };
 
+  const CLI::Validator process_number(
+      [](const std::string& text) {
+        std::uint32_t pid = 0;
+        const auto [end, err] = std::from_chars(text.data(), text.data() + text.size(), pid);
+        return err == std::errc{} && *end == 0 && pid && pid <= INT32_MAX ? "" : "'" + text + "' is no process number; migrctl ps has those of programs and of containers";
+      },
+      "");
+
   auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
   auto* container = migrate->add_option("CONTAINER", o.container);
-  migrate->add_option("--pid", o.pid, "a process without a container, and its descendants")->check(CLI::PositiveNumber)->excludes(container);
+  migrate->add_option("--pid", o.pid, "a process without a container, and its descendants")->check(process_number)->excludes(container);
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
@@ -538,7 +551,7 @@ int main(int argc, char** argv) {
   json(up);
   json(add(app, "ps", "processes with RDMA resources", cmd_ps));
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
-  show->add_option("PID", o.pid)->required()->check(CLI::PositiveNumber);
+  show->add_option("PID", o.pid)->required()->check(process_number);
   json(show);
   json(add(app, "peers", "the other hosts, and whether they answer", cmd_peers));
   auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);

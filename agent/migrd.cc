@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <sys/random.h>
 #include <sys/resource.h>
+#include <systemd/sd-daemon.h>
 #include <unistd.h>
 
 #include <condition_variable>
@@ -357,6 +358,7 @@ int run(const Config& config) {
   if (!exposer) spdlog::error("{}", exposer.error().text);
 
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
+  sd_notify(1, "READY=1");  // and nothing that it starts inherits whom it told
   traffic.start();
   End end;
   std::thread ticker([&] {

@@ -95,7 +95,8 @@ certificates() {
 }
 configured() {	# HOST
 	block "4. The configuration" 1 | sed "s/\"name\": \"hostA\",\$/\"name\": \"$1\",/" | testbed exec "$1" -- sh -c 'cat >/etc/migr/migrd.json' &&
-		same_as_readme 3 '' "$(block "4. The configuration" 2)" && type_in "$1" "$(block "4. The configuration" 2 | line 1)"
+		same_as_readme 3 '' "$(block "4. The configuration" 2)" && type_in "$1" "$(block "4. The configuration" 2 | line 1)" || return 1
+	on "$1" ss -Hltn 'sport = :7471' | grep -q . || fail "$1: systemctl start has returned before migrd listens"
 }
 doctor() {	# HOST
 	local said

@@ -77,6 +77,11 @@ asked root migrate c
 asked root peers
 [ $status = 3 ] && [ ! -s "$dir/out.json" ] && [ -s "$dir/err" ] || not_ok "without --json: $status $(cat "$dir/out.json")"
 
+for pid in web 0 12x 4294967297 2147483648; do
+	asked root show "$pid"
+	[ $status = 2 ] && grep -q "no process number" "$dir/err" || not_ok "show $pid: $status $(cat "$dir/err")"
+done
+
 # What works without a host.
 asked root pki init "$dir/ca" --json
 [ $status = 0 ] && jq -e --arg d "$dir/ca" '.ca == $d' "$dir/out.json" >/dev/null || not_ok "pki init: $status $(cat "$dir/out.json")"
