@@ -69,6 +69,7 @@ struct DestinationHost::Job : LeasedJob {
 
   std::mutex state;  // guards keys
   std::vector<wire::ProcessKeys> keys;
+  Afterwards afterwards;
 
   std::string images() const { return dir + "/images"; }
   std::vector<std::string> births_of(std::size_t i) const {
@@ -515,7 +516,6 @@ Status DestinationHost::rebind(Job& job) {
   if (job.rebound) return {};
   std::vector<wire::ProcessKeys> keys;
   job.sessions.clear();
-  if (auto s = numbers_.arrive(job.instances, job.vqpns()); !s) return s;
   const auto fits = of_container(job);
   if (!fits) return fits.error();
   for (std::size_t i = 0; i < job.instances.size(); i++) {
@@ -562,12 +562,9 @@ Status DestinationHost::rebind(Job& job) {
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   tell_moves(job, true);
   job.rebound = true;
-  {
-    std::lock_guard lock(job.state);
-    job.keys = keys;
-  }
-  for (const auto& k : keys) *job.record.add_keys() = k;
-  return save(job);
+  std::lock_guard lock(job.state);
+  job.keys = keys;
+  return {};  // not written down: REBIND answers the same again
 }
 
 grpc::Status DestinationHost::Rebind(grpc::ServerContext* ctx, const wire::Migration* m, wire::CommitReply* out) {
@@ -608,12 +605,27 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   }
   if (!first) return job.sessions.clear(), first;  // the next time they are looked up anew: a process may have connected again
   job.resumed = true;
-  job.finished = true;
   job.objects.clear();
   job.sessions.clear();  // each holds a socket, and the job is kept for a while
   job.record.clear_objects();
-  if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
+  // With many QPs that takes longer than all before. A migrd that ends meanwhile begins with REBIND again.
+  job.afterwards.run([this, &job] {
+    std::lock_guard work(job.work);
+    settle(job);
+  });
   return {};
+}
+
+// Its processes run here. Caller holds job.work.
+void DestinationHost::settle(Job& job) {
+  if (auto s = numbers_.arrive(job.instances, job.vqpns()); !s) spdlog::error("{}", s.error().text);
+  job.record.clear_keys();
+  {
+    std::lock_guard lock(job.state);
+    for (const auto& k : job.keys) *job.record.add_keys() = k;
+  }
+  if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
+  job.finished = true;
 }
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {

@@ -64,6 +64,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   bool has_ended(const Job& job, std::size_t i) const;
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job, wire::ResumeReply& out);
+  void settle(Job& job);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);

@@ -62,6 +62,21 @@ struct LeasedJob {
   std::atomic<Clock::rep> lease_ = Clock::now().time_since_epoch().count();
 };
 
+/// What nobody has to wait for: done in a thread of its own, at most once. Ends with the job, whose last member it is.
+class Afterwards {
+ public:
+  ~Afterwards() {
+    if (thread_.joinable()) thread_.join();
+  }
+  template <class F>
+  void run(F&& f) {
+    thread_ = std::thread(with_log_fields(std::forward<F>(f)));
+  }
+
+ private:
+  std::thread thread_;
+};
+
 /// A step between its fault points, and a line of it in the log: one grep for the number tells the story on every host.
 template <class F>
 Status job_step(const std::string& faults, std::uint32_t id, FaultStep step, F&& work) {

@@ -41,6 +41,7 @@ struct PartnerHost::Job : LeasedJob {
   std::atomic<bool> switched = false;
   bool has_keys = false;
   bool reloaded = false;              // an earlier migrd has begun it
+  Afterwards afterwards;
 };
 
 Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareRequest& r) {
@@ -358,8 +359,14 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
     return {};
   });
   if (!s) return s;
-  end(job, wire::COMMITTED);
-  if (auto w = save(job); !w) spdlog::error("{}", w.error().text);
+  job.outcome = wire::COMMITTED;
+  // With many QPs that takes a while. Its processes are given to other migrations when it is written down: a migrd that
+  // ends before goes on with this one.
+  job.afterwards.run([this, &job] {
+    std::lock_guard work(job.work);
+    if (auto w = save(job); !w) spdlog::error("{}", w.error().text);
+    end(job, wire::COMMITTED);
+  });
   return {};
 }
 
