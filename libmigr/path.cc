@@ -30,6 +30,7 @@ namespace {
 
 constexpr int kChunkWrs = 8;
 constexpr int kChunkSges = 64;  // at least what any provider allows in one WR
+constexpr std::size_t kReplayWrs = 64, kReplaySges = 128;  // for one doorbell, which may be a system call
 constexpr std::uint32_t kKeyTag = 0xff;
 constexpr long kRestNs = 50'000;  // nothing beside a stop
 constexpr unsigned kRestsOfALength = 16, kDoublings = 5;  // a rest is at most an eighth of those before, and at most 1.6 ms
@@ -458,13 +459,16 @@ bool goes_alone(const KeptSend& send) { return send.wr.opcode == IBV_WR_BIND_MW 
 
 }  // namespace
 
-int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
-  ibv_send_wr wrs[kChunkWrs];
-  ibv_sge sges[kChunkSges];
+namespace {
+
+template <std::size_t kWrs, std::size_t kSges>
+int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
+  ibv_send_wr wrs[kWrs];
+  ibv_sge sges[kSges];
   ibv_mw view;
   std::size_t n = 0, used = 0;
   posted = 0;
-  for (; n < sends.size() && n < kChunkWrs; ++n) {
+  for (; n < sends.size() && n < kWrs; ++n) {
     const KeptSend& send = *sends[n];
     if (n && (goes_alone(send) || goes_alone(*sends[n - 1]))) break;
     ibv_send_wr& wr = wrs[n];
@@ -472,13 +476,13 @@ int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t&
     wr.next = nullptr;
     wr.sg_list = &sges[used];
     if (wr.send_flags & IBV_SEND_INLINE) {
-      if (used == kChunkSges) break;
+      if (used == kSges) break;
       sges[used] = {.addr = reinterpret_cast<std::uint64_t>(send.inline_data.data()),
                     .length = static_cast<std::uint32_t>(send.inline_data.size()),
                     .lkey = 0};
       wr.num_sge = send.inline_data.empty() ? 0 : 1;
     } else {
-      if (send.sges.size() > kChunkSges - used) break;
+      if (send.sges.size() > kSges - used) break;
       translate_sges(q, wr.sg_list, send.sges.data(), static_cast<int>(send.sges.size()));
       wr.num_sge = static_cast<int>(send.sges.size());
     }
@@ -493,10 +497,16 @@ int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t&
   return err;
 }
 
+}  // namespace
+
+int post_sends(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
+  return post_some<kReplayWrs, kReplaySges>(q, sends, posted);
+}
+
 int post_one_send(QpShadow& q, const KeptSend& send) noexcept {
   const KeptSend* const one[] = {&send};
   std::size_t posted;
-  return post_sends(q, one, posted);
+  return post_some<1, kChunkSges>(q, one, posted);  // in the application's thread, whose stack may be small
 }
 
 int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexcept {
