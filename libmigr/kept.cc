@@ -48,11 +48,10 @@ bool full(const QpShadow& q, std::size_t more) { return q.kept_sends.size() + mo
 
 }  // namespace
 
-int keep(QpShadow& q, const ibv_send_wr& wr) {
+int copy(const QpShadow& q, const ibv_send_wr& wr, KeptSend& send) {
   if (!keepable(wr)) return EOPNOTSUPP;
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > q.cap.max_send_sge) return EINVAL;
-  if (full(q, 1)) return ENOMEM;
-  KeptSend send{.wr = wr, .sges = {}, .inline_data = {}};
+  send.wr = wr;
   if (wr.send_flags & IBV_SEND_INLINE) {
     for (int i = 0; i < wr.num_sge; ++i) {
       const auto* from = reinterpret_cast<const std::uint8_t*>(wr.sg_list[i].addr);
@@ -62,6 +61,13 @@ int keep(QpShadow& q, const ibv_send_wr& wr) {
   } else {
     send.sges.assign(wr.sg_list, wr.sg_list + wr.num_sge);
   }
+  return 0;
+}
+
+int keep(QpShadow& q, const ibv_send_wr& wr) {
+  KeptSend send{};
+  if (const int err = copy(q, wr, send)) return err;
+  if (full(q, 1)) return ENOMEM;
   q.kept_sends.push_back(std::move(send));
   return 0;
 }
@@ -207,7 +213,7 @@ int wr_complete(ibv_qp_ex* keeper) {
       for (KeptSend& send : q.built) {
         if (suspended)
           q.kept_sends.push_back(std::move(send));
-        else if ((err = path::post_one_send(q, send)))
+        else if ((err = links::post_in_turn(q, std::move(send))))
           break;
       }
     close(q);

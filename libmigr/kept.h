@@ -7,6 +7,8 @@
 
 namespace migr::kept {
 
+/// @return 0; EOPNOTSUPP; EINVAL too many SGEs, or too much inline
+int copy(const QpShadow& q, const ibv_send_wr& wr, KeptSend& send);
 /// Keeps a copy. Caller holds q.lock. @return 0; ENOMEM as a full send queue would; EINVAL too many SGEs
 int keep(QpShadow& q, const ibv_send_wr& wr);
 int keep(QpShadow& q, KeptReceive receive);

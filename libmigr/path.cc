@@ -204,6 +204,14 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
       ibv_sge sges[kChunkSges];
       ibv_mw view;
       *bad = wr;
+      if (links::has_to_wait(q, *wr)) {
+        KeptSend send{};
+        int err = kept::copy(q, *wr, send);
+        if (!err) err = links::post_in_turn(q, std::move(send));
+        if (err) return err;
+        wr = wr->next;
+        continue;
+      }
       if (wr->num_sge > kChunkSges) return EINVAL;
       copy.next = nullptr;
       copy.sg_list = sges;

@@ -58,6 +58,7 @@ enum QpStateBits : std::uint32_t {
   kWindows = 1u << 9,          ///< its process has memory windows: windows.h. For good
   kDatagrams = 1u << 8,        ///< unconnected, and a peer has moved: datagrams.h. For good
   kTrapped = 1u << 10,         ///< who posts does it under the lock, having looked into old paths that are traps
+  kRelays = 1u << 11,          ///< with kTrapped: an atomic, and all behind it, is not posted but waits (links/relay.h)
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 

@@ -104,6 +104,7 @@ std::string text_of(const VqpName& n) { return text_of(n.gid) + " vQPN " + std::
 Status check(const migr_links_hello& r) {
   if (r.policy > MIGR_LINKS_EXACT) return bad("policy {} is none that is known", r.policy);
   if (r.making > MIGR_LINKS_REBUILD) return bad("paths of kind {}: none that is known", r.making);
+  if (r.atomics > MIGR_LINKS_RELAYED) return bad("atomics of kind {}: none that is known", r.atomics);
   return {};
 }
 
@@ -125,7 +126,8 @@ Status check(const migr_links_name& r) {
 Status check(const migr_links_vqp& r) {
   if (auto s = check(r.name); !s) return s;
   const std::string who = text_of(name_of(r.name));
-  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_REBUILD) return bad("{}: policy, default link or kind of paths out of range", who);
+  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_REBUILD || r.atomics > MIGR_LINKS_RELAYED)
+    return bad("{}: policy, default link or kind of paths or atomics out of range", who);
   if (r.paths > MIGR_LINKS_MAX_LINKS) return bad("{}: more than {} paths", who, MIGR_LINKS_MAX_LINKS);
   std::uint32_t seen = 0;
   for (std::uint32_t i = 0; i < r.paths; i++) {
@@ -153,8 +155,8 @@ Status check(const migr_links_channel& r) {
 
 Status check(const migr_links_vqp_state& r) {
   if (auto s = check(r.name); !s) return s;
-  if (!is_link(r.link) || r.epoch > MIGR_QPN_MASK || r.phase > MIGR_LINKS_VQP_BROKEN || !ends(r.why) || r.reserved)
-    return bad("{}: link, epoch, phase or text out of range", text_of(name_of(r.name)));
+  if (!is_link(r.link) || r.epoch > MIGR_QPN_MASK || r.phase > MIGR_LINKS_VQP_BROKEN || !ends(r.why) || r.atomics > MIGR_LINKS_RELAYED)
+    return bad("{}: link, epoch, phase, kind of atomics or text out of range", text_of(name_of(r.name)));
   return {};
 }
 
@@ -178,6 +180,7 @@ wire::LinkVqp to_wire(const migr_links_vqp& r) {
   w.set_policy(r.policy);
   w.set_default_link(r.default_link);
   w.set_making(r.making);
+  w.set_atomics(r.atomics);
   for (std::uint32_t i = 0; i < r.paths; i++) {
     auto* p = w.add_paths();
     p->set_link(r.path[i].link);
@@ -194,7 +197,9 @@ Result<migr_links_vqp> from_wire(const wire::LinkVqp& w) {
   r.name.vqpn = w.vqpn();
   r.policy = w.policy();
   r.default_link = w.default_link();
-  r.making = w.making();
+  constexpr std::uint32_t kNone = 0xffff;  // what no field of 16 bits can say is out of range
+  r.making = static_cast<std::uint16_t>(std::min(w.making(), kNone));
+  r.atomics = static_cast<std::uint16_t>(std::min(w.atomics(), kNone));
   for (const auto& p : w.paths()) {
     migr_links_path& at = r.path[r.paths++];
     at.link = p.link();
@@ -250,6 +255,11 @@ const char* policy_name(std::uint32_t policy) {
 const char* making_name(std::uint32_t making) {
   static const char* const names[] = {"cached", "rebuild"};
   return name_in(names, making);
+}
+
+const char* atomics_name(std::uint32_t atomics) {
+  static const char* const names[] = {"direct", "relayed"};
+  return name_in(names, atomics);
 }
 
 const char* cause_name(std::uint32_t cause) {

@@ -54,6 +54,7 @@ Result<migr_links_found> found_of(const wire::LinkFound& w);
 
 const char* policy_name(std::uint32_t policy);
 const char* making_name(std::uint32_t making);
+const char* atomics_name(std::uint32_t atomics);
 const char* cause_name(std::uint32_t cause);
 const char* link_state_name(std::uint32_t state);
 const char* phase_name(std::uint32_t phase);

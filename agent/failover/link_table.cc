@@ -101,6 +101,7 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
       Vqp& at = p->vqps[name];
       at.policy = v.policy;
       at.making = v.making;
+      at.atomics = v.atomics;
       at.default_link = v.default_link;
       at.paths.assign(v.path, v.path + v.paths);
       if (fresh) at.link = v.default_link;
@@ -182,6 +183,7 @@ Status LinkTable::set_states(const Instance& who, std::span<const migr_links_vqp
     v->second.link = r.link;
     v->second.epoch = r.epoch;
     v->second.phase = r.phase;
+    v->second.atomics_now = r.atomics;
     v->second.why = r.why;
   }
   p->settled = std::max(p->settled, settled);
@@ -225,6 +227,7 @@ migr_links_vqp LinkTable::Vqp::record(const VqpName& name) const {
   r.name = record_of(name);
   r.policy = policy;
   r.making = making;
+  r.atomics = atomics;
   r.default_link = default_link;
   for (const auto& p : paths) r.path[r.paths++] = p;
   return r;
@@ -339,6 +342,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
     r.set_instance(who.data(), who.size());
     r.set_policy(p.owner.hello.policy);
     r.set_making(p.owner.hello.making);
+    r.set_atomics(p.owner.hello.atomics);
     r.set_generation(p.owner.hello.generation);
     r.set_heartbeat_ms(p.owner.hello.heartbeat_ms);
     r.set_heartbeat_misses(p.owner.hello.heartbeat_misses);
@@ -372,6 +376,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_vqpn(name.vqpn);
       w->set_policy(v.policy);
       w->set_making(v.making);
+      w->set_atomics(v.atomics_now);
       w->set_link(v.link);
       w->set_epoch(v.epoch);
       w->set_phase(v.phase);

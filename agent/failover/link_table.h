@@ -102,9 +102,10 @@ class LinkTable {
 
  private:
   struct Vqp {
-    std::uint32_t policy = 0, making = 0, default_link = 0;
+    std::uint32_t policy = 0, default_link = 0;
+    std::uint16_t making = 0, atomics = 0;
     std::vector<migr_links_path> paths;
-    std::uint32_t link = 0, epoch = 0, phase = MIGR_LINKS_VQP_MAKING;
+    std::uint32_t link = 0, epoch = 0, phase = MIGR_LINKS_VQP_MAKING, atomics_now = MIGR_LINKS_DIRECT;
     std::string why;
     migr_links_vqp record(const VqpName& name) const;
   };

@@ -37,7 +37,7 @@ std::string gid_text(const std::string& bytes) {
 }
 
 std::string process_text(const wire::LinkProcessReport& p) {
-  std::string out = wrapped(fmt::format("process {} ({}): {}, paths {}, {} vQP{}, {} with a backup", p.pid(), cut(p.comm(), 16), policy_name(p.policy()), making_name(p.making()), p.vqps(),
+  std::string out = wrapped(fmt::format("process {} ({}): {}, paths {}, atomics {}, {} vQP{}, {} with a backup", p.pid(), cut(p.comm(), 16), policy_name(p.policy()), making_name(p.making()), atomics_name(p.atomics()), p.vqps(),
                                         p.vqps() == 1 ? "" : "s", p.backed()),
                             2);
   out += fmt::format("  {:>4} {:24} {:20} {:>6} {:>7} {:>8}\n", "LINK", "PORT", "STATE", "VQPS", "BACKUPS", "CHANNELS");
@@ -93,14 +93,14 @@ Json links_json(const wire::LinksReply& r) {
                        {"channels", l.channels()}, {"why", l.why()}});
     for (const auto& w : p.without()) without.push_back({{"vqps", w.vqps()}, {"phase", phase_name(w.phase())}, {"why", w.why()}});
     for (const auto& v : p.each())
-      each.push_back({{"gid", gid_text(v.gid())}, {"vqpn", v.vqpn()}, {"policy", policy_name(v.policy())}, {"paths", making_name(v.making())}, {"link", v.link()}, {"epoch", v.epoch()},
+      each.push_back({{"gid", gid_text(v.gid())}, {"vqpn", v.vqpn()}, {"policy", policy_name(v.policy())}, {"paths", making_name(v.making())}, {"atomics", atomics_name(v.atomics())}, {"link", v.link()}, {"epoch", v.epoch()},
                       {"phase", phase_name(v.phase())}, {"why", v.why()}});
     for (const auto& s : p.switches())
       switches.push_back({{"when_ns", s.when_ns()}, {"from", s.from()}, {"to", s.to()}, {"cause", cause_name(s.cause())},
                           {"done", s.outcome() == MIGR_LINKS_SWITCH_DONE}, {"tries", s.tries()}, {"vqps", s.vqps()}, {"broken", s.broken()},
                           {"replayed", s.replayed()}, {"executed", s.executed()}, {"lost", s.lost()}, {"bytes", s.bytes()}, {"detect_ns", s.detect_ns()},
                           {"cut_ns", s.cut_ns()}, {"told_ns", s.told_ns()}, {"resume_ns", s.resume_ns()}, {"peer", to_hex(s.peer())}});
-    Json j = {{"pid", p.pid()}, {"comm", p.comm()}, {"instance", to_hex(p.instance())}, {"policy", policy_name(p.policy())}, {"paths", making_name(p.making())}, {"configured", p.configured()},
+    Json j = {{"pid", p.pid()}, {"comm", p.comm()}, {"instance", to_hex(p.instance())}, {"policy", policy_name(p.policy())}, {"paths", making_name(p.making())}, {"atomics", atomics_name(p.atomics())}, {"configured", p.configured()},
               {"generation", p.generation()}, {"heartbeat_ms", p.heartbeat_ms()}, {"heartbeat_misses", p.heartbeat_misses()}, {"links", links},
               {"vqps", p.vqps()}, {"with_backup", p.backed()}, {"without_backup", without},
               {"last_switchover", switches.empty() ? Json(nullptr) : switches.back()}, {"switchovers", switches},

@@ -173,13 +173,20 @@ enum migr_links_making {
 	MIGR_LINKS_REBUILD,	/* none is: it is made when the vQP goes there */
 };
 
+/* An end that does not say RELAYED, as one of before there was this, has 0 here. */
+enum migr_links_atomics {
+	MIGR_LINKS_DIRECT,	/* posted to the path */
+	MIGR_LINKS_RELAYED,	/* executed by the other end's library, if either end says so */
+};
+
 struct migr_links_hello {
 	int32_t pid;		/* own number in its own pid namespace: for people. migrd goes by SO_PEERCRED */
 	uint32_t policy;	/* enum migr_links_policy: what vQPs get that nothing else is said of */
 	uint32_t generation;	/* how often this process was restored */
 	uint32_t heartbeat_ms;	/* 0: none */
 	uint32_t heartbeat_misses;	/* after so many a link counts as silent */
-	uint32_t making;	/* enum migr_links_making: of what vQPs get that nothing else is said of */
+	uint16_t making;	/* enum migr_links_making: of what vQPs get that nothing else is said of */
+	uint16_t atomics;	/* enum migr_links_atomics: the same */
 };
 
 enum migr_links_link_state {
@@ -248,7 +255,9 @@ struct migr_links_vqp {
 	uint32_t paths;		/* valid ones in path[], 0..MIGR_LINKS_MAX_LINKS, no link twice. The default
 				 * link's is among them. A path that is not made yet is left out and
 				 * told later by another PUBLISH */
-	uint32_t making;	/* enum migr_links_making; if either end does not say CACHED none is made ahead */
+	uint16_t making;	/* enum migr_links_making; if either end does not say CACHED none is made ahead */
+	uint16_t atomics;	/* enum migr_links_atomics; unless both ends say RELAYED they go direct. It says, too, that this
+				 * library answers ATOMIC (libmigr/links/channel.h) */
 	struct migr_links_path path[MIGR_LINKS_MAX_LINKS];	/* the others: zero */
 };
 
@@ -307,7 +316,7 @@ struct migr_links_vqp_state {
 	uint32_t link;		/* that carries it now */
 	uint32_t epoch;		/* how often it has changed its path; 24 bits */
 	uint32_t phase;		/* enum migr_links_vqp_phase */
-	uint32_t reserved;
+	uint32_t atomics;	/* enum migr_links_atomics: how they go now */
 	char why[MIGR_LINKS_WHY_MAX];	/* NUL-terminated; one line, no number of this vQP in it, so that
 				 * equal ones can be counted: "has an SRQ", "peer has no libmigr" */
 };

@@ -46,11 +46,6 @@ void tell(const QpLink& l, Channel& channel, std::uint32_t flags = 0) {
 
 std::uint32_t gone_flags(const QpLink& l) { return l.ended ? kGone | kFinal : kGone; }
 
-void tell_gone(const QpLink& l) {
-  for (const Side side : {kHome, kBackup})
-    if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
-}
-
 /// @param l  null: there is no such vQP
 void refuse(Channel& to, const migr_links_name& peer, const migr_links_name& own, const QpLink* l, std::uint32_t epoch) {
   if (l && l->stage == Stage::kBroken) return tell(*l, to, gone_flags(*l));
@@ -284,7 +279,7 @@ void look_at_drain(QpLink& l) {
   if (!l.drained_here) {
     unsigned in_flight = 0;
     std::lock_guard guard(l.q->lock);
-    l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight;
+    l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight && (!l.casting_off || l.relay.asked.empty());
     if (l.drained_here) tell_drain(l, true);
   }
   if (l.drained_here && l.drained_there) return l.casting_off ? cast_off(l) : begin(l, l.cause, l.drain_epoch);
@@ -423,6 +418,11 @@ void look_at_channels(Link& link) {
 
 }  // namespace
 
+void tell_gone(const QpLink& l) {
+  for (const Side side : {kHome, kBackup})
+    if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
+}
+
 Past& past_of(const Peer& peer, const Link& link) {
   for (Past& p : state()->pasts)
     if (p.peer == peer && p.link == link.index) return p;
@@ -498,8 +498,8 @@ void empty_trap(QpShadow& q) {
   for (const KeptReceive& r : receives)
     if (!err) err = path::post_one_receive(q, q.real, r);
   if (!(q.state.load(std::memory_order_relaxed) & kKeepSends)) late_sends(q, sends);
-  for (const KeptSend& s : sends)
-    if (!err) err = path::post_one_send(q, s);
+  for (KeptSend& s : sends)
+    if (!err) err = post_in_turn(q, std::move(s));
   if (err) say(*q.link, std::string("what a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
 }
 
@@ -521,7 +521,7 @@ void leave_linked_cq(CqShadow& c) {
 
 }  // namespace
 
-bool posts_freely(const QpLink& l) { return l.on == kHome && !l.home_bits && !l.q->context->renamed; }
+bool posts_freely(const QpLink& l) { return !l.relays && l.on == kHome && !l.home_bits && !l.q->context->renamed; }
 
 void release_traps(QpLink& l, std::size_t count) {
   QpShadow& q = *l.q;
@@ -592,17 +592,12 @@ void ask_for_path(QpLink& l, Side side, Channel& channel) {
   send_path(channel, {.to = l.peer, .from = l.name, .path = address_of(l, side)});
 }
 
-namespace {
-
-/// Whom a message is about. It may come before the directory has told who the other end is.
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
   QpLink* const l = find(to);
   if (!l || !same(l->peer, sender)) return nullptr;
   if (l->instance == Peer{}) l->instance = from.peer;
   return l->instance == from.peer ? l : nullptr;
 }
-
-}  // namespace
 
 void got_path(Channel& from, const PathRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
@@ -761,6 +756,7 @@ void run_failover() {
       }
       for (QpLink* l : std::vector(state()->qps)) {
         look_at(*l);
+        if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
         if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
         if (l->stage == Stage::kDraining) timeout = kDrainMs;
         else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);

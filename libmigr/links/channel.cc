@@ -109,6 +109,8 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     case kDrainMessage: return each(got_drain);
     case kByeMessage: return each(got_bye);
     case kHeardMessage: return each(got_heard);
+    case kAtomicMessage: return each(got_atomic);
+    case kAnswerMessage: return each(got_answer);
     default: return false;
   }
 }
@@ -262,6 +264,11 @@ void send_one(Channel& c, MessageType type, const Record& record) {
 void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessage, record); }
 void send_path(Channel& c, const PathRecord& record) { send_one(c, kPathMessage, record); }
 void send_drain(Channel& c, const DrainRecord& record) { send_one(c, kDrainMessage, record); }
+void send_answer(Channel& c, const AnswerRecord& record) { send_one(c, kAnswerMessage, record); }
+void send_atomics(Channel& c, std::span<const AtomicRecord> records) {
+  tell_keys(c);
+  send_records<AtomicRecord>(c, kAtomicMessage, records, false);
+}
 void send_bye(Channel& c, const ByeRecord& record) {
   send_one(c, kByeMessage, record);
   c.bye_ns = now_ns();
@@ -283,7 +290,8 @@ void poll_channels(Link& link) {
       Channel* found = nullptr;
       for (Channel* c : state()->channels)
         if (c->link == &link && c->qp->qp_num == wc[i].qp_num) found = c;
-      if (found && !completed(*found, wc[i])) channel_broke(*found);
+      if (!found) executed(link, wc[i]);
+      else if (!completed(*found, wc[i])) channel_broke(*found);
     }
 }
 

@@ -11,7 +11,7 @@
 
 namespace migr::links {
 
-enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage };
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage, kAtomicMessage, kAnswerMessage };
 
 constexpr std::uint16_t kMessageVersion = 2;
 
@@ -66,6 +66,34 @@ struct ByeRecord {
   std::uint32_t answer;  ///< that this is so here, too
 };
 
+/// Only to who has published that it relays (MIGR_LINKS_RELAYED).
+struct AtomicRecord {
+  migr_links_name to, from;
+  std::uint64_t number;  ///< of the sender's vQP, from 1 without gaps
+  std::uint64_t known;   ///< the answers to all before this are
+  std::uint64_t addr, compare_add, swap;
+  std::uint32_t rkey;    ///< as the application calls it
+  std::uint32_t adds;    ///< 1: FETCH_AND_ADD; 0: CMP_AND_SWP
+  Progress behind;       ///< it stands behind everything before this PSN of the sender's path; nothing of that is in flight
+  std::uint32_t reserved;
+};
+
+enum AtomicStatus : std::uint32_t {
+  kNotYet,      ///< something before it was not executed yet: once more
+  kExecuted,
+  kBadAccess,   ///< as IBV_WC_REM_ACCESS_ERR
+  kBadRequest,  ///< as IBV_WC_REM_INV_REQ_ERR
+  kLost,        ///< no device can execute it, or none can tell whether it has
+};
+
+struct AnswerRecord {
+  migr_links_name to, from;
+  std::uint64_t number;
+  std::uint64_t value;  ///< that was found
+  std::uint32_t status;
+  std::uint32_t reserved;
+};
+
 struct Channel {
   static constexpr unsigned kMessageBytes = 2048, kReceives = 32, kSends = 16;
   Peer peer{};
@@ -110,6 +138,8 @@ void send_state(Channel& channel, const StateRecord& record);
 void send_path(Channel& channel, const PathRecord& record);
 void send_drain(Channel& channel, const DrainRecord& record);
 void send_bye(Channel& channel, const ByeRecord& record);
+void send_atomics(Channel& channel, std::span<const AtomicRecord> records);
+void send_answer(Channel& channel, const AnswerRecord& record);
 /// Without a fault.
 void end_channel(Channel& channel);
 /// Completions of all channels of a link. Broken ones are given to channel_broke().

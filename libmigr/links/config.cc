@@ -19,6 +19,7 @@ constexpr std::size_t kMaxBytes = 1u << 20;
 
 constexpr Policy kPolicies[] = {Policy::kOff, Policy::kResend, Policy::kExact};
 constexpr Paths kPaths[] = {Paths::kCached, Paths::kRebuild};
+constexpr Atomics kAtomics[] = {Atomics::kDirect, Atomics::kRelayed};
 
 template <class Word, std::size_t n>
 std::string read_word(const std::string& text, const std::string& where, const Word (&all)[n], std::optional<Word>& out) {
@@ -40,11 +41,12 @@ std::string unknown_key(const json& object, std::initializer_list<const char*> k
   return "";
 }
 
-/// "policy" and "paths", where they are there.
+/// "policy", "paths" and "atomics", where they are there.
 std::string read_setting(const json& from, const std::string& where, Config::Setting& out) {
   std::string why;
   if (const auto found = from.find("policy"); found != from.end()) why = read_word(found->dump(), where + "\"policy\"", kPolicies, out.policy);
   if (const auto found = from.find("paths"); why.empty() && found != from.end()) why = read_word(found->dump(), where + "\"paths\"", kPaths, out.paths);
+  if (const auto found = from.find("atomics"); why.empty() && found != from.end()) why = read_word(found->dump(), where + "\"atomics\"", kAtomics, out.atomics);
   return why;
 }
 
@@ -57,7 +59,7 @@ std::string read_settings(const json& from, const char* key, std::map<std::strin
     const std::string where = std::string("\"") + key + "\": \"" + who + "\"";
     std::string why;
     if (!what.is_object()) why = read_word(what.dump(), where, kPolicies, out[who].policy);
-    else if (why = unknown_key(what, {"policy", "paths"}, where + ": "); why.empty()) why = read_setting(what, where + ": ", out[who]);
+    else if (why = unknown_key(what, {"policy", "paths", "atomics"}, where + ": "); why.empty()) why = read_setting(what, where + ": ", out[who]);
     if (!why.empty()) return why;
   }
   return "";
@@ -126,6 +128,11 @@ const char* name(Paths paths) {
   return kNames[static_cast<int>(paths)];
 }
 
+const char* name(Atomics atomics) {
+  constexpr const char* kNames[] = {"direct", "relayed"};
+  return kNames[static_cast<int>(atomics)];
+}
+
 Policy Config::policy_of(const std::string& device) const {
   const auto found = devices.find(device);
   return found == devices.end() ? policy : found->second.policy.value_or(policy);
@@ -136,12 +143,19 @@ Paths Config::paths_of(const std::string& device) const {
   return found == devices.end() ? paths : found->second.paths.value_or(paths);
 }
 
+Atomics Config::atomics_of(const std::string& device) const {
+  const auto found = devices.find(device);
+  return found == devices.end() ? atomics : found->second.atomics.value_or(atomics);
+}
+
 void Config::set(const Setting& mine) {
   policy = mine.policy.value_or(policy);
   paths = mine.paths.value_or(paths);
+  atomics = mine.atomics.value_or(atomics);
   for (auto& [ignored, device] : devices) {
     if (mine.policy) device.policy.reset();
     if (mine.paths) device.paths.reset();
+    if (mine.atomics) device.atomics.reset();
   }
 }
 
@@ -154,7 +168,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "paths", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";

@@ -3,7 +3,7 @@
  * Which links there are, and what a broken one does to whom (docs/failover.md):
  *
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
- *     "policy": "exact", "paths": "cached",
+ *     "policy": "exact", "paths": "cached", "atomics": "direct",
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend", "kv_server": {"paths": "rebuild"}},
  *     "unique_swap": ["kv_server"],
  *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000,
@@ -12,7 +12,9 @@
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
  * unless said otherwise; so with "paths", in an object in the policy's place. "cached": each vQP has a path on its backup link, made
  * ahead; "rebuild": none, it is made when it is needed, which takes longer, and a second QP's memory only then. Where the two ends say
- * different things none is made ahead. "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
+ * different things none is made ahead. "atomics", in the same places: "direct"; or "relayed": of a vQP with `exact` and a backup whose other end
+ * says so, too, the other end's library has its own NIC execute them, once, whatever fails meanwhile; each takes a few round trips.
+ * "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
  * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost.
  * Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
  */
@@ -33,6 +35,8 @@ enum class Policy { kOff, kResend, kExact };
 const char* name(Policy policy);
 enum class Paths { kCached, kRebuild };
 const char* name(Paths paths);
+enum class Atomics { kDirect, kRelayed };
+const char* name(Atomics atomics);
 
 struct Config {
   struct Link {
@@ -44,10 +48,12 @@ struct Config {
   struct Setting {
     std::optional<Policy> policy;
     std::optional<Paths> paths;
+    std::optional<Atomics> atomics;
   };
   std::vector<Link> links;
   Policy policy = Policy::kOff;
   Paths paths = Paths::kCached;
+  Atomics atomics = Atomics::kDirect;
   std::map<std::string, Setting> devices, processes;
   bool unique_swap = false;     ///< of this process
   unsigned heartbeat_ms = 200;  ///< 0: none
@@ -59,6 +65,7 @@ struct Config {
   /// Of vQPs born on `device`.
   Policy policy_of(const std::string& device) const;
   Paths paths_of(const std::string& device) const;
+  Atomics atomics_of(const std::string& device) const;
   bool any_policy() const;
   /// Goes before what is said of devices.
   void set(const Setting& mine);

@@ -69,7 +69,8 @@ void forget_qp(QpLink& l) {
   }
   {
     std::lock_guard guard(l.q->lock);
-    switchover::clear_bits(*l.q, kTrapped);
+    end_relay(l);
+    switchover::clear_bits(*l.q, kTrapped | kRelays);
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
@@ -121,6 +122,8 @@ void opened(Context& context) {
   t->home = home;
   t->policy = policy;
   t->paths = s->config.paths_of(home->config.device);
+  t->wants_relayed = s->config.atomics_of(home->config.device) == Atomics::kRelayed;
+  if (t->wants_relayed && policy == Policy::kExact) t->atomics = Atomics::kRelayed;
   for (Link& link : s->links)
     if (!t->link && link.config.device != home->config.device) t->link = &link;
   t->key_table = t->link ? static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)) : nullptr;
@@ -215,6 +218,7 @@ void forget(CqShadow& c) {
 }
 
 void empty(Twin& t) {
+  drop_executors(t, nullptr);
   for (CqShadow* c : Registry::get().cqs)
     if (c->context == t.of && c->link) forget(*c);
   for (MrShadow* mr : Registry::get().mrs)
@@ -229,6 +233,7 @@ void gone(ibv_pd* pd) {
     if (const auto found = t->pds.find(pd); found != t->pds.end()) {
       for (const QpShadow* q : Registry::get().qps)
         if (q->init.pd == pd) return;
+      drop_executors(*t, pd);
       for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
         if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
         std::lock_guard guard(c->lock);
@@ -301,6 +306,7 @@ void leave(QpShadow& q, ibv_qp_state to) {
   forget_guard(q);
   if (!l) return;
   stop_change(*l);
+  if (to == IBV_QPS_ERR) flush_relay(*l);
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
   ibv_qp* const home = born_with(*l);  // peers will be told its number
   if (l->epoch) switchover::take_back_path(q, home);

@@ -23,6 +23,7 @@
 #include "../provider/provider.h"
 #include "../shadow.h"
 #include "config.h"
+#include "relay.h"
 
 namespace migr::links {
 
@@ -63,6 +64,9 @@ struct Twin {
   Link* link = nullptr;
   Policy policy = Policy::kOff;
   Paths paths = Paths::kCached;
+  Atomics atomics = Atomics::kDirect;  ///< relayed with `exact` only
+  bool wants_relayed = false;          ///< as configured
+  std::vector<struct Executor*> executors;
   migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical on the link
   std::unordered_map<const ibv_pd*, ibv_pd*> pds;
 };
@@ -150,6 +154,9 @@ struct QpLink {
     Progress executed;
   } heard;  ///< the last STATE
   std::uint64_t noticed_ns = 0, cut_ns = 0, told_ns = 0, deadline_ns = 0;
+  bool relays = false;        ///< its atomics are relayed: both ends have said so, and it is not broken
+  Relay relay;
+  Answers answers;
   /* kDraining */
   std::uint32_t drain_epoch = 0;
   bool drained_here = false, drained_there = false;

@@ -83,7 +83,8 @@ class MigrdDirectory final : public Directory {
     migr_links_hello hello{};
     hello.pid = getpid();
     hello.policy = static_cast<std::uint32_t>(config_.policy);
-    hello.making = static_cast<std::uint32_t>(config_.paths);
+    hello.making = static_cast<std::uint16_t>(config_.paths);
+    hello.atomics = static_cast<std::uint16_t>(config_.atomics);
     hello.heartbeat_ms = config_.heartbeat_ms;
     hello.heartbeat_misses = config_.heartbeat_misses;
     const char* const named = std::getenv("MIGR_LINKS");

@@ -25,7 +25,7 @@ Registry& registry() { return Registry::get(); }
 
 /// On its default link, and no thread can be inside of an old path.
 bool settled(const QpLink& l) {
-  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining;
+  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining && relay_is_over(l);
 }
 bool settled(const std::vector<QpLink*>& all) {
   return std::all_of(all.begin(), all.end(), [](const QpLink* l) { return settled(*l); });
@@ -159,6 +159,7 @@ void got_bye(Channel& from, const ByeRecord& record) {
   std::vector<QpLink*> ours;
   for (QpLink* l : state()->qps)
     if (l->instance == from.peer) ours.push_back(l);
+  for (QpLink* l : ours) rest_relay(*l);
   if (!settled(ours)) return;  // it is said again
   for (QpLink* l : ours) forget(*l);
   // Who says BYE will look for us again. It must not find what was just given back.

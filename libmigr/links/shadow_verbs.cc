@@ -434,7 +434,8 @@ migr_links_vqp record_of(const QpLink& l) {
   out.name = l.name;
   out.policy = static_cast<std::uint32_t>(l.twin->policy);
   out.default_link = l.twin->home->index;
-  out.making = static_cast<std::uint32_t>(l.twin->paths);
+  out.making = static_cast<std::uint16_t>(l.twin->paths);
+  out.atomics = static_cast<std::uint16_t>(l.twin->atomics);
   for (const migr_links_path& path : l.first)
     if (path.qpn) out.path[out.paths++] = path;
   return out;
@@ -471,7 +472,9 @@ migr_links_vqp_state state_of(const QpLink& l) {
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
     why = !standing(l, other(l.on)) ? "waits for a channel" : l.ahead && !l.backup().next.connected ? "waits for the other end" : "waits for memory";
+  if (!*why && l.stage == Stage::kReady) why = why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
+  out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;
   return out;
 }
 
@@ -572,13 +575,16 @@ class Round {
   /// The first path on the backup link has both its halves, or had; or it needs none.
   static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected || (l.found && !l.ahead); }
 
+  /// The other end was faster, and its word is missing.
+  static bool wants_word(const QpLink& l) { return !l.found && l.stage != Stage::kBroken && l.twin->atomics == Atomics::kRelayed; }
+
   void look_up() {
     std::vector<migr_links_name> names;
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
       for (const QpLink* l : state()->qps) {
-        if (!l->told || (has_begun(*l) && l->found) || l->stage != Stage::kMaking || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
+        if (!l->told || (has_begun(*l) && l->found) || (l->stage != Stage::kMaking && !wants_word(*l)) || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
         names.push_back(l->peer);
         ids.push_back(l->id);
       }
@@ -604,6 +610,7 @@ class Round {
       return;
     }
     l.found = true;
+    agree(l, found.vqp.atomics);
     if (has_begun(l)) return;  // the other end was faster, and has asked for a path
     if (!l.ahead || found.vqp.making != MIGR_LINKS_CACHED) {
       l.ahead = false;
@@ -689,7 +696,7 @@ class Round {
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
-        waiting = waiting || l->stage == Stage::kMaking || !l->told;
+        waiting = waiting || l->stage == Stage::kMaking || !l->told || wants_word(*l);
         for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }

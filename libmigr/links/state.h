@@ -92,6 +92,10 @@ void run_rounds();  ///< the thread
 
 /* change.cc */
 void give_up(QpLink& l, const std::string& why);
+/// That this end has given up, on every channel that stands.
+void tell_gone(const QpLink& l);
+/// Whom a message is about. It may come before the directory has told who the other end is. Null: nobody
+QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender);
 /// Asks for the other half of a path on that side, unless there is one that was not used or it has been asked for.
 void ask_for_path(QpLink& l, Side side, Channel& channel);
 void got_state(Channel& from, const struct StateRecord& record);

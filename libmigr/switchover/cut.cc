@@ -211,15 +211,6 @@ int wait_for_threads(Outside&& outside, const std::string& what, std::string& wh
   return 0;
 }
 
-int wait_for_pollers(QpShadow& q, std::string& why) {
-  const auto outside = [&q] {
-    bool all = true;
-    for_cqs(q, [&](const CqShadow& c) { all = all && path::pollers_are_outside(c); });
-    return all;
-  };
-  return wait_for_threads(outside, "polling the completion queue of " + qp_name(q), why);
-}
-
 int wait_for_sessions(QpShadow& q, std::string& why) {
   return wait_for_threads([&q] { return path::sessions_are_outside(q); }, "an ibv_wr_* session of " + qp_name(q), why);
 }
@@ -399,6 +390,15 @@ int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
 }
 
 }  // namespace
+
+int wait_for_pollers(QpShadow& q, std::string& why) {
+  const auto outside = [&q] {
+    bool all = true;
+    for_cqs(q, [&](const CqShadow& c) { all = all && path::pollers_are_outside(c); });
+    return all;
+  };
+  return wait_for_threads(outside, "polling the completion queue of " + qp_name(q), why);
+}
 
 int check_cut(Qps qps, std::string& why) {
   for (QpShadow* q : qps) {

@@ -16,22 +16,6 @@ namespace {
 
 constexpr unsigned kSessionLimitMs = 1000;   // resume() waits so long for an open kept session
 
-/// The completion that a send gets that cannot be posted any more.
-void flush_to_fake(QpShadow& q, const KeptSend& send) {
-  if (!q.send_cq) return;
-  ibv_wc wc{};
-  wc.wr_id = send.wr.wr_id;
-  wc.status = IBV_WC_WR_FLUSH_ERR;
-  wc.qp_num = q.vqpn();
-  std::lock_guard guard(q.send_cq->lock);
-  if (marker::is_marker(wc.wr_id)) {
-    if (q.send_cq->markers) --q.send_cq->markers;
-    path::complete_stand_in(*q.send_cq, wc);
-    return;
-  }
-  q.send_cq->fake.push_back(wc);
-}
-
 /// q.lock with no kept ibv_wr_* session open (or after the limit: then it completes on the path).
 std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
   const std::uint64_t deadline = now_ns() + kSessionLimitMs * 1'000'000ull;
@@ -57,6 +41,7 @@ int let_go(QpShadow& q, std::string& why) {
     if (q.send_cq->armed && q.send_cq->app.channel)
       if (const int silent = inject_event(*q.send_cq, why); silent && !err) err = silent;
   }
+  const bool closes = q.gone;
   if (q.gone)
     if (const int broken = break_connection(q, why); broken && !err) err = broken;
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
@@ -68,6 +53,9 @@ int let_go(QpShadow& q, std::string& why) {
     if (!late.empty())  // an empty range would move what is behind onto itself
       q.kept_sends.insert(behind, std::make_move_iterator(late.begin()), std::make_move_iterator(late.end()));
   }
+  const std::size_t replays = q.cut ? q.cut->replays : 0;
+  if (closes) links::give_back_waiting(q, replays);
+  else links::hold_rest(q, replays);
   std::vector<const KeptSend*> sends;
   for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
   for (std::span<const KeptSend* const> left(sends); !left.empty();) {
@@ -121,6 +109,21 @@ void release_cqs() {
 }
 
 }  // namespace
+
+void flush_to_fake(QpShadow& q, const KeptSend& send) {
+  if (!q.send_cq) return;
+  ibv_wc wc{};
+  wc.wr_id = send.wr.wr_id;
+  wc.status = IBV_WC_WR_FLUSH_ERR;
+  wc.qp_num = q.vqpn();
+  std::lock_guard guard(q.send_cq->lock);
+  if (marker::is_marker(wc.wr_id)) {
+    if (q.send_cq->markers) --q.send_cq->markers;
+    path::complete_stand_in(*q.send_cq, wc);
+    return;
+  }
+  q.send_cq->fake.push_back(wc);
+}
 
 int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
   if (const int err = check_arcs(qps, Phase::kRunning, why)) return err;

@@ -2,10 +2,12 @@
 // What stands in for soft-RoCE and for migrd in a library that runs over model.cc.
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <mutex>
 
 #include "../../libmigr/links/directory.h"
 #include "../../libmigr/links/links.h"
+#include "../../libmigr/links/relay.h"
 #include "../../libmigr/provider/provider.h"
 #include "model.h"
 #include "store.h"
@@ -104,6 +106,9 @@ void prepare_reg_mr(const ibv_context*, std::uint32_t, const void*, std::uint64_
 }  // namespace migr::provider
 
 namespace migr::links {
+
+bool forgets_answers() { return std::getenv("FAILOVER_FORGETS"); }
+
 namespace {
 
 class StoreDirectory : public Directory {

@@ -6,6 +6,9 @@
 // and the other one breaks then. guarded: it breaks while the links were left. told: the program says that a link is down which works.
 // gone: an end that has lost the answer of an atomic, or hears nothing from the other one for kSoon, ends; so does the other one,
 // which before its errors has what was executed.
+// relayed, and before the name of another: atomics are, and each finds what it would have found.
+// forgets: what was executed is executed again, and this test sees it. refused: one is not allowed. halfway: the other end does not
+// relay, so neither does.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -36,13 +39,13 @@ constexpr auto kLimit = std::chrono::seconds(20);
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000) {
+  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000, bool relays = false) {
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": true, "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
@@ -74,6 +77,7 @@ struct Options {
   bool no_route;  ///< a link that is cut has none
   bool churns;    ///< memory is registered and given back all the time
   bool fresh;     ///< WRITEs into memory that was registered just before
+  bool relays;    ///< FETCH_AND_ADD and CAS on words that others of the stream have changed before
   unsigned cut_after, cuts;
   bool may_break;  ///< an end may give up, and does nothing wrong
   bool outlives;   ///< and the second one works off what it has then; it posts nothing that brings something back
@@ -85,6 +89,7 @@ struct Request {
   ibv_wr_opcode opcode;
   std::uint32_t bytes;
   bool signalled;
+  bool chained = false;  ///< a CAS that finds what the one before it has left
 };
 
 constexpr std::uint32_t kWord = 8;
@@ -108,19 +113,40 @@ std::vector<Request> stream(std::uint32_t seed, const Options& options) {
   if (options.swaps)
     for (Request& r : out)
       if (random() % 3 == 0) r.opcode = IBV_WR_ATOMIC_CMP_AND_SWP, r.bytes = kWord;
+  if (options.relays)
+    for (Request& r : out)
+      if (const unsigned kind = static_cast<unsigned>(random() % 8); kind < 4) {
+        r.opcode = kind < 2 ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_ATOMIC_CMP_AND_SWP;
+        r.bytes = kWord;
+        r.chained = kind == 2;
+      }
   out.back() = {IBV_WR_SEND, 100, true};
   return out;
 }
 
 bool swaps(const Request& r) { return r.opcode == IBV_WR_ATOMIC_CMP_AND_SWP; }
-bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r.opcode != IBV_WR_RDMA_READ && !swaps(r); }
+bool adds(const Request& r) { return r.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
+bool is_atomic(const Request& r) { return swaps(r) || adds(r); }
+bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r.opcode != IBV_WR_RDMA_READ && !is_atomic(r); }
+/// Of the words that several atomics of a stream change: what each finds there.
+std::vector<std::uint64_t> found_in_turn(const std::vector<Request>& stream) {
+  std::vector<std::uint64_t> out;
+  std::uint64_t sum = 0, chain = 0;
+  for (std::size_t i = 0; i < stream.size(); ++i) {
+    out.push_back(adds(stream[i]) ? sum : chain);
+    if (adds(stream[i])) sum += i + 1;
+    else chain += stream[i].chained;
+  }
+  out.push_back(sum);
+  return out;
+}
 
 /// One end of a connection, with its application.
 class End {
  public:
   End(const Library& library, const Options& options, std::uint32_t out_stream, std::uint32_t in_stream, bool sends)
       : lib_(library), options_(options), out_id_(out_stream), in_id_(in_stream), sends_(sends), out_(stream(out_stream, options)), in_(stream(in_stream, options)),
-        memory_(4u * kWrs * kSlot) {
+        memory_(4u * kWrs * kSlot + 2 * kWord), in_turn_(found_in_turn(out_)) {
     pd_ = lib_.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib_.context);
     if (options.events) channel_ = lib_.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(lib_.context);
     const auto make_cq = lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq");
@@ -137,7 +163,7 @@ class End {
       std::memcpy(&wide, &init, sizeof init);
       wide.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
       wide.pd = pd_;
-      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP;
+      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
       qp_ = ibv_create_qp_ex(lib_.context, &wide);
       ex_ = lib_.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(qp_);
     } else {
@@ -148,6 +174,7 @@ class End {
       for (std::uint32_t b = 0; b < kSlot; ++b) area(kOut, i)[b] = byte_of(out_id_, i, b), area(kReadable, i)[b] = byte_of(in_id_ + 1000, i, b);
     for (int i = 0; i < kWrs; ++i)
       if (swaps(in_[i])) set_word(area(kIn, i), word_of(i));
+    for (const bool adding : {false, true}) set_word(shared(adding), 0);
   }
   ~End() {
     lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp_);
@@ -165,7 +192,7 @@ class End {
     ibv_qp_attr a{};
     a.qp_state = IBV_QPS_INIT;
     a.port_num = 1;
-    a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+    a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
     modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
     for (std::uint32_t i = 0; i < kDepth; ++i) post_receive();
     a.qp_state = IBV_QPS_RTR;
@@ -194,6 +221,11 @@ class End {
     return state_of(state) && state.link != link;
   }
 
+  bool relays_now() const {
+    migr_links_vqp_state state{};
+    return state_of(state) && state.atomics == MIGR_LINKS_RELAYED;
+  }
+
   bool changed() const {
     migr_links_vqp_state state{};
     return state_of(state) && state.epoch;
@@ -216,6 +248,34 @@ class End {
     ibv_mr* const mr = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, area(kIn, i), kSlot, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     fresh_.push_back(mr);
     return mr->rkey;
+  }
+
+  /// A WRITE, an atomic that the other end does not take, and one that would be. @return "" or what is not as with a NIC
+  std::string try_atomic(std::uint64_t to, std::uint32_t rkey, ibv_wc_status due) {
+    ibv_sge sges[2] = {{reinterpret_cast<std::uint64_t>(area(kRead, 0)), kWord, mr_->lkey}, {reinterpret_cast<std::uint64_t>(area(kOut, 0)), kSlot, mr_->lkey}};
+    ibv_send_wr wrs[3]{}, *bad;
+    for (int i = 0; i < 3; ++i) wrs[i].wr_id = static_cast<std::uint64_t>(i) | 0x5000, wrs[i].sg_list = &sges[i ? 0 : 1], wrs[i].num_sge = 1, wrs[i].next = i < 2 ? &wrs[i + 1] : nullptr;
+    wrs[0].opcode = IBV_WR_RDMA_WRITE;
+    wrs[0].send_flags = IBV_SEND_SIGNALED;
+    wrs[0].wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(peer_->area(kIn, 0)), .rkey = peer_->mr_->rkey};
+    wrs[1].opcode = wrs[2].opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+    wrs[1].wr.atomic = {.remote_addr = to, .compare_add = 1, .swap = 0, .rkey = rkey};
+    wrs[2].wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(peer_->shared(true)), .compare_add = 1, .swap = 0, .rkey = peer_->mr_->rkey};
+    if (const int err = ibv_post_send(qp_, wrs, &bad)) return std::string("post_send: ") + std::strerror(err);
+    std::vector<ibv_wc> got;
+    for (const auto deadline = Clock::now() + kLimit; got.size() < 3 && Clock::now() < deadline;) {
+      ibv_wc wc;
+      if (ibv_poll_cq(cqs_[0], 1, &wc) == 1 && (wc.wr_id & 0x5000)) got.push_back(wc);  // receives are flushed, too
+    }
+    const ibv_wc_status all[] = {IBV_WC_SUCCESS, due, IBV_WC_WR_FLUSH_ERR};
+    for (std::size_t i = 0; i < 3; ++i)
+      if (got.size() <= i || got[i].wr_id != (i | 0x5000) || got[i].status != all[i]) return "completion " + std::to_string(i) + " of " + std::to_string(got.size()) + (i < got.size() ? " has status " + std::to_string(got[i].status) : "");
+    if (word_at(peer_->shared(true))) return "what stands behind it was executed";
+    return state() == IBV_QPS_ERR && peer_->state() == IBV_QPS_ERR ? "" : "a QP is not in ERR";
+  }
+  std::string try_refused(bool aligned) {
+    if (aligned) return try_atomic(reinterpret_cast<std::uint64_t>(peer_->area(kIn, 8)), peer_->fresh_key(8), IBV_WC_REM_ACCESS_ERR);
+    return try_atomic(reinterpret_cast<std::uint64_t>(peer_->area(kIn, 8)) + 4, peer_->mr_->rkey, IBV_WC_REM_INV_REQ_ERR);
   }
 
   /// It may post so many, from the first on; a multiple of 4, whose last one is signalled.
@@ -264,11 +324,17 @@ class End {
       return "ibv_query_qp answers with other names";
     if (sends_)
       for (int i = 0; i < kWrs; ++i) {
+        if (adds(out_[i]) || out_[i].chained) {
+          if (word_at(area(kRead, i)) != in_turn_[static_cast<std::size_t>(i)])
+            return "atomic " + std::to_string(i) + " has found " + std::to_string(word_at(area(kRead, i))) + " where " + std::to_string(in_turn_[static_cast<std::size_t>(i)]) + " was due";
+          continue;
+        }
         if (!swaps(out_[i])) continue;
         const std::uint64_t due = compare_of(i) == word_of(i) ? swap_of(out_id_, i) : word_of(i);
         if (word_at(area(kRead, i)) != word_of(i)) return "CAS " + std::to_string(i) + " has found " + std::to_string(word_at(area(kRead, i)));
         if (word_at(peer_->area(kIn, i)) != due) return "CAS " + std::to_string(i) + " has left " + std::to_string(word_at(peer_->area(kIn, i)));
       }
+    if (sends_ && word_at(peer_->shared(true)) != in_turn_.back()) return "the sum is " + std::to_string(word_at(peer_->shared(true)));
     if (sends_)
       for (int i = 0; i < kWrs; ++i)
         if (out_[i].opcode == IBV_WR_RDMA_READ && !equal(area(kRead, i), peer_->area(kReadable, i), out_[i].bytes)) return "READ " + std::to_string(i) + " has other bytes";
@@ -291,12 +357,25 @@ class End {
     return store_state(&name, &out);
   }
 
+  ibv_qp_state state() const {
+    ibv_qp_attr a{};
+    ibv_qp_init_attr init{};
+    lib_.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp_, &a, IBV_QP_STATE, &init);
+    return a.qp_state;
+  }
+
   enum Area { kOut, kIn, kRead, kReadable };
   std::uint8_t* area(Area a, int i) const { return const_cast<std::uint8_t*>(&memory_[(static_cast<std::size_t>(a) * kWrs + static_cast<std::size_t>(i)) * kSlot]); }
+  /// That several of the peer's atomics change.
+  std::uint8_t* shared(bool adding) const { return const_cast<std::uint8_t*>(&memory_[4u * kWrs * kSlot + (adding ? kWord : 0)]); }
+  /// Where an atomic reaches to there, and what with.
+  std::uint64_t reaches(const Request& r, int i) const { return reinterpret_cast<std::uint64_t>(adds(r) || r.chained ? peer_->shared(adds(r)) : peer_->area(kIn, i)); }
+  std::uint64_t compares(const Request& r, int i) const { return adds(r) ? static_cast<std::uint64_t>(i) + 1 : r.chained ? in_turn_[static_cast<std::size_t>(i)] : compare_of(i); }
+  std::uint64_t swaps_in(const Request& r, int i) const { return r.chained ? in_turn_[static_cast<std::size_t>(i)] + 1 : swap_of(out_id_, i); }
   static std::uint64_t word_at(const std::uint8_t* at) { return *reinterpret_cast<const std::uint64_t*>(at); }
   static void set_word(std::uint8_t* at, std::uint64_t word) { *reinterpret_cast<std::uint64_t*>(at) = word; }
   /// Where it puts what comes back, and where it reaches to there.
-  static bool brings_back(const Request& r) { return r.opcode == IBV_WR_RDMA_READ || swaps(r); }
+  static bool brings_back(const Request& r) { return r.opcode == IBV_WR_RDMA_READ || is_atomic(r); }
   static bool equal(const std::uint8_t* a, const std::uint8_t* b, std::uint32_t n) { return std::memcmp(a, b, n) == 0; }
   std::string where() const {
     return "posted " + std::to_string(posted_) + ", completed " + std::to_string(completed_) + ", received " + std::to_string(received_) + " of stream " + std::to_string(in_id_);
@@ -354,7 +433,8 @@ class End {
       else if (r.opcode == IBV_WR_SEND_WITH_IMM) ibv_wr_send_imm(ex_, imm);
       else if (r.opcode == IBV_WR_RDMA_WRITE) ibv_wr_rdma_write(ex_, rkey, to);
       else if (r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) ibv_wr_rdma_write_imm(ex_, rkey, to, imm);
-      else if (swaps(r)) ibv_wr_atomic_cmp_swp(ex_, rkey, to, compare_of(i), swap_of(out_id_, i));
+      else if (swaps(r)) ibv_wr_atomic_cmp_swp(ex_, rkey, reaches(r, i), compares(r, i), swaps_in(r, i));
+      else if (adds(r)) ibv_wr_atomic_fetch_add(ex_, rkey, reaches(r, i), compares(r, i));
       else ibv_wr_rdma_read(ex_, rkey, to);
       if (i % 9 == 5) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const auto local = reinterpret_cast<std::uint64_t>(brings_back(r) ? area(kRead, i) : area(kOut, i));
@@ -385,7 +465,7 @@ class End {
     wr.imm_data = static_cast<std::uint32_t>(i);
     const auto to = reinterpret_cast<std::uint64_t>(peer_->area(r.opcode == IBV_WR_RDMA_READ ? kReadable : kIn, i));
     const bool fresh = options_.fresh && r.opcode == IBV_WR_RDMA_WRITE && i % 4 == 0;
-    if (swaps(r)) wr.wr.atomic = {.remote_addr = to, .compare_add = compare_of(i), .swap = swap_of(out_id_, i), .rkey = peer_->mr_->rkey};
+    if (is_atomic(r)) wr.wr.atomic = {.remote_addr = reaches(r, i), .compare_add = compares(r, i), .swap = swaps_in(r, i), .rkey = peer_->mr_->rkey};
     else wr.wr.rdma = {.remote_addr = to, .rkey = fresh ? peer_->fresh_key(i) : peer_->mr_->rkey};
     if (const int err = ibv_post_send(qp_, &wr, &bad)) error_ = "post_send " + std::to_string(i) + ": " + std::strerror(err);
     ++posted_;
@@ -399,7 +479,7 @@ class End {
       return;
     }
     const ibv_wr_opcode o = out_[next].opcode;
-    const ibv_wc_opcode due = swaps(out_[next]) ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
+    const ibv_wc_opcode due = adds(out_[next]) ? IBV_WC_FETCH_ADD : swaps(out_[next]) ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
     if (wc.opcode != due) error_ = "send completion " + std::to_string(next) + " of opcode " + std::to_string(wc.opcode);
     completed_ = next + 1;
   }
@@ -475,6 +555,7 @@ class End {
   End* peer_ = nullptr;
   std::vector<ibv_mr*> fresh_;
   std::vector<std::uint8_t> memory_, receive_memory_;
+  const std::vector<std::uint64_t> in_turn_;
   ibv_pd* pd_;
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cqs_[2];
@@ -500,6 +581,8 @@ class End {
     bool empty() const { return text.empty(); }
   } error_;
 };
+
+constexpr unsigned kExecutors = 8;  // QPs: two on each NIC
 
 struct Outcome {
   std::string error;
@@ -527,8 +610,8 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns) 
     for (End* e : {&x, &y}) e->allow(cut + 1 == o.cuts ? kWrs : allowed);
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
     if (broken() || cut + 1 == o.cuts) {
-      // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ.
-      const bool few = broken() || wait_for([] { return model_qps() <= 14; });
+      // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
+      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0); });
       return few ? "" : "old paths are left: " + std::to_string(model_qps()) + " QPs";
     }
     model_cut(on, 0, false);  // at the latest now
@@ -585,7 +668,7 @@ std::string parked(End& x, End& y, const Options& o) {
     process.park(why, sizeof why);
     if (*why) return why;
     // Of both ends: the path. Of the other one: a path to come, and a bell on each CQ.
-    if (!wait_for([] { return model_qps() <= 5; })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    if (!wait_for([&] { return model_qps() <= 5u + (o.relays ? kExecutors : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
     if (!go_on(allowed += kWrs / 10) || broken()) return "no end while parked";
     process.let_go();
     if (!wait_for([&] { return broken() || (x.protected_now(0) && y.protected_now(0)); })) return "not protected again: " + x.how() + "; " + y.how();
@@ -702,6 +785,9 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   x.connect(y);
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
+  if (x.relays_now() != o.relays || y.relays_now() != o.relays) return out.error = "atomics are relayed, or are not", out;
+  if (kind == "refused") return out.error = x.try_refused(o.seed % 2), out;
+  if (kind == "halfway" && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
   // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
   if ((kind == "rebuild" || kind == "mixed") && !wait_for([&] { return model_qps() <= 6 || x.changed(); })) return out.error = "a path was made ahead: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
@@ -717,25 +803,37 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   return out;
 }
 
+constexpr char kRelayed[] = "relayed";
+
 class Failover : public testing::TestWithParam<std::string> {};
 
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
-  const bool exact = GetParam() != "resend", mixed = GetParam() == "mixed", returns = GetParam() == "returns" || GetParam() == "told" || mixed, storm = GetParam() == "storm", gone = GetParam() == "gone";
+  bool relays = GetParam().starts_with(kRelayed);
+  const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
+  const bool exact = kind != "resend", mixed = kind == "mixed", returns = kind == "returns" || kind == "told" || mixed, storm = kind == "storm", gone = kind == "gone";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
-  const unsigned adrift_ms = GetParam() == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = GetParam() == "rebuild" || gone ? "rebuild" : "cached";
+  const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
+  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : "cached";
+  const bool halfway = kind == "halfway", forgets = kind == "forgets";
+  forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
-  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000), b('b', policy, paths, return_ms, adrift_ms);
-  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : GetParam() == "told" ? 8 : GetParam() == "parked" ? 12 : GetParam() == "adrift" || GetParam() == "guarded" ? 6 : GetParam() == "marooned" ? 3 : GetParam() == "rebuild" || mixed || gone ? 8 : returns || storm ? 20 : 80;
+  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway);
+  if (halfway) relays = false;
+  const int rounds = std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : kind == "rebuild" || mixed || gone || halfway ? 8 : returns || storm ? 20 : relays ? 40 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .swaps = exact && (random() % 2 == 0 || gone), .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .cut_after = static_cast<unsigned>(random() % 400),
-                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || GetParam() == "marooned", .outlives = gone};
-    const Outcome out = round_of(a, b, o, GetParam());
+                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .swaps = exact && !relays && !halfway && (random() % 2 == 0 || gone), .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .relays = relays, .cut_after = static_cast<unsigned>(random() % 400),
+                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || kind == "marooned", .outlives = gone};
+    const Outcome out = round_of(a, b, o, kind);
+    if (forgets && out.error.starts_with("atomic ")) return;  // it is seen
+    if (kind == "refused") {
+      ASSERT_EQ(out.error, "") << o.seed;
+      continue;
+    }
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
@@ -744,12 +842,14 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }
   }
+  ASSERT_FALSE(forgets) << "this test would not see that an atomic was executed twice";
+  if (kind == "refused") return;
   migr_links_switch totals;
   store_totals(&totals);
   printf("%u changes, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", totals.vqps, totals.broken, totals.replayed,
          totals.executed, twice, rounds, totals.vqps ? static_cast<double>(totals.resume_ns) / totals.vqps / 1e6 : 0);
   printf("%u of %d connections outlived it\n", whole, rounds);
-  if (GetParam() == "marooned") {
+  if (kind == "marooned") {
     EXPECT_EQ(whole, 0u);
   } else if (gone) {
     EXPECT_LT(whole, static_cast<unsigned>(rounds));
@@ -758,10 +858,10 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
-  if (rounds >= 6 && !gone) {  // fewer may be cut while nothing is under way
+  if (rounds >= 6 && !gone && !halfway) {  // fewer may be cut while nothing is under way
     EXPECT_GT(totals.replayed, 0u);
   }
-  if (GetParam() != "told" && !gone && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
+  if (kind != "told" && !gone && rounds >= 12) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
     EXPECT_GT(totals.executed, 0u);
   }
   if (!exact && rounds >= 50) {
@@ -769,7 +869,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

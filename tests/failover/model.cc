@@ -135,6 +135,9 @@ bool passes(int link, bool answer) {
   return !w.cut || (w.answers_only && !answer);
 }
 
+/// What stays on one NIC goes over no wire.
+bool passes(const ModelQp& from, const ModelQp* to, bool answer) { return (to && to->nic == from.nic) || passes(from.nic->link, answer); }
+
 bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
 
 void complete(ibv_cq* cq, const ibv_wc& wc) {
@@ -147,7 +150,7 @@ void complete(ibv_cq* cq, const ibv_wc& wc) {
 }
 
 ibv_wc_opcode opcode_of(ibv_wr_opcode o) {
-  return o == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+  return o == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : o == IBV_WR_ATOMIC_FETCH_AND_ADD ? IBV_WC_FETCH_ADD : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
 }
 
 void complete_send(ModelQp& q, ibv_wc_status status) {
@@ -248,6 +251,8 @@ ModelQp* peer_of(const ModelQp& q) {
   return nullptr;
 }
 
+bool is_atomic(ibv_wr_opcode o) { return o == IBV_WR_ATOMIC_CMP_AND_SWP || o == IBV_WR_ATOMIC_FETCH_AND_ADD; }
+
 enum class Answer { kAck, kNone, kNotReady, kBadAccess };
 
 bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
@@ -265,11 +270,12 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
     r.expected = (psn + packets_of(s)) & kPsnMask;
     return Answer::kAck;
   }
-  if (s.wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP) {
+  if (is_atomic(s.wr.opcode)) {
     if (!may(*r.nic, s.wr.wr.atomic.rkey, s.wr.wr.atomic.remote_addr, s.bytes)) return Answer::kBadAccess;
     auto* const word = reinterpret_cast<std::uint64_t*>(s.wr.wr.atomic.remote_addr);
     s.answer = *word;
-    if (*word == s.wr.wr.atomic.compare_add) *word = s.wr.wr.atomic.swap;
+    if (s.wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) *word += s.wr.wr.atomic.compare_add;
+    else if (*word == s.wr.wr.atomic.compare_add) *word = s.wr.wr.atomic.swap;
     r.expected = (psn + 1) & kPsnMask;
     return Answer::kAck;
   }
@@ -314,12 +320,12 @@ void acknowledged(ModelQp& q, ModelQp& r) {
     if (difference(r.expected, end) < 0) return;
     if (s.wr.opcode == IBV_WR_RDMA_READ) {
       for (std::uint32_t n = 0; n < packets_of(s); ++n)
-        if (!passes(q.nic->link, true)) return;
+        if (!passes(q, &r, true)) return;
       through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
         std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + from), part);
       });
     }
-    if (s.wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP)
+    if (is_atomic(s.wr.opcode))
       through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
         std::memcpy(at, reinterpret_cast<const std::uint8_t*>(&s.answer) + from, part);
       });
@@ -348,11 +354,12 @@ bool step(ModelQp& q) {
   }
   if (q.idle) q.idle = false, q.progress = Clock::now();
   ModelQp* const r = peer_of(q);
-  if (unreachable(q.nic->link) && q.next == q.sends.from) {
+  const bool no_way = unreachable(q.nic->link) && !(r && r->nic == q.nic);
+  if (no_way && q.next == q.sends.from) {
     fail_send(q, IBV_WC_LOC_QP_OP_ERR);
     return false;
   }
-  if (q.next != q.sends.to && q.in_flight < kWindowPackets && !unreachable(q.nic->link)) {
+  if (q.next != q.sends.to && q.in_flight < kWindowPackets && !no_way) {
     model::Send& s = q.sends.slots[q.next];
     if (!q.next_packet) s.first_psn = q.psn, s.begun = true;
     if (!(s.wr.send_flags & IBV_SEND_INLINE) && s.bytes &&
@@ -362,7 +369,7 @@ bool step(ModelQp& q) {
       return false;
     }
     Answer answer = Answer::kNone;
-    if (passes(q.nic->link, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
+    if (passes(q, r, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
     if (answer == Answer::kNotReady) {
       q.progress = Clock::now();
       return true;
@@ -381,10 +388,10 @@ bool step(ModelQp& q) {
       q.next = (q.next + 1) & q.sends.mask();
       q.next_packet = 0;
     }
-    if (answer == Answer::kAck && rand() % 3 == 0 && passes(q.nic->link, true)) acknowledged(q, *r);
+    if (answer == Answer::kAck && rand() % 3 == 0 && passes(q, r, true)) acknowledged(q, *r);
     return false;
   }
-  if (r && r->attr.qp_state >= IBV_QPS_RTR && r->attr.qp_state != IBV_QPS_ERR && passes(q.nic->link, true)) acknowledged(q, *r);
+  if (r && r->attr.qp_state >= IBV_QPS_RTR && r->attr.qp_state != IBV_QPS_ERR && passes(q, r, true)) acknowledged(q, *r);
   if (!q.sends.size()) return false;
   const auto told = std::chrono::nanoseconds(4096ull << q.attr.timeout) / kFaster;
   if (Clock::now() - q.progress < (q.attr.timeout ? told : kRetryAfter)) return true;
@@ -521,6 +528,9 @@ Session* new_session(ModelQp& q) {
   ex.wr_rdma_read = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr) { begin_rdma(x, IBV_WR_RDMA_READ, rkey, addr); };
   ex.wr_atomic_cmp_swp = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, std::uint64_t compare, std::uint64_t swap) {
     begin_wr(x, IBV_WR_ATOMIC_CMP_AND_SWP).wr.atomic = {.remote_addr = addr, .compare_add = compare, .swap = swap, .rkey = rkey};
+  };
+  ex.wr_atomic_fetch_add = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, std::uint64_t add) {
+    begin_wr(x, IBV_WR_ATOMIC_FETCH_AND_ADD).wr.atomic = {.remote_addr = addr, .compare_add = add, .swap = 0, .rkey = rkey};
   };
   ex.wr_set_sge_list = [](ibv_qp_ex* x, std::size_t n, const ibv_sge* list) { session_of(x).sges.back().assign(list, list + n); };
   return s;

@@ -80,6 +80,7 @@ std::vector<std::string> seeds() {
   vqp.name.gid[15] = 1;
   vqp.name.vqpn = 17;
   vqp.policy = MIGR_LINKS_EXACT;
+  vqp.atomics = MIGR_LINKS_RELAYED;
   vqp.paths = MIGR_LINKS_MAX_LINKS;  // the most
   for (std::uint32_t i = 0; i < vqp.paths; i++) {
     vqp.path[i].link = i;

@@ -5,8 +5,8 @@
 #include "seeds.h"
 
 std::vector<std::string> seeds() {
-  return {R"({"links": [{"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"}], "policy": "exact", "paths": "cached",
-             "devices": {"mlx5_1": "off"}, "processes": {"fuzz": "resend", "kv": {"policy": "off", "paths": "rebuild"}}, "unique_swap": ["fuzz"], "heartbeat_ms": 200,
+  return {R"({"links": [{"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"}], "policy": "exact", "paths": "cached", "atomics": "relayed",
+             "devices": {"mlx5_1": "off"}, "processes": {"fuzz": "resend", "kv": {"policy": "off", "paths": "rebuild", "atomics": "direct"}}, "unique_swap": ["fuzz"], "heartbeat_ms": 200,
              "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000, "adrift_limit_ms": 120000})",
           R"({"links": [], "unique_swap": true})",
           R"({"links":[{"device":"a"},{"device":"b"},{"device":"c"},{"device":"d"},{"device":"e"},{"device":"f"},{"device":"g"},{"device":"h"}]})"};
@@ -22,6 +22,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     always(!l.device.empty() && l.port, "a link has a device and a port");
     name(c.policy_of(l.device));
     name(c.paths_of(l.device));
+    name(c.atomics_of(l.device));
   }
   return 0;
 }

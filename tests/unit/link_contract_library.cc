@@ -23,6 +23,7 @@ Library::Library(const std::array<std::uint8_t, 16>& instance) : parts_(new Part
   migr::links::Config config;
   config.policy = migr::links::Policy::kExact;
   config.paths = migr::links::Paths::kRebuild;
+  config.atomics = migr::links::Atomics::kRelayed;
   parts_->directory = migr::links::make_directory(config, instance);
 }
 Library::~Library() = default;

@@ -161,6 +161,7 @@ TEST_F(Links, FieldsOutOfRangeAreEINVALAndNothingIsTaken) {
       [](auto& v) { v.name.reserved = 1; },
       [](auto& v) { v.policy = MIGR_LINKS_EXACT + 1; },
       [](auto& v) { v.making = MIGR_LINKS_REBUILD + 1; },
+      [](auto& v) { v.atomics = MIGR_LINKS_RELAYED + 1; },
       [](auto& v) { v.default_link = MIGR_LINKS_MAX_LINKS; },
       [](auto& v) { v.paths = MIGR_LINKS_MAX_LINKS + 1; },
       [](auto& v) { v.path[1].link = 0; },  // twice
@@ -617,6 +618,7 @@ wire::LinksReply everything() {
   p->set_pid(4194304);
   p->set_comm("123456789012345");
   p->set_making(MIGR_LINKS_REBUILD);
+  p->set_atomics(MIGR_LINKS_RELAYED);
   p->set_vqps(65536);
   p->set_backed(65536);
   p->set_error(std::string(70, 'x') + " " + std::string(90, 'y'));
@@ -650,7 +652,7 @@ TEST(LinksText, NoLineIsLongerThan80Columns) {
   for (std::size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1, lines++)
     EXPECT_LE(end - at, 80u) << text.substr(at, end - at);
   EXPECT_GE(lines, 15u);
-  for (const char* word : {"NO ANSWER", "down (operator, netlink, gone)", "down (application)", "has an SRQ", "heartbeat", "12345.679 ms", "broken", "paths rebuild"})
+  for (const char* word : {"NO ANSWER", "down (operator, netlink, gone)", "down (application)", "has an SRQ", "heartbeat", "12345.679 ms", "broken", "paths rebuild", "atomics relayed"})
     EXPECT_NE(text.find(word), std::string::npos) << word << " in\n" << text;
 }
 
@@ -662,6 +664,7 @@ TEST(LinksText, JsonHasTheSame) {
   const auto& p = j["processes"][0];
   EXPECT_EQ(p["links"][0]["state"], "down");
   EXPECT_EQ(p["paths"], "rebuild");
+  EXPECT_EQ(p["atomics"], "relayed");
   EXPECT_EQ(p["without_backup"][0]["vqps"], 65536);
   EXPECT_EQ(p["last_switchover"]["resume_ns"], 12'345'678'901);
   EXPECT_EQ(p["last_switchover"]["done"], false);

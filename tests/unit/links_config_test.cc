@@ -66,6 +66,24 @@ TEST(LinksConfig, PathsGoTheSameWayByThemselves) {
   EXPECT_EQ(c.policy_of("b"), Policy::kResend);
 }
 
+TEST(LinksConfig, AtomicsGoTheSameWayByThemselves) {
+  const std::string all = std::string(kTwo) + R"(, "policy": "exact", "atomics": "relayed", "devices": {"b": {"atomics": "direct"}, "a": {"paths": "rebuild"}},
+    "processes": {"me": {"atomics": "relayed"}, "you": {"atomics": "direct", "policy": "resend"}})";
+  Config c;
+  ASSERT_EQ(why(kTwo, &c), "");
+  EXPECT_EQ(c.atomics_of("a"), Atomics::kDirect);
+  ASSERT_EQ(why(all, &c, "other"), "");
+  EXPECT_EQ(c.atomics_of("a"), Atomics::kRelayed);
+  EXPECT_EQ(c.atomics_of("b"), Atomics::kDirect);
+  EXPECT_EQ(c.paths_of("a"), Paths::kRebuild);
+  ASSERT_EQ(why(all, &c, "me"), "");
+  EXPECT_EQ(c.atomics_of("b"), Atomics::kRelayed);
+  EXPECT_EQ(c.policy_of("b"), Policy::kExact);
+  ASSERT_EQ(why(all, &c, "you"), "");
+  EXPECT_EQ(c.atomics_of("a"), Atomics::kDirect);
+  EXPECT_EQ(c.policy_of("a"), Policy::kResend);
+}
+
 TEST(LinksConfig, ProgramsWhoseSwapValuesAreUnique) {
   Config c;
   ASSERT_EQ(why(kTwo, &c, "kv"), "");
@@ -93,6 +111,9 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {std::string(kTwo) + R"(, "policy": 1)", "\"policy\""},
       {std::string(kTwo) + R"(, "paths": "cashed")", "\"cashed\"; there are \"cached\", \"rebuild\""},
       {std::string(kTwo) + R"(, "paths": 1)", "\"paths\""},
+      {std::string(kTwo) + R"(, "atomics": "relay")", "\"relay\"; there are \"direct\", \"relayed\""},
+      {std::string(kTwo) + R"(, "atomics": true)", "\"atomics\" is true"},
+      {std::string(kTwo) + R"(, "processes": {"me": {"atomics": 1}})", "\"processes\": \"me\": \"atomics\" is 1"},
       {std::string(kTwo) + R"(, "devices": [])", "\"devices\""},
       {std::string(kTwo) + R"(, "devices": {"a": {"paths": "no"}})", "\"devices\": \"a\": \"paths\" is \"no\""},
       {std::string(kTwo) + R"(, "devices": {"a": {"path": "cached"}})", "\"path\""},

@@ -1,0 +1,588 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include "relay.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <optional>
+
+#include "../events.h"
+#include "../path.h"
+#include "../real.h"
+#include "channel.h"
+#include "state.h"
+
+namespace migr::links {
+namespace {
+
+constexpr std::uint32_t kWord = 8;
+constexpr std::size_t kBatch = 8, kMostAnswers = 64;
+constexpr std::uint64_t kAskAgainNs = 100'000'000, kSoonNs = 1'000'000, kRestNs = 1'000'000'000;
+constexpr unsigned kLookMs = 1, kAnswerMs = 20;
+
+bool atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
+
+bool relays(const QpShadow& q) { return q.link && (q.state.load(std::memory_order_relaxed) & kRelays); }
+
+/// From where on completions are in the fake CQ until nothing waits any more.
+void begin_hold(QpShadow& q) {
+  std::lock_guard guard(q.send_cq->lock);
+  q.send_cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
+  ++q.send_cq->markers;
+  kick(state()->failover_fd);
+}
+
+void end_hold(QpShadow& q, Relay& r) {
+  r.watched = false;
+  std::lock_guard guard(q.send_cq->lock);
+  if (q.send_cq->markers) --q.send_cq->markers;
+}
+
+void hold(QpShadow& q, KeptSend send) {
+  Relay& r = q.link->relay;
+  if (r.sends.empty()) begin_hold(q);
+  r.sends.push_back(std::move(send));
+}
+
+/// Takes all that waits.
+std::deque<KeptSend> take_all(QpShadow& q, Relay& r) {
+  auto all = std::exchange(r.sends, {});
+  r.asked.clear();
+  if (!all.empty()) end_hold(q, r);
+  return all;
+}
+
+}  // namespace
+
+[[gnu::weak]] bool forgets_answers() { return false; }
+
+bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr) {
+  return relays(q) && (!q.link->relay.sends.empty() || (atomic(wr) && !q.link->relay.rests));
+}
+
+int post_in_turn(QpShadow& q, KeptSend send) {
+  if (!has_to_wait(q, send.wr)) return path::post_one_send(q, send);
+  if (q.link->relay.sends.size() >= q.cap.max_send_wr) return ENOMEM;
+  return hold(q, std::move(send)), 0;
+}
+
+void hold_rest(QpShadow& q, std::size_t replays) {
+  if (!relays(q)) return;
+  auto& kept = q.kept_sends;
+  auto first = kept.begin() + static_cast<std::ptrdiff_t>(std::min(replays, kept.size()));
+  if (q.link->relay.sends.empty()) first = std::find_if(kept.begin(), kept.end(), [&](const KeptSend& s) { return has_to_wait(q, s.wr); });
+  for (auto s = first; s != kept.end(); ++s) hold(q, std::move(*s));
+  kept.erase(first, kept.end());
+}
+
+void give_back_waiting(QpShadow& q, std::size_t replays) {
+  if (!q.link || q.link->relay.sends.empty()) return;
+  auto all = take_all(q, q.link->relay);
+  const auto at = q.kept_sends.begin() + static_cast<std::ptrdiff_t>(std::min(replays, q.kept_sends.size()));
+  q.kept_sends.insert(at, std::make_move_iterator(all.begin()), std::make_move_iterator(all.end()));
+}
+
+/* ---- who asks --------------------------------------------------------------------- */
+
+namespace {
+
+/// The memory that the SGEs of an atomic name: one word. Null where the device has to say what is wrong.
+bool word_of(const QpShadow& q, const KeptSend& send, std::vector<std::pair<std::uint8_t*, std::uint32_t>>& out) {
+  std::uint32_t bytes = 0;
+  if (send.wr.send_flags & IBV_SEND_INLINE) return false;
+  for (const ibv_sge& sge : send.sges) {
+    const auto& all = Registry::get().mrs;
+    const auto mr = std::find_if(all.begin(), all.end(), [&](const MrShadow* m) { return m->context == q.context && m->app.lkey == sge.lkey; });
+    if (mr == all.end() || (*mr)->app.pd != q.init.pd || !((*mr)->access & IBV_ACCESS_LOCAL_WRITE)) return false;
+    const std::uint64_t offset = sge.addr - (*mr)->iova;
+    if (sge.addr < (*mr)->iova || offset > (*mr)->app.length || sge.length > (*mr)->app.length - offset) return false;
+    out.push_back({static_cast<std::uint8_t*>((*mr)->app.addr) + offset, sge.length});
+    bytes += sge.length;
+  }
+  return bytes == kWord;
+}
+
+bool can_relay(const QpShadow& q, const KeptSend& send) {
+  std::vector<std::pair<std::uint8_t*, std::uint32_t>> ignored;
+  return atomic(send.wr) && word_of(q, send, ignored);
+}
+
+/// Nothing that was posted before is in flight, and all of it has completed, as far as this end knows. That the other end has
+/// executed it, it compares by its PSN. Caller holds q.lock.
+bool calm(QpLink& l) {
+  QpShadow& q = *l.q;
+  const bool drains = l.stage == Stage::kDraining;
+  if (!drains && l.stage != Stage::kReady && l.stage != Stage::kMaking) return false;
+  if (q.adrift || q.phase != (drains ? switchover::Phase::kSuspended : switchover::Phase::kRunning)) return false;
+  unsigned in_flight = 0;
+  if (provider::sends_in_queue(q, in_flight) || in_flight) return false;
+  {
+    std::lock_guard guard(q.send_cq->lock);
+    path::poll_to_fake(*q.send_cq);
+  }
+  if (failed_unseen(q)) return false;
+  std::lock_guard guard(l.lock);
+  return !l.wanted && !l.seen && l.hidden.empty() && (l.stage == Stage::kReady || l.stage == Stage::kMaking || drains);
+}
+
+/// Of the first that waits.
+void complete(QpShadow& q, Relay& r, ibv_wc_status status) {
+  const ibv_send_wr& wr = r.sends.front().wr;
+  const bool signalled = q.init.sq_sig_all || (wr.send_flags & IBV_SEND_SIGNALED);
+  ibv_wc wc{};
+  wc.wr_id = wr.wr_id;
+  wc.status = status;
+  wc.opcode = wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : IBV_WC_FETCH_ADD;
+  wc.byte_len = kWord;
+  wc.qp_num = q.vqpn();
+  r.sends.pop_front();
+  ++r.number;
+  if (!r.asked.empty()) r.asked.pop_front();
+  std::lock_guard guard(q.send_cq->lock);
+  if (marker::is_marker(wc.wr_id)) {  // it stands in for itself and others, on a path after one that was cut
+    if (q.send_cq->markers) --q.send_cq->markers;
+    path::complete_stand_in(*q.send_cq, wc);
+  } else if (signalled || status != IBV_WC_SUCCESS) {
+    q.send_cq->fake.push_back(wc);
+  }
+}
+
+void wake_for(QpShadow& q) {
+  std::string why;
+  if (q.send_cq->armed && q.send_cq->app.channel && ring(*q.send_cq, why)) say(q, why);
+}
+
+/// Its path is in ERR, or about to be: the device flushes what waits. Caller holds q.lock.
+void flush(QpLink& l) {
+  QpShadow& q = *l.q;
+  switchover::clear_bits(q, kRelays);
+  l.relays = false;
+  for (const KeptSend& send : take_all(q, l.relay))
+    if (path::post_one_send(q, send)) switchover::flush_to_fake(q, send);
+  wake_for(q);
+}
+
+/// The first that waits ends with an error, and the connection with it, as by a NIC. Caller holds q.lock.
+void fail(QpLink& l, ibv_wc_status status, const std::string& what) {
+  QpShadow& q = *l.q;
+  say(l, what);
+  l.why = "gave up";
+  set_stage(l, Stage::kBroken);
+  complete(q, l.relay, status);
+  if (l.relay.sends.empty()) end_hold(q, l.relay);
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE)) say(l, std::string("modify_qp to ERR: ") + std::strerror(err));
+  flush(l);
+  tell_gone(l);
+}
+
+bool path_is_in_err(QpShadow& q) {
+  ibv_qp_attr now{};
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  const int err = real().query_qp(q.real, &now, IBV_QP_STATE, &init);
+  q.real->state = state;
+  return err || now.qp_state == IBV_QPS_ERR;
+}
+
+/// Puts down what has been answered, in order. @return false: it has failed
+bool deliver(QpLink& l) {
+  QpShadow& q = *l.q;
+  Relay& r = l.relay;
+  bool any = false;
+  while (!r.asked.empty() && r.asked.front().status != kNotYet) {
+    const auto [status, value] = r.asked.front();
+    std::vector<std::pair<std::uint8_t*, std::uint32_t>> parts;
+    if (status == kBadAccess) return fail(l, IBV_WC_REM_ACCESS_ERR, "the other end does not allow an atomic there"), false;
+    if (status == kBadRequest) return fail(l, IBV_WC_REM_INV_REQ_ERR, "the other end does not take an atomic like that"), false;
+    if (status != kExecuted) return fail(l, IBV_WC_RETRY_EXC_ERR, "the other end's devices could not execute an atomic: the application gets the error"), false;
+    if (!word_of(q, r.sends.front(), parts)) return fail(l, IBV_WC_LOC_PROT_ERR, "memory was given back to which an atomic was to bring its answer"), false;
+    std::uint8_t bytes[kWord];
+    std::memcpy(bytes, &value, sizeof bytes);
+    const std::uint8_t* from = bytes;
+    for (const auto& [at, length] : parts) std::memcpy(at, from, length), from += length;
+    complete(q, r, IBV_WC_SUCCESS);
+    r.since_ns = 0;
+    any = true;
+  }
+  if (any) wake_for(q);
+  return true;
+}
+
+/// Up to the next atomic. @return how many
+std::size_t post_waiting(QpLink& l) {
+  QpShadow& q = *l.q;
+  Relay& r = l.relay;
+  std::size_t posted = 0;
+  while (!r.sends.empty() && r.asked.empty() && (r.rests || !can_relay(q, r.sends.front()))) {
+    const int err = path::post_one_send(q, r.sends.front());
+    if (err == ENOMEM) return posted + 1;  // until one has completed
+    if (err) switchover::flush_to_fake(q, r.sends.front());
+    r.sends.pop_front();
+    ++posted;
+  }
+  return posted;
+}
+
+Channel* way_to(const QpLink& l) {
+  Channel* const here = standing(l, l.on);
+  return here ? here : standing(l, other(l.on));
+}
+
+void ask(QpLink& l, Channel& c) {
+  QpShadow& q = *l.q;
+  Relay& r = l.relay;
+  ibv_qp_attr at{};
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  const int err = real().query_qp(q.real, &at, switchover::kPsns, &init);
+  q.real->state = state;
+  if (err) return;
+  std::vector<AtomicRecord> records;
+  if (r.asked.empty())
+    for (const KeptSend& s : r.sends) {
+      if (r.asked.size() == kBatch || !can_relay(q, s)) break;
+      r.asked.push_back({kNotYet, 0});
+    }
+  for (std::size_t i = 0; i < r.asked.size(); ++i) {
+    const auto& wr = r.sends[i].wr;
+    if (r.asked[i].status != kNotYet) continue;
+    records.push_back({.to = l.peer, .from = l.name, .number = r.number + i, .known = r.number, .addr = wr.wr.atomic.remote_addr, .compare_add = wr.wr.atomic.compare_add, .swap = wr.wr.atomic.swap, .rkey = wr.wr.atomic.rkey, .adds = wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD, .behind = {.link = l.leg().link->index, .serial = l.path.serial, .psn = at.sq_psn & switchover::kPsnMask}, .reserved = 0});
+  }
+  r.over = &c;
+  r.round = c.round;
+  r.ask_ns = now_ns() + kAskAgainNs;
+  send_atomics(c, records);
+}
+
+bool stands_still(const Relay& r, const Channel* c) { return c == r.over && c->round == r.round; }
+
+}  // namespace
+
+unsigned look_at_relay(QpLink& l) {
+  if (!l.relays) return 0;
+  QpShadow& q = *l.q;
+  Relay& r = l.relay;
+  const std::uint64_t now = now_ns();
+  std::lock_guard guard(q.lock);
+  r.rests = parking() || now < r.rest_until_ns;
+  if (r.sends.empty()) return r.rests ? kAnswerMs : 0;
+  if (l.stage == Stage::kBroken || l.seen) {
+    if (q.phase != switchover::Phase::kRunning) return kLookMs;
+    if (l.seen || path_is_in_err(q)) flush(l);
+    else fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has given up, and so an atomic that it was to execute");
+    return 0;
+  }
+  if (!r.watched) {
+    std::string why;
+    if (switchover::wait_for_pollers(q, why)) return say(l, why), kLookMs;
+    r.watched = true;
+  }
+  if (!calm(l)) return r.since_ns = 0, kLookMs;
+  if (!deliver(l)) return 0;
+  if (l.stage == Stage::kDraining) return kLookMs;
+  const bool posted = post_waiting(l) != 0;
+  if (r.sends.empty()) return end_hold(q, r), 0;
+  if (posted) return kLookMs;
+  if (!r.since_ns) r.since_ns = now;
+  if (now - r.since_ns > state()->config.switch_limit_ms * 1'000'000ull) {
+    fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has not executed an atomic for " + std::to_string(state()->config.switch_limit_ms) + " ms: the application gets the error");
+    return 0;
+  }
+  Channel* const c = way_to(l);
+  if (c && (r.asked.empty() || !stands_still(r, c) || now > r.ask_ns)) ask(l, *c);
+  return r.ask_ns > now + 2 * kSoonNs ? kAnswerMs : kLookMs;
+}
+
+void agree(QpLink& l, std::uint32_t atomics_there) {
+  QpShadow& q = *l.q;
+  if (l.relays || atomics_there != MIGR_LINKS_RELAYED || l.twin->atomics != Atomics::kRelayed || l.stage == Stage::kBroken) return;
+  std::lock_guard guard(q.lock);
+  l.relays = true;
+  switchover::set_bits(q, kTrapped | kRelays);
+}
+
+const char* why_direct(const QpLink& l) {
+  if (l.relays || !l.twin->wants_relayed) return "";
+  return l.twin->policy != Policy::kExact ? "atomics go direct: the policy is not exact" : l.found ? "atomics go direct: the other end says so"
+                                                                                                   : "";
+}
+
+bool relay_is_over(const QpLink& l) {
+  std::lock_guard guard(l.q->lock);
+  return l.relay.asked.empty() && (l.relay.sends.empty() || l.q->phase != switchover::Phase::kRunning);
+}
+
+void rest_relay(QpLink& l) { l.relay.rest_until_ns = now_ns() + kRestNs; }
+
+void flush_relay(QpLink& l) {
+  QpShadow& q = *l.q;
+  std::lock_guard guard(q.lock);
+  if (l.relay.sends.empty() || q.phase != switchover::Phase::kRunning) return;
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  const ibv_qp_state state = q.real->state;
+  if (!real().modify_qp(q.real, &to, IBV_QP_STATE)) flush(l);
+  q.real->state = state;  // the application is about to
+}
+
+void end_relay(QpLink& l) {
+  QpShadow& q = *l.q;
+  if (l.relay.sends.empty()) return;
+  if (q.phase != switchover::Phase::kRunning) give_back_waiting(q, q.cut ? q.cut->replays : 0);
+  else take_all(q, l.relay);
+}
+
+void got_answer(Channel& from, const AnswerRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  if (!l || !l->relays) return;
+  std::lock_guard guard(l->q->lock);
+  Relay& r = l->relay;
+  if (record.number < r.number || record.number - r.number >= r.asked.size()) return;  // once more
+  Relay::Asked& asked = r.asked[record.number - r.number];
+  if (asked.status != kNotYet) return;
+  asked = {record.status, record.value};
+  if (record.status == kNotYet) r.ask_ns = std::min(r.ask_ns, now_ns() + kSoonNs);
+}
+
+/* ---- who answers -------------------------------------------------------------------- */
+
+/// Executes atomics in the memory of one PD by one NIC, which so has them in one order with all others: a QP that is connected to
+/// another one of ours. One at a time.
+struct Executor {
+  Executor(Twin& t, const ibv_pd* app, Side s) : twin(&t), of(app), side(s), link(s == kHome ? t.home : t.link) {}
+  Twin* const twin;
+  const ibv_pd* const of;  ///< the application's
+  const Side side;
+  Link* const link;
+  ibv_cq* cq = nullptr;  ///< of `target`, where nothing ever completes; null: not needed
+  ibv_qp *source = nullptr, *target = nullptr;
+  std::uint64_t word = 0;
+  ibv_mr* mr = nullptr;
+  std::uint32_t psn = 0;  ///< of the next
+  struct Job {
+    std::uint64_t id, number;  ///< of QpLink
+    AtomicRecord what;
+  };
+  std::deque<Job> jobs;  ///< the first is posted
+};
+
+namespace {
+
+constexpr std::uint8_t kTimeout = 12, kRetries = 3;  // 17 ms, four times
+
+QpLink* by_id(std::uint64_t id) {
+  for (QpLink* l : state()->qps)
+    if (l->id == id) return l;
+  return nullptr;
+}
+
+void answer(const QpLink& l, const Answers::One& one) {
+  if (Channel* c = way_to(l)) send_answer(*c, {.to = l.peer, .from = l.name, .number = one.number, .value = one.value, .status = one.status, .reserved = 0});
+}
+
+MrShadow* memory_of(const QpShadow& q, std::uint32_t rkey) {
+  for (MrShadow* mr : Registry::get().mrs)
+    if (mr->context == q.context && mr->app.rkey == rkey && mr->app.pd == q.init.pd) return mr;
+  return nullptr;
+}
+
+/// As a NIC would look at it.
+AtomicStatus check(const QpShadow& q, const AtomicRecord& r) {
+  if (r.adds > 1 || r.addr % kWord || q.access_flags < 0 || !(q.access_flags & IBV_ACCESS_REMOTE_ATOMIC)) return kBadRequest;
+  const MrShadow* const mr = memory_of(q, r.rkey);
+  if (!mr || !(mr->access & IBV_ACCESS_REMOTE_ATOMIC) || r.addr < mr->iova) return kBadAccess;
+  const std::uint64_t offset = r.addr - mr->iova;
+  return mr->app.length < kWord || offset > mr->app.length - kWord ? kBadAccess : kExecuted;
+}
+
+/// All that its sender has posted before was executed here.
+bool has_executed(const QpLink& l, const Progress& before) {
+  QpShadow& q = *l.q;
+  if (l.stage == Stage::kBroken || l.stage == Stage::kChanging || q.adrift || l.leg().link->index != before.link || l.path.serial != before.serial) return false;
+  ibv_qp_attr at{};
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  const int err = real().query_qp(q.real, &at, switchover::kPsns, &init);
+  q.real->state = state;
+  return !err && (at.rq_psn & switchover::kPsnMask) == before.psn;
+}
+
+void close(Executor& e) {
+  for (ibv_qp** qp : {&e.source, &e.target}) switchover::destroy_real(*qp);
+  if (e.mr) real().dereg_mr(std::exchange(e.mr, nullptr));
+  if (e.cq) real().destroy_cq(std::exchange(e.cq, nullptr));
+}
+
+bool connect(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why) {
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTR;
+  attr.path_mtu = link.mtu;
+  attr.dest_qp_num = to->qp_num;
+  attr.rq_psn = attr.sq_psn = psn;
+  attr.max_dest_rd_atomic = attr.max_rd_atomic = 1;
+  lead_to(attr.ah_attr, link, link.gid.raw, link.lid);
+  int err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  attr.qp_state = IBV_QPS_RTS;
+  attr.timeout = kTimeout;
+  attr.retry_cnt = attr.rnr_retry = kRetries;
+  if (!err) err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  if (err) why = std::string("modify_qp of a QP that executes atomics: ") + std::strerror(err);
+  return !err;
+}
+
+bool open(Executor& e, std::string& why) {
+  if (e.source) return true;
+  Link& link = *e.link;
+  const bool home = e.side == kHome;
+  if (!link.ctx) return why = link.config.device + " is not open", false;
+  ibv_context* const ctx = home ? e.twin->of->real : link.ctx;
+  e.mr = real().reg_mr_iova2(link.pd, &e.word, sizeof e.word, reinterpret_cast<std::uintptr_t>(&e.word), IBV_ACCESS_LOCAL_WRITE);
+  e.cq = events::with_kernel_fd(*ctx, [&] { return real().create_cq(ctx, 1, nullptr, nullptr, 0); });
+  ibv_qp_init_attr init{};
+  init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.send_cq = init.recv_cq = link.cq;
+  if (e.mr && e.cq) e.source = create_on(link.pd, init, link.config.port, 0, why);
+  else why = std::string("memory or a CQ for atomics: ") + std::strerror(errno);
+  init.send_cq = init.recv_cq = e.cq;
+  const auto pd = home ? const_cast<ibv_pd*>(e.of) : e.twin->pds.at(e.of);
+  if (e.source) e.target = events::with_kernel_fd(*ctx, [&] { return create_on(pd, init, link.config.port, IBV_ACCESS_REMOTE_ATOMIC, why); });
+  e.psn = switchover::random_psn();
+  if (e.target && connect(link, e.target, e.source, e.psn, why) && connect(link, e.source, e.target, e.psn, why)) return true;
+  close(e);
+  return false;
+}
+
+/// The first job. @return false: it cannot be, and was not executed
+bool post(Executor& e, const QpShadow& q, std::string& why) {
+  const AtomicRecord& what = e.jobs.front().what;
+  const MrShadow* const memory = memory_of(q, what.rkey);
+  const ibv_mr* const there = !memory ? nullptr : e.side == kHome ? memory->real
+                                                                  : memory->twin;
+  if (!there) return why = "its memory is not there", false;
+  if (!open(e, why)) return false;
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&e.word), kWord, e.mr->lkey};
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = what.adds ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_ATOMIC_CMP_AND_SWP;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.wr.atomic = {.remote_addr = what.addr, .compare_add = what.compare_add, .swap = what.swap, .rkey = there->rkey};
+  const int err = e.link->ops.post_send(e.source, &wr, &bad);
+  if (err) why = std::string("post_send of an atomic: ") + std::strerror(err);
+  return !err;
+}
+
+Executor& executor_of(Twin& t, const ibv_pd* pd, Side side) {
+  for (Executor* e : t.executors)
+    if (e->of == pd && e->side == side) return *e;
+  return *t.executors.emplace_back(new Executor(t, pd, side));
+}
+
+void end_job(Executor& e, AtomicStatus status);
+
+void begin_job(Executor& e) {
+  while (!e.jobs.empty()) {
+    std::string why;
+    const QpLink* const l = by_id(e.jobs.front().id);
+    if (l && post(e, *l->q, why)) return;
+    if (!l) {
+      e.jobs.pop_front();
+      continue;
+    }
+    say(*l, e.link->config.device + " cannot execute an atomic: " + why);
+    return end_job(e, kNotYet);
+  }
+}
+
+void add_job(Executor& e, const Executor::Job& job) {
+  e.jobs.push_back(job);
+  if (e.jobs.size() == 1) begin_job(e);
+}
+
+/// @param status  kNotYet: it was not executed. Then the other link's device may
+void end_job(Executor& e, AtomicStatus status) {
+  const Executor::Job job = e.jobs.front();
+  e.jobs.pop_front();
+  QpLink* const l = by_id(job.id);
+  if (l && status == kNotYet && e.side == kHome) {
+    Executor& other = executor_of(*l->twin, e.of, kBackup);
+    auto behind = std::exchange(e.jobs, {});  // in their order
+    add_job(other, job);
+    for (const Executor::Job& next : behind) add_job(other, next);
+  } else if (l) {
+    for (Answers::One& one : l->answers.all)
+      if (one.number == job.number && one.status == kNotYet) {
+        one.status = status == kNotYet ? kLost : status;
+        one.value = e.word;
+        answer(*l, one);
+      }
+  }
+  begin_job(e);
+}
+
+/// What a NIC does with a request that it does not take.
+void refuse_atomic(QpLink& l, const Answers::One& one) {
+  l.answers.closed = true;
+  answer(l, one);
+  say(l, "the other end wanted an atomic where none is allowed: the connection ends");
+  set_stage(l, Stage::kBroken);
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  real().modify_qp(l.q->real, &to, IBV_QP_STATE);
+}
+
+}  // namespace
+
+void got_atomic(Channel& from, const AtomicRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  const auto not_yet = [&] { send_answer(from, {.to = record.from, .from = record.to, .number = record.number, .value = 0, .status = kNotYet, .reserved = 0}); };
+  if (!l) return not_yet();
+  Answers& a = l->answers;
+  std::erase_if(a.all, [&](const Answers::One& one) { return one.number < record.known && one.status != kNotYet; });
+  const auto known = std::find_if(a.all.begin(), a.all.end(), [&](const Answers::One& one) { return one.number == record.number; });
+  if (known != a.all.end() && !(forgets_answers() && known->status == kExecuted)) {
+    if (known->status != kNotYet) answer(*l, *known);
+    return;
+  }
+  const bool again = known != a.all.end();  // a test's
+  if (again) a.all.erase(known);
+  else if (record.number < a.next || a.closed) return;  // of long ago; or its sender will hear why
+  if ((!again && record.number != a.next) || a.all.size() >= kMostAnswers || l->twin->atomics != Atomics::kRelayed || !has_executed(*l, record.behind)) return not_yet();
+  if (!again) ++a.next;
+  const AtomicStatus status = check(*l->q, record);
+  a.all.push_back({record.number, status == kExecuted ? kNotYet : status, 0});
+  if (status != kExecuted) return refuse_atomic(*l, a.all.back());
+  const bool home = !l->twin->home->down() && executor_of(*l->twin, l->q->init.pd, kBackup).jobs.empty();
+  add_job(executor_of(*l->twin, l->q->init.pd, home ? kHome : kBackup), {l->id, record.number, record});
+}
+
+void executed(Link& link, const ibv_wc& wc) {
+  for (Twin* t : state()->twins)
+    for (Executor* e : t->executors) {
+      if (e->link != &link || !e->source || e->source->qp_num != wc.qp_num || e->jobs.empty()) continue;
+      const std::uint32_t psn = e->psn;
+      e->psn = (psn + 1) & switchover::kPsnMask;
+      if (wc.status == IBV_WC_SUCCESS) return end_job(*e, kExecuted);
+      ibv_qp_attr at{};
+      ibv_qp_init_attr init{};
+      const bool known = !real().query_qp(e->target, &at, switchover::kPsns, &init);
+      close(*e);
+      if (wc.status == IBV_WC_REM_ACCESS_ERR) return end_job(*e, kBadAccess);
+      if (wc.status == IBV_WC_REM_INV_REQ_ERR) return end_job(*e, kBadRequest);
+      return end_job(*e, known && (at.rq_psn & switchover::kPsnMask) == psn ? kNotYet : kLost);
+    }
+}
+
+void drop_executors(Twin& t, const ibv_pd* pd) {
+  std::erase_if(t.executors, [&](Executor* e) {
+    if (pd && e->of != pd) return false;
+    close(*e);
+    delete e;
+    return true;
+  });
+}
+
+}  // namespace migr::links
