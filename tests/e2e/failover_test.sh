@@ -18,10 +18,10 @@ rail() {
 	esac
 }
 
-configure() {	# rail 0, backed up by rail 1
+configure() {	# [ATOMICS]: rail 0, backed up by rail 1
 	local h
 	for h in "${E2E_HOSTS[@]}"; do
-		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], \"heartbeat_ms\": 1000}" >/tmp/links.json' || return 1
+		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], \"atomics\": \"$1\", \"heartbeat_ms\": 1000}" >/tmp/links.json' "${1:-direct}" || return 1
 	done
 }
 
@@ -206,6 +206,16 @@ moved_while_rail_fails() { move_and_fail src "" migrate_ok lk dst && was_replaye
 stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate_refused lk dst "source.commit.begin" 1 && both_on 1 && expect_traffic; }
 # The partner's rail: it goes on over the other one, once that is the backup of what has moved.
 moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && both_on 1 dst && expect_traffic; }
+# Each answer is checked by migr_verify: a sum that every fetch-and-add of a QP has to find.
+relayed() {
+	local r=0
+	configure relayed && with_verify is_relayed -- --mode mixed --qps 4 --size 4096 || r=1
+	configure && return $r
+}
+is_relayed() {
+	links_of src | jq -e '.processes | length > 0 and all(.[]; .atomics == "relayed")' >/dev/null || fail "atomics are not relayed" || return 1
+	again_and_again
+}
 # The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.
 again_and_again() {
 	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
@@ -217,6 +227,7 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" with_verify again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api
+walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails
