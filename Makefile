@@ -33,7 +33,7 @@ packages: user runc		## Debian packages of everything, build/packages/*.deb
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (an hour)
+check: all			## every test, in VMs too (25 to 50 minutes)
 	@scripts/check
 
 check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and KCOV (the first time half an hour)
