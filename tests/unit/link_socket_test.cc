@@ -317,10 +317,12 @@ TEST_F(Links, TooManyQuestionsAreEBUSYAndOthersGoOn) {
   for (int i = 0; i < MIGR_LINKS_MAX_PENDING; i++) seqs.push_back(a.send<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}));
   EXPECT_EQ(a.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}).head.status, EBUSY);
   EXPECT_EQ(lookup(b, {link_name(1, 5)})[0].status, 0) << "another process waits for nothing of it";
-  {
+  const auto asked = [this] {
     std::lock_guard lock(directory_.mutex);
-    EXPECT_EQ(directory_.asked, 1) << "one question of a process at a time";
-  }
+    return directory_.asked;
+  };
+  EXPECT_TRUE(soon([&] { return asked() > 0; }));
+  EXPECT_EQ(asked(), 1) << "one question of a process at a time";
   directory_.go_on();
   for (const auto seq : seqs) EXPECT_EQ(a.reply(seq).as<migr_links_found>()[0].status, ENOENT);
   EXPECT_EQ(a.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {link_name(9, 1)}).head.status, 0) << "they do not count for ever";
