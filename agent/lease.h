@@ -62,7 +62,8 @@ struct LeasedJob {
   std::atomic<Clock::rep> lease_ = Clock::now().time_since_epoch().count();
 };
 
-/// What nobody has to wait for: done in a thread of its own, at most once. Ends with the job, whose last member it is.
+/// What nobody has to wait for: done in a thread of its own, once, however often it is asked for: RESUME may come again when its
+/// answer was lost. Ends with the job, whose last member it is. Caller of run() holds job.work.
 class Afterwards {
  public:
   ~Afterwards() {
@@ -70,7 +71,7 @@ class Afterwards {
   }
   template <class F>
   void run(F&& f) {
-    thread_ = std::thread(with_log_fields(std::forward<F>(f)));
+    if (!thread_.joinable()) thread_ = std::thread(with_log_fields(std::forward<F>(f)));
   }
 
  private:
