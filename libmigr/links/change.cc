@@ -18,7 +18,8 @@ namespace migr::links {
 namespace {
 
 constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1;
-constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000, kStayNs = 30'000'000'000;
+constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
+constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
 
 std::uint32_t next_epoch(const QpLink& l, Side side) {
@@ -101,7 +102,9 @@ void finish(QpLink& l) {
   const migr_replay_stat* const stat = replayed.empty() ? nullptr : &replayed[0];
   if (q.cut && q.cut->lost)
     return end_it(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
-  set_stage(l, Stage::kMaking);
+  l.drains_ended = 0;
+  // What it has left still works if it has not failed: no moment without a backup, whose path is made when it is needed.
+  set_stage(l, standing(l, other(l.on)) ? Stage::kReady : Stage::kMaking);
   if (const int e = switchover::resume(one, resumed, why); e && !err) err = e;
   wake(q);
   if (err) say(l, "after the change to link " + std::to_string(l.leg().link->index) + ": " + why);
@@ -247,7 +250,7 @@ void end_drain(QpLink& l, Stage then) {
   std::string why;
   if (std::exchange(l.casting_off, false) && then == Stage::kReady) then = Stage::kMaking;
   set_stage(l, then);
-  l.stay_until_ns = now_ns() + kStayNs;
+  l.stay_until_ns = now_ns() + std::min(kStayNs, kFirstStayNs << std::min(l.drains_ended++, 4u));
   kick(state()->round_fd);
   if (switchover::resume(one, ignored, why)) say(l, why);
 }
@@ -322,6 +325,12 @@ bool look_at_channel(QpLink& l) {
   return true;
 }
 
+/// Of its path, in the moment before there was no other one any more.
+bool has_hidden(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  return !l.hidden.empty();
+}
+
 bool take_wanted(QpLink& l) {
   std::lock_guard guard(l.lock);
   return std::exchange(l.wanted, false);
@@ -353,7 +362,7 @@ void look_at(QpLink& l) {
       if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
       return;
     case Stage::kMaking:
-      return cast_off_if_parking(l);
+      return has_hidden(l) ? fail_over(l, MIGR_LINKS_CAUSE_COMPLETION) : cast_off_if_parking(l);
   }
 }
 

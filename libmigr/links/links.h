@@ -162,6 +162,7 @@ struct QpLink {
   bool drained_here = false, drained_there = false;
   bool casting_off = false;         ///< to no path at all
   std::uint64_t stay_until_ns = 0;  ///< a drain did not end, or the other end wants it here: not again before
+  unsigned drains_ended = 0;        ///< without a change, since the last one
   bool led = false;                 ///< it is on its backup link because the other end prefers that
 
   /// Innermost. Of what follows; `path` and `on` are written with the Registry's lock, too.

@@ -472,7 +472,7 @@ migr_links_vqp_state state_of(const QpLink& l) {
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
     why = !standing(l, other(l.on)) ? "waits for a channel" : l.ahead && !l.backup().next.connected ? "waits for the other end" : "waits for memory";
-  if (!*why && l.stage == Stage::kReady) why = why_direct(l);
+  if (!*why && l.stage == Stage::kReady) why = l.drains_ended ? "the way to its other link did not end; it is tried again" : why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
   out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;
   return out;
@@ -696,7 +696,7 @@ class Round {
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
-        waiting = waiting || l->stage == Stage::kMaking || !l->told || wants_word(*l);
+        waiting = waiting || l->stage == Stage::kMaking || (l->stage == Stage::kReady && lacks_path(*l)) || !l->told || wants_word(*l);
         for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
@@ -713,13 +713,15 @@ class Round {
       if (l->on == kBackup) look_at_backup(*l);
   }
 
+  static bool lacks_path(const QpLink& l) { return l.ahead && !l.backup().next.connected; }
+
   static void look_at_backup(QpLink& l) {
-    if (l.stage != Stage::kMaking || !has_begun(l)) return;
+    if ((l.stage != Stage::kMaking && l.stage != Stage::kReady) || !has_begun(l)) return;
     Channel* const channel = standing(l, other(l.on));
     if (!channel) return;
     l.why.clear();
-    if (l.ahead && !l.backup().next.connected) return ask_for_path(l, other(l.on), *channel);
-    if (!all_memory_there(*l.twin)) return;
+    if (lacks_path(l)) return ask_for_path(l, other(l.on), *channel);
+    if (l.stage == Stage::kReady || !all_memory_there(*l.twin)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);
   }

@@ -9,6 +9,7 @@
 // relayed, and before the name of another: atomics are, and each finds what it would have found.
 // forgets: what was executed is executed again, and this test sees it. refused: one is not allowed. halfway: the other end does not
 // relay, so neither does.
+// flaps: a link that works again fails and works again, while the vQPs go back to it.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -598,8 +599,8 @@ bool wait_for(Condition&& condition) {
 }
 
 /// Cut after cut. Each begins with traffic on the link that is cut, and ends with the vQPs on the other one and ready for the
-/// next, or back on their own.
-std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns) {
+/// next, or back on their own. @param flaps  a link that works again fails and works again, while they go back to it
+std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, bool flaps) {
   std::mt19937 random(o.seed);
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty(); };
   int on = 0;
@@ -617,6 +618,12 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns) 
     model_cut(on, 0, false);  // at the latest now
     if (!wait_for([&] { return broken() || (!x.protected_now(on) && !y.protected_now(on)); })) return "cut " + std::to_string(cut) + " was not noticed";
     model_mend(on);
+    for (unsigned times = flaps ? 1 + static_cast<unsigned>(random() % 3) : 0; times; --times) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(random() % 60));
+      model_cut(on, static_cast<unsigned>(random() % 8), false);
+      std::this_thread::sleep_for(std::chrono::milliseconds(random() % 30));
+      model_mend(on);
+    }
     if (!returns) on = 1 - on;
     if (!wait_for([&] { return broken() || (x.protected_now(on) && y.protected_now(on)); })) return "not protected again after cut " + std::to_string(cut) + ": " + x.how() + "; " + y.how();
     if (broken()) return "";
@@ -791,7 +798,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
   if ((kind == "rebuild" || kind == "mixed") && !wait_for([&] { return model_qps() <= 6 || x.changed(); })) return out.error = "a path was made ahead: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "mixed");
+  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed", kind == "flaps");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -810,7 +817,7 @@ class Failover : public testing::TestWithParam<std::string> {};
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   bool relays = GetParam().starts_with(kRelayed);
   const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
-  const bool exact = kind != "resend", mixed = kind == "mixed", returns = kind == "returns" || kind == "told" || mixed, storm = kind == "storm", gone = kind == "gone";
+  const bool exact = kind != "resend", mixed = kind == "mixed", returns = kind == "returns" || kind == "flaps" || kind == "told" || mixed, storm = kind == "storm", gone = kind == "gone";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
   const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : "cached";
@@ -819,7 +826,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway);
   if (halfway) relays = false;
-  const int rounds = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : kind == "rebuild" || mixed || gone || halfway ? 8 : returns || storm ? 20 : relays ? 40 : 80;
+  const int rounds = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -869,7 +876,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
 
 }  // namespace
 
