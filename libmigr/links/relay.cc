@@ -180,11 +180,7 @@ void fail(QpLink& l, ibv_wc_status status, const std::string& what) {
 
 bool path_is_in_err(QpShadow& q) {
   ibv_qp_attr now{};
-  ibv_qp_init_attr init{};
-  const ibv_qp_state state = q.real->state;
-  const int err = real().query_qp(q.real, &now, IBV_QP_STATE, &init);
-  q.real->state = state;
-  return err || now.qp_state == IBV_QPS_ERR;
+  return switchover::ask_device(q, now, IBV_QP_STATE) || now.qp_state == IBV_QPS_ERR;
 }
 
 /// Puts down what has been answered, in order. @return false: it has failed
@@ -235,11 +231,7 @@ void ask(QpLink& l, Channel& c) {
   QpShadow& q = *l.q;
   Relay& r = l.relay;
   ibv_qp_attr at{};
-  ibv_qp_init_attr init{};
-  const ibv_qp_state state = q.real->state;
-  const int err = real().query_qp(q.real, &at, switchover::kPsns, &init);
-  q.real->state = state;
-  if (err) return;
+  if (switchover::ask_device(q, at, switchover::kPsns)) return;
   std::vector<AtomicRecord> records;
   if (r.asked.empty())
     for (const KeptSend& s : r.sends) {
@@ -403,11 +395,7 @@ bool has_executed(const QpLink& l, const Progress& before) {
   QpShadow& q = *l.q;
   if (l.stage == Stage::kBroken || l.stage == Stage::kChanging || q.adrift || l.leg().link->index != before.link || l.path.serial != before.serial) return false;
   ibv_qp_attr at{};
-  ibv_qp_init_attr init{};
-  const ibv_qp_state state = q.real->state;
-  const int err = real().query_qp(q.real, &at, switchover::kPsns, &init);
-  q.real->state = state;
-  return !err && (at.rq_psn & switchover::kPsnMask) == before.psn;
+  return !switchover::ask_device(q, at, switchover::kPsns) && (at.rq_psn & switchover::kPsnMask) == before.psn;
 }
 
 void close(Executor& e) {

@@ -182,20 +182,11 @@ bool connected_by_application(const QpShadow& q) {
   return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && rests && !q.spare;
 }
 
-/// Of its present path; to others it stays in the state that it is in.
-int query_connection(const QpShadow& q, ibv_qp_attr& attr) {
-  ibv_qp_init_attr init{};
-  const ibv_qp_state state = q.real->state;
-  const int err = real().query_qp(q.real, &attr, switchover::kConnectionAttrs, &init);
-  q.real->state = state;
-  return err;
-}
-
 /// Where it is now. @return false: that cannot be told
 bool find_home(const QpShadow& q, QpLink& l) {
   if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
   ibv_qp_attr attr{};
-  const int err = query_connection(q, attr);
+  const int err = switchover::ask_device(q, attr, switchover::kConnectionAttrs);
   l.home_port = attr.ah_attr.port_num;
   l.home_gid_index = attr.ah_attr.grh.sgid_index;
   l.home_bits = q.state.load(std::memory_order_relaxed) & kNames;
@@ -362,7 +353,7 @@ int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& w
   Path& path = l.legs[side].next;
   ibv_qp_attr attr{};
   const ibv_qp_state state = q.real->state;
-  int err = query_connection(q, attr);
+  int err = switchover::ask_device(q, attr, switchover::kConnectionAttrs);
   if (err) return why = std::string("query_qp: ") + std::strerror(err), err;
   attr.qp_state = IBV_QPS_RTR;
   attr.path_mtu = std::min({attr.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});

@@ -113,9 +113,7 @@ int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& rece
   if (err) return fail(why, err, "modify_qp to RESET of " + qp_name(q));
   flushing.poll();
   ibv_qp_attr now{};
-  ibv_qp_init_attr init{};
-  err = real().query_qp(q.real, &now, kPsns, &init);
-  q.real->state = cut.attr.qp_state;
+  err = ask_device(q, now, kPsns);
   if (err) return fail(why, err, "query_qp of " + qp_name(q));
   cut.psn = now.rq_psn & kPsnMask;
   cut.next_psn = now.sq_psn & kPsnMask;
@@ -318,9 +316,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     q.real->state = state;
     if (err) return err;
   }
-  ibv_qp_init_attr init{};
-  err = real().query_qp(q.real, &now, kPsns, &init);
-  q.real->state = state;
+  err = ask_device(q, now, kPsns);
   if (err) return fail(why, err, "query_qp of " + qp_name(q));
   cut.psn = now.rq_psn & kPsnMask;
   cut.next_psn = now.sq_psn & kPsnMask;
@@ -461,10 +457,8 @@ int leave_path(QpShadow& q, const Leaving& how, std::string& why) {
   clear_bits(q, kLogReceives);
   set_bits(q, kKeepSends | kKeepReceives);
   q.logged_receives.clear();  // they are in the queue
-  const ibv_qp_state state = q.real->state;
-  ibv_qp_init_attr init{};
-  int err = real().query_qp(q.real, &cut.attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init);
-  q.real->state = cut.attr.qp_state = state;
+  int err = ask_device(q, cut.attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns);
+  cut.attr.qp_state = q.real->state;
   if (err) fail(why, err, "query_qp of " + qp_name(q));
   else err = cut_into_err(q, keys, why);
   if (before) join(cut, *before);

@@ -52,6 +52,14 @@ void pause_briefly() {
   nanosleep(&pause, nullptr);
 }
 
+int ask_device(const QpShadow& q, ibv_qp_attr& attr, int mask) {
+  ibv_qp_init_attr init{};
+  const ibv_qp_state state = q.real->state;
+  const int err = real().query_qp(q.real, &attr, mask, &init);
+  q.real->state = state;
+  return err;
+}
+
 std::string qp_name(const QpShadow& q) { return "vQPN " + std::to_string(q.vqpn()); }
 
 int fail(std::string& why, int err, const std::string& what) {

@@ -44,6 +44,9 @@ std::uint32_t random_psn();
 /// Between two looks at a queue.
 void pause_briefly();
 std::string qp_name(const QpShadow& q);
+/// What the device says of the present path. libibverbs notes the state that it hears in `real`; to everybody else the QP stays in
+/// the one that it is in. @return 0 or a positive errno
+int ask_device(const QpShadow& q, ibv_qp_attr& attr, int mask);
 /// @return err, with a sentence in `why`
 int fail(std::string& why, int err, const std::string& what);
 int check_arcs(Qps qps, Phase to, std::string& why);
