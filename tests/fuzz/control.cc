@@ -4,18 +4,11 @@
 #include "libmigr/control.cc"  // serve_connection() is nobody else's
 
 #include "seeds.h"
+#include "../unit/control_doubles.h"
 
 namespace migr {
 
-constexpr std::uint32_t kCtx = 7, kQpn = 0x10, kQps = 2;
-
-Registry& Registry::get() {
-  static Registry* registry = new Registry;
-  return *registry;
-}
-std::uint32_t Context::ctx_id() const { return kCtx; }
-KernelLink::~KernelLink() = default;
-void KernelLink::detach() {}
+constexpr std::uint32_t kCtx = kDoubledContext, kQpn = 0x10, kQps = 2;
 
 namespace {
 
@@ -66,12 +59,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string&) { return own(qps), there(keys), 0; }
 int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string&) { return own(qps), out.resize(qps.size()), engine_state = MIGR_PROC_RUNNING, 0; }
 int rollback(std::string&) { return engine_state = MIGR_PROC_RUNNING, 0; }
-void destroy_old_paths() {}
 void stats(std::vector<migr_drain_stat>& out) { out.resize(Registry::get().qps.size()); }
-namespace ahead {
-void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
-void forget() {}
-}  // namespace ahead
 }  // namespace switchover
 
 namespace datagrams {
@@ -79,35 +67,13 @@ unsigned prepare() { return 3; }
 int set_moves(std::span<const migr_move> moves, std::string&) { return there(moves), 0; }
 }  // namespace datagrams
 
-namespace gids {
-void note(Context&) {}
-std::uint8_t named(const Context&, std::uint8_t, std::uint8_t index) { return index; }
-}  // namespace gids
-
 namespace whereabouts {
 void set_moves(std::span<const migr_move> moves) { there(moves); }
-void untold() {}
 void met(QpShadow& qp, std::span<const migr_key_map> keys) { own(&qp), there(keys); }
 }  // namespace whereabouts
 
-namespace links {
-std::string refusal() { return ""; }
-std::string park() { return ""; }
-void changed() {}
-void after_fork_in_child() {}
-}  // namespace links
-
-namespace cm {
-std::optional<Path> path_of(const QpShadow&) { return std::nullopt; }
-}  // namespace cm
-
 namespace provider {
-std::string unsupported_reason(const Context&) { return ""; }
-int locate_queues(std::span<QpShadow* const>) { return 0; }
-int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
-std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
 void set_restored() {}
-void keep_from_children(const Context&) {}
 }  // namespace provider
 
 }  // namespace migr

@@ -36,6 +36,7 @@
 #include "../../libmigr/switchover/ahead.h"
 #include "../../libmigr/switchover/switchover.h"
 #include "../../libmigr/whereabouts.h"
+#include "control_doubles.h"
 
 namespace migr {
 
@@ -57,14 +58,6 @@ int called(const char* what, std::string& why) {
   if (fake.status) why = std::string(what) + " failed as told";
   return fake.status;
 }
-
-Registry& Registry::get() {
-  static Registry* registry = new Registry;
-  return *registry;
-}
-std::uint32_t Context::ctx_id() const { return 7; }
-KernelLink::~KernelLink() = default;
-void KernelLink::detach() {}
 
 namespace switchover {
 migr_proc_state process_state() { return fake.state; }
@@ -120,14 +113,9 @@ int rollback(std::string& why) {
   fake.state = MIGR_PROC_RUNNING;
   return called("rollback", why);
 }
-void destroy_old_paths() {}
 void stats(std::vector<migr_drain_stat>& out) {
   for (QpShadow* qp : Registry::get().qps) out.push_back({7, qp->vqpn(), 0, 0, 0, 0});
 }
-namespace ahead {
-void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
-void forget() {}
-}  // namespace ahead
 }  // namespace switchover
 
 namespace datagrams {
@@ -142,14 +130,8 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
 }
 }  // namespace datagrams
 
-namespace gids {
-void note(Context&) {}
-std::uint8_t named(const Context&, std::uint8_t, std::uint8_t index) { return index; }
-}  // namespace gids
-
 namespace whereabouts {
 void set_moves(std::span<const migr_move>) {}
-void untold() {}
 void met(QpShadow& q, std::span<const migr_key_map> keys) {
   std::string ignored;
   fake.records = keys.size();
@@ -158,24 +140,8 @@ void met(QpShadow& q, std::span<const migr_key_map> keys) {
 }
 }  // namespace whereabouts
 
-namespace links {
-std::string refusal() { return ""; }
-std::string park() { return ""; }
-void changed() {}
-void after_fork_in_child() {}
-}  // namespace links
-
-namespace cm {
-std::optional<Path> path_of(const QpShadow&) { return std::nullopt; }
-}  // namespace cm
-
 namespace provider {
-std::string unsupported_reason(const Context&) { return ""; }
-int locate_queues(std::span<QpShadow* const>) { return 0; }
-int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
-std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
 void set_restored() { fake.restored = true; }
-void keep_from_children(const Context&) {}
 }  // namespace provider
 
 namespace {
