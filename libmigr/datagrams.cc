@@ -92,13 +92,19 @@ int fail(std::string& why, int err, const std::string& what) {
   return err;
 }
 
+/// The index of the source GID is the kernel's, and soft-RoCE's provider asks the exported ibv_query_gid() what stands there.
+ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr& attr) {
+  const gids::Inside inside;
+  return real().create_ah(pd, &attr);
+}
+
 /// The handle to use for what has moved from `ah`'s GID to `gid`. @return null with errno
 ibv_ah* other_handle(ibv_ah* ah, Handle& h, const Gid& gid) {
   for (const auto& [to, other] : h.others)
     if (to == gid) return other;
   ibv_ah_attr attr = h.attr;
   std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
-  ibv_ah* other = real().create_ah(ah->pd, &attr);
+  ibv_ah* other = create_ah(ah->pd, attr);
   if (other) h.others.emplace_back(gid, other);
   return other;
 }
@@ -355,7 +361,7 @@ int make_again(std::string& why) {
     h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
       ibv_ah_attr mine = attr;
-      ibv_ah* fresh = real().create_ah(one->pd, &mine);
+      ibv_ah* fresh = create_ah(one->pd, mine);
       if (!fresh) return errno;
       provider::become(*one, fresh);
       return 0;
@@ -470,7 +476,7 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   if (!context) return real().create_ah(pd, attr);
   ibv_ah_attr mine = *attr;
   if (mine.is_global) mine.grh.sgid_index = gids::here(*context, mine.port_num, mine.grh.sgid_index);
-  ibv_ah* ah = real().create_ah(pd, &mine);
+  ibv_ah* ah = datagrams::create_ah(pd, mine);
   if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
   handle = {context, mine, {}, {}};

@@ -37,7 +37,10 @@ struct FakeAh {
   ibv_ah ah;
   ibv_ah_attr attr;
 };
+ibv_gid used_source;  // of the last handle
+/// As soft-RoCE's provider does: the address of the source is looked up by the exported call.
 ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
+  ibv_query_gid(pd->context, attr->port_num, attr->grh.sgid_index, &used_source);
   auto* made = new FakeAh{{pd->context, pd, 0}, *attr};
   ++handles;
   return &made->ah;
@@ -52,6 +55,12 @@ ssize_t query_gids(ibv_context*, ibv_gid_entry* out, std::size_t max, std::uint3
   const std::size_t n = std::min(max, host_gids.size());
   std::copy_n(host_gids.begin(), n, out);
   return static_cast<ssize_t>(n);
+}
+int query_gid(ibv_context*, std::uint8_t port, int index, ibv_gid* gid) {
+  *gid = {};
+  for (const auto& e : host_gids)
+    if (e.port_num == port && static_cast<int>(e.gid_index) == index) *gid = e.gid;
+  return 0;
 }
 decltype(&::_ibv_query_gid_table) real_query_gid_table() { return query_gids; }
 decltype(&::_ibv_query_gid_ex) real_query_gid_ex() { return nullptr; }
@@ -72,6 +81,7 @@ const Real& real() {
     Real r{};
     r.create_ah = create_ah;
     r.destroy_ah = destroy_ah;
+    r.query_gid = query_gid;
     r.init_ah_from_wc = init_ah_from_wc;
     return r;
   }();
@@ -85,7 +95,7 @@ namespace provider {
 int locate_queues(std::span<QpShadow* const>) { return 0; }
 int outstanding_receives(QpShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 int outstanding_receives(SrqShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
-void become(ibv_ah&, ibv_ah*) {}
+void become(ibv_ah&, ibv_ah* fresh) { destroy_ah(fresh); }
 }  // namespace provider
 namespace switchover {
 void make_keys_virtual(const Context&, std::vector<KeptReceive>&) {}
@@ -379,6 +389,53 @@ TEST_F(AnswersAfterAMove, EarlierHostsAreAllKnown) {
   EXPECT_EQ(0, answer(60));
   ibv_context other{};
   EXPECT_EQ(-1, answer(50, &other));
+}
+
+/// The GID that was at index 1 is at 3 here, and the provider asks which it is.
+struct SourcesAfterAMove : Datagrams {
+  SourcesAfterAMove() {
+    host_gids = {{gid_v4(50), 1, 1, IBV_GID_TYPE_ROCE_V2, 0}};
+    our_context.real = &the_context;
+    our_context.gids = host_gids;
+    attr.is_global = attr.port_num = 1;
+    attr.grh.sgid_index = 1;
+    attr.grh.dgid = gid_v4(1);
+    mine = ibv_create_ah(&pd, &attr);
+    EXPECT_EQ(50, used_source.raw[15]);
+    ibv_destroy_ah(ah);  // of no port
+    ah = mine;
+    datagrams::note_gids();
+    our_context.moved = true;
+    host_gids = {{gid_v4(60), 1, 1, IBV_GID_TYPE_ROCE_V1, 0}, {gid_v4(61), 3, 1, IBV_GID_TYPE_ROCE_V2, 0}};
+    used_source = {};
+  }
+  ~SourcesAfterAMove() override {
+    our_context.moved = false;
+    our_context.gids.clear();
+    our_context.real = nullptr;
+  }
+  ibv_ah_attr attr{};
+  ibv_ah* mine;
+};
+
+TEST_F(SourcesAfterAMove, NewHandleHasThatOfThisHost) {
+  ibv_ah* another = ibv_create_ah(&pd, &attr);
+  EXPECT_EQ(61, used_source.raw[15]);
+  ibv_destroy_ah(another);
+}
+
+TEST_F(SourcesAfterAMove, HandleThatIsMadeAgainHasThatOfThisHost) {
+  std::string why;
+  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  EXPECT_EQ(61, used_source.raw[15]);
+}
+
+TEST_F(SourcesAfterAMove, HandleForAPeerThatHasMovedHasThatOfThisHost) {
+  std::string why;
+  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  used_source = {};
+  moved({move_of(1, 17, 2, 30)});
+  EXPECT_EQ(61, used_source.raw[15]);
 }
 
 }  // namespace
