@@ -92,7 +92,8 @@ int fail(std::string& why, int err, const std::string& what) {
   return err;
 }
 
-/// The index of the source GID is the kernel's, and soft-RoCE's provider asks the exported ibv_query_gid() what stands there.
+/// The index of the source GID is the kernel's, and a provider may ask the exported ibv_query_gid() what stands there, while the Registry's
+/// lock is held: soft-RoCE's does where the kernel does not number handles (ours do).
 ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr& attr) {
   const gids::Inside inside;
   return real().create_ah(pd, &attr);
@@ -473,7 +474,7 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   Context* context = registry.context_of(pd->context);
-  if (!context) return real().create_ah(pd, attr);
+  if (!context) return datagrams::create_ah(pd, *attr);
   ibv_ah_attr mine = *attr;
   if (mine.is_global) mine.grh.sgid_index = gids::here(*context, mine.port_num, mine.grh.sgid_index);
   ibv_ah* ah = datagrams::create_ah(pd, mine);
