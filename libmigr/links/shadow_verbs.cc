@@ -687,7 +687,7 @@ class Round {
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
-        waiting = waiting || l->stage == Stage::kMaking || (l->stage == Stage::kReady && lacks_path(*l)) || !l->told || wants_word(*l);
+        waiting = waiting || is_incomplete(*l) || !l->told || wants_word(*l);
         for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
@@ -705,14 +705,16 @@ class Round {
   }
 
   static bool lacks_path(const QpLink& l) { return l.ahead && !l.backup().next.connected; }
+  /// Of its backup something is missing; where it is protected already, only the path that is made ahead.
+  static bool is_incomplete(const QpLink& l) { return l.stage == Stage::kMaking || (l.stage == Stage::kReady && lacks_path(l)); }
 
   static void look_at_backup(QpLink& l) {
-    if ((l.stage != Stage::kMaking && l.stage != Stage::kReady) || !has_begun(l)) return;
+    if (!is_incomplete(l) || !has_begun(l)) return;
     Channel* const channel = standing(l, other(l.on));
     if (!channel) return;
     l.why.clear();
     if (lacks_path(l)) return ask_for_path(l, other(l.on), *channel);
-    if (l.stage == Stage::kReady || !all_memory_there(*l.twin)) return;
+    if (!all_memory_there(*l.twin)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);
   }
