@@ -202,7 +202,7 @@ void Child::signal(int sig) {
 std::string criu_error(const std::string& log) {
   std::istringstream in(tail_of(log, 64 << 10));
   for (std::string line; std::getline(in, line);)
-    if (line.find("Error (") != std::string::npos && line.find("tun.c") == std::string::npos) return line;
+    if (line.find("Error (") != std::string::npos && line.find("(criu/tun.c:") == std::string::npos) return line;
   return {};
 }
 

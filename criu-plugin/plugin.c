@@ -29,7 +29,8 @@ void say(int level, const char *fmt, ...)
 	vsnprintf(text, sizeof(text), fmt, ap);
 	va_end(ap);
 	if (print_on_level)
-		print_on_level(level, "%smigr: %s\n", level == 1 ? "Error: " : "", text);
+		/* As CRIU marks its own: who looks for the first error in its log finds ours, too. */
+		print_on_level(level, "%s: %s\n", level == 1 ? "Error (migr)" : "migr", text);
 	else
 		fprintf(stderr, "migr: %s\n", text);
 }

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <fstream>
+
 namespace migr {
 namespace {
 
@@ -69,6 +71,19 @@ TEST_F(Command, ChildWithoutInputReadsItsEndAtOnce) {
   ASSERT_TRUE(c);
   ASSERT_TRUE(c->wait(kPatienceMs));
   EXPECT_EQ(c->status(), 1);
+}
+
+TEST_F(Command, FirstErrorOfCriuThatIsOne) {
+  const std::string tun = "(00.630189) Error (criu/tun.c:85): tun: Unable to create tun: No such file or directory\n";
+  const std::string disk = "(00.640000) Error (criu/image.c:475): Unable to open fs-6.img: No space left on device";
+  std::ofstream(log) << "(00.1) Running\n"
+                     << tun << "(00.2) Warn  (criu/x.c:1)\n";
+  EXPECT_EQ(criu_error(log), "");
+  std::ofstream(log, std::ios::app) << disk << "\n(00.65) Error (criu/cr-dump.c:2053): Dumping FAILED.\n";
+  EXPECT_EQ(criu_error(log), disk);
+  const std::string plugin = "(00.361262) Error (migr): cannot create migr-files.img: No space left on device";
+  std::ofstream(log) << tun << plugin << "\n(00.361413) Error (criu/cr-dump.c:1635): Dump files (pid: 288) failed with -1\n";
+  EXPECT_EQ(criu_error(log), plugin);
 }
 
 }  // namespace
