@@ -27,7 +27,8 @@ faults_end() {
 # (A process that was restored holds the module by its names, one that was not does not.)
 fault_snapshot() {
 	leak_snapshot "$1" | grep -vE '^(migrd_fds|module_users) ' && on_sh "$1" '
-		echo "open $(migrctl recover --json | jq length)"
+		open=$(migrctl recover --json) || exit 1
+		echo "open $(jq length <<<"$open")"
 		echo "folders $(find /var/lib/migr/source /var/lib/migr/dest -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)"'
 }
 # fault_snapshots WHEN: of all hosts at once, into fault.HOST.WHEN
@@ -41,8 +42,14 @@ fault_snapshots() {
 	return $ok
 }
 # Once nothing of an earlier migration is on its way out any more.
-nothing_open() { fault_snapshots before && ! grep -hE '^(open|folders) [^0]' "$E2E_OUT"/fault.*.before; }
-faults_remember() { until_true "$FAULT_SETTLE" nothing_open || { fail "a migration is still open"; return 1; }; }
+nothing_open() { fault_snapshots before && ! grep -E '^(open|folders) [^0]' "$E2E_OUT"/fault.*.before; }
+faults_remember() {
+	local h
+	until_true "$FAULT_SETTLE" nothing_open && return
+	nothing_open >&2 && return
+	for h in "${E2E_HOSTS[@]}"; do on "$h" migrctl recover >&2; done
+	fail "a migration is still open, or a host does not answer"
+}
 fault_at_rest() {
 	local h
 	fault_snapshots after || return 1

@@ -510,7 +510,10 @@ console_clean() {
 # leak_snapshot HOST: a line per thing that must be the same before and after. Containers must be gone.
 leak_snapshot() {
 	on_sh "$1" '
-		for kind in ctx pd mr cq qp srq cm_id; do echo "rdma_$kind $(rdma res show "$kind" 2>/dev/null | grep -cv "comm \[")"; done
+		for kind in ctx pd mr cq qp srq cm_id; do
+			echo "kind $kind"
+			rdma res show "$kind" 2>/dev/null
+		done | awk "\$1 == \"kind\" { k = \$2; n[k] += 0; next } !/comm \[/ { n[k]++ } END { for (k in n) print \"rdma_\" k, n[k] }"
 		migrctl version --json | jq -r ".module | to_entries[] | \"module_\" + .key + \" \" + (.value | tostring)"
 		# Connections to peers come and go; what else migrd has open must not grow.
 		echo "migrd_fds $(($(ls /proc/$(pgrep -x migrd)/fd | wc -l) - $(ss -Htnp | grep -c "\"migrd\"")))"
