@@ -101,6 +101,11 @@ std::optional<Json> find_migration(const std::vector<Json>& entries, std::uint32
   return e == entries.rend() ? std::nullopt : std::optional(*e);
 }
 
+std::optional<Json> last_move(const std::vector<Json>& entries, const std::string& container) {
+  const auto e = std::find_if(entries.rbegin(), entries.rend(), [&](const Json& s) { return s["migrated"].get<bool>() && s["container"] == container && s["to"] != s["from"]; });
+  return e == entries.rend() ? std::nullopt : std::optional(*e);
+}
+
 std::string migration_name(const Json& s) { return migration_text(s["migration"].get<std::uint32_t>()); }
 
 std::optional<ExpectedStop> expected_stop(const std::vector<Json>& entries, const std::string& container) {

@@ -42,6 +42,8 @@ class History {
 std::string outcome_of(const nlohmann::ordered_json& summary);
 /// Of the last migration of that number.
 std::optional<nlohmann::ordered_json> find_migration(const std::vector<nlohmann::ordered_json>& entries, std::uint32_t id);
+/// The last one that took `container` from its host to another one, or to a folder: where to look for what is not here any more.
+std::optional<nlohmann::ordered_json> last_move(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
 /// Of a migration, as logs have it.
 std::string migration_name(const nlohmann::ordered_json& summary);
 

@@ -42,6 +42,7 @@
 #include "peer_link.h"
 #include "privileges.h"
 #include "process_session.h"
+#include "runtime.h"
 #include "source_host.h"
 #include "stored.h"
 #include "summary.h"
@@ -189,6 +190,15 @@ wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, con
   return Coordinator(settings, source, destination, {}, say).migrate(r.dir(), config.name, *id);
 }
 
+/// To what was refused and is not here: where it went from here, if it did.
+wire::Summary with_trace(wire::Summary s, const Config& config, const History& history) {
+  if (s.touched() || s.error().empty() || Runtime(config).exists(s.container())) return s;
+  const auto past = history.read();
+  if (const auto move = past ? last_move(past->entries, s.container()) : std::nullopt)
+    s.set_error(s.error() + "; migration " + migration_name(*move) + " took it from here to " + (*move)["to"].get<std::string>());
+  return s;
+}
+
 // A process that is suspended and that no migration holds: its migrd died meanwhile.
 void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<ProcessSession>& s) {
   if (s->state() == MIGR_PROC_RUNNING) return;
@@ -314,11 +324,15 @@ int run(const Config& config) {
   });
   destination.set_decided([&](wire::Outcome o) { metrics->decided("destination", o); });
   partner.set_decided([&](wire::Outcome o) { metrics->decided("partner", o); });
-  const auto counted = [&](Metrics::What what, wire::Summary s) { return metrics->ended(what, s), s; };
+  const auto counted = [&](Metrics::What what, const wire::Summary& s) { return metrics->ended(what, s), with_trace(s, config, history); };
   std::shared_ptr<grpc::Channel> self;  // to our own services
   using Say = ControlService::Say;
   ControlService control(peers, sessions,
-                         {[&](const wire::MigrateRequest& r) { return plan(peers, source, self, r); },
+                         {[&](const wire::MigrateRequest& r) {
+                            auto p = plan(peers, source, self, r);
+                            *p.mutable_summary() = with_trace(p.summary(), config, history);
+                            return p;
+                          },
                           [&](const wire::MigrateRequest& r, const Say& say) { return counted(Metrics::What::kMigrate, migrate(peers, source, self, r, say)); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return counted(Metrics::What::kCheckpoint, checkpoint(source, config, r, say)); },
                           [&](const wire::RestoreRequest& r, const Say& say) { return counted(Metrics::What::kRestore, restore(source, self, config, r, say)); }},

@@ -33,6 +33,17 @@ history_has_it() {
 		grep -q 'ports of peer carried' "$E2E_ROOT/build/testbed/$MIGR_BED/dst/out/report.html" || fail "the traffic of the partner is not known"
 }
 
+# Who looks for it on dst, which it has left again.
+told_where_it_went() {
+	local id how
+	id=$(jq -r .id "$E2E_OUT/migrate.json")
+	for how in "" --dry-run; do
+		# shellcheck disable=SC2086 # none, or one word
+		! on dst migrctl migrate mv --to src $how >/dev/null 2>"$E2E_OUT/refused.err" && grep -q "no container 'mv' on this host.*; migration $id took it from here to src" "$E2E_OUT/refused.err" ||
+			{ cat "$E2E_OUT/refused.err" >&2; fail "dst does not say where it went ($how)"; return 1; }
+	done
+}
+
 # A line for each phase, as they happen; without --json they go to standard output.
 progress_is_told() {
 	local phases
@@ -76,6 +87,7 @@ busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "each phase has its line" progress_is_told &&
+	step "who looks for it where it was is told where it went" told_where_it_went &&
 	step "migrd's threads have only the capabilities that they need" migrd_may_little &&
 	step "the logs of all hosts have its number" logs_have_its_number &&
 	step "history has it, and there is a report of it" history_has_it

@@ -151,6 +151,16 @@ TEST(PastMigrations, AreFoundByNumberTheLastFirst) {
   EXPECT_FALSE(find_migration(all, 9));
 }
 
+TEST(PastMigrations, SayWhereOneWentLast) {
+  auto back = summary(4, 1, "c", "third");
+  back.set_migrated(false);
+  const std::vector<Json> all = {json_of(1, 1, "c", "first"), json_of(2, 1, "c", "second"), json_of(3, 1, "other", "third"), summary_json(back)};
+  ASSERT_TRUE(last_move(all, "c"));
+  EXPECT_EQ((*last_move(all, "c"))["to"], "second");
+  EXPECT_FALSE(last_move(all, "nobody"));
+  EXPECT_FALSE(last_move({json_of(5, 1, "c", "src")}, "c")) << "restored here";
+}
+
 TEST(PastMigrations, SayHowTheyEnded) {
   auto s = summary(7);
   EXPECT_EQ(outcome_of(summary_json(s)), "moved");
