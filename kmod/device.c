@@ -136,6 +136,7 @@ static void migr_remove(struct ib_device *ibdev, void *client_data)
 {
 	struct migr_dev *md = client_data;
 
+	migr_ctx_leave_device(md);
 	ops_restore(md);
 	synchronize_rcu_tasks();
 	synchronize_srcu(&migr_srcu);

@@ -52,10 +52,11 @@ struct migr_ctx {
 	struct ib_device *ibdev;	/* valid while uctx is */
 	struct pid *tgid;
 	struct user_namespace *user_ns;
-	unsigned int netns;		/* number of its network namespace */
+	u64 netns;			/* cookie of its network namespace, which no other ever gets; 0: none */
 	char comm[TASK_COMM_LEN];
 	char ibdev_name[MIGR_IBDEV_NAME_MAX];
 	u32 num_comp_vectors;
+	bool leaving;			/* its device's ops are not ours any more: nobody tells us what is destroyed */
 	u32 flags;			/* MIGR_CTX_* */
 	u32 nr_files;			/* attached /dev/migr files */
 	struct xarray objs;		/* by order of creation */
@@ -79,6 +80,7 @@ struct migr_obj {
 	bool dying;			/* the driver is destroying it */
 	bool bound;			/* has a name that was asked for */
 	bool pinned;			/* holds the module: virtual != physical */
+	bool replaces;			/* MR: has the handle of the one that rereg_mr replaced by it */
 	unsigned long seq;
 	void *channel_key;		/* CQ: identity of its completion channel */
 	union {
@@ -96,6 +98,7 @@ struct migr_obj {
 /* An ib_device whose ops are ours. */
 struct migr_dev {
 	struct ib_device *ibdev;
+	bool leaving;			/* migr_lock; as in its contexts */
 	struct ib_device_ops orig;
 };
 
@@ -121,6 +124,7 @@ extern const struct ib_device_ops migr_ucontext_ops, migr_mr_ops, migr_cq_ops, m
 void migr_record_exit(void);
 int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags);
 void migr_ctx_gone(struct ib_ucontext *uctx);
+void migr_ctx_leave_device(struct migr_dev *md);
 void migr_ctx_gone_device(struct ib_device *ibdev);
 struct migr_ctx *migr_ctx_get(u32 id);
 struct migr_ctx *migr_ctx_get_next(u32 *id);
@@ -174,9 +178,9 @@ void migr_netlink_exit(void);
 #define MIGR_NO_QPN U32_MAX	/* the event is not one of a QP */
 void migr_event(enum migr_event event, struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
 
-static inline unsigned int migr_current_netns(void)
+static inline u64 migr_current_netns(void)
 {
-	return current->nsproxy ? current->nsproxy->net_ns->ns.inum : 0;
+	return current->nsproxy ? current->nsproxy->net_ns->net_cookie : 0;
 }
 
 static inline struct ib_ucontext *migr_uctx_of(struct ib_udata *udata)

@@ -156,8 +156,10 @@ static struct ib_mr *rereg_user_mr(struct ib_mr *mr, int flags, u64 start, u64 l
 	md = migr_enter(mr->device, &idx);
 	mutex_lock(&migr_lock);
 	old = migr_obj_find_locked(mr);
-	if (old)
+	if (old) {
 		rec = old->rec.mr;
+		rec.handle = migr_obj_resolve_locked(old) ? old->rec.mr.handle : MIGR_NO_HANDLE;
+	}
 	mutex_unlock(&migr_lock);
 	if (old) {
 		if (flags & IB_MR_REREG_TRANS) {
@@ -170,6 +172,8 @@ static struct ib_mr *rereg_user_mr(struct ib_mr *mr, int flags, u64 start, u64 l
 		new = ERR_PTR(-ENOMEM);
 		if (!obj)
 			goto out_leave;
+		obj->rec.mr.handle = rec.handle;
+		obj->replaces = true;
 	}
 	new = md->orig.rereg_user_mr(mr, flags, start, length, iova, access, pd, udata);
 	if (!obj)

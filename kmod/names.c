@@ -24,6 +24,19 @@ static DEFINE_HASHTABLE(by_rkey, MIGR_NAME_BITS);
 static DEFINE_XARRAY(reserved);
 static u32 nr_reserved;
 
+/*
+ * How many numbers are tried for a free one: a process must not be able to keep
+ * everybody else waiting for migr_lock. They lie apart, so that only one who has
+ * taken all of them on purpose finds none (and then has no more names himself).
+ */
+#define MIGR_PICK_TRIES 4096
+
+static u32 next_try(u32 natural, u32 n, u32 number)
+{
+	return (n ? number * 1664525 + 1013904223 : natural ^ 0x800000) & MIGR_QPN_MASK;
+}
+static_assert(MIGR_NR_INDEX == MIGR_QPN_MASK + 1);
+
 static void unhash(struct hlist_node *node)
 {
 	if (!hlist_unhashed(node))
@@ -43,6 +56,16 @@ static int pin_locked(struct migr_obj *obj, bool differ)
 	return 0;
 }
 
+/*
+ * A name that is the physical number is free as soon as its object is being
+ * destroyed: the driver may give that number again before it returns. Any other
+ * one is needed again if the driver refuses.
+ */
+static bool name_goes(const struct migr_obj *obj)
+{
+	return obj->dying && !obj->pinned;
+}
+
 /* ---- queue pairs --------------------------------------------------------- */
 
 static int qp_publish_locked(struct migr_obj *obj)
@@ -57,24 +80,24 @@ static bool vqpn_held_locked(const struct migr_ctx *ctx, u32 vqpn)
 	if (xa_load(&reserved, vqpn))
 		return true;
 	hash_for_each_possible(by_vqpn, obj, by_vqpn, vqpn)
-		if (obj->rec.qp.vqpn == vqpn && !obj->dying &&
+		if (obj->rec.qp.vqpn == vqpn && !name_goes(obj) &&
 		    (obj->ctx == ctx ||
 		     (obj->ctx->tgid == ctx->tgid && obj->ctx->ibdev == ctx->ibdev)))
 			return true;
 	return false;
 }
 
-/* QPNs 0 and 1 have a meaning of their own. Fails when all 2^24 are held. */
+/* QPNs 0 and 1 have a meaning of their own. */
 static int pick_vqpn_locked(const struct migr_ctx *ctx, u32 pqpn, u32 *vqpn)
 {
 	u32 n, v = pqpn;
 
-	for (n = 0; n <= MIGR_QPN_MASK; n++) {
+	for (n = 0; n < MIGR_PICK_TRIES; n++) {
 		if (v > 1 && !vqpn_held_locked(ctx, v)) {
 			*vqpn = v;
 			return 0;
 		}
-		v = n ? (v + 1) & MIGR_QPN_MASK : pqpn ^ 0x800000;
+		v = next_try(pqpn, n, v);
 	}
 	return -ENOSPC;
 }
@@ -244,16 +267,16 @@ static unsigned long key_hash(const struct migr_ctx *ctx, u32 index)
 	return ((unsigned long)ctx->id << 24) ^ index;
 }
 
-/* The MR that has @index of @ctx, as that of its lkey or of its rkey. */
+/* The MR that has @index of @ctx, as that of its lkey or of its rkey; it may be dying. */
 static struct migr_obj *mr_by_index_locked(const struct migr_ctx *ctx, u32 index)
 {
 	struct migr_obj *obj;
 
 	hash_for_each_possible(by_lkey, obj, by_lkey, key_hash(ctx, index))
-		if (obj->ctx == ctx && obj->rec.mr.vlkey >> 8 == index && !obj->dying)
+		if (obj->ctx == ctx && obj->rec.mr.vlkey >> 8 == index && !name_goes(obj))
 			return obj;
 	hash_for_each_possible(by_rkey, obj, by_rkey, key_hash(ctx, index))
-		if (obj->ctx == ctx && obj->rec.mr.vrkey >> 8 == index && !obj->dying)
+		if (obj->ctx == ctx && obj->rec.mr.vrkey >> 8 == index && !name_goes(obj))
 			return obj;
 	return NULL;
 }
@@ -263,13 +286,13 @@ static int pick_key_locked(const struct migr_ctx *ctx, u32 pkey, u32 *vkey)
 {
 	u32 n, index = pkey >> 8;
 
-	for (n = 0; n < MIGR_NR_INDEX; n++) {
+	for (n = 0; n < MIGR_PICK_TRIES; n++) {
 		if (index && !mr_by_index_locked(ctx, index)) {
 			/* an entry of 0 means none: a tag that keeps it from being 0 */
 			*vkey = index << 8 | ((pkey & 0xff) ^ (pkey < 0x100));
 			return 0;
 		}
-		index = n ? (index + 1) % MIGR_NR_INDEX : index ^ 0x800000;
+		index = next_try(pkey >> 8, n, index);
 	}
 	return -ENOSPC;
 }
@@ -413,6 +436,8 @@ static int move_away_locked(struct migr_obj *obj, u32 index)
 
 	if (!holder || holder == obj)
 		return 0;
+	if (holder->dying)
+		return -EBUSY;
 	names = holder->rec.mr;
 	err = pick_keys_locked(obj->ctx, &names);
 	return err ?: mr_set_names_locked(holder, names.vlkey, names.vrkey);

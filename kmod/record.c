@@ -47,8 +47,9 @@ static struct migr_ctx *ctx_find_locked(const struct ib_ucontext *uctx)
 {
 	struct migr_ctx *ctx;
 
+	/* One that has gone with its device unseen may have left its address to one of another. */
 	hash_for_each_possible(ctx_by_uctx, ctx, by_uctx, (unsigned long)uctx)
-		if (ctx->uctx == uctx)
+		if (ctx->uctx == uctx && ctx->ibdev == uctx->device)
 			return ctx;
 	return NULL;
 }
@@ -67,6 +68,7 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	ctx->uctx = uctx;
 	ctx->ufile = uctx->ufile;
 	ctx->ibdev = uctx->device;
+	ctx->leaving = migr_dev_of(uctx->device)->leaving;
 	ctx->flags = flags;
 	ctx->num_comp_vectors = uctx->device->num_comp_vectors;
 	strscpy(ctx->ibdev_name, dev_name(&uctx->device->dev), sizeof(ctx->ibdev_name));
@@ -141,7 +143,24 @@ void migr_ctx_gone(struct ib_ucontext *uctx)
 	migr_ctx_put(ctx);
 }
 
-/* The device goes, or the module does. No wrapper of the device runs any more. */
+/*
+ * The device goes, or the module does. From here on objects and contexts of it are
+ * destroyed without our hearing of it: what the record points to may be freed.
+ */
+void migr_ctx_leave_device(struct migr_dev *md)
+{
+	struct migr_ctx *ctx;
+	unsigned long id;
+
+	mutex_lock(&migr_lock);
+	md->leaving = true;
+	xa_for_each(&ctx_by_id, id, ctx)
+		if (ctx->ibdev == md->ibdev)
+			ctx->leaving = true;
+	mutex_unlock(&migr_lock);
+}
+
+/* No wrapper of the device runs any more. */
 void migr_ctx_gone_device(struct ib_device *ibdev)
 {
 	struct migr_ctx *ctx, *found;
@@ -203,7 +222,7 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
 		return NULL;
 	mutex_lock(&migr_lock);
 	xa_for_each(&ctx_by_id, id, ctx) {
-		if (ctx->ufile == private_data) {
+		if (ctx->ufile == private_data && !ctx->leaving) {
 			kref_get(&ctx->ref);
 			found = ctx;
 			break;
@@ -341,6 +360,8 @@ static u32 obj_uobject_handle(const struct migr_obj *obj)
 	case MIGR_OBJ_PD:
 		return migr_handle(READ_ONCE(((struct ib_pd *)obj->ptr)->uobject));
 	case MIGR_OBJ_MR:
+		if (obj->replaces)	/* uverbs lets it point to its predecessor's uobject, which goes */
+			return obj->rec.mr.handle;
 		return migr_handle(READ_ONCE(((struct ib_mr *)obj->ptr)->uobject));
 	case MIGR_OBJ_CQ:
 		return migr_handle(READ_ONCE(((struct ib_cq *)obj->ptr)->uobject));
@@ -386,7 +407,7 @@ static void user_handle_locked(struct migr_obj *obj)
 /* Brings up to date what uverbs keeps. False: the object is not yet user space's. */
 bool migr_obj_refresh_locked(struct migr_obj *obj)
 {
-	if (obj->dying || !migr_obj_resolve_locked(obj))
+	if (obj->dying || obj->ctx->leaving || !migr_obj_resolve_locked(obj))
 		return false;
 	user_handle_locked(obj);
 	return true;
@@ -401,6 +422,8 @@ bool migr_obj_resolve_locked(struct migr_obj *obj)
 	lockdep_assert_held(&migr_lock);
 	if (!xa_get_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED))
 		return true;
+	if (ctx->leaving)
+		return false;
 	handle = obj_uobject_handle(obj);
 	if (handle == MIGR_NO_HANDLE && obj->type != MIGR_OBJ_XRCD)
 		return false;
@@ -527,7 +550,7 @@ struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 h
 	unsigned long seq;
 
 	lockdep_assert_held(&migr_lock);
-	if (!ctx->uctx)
+	if (!ctx->uctx || ctx->leaving)
 		return NULL;
 	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_UNRESOLVED)
 		if (!obj->dying)

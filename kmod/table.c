@@ -6,6 +6,7 @@
 #include <linux/file.h>
 #include <linux/fs.h>
 #include <linux/highmem.h>
+#include <linux/pagemap.h>
 #include <linux/shmem_fs.h>
 
 #include "compat.h"
@@ -32,6 +33,8 @@ int migr_table_init(struct migr_ctx *ctx)
 			migr_table_free(ctx);
 			return PTR_ERR(file);
 		}
+		/* Written to under migr_lock: nobody may have to wait for one process's swap. */
+		mapping_set_unevictable(file->f_mapping);
 		ctx->table[i] = file;
 	}
 	return 0;
