@@ -401,7 +401,8 @@ MIGR_COLD Note* new_note() noexcept {
   return this_note = n;
 }
 
-MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc* wc) noexcept {
+/// @param translate  QP numbers; those of the fake CQ are virtual already, and which of the two answers is known only here
+[[gnu::always_inline]] inline int poll_noted(CqShadow& c, int entries, ibv_wc* wc, bool translate) noexcept {
   Note* me = this_note;
   if (!me) [[unlikely]]
     if (!(me = new_note())) return poll_fake(c, entries, wc);
@@ -419,14 +420,19 @@ MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc*
       break;
     }
   me->cq.store(nullptr, std::memory_order_release);
+  if (translate)
+    for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
 }
+
+MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc* wc) noexcept { return poll_noted(c, entries, wc, false); }
 
 MIGR_PATH [[gnu::noinline]] int poll_switched(CqShadow& c, int entries, ibv_wc* wc) noexcept {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
   if (state & kFakeCq) [[unlikely]]
     return poll_fake(c, entries, wc);
-  const int n = state & kProtectedCq ? poll_protected(c, entries, wc) : c.real_poll(c.real, entries, wc);
+  if (state & kProtectedCq) return poll_noted(c, entries, wc, true);
+  const int n = c.real_poll(c.real, entries, wc);
   for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
 }

@@ -613,6 +613,7 @@ MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
   if (!shadow) return real().resize_cq(cq, cqe);
   const int err = real().resize_cq(shadow->real, cqe);
   shadow->app.cqe = shadow->real->cqe;
+  if (!err) links::resized(*shadow);
   return err;
 }
 
@@ -624,6 +625,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
     shadow = known(registry, cq);
     if (shadow) {
       links::gone(*shadow);
+      shadow->ending = true;
       ++registry.ending;
     }
   }
@@ -633,6 +635,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   {
     std::lock_guard guard(registry.lock);
     if (!err) forget(registry.cqs, shadow);
+    else shadow->ending = false;
     --registry.ending;
   }
   registry.thawed.notify_all();

@@ -288,6 +288,7 @@ struct alignas(64) CqShadow {
   std::vector<QpShadow*> datagram_qps;  ///< that receive here, and whose receives are noted
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
+  bool ending;                ///< its destruction has begun: the device may have it no more
   links::CqLink* link;        ///< null: no QP on it has a backup
   std::vector<QpShadow*> guarded;  ///< QPs on it that have, or had, a guard
 };

@@ -763,8 +763,15 @@ void run_failover() {
         fds.push_back({.fd = link.cq_events->fd, .events = POLLIN, .revents = 0});
         fds.push_back({.fd = link.events->fd, .events = POLLIN, .revents = 0});
       }
+      const std::uint64_t forgotten = state()->forgotten;
+      const auto gone = [&](const QpLink* l) {  // one that was cast off is forgotten
+        const auto& qps = state()->qps;
+        return state()->forgotten != forgotten && std::find(qps.begin(), qps.end(), l) == qps.end();
+      };
       for (QpLink* l : std::vector(state()->qps)) {
+        if (gone(l)) continue;
         look_at(*l);
+        if (gone(l)) continue;
         if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
         if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
         if (l->stage == Stage::kDraining) timeout = kDrainMs;

@@ -88,6 +88,15 @@ void deliver(QpShadow& q, std::vector<Hidden> all) {
   }
 }
 
+void give_back(QpShadow& q, std::vector<Hidden> all) {
+  if (all.empty()) return;
+  deliver(q, std::move(all));
+  switchover::for_cqs(q, [&](CqShadow& c) {
+    std::string why;
+    if (c.armed && c.app.channel && switchover::inject_event(c, why)) say(q, why);
+  });
+}
+
 void unguard(QpShadow& q) {
   std::vector<Hidden> all;
   {
@@ -95,12 +104,7 @@ void unguard(QpShadow& q) {
     q.guard.on = q.guard.failed = false;
     all.swap(q.guard.hidden);
   }
-  if (all.empty()) return;
-  deliver(q, std::move(all));
-  switchover::for_cqs(q, [&](CqShadow& c) {
-    std::string why;
-    if (c.armed && c.app.channel && switchover::inject_event(c, why)) say(q, why);
-  });
+  give_back(q, std::move(all));
 }
 
 void look_at_guard(QpShadow& q) {

@@ -60,6 +60,8 @@ void forget_guard(QpShadow& q);
 std::vector<Hidden> take_hidden(QpShadow& q);
 /// To the application. Caller holds no CQ's lock.
 void deliver(QpShadow& q, std::vector<Hidden> all);
+/// The same, and who sleeps on a completion channel wakes up.
+void give_back(QpShadow& q, std::vector<Hidden> all);
 /// At times: whether anybody may still come for it.
 void look_at_guard(QpShadow& q);
 

@@ -14,6 +14,7 @@
 
 #include "../../include/migr/migr.h"
 #include "../control.h"
+#include "../events.h"
 #include "../gids.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
@@ -74,6 +75,7 @@ void forget_qp(QpLink& l) {
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
+  ++the_state->forgotten;
   l.q->link = nullptr;
   delete &l;
   kick(the_state->round_fd);
@@ -205,6 +207,13 @@ void gone(CqShadow& c) {
   forget(c);
 }
 
+void resized(CqShadow& c) {
+  if (!c.link) return;
+  std::lock_guard guard(c.lock);  // threads poll it under that
+  if (const int err = real().resize_cq(c.link->real, c.real->cqe))
+    std::fprintf(stderr, "libmigr: the backup of a CQ that has %d entries now keeps its %d: %s\n", c.real->cqe, c.link->real->cqe, std::strerror(err));
+}
+
 void forget(CqShadow& c) {
   CqLink* link;
   {
@@ -306,7 +315,15 @@ void leave(QpShadow& q, ibv_qp_state to) {
   forget_guard(q);
   if (!l) return;
   stop_change(*l);
-  if (to == IBV_QPS_ERR) flush_relay(*l);
+  if (to == IBV_QPS_ERR) {  // before what the device is about to flush; nobody else comes for it
+    std::vector<Hidden> seen;
+    {
+      std::lock_guard guard(l->lock);
+      seen.swap(l->hidden);
+    }
+    give_back(q, std::move(seen));
+    flush_relay(*l);
+  }
   if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
   ibv_qp* const home = born_with(*l);  // peers will be told its number
   if (l->epoch) switchover::take_back_path(q, home);
@@ -442,7 +459,7 @@ int ring(CqShadow& c, std::string& why) {
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = c.real;
     init.cap = {.max_send_wr = 1, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-    ibv_qp* const bell = create_on(on->init.pd, init, c.link->twin->home->config.port, 0, why);
+    ibv_qp* const bell = events::with_kernel_fd(*c.context->real, [&] { return create_on(on->init.pd, init, c.link->twin->home->config.port, 0, why); });
     if (!bell) return errno ? errno : EIO;
     std::lock_guard guard(c.lock);
     c.link->bell = bell;

@@ -189,6 +189,7 @@ void changed();                  ///< PDs, CQs, QPs: the next round looks
 void modified(QpShadow& q, int mask);
 void gone(MrShadow& mr);
 void gone(CqShadow& cq);
+void resized(CqShadow& cq);
 void gone(QpShadow& q);
 void gone(ibv_pd* pd);
 /// Before a modification that takes the QP out of its connection: it is the application's own path again.

@@ -128,7 +128,7 @@ bool make_pd(Twin& t, std::string& why) {
 
 bool make_cq(Twin& t, std::string& why) {
   for (CqShadow* c : registry().cqs) {
-    if (c->context != t.of || c->link || c->real_ex || c->immovable) continue;
+    if (c->context != t.of || c->link || c->real_ex || c->immovable || c->ending) continue;
     ibv_cq* const made = real().create_cq(t.link->ctx, c->real->cqe, c, t.link->events, 0);
     if (!made) return why = errno_text("create_cq"), false;
     auto* link = new CqLink;

@@ -37,6 +37,7 @@ struct State {
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
+  std::uint64_t forgotten = 0;  ///< of `qps`, so many have gone
   /* before a migration, park.cc */
   enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
   std::uint64_t parking_ns = 0;        ///< it is wanted since

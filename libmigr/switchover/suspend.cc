@@ -174,15 +174,17 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   std::uint64_t changes = 0;
   Seen seen;
   int result = 0;
+  const auto drop_destroyed = [&] {  // by the application, while nobody held the lock
+    if (changes == registry.changes) return;
+    const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
+    std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp); });
+    changes = registry.changes;
+  };
   for (;;) {
     bool all_done = true, any_failed = false;
     {
       std::lock_guard guard(registry.lock);
-      if (changes != registry.changes) {  // destroyed by the application meanwhile
-        const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
-        std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp); });
-        changes = registry.changes;
-      }
+      drop_destroyed();
       poll_cqs(all, seen);
       for (Draining& d : all) {
         if (!d.done && !d.failed && !result) result = advance(d, seen, why);
@@ -199,6 +201,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     pause_briefly();
   }
   std::lock_guard guard(registry.lock);
+  drop_destroyed();
   poll_cqs(all, seen);  // what came with the last marker
   unsigned left = 0;
   for (const Draining& d : all) {
