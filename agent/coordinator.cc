@@ -95,6 +95,12 @@ void Coordinator::watch(const std::string& phase) {
   phase_until_ = phase_began_ + kPhaseMs;
 }
 
+// A phase that goes on as long as there is something to do has that limit for each part.
+void Coordinator::more_time() {
+  std::lock_guard lock(phase_mutex_);
+  phase_until_ = now_ms() + kPhaseMs;
+}
+
 Status Coordinator::timed(const std::string& name, const std::function<Status()>& f) {
   wire::Progress p;
   p.set_phase(name);
@@ -458,12 +464,20 @@ Status Coordinator::pre_copy() {
   const std::uint64_t began = sent_.bytes;
   std::uint64_t last = UINT64_MAX;
   for (unsigned round = 1; round <= most; round++) {
-    auto folder = source_.pre_dump(round);
-    if (!folder && round > 1) {  // what was copied before is of use
-      note("memory is not copied once more ahead of the stop: " + folder.error().text);
-      break;
+    more_time();
+    if (auto s = source_.may_pre_dump(); !s) {
+      if (round == 1) return note(kNotCopiedAhead + s.error().text), Status();
+      note("memory is not copied once more ahead of the stop: " + s.error().text);
+      break;  // what was copied before is of use
     }
-    if (!folder) return note(kNotCopiedAhead + folder.error().text), Status();
+    auto folder = source_.pre_dump(round);
+    if (!folder) {
+      note(kNotCopiedAhead + folder.error().text);
+      pre_copied_ = false;
+      summary_.set_pre_copy_rounds(0);
+      summary_.set_bytes_pre_copied(0);
+      return {};  // the checkpoint that waits refers to none
+    }
     const std::uint64_t before = sent_.bytes;
     sends(bytes_below(*folder));
     auto s = dest_.upload(id_, *folder, round, all_written, sent_);

@@ -63,7 +63,10 @@ class Source {
   /// DESCRIBE, migr.img, descriptors.json into a folder of its own; its path.
   /// From then on a migrd that is started again knows of the migration.
   virtual Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) = 0;
-  /// Memory as it is now, while the container runs, or of it what has changed since the round before; its folder.
+  /// Nothing is in the way of another round; none has begun.
+  virtual Status may_pre_dump() = 0;
+  /// Memory as it is now, while the container runs, or of it what has changed since the round before; its folder. After an error
+  /// it is not known what was written since the round before: none of the rounds can be built upon.
   /// @param round  1, 2, ..
   virtual Result<std::string> pre_dump(unsigned round) = 0;
   /// The checkpoint will hold what has changed since that round.
@@ -209,6 +212,7 @@ class Coordinator {
   void note_step(const std::string& name, double ms, double ago_ms = 0);
   double rdma_ms() const;
   void watch(const std::string& phase);
+  void more_time();
   void say(const wire::Progress& p);
   void note(const std::string& text);
   /// About so many bytes are sent from now on; 0: that is over.

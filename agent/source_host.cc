@@ -530,14 +530,17 @@ Status SourceRun::checkpoint_ahead(const std::string& parent) {
   return ahead;
 }
 
-Result<std::string> SourceRun::pre_dump(unsigned round) {
+Status SourceRun::may_pre_dump() {
   auto pids = host_.runc_.pids(state_);
   if (!pids) return pids.error();
   for (const pid_t pid : *pids)
     if (has_huge_pages(pid))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
+  return disk_fits(2 * info_.filled_bytes, host_.folder(id_));
+}
+
+Result<std::string> SourceRun::pre_dump(unsigned round) {
   const std::string dir = host_.folder(id_), name = pre_copy_dir(round), to = dir + "/" + name;
-  if (auto s = disk_fits(2 * info_.filled_bytes, dir); !s) return s.error();
   const std::string parent = round > 1 ? "../" + pre_copy_dir(round - 1) : "";
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, parent, dir + "/work-" + name); !s) return s.error();
   if (round > 1)

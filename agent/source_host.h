@@ -94,6 +94,7 @@ class SourceRun final : public Source {
   const ContainerInfo& info() const { return info_; }
   Result<ContainerInfo> inspect(const std::string& container) override;
   Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
+  Status may_pre_dump() override;
   Result<std::string> pre_dump(unsigned round) override;
   Status checkpoint_after(unsigned round) override;
   Result<std::uint64_t> drop_unchanged() override;

@@ -47,7 +47,8 @@ class StoredSource final : public Source {
   /// `dir` stands for the container. EPERM: others may read it; EINVAL: it is no checkpoint, or of another release.
   Result<ContainerInfo> inspect(const std::string& dir) override;
   Result<std::string> record(const std::string& destination, const std::vector<std::string>& partners) override;
-  Result<std::string> pre_dump(unsigned) override { return Error{ENOTSUP, "it is stored already"}; }
+  Status may_pre_dump() override { return Error{ENOTSUP, "it is stored already"}; }
+  Result<std::string> pre_dump(unsigned) override { return may_pre_dump().error(); }
   Status checkpoint_after(unsigned) override { return {}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;

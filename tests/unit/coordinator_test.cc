@@ -96,9 +96,11 @@ struct FakeSource final : Source {
     if (auto s = p.did("s.record"); !s) return s.error();
     return std::string("/early");
   }
-  unsigned no_pre_dump_from = 99;  // round
+  unsigned no_pre_dump_from = 99, pre_dump_fails_from = 99;  // round
+  unsigned asked = 0;
+  Status may_pre_dump() override { return ++asked >= no_pre_dump_from ? Status(Error{ENOSPC, "no room"}) : Status(); }
   Result<std::string> pre_dump(unsigned round) override {
-    if (round >= no_pre_dump_from) return Error{ENOSPC, "no room"};
+    if (round >= pre_dump_fails_from) return Error{EIO, "played"};
     if (auto s = p.did("s.pre_dump"); !s) return s.error();
     return std::string("/pre-copy");
   }
@@ -811,6 +813,18 @@ TEST(Coordinator, ARoundThatFailsLeavesThoseBefore) {
   EXPECT_EQ(r.pre_copy_rounds(), 1u);
   EXPECT_TRUE(s.play.has("s.checkpoint_after.1"));
   EXPECT_TRUE(s.play.has("s.drop_unchanged"));
+}
+
+// CRIU has begun to count anew what is written, and nobody has what was written before that.
+TEST(Coordinator, ARoundThatBreaksOffTakesThoseBeforeWithIt) {
+  Scene s;
+  s.rounds = 3;
+  s.source.pre_dump_fails_from = 2;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_EQ(r.pre_copy_rounds(), 0u);
+  EXPECT_TRUE(s.play.has("d.pre_upload"));
+  for (const char* no : {"s.checkpoint_after.1", "s.checkpoint_after.0", "s.drop_unchanged"}) EXPECT_FALSE(s.play.has(no)) << no;
 }
 
 TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {
