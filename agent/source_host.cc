@@ -424,10 +424,11 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (!kernel) return kernel.error();
   for (const pid_t pid : pids) {
     const auto owner = static_cast<std::uint32_t>(processes_.size());
-    Process p{pid, host_.sessions_.by_pid(pid), {}};
-    if (p.session) p.generation = p.session->generation();
-    // First its own view, which says of which state it is: what changes later is noticed.
-    const bool asked = p.session && claim(*p.session) && p.session->state() == MIGR_PROC_RUNNING;
+    Process found{pid, host_.sessions_.by_pid(pid), {}};
+    if (found.session) found.generation = found.session->generation();
+    // First its own view, which says of which state it is: what changes later is noticed. Whatever comes of this, it is let go in the end.
+    const bool asked = found.session && claim(*found.session) && found.session->state() == MIGR_PROC_RUNNING;
+    Process& p = asked ? processes_.emplace_back(std::move(found)) : found;
     Status described;
     if (asked) {
       const std::uint64_t how = how_ == Describe::kLook ? 0 : MIGR_DESCRIBE_MOVE | (how_ == Describe::kHold ? MIGR_DESCRIBE_HOLD : 0);
@@ -448,11 +449,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
                                  host_.config_.run_dir + ", has the container that mounted?"};
     if (!asked)
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
-    processes_.push_back(std::move(p));
     if (!described) return described.error();
-    const Process& known = processes_.back();
-    info_.instances.push_back(known.session->instance());
-    info_.births.push_back(host_.numbers_.births_of(known.session->instance(), known.vqpns, known.generation == 0));
+    info_.instances.push_back(p.session->instance());
+    info_.births.push_back(host_.numbers_.births_of(p.session->instance(), p.vqpns, p.generation == 0));
   }
   for (const pid_t pid : *all) {
     const auto known = std::find_if(processes_.begin(), processes_.end(), [&](const Process& p) { return p.pid == pid; });
