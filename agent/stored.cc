@@ -7,6 +7,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <set>
 
 #include "file_tree.h"
 #include "manifest.h"
@@ -44,6 +46,34 @@ Status copy_tree(const std::string& from, const std::string& to, std::uint64_t l
   return arrived ? w.finish() : arrived;
 }
 
+// Into which checkpoints are being written. Thread: any.
+class FoldersInUse {
+ public:
+  static FoldersInUse& get() {
+    static FoldersInUse all;
+    return all;
+  }
+  bool contains(const std::string& folder) {
+    std::lock_guard lock(mutex_);
+    return folders_.contains(folder);
+  }
+  /// @return false: another one has it
+  bool take(const std::string& folder) {
+    std::lock_guard lock(mutex_);
+    return folders_.insert(folder).second;
+  }
+  void give_back(const std::string& folder) {
+    std::lock_guard lock(mutex_);
+    folders_.erase(folder);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<std::string> folders_;
+};
+
+Error being_written(const std::string& dir) { return {EBUSY, "another checkpoint is being written to " + dir}; }
+
 // What holds memory and keys must be nobody else's.
 Status is_private(const std::string& path) {
   struct stat st;
@@ -68,10 +98,12 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
   if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
   if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
+  if (FoldersInUse::get().contains(part_)) return being_written(dir_);
   return disk_fits(r.image_bytes(), dir_);
 }
 
 Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, Sent& total) {
+  if (!(writes_ = FoldersInUse::get().take(part_))) return being_written(dir_);
   std::error_code ec;
   fs::remove_all(part_, ec);  // of one that was interrupted
   if (auto s = make_dir(part_); !s) return s.error();
@@ -88,24 +120,37 @@ Status KeepingDestination::upload(std::uint32_t, const std::string& folder, unsi
 }
 
 Status KeepingDestination::ready(std::uint32_t) {
-  for (const auto& f : fs::directory_iterator(part_ + "/images"))
-    if (f.is_regular_file() && chmod(f.path().c_str(), kFileMode)) return sys_error("chmod of " + f.path().string());
+  std::error_code ec;
+  for (fs::directory_iterator f(part_ + "/images", ec), end; !ec && f != end; f.increment(ec))
+    if (std::error_code gone; f->is_regular_file(gone) && chmod(f->path().c_str(), kFileMode)) return sys_error("chmod of " + f->path().string());
+  if (ec) return Error{ec.value(), "reading " + part_ + "/images: " + ec.message()};
   if (auto r = write_manifest(part_, info_); !r) return r;
   return sync_below(part_);
 }
 
 Status KeepingDestination::commit(std::uint32_t) {
-  if (rename(part_.c_str(), dir_.c_str())) return sys_error("renaming " + part_ + " to " + dir_);
+  // Somebody else's folder of that name, made meanwhile, stays as it is. Not every file system can see to that in one step.
+  if (renameat2(AT_FDCWD, part_.c_str(), AT_FDCWD, dir_.c_str(), RENAME_NOREPLACE) &&
+      (errno != EINVAL || rename(part_.c_str(), dir_.c_str())))
+    return sys_error("renaming " + part_ + " to " + dir_);
   return sync_below(dir_);
 }
 
 Status KeepingDestination::abort(std::uint32_t) {
+  if (!writes_ && FoldersInUse::get().contains(part_)) return {};  // another one's
   std::error_code ec;
   fs::remove_all(part_, ec);
   return ec ? Status(Error{ec.value(), "removing " + part_ + ": " + ec.message()}) : Status();
 }
 
-Result<wire::Outcome> KeepingDestination::outcome(std::uint32_t) { return access(dir_.c_str(), F_OK) ? wire::UNDONE : wire::COMMITTED; }
+// It has got its name, and the folder of that name is not another one's.
+Result<wire::Outcome> KeepingDestination::outcome(std::uint32_t) {
+  return access(dir_.c_str(), F_OK) || !access(part_.c_str(), F_OK) ? wire::UNDONE : wire::COMMITTED;
+}
+
+KeepingDestination::~KeepingDestination() {
+  if (writes_) FoldersInUse::get().give_back(part_);
+}
 
 // ---- restore
 

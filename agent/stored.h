@@ -19,6 +19,7 @@ class KeepingDestination final : public DestinationLink {
   KeepingDestination(std::string dir, const ContainerInfo& info) : dir_(std::move(dir)), part_(dir_ + ".part"), info_(info) {}
   /// For a migrd that was started again: only commit(), outcome() and abort() may be called.
   explicit KeepingDestination(std::string dir) : KeepingDestination(std::move(dir), nothing()) {}
+  ~KeepingDestination() override;
   Status check(const wire::CheckRequest& r) override;
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
@@ -38,6 +39,7 @@ class KeepingDestination final : public DestinationLink {
   static const ContainerInfo& nothing();
   const std::string dir_, part_;
   const ContainerInfo& info_;
+  bool writes_ = false;  // to part_, which nobody else does until this is gone
 };
 
 /// `migrctl restore`. What is stored stays.

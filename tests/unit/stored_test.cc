@@ -203,6 +203,37 @@ TEST_F(Stored, WhatBecameOfACheckpointIsSeenFromItsFolder) {
   EXPECT_EQ(tell_commit(after, 1, 0, 1).outcome, wire::UNDONE);
 }
 
+TEST_F(Stored, AFolderThatSomebodyElseHasMadeMeanwhileIsNotTheCheckpoint) {
+  for (const bool empty : {true, false}) {
+    KeepingDestination d(dir(), info);
+    ASSERT_TRUE(d.check({}));
+    ASSERT_TRUE(d.prepare({}, root + "/from/images", bytes));
+    ASSERT_TRUE(d.ready(1));
+    fs::create_directories(dir() + (empty ? "" : "/theirs"));
+    const auto told = tell_commit(d, 1, 0, 1);
+    EXPECT_EQ(told.outcome, wire::UNDONE);
+    EXPECT_NE(told.why.error().text.find(dir()), std::string::npos) << told.why.error().text;
+    ASSERT_TRUE(d.abort(1));
+    EXPECT_TRUE(fs::exists(dir() + (empty ? "" : "/theirs")));
+    fs::remove_all(dir());
+  }
+}
+
+TEST_F(Stored, OnlyOneCheckpointIsWrittenToAFolderAtATime) {
+  {
+    KeepingDestination first(dir(), info), second(dir(), info);
+    ASSERT_TRUE(second.check({}));  // before the first one has begun
+    ASSERT_TRUE(first.prepare({}, root + "/from/images", bytes));
+    EXPECT_EQ(KeepingDestination(dir(), info).check({}).error().code, EBUSY);
+    EXPECT_EQ(second.prepare({}, root + "/from/images", bytes).error().code, EBUSY);
+    ASSERT_TRUE(second.abort(1));
+    ASSERT_TRUE(first.ready(1)) << "the other one has taken it away";
+    ASSERT_TRUE(first.commit(1));
+  }
+  fs::remove_all(dir());
+  EXPECT_TRUE(keep());
+}
+
 TEST_F(Stored, WhatOthersMayReadIsRefused) {
   ASSERT_TRUE(keep());
   for (const char* f : {"", "/images", "/checkpoint.json", "/images/migr.img"}) {
