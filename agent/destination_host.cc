@@ -121,7 +121,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers)
     : config_(config), sessions_(sessions), peers_(peers), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
-  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE || r.resumed(); })) {
     auto made = job_of(record.header(), config_.state_dir);
     if (!made || (*made)->id != id) continue;
     const JobPtr job = *made;

@@ -39,8 +39,9 @@ class Journal {
     std::error_code ec;
     std::filesystem::remove(path(id), ec);
   }
-  /// All that is there, but for what is older than an outcome is kept. A file that cannot be read is put aside.
-  std::map<std::uint32_t, Record> load(std::chrono::seconds keep_for) const {
+  /// All that is there, but for what is older than an outcome is kept and `done` with. A file that cannot be read is put aside.
+  template <class Done>
+  std::map<std::uint32_t, Record> load(std::chrono::seconds keep_for, Done&& done) const {
     std::map<std::uint32_t, Record> all;
     std::error_code ec;
     std::vector<std::filesystem::path> files;
@@ -57,7 +58,7 @@ class Journal {
         continue;
       }
       const bool old = std::filesystem::file_time_type::clock::now() - std::filesystem::last_write_time(f, ec) > keep_for;
-      if (old && r.outcome() != wire::OPEN) {
+      if (old && done(r)) {
         std::filesystem::remove(f, ec);
         continue;
       }

@@ -63,7 +63,7 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
 
 PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory, Whereabouts& whereabouts)
     : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(directory), whereabouts_(whereabouts), journal_(config.state_dir + "/journal/partner") {
-  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() != wire::OPEN; })) {
     auto job = job_of(record.request());
     if (!job || (*job)->id != id) continue;
     JobPtr j = *job;

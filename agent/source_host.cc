@@ -117,7 +117,7 @@ bool SourceHost::settled(std::uint32_t id) {
 }
 
 void SourceHost::recover() {
-  for (const auto& [id, record] : journal_.load(kKeepOutcome)) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.settled(); })) {
     const LogScope log(id);
     Entry e;
     e.record = record;
