@@ -99,7 +99,8 @@ inline constexpr int kMigrateTries = 3;     // when resources change meanwhile; 
 inline constexpr int kHelloMs = 5'000;
 inline constexpr std::size_t kMaxSessions = 4096;
 inline constexpr int kQuestions = 32;  // of processes, answered at the same time; half of them of one user
-inline constexpr std::size_t kQuestionRecords = 1 << 20;
+// Of records, from a process that may be anybody's: of one question, and of one answer (a million registered keys).
+inline constexpr std::size_t kQuestionBytes = 8 << 20, kAnswerBytes = 128 << 20;
 
 // Links.
 inline constexpr std::size_t kMaxLinkVqps = 1 << 20;  // published on this host; MIGR_LINKS_MAX_VQPS of one process

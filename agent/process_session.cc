@@ -247,6 +247,7 @@ Result<ProcessSession::Reply> ProcessSession::request(std::uint16_t type, std::u
       if (out.record_size && out.record_size != h.record_size) return broken({EPROTO, "records of two sizes"});
       out.record_size = h.record_size;
       out.records.insert(out.records.end(), p->records.begin(), p->records.end());
+      if (out.records.size() > kAnswerBytes) return broken({EMSGSIZE, "an answer of too many records"});
     }
     out.arg = h.arg;
     if (h.flags & MIGR_MORE) continue;
@@ -313,8 +314,9 @@ std::uint16_t first_type(int fd) {
 Result<Question> read_question(int fd, const Speaker& who, std::uint32_t& seq) {
   Question q;
   q.who = who;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(kHelloMs);  // of the whole
   for (bool more = true; more;) {
-    auto p = receive(fd, Clock::now() + std::chrono::milliseconds(kHelloMs));
+    auto p = receive(fd, deadline);
     if (!p) return p.error();
     if ((q.type && p->head.type != q.type) || (q.record_size && p->head.record_size != q.record_size)) return Error{EPROTO, "two questions in one"};
     q.type = p->head.type;
@@ -322,7 +324,7 @@ Result<Question> read_question(int fd, const Speaker& who, std::uint32_t& seq) {
     q.record_size = p->head.record_size;
     seq = p->head.seq;
     q.records.insert(q.records.end(), p->records.begin(), p->records.end());
-    if (q.record_size && q.records.size() / q.record_size > kQuestionRecords) return Error{EMSGSIZE, "a question of too many records"};
+    if (q.records.size() > kQuestionBytes) return Error{EMSGSIZE, "a question of too many records"};
     more = p->head.flags & MIGR_MORE;
   }
   return q;

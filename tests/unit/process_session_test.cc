@@ -171,6 +171,34 @@ TEST_F(Session, AnswersThatDoNotFitEndTheSession) {
   }
 }
 
+// In packets of what a process sends, who may be anybody: not more than that is kept of it.
+migr_msg one_of_many(std::uint16_t type, std::uint32_t seq) {
+  migr_msg m{};
+  m.version = MIGR_PROC_VERSION;
+  m.type = type;
+  m.seq = seq;
+  m.flags = MIGR_MORE;
+  m.count = 8;
+  m.record_size = 4096;
+  return m;
+}
+const std::vector<char> kManyBytes(8 * 4096);
+
+TEST_F(Session, AnAnswerWithoutEndEndsTheSession) {
+  auto s = greet();
+  auto lib = library([&](migr_msg m, std::vector<char>) {
+    std::vector<char> packet(sizeof m + kManyBytes.size());
+    const migr_msg head = one_of_many(m.type | MIGR_REPLY, m.seq);
+    std::memcpy(packet.data(), &head, sizeof head);
+    while (send(theirs_.n, packet.data(), packet.size(), MSG_NOSIGNAL) > 0) {
+    }
+  });
+  auto r = s->tell(MIGR_MSG_SUSPEND, 1, 60'000);
+  lib.join();
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EMSGSIZE) << r.error().text;
+}
+
 TEST_F(Session, LimitRunsOutAndALateAnswerIsNotTaken) {
   auto s = greet();
   auto r = s->tell(MIGR_MSG_DRAIN, 1, 50);
@@ -270,6 +298,17 @@ TEST_F(Table, WhatCannotBeAnsweredIsSaid) {
   const migr_msg head = ask(MIGR_MSG_INTRODUCE, {{{1}, 30}}, out);
   EXPECT_EQ(head.status, ENOENT);
   EXPECT_STREQ(head.text, "nobody");
+}
+
+TEST_F(Table, AQuestionWithoutEndIsNotTakenWhole) {
+  const Fd fd = connect();
+  std::vector<char> packet(sizeof(migr_msg) + kManyBytes.size());
+  const migr_msg head = one_of_many(MIGR_MSG_WHERE, 1);
+  std::memcpy(packet.data(), &head, sizeof head);
+  const std::size_t most = 2 * kQuestionBytes / kManyBytes.size();
+  std::size_t sent = 0;
+  while (sent < most && send(fd.n, packet.data(), packet.size(), MSG_NOSIGNAL) > 0) sent++;
+  EXPECT_LT(sent, most);
 }
 
 TEST_F(Table, ProcessesComeAndGo) {
