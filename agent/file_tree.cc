@@ -9,6 +9,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -363,7 +364,8 @@ Status TreeWriter::write(const wire::FileChunk& c) {
     if (!S_ISREG(c.mode())) return Error{EINVAL, c.name() + ": neither file, folder nor link"};
     auto o = std::make_unique<Open>();
     o->name = c.name();
-    o->tmp = base + ".migr-part";
+    constexpr std::string_view kPart = ".migr-part";
+    o->tmp = base.substr(0, NAME_MAX - kPart.size()).append(kPart);
     o->dir = std::move(*dir);
     o->mode = permissions;
     o->uid = c.uid();
