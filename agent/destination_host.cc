@@ -179,8 +179,8 @@ Status DestinationHost::save(Job& job) {
   return journal_.save(job.id, job.record);
 }
 
-// Without a container its name, which is a process number, may be another's by now.
-bool DestinationHost::is_here(const Job& job) const { return runc_.is_still(job.container, job.record.began()); }
+// The name may be another's by now: a process number, without a container, or that of a container which was started after a boot.
+bool DestinationHost::is_here(const Job& job) const { return job.record.boot() == boot_of_host() && runc_.is_still(job.container, job.record.began()); }
 
 // CRIU's own words are worth more than "exit status 1".
 Status DestinationHost::with_log(const Job& job, const Status& s) {
@@ -313,6 +313,10 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
 }
 
 Status DestinationHost::start_restore(Job& job) {
+  // Receiving the bundle took its time.
+  if (auto s = runc_.name_is_free(job.container); !s) return s;
+  job.record.set_boot(boot_of_host());
+  if (auto s = save(job); !s) return s;
   auto child = runc_.partial_restore(job.container, job.bundle, job.images(), job.dir + "/work", job.dir + "/restore.out");
   if (!child) return child.error();
   job.child = std::move(*child);
@@ -485,12 +489,18 @@ Result<SessionTable::Fits> DestinationHost::of_container(const Job& job) {
   return SessionTable::Fits([this, &job, init](const ProcessSession& s) { return runc_.owns(job.container, init, s.pid()); });
 }
 
-// Of a process that has not connected here (yet). Caller holds job.work.
-bool DestinationHost::has_ended(const Job& job, std::size_t i) const {
-  if (job.rebound) return !numbers_.guest_lives(job.instances[i]);
+// Of a process. Caller holds job.work.
+std::set<std::uint32_t> DestinationHost::contexts_of(const Job& job, std::size_t i) {
   std::set<std::uint32_t> its;
   for (const auto& o : job.objects)
     if (const auto owner = job.owner.find(o.src_ctx_id); owner != job.owner.end() && owner->second == i) its.insert(o.ctx_id);
+  return its;
+}
+
+// Of a process that has not connected here (yet). Caller holds job.work.
+bool DestinationHost::has_ended(const Job& job, std::size_t i) const {
+  if (job.rebound) return !numbers_.guest_lives(job.instances[i]);
+  const auto its = contexts_of(job, i);
   auto kernel = KernelRecord::open();
   const auto ctxs = kernel ? kernel->contexts() : Result<std::vector<ContextRecord>>(kernel.error());
   return ctxs && !its.empty() && std::none_of(ctxs->begin(), ctxs->end(), [&](const ContextRecord& c) { return its.contains(c.rec.ctx_id); });
@@ -506,7 +516,11 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
       spdlog::warn("a process of {} has ended since the commit", job.container);
       return std::shared_ptr<ProcessSession>();
     }
-    if (Clock::now() > until) return session;
+    if (Clock::now() <= until) continue;
+    // Nobody can tell whether one that had no context has ended. Nor has anything to be done in it: if it comes later it is let go.
+    if (job.rebound || !contexts_of(job, i).empty()) return session;
+    spdlog::warn("a process of {} that had nothing of RDMA does not connect: the others go on without it", job.container);
+    return std::shared_ptr<ProcessSession>();
   }
 }
 
@@ -669,11 +683,17 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   spdlog::warn("undone here: {}", why);
   std::error_code ec;
   if (job.mine) {
+    // Without a restore, or after a boot, somebody else may have started one of that name.
+    const bool restored = job.record.boot() == boot_of_host();
     // The address first: sockets of restored tasks must not answer anybody when they die.
-    if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
-    const auto made = end_restore(job);
-    if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
-    if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    if (restored || job.attached)
+      if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+    if (restored) {
+      const auto made = end_restore(job);
+      if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
+    }
+    if (restored || !runc_.exists(job.container))
+      if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
     // What is needed to understand it stays: the logs of the last one that failed.
     const std::string kept = config_.state_dir + "/failed-restore";

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <set>
 
 #include "config.h"
 #include "fault.h"
@@ -61,6 +62,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
   Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);
+  static std::set<std::uint32_t> contexts_of(const Job& job, std::size_t i);
   bool has_ended(const Job& job, std::size_t i) const;
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job, wire::ResumeReply& out);

@@ -48,8 +48,10 @@ bool process_stopped(pid_t pid) { return stat_of(pid).state == 'T'; }
 
 std::string life_of(pid_t pid) {
   const std::string began = stat_of(pid).began;
-  return began.empty() ? "" : first_line_of("/proc/sys/kernel/random/boot_id") + " " + began;
+  return began.empty() ? "" : boot_of_host() + " " + began;
 }
+
+std::string boot_of_host() { return first_line_of("/proc/sys/kernel/random/boot_id"); }
 
 std::vector<pid_t> tree_of(pid_t root) {
   std::multimap<pid_t, pid_t> children;

@@ -12,6 +12,9 @@
 
 namespace migr {
 
+/// Differs for every boot of this host.
+std::string boot_of_host();
+
 /// Differs for every process that ever has this number: the boot, and when in it that one began. Empty: nobody has it.
 std::string life_of(pid_t pid);
 /// The process and its descendants, the process first. Empty: it has ended.
