@@ -177,7 +177,16 @@ TEST_F(Privileges, TheirThreadsAreLookedAt) {
     return bool(wait_until_outside(other, {&range, 1}, 0, std::chrono::steady_clock::now() + std::chrono::seconds(10)));
   });
 }
+// Else, as in a chroot, what is mounted in a namespace of our own may be seen outside.
+bool root_is_a_mount() {
+  std::ifstream in("/proc/self/mountinfo");
+  for (std::string line; std::getline(in, line);)
+    if (std::regex_search(line, std::regex(R"(^\S+ \S+ \S+ \S+ / )"))) return true;
+  return false;
+}
+
 TEST_F(Privileges, WhatIsMountedBelowAFolderIsUnmounted) {
+  if (!root_is_a_mount()) GTEST_SKIP() << "/ is no mount";
   const std::string at = root + "/rootfs/mnt";
   fs::create_directories(at);
   // In a namespace of its own: this machine's mounts stay.
