@@ -25,6 +25,7 @@
 #include <linux/mutex.h>
 #include <linux/nsproxy.h>
 #include <linux/pid.h>
+#include <linux/pid_namespace.h>
 #include <linux/srcu.h>
 #include <linux/user_namespace.h>
 #include <linux/xarray.h>
@@ -177,6 +178,18 @@ int migr_netlink_init(void);
 void migr_netlink_exit(void);
 #define MIGR_NO_QPN U32_MAX	/* the event is not one of a QP */
 void migr_event(enum migr_event event, struct migr_ctx *ctx, u32 vqpn, u32 pqpn);
+
+/* The number of its process in @ns; 0: not seen there, or it has ended, and the number may be another's by now. */
+static inline u32 migr_owner_locked(const struct migr_ctx *ctx, struct pid_namespace *ns)
+{
+	u32 nr;
+
+	lockdep_assert_held(&migr_lock);	/* the owner changes with ATTACH */
+	rcu_read_lock();
+	nr = ctx->tgid && pid_has_task(ctx->tgid, PIDTYPE_TGID) ? pid_nr_ns(ctx->tgid, ns) : 0;
+	rcu_read_unlock();
+	return nr;
+}
 
 static inline u64 migr_current_netns(void)
 {

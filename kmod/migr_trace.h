@@ -38,7 +38,7 @@ DECLARE_EVENT_CLASS(migr_ctx,
 	),
 	TP_fast_assign(
 		__entry->ctx = ctx->id;
-		__entry->owner = pid_nr(ctx->tgid);
+		__entry->owner = migr_owner_locked(ctx, &init_pid_ns);
 		memcpy(__entry->device, ctx->ibdev_name, MIGR_IBDEV_NAME_MAX);
 		memcpy(__entry->comm, ctx->comm, TASK_COMM_LEN);
 	),

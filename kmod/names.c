@@ -425,7 +425,11 @@ static int make_way_locked(struct migr_obj *obj, u32 index)
 {
 	struct migr_obj *holder = mr_by_index_locked(obj->ctx, index);
 
-	return holder && holder != obj && holder->bound ? -EEXIST : 0;
+	if (!holder || holder == obj)
+		return 0;
+	if (holder->dying)
+		return -EBUSY;	/* it may stay */
+	return holder->bound ? -EEXIST : 0;
 }
 
 static int move_away_locked(struct migr_obj *obj, u32 index)
@@ -436,8 +440,6 @@ static int move_away_locked(struct migr_obj *obj, u32 index)
 
 	if (!holder || holder == obj)
 		return 0;
-	if (holder->dying)
-		return -EBUSY;
 	names = holder->rec.mr;
 	err = pick_keys_locked(obj->ctx, &names);
 	return err ?: mr_set_names_locked(holder, names.vlkey, names.vrkey);

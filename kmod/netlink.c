@@ -101,24 +101,13 @@ static int ctx_dump_start(struct netlink_callback *cb)
 	return err;
 }
 
-/* 0: the owner has ended, and its number may be another's by now; or it has none in @ns. */
-static u32 owner_locked(const struct migr_ctx *ctx, struct pid_namespace *ns)
-{
-	u32 nr;
-
-	rcu_read_lock();
-	nr = ctx->tgid && pid_has_task(ctx->tgid, PIDTYPE_TGID) ? pid_nr_ns(ctx->tgid, ns) : 0;
-	rcu_read_unlock();
-	return nr;
-}
-
 static void ctx_record(struct migr_ctx *ctx, struct migr_ctx_rec *rec)
 {
 	memset(rec, 0, sizeof(*rec));
 	mutex_lock(&migr_lock);
 	rec->ctx_id = ctx->id;
 	rec->flags = ctx->flags;
-	rec->pid = owner_locked(ctx, task_active_pid_ns(current));
+	rec->pid = migr_owner_locked(ctx, task_active_pid_ns(current));
 	rec->nr_pd = ctx->nr[MIGR_OBJ_PD];
 	rec->nr_mr = ctx->nr[MIGR_OBJ_MR];
 	rec->nr_cq = ctx->nr[MIGR_OBJ_CQ];
@@ -331,7 +320,7 @@ void migr_event(enum migr_event event, struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	if (!genl_has_listeners(&migr_family, &init_net, MCGRP_EVENTS))
 		return;
 	mutex_lock(&migr_lock);		/* the owner changes with ATTACH */
-	pid = owner_locked(ctx, &init_pid_ns);
+	pid = migr_owner_locked(ctx, &init_pid_ns);
 	mutex_unlock(&migr_lock);
 	msg = genlmsg_new(NLMSG_GOODSIZE, GFP_KERNEL);
 	if (!msg)

@@ -71,7 +71,7 @@ struct migr_ioc_bind_qp {
 /*
  * Gives the own MR @handle the virtual keys it was born with. An MR whose keys
  * were only chosen at its creation gives way and gets others; EEXIST if their
- * index has been bound to another MR.
+ * index has been bound to another MR, EBUSY while that one is being destroyed.
  */
 struct migr_ioc_bind_mr {
 	__u32 handle;		/* uverbs handle of the MR */
@@ -168,7 +168,7 @@ enum migr_genl_attr {
 	MIGR_A_UNSPEC,
 	MIGR_A_PAD,
 	MIGR_A_ABI_VERSION,	/* u32 */
-	MIGR_A_PID,		/* u32, in the reader's pid namespace */
+	MIGR_A_PID,		/* u32, in the reader's pid namespace; of an event, in the host's: 0: it has ended */
 	MIGR_A_CTX_ID,		/* u32, never reused while the module is loaded */
 	MIGR_A_CTX_REC,		/* struct migr_ctx_rec */
 	MIGR_A_OBJ_TYPE,	/* u32, enum migr_obj_type */
@@ -219,7 +219,7 @@ enum migr_obj_type {
 struct migr_ctx_rec {
 	__u32 ctx_id;
 	__u32 flags;		/* MIGR_CTX_* */
-	__u32 pid;		/* thread group, in the reader's pid namespace; 0: not visible */
+	__u32 pid;		/* thread group, in the reader's pid namespace; 0: not visible, or it has ended */
 	__u32 nr_pd, nr_mr, nr_cq, nr_qp, nr_srq, nr_other;
 	__u32 num_comp_vectors;
 	__aligned_u64 mr_bytes;	/* registered memory, bytes */

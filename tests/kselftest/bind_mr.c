@@ -3,6 +3,7 @@
 #include "migr_test.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -40,6 +41,67 @@ static struct ibv_mr *reg(struct side *s)
 
 	need(mr, "reg_mr");
 	return mr;
+}
+
+/* Whether a memory window is in @mr from now on, so that the driver will not deregister it. */
+static bool bind_window(struct side *s, struct ibv_mw *mw, struct ibv_mr *mr)
+{
+	struct ibv_mw_bind bind = { .send_flags = IBV_SEND_SIGNALED,
+				    .bind_info = { .mr = mr, .addr = (uintptr_t)mr->addr, .length = 4096,
+						   .mw_access_flags = IBV_ACCESS_REMOTE_READ } };
+	uint64_t end = now_ms() + 5000;
+	struct ibv_wc wc;
+	int n;
+
+	if (ibv_bind_mw(s->qp, mw, &bind))
+		return false;
+	while (!(n = ibv_poll_cq(s->cq, 1, &wc)) && now_ms() < end)
+		;
+	return n == 1 && wc.status == IBV_WC_SUCCESS;
+}
+
+static struct ibv_mr *windowed;
+static volatile bool stop;
+
+static void *refused(void *arg)
+{
+	uintptr_t n = 0;
+
+	(void)arg;
+	while (!stop && ibv_dereg_mr(windowed))
+		n++;
+	return (void *)n;
+}
+
+/* A driver may refuse to destroy: until it has answered, nobody else gets the name. */
+static void refused_destroy(struct side *s, struct ibv_mr *other)
+{
+	struct ibv_mw *mw = ibv_alloc_mw(s->pd, IBV_MW_TYPE_1);
+	struct migr_ioc_query_mr q;
+	pthread_t thread;
+	int i, bad = 0;
+	void *n;
+
+	windowed = ibv_reg_mr(s->pd, s->buf, 4096, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_MW_BIND);
+	if (!mw || !windowed || !bind_window(s, mw, windowed)) {
+		printf("# memory windows: not with this driver\n");
+		return;
+	}
+	need(!bind_mr(windowed, 0x66666601, 0x66666601), "bind");
+	need(!pthread_create(&thread, NULL, refused, NULL), "a thread");
+	for (i = 0; i < 20000; i++)
+		bad += bind_mr(other, 0x66666602, 0x66666602) != -1 || (errno != EEXIST && errno != EBUSY);
+	stop = true;
+	pthread_join(thread, &n);
+	printf("# %lu refused\n", (unsigned long)n);
+	check_eq(bad, 0, "EEXIST or EBUSY while the driver refuses to destroy the holder");
+	q = query(windowed);
+	check(q.vlkey == 0x66666601 && q.vrkey == 0x66666601, "it has its names still");
+	check_eq(physical_lkey(0x66666601), windowed->lkey, "and they translate");
+	check_eq(physical_rkey(0x66666601), windowed->rkey, "both");
+	need(!ibv_dealloc_mw(mw), "dealloc_mw");
+	check(!ibv_dereg_mr(windowed), "without its window it goes");
+	check(!bind_mr(other, 0x66666602, 0x66666602), "and its name can be given");
 }
 
 int main(void)
@@ -113,6 +175,8 @@ int main(void)
 	check_eq(keys[free_key >> 8].lkey, 0, "deregistered: the name is gone");
 	check_eq(keys[free_key >> 8].rkey, 0, "for remote access too");
 	check(!bind_mr(c, free_key, free_key), "and can be given again");
+	connect_qp(&s, s.qp, &s, s.qp->qp_num);
+	refused_destroy(&s, b);
 	ibv_dereg_mr(b);
 	ibv_dereg_mr(c);
 	ibv_dereg_mr(local);

@@ -2,7 +2,9 @@
 /* What a process makes is in the record as it was asked for, and is gone when destroyed. */
 #include "migr_test.h"
 
+#include <errno.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static struct obj_list objs;
@@ -195,6 +197,46 @@ static void rereg(struct side *s)
 	      "rereg_mr changes the record of the MR");
 }
 
+/* The process that opened it has ended, a child of it keeps it: the number may be another's, and is not told. */
+static void inherited(void)
+{
+	uint64_t end = now_ms() + 5000;
+	int told[2], hold[2], i;
+	uint32_t id = 0;
+	pid_t opener;
+
+	need(!pipe(told) && !pipe(hold), "pipes");
+	fflush(stdout);
+	opener = fork();
+	if (!opener) {
+		open_context();
+		if (!fork()) {
+			close(told[1]);
+			close(hold[1]);
+			_exit(read(hold[0], &id, sizeof(id)) != 0);	/* until we close our end */
+		}
+		genl_forget();
+		id = ctx_of_pid(getpid());
+		_exit(write(told[1], &id, sizeof(id)) != sizeof(id));
+	}
+	close(told[1]);
+	close(hold[0]);
+	need(read(told[0], &id, sizeof(id)) == sizeof(id) && id, "a context of another process");
+	need(waitpid(opener, NULL, 0) == opener, "wait");
+	need(!genl_ctxs(0, &ctxs), "dump");
+	for (i = 0; i < ctxs.n && ctxs.rec[i].ctx_id != id; i++)
+		;
+	if (check(i < ctxs.n, "a context that a child keeps stays in the record"))
+		check_eq(ctxs.rec[i].pid, 0, "without the number of the process that ended");
+	need(!genl_ctxs(opener, &ctxs), "dump");
+	check_eq(ctxs.n, 0, "nor is it found by that");
+	close(hold[1]);
+	close(told[0]);
+	while (genl_objs(id, &objs) != -ENOENT && now_ms() < end)
+		usleep(10000);
+	check_eq(genl_objs(id, &objs), (uint64_t)-ENOENT, "it goes with the child");
+}
+
 int main(void)
 {
 	struct ibv_qp *qp2;
@@ -242,5 +284,6 @@ int main(void)
 	check_eq(objs.n, 4, "a destroyed QP leaves no record");
 	side_close(&s);
 	check_eq(genl_objs(id, &objs), (uint64_t)-2, "a closed context leaves no record");
+	inherited();
 	return finish();
 }
