@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -736,15 +737,33 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
 
 }  // namespace
 
+namespace {
+
+/// A connection that its application ends while a migration changes its path would stand again on the new one. So it ends on
+/// that, or on the old one if the migration is taken back. Who waits for longer than any migration goes on as it is.
+/// @param guard  of the registry's lock, which is given away meanwhile. @return false: the lock has to be taken anew
+bool wait_for_migration(Registry& registry, std::unique_lock<std::mutex>& guard, ibv_qp* qp) {
+  constexpr std::chrono::seconds kLimit{120};
+  const auto over = [&] {
+    const QpShadow* q = known(registry, qp);
+    return !q || q->phase == switchover::Phase::kRunning || q->adrift || links::changing(*q);
+  };
+  if (over()) return true;
+  return !registry.thawed.wait_for(guard, kLimit, over);
+}
+
+}  // namespace
+
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   Registry& registry = Registry::get();
   whereabouts::Connecting peer(qp, *attr, mask);
+  const bool ends = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET);
   std::unique_lock<std::mutex> guard;
   do {
     if (guard) guard.unlock();
     peer.look_up();
     guard = registry.change();
-  } while (peer.stale());
+  } while (peer.stale() || (ends && !wait_for_migration(registry, guard, qp)));
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().modify_qp(qp, attr, mask);
   const int err = modify(shadow, attr, mask, peer);

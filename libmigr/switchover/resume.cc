@@ -152,6 +152,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
   }
   release_cqs();
   release_srqs();
+  Registry::get().thawed.notify_all();  // who wants to end a connection
   return result;
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // The victim of suspension_closed_test: a plain libibverbs program over the stub provider. One thread posts one send per
 // round, one instruction at a time (trap flag), and stands still before the instruction that the test has chosen.
-//   parked_poster classic|wr|contended FD    FD: memfd with struct Parked
+//   parked_poster classic|wr|contended|closes FD    FD: memfd with struct Parked
 // contended: not stepped; wr_start waits for another thread's session, and the thread stands still after it.
+// closes: nothing is posted; the QP is moved to ERR.
 #include <infiniband/verbs.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -135,7 +136,14 @@ int post_contended(const Objects& o, const ibv_send_wr& wr) {
   return fill_and_complete(o, wr);
 }
 
+int close_it(const Objects& o) {
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_ERR;
+  return ibv_modify_qp(o.qp, &attr, IBV_QP_STATE);
+}
+
 int post(const char* how, const Objects& o, ibv_send_wr& wr) {
+  if (!std::strcmp(how, "closes")) return close_it(o);
   if (!std::strcmp(how, "wr")) return post_wr(o, wr);
   return std::strcmp(how, "contended") ? post_classic(o, wr) : post_contended(o, wr);
 }

@@ -248,4 +248,27 @@ TEST_P(SuspensionContended, WhoPollsADrainedQueueRestsMoreAndMore) {
 
 INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
 
+// What ends a connection waits for the new path: else that would be in RTS with what the old one has flushed.
+class SuspensionOfWhoCloses : public SuspensionClosed {};
+
+TEST_P(SuspensionOfWhoCloses, TheConnectionEndsOnThePathThatItGets) {
+  constexpr std::uint32_t kRound = 1;
+  for (const migr_msg_type end : {MIGR_MSG_RESUME, MIGR_MSG_ROLLBACK}) {
+    const std::uint32_t round = kRound + (end == MIGR_MSG_ROLLBACK);
+    ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_SUSPEND));
+    ASSERT_NO_FATAL_FAILURE(expect_answer());
+    shared_->go.store(round);
+    ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 5000));
+    ASSERT_NO_FATAL_FAILURE(expect_answer());
+    usleep(200'000);
+    EXPECT_NE(round, shared_->done.load()) << "it did not wait";
+    ASSERT_NO_FATAL_FAILURE(send(end));
+    ASSERT_NO_FATAL_FAILURE(expect_answer());
+    EXPECT_TRUE(wait_for([&] { return shared_->done.load() == round; }));
+    EXPECT_EQ(0, shared_->error.load());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Apis, SuspensionOfWhoCloses, testing::Values("closes"));
+
 }  // namespace
