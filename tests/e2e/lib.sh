@@ -18,6 +18,7 @@ E2E_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export MIGR_BED=${MIGR_BED:-e2e}
 IFS=, read -ra E2E_HOSTS <<<"${E2E_WITH:-src,dst,peer}"
 E2E_OUT=$E2E_ROOT/build/e2e/$MIGR_BED		# what tests leave to be looked at
+E2E_SNAPSHOT_LIMIT=180				# seconds, for many commands in a host whose programs poll
 E2E_LIMIT=${E2E_LIMIT:-60}			# seconds, for a command in a host
 E2E_MIGRATE_LIMIT=${E2E_MIGRATE_LIMIT:-180}
 # Where things lie in the hosts. Below /usr, which containers see, and the same on every host.
@@ -509,7 +510,7 @@ console_clean() {
 
 # leak_snapshot HOST: a line per thing that must be the same before and after. Containers must be gone.
 leak_snapshot() {
-	on_sh "$1" '
+	E2E_LIMIT=$E2E_SNAPSHOT_LIMIT on_sh "$1" '
 		renice -n -15 $$ >/dev/null	# programs poll there: many short commands took a minute beside them
 		for kind in ctx pd mr cq qp srq cm_id; do
 			echo "kind $kind"
