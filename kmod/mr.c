@@ -14,7 +14,6 @@ static struct ib_mr *remember(struct migr_dev *md, struct ib_pd *pd, struct ib_m
 		migr_obj_free(obj);
 		return mr;
 	}
-	rec->handle = MIGR_NO_HANDLE;
 	rec->pd_handle = migr_handle(pd->uobject);
 	rec->plkey = mr->lkey;
 	rec->prkey = mr->rkey;
@@ -34,6 +33,7 @@ static struct migr_obj *mr_obj_alloc(u64 start, u64 length, u64 iova, int access
 	struct migr_obj *obj = migr_obj_alloc(MIGR_OBJ_MR);
 
 	if (obj) {
+		obj->rec.mr.handle = MIGR_NO_HANDLE;
 		obj->rec.mr.start = start;
 		obj->rec.mr.length = length;
 		obj->rec.mr.iova = iova;
