@@ -281,13 +281,21 @@ static struct migr_obj *mr_by_index_locked(const struct migr_ctx *ctx, u32 index
 	return NULL;
 }
 
+/* What @names, if any, will have is not free either. */
+static bool index_is_free_locked(const struct migr_ctx *ctx, u32 index, const struct migr_mr_rec *names)
+{
+	if (names && (names->vlkey >> 8 == index || names->vrkey >> 8 == index))
+		return false;
+	return !mr_by_index_locked(ctx, index);
+}
+
 /* A virtual key for @pkey at a free index. Index 0 is never given. */
-static int pick_key_locked(const struct migr_ctx *ctx, u32 pkey, u32 *vkey)
+static int pick_key_locked(const struct migr_ctx *ctx, u32 pkey, u32 *vkey, const struct migr_mr_rec *but)
 {
 	u32 n, index = pkey >> 8;
 
 	for (n = 0; n < MIGR_PICK_TRIES; n++) {
-		if (index && !mr_by_index_locked(ctx, index)) {
+		if (index && index_is_free_locked(ctx, index, but)) {
 			/* an entry of 0 means none: a tag that keeps it from being 0 */
 			*vkey = index << 8 | ((pkey & 0xff) ^ (pkey < 0x100));
 			return 0;
@@ -297,9 +305,9 @@ static int pick_key_locked(const struct migr_ctx *ctx, u32 pkey, u32 *vkey)
 	return -ENOSPC;
 }
 
-static int pick_keys_locked(const struct migr_ctx *ctx, struct migr_mr_rec *mr)
+static int pick_keys_locked(const struct migr_ctx *ctx, struct migr_mr_rec *mr, const struct migr_mr_rec *but)
 {
-	int err = pick_key_locked(ctx, mr->plkey, &mr->vlkey);
+	int err = pick_key_locked(ctx, mr->plkey, &mr->vlkey, but);
 
 	mr->vrkey = 0;
 	if (err || !mr->prkey)
@@ -307,7 +315,7 @@ static int pick_keys_locked(const struct migr_ctx *ctx, struct migr_mr_rec *mr)
 	if (mr->prkey >> 8 == mr->plkey >> 8)	/* one index for both, as the driver has it */
 		mr->vrkey = (mr->vlkey & ~0xffu) | ((mr->prkey & 0xff) ^ (mr->prkey < 0x100));
 	else
-		err = pick_key_locked(ctx, mr->prkey, &mr->vrkey);
+		err = pick_key_locked(ctx, mr->prkey, &mr->vrkey, but);
 	return err;
 }
 
@@ -353,7 +361,7 @@ static void mr_unhash_locked(struct migr_obj *obj)
 
 static int mr_add_locked(struct migr_obj *obj)
 {
-	int err = pick_keys_locked(obj->ctx, &obj->rec.mr);
+	int err = pick_keys_locked(obj->ctx, &obj->rec.mr, NULL);
 
 	if (err)
 		return err;
@@ -407,7 +415,7 @@ int migr_mr_rename_locked(struct migr_obj *obj, u32 plkey, u32 prkey)
 	mr->plkey = plkey;
 	mr->prkey = prkey;
 	obj->bound = false;
-	err = pick_keys_locked(obj->ctx, mr);
+	err = pick_keys_locked(obj->ctx, mr, NULL);
 	if (!err)
 		err = mr_publish_locked(obj);
 	if (!err)
@@ -432,7 +440,8 @@ static int make_way_locked(struct migr_obj *obj, u32 index)
 	return holder->bound ? -EEXIST : 0;
 }
 
-static int move_away_locked(struct migr_obj *obj, u32 index)
+/* Makes @index free for @obj, which will have both indices of @wanted. */
+static int move_away_locked(struct migr_obj *obj, u32 index, const struct migr_mr_rec *wanted)
 {
 	struct migr_obj *holder = mr_by_index_locked(obj->ctx, index);
 	struct migr_mr_rec names;
@@ -441,12 +450,13 @@ static int move_away_locked(struct migr_obj *obj, u32 index)
 	if (!holder || holder == obj)
 		return 0;
 	names = holder->rec.mr;
-	err = pick_keys_locked(obj->ctx, &names);
+	err = pick_keys_locked(obj->ctx, &names, wanted);
 	return err ?: mr_set_names_locked(holder, names.vlkey, names.vrkey);
 }
 
 int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 {
+	const struct migr_mr_rec wanted = { .vlkey = vlkey, .vrkey = vrkey };
 	struct migr_obj *obj;
 	int err;
 
@@ -464,9 +474,9 @@ int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 	if (!err && vrkey)
 		err = make_way_locked(obj, vrkey >> 8);
 	if (!err)
-		err = move_away_locked(obj, vlkey >> 8);
+		err = move_away_locked(obj, vlkey >> 8, &wanted);
 	if (!err && vrkey)
-		err = move_away_locked(obj, vrkey >> 8);
+		err = move_away_locked(obj, vrkey >> 8, &wanted);
 	if (!err)
 		err = mr_set_names_locked(obj, vlkey, vrkey);
 	if (!err) {

@@ -73,6 +73,23 @@ static void *refused(void *arg)
 	return (void *)n;
 }
 
+/* @c was born when @free, which it would be called, was taken by @a: who asks for both of its names gets both. */
+static void two_names_at_once(struct ibv_mr *a, struct ibv_mr *c, uint32_t free)
+{
+	uint32_t name = query(c).vlkey;
+	struct migr_ioc_query_mr q;
+
+	check(!bind_mr(a, 0x5a5a5a01, 0x5a5a5a01), "the name that it was not given at birth is free");
+	check(!bind_mr(a, name, free), "another MR asks for that and for the one that it has");
+	q = query(c);
+	check(q.vlkey >> 8 != name >> 8 && q.vlkey >> 8 != free >> 8, "it has neither");
+	check_eq(physical_lkey(q.vlkey), c->lkey, "but a third one, that translates");
+	check_eq(physical_rkey(q.vrkey), c->rkey, "for remote access too");
+	check_eq(physical_lkey(name), a->lkey, "those of the other one translate: its lkey");
+	check_eq(physical_rkey(free), a->rkey, "its rkey");
+	check(!bind_mr(a, free, free), "and it has one again");
+}
+
 /* A driver may refuse to destroy: until it has answered, nobody else gets the name. */
 static void refused_destroy(struct side *s, struct ibv_mr *other)
 {
@@ -85,6 +102,10 @@ static void refused_destroy(struct side *s, struct ibv_mr *other)
 	windowed = ibv_reg_mr(s->pd, s->buf, 4096, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_MW_BIND);
 	if (!mw || !windowed || !bind_window(s, mw, windowed)) {
 		printf("# memory windows: not with this driver\n");
+		if (windowed)
+			ibv_dereg_mr(windowed);
+		if (mw)
+			ibv_dealloc_mw(mw);
 		return;
 	}
 	need(!bind_mr(windowed, 0x66666601, 0x66666601), "bind");
@@ -155,6 +176,8 @@ int main(void)
 		printf("# the driver gave 0x%x, not index 0x%x\n", c->lkey, free_key >> 8);
 	check_eq(physical_lkey(query(c).vlkey), c->lkey, "it translates");
 	check_eq(physical_lkey(free_key), a->lkey, "and the holder's still does");
+	if (c->lkey >> 8 == free_key >> 8)
+		two_names_at_once(a, c, free_key);
 
 	local = ibv_reg_mr(s.pd, s.buf, 4096, IBV_ACCESS_LOCAL_WRITE);
 	need(local, "reg_mr");
