@@ -350,6 +350,7 @@ bool described_still(const Registry& registry, const Message& request, Answer& a
 void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
   const bool hold = request.head.arg & MIGR_DESCRIBE_HOLD;
   if (hold) registry.held = true;
+  if (request.head.arg & MIGR_DESCRIBE_MOVE) registry.copied_ahead = true;
   if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
   else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, or ibv_modify_qp() for what it has asked");
   answer.arg = registry.changes;
@@ -499,6 +500,7 @@ Answer serve(const Message& request) {
       if (request.head.arg & MIGR_DESCRIBE_MOVE)
         if (const std::string why = links::park(); !why.empty()) return answer.fail(EBUSY, "cannot be migrated now: " + why), answer;
     }
+    if (request.head.type == MIGR_MSG_MOVES && !(request.head.arg & MIGR_MOVES_PREPARE)) datagrams::settle();
     std::unique_lock guard(registry.lock);
     dispatch(registry, guard, request, answer);
   }
@@ -754,8 +756,9 @@ void before_fork() {
   registry.lock.lock();
   static std::uint64_t seen = 0;
   if (seen != registry.changes)
-    for (const Context* context : registry.contexts) provider::keep_from_children(*context);
+    for (const Context* context : registry.contexts) provider::keep_from_children(*context->real, context->ops);
   seen = registry.changes;
+  links::before_fork();
   Registry::get().events_lock.lock();
 }
 void after_fork_in_parent() {
@@ -763,10 +766,12 @@ void after_fork_in_parent() {
   Registry::get().lock.unlock();
 }
 void after_fork_in_child() {
-  Registry::get().held = Registry::get().moving = false;  // nobody would tell the child
+  Registry& registry = Registry::get();
+  registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
   Registry::get().ending = 0;                            // nor does it have the thread that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : Registry::get().contexts) context->kernel->detach();
+  provider::forget_uverbs_fds();
   after_fork_in_parent();
   links::after_fork_in_child();
   cm::forget_parent();

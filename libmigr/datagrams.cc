@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <ctime>
+#include <set>
 #include <unordered_map>
 
 #include "gids.h"
@@ -192,14 +194,20 @@ int await_posted(SrqShadow& s) {
   return 0;
 }
 
-int begin_naming(QpShadow& q) {
+bool in_session(const CqShadow& c) { return c.ex_session.load(std::memory_order_relaxed); }
+
+/// @param fresh nothing was posted to it yet
+int begin_naming(QpShadow& q, bool fresh = false) {
   if (q.awaited.noted || !q.recv_cq || !takes_noted(q)) return 0;
   SrqShadow* const srq = srq_of(q);
+  const bool reads_back = !srq && !fresh;
+  // Who is in one holds the provider's lock of the CQ, and may be waiting for one of ours.
+  if (reads_back && in_session(*q.recv_cq)) return EBUSY;
   if (srq)
     if (const int err = await_posted(*srq)) return err;
   std::lock_guard guard(q.lock);
   std::lock_guard cq_guard(q.recv_cq->lock);
-  if (!srq)
+  if (reads_back)
     if (const int err = await_posted(q, *q.recv_cq)) return err;
   q.awaited.noted = true;
   q.recv_cq->datagram_qps.push_back(&q);
@@ -282,6 +290,20 @@ unsigned prepare() {
   return count;
 }
 
+void settle() {
+  constexpr std::chrono::seconds kLimit{1};
+  const auto open = [](const CqShadow* c) { return (c->state.load(std::memory_order_relaxed) & kWatchedCq) && in_session(*c); };
+  for (const auto deadline = std::chrono::steady_clock::now() + kLimit; std::chrono::steady_clock::now() < deadline;) {
+    {
+      std::lock_guard guard(Registry::get().lock);
+      const auto& cqs = Registry::get().cqs;
+      if (std::none_of(cqs.begin(), cqs.end(), open)) return;
+    }
+    const timespec pause{0, kQuietNs};
+    nanosleep(&pause, nullptr);
+  }
+}
+
 int set_moves(std::span<const migr_move> moves, std::string& why) {
   State& s = state();
   {
@@ -313,7 +335,7 @@ void made(QpShadow& q) {
   if (datagrams_of(q)) take_long_way(q);
   if (!takes_noted(q)) return;
   watch(q);
-  begin_naming(q);
+  begin_naming(q, true);
 }
 
 void gone(QpShadow& q) {
@@ -352,6 +374,9 @@ void note_gids() {
 
 int make_again(std::string& why) {
   State& s = state();
+  // On the host before, somebody answered when the handle was made. Now nobody does, and what goes there is lost as it was.
+  const auto unreachable = [](int err) { return err == ETIMEDOUT || err == EHOSTUNREACH || err == ENETUNREACH; };
+  std::set<Gid> silent;  // the kernel waits a second for each
   std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
   for (auto& [ah, h] : s.handles) {
     auto& table = tables[h.context];
@@ -362,8 +387,17 @@ int make_again(std::string& why) {
     h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
       ibv_ah_attr mine = attr;
-      ibv_ah* fresh = create_ah(one->pd, mine);
-      if (!fresh) return errno;
+      const Gid to = gid_of(attr.grh.dgid.raw);
+      ibv_ah* fresh = silent.contains(to) ? nullptr : create_ah(one->pd, mine);
+      const int err = fresh ? 0 : silent.contains(to) ? ETIMEDOUT
+                                                      : errno;
+      if (unreachable(err)) {
+        silent.insert(to);
+        ibv_ah_attr own = attr;
+        own.grh.dgid = source->gid;
+        if ((fresh = create_ah(one->pd, own))) provider::lead_unresolved(*fresh, attr, source->gid);
+      }
+      if (!fresh) return err;
       provider::become(*one, fresh);
       return 0;
     };
@@ -373,7 +407,7 @@ int make_again(std::string& why) {
       std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
       if (const int err = again(other, attr)) return fail(why, err, "create_ah");
     }
-    if (const int err = aim(ah, h)) return fail(why, err, "an address handle for a peer that has moved");
+    if (const int err = aim(ah, h); err && !unreachable(err)) return fail(why, err, "an address handle for a peer that has moved");
   }
   for (QpShadow* q : Registry::get().qps)
     for (const auto& [gid, lid] : q->groups)

@@ -24,6 +24,10 @@
 
 namespace migr::datagrams {
 
+/// Before set_moves(), without the Registry's lock: ibv_cq_ex sessions that were open at prepare() end, within a second; else it
+/// fails where one is.
+void settle();
+
 /* Callers of these hold the Registry's lock. */
 
 /// From now on UD QPs take the long way; before set_moves() no thread may be inside of the short one. @return UD QPs

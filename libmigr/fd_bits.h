@@ -25,6 +25,9 @@ class FdBits {
     else
       words_[n / kPerWord].fetch_and(~bit, std::memory_order_relaxed);
   }
+  void clear() {
+    for (auto& word : words_) word.store(0, std::memory_order_relaxed);
+  }
   static bool fits(int fd) { return fd >= 0 && static_cast<unsigned>(fd) < kMax; }
 
  private:

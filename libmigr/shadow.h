@@ -178,6 +178,8 @@ struct Cut {
   std::size_t received = 0;                ///< receives that completed while it was cut
   std::uint64_t send_marker = 0, receive_marker = 0;  ///< path_failed: work requests of ours behind all others; 0: not yet
   bool sends_over = false, receives_over = false;     ///< they were flushed: what comes after them was posted late
+  std::size_t taken_before = 0;            ///< with one CQ: of `taken_sends`, when `receive_marker` had been flushed
+  bool joined = false;                     ///< `sends` are those of a cut before
   bool told_apart = false;                 ///< path_failed: `sends` and `receives` are what was not used
   std::uint32_t late_send = 0, late_receive = 0;  ///< path_failed: ring indexes; what lies there and behind was posted late
   std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys
@@ -273,6 +275,7 @@ struct alignas(64) CqShadow {
   /* the rest */
   std::mutex lock;
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
+  std::mutex ex_lock;  ///< of the session on the fake CQ, which is one thread's at a time, as on the provider's. Before `lock`
   unsigned rests;    ///< polls in a row that found nothing under kRestingCq
   unsigned markers;  ///< drain and event markers whose completion was not seen yet
   std::vector<ibv_wc> seen_markers;  ///< for drain()
@@ -427,6 +430,7 @@ struct Registry {
   void cannot_move(const char* what, int change = 1);  ///< caller holds the lock
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
+  bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still
@@ -449,7 +453,7 @@ struct Registry {
   }
   /// Caller holds the lock.
   void let_changes_go() {
-    held = moving = false;
+    held = moving = copied_ahead = false;
     thawed.notify_all();
     links::changed();  // of connections that were being moved
   }

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,7 +27,7 @@ namespace {
 
 constexpr char kDevice[] = "/dev/infiniband/rdma_cm";
 std::atomic<bool> in_use;
-std::atomic<pid_t> owner;  ///< a child of vfork() shares our memory, and closes what is its own copy
+std::atomic<pid_t> owner;  ///< a child of vfork() shares our memory, and closes what is its own copy; one of fork() does not
 constinit FdBits channels;
 
 bool is_channel(int fd) { return in_use.load(std::memory_order_relaxed) && channels.has(fd); }
@@ -59,7 +60,10 @@ int open_channel(int flags) {
   }
   channels.set(fd, true);
   owner.store(getpid(), std::memory_order_relaxed);
-  if (!in_use.exchange(true)) provider::watch_writes(write_channel);
+  if (!in_use.exchange(true)) {
+    pthread_atfork(nullptr, nullptr, [] { owner.store(getpid(), std::memory_order_relaxed); });
+    provider::watch_writes(write_channel);
+  }
   control::start();  // it can be migrated also while it has no context yet
   return fd;
 }

@@ -19,10 +19,13 @@
 #include "../high_fd.h"
 #include "../kernel_link.h"
 #include "../path.h"
+#include "../provider/provider.h"
+#include "../provider/uverbs_write.h"
 #include "../quiet_thread.h"
 #include "../real.h"
 #include "../switchover/switchover.h"
 #include "channel.h"
+#include "directory.h"
 #include "state.h"
 
 namespace migr::links {
@@ -349,9 +352,25 @@ void dropped(Context& context) {
   delete t;
 }
 
+void before_fork() {
+  if (!the_state) return;
+  for (const Link& link : the_state->links)
+    if (link.ctx) provider::keep_from_children(*link.ctx, link.ops);
+}
+
 void after_fork_in_child() {
   if (!the_state) return;
-  // A child has none of its parent's threads, and cannot use what is its parent's.
+  // A child has none of its parent's threads, and cannot use what is its parent's. Open descriptors would outlast park(), and
+  // the two could not be moved.
+  for (Link& link : the_state->links) {
+    if (link.kernel) link.kernel->detach();
+    for (const ibv_comp_channel* c : {link.events, link.cq_events})
+      if (c) close(c->fd);
+    if (!link.ctx) continue;
+    close(link.ctx->cmd_fd);
+    if (link.ctx->async_fd >= 0) close(link.ctx->async_fd);
+  }
+  if (the_state->directory) the_state->directory->hang_up();
   for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
   the_state->round_fd = the_state->failover_fd = -1;
   for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear();

@@ -202,6 +202,8 @@ std::string refusal();
 std::string park();
 /// Before its path is replaced by a migration of its partner: it has no backup until it runs again. @return "" or why not
 std::string set_aside(QpShadow& q);
+/// Caller holds the Registry's lock.
+void before_fork();
 void after_fork_in_child();
 
 /* On the way of a completion. */

@@ -38,6 +38,7 @@ struct State {
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
   std::uint64_t forgotten = 0;  ///< of `qps`, so many have gone
+  bool session_open = false;    ///< on an ibv_cq_ex of a vQP that is to get a backup
   /* before a migration, park.cc */
   enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
   std::uint64_t parking_ns = 0;        ///< it is wanted since
@@ -45,6 +46,7 @@ struct State {
   std::condition_variable parked;      ///< one of these three has changed
   std::uint64_t passes = 0;            ///< of the failover thread
   int round_fd = -1, failover_fd = -1;        ///< eventfds
+  class Directory* directory = nullptr;       ///< of the rounds' thread
 };
 
 /// Null: not configured.

@@ -57,6 +57,10 @@ int queue_parts(const QpShadow::Ring& send_ring, const QpShadow::Ring& receive_r
 int sends_in(const QpShadow::Ring& ring, QueuePart part, std::vector<QueuedSend>& out);
 int receives_in(const QpShadow::Ring& ring, QueuePart part, std::vector<KeptReceive>& out);
 
+/// A handle that was made for another address leads to `attr` from now on, from `from` of this host. Nobody has to answer there: the
+/// device asks for the way with each work request.
+void lead_unresolved(ibv_ah& ah, const ibv_ah_attr& attr, const ibv_gid& from);
+
 /// `ah` becomes what `fresh` is, which is given up: the application keeps its pointer.
 void become(ibv_ah& ah, ibv_ah* fresh);
 
@@ -74,7 +78,8 @@ class RingWatch {
 
 /// A child that is forked does not get the mappings of queues: it cannot use them, and each can be mapped only once when
 /// the child is restored on another host. Costs a look at the process's mappings.
-void keep_from_children(const Context& context);
+/// @param ops the provider's own
+void keep_from_children(const ibv_context& real, const ibv_context_ops& ops);
 
 /// The queue mappings (rings) of every object of a context: where they lie in this process, and their mmap offsets.
 int rings(Context& context, std::vector<migr_fd_desc>& out);

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
@@ -25,6 +26,7 @@
 #include <rdma/ib_user_verbs.h>
 #include <rdma/rdma_user_rxe.h>
 
+#include "../../include/migr/gid.h"
 #include "../kernel_link.h"
 #include "provider.h"
 #include "uverbs_write.h"
@@ -139,15 +141,23 @@ bool is_provider_code(std::string_view path) {
 
 }  // namespace
 
-std::string unsupported_reason(const Context& context) {
-  // Where the provider's post_send lives tells the family, also where sysfs is not mounted.
+namespace {
+
+/// Where the provider's post_send lives tells the family, also where sysfs is not mounted.
+const char* provider_file(const ibv_context_ops& ops) {
   Dl_info info{};
-  const char* file = "";
-  if (context.ops.post_send && dladdr(reinterpret_cast<void*>(context.ops.post_send), &info) && info.dli_fname) {
-    const char* slash = strrchr(info.dli_fname, '/');
-    file = slash ? slash + 1 : info.dli_fname;
-  }
-  if (strncmp(file, "librxe", 6) == 0) return "";
+  if (!ops.post_send || !dladdr(reinterpret_cast<void*>(ops.post_send), &info) || !info.dli_fname) return "";
+  const char* slash = strrchr(info.dli_fname, '/');
+  return slash ? slash + 1 : info.dli_fname;
+}
+
+bool is_rxe(const char* file) { return strncmp(file, "librxe", 6) == 0; }
+
+}  // namespace
+
+std::string unsupported_reason(const Context& context) {
+  const char* const file = provider_file(context.ops);
+  if (is_rxe(file)) return "";
   std::string why = std::string("device ") + (context.real ? context.real->device->name : "?") +
                     " is not soft-RoCE (rxe), the only family that can be migrated so far";
   if (*file) why += std::string("; its provider is ") + file;
@@ -347,6 +357,28 @@ struct RxeAh {
 
 }  // namespace
 
+void lead_unresolved(ibv_ah& ah, const ibv_ah_attr& attr, const ibv_gid& from) {
+  auto& to = reinterpret_cast<RxeAh&>(ah);
+  const bool v4 = migr_gid_family(attr.grh.dgid.raw) == 0;
+  const auto put = [v4](auto& address, const ibv_gid& gid) {
+    memset(&address, 0, sizeof address);
+    if (v4) {
+      memcpy(&address._sockaddr_in.sin_addr, gid.raw + 12, 4);
+      return;
+    }
+    address._sockaddr_in6.sin6_family = AF_INET6;
+    memcpy(&address._sockaddr_in6.sin6_addr, gid.raw, sizeof gid.raw);
+  };
+  to.av = {};
+  to.av.port_num = attr.port_num;
+  to.av.network_type = v4 ? RXE_NETWORK_TYPE_IPV4 : RXE_NETWORK_TYPE_IPV6;
+  static_assert(sizeof to.av.grh == sizeof attr.grh);
+  memcpy(&to.av.grh, &attr.grh, sizeof to.av.grh);
+  put(to.av.sgid_addr, from);
+  put(to.av.dgid_addr, attr.grh.dgid);
+  to.ah_num = 0;  // else the kernel goes by its own handle of that number, and not by the work request
+}
+
 void become(ibv_ah& ah, ibv_ah* fresh) {
   auto& to = reinterpret_cast<RxeAh&>(ah);
   const auto& from = *reinterpret_cast<const RxeAh*>(fresh);
@@ -372,9 +404,9 @@ void RingWatch::moved_to(std::uint64_t& offset, std::uint64_t& bytes) const {
   }
 }
 
-void keep_from_children(const Context& context) {
+void keep_from_children(const ibv_context& real, const ibv_context_ops& ops) {
   std::vector<Mapping> maps;
-  if (!unsupported_reason(context).empty() || mappings_of(context.real->cmd_fd, maps)) return;
+  if (!is_rxe(provider_file(ops)) || mappings_of(real.cmd_fd, maps)) return;
   for (const Mapping& m : maps) madvise(reinterpret_cast<void*>(m.start), m.bytes, MADV_DONTFORK);
 }
 

@@ -131,6 +131,9 @@ int invoke_write(int fd, std::uint32_t command, const void* in, std::size_t in_b
 void migr::note_uverbs_fd(int fd, bool is) { provider::ours.set(fd, is); }
 
 namespace migr::provider {
+
+void forget_uverbs_fds() { ours.clear(); }
+
 namespace {
 
 [[gnu::cold, gnu::noinline]] ssize_t write_watched(int fd, const void* buf, size_t count) {

@@ -25,6 +25,9 @@ namespace migr::provider {
 /// From here on, commands written to our uverbs fds go by ioctl. Thread: control thread, data path suspended.
 void set_restored();
 
+/// After fork(), in the child: contexts are its parent's, and their numbers may become those of other files.
+void forget_uverbs_fds();
+
 /// Another kind of file whose writes are ours. @return false: `fd` is none
 using WriteHook = bool (*)(int fd, const void* buf, std::size_t count, ssize_t* result);
 void watch_writes(WriteHook hook);

@@ -95,9 +95,10 @@ int outstanding_receives(QpShadow& q, std::vector<KeptReceive>& out) {
 int outstanding_receives(SrqShadow&, std::vector<KeptReceive>&) { return EOPNOTSUPP; }
 bool binds_by_work_request(const Context&) { return false; }
 void become(ibv_ah&, ibv_ah*) {}
+void lead_unresolved(ibv_ah&, const ibv_ah_attr&, const ibv_gid&) {}
 RingWatch::RingWatch(const Context& c) : context_(c) {}
 void RingWatch::moved_to(std::uint64_t&, std::uint64_t&) const { (void)context_; }
-void keep_from_children(const Context&) {}
+void keep_from_children(const ibv_context&, const ibv_context_ops&) {}
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {}; }
 int raw_reg_mr(ibv_context*, std::uint32_t, const void*, std::uint64_t, std::uint64_t, int, std::uint32_t&, std::uint32_t&, std::uint32_t&) { return 0; }  // the model's are still there

@@ -64,6 +64,7 @@ void stats(std::vector<migr_drain_stat>& out) { out.resize(Registry::get().qps.s
 
 namespace datagrams {
 unsigned prepare() { return 3; }
+void settle() {}
 int set_moves(std::span<const migr_move> moves, std::string&) { return there(moves), 0; }
 }  // namespace datagrams
 
@@ -74,6 +75,7 @@ void met(QpShadow& qp, std::span<const migr_key_map> keys) { own(&qp), there(key
 
 namespace provider {
 void set_restored() {}
+void forget_uverbs_fds() {}
 }  // namespace provider
 
 }  // namespace migr

@@ -12,6 +12,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <optional>
+#include <thread>
 
 #include "verify/churn.h"
 #include "verify/fabric.h"
@@ -948,7 +950,7 @@ class IdleChild {
  public:
   explicit IdleChild(bool wanted) : pid_(wanted ? fork() : -1) {
     if (pid_ != 0) return;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // also when the thread that has forked it ends
     for (;;) pause();
   }
   ~IdleChild() {
@@ -959,6 +961,31 @@ class IdleChild {
 
  private:
   const pid_t pid_;
+};
+
+sigset_t usr1() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGUSR1);
+  return set;
+}
+
+/// --fork-later
+class LateChild {
+ public:
+  explicit LateChild(bool wanted) {
+    if (!wanted) return;
+    thread_ = std::jthread([](const std::stop_token& stop) {
+      const sigset_t wanted = usr1();
+      const timespec look{0, 200'000'000};
+      std::optional<IdleChild> child;
+      while (!stop.stop_requested())
+        if (sigtimedwait(&wanted, nullptr, &look) == SIGUSR1 && !child) child.emplace(true);
+    });
+  }
+
+ private:
+  std::jthread thread_;
 };
 
 void on_signal(int) { g_stop = 1; }
@@ -978,6 +1005,7 @@ int run(const Options& o) {
   }
   std::uint64_t theirs = 0;
   const IdleChild child(o.forks);
+  const LateChild late_child(o.forks_later);
   Churn churn(r->context(), o.churn_ms);
   try {
     r->traffic();
@@ -1018,6 +1046,8 @@ int main(int argc, char** argv) {
   s.sa_handler = verify::on_signal;
   sigaction(SIGTERM, &s, nullptr);
   sigaction(SIGINT, &s, nullptr);
+  const sigset_t waited_for = verify::usr1();
+  if (o.forks_later) sigprocmask(SIG_BLOCK, &waited_for, nullptr);  // in every thread
   try {
     return verify::run(o);
   } catch (const verify::SetupError& e) {

@@ -48,6 +48,7 @@ namespace links {
 std::string refusal() { return ""; }
 std::string park() { return ""; }
 void changed() {}
+void before_fork() {}
 void after_fork_in_child() {}
 }  // namespace links
 
@@ -60,7 +61,7 @@ std::string unsupported_reason(const Context&) { return ""; }
 int locate_queues(std::span<QpShadow* const>) { return 0; }
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
-void keep_from_children(const Context&) {}
+void keep_from_children(const ibv_context&, const ibv_context_ops&) {}
 }  // namespace provider
 
 }  // namespace migr

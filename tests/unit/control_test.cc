@@ -124,6 +124,7 @@ unsigned prepare() {
   called("prepare-moves", ignored);
   return 3;
 }
+void settle() {}
 int set_moves(std::span<const migr_move> moves, std::string& why) {
   fake.records = moves.size();
   return called("moves", why);
@@ -142,6 +143,7 @@ void met(QpShadow& q, std::span<const migr_key_map> keys) {
 
 namespace provider {
 void set_restored() { fake.restored = true; }
+void forget_uverbs_fds() {}
 }  // namespace provider
 
 namespace {

@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/objects.h"
@@ -38,9 +40,16 @@ struct FakeAh {
   ibv_ah_attr attr;
 };
 ibv_gid used_source;  // of the last handle
+int silent_host;      // last byte of an address at which nobody answers
+int asked_in_vain;
 /// As soft-RoCE's provider does: the address of the source is looked up by the exported call.
 ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   ibv_query_gid(pd->context, attr->port_num, attr->grh.sgid_index, &used_source);
+  if (silent_host && attr->grh.dgid.raw[15] == silent_host) {
+    ++asked_in_vain;
+    errno = ETIMEDOUT;
+    return nullptr;
+  }
   auto* made = new FakeAh{{pd->context, pd, 0}, *attr};
   ++handles;
   return &made->ah;
@@ -96,6 +105,11 @@ int locate_queues(std::span<QpShadow* const>) { return 0; }
 int outstanding_receives(QpShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 int outstanding_receives(SrqShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 void become(ibv_ah&, ibv_ah* fresh) { destroy_ah(fresh); }
+std::vector<std::uint8_t> unresolved;  // last bytes of where handles were led without an answer
+void lead_unresolved(ibv_ah&, const ibv_ah_attr& attr, const ibv_gid& from) {
+  unresolved.push_back(attr.grh.dgid.raw[15]);
+  EXPECT_EQ(61, from.raw[15]);
+}
 }  // namespace provider
 namespace switchover {
 void make_keys_virtual(const Context&, std::vector<KeptReceive>&) {}
@@ -326,6 +340,38 @@ TEST_F(SharedReceives, QpThatIsMadeLaterTakesFromTheSameList) {
   datagrams::gone(late);
 }
 
+/// Who is in one holds a lock of the provider's, which polling the CQ would wait for.
+TEST_F(Datagrams, SessionOfACqIsWaitedForAndNotPolledInto) {
+  const migr_move moves[] = {move_of(1, 17, 2, 30)};
+  std::string why;
+  Registry::get().cqs = {&cq};
+  datagrams::prepare();
+  cq.ex_session = true;
+  EXPECT_EQ(EBUSY, datagrams::set_moves(moves, why));
+  EXPECT_FALSE(qp.awaited.noted);
+  std::jthread ends([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    cq.ex_session = false;
+  });
+  datagrams::settle();
+  EXPECT_FALSE(cq.ex_session);
+  EXPECT_EQ(0, datagrams::set_moves(moves, why)) << why;
+  EXPECT_TRUE(qp.awaited.noted);
+  Registry::get().cqs.clear();
+}
+
+TEST_F(Datagrams, QpThatIsMadeDuringASessionHasNothingToReadBack) {
+  moved({move_of(1, 17, 2, 30)});
+  cq.ex_session = true;
+  QpShadow late{};
+  late.app.qp_type = IBV_QPT_UD;
+  late.context = &our_context;
+  late.recv_cq = late.send_cq = &cq;
+  datagrams::made(late);
+  EXPECT_TRUE(late.awaited.noted);
+  datagrams::gone(late);
+}
+
 TEST_F(Datagrams, AddressesOfWorkRequestsMayBeShifted) {
   datagrams::note_shift(0x100, reinterpret_cast<std::uintptr_t>(buffer[0]) - 0x4000);
   KeptReceive r = receive(5, nullptr);
@@ -428,6 +474,17 @@ TEST_F(SourcesAfterAMove, HandleThatIsMadeAgainHasThatOfThisHost) {
   std::string why;
   EXPECT_EQ(0, datagrams::make_again(why)) << why;
   EXPECT_EQ(61, used_source.raw[15]);
+}
+
+TEST_F(SourcesAfterAMove, HandleToAHostThatDoesNotAnswerDoesNotKeepTheProcess) {
+  ibv_ah* another = ibv_create_ah(&pd, &attr);
+  silent_host = 1;
+  std::string why;
+  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  silent_host = 0;
+  EXPECT_EQ(1, std::exchange(asked_in_vain, 0)) << "the kernel waits a second each time";
+  EXPECT_EQ((std::vector<std::uint8_t>{1, 1}), std::exchange(provider::unresolved, {}));
+  ibv_destroy_ah(another);
 }
 
 TEST_F(SourcesAfterAMove, HandleForAPeerThatHasMovedHasThatOfThisHost) {

@@ -80,6 +80,16 @@ TEST_F(File, RestoredProcessWritesElsewhereAsBefore) {
             0);
 }
 
+TEST_F(File, TheNumbersOfAParentAreFilesOfItsChild) {
+  EXPECT_EQ(in_child([&] {
+              note_uverbs_fd(fd, true);
+              set_restored();
+              forget_uverbs_fds();
+              return write(fd, "hello", 5) == 5 && content() == "hello" ? 0 : 1;
+            }),
+            0);
+}
+
 TEST_F(File, RestoredProcessRefusesACommandWithoutRoomForItsAnswer) {
   EXPECT_EQ(in_child([&] {
               note_uverbs_fd(fd, true);

@@ -41,6 +41,7 @@ constexpr const char kHelp[] =
   --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
   --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses, from zero; all of it with relaxed ordering
   --fork            have a child that was forked after the set-up and keeps what it inherited
+  --fork-later      the same, forked when SIGUSR1 comes
   --windows         let the partner write through memory windows: type 2 of each QP, type 1 for every other
   --invalidate      the partner invalidates a further window of type 2 by SEND_WITH_INV again and again, which is bound anew,
                     invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
@@ -103,7 +104,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kInvalidate, kFork, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -119,6 +120,7 @@ Options parse_options(int argc, char** argv) {
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
       {"windows", 0, nullptr, kWindows},     {"invalidate", 0, nullptr, kInvalidate},
       {"fork", 0, nullptr, kFork},
+      {"fork-later", 0, nullptr, kForkLater},
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
@@ -165,6 +167,7 @@ Options parse_options(int argc, char** argv) {
       case kResize: o.resize = true; break;
       case kIova: o.iova = true; break;
       case kFork: o.forks = true; break;
+      case kForkLater: o.forks_later = true; break;
       case kWindows: o.windows = true; break;
       case kInvalidate: o.invalidate = true; break;
       case kSecond: o.second = true; break;

@@ -29,6 +29,7 @@ struct Options {
   bool resize = false;     // CQs (and the SRQ) change their size under traffic, at the start
   bool iova = false;       // the partner addresses memory by other numbers than ours
   bool forks = false;      // a child, made after the set-up, keeps everything that it inherits
+  bool forks_later = false;  // the same, when SIGUSR1 comes
   bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
   bool invalidate = false; // a further window of type 2 comes and goes
   bool second = false;     // another context, idle; at the end it has to work
