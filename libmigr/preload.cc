@@ -27,6 +27,7 @@
 #include "provider/uverbs_write.h"
 #include "real.h"
 #include "shadow.h"
+#include "switchover/switchover.h"
 #include "unread.h"
 #include "whereabouts.h"
 #include "windows.h"
@@ -133,6 +134,12 @@ void name_mr(MrShadow& shadow) {
     shadow.app.lkey = names.vlkey;
     if (names.vrkey) shadow.app.rkey = names.vrkey;
   }
+}
+
+/// Memory that is not registered any more, at a time when it may have been copied ahead of a stop: FREEZE, which sees to what a
+/// NIC has written, will not know of it.
+void note_written(const Registry& registry, const MrShadow& shadow, const ibv_mr& was) {
+  if (registry.copied_ahead) (void)switchover::touch_pages(was.addr, was.length, shadow.access);
 }
 
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.
@@ -435,6 +442,8 @@ void drop_context(ibv_context* ctx) {
   std::erase_if(registry.qps, in_it);
   std::erase_if(registry.cqs, in_it);
   std::erase_if(registry.srqs, in_it);
+  for (const MrShadow* mr : registry.mrs)
+    if (in_it(mr)) note_written(registry, *mr, mr->app);
   std::erase_if(registry.mrs, in_it);
   std::erase_if(registry.pds, of_it);
   for (const ibv_pd* pd : std::vector(registry.parent_domains))
@@ -534,6 +543,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   // The last error comes after the device has done it: only the old memory could not be given back to children.
   if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return links::made(*shadow), err;
   const ibv_mr& now = *shadow->real;
+  note_written(registry, *shadow, name);
   shadow->app = now;
   std::memcpy(shadow->behind, shadow->real + 1, sizeof shadow->behind);
   if (flags & IBV_REREG_MR_CHANGE_ACCESS) {
@@ -563,6 +573,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   const ibv_mr before = *shadow->real;
   const int err = real().dereg_mr(shadow->real);
   if (err) return err;
+  note_written(registry, *shadow, shadow->app);
   links::gone(*shadow);
   retire_keys(registry, shadow->app, before);
   datagrams::note_shift(shadow->app.lkey, 0);

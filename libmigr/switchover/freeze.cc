@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
+#include <mutex>
+#include <vector>
 
 #include "../datagrams.h"
 #include "../events.h"
@@ -15,19 +18,13 @@
 namespace migr::switchover {
 namespace {
 
-/// A NIC's write does not set soft-dirty: an atomic OR with zero does, and changes nothing. A test leaves it out.
-void touch_pages(const MrShadow& mr) {
-  static const bool left_out = getenv("MIGR_TEST_NO_TOUCH") != nullptr;
-  if (left_out) return;
-  constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-  if (!(mr.access & kWritable)) return;
-  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto start = reinterpret_cast<std::uintptr_t>(mr.app.addr);
-  for (std::uintptr_t a = start; a < start + mr.app.length; a = (a / page + 1) * page)
-    __atomic_fetch_or(reinterpret_cast<std::uint8_t*>(a), 0, __ATOMIC_RELAXED);
+int touch_all(std::string& why) {
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (const int err = touch_pages(mr->app.addr, mr->app.length, mr->access)) return fail(why, err, "memory of " + std::to_string(mr->app.length) + " bytes is registered, and not mapped or not writable any more");
+  return 0;
 }
 
-int freeze_srq(SrqShadow& s, const VirtualLkeys& keys, std::string& why) {
+int freeze_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
   if (!(s.state.load(std::memory_order_relaxed) & kSuspendedSrq)) {
     why = "a shared receive queue was made after the suspension";  // nobody has looked whether a thread posts to it
@@ -38,10 +35,81 @@ int freeze_srq(SrqShadow& s, const VirtualLkeys& keys, std::string& why) {
   if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
   // A limit that was reached and whose event nobody has read: the next receive that is used shall tell again.
   s.limit = attr.srq_limit ? attr.srq_limit : s.armed ? s.max_wr : 0;
-  return read_back_receives(s, keys, why);
+  return 0;
+}
+
+/// @param of_srqs of each one's. Not its own yet: as long as completions come threads post as much again, and that has to have room
+int read_back_all(std::vector<std::vector<KeptReceive>>& of_srqs, std::string& why) {
+  const VirtualLkeys keys;
+  of_srqs.clear();
+  for (SrqShadow* s : Registry::get().srqs) {
+    std::lock_guard guard(s->lock);
+    if (const int err = read_back_receives(*s, keys, of_srqs.emplace_back(), why)) return err;
+  }
+  for (QpShadow* q : Registry::get().qps) {
+    std::lock_guard guard(q->lock);
+    if (const int err = read_back_receives(*q, keys, q->outstanding, why)) return err;
+  }
+  return 0;
+}
+
+/// Datagrams come until the very stop. What was used before the read-back has completed, into the fake CQs; what is used after it
+/// is among what was read back, and its completion stays in the device's CQ. Posts are kept already, so this comes to an end.
+int stop_completions(std::string& why) {
+  const auto& cqs = Registry::get().cqs;
+  const auto& srqs = Registry::get().srqs;
+  for (Patience patience;;) {
+    std::vector<std::uint64_t> before;
+    std::vector<std::vector<KeptReceive>> of_srqs;
+    for (CqShadow* c : cqs) {
+      std::lock_guard guard(c->lock);
+      path::poll_to_fake(*c);
+      before.push_back(c->last_cqe_ns);  // also when the application polls meanwhile
+    }
+    if (const int err = read_back_all(of_srqs, why)) return err;
+    pause_briefly();  // a completion comes a moment after its receive is used
+    std::vector<std::unique_lock<std::mutex>> held;
+    bool quiet = true;
+    for (std::size_t i = 0; i < cqs.size(); ++i) {
+      held.emplace_back(cqs[i]->lock);
+      path::poll_to_fake(*cqs[i]);
+      quiet = quiet && cqs[i]->last_cqe_ns == before[i];
+    }
+    if (quiet) {
+      for (CqShadow* c : cqs) c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
+      held.clear();
+      for (std::size_t i = 0; i < srqs.size(); ++i) {
+        std::lock_guard guard(srqs[i]->lock);
+        srqs[i]->outstanding = std::move(of_srqs[i]);
+      }
+      return 0;
+    }
+    if (patience.over()) return fail(why, ETIMEDOUT, "completions do not come to an end");
+  }
+}
+
+/// Takes back what FREEZE has done so far.
+int thaw(int err) {
+  std::string ignored;
+  for (CqShadow* c : Registry::get().cqs) {
+    set_cq_bits(*c, 0, kFrozenCq);
+    (void)return_cq_events(*c, ignored);  // also the arming that a probe has used up
+  }
+  rollback(ignored);
+  return err;
 }
 
 }  // namespace
+
+int touch_pages(const void* address, std::size_t length, int access) {
+  static const bool left_out = getenv("MIGR_TEST_NO_TOUCH") != nullptr;
+  constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  if (left_out || !length || !(access & kWritable)) return 0;
+  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<std::uintptr_t>(address), from = start / page * page;
+  const auto to = (start + length + page - 1) / page * page;
+  return madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE) ? errno : 0;
+}
 
 int unfreeze_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
@@ -60,30 +128,31 @@ int freeze(std::string& why) {
       return EOPNOTSUPP;
     }
   if (const int err = check_arcs(registry.qps, Phase::kFrozen, why)) return err;
-  if (const int err = collect_cq_events(why)) return err;
+  std::vector<std::uint64_t> last_cqes;
   for (CqShadow* c : registry.cqs) {
     std::lock_guard guard(c->lock);
-    path::poll_to_fake(*c);
-    c->state.fetch_or(kFakeCq | kFrozenCq, std::memory_order_relaxed);
+    last_cqes.push_back(c->last_cqe_ns);
   }
+  if (const int err = collect_cq_events(why)) return thaw(err);
   int err = 0;
   (void)provider::locate_queues(registry.qps);
-  const VirtualLkeys keys;
   for (Context* context : registry.contexts) events::collect(*context->real);
   for (SrqShadow* s : registry.srqs)
-    if (!err) err = freeze_srq(*s, keys, why);
+    if (!err) err = freeze_srq(*s, why);
   for (QpShadow* q : registry.qps) {
     std::lock_guard guard(q->lock);
     set_bits(*q, kKeepReceives);
     q->phase = Phase::kFrozen;
-    if (!err) err = read_back_receives(*q, keys, q->outstanding, why);
   }
-  if (err) {
-    std::string ignored;
-    rollback(ignored);
-    return err;
+  if (!err) err = stop_completions(why);
+  if (!err) err = touch_all(why);
+  if (err) return thaw(err);
+  // The event of what has come since its channel was read lies where it stays.
+  for (std::size_t i = 0; i < last_cqes.size(); ++i) {
+    CqShadow& c = *registry.cqs[i];
+    std::lock_guard guard(c.lock);
+    if (c.app.channel && !c.link && c.armed > c.owed_events && c.last_cqe_ns != last_cqes[i]) c.owed_events = c.armed;
   }
-  for (const MrShadow* mr : registry.mrs) touch_pages(*mr);
   ahead::leave();
   datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();

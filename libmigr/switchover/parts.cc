@@ -164,11 +164,11 @@ int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptRe
   return 0;
 }
 
-int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::string& why) {
-  s.outstanding.clear();
-  if (const int err = provider::outstanding_receives(s, s.outstanding))
+int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why) {
+  out.clear();
+  if (const int err = provider::outstanding_receives(s, out))
     return fail(why, err, "cannot read back a shared receive queue");
-  for (KeptReceive& receive : s.outstanding) keys.translate(*s.context, receive.sges);
+  for (KeptReceive& receive : out) keys.translate(*s.context, receive.sges);
   return 0;
 }
 

@@ -112,7 +112,7 @@ class VirtualLkeys {
 
 int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why);
 /// Caller holds s.lock.
-int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::string& why);
+int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why);
 
 template <class Receives>
 int post_receives(SrqShadow& s, const Receives& receives, std::string& why) {

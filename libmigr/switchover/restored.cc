@@ -125,10 +125,17 @@ int register_again(MrShadow& mr, std::string& why) {
   return err ? fail(why, err, "reg_mr of " + std::to_string(mr.app.length) + " bytes") : 0;
 }
 
+/// What a REBIND that has failed has done already: migrd says it again.
+struct Done {
+  bool handles = false, windows = false;
+  std::size_t mrs = 0;
+};
+constinit Done done;
+
 /// All that CRIU's plugin has not registered before the commit.
 int register_memory(std::string& why) {
   const auto& mrs = Registry::get().mrs;
-  for (std::size_t i = 0; i < mrs.size(); ++i) {
+  for (std::size_t& i = done.mrs; i < mrs.size(); ++i) {
     MrShadow& mr = *mrs[i];
     if (const migr_ahead_mr* made = ahead::done(i, mr)) adopt_mr(mr, made->out);
     else if (const int err = register_again(mr, why)) return err;
@@ -216,23 +223,29 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     why = "this process was not frozen";
     return EBUSY;
   }
-  if (const int err = adopt_handles(maps, why)) return err;
+  if (!done.handles)
+    if (const int err = adopt_handles(maps, why)) return err;
+  done.handles = true;
   events::thawed(true);
   registry.retired_keys.clear();  // KEYS is all that partners know from now on
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
       return fail(why, err, "cannot attach to migr.ko on this host");
   if (const int err = register_memory(why)) return err;
-  if (const int err = windows::make_again(why)) return err;
+  if (!done.windows)
+    if (const int err = windows::make_again(why)) return err;
+  done.windows = true;
   rebound_keys(out);
   for (Context* context : registry.contexts) gids::moved(*context);
   whereabouts::moved();
   if (const int err = datagrams::make_again(why)) return err;
   for (SrqShadow* s : registry.srqs) {
+    if (!(s->state.load(std::memory_order_relaxed) & kFrozenSrq)) continue;
     restart_async_count(*s->real);
     if (const int err = thaw_srq(*s, why)) return err;
   }
   for (QpShadow* q : registry.qps) {
+    if (q->phase == Phase::kRebound) continue;
     restart_async_count(*q->real);
     if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
       return fail(why, err, "cannot bind " + qp_name(*q));
@@ -250,10 +263,13 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     clear_bits(*q, kKeepReceives);
     q->phase = Phase::kRebound;
   }
-  for (CqShadow* c : registry.cqs)
+  for (CqShadow* c : registry.cqs) {
+    if (!(c->state.load(std::memory_order_relaxed) & kFrozenCq)) continue;
     if (const int err = thaw_cq(*c, why)) return err;
+  }
   if (const int err = bind_windows(why)) return err;
   for (Context* context : registry.contexts) events::offer(*context->real);
+  done = {};
   registry.frozen = false;
   registry.thawed.notify_all();
   return 0;

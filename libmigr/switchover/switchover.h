@@ -48,6 +48,9 @@ int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_s
 /// Source: nothing changes any more. Last poll, outstanding receives read back, pages of registered memory touched (a
 /// NIC's write does not set soft-dirty), tables and /dev/migr let go. Every QP must be drained.
 int freeze(std::string& why);
+/// A NIC's write does not set soft-dirty: a fault as of a write does, and changes nothing. For what is registered at FREEZE, and what
+/// was when memory was copied ahead. A test leaves it out (MIGR_TEST_NO_TOUCH). @return 0, or an errno: not mapped or not writable
+int touch_pages(const void* address, std::size_t length, int access);
 
 /// Partner: a spare real QP per vQP, same PD, CQs and SRQ, in INIT.
 int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why);

@@ -44,7 +44,7 @@ ctl_refused() {	# PATTERN HOST WORDS..
 cleaned() {
 	e2e_logs
 	e2e_reset
-	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x migr_verify; rm -rf "$1"*' "$STORE"; done
+	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x "migr_(verify|transfer)"; rm -rf "$1"*' "$STORE"; done
 	return 1
 }
 
@@ -119,7 +119,27 @@ stored_server() {
 	container_remove dst late
 }
 
+# [VARIABLE=VALUE]: of a program that registers memory for each transfer. What a NIC has written since the copy made ahead is in
+# no MR any more when it stops.
+transfers() {
+	on_sh src 'echo madvise >/sys/kernel/mm/transparent_hugepage/enabled'
+	BARE=$(start_process src transfer "$@" "$E2E_LIB/migr_transfer" --dev rxe0 --stop-file /tmp/transfer.stop --json /tmp/transfer.json) && sleep 3 &&
+		on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid; rm -f /tmp/transfer.stop" && ctl_ok src migrate --pid "$BARE" --to dst --pre-copy &&
+		jq -e '.pre_copy_rounds > 0' "$E2E_OUT/ctl.json" >/dev/null && on dst touch /tmp/transfer.stop && until_true 60 on dst test -s /tmp/transfer.json ||
+		{ fail "process $BARE was not moved, or does not end"; cleaned; }
+}
+transfers_ok() {
+	transfers && on dst cat /tmp/transfer.json | tee "$E2E_OUT/transfer.json" | jq -e '.errors == 0 and .transfers > 10' >/dev/null ||
+		{ cat "$E2E_OUT/transfer.json" >&2; fail "what was written is not there"; }
+}
+transfers_stale() {
+	transfers MIGR_TEST_NO_TOUCH=1 || return 1
+	on dst cat /tmp/transfer.json | jq -e '.errors == 1 and (.first_error | test("and not"))' >/dev/null || fail "memory is right without the marks: this test proves nothing"
+}
+
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
+step "memory that is registered for each transfer" transfers_ok
+walk_step "without the marks it is stale" transfers_stale
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
 step "a stored server is found by who comes later" stored_server

@@ -56,7 +56,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram build/user/tests/programs/migr_kv build/user/tests/programs/migr_server build/user/tests/programs/migr_cm; do
+		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram build/user/tests/programs/migr_kv build/user/tests/programs/migr_server build/user/tests/programs/migr_transfer build/user/tests/programs/migr_cm; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
@@ -88,7 +88,7 @@ host_setup() {
 		# The root is in memory, too, and does not say so.
 		mountpoint -q /var/lib/migr || mount -t tmpfs -o size=80%,mode=700 migr /var/lib/migr
 		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" \
-			"$root/build/user/tests/programs/migr_datagram" "$root/build/user/tests/programs/migr_kv" "$root/build/user/tests/programs/migr_server" \
+			"$root/build/user/tests/programs/migr_datagram" "$root/build/user/tests/programs/migr_kv" "$root/build/user/tests/programs/migr_server" "$root/build/user/tests/programs/migr_transfer" \
 			"$root/build/runc/runc" "$lib/"		# in memory: from the 9p root runc takes seconds to start
 		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
 		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
@@ -179,7 +179,7 @@ reset_host() {	# HOST
 			"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
 		done
 		rm -rf "${bundles:?}"/*
-		for p in migr_verify migr_datagram migr_kv migr_server ib_{write,send,read,atomic}_bw rate_sampler criu; do pkill -KILL -x "$p"; done
+		for p in migr_verify migr_datagram migr_kv migr_server migr_transfer ib_{write,send,read,atomic}_bw rate_sampler criu; do pkill -KILL -x "$p"; done
 		true
 	' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
 	if ! on_sh "$h" 'p=$(pgrep -x migrd) && ! tr "\0" "\n" <"/proc/$p/environ" | grep -q ^MIGR_FAULT='; then
