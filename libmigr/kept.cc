@@ -6,6 +6,7 @@
 
 #include "links/links.h"
 #include "path.h"
+#include "provider/provider.h"
 
 namespace migr::kept {
 namespace {
@@ -44,7 +45,14 @@ void close(QpShadow& q) {
   q.state.fetch_and(~std::uint32_t{kKeptSession}, std::memory_order_relaxed);
 }
 
-bool full(const QpShadow& q, std::size_t more) { return q.kept_sends.size() + more > q.cap.max_send_wr; }
+/// With what the path that was cut had not completed, or the present one has not: the next one has no more room. Without a backup
+/// only who is being migrated is suspended, and what is in flight completes before; post_kept() waits where it does not.
+bool full(QpShadow& q, std::size_t more) {
+  unsigned before = 0;
+  if (q.link && q.cut && !q.cut->settled) before = static_cast<unsigned>(q.cut->sends.size());
+  else if (q.link && provider::sends_in_queue(q, before)) before = 0;
+  return before + q.kept_sends.size() + more > q.cap.max_send_wr;
+}
 
 }  // namespace
 
@@ -74,7 +82,9 @@ int keep(QpShadow& q, const ibv_send_wr& wr) {
 
 int keep(QpShadow& q, KeptReceive receive) {
   if (receive.sges.size() > q.cap.max_recv_sge) return EINVAL;
-  if (q.kept_receives.size() >= q.cap.max_recv_wr) return ENOMEM;
+  // Those of the path that was cut are on the next one once there is one, and are used there.
+  const bool waits = q.cut && q.phase != switchover::Phase::kSwitched && q.phase != switchover::Phase::kRebound;
+  if (q.kept_receives.size() + (waits ? q.cut->receives.size() : 0) >= q.cap.max_recv_wr) return ENOMEM;
   q.kept_receives.push_back(std::move(receive));
   return 0;
 }
@@ -209,6 +219,7 @@ int wr_complete(ibv_qp_ex* keeper) {
     const bool suspended = q.state.load(std::memory_order_relaxed) & kKeepSends;
     if (!err && suspended && full(q, q.built.size())) err = ENOMEM;
     if (!suspended && (q.state.load(std::memory_order_relaxed) & kTrapped)) links::empty_trap(q);
+    if (!err && !suspended && !links::has_room(q, q.built.size())) err = ENOMEM;  // all of a session, or nothing
     if (!err)
       for (KeptSend& send : q.built) {
         if (suspended)

@@ -33,6 +33,7 @@ constexpr int kChunkSges = 64;  // at least what any provider allows in one WR
 constexpr std::size_t kReplayWrs = 64, kReplaySges = 128;  // for one doorbell, which may be a system call
 constexpr std::uint32_t kKeyTag = 0xff;
 constexpr long kRestNs = 50'000;  // nothing beside a stop
+constexpr long kSessionPollNs = 50'000;
 constexpr unsigned kRestsOfALength = 16, kDoublings = 5;  // a rest is at most an eighth of those before, and at most 1.6 ms
 
 /// The physical key; a key that does not exist becomes one that no device has given (index 0).
@@ -306,7 +307,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr,
 void leave_fake_if_done(CqShadow& c) {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
   if (c.fake.empty() && !c.markers && !(state & (kSuspendedCq | kFrozenCq | kWatchedCq | kLinkedCq)))
-    c.state.store(state & ~std::uint32_t{kFakeCq}, std::memory_order_relaxed);
+    c.state.store(state & ~std::uint32_t{kFakeCq}, std::memory_order_release);
 }
 
 /// Caller holds c.lock. @return false: there is none
@@ -602,7 +603,10 @@ int take(CqShadow& c, const ibv_wc& wc, bool linked) {
   if (c.markers) --c.markers;
   for (Cut* cut : c.cutting) {
     if (cut->send_marker == wc.wr_id) cut->sends_over = true;
-    if (cut->receive_marker == wc.wr_id) cut->receives_over = true;
+    if (cut->receive_marker == wc.wr_id) {
+      cut->receives_over = true;
+      if (&c == cut->send_cq) cut->taken_before = cut->taken_sends.size();
+    }
   }
   const int others = complete_stand_in(c, wc);
   if (others < 0) c.seen_markers.push_back(wc);
@@ -924,16 +928,23 @@ MIGR_COLD int next_fake(CqShadow& c) noexcept {
     rest(pause);
     return ENOENT;
   }
-  leave_fake_if_done(c);
   c.target = &c.fake_ex.ex;
   show(c, c.fake_ex.wc.status, c.fake_ex.wc.wr_id);
   return 0;
 }
 
+MIGR_COLD int start_fake(CqShadow& c) noexcept {
+  while (c.ex_session.load(std::memory_order_acquire)) rest(kSessionPollNs);  // another thread's, on the provider's CQ
+  c.ex_lock.lock();
+  const int err = next_fake(c);
+  if (err) c.ex_lock.unlock();
+  return err;
+}
+
 MIGR_PATH int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
   CqShadow& c = shadow_of(cq);
   if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]]
-    return next_fake(c);
+    return start_fake(c);
   const int err = c.real_ex->start_poll(c.real_ex, attr);
   if (err) [[unlikely]]  // an empty CQ is no hurry
     return err;
@@ -966,7 +977,12 @@ const ibv_wc& fake_wc(ibv_cq_ex* fake) { return fake_of(fake).wc; }
 
 void fake_end_poll(ibv_cq_ex* fake) noexcept {
   CqShadow& c = *fake_of(fake).owner;
-  c.target = c.real_ex;
+  {
+    std::lock_guard guard(c.lock);
+    c.target = c.real_ex;  // before who comes next may go to the provider
+    leave_fake_if_done(c);
+  }
+  c.ex_lock.unlock();
 }
 
 /// A reader, and its counterpart on a fake completion.

@@ -138,6 +138,8 @@ bool cut(QpLink& l, std::string& why) {
   if (birth || here.psn != l.path.peer_psn) l.executed = here;
   if (!again) l.unsettled = {.link = here.link, .serial = here.serial, .psn = l.path.psn};
   l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive});
+  const std::lock_guard guard(l.lock);
+  if (l.seen) return why = "the application has seen an error of its path", false;  // nothing may succeed behind that
   return true;
 }
 
@@ -503,7 +505,8 @@ void empty_trap(QpShadow& q) {
   std::vector<KeptReceive> receives;
   std::vector<KeptSend> sends;
   int err = 0;
-  late_receives(q, receives);
+  // Cut, and on no new path yet: the present one is a trap itself. switch_to_link() comes for them.
+  if (!(q.state.load(std::memory_order_relaxed) & kKeepReceives)) late_receives(q, receives);
   for (const KeptReceive& r : receives)
     if (!err) err = path::post_one_receive(q, q.real, r);
   if (!(q.state.load(std::memory_order_relaxed) & kKeepSends)) late_sends(q, sends);
@@ -567,9 +570,9 @@ void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t>
   set_stage(l, Stage::kBroken);
   l.why = "gave up";
   tell_gone(l);
-  std::vector<Hidden> all = take_hidden(q);
+  std::vector<Hidden> all = take_hidden(q), late;
   if (q.cut && q.cut->told_apart) {
-    all.clear();  // they are among what was not used
+    late.swap(all);  // posted since the cut, which has what came before
   } else if (q.cut) {
     for (const ibv_wc& wc : q.cut->taken_sends) all.push_back({q.send_cq, wc});
     for (const ibv_wc& wc : q.cut->taken_receives) all.push_back({q.recv_cq, wc});
@@ -578,6 +581,7 @@ void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t>
   // It stays on the path that it is on: what is posted there from now on is not late.
   std::erase_if(l.traps, [&](const Trap& trap) { return trap.path.qp == l.path.qp; });
   if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more, peer_psn)) say(l, more);
+  deliver(q, std::move(late));
   wake(q);
   report(l, MIGR_LINKS_SWITCH_BROKEN, replayed);
 }
@@ -672,7 +676,10 @@ void got_state(Channel& from, const StateRecord& record) {
   }
   if (!l || l->stage == Stage::kBroken || !side_of(*l, record.epoch & kLinkMask, side))
     return refuse(from, record.from, record.to, l, record.epoch);
-  if (record.epoch < l->epoch) return tell(*l, from);
+  if (record.epoch < l->epoch) {
+    if (l->stage != Stage::kChanging || switched(*l)) tell(*l, from);  // else when it has gone to its path: it has none to tell of
+    return;
+  }
   const bool next = record.epoch > l->epoch;
   l->heard = {.epoch = record.epoch, .serial = record.serial, .executed = record.executed};
   if (l->stage != Stage::kChanging) {
@@ -723,10 +730,15 @@ void channel_broke(Channel& channel) {
     if (l->instance != peer) continue;
     for (Leg& leg : l->legs)
       if (leg.link == link) leg.asked = 0;
+    if (l->stage == Stage::kChanging && l->leg().link == link) {  // what was told over it may be lost, and a new one may stand before look_at() comes
+      std::lock_guard guard(l->lock);
+      l->wanted = true;
+    }
     Side drained_to = l->on;
+    const bool cut_there = l->stage == Stage::kDraining && l->drained_here;  // perhaps: what comes of that is no error
     if (l->stage == Stage::kDraining && side_of(*l, l->drain_epoch & kLinkMask, drained_to) && l->legs[l->casting_off ? l->on : drained_to].link == link)
       end_drain(*l, Stage::kReady);
-    if (l->backup().link == link) {
+    if (l->backup().link == link && !cut_there) {
       std::lock_guard guard(l->lock);
       if (l->stage == Stage::kReady) l->stage = Stage::kMaking;
     }

@@ -51,6 +51,8 @@ void flush_waiting(Channel& c) {
   }
 }
 
+constexpr std::size_t kKeysPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(KeyRecord);
+
 template <class Record>
 void send_records(Channel& c, std::uint16_t type, std::span<const Record> records, bool also_empty) {
   constexpr std::size_t kPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(Record);
@@ -84,13 +86,14 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   bytes += sizeof head;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
     ++c.keys_got;
+    c.heard = c.heard || head.count < kKeysPerMessage;  // of the first ones none counts before all are there
     for (std::uint32_t i = 0; i < head.count; ++i) {
       const auto key = record<KeyRecord>(bytes, i);
       if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
       else c.keys[key.home].erase(key.vrkey);
     }
     for (QpLink* l : state()->qps)
-      if (head.count && l->instance == c.peer && l->leg().link == c.link && l->epoch) {
+      if (c.heard && l->instance == c.peer && l->leg().link == c.link && l->epoch) {
         std::lock_guard guard(l->q->lock);
         set_remote_keys(*l);
       }
@@ -98,6 +101,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     send_records<HeardRecord>(c, kHeardMessage, {&heard, 1}, false);
     return true;
   }
+  c.heard = true;
   const auto each = [&]<class Record>(void (*got)(Channel&, const Record&)) {
     if (body != head.count * sizeof(Record)) return false;
     for (std::uint32_t i = 0; i < head.count; ++i) got(c, record<Record>(bytes, i));
@@ -130,10 +134,10 @@ bool completed(Channel& c, const ibv_wc& wc) {
   c.last_ns = now_ns();
   switch (wc.wr_id & kKind) {
     case kReceive: {
-      c.heard = true;
-      note_up(c);
       // What it leads to may be the end of this very channel's use, but not of the channel: poll_channels() does that.
-      return handle(c, &c.buffers[std::size_t{slot} * Channel::kMessageBytes], wc.byte_len) && !post_receive(c, slot);
+      if (!handle(c, &c.buffers[std::size_t{slot} * Channel::kMessageBytes], wc.byte_len)) return false;
+      note_up(c);
+      return !post_receive(c, slot);
     }
     case kSend:
       c.busy &= ~(1u << slot);
@@ -248,6 +252,7 @@ void tell_keys(Channel& c) {
     state()->keys.all_know(all_know);
   }
   send_records<KeyRecord>(c, kKeysMessage, records, !c.greeted);
+  if (!c.greeted && !records.empty() && records.size() % kKeysPerMessage == 0) send_records<KeyRecord>(c, kKeysMessage, {}, true);  // the last one is told by not being full
   c.greeted = true;
 }
 

@@ -32,7 +32,7 @@ void guard(QpLink& l) {
   {
     std::lock_guard outer(g.lock);
     std::lock_guard inner(l.lock);
-    g.on = g.on || l.stage == Stage::kReady || l.stage == Stage::kDraining;
+    g.on = g.on || l.stage == Stage::kReady || l.stage == Stage::kDraining || !l.hidden.empty();
     if (!g.on) return;
     l.stage = Stage::kMaking;
     std::move(l.hidden.begin(), l.hidden.end(), std::back_inserter(g.hidden));

@@ -59,9 +59,9 @@ class MigrdDirectory final : public Directory {
 
   int links(std::span<const migr_links_link> all) override { return ask<migr_links_link>(MIGR_LINKS_LINKS, all); }
   int publish(std::span<const migr_links_vqp> some) override { return ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, some); }
-  int withdraw(std::span<const migr_links_name> some) override { return ask<migr_links_name>(MIGR_LINKS_WITHDRAW, some); }
+  int withdraw(std::span<const migr_links_name> some) override { return in_parts(MIGR_LINKS_WITHDRAW, some); }
   int states(std::span<const migr_links_vqp_state> some) override { return ask<migr_links_vqp_state>(MIGR_LINKS_STATE, some); }
-  int switched(std::span<const migr_links_switch> some) override { return ask<migr_links_switch>(MIGR_LINKS_SWITCHED, some); }
+  int switched(std::span<const migr_links_switch> some) override { return in_parts(MIGR_LINKS_SWITCHED, some); }
   int outside(std::span<const migr_text_range> ranges) override { return ask<migr_text_range, char>(MIGR_LINKS_OUTSIDE, ranges, nullptr, "", kOutsideMs); }
   int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) override {
     return ask<migr_links_name, migr_links_found>(MIGR_LINKS_LOOKUP, names, &out);
@@ -116,6 +116,17 @@ class MigrdDirectory final : public Directory {
     }
     last_ = head;
     return true;
+  }
+
+  /// As many as a packet may have at a time.
+  template <class Record>
+  int in_parts(std::uint16_t type, std::span<const Record> all) {
+    do {
+      const auto part = all.first(std::min<std::size_t>(all.size(), MIGR_LINKS_MAX_RECORDS));
+      if (const int err = ask<Record>(type, part)) return err;
+      all = all.subspan(part.size());
+    } while (!all.empty());
+    return 0;
   }
 
   template <class Record, class Answer = char>

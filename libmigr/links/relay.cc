@@ -61,6 +61,12 @@ bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr) {
   return relays(q) && (!q.link->relay.sends.empty() || (atomic(wr) && !q.link->relay.rests));
 }
 
+bool has_room(QpShadow& q, std::size_t more) {
+  if (relays(q) && !q.link->relay.sends.empty()) return q.link->relay.sends.size() + more <= q.cap.max_send_wr;
+  provider::QueuePart sends, receives;
+  return provider::queue_parts(q, sends, receives) || sends.size() + more <= sends.mask;
+}
+
 int post_in_turn(QpShadow& q, KeptSend send) {
   if (!has_to_wait(q, send.wr)) return path::post_one_send(q, send);
   if (q.link->relay.sends.size() >= q.cap.max_send_wr) return ENOMEM;

@@ -53,6 +53,8 @@ struct Answers {
 
 /// To the path, or behind what waits. @return 0 or a positive errno
 int post_in_turn(QpShadow& q, KeptSend send);
+/// So many can be posted in turn. What of them would be kept is taken to go to the path.
+bool has_room(QpShadow& q, std::size_t more);
 /// Whether post_in_turn() would keep it.
 bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr);
 /// Before what was kept is posted. What has to wait from there on is taken away from the end of q.kept_sends.

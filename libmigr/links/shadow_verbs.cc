@@ -128,7 +128,7 @@ bool make_pd(Twin& t, std::string& why) {
 
 bool make_cq(Twin& t, std::string& why) {
   for (CqShadow* c : registry().cqs) {
-    if (c->context != t.of || c->link || c->real_ex || c->immovable || c->ending) continue;
+    if (c->context != t.of || c->link || c->immovable || c->ending) continue;
     ibv_cq* const made = real().create_cq(t.link->ctx, c->real->cqe, c, t.link->events, 0);
     if (!made) return why = errno_text("create_cq"), false;
     auto* link = new CqLink;
@@ -164,13 +164,33 @@ bool make_mr(Twin& t, std::string& why) {
   return false;
 }
 
+/// What a completion does not carry that has waited in the fake CQ.
+bool reads_more(const CqShadow& c) {
+  const ibv_cq_ex& ex = c.app_ex;
+  return c.real_ex && (ex.read_completion_ts || ex.read_completion_wallclock_ns || ex.read_cvlan || ex.read_flow_tag || ex.read_tm_info);
+}
+
+/// The completions of an ibv_cq_ex come by way of the fake CQ, where errors are looked at, for good.
+/// @return false: not yet, a session on the provider's CQ is open
+bool watch(CqShadow& c) {
+  if (!c.real_ex) return true;
+  if (!(c.state.load(std::memory_order_relaxed) & kWatchedCq)) {
+    switchover::set_cq_bits(c, kFakeCq | kWatchedCq);
+    path::pass_barrier();
+  }
+  if (!c.ex_session.load(std::memory_order_relaxed)) return true;
+  state()->session_open = true;
+  return false;
+}
+
 /// "" or why this vQP has no backup.
 std::string why_not(const QpShadow& q) {
   if (q.app.qp_type != IBV_QPT_RC) return "is no RC QP";
   if (q.app.srq) return "has an SRQ";
   if (q.immovable) return std::string("was made by ") + q.immovable + "()";
   if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_atomic_write() or ibv_wr_send_tso()";
-  if (!q.send_cq || !q.recv_cq || q.send_cq->real_ex || q.recv_cq->real_ex) return "completes on an ibv_cq_ex";
+  if (!q.send_cq || !q.recv_cq) return "has no CQ";
+  if (reads_more(*q.send_cq) || reads_more(*q.recv_cq)) return "completes on an ibv_cq_ex with time stamps, VLANs, flow tags or tag matching";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
   if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~kNames) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
@@ -198,6 +218,7 @@ bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
     if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
+    if (const bool both[] = {watch(*q->send_cq), watch(*q->recv_cq)}; !both[0] || !both[1]) continue;
     auto l = std::make_unique<QpLink>();
     if (!find_home(*q, *l)) continue;
     QpShadow* const one[] = {q};
@@ -513,8 +534,9 @@ class Round {
     }
     {
       std::lock_guard guard(registry().lock);
+      state()->session_open = false;
       while (make_next()) {}
-      if (state()->qps.empty() && state()->to_withdraw.empty()) return false;
+      if (state()->qps.empty() && state()->to_withdraw.empty()) return state()->session_open;
     }
     const unsigned life = directory_.life();
     if (!life) return true;
@@ -523,10 +545,15 @@ class Round {
     look_up();
     make_channels();
     const bool waiting = finish();
-    return look_for_threads() || waiting;
+    return look_for_threads() || waiting || session_is_open();
   }
 
  private:
+  static bool session_is_open() {
+    std::lock_guard guard(registry().lock);
+    return state()->session_open;
+  }
+
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;
@@ -647,6 +674,7 @@ class Round {
       if (!channel) continue;
       std::string why;
       if (found[i].status == ESTALE && found[i].round > 0) give_up_channel(*channel, found[i].round - 1);
+      else if (found[i].status == EINVAL) give_up_channel(*channel, channel->round);  // that round was told before, of another QP: pasts are forgotten
       else if (found[i].status == 0 && !channel->connected && connect_channel(*channel, found[i], why)) give_up_channel(*channel, channel->round);
     }
   }
@@ -771,6 +799,7 @@ void run_rounds() {
     std::lock_guard guard(registry().lock);  // start_threads() is called with it
     if (!state()) return;
     directory = make_directory(state()->config, state()->instance);
+    state()->directory = directory.get();
   }
   Round round(*directory);
   const int wake = state()->round_fd;

@@ -229,6 +229,20 @@ struct Position {
   provider::QueuePart sends, receives;
 };
 
+/// Receives that threads have posted behind ours while it was being flushed, and that were flushed along: they are the trap's.
+/// @param along from behind ours to where the device is
+int leave_out_late(QpShadow& q, provider::QueuePart along, std::uint32_t end) {
+  if (along.size() > ((end - along.from) & along.mask)) return 0;  // the device is not beyond ours
+  std::vector<KeptReceive> late;
+  if (const int err = provider::receives_in(q, along, late)) return err;
+  auto& taken = q.cut->taken_sends;  // of the one CQ
+  for (const KeptReceive& r : late) {
+    const auto at = std::find_if(taken.begin() + static_cast<std::ptrdiff_t>(q.cut->taken_before), taken.end(), [&](const ibv_wc& wc) { return wc.wr_id == r.wr_id; });
+    if (at != taken.end()) taken.erase(at);
+  }
+  return 0;
+}
+
 /// What lies in the queues before the markers and was not used.
 int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::string& why) {
   Cut& cut = *q.cut;
@@ -249,6 +263,7 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
     }, receive_end);
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
   const bool separate = q.send_cq != q.recv_cq;
+  if (!separate && (err = leave_out_late(q, {(receive_end + 1) & now.receives.mask, now.receives.from, now.receives.mask}, now.receives.to))) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
   const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed() + 1, now.sends.mask));  // a drain marker may be there
   std::uint32_t front = (send_end - window) & now.sends.mask;
   std::vector<QueuedSend> sends;
@@ -338,6 +353,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
 /// Of two cuts in a row: nothing was sent on the second path, so what is to be settled is that of the first. All receives
 /// had gone to the second.
 void join(Cut& second, Cut& first) {
+  second.joined = true;
   second.attr = first.attr;
   second.next_psn = first.next_psn;
   second.sends = std::move(first.sends);
@@ -549,10 +565,10 @@ int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> pee
     std::lock_guard guard(q.lock);
     q.gone = true;
     q.adrift = false;
-    if (q.cut && q.cut->told_apart) {
+    if (q.cut && (q.cut->told_apart || q.cut->joined)) {
       std::vector<migr_replay_stat> ignored;
       settle_one(q, peer_psn, ignored, true);
-      q.kept_receives.insert(q.kept_receives.begin(), q.cut->receives.begin(), q.cut->receives.end());
+      if (q.cut->told_apart) q.kept_receives.insert(q.kept_receives.begin(), q.cut->receives.begin(), q.cut->receives.end());
     } else {
       q.cut.reset();
     }

@@ -28,6 +28,28 @@ std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
   return guard;
 }
 
+/// In order. The path may have no room: of one that was cut as much is replayed as was in flight, and an application that posts until
+/// there is no room has done so once more. What is posted makes room as it completes.
+void post_kept(QpShadow& q) {
+  std::vector<const KeptSend*> sends;
+  for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
+  Patience patience;
+  for (std::span<const KeptSend* const> left(sends); !left.empty();) {
+    std::size_t posted = 0;
+    const int err = path::post_sends(q, left, posted);
+    q.replayed_sends += static_cast<std::uint32_t>(posted);
+    if (posted) patience = {};
+    if (err == ENOMEM && !patience.over()) {
+      pause_briefly();
+      std::lock_guard guard(q.send_cq->lock);
+      path::poll_to_fake(*q.send_cq);
+    } else if (err) {
+      flush_to_fake(q, *left[posted++]);
+    }
+    left = left.subspan(posted);
+  }
+}
+
 /// Kept posts go to the path, in order; then the application may post again.
 int let_go(QpShadow& q, std::string& why) {
   auto guard = lock_between_sessions(q);
@@ -56,15 +78,7 @@ int let_go(QpShadow& q, std::string& why) {
   const std::size_t replays = q.cut ? q.cut->replays : 0;
   if (closes) links::give_back_waiting(q, replays);
   else links::hold_rest(q, replays);
-  std::vector<const KeptSend*> sends;
-  for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
-  for (std::span<const KeptSend* const> left(sends); !left.empty();) {
-    std::size_t posted = 0;
-    const bool failed = path::post_sends(q, left, posted) != 0;
-    q.replayed_sends += static_cast<std::uint32_t>(posted);
-    if (failed) flush_to_fake(q, *left[posted++]);
-    left = left.subspan(posted);
-  }
+  post_kept(q);
   q.kept_sends.clear();
   q.logged_receives.clear();
   q.outstanding.clear();

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -44,6 +45,11 @@ class Migrd {
     return one;
   }
   migr_msg ask(std::uint16_t type, std::uint64_t arg = 0) {
+    const migr_msg reply = try_to(type, arg);
+    EXPECT_EQ(reply.status, 0) << reply.text;
+    return reply;
+  }
+  migr_msg try_to(std::uint16_t type, std::uint64_t arg = 0) {
     if (fd_ < 0) meet();
     migr_msg m{};
     m.version = MIGR_PROC_VERSION;
@@ -54,7 +60,6 @@ class Migrd {
     EXPECT_EQ(send(fd_, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
     const migr_msg reply = receive(fd_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
-    EXPECT_EQ(reply.status, 0) << reply.text;
     return reply;
   }
   void freeze() {
@@ -385,6 +390,26 @@ TEST_P(Events, OfClosedPathsNobodyHears) {
   EXPECT_FALSE(readable(context_->async_fd, kSoonMs));
 }
 
+TEST_P(Events, RegisteredMemoryThatIsMappedNoMoreIsRefusedAndTheEventsAreThere) {
+  const std::size_t bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ibv_mr* const mr = ibv_reg_mr(pd_, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
+  munmap(memory, bytes);
+  for (ibv_cq* cq : cq_) ibv_req_notify_cq(cq, 0);
+  complete(cq_[0]);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 1000);
+  const migr_msg reply = migrd.try_to(MIGR_MSG_FREEZE);
+  EXPECT_EQ(reply.status, ENOMEM) << reply.text;
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+  complete(cq_[1]);
+  EXPECT_EQ(next(), cq_[1]) << "it was armed";
+  ibv_dereg_mr(mr);
+  move();
+}
+
 /* ---- completions of an ibv_cq_ex ------------------------------------------------- */
 
 /// A QP that receives on one, and one of another NIC that sends to it.
@@ -498,6 +523,28 @@ TEST_P(Pollers, ReadAllFieldsWhileSuspendedAndAfter) {
   expect_two(4);
   two(6);
   expect_two(6);
+}
+
+TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
+  two(0);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  ibv_poll_cq_attr attr{};
+  ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+  auto other = std::async(std::launch::async, [this, attr]() mutable {
+    if (ibv_start_poll(ex_, &attr)) return std::uint64_t{0};
+    const std::uint64_t wr_id = ex_->wr_id;
+    ibv_end_poll(ex_);
+    return wr_id;
+  });
+  EXPECT_EQ(other.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  expect(0);
+  ibv_end_poll(ex_);
+  EXPECT_EQ(other.get(), 101u);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  two(2);
+  move();
+  expect_two(2);
 }
 
 INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),

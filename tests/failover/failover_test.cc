@@ -34,7 +34,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kWrs = 80;
 constexpr std::uint32_t kSlot = 5120;  // bytes of a work request at most
-constexpr std::uint32_t kDepth = 16;
+constexpr std::uint32_t kDepth = 16, kRing = 31;  // that are asked for; that the device gives for it
 constexpr auto kLimit = std::chrono::seconds(20);
 
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
@@ -74,6 +74,7 @@ struct Options {
   std::uint32_t seed;
   bool answers_only, separate_cqs, events, both_ways;
   bool sessions;  ///< posted by ibv_wr_*
+  bool extended;  ///< polled by ibv_start_poll, .., as an ibv_cq_ex
   bool swaps;     ///< CAS among the others
   bool no_route;  ///< a link that is cut has none
   bool churns;    ///< memory is registered and given back all the time
@@ -82,6 +83,7 @@ struct Options {
   unsigned cut_after, cuts;
   bool may_break;  ///< an end may give up, and does nothing wrong
   bool outlives;   ///< and the second one works off what it has then; it posts nothing that brings something back
+  bool greedy = false;  ///< has as much in flight as the device takes, or until it is told that there is no room
 };
 
 std::uint8_t byte_of(std::uint32_t stream, int wr, std::uint32_t at) { return static_cast<std::uint8_t>(stream * 31 + static_cast<std::uint32_t>(wr) * 7 + at * 13 + (at >> 8)); }
@@ -150,9 +152,8 @@ class End {
         memory_(4u * kWrs * kSlot + 2 * kWord), in_turn_(found_in_turn(out_)) {
     pd_ = lib_.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib_.context);
     if (options.events) channel_ = lib_.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(lib_.context);
-    const auto make_cq = lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq");
-    cqs_[0] = make_cq(lib_.context, 256, nullptr, channel_, 0);
-    cqs_[1] = options.separate_cqs ? make_cq(lib_.context, 256, nullptr, channel_, 0) : cqs_[0];
+    cqs_[0] = make_cq();
+    cqs_[1] = options.separate_cqs ? make_cq() : cqs_[0];
     mr_ = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, memory_.data(), memory_.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
     ibv_qp_init_attr init{};
     init.send_cq = cqs_[0];
@@ -266,7 +267,7 @@ class End {
     std::vector<ibv_wc> got;
     for (const auto deadline = Clock::now() + kLimit; got.size() < 3 && Clock::now() < deadline;) {
       ibv_wc wc;
-      if (ibv_poll_cq(cqs_[0], 1, &wc) == 1 && (wc.wr_id & 0x5000)) got.push_back(wc);  // receives are flushed, too
+      if (poll(cqs_[0], 1, &wc) == 1 && (wc.wr_id & 0x5000)) got.push_back(wc);  // receives are flushed, too
     }
     const ibv_wc_status all[] = {IBV_WC_SUCCESS, due, IBV_WC_WR_FLUSH_ERR};
     for (std::size_t i = 0; i < 3; ++i)
@@ -295,8 +296,8 @@ class End {
       store_pass(thread());
       if (!peer_->error_.empty() || broken_ || (peer_->broken_ && !outlives())) return;
       if (Clock::now() > deadline) error_ = "stuck: " + where();
-      if (sends_)
-        while (may_post() && error_.empty()) ex_ ? post_session() : post_send();
+      bool room = sends_;
+      while (room && may_post() && error_.empty()) room = ex_ ? post_session(), true : post_send();
       if (options_.churns) churn();
       if (!poll_all()) rest();
       if (outlives()) dawdle();
@@ -381,6 +382,36 @@ class End {
   std::string where() const {
     return "posted " + std::to_string(posted_) + ", completed " + std::to_string(completed_) + ", received " + std::to_string(received_) + " of stream " + std::to_string(in_id_);
   }
+  ibv_cq* make_cq() {
+    constexpr int kCqes = 256;
+    if (!options_.extended) return lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib_.context, kCqes, nullptr, channel_, 0);
+    ibv_cq_init_attr_ex init{};
+    init.cqe = kCqes;
+    init.channel = channel_;
+    init.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP;
+    return ibv_cq_ex_to_cq(ibv_create_cq_ex(lib_.context, &init));
+  }
+  int poll(ibv_cq* cq, int entries, ibv_wc* wc) const {
+    if (!options_.extended) return ibv_poll_cq(cq, entries, wc);
+    auto* const ex = reinterpret_cast<ibv_cq_ex*>(cq);
+    ibv_poll_cq_attr none{};
+    int n = 0;
+    if (ibv_start_poll(ex, &none)) return 0;
+    do {
+      ibv_wc& w = wc[n++];
+      w = {};
+      w.wr_id = ex->wr_id;
+      w.status = ex->status;
+      w.qp_num = ibv_wc_read_qp_num(ex);
+      w.opcode = ibv_wc_read_opcode(ex);
+      w.byte_len = ibv_wc_read_byte_len(ex);
+      w.imm_data = ibv_wc_read_imm_data(ex);
+      w.src_qp = ibv_wc_read_src_qp(ex);
+      w.wc_flags = ibv_wc_read_wc_flags(ex);
+    } while (n < entries && !ibv_next_poll(ex));
+    ibv_end_poll(ex);
+    return n;
+  }
   void modify(ibv_qp_attr& a, int mask) {
     if (lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(qp_, &a, mask)) error_ = "modify_qp";
   }
@@ -417,7 +448,7 @@ class End {
     if (!mr || lib_.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr)) error_ = "memory that comes and goes";
   }
 
-  bool may_post() const { return posted_ < allowed_ && posted_ - completed_ < static_cast<int>(kDepth); }
+  bool may_post() const { return posted_ < allowed_ && posted_ - completed_ < static_cast<int>(options_.greedy ? kRing : kDepth); }
 
   /// One to four in a session; one that is given up in between posts nothing. Now and then it takes long.
   void post_session() {
@@ -451,7 +482,8 @@ class End {
     if (const int err = ibv_wr_complete(ex_)) error_ = "wr_complete at " + std::to_string(first) + ": " + std::strerror(err);
   }
 
-  void post_send() {
+  /// @return false: there is no room
+  bool post_send() {
     const int i = posted_;
     const Request& r = out_[i];
     std::uint8_t* const local = brings_back(r) ? area(kRead, i) : area(kOut, i);
@@ -468,8 +500,11 @@ class End {
     const bool fresh = options_.fresh && r.opcode == IBV_WR_RDMA_WRITE && i % 4 == 0;
     if (is_atomic(r)) wr.wr.atomic = {.remote_addr = reaches(r, i), .compare_add = compares(r, i), .swap = swaps_in(r, i), .rkey = peer_->mr_->rkey};
     else wr.wr.rdma = {.remote_addr = to, .rkey = fresh ? peer_->fresh_key(i) : peer_->mr_->rkey};
-    if (const int err = ibv_post_send(qp_, &wr, &bad)) error_ = "post_send " + std::to_string(i) + ": " + std::strerror(err);
+    const int err = ibv_post_send(qp_, &wr, &bad);
+    if (options_.greedy && err == ENOMEM) return false;
+    if (err) error_ = "post_send " + std::to_string(i) + ": " + std::strerror(err);
     ++posted_;
+    return true;
   }
 
   void sent(const ibv_wc& wc) {
@@ -510,7 +545,7 @@ class End {
     int got = 0;
     for (ibv_cq* cq : {cqs_[0], cqs_[1]}) {
       ibv_wc wc[5];
-      const int n = ibv_poll_cq(cq, 5, wc);
+      const int n = poll(cq, 5, wc);
       for (int i = 0; i < n && error_.empty(); ++i) {
         if (outlives() && wc[i].status != IBV_WC_SUCCESS && !(wc[i].wr_id & 0x5000)) continue;  // a receive: its sends have ends of their own
         if (options_.may_break && (wc[i].status == IBV_WC_RETRY_EXC_ERR || wc[i].status == IBV_WC_WR_FLUSH_ERR)) return broken_ = true, 1;
@@ -532,13 +567,13 @@ class End {
     if (poll_all()) return;
     pollfd p{.fd = channel_->fd, .events = POLLIN, .revents = 0};
     store_sleep(thread(), true);
-    const int readable = poll(&p, 1, 4000);
+    const int readable = ::poll(&p, 1, 4000);
     store_sleep(thread(), false);
     if (readable == 0) {
       const int before = completed_ + received_;
       poll_all();
       // What has come in this very moment has its event in the next.
-      if (completed_ + received_ != before && poll(&p, 1, 1000) == 0) error_ = "nobody woke a thread for a completion";
+      if (completed_ + received_ != before && ::poll(&p, 1, 1000) == 0) error_ = "nobody woke a thread for a completion";
       return;
     }
     ibv_cq* cq;
@@ -832,9 +867,11 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   unsigned twice = 0, whole = 0;
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
-    const Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .swaps = exact && !relays && !halfway && (random() % 2 == 0 || gone), .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .relays = relays, .cut_after = static_cast<unsigned>(random() % 400),
+    Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
+                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .extended = false, .swaps = exact && !relays && !halfway && (random() % 2 == 0 || gone), .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .relays = relays, .cut_after = static_cast<unsigned>(random() % 400),
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || kind == "marooned", .outlives = gone};
+    o.greedy = !o.sessions && random() % 3 == 0;
+    o.extended = random() % 3 == 0;
     const Outcome out = round_of(a, b, o, kind);
     if (forgets && (out.error.starts_with("atomic ") || out.error.starts_with("CAS "))) return;  // it is seen
     if (kind == "refused") {
@@ -844,7 +881,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.swaps ? " CAS" : "") << (o.no_route ? " no route" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.extended ? " ibv_cq_ex" : "") << (o.swaps ? " CAS" : "") << (o.no_route ? " no route" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << (o.greedy ? " greedy" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }

@@ -765,12 +765,23 @@ MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
 MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
   return takes_events_at(c) ? &new_cq(c, cqe, cq_context, channel)->cq : nullptr;
 }
+/// Those of a CQ that is destroyed, which nobody has read.
+static void drop_events(ibv_comp_channel& channel, const ibv_cq* of) {
+  std::vector<ibv_cq*> others;
+  const int flags = fcntl(channel.fd, F_GETFL);
+  fcntl(channel.fd, F_SETFL, flags | O_NONBLOCK);
+  for (ibv_cq* cq; read(channel.fd, &cq, sizeof cq) == sizeof cq;)
+    if (cq != of) others.push_back(cq);
+  fcntl(channel.fd, F_SETFL, flags);
+  for (ibv_cq* cq : others) (void)!write(channel.refcnt, &cq, sizeof cq);
+}
 MODEL int ibv_destroy_cq(ibv_cq* cq) {
   {
     std::lock_guard guard(lock);
     // As libibverbs has it: what the kernel's CQ has reported, and what was acknowledged.
     if (owed_acks[cq] != static_cast<int>(cq->comp_events_completed)) ++unbalanced;
     owed_acks.erase(cq);
+    if (cq->channel) drop_events(*cq->channel, cq);
   }
   return delete reinterpret_cast<Cq*>(cq), 0;
 }
