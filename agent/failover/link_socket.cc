@@ -269,7 +269,7 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
     reply(s, p.head, Error{EINVAL, "HELLO twice"});
     return true;
   }
-  if (!s->greeted) {
+  if (!s->greeted && type != MIGR_LINKS_CONFIG) {
     reply(s, p.head, Error{EACCES, "the first message has to be HELLO"});
     return true;
   }

@@ -9,7 +9,7 @@
  * at proc.sock is the other way round: neither end has to take apart what is
  * an answer to it and what is a question. It needs no migr.ko, no container
  * and no rights; MIGR_LINKS_SOCKET in the environment names another path. A
- * library without a policy does not open it at all.
+ * library without a policy does not open it, but to ask for the configuration.
  *
  * Library to migrd: a request of type T is answered by exactly one reply of type
  * T | MIGR_LINKS_REPLY, `seq` echoed. Several may be on their way at once (at
@@ -31,7 +31,7 @@
  *                 PUBLISH: another living process has published this name here
  *   E2BIG, ENOSPC a limit below; nothing was done
  *   EBUSY         more than MIGR_LINKS_MAX_PENDING unanswered; that one was not done
- *   EACCES        the first message has to be HELLO
+ *   EACCES        the first message has to be HELLO, or CONFIG
  * and of what is asked of the directory (LOOKUP and CHANNEL: of each record):
  *   EAGAIN        not known *yet*, ask again, with pauses (10 ms, doubled, at most 1 s)
  *   ENOENT        LOOKUP: every host has answered and none has this GID: the
@@ -83,7 +83,8 @@ enum migr_links_type {
 
 	/* no records. reply records: bytes (record_size 1) of the host's configuration of links,
 	 * as it is in migrd's file (/etc/migr/links.json unless configured): for
-	 * processes that cannot read it, as in a container. count 0: there is none. */
+	 * processes that cannot read it, as those of ordinary users and in a container. Also
+	 * before HELLO. count 0: there is none. */
 	MIGR_LINKS_CONFIG,
 
 	/* records: migr_links_link, all links of this process, in their order; replaces what

@@ -1,11 +1,19 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "config.h"
 
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <vector>
+
+#include "../../include/migr/links_wire.h"
 
 #define JSON_NOEXCEPTION 1  // every type is looked at before it is used
 #include <nlohmann/json.hpp>
@@ -198,19 +206,49 @@ std::string parse(const std::string& text, const std::string& process, Config& o
   return "";
 }
 
+namespace {
+
+/// @return 0 or a positive errno; ENOENT: the host has none, or no migrd answers
+int ask_migrd(std::string& text) {
+  constexpr timeval kLimit{1, 0};
+  const char* const named = std::getenv("MIGR_LINKS_SOCKET");
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s", named && *named ? named : MIGR_LINKS_SOCKET);
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return errno;
+  for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO}) setsockopt(fd, SOL_SOCKET, direction, &kLimit, sizeof kLimit);
+  migr_links_msg head{};
+  head.version = MIGR_LINKS_VERSION;
+  head.type = MIGR_LINKS_CONFIG;
+  head.seq = 1;
+  std::vector<char> packet(MIGR_LINKS_PACKET_BYTES);
+  ssize_t n = -1;
+  if (!connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) && send(fd, &head, sizeof head, MSG_NOSIGNAL) == sizeof head)
+    n = recv(fd, packet.data(), packet.size(), 0);
+  close(fd);
+  if (n < static_cast<ssize_t>(sizeof head)) return ENOENT;
+  std::memcpy(&head, packet.data(), sizeof head);
+  if (head.type != (MIGR_LINKS_CONFIG | MIGR_LINKS_REPLY) || head.count != static_cast<std::size_t>(n) - sizeof head) return EPROTO;
+  if (head.status) return head.status;
+  text.assign(packet.data() + sizeof head, head.count);
+  return text.empty() ? ENOENT : 0;
+}
+
+}  // namespace
+
 Config read_config() {
   const char* const named = std::getenv("MIGR_LINKS");
-  const char* const path = named && *named ? named : kDefaultFile;
+  const bool own = named && *named;
+  const char* const path = own ? named : kDefaultFile;
   const char* const forced = std::getenv("MIGR_POLICY");
   Config config;
   std::string text, why;
   errno = 0;
-  if (!read_file(path, text)) {
-    if (errno == ENOENT && !(named && *named) && !forced) return {};
-    why = std::strerror(errno);
-  } else {
-    why = parse(text, own_name(), config);
-  }
+  int err = read_file(path, text) ? 0 : errno;
+  if (!own && (err == ENOENT || err == EACCES)) err = ask_migrd(text);
+  if (err == ENOENT && !own && !forced) return {};
+  why = err ? std::strerror(err) : parse(text, own_name(), config);
   if (why.empty() && forced && *forced) {
     Config::Setting mine;
     why = read_word(std::string("\"") + forced + "\"", "MIGR_POLICY", kPolicies, mine.policy);

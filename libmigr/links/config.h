@@ -74,8 +74,8 @@ struct Config {
 /// @param process the program's name. @return "" or what is wrong, for people
 std::string parse(const std::string& text, const std::string& process, Config& out);
 
-/// What this process is to go by: the file and the environment. A file that is not there is no error; one that is wrong
-/// is said on stderr, and then every policy is off.
+/// What this process is to go by: the file and the environment. Who cannot read the host's file asks migrd for it, at most 2 s.
+/// A file that is not there is no error; one that is wrong is said on stderr, and then every policy is off.
 Config read_config();
 
 }  // namespace migr::links

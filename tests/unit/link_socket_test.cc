@@ -296,8 +296,10 @@ TEST_F(Links, WhoConnectsAgainReplacesItself) {
   EXPECT_EQ(after.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
 }
 
-TEST_F(Links, TheConfigurationOfTheHostIsHandedOut) {
+TEST_F(Links, TheConfigurationOfTheHostIsHandedOutAlsoBeforeHello) {
   LinkLibrary l(path(), 1);
+  EXPECT_EQ(l.ask<char>(MIGR_LINKS_CONFIG, {}).records.size(), std::strlen("{\"policy\": \"exact\"}"));
+  EXPECT_EQ(l.ask<migr_links_name>(MIGR_LINKS_WITHDRAW, {}).head.status, EACCES);
   ASSERT_EQ(l.hello().head.status, 0);
   const auto r = l.ask<char>(MIGR_LINKS_CONFIG, {});
   EXPECT_EQ(r.head.status, 0);

@@ -3,10 +3,18 @@
 #include "../../libmigr/links/config.h"
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <string>
+#include <thread>
+
+#include "migr/links_wire.h"
 
 namespace {
 
@@ -149,6 +157,80 @@ TEST_F(Environment, ThePolicyThereGoesBeforeTheFile) {
   write("{" + std::string(kTwo) + R"(, "devices": {"a": {"policy": "off", "paths": "rebuild"}}})");
   EXPECT_EQ(read_config().policy_of("a"), Policy::kExact);
   EXPECT_EQ(read_config().paths_of("a"), Paths::kRebuild);
+}
+
+/// A migrd that answers one question with `status` and `text`.
+class OneAnswer {
+ public:
+  OneAnswer(std::uint32_t status, std::string text) : listener_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+    setenv("MIGR_LINKS_SOCKET", path_.c_str(), 1);
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path_.c_str());
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    EXPECT_EQ(listen(listener_, 1), 0);
+    thread_ = std::jthread([this, status, text = std::move(text)] {
+      const int fd = accept(listener_, nullptr, nullptr);
+      migr_links_msg m{};
+      asked_ = recv(fd, &m, sizeof m, 0) == sizeof m ? m.type : 0;
+      m.type |= MIGR_LINKS_REPLY;
+      m.status = status;
+      m.count = static_cast<std::uint32_t>(text.size());
+      m.record_size = 1;
+      std::string packet(reinterpret_cast<const char*>(&m), sizeof m);
+      packet += text;
+      EXPECT_EQ(send(fd, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(packet.size()));
+      close(fd);
+    });
+  }
+  ~OneAnswer() {
+    thread_.join();
+    EXPECT_EQ(asked_, MIGR_LINKS_CONFIG);
+    close(listener_);
+    unlink(path_.c_str());
+  }
+
+ private:
+  const std::string path_ = "links_config_test.sock." + std::to_string(getpid());
+  const int listener_;
+  std::uint16_t asked_ = 0;
+  std::jthread thread_;
+};
+
+class WithoutFile : public Environment {
+ protected:
+  void SetUp() override {
+    if (!access(kDefaultFile, F_OK)) GTEST_SKIP() << kDefaultFile << " is there";
+    unsetenv("MIGR_LINKS");
+    setenv("MIGR_LINKS_SOCKET", "/nonexistent/links.sock", 1);
+  }
+  void TearDown() override {
+    unsetenv("MIGR_LINKS_SOCKET");
+    Environment::TearDown();
+  }
+};
+
+TEST_F(WithoutFile, MigrdIsAskedForThatOfTheHost) {
+  OneAnswer migrd(0, "{" + std::string(kTwo) + R"(, "policy": "exact"})");
+  EXPECT_EQ(read_config().policy_of("a"), Policy::kExact);
+}
+
+TEST_F(WithoutFile, NothingIsConfiguredWhereMigrdHasNoneOrIsNotThere) {
+  testing::internal::CaptureStderr();
+  {
+    OneAnswer migrd(0, "");
+    EXPECT_FALSE(read_config().any_policy());
+  }
+  setenv("MIGR_LINKS_SOCKET", "/nonexistent/links.sock", 1);
+  EXPECT_FALSE(read_config().any_policy());
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST_F(WithoutFile, WhatMigrdCannotReadIsSaid) {
+  testing::internal::CaptureStderr();
+  OneAnswer migrd(EINVAL, "");
+  EXPECT_FALSE(read_config().any_policy());
+  EXPECT_NE(testing::internal::GetCapturedStderr().find(kDefaultFile), std::string::npos);
 }
 
 TEST_F(Environment, WhatIsWrongTurnsEverythingOffAndIsSaid) {
