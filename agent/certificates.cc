@@ -4,6 +4,8 @@
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+
 #include "clock.h"
 #include "file_tree.h"
 #include "text.h"
@@ -14,6 +16,9 @@ namespace {
 constexpr unsigned kGrpcLooksS = 1;
 // One file, so that gRPC cannot read a key of before with a certificate of after.
 constexpr char kIdentity[] = "/identity.pem", kTrusted[] = "/trusted.pem";
+
+// It is worth nothing without the CA that signed it.
+std::int64_t end_of(const pki::Certificate& c) { return std::min(c.ends_s, c.ca_ends_s); }
 
 }  // namespace
 
@@ -37,7 +42,7 @@ Status Certificates::take(const pki::Files& files, const pki::Certificate& certi
   if (auto s = write_whole(in_use_ + kIdentity, files.key + "\n" + files.cert); !s) return s;
   std::lock_guard lock(mutex_);
   current_ = {files, current_.number + 1};
-  ends_s_ = certificate.ends_s;
+  ends_s_ = end_of(certificate);
   refused_.clear();
   return {};
 }
@@ -64,7 +69,7 @@ void Certificates::look() {
   Status s = certificate;
   if (s) s = pki::check(*certificate, config_.name, unix_now());
   if (s) s = take(*files, *certificate);
-  if (s) return spdlog::info("new certificate of {}, valid until {}: new connections use it", certificate->subject, local_time(certificate->ends_s));
+  if (s) return spdlog::info("new certificate of {}, valid until {}: new connections use it", certificate->subject, local_time(end_of(*certificate)));
   if (s.error().text != before) spdlog::error("what is new in {} is not taken, the certificate of before stays: {}", config_.pki, s.error().text);
   std::lock_guard lock(mutex_);
   refused_ = s.error().text;

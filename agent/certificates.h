@@ -35,7 +35,7 @@ class Certificates {
     unsigned number = 0;  ///< another one for others
   };
   InUse in_use() const;
-  /// Of what is in use. Seconds since 1970.
+  /// When peers take what is in use no longer: its end, or that of its CA. Seconds since 1970.
   std::int64_t ends_s() const;
   /// Why what is in the folder is not in use; empty: it is.
   std::string refused() const;

@@ -106,7 +106,14 @@ const Peer* Config::peer(const std::string& wanted) const {
 Result<Config> load_config(const std::string& path) {
   std::ifstream in(path);
   if (!in) return sys_error("cannot read " + path);
-  const auto j = nlohmann::json::parse(in, nullptr, false, true);
+  nlohmann::json j;
+  try {
+    j = nlohmann::json::parse(in, nullptr, true, true);
+  } catch (const nlohmann::json::parse_error& e) {
+    const std::string why = e.what();  // "[json.exception.parse_error.101] parse error at line 3, column 5: .."
+    const auto at = why.find("] ");
+    return Error{EINVAL, path + ": " + (at == why.npos ? why : why.substr(at + 2))};
+  }
   if (!j.is_object()) return Error{EINVAL, path + " is not a JSON object"};
   Config c;
   const std::map<std::string, std::string*> strings = {

@@ -25,6 +25,7 @@ namespace migr {
 namespace {
 
 constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ";
+constexpr int kStopStepMs = 50;  // how often a thread looks whether the migration is over
 
 double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -732,6 +733,11 @@ void Coordinator::look_at_traffic() {
   });
 }
 
+void Coordinator::tell_progress(std::atomic<bool>& stop) {
+  for (; !stop; usleep(kStopStepMs * 1000)) say_how_far();
+}
+
+// All at once: one that is silent takes as long as its call may, and the others' leases would run out.
 void Coordinator::lease(std::atomic<bool>& stop) {
   while (!stop) {
     {
@@ -743,10 +749,8 @@ void Coordinator::lease(std::atomic<bool>& stop) {
         return;
       }
     }
-    (void)dest_.renew(id_);
-    for (auto& a : affected_) (void)a.link->renew(id_);
-    say_how_far();
-    for (int ms = 0; ms < kLeaseRenewMs && !stop; ms += 50) usleep(50'000);
+    (void)both([this] { return dest_.renew(id_); }, [this](Affected& a) { return a.link->renew(id_); });
+    for (int ms = 0; ms < kLeaseRenewMs && !stop; ms += kStopStepMs) usleep(kStopStepMs * 1000);
   }
 }
 
@@ -764,8 +768,9 @@ void Coordinator::begin(const std::string& container, const std::string& to, std
 wire::Summary Coordinator::migrate(const std::string& container, const std::string& to, std::uint32_t id) {
   const LogScope log(id);
   begin(container, to, id);
-  Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
   std::atomic<bool> stop = false;
+  std::thread progress(with_log_fields([&] { tell_progress(stop); }));
+  Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
   std::thread leases;
   if (s) {
     note("migration " + migration_text(id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
@@ -816,6 +821,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     std::string text = s.error().text;
     for (const auto& f : failed) text += "; while going back: " + f;
     summary_.set_error(text);
+    summary_.set_going_back(touched_ && !failed.empty());
     if (touched_) {
       auto* p = summary_.add_phases();
       p->set_phase("rollback");
@@ -838,6 +844,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     source_.forget(bool(destroyed));
   }
   stop = true;
+  progress.join();
   if (leases.joinable()) leases.join();
   summary_.set_touched(touched_);
   summary_.set_undecided(undecided_);

@@ -219,6 +219,7 @@ class Coordinator {
   void sends(std::uint64_t bytes);
   void say_how_far();
   void look_at_traffic();
+  void tell_progress(std::atomic<bool>& stop);
   void lease(std::atomic<bool>& stop);
 
   std::string peer_of(const SourceQp& q) const;

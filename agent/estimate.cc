@@ -39,6 +39,10 @@ ExpectedStop estimated_stop(const StopParts& p) {
   return stop;
 }
 
+ExpectedStop likely_stop(const std::optional<ExpectedStop>& past, const ExpectedStop& estimate) {
+  return past && estimate.median_ms <= past->most_ms ? *past : estimate;
+}
+
 double link_rate(const std::string& address) {
   const auto colon = address.rfind(':');
   if (colon == address.npos) return 0;

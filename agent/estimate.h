@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// How long a program will stand still, where nothing was moved from here yet by which one could tell.
+// How long a program will stand still, where nothing like it was moved from here yet by which one could tell.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "history.h"
@@ -20,6 +21,10 @@ struct StopParts {
 
 /// With bounds: the least is a fast host that changes nothing meanwhile, the most an emulated one that changes everything.
 ExpectedStop estimated_stop(const StopParts& parts);
+
+/// Of what was not moved from here yet. What others took tells of it, unless it is so much more that they do not.
+/// @param past  of others
+ExpectedStop likely_stop(const std::optional<ExpectedStop>& past, const ExpectedStop& estimate);
 
 /// What the netdev says that leads there, bytes per second. 0: it does not say. @param address  "host:port"
 double link_rate(const std::string& address);

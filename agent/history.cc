@@ -130,16 +130,22 @@ Json expected_json(const ExpectedStop& s) {
 
 std::string expected_text(const ExpectedStop& s) {
   if (s.estimated)
-    return fmt::format("expected stop: about {:.0f} ms, between {:.0f} and {:.0f}: an estimate by memory, QPs and link, as nothing was moved from this host yet", s.median_ms, s.least_ms, s.most_ms);
+    return fmt::format("expected stop: about {:.0f} ms, between {:.0f} and {:.0f}: an estimate by memory, QPs and link, as nothing like it was moved from this host yet", s.median_ms, s.least_ms, s.most_ms);
   return fmt::format("expected stop: {:.0f} ms ({:.0f} to {:.0f} in {} move{} of {})", s.median_ms, s.least_ms, s.most_ms, s.moves, s.moves == 1 ? "" : "s", s.same ? "it" : "other things");
 }
 
 std::string history_text(const std::vector<Json>& entries) {
   if (entries.empty()) return "nothing was migrated from this host yet\n";
-  std::string out = fmt::format("{:8} {:19} {:14} {:18} {:9} {:>7}\n", "ID", "WHEN", "WHAT", "FROM -> TO", "OUTCOME", "STOP ms");
-  for (const auto& s : entries)
-    out += fmt::format("{:8} {:19} {:14} {:18} {:9} {:>7.0f}\n", migration_name(s), local_time(s["begun_ms"].get<std::int64_t>() / 1000), cut(s["container"], 14),
-                       cut(s["from"].get<std::string>() + " -> " + s["to"].get<std::string>(), 18), outcome_of(s), s["service_blackout_ms"].get<double>());
+  constexpr std::size_t kWhat = 14, kWhere = 18;  // columns
+  const std::string below(9, ' ');
+  std::string out = fmt::format("{:8} {:19} {:{}} {:{}} {:9} {:>7}\n", "ID", "WHEN", "WHAT", kWhat, "FROM -> TO", kWhere, "OUTCOME", "STOP ms");
+  for (const auto& s : entries) {
+    const auto what = s["container"].get<std::string>(), where = s["from"].get<std::string>() + " -> " + s["to"].get<std::string>();
+    out += fmt::format("{:8} {:19} {:{}} {:{}} {:9} {:>7.0f}\n", migration_name(s), local_time(s["begun_ms"].get<std::int64_t>() / 1000), cut(what, kWhat), kWhat, cut(where, kWhere), kWhere,
+                       outcome_of(s), s["service_blackout_ms"].get<double>());
+    if (what.size() > kWhat || where.size() > kWhere) out += wrapped(below + what + ": " + where, below.size());
+    if (s["rollback_reason"].is_string()) out += wrapped(below + s["rollback_reason"].get<std::string>(), below.size());
+  }
   return out;
 }
 

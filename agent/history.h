@@ -60,7 +60,7 @@ nlohmann::ordered_json expected_json(const ExpectedStop& stop);
 /// "expected stop: 400 ms (..)"
 std::string expected_text(const ExpectedStop& stop);
 
-/// No line is longer than 80 columns.
+/// A line each, and below it what did not fit into it, and why it went back. No line is longer than 80 columns.
 std::string history_text(const std::vector<nlohmann::ordered_json>& entries);
 
 }  // namespace migr

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "links.h"
 
+#include <chrono>
+
 #include "file_tree.h"
+#include "host_service.h"
 #include "limits.h"
 
 namespace migr {
@@ -70,6 +73,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
   set_deadline(ctx, kUploadMs);
   name_migration(ctx);
   wire::UploadReply reply;
+  const auto began = std::chrono::steady_clock::now();
   auto writer = stub_.Upload(&ctx, &reply);
   wire::UploadChunk chunk;
   chunk.set_id(id);
@@ -86,6 +90,11 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
   writer->WritesDone();
   const Status s = from_grpc(writer->Finish(), name_);
   if (!read) return read;
+  if (!s && s.error().code == ETIMEDOUT) {
+    const auto took_s = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - began).count();
+    return Error{ETIMEDOUT, name_ + ": " + std::to_string(sent / 1'000'000) + " MB were sent in " + std::to_string(took_s) +
+                                " s, and that was not all; if the network has no more, raise upload_ms in \"limits\" of migrd.json on both hosts"};
+  }
   if (s && reply.bytes() != sent)
     return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of images arrived, " + std::to_string(sent) + " were sent"};
   return s;
@@ -109,7 +118,15 @@ Result<wire::Outcome> RpcDestination::outcome(std::uint32_t id) {
 
 Status RpcDestination::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
-Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) { return call(stub_, &P::Find, r, kCallMs, name_); }
+Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) {
+  auto found = call(stub_, &P::Find, r, kCallMs, name_);
+  if (!found || !found->qps_size()) return found;
+  // It takes part: it has to understand all that is to come.
+  const auto v = call(host_, &wire::Host::Stub::Version, wire::Empty(), kCheckMs, name_);
+  if (!v) return v.error();
+  if (auto s = same_version(("migrd on the partner's host " + name_ + ":").c_str(), v->wire(), kWireVersion); !s) return s.error();
+  return found;
+}
 Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepareRequest& r) {
   return call(stub_, &P::Prepare, r, kPrepareMs, name_);
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // migrctl: what people and scripts use. Exit status: 0 done, 1 failed and rolled
-// back, 2 usage, 3 refused before anything was touched.
+// back, 2 usage, 3 refused before anything was touched, 128 + N: a signal ended
+// the display of what migrd goes on with.
 #include <grpcpp/grpcpp.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -76,12 +78,16 @@ int refuse(const Options& o, const std::string& text) { return failed(o, kRefuse
 std::unique_ptr<wire::Control::Stub> control(const Options& o) {
   grpc::ChannelArguments a;
   a.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  set_bulk(a);
   return wire::Control::NewStub(grpc::CreateCustomChannel("unix:" + o.socket, grpc::InsecureChannelCredentials(), a));
 }
 
 int refuse_grpc(const Options& o, const grpc::Status& s) {
   if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
     return refuse(o, "migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")");
+  if (s.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) return refuse(o, "migrd has not answered in time; journalctl -u migrd says what it waits for");
+  if (s.error_code() == grpc::StatusCode::UNIMPLEMENTED)
+    return refuse(o, "the migrd that runs is of another release and does not know this; start it again: systemctl restart migrd");
   return refuse(o, s.error_message());
 }
 
@@ -127,36 +133,64 @@ struct Words {
   const char* gone;       // "N connections to others are gone"
 };
 
+/// As long as there is one, a signal that ends migrctl says that migrd goes on. One that is ignored stays so.
+class OnlyTheDisplayEnds {
+ public:
+  /// @param in_line  something stands in the line that the cursor is in
+  explicit OnlyTheDisplayEnds(bool in_line) {
+    in_line_ = in_line;
+    struct sigaction say{};
+    say.sa_handler = [](int sig) {  // what may be called here is little
+      constexpr char kSaid[] = "\nmigrctl: only this display ends, migrd goes on with it. How it stands: migrctl recover; how it ended: migrctl history\n";
+      const std::size_t from = in_line_ ? 0 : 1;
+      (void)!write(STDERR_FILENO, kSaid + from, sizeof kSaid - 1 - from);
+      _exit(128 + sig);
+    };
+    for (std::size_t i = 0; i < std::size(kSignals); i++)
+      if (!sigaction(kSignals[i], nullptr, &before_[i]) && before_[i].sa_handler != SIG_IGN) sigaction(kSignals[i], &say, nullptr);
+  }
+  OnlyTheDisplayEnds(const OnlyTheDisplayEnds&) = delete;
+  OnlyTheDisplayEnds& operator=(const OnlyTheDisplayEnds&) = delete;
+  ~OnlyTheDisplayEnds() {
+    for (std::size_t i = 0; i < std::size(kSignals); i++) sigaction(kSignals[i], &before_[i], nullptr);
+  }
+
+ private:
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+  static inline volatile sig_atomic_t in_line_ = 0;
+  struct sigaction before_[std::size(kSignals)] {};
+};
+
 // Shows the progress of what migrd does, and how it ends. @param stop_ms  what is expected @return the exit status
 int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
   FILE* out = o.json ? stderr : stdout;  // progress is not data
   std::optional<PhaseLines> lines;
-  lines.emplace(out, isatty(fileno(out)));
+  lines.emplace(out, may_rewrite(fileno(out)));
+  std::optional<OnlyTheDisplayEnds> goes_on;
   wire::Progress p;
   wire::Summary summary;
   bool told = false, began = false;
   while (reader->Read(&p)) {
+    if (!began) goes_on.emplace(isatty(fileno(out)));
     began = true;
     lines->show(p, stop_ms);
-    if (p.has_summary()) summary = p.summary(), told = true;
+    if (p.has_summary()) summary = p.summary(), told = true, goes_on.reset();
   }
+  goes_on.reset();
   const auto s = reader->Finish();
   lines.reset();
   if (!told && began) return failed(o, kFailed, "migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover");
-  if (!told) {
-    if (s.ok() || s.error_code() == grpc::StatusCode::UNAVAILABLE) {
-      if (reader && !s.ok()) return refuse_grpc(o, s);
-      return refuse(o, "migrd ended the stream without a summary; see its log");
-    }
-    return refuse(o, s.error_message());
-  }
+  if (!told) return s.ok() ? refuse(o, "migrd ended the stream without a summary; see its log") : refuse_grpc(o, s);
   const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
   if (o.json) print(status == kDone ? summary_json(summary) : with_error(summary_json(summary), summary.error(), status));
   if (!summary.error().empty()) std::fprintf(stderr, "migrctl: %s\n", summary.error().c_str());
   if (summary.migrated()) {
     if (!o.json) std::fputs(summary_text(summary, words.done, words.gone).c_str(), stdout);
   } else if (summary.touched() && !summary.undecided() && words.undone) {
-    std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
+    if (summary.going_back())
+      std::fprintf(stderr, "migrctl: %s is not all back yet: migrd goes on with that; see: migrctl recover\n", summary.container().c_str());
+    else
+      std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
   }
   return status;
 }
@@ -205,9 +239,9 @@ int cmd_history(const Options& o) {
 }
 
 int cmd_report(const Options& o) {
-  if (!is_root()) return refuse(o, need_root("migrctl report"));
   const auto id = migration_of(o.migration);
-  if (!id) return refuse(o, id.error().text);
+  if (!id) return failed(o, kUsage, id.error().text);
+  if (!is_root()) return refuse(o, need_root("migrctl report"));
   const auto entries = past_migrations(o);
   if (!entries) return refuse(o, entries.error().text);
   const auto summary = find_migration(*entries, *id);
@@ -228,12 +262,12 @@ std::uint64_t nic_bytes(const Options& o, const std::string& container, std::uin
   auto k = KernelRecord::open();
   const auto ctxs = k ? k->contexts() : Result<std::vector<ContextRecord>>(k.error());
   if (!config || !ctxs) return all;
-  const Runtime runtime(*config);
+  const auto container_of = Runtime(*config).containers();
   const auto root = bare_pid(container);
   const auto tree = root ? tree_of(*root) : std::vector<pid_t>();
   std::uint64_t sum = 0;
   for (const auto& c : *ctxs)
-    if (const auto pid = static_cast<pid_t>(c.rec.pid); root ? std::count(tree.begin(), tree.end(), pid) > 0 : runtime.container_of(pid) == container) sum += c.rec.mr_bytes;
+    if (const auto pid = static_cast<pid_t>(c.rec.pid); root ? std::count(tree.begin(), tree.end(), pid) > 0 : container_of(pid) == container) sum += c.rec.mr_bytes;
   return sum;
 }
 
@@ -242,11 +276,12 @@ std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& pla
   const auto& s = plan.summary();
   const auto entries = past_migrations(o);
   if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
-  if (const auto stop = entries ? expected_stop(*entries, s.container()) : std::nullopt) return stop;
+  const auto past = entries ? expected_stop(*entries, s.container()) : std::nullopt;
+  if (past && past->same) return past;
   if (!s.error().empty()) return {};  // what it has is not known
   const auto config = load_config(o.config);
   const Peer* to = config ? config->peer(s.to()) : nullptr;
-  return estimated_stop({plan.memory_bytes(), nic_bytes(o, s.container(), plan.memory_bytes()), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0});
+  return likely_stop(past, estimated_stop({plan.memory_bytes(), nic_bytes(o, s.container(), plan.memory_bytes()), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0}));
 }
 
 // Exit status 0: it would move.
@@ -265,8 +300,8 @@ int show_plan(const Options& o, const wire::PlanReply& plan) {
 }
 
 int cmd_migrate(const Options& o) {
+  if (o.container.empty() == !o.pid) return failed(o, kUsage, "name either a container or, with --pid, a process");
   if (!is_root()) return refuse(o, need_root("migrctl migrate"));
-  if (o.container.empty() == !o.pid) return refuse(o, "name either a container or, with --pid, a process");
   grpc::ClientContext ctx;
   wire::MigrateRequest request;
   request.set_container(o.pid ? bare_name(o.pid) : o.container);
@@ -285,7 +320,7 @@ int cmd_migrate(const Options& o) {
   }
   const auto entries = past_migrations(o);
   const auto stop = entries ? expected_stop(*entries, request.container()) : std::nullopt;
-  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"}, stop ? std::optional(stop->median_ms) : std::nullopt);
+  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"}, stop && stop->same ? std::optional(stop->median_ms) : std::nullopt);
 }
 
 int cmd_checkpoint(const Options& o) {
@@ -308,18 +343,18 @@ int cmd_restore(const Options& o) {
 }
 
 int cmd_recover(const Options& o) {
-  if (!is_root()) return refuse(o, need_root("migrctl recover"));
   wire::RecoverRequest request;
   if (!o.migration.empty()) {
     const auto id = migration_of(o.migration);
-    if (!id) return refuse(o, id.error().text);
+    if (!id) return failed(o, kUsage, id.error().text);
     request.set_id(*id);
   }
   if (o.commit || o.rollback) {
-    if (!request.id()) return refuse(o, "which one? Give the number of the migration; see: migrctl recover");
+    if (!request.id()) return failed(o, kUsage, "which one? Give the number of the migration; see: migrctl recover");
     request.set_order(o.commit ? wire::COMMITTED : wire::UNDONE);
     request.set_force(o.force);
   }
+  if (!is_root()) return refuse(o, need_root("migrctl recover"));
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
   wire::RecoverReply r;
@@ -345,17 +380,17 @@ int cmd_links(const Options& o) {
 }
 
 int order(const Options& o, const char* command, wire::LinkOrder::What what, const char* done) {
-  if (!is_root()) return refuse(o, need_root(command));
   wire::LinkOrder request;
   request.set_what(what);
   std::string device = o.name;
   if (const auto slash = device.rfind('/'); slash != std::string::npos) {
     const std::string port = device.substr(slash + 1);
     if (port.empty() || port.size() > 3 || port.find_first_not_of("0123456789") != std::string::npos || !std::atoi(port.c_str()))
-      return refuse(o, "'" + device + "' is no port: DEVICE or DEVICE/PORT, ports count from 1");
+      return failed(o, kUsage, "'" + device + "' is no port: DEVICE or DEVICE/PORT, ports count from 1");
     request.set_port(static_cast<std::uint32_t>(std::atoi(port.c_str())));
     device.resize(slash);
   }
+  if (!is_root()) return refuse(o, need_root(command));
   request.set_device(device);
   request.set_force(o.force);
   request.set_wait_ms(o.wait_ms);
@@ -390,8 +425,7 @@ int cmd_ps(const Options& o) {
   if (!ctxs) return refuse(o, ctxs.error().text);
   const auto config = load_config(o.config);  // else where runc is by itself
   const Config usual;
-  const Runtime runtime(config ? *config : usual);
-  const auto container_of = [&](pid_t pid) { return runtime.container_of(pid); };
+  const auto container_of = Runtime(config ? *config : usual).containers();
   if (o.json) return print(ps_json(*ctxs, container_of));
   std::fputs(ps_text(*ctxs, container_of).c_str(), stdout);
   return kDone;
@@ -479,7 +513,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
   app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
-  app.add_option("--config", o.config, "migrd's configuration; for doctor, history and report")->capture_default_str();
+  app.add_option("--config", o.config, "migrd's configuration; for doctor, history, report, ps and migrate")->capture_default_str();
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
@@ -505,7 +539,7 @@ int main(int argc, char** argv) {
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
   auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
   migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
-  migrate->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it so often (as long as each time halves what is left)")
+  migrate->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it exactly so often before the stop")
       ->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
@@ -576,5 +610,9 @@ int main(int argc, char** argv) {
     if (e.get_exit_code() && o.json) print(error_json(e.what(), kUsage));
     return app.exit(e) ? kUsage : kDone;
   }
-  return todo ? todo() : kUsage;
+  const int status = todo ? todo() : kUsage;
+  // Who reads half of it must not take it for all: a disk may be full.
+  if (!std::fflush(stdout) && !std::ferror(stdout)) return status;
+  std::fprintf(stderr, "migrctl: standard output could not be written\n");
+  return status == kDone ? kFailed : status;
 }

@@ -140,6 +140,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
     say(p);
   };
   const auto busy_until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kBusyWaitMs);
+  bool touched = false;  // by any of them
   for (int tries = 1;;) {
     const auto pause = random_number();
     if (!id || !pause) return refuse(id ? pause.error() : id.error());
@@ -152,9 +153,11 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
       Coordinator coordinator(move->settings, source, *move->destination, move->links, say);
       summary = coordinator.migrate(r.container(), r.to(), *id);
       host.settle_later(*id);
-      changed = coordinator.try_again() && tries < kMigrateTries;
-      busy = coordinator.busy() && std::chrono::steady_clock::now() < busy_until;
+      // What is not all back yet is no container that could be moved.
+      changed = coordinator.try_again() && !summary.going_back() && tries < kMigrateTries;
+      busy = coordinator.busy() && !summary.going_back() && std::chrono::steady_clock::now() < busy_until;
     }
+    summary.set_touched(touched = touched || summary.touched());
     summary.set_tries(static_cast<std::uint32_t>(tries));
     if (changed)
       note(fmt::format("trying again ({} of {}): {}", ++tries, kMigrateTries, summary.error()));
@@ -361,7 +364,9 @@ int run(const Config& config) {
   set_bulk(outer);
   const auto outer_server = outer.BuildAndStart();
   if (!outer_server) return fail("cannot listen on " + config.listen + " (is it in use?)");
-  self = outer_server->InProcessChannel({});
+  grpc::ChannelArguments bulk;
+  set_bulk(bulk);
+  self = outer_server->InProcessChannel(bulk);
   peers.set_self(self);
 
   const auto inner_server = serve_root(config.control_socket, control);

@@ -4,7 +4,9 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <utility>
 
 #include "file_tree.h"
 #include "hex.h"
@@ -227,10 +229,16 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
   for (const auto& [host, instances] : gone) {
     // Here they were their own.
     const Status s = host.empty() || host == config_.name ? Status() : tell(host, instances);
-    if (s)
-      told(host, instances);
-    else
-      spdlog::warn("numbers of a process that has ended stay reserved on {}: {}; it is told again", host, s.error().text);
+    if (s) told(host, instances);
+    std::lock_guard lock(mutex_);
+    if (s) {
+      said_.erase(host);
+      continue;
+    }
+    // Once: it may be off for days. One that is off is silent in more than one way.
+    const auto& e = s.error();
+    const std::string why = e.code == EHOSTUNREACH || e.code == ETIMEDOUT ? "it is silent" : e.text;
+    if (std::exchange(said_[host], why) != why) spdlog::warn("numbers of a process that has ended stay reserved on {}: {}; it is told again until it has heard", host, e.text);
   }
   return ended;
 }

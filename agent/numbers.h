@@ -82,6 +82,7 @@ class Numbers {
   Status write(const char* name, const std::string& text) const;
   void told(const std::string& host, const std::vector<Instance>& instances);
   const Config& config_;
+  std::map<std::string, std::string> said_;  // of tick(): host, why it was not told
   mutable std::mutex mutex_;
 };
 

@@ -32,7 +32,8 @@ Status from_grpc(const grpc::Status& s, const std::string& host) {
   int err = EIO;
   for (const auto& p : kCodes)
     if (p.code == s.error_code()) err = p.err;
-  std::string text = s.error_message();
+  // gRPC's own words for it say nothing.
+  std::string text = err == ETIMEDOUT ? "no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))" : s.error_message();
   for (char& c : text)
     if (c == '\n') c = ' ';
   return Error{err, host + ": " + text};
@@ -84,6 +85,7 @@ Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
     a.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     a.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
     a.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    set_bulk(a);
     number = in_use.number;
     c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials({in_use.files.ca, in_use.files.key, in_use.files.cert}), a);
   }
@@ -115,8 +117,11 @@ void set_keepalive(grpc::ServerBuilder& b) {
   b.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
 }
 
+// Keys of a million of regions, after the commit: as much as a process may answer. Only those who are allowed to call get so far.
+void set_bulk(grpc::ChannelArguments& a) { a.SetMaxReceiveMessageSize(static_cast<int>(kAnswerBytes)); }
+
 void set_bulk(grpc::ServerBuilder& b) {
-  b.SetMaxReceiveMessageSize(2 * static_cast<int>(kChunkBytes) + (1 << 20));
+  b.SetMaxReceiveMessageSize(static_cast<int>(kAnswerBytes));
   b.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 8 * static_cast<int>(kChunkBytes));
   b.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, static_cast<int>(kChunkBytes));
 }

@@ -57,8 +57,10 @@ void name_migration(grpc::ClientContext& ctx);
 std::uint32_t named_migration(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
 void set_keepalive(grpc::ServerBuilder& b);
 
-/// Images come in large messages, and the sender shall not wait for room after each: gRPC begins with 64 KiB.
+/// Images come in large messages, and the sender shall not wait for room after each: gRPC begins with 64 KiB. Of answers it
+/// takes 4 MiB.
 void set_bulk(grpc::ServerBuilder& b);
+void set_bulk(grpc::ChannelArguments& a);
 
 /// One unary call: call(stub, &Stub::Method, request, limit).
 template <class Stub, class Req, class Rep>

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "phase_lines.h"
 
+#include <algorithm>
+
 #include "summary.h"
+#include "text.h"
 
 namespace migr {
 namespace {
 
 constexpr char kClear[] = "\r\033[K";
+constexpr std::size_t kNameColumns = 11;
 
 }  // namespace
 
@@ -41,7 +45,10 @@ void PhaseLines::going(const wire::Going& g, std::optional<double> stop_ms) {
   if (!live_ && g.ms() - said_ms_ < kEveryMs) return;
   said_ms_ = g.ms();
   name(g.phase());
-  std::fprintf(out_, "%s%s", going_text(g, stop_ms).c_str(), live_ ? "\033[K" : "\n");
+  std::string text = going_text(g, stop_ms);
+  // What goes on in the next line would not be written over; and with the last column full, terminals differ in what they clear.
+  if (live_) text = cut(text, std::max(columns_of(fileno(out_)), kNameColumns + 3) - kNameColumns - 1);
+  std::fprintf(out_, "%s%s", text.c_str(), live_ ? "\033[K" : "\n");
   in_line_ = live_;
 }
 

@@ -13,7 +13,7 @@ namespace migr {
 
 class PhaseLines {
  public:
-  /// @param live  `out` is a terminal
+  /// @param live  `out` is a terminal (may_rewrite() of text.h)
   PhaseLines(FILE* out, bool live) : out_(out), live_(live) {}
   /// In the middle of a phase: whatever is printed next begins a line.
   ~PhaseLines();

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "history.h"
+#include "limits.h"
 #include "text.h"
 
 namespace migr {
@@ -74,11 +75,14 @@ struct TimeAxis {
   }
 };
 
-// Each sample goes from the end of the one before to its own.
+// Each sample goes from the end of the one before to its own. Of a long migration, what was before the first one is not kept: that
+// one is as long as the second, or as one is when nothing happens.
 std::string steps(const TimeAxis& axis, const Json& at, const Json& values, double most, const char* colour) {
   std::string path;
+  const double length = std::max<double>(kTrafficIdlePeriodMs, at.size() > 1 ? at[1].get<double>() - at[0].get<double>() : 0);
+  const double first = at.empty() ? 0 : std::max(0.0, at[0].get<double>() - length);
   for (std::size_t i = 0; i < at.size(); i++)
-    path += fmt::format("{}{:.1f},{:.1f} H{:.1f}", i ? " L" : "M", axis.x(i ? at[i - 1].get<double>() : 0), kTop + kPlot * (1 - values[i].get<double>() / most), axis.x(at[i]));
+    path += fmt::format("{}{:.1f},{:.1f} H{:.1f}", i ? " L" : "M", axis.x(i ? at[i - 1].get<double>() : first), kTop + kPlot * (1 - values[i].get<double>() / most), axis.x(at[i]));
   return fmt::format("<path d=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\"/>\n", path, colour);
 }
 

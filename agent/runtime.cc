@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <map>
 
 #include "limits.h"
 #include "process.h"
@@ -15,11 +16,15 @@
 namespace migr {
 namespace {
 
-bool same_pid_namespace(pid_t a, pid_t b) {
+// Empty: it has ended.
+std::string pid_namespace(pid_t pid) {
   std::error_code ec;
-  const auto of = [&](pid_t p) { return std::filesystem::read_symlink("/proc/" + std::to_string(p) + "/ns/pid", ec); };
-  const auto x = of(a), y = of(b);
-  return !ec && !x.empty() && x == y;
+  return std::filesystem::read_symlink("/proc/" + std::to_string(pid) + "/ns/pid", ec).string();
+}
+
+bool same_pid_namespace(pid_t a, pid_t b) {
+  const auto x = pid_namespace(a);
+  return !x.empty() && x == pid_namespace(b);
 }
 
 bool taken(pid_t pid) { return kill(pid, 0) == 0 || errno == EPERM; }
@@ -46,10 +51,16 @@ bool Runtime::is_still(const std::string& id, const std::string& life) const {
   return pid ? !life.empty() && life_of(*pid) == life : runc_.exists(id);
 }
 
-std::string Runtime::container_of(pid_t pid) const {
+std::function<std::string(pid_t)> Runtime::containers() const {
+  std::map<std::string, std::string> by_namespace;
   for (const auto& id : runc_.ids())
-    if (const pid_t init = runc_.init_pid(id); init > 0 && !same_pid_namespace(init, getpid()) && same_pid_namespace(init, pid)) return id;
-  return "";
+    if (const pid_t init = runc_.init_pid(id); init > 0) by_namespace.emplace(pid_namespace(init), id);
+  by_namespace.erase(pid_namespace(getpid()));  // one without a namespace of its own
+  by_namespace.erase("");
+  return [by_namespace = std::move(by_namespace)](pid_t pid) {
+    const auto c = by_namespace.find(pid_namespace(pid));
+    return c == by_namespace.end() ? std::string() : c->second;
+  };
 }
 
 Status Runtime::name_is_free(const std::string& id) const {

@@ -2,6 +2,8 @@
 // What is migrated, whatever it is: a container by runc, bare processes ("pid:712") by CRIU alone.
 #pragma once
 
+#include <functional>
+
 #include "bare.h"
 #include "runc.h"
 
@@ -20,8 +22,8 @@ class Runtime {
   std::string life(const std::string& id) const;
   /// exists(), and it is that one.
   bool is_still(const std::string& id, const std::string& life) const;
-  /// Of the container that a process is in; empty: none. Does not run runc.
-  std::string container_of(pid_t pid) const;
+  /// Looks at all containers, once. @return of the one that a process is in; empty: none. Does not run runc.
+  std::function<std::string(pid_t)> containers() const;
   /// Error, with what to do about it.
   Status name_is_free(const std::string& id) const;
   /// What it needs is installed.

@@ -78,6 +78,9 @@ std::vector<Instance> instances_of(const journal::Source& r) {
   return out;
 }
 
+// An older migrd did not write down which boot it was.
+bool of_this_boot(const journal::Source& r) { return r.boot().empty() || r.boot() == boot_of_host(); }
+
 }  // namespace
 
 // ---- the host
@@ -93,8 +96,30 @@ std::string SourceHost::folder(std::uint32_t id) const { return config_.state_di
 Status SourceHost::save(std::uint32_t id, const Entry& e) {
   if (auto s = journal_.save(id, e.record); !s) return s;
   std::lock_guard lock(mutex_);
-  entries_[id] = e;
+  auto& kept = entries_[id] = e;
+  kept.written = std::chrono::steady_clock::now();
   return {};
+}
+
+// What is done is written down at once: it is not done again to what may have come meanwhile.
+void SourceHost::note(std::uint32_t id, const journal::Source& r) {
+  if (auto s = journal_.save(id, r); !s) spdlog::error("{}", s.error().text);
+  std::lock_guard lock(mutex_);
+  if (const auto e = entries_.find(id); e != entries_.end()) e->second.record = r;
+}
+
+void SourceHost::forget_settled(std::chrono::steady_clock::duration ago) {
+  std::vector<std::uint32_t> gone;
+  {
+    std::lock_guard lock(mutex_);
+    const auto before = std::chrono::steady_clock::now() - ago;
+    std::erase_if(entries_, [&](const auto& e) {
+      const bool old = e.second.record.settled() && !e.second.running && e.second.written <= before;
+      if (old) gone.push_back(e.first);
+      return old;
+    });
+  }
+  for (const auto id : gone) journal_.remove(id);
 }
 
 Result<SourceHost::Entry> SourceHost::entry(std::uint32_t id) {
@@ -162,6 +187,14 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   if (known == wire::UNKNOWN && destination) {
     const auto told = tell_commit(*destination, id, 0, kResolveStepMs);
     if (told.outcome != wire::OPEN) known = told.outcome;
+  } else if (destination) {
+    // The operator may be wrong, or late: a destination that answers is believed.
+    const auto said = destination->outcome(id);
+    if (said && (*said == wire::COMMITTED || *said == wire::UNDONE) && *said != known) {
+      spdlog::error("{}: the operator's order is not carried out: {} says that it {}", e->record.container(), e->record.destination(),
+                    *said == wire::COMMITTED ? "runs there" : "was undone there and never will run");
+      known = *said;
+    }
   }
   if (known == wire::UNKNOWN) return false;
   if (known == wire::COMMITTED) return true;
@@ -234,17 +267,26 @@ void SourceHost::settle(std::uint32_t id) {
 }
 
 // Each part may be done already.
-Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* destination) {
+Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destination) {
+  auto& r = e.record;
   // The address must be gone there before it comes back here; a destination that is silent lets nothing through.
-  if (destination)
-    if (auto s = destination->abort(id); !s) spdlog::warn("{}", s.error().text);
-  const auto& r = e.record;
+  if (const auto s = destination ? destination->abort(id) : Status(); !s) {
+    spdlog::warn("{}", s.error().text);
+    // It was silent when an operator ordered this, and answers now: as long as nothing runs here it is believed.
+    const auto said = unreachable(s.error()) ? Result<wire::Outcome>(s.error()) : destination->outcome(id);
+    if (said && *said == wire::COMMITTED)
+      if (const auto here = runc_.state(r.container()); !here || here->status != "running") {
+        r.set_outcome(wire::COMMITTED);
+        note(id, r);
+        return Error{EBUSY, "it does not go back: " + r.destination() + " says that it runs there"};
+      }
+  }
   const auto instances = instances_of(r);
   Status first;
   auto also = [&](const Status& s) {
     if (first && !s) first = s;
   };
-  if (runc_.is_still(r.container(), r.began())) {
+  if (of_this_boot(r) && runc_.is_still(r.container(), r.began())) {
     also(runc_.resume(r.container()));
     also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));
@@ -267,7 +309,7 @@ Status SourceHost::take_back(std::uint32_t id, const Entry& e, DestinationLink* 
 }
 
 // The destination and the partners find their way without us if they do not answer now.
-Status SourceHost::finish(std::uint32_t id, const Entry& e, DestinationLink* destination) {
+Status SourceHost::finish(std::uint32_t id, Entry& e, DestinationLink* destination) {
   if (destination) {
     auto keys = destination->rebind(id);
     if (keys) {
@@ -279,20 +321,32 @@ Status SourceHost::finish(std::uint32_t id, const Entry& e, DestinationLink* des
         if (auto link = to_partner_(p); link && (*link)->keys(r)) (void)(*link)->resume(id);
     }
   }
-  return remove(e.record);
+  return remove(id, e.record);
 }
 
-// Twice is as good as once.
-Status SourceHost::remove(const journal::Source& r) {
+// Called until it succeeds; each part is done once, for what has the name afterwards is another one: it may have been started
+// anew, or have come back.
+Status SourceHost::remove(std::uint32_t id, journal::Source& r) {
   const auto instances = instances_of(r);
-  if (auto s = numbers_.leave(instances); !s) return s;
-  // Its process number may be another's by now.
-  Status s = bare_pid(r.container()) && !runc_.is_still(r.container(), r.began()) ? Status() : runc_.remove(r.container());
-  for (std::size_t i = 0; i < instances.size(); i++) {
-    const auto& born = r.processes(static_cast<int>(i)).born();
-    if (auto n = numbers_.left(instances[i], {born.begin(), born.end()}); s && !n) s = n;
+  const bool its_own = !r.removed() && of_this_boot(r);
+  Status s;
+  if (!r.removed()) {
+    if (auto n = numbers_.leave(instances); !n) return n;
+    // Its process number may be another's by now.
+    if (its_own && (!bare_pid(r.container()) || runc_.is_still(r.container(), r.began()))) s = runc_.remove(r.container());
+    r.set_removed(bool(s));
+    if (s) note(id, r);
   }
-  if (auto n = runc_.net("cleanup", r.bundle(), r.container()); s && !n) s = n;
+  for (std::size_t i = 0; i < instances.size(); i++) {
+    auto& p = *r.mutable_processes(static_cast<int>(i));
+    if (p.reserved()) continue;
+    const auto n = numbers_.left(instances[i], {p.born().begin(), p.born().end()});
+    p.set_reserved(bool(n));
+    if (s && !n) s = n;
+  }
+  if (its_own || !runc_.exists(r.container()))
+    if (auto n = runc_.net("cleanup", r.bundle(), r.container()); s && !n) s = n;
+  if (!s) note(id, r);  // else the caller writes it down as settled
   return s;
 }
 
@@ -311,6 +365,8 @@ std::vector<wire::OpenMigration> SourceHost::open_migrations() {
     o.set_begun_s(e.record.begun_s());
     o.set_outcome(e.record.outcome());
     o.set_state(e.running ? "is being migrated" : e.waits_for);
+    if (e.ordered != wire::UNKNOWN)
+      o.set_state(o.state() + (o.state().empty() ? "" : "; ") + "the operator has ordered: " + (e.ordered == wire::COMMITTED ? "--commit" : "--rollback") + " --force");
     out.push_back(o);
   }
   return out;
@@ -504,6 +560,7 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   r.set_container(info_.id);
   r.set_bundle(info_.bundle);
   r.set_began(host_.runc_.life(info_.id));
+  r.set_boot(boot_of_host());
   for (const auto& p : processes_) {
     auto* l = r.add_processes();
     const Instance& i = p.session->instance();
@@ -692,7 +749,7 @@ Status SourceRun::decide(wire::Outcome outcome) {
   return s;
 }
 
-Status SourceRun::destroy() { return host_.remove(entry_.record); }
+Status SourceRun::destroy() { return host_.remove(id_, entry_.record); }
 
 Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) {
   wire::MovesRequest out;

@@ -3,6 +3,7 @@
 // says after a crash what has to be taken back.
 #pragma once
 
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
@@ -40,6 +41,9 @@ class SourceHost final : public Role {
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status renew(std::uint32_t, const Caller&) override { return Error{ENOENT, "not here"}; }
+  void tick() override { forget_settled(kKeepOutcome); }
+  /// Migrations that are settled, and were written down so long ago: in memory and on disk.
+  void forget_settled(std::chrono::steady_clock::duration ago);
   bool claims(const Instance& i) override { return claims_.holder(i); }
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
@@ -53,15 +57,17 @@ class SourceHost final : public Role {
     bool settling = false;
     std::string waits_for;  // of settle()
     wire::Outcome ordered = wire::UNKNOWN;
+    std::chrono::steady_clock::time_point written = std::chrono::steady_clock::now();
   };
   Status save(std::uint32_t id, const Entry& e);
   Result<Entry> entry(std::uint32_t id);
   void settle(std::uint32_t id);
   void tell_settled(std::uint32_t id, const journal::Source& record) const;
   bool find_outcome(std::uint32_t id, DestinationLink* destination);
-  Status take_back(std::uint32_t id, const Entry& e, DestinationLink* destination);
-  Status finish(std::uint32_t id, const Entry& e, DestinationLink* destination);
-  Status remove(const journal::Source& r);
+  Status take_back(std::uint32_t id, Entry& e, DestinationLink* destination);
+  Status finish(std::uint32_t id, Entry& e, DestinationLink* destination);
+  Status remove(std::uint32_t id, journal::Source& r);
+  void note(std::uint32_t id, const journal::Source& r);
   std::string folder(std::uint32_t id) const;
   bool settled(std::uint32_t id);
 

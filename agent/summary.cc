@@ -69,6 +69,7 @@ Json summary_json(const wire::Summary& s) {
           {"to", s.to()},
           {"migrated", s.migrated()},
           {"undecided", s.undecided()},
+          {"going_back", s.going_back()},
           {"tries", s.tries()},
           {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
           {"service_blackout_ms", s.service_blackout_ms()},

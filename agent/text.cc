@@ -2,10 +2,12 @@
 #include "text.h"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 
 namespace migr {
 
@@ -41,6 +43,16 @@ std::string short_bytes(std::uint64_t n) {
 bool may_colour(int fd) {
   const char* no_color = std::getenv("NO_COLOR");
   return isatty(fd) && !(no_color && *no_color);
+}
+
+bool may_rewrite(int fd) {
+  const char* term = std::getenv("TERM");
+  return isatty(fd) && !(term && !std::strcmp(term, "dumb"));
+}
+
+std::size_t columns_of(int fd) {
+  winsize w{};
+  return !ioctl(fd, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : kColumns;
 }
 
 std::string local_time(std::int64_t s) {

@@ -18,6 +18,10 @@ std::string short_count(std::uint64_t n);
 std::string short_bytes(std::uint64_t n);
 /// It is a terminal, and nobody has set NO_COLOR (no-color.org).
 bool may_colour(int fd);
+/// It is a terminal on which a line can be written anew.
+bool may_rewrite(int fd);
+/// Of the terminal. kColumns: it is none, or does not say.
+std::size_t columns_of(int fd);
 /// Date and time here. @param s  since 1970
 std::string local_time(std::int64_t s);
 

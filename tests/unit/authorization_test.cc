@@ -85,6 +85,15 @@ TEST_F(AllowConfig, WhatWouldNotDoWhatItSaysIsAnError) {
   }
 }
 
+TEST_F(AllowConfig, AMissingCommaIsFoundByItsLine) {
+  const auto c = load("{},\n \"listen\": \"0.0.0.0:1\"\n \"metrics\": \"\"");
+  ASSERT_FALSE(c);
+  EXPECT_EQ(c.error().code, EINVAL);
+  EXPECT_TRUE(c.error().text.starts_with(dir + "/migrd.json: parse error at line 3, column ")) << c.error().text;
+  std::ofstream(dir + "/migrd.json") << "[]";
+  EXPECT_EQ(load_config(dir + "/migrd.json").error().text, dir + "/migrd.json is not a JSON object");
+}
+
 TEST_F(AllowConfig, WhereThingsMayGo) {
   const auto open = load("{}");
   EXPECT_TRUE(may_take(*open, "b", "web-1"));

@@ -5,12 +5,15 @@
 #include "agent/limits.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "agent/claims.h"
 #include "agent/peer_link.h"
@@ -72,7 +75,9 @@ struct FakeSource final : Source {
   std::uint64_t memory_bytes = kPreCopyFromBytes;
   bool datagrams = false;  // an unconnected QP
   bool twins = false;      // two more QPs, connected to each other; the second of another process
+  int inspect_ms = 0;
   Result<ContainerInfo> inspect(const std::string& c) override {
+    usleep(static_cast<useconds_t>(inspect_ms) * 1000);
     if (auto s = p.did("s.inspect"); !s) return s.error();
     ContainerInfo i;
     i.id = c;
@@ -150,6 +155,8 @@ struct FakeDestination final : DestinationLink {
   wire::ConnectRequest connected;
   std::uint64_t room = ~0ull;  // for images
   int upload_ms = 0;
+  int renew_ms = 0;
+  std::atomic<int> renewed = 0;
   Status check(const wire::CheckRequest& r) override {
     if (auto s = p.did("d.check"); !s) return s;
     return r.image_bytes() <= room ? Status() : Error{ENOSPC, "played lack of room"};
@@ -216,7 +223,11 @@ struct FakeDestination final : DestinationLink {
     if (p.destination_silent) return Error{EHOSTUNREACH, "silent"};
     return p.destination_says;
   }
-  Status renew(std::uint32_t) override { return p.did("d.renew"); }
+  Status renew(std::uint32_t) override {
+    renewed++;
+    usleep(static_cast<useconds_t>(renew_ms) * 1000);
+    return p.did("d.renew");
+  }
 };
 
 struct FakePartner final : PartnerLink {
@@ -305,7 +316,11 @@ struct FakePartner final : PartnerLink {
     return r;
   }
   Status rollback(std::uint32_t) override { return p.did(name_ + ".rollback"); }
-  Status renew(std::uint32_t) override { return p.did(name_ + ".renew"); }
+  int renew_ms = 0;
+  Status renew(std::uint32_t) override {
+    usleep(static_cast<useconds_t>(renew_ms) * 1000);
+    return p.did(name_ + ".renew");
+  }
   Result<wire::TrafficReply> traffic(std::uint32_t back_ms) override {
     if (auto s = p.did(name_ + ".traffic"); !s) return s.error();
     wire::TrafficReply out;
@@ -443,6 +458,34 @@ TEST(Coordinator, SaysHowFarALongPhaseIs) {
   EXPECT_GE(g.stopped_ms(), g.ms());
 }
 
+TEST(Coordinator, SaysHowFarItIsWhileOneWhoseLeaseIsRenewedIsSilent) {
+  Scene s;
+  s.partner.renew_ms = 3500;
+  s.destination.upload_ms = 2500;
+  ASSERT_TRUE(s.run().migrated());
+  EXPECT_TRUE(std::any_of(s.said.begin(), s.said.end(), [](const auto& p) { return p.has_going() && p.going().phase() == "copy"; }));
+}
+
+TEST(Coordinator, SaysHowFarTheCheckIs) {
+  Scene s;
+  s.source.inspect_ms = 2500;
+  s.play.fail = "d.check";
+  EXPECT_FALSE(s.run().touched());
+  EXPECT_TRUE(std::any_of(s.said.begin(), s.said.end(), [](const auto& p) { return p.has_going() && p.going().phase() == "check"; }));
+  EXPECT_EQ(s.destination.renewed, 0) << "there is no lease yet";
+}
+
+// One after the other, some that are silent would keep the leases of others from being renewed in time.
+TEST(Coordinator, RenewsAllLeasesAtTheSameTime) {
+  Scene s;
+  const int before = std::exchange(kLeaseRenewMs, 50);
+  s.partner.renew_ms = s.destination.renew_ms = 1000;
+  s.destination.upload_ms = 4600;
+  EXPECT_TRUE(s.run().migrated());
+  kLeaseRenewMs = before;
+  EXPECT_GE(s.destination.renewed, 4) << "each 1000 + 50 ms; one after the other, each 2 * 1000 + 50";
+}
+
 TEST(Plan, AsksAndTouchesNothing) {
   Scene s;
   const auto r = s.plan();
@@ -500,6 +543,7 @@ TEST_P(FailedStep, IsTakenBackInReverse) {
   const auto r = s.run();
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("played failure"), std::string::npos) << r.error();
+  EXPECT_FALSE(r.going_back());
   s.expect_order(GetParam().undone);
   for (const auto& n : GetParam().never) EXPECT_FALSE(s.play.has(n)) << n;
   EXPECT_FALSE(s.play.has("s.destroy"));
@@ -850,6 +894,9 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("fault point 'source.copy.begin'"), std::string::npos);
   EXPECT_NE(r.error().find("while going back: thawing"), std::string::npos) << r.error();
+  EXPECT_TRUE(r.touched());
+  EXPECT_TRUE(r.going_back());
+  EXPECT_EQ(summary_json(r)["going_back"], true);
   s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
 }
 

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <pty.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -243,6 +244,20 @@ TEST(Colour, IsForTerminalsOnlyAndNotAgainstNoColor) {
   for (const int fd : {terminal[0], terminal[1], pipes[0], pipes[1], file}) close(fd);
 }
 
+TEST(Rewriting, IsForTerminalsThatCanDoIt) {
+  int terminal[2], pipes[2];
+  ASSERT_EQ(openpty(&terminal[0], &terminal[1], nullptr, nullptr, nullptr), 0);
+  ASSERT_EQ(pipe(pipes), 0);
+  for (const char* term : {"xterm", "dumb", ""}) {
+    setenv("TERM", term, 1);
+    EXPECT_EQ(may_rewrite(terminal[1]), std::string(term) != "dumb") << term;
+    EXPECT_FALSE(may_rewrite(pipes[1]));
+  }
+  unsetenv("TERM");
+  EXPECT_TRUE(may_rewrite(terminal[1])) << "nothing is known of it";
+  for (const int fd : {terminal[0], terminal[1], pipes[0], pipes[1]}) close(fd);
+}
+
 // ---- progress
 
 struct Printed {
@@ -315,6 +330,32 @@ TEST(PhaseLines, OnATerminalALineIsBroughtUpToDate) {
   p.going("copy", 2000);
   p.end("copy", 2500);
   EXPECT_EQ(p.said(), "\rcopy       \rcopy       1 s; stop: about 4 s\033[K\rcopy       2 s; stop: about 4 s\033[K\rcopy          2500.0 ms\033[K\n");
+}
+
+// What is longer than a line goes on in the next one, and is not written over there.
+TEST(PhaseLines, OnANarrowTerminalALineIsCut) {
+  int terminal[2];
+  winsize narrow{};
+  narrow.ws_row = 24, narrow.ws_col = 40;
+  ASSERT_EQ(openpty(&terminal[0], &terminal[1], nullptr, nullptr, &narrow), 0);
+  EXPECT_EQ(columns_of(terminal[1]), 40u);
+  FILE* out = fdopen(terminal[1], "w");
+  ASSERT_NE(out, nullptr);
+  wire::Progress p;
+  auto* g = p.mutable_going();
+  g->set_phase("copy"), g->set_ms(4200), g->set_bytes(412'000'000), g->set_of_bytes(2048'000'000), g->set_bytes_per_s(95'100'000);
+  PhaseLines(out, true).show(p, 3400.0);
+  char said[256] = "";
+  EXPECT_GT(read(terminal[0], said, sizeof said - 1), 0);
+  EXPECT_EQ(std::string(said).substr(0, 40 + 3), "\rcopy       412 of 2048 MB, 95.1 MB/s,..\033[K");
+  narrow.ws_col = 0;
+  ASSERT_EQ(ioctl(terminal[0], TIOCSWINSZ, &narrow), 0);
+  EXPECT_EQ(columns_of(terminal[1]), kColumns) << "it does not say";
+  narrow.ws_col = 3;  // less than a name has
+  ASSERT_EQ(ioctl(terminal[0], TIOCSWINSZ, &narrow), 0);
+  PhaseLines(out, true).show(p, 3400.0);
+  fclose(out);
+  close(terminal[0]);
 }
 
 TEST(PhaseLines, ANoteInTheMiddleHasALineOfItsOwn) {

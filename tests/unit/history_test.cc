@@ -178,6 +178,23 @@ TEST(PastMigrations, TextFitsIntoEightyColumns) {
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 80u) << line;
 }
 
+TEST(PastMigrations, WhatIsCutInATableIsWholeBelow) {
+  const std::string what(20, 'x'), to(15, 'y');
+  auto back = summary(8);
+  back.set_migrated(false), back.set_error("hostB: " + std::string(30, 'r') + " " + std::string(60, 's'));
+  std::istringstream lines(history_text({json_of(7, 1, what), json_of(7, 1, "c", to), summary_json(back), json_of(9)}));
+  std::vector<std::string> all;
+  for (std::string line; std::getline(lines, line);) all.push_back(line);
+  ASSERT_EQ(all.size(), 9u);
+  EXPECT_NE(all[1].find(std::string(12, 'x') + ".. "), std::string::npos) << all[1];
+  EXPECT_EQ(all[2], "         " + what + ": src -> dst");
+  EXPECT_EQ(all[4], "         c: src -> " + to);
+  EXPECT_NE(all[5].find("went back"), std::string::npos) << all[5];
+  EXPECT_EQ(all[6], "         hostB: " + std::string(30, 'r'));
+  EXPECT_EQ(all[7], "         " + std::string(60, 's'));
+  EXPECT_TRUE(all[8].starts_with("00000009")) << all[8];
+}
+
 TEST(ExpectedStop, IsTheMedianOfTheSameContainersMoves) {
   const auto e = expected_stop({json_of(1, 10), json_of(2, 900, "other"), json_of(3, 30), json_of(4, 20)}, "c");
   ASSERT_TRUE(e);
@@ -264,9 +281,20 @@ TEST(EstimatedStop, IsNoFasterThanTheLink) {
   EXPECT_EQ(estimated_stop(p).median_ms, unknown.median_ms);
 }
 
+TEST(EstimatedStop, GivesWayToWhatOthersTookUnlessThereIsMuchMoreToMove) {
+  const auto others = expected_stop({json_of(1, 4000, "a"), json_of(2, 1000, "b")}, "c");
+  const auto little = likely_stop(others, estimated_stop(parts(1 << 20))), much = likely_stop(others, estimated_stop(parts(64ull << 30)));
+  EXPECT_FALSE(little.estimated);
+  EXPECT_EQ(little.median_ms, 2500);
+  EXPECT_TRUE(much.estimated);
+  EXPECT_GT(much.median_ms, 4000);
+  EXPECT_TRUE(likely_stop(std::nullopt, estimated_stop(parts(1 << 20))).estimated) << "there are none";
+}
+
 TEST(EstimatedStop, SaysThatItIsOne) {
   const auto text = expected_text(estimated_stop(parts(1 << 20)));
   EXPECT_NE(text.find("an estimate"), std::string::npos) << text;
+  EXPECT_NE(text.find("nothing like it was moved"), std::string::npos) << text;
   EXPECT_TRUE(expected_json(estimated_stop(parts(1 << 20)))["estimated"]);
   const auto known = *expected_stop({json_of(1, 10)}, "c");
   EXPECT_EQ(expected_text(known), "expected stop: 10 ms (10 to 10 in 1 move of it)");
@@ -331,6 +359,20 @@ TEST(Report, DrawsWhatPartnersHadOfIt) {
   EXPECT_NE(html.find(">80 Mbit/s<"), std::string::npos) << html;
   // 750 ms are 700 px behind 170 px of names, 80 Mbit/s 120 px below 30.
   EXPECT_NE(html.find("M170.0,30.0 H263.3 L263.3,150.0 H356.7 L356.7,90.0 H450.0"), std::string::npos) << html;
+}
+
+TEST(Report, DrawsNothingOfWhatWasBeforeTheFirstSampleThatIsKept) {
+  auto s = summary(7);
+  s.mutable_phases(1)->set_ms(99'950);  // 100 s are 700 px
+  auto* f = s.add_partner_figures();
+  for (const std::uint32_t at_ms : {40'000u, 50'000u, 60'000u}) {
+    auto* sample = f->mutable_traffic()->add_samples();
+    sample->set_at_ms(at_ms), sample->set_length_us(10'000'000), sample->set_rx_bytes(100'000'000);
+  }
+  const auto html = report_html(summary_json(s));
+  EXPECT_NE(html.find("M380.0,30.0 H450.0 L450.0,30.0 H520.0"), std::string::npos) << html;
+  f->mutable_traffic()->mutable_samples()->DeleteSubrange(1, 2);
+  EXPECT_NE(report_html(summary_json(s)).find("M443.0,30.0 H450.0"), std::string::npos) << "one of when nothing happened";
 }
 
 TEST(Report, LoadsNothing) {

@@ -65,12 +65,16 @@ for c in $(commands_of); do
 done
 [ $n -gt 15 ] || not_ok "migrctl --help names no commands"
 
-# A wrong command line, whether or not --json has been read by then.
-for line in "migrate c --json" "--json" "show no --json" "show --json --none 7" "links prefer --json rxe0 --none" "migrate --to dst --json --drain-limit 0 c" "nothing --json"; do
-	# shellcheck disable=SC2086 # words
-	asked root $line
-	[ $status = 2 ] && jq -e '(.error | length > 3) and .status == 2' "$dir/out.json" >/dev/null || not_ok "$line: $status $(cat "$dir/out.json")"
-	[ -s "$dir/err" ] || not_ok "$line: no sentence on standard error"
+# A wrong command line, whether or not --json has been read by then, and whoever asks.
+for line in "migrate c --json" "--json" "show no --json" "show --json --none 7" "links prefer --json rxe0 --none" "migrate --to dst --json --drain-limit 0 c" "nothing --json" \
+	"migrate --to dst --json" "recover --commit --json" "recover --rollback --force --json" "recover web --json" "report 123456789 --json" "report 0x --json" \
+	"link down rxe0/0 --json" "link up rxe0/ --json" "links prefer rxe0/one --json"; do
+	for user in "${users[@]}"; do
+		# shellcheck disable=SC2086 # words
+		asked "$user" $line
+		[ $status = 2 ] && jq -e '(.error | length > 3) and .status == 2' "$dir/out.json" >/dev/null || not_ok "as $user, $line: $status $(cat "$dir/out.json")"
+		[ -s "$dir/err" ] || not_ok "as $user, $line: no sentence on standard error"
+	done
 done
 asked root migrate c
 [ $status = 2 ] && [ ! -s "$dir/out.json" ] || not_ok "without --json: $status $(cat "$dir/out.json")"
@@ -81,6 +85,11 @@ for pid in web 0 12x 4294967297 2147483648; do
 	asked root show "$pid"
 	[ $status = 2 ] && grep -q "no process number" "$dir/err" || not_ok "show $pid: $status $(cat "$dir/err")"
 done
+
+# What could not be written is not done.
+"$ctl" --socket "$dir/no.sock" version >/dev/full 2>"$dir/err"
+status=$?
+[ $status = 1 ] && grep -q "standard output" "$dir/err" || not_ok "version on a full disk: $status $(cat "$dir/err")"
 
 # What works without a host.
 asked root pki init "$dir/ca" --json

@@ -3,8 +3,12 @@
 #include "agent/numbers.h"
 
 #include <gtest/gtest.h>
+#include <spdlog/details/null_mutex.h>
+#include <spdlog/sinks/base_sink.h>
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 
@@ -91,7 +95,7 @@ struct Guests : ::testing::Test {
   Status tell(const std::string& host, const std::vector<Instance>& all) {
     told.push_back(host);
     EXPECT_EQ(all, std::vector{a});
-    return silent.contains(host) ? Status(Error{EHOSTUNREACH, host + " is silent"}) : Status();
+    return silent.contains(host) ? Status(Error{says, host + " is silent"}) : Status();
   }
   void tick() {
     told.clear();
@@ -102,6 +106,7 @@ struct Guests : ::testing::Test {
   Config config;
   Numbers numbers{config};
   std::set<std::string> silent;
+  int says = EHOSTUNREACH;
   std::vector<std::string> told;
 };
 
@@ -121,6 +126,44 @@ TEST_F(Guests, EveryBirthHostIsToldUntilItHasHeard) {
   EXPECT_EQ(text("born.json"), "{}");
   tick();
   EXPECT_TRUE(told.empty());
+}
+
+/// What is warned of, instead of standard error.
+class Warnings : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
+ public:
+  static std::shared_ptr<Warnings> begin() {
+    auto sink = std::make_shared<Warnings>();
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", sink));
+    return sink;
+  }
+  std::vector<std::string> said;
+
+ private:
+  void sink_it_(const spdlog::details::log_msg& m) override {
+    if (m.level == spdlog::level::warn) said.emplace_back(m.payload.data(), m.payload.size());
+  }
+  void flush_() override {}
+};
+
+TEST_F(Guests, OfABirthHostThatIsOffItIsSaidOnce) {
+  const auto warnings = Warnings::begin();
+  ASSERT_TRUE(numbers.arrive({a}, {10}));
+  ASSERT_TRUE(numbers.note_guest(a, {"first", "second"}, 0));
+  silent = {"first", "second"};
+  for (int i = 0; i < 5; i++) tick();
+  ASSERT_EQ(warnings->said.size(), 2u) << "one of each";
+  EXPECT_NE(warnings->said[0].find("reserved on first: first is silent"), std::string::npos) << warnings->said[0];
+  for (const int code : {ETIMEDOUT, EHOSTUNREACH, ETIMEDOUT, EPERM, EPERM}) {
+    says = code;
+    tick();
+  }
+  EXPECT_EQ(warnings->said.size(), 4u) << "a reason of another kind";
+  silent = {"second"};
+  tick();
+  ASSERT_TRUE(numbers.note_guest(a, {"first", "second"}, 0));
+  silent.insert("first");
+  tick();
+  EXPECT_EQ(warnings->said.size(), 5u) << "first had heard";
 }
 
 TEST_F(Guests, WhoLivesOrHasLeftHasNotEnded) {

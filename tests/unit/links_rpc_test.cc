@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// The coordinator's links, to played migrds: of another version, silent, with much to say.
+#include "agent/links.h"
+
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "agent/limits.h"
+
+namespace {
+
+using namespace migr;
+
+struct FakeHost final : wire::Host::Service {
+  std::uint32_t wire = kWireVersion;
+  int asked = 0;
+  grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override {
+    asked++;
+    out->set_wire(wire);
+    return grpc::Status::OK;
+  }
+};
+
+struct FakePartner final : wire::Partner::Service {
+  bool has_any = true;
+  int keys = 0;
+  grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply* out) override {
+    if (has_any) out->add_qps()->set_pqpn(7);
+    return grpc::Status::OK;
+  }
+  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::Empty*) override {
+    keys = r->keys(0).vrkey_size();
+    return grpc::Status::OK;
+  }
+};
+
+struct FakeDestination final : wire::Destination::Service {
+  static constexpr int kMany = 1'000'000;
+  grpc::Status Rebind(grpc::ServerContext*, const wire::Migration*, wire::CommitReply* out) override {
+    auto* k = out->add_keys();
+    for (std::uint32_t i = 0; i < kMany; i++) k->add_vrkey(i), k->add_prkey(~i);
+    return grpc::Status::OK;
+  }
+  // Never has enough.
+  grpc::Status Upload(grpc::ServerContext* ctx, grpc::ServerReader<wire::UploadChunk>* reader, wire::UploadReply*) override {
+    wire::UploadChunk c;
+    while (reader->Read(&c)) {
+    }
+    while (!ctx->IsCancelled()) usleep(10'000);
+    return grpc::Status::CANCELLED;
+  }
+  grpc::Status Commit(grpc::ServerContext* ctx, const wire::Migration*, wire::Empty*) override {
+    while (!ctx->IsCancelled()) usleep(10'000);
+    return grpc::Status::CANCELLED;
+  }
+};
+
+struct Links : ::testing::Test {
+  void SetUp() override {
+    grpc::ServerBuilder b;
+    b.RegisterService(&host);
+    b.RegisterService(&partner);
+    b.RegisterService(&destination);
+    set_bulk(b);
+    server = b.BuildAndStart();
+    grpc::ChannelArguments bulk;
+    set_bulk(bulk);
+    channel = server->InProcessChannel(bulk);
+  }
+  void TearDown() override { server->Shutdown(); }
+  FakeHost host;
+  FakePartner partner;
+  FakeDestination destination;
+  std::unique_ptr<grpc::Server> server;
+  std::shared_ptr<grpc::Channel> channel;
+};
+
+TEST_F(Links, APartnerOfAnotherVersionIsRefusedByName) {
+  RpcPartner link(channel, "peer");
+  EXPECT_TRUE(link.find({}));
+  host.wire = kWireVersion + 1;
+  const auto found = link.find({});
+  ASSERT_FALSE(found);
+  EXPECT_EQ(found.error().code, EBUSY);
+  const std::string said = "migrd on the partner's host peer: version " + std::to_string(kWireVersion) + " here, " + std::to_string(kWireVersion + 1) + " there";
+  EXPECT_TRUE(found.error().text.starts_with(said)) << found.error().text;
+}
+
+TEST_F(Links, WhoHasNoPartnerMayHaveAnyVersion) {
+  host.wire = kWireVersion + 1;
+  partner.has_any = false;
+  EXPECT_TRUE(RpcPartner(channel, "peer").find({}));
+  EXPECT_EQ(host.asked, 0);
+}
+
+TEST_F(Links, KeysOfAMillionRegionsGetThrough) {
+  const auto reply = RpcDestination(channel, "dst").rebind(1);
+  ASSERT_TRUE(reply) << reply.error().text;
+  ASSERT_EQ(reply->keys_size(), 1);
+  EXPECT_EQ(reply->keys(0).prkey_size(), FakeDestination::kMany);
+  wire::KeysRequest r;
+  *r.mutable_keys() = reply->keys();
+  const auto s = RpcPartner(channel, "peer").keys(r);
+  ASSERT_TRUE(s) << s.error().text;
+  EXPECT_EQ(partner.keys, FakeDestination::kMany);
+}
+
+TEST_F(Links, SilenceIsSaidInOurOwnWords) {
+  kCommitMs = 200;
+  const auto s = RpcDestination(channel, "dst").commit(1);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ETIMEDOUT);
+  EXPECT_TRUE(unreachable(s.error()));
+  EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
+}
+
+TEST_F(Links, ASlowUploadSaysHowFarItGot) {
+  kUploadMs = 500;
+  char dir[] = "/tmp/links_rpc_test.XXXXXX";
+  ASSERT_NE(mkdtemp(dir), nullptr);
+  std::ofstream(std::string(dir) + "/core.img") << std::string(3'000'000, 'x');
+  Sent sent;
+  const auto s = RpcDestination(channel, "dst").upload(1, dir, 0, all_written, sent);
+  std::filesystem::remove_all(dir);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ETIMEDOUT);
+  EXPECT_TRUE(s.error().text.starts_with("dst: ")) << s.error().text;
+  EXPECT_NE(s.error().text.find(" MB were sent in "), std::string::npos) << s.error().text;
+  EXPECT_TRUE(s.error().text.ends_with(" s, and that was not all; if the network has no more, raise upload_ms in \"limits\" of migrd.json on both hosts")) << s.error().text;
+}
+
+}  // namespace

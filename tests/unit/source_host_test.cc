@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What a source finishes or takes back by itself, with a played runc, network hook and destination: whatever has the name of
+// what went and is not it stays as it is, and no order of an operator makes two of one.
+#include "agent/source_host.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <future>
+#include <iterator>
+#include <optional>
+#include <sstream>
+
+#include "agent/limits.h"
+#include "agent/process.h"
+
+namespace {
+
+using namespace migr;
+namespace fs = std::filesystem;
+
+constexpr std::uint32_t kId = 0x1234;
+const Error kSilent{EHOSTUNREACH, "played silence"};
+
+/// Of the destination. Without anything it lets the container run when it is told to.
+struct Played {
+  std::function<void()> told_to_commit;  // it does not answer that
+  std::optional<wire::Outcome> says;     // later
+  std::atomic<int> asked = 0;
+};
+
+struct FakeDestination final : DestinationLink {
+  explicit FakeDestination(Played& played) : p(played) {}
+  Played& p;
+  Status check(const wire::CheckRequest&) override { return {}; }
+  Result<wire::PrepareReply> prepare(const wire::PrepareHeader&, const std::string&, Sent&) override { return kSilent; }
+  Result<wire::PrepareReply> create(std::uint32_t) override { return kSilent; }
+  Status connect(const wire::ConnectRequest&) override { return {}; }
+  Status upload(std::uint32_t, const std::string&, unsigned, const Written&, Sent&) override { return {}; }
+  Status attach_network(std::uint32_t) override { return {}; }
+  Status full_restore(std::uint32_t) override { return {}; }
+  Status ready(std::uint32_t) override { return {}; }
+  Status commit(std::uint32_t) override {
+    if (!p.told_to_commit) return {};
+    p.told_to_commit();
+    return kSilent;
+  }
+  Result<wire::CommitReply> rebind(std::uint32_t) override { return wire::CommitReply(); }
+  Result<wire::ResumeReply> resume(std::uint32_t) override { return wire::ResumeReply(); }
+  Status abort(std::uint32_t) override { return p.says == wire::COMMITTED ? Status(Error{EBUSY, "the container runs here already"}) : Status(); }
+  Result<wire::Outcome> outcome(std::uint32_t) override {
+    if (p.asked++ == 0 || !p.says) return kSilent;
+    return *p.says;
+  }
+  Status renew(std::uint32_t) override { return {}; }
+};
+
+struct ASource : ::testing::Test {
+  static std::string made() {
+    char name[] = "/tmp/source_host_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  Config config_in_root() const {
+    Config c;
+    c.name = "src";
+    c.state_dir = root + "/state";
+    c.run_dir = root + "/run";
+    c.runc = root + "/runc";
+    c.runc_root = root + "/containers";
+    c.net_hook = root + "/net";
+    return c;
+  }
+  void SetUp() override {
+    kResolveStepMs = 100;
+    script("runc", "[ \"$3\" != delete ] || rm -rf \"$2/$5\"\n[ \"$3\" != state ] || echo '{\"status\": \"running\", \"pid\": 1}'\n");
+    script("net", "[ ! -e " + root + "/net-fails ]\n");
+    fs::create_directories(root + "/bundle");
+    std::ofstream(root + "/bundle/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
+    start_container();
+  }
+  void TearDown() override { fs::remove_all(root); }
+  /// Its arguments go to NAME.log.
+  void script(const std::string& name, const std::string& does) const {
+    std::ofstream(root + "/" + name) << "#!/bin/sh\necho \"$*\" >>" << root << "/" << name << ".log\n"
+                                     << does;
+    ASSERT_EQ(chmod((root + "/" + name).c_str(), 0755), 0);
+  }
+  void start_container() const { fs::create_directories(root + "/containers/web"); }
+  bool there() const { return fs::exists(root + "/containers/web"); }
+  /// How often `name` was called to do that.
+  int did(const std::string& name, const std::string& what) const {
+    int n = 0;
+    std::ifstream in(root + "/" + name + ".log");
+    for (std::string line; std::getline(in, line);) {
+      std::istringstream words(line);
+      n += static_cast<int>(std::count(std::istream_iterator<std::string>(words), {}, what));
+    }
+    return n;
+  }
+  journal::Source record(wire::Outcome outcome, const std::string& boot = boot_of_host()) const {
+    journal::Source r;
+    r.set_outcome(outcome);
+    r.set_container("web");
+    r.set_bundle(root + "/bundle");
+    r.set_destination("dst");
+    r.set_boot(boot);
+    return r;
+  }
+  std::string file(std::uint32_t id) const { return root + "/state/journal/source/" + migration_text(id) + ".json"; }
+  /// As a migrd does that finds this after its start.
+  void begin(const journal::Source& r, std::uint32_t id = kId) {
+    ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(id, r));
+    host.set_settled([this](const wire::Summary& s) { end.set_value(s); });
+    host.recover();
+  }
+  wire::Summary settled() {
+    auto s = end.get_future();
+    if (s.wait_for(std::chrono::seconds(20)) == std::future_status::ready) return s.get();
+    ADD_FAILURE() << "not settled";
+    std::fflush(nullptr);
+    _exit(1);  // its thread goes on with what is here
+  }
+  wire::Summary settle(const journal::Source& r) {
+    begin(r);
+    return settled();
+  }
+
+  const std::string root = made();
+  Played destination;
+  const Config config = config_in_root();
+  SessionTable sessions;
+  Claims claims;
+  Numbers numbers{config};
+  Directory directory{config};
+  std::promise<wire::Summary> end;
+  SourceHost host{config, sessions, claims, numbers, directory, [this](const std::string&) -> Result<std::unique_ptr<DestinationLink>> { return std::unique_ptr<DestinationLink>(new FakeDestination(destination)); }, [](const std::string& name) { return Error{ENOENT, name}; }};
+};
+
+TEST_F(ASource, RemovesWhatWasCommitted) {
+  EXPECT_TRUE(settle(record(wire::COMMITTED)).migrated());
+  EXPECT_FALSE(there());
+  EXPECT_EQ(did("net", "cleanup"), 1);
+  EXPECT_EQ(did("runc", "resume"), 0);
+}
+
+TEST_F(ASource, TakesBackWhatWasNot) {
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  EXPECT_TRUE(there());
+  EXPECT_EQ(did("runc", "resume"), 1);
+  EXPECT_EQ(did("net", "attach"), 1);
+}
+
+TEST_F(ASource, SinceABootWhatHasTheNameIsAnotherAndIsNotRemoved) {
+  EXPECT_TRUE(settle(record(wire::COMMITTED, "another boot")).migrated());
+  EXPECT_TRUE(there());
+  EXPECT_EQ(did("runc", "delete"), 0);
+  EXPECT_EQ(did("net", "cleanup"), 0) << "the network is that one's";
+}
+
+TEST_F(ASource, SinceABootTheNetworkOfWhatWentIsTidiedUpIfNobodyHasTheName) {
+  fs::remove_all(root + "/containers/web");
+  EXPECT_TRUE(settle(record(wire::COMMITTED, "another boot")).migrated());
+  EXPECT_EQ(did("net", "cleanup"), 1);
+}
+
+TEST_F(ASource, SinceABootWhatHasTheNameIsAnotherAndIsNotTakenBack) {
+  EXPECT_FALSE(settle(record(wire::OPEN, "another boot")).migrated());
+  EXPECT_EQ(did("runc", "resume"), 0);
+  EXPECT_EQ(did("net", "attach"), 0);
+}
+
+TEST_F(ASource, OfAnOlderMigrdTheBootIsNotKnown) {
+  settle(record(wire::COMMITTED, ""));
+  EXPECT_FALSE(there());
+}
+
+// The bundle may be gone, and then that fails for ever.
+TEST_F(ASource, WhatComesBackIsNotRemovedByARepeat) {
+  std::ofstream(root + "/net-fails") << "";
+  begin(record(wire::COMMITTED));
+  for (int i = 0; i < 200 && !did("net", "cleanup"); i++) usleep(50'000);
+  EXPECT_FALSE(there());
+  start_container();
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(settled().migrated());
+  EXPECT_TRUE(there());
+  EXPECT_EQ(did("runc", "delete"), 1);
+}
+
+TEST_F(ASource, WhatComesBackIsNotRemovedByAMigrdThatIsStartedAgain) {
+  auto r = record(wire::COMMITTED);
+  r.set_removed(true);
+  EXPECT_TRUE(settle(r).migrated());
+  EXPECT_TRUE(there());
+  EXPECT_EQ(did("net", "cleanup"), 0);
+}
+
+// ---- an operator's order
+
+struct Ordered {
+  const char* name;
+  wire::Outcome order;
+  std::optional<wire::Outcome> says;  // the destination, when it answers
+  bool migrated;
+};
+
+class AnOrder : public ASource, public ::testing::WithParamInterface<Ordered> {};
+
+TEST_P(AnOrder, IsCarriedOutIfTheDestinationDoesNotSayOtherwise) {
+  const auto& c = GetParam();
+  destination.says = c.says;
+  destination.told_to_commit = [&] {
+    EXPECT_FALSE(host.order(kId, c.order, false)) << "not without --force";
+    EXPECT_TRUE(host.order(kId, c.order, true));
+    const auto open = host.open_migrations();
+    ASSERT_EQ(open.size(), 1u);
+    EXPECT_NE(open[0].state().find(c.order == wire::COMMITTED ? "ordered: --commit --force" : "ordered: --rollback --force"), std::string::npos) << open[0].state();
+  };
+  EXPECT_EQ(settle(record(wire::COMMITTED)).migrated(), c.migrated);
+  EXPECT_EQ(there(), !c.migrated);
+  EXPECT_EQ(did("runc", "resume"), c.migrated ? 0 : 1);
+  EXPECT_EQ(did("runc", "delete"), c.migrated ? 1 : 0);
+  EXPECT_EQ(host.outcome(kId).outcome(), c.migrated ? wire::COMMITTED : wire::UNDONE);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    SourceHost, AnOrder,
+    ::testing::Values(Ordered{"rollback_of_what_runs_there", wire::UNDONE, wire::COMMITTED, true}, Ordered{"commit_of_what_was_undone_there", wire::COMMITTED, wire::UNDONE, false},
+                      Ordered{"rollback_and_silence", wire::UNDONE, {}, false}, Ordered{"commit_and_silence", wire::COMMITTED, {}, true},
+                      Ordered{"rollback_of_what_is_open_there", wire::UNDONE, wire::OPEN, false}, Ordered{"commit_of_what_is_forgotten_there", wire::COMMITTED, wire::UNKNOWN, true},
+                      Ordered{"rollback_of_what_was_undone_there", wire::UNDONE, wire::UNDONE, false}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+// The destination was silent when it was ordered, and answers when it is to be taken back.
+TEST_F(ASource, WhatRunsThereIsNotLetRunHereByAnOrderOfBefore) {
+  script("runc", "[ \"$3\" != delete ] || rm -rf \"$2/$5\"\n[ \"$3\" != state ] || echo '{\"status\": \"paused\", \"pid\": 1}'\n");
+  destination.says = wire::COMMITTED;
+  destination.asked = 1;
+  EXPECT_TRUE(settle(record(wire::UNDONE)).migrated());
+  EXPECT_EQ(did("runc", "resume"), 0);
+  EXPECT_FALSE(there());
+}
+
+// ---- how long it is kept
+
+TEST_F(ASource, WhatIsSettledIsForgottenAfterAWhile) {
+  auto r = record(wire::COMMITTED);
+  r.set_settled(true);
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(7, r));
+  destination.told_to_commit = [] {};
+  begin(record(wire::COMMITTED));
+  host.tick();
+  EXPECT_EQ(host.outcome(7).outcome(), wire::COMMITTED) << "others may ask";
+  EXPECT_TRUE(fs::exists(file(7)));
+  host.forget_settled(std::chrono::seconds(0));
+  EXPECT_EQ(host.outcome(7).outcome(), wire::UNKNOWN);
+  EXPECT_FALSE(fs::exists(file(7)));
+  EXPECT_EQ(host.outcome(kId).outcome(), wire::COMMITTED) << "it is open";
+  EXPECT_TRUE(fs::exists(file(kId)));
+  EXPECT_TRUE(host.order(kId, wire::UNDONE, true));
+  settled();
+}
+
+}  // namespace
