@@ -192,6 +192,7 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
   std::string text = s.error().text;
   if (!out.empty()) text += "; runc: " + out;
   if (!line.empty()) text += "; CRIU: " + line;
+  if (line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
   return Error{s.error().code, text};
 }
 
@@ -702,7 +703,8 @@ void DestinationHost::abort(Job& job, const std::string& why) {
     fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
     fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
     if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
-    if (job.record.made_bundle()) fs::remove_all(job.bundle, ec);
+    if (job.record.made_bundle())  // a restore that was killed has left mounts in it
+      if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
   }
   job.outcome = wire::UNDONE;
   job.finished = true;

@@ -67,6 +67,8 @@ void judge_kernel(Judge& j, const wire::HostFacts& f) {
 void judge_criu(Judge& j, const wire::HostFacts& f) {
   if (f.criu().error().empty() && version_numbers(f.criu().version()) < std::pair{3, 17})
     j.fail("criu", f.criu().version() + ", " + f.criu().path(), "install CRIU 3.17 or later: before it there are no hooks for RDMA");
+  else if (f.criu().error().empty() && version_numbers(f.criu().version()) >= std::pair{4, 2})
+    j.warn("criu", f.criu().version() + ", " + f.criu().path(), "use CRIU 3.17 to 4.1: a later one reads the checkpoint before it asks plugins, so that nothing can be made ahead of it");
   else
     j.part("criu", f.criu(), "install the package criu, or say in migrd.json where it is (\"criu\")");
   j.part("plugin", f.plugin(), "copy migr_plugin.so there, or say in migrd.json where it is (\"criu_libs\")");

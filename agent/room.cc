@@ -33,6 +33,9 @@ std::string driver_name(std::uint32_t id) {
   }
 }
 
+/// Of a QP that names none: any will do.
+const std::string kNoGid = std::string(10, '\0') + "\xff\xff" + std::string(4, '\0');
+
 std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
 
 }  // namespace
@@ -77,11 +80,11 @@ void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
     if (q.flags & MIGR_QP_FORMER) continue;
     wire::NeededPort p;
     const std::string gid(reinterpret_cast<const char*>(q.ah.sgid), sizeof q.ah.sgid);
-    const bool known = gid.find_first_not_of('\0') != std::string::npos;  // else the usual kind, as migr_rst_gid_find() has it
+    const bool known = gid.find_first_not_of('\0') != std::string::npos;  // else RoCE v2 of any family, as migr_rst_gid_find() has it
     p.set_port(q.port_num ? q.port_num : 1);
     p.set_connected(q.qp_state == kRtr || q.qp_state == kRts);
     p.set_roce_v2(!known || q.ah.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
-    p.set_gid(known ? gid : std::string(10, '\0') + "\xff\xff" + std::string(4, '\0'));
+    p.set_gid(known ? gid : kNoGid);
     if (p.connected() && q.qp_type != kUd) p.set_mtu(q.path_mtu);
     p.set_vqpn(q.vqpn);
     const auto same = std::find_if(n.ports().begin(), n.ports().end(), [&](const auto& o) {
@@ -137,7 +140,7 @@ Status fits(const wire::Needs& n, const Room& room) {
     if (p.mtu() > port.active_mtu)
       lacks(fmt::format("an MTU of {} on port {} ({}), which has {}: raise the MTU of its interface", mtu_bytes(p.mtu()), p.port(), qp, mtu_bytes(port.active_mtu)));
     const bool has_gid = std::any_of(room.gids.begin(), room.gids.end(), [&](const auto& g) {
-      return g.port() == p.port() && g.roce_v2() == p.roce_v2() && (g.gid() == p.gid() || gid_family(g.gid()) == gid_family(p.gid()));
+      return g.port() == p.port() && g.roce_v2() == p.roce_v2() && (p.gid() == kNoGid || g.gid() == p.gid() || gid_family(g.gid()) == gid_family(p.gid()));
     });
     if (!has_gid)
       lacks(fmt::format("a {} GID of the family {} on port {} ({}): give its interface an address", p.roce_v2() ? "RoCE v2" : "IB/RoCE v1",

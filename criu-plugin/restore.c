@@ -228,7 +228,7 @@ int restore_init(void)
 	if (ret == -ENOENT)
 		return 0;
 	if (!ret && (!inherit_fd_add || !inherit_fd_lookup_id)) {
-		snprintf(err.text, sizeof(err.text), "this criu does not export inherit_fd_add: use 3.17 to 4.2");
+		snprintf(err.text, sizeof(err.text), "this criu does not export inherit_fd_add: use 3.17 to 4.1");
 		ret = -EOPNOTSUPP;
 	}
 	if (!ret) {

@@ -63,7 +63,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 {
 	static const uint8_t zero[16];
 	struct ib_uverbs_gid_entry table[MIGR_RST_GIDS];
-	/* A QP that was never connected names no GID: the usual kind is RoCE v2 over IPv4. */
+	/* A QP that was never connected names no GID: RoCE v2, over IPv4 if there is one. */
 	int known = memcmp(like->sgid, zero, 16) != 0;
 	int want_v2 = !known || like->gid_type == IB_UVERBS_GID_TYPE_ROCE_V2;
 	int want_family = known ? migr_gid_family(like->sgid) : 0;
@@ -79,7 +79,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 		    (table[i].gid_type == IB_UVERBS_GID_TYPE_ROCE_V2) != want_v2)
 			continue;
 		/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
-		score = known && !memcmp(g, like->sgid, 16) ? 2 : migr_gid_family(g) == want_family;
+		score = known && !memcmp(g, like->sgid, 16) ? 3 : migr_gid_family(g) == want_family ? 2 : !known;
 		if (score > best) {
 			best = score;
 			*index = table[i].gid_index;

@@ -494,7 +494,8 @@ static int write_all(int fd, const uint8_t *p, size_t n)
 	return 0;
 }
 
-static int store(int dirfd, const char *name, const void *buf, size_t len, struct migr_rst_err *err)
+/* @lasting: it is needed after the host has lost its power, too. */
+static int store(int dirfd, const char *name, const void *buf, size_t len, int lasting, struct migr_rst_err *err)
 {
 	char tmp[64];
 	int ret, fd;
@@ -505,7 +506,7 @@ static int store(int dirfd, const char *name, const void *buf, size_t len, struc
 	if (fd < 0)
 		return rst_fail(err, errno, "cannot create %s: %s", name, strerror(errno));
 	ret = write_all(fd, buf, len);
-	if (!ret && fsync(fd))
+	if (!ret && lasting && fsync(fd))
 		ret = -errno;
 	if (close(fd) && !ret)
 		ret = -errno;
@@ -515,7 +516,7 @@ static int store(int dirfd, const char *name, const void *buf, size_t len, struc
 		unlinkat(dirfd, tmp, 0);
 		return rst_fail(err, -ret, "cannot write %s: %s", name, strerror(-ret));
 	}
-	if (fsync(dirfd) && errno != EINVAL && errno != EBADF)
+	if (lasting && fsync(dirfd) && errno != EINVAL && errno != EBADF)
 		return rst_fail(err, errno, "cannot sync the folder of %s: %s", name, strerror(errno));
 	return 0;
 }
@@ -573,7 +574,7 @@ int migr_rst_write(const struct migr_rst_image *img, int dirfd, struct migr_rst_
 
 	if (ret)
 		return ret;
-	ret = store(dirfd, MIGR_RST_IMAGE_NAME, buf, len, err);
+	ret = store(dirfd, MIGR_RST_IMAGE_NAME, buf, len, 1, err);
 	free(buf);
 	return ret;
 }
@@ -616,7 +617,7 @@ int migr_rst_files_write(const struct migr_rst_file *files, uint32_t nr, int dir
 	free(file);
 	if (ret)
 		return rst_fail(err, -ret, "no memory to pack %s", MIGR_RST_FILES_NAME);
-	ret = store(dirfd, MIGR_RST_FILES_NAME, buf, len, err);
+	ret = store(dirfd, MIGR_RST_FILES_NAME, buf, len, 0, err);
 	free(buf);
 	return ret;
 }

@@ -57,6 +57,17 @@ memory_refused() {
 	grep -qE 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
 	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ] && ! rdma res show mr | grep " pid "'
 }
+# The cgroup of containers there has less memory than this one needs.
+less_memory() { on_sh dst "echo 8M >/sys/fs/cgroup/migr/memory.max"; }
+memory_runs_out() {
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 && on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +memory >/sys/fs/cgroup/cgroup.subtree_control' || return 1
+	while_migrating '^copy' less_memory
+	local r=$?
+	on_sh dst 'echo max >/sys/fs/cgroup/migr/memory.max' && migrd_restart src || return 1
+	[ $r = 0 ] || return 1
+	grep -qE 'memory\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
+	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
+}
 # The partner has changed its path already, and changes it back.
 undone_then_moved() {	# OPTION...
 	start_verify src c "$@" && sleep 2 && faults_remember && fault_case source.commit.begin:fail src "fault point 'source.commit.begin'" && migrate_ok c dst && expect_traffic &&
@@ -93,6 +104,7 @@ walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_
 walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 walk_step "memory that cannot be registered at the destination" memory_refused || e2e_logs
+walk_step "memory that runs out at the destination" memory_runs_out || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 step "after all that both ends agree" stop_verify c || e2e_reset
 walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2

@@ -157,6 +157,8 @@ TEST(Room, AnUnconnectedQpNeedsNoLink) {
   r.device.ports[0] = {kDown, 1};
   const Status s = fits(needs_of(c), r);
   EXPECT_TRUE(s) << s.error().text;
+  r.gids[0].set_gid(kLinkLocal);
+  EXPECT_TRUE(fits(needs_of(c), r)) << "it names no GID: any family will do";
   r.gids.clear();
   EXPECT_FALSE(fits(needs_of(c), r)) << "the plugin gives it an address all the same";
 }
