@@ -192,7 +192,7 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
   std::string text = s.error().text;
   if (!out.empty()) text += "; runc: " + out;
   if (!line.empty()) text += "; CRIU: " + line;
-  if (line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
+  if ((line.empty() && out.empty()) || line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
   return Error{s.error().code, text};
 }
 

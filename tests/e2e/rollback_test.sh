@@ -66,7 +66,12 @@ memory_runs_out() {
 	on_sh dst 'echo max >/sys/fs/cgroup/migr/memory.max' && migrd_restart src || return 1
 	[ $r = 0 ] || return 1
 	grep -qE 'memory\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
-	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
+	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]' && only_out_of_memory
+}
+# The kernel says whom it has ended, with a call trace. That, and nothing else.
+only_out_of_memory() {
+	local said
+	said=$(testbed check --new) || ! said=$(grep -v '^dst: .*Call Trace:' <<<"$said") || { echo "$said" >&2; fail "a kernel has complained"; }
 }
 # The partner has changed its path already, and changes it back.
 undone_then_moved() {	# OPTION...
