@@ -768,9 +768,9 @@ void after_fork_in_parent() {
 void after_fork_in_child() {
   Registry& registry = Registry::get();
   registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
-  Registry::get().ending = 0;                            // nor does it have the thread that would count down
+  registry.ending = 0;  // nor does it have the thread that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
-  for (Context* context : Registry::get().contexts) context->kernel->detach();
+  for (Context* context : registry.contexts) context->kernel->detach();
   provider::forget_uverbs_fds();
   after_fork_in_parent();
   links::after_fork_in_child();

@@ -388,9 +388,9 @@ int make_again(std::string& why) {
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
       ibv_ah_attr mine = attr;
       const Gid to = gid_of(attr.grh.dgid.raw);
-      ibv_ah* fresh = silent.contains(to) ? nullptr : create_ah(one->pd, mine);
-      const int err = fresh ? 0 : silent.contains(to) ? ETIMEDOUT
-                                                      : errno;
+      ibv_ah* fresh = nullptr;
+      int err = ETIMEDOUT;
+      if (!silent.contains(to)) err = (fresh = create_ah(one->pd, mine)) ? 0 : errno;
       if (unreachable(err)) {
         silent.insert(to);
         ibv_ah_attr own = attr;

@@ -51,13 +51,13 @@ void flush_waiting(Channel& c) {
   }
 }
 
-constexpr std::size_t kKeysPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(KeyRecord);
+template <class Record>
+constexpr std::size_t kPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(Record);
 
 template <class Record>
 void send_records(Channel& c, std::uint16_t type, std::span<const Record> records, bool also_empty) {
-  constexpr std::size_t kPerMessage = (Channel::kMessageBytes - sizeof(MessageHead)) / sizeof(Record);
   do {
-    const auto part = records.first(std::min(records.size(), kPerMessage));
+    const auto part = records.first(std::min(records.size(), kPerMessage<Record>));
     if (part.empty() && !also_empty) break;
     also_empty = false;
     const MessageHead head{.version = kMessageVersion, .type = type, .count = static_cast<std::uint32_t>(part.size())};
@@ -86,7 +86,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   bytes += sizeof head;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
     ++c.keys_got;
-    c.heard = c.heard || head.count < kKeysPerMessage;  // of the first ones none counts before all are there
+    c.heard = c.heard || head.count < kPerMessage<KeyRecord>;  // of the first ones none counts before all are there
     for (std::uint32_t i = 0; i < head.count; ++i) {
       const auto key = record<KeyRecord>(bytes, i);
       if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
@@ -252,7 +252,7 @@ void tell_keys(Channel& c) {
     state()->keys.all_know(all_know);
   }
   send_records<KeyRecord>(c, kKeysMessage, records, !c.greeted);
-  if (!c.greeted && !records.empty() && records.size() % kKeysPerMessage == 0) send_records<KeyRecord>(c, kKeysMessage, {}, true);  // the last one is told by not being full
+  if (!c.greeted && !records.empty() && records.size() % kPerMessage<KeyRecord> == 0) send_records<KeyRecord>(c, kKeysMessage, {}, true);  // the last one is told by not being full
   c.greeted = true;
 }
 

@@ -218,7 +218,8 @@ bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
     if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
-    if (const bool both[] = {watch(*q->send_cq), watch(*q->recv_cq)}; !both[0] || !both[1]) continue;
+    const bool sends = watch(*q->send_cq), receives = watch(*q->recv_cq);  // both from now on
+    if (!sends || !receives) continue;
     auto l = std::make_unique<QpLink>();
     if (!find_home(*q, *l)) continue;
     QpShadow* const one[] = {q};
@@ -532,11 +533,13 @@ class Round {
       stay_parked();
       look_again_ns_ = 0;  // the clock may be another host's
     }
+    bool session_open;
     {
       std::lock_guard guard(registry().lock);
       state()->session_open = false;
       while (make_next()) {}
-      if (state()->qps.empty() && state()->to_withdraw.empty()) return state()->session_open;
+      session_open = state()->session_open;
+      if (state()->qps.empty() && state()->to_withdraw.empty()) return session_open;
     }
     const unsigned life = directory_.life();
     if (!life) return true;
@@ -545,15 +548,10 @@ class Round {
     look_up();
     make_channels();
     const bool waiting = finish();
-    return look_for_threads() || waiting || session_is_open();
+    return look_for_threads() || waiting || session_open;
   }
 
  private:
-  static bool session_is_open() {
-    std::lock_guard guard(registry().lock);
-    return state()->session_open;
-  }
-
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;

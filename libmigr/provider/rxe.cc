@@ -139,10 +139,6 @@ bool is_provider_code(std::string_view path) {
          file.starts_with("libefa.so");
 }
 
-}  // namespace
-
-namespace {
-
 /// Where the provider's post_send lives tells the family, also where sysfs is not mounted.
 const char* provider_file(const ibv_context_ops& ops) {
   Dl_info info{};

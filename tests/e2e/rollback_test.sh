@@ -48,26 +48,24 @@ restore_fails() {
 no_more_objects() {
 	on_sh dst 'cd /sys/fs/cgroup/migr && n=$(sed -n "s/^rxe0 .*hca_object=//p" rdma.current) && echo "rxe0 hca_object=$n" >rdma.max'
 }
-memory_refused() {
-	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 && on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control' || return 1
-	while_migrating '^copy' no_more_objects
+# short_of CONTROLLER SHORTEN UNLIMITED REASON: the cgroup of containers at the destination comes to have too little while c is
+# copied to it.
+short_of() {
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 && on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo "+$1" >/sys/fs/cgroup/cgroup.subtree_control' "$1" || return 1
+	while_migrating '^copy' "$2"
 	local r=$?
-	on_sh dst 'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' && migrd_restart src || return 1
+	on_sh dst 'echo "$2" >"/sys/fs/cgroup/migr/$1.max"' "$1" "$3" && migrd_restart src || return 1
 	[ $r = 0 ] || return 1
-	grep -qE 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
-	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ] && ! rdma res show mr | grep " pid "'
+	grep -qE "$4" "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
+	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
+}
+memory_refused() {
+	short_of rdma no_more_objects "rxe0 hca_object=max" 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max' &&
+		on_sh dst '! rdma res show mr | grep " pid "'
 }
 # The cgroup of containers there has less memory than this one needs.
 less_memory() { on_sh dst "echo 8M >/sys/fs/cgroup/migr/memory.max"; }
-memory_runs_out() {
-	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 && on_sh dst 'mkdir -p /sys/fs/cgroup/migr && echo +memory >/sys/fs/cgroup/cgroup.subtree_control' || return 1
-	while_migrating '^copy' less_memory
-	local r=$?
-	on_sh dst 'echo max >/sys/fs/cgroup/migr/memory.max' && migrd_restart src || return 1
-	[ $r = 0 ] || return 1
-	grep -qE 'memory\.max' "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
-	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]' && only_out_of_memory
-}
+memory_runs_out() { short_of memory less_memory max 'memory\.max' && only_out_of_memory; }
 # The kernel says whom it has ended, with a call trace. That, and nothing else.
 only_out_of_memory() {
 	local said

@@ -112,24 +112,10 @@ class Run {
 };
 
 Run::Run(const Args& a, Control& c, bool client) : args_(a), control_(c), client_(client) {
-  int n = 0;
-  ibv_device** list = ibv_get_device_list(&n);
-  for (int i = 0; i < n; ++i)
-    if (a.dev.empty() || a.dev == ibv_get_device_name(list[i])) {
-      context_.reset(ibv_open_device(list[i]));
-      break;
-    }
-  if (list) ibv_free_device_list(list);
-  if (!context_) fail("no RDMA device '" + a.dev + "'");
-  ibv_gid_entry table[256];
-  const ssize_t gids = ibv_query_gid_table(context_.get(), table, 256, 0);
-  static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-  for (ssize_t i = 0; i < gids; ++i)
-    if (table[i].gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(table[i].gid.raw, kV4, sizeof kV4)) {
-      gid_index_ = static_cast<int>(table[i].gid_index);
-      std::memcpy(mine_.gid, table[i].gid.raw, 16);
-    }
-  if (gid_index_ < 0) throw SetupError("the device has no RoCE v2 GID with an IPv4 address");
+  context_ = open_device(a.dev);
+  const ibv_gid_entry own = ipv4_gid(context_.get());
+  gid_index_ = static_cast<int>(own.gid_index);
+  std::memcpy(mine_.gid, own.gid.raw, sizeof mine_.gid);
   pd_.reset(ibv_alloc_pd(context_.get()));
   if (pd_) mr_.reset(ibv_reg_mr(pd_.get(), memory_.data(), memory_.size(), IBV_ACCESS_LOCAL_WRITE));
   cq_.reset(ibv_create_cq(context_.get(), kReceives + kSends, nullptr, nullptr, 0));

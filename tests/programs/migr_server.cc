@@ -47,19 +47,7 @@ struct End {
 
 /// What there is once.
 struct Device {
-  explicit Device(const std::string& name) {
-    int n = 0;
-    ibv_device** list = ibv_get_device_list(&n);
-    for (int i = 0; i < n && !context; ++i)
-      if (name.empty() || name == ibv_get_device_name(list[i])) context.reset(ibv_open_device(list[i]));
-    if (list) ibv_free_device_list(list);
-    if (!context) throw SetupError("there is no RDMA device '" + name + "' (rdma link show)");
-    ibv_gid_entry table[256];
-    const ssize_t gids = ibv_query_gid_table(context.get(), table, 256, 0);
-    static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    for (ssize_t i = 0; i < gids; ++i)
-      if (table[i].gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(table[i].gid.raw, kV4, sizeof kV4)) gid = table[i].gid, index = static_cast<int>(table[i].gid_index);
-    if (index < 0) throw SetupError("the device has no RoCE v2 GID with an IPv4 address");
+  explicit Device(const std::string& name) : context(open_device(name)), own(ipv4_gid(context.get())), gid(own.gid), index(static_cast<int>(own.gid_index)) {
     pd.reset(ibv_alloc_pd(context.get()));
     if (!pd) failed("ibv_alloc_pd");
     mr.reset(ibv_reg_mr(pd.get(), memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
@@ -68,8 +56,9 @@ struct Device {
   }
 
   Context context;
-  ibv_gid gid{};
-  int index = -1;
+  const ibv_gid_entry own;
+  const ibv_gid gid;
+  const int index;
   Pd pd;
   Memory memory{MemoryKind::kPrivate, kBytes};
   Mr mr;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A program that registers memory for each transfer, some time before, and gives it back. Its partner is itself. The device writes into its buffers in turn, the program never; in the end each has to have what was written last.
+// A program that registers memory for each transfer, some time before, and gives it back. Its partner is itself. The device
+// writes into its buffers in turn, the program never; in the end each has to have what was written last.
 #include <getopt.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -31,13 +31,7 @@ struct Args {
 
 class Program {
  public:
-  explicit Program(const Args& args) : args_(args), memory_(MemoryKind::kThp, static_cast<std::size_t>(args.buffers) * kHugePage), last_(static_cast<std::size_t>(args.buffers)) {
-    int n = 0;
-    ibv_device** list = ibv_get_device_list(&n);
-    for (int i = 0; i < n && !context_; ++i)
-      if (args.dev.empty() || args.dev == ibv_get_device_name(list[i])) context_.reset(ibv_open_device(list[i]));
-    if (list) ibv_free_device_list(list);
-    if (!context_) throw SetupError("there is no RDMA device '" + args.dev + "' (rdma link show)");
+  explicit Program(const Args& args) : args_(args), memory_(MemoryKind::kThp, static_cast<std::size_t>(args.buffers) * kHugePage), last_(static_cast<std::size_t>(args.buffers)), context_(open_device(args.dev)) {
     pd_.reset(ibv_alloc_pd(context_.get()));
     cq_.reset(ibv_create_cq(context_.get(), 16, nullptr, nullptr, 0));
     source_mr_.reset(ibv_reg_mr(pd_.get(), source_.data(), source_.size(), IBV_ACCESS_LOCAL_WRITE));
@@ -95,13 +89,7 @@ class Program {
     return n == 1 && wc.status == IBV_WC_SUCCESS;
   }
   void connect() {
-    ibv_gid_entry table[256];
-    const ssize_t gids = ibv_query_gid_table(context_.get(), table, 256, 0);
-    static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    const ibv_gid_entry* own = nullptr;
-    for (ssize_t i = 0; i < gids && !own; ++i)
-      if (table[i].gid_type == IBV_GID_TYPE_ROCE_V2 && !std::memcmp(table[i].gid.raw, kV4, sizeof kV4)) own = &table[i];
-    if (!own) throw SetupError("the device has no RoCE v2 GID with an IPv4 address");
+    const ibv_gid_entry own = ipv4_gid(context_.get());
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = cq_.get();
     init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
@@ -123,8 +111,8 @@ class Program {
     a.min_rnr_timer = 12;
     a.ah_attr.is_global = 1;
     a.ah_attr.port_num = kPort;
-    a.ah_attr.grh.dgid = own->gid;
-    a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(own->gid_index);
+    a.ah_attr.grh.dgid = own.gid;
+    a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(own.gid_index);
     a.ah_attr.grh.hop_limit = 64;
     modify(IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
     a.qp_state = IBV_QPS_RTS;

@@ -56,19 +56,37 @@ Context open_device(const Options& o) {
                    "; there are:" + seen);
 }
 
+bool over_ipv4(const ibv_gid_entry& e) {
+  static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  return e.gid_type == IBV_GID_TYPE_ROCE_V2 && std::memcmp(e.gid.raw, kV4, sizeof kV4) == 0;
+}
+
 int choose_gid(ibv_context* c, const Options& o) {
   if (o.gid_index >= 0) return o.gid_index;
   ibv_gid_entry table[256];
   const ssize_t n = ibv_query_gid_table(c, table, 256, 0);
-  static constexpr std::uint8_t kV4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
   for (ssize_t i = 0; i < n; ++i)
-    if (static_cast<int>(table[i].port_num) == o.ib_port && table[i].gid_type == IBV_GID_TYPE_ROCE_V2 &&
-        std::memcmp(table[i].gid.raw, kV4, sizeof kV4) == 0)
-      return static_cast<int>(table[i].gid_index);
+    if (static_cast<int>(table[i].port_num) == o.ib_port && over_ipv4(table[i])) return static_cast<int>(table[i].gid_index);
   return 0;
 }
 
 }  // namespace
+
+Context open_device(const std::string& name) {
+  int n = 0;
+  const std::unique_ptr<ibv_device*, ListFree> list(ibv_get_device_list(&n));
+  for (int i = 0; i < n; ++i)
+    if (name.empty() || name == ibv_get_device_name(list.get()[i]))
+      if (Context c(ibv_open_device(list.get()[i])); c) return c;
+  throw SetupError("there is no RDMA device '" + name + "' (rdma link show)");
+}
+
+ibv_gid_entry ipv4_gid(ibv_context* context) {
+  ibv_gid_entry table[256];
+  for (ssize_t i = ibv_query_gid_table(context, table, 256, 0); i-- > 0;)
+    if (over_ipv4(table[i])) return table[i];
+  throw SetupError("the device has no RoCE v2 GID with an IPv4 address");
+}
 
 Memory::Memory(MemoryKind kind, std::size_t bytes) : bytes_(bytes) {
   p_ = nullptr;

@@ -30,6 +30,11 @@ using Mw = std::unique_ptr<ibv_mw, MwDelete>;
 using Srq = std::unique_ptr<ibv_srq, VerbsDelete<ibv_srq, ibv_destroy_srq>>;
 using Qp = std::unique_ptr<ibv_qp, VerbsDelete<ibv_qp, ibv_destroy_qp>>;
 
+/// The device of that name, or the first one. SetupError: there is none.
+Context open_device(const std::string& name);
+/// Its RoCE v2 GID with an IPv4 address; of several the last. SetupError: it has none.
+ibv_gid_entry ipv4_gid(ibv_context* context);
+
 /// Page-aligned memory, zeroed; of the huge kinds, whole huge pages.
 class Memory {
  public:
