@@ -60,7 +60,8 @@ number_taken() {	# that of a thread
 	on_sh dst 'for i in 1 2 3 4 5; do
 			echo $(($1 - 1)) >/proc/sys/kernel/ns_last_pid
 			setsid sleep 60 </dev/null >/dev/null 2>&1 &
-			[ $! != "$1" ] || exit 0
+			# What dst starts next must not take others of them.
+			[ $! != "$1" ] || { echo $(($1 + 1000)) >/proc/sys/kernel/ns_last_pid; exit 0; }
 			kill $!
 		done
 		exit 1' "$number" || { fail "process number $number could not be taken"; cleaned; return 1; }

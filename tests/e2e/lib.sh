@@ -64,9 +64,12 @@ e2e_needs() {
 
 e2e_kernel() { echo "${MIGR_KERNEL:-$("$E2E_ROOT/scripts/kernel-versions" | head -n1)}"; }
 
-e2e_pki() {
-	local h n=0
-	local ctl=$E2E_ROOT/build/user/agent/migrctl
+# In a subshell, whose end frees the lock: two beds may come up at the same time.
+e2e_pki() (
+	h='' n=0 ctl=$E2E_ROOT/build/user/agent/migrctl
+	mkdir -p "${E2E_PKI%/*}"
+	exec 9>"$E2E_PKI.lock"
+	flock -w 60 9 || fail "$E2E_PKI.lock is held by somebody" || return 1
 	[ ! -e "$E2E_PKI/ca.pem" ] || return 0
 	rm -rf "$E2E_PKI"
 	"$ctl" pki init "$E2E_PKI" >/dev/null || fail "migrctl pki init" || return 1
@@ -74,7 +77,7 @@ e2e_pki() {
 		n=$((n + 1))
 		"$ctl" pki host "$E2E_PKI" "$h" --ip "10.77.0.$n" >/dev/null || fail "migrctl pki host $h" || return 1
 	done
-}
+)
 
 # host_setup HOST: after each boot.
 host_setup() {
