@@ -139,7 +139,7 @@ void name_mr(MrShadow& shadow) {
 /// Memory that is not registered any more, at a time when it may have been copied ahead of a stop: FREEZE, which sees to what a
 /// NIC has written, will not know of it.
 void note_written(const Registry& registry, const MrShadow& shadow, const ibv_mr& was) {
-  if (registry.copied_ahead) (void)switchover::touch_pages(was.addr, was.length, shadow.access);
+  if (registry.copied_ahead && shadow.movable) (void)switchover::touch_pages(was.addr, was.length, shadow.access);
 }
 
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.

@@ -310,6 +310,7 @@ struct alignas(64) SrqShadow {
   /// Where its ring lies, once the queue was resized: the driver's answer to create does not tell then. 0 bytes: it does.
   std::uint64_t ring_offset, ring_bytes;
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
+  bool reading_back;                     ///< FREEZE is at that: `outstanding` is not yet what it will be
   std::deque<KeptReceive> kept;          ///< posted since
   AwaitedDatagrams awaited;
   std::uint32_t armed;                   ///< limit that was set and whose event has not been read; under events_lock

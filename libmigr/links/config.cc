@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "config.h"
 
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -224,13 +225,17 @@ int ask_migrd(std::string& text) {
   head.seq = 1;
   std::vector<char> packet(MIGR_LINKS_PACKET_BYTES);
   ssize_t n = -1;
+  sigset_t all, before;  // what has a time limit is not begun again after a signal
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   if (!connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) && send(fd, &head, sizeof head, MSG_NOSIGNAL) == sizeof head)
     n = recv(fd, packet.data(), packet.size(), 0);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   close(fd);
   if (n < static_cast<ssize_t>(sizeof head)) return ENOENT;
   std::memcpy(&head, packet.data(), sizeof head);
   if (head.type != (MIGR_LINKS_CONFIG | MIGR_LINKS_REPLY) || head.count != static_cast<std::size_t>(n) - sizeof head) return EPROTO;
-  if (head.status) return head.status;
+  if (head.status) return head.status == EACCES ? ENOENT : head.status;  // the former: an older one, that wants HELLO first
   text.assign(packet.data() + sizeof head, head.count);
   return text.empty() ? ENOENT : 0;
 }
@@ -246,7 +251,8 @@ Config read_config() {
   std::string text, why;
   errno = 0;
   int err = read_file(path, text) ? 0 : errno;
-  if (!own && (err == ENOENT || err == EACCES)) err = ask_migrd(text);
+  if (!own && (err == ENOENT || err == EACCES))
+    if (const int asked = ask_migrd(text); asked != ENOENT) err = asked;
   if (err == ENOENT && !own && !forced) return {};
   why = err ? std::strerror(err) : parse(text, own_name(), config);
   if (why.empty() && forced && *forced) {

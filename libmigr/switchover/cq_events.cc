@@ -64,18 +64,23 @@ int collect_cq_events(std::string& why) {
 }
 
 int return_cq_events(CqShadow& c, std::string& why) {
-  std::uint32_t owed, armed;
+  std::uint32_t owed;
+  bool stays_armed;
   {
     std::lock_guard guard(c.lock);
     owed = std::exchange(c.owed_events, 0);
-    armed = c.armed;
+    stays_armed = c.armed > owed;
   }
   const auto arm = [&](int solicited_only) { return c.context->ops.req_notify_cq(c.real, solicited_only); };
-  for (std::uint32_t i = 0; i < owed; ++i) {
-    if (const int err = arm(0)) return fail(why, err, "req_notify_cq");
-    if (const int err = inject_event(c, why)) return err;
+  for (; owed; --owed) {
+    int err = arm(0);
+    err = err ? fail(why, err, "req_notify_cq") : inject_event(c, why);
+    if (!err) continue;
+    std::lock_guard guard(c.lock);
+    c.owed_events += owed;  // for who tries again
+    return err;
   }
-  if (armed <= owed) return 0;
+  if (!stays_armed) return 0;
   const int err = arm(c.solicited_only);
   return err ? fail(why, err, "req_notify_cq") : 0;
 }

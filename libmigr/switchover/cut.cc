@@ -569,6 +569,7 @@ int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> pee
       std::vector<migr_replay_stat> ignored;
       settle_one(q, peer_psn, ignored, true);
       if (q.cut->told_apart) q.kept_receives.insert(q.kept_receives.begin(), q.cut->receives.begin(), q.cut->receives.end());
+      q.cut->receives.clear();  // else they would be counted twice until they are posted
     } else {
       q.cut.reset();
     }

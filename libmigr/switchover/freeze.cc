@@ -31,6 +31,7 @@ int freeze_srq(SrqShadow& s, std::string& why) {
     return EBUSY;
   }
   set_srq_bits(s, kFrozenSrq);
+  s.reading_back = true;
   ibv_srq_attr attr{};
   if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
   // A limit that was reached and whose event nobody has read: the next receive that is used shall tell again.
@@ -81,6 +82,7 @@ int stop_completions(std::string& why) {
       for (std::size_t i = 0; i < srqs.size(); ++i) {
         std::lock_guard guard(srqs[i]->lock);
         srqs[i]->outstanding = std::move(of_srqs[i]);
+        srqs[i]->reading_back = false;
       }
       return 0;
     }
@@ -116,6 +118,7 @@ int unfreeze_srq(SrqShadow& s, std::string& why) {
   const int err = post_receives(s, s.kept, why);
   s.outstanding.clear();
   s.kept.clear();
+  s.reading_back = false;
   set_srq_bits(s, 0, kFrozenSrq);
   return err;
 }
@@ -151,7 +154,7 @@ int freeze(std::string& why) {
   for (std::size_t i = 0; i < last_cqes.size(); ++i) {
     CqShadow& c = *registry.cqs[i];
     std::lock_guard guard(c.lock);
-    if (c.app.channel && !c.link && c.armed > c.owed_events && c.last_cqe_ns != last_cqes[i]) c.owed_events = c.armed;
+    if (c.app.channel && !c.link && c.armed > c.owed_events && c.last_cqe_ns != last_cqes[i]) ++c.owed_events;
   }
   ahead::leave();
   datagrams::note_gids();

@@ -185,8 +185,7 @@ int thaw_cq(CqShadow& c, std::string& why) {
   {
     std::lock_guard guard(c.lock);
     path::translate_qpns(c, kTranslateQpn);
-    c.state.fetch_and(~std::uint32_t{kFrozenCq}, std::memory_order_relaxed);
-    restart_event_count(c);
+    if (c.state.fetch_and(~std::uint32_t{kFrozenCq}, std::memory_order_relaxed) & kFrozenCq) restart_event_count(c);  // once
   }
   return return_cq_events(c, why);
 }
@@ -263,10 +262,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     clear_bits(*q, kKeepReceives);
     q->phase = Phase::kRebound;
   }
-  for (CqShadow* c : registry.cqs) {
-    if (!(c->state.load(std::memory_order_relaxed) & kFrozenCq)) continue;
+  for (CqShadow* c : registry.cqs)
     if (const int err = thaw_cq(*c, why)) return err;
-  }
   if (const int err = bind_windows(why)) return err;
   for (Context* context : registry.contexts) events::offer(*context->real);
   done = {};
