@@ -33,7 +33,7 @@ static int create_cq(struct ib_cq *cq, const struct ib_cq_init_attr *attr, migr_
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -66,7 +66,7 @@ static int resize_cq(struct ib_cq *cq, int cqe, struct ib_udata *udata)
 	if (answer)
 		migr_obj_free(answer);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -81,7 +81,7 @@ static int destroy_cq(struct ib_cq *cq, struct ib_udata *udata)
 	err = md->orig.destroy_cq(cq, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

@@ -15,7 +15,6 @@
 #include "compat.h"
 #include "migr.h"
 
-DEFINE_SRCU(migr_srcu);
 atomic_t migr_nr_dev = ATOMIC_INIT(0);
 
 static struct ib_client migr_client;
@@ -122,6 +121,10 @@ static int migr_add(struct ib_device *ibdev)
 
 	if (!md)
 		return -ENOMEM;
+	if (init_srcu_struct(&md->inside)) {
+		kfree(md);
+		return -ENOMEM;
+	}
 	md->ibdev = ibdev;
 	md->orig = ibdev->ops;
 	ib_set_client_data(ibdev, &migr_client, md);
@@ -139,17 +142,24 @@ static void migr_remove(struct ib_device *ibdev, void *client_data)
 	migr_ctx_leave_device(md);
 	ops_restore(md);
 	synchronize_rcu_tasks();
-	synchronize_srcu(&migr_srcu);
+	synchronize_srcu(&md->inside);
 	synchronize_rcu_tasks();
 	atomic_dec(&migr_nr_dev);
 	migr_ctx_gone_device(ibdev);
+	cleanup_srcu_struct(&md->inside);
 	kfree(md);
+}
+
+static void migr_rename(struct ib_device *ibdev, void *client_data)
+{
+	migr_ctx_rename_device(ibdev);
 }
 
 static struct ib_client migr_client = {
 	.name = "migr",
 	.add = migr_add,
 	.remove = migr_remove,
+	.rename = migr_rename,
 	.no_kverbs_req = 1,
 };
 

@@ -100,22 +100,31 @@ struct migr_obj {
 struct migr_dev {
 	struct ib_device *ibdev;
 	bool leaving;			/* migr_lock; as in its contexts */
+	struct srcu_struct inside;	/* wrappers; a call that hangs in one driver must not keep another's device */
 	struct ib_device_ops orig;
 };
 
 extern struct mutex migr_lock;
 
 /* device.c */
-extern struct srcu_struct migr_srcu;
 extern atomic_t migr_nr_dev;
 int migr_device_init(void);
 void migr_device_exit(void);
 struct migr_dev *migr_dev_of(struct ib_device *ibdev);
 
-/* Every wrapper is one such section, and uses @md only within. */
-#define migr_enter(ibdev, idx)						\
-	({ *(idx) = srcu_read_lock(&migr_srcu); migr_dev_of(ibdev); })
-#define migr_leave(idx) srcu_read_unlock(&migr_srcu, idx)
+/* Every wrapper is one such section, and uses its device's struct only within. Nothing may sleep before it. */
+static inline struct migr_dev *migr_enter(struct ib_device *ibdev, int *idx)
+{
+	struct migr_dev *md = migr_dev_of(ibdev);
+
+	*idx = srcu_read_lock(&md->inside);
+	return md;
+}
+
+static inline void migr_leave(struct migr_dev *md, int idx)
+{
+	srcu_read_unlock(&md->inside, idx);
+}
 
 /* ucontext.c, mr.c, cq.c, qp.c, srq.c, other.c: what they put in place; the rest is NULL. */
 extern const struct ib_device_ops migr_ucontext_ops, migr_mr_ops, migr_cq_ops, migr_qp_ops,
@@ -127,6 +136,7 @@ int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u
 void migr_ctx_gone(struct ib_ucontext *uctx);
 void migr_ctx_leave_device(struct migr_dev *md);
 void migr_ctx_gone_device(struct ib_device *ibdev);
+void migr_ctx_rename_device(struct ib_device *ibdev);
 struct migr_ctx *migr_ctx_get(u32 id);
 struct migr_ctx *migr_ctx_get_next(u32 *id);
 struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data);

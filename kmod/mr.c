@@ -61,7 +61,7 @@ static struct ib_mr *reg_user_mr(struct ib_pd *pd, u64 start, u64 length, u64 io
 		if (obj)
 			mr = remember(md, pd, mr, obj, udata);
 	}
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return mr;
 }
 
@@ -84,7 +84,7 @@ static struct ib_mr *reg_user_mr_dmabuf(struct ib_pd *pd, u64 offset, u64 length
 		if (obj)
 			mr = remember(md, pd, mr, obj, udata);
 	}
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return mr;
 }
 
@@ -106,7 +106,7 @@ static struct ib_mr *reg_dm_mr(struct ib_pd *pd, struct ib_dm *dm, struct ib_dm_
 		if (obj)
 			mr = remember(md, pd, mr, obj, &attrs->driver_udata);
 	}
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return mr;
 }
 
@@ -187,7 +187,7 @@ static struct ib_mr *rereg_user_mr(struct ib_mr *mr, int flags, u64 start, u64 l
 			new = ERR_PTR(err);
 	}
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return new;
 }
 
@@ -202,7 +202,7 @@ static int dereg_mr(struct ib_mr *mr, struct ib_udata *udata)
 	err = md->orig.dereg_mr(mr, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

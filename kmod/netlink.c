@@ -221,8 +221,13 @@ static int obj_dump(struct sk_buff *skb, struct netlink_callback *cb)
 	struct migr_obj *obj;
 
 	if (!ctx)
-		return seq ? -ENOENT : 0;
+		return -ENOENT;
 	mutex_lock(&migr_lock);
+	if (!ctx->uctx || ctx->leaving) {	/* what it points to cannot be looked at any more */
+		mutex_unlock(&migr_lock);
+		migr_ctx_put(ctx);
+		return -ENODEV;
+	}
 	/* A change between two parts makes the dump an interrupted one. */
 	cb->seq = ctx->gen ?: 1;
 	xa_for_each_start(&ctx->objs, seq, obj, cb->args[ARG_NEXT]) {
@@ -391,6 +396,7 @@ static struct genl_family migr_family __ro_after_init = {
 	.version = MIGR_GENL_VERSION,
 	.maxattr = MIGR_A_MAX,
 	.netnsok = true,
+	.parallel_ops = true,	/* migr_lock is all that they need; other families need not wait behind it */
 	.module = THIS_MODULE,
 	.ops = ops,
 	.n_ops = ARRAY_SIZE(ops),

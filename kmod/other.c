@@ -40,7 +40,7 @@ static int alloc_mw(struct ib_mw *mw, struct ib_udata *udata)
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -55,7 +55,7 @@ static int dealloc_mw(struct ib_mw *mw)
 	err = md->orig.dealloc_mw(mw);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -85,7 +85,7 @@ static int create_user_ah(struct ib_ah *ah, struct rdma_ah_init_attr *attr, stru
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -101,7 +101,7 @@ static int destroy_ah(struct ib_ah *ah, u32 flags)
 	err = md->orig.destroy_ah(ah, flags);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -131,7 +131,7 @@ static int alloc_xrcd(struct ib_xrcd *xrcd, struct ib_udata *udata)
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -146,7 +146,7 @@ static int dealloc_xrcd(struct ib_xrcd *xrcd, struct ib_udata *udata)
 	err = md->orig.dealloc_xrcd(xrcd, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -182,7 +182,7 @@ static struct ib_dm *alloc_dm(struct ib_device *ibdev, struct ib_ucontext *uctx,
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return dm;
 }
 
@@ -197,7 +197,7 @@ static int dealloc_dm(struct ib_dm *dm, struct uverbs_attr_bundle *attrs)
 	err = md->orig.dealloc_dm(dm, attrs);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

@@ -60,7 +60,7 @@ static int create_qp(struct ib_qp *qp, struct ib_qp_init_attr *attr, struct ib_u
 	else
 		migr_event(MIGR_EV_QP_NEW, obj->ctx, obj->rec.qp.vqpn, obj->rec.qp.pqpn);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -151,7 +151,7 @@ static int modify_qp(struct ib_qp *qp, struct ib_qp_attr *attr, int mask, struct
 		migr_ctx_put(ctx);
 	}
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -166,7 +166,7 @@ static int destroy_qp(struct ib_qp *qp, struct ib_udata *udata)
 	err = md->orig.destroy_qp(qp, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

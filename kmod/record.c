@@ -18,12 +18,13 @@
 DEFINE_MUTEX(migr_lock);
 
 static DEFINE_XARRAY_ALLOC1(ctx_by_id);		/* migr_lock for writing */
-static u32 ctx_next_id = 1;
+static u32 ctx_next_id;
 static DEFINE_HASHTABLE(ctx_by_uctx, 8);	/* migr_lock */
 static DEFINE_HASHTABLE(obj_by_ptr, MIGR_HASH_BITS);	/* migr_lock; readers: RCU */
 static DEFINE_HASHTABLE(obj_by_handle, MIGR_HASH_BITS);	/* migr_lock */
 
 #define MIGR_UNRESOLVED XA_MARK_0	/* handle not known yet */
+#define MIGR_IS_CQ XA_MARK_1
 
 /* ---- contexts ------------------------------------------------------------ */
 
@@ -74,13 +75,12 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	strscpy(ctx->ibdev_name, dev_name(&uctx->device->dev), sizeof(ctx->ibdev_name));
 	strscpy(ctx->comm, comm, sizeof(ctx->comm));
 
-	/* Ids are never given twice: 2^32 contexts, then no more. */
-	err = ctx_next_id ? xa_insert(&ctx_by_id, ctx_next_id, ctx, GFP_KERNEL) : -ENOSPC;
-	if (err) {
+	/* One that was given comes again after all others. */
+	err = xa_alloc_cyclic(&ctx_by_id, &ctx->id, ctx, xa_limit_32b, &ctx_next_id, GFP_KERNEL);
+	if (err < 0) {
 		kfree(ctx);
 		return ERR_PTR(err);
 	}
-	ctx->id = ctx_next_id++;
 	ctx->tgid = get_pid(tgid);
 	ctx->user_ns = get_user_ns(current_user_ns());
 	ctx->netns = migr_current_netns();
@@ -182,6 +182,18 @@ void migr_ctx_gone_device(struct ib_device *ibdev)
 			migr_ctx_put(found);
 		}
 	} while (found);
+}
+
+void migr_ctx_rename_device(struct ib_device *ibdev)
+{
+	struct migr_ctx *ctx;
+	unsigned long id;
+
+	mutex_lock(&migr_lock);
+	xa_for_each(&ctx_by_id, id, ctx)
+		if (ctx->ibdev == ibdev)
+			strscpy(ctx->ibdev_name, dev_name(&ibdev->dev), sizeof(ctx->ibdev_name));
+	mutex_unlock(&migr_lock);
 }
 
 struct migr_ctx *migr_ctx_get(u32 id)
@@ -474,8 +486,8 @@ static u32 cq_channel_locked(const struct migr_obj *cq)
 
 	if (!cq->channel_key)
 		return 0;
-	xa_for_each(&ctx->objs, seq, obj)
-		if (obj->type == MIGR_OBJ_CQ && obj != cq && obj->channel_key == cq->channel_key)
+	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_IS_CQ)
+		if (obj->channel_key == cq->channel_key)
 			return obj->rec.cq.channel;
 	return ++ctx->next_channel;
 }
@@ -508,8 +520,10 @@ int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
 		xa_erase(&ctx->objs, obj->seq);
 		goto out_unlock;
 	}
-	if (obj->type == MIGR_OBJ_CQ)
+	if (obj->type == MIGR_OBJ_CQ) {
 		obj->rec.cq.channel = cq_channel_locked(obj);
+		xa_set_mark(&ctx->objs, obj->seq, MIGR_IS_CQ);
+	}
 	kref_get(&ctx->ref);	/* an object being destroyed may outlive it */
 	hash_add_rcu(obj_by_ptr, &obj->by_ptr, (unsigned long)ptr);
 	xa_set_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);

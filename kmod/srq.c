@@ -46,7 +46,7 @@ static int create_srq(struct ib_srq *srq, struct ib_srq_init_attr *attr, struct 
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -80,7 +80,7 @@ static int modify_srq(struct ib_srq *srq, struct ib_srq_attr *attr, enum ib_srq_
 	}
 	mutex_unlock(&migr_lock);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -95,7 +95,7 @@ static int destroy_srq(struct ib_srq *srq, struct ib_udata *udata)
 	err = md->orig.destroy_srq(srq, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

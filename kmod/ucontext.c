@@ -16,7 +16,7 @@ static int alloc_ucontext(struct ib_ucontext *uctx, struct ib_udata *udata)
 		if (err)
 			md->orig.dealloc_ucontext(uctx);
 	}
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -28,7 +28,7 @@ static void dealloc_ucontext(struct ib_ucontext *uctx)
 	md = migr_enter(uctx->device, &idx);
 	migr_ctx_gone(uctx);
 	md->orig.dealloc_ucontext(uctx);
-	migr_leave(idx);
+	migr_leave(md, idx);
 }
 
 static int alloc_pd(struct ib_pd *pd, struct ib_udata *udata)
@@ -55,7 +55,7 @@ static int alloc_pd(struct ib_pd *pd, struct ib_udata *udata)
 	if (err)
 		migr_obj_free(obj);
 out_leave:
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 
@@ -70,7 +70,7 @@ static int dealloc_pd(struct ib_pd *pd, struct ib_udata *udata)
 	err = md->orig.dealloc_pd(pd, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
-	migr_leave(idx);
+	migr_leave(md, idx);
 	return err;
 }
 

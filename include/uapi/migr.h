@@ -169,7 +169,7 @@ enum migr_genl_attr {
 	MIGR_A_PAD,
 	MIGR_A_ABI_VERSION,	/* u32 */
 	MIGR_A_PID,		/* u32, in the reader's pid namespace; of an event, in the host's: 0: it has ended */
-	MIGR_A_CTX_ID,		/* u32, never reused while the module is loaded */
+	MIGR_A_CTX_ID,		/* u32, not another's before 2^32 have been made */
 	MIGR_A_CTX_REC,		/* struct migr_ctx_rec */
 	MIGR_A_OBJ_TYPE,	/* u32, enum migr_obj_type */
 	MIGR_A_OBJ_REC,		/* struct migr_{pd,mr,cq,qp,srq,other}_rec by type */

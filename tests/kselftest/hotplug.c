@@ -2,13 +2,21 @@
 /* Devices come and go: those that come are recorded, those that go leave nothing. */
 #include "migr_test.h"
 
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <poll.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #define NETDEV "migrtest0"
 #define IBDEV "migrtest"
+#define MEMORY 4096
 
 static struct ctx_list ctxs;
 
@@ -23,6 +31,57 @@ static struct ibv_context *open_named(const char *name)
 			context = ibv_open_device(list[i]);
 	ibv_free_device_list(list);
 	return context;
+}
+
+static void *register_memory(void *buf)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	struct ibv_context *context = NULL;
+	int i;
+
+	for (i = 0; list[i] && !context; i++)
+		if (strcmp(ibv_get_device_name(list[i]), IBDEV))
+			context = ibv_open_device(list[i]);
+	need(context, "another device");
+	ibv_free_device_list(list);
+	ibv_reg_mr(ibv_alloc_pd(context), buf, MEMORY, IBV_ACCESS_LOCAL_WRITE);
+	return NULL;
+}
+
+/* A call into one device's driver that waits for memory, as of a file server that does not answer, keeps no other device. */
+static void goes_though_another_hangs(void)
+{
+	struct uffdio_api api = { .api = UFFD_API };
+	struct uffdio_register watch = { .mode = UFFDIO_REGISTER_MODE_MISSING };
+	struct uffdio_zeropage give;
+	struct pollfd faults = { .events = POLLIN };
+	struct uffd_msg msg;
+	pthread_t thread;
+	void *buf;
+	int fd;
+
+	fd = syscall(__NR_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+	if (fd < 0 || ioctl(fd, UFFDIO_API, &api)) {
+		printf("# no userfaultfd\n");
+		return;
+	}
+	faults.fd = fd;
+	buf = mmap(NULL, MEMORY, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	watch.range.start = give.range.start = (uintptr_t)buf;
+	watch.range.len = give.range.len = MEMORY;
+	need(buf != MAP_FAILED && !ioctl(fd, UFFDIO_REGISTER, &watch), "memory that is not there");
+	need(!system("rdma link add " IBDEV " type rxe netdev " NETDEV), "add a device");
+	need(!pthread_create(&thread, NULL, register_memory, buf), "thread");
+	if (poll(&faults, 1, 10000) == 1 && read(fd, &msg, sizeof(msg)) == sizeof(msg)) {
+		check(!system("timeout 30 rdma link del " IBDEV), "another device goes meanwhile");
+		give.mode = 0;
+		need(!ioctl(fd, UFFDIO_ZEROPAGE, &give), "memory");
+	} else {
+		printf("# pinning does not wait for userfaultfd (6.1)\n");
+		need(!system("rdma link del " IBDEV), "remove a device");
+	}
+	pthread_join(thread, NULL);
+	close(fd);
 }
 
 int main(void)
@@ -65,6 +124,7 @@ int main(void)
 	check_eq(info.nr_dev, before.nr_dev, "and is ours no more");
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
 	check_eq(ctxs.n, 0, "nor is its context");
+	goes_though_another_hangs();
 	if (system("ip link del " NETDEV))
 		printf("# cannot remove " NETDEV "\n");
 	return finish();
