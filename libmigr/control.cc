@@ -267,7 +267,8 @@ class QpIndex {
 };
 
 /// QPs that a request names; none named: all. Caller holds the Registry's lock.
-bool named_qps(const Registry& registry, const Message& request, std::vector<QpShadow*>& out, Answer& answer) {
+/// @param destroyed the application may have destroyed some meanwhile: they are left out
+bool named_qps(const Registry& registry, const Message& request, std::vector<QpShadow*>& out, Answer& answer, bool destroyed = false) {
   const auto refs = request.as<migr_qp_ref>();
   if (refs.empty()) {
     out = registry.qps;
@@ -276,6 +277,7 @@ bool named_qps(const Registry& registry, const Message& request, std::vector<QpS
   const QpIndex index(registry);
   for (const migr_qp_ref& ref : refs) {
     QpShadow* qp = index.find(ref.ctx_id, ref.vqpn, ref.pqpn);
+    if (!qp && destroyed) continue;
     if (!qp) {
       answer.fail(ENOENT, no_such_qp(ref.ctx_id, ref.vqpn, ref.pqpn));
       return false;
@@ -424,7 +426,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       cm::note_ports(request.as<migr_key_map>());
       return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));
     case MIGR_MSG_RESUME: {
-      if (!named_qps(registry, request, qps, answer)) return;
+      if (!named_qps(registry, request, qps, answer, true)) return;
       std::vector<migr_resume_stat> stats;
       const std::vector<cm::Path> paths = cm::paths(qps);
       finish(switchover::resume(qps, stats, why));
@@ -767,16 +769,19 @@ void after_fork_in_parent() {
 }
 void after_fork_in_child() {
   Registry& registry = Registry::get();
+  const bool inherits = !registry.contexts.empty();
   registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
   registry.ending = 0;  // nor does it have the thread that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : registry.contexts) context->kernel->detach();
   provider::forget_uverbs_fds();
   after_fork_in_parent();
-  links::after_fork_in_child();
+  whereabouts::untold();
+  links::after_fork_in_child(inherits);
   cm::forget_parent();
   switchover::ahead::forget();  // the commands are the parent's
   after_fork();
+  if (!inherits) state.store(State::kNever);  // with what it opens itself it is a process like any
 }
 
 }  // namespace
@@ -785,7 +790,9 @@ void start() {
   State expected = State::kNever;
   if (!state.compare_exchange_strong(expected, State::kRunning)) return;
   if (!prepare_self()) return;
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  static bool watched = false;  // and its children are
+  if (!watched) pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  watched = true;
   pthread_t thread;
   const int error = start_quiet_thread(thread, run, nullptr, "migr-control");
   if (error) fprintf(stderr, "libmigr: no control thread: %s; this process cannot be migrated\n", strerror(error));

@@ -214,6 +214,12 @@ void let_readers_read(int fd) {
 
 namespace events {
 
+bool is_ours(const ibv_context* ctx) {
+  const Registry& registry = Registry::get();
+  std::lock_guard guard(Registry::get().events_lock);
+  return ours(registry, ctx);
+}
+
 void collect(ibv_context& ctx) {
   if (ctx.async_fd < 0) return;
   Registry& registry = Registry::get();

@@ -660,14 +660,17 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
 
 MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {
   Registry& registry = Registry::get();
-  while (const int err = real().get_cq_event(channel, cq, cq_context)) {
-    if (errno != EAGAIN) return err;
+  // Not under the Registry's lock if it can be helped: a call of another thread, that waits for another host, holds it for long.
+  for (;;) {
+    const std::uint64_t turns = WithoutWaiting::turns();
+    const int err = real().get_cq_event(channel, cq, cq_context);
+    if (!err) break;
+    if (errno != EAGAIN || (turns % 2 == 0 && turns == WithoutWaiting::turns())) return err;
     std::lock_guard guard(registry.lock);  // FREEZE reads under it
     errno = EAGAIN;
     if (!is_to_wait(channel->fd)) return err;
   }
-  std::lock_guard guard(registry.lock);
-  if (!registry.context_of((*cq)->context)) return 0;
+  if (!events::is_ours((*cq)->context)) return 0;
   auto* shadow = static_cast<CqShadow*>(*cq_context);
   {
     std::lock_guard cq_guard(shadow->lock);
@@ -680,13 +683,7 @@ MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** 
 }
 
 MIGR_EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned events) {
-  CqShadow* shadow;
-  {
-    Registry& registry = Registry::get();
-    std::lock_guard guard(registry.lock);
-    shadow = known(registry, cq);
-  }
-  real().ack_cq_events(shadow ? shadow->real : cq, events);
+  real().ack_cq_events(events::is_ours(cq->context) ? shadow_of(cq).real : cq, events);
 }
 
 MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {

@@ -4,16 +4,31 @@
 #define MIGR_QUIET_THREAD_H
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 namespace migr {
 
-/// Gets none of the application's signals. @return 0 or a positive errno
+/// What the process might run on when the library was loaded.
+inline const cpu_set_t cpus_at_load = [] {
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof cpus, &cpus)) CPU_ZERO(&cpus);
+  return cpus;
+}();
+
+/// Gets none of the application's signals, and is scheduled as any thread: the one that makes it may be pinned, and never sleep.
+/// @return 0 or a positive errno
 inline int start_quiet_thread(pthread_t& thread, void* (*run)(void*), void* arg, const char* name) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  const int error = pthread_create(&thread, nullptr, run, arg);
+  pthread_attr_t attr;
+  pthread_attr_init(&attr);
+  pthread_attr_setinheritsched(&attr, PTHREAD_EXPLICIT_SCHED);
+  if (CPU_COUNT(&cpus_at_load)) pthread_attr_setaffinity_np(&attr, sizeof cpus_at_load, &cpus_at_load);
+  int error = pthread_create(&thread, &attr, run, arg);
+  if (error) error = pthread_create(&thread, nullptr, run, arg);  // none of those processors is this process's any more
+  pthread_attr_destroy(&attr);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!error) pthread_setname_np(thread, name);
   return error;

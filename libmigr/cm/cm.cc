@@ -139,7 +139,12 @@ void settle() {
 std::string refusal() {
   Engine* e = engine();
   if (!e) return "";
-  const std::string why = e->immovable();
+  const std::string why = e->immovable([](std::uint32_t vqpn) {
+    const auto& qps = Registry::get().qps;  // the caller has its lock
+    return std::any_of(qps.begin(), qps.end(), [&](const QpShadow* q) {
+      return q->vqpn() == vqpn && (q->app.qp_type == IBV_QPT_RC || q->app.qp_type == IBV_QPT_UC);
+    });
+  });
   return why.empty() ? e->settle(0) : why;
 }
 

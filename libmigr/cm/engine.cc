@@ -789,7 +789,7 @@ std::string Engine::settle(unsigned limit_ms) {
   return half_made();
 }
 
-std::string Engine::immovable() {
+std::string Engine::immovable(const std::function<bool(std::uint32_t)>& carries) {
   std::lock_guard guard(mutex_);
   if (!groups_.empty()) return "a multicast group joined by librdmacm";
   for (const auto& [handle, id] : ids_) {
@@ -797,6 +797,9 @@ std::string Engine::immovable() {
       return "an id of librdmacm for datagrams (RDMA_PS_UDP, RDMA_PS_IPOIB)";
     if ((id->state == State::kBound || id->state == State::kListening) && !anywhere(id->address))
       return "an id of librdmacm that is bound to an address of this host; bind it to any (0.0.0.0, ::)";
+    // Partners would not know that it moves, and hear that it has ended.
+    if (id->state == State::kConnected && carries && !carries(id->qp_num))
+      return "a connection of librdmacm without a queue pair of its own (as UCX makes them: UCX_SOCKADDR_TLS_PRIORITY=tcp)";
   }
   return "";
 }

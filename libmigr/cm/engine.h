@@ -87,7 +87,8 @@ class Engine {
   /// Waits until no connection is half made, at most so long. @return what still is; empty: nothing
   std::string settle(unsigned limit_ms);
   /// What cannot be moved; empty: all can.
-  std::string immovable();
+  /// @param carries whether a queue pair of this virtual number carries a connection; null: nobody asks
+  std::string immovable(const std::function<bool(std::uint32_t)>& carries = nullptr);
   /// Source: reads what the kernel has; commands wait from here on. EAGAIN: a connection is half made.
   int freeze(std::string& why);
   /// Restored: the kernel's file anew, in it what listens. @return 0 or errno, with all ids detached then

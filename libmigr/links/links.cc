@@ -32,6 +32,7 @@ namespace migr::links {
 namespace {
 
 State* the_state = nullptr;
+bool looked = false;  ///< what is configured has been read
 
 bool start_thread(void (*run)(), const char* name) {
   pthread_t thread;
@@ -41,7 +42,6 @@ bool start_thread(void (*run)(), const char* name) {
 
 /// Once. Reads what is configured; without anything nothing is made.
 State* configured() {
-  static bool looked = false;
   if (looked) return the_state;
   looked = true;
   Config config = read_config();
@@ -358,7 +358,8 @@ void before_fork() {
     if (link.ctx) provider::keep_from_children(*link.ctx, link.ops);
 }
 
-void after_fork_in_child() {
+void after_fork_in_child(bool inherits) {
+  if (!inherits) looked = false;
   if (!the_state) return;
   // A child has none of its parent's threads, and cannot use what is its parent's. Open descriptors would outlast park(), and
   // the two could not be moved.

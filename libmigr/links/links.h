@@ -204,7 +204,8 @@ std::string park();
 std::string set_aside(QpShadow& q);
 /// Caller holds the Registry's lock.
 void before_fork();
-void after_fork_in_child();
+/// @param inherits it has contexts of its parent
+void after_fork_in_child(bool inherits);
 
 /* On the way of a completion. */
 

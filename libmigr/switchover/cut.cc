@@ -45,6 +45,7 @@ std::string why_no_cut(QpShadow& q) {
     if (!replayable(s.send.wr.opcode)) return " has a work request in flight that cannot be replayed, of opcode " + std::to_string(s.send.wr.opcode);
   std::string small;
   for_cqs(q, [&](const CqShadow& c) {
+    if (c.ex_session.load(std::memory_order_relaxed)) small = "'s completion queue has an open ibv_cq_ex session";
     const std::uint32_t need = (q.send_cq == &c ? sends.size() : 0) + (q.recv_cq == &c ? receives.size() : 0);
     if (static_cast<int>(need) > c.real->cqe)
       small = "'s completion queue is too small to tell what was not used (" + std::to_string(c.real->cqe) + " of " + std::to_string(need) + ")";

@@ -19,9 +19,8 @@ namespace {
 
 /// The path's attributes with the access flags that the application gave.
 int query_path(QpShadow& q, ibv_qp_attr& attr, std::string& why) {
-  ibv_qp_init_attr init{};
   if (q.cut) attr = q.cut->attr;
-  else if (const int err = real().query_qp(q.real, &attr, kConnectionAttrs, &init))
+  else if (const int err = ask_device(q, attr, kConnectionAttrs))
     return fail(why, err, "query_qp of " + qp_name(q));
   if (q.write_access_added) attr.qp_access_flags &= ~static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
   return 0;

@@ -60,6 +60,11 @@ int ask_device(const QpShadow& q, ibv_qp_attr& attr, int mask) {
   return err;
 }
 
+bool in_error(const QpShadow& q) {
+  ibv_qp_attr now{};
+  return !ask_device(q, now, IBV_QP_STATE) && now.qp_state == IBV_QPS_ERR;
+}
+
 std::string qp_name(const QpShadow& q) { return "vQPN " + std::to_string(q.vqpn()); }
 
 int fail(std::string& why, int err, const std::string& what) {
@@ -220,7 +225,7 @@ int break_connection(QpShadow& q, std::string& why) {
 }
 
 int break_if_broken(QpShadow& q, std::string& why) {
-  if (!q.broken) return 0;
+  if (!q.broken || in_error(q)) return 0;
   events::hush(q, q.real);  // the application was told when it broke
   return break_connection(q, why);
 }

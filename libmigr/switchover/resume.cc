@@ -139,7 +139,9 @@ void flush_to_fake(QpShadow& q, const KeptSend& send) {
   q.send_cq->fake.push_back(wc);
 }
 
-int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
+int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
+  std::vector<QpShadow*> qps(named.begin(), named.end());
+  std::erase_if(qps, [](const QpShadow* q) { return q->phase == Phase::kRunning; });  // made since, or resumed already
   if (const int err = check_arcs(qps, Phase::kRunning, why)) return err;
   for (const QpShadow* q : qps)
     if (q->phase == Phase::kFrozen) {
@@ -154,7 +156,13 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why) {
       continue;
     }
     // The new path has the application's own access flags already.
-    if (q->old_real) q->write_access_added = q->responder_only = false;
+    if (q->old_real) {
+      q->write_access_added = q->responder_only = false;
+      for_cqs(*q, [](CqShadow& c) {  // of the old path, while its number still has a name
+        std::lock_guard guard(c.lock);
+        path::poll_to_fake(c);
+      });
+    }
     std::string ignored;
     set_write_access(*q, false, ignored);
     if (const int err = let_go(*q, why); err && !result) result = err;

@@ -23,7 +23,7 @@ int suspend(Qps named, std::string& why) {
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
     const int err = links::failed_unseen(*q) ? 0 : set_write_access(*q, true, why);
-    if (err && !(err == EINVAL && links::note_failure(*q))) {  // in ERR, and nobody has polled what tells of it
+    if (err && !(err == EINVAL && (links::note_failure(*q) || in_error(*q)))) {  // and nobody has polled what tells of it
       std::string ignored;
       for (QpShadow* undo : qps) set_write_access(*undo, false, ignored);
       return err;
@@ -56,7 +56,7 @@ bool sessions_over(const QpShadow& q) {
   return over;
 }
 
-/// @return 0 posted; ENOMEM the queue is full for the moment; else it cannot be
+/// @return 0 posted; ENOMEM a queue is full for the moment; else it cannot be
 int post_marker(Draining& d) {
   QpShadow& q = *d.qp;
   std::lock_guard guard(q.lock);
@@ -66,6 +66,9 @@ int post_marker(Draining& d) {
   wr.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad;
   std::lock_guard cq_guard(q.send_cq->lock);
+  // The application has counted its own work requests when it made its CQ, not one of ours for each QP.
+  path::poll_to_fake(*q.send_cq);
+  if (static_cast<int>(q.send_cq->markers) >= std::max(1, q.send_cq->real->cqe / 2)) return ENOMEM;
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
   d.wr_id = q.drain_marker = wr.wr_id;
@@ -129,13 +132,15 @@ int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
 int advance(Draining& d, const Seen& seen, std::string& why) {
   QpShadow& q = *d.qp;
   if (!d.session_over) {
+    // The thread that polls may begin a session on the keeper before it ends its own.
+    if (!q.path_session.load(std::memory_order_relaxed)) clear_bits(q, kOpen);
     if (!sessions_over(q)) return 0;
     d.session_over = true;
-    clear_bits(q, kOpen);
   }
   if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
   if (!connected(q) || q.responder_only) {
-    d.done = true;  // nothing was ever sent, or everything is being flushed
+    q.broken = q.broken || (q.real->state == IBV_QPS_ERR && !q.cut);  // so is the one that takes its place
+    d.done = true;                                                    // nothing was ever sent, or everything is being flushed
     return 0;
   }
   if (!d.posted && links::failed_unseen(q)) {
@@ -213,9 +218,11 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
     }
     if (result && !d.done) {
       if (!left++ && why.empty())
-        why = qp_name(q) + (d.failed ? "'s path has failed" : d.session_over ? " still has work requests in flight" : " has an open ibv_wr_* session");
-      stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0,
-                       .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
+        why = qp_name(q) + (d.failed                                         ? "'s path has failed"
+                            : d.session_over                                 ? " still has work requests in flight"
+                            : q.path_session.load(std::memory_order_relaxed) ? " has an open ibv_wr_* session"
+                                                                             : "'s completion queue has an open ibv_cq_ex session");
+      stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0, .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
     }
   }
   if (!result) rest_cqs();

@@ -28,6 +28,7 @@ E2E_PKI=$E2E_ROOT/build/e2e/pki${E2E_WITH:+-$E2E_WITH}
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
 E2E_VARS=()
+E2E_PROGRAMS=(migr_verify migr_loaded migr_datagram migr_kv migr_server migr_transfer)	# of build/user/tests/programs
 E2E_RATE=${E2E_RATE:-100}			# 0: as fast as it goes
 mkdir -p "$E2E_OUT"
 
@@ -56,7 +57,7 @@ e2e_needs() {
 	local kver
 	kver=$(e2e_kernel) || return 1
 	for f in "build/kmod/$kver/migr.ko" build/user/libmigr/libmigr.so build/user/agent/migrd build/user/agent/migrctl \
-		build/user/criu-plugin/migr_plugin.so build/runc/runc build/user/tests/programs/migr_verify build/user/tests/programs/migr_datagram build/user/tests/programs/migr_kv build/user/tests/programs/migr_server build/user/tests/programs/migr_transfer build/user/tests/programs/migr_cm; do
+		build/user/criu-plugin/migr_plugin.so build/runc/runc "${E2E_PROGRAMS[@]/#/build/user/tests/programs/}" build/user/tests/programs/migr_cm; do
 		[ -e "$E2E_ROOT/$f" ] || missing+=("$f")
 	done
 	[ ${#missing[@]} = 0 ] || fail "not built: ${missing[*]}; run: make"
@@ -85,14 +86,13 @@ host_setup() {
 	kver=$(e2e_kernel) || return 1
 	on_sh "$h" '
 		set -e
-		root=$1 kver=$2 lib=$3 name=$4 pki=$5
-		shift 5
+		root=$1 kver=$2 lib=$3 name=$4 pki=$5 programs=$6
+		shift 6
 		mkdir -p "$lib" /etc/migr/pki /var/lib/migr
 		# The root is in memory, too, and does not say so.
 		mountpoint -q /var/lib/migr || mount -t tmpfs -o size=80%,mode=700 migr /var/lib/migr
-		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/user/tests/programs/migr_verify" \
-			"$root/build/user/tests/programs/migr_datagram" "$root/build/user/tests/programs/migr_kv" "$root/build/user/tests/programs/migr_server" "$root/build/user/tests/programs/migr_transfer" \
-			"$root/build/runc/runc" "$lib/"		# in memory: from the 9p root runc takes seconds to start
+		for p in $programs; do cp --remove-destination "$root/build/user/tests/programs/$p" "$lib/"; done
+		cp --remove-destination "$root/build/user/libmigr/libmigr.so" "$root/build/runc/runc" "$lib/"	# in memory: from the 9p root runc takes seconds to start
 		ln -sf "$root/build/user/agent/migrctl" /usr/local/sbin/migrctl
 		grep -q "^migr " /proc/modules || insmod "$root/build/kmod/$kver/migr.ko"
 		for i in $(seq 50); do [ ! -e /dev/migr ] || break; sleep 0.1; done
@@ -108,7 +108,7 @@ host_setup() {
 			echo "], \"runc\": \"$lib/runc\", \"criu_libs\": \"$root/build/user/criu-plugin\","
 			echo "  \"libmigr\": \"$lib/libmigr.so\", \"net_hook\": \"$root/hooks/migr-net\" }"
 		} >/etc/migr/migrd.json
-	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" "${E2E_HOSTS[@]}" || fail "set-up of host $h" || return 1
+	' "$E2E_ROOT" "$kver" "$E2E_LIB" "$h" "$E2E_PKI" "${E2E_PROGRAMS[*]}" "${E2E_HOSTS[@]}" || fail "set-up of host $h" || return 1
 	migrd_start "$h"
 }
 
@@ -182,9 +182,9 @@ reset_host() {	# HOST
 			"$root/hooks/migr-net" cleanup "$b" "$id" 2>/dev/null
 		done
 		rm -rf "${bundles:?}"/*
-		for p in migr_verify migr_datagram migr_kv migr_server migr_transfer ib_{write,send,read,atomic}_bw rate_sampler criu; do pkill -KILL -x "$p"; done
+		for p in $4 ib_{write,send,read,atomic}_bw rate_sampler criu; do pkill -KILL -x "$p"; done
 		true
-	' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" >/dev/null
+	' "$E2E_BUNDLES" "$E2E_ROOT" "$E2E_LIB" "${E2E_PROGRAMS[*]}" >/dev/null
 	if ! on_sh "$h" 'p=$(pgrep -x migrd) && ! tr "\0" "\n" <"/proc/$p/environ" | grep -q ^MIGR_FAULT='; then
 		migrd_restart "$h" || return 1
 	fi
@@ -305,7 +305,7 @@ start_process() {
 
 # VERIFY_PROCESSES: so many of them in one container, each with its partner.
 VERIFY_PROCESSES=${VERIFY_PROCESSES:-1}
-# VERIFY_PROGRAM: migr_datagram has the same options and results.
+# VERIFY_PROGRAM: migr_datagram and migr_loaded have the same options and results.
 VERIFY_PROGRAM=${VERIFY_PROGRAM:-migr_verify}
 verify_names() { local k; for ((k = 1; k <= VERIFY_PROCESSES; k++)); do echo "verify${k#1}"; done; }
 

@@ -97,7 +97,8 @@ walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
-step "ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" moved --wr-api --iova --resize --second --mode mixed --qps 3
+self_loaded() { VERIFY_PROGRAM=migr_loaded "$@"; }
+step "a program that loads libibverbs itself: ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" self_loaded moved --wr-api --iova --resize --second --mode mixed --qps 3
 walk_step "ibv_cq_ex, events, a child by fork" moved --cq-ex --events --fork --mode mixed --qps 2
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr

@@ -49,7 +49,7 @@ std::string refusal() { return ""; }
 std::string park() { return ""; }
 void changed() {}
 void before_fork() {}
-void after_fork_in_child() {}
+void after_fork_in_child(bool) {}
 }  // namespace links
 
 namespace cm {

@@ -570,6 +570,25 @@ TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
+TEST_F(Control, ChildOfForkThatOpensADeviceItselfIsAProcessLikeAny) {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    control::start();  // as the first context does
+    sleep(kPatienceMs / 1000 + 1);
+    _exit(0);
+  }
+  const migr_msg parents = hello;
+  const std::vector<char> told = records;
+  const int parents_fd = std::exchange(fd, -1);
+  meet();
+  EXPECT_EQ(hello.type, parents.type);
+  EXPECT_NE(records, told) << "it says that it is its parent";
+  close(std::exchange(fd, parents_fd));
+  kill(pid, SIGKILL);
+  waitpid(pid, nullptr, 0);
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
+}
+
 TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
   ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
   close_socket();

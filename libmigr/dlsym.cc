@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/*
+ * Programs that load libibverbs themselves and ask for its functions by dlsym() or dlvsym() (NCCL, brpc, Python's ctypes) look in the
+ * library whose handle they have, and would pass us by. They get our function of that name, if the library has one; in
+ * a version that is not the default one (IBVERBS_1.0) they get the library's own, as a program does that was linked with it.
+ *
+ * Whatever else is looked up goes on to the next dlsym() behind us by a jump: RTLD_NEXT and RTLD_DEFAULT go by the address that is
+ * returned to.
+ */
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "objects.h"
+
+#if !defined(__OPTIMIZE__)
+#error "without optimization the call of the next dlsym() is no jump"
+#endif
+
+extern "C" {
+[[gnu::visibility("hidden")]] extern const char __ehdr_start[];  // the linker's: where we begin and end
+[[gnu::visibility("hidden")]] extern const char _end[];
+}
+
+namespace {
+
+/// The functions that a library exports under its default versions. Of what is loaded, and without any memory: an allocator may
+/// ask for the one that is behind it before there is another.
+class Exports {
+ public:
+  explicit Exports(const link_map& library) : base_(library.l_addr) {
+    for (const ElfW(Dyn)* d = library.l_ld; d && d->d_tag != DT_NULL; ++d) {
+      if (d->d_tag == DT_SYMTAB) symbols_ = at<ElfW(Sym)>(d->d_un.d_ptr);
+      if (d->d_tag == DT_STRTAB) names_ = at<char>(d->d_un.d_ptr);
+      if (d->d_tag == DT_VERSYM) versions_ = at<std::uint16_t>(d->d_un.d_ptr);
+      if (d->d_tag == DT_GNU_HASH) hash_ = at<std::uint32_t>(d->d_un.d_ptr);
+    }
+  }
+
+  void* find(const char* name) const {
+    if (!symbols_ || !names_ || !hash_ || !hash_[0]) return nullptr;
+    constexpr std::uint16_t kHidden = 0x8000;  // of a version that only asks for it by name
+    const std::uint32_t want = hash_of(name), count = hash_[0], first = hash_[1], words = hash_[2] * sizeof(ElfW(Addr)) / 4;
+    const std::uint32_t* const buckets = hash_ + 4 + words;
+    const std::uint32_t* const chains = buckets + count;
+    for (std::uint32_t i = buckets[want % count]; i >= first && i; ++i) {
+      const std::uint32_t here = chains[i - first];
+      const ElfW(Sym)& symbol = symbols_[i];
+      if ((here | 1) == (want | 1) && symbol.st_shndx != SHN_UNDEF && !std::strcmp(names_ + symbol.st_name, name) &&
+          !(versions_ && versions_[i] & kHidden))
+        return reinterpret_cast<void*>(base_ + symbol.st_value);
+      if (here & 1) break;
+    }
+    return nullptr;
+  }
+
+ private:
+  /// The loader has made most of these addresses of this process.
+  template <class T>
+  const T* at(ElfW(Addr) address) const {
+    return reinterpret_cast<const T*>(address < base_ ? base_ + address : address);
+  }
+  static std::uint32_t hash_of(const char* name) {
+    std::uint32_t h = 5381;
+    for (; *name; ++name) h = h * 33 + static_cast<unsigned char>(*name);
+    return h;
+  }
+
+  ElfW(Addr) base_;
+  const ElfW(Sym) * symbols_ = nullptr;
+  const char* names_ = nullptr;
+  const std::uint16_t* versions_ = nullptr;
+  const std::uint32_t* hash_ = nullptr;
+};
+
+bool is_self(const link_map& library) { return library.l_addr == reinterpret_cast<ElfW(Addr)>(__ehdr_start); }
+
+const link_map& self() {
+  const link_map* library = _r_debug.r_map;
+  while (library && !is_self(*library)) library = library->l_next;
+  if (!library) std::abort();
+  return *library;
+}
+
+/// As RTLD_NEXT would find it, which dlsym() cannot be asked for itself; who has loaded us by dlopen() has all that it needs before us.
+void* next(const char* name) {
+  for (const link_map* first : {self().l_next, _r_debug.r_map})
+    for (const link_map* library = first; library; library = library->l_next)
+      if (void* found = is_self(*library) ? nullptr : Exports(*library).find(name)) return found;
+  std::abort();  // no C library
+}
+
+template <class Function>
+Function* next(std::atomic<Function*>& kept, const char* name) {
+  Function* function = kept.load(std::memory_order_relaxed);
+  if (!function) kept.store(function = reinterpret_cast<Function*>(next(name)), std::memory_order_relaxed);
+  return function;
+}
+
+bool begins(const char* name, const char* with) { return !std::strncmp(name, with, std::strlen(with)); }
+
+/// Whose functions begin like `name`: the library's own name, as far as its version. Null: nobody's in front of whom we stand.
+const char* library_of(const char* name) {
+  constexpr struct {
+    const char *function, *library;
+  } kFamilies[] = {{"ibv_", "libibverbs.so"}, {"_ibv_", "libibverbs.so"}, {"mlx5dv_", "libmlx5.so"}, {"mlx4dv_", "libmlx4.so"}, {"efadv_", "libefa.so"}, {"manadv_", "libmana.so"}};
+  for (const auto& family : kFamilies)
+    if (begins(name, family.function)) return family.library;
+  return nullptr;
+}
+
+/// We ask for functions of the libraries ourselves.
+bool is_ours(const void* caller) { return caller >= __ehdr_start && caller < _end; }
+
+/// What to give for `theirs`, which was found by this name: our function, if it is the one that programs are linked with.
+void* in_front_of(void* theirs, const char* name, const char* library) {
+  Dl_info info;
+  void* found;
+  if (!theirs || !dladdr1(theirs, &info, &found, RTLD_DL_LINKMAP)) return theirs;
+  const auto& in = *static_cast<const link_map*>(found);
+  const char* const slash = std::strrchr(in.l_name, '/');
+  if (!begins(slash ? slash + 1 : in.l_name, library) || Exports(in).find(name) != theirs) return theirs;
+  void* const own = Exports(self()).find(name);
+  return own ? own : theirs;
+}
+
+using Dlsym = void*(void*, const char*);
+using Dlvsym = void*(void*, const char*, const char*);
+std::atomic<Dlsym*> next_dlsym;
+std::atomic<Dlvsym*> next_dlvsym;
+
+}  // namespace
+
+MIGR_EXPORT void* dlsym(void* handle, const char* name) noexcept {
+  Dlsym* const real = next(next_dlsym, "dlsym");
+  const char* const library = library_of(name);
+  if (library && handle != RTLD_NEXT && !is_ours(__builtin_return_address(0)))
+    if (void* const theirs = real(handle, name)) return in_front_of(theirs, name, library);
+  return real(handle, name);
+}
+
+MIGR_EXPORT void* dlvsym(void* handle, const char* name, const char* version) noexcept {
+  Dlvsym* const real = next(next_dlvsym, "dlvsym");
+  const char* const library = library_of(name);
+  if (library && handle != RTLD_NEXT && !is_ours(__builtin_return_address(0)))
+    if (void* const theirs = real(handle, name, version)) return in_front_of(theirs, name, library);
+  return real(handle, name, version);
+}
