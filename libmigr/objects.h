@@ -57,6 +57,15 @@ void wait_for_acks(Registry& registry, Shadow& shadow) {
   registry.event_acked.wait(guard, [&] { return shadow.unacked_events == 0; });
 }
 
+/// Before an object goes: who handles an event of it may still ask for it. What comes meanwhile is waited for as above.
+template <class Object>
+void wait_for_handlers(Registry& registry, Object* object) {
+  std::unique_lock guard(registry.lock);
+  auto* const shadow = known(registry, object);
+  guard.unlock();
+  if (shadow) wait_for_acks(registry, *shadow);
+}
+
 }  // namespace migr
 
 #endif

@@ -813,6 +813,7 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
 
 MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   Registry& registry = Registry::get();
+  wait_for_handlers(registry, qp);
   QpShadow* shadow;
   {
     auto guard = registry.change();

@@ -192,6 +192,7 @@ MIGR_EXPORT int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* attr) {
 
 MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
   Registry& registry = Registry::get();
+  wait_for_handlers(registry, srq);
   SrqShadow* shadow;
   {
     auto guard = registry.change();

@@ -61,7 +61,7 @@ enum migr_msg_type {
 				 * reply records: migr_key_map */
 	MIGR_MSG_KEYS,		/* switched or restored: records: migr_key_map, for the QPs whose peer
 				 * (QP_CONNECT, REBIND) is the owner; each owner's keys at once */
-	MIGR_MSG_RESUME,	/* records: migr_qp_ref, none = all. Replay kept posts, go on.
+	MIGR_MSG_RESUME,	/* records: migr_qp_ref, none = all; what is gone, or runs, is passed over. Replay kept posts, go on.
 				 * reply records: migr_resume_stat */
 	MIGR_MSG_ROLLBACK,	/* discard spares, go back to the old path, resume there */
 	MIGR_MSG_STATS,		/* reply records: migr_drain_stat of every QP. sq_in_flight: 0 unless

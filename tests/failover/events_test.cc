@@ -325,6 +325,10 @@ TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
   // Destroying waits for the application, as ever.
   auto destroyed = std::async(std::launch::async, [this] { return ibv_destroy_qp(qp_[0]); });
   EXPECT_EQ(destroyed.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  EXPECT_EQ(ibv_query_qp(qp_[0], &attr, IBV_QP_STATE, &init), 0) << "its handler may ask for it";
+  EXPECT_EQ(attr.qp_state, IBV_QPS_ERR);
   ibv_ack_async_event(&event);
   EXPECT_EQ(destroyed.get(), 0);
   qp_[0] = nullptr;

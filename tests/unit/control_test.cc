@@ -105,7 +105,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   return called("rebind", why);
 }
 int set_remote_keys(Qps, std::span<const migr_key_map>, std::string& why) { return called("keys", why); }
-int resume(Qps, std::vector<migr_resume_stat>&, std::string& why) {
+int resume(Qps qps, std::vector<migr_resume_stat>&, std::string& why) {
+  fake.records = qps.size();
   fake.state = MIGR_PROC_RUNNING;
   return called("resume", why);
 }
@@ -303,6 +304,14 @@ TEST_F(Control, QpIsNamedByVirtualOrPresentNumber) {
   EXPECT_EQ(ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0x11, 0, 0}}).status, 0);
   EXPECT_EQ(fake.records, 1u);
   EXPECT_EQ(ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0, 0x20, 0}}).status, 0);
+}
+
+// It comes after the commit: nothing may keep the others from going on.
+TEST_F(Control, ResumePassesOverWhatWasDestroyedMeanwhile) {
+  EXPECT_EQ(ask(request(MIGR_MSG_RESUME), std::vector<migr_qp_ref>{{7, 0x10, 0, 0}, {7, 0x99, 0, 0}}).status, 0);
+  EXPECT_EQ(fake.records, 1u);
+  EXPECT_EQ(ask(request(MIGR_MSG_RESUME), std::vector<migr_qp_ref>{{7, 0x99, 0, 0}}).status, 0);
+  EXPECT_EQ(fake.records, 0u) << "none is not all";
 }
 
 TEST_F(Control, UnknownQpIsEnoentAndNothingHappens) {

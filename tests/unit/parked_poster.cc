@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // The victim of suspension_closed_test: a plain libibverbs program over the stub provider. One thread posts one send per
 // round, one instruction at a time (trap flag), and stands still before the instruction that the test has chosen.
-//   parked_poster classic|wr|contended|closes FD    FD: memfd with struct Parked
+//   parked_poster classic|wr|contended|reposts|closes FD    FD: memfd with struct Parked
 // contended: not stepped; wr_start waits for another thread's session, and the thread stands still after it.
+// reposts: not stepped; the thread stands still in a session on its ibv_cq_ex, posts with ibv_wr_*, and ends the session.
 // closes: nothing is posted; the QP is moved to ERR.
 #include <infiniband/verbs.h>
 #include <signal.h>
@@ -25,6 +26,7 @@ constexpr unsigned long long kTrapFlag = 0x100;
 
 Parked* shared;
 std::atomic<bool> stepping;
+std::atomic<bool> polled_elsewhere;  // the polling thread lets the CQ alone
 std::int32_t step;
 
 void nap() {
@@ -61,6 +63,7 @@ void trap_off() { stepping.store(false, std::memory_order_relaxed); }
 struct Objects {
   ibv_qp* qp;
   ibv_qp_ex* ex;
+  ibv_cq_ex* cq_ex;
   ibv_cq* cq;
   ibv_mr* mr;
 };
@@ -74,8 +77,11 @@ Objects make_objects(char* memory, std::size_t bytes) {
   Objects o{};
   ibv_pd* pd = ibv_alloc_pd(context);
   o.mr = ibv_reg_mr(pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
-  o.cq = ibv_create_cq(context, 64, nullptr, nullptr, 0);
-  if (!pd || !o.mr || !o.cq) die("pd, mr, cq");
+  ibv_cq_init_attr_ex cq{};
+  cq.cqe = 64;
+  o.cq_ex = ibv_create_cq_ex(context, &cq);
+  if (!pd || !o.mr || !o.cq_ex) die("pd, mr, cq");
+  o.cq = ibv_cq_ex_to_cq(o.cq_ex);
   ibv_qp_init_attr_ex init{};
   init.send_cq = init.recv_cq = o.cq;
   init.cap = {.max_send_wr = 32, .max_recv_wr = 32, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
@@ -136,6 +142,24 @@ int post_contended(const Objects& o, const ibv_send_wr& wr) {
   return fill_and_complete(o, wr);
 }
 
+int post_in_poll_session(const Objects& o, ibv_send_wr& wr) {
+  polled_elsewhere.store(true);
+  for (int i = 0; i < 100; ++i) nap();  // a poll that had begun is over
+  ibv_send_wr* bad;
+  if (const int error = ibv_post_send(o.qp, &wr, &bad)) return error;
+  ibv_poll_cq_attr attr{};
+  while (ibv_start_poll(o.cq_ex, &attr)) nap();
+  shared->completed.fetch_add(1);
+  const std::uint32_t round = shared->go.load();
+  shared->parked.store(round);
+  while (shared->release.load() < round) nap();
+  ibv_wr_start(o.ex);
+  const int error = fill_and_complete(o, wr);
+  ibv_end_poll(o.cq_ex);
+  polled_elsewhere.store(false);
+  return error;
+}
+
 int close_it(const Objects& o) {
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_ERR;
@@ -145,6 +169,7 @@ int close_it(const Objects& o) {
 int post(const char* how, const Objects& o, ibv_send_wr& wr) {
   if (!std::strcmp(how, "closes")) return close_it(o);
   if (!std::strcmp(how, "wr")) return post_wr(o, wr);
+  if (!std::strcmp(how, "reposts")) return post_in_poll_session(o, wr);
   return std::strcmp(how, "contended") ? post_classic(o, wr) : post_contended(o, wr);
 }
 
@@ -155,7 +180,7 @@ void complete_and_poll(const Objects& o) {
     migr_stub_complete_sends(o.qp->qp_num);
     shared->in_queue.store(migr_stub_posted(o.qp->qp_num));
     ibv_wc wc;
-    while (ibv_poll_cq(o.cq, 1, &wc) > 0) {
+    while (!polled_elsewhere.load() && ibv_poll_cq(o.cq, 1, &wc) > 0) {
       if (wc.wr_id != next++ || wc.status != IBV_WC_SUCCESS) shared->out_of_order.fetch_add(1);
       shared->completed.fetch_add(1);
     }

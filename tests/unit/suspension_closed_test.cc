@@ -248,6 +248,31 @@ TEST_P(SuspensionContended, WhoPollsADrainedQueueRestsMoreAndMore) {
 
 INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
 
+// A thread that polls an ibv_cq_ex posts again before it ends its session, as rdma-core's pingpongs do. It must not wait for the
+// drain, which waits for the end of the session.
+class SuspensionOfWhoReposts : public SuspensionClosed {};
+
+TEST_P(SuspensionOfWhoReposts, APollSessionMayPostWhileItIsDrained) {
+  constexpr std::uint32_t kRound = 1;
+  shared_->go.store(kRound);
+  ASSERT_TRUE(wait_for([&] { return shared_->parked.load() == kRound; }));
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_SUSPEND));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 100));
+  ASSERT_NO_FATAL_FAILURE(expect_answer(ETIMEDOUT, "open ibv_cq_ex session"));
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 3000));
+  release(kRound);
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  EXPECT_TRUE(wait_for([&] { return shared_->done.load() == kRound; }));
+  EXPECT_EQ(0, shared_->error.load());
+  EXPECT_EQ(1u, shared_->completed.load()) << "what it has posted is kept";
+  ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_RESUME));
+  ASSERT_NO_FATAL_FAILURE(expect_answer());
+  EXPECT_TRUE(wait_for([&] { return shared_->completed.load() == 2; }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Apis, SuspensionOfWhoReposts, testing::Values("reposts"));
+
 // What ends a connection waits for the new path: else that would be in RTS with what the old one has flushed.
 class SuspensionOfWhoCloses : public SuspensionClosed {};
 
