@@ -141,6 +141,7 @@ struct migr_ctx *migr_ctx_get(u32 id);
 struct migr_ctx *migr_ctx_get_next(u32 *id);
 struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data);
 void migr_ctx_put(struct migr_ctx *ctx);
+bool migr_ctx_is_there_locked(const struct migr_ctx *ctx);
 int migr_ctx_attach(struct migr_ctx *ctx);
 void migr_ctx_detach(struct migr_ctx *ctx);
 void migr_record_count(u32 *nr_ctx, u32 *nr_obj);

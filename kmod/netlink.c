@@ -223,7 +223,7 @@ static int obj_dump(struct sk_buff *skb, struct netlink_callback *cb)
 	if (!ctx)
 		return -ENOENT;
 	mutex_lock(&migr_lock);
-	if (!ctx->uctx || ctx->leaving) {	/* what it points to cannot be looked at any more */
+	if (!migr_ctx_is_there_locked(ctx)) {
 		mutex_unlock(&migr_lock);
 		migr_ctx_put(ctx);
 		return -ENODEV;

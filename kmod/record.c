@@ -55,6 +55,13 @@ static struct migr_ctx *ctx_find_locked(const struct ib_ucontext *uctx)
 	return NULL;
 }
 
+/* What its objects point to can be looked at. */
+bool migr_ctx_is_there_locked(const struct migr_ctx *ctx)
+{
+	lockdep_assert_held(&migr_lock);
+	return ctx->uctx && !ctx->leaving;
+}
+
 static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgid,
 				       const char *comm, u32 flags)
 {
@@ -416,10 +423,13 @@ static void user_handle_locked(struct migr_obj *obj)
 	}
 }
 
-/* Brings up to date what uverbs keeps. False: the object is not yet user space's. */
+/*
+ * Brings up to date what uverbs keeps. False: the object is not yet user space's.
+ * Its context has to be there.
+ */
 bool migr_obj_refresh_locked(struct migr_obj *obj)
 {
-	if (obj->dying || obj->ctx->leaving || !migr_obj_resolve_locked(obj))
+	if (obj->dying || !migr_obj_resolve_locked(obj))
 		return false;
 	user_handle_locked(obj);
 	return true;
@@ -564,7 +574,7 @@ struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 h
 	unsigned long seq;
 
 	lockdep_assert_held(&migr_lock);
-	if (!ctx->uctx || ctx->leaving)
+	if (!migr_ctx_is_there_locked(ctx))
 		return NULL;
 	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_UNRESOLVED)
 		if (!obj->dying)

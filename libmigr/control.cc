@@ -780,8 +780,8 @@ void after_fork_in_child() {
   links::after_fork_in_child(inherits);
   cm::forget_parent();
   switchover::ahead::forget();  // the commands are the parent's
-  after_fork();
-  if (!inherits) state.store(State::kNever);  // with what it opens itself it is a process like any
+  if (self && self->fd >= 0) disconnect();  // the parent's; the child must not hold it open
+  state.store(inherits ? State::kForkedChild : State::kNever);  // without, it is a process like any once it opens something itself
 }
 
 }  // namespace
@@ -808,11 +808,5 @@ std::vector<migr_text_range> text_ranges() {
 }
 
 std::array<std::uint8_t, 16> instance() { return self ? std::to_array(self->instance) : std::array<std::uint8_t, 16>{}; }
-
-void after_fork() {
-  if (state.load() != State::kRunning) return;
-  state.store(State::kForkedChild);
-  if (self && self->fd >= 0) disconnect();  // the parent's; the child must not hold it open
-}
 
 }  // namespace migr::control

@@ -38,9 +38,6 @@ int ask(std::uint16_t type, std::uint64_t arg, std::span<const Record> records, 
   return 0;
 }
 
-/// After fork, in the child: the thread is not there; the child goes on without migrd. Thread: the child's only one.
-void after_fork();
-
 }  // namespace migr::control
 
 #endif

@@ -114,14 +114,17 @@ const char* library_of(const char* name) {
   return nullptr;
 }
 
-/// We ask for functions of the libraries ourselves.
-bool is_ours(const void* caller) { return caller >= __ehdr_start && caller < _end; }
+/// As library_of(), if `caller` is to get ours: we ask for functions of the libraries ourselves.
+const char* in_front_of_which(void* handle, const char* name, const void* caller) {
+  const bool asked_by_us = caller >= __ehdr_start && caller < _end;
+  return handle == RTLD_NEXT || asked_by_us ? nullptr : library_of(name);
+}
 
 /// What to give for `theirs`, which was found by this name: our function, if it is the one that programs are linked with.
 void* in_front_of(void* theirs, const char* name, const char* library) {
   Dl_info info;
   void* found;
-  if (!theirs || !dladdr1(theirs, &info, &found, RTLD_DL_LINKMAP)) return theirs;
+  if (!dladdr1(theirs, &info, &found, RTLD_DL_LINKMAP)) return theirs;
   const auto& in = *static_cast<const link_map*>(found);
   const char* const slash = std::strrchr(in.l_name, '/');
   if (!begins(slash ? slash + 1 : in.l_name, library) || Exports(in).find(name) != theirs) return theirs;
@@ -138,16 +141,14 @@ std::atomic<Dlvsym*> next_dlvsym;
 
 MIGR_EXPORT void* dlsym(void* handle, const char* name) noexcept {
   Dlsym* const real = next(next_dlsym, "dlsym");
-  const char* const library = library_of(name);
-  if (library && handle != RTLD_NEXT && !is_ours(__builtin_return_address(0)))
+  if (const char* const library = in_front_of_which(handle, name, __builtin_return_address(0)))
     if (void* const theirs = real(handle, name)) return in_front_of(theirs, name, library);
   return real(handle, name);
 }
 
 MIGR_EXPORT void* dlvsym(void* handle, const char* name, const char* version) noexcept {
   Dlvsym* const real = next(next_dlvsym, "dlvsym");
-  const char* const library = library_of(name);
-  if (library && handle != RTLD_NEXT && !is_ours(__builtin_return_address(0)))
+  if (const char* const library = in_front_of_which(handle, name, __builtin_return_address(0)))
     if (void* const theirs = real(handle, name, version)) return in_front_of(theirs, name, library);
   return real(handle, name, version);
 }

@@ -215,8 +215,8 @@ void let_readers_read(int fd) {
 namespace events {
 
 bool is_ours(const ibv_context* ctx) {
-  const Registry& registry = Registry::get();
-  std::lock_guard guard(Registry::get().events_lock);
+  Registry& registry = Registry::get();
+  std::lock_guard guard(registry.events_lock);
   return ours(registry, ctx);
 }
 

@@ -9,6 +9,22 @@
 
 namespace migr {
 
+/// The calling thread gets no signals while this lives.
+class WithoutSignals {
+ public:
+  WithoutSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  WithoutSignals(const WithoutSignals&) = delete;
+  WithoutSignals& operator=(const WithoutSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 /// What the process might run on when the library was loaded.
 inline const cpu_set_t cpus_at_load = [] {
   cpu_set_t cpus;
@@ -19,9 +35,7 @@ inline const cpu_set_t cpus_at_load = [] {
 /// Gets none of the application's signals, and is scheduled as any thread: the one that makes it may be pinned, and never sleep.
 /// @return 0 or a positive errno
 inline int start_quiet_thread(pthread_t& thread, void* (*run)(void*), void* arg, const char* name) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const WithoutSignals inherited;
   pthread_attr_t attr;
   pthread_attr_init(&attr);
   pthread_attr_setinheritsched(&attr, PTHREAD_EXPLICIT_SCHED);
@@ -29,7 +43,6 @@ inline int start_quiet_thread(pthread_t& thread, void* (*run)(void*), void* arg,
   int error = pthread_create(&thread, &attr, run, arg);
   if (error) error = pthread_create(&thread, nullptr, run, arg);  // none of those processors is this process's any more
   pthread_attr_destroy(&attr);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!error) pthread_setname_np(thread, name);
   return error;
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "config.h"
 
-#include <signal.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "../../include/migr/links_wire.h"
+#include "../quiet_thread.h"
 
 #define JSON_NOEXCEPTION 1  // every type is looked at before it is used
 #include <nlohmann/json.hpp>
@@ -225,12 +225,11 @@ int ask_migrd(std::string& text) {
   head.seq = 1;
   std::vector<char> packet(MIGR_LINKS_PACKET_BYTES);
   ssize_t n = -1;
-  sigset_t all, before;  // what has a time limit is not begun again after a signal
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  if (!connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) && send(fd, &head, sizeof head, MSG_NOSIGNAL) == sizeof head)
-    n = recv(fd, packet.data(), packet.size(), 0);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  {
+    const WithoutSignals uninterrupted;  // what has a time limit is not begun again after a signal
+    if (!connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) && send(fd, &head, sizeof head, MSG_NOSIGNAL) == sizeof head)
+      n = recv(fd, packet.data(), packet.size(), 0);
+  }
   close(fd);
   if (n < static_cast<ssize_t>(sizeof head)) return ENOENT;
   std::memcpy(&head, packet.data(), sizeof head);

@@ -33,6 +33,7 @@ bool replayable(ibv_wr_opcode opcode) { return opcode <= IBV_WR_ATOMIC_FETCH_AND
 /// @return "" or what stands against it
 std::string why_no_cut(QpShadow& q) {
   if (q.state.load(std::memory_order_relaxed) & kOpen) return " has an open ibv_wr_* session";
+  if (const char* const open = open_session(q); *open) return open;
   if (q.app.qp_type != IBV_QPT_RC || (!connected(q) && q.real->state != IBV_QPS_RTR)) return " is not a connected RC QP";
   if (q.app.srq) return " uses an SRQ: which receive a message came into in part could not be told";
   if (!windows::belonging_to(q).empty()) return " has memory windows of type 2";
@@ -45,7 +46,6 @@ std::string why_no_cut(QpShadow& q) {
     if (!replayable(s.send.wr.opcode)) return " has a work request in flight that cannot be replayed, of opcode " + std::to_string(s.send.wr.opcode);
   std::string small;
   for_cqs(q, [&](const CqShadow& c) {
-    if (c.ex_session.load(std::memory_order_relaxed)) small = "'s completion queue has an open ibv_cq_ex session";
     const std::uint32_t need = (q.send_cq == &c ? sends.size() : 0) + (q.recv_cq == &c ? receives.size() : 0);
     if (static_cast<int>(need) > c.real->cqe)
       small = "'s completion queue is too small to tell what was not used (" + std::to_string(c.real->cqe) + " of " + std::to_string(need) + ")";

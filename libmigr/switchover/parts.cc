@@ -60,6 +60,13 @@ int ask_device(const QpShadow& q, ibv_qp_attr& attr, int mask) {
   return err;
 }
 
+const char* open_session(const QpShadow& q) {
+  if (q.path_session.load(std::memory_order_relaxed)) return " has an open ibv_wr_* session";
+  bool polling = false;
+  for_cqs(q, [&](const CqShadow& c) { polling = polling || c.ex_session.load(std::memory_order_relaxed); });
+  return polling ? "'s completion queue has an open ibv_cq_ex session" : "";
+}
+
 bool in_error(const QpShadow& q) {
   ibv_qp_attr now{};
   return !ask_device(q, now, IBV_QP_STATE) && now.qp_state == IBV_QPS_ERR;

@@ -47,6 +47,8 @@ std::string qp_name(const QpShadow& q);
 /// What the device says of the present path. libibverbs notes the state that it hears in `real`; to everybody else the QP stays in
 /// the one that it is in. @return 0 or a positive errno
 int ask_device(const QpShadow& q, ibv_qp_attr& attr, int mask);
+/// "" or which session of the application is open, to be put behind the QP's name.
+const char* open_session(const QpShadow& q);
 /// What the device says, whether or not the application has been told.
 bool in_error(const QpShadow& q);
 /// @return err, with a sentence in `why`

@@ -50,12 +50,6 @@ struct Draining {
   std::uint64_t empty_since = 0;  ///< UD
 };
 
-bool sessions_over(const QpShadow& q) {
-  bool over = !q.path_session.load(std::memory_order_relaxed);
-  for_cqs(q, [&](const CqShadow& c) { over = over && !c.ex_session.load(std::memory_order_relaxed); });
-  return over;
-}
-
 /// @return 0 posted; ENOMEM a queue is full for the moment; else it cannot be
 int post_marker(Draining& d) {
   QpShadow& q = *d.qp;
@@ -134,7 +128,7 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
   if (!d.session_over) {
     // The thread that polls may begin a session on the keeper before it ends its own.
     if (!q.path_session.load(std::memory_order_relaxed)) clear_bits(q, kOpen);
-    if (!sessions_over(q)) return 0;
+    if (*open_session(q)) return 0;
     d.session_over = true;
   }
   if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
@@ -217,11 +211,9 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
       for_cqs(q, [&](const CqShadow& c) { q.last_cqe_ns = std::max(q.last_cqe_ns, c.last_cqe_ns); });
     }
     if (result && !d.done) {
-      if (!left++ && why.empty())
-        why = qp_name(q) + (d.failed                                         ? "'s path has failed"
-                            : d.session_over                                 ? " still has work requests in flight"
-                            : q.path_session.load(std::memory_order_relaxed) ? " has an open ibv_wr_* session"
-                                                                             : "'s completion queue has an open ibv_cq_ex session");
+      const char* const open = d.session_over ? "" : open_session(q);
+      if (!left++ && why.empty()) why = qp_name(q) + (d.failed ? "'s path has failed" : *open ? open
+                                                                                              : " still has work requests in flight");
       stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0, .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
     }
   }

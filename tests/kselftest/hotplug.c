@@ -20,14 +20,15 @@
 
 static struct ctx_list ctxs;
 
-static struct ibv_context *open_named(const char *name)
+/* The device of that name, or (@named is false) another one. */
+static struct ibv_context *open_by_name(const char *name, bool named)
 {
 	struct ibv_device **list = ibv_get_device_list(NULL);
 	struct ibv_context *context = NULL;
 	int i;
 
-	for (i = 0; list[i]; i++)
-		if (!strcmp(ibv_get_device_name(list[i]), name))
+	for (i = 0; list[i] && !context; i++)
+		if (!strcmp(ibv_get_device_name(list[i]), name) == named)
 			context = ibv_open_device(list[i]);
 	ibv_free_device_list(list);
 	return context;
@@ -35,15 +36,9 @@ static struct ibv_context *open_named(const char *name)
 
 static void *register_memory(void *buf)
 {
-	struct ibv_device **list = ibv_get_device_list(NULL);
-	struct ibv_context *context = NULL;
-	int i;
+	struct ibv_context *context = open_by_name(IBDEV, false);
 
-	for (i = 0; list[i] && !context; i++)
-		if (strcmp(ibv_get_device_name(list[i]), IBDEV))
-			context = ibv_open_device(list[i]);
 	need(context, "another device");
-	ibv_free_device_list(list);
 	ibv_reg_mr(ibv_alloc_pd(context), buf, MEMORY, IBV_ACCESS_LOCAL_WRITE);
 	return NULL;
 }
@@ -99,7 +94,7 @@ int main(void)
 	genl_info(&info);
 	check_eq(info.nr_dev, before.nr_dev + 1, "a device that comes is ours");
 	for (i = 0; i < 50 && !context; i++) {	/* udev makes the node */
-		context = open_named(IBDEV);
+		context = open_by_name(IBDEV, true);
 		usleep(100000);
 	}
 	need(context, "open the device");

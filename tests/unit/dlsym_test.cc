@@ -5,10 +5,7 @@
  */
 #include <dlfcn.h>
 #include <gtest/gtest.h>
-#include <link.h>
 
-#include <cerrno>
-#include <cstring>
 #include <string>
 
 extern "C" void* dlsym_next_of(const char* name);  // dlsym_next.cc, a library behind libmigr
