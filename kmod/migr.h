@@ -43,6 +43,12 @@ struct vm_area_struct;
 
 enum migr_table { MIGR_TABLE_QPN, MIGR_TABLE_KEY, MIGR_NR_TABLES };
 
+/* A page of a table that could not be had under migr_lock. */
+struct migr_missing {
+	struct file *file;	/* NULL: none */
+	pgoff_t index;
+};
+
 /* A user context (an open uverbs file with a context) and what was made in it. */
 struct migr_ctx {
 	struct kref ref;
@@ -67,6 +73,8 @@ struct migr_ctx {
 	u32 nr[__MIGR_OBJ_MAX];
 	u64 mr_bytes;
 	struct file *table[MIGR_NR_TABLES];	/* NULL until attached; then for good */
+	bool published;			/* all objects are in them */
+	struct migr_missing missing;	/* migr_lock; what the last store() lacked */
 };
 
 struct migr_obj {
@@ -180,6 +188,8 @@ void migr_table_free(struct migr_ctx *ctx);
 int migr_table_set_qpn(struct migr_ctx *ctx, u32 pqpn, u32 entry);
 int migr_table_set_lkey(struct migr_ctx *ctx, u32 index, u32 entry);
 int migr_table_set_rkey(struct migr_ctx *ctx, u32 index, u32 entry);
+struct migr_missing migr_table_missing_locked(struct migr_ctx *ctx, int err);
+bool migr_table_fill(const struct migr_missing *missing);
 int migr_table_mmap(struct migr_ctx *ctx, struct vm_area_struct *vma);
 
 /* chardev.c, netlink.c */

@@ -114,6 +114,7 @@ static struct ib_mr *reg_dm_mr(struct ib_pd *pd, struct ib_dm *dm, struct ib_dm_
 static int note_rereg(struct ib_mr *mr, int flags, u64 start, u64 length, u64 iova, int access,
 		      struct ib_pd *pd)
 {
+	struct migr_missing missing = {};
 	struct migr_mr_rec *rec;
 	struct migr_obj *obj;
 	int err = 0;
@@ -134,10 +135,20 @@ static int note_rereg(struct ib_mr *mr, int flags, u64 start, u64 length, u64 io
 			rec->pd_handle = migr_handle(pd->uobject);
 		err = migr_mr_rename_locked(obj, mr->lkey, mr->rkey);
 		obj->ctx->gen++;
+		missing = migr_table_missing_locked(obj->ctx, err);
 		if (!err)
 			trace_migr_mr_rereg(obj);
 	}
 	mutex_unlock(&migr_lock);
+	while (migr_table_fill(&missing)) {
+		missing.file = NULL;
+		mutex_lock(&migr_lock);
+		obj = migr_obj_find_locked(mr);
+		err = obj ? migr_names_publish_locked(obj) : 0;
+		if (obj)
+			missing = migr_table_missing_locked(obj->ctx, err);
+		mutex_unlock(&migr_lock);
+	}
 	return err;
 }
 

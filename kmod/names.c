@@ -150,21 +150,15 @@ static struct migr_obj *qp_by_vqpn_locked(const struct migr_ctx *ctx, u32 vqpn)
  * The name moves: a QP that had it goes on being translated to it, for what it
  * has still to complete, and is marked as its former holder.
  */
-int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
+static int bind_qp_locked(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 {
 	struct migr_obj *obj, *holder;
 	u32 old;
 	int err;
 
-	if ((vqpn | pqpn) & ~MIGR_QPN_MASK)
-		return -ERANGE;
-	if (vqpn <= 1)
-		return -EINVAL;
-	mutex_lock(&migr_lock);
 	obj = ctx->uctx ? qp_by_pqpn_locked(ctx, pqpn) : NULL;
-	err = -ENOENT;
 	if (!obj)
-		goto out_unlock;
+		return -ENOENT;
 	old = obj->rec.qp.vqpn;
 	obj->rec.qp.vqpn = vqpn;
 	err = qp_publish_locked(obj);
@@ -173,7 +167,7 @@ int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	if (err) {
 		obj->rec.qp.vqpn = old;
 		qp_publish_locked(obj);
-		goto out_unlock;
+		return err;
 	}
 	unhash(&obj->by_vqpn);
 	holder = qp_by_vqpn_locked(ctx, vqpn);
@@ -186,8 +180,24 @@ int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	obj->bound = true;
 	ctx->gen++;
 	trace_migr_qp_bind(obj);
-out_unlock:
-	mutex_unlock(&migr_lock);
+	return 0;
+}
+
+int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
+{
+	struct migr_missing missing;
+	int err;
+
+	if ((vqpn | pqpn) & ~MIGR_QPN_MASK)
+		return -ERANGE;
+	if (vqpn <= 1)
+		return -EINVAL;
+	do {
+		mutex_lock(&migr_lock);
+		err = bind_qp_locked(ctx, vqpn, pqpn);
+		missing = migr_table_missing_locked(ctx, err);
+		mutex_unlock(&migr_lock);
+	} while (migr_table_fill(&missing));
 	return err;
 }
 
@@ -417,9 +427,9 @@ int migr_mr_rename_locked(struct migr_obj *obj, u32 plkey, u32 prkey)
 	obj->bound = false;
 	err = pick_keys_locked(obj->ctx, mr, NULL);
 	if (!err)
-		err = mr_publish_locked(obj);
-	if (!err)
 		err = pin_locked(obj, mr_names_differ(mr));
+	if (!err)
+		err = mr_publish_locked(obj);	/* ENOMEM: can be done again by itself */
 	mr_hash_locked(obj);
 	return err;
 }
@@ -454,22 +464,17 @@ static int move_away_locked(struct migr_obj *obj, u32 index, const struct migr_m
 	return err ?: mr_set_names_locked(holder, names.vlkey, names.vrkey);
 }
 
-int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
+static int bind_mr_locked(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 {
 	const struct migr_mr_rec wanted = { .vlkey = vlkey, .vrkey = vrkey };
 	struct migr_obj *obj;
 	int err;
 
-	if (!(vlkey >> 8) || (vrkey && !(vrkey >> 8)))
-		return -EINVAL;
-	mutex_lock(&migr_lock);
 	obj = migr_obj_by_handle_locked(ctx, MIGR_OBJ_MR, handle);
-	err = -ENOENT;
 	if (!obj)
-		goto out_unlock;
-	err = -EINVAL;
+		return -ENOENT;
 	if (!obj->rec.mr.prkey && vrkey)
-		goto out_unlock;	/* no remote access to name */
+		return -EINVAL;	/* no remote access to name */
 	err = make_way_locked(obj, vlkey >> 8);
 	if (!err && vrkey)
 		err = make_way_locked(obj, vrkey >> 8);
@@ -484,8 +489,22 @@ int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 		trace_migr_mr_bind(obj);
 	}
 	ctx->gen++;
-out_unlock:
-	mutex_unlock(&migr_lock);
+	return err;
+}
+
+int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
+{
+	struct migr_missing missing;
+	int err;
+
+	if (!(vlkey >> 8) || (vrkey && !(vrkey >> 8)))
+		return -EINVAL;
+	do {
+		mutex_lock(&migr_lock);
+		err = bind_mr_locked(ctx, handle, vlkey, vrkey);
+		missing = migr_table_missing_locked(ctx, err);
+		mutex_unlock(&migr_lock);
+	} while (migr_table_fill(&missing));
 	return err;
 }
 

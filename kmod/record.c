@@ -255,30 +255,29 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
  * The process that attaches last is the context's process: one that was made
  * ahead for a process being restored is its own from here on.
  */
-int migr_ctx_attach(struct migr_ctx *ctx)
+static int attach_locked(struct migr_ctx *ctx)
 {
 	struct user_namespace *old_ns;
 	struct migr_obj *obj;
 	struct pid *old_tgid;
 	unsigned long seq;
-	int err = -ENOENT;
+	int err;
 
-	mutex_lock(&migr_lock);
 	if (!ctx->uctx)
-		goto out_unlock;
+		return -ENOENT;
 	if (!ctx->table[0]) {
 		err = migr_table_init(ctx);
 		if (err)
-			goto out_unlock;
+			return err;
+	}
+	if (!ctx->published) {
 		xa_for_each(&ctx->objs, seq, obj) {
 			err = obj->dying ? 0 : migr_names_publish_locked(obj);
-			if (err) {
-				migr_table_free(ctx);
-				goto out_unlock;
-			}
+			if (err)
+				return err;	/* what is there already stays */
 		}
+		ctx->published = true;
 	}
-	err = 0;
 	ctx->nr_files++;
 	ctx->flags |= MIGR_CTX_ATTACHED;
 	ctx->gen++;
@@ -291,8 +290,20 @@ int migr_ctx_attach(struct migr_ctx *ctx)
 	put_pid(old_tgid);
 	put_user_ns(old_ns);
 	trace_migr_ctx_attach(ctx);
-out_unlock:
-	mutex_unlock(&migr_lock);
+	return 0;
+}
+
+int migr_ctx_attach(struct migr_ctx *ctx)
+{
+	struct migr_missing missing;
+	int err;
+
+	do {
+		mutex_lock(&migr_lock);
+		err = attach_locked(ctx);
+		missing = migr_table_missing_locked(ctx, err);
+		mutex_unlock(&migr_lock);
+	} while (migr_table_fill(&missing));
 	return err;
 }
 
@@ -502,46 +513,55 @@ static u32 cq_channel_locked(const struct migr_obj *cq)
 	return ++ctx->next_channel;
 }
 
-/* On success @obj is the record's; on failure still the caller's, to be freed. */
-int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
+static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
 {
-	struct migr_ctx *ctx;
+	struct migr_ctx *ctx = ctx_find_locked(uctx);
 	int err;
 
-	obj->ptr = ptr;
-	mutex_lock(&migr_lock);
-	ctx = ctx_find_locked(uctx);
 	if (!ctx) {	/* older than the module */
 		ctx = ctx_new_locked(uctx, task_tgid(current), current->group_leader->comm,
 				     MIGR_CTX_HYDRATED);
-		if (IS_ERR(ctx)) {
-			err = PTR_ERR(ctx);
-			goto out_unlock;
-		}
+		if (IS_ERR(ctx))
+			return PTR_ERR(ctx);
 	}
 	obj->ctx = ctx;
 	obj->seq = ctx->next_seq;
 	err = xa_insert(&ctx->objs, obj->seq, obj, GFP_KERNEL);
 	if (err)
-		goto out_unlock;
-	ctx->next_seq++;
+		return err;
 	err = migr_names_add_locked(obj);
 	if (err) {
 		xa_erase(&ctx->objs, obj->seq);
-		goto out_unlock;
+		return err;
 	}
+	ctx->next_seq++;
 	if (obj->type == MIGR_OBJ_CQ) {
 		obj->rec.cq.channel = cq_channel_locked(obj);
 		xa_set_mark(&ctx->objs, obj->seq, MIGR_IS_CQ);
 	}
 	kref_get(&ctx->ref);	/* an object being destroyed may outlive it */
-	hash_add_rcu(obj_by_ptr, &obj->by_ptr, (unsigned long)ptr);
+	hash_add_rcu(obj_by_ptr, &obj->by_ptr, (unsigned long)obj->ptr);
 	xa_set_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);
 	migr_obj_resolve_locked(obj);
 	obj_account_locked(obj, 1);
 	trace_migr_obj_new(obj);
-out_unlock:
-	mutex_unlock(&migr_lock);
+	return 0;
+}
+
+/* On success @obj is the record's; on failure still the caller's, to be freed. */
+int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
+{
+	struct migr_missing missing = {};
+	int err;
+
+	obj->ptr = ptr;
+	do {
+		mutex_lock(&migr_lock);
+		err = obj_add_locked(obj, uctx);
+		if (obj->ctx)
+			missing = migr_table_missing_locked(obj->ctx, err);
+		mutex_unlock(&migr_lock);
+	} while (migr_table_fill(&missing));
 	return err;
 }
 

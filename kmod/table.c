@@ -54,17 +54,27 @@ void migr_table_free(struct migr_ctx *ctx)
 /*
  * One word, whole: libmigr reads it while we write. Pairs with the acquire load
  * of the tables' reader there. Nobody to read it: nothing to write.
+ *
+ * A page that is not there yet is charged to the process. Where that takes a
+ * reclaim, the process is to wait for it and not everybody who wants migr_lock:
+ * ENOMEM, and migr_table_fill() makes the page.
  */
-static int store(struct file *file, u64 offset, u32 value)
+static int store(struct migr_ctx *ctx, enum migr_table table, u64 offset, u32 value)
 {
+	struct file *file = ctx->table[table];
+	pgoff_t index = offset >> PAGE_SHIFT;
 	struct page *page;
 	void *p;
 
 	if (!file)
 		return 0;
-	page = shmem_read_mapping_page(file->f_mapping, offset >> PAGE_SHIFT);
-	if (IS_ERR(page))
+	page = shmem_read_mapping_page_gfp(file->f_mapping, index,
+					   (mapping_gfp_mask(file->f_mapping) & ~__GFP_DIRECT_RECLAIM) | __GFP_NOWARN);
+	if (IS_ERR(page)) {
+		ctx->missing.file = file;
+		ctx->missing.index = index;
 		return PTR_ERR(page);
+	}
 	p = kmap_local_page(page);
 	/* pairs as said above */
 	smp_store_release((u32 *)(p + offset_in_page(offset)), value);
@@ -74,15 +84,41 @@ static int store(struct file *file, u64 offset, u32 value)
 	return 0;
 }
 
+/* What a call that ended with @err lacked, for migr_table_fill(). */
+struct migr_missing migr_table_missing_locked(struct migr_ctx *ctx, int err)
+{
+	struct migr_missing missing = ctx->missing;
+
+	lockdep_assert_held(&migr_lock);
+	ctx->missing.file = NULL;
+	if (err != -ENOMEM || !missing.file)
+		return (struct migr_missing){};
+	get_file(missing.file);
+	return missing;
+}
+
+/* Makes the page, which then stays. True: the call is to be made again. May wait. */
+bool migr_table_fill(const struct migr_missing *missing)
+{
+	struct page *page;
+
+	if (!missing->file)
+		return false;
+	page = shmem_read_mapping_page(missing->file->f_mapping, missing->index);
+	if (!IS_ERR(page))
+		put_page(page);
+	fput(missing->file);
+	return !IS_ERR(page);
+}
+
 int migr_table_set_qpn(struct migr_ctx *ctx, u32 pqpn, u32 entry)
 {
-	return store(ctx->table[MIGR_TABLE_QPN], (u64)(pqpn & MIGR_QPN_MASK) * sizeof(u32), entry);
+	return store(ctx, MIGR_TABLE_QPN, (u64)(pqpn & MIGR_QPN_MASK) * sizeof(u32), entry);
 }
 
 static int set_key(struct migr_ctx *ctx, u32 index, u32 entry, size_t member)
 {
-	return store(ctx->table[MIGR_TABLE_KEY],
-		     (u64)(index % MIGR_NR_INDEX) * sizeof(struct migr_key_entry) + member, entry);
+	return store(ctx, MIGR_TABLE_KEY, (u64)(index % MIGR_NR_INDEX) * sizeof(struct migr_key_entry) + member, entry);
 }
 
 int migr_table_set_lkey(struct migr_ctx *ctx, u32 index, u32 entry)
