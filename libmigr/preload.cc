@@ -86,8 +86,11 @@ bool force_switched() {
   return value;
 }
 
+/// Of a maker that we do not stand in front of (mlx5dv_reg_dmabuf_mr() of a newer rdma-core) it is the provider's.
 MrShadow* known(Registry& registry, ibv_mr* mr) {
-  return registry.context_of(mr->context) ? &shadow_of(mr) : nullptr;
+  if (!registry.context_of(mr->context)) return nullptr;
+  const auto found = std::find(registry.mrs.rbegin(), registry.mrs.rend(), &shadow_of(mr));
+  return found == registry.mrs.rend() ? nullptr : *found;
 }
 QpShadow* known(Registry& registry, ibv_qp* qp) {
   return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;

@@ -337,6 +337,15 @@ TEST_F(Objects, EveryKindOfMrIsDeregistered) {
   EXPECT_CALLED("unimport_mr", real);
 }
 
+// As mlx5dv_reg_dmabuf_mr() of a newer rdma-core does.
+TEST_F(Objects, MrOfAMakerThatNobodyKnowsIsTheProviders) {
+  ibv_mr* mr = recorder_reg_otherwise(pd_);
+  EXPECT_EQ(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, 0), 0);
+  EXPECT_CALLED("rereg_mr", mr);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  EXPECT_CALLED("dereg_mr", mr);
+}
+
 TEST_F(Objects, ReregisteredMrShowsTheNewRange) {
   EXPECT_EQ(ibv_rereg_mr(mr_, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, memory_ + 8, 16, 0), 0);
   EXPECT_CALLED("rereg_mr", real_mr_);

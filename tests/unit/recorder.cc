@@ -286,6 +286,7 @@ RECORDER ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, ui
 RECORDER ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t, std::size_t length, uint64_t, int, int access) {
   return make_mr("reg_dmabuf_mr", pd, nullptr, length, static_cast<unsigned>(access));
 }
+RECORDER ibv_mr* recorder_reg_otherwise(ibv_pd* pd) { return make_mr("reg_otherwise", pd, nullptr, 8, 0); }
 RECORDER ibv_mr* ibv_import_mr(ibv_pd* pd, uint32_t) { return make_mr("import_mr", pd, nullptr, 0, 0); }
 RECORDER void ibv_unimport_mr(ibv_mr* mr) { recorded("unimport_mr", mr); }
 // Other memory has other keys, as with some devices.

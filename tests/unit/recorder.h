@@ -22,6 +22,8 @@ extern ibv_mr* recorder_mr;
 extern ibv_cq* recorder_cq;
 extern ibv_qp* recorder_qp;
 extern ibv_srq* recorder_srq;
+/// A maker of MRs that libmigr has never heard of.
+ibv_mr* recorder_reg_otherwise(ibv_pd* pd);
 /// The next ibv_get_async_event gives this type, for the object made last. Destroying waits as libibverbs does, until
 /// as many events were acknowledged as were given.
 void recorder_raise(ibv_event_type type);
