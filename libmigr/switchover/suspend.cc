@@ -92,25 +92,15 @@ void poll_cqs(const std::vector<Draining>& all, Seen& out) {
   }
 }
 
-/// @return 0, or EIO when the marker completed with an error
-int look_for_marker(Draining& d, const Seen& seen, std::string& why) {
+void look_for_marker(Draining& d, const Seen& seen) {
   const auto found = seen.markers.find(d.wr_id);
-  if (found == seen.markers.end()) return 0;
+  if (found == seen.markers.end()) return;
   if (found->second != IBV_WC_SUCCESS && links::note_failure(*d.qp)) {
     d.failed = true;
-    return 0;
+    return;
   }
-  if (found->second == IBV_WC_WR_FLUSH_ERR) {  // it broke before us: so it is to be found on the other host
-    d.qp->broken = d.done = true;
-    return 0;
-  }
-  if (found->second != IBV_WC_SUCCESS) {
-    why = qp_name(*d.qp) + " cannot be drained: its connection is broken (completion status " +
-          std::to_string(found->second) + ")";
-    return EIO;
-  }
+  d.qp->broken = d.qp->broken || found->second != IBV_WC_SUCCESS;  // so is the one that takes its place
   d.done = true;
-  return 0;
 }
 
 /// A datagram is done when it has left. Its completion comes a moment after the queue is empty.
@@ -146,7 +136,8 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
     if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
     return 0;
   }
-  return look_for_marker(d, seen, why);
+  look_for_marker(d, seen);
+  return 0;
 }
 
 /// Nothing comes any more on CQs of which every QP has been drained.

@@ -551,6 +551,64 @@ TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
   expect_two(2);
 }
 
+/* ---- a QP that the device has put into ERR before it is suspended ------------------------ */
+
+class Broken : public Pollers {
+ protected:
+  void SetUp() override {
+    Pollers::SetUp();
+    model_cut(0, 0, false);
+    send_into_the_void();
+    for (int ms = 0; ms < kPatienceMs && !failed(); ++ms) usleep(1000);
+    ASSERT_TRUE(failed());
+    model_mend(0);
+  }
+  void send_into_the_void() const {
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = 55;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    ASSERT_EQ(ibv_post_send(from_, &wr, &bad), 0);
+  }
+  /// The device says so, and nobody has told the library.
+  bool failed() const { return readable(other_->async_fd, 0); }
+  ibv_wc_status status(std::uint64_t wr_id) const {
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0; ++ms) {
+      if (ms == kPatienceMs) return IBV_WC_GENERAL_ERR;
+      usleep(1000);
+    }
+    EXPECT_EQ(wc.wr_id, wr_id);
+    EXPECT_EQ(wc.qp_num, from_->qp_num);
+    return wc.status;
+  }
+  ibv_qp_state state() const {
+    ibv_qp_attr attr{};
+    ibv_qp_init_attr init{};
+    EXPECT_EQ(ibv_query_qp(from_, &attr, IBV_QP_STATE, &init), 0);
+    return attr.qp_state;
+  }
+};
+
+TEST_P(Broken, IsBrokenAfterItWithItsErrorInPlace) {
+  move();
+  EXPECT_EQ(state(), IBV_QPS_ERR);
+  EXPECT_EQ(status(55), IBV_WC_RETRY_EXC_ERR);
+  send_into_the_void();
+  EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
+}
+
+TEST_P(Broken, AsTheApplicationKnows) {
+  EXPECT_EQ(state(), IBV_QPS_ERR);
+  EXPECT_EQ(status(55), IBV_WC_RETRY_EXC_ERR);
+  move();
+  EXPECT_EQ(state(), IBV_QPS_ERR);
+  send_into_the_void();
+  EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
+}
+
+INSTANTIATE_TEST_SUITE_P(, Broken, ::testing::Values(How::kBack, How::kRestored),
+                         [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Events, ::testing::Values(How::kBack, How::kRestored),

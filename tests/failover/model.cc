@@ -81,6 +81,7 @@ struct ModelQp : model::Qp {
   std::uint32_t psn = 0;          // of the next packet
   unsigned in_flight = 0, retries = 0;
   Clock::time_point progress{};
+  ibv_qp_state told = IBV_QPS_RESET;  // last, by ibv_modify_qp: what a record of it says
   bool idle = true;
   /* responder */
   std::uint32_t expected = 0;
@@ -670,8 +671,10 @@ MODEL void model_restored() {
   std::lock_guard guard(lock);
   owed_acks.clear();
   for (const auto& nic : nics)
-    for (const auto& [ignored, q] : nic->qps)
+    for (const auto& [ignored, q] : nic->qps) {
+      if (q->told != IBV_QPS_ERR && q->attr.qp_state == IBV_QPS_ERR) q->attr.qp_state = q->told;
       if (q->attr.qp_state == IBV_QPS_ERR) raise(q->qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q->qp);
+    }
 }
 MODEL void model_lock() { lock.lock(); }
 MODEL void model_unlock() { lock.unlock(); }
@@ -838,6 +841,7 @@ MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
 MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   std::lock_guard guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
+  if (!(mask & IBV_QP_STATE) && q.attr.qp_state == IBV_QPS_ERR) return EINVAL;
   if (mask & IBV_QP_STATE) {
     if (attr->qp_state == IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_INIT) return EINVAL;
     if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR) return EINVAL;
@@ -852,7 +856,7 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_PORT) q.attr.port_num = attr->port_num;
   if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags;
   if (!(mask & IBV_QP_STATE)) return 0;
-  q.attr.qp_state = attr->qp_state;
+  q.attr.qp_state = q.told = attr->qp_state;
   qp->state = attr->qp_state;
   if (attr->qp_state == IBV_QPS_ERR) to_err(q);
   return 0;

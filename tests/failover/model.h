@@ -64,7 +64,8 @@ void model_async_events();
 void model_raise(ibv_context* c, ibv_event_type type, int port);
 /// QPs and CQs that were destroyed while as many events were not acknowledged as were read, as their kernel object counts.
 unsigned model_unbalanced();
-/// The kernel's objects are new ones from here on: they have reported nothing, but what those say that had to go to ERR.
+/// The kernel's objects are new ones from here on: they have reported nothing, but what those say that had to go to ERR. A QP is in the
+/// state that it was last put into, also where the device has broken it since.
 void model_restored();
 /// The lock of everything, for a test's provider.
 void model_lock();
