@@ -202,24 +202,28 @@ void Coordinator::find_twins() {
   }
 }
 
+// A connection that ends with this migration.
+void Coordinator::note_gone(std::size_t i) {
+  auto* g = summary_.add_connections_gone();
+  g->set_vqpn(info_.connected[i].vqpn);
+  g->set_to_gid(info_.connected[i].dest_gid);
+  g->set_to_qpn(info_.connected[i].dest_pqpn);
+  summary_.set_gone(static_cast<std::uint32_t>(summary_.connections_gone_size()));
+}
+
 Status Coordinator::find_partners() {
   find_twins();
   if (twins_.size() == info_.connected.size()) return {};
   if (set_.what != Settings::kMove) {
-    for (std::size_t i = 0; i < info_.connected.size(); i++) {
-      if (twins_.contains(i)) continue;
-      auto* g = summary_.add_connections_gone();
-      g->set_vqpn(info_.connected[i].vqpn);
-      g->set_to_gid(info_.connected[i].dest_gid);
-      g->set_to_qpn(info_.connected[i].dest_pqpn);
-    }
-    summary_.set_gone(static_cast<std::uint32_t>(summary_.connections_gone_size()));
+    for (std::size_t i = 0; i < info_.connected.size(); i++)
+      if (!twins_.contains(i)) note_gone(i);
     return {};
   }
   auto asked = ask_hosts();
   if (!asked) return asked.error();
   const auto& replies = *asked;
   std::vector<int> found(info_.connected.size());
+  std::set<std::size_t> dead;
   std::string silent;
   for (std::size_t h = 0; h < hosts_.size(); h++) {
     if (!replies[h]) {
@@ -229,6 +233,7 @@ Status Coordinator::find_partners() {
       silent += (silent.empty() ? "" : ", ") + (e.code == EPERM ? e.text : hosts_[h]->name());
       continue;
     }
+    dead.insert(replies[h]->dead().begin(), replies[h]->dead().end());
     Affected a{hosts_[h], {}};
     for (const auto& q : replies[h]->qps()) {
       if (q.index() >= found.size()) return Error{EPROTO, hosts_[h]->name() + ": answer with a wrong index"};
@@ -242,8 +247,14 @@ Status Coordinator::find_partners() {
     summary_.add_partners(hosts_[h]->name());
     affected_.push_back(std::move(a));
   }
+  // Its process has ended, or has destroyed its QP: nothing tells an end that does not send. It would keep this host for ever.
   for (std::size_t i = 0; i < found.size(); i++)
-    if (!found[i] && !twins_.contains(i))
+    if (!found[i] && !twins_.contains(i) && dead.contains(i)) {
+      gone_.insert(i);
+      note_gone(i);
+    }
+  for (std::size_t i = 0; i < found.size(); i++)
+    if (!found[i] && !twins_.contains(i) && !gone_.contains(i))
       return Error{ENOENT, "no host knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
                                (silent.empty() ? "; is migrd running where the partner is, and is it among the peers?"
                                                : "; these hosts do not tell: " + silent)};
@@ -398,8 +409,8 @@ Status Coordinator::connect() {
     d->set_vqpn(mine.vqpn);
     lead_to(*d, *f->second, peer_of(other));
   }
-  for (std::size_t i = 0; i < info_.connected.size() && set_.what == Settings::kGiveBack; i++) {
-    if (twins_.contains(i)) continue;
+  for (std::size_t i = 0; i < info_.connected.size(); i++) {
+    if (twins_.contains(i) || (set_.what != Settings::kGiveBack && !gone_.contains(i))) continue;
     auto* d = to_dest.add_connections();
     d->set_src_ctx_id(info_.connected[i].ctx_id);
     d->set_vqpn(info_.connected[i].vqpn);
@@ -504,7 +515,7 @@ Status Coordinator::drain() {
     return {};
   };
   const double began = now_ms();
-  if (auto s = both([&] { return step("drain.source", [&] { return take(source_.drain(set_.drain_ms)); }); },
+  if (auto s = both([&] { return step("drain.source", [&] { return take(source_.drain(set_.drain_ms, gone_)); }); },
                     [&](Affected& a) { return step("drain.partner", [&] { return take(a.link->drain(id_, set_.drain_ms)); }); }); !s) return s;
   if (left.empty()) return {};
   const std::string what = (now_ms() - began < set_.drain_ms ? "a path has failed" : "wait-before-stop took more than " + std::to_string(set_.drain_ms) + " ms") +

@@ -75,7 +75,8 @@ class Source {
   virtual Result<std::uint64_t> drop_unchanged() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
   /// QPs are counted by their place in ContainerInfo::connected. @return those that were not done in time
-  virtual Result<wire::DrainReply> drain(int limit_ms) = 0;
+  /// @param gone  those whose other end is: they are not waited for
+  virtual Result<wire::DrainReply> drain(int limit_ms, const std::set<std::size_t>& gone) = 0;
   /// After that, at both ends: cuts the connections, then says to each how far the other one had got.
   virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
   virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
@@ -188,6 +189,7 @@ class Coordinator {
   Status inspect(const std::string& container);
   Status check_destination(const std::string& to);
   void find_twins();
+  void note_gone(std::size_t i);
   Status find_partners();
   Result<std::vector<Result<wire::FindReply>>> ask_hosts();
   Status prepare();
@@ -235,6 +237,7 @@ class Coordinator {
   ContainerInfo info_;
   std::vector<Affected> affected_;
   std::map<std::size_t, std::size_t> twins_;  // QPs that are connected to each other, in info_.connected
+  std::set<std::size_t> gone_;                // QPs whose other end does not exist any more
   std::string early_;                    // folder of the early images
   bool copy_ahead_ = false;              // memory is, before the stop
   bool pre_copied_ = false;              // the destination has a pre-dump

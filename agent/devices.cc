@@ -1,12 +1,46 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "devices.h"
 
+#include <netlink/attr.h>
+#include <netlink/msg.h>
+#include <netlink/netlink.h>
 #include <rdma/ib_user_ioctl_verbs.h>
+#include <rdma/rdma_netlink.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
+#include <optional>
+
+#include "netlink_exchange.h"
 
 namespace migr {
+namespace {
+
+using RdmaAttrs = std::array<nlattr*, RDMA_NLDEV_ATTR_MAX>;
+
+// A dump of the kernel's RDMA resources. @param index  of the device; none: devices
+Status rdma_dump(nl_sock* sock, unsigned command, std::optional<std::uint32_t> index, const std::function<void(const RdmaAttrs&)>& visit, const std::string& what) {
+  return until_settled([&]() -> Status {
+    const NlMsg msg(nlmsg_alloc_simple(RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, command), NLM_F_DUMP));
+    if (!msg || (index && nla_put_u32(msg.get(), RDMA_NLDEV_ATTR_DEV_INDEX, *index))) return Error{ENOMEM, what + ": out of memory"};
+    const auto take = [&](nlmsghdr* h) {
+      RdmaAttrs a{};
+      if (nlmsg_parse(h, 0, a.data(), static_cast<int>(a.size()) - 1, nullptr)) return false;
+      visit(a);
+      return true;
+    };
+    return netlink_exchange(sock, msg.get(), take, what);
+  });
+}
+
+// By which the kernel tells a pid namespace that all processes are in.
+bool sees_all_processes() {
+  std::error_code ec;
+  return std::filesystem::read_symlink("/proc/self/ns/pid", ec) == "pid:[4026531836]" && !ec;
+}
+
+}  // namespace
 
 std::vector<std::string> device_names() {
   std::vector<std::string> out;
@@ -40,6 +74,29 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
     if (gids) std::for_each(gids->begin(), gids->end(), visit);
   }
   return first;
+}
+
+Result<std::set<std::uint32_t>> qp_numbers(const std::string& device) {
+  if (!sees_all_processes()) return Error{EPERM, "migrd is in a pid namespace of its own, and sees the QPs of its processes only"};
+  const NlSocket sock(nl_socket_alloc());
+  if (!sock) return Error{ENOMEM, "netlink: out of memory"};
+  if (const int e = nl_connect(sock.get(), NETLINK_RDMA); e < 0) return Error{EIO, std::string("netlink: ") + nl_geterror(e)};
+  std::optional<std::uint32_t> index;
+  auto s = rdma_dump(sock.get(), RDMA_NLDEV_CMD_GET, {}, [&](const RdmaAttrs& a) {
+    if (const auto *name = a[RDMA_NLDEV_ATTR_DEV_NAME], *at = a[RDMA_NLDEV_ATTR_DEV_INDEX]; name && at && device == nla_get_string(name)) index = nla_get_u32(at);
+  }, "reading the RDMA devices");
+  if (!s) return s.error();
+  if (!index) return Error{ENODEV, "no RDMA device " + device};
+  std::set<std::uint32_t> out;
+  s = rdma_dump(sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) {
+    int left = 0;
+    nlattr* entry;
+    if (a[RDMA_NLDEV_ATTR_RES_QP])
+      nla_for_each_nested(entry, a[RDMA_NLDEV_ATTR_RES_QP], left)
+        if (const nlattr* qpn = nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
+  }, "reading the QPs of " + device);
+  if (!s) return s.error();
+  return out;
 }
 
 Result<Room> room_of(const std::string& device) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,10 @@ Result<std::vector<wire::PortGid>> gids_of(const std::string& device);
 
 /// Of every RDMA device of this host. Errors: the first device that cannot be read, once all others were visited.
 Status each_gid(const std::function<void(wire::PortGid&)>& visit);
+
+/// Numbers of all QPs of a device, whoever has made them: with or without libmigr, before migr.ko was loaded or after.
+/// EPERM: in a pid namespace of its own one does not see all of them.
+Result<std::set<std::uint32_t>> qp_numbers(const std::string& device);
 
 /// A device of this host that a container's could be restored onto.
 struct Room {

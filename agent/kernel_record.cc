@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "netlink_exchange.h"
+
 namespace migr {
 namespace {
 
@@ -15,47 +17,6 @@ constexpr int kNetlinkBytes = 256 << 10;
 
 using Attrs = nlattr*[MIGR_A_MAX + 1];
 using Handler = std::function<void(nlattr**)>;
-
-struct MsgFree {
-  void operator()(nl_msg* m) const { nlmsg_free(m); }
-};
-struct CbPut {
-  void operator()(nl_cb* c) const { nl_cb_put(c); }
-};
-
-struct Exchange {
-  const Handler* handler;
-  int error = 0;  // positive errno
-  bool done = false;
-  bool malformed = false;
-};
-
-int on_valid(nl_msg* msg, void* arg) {
-  auto* x = static_cast<Exchange*>(arg);
-  Attrs a{};
-  if (genlmsg_parse(nlmsg_hdr(msg), 0, a, MIGR_A_MAX, nullptr))
-    x->malformed = true;
-  else if (*x->handler)
-    (*x->handler)(a);
-  return NL_OK;
-}
-
-int on_end(nl_msg* msg, void* arg) {
-  auto* x = static_cast<Exchange*>(arg);
-  x->done = true;
-  // The end of a dump carries its error.
-  const nlmsghdr* h = nlmsg_hdr(msg);
-  if (h->nlmsg_type == NLMSG_DONE && h->nlmsg_len >= NLMSG_HDRLEN + sizeof(int))
-    x->error = -*static_cast<const int*>(nlmsg_data(h));
-  return NL_STOP;
-}
-
-int on_error(sockaddr_nl*, nlmsgerr* e, void* arg) {
-  auto* x = static_cast<Exchange*>(arg);
-  x->done = true;
-  x->error = -e->error;
-  return NL_STOP;
-}
 
 std::uint32_t u32(const nlattr* a) { return a && nla_len(a) >= 4 ? nla_get_u32(a) : 0; }
 
@@ -75,41 +36,22 @@ struct Request {
 };
 
 Status talk(nl_sock* sock, int family, const Request& r, const Handler& handler, const std::string& what) {
-  std::unique_ptr<nl_msg, MsgFree> msg(nlmsg_alloc());
+  const NlMsg msg(nlmsg_alloc());
   if (!msg || !genlmsg_put(msg.get(), NL_AUTO_PORT, NL_AUTO_SEQ, family, 0, r.dump ? NLM_F_DUMP : NLM_F_ACK, r.cmd,
                            MIGR_GENL_VERSION))
     return Error{ENOMEM, what + ": out of memory"};
   for (const auto& [type, value] : r.attrs)
     if (nla_put_u32(msg.get(), type, value)) return Error{ENOMEM, what + ": message too long"};
-  Exchange x{.handler = &handler};
-  std::unique_ptr<nl_cb, CbPut> cb(nl_cb_alloc(NL_CB_DEFAULT));
-  if (!cb) return Error{ENOMEM, what + ": out of memory"};
-  nl_cb_set(cb.get(), NL_CB_VALID, NL_CB_CUSTOM, on_valid, &x);
-  nl_cb_set(cb.get(), NL_CB_FINISH, NL_CB_CUSTOM, on_end, &x);
-  nl_cb_set(cb.get(), NL_CB_ACK, NL_CB_CUSTOM, [](nl_msg*, void* a) -> int {
-    static_cast<Exchange*>(a)->done = true;
-    return NL_STOP;
-  }, &x);
-  nl_cb_err(cb.get(), NL_CB_CUSTOM, on_error, &x);
-  int e = nl_send_auto(sock, msg.get());
-  while (e >= 0 && !x.done) e = nl_recvmsgs(sock, cb.get());
-  if (e == -NLE_DUMP_INTR) return Error{EAGAIN, what + ": it changed while it was read"};
-  if (e < 0 && !x.error) return Error{EIO, what + ": netlink: " + nl_geterror(e)};
-  if (x.malformed) return Error{EBADMSG, what + ": malformed answer of migr.ko"};
-  if (x.error) return sys_error(what, x.error);
-  return {};
-}
-
-// A dump during which the record changes is made again.
-Status talk_until_settled(const std::function<Status()>& dump) {
-  constexpr int kTries = 5;
-  for (int i = 1;; i++)
-    if (auto s = dump(); s || s.error().code != EAGAIN || i == kTries) return s;
+  const auto take_one = [&](nlmsghdr* h) {
+    Attrs a{};
+    if (genlmsg_parse(h, 0, a, MIGR_A_MAX, nullptr)) return false;
+    if (handler) handler(a);
+    return true;
+  };
+  return netlink_exchange(sock, msg.get(), take_one, what);
 }
 
 }  // namespace
-
-void KernelRecord::Close::operator()(nl_sock* s) const { nl_socket_free(s); }
 
 Result<KernelRecord> KernelRecord::open() {
   KernelRecord k;
@@ -142,7 +84,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
   std::vector<ContextRecord> out;
   Request r{MIGR_CMD_CTX_GET, true, {}};
   if (pid) r.attrs.emplace_back(MIGR_A_PID, static_cast<std::uint32_t>(pid));
-  auto s = talk_until_settled([&] {
+  auto s = until_settled([&] {
     out.clear();
     return talk(sock_.get(), family_, r, [&](nlattr** a) {
       ContextRecord c;
@@ -170,7 +112,7 @@ Status KernelRecord::objects(ContextRecord& c) {
         if (migr_other_rec r; take(rec, r)) c.others.push_back({type, r});
     }
   };
-  return talk_until_settled([&] {
+  return until_settled([&] {
     c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.srqs.clear(), c.others.clear();
     return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, add_object,
                 "reading the record of context " + std::to_string(c.rec.ctx_id));

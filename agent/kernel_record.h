@@ -4,13 +4,11 @@
 
 #include <sys/types.h>
 
-#include <memory>
 #include <vector>
 
+#include "netlink_exchange.h"
 #include "status.h"
 #include "uapi/migr.h"
-
-struct nl_sock;
 
 namespace migr {
 
@@ -48,10 +46,7 @@ class KernelRecord {
   Status release_qpn(std::uint32_t vqpn);
 
  private:
-  struct Close {
-    void operator()(nl_sock* s) const;
-  };
-  std::unique_ptr<nl_sock, Close> sock_;
+  NlSocket sock_;
   int family_ = 0;
 };
 

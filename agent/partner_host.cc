@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "devices.h"
 #include "fault.h"
 #include "kernel_record.h"
 #include "limits.h"
@@ -127,6 +128,30 @@ Status PartnerHost::each_left(Job& job, const std::function<Status(Process&, Pro
   return parallel_for(job.processes, one);
 }
 
+namespace {
+
+// Of ends that the record does not have: one at an address of this host, whose number no QP has, is one that nobody has any more. The
+// record alone does not tell: a process may be older than migr.ko.
+Status add_dead(const wire::FindRequest& r, const std::set<int>& unknown, wire::FindReply& out) {
+  if (unknown.empty()) return {};
+  std::map<std::string, std::string> device_at;  // by GID
+  if (auto s = each_gid([&](wire::PortGid& g) { device_at[g.gid()] = g.device(); }); !s) return s;
+  std::map<std::string, std::set<std::uint32_t>> numbers;  // by device
+  for (const int i : unknown) {
+    const auto at = device_at.find(r.ends(i).gid());
+    if (at == device_at.end()) continue;
+    if (!numbers.contains(at->second)) {
+      auto all = qp_numbers(at->second);
+      if (!all) return all.error();
+      numbers[at->second] = std::move(*all);
+    }
+    if (!numbers[at->second].contains(r.ends(i).pqpn())) out.add_dead(static_cast<std::uint32_t>(i));
+  }
+  return {};
+}
+
+}  // namespace
+
 grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest* r, wire::FindReply* out) {
   LogScope log(log_fields_of(*ctx, config_));
   log->phase = "partner.find";
@@ -138,6 +163,8 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
     std::multimap<std::uint32_t, int> by_qpn;
     for (int i = 0; i < r->ends_size(); i++) by_qpn.emplace(r->ends(i).pqpn(), i);
     if (!ctxs) return ctxs.error();
+    std::set<int> unknown;  // to the record
+    for (int i = 0; i < r->ends_size(); i++) unknown.insert(i);
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) {
         if (s.error().code == ENOENT) continue;  // it ended meanwhile
@@ -149,6 +176,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
         for (auto [at, last] = by_qpn.equal_range(q.pqpn); at != last; at++) {
           const int i = at->second;
           if (r->ends(i).gid() != gid) continue;
+          unknown.erase(i);
           const auto pid = static_cast<pid_t>(c.rec.pid);
           const std::string who = "process " + std::to_string(pid) + " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name;
           auto session = sessions_.by_pid(pid);
@@ -177,6 +205,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
         }
       }
     }
+    if (auto s = add_dead(*r, unknown, *out); !s) spdlog::info("whether the other ends of {} connections live is not known: {}", unknown.size(), s.error().text);
     return {};
   };
   const Status s = fault_step(config_.fault, FaultStep::kPartnerFind, find);

@@ -16,6 +16,15 @@ bool same(const migr_qp_ref& r, std::uint32_t ctx_id, std::uint32_t vqpn) { retu
 
 }  // namespace
 
+Status give_up(ProcessSession& s, std::uint32_t id, const CountedQps& counted, const std::set<std::size_t>& gone) {
+  std::vector<migr_qp_ref> refs;
+  for (std::size_t i = 0; i < counted.refs.size(); i++)
+    if (gone.contains(counted.index[i])) refs.push_back(counted.refs[i]);
+  if (refs.empty()) return {};
+  const Status done = s.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_GONE, id, refs, kProcessMs + kPerQpMs * static_cast<int>(refs.size()));
+  return done || done.error().code == EOPNOTSUPP ? Status() : done;
+}
+
 Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_qp_ref> asked, const CountedQps& counted, int limit_ms,
                      bool tell, Shared<wire::DrainReply>& out) {
   const Status done = s.ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_DRAIN, id, asked, limit_ms + kAnswerMs, static_cast<std::uint64_t>(limit_ms));

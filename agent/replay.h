@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "process_session.h"
@@ -23,6 +24,8 @@ struct Shared {
   std::mutex lock{};
 };
 
+/// Before the drain: those of its QPs whose other end is gone are not to be waited for. A library that does not know the question waits.
+Status give_up(ProcessSession& s, std::uint32_t id, const CountedQps& counted, const std::set<std::size_t>& gone);
 /// @param asked  QPs to be drained; none: all of the process
 /// @param tell   QPs that are not done in time are no error. One that is not `counted` is: its other end is not asked
 Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_qp_ref> asked, const CountedQps& counted, int limit_ms,

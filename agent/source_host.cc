@@ -648,10 +648,15 @@ CountedQps SourceRun::counted(const Process& p) const {
   return out;
 }
 
-Result<wire::DrainReply> SourceRun::drain(int limit_ms) {
+Result<wire::DrainReply> SourceRun::drain(int limit_ms, const std::set<std::size_t>& gone) {
   wire::DrainReply reply;
   Shared<wire::DrainReply> out{reply};
-  if (auto s = each([&](Process& p) { return drain_process(*p.session, id_, {}, counted(p), limit_ms, true, out); }); !s) return s.error();
+  const auto one = [&](Process& p) -> Status {
+    const CountedQps all = counted(p);
+    if (auto s = give_up(*p.session, id_, all, gone); !s) return s;
+    return drain_process(*p.session, id_, {}, all, limit_ms, true, out);
+  };
+  if (auto s = each(one); !s) return s.error();
   return reply;
 }
 

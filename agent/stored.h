@@ -55,7 +55,7 @@ class StoredSource final : public Source {
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
   Status suspend() override { return {}; }
-  Result<wire::DrainReply> drain(int) override { return wire::DrainReply(); }
+  Result<wire::DrainReply> drain(int, const std::set<std::size_t>&) override { return wire::DrainReply(); }
   Result<wire::CutReply> cut(const wire::CutRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
   Result<wire::SettleReply> settle(const wire::SettleRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
   Status rollback() override { return {}; }

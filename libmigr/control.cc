@@ -174,6 +174,7 @@ int request_record_size(std::uint16_t type) {
     case MIGR_MSG_SWITCH:
     case MIGR_MSG_RESUME:
     case MIGR_MSG_CUT:
+    case MIGR_MSG_GONE:
       return sizeof(migr_qp_ref);
     case MIGR_MSG_SETTLE:
       return sizeof(migr_qp_psn);
@@ -451,6 +452,10 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       if (!qp) return answer.fail(ENOENT, "no such QP");
       return whereabouts::met(*qp, request.as<migr_key_map>());
     }
+    case MIGR_MSG_GONE:
+      if (request.records.empty()) return;  // none would mean all
+      if (named_qps(registry, request, qps, answer, true)) finish(switchover::give_up(qps, why));
+      return;
     case MIGR_MSG_CUT: {
       if (!named_qps(registry, request, qps, answer)) return;
       std::vector<migr_qp_psn> psns;

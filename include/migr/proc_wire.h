@@ -78,6 +78,8 @@ enum migr_msg_type {
 	MIGR_MSG_MET,		/* the process at the other end of one connection has moved before that was made, and says
 				 * what its memory is called now. records: migr_key_map of one owner; arg:
 				 * MIGR_QP_NAME() of this end. ENOENT: no such QP */
+	MIGR_MSG_GONE,		/* suspended, and the threads were seen outside: the other ends of these connections are
+				 * gone. records: migr_qp_ref. What is in flight is flushed, and is not waited for */
 
 	/* library -> migrd */
 	MIGR_MSG_WHERE = 64,	/* before a QP is connected to one that may have moved. records: one migr_qp_address,

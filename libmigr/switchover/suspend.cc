@@ -37,7 +37,21 @@ int suspend(Qps named, std::string& why) {
   return 0;
 }
 
+int give_up(Qps qps, std::string& why) {
+  for (QpShadow* q : qps) {
+    if (q->phase != Phase::kSuspended) {
+      why = qp_name(*q) + " is not suspended";
+      return EBUSY;
+    }
+    if (!connected(*q) || q->adrift || q->real->state == IBV_QPS_ERR) continue;
+    if (const int err = break_connection(*q, why)) return err;
+  }
+  return 0;
+}
+
 namespace {
+
+constexpr unsigned kFlushLimitMs = 1000;  // a queue in ERR that the device does not flush in that time it never does
 
 /// One QP's way through drain().
 struct Draining {
@@ -47,7 +61,8 @@ struct Draining {
   bool done = false;
   bool failed = false;  ///< and the application does not know: it is to be cut
   std::uint64_t wr_id = 0;
-  std::uint64_t empty_since = 0;  ///< UD
+  std::uint64_t empty_since = 0;   ///< UD, and in ERR
+  std::uint64_t broken_since = 0;  ///< it was seen in ERR
 };
 
 /// @return 0 posted; ENOMEM a queue is full for the moment; else it cannot be
@@ -103,7 +118,7 @@ void look_for_marker(Draining& d, const Seen& seen) {
   d.done = true;
 }
 
-/// A datagram is done when it has left. Its completion comes a moment after the queue is empty.
+/// A datagram is done when it has left; in ERR, what was flushed. Its completion comes a moment after the queue is empty.
 int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
   unsigned left = 0;
   if (const int err = provider::sends_in_queue(*d.qp, left))
@@ -122,9 +137,15 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
     d.session_over = true;
   }
   if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
-  if (!connected(q) || q.responder_only) {
-    q.broken = q.broken || (q.real->state == IBV_QPS_ERR && !q.cut);  // so is the one that takes its place
-    d.done = true;                                                    // nothing was ever sent, or everything is being flushed
+  if (q.real->state == IBV_QPS_ERR && !q.cut) {  // everything is being flushed
+    q.broken = true;                             // so is the one that takes its place
+    std::string ignored;
+    if (!d.broken_since) d.broken_since = now_ns();
+    d.done = look_at_queue(d, seen, ignored) || d.done || now_ns() - d.broken_since > kFlushLimitMs * 1'000'000ull;
+    return 0;
+  }
+  if (!connected(q) || q.responder_only) {  // nothing was ever sent
+    d.done = true;
     return 0;
   }
   if (!d.posted && links::failed_unseen(q)) {

@@ -30,6 +30,9 @@ migr_proc_state process_state();
 /// Adds IBV_ACCESS_REMOTE_WRITE where the partner's drain marker needs it.
 int suspend(Qps qps, std::string& why);
 
+/// The other ends of these connections are gone: suspended, and to ERR, so that drain() does not wait for their retries.
+int give_up(Qps qps, std::string& why);
+
 /// Waits until nothing is in flight on the send queues; completions go to the fake CQs. To be called only after every
 /// thread was seen outside. On ETIMEDOUT everything stays suspended and `stats` says what is missing.
 /// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters.

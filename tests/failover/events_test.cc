@@ -49,21 +49,37 @@ class Migrd {
     EXPECT_EQ(reply.status, 0) << reply.text;
     return reply;
   }
-  migr_msg try_to(std::uint16_t type, std::uint64_t arg = 0) {
+  migr_msg try_to(std::uint16_t type, std::uint64_t arg = 0) { return about(nullptr, type, arg); }
+  /// @param qp  null: no records
+  migr_msg about(const ibv_qp* qp, std::uint16_t type, std::uint64_t arg = 0) {
     if (fd_ < 0) meet();
-    migr_msg m{};
+    struct {
+      migr_msg head;
+      migr_qp_ref ref;
+    } packet{};
+    migr_msg& m = packet.head;
+    std::size_t bytes = sizeof m;
+    if (qp) {
+      m.count = 1;
+      m.record_size = sizeof packet.ref;
+      packet.ref.vqpn = qp->qp_num;
+      bytes += sizeof packet.ref;
+    }
     m.version = MIGR_PROC_VERSION;
     m.type = type;
     m.seq = ++seq_;
     m.migration = 7;
     m.arg = arg;
-    EXPECT_EQ(send(fd_, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+    EXPECT_EQ(send(fd_, &packet, bytes, MSG_NOSIGNAL), static_cast<ssize_t>(bytes));
     const migr_msg reply = receive(fd_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
     return reply;
   }
   void freeze() {
     ask(MIGR_MSG_SUSPEND);
+    drained();
+  }
+  void drained() {
     ask(MIGR_MSG_DRAIN, 1000);
     ask(MIGR_MSG_FREEZE);
     close(fd_);
@@ -553,16 +569,8 @@ TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
 
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */
 
-class Broken : public Pollers {
+class DeadPeer : public Pollers {
  protected:
-  void SetUp() override {
-    Pollers::SetUp();
-    model_cut(0, 0, false);
-    send_into_the_void();
-    for (int ms = 0; ms < kPatienceMs && !failed(); ++ms) usleep(1000);
-    ASSERT_TRUE(failed());
-    model_mend(0);
-  }
   void send_into_the_void() const {
     ibv_send_wr wr{}, *bad;
     wr.wr_id = 55;
@@ -570,8 +578,6 @@ class Broken : public Pollers {
     wr.send_flags = IBV_SEND_SIGNALED;
     ASSERT_EQ(ibv_post_send(from_, &wr, &bad), 0);
   }
-  /// The device says so, and nobody has told the library.
-  bool failed() const { return readable(other_->async_fd, 0); }
   ibv_wc_status status(std::uint64_t wr_id) const {
     ibv_wc wc{};
     for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0; ++ms) {
@@ -590,6 +596,42 @@ class Broken : public Pollers {
   }
 };
 
+class Broken : public DeadPeer {
+ protected:
+  void SetUp() override {
+    Pollers::SetUp();
+    model_cut(0, 0, false);
+    send_into_the_void();
+    for (int ms = 0; ms < kPatienceMs && !failed(); ++ms) usleep(1000);
+    ASSERT_TRUE(failed());
+    model_mend(0);
+  }
+  /// The device says so, and nobody has told the library.
+  bool failed() const { return readable(other_->async_fd, 0); }
+};
+
+// It would try again for an hour.
+TEST_P(DeadPeer, IsNotWaitedFor) {
+  ibv_qp_attr patient{};
+  patient.timeout = 30;
+  patient.retry_cnt = 7;
+  ASSERT_EQ(ibv_modify_qp(from_, &patient, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT), 0);
+  model_cut(0, 0, false);
+  send_into_the_void();
+  const migr_msg early = migrd.about(from_, MIGR_MSG_GONE);
+  EXPECT_EQ(early.status, EBUSY) << "nobody has looked whether a thread posts";
+  migrd.ask(MIGR_MSG_SUSPEND);
+  EXPECT_EQ(migrd.about(from_, MIGR_MSG_GONE).status, 0);
+  EXPECT_EQ(migrd.about(from_, MIGR_MSG_GONE).status, 0) << "once more";
+  model_mend(0);
+  migrd.drained();
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(state(), IBV_QPS_ERR);
+  EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
+  send_into_the_void();
+  EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
+}
+
 TEST_P(Broken, IsBrokenAfterItWithItsErrorInPlace) {
   move();
   EXPECT_EQ(state(), IBV_QPS_ERR);
@@ -607,6 +649,8 @@ TEST_P(Broken, AsTheApplicationKnows) {
   EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
 }
 
+INSTANTIATE_TEST_SUITE_P(, DeadPeer, ::testing::Values(How::kBack, How::kRestored),
+                         [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Broken, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),

@@ -20,7 +20,6 @@ std::string host() { return std::getenv("MODEL_HOST"); }
 
 }  // namespace
 
-void KernelRecord::Close::operator()(nl_sock*) const {}
 Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
 Result<KernelInfo> KernelRecord::info() { return KernelInfo{MIGR_ABI_VERSION, 1, 1, 0, 1}; }
 
@@ -80,6 +79,12 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
   auto gids = gids_of(model::kDevice);
   for (auto& g : *gids) visit(g);
   return {};
+}
+
+Result<std::set<std::uint32_t>> qp_numbers(const std::string&) {
+  std::set<std::uint32_t> all;
+  for (const auto& p : model::processes(host())) all.insert(p.pqpn);
+  return all;
 }
 
 Result<Room> room_of(const std::string& device) {

@@ -38,6 +38,7 @@ int drain(Qps qps, unsigned, std::vector<migr_drain_stat>& stats, std::string&) 
   stats.resize(qps.size());
   return 0;
 }
+int give_up(Qps qps, std::string&) { return own(qps), 0; }
 int check_cut(Qps qps, std::string& why) { return own(qps), why = "it cannot be cut", qps.size() > 1 ? EOPNOTSUPP : 0; }
 int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string&) { return own(qps), out.resize(qps.size()), 0; }
 int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_stat>& out, std::string&) {
@@ -129,7 +130,7 @@ std::vector<std::string> seeds() {
           packet(MIGR_MSG_DESCRIBE, {}, MIGR_DESCRIBE_HOLD | MIGR_DESCRIBE_MOVE) + packet(MIGR_MSG_SUSPEND) + packet(MIGR_MSG_ROLLBACK) + packet(MIGR_MSG_FREEZE),
           packet<migr_handle_map>(MIGR_MSG_REBIND, {{}, {}}) + packet<migr_move>(MIGR_MSG_MOVES, {}, MIGR_MOVES_PREPARE) + packet<migr_move>(MIGR_MSG_MOVES, {{}}) +
               packet<migr_key_map>(MIGR_MSG_MET, {{}}, first) + packet(MIGR_MSG_RESUME),
-          packet(MIGR_MSG_CUT, both, MIGR_CUT_CHECK) + packet(MIGR_MSG_CUT, both) + packet<migr_qp_psn>(MIGR_MSG_SETTLE, {{kCtx, kQpn, 5, 0}, {kCtx, kQpn + 1, 6, 0}}),
+          packet(MIGR_MSG_GONE, both) + packet(MIGR_MSG_CUT, both, MIGR_CUT_CHECK) + packet(MIGR_MSG_CUT, both) + packet<migr_qp_psn>(MIGR_MSG_SETTLE, {{kCtx, kQpn, 5, 0}, {kCtx, kQpn + 1, 6, 0}}),
           packet(MIGR_MSG_SUSPEND, both, 0, 1, MIGR_MORE) + packet(MIGR_MSG_SUSPEND, both)};
 }
 

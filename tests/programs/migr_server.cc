@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,7 +32,7 @@ constexpr std::size_t kWordsAt = kPiece, kSendAt = 2 * kPiece, kReceiveAt = 3 * 
 struct Args {
   std::string server, dev, json;
   int port = 18535, clients = 1;
-  bool early = false, client_first = false;
+  bool early = false, client_first = false, vanish = false;
   std::uint32_t forge = 1;
 };
 
@@ -40,7 +41,7 @@ struct End {
   ibv_gid gid;
   std::uint64_t memory;
   std::uint32_t qpn, psn, rkey;
-  std::uint32_t early, client_first;  // as the client wishes
+  std::uint32_t early, client_first, vanish;  // as the client wishes
 };
 
 [[noreturn]] void failed(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
@@ -63,6 +64,7 @@ struct Device {
   Memory memory{MemoryKind::kPrivate, kBytes};
   Mr mr;
   Cq cq;
+  std::set<std::uint32_t> left;  // QPs whose client has vanished
 };
 
 /// One connection.
@@ -84,7 +86,7 @@ class Line {
   }
 
   End end() const {
-    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = device_.mr->rkey, .early = 0, .client_first = 0};
+    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = device_.mr->rkey, .early = 0, .client_first = 0, .vanish = 0};
   }
 
   void connect(const End& to) {
@@ -143,6 +145,17 @@ class Line {
     post(IBV_WR_RDMA_READ, kSendAt, kPiece, 0);
     if (const ibv_wc wc = next(); wc.status != IBV_WC_REM_ACCESS_ERR) faults.add(Fault::kOther, std::string("a forged key: ") + ibv_wc_status_str(wc.status));
   }
+  /// Its client is gone, and it has heard nothing of that.
+  void leave() { device_.left.insert(qp_->qp_num); }
+  /// What it posts now fails, and so did what it had posted.
+  void expect_dead() {
+    device_.left.erase(qp_->qp_num);
+    post(IBV_WR_RDMA_WRITE, kSendAt, kPiece, 0);
+    for (ibv_wc wc = next();; wc = next()) {
+      if (wc.status == IBV_WC_SUCCESS) return faults.add(Fault::kOther, "a work request to a client that is gone has completed");
+      if (wc.wr_id == kSendId) return;
+    }
+  }
   void clear_counter() { std::memset(device_.memory.data() + kWordsAt, 0, 8); }
 
   Faults faults;
@@ -179,7 +192,7 @@ class Line {
     for (const std::int64_t until = now_us() + kWorkUs;; usleep(200)) {
       const int n = ibv_poll_cq(device_.cq.get(), 1, &wc);
       if (n < 0) throw PeerError("ibv_poll_cq failed");
-      if (n) return wc;
+      if (n && !device_.left.contains(wc.qp_num)) return wc;
       if (now_us() > until) throw PeerError("nothing completes");
     }
   }
@@ -202,7 +215,7 @@ End end_of(const std::string& bytes) {
 }
 std::string bytes_of(const End& e) { return {reinterpret_cast<const char*>(&e), sizeof e}; }
 
-void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, Faults& faults) {
+void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, std::vector<std::unique_ptr<Line>>& left, Faults& faults) {
   Control control = Control::serve("", a.port, kClientLimit);
   const End client = end_of(control.expect(Msg::kConnect, kSetupLimit));
   std::unique_ptr<Line> line = client.early ? std::move(early) : std::make_unique<Line>(device);
@@ -212,6 +225,11 @@ void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, Faul
   control.send(Msg::kConnect, bytes_of(line->end()));
   if (client.client_first) control.expect(Msg::kReady, kSetupLimit), line->connect(client);
   control.send(Msg::kReady);
+  if (client.vanish) {
+    line->leave();
+    left.push_back(std::move(line));
+    return;
+  }
   for (int round = 0; round < kRounds; ++round) {
     line->take(round);
     control.send(Msg::kChecked);
@@ -229,11 +247,16 @@ void visit(const Args& a, Device& device, Faults& faults) {
   Control control = Control::connect(a.server, "", a.port, kSetupLimit);
   Line line(device);
   End mine = line.end();
-  mine.early = a.early, mine.client_first = a.client_first;
+  mine.early = a.early, mine.client_first = a.client_first, mine.vanish = a.vanish;
   control.send(Msg::kConnect, bytes_of(mine));
   line.connect(end_of(control.expect(Msg::kConnect, kSetupLimit)));
   if (a.client_first) control.send(Msg::kReady);
   control.expect(Msg::kReady, kSetupLimit);
+  if (a.vanish) {
+    std::puts("{\"errors\":0,\"clients\":1}");
+    std::fflush(stdout);
+    _exit(kExitOk);
+  }
   for (int round = 0; round < kRounds; ++round) {
     line.work(round);
     control.expect(Msg::kChecked, kSetupLimit);
@@ -246,7 +269,7 @@ void visit(const Args& a, Device& device, Faults& faults) {
 }
 
 Args parse(int argc, char** argv) {
-  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {"forge", 1, nullptr, 'x'}, {nullptr, 0, nullptr, 0}};
+  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {"vanish", 0, nullptr, 'v'}, {"forge", 1, nullptr, 'x'}, {nullptr, 0, nullptr, 0}};
   Args a;
   bool good = true;
   for (int c; (c = getopt_long(argc, argv, "", kLong, nullptr)) != -1;) switch (c) {
@@ -256,14 +279,16 @@ Args parse(int argc, char** argv) {
       case 'j': a.json = optarg; break;
       case 'e': a.early = true; break;
       case 'f': a.client_first = true; break;
+      case 'v': a.vanish = true; break;
       case 'x': a.forge = static_cast<std::uint32_t>(std::strtoul(optarg, nullptr, 0)); break;
       default: good = false;
     }
   if (optind < argc) a.server = argv[optind++];
   if (good && optind == argc && a.clients > 0) return a;
   std::fputs(
-      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--forge BITS] SERVER]\n"
+      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--vanish] [--forge BITS] SERVER]\n"
       "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n"
+      "--vanish: the client dies when it is connected; the server keeps its end.\n"
       "A client's last request is to read by the server's key with other BITS (1: its tag), and has to fail.\n",
       stderr);
   std::exit(kExitUsage);
@@ -276,7 +301,12 @@ int run(const Args& a) {
   try {
     if (a.server.empty()) {
       auto early = std::make_unique<Line>(device);
-      for (; done < a.clients; ++done) serve_one(a, device, early, faults);
+      std::vector<std::unique_ptr<Line>> left;
+      for (; done < a.clients; ++done) serve_one(a, device, early, left, faults);
+      for (const auto& line : left) {
+        line->expect_dead();
+        if (line->faults.total()) faults.add(Fault::kOther, line->faults.first());
+      }
     } else {
       visit(a, device, faults), ++done;
     }

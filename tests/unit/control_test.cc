@@ -73,6 +73,10 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   for (QpShadow* qp : qps) stats.push_back({7, qp->vqpn(), limit_ms, 0, 0, 0});
   return called(free ? "drain" : "drain-locked", why);
 }
+int give_up(Qps qps, std::string& why) {
+  fake.records = qps.size();
+  return called("give-up", why);
+}
 int check_cut(Qps qps, std::string& why) {
   fake.records = qps.size();
   return called("check-cut", why);
@@ -355,6 +359,14 @@ TEST_F(Control, CutIsAskedThenDoneThenSettled) {
   ask(request(MIGR_MSG_SETTLE), std::vector<migr_qp_psn>{{7, 0x10, 5, 0}});
   EXPECT_EQ(reinterpret_cast<migr_replay_stat*>(records.data())->replayed, 5u);
   EXPECT_EQ(fake.calls, "check-cut cut settle ");
+}
+
+TEST_F(Control, ThoseThatAreGoneAreNamed) {
+  ask(MIGR_MSG_GONE);
+  EXPECT_EQ(fake.calls, "") << "none are not all";
+  ask(request(MIGR_MSG_GONE), std::vector<migr_qp_ref>{{7, 0x10, 0, 0}, {7, 0x99, 0, 0}});  // the application has destroyed the second
+  EXPECT_EQ(fake.calls, "give-up ");
+  EXPECT_EQ(fake.records, 1u);
 }
 
 TEST_F(Control, MovesAreToldInTwoSteps) {

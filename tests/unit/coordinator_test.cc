@@ -117,9 +117,11 @@ struct FakeSource final : Source {
   Status suspend() override { return p.did("s.suspend"); }
   std::vector<std::uint32_t> left;  // by drain
   int drain_ms = 0;
+  std::set<std::size_t> gone;  // as drain was told
   wire::SettleRequest settled;
-  Result<wire::DrainReply> drain(int ms) override {
+  Result<wire::DrainReply> drain(int ms, const std::set<std::size_t>& those) override {
     drain_ms = ms;
+    gone = those;
     if (auto s = p.did("s.drain"); !s) return s.error();
     wire::DrainReply r;
     for (auto i : left) r.add_left(i);
@@ -236,9 +238,10 @@ struct FakePartner final : PartnerLink {
   std::string name_;
   bool has_;
   std::uint32_t dest_pqpn = 0x11;
-  std::uint32_t busy_with = 0;  // the migration that holds its process ...
-  int busy_for = 0;             // ... for so many questions
-  bool busy_late = false;       // or that takes it after the last one
+  std::uint32_t busy_with = 0;      // the migration that holds its process ...
+  int busy_for = 0;                 // ... for so many questions
+  bool busy_late = false;           // or that takes it after the last one
+  std::vector<std::uint32_t> dead;  // as found
   wire::ConnectRequest connected;
   wire::KeysRequest got_keys;
   wire::FindRequest asked;
@@ -247,6 +250,7 @@ struct FakePartner final : PartnerLink {
     if (auto s = p.did(name_ + ".find"); !s) return s.error();
     wire::FindReply out;
     asked = r;
+    for (const auto i : dead) out.add_dead(i);
     if (!has_) return out;
     if (busy_for > 0) {
       busy_for--;
@@ -637,6 +641,22 @@ TEST(Coordinator, PartnerNobodyKnowsIsRefused) {
   const auto r = s.run();
   EXPECT_FALSE(r.touched());
   EXPECT_NE(r.error().find("no host knows the partner"), std::string::npos) << r.error();
+}
+
+// Or a client that was killed would keep the host for ever.
+TEST(Coordinator, PartnerThatIsDeadDoesNotHoldUpTheOthers) {
+  Scene s;
+  s.partner.has_ = false;
+  s.other.dead = {0};
+  const auto r = s.run();
+  EXPECT_EQ(r.error(), "");
+  ASSERT_EQ(r.connections_gone_size(), 1);
+  EXPECT_EQ(r.connections_gone(0).vqpn(), 0x11u);
+  EXPECT_EQ(s.source.gone, std::set<std::size_t>{0});
+  ASSERT_EQ(s.destination.connected.connections_size(), 1);
+  EXPECT_EQ(s.destination.connected.connections(0).vqpn(), 0x11u);
+  EXPECT_EQ(s.destination.connected.connections(0).dest_pqpn(), 0u);
+  EXPECT_FALSE(s.play.has("p.suspend"));
 }
 
 TEST(Coordinator, EqualNumberWithAnotherPeerIsNoPartner) {
