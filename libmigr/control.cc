@@ -363,6 +363,16 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
   }
 }
 
+/// Memory that the driver is about to register is known.
+bool all_registered(Registry& registry, std::unique_lock<std::mutex>& guard, Answer& answer) {
+  registry.closing = true;
+  const bool all = registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.registering; });
+  registry.closing = false;
+  registry.thawed.notify_all();  // once we let go of the lock; who finds the process frozen goes on waiting
+  if (!all) answer.fail(EAGAIN, "a call that registers memory does not come back from the driver");
+  return all;
+}
+
 /// Every request but DRAIN. `guard` holds the Registry's lock.
 void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
   std::string why;
@@ -393,7 +403,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       if (named_qps(registry, request, qps, answer)) finish(switchover::suspend(qps, why));
       return;
     case MIGR_MSG_FREEZE:
-      if (!described_still(registry, request, answer)) return;
+      if (!all_registered(registry, guard, answer) || !described_still(registry, request, answer)) return;
       if (const int error = cm::freeze(why)) return finish(error);
       finish(switchover::freeze(why));
       if (answer.status) cm::rollback();
@@ -776,7 +786,8 @@ void after_fork_in_child() {
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();
   registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
-  registry.ending = 0;  // nor does it have the thread that would count down
+  registry.closing = false;
+  registry.registering = registry.ending = 0;  // nor does it have the threads that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : registry.contexts) context->kernel->detach();
   provider::forget_uverbs_fds();

@@ -247,11 +247,21 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   auto guard = registry.enter();
   Context* context = registry.context_of(pd->context);
   InsideReal nested;
-  if (!context) return register_once();
+  // Pinning takes its time, and programs with much memory register it with several threads.
+  const auto in_driver = [&] {
+    guard.unlock();
+    ibv_mr* const mr = register_once();
+    const int saved = errno;
+    guard.lock();
+    errno = saved;
+    return mr;
+  };
+  if (!context) return in_driver();
+  ++registry.registering;
   ibv_mr* colliding[kMaxKeyCollisions];
   int collisions = 0;
   ibv_mr* result = nullptr;
-  while (ibv_mr* mr = register_once()) {
+  while (ibv_mr* mr = in_driver()) {
     migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
@@ -263,6 +273,8 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   }
   const int saved = errno;
   while (collisions) real().dereg_mr(colliding[--collisions]);
+  --registry.registering;
+  if (registry.closing) registry.thawed.notify_all();
   errno = saved;
   return result;
 }

@@ -434,6 +434,8 @@ struct Registry {
   bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
+  unsigned registering = 0;   ///< calls that are in the driver, without the lock, and will bring an MR
+  bool closing = false;       ///< FREEZE waits for those: nobody else goes there
   unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
@@ -441,13 +443,13 @@ struct Registry {
   /// Control path of the application: the lock, once nothing is frozen.
   std::unique_lock<std::mutex> enter() {
     std::unique_lock guard(lock);
-    thawed.wait(guard, [this] { return !frozen; });
+    thawed.wait(guard, [this] { return !frozen && !closing; });
     return guard;
   }
   /// The same for calls that make, destroy or modify what is in the record.
   std::unique_lock<std::mutex> change() {
     std::unique_lock guard(lock);
-    thawed.wait(guard, [this] { return !frozen && !held; });
+    thawed.wait(guard, [this] { return !frozen && !closing && !held; });
     if (!old_paths.empty()) switchover::destroy_old_paths();  // they hold PDs and CQs
     ++changes;
     return guard;

@@ -82,6 +82,10 @@ class Migrd {
   void drained() {
     ask(MIGR_MSG_DRAIN, 1000);
     ask(MIGR_MSG_FREEZE);
+    hung_up();
+  }
+  /// The library does, when it has answered FREEZE.
+  void hung_up() {
     close(fd_);
     fd_ = -1;
   }
@@ -428,6 +432,29 @@ TEST_P(Events, RegisteredMemoryThatIsMappedNoMoreIsRefusedAndTheEventsAreThere) 
   EXPECT_EQ(next(), cq_[1]) << "it was armed";
   ibv_dereg_mr(mr);
   move();
+}
+
+// Other calls of the application need not wait for it; FREEZE has to.
+TEST_P(Events, MemoryThatIsBeingRegisteredIsWaitedFor) {
+  model_hold_registrations(true);
+  char memory[64];
+  auto registered = std::async(std::launch::async, [&] { return ibv_reg_mr(pd_, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE); });
+  EXPECT_EQ(registered.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  auto made = std::async(std::launch::async, [&] { return ibv_create_cq(context_, 1, nullptr, nullptr, 0); });
+  EXPECT_EQ(made.wait_for(std::chrono::milliseconds(kPatienceMs)), std::future_status::ready);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 1000);
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_FREEZE).status, EAGAIN) << "it does not come back";
+  auto frozen = std::async(std::launch::async, [&] { return migrd.try_to(MIGR_MSG_FREEZE).status; });
+  EXPECT_EQ(frozen.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  model_hold_registrations(false);
+  EXPECT_EQ(frozen.get(), 0);
+  ibv_mr* const mr = registered.get();
+  ASSERT_NE(mr, nullptr);
+  migrd.hung_up();
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  EXPECT_EQ(ibv_destroy_cq(made.get()), 0);
 }
 
 /* ---- completions of an ibv_cq_ex ------------------------------------------------- */

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
@@ -116,6 +117,7 @@ std::unique_ptr<Nic> nics[4];
 Wire wires[2];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
+std::atomic<bool> registrations_held{false};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -655,6 +657,7 @@ MODEL unsigned long model_packets() {
   std::lock_guard guard(lock);
   return packets;
 }
+MODEL void model_hold_registrations(bool hold) { registrations_held = hold; }
 MODEL void model_async_events() {
   std::lock_guard guard(lock);
   with_async_events = true;
@@ -728,6 +731,7 @@ MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
 }
 MODEL int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
 MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
+  while (registrations_held) usleep(1000);
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
   auto* m = new Mr{};

@@ -58,6 +58,8 @@ void model_forget_writes();
 unsigned long model_packets();
 /// That there are, on all NICs.
 unsigned model_qps();
+/// Who registers memory waits in the driver, as while pages are pinned.
+void model_hold_registrations(bool hold);
 /// Devices that are opened from now on have asynchronous events: each QP that goes to ERR says LAST_WQE_REACHED, as if it had
 /// an SRQ; others are raised.
 void model_async_events();
