@@ -91,6 +91,7 @@ std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedS
                              s.to(), plan.processes(), plural(plan.processes(), "es"), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners),
                  2) +
          wrapped(fmt::format("memory: {:.1f} MB, copied {}", static_cast<double>(plan.memory_bytes()) / 1e6, plan.pre_copy() ? "before the stop; what changes meanwhile, during it" : "during the stop"), 2) +
+         (s.gone() ? wrapped(fmt::format("{} connections would end: their other ends have died", s.gone()), 2) + gone_text(s) : "") +
          (stop ? wrapped(expected_text(*stop), 2) : "");
 }
 
@@ -104,6 +105,8 @@ Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& s
           {"refused_because", or_null(s.error())},
           {"processes", plan.processes()},
           {"connections", plan.connections()},
+          {"connections_gone", s.gone()},
+          {"gone", gone_json(s)},
           {"partners", array_of(s.partners())},
           {"memory_bytes", plan.memory_bytes()},
           {"pre_copy", plan.pre_copy()},

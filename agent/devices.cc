@@ -82,19 +82,22 @@ Result<std::set<std::uint32_t>> qp_numbers(const std::string& device) {
   if (!sock) return Error{ENOMEM, "netlink: out of memory"};
   if (const int e = nl_connect(sock.get(), NETLINK_RDMA); e < 0) return Error{EIO, std::string("netlink: ") + nl_geterror(e)};
   std::optional<std::uint32_t> index;
-  auto s = rdma_dump(sock.get(), RDMA_NLDEV_CMD_GET, {}, [&](const RdmaAttrs& a) {
-    if (const auto *name = a[RDMA_NLDEV_ATTR_DEV_NAME], *at = a[RDMA_NLDEV_ATTR_DEV_INDEX]; name && at && device == nla_get_string(name)) index = nla_get_u32(at);
-  }, "reading the RDMA devices");
+  auto s = rdma_dump(
+      sock.get(), RDMA_NLDEV_CMD_GET, {}, [&](const RdmaAttrs& a) {
+        if (const auto* name = a[RDMA_NLDEV_ATTR_DEV_NAME], *at = a[RDMA_NLDEV_ATTR_DEV_INDEX]; name && at && device == nla_get_string(name)) index = nla_get_u32(at);
+      },
+      "reading the RDMA devices");
   if (!s) return s.error();
   if (!index) return Error{ENODEV, "no RDMA device " + device};
   std::set<std::uint32_t> out;
-  s = rdma_dump(sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) {
-    int left = 0;
-    nlattr* entry;
-    if (a[RDMA_NLDEV_ATTR_RES_QP])
-      nla_for_each_nested(entry, a[RDMA_NLDEV_ATTR_RES_QP], left)
-        if (const nlattr* qpn = nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
-  }, "reading the QPs of " + device);
+  s = rdma_dump(
+      sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) {
+        int left = 0;
+        nlattr* entry;
+        if (a[RDMA_NLDEV_ATTR_RES_QP])
+          nla_for_each_nested(entry, a[RDMA_NLDEV_ATTR_RES_QP], left) if (const nlattr* qpn = nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
+      },
+      "reading the QPs of " + device);
   if (!s) return s.error();
   return out;
 }

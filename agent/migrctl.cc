@@ -320,7 +320,7 @@ int cmd_migrate(const Options& o) {
   }
   const auto entries = past_migrations(o);
   const auto stop = entries ? expected_stop(*entries, request.container()) : std::nullopt;
-  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are gone"}, stop && stop->same ? std::optional(stop->median_ms) : std::nullopt);
+  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are over, their other ends having died"}, stop && stop->same ? std::optional(stop->median_ms) : std::nullopt);
 }
 
 int cmd_checkpoint(const Options& o) {

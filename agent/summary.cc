@@ -48,6 +48,12 @@ std::string gone_text(const wire::Summary& s) {
   return text;
 }
 
+Json gone_json(const wire::Summary& s) {
+  Json gone = Json::array();
+  for (const auto& g : s.connections_gone()) gone.push_back({{"vqpn", g.vqpn()}, {"to_gid", gid_text(g.to_gid())}, {"to_qpn", g.to_qpn()}});
+  return gone;
+}
+
 Json summary_json(const wire::Summary& s) {
   Json phases = Json::object();
   for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
@@ -58,8 +64,6 @@ Json summary_json(const wire::Summary& s) {
   Json timeline = Json::array();
   for (const auto* list : {&s.phases(), &s.steps()})
     for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
-  Json gone = Json::array();
-  for (const auto& g : s.connections_gone()) gone.push_back({{"vqpn", g.vqpn()}, {"to_gid", gid_text(g.to_gid())}, {"to_qpn", g.to_qpn()}});
   Json figures = Json::array();
   for (const auto& f : s.partner_figures())
     figures.push_back({{"host", f.host()}, {"blackout_ms", f.blackout_ms()}, {"suspended_ms", f.suspended_ms()}, {"replayed_sends", f.replayed_sends()}, {"replayed_recvs", f.replayed_recvs()}, {"traffic", f.has_traffic() ? traffic_json(f.traffic()) : Json(nullptr)}});
@@ -85,7 +89,7 @@ Json summary_json(const wire::Summary& s) {
           {"partner", partners.empty() ? Json(nullptr) : partners[0]},
           {"partners", partners},
           {"connections_gone", s.gone()},
-          {"gone", gone},
+          {"gone", gone_json(s)},
           {"replayed", {{"qps", s.replayed().qps()}, {"wrs", s.replayed().replayed()}, {"executed", s.replayed().executed()}, {"atomics_lost", s.replayed().lost()}}},
           {"begun_ms", s.begun_ms()},
           {"timeline", timeline},

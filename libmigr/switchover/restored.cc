@@ -258,7 +258,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
     q->outstanding.clear();
     q->kept_receives.clear();
-    if (const int err = break_if_broken(*q, why)) return err;
+    if (const int err = q->gone ? 0 : break_if_broken(*q, why)) return err;  // what is gone ends when it runs
     clear_bits(*q, kKeepReceives);
     q->phase = Phase::kRebound;
   }

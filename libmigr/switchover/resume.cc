@@ -64,8 +64,10 @@ int let_go(QpShadow& q, std::string& why) {
       if (const int silent = inject_event(*q.send_cq, why); silent && !err) err = silent;
   }
   const bool closes = q.gone;
-  if (q.gone)
+  if (q.gone) {
+    if (q.broken) events::hush(q, q.real);  // the application was told of the path before
     if (const int broken = break_connection(q, why); broken && !err) err = broken;
+  }
   q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
   q.kept_receives.clear();
   if (q.state.load(std::memory_order_relaxed) & kTrapped) {

@@ -97,7 +97,7 @@ late_clients() {
 # A client that has died has an end here that nobody has told: it has to move, too, and the host is not kept for it.
 dead_client() {
 	start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 3 --json /tmp/json && until_true 30 visit && visit --vanish &&
-		migrate_ok late dst && { jq -e '.connections_gone == 1 and (.gone | length) == 1' "$E2E_OUT/migrate.json" >/dev/null || fail "not told of"; } &&
+		on src migrctl migrate late --to dst --dry-run --json | jq -e '.would_move and .connections_gone == 1' >/dev/null && migrate_ok late dst && { jq -e '.connections_gone == 1 and (.gone | length) == 1' "$E2E_OUT/migrate.json" >/dev/null || fail "not told of"; } &&
 		visit && container_wait dst late 30 && container_exec dst late cat /tmp/json | jq -e '.errors == 0 and .clients == 3' >/dev/null ||
 		{ container_exec "$(container_host late)" late cat /tmp/json >&2; container_log "$(container_host late)" late >&2; e2e_logs; e2e_reset; return 1; }
 	container_remove dst late
