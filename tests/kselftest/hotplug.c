@@ -16,6 +16,7 @@
 
 #define NETDEV "migrtest0"
 #define IBDEV "migrtest"
+#define RENAMED "migrtest2"
 #define MEMORY 4096
 
 static struct ctx_list ctxs;
@@ -102,6 +103,9 @@ int main(void)
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
 	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, IBDEV) && ctxs.rec[0].nr_pd == 1 && !ctxs.rec[0].flags,
 	      "what is made on it is recorded");
+	need(!system("rdma dev set " IBDEV " name " RENAMED), "another name");
+	need(!genl_ctxs(getpid(), &ctxs), "dump");
+	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, RENAMED), "by its new name, once it has one");
 
 	fflush(stdout);
 	child = fork();
@@ -109,7 +113,7 @@ int main(void)
 		/* inherits the files: closes them, so that the parent's close counts */
 		close(context->cmd_fd);
 		close(context->async_fd);
-		_exit(system("timeout 60 rdma link del " IBDEV) ? 1 : 0);
+		_exit(system("timeout 60 rdma link del " RENAMED) ? 1 : 0);
 	}
 	usleep(500000);	/* it waits for us, or has taken the device from us */
 	ibv_close_device(context);
