@@ -131,6 +131,7 @@ Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& t
 
 Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
                                      const std::string& log) const {
+  try_out_kernel(config_);
   Argv dump = criu("dump", images, work, "dump.log");
   dump.insert(dump.end(), {"-t", std::to_string(pid), "--leave-stopped"});
   if (!parent.empty()) dump.insert(dump.end(), {"--track-mem", "--prev-images-dir", parent});

@@ -35,8 +35,14 @@ std::string plain(const std::string& line) {
 Env criu_env(const Config& config, const std::string& images) {
   Env e = {"MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
   if (!config.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config.criu_libs);
+  const char* path = getenv("PATH");
+  e.push_back("PATH=" + plugin_dir(config) + "/migr:" + (path ? path : "/usr/sbin:/usr/bin:/sbin:/bin"));  // its tar, criu-plugin/tar.c
   if (!images.empty()) e.push_back("MIGR_IMAGE_DIR=" + images);
   return e;
+}
+
+void try_out_kernel(const Config& config) {
+  if (access("/run/criu.kdat", F_OK)) (void)run_command({config.criu, "check", "--feature", "mem_dirty_track"}, criu_env(config), kRuncMs);
 }
 
 std::string plugin_dir(const Config& config) { return config.criu_libs.empty() ? "/usr/lib/criu" : config.criu_libs; }
@@ -126,6 +132,7 @@ Status Runc::pre_dump(const std::string& id, const std::string& images, const st
 
 Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
                                      const std::string& log) const {
+  try_out_kernel(config_);
   Argv a = {"checkpoint-rdma", "--wait", "--image-path", images, "--work-path", work};
   if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
   a.push_back(id);

@@ -22,6 +22,10 @@ struct ContainerState {
 /// @param images  folder of migr.img; empty: that of the images
 Env criu_env(const Config& config, const std::string& images = {});
 
+/// After a boot CRIU first tries out what the kernel can, and keeps that in /run/criu.kdat (3.17): not during a stop. What it cannot do
+/// is found out then.
+void try_out_kernel(const Config& config);
+
 /// Where CRIU looks for its plugins.
 std::string plugin_dir(const Config& config);
 /// EBUSY: migr_plugin.so is not there.
