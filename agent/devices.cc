@@ -34,6 +34,13 @@ Status rdma_dump(nl_sock* sock, unsigned command, std::optional<std::uint32_t> i
   });
 }
 
+// Those in one message of the dump, which may have none.
+void add_qp_numbers(const nlattr* table, std::set<std::uint32_t>& out) {
+  int left = table ? nla_len(table) : 0;
+  for (auto* entry = table ? static_cast<nlattr*>(nla_data(table)) : nullptr; nla_ok(entry, left); entry = nla_next(entry, &left))
+    if (const nlattr* qpn = nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
+}
+
 // By which the kernel tells a pid namespace that all processes are in.
 bool sees_all_processes() {
   std::error_code ec;
@@ -90,14 +97,8 @@ Result<std::set<std::uint32_t>> qp_numbers(const std::string& device) {
   if (!s) return s.error();
   if (!index) return Error{ENODEV, "no RDMA device " + device};
   std::set<std::uint32_t> out;
-  s = rdma_dump(
-      sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) {
-        int left = 0;
-        nlattr* entry;
-        if (a[RDMA_NLDEV_ATTR_RES_QP])
-          nla_for_each_nested(entry, a[RDMA_NLDEV_ATTR_RES_QP], left) if (const nlattr* qpn = nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
-      },
-      "reading the QPs of " + device);
+  const auto visit = [&](const RdmaAttrs& a) { add_qp_numbers(a[RDMA_NLDEV_ATTR_RES_QP], out); };
+  s = rdma_dump(sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, visit, "reading the QPs of " + device);
   if (!s) return s.error();
   return out;
 }
