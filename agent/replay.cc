@@ -12,14 +12,21 @@ namespace {
 
 constexpr int kAnswerMs = 2'000;  // more than the drain's limit
 
+// Those of them that are counted as one of `wanted`.
+template <class Set>
+CountedQps among(const CountedQps& counted, const Set& wanted) {
+  CountedQps out;
+  for (std::size_t i = 0; i < counted.refs.size(); i++)
+    if (wanted.contains(counted.index[i])) out.refs.push_back(counted.refs[i]), out.index.push_back(counted.index[i]);
+  return out;
+}
+
 bool same(const migr_qp_ref& r, std::uint32_t ctx_id, std::uint32_t vqpn) { return r.ctx_id == ctx_id && r.vqpn == vqpn; }
 
 }  // namespace
 
 Status give_up(ProcessSession& s, std::uint32_t id, const CountedQps& counted, const std::set<std::size_t>& gone) {
-  std::vector<migr_qp_ref> refs;
-  for (std::size_t i = 0; i < counted.refs.size(); i++)
-    if (gone.contains(counted.index[i])) refs.push_back(counted.refs[i]);
+  const auto refs = among(counted, gone).refs;
   if (refs.empty()) return {};
   const Status done = s.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_GONE, id, refs, kProcessMs + kPerQpMs * static_cast<int>(refs.size()));
   return done || done.error().code == EOPNOTSUPP ? Status() : done;
@@ -45,11 +52,7 @@ Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_q
 }
 
 Status cut_process(ProcessSession& s, const CountedQps& counted, const wire::CutRequest& r, Shared<wire::CutReply>& out) {
-  const std::set<std::uint32_t> wanted(r.index().begin(), r.index().end());
-  std::vector<migr_qp_ref> refs;
-  std::vector<std::uint32_t> index;
-  for (std::size_t i = 0; i < counted.refs.size(); i++)
-    if (wanted.contains(counted.index[i])) refs.push_back(counted.refs[i]), index.push_back(counted.index[i]);
+  const auto [refs, index] = among(counted, std::set<std::uint32_t>(r.index().begin(), r.index().end()));
   if (refs.empty()) return {};  // none would mean all
   auto psns = s.ask<migr_qp_psn, migr_qp_ref>(MIGR_MSG_CUT, r.id(), refs, kProcessMs + kPerQpMs * static_cast<int>(refs.size()),
                                               r.check() ? MIGR_CUT_CHECK : 0);

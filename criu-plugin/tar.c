@@ -176,7 +176,6 @@ static bool add_entry(int dir, const char *entry, const char *name, dev_t dev, i
 	char link[100] = "", inside[sizeof(((struct ustar *)0)->name)];
 	struct stat st;
 	ssize_t n;
-	bool good;
 	int fd;
 
 	if (fstatat(dir, entry, &st, AT_SYMLINK_NOFOLLOW) || st.st_dev != dev)
@@ -185,8 +184,7 @@ static bool add_entry(int dir, const char *entry, const char *name, dev_t dev, i
 		if (snprintf(inside, sizeof(inside), "%s/", name) >= (int)sizeof(inside) || !add_header(inside, &st, '5', 0, ""))
 			return false;
 		fd = openat(dir, entry, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-		good = fd >= 0 && add_directory(fd, inside, dev, depth + 1);
-		return good;
+		return fd >= 0 && add_directory(fd, inside, dev, depth + 1);
 	}
 	if (st.st_nlink != 1)
 		return false;
