@@ -103,7 +103,7 @@ std::string text_of(const VqpName& n) { return text_of(n.gid) + " vQPN " + std::
 
 Status check(const migr_links_hello& r) {
   if (r.policy > MIGR_LINKS_EXACT) return bad("policy {} is none that is known", r.policy);
-  if (r.making > MIGR_LINKS_REBUILD) return bad("paths of kind {}: none that is known", r.making);
+  if (r.making > MIGR_LINKS_POOL) return bad("paths of kind {}: none that is known", r.making);
   if (r.atomics > MIGR_LINKS_RELAYED) return bad("atomics of kind {}: none that is known", r.atomics);
   return {};
 }
@@ -126,7 +126,7 @@ Status check(const migr_links_name& r) {
 Status check(const migr_links_vqp& r) {
   if (auto s = check(r.name); !s) return s;
   const std::string who = text_of(name_of(r.name));
-  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_REBUILD || r.atomics > MIGR_LINKS_RELAYED)
+  if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_POOL || r.atomics > MIGR_LINKS_RELAYED)
     return bad("{}: policy, default link or kind of paths or atomics out of range", who);
   if (r.paths > MIGR_LINKS_MAX_LINKS) return bad("{}: more than {} paths", who, MIGR_LINKS_MAX_LINKS);
   std::uint32_t seen = 0;
@@ -253,7 +253,7 @@ const char* policy_name(std::uint32_t policy) {
 }
 
 const char* making_name(std::uint32_t making) {
-  static const char* const names[] = {"cached", "rebuild"};
+  static const char* const names[] = {"cached", "rebuild", "pool"};
   return name_in(names, making);
 }
 

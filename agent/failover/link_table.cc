@@ -361,6 +361,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_channels(l.channels);
       w->set_vqps(l.vqps);
       w->set_backups(l.backups);
+      w->set_spares(l.spares);
       w->set_why(l.why);
     }
     std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> without;

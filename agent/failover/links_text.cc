@@ -40,12 +40,12 @@ std::string process_text(const wire::LinkProcessReport& p) {
   std::string out = wrapped(fmt::format("process {} ({}): {}, paths {}, atomics {}, {} vQP{}, {} with a backup", p.pid(), cut(p.comm(), 16), policy_name(p.policy()), making_name(p.making()), atomics_name(p.atomics()), p.vqps(),
                                         p.vqps() == 1 ? "" : "s", p.backed()),
                             2);
-  out += fmt::format("  {:>4} {:24} {:20} {:>6} {:>7} {:>8}\n", "LINK", "PORT", "STATE", "VQPS", "BACKUPS", "CHANNELS");
+  out += fmt::format("  {:>4} {:22} {:20} {:>6} {:>7} {:>4} {:>8}\n", "LINK", "PORT", "STATE", "VQPS", "BACKUPS", "POOL", "CHANNELS");
   for (const auto& l : p.links()) {
     std::string state = link_state_name(l.state());
     if (l.state() != MIGR_LINKS_LINK_UP && l.cause()) state += fmt::format(" ({})", cause_name(l.cause()));
-    out += fmt::format("  {:>4} {:24} {:20} {:>6} {:>7} {:>8}\n", l.link(), cut(l.device(), 18) + "/" + std::to_string(l.port()), cut(state, 20), l.vqps(),
-                       l.backups(), l.channels());
+    out += fmt::format("  {:>4} {:22} {:20} {:>6} {:>7} {:>4} {:>8}\n", l.link(), cut(l.device(), 18) + "/" + std::to_string(l.port()), cut(state, 20), l.vqps(),
+                       l.backups(), l.spares(), l.channels());
     if (!l.why().empty()) out += wrapped("       " + l.why(), 7);
   }
   for (const auto& w : p.without())
@@ -90,7 +90,7 @@ Json links_json(const wire::LinksReply& r) {
     for (const auto& l : p.links())
       links.push_back({{"link", l.link()}, {"device", l.device()}, {"port", l.port()}, {"gid", gid_text(l.gid())}, {"gid_index", l.gid_index()},
                        {"state", link_state_name(l.state())}, {"cause", cause_name(l.cause())}, {"vqps", l.vqps()}, {"backups", l.backups()},
-                       {"channels", l.channels()}, {"why", l.why()}});
+                       {"pool", l.spares()}, {"channels", l.channels()}, {"why", l.why()}});
     for (const auto& w : p.without()) without.push_back({{"vqps", w.vqps()}, {"phase", phase_name(w.phase())}, {"why", w.why()}});
     for (const auto& v : p.each())
       each.push_back({{"gid", gid_text(v.gid())}, {"vqpn", v.vqpn()}, {"policy", policy_name(v.policy())}, {"paths", making_name(v.making())}, {"atomics", atomics_name(v.atomics())}, {"link", v.link()}, {"epoch", v.epoch()},

@@ -172,6 +172,8 @@ enum migr_links_policy {
 enum migr_links_making {
 	MIGR_LINKS_CACHED,	/* a path on the backup link is made ahead */
 	MIGR_LINKS_REBUILD,	/* none is: it is made when the vQP goes there */
+	MIGR_LINKS_POOL,	/* some are for all vQPs of a kind between two processes; if either end does not say POOL,
+				 * as with REBUILD */
 };
 
 /* An end that does not say RELAYED, as one of before there was this, has 0 here. */
@@ -222,7 +224,8 @@ struct migr_links_link {
 	uint32_t gid_index;
 	uint32_t state;		/* enum migr_links_link_state */
 	uint32_t cause;		/* enum migr_links_cause, of its last going down; NONE: never was */
-	uint32_t channels;	/* that stand */
+	uint16_t channels;	/* that stand */
+	uint16_t spares;	/* paths in pools that are ready */
 	uint32_t vqps;		/* that have their path here now */
 	uint32_t backups;	/* vQPs that have a path here that is ready and not in use */
 	char why[MIGR_LINKS_WHY_MAX];	/* NUL-terminated; empty: nothing to say */

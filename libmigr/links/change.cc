@@ -189,7 +189,8 @@ void go_on(QpLink& l) {
     if (channel && here && !used_up) return;  // told, and not heard yet
     if (switched(l) && !cut(l, why)) return give_up(l, why);
     if (!channel) return choose(l);
-    if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);
+    ask_for_path(l, side, *channel);
+    if (!l.legs[side].next.connected) return;
     if (!take_next(l, side, why)) return give_up(l, why);
     tell(l, *channel);
     if (l.heard.epoch == l.epoch && l.heard.serial == l.path.serial) return finish(l);
@@ -597,12 +598,34 @@ void stop_change(QpLink& l) {
   if (l.stage == Stage::kChanging) give_up(l, "the application has closed it");
 }
 
-void ask_for_path(QpLink& l, Side side, Channel& channel) {
+namespace {
+
+/// @param hurry  the work stands still for it: of the pool, if there is one
+/// @return false: it cannot be made
+bool offer_path(QpLink& l, Side side, Channel& channel, bool hurry) {
   Leg& leg = l.legs[side];
-  if (leg.next.connected || (leg.next.qp && leg.asked == channel.round)) return;
-  if (!make_half(l, side, leg.newest + 1, l.why)) return;
+  const std::uint32_t serial = leg.newest + 1;
+  const std::uint64_t spare = hurry ? take_spare(l, side, channel, serial) : 0;
+  if (!spare && !make_half(l, side, serial, l.why)) return false;
   leg.asked = channel.round;
-  send_path(channel, {.to = l.peer, .from = l.name, .path = address_of(l, side)});
+  if (spare) send_take(channel, {.to = l.peer, .from = l.name, .id = spare, .serial = serial, .reserved = 0});
+  else send_path(channel, {.to = l.peer, .from = l.name, .path = address_of(l, side, leg.next)});
+  return true;
+}
+
+void want_path(QpLink& l, Side side, Channel& channel, bool no_spare) {
+  l.legs[side].asked = channel.round;
+  send_want(channel, {.to = l.peer, .from = l.name, .newest = l.legs[side].newest, .no_spare = no_spare});
+}
+
+}  // namespace
+
+void ask_for_path(QpLink& l, Side side, Channel& channel) {
+  const Leg& leg = l.legs[side];
+  const bool follows = channel.pooled && !leads(l.instance), hurry = l.stage == Stage::kChanging;
+  if (leg.next.connected || (leg.asked == channel.round && (leg.next.qp || follows))) return;
+  if (follows) return want_path(l, side, channel, !hurry);
+  offer_path(l, side, channel, hurry);
 }
 
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
@@ -625,10 +648,40 @@ void got_path(Channel& from, const PathRecord& record) {
     return refuse(from, record.from, record.to, l, l->epoch);
   }
   leg.asked = 0;
-  if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side)});
-  if (connect_half(*l, side, record.path, l->why)) return say(*l, l->why);
+  if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side, leg.next)});
+  if (connect_half(*l, side, leg.next, record.path, l->why)) return say(*l, l->why);
   if (l->stage == Stage::kChanging) go_on(*l);
   kick(state()->round_fd);
+}
+
+void got_take(Channel& from, const TakeRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  Side side = kHome;
+  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
+    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  Leg& leg = l->legs[side];
+  if (record.serial < leg.newest) return;
+  if (!take_spare(*l, side, from, record.serial, record.id)) {
+    destroy_path(*l, side, leg.next);
+    leg.newest = record.serial;
+    return want_path(*l, side, from, true);
+  }
+  if (l->stage == Stage::kChanging) go_on(*l);
+}
+
+void got_want(Channel& from, const WantRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  Side side = kHome;
+  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
+    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  Leg& leg = l->legs[side];
+  if (leg.newest > record.newest && leg.asked == from.round) return;  // it is on its way there
+  leg.newest = std::max(leg.newest, record.newest);
+  if (!offer_path(*l, side, from, !record.no_spare)) {
+    say(*l, l->why);
+    return refuse(from, record.from, record.to, l, l->epoch);
+  }
+  if (l->stage == Stage::kChanging) go_on(*l);
 }
 
 namespace {
@@ -780,7 +833,9 @@ void run_failover() {
         const auto& qps = state()->qps;
         return state()->forgotten != forgotten && std::find(qps.begin(), qps.end(), l) == qps.end();
       };
-      for (QpLink* l : std::vector(state()->qps)) {
+      std::vector all(state()->qps);
+      busy_first(all);
+      for (QpLink* l : all) {
         if (gone(l)) continue;
         look_at(*l);
         if (gone(l)) continue;

@@ -115,6 +115,9 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     case kHeardMessage: return each(got_heard);
     case kAtomicMessage: return each(got_atomic);
     case kAnswerMessage: return each(got_answer);
+    case kSpareMessage: return each(got_spare);
+    case kTakeMessage: return each(got_take);
+    case kWantMessage: return each(got_want);
     default: return false;
   }
 }
@@ -194,6 +197,7 @@ Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::st
 void destroy_channel(Channel* c) {
   std::erase(state()->channels, c);
   state()->heard.notify_all();
+  drop_spares(*c);
   real().destroy_qp(c->qp);
   real().dereg_mr(c->mr);
   delete c;
@@ -270,6 +274,9 @@ void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessa
 void send_path(Channel& c, const PathRecord& record) { send_one(c, kPathMessage, record); }
 void send_drain(Channel& c, const DrainRecord& record) { send_one(c, kDrainMessage, record); }
 void send_answer(Channel& c, const AnswerRecord& record) { send_one(c, kAnswerMessage, record); }
+void send_spare(Channel& c, const SpareRecord& record) { send_one(c, kSpareMessage, record); }
+void send_take(Channel& c, const TakeRecord& record) { send_one(c, kTakeMessage, record); }
+void send_want(Channel& c, const WantRecord& record) { send_one(c, kWantMessage, record); }
 void send_atomics(Channel& c, std::span<const AtomicRecord> records) {
   tell_keys(c);
   send_records<AtomicRecord>(c, kAtomicMessage, records, false);

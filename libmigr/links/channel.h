@@ -7,11 +7,12 @@
 #include <map>
 #include <span>
 
+#include "pool.h"
 #include "state.h"
 
 namespace migr::links {
 
-enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage, kAtomicMessage, kAnswerMessage };
+enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage, kAtomicMessage, kAnswerMessage, kSpareMessage, kTakeMessage, kWantMessage };
 
 constexpr std::uint16_t kMessageVersion = 2;
 
@@ -42,6 +43,30 @@ struct StateRecord {
 struct PathRecord {
   migr_links_name to, from;
   migr_links_path path;
+};
+
+/// A path for the pool, like those of these two vQPs. The next three only where both ends have a pool (MIGR_LINKS_POOL).
+struct SpareRecord {
+  migr_links_name to, from;
+  std::uint64_t id;
+  migr_links_path path;  ///< the sender's half; QPN 0 in an answer: there is none
+  std::uint32_t answer;
+  std::uint32_t reserved;
+};
+
+/// The next path of these two is one of the pool.
+struct TakeRecord {
+  migr_links_name to, from;
+  std::uint64_t id;
+  std::uint32_t serial;
+  std::uint32_t reserved;
+};
+
+/// The sender, who does not lead, needs a path on the channel's link.
+struct WantRecord {
+  migr_links_name to, from;
+  std::uint32_t newest;  ///< serial that it knows
+  std::uint32_t no_spare;  ///< it need not be one of the pool, or cannot
 };
 
 enum DrainFlags : std::uint32_t {
@@ -119,6 +144,11 @@ struct Channel {
   bool beat_now = false;      ///< whether the other end lives has to be known
   std::uint64_t doubt_ns = 0; ///< a path on its link failed then, and no heartbeat of after that was answered; 0: none did
 
+  std::vector<Spare> spares;
+  std::uint64_t spares_made = 0;
+  bool pooled = false;        ///< both ends know of a pool
+  std::uint64_t refused_ns = 0;  ///< one of them could not make one then
+
   std::uint64_t needed_ns = 0;  ///< it stood, or something wanted it, then
   std::uint64_t bye_ns = 0;   ///< BYE was sent, or answered
   bool ended = false;         ///< and that is all that comes: it is destroyed when it has arrived
@@ -140,6 +170,9 @@ void send_drain(Channel& channel, const DrainRecord& record);
 void send_bye(Channel& channel, const ByeRecord& record);
 void send_atomics(Channel& channel, std::span<const AtomicRecord> records);
 void send_answer(Channel& channel, const AnswerRecord& record);
+void send_spare(Channel& channel, const SpareRecord& record);
+void send_take(Channel& channel, const TakeRecord& record);
+void send_want(Channel& channel, const WantRecord& record);
 /// Without a fault.
 void end_channel(Channel& channel);
 /// Completions of all channels of a link. Broken ones are given to channel_broke().

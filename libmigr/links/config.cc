@@ -27,7 +27,7 @@ using nlohmann::json;
 constexpr std::size_t kMaxBytes = 1u << 20;
 
 constexpr Policy kPolicies[] = {Policy::kOff, Policy::kResend, Policy::kExact};
-constexpr Paths kPaths[] = {Paths::kCached, Paths::kRebuild};
+constexpr Paths kPaths[] = {Paths::kCached, Paths::kRebuild, Paths::kPool};
 constexpr Atomics kAtomics[] = {Atomics::kDirect, Atomics::kRelayed};
 
 template <class Word, std::size_t n>
@@ -133,7 +133,7 @@ const char* name(Policy policy) {
 }
 
 const char* name(Paths paths) {
-  constexpr const char* kNames[] = {"cached", "rebuild"};
+  constexpr const char* kNames[] = {"cached", "rebuild", "pool"};
   return kNames[static_cast<int>(paths)];
 }
 
@@ -177,7 +177,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "devices", "processes", "unique_swap", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "devices", "processes", "unique_swap", "pool", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";
@@ -197,6 +197,7 @@ std::string parse(const std::string& text, const std::string& process, Config& o
   if (why.empty()) why = read_settings(all, "devices", out.devices);
   if (why.empty()) why = read_settings(all, "processes", out.processes);
   if (why.empty()) why = read_programs(all, "unique_swap", process, out.unique_swap);
+  if (why.empty()) why = read_number(all, "pool", 1, 1024, out.pool);
   if (why.empty()) why = read_number(all, "heartbeat_ms", 0, 60'000, out.heartbeat_ms);
   if (why.empty()) why = read_number(all, "heartbeat_misses", 1, 100, out.heartbeat_misses);
   if (why.empty()) why = read_number(all, "switch_limit_ms", 100, 600'000, out.switch_limit_ms);

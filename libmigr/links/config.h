@@ -5,13 +5,14 @@
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
  *     "policy": "exact", "paths": "cached", "atomics": "direct",
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend", "kv_server": {"paths": "rebuild"}},
- *     "unique_swap": ["kv_server"],
+ *     "unique_swap": ["kv_server"], "pool": 1,
  *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000,
  *     "adrift_limit_ms": 120000 }
  *
  * Only "links" must be there. A process's policy goes before a device's, that before "policy", which is off
  * unless said otherwise; so with "paths", in an object in the policy's place. "cached": each vQP has a path on its backup link, made
- * ahead; "rebuild": none, it is made when it is needed, which takes longer, and a second QP's memory only then. Where the two ends say
+ * ahead; "rebuild": none, it is made when it is needed, which takes longer, and a second QP's memory only then; "pool": `pool` of them (1) are
+ * made ahead for all vQPs of one kind between two processes, and taken by those that fail first. Where the two ends say
  * different things none is made ahead. "atomics", in the same places: "direct"; or "relayed": of a vQP with `exact` and a backup whose other end
  * says so, too, the other end's library has its own NIC execute them, once, whatever fails meanwhile; each takes a few round trips.
  * "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
@@ -33,7 +34,7 @@ constexpr std::size_t kMaxLinks = 8;
 
 enum class Policy { kOff, kResend, kExact };
 const char* name(Policy policy);
-enum class Paths { kCached, kRebuild };
+enum class Paths { kCached, kRebuild, kPool };
 const char* name(Paths paths);
 enum class Atomics { kDirect, kRelayed };
 const char* name(Atomics atomics);
@@ -56,6 +57,7 @@ struct Config {
   Atomics atomics = Atomics::kDirect;
   std::map<std::string, Setting> devices, processes;
   bool unique_swap = false;     ///< of this process
+  unsigned pool = 1;            ///< paths in a pool
   unsigned heartbeat_ms = 200;  ///< 0: none
   unsigned heartbeat_misses = 3;
   unsigned switch_limit_ms = 10'000;  ///< so long one end waits for the other's word

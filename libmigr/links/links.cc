@@ -218,6 +218,7 @@ void resized(CqShadow& c) {
 }
 
 void forget(CqShadow& c) {
+  drop_spares(c);
   CqLink* link;
   {
     std::lock_guard guard(c.lock);
@@ -246,6 +247,7 @@ void gone(ibv_pd* pd) {
       for (const QpShadow* q : Registry::get().qps)
         if (q->init.pd == pd) return;
       drop_executors(*t, pd);
+      drop_spares(pd);
       for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
         if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
         std::lock_guard guard(c->lock);

@@ -115,7 +115,7 @@ struct Leg {
   Link* link = nullptr;
   Path next;                 ///< not used yet
   std::uint32_t newest = 0;  ///< serial
-  std::uint32_t asked = 0;   ///< round of the channel over which the other half of `next` was asked for; 0: of none
+  std::uint32_t asked = 0;   ///< round of the channel over which the other half of `next` was asked for, or told, or a path wanted; 0: of none
 };
 
 /// How far an end has got: the path on which it has executed something last, and the PSN that it would have executed next.
@@ -132,6 +132,7 @@ struct QpLink {
   migr_links_path first[2]{};  ///< paths that it began with, by side, as others are told of them
   bool told = false;           ///< published
   bool ahead = false;          ///< its next path is made ahead: both ends want that
+  bool pooled = false;         ///< it may be one of a pool: both ends have one
   bool found = false;          ///< by the directory: of the next two the other end's are known
   unsigned peer_home = 0;      ///< link that the other end was born on
   ibv_gid home_gid{};          ///< its present address on its default link

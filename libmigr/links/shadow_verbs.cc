@@ -242,7 +242,7 @@ bool make_backup(Twin& t, std::string& why) {
     std::memcpy(home.gid, l->home_gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
-    if (l->ahead) l->first[kBackup] = address_of(*l, kBackup);
+    if (l->ahead) l->first[kBackup] = address_of(*l, kBackup, l->legs[kBackup].next);
     for (CqShadow* c : {q->send_cq, q->recv_cq}) {
       std::lock_guard guard(c->lock);
       c->link->qps[kHome][q->pqpn()] = l.get();
@@ -315,12 +315,16 @@ void destroy_path(QpLink& l, Side side, Path& path) {
 }
 
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
-  QpShadow& q = *l.q;
-  Leg& leg = l.legs[side];
-  destroy_path(l, side, leg.next);
-  leg.asked = 0;
+  Path made;
+  destroy_path(l, side, l.legs[side].next);
+  l.legs[side].asked = 0;
+  return create_half(l, side, made, why) && adopt(l, side, made, serial, why);
+}
+
+bool create_half(const QpLink& l, Side side, Path& out, std::string& why) {
+  const QpShadow& q = *l.q;
+  const Leg& leg = l.legs[side];
   ibv_qp_init_attr_ex init{};
-  init.qp_context = &q;
   init.qp_type = IBV_QPT_RC;
   init.cap = q.cap;
   init.sq_sig_all = q.init.sq_sig_all;
@@ -334,16 +338,29 @@ bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   ibv_context* const ctx = side == kHome ? q.context->real : leg.link->ctx;
   ibv_qp* const made = to_init(switchover::create_like(q, ctx, init), port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
   if (!made) return false;
-  leg.next = {.qp = made, .serial = serial, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}};
-  leg.newest = serial;
+  out = {.qp = made, .serial = 0, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}};
+  const int err = provider::locate_queues(kernel, *made, out.sends, out.receives);
+  if (!err) return true;
+  why = std::string("cannot find the queues of a QP on ") + leg.link->config.device + ": " + std::strerror(err);
+  return real().destroy_qp(made), false;
+}
+
+bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& why) {
+  QpShadow& q = *l.q;
+  Leg& leg = l.legs[side];
+  destroy_path(l, side, leg.next);
+  leg.asked = 0;
+  path.qp->qp_context = &q;
+  path.serial = leg.newest = serial;
+  leg.next = path;
   for (CqShadow* c : {q.send_cq, q.recv_cq}) {
     std::lock_guard guard(c->lock);
-    c->link->qps[side][made->qp_num] = &l;
+    c->link->qps[side][path.qp->qp_num] = &l;
   }
-  int err = provider::locate_queues(kernel, *made, leg.next.sends, leg.next.receives);
-  if (!err) err = kernel.bind_qp(q.vqpn(), made->qp_num);
+  KernelLink& kernel = side == kHome ? *q.context->kernel : *leg.link->kernel;
+  const int err = kernel.bind_qp(q.vqpn(), path.qp->qp_num);
   if (!err) return true;
-  why = std::string("cannot find or name the queues of a QP on ") + leg.link->config.device + ": " + std::strerror(err);
+  why = std::string("cannot name a QP on ") + leg.link->config.device + ": " + std::strerror(err);
   return destroy_path(l, side, leg.next), false;
 }
 
@@ -356,23 +373,22 @@ void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std:
   ah.port_num = static_cast<std::uint8_t>(link.config.port);
 }
 
-migr_links_path address_of(const QpLink& l, Side side) {
+migr_links_path address_of(const QpLink& l, Side side, const Path& path) {
   migr_links_path out{};
   const Leg& leg = l.legs[side];
   out.link = leg.link->index;
-  out.serial = leg.next.serial;
+  out.serial = path.serial;
   std::memcpy(out.gid, side == kHome ? l.home_gid.raw : leg.link->gid.raw, sizeof out.gid);
-  out.qpn = leg.next.qp->qp_num;
-  out.psn = leg.next.psn;
+  out.qpn = path.qp->qp_num;
+  out.psn = path.psn;
   out.lid = leg.link->lid;
   out.mtu = static_cast<std::uint8_t>(leg.link->mtu);
   return out;
 }
 
-int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why) {
+int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, std::string& why) {
   QpShadow& q = *l.q;
   const Link& link = *l.legs[side].link;
-  Path& path = l.legs[side].next;
   ibv_qp_attr attr{};
   const ibv_qp_state state = q.real->state;
   int err = switchover::ask_device(q, attr, switchover::kConnectionAttrs);
@@ -466,7 +482,11 @@ migr_links_link record_of(const Link& link) {
   out.state = link.down() ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
   out.cause = link.down_by();
   std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
-  for (const Channel* c : state()->channels) out.channels += c->link == &link && c->up();
+  for (const Channel* c : state()->channels) {
+    if (c->link != &link) continue;
+    out.channels = static_cast<std::uint16_t>(out.channels + c->up());
+    out.spares = static_cast<std::uint16_t>(out.spares + spares_of(*c));
+  }
   for (const QpLink* l : state()->qps) {
     out.vqps += l->leg().link == &link;
     out.backups += l->stage == Stage::kReady && l->backup().link == &link;
@@ -592,7 +612,9 @@ class Round {
   static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected || (l.found && !l.ahead); }
 
   /// The other end was faster, and its word is missing.
-  static bool wants_word(const QpLink& l) { return !l.found && l.stage != Stage::kBroken && l.twin->atomics == Atomics::kRelayed; }
+  static bool wants_word(const QpLink& l) {
+    return !l.found && l.stage != Stage::kBroken && (l.twin->atomics == Atomics::kRelayed || l.twin->paths == Paths::kPool);
+  }
 
   void look_up() {
     std::vector<migr_links_name> names;
@@ -626,6 +648,7 @@ class Round {
       return;
     }
     l.found = true;
+    l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     agree(l, found.vqp.atomics);
     if (has_begun(l)) return;  // the other end was faster, and has asked for a path
     if (!l.ahead || found.vqp.making != MIGR_LINKS_CACHED) {
@@ -635,7 +658,7 @@ class Round {
     for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
       const migr_links_path& path = found.vqp.path[i];
       if (path.link != l.twin->link->index) continue;
-      connect_half(l, kBackup, path, l.why);  // an address may not be resolved: once more in the next round
+      connect_half(l, kBackup, l.legs[kBackup].next, path, l.why);  // an address may not be resolved: once more in the next round
       return;
     }
     l.why = "the other end has no such link";
@@ -717,6 +740,7 @@ class Round {
         for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
+      fill_pools();
       for (const Link& link : state()->links) links.push_back(record_of(link));
     }
     report(links, states);

@@ -78,9 +78,13 @@ void close_link(Link& link);
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
 /// This end's half of a path, in INIT, as the leg's next. One that was not used is given up.
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why);
-int connect_half(QpLink& l, Side side, const migr_links_path& to, std::string& why);
-/// The leg's next, as the other end has to know it.
-migr_links_path address_of(const QpLink& l, Side side);
+int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, std::string& why);
+/// As the other end has to know it.
+migr_links_path address_of(const QpLink& l, Side side, const Path& path);
+/// In INIT, like the QP that the application has made. It is no vQP's yet.
+bool create_half(const QpLink& l, Side side, Path& out, std::string& why);
+/// That is the leg's next from now on. One that was not used is given up; so is this one, if it cannot be.
+bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& why);
 /// From `link` to the other end's address on it.
 void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid);
 /// A path that is nobody's any more.
@@ -103,6 +107,8 @@ QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_lin
 void ask_for_path(QpLink& l, Side side, Channel& channel);
 void got_state(Channel& from, const struct StateRecord& record);
 void got_path(Channel& from, const struct PathRecord& record);
+void got_take(Channel& from, const struct TakeRecord& record);
+void got_want(Channel& from, const struct WantRecord& record);
 void got_drain(Channel& from, const struct DrainRecord& record);
 void got_bye(Channel& from, const struct ByeRecord& record);
 void channel_broke(Channel& channel);
@@ -121,6 +127,9 @@ void forget_pasts();  ///< those of processes that nothing is connected to any m
 /// What stands for messages about `l` on that side; null: nothing.
 Channel* standing(const QpLink& l, Side side);
 void run_failover();  ///< the thread
+
+/* pool.cc */
+void got_spare(Channel& from, const struct SpareRecord& record);
 
 /* park.cc */
 /// One step of what park() waits for. Thread: that of the rounds. @return false: it is parked

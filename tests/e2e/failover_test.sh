@@ -18,10 +18,10 @@ rail() {
 	esac
 }
 
-configure() {	# [ATOMICS]: rail 0, backed up by rail 1
+configure() {	# [MEMBER]: rail 0, backed up by rail 1
 	local h
 	for h in "${E2E_HOSTS[@]}"; do
-		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], \"atomics\": \"$1\", \"heartbeat_ms\": 1000}" >/tmp/links.json' "${1:-direct}" || return 1
+		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], $1, \"heartbeat_ms\": 1000}" >/tmp/links.json' "${1:-\"paths\": \"cached\"}" || return 1
 	done
 }
 
@@ -211,7 +211,7 @@ moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && b
 # Each answer is checked by migr_verify: a sum that every fetch-and-add of a QP has to find.
 relayed() {
 	local r=0
-	configure relayed && with_verify is_relayed -- --mode mixed --qps 4 --size 4096 || r=1
+	configure '"atomics": "relayed"' && with_verify is_relayed -- --mode mixed --qps 4 --size 4096 || r=1
 	configure && return $r
 }
 is_relayed() {
@@ -222,6 +222,18 @@ is_relayed() {
 again_and_again() {
 	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
 		say_change src && say_change peer
+}
+
+# Paths that are nobody's until the cable is cut: some vQPs take one, the others make theirs. Then a container, which leaves them before it moves.
+pooled() {
+	local r=0
+	configure '"paths": "pool"' && with_verify from_pool -- --mode write_imm --qps 16 --size 4096 && with_container moved_and_cut_there || r=1
+	configure && return $r
+}
+has_pool() { links_of "$1" | jq -e '.processes | length > 0 and all(.[]; [.links[].pool] | add > 0)'; }
+from_pool() {
+	until_true 20 has_pool src && until_true 20 has_pool peer || fail "there is no path in a pool" || return 1
+	again_and_again && until_true 20 has_pool src && until_true 20 has_pool peer || fail "no pool after a cut"
 }
 
 # Containers cannot read /tmp/links.json: they hear from migrd what is in it.
@@ -236,6 +248,7 @@ configure && links_by_migrd 's|"net_hook"|"links_file": "/tmp/links.json", &|' |
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
 walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
+walk_step "paths of a pool, the cable is cut, mended, silent, mended; a container moves" pooled
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails

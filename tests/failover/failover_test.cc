@@ -10,7 +10,7 @@
 // forgets: what was executed is executed again, and this test sees it. refused: one is not allowed. halfway: the other end does not
 // relay, so neither does.
 // flaps: a link that works again fails and works again, while the vQPs go back to it.
-// rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back.
+// rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -83,6 +83,9 @@ struct Options {
   unsigned cut_after, cuts;
   bool may_break;  ///< an end may give up, and does nothing wrong
   bool outlives;   ///< and the second one works off what it has then; it posts nothing that brings something back
+  bool pool = false;
+  bool company = false;  ///< each end has another QP, which carries nothing, and leaves with its link
+  bool odd = false;      ///< which at the second end is not of the kind of the first QP
   bool greedy = false;  ///< has as much in flight as the device takes, or until it is told that there is no room
 };
 
@@ -160,6 +163,11 @@ class End {
     init.recv_cq = cqs_[1];
     init.cap = {.max_send_wr = kDepth, .max_recv_wr = kDepth, .max_send_sge = 2, .max_recv_sge = 2, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
+    if (options.company) {
+      ibv_qp_init_attr other = init;
+      if (options.odd && out_stream >= kSecond) other.cap.max_recv_wr *= 4;
+      company_ = lib_.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd_, &other);
+    }
     if (options.sessions) {
       ibv_qp_init_attr_ex wide{};
       std::memcpy(&wide, &init, sizeof init);
@@ -179,7 +187,8 @@ class End {
     for (const bool adding : {false, true}) set_word(shared(adding), 0);
   }
   ~End() {
-    lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp_);
+    for (ibv_qp* qp : {qp_, company_})
+      if (qp) lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp);
     lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cqs_[0]);
     if (cqs_[1] != cqs_[0]) lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cqs_[1]);
     if (channel_) lib_.verb<int(ibv_comp_channel*)>("ibv_destroy_comp_channel")(channel_);
@@ -191,29 +200,38 @@ class End {
 
   void connect(End& to) {
     peer_ = &to;
+    if (company_) connect(company_, to, to.company_);
+    birth_ = connect(qp_, to, to.qp_);
+  }
+
+  ibv_qp_attr connect(ibv_qp* qp, const End& to, const ibv_qp* there) {
     ibv_qp_attr a{};
+    const auto modify = [&](int mask) {
+      if (lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(qp, &a, mask)) error_ = "modify_qp";
+    };
     a.qp_state = IBV_QPS_INIT;
     a.port_num = 1;
     a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
-    modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-    for (std::uint32_t i = 0; i < kDepth; ++i) post_receive();
+    modify(IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    for (std::uint32_t i = 0; qp == qp_ && i < kDepth; ++i) post_receive();
     a.qp_state = IBV_QPS_RTR;
     a.path_mtu = IBV_MTU_1024;
-    a.dest_qp_num = to.qp_->qp_num;
+    a.dest_qp_num = there->qp_num;
     a.rq_psn = 100 + to.out_id_;
     a.ah_attr.is_global = 1;
     a.ah_attr.port_num = 1;
     a.ah_attr.grh.dgid = to.gid_;
-    modify(a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    modify(IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
     a.qp_state = IBV_QPS_RTS;
     a.sq_psn = 100 + out_id_;
-    modify(a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
-    birth_ = a;
+    modify(IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+    return a;
   }
 
   /// @param link that it has to be on; -1: any
   bool protected_now(int link = -1) const {
     migr_links_vqp_state state{};
+    if (company_ && (!state_of(state, company_) || state.phase != MIGR_LINKS_VQP_READY)) return false;  // wherever: what carries nothing need not notice
     return state_of(state) && state.phase == MIGR_LINKS_VQP_READY && (link < 0 || state.link == static_cast<unsigned>(link));
   }
 
@@ -240,9 +258,14 @@ class End {
   }
 
   std::string how() const {
-    migr_links_vqp_state s{};
-    if (!state_of(s)) return "not known";
-    return "phase " + std::to_string(s.phase) + " on link " + std::to_string(s.link) + ", epoch " + std::to_string(s.epoch) + ", " + s.why;
+    std::string out;
+    for (const ibv_qp* qp : {qp_, company_}) {
+      migr_links_vqp_state s{};
+      if (!qp) continue;
+      if (!state_of(s, qp)) return out + "not known";
+      out += (out.empty() ? "phase " : "; its company phase ") + std::to_string(s.phase) + " on link " + std::to_string(s.link) + ", epoch " + std::to_string(s.epoch) + ", " + s.why;
+    }
+    return out;
   }
 
   /// As if told by other means, at once, of memory just registered. Called by the other end's thread.
@@ -352,10 +375,11 @@ class End {
   }
 
  private:
-  bool state_of(migr_links_vqp_state& out) const {
+  bool state_of(migr_links_vqp_state& out) const { return state_of(out, qp_); }
+  bool state_of(migr_links_vqp_state& out, const ibv_qp* qp) const {
     migr_links_name name{};
     std::memcpy(name.gid, gid_.raw, 16);
-    name.vqpn = qp_->qp_num;
+    name.vqpn = qp->qp_num;
     return store_state(&name, &out);
   }
 
@@ -411,9 +435,6 @@ class End {
     } while (n < entries && !ibv_next_poll(ex));
     ibv_end_poll(ex);
     return n;
-  }
-  void modify(ibv_qp_attr& a, int mask) {
-    if (lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(qp_, &a, mask)) error_ = "modify_qp";
   }
   bool done() const { return (!sends_ || completed_ == kWrs) && (outlives() || !peer_->sends_ || received_ == kWrs); }
   bool outlives() const { return options_.outlives && out_id_ >= kSecond; }
@@ -596,7 +617,7 @@ class End {
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cqs_[2];
   ibv_mr *mr_, *receive_mr_ = nullptr;
-  ibv_qp* qp_;
+  ibv_qp *qp_, *company_ = nullptr;
   ibv_qp_ex* ex_ = nullptr;
   bool given_up_ = false;
   std::uint32_t turns_ = 0;
@@ -647,7 +668,8 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
     if (broken() || cut + 1 == o.cuts) {
       // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
-      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0); });
+      // And of each its company's like the first three, and one of a pool on either link.
+      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0); });
       return few ? "" : "old paths are left: " + std::to_string(model_qps()) + " QPs";
     }
     model_cut(on, 0, false);  // at the latest now
@@ -832,8 +854,10 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   if (kind == "halfway" && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
   // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
   if ((kind == "rebuild" || kind == "mixed") && !wait_for([&] { return model_qps() <= 6 || x.changed(); })) return out.error = "a path was made ahead: " + std::to_string(model_qps()) + " QPs", out;
+  // And one of the pool.
+  if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed", kind == "flaps");
+  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns", kind == "flaps");
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -852,16 +876,16 @@ class Failover : public testing::TestWithParam<std::string> {};
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   bool relays = GetParam().starts_with(kRelayed);
   const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
-  const bool exact = kind != "resend", mixed = kind == "mixed", returns = kind == "returns" || kind == "flaps" || kind == "told" || mixed, storm = kind == "storm", gone = kind == "gone";
+  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), returns = kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind == "storm", gone = kind == "gone";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : "cached";
+  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : pool ? "pool" : "cached";
   const bool halfway = kind == "halfway", forgets = kind == "forgets";
   forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway);
   if (halfway) relays = false;
-  const int rounds = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
+  const int rounds = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -872,6 +896,9 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
                     .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || forgets || kind == "marooned", .outlives = gone};
     o.greedy = !o.sessions && random() % 3 == 0;
     o.extended = random() % 3 == 0;
+    o.pool = pool;
+    o.company = pool && !o.sessions && random() % 2 == 0;
+    o.odd = o.company && random() % 2 == 0;
     const Outcome out = round_of(a, b, o, kind);
     if (forgets && (out.error.starts_with("atomic ") || out.error.starts_with("CAS "))) return;  // it is seen
     if (forgets && out.broke) continue;  // who has forgotten an answer may never give it
@@ -882,7 +909,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     twice += out.most_executions > 1;
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
-                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.extended ? " ibv_cq_ex" : "") << (o.swaps ? " CAS" : "") << (o.no_route ? " no route" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << (o.greedy ? " greedy" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
+                             << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.extended ? " ibv_cq_ex" : "") << (o.swaps ? " CAS" : "") << (o.no_route ? " no route" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << (o.greedy ? " greedy" : "") << (o.odd ? " odd company" : o.company ? " company" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
     if (exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }
@@ -914,7 +941,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

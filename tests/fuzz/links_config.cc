@@ -6,7 +6,7 @@
 
 std::vector<std::string> seeds() {
   return {R"({"links": [{"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"}], "policy": "exact", "paths": "cached", "atomics": "relayed",
-             "devices": {"mlx5_1": "off"}, "processes": {"fuzz": "resend", "kv": {"policy": "off", "paths": "rebuild", "atomics": "direct"}}, "unique_swap": ["fuzz"], "heartbeat_ms": 200,
+             "devices": {"mlx5_1": "off"}, "processes": {"fuzz": "resend", "kv": {"policy": "off", "paths": "rebuild", "atomics": "direct"}}, "unique_swap": ["fuzz"], "pool": 2, "heartbeat_ms": 200,
              "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000, "adrift_limit_ms": 120000})",
           R"({"links": [], "unique_swap": true})",
           R"({"links":[{"device":"a"},{"device":"b"},{"device":"c"},{"device":"d"},{"device":"e"},{"device":"f"},{"device":"g"},{"device":"h"}]})"};

@@ -160,7 +160,7 @@ TEST_F(Links, FieldsOutOfRangeAreEINVALAndNothingIsTaken) {
       [](auto& v) { std::memset(v.name.gid, 0, 16); },
       [](auto& v) { v.name.reserved = 1; },
       [](auto& v) { v.policy = MIGR_LINKS_EXACT + 1; },
-      [](auto& v) { v.making = MIGR_LINKS_REBUILD + 1; },
+      [](auto& v) { v.making = MIGR_LINKS_POOL + 1; },
       [](auto& v) { v.atomics = MIGR_LINKS_RELAYED + 1; },
       [](auto& v) { v.default_link = MIGR_LINKS_MAX_LINKS; },
       [](auto& v) { v.paths = MIGR_LINKS_MAX_LINKS + 1; },
@@ -633,7 +633,8 @@ wire::LinksReply everything() {
   l->set_cause(MIGR_LINKS_CAUSE_APPLICATION);
   l->set_vqps(65536);
   l->set_backups(65536);
-  l->set_channels(65536);
+  l->set_spares(4096);
+  l->set_channels(4096);
   l->set_why(std::string(MIGR_LINKS_WHY_MAX - 1, 'w'));
   auto* w = p->add_without();
   w->set_vqps(65536);
@@ -668,6 +669,7 @@ TEST(LinksText, JsonHasTheSame) {
   const auto& p = j["processes"][0];
   EXPECT_EQ(p["links"][0]["state"], "down");
   EXPECT_EQ(p["paths"], "rebuild");
+  EXPECT_EQ(p["links"][0]["pool"], 4096);
   EXPECT_EQ(p["atomics"], "relayed");
   EXPECT_EQ(p["without_backup"][0]["vqps"], 65536);
   EXPECT_EQ(p["last_switchover"]["resume_ns"], 12'345'678'901);

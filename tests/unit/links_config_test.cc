@@ -55,10 +55,14 @@ TEST(LinksConfig, AProcessGoesBeforeADeviceBeforeAll) {
 
 TEST(LinksConfig, PathsGoTheSameWayByThemselves) {
   const std::string all = std::string(kTwo) + R"(, "policy": "exact", "paths": "rebuild", "devices": {"b": {"paths": "cached"}, "a": "resend"},
-    "processes": {"me": {"paths": "cached"}, "you": {"policy": "off"}, "both": {"policy": "resend", "paths": "rebuild"}})";
+    "processes": {"me": {"paths": "cached"}, "you": {"policy": "off"}, "both": {"policy": "resend", "paths": "rebuild"}, "many": {"paths": "pool"}}, "pool": 3)";
   Config c;
   ASSERT_EQ(why(kTwo, &c), "");
   EXPECT_EQ(c.paths_of("a"), Paths::kCached);
+  EXPECT_EQ(c.pool, 1u);
+  ASSERT_EQ(why(all, &c, "many"), "");
+  EXPECT_EQ(c.paths_of("b"), Paths::kPool);
+  EXPECT_EQ(c.pool, 3u);
   ASSERT_EQ(why(all, &c, "other"), "");
   EXPECT_EQ(c.paths_of("a"), Paths::kRebuild);
   EXPECT_EQ(c.paths_of("b"), Paths::kCached);
@@ -117,7 +121,7 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {R"("links": [{"device": "a"}, {"device": "a"}])", "named twice"},
       {std::string(kTwo) + R"(, "policy": "best")", "\"best\""},
       {std::string(kTwo) + R"(, "policy": 1)", "\"policy\""},
-      {std::string(kTwo) + R"(, "paths": "cashed")", "\"cashed\"; there are \"cached\", \"rebuild\""},
+      {std::string(kTwo) + R"(, "paths": "cashed")", "\"cashed\"; there are \"cached\", \"rebuild\", \"pool\""},
       {std::string(kTwo) + R"(, "paths": 1)", "\"paths\""},
       {std::string(kTwo) + R"(, "atomics": "relay")", "\"relay\"; there are \"direct\", \"relayed\""},
       {std::string(kTwo) + R"(, "atomics": true)", "\"atomics\" is true"},
@@ -130,6 +134,8 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {std::string(kTwo) + R"(, "unique_swap": [7])", "7 is no program"},
       {std::string(kTwo) + R"(, "heartbeat_ms": -1)", "\"heartbeat_ms\""},
       {std::string(kTwo) + R"(, "heartbeat_misses": 0)", "\"heartbeat_misses\""},
+      {std::string(kTwo) + R"(, "pool": 0)", "\"pool\""},
+      {std::string(kTwo) + R"(, "pool": 1025)", "\"pool\""},
       {std::string(kTwo) + R"(, "switch_limit_ms": 1e9)", "\"switch_limit_ms\""},
       {std::string(kTwo) + R"(, "adrift_limit_ms": 0)", "\"adrift_limit_ms\""},
       {std::string(kTwo) + R"(, "polices": {})", "\"polices\""},
