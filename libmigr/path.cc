@@ -329,9 +329,7 @@ void rest(long ns) {
   if (!ns) return;
   const int saved = errno;
   const timespec pause{.tv_sec = 0, .tv_nsec = ns};
-  // Who looks at the stack of a thread that rests must not find what the calls before have left there: nanosleep(3) has a frame
-  // that it does not fill.
-  syscall(SYS_nanosleep, &pause, nullptr);
+  nanosleep(&pause, nullptr);
   errno = saved;
 }
 

@@ -70,7 +70,7 @@ enum CqStateBits : std::uint32_t {
   kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
   kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
-  kRestingCq = 1u << 6,     ///< every QP on it is suspended: who finds nothing leaves the processor to others
+  kRestingCq = 1u << 6,     ///< nothing can complete before a QP on it resumes: who polls leaves the processor to others
   kProtectedCq = 1u << 7,   ///< a QP on it has a backup: error completions are looked at. Alone: the direct path, and that. For good
   kLinkedCq = 1u << 8,      ///< QPs on it are served by another link: its CQ there is polled, too, and kFakeCq stays. For good
 };

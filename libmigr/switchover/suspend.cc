@@ -17,21 +17,6 @@ void raise_flags(QpShadow& q, std::uint32_t bits) {
   set_bits(q, bits);
 }
 
-namespace {
-
-/// Nobody has a reason to hurry on CQs of which no QP runs: what completes there now waits for the application, and the control
-/// thread for the processor that it polls on.
-void rest_cqs() {
-  Registry& registry = Registry::get();
-  std::unordered_set<const CqShadow*> at_work;
-  for (const QpShadow* q : registry.qps)
-    if (q->phase == Phase::kRunning) at_work.insert({q->send_cq, q->recv_cq});
-  for (CqShadow* c : registry.cqs)
-    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !at_work.contains(c)) set_cq_bits(*c, kRestingCq);
-}
-
-}  // namespace
-
 int suspend(Qps named, std::string& why) {
   std::vector<QpShadow*> qps(named.begin(), named.end());
   std::erase_if(qps, [](const QpShadow* q) { return q->adrift; });
@@ -45,7 +30,6 @@ int suspend(Qps named, std::string& why) {
     }
   }
   for (QpShadow* q : qps) raise_flags(*q, kKeepSends | kOpen);
-  rest_cqs();
   for (SrqShadow* s : Registry::get().srqs) {
     std::lock_guard guard(s->lock);
     set_srq_bits(*s, kSuspendedSrq);
@@ -177,6 +161,16 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
   return 0;
 }
 
+/// Nothing comes any more on CQs of which every QP has been drained.
+void rest_cqs() {
+  Registry& registry = Registry::get();
+  std::unordered_set<const CqShadow*> at_work;
+  for (const QpShadow* q : registry.qps)
+    if (q->phase == Phase::kRunning || q->phase == Phase::kSuspended) at_work.insert({q->send_cq, q->recv_cq});
+  for (CqShadow* c : registry.cqs)
+    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !at_work.contains(c)) set_cq_bits(*c, kRestingCq);
+}
+
 }  // namespace
 
 int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
@@ -235,6 +229,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
       stats.push_back({.ctx_id = q.context->ctx_id(), .vqpn = q.vqpn(), .sq_in_flight = 1, .rq_outstanding = 0, .kept = static_cast<std::uint32_t>(q.kept_sends.size()), .fake_cqes = 0});
     }
   }
+  if (!result) rest_cqs();
   if (result == ETIMEDOUT)
     why += "; " + std::to_string(left) + " of " + std::to_string(all.size()) + " QPs left after " +
            std::to_string(limit_ms) + " ms";
