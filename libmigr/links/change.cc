@@ -18,6 +18,7 @@ namespace migr::links {
 namespace {
 
 constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1;
+constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes that long; what holds it up is worth a line
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
@@ -811,10 +812,12 @@ void run_failover() {
   for (std::uint64_t looked_ns = now_ns();;) {
     std::vector<pollfd> fds{{.fd = wake_fd, .events = POLLIN, .revents = 0}};
     unsigned timeout = kIdleMs;
+    const std::uint64_t woken_ns = now_ns();
+    std::uint64_t locked_ns, done_ns;
     {
       std::lock_guard guard(registry.lock);
       // Whose own thread did not run cannot tell who was silent.
-      const std::uint64_t now = now_ns(), gone_ns = now - std::exchange(looked_ns, now);
+      const std::uint64_t now = locked_ns = now_ns(), gone_ns = now - std::exchange(looked_ns, now);
       if (gone_ns > 2 * kIdleMs * 1'000'000ull)
         for (QpLink* l : state()->qps) l->deadline_ns += gone_ns;
       ++state()->passes;
@@ -847,7 +850,11 @@ void run_failover() {
       for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);
       for (Link& link : state()->links) heartbeats(link);
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
+      done_ns = now_ns();
     }
+    if (done_ns - woken_ns > kLongNs)
+      std::fprintf(stderr, "libmigr: a look at the links took long: %llu ms until the library's lock was free, %llu ms with it\n",
+                   static_cast<unsigned long long>((locked_ns - woken_ns) / 1'000'000), static_cast<unsigned long long>((done_ns - locked_ns) / 1'000'000));
     poll(fds.data(), fds.size(), static_cast<int>(timeout));
     std::uint64_t count;
     if (fds[0].revents) (void)!read(wake_fd, &count, sizeof count);
