@@ -636,11 +636,23 @@ QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_lin
   return l->instance == from.peer ? l : nullptr;
 }
 
-void got_path(Channel& from, const PathRecord& record) {
+namespace {
+
+/// Whom a message about paths of the channel's link reaches, and its side of that link. Null: its sender has been told that there is none
+template <class Record>
+QpLink* reached(Channel& from, const Record& record, Side& side) {
   QpLink* const l = addressee(from, record.to, record.from);
+  if (l && l->stage != Stage::kBroken && side_of(*l, from.link->index, side)) return l;
+  refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  return nullptr;
+}
+
+}  // namespace
+
+void got_path(Channel& from, const PathRecord& record) {
   Side side = kHome;
-  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
-    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  QpLink* const l = reached(from, record, side);
+  if (!l) return;
   Leg& leg = l->legs[side];
   const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
   if (!answer && record.path.serial < leg.newest) return;
@@ -656,10 +668,9 @@ void got_path(Channel& from, const PathRecord& record) {
 }
 
 void got_take(Channel& from, const TakeRecord& record) {
-  QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
-  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
-    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  QpLink* const l = reached(from, record, side);
+  if (!l) return;
   Leg& leg = l->legs[side];
   if (record.serial < leg.newest) return;
   if (!take_spare(*l, side, from, record.serial, record.id)) {
@@ -671,10 +682,9 @@ void got_take(Channel& from, const TakeRecord& record) {
 }
 
 void got_want(Channel& from, const WantRecord& record) {
-  QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
-  if (!l || l->stage == Stage::kBroken || !side_of(*l, from.link->index, side))
-    return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  QpLink* const l = reached(from, record, side);
+  if (!l) return;
   Leg& leg = l->legs[side];
   if (leg.newest > record.newest && leg.asked == from.round) return;  // it is on its way there
   leg.newest = std::max(leg.newest, record.newest);
