@@ -27,13 +27,6 @@ std::uint32_t next_epoch(const QpLink& l, Side side) {
   return ((l.epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;
 }
 
-/// @return false: this vQP has no such link
-bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
-  for (const Side s : {kHome, kBackup})
-    if (l.legs[s].link->index == link) return side = s, true;
-  return false;
-}
-
 Side target(const QpLink& l) {
   Side side = other(l.on);
   side_of(l, l.epoch & kLinkMask, side);
@@ -431,6 +424,12 @@ void look_at_channels(Link& link) {
 
 }  // namespace
 
+bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
+  for (const Side s : {kHome, kBackup})
+    if (l.legs[s].link->index == link) return side = s, true;
+  return false;
+}
+
 void tell_gone(const QpLink& l) {
   for (const Side side : {kHome, kBackup})
     if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
@@ -623,9 +622,9 @@ void want_path(QpLink& l, Side side, Channel& channel, bool no_spare) {
 
 void ask_for_path(QpLink& l, Side side, Channel& channel) {
   const Leg& leg = l.legs[side];
-  const bool follows = channel.pooled && !leads(l.instance), hurry = l.stage == Stage::kChanging;
-  if (leg.next.connected || (leg.asked == channel.round && (leg.next.qp || follows))) return;
-  if (follows) return want_path(l, side, channel, !hurry);
+  const bool hurry = l.stage == Stage::kChanging;
+  if (leg.next.connected || (leg.asked == channel.round && (leg.next.qp || channel.led))) return;
+  if (channel.led) return want_path(l, side, channel, !hurry);
   offer_path(l, side, channel, hurry);
 }
 

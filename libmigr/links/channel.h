@@ -146,7 +146,7 @@ struct Channel {
 
   std::vector<Spare> spares;
   std::uint64_t spares_made = 0;
-  bool pooled = false;        ///< both ends know of a pool
+  bool led = false;           ///< the other end fills the pool: it numbers paths and says who takes which
   std::uint64_t refused_ns = 0;  ///< one of them could not make one then
 
   std::uint64_t needed_ns = 0;  ///< it stood, or something wanted it, then

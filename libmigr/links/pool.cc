@@ -65,15 +65,9 @@ void send_half(Channel& channel, const QpLink& l, Side side, const Spare& spare,
   send_spare(channel, {.to = l.peer, .from = l.name, .id = spare.id, .path = address_of(l, side, spare.path), .answer = answer, .reserved = 0});
 }
 
-bool side_on(const QpLink& l, const Link& link, Side& side) {
-  for (const Side s : {kHome, kBackup})
-    if (l.legs[s].link == &link) return side = s, true;
-  return false;
-}
+bool leads(const Peer& peer) { return state()->instance < peer; }
 
 }  // namespace
-
-bool leads(const Peer& peer) { return state()->instance < peer; }
 
 void fill_pools() {
   if (parking()) return;
@@ -91,7 +85,6 @@ void fill_pools() {
         say(*l, "no path for the pool: " + why);
         break;
       }
-      channel->pooled = true;
       send_half(*channel, *l, side, channel->spares.back(), false);
     }
   }
@@ -105,13 +98,13 @@ void got_spare(Channel& from, const SpareRecord& record) {
   std::string why;
   if (record.answer) {
     if (mine == from.spares.end()) return;  // its CQ has gone meanwhile
-    if (l && record.path.qpn && side_on(*l, *from.link, side) && !connect_half(*l, side, mine->path, record.path, why)) return;
+    if (l && record.path.qpn && side_of(*l, from.link->index, side) && !connect_half(*l, side, mine->path, record.path, why)) return;
     from.refused_ns = now_ns();
     return drop_if(from, [&](const Spare& s) { return s.id == record.id; });
   }
-  from.pooled = true;
+  from.led = true;
   const SpareRecord refusal{.to = record.from, .from = record.to, .id = record.id, .path = {}, .answer = true, .reserved = 0};
-  if (!l || mine != from.spares.end() || from.spares.size() >= kMostSpares || !side_on(*l, *from.link, side) || !make_spare(*l, side, from, record.id, why)) return send_spare(from, refusal);
+  if (!l || mine != from.spares.end() || from.spares.size() >= kMostSpares || !side_of(*l, from.link->index, side) || !make_spare(*l, side, from, record.id, why)) return send_spare(from, refusal);
   Spare& made = from.spares.back();
   if (!connect_half(*l, side, made.path, record.path, why)) return send_half(from, *l, side, made, true);
   drop_if(from, [&](const Spare& s) { return s.id == record.id; });

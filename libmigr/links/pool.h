@@ -33,9 +33,8 @@ struct Spare {
   Path path;
 };
 
-/// Of two processes one numbers the paths that they take from a pool, and says which: so both never mean different ones.
-bool leads(const Peer& peer);
-/// Makes what is missing in the pools of the processes that `this` one leads. Thread: that of the rounds.
+/// Makes what is missing in the pools that this process leads: of two processes one numbers the paths that they take from a pool,
+/// and says which, so both never mean different ones. Thread: that of the rounds.
 void fill_pools();
 constexpr std::uint64_t kAnySpare = 0;
 constexpr std::size_t kMostSpares = 4096;  ///< of a channel: the other end is not believed more

@@ -98,6 +98,8 @@ void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
 void run_rounds();  ///< the thread
 
 /* change.cc */
+/// @param link  an index. @return false: this vQP has no such link
+bool side_of(const QpLink& l, std::uint32_t link, Side& side);
 void give_up(QpLink& l, const std::string& why);
 /// That this end has given up, on every channel that stands.
 void tell_gone(const QpLink& l);
