@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "../gids.h"
 #include "../real.h"
 
 namespace migr::links {
@@ -168,7 +169,22 @@ Channel* find_channel(const Peer& peer, const Link& link) {
   return nullptr;
 }
 
+namespace {
+
+/// If all of a link break at once the CQ has to hold what all of them flush.
+bool make_room(Link& link, std::string& why) {
+  const auto of_link = std::count_if(state()->channels.begin(), state()->channels.end(), [&](const Channel* c) { return c->link == &link; });
+  const int needed = (static_cast<int>(of_link) + 1) * Channel::kCqes;
+  if (needed <= link.cq->cqe) return true;
+  const int err = real().resize_cq(link.cq, 2 * needed);
+  if (err) why = "resize_cq to " + std::to_string(2 * needed) + " for a channel: " + std::strerror(err);
+  return !err;
+}
+
+}  // namespace
+
 Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::string& why) {
+  if (!make_room(link, why)) return nullptr;
   auto c = std::make_unique<Channel>();
   c->peer = peer;
   c->link = &link;
@@ -198,8 +214,7 @@ void destroy_channel(Channel* c) {
   std::erase(state()->channels, c);
   state()->heard.notify_all();
   drop_spares(*c);
-  real().destroy_qp(c->qp);
-  real().dereg_mr(c->mr);
+  state()->discards.add(c->qp, c->mr, std::move(c->buffers));
   delete c;
 }
 
@@ -214,6 +229,16 @@ migr_links_channel address_of(const Channel& c) {
   out.lid = c.link->lid;
   out.mtu = static_cast<std::uint8_t>(c.link->mtu);
   return out;
+}
+
+bool neighbour_answers(const Link& link, const migr_links_channel& to) {
+  const gids::Inside inside;
+  ibv_ah_attr attr{};
+  lead_to(attr, link, to.gid, to.lid);
+  ibv_ah* const ah = real().create_ah(link.pd, &attr);
+  if (!ah) return errno != ETIMEDOUT && errno != EHOSTUNREACH && errno != ENETUNREACH;  // of all else connecting tells
+  real().destroy_ah(ah);
+  return true;
 }
 
 int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) {

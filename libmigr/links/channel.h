@@ -121,6 +121,7 @@ struct AnswerRecord {
 
 struct Channel {
   static constexpr unsigned kMessageBytes = 2048, kReceives = 32, kSends = 16;
+  static constexpr int kCqes = kReceives + kSends + 16;  ///< that its link's CQ has for it, and for what executes atomics there
   Peer peer{};
   Link* link = nullptr;
   std::uint32_t round = 1;
@@ -161,6 +162,9 @@ Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::st
 void destroy_channel(Channel* channel);
 Channel* find_channel(const Peer& peer, const Link& link);
 migr_links_channel address_of(const Channel& channel);
+/// Whether packets over `link` find their way there. The kernel asks the neighbour, for a second where none answers, and so does
+/// connect_channel(): with the Registry's lock, but after this it knows. Thread: that of the rounds, without the lock.
+bool neighbour_answers(const Link& link, const migr_links_channel& to);
 int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
 /// What was registered since, and then: behind it.
 void tell_keys(Channel& channel);

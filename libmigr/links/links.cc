@@ -34,6 +34,15 @@ namespace {
 State* the_state = nullptr;
 bool looked = false;  ///< what is configured has been read
 
+void run_discards() {
+  State* s;
+  {
+    std::lock_guard guard(Registry::get().lock);  // held while the threads are started
+    s = the_state;
+  }
+  if (s) s->discards.run();
+}
+
 bool start_thread(void (*run)(), const char* name) {
   pthread_t thread;
   const auto call = [](void* f) -> void* { reinterpret_cast<void (*)()>(f)(); return nullptr; };
@@ -58,7 +67,7 @@ State* configured() {
   s->failover_fd = to_high_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   the_state = s;
   if (!path::watch_pollers() || s->instance == Peer{} || s->round_fd < 0 || s->failover_fd < 0 ||
-      !start_thread(run_rounds, "migr-links") || !start_thread(run_failover, "migr-failover")) {
+      !start_thread(run_rounds, "migr-links") || !start_thread(run_failover, "migr-failover") || !start_thread(run_discards, "migr-discard")) {
     std::fprintf(stderr, "libmigr: no thread, descriptor or membarrier(2) for the backup links; no link is backed up in this process\n");
     the_state = nullptr;  // a thread that has begun finds nothing to do
   }
@@ -204,6 +213,7 @@ void gone(MrShadow& mr) {
 }
 
 void gone(CqShadow& c) {
+  if (the_state) the_state->discards.finish();
   if (!c.link) return;
   for (const QpShadow* q : Registry::get().qps)
     if (q->send_cq == &c || q->recv_cq == &c) return;  // the device will refuse it
@@ -219,6 +229,7 @@ void resized(CqShadow& c) {
 
 void forget(CqShadow& c) {
   drop_spares(c);
+  the_state->discards.finish();
   CqLink* link;
   {
     std::lock_guard guard(c.lock);
@@ -242,12 +253,14 @@ void empty(Twin& t) {
 
 void gone(ibv_pd* pd) {
   if (!the_state) return;
+  the_state->discards.finish();
   for (Twin* t : the_state->twins)
     if (const auto found = t->pds.find(pd); found != t->pds.end()) {
       for (const QpShadow* q : Registry::get().qps)
         if (q->init.pd == pd) return;
       drop_executors(*t, pd);
       drop_spares(pd);
+      the_state->discards.finish();
       for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
         if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
         std::lock_guard guard(c->lock);
@@ -266,7 +279,7 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
   for (Trap& trap : l.traps)
     if (trap.path.qp != keep && trap.path.qp != l.path.qp) destroy_path(l, trap.side, trap.path);
   l.traps.clear();
-  if (l.birth && l.birth != keep) real().destroy_qp(l.birth);
+  if (l.birth && l.birth != keep) the_state->discards.add(l.birth);
   if (l.path.qp != keep) destroy_path(l, l.on, l.path);
 }
 
@@ -348,6 +361,7 @@ void dropped(Context& context) {
       forget_qp(*q->link);
     }
   empty(*t);
+  the_state->discards.finish();
   std::erase(the_state->twins, t);
   munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
   context.twin = nullptr;

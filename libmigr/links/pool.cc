@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "../real.h"
 #include "channel.h"
 #include "state.h"
 
@@ -40,7 +39,7 @@ template <class Which>
 void drop_if(Channel& c, Which&& which) {
   std::erase_if(c.spares, [&](Spare& s) {
     if (!which(s)) return false;
-    real().destroy_qp(s.path.qp);
+    state()->discards.add(s.path.qp);
     return true;
   });
 }

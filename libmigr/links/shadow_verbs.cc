@@ -27,7 +27,6 @@
 namespace migr::links {
 namespace {
 
-constexpr int kChannelCqes = 1024;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
@@ -104,7 +103,7 @@ std::string open_link(Link& link) {
   link.mtu = port.active_mtu;
   if (why.empty() && !(link.pd = real().alloc_pd(ctx))) why = errno_text("alloc_pd");
   if (why.empty() && (!(link.events = make_events(ctx)) || !(link.cq_events = make_events(ctx)))) why = errno_text("create_comp_channel");
-  if (why.empty() && !(link.cq = real().create_cq(ctx, kChannelCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
+  if (why.empty() && !(link.cq = real().create_cq(ctx, Channel::kCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
   if (why.empty() && link.ops.req_notify_cq(link.cq, 0)) why = errno_text("req_notify_cq");
   if (why.empty()) {
     link.kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
@@ -274,6 +273,7 @@ int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port) {
 
 void close_link(Link& link) {
   if (!link.ctx) return;
+  state()->discards.finish();
   close(link, std::exchange(link.ctx, nullptr));
   link.port_down = MIGR_LINKS_CAUSE_NONE;  // migrd tells it again
   link.preferred = false;
@@ -310,7 +310,7 @@ void destroy_path(QpLink& l, Side side, Path& path) {
     std::lock_guard guard(c->lock);
     if (c->link) c->link->qps[side].erase(path.qp->qp_num);
   }
-  real().destroy_qp(path.qp);
+  state()->discards.add(path.qp);
   path = {};
 }
 
@@ -672,6 +672,7 @@ class Round {
 
   void make_channels() {
     std::vector<migr_links_channel> own;
+    std::vector<bool> waits;
     half_a_channel_ = false;
     {
       std::lock_guard guard(registry().lock);
@@ -682,10 +683,12 @@ class Round {
         }
       }
       for (const Channel* c : state()->channels)
-        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c));  // the other end may be a round ahead
+        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c)), waits.push_back(!c->connected);  // the other end may be a round ahead
     }
     std::vector<migr_links_channel> found;
     if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;
+    for (std::size_t i = 0; i < own.size(); ++i)
+      waits[i] = waits[i] && found[i].status == 0 && neighbour_answers(state()->links[own[i].link], found[i]);
     std::lock_guard guard(registry().lock);
     half_a_channel_ = true;
     for (std::size_t i = 0; i < own.size(); ++i) {
@@ -696,7 +699,7 @@ class Round {
       std::string why;
       if (found[i].status == ESTALE && found[i].round > 0) give_up_channel(*channel, found[i].round - 1);
       else if (found[i].status == EINVAL) give_up_channel(*channel, channel->round);  // that round was told before, of another QP: pasts are forgotten
-      else if (found[i].status == 0 && !channel->connected && connect_channel(*channel, found[i], why)) give_up_channel(*channel, channel->round);
+      else if (found[i].status == 0 && !channel->connected && (!waits[i] || connect_channel(*channel, found[i], why))) give_up_channel(*channel, channel->round);
     }
   }
 

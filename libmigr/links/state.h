@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "../switchover/parts.h"
+#include "discard.h"
 #include "key_log.h"
 #include "links.h"
 
@@ -45,6 +46,7 @@ struct State {
   std::string parking_why;             ///< it cannot be
   std::condition_variable parked;      ///< one of these three has changed
   std::uint64_t passes = 0;            ///< of the failover thread
+  Discards discards;
   int round_fd = -1, failover_fd = -1;        ///< eventfds
   class Directory* directory = nullptr;       ///< of the rounds' thread
 };

@@ -9,6 +9,7 @@
 // relayed, and before the name of another: atomics are, and each finds what it would have found.
 // forgets: what was executed is executed again, and this test sees it. refused: one is not allowed. halfway: the other end does not
 // relay, so neither does.
+// lingers: what has sent over a link that is cut cannot be destroyed before that is mended, and nobody answers there.
 // flaps: a link that works again fails and works again, while the vQPs go back to it.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
@@ -86,6 +87,7 @@ struct Options {
   bool pool = false;
   bool company = false;  ///< each end has another QP, which carries nothing, and leaves with its link
   bool odd = false;      ///< which at the second end is not of the kind of the first QP
+  bool lingers = false; ///< see model_let_packets_linger()
   bool greedy = false;  ///< has as much in flight as the device takes, or until it is told that there is no room
 };
 
@@ -251,6 +253,13 @@ class End {
     return state_of(state) && state.epoch;
   }
 
+  ibv_qp_state state() const {
+    ibv_qp_attr a{};
+    ibv_qp_init_attr init{};
+    lib_.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp_, &a, IBV_QP_STATE, &init);
+    return a.qp_state;
+  }
+
   /// The application's thread may have ended before: with the other end's.
   bool gave_up() const {
     migr_links_vqp_state state{};
@@ -381,13 +390,6 @@ class End {
     std::memcpy(name.gid, gid_.raw, 16);
     name.vqpn = qp->qp_num;
     return store_state(&name, &out);
-  }
-
-  ibv_qp_state state() const {
-    ibv_qp_attr a{};
-    ibv_qp_init_attr init{};
-    lib_.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp_, &a, IBV_QP_STATE, &init);
-    return a.qp_state;
   }
 
   enum Area { kOut, kIn, kRead, kReadable };
@@ -654,6 +656,19 @@ bool wait_for(Condition&& condition) {
   return true;
 }
 
+/// @return the longest that it took to ask for a QP's state, in a second and a half
+Clock::duration longest_question(End& x, End& y) {
+  Clock::duration longest{};
+  for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    for (End* e : {&x, &y}) {
+      const auto begun = Clock::now();
+      e->state();
+      longest = std::max(longest, Clock::now() - begun);
+    }
+  }
+  return longest;
+}
+
 /// Cut after cut. Each begins with traffic on the link that is cut, and ends with the vQPs on the other one and ready for the
 /// next, or back on their own. @param flaps  a link that works again fails and works again, while they go back to it
 std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, bool flaps) {
@@ -666,7 +681,9 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     const int allowed = kWrs * static_cast<int>(cut + 1) / static_cast<int>(o.cuts) / 4 * 4;
     for (End* e : {&x, &y}) e->allow(cut + 1 == o.cuts ? kWrs : allowed);
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
+    if (o.lingers && !cut && longest_question(x, y) > std::chrono::milliseconds(500)) return "a verb of the application's waits for the link that was cut";
     if (broken() || cut + 1 == o.cuts) {
+      model_let_packets_linger(false);
       // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
       // And of each its company's like the first three, and one of a pool on either link.
       const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0); });
@@ -844,6 +861,7 @@ std::string told(End& x, End& y, const Library& of_x) {
 Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
   for (const int link : {0, 1}) model_mend(link);
   model_forget_writes();
+  model_let_packets_linger(o.lingers);
   Outcome out;
   End x(a, o, o.seed % 1000, o.seed % 1000 + kSecond, true), y(b, o, o.seed % 1000 + kSecond, o.seed % 1000, o.both_ways);
   x.connect(y);
@@ -858,6 +876,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
   const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns", kind == "flaps");
+  model_let_packets_linger(false);
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
   other.join();
@@ -886,7 +905,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway);
   if (halfway) relays = false;
   constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
   const int rounds = storm ? std::max(wanted, kStorms) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
@@ -899,6 +918,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     o.greedy = !o.sessions && random() % 3 == 0;
     o.extended = random() % 3 == 0;
     o.pool = pool;
+    o.lingers = kind == "lingers";
     o.company = pool && !o.sessions && random() % 2 == 0;
     o.odd = o.company && random() % 2 == 0;
     const Outcome out = round_of(a, b, o, kind);
@@ -943,7 +963,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "lingers", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

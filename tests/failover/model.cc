@@ -83,7 +83,7 @@ struct ModelQp : model::Qp {
   unsigned in_flight = 0, retries = 0;
   Clock::time_point progress{};
   ibv_qp_state told = IBV_QPS_RESET;  // last, by ibv_modify_qp: what a record of it says
-  bool idle = true;
+  bool idle = true, has_sent = false;
   /* responder */
   std::uint32_t expected = 0;
   bool receive_open = false;      // a message is coming into the first receive
@@ -117,7 +117,7 @@ std::unique_ptr<Nic> nics[4];
 Wire wires[2];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
-std::atomic<bool> registrations_held{false};
+std::atomic<bool> registrations_held{false}, packets_linger{false};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -141,10 +141,25 @@ bool passes(int link, bool answer) {
 /// What stays on one NIC goes over no wire.
 bool passes(const ModelQp& from, const ModelQp* to, bool answer) { return (to && to->nic == from.nic) || passes(from.nic->link, answer); }
 
+constexpr auto kNeighbourLimit = std::chrono::milliseconds(1000);
+
+/// As the kernel asks for the address of the other end's NIC, which is forgotten when a link is cut.
+bool neighbour_answers(const Nic* nic) {
+  for (const auto until = Clock::now() + kNeighbourLimit; Clock::now() < until; usleep(1000)) {
+    std::lock_guard guard(lock);
+    if (!packets_linger || !wires[nic->link].cut) return true;
+  }
+  return false;
+}
+
 bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
 
 void complete(ibv_cq* cq, const ibv_wc& wc) {
   Cq& c = *reinterpret_cast<Cq*>(cq);
+  if (c.done.size() >= static_cast<std::size_t>(cq->cqe)) {
+    fprintf(stderr, "a CQ of %d entries overruns\n", cq->cqe);
+    abort();
+  }
   c.done.push_back(wc);
   if (!c.armed || !c.cq.channel) return;
   c.armed = false;
@@ -364,7 +379,7 @@ bool step(ModelQp& q) {
   }
   if (q.next != q.sends.to && q.in_flight < kWindowPackets && !no_way) {
     model::Send& s = q.sends.slots[q.next];
-    if (!q.next_packet) s.first_psn = q.psn, s.begun = true;
+    if (!q.next_packet) s.first_psn = q.psn, s.begun = q.has_sent = true;
     if (!(s.wr.send_flags & IBV_SEND_INLINE) && s.bytes &&
         !through(*q.nic, s.sges, 0, s.bytes, [](std::uint8_t*, std::uint32_t, std::uint32_t) {})) {
       if (q.next != q.sends.from) return true;
@@ -658,6 +673,7 @@ MODEL unsigned long model_packets() {
   return packets;
 }
 MODEL void model_hold_registrations(bool hold) { registrations_held = hold; }
+MODEL void model_let_packets_linger(bool let) { packets_linger = let; }
 MODEL void model_async_events() {
   std::lock_guard guard(lock);
   with_async_events = true;
@@ -769,6 +785,11 @@ MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
   delete channel;
   return 0;
 }
+MODEL int ibv_resize_cq(ibv_cq* cq, int cqe) {
+  std::lock_guard guard(lock);
+  cq->cqe = cqe;
+  return 0;
+}
 MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
   return takes_events_at(c) ? &new_cq(c, cqe, cq_context, channel)->cq : nullptr;
 }
@@ -843,6 +864,7 @@ MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   return &q->qp;
 }
 MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  if ((mask & IBV_QP_AV) && !neighbour_answers(nic_of(qp->context))) return ETIMEDOUT;
   std::lock_guard guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
   if (!(mask & IBV_QP_STATE) && q.attr.qp_state == IBV_QPS_ERR) return EINVAL;
@@ -865,6 +887,12 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (attr->qp_state == IBV_QPS_ERR) to_err(q);
   return 0;
 }
+MODEL ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr*) {
+  if (neighbour_answers(nic_of(pd->context))) return new ibv_ah{.context = pd->context, .pd = pd, .handle = 0};
+  errno = ETIMEDOUT;
+  return nullptr;
+}
+MODEL int ibv_destroy_ah(ibv_ah* ah) { return delete ah, 0; }
 MODEL int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* init) {
   std::lock_guard guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
@@ -877,8 +905,13 @@ MODEL int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* ini
   return 0;
 }
 MODEL int ibv_destroy_qp(ibv_qp* qp) {
-  std::lock_guard guard(lock);
+  std::unique_lock guard(lock);
   auto* q = reinterpret_cast<ModelQp*>(qp);
+  while (packets_linger && q->has_sent && wires[q->nic->link].cut) {
+    guard.unlock();
+    usleep(1000);
+    guard.lock();
+  }
   forget_owed(qp);
   if (const auto end = async_ends.find(qp->context); end != async_ends.end()) {  // what nobody has read goes with it
     std::vector<Raised> others;

@@ -60,6 +60,9 @@ unsigned long model_packets();
 unsigned model_qps();
 /// Who registers memory waits in the driver, as while pages are pinned.
 void model_hold_registrations(bool hold);
+/// A QP that has sent something over a link that is cut is destroyed when that is mended and not before, as where the network holds
+/// a packet back; and who connects one, or makes an address handle, is told after a second that nobody answers.
+void model_let_packets_linger(bool let);
 /// Devices that are opened from now on have asynchronous events: each QP that goes to ERR says LAST_WQE_REACHED, as if it had
 /// an SRQ; others are raised.
 void model_async_events();
