@@ -16,6 +16,7 @@
 #include <cstring>
 #include <ctime>
 #include <map>
+#include <set>
 
 #include "high_fd.h"
 #include "objects.h"
@@ -78,6 +79,8 @@ struct Kept {
   std::deque<ibv_async_event> doubtful;  ///< of a QP, since the freeze
   int kernel_fd = -1;                    ///< where the context's own descriptor is, while another stands at its number
   unsigned turns = 0;                    ///< how often that has changed
+  bool backed_up = false;                ///< see backed_up()
+  std::set<int> ports_down;              ///< of which nobody was told
 };
 
 bool in_doubt = false;  ///< FREEZE..REBIND or ROLLBACK; under events_lock
@@ -177,6 +180,16 @@ bool doubtful(const ibv_async_event& event, Kept& kept) {
   return true;
 }
 
+/// About a port that the connections do without. Caller holds events_lock.
+bool unneeded(const ibv_async_event& event, Kept* kept) {
+  if (!kept) return false;
+  if (event.event_type != IBV_EVENT_PORT_ACTIVE && event.event_type != IBV_EVENT_PORT_ERR) return false;
+  const bool untold = kept->ports_down.erase(event.element.port_num);
+  if (event.event_type == IBV_EVENT_PORT_ACTIVE) return untold;
+  if (kept->backed_up) kept->ports_down.insert(event.element.port_num);
+  return kept->backed_up;
+}
+
 /// @param by how many more, or fewer, the application has to acknowledge. Caller holds events_lock
 void count(const ibv_async_event& event, int by) {
   const auto add = [&](auto& shadow) { shadow.unacked_events += static_cast<unsigned>(by); };
@@ -235,7 +248,7 @@ void collect(ibv_context& ctx) {
   const WithoutWaiting now(ctx.async_fd);
   ibv_async_event event;
   while (real().get_async_event(&ctx, &event) == 0)
-    if (take(event) && !doubtful(event, kept)) kept.unread.push_back(event);
+    if (take(event) && !unneeded(event, &kept) && !doubtful(event, kept)) kept.unread.push_back(event);
 }
 
 void frozen() {
@@ -249,7 +262,8 @@ void thawed(bool restored) {
   std::lock_guard guard(Registry::get().events_lock);
   in_doubt = false;
   for (auto& [ctx, kept] : all()) {
-    if (!restored) kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
+    if (restored) kept.ports_down.clear();  // they are another host's
+    else kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
     kept.doubtful.clear();
   }
 }
@@ -267,6 +281,11 @@ int kernel_fd(const ibv_context& ctx) {
 void hush(QpShadow& q, const ibv_qp* qp) {
   std::lock_guard guard(Registry::get().events_lock);
   q.quiet = qp;
+}
+
+void backed_up(const ibv_context& ctx, bool is) {
+  std::lock_guard guard(Registry::get().events_lock);
+  all()[&ctx].backed_up = is;
 }
 
 void forget(const void* object) {
@@ -306,7 +325,7 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
     if (err && turns() == before && !(saved == EAGAIN && is_to_wait(ctx->async_fd))) return errno = saved, err;
     if (err) continue;  // collect() was at work meanwhile
     if (!ours(registry, ctx)) return 0;
-    if (!take(*event) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
+    if (!take(*event) || unneeded(*event, kept_of(ctx)) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
     if (Kept* kept = kept_of(ctx); kept && !kept->unread.empty()) {
       kept->unread.push_back(*event);
       return give(*ctx, *kept, *event), 0;

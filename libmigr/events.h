@@ -44,6 +44,10 @@ auto with_kernel_fd(ibv_context& ctx, Create&& create) {
 /// From now on `qp`, the path of `q`, goes to ERR because we want it: nobody is told.
 void hush(QpShadow& q, const ibv_qp* qp);
 
+/// Whether all connections of this context go on without its ports: then nobody is told that one has failed, nor that it works again.
+/// Programs end their connections on that.
+void backed_up(const ibv_context& ctx, bool is);
+
 /// As the kernel does it: what was not read goes with the object. @param object the application's QP, CQ or SRQ
 void forget(const void* object);
 /// The context is about to be closed.

@@ -858,6 +858,7 @@ void run_failover() {
       }
       for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);
       for (Link& link : state()->links) heartbeats(link);
+      note_backed_up();
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
       done_ns = now_ns();
     }

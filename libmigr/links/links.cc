@@ -120,6 +120,20 @@ void set_stage(QpLink& l, Stage stage) {
   l.stage = stage;
 }
 
+void note_backed_up() {
+  for (Twin* t : the_state->twins) {
+    bool any = false, all = true;
+    for (QpShadow* q : Registry::get().qps) {
+      if (q->context != t->of || (q->link && q->link->stage == Stage::kBroken)) continue;
+      const bool goes_on = q->link ? q->link->on == kBackup || q->link->stage != Stage::kMaking : q->adrift || guarded(*q);
+      const bool connected = goes_on || q->link || q->app_state() == IBV_QPS_RTR || q->app_state() == IBV_QPS_RTS;
+      any = any || connected;
+      all = all && (goes_on || !connected);
+    }
+    if (std::exchange(t->backed_up, any && all) != t->backed_up) events::backed_up(*t->of->real, t->backed_up);
+  }
+}
+
 /* ---- what the application does ------------------------------------------------------ */
 
 void opened(Context& context) {

@@ -67,6 +67,7 @@ struct Twin {
   Atomics atomics = Atomics::kDirect;  ///< relayed with `exact` only
   bool wants_relayed = false;          ///< as configured
   std::vector<struct Executor*> executors;
+  bool backed_up = false;              ///< all connections of `of`
   migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical on the link
   std::unordered_map<const ibv_pd*, ibv_pd*> pds;
 };

@@ -744,6 +744,7 @@ class Round {
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
       fill_pools();
+      note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link));
     }
     report(links, states);

@@ -64,6 +64,8 @@ void say(const QpLink& l, const std::string& what);
 QpLink* find(const migr_links_name& name);
 bool same(const migr_links_name& a, const migr_links_name& b);
 void set_stage(QpLink& l, Stage stage);
+/// Which contexts' connections go on without the default link.
+void note_backed_up();
 /// Its path is the only one that is left.
 void forget(QpLink& l);
 void forget(CqShadow& c);

@@ -13,6 +13,7 @@
 // flaps: a link that works again fails and works again, while the vQPs go back to it.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <unistd.h>
@@ -886,6 +887,42 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   out.broke = x.broken() || y.broken();
   out.most_executions = kind == "gone" ? x.most_executions() : std::max(x.most_executions(), y.most_executions());
   return out;
+}
+
+/// The device says it of a port. @return what its application is told of: 0, or the port
+int told_of_port(const Library& lib, ibv_event_type type, int port) {
+  model_raise(lib.context, type, port);
+  int told = 0;
+  for (ibv_async_event event; !lib.verb<int(ibv_context*, ibv_async_event*)>("ibv_get_async_event")(lib.context, &event);) {
+    lib.verb<void(ibv_async_event*)>("ibv_ack_async_event")(&event);
+    if (event.event_type == type) told = event.element.port_num;
+  }
+  return told;
+}
+
+TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
+  model_async_events();
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  ASSERT_EQ(fcntl(a.context->async_fd, F_SETFL, O_NONBLOCK), 0);
+  const Options o{.seed = 1, .answers_only = false, .separate_cqs = false, .events = false, .both_ways = true, .sessions = false, .extended = false, .swaps = false, .no_route = false, .churns = false, .fresh = false, .relays = false, .cut_after = 0, .cuts = 1, .may_break = true, .outlives = false};
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 2), 2) << "there are no connections";
+  auto x = std::make_unique<End>(a, o, 0, kSecond, true);
+  End y(b, o, kSecond, 0, true);
+  x->connect(y);
+  y.connect(*x);
+  ASSERT_TRUE(wait_for([&] { return x->protected_now() && y.protected_now(); })) << x->how();
+  ASSERT_TRUE(wait_for([&] { return !told_of_port(a, IBV_EVENT_PORT_ERR, 1); }));
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0);
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 2), 2) << "of its failure they were told";
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] {
+    EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 1), 0) << x->how();
+    return testing::Test::HasFailure() || x->left(0);
+  })) << x->how();
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 1), 0);
+  x.reset();
+  ASSERT_TRUE(wait_for([&] { return told_of_port(a, IBV_EVENT_PORT_ERR, 1) == 1; }));
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 1);
 }
 
 constexpr char kRelayed[] = "relayed";

@@ -199,6 +199,8 @@ void flush_receives(ModelQp& q) {
   q.receive_open = false;
 }
 
+bool is_of_port(ibv_event_type type) { return type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_PORT_ACTIVE; }
+
 void raise(const ibv_context* c, ibv_event_type type, void* element) {
   const auto end = async_ends.find(c);
   const Raised r{type, element};
@@ -832,12 +834,12 @@ MODEL int ibv_get_async_event(ibv_context* c, ibv_async_event* event) {
   event->event_type = r.type;
   event->element.qp = static_cast<ibv_qp*>(r.element);
   std::lock_guard guard(lock);
-  if (r.type == IBV_EVENT_PORT_ERR) event->element.port_num = static_cast<int>(reinterpret_cast<std::intptr_t>(r.element));
+  if (is_of_port(r.type)) event->element.port_num = static_cast<int>(reinterpret_cast<std::intptr_t>(r.element));
   else ++owed_acks[r.element];
   return 0;
 }
 MODEL void ibv_ack_async_event(ibv_async_event* event) {
-  if (event->event_type == IBV_EVENT_PORT_ERR) return;
+  if (is_of_port(event->event_type)) return;
   std::lock_guard guard(lock);
   --owed_acks[event->element.qp];
 }
@@ -915,10 +917,11 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
   forget_owed(qp);
   if (const auto end = async_ends.find(qp->context); end != async_ends.end()) {  // what nobody has read goes with it
     std::vector<Raised> others;
-    fcntl(end->second.read, F_SETFL, O_NONBLOCK);
+    const int flags = fcntl(end->second.read, F_GETFL);
+    fcntl(end->second.read, F_SETFL, flags | O_NONBLOCK);
     for (Raised r; read(end->second.read, &r, sizeof r) == sizeof r;)
       if (r.element != qp) others.push_back(r);
-    fcntl(end->second.read, F_SETFL, 0);
+    fcntl(end->second.read, F_SETFL, flags);
     for (const Raised& r : others) (void)!write(end->second.write, &r, sizeof r);
   }
   q->nic->qps.erase(qp->qp_num);
