@@ -436,7 +436,7 @@ struct Registry {
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   unsigned registering = 0;   ///< calls that are in the driver, without the lock, and will bring an MR
   bool closing = false;       ///< FREEZE waits for those: nobody else goes there
-  unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still
+  unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still. And of Asking
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
   static Registry& get();
@@ -466,6 +466,20 @@ struct Registry {
   std::mutex events_lock;
   std::condition_variable event_acked;
   std::vector<const ibv_context*> with_events;  ///< the contexts again
+};
+
+/// A question of a thread of the application: a checkpoint waits for its end, and no more begin.
+class Asking {
+ public:
+  Asking() {
+    auto guard = Registry::get().change();
+    ++Registry::get().ending;
+  }
+  ~Asking() {
+    std::lock_guard guard(Registry::get().lock);
+    --Registry::get().ending;
+    Registry::get().thawed.notify_all();
+  }
 };
 
 }  // namespace migr

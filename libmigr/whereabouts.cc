@@ -48,20 +48,6 @@ void changed() {
   any = !told || have_moved || !touched.empty();
 }
 
-/// A question of a thread of the application: a checkpoint waits for its end, and no more begin.
-class Asking {
- public:
-  Asking() {
-    auto guard = Registry::get().change();
-    ++Registry::get().ending;
-  }
-  ~Asking() {
-    std::lock_guard guard(Registry::get().lock);
-    --Registry::get().ending;
-    Registry::get().thawed.notify_all();
-  }
-};
-
 }  // namespace
 
 void set_moves(std::span<const migr_move> moves) {

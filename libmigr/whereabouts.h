@@ -41,7 +41,7 @@ class Connecting {
   void look_up();
   /// What was asked may not be so any more. Caller holds the Registry's lock.
   bool stale() const;
-  /// Puts the peer's address there. @return false: it is the application's. Caller holds the Registry's lock.
+  /// Puts the peer's address there. @return false: it is the application's.
   bool put(ibv_qp_attr& attr) const;
   /// It is connected: notes what the partner has to be told. Caller holds the Registry's lock.
   void connected(const QpShadow& q);

@@ -231,12 +231,10 @@ migr_links_channel address_of(const Channel& c) {
   return out;
 }
 
-bool neighbour_answers(const Link& link, const migr_links_channel& to) {
+bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to) {
   const gids::Inside inside;
-  ibv_ah_attr attr{};
-  lead_to(attr, link, to.gid, to.lid);
-  ibv_ah* const ah = real().create_ah(link.pd, &attr);
-  if (!ah) return errno != ETIMEDOUT && errno != EHOSTUNREACH && errno != ENETUNREACH;  // of all else connecting tells
+  ibv_ah* const ah = real().create_ah(pd, &to);
+  if (!ah) return errno != ETIMEDOUT;  // of all else connecting tells at once
   real().destroy_ah(ah);
   return true;
 }

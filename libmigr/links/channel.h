@@ -162,9 +162,9 @@ Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::st
 void destroy_channel(Channel* channel);
 Channel* find_channel(const Peer& peer, const Link& link);
 migr_links_channel address_of(const Channel& channel);
-/// Whether packets over `link` find their way there. The kernel asks the neighbour, for a second where none answers, and so does
-/// connect_channel(): with the Registry's lock, but after this it knows. Thread: that of the rounds, without the lock.
-bool neighbour_answers(const Link& link, const migr_links_channel& to);
+/// Whether packets find their way there. The kernel asks the neighbour, for a second where none answers, and so does whoever connects a
+/// QP: with the Registry's lock, but after this the kernel knows. Not under that lock.
+bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to);
 int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
 /// What was registered since, and then: behind it.
 void tell_keys(Channel& channel);

@@ -213,6 +213,18 @@ void modified(QpShadow& q, int mask) {
   if (mask & IBV_QP_STATE) changed();
 }
 
+int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
+  if (!the_state || !to.is_global) return 0;
+  const Asking asking;
+  {
+    std::lock_guard guard(Registry::get().lock);
+    const Context* const context = Registry::get().context_of(qp->context);
+    if (!context || !context->twin) return 0;
+    to.grh.sgid_index = gids::here(*context, to.port_num, to.grh.sgid_index);
+  }
+  return neighbour_answers(qp->pd, to) ? 0 : ETIMEDOUT;
+}
+
 void gone(MrShadow& mr) {
   Twin* const t = mr.context->twin;
   if (!t || !mr.twin) return;

@@ -189,6 +189,9 @@ void dropped(Context& context);  ///< before its objects are forgotten
 void made(MrShadow& mr);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
 void modified(QpShadow& q, int mask);
+/// Before it is connected. ibv_modify_qp asks, too, for a second where nobody answers, and no change of a path could be made
+/// meanwhile. Not under the Registry's lock. @return ETIMEDOUT, or 0: it answers, or nobody has a backup here
+int ask_neighbour(ibv_qp* qp, ibv_ah_attr to);
 void gone(MrShadow& mr);
 void gone(CqShadow& cq);
 void resized(CqShadow& cq);

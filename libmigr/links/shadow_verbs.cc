@@ -687,8 +687,12 @@ class Round {
     }
     std::vector<migr_links_channel> found;
     if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;
-    for (std::size_t i = 0; i < own.size(); ++i)
-      waits[i] = waits[i] && found[i].status == 0 && neighbour_answers(state()->links[own[i].link], found[i]);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const Link& link = state()->links[own[i].link];
+      ibv_ah_attr to{};
+      lead_to(to, link, found[i].gid, found[i].lid);
+      waits[i] = waits[i] && found[i].status == 0 && neighbour_answers(link.pd, to);
+    }
     std::lock_guard guard(registry().lock);
     half_a_channel_ = true;
     for (std::size_t i = 0; i < own.size(); ++i) {

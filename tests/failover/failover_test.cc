@@ -231,6 +231,29 @@ class End {
     return a;
   }
 
+  /// Another QP. @return what ibv_modify_qp to RTR does
+  int try_to_connect(const End& to) {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cqs_[0];
+    init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = IBV_QPT_RC;
+    ibv_qp* const qp = lib_.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd_, &init);
+    const auto modify = lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp");
+    ibv_qp_attr a{};
+    a.qp_state = IBV_QPS_INIT;
+    a.port_num = 1;
+    int err = modify(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    a.qp_state = IBV_QPS_RTR;
+    a.path_mtu = IBV_MTU_1024;
+    a.dest_qp_num = to.qp_->qp_num;
+    a.ah_attr.is_global = 1;
+    a.ah_attr.port_num = 1;
+    a.ah_attr.grh.dgid = to.gid_;
+    if (!err) err = modify(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp);
+    return err;
+  }
+
   /// @param link that it has to be on; -1: any
   bool protected_now(int link = -1) const {
     migr_links_vqp_state state{};
@@ -657,9 +680,12 @@ bool wait_for(Condition&& condition) {
   return true;
 }
 
-/// @return the longest that it took to ask for a QP's state, in a second and a half
+/// @return the longest that it took to ask for a QP's state, in a second and a half, while another thread connects one
 Clock::duration longest_question(End& x, End& y) {
   Clock::duration longest{};
+  std::thread connecting([&] {
+    if (const int err = x.try_to_connect(y); err != ETIMEDOUT) x.error_ = std::string("a QP can be connected over a link that is cut: ") + std::strerror(err);
+  });
   for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
     for (End* e : {&x, &y}) {
       const auto begun = Clock::now();
@@ -667,6 +693,7 @@ Clock::duration longest_question(End& x, End& y) {
       longest = std::max(longest, Clock::now() - begun);
     }
   }
+  connecting.join();
   return longest;
 }
 
@@ -682,6 +709,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     const int allowed = kWrs * static_cast<int>(cut + 1) / static_cast<int>(o.cuts) / 4 * 4;
     for (End* e : {&x, &y}) e->allow(cut + 1 == o.cuts ? kWrs : allowed);
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
+    if (o.lingers) model_cut_now(on);
     if (o.lingers && !cut && longest_question(x, y) > std::chrono::milliseconds(500)) return "a verb of the application's waits for the link that was cut";
     if (broken() || cut + 1 == o.cuts) {
       model_let_packets_linger(false);

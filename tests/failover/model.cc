@@ -647,6 +647,10 @@ MODEL void model_cut(int link, unsigned after_packets, bool answers_only) {
   std::lock_guard guard(lock);
   wires[link] = {.cut = false, .answers_only = answers_only, .no_route = false, .packets_left = static_cast<long>(after_packets)};
 }
+MODEL void model_cut_now(int link) {
+  std::lock_guard guard(lock);
+  wires[link].cut = true;
+}
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);
   wires[link].no_route = true;

@@ -49,6 +49,7 @@ struct Qp {
 extern "C" {
 /// Link 0 or 1: after so many more packets nothing gets through; `answers_only`: requests still do, what comes back does not.
 void model_cut(int link, unsigned after_packets, bool answers_only);
+void model_cut_now(int link);  ///< if it is not yet
 void model_mend(int link);
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down.
 void model_take_route(int link);
