@@ -419,7 +419,10 @@ void after_fork_in_child(bool inherits) {
   for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear();
   for (QpShadow* q : Registry::get().qps) q->link = nullptr;
   for (MrShadow* mr : Registry::get().mrs) mr->twin = nullptr;
-  for (Context* context : Registry::get().contexts) context->twin = nullptr;
+  for (Context* context : Registry::get().contexts) {
+    context->twin = nullptr;
+    events::backed_up(*context->real, false);
+  }
   the_state = nullptr;
 }
 
