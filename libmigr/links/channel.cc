@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "../gids.h"
@@ -172,19 +173,18 @@ Channel* find_channel(const Peer& peer, const Link& link) {
 namespace {
 
 /// If all of a link break at once the CQ has to hold what all of them flush.
-bool make_room(Link& link, std::string& why) {
+void make_room(Link& link) {
   const auto of_link = std::count_if(state()->channels.begin(), state()->channels.end(), [&](const Channel* c) { return c->link == &link; });
-  const int needed = (static_cast<int>(of_link) + 1) * Channel::kCqes;
-  if (needed <= link.cq->cqe) return true;
-  const int err = real().resize_cq(link.cq, 2 * needed);
-  if (err) why = "resize_cq to " + std::to_string(2 * needed) + " for a channel: " + std::strerror(err);
-  return !err;
+  const int needed = (static_cast<int>(of_link) + 1) * Channel::kCqes + Channel::kSpareCqes;
+  if (needed <= link.cq->cqe) return;
+  if (const int err = real().resize_cq(link.cq, 2 * needed))
+    std::fprintf(stderr, "libmigr: the CQ of the channels on %s keeps its %d entries: %s\n", link.config.device.c_str(), link.cq->cqe, std::strerror(err));
 }
 
 }  // namespace
 
 Channel* make_channel(const Peer& peer, Link& link, std::uint32_t round, std::string& why) {
-  if (!make_room(link, why)) return nullptr;
+  make_room(link);
   auto c = std::make_unique<Channel>();
   c->peer = peer;
   c->link = &link;

@@ -121,7 +121,8 @@ struct AnswerRecord {
 
 struct Channel {
   static constexpr unsigned kMessageBytes = 2048, kReceives = 32, kSends = 16;
-  static constexpr int kCqes = kReceives + kSends + 16;  ///< that its link's CQ has for it, and for what executes atomics there
+  static constexpr int kCqes = kReceives + kSends + 16;  ///< that its link's CQ has for it
+  static constexpr int kSpareCqes = 512, kFirstCqes = 1024;  ///< for what executes atomics there, and channels that have just ended; at first
   Peer peer{};
   Link* link = nullptr;
   std::uint32_t round = 1;

@@ -103,7 +103,7 @@ std::string open_link(Link& link) {
   link.mtu = port.active_mtu;
   if (why.empty() && !(link.pd = real().alloc_pd(ctx))) why = errno_text("alloc_pd");
   if (why.empty() && (!(link.events = make_events(ctx)) || !(link.cq_events = make_events(ctx)))) why = errno_text("create_comp_channel");
-  if (why.empty() && !(link.cq = real().create_cq(ctx, Channel::kCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
+  if (why.empty() && !(link.cq = real().create_cq(ctx, Channel::kFirstCqes, nullptr, link.cq_events, 0))) why = errno_text("create_cq");
   if (why.empty() && link.ops.req_notify_cq(link.cq, 0)) why = errno_text("req_notify_cq");
   if (why.empty()) {
     link.kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
