@@ -94,13 +94,6 @@ int fail(std::string& why, int err, const std::string& what) {
   return err;
 }
 
-/// The index of the source GID is the kernel's, and a provider may ask the exported ibv_query_gid() what stands there, while the Registry's
-/// lock is held: soft-RoCE's does where the kernel does not number handles (ours do).
-ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr& attr) {
-  const gids::Inside inside;
-  return real().create_ah(pd, &attr);
-}
-
 /// The handle to use for what has moved from `ah`'s GID to `gid`. @return null with errno
 ibv_ah* other_handle(ibv_ah* ah, Handle& h, const Gid& gid) {
   for (const auto& [to, other] : h.others)
@@ -277,6 +270,11 @@ void bring_home(const Context& context, ibv_context* real, std::uint8_t port, ib
 }
 
 }  // namespace
+
+ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr& attr) {
+  const gids::Inside inside;
+  return real().create_ah(pd, &attr);
+}
 
 unsigned prepare() {
   State& s = state();

@@ -785,9 +785,11 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   do {
     if (guard) guard.unlock();
     peer.look_up();
-    ibv_qp_attr mine = *attr;
-    peer.put(mine);
-    if ((mask & IBV_QP_AV) && links::ask_neighbour(qp, mine.ah_attr)) return ETIMEDOUT;
+    if (mask & IBV_QP_AV) {
+      ibv_qp_attr mine = *attr;
+      peer.put(mine);
+      if (const int err = links::ask_neighbour(qp, mine.ah_attr)) return err;
+    }
     guard = registry.change();
   } while (peer.stale() || (ends && !wait_for_migration(registry, guard, qp)));
   QpShadow* shadow = known(registry, qp);

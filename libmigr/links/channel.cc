@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../gids.h"
+#include "../datagrams.h"
 #include "../real.h"
 
 namespace migr::links {
@@ -232,8 +232,7 @@ migr_links_channel address_of(const Channel& c) {
 }
 
 bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to) {
-  const gids::Inside inside;
-  ibv_ah* const ah = real().create_ah(pd, &to);
+  ibv_ah* const ah = datagrams::create_ah(pd, to);
   if (!ah) return errno != ETIMEDOUT;  // of all else connecting tells at once
   real().destroy_ah(ah);
   return true;

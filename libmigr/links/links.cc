@@ -239,7 +239,6 @@ void gone(MrShadow& mr) {
 }
 
 void gone(CqShadow& c) {
-  if (the_state) the_state->discards.finish();
   if (!c.link) return;
   for (const QpShadow* q : Registry::get().qps)
     if (q->send_cq == &c || q->recv_cq == &c) return;  // the device will refuse it
@@ -273,13 +272,13 @@ void empty(Twin& t) {
     if (c->context == t.of && c->link) forget(*c);
   for (MrShadow* mr : Registry::get().mrs)
     if (mr->context == t.of) gone(*mr);
+  the_state->discards.finish();
   for (const auto& [ignored, pd] : t.pds) real().dealloc_pd(pd);
   t.pds.clear();
 }
 
 void gone(ibv_pd* pd) {
   if (!the_state) return;
-  the_state->discards.finish();
   for (Twin* t : the_state->twins)
     if (const auto found = t->pds.find(pd); found != t->pds.end()) {
       for (const QpShadow* q : Registry::get().qps)
@@ -387,7 +386,6 @@ void dropped(Context& context) {
       forget_qp(*q->link);
     }
   empty(*t);
-  the_state->discards.finish();
   std::erase(the_state->twins, t);
   munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
   context.twin = nullptr;

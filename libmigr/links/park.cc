@@ -64,7 +64,6 @@ void give_back() {
   for (QpLink* l : std::vector(s.qps)) forget(*l);
   for (Channel* c : std::vector(s.channels)) end_channel(*c);
   for (Twin* t : s.twins) empty(*t);
-  s.discards.finish();
   for (Link& link : s.links) close_link(link);
   s.keys = {};
   s.to_withdraw.clear();

@@ -672,7 +672,7 @@ class Round {
 
   void make_channels() {
     std::vector<migr_links_channel> own;
-    std::vector<bool> waits;
+    std::vector<bool> connected;
     half_a_channel_ = false;
     {
       std::lock_guard guard(registry().lock);
@@ -683,15 +683,17 @@ class Round {
         }
       }
       for (const Channel* c : state()->channels)
-        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c)), waits.push_back(!c->connected);  // the other end may be a round ahead
+        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c)), connected.push_back(c->connected);  // the other end may be a round ahead
     }
     std::vector<migr_links_channel> found;
     if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;
+    std::vector<bool> reached(own.size());
     for (std::size_t i = 0; i < own.size(); ++i) {
+      if (connected[i] || found[i].status) continue;
       const Link& link = state()->links[own[i].link];
       ibv_ah_attr to{};
       lead_to(to, link, found[i].gid, found[i].lid);
-      waits[i] = waits[i] && found[i].status == 0 && neighbour_answers(link.pd, to);
+      reached[i] = neighbour_answers(link.pd, to);
     }
     std::lock_guard guard(registry().lock);
     half_a_channel_ = true;
@@ -703,7 +705,7 @@ class Round {
       std::string why;
       if (found[i].status == ESTALE && found[i].round > 0) give_up_channel(*channel, found[i].round - 1);
       else if (found[i].status == EINVAL) give_up_channel(*channel, channel->round);  // that round was told before, of another QP: pasts are forgotten
-      else if (found[i].status == 0 && !channel->connected && (!waits[i] || connect_channel(*channel, found[i], why))) give_up_channel(*channel, channel->round);
+      else if (found[i].status == 0 && !channel->connected && (!reached[i] || connect_channel(*channel, found[i], why))) give_up_channel(*channel, channel->round);
     }
   }
 
