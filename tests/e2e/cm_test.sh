@@ -19,17 +19,18 @@ start_cm() {
 	for other in "${E2E_HOSTS[@]}"; do on_sh "$other" 'rm -f "/tmp/cm.$1".*' "$2"; done
 	pid=$(start_process "$1" "cm.$2" "${@:3}") && printf -v "PID_$2" %s "$pid"
 }
-messages() { on "$1" jq -r .messages "/tmp/cm.$2.status" 2>/dev/null; }
+status_of() { on "$1" readlink "/tmp/cm.$2.status"; }
+messages() { status_of "$1" "$2" | jq -er .messages; }
 talks() { local a b; a=$(messages "$1" "$2") && sleep 1 && b=$(messages "$1" "$2") && [ "${b:-0}" -gt "${a:-0}" ]; }
 cm_talks() {	# HOST NAME
 	until_true 40 talks "$1" "$2" || { cm_logs; fail "no messages at $2 on $1"; return 1; }
-	[ "$(on "$1" jq -r '.errors + .disconnected' "/tmp/cm.$2.status")" = 0 ] || { cm_logs; fail "$2 on $1 has seen an error or its end"; }
+	[ "$(status_of "$1" "$2" | jq -r '.errors + .disconnected')" = 0 ] || { cm_logs; fail "$2 on $1 has seen an error or its end"; }
 }
-cm_logs() { for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'tail -n 20 /tmp/cm.*' >&2; done; e2e_logs; }
+cm_logs() { for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'ls -l /tmp/cm.*' >&2; done; e2e_logs; }
 cm_ended() {	# HOST NAME [CONNECTIONS]
 	local pid=PID_$2
 	until_true 60 on_sh "$1" '! test -e /proc/$1' "${!pid}" || { cm_logs; fail "$2 on $1 does not end"; return 1; }
-	on_sh "$1" 'cat "/tmp/cm.$1.status"' "$2" >"$E2E_OUT/cm.$2.json"
+	status_of "$1" "$2" >"$E2E_OUT/cm.$2.json"
 	jq -e --argjson n "${3:-1}" '.errors == 0 and .established == $n and .disconnected == $n and .other == 0 and .messages > 0' "$E2E_OUT/cm.$2.json" >/dev/null ||
 		{ cat "$E2E_OUT/cm.$2.json" >&2; cm_logs; fail "$2 on $1 did not see each connection end once, and no error"; }
 }
@@ -46,7 +47,7 @@ cm_cleaned() {
 }
 start_both() {	# server on src, client on peer
 	start_cm src server "$CM" --status /tmp/cm.server.status --stop-file /tmp/cm.server.stop "$@" &&
-		until_true 20 on src test -s /tmp/cm.server.status &&
+		until_true 20 on src test -L /tmp/cm.server.status &&
 		start_cm peer client "$CM" --connect 10.77.10.1 --status /tmp/cm.client.status --stop-file /tmp/cm.client.stop &&
 		cm_talks peer client
 }

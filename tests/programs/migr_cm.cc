@@ -8,7 +8,7 @@
  * A client sends numbered messages, one at a time; the server answers each with what it got, turned round bit by bit. A
  * thread of its own waits for events of librdmacm: each kind is counted. An end disconnects when its stop file exists, and
  * ends when it has seen the DISCONNECTED of every connection; it waits a moment longer, so that one event too many is seen.
- * The status: {"messages":…,"errors":…,"first_error":…,"established":…,"disconnected":…,"timewait":…,"other":…}
+ * The status is the target of a symbolic link: {"messages":…,"errors":…,"first_error":…,"established":…,"disconnected":…,"timewait":…,"other":…}
  * Exit status 0: no error, and exactly one DISCONNECTED for each connection.
  */
 #include <netdb.h>
@@ -61,18 +61,23 @@ void complain(const std::string& what) {
   std::exit(2);
 }
 
+/// A symbolic link whose target is the text: no file is ever open. CRIU opens what was open by its name again, and this
+/// one's lasts a moment and is on one host.
 void write_status(const Options& o) {
   if (o.status.empty()) return;
-  const std::string tmp = o.status + ".new";
-  std::FILE* f = std::fopen(tmp.c_str(), "w");
-  if (!f) return;
-  std::lock_guard guard(first_lock);
-  std::fprintf(f, "{\"messages\":%llu,\"errors\":%llu,\"first_error\":\"%s\",\"established\":%llu,\"disconnected\":%llu,\"timewait\":%llu,\"other\":%llu}\n",
-               static_cast<unsigned long long>(messages), static_cast<unsigned long long>(errors), first_error.c_str(),
-               static_cast<unsigned long long>(established), static_cast<unsigned long long>(disconnected),
-               static_cast<unsigned long long>(timewait), static_cast<unsigned long long>(other));
-  std::fclose(f);
-  std::rename(tmp.c_str(), o.status.c_str());
+  const std::string part = o.status + ".part";
+  char text[1024];
+  {
+    std::lock_guard guard(first_lock);
+    std::snprintf(text, sizeof text,
+                  "{\"messages\":%llu,\"errors\":%llu,\"first_error\":\"%.256s\",\"established\":%llu,\"disconnected\":%llu,"
+                  "\"timewait\":%llu,\"other\":%llu}",
+                  static_cast<unsigned long long>(messages), static_cast<unsigned long long>(errors), first_error.c_str(),
+                  static_cast<unsigned long long>(established), static_cast<unsigned long long>(disconnected),
+                  static_cast<unsigned long long>(timewait), static_cast<unsigned long long>(other));
+  }
+  unlink(part.c_str());
+  if (symlink(text, part.c_str()) || std::rename(part.c_str(), o.status.c_str())) std::fprintf(stderr, "migr_cm: %s: %s\n", part.c_str(), std::strerror(errno));
 }
 
 /// One connection, with buffers for kDepth receives and one send.
