@@ -348,9 +348,9 @@ MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
   return n;
 }
 
-/// A completion that the provider gave. Caller holds c.lock. @param linked of the CQ on the other link
+/// A completion that the provider gave. Caller holds c.lock. @param side of the CQ on that link
 /// @return how many it became in the fake CQ; -1: it is the application's, as it is
-int take(CqShadow& c, const ibv_wc& wc, bool linked);
+int take(CqShadow& c, const ibv_wc& wc, links::Side side);
 
 /// There is an error among `n` completions of the direct path: those that are the path's are taken out.
 MIGR_COLD int take_errors(CqShadow& c, int n, ibv_wc* wc) noexcept {
@@ -539,8 +539,8 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
 namespace {
 
 /// Of a QP that is being cut: counts what the flushing of its queues tells. @return false: the application's own
-bool of_a_cut(CqShadow& c, const ibv_wc& wc, bool linked) {
-  const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num && x->linked == linked; });
+bool of_a_cut(CqShadow& c, const ibv_wc& wc, links::Side side) {
+  const auto cut = std::find_if(c.cutting.begin(), c.cutting.end(), [&](const Cut* x) { return x->pqpn == wc.qp_num && x->side == side; });
   if (cut == c.cutting.end()) return false;
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
   const bool given_up = gives_up(wc.status) && (*cut)->path_failed;
@@ -593,11 +593,11 @@ bool is_stand_in(const CqShadow& c, const ibv_wc& wc) {
   return std::any_of(c.stand_ins.begin(), c.stand_ins.end(), [&](const StandIn& s) { return s.wr_id == wc.wr_id; });
 }
 
-int take(CqShadow& c, const ibv_wc& wc, bool linked) {
+int take(CqShadow& c, const ibv_wc& wc, links::Side side) {
   const bool ours = marker::is_marker(wc.wr_id), failed = wc.status != IBV_WC_SUCCESS;
   if (!ours || (failed && is_stand_in(c, wc))) {  // the latter: a path that is cut again
-    if (!c.cutting.empty() && of_a_cut(c, wc, linked)) return 0;
-    if (failed && links::take_error(c, wc, linked)) return 0;
+    if (!c.cutting.empty() && of_a_cut(c, wc, side)) return 0;
+    if (failed && links::take_error(c, wc, side)) return 0;
     if (!ours) return -1;
   }
   if (c.markers) --c.markers;
@@ -614,13 +614,13 @@ int take(CqShadow& c, const ibv_wc& wc, bool linked) {
 }
 
 /// One CQ of the provider's.
-int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), const std::uint32_t* qpn_table, bool linked) {
+int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), const std::uint32_t* qpn_table, links::Side side) {
   constexpr int kBatch = 16;
   ibv_wc batch[kBatch];
   int moved = 0, n;
   while ((n = poll(cq, kBatch, batch)) > 0) {
     for (int i = 0; i < n; ++i) {
-      if (const int became = take(c, batch[i], linked); became >= 0) {
+      if (const int became = take(c, batch[i], side); became >= 0) {
         moved += became;
         continue;
       }
@@ -640,8 +640,9 @@ int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), co
 int poll_to_fake(CqShadow& c) noexcept {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
   if (state & kFrozenCq) return 0;
-  int moved = move_to_fake(c, c.real, c.real_poll, c.qpn_table, false);
-  if (state & kLinkedCq) moved += move_to_fake(c, c.link->real, c.link->real_poll, c.link->qpn_table, true);
+  int moved = move_to_fake(c, c.real, c.real_poll, c.qpn_table, links::kHome);
+  if (state & kLinkedCq)
+    for (const links::CqLink::Cq& cq : c.link->cqs) moved += move_to_fake(c, cq.real, cq.real_poll, cq.qpn_table, cq.side);
   if (moved) {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -42,6 +42,10 @@ namespace links {  // links/links.h
 struct Twin;
 struct CqLink;
 struct QpLink;
+/// Which of a vQP's links: the default one, that it was born on, or the n-th of its backup links. The n-th link of one end belongs with the
+/// n-th of the other, whichever sides these are to them.
+using Side = unsigned;
+constexpr Side kHome = 0;
 void changed();
 }
 
@@ -167,7 +171,7 @@ struct Cut {
   std::uint32_t psn = 0;       ///< that the old path's responder would have executed next
   std::uint32_t next_psn = 0;  ///< that its requester would have sent next
   std::uint32_t pqpn = 0;
-  bool linked = false;         ///< `pqpn` is of the backup link
+  links::Side side = links::kHome;  ///< that `pqpn` is of
   const CqShadow* send_cq = nullptr;
   bool path_failed = false;  ///< by the path's failure: of a send that was given up the completion is ours, too
   bool resend = false;       ///< WRITEs are done again, unless a message behind them has come
@@ -234,7 +238,7 @@ struct Context {
   bool had_windows = false;
   bool renamed = false;   ///< an MR is called otherwise than the device calls it: new queues translate from the start
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
-  links::Twin* twin = nullptr;         ///< the same on its backup link
+  links::Twin* twin = nullptr;         ///< the same on its backup links
   std::vector<ibv_gid_entry> gids;     ///< the GIDs that the application knows: of the host where it opened the device
   bool moved = false;                  ///< it is on another one, or was
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
@@ -250,8 +254,9 @@ struct MrShadow {
   int access;  ///< IBV_ACCESS_* as given
   std::uint64_t iova;
   bool movable;  ///< false: registered in a way that cannot be repeated (DM, dmabuf, imported, on demand)
-  ibv_mr* twin = nullptr;  ///< the same memory on the backup link
+  std::vector<ibv_mr*> twins;  ///< the same memory on backup links: of links::Side n the n-1st, null where it is not there
   bool told_at_home = false;  ///< peers of channels know what its rkey is called on its own link
+  ibv_mr* on(links::Side side) const { return side == links::kHome ? real : side <= twins.size() ? twins[side - 1] : nullptr; }
 };
 
 struct alignas(64) CqShadow {

@@ -128,11 +128,13 @@ Status check(const migr_links_vqp& r) {
   const std::string who = text_of(name_of(r.name));
   if (r.policy > MIGR_LINKS_EXACT || !is_link(r.default_link) || r.making > MIGR_LINKS_POOL || r.atomics > MIGR_LINKS_RELAYED)
     return bad("{}: policy, default link or kind of paths or atomics out of range", who);
+  if (r.links >> MIGR_LINKS_MAX_LINKS || !(r.links >> r.default_link & 1) || r.reserved)
+    return bad("{}: links {:#x}, its default one {}, or a reserved field that is not 0", who, r.links, r.default_link);
   if (r.paths > MIGR_LINKS_MAX_LINKS) return bad("{}: more than {} paths", who, MIGR_LINKS_MAX_LINKS);
   std::uint32_t seen = 0;
   for (std::uint32_t i = 0; i < r.paths; i++) {
     const migr_links_path& p = r.path[i];
-    if (!is_link(p.link)) return bad("{}: a path on link {}", who, p.link);
+    if (!is_link(p.link) || !(r.links >> p.link & 1)) return bad("{}: a path on link {}", who, p.link);
     if (seen >> p.link & 1) return bad("{}: two paths on link {}", who, p.link);
     seen |= 1u << p.link;
     if (auto s = check_qp(who + ": a path", p); !s) return s;
@@ -181,6 +183,7 @@ wire::LinkVqp to_wire(const migr_links_vqp& r) {
   w.set_default_link(r.default_link);
   w.set_making(r.making);
   w.set_atomics(r.atomics);
+  w.set_links(r.links);
   for (std::uint32_t i = 0; i < r.paths; i++) {
     auto* p = w.add_paths();
     p->set_link(r.path[i].link);
@@ -200,6 +203,7 @@ Result<migr_links_vqp> from_wire(const wire::LinkVqp& w) {
   constexpr std::uint32_t kNone = 0xffff;  // what no field of 16 bits can say is out of range
   r.making = static_cast<std::uint16_t>(std::min(w.making(), kNone));
   r.atomics = static_cast<std::uint16_t>(std::min(w.atomics(), kNone));
+  r.links = w.links();
   for (const auto& p : w.paths()) {
     migr_links_path& at = r.path[r.paths++];
     at.link = p.link();

@@ -103,6 +103,7 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
       at.making = v.making;
       at.atomics = v.atomics;
       at.default_link = v.default_link;
+      at.links = v.links;
       at.paths.assign(v.path, v.path + v.paths);
       if (fresh) at.link = v.default_link;
     }
@@ -229,6 +230,7 @@ migr_links_vqp LinkTable::Vqp::record(const VqpName& name) const {
   r.making = making;
   r.atomics = atomics;
   r.default_link = default_link;
+  r.links = links;
   for (const auto& p : paths) r.path[r.paths++] = p;
   return r;
 }
@@ -447,7 +449,7 @@ std::vector<std::string> LinkTable::left_on(const std::string& device, std::uint
 std::vector<std::string> LinkTable::away_from(const std::string& device, std::uint32_t port, std::uint64_t serial, unsigned& processes) const {
   return count_on(device, port, processes, "not there", [serial](const Process& p, const Vqp& v, const Links& there) {
     return p.settled < serial && !contains(there, v.link) &&
-           std::any_of(v.paths.begin(), v.paths.end(), [&](const auto& path) { return contains(there, path.link); });
+           std::any_of(there.begin(), there.end(), [&](std::uint32_t link) { return v.links >> link & 1; });
   });
 }
 

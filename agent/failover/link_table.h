@@ -95,14 +95,14 @@ class LinkTable {
   SwitchCounts switch_counts() const;
   /// vQPs that are still on this port (0: any) of the device; a line for each process. @param[out] processes  with a link there
   std::vector<std::string> left_on(const std::string& device, std::uint32_t port, unsigned& processes) const;
-  /// vQPs that have a path there, and another one carries them; not of processes that have settled `serial`.
+  /// vQPs that can go there, and are on another link; not of processes that have settled `serial`.
   std::vector<std::string> away_from(const std::string& device, std::uint32_t port, std::uint64_t serial, unsigned& processes) const;
   /// vQPs on that port that have nowhere to go, by process; a line each.
   std::vector<std::string> stuck_on(const std::string& device, std::uint32_t port) const;
 
  private:
   struct Vqp {
-    std::uint32_t policy = 0, default_link = 0;
+    std::uint32_t policy = 0, default_link = 0, links = 0;
     std::uint16_t making = 0, atomics = 0;
     std::vector<migr_links_path> paths;
     std::uint32_t link = 0, epoch = 0, phase = MIGR_LINKS_VQP_MAKING, atomics_now = MIGR_LINKS_DIRECT;

@@ -224,10 +224,10 @@ struct migr_links_link {
 	uint32_t gid_index;
 	uint32_t state;		/* enum migr_links_link_state */
 	uint32_t cause;		/* enum migr_links_cause, of its last going down; NONE: never was */
-	uint16_t channels;	/* that stand */
+	uint16_t channels;	/* that stand, and are not in doubt after a failure */
 	uint16_t spares;	/* paths in pools that are ready */
 	uint32_t vqps;		/* that have their path here now */
-	uint32_t backups;	/* vQPs that have a path here that is ready and not in use */
+	uint32_t backups;	/* vQPs that would go here next */
 	char why[MIGR_LINKS_WHY_MAX];	/* NUL-terminated; empty: nothing to say */
 };
 
@@ -262,6 +262,8 @@ struct migr_links_vqp {
 	uint16_t making;	/* enum migr_links_making; if either end does not say CACHED none is made ahead */
 	uint16_t atomics;	/* enum migr_links_atomics; unless both ends say RELAYED they go direct. It says, too, that this
 				 * library answers ATOMIC (libmigr/links/channel.h) */
+	uint32_t links;		/* that it can go to, by bit: its default link, those of its paths, and what else is there */
+	uint32_t reserved;
 	struct migr_links_path path[MIGR_LINKS_MAX_LINKS];	/* the others: zero */
 };
 

@@ -27,10 +27,15 @@ std::uint32_t next_epoch(const QpLink& l, Side side) {
   return ((l.epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;
 }
 
+/// Where it might go once there is a channel.
+Side some_other(const QpLink& l) {
+  const Side next = next_side(l);
+  return next != l.on ? next : l.on == kHome ? 1 : kHome;
+}
+
 Side target(const QpLink& l) {
-  Side side = other(l.on);
-  side_of(l, l.epoch & kLinkMask, side);
-  return side;
+  Side side = kHome;
+  return side_of(l, l.epoch & kLinkMask, side) ? side : some_other(l);
 }
 
 bool switched(const QpLink& l) { return l.q->phase == switchover::Phase::kSwitched; }
@@ -98,7 +103,7 @@ void finish(QpLink& l) {
     return end_it(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
   l.drains_ended = 0;
   // What it has left still works if it has not failed: no moment without a backup, whose path is made when it is needed.
-  set_stage(l, standing(l, other(l.on)) ? Stage::kReady : Stage::kMaking);
+  set_stage(l, next_side(l) != l.on ? Stage::kReady : Stage::kMaking);
   if (const int e = switchover::resume(one, resumed, why); e && !err) err = e;
   wake(q);
   if (err) say(l, "after the change to link " + std::to_string(l.leg().link->index) + ": " + why);
@@ -106,7 +111,7 @@ void finish(QpLink& l) {
 }
 
 switchover::Leaving leaving(const QpLink& l) {
-  return {.linked = l.on == kBackup, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
+  return {.side = l.on, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
 }
 
 /// It was adrift: its last path was cut then, with nothing in flight.
@@ -140,6 +145,8 @@ bool cut(QpLink& l, std::string& why) {
 /// To the leg's unused path, which has both its halves.
 bool take_next(QpLink& l, Side side, std::string& why) {
   Leg& leg = l.legs[side];
+  why = make_memory(*l.twin, side);
+  if (!why.empty()) return false;
   const Path next = std::exchange(leg.next, {});
   {
     std::lock_guard guard(l.lock);
@@ -155,7 +162,7 @@ bool take_next(QpLink& l, Side side, std::string& why) {
   const bool home = side == kHome;
   ++l.tries;
   return !switchover::switch_to_link(*l.q, {.qp = next.qp, .ops = home ? &l.q->context->ops : &leg.link->ops,
-                                            .keys = home ? l.q->context->kernel->key_table() : l.twin->key_table,
+                                            .keys = home ? l.q->context->kernel->key_table() : l.twin->at(side).key_table,
                                             .sends = next.sends, .receives = next.receives}, why);
 }
 
@@ -164,12 +171,14 @@ void go_on(QpLink& l);
 /// The present link comes last. Without any that stands it is waited for one.
 void choose(QpLink& l) {
   const Side now = target(l);
-  for (const Side side : {other(now), now}) {
-    if (!standing(l, side)) continue;
-    if (l.epoch >= kLastEpoch) return give_up(l, "it has changed its link too often");
-    l.epoch = next_epoch(l, side);
-    return go_on(l);
-  }
+  std::optional<Side> to;
+  for (Side side = kHome; side < l.sides() && !to; ++side)
+    if (side != now && standing(l, side)) to = side;
+  if (!to && standing(l, now)) to = now;
+  if (!to) return;
+  if (l.epoch >= kLastEpoch) return give_up(l, "it has changed its link too often");
+  l.epoch = next_epoch(l, *to);
+  go_on(l);
 }
 
 /// What there is to be done of a change that has been cut.
@@ -199,8 +208,8 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   l.cause = cause;
   l.noticed_ns = now_ns();
   l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
-  std::string why = make_memory(*l.twin);
-  if (!why.empty() || !cut(l, why)) return give_up(l, why);
+  std::string why;
+  if (!cut(l, why)) return give_up(l, why);
   go_on(l);
 }
 
@@ -214,7 +223,7 @@ void fail_over(QpLink& l, migr_links_cause cause) {
   if (l.epoch >= kLastEpoch) return;
   l.led = false;
   doubt(l);
-  begin(l, cause, next_epoch(l, other(l.on)));
+  begin(l, cause, next_epoch(l, some_other(l)));
 }
 
 /* ---- without a failure -------------------------------------------------------------- */
@@ -257,7 +266,7 @@ void end_drain(QpLink& l, Stage then) {
 /// Whether a migration can begin with no path but the one that it was born with, in ERR. What the other end's keys are called
 /// on a link that does not work is not known once they are not what the application calls them.
 bool may_cast_off(const QpLink& l) {
-  return l.on == kBackup && l.traps.empty() && l.birth && !(l.home_bits & kTranslateRemote) && l.q->app_state() == IBV_QPS_RTS;
+  return l.on != kHome && l.traps.empty() && l.birth && !(l.home_bits & kTranslateRemote) && l.q->app_state() == IBV_QPS_RTS;
 }
 
 void leave_linked_cq(CqShadow& c);
@@ -291,7 +300,7 @@ void look_at_drain(QpLink& l) {
 /// Where a vQP is to be as long as nothing is broken.
 Side wanted_side(const QpLink& l) {
   if (parking()) return kHome;
-  for (const Side side : {kHome, kBackup})
+  for (Side side = kHome; side < l.sides(); ++side)
     if (l.legs[side].link->preferred) return side;
   return state()->config.return_ms ? kHome : l.on;
 }
@@ -316,9 +325,11 @@ void look_at_place(QpLink& l) {
 bool look_at_channel(QpLink& l) {
   const std::uint64_t lost_ns = past_of(l.instance, *l.leg().link).lost_ns;
   if (!lost_ns) return false;
-  Channel* const other_channel = standing(l, other(l.on));
-  if (other_channel && other_channel->last_ns > lost_ns) fail_over(l, MIGR_LINKS_CAUSE_CHANNEL);
-  else if (other_channel) other_channel->beat_now = true;
+  for (Side side = kHome; side < l.sides(); ++side) {
+    Channel* const channel = side == l.on ? nullptr : standing(l, side);
+    if (channel && channel->last_ns > lost_ns) return fail_over(l, MIGR_LINKS_CAUSE_CHANNEL), true;
+    if (channel) channel->beat_now = true;
+  }
   return true;
 }
 
@@ -425,13 +436,13 @@ void look_at_channels(Link& link) {
 }  // namespace
 
 bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
-  for (const Side s : {kHome, kBackup})
+  for (Side s = kHome; s < l.sides(); ++s)
     if (l.legs[s].link->index == link) return side = s, true;
   return false;
 }
 
 void tell_gone(const QpLink& l) {
-  for (const Side side : {kHome, kBackup})
+  for (Side side = kHome; side < l.sides(); ++side)
     if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
 }
 
@@ -450,15 +461,24 @@ void forget_pasts() {
   std::erase_if(pasts, [&](const Past& p) { return !connected.contains(p.peer); });
 }
 
+bool is_common(const QpLink& l, Side side) { return !l.peer_links || (l.peer_links >> l.legs[side].link->index & 1); }
+
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
-  Channel* const channel = link.down() ? nullptr : find_channel(l.instance, link);
+  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q)) return nullptr;
+  Channel* const channel = find_channel(l.instance, link);
   return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
+}
+
+Side next_side(const QpLink& l) {
+  for (Side side = kHome; side < l.sides(); ++side)
+    if (side != l.on && standing(l, side)) return side;
+  return l.on;
 }
 
 bool has_to_cast_off(const QpLink& l) {
   constexpr std::uint64_t kHomeLimitNs = 2'000'000'000;  // its chance to go home
-  if (!parking() || !may_cast_off(l) || standing(l, kHome) || !standing(l, kBackup) || l.epoch >= kLastEpoch) return false;
+  if (!parking() || !may_cast_off(l) || standing(l, kHome) || !standing(l, l.on) || l.epoch >= kLastEpoch) return false;
   return l.legs[kHome].link->down() || now_ns() - state()->parking_ns > kHomeLimitNs;
 }
 
@@ -519,8 +539,8 @@ void empty_trap(QpShadow& q) {
 namespace {
 
 bool on_backup_in_any_way(const QpLink& l) {
-  return l.on == kBackup || l.stage == Stage::kDraining || l.stage == Stage::kChanging ||
-         std::any_of(l.traps.begin(), l.traps.end(), [](const Trap& t) { return t.side == kBackup; });
+  return l.on != kHome || l.stage == Stage::kDraining || l.stage == Stage::kChanging ||
+         std::any_of(l.traps.begin(), l.traps.end(), [](const Trap& t) { return t.side != kHome; });
 }
 
 /// Its CQ on the backup link need not be polled as long as nobody is there.
@@ -770,7 +790,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
   if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
     begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch, cast_off);
-    l->led = side == kBackup;
+    l->led = side != kHome;
     if (side != wanted_side(*l)) l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
   }
   if (l->stage != Stage::kDraining || record.epoch < l->drain_epoch) return;
@@ -801,7 +821,7 @@ void channel_broke(Channel& channel) {
     const bool cut_there = l->stage == Stage::kDraining && l->drained_here;  // perhaps: what comes of that is no error
     if (l->stage == Stage::kDraining && side_of(*l, l->drain_epoch & kLinkMask, drained_to) && l->legs[l->casting_off ? l->on : drained_to].link == link)
       end_drain(*l, Stage::kReady);
-    if (l->backup().link == link && !cut_there) {
+    if (l->leg().link != link && next_side(*l) == l->on && !cut_there) {
       std::lock_guard guard(l->lock);
       if (l->stage == Stage::kReady) l->stage = Stage::kMaking;
     }

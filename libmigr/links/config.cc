@@ -50,13 +50,25 @@ std::string unknown_key(const json& object, std::initializer_list<const char*> k
   return "";
 }
 
-/// "policy", "paths" and "atomics", where they are there.
+std::string read_number(const json& from, const char* key, unsigned low, unsigned high, unsigned& out) {
+  const auto found = from.find(key);
+  if (found == from.end()) return "";
+  if (!found->is_number_unsigned() || found->get<std::uint64_t>() < low || found->get<std::uint64_t>() > high)
+    return std::string("\"") + key + "\" is " + found->dump() + ", not a number from " + std::to_string(low) + " to " +
+           std::to_string(high);
+  out = found->get<unsigned>();
+  return "";
+}
+
+/// What can be said of a device or a program, where it is there.
 std::string read_setting(const json& from, const std::string& where, Config::Setting& out) {
   std::string why;
   if (const auto found = from.find("policy"); found != from.end()) why = read_word(found->dump(), where + "\"policy\"", kPolicies, out.policy);
   if (const auto found = from.find("paths"); why.empty() && found != from.end()) why = read_word(found->dump(), where + "\"paths\"", kPaths, out.paths);
   if (const auto found = from.find("atomics"); why.empty() && found != from.end()) why = read_word(found->dump(), where + "\"atomics\"", kAtomics, out.atomics);
-  return why;
+  if (!why.empty() || !from.contains("backups")) return why;
+  why = read_number(from, "backups", 1, kMaxBackups, out.backups.emplace());
+  return why.empty() ? "" : where + why;
 }
 
 /// Of each a policy, or an object of settings.
@@ -68,19 +80,9 @@ std::string read_settings(const json& from, const char* key, std::map<std::strin
     const std::string where = std::string("\"") + key + "\": \"" + who + "\"";
     std::string why;
     if (!what.is_object()) why = read_word(what.dump(), where, kPolicies, out[who].policy);
-    else if (why = unknown_key(what, {"policy", "paths", "atomics"}, where + ": "); why.empty()) why = read_setting(what, where + ": ", out[who]);
+    else if (why = unknown_key(what, {"policy", "paths", "atomics", "backups"}, where + ": "); why.empty()) why = read_setting(what, where + ": ", out[who]);
     if (!why.empty()) return why;
   }
-  return "";
-}
-
-std::string read_number(const json& from, const char* key, unsigned low, unsigned high, unsigned& out) {
-  const auto found = from.find(key);
-  if (found == from.end()) return "";
-  if (!found->is_number_unsigned() || found->get<std::uint64_t>() < low || found->get<std::uint64_t>() > high)
-    return std::string("\"") + key + "\" is " + found->dump() + ", not a number from " + std::to_string(low) + " to " +
-           std::to_string(high);
-  out = found->get<unsigned>();
   return "";
 }
 
@@ -157,14 +159,21 @@ Atomics Config::atomics_of(const std::string& device) const {
   return found == devices.end() ? atomics : found->second.atomics.value_or(atomics);
 }
 
+unsigned Config::backups_of(const std::string& device) const {
+  const auto found = devices.find(device);
+  return found == devices.end() ? backups : found->second.backups.value_or(backups);
+}
+
 void Config::set(const Setting& mine) {
   policy = mine.policy.value_or(policy);
   paths = mine.paths.value_or(paths);
   atomics = mine.atomics.value_or(atomics);
+  backups = mine.backups.value_or(backups);
   for (auto& [ignored, device] : devices) {
     if (mine.policy) device.policy.reset();
     if (mine.paths) device.paths.reset();
     if (mine.atomics) device.atomics.reset();
+    if (mine.backups) device.backups.reset();
   }
 }
 
@@ -177,7 +186,7 @@ bool Config::any_policy() const {
 std::string parse(const std::string& text, const std::string& process, Config& out) {
   const json all = json::parse(text, nullptr, false);
   if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
-  std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "devices", "processes", "unique_swap", "pool", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
+  std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "backups", "devices", "processes", "unique_swap", "pool", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
     why = "\"links\" has to be a list of at most " + std::to_string(kMaxLinks) + " links";

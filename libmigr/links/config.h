@@ -3,7 +3,7 @@
  * Which links there are, and what a broken one does to whom (docs/failover.md):
  *
  *   { "links": [ {"device": "mlx5_0", "port": 1, "gid_index": 3}, {"device": "mlx5_1"} ],
- *     "policy": "exact", "paths": "cached", "atomics": "direct",
+ *     "policy": "exact", "paths": "cached", "atomics": "direct", "backups": 1,
  *     "devices": {"mlx5_1": "off"}, "processes": {"ib_write_bw": "resend", "kv_server": {"paths": "rebuild"}},
  *     "unique_swap": ["kv_server"], "pool": 1,
  *     "heartbeat_ms": 200, "heartbeat_misses": 3, "switch_limit_ms": 10000, "return_ms": 3000,
@@ -15,6 +15,8 @@
  * made ahead for all vQPs of one kind between two processes, and taken by those that fail first. Where the two ends say
  * different things none is made ahead. "atomics", in the same places: "direct"; or "relayed": of a vQP with `exact` and a backup whose other end
  * says so, too, the other end's library has its own NIC execute them, once, whatever fails meanwhile; each takes a few round trips.
+ * "backups", in the same places: so many of the other devices' links, in their order, are a vQP's backup links (1). All memory is
+ * registered on each; a path is made ahead on the one that would be next.
  * "unique_swap", true or programs: no two of their CAS, wherever, have the same swap value, and only
  * who has swapped one in takes it away. Then `exact` brings back the answer of a CAS that was lost.
  * Environment: MIGR_LINKS names another file, MIGR_POLICY goes before everything.
@@ -30,7 +32,7 @@
 namespace migr::links {
 
 constexpr char kDefaultFile[] = "/etc/migr/links.json";
-constexpr std::size_t kMaxLinks = 8;
+constexpr std::size_t kMaxLinks = 8, kMaxBackups = kMaxLinks - 1;
 
 enum class Policy { kOff, kResend, kExact };
 const char* name(Policy policy);
@@ -50,11 +52,13 @@ struct Config {
     std::optional<Policy> policy;
     std::optional<Paths> paths;
     std::optional<Atomics> atomics;
+    std::optional<unsigned> backups;
   };
   std::vector<Link> links;
   Policy policy = Policy::kOff;
   Paths paths = Paths::kCached;
   Atomics atomics = Atomics::kDirect;
+  unsigned backups = 1;
   std::map<std::string, Setting> devices, processes;
   bool unique_swap = false;     ///< of this process
   unsigned pool = 1;            ///< paths in a pool
@@ -68,6 +72,7 @@ struct Config {
   Policy policy_of(const std::string& device) const;
   Paths paths_of(const std::string& device) const;
   Atomics atomics_of(const std::string& device) const;
+  unsigned backups_of(const std::string& device) const;
   bool any_policy() const;
   /// Goes before what is said of devices.
   void set(const Setting& mine);

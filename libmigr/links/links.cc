@@ -125,7 +125,7 @@ void note_backed_up() {
     bool any = false, all = true;
     for (QpShadow* q : Registry::get().qps) {
       if (q->context != t->of || (q->link && q->link->stage == Stage::kBroken)) continue;
-      const bool goes_on = q->link ? q->link->on == kBackup || q->link->stage != Stage::kMaking : q->adrift || guarded(*q);
+      const bool goes_on = q->link ? q->link->on != kHome || q->link->stage != Stage::kMaking : q->adrift || guarded(*q);
       const bool connected = goes_on || q->link || q->app_state() == IBV_QPS_RTR || q->app_state() == IBV_QPS_RTS;
       any = any || connected;
       all = all && (goes_on || !connected);
@@ -152,10 +152,13 @@ void opened(Context& context) {
   t->paths = s->config.paths_of(home->config.device);
   t->wants_relayed = s->config.atomics_of(home->config.device) == Atomics::kRelayed;
   if (t->wants_relayed && policy == Policy::kExact) t->atomics = Atomics::kRelayed;
-  for (Link& link : s->links)
-    if (!t->link && link.config.device != home->config.device) t->link = &link;
-  t->key_table = t->link ? static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)) : nullptr;
-  if (!t->key_table) {
+  const unsigned most = s->config.backups_of(home->config.device);
+  for (Link& link : s->links) {
+    if (link.config.device == home->config.device || t->backups.size() == most) continue;
+    if (auto* const table = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)))
+      t->backups.push_back({.link = &link, .key_table = table, .pds = {}});
+  }
+  if (t->backups.empty()) {
     delete t;
     return;
   }
@@ -171,7 +174,7 @@ void changed() {
 namespace {
 
 /// It has left its default link, or is about to.
-bool leaves_home(const QpLink& l) { return l.on == kBackup || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
+bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
 
 /// The application will tell others of the key that it has just got, by ways of its own: before that they have to know what it
 /// is called on the link that their vQPs are on, or go to; and who registers all the time must not be faster than the channel, on
@@ -180,8 +183,8 @@ void wait_until_heard(const Twin& twin) {
   constexpr std::chrono::milliseconds kLimit{200};  // a peer that does not answer is about to be found silent
   std::map<const Channel*, std::uint64_t> until;
   for (const QpLink* l : the_state->qps)
-    if (l->twin == &twin && leaves_home(*l))
-      if (const Channel* c = standing(*l, kBackup)) until[c] = c->keys_sent;
+    for (Side side = 1; l->twin == &twin && leaves_home(*l) && side < l->sides(); ++side)
+      if (const Channel* c = standing(*l, side)) until[c] = c->keys_sent;
   const auto all_have = [&] {
     return std::none_of(the_state->channels.begin(), the_state->channels.end(), [&](const Channel* c) {
       const auto mine = until.find(c);
@@ -202,7 +205,7 @@ void made(MrShadow& mr) {
   for (const QpLink* l : the_state->qps)
     now = now || (l->twin == mr.context->twin && leaves_home(*l));
   if (!now) return changed();
-  make_memory(*mr.context->twin);
+  for (Side side = 1; side < mr.context->twin->sides(); ++side) make_memory(*mr.context->twin, side);
   for (Channel* c : the_state->channels) tell_keys(*c);
   wait_until_heard(*mr.context->twin);
 }
@@ -227,14 +230,19 @@ int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
 
 void gone(MrShadow& mr) {
   Twin* const t = mr.context->twin;
-  if (!t || !mr.twin) return;
-  const std::uint32_t prkey = mr.twin->rkey;
+  if (!t || mr.twins.empty()) return;
   std::uint64_t told = 0;
   for (const Channel* c : the_state->channels) told = std::max(told, c->told);
-  t->key_table[mr.app.lkey >> 8].lkey = 0;
-  t->key_table[mr.app.rkey >> 8].rkey = 0;
-  real().dereg_mr(std::exchange(mr.twin, nullptr));
-  if (prkey) the_state->keys.remove({t->link->index, t->home->index, mr.app.rkey}, told);
+  for (Side side = 1; side < t->sides(); ++side) {
+    ibv_mr* const twin = mr.on(side);
+    if (!twin) continue;
+    Backup& b = t->at(side);
+    b.key_table[mr.app.lkey >> 8].lkey = 0;
+    b.key_table[mr.app.rkey >> 8].rkey = 0;
+    if (twin->rkey) the_state->keys.remove({b.link->index, t->home->index, mr.app.rkey}, told);
+    real().dereg_mr(twin);
+  }
+  mr.twins.clear();
   if (std::exchange(mr.told_at_home, false)) the_state->keys.remove({t->home->index, t->home->index, mr.app.rkey}, told);
 }
 
@@ -248,8 +256,9 @@ void gone(CqShadow& c) {
 void resized(CqShadow& c) {
   if (!c.link) return;
   std::lock_guard guard(c.lock);  // threads poll it under that
-  if (const int err = real().resize_cq(c.link->real, c.real->cqe))
-    std::fprintf(stderr, "libmigr: the backup of a CQ that has %d entries now keeps its %d: %s\n", c.real->cqe, c.link->real->cqe, std::strerror(err));
+  for (const CqLink::Cq& cq : c.link->cqs)
+    if (const int err = real().resize_cq(cq.real, c.real->cqe))
+      std::fprintf(stderr, "libmigr: the backup of a CQ that has %d entries now keeps its %d: %s\n", c.real->cqe, cq.real->cqe, std::strerror(err));
 }
 
 void forget(CqShadow& c) {
@@ -262,7 +271,7 @@ void forget(CqShadow& c) {
     c.state.fetch_and(~std::uint32_t{kLinkedCq | (c.guarded.empty() ? kProtectedCq : 0u)}, std::memory_order_relaxed);
   }
   if (link->bell) real().destroy_qp(link->bell);
-  real().destroy_cq(link->real);
+  for (const CqLink::Cq& cq : link->cqs) real().destroy_cq(cq.real);
   delete link;
 }
 
@@ -273,34 +282,37 @@ void empty(Twin& t) {
   for (MrShadow* mr : Registry::get().mrs)
     if (mr->context == t.of) gone(*mr);
   the_state->discards.finish();
-  for (const auto& [ignored, pd] : t.pds) real().dealloc_pd(pd);
-  t.pds.clear();
+  for (Backup& b : t.backups) {
+    for (const auto& [ignored, pd] : b.pds) real().dealloc_pd(pd);
+    b.pds.clear();
+  }
 }
 
 void gone(ibv_pd* pd) {
   if (!the_state) return;
-  for (Twin* t : the_state->twins)
-    if (const auto found = t->pds.find(pd); found != t->pds.end()) {
-      for (const QpShadow* q : Registry::get().qps)
-        if (q->init.pd == pd) return;
-      drop_executors(*t, pd);
-      drop_spares(pd);
-      the_state->discards.finish();
-      for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
-        if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
-        std::lock_guard guard(c->lock);
-        real().destroy_qp(std::exchange(c->link->bell, nullptr));
-      }
-      if (real().dealloc_pd(found->second) == 0) t->pds.erase(found);
-      return;
+  for (Twin* t : the_state->twins) {
+    if (std::none_of(t->backups.begin(), t->backups.end(), [&](const Backup& b) { return b.pds.contains(pd); })) continue;
+    for (const QpShadow* q : Registry::get().qps)
+      if (q->init.pd == pd) return;
+    drop_executors(*t, pd);
+    drop_spares(pd);
+    the_state->discards.finish();
+    for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
+      if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
+      std::lock_guard guard(c->lock);
+      real().destroy_qp(std::exchange(c->link->bell, nullptr));
     }
+    for (Backup& b : t->backups)
+      if (const auto found = b.pds.find(pd); found != b.pds.end() && real().dealloc_pd(found->second) == 0) b.pds.erase(found);
+    return;
+  }
 }
 
 namespace {
 
 /// All but `keep`. The path that is being changed is a trap already.
 void destroy_paths(QpLink& l, const ibv_qp* keep) {
-  for (const Side side : {kHome, kBackup}) destroy_path(l, side, l.legs[side].next);
+  for (Side side = kHome; side < l.sides(); ++side) destroy_path(l, side, l.legs[side].next);
   for (Trap& trap : l.traps)
     if (trap.path.qp != keep && trap.path.qp != l.path.qp) destroy_path(l, trap.side, trap.path);
   l.traps.clear();
@@ -387,7 +399,7 @@ void dropped(Context& context) {
     }
   empty(*t);
   std::erase(the_state->twins, t);
-  munmap(t->key_table, MIGR_KEY_TABLE_BYTES);
+  for (const Backup& b : t->backups) munmap(b.key_table, MIGR_KEY_TABLE_BYTES);
   context.twin = nullptr;
   delete t;
 }
@@ -416,7 +428,7 @@ void after_fork_in_child(bool inherits) {
   the_state->round_fd = the_state->failover_fd = -1;
   for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear();
   for (QpShadow* q : Registry::get().qps) q->link = nullptr;
-  for (MrShadow* mr : Registry::get().mrs) mr->twin = nullptr;
+  for (MrShadow* mr : Registry::get().mrs) mr->twins.clear();
   for (Context* context : Registry::get().contexts) {
     context->twin = nullptr;
     events::backed_up(*context->real, false);
@@ -469,11 +481,10 @@ bool take_guarded(CqShadow& c, const ibv_wc& wc) {
 
 }  // namespace
 
-bool take_error(CqShadow& c, const ibv_wc& wc, bool linked) {
-  const Side side = linked ? kBackup : kHome;
+bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
   if (!c.link) return take_guarded(c, wc);
   const auto found = c.link->qps[side].find(wc.qp_num);
-  if (found == c.link->qps[side].end()) return !linked && take_guarded(c, wc);
+  if (found == c.link->qps[side].end()) return side == kHome && take_guarded(c, wc);
   QpLink& l = *found->second;
   std::lock_guard of_guard(l.q->guard.lock);
   std::lock_guard guard(l.lock);
@@ -510,7 +521,9 @@ void hand_over(QpShadow& q) {
 
 int arm(CqShadow& c, int solicited_only) {
   if (!c.link || !(c.state.load(std::memory_order_relaxed) & kLinkedCq)) return 0;
-  return c.link->twin->link->ops.req_notify_cq(c.link->real, solicited_only);
+  for (const CqLink::Cq& cq : c.link->cqs)
+    if (const int err = c.link->twin->link(cq.side)->ops.req_notify_cq(cq.real, solicited_only)) return err;
+  return 0;
 }
 
 int ring(CqShadow& c, std::string& why) {
@@ -553,7 +566,7 @@ bool hides_errors(QpShadow& q) {
 
 bool has_changed(const QpShadow& q) { return q.link && q.link->epoch; }
 
-bool on_backup(const QpShadow& q) { return q.link && q.link->on == kBackup; }
+bool on_backup(const QpShadow& q) { return q.link && q.link->on != kHome; }
 
 bool changing(const QpShadow& q) { return q.link && (q.link->stage == Stage::kChanging || q.link->stage == Stage::kDraining); }
 

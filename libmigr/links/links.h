@@ -57,30 +57,50 @@ struct Link {
   }
 };
 
-/// The backup of one of the application's contexts.
+/// What there is of a context's on one of its backup links.
+struct Backup {
+  Link* link = nullptr;
+  migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical there
+  std::unordered_map<const ibv_pd*, ibv_pd*> pds;
+};
+
+/// The backups of one of the application's contexts.
 struct Twin {
   Context* of = nullptr;
   Link* home = nullptr;  ///< where `of` is
-  Link* link = nullptr;
+  std::vector<Backup> backups;  ///< in their order: of Side n the n-1st. As many as there were at first
   Policy policy = Policy::kOff;
   Paths paths = Paths::kCached;
   Atomics atomics = Atomics::kDirect;  ///< relayed with `exact` only
   bool wants_relayed = false;          ///< as configured
   std::vector<struct Executor*> executors;
   bool backed_up = false;              ///< all connections of `of`
-  migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical on the link
-  std::unordered_map<const ibv_pd*, ibv_pd*> pds;
+
+  Side sides() const { return static_cast<Side>(backups.size()) + 1; }
+  Backup& at(Side side) { return backups[side - 1]; }  ///< not kHome
+  const Backup& at(Side side) const { return backups[side - 1]; }
+  Link* link(Side side) const { return side == kHome ? home : at(side).link; }
 };
 
-/// The backup of a CQ. `real`..`qpn_table` never change; the rest belongs to CqShadow::lock.
+/// The backups of a CQ. Of CqShadow::lock.
 struct CqLink {
-  ibv_cq* real = nullptr;
-  int (*real_poll)(ibv_cq*, int, ibv_wc*) = nullptr;
-  const std::uint32_t* qpn_table = nullptr;
+  struct Cq {
+    Side side;
+    ibv_cq* real;
+    int (*real_poll)(ibv_cq*, int, ibv_wc*);
+    const std::uint32_t* qpn_table;
+  };
   Twin* twin = nullptr;
-  std::unordered_map<std::uint32_t, QpLink*> qps[2];  ///< on it, by side and the physical numbers of all their paths
+  std::vector<Cq> cqs;  ///< grows only; written with the Registry's lock, too
+  std::unordered_map<std::uint32_t, QpLink*> qps[kMaxLinks];  ///< on it, by side and the physical numbers of all their paths
   ibv_qp* bell = nullptr;             ///< a QP in ERR on the application's CQ: what it flushes wakes whoever sleeps there
   std::vector<std::uint64_t> rings;   ///< markers of it
+
+  ibv_cq* at(Side side) const {  ///< not kHome. Null: it is not there
+    for (const Cq& cq : cqs)
+      if (cq.side == side) return cq.real;
+    return nullptr;
+  }
 };
 
 enum class Stage : std::uint8_t {
@@ -90,10 +110,6 @@ enum class Stage : std::uint8_t {
   kChanging,  ///< cut here, or about to be; the other end's word is missing
   kBroken,    ///< the application gets its errors
 };
-
-/// Which of a vQP's two links. The n-th link of one end belongs with the n-th of the other.
-enum Side : unsigned { kHome, kBackup };
-constexpr Side other(Side side) { return side == kHome ? kBackup : kHome; }
 
 /// One physical QP of a vQP. It is used once: what was cut is never used again.
 struct Path {
@@ -130,17 +146,19 @@ struct QpLink {
   QpShadow* q = nullptr;
   Twin* twin = nullptr;
   migr_links_name name{}, peer{};
-  migr_links_path first[2]{};  ///< paths that it began with, by side, as others are told of them
+  migr_links_path first[2]{};  ///< paths that it began with, as others are told of them: at home; ahead, if it is
   bool told = false;           ///< published
   bool ahead = false;          ///< its next path is made ahead: both ends want that
   bool pooled = false;         ///< it may be one of a pool: both ends have one
-  bool found = false;          ///< by the directory: of the next two the other end's are known
+  bool begun = false;          ///< nothing has to come by the directory any more: the rest is told over channels
+  bool found = false;          ///< by the directory: of the next three the other end's are known
   unsigned peer_home = 0;      ///< link that the other end was born on
+  std::uint32_t peer_links = 0;  ///< where it can go, by bit; 0: it has not said so
   ibv_gid home_gid{};          ///< its present address on its default link
   std::uint8_t home_gid_index = 0, home_port = 0;
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end; zero: not known yet
-  Leg legs[2];                 ///< by side
+  std::vector<Leg> legs;       ///< by side
   std::deque<Trap> traps;
   ibv_qp* birth = nullptr;  ///< the path that it was born with, once it is no trap any more: nobody else gets its number
   std::string why;
@@ -165,7 +183,7 @@ struct QpLink {
   bool casting_off = false;         ///< to no path at all
   std::uint64_t stay_until_ns = 0;  ///< a drain did not end, or the other end wants it here: not again before
   unsigned drains_ended = 0;        ///< without a change, since the last one
-  bool led = false;                 ///< it is on its backup link because the other end prefers that
+  bool led = false;                 ///< it is off its default link because the other end prefers that
 
   /// Innermost. Of what follows; `path` and `on` are written with the Registry's lock, too.
   std::mutex lock;
@@ -179,8 +197,7 @@ struct QpLink {
 
   Leg& leg() { return legs[on]; }
   const Leg& leg() const { return legs[on]; }
-  Leg& backup() { return legs[other(on)]; }
-  const Leg& backup() const { return legs[other(on)]; }
+  Side sides() const { return static_cast<Side>(legs.size()); }
 };
 
 /* What the application does; the Registry's lock is held. */
@@ -214,8 +231,8 @@ void after_fork_in_child(bool inherits);
 
 /* On the way of a completion. */
 
-/// Caller holds c.lock. @param linked it came from the backup's CQ. @return false: the application's own
-bool take_error(CqShadow& c, const ibv_wc& wc, bool linked);
+/// Caller holds c.lock. @param side it came from the CQ there. @return false: the application's own
+bool take_error(CqShadow& c, const ibv_wc& wc, Side side);
 /// The application has armed `c`. Caller holds c.lock. @return 0 or a positive errno
 int arm(CqShadow& c, int solicited_only);
 /// Wakes whoever sleeps on the channel of `c`.

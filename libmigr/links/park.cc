@@ -36,15 +36,15 @@ std::string name(const QpLink& l) { return "vQPN " + std::to_string(l.name.vqpn)
 /// What no waiting changes.
 std::string obstacle() {
   for (const QpLink* l : state()->qps)
-    if (l->on == kBackup && l->stage == Stage::kBroken) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
+    if (l->on != kHome && l->stage == Stage::kBroken) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
   return "";
 }
 
 std::string what_is_missing() {
   for (const QpLink* l : state()->qps)
     if (!settled(*l))
-      return name(*l) + (l->on == kBackup ? " is on " + l->leg().link->config.device + " and could not go back to " + l->legs[kHome].link->config.device
-                                          : " is changing its link, or a thread has not come back from it");
+      return name(*l) + (l->on != kHome ? " is on " + l->leg().link->config.device + " and could not go back to " + l->legs[kHome].link->config.device
+                                        : " is changing its link, or a thread has not come back from it");
   return "a partner has not answered on a backup link, or migrd not on the links' socket";
 }
 

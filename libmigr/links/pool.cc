@@ -68,13 +68,18 @@ bool leads(const Peer& peer) { return state()->instance < peer; }
 
 }  // namespace
 
-void fill_pools() {
-  if (parking()) return;
+bool fill_pools() {
+  bool missing = false;
+  if (parking()) return missing;
   for (QpLink* l : state()->qps) {
     if (!l->pooled || !leads(l->instance) || l->stage != Stage::kReady || l->q->app_state() != IBV_QPS_RTS) continue;
-    const Side side = other(l->on);
+    const Side side = next_side(*l);
+    if (side == l->on) continue;
     Channel* const channel = standing(*l, side);
-    if (!channel || now_ns() - channel->refused_ns < kRefusedNs) continue;
+    if (now_ns() - channel->refused_ns < kRefusedNs) {
+      missing = true;
+      continue;
+    }
     const PathKind kind = kind_of(*l, side);
     auto there = std::count_if(channel->spares.begin(), channel->spares.end(), [&](const Spare& s) { return s.kind == kind; });
     for (; there < static_cast<std::ptrdiff_t>(state()->config.pool); ++there) {
@@ -82,11 +87,13 @@ void fill_pools() {
       if (!make_spare(*l, side, *channel, ++channel->spares_made, why)) {
         channel->refused_ns = now_ns();
         say(*l, "no path for the pool: " + why);
+        missing = true;
         break;
       }
       send_half(*channel, *l, side, channel->spares.back(), false);
     }
   }
+  return missing;
 }
 
 void got_spare(Channel& from, const SpareRecord& record) {

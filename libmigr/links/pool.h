@@ -34,8 +34,8 @@ struct Spare {
 };
 
 /// Makes what is missing in the pools that this process leads: of two processes one numbers the paths that they take from a pool,
-/// and says which, so both never mean different ones. Thread: that of the rounds.
-void fill_pools();
+/// and says which, so both never mean different ones. Thread: that of the rounds. @return one could not be made, and is tried again
+bool fill_pools();
 constexpr std::uint64_t kAnySpare = 0;
 constexpr std::size_t kMostSpares = 4096;  ///< of a channel: the other end is not believed more
 /// Takes a path out of the pool for `l` on that side, as its next. @return its id; 0: there is none that it can use

@@ -230,7 +230,7 @@ std::size_t post_waiting(QpLink& l) {
 
 Channel* way_to(const QpLink& l) {
   Channel* const here = standing(l, l.on);
-  return here ? here : standing(l, other(l.on));
+  return here ? here : standing(l, next_side(l));
 }
 
 void ask(QpLink& l, Channel& c) {
@@ -350,7 +350,7 @@ void got_answer(Channel& from, const AnswerRecord& record) {
 /// Executes atomics in the memory of one PD by one NIC, which so has them in one order with all others: a QP that is connected to
 /// another one of ours. One at a time.
 struct Executor {
-  Executor(Twin& t, const ibv_pd* app, Side s) : twin(&t), of(app), side(s), link(s == kHome ? t.home : t.link) {}
+  Executor(Twin& t, const ibv_pd* app, Side s) : twin(&t), of(app), side(s), link(t.link(s)) {}
   Twin* const twin;
   const ibv_pd* const of;  ///< the application's
   const Side side;
@@ -432,6 +432,9 @@ bool open(Executor& e, std::string& why) {
   Link& link = *e.link;
   const bool home = e.side == kHome;
   if (!link.ctx) return why = link.config.device + " is not open", false;
+  ibv_pd* const pd = home ? const_cast<ibv_pd*>(e.of) : e.twin->at(e.side).pds.contains(e.of) ? e.twin->at(e.side).pds.at(e.of)
+                                                                                              : nullptr;
+  if (!pd) return why = "a PD is not there yet on " + link.config.device, false;
   ibv_context* const ctx = home ? e.twin->of->real : link.ctx;
   e.mr = real().reg_mr_iova2(link.pd, &e.word, sizeof e.word, reinterpret_cast<std::uintptr_t>(&e.word), IBV_ACCESS_LOCAL_WRITE);
   e.cq = events::with_kernel_fd(*ctx, [&] { return real().create_cq(ctx, 1, nullptr, nullptr, 0); });
@@ -441,7 +444,6 @@ bool open(Executor& e, std::string& why) {
   if (e.mr && e.cq) e.source = create_on(link.pd, init, link.config.port, 0, why);
   else why = std::string("memory or a CQ for atomics: ") + std::strerror(errno);
   init.send_cq = init.recv_cq = e.cq;
-  const auto pd = home ? const_cast<ibv_pd*>(e.of) : e.twin->pds.at(e.of);
   if (e.source) e.target = events::with_kernel_fd(*ctx, [&] { return create_on(pd, init, link.config.port, IBV_ACCESS_REMOTE_ATOMIC, why); });
   e.psn = switchover::random_psn();
   if (e.target && connect(link, e.target, e.source, e.psn, why) && connect(link, e.source, e.target, e.psn, why)) return true;
@@ -453,8 +455,7 @@ bool open(Executor& e, std::string& why) {
 bool post(Executor& e, const QpShadow& q, std::string& why) {
   const AtomicRecord& what = e.jobs.front().what;
   const MrShadow* const memory = memory_of(q, what.rkey);
-  const ibv_mr* const there = !memory ? nullptr : e.side == kHome ? memory->real
-                                                                  : memory->twin;
+  const ibv_mr* const there = memory ? memory->on(e.side) : nullptr;
   if (!there) return why = "its memory is not there", false;
   if (!open(e, why)) return false;
   ibv_sge sge{reinterpret_cast<std::uint64_t>(&e.word), kWord, e.mr->lkey};
@@ -473,6 +474,16 @@ Executor& executor_of(Twin& t, const ibv_pd* pd, Side side) {
   for (Executor* e : t.executors)
     if (e->of == pd && e->side == side) return *e;
   return *t.executors.emplace_back(new Executor(t, pd, side));
+}
+
+/// That is at work; else of the first link that works.
+Executor& next_executor(const QpLink& l) {
+  const ibv_pd* const pd = l.q->init.pd;
+  for (Executor* e : l.twin->executors)
+    if (e->of == pd && !e->jobs.empty()) return *e;
+  Side side = kHome;
+  while (side + 1 < l.sides() && l.legs[side].link->down()) ++side;
+  return executor_of(*l.twin, pd, side);
 }
 
 void end_job(Executor& e, AtomicStatus status);
@@ -496,13 +507,13 @@ void add_job(Executor& e, const Executor::Job& job) {
   if (e.jobs.size() == 1) begin_job(e);
 }
 
-/// @param status  kNotYet: it was not executed. Then the other link's device may
+/// @param status  kNotYet: it was not executed. Then the next link's device may
 void end_job(Executor& e, AtomicStatus status) {
   const Executor::Job job = e.jobs.front();
   e.jobs.pop_front();
   QpLink* const l = by_id(job.id);
-  if (l && status == kNotYet && e.side == kHome) {
-    Executor& other = executor_of(*l->twin, e.of, kBackup);
+  if (l && status == kNotYet && e.side + 1 < l->sides()) {
+    Executor& other = executor_of(*l->twin, e.of, e.side + 1);
     auto behind = std::exchange(e.jobs, {});  // in their order
     add_job(other, job);
     for (const Executor::Job& next : behind) add_job(other, next);
@@ -549,8 +560,7 @@ void got_atomic(Channel& from, const AtomicRecord& record) {
   const AtomicStatus status = check(*l->q, record);
   a.all.push_back({record.number, status == kExecuted ? kNotYet : status, 0});
   if (status != kExecuted) return refuse_atomic(*l, a.all.back());
-  const bool home = !l->twin->home->down() && executor_of(*l->twin, l->q->init.pd, kBackup).jobs.empty();
-  add_job(executor_of(*l->twin, l->q->init.pd, home ? kHome : kBackup), {l->id, record.number, record});
+  add_job(next_executor(*l), {l->id, record.number, record});
 }
 
 void executed(Link& link, const ibv_wc& wc) {

@@ -115,48 +115,47 @@ std::string open_link(Link& link) {
 
 Registry& registry() { return Registry::get(); }
 
-bool make_pd(Twin& t, std::string& why) {
+bool make_pd(const Twin& t, Backup& b, std::string& why) {
   for (ibv_pd* pd : registry().pds) {
-    if (pd->context != t.of->real || t.pds.contains(pd)) continue;
-    ibv_pd* const made = real().alloc_pd(t.link->ctx);
+    if (pd->context != t.of->real || b.pds.contains(pd)) continue;
+    ibv_pd* const made = real().alloc_pd(b.link->ctx);
     if (!made) return why = errno_text("alloc_pd"), false;
-    return t.pds[pd] = made, true;
+    return b.pds[pd] = made, true;
   }
   return false;
 }
 
-bool make_cq(Twin& t, std::string& why) {
+bool make_cq(Twin& t, Side side, std::string& why) {
+  const Link& link = *t.link(side);
   for (CqShadow* c : registry().cqs) {
-    if (c->context != t.of || c->link || c->immovable || c->ending) continue;
-    ibv_cq* const made = real().create_cq(t.link->ctx, c->real->cqe, c, t.link->events, 0);
+    if (c->context != t.of || (c->link && c->link->at(side)) || c->immovable || c->ending) continue;
+    ibv_cq* const made = real().create_cq(link.ctx, c->real->cqe, c, link.events, 0);
     if (!made) return why = errno_text("create_cq"), false;
-    auto* link = new CqLink;
-    link->real = made;
-    link->real_poll = t.link->ops.poll_cq;
-    link->qpn_table = t.link->kernel->qpn_table();
-    link->twin = &t;
     std::lock_guard guard(c->lock);
-    c->link = link;
+    if (!c->link) c->link = new CqLink{.twin = &t, .cqs = {}, .qps = {}, .bell = nullptr, .rings = {}};
+    c->link->cqs.push_back({.side = side, .real = made, .real_poll = link.ops.poll_cq, .qpn_table = link.kernel->qpn_table()});
     return true;
   }
   return false;
 }
 
-bool make_mr(Twin& t, std::string& why) {
+bool make_mr(Twin& t, Side side, std::string& why) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   for (MrShadow* mr : registry().mrs) {
-    if (mr->context != t.of || mr->twin || !mr->movable) continue;
-    const auto pd = t.pds.find(mr->app.pd);
-    if (pd == t.pds.end()) continue;
+    if (mr->context != t.of || mr->on(side) || !mr->movable) continue;
+    Backup& b = t.at(side);
+    const auto pd = b.pds.find(mr->app.pd);
+    if (pd == b.pds.end()) continue;
     ibv_mr* const made = real().reg_mr_iova2(pd->second, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
     if (!made) return why = errno_text("reg_mr of " + std::to_string(mr->app.length) + " bytes"), false;
-    mr->twin = made;
-    t.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
-    t.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
+    mr->twins.resize(t.backups.size());
+    mr->twins[side - 1] = made;
+    b.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
+    b.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
     if (mr->access & kRemote) {
-      state()->keys.add({t.link->index, t.home->index, mr->app.rkey}, made->rkey);
-      mr->told_at_home = mr->real->rkey != mr->app.rkey;
-      if (mr->told_at_home) state()->keys.add({t.home->index, t.home->index, mr->app.rkey}, mr->real->rkey);
+      state()->keys.add({b.link->index, t.home->index, mr->app.rkey}, made->rkey);
+      const bool told = std::exchange(mr->told_at_home, mr->real->rkey != mr->app.rkey);
+      if (mr->told_at_home && !told) state()->keys.add({t.home->index, t.home->index, mr->app.rkey}, mr->real->rkey);
     }
     return true;
   }
@@ -212,11 +211,20 @@ bool find_home(const QpShadow& q, QpLink& l) {
   return !err && !real().query_gid(q.context->real, l.home_port, l.home_gid_index, &l.home_gid);
 }
 
+/// The first backup link on which all is there that a path of `q` needs. @return kHome: none
+Side first_side(const Twin& t, const QpShadow& q) {
+  for (Side side = 1; side < t.sides(); ++side)
+    if (has_room_for(t, side, q)) return side;
+  return kHome;
+}
+
 /// A vQP gets its backup: the first path there, if that is made ahead.
 bool make_backup(Twin& t, std::string& why) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
-    if (!why_not(*q).empty() || !q->send_cq->link || !q->recv_cq->link || !t.pds.contains(q->init.pd)) continue;
+    if (!why_not(*q).empty()) continue;
+    const Side first = first_side(t, *q);
+    if (first == kHome) continue;
     const bool sends = watch(*q->send_cq), receives = watch(*q->recv_cq);  // both from now on
     if (!sends || !receives) continue;
     auto l = std::make_unique<QpLink>();
@@ -230,18 +238,17 @@ bool make_backup(Twin& t, std::string& why) {
     l->name.vqpn = q->vqpn();
     std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
     l->peer.vqpn = q->birth.dest_qp_num;
-    l->legs[kHome].link = t.home;
-    l->legs[kBackup].link = t.link;
+    for (Side side = kHome; side < t.sides(); ++side) l->legs.push_back({.link = t.link(side), .next = {}, .newest = 0, .asked = 0});
     l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring};
     l->executed.link = l->peer_home = t.home->index;
     l->ahead = t.paths == Paths::kCached;
-    if (l->ahead && !make_half(*l, kBackup, 0, why)) return false;
-    migr_links_path& home = l->first[kHome];
+    if (l->ahead && !make_half(*l, first, 0, why)) return false;
+    migr_links_path& home = l->first[0];
     home.link = t.home->index;
     std::memcpy(home.gid, l->home_gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
-    if (l->ahead) l->first[kBackup] = address_of(*l, kBackup, l->legs[kBackup].next);
+    if (l->ahead) l->first[1] = address_of(*l, first, l->legs[first].next);
     for (CqShadow* c : {q->send_cq, q->recv_cq}) {
       std::lock_guard guard(c->lock);
       c->link->qps[kHome][q->pqpn()] = l.get();
@@ -259,9 +266,10 @@ bool make_backup(Twin& t, std::string& why) {
   return false;
 }
 
-bool all_memory_there(const Twin& t) {
+bool all_memory_there(const Twin& t, Side side) {
+  if (side == kHome) return true;
   for (const MrShadow* mr : registry().mrs)
-    if (mr->context == t.of && !mr->twin && mr->movable) return false;
+    if (mr->context == t.of && !mr->on(side) && mr->movable) return false;
   return true;
 }
 
@@ -298,9 +306,14 @@ ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why) {
   return why = errno_text("modify_qp to INIT"), nullptr;
 }
 
-std::string make_memory(Twin& t) {
+bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
+  const auto has_cq = [&](const CqShadow* c) { return c && c->link && c->link->at(side); };
+  return side == kHome || (t.at(side).link->ctx && has_cq(q.send_cq) && has_cq(q.recv_cq) && t.at(side).pds.contains(q.init.pd));
+}
+
+std::string make_memory(Twin& t, Side side) {
   std::string why;
-  while (make_mr(t, why)) {}
+  while (side != kHome && make_mr(t, side, why)) {}
   return why;
 }
 
@@ -328,9 +341,10 @@ bool create_half(const QpLink& l, Side side, Path& out, std::string& why) {
   init.qp_type = IBV_QPT_RC;
   init.cap = q.cap;
   init.sq_sig_all = q.init.sq_sig_all;
-  init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->real;
-  init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->real;
-  init.pd = side == kHome ? q.init.pd : l.twin->pds.at(q.init.pd);
+  if (!has_room_for(*l.twin, side, q)) return why = "a PD or a CQ is not there yet on " + leg.link->config.device, false;
+  init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->at(side);
+  init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->at(side);
+  init.pd = side == kHome ? q.init.pd : l.twin->at(side).pds.at(q.init.pd);
   init.comp_mask = q.init.comp_mask & (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
   init.send_ops_flags = q.init.send_ops_flags;
   const unsigned port = side == kHome ? l.home_port : leg.link->config.port;
@@ -415,18 +429,34 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
   return 0;
 }
 
+namespace {
+
+/// What `t` needs on one of its backup links. @return something was made
+bool make_next_on(Twin& t, Side side) {
+  Backup& b = t.at(side);
+  std::string why;
+  if (!b.link->ctx) return false;
+  if (make_pd(t, b, why) || make_cq(t, side, why) || make_mr(t, side, why)) return true;
+  if (!why.empty()) b.link->why = why;
+  return false;
+}
+
+}  // namespace
+
 bool make_next() {
   for (Twin* t : state()->twins) {
-    for (Link* link : {t->link, t->home}) {  // channels are on both
+    for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
+      Link* const link = t->link(side);
       if (link->ctx || !link->why.empty()) continue;
       link->why = open_link(*link);
       if (!link->why.empty()) std::fprintf(stderr, "libmigr: link %u: %s\n", link->index, link->why.c_str());
       return true;
     }
-    if (!t->link->ctx) continue;
+    for (Side side = 1; side < t->sides(); ++side)
+      if (make_next_on(*t, side)) return true;
     std::string why;
-    if (make_pd(*t, why) || make_cq(*t, why) || make_mr(*t, why) || make_backup(*t, why)) return true;
-    if (!why.empty()) t->link->why = why;
+    if (make_backup(*t, why)) return true;
+    if (!why.empty()) t->backups[0].link->why = why;
   }
   return false;
 }
@@ -465,6 +495,8 @@ migr_links_vqp record_of(const QpLink& l) {
   out.default_link = l.twin->home->index;
   out.making = static_cast<std::uint16_t>(l.twin->paths);
   out.atomics = static_cast<std::uint16_t>(l.twin->atomics);
+  for (Side side = kHome; side < l.sides(); ++side)
+    if (has_room_for(*l.twin, side, *l.q)) out.links |= 1u << l.legs[side].link->index;
   for (const migr_links_path& path : l.first)
     if (path.qpn) out.path[out.paths++] = path;
   return out;
@@ -484,15 +516,17 @@ migr_links_link record_of(const Link& link) {
   std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
   for (const Channel* c : state()->channels) {
     if (c->link != &link) continue;
-    out.channels = static_cast<std::uint16_t>(out.channels + c->up());
+    out.channels = static_cast<std::uint16_t>(out.channels + (c->up() && !c->doubt_ns));
     out.spares = static_cast<std::uint16_t>(out.spares + spares_of(*c));
   }
   for (const QpLink* l : state()->qps) {
     out.vqps += l->leg().link == &link;
-    out.backups += l->stage == Stage::kReady && l->backup().link == &link;
+    out.backups += l->stage == Stage::kReady && l->leg().link != &link && l->legs[next_side(*l)].link == &link;
   }
   return out;
 }
+
+bool lacks_path(const QpLink& l) { return l.ahead && !l.legs[next_side(l)].next.connected; }
 
 migr_links_vqp_state state_of(const QpLink& l) {
   migr_links_vqp_state out{};
@@ -504,7 +538,7 @@ migr_links_vqp_state state_of(const QpLink& l) {
   out.phase = kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
-    why = !standing(l, other(l.on)) ? "waits for a channel" : l.ahead && !l.backup().next.connected ? "waits for the other end" : "waits for memory";
+    why = next_side(l) == l.on ? "waits for a channel" : lacks_path(l) ? "waits for the other end" : "waits for memory";
   if (!*why && l.stage == Stage::kReady) why = l.drains_ended ? "the way to its other link did not end; it is tried again" : why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
   out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;
@@ -608,8 +642,10 @@ class Round {
       if (QpLink* l = by_id(id); l && told) l->told = true;
   }
 
-  /// The first path on the backup link has both its halves, or had; or it needs none.
-  static bool has_begun(const QpLink& l) { return l.epoch || l.legs[kBackup].newest || l.legs[kBackup].next.connected || (l.found && !l.ahead); }
+  /// The first path on a backup link has both its halves, or had; or it needs none.
+  static bool has_begun(const QpLink& l) {
+    return l.epoch || l.begun || std::any_of(l.legs.begin() + 1, l.legs.end(), [](const Leg& leg) { return leg.newest || leg.next.connected; });
+  }
 
   /// The other end was faster, and its word is missing.
   static bool wants_word(const QpLink& l) {
@@ -642,6 +678,7 @@ class Round {
   void take_found(QpLink& l, const migr_links_found& found) {
     l.why.clear();
     l.peer_home = found.vqp.default_link;
+    l.peer_links = found.vqp.links;
     std::memcpy(l.instance.data(), found.instance, l.instance.size());
     if (l.instance == state()->instance) {
       l.why = "is connected to its own process";
@@ -651,23 +688,25 @@ class Round {
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     agree(l, found.vqp.atomics);
     if (has_begun(l)) return;  // the other end was faster, and has asked for a path
-    if (!l.ahead || found.vqp.making != MIGR_LINKS_CACHED) {
-      l.ahead = false;
-      return destroy_path(l, kBackup, l.legs[kBackup].next);
+    l.ahead = l.ahead && found.vqp.making == MIGR_LINKS_CACHED;
+    for (Side side = 1; side < l.sides(); ++side) {
+      Path& mine = l.legs[side].next;
+      if (!mine.qp) continue;
+      for (std::uint32_t i = 0; l.ahead && i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i)
+        if (found.vqp.path[i].link == l.legs[side].link->index) {
+          connect_half(l, side, mine, found.vqp.path[i], l.why);  // an address may not be resolved: once more in the next round
+          return;
+        }
+      destroy_path(l, side, mine);
     }
-    for (std::uint32_t i = 0; i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i) {
-      const migr_links_path& path = found.vqp.path[i];
-      if (path.link != l.twin->link->index) continue;
-      connect_half(l, kBackup, l.legs[kBackup].next, path, l.why);  // an address may not be resolved: once more in the next round
-      return;
-    }
-    l.why = "the other end has no such link";
+    for (Side side = 1; side < l.sides(); ++side) l.begun = l.begun || is_common(l, side);
+    if (!l.begun) l.why = "the other end has no such link";
   }
 
   /// The one on its own link tells whether that works.
   static bool wants_channel(const QpLink& l, Side side) {
     const Link& link = *l.legs[side].link;
-    return has_begun(l) && l.stage != Stage::kBroken && link.ctx && !link.down();
+    return has_begun(l) && l.stage != Stage::kBroken && link.ctx && !link.down() && is_common(l, side);
   }
 
   void make_channels() {
@@ -677,7 +716,7 @@ class Round {
     {
       std::lock_guard guard(registry().lock);
       for (QpLink* l : state()->qps) {
-        for (const Side side : {kHome, kBackup}) {
+        for (Side side = kHome; side < l->sides(); ++side) {
           Link& link = *l->legs[side].link;
           if (wants_channel(*l, side) && !find_channel(l->instance, link)) make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
         }
@@ -716,7 +755,7 @@ class Round {
     const std::uint64_t now = now_ns();
     const auto needed = [](const Channel* c) {
       for (const QpLink* l : state()->qps)
-        for (const Side side : {kHome, kBackup})
+        for (Side side = kHome; side < l->sides(); ++side)
           if (l->instance == c->peer && l->legs[side].link == c->link && wants_channel(*l, side)) return true;
       return false;
     };
@@ -746,10 +785,10 @@ class Round {
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
         waiting = waiting || is_incomplete(*l) || !l->told || wants_word(*l);
-        for (const Side side : {kHome, kBackup}) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
+        for (Side side = kHome; side < l->sides(); ++side) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
       }
-      fill_pools();
+      waiting = fill_pools() || waiting;
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link));
     }
@@ -761,20 +800,19 @@ class Round {
   static void look_at_ways_home() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps)
-      if (l->on == kBackup) look_at_backup(*l);
+      if (l->on != kHome) look_at_backup(*l);
   }
 
-  static bool lacks_path(const QpLink& l) { return l.ahead && !l.backup().next.connected; }
   /// Of its backup something is missing; where it is protected already, only the path that is made ahead.
   static bool is_incomplete(const QpLink& l) { return l.stage == Stage::kMaking || (l.stage == Stage::kReady && lacks_path(l)); }
 
   static void look_at_backup(QpLink& l) {
     if (!is_incomplete(l) || !has_begun(l)) return;
-    Channel* const channel = standing(l, other(l.on));
-    if (!channel) return;
+    const Side side = next_side(l);
+    if (side == l.on) return;
     l.why.clear();
-    if (lacks_path(l)) return ask_for_path(l, other(l.on), *channel);
-    if (!all_memory_there(*l.twin)) return;
+    if (lacks_path(l)) return ask_for_path(l, side, *standing(l, side));
+    if (!all_memory_there(*l.twin, side)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);
   }

@@ -75,8 +75,10 @@ void empty(Twin& t);
 /* shadow_verbs.cc */
 /// Makes one thing that is missing. @return false: nothing is, or it failed
 bool make_next();
-/// All memory of `t` that the application has registered. @return "" or what is missing
-std::string make_memory(Twin& t);
+/// On that link is all that a path of `q` is made with. Memory may be missing.
+bool has_room_for(const Twin& t, Side side, const QpShadow& q);
+/// All memory of `t` that the application has registered, on that link. @return "" or what is missing
+std::string make_memory(Twin& t, Side side);
 void close_link(Link& link);
 /// @return 0 or a positive errno
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
@@ -130,8 +132,12 @@ bool posts_freely(const QpLink& l);
 bool has_to_cast_off(const QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);
 void forget_pasts();  ///< those of processes that nothing is connected to any more
-/// What stands for messages about `l` on that side; null: nothing.
+/// Both ends can go there, as far as the other one has said.
+bool is_common(const QpLink& l, Side side);
+/// What stands for messages about `l` on a side that it can go to; null: nothing.
 Channel* standing(const QpLink& l, Side side);
+/// Where it would go now: the first in order that is not where it is, and has a channel. None: where it is
+Side next_side(const QpLink& l);
 void run_failover();  ///< the thread
 
 /* pool.cc */

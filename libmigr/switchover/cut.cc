@@ -458,7 +458,7 @@ int withhold(QpShadow& q, std::string& why) {
 int leave_path(QpShadow& q, const Leaving& how, std::string& why) {
   if (q.phase == Phase::kRunning)
     if (const int err = withhold(q, why)) return err;
-  const VirtualLkeys keys(how.linked);
+  const VirtualLkeys keys(how.side);
   std::lock_guard guard(q.lock);
   if (const int err = wait_for_pollers(q, why)) return err;
   auto before = std::move(q.cut);
@@ -470,7 +470,7 @@ int leave_path(QpShadow& q, const Leaving& how, std::string& why) {
   cut.unique_swap = how.unique_swap;
   cut.send_cq = q.send_cq;
   cut.pqpn = q.pqpn();
-  cut.linked = how.linked;
+  cut.side = how.side;
   clear_bits(q, kLogReceives);
   set_bits(q, kKeepSends | kKeepReceives);
   q.logged_receives.clear();  // they are in the queue

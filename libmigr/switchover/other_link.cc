@@ -74,7 +74,7 @@ int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why) {
   if (!err) err = q.context->kernel->stands(home->qp_num, state);
   if (err) return fail(why, err, "cannot name the QP that " + qp_name(q) + " was born with");
   std::lock_guard guard(q.lock);
-  q.cut->linked = false;
+  q.cut->side = links::kHome;
   q.cut->pqpn = home->qp_num;
   clear_bits(q, kTranslateLocal | kTranslateRemote);
   set_bits(q, bits);

@@ -98,10 +98,10 @@ int set_write_access(QpShadow& q, bool allow, std::string& why);
 /// Physical -> virtual lkey, of every MR there is.
 class VirtualLkeys {
  public:
-  /// @param linked physical on the backup link
-  explicit VirtualLkeys(bool linked = false) {
+  /// @param side  physical there
+  explicit VirtualLkeys(links::Side side = links::kHome) {
     for (const MrShadow* mr : Registry::get().mrs)
-      if (const ibv_mr* physical = linked ? mr->twin : mr->real) keys_[mr->context][physical->lkey] = mr->app.lkey;
+      if (const ibv_mr* physical = mr->on(side)) keys_[mr->context][physical->lkey] = mr->app.lkey;
   }
   void translate(const Context& context, std::vector<ibv_sge>& sges) const {
     const auto keys = keys_.find(&context);

@@ -96,7 +96,7 @@ int withhold(QpShadow& q, std::string& why);
 /// Suspends q and cuts it. The old path stays in ERR. Also from switch_to_link(), when the new path fails before anything
 /// was settled: then that of the path before is still to be.
 struct Leaving {
-  bool linked;       ///< the path is one on the backup link
+  links::Side side;  ///< that the path is on
   bool resend;       ///< WRITEs may be done again; READs always may
   bool unique_swap;  ///< so may CAS
 };

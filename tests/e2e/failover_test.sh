@@ -18,10 +18,10 @@ rail() {
 	esac
 }
 
-configure() {	# [MEMBER]: rail 0, backed up by rail 1
+configure() {	# [MEMBER [LINK]]: rail 0, backed up by rail 1
 	local h
 	for h in "${E2E_HOSTS[@]}"; do
-		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}], \"unique_swap\": [\"migr_kv\"], $1, \"heartbeat_ms\": 1000}" >/tmp/links.json' "${1:-\"paths\": \"cached\"}" || return 1
+		on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe1\"}$2], \"unique_swap\": [\"migr_kv\"], $1, \"heartbeat_ms\": 1000}" >/tmp/links.json' "${1:-\"paths\": \"cached\"}" "${2:+, $2}" || return 1
 	done
 }
 
@@ -236,6 +236,20 @@ from_pool() {
 	again_and_again && until_true 20 has_pool src && until_true 20 has_pool peer || fail "no pool after a cut"
 }
 
+# The cable of the first backup link is cut, too. The third device is on the network of the testbed's own, whose packets are smaller.
+third_link() {
+	local h r=0
+	for h in src peer; do on "$h" rdma link add rxe2 type rxe netdev eth0 || return 1; done
+	configure '"backups": 2' '{"device": "rxe2"}' && with_verify one_after_the_other -- --mode write_imm --qps 4 --size 4096 || r=1
+	for h in src peer; do testbed link "$h" 1 up >/dev/null; on "$h" rdma link delete rxe2 || r=1; done
+	configure && return $r
+}
+next_is() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and all(.[]; .links[$l].backups == .vqps)'; }
+one_after_the_other() {
+	cut down && until_true 20 next_is src 2 && until_true 20 next_is peer 2 || fail "there is no next link" || return 1
+	testbed link peer 1 down >/dev/null && both_on 2 && say_change src && mend && both_on 0 && changed src && changed peer
+}
+
 # Containers cannot read /tmp/links.json: they hear from migrd what is in it.
 links_by_migrd() {	# SED-SCRIPT
 	local h
@@ -249,6 +263,7 @@ step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
 walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
 walk_step "paths of a pool, the cable is cut, mended, silent, mended; a container moves" pooled
+walk_step "two backup links, one cable is cut after the other: migr_verify, messages and WRITEs" third_link
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails

@@ -124,7 +124,7 @@ class StoreDirectory : public Directory {
   unsigned life() override { return 1; }
   int fd() const override { return -1; }
   void pushes(std::vector<migr_links_port>&, bool&) override {}
-  int links(std::span<const migr_links_link>) override { return 0; }
+  int links(std::span<const migr_links_link> all) override { return store_links(instance_.data(), all.data(), all.size()), 0; }
   int publish(std::span<const migr_links_vqp> some) override { return store_publish(instance_.data(), some.data(), some.size()), 0; }
   int withdraw(std::span<const migr_links_name> some) override { return store_withdraw(some.data(), some.size()), 0; }
   int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) override {

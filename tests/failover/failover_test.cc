@@ -11,6 +11,7 @@
 // relay, so neither does.
 // lingers: what has sent over a link that is cut cannot be destroyed before that is mended, and nobody answers there.
 // flaps: a link that works again fails and works again, while the vQPs go back to it.
+// third: there is a second backup link, which vQPs go to when the first one fails, too, one after the other or both at once.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -42,13 +43,13 @@ constexpr auto kLimit = std::chrono::seconds(20);
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000, bool relays = false) {
+  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000, bool relays = false, bool third = false) {
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
     const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0}], "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
@@ -89,6 +90,7 @@ struct Options {
   bool company = false;  ///< each end has another QP, which carries nothing, and leaves with its link
   bool odd = false;      ///< which at the second end is not of the kind of the first QP
   bool lingers = false; ///< see model_let_packets_linger()
+  bool third = false;   ///< there are two backup links
   bool greedy = false;  ///< has as much in flight as the device takes, or until it is told that there is no room
 };
 
@@ -259,6 +261,12 @@ class End {
     migr_links_vqp_state state{};
     if (company_ && (!state_of(state, company_) || state.phase != MIGR_LINKS_VQP_READY)) return false;  // wherever: what carries nothing need not notice
     return state_of(state) && state.phase == MIGR_LINKS_VQP_READY && (link < 0 || state.link == static_cast<unsigned>(link));
+  }
+
+  /// That it is on.
+  int link() const {
+    migr_links_vqp_state state{};
+    return state_of(state) ? static_cast<int>(state.link) : -1;
   }
 
   /// It is on the other one.
@@ -665,7 +673,7 @@ class End {
   } error_;
 };
 
-constexpr unsigned kExecutors = 8;  // QPs: two on each NIC
+constexpr unsigned kExecutors = 12;  // QPs: two on each NIC
 
 struct Outcome {
   std::string error;
@@ -697,15 +705,19 @@ Clock::duration longest_question(End& x, End& y) {
   return longest;
 }
 
+bool all_stand(std::uint32_t from) { return (from > 0 || store_all_stand(0)) && store_all_stand(1) && store_all_stand(2); }
+
 /// Cut after cut. Each begins with traffic on the link that is cut, and ends with the vQPs on the other one and ready for the
 /// next, or back on their own. @param flaps  a link that works again fails and works again, while they go back to it
 std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, bool flaps) {
   std::mt19937 random(o.seed);
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
-  int on = 0;
+  int on = 0;  // with a third link: off 0 that is still cut, if the others work
   for (unsigned cut = 0; cut < o.cuts; ++cut) {
     model_cut(on, cut ? static_cast<unsigned>(random() % 100) : o.cut_after, o.answers_only);
     if (o.no_route) model_take_route(on);
+    const bool both = o.third && on == 0 && random() % 3 == 0;  // the next one, too, soon
+    if (both) model_cut(1, static_cast<unsigned>(random() % 60), o.answers_only);
     const int allowed = kWrs * static_cast<int>(cut + 1) / static_cast<int>(o.cuts) / 4 * 4;
     for (End* e : {&x, &y}) e->allow(cut + 1 == o.cuts ? kWrs : allowed);
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
@@ -714,20 +726,30 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     if (broken() || cut + 1 == o.cuts) {
       model_let_packets_linger(false);
       // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
-      // And of each its company's like the first three, and one of a pool on either link.
-      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0); });
+      // And of each its company's like the first three, and one of a pool on either link; a channel and two paths to come where there is a third link.
+      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0) + (o.third ? 6 : 0); });
       return few ? "" : "old paths are left: " + std::to_string(model_qps()) + " QPs";
     }
-    model_cut(on, 0, false);  // at the latest now
-    if (!wait_for([&] { return broken() || (!x.protected_now(on) && !y.protected_now(on)); })) return "cut " + std::to_string(cut) + " was not noticed";
-    model_mend(on);
+    for (const int link : {on, on + both}) model_cut(link, 0, false);  // at the latest now
+    const auto left = [&](int link) { return !x.protected_now(link) && !y.protected_now(link); };
+    if (!wait_for([&] { return broken() || (left(on) && left(on + both)); })) return "cut " + std::to_string(cut) + " was not noticed";
+    if (!o.third || returns) model_mend(on);
+    if (both && returns) model_mend(1);
     for (unsigned times = flaps ? 1 + static_cast<unsigned>(random() % 3) : 0; times; --times) {
       std::this_thread::sleep_for(std::chrono::milliseconds(random() % 60));
       model_cut(on, static_cast<unsigned>(random() % 8), false);
       std::this_thread::sleep_for(std::chrono::milliseconds(random() % 30));
       model_mend(on);
     }
-    if (!returns) on = 1 - on;
+    if (!returns && o.third) {  // which of the two is not told
+      if (!wait_for([&] { return broken() || (x.link() == y.link() && x.link() > (both ? 1 : on == 0 ? 0 : -1) && x.link() != on); })) return "no common link after cut " + std::to_string(cut) + ": " + x.how() + "; " + y.how();
+      const int before = std::exchange(on, x.link());
+      for (int link = 0; link < 3; ++link)
+        if (both || before != 0) model_mend(link);
+      if (!wait_for([&] { return broken() || all_stand(both || before != 0 ? 0 : 1); })) return "no channels after cut " + std::to_string(cut);
+    } else if (!returns) {
+      on = 1 - on;
+    }
     if (!wait_for([&] { return broken() || (x.protected_now(on) && y.protected_now(on)); })) return "not protected again after cut " + std::to_string(cut) + ": " + x.how() + "; " + y.how();
     if (broken()) return "";
   }
@@ -740,12 +762,12 @@ std::string storm(End& x, End& y, const Options& o) {
   const auto over = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
   for (int allowed = 4; allowed <= kWrs && !over(); allowed += 4) {
     for (End* e : {&x, &y}) e->allow(allowed);
-    const int link = static_cast<int>(random() % 2);
+    const int link = static_cast<int>(random() % (o.third ? 3 : 2));
     if (random() % 3) model_mend(link);
     else model_cut(link, static_cast<unsigned>(random() % 40), random() % 2);
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 60));
   }
-  for (const int link : {0, 1}) model_mend(link);
+  for (const int link : {0, 1, 2}) model_mend(link);
   return wait_for([&] { return over() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
@@ -767,7 +789,7 @@ std::string parked(End& x, End& y, const Options& o) {
       model_cut(0, 0, false);  // at the latest now
       if (!wait_for([&] { return broken() || (!x.protected_now(0) && !y.protected_now(0)); })) return "a cut before was not noticed";
       model_mend(0);
-      if (!wait_for([&] { return broken() || (x.protected_now(1) && y.protected_now(1)); })) return "not protected on the other link: " + x.how() + "; " + y.how();
+      if (!wait_for([&] { return broken() || (x.protected_now(1) && y.protected_now(1) && (!o.third || all_stand(0))); })) return "not protected on the other link: " + x.how() + "; " + y.how();
     }
     const struct Parked : StoreProcess {
       ~Parked() { let_go(); }
@@ -778,8 +800,8 @@ std::string parked(End& x, End& y, const Options& o) {
     process.park(why, sizeof why);
     if (*why) return why;
     // Of both ends: the path. Of the other one: a path to come, and a bell on each CQ.
-    if (!wait_for([&] { return model_qps() <= 5u + (o.relays ? kExecutors : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
-    if (!go_on(allowed += kWrs / 10) || broken()) return "no end while parked";
+    if (!wait_for([&] { return model_qps() <= 5u + o.third + (o.relays ? kExecutors : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    if (!go_on(allowed += kWrs / 10) || broken()) return "no end while parked: " + x.how() + "; " + y.how();
     process.let_go();
     if (!wait_for([&] { return broken() || (x.protected_now(0) && y.protected_now(0)); })) return "not protected again: " + x.how() + "; " + y.how();
   }
@@ -888,7 +910,7 @@ std::string told(End& x, End& y, const Library& of_x) {
 }
 
 Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
-  for (const int link : {0, 1}) model_mend(link);
+  for (const int link : {0, 1, 2}) model_mend(link);
   model_forget_writes();
   model_let_packets_linger(o.lingers);
   Outcome out;
@@ -897,6 +919,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   if (x.relays_now() != o.relays || y.relays_now() != o.relays) return out.error = "atomics are relayed, or are not", out;
+  if (o.third && !wait_for([] { return all_stand(0); })) return out.error = "not all channels stand", out;
   if (kind == "refused") return out.error = x.try_refused(o.seed % 2), out;
   if (kind == "halfway" && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
   // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
@@ -904,7 +927,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   // And one of the pool.
   if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind == "storm" ? storm(x, y, o) : kind == "parked" ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns", kind == "flaps");
+  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns", kind == "flaps");
   model_let_packets_linger(false);
   if (!stuck.empty()) x.error_ = stuck;
   one.join();
@@ -960,17 +983,17 @@ class Failover : public testing::TestWithParam<std::string> {};
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   bool relays = GetParam().starts_with(kRelayed);
   const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
-  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), returns = kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind == "storm", gone = kind == "gone";
+  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), third = kind.starts_with("third"), returns = kind == "third_returns" || kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind.ends_with("storm"), gone = kind == "gone";
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
   const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : pool ? "pool" : "cached";
   const bool halfway = kind == "halfway", forgets = kind == "forgets";
   forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
-  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway);
+  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays, third), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway, third);
   if (halfway) relays = false;
   constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : returns || storm ? 20 : relays ? 40 : 80;
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" ? 4 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : returns || storm ? 20 : relays || third ? 40 : 80;
   const int rounds = storm ? std::max(wanted, kStorms) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
@@ -983,6 +1006,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     o.greedy = !o.sessions && random() % 3 == 0;
     o.extended = random() % 3 == 0;
     o.pool = pool;
+    o.third = third;
     o.lingers = kind == "lingers";
     o.company = pool && !o.sessions && random() % 2 == 0;
     o.odd = o.company && random() % 2 == 0;
@@ -1028,7 +1052,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "lingers", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "lingers", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

@@ -113,8 +113,9 @@ struct Wire {
 
 std::mutex lock;
 std::condition_variable work;
-std::unique_ptr<Nic> nics[4];
-Wire wires[2];
+constexpr int kRails = 3;
+std::unique_ptr<Nic> nics[2 * kRails];
+Wire wires[kRails];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
 std::atomic<bool> registrations_held{false}, packets_linger{false};
@@ -441,10 +442,10 @@ void run_devices() {
 void start() {
   static std::once_flag once;
   std::call_once(once, [] {
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2 * kRails; ++i) {
       auto nic = std::make_unique<Nic>();
-      nic->name = std::string(1, "ab"[i / 2]) + "01"[i % 2];
-      nic->link = i % 2;
+      nic->name = std::string(1, "ab"[i / kRails]) + "012"[i % kRails];
+      nic->link = i % kRails;
       std::strcpy(nic->device.name, nic->name.c_str());
       nic->gid.raw[0] = 0xfe;
       nic->gid.raw[15] = static_cast<std::uint8_t>(i + 1);
@@ -706,9 +707,9 @@ MODEL void model_unlock() { lock.unlock(); }
 
 MODEL ibv_device** ibv_get_device_list(int* count) {
   start();
-  auto** list = static_cast<ibv_device**>(calloc(5, sizeof(ibv_device*)));
-  for (int i = 0; i < 4; ++i) list[i] = &nics[i]->device;
-  if (count) *count = 4;
+  auto** list = static_cast<ibv_device**>(calloc(std::size(nics) + 1, sizeof(ibv_device*)));
+  for (std::size_t i = 0; i < std::size(nics); ++i) list[i] = &nics[i]->device;
+  if (count) *count = std::size(nics);
   return list;
 }
 MODEL void ibv_free_device_list(ibv_device** list) { free(list); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A libibverbs.so.1 with two hosts, a and b, of two NICs each (a0 a1, b0 b1), in one process. RC only: packets of one MTU
+// A libibverbs.so.1 with two hosts, a and b, of three NICs each (a0 a1 a2, b0 b1 b2), in one process. RC only: packets of one MTU
 // with PSNs, go-back-N, queues in memory that the device reads. The wire between an and bn can be cut after any
 // packet, in both directions or only for what comes back. What differs between devices is made to differ: keys, QP numbers.
 #ifndef MIGR_TEST_FAILOVER_MODEL_H
@@ -47,7 +47,7 @@ struct Qp {
 }  // namespace model
 
 extern "C" {
-/// Link 0 or 1: after so many more packets nothing gets through; `answers_only`: requests still do, what comes back does not.
+/// Link 0 to 2: after so many more packets nothing gets through; `answers_only`: requests still do, what comes back does not.
 void model_cut(int link, unsigned after_packets, bool answers_only);
 void model_cut_now(int link);  ///< if it is not yet
 void model_mend(int link);

@@ -25,6 +25,7 @@ std::vector<StoreProcess> processes;
 std::map<Name, std::pair<Id, migr_links_vqp>> vqps;
 std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
+std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
 migr_links_switch totals;
 struct Thread {
   std::atomic<unsigned long> passes = 0;
@@ -82,6 +83,16 @@ STORE void store_channel(const std::uint8_t* instance, const migr_links_channel*
     std::memcpy(out->peer, own->peer, 16);
     out->status = 0;
   }
+}
+STORE void store_links(const std::uint8_t* instance, const migr_links_link* all, std::size_t n) {
+  std::lock_guard guard(lock);
+  for (std::size_t i = 0; i < n; ++i) standing[{id(instance), all[i].link}] = all[i].channels;
+}
+STORE bool store_all_stand(std::uint32_t link) {
+  std::lock_guard guard(lock);
+  for (const auto& [of, channels] : standing)
+    if (of.second == link && !channels) return false;
+  return true;
 }
 STORE void store_states(const migr_links_vqp_state* all, std::size_t n) {
   std::lock_guard guard(lock);

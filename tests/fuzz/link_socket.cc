@@ -100,6 +100,7 @@ std::vector<std::string> seeds() {
   vqp.name.vqpn = 17;
   vqp.policy = MIGR_LINKS_EXACT;
   vqp.paths = 1;
+  vqp.links = 1;
   vqp.path[0].gid[15] = 1;
   vqp.path[0].qpn = 17;
   vqp.path[0].mtu = 3;

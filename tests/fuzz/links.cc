@@ -82,6 +82,7 @@ std::vector<std::string> seeds() {
   vqp.policy = MIGR_LINKS_EXACT;
   vqp.atomics = MIGR_LINKS_RELAYED;
   vqp.paths = MIGR_LINKS_MAX_LINKS;  // the most
+  vqp.links = (1u << MIGR_LINKS_MAX_LINKS) - 1;
   for (std::uint32_t i = 0; i < vqp.paths; i++) {
     vqp.path[i].link = i;
     vqp.path[i].gid[15] = 1;

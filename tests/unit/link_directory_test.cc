@@ -362,6 +362,7 @@ TEST_P(PeersOnly, WhatAPeerSaysIsChecked) {
         f->mutable_vqp()->set_gid(n.gid());
         f->mutable_vqp()->set_vqpn(n.vqpn());
         if (n.vqpn() == 7) continue;  // no process
+        if (n.vqpn() != 4) f->mutable_vqp()->set_links(1);  // else not even its default link
         f->mutable_process()->set_instance(std::string(16, 'x'));
         if (n.vqpn() == 5) f->mutable_vqp()->set_policy(99);
         if (n.vqpn() == 6) f->mutable_vqp()->add_paths()->set_gid("short");
@@ -384,7 +385,7 @@ TEST_P(PeersOnly, WhatAPeerSaysIsChecked) {
   ASSERT_NE(server, nullptr);
   LinkLibrary a(a_->path(), 1);
   told(a, 1);
-  for (const std::uint32_t vqpn : {5u, 6u, 7u, 8u}) EXPECT_EQ(one(a, link_name(2, vqpn)).status, EHOSTUNREACH) << vqpn;
+  for (const std::uint32_t vqpn : {4u, 5u, 6u, 7u, 8u}) EXPECT_EQ(one(a, link_name(2, vqpn)).status, EHOSTUNREACH) << vqpn;
   EXPECT_EQ(one(a, link_name(2, 9)).status, 0) << "what is well-formed is taken";
   EXPECT_EQ(one(a, link_channel(Instance{9}, 1, 1, 100)).status, EHOSTUNREACH);
   server->Shutdown(std::chrono::system_clock::now());

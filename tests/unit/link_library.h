@@ -227,6 +227,7 @@ inline migr_links_vqp link_vqp(std::uint8_t host, std::uint32_t vqpn) {
   v.name = link_name(host, vqpn);
   v.policy = MIGR_LINKS_EXACT;
   v.paths = 2;
+  v.links = 3;
   for (std::uint32_t i = 0; i < 2; i++) {
     v.path[i].link = i;
     put_gid(v.path[i].gid, host, static_cast<std::uint8_t>(i + 1));

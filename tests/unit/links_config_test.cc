@@ -96,6 +96,18 @@ TEST(LinksConfig, AtomicsGoTheSameWayByThemselves) {
   EXPECT_EQ(c.policy_of("a"), Policy::kResend);
 }
 
+TEST(LinksConfig, SoDoBackups) {
+  const std::string all = std::string(kTwo) + R"(, "backups": 3, "devices": {"b": {"backups": 2}}, "processes": {"me": {"backups": 7}})";
+  Config c;
+  ASSERT_EQ(why(kTwo, &c), "");
+  EXPECT_EQ(c.backups_of("a"), 1u);
+  ASSERT_EQ(why(all, &c, "other"), "");
+  EXPECT_EQ(c.backups_of("a"), 3u);
+  EXPECT_EQ(c.backups_of("b"), 2u);
+  ASSERT_EQ(why(all, &c, "me"), "");
+  EXPECT_EQ(c.backups_of("b"), 7u);
+}
+
 TEST(LinksConfig, ProgramsWhoseSwapValuesAreUnique) {
   Config c;
   ASSERT_EQ(why(kTwo, &c, "kv"), "");
@@ -125,6 +137,8 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
       {std::string(kTwo) + R"(, "paths": 1)", "\"paths\""},
       {std::string(kTwo) + R"(, "atomics": "relay")", "\"relay\"; there are \"direct\", \"relayed\""},
       {std::string(kTwo) + R"(, "atomics": true)", "\"atomics\" is true"},
+      {std::string(kTwo) + R"(, "backups": 0)", "\"backups\" is 0, not a number from 1 to 7"},
+      {std::string(kTwo) + R"(, "processes": {"you": {"backups": "2"}})", "\"processes\": \"you\": \"backups\" is \"2\""},
       {std::string(kTwo) + R"(, "processes": {"me": {"atomics": 1}})", "\"processes\": \"me\": \"atomics\" is 1"},
       {std::string(kTwo) + R"(, "devices": [])", "\"devices\""},
       {std::string(kTwo) + R"(, "devices": {"a": {"paths": "no"}})", "\"devices\": \"a\": \"paths\" is \"no\""},
