@@ -487,6 +487,7 @@ MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 MIGR_EXPORT int ibv_close_device(ibv_context* ctx) {
+  links::wait_for_discards();
   drop_context(ctx);
   const int err = real().close_device(ctx);
   Registry::get().change();  // not before it is closed
@@ -502,6 +503,7 @@ MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {
 }
 
 MIGR_EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
+  links::wait_for_discards();
   Registry& registry = Registry::get();
   auto guard = registry.change();
   links::gone(pd);
@@ -645,6 +647,7 @@ MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
 }
 
 MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
+  links::wait_for_discards();
   Registry& registry = Registry::get();
   CqShadow* shadow;
   {
@@ -831,6 +834,31 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   return 0;
 }
 
+namespace {
+
+int destroy_paths(const QpShadow& q) {
+  if (const int err = real().destroy_qp(q.real)) return err;
+  for (ibv_qp* other : {q.old_real, q.spare})
+    if (other) real().destroy_qp(other);
+  return 0;
+}
+
+/// It may wait for a link that has failed, for seconds: changes of paths of others do not wait for that.
+int destroy_unlocked(Registry& registry, QpShadow& q, std::unique_lock<std::mutex>& guard) {
+  links::gone(q);
+  forget(registry.qps, &q);
+  ++registry.ending;
+  guard.unlock();
+  const int err = destroy_paths(q);
+  guard.lock();
+  --registry.ending;
+  registry.thawed.notify_all();
+  if (err) registry.qps.push_back(&q), links::changed();
+  return err;
+}
+
+}  // namespace
+
 MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   Registry& registry = Registry::get();
   wait_for_handlers(registry, qp);
@@ -838,12 +866,9 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   {
     auto guard = registry.change();
     shadow = known(registry, qp);
-    const int err = real().destroy_qp(shadow ? shadow->real : qp);
-    if (err || !shadow) return err;
-    for (ibv_qp* other : {shadow->old_real, shadow->spare})
-      if (other) real().destroy_qp(other);
-    links::gone(*shadow);
-    forget(registry.qps, shadow);
+    if (!shadow) return real().destroy_qp(qp);
+    if (const int err = shadow->context->twin ? destroy_unlocked(registry, *shadow, guard) : destroy_paths(*shadow)) return err;
+    if (!shadow->context->twin) forget(registry.qps, shadow);
     datagrams::gone(*shadow);
     windows::gone(*shadow);
   }

@@ -36,6 +36,11 @@ void Discards::destroy_all(std::unique_lock<std::mutex>& held) {
   changed_.notify_all();
 }
 
+bool Discards::none() {
+  std::lock_guard guard(lock_);
+  return all_.empty() && !under_way_;
+}
+
 void Discards::finish() {
   std::unique_lock held(lock_);
   if (!all_.empty()) destroy_all(held);

@@ -22,6 +22,7 @@ class Discards {
   /// From here on it executes nothing, and its asynchronous events are nobody's.
   /// @param mr  of `buffers`, which it may be using, or null
   void add(ibv_qp* qp, ibv_mr* mr = nullptr, std::vector<std::uint8_t> buffers = {});
+  bool none();
   /// All that were added have been destroyed: before their PD, CQ or device is.
   void finish();
   /// The thread. Does not return.

@@ -228,6 +228,12 @@ int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
   return neighbour_answers(qp->pd, to) ? 0 : ETIMEDOUT;
 }
 
+void wait_for_discards() {
+  if (!the_state || the_state->discards.none()) return;
+  const Asking asking;
+  the_state->discards.finish();
+}
+
 void gone(MrShadow& mr) {
   Twin* const t = mr.context->twin;
   if (!t || mr.twins.empty()) return;
@@ -342,7 +348,7 @@ void gone(QpShadow& q) {
   forget_guard(q);
   QpLink* const l = q.link;
   if (!l) return;
-  destroy_paths(*l, l->path.qp);  // that was destroyed by the caller
+  destroy_paths(*l, l->path.qp);  // that is the caller's to destroy
   forget_qp(*l);
 }
 

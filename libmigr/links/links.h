@@ -214,6 +214,9 @@ void gone(CqShadow& cq);
 void resized(CqShadow& cq);
 void gone(QpShadow& q);
 void gone(ibv_pd* pd);
+/// Before a PD, a CQ or a device is destroyed that they may be using. Not under the Registry's lock: it may take seconds
+/// (discard.h).
+void wait_for_discards();
 /// Before a modification that takes the QP out of its connection: it is the application's own path again.
 void leave(QpShadow& q, ibv_qp_state to);
 /// "" or why this process cannot be migrated, of what is known now.

@@ -127,7 +127,7 @@ bool leave_links(Directory& directory) {
   if (!withdrawn.empty()) directory.withdraw(withdrawn);
   std::unique_lock guard(registry().lock);
   if (s.parking != Parking::kWanted || !said_bye()) return true;
-  if (!settled(s.qps)) return true;
+  if (!settled(s.qps) || registry().ending) return true;  // the latter: a QP may be on what is to be given back
   give_back();
   directory.hang_up();
   // The other thread may be waiting for what was just closed.

@@ -256,6 +256,42 @@ class End {
     return err;
   }
 
+  /// One that has no backup, since its connection has no GID.
+  void make_doomed() {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib_.context, 4, nullptr, nullptr, 0);
+    init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = IBV_QPT_RC;
+    doomed_ = lib_.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd_, &init);
+  }
+  void connect_doomed(const End& to) {
+    ibv_qp_attr a{};
+    const auto modify = [&](int mask) {
+      if (lib_.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(doomed_, &a, mask)) error_ = "modify_qp";
+    };
+    a.qp_state = IBV_QPS_INIT;
+    a.port_num = 1;
+    modify(IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    a.qp_state = IBV_QPS_RTR;
+    a.path_mtu = IBV_MTU_1024;
+    a.dest_qp_num = to.doomed_->qp_num;
+    a.ah_attr.port_num = 1;
+    a.ah_attr.grh.dgid = to.gid_;  // for the model
+    modify(IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    a.qp_state = IBV_QPS_RTS;
+    modify(IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  }
+  void send_by_doomed() {
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    if (ibv_post_send(doomed_, &wr, &bad)) error_ = "post_send";
+  }
+  void destroy_doomed() {
+    ibv_cq* const cq = doomed_->send_cq;
+    lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(doomed_);
+    lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cq);
+  }
+
   /// @param link that it has to be on; -1: any
   bool protected_now(int link = -1) const {
     migr_links_vqp_state state{};
@@ -651,7 +687,7 @@ class End {
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cqs_[2];
   ibv_mr *mr_, *receive_mr_ = nullptr;
-  ibv_qp *qp_, *company_ = nullptr;
+  ibv_qp *qp_, *company_ = nullptr, *doomed_ = nullptr;
   ibv_qp_ex* ex_ = nullptr;
   bool given_up_ = false;
   std::uint32_t turns_ = 0;
@@ -712,7 +748,17 @@ bool all_stand(std::uint32_t from) { return (from > 0 || store_all_stand(0)) && 
 std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, bool flaps) {
   std::mt19937 random(o.seed);
   const auto broken = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
+  struct AtTheEnd {
+    ~AtTheEnd() { model_let_packets_linger(false); }
+  };
+  std::vector<std::jthread> destroying;
+  const AtTheEnd first_of_all;
   int on = 0;  // with a third link: off 0 that is still cut, if the others work
+  if (o.lingers) {
+    for (End* e : {&x, &y}) e->make_doomed();
+    x.connect_doomed(y);
+    y.connect_doomed(x);
+  }
   for (unsigned cut = 0; cut < o.cuts; ++cut) {
     model_cut(on, cut ? static_cast<unsigned>(random() % 100) : o.cut_after, o.answers_only);
     if (o.no_route) model_take_route(on);
@@ -722,6 +768,11 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     for (End* e : {&x, &y}) e->allow(cut + 1 == o.cuts ? kWrs : allowed);
     if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end of cut " + std::to_string(cut);
     if (o.lingers) model_cut_now(on);
+    if (o.lingers && !cut) {
+      for (End* e : {&x, &y}) e->send_by_doomed();
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      for (End* e : {&x, &y}) destroying.emplace_back([e] { e->destroy_doomed(); });
+    }
     if (o.lingers && !cut && longest_question(x, y) > std::chrono::milliseconds(500)) return "a verb of the application's waits for the link that was cut";
     if (broken() || cut + 1 == o.cuts) {
       model_let_packets_linger(false);
