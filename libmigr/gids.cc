@@ -18,11 +18,6 @@ bool is(const ibv_gid_entry& e, const Kind& kind) { return e.gid_type == kind.ty
 
 bool at(const ibv_gid_entry& e, std::uint32_t port, std::uint32_t index) { return e.port_num == port && e.gid_index == index; }
 
-const ibv_gid_entry* find(const std::vector<ibv_gid_entry>& table, std::uint32_t port, std::uint32_t index) {
-  const auto found = std::find_if(table.begin(), table.end(), [&](const ibv_gid_entry& e) { return at(e, port, index); });
-  return found == table.end() ? nullptr : &*found;
-}
-
 /// The present table in the application's order. What the first host did not have keeps its index, unless that is taken.
 std::vector<ibv_gid_entry> as_known(const Context& context, const std::vector<ibv_gid_entry>& present) {
   std::vector<ibv_gid_entry> out;
@@ -58,6 +53,11 @@ thread_local int inside = 0;
 Inside::Inside() { ++inside; }
 Inside::~Inside() { --inside; }
 
+const ibv_gid_entry* find(const std::vector<ibv_gid_entry>& table, std::uint32_t port, std::uint32_t index) {
+  const auto found = std::find_if(table.begin(), table.end(), [&](const ibv_gid_entry& e) { return at(e, port, index); });
+  return found == table.end() ? nullptr : &*found;
+}
+
 Kind kind_of(const ibv_gid_entry& e) { return {e.gid_type, migr_gid_family(e.gid.raw)}; }
 
 int read(ibv_context* real, std::vector<ibv_gid_entry>& out) {
@@ -77,6 +77,12 @@ const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t
     if (!first) first = &e;
   }
   return first;
+}
+
+const ibv_gid_entry* again(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was) {
+  for (const ibv_gid_entry& e : table)
+    if (e.port_num == was.port_num && e.gid_type == was.gid_type && !std::memcmp(e.gid.raw, was.gid.raw, sizeof e.gid.raw)) return &e;
+  return like(table, was.port_num, kind_of(was), was.gid_index);
 }
 
 void note(Context& context) {

@@ -35,6 +35,11 @@ int read(ibv_context* real, std::vector<ibv_gid_entry>& out);
 /// What here corresponds to another host's GID: the same index if it is of the same kind, or the first that is. Null: none
 const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const Kind& kind, std::uint32_t index);
 
+/// The same GID, where it is now; else what here corresponds to it. Null: nothing of its kind
+const ibv_gid_entry* again(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was);
+/// At that index. Null: none is
+const ibv_gid_entry* find(const std::vector<ibv_gid_entry>& table, std::uint32_t port, std::uint32_t index);
+
 /// DESCRIBE: notes what the application knows, unless it has moved: it goes on knowing what it did.
 void note(Context& context);
 /// REBIND.

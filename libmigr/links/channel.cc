@@ -223,7 +223,7 @@ migr_links_channel address_of(const Channel& c) {
   std::memcpy(out.peer, c.peer.data(), sizeof out.peer);
   out.link = c.link->index;
   out.round = c.round;
-  std::memcpy(out.gid, c.link->gid.raw, sizeof out.gid);
+  std::memcpy(out.gid, c.link->gid.gid.raw, sizeof out.gid);
   out.qpn = c.qp->qp_num;
   out.psn = c.psn;
   out.lid = c.link->lid;

@@ -34,14 +34,14 @@ struct Link {
   unsigned index = 0;
   Config::Link config;
   std::string why;  ///< not usable: why
+  std::uint64_t tried_ns = 0;  ///< to open it; 0: not yet
   migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
   bool event_down = false;  ///< as the device says
   bool said_down = false;   ///< as the application says
   bool preferred = false;  ///< as migrd says of its port
   ibv_context* ctx = nullptr;  ///< null: not open
   ibv_context_ops ops{};
-  int gid_index = 0;
-  ibv_gid gid{};
+  ibv_gid_entry gid{};  ///< as it was when a channel was made last
   std::uint16_t lid = 0;
   ibv_mtu mtu = IBV_MTU_1024;
   std::unique_ptr<KernelLink> kernel;
@@ -154,8 +154,7 @@ struct QpLink {
   bool found = false;          ///< by the directory: of the next three the other end's are known
   unsigned peer_home = 0;      ///< link that the other end was born on
   std::uint32_t peer_links = 0;  ///< where it can go, by bit; 0: it has not said so
-  ibv_gid home_gid{};          ///< its present address on its default link
-  std::uint8_t home_gid_index = 0, home_port = 0;
+  ibv_gid_entry home_gid{};    ///< its address on its default link, as it was when a path was made there last
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end; zero: not known yet
   std::vector<Leg> legs;       ///< by side

@@ -22,8 +22,8 @@ PathKind kind_of(const QpLink& l, Side side) {
   out.sq_sig_all = q.init.sq_sig_all;
   out.access = q.access_flags;
   out.send_ops = q.init_is_ex ? q.init.send_ops_flags : 0;
-  out.home_port = l.home_port;
-  out.home_gid_index = l.home_gid_index;
+  out.home_port = l.home_gid.port_num;
+  out.home_gid_index = l.home_gid.gid_index;
   return out;
 }
 

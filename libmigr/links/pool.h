@@ -21,7 +21,7 @@ struct PathKind {
   std::array<std::uint32_t, 5> cap{};
   int sq_sig_all = 0, access = 0;
   std::uint64_t send_ops = 0;
-  unsigned home_port = 0, home_gid_index = 0;
+  std::uint32_t home_port = 0, home_gid_index = 0;
   bool operator==(const PathKind&) const = default;
 };
 

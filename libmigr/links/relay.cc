@@ -417,7 +417,7 @@ bool connect(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, 
   attr.dest_qp_num = to->qp_num;
   attr.rq_psn = attr.sq_psn = psn;
   attr.max_dest_rd_atomic = attr.max_rd_atomic = 1;
-  lead_to(attr.ah_attr, link, link.gid.raw, link.lid);
+  lead_to(attr.ah_attr, link, link.gid.gid.raw, link.lid);
   int err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
   attr.qp_state = IBV_QPS_RTS;
   attr.timeout = kTimeout;

@@ -12,9 +12,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 #include "../../include/migr/gid.h"
 #include "../control.h"
+#include "../gids.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
 #include "../provider/uverbs_write.h"
@@ -32,6 +34,7 @@ constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every 
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
 constexpr std::uint32_t kNames = kTranslateLocal | kTranslateRemote;  // of a state word: all that it may say at rest
 constexpr std::size_t kManyRetired = 64;
+constexpr std::uint64_t kTryAgainNs = 3'000'000'000;  // a device that is not there
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
 
 std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
@@ -46,17 +49,41 @@ ibv_comp_channel* make_events(ibv_context* ctx) {
   return events;
 }
 
-/// The first of RoCE v2 that is an IPv4 address, else the first there is.
-int choose_gid(ibv_context* ctx, unsigned port) {
-  constexpr std::size_t kMost = 256;
-  std::vector<ibv_gid_entry> all(kMost);
-  const auto query = real_query_gid_table();
-  const ssize_t n = query ? query(ctx, all.data(), kMost, 0, sizeof all[0]) : 0;
-  for (ssize_t i = 0; i < n; ++i) {
-    const ibv_gid_entry& e = all[static_cast<std::size_t>(i)];
-    if (e.port_num == port && e.gid_type == IBV_GID_TYPE_ROCE_V2 && migr_gid_family(e.gid.raw) == 0) return static_cast<int>(e.gid_index);
+/// All of a device's; only one where it cannot be asked for all.
+std::vector<ibv_gid_entry> gid_table(ibv_context* ctx, std::uint32_t port, std::uint32_t index) {
+  std::vector<ibv_gid_entry> all;
+  if (!gids::read(ctx, all)) return all;
+  ibv_gid_entry one{};
+  one.port_num = port;
+  one.gid_index = index;
+  one.gid_type = IBV_GID_TYPE_ROCE_V2;
+  if (real().query_gid(ctx, static_cast<std::uint8_t>(port), static_cast<int>(index), &one.gid)) return {};
+  return {one};
+}
+
+/// The first of RoCE v2 that is an IPv4 address, else the first there is. Null: there is none
+const ibv_gid_entry* choose_gid(const std::vector<ibv_gid_entry>& all, std::uint32_t port) {
+  const ibv_gid_entry* first = nullptr;
+  for (const ibv_gid_entry& e : all) {
+    if (e.port_num != port) continue;
+    if (e.gid_type == IBV_GID_TYPE_ROCE_V2 && migr_gid_family(e.gid.raw) == 0) return &e;
+    if (!first) first = &e;
   }
-  return 0;
+  return first;
+}
+
+/// It may have another one than before, or at another index, since its port was down. @return "" or why it has none
+std::string read_gid(Link& link, ibv_context* ctx) {
+  const Config::Link& config = link.config;
+  const bool known = link.gid.port_num;
+  const std::uint32_t index = config.gid_index >= 0 ? static_cast<std::uint32_t>(config.gid_index) : link.gid.gid_index;
+  const auto all = gid_table(ctx, config.port, index);
+  const ibv_gid_entry* const now = config.gid_index >= 0 ? gids::find(all, config.port, index) : known ? gids::again(all, link.gid) : choose_gid(all, config.port);
+  if (!now) return config.device + " has no GID" + (config.gid_index >= 0 ? " " + std::to_string(index) : known ? " of the kind that it had" : "");
+  if (known && (now->gid_index != link.gid.gid_index || std::memcmp(now->gid.raw, link.gid.gid.raw, sizeof now->gid.raw)))
+    std::fprintf(stderr, "libmigr: link %u: %s has another GID now, or at another place: number %u\n", link.index, config.device.c_str(), now->gid_index);
+  link.gid = *now;
+  return "";
 }
 
 ibv_context* open_named(const std::string& device) {
@@ -93,11 +120,11 @@ std::string open_link(Link& link) {
   link.ops = ctx->ops;
   std::string why;
   ibv_port_attr port{};
-  link.gid_index = link.config.gid_index >= 0 ? link.config.gid_index : choose_gid(ctx, link.config.port);
+  link.gid = {};
   if (const int err = query_port(ctx, link.config.port, port))
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
-  else if (real().query_gid(ctx, static_cast<std::uint8_t>(link.config.port), link.gid_index, &link.gid))
-    why = link.config.device + " has no GID " + std::to_string(link.gid_index);
+  else
+    why = read_gid(link, ctx);
   link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
   link.lid = port.lid;
   link.mtu = port.active_mtu;
@@ -204,11 +231,22 @@ bool connected_by_application(const QpShadow& q) {
 bool find_home(const QpShadow& q, QpLink& l) {
   if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
   ibv_qp_attr attr{};
-  const int err = switchover::ask_device(q, attr, switchover::kConnectionAttrs);
-  l.home_port = attr.ah_attr.port_num;
-  l.home_gid_index = attr.ah_attr.grh.sgid_index;
+  if (switchover::ask_device(q, attr, switchover::kConnectionAttrs)) return false;
+  const std::uint32_t port = attr.ah_attr.port_num, index = attr.ah_attr.grh.sgid_index;
+  const auto all = gid_table(q.context->real, port, index);
+  const ibv_gid_entry* const now = gids::find(all, port, index);
+  if (now) l.home_gid = *now;
   l.home_bits = q.state.load(std::memory_order_relaxed) & kNames;
-  return !err && !real().query_gid(q.context->real, l.home_port, l.home_gid_index, &l.home_gid);
+  return now;
+}
+
+/// The same later.
+bool find_home_again(QpLink& l, std::string& why) {
+  const auto all = gid_table(l.q->context->real, l.home_gid.port_num, l.home_gid.gid_index);
+  const ibv_gid_entry* const now = gids::again(all, l.home_gid);
+  if (!now) return why = l.legs[kHome].link->config.device + " has no GID of the kind that it had", false;
+  l.home_gid = *now;
+  return true;
 }
 
 /// The first backup link on which all is there that a path of `q` needs. @return kHome: none
@@ -245,7 +283,7 @@ bool make_backup(Twin& t, std::string& why) {
     if (l->ahead && !make_half(*l, first, 0, why)) return false;
     migr_links_path& home = l->first[0];
     home.link = t.home->index;
-    std::memcpy(home.gid, l->home_gid.raw, sizeof home.gid);
+    std::memcpy(home.gid, l->home_gid.gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
     if (l->ahead) l->first[1] = address_of(*l, first, l->legs[first].next);
@@ -286,6 +324,7 @@ void close_link(Link& link) {
   link.port_down = MIGR_LINKS_CAUSE_NONE;  // migrd tells it again
   link.preferred = false;
   link.why.clear();
+  link.tried_ns = 0;
 }
 
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why) {
@@ -334,20 +373,21 @@ bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   return create_half(l, side, made, why) && adopt(l, side, made, serial, why);
 }
 
-bool create_half(const QpLink& l, Side side, Path& out, std::string& why) {
+bool create_half(QpLink& l, Side side, Path& out, std::string& why) {
   const QpShadow& q = *l.q;
   const Leg& leg = l.legs[side];
   ibv_qp_init_attr_ex init{};
   init.qp_type = IBV_QPT_RC;
   init.cap = q.cap;
   init.sq_sig_all = q.init.sq_sig_all;
+  if (side == kHome && !find_home_again(l, why)) return false;
   if (!has_room_for(*l.twin, side, q)) return why = "a PD or a CQ is not there yet on " + leg.link->config.device, false;
   init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->at(side);
   init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->at(side);
   init.pd = side == kHome ? q.init.pd : l.twin->at(side).pds.at(q.init.pd);
   init.comp_mask = q.init.comp_mask & (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
   init.send_ops_flags = q.init.send_ops_flags;
-  const unsigned port = side == kHome ? l.home_port : leg.link->config.port;
+  const unsigned port = side == kHome ? l.home_gid.port_num : leg.link->config.port;
   KernelLink& kernel = side == kHome ? *q.context->kernel : *leg.link->kernel;
   ibv_context* const ctx = side == kHome ? q.context->real : leg.link->ctx;
   ibv_qp* const made = to_init(switchover::create_like(q, ctx, init), port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
@@ -380,7 +420,7 @@ bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& w
 
 void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid) {
   std::memcpy(ah.grh.dgid.raw, gid, sizeof ah.grh.dgid.raw);
-  ah.grh.sgid_index = static_cast<std::uint8_t>(link.gid_index);
+  ah.grh.sgid_index = static_cast<std::uint8_t>(link.gid.gid_index);
   if (!ah.grh.hop_limit) ah.grh.hop_limit = 64;
   ah.is_global = 1;
   ah.dlid = lid;
@@ -392,7 +432,7 @@ migr_links_path address_of(const QpLink& l, Side side, const Path& path) {
   const Leg& leg = l.legs[side];
   out.link = leg.link->index;
   out.serial = path.serial;
-  std::memcpy(out.gid, side == kHome ? l.home_gid.raw : leg.link->gid.raw, sizeof out.gid);
+  std::memcpy(out.gid, side == kHome ? l.home_gid.gid.raw : leg.link->gid.gid.raw, sizeof out.gid);
   out.qpn = path.qp->qp_num;
   out.psn = path.psn;
   out.lid = leg.link->lid;
@@ -412,7 +452,10 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
   attr.dest_qp_num = to.qpn;
   attr.rq_psn = to.psn;
   lead_to(attr.ah_attr, link, to.gid, to.lid);
-  if (side == kHome) attr.ah_attr.grh.sgid_index = l.home_gid_index, attr.ah_attr.port_num = l.home_port;
+  if (side == kHome) {
+    attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(l.home_gid.gid_index);
+    attr.ah_attr.port_num = static_cast<std::uint8_t>(l.home_gid.port_num);
+  }
   if (state == IBV_QPS_RTR) {  // it only answers: what it would send with is not set
     attr.timeout = 14;
     attr.retry_cnt = attr.rnr_retry = 7;
@@ -443,13 +486,21 @@ bool make_next_on(Twin& t, Side side) {
 
 }  // namespace
 
+bool links_are_open() {
+  for (const Twin* t : state()->twins)
+    for (Side side = kHome; side < t->sides(); ++side)
+      if (!t->link(side)->ctx) return false;
+  return true;
+}
+
 bool make_next() {
   for (Twin* t : state()->twins) {
     for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
       Link* const link = t->link(side);
-      if (link->ctx || !link->why.empty()) continue;
-      link->why = open_link(*link);
-      if (!link->why.empty()) std::fprintf(stderr, "libmigr: link %u: %s\n", link->index, link->why.c_str());
+      if (link->ctx || (link->tried_ns && now_ns() - link->tried_ns < kTryAgainNs)) continue;
+      const std::string before = std::exchange(link->why, open_link(*link));
+      link->tried_ns = now_ns();
+      if (!link->why.empty() && link->why != before) std::fprintf(stderr, "libmigr: link %u: %s\n", link->index, link->why.c_str());
       return true;
     }
     for (Side side = 1; side < t->sides(); ++side)
@@ -507,8 +558,8 @@ migr_links_link record_of(const Link& link) {
   out.link = link.index;
   out.port = link.config.port;
   std::snprintf(out.device, sizeof out.device, "%s", link.config.device.c_str());
-  std::memcpy(out.gid, link.gid.raw, sizeof out.gid);
-  out.gid_index = static_cast<std::uint32_t>(link.gid_index);
+  std::memcpy(out.gid, link.gid.gid.raw, sizeof out.gid);
+  out.gid_index = link.gid.gid_index;
   bool usable = link.ctx;
   for (const Twin* t : state()->twins) usable = usable || t->home == &link;
   out.state = link.down() ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
@@ -587,13 +638,13 @@ class Round {
       stay_parked();
       look_again_ns_ = 0;  // the clock may be another host's
     }
-    bool session_open;
+    bool again;
     {
       std::lock_guard guard(registry().lock);
       state()->session_open = false;
       while (make_next()) {}
-      session_open = state()->session_open;
-      if (state()->qps.empty() && state()->to_withdraw.empty()) return session_open;
+      again = state()->session_open || !links_are_open();
+      if (state()->qps.empty() && state()->to_withdraw.empty()) return again;
     }
     const unsigned life = directory_.life();
     if (!life) return true;
@@ -602,7 +653,7 @@ class Round {
     look_up();
     make_channels();
     const bool waiting = finish();
-    return look_for_threads() || waiting || session_open;
+    return look_for_threads() || waiting || again;
   }
 
  private:
@@ -712,13 +763,18 @@ class Round {
   void make_channels() {
     std::vector<migr_links_channel> own;
     std::vector<bool> connected;
+    std::map<const Link*, std::string> no_gid;  // why
     half_a_channel_ = false;
     {
       std::lock_guard guard(registry().lock);
       for (QpLink* l : state()->qps) {
         for (Side side = kHome; side < l->sides(); ++side) {
           Link& link = *l->legs[side].link;
-          if (wants_channel(*l, side) && !find_channel(l->instance, link)) make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
+          if (!wants_channel(*l, side) || find_channel(l->instance, link)) continue;
+          const auto [why, first] = no_gid.try_emplace(&link);
+          if (first) why->second = read_gid(link, link.ctx);
+          if (!why->second.empty()) l->why = why->second;
+          else make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
         }
       }
       for (const Channel* c : state()->channels)

@@ -73,6 +73,8 @@ void forget(CqShadow& c);
 void empty(Twin& t);
 
 /* shadow_verbs.cc */
+/// All that contexts have theirs on.
+bool links_are_open();
 /// Makes one thing that is missing. @return false: nothing is, or it failed
 bool make_next();
 /// On that link is all that a path of `q` is made with. Memory may be missing.
@@ -88,7 +90,7 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
 /// As the other end has to know it.
 migr_links_path address_of(const QpLink& l, Side side, const Path& path);
 /// In INIT, like the QP that the application has made. It is no vQP's yet.
-bool create_half(const QpLink& l, Side side, Path& out, std::string& why);
+bool create_half(QpLink& l, Side side, Path& out, std::string& why);
 /// That is the leg's next from now on. One that was not used is given up; so is this one, if it cannot be.
 bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& why);
 /// From `link` to the other end's address on it.

@@ -250,6 +250,30 @@ one_after_the_other() {
 	testbed link peer 1 down >/dev/null && both_on 2 && say_change src && mend && both_on 0 && changed src && changed peer
 }
 
+# The device of the backup link is made when the programs run already.
+late_device() {
+	local r=0 adding
+	on src rdma link delete rxe1 || return 1
+	{ sleep 8; on src rdma link add rxe1 type rxe netdev eth2; } &
+	adding=$!
+	with_verify cut down -- --mode write_imm --qps 4 --size 4096 || r=1
+	wait $adding && return $r
+}
+# What a link and a vQP know of their addresses is looked up again after a link was down: they are at other places in the table of
+# GIDs, or others.
+readdressed() {
+	cut inside && addresses peer 200 3 && mend && both_on 0 && backed_up src && say_change src &&
+		cut inside && addresses peer 201 && mend && both_on 0 && changed src && changed peer
+}
+addresses() {	# HOST N..: of rail 0
+	on_sh "$1" 'ip addr flush dev eth1 && for n in "${@}"; do ip addr add "10.77.10.$n/24" dev eth1 || exit 1; done' "${@:2}"
+}
+with_other_addresses() {
+	local r=0
+	with_verify readdressed -- --mode write_imm --qps 4 --size 4096 || r=1
+	addresses peer 3 && return $r
+}
+
 # Containers cannot read /tmp/links.json: they hear from migrd what is in it.
 links_by_migrd() {	# SED-SCRIPT
 	local h
@@ -263,6 +287,7 @@ step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
 walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
 walk_step "paths of a pool, the cable is cut, mended, silent, mended; a container moves" pooled
+walk_step "a host gets other addresses while its cable is cut: migr_verify, messages and WRITEs" with_other_addresses
 walk_step "two backup links, one cable is cut after the other: migr_verify, messages and WRITEs" third_link
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
 walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
@@ -275,6 +300,7 @@ walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- 
 walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
 walk_step "the cable is cut: ib_read_bw" perftest ib_read_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events
+walk_step "the backup's device comes later: migr_verify, messages and WRITEs" late_device
 walk_step "the device is removed: migr_verify, messages and WRITEs" device_removed	# last: what peer was told of links is lost with it
 links_by_migrd 's|"links_file": "/tmp/links.json", ||'
 e2e_end
