@@ -1,12 +1,20 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
- * What a program can tell libmigr when it runs with it. It is not linked with it: both functions are null without it.
+ * What a program can tell libmigr when it runs with it. It is not linked with it: both functions are null without it, and the flag is harmless.
  * Any thread may call them; they wait for nothing but other control-path calls of verbs.
  */
 #ifndef MIGR_MIGR_H
 #define MIGR_MIGR_H
 
 #include <stdint.h>
+
+/*
+ * In ibv_send_wr::send_flags and ibv_qp_ex::wr_flags: this work request is not to be sent twice (SHIFT §3.1 calls it ineligible
+ * for retransmission). Under `resend`, which may do WRITEs and READs again that were executed, a connection that has one
+ * outstanding when its link fails ends with the original error. `exact` does nothing again that was executed, but READs, and does not
+ * look at it; nor does anything without libmigr. Only where the device keeps it in its queue, as soft-RoCE does.
+ */
+#define MIGR_SEND_ONCE (1u << 31)
 
 #ifdef __cplusplus
 extern "C" {

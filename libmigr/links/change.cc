@@ -100,7 +100,7 @@ void finish(QpLink& l) {
   int err = switchover::settle(one, psn, replayed, why);
   const migr_replay_stat* const stat = replayed.empty() ? nullptr : &replayed[0];
   if (q.cut && q.cut->lost)
-    return end_it(l, "an atomic was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
+    return end_it(l, "an atomic, or what is not to be sent twice, was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
   l.drains_ended = 0;
   // What it has left still works if it has not failed: no moment without a backup, whose path is made when it is needed.
   set_stage(l, next_side(l) != l.on ? Stage::kReady : Stage::kMaking);

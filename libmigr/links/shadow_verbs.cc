@@ -234,10 +234,14 @@ bool find_home(const QpShadow& q, QpLink& l) {
   if (switchover::ask_device(q, attr, switchover::kConnectionAttrs)) return false;
   const std::uint32_t port = attr.ah_attr.port_num, index = attr.ah_attr.grh.sgid_index;
   const auto all = gid_table(q.context->real, port, index);
-  const ibv_gid_entry* const now = gids::find(all, port, index);
-  if (now) l.home_gid = *now;
+  l.home_gid = {};
+  l.home_gid.gid = q.birth.gid;  // as long as its port has none
+  l.home_gid.gid_index = index;
+  l.home_gid.port_num = port;
+  l.home_gid.gid_type = IBV_GID_TYPE_ROCE_V2;
+  if (const ibv_gid_entry* const now = gids::find(all, port, index)) l.home_gid = *now;
   l.home_bits = q.state.load(std::memory_order_relaxed) & kNames;
-  return now;
+  return true;
 }
 
 /// The same later.

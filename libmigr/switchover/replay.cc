@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../../include/migr/migr.h"
+
 namespace migr::replay {
 namespace {
 
@@ -111,7 +113,8 @@ void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates) {
     if (sends[i].executed) continue;
     if (fates[i] == Fate::kDone && takes_receive(sends[i].send.wr)) return;
     if (fates[i] == Fate::kDone) fates[i] = Fate::kReplay;
-    if (atomic(sends[i].send.wr)) fates[i] = Fate::kLost;
+    const bool once = sends[i].send.wr.send_flags & MIGR_SEND_ONCE;
+    if (atomic(sends[i].send.wr) || once) fates[i] = Fate::kLost;
   }
 }
 

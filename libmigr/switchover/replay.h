@@ -14,7 +14,7 @@ namespace migr::replay {
 enum class Fate : std::uint8_t {
   kDone,    ///< the other end has executed it; only the acknowledgement is missing
   kReplay,  ///< not executed, in part, or a READ, whose data is missing
-  kLost,    ///< an atomic that was executed; its answer will never come
+  kLost,    ///< an atomic that was executed, whose answer will never come; or what may have been executed and is not to be done again
 };
 
 /// @param sends      not completed, oldest first, without gaps
@@ -27,7 +27,8 @@ std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, st
 /// the ones behind it that it was to complete for. They are taken out of `stand_ins`.
 void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins);
 
-/// Where it is not wanted to go by every PSN: a WRITE is done again, unless a message behind it has been received.
+/// Where it is not wanted to go by every PSN: a WRITE is done again, unless a message behind it has been received. What is not to be
+/// sent twice (MIGR_SEND_ONCE) is lost.
 void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates);
 
 /// Where no two CAS have the same swap value, and only who has put it there takes it away (Varuna §3.3, unique swap values):

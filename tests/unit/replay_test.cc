@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // What becomes of work requests whose completion never came: executed, replayed, or lost; each completes once, in order.
+#include "../../include/migr/migr.h"
 #include "../../libmigr/switchover/replay.h"
 
 #include <gtest/gtest.h>
@@ -63,6 +64,20 @@ TEST(Fates, WhatAPathBeforeHasExecutedStaysDone) {
   EXPECT_TRUE(again.stand_ins[0].owed[1].signalled);
   replay::resend(sends, fates);
   EXPECT_EQ(fates[2], Fate::kDone);
+}
+
+TEST(Fates, WhatIsNotToBeSentTwiceIsNot) {
+  std::vector<QueuedSend> sends = from_psn(10, {send(IBV_WR_RDMA_WRITE, 1, 1), send(IBV_WR_SEND, 1, 2), send(IBV_WR_RDMA_WRITE, 1, 3), send(IBV_WR_RDMA_WRITE, 1, 4)});
+  sends[0].send.wr.send_flags |= MIGR_SEND_ONCE;
+  auto fates = replay::fates(sends, kMtu, 14, 13);
+  replay::resend(sends, fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kDone, Fate::kReplay, Fate::kReplay})) << "a message behind it was received";
+  sends[2].send.wr.send_flags |= MIGR_SEND_ONCE;
+  fates = replay::fates(sends, kMtu, 14, 13);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kDone, Fate::kDone, Fate::kReplay})) << "exact";
+  replay::resend(sends, fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kDone, Fate::kLost, Fate::kReplay}));
+  EXPECT_EQ(replay::plan(sends, fates, kVqpn, false).lost, 1u);
 }
 
 QueuedSend swap(std::uint64_t address, std::uint64_t wr_id) {
