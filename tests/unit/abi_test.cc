@@ -41,7 +41,7 @@ TEST(Abi, LinkRecordsHaveNoImplicitPadding) {
   EXPECT_EQ(sizeof(migr_links_link), 112u + MIGR_LINKS_WHY_MAX);
   EXPECT_EQ(sizeof(migr_links_name), 24u);
   EXPECT_EQ(sizeof(migr_links_path), 40u);
-  EXPECT_EQ(sizeof(migr_links_vqp), 40u + MIGR_LINKS_MAX_LINKS * sizeof(migr_links_path));
+  EXPECT_EQ(sizeof(migr_links_vqp), 48u + MIGR_LINKS_MAX_LINKS * sizeof(migr_links_path));
   EXPECT_EQ(sizeof(migr_links_found), sizeof(migr_links_vqp) + 24 + MIGR_LINKS_MAX_LINKS * 16 + 32);
   EXPECT_EQ(sizeof(migr_links_channel), 64u);
   EXPECT_EQ(sizeof(migr_links_vqp_state), 40u + MIGR_LINKS_WHY_MAX);

@@ -154,5 +154,18 @@ TEST_F(Gids, HomeAgainAndOverTwoMovesTheFirstHostCounts) {
   EXPECT_EQ(1, gids::here(ours, 1, 1));
 }
 
+TEST_F(Gids, TheSameOneIsFoundWhereverItIs) {
+  const ibv_gid_entry was = entry(v4(3), 1);
+  const auto index = [&](const std::vector<ibv_gid_entry>& table) {
+    const ibv_gid_entry* const now = gids::again(table, was);
+    return now ? static_cast<int>(now->gid_index) : -1;
+  };
+  EXPECT_EQ(index({entry(local(3), 0), entry(v4(200), 1), entry(v4(3), 2)}), 2) << "at another place";
+  EXPECT_EQ(index({entry(local(3), 0), entry(v4(201), 1), entry(v4(202), 2)}), 1) << "another one";
+  EXPECT_EQ(index({entry(local(3), 0), entry(local(4), 1), entry(v4(201), 3)}), 3) << "another one, elsewhere";
+  EXPECT_EQ(index({entry(local(3), 1)}), -1) << "none of its kind";
+  EXPECT_EQ(index({entry(v4(3), 1, 2)}), -1) << "another port's";
+}
+
 }  // namespace
 }  // namespace migr
