@@ -843,17 +843,16 @@ int destroy_paths(const QpShadow& q) {
   return 0;
 }
 
-/// It may wait for a link that has failed, for seconds: changes of paths of others do not wait for that.
-int destroy_unlocked(Registry& registry, QpShadow& q, std::unique_lock<std::mutex>& guard) {
-  links::gone(q);
-  forget(registry.qps, &q);
+/// Without the lock where there are backup links: it may wait for one that has failed, for seconds, and changes of paths of others do not wait
+/// for that.
+int destroy(Registry& registry, QpShadow& q, std::unique_lock<std::mutex>& guard) {
+  if (!q.context->twin) return destroy_paths(q);
   ++registry.ending;
   guard.unlock();
   const int err = destroy_paths(q);
   guard.lock();
   --registry.ending;
   registry.thawed.notify_all();
-  if (err) registry.qps.push_back(&q), links::changed();
   return err;
 }
 
@@ -867,8 +866,13 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     auto guard = registry.change();
     shadow = known(registry, qp);
     if (!shadow) return real().destroy_qp(qp);
-    if (const int err = shadow->context->twin ? destroy_unlocked(registry, *shadow, guard) : destroy_paths(*shadow)) return err;
-    if (!shadow->context->twin) forget(registry.qps, shadow);
+    links::gone(*shadow);
+    forget(registry.qps, shadow);
+    if (const int err = destroy(registry, *shadow, guard)) {  // it is still there
+      registry.qps.push_back(shadow);
+      links::changed();
+      return err;
+    }
     datagrams::gone(*shadow);
     windows::gone(*shadow);
   }

@@ -168,16 +168,20 @@ bool take_next(QpLink& l, Side side, std::string& why) {
 
 void go_on(QpLink& l);
 
+/// In order. @return `but`: no other one has a channel
+Side first_standing(const QpLink& l, Side but) {
+  for (Side side = kHome; side < l.sides(); ++side)
+    if (side != but && standing(l, side)) return side;
+  return but;
+}
+
 /// The present link comes last. Without any that stands it is waited for one.
 void choose(QpLink& l) {
   const Side now = target(l);
-  std::optional<Side> to;
-  for (Side side = kHome; side < l.sides() && !to; ++side)
-    if (side != now && standing(l, side)) to = side;
-  if (!to && standing(l, now)) to = now;
-  if (!to) return;
+  const Side to = first_standing(l, now);
+  if (!standing(l, to)) return;
   if (l.epoch >= kLastEpoch) return give_up(l, "it has changed its link too often");
-  l.epoch = next_epoch(l, *to);
+  l.epoch = next_epoch(l, to);
   go_on(l);
 }
 
@@ -470,11 +474,7 @@ Channel* standing(const QpLink& l, Side side) {
   return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
 }
 
-Side next_side(const QpLink& l) {
-  for (Side side = kHome; side < l.sides(); ++side)
-    if (side != l.on && standing(l, side)) return side;
-  return l.on;
-}
+Side next_side(const QpLink& l) { return first_standing(l, l.on); }
 
 bool has_to_cast_off(const QpLink& l) {
   constexpr std::uint64_t kHomeLimitNs = 2'000'000'000;  // its chance to go home

@@ -80,6 +80,12 @@ struct Twin {
   Backup& at(Side side) { return backups[side - 1]; }  ///< not kHome
   const Backup& at(Side side) const { return backups[side - 1]; }
   Link* link(Side side) const { return side == kHome ? home : at(side).link; }
+  /// What stands for the application's PD there. Null: nothing yet
+  ibv_pd* pd(ibv_pd* of, Side side) const {
+    if (side == kHome) return of;
+    const auto found = at(side).pds.find(of);
+    return found == at(side).pds.end() ? nullptr : found->second;
+  }
 };
 
 /// The backups of a CQ. Of CqShadow::lock.
@@ -102,6 +108,9 @@ struct CqLink {
     return nullptr;
   }
 };
+
+/// What stands for the application's CQ there. Null: nothing yet. Of the Registry's lock
+inline ibv_cq* cq_on(const CqShadow& c, Side side) { return side == kHome ? c.real : c.link ? c.link->at(side) : nullptr; }
 
 enum class Stage : std::uint8_t {
   kMaking,    ///< there is no other path (yet): errors are the application's

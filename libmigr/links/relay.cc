@@ -432,8 +432,7 @@ bool open(Executor& e, std::string& why) {
   Link& link = *e.link;
   const bool home = e.side == kHome;
   if (!link.ctx) return why = link.config.device + " is not open", false;
-  ibv_pd* const pd = home ? const_cast<ibv_pd*>(e.of) : e.twin->at(e.side).pds.contains(e.of) ? e.twin->at(e.side).pds.at(e.of)
-                                                                                              : nullptr;
+  ibv_pd* const pd = e.twin->pd(const_cast<ibv_pd*>(e.of), e.side);
   if (!pd) return why = "a PD is not there yet on " + link.config.device, false;
   ibv_context* const ctx = home ? e.twin->of->real : link.ctx;
   e.mr = real().reg_mr_iova2(link.pd, &e.word, sizeof e.word, reinterpret_cast<std::uintptr_t>(&e.word), IBV_ACCESS_LOCAL_WRITE);

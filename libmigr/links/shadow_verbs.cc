@@ -75,11 +75,15 @@ const ibv_gid_entry* choose_gid(const std::vector<ibv_gid_entry>& all, std::uint
 /// It may have another one than before, or at another index, since its port was down. @return "" or why it has none
 std::string read_gid(Link& link, ibv_context* ctx) {
   const Config::Link& config = link.config;
-  const bool known = link.gid.port_num;
-  const std::uint32_t index = config.gid_index >= 0 ? static_cast<std::uint32_t>(config.gid_index) : link.gid.gid_index;
+  const bool named = config.gid_index >= 0, known = link.gid.port_num;
+  const std::uint32_t index = named ? static_cast<std::uint32_t>(config.gid_index) : link.gid.gid_index;
   const auto all = gid_table(ctx, config.port, index);
-  const ibv_gid_entry* const now = config.gid_index >= 0 ? gids::find(all, config.port, index) : known ? gids::again(all, link.gid) : choose_gid(all, config.port);
-  if (!now) return config.device + " has no GID" + (config.gid_index >= 0 ? " " + std::to_string(index) : known ? " of the kind that it had" : "");
+  const ibv_gid_entry* now;
+  std::string which;
+  if (named) now = gids::find(all, config.port, index), which = " " + std::to_string(index);
+  else if (known) now = gids::again(all, link.gid), which = " of the kind that it had";
+  else now = choose_gid(all, config.port);
+  if (!now) return config.device + " has no GID" + which;
   if (known && (now->gid_index != link.gid.gid_index || std::memcmp(now->gid.raw, link.gid.gid.raw, sizeof now->gid.raw)))
     std::fprintf(stderr, "libmigr: link %u: %s has another GID now, or at another place: number %u\n", link.index, config.device.c_str(), now->gid_index);
   link.gid = *now;
@@ -155,7 +159,7 @@ bool make_pd(const Twin& t, Backup& b, std::string& why) {
 bool make_cq(Twin& t, Side side, std::string& why) {
   const Link& link = *t.link(side);
   for (CqShadow* c : registry().cqs) {
-    if (c->context != t.of || (c->link && c->link->at(side)) || c->immovable || c->ending) continue;
+    if (c->context != t.of || cq_on(*c, side) || c->immovable || c->ending) continue;
     ibv_cq* const made = real().create_cq(link.ctx, c->real->cqe, c, link.events, 0);
     if (!made) return why = errno_text("create_cq"), false;
     std::lock_guard guard(c->lock);
@@ -170,13 +174,13 @@ bool make_mr(Twin& t, Side side, std::string& why) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   for (MrShadow* mr : registry().mrs) {
     if (mr->context != t.of || mr->on(side) || !mr->movable) continue;
-    Backup& b = t.at(side);
-    const auto pd = b.pds.find(mr->app.pd);
-    if (pd == b.pds.end()) continue;
-    ibv_mr* const made = real().reg_mr_iova2(pd->second, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
+    ibv_pd* const pd = t.pd(mr->app.pd, side);
+    if (!pd) continue;
+    ibv_mr* const made = real().reg_mr_iova2(pd, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
     if (!made) return why = errno_text("reg_mr of " + std::to_string(mr->app.length) + " bytes"), false;
     mr->twins.resize(t.backups.size());
     mr->twins[side - 1] = made;
+    Backup& b = t.at(side);
     b.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
     b.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
     if (mr->access & kRemote) {
@@ -350,8 +354,7 @@ ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why) {
 }
 
 bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
-  const auto has_cq = [&](const CqShadow* c) { return c && c->link && c->link->at(side); };
-  return side == kHome || (t.at(side).link->ctx && has_cq(q.send_cq) && has_cq(q.recv_cq) && t.at(side).pds.contains(q.init.pd));
+  return cq_on(*q.send_cq, side) && cq_on(*q.recv_cq, side) && t.pd(q.init.pd, side);
 }
 
 std::string make_memory(Twin& t, Side side) {
@@ -386,9 +389,9 @@ bool create_half(QpLink& l, Side side, Path& out, std::string& why) {
   init.sq_sig_all = q.init.sq_sig_all;
   if (side == kHome && !find_home_again(l, why)) return false;
   if (!has_room_for(*l.twin, side, q)) return why = "a PD or a CQ is not there yet on " + leg.link->config.device, false;
-  init.send_cq = side == kHome ? q.send_cq->real : q.send_cq->link->at(side);
-  init.recv_cq = side == kHome ? q.recv_cq->real : q.recv_cq->link->at(side);
-  init.pd = side == kHome ? q.init.pd : l.twin->at(side).pds.at(q.init.pd);
+  init.send_cq = cq_on(*q.send_cq, side);
+  init.recv_cq = cq_on(*q.recv_cq, side);
+  init.pd = l.twin->pd(q.init.pd, side);
   init.comp_mask = q.init.comp_mask & (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
   init.send_ops_flags = q.init.send_ops_flags;
   const unsigned port = side == kHome ? l.home_gid.port_num : leg.link->config.port;
@@ -557,8 +560,10 @@ migr_links_vqp record_of(const QpLink& l) {
   return out;
 }
 
-migr_links_link record_of(const Link& link) {
+/// @param backups  vQPs that would go there next
+migr_links_link record_of(const Link& link, std::uint32_t backups) {
   migr_links_link out{};
+  out.backups = backups;
   out.link = link.index;
   out.port = link.config.port;
   std::snprintf(out.device, sizeof out.device, "%s", link.config.device.c_str());
@@ -576,14 +581,14 @@ migr_links_link record_of(const Link& link) {
   }
   for (const QpLink* l : state()->qps) {
     out.vqps += l->leg().link == &link;
-    out.backups += l->stage == Stage::kReady && l->leg().link != &link && l->legs[next_side(*l)].link == &link;
   }
   return out;
 }
 
-bool lacks_path(const QpLink& l) { return l.ahead && !l.legs[next_side(l)].next.connected; }
+/// The one that is made ahead. @param next  next_side()
+bool lacks_path(const QpLink& l, Side next) { return l.ahead && !l.legs[next].next.connected; }
 
-migr_links_vqp_state state_of(const QpLink& l) {
+migr_links_vqp_state state_of(const QpLink& l, Side next) {
   migr_links_vqp_state out{};
   out.name = l.name;
   out.epoch = l.epoch;
@@ -593,11 +598,18 @@ migr_links_vqp_state state_of(const QpLink& l) {
   out.phase = kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
-    why = next_side(l) == l.on ? "waits for a channel" : lacks_path(l) ? "waits for the other end" : "waits for memory";
+    why = next == l.on ? "waits for a channel" : lacks_path(l, next) ? "waits for the other end" : "waits for memory";
   if (!*why && l.stage == Stage::kReady) why = l.drains_ended ? "the way to its other link did not end; it is tried again" : why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
   out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;
   return out;
+}
+
+/// Null: none was published.
+const migr_links_path* path_on(const migr_links_vqp& v, std::uint32_t link) {
+  const migr_links_path* const end = v.path + std::min<std::uint32_t>(v.paths, MIGR_LINKS_MAX_LINKS);
+  const migr_links_path* const found = std::find_if(v.path, end, [&](const migr_links_path& p) { return p.link == link; });
+  return found == end ? nullptr : found;
 }
 
 QpLink* by_id(std::uint64_t id) {
@@ -747,12 +759,13 @@ class Round {
     for (Side side = 1; side < l.sides(); ++side) {
       Path& mine = l.legs[side].next;
       if (!mine.qp) continue;
-      for (std::uint32_t i = 0; l.ahead && i < std::min<std::uint32_t>(found.vqp.paths, MIGR_LINKS_MAX_LINKS); ++i)
-        if (found.vqp.path[i].link == l.legs[side].link->index) {
-          connect_half(l, side, mine, found.vqp.path[i], l.why);  // an address may not be resolved: once more in the next round
-          return;
-        }
-      destroy_path(l, side, mine);
+      const migr_links_path* const theirs = path_on(found.vqp, l.legs[side].link->index);
+      if (!l.ahead || !theirs) {
+        destroy_path(l, side, mine);
+        continue;
+      }
+      connect_half(l, side, mine, *theirs, l.why);  // an address may not be resolved: once more in the next round
+      return;
     }
     for (Side side = 1; side < l.sides(); ++side) l.begun = l.begun || is_common(l, side);
     if (!l.begun) l.why = "the other end has no such link";
@@ -837,6 +850,7 @@ class Round {
     bool waiting = false;
     std::vector<migr_links_vqp_state> states;
     std::vector<migr_links_link> links;
+    std::vector<std::uint32_t> backups(state()->links.size());
     {
       std::lock_guard guard(registry().lock);
       forget_pasts();
@@ -844,13 +858,15 @@ class Round {
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
         look_at_backup(*l);
-        waiting = waiting || is_incomplete(*l) || !l->told || wants_word(*l);
+        const Side next = next_side(*l);
+        if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
+        waiting = waiting || is_incomplete(*l, next) || !l->told || wants_word(*l);
         for (Side side = kHome; side < l->sides(); ++side) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
-        if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l));
+        if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l, next));
       }
       waiting = fill_pools() || waiting;
       note_backed_up();
-      for (const Link& link : state()->links) links.push_back(record_of(link));
+      for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
     }
     report(links, states);
     return waiting;
@@ -864,15 +880,14 @@ class Round {
   }
 
   /// Of its backup something is missing; where it is protected already, only the path that is made ahead.
-  static bool is_incomplete(const QpLink& l) { return l.stage == Stage::kMaking || (l.stage == Stage::kReady && lacks_path(l)); }
+  static bool is_incomplete(const QpLink& l, Side next) { return l.stage == Stage::kMaking || (l.stage == Stage::kReady && lacks_path(l, next)); }
 
   static void look_at_backup(QpLink& l) {
-    if (!is_incomplete(l) || !has_begun(l)) return;
-    const Side side = next_side(l);
-    if (side == l.on) return;
+    const Side next = next_side(l);
+    if (next == l.on || !is_incomplete(l, next) || !has_begun(l)) return;
     l.why.clear();
-    if (lacks_path(l)) return ask_for_path(l, side, *standing(l, side));
-    if (!all_memory_there(*l.twin, side)) return;
+    if (lacks_path(l, next)) return ask_for_path(l, next, *standing(l, next));
+    if (!all_memory_there(*l.twin, next)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);
   }

@@ -467,7 +467,7 @@ class Pollers : public Events {
   void SetUp() override {
     Events::SetUp();
     ibv_device** list = ibv_get_device_list(nullptr);
-    other_ = ibv_open_device(list[3]);
+    other_ = ibv_open_device(list[3]);  // b0
     ibv_free_device_list(list);
     other_pd_ = ibv_alloc_pd(other_);
     other_cq_ = ibv_create_cq(other_, 64, nullptr, nullptr, 0);

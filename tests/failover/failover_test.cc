@@ -544,13 +544,13 @@ class End {
 
   bool may_post() const { return posted_ < allowed_ && posted_ - completed_ < static_cast<int>(options_.greedy ? kRing : kDepth); }
 
-  /// One to four in a session; one that is given up in between posts nothing. Now and then it takes long.
   /// Each fourth at least is signalled, so that the queue does not fill with what nobody hears of.
   unsigned flags_of(const Request& r, int i) const {
     const bool once = options_.marks && (r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM);
     const unsigned signalled = r.signalled || i % 4 == 3 ? IBV_SEND_SIGNALED : 0;
     return signalled | (once ? MIGR_SEND_ONCE : 0);
   }
+  /// One to four in a session; one that is given up in between posts nothing. Now and then it takes long.
   void post_session() {
     const int first = posted_;
     ibv_wr_start(ex_);
