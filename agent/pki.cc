@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <openssl/bio.h>
+#include <openssl/crypto.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>
 #include <openssl/pem.h>
@@ -21,6 +22,10 @@
 
 namespace migr::pki {
 namespace {
+
+// OpenSSL frees what all threads share when a process exits, while threads of gRPC still connect to a peer that is gone: they
+// crash in it, which gRPC before 1.83 does nothing about. The first call in a process decides, so it is made before main().
+[[maybe_unused]] const int kNothingFreedAtExit = OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
 
 struct Free {
   void operator()(EVP_PKEY* p) const { EVP_PKEY_free(p); }

@@ -4,6 +4,7 @@
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <openssl/crypto.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -50,6 +51,16 @@ TEST_F(Pki, KeysAreForTheirOwnerOnly) {
   EXPECT_EQ(mode("ca/ca.key"), 0600u);
   EXPECT_EQ(mode("ca/src/host.key"), 0600u);
   EXPECT_TRUE(pki::load(dir_ + "/ca/src"));
+}
+
+// Threads of gRPC may be in the middle of a handshake.
+TEST_F(Pki, OpensslStaysWhenAProcessExits) {
+  ASSERT_TRUE(pki::init(dir_ + "/ca"));
+  const auto exits = [] {
+    OPENSSL_atexit([] { std::_Exit(4); });
+    std::exit(0);
+  };
+  EXPECT_EXIT(exits(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST_F(Pki, SecondInitIsEEXIST) {
