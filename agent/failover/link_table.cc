@@ -178,9 +178,13 @@ Status LinkTable::set_states(const Instance& who, std::span<const migr_links_vqp
   std::lock_guard lock(mutex_);
   Process* p = process_locked(who);
   if (!p) return no_process();
+  p->none.clear();
   for (const auto& r : states) {
     const auto v = p->vqps.find(name_of(r.name));
-    if (v == p->vqps.end()) continue;
+    if (v == p->vqps.end()) {
+      if (r.phase == MIGR_LINKS_VQP_NONE) p->none[{r.link, r.why}]++;
+      continue;
+    }
     v->second.link = r.link;
     v->second.epoch = r.epoch;
     v->second.phase = r.phase;
@@ -367,7 +371,8 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_why(l.why);
     }
     std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> without;
-    std::uint32_t ready = 0;
+    std::uint32_t ready = 0, none = 0;
+    for (const auto& [other, n] : p.none) without[{MIGR_LINKS_VQP_NONE, other.second}] += n, none += n;
     for (const auto& [name, v] : p.vqps) {
       if (backed(v.phase))
         ready++;
@@ -385,7 +390,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_phase(v.phase);
       w->set_why(v.why);
     }
-    r.set_vqps(static_cast<std::uint32_t>(p.vqps.size()));
+    r.set_vqps(static_cast<std::uint32_t>(p.vqps.size()) + none);
     r.set_backed(ready);
     for (const auto& [why, n] : without) {
       auto* w = r.add_without();
@@ -464,6 +469,11 @@ std::vector<std::string> LinkTable::stuck_on(const std::string& device, std::uin
       if (!contains(links, v.link) || backed(v.phase) || v.phase == MIGR_LINKS_VQP_BROKEN) continue;
       stuck++;
       if (!why || why->empty()) why = &v.why;
+    }
+    for (const auto& [other, n] : p.none) {
+      if (!contains(links, other.first)) continue;
+      stuck += n;
+      if (!why || why->empty()) why = &other.second;
     }
     if (stuck) out.push_back(process_label(p.owner) + ": " + count_of(stuck, "vQP") + " without a backup" + (why->empty() ? "" : " (" + *why + ")"));
   }

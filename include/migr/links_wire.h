@@ -316,7 +316,7 @@ enum migr_links_vqp_phase {
 	MIGR_LINKS_VQP_BROKEN,	/* its errors have reached the application */
 };
 
-/* STATE: how a published vQP is. */
+/* STATE: how the published vQPs are, and those that cannot be (MIGR_LINKS_VQP_NONE): all of a process, or the first 256. */
 struct migr_links_vqp_state {
 	struct migr_links_name name;
 	uint32_t link;		/* that carries it now */

@@ -581,10 +581,15 @@ TEST_F(Links, WhatIsLeftOnAPortAndWhatCannotLeaveIt) {
   unsigned n = 0;
   EXPECT_EQ(table_.stuck_on("rxe0", 1).size(), 1u) << "a vQP has no backup before it says so";
   ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(5, 0, MIGR_LINKS_VQP_READY), state_of(6, 0, MIGR_LINKS_VQP_NONE, "has an SRQ"),
-                                                           state_of(7, 1, MIGR_LINKS_VQP_NONE), state_of(99, 0, MIGR_LINKS_VQP_NONE)}).head.status, 0);
+                                                           state_of(7, 1, MIGR_LINKS_VQP_NONE), state_of(99, 0, MIGR_LINKS_VQP_NONE, "is no RC QP")}).head.status, 0);
+  const auto told = table_.reports(false);
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].vqps(), 4u) << "one was not published";
+  EXPECT_EQ(told[0].backed(), 1u);
+  EXPECT_EQ(told[0].without_size(), 3);
   const auto stuck = table_.stuck_on("rxe0", 0);
   ASSERT_EQ(stuck.size(), 1u);
-  EXPECT_NE(stuck[0].find("1 vQP without a backup (has an SRQ)"), std::string::npos) << stuck[0];
+  EXPECT_NE(stuck[0].find("2 vQPs without a backup (has an SRQ)"), std::string::npos) << stuck[0];
   EXPECT_TRUE(table_.stuck_on("rxe0", 2).empty());
   EXPECT_TRUE(table_.stuck_on("rxe9", 0).empty());
   auto left = table_.left_on("rxe0", 1, n);
