@@ -90,6 +90,7 @@ struct migr_obj {
 	bool bound;			/* has a name that was asked for */
 	bool pinned;			/* holds the module: virtual != physical */
 	bool replaces;			/* MR: has the handle of the one that rereg_mr replaced by it */
+	u32 ever_given;			/* QP: as its attr_mask, and before the last RESET */
 	unsigned long seq;
 	void *channel_key;		/* CQ: identity of its completion channel */
 	union {

@@ -35,7 +35,7 @@ static u32 next_try(u32 natural, u32 n, u32 number)
 {
 	return (n ? number * 1664525 + 1013904223 : natural ^ 0x800000) & MIGR_QPN_MASK;
 }
-static_assert(MIGR_NR_INDEX == MIGR_QPN_MASK + 1);
+static_assert(MIGR_NR_INDEX - MIGR_QPN_MASK == 1);
 
 static void unhash(struct hlist_node *node)
 {
@@ -201,6 +201,11 @@ int migr_bind_qp(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	return err;
 }
 
+static bool executes_nothing(u32 state)
+{
+	return state == IB_QPS_ERR || state == IB_QPS_RESET || state == IB_QPS_INIT;
+}
+
 int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state)
 {
 	struct migr_obj *obj;
@@ -214,14 +219,15 @@ int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state)
 	obj = ctx->uctx ? qp_by_pqpn_locked(ctx, pqpn) : NULL;
 	if (!obj)
 		err = -ENOENT;
-	else if (obj->rec.qp.qp_state != IB_QPS_ERR)
+	else if (!executes_nothing(obj->rec.qp.qp_state))
 		err = obj->rec.qp.qp_state == state ? 0 : -EBUSY;
-	else if (!(obj->rec.qp.attr_mask & since))
+	else if (!(obj->ever_given & since))
 		err = -EINVAL;
 	else
 		err = 0;
 	if (!err) {
 		obj->rec.qp.qp_state = state;
+		obj->rec.qp.attr_mask = obj->ever_given;
 		ctx->gen++;
 		trace_migr_qp_state(obj);
 	}

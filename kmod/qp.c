@@ -90,14 +90,17 @@ static void record_ah(struct migr_ah_attr *rec, const struct rdma_ah_attr *ah)
 	}
 }
 
-static void record_modify(struct migr_qp_rec *rec, const struct ib_qp_attr *attr, int mask)
+static void record_modify(struct migr_obj *obj, const struct ib_qp_attr *attr, int mask)
 {
+	struct migr_qp_rec *rec = &obj->rec.qp;
+
 	if (mask & IB_QP_STATE) {
 		rec->qp_state = attr->qp_state;
 		if (attr->qp_state == IB_QPS_RESET)
 			rec->attr_mask = 0;
 	}
 	rec->attr_mask |= mask;
+	obj->ever_given |= mask;
 #define NOTE(bit, field, value)						\
 	if (mask & (bit))						\
 		rec->field = attr->value
@@ -135,7 +138,7 @@ static int modify_qp(struct ib_qp *qp, struct ib_qp_attr *attr, int mask, struct
 	mutex_lock(&migr_lock);
 	obj = migr_obj_find_locked(qp);
 	if (obj) {
-		record_modify(&obj->rec.qp, attr, mask);
+		record_modify(obj, attr, mask);
 		obj->ctx->gen++;
 		if (mask & IB_QP_STATE) {
 			trace_migr_qp_state(obj);

@@ -104,9 +104,9 @@ struct migr_ioc_driver_resp {
 };
 
 /*
- * The own QP with number @pqpn, which is in ERR, is in @qp_state for everybody who reads the record: what moved it to ERR
- * was not the application, and who makes its like elsewhere connects that. EBUSY: it is not in ERR; EINVAL: it has never
- * been in that state.
+ * The own QP with number @pqpn, which is in ERR, RESET or INIT, is in @qp_state for everybody who reads the record, with the
+ * attributes that it had there: what moved it away was not the application, and who makes its like elsewhere connects that.
+ * EBUSY: it is in another state; EINVAL: it has never been in that one.
  */
 struct migr_ioc_qp_stands {
 	__u32 pqpn;		/* 24 bits */
@@ -292,7 +292,7 @@ struct migr_qp_rec {
 	__u32 sq_sig_all;	/* 0 or 1 */
 	__u32 create_flags;
 	/* from modify_qp, the last value of each; physical numbers */
-	__u32 attr_mask;	/* IB_QP_* bits given since the last RESET */
+	__u32 attr_mask;	/* IB_QP_* bits given since the last RESET; see MIGR_IOC_QP_STANDS */
 	__u32 qp_state;		/* enum ib_qp_state */
 	__u32 path_mtu;		/* enum ib_mtu */
 	__u32 qkey;

@@ -38,14 +38,17 @@ static void check_stands(struct side *s, int fd, uint32_t id)
 	struct ibv_qp_attr err = { .qp_state = IBV_QPS_ERR }, reset = { .qp_state = IBV_QPS_RESET };
 	struct ibv_qp_attr init = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
 	struct ibv_qp *qp = make_qp(s);
+	uint32_t given;
 
 	need(qp, "create_qp");
-	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EBUSY, "a QP in RESET");
+	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EINVAL, "one that was just made");
 	need(!ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "modify_qp to INIT");
 	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
 	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTS), EINVAL, "one that has never been in RTS");
 	need(!ibv_modify_qp(qp, &reset, IBV_QP_STATE), "modify_qp to RESET");
 	connect_qp(s, qp, s, qp->qp_num);
+	given = rec_of(id, qp)->attr_mask;
+	check_errno(stands(fd, qp->qp_num, IBV_QPS_RTR), EBUSY, "one that is in RTS");
 	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
 	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_ERR, "the record says ERR");
 	check_errno(stands(fd, qp->qp_num, IBV_QPS_INIT), EINVAL, "INIT is no state to stand in");
@@ -53,6 +56,14 @@ static void check_stands(struct side *s, int fd, uint32_t id)
 	check(!stands(fd, qp->qp_num, IBV_QPS_RTS), "it stands in RTS");
 	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_RTS, "the record says so");
 	check(!stands(fd, qp->qp_num, IBV_QPS_RTS), "and again");
+	need(!ibv_modify_qp(qp, &reset, IBV_QP_STATE), "modify_qp to RESET");
+	check_eq(rec_of(id, qp)->attr_mask, IBV_QP_STATE, "RESET takes its attributes away");
+	need(!ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "modify_qp to INIT");
+	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_INIT, "the record says INIT");
+	check(!stands(fd, qp->qp_num, IBV_QPS_RTS), "it stands in RTS after RESET");
+	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_RTS, "the record says so");
+	check_eq(rec_of(id, qp)->attr_mask, given, "and has all that it had been given");
+	check_eq(rec_of(id, qp)->dest_qpn, qp->qp_num, "whom it was connected to");
 	need(!ibv_modify_qp(qp, &err, IBV_QP_STATE), "modify_qp to ERR");
 	check_eq(rec_of(id, qp)->qp_state, IBV_QPS_ERR, "what comes later counts");
 	ibv_destroy_qp(qp);
