@@ -14,6 +14,7 @@
 #include <unordered_map>
 
 #include "gids.h"
+#include "links/shared_receives.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -125,8 +126,6 @@ int aim(ibv_ah* ah, Handle& h) {
 
 bool datagrams_of(const QpShadow& q) { return q.app.qp_type == IBV_QPT_UD; }
 
-SrqShadow* srq_of(const QpShadow& q) { return q.app.srq ? &shadow_of(q.app.srq) : nullptr; }
-
 /// Its receives are a UD QP's: its own, or those of an SRQ that a UD QP takes from, too. Whoever takes one tells that it is gone.
 bool takes_noted(const QpShadow& q) {
   const SrqShadow* srq = srq_of(q);
@@ -182,7 +181,10 @@ int await_posted(SrqShadow& s) {
   std::vector<KeptReceive> posted;
   if (const int err = provider::outstanding_receives(s, posted)) return err;
   switchover::make_keys_virtual(*s.context, posted);
-  for (const KeptReceive& receive : posted) await(s.awaited, receive);
+  for (KeptReceive& receive : posted) {
+    receive.wr_id = links::own_name(s, receive.wr_id);
+    await(s.awaited, receive);
+  }
   s.awaited.noted = true;
   return 0;
 }

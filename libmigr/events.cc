@@ -81,6 +81,7 @@ struct Kept {
   unsigned turns = 0;                    ///< how often that has changed
   bool backed_up = false;                ///< see backed_up()
   std::set<int> ports_down;              ///< of which nobody was told
+  std::set<int> ports_told_down;         ///< of which somebody was
 };
 
 bool in_doubt = false;  ///< FREEZE..REBIND or ROLLBACK; under events_lock
@@ -88,6 +89,12 @@ bool in_doubt = false;  ///< FREEZE..REBIND or ROLLBACK; under events_lock
 std::map<const ibv_context*, Kept>& all() {
   static auto* all = new std::map<const ibv_context*, Kept>;  // never destroyed: threads may outlive main()
   return *all;
+}
+
+/// Whose limit the overrun of a CQ of ours tells of. Under events_lock.
+std::map<const ibv_cq*, SrqShadow*>& bells() {
+  static auto* bells = new std::map<const ibv_cq*, SrqShadow*>;
+  return *bells;
 }
 
 Kept* kept_of(const ibv_context* ctx) {
@@ -154,15 +161,29 @@ bool take(ibv_async_event& event) {
     case Element::kQp: {
       auto* shadow = static_cast<QpShadow*>(event.element.qp->qp_context);  // null: a helper of ours
       its_own = shadow && event.element.qp == __atomic_load_n(&shadow->real, __ATOMIC_ACQUIRE) && event.element.qp != shadow->quiet;
+      if (its_own && event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && shadow->goes_on.load(std::memory_order_relaxed)) its_own = false;  // of one with an SRQ
       if (its_own) event.element.qp = &shadow->app;
       break;
     }
-    case Element::kCq:
-      event.element.cq = &static_cast<CqShadow*>(event.element.cq->cq_context)->app;
+    case Element::kCq: {
+      const auto bell = bells().find(event.element.cq);
+      auto* const shadow = static_cast<CqShadow*>(event.element.cq->cq_context);  // null: a helper of ours
+      its_own = bell != bells().end() || shadow;
+      if (bell != bells().end()) {
+        event.event_type = IBV_EVENT_SRQ_LIMIT_REACHED;
+        event.element.srq = &bell->second->app;
+        bells().erase(bell);
+      } else if (shadow) {
+        event.element.cq = &shadow->app;
+      }
       break;
+    }
     case Element::kSrq: {
       auto* shadow = static_cast<SrqShadow*>(event.element.srq->srq_context);
-      if (event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED) shadow->armed = 0;
+      if (event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED) {
+        its_own = !shadow->counted_here;  // else it has been reached by receives that were led elsewhere
+        if (its_own) shadow->armed = 0;
+      }
       event.element.srq = &shadow->app;
       break;
     }
@@ -181,13 +202,17 @@ bool doubtful(const ibv_async_event& event, Kept& kept) {
 }
 
 /// About a port that the connections do without. Caller holds events_lock.
-bool unneeded(const ibv_async_event& event, Kept* kept) {
-  if (!kept) return false;
+bool unneeded(const ibv_async_event& event, Kept& kept) {
   if (event.event_type != IBV_EVENT_PORT_ACTIVE && event.event_type != IBV_EVENT_PORT_ERR) return false;
-  const bool untold = kept->ports_down.erase(event.element.port_num);
-  if (event.event_type == IBV_EVENT_PORT_ACTIVE) return untold;
-  if (kept->backed_up) kept->ports_down.insert(event.element.port_num);
-  return kept->backed_up;
+  const int port = event.element.port_num;
+  const bool untold = kept.ports_down.erase(port);
+  if (event.event_type == IBV_EVENT_PORT_ACTIVE) {
+    const bool told = kept.ports_told_down.erase(port);
+    return untold || (kept.backed_up && !told);  // soft-RoCE may say it twice
+  }
+  if (kept.backed_up) kept.ports_down.insert(port);
+  else kept.ports_told_down.insert(port);
+  return kept.backed_up;
 }
 
 /// @param by how many more, or fewer, the application has to acknowledge. Caller holds events_lock
@@ -248,7 +273,7 @@ void collect(ibv_context& ctx) {
   const WithoutWaiting now(ctx.async_fd);
   ibv_async_event event;
   while (real().get_async_event(&ctx, &event) == 0)
-    if (take(event) && !unneeded(event, &kept) && !doubtful(event, kept)) kept.unread.push_back(event);
+    if (take(event) && !unneeded(event, kept) && !doubtful(event, kept)) kept.unread.push_back(event);
 }
 
 void frozen() {
@@ -262,7 +287,7 @@ void thawed(bool restored) {
   std::lock_guard guard(Registry::get().events_lock);
   in_doubt = false;
   for (auto& [ctx, kept] : all()) {
-    if (restored) kept.ports_down.clear();  // they are another host's
+    if (restored) kept.ports_down.clear(), kept.ports_told_down.clear();  // they are another host's
     else kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
     kept.doubtful.clear();
   }
@@ -281,6 +306,23 @@ int kernel_fd(const ibv_context& ctx) {
 void hush(QpShadow& q, const ibv_qp* qp) {
   std::lock_guard guard(Registry::get().events_lock);
   q.quiet = qp;
+}
+
+void reach_limit(SrqShadow& s, const ibv_cq* bell) {
+  std::lock_guard guard(Registry::get().events_lock);
+  s.armed = 0;
+  bells()[bell] = &s;
+}
+
+bool rings(const ibv_cq* bell) {
+  std::lock_guard guard(Registry::get().events_lock);
+  return bells().contains(bell);
+}
+
+void still(const ibv_cq* bell, ibv_context& ctx) {
+  if (rings(bell)) collect(ctx), offer(ctx);
+  std::lock_guard guard(Registry::get().events_lock);
+  bells().erase(bell);
 }
 
 void backed_up(const ibv_context& ctx, bool is) {
@@ -325,7 +367,7 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
     if (err && turns() == before && !(saved == EAGAIN && is_to_wait(ctx->async_fd))) return errno = saved, err;
     if (err) continue;  // collect() was at work meanwhile
     if (!ours(registry, ctx)) return 0;
-    if (!take(*event) || unneeded(*event, kept_of(ctx)) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
+    if (!take(*event) || unneeded(*event, all()[ctx]) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
     if (Kept* kept = kept_of(ctx); kept && !kept->unread.empty()) {
       kept->unread.push_back(*event);
       return give(*ctx, *kept, *event), 0;

@@ -44,6 +44,14 @@ auto with_kernel_fd(ibv_context& ctx, Create&& create) {
 /// From now on `qp`, the path of `q`, goes to ERR because we want it: nobody is told.
 void hush(QpShadow& q, const ibv_qp* qp);
 
+/// From now on the limit of `s` is reached, and it is armed no more. The application gets the event for the CQ_ERR of `bell`, which is a
+/// CQ of ours and is about to overrun: so the kernel wakes whoever waits for one. Caller holds s.lock.
+void reach_limit(SrqShadow& s, const ibv_cq* bell);
+/// Whether that event was not taken yet.
+bool rings(const ibv_cq* bell);
+/// Before it is destroyed: the event comes without it.
+void still(const ibv_cq* bell, ibv_context& ctx);
+
 /// Whether all connections of this context go on without its ports: then nobody is told that one has failed, nor that it works again.
 /// Programs end their connections on that.
 void backed_up(const ibv_context& ctx, bool is);

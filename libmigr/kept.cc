@@ -93,7 +93,8 @@ int keep(SrqShadow& s, KeptReceive receive) {
   if (receive.sges.size() > s.max_sge) return EINVAL;
   std::size_t before = s.outstanding.size();
   std::vector<KeptReceive> now;
-  if (s.reading_back && !provider::outstanding_receives(s, now)) before = now.size();
+  if (s.link) before = links::not_used(s);
+  else if (s.reading_back && !provider::outstanding_receives(s, now)) before = now.size();
   if (before + s.kept.size() >= s.max_wr) return ENOMEM;
   s.kept.push_back(std::move(receive));
   return 0;

@@ -545,6 +545,7 @@ bool of_a_cut(CqShadow& c, const ibv_wc& wc, links::Side side) {
   if (wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV)) ++(*cut)->received;
   const bool given_up = gives_up(wc.status) && (*cut)->path_failed;
   if (wc.status != IBV_WC_WR_FLUSH_ERR && !given_up) return false;
+  if (links::unused(c, wc.wr_id)) return true;
   if ((*cut)->sends_over && &c == (*cut)->send_cq) return true;  // the trap has it
   if ((*cut)->receives_over && &c != (*cut)->send_cq) return true;
   (&c == (*cut)->send_cq ? (*cut)->taken_sends : (*cut)->taken_receives).push_back(wc);
@@ -624,6 +625,7 @@ int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), co
         moved += became;
         continue;
       }
+      if (!links::consumed(c, batch[i])) continue;
       batch[i].qp_num = virtual_qpn(qpn_table, batch[i].qp_num);
       if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
@@ -966,6 +968,25 @@ MIGR_PATH int next_poll(ibv_cq_ex* cq) noexcept {
   return 0;
 }
 
+void name_receive(CqShadow& c) noexcept {
+  ibv_wc wc{};
+  wc.wr_id = c.app_ex.wr_id;
+  links::consumed(c, wc);
+  c.app_ex.wr_id = wc.wr_id;
+}
+
+int start_poll_named(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) noexcept {
+  const int err = start_poll(cq, attr);
+  if (!err) name_receive(shadow_of(cq));
+  return err;
+}
+
+int next_poll_named(ibv_cq_ex* cq) noexcept {
+  const int err = next_poll(cq);
+  if (!err) name_receive(shadow_of(cq));
+  return err;
+}
+
 MIGR_PATH void end_poll(ibv_cq_ex* cq) noexcept {
   CqShadow& c = shadow_of(cq);
   ibv_cq_ex* const target = c.target;
@@ -1056,6 +1077,11 @@ void install_pollers(CqShadow& c) {
 #undef MIGR_INSTALL
 #undef MIGR_INSTALL_CALL
   if (c.state.load(std::memory_order_relaxed) & (kTranslateQpn | kCqForced)) translate_qpns(c, 0);
+}
+
+void name_receives(CqShadow& c) {
+  c.app_ex.start_poll = start_poll_named;
+  c.app_ex.next_poll = next_poll_named;
 }
 
 void translate_qpns(CqShadow& c, std::uint32_t bits) {

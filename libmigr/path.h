@@ -37,7 +37,19 @@ int post_one_send(QpShadow& qp, const KeptSend& send) noexcept;
 /// @return 0, or the errno of sends[posted]
 int post_sends(QpShadow& qp, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept;
 int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexcept;
-int post_one_receive(SrqShadow& srq, const KeptReceive& receive) noexcept;
+/// As the application posts it. Caller holds srq.lock.
+int post_one_receive(SrqShadow& srq, std::uint64_t wr_id, std::span<const ibv_sge> sges) noexcept;
+/// By the name that the device is to know it by, to the SRQ that it has made. The same.
+int post_named(SrqShadow& srq, std::uint64_t name, std::span<const ibv_sge> sges) noexcept;
+/// Where receives of an SRQ go: the device's functions and keys.
+struct SrqTarget {
+  ibv_srq* srq;
+  int (*post)(ibv_srq*, ibv_recv_wr*, ibv_recv_wr**);
+  const migr_key_entry* keys;
+};
+int post_translated(const SrqTarget& to, std::uint64_t name, std::span<const ibv_sge> sges) noexcept;
+/// Of an ibv_cq_ex whose sessions stay on the provider's CQ: names of ours become the application's.
+void name_receives(CqShadow& cq);
 
 /// Moves completions from the provider into the fake CQ: virtual QPNs, markers filtered out. Caller holds cq.lock.
 /// @return completions moved

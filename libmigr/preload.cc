@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -212,6 +213,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
   registry.qps.push_back(&shadow);
   datagrams::made(shadow);
   windows::made(shadow);
+  links::attached(shadow);
   return &shadow.app;
 }
 
@@ -288,8 +290,17 @@ CqShadow* new_cq(Context& context) {
   shadow->qpn_table = context.kernel->qpn_table();
   shadow->real_poll = context.ops.poll_cq;
   if (force_switched()) shadow->state.store(kCqForced, std::memory_order_relaxed);
-  if (force_protected() && path::watch_pollers()) shadow->state.store(kProtectedCq, std::memory_order_relaxed);
+  // With backup links from the beginning: who polls has to be known when the first one counts.
+  if (context.twin || (force_protected() && path::watch_pollers())) shadow->state.fetch_or(kProtectedCq, std::memory_order_relaxed);
   return shadow;
+}
+
+/// A path that is cut completes work requests of ours, too, in a CQ that may have no more entries than the application needs.
+/// @param make  with that many entries; false: the device has not so many, or something else is wrong
+template <class Make>
+void make_roomy(const Context& context, int cqe, Make&& make) {
+  constexpr int kOurs = 8;  // those of a cut, and of a bell
+  if (!context.twin || cqe < 1 || cqe > INT_MAX - kOurs || !make(cqe + kOurs)) make(cqe);
 }
 
 void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context) {
@@ -319,7 +330,11 @@ ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
   mine.cq_context = shadow;
   // The control thread polls as well while a QP is suspended.
   if (mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
-  ibv_cq_ex* cq = create(&mine);
+  ibv_cq_ex* cq = nullptr;
+  make_roomy(*context, static_cast<int>(attr.cqe), [&](int entries) {
+    mine.cqe = static_cast<std::uint32_t>(entries);
+    return (cq = create(&mine)) != nullptr;
+  });
   if (!cq) {
     delete shadow;
     return nullptr;
@@ -625,7 +640,11 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
     errno = ENOMEM;
     return nullptr;
   }
-  ibv_cq* cq = events::with_kernel_fd(*ctx, [&] { return real().create_cq(ctx, cqe, shadow, channel, vector); });
+  ibv_cq* cq = nullptr;
+  make_roomy(*context, cqe, [&](int entries) {
+    cq = events::with_kernel_fd(*ctx, [&] { return real().create_cq(ctx, entries, shadow, channel, vector); });
+    return cq != nullptr;
+  });
   if (!cq) {
     delete shadow;
     return nullptr;
@@ -640,7 +659,8 @@ MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
   auto guard = registry.change();
   CqShadow* shadow = known(registry, cq);
   if (!shadow) return real().resize_cq(cq, cqe);
-  const int err = real().resize_cq(shadow->real, cqe);
+  int err = 0;
+  make_roomy(*shadow->context, cqe, [&](int entries) { return !(err = real().resize_cq(shadow->real, entries)); });
   shadow->app.cqe = shadow->real->cqe;
   if (!err) links::resized(*shadow);
   return err;
@@ -791,7 +811,9 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     if (mask & IBV_QP_AV) {
       ibv_qp_attr mine = *attr;
       peer.put(mine);
-      if (const int err = links::ask_neighbour(qp, mine.ah_attr)) return err;
+      int err = links::ask_neighbour(qp, mine.ah_attr);
+      if (!err) err = links::wait_for_receives(qp);
+      if (err) return err;
     }
     guard = registry.change();
   } while (peer.stale() || (ends && !wait_for_migration(registry, guard, qp)));

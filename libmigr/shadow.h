@@ -42,6 +42,7 @@ namespace links {  // links/links.h
 struct Twin;
 struct CqLink;
 struct QpLink;
+struct SrqLink;
 /// Which of a vQP's links: the default one, that it was born on, or the n-th of its backup links. The n-th link of one end belongs with the
 /// n-th of the other, whichever sides these are to them.
 using Side = unsigned;
@@ -72,7 +73,7 @@ enum CqStateBits : std::uint32_t {
   kTranslateQpn = 1u << 1,  ///< a QP on it has a physical number that is not its virtual one
   kCqForced = 1u << 2,
   kFrozenCq = 1u << 3,      ///< FREEZE..REBIND or ROLLBACK: the provider's CQ must not be touched
-  kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows complete here: kFakeCq stays. For good
+  kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows, or receives of a kSharedSrq, complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
   kRestingCq = 1u << 6,     ///< nothing can complete before a QP on it resumes: who polls leaves the processor to others
   kProtectedCq = 1u << 7,   ///< a QP on it has a backup: error completions are looked at. Alone: the direct path, and that. For good
@@ -86,6 +87,7 @@ enum SrqStateBits : std::uint32_t {
   kTranslateSrq = 1u << 2,  ///< own keys have other physical values now
   kSrqForced = 1u << 3,
   kWatchedSrq = 1u << 4,    ///< a UD QP receives here: what is posted is noted, under the lock. For good
+  kSharedSrq = 1u << 5,     ///< its QPs may have backup links: what is posted gets a name of ours, under the lock. For good
 };
 
 /// A kept send: own copy of the WR, its SGEs and its inline data. Keys are virtual.
@@ -298,6 +300,9 @@ struct alignas(64) CqShadow {
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
   bool ending;                ///< its destruction has begun: the device may have it no more
   links::CqLink* link;        ///< null: no QP on it has a backup
+  std::mutex shared_lock;     ///< taken before an SRQ's. Of `shared`
+  std::vector<SrqShadow*> shared;  ///< SRQs with kSharedSrq whose receives complete here; written with the Registry's lock, too
+  std::atomic<bool> names_receives;  ///< there is, or was, one
   std::vector<QpShadow*> guarded;  ///< QPs on it that have, or had, a guard
 };
 
@@ -319,7 +324,9 @@ struct alignas(64) SrqShadow {
   std::deque<KeptReceive> kept;          ///< posted since
   AwaitedDatagrams awaited;
   std::uint32_t armed;                   ///< limit that was set and whose event has not been read; under events_lock
+  bool counted_here;                     ///< its receives are not where the device would count them: see links/shared_limit.h; under events_lock and `lock`
   std::uint32_t limit;                   ///< FREEZE: what the new SRQ is to be armed with; 0: not armed
+  links::SrqLink* link;                  ///< null: not kSharedSrq
   unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
 };
 
@@ -400,6 +407,7 @@ struct alignas(64) QpShadow {
   std::uint32_t replayed_sends = 0, replayed_receives = 0;
   links::QpLink* link = nullptr;            ///< its path on the backup link; null: it has none
   links::Guard guard{};                     ///< between two backups
+  std::atomic<bool> goes_on = false;        ///< a failure of its path is not the application's business: for events, where no lock may be had
   std::uint64_t drain_marker = 0;           ///< the last one that was posted for it
 
   std::uint32_t vqpn() const { return app.qp_num; }
@@ -412,6 +420,8 @@ inline QpShadow& shadow_of(ibv_qp_ex* qp) { return *reinterpret_cast<QpShadow*>(
 inline CqShadow& shadow_of(ibv_cq* cq) { return *reinterpret_cast<CqShadow*>(cq); }
 inline CqShadow& shadow_of(ibv_cq_ex* cq) { return *reinterpret_cast<CqShadow*>(cq); }
 inline SrqShadow& shadow_of(ibv_srq* srq) { return *reinterpret_cast<SrqShadow*>(srq); }
+/// That it receives from; null: it has receives of its own.
+inline SrqShadow* srq_of(const QpShadow& q) { return q.app.srq ? &shadow_of(q.app.srq) : nullptr; }
 inline MrShadow& shadow_of(ibv_mr* mr) { return *reinterpret_cast<MrShadow*>(mr); }
 
 /// Every shadow of the process, in creation order. The lock is held while an object is created or destroyed and

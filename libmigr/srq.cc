@@ -9,6 +9,8 @@
 #include "events.h"
 #include "kept.h"
 #include "kernel_link.h"
+#include "links/links.h"
+#include "links/shared_limit.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -21,25 +23,27 @@ namespace {
 
 constexpr int kMaxSges = 64;  // at least what any provider allows in one WR
 
-MIGR_PATH [[gnu::always_inline]] inline int post_translated(SrqShadow& s, std::uint64_t wr_id, const ibv_sge* list,
-                                                            int count) noexcept {
+MIGR_PATH [[gnu::always_inline]] inline int post_to(const path::SrqTarget& to, std::uint64_t wr_id, const ibv_sge* list, int count) noexcept {
   ibv_sge sges[kMaxSges];
   if (count > kMaxSges) return EINVAL;
   for (int i = 0; i < count; ++i) {
     sges[i] = list[i];
-    sges[i].lkey = s.key_table[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
+    sges[i].lkey = to.keys[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
   }
   ibv_recv_wr copy{.wr_id = wr_id, .next = nullptr, .sg_list = sges, .num_sge = count};
   ibv_recv_wr* stopped;
-  return s.real_post(s.real, &copy, &stopped);
+  return to.post(to.srq, &copy, &stopped);
 }
+
+MIGR_PATH [[gnu::always_inline]] inline path::SrqTarget own(const SrqShadow& s) { return {s.real, s.real_post, s.key_table}; }
 
 /// Receives still go to the provider until FREEZE, because the partner's drain needs them. Those for datagrams always come this way.
 [[gnu::cold, gnu::noinline]] int post_srq_recv_locked(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(s.lock);
   for (; wr; wr = wr->next) {
     const bool frozen = s.state.load(std::memory_order_relaxed) & kFrozenSrq;
-    if (const int err = frozen ? kept::keep(s, kept::copy(*wr)) : path::post_one_receive(s, kept::copy(*wr))) {
+    const std::span<const ibv_sge> sges(wr->sg_list, static_cast<std::size_t>(wr->num_sge));
+    if (const int err = frozen ? kept::keep(s, kept::copy(*wr)) : path::post_one_receive(s, wr->wr_id, sges)) {
       *bad = wr;
       return err;
     }
@@ -49,10 +53,10 @@ MIGR_PATH [[gnu::always_inline]] inline int post_translated(SrqShadow& s, std::u
 
 /// One by one: the list of the application stays as it was.
 MIGR_PATH [[gnu::noinline]] int post_srq_recv_switched(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (s.state.load(std::memory_order_relaxed) & (kSuspendedSrq | kFrozenSrq | kWatchedSrq)) [[unlikely]]
+  if (s.state.load(std::memory_order_relaxed) & (kSuspendedSrq | kFrozenSrq | kWatchedSrq | kSharedSrq)) [[unlikely]]
     return post_srq_recv_locked(s, wr, bad);
   for (; wr; wr = wr->next) {
-    if (const int err = post_translated(s, wr->wr_id, wr->sg_list, wr->num_sge)) {
+    if (const int err = post_to(own(s), wr->wr_id, wr->sg_list, wr->num_sge)) {
       *bad = wr;
       return err;
     }
@@ -82,7 +86,8 @@ SrqShadow* new_srq(Context& context) {
 }
 
 /// @param srq null: creating it failed
-ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* srq_context, const ibv_srq_attr& given) {
+/// @param basic no more than a queue of receives
+ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* srq_context, const ibv_srq_attr& given, bool basic) {
   if (!srq) {
     delete shadow;
     return nullptr;
@@ -95,6 +100,7 @@ ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* sr
   pthread_mutex_init(&shadow->app.mutex, nullptr);
   pthread_cond_init(&shadow->app.cond, nullptr);
   registry.srqs.push_back(shadow);
+  if (basic) links::made(*shadow);
   return &shadow->app;
 }
 
@@ -109,7 +115,8 @@ ibv_srq* create_srq_ex(ibv_context* ctx, ibv_srq_init_attr_ex* attr) {
   if (attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) mine.cq = real_cq(attr->cq);
   ibv_srq* srq = events::with_kernel_fd(*ctx, [&] { return context->slots.create_srq_ex(ctx, &mine); });
   if (srq) attr->attr = mine.attr;
-  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
+  const bool basic = !(attr->comp_mask & IBV_SRQ_INIT_ATTR_TYPE) || attr->srq_type == IBV_SRQT_BASIC;
+  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr, basic);
 }
 
 int get_srq_num(ibv_srq* srq, std::uint32_t* number) {
@@ -131,11 +138,20 @@ void install_srq(Context& context, ibv_context& ctx) {
   MIGR_TAKE_SLOT(context, ctx, post_srq_ops);
 }
 
-int path::post_one_receive(SrqShadow& s, const KeptReceive& receive) noexcept {
-  if (s.awaited.noted) datagrams::await(s.awaited, receive);  // its completion may be there before the call returns
-  const int err = post_translated(s, receive.wr_id, receive.sges.data(), static_cast<int>(receive.sges.size()));
+int path::post_one_receive(SrqShadow& s, std::uint64_t wr_id, std::span<const ibv_sge> sges) noexcept {
+  return s.link ? links::post(s, wr_id, sges) : post_named(s, wr_id, sges);
+}
+
+int path::post_named(SrqShadow& s, std::uint64_t name, std::span<const ibv_sge> sges) noexcept {
+  // Its completion may be there before the call returns.
+  if (s.awaited.noted) datagrams::await(s.awaited, {.wr_id = links::own_name(s, name), .sges = {sges.begin(), sges.end()}});
+  const int err = post_translated(own(s), name, sges);
   if (err && s.awaited.noted) datagrams::await_not(s.awaited);
   return err;
+}
+
+int path::post_translated(const SrqTarget& to, std::uint64_t name, std::span<const ibv_sge> sges) noexcept {
+  return post_to(to, name, sges.data(), static_cast<int>(sges.size()));
 }
 
 }  // namespace migr
@@ -153,7 +169,7 @@ MIGR_EXPORT ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* attr) {
   mine.srq_context = shadow;
   ibv_srq* srq = events::with_kernel_fd(*pd->context, [&] { return real().create_srq(pd, &mine); });
   if (srq) attr->attr = mine.attr;
-  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr);
+  return adopt_srq(registry, shadow, srq, attr->srq_context, mine.attr, true);
 }
 
 MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
@@ -162,7 +178,9 @@ MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
   auto guard = mask & IBV_SRQ_MAX_WR ? registry.change() : registry.enter();
   SrqShadow* shadow = known(registry, srq);
   if (!shadow) return real().modify_srq(srq, attr, mask);
-  std::lock_guard srq_guard(shadow->lock);
+  std::unique_lock srq_guard(shadow->lock);
+  const bool limit_is_ours = (mask & IBV_SRQ_LIMIT) && shadow->counted_here;
+  if (limit_is_ours && attr->srq_limit > shadow->max_wr) return EINVAL;
   // With another size the old ring goes and a new one comes: where, only the provider knows.
   std::optional<provider::RingWatch> watch;
   if (mask & IBV_SRQ_MAX_WR) watch.emplace(*shadow->context);
@@ -171,7 +189,8 @@ MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
     std::lock_guard events_guard(registry.events_lock);
     armed = std::exchange(shadow->armed, attr->srq_limit);
   }
-  const int err = real().modify_srq(shadow->real, attr, mask);
+  const int of_device = limit_is_ours ? mask & ~IBV_SRQ_LIMIT : mask;
+  const int err = of_device ? real().modify_srq(shadow->real, attr, of_device) : 0;
   if (!err && watch) {
     shadow->max_wr = attr->max_wr;
     watch->moved_to(shadow->ring_offset, shadow->ring_bytes);
@@ -180,6 +199,9 @@ MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
     std::lock_guard events_guard(registry.events_lock);
     shadow->armed = armed;
   }
+  srq_guard.unlock();
+  if (limit_is_ours) links::limit_set();
+  if (!err && watch) links::resized(*shadow);
   return err;
 }
 
@@ -187,22 +209,29 @@ MIGR_EXPORT int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* attr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   SrqShadow* shadow = known(registry, srq);
-  return real().query_srq(shadow ? shadow->real : srq, attr);
+  const int err = real().query_srq(shadow ? shadow->real : srq, attr);
+  if (err || !shadow) return err;
+  std::lock_guard events_guard(registry.events_lock);
+  if (shadow->counted_here) attr->srq_limit = shadow->armed;
+  return 0;
 }
 
 MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
   Registry& registry = Registry::get();
+  links::wait_for_discards();
   wait_for_handlers(registry, srq);
   SrqShadow* shadow;
   {
     auto guard = registry.change();
     shadow = known(registry, srq);
+    if (shadow) links::gone(*shadow);
     const int err = real().destroy_srq(shadow ? shadow->real : srq);
     if (err || !shadow) return err;
     std::erase(registry.srqs, shadow);
   }
   events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);
+  delete shadow->link;
   delete shadow;
   return 0;
 }

@@ -15,6 +15,7 @@
 
 #include "../gids.h"
 #include "../high_fd.h"
+#include "../links/links.h"
 #include "../shadow.h"
 
 namespace migr::cm {
@@ -123,6 +124,7 @@ Engine* engine(bool make) {
   found->physical_qpn = physical;
   found->known_gid = known_gid;
   found->device_of_birth = device_of_birth;
+  found->tell_end = links::tell_parted;
   if (!births) births = new std::vector<Device>(devices());
   the_engine.store(found, std::memory_order_release);
   return found;

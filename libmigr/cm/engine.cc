@@ -352,6 +352,7 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   const auto found = channels_.find(fd);
   if (found == channels_.end()) return fail(EACCES);  // as for a forked child
   const ssize_t result = in_thread(guard, [&] { return dispatch(*found->second, copy, count, vqpn); });
+  if (header.cmd == RDMA_USER_CM_CMD_DISCONNECT && result >= 0) end_at_once(guard, load<rdma_ucm_disconnect>(payload, header.in).id);
   if (header.cmd == RDMA_USER_CM_CMD_INIT_QP_ATTR && result >= 0 && known_gid && header.out >= sizeof(ib_uverbs_qp_attr)) {
     // librdmacm gives it to ibv_modify_qp(), as an application would.
     if (guard.owns_lock()) guard.unlock();
@@ -359,6 +360,18 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
     if (attr->ah_attr.is_global) attr->ah_attr.grh.sgid_index = known_gid(attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index);
   }
   return result;
+}
+
+/// Where the kernel's message would not get to the other end neither would its answer come: the kernel waits for a minute.
+void Engine::end_at_once(std::unique_lock<std::mutex>& guard, std::uint32_t handle) {
+  Id* id = find(handle);
+  const std::uint32_t vqpn = id && id->state == State::kDisconnecting ? id->qp_num : 0;
+  if (!vqpn || !tell_end) return;
+  guard.unlock();
+  const bool told = tell_end(vqpn);
+  guard.lock();
+  id = told ? find(handle) : nullptr;
+  if (id && id->state == State::kDisconnecting) deliver_end(*id);
 }
 
 Engine::Id* Engine::find(std::uint32_t handle) {
@@ -723,6 +736,7 @@ void Engine::handle(rdma_ucm_event_resp& event) {
   if (k->link) return link_event(*k->link, event);
   if (!k->id || (k->quiet && event.event == RDMA_CM_EVENT_ESTABLISHED)) return;
   const bool ends = event.event == RDMA_CM_EVENT_DISCONNECTED || event.event == RDMA_CM_EVENT_TIMEWAIT_EXIT;
+  if (ends && k->id->end_told) return;
   if (k->id->held && ends)
     k->id->deferred.push_back(event);
   else
@@ -751,10 +765,23 @@ void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
 
 /// What the kernel tells of a connection that has ended.
 void Engine::deliver_end(Id& id) {
+  id.end_told = true;
   for (const std::uint32_t what : {RDMA_CM_EVENT_DISCONNECTED, RDMA_CM_EVENT_TIMEWAIT_EXIT}) {
     rdma_ucm_event_resp event = plain_event(what);
     deliver(id, event);
   }
+}
+
+bool Engine::stands(std::uint32_t vqpn) {
+  std::lock_guard guard(mutex_);
+  const Id* const id = connected_by(vqpn);
+  return id && id->state == State::kConnected;
+}
+
+void Engine::ended(std::uint32_t vqpn) {
+  std::lock_guard guard(mutex_);
+  Id* const id = connected_by(vqpn);
+  if (id && id->state == State::kConnected && !id->held) deliver_end(*id);
 }
 
 /* ---- a migration ------------------------------------------------------------------- */

@@ -77,6 +77,16 @@ class Engine {
   std::function<std::uint8_t(std::uint8_t port, std::uint8_t index)> known_gid;
   /// The device that the kernel means, as the application knows it: librdmacm looks for it in a list of its own.
   std::function<void(std::uint64_t& node_guid, std::uint32_t& index)> device_of_birth;
+  /// Tells the other end of this QP's connection that it is over, where the kernel's message would not get there. Without our lock.
+  /// @return it was told
+  std::function<bool(std::uint32_t vqpn)> tell_end;
+
+  /* On another link (links/); any thread. */
+
+  /// A connection that stands has this QP.
+  bool stands(std::uint32_t vqpn);
+  /// The other end has told it. What the kernel says of it later is nothing new.
+  void ended(std::uint32_t vqpn);
 
   /* A migration; the control thread. */
 
@@ -147,6 +157,7 @@ class Engine {
     std::vector<char> address;  ///< sockaddr, once bound
     std::vector<std::vector<char>> options;
     bool held = false;          ///< SWITCH..RESUME
+    bool end_told = false;      ///< the application has its DISCONNECTED
     std::vector<rdma_ucm_event_resp> deferred;
   };
   struct Group {
@@ -180,6 +191,7 @@ class Engine {
   ssize_t create_id(Channel& channel, const char* payload, std::size_t in);
   ssize_t destroy_id(Id& id, std::uint64_t response);
   ssize_t disconnect(Id& id, std::size_t count);
+  void end_at_once(std::unique_lock<std::mutex>& guard, std::uint32_t handle);
   ssize_t get_event(int fd, const char* payload, std::size_t in, std::size_t out);
   ssize_t migrate_id(Id& id, Channel& to, const char* payload);
   void note_done(Id& id, std::uint32_t command, const char* payload, std::size_t in);

@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 
+#include "../cm/cm.h"
 #include "../path.h"
 #include "../real.h"
 #include "channel.h"
@@ -136,7 +137,7 @@ bool cut(QpLink& l, std::string& why) {
   const bool birth = l.on == kHome && !l.path.serial;
   if (birth || here.psn != l.path.peer_psn) l.executed = here;
   if (!again) l.unsettled = {.link = here.link, .serial = here.serial, .psn = l.path.psn};
-  l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive});
+  l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive, .closed = shares_receives(q)});
   const std::lock_guard guard(l.lock);
   if (l.seen) return why = "the application has seen an error of its path", false;  // nothing may succeed behind that
   return true;
@@ -161,6 +162,7 @@ bool take_next(QpLink& l, Side side, std::string& why) {
   }
   const bool home = side == kHome;
   ++l.tries;
+  receives_may_move(*l.q);
   return !switchover::switch_to_link(*l.q, {.qp = next.qp, .ops = home ? &l.q->context->ops : &leg.link->ops,
                                             .keys = home ? l.q->context->kernel->key_table() : l.twin->at(side).key_table,
                                             .sends = next.sends, .receives = next.receives}, why);
@@ -267,7 +269,7 @@ void end_drain(QpLink& l, Stage then) {
 
 /* ---- before a migration, while the default link does not work --------------------------- */
 
-/// Whether a migration can begin with no path but the one that it was born with, in ERR. What the other end's keys are called
+/// Whether a migration can begin with no path but the one that it was born with, which executes nothing. What the other end's keys are called
 /// on a link that does not work is not known once they are not what the application calls them.
 bool may_cast_off(const QpLink& l) {
   return l.on != kHome && l.traps.empty() && l.birth && !(l.home_bits & kTranslateRemote) && l.q->app_state() == IBV_QPS_RTS;
@@ -445,9 +447,21 @@ bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
   return false;
 }
 
-void tell_gone(const QpLink& l) {
+bool tell_gone(const QpLink& l, std::uint32_t flags) {
+  bool told = false;
   for (Side side = kHome; side < l.sides(); ++side)
-    if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l));
+    if (Channel* c = standing(l, side)) tell(l, *c, gone_flags(l) | flags), told = true;
+  return told;
+}
+
+bool tell_parted(const QpLink& l) { return !standing(l, kHome) && tell_gone(l, kParted); }
+
+bool tell_parted(std::uint32_t vqpn) {
+  std::lock_guard guard(Registry::get().lock);
+  if (!state()) return false;
+  for (const QpLink* l : state()->qps)
+    if (l->q->vqpn() == vqpn) return tell_parted(*l);
+  return false;
 }
 
 Past& past_of(const Peer& peer, const Link& link) {
@@ -469,7 +483,7 @@ bool is_common(const QpLink& l, Side side) { return !l.peer_links || (l.peer_lin
 
 Channel* standing(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
-  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q)) return nullptr;
+  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (side != l.on && !receives_are_clean(*l.q, side))) return nullptr;
   Channel* const channel = find_channel(l.instance, link);
   return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
 }
@@ -499,8 +513,10 @@ void retire(const RemoteKeys* keys) {
 // application's.
 
 void late_sends(QpShadow& q, std::vector<KeptSend>& out) {
+  if (!q.link) return;
   for (Trap& trap : q.link->traps) {
     provider::QueuePart sends, receives;
+    if (trap.closed) continue;
     std::vector<QueuedSend> late;
     int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
     sends.from = trap.next_send;
@@ -512,8 +528,10 @@ void late_sends(QpShadow& q, std::vector<KeptSend>& out) {
 }
 
 void late_receives(QpShadow& q, std::vector<KeptReceive>& out) {
+  if (!q.link) return;
   for (Trap& trap : q.link->traps) {
     provider::QueuePart sends, receives;
+    if (trap.closed) continue;
     int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
     receives.from = trap.next_receive;
     if (!err && receives.size()) err = provider::receives_in(trap.path.receives, receives, out);
@@ -552,9 +570,12 @@ void leave_linked_cq(CqShadow& c) {
   c.state.fetch_and(~std::uint32_t{kLinkedCq}, std::memory_order_relaxed);
 }
 
+/// On its path everything is called as the application calls it.
+bool has_own_names(const QpLink& l) { return l.on == kHome && !l.home_bits && !l.q->context->renamed; }
+
 }  // namespace
 
-bool posts_freely(const QpLink& l) { return !l.relays && l.on == kHome && !l.home_bits && !l.q->context->renamed; }
+bool posts_freely(const QpLink& l) { return !l.relays && !shares_receives(*l.q) && has_own_names(l); }
 
 void release_traps(QpLink& l, std::size_t count) {
   QpShadow& q = *l.q;
@@ -573,7 +594,8 @@ void release_traps(QpLink& l, std::size_t count) {
       l.traps.pop_front();
     }
     if (!l.traps.empty()) return;
-    if (posts_freely(l)) switchover::clear_bits(q, kTrapped | kTranslateLocal | kTranslateRemote);
+    if (has_own_names(l)) switchover::clear_bits(q, kTranslateLocal | kTranslateRemote);
+    if (posts_freely(l)) switchover::clear_bits(q, kTrapped);
   }
   if (l.on == kHome) switchover::for_cqs(q, leave_linked_cq);
 }
@@ -604,6 +626,7 @@ void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t>
   if (q.phase != switchover::Phase::kRunning && switchover::give_up_path(q, more, peer_psn)) say(l, more);
   deliver(q, std::move(late));
   wake(q);
+  receives_may_move(q);
   report(l, MIGR_LINKS_SWITCH_BROKEN, replayed);
 }
 
@@ -722,7 +745,7 @@ bool may_be_cut(QpLink& l) {
   if (q.adrift || guarded(q) || (q.phase != switchover::Phase::kRunning && l.stage != Stage::kDraining)) return false;
   std::lock_guard guard(l.lock);
   if (l.seen || l.stage == Stage::kBroken) return false;
-  l.stage = Stage::kChanging;
+  be_at(l, Stage::kChanging);
   return true;
 }
 
@@ -754,6 +777,8 @@ void got_state(Channel& from, const StateRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (record.flags & kGone) {
+    cm::Engine* const engine = l && record.flags & kParted ? cm::engine() : nullptr;
+    if (engine) engine->ended(l->q->vqpn());
     if (l && l->stage != Stage::kBroken) other_gave_up(*l, record);
     return;
   }
@@ -823,7 +848,7 @@ void channel_broke(Channel& channel) {
       end_drain(*l, Stage::kReady);
     if (l->leg().link != link && next_side(*l) == l->on && !cut_there) {
       std::lock_guard guard(l->lock);
-      if (l->stage == Stage::kReady) l->stage = Stage::kMaking;
+      if (l->stage == Stage::kReady) be_at(*l, Stage::kMaking);
     }
   }
   kick(state()->round_fd);
@@ -877,6 +902,7 @@ void run_failover() {
         else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
       }
       for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);
+      if (const unsigned soon = look_at_shared_receives()) timeout = std::min(timeout, soon);
       for (Link& link : state()->links) heartbeats(link);
       note_backed_up();
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);

@@ -28,6 +28,7 @@ struct KeyRecord {
 enum StateFlags : std::uint32_t {
   kGone = 1u << 0,   ///< the sender's end has given up: the application gets its errors
   kFinal = 1u << 1,  ///< with kGone: it executes nothing more, so `executed` stays as it is. Else how far it got is not known
+  kParted = 1u << 2, ///< with kGone: the application has ended the connection that librdmacm has made
 };
 
 /// In all of these `to` is the vQP at the receiver's end, `from` the sender's.

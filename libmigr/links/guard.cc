@@ -34,7 +34,7 @@ void guard(QpLink& l) {
     std::lock_guard inner(l.lock);
     g.on = g.on || l.stage == Stage::kReady || l.stage == Stage::kDraining || !l.hidden.empty();
     if (!g.on) return;
-    l.stage = Stage::kMaking;
+    be_at(l, Stage::kMaking);
     std::move(l.hidden.begin(), l.hidden.end(), std::back_inserter(g.hidden));
     l.hidden.clear();
     g.failed = !g.hidden.empty();
@@ -50,7 +50,7 @@ void relieve(QpLink& l) {
   Guard& g = l.q->guard;
   std::lock_guard outer(g.lock);
   std::lock_guard inner(l.lock);
-  l.stage = Stage::kReady;
+  be_at(l, Stage::kReady);
   l.wanted = g.failed;  // what was wanted before could not be
   l.hidden.insert(l.hidden.begin(), g.hidden.begin(), g.hidden.end());
   g.hidden.clear();
@@ -63,7 +63,7 @@ void forget_guard(QpShadow& q) {
     std::erase(c.guarded, &q);
   });
   std::lock_guard held(q.guard.lock);
-  q.guard.on = q.guard.failed = false;
+  q.guard.on = q.guard.failed = q.goes_on = false;
   q.guard.hidden.clear();
 }
 
@@ -82,6 +82,7 @@ std::vector<Hidden> take_hidden(QpShadow& q) {
 void deliver(QpShadow& q, std::vector<Hidden> all) {
   for (Hidden& h : all) {
     std::lock_guard guard(h.cq->lock);
+    if (!consumed(*h.cq, h.wc)) continue;
     h.wc.qp_num = q.vqpn();
     h.cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
     if (path::complete_stand_in(*h.cq, h.wc) < 0) h.cq->fake.push_back(h.wc);
@@ -101,7 +102,7 @@ void unguard(QpShadow& q) {
   std::vector<Hidden> all;
   {
     std::lock_guard guard(q.guard.lock);
-    q.guard.on = q.guard.failed = false;
+    q.guard.on = q.guard.failed = q.goes_on = false;
     all.swap(q.guard.hidden);
   }
   give_back(q, std::move(all));

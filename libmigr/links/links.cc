@@ -13,6 +13,7 @@
 #include <map>
 
 #include "../../include/migr/migr.h"
+#include "../cm/cm.h"
 #include "../control.h"
 #include "../events.h"
 #include "../gids.h"
@@ -83,12 +84,14 @@ void forget_qp(QpLink& l) {
   {
     std::lock_guard guard(l.q->lock);
     end_relay(l);
-    switchover::clear_bits(*l.q, kTrapped | kRelays);
+    switchover::clear_bits(*l.q, (shares_receives(*l.q) ? 0u : kTrapped) | kRelays);
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
   ++the_state->forgotten;
   l.q->link = nullptr;
+  l.q->goes_on = l.q->guard.on;
+  receives_may_move(*l.q);
   delete &l;
   kick(the_state->round_fd);
 }
@@ -115,9 +118,14 @@ QpLink* find(const migr_links_name& name) {
   return nullptr;
 }
 
+void be_at(QpLink& l, Stage stage) {
+  l.stage = stage;
+  l.q->goes_on.store(l.q->guard.on || (stage != Stage::kMaking && stage != Stage::kBroken), std::memory_order_relaxed);
+}
+
 void set_stage(QpLink& l, Stage stage) {
   std::lock_guard guard(l.lock);
-  l.stage = stage;
+  be_at(l, stage);
 }
 
 void note_backed_up() {
@@ -213,7 +221,7 @@ void made(MrShadow& mr) {
 void modified(QpShadow& q, int mask) {
   if (!q.context->twin) return;
   if ((mask & IBV_QP_AV) && real().query_gid(q.context->real, q.birth.ah.port_num, gids::here(*q.context, q.birth.ah.port_num, q.birth.ah.grh.sgid_index), &q.birth.gid)) q.birth.gid = {};
-  if (mask & IBV_QP_STATE) changed();
+  if (mask & IBV_QP_STATE) changed(), receives_may_move(q);
 }
 
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
@@ -274,7 +282,7 @@ void forget(CqShadow& c) {
   {
     std::lock_guard guard(c.lock);
     link = std::exchange(c.link, nullptr);
-    c.state.fetch_and(~std::uint32_t{kLinkedCq | (c.guarded.empty() ? kProtectedCq : 0u)}, std::memory_order_relaxed);
+    c.state.fetch_and(~std::uint32_t{kLinkedCq}, std::memory_order_relaxed);
   }
   if (link->bell) real().destroy_qp(link->bell);
   for (const CqLink::Cq& cq : link->cqs) real().destroy_cq(cq.real);
@@ -283,6 +291,8 @@ void forget(CqShadow& c) {
 
 void empty(Twin& t) {
   drop_executors(t, nullptr);
+  the_state->discards.finish();
+  empty_shared(t);
   for (CqShadow* c : Registry::get().cqs)
     if (c->context == t.of && c->link) forget(*c);
   for (MrShadow* mr : Registry::get().mrs)
@@ -300,6 +310,8 @@ void gone(ibv_pd* pd) {
     if (std::none_of(t->backups.begin(), t->backups.end(), [&](const Backup& b) { return b.pds.contains(pd); })) continue;
     for (const QpShadow* q : Registry::get().qps)
       if (q->init.pd == pd) return;
+    for (const SrqShadow* s : Registry::get().srqs)
+      if (s->app.pd == pd) return;
     drop_executors(*t, pd);
     drop_spares(pd);
     the_state->discards.finish();
@@ -346,8 +358,16 @@ void forget(QpLink& l) {
 
 void gone(QpShadow& q) {
   forget_guard(q);
+  if (shares_receives(q)) {
+    // It is out of the Registry before it is destroyed, and who counts then takes it for gone.
+    ibv_qp_attr to{};
+    to.qp_state = IBV_QPS_RESET;
+    if (q.real->state != IBV_QPS_RESET) (void)real().modify_qp(q.real, &to, IBV_QP_STATE);
+    receives_may_move(q);
+  }
   QpLink* const l = q.link;
   if (!l) return;
+  if (cm::Engine* const engine = cm::engine(); engine && engine->stands(q.vqpn())) tell_parted(*l);
   destroy_paths(*l, l->path.qp);  // that is the caller's to destroy
   forget_qp(*l);
 }
@@ -432,7 +452,8 @@ void after_fork_in_child(bool inherits) {
   if (the_state->directory) the_state->directory->hang_up();
   for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
   the_state->round_fd = the_state->failover_fd = -1;
-  for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear();
+  for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear(), c->names_receives = false;
+  for (SrqShadow* s : Registry::get().srqs) s->link = nullptr;
   for (QpShadow* q : Registry::get().qps) q->link = nullptr;
   for (MrShadow* mr : Registry::get().mrs) mr->twins.clear();
   for (Context* context : Registry::get().contexts) {
@@ -503,7 +524,7 @@ bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
   const Link& link = *l.legs[side].link;
   if (!of_the_path(wc.status, link.ctx, link.config.port)) {
     l.seen = true;
-    if (l.stage != Stage::kChanging) l.stage = Stage::kBroken, kick(the_state->failover_fd);
+    if (l.stage != Stage::kChanging) be_at(l, Stage::kBroken), kick(the_state->failover_fd);
     return false;
   }
   l.hidden.push_back({&c, wc});
@@ -517,7 +538,7 @@ void hand_over(QpShadow& q) {
   const auto give = [&](CqShadow& cq, std::vector<ibv_wc>& taken, bool to_sends) {
     std::vector<ibv_wc> before;
     for (const Hidden& h : hidden)
-      if ((h.cq == q.send_cq) == to_sends) before.push_back(h.wc);
+      if ((h.cq == q.send_cq) == to_sends && !unused(*h.cq, h.wc.wr_id)) before.push_back(h.wc);
     std::lock_guard guard(cq.lock);
     taken.insert(taken.begin(), before.begin(), before.end());
   };

@@ -24,6 +24,7 @@
 #include "../shadow.h"
 #include "config.h"
 #include "relay.h"
+#include "shared_receives.h"
 
 namespace migr::links {
 
@@ -134,6 +135,7 @@ struct Trap {
   Path path;
   Side side;
   std::uint32_t next_send, next_receive;  ///< ring indexes: what lies there and behind was not seen yet
+  bool closed = false;                    ///< it is in INIT: nothing is posted to it late
 };
 
 /// A vQP's place on one of its links.
@@ -235,6 +237,9 @@ std::string refusal();
 std::string park();
 /// Before its path is replaced by a migration of its partner: it has no backup until it runs again. @return "" or why not
 std::string set_aside(QpShadow& q);
+/// The application has ended the connection of this QP by librdmacm: its other end is told, where the default link does not work. Not
+/// under the Registry's lock. @return it was told
+bool tell_parted(std::uint32_t vqpn);
 /// Caller holds the Registry's lock.
 void before_fork();
 /// @param inherits it has contexts of its parent

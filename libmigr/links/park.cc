@@ -45,6 +45,7 @@ std::string what_is_missing() {
     if (!settled(*l))
       return name(*l) + (l->on != kHome ? " is on " + l->leg().link->config.device + " and could not go back to " + l->legs[kHome].link->config.device
                                         : " is changing its link, or a thread has not come back from it");
+  if (std::string why = not_at_home(); !why.empty()) return why;
   return "a partner has not answered on a backup link, or migrd not on the links' socket";
 }
 
@@ -118,7 +119,7 @@ bool leave_links(Directory& directory) {
     if (s.parking != Parking::kWanted) return true;
     s.parking_why = obstacle();
     if (!s.parking_why.empty()) s.parked.notify_all();
-    if (!s.parking_why.empty() || !settled(s.qps)) return true;
+    if (!s.parking_why.empty() || !settled(s.qps) || !not_at_home().empty()) return true;
     withdrawn.swap(s.to_withdraw);
     for (QpLink* l : s.qps)
       if (std::exchange(l->told, false)) withdrawn.push_back(l->name);

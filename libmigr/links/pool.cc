@@ -18,6 +18,7 @@ PathKind kind_of(const QpLink& l, Side side) {
   out.pd = q.init.pd;
   out.send_cq = q.send_cq;
   out.recv_cq = q.recv_cq;
+  out.srq = q.init.srq;
   out.cap = {q.cap.max_send_wr, q.cap.max_recv_wr, q.cap.max_send_sge, q.cap.max_recv_sge, q.cap.max_inline_data};
   out.sq_sig_all = q.init.sq_sig_all;
   out.access = q.access_flags;
@@ -152,6 +153,9 @@ void drop_spares(Channel& channel) {
 }
 void drop_spares(const ibv_pd* pd) {
   drop_everywhere([&](const Spare& s) { return s.kind.pd == pd; });
+}
+void drop_spares(const SrqShadow& srq) {
+  drop_everywhere([&](const Spare& s) { return s.kind.srq == &srq.app; });
 }
 void drop_spares(const CqShadow& c) {
   drop_everywhere([&](const Spare& s) { return s.kind.send_cq == &c || s.kind.recv_cq == &c; });

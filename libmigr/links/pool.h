@@ -18,6 +18,7 @@ struct PathKind {
   Side side = kHome;
   const ibv_pd* pd = nullptr;  ///< the application's; so are the CQs
   const CqShadow *send_cq = nullptr, *recv_cq = nullptr;
+  const ibv_srq* srq = nullptr;
   std::array<std::uint32_t, 5> cap{};
   int sq_sig_all = 0, access = 0;
   std::uint64_t send_ops = 0;
@@ -49,6 +50,7 @@ void drop_spares(Channel& channel);
 /// Before something is destroyed that they were made with.
 void drop_spares(const ibv_pd* pd);
 void drop_spares(const CqShadow& c);
+void drop_spares(const SrqShadow& s);
 
 }  // namespace migr::links
 

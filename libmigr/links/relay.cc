@@ -369,8 +369,6 @@ struct Executor {
 
 namespace {
 
-constexpr std::uint8_t kTimeout = 12, kRetries = 3;  // 17 ms, four times
-
 QpLink* by_id(std::uint64_t id) {
   for (QpLink* l : state()->qps)
     if (l->id == id) return l;
@@ -410,23 +408,6 @@ void close(Executor& e) {
   if (e.cq) real().destroy_cq(std::exchange(e.cq, nullptr));
 }
 
-bool connect(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why) {
-  ibv_qp_attr attr{};
-  attr.qp_state = IBV_QPS_RTR;
-  attr.path_mtu = link.mtu;
-  attr.dest_qp_num = to->qp_num;
-  attr.rq_psn = attr.sq_psn = psn;
-  attr.max_dest_rd_atomic = attr.max_rd_atomic = 1;
-  lead_to(attr.ah_attr, link, link.gid.gid.raw, link.lid);
-  int err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-  attr.qp_state = IBV_QPS_RTS;
-  attr.timeout = kTimeout;
-  attr.retry_cnt = attr.rnr_retry = kRetries;
-  if (!err) err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
-  if (err) why = std::string("modify_qp of a QP that executes atomics: ") + std::strerror(err);
-  return !err;
-}
-
 bool open(Executor& e, std::string& why) {
   if (e.source) return true;
   Link& link = *e.link;
@@ -445,7 +426,7 @@ bool open(Executor& e, std::string& why) {
   init.send_cq = init.recv_cq = e.cq;
   if (e.source) e.target = events::with_kernel_fd(*ctx, [&] { return create_on(pd, init, link.config.port, IBV_ACCESS_REMOTE_ATOMIC, why); });
   e.psn = switchover::random_psn();
-  if (e.target && connect(link, e.target, e.source, e.psn, why) && connect(link, e.source, e.target, e.psn, why)) return true;
+  if (e.target && connect_to_own(link, e.target, e.source, e.psn, why) && connect_to_own(link, e.source, e.target, e.psn, why)) return true;
   close(e);
   return false;
 }

@@ -193,12 +193,6 @@ bool make_mr(Twin& t, Side side, std::string& why) {
   return false;
 }
 
-/// What a completion does not carry that has waited in the fake CQ.
-bool reads_more(const CqShadow& c) {
-  const ibv_cq_ex& ex = c.app_ex;
-  return c.real_ex && (ex.read_completion_ts || ex.read_completion_wallclock_ns || ex.read_cvlan || ex.read_flow_tag || ex.read_tm_info);
-}
-
 /// The completions of an ibv_cq_ex come by way of the fake CQ, where errors are looked at, for good.
 /// @return false: not yet, a session on the provider's CQ is open
 bool watch(CqShadow& c) {
@@ -215,13 +209,13 @@ bool watch(CqShadow& c) {
 /// "" or why this vQP has no backup.
 std::string why_not(const QpShadow& q) {
   if (q.app.qp_type != IBV_QPT_RC) return "is no RC QP";
-  if (q.app.srq) return "has an SRQ";
+  if (const std::string why = why_not_shared(q); !why.empty()) return why;
   if (q.immovable) return std::string("was made by ") + q.immovable + "()";
   if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_atomic_write() or ibv_wr_send_tso()";
   if (!q.send_cq || !q.recv_cq) return "has no CQ";
   if (reads_more(*q.send_cq) || reads_more(*q.recv_cq)) return "completes on an ibv_cq_ex with time stamps, VLANs, flow tags or tag matching";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
-  if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~kNames) return "is in a switchover";
+  if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~(kNames | (shares_receives(q) ? kTrapped : 0u))) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
   return "";
 }
@@ -321,6 +315,11 @@ bool all_memory_there(const Twin& t, Side side) {
 
 }  // namespace
 
+bool reads_more(const CqShadow& c) {
+  const ibv_cq_ex& ex = c.app_ex;
+  return c.real_ex && (ex.read_completion_ts || ex.read_completion_wallclock_ns || ex.read_cvlan || ex.read_flow_tag || ex.read_tm_info);
+}
+
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port) {
   return real().query_port(ctx, static_cast<std::uint8_t>(number), reinterpret_cast<_compat_ibv_port_attr*>(&port));
 }
@@ -354,7 +353,7 @@ ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why) {
 }
 
 bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
-  return cq_on(*q.send_cq, side) && cq_on(*q.recv_cq, side) && t.pd(q.init.pd, side);
+  return cq_on(*q.send_cq, side) && cq_on(*q.recv_cq, side) && t.pd(q.init.pd, side) && (!q.init.srq || srq_on(q, side));
 }
 
 std::string make_memory(Twin& t, Side side) {
@@ -388,10 +387,11 @@ bool create_half(QpLink& l, Side side, Path& out, std::string& why) {
   init.cap = q.cap;
   init.sq_sig_all = q.init.sq_sig_all;
   if (side == kHome && !find_home_again(l, why)) return false;
-  if (!has_room_for(*l.twin, side, q)) return why = "a PD or a CQ is not there yet on " + leg.link->config.device, false;
+  if (!has_room_for(*l.twin, side, q)) return why = "a PD, a CQ or an SRQ is not there yet on " + leg.link->config.device, false;
   init.send_cq = cq_on(*q.send_cq, side);
   init.recv_cq = cq_on(*q.recv_cq, side);
   init.pd = l.twin->pd(q.init.pd, side);
+  init.srq = srq_on(q, side);
   init.comp_mask = q.init.comp_mask & (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS);
   init.send_ops_flags = q.init.send_ops_flags;
   const unsigned port = side == kHome ? l.home_gid.port_num : leg.link->config.port;
@@ -432,6 +432,24 @@ void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std:
   ah.is_global = 1;
   ah.dlid = lid;
   ah.port_num = static_cast<std::uint8_t>(link.config.port);
+}
+
+bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why) {
+  constexpr std::uint8_t kTimeout = 12, kRetries = 3;  // 17 ms, four times
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTR;
+  attr.path_mtu = link.mtu;
+  attr.dest_qp_num = to->qp_num;
+  attr.rq_psn = attr.sq_psn = psn;
+  attr.max_dest_rd_atomic = attr.max_rd_atomic = 1;
+  lead_to(attr.ah_attr, link, link.gid.gid.raw, link.lid);
+  int err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+  attr.qp_state = IBV_QPS_RTS;
+  attr.timeout = kTimeout;
+  attr.retry_cnt = attr.rnr_retry = kRetries;
+  if (!err) err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  if (err) why = std::string("modify_qp of a QP of ours to another one: ") + std::strerror(err);
+  return !err;
 }
 
 migr_links_path address_of(const QpLink& l, Side side, const Path& path) {
@@ -486,7 +504,7 @@ bool make_next_on(Twin& t, Side side) {
   Backup& b = t.at(side);
   std::string why;
   if (!b.link->ctx) return false;
-  if (make_pd(t, b, why) || make_cq(t, side, why) || make_mr(t, side, why)) return true;
+  if (make_pd(t, b, why) || make_cq(t, side, why) || make_srq(t, side, why) || make_mr(t, side, why)) return true;
   if (!why.empty()) b.link->why = why;
   return false;
 }
@@ -660,7 +678,8 @@ class Round {
       state()->session_open = false;
       while (make_next()) {}
       again = state()->session_open || !links_are_open();
-      if (state()->qps.empty() && state()->to_withdraw.empty()) return again;
+      std::vector<migr_links_vqp_state> others;
+      if (state()->qps.empty() && state()->to_withdraw.empty() && last_states_.empty() && (tell_of_others(others), others.empty())) return again;
     }
     const unsigned life = directory_.life();
     if (!life) return true;
@@ -864,12 +883,30 @@ class Round {
         for (Side side = kHome; side < l->sides(); ++side) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
         if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l, next));
       }
+      tell_of_others(states);
       waiting = fill_pools() || waiting;
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
     }
     report(links, states);
     return waiting;
+  }
+
+  /// Connections that have no backup, and why.
+  static void tell_of_others(std::vector<migr_links_vqp_state>& states) {
+    for (const QpShadow* q : registry().qps) {
+      const Twin* const t = q->context->twin;
+      if (q->link || !t || !t->home->ctx || states.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
+      const std::string why = why_not(*q);
+      if (why.empty()) continue;
+      migr_links_vqp_state& out = states.emplace_back();
+      out = {};
+      std::memcpy(out.name.gid, t->home->gid.gid.raw, sizeof out.name.gid);
+      out.name.vqpn = q->vqpn();
+      out.link = t->home->index;
+      out.phase = MIGR_LINKS_VQP_NONE;
+      std::snprintf(out.why, sizeof out.why, "%s", why.c_str());
+    }
   }
 
   /// Before a migration, of a default link that works again.

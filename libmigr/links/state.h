@@ -40,6 +40,7 @@ struct State {
   std::uint64_t next_id = 1;
   std::uint64_t forgotten = 0;  ///< of `qps`, so many have gone
   bool session_open = false;    ///< on an ibv_cq_ex of a vQP that is to get a backup
+  bool receives_moved = false;  ///< receives_may_move()
   /* before a migration, park.cc */
   enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
   std::uint64_t parking_ns = 0;        ///< it is wanted since
@@ -64,6 +65,7 @@ void say(const QpLink& l, const std::string& what);
 QpLink* find(const migr_links_name& name);
 bool same(const migr_links_name& a, const migr_links_name& b);
 void set_stage(QpLink& l, Stage stage);
+void be_at(QpLink& l, Stage stage);  ///< the same. Caller holds l.lock
 /// Which contexts' connections go on without the default link.
 void note_backed_up();
 /// Its path is the only one that is left.
@@ -101,6 +103,10 @@ void destroy_path(QpLink& l, Side side, Path& path);
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why);
 /// A QP that was just made, or null with errno: then that is said.
 ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why);
+/// A QP of ours in INIT to another one of ours on the same port.
+bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why);
+/// What a completion does not carry that has waited in the fake CQ.
+bool reads_more(const CqShadow& c);
 Link* link_of(const std::string& device, unsigned port);  ///< null: none is configured
 void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
 void run_rounds();  ///< the thread
@@ -109,8 +115,10 @@ void run_rounds();  ///< the thread
 /// @param link  an index. @return false: this vQP has no such link
 bool side_of(const QpLink& l, std::uint32_t link, Side& side);
 void give_up(QpLink& l, const std::string& why);
-/// That this end has given up, on every channel that stands.
-void tell_gone(const QpLink& l);
+/// That this end has given up, on every channel that stands. @param flags more of StateFlags. @return there is one
+bool tell_gone(const QpLink& l, std::uint32_t flags = 0);
+/// Also that the application has ended the connection, where librdmacm's own message would not get there. @return it was told
+bool tell_parted(const QpLink& l);
 /// Whom a message is about. It may come before the directory has told who the other end is. Null: nobody
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender);
 /// Asks for the other half of a path on that side, unless there is one that was not used or it has been asked for.

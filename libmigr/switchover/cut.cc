@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "../events.h"
 #include "../kernel_link.h"
 #include "../links/links.h"
 #include "../provider/provider.h"
@@ -35,7 +36,7 @@ std::string why_no_cut(QpShadow& q) {
   if (q.state.load(std::memory_order_relaxed) & kOpen) return " has an open ibv_wr_* session";
   if (const char* const open = open_session(q); *open) return open;
   if (q.app.qp_type != IBV_QPT_RC || (!connected(q) && q.real->state != IBV_QPS_RTR)) return " is not a connected RC QP";
-  if (q.app.srq) return " uses an SRQ: which receive a message came into in part could not be told";
+  if (q.app.srq && !links::shares_receives(q)) return " uses an SRQ, and no policy is configured for its process: which receive a message came into in part could not be told";
   if (!windows::belonging_to(q).empty()) return " has memory windows of type 2";
   provider::QueuePart sends, receives;
   std::vector<QueuedSend> queued;
@@ -95,6 +96,15 @@ int wait_until_empty(QpShadow& q, Flushing& flushing, std::string& why) {
   }
 }
 
+/// They do not change any more.
+int ask_for_psns(QpShadow& q, std::string& why) {
+  ibv_qp_attr now{};
+  if (const int err = ask_device(q, now, kPsns)) return fail(why, err, "query_qp of " + qp_name(q));
+  q.cut->psn = now.rq_psn & kPsnMask;
+  q.cut->next_psn = now.sq_psn & kPsnMask;
+  return 0;
+}
+
 /// ERR flushes both queues: how many come back tells what was not used. RESET waits for the end of whatever the device
 /// does for the QP; then no PSN changes any more. Caller holds q.lock.
 int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& receives, std::string& why) {
@@ -103,6 +113,7 @@ int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& rece
   if (const int err = provider::queue_parts(q, sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
+  events::hush(q, q.real);  // it may say that it uses no receive of its SRQ any more
   if (const int err = real().modify_qp(q.real, &to, IBV_QP_STATE)) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
   if (const int err = wait_until_empty(q, flushing, why)) return err;
   int err = read_sends(q, sends, cut.sends);
@@ -113,12 +124,7 @@ int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& rece
   q.real->state = cut.attr.qp_state;  // what it is for everybody else
   if (err) return fail(why, err, "modify_qp to RESET of " + qp_name(q));
   flushing.poll();
-  ibv_qp_attr now{};
-  err = ask_device(q, now, kPsns);
-  if (err) return fail(why, err, "query_qp of " + qp_name(q));
-  cut.psn = now.rq_psn & kPsnMask;
-  cut.next_psn = now.sq_psn & kPsnMask;
-  return 0;
+  return ask_for_psns(q, why);
 }
 
 void name_keys(QpShadow& q, const VirtualLkeys& keys, ibv_send_wr& wr, std::vector<ibv_sge>& sges) {
@@ -173,29 +179,40 @@ void count_marker(CqShadow& c, int change) {
   c.markers += static_cast<unsigned>(change);
 }
 
-/// A receive and a send of ours behind all others. When both have been flushed the device executes nothing of this QP any
-/// more, at either queue. The receives come first, and nothing makes the device look at them again after that: so what
-/// is flushed between the two are sends, and those receives that threads post late stay for the trap.
-int flush_behind(QpShadow& q, std::string& why) {
+int set_state(QpShadow& q, ibv_qp_attr& to, ibv_qp_state state, int mask = IBV_QP_STATE) {
+  to.qp_state = state;
+  return real().modify_qp(q.real, &to, mask);
+}
+
+int flush_receives_behind(QpShadow& q, Patience& patience, std::string& why) {
   Cut& cut = *q.cut;
-  Patience patience;
   ibv_qp_attr to{};
-  to.qp_state = IBV_QPS_ERR;
   cut.receive_marker = marker::next();
   ibv_recv_wr receive{.wr_id = cut.receive_marker, .next = nullptr, .sg_list = nullptr, .num_sge = 0};
   ibv_recv_wr* bad_receive;
   count_marker(*q.recv_cq, 1);
   int err = post_behind([&] { return q.real_post_recv(q.real, &receive, &bad_receive); }, patience);
-  if (!err) err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  if (!err) err = set_state(q, to, IBV_QPS_ERR);
   if (err) return count_marker(*q.recv_cq, -1), fail(why, err, "cannot flush the receives of " + qp_name(q));
   if ((err = wait_for_marker(*q.recv_cq, cut.receive_marker, patience))) return fail(why, err, "the receives of " + qp_name(q) + " were not flushed");
+  return 0;
+}
+
+/// A receive and a send of ours behind all others. When both have been flushed the device executes nothing of this QP any
+/// more, at either queue. The receives come first, and nothing makes the device look at them again after that: so what
+/// is flushed between the two are sends, and those receives that threads post late stay for the trap.
+/// With an SRQ it has no receives: end_shared() ends its responder.
+int flush_behind(QpShadow& q, std::string& why) {
+  Cut& cut = *q.cut;
+  Patience patience;
+  if (const int err = q.app.srq ? 0 : flush_receives_behind(q, patience, why)) return err;
   ibv_send_wr send{};
   send.wr_id = cut.send_marker = marker::next();
   send.opcode = IBV_WR_RDMA_WRITE;
   send.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad_send;
   count_marker(*q.send_cq, 1);
-  err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, patience);
+  int err = post_behind([&] { return q.real_post_send(q.real, &send, &bad_send); }, patience);
   if (err) return count_marker(*q.send_cq, -1), fail(why, err, "cannot flush the sends of " + qp_name(q));
   if ((err = wait_for_marker(*q.send_cq, cut.send_marker, patience))) return fail(why, err, "the sends of " + qp_name(q) + " were not flushed");
   return 0;
@@ -256,14 +273,14 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
       const int e = provider::sends_in(q, slot, one);
       return e ? e : (wr_id = one.at(0).send.wr.wr_id, 0);
     }, send_end);
-  if (!err)
+  if (!err && !q.app.srq)
     err = find_marker(now.receives, cut.receive_marker, [&](provider::QueuePart slot, std::uint64_t& wr_id) {
       std::vector<KeptReceive> one;
       const int e = provider::receives_in(q, slot, one);
       return e ? e : (wr_id = one.at(0).wr_id, 0);
     }, receive_end);
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
-  const bool separate = q.send_cq != q.recv_cq;
+  const bool separate = q.send_cq != q.recv_cq || q.app.srq;  // what is flushed on the one CQ is of one queue
   if (!separate && (err = leave_out_late(q, {(receive_end + 1) & now.receives.mask, now.receives.from, now.receives.mask}, now.receives.to))) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
   const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed() + 1, now.sends.mask));  // a drain marker may be there
   std::uint32_t front = (send_end - window) & now.sends.mask;
@@ -310,6 +327,17 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   return 0;
 }
 
+/// No receive of ours can tell when the device has executed the last of a QP with an SRQ. RESET waits for that, and nobody posts to it
+/// late (links::shares_receives). It stays in INIT, where it executes nothing either.
+int end_responder(QpShadow& q, Flushing& flushing, std::string& why) {
+  ibv_qp_attr to = q.cut->attr;
+  if (const int err = set_state(q, to, IBV_QPS_RESET)) return fail(why, err, "modify_qp to RESET of " + qp_name(q));
+  flushing.poll();
+  if (const int err = ask_for_psns(q, why)) return err;
+  const int err = set_state(q, to, IBV_QPS_INIT, kInitMask);
+  return err ? fail(why, err, "modify_qp to INIT of " + qp_name(q)) : 0;
+}
+
 /// Caller holds q.lock.
 int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   Cut& cut = *q.cut;
@@ -317,7 +345,6 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   Position before;
   std::vector<QueuedSend> sends_before;
   int err;
-  ibv_qp_attr now{};
   {
     Flushing flushing(q);
     links::hand_over(q);
@@ -330,13 +357,18 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     if ((err = real().modify_qp(q.real, &to, IBV_QP_STATE))) return fail(why, err, "modify_qp to ERR of " + qp_name(q));
     err = flush_behind(q, why);
     q.real->state = state;
+    if (!err && q.app.srq) {
+      err = read_unused(q, before, sends_before, why);
+      if (!err) err = end_responder(q, flushing, why);
+      q.real->state = state;
+    }
     if (err) return err;
   }
-  err = ask_device(q, now, kPsns);
-  if (err) return fail(why, err, "query_qp of " + qp_name(q));
-  cut.psn = now.rq_psn & kPsnMask;
-  cut.next_psn = now.sq_psn & kPsnMask;
-  if ((err = read_unused(q, before, sends_before, why))) return err;
+  if (!q.app.srq) {
+    err = ask_for_psns(q, why);
+    if (!err) err = read_unused(q, before, sends_before, why);
+    if (err) return err;
+  }
   unfold(q, cut.sends);
   for (QueuedSend& x : cut.sends) {
     if (x.executed) continue;
@@ -376,7 +408,9 @@ int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   std::lock_guard guard(q.lock);
   auto cut = std::make_unique<Cut>();
   ibv_qp_init_attr init{};
-  if (const int err = real().query_qp(q.real, &cut->attr, kConnectionAttrs | IBV_QP_DEST_QPN | kPsns, &init))
+  constexpr int kMask = kConnectionAttrs | IBV_QP_DEST_QPN | kPsns;
+  // libibverbs notes the state that it is told of; but that a guarded path has failed is nobody's business.
+  if (const int err = links::guarded(q) ? ask_device(q, cut->attr, kMask) : real().query_qp(q.real, &cut->attr, kMask, &init))
     return fail(why, err, "query_qp of " + qp_name(q));
   cut->attr.qp_state = q.real->state;
   cut->pqpn = q.pqpn();
@@ -583,6 +617,7 @@ int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> pee
 int join_again(QpShadow& q, std::string& why) {
   constexpr std::uint32_t kFarAhead = 1u << 22;  // more than can be on the wire, less than half of all
   Cut& cut = *q.cut;
+  events::hush(q, nullptr);
   if (!cut.settled) {  // how far the other end got is not known, and will not be: as when the cable stays broken
     std::vector<migr_replay_stat> ignored;
     settle_one(q, {}, ignored);

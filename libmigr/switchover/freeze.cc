@@ -35,7 +35,7 @@ int freeze_srq(SrqShadow& s, std::string& why) {
   ibv_srq_attr attr{};
   if (const int err = real().query_srq(s.real, &attr)) return fail(why, err, "query_srq");
   // A limit that was reached and whose event nobody has read: the next receive that is used shall tell again.
-  s.limit = attr.srq_limit ? attr.srq_limit : s.armed ? s.max_wr : 0;
+  s.limit = s.counted_here ? s.armed : attr.srq_limit ? attr.srq_limit : s.armed ? s.max_wr : 0;
   return 0;
 }
 
@@ -115,7 +115,7 @@ int touch_pages(const void* address, std::size_t length, int access) {
 
 int unfreeze_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
-  const int err = post_receives(s, s.kept, why);
+  const int err = post_receives(s, s.kept, path::post_one_receive, why);
   s.outstanding.clear();
   s.kept.clear();
   s.reading_back = false;

@@ -58,7 +58,7 @@ void take_back_path(QpShadow& q, ibv_qp* path) {
   std::lock_guard guard(q.lock);
   set_route(q, {.qp = path, .ops = &q.context->ops, .keys = q.context->kernel->key_table(), .sends = {}, .receives = {}});
   links::retire(__atomic_exchange_n(&q.remote_keys, static_cast<const RemoteKeys*>(nullptr), __ATOMIC_ACQ_REL));
-  clear_bits(q, kTrapped);
+  if (!links::shares_receives(q)) clear_bits(q, kTrapped);
 }
 
 int cast_off(QpShadow& q, ibv_qp* home, std::uint32_t bits, std::string& why) {

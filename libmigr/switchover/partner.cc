@@ -180,6 +180,7 @@ int move_windows(QpShadow& q, ibv_qp* from, ibv_qp* to, std::string& why) {
 /// Caller holds q.lock.
 int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   std::vector<KeptReceive> receives;
+  if (!links::receives_are_clean(q, links::kHome)) return fail(why, EBUSY, "the SRQ of " + qp_name(q) + " still holds receives of before its link failed");
   if (const int err = read_back_receives(q, keys, receives, why)) return err;
   if (!reliable(q))
     if (const int err = close_old_path(q, receives, why)) return err;
@@ -190,6 +191,7 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   become_path(q, q.spare);
   q.spare = nullptr;
   q.peer = q.spare_peer;
+  links::receives_may_move(q);
   if (const int err = break_if_broken(q, why)) return err;
   set_bits(q, kLogReceives);
   q.phase = Phase::kSwitched;  // from here on rollback() knows the way back
@@ -222,6 +224,7 @@ int switch_back(QpShadow& q, std::string& why) {
   int err = q.old_path_closed ? open_old_path(q, why) : 0;
   q.old_path_closed = false;
   q.outstanding.clear();
+  links::receives_may_move(q);
   if (q.adrift) {
     std::move(q.logged_receives.begin(), q.logged_receives.end(), std::back_inserter(q.cut->receives));
     q.logged_receives.clear();

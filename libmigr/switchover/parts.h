@@ -118,10 +118,11 @@ int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptRe
 /// Caller holds s.lock.
 int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why);
 
+/// @param post path::post_named() of what a device has had, path::post_one_receive() of what was posted since
 template <class Receives>
-int post_receives(SrqShadow& s, const Receives& receives, std::string& why) {
+int post_receives(SrqShadow& s, const Receives& receives, int (*post)(SrqShadow&, std::uint64_t, std::span<const ibv_sge>) noexcept, std::string& why) {
   for (const KeptReceive& receive : receives)
-    if (const int err = path::post_one_receive(s, receive)) return fail(why, err, "post_srq_recv");
+    if (const int err = post(s, receive.wr_id, receive.sges)) return fail(why, err, "post_srq_recv");
   return 0;
 }
 

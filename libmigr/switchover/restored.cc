@@ -8,6 +8,8 @@
 #include "../events.h"
 #include "../gids.h"
 #include "../kernel_link.h"
+#include "../links/links.h"
+#include "../links/shared_limit.h"
 #include "../provider/provider.h"
 #include "../real.h"
 #include "../whereabouts.h"
@@ -57,6 +59,7 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       if (!s) return missing("SRQ");
       s->real->handle = map.new_handle;
       s->ring_bytes = 0;  // the new one was made in its size
+      links::renewed(*s);
       return 0;
     }
     case MIGR_OBJ_QP: {
@@ -163,15 +166,23 @@ void restart_event_count(CqShadow& c) {
   c.events_read = 0;
 }
 
+/// Caller holds s.lock.
+int post_again(SrqShadow& s, std::string& why) {
+  if (!s.link) return post_receives(s, s.outstanding, path::post_named, why);
+  const int err = links::post_waiting(s);
+  return err ? fail(why, err, "post_srq_recv") : 0;
+}
+
 /// Keys have their new values.
 int thaw_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
   set_srq_bits(s, kTranslateSrq);
   datagrams::emptied(s.awaited);
-  if (const int err = post_receives(s, s.outstanding, why)) return err;
-  if (const int err = post_receives(s, s.kept, why)) return err;
+  if (const int err = post_again(s, why)) return err;
+  if (const int err = post_receives(s, s.kept, path::post_one_receive, why)) return err;
   s.outstanding.clear();
   s.kept.clear();
+  links::count_at_device(s);
   if (s.limit) {
     ibv_srq_attr attr{};
     attr.srq_limit = s.limit;
@@ -246,6 +257,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (QpShadow* q : registry.qps) {
     if (q->phase == Phase::kRebound) continue;
     restart_async_count(*q->real);
+    events::hush(*q, nullptr);
     if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
       return fail(why, err, "cannot bind " + qp_name(*q));
     std::lock_guard guard(q->lock);

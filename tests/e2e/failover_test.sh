@@ -67,27 +67,46 @@ cut_under() {
 mend() { rail src up; rail peer up; rail peer --loss 0; rail peer inside-up; }
 rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
 
-perftest() {	# PROGRAM CUT..
-	local p=$1 ok=0 before
-	shift
-	local options=(-d rxe0 -F -D 45 -s 4096 -t 32)
-	run_on peer "$p" "$p" "${options[@]}" || return 1
-	until_true 20 on_sh peer 'ss -Hltn "sport = :18515" | grep -q .' || fail "$p does not listen" || return 1
-	run_on src "$p" "$p" "${options[@]}" "$E2E_PEER" || return 1
-	cut_under "$@" && before=$(rail1_frames) && ended src "$p" 90 && ended peer "$p" 90 || ok=1
+# outlives NAME SECONDS CUT..: it runs at both ends, the cable is cut, and it goes on over the other rail to its end.
+outlives() {
+	local p=$1 limit=$2 ok=0 before
+	cut_under "${@:3}" && before=$(rail1_frames) && ended src "$p" "$limit" && ended peer "$p" "$limit" || ok=1
 	[ $ok != 0 ] || [ "$(($(rail1_frames) - before))" -gt 500 ] || fail "it did not go on over the other rail" || ok=1
 	[ $ok = 0 ] || logs "$p"
 	mend
-	[ $ok = 0 ] && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /' || { e2e_reset; return 1; }
+	[ $ok = 0 ] || { e2e_reset; return 1; }
+}
+
+perftest() {	# PROGRAM CUT.. [-- OPTION..]
+	local p=$1 options=(-d rxe0 -F -D 30 -s 4096 -t 32) how=() to=$E2E_PEER
+	shift
+	while [ $# != 0 ] && [ "$1" != -- ]; do how+=("$1"); shift; done
+	options+=("${@:2}")
+	run_on peer "$p" "$p" "${options[@]}" || return 1
+	until_true 20 on_sh peer 'ss -Hltn "sport = :18515" | grep -q . || rdma res show cm_id | grep -q LISTEN' || fail "$p does not listen" || return 1
+	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
+	run_on src "$p" "$p" "${options[@]}" "$to" || return 1
+	outlives "$p" 90 "${how[@]}" && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /'
+}
+
+# UCX's transport for RC, whose QPs have one SRQ, with blocks that take several packets. There is no connection of UD, which has no backup.
+ucx() {
+	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 60000)
+	run_on peer ucx env UCX_IB_GID_INDEX=1 ucx_perftest || return 1
+	until_true 20 on_sh peer 'ss -Hltn "sport = :13337" | grep -q .' || fail "ucx_perftest does not listen" || return 1
+	run_on src ucx env UCX_IB_GID_INDEX=1 ucx_perftest "${options[@]}" "$E2E_PEER" || return 1
+	outlives ucx 120 "$@" && grep '^Final' "$(out_of src ucx.log)" | sed 's/^/# /'
 }
 
 # with_both PROGRAM DO.. -- OPTION..: while both ends run and are backed up, DO; then each work request has completed.
 with_both() {
-	local program=$1 what=() ok=0 both=()
+	local program=$1 what=() ok=0 both=() o
 	shift
 	while [ "$1" != -- ]; do what+=("$1"); shift; done
 	shift
-	[[ " $* " != *" --events "* ]] || both=(--events)
+	for o in "$@"; do
+		case $o in --events|--srq|--no-limit|--any-order) both+=("$o") ;; esac
+	done
 	on src rm -f /tmp/stop
 	run_on peer "$program" "$E2E_LIB/$program" --dev rxe0 --connect 60 --stall 60 --json "/mnt/out/$program.json" "${both[@]}" || return 1
 	run_on src "$program" "$E2E_LIB/$program" --dev rxe0 --stall 60 --stop-file /tmp/stop --json "/mnt/out/$program.json" "$@" "$E2E_PEER" || return 1
@@ -157,10 +176,11 @@ preferred() {
 }
 # A child that is forked while the backup is there, and keeps what it inherits, moves along.
 fork_child() { on src pkill -USR1 -x migr_verify && until_true 10 on_sh src '[ "$(pgrep -cx migr_verify)" = 2 ]' || fail "migr_verify has no child"; }
+LK=()	# more options of it
 # with_container DO..: it is backed up, then DO.
 with_container() {
 	local E2E_VARS=(MIGR_POLICY="$POLICY") CONTAINER_RDMA="uverbs0 uverbs1"	# its links it hears from migrd
-	start_verify src lk --mode write_imm --qps 4 --size 4096 --fork-later && backed_up src && fork_child && "$@" && mend && stop_verify lk ||
+	start_verify src lk --mode write_imm --qps 4 --size 4096 --fork-later "${LK[@]}" && backed_up src && fork_child && "$@" && mend && stop_verify lk ||
 		{ logs_of_links; e2e_logs; mend; e2e_reset; return 1; }
 }
 logs_of_links() { local h; for h in "${E2E_HOSTS[@]}"; do echo "--- links of $h:"; links_of "$h" | jq -c '.processes[]'; done >&2; }
@@ -274,22 +294,27 @@ with_other_addresses() {
 	addresses peer 3 && return $r
 }
 
-# Containers cannot read /tmp/links.json: they hear from migrd what is in it.
-links_by_migrd() {	# SED-SCRIPT
-	local h
-	for h in "${E2E_HOSTS[@]}"; do on "$h" sed -i "$1" /etc/migr/migrd.json && migrd_restart "$h" || return 1; done
-}
-
 # Where migrd keeps no directory of links nothing can be backed up.
 on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
-configure && links_by_migrd 's|"net_hook"|"links_file": "/tmp/links.json", &|' || exit 1
+configure && links_from /tmp/links.json || exit 1
 step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
+step "the cable is cut: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
+walk_step "the cable is cut: UCX" ucx down
+walk_step "the cable is cut: ib_write_bw, connected by librdmacm" perftest ib_write_bw down -- -R
+walk_step "the cable is cut: ib_send_bw, connected by librdmacm" perftest ib_send_bw down -- -R
+walk_step "${CUTS:-4} cuts in a row: migr_verify, with an SRQ" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 8192 --srq --any-order
 walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
 walk_step "paths of a pool, the cable is cut, mended, silent, mended; a container moves" pooled
 walk_step "a host gets other addresses while its cable is cut: migr_verify, messages and WRITEs" with_other_addresses
 walk_step "two backup links, one cable is cut after the other: migr_verify, messages and WRITEs" third_link
 walk_step "a container that is backed up moves, and fails over there" with_container moved_and_cut_there
+LK=(--srq --any-order)
+walk_step "a container with an SRQ moves, and fails over there" with_container moved_and_cut_there
+walk_step "a container with an SRQ whose rail is dead moves" with_container moved_from_dead_rail
+walk_step "a rail fails while a container with an SRQ moves" with_container moved_while_rail_fails
+walk_step "a rail fails while a container with an SRQ moves, and it goes back" with_container stays_while_rail_fails
+LK=()
 walk_step "a container whose rail is dead moves" with_container moved_from_dead_rail
 step "a rail fails while a container moves" with_container moved_while_rail_fails
 walk_step "a rail fails while a container moves, and it goes back" with_container stays_while_rail_fails
@@ -302,5 +327,5 @@ walk_step "the cable is cut: ib_read_bw" perftest ib_read_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events
 walk_step "the backup's device comes later: migr_verify, messages and WRITEs" late_device
 walk_step "the device is removed: migr_verify, messages and WRITEs" device_removed	# last: what peer was told of links is lost with it
-links_by_migrd 's|"links_file": "/tmp/links.json", ||'
+links_from ""
 e2e_end

@@ -137,6 +137,14 @@ migrd_restart() {	# HOST [NAME=VALUE...]
 	migrd_kill "$1" TERM && migrd_start "$@"
 }
 
+# links_from FILE: what programs that cannot read it, as in containers, hear of backup links from every migrd. Empty: nothing.
+links_from() {
+	local h add=${1:+"\"links_file\": \"$1\", "}
+	for h in "${E2E_HOSTS[@]}"; do
+		on "$h" sed -i "s|\"links_file\": \"[^\"]*\", ||; s|\"net_hook\"|$add&|" /etc/migr/migrd.json && migrd_restart "$h" || return 1
+	done
+}
+
 bed_is_up() { testbed status >/dev/null 2>&1; }
 
 # e2e_up: the bed with its hosts. Takes it down at the end of the script if it was not up before.
@@ -317,7 +325,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--rnr|--srq|--windows) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--rnr|--srq|--no-limit|--any-order|--windows) both+=("$o") ;; esac
 	done
 	on_sh peer 'rm -f /tmp/verify*.status'
 	for name in $(verify_names); do

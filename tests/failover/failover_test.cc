@@ -13,6 +13,7 @@
 // lingers: what has sent over a link that is cut cannot be destroyed before that is mended, and nobody answers there.
 // flaps: a link that works again fails and works again, while the vQPs go back to it.
 // third: there is a second backup link, which vQPs go to when the first one fails, too, one after the other or both at once.
+// shared: receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -26,7 +27,9 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "migr/migr.h"
@@ -46,9 +49,10 @@ constexpr auto kLimit = std::chrono::seconds(20);
 class Library {
  public:
   Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = 5000, bool relays = false, bool third = false) {
+    static int count = 0;  // a name that was loaded before would be the same library
     const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
     std::filesystem::create_directories(folder);
-    const auto copy = folder / (std::string("libmigr-") + host + "-" + policy + ".so"), links = folder / (std::string("links-") + host + ".json");
+    const auto copy = folder / (std::string("libmigr-") + host + "-" + std::to_string(count++) + ".so"), links = folder / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
                          << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
@@ -94,6 +98,7 @@ struct Options {
   bool lingers = false; ///< see model_let_packets_linger()
   bool marks = false;   ///< no WRITE is to be sent twice
   bool third = false;   ///< there are two backup links
+  bool shared = false;  ///< receives come from an SRQ, of both QPs
   bool greedy = false;  ///< has as much in flight as the device takes, or until it is told that there is no room
 };
 
@@ -171,6 +176,12 @@ class End {
     init.recv_cq = cqs_[1];
     init.cap = {.max_send_wr = kDepth, .max_recv_wr = kDepth, .max_send_sge = 2, .max_recv_sge = 2, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
+    if (options.shared) {
+      ibv_srq_init_attr of_srq{};
+      of_srq.attr.max_wr = kDepth;
+      of_srq.attr.max_sge = 2;
+      init.srq = srq_ = lib_.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd_, &of_srq);
+    }
     if (options.company) {
       ibv_qp_init_attr other = init;
       if (options.odd && out_stream >= kSecond) other.cap.max_recv_wr *= 4;
@@ -197,6 +208,7 @@ class End {
   ~End() {
     for (ibv_qp* qp : {qp_, company_})
       if (qp) lib_.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp);
+    if (srq_ && lib_.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq_)) fprintf(stderr, "an SRQ cannot be destroyed\n"), abort();
     lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cqs_[0]);
     if (cqs_[1] != cqs_[0]) lib_.verb<int(ibv_cq*)>("ibv_destroy_cq")(cqs_[1]);
     if (channel_) lib_.verb<int(ibv_comp_channel*)>("ibv_destroy_comp_channel")(channel_);
@@ -480,10 +492,10 @@ class End {
     return "posted " + std::to_string(posted_) + ", completed " + std::to_string(completed_) + ", received " + std::to_string(received_) + " of stream " + std::to_string(in_id_);
   }
   ibv_cq* make_cq() {
-    constexpr int kCqes = 256;
-    if (!options_.extended) return lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib_.context, kCqes, nullptr, channel_, 0);
+    const int cqes = options_.company ? 256 : (options_.greedy ? kRing : kDepth) + kDepth;  // what it may have posted at a time, and no more
+    if (!options_.extended) return lib_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib_.context, cqes, nullptr, channel_, 0);
     ibv_cq_init_attr_ex init{};
-    init.cqe = kCqes;
+    init.cqe = static_cast<std::uint32_t>(cqes);
     init.channel = channel_;
     init.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM | IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP;
     return ibv_cq_ex_to_cq(ibv_create_cq_ex(lib_.context, &init));
@@ -514,14 +526,15 @@ class End {
 
   void post_receive() {
     // Receives go into the area by their number; which work request comes is checked then.
-    const int slot = static_cast<int>(receives_ % kDepth);
+    const int slot = srq_ && receives_ >= kDepth ? free_slot_ : static_cast<int>(receives_ % kDepth);
+    if (srq_) slots_[receives_] = slot;
     if (receive_memory_.empty()) {
       receive_memory_.resize(kDepth * kSlot);
       receive_mr_ = lib_.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd_, receive_memory_.data(), receive_memory_.size(), IBV_ACCESS_LOCAL_WRITE);
     }
     ibv_sge sge{reinterpret_cast<std::uint64_t>(&receive_memory_[static_cast<std::size_t>(slot) * kSlot]), kSlot, receive_mr_->lkey};
     ibv_recv_wr wr{.wr_id = receives_, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
-    if (ibv_post_recv(qp_, &wr, &bad)) error_ = "post_recv";
+    if (srq_ ? ibv_post_srq_recv(srq_, &wr, &bad) : ibv_post_recv(qp_, &wr, &bad)) error_ = "post_recv";
     ++receives_;
   }
 
@@ -624,12 +637,18 @@ class End {
     while (next < kWrs && !takes_receive(in_[next])) ++next;
     const Request& r = in_[next];
     const std::string what = "message " + std::to_string(next);
-    if (wc.wr_id != received_wrs_) error_ = what + " came into receive " + std::to_string(wc.wr_id) + " where " + std::to_string(received_wrs_) + " was due";
+    int slot = static_cast<int>(received_wrs_ % kDepth);
+    if (srq_) {  // whichever: but one that was posted, and once
+      const auto posted = slots_.find(wc.wr_id);
+      if (posted == slots_.end()) return (void)(error_ = what + " came into receive " + std::to_string(wc.wr_id) + ", which is not posted");
+      slot = free_slot_ = posted->second;
+      slots_.erase(posted);
+    } else if (wc.wr_id != received_wrs_) error_ = what + " came into receive " + std::to_string(wc.wr_id) + " where " + std::to_string(received_wrs_) + " was due";
     if (wc.byte_len != r.bytes) error_ = what + " has " + std::to_string(wc.byte_len) + " bytes, not " + std::to_string(r.bytes) + "; opcode " + std::to_string(wc.opcode) + ", not of " + std::to_string(r.opcode) + ", immediate " + std::to_string(wc.imm_data) + ", source " + std::to_string(wc.src_qp) + "; " + where();
     const bool imm = r.opcode != IBV_WR_SEND;
     if (imm && wc.imm_data != static_cast<std::uint32_t>(next)) error_ = what + ": immediate " + std::to_string(wc.imm_data);
     if (r.opcode != IBV_WR_RDMA_WRITE_WITH_IMM &&
-        !equal(&receive_memory_[received_wrs_ % kDepth * kSlot], peer_->area(kOut, next), r.bytes))
+        !equal(&receive_memory_[static_cast<std::size_t>(slot) * kSlot], peer_->area(kOut, next), r.bytes))
       error_ = what + " has other bytes";
     // What was posted before it is there.
     for (int i = received_; i <= next; ++i)
@@ -648,7 +667,7 @@ class End {
       for (int i = 0; i < n && error_.empty(); ++i) {
         if (outlives() && wc[i].status != IBV_WC_SUCCESS && !(wc[i].wr_id & 0x5000)) continue;  // a receive: its sends have ends of their own
         if (options_.may_break && (wc[i].status == IBV_WC_RETRY_EXC_ERR || wc[i].status == IBV_WC_WR_FLUSH_ERR)) return broken_ = true, 1;
-        if (wc[i].status != IBV_WC_SUCCESS) error_ = "completion of status " + std::to_string(wc[i].status) + ", wr_id " + std::to_string(wc[i].wr_id) + "; " + where();
+        if (wc[i].status != IBV_WC_SUCCESS) error_ = "completion of status " + std::to_string(wc[i].status) + ", wr_id " + std::to_string(wc[i].wr_id) + "; " + where() + "; " + how() + "; the other end " + peer_->how();
         else if (wc[i].qp_num != qp_->qp_num) error_ = "completion of QP " + std::to_string(wc[i].qp_num) + ", not " + std::to_string(qp_->qp_num);
         else if (wc[i].opcode & IBV_WC_RECV) received(wc[i]);
         else sent(wc[i]);
@@ -695,6 +714,9 @@ class End {
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cqs_[2];
   ibv_mr *mr_, *receive_mr_ = nullptr;
+  ibv_srq* srq_ = nullptr;
+  std::map<std::uint64_t, int> slots_;  ///< of receives of the SRQ, by wr_id
+  int free_slot_ = 0;
   ibv_qp *qp_, *company_ = nullptr, *doomed_ = nullptr;
   ibv_qp_ex* ex_ = nullptr;
   bool given_up_ = false;
@@ -718,6 +740,7 @@ class End {
 };
 
 constexpr unsigned kExecutors = 12;  // QPs: two on each NIC
+constexpr unsigned kLoops = 8;       // the same of an SRQ's, on two
 
 struct Outcome {
   std::string error;
@@ -749,6 +772,7 @@ Clock::duration longest_question(End& x, End& y) {
   return longest;
 }
 
+/// Of a link that nobody has they all do. Who is idle hears of a cut by its channel over the link, if there was one.
 bool all_stand(std::uint32_t from) { return (from > 0 || store_all_stand(0)) && store_all_stand(1) && store_all_stand(2); }
 
 /// Cut after cut. Each begins with traffic on the link that is cut, and ends with the vQPs on the other one and ready for the
@@ -786,7 +810,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
       model_let_packets_linger(false);
       // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
       // And of each its company's like the first three, and one of a pool on either link; a channel and two paths to come where there is a third link.
-      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0) + (o.third ? 6 : 0); });
+      const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0) + (o.third ? 6 : 0) + (o.shared ? kLoops : 0); });
       return few ? "" : "old paths are left: " + std::to_string(model_qps()) + " QPs";
     }
     for (const int link : {on, on + both}) model_cut(link, 0, false);  // at the latest now
@@ -843,10 +867,11 @@ std::string parked(End& x, End& y, const Options& o) {
   int allowed = 0;
   for (unsigned times = 1 + static_cast<unsigned>(random() % 2); times; --times, who = 1 - who) {
     if (random() % 2) {
+      if (!wait_for([&] { return broken() || all_stand(0); })) return "not all channels stand before a cut";
       model_cut(0, static_cast<unsigned>(random() % 100), o.answers_only);
-      if (!go_on(allowed += kWrs / 10)) return "no end of a cut before";
+      if (!go_on(allowed += kWrs / 10)) return "no end of a cut before: " + x.how() + "; " + y.how();
       model_cut(0, 0, false);  // at the latest now
-      if (!wait_for([&] { return broken() || (!x.protected_now(0) && !y.protected_now(0)); })) return "a cut before was not noticed";
+      if (!wait_for([&] { return broken() || (!x.protected_now(0) && !y.protected_now(0)); })) return "a cut before was not noticed: " + x.how() + "; " + y.how();
       model_mend(0);
       if (!wait_for([&] { return broken() || (x.protected_now(1) && y.protected_now(1) && (!o.third || all_stand(0))); })) return "not protected on the other link: " + x.how() + "; " + y.how();
     }
@@ -858,8 +883,8 @@ std::string parked(End& x, End& y, const Options& o) {
     char why[200];
     process.park(why, sizeof why);
     if (*why) return why;
-    // Of both ends: the path. Of the other one: a path to come, and a bell on each CQ.
-    if (!wait_for([&] { return model_qps() <= 5u + o.third + (o.relays ? kExecutors : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    // Of both ends: the path, and its company's. Of the other one: a path to come, its company's, and a bell on each CQ.
+    if (!wait_for([&] { return model_qps() <= 5u + o.third + (o.company ? 3 : 0) + (o.relays ? kExecutors : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
     if (!go_on(allowed += kWrs / 10) || broken()) return "no end while parked: " + x.how() + "; " + y.how();
     process.let_go();
     if (!wait_for([&] { return broken() || (x.protected_now(0) && y.protected_now(0)); })) return "not protected again: " + x.how() + "; " + y.how();
@@ -879,6 +904,7 @@ std::string adrift(End& x, End& y, const Options& o, bool marooned) {
     for (End* e : {&x, &y}) e->allow(allowed);
     return wait_for([&] { return broken() || (x.idle() && y.idle()); });
   };
+  if (!wait_for([&] { return broken() || all_stand(0); })) return "not all channels stand before the cut";
   model_cut(0, static_cast<unsigned>(random() % 100), o.answers_only);
   if (!go_on(kWrs / 4)) return "no end of the cut before";
   model_cut(0, 0, false);  // at the latest now
@@ -891,7 +917,8 @@ std::string adrift(End& x, End& y, const Options& o, bool marooned) {
     process.park(why, sizeof why);
     if (*why) return process.let_go(), why;
     // Of both ends: the path that it was born with. Of the other one: the half of a path to come, and a bell on each CQ.
-    if (!wait_for([] { return model_qps() <= 5; })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
+    // Of its company's, too, but for the bells; and where the other one's receives were.
+    if (!wait_for([&] { return model_qps() <= 5u + (o.company ? 3 : 0) + (o.shared ? kLoops / 2 : 0); })) return "something is left on other links: " + std::to_string(model_qps()) + " QPs";
     const bool over = x.idle() && y.idle();
     for (End* e : {&x, &y}) e->allow(kWrs * (1 + times) / 4 + 4);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -986,9 +1013,9 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   // And one of the pool.
   if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "guarded" ? guarded(x, y, o) : kind == "adrift" || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns", kind == "flaps");
+  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
   model_let_packets_linger(false);
-  if (!stuck.empty()) x.error_ = stuck;
+  if (!stuck.empty() && x.error_.empty()) x.error_ = stuck;
   one.join();
   other.join();
   out.error = x.check();
@@ -1023,6 +1050,7 @@ TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
   ASSERT_TRUE(wait_for([&] { return x->protected_now() && y.protected_now(); })) << x->how();
   ASSERT_TRUE(wait_for([&] { return !told_of_port(a, IBV_EVENT_PORT_ERR, 1); }));
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0);
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0) << "soft-RoCE may say it twice";
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 2), 2) << "of its failure they were told";
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] {
@@ -1035,6 +1063,202 @@ TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 1);
 }
 
+/// A QP of one of several processes that send to each other's.
+struct Speaker {
+  explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr)
+      : lib(library), pd(of ? of : lib.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib.context)),
+        cq(completes ? completes : lib.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib.context, 256, nullptr, nullptr, 0)) {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cq;
+    init.srq = srq;
+    init.cap = {.max_send_wr = kDepth, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = IBV_QPT_RC;
+    qp = lib.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd, &init);
+    ibv_query_gid(lib.context, 1, 0, &gid);
+  }
+  void connect(const Speaker& to) const {
+    const auto modify = lib.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp");
+    ibv_qp_attr a{};
+    a.port_num = 1;
+    a.path_mtu = IBV_MTU_1024;
+    a.dest_qp_num = to.qp->qp_num;
+    a.ah_attr.is_global = a.ah_attr.port_num = 1;
+    a.ah_attr.grh.dgid = to.gid;
+    constexpr int kMasks[] = {IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS,
+                              IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
+                              IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC};
+    for (int i = 0; i < 3; ++i) {
+      a.qp_state = static_cast<ibv_qp_state>(IBV_QPS_INIT + i);
+      ASSERT_EQ(modify(qp, &a, kMasks[i]), 0) << i;
+    }
+  }
+  migr_links_vqp_state state() const {
+    migr_links_name name{};
+    std::memcpy(name.gid, gid.raw, sizeof name.gid);
+    name.vqpn = qp->qp_num;
+    migr_links_vqp_state s{};
+    return store_state(&name, &s) ? s : migr_links_vqp_state{};
+  }
+  bool ready_on(unsigned link) const { return state().phase == MIGR_LINKS_VQP_READY && state().link == link; }
+  void destroy() const { lib.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp); }
+
+  const Library& lib;
+  ibv_pd* pd;
+  ibv_cq* cq;
+  ibv_qp* qp;
+  ibv_gid gid{};
+};
+
+/// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
+TEST(Shared, AnSrqServesTwoLinksAtATime) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_async_events();  // of a QP with an SRQ that is in ERR
+  const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000), c('b', "exact", "cached", 5, 3000);
+  constexpr std::uint32_t kReceives = 6, kMessages = 300, kBytes = 2100;
+  ASSERT_EQ(fcntl(a.context->async_fd, F_SETFL, O_NONBLOCK), 0);
+  ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  ibv_srq_init_attr of_srq{};
+  of_srq.attr.max_wr = kReceives;
+  of_srq.attr.max_sge = 1;
+  ibv_srq* const srq = a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq);
+  const Speaker one(a, pd, nullptr, srq), two(a, pd, one.cq, srq), y(b), z(c);
+  std::vector<std::uint8_t> in(kReceives * kBytes), out(kBytes);
+  const auto reg = [&](const Library& lib, ibv_pd* of, std::vector<std::uint8_t>& v) { return lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, v.data(), v.size(), IBV_ACCESS_LOCAL_WRITE); };
+  ibv_mr* const to = reg(a, pd, in);
+  ibv_mr* const from[] = {reg(b, y.pd, out), reg(c, z.pd, out)};
+  const auto post = [&](std::uint64_t id) {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(&in[id * kBytes]), kBytes, to->lkey};
+    ibv_recv_wr wr{.wr_id = id, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    ASSERT_EQ(ibv_post_srq_recv(srq, &wr, &bad), 0);
+  };
+  for (std::uint64_t id = 0; id < kReceives; ++id) post(id);
+  one.connect(y), y.connect(one);
+  two.connect(z), z.connect(two);
+  const Speaker* const speakers[] = {&y, &z};
+  std::uint32_t posted[2]{}, sent[2]{}, got[2]{};
+  std::set<std::uint64_t> at_device;
+  for (std::uint64_t id = 0; id < kReceives; ++id) at_device.insert(id);
+  const auto say = [&](int who, std::uint32_t until) {
+    for (; posted[who] < until && posted[who] - sent[who] < kDepth; ++posted[who]) {
+      ibv_sge sge{reinterpret_cast<std::uint64_t>(out.data()), kBytes, from[who]->lkey};
+      ibv_send_wr wr{}, *bad;
+      wr.opcode = IBV_WR_SEND_WITH_IMM;
+      wr.imm_data = posted[who];
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.sg_list = &sge;
+      wr.num_sge = posted[who] % 3 ? 1 : 0;
+      ASSERT_EQ(ibv_post_send(speakers[who]->qp, &wr, &bad), 0);
+    }
+    ibv_wc wc;
+    while (ibv_poll_cq(speakers[who]->cq, 1, &wc) == 1) {
+      ASSERT_EQ(wc.status, IBV_WC_SUCCESS);
+      ++sent[who];
+    }
+  };
+  bool posts_again = true, waits = false;
+  std::vector<std::uint64_t> held;
+  std::atomic<unsigned> reached{0};
+  const auto get_event = [&] {
+    ibv_async_event event;
+    if (a.verb<int(ibv_context*, ibv_async_event*)>("ibv_get_async_event")(a.context, &event)) return false;
+    EXPECT_EQ(event.event_type, IBV_EVENT_SRQ_LIMIT_REACHED);
+    EXPECT_EQ(event.element.srq, srq);
+    a.verb<void(ibv_async_event*)>("ibv_ack_async_event")(&event);
+    ++reached;
+    return true;
+  };
+  const auto hear = [&] {
+    while (!waits && get_event()) {}
+    ibv_wc wc;
+    while (ibv_poll_cq(one.cq, 1, &wc) == 1) {
+      ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << "receive " << wc.wr_id;
+      const int who = wc.qp_num == one.qp->qp_num ? 0 : 1;
+      ASSERT_EQ(wc.imm_data, got[who]++) << "partner " << who;
+      ASSERT_EQ(at_device.erase(wc.wr_id), 1u) << "receive " << wc.wr_id << " was not posted";
+      if (posts_again) post(wc.wr_id), at_device.insert(wc.wr_id);
+      else held.push_back(wc.wr_id);
+    }
+  };
+  std::uint32_t due[2]{};
+  const auto talk = [&](std::uint32_t first, std::uint32_t second) {
+    due[0] += first, due[1] += second;
+    return wait_for([&] {
+      say(0, due[0]), say(1, due[1]), hear();
+      return testing::Test::HasFailure() || (got[0] == due[0] && got[1] == due[1] && sent[0] == due[0] && sent[1] == due[1]);
+    });
+  };
+  constexpr std::uint32_t kLimit = 3;
+  const auto arm = [&] {
+    ibv_srq_attr attr{};
+    attr.srq_limit = kLimit;
+    ASSERT_EQ(a.verb<int(ibv_srq*, ibv_srq_attr*, int)>("ibv_modify_srq")(srq, &attr, IBV_SRQ_LIMIT), 0);
+  };
+  const auto quiet = [&](unsigned events) {
+    for (int i = 0; i < 15; ++i) hear(), std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return reached == events;
+  };
+  /// Of the armed SRQ's receives two are used, and two more.
+  const auto reach_limit = [&](const char* where, bool waiting) {
+    ASSERT_TRUE(quiet(0)) << where << ": an event with all receives posted";
+    ibv_srq_attr attr{};
+    ASSERT_EQ(a.verb<int(ibv_srq*, ibv_srq_attr*)>("ibv_query_srq")(srq, &attr), 0);
+    ASSERT_EQ(attr.srq_limit, kLimit) << where;
+    std::thread reader;
+    if (waiting) {
+      ASSERT_EQ(fcntl(a.context->async_fd, F_SETFL, 0), 0);
+      waits = true;
+      reader = std::thread([&] { EXPECT_TRUE(get_event()); });
+    }
+    posts_again = false;
+    EXPECT_TRUE(talk(1, 1));
+    EXPECT_TRUE(quiet(0)) << where << ": an event with more receives than the limit";
+    EXPECT_TRUE(talk(1, 1));
+    EXPECT_TRUE(wait_for([&] { return hear(), reached > 0; })) << where << ": no event";
+    if (reached == 0) abort();  // the thread would wait for ever
+    if (waiting) reader.join();
+    waits = false;
+    ASSERT_EQ(fcntl(a.context->async_fd, F_SETFL, O_NONBLOCK), 0);
+    posts_again = true;
+    for (const std::uint64_t id : held) post(id), at_device.insert(id);
+    held.clear();
+    ASSERT_TRUE(quiet(1)) << where << ": it is armed no more";
+    ASSERT_EQ(a.verb<int(ibv_srq*, ibv_srq_attr*)>("ibv_query_srq")(srq, &attr), 0);
+    ASSERT_EQ(attr.srq_limit, 0u) << where;
+    reached = 0;
+  };
+  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && two.ready_on(0) && y.ready_on(0) && z.ready_on(0); })) << two.state().why;
+  for (int round = 0; round < 4; ++round) {
+    ASSERT_TRUE(talk(1, 1));
+    ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_down")("b0", 1), 0);
+    if (round % 2) {
+      ASSERT_TRUE(talk(20, 20));  // else all receives are on the link that is not left when nobody posts any more
+    }
+    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.state().why;
+    ASSERT_TRUE(talk(0, 1)) << "no receive has come to the other link";
+    ASSERT_TRUE(talk(kMessages, kMessages)) << got[0] << " and " << got[1] << " have come";
+    ASSERT_TRUE(talk(kMessages, 0) && talk(0, kMessages)) << got[0] << " and " << got[1] << " have come, one after the other";
+    ASSERT_TRUE(one.ready_on(0)) << "the other one: phase " << one.state().phase << " on link " << one.state().link << ", " << one.state().why;
+    arm();
+    reach_limit("on two links", round % 2);
+    ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_up")("b0", 1), 0);
+    ASSERT_TRUE(talk(kMessages, kMessages));
+    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+    arm();
+    reach_limit("back on one", round % 2);
+    arm();
+    ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_down")("b0", 1), 0);
+    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.state().why;
+    reach_limit("armed before one left", round % 2);
+    arm();
+    ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_up")("b0", 1), 0);
+    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+    reach_limit("armed before it came back", round % 2);
+    ASSERT_FALSE(testing::Test::HasFailure());
+  }
+  for (const Speaker* s : {&one, &two, &y, &z}) s->destroy();
+  EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
+}
+
 constexpr char kRelayed[] = "relayed";
 
 class Failover : public testing::TestWithParam<std::string> {};
@@ -1042,18 +1266,19 @@ class Failover : public testing::TestWithParam<std::string> {};
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   bool relays = GetParam().starts_with(kRelayed);
   const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
-  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), third = kind.starts_with("third"), returns = kind == "third_returns" || kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind.ends_with("storm"), marked = kind == "marked", gone = kind == "gone" || marked;
+  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), third = kind.starts_with("third"), shared = kind.starts_with("shared"), returns = kind == "third_returns" || kind == "shared_returns" || kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind.ends_with("storm"), marked = kind == "marked", gone = kind == "gone" || marked;
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || gone ? "rebuild" : pool ? "pool" : "cached";
+  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || kind == "shared_returns" || gone ? "rebuild" : pool || kind == "shared_storm" ? "pool" : "cached";
   const bool halfway = kind == "halfway", forgets = kind == "forgets";
   forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : 5000, relays, third), b('b', policy, paths, return_ms, adrift_ms, 5000, relays && !halfway, third);
   if (halfway) relays = false;
   constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" ? 4 : kind == "parked" ? 12 : kind == "adrift" || kind == "guarded" ? 6 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : returns || storm ? 20 : relays || third ? 40 : 80;
-  const int rounds = storm ? std::max(wanted, kStorms) : wanted;
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared ? 20 : relays || third ? 40 : 80;
+  constexpr int kGone = 8;     // at least: of three all may outlive it
+  const int rounds = storm ? std::max(wanted, kStorms) : gone ? std::max(wanted, kGone) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -1066,10 +1291,11 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     o.extended = random() % 3 == 0;
     o.pool = pool;
     o.third = third;
+    o.shared = shared;
     o.marks = marked;
     o.lingers = kind == "lingers";
-    o.company = pool && !o.sessions && random() % 2 == 0;
-    o.odd = o.company && random() % 2 == 0;
+    o.company = (shared && random() % 4 != 0) || (pool && !o.sessions && random() % 2 == 0);
+    o.odd = o.company && !shared && random() % 2 == 0;
     const Outcome out = round_of(a, b, o, marked ? "gone" : kind);
     if (forgets && (out.error.starts_with("atomic ") || out.error.starts_with("CAS "))) return;  // it is seen
     if (forgets && out.broke) continue;  // who has forgotten an answer may never give it
@@ -1112,7 +1338,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

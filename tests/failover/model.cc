@@ -86,7 +86,8 @@ struct ModelQp : model::Qp {
   bool idle = true, has_sent = false;
   /* responder */
   std::uint32_t expected = 0;
-  bool receive_open = false;      // a message is coming into the first receive
+  bool receive_open = false;      // a message is coming into `receive`
+  model::Receive receive;         // taken from the queue when its message begins, from an SRQ; else it stays there until it is used
   std::uint32_t received = 0;     // bytes of it
 };
 
@@ -155,8 +156,12 @@ bool neighbour_answers(const Nic* nic) {
 
 bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
 
+void raise(const ibv_context* c, ibv_event_type type, void* element);
+
+/// One of a single entry that nobody is to be told of is there to overrun.
 void complete(ibv_cq* cq, const ibv_wc& wc) {
   Cq& c = *reinterpret_cast<Cq*>(cq);
+  if (c.done.size() >= static_cast<std::size_t>(cq->cqe) && cq->cqe == 1 && !cq->cq_context) return raise(cq->context, IBV_EVENT_CQ_ERR, cq);
   if (c.done.size() >= static_cast<std::size_t>(cq->cqe)) {
     fprintf(stderr, "a CQ of %d entries overruns\n", cq->cqe);
     abort();
@@ -187,8 +192,18 @@ void flush_sends(ModelQp& q) {
   while (q.sends.size()) complete_send(q, IBV_WC_WR_FLUSH_ERR);
 }
 
-/// As soft-RoCE: receives that are posted later wait until the QP is moved to ERR once more.
+model::Ring<model::Receive>& receives_of(ModelQp& q) { return q.qp.srq ? reinterpret_cast<model::Srq*>(q.qp.srq)->receives : q.receives; }
+
+/// As soft-RoCE: receives that are posted later wait until the QP is moved to ERR once more. Of an SRQ only the one is flushed that a
+/// message has come into in part, by some kernels.
 void flush_receives(ModelQp& q) {
+  if (q.qp.srq && q.receive_open && q.qp.qp_num % 2) {
+    ibv_wc wc{};
+    wc.wr_id = q.receive.wr_id;
+    wc.status = IBV_WC_WR_FLUSH_ERR;
+    wc.qp_num = q.qp.qp_num;
+    complete(q.qp.recv_cq, wc);
+  }
   while (q.receives.size()) {
     ibv_wc wc{};
     wc.wr_id = q.receives.slots[q.receives.from].wr_id;
@@ -301,7 +316,14 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
     return Answer::kAck;
   }
   if (takes_receive(s.wr.opcode) && (s.wr.opcode != IBV_WR_RDMA_WRITE_WITH_IMM || last) && !r.receive_open) {
-    if (!r.receives.size()) return Answer::kNotReady;
+    auto& receives = receives_of(r);
+    if (!receives.size()) return Answer::kNotReady;
+    r.receive = receives.slots[receives.from];
+    if (r.qp.srq) {
+      receives.from = (receives.from + 1) & receives.mask();
+      model::Srq& srq = *reinterpret_cast<model::Srq*>(r.qp.srq);
+      if (receives.size() < srq.limit) srq.limit = 0, raise(r.qp.context, IBV_EVENT_SRQ_LIMIT_REACHED, &srq);
+    }
     r.receive_open = true;
     r.received = 0;
   }
@@ -313,19 +335,19 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
   if (write_to) {
     std::memcpy(reinterpret_cast<void*>(s.wr.wr.rdma.remote_addr + offset), data.data(), bytes);
     if (last && s.bytes) ++writes[reinterpret_cast<void*>(s.wr.wr.rdma.remote_addr)];
-  } else if (!through(*r.nic, r.receives.slots[r.receives.from].sges, offset, bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) { std::memcpy(at, &data[from], part); })) {
+  } else if (bytes && !through(*r.nic, r.receive.sges, offset, bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) { std::memcpy(at, &data[from], part); })) {
     return Answer::kBadAccess;
   }
   r.expected = (psn + 1) & kPsnMask;
   if (last && takes_receive(s.wr.opcode)) {
     ibv_wc wc{};
-    wc.wr_id = r.receives.slots[r.receives.from].wr_id;
+    wc.wr_id = r.receive.wr_id;
     wc.opcode = write_to ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
     wc.byte_len = s.bytes;
     wc.qp_num = r.qp.qp_num;
     wc.src_qp = q.qp.qp_num;
     if (s.wr.opcode != IBV_WR_SEND) wc.wc_flags = IBV_WC_WITH_IMM, wc.imm_data = s.wr.imm_data;
-    r.receives.from = (r.receives.from + 1) & r.receives.mask();
+    if (!r.qp.srq) r.receives.from = (r.receives.from + 1) & r.receives.mask();
     r.receive_open = false;
     complete(r.qp.recv_cq, wc);
   }
@@ -557,17 +579,23 @@ Session* new_session(ModelQp& q) {
   return s;
 }
 
-int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+int put_into_receives(model::Ring<model::Receive>& ring, ibv_recv_wr* wr, ibv_recv_wr** bad) {
   std::lock_guard guard(lock);
-  auto& q = *reinterpret_cast<ModelQp*>(qp);
   for (; wr; wr = wr->next) {
     *bad = wr;
-    if (q.receives.full()) return ENOMEM;
-    q.receives.slots[q.receives.to] = {wr->wr_id, {wr->sg_list, wr->sg_list + wr->num_sge}};
-    q.receives.to = (q.receives.to + 1) & q.receives.mask();
+    if (ring.full()) return ENOMEM;
+    ring.slots[ring.to] = {wr->wr_id, {wr->sg_list, wr->sg_list + wr->num_sge}};
+    ring.to = (ring.to + 1) & ring.mask();
   }
   return 0;
 }
+
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
+  if (qp->srq) return EINVAL;
+  return put_into_receives(reinterpret_cast<ModelQp*>(qp)->receives, wr, bad);
+}
+
+int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) { return put_into_receives(reinterpret_cast<model::Srq*>(srq)->receives, wr, bad); }
 
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) {
   std::lock_guard guard(lock);
@@ -733,6 +761,7 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
   c->ops.req_notify_cq = req_notify_cq;
   c->ops.post_send = post_send;
   c->ops.post_recv = post_recv;
+  c->ops.post_srq_recv = post_srq_recv;
   return c;
 }
 MODEL int ibv_close_device(ibv_context* c) {
@@ -848,6 +877,33 @@ MODEL void ibv_ack_async_event(ibv_async_event* event) {
   std::lock_guard guard(lock);
   --owed_acks[event->element.qp];
 }
+MODEL ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* a) {
+  if (!takes_events_at(pd->context)) return nullptr;
+  auto* s = new model::Srq;
+  s->srq.context = pd->context;
+  s->srq.pd = pd;
+  s->srq.srq_context = a->srq_context;
+  size_ring(s->receives, a->attr.max_wr);
+  pthread_mutex_init(&s->srq.mutex, nullptr);
+  pthread_cond_init(&s->srq.cond, nullptr);
+  return &s->srq;
+}
+MODEL int ibv_destroy_srq(ibv_srq* srq) {
+  std::lock_guard guard(lock);
+  if (reinterpret_cast<model::Srq*>(srq)->qps) return EBUSY;
+  return delete reinterpret_cast<model::Srq*>(srq), 0;
+}
+MODEL int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* a, int mask) {
+  std::lock_guard guard(lock);
+  if (mask & IBV_SRQ_LIMIT) reinterpret_cast<model::Srq*>(srq)->limit = a->srq_limit;
+  return 0;
+}
+MODEL int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* a) {
+  *a = {};
+  a->max_wr = reinterpret_cast<model::Srq*>(srq)->receives.mask();
+  a->srq_limit = reinterpret_cast<model::Srq*>(srq)->limit;
+  return 0;
+}
 MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   if (!takes_events_at(pd->context)) return nullptr;
   std::lock_guard guard(lock);
@@ -859,6 +915,8 @@ MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   q->qp.qp_context = a->qp_context;
   q->qp.send_cq = a->send_cq;
   q->qp.recv_cq = a->recv_cq;
+  q->qp.srq = a->srq;
+  if (a->srq) ++reinterpret_cast<model::Srq*>(a->srq)->qps;
   q->qp.qp_num = nic.next_qpn++;
   q->qp.handle = q->qp.qp_num;
   q->qp.qp_type = a->qp_type;
@@ -878,6 +936,14 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_STATE) {
     if (attr->qp_state == IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_INIT) return EINVAL;
     if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR) return EINVAL;
+    if (attr->qp_state == IBV_QPS_ERR && q.attr.qp_state == IBV_QPS_RESET) return EINVAL;
+    if (attr->qp_state == IBV_QPS_RESET) {
+      for (model::Send& s : q.sends.slots) s = {};
+      q.sends.from = q.next = q.sends.to;
+      q.next_packet = q.in_flight = q.retries = 0;
+      q.receives.from = q.receives.to;
+      q.receive_open = false;
+    }
   }
   if (mask & IBV_QP_AV) q.attr.ah_attr = attr->ah_attr;
   if (mask & IBV_QP_DEST_QPN) q.attr.dest_qp_num = attr->dest_qp_num;
@@ -930,6 +996,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
     for (const Raised& r : others) (void)!write(end->second.write, &r, sizeof r);
   }
   q->nic->qps.erase(qp->qp_num);
+  if (qp->srq) --reinterpret_cast<model::Srq*>(qp->srq)->qps;
   delete q->session;
   delete q;
   return 0;

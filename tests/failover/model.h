@@ -38,6 +38,13 @@ struct Ring {
   bool full() const { return size() == mask(); }
 };
 
+struct Srq {
+  ibv_srq srq{};  ///< first
+  Ring<Receive> receives;
+  unsigned qps = 0;
+  std::uint32_t limit = 0;
+};
+
 struct Qp {
   ibv_qp qp{};  ///< first
   Ring<Send> sends;

@@ -539,7 +539,7 @@ void Run::on_shared_receive(const ibv_wc& wc, Done d) {
   ++srq_used_;
   const std::uint64_t before = l.recv.bytes();
   std::uint8_t* const at = f_.recv.data() + static_cast<std::size_t>(*slot) * f_.shape.size;
-  l.recv.complete_shared(d, at, f_.target.data() + f_.ring_bytes() * i, faults_);
+  l.recv.complete_shared(d, at, f_.target.data() + f_.ring_bytes() * i, faults_, options_.any_order);
   bytes_ += l.recv.bytes() - before;
   samples_.add(now_, l.recv.bytes() - before);
   std::memset(at, 0x5a, f_.shape.size < 64 ? f_.shape.size : 64);
@@ -560,7 +560,7 @@ void Run::watch_srq() {
     f_.arm_srq();
   }
   // Those that were on their way when it was armed do not count.
-  if (srq_used_ - srq_used_at_arming_ <= 2 * f_.shared_slots()) return;
+  if (!options_.srq_limit || srq_used_ - srq_used_at_arming_ <= 2 * f_.shared_slots()) return;
   if (!srq_due_) srq_due_ = now_;
   if (now_ - srq_due_ > kEventGraceMs * 1000) {
     faults_.add(Fault::kLost, "the SRQ's limit was reached, but no event came within " + std::to_string(kEventGraceMs) + " ms");

@@ -329,6 +329,40 @@ TEST_F(Cm, CommandsAndEventsPassThrough) {
   EXPECT_EQ(destroy(id), ENOENT);
 }
 
+// On another link, as the default one does not work: the kernel would ask the other end for a minute.
+TEST_F(Cm, WhoseEndWasToldOtherwiseEndsAtOnce) {
+  std::uint32_t asked = 0;
+  engine.tell_end = [&](std::uint32_t vqpn) { return asked = vqpn, vqpn == 17; };
+  const auto first = connected(0x1111, 17), k = kernel.newest(), second = connected(0x2222, 18);
+  disconnect(first);
+  EXPECT_TRUE(kernel.done(k).ends_with("disconnect "));
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x1111, first);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x1111, first);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  quiet();
+  disconnect(second);
+  EXPECT_EQ(asked, 18u);
+  quiet();
+}
+
+TEST_F(Cm, TheOtherEndTellsWhatItsKernelCannot) {
+  const auto id = connected(0x1111, 17), k = kernel.newest();
+  EXPECT_TRUE(engine.stands(17));
+  engine.ended(18);
+  quiet();
+  engine.ended(17);
+  EXPECT_FALSE(engine.stands(17));
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x1111, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x1111, id);
+  engine.ended(17);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);  // the cable was mended
+  quiet();
+  disconnect(id);
+  EXPECT_TRUE(kernel.done(k).ends_with("disconnect "));
+  quiet();
+  EXPECT_EQ(destroy(id), 0);
+}
+
 TEST_F(Cm, ErrorsAreTheKernels) {
   EXPECT_EQ(send(RDMA_USER_CM_CMD_DISCONNECT, rdma_ucm_disconnect{42}), ENOENT);
   rdma_ucm_event_resp r;

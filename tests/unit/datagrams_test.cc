@@ -17,6 +17,12 @@
 #include "../../libmigr/real.h"
 #include "../../libmigr/switchover/switchover.h"
 
+namespace migr::links {
+
+std::uint64_t own_name(const SrqShadow&, std::uint64_t wr_id) { return wr_id; }
+
+}  // namespace migr::links
+
 namespace migr {
 
 /* ---- what is behind and beside it --------------------------------------------- */

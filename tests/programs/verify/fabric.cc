@@ -270,6 +270,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
 }
 
 void Fabric::arm_srq() const {
+  if (!options.srq_limit) return;
   ibv_srq_attr a{};
   a.srq_limit = shared_slots();
   errno = ibv_modify_srq(srq.get(), &a, IBV_SRQ_LIMIT);

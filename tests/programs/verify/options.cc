@@ -38,6 +38,8 @@ constexpr const char kHelp[] =
                     thp, hugetlb, shared, memfd (private)
   --churn MS        make and destroy a PD, MR, CQ and QP every so often beside the traffic
   --srq             all QPs of this end receive from one SRQ, whose limit event has to come
+  --no-limit        which has no limit
+  --any-order       and may use its receives in another order than they were posted in
   --resize          resize the CQs (and the SRQ) of this end at the start, under traffic
   --iova            register what the partner reads and writes with ibv_reg_mr_iova, at other addresses, from zero; all of it with relaxed ordering
   --fork            have a child that was forked after the set-up and keeps what it inherited
@@ -104,7 +106,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -116,7 +118,8 @@ Options parse_options(int argc, char** argv) {
       {"events", 0, nullptr, kEvents},
       {"cq-ex", 0, nullptr, kCqEx},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
-      {"srq", 0, nullptr, kSrq},
+      {"srq", 0, nullptr, kSrq},             {"no-limit", 0, nullptr, kNoLimit},
+      {"any-order", 0, nullptr, kAnyOrder},
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
       {"windows", 0, nullptr, kWindows},     {"invalidate", 0, nullptr, kInvalidate},
       {"fork", 0, nullptr, kFork},
@@ -164,6 +167,8 @@ Options parse_options(int argc, char** argv) {
       case kMemory: o.memory = memory_kinds(optarg); break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
       case kSrq: o.srq = true; break;
+      case kNoLimit: o.srq_limit = false; break;
+      case kAnyOrder: o.any_order = true; break;
       case kResize: o.resize = true; break;
       case kIova: o.iova = true; break;
       case kFork: o.forks = true; break;

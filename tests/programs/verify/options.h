@@ -25,7 +25,9 @@ struct Options {
   bool cq_ex = false;      // poll with the extended interface
   bool wr_api = false;
   bool rnr = false;        // post too few receives on purpose
-  bool srq = false;        // all QPs receive from one SRQ, whose limit is armed all the time
+  bool srq = false;        // all QPs receive from one SRQ
+  bool srq_limit = true;   // whose limit is armed all the time
+  bool any_order = false;  // and whose receives need not be used in their order
   bool resize = false;     // CQs (and the SRQ) change their size under traffic, at the start
   bool iova = false;       // the partner addresses memory by other numbers than ours
   bool forks = false;      // a child, made after the set-up, keeps everything that it inherits
