@@ -103,7 +103,7 @@ SrqShadow* known(Registry& registry, ibv_srq* srq) {
   return registry.context_of(srq->context) ? &shadow_of(srq) : nullptr;
 }
 
-RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical) {
+RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical, bool all) : all_(all) {
   std::size_t size = 2;
   while (size < 2 * (virtual_to_physical.size() + 1)) size *= 2;
   mask_ = static_cast<std::uint32_t>(size - 1);

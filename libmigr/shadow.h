@@ -115,10 +115,14 @@ struct AwaitedDatagrams {
 };
 
 /// Physical keys of the partner's memory: open addressing, power of two, never full. Immutable once published;
-/// replaced while suspended. By index, as the tag is not of the name. A key that is not in it is the same in both worlds.
+/// replaced while suspended. By index, as the tag is not of the name. A key that is not in it is the same in both worlds, or is
+/// yet to be told.
 class RemoteKeys {
  public:
-  explicit RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical);
+  /// @param all on the path nothing has the application's name but what is in it
+  explicit RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical, bool all = false);
+  /// Whether it is yet to be told what is called `vrkey` here.
+  bool lacks(std::uint32_t vrkey) const noexcept { return all_ && !slot_of(vrkey).index; }
   /// The name of a physical key. Takes a while.
   std::uint32_t name_of(std::uint32_t prkey) const noexcept {
     for (const Slot& slot : slots_)
@@ -126,11 +130,8 @@ class RemoteKeys {
     return prkey;
   }
   std::uint32_t physical(std::uint32_t vrkey) const noexcept {
-    const std::uint32_t index = vrkey >> 8;
-    for (std::uint32_t i = index & mask_;; i = (i + 1) & mask_) {
-      if (slots_[i].index == index) return slots_[i].entry ^ (vrkey & 0xff);
-      if (slots_[i].index == 0) return vrkey;
-    }
+    const Slot& slot = slot_of(vrkey);
+    return slot.index ? slot.entry ^ (vrkey & 0xff) : vrkey;
   }
 
  private:
@@ -138,6 +139,14 @@ class RemoteKeys {
   struct Slot {
     std::uint32_t index, entry;
   };
+  /// Index 0: there is none.
+  const Slot& slot_of(std::uint32_t vrkey) const noexcept {
+    const std::uint32_t index = vrkey >> 8;
+    std::uint32_t i = index & mask_;
+    while (slots_[i].index != index && slots_[i].index != 0) i = (i + 1) & mask_;
+    return slots_[i];
+  }
+  bool all_;
   std::uint32_t mask_;
   std::vector<Slot> slots_;
 };

@@ -24,9 +24,14 @@ constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'00
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
 
-std::uint32_t next_epoch(const QpLink& l, Side side) {
-  return ((l.epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;
+std::uint32_t epoch_behind(std::uint32_t epoch, const QpLink& l, Side side) {
+  return ((epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;
 }
+
+std::uint32_t next_epoch(const QpLink& l, Side side) { return epoch_behind(l.epoch, l, side); }
+
+/// Of a change without a failure: what the other end has said of an attempt that has ended is not taken for this one.
+std::uint32_t next_drain(const QpLink& l, Side side) { return epoch_behind(std::max(l.epoch, l.drain_epoch), l, side); }
 
 /// Where it might go once there is a channel.
 Side some_other(const QpLink& l) {
@@ -153,7 +158,7 @@ bool take_next(QpLink& l, Side side, std::string& why) {
     std::lock_guard guard(l.lock);
     l.path = next;
     l.on = side;
-    l.wanted = l.seen = false;
+    l.wanted = l.seen = l.own_channel = false;
     l.hidden.clear();  // of the path before: the cut has them, or the trap
   }
   {
@@ -234,11 +239,12 @@ void fail_over(QpLink& l, migr_links_cause cause) {
 
 /* ---- without a failure -------------------------------------------------------------- */
 
-void tell_drain(QpLink& l, bool drained) {
+void tell_drain(QpLink& l, bool drained, bool again = false) {
   Side side = kHome;
   l.told_ns = now_ns();
   if (!side_of(l, l.drain_epoch & kLinkMask, side)) return;
-  if (Channel* c = standing(l, l.casting_off ? l.on : side))
+  Channel* const c = standing(l, l.casting_off ? l.on : side);
+  if (c && (!again || c->has_room()))
     send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .flags = l.casting_off ? kCastOff : 0u});
 }
 
@@ -287,7 +293,7 @@ void cast_off(QpLink& l) {
 }
 
 void cast_off_if_parking(QpLink& l) {
-  if (!l.told && has_to_cast_off(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_epoch(l, kHome), true);
+  if (!l.told && has_to_cast_off(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_drain(l, kHome), true);
 }
 
 void look_at_drain(QpLink& l) {
@@ -300,7 +306,7 @@ void look_at_drain(QpLink& l) {
   if (l.drained_here && l.drained_there) return l.casting_off ? cast_off(l) : begin(l, l.cause, l.drain_epoch);
   const std::uint64_t now = now_ns();
   if (now > l.deadline_ns) return end_drain(l, Stage::kReady);
-  if (now - l.told_ns > kTellAgainNs) tell_drain(l, l.drained_here);  // the other end may not have been ready for it
+  if (now - l.told_ns > kTellAgainNs) tell_drain(l, l.drained_here, true);  // the other end may not have been ready for it
 }
 
 /// Where a vQP is to be as long as nothing is broken.
@@ -321,10 +327,26 @@ void look_at_place(QpLink& l) {
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
   if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
   if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);  // before the work stands still
-  begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_epoch(l, side));
+  begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_drain(l, side));
 }
 
 /* ---- what the thread looks at --------------------------------------------------------- */
+
+/// What stands, or may: its link is in doubt.
+Channel* channel_to(const QpLink& l, Side side) {
+  const Link& link = *l.legs[side].link;
+  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (side != l.on && !receives_are_clean(*l.q, side))) return nullptr;
+  Channel* const channel = find_channel(l.instance, link);
+  return channel && channel->up() && !channel->ended ? channel : nullptr;
+}
+
+/// Where there is no other link its path may have failed because the other end has left it, and cannot say so over the link that it
+/// goes to, as that has failed meanwhile.
+void note_own_channel(QpLink& l) {
+  const bool there = channel_to(l, l.on);
+  std::lock_guard guard(l.lock);
+  l.own_channel = there;
+}
 
 /// The channel over its link broke. If the other end lives, as another channel tells, the link has failed; else the process
 /// there has ended, and that is the application's business. @return false: nothing is wrong
@@ -339,10 +361,12 @@ bool look_at_channel(QpLink& l) {
   return true;
 }
 
-/// Of its path, in the moment before there was no other one any more.
-bool has_hidden(QpLink& l) {
+/// Of its path, in the moment before there was no other one any more, or while its own channel stands.
+bool take_hidden_alone(QpLink& l) {
   std::lock_guard guard(l.lock);
-  return !l.hidden.empty();
+  if (l.hidden.empty()) return false;
+  l.wanted = false;
+  return true;
 }
 
 bool take_wanted(QpLink& l) {
@@ -352,6 +376,7 @@ bool take_wanted(QpLink& l) {
 
 void look_at(QpLink& l) {
   std::string why;
+  note_own_channel(l);
   switch (l.stage) {
     case Stage::kReady:
       if (l.q->adrift) return fail_over(l, MIGR_LINKS_CAUSE_RETURN);
@@ -376,7 +401,7 @@ void look_at(QpLink& l) {
       if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
       return;
     case Stage::kMaking:
-      return has_hidden(l) ? fail_over(l, MIGR_LINKS_CAUSE_COMPLETION) : cast_off_if_parking(l);
+      return take_hidden_alone(l) ? fail_over(l, MIGR_LINKS_CAUSE_COMPLETION) : cast_off_if_parking(l);
   }
 }
 
@@ -482,10 +507,8 @@ void forget_pasts() {
 bool is_common(const QpLink& l, Side side) { return !l.peer_links || (l.peer_links >> l.legs[side].link->index & 1); }
 
 Channel* standing(const QpLink& l, Side side) {
-  const Link& link = *l.legs[side].link;
-  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (side != l.on && !receives_are_clean(*l.q, side))) return nullptr;
-  Channel* const channel = find_channel(l.instance, link);
-  return channel && channel->up() && !channel->doubt_ns && !channel->ended ? channel : nullptr;
+  Channel* const channel = channel_to(l, side);
+  return channel && !channel->doubt_ns ? channel : nullptr;
 }
 
 Side next_side(const QpLink& l) { return first_standing(l, l.on); }
@@ -502,7 +525,7 @@ void set_remote_keys(QpLink& l) {
   if (const Channel* channel = find_channel(l.instance, *l.leg().link))
     if (const auto of_home = channel->keys.find(l.peer_home); of_home != channel->keys.end())
       pairs.assign(of_home->second.begin(), of_home->second.end());
-  retire(__atomic_exchange_n(&q.remote_keys, new RemoteKeys(pairs), __ATOMIC_ACQ_REL));
+  retire(__atomic_exchange_n(&q.remote_keys, new RemoteKeys(pairs, l.on != kHome), __ATOMIC_ACQ_REL));
 }
 
 void retire(const RemoteKeys* keys) {
@@ -582,6 +605,7 @@ void release_traps(QpLink& l, std::size_t count) {
   if (q.phase != switchover::Phase::kRunning) return;
   {
     std::lock_guard guard(q.lock);
+    if (!l.relays && !l.relay.sends.empty()) return;  // what is posted freely would overtake it
     empty_trap(q);  // what was posted until then, and what was flushed of it
     switchover::for_cqs(q, [](CqShadow& c) {
       std::lock_guard cq_guard(c.lock);
@@ -821,7 +845,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (l->stage != Stage::kDraining || record.epoch < l->drain_epoch) return;
   if (record.epoch > l->drain_epoch) {
     l->drain_epoch = record.epoch;
-    l->drained_here = false;  // it is told again, of this one
+    l->drained_here = l->drained_there = false;  // it is told again, of this one
   }
   if (record.drained) l->drained_there = true;
 }

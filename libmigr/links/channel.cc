@@ -2,6 +2,7 @@
 #include "channel.h"
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -34,9 +35,8 @@ int post_receive(Channel& c, unsigned slot) {
 
 void flush_waiting(Channel& c) {
   while (!c.waiting.empty() && c.connected) {
-    unsigned slot = 0;
-    while (slot < Channel::kSends && c.busy >> slot & 1) ++slot;
-    if (slot == Channel::kSends) return;
+    const auto slot = static_cast<unsigned>(std::countr_one(c.busy));
+    if (slot >= Channel::kSends) return;
     const std::vector<std::uint8_t>& message = c.waiting.front();
     std::uint8_t* const at = &c.buffers[std::size_t{Channel::kReceives + slot} * Channel::kMessageBytes];
     std::memcpy(at, message.data(), message.size());
@@ -150,6 +150,7 @@ bool completed(Channel& c, const ibv_wc& wc) {
       c.acknowledged = true;
       note_up(c);
       flush_waiting(c);
+      tell_keys(c);
       return true;
     default:
       if (c.doubt_ns && c.beat_ns < c.doubt_ns) {
@@ -265,8 +266,9 @@ int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) 
   return 0;
 }
 
-void tell_keys(Channel& c) {
-  if (!c.connected) return;
+namespace {
+
+void tell_keys_now(Channel& c) {
   std::vector<KeyRecord> records;
   const std::uint64_t before = c.told;
   c.told = state()->keys.since(c.told, [&](const KeyName& name, std::uint32_t prkey) {
@@ -283,15 +285,17 @@ void tell_keys(Channel& c) {
   c.greeted = true;
 }
 
-namespace {
-
 template <class Record>
 void send_one(Channel& c, MessageType type, const Record& record) {
-  tell_keys(c);
+  if (c.connected) tell_keys_now(c);
   send_records<Record>(c, type, {&record, 1}, false);
 }
 
 }  // namespace
+
+void tell_keys(Channel& c) {
+  if (c.connected && c.has_room()) tell_keys_now(c);
+}
 
 void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessage, record); }
 void send_path(Channel& c, const PathRecord& record) { send_one(c, kPathMessage, record); }
@@ -301,7 +305,7 @@ void send_spare(Channel& c, const SpareRecord& record) { send_one(c, kSpareMessa
 void send_take(Channel& c, const TakeRecord& record) { send_one(c, kTakeMessage, record); }
 void send_want(Channel& c, const WantRecord& record) { send_one(c, kWantMessage, record); }
 void send_atomics(Channel& c, std::span<const AtomicRecord> records) {
-  tell_keys(c);
+  if (c.connected) tell_keys_now(c);
   send_records<AtomicRecord>(c, kAtomicMessage, records, false);
 }
 void send_bye(Channel& c, const ByeRecord& record) {

@@ -157,6 +157,8 @@ struct Channel {
   bool ended = false;         ///< and that is all that comes: it is destroyed when it has arrived
 
   bool up() const { return connected && heard && acknowledged; }
+  /// What may be said later, or was said before, is not said now: a channel loses nothing, and behind what waits it comes late.
+  bool has_room() const { return waiting.empty(); }
 };
 
 /// With the QP in INIT and its receives posted. @return null: see `why`
@@ -168,7 +170,7 @@ migr_links_channel address_of(const Channel& channel);
 /// QP: with the Registry's lock, but after this the kernel knows. Not under that lock.
 bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to);
 int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
-/// What was registered since, and then: behind it.
+/// What was registered since: when there is room, and before whatever is said next.
 void tell_keys(Channel& channel);
 void send_state(Channel& channel, const StateRecord& record);
 void send_path(Channel& channel, const PathRecord& record);

@@ -51,6 +51,8 @@ class KeyLog {
     return next_;
   }
   std::size_t size() const { return entries_.size(); }
+  /// Number of what is yet to come: who was told all below it knows all that there is.
+  std::uint64_t next() const { return next_; }
 
  private:
   struct Entry {

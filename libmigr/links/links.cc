@@ -179,25 +179,33 @@ void changed() {
   if (the_state) kick(the_state->round_fd);
 }
 
+[[gnu::weak]] bool nobody_hears() { return false; }
+
 namespace {
 
 /// It has left its default link, or is about to.
 bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
 
-/// The application will tell others of the key that it has just got, by ways of its own: before that they have to know what it
-/// is called on the link that their vQPs are on, or go to; and who registers all the time must not be faster than the channel, on
-/// which STATE waits behind the keys. Gives the Registry's lock away meanwhile.
+/// The application will tell others of the key that it has just got, by ways of its own. Best before that they know what it is called
+/// on the link that their vQPs are on, or go to: else who posts for it waits (relay.h). And who registers all the time must not be
+/// faster than the channel, on which STATE waits behind the keys. Gives the Registry's lock away meanwhile.
 void wait_until_heard(const Twin& twin) {
-  constexpr std::chrono::milliseconds kLimit{200};  // a peer that does not answer is about to be found silent
-  std::map<const Channel*, std::uint64_t> until;
+  constexpr std::chrono::milliseconds kLimit{200};
+  if (nobody_hears()) return;
+  std::map<const Channel*, std::uint64_t> until;  // messages; 0: it was not told yet
   for (const QpLink* l : the_state->qps)
     for (Side side = 1; l->twin == &twin && leaves_home(*l) && side < l->sides(); ++side)
-      if (const Channel* c = standing(*l, side)) until[c] = c->keys_sent;
+      if (const Channel* c = standing(*l, side)) until[c] = 0;
+  const auto has_not = [&, all = the_state->keys.next()](const Channel* c) {
+    const auto mine = until.find(c);
+    if (mine == until.end() || !c->up()) return false;
+    if (!mine->second && c->told >= all) mine->second = c->keys_sent;
+    return !mine->second || c->keys_heard < mine->second;
+  };
   const auto all_have = [&] {
-    return std::none_of(the_state->channels.begin(), the_state->channels.end(), [&](const Channel* c) {
-      const auto mine = until.find(c);
-      return mine != until.end() && c->up() && c->keys_heard < mine->second;
-    });
+    bool all = true;
+    for (const Channel* c : the_state->channels) all = !has_not(c) && all;
+    return all;
   };
   std::unique_lock held(Registry::get().lock, std::adopt_lock);
   the_state->heard.wait_for(held, kLimit, all_have);
@@ -520,7 +528,7 @@ bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
     return true;
   }
   if (l.stage == Stage::kMaking && take_guarded(*l.q, c, wc)) return true;
-  if (l.stage == Stage::kMaking || l.stage == Stage::kBroken) return l.seen = true, false;
+  if ((l.stage == Stage::kMaking && !l.own_channel) || l.stage == Stage::kBroken) return l.seen = true, false;
   const Link& link = *l.legs[side].link;
   if (!of_the_path(wc.status, link.ctx, link.config.port)) {
     l.seen = true;

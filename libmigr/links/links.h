@@ -203,6 +203,7 @@ struct QpLink {
   bool wanted = false;  ///< an error has been seen
   bool late = false;    ///< something was flushed from a trap
   bool seen = false;    ///< an error of the path has reached the application
+  bool own_channel = false;  ///< there is one on its link, over which a path that fails can be made anew
   std::vector<Hidden> hidden;  ///< until the cut
 
   Leg& leg() { return legs[on]; }
@@ -267,6 +268,8 @@ void late_sends(QpShadow& q, std::vector<KeptSend>& out);
 void empty_trap(QpShadow& q);
 /// What a QP translated keys by until now. It goes when no thread can be looking into it any more. Null: nothing.
 void retire(const RemoteKeys* keys);
+/// A test's: memory is told of, and nobody waits until that was heard.
+bool nobody_hears();
 /// To the cut of `q`, which counts from now on: what was taken out before.
 void hand_over(QpShadow& q);
 

@@ -55,7 +55,7 @@ bool said_bye() {
   for (Channel* c : state()->channels) {
     if (!c->up() || c->ended) continue;
     all = false;
-    if (now_ns() - c->bye_ns > kByeAgainNs) send_bye(*c, {.answer = 0});
+    if (now_ns() - c->bye_ns > kByeAgainNs && c->has_room()) send_bye(*c, {.answer = 0});
   }
   return all;
 }

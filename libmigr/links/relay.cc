@@ -25,6 +25,32 @@ bool atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_S
 
 bool relays(const QpShadow& q) { return q.link && (q.state.load(std::memory_order_relaxed) & kRelays); }
 
+/// An atomic that does not go to the path.
+bool is_relayed(const QpShadow& q, const ibv_send_wr& wr) { return relays(q) && atomic(wr) && !q.link->relay.rests; }
+
+bool moves_bytes(const ibv_send_wr& wr) {
+  return std::any_of(wr.sg_list, wr.sg_list + wr.num_sge, [](const ibv_sge& sge) { return sge.length != 0; });
+}
+bool moves_bytes(const KeptSend& send) {
+  return !send.inline_data.empty() || std::any_of(send.sges.begin(), send.sges.end(), [](const ibv_sge& sge) { return sge.length != 0; });
+}
+
+/// What it names at the other end is not known by the name that it has on this link. If it moves nothing its key is not looked at.
+bool lacks_key(const QpShadow& q, const ibv_send_wr& wr) {
+  const RemoteKeys* const keys = q.remote_keys;
+  if (!keys || is_relayed(q, wr)) return false;
+  switch (wr.opcode) {
+    case IBV_WR_RDMA_WRITE:
+    case IBV_WR_RDMA_WRITE_WITH_IMM:
+    case IBV_WR_RDMA_READ: return keys->lacks(wr.wr.rdma.rkey);
+    case IBV_WR_ATOMIC_CMP_AND_SWP:
+    case IBV_WR_ATOMIC_FETCH_AND_ADD: return keys->lacks(wr.wr.atomic.rkey);
+    default: return false;
+  }
+}
+
+bool lacks_key(const QpShadow& q, const KeptSend& send) { return lacks_key(q, send.wr) && moves_bytes(send); }
+
 /// From where on completions are in the fake CQ until nothing waits any more.
 void begin_hold(QpShadow& q) {
   std::lock_guard guard(q.send_cq->lock);
@@ -35,6 +61,7 @@ void begin_hold(QpShadow& q) {
 
 void end_hold(QpShadow& q, Relay& r) {
   r.watched = false;
+  r.since_ns = 0;
   std::lock_guard guard(q.send_cq->lock);
   if (q.send_cq->markers) --q.send_cq->markers;
 }
@@ -58,27 +85,40 @@ std::deque<KeptSend> take_all(QpShadow& q, Relay& r) {
 [[gnu::weak]] bool forgets_answers() { return false; }
 
 bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr) {
-  return relays(q) && (!q.link->relay.sends.empty() || (atomic(wr) && !q.link->relay.rests));
+  return q.link && (!q.link->relay.sends.empty() || is_relayed(q, wr) || (lacks_key(q, wr) && moves_bytes(wr)));
+}
+
+bool has_to_wait(const QpShadow& q, const KeptSend& send) {
+  return q.link && (!q.link->relay.sends.empty() || is_relayed(q, send.wr) || lacks_key(q, send));
 }
 
 bool has_room(QpShadow& q, std::size_t more) {
-  if (relays(q) && !q.link->relay.sends.empty()) return q.link->relay.sends.size() + more <= q.cap.max_send_wr;
+  if (q.link && !q.link->relay.sends.empty()) return q.link->relay.sends.size() + more <= q.cap.max_send_wr;
   provider::QueuePart sends, receives;
   return provider::queue_parts(q, sends, receives) || sends.size() + more <= sends.mask;
 }
 
 int post_in_turn(QpShadow& q, KeptSend send) {
-  if (!has_to_wait(q, send.wr)) return path::post_one_send(q, send);
+  if (!has_to_wait(q, send)) return path::post_one_send(q, send);
   if (q.link->relay.sends.size() >= q.cap.max_send_wr) return ENOMEM;
   return hold(q, std::move(send)), 0;
 }
 
 void hold_rest(QpShadow& q, std::size_t replays) {
-  if (!relays(q)) return;
+  if (!q.link) return;
   auto& kept = q.kept_sends;
-  auto first = kept.begin() + static_cast<std::ptrdiff_t>(std::min(replays, kept.size()));
-  if (q.link->relay.sends.empty()) first = std::find_if(kept.begin(), kept.end(), [&](const KeptSend& s) { return has_to_wait(q, s.wr); });
-  for (auto s = first; s != kept.end(); ++s) hold(q, std::move(*s));
+  const bool some_wait = !q.link->relay.sends.empty();
+  const auto newer = kept.begin() + static_cast<std::ptrdiff_t>(std::min(replays, kept.size()));
+  const auto first = std::find_if(kept.begin(), some_wait ? newer : kept.end(), [&](const KeptSend& s) { return some_wait ? lacks_key(q, s) : has_to_wait(q, s); });
+  const auto behind = std::max(first, newer);
+  std::deque<KeptSend> between;
+  if (some_wait && first < newer) between = take_all(q, q.link->relay);
+  const auto hold_all = [&](auto from, auto to) {
+    for (; from != to; ++from) hold(q, std::move(*from));
+  };
+  hold_all(first, behind);
+  hold_all(between.begin(), between.end());
+  hold_all(behind, kept.end());
   kept.erase(first, kept.end());
 }
 
@@ -111,7 +151,7 @@ bool word_of(const QpShadow& q, const KeptSend& send, std::vector<std::pair<std:
 
 bool can_relay(const QpShadow& q, const KeptSend& send) {
   std::vector<std::pair<std::uint8_t*, std::uint32_t>> ignored;
-  return atomic(send.wr) && word_of(q, send, ignored);
+  return is_relayed(q, send.wr) && word_of(q, send, ignored);
 }
 
 /// Nothing that was posted before is in flight, and all of it has completed, as far as this end knows. That the other end has
@@ -136,7 +176,7 @@ bool calm(QpLink& l) {
 void complete(QpShadow& q, Relay& r, ibv_wc_status status) {
   const ibv_send_wr& wr = r.sends.front().wr;
   const bool signalled = q.init.sq_sig_all || (wr.send_flags & IBV_SEND_SIGNALED);
-  ibv_wc wc{};
+  ibv_wc wc{};  // where it has not succeeded the opcode counts for nothing
   wc.wr_id = wr.wr_id;
   wc.status = status;
   wc.opcode = wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : IBV_WC_FETCH_ADD;
@@ -213,12 +253,13 @@ bool deliver(QpLink& l) {
   return true;
 }
 
-/// Up to the next atomic. @return how many
-std::size_t post_waiting(QpLink& l) {
+/// Up to the next atomic, or what lacks a key. @param late the first has waited for its key as long as it may: the device has to say that
+/// there is none. @return how many
+std::size_t post_waiting(QpLink& l, bool late) {
   QpShadow& q = *l.q;
   Relay& r = l.relay;
   std::size_t posted = 0;
-  while (!r.sends.empty() && r.asked.empty() && (r.rests || !can_relay(q, r.sends.front()))) {
+  while (!r.sends.empty() && r.asked.empty() && !can_relay(q, r.sends.front()) && (!lacks_key(q, r.sends.front()) || std::exchange(late, false))) {
     const int err = path::post_one_send(q, r.sends.front());
     if (err == ENOMEM) return posted + 1;  // until one has completed
     if (err) switchover::flush_to_fake(q, r.sends.front());
@@ -260,17 +301,16 @@ bool stands_still(const Relay& r, const Channel* c) { return c == r.over && c->r
 }  // namespace
 
 unsigned look_at_relay(QpLink& l) {
-  if (!l.relays) return 0;
   QpShadow& q = *l.q;
   Relay& r = l.relay;
   const std::uint64_t now = now_ns();
   std::lock_guard guard(q.lock);
   r.rests = parking() || now < r.rest_until_ns;
-  if (r.sends.empty()) return r.rests ? kAnswerMs : 0;
+  if (r.sends.empty()) return l.relays && r.rests ? kAnswerMs : 0;
   if (l.stage == Stage::kBroken || l.seen) {
     if (q.phase != switchover::Phase::kRunning) return kLookMs;
     if (l.seen || path_is_in_err(q)) flush(l);
-    else fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has given up, and so an atomic that it was to execute");
+    else fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has given up, and so what waits for it");
     return 0;
   }
   if (!r.watched) {
@@ -281,16 +321,18 @@ unsigned look_at_relay(QpLink& l) {
   if (!calm(l)) return r.since_ns = 0, kLookMs;
   if (!deliver(l)) return 0;
   if (l.stage == Stage::kDraining) return kLookMs;
-  const bool posted = post_waiting(l) != 0;
+  const bool late = r.since_ns && now - r.since_ns > state()->config.switch_limit_ms * 1'000'000ull;
+  const bool posted = post_waiting(l, late) != 0;
   if (r.sends.empty()) return end_hold(q, r), 0;
-  if (posted) return kLookMs;
+  if (posted) return r.since_ns = 0, kLookMs;
   if (!r.since_ns) r.since_ns = now;
-  if (now - r.since_ns > state()->config.switch_limit_ms * 1'000'000ull) {
+  if (lacks_key(q, r.sends.front())) return kAnswerMs;  // whoever tells it wakes this thread
+  if (late) {
     fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has not executed an atomic for " + std::to_string(state()->config.switch_limit_ms) + " ms: the application gets the error");
     return 0;
   }
   Channel* const c = way_to(l);
-  if (c && (r.asked.empty() || !stands_still(r, c) || now > r.ask_ns)) ask(l, *c);
+  if (c && (r.asked.empty() || !stands_still(r, c) || (now > r.ask_ns && c->has_room()))) ask(l, *c);
   return r.ask_ns > now + 2 * kSoonNs ? kAnswerMs : kLookMs;
 }
 

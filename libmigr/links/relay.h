@@ -1,8 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
+ * What is posted and waits, with everything behind it.
+ *
  * Relayed atomics (docs/failover.md): an atomic is not posted to the path, where its answer can be lost with the link. It waits
- * until nothing is in flight, with everything behind it; then it is told over a channel, by a number, and the other end's library has
- * its own NIC execute it, once. What it has found is remembered there until a higher number is told.
+ * until nothing is in flight; then it is told over a channel, by a number, and the other end's library has its own NIC execute it,
+ * once. What it has found is remembered there until a higher number is told.
+ *
+ * What names memory of which it was not told yet how it is called on the backup link that it is on: the application has learnt of
+ * it by ways of its own, and those are faster than a thread that does not get a processor.
  */
 #ifndef MIGR_LINKS_RELAY_H
 #define MIGR_LINKS_RELAY_H
@@ -21,7 +26,7 @@ struct Twin;
 
 /// The requester's part of a vQP. Of the QP's lock, unless said otherwise.
 struct Relay {
-  std::deque<KeptSend> sends;  ///< an atomic, and what was posted behind it
+  std::deque<KeptSend> sends;  ///< an atomic, or what lacks a key, and what was posted behind it
   struct Asked {
     std::uint32_t status;  ///< AtomicStatus; kNotYet: no answer
     std::uint64_t value;
@@ -29,7 +34,7 @@ struct Relay {
   std::deque<Asked> asked;     ///< of the first of `sends`
   std::uint64_t number = 1;    ///< of the first of `sends`
   std::uint64_t ask_ns = 0;    ///< not again before
-  std::uint64_t since_ns = 0;  ///< that nothing but the answer is missing; 0: something is
+  std::uint64_t since_ns = 0;  ///< that nothing but the answer, or a key, is missing; 0: something is
   const Channel* over = nullptr;  ///< that it was told over, if that stands still: compared, and no more
   std::uint32_t round = 0;        ///< of that channel
   bool watched = false;  ///< all threads that poll have seen that completions are to be looked for in the fake CQ
@@ -57,6 +62,7 @@ int post_in_turn(QpShadow& q, KeptSend send);
 bool has_room(QpShadow& q, std::size_t more);
 /// Whether post_in_turn() would keep it.
 bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr);
+bool has_to_wait(const QpShadow& q, const KeptSend& send);
 /// Before what was kept is posted. What has to wait from there on is taken away from the end of q.kept_sends.
 /// @param replays at their head, that are older than what waits
 void hold_rest(QpShadow& q, std::size_t replays);

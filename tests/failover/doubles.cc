@@ -109,6 +109,7 @@ void prepare_reg_mr(const ibv_context*, std::uint32_t, const void*, std::uint64_
 namespace migr::links {
 
 bool forgets_answers() { return std::getenv("FAILOVER_FORGETS"); }
+bool nobody_hears() { return std::getenv("FAILOVER_LATE"); }
 
 namespace {
 

@@ -679,6 +679,7 @@ MODEL void model_cut(int link, unsigned after_packets, bool answers_only) {
 MODEL void model_cut_now(int link) {
   std::lock_guard guard(lock);
   wires[link].cut = true;
+  wires[link].answers_only = false;
 }
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);

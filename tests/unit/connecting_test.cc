@@ -31,7 +31,7 @@ namespace switchover {
 int rebound_keys(std::vector<migr_key_map>&) { return 0; }
 void destroy_old_paths() {}
 }  // namespace switchover
-RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&) {}
+RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&, bool) {}
 
 struct {
   int asked = 0, status = ENOENT;
