@@ -15,6 +15,7 @@
 // third: there is a second backup link, which vQPs go to when the first one fails, too, one after the other or both at once.
 // shared: receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer.
 // late: a key is used before it was told what it is called on the backup link.
+// alone: a path is given up by its device where there is no other link, and the link carries: it is made anew.
 // rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -973,6 +974,29 @@ std::string guarded(End& x, End& y, const Options& o) {
   return wait_for([&] { return broken() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
+/// On the only link that is left a path fails, again and again, and its link does not.
+std::string alone(End& x, End& y, const Options& o) {
+  std::mt19937 random(o.seed);
+  const auto broken = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
+  const auto go_on = [&](int allowed) {
+    for (End* e : {&x, &y}) e->allow(allowed);
+    return wait_for([&] { return broken() || (x.idle() && y.idle()); });
+  };
+  model_cut(0, o.cut_after % 100, o.answers_only);
+  if (!go_on(kWrs / 4)) return "no end of the cut: " + x.how() + "; " + y.how();
+  model_cut_now(0);
+  const auto on_the_last = [&] { return x.link() == 1 && y.link() == 1 && !x.protected_now() && !y.protected_now() && store_all_stand(1); };
+  for (int allowed = kWrs / 4; allowed < kWrs; allowed += kWrs / 4) {
+    if (!wait_for([&] { return broken() || on_the_last(); })) return "not on the last link: " + x.how() + "; " + y.how();
+    for (End* e : {&x, &y}) e->allow(allowed + kWrs / 4);
+    const int end = o.both_ways ? static_cast<int>(random() % 2) : 0;
+    if (!wait_for([&] { return broken() || model_break_paths(1, end, kRing) || (x.idle() && y.idle()); })) return "nothing was in flight: " + x.how() + "; " + y.how();
+    if (!wait_for([&] { return broken() || (x.idle() && y.idle()); })) return "no end: " + x.how() + "; " + y.how();
+    if (broken()) return "an application has heard of it: " + x.how() + "; " + y.how();
+  }
+  return "";
+}
+
 /// The first end loses the answer of an atomic, and gives up.
 std::string gone(End& x, End& y, const Options& o) {
   model_cut(0, o.cut_after, o.answers_only);
@@ -1014,7 +1038,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   // And one of the pool.
   if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
+  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "alone" ? alone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
   model_let_packets_linger(false);
   if (!stuck.empty() && x.error_.empty()) x.error_ = stuck;
   one.join();
@@ -1279,7 +1303,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : kSwitchMs, relays, third), b('b', policy, paths, return_ms, adrift_ms, kSwitchMs, relays && !halfway, third);
   if (halfway) relays = false;
   constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared || late ? 20 : relays || third ? 40 : 80;
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
   constexpr int kGone = 8;     // at least: of three all may outlive it
   const int rounds = storm ? std::max(wanted, kStorms) : gone ? std::max(wanted, kGone) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
@@ -1345,7 +1369,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

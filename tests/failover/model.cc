@@ -681,6 +681,16 @@ MODEL void model_cut_now(int link) {
   wires[link].cut = true;
   wires[link].answers_only = false;
 }
+MODEL unsigned model_break_paths(int link, int end, unsigned receives) {
+  std::lock_guard guard(lock);
+  unsigned broken = 0;
+  for (const auto& [ignored, q] : nics[static_cast<std::size_t>(end * kRails + link)]->qps) {
+    if (q->attr.qp_state != IBV_QPS_RTS || q->receives.mask() != receives || !q->sends.size()) continue;
+    fail_send(*q, IBV_WC_RETRY_EXC_ERR);
+    ++broken;
+  }
+  return broken;
+}
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);
   wires[link].no_route = true;

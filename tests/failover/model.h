@@ -58,6 +58,9 @@ extern "C" {
 void model_cut(int link, unsigned after_packets, bool answers_only);
 void model_cut_now(int link);  ///< if it is not yet
 void model_mend(int link);
+/// On that link, whose other QPs are well: what an end's (a: 0, b: 1) with so many receives at most have in flight is given up.
+/// @return how many had something
+unsigned model_break_paths(int link, int end, unsigned receives);
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down.
 void model_take_route(int link);
 /// How often the last packet of a WRITE to this address was executed, on any link.
