@@ -362,11 +362,9 @@ bool look_at_channel(QpLink& l) {
 }
 
 /// Of its path, in the moment before there was no other one any more, or while its own channel stands.
-bool take_hidden_alone(QpLink& l) {
+bool has_hidden(QpLink& l) {
   std::lock_guard guard(l.lock);
-  if (l.hidden.empty()) return false;
-  l.wanted = false;
-  return true;
+  return !l.hidden.empty();
 }
 
 bool take_wanted(QpLink& l) {
@@ -401,7 +399,9 @@ void look_at(QpLink& l) {
       if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
       return;
     case Stage::kMaking:
-      return take_hidden_alone(l) ? fail_over(l, MIGR_LINKS_CAUSE_COMPLETION) : cast_off_if_parking(l);
+      if (!has_hidden(l)) return cast_off_if_parking(l);
+      take_wanted(l);  // else the path that is made now would be taken for the one that has failed
+      return fail_over(l, MIGR_LINKS_CAUSE_COMPLETION);
   }
 }
 

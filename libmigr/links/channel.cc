@@ -269,6 +269,7 @@ int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) 
 namespace {
 
 void tell_keys_now(Channel& c) {
+  if (!c.connected) return;
   std::vector<KeyRecord> records;
   const std::uint64_t before = c.told;
   c.told = state()->keys.since(c.told, [&](const KeyName& name, std::uint32_t prkey) {
@@ -287,14 +288,14 @@ void tell_keys_now(Channel& c) {
 
 template <class Record>
 void send_one(Channel& c, MessageType type, const Record& record) {
-  if (c.connected) tell_keys_now(c);
+  tell_keys_now(c);
   send_records<Record>(c, type, {&record, 1}, false);
 }
 
 }  // namespace
 
 void tell_keys(Channel& c) {
-  if (c.connected && c.has_room()) tell_keys_now(c);
+  if (c.has_room()) tell_keys_now(c);
 }
 
 void send_state(Channel& c, const StateRecord& record) { send_one(c, kStateMessage, record); }
@@ -305,7 +306,7 @@ void send_spare(Channel& c, const SpareRecord& record) { send_one(c, kSpareMessa
 void send_take(Channel& c, const TakeRecord& record) { send_one(c, kTakeMessage, record); }
 void send_want(Channel& c, const WantRecord& record) { send_one(c, kWantMessage, record); }
 void send_atomics(Channel& c, std::span<const AtomicRecord> records) {
-  if (c.connected) tell_keys_now(c);
+  tell_keys_now(c);
   send_records<AtomicRecord>(c, kAtomicMessage, records, false);
 }
 void send_bye(Channel& c, const ByeRecord& record) {

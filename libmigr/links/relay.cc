@@ -35,8 +35,8 @@ bool moves_bytes(const KeptSend& send) {
   return !send.inline_data.empty() || std::any_of(send.sges.begin(), send.sges.end(), [](const ibv_sge& sge) { return sge.length != 0; });
 }
 
-/// What it names at the other end is not known by the name that it has on this link. If it moves nothing its key is not looked at.
-bool lacks_key(const QpShadow& q, const ibv_send_wr& wr) {
+/// What it names at the other end is not known by the name that it has on this link.
+bool names_unknown(const QpShadow& q, const ibv_send_wr& wr) {
   const RemoteKeys* const keys = q.remote_keys;
   if (!keys || is_relayed(q, wr)) return false;
   switch (wr.opcode) {
@@ -49,7 +49,11 @@ bool lacks_key(const QpShadow& q, const ibv_send_wr& wr) {
   }
 }
 
-bool lacks_key(const QpShadow& q, const KeptSend& send) { return lacks_key(q, send.wr) && moves_bytes(send); }
+/// If it moves nothing no device looks at its key.
+bool lacks_key(const QpShadow& q, const KeptSend& send) { return names_unknown(q, send.wr) && moves_bytes(send); }
+bool lacks_key(const QpShadow& q, const ibv_send_wr& wr) { return names_unknown(q, wr) && moves_bytes(wr); }
+
+bool some_wait(const QpShadow& q) { return q.link && !q.link->relay.sends.empty(); }
 
 /// From where on completions are in the fake CQ until nothing waits any more.
 void begin_hold(QpShadow& q) {
@@ -85,15 +89,15 @@ std::deque<KeptSend> take_all(QpShadow& q, Relay& r) {
 [[gnu::weak]] bool forgets_answers() { return false; }
 
 bool has_to_wait(const QpShadow& q, const ibv_send_wr& wr) {
-  return q.link && (!q.link->relay.sends.empty() || is_relayed(q, wr) || (lacks_key(q, wr) && moves_bytes(wr)));
+  return some_wait(q) || is_relayed(q, wr) || (q.link && lacks_key(q, wr));
 }
 
 bool has_to_wait(const QpShadow& q, const KeptSend& send) {
-  return q.link && (!q.link->relay.sends.empty() || is_relayed(q, send.wr) || lacks_key(q, send));
+  return some_wait(q) || is_relayed(q, send.wr) || (q.link && lacks_key(q, send));
 }
 
 bool has_room(QpShadow& q, std::size_t more) {
-  if (q.link && !q.link->relay.sends.empty()) return q.link->relay.sends.size() + more <= q.cap.max_send_wr;
+  if (some_wait(q)) return q.link->relay.sends.size() + more <= q.cap.max_send_wr;
   provider::QueuePart sends, receives;
   return provider::queue_parts(q, sends, receives) || sends.size() + more <= sends.mask;
 }
@@ -107,12 +111,12 @@ int post_in_turn(QpShadow& q, KeptSend send) {
 void hold_rest(QpShadow& q, std::size_t replays) {
   if (!q.link) return;
   auto& kept = q.kept_sends;
-  const bool some_wait = !q.link->relay.sends.empty();
+  const bool behind_others = some_wait(q);
   const auto newer = kept.begin() + static_cast<std::ptrdiff_t>(std::min(replays, kept.size()));
-  const auto first = std::find_if(kept.begin(), some_wait ? newer : kept.end(), [&](const KeptSend& s) { return some_wait ? lacks_key(q, s) : has_to_wait(q, s); });
+  const auto first = std::find_if(kept.begin(), behind_others ? newer : kept.end(), [&](const KeptSend& s) { return behind_others ? lacks_key(q, s) : has_to_wait(q, s); });
   const auto behind = std::max(first, newer);
   std::deque<KeptSend> between;
-  if (some_wait && first < newer) between = take_all(q, q.link->relay);
+  if (behind_others && first < newer) between = take_all(q, q.link->relay);
   const auto hold_all = [&](auto from, auto to) {
     for (; from != to; ++from) hold(q, std::move(*from));
   };
@@ -123,7 +127,7 @@ void hold_rest(QpShadow& q, std::size_t replays) {
 }
 
 void give_back_waiting(QpShadow& q, std::size_t replays) {
-  if (!q.link || q.link->relay.sends.empty()) return;
+  if (!some_wait(q)) return;
   auto all = take_all(q, q.link->relay);
   const auto at = q.kept_sends.begin() + static_cast<std::ptrdiff_t>(std::min(replays, q.kept_sends.size()));
   q.kept_sends.insert(at, std::make_move_iterator(all.begin()), std::make_move_iterator(all.end()));

@@ -201,7 +201,7 @@ int flush_receives_behind(QpShadow& q, Patience& patience, std::string& why) {
 /// A receive and a send of ours behind all others. When both have been flushed the device executes nothing of this QP any
 /// more, at either queue. The receives come first, and nothing makes the device look at them again after that: so what
 /// is flushed between the two are sends, and those receives that threads post late stay for the trap.
-/// With an SRQ it has no receives: end_shared() ends its responder.
+/// With an SRQ it has no receives: end_responder() ends what it receives.
 int flush_behind(QpShadow& q, std::string& why) {
   Cut& cut = *q.cut;
   Patience patience;
