@@ -32,7 +32,9 @@ void guard(QpLink& l) {
   {
     std::lock_guard outer(g.lock);
     std::lock_guard inner(l.lock);
-    g.on = g.on || l.stage == Stage::kReady || l.stage == Stage::kDraining || !l.hidden.empty();
+    // Its next backup may not stand yet: it has just come back, or its partner has parted first.
+    const bool between = l.stage == Stage::kMaking && l.had_backup && !l.seen;
+    g.on = g.on || between || l.stage == Stage::kReady || l.stage == Stage::kDraining || !l.hidden.empty();
     if (!g.on) return;
     be_at(l, Stage::kMaking);
     std::move(l.hidden.begin(), l.hidden.end(), std::back_inserter(g.hidden));

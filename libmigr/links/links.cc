@@ -120,6 +120,7 @@ QpLink* find(const migr_links_name& name) {
 
 void be_at(QpLink& l, Stage stage) {
   l.stage = stage;
+  l.had_backup = l.had_backup || stage == Stage::kReady;
   l.q->goes_on.store(l.q->guard.on || (stage != Stage::kMaking && stage != Stage::kBroken), std::memory_order_relaxed);
 }
 

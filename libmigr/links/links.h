@@ -198,6 +198,7 @@ struct QpLink {
   /// Innermost. Of what follows; `path` and `on` are written with the Registry's lock, too.
   std::mutex lock;
   Stage stage = Stage::kMaking;
+  bool had_backup = false;
   Path path;  ///< that serves it
   Side on = kHome;
   bool wanted = false;  ///< an error has been seen

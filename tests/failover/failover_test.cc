@@ -954,8 +954,7 @@ std::string guarded(End& x, End& y, const Options& o) {
     if (o.no_route) model_take_route(0);
     allow(kWrs * times / 4);
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 200));
-    model_cut(0, 0, false);  // at the latest now
-    if (o.no_route) model_take_route(0);
+    model_cut_now(0);  // at the latest
     allow(kWrs * times / 4 + 4);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     if (x.idle() && y.idle()) return "it did not notice: there is a path";
