@@ -78,7 +78,7 @@ outlives() {
 }
 
 perftest() {	# PROGRAM CUT.. [-- OPTION..]
-	local p=$1 options=(-d rxe0 -F -D 30 -s 4096 -t 32) how=() to=$E2E_PEER
+	local p=$1 options=(-d rxe0 -F -D 40 -s 4096 -t 32) how=() to=$E2E_PEER
 	shift
 	while [ $# != 0 ] && [ "$1" != -- ]; do how+=("$1"); shift; done
 	options+=("${@:2}")
@@ -205,7 +205,7 @@ move_and_fail() {
 	migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate$faults" && backed_up src || return 1
 	"$@" 2>"$err" &
 	pid=$!
-	if until_true "$E2E_MIGRATE_LIMIT" on src test -e $gate; then
+	if until_true 100 on src test -e $gate; then
 		rail "$host" down && sleep 14	# the device gives up its sends after 8 timeouts of 1.07 s
 		on src rm -f $gate || ok=1
 	else

@@ -19,8 +19,9 @@ export MIGR_BED=${MIGR_BED:-e2e}
 IFS=, read -ra E2E_HOSTS <<<"${E2E_WITH:-src,dst,peer}"
 E2E_OUT=$E2E_ROOT/build/e2e/$MIGR_BED		# what tests leave to be looked at
 E2E_SNAPSHOT_LIMIT=180				# seconds, for many commands in a host whose programs poll
-E2E_LIMIT=${E2E_LIMIT:-60}			# seconds, for a command in a host
-E2E_MIGRATE_LIMIT=${E2E_MIGRATE_LIMIT:-180}
+E2E_LIMIT=${E2E_LIMIT:-120}			# seconds, for a command in a host
+E2E_MIGRATE_LIMIT=${E2E_MIGRATE_LIMIT:-360}
+E2E_PATIENCE=${E2E_PATIENCE:-3}			# a machine may be so many times slower than waits are written for
 # Where things lie in the hosts. Below /usr, which containers see, and the same on every host.
 E2E_LIB=/usr/local/lib/migr
 E2E_BUNDLES=/var/lib/migr-e2e
@@ -42,7 +43,7 @@ on_sh() { testbed exec "$1" -n --timeout "$E2E_LIMIT" -- bash -c "$2" bash "${@:
 
 # until_true SECONDS CMD...: repeats CMD, quietly, until it is true.
 until_true() {
-	local end=$((SECONDS + $1))
+	local end=$((SECONDS + E2E_PATIENCE * $1))
 	shift
 	until "$@" >/dev/null 2>&1; do
 		[ $SECONDS -lt $end ] || return 1
@@ -65,7 +66,7 @@ e2e_needs() {
 
 e2e_kernel() { echo "${MIGR_KERNEL:-$("$E2E_ROOT/scripts/kernel-versions" | head -n1)}"; }
 
-# In a subshell, whose end frees the lock: two beds may come up at the same time.
+# In a subshell, whose end frees the lock: beds may come up at the same time.
 e2e_pki() (
 	h='' n=0 ctl=$E2E_ROOT/build/user/agent/migrctl
 	mkdir -p "${E2E_PKI%/*}"
@@ -235,11 +236,12 @@ container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
 
 # container_host ID: the host that it runs on; an error if it is none, or (worse) two.
 container_host() {
-	local h found=()
+	local h status found=() elsewhere=()
 	for h in "${E2E_HOSTS[@]}"; do
-		[ "$(container_status "$h" "$1")" != running ] || found+=("$h")
+		status=$(container_status "$h" "$1")
+		[ "$status" = running ] && found+=("$h") || elsewhere+=("$h: ${status:-not there}")
 	done
-	[ ${#found[@]} = 1 ] || fail "container $1 runs on ${#found[@]} hosts: ${found[*]:-}" || return 1
+	[ ${#found[@]} = 1 ] || fail "container $1 runs on ${#found[@]} hosts: ${found[*]:-none} (${elsewhere[*]:-})" || return 1
 	echo "${found[0]}"
 }
 

@@ -29,7 +29,7 @@ while_bad() {
 	start_verify src c "${options[@]}" && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate$faults" || { e2e_reset; return 1; }
 	MIGRATE_OPTIONS="--drain-limit 300" "$@" 2>"$err" &
 	pid=$!
-	if until_true "$E2E_MIGRATE_LIMIT" on src test -e $gate; then
+	if until_true 100 on src test -e $gate; then
 		wire "$loss" && on src rm -f $gate || ok=1
 	else
 		fail "it was not connected"

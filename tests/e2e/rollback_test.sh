@@ -83,7 +83,7 @@ nobody_reads_along() {
 	migrd_restart src "MIGR_FAULT=source.ready.begin:while=$gate" || return 1
 	migrate c dst 2>"$E2E_OUT/gate.err" &
 	pid=$!
-	if until_true "$E2E_MIGRATE_LIMIT" on src test -e $gate; then
+	if until_true 100 on src test -e $gate; then
 		for h in src dst; do private_files "$h" 'pages-*.img' 'migr*.img' || ok=1; done
 		private_files peer || ok=1
 		on src rm -f $gate || ok=1

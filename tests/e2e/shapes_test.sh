@@ -111,5 +111,5 @@ step "resources that come and go all the time" churn --mode mixed --qps 2
 step "a service that is its own partner" its_own_partner --mode mixed --qps 2
 walk_step "made and connected during the stop" without_pre_setup
 walk_step "all of RDMA closed before" without_rdma
-step "both ends move, one to the other first" both_ends --mode mixed --qps 2
+walk_step "both ends move, one to the other first" both_ends --mode mixed --qps 2
 e2e_end
