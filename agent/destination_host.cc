@@ -33,15 +33,11 @@ namespace fs = std::filesystem;
 
 // The processes of `runc partial-restore`, or of `criu restore`, for this folder: their command line names it.
 std::vector<pid_t> restorers(const std::string& dir) {
-  std::error_code ec;
-  std::vector<pid_t> found;
-  for (const auto& p : fs::directory_iterator("/proc", ec)) {
-    const pid_t pid = std::atoi(p.path().filename().c_str());
-    if (pid <= 0 || pid == getpid()) continue;
-    const std::string line = text_of(p.path() / "cmdline");
-    const bool restores = line.find("partial-restore") != std::string::npos || line.find(std::string("\0restore\0", 9)) != std::string::npos;
-    if (restores && line.find(dir + "/") != std::string::npos) found.push_back(pid);
-  }
+  auto found = processes_naming(dir + "/");
+  std::erase_if(found, [](pid_t pid) {
+    const std::string line = text_of("/proc/" + std::to_string(pid) + "/cmdline");
+    return line.find("partial-restore") == std::string::npos && line.find(std::string("\0restore\0", 9)) == std::string::npos;
+  });
   return found;
 }
 bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }

@@ -46,6 +46,16 @@ bool process_lives(pid_t pid) {
 
 bool process_stopped(pid_t pid) { return stat_of(pid).state == 'T'; }
 
+std::vector<pid_t> processes_naming(const std::string& text) {
+  std::vector<pid_t> found;
+  std::error_code ec;
+  for (const auto& p : fs::directory_iterator("/proc", ec)) {
+    const pid_t pid = std::atoi(p.path().filename().c_str());
+    if (pid > 0 && pid != getpid() && text_of(p.path() / "cmdline").find(text) != std::string::npos && process_lives(pid)) found.push_back(pid);
+  }
+  return found;
+}
+
 std::string life_of(pid_t pid) {
   const std::string began = stat_of(pid).began;
   return began.empty() ? "" : boot_of_host() + " " + began;

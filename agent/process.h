@@ -25,6 +25,8 @@ bool descends(pid_t pid, pid_t ancestor);
 bool process_lives(pid_t pid);
 /// By a signal.
 bool process_stopped(pid_t pid);
+/// Those whose command line, with a NUL behind each argument, has this in it. Not the caller.
+std::vector<pid_t> processes_naming(const std::string& text);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

@@ -2,6 +2,7 @@
 #include "source_host.h"
 
 #include <fmt/format.h>
+#include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -27,6 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // enum ib_qp_type, enum ib_qp_state
+constexpr int kEndStepMs = 50;
 constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
 constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
@@ -266,6 +268,24 @@ void SourceHost::settle(std::uint32_t id) {
   }
 }
 
+// CRIU, and runc behind it, stop what they dump once more when they end: of a migrd that has ended in the middle they may still run.
+// Its images are gone, so that takes no long.
+void SourceHost::end_dump(std::uint32_t id) const {
+  const auto dumpers = [&] { return processes_naming(folder(id) + "/"); };
+  const auto wait = [&](int ms) {
+    for (; ms > 0 && !dumpers().empty(); ms -= kEndStepMs) usleep(kEndStepMs * 1000);
+    return dumpers().empty();
+  };
+  if (wait(kCheckpointMs)) return;
+  spdlog::error("a dump of migration {} does not end: ending it", migration_text(id));
+  const auto of_runc = dumpers();
+  for (const pid_t runc : of_runc)  // who can still put things right when its CRIU has ended
+    for (const pid_t pid : tree_of(runc))
+      if (pid != runc) kill(pid, SIGKILL);
+  if (wait(kHookMs)) return;
+  for (const pid_t pid : dumpers()) kill(pid, SIGKILL);
+}
+
 // Each part may be done already.
 Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destination) {
   auto& r = e.record;
@@ -287,6 +307,7 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     if (first && !s) first = s;
   };
   if (of_this_boot(r) && runc_.is_still(r.container(), r.began())) {
+    end_dump(id);
     also(runc_.resume(r.container()));
     also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));

@@ -64,6 +64,7 @@ class SourceHost final : public Role {
   void settle(std::uint32_t id);
   void tell_settled(std::uint32_t id, const journal::Source& record) const;
   bool find_outcome(std::uint32_t id, DestinationLink* destination);
+  void end_dump(std::uint32_t id) const;
   Status take_back(std::uint32_t id, Entry& e, DestinationLink* destination);
   Status finish(std::uint32_t id, Entry& e, DestinationLink* destination);
   Status remove(std::uint32_t id, journal::Source& r);

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 #include <iterator>
 #include <optional>
 #include <sstream>
+#include <thread>
+#include <utility>
 
 #include "agent/limits.h"
 #include "agent/process.h"
@@ -155,6 +158,40 @@ TEST_F(ASource, TakesBackWhatWasNot) {
   EXPECT_TRUE(there());
   EXPECT_EQ(did("runc", "resume"), 1);
   EXPECT_EQ(did("net", "attach"), 1);
+}
+
+/// What runc is, with CRIU below it, when migrd ends in the middle of a dump. `does` in the child; the parent notes its end.
+pid_t start_dump(const std::string& root, const std::string& does) {
+  const std::string images = root + "/state/source/" + migration_text(kId) + "/images", script = "sh -c '" + does + "'; echo ended >>" + root + "/runc.log; true";
+  const pid_t pid = fork();
+  if (!pid) {
+    execl("/bin/sh", "sh", "-c", script.c_str(), "runc", "--image-path", images.c_str(), nullptr);
+    _exit(1);
+  }
+  return pid;
+}
+
+TEST_F(ASource, IsNotResumedBeforeADumpOfItHasEnded) {
+  const pid_t dump = start_dump(root, "sleep 1");
+  std::thread reaper([&] { waitpid(dump, nullptr, 0); });
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  reaper.join();
+  std::ifstream in(root + "/runc.log");
+  std::string first;
+  std::getline(in, first);
+  EXPECT_EQ(first, "ended");
+  EXPECT_EQ(did("runc", "resume"), 1);
+}
+
+TEST_F(ASource, EndsADumpThatDoesNotEnd) {
+  const int limit = std::exchange(kCheckpointMs, 300);
+  const pid_t dump = start_dump(root, "sleep 60");
+  std::thread reaper([&] { waitpid(dump, nullptr, 0); });
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  reaper.join();
+  kCheckpointMs = limit;
+  EXPECT_EQ(did("runc", "ended"), 1) << "runc was to end by itself, after its CRIU";
+  EXPECT_EQ(did("runc", "resume"), 1);
 }
 
 TEST_F(ASource, SinceABootWhatHasTheNameIsAnotherAndIsNotRemoved) {
