@@ -495,13 +495,21 @@ Past& past_of(const Peer& peer, const Link& link) {
   return state()->pasts.emplace_back(Past{.peer = peer, .link = link.index});
 }
 
-void forget_pasts() {
+std::vector<migr_links_channel> forget_pasts() {
   constexpr std::size_t kFew = 32;
   std::vector<Past>& pasts = state()->pasts;
-  if (pasts.size() <= kFew) return;
-  std::set<Peer> connected;
-  for (const QpLink* l : state()->qps) connected.insert(l->instance);
-  std::erase_if(pasts, [&](const Past& p) { return !connected.contains(p.peer); });
+  if (pasts.size() <= kFew) return {};
+  std::set<Peer> known;
+  for (const QpLink* l : state()->qps) known.insert(l->instance);
+  for (const Channel* c : state()->channels) known.insert(c->peer);
+  const auto first = std::partition(pasts.begin(), pasts.end(), [&](const Past& p) { return known.contains(p.peer); });
+  std::vector<migr_links_channel> ended;
+  for (auto p = first; p != pasts.end(); ++p) {
+    std::memcpy(ended.emplace_back().peer, p->peer.data(), p->peer.size());
+    ended.back().link = p->link;
+  }
+  pasts.erase(first, pasts.end());
+  return ended;
 }
 
 bool is_common(const QpLink& l, Side side) { return !l.peer_links || (l.peer_links >> l.legs[side].link->index & 1); }

@@ -30,6 +30,8 @@ class Directory {
   virtual int withdraw(std::span<const migr_links_name> some) = 0;
   virtual int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) = 0;
   virtual int channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out) = 0;
+  /// Of which peer and link count: this process will not ask for them again by the rounds that it has told.
+  virtual int end_channels(std::span<const migr_links_channel> some) = 0;
   virtual int states(std::span<const migr_links_vqp_state> some) = 0;
   virtual int switched(std::span<const migr_links_switch> some) = 0;
   /// Every thread of this process is seen outside of `ranges` (control::text_ranges()) once. ETIMEDOUT: one has stayed inside

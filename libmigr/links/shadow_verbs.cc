@@ -870,9 +870,10 @@ class Round {
     std::vector<migr_links_vqp_state> states;
     std::vector<migr_links_link> links;
     std::vector<std::uint32_t> backups(state()->links.size());
+    std::vector<migr_links_channel> ended;
     {
       std::lock_guard guard(registry().lock);
-      forget_pasts();
+      ended = forget_pasts();
       end_needless_channels();
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
@@ -888,6 +889,7 @@ class Round {
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
     }
+    if (!ended.empty()) (void)directory_.end_channels(ended);  // who is not there forgets them, too
     report(links, states);
     return waiting;
   }

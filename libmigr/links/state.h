@@ -141,7 +141,8 @@ bool posts_freely(const QpLink& l);
 /// that the other end does not find, and go to, what is being given back.
 bool has_to_cast_off(const QpLink& l);
 Past& past_of(const Peer& peer, const Link& link);
-void forget_pasts();  ///< those of processes that nothing is connected to any more
+/// Those of processes that nothing is connected to any more. @return for Directory::end_channels()
+std::vector<migr_links_channel> forget_pasts();
 /// Both ends can go there, as far as the other one has said.
 bool is_common(const QpLink& l, Side side);
 /// What stands for messages about `l` on a side that it can go to; null: nothing.

@@ -136,6 +136,10 @@ class StoreDirectory : public Directory {
     for (const auto& c : own) store_channel(instance_.data(), &c, &out.emplace_back());
     return 0;
   }
+  int end_channels(std::span<const migr_links_channel> some) override {
+    for (const auto& c : some) store_end_channel(instance_.data(), &c);
+    return 0;
+  }
   int states(std::span<const migr_links_vqp_state> some) override { return store_states(some.data(), some.size()), 0; }
   int switched(std::span<const migr_links_switch> some) override { return store_switched(some.data(), some.size()), 0; }
   int outside(std::span<const migr_text_range>) override { return store_outside(); }

@@ -84,6 +84,10 @@ STORE void store_channel(const std::uint8_t* instance, const migr_links_channel*
     out->status = 0;
   }
 }
+STORE void store_end_channel(const std::uint8_t* instance, const migr_links_channel* own) {
+  std::lock_guard guard(lock);
+  channels.erase({id(instance), id(own->peer), own->link});
+}
 STORE void store_links(const std::uint8_t* instance, const migr_links_link* all, std::size_t n) {
   std::lock_guard guard(lock);
   for (std::size_t i = 0; i < n; ++i) standing[{id(instance), all[i].link}] = all[i].channels;

@@ -35,6 +35,7 @@ int Library::publish(std::span<const migr_links_vqp> some) { return parts_->dire
 int Library::withdraw(std::span<const migr_links_name> some) { return parts_->directory->withdraw(some); }
 int Library::lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) { return parts_->directory->lookup(names, out); }
 int Library::channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out) { return parts_->directory->channel(own, out); }
+int Library::end_channels(std::span<const migr_links_channel> some) { return parts_->directory->end_channels(some); }
 int Library::states(std::span<const migr_links_vqp_state> some) { return parts_->directory->states(some); }
 int Library::outside(std::span<const migr_text_range> ranges) { return parts_->directory->outside(ranges); }
 int Library::switched(std::span<const migr_links_switch> some) { return parts_->directory->switched(some); }

@@ -27,6 +27,7 @@ class Library {
   int withdraw(std::span<const migr_links_name> some);
   int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out);
   int channel(std::span<const migr_links_channel> own, std::vector<migr_links_channel>& out);
+  int end_channels(std::span<const migr_links_channel> some);
   int states(std::span<const migr_links_vqp_state> some);
   int switched(std::span<const migr_links_switch> some);
   int outside(std::span<const migr_text_range> ranges);

@@ -116,6 +116,14 @@ TEST_F(Contract, PushesReachTheLibrary) {
   ASSERT_EQ(met.size(), 1u);
   EXPECT_EQ(met[0].status, 0);
   EXPECT_EQ(met[0].qpn, 200u);
+  // What has ended begins with any round again.
+  const std::vector<migr_links_channel> third = {link_channel(Instance{2}, 1, 3, 103)};
+  EXPECT_EQ(l.channel(third, met), 0);
+  EXPECT_EQ(l.channel(own, met), 0);
+  EXPECT_EQ(met.at(0).status, EINVAL) << "rounds only grow";
+  EXPECT_EQ(l.end_channels(third), 0);
+  EXPECT_EQ(l.channel(own, met), 0);
+  EXPECT_EQ(met.at(0).status, 0);
 }
 
 TEST_F(Contract, ALibraryHearsWhetherItsThreadsHaveLeft) {
