@@ -18,7 +18,7 @@
 namespace migr::links {
 namespace {
 
-constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1;
+constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1, kAskAgainMs = 50;
 constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes that long; what holds it up is worth a line
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
@@ -698,7 +698,7 @@ void want_path(QpLink& l, Side side, Channel& channel, bool no_spare) {
 void ask_for_path(QpLink& l, Side side, Channel& channel) {
   const Leg& leg = l.legs[side];
   const bool hurry = l.stage == Stage::kChanging;
-  if (leg.next.connected || (leg.asked == channel.round && (leg.next.qp || channel.led))) return;
+  if (leg.next.connected || (leg.asked == channel.round && (leg.next.qp || channel.led)) || now_ns() < leg.not_before_ns) return;
   if (channel.led) return want_path(l, side, channel, !hurry);
   offer_path(l, side, channel, hurry);
 }
@@ -721,6 +721,15 @@ QpLink* reached(Channel& from, const Record& record, Side& side) {
   return nullptr;
 }
 
+/// Its device has no room, or its address is not there again yet: that may be otherwise soon.
+void cannot_now(QpLink& l, Channel& from, std::uint32_t serial) {
+  say(l, l.why);
+  PathRecord no{.to = l.peer, .from = l.name, .path = {}};
+  no.path.link = from.link->index;
+  no.path.serial = serial;
+  send_path(from, no);
+}
+
 }  // namespace
 
 void got_path(Channel& from, const PathRecord& record) {
@@ -728,12 +737,17 @@ void got_path(Channel& from, const PathRecord& record) {
   QpLink* const l = reached(from, record, side);
   if (!l) return;
   Leg& leg = l->legs[side];
+  if (!record.path.qpn) {
+    if (leg.next.connected || leg.asked != from.round || (leg.next.qp && leg.next.serial != record.path.serial)) return;  // of an earlier question
+    destroy_path(*l, side, leg.next);
+    leg.asked = 0;
+    leg.not_before_ns = now_ns() + kAskAgainMs * 1'000'000ull;
+    l->why = "the other end cannot make a path now";
+    return;
+  }
   const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
   if (!answer && record.path.serial < leg.newest) return;
-  if (!answer && !make_half(*l, side, record.path.serial, l->why)) {
-    say(*l, l->why);
-    return refuse(from, record.from, record.to, l, l->epoch);
-  }
+  if (!answer && !make_half(*l, side, record.path.serial, l->why)) return cannot_now(*l, from, record.path.serial);
   leg.asked = 0;
   if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side, leg.next)});
   if (connect_half(*l, side, leg.next, record.path, l->why)) return say(*l, l->why);
@@ -762,10 +776,7 @@ void got_want(Channel& from, const WantRecord& record) {
   Leg& leg = l->legs[side];
   if (leg.newest > record.newest && leg.asked == from.round) return;  // it is on its way there
   leg.newest = std::max(leg.newest, record.newest);
-  if (!offer_path(*l, side, from, !record.no_spare)) {
-    say(*l, l->why);
-    return refuse(from, record.from, record.to, l, l->epoch);
-  }
+  if (!offer_path(*l, side, from, !record.no_spare)) return cannot_now(*l, from, leg.newest + 1);
   if (l->stage == Stage::kChanging) go_on(*l);
 }
 
@@ -931,6 +942,7 @@ void run_failover() {
         if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
         if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
         if (l->stage == Stage::kDraining) timeout = kDrainMs;
+        else if (l->stage == Stage::kChanging) timeout = std::min(timeout, kAskAgainMs);
         else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
       }
       for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);

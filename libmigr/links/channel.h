@@ -43,7 +43,7 @@ struct StateRecord {
 /// The sender's half of a path on the channel's link.
 struct PathRecord {
   migr_links_name to, from;
-  migr_links_path path;
+  migr_links_path path;  ///< QPN 0: it cannot be made now
 };
 
 /// A path for the pool, like those of these two vQPs. The next three only where both ends have a pool (MIGR_LINKS_POOL).

@@ -144,6 +144,7 @@ struct Leg {
   Path next;                 ///< not used yet
   std::uint32_t newest = 0;  ///< serial
   std::uint32_t asked = 0;   ///< round of the channel over which the other half of `next` was asked for, or told, or a path wanted; 0: of none
+  std::uint64_t not_before_ns = 0;  ///< the other end could not make its half
 };
 
 /// How far an end has got: the path on which it has executed something last, and the PSN that it would have executed next.

@@ -16,7 +16,7 @@
 // shared: receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer.
 // late: a key is used before it was told what it is called on the backup link.
 // alone: a path is given up by its device where there is no other link, and the link carries: it is made anew.
-// rebuild: no path is made ahead. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
+// rebuild: no path is made ahead. scarce: and at first a NIC has none, when one is needed. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -98,6 +98,7 @@ struct Options {
   bool pool = false;
   bool company = false;  ///< each end has another QP, which carries nothing, and leaves with its link
   bool odd = false;      ///< which at the second end is not of the kind of the first QP
+  bool scarce = false;
   bool lingers = false; ///< see model_let_packets_linger()
   bool marks = false;   ///< no WRITE is to be sent twice
   bool third = false;   ///< there are two backup links
@@ -795,6 +796,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     y.connect_doomed(x);
   }
   for (unsigned cut = 0; cut < o.cuts; ++cut) {
+    if (o.scarce) model_refuse_qps(1 - on, static_cast<int>(random() % 2), 1 + static_cast<unsigned>(random() % 3));
     model_cut(on, cut ? static_cast<unsigned>(random() % 100) : o.cut_after, o.answers_only);
     if (o.no_route) model_take_route(on);
     const bool both = o.third && on == 0 && random() % 3 == 0;  // the next one, too, soon
@@ -1294,7 +1296,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), third = kind.starts_with("third"), shared = kind.starts_with("shared"), returns = kind == "third_returns" || kind == "shared_returns" || kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind.ends_with("storm"), marked = kind == "marked", gone = kind == "gone" || marked;
   const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
   const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || kind == "shared_returns" || gone ? "rebuild" : pool || kind == "shared_storm" ? "pool" : "cached";
+  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || kind == "scarce" || kind == "shared_returns" || gone ? "rebuild" : pool || kind == "shared_storm" ? "pool" : "cached";
   const bool halfway = kind == "halfway", forgets = kind == "forgets";
   forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
   const bool late = kind == "late";
@@ -1303,7 +1305,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : kSwitchMs, relays, third), b('b', policy, paths, return_ms, adrift_ms, kSwitchMs, relays && !halfway, third);
   if (halfway) relays = false;
   constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || kind == "scarce" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
   constexpr int kGone = 8;     // at least: of three all may outlive it
   const int rounds = storm ? std::max(wanted, kStorms) : gone ? std::max(wanted, kGone) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
@@ -1322,6 +1324,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     o.shared = shared;
     o.marks = marked;
     o.lingers = kind == "lingers";
+    o.scarce = kind == "scarce";
     o.company = (shared && random() % 4 != 0) || (pool && !o.sessions && random() % 2 == 0);
     o.odd = o.company && !shared && random() % 2 == 0;
     const Outcome out = round_of(a, b, o, marked ? "gone" : kind);
@@ -1370,7 +1373,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "scarce", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
 
 }  // namespace
 

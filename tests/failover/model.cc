@@ -97,6 +97,7 @@ struct Nic {
   ibv_device device{};
   ibv_gid gid{};
   std::uint32_t next_qpn, next_key;
+  unsigned refused_qps = 0;  // that are asked for next
   std::map<std::uint32_t, ModelQp*> qps;
   std::map<std::uint32_t, Mr*> keys;
 };
@@ -691,6 +692,10 @@ MODEL unsigned model_break_paths(int link, int end, unsigned receives) {
   }
   return broken;
 }
+MODEL void model_refuse_qps(int link, int end, unsigned times) {
+  std::lock_guard guard(lock);
+  nics[static_cast<std::size_t>(end * kRails + link)]->refused_qps = times;
+}
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);
   wires[link].no_route = true;
@@ -919,6 +924,7 @@ MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   if (!takes_events_at(pd->context)) return nullptr;
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
+  if (nic.refused_qps) return --nic.refused_qps, errno = ENOMEM, nullptr;
   auto* q = new ModelQp;
   q->nic = &nic;
   q->qp.context = pd->context;

@@ -63,6 +63,8 @@ void model_mend(int link);
 unsigned model_break_paths(int link, int end, unsigned receives);
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down.
 void model_take_route(int link);
+/// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
+void model_refuse_qps(int link, int end, unsigned times);
 /// How often the last packet of a WRITE to this address was executed, on any link.
 unsigned model_writes_at(const void* address);
 void model_forget_writes();
