@@ -646,6 +646,7 @@ int poll_to_fake(CqShadow& c) noexcept {
   if (state & kLinkedCq)
     for (const links::CqLink::Cq& cq : c.link->cqs) moved += move_to_fake(c, cq.real, cq.real_poll, cq.qpn_table, cq.side);
   if (moved) {
+    c.state.fetch_or(kFakeCq, std::memory_order_relaxed);
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     c.last_cqe_ns = static_cast<std::uint64_t>(now.tv_sec) * 1000000000u + static_cast<std::uint64_t>(now.tv_nsec);

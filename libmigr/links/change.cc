@@ -397,6 +397,7 @@ void look_at(QpLink& l) {
       return;
     case Stage::kBroken:
       if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
+      if (has_hidden(l)) give_back(*l.q, take_hidden(*l.q));  // flushed by it, and seen before it
       return;
     case Stage::kMaking:
       if (!has_hidden(l)) return cast_off_if_parking(l);

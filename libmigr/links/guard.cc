@@ -53,7 +53,7 @@ void relieve(QpLink& l) {
   std::lock_guard outer(g.lock);
   std::lock_guard inner(l.lock);
   be_at(l, Stage::kReady);
-  l.wanted = g.failed;  // what was wanted before could not be
+  l.wanted = g.failed || !l.hidden.empty();  // what was wanted before could not be
   l.hidden.insert(l.hidden.begin(), g.hidden.begin(), g.hidden.end());
   g.hidden.clear();
   g.on = g.failed = false;
@@ -116,10 +116,11 @@ void look_at_guard(QpShadow& q) {
   const bool broken = q.link && q.link->stage == Stage::kBroken;
   {
     std::lock_guard guard(q.guard.lock);
-    if (!q.guard.on) return;
+    const bool on = q.guard.on;
+    if (!on && q.guard.hidden.empty()) return;  // the latter: flushed by the application's own error, and seen before it
     if (moving) q.guard.since_ns = now_ns();
-    if (!broken && now_ns() - q.guard.since_ns < limit_ms * 1'000'000ull) return;
-    if (q.guard.failed) say(q, "its path has failed after a migration, or in one, and no other link has come for it; the application gets the errors");
+    if (on && !broken && now_ns() - q.guard.since_ns < limit_ms * 1'000'000ull) return;
+    if (on && q.guard.failed) say(q, "its path has failed after a migration, or in one, and no other link has come for it; the application gets the errors");
   }
   unguard(q);
 }

@@ -85,11 +85,11 @@ void forget_qp(QpLink& l) {
     std::lock_guard guard(l.q->lock);
     end_relay(l);
     switchover::clear_bits(*l.q, (shares_receives(*l.q) ? 0u : kTrapped) | kRelays);
+    l.q->link = nullptr;  // who posts looks for it with that lock
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
   ++the_state->forgotten;
-  l.q->link = nullptr;
   l.q->goes_on = l.q->guard.on;
   receives_may_move(*l.q);
   delete &l;
@@ -531,7 +531,7 @@ bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
   if (l.stage == Stage::kMaking && take_guarded(*l.q, c, wc)) return true;
   if ((l.stage == Stage::kMaking && !l.own_channel) || l.stage == Stage::kBroken) return l.seen = true, false;
   const Link& link = *l.legs[side].link;
-  if (!of_the_path(wc.status, link.ctx, link.config.port)) {
+  if (!of_the_path(wc.status, side == kHome ? l.q->context->real : link.ctx, link.config.port)) {
     l.seen = true;
     if (l.stage != Stage::kChanging) be_at(l, Stage::kBroken), kick(the_state->failover_fd);
     return false;

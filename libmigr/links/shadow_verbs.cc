@@ -293,10 +293,10 @@ bool make_backup(Twin& t, std::string& why) {
       std::lock_guard guard(c->lock);
       c->link->qps[kHome][q->pqpn()] = l.get();
     }
-    q->link = l.get();
-    if (!posts_freely(*l)) {
+    {
       std::lock_guard guard(q->lock);
-      switchover::set_bits(*q, kTrapped);
+      q->link = l.get();
+      if (!posts_freely(*l)) switchover::set_bits(*q, kTrapped);
     }
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
@@ -768,6 +768,11 @@ class Round {
     std::memcpy(l.instance.data(), found.instance, l.instance.size());
     if (l.instance == state()->instance) {
       l.why = "is connected to its own process";
+      return;
+    }
+    // Paths are known by their link and number, and that of birth would have two names.
+    if (found.vqp.default_link != l.twin->home->index) {
+      l.why = "its ends have different default links";
       return;
     }
     l.found = true;

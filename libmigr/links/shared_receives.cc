@@ -324,7 +324,8 @@ void poll_loop(SrqShadow& s, Side side, Polled& out) {
         continue;
       }
       out.marker = out.marker || wc[i].wr_id == name_of(l, kMarker, l.at[side].markers);
-      if (Receive* const r = find(l, wc[i].wr_id)) wait_again(l, *r);
+      // What was left behind on a link that failed may have the name of one that was posted much later, elsewhere.
+      if (Receive* const r = find(l, wc[i].wr_id); r && r->side == side) wait_again(l, *r);
     }
 }
 
