@@ -54,6 +54,11 @@ wire::Move Directory::at(const std::string& gid, std::uint32_t pqpn, std::uint32
   return m;
 }
 
+bool Directory::came_to(const std::string& gid, std::uint32_t pqpn) {
+  std::lock_guard lock(mutex_);
+  return std::any_of(present_.begin(), present_.end(), [&](const auto& p) { return p.second == Address{gid, pqpn}; });
+}
+
 Status Directory::put(const wire::MovesRequest& moves) {
   for (const auto& m : moves.moves())
     if (m.birth_gid().size() != kGidBytes || m.gid().size() != kGidBytes || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)

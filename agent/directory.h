@@ -25,6 +25,8 @@ class Directory {
 
   /// The name by which peers know what is at this address. `vqpn`: the number it was born with, if it never moved.
   wire::Move at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn);
+  /// It has a name from elsewhere.
+  bool came_to(const std::string& gid, std::uint32_t pqpn);
   /// Durable before it returns.
   Status put(const wire::MovesRequest& moves);
   std::vector<migr_move> all();

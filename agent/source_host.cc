@@ -787,6 +787,8 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
     for (const auto& from : info_.gids) {
       const auto* to = from.device() == q.gid ? like(prepared, from) : nullptr;
       if (!to) continue;
+      // A name that a process has bound by itself is not its own, and may be another's.
+      if (q.vqpn != q.pqpn && !host_.directory_.came_to(from.gid(), q.pqpn)) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);
       m.set_gid(to->gid());
       m.set_pqpn(p->pqpn());

@@ -52,6 +52,14 @@ TEST_F(DirectoryTest, ANumberOfTwoHostsIsTwoNames) {
   EXPECT_EQ(kC, d.at(kB, 31, 17).birth_gid());
 }
 
+TEST_F(DirectoryTest, KnowsWhatHasComeTo) {
+  Directory d(config);
+  EXPECT_FALSE(d.came_to(kB, 30));
+  move(d, kA, 17, 17, kB, 30);
+  EXPECT_TRUE(d.came_to(kB, 30));
+  EXPECT_FALSE(d.came_to(kB, 17));
+}
+
 TEST_F(DirectoryTest, WhoTakesAPlaceEndsTheNameThatWasThere) {
   Directory d(config);
   move(d, kA, 17, 17, kB, 30);  // it ends there, untold
