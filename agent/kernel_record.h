@@ -41,6 +41,11 @@ class KernelRecord {
   Result<std::vector<ContextRecord>> contexts(pid_t pid = 0);
   /// Fills in the objects of a context.
   Status objects(ContextRecord& ctx);
+  /// The same for a search: each is right by itself, and what comes and goes all the time is no error.
+  Status search(ContextRecord& ctx) {
+    const Status s = objects(ctx);
+    return !s && s.error().code == EAGAIN ? Status() : s;
+  }
   Status reserve_qpn(std::uint32_t vqpn);
   /// ENOENT is no error: it was not reserved.
   Status release_qpn(std::uint32_t vqpn);

@@ -166,7 +166,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
     std::set<int> unknown;  // to the record
     for (int i = 0; i < r->ends_size(); i++) unknown.insert(i);
     for (auto& c : *ctxs) {
-      if (auto s = kernel->objects(c); !s) {
+      if (auto s = kernel->search(c); !s) {
         if (s.error().code == ENOENT) continue;  // it ended meanwhile
         return s;
       }

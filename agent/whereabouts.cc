@@ -38,7 +38,7 @@ Result<std::vector<ContextRecord>> all_contexts(pid_t pid = 0) {
   if (!ctxs) return ctxs;
   Status failed;
   std::erase_if(*ctxs, [&](ContextRecord& c) {
-    auto s = kernel->objects(c);
+    auto s = kernel->search(c);
     if (!s && s.error().code != ENOENT && failed) failed = s;
     return !s;  // it ended meanwhile
   });
