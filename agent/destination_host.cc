@@ -2,6 +2,7 @@
 #include "destination_host.h"
 
 #include <fmt/format.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
@@ -42,6 +43,9 @@ std::vector<pid_t> restorers(const std::string& dir) {
 }
 bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 
+// Where it is not loaded somebody else says so.
+Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
+
 }  // namespace
 
 struct DestinationHost::Job : LeasedJob {
@@ -52,6 +56,7 @@ struct DestinationHost::Job : LeasedJob {
   std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                // likewise, of what was
   std::string dir;                                                       // images/, work/, restore.out
 
+  Fd module;  // migr.ko stays loaded, with what it has recorded of `objects`, until REBIND
   std::unique_ptr<RestoreSocket> socket;
   Child child;        // runc partial-restore; not of a job that an earlier migrd began
   bool mine = false;  // what has the container's name here was made by this job
@@ -135,6 +140,7 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->finished = job->get() == wire::UNDONE || job->resumed;
     (void)jobs_.add(job);
     if (job->finished) continue;
+    if (!job->rebound) job->module = hold_module();
     take_up(job);
     if (job->get() == wire::COMMITTED) needed.insert(job->dir);
   }
@@ -261,6 +267,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     job->record.set_made_bundle(!job->bundle.empty() && !fs::exists(job->bundle, ec));
     if (auto s = save(*job); !s) return s;
     job->mine = true;  // from here on there is something to take back
+    job->module = hold_module();
     for (const auto& d : {job->images(), job->dir + "/work", job->bundle})
       if (!d.empty()) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
@@ -573,6 +580,7 @@ Status DestinationHost::rebind(Job& job) {
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   tell_moves(job, true);
   job.rebound = true;
+  job.module = Fd();
   std::lock_guard lock(job.state);
   job.keys = keys;
   return {};  // not written down: REBIND answers the same again
@@ -678,6 +686,7 @@ std::vector<pid_t> DestinationHost::end_restore(Job& job) {
 void DestinationHost::abort(Job& job, const std::string& why) {
   if (job.get() != wire::OPEN) return;
   spdlog::warn("undone here: {}", why);
+  job.module = Fd();
   std::error_code ec;
   if (job.mine) {
     // Without a restore, or after a boot, somebody else may have started one of that name.
