@@ -24,36 +24,46 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev)
 	return ib_get_client_data(ibdev, &migr_client);
 }
 
-/* Every op that one of our files has, with the file's table it stands in. */
-#define MIGR_FOR_EACH_OP(X)						\
+/*
+ * Every op that one of our files has, with the file's table it stands in: those
+ * that make a record, and those that change or end one, which let through what
+ * is not recorded.
+ */
+#define MIGR_FOR_EACH_CREATOR(X)					\
 	X(migr_ucontext_ops, alloc_ucontext)				\
-	X(migr_ucontext_ops, dealloc_ucontext)				\
 	X(migr_ucontext_ops, alloc_pd)					\
-	X(migr_ucontext_ops, dealloc_pd)				\
 	X(migr_mr_ops, reg_user_mr)					\
 	X(migr_mr_ops, reg_user_mr_dmabuf)				\
 	X(migr_mr_ops, reg_dm_mr)					\
 	X(migr_mr_ops, rereg_user_mr)					\
-	X(migr_mr_ops, dereg_mr)					\
 	X(migr_cq_ops, create_cq)					\
+	X(migr_qp_ops, create_qp)					\
+	X(migr_srq_ops, create_srq)					\
+	X(migr_other_ops, alloc_mw)					\
+	X(migr_other_ops, create_user_ah)				\
+	X(migr_other_ops, alloc_xrcd)					\
+	X(migr_other_ops, alloc_dm)
+
+#define MIGR_FOR_EACH_OTHER(X)						\
+	X(migr_ucontext_ops, dealloc_ucontext)				\
+	X(migr_ucontext_ops, dealloc_pd)				\
+	X(migr_mr_ops, dereg_mr)					\
 	X(migr_cq_ops, resize_cq)					\
 	X(migr_cq_ops, destroy_cq)					\
-	X(migr_qp_ops, create_qp)					\
 	X(migr_qp_ops, modify_qp)					\
 	X(migr_qp_ops, destroy_qp)					\
-	X(migr_srq_ops, create_srq)					\
 	X(migr_srq_ops, modify_srq)					\
 	X(migr_srq_ops, destroy_srq)					\
-	X(migr_other_ops, alloc_mw)					\
 	X(migr_other_ops, dealloc_mw)					\
-	X(migr_other_ops, create_user_ah)				\
 	X(migr_other_ops, destroy_ah)					\
-	X(migr_other_ops, alloc_xrcd)					\
 	X(migr_other_ops, dealloc_xrcd)					\
-	X(migr_other_ops, alloc_dm)					\
 	X(migr_other_ops, dealloc_dm)
 
-/* uverbs has looked at which ops are NULL: those stay NULL. */
+/*
+ * uverbs has looked at which ops are NULL: those stay NULL. Creators come last:
+ * whatever is recorded, we see the end of it. That goes for contexts, too: any
+ * creator records one that is older than the module.
+ */
 static void ops_install(struct migr_dev *md)
 {
 	struct ib_device_ops *ops = &md->ibdev->ops;
@@ -61,7 +71,9 @@ static void ops_install(struct migr_dev *md)
 #define INSTALL(table, op)						\
 	if (ops->op)							\
 		WRITE_ONCE(ops->op, table.op);
-	MIGR_FOR_EACH_OP(INSTALL)
+	MIGR_FOR_EACH_OTHER(INSTALL)
+	smp_wmb();	/* pairs with uverbs's locks between making an object and ending it */
+	MIGR_FOR_EACH_CREATOR(INSTALL)
 #undef INSTALL
 }
 
@@ -75,7 +87,8 @@ static void ops_restore(struct migr_dev *md)
 	else if (ops->op != md->orig.op)				\
 		pr_err("%s: somebody else has replaced " #op "; it is left alone\n", \
 		       dev_name(&md->ibdev->dev));
-	MIGR_FOR_EACH_OP(RESTORE)
+	MIGR_FOR_EACH_CREATOR(RESTORE)
+	MIGR_FOR_EACH_OTHER(RESTORE)
 #undef RESTORE
 }
 
