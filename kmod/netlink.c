@@ -226,7 +226,7 @@ static int obj_dump(struct sk_buff *skb, struct netlink_callback *cb)
 	if (!migr_ctx_is_there_locked(ctx)) {
 		mutex_unlock(&migr_lock);
 		migr_ctx_put(ctx);
-		return -ENODEV;
+		return -ENOENT;		/* as if it were gone already */
 	}
 	/* A change between two parts makes the dump an interrupted one. */
 	cb->seq = ctx->gen ?: 1;

@@ -20,6 +20,7 @@
 #define MEMORY 4096
 
 static struct ctx_list ctxs;
+static struct obj_list objs;
 
 /* The device of that name, or (@named is false) another one. */
 static struct ibv_context *open_by_name(const char *name, bool named)
@@ -80,10 +81,26 @@ static void goes_though_another_hangs(void)
 	close(fd);
 }
 
+/* Half a second of dumps. A context on its way out is none that is there, and so no error to who reads all of them. */
+static void dump_meanwhile(uint32_t id)
+{
+	int err = 0, i, going = 0;
+
+	for (i = 0; i < 500 && (!err || err == -ENOENT); i++) {
+		err = genl_objs(id, &objs);
+		if (err == -ENOENT && !genl_ctxs(getpid(), &ctxs))
+			going += ctxs.n;
+		usleep(1000);
+	}
+	check(!err || err == -ENOENT, "a dump meanwhile is whole, or of no such context");
+	printf("# %d dumps, %d of them while the context was on its way out\n", i, going);
+}
+
 int main(void)
 {
 	struct migr_info before, info;
 	struct ibv_context *context = NULL;
+	uint32_t id;
 	int status, i;
 	pid_t child;
 
@@ -103,6 +120,7 @@ int main(void)
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
 	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, IBDEV) && ctxs.rec[0].nr_pd == 1 && !ctxs.rec[0].flags,
 	      "what is made on it is recorded");
+	id = ctxs.rec[0].ctx_id;
 	need(!system("rdma dev set " IBDEV " name " RENAMED), "another name");
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
 	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, RENAMED), "by its new name, once it has one");
@@ -115,7 +133,7 @@ int main(void)
 		close(context->async_fd);
 		_exit(system("timeout 60 rdma link del " RENAMED) ? 1 : 0);
 	}
-	usleep(500000);	/* it waits for us, or has taken the device from us */
+	dump_meanwhile(id);	/* until it waits for us, or has taken the device from us */
 	ibv_close_device(context);
 	need(waitpid(child, &status, 0) == child, "wait");
 	check(WIFEXITED(status) && !WEXITSTATUS(status), "the device goes");
