@@ -82,8 +82,9 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	strscpy(ctx->ibdev_name, dev_name(&uctx->device->dev), sizeof(ctx->ibdev_name));
 	strscpy(ctx->comm, comm, sizeof(ctx->comm));
 
-	/* One that was given comes again after all others. */
-	err = xa_alloc_cyclic(&ctx_by_id, &ctx->id, ctx, xa_limit_32b, &ctx_next_id, GFP_KERNEL);
+	/* One that was given comes again after all others. A dump goes on at the last one plus 1. */
+	err = xa_alloc_cyclic(&ctx_by_id, &ctx->id, ctx, XA_LIMIT(1, U32_MAX - 1), &ctx_next_id,
+			      GFP_KERNEL);
 	if (err < 0) {
 		kfree(ctx);
 		return ERR_PTR(err);
