@@ -62,15 +62,13 @@ bool migr_ctx_is_there_locked(const struct migr_ctx *ctx)
 	return ctx->uctx && !ctx->leaving;
 }
 
-static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgid,
-				       const char *comm, u32 flags)
+/* On success @ctx, all zeros before, is the record's; on failure still the caller's. */
+static int ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struct pid *tgid,
+			  const char *comm, u32 flags)
 {
-	struct migr_ctx *ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
 	int err;
 
 	lockdep_assert_held(&migr_lock);
-	if (!ctx)
-		return ERR_PTR(-ENOMEM);
 	kref_init(&ctx->ref);
 	xa_init(&ctx->objs);
 	ctx->uctx = uctx;
@@ -85,30 +83,35 @@ static struct migr_ctx *ctx_new_locked(struct ib_ucontext *uctx, struct pid *tgi
 	/* One that was given comes again after all others. A dump goes on at the last one plus 1. */
 	err = xa_alloc_cyclic(&ctx_by_id, &ctx->id, ctx, XA_LIMIT(1, U32_MAX - 1), &ctx_next_id,
 			      GFP_KERNEL);
-	if (err < 0) {
-		kfree(ctx);
-		return ERR_PTR(err);
-	}
+	if (err < 0)
+		return err;
 	ctx->tgid = get_pid(tgid);
 	ctx->user_ns = get_user_ns(current_user_ns());
 	ctx->netns = migr_current_netns();
 	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
 	trace_migr_ctx_new(ctx);
-	return ctx;
+	return 0;
 }
 
 int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags)
 {
-	struct migr_ctx *ctx = NULL;
+	struct migr_ctx *ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
+	int err = 0;
+	bool known;
 
+	if (!ctx)
+		return -ENOMEM;
 	mutex_lock(&migr_lock);
-	if (!ctx_find_locked(uctx))
-		ctx = ctx_new_locked(uctx, tgid, comm, flags);
+	known = ctx_find_locked(uctx);
+	if (!known)
+		err = ctx_new_locked(ctx, uctx, tgid, comm, flags);
 	mutex_unlock(&migr_lock);
-	if (IS_ERR(ctx))
-		return PTR_ERR(ctx);
-	if (ctx)	/* the caller's ucontext keeps it */
-		migr_event(MIGR_EV_CTX_NEW, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
+	if (known || err) {
+		kfree(ctx);
+		return err;
+	}
+	/* the caller's ucontext keeps it */
+	migr_event(MIGR_EV_CTX_NEW, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
 	return 0;
 }
 
@@ -519,11 +522,16 @@ static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
 	struct migr_ctx *ctx = ctx_find_locked(uctx);
 	int err;
 
-	if (!ctx) {	/* older than the module */
-		ctx = ctx_new_locked(uctx, task_tgid(current), current->group_leader->comm,
+	if (!ctx) {	/* older than the module, and not found when it came: rare */
+		ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
+		if (!ctx)
+			return -ENOMEM;
+		err = ctx_new_locked(ctx, uctx, task_tgid(current), current->group_leader->comm,
 				     MIGR_CTX_HYDRATED);
-		if (IS_ERR(ctx))
-			return PTR_ERR(ctx);
+		if (err) {
+			kfree(ctx);
+			return err;
+		}
 	}
 	obj->ctx = ctx;
 	obj->seq = ctx->next_seq;
