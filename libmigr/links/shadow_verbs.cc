@@ -606,6 +606,18 @@ migr_links_link record_of(const Link& link, std::uint32_t backups) {
 /// The one that is made ahead. @param next  next_side()
 bool lacks_path(const QpLink& l, Side next) { return l.ahead && !l.legs[next].next.connected; }
 
+/// No channel over another link stands: of the first one's.
+const char* why_nowhere(const QpLink& l) {
+  const Side side = l.on == kHome ? 1 : kHome;
+  const Link& link = *l.legs[side].link;
+  if (link.down()) return "its other link is down";
+  if (!is_common(l, side)) return "the other end cannot go to its other link";
+  if (side != l.on && !receives_are_clean(*l.q, side)) return "waits for receives that are left on its other link";
+  const Channel* const channel = find_channel(l.instance, link);
+  if (!channel || !channel->up()) return "waits for a channel";
+  return channel->ended ? "waits for the end of a migration" : "waits for an answer over its channel";
+}
+
 migr_links_vqp_state state_of(const QpLink& l, Side next) {
   migr_links_vqp_state out{};
   out.name = l.name;
@@ -616,7 +628,7 @@ migr_links_vqp_state state_of(const QpLink& l, Side next) {
   out.phase = kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
-    why = next == l.on ? "waits for a channel" : lacks_path(l, next) ? "waits for the other end" : "waits for memory";
+    why = next == l.on ? why_nowhere(l) : lacks_path(l, next) ? "waits for the other end" : "waits for memory";
   if (!*why && l.stage == Stage::kReady) why = l.drains_ended ? "the way to its other link did not end; it is tried again" : why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
   out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;
