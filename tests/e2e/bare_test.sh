@@ -144,5 +144,5 @@ walk_step "without the marks it is stale" transfers_stale
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
 step "a stored server is found by who comes later" stored_server
-step "a stored container, without its partner" container_stored --mode mixed --qps 2
+walk_step "a stored container, without its partner" container_stored --mode mixed --qps 2
 e2e_end

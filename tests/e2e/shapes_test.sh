@@ -104,11 +104,11 @@ dead_client() {
 }
 
 step "clients that come after a move" late_clients
-step "a client that has died" dead_client
+walk_step "a client that has died" dead_client
 step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
-step "a service that is its own partner" its_own_partner --mode mixed --qps 2
+walk_step "a service that is its own partner" its_own_partner --mode mixed --qps 2
 walk_step "made and connected during the stop" without_pre_setup
 walk_step "all of RDMA closed before" without_rdma
 walk_step "both ends move, one to the other first" both_ends --mode mixed --qps 2
