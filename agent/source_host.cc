@@ -28,7 +28,6 @@ namespace {
 namespace fs = std::filesystem;
 
 // enum ib_qp_type, enum ib_qp_state
-constexpr int kEndStepMs = 50;
 constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
 constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
@@ -271,6 +270,7 @@ void SourceHost::settle(std::uint32_t id) {
 // CRIU, and runc behind it, stop what they dump once more when they end: of a migrd that has ended in the middle they may still run.
 // Its images are gone, so that takes no long.
 void SourceHost::end_dump(std::uint32_t id) const {
+  constexpr int kEndStepMs = 50;
   const auto dumpers = [&] { return processes_naming(folder(id) + "/"); };
   const auto wait = [&](int ms) {
     for (; ms > 0 && !dumpers().empty(); ms -= kEndStepMs) usleep(kEndStepMs * 1000);
@@ -278,8 +278,7 @@ void SourceHost::end_dump(std::uint32_t id) const {
   };
   if (wait(kCheckpointMs)) return;
   spdlog::error("a dump of migration {} does not end: ending it", migration_text(id));
-  const auto of_runc = dumpers();
-  for (const pid_t runc : of_runc)  // who can still put things right when its CRIU has ended
+  for (const pid_t runc : dumpers())  // who can still put things right when its CRIU has ended
     for (const pid_t pid : tree_of(runc))
       if (pid != runc) kill(pid, SIGKILL);
   if (wait(kHookMs)) return;

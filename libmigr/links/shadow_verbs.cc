@@ -612,7 +612,7 @@ const char* why_nowhere(const QpLink& l) {
   const Link& link = *l.legs[side].link;
   if (link.down()) return "its other link is down";
   if (!is_common(l, side)) return "the other end cannot go to its other link";
-  if (side != l.on && !receives_are_clean(*l.q, side)) return "waits for receives that are left on its other link";
+  if (!receives_are_clean(*l.q, side)) return "waits for receives that are left on its other link";
   const Channel* const channel = find_channel(l.instance, link);
   if (!channel || !channel->up()) return "waits for a channel";
   return channel->ended ? "waits for the end of a migration" : "waits for an answer over its channel";
