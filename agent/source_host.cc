@@ -82,6 +82,12 @@ std::vector<Instance> instances_of(const journal::Source& r) {
 // An older migrd did not write down which boot it was.
 bool of_this_boot(const journal::Source& r) { return r.boot().empty() || r.boot() == boot_of_host(); }
 
+// A destination that let it run may have forgotten that by now.
+bool may_be_forgotten(const journal::Source& r) {
+  constexpr std::chrono::seconds kKeptForSure = kKeepOutcome - std::chrono::hours(1);
+  return unix_now() - r.begun_s() > kKeptForSure.count();
+}
+
 }  // namespace
 
 // ---- the host
@@ -186,7 +192,7 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   if (!e) return true;
   wire::Outcome known = e->ordered;
   if (known == wire::UNKNOWN && destination) {
-    const auto told = tell_commit(*destination, id, 0, kResolveStepMs);
+    const auto told = tell_commit(*destination, id, 0, kResolveStepMs, may_be_forgotten(e->record));
     if (told.outcome != wire::OPEN) known = told.outcome;
   } else if (destination) {
     // The operator may be wrong, or late: a destination that answers is believed.
@@ -235,7 +241,8 @@ void SourceHost::settle(std::uint32_t id) {
       if (auto d = to_destination_(e->record.destination())) destination = std::move(*d);
     Status s;
     if (!sure && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination.get())) {
-      say("stands still: " + e->record.destination() + " was told to let it run and does not answer; is asked again and again");
+      say("stands still: " + e->record.destination() + " was told to let it run and does not " +
+          (may_be_forgotten(e->record) ? "say any more what became of that: if it runs there --commit --force, if it never will --rollback --force" : "answer; is asked again and again"));
       s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
     } else {
       sure = true;

@@ -285,6 +285,33 @@ TEST_F(ASource, WhatRunsThereIsNotLetRunHereByAnOrderOfBefore) {
   EXPECT_FALSE(there());
 }
 
+// ---- a destination that does not know of it (any more)
+
+TEST_F(ASource, WhatTheDestinationDoesNotKnowItNeverHasLetRun) {
+  auto r = record(wire::COMMITTED);
+  r.set_begun_s(unix_now() - 6 * 24 * 3600);
+  destination.says = wire::UNKNOWN;
+  destination.told_to_commit = [] {};
+  EXPECT_FALSE(settle(r).migrated());
+  EXPECT_EQ(did("runc", "resume"), 1);
+}
+
+TEST_F(ASource, WhatTheDestinationMayHaveForgottenIsForTheOperatorToDecide) {
+  auto r = record(wire::COMMITTED);
+  r.set_begun_s(unix_now() - 7 * 24 * 3600);
+  destination.says = wire::UNKNOWN;
+  destination.told_to_commit = [] {};
+  begin(r);
+  for (int i = 0; i < 200 && destination.asked < 4; i++) usleep(50'000);
+  EXPECT_EQ(host.outcome(kId).outcome(), wire::COMMITTED);
+  EXPECT_EQ(did("runc", "resume"), 0);
+  ASSERT_EQ(host.open_migrations().size(), 1u);
+  EXPECT_NE(host.open_migrations()[0].state().find("does not say any more what became of that"), std::string::npos) << host.open_migrations()[0].state();
+  EXPECT_TRUE(host.order(kId, wire::COMMITTED, true));
+  EXPECT_TRUE(settled().migrated());
+  EXPECT_FALSE(there());
+}
+
 // ---- how long it is kept
 
 TEST_F(ASource, WhatIsSettledIsForgottenAfterAWhile) {
