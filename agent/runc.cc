@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "limits.h"
+#include "process.h"
 
 namespace migr {
 namespace {
@@ -143,7 +144,10 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
   const std::string what = "checkpoint of " + id + ": ";
   if (auto s = ahead.running() ? ahead.say("begin") : Status(); !s) return Error{s.error().code, what + s.error().text};
   if (!ahead.wait(kCheckpointMs)) {
-    ahead.signal(SIGKILL);
+    // CRIU only, if it is not `ahead` itself: runc then ends TCP_REPAIR of the connections, which would not work any more.
+    const auto tree = tree_of(ahead.pid());
+    for (std::size_t i = 1; i < tree.size(); i++) kill(tree[i], SIGKILL);
+    if (tree.size() < 2 || !ahead.wait(kHookMs)) ahead.signal(SIGKILL);
     return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms"};
   }
   if (!ahead.status()) return {};
