@@ -28,7 +28,9 @@ struct PartnerHost::Process {
   std::vector<migr_qp_ref> refs;
   std::vector<std::uint32_t> index;   // of each ref, as the coordinator counts
   std::vector<std::string> gid;       // of each ref: it sends from
+  std::string began;                  // which life has the number; empty: written down by an older migrd
   CountedQps counted() const { return {refs, index}; }
+  bool lives() const { return process_lives(pid) && (began.empty() || life_of(pid) == began); }
 };
 
 struct PartnerHost::Job : LeasedJob {
@@ -53,7 +55,7 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
     const auto instance = instance_of(q.instance());
     if (!instance) return instance.error();
     auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.pid == q.pid(); });
-    if (p == job->processes.end()) p = job->processes.insert(p, {*instance, q.pid(), {}, {}, {}});
+    if (p == job->processes.end()) p = job->processes.insert(p, {*instance, q.pid(), {}, {}, {}, {}});
     p->refs.push_back({q.ctx_id(), q.vqpn(), q.pqpn(), 0});
     p->index.push_back(q.index());
     p->gid.push_back(q.gid());
@@ -69,6 +71,8 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
     if (!job || (*job)->id != id) continue;
     JobPtr j = *job;
     j->record = record;
+    for (auto& p : j->processes)
+      if (const auto began = record.began().find(p.pid); began != record.began().end()) p.began = began->second;
     j->begun_s = record.begun_s();
     j->outcome = record.outcome();
     j->switched = record.switched();
@@ -103,7 +107,7 @@ void PartnerHost::end(Job& job, wire::Outcome outcome) {
 
 // A process that has connected anew meanwhile is found by its number.
 Result<std::shared_ptr<ProcessSession>> PartnerHost::session_of(const Process& p) const {
-  return sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, process_lives(p.pid) ? kReconnectMs : 0);
+  return sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, p.lives() ? kReconnectMs : 0);
 }
 
 // Caller holds job.work.
@@ -121,7 +125,7 @@ Status PartnerHost::each_left(Job& job, const std::function<Status(Process&, Pro
   const auto one = [&](Process& p) -> Status {
     auto session = session_of(p);
     const Status s = session ? f(p, **session) : session.error();
-    if (s || (session ? !(*session)->ends() : process_lives(p.pid))) return s;
+    if (s || (session ? !(*session)->ends() : p.lives())) return s;
     spdlog::warn("process {} has ended since the commit", p.pid);
     return {};
   };
@@ -222,7 +226,8 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerP
   if (!made) return to_grpc(made);
   const JobPtr job = *made;
   if (auto s = coordinates({*ctx, config_}, job->id, job->source); !s) return to_grpc(s);
-  for (const auto& p : job->processes) {
+  for (auto& p : job->processes) {
+    p.began = life_of(p.pid);  // before it is seen to be connected: nobody else has the number then
     auto session = sessions_.by_pid(p.pid);
     if (!session || session->instance() != p.instance)
       return {grpc::StatusCode::NOT_FOUND, "process " + std::to_string(p.pid) + " is not connected to its migrd any more"};
@@ -234,6 +239,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerP
   std::lock_guard work(job->work);
   job->begun_s = unix_now();
   job->record.set_begun_s(job->begun_s);
+  for (const auto& p : job->processes) (*job->record.mutable_began())[p.pid] = p.began;
   if (jobs_.find(job->id)) return {grpc::StatusCode::ALREADY_EXISTS, "a migration of that number is here"};
   if (const auto holder = claims_.take(job->wanted(), job->id)) {
     out->mutable_busy()->set_who("a partner on " + config_.name);
@@ -408,11 +414,11 @@ Status PartnerHost::rollback(Job& job) {
   if (job.get() != wire::OPEN) return {};
   Status first;
   for (auto& p : job.processes) {
-    if (!process_lives(p.pid)) continue;
+    if (!p.lives()) continue;
     auto session = session_of(p);
     Status s = session;
     if (session) s = (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs);
-    if (first && !s && process_lives(p.pid)) first = s;
+    if (first && !s && p.lives()) first = s;
   }
   if (!first) return first;
   end(job, wire::UNDONE);

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What a partner takes back by itself after a start of its migrd.
+#include "agent/partner_host.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+
+#include "agent/limits.h"
+#include "agent/process.h"
+
+namespace {
+
+using namespace migr;
+namespace fs = std::filesystem;
+
+constexpr std::uint32_t kId = 0x1234;
+
+struct APartner : ::testing::Test {
+  static std::string made() {
+    char name[] = "/tmp/partner_host_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  Config config_in_root() const {
+    Config c;
+    c.name = "peer";
+    c.state_dir = root + "/state";
+    c.run_dir = root + "/run";
+    return c;
+  }
+  void SetUp() override {
+    kReconnectMs = 200;
+    kResolveStepMs = 100;
+    ASSERT_GT(child = fork(), -1);
+    if (!child) {
+      for (;;) pause();
+    }
+    auto* q = record.mutable_request()->add_qps();
+    record.mutable_request()->set_id(kId);
+    record.mutable_request()->set_source("src");
+    record.set_outcome(wire::OPEN);
+    q->set_instance(std::string(sizeof(Instance), 'i'));
+    q->set_pid(child);
+  }
+  void TearDown() override {
+    end_child();
+    if (host && !taken_back(5'000)) {
+      ADD_FAILURE() << "it is not taken back";
+      std::fflush(nullptr);
+      _exit(1);  // its thread goes on with what is here
+    }
+    fs::remove_all(root);
+  }
+  void end_child() {
+    if (child <= 0) return;
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    child = 0;
+  }
+  /// As a migrd does that finds this after its start.
+  void begin() {
+    ASSERT_TRUE(written.save(kId, record));
+    host.emplace(config, sessions, peers, claims, directory, whereabouts);
+  }
+  bool taken_back(int limit_ms) {
+    const auto so = [&] { return written.load(kKeepOutcome, [](const auto&) { return false; }).at(kId).outcome() == wire::UNDONE; };
+    for (int ms = 0; ms < limit_ms && !so(); ms += 100) {
+      host->tick();
+      usleep(100'000);
+    }
+    return so();
+  }
+
+  const std::string root = made();
+  const Config config = config_in_root();
+  const Journal<journal::Partner> written{config.state_dir + "/journal/partner"};
+  pid_t child = 0;
+  journal::Partner record;
+  SessionTable sessions;
+  Peers peers{config, pki::Files{}};
+  Claims claims;
+  Directory directory{config};
+  Whereabouts whereabouts{config, sessions, peers, directory};
+  std::optional<PartnerHost> host;
+};
+
+TEST_F(APartner, DoesNotWaitForWhoHasTheNumberOfItsProcessNow) {
+  (*record.mutable_began())[child] = "another life";
+  begin();
+  EXPECT_TRUE(taken_back(2'000));
+}
+
+TEST_F(APartner, WaitsForItsProcessUntilThatEnds) {
+  (*record.mutable_began())[child] = life_of(child);
+  begin();
+  EXPECT_FALSE(taken_back(1'000));
+  end_child();
+  EXPECT_TRUE(taken_back(2'000));
+}
+
+TEST_F(APartner, OfAnOlderMigrdTheNumberIsAllThatIsKnown) {
+  begin();
+  EXPECT_FALSE(taken_back(1'000));
+}
+
+}  // namespace
