@@ -46,6 +46,8 @@ bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 // Where it is not loaded somebody else says so.
 Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 
+constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
+
 }  // namespace
 
 struct DestinationHost::Job : LeasedJob {
@@ -64,12 +66,14 @@ struct DestinationHost::Job : LeasedJob {
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   bool attached = false, rebound = false;
   std::atomic<bool> ready = false, resumed = false;
+  std::atomic<bool> settled = false, opened = false;  // both: finished
   bool cleaned = false;
   std::thread opener;           // lets the network's traffic through
   journal::Destination record;  // guarded by work
 
-  std::mutex state;  // guards keys
+  std::mutex state;  // guards keys, why_closed
   std::vector<wire::ProcessKeys> keys;
+  std::string why_closed;
   Afterwards afterwards;
 
   std::string images() const { return dir + "/images"; }
@@ -122,7 +126,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers)
     : config_(config), sessions_(sessions), peers_(peers), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE || r.resumed(); })) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE || (r.resumed() && !r.closed()); })) {
     auto made = job_of(record.header(), config_.state_dir);
     if (!made || (*made)->id != id) continue;
     const JobPtr job = *made;
@@ -137,10 +141,12 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->ready = !job->objects.empty();
     job->note_peers(record.connect());
     job->mine = true;
-    job->finished = job->get() == wire::UNDONE || job->resumed;
+    job->settled = job->get() == wire::UNDONE || job->resumed;
+    job->opened = !record.closed();
+    job->finished = job->settled && (job->get() == wire::UNDONE || job->opened);
     (void)jobs_.add(job);
     if (job->finished) continue;
-    if (!job->rebound) job->module = hold_module();
+    if (!job->rebound && !job->settled) job->module = hold_module();
     take_up(job);
     if (job->get() == wire::COMMITTED) needed.insert(job->dir);
   }
@@ -167,12 +173,23 @@ void DestinationHost::take_up(const JobPtr& job) {
     }
   }
   if (job->get() == wire::OPEN) return abort(*job, "migrd ended before it was committed");
+  if (job->settled && !is_here(*job)) {  // nothing is left that its network would be for
+    job->record.set_closed(false);
+    job->opened = job->finished = true;
+    (void)save(*job);
+    return;
+  }
   spdlog::warn("{} runs here; finishing", job->container);
+  if (job->settled) return open_network(*job, "attach");
   for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
-  if (auto s = runc_.net("attach", job->bundle, job->container); !s) spdlog::error("{}", s.error().text);
+  open_network(*job, "attach");
 }
 
-DestinationHost::~DestinationHost() = default;
+DestinationHost::~DestinationHost() {
+  ends_ = true;
+  for (const auto& j : jobs_.all())
+    if (j->opener.joinable()) j->opener.join();
+}
 
 // Caller holds job.work.
 Status DestinationHost::save(Job& job) {
@@ -453,13 +470,37 @@ Status DestinationHost::commit(Job& job) {
   job.outcome = wire::COMMITTED;
   decided(wire::COMMITTED);
   job.renew();
+  open_network(job, "open");
   // If it cannot be written, a look will tell.
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   spdlog::info("committed, {} runs here", job.container);
-  job.opener = std::thread(with_log_fields([this, bundle = job.bundle, container = job.container] {
-    if (auto s = runc_.net("open", bundle, container); !s) spdlog::error("{}", s.error().text);
-  }));
   return {};
+}
+
+// The container is cut off until that is done: it is tried as long as it is here. Caller holds job.work.
+void DestinationHost::open_network(Job& job, const std::string& verb) {
+  job.opened = false;
+  job.record.set_closed(true);
+  job.opener = std::thread(with_log_fields([this, &job, verb] {
+    for (const LeasedJob::Pace pace; !ends_;) {
+      const auto s = runc_.net(verb, job.bundle, job.container);
+      if (s) break;
+      spdlog::error("{}", s.error().text);
+      {
+        std::lock_guard work(job.work);
+        if (!is_here(job)) break;
+        std::lock_guard lock(job.state);
+        job.why_closed = s.error().text;
+      }
+      for (int ms = pace.patient() ? kResolveStepMs : kResolveSlowMs; ms > 0 && !ends_; ms -= kOpenLookMs) usleep(kOpenLookMs * 1000);
+    }
+    if (ends_) return;
+    std::lock_guard work(job.work);
+    job.record.set_closed(false);
+    if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
+    job.opened = true;
+    job.finished = job.settled.load();
+  }));
 }
 
 grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
@@ -644,7 +685,8 @@ void DestinationHost::settle(Job& job) {
     for (const auto& k : job.keys) *job.record.add_keys() = k;
   }
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
-  job.finished = true;
+  job.settled = true;
+  job.finished = job.opened.load();
 }
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
@@ -748,7 +790,7 @@ Status DestinationHost::renew(std::uint32_t id, const Caller& who) { return jobs
 
 bool DestinationHost::claims(const Instance& i) {
   for (const auto& j : jobs_.all())
-    if (!j->finished && std::find(j->instances.begin(), j->instances.end(), i) != j->instances.end()) return true;
+    if (!j->finished && !j->settled && std::find(j->instances.begin(), j->instances.end(), i) != j->instances.end()) return true;
   return false;
 }
 
@@ -763,6 +805,7 @@ void DestinationHost::left_alone(const JobPtr& job) {
     abort(*job, why);
   };
   for (LeasedJob::Pace pace; !job->finished; pace.wait(*job)) {
+    if (job->settled) continue;  // but for its network
     if (job->get() == wire::COMMITTED) {
       std::lock_guard work(job->work);
       wire::ResumeReply ignored;
@@ -777,7 +820,8 @@ void DestinationHost::left_alone(const JobPtr& job) {
         close_gate(config_.run_dir, job->instances[i]);
         (void)numbers_.note_guest(job->instances[i], job->births_of(i), 0);
       }
-      job->resumed = job->finished = true;
+      job->record.set_closed(false);
+      job->resumed = job->settled = job->finished = true;
       (void)save(*job);
       continue;
     }
@@ -829,9 +873,11 @@ std::vector<wire::OpenMigration> DestinationHost::open_migrations() {
     o.set_destination(config_.name);
     o.set_begun_s(j->begun_s);
     o.set_outcome(j->outcome);
-    if (j->get() == wire::COMMITTED)
-      o.set_state("runs here; its connections are being taken up");
-    else
+    if (j->get() == wire::COMMITTED) {
+      std::lock_guard lock(j->state);
+      const std::string closed = j->opened || j->why_closed.empty() ? "" : "its network stays closed and is tried again: " + j->why_closed;
+      o.set_state("runs here; " + (j->settled && !closed.empty() ? closed : "its connections are being taken up" + (closed.empty() ? "" : "; " + closed)));
+    } else
       o.set_state(j->renewed() ? j->source + " coordinates it" : j->source + " is silent; is asked for the outcome, then it is undone");
     out.push_back(o);
   }

@@ -2,6 +2,7 @@
 // This host as the destination: service Destination of wire.proto.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <set>
@@ -58,6 +59,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status start_restore(Job& job);
   Status create(Job& job, wire::PrepareReply& out);
   Status attach_network(Job& job);
+  void open_network(Job& job, const std::string& verb);
   Status commit(Job& job);
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
@@ -78,6 +80,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Numbers& numbers_;
   const Runtime runc_;
   const Journal<journal::Destination> journal_;
+  std::atomic<bool> ends_ = false;  // no retries any more
   LeasedJobs<Job> jobs_;
 };
 

@@ -461,6 +461,7 @@ int net(Args a) {
   if (a[0] == "cleanup") return unlink(file.c_str()), 0;
   if (!made && a[0] == "detach") return 0;
   if (!made && a[0] == "open") return complain("no network");
+  if (now == "open" && !access((host + "/stays-closed").c_str(), F_OK)) return complain("it stays closed");
   std::ofstream(file) << now << "\n";
   return 0;
 }

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What a destination goes on with after a start of its migrd, with a played runc and network hook.
+#include "agent/destination_host.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <optional>
+
+#include "agent/file_tree.h"
+#include "agent/limits.h"
+#include "agent/process.h"
+
+namespace {
+
+using namespace migr;
+namespace fs = std::filesystem;
+
+constexpr std::uint32_t kId = 0x1234;
+
+struct ADestination : ::testing::Test {
+  static std::string made() {
+    char name[] = "/tmp/destination_host_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  Config config_in_root() const {
+    Config c;
+    c.name = "dst";
+    c.state_dir = root + "/state";
+    c.run_dir = root + "/run";
+    c.runc_root = root + "/containers";
+    c.net_hook = root + "/net";
+    return c;
+  }
+  void SetUp() override {
+    kResolveStepMs = 100;
+    std::ofstream(root + "/net") << "#!/bin/sh\necho \"$1\" >>" << root << "/net.log\n[ ! -e " << root << "/net-fails ] || { echo no bridge >&2; exit 1; }\n";
+    ASSERT_EQ(chmod((root + "/net").c_str(), 0755), 0);
+    std::ofstream(root + "/net-fails") << "";
+    fs::create_directories(root + "/bundle");
+    std::ofstream(root + "/bundle/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
+    fs::create_directories(root + "/containers/web");
+    auto* h = record.mutable_header();
+    h->set_id(kId);
+    h->set_source("src");
+    h->set_container("web");
+    h->set_bundle(root + "/bundle");
+    record.set_outcome(wire::COMMITTED);
+    record.set_told(true);
+    record.set_resumed(true);
+    record.set_boot(boot_of_host());
+    record.set_closed(true);
+  }
+  void TearDown() override {
+    host.reset();
+    fs::remove_all(root);
+  }
+  /// As a migrd does that finds this after its start.
+  void begin() {
+    ASSERT_TRUE(Journal<journal::Destination>(config.state_dir + "/journal/destination").save(kId, record));
+    host.emplace(config, sessions, peers, numbers);
+  }
+  static bool within(int limit_ms, const std::function<bool()>& so) {
+    for (int ms = 0; ms < limit_ms && !so(); ms += 50) usleep(50'000);
+    return so();
+  }
+  std::string state() { return host->open_migrations().empty() ? "" : host->open_migrations()[0].state(); }
+  long tries() const {
+    const std::string log = text_of(root + "/net.log");
+    return std::count(log.begin(), log.end(), '\n');
+  }
+
+  const std::string root = made();
+  const Config config = config_in_root();
+  journal::Destination record;
+  SessionTable sessions;
+  Peers peers{config, pki::Files{}};
+  Numbers numbers{config};
+  std::optional<DestinationHost> host;
+};
+
+TEST_F(ADestination, IsNotFinishedUntilTheNetworkIsOpen) {
+  begin();
+  EXPECT_TRUE(within(5'000, [&] { return tries() > 2; })) << "it is tried once only";
+  EXPECT_EQ(state(), "runs here; its network stays closed and is tried again: network of web, attach: no bridge");
+  EXPECT_FALSE(host->claims(Instance{1})) << "its processes are free to go";
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(within(5'000, [&] { return host->open_migrations().empty(); }));
+  host.reset();
+  const auto kept = Journal<journal::Destination>(config.state_dir + "/journal/destination").load(kKeepOutcome, [](const auto&) { return false; });
+  EXPECT_FALSE(kept.at(kId).closed());
+}
+
+TEST_F(ADestination, OpensNoNetworkOfWhatHasEnded) {
+  begin();
+  EXPECT_TRUE(within(5'000, [&] { return tries() > 0; }));
+  fs::remove_all(root + "/containers/web");
+  EXPECT_TRUE(within(5'000, [&] { return host->open_migrations().empty(); }));
+}
+
+TEST_F(ADestination, SinceABootNothingOfItIsHere) {
+  record.set_boot("another boot");
+  begin();
+  EXPECT_TRUE(host->open_migrations().empty());
+  EXPECT_EQ(tries(), 0);
+}
+
+TEST_F(ADestination, WhatIsOpenStaysAsItIs) {
+  record.set_closed(false);
+  begin();
+  EXPECT_TRUE(host->open_migrations().empty());
+  EXPECT_EQ(tries(), 0);
+}
+
+}  // namespace
