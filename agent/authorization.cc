@@ -39,6 +39,7 @@ constexpr GuardedCall kCalls[] = {
     {"/migr.wire.Destination/Create", Right::kToHere},
     {"/migr.wire.Destination/Connect", Right::kToHere},
     {"/migr.wire.Destination/Upload", Right::kToHere},
+    {"/migr.wire.Destination/UploadChanges", Right::kToHere},
     {"/migr.wire.Destination/AttachNetwork", Right::kToHere},
     {"/migr.wire.Destination/FullRestore", Right::kToHere},
     {"/migr.wire.Destination/Ready", Right::kToHere},

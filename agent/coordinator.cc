@@ -645,6 +645,8 @@ Status Coordinator::copy() {
     start_upload();
   }
   if (auto s = upload_.get(); !s) return s;
+  if (dest_.bundle_changes())
+    if (auto s = step("copy.bundle", [this] { return dest_.upload_changes(id_, sent_); }); !s) return s;
   return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }
 

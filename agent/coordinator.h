@@ -108,6 +108,10 @@ class DestinationLink {
   /// Sends the images in `folder`, memory while it is being `written`; adds what was sent to `bytes`.
   /// @param pre_copy_round  0: the checkpoint
   virtual Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) = 0;
+  /// The container may write to what prepare() has sent of its bundle.
+  virtual bool bundle_changes() const { return false; }
+  /// Once it is stopped: sends what has changed of that, and takes away there what is not here any more.
+  virtual Status upload_changes(std::uint32_t, Sent&) { return {}; }
   virtual Status attach_network(std::uint32_t id) = 0;
   virtual Status full_restore(std::uint32_t id) = 0;
   virtual Status ready(std::uint32_t id) = 0;

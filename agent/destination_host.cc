@@ -411,6 +411,36 @@ grpc::Status DestinationHost::Upload(grpc::ServerContext* ctx, grpc::ServerReade
   });
 }
 
+grpc::Status DestinationHost::UploadChanges(grpc::ServerContext* ctx, grpc::ServerReader<wire::ChangesChunk>* reader, wire::UploadReply* out) {
+  wire::ChangesChunk chunk;
+  if (!reader->Read(&chunk)) return {grpc::StatusCode::INVALID_ARGUMENT, "UploadChanges without a header"};
+  return step(*ctx, chunk.id(), FaultStep::kDestinationUpload, [&](Job& job) -> Status {
+    const auto root = writable_root(job.bundle);
+    if (!root) return root.error();
+    if (root->empty()) return Error{EINVAL, "changes of a root filesystem that is read-only, or not in its bundle"};
+    const std::string folder = job.bundle + "/" + *root;
+    std::map<std::string, wire::TreeName> names;
+    bool all_named = false;
+    TreeWriter w(folder);
+    do {
+      if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
+      for (auto& t : *chunk.mutable_names()) names[t.name()] = std::move(t);
+      // Before the files: one may have the name that a folder had. An upload that ends before removes nothing.
+      if (chunk.all_named() && !all_named)
+        if (auto s = remove_others(folder, names); !s) return s;
+      all_named = all_named || chunk.all_named();
+      if (!chunk.has_file()) continue;
+      if (!all_named) return Error{EINVAL, "files before all names"};
+      if (auto s = w.write(chunk.file()); !s) return s;
+    } while (reader->Read(&chunk));
+    if (!all_named) return Error{EINVAL, "UploadChanges without all names"};
+    if (auto s = w.finish(); !s) return s;
+    out->set_bytes(w.bytes());
+    out->set_files(w.files());
+    return {};
+  });
+}
+
 // Caller holds job.work. CRIU restores TCP connections only where their address is; no packet passes before the commit.
 Status DestinationHost::attach_network(Job& job) {
   if (job.attached) return {};

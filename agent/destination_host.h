@@ -30,6 +30,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   grpc::Status Create(grpc::ServerContext*, const wire::Migration*, wire::PrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
   grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<wire::UploadChunk>*, wire::UploadReply*) override;
+  grpc::Status UploadChanges(grpc::ServerContext*, grpc::ServerReader<wire::ChangesChunk>*, wire::UploadReply*) override;
   grpc::Status AttachNetwork(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status FullRestore(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Ready(grpc::ServerContext*, const wire::Migration*, wire::ReadyReply*) override;

@@ -3,8 +3,12 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <linux/openat2.h>
 #include <mntent.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -15,6 +19,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <vector>
 
@@ -39,6 +44,10 @@ class Checksum {
  private:
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
 };
+
+constexpr int kMaxDepth = 64;
+
+std::int64_t ns(const timespec& t) { return t.tv_sec * std::int64_t{1'000'000'000} + t.tv_nsec; }
 
 bool all_zero(const char* p, std::size_t n) { return n == 0 || (p[0] == 0 && !memcmp(p, p + 1, n - 1)); }
 
@@ -65,6 +74,10 @@ struct Sender {
   bool ended = false;
   std::string buffer = std::string(kChunkBytes, 0);
   std::map<std::string, std::uint64_t> sent{};  // while they were written; bytes
+  SentFiles* known = nullptr;                   // what it has is not sent
+  std::string known_as{};                       // before names there
+
+  bool changes() const { return known && known->first(); }
 
   wire::FileChunk chunk(const std::string& name, const struct stat& st) const {
     wire::FileChunk c;
@@ -76,11 +89,16 @@ struct Sender {
     return c;
   }
 
+  void note(const std::string& name, const struct stat& st) const {
+    if (known) known->add(known_as + name, st);
+  }
+
   Status read_at(const Sending& f, std::size_t want) {
     for (std::size_t have = 0; have < want;) {
       const ssize_t n = pread(f.fd.n, buffer.data() + have, want - have, static_cast<off_t>(f.at + have));
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return sys_error("reading " + f.chunk.name());
+      if (n == 0 && changes()) return std::fill(buffer.begin() + static_cast<std::ptrdiff_t>(have), buffer.begin() + static_cast<std::ptrdiff_t>(want), 0), Status();
       if (n == 0) return Error{EIO, f.chunk.name() + " became shorter while it was read"};
       have += static_cast<std::size_t>(n);
     }
@@ -150,7 +168,6 @@ struct Sender {
   }
 
   Status folder(int dirfd, const std::string& prefix, int depth) {
-    constexpr int kMaxDepth = 64;
     if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
     std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(dup(dirfd)), closedir);
     if (!dir) return sys_error("reading folder " + prefix);
@@ -162,7 +179,12 @@ struct Sender {
       if (ended) return {};
       const std::string name = prefix.empty() ? n : prefix + "/" + n;
       struct stat st;
-      if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("reading " + name);
+      if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) {
+        if (errno == ENOENT && changes()) continue;
+        return sys_error("reading " + name);
+      }
+      const bool has = known && known->has(known_as + name, st);
+      if (has && !S_ISDIR(st.st_mode)) continue;
       if (const auto s = sent.find(name); s != sent.end()) {
         // CRIU 3.17 does not fail where memory is missing, but reads for ever.
         if (s->second != static_cast<std::uint64_t>(st.st_size)) return Error{EIO, name + " was written to when the next one had begun"};
@@ -172,20 +194,26 @@ struct Sender {
       if (S_ISLNK(st.st_mode)) {
         std::string target(static_cast<std::size_t>(st.st_size) + 1, 0);
         const ssize_t got = readlinkat(dirfd, n.c_str(), target.data(), target.size());
+        if (got < 0 && errno == ENOENT && changes()) continue;
         if (got < 0) return sys_error("reading link " + name);
         target.resize(static_cast<std::size_t>(got));
         c.set_link(target);
+        note(name, st);
         if (!send(c)) ended = true;
       } else if (S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) {
         Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        if (fd.n < 0 && changes()) continue;  // it has gone, or is of another type by now
         if (fd.n < 0) return sys_error("reading " + name);
         if (S_ISREG(st.st_mode)) {
           if (fstat(fd.n, &st)) return sys_error("reading " + name);
+          if (!S_ISREG(st.st_mode)) continue;
+          note(name, st);
           Sending f{.fd = std::move(fd), .chunk = std::move(c)};
           if (auto s = send_to(f, static_cast<std::uint64_t>(st.st_size), true); !s) return s;
           continue;
         }
-        if (!send(c)) ended = true;
+        note(name, st);
+        if (!has && !send(c)) ended = true;
         if (st.st_dev != device) continue;  // a mount: the folder, not what is in it
         if (auto s = folder(fd.n, name, depth + 1); !s) return s;
       }
@@ -193,6 +221,83 @@ struct Sender {
     return {};
   }
 };
+
+// All but "." and "..".
+Result<std::vector<std::string>> entries_of(int dirfd, const std::string& name) {
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(dup(dirfd)), closedir);
+  if (!dir) return sys_error("reading folder " + name);
+  rewinddir(dir.get());
+  std::vector<std::string> all;
+  while (const dirent* e = readdir(dir.get()))
+    if (std::string_view n = e->d_name; n != "." && n != "..") all.emplace_back(n);
+  return all;
+}
+
+// EXDEV: something is mounted there, maybe of the same file system.
+Fd open_unmounted(int dirfd, const std::string& name) {
+  open_how how{};
+  how.flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+  how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV;
+  return Fd(static_cast<int>(syscall(SYS_openat2, dirfd, name.c_str(), &how, sizeof how)));
+}
+
+Status list(int dirfd, const std::string& prefix, dev_t device, int depth, std::map<std::string, wire::TreeName>& out) {
+  if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
+  const auto all = entries_of(dirfd, prefix);
+  if (!all) return all.error();
+  for (const auto& n : *all) {
+    wire::TreeName t;
+    t.set_name(prefix.empty() ? n : prefix + "/" + n);
+    struct stat st;
+    if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("reading " + t.name());
+    t.set_mode(st.st_mode);
+    t.set_mounted(st.st_dev != device);
+    if (S_ISDIR(st.st_mode) && !t.mounted()) {
+      const Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+      if (fd.n < 0) return sys_error("reading " + t.name());
+      if (auto s = list(fd.n, t.name(), device, depth + 1, out); !s) return s;
+    }
+    out.emplace(t.name(), std::move(t));
+  }
+  return {};
+}
+
+Status remove_at(int dirfd, const std::string& n, const std::string& name, int depth) {
+  struct stat st;
+  if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("removing " + name);
+  if (S_ISDIR(st.st_mode)) {
+    if (depth > kMaxDepth) return Error{ELOOP, name + ": too deep"};
+    const Fd fd = open_unmounted(dirfd, n);
+    if (fd.n < 0 && errno == EXDEV) return Error{EBUSY, "removing " + name + ": something is mounted there"};
+    if (fd.n < 0) return sys_error("removing " + name);
+    const auto all = entries_of(fd.n, name);
+    if (!all) return all.error();
+    for (const auto& x : *all)
+      if (auto s = remove_at(fd.n, x, name + "/" + x, depth + 1); !s) return s;
+  }
+  return unlinkat(dirfd, n.c_str(), S_ISDIR(st.st_mode) ? AT_REMOVEDIR : 0) ? Status(sys_error("removing " + name)) : Status();
+}
+
+Status remove_others_at(int dirfd, const std::string& prefix, int depth, const std::map<std::string, wire::TreeName>& names) {
+  if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
+  const auto all = entries_of(dirfd, prefix);
+  if (!all) return all.error();
+  for (const auto& n : *all) {
+    const std::string name = prefix.empty() ? n : prefix + "/" + n;
+    struct stat st;
+    if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("reading " + name);
+    const auto t = names.find(name);
+    if (t == names.end() || (t->second.mode() & S_IFMT) != (st.st_mode & S_IFMT)) {
+      if (auto s = remove_at(dirfd, n, name, depth); !s) return s;
+    } else if (S_ISDIR(st.st_mode) && !t->second.mounted()) {
+      const Fd fd = open_unmounted(dirfd, n);
+      if (fd.n < 0 && errno == EXDEV) continue;
+      if (fd.n < 0) return sys_error("reading " + name);
+      if (auto s = remove_others_at(fd.n, name, depth + 1, names); !s) return s;
+    }
+  }
+  return {};
+}
 
 // Relative, no "..", no empty part.
 bool name_ok(const std::string& n) {
@@ -237,6 +342,80 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   if (r) r = s.folder(fd.n, "", 0);
   if (!r) return Error{r.error().code, folder + "/" + r.error().text};
   return {};
+}
+
+Status SentFiles::begin(const std::string& folder) {
+  *this = SentFiles();
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  began_ns_ = ns(now);
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return fd.n < 0 || syncfs(fd.n) ? Status(sys_error("writing to the disk what is in " + folder)) : Status();
+}
+
+void SentFiles::add(const std::string& name, const struct stat& st) { files_[name] = {st.st_ino, ns(st.st_ctim)}; }
+
+bool SentFiles::has(const std::string& name, const struct stat& st) const {
+  constexpr std::int64_t kCoarseNs = 2'000'000'000;  // of two changes so near to each other the second may not show
+  const auto f = files_.find(name);
+  return f != files_.end() && f->second.inode == st.st_ino && f->second.changed_ns == ns(st.st_ctim) && ns(st.st_ctim) < began_ns_ - kCoarseNs;
+}
+
+Result<std::string> writable_root(const std::string& bundle) {
+  namespace fs = std::filesystem;
+  const std::string text = bundle.empty() ? "" : text_of(bundle + "/config.json");
+  if (text.empty()) return std::string();
+  const auto j = nlohmann::json::parse(text, nullptr, false);
+  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
+  const auto root = j.find("root");
+  if (root == j.end() || !root->is_object() || !root->contains("path") || !(*root)["path"].is_string()) return std::string();
+  if (root->contains("readonly") && (*root)["readonly"] == true) return std::string();
+  fs::path name = fs::path((*root)["path"].get<std::string>());
+  if (name.is_absolute()) name = name.lexically_relative(bundle);
+  std::string in = name.lexically_normal().string();
+  while (in.ends_with('/')) in.pop_back();
+  if (in == ".") return Error{EOPNOTSUPP, bundle + " is itself the root filesystem that the container may write to; put that into a folder of it (root.path of config.json)"};
+  if (!name_ok(in)) return std::string();
+  // What symbolic links lead to, and what is mounted, is not copied.
+  struct stat top, st;
+  if (stat(bundle.c_str(), &top)) return sys_error("reading " + bundle);
+  for (std::size_t at = 0; at != std::string::npos;) {
+    at = in.find('/', at + 1);
+    if (lstat((bundle + "/" + in.substr(0, at)).c_str(), &st)) return sys_error("reading " + bundle + "/" + in);
+    if (!S_ISDIR(st.st_mode) || st.st_dev != top.st_dev) return std::string();
+  }
+  return in;
+}
+
+Status send_changes(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit, const std::function<bool(const wire::FileChunk&)>& send,
+                    SentFiles& sent, const std::string& prefix) {
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat st;
+  struct statfs in;
+  if (fd.n < 0 || fstat(fd.n, &st) || fstatfs(fd.n, &in)) return sys_error("reading folder " + folder);
+  if (in.f_type == TMPFS_MAGIC) sent.forget();  // writes to a mapped file never show there
+  Sender s{tree, limit, send, st.st_dev};
+  s.known = &sent;
+  s.known_as = prefix;
+  if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
+  sent.sent();
+  return {};
+}
+
+Result<std::map<std::string, wire::TreeName>> names_below(const std::string& folder) {
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat st;
+  if (fd.n < 0 || fstat(fd.n, &st)) return sys_error("reading folder " + folder);
+  std::map<std::string, wire::TreeName> all;
+  if (auto s = list(fd.n, "", st.st_dev, 0, all); !s) return Error{s.error().code, folder + ": " + s.error().text};
+  return all;
+}
+
+Status remove_others(const std::string& folder, const std::map<std::string, wire::TreeName>& names) {
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (fd.n < 0) return sys_error("reading folder " + folder);
+  auto s = remove_others_at(fd.n, "", 0, names);
+  return s ? s : Error{s.error().code, folder + ": " + s.error().text};
 }
 
 Status make_own_folder(const std::string& folder, mode_t mode) {

@@ -2,10 +2,12 @@
 // Folders as a stream of FileChunk messages, each regular file with a checksum.
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -37,6 +39,44 @@ inline Result<bool> all_written() { return true; }
 ///                 the other; everything else is sent after that
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
                  const std::function<bool(const wire::FileChunk&)>& send, const Written& written = all_written);
+
+/// What there was of a folder when it was sent, to send later what has changed since.
+class SentFiles {
+ public:
+  /// Before it is sent. What is written to a mapped file is seen if that was on the disk before: so it puts everything there.
+  Status begin(const std::string& folder);
+  void add(const std::string& name, const struct stat& st);
+  /// It has not changed since.
+  bool has(const std::string& name, const struct stat& st) const;
+  /// It is being sent for the first time, and will be again.
+  bool first() const { return first_; }
+  void sent() { first_ = false; }
+  void forget() { files_.clear(); }
+
+ private:
+  struct File {
+    ino_t inode;
+    std::int64_t changed_ns;  // as st_ctim
+  };
+  std::int64_t began_ns_ = 0;
+  bool first_ = true;
+  std::map<std::string, File> files_;
+};
+
+/// Of a bundle: the folder with the root filesystem, as a name in it, if the container may write there and it is copied with the
+/// bundle. Empty: it is read-only, or lies elsewhere. EOPNOTSUPP: it is the bundle itself.
+Result<std::string> writable_root(const std::string& bundle);
+
+/// As send_tree(), but what `sent` has; notes there what it sends. The first time files may come, go and change meanwhile.
+/// @param prefix  before names in `sent`
+Status send_changes(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit, const std::function<bool(const wire::FileChunk&)>& send,
+                    SentFiles& sent, const std::string& prefix = {});
+
+/// All that is in a folder, as send_tree() goes through it.
+Result<std::map<std::string, wire::TreeName>> names_below(const std::string& folder);
+/// Takes away what `names` does not have, or what is of another type there: never what is mounted there, nor what symbolic links lead
+/// to. EBUSY: a mount is in the way.
+Status remove_others(const std::string& folder, const std::map<std::string, wire::TreeName>& names);
 
 /// A folder that only we write to. One that is not there is made, with what is above it; one that is there keeps its mode.
 /// EPERM: it belongs to somebody else, or others may write to it.

@@ -39,6 +39,15 @@ Status RpcDestination::check(const wire::CheckRequest& r) {
 
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
                                                    Sent& total) {
+  at_ = h.bundle();
+  root_.clear();
+  if (bundle_.empty()) {  // else nothing runs in it
+    const auto root = writable_root(at_);
+    if (!root) return root.error();
+    if (!root->empty())
+      if (auto s = sent_.begin(at_); !s) return s.error();
+    root_ = *root;
+  }
   grpc::ClientContext ctx;
   set_deadline(ctx, kPrepareMs);
   name_migration(ctx);
@@ -54,7 +63,10 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
     return open = open && writer->Write(chunk);
   };
   Status read;
-  if (!h.bundle().empty()) read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
+  if (!root_.empty())
+    read = send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_);
+  else if (!h.bundle().empty())
+    read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
   if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
   writer->WritesDone();
@@ -97,6 +109,45 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
   }
   if (s && reply.bytes() != sent)
     return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of images arrived, " + std::to_string(sent) + " were sent"};
+  return s;
+}
+
+Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
+  const std::string folder = at_ + "/" + root_;
+  const auto names = names_below(folder);
+  if (!names) return names.error();
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kUploadMs);
+  name_migration(ctx);
+  wire::UploadReply reply;
+  auto writer = stub_.UploadChanges(&ctx, &reply);
+  wire::ChangesChunk chunk;
+  chunk.set_id(id);
+  bool open = true;
+  std::size_t bytes = 0;
+  for (const auto& [name, t] : *names) {
+    *chunk.add_names() = t;
+    if ((bytes += name.size()) < kChunkBytes / 2) continue;
+    open = open && writer->Write(chunk);
+    chunk.clear_names();
+    bytes = 0;
+  }
+  chunk.set_all_named(true);
+  open = open && writer->Write(chunk);
+  chunk.Clear();
+  std::uint64_t sent = 0;
+  const Status read = send_changes(folder, wire::FileChunk::BUNDLE, kBundleBytes, [&](const wire::FileChunk& c) {
+    *chunk.mutable_file() = c;
+    total.add(c);
+    sent += c.data().size();
+    return open = open && writer->Write(chunk);
+  }, sent_, root_ + "/");
+  if (!read) ctx.TryCancel();
+  writer->WritesDone();
+  const Status s = from_grpc(writer->Finish(), name_);
+  if (!read) return read;
+  if (s && reply.bytes() != sent)
+    return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of what has changed arrived, " + std::to_string(sent) + " were sent"};
   return s;
 }
 

@@ -17,6 +17,8 @@ class RpcDestination final : public DestinationLink {
   Result<wire::PrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
   Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) override;
+  bool bundle_changes() const override { return !root_.empty(); }
+  Status upload_changes(std::uint32_t id, Sent& total) override;
   Status attach_network(std::uint32_t id) override;
   Status full_restore(std::uint32_t id) override;
   Status ready(std::uint32_t id) override;
@@ -31,6 +33,8 @@ class RpcDestination final : public DestinationLink {
   wire::Destination::Stub stub_;
   wire::Host::Stub host_;
   const std::string name_, bundle_;
+  std::string at_, root_;  // the bundle that a container runs in, and of it what that may write to
+  SentFiles sent_;         // of the bundle
 };
 
 class RpcPartner final : public PartnerLink {

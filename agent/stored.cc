@@ -33,17 +33,21 @@ Status sync_below(const std::string& dir) {
   return ok ? Status() : Status(sys_error("writing " + dir, err));
 }
 
-Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, Sent& total,
-                 const Written& written = all_written) {
+Status copy(const std::string& to, Sent& total, const std::function<Status(const std::function<bool(const wire::FileChunk&)>&)>& read) {
   TreeWriter w(to);
   Status arrived;
-  auto sent = send_tree(from, wire::FileChunk::IMAGES, limit, [&](const wire::FileChunk& c) {
+  auto sent = read([&](const wire::FileChunk& c) {
     total.add(c);
     arrived = w.write(c);
     return bool(arrived);
-  }, written);
+  });
   if (!sent) return sent;
   return arrived ? w.finish() : arrived;
+}
+
+Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, Sent& total,
+                 const Written& written = all_written) {
+  return copy(to, total, [&](const auto& send) { return send_tree(from, wire::FileChunk::IMAGES, limit, send, written); });
 }
 
 // Into which checkpoints are being written. Thread: any.
@@ -110,9 +114,27 @@ Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader
   if (auto s = make_dir(part_ + "/images"); !s) return s.error();
   if (!h.bundle().empty()) {
     if (auto s = make_dir(part_ + "/bundle"); !s) return s.error();
-    if (auto s = copy_tree(h.bundle(), part_ + "/bundle", kBundleBytes, total); !s) return s.error();
+    bundle_ = h.bundle();
+    const auto root = writable_root(bundle_);
+    if (!root) return root.error();
+    root_ = *root;
+    if (!root_.empty())
+      if (auto s = sent_.begin(bundle_); !s) return s.error();
+    const auto s = root_.empty() ? copy_tree(bundle_, part_ + "/bundle", kBundleBytes, total) : copy_changes("", total);
+    if (!s) return s.error();
   }
   return wire::PrepareReply();
+}
+
+Status KeepingDestination::copy_changes(const std::string& in, Sent& total) {
+  return copy(part_ + "/bundle/" + in, total, [&](const auto& send) { return send_changes(bundle_ + "/" + in, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_, in); });
+}
+
+Status KeepingDestination::upload_changes(std::uint32_t, Sent& total) {
+  const auto names = names_below(bundle_ + "/" + root_);
+  if (!names) return names.error();
+  if (auto s = remove_others(part_ + "/bundle/" + root_, *names); !s) return s;
+  return copy_changes(root_ + "/", total);
 }
 
 Status KeepingDestination::upload(std::uint32_t, const std::string& folder, unsigned, const Written& written, Sent& total) {

@@ -25,6 +25,8 @@ class KeepingDestination final : public DestinationLink {
   Result<wire::PrepareReply> create(std::uint32_t) override { return wire::PrepareReply(); }
   Status connect(const wire::ConnectRequest&) override { return {}; }
   Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) override;
+  bool bundle_changes() const override { return !root_.empty(); }
+  Status upload_changes(std::uint32_t, Sent& total) override;
   Status attach_network(std::uint32_t) override { return {}; }
   Status full_restore(std::uint32_t) override { return {}; }
   Status ready(std::uint32_t) override;
@@ -37,9 +39,12 @@ class KeepingDestination final : public DestinationLink {
 
  private:
   static const ContainerInfo& nothing();
+  Status copy_changes(const std::string& in, Sent& total);
   const std::string dir_, part_;
   const ContainerInfo& info_;
-  bool writes_ = false;  // to part_, which nobody else does until this is gone
+  std::string bundle_, root_;  // and of it what the container may write to
+  SentFiles sent_;             // of the bundle
+  bool writes_ = false;        // to part_, which nobody else does until this is gone
 };
 
 /// `migrctl restore`. What is stored stays.

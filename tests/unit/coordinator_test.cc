@@ -203,6 +203,9 @@ struct FakeDestination final : DestinationLink {
     b.bytes += 1000;
     return p.did("d.upload");
   }
+  bool changes = false;  // the container may write to its bundle
+  bool bundle_changes() const override { return changes; }
+  Status upload_changes(std::uint32_t, Sent&) override { return p.did("d.upload_changes"); }
   Status attach_network(std::uint32_t) override { return p.did("d.attach"); }
   Status full_restore(std::uint32_t) override { return p.did("d.full_restore"); }
   Status ready(std::uint32_t) override { return p.did("d.ready"); }
@@ -388,6 +391,16 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   s.expect_order({"s.suspend", "p.drain"});
   s.expect_order({"p.switch", "d.resume"});
   for (const char* never : {"d.abort", "p.rollback", "s.rollback", "s.thaw", "s.attach", "o.prepare"}) EXPECT_FALSE(s.play.has(never)) << never;
+}
+
+TEST(Coordinator, WhatTheContainerHasWrittenIsSentWhenItIsStopped) {
+  Scene s;
+  s.destination.changes = true;
+  EXPECT_TRUE(s.run().migrated());
+  s.expect_order({"d.prepare", "s.checkpoint", "d.upload_changes", "d.full_restore"});
+  Scene without;
+  without.run();
+  EXPECT_FALSE(without.play.has("d.upload_changes"));
 }
 
 TEST(Coordinator, EachSideIsConnectedToTheOther) {

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <set>
 
 #include "agent/limits.h"
 
@@ -52,6 +53,25 @@ struct FakeDestination final : wire::Destination::Service {
     }
     while (!ctx->IsCancelled()) usleep(10'000);
     return grpc::Status::CANCELLED;
+  }
+  grpc::Status Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>* reader, wire::PrepareReply*) override {
+    wire::PrepareChunk c;
+    while (reader->Read(&c)) prepared.insert(c.file().name());
+    return grpc::Status::OK;
+  }
+  std::set<std::string> prepared, named, changed;
+  grpc::Status UploadChanges(grpc::ServerContext*, grpc::ServerReader<wire::ChangesChunk>* reader, wire::UploadReply* out) override {
+    wire::ChangesChunk c;
+    bool all = false;
+    while (reader->Read(&c)) {
+      EXPECT_FALSE(all && c.names_size());
+      EXPECT_FALSE(!all && c.has_file());
+      for (const auto& n : c.names()) named.insert(n.name());
+      all = all || c.all_named();
+      if (c.has_file()) changed.insert(c.file().name());
+      out->set_bytes(out->bytes() + c.file().data().size());
+    }
+    return grpc::Status::OK;
   }
   grpc::Status Commit(grpc::ServerContext* ctx, const wire::Migration*, wire::Empty*) override {
     while (!ctx->IsCancelled()) usleep(10'000);
@@ -116,6 +136,34 @@ TEST_F(Links, SilenceIsSaidInOurOwnWords) {
   EXPECT_EQ(s.error().code, ETIMEDOUT);
   EXPECT_TRUE(unreachable(s.error()));
   EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
+}
+
+TEST_F(Links, WhatAContainerMayWriteToIsSentAgain) {
+  char dir[] = "/tmp/links_rpc_test.XXXXXX";
+  ASSERT_NE(mkdtemp(dir), nullptr);
+  const std::string bundle = std::string(dir) + "/bundle", images = std::string(dir) + "/images";
+  std::filesystem::create_directories(bundle + "/rootfs/d");
+  std::filesystem::create_directories(images);
+  std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs"}})";
+  std::ofstream(bundle + "/rootfs/gone") << "x";
+  Sent sent;
+  wire::PrepareHeader h;
+  h.set_bundle(bundle);
+  RpcDestination link(channel, "dst");
+  auto prepared = link.prepare(h, images, sent);
+  ASSERT_TRUE(prepared) << prepared.error().text;
+  EXPECT_TRUE(destination.prepared.contains("rootfs/gone"));
+  ASSERT_TRUE(link.bundle_changes());
+  std::filesystem::remove(bundle + "/rootfs/gone");
+  std::ofstream(bundle + "/rootfs/d/f") << "new";
+  const auto s = link.upload_changes(1, sent);
+  EXPECT_TRUE(s) << s.error().text;
+  EXPECT_EQ(destination.named, (std::set<std::string>{"d", "d/f"}));
+  EXPECT_TRUE(destination.changed.contains("d/f"));
+  std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs", "readonly": true}})";
+  ASSERT_TRUE(link.prepare(h, images, sent));
+  EXPECT_FALSE(link.bundle_changes());
+  std::filesystem::remove_all(dir);
 }
 
 TEST_F(Links, ASlowUploadSaysHowFarItGot) {

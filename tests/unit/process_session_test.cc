@@ -2,7 +2,9 @@
 // migrd's side of proc_wire.h against a thread that plays a library.
 #include "agent/process_session.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -13,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <optional>
+#include <set>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -608,6 +611,149 @@ TEST_F(Tree, WhatIsMountedInAFolderStays) {
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/from"));
   EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f"));
   EXPECT_TRUE(remove_folder(dir_ + "/from"));
+}
+
+// ---- a folder that changes after it was sent
+
+class Changing : public Tree {
+ protected:
+  /// @param names  of what arrives
+  Status send(const std::string& in, std::set<std::string>* names = nullptr) {
+    TreeWriter w(dir_ + "/to/" + in);
+    Status arrived;
+    auto s = send_changes(dir_ + "/from/" + in, wire::FileChunk::BUNDLE, 1 << 30, [&](const wire::FileChunk& c) {
+      if (names) names->insert(c.name());
+      return bool(arrived = w.write(c));
+    }, sent_, in);
+    return s ? arrived ? w.finish() : arrived : s;
+  }
+  /// All of `from` first, then what has changed of its sub.
+  void send_first() {
+    ASSERT_TRUE(sent_.begin(dir_ + "/from"));
+    const auto s = send("");
+    ASSERT_TRUE(s) << s.error().text;
+  }
+  void send_again(std::set<std::string>* names = nullptr) {
+    const auto all = names_below(dir_ + "/from/sub");
+    ASSERT_TRUE(all) << all.error().text;
+    auto s = remove_others(dir_ + "/to/sub", *all);
+    ASSERT_TRUE(s) << s.error().text;
+    s = send("sub/", names);
+    ASSERT_TRUE(s) << s.error().text;
+    EXPECT_EQ(system(("diff -r --no-dereference " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
+  }
+  std::string at(const std::string& name) const { return dir_ + "/from/sub/" + name; }
+  void folder(const std::string& name) const { std::filesystem::create_directories(at(name)); }
+  SentFiles sent_;
+};
+
+TEST_F(Changing, WhatWasWrittenRemovedAndMadeArrives) {
+  for (const char* name : {"log", "gone", "empty", "becomes-folder", "becomes-link"}) file(std::string("from/sub/") + name, "before");
+  for (const char* name : {"old/deep", "becomes-file/deep"}) folder(name);
+  file("from/sub/old/deep/f", "x");
+  file("from/sub/becomes-file/deep/f", "x");
+  send_first();
+  file("from/sub/log", "after");
+  for (const char* name : {"gone", "becomes-folder", "becomes-link"}) std::filesystem::remove(at(name));
+  std::filesystem::remove_all(at("becomes-file"));
+  file("from/sub/becomes-file", "now");
+  folder("becomes-folder/deep");
+  std::filesystem::create_symlink("/etc", at("becomes-link"));
+  folder("new");
+  file("from/sub/new/f", std::string(kChunkBytes + 1, 'n'));
+  ASSERT_EQ(chmod(at("empty").c_str(), 0600), 0);
+  send_again();
+  EXPECT_EQ(std::filesystem::status(dir_ + "/to/sub/empty").permissions(), std::filesystem::perms{0600});
+}
+
+TEST_F(Changing, OnlyThatIsSentAgain) {
+  folder("moved/deep");
+  for (const char* name : {"same", "log", "moved/deep/f"}) file(std::string("from/sub/") + name, "before");
+  sleep(3);  // what was changed just before it is sent might change again without a sign
+  send_first();
+  file("from/sub/log", "after");
+  std::filesystem::rename(at("moved"), at("here"));  // what is in it has not changed, but its name
+  std::set<std::string> names;
+  send_again(&names);
+  EXPECT_EQ(names, (std::set<std::string>{"log", "here", "here/deep", "here/deep/f"}));
+}
+
+TEST_F(Changing, WritesToAMappedFileAreSeen) {
+  file("from/sub/mapped", std::string(4096, 'a'));
+  const Fd fd(open(at("mapped").c_str(), O_RDWR | O_CLOEXEC));
+  void* const p = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd.n, 0);
+  ASSERT_NE(p, MAP_FAILED);
+  static_cast<char*>(p)[0] = 'b';  // from here on its page can be written to without a fault
+  sleep(3);
+  send_first();
+  static_cast<char*>(p)[1] = 'b';
+  send_again();
+  munmap(p, 4096);
+}
+
+TEST_F(Changing, LinksAreNotFollowedByWhatIsRemoved) {
+  std::filesystem::create_directories(dir_ + "/outside");
+  file("outside/f", "data");
+  send_first();
+  std::filesystem::create_directory_symlink(dir_ + "/outside", dir_ + "/to/sub/out");
+  send_again();
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f"));
+  EXPECT_FALSE(std::filesystem::is_symlink(dir_ + "/to/sub/out"));
+  // Nor where a folder of that name is expected.
+  std::filesystem::create_directory_symlink(dir_ + "/outside", dir_ + "/to/sub/out");
+  folder("out");
+  send_again();
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f"));
+}
+
+TEST_F(Changing, WhatIsMountedThereStays) {
+  std::filesystem::create_directories(dir_ + "/outside");
+  file("outside/f", "data");
+  folder("data");
+  send_first();
+  const std::string at = dir_ + "/to/sub/data";
+  if (mount((dir_ + "/outside").c_str(), at.c_str(), nullptr, MS_BIND, nullptr)) GTEST_SKIP() << "no right to mount";
+  auto all = names_below(dir_ + "/from/sub");
+  auto s = remove_others(dir_ + "/to/sub", *all);
+  EXPECT_TRUE(s) << s.error().text;
+  all->erase("data");
+  s = remove_others(dir_ + "/to/sub", *all);
+  umount(at.c_str());
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EBUSY);
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f"));
+}
+
+TEST_F(Changing, OfAMountOnlyTheFolderIsCompared) {
+  folder("data");
+  send_first();
+  file("to/sub/data/f", "what is mounted there, of the source's");
+  if (mount("none", at("data").c_str(), "tmpfs", 0, nullptr)) GTEST_SKIP() << "no right to mount";
+  const auto all = names_below(dir_ + "/from/sub");
+  umount(at("data").c_str());
+  ASSERT_TRUE(all);
+  EXPECT_TRUE(remove_others(dir_ + "/to/sub", *all));
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/to/sub/data/f"));
+}
+
+TEST_F(Changing, WhichFolderThatIs) {
+  const std::string bundle = dir_ + "/from";
+  const auto root = [&](const std::string& config) {
+    std::ofstream(bundle + "/config.json") << config;
+    return writable_root(bundle);
+  };
+  std::filesystem::create_directory_symlink("sub", bundle + "/link");
+  EXPECT_EQ(*root(R"({"root": {"path": "sub"}})"), "sub");
+  EXPECT_EQ(*root(R"({"root": {"path": "./sub/", "readonly": false}})"), "sub");
+  EXPECT_EQ(*root(R"({"root": {"path": ")" + bundle + R"(/sub"}})"), "sub");
+  EXPECT_EQ(*root(R"({"root": {"path": "sub", "readonly": true}})"), "");
+  EXPECT_EQ(*root(R"({"root": {"path": "/"}})"), "");
+  EXPECT_EQ(*root(R"({"root": {"path": "../to"}})"), "");
+  EXPECT_EQ(*root(R"({"root": {"path": "link"}})"), "");
+  EXPECT_EQ(*root("{}"), "");
+  EXPECT_EQ(root(R"({"root": {"path": "."}})").error().code, EOPNOTSUPP);
+  EXPECT_EQ(root("{").error().code, EINVAL);
+  EXPECT_EQ(*writable_root(""), "");
 }
 
 }  // namespace

@@ -130,6 +130,38 @@ TEST_F(Stored, ComesBackAsItWas) {
   EXPECT_EQ(back->resources.qp(), 3u);
 }
 
+TEST_F(Stored, WhatIsWrittenUntilTheStopIsKept) {
+  info.bundle = root + "/bundle";
+  fs::create_directories(info.bundle + "/rootfs");
+  put(info.bundle + "/config.json", R"({"root": {"path": "rootfs"}})");
+  put(info.bundle + "/rootfs/log", "before");
+  put(info.bundle + "/rootfs/gone", "");
+  KeepingDestination d(dir(), info);
+  wire::PrepareHeader h;
+  h.set_bundle(info.bundle);
+  ASSERT_TRUE(d.prepare(h, root + "/from/images", bytes));
+  put(info.bundle + "/rootfs/log", "after");
+  fs::remove(info.bundle + "/rootfs/gone");
+  ASSERT_TRUE(d.bundle_changes());
+  ASSERT_TRUE(d.upload_changes(1, bytes));
+  ASSERT_TRUE(d.ready(1));
+  ASSERT_TRUE(d.commit(1));
+  EXPECT_EQ(first_line_of(dir() + "/bundle/rootfs/log"), "after");
+  EXPECT_FALSE(fs::exists(dir() + "/bundle/rootfs/gone"));
+  EXPECT_TRUE(fs::exists(dir() + "/bundle/config.json"));
+}
+
+TEST_F(Stored, WhatCannotBeWrittenToIsCopiedOnce) {
+  info.bundle = root + "/bundle";
+  fs::create_directories(info.bundle + "/rootfs");
+  put(info.bundle + "/config.json", R"({"root": {"path": "rootfs", "readonly": true}})");
+  KeepingDestination d(dir(), info);
+  wire::PrepareHeader h;
+  h.set_bundle(info.bundle);
+  ASSERT_TRUE(d.prepare(h, root + "/from/images", bytes));
+  EXPECT_FALSE(d.bundle_changes());
+}
+
 TEST_F(Stored, EarlyImagesFirstThenTheRest) {
   ASSERT_TRUE(keep());
   StoredSource s(host, 1);
