@@ -43,6 +43,22 @@ memory_ahead() {
 			{ cat "$E2E_OUT/migrate.json" >&2; fail "no memory was copied ahead of the stop"; }; }
 }
 
+# What changes in its root filesystem when that was copied already, and it still runs.
+written_late() {
+	local gate=/tmp/connected pid ok=0
+	CONTAINER_WRITABLE=1 start_verify src late "$@" && container_exec src late touch /srv/gone && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate" ||
+		{ e2e_logs; e2e_reset; return 1; }
+	migrate_ok late dst 2>"$E2E_OUT/late.err" &
+	pid=$!
+	until_true 60 on src test -e $gate && container_exec src late sh -c 'rm /srv/gone && echo late >/srv/late' || { fail "nothing could be written"; ok=1; }
+	on src rm -f $gate || ok=1
+	wait $pid || { cat "$E2E_OUT/late.err" >&2; ok=1; }
+	# shellcheck disable=SC2016
+	[ $ok = 0 ] && { container_exec dst late sh -c '[ "$(cat /srv/late)" = late ] && [ ! -e /srv/gone ]' || fail "it is as it was before"; } && expect_traffic && stop_verify late || ok=1
+	[ $ok = 0 ] || { e2e_logs; e2e_reset; }
+	migrd_restart src && [ $ok = 0 ]
+}
+
 # The same with every RDMA object made, and connected, while the container stands still.
 without_pre_setup() {
 	MIGRATE_OPTIONS=--no-pre-setup moved --mode mixed --qps 4 &&
@@ -107,6 +123,7 @@ step "clients that come after a move" late_clients
 walk_step "a client that has died" dead_client
 step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
+step "what it writes in its root filesystem before the stop" written_late --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
 walk_step "a service that is its own partner" its_own_partner --mode mixed --qps 2
 walk_step "made and connected during the stop" without_pre_setup
