@@ -734,10 +734,12 @@ class Round {
     }
     if (!ended.empty()) directory_.switched(ended);
     if (records.empty()) return;
-    const bool told = directory_.publish(records) == 0;
+    if (directory_.publish(records)) return;
     std::lock_guard guard(registry().lock);
-    for (const std::uint64_t id : ids)
-      if (QpLink* l = by_id(id); l && told) l->told = true;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (QpLink* const l = by_id(ids[i])) l->told = true;
+      else state()->to_withdraw.push_back(records[i].name);  // it has gone meanwhile
+    }
   }
 
   /// The first path on a backup link has both its halves, or had; or it needs none.
