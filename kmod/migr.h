@@ -184,8 +184,9 @@ u32 migr_nr_reserved(void);
 void migr_names_exit(void);
 
 /* table.c */
-int migr_table_init(struct migr_ctx *ctx);
-void migr_table_free(struct migr_ctx *ctx);
+int migr_table_make(struct file **made);
+void migr_table_put(struct file **files);
+void migr_table_install_locked(struct migr_ctx *ctx, struct file **made);
 int migr_table_set_qpn(struct migr_ctx *ctx, u32 pqpn, u32 entry);
 int migr_table_set_lkey(struct migr_ctx *ctx, u32 index, u32 entry);
 int migr_table_set_rkey(struct migr_ctx *ctx, u32 index, u32 entry);

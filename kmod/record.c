@@ -32,7 +32,7 @@ static void ctx_release(struct kref *ref)
 {
 	struct migr_ctx *ctx = container_of(ref, struct migr_ctx, ref);
 
-	migr_table_free(ctx);
+	migr_table_put(ctx->table);
 	xa_destroy(&ctx->objs);
 	put_user_ns(ctx->user_ns);
 	put_pid(ctx->tgid);
@@ -259,7 +259,7 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
  * The process that attaches last is the context's process: one that was made
  * ahead for a process being restored is its own from here on.
  */
-static int attach_locked(struct migr_ctx *ctx)
+static int attach_locked(struct migr_ctx *ctx, struct file **made)
 {
 	struct user_namespace *old_ns;
 	struct migr_obj *obj;
@@ -269,11 +269,7 @@ static int attach_locked(struct migr_ctx *ctx)
 
 	if (!ctx->uctx)
 		return -ENOENT;
-	if (!ctx->table[0]) {
-		err = migr_table_init(ctx);
-		if (err)
-			return err;
-	}
+	migr_table_install_locked(ctx, made);
 	if (!ctx->published) {
 		xa_for_each(&ctx->objs, seq, obj) {
 			err = obj->dying ? 0 : migr_names_publish_locked(obj);
@@ -299,15 +295,22 @@ static int attach_locked(struct migr_ctx *ctx)
 
 int migr_ctx_attach(struct migr_ctx *ctx)
 {
+	struct file *made[MIGR_NR_TABLES] = {};
 	struct migr_missing missing;
 	int err;
 
+	if (!READ_ONCE(ctx->table[0])) {	/* once there, they stay */
+		err = migr_table_make(made);
+		if (err)
+			return err;
+	}
 	do {
 		mutex_lock(&migr_lock);
-		err = attach_locked(ctx);
+		err = attach_locked(ctx, made);
 		missing = migr_table_missing_locked(ctx, err);
 		mutex_unlock(&migr_lock);
 	} while (migr_table_fill(&missing));
+	migr_table_put(made);	/* another thread was faster */
 	return err;
 }
 

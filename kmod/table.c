@@ -22,7 +22,11 @@ static const struct {
 
 static_assert(sizeof(struct migr_key_entry) == 8);
 
-int migr_table_init(struct migr_ctx *ctx)
+/*
+ * The files of a context, for @made, all NULL before. They are charged to the
+ * process, which may have to wait for a reclaim: not under migr_lock.
+ */
+int migr_table_make(struct file **made)
 {
 	struct file *file;
 	int i;
@@ -30,24 +34,38 @@ int migr_table_init(struct migr_ctx *ctx)
 	for (i = 0; i < MIGR_NR_TABLES; i++) {
 		file = shmem_file_setup(tables[i].name, tables[i].bytes, VM_NORESERVE);
 		if (IS_ERR(file)) {
-			migr_table_free(ctx);
+			migr_table_put(made);
 			return PTR_ERR(file);
 		}
 		/* Written to under migr_lock: nobody may have to wait for one process's swap. */
 		mapping_set_unevictable(file->f_mapping);
-		ctx->table[i] = file;
+		made[i] = file;
 	}
 	return 0;
 }
 
-void migr_table_free(struct migr_ctx *ctx)
+void migr_table_put(struct file **files)
 {
 	int i;
 
 	for (i = 0; i < MIGR_NR_TABLES; i++) {
-		if (ctx->table[i])
-			fput(ctx->table[i]);
-		ctx->table[i] = NULL;
+		if (files[i])
+			fput(files[i]);
+		files[i] = NULL;
+	}
+}
+
+/* Those that the context has stay; what is left in @made is the caller's. */
+void migr_table_install_locked(struct migr_ctx *ctx, struct file **made)
+{
+	int i;
+
+	lockdep_assert_held(&migr_lock);
+	if (ctx->table[0])
+		return;
+	for (i = 0; i < MIGR_NR_TABLES; i++) {
+		WRITE_ONCE(ctx->table[i], made[i]);
+		made[i] = NULL;
 	}
 }
 

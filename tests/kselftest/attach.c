@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -78,6 +79,52 @@ static void handed_over(struct side *s)
 	waitpid(child, &status, 0);
 }
 
+static pthread_barrier_t ready;
+
+static void *attach_now(void *arg)
+{
+	const int *fds = arg;	/* /dev/migr, uverbs */
+
+	pthread_barrier_wait(&ready);
+	return (void *)(intptr_t)migr_attach(fds[0], fds[1], NULL);
+}
+
+/* Two are the first: each brings tables along, and both get the same ones. */
+static void at_once(void)
+{
+	enum { ROUNDS = 50 };
+	int i, k, same = 0;
+
+	pthread_barrier_init(&ready, NULL, 2);
+	for (i = 0; i < ROUNDS; i++) {
+		const uint32_t *table[2];
+		pthread_t thread[2];
+		void *failed[2];
+		int fds[2][2];
+		struct side s;
+
+		side_open(&s);
+		for (k = 0; k < 2; k++) {
+			fds[k][0] = migr_open();
+			fds[k][1] = s.context->cmd_fd;
+			need(!pthread_create(&thread[k], NULL, attach_now, fds[k]), "a thread");
+		}
+		for (k = 0; k < 2; k++)
+			pthread_join(thread[k], &failed[k]);
+		need(!failed[0] && !failed[1], "two attach at once");
+		for (k = 0; k < 2; k++)
+			table[k] = map_qpn_table(fds[k][0]);
+		same += table[0][s.qp->qp_num] & MIGR_QPN_VALID && table[1][s.qp->qp_num] == table[0][s.qp->qp_num];
+		for (k = 0; k < 2; k++) {
+			munmap((void *)table[k], MIGR_QPN_TABLE_BYTES);
+			close(fds[k][0]);
+		}
+		side_close(&s);
+	}
+	check_eq(same, ROUNDS, "two that attach at once see the same tables");
+	pthread_barrier_destroy(&ready);
+}
+
 int main(void)
 {
 	struct migr_ioc_bind_qp bind;
@@ -104,5 +151,6 @@ int main(void)
 	side_close(&s);
 	check_errno(ioctl(fd, MIGR_IOC_BIND_QP, &bind), ENOENT, "the context is closed: its file serves nothing");
 	close(fd);
+	at_once();
 	return finish();
 }
