@@ -30,6 +30,7 @@ constexpr GuardedCall kCalls[] = {
     {"/migr.wire.Partner/Switch", Right::kPartner},
     {"/migr.wire.Partner/Keys", Right::kPartner},
     {"/migr.wire.Partner/Resume", Right::kPartner},
+    {"/migr.wire.Partner/OldPath", Right::kPartner},
     {"/migr.wire.Partner/Rollback", Right::kPartner},
     {"/migr.wire.Partner/Moves", Right::kPartner},
     {"/migr.wire.Partner/Where", Right::kPartner},

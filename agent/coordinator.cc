@@ -560,6 +560,7 @@ Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) 
                 });
   };
   if (auto s = cut(true); !s) return Error{ETIMEDOUT, what + ", and what is under way cannot be replayed: " + s.error().text};
+  old_paths_first();
   if (auto s = cut(false); !s) return s;
   for (const auto& [i, twin] : twins_)
     if (left.contains(i)) there[i] = here[twin];
@@ -591,6 +592,23 @@ Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) 
        std::to_string(sum.executed()) + " had arrived before" +
        (sum.lost() ? "; " + std::to_string(sum.lost()) + " atomics were executed and their answers are lost: these connections break" : ""));
   return {};
+}
+
+// Partners leave the old paths: if this goes back they have to stand again before the source sends. What reaches a partner whose
+// windows of type 2 are bound on the new path, or whose old one is closed or cut, breaks the connection, or is lost. Asked for
+// beside what else is taken back; "rolling back" waits for it, no longer than one call may take.
+void Coordinator::old_paths_first() {
+  undo_.push("old paths", [this] {
+    if (old_paths_.valid()) return Status();
+    old_paths_ = std::async(std::launch::async, with_log_fields([this] {
+      (void)parallel_for(affected_, [&](Affected& a) -> Status {
+        // Its Rollback, which does what is left, decides whether it has gone back.
+        if (auto s = a.link->old_path(id_); !s) note("a partner's connections may break: " + s.error().text);
+        return {};
+      });
+    }));
+    return Status();
+  });
 }
 
 Status Coordinator::freeze() {
@@ -805,7 +823,10 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s && copy_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
-    undo_.push("rolling back", [this] { return source_.rollback(); });
+    undo_.push("rolling back", [this] {
+      if (old_paths_.valid()) old_paths_.wait();
+      return source_.rollback();
+    });
     return both([&] { return step("suspend.source", [&] { return source_.suspend(); }); },
                 [&](Affected& a) { return step("suspend.partner", [&] { return a.link->suspend(id_); }); });
   });
@@ -815,6 +836,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s && !set_.pre_setup) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s) s = phase(FaultStep::kSourceCopy, [&] { return copy(); });
   if (s) s = phase(FaultStep::kSourceReady, [&] {
+    old_paths_first();
     return both([&] { return step("ready.destination", [&] { return dest_.ready(id_); }); },
                 [&](Affected& a) { return step("ready.partner", [&] { return a.link->switch_path(id_); }); });
   });

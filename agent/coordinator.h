@@ -138,6 +138,8 @@ class PartnerLink {
   virtual Status switch_path(std::uint32_t id) = 0;
   virtual Status keys(const wire::KeysRequest& r) = 0;
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
+  /// What rollback() begins with; nobody sends yet.
+  virtual Status old_path(std::uint32_t id) = 0;
   virtual Status rollback(std::uint32_t id) = 0;
   virtual Status renew(std::uint32_t id) = 0;
   /// What the ports of that host have carried, from back_ms ago until now.
@@ -203,6 +205,7 @@ class Coordinator {
   Status pre_copy();
   Status drain();
   Status replay(std::set<std::size_t> left, const std::string& what);
+  void old_paths_first();
   Status freeze();
   void start_upload();
   Status copy();
@@ -249,6 +252,7 @@ class Coordinator {
   enum class Dump { kRuns, kWhole, kFailed };
   std::atomic<Dump> dump_ = Dump::kRuns;
   std::future<Status> upload_;           // beside the dump
+  std::future<void> old_paths_;          // beside what else is taken back; valid: asked for
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;

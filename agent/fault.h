@@ -38,7 +38,7 @@ namespace migr {
   X(kPartnerConnect, "partner.connect") X(kPartnerMoves, "partner.moves") X(kPartnerSuspend, "partner.suspend")  \
   X(kPartnerDrain, "partner.drain") X(kPartnerCut, "partner.cut") X(kPartnerSettle, "partner.settle")            \
   X(kPartnerSwitch, "partner.switch") X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume")        \
-  X(kPartnerRollback, "partner.rollback")
+  X(kPartnerOldPath, "partner.old-path") X(kPartnerRollback, "partner.rollback")
 
 enum class FaultStep {
 #define X(id, name) id,

@@ -200,6 +200,7 @@ Result<wire::SettleReply> RpcPartner::settle(const wire::SettleRequest& r) {
 Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), kProcessMs, name_); }
 Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
 Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
+Status RpcPartner::old_path(std::uint32_t id) { return gone_is_done(call(stub_, &P::OldPath, migration(id), kProcessMs, name_)); }
 Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
 Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 

@@ -52,6 +52,7 @@ class RpcPartner final : public PartnerLink {
   Status switch_path(std::uint32_t id) override;
   Status keys(const wire::KeysRequest& r) override;
   Result<wire::ResumeReply> resume(std::uint32_t id) override;
+  Status old_path(std::uint32_t id) override;
   Status rollback(std::uint32_t id) override;
   Status renew(std::uint32_t id) override;
   Result<wire::TrafficReply> traffic(std::uint32_t back_ms) override;

@@ -409,6 +409,28 @@ grpc::Status PartnerHost::Resume(grpc::ServerContext* ctx, const wire::Migration
   return step(*ctx, m->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out); });
 }
 
+// Caller holds job.work. The source waits for it before it sends: nobody here who is not connected just now is waited for.
+Status PartnerHost::old_path(Job& job) {
+  if (job.get() != wire::OPEN) return {};
+  const auto s = parallel_for(job.processes, [&](Process& p) -> Status {
+    if (!p.lives()) return {};
+    auto session = sessions_.wait_for(p.instance, [&](const ProcessSession& x) { return x.pid() == p.pid; }, 0);
+    return session ? (*session)->tell(MIGR_MSG_OLD_PATH, job.id, kProcessMs) : session.error();
+  });
+  if (!s) return s;
+  job.switched = false;  // nothing is left to be asked for: if the source falls silent now it goes back
+  return save(job);
+}
+
+grpc::Status PartnerHost::OldPath(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
+  const LogScope log(log_fields_of(*ctx, config_, m->id()));
+  auto job = jobs_.find(m->id(), {*ctx, config_});
+  if (!job) return to_grpc(job);
+  (*job)->aborting = true;
+  std::lock_guard work((*job)->work);
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kPartnerOldPath, [&] { return old_path(**job); }));
+}
+
 // Caller holds job.work. A process that has ended has nothing to go back to.
 Status PartnerHost::rollback(Job& job) {
   if (job.get() != wire::OPEN) return {};

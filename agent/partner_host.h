@@ -34,6 +34,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Switch(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::Empty*) override;
   grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
+  grpc::Status OldPath(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Rollback(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Moves(grpc::ServerContext*, const wire::MovesRequest*, wire::Empty*) override;
   grpc::Status Where(grpc::ServerContext*, const wire::WhereRequest*, wire::WhereReply*) override;
@@ -60,6 +61,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Status create(Job& job, wire::PartnerPrepareReply& out);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
   Status resume(Job& job, wire::ResumeReply& out);
+  Status old_path(Job& job);
   Status rollback(Job& job);
   void left_alone(const JobPtr& job);
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <thread>
 
 #include "fault.h"
@@ -308,6 +309,16 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
       }
   }
   const auto instances = instances_of(r);
+  std::vector<std::unique_ptr<PartnerLink>> partners;
+  for (const auto& p : r.partners())
+    if (auto link = to_partner_(p)) partners.push_back(std::move(*link));
+  // As Coordinator::old_paths_first() has it.
+  auto old_paths = std::async(std::launch::async, with_log_fields([&] {
+    (void)parallel_for(partners, [&](auto& p) -> Status {
+      if (auto s = p->old_path(id); !s) spdlog::warn("{}", s.error().text);
+      return {};
+    });
+  }));
   Status first;
   auto also = [&](const Status& s) {
     if (first && !s) first = s;
@@ -317,6 +328,7 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     also(runc_.resume(r.container()));
     also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));
+    old_paths.wait();
     const pid_t init = runc_.init_pid(r.container());
     const auto its = [&](const ProcessSession& s) { return runc_.owns(r.container(), init, s.pid()); };
     for (const auto& i : instances) {
@@ -329,9 +341,9 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     // It may have ended meanwhile: then nothing is left to be taken back.
     if (auto now = runc_.state(r.container()); now && now->status == "stopped") first = {};
   }
-  for (const auto& p : r.partners())
-    if (auto link = to_partner_(p))
-      if (auto s = (*link)->rollback(id); !s) spdlog::warn("{}", s.error().text);
+  old_paths.wait();
+  for (const auto& p : partners)
+    if (auto s = p->rollback(id); !s) spdlog::warn("{}", s.error().text);
   return first;
 }
 

@@ -165,6 +165,7 @@ int request_record_size(std::uint16_t type) {
   switch (type) {
     case MIGR_MSG_DESCRIBE:
     case MIGR_MSG_FREEZE:
+    case MIGR_MSG_OLD_PATH:
     case MIGR_MSG_ROLLBACK:
     case MIGR_MSG_STATS:
       return 0;
@@ -445,6 +446,8 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       registry.let_changes_go();
       return answer.put(stats);
     }
+    case MIGR_MSG_OLD_PATH:
+      return finish(switchover::take_old_paths(why));
     case MIGR_MSG_ROLLBACK:
       itimer::release();
       finish(switchover::rollback(why));

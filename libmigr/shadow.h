@@ -200,6 +200,7 @@ struct Cut {
   std::vector<QueuedSend> sends;           ///< until SETTLE: not completed; virtual keys
   std::vector<KeptReceive> receives;       ///< not used; virtual keys
   bool settled = false;                    ///< it is known how far the other end got
+  bool joined_again = false;               ///< the path that was cut is connected once more, on the way back
   std::uint32_t peer_psn = 0;
   std::size_t replays = 0;                 ///< at the head of what is kept
   std::vector<OwedCompletion> errors;      ///< for the application, when it may go on

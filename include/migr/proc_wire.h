@@ -80,6 +80,9 @@ enum migr_msg_type {
 				 * MIGR_QP_NAME() of this end. ENOENT: no such QP */
 	MIGR_MSG_GONE,		/* suspended, and the threads were seen outside: the other ends of these connections are
 				 * gone. records: migr_qp_ref. What is in flight is flushed, and is not waited for */
+	MIGR_MSG_OLD_PATH,	/* partner: the first half of ROLLBACK, which is still to come: the path before SWITCH and
+				 * CUT stands again, with its receives and windows; still suspended. EOPNOTSUPP from an
+				 * older library, whose ROLLBACK does both */
 
 	/* library -> migrd */
 	MIGR_MSG_WHERE = 64,	/* before a QP is connected to one that may have moved. records: one migr_qp_address,

@@ -617,6 +617,7 @@ int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> pee
 int join_again(QpShadow& q, std::string& why) {
   constexpr std::uint32_t kFarAhead = 1u << 22;  // more than can be on the wire, less than half of all
   Cut& cut = *q.cut;
+  cut.joined_again = true;
   events::hush(q, nullptr);
   if (!cut.settled) {  // how far the other end got is not known, and will not be: as when the cable stays broken
     std::vector<migr_replay_stat> ignored;

@@ -172,7 +172,8 @@ int join_again(QpShadow& q, std::string& why);
 int unfreeze_srq(SrqShadow& s, std::string& why);
 /// From the closing of a UC path. Its PSNs go on: a UC responder begins with any message. Caller holds q.lock.
 int open_old_path(QpShadow& q, std::string& why);
-/// From switch_to_spare(): the old path again; what was posted to the spare since goes there. Caller holds q.lock.
+/// From switch_to_spare(): the old path again; what was posted to the spare since goes there. The spare stands until
+/// rollback(). Caller holds q.lock.
 int switch_back(QpShadow& q, std::string& why);
 
 }  // namespace migr::switchover

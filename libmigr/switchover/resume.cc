@@ -184,6 +184,33 @@ void destroy_old_paths() {
   for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
 }
 
+namespace {
+
+/// Caller holds q.lock.
+int take_old_path(QpShadow& q, std::string& why) {
+  if (q.phase == Phase::kSwitched) {
+    const int err = switch_back(q, why);
+    q.phase = Phase::kDrained;
+    q.logged_receives.clear();  // are on it
+    clear_bits(q, kLogReceives);
+    return err;
+  }
+  if (std::exchange(q.old_path_closed, false)) return open_old_path(q, why);
+  return q.cut && !q.adrift && !q.cut->joined_again ? join_again(q, why) : 0;
+}
+
+}  // namespace
+
+int take_old_paths(std::string& why) {
+  int result = 0;
+  for (QpShadow* q : Registry::get().qps) {
+    if (links::changing(*q)) continue;  // another switchover's
+    std::lock_guard guard(q->lock);
+    if (const int err = take_old_path(*q, why); err && !result) result = err;
+  }
+  return result;
+}
+
 int rollback(std::string& why) {
   Registry& registry = Registry::get();
   int result = 0;
@@ -206,18 +233,11 @@ int rollback(std::string& why) {
     }
     {
       std::lock_guard guard(q->lock);
-      if (q->phase == Phase::kSwitched) {
-        note(switch_back(*q, why));
-      } else if (q->old_path_closed) {
-        note(open_old_path(*q, why));
-        q->old_path_closed = false;
-      } else if (q->cut && !q->adrift) {
-        note(join_again(*q, why));
-      }
+      note(take_old_path(*q, why));
     }
     destroy_real(q->spare);
     if (q->phase == Phase::kRunning) continue;
-    if (q->phase == Phase::kFrozen || q->phase == Phase::kSwitched) q->phase = Phase::kDrained;
+    if (q->phase == Phase::kFrozen) q->phase = Phase::kDrained;
     suspended.push_back(q);
   }
   events::thawed(false);

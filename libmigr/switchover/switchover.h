@@ -77,6 +77,10 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
 /// The real QPs that resume() has put aside: destroying thousands takes a while, so migrd is answered before.
 void destroy_old_paths();
 
+/// Partner: the path before SWITCH and CUT stands again, with its receives and windows; still suspended. rollback() does this, too:
+/// by itself it lets both ends have it before either sends.
+int take_old_paths(std::string& why);
+
 /// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
 int rollback(std::string& why);
 

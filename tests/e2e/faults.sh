@@ -77,7 +77,7 @@ migrate_with_fault() {
 	h=$(host_of_point "$point" "$2" "$3")
 	case $point in	# what is only done on the way back needs a reason to go back
 	source.back.*|source.thaw.*|source.attach.*|source.reconnect.*) spec+=,source.ready.end:fail ;;
-	destination.abort.*|partner.rollback.*) also=source.ready.end:fail ;;
+	destination.abort.*|partner.old-path.*|partner.rollback.*) also=source.ready.end:fail ;;
 	esac
 	migrd_restart "$h" "MIGR_FAULT=$spec" || return 1
 	[ -z "$also" ] || migrd_restart "$2" "MIGR_FAULT=$also" || return 1

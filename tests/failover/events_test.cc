@@ -52,25 +52,26 @@ class Migrd {
   migr_msg try_to(std::uint16_t type, std::uint64_t arg = 0) { return about(nullptr, type, arg); }
   /// @param qp  null: no records
   migr_msg about(const ibv_qp* qp, std::uint16_t type, std::uint64_t arg = 0) {
+    migr_qp_ref ref{};
+    if (!qp) return say(type, arg, nullptr, 0);
+    ref.vqpn = qp->qp_num;
+    return say(type, arg, &ref, sizeof ref);
+  }
+  /// @param bytes  of its one record; 0: none
+  migr_msg say(std::uint16_t type, std::uint64_t arg, const void* record, std::size_t bytes) {
     if (fd_ < 0) meet();
-    struct {
-      migr_msg head;
-      migr_qp_ref ref;
-    } packet{};
-    migr_msg& m = packet.head;
-    std::size_t bytes = sizeof m;
-    if (qp) {
-      m.count = 1;
-      m.record_size = sizeof packet.ref;
-      packet.ref.vqpn = qp->qp_num;
-      bytes += sizeof packet.ref;
-    }
+    migr_msg m{};
+    m.count = bytes ? 1 : 0;
+    m.record_size = static_cast<std::uint32_t>(bytes);
     m.version = MIGR_PROC_VERSION;
     m.type = type;
     m.seq = ++seq_;
     m.migration = 7;
     m.arg = arg;
-    EXPECT_EQ(send(fd_, &packet, bytes, MSG_NOSIGNAL), static_cast<ssize_t>(bytes));
+    std::vector<char> packet(sizeof m + bytes);
+    std::memcpy(packet.data(), &m, sizeof m);
+    if (bytes) std::memcpy(packet.data() + sizeof m, record, bytes);
+    EXPECT_EQ(send(fd_, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(packet.size()));
     const migr_msg reply = receive(fd_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
     return reply;
@@ -592,6 +593,56 @@ TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
   two(2);
   move();
   expect_two(2);
+}
+
+/* ---- a partner that goes back in two halves ---------------------------------------------- */
+
+class Partner : public Pollers {
+ protected:
+  static void done(const migr_msg& reply) { EXPECT_EQ(reply.status, 0) << reply.text; }
+  void switch_path() const {
+    done(migrd.about(to_, MIGR_MSG_QP_CREATE));
+    migr_qp_connect there{};
+    there.vqpn = to_->qp_num;
+    there.dest_qpn = 0x123456;
+    ibv_gid gid{};
+    ASSERT_EQ(ibv_query_gid(other_, 1, 0, &gid), 0);
+    std::memcpy(there.dgid, &gid, sizeof there.dgid);
+    done(migrd.say(MIGR_MSG_QP_CONNECT, 0, &there, sizeof there));
+    done(migrd.about(to_, MIGR_MSG_SUSPEND));
+    done(migrd.about(to_, MIGR_MSG_DRAIN, 5000));
+    done(migrd.about(to_, MIGR_MSG_SWITCH));
+  }
+};
+
+// The other end, which has gone back, sends: what was posted before SWITCH and since is there for it. This end does not send yet.
+TEST_F(Partner, ReceivesOnTheOldPathBeforeItSends) {
+  two(0);
+  expect_two(0);
+  switch_path();
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = 55;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(to_, &wr, &bad), 0);
+  const migr_msg reply = migrd.ask(MIGR_MSG_OLD_PATH);
+  EXPECT_EQ(reply.state, std::uint32_t{MIGR_PROC_SUSPENDED});
+  two(2);
+  expect_two(2);
+  done(migrd.try_to(MIGR_MSG_OLD_PATH));  // asked once more
+  two(4);
+  expect_two(4);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  ibv_poll_cq_attr attr{};
+  for (int ms = 0; ibv_start_poll(ex_, &attr); ++ms) {
+    ASSERT_LT(ms, kPatienceMs);
+    usleep(1000);
+  }
+  EXPECT_EQ(ex_->wr_id, 55u);
+  EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+  ibv_end_poll(ex_);
+  two(6);
+  expect_two(6);
 }
 
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */

@@ -130,8 +130,12 @@ struct Process {
         s.phase = MIGR_PROC_RUNNING;
         drained = cut = settled = false;
         return 0;
+      case MIGR_MSG_OLD_PATH:
+        if (old_pqpn) take_path(old_pqpn, old_dest, old_gid), old_pqpn = 0;
+        return 0;
       case MIGR_MSG_ROLLBACK:
         if (rebound && s.phase != MIGR_PROC_RUNNING) return EBUSY;
+        if (!old_pqpn && s.phase != MIGR_PROC_RUNNING && !other_end_stands()) std::ofstream(host + "/sent-astray") << s.dest_pqpn << '\n';
         if (old_pqpn) take_path(old_pqpn, old_dest, old_gid), old_pqpn = 0;
         s.spare = 0;
         s.phase = MIGR_PROC_RUNNING;
@@ -140,6 +144,14 @@ struct Process {
       case MIGR_MSG_MOVES: return 0;
       default: return EOPNOTSUPP;
     }
+  }
+
+  // What is sent now gets to the other end: the path that leads there is its path.
+  bool other_end_stands() const {
+    for (const auto& h : fs::directory_iterator(fs::path(host).parent_path()))
+      for (const auto& p : model::processes(h.path()))
+        if (p.pqpn == s.dest_pqpn) return true;
+    return false;
   }
 
   // HOST/FILE names a message: the first who gets there.

@@ -59,6 +59,7 @@ int rebound_keys(std::vector<migr_key_map>& out) { return out.resize(1), 0; }
 int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string&) { return there(maps), out.resize(maps.size()), 0; }
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string&) { return own(qps), there(keys), 0; }
 int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string&) { return own(qps), out.resize(qps.size()), engine_state = MIGR_PROC_RUNNING, 0; }
+int take_old_paths(std::string&) { return 0; }
 int rollback(std::string&) { return engine_state = MIGR_PROC_RUNNING, 0; }
 void stats(std::vector<migr_drain_stat>& out) { out.resize(Registry::get().qps.size()); }
 }  // namespace switchover
@@ -127,7 +128,7 @@ std::vector<std::string> seeds() {
   const std::uint64_t first = std::uint64_t{kCtx} << 32 | kQpn;
   return {packet(MIGR_MSG_DESCRIBE) + packet(MIGR_MSG_QP_CREATE, both) + packet<migr_qp_connect>(MIGR_MSG_QP_CONNECT, {to}) + packet(MIGR_MSG_SUSPEND, both) +
               packet(MIGR_MSG_DRAIN, both, 100) + packet(MIGR_MSG_SWITCH, both) + packet<migr_key_map>(MIGR_MSG_KEYS, {{}}) + packet(MIGR_MSG_RESUME, both) + packet(MIGR_MSG_STATS),
-          packet(MIGR_MSG_DESCRIBE, {}, MIGR_DESCRIBE_HOLD | MIGR_DESCRIBE_MOVE) + packet(MIGR_MSG_SUSPEND) + packet(MIGR_MSG_ROLLBACK) + packet(MIGR_MSG_FREEZE),
+          packet(MIGR_MSG_DESCRIBE, {}, MIGR_DESCRIBE_HOLD | MIGR_DESCRIBE_MOVE) + packet(MIGR_MSG_SUSPEND) + packet(MIGR_MSG_OLD_PATH) + packet(MIGR_MSG_ROLLBACK) + packet(MIGR_MSG_FREEZE),
           packet<migr_handle_map>(MIGR_MSG_REBIND, {{}, {}}) + packet<migr_move>(MIGR_MSG_MOVES, {}, MIGR_MOVES_PREPARE) + packet<migr_move>(MIGR_MSG_MOVES, {{}}) +
               packet<migr_key_map>(MIGR_MSG_MET, {{}}, first) + packet(MIGR_MSG_RESUME),
           packet(MIGR_MSG_GONE, both) + packet(MIGR_MSG_CUT, both, MIGR_CUT_CHECK) + packet(MIGR_MSG_CUT, both) + packet<migr_qp_psn>(MIGR_MSG_SETTLE, {{kCtx, kQpn, 5, 0}, {kCtx, kQpn + 1, 6, 0}}),

@@ -241,9 +241,10 @@ class Switchover {
       for (const migr_resume_stat& s : p->answer().as<migr_resume_stat>()) replayed_sends += s.replayed_sends;
     suspended_ms = ms_since(suspended_at_);
   }
+  /// As migrds do it: the second is the partner, and what the first sends again finds its old path there.
   void roll_back() {
-    for (Process* p : sides_) p->send(MIGR_MSG_ROLLBACK);
-    for (Process* p : sides_) p->answer();
+    sides_[1]->ask(MIGR_MSG_OLD_PATH);
+    for (Process* p : sides_) p->ask(MIGR_MSG_ROLLBACK);
     suspended_ms = ms_since(suspended_at_);
   }
   void roll_back_quietly() {

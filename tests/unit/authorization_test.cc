@@ -291,6 +291,7 @@ TEST_F(Peer, NobodyCarriesOnAnothersMigration) {
   const auto code = [](const auto& s) { return s ? 0 : s.error().code; };
   EXPECT_EQ(code(tell("c", &P::Suspend, limited)), EPERM);
   EXPECT_EQ(code(tell("c", &P::Switch, m)), EPERM);
+  EXPECT_EQ(code(tell("c", &P::OldPath, m)), EPERM);
   EXPECT_EQ(code(tell("c", &P::Rollback, m)), EPERM);
   EXPECT_EQ(code(tell("c", &wire::Host::Stub::Renew, m)), EPERM);
   EXPECT_EQ(code(tell("b", &wire::Host::Stub::Renew, m)), 0);

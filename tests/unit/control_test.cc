@@ -114,6 +114,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>&, std::string& why) {
   fake.state = MIGR_PROC_RUNNING;
   return called("resume", why);
 }
+int take_old_paths(std::string& why) { return called("old-paths", why); }
 int rollback(std::string& why) {
   fake.state = MIGR_PROC_RUNNING;
   return called("rollback", why);
@@ -343,10 +344,11 @@ TEST_F(Control, EachRequestReachesTheEngine) {
   ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x10, 5, 6, {}, {}}});
   ask(MIGR_MSG_SWITCH);
   ask(MIGR_MSG_RESUME);
+  ask(MIGR_MSG_OLD_PATH);
   ask(MIGR_MSG_ROLLBACK);
   EXPECT_EQ(ask(MIGR_MSG_STATS).count, 2u);
   EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
-  EXPECT_EQ(fake.calls, "create connect switch resume rollback ");
+  EXPECT_EQ(fake.calls, "create connect switch resume old-paths rollback ");
 }
 
 TEST_F(Control, CutIsAskedThenDoneThenSettled) {

@@ -322,6 +322,11 @@ struct FakePartner final : PartnerLink {
     r.set_blackout_ns(5'000'000);
     return r;
   }
+  int old_path_ms = 0;
+  Status old_path(std::uint32_t) override {
+    usleep(static_cast<useconds_t>(old_path_ms) * 1000);
+    return p.did(name_ + ".old_path");
+  }
   Status rollback(std::uint32_t) override { return p.did(name_ + ".rollback"); }
   int renew_ms = 0;
   Status renew(std::uint32_t) override {
@@ -931,6 +936,45 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   EXPECT_TRUE(r.going_back());
   EXPECT_EQ(summary_json(r)["going_back"], true);
   s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
+}
+
+// What the source sends again would find the partner's windows bound on the new path, or its old path closed or cut.
+TEST(Coordinator, OldPathsStandBeforeTheSourceSends) {
+  const struct {
+    const char* fails;
+    bool cut;
+  } cases[] = {{"s.cut", true}, {"p.settle", true}, {"s.checkpoint", true}, {"d.ready", false}, {"p.switch", false}, {"p.switch", true}, {"s.decide", false}};
+  for (const auto& c : cases) {
+    Scene s;
+    if (c.cut) s.partner.left = {0};
+    s.partner.old_path_ms = 100;
+    s.play.fail = c.fails;
+    EXPECT_FALSE(s.run().migrated()) << c.fails;
+    s.expect_order({c.fails, "p.old_path", "s.rollback", "p.rollback"});
+    EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "p.old_path"), 1) << c.fails;
+  }
+}
+
+TEST(Coordinator, PathsThatNobodyHasLeftAreNotAskedFor) {
+  for (const char* f : {"s.suspend", "p.drain", "s.freeze", "d.upload"}) {
+    Scene s;
+    s.play.fail = f;
+    EXPECT_FALSE(s.run().migrated()) << f;
+    EXPECT_FALSE(s.play.has("p.old_path")) << f;
+  }
+}
+
+// Nor is one that is older and does not know the question: its Rollback is what counts.
+TEST(Coordinator, APartnerThatIsSilentDoesNotKeepTheSourceFromRunning) {
+  for (const int code : {EHOSTUNREACH, EPROTONOSUPPORT, EIO}) {
+    Scene s;
+    s.play.fail = "p.old_path";
+    s.play.fail_code = code;
+    const auto r = s.run("source.ready.end:fail");
+    EXPECT_FALSE(r.going_back()) << r.error();
+    s.expect_order({"p.old_path", "s.rollback", "p.rollback"});
+    EXPECT_TRUE(std::any_of(s.said.begin(), s.said.end(), [](const auto& p) { return p.note().find("connections may break") != std::string::npos; }));
+  }
 }
 
 TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
