@@ -836,7 +836,8 @@ MIGR_EXPORT int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_ini
   const int err = real().query_qp(shadow->real, attr, mask, init);
   if (err) return err;
   if (links::hides_errors(*shadow) && attr->qp_state == IBV_QPS_ERR) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
-  if (shadow->cut && attr->qp_state == IBV_QPS_RESET) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
+  const bool of_the_cut = attr->qp_state == IBV_QPS_RESET || attr->qp_state == IBV_QPS_INIT;
+  if (shadow->cut && of_the_cut) attr->qp_state = attr->cur_qp_state = shadow->real->state = state;
   init->qp_context = shadow->app.qp_context;
   init->send_cq = shadow->app.send_cq;
   init->recv_cq = shadow->app.recv_cq;

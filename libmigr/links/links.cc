@@ -596,7 +596,7 @@ int ring(CqShadow& c, std::string& why) {
 }
 
 bool hides_errors(QpShadow& q) {
-  if (q.adrift || failed_unseen(q)) return true;
+  if (q.adrift || guarded(q)) return true;
   return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kDraining || q.link->stage == Stage::kChanging);
 }
 
