@@ -332,10 +332,13 @@ void look_at_place(QpLink& l) {
 
 /* ---- what the thread looks at --------------------------------------------------------- */
 
+/// It would have to go there first, perhaps from there: once it is cut its receives may go elsewhere.
+bool is_elsewhere(const QpLink& l, Side side) { return side != l.on || (l.stage == Stage::kChanging && !switched(l)); }
+
 /// What stands, or may: its link is in doubt.
 Channel* channel_to(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
-  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (side != l.on && !receives_are_clean(*l.q, side))) return nullptr;
+  if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (is_elsewhere(l, side) && !receives_are_clean(*l.q, side))) return nullptr;
   Channel* const channel = find_channel(l.instance, link);
   return channel && channel->up() && !channel->ended ? channel : nullptr;
 }
