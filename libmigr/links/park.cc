@@ -24,11 +24,12 @@ constexpr std::uint64_t kByeAgainNs = 50'000'000;
 Registry& registry() { return Registry::get(); }
 
 /// On its default link, and no thread can be inside of an old path.
-bool settled(const QpLink& l) {
-  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining && relay_is_over(l);
+bool settled(QpLink& l) {
+  const bool rests = rest_relay(l);
+  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining && rests;
 }
 bool settled(const std::vector<QpLink*>& all) {
-  return std::all_of(all.begin(), all.end(), [](const QpLink* l) { return settled(*l); });
+  return std::count_if(all.begin(), all.end(), [](QpLink* l) { return settled(*l); }) == static_cast<std::ptrdiff_t>(all.size());
 }
 
 std::string name(const QpLink& l) { return "vQPN " + std::to_string(l.name.vqpn); }
@@ -41,7 +42,7 @@ std::string obstacle() {
 }
 
 std::string what_is_missing() {
-  for (const QpLink* l : state()->qps)
+  for (QpLink* l : state()->qps)
     if (!settled(*l))
       return name(*l) + (l->on != kHome ? " is on " + l->leg().link->config.device + " and could not go back to " + l->legs[kHome].link->config.device
                                         : " is changing its link, or a thread has not come back from it");
@@ -160,7 +161,6 @@ void got_bye(Channel& from, const ByeRecord& record) {
   std::vector<QpLink*> ours;
   for (QpLink* l : state()->qps)
     if (l->instance == from.peer) ours.push_back(l);
-  for (QpLink* l : ours) rest_relay(*l);
   if (!settled(ours)) return;  // it is said again
   for (QpLink* l : ours) forget(*l);
   // Who says BYE will look for us again. It must not find what was just given back.

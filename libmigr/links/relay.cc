@@ -354,12 +354,12 @@ const char* why_direct(const QpLink& l) {
                                                                                                    : "";
 }
 
-bool relay_is_over(const QpLink& l) {
+bool rest_relay(QpLink& l) {
+  l.relay.rest_until_ns = now_ns() + kRestNs;
   std::lock_guard guard(l.q->lock);
+  l.relay.rests = true;
   return l.relay.asked.empty() && (l.relay.sends.empty() || l.q->phase != switchover::Phase::kRunning);
 }
-
-void rest_relay(QpLink& l) { l.relay.rest_until_ns = now_ns() + kRestNs; }
 
 void flush_relay(QpLink& l) {
   QpShadow& q = *l.q;

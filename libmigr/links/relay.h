@@ -77,10 +77,9 @@ void agree(QpLink& l, std::uint32_t atomics_there);
 const char* why_direct(const QpLink& l);
 /// What is due. Thread: failover. @return ms until the next look; 0: none is needed
 unsigned look_at_relay(QpLink& l);
-/// Nothing waits; or it is in a suspension, which takes it along.
-bool relay_is_over(const QpLink& l);
-/// Of the path only, for a moment: a migration is to begin.
-void rest_relay(QpLink& l);
+/// Atomics are posted to the path from now on, for a moment: a migration is to begin. @return nothing waits; or it is in a suspension,
+/// which takes it along. So it stays until l is forgotten, whatever is posted meanwhile, if that is before the Registry's lock is given away
+bool rest_relay(QpLink& l);
 /// What waits will be flushed: the application is about to move its QP to ERR.
 void flush_relay(QpLink& l);
 /// It is no link's any more. Caller holds q.lock.
