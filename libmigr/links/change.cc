@@ -125,7 +125,15 @@ void take_up(QpLink& l) {
   l.q->adrift = false;
   l.birth = l.q->real;
   l.cut_ns = now_ns();
-  l.executed = l.unsettled = {.link = l.legs[kHome].link->index, .serial = 0, .psn = 0};
+  l.unsettled = {.link = l.legs[kHome].link->index, .serial = 0, .psn = 0};
+}
+
+/// @return where its path, which was just cut, has ended
+Progress note_executed(QpLink& l) {
+  const Progress here{.link = l.leg().link->index, .serial = l.path.serial, .psn = l.q->cut->psn};
+  const bool connected_by_application = l.on == kHome && !l.path.serial;  // of what the other end has sent first there nothing is known
+  if (connected_by_application || here.psn != l.path.peer_psn) l.executed = here;
+  return here;
 }
 
 /// The path goes to ERR. What it has executed is final, and what it has not is in the vQP's cut.
@@ -138,9 +146,7 @@ bool cut(QpLink& l, std::string& why) {
   const bool again = switched(l);
   if (switchover::leave_path(q, leaving(l), why)) return false;
   l.cut_ns = now_ns();
-  const Progress here{.link = l.leg().link->index, .serial = l.path.serial, .psn = q.cut->psn};
-  const bool birth = l.on == kHome && !l.path.serial;
-  if (birth || here.psn != l.path.peer_psn) l.executed = here;
+  const Progress here = note_executed(l);
   if (!again) l.unsettled = {.link = here.link, .serial = here.serial, .psn = l.path.psn};
   l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive, .closed = shares_receives(q)});
   const std::lock_guard guard(l.lock);
@@ -287,7 +293,9 @@ void leave_linked_cq(CqShadow& c);
 void cast_off(QpLink& l) {
   QpShadow& q = *l.q;
   std::string why;
-  if (switchover::leave_path(q, leaving(l), why) || switchover::cast_off(q, l.birth, l.home_bits, why)) return give_up(l, why);
+  if (switchover::leave_path(q, leaving(l), why)) return give_up(l, why);
+  note_executed(l);
+  if (switchover::cast_off(q, l.birth, l.home_bits, why)) return give_up(l, why);
   forget(l);
   switchover::for_cqs(q, leave_linked_cq);
 }
@@ -625,7 +633,7 @@ void release_traps(QpLink& l, std::size_t count) {
     });
     for (; count; --count) {
       Trap& trap = l.traps.front();
-      if (trap.side == kHome && !trap.path.serial) l.birth = trap.path.qp;
+      if (trap.path.birth) l.birth = trap.path.qp;
       else destroy_path(l, trap.side, trap.path);
       l.traps.pop_front();
     }
@@ -725,13 +733,18 @@ QpLink* reached(Channel& from, const Record& record, Side& side) {
   return nullptr;
 }
 
-/// Its device has no room, or its address is not there again yet: that may be otherwise soon.
-void cannot_now(QpLink& l, Channel& from, std::uint32_t serial) {
-  say(l, l.why);
+/// It is asked again, by another number.
+void refuse_path(const QpLink& l, Channel& from, std::uint32_t serial) {
   PathRecord no{.to = l.peer, .from = l.name, .path = {}};
   no.path.link = from.link->index;
   no.path.serial = serial;
   send_path(from, no);
+}
+
+/// Its device has no room, or its address is not there again yet: that may be otherwise soon.
+void cannot_now(QpLink& l, Channel& from, std::uint32_t serial) {
+  say(l, l.why);
+  refuse_path(l, from, serial);
 }
 
 }  // namespace
@@ -750,7 +763,7 @@ void got_path(Channel& from, const PathRecord& record) {
     return;
   }
   const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
-  if (!answer && record.path.serial < leg.newest) return;
+  if (!answer && record.path.serial < leg.newest) return refuse_path(*l, from, record.path.serial);
   if (!answer && !make_half(*l, side, record.path.serial, l->why)) return cannot_now(*l, from, record.path.serial);
   leg.asked = 0;
   if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side, leg.next)});

@@ -96,7 +96,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
       else c.keys[key.home].erase(key.vrkey);
     }
     for (QpLink* l : state()->qps)
-      if (c.heard && l->instance == c.peer && l->leg().link == c.link && l->epoch) {
+      if (c.heard && l->instance == c.peer && l->leg().link == c.link && has_changed(*l)) {
         std::lock_guard guard(l->q->lock);
         set_remote_keys(*l);
       }

@@ -351,7 +351,7 @@ void destroy_paths(QpLink& l, const ibv_qp* keep) {
 ibv_qp* born_with(const QpLink& l) {
   if (l.birth) return l.birth;
   for (const Trap& trap : l.traps)
-    if (trap.side == kHome && !trap.path.serial) return trap.path.qp;
+    if (trap.path.birth) return trap.path.qp;
   return l.path.qp;
 }
 
@@ -360,13 +360,15 @@ ibv_qp* born_with(const QpLink& l) {
 void forget(QpLink& l) {
   QpShadow& q = *l.q;
   guard(l);
+  leave_former(l);
   destroy_paths(l, q.real);
-  if (l.epoch && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
+  if (has_changed(l) && l.on == kHome) (void)q.context->kernel->bind_qp(q.vqpn(), l.path.qp->qp_num);  // others of that name were made since
   forget_qp(l);
 }
 
 void gone(QpShadow& q) {
   forget_guard(q);
+  drop_former(q);
   if (shares_receives(q)) {
     // It is out of the Registry before it is destroyed, and who counts then takes it for gone.
     ibv_qp_attr to{};
@@ -403,6 +405,7 @@ void leave(QpShadow& q, ibv_qp_state to) {
   if (q.adrift) end_drift(q, to == IBV_QPS_RESET);
   if (to == IBV_QPS_ERR) unguard(q);
   forget_guard(q);
+  drop_former(q);
   if (!l) return;
   stop_change(*l);
   if (to == IBV_QPS_ERR) {  // before what the device is about to flush; nobody else comes for it
@@ -414,9 +417,9 @@ void leave(QpShadow& q, ibv_qp_state to) {
     give_back(q, std::move(seen));
     flush_relay(*l);
   }
-  if (l->epoch && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
+  if (has_changed(*l) && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
   ibv_qp* const home = born_with(*l);  // peers will be told its number
-  if (l->epoch) switchover::take_back_path(q, home);
+  if (has_changed(*l)) switchover::take_back_path(q, home);
   destroy_paths(*l, home);
   forget_qp(*l);
 }
@@ -425,6 +428,8 @@ void dropped(Context& context) {
   Twin* const t = context.twin;
   if (!t) return;
   Registry& registry = Registry::get();
+  for (QpShadow* q : registry.qps)
+    if (q->context == &context) drop_former(*q);
   for (QpShadow* q : registry.qps)
     if (q->context == &context && q->link) {
       // Those of the default link end with the context.
@@ -600,7 +605,7 @@ bool hides_errors(QpShadow& q) {
   return q.link && (q.link->stage == Stage::kReady || q.link->stage == Stage::kDraining || q.link->stage == Stage::kChanging);
 }
 
-bool has_changed(const QpShadow& q) { return q.link && q.link->epoch; }
+bool has_changed(const QpShadow& q) { return q.link && has_changed(*q.link); }
 
 bool on_backup(const QpShadow& q) { return q.link && q.link->on != kHome; }
 

@@ -128,6 +128,7 @@ struct Path {
   std::uint32_t psn = 0, peer_psn = 0;  ///< first that each end sends
   bool connected = false;               ///< in RTS
   QpShadow::Ring sends{}, receives{};
+  bool birth = false;                   ///< that its QpLink began with
 };
 
 /// A path that was cut, kept in ERR for threads that were let through before.
@@ -175,6 +176,7 @@ struct QpLink {
   std::string why;
   /* a change, docs/failover.md */
   std::uint32_t epoch = 0;  ///< the low 3 bits are the link that it led to
+  std::uint32_t born_in = 0;  ///< epoch that it began in: former.h
   migr_links_cause cause = MIGR_LINKS_CAUSE_NONE;
   unsigned from = 0, tries = 0;  ///< the link that it began on; how many it went to
   Progress executed;             ///< of this end

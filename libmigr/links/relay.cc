@@ -606,6 +606,16 @@ void executed(Link& link, const ibv_wc& wc) {
     }
 }
 
+void lose_answers(QpLink& l) {
+  const auto executing = [&](std::uint64_t number) {
+    return std::any_of(l.twin->executors.begin(), l.twin->executors.end(), [&](const Executor* e) {
+      return std::any_of(e->jobs.begin(), e->jobs.end(), [&](const Executor::Job& job) { return job.id == l.id && job.number == number; });
+    });
+  };
+  for (Answers::One& one : l.answers.all)
+    if (one.status == kNotYet && !executing(one.number)) one.status = kLost;
+}
+
 void drop_executors(Twin& t, const ibv_pd* pd) {
   std::erase_if(t.executors, [&](Executor* e) {
     if (pd && e->of != pd) return false;

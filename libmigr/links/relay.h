@@ -84,6 +84,8 @@ bool rest_relay(QpLink& l);
 void flush_relay(QpLink& l);
 /// It is no link's any more. Caller holds q.lock.
 void end_relay(QpLink& l);
+/// Of those that nothing executes any more nobody will learn what they have found.
+void lose_answers(QpLink& l);
 
 void got_atomic(Channel& from, const struct AtomicRecord& record);
 void got_answer(Channel& from, const struct AnswerRecord& record);

@@ -271,7 +271,6 @@ bool make_backup(Twin& t, std::string& why) {
     if (!find_home(*q, *l)) continue;
     QpShadow* const one[] = {q};
     if (const int err = provider::locate_queues(one)) return why = std::string("cannot find the queues of a QP: ") + std::strerror(err), false;
-    l->id = state()->next_id++;
     l->q = q;
     l->twin = &t;
     std::memcpy(l->name.gid, q->birth.gid.raw, sizeof l->name.gid);
@@ -279,12 +278,15 @@ bool make_backup(Twin& t, std::string& why) {
     std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
     l->peer.vqpn = q->birth.dest_qp_num;
     for (Side side = kHome; side < t.sides(); ++side) l->legs.push_back({.link = t.link(side), .next = {}, .newest = 0, .asked = 0});
-    l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring};
+    l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring, .birth = true};
     l->executed.link = l->peer_home = t.home->index;
+    const bool again = follow_former(*l);
+    if (!again) l->id = state()->next_id++;
     l->ahead = t.paths == Paths::kCached;
-    if (l->ahead && !make_half(*l, first, 0, why)) return false;
+    if (l->ahead && !make_half(*l, first, again ? l->legs[first].newest + 1 : 0, why)) return false;
     migr_links_path& home = l->first[0];
     home.link = t.home->index;
+    home.serial = l->path.serial;
     std::memcpy(home.gid, l->home_gid.gid.raw, sizeof home.gid);
     home.qpn = q->pqpn();
     home.mtu = static_cast<std::uint8_t>(IBV_MTU_4096);
@@ -300,6 +302,7 @@ bool make_backup(Twin& t, std::string& why) {
     }
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
+    drop_former(*q);
     state()->qps.push_back(l.release());
     return true;
   }
@@ -399,7 +402,7 @@ bool create_half(QpLink& l, Side side, Path& out, std::string& why) {
   ibv_context* const ctx = side == kHome ? q.context->real : leg.link->ctx;
   ibv_qp* const made = to_init(switchover::create_like(q, ctx, init), port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
   if (!made) return false;
-  out = {.qp = made, .serial = 0, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}};
+  out = {.qp = made, .serial = 0, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}, .birth = false};
   const int err = provider::locate_queues(kernel, *made, out.sends, out.receives);
   if (!err) return true;
   why = std::string("cannot find the queues of a QP on ") + leg.link->config.device + ": " + std::strerror(err);
@@ -744,6 +747,7 @@ class Round {
 
   /// The first path on a backup link has both its halves, or had; or it needs none.
   static bool has_begun(const QpLink& l) {
+    if (l.instance == Peer{}) return false;
     return l.epoch || l.begun || std::any_of(l.legs.begin() + 1, l.legs.end(), [](const Leg& leg) { return leg.newest || leg.next.connected; });
   }
 
@@ -776,6 +780,7 @@ class Round {
   }
 
   void take_found(QpLink& l, const migr_links_found& found) {
+    const bool begun = has_begun(l);
     l.why.clear();
     l.peer_home = found.vqp.default_link;
     l.peer_links = found.vqp.links;
@@ -792,13 +797,13 @@ class Round {
     l.found = true;
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     agree(l, found.vqp.atomics);
-    if (has_begun(l)) return;  // the other end was faster, and has asked for a path
+    if (begun) return;  // the other end was faster, and has asked for a path
     l.ahead = l.ahead && found.vqp.making == MIGR_LINKS_CACHED;
     for (Side side = 1; side < l.sides(); ++side) {
       Path& mine = l.legs[side].next;
       if (!mine.qp) continue;
       const migr_links_path* const theirs = path_on(found.vqp, l.legs[side].link->index);
-      if (!l.ahead || !theirs) {
+      if (!l.ahead || !theirs || theirs->serial != mine.serial) {
         destroy_path(l, side, mine);
         continue;
       }

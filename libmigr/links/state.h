@@ -8,9 +8,11 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 
 #include "../switchover/parts.h"
 #include "discard.h"
+#include "former.h"
 #include "key_log.h"
 #include "links.h"
 
@@ -30,6 +32,7 @@ struct State {
   std::deque<Link> links;
   std::vector<Twin*> twins;
   std::vector<QpLink*> qps;
+  std::unordered_map<const QpShadow*, Former> formers;
   std::vector<Channel*> channels;
   std::vector<Past> pasts;
   KeyLog keys;
@@ -68,6 +71,8 @@ void set_stage(QpLink& l, Stage stage);
 void be_at(QpLink& l, Stage stage);  ///< the same. Caller holds l.lock
 /// Which contexts' connections go on without the default link.
 void note_backed_up();
+/// It has had another path since it was made.
+inline bool has_changed(const QpLink& l) { return l.epoch != l.born_in; }
 /// Its path is the only one that is left.
 void forget(QpLink& l);
 void forget(CqShadow& c);

@@ -15,6 +15,7 @@
 // third: there is a second backup link, which vQPs go to when the first one fails, too, one after the other or both at once.
 // shared: receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer.
 // late: a key is used before it was told what it is called on the backup link.
+// storm: links are cut and mended at any time. parking_storm: and ends leave them as before a migration, often unheard by the other one.
 // alone: a path is given up by its device where there is no other link, and the link carries: it is made anew.
 // rebuild: no path is made ahead. scarce: and at first a NIC has none, when one is needed. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
 #include <dlfcn.h>
@@ -442,7 +443,7 @@ class End {
     ibv_qp_init_attr init{};
     lib_.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp_, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_DEST_QPN, &init);
     if (a.qp_state != IBV_QPS_RTS || a.dest_qp_num != birth_.dest_qp_num || std::memcmp(&a.ah_attr.grh.dgid, &birth_.ah_attr.grh.dgid, 16) || init.send_cq != cqs_[0])
-      return "ibv_query_qp answers with other names";
+      return "ibv_query_qp answers with state " + std::to_string(a.qp_state) + ", QPN " + std::to_string(a.dest_qp_num) + ", or other names; " + how();
     if (sends_)
       for (int i = 0; i < kWrs; ++i) {
         if (adds(out_[i]) || out_[i].chained) {
@@ -844,10 +845,26 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
   return "";
 }
 
+/// An end leaves its links as before a migration, again and again, until that is over. It may be refused.
+void park_at_random(std::uint32_t seed, const std::atomic<bool>& over) {
+  std::mt19937 random(seed);
+  while (!over) {
+    const StoreProcess process = store_process_of(random() % 2);
+    char why[200];
+    process.park(why, sizeof why);
+    std::this_thread::sleep_for(std::chrono::milliseconds(random() % 80));
+    process.let_go();
+    std::this_thread::sleep_for(std::chrono::milliseconds(random() % 200));
+  }
+}
+
 /// Links are cut and mended whatever is going on.
-std::string storm(End& x, End& y, const Options& o) {
+std::string storm(End& x, End& y, const Options& o, bool parks) {
   std::mt19937 random(o.seed);
   const auto over = [&] { return !x.error_.empty() || !y.error_.empty() || x.broken() || y.broken(); };
+  std::atomic<bool> calm = false;
+  std::thread parking;
+  if (parks) parking = std::thread(park_at_random, o.seed, std::cref(calm));
   for (int allowed = 4; allowed <= kWrs && !over(); allowed += 4) {
     for (End* e : {&x, &y}) e->allow(allowed);
     const int link = static_cast<int>(random() % (o.third ? 3 : 2));
@@ -855,7 +872,9 @@ std::string storm(End& x, End& y, const Options& o) {
     else model_cut(link, static_cast<unsigned>(random() % 40), random() % 2);
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 60));
   }
+  calm = true;
   for (const int link : {0, 1, 2}) model_mend(link);
+  if (parks) parking.join();
   return wait_for([&] { return over() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
 
@@ -1041,7 +1060,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   // And one of the pool.
   if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "alone" ? alone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
+  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o, kind.ends_with("parking_storm")) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "alone" ? alone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
   model_let_packets_linger(false);
   if (!stuck.empty() && x.error_.empty()) x.error_ = stuck;
   one.join();
@@ -1305,10 +1324,10 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
   const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : kSwitchMs, relays, third), b('b', policy, paths, return_ms, adrift_ms, kSwitchMs, relays && !halfway, third);
   if (halfway) relays = false;
-  constexpr int kStorms = 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || kind == "scarce" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? kStorms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
+  const int storms = kind.ends_with("parking_storm") ? 6 : 12;  // at least: all of a few may end that way
+  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || kind == "scarce" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? storms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
   constexpr int kGone = 8;     // at least: of three all may outlive it
-  const int rounds = storm ? std::max(wanted, kStorms) : gone ? std::max(wanted, kGone) : wanted;
+  const int rounds = storm ? std::max(wanted, storms) : gone ? std::max(wanted, kGone) : wanted;
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
@@ -1374,7 +1393,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "scarce", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "scarce", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "parking_storm", "relayed_parking_storm", "third_parking_storm", "shared_parking_storm", "pool_parking_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
 
 }  // namespace
 
