@@ -1045,6 +1045,8 @@ std::string told(End& x, End& y, const Library& of_x) {
 Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
   for (const int link : {0, 1, 2}) model_mend(link);
   model_forget_writes();
+  for (const int link : {0, 1, 2})
+    for (const int end : {0, 1}) model_refuse_qps(link, end, 0);  // which a round has not met
   model_let_packets_linger(o.lingers);
   Outcome out;
   End x(a, o, o.seed % 1000, o.seed % 1000 + kSecond, true), y(b, o, o.seed % 1000 + kSecond, o.seed % 1000, o.both_ways);
