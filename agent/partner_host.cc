@@ -302,6 +302,15 @@ grpc::Status PartnerHost::step(const grpc::ServerContext& ctx, std::uint32_t id,
   }));
 }
 
+grpc::Status PartnerHost::step_back(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work) {
+  const LogScope log(log_fields_of(ctx, config_, id));
+  auto job = jobs_.find(id, {ctx, config_});
+  if (!job) return to_grpc(job);
+  (*job)->aborting = true;
+  std::lock_guard lock((*job)->work);
+  return to_grpc(job_step(config_.fault, id, step, [&] { return work(**job); }));
+}
+
 grpc::Status PartnerHost::Create(grpc::ServerContext* ctx, const wire::Migration* m, wire::PartnerPrepareReply* out) {
   return step(*ctx, m->id(), FaultStep::kPartnerCreate, [&](Job& job) { return create(job, *out); });
 }
@@ -423,12 +432,7 @@ Status PartnerHost::old_path(Job& job) {
 }
 
 grpc::Status PartnerHost::OldPath(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
-  const LogScope log(log_fields_of(*ctx, config_, m->id()));
-  auto job = jobs_.find(m->id(), {*ctx, config_});
-  if (!job) return to_grpc(job);
-  (*job)->aborting = true;
-  std::lock_guard work((*job)->work);
-  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kPartnerOldPath, [&] { return old_path(**job); }));
+  return step_back(*ctx, m->id(), FaultStep::kPartnerOldPath, [&](Job& job) { return old_path(job); });
 }
 
 // Caller holds job.work. A process that has ended has nothing to go back to.
@@ -448,12 +452,7 @@ Status PartnerHost::rollback(Job& job) {
 }
 
 grpc::Status PartnerHost::Rollback(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
-  const LogScope log(log_fields_of(*ctx, config_, m->id()));
-  auto job = jobs_.find(m->id(), {*ctx, config_});
-  if (!job) return to_grpc(job);
-  (*job)->aborting = true;
-  std::lock_guard work((*job)->work);
-  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kPartnerRollback, [&] { return rollback(**job); }));
+  return step_back(*ctx, m->id(), FaultStep::kPartnerRollback, [&](Job& job) { return rollback(job); });
 }
 
 grpc::Status PartnerHost::Moves(grpc::ServerContext* ctx, const wire::MovesRequest* r, wire::Empty*) {

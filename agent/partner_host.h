@@ -58,6 +58,8 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   Status save(Job& job);
   void end(Job& job, wire::Outcome outcome);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
+  // Nothing of the way there begins any more.
+  grpc::Status step_back(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status create(Job& job, wire::PartnerPrepareReply& out);
   Status keys(Job& job, const std::vector<wire::ProcessKeys>& keys);
   Status resume(Job& job, wire::ResumeReply& out);

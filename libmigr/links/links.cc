@@ -428,15 +428,15 @@ void dropped(Context& context) {
   Twin* const t = context.twin;
   if (!t) return;
   Registry& registry = Registry::get();
-  for (QpShadow* q : registry.qps)
-    if (q->context == &context) drop_former(*q);
-  for (QpShadow* q : registry.qps)
-    if (q->context == &context && q->link) {
-      // Those of the default link end with the context.
-      const ibv_qp* const home = q->link->on == kHome ? q->real : nullptr;
-      destroy_paths(*q->link, home);
-      forget_qp(*q->link);
-    }
+  for (QpShadow* q : registry.qps) {
+    if (q->context != &context) continue;
+    drop_former(*q);
+    if (!q->link) continue;
+    // Those of the default link end with the context.
+    const ibv_qp* const home = q->link->on == kHome ? q->real : nullptr;
+    destroy_paths(*q->link, home);
+    forget_qp(*q->link);
+  }
   empty(*t);
   std::erase(the_state->twins, t);
   for (const Backup& b : t->backups) munmap(b.key_table, MIGR_KEY_TABLE_BYTES);
