@@ -121,6 +121,8 @@ inline constexpr char kLinksFile[] = "/etc/migr/links.json";
 inline constexpr int kScanStopMs = 1'000;  // a thread reaches its ptrace stop
 inline constexpr int kScanRetryUs = 200;   // first pause before another look, doubled each time
 inline constexpr int kScanRetryMaxUs = 20'000;
+inline constexpr int kScanWalkMs = 1'000;           // the frames of one thread, walked by a process of its own
+inline constexpr unsigned kMaxWalkReads = 1 << 18;  // of them, in memory; a frame takes some hundred
 inline constexpr std::size_t kMaxThreads = 4096;
 inline constexpr std::size_t kMaxStackBytes = 64u << 20;
 

@@ -2,7 +2,6 @@
 #include "thread_scan.h"
 
 #include <dirent.h>
-#include <libunwind-ptrace.h>
 #include <sys/ptrace.h>
 #include <sys/uio.h>
 #include <sys/user.h>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "limits.h"
+#include "stack_walk.h"
 
 namespace migr {
 namespace {
@@ -49,7 +49,7 @@ Result<std::vector<pid_t>> threads_of(pid_t pid) {
   return tids;
 }
 
-// End of the mapping that holds `sp`, 0 if there is none.
+// End of the mapping that holds `sp`, 0 if there is none, or it is of a file: to read that may take for ever.
 std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
   const std::string path = "/proc/" + std::to_string(pid) + "/maps";
   std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(path.c_str(), "re"), std::fclose);
@@ -58,7 +58,8 @@ std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
   bool whole = true;  // paths can be longer than our line
   while (std::fgets(line, sizeof line, f.get())) {
     unsigned long long from, to;
-    if (whole && std::sscanf(line, "%llx-%llx", &from, &to) == 2 && sp >= from && sp < to) return to;
+    unsigned long inode;
+    if (whole && std::sscanf(line, "%llx-%llx %*s %*s %*s %lu", &from, &to, &inode) == 3 && sp >= from && sp < to) return inode ? 0 : to;
     whole = std::strchr(line, '\n') != nullptr;
   }
   return 0;
@@ -81,35 +82,6 @@ std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::span<const 
     at += n & ~7ll;
   }
   return false;
-}
-
-// Walks the frames of a stopped thread. What cannot be walked to its end counts as inside.
-bool frames_inside(pid_t tid, std::span<const TextRange> ranges) {
-  struct Upt {
-    void operator()(void* p) const { _UPT_destroy(p); }
-  };
-  unw_addr_space_t space = unw_create_addr_space(&_UPT_accessors, 0);
-  if (!space) return true;
-  bool inside = true;
-  {
-    std::unique_ptr<void, Upt> upt(_UPT_create(tid));
-    unw_cursor_t c;
-    if (upt && unw_init_remote(&c, space, upt.get()) == 0) {
-      constexpr int kMaxFrames = 512;
-      bool first = true;
-      for (int i = 0; i < kMaxFrames; i++) {
-        unw_word_t ip = 0;
-        if (unw_get_reg(&c, UNW_REG_IP, &ip)) break;
-        if (ip && in_ranges(ranges, ip, !first)) break;
-        first = false;
-        const int r = unw_step(&c);
-        if (r == 0) inside = false;
-        if (r <= 0) break;
-      }
-    }
-  }
-  unw_destroy_addr_space(space);
-  return inside;
 }
 
 void nap(int us) {
@@ -183,7 +155,7 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, Sc
       seen = Seen::kOutside;
     } else {
       stats.unwound++;
-      seen = frames_inside(tid, ranges) ? Seen::kInside : Seen::kOutside;
+      seen = frames_inside(pid, regs, [&](std::uint64_t ip, bool return_address) { return in_ranges(ranges, ip, return_address); }) ? Seen::kInside : Seen::kOutside;
     }
   }
   ptrace(PTRACE_DETACH, tid, 0, 0);
@@ -196,6 +168,7 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
                                      Clock::time_point deadline, const std::stop_token& stop) {
   ScanStats stats;
   std::set<pid_t> outside;
+  const auto first_look = Clock::now() + std::chrono::milliseconds(kScanStopMs);  // also for who has no time
   int calm = 0;  // passes in a row in which nobody was inside
   for (int pause_us = kScanRetryUs;; pause_us = std::min(pause_us * 2, kScanRetryMaxUs)) {
     auto tids = threads_of(pid);
@@ -205,6 +178,8 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
     for (pid_t tid : *tids) {
       if (tid == skip_tid || outside.contains(tid)) continue;
       if (stop.stop_requested()) return Error{ECANCELED, "nobody wants to know any more whether process " + std::to_string(pid) + " is outside"};
+      if (Clock::now() > std::max(deadline, first_look))
+        return Error{ETIMEDOUT, "the threads of process " + std::to_string(pid) + " could not be looked at in time, " + std::to_string(outside.size()) + " of " + std::to_string(tids->size()) + " were"};
       auto seen = look_at(pid, tid, ranges, stats);
       if (!seen) return seen.error();
       if (*seen == Seen::kInside) {

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "agent/thread_scan.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <array>
+
 #include "marked.h"
 
 namespace {
@@ -70,6 +75,70 @@ TEST(ThreadScan, StaleWordOnTheStackIsUnwound) {
   EXPECT_GE(r->unwound, 1u);
   EXPECT_EQ(f.end(), 0);
 }
+
+// Frames of code in a file of the process's own naming, which is a FIFO now: nobody may wait for its writer.
+TEST(ThreadScan, WhatAFileOfItsCodeIsCalledDoesNotMatter) {
+  constexpr char kFile[] = "code", kNow[] = "code (deleted)";  // as maps has it
+  char dir[] = "/tmp/thread_scan_test.XXXXXX";
+  ASSERT_TRUE(mkdtemp(dir));
+  const std::string file = std::string(dir) + "/" + kFile, fifo = std::string(dir) + "/" + kNow;
+  const std::array<std::uint8_t, 4096> code = {0x55, 0x48, 0x89, 0xe5, 0xff, 0xd6, 0x5d, 0xc3};  // push rbp; mov rsp, rbp; call *rsi; pop rbp; ret
+  const int fd = open(file.c_str(), O_RDWR | O_CREAT, 0700);
+  ASSERT_EQ(write(fd, code.data(), code.size()), static_cast<ssize_t>(code.size()));
+  void* at = mmap(nullptr, code.size(), PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
+  ASSERT_NE(at, MAP_FAILED);
+  close(fd), unlink(file.c_str());
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  Forked f(1, [at](int, Shared* s) { reinterpret_cast<void (*)(Shared*, void (*)(Shared*))>(at)(s, outside_with_stale_word); });
+  std::atomic<bool> seen = false;
+  bool held = false;
+  std::thread watch([&] {
+    for (int i = 0; i < 5000 && !seen; i++) usleep(1000);
+    if ((held = !seen)) close(open(fifo.c_str(), O_RDWR | O_NONBLOCK));
+  });
+  (void)scan(f.pid, 100);
+  seen = true;
+  watch.join();
+  EXPECT_FALSE(held);
+  EXPECT_EQ(f.end(), 0);
+  munmap(at, code.size());
+  unlink(fifo.c_str()), rmdir(dir);
+}
+
+// How its caller's frame is found: by an expression of one jump, to itself.
+extern "C" void calls_for_ever(Shared*, void (*)(Shared*));
+asm(R"(.pushsection .text
+calls_for_ever: .cfi_startproc
+  sub $8, %rsp
+  .cfi_escape 0x0f, 3, 0x2f, 0xfd, 0xff  # DW_CFA_def_cfa_expression: DW_OP_skip -3
+  call *%rsi
+  add $8, %rsp
+  ret
+.cfi_endproc
+.popsection)");
+// .. or by what is no number: the smallest one divided by -1.
+extern "C" void calls_with_a_quotient(Shared*, void (*)(Shared*));
+asm(R"(.pushsection .text
+calls_with_a_quotient: .cfi_startproc
+  sub $8, %rsp
+  .cfi_escape 0x0f, 7, 0x31, 0x08, 63, 0x24, 0x09, 0xff, 0x1b  # lit1, const1u 63, shl, const1s -1, div
+  call *%rsi
+  add $8, %rsp
+  ret
+.cfi_endproc
+.popsection)");
+
+void scan_one_that(void (*calls)(Shared*, void (*)(Shared*))) {
+  Forked f(1, [calls](int, Shared* s) { calls(s, outside_with_stale_word); });
+  const auto begun = Clock::now();
+  const auto r = scan(f.pid, 100);
+  EXPECT_LT(Clock::now() - begun, std::chrono::seconds(5));
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT) << r.error().text;
+  EXPECT_EQ(f.end(), 0);
+}
+TEST(ThreadScan, FramesWithoutAnEndAreGivenUp) { scan_one_that(calls_for_ever); }
+TEST(ThreadScan, FramesThatEndTheirReaderEndNothingElse) { scan_one_that(calls_with_a_quotient); }
 
 TEST(ThreadScan, WaitsForTheOneThatLeaves) {
   Forked f(3, [](int i, Shared* s) { i == 1 ? inside_and_below(s) : park(s); });
