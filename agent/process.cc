@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "process.h"
 
+#include <fcntl.h>
+#include <linux/nsfs.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -59,6 +63,23 @@ std::vector<pid_t> processes_naming(const std::string& text) {
 std::string life_of(pid_t pid) {
   const std::string began = stat_of(pid).began;
   return began.empty() ? "" : boot_of_host() + " " + began;
+}
+
+Result<std::uint64_t> container_namespace_of(pid_t pid) {
+  struct stat ours = {}, at = {};
+  if (stat("/proc/self/ns/pid", &ours)) return 0;  // a kernel without
+  const std::string path = "/proc/" + std::to_string(pid) + "/ns/pid";
+  int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  std::uint64_t outermost = 0;
+  while (fd >= 0 && !fstat(fd, &at) && at.st_ino != ours.st_ino) {
+    outermost = at.st_ino;
+    const int parent = ioctl(fd, NS_GET_PARENT);
+    close(fd);
+    fd = parent;
+  }
+  if (fd < 0) return sys_error(path);
+  close(fd);
+  return outermost;
 }
 
 std::string boot_of_host() { return first_line_of("/proc/sys/kernel/random/boot_id"); }

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,6 +28,9 @@ bool process_lives(pid_t pid);
 bool process_stopped(pid_t pid);
 /// Those whose command line, with a NUL behind each argument, has this in it. Not the caller.
 std::vector<pid_t> processes_naming(const std::string& text);
+/// The number of the PID namespace of the container that a process lives in; of several in each other, the outermost. 0: it lives in
+/// the caller's.
+Result<std::uint64_t> container_namespace_of(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

@@ -149,6 +149,8 @@ Error ProcessSession::wrong_size(std::uint16_t type, std::size_t got, std::size_
                            ", not " + std::to_string(want)};
 }
 
+std::string User::text() const { return "user " + std::to_string(uid) + (container ? " in PID namespace " + std::to_string(container) : ""); }
+
 bool Speaker::lives() const { return !life.empty() && life_of(pid) == life; }
 
 Result<Speaker> speaker_of(int fd) {
@@ -156,7 +158,13 @@ Result<Speaker> speaker_of(int fd) {
   socklen_t len = sizeof cred;
   if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len)) return sys_error("SO_PEERCRED");
   if (cred.pid <= 0) return Error{EPERM, "a process that is not visible in migrd's pid namespace"};
-  return Speaker{cred.pid, cred.uid, life_of(cred.pid)};
+  Speaker who{cred.pid, {cred.uid, 0}, life_of(cred.pid)};
+  const auto container = container_namespace_of(cred.pid);
+  // Who has its number by now may be root of the host.
+  if (!who.lives()) return Error{ESRCH, "process " + std::to_string(cred.pid) + ", which has connected, has ended"};
+  if (!container) return container.error();
+  who.user.container = *container;
+  return who;
 }
 
 Result<std::shared_ptr<ProcessSession>> ProcessSession::greet(Fd fd, int limit_ms) {
@@ -336,14 +344,12 @@ Result<Question> read_question(int fd, const Speaker& who, std::uint32_t& seq) {
 void SessionTable::take_question(Fd fd, const Speaker& who) {
   {
     std::lock_guard lock(mutex_);
-    int all = 0;
-    for (const auto& [uid, n] : asking_) all += n;
-    const auto of_user = asking_.find(who.uid);
-    if (!on_question_ || all >= kQuestions || (who.uid && of_user != asking_.end() && of_user->second >= kQuestions / 2)) {
+    const auto of_user = std::count_if(asking_.begin(), asking_.end(), [&](const User& u) { return u.counts_with(who.user); });
+    if (!on_question_ || asking_.size() >= kQuestions || of_user >= kQuestions / 2) {
       spdlog::warn("process {} asks, and nobody can answer now", who.pid);
       return;
     }
-    ++asking_[who.uid];
+    asking_.push_back(who.user);
   }
   std::thread([this, fd = std::make_shared<Fd>(std::move(fd)), who] {
     std::uint32_t seq = 0;
@@ -367,7 +373,7 @@ void SessionTable::take_question(Fd fd, const Speaker& who) {
     m.msg_iovlen = head.count ? 2 : 1;
     (void)sendmsg(fd->n, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
     std::lock_guard lock(mutex_);
-    if (!--asking_[who.uid]) asking_.erase(who.uid);
+    asking_.erase(std::find(asking_.begin(), asking_.end(), who.user));
     changed_.notify_all();
   }).detach();
 }
@@ -422,10 +428,10 @@ void SessionTable::run() {
           continue;
         }
         const auto now = all();  // those who have greeted meanwhile, too
-        const auto of_user = std::count_if(now.begin(), now.end(), [&](const auto& s) { return s->uid() == who->uid; }) +
-                             std::count_if(greetings.begin(), greetings.end(), [&](const Greeting& g) { return g.who.uid == who->uid; });
-        if (now.size() + greetings.size() >= most_ || (who->uid && static_cast<std::size_t>(of_user) >= most_ / 2)) {
-          spdlog::warn("too many processes; one of user {} was refused", who->uid);
+        const auto of_user = std::count_if(now.begin(), now.end(), [&](const auto& s) { return s->user().counts_with(who->user); }) +
+                             std::count_if(greetings.begin(), greetings.end(), [&](const Greeting& g) { return g.who.user.counts_with(who->user); });
+        if (now.size() + greetings.size() >= most_ || static_cast<std::size_t>(of_user) >= most_ / 2) {
+          spdlog::warn("too many processes; process {} of {} was refused", who->pid, who->user.text());
           continue;
         }
         greetings.push_back({std::move(fd), *who, Clock::now() + std::chrono::milliseconds(kHelloMs)});

@@ -46,15 +46,26 @@ struct Fd {
 /// A socket at which processes connect: SOCK_SEQPACKET, nobody waits in accept(). What was there of that name goes.
 Result<Fd> listen_to_processes(const std::string& path);
 
+/// Who has half at most of what there is for all: a user, whatever containers he makes, and a container, whatever users its root
+/// becomes. Root of the host may have everything.
+struct User {
+  uid_t uid = 0;
+  std::uint64_t container = 0;  // its PID namespace; 0: the host's
+  bool operator==(const User&) const = default;
+  /// What the one has counts for the other, too. Not even its own counts for root of the host.
+  bool counts_with(const User& other) const { return (uid && uid == other.uid) || (container && container == other.container); }
+  std::string text() const;
+};
+
 /// Who connected, as the kernel says; whatever else comes over the socket is only a claim.
 struct Speaker {
   pid_t pid = 0;
-  uid_t uid = 0;
+  User user;
   std::string life;  // process.h
   /// A child that got the socket does not speak for its parent, and still less for who has got that number after it.
   bool lives() const;
 };
-/// EPERM: not visible in migrd's pid namespace.
+/// EPERM: not visible in migrd's pid namespace. ESRCH: it has ended.
 Result<Speaker> speaker_of(int fd);
 
 /// One process with libmigr. Thread: any; requests to one process queue up.
@@ -65,7 +76,7 @@ class ProcessSession {
   static Result<std::shared_ptr<ProcessSession>> greet(Fd fd, int limit_ms);
 
   pid_t pid() const { return who_.pid; }
-  uid_t uid() const { return who_.uid; }
+  const User& user() const { return who_.user; }
   bool lives() const { return who_.lives(); }
   /// It has ended, or is about to, in which it closes its sockets first: waits for that, at most a second.
   bool ends() const;
@@ -186,7 +197,7 @@ class SessionTable {
   const std::size_t most_;
   OnHello on_hello_;
   OnQuestion on_question_;
-  std::map<uid_t, int> asking_;  // questions that are being answered
+  std::vector<User> asking_;  // of each question that is being answered
   Fd listener_, wake_;
   std::thread thread_;
   std::atomic<bool> stop_ = false;

@@ -48,7 +48,7 @@ class LinkSocket {
     Fd fd;
     Speaker speaker;
     pid_t pid = 0;  // the speaker's
-    uid_t uid = 0;
+    User user;
     std::string comm;
     std::stop_source ended;
     Clock::time_point since;

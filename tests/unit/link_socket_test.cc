@@ -10,6 +10,7 @@
 #include "agent/failover/links_text.h"
 #include "agent/limits.h"
 #include "link_library.h"
+#include "pid_namespace.h"
 #include "marked.h"
 
 namespace migr {
@@ -504,6 +505,19 @@ TEST_F(Outside, OneOfAProcessIsDoneAfterTheOther) {
   // Both at once would find each other's tracer.
   EXPECT_EQ(a.library.reply(first).head.status, 0);
   EXPECT_EQ(a.library.reply(second).head.status, 0);
+}
+
+TEST_F(Outside, AContainerHasHalfOfTheScanners) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  std::vector<std::unique_ptr<Insider>> all;
+  for (int i = 0; i < kLinkScanners; i++)
+    all.push_back(container.born_in([&] { return std::make_unique<Insider>(path(), static_cast<std::uint8_t>(1 + i)); }));
+  for (const auto& a : all) a->ask(kLongMs);
+  usleep(50'000);
+  Insider other(path(), 100);
+  other.leave();
+  EXPECT_EQ(other.library.reply(other.ask(kLongMs)).head.status, 0);
 }
 
 TEST_F(Outside, WhoDiesOrHangsUpLeavesNothingBehind) {

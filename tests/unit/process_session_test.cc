@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/socket.h>
@@ -19,6 +20,7 @@
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
+#include "pid_namespace.h"
 
 namespace {
 
@@ -344,21 +346,31 @@ TEST_F(Table, WaitForSomebodyElseIsETIMEDOUT) {
   EXPECT_EQ(s.error().code, ETIMEDOUT);
 }
 
+// As long as the process lives.
+int connect_to(const std::string& path) {
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  std::strcpy(a.sun_path, path.c_str());
+  return ::connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) ? -1 : fd;
+}
+
 // Another process, as a user without rights where that can be tried. It ends when it is told.
 class Stranger {
  public:
-  explicit Stranger(const std::function<void()>& work) {
+  static constexpr uid_t kNobodyUid = 65534;
+  explicit Stranger(const std::function<void()>& work, uid_t uid = kNobodyUid) {
     int sv[2];
     EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sv), 0);
     ours_ = Fd(sv[0]);
-    const Fd theirs(sv[1]);
+    Fd theirs(sv[1]);
     if ((pid = fork())) {
+      theirs = Fd();  // one that fails is at its end
       char c;
       EXPECT_EQ(read(ours_.n, &c, 1), 1);
       return;
     }
-    constexpr uid_t kNobodyUid = 65534;
-    if (!geteuid() && (setgid(kNobodyUid) || setuid(kNobodyUid))) _exit(1);
+    if (!geteuid() && (setgid(uid) || setuid(uid))) _exit(1);
     work();
     char c = 1;
     if (write(theirs.n, &c, 1) == 1 && read(theirs.n, &c, 1) >= 0) _exit(0);
@@ -409,7 +421,7 @@ TEST_F(Table, AChildDoesNotSpeakForAParentThatHasEnded) {
     char c;
     if (read(theirs->n, &c, 1) != 1) _exit(1);
     send_packet(fd.n, hello(7));
-    _exit(recv(fd.n, &c, 1, 0) == 0 && write(theirs->n, &c, 1) == 1 ? 0 : 1);
+    _exit(recv(fd.n, &c, 1, 0) <= 0 && write(theirs->n, &c, 1) == 1 ? 0 : 1);
   }
   theirs.reset();
   ASSERT_EQ(waitpid(parent, nullptr, 0), parent);
@@ -419,31 +431,125 @@ TEST_F(Table, AChildDoesNotSpeakForAParentThatHasEnded) {
   EXPECT_FALSE(table_.wait_for(Instance{7}, {}, 0));
 }
 
-TEST(Limits, AUserHasHalfOfTheSessions) {
-  if (geteuid()) GTEST_SKIP() << "not root: cannot be another user";
+// Whose processes `make` makes have two of four sessions, and others have room.
+void expect_half_of_the_sessions(const std::function<std::unique_ptr<Stranger>(const std::function<void()>& work)>& make) {
   char t[] = "/tmp/migr-run-XXXXXX";
   ASSERT_NE(mkdtemp(t), nullptr);
   chmod(t, 0755);
+  const std::string path = std::string(t) + "/proc.sock";
   SessionTable table(4);
-  ASSERT_TRUE(table.start(std::string(t) + "/proc.sock", {}));
-  const auto connect_to = [&] {
-    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    sockaddr_un a{};
-    a.sun_family = AF_UNIX;
-    std::strcpy(a.sun_path, (std::string(t) + "/proc.sock").c_str());
-    return ::connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a) ? -1 : fd;
-  };
-  Stranger s([&] {
-    for (int i = 0; i < 2; i++) connect_to();
-    char c;
-    if (recv(connect_to(), &c, 1, 0) != 0) _exit(1);  // a third one is closed at once
+  ASSERT_TRUE(table.start(path, {}));
+  const auto s = make([&] {
+    for (int i = 0; i < 2; i++) connect_to(path);
+    pollfd third{connect_to(path), POLLIN, 0};
+    if (poll(&third, 1, kHelloMs / 2) != 1) _exit(1);  // is closed at once, and not because it says nothing
   });
-  const Fd root(connect_to());
+  const Fd root(connect_to(path));
   migr_msg h = hello(8);
   send_packet(root.n, h);
   EXPECT_TRUE(table.wait_for(Instance{8}, {}, 2000)) << "there is room for others";
   table.stop();
   std::filesystem::remove_all(t);
+}
+
+TEST(Limits, AUserHasHalfOfTheSessions) {
+  if (geteuid()) GTEST_SKIP() << "not root: cannot be another user";
+  expect_half_of_the_sessions([](const auto& work) { return std::make_unique<Stranger>(work); });
+}
+
+TEST(Limits, AndSoHasAContainer) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  expect_half_of_the_sessions([&](const auto& work) { return container.born_in([&] { return std::make_unique<Stranger>(work, 0); }); });
+}
+
+// ---- who has connected
+
+class Speakers : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char t[] = "/tmp/migr-run-XXXXXX";
+    ASSERT_NE(mkdtemp(t), nullptr);
+    chmod(t, 0755);
+    path_ = std::string(t) + "/proc.sock";
+    auto listener = listen_to_processes(path_);
+    ASSERT_TRUE(listener);
+    listener_ = std::move(*listener);
+  }
+  void TearDown() override { std::filesystem::remove_all(std::filesystem::path(path_).parent_path()); }
+  Result<Speaker> next() {
+    pollfd p{listener_.n, POLLIN, 0};
+    EXPECT_EQ(poll(&p, 1, 5000), 1);
+    return speaker_of(Fd(accept(listener_.n, nullptr, nullptr)).n);
+  }
+  std::unique_ptr<Stranger> process(uid_t uid, const std::function<void()>& then = [] {}) const {
+    const auto work = [&] {
+      connect_to(path_);
+      then();
+    };
+    return std::make_unique<Stranger>(work, uid);
+  }
+  std::string path_;
+  Fd listener_;
+};
+
+TEST_F(Speakers, WhoHasEndedIsESRCH) {
+  process(0).reset();
+  const auto who = next();
+  ASSERT_FALSE(who);
+  EXPECT_EQ(who.error().code, ESRCH) << who.error().text;
+}
+
+TEST_F(Speakers, RootOfAContainerIsNotRootOfTheHost) {
+  const auto of_host = process(0);
+  const auto host = next();
+  const PidNamespace one, other;
+  if (!one.made() || !other.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  const auto of_one = one.born_in([&] { return process(0); });
+  const auto in_one = next();
+  const auto of_other = other.born_in([&] { return process(0); });
+  const auto in_other = next();
+  ASSERT_TRUE(host && in_one && in_other);
+  EXPECT_FALSE(host->user.counts_with(host->user));
+  EXPECT_TRUE(in_one->user.counts_with(in_one->user));
+  EXPECT_FALSE(in_one->user.counts_with(host->user));
+  EXPECT_FALSE(in_one->user.counts_with(in_other->user));
+}
+
+TEST_F(Speakers, AContainerIsOneWhateverItsUsers) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  const auto a = container.born_in([&] { return process(0); }), b = container.born_in([&] { return process(Stranger::kNobodyUid); });
+  const auto root = next(), nobody = next();
+  ASSERT_TRUE(root && nobody);
+  EXPECT_NE(root->user.uid, nobody->user.uid);
+  EXPECT_TRUE(root->user.counts_with(nobody->user));
+}
+
+TEST_F(Speakers, AUserIsOneWhateverHisContainers) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  const auto a = container.born_in([&] { return process(Stranger::kNobodyUid); }), b = process(Stranger::kNobodyUid);
+  const auto inside = next(), outside = next();
+  ASSERT_TRUE(inside && outside);
+  EXPECT_NE(inside->user.container, outside->user.container);
+  EXPECT_TRUE(inside->user.counts_with(outside->user));
+}
+
+TEST_F(Speakers, AContainerInAContainerIsNoOther) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  const auto inner = [this] {
+    if (unshare(CLONE_NEWPID)) _exit(1);
+    if (fork()) return;
+    connect_to(path_);
+    for (;;) pause();  // until its container ends
+  };
+  const auto s = container.born_in([&] { return process(0, inner); });
+  const auto outside = next(), inside = next();
+  ASSERT_TRUE(outside && inside);
+  EXPECT_NE(outside->pid, inside->pid);
+  EXPECT_TRUE(outside->user.counts_with(inside->user));
 }
 
 TEST_F(Table, GateIsAFileBesideTheSocket) {
