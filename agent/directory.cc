@@ -20,7 +20,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Nobody tells when a name is not used any more: the oldest go.
+// Nobody tells when a QP is destroyed whose process lives on, and who was silent has not heard of an end: the oldest go.
 constexpr std::size_t kMaxMoves = 4096;
 constexpr std::size_t kGidBytes = 16;
 
@@ -39,7 +39,8 @@ Directory::Directory(const Config& config) : path_(config.state_dir + "/moves.js
       continue;
     }
     const Address birth{*from, m.value("vqpn", 0u)}, present{*to, m.value("pqpn", 0u)};
-    if (!present_.emplace(birth, present).second) continue;
+    if (!present.qpn) continue;  // an end, which an older migrd took for a move
+    if (!present_.emplace(birth, Present{present, from_hex(m.value("process", "")).value_or("")}).second) continue;
     order_.push_back(birth);
   }
 }
@@ -50,13 +51,13 @@ wire::Move Directory::at(const std::string& gid, std::uint32_t pqpn, std::uint32
   m.set_birth_gid(gid);
   m.set_vqpn(vqpn);
   for (const auto& [birth, present] : present_)
-    if (present == Address{gid, pqpn}) m.set_birth_gid(birth.gid), m.set_vqpn(birth.qpn);
+    if (present.at == Address{gid, pqpn}) m.set_birth_gid(birth.gid), m.set_vqpn(birth.qpn);
   return m;
 }
 
 bool Directory::came_to(const std::string& gid, std::uint32_t pqpn) {
   std::lock_guard lock(mutex_);
-  return std::any_of(present_.begin(), present_.end(), [&](const auto& p) { return p.second == Address{gid, pqpn}; });
+  return std::any_of(present_.begin(), present_.end(), [&](const auto& p) { return p.second.at == Address{gid, pqpn}; });
 }
 
 Status Directory::put(const wire::MovesRequest& moves) {
@@ -64,7 +65,7 @@ Status Directory::put(const wire::MovesRequest& moves) {
     if (m.birth_gid().size() != kGidBytes || m.gid().size() != kGidBytes || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
       return Error{EINVAL, "a malformed move"};
   for (const auto& m : moves.moves())
-    if (!m.vqpn() && m.instance().size() != Instance().size()) return Error{EINVAL, "a move of nothing"};
+    if ((!m.vqpn() || !m.pqpn()) && m.instance().size() != Instance().size()) return Error{EINVAL, "a move of nothing"};
   std::lock_guard lock(mutex_);
   for (const auto& m : moves.moves()) {
     if (!m.vqpn()) {
@@ -73,11 +74,16 @@ Status Directory::put(const wire::MovesRequest& moves) {
       continue;
     }
     const Address birth{m.birth_gid(), m.vqpn()}, present{m.gid(), m.pqpn()};
+    if (!m.pqpn()) {
+      // The name may be another's already.
+      if (const auto p = present_.find(birth); p != present_.end() && p->second.instance == m.instance()) present_.erase(p);
+      continue;
+    }
     // What was there before is there no more.
-    std::erase_if(present_, [&](const auto& p) { return p.second == present; });
+    std::erase_if(present_, [&](const auto& p) { return p.second.at == present; });
     std::erase(order_, birth);
     order_.push_back(birth);
-    present_[birth] = present;
+    present_[birth] = {present, m.instance()};
   }
   std::erase_if(order_, [&](const Address& a) { return !present_.contains(a); });
   while (order_.size() > kMaxMoves) {
@@ -92,8 +98,8 @@ Status Directory::put(const wire::MovesRequest& moves) {
 Status Directory::save() {
   Json j = Json::array();
   for (const auto& birth : order_) {
-    const Address& present = present_.at(birth);
-    j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.gid)}, {"pqpn", present.qpn}});
+    const Present& present = present_.at(birth);
+    j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.at.gid)}, {"pqpn", present.at.qpn}, {"process", to_hex(present.instance)}});
   }
   for (const auto& p : processes_) j.push_back({{"instance", to_hex(p.instance)}, {"birth_gid", to_hex(p.birth_gid)}, {"gid", to_hex(p.gid)}});
   return write_whole(path_, j.dump(1) + "\n");
@@ -103,9 +109,9 @@ std::vector<migr_move> Directory::all() {
   std::lock_guard lock(mutex_);
   std::vector<migr_move> out;
   for (const auto& [birth, present] : present_) {
-    migr_move m{{}, {}, birth.qpn, present.qpn};
+    migr_move m{{}, {}, birth.qpn, present.at.qpn};
     std::memcpy(m.birth_gid, birth.gid.data(), sizeof m.birth_gid);
-    std::memcpy(m.gid, present.gid.data(), sizeof m.gid);
+    std::memcpy(m.gid, present.at.gid.data(), sizeof m.gid);
     out.push_back(m);
   }
   std::set<std::pair<std::string, std::string>> pairs;
@@ -140,13 +146,19 @@ bool Directory::touched(const std::string& gid) {
 
 wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
   wire::MovesRequest out;
-  for (const auto& i : instances)
-    for (const auto& gid : earlier(i)) {
+  for (const auto& i : instances) {
+    const auto add = [&](const std::string& gid, std::uint32_t vqpn) {
       auto* m = out.add_moves();
       m->set_instance(i.data(), i.size());
       m->set_birth_gid(gid);
+      m->set_vqpn(vqpn);
       m->set_gid(gid);
-    }
+    };
+    for (const auto& gid : earlier(i)) add(gid, 0);
+    std::lock_guard lock(mutex_);
+    for (const auto& [birth, present] : present_)
+      if (present.instance == std::string_view(reinterpret_cast<const char*>(i.data()), i.size())) add(birth.gid, birth.qpn);
+  }
   return out;
 }
 

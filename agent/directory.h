@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // Where unconnected QPs are that were born elsewhere: (GID, vQPN) of the birth -> (GID, QPN) of the moment; and at which GIDs
-// each process has been. Every migrd has the whole of it (STATE_DIR/moves.json), is told of each migration, and tells its
-// processes.
+// each process has been. Both until the process ends. Every migrd has the whole of it (STATE_DIR/moves.json), is told of each
+// migration, and tells its processes.
 #pragma once
 
 #include <map>
@@ -44,11 +44,15 @@ class Directory {
     std::uint32_t qpn;
     auto operator<=>(const Address&) const = default;
   };
+  struct Present {
+    Address at;
+    std::string instance;  // its process; empty: an older migrd has told of it
+  };
   Status save();
 
   const std::string path_;
   std::mutex mutex_;
-  std::map<Address, Address> present_;  // birth -> present
+  std::map<Address, Present> present_;  // by birth
   std::vector<Address> order_;          // oldest first
   struct Process {
     std::string instance, birth_gid, gid;

@@ -801,7 +801,9 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
   for (const auto& m : moves_of_processes(info_, prepared)) *out.add_moves() = m;
   for (const auto& q : info_.datagrams) {
     const auto p = std::find_if(prepared.qps().begin(), prepared.qps().end(), [&](const auto& x) { return x.src_ctx_id() == q.ctx_id && x.vqpn() == q.vqpn; });
-    if (p == prepared.qps().end()) continue;
+    const auto owner = std::find_if(info_.ctxs.begin(), info_.ctxs.end(), [&](const auto& c) { return c.first == q.ctx_id; });
+    if (p == prepared.qps().end() || owner == info_.ctxs.end()) continue;
+    const Instance& who = info_.instances[owner->second];
     for (const auto& from : info_.gids) {
       const auto* to = from.device() == q.gid ? like(prepared, from) : nullptr;
       if (!to) continue;
@@ -810,6 +812,7 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);
       m.set_gid(to->gid());
       m.set_pqpn(p->pqpn());
+      m.set_instance(who.data(), who.size());
       *out.add_moves() = m;
     }
   }

@@ -139,12 +139,66 @@ TEST_F(DirectoryTest, WhoHasEndedIsForgotten) {
   EXPECT_EQ(0, d.end_of({instance(1)}).moves_size());
 }
 
+// As a coordinator does, of a QP of a process.
+void move_of(Directory& d, std::uint8_t who, const std::string& from, std::uint32_t vqpn, const std::string& to, std::uint32_t pqpn) {
+  wire::MovesRequest r;
+  auto* m = r.add_moves();
+  m->set_instance(std::string(16, static_cast<char>(who)));
+  m->set_birth_gid(from);
+  m->set_vqpn(vqpn);
+  m->set_gid(to);
+  m->set_pqpn(pqpn);
+  ASSERT_TRUE(d.put(r));
+}
+
+TEST_F(DirectoryTest, AndSoAreItsQps) {
+  {
+    Directory d(config);
+    move_of(d, 1, kA, 17, kB, 30);
+    move_of(d, 1, kA, 18, kB, 31);
+    move_of(d, 2, kA, 19, kB, 32);
+  }
+  Directory d(config);  // migrd was started again
+  ASSERT_TRUE(d.put(d.end_of({instance(1)})));
+  EXPECT_FALSE(d.came_to(kB, 30));
+  EXPECT_FALSE(d.came_to(kB, 31));
+  EXPECT_TRUE(d.came_to(kB, 32));
+  EXPECT_EQ(1u, d.all().size());
+  EXPECT_EQ(0, d.end_of({instance(1)}).moves_size());
+}
+
+TEST_F(DirectoryTest, OfWhoIsHomeOrGoesOnNothingIsForgotten) {
+  Directory d(config);
+  move_process(d, 1, kA, kB);
+  move_of(d, 1, kA, 17, kB, 30);
+  move_process(d, 1, kB, kA);
+  move_process(d, 1, kA, kA);  // ahead of the stop: it may still be taken back
+  EXPECT_TRUE(d.came_to(kB, 30));
+}
+
+TEST_F(DirectoryTest, ALateEndTakesNothingFromWhoHasTheNumberNow) {
+  Directory d(config);
+  move_of(d, 1, kA, 17, kB, 30);
+  const auto end = d.end_of({instance(1)});
+  move_of(d, 2, kA, 17, kC, 40);
+  ASSERT_TRUE(d.put(end));
+  EXPECT_TRUE(d.came_to(kC, 40));
+}
+
+TEST_F(DirectoryTest, AnEndThatAnOlderMigrdHasWrittenAsAMoveIsNone) {
+  const std::string a(32, '1');
+  std::ofstream(config.state_dir + "/moves.json") << "[{\"birth_gid\": \"" + a + "\", \"vqpn\": 17, \"gid\": \"" + a + "\", \"pqpn\": 0}]";
+  EXPECT_TRUE(Directory(config).all().empty());
+}
+
 TEST_F(DirectoryTest, AMoveOfNeitherAQpNorAProcessIsEinval) {
   Directory d(config);
   wire::MovesRequest r;
   r.add_moves()->set_birth_gid(kA);
   r.mutable_moves(0)->set_gid(kB);
-  ASSERT_FALSE(d.put(r));
+  EXPECT_FALSE(d.put(r));
+  r.mutable_moves(0)->set_vqpn(17);
+  EXPECT_FALSE(d.put(r)) << "an end of nobody's";
 }
 
 TEST_F(DirectoryTest, MalformedMovesAreEinval) {
