@@ -8,12 +8,13 @@
 #include <nlohmann/json.hpp>
 
 #include "fault.h"
+#include "json.h"
 
 namespace migr {
 
 namespace {
 
-Status set_limit(const std::string& name, const nlohmann::json& value) {
+Status set_limit(const std::string& name, const Json& value) {
   static const std::map<std::string, int*> limits = {
 #define X(id, name, ms) {name, &id},
       MIGR_LIMITS(X)
@@ -31,12 +32,12 @@ Status set_limit(const std::string& name, const nlohmann::json& value) {
 constexpr std::pair<Right, const char*> kRights[] = {
     {Right::kRead, "read"}, {Right::kPartner, "partner"}, {Right::kToHere, "to_here"}, {Right::kFromHere, "from_here"}};
 
-bool strings_in(const nlohmann::json& j) {
+bool strings_in(const Json& j) {
   return j.is_array() && std::all_of(j.begin(), j.end(), [](const auto& s) { return s.is_string(); });
 }
 
 // "PEER", or {"peer": "PEER", "containers": ["NAME", ..]}
-Result<AllowRule> read_rule(const nlohmann::json& j, Right right) {
+Result<AllowRule> read_rule(const Json& j, Right right) {
   if (j.is_string()) return AllowRule{j, {}};
   const bool of_containers = right == Right::kToHere || right == Right::kFromHere;
   if (of_containers && j.is_object() && j.size() == 2 && j.contains("peer") && j["peer"].is_string() && j.contains("containers") &&
@@ -47,7 +48,7 @@ Result<AllowRule> read_rule(const nlohmann::json& j, Right right) {
 }
 
 // {"to_here": [RULE, ..], ..}
-Status read_allow(const nlohmann::json& j, Config& out) {
+Status read_allow(const Json& j, Config& out) {
   if (!j.is_object()) return Error{EINVAL, "\"allow\" has to be an object"};
   for (const auto& [key, rules] : j.items()) {
     const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&key = key](const auto& k) { return key == k.second; });
@@ -73,7 +74,7 @@ Status names_peers(const Config& c) {
 }
 
 // {"redis": ADDRESS, "prefix": .., "password_file": ..}
-Status read_directory(const nlohmann::json& j, RedisConfig& out) {
+Status read_directory(const Json& j, RedisConfig& out) {
   if (!j.is_object() || !j.contains("redis")) return Error{EINVAL, "\"directory\" has to be {\"redis\": \"host:port\" or \"/path/of/its/socket\"}"};
   const std::map<std::string, std::string*> strings = {
       {"redis", &out.address}, {"prefix", &out.prefix}, {"password_file", &out.password_file}};
@@ -106,10 +107,10 @@ const Peer* Config::peer(const std::string& wanted) const {
 Result<Config> load_config(const std::string& path) {
   std::ifstream in(path);
   if (!in) return sys_error("cannot read " + path);
-  nlohmann::json j;
+  Json j;
   try {
-    j = nlohmann::json::parse(in, nullptr, true, true);
-  } catch (const nlohmann::json::parse_error& e) {
+    j = Json::parse(in, nullptr, true, true);
+  } catch (const Json::parse_error& e) {
     const std::string why = e.what();  // "[json.exception.parse_error.101] parse error at line 3, column 5: .."
     const auto at = why.find("] ");
     return Error{EINVAL, path + ": " + (at == why.npos ? why : why.substr(at + 2))};

@@ -3,13 +3,13 @@
 
 #include <fmt/format.h>
 
+#include <nlohmann/json.hpp>
+
 #include "log.h"
 #include "summary.h"
 #include "text.h"
 
 namespace migr {
-
-using Json = nlohmann::ordered_json;
 
 namespace {
 

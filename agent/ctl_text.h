@@ -3,38 +3,38 @@
 // files of their own. No line of a text is longer than 80 columns, and no name that somebody may have to type is cut.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 
 #include "history.h"
+#include "json.h"
 #include "wire.pb.h"
 
 namespace migr {
 
 /// What a command prints that has failed: "ERRORS IN JSON" in migrctl(1).
-nlohmann::ordered_json error_json(const std::string& text, int status);
+Json error_json(const std::string& text, int status);
 /// The same in an object that has more to say.
-nlohmann::ordered_json with_error(nlohmann::ordered_json object, const std::string& text, int status);
+Json with_error(Json object, const std::string& text, int status);
 
-nlohmann::ordered_json version_json(const wire::VersionReply& v);
+Json version_json(const wire::VersionReply& v);
 
 std::string peers_text(const wire::PeersReply& r);
-nlohmann::ordered_json peers_json(const wire::PeersReply& r);
+Json peers_json(const wire::PeersReply& r);
 
 /// Migrations that are not finished.
 std::string open_text(const wire::RecoverReply& r);
-nlohmann::ordered_json open_json(const wire::RecoverReply& r);
+Json open_json(const wire::RecoverReply& r);
 
 /// Of one that would move.
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);
-nlohmann::ordered_json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);
+Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);
 
 /// Of one that has ended well. @param done  "runs on" @param gone  what became of connections to others: "are gone"
 std::string summary_text(const wire::Summary& s, const std::string& done, const std::string& gone);
 
 /// An order for a link. @param name  of the link; empty: all @param done  "is down"
 std::string order_text(const wire::LinkOrderReply& r, const std::string& name, const std::string& done);
-nlohmann::ordered_json order_json(const wire::LinkOrderReply& r);
+Json order_json(const wire::LinkOrderReply& r);
 
 }  // namespace migr

@@ -11,14 +11,13 @@
 
 #include "file_tree.h"
 #include "hex.h"
+#include "json.h"
 #include "limits.h"
 #include "parallel.h"
 #include "uapi/migr.h"
 
 namespace migr {
 namespace {
-
-using Json = nlohmann::json;
 
 // Nobody tells when a QP is destroyed whose process lives on, and who was silent has not heard of an end: the oldest go.
 constexpr std::size_t kMaxMoves = 4096;

@@ -17,8 +17,6 @@
 namespace migr {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr std::int64_t kDayS = 24 * 3600;
 constexpr std::int64_t kCertificateSoonS = 30 * kDayS;
 constexpr std::int64_t kClockMs = 1'000;

@@ -2,11 +2,11 @@
 // `migrctl doctor`: what the facts of hosts (facts.h) mean, and what to do. Asks nobody.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
 #include "facts.h"
+#include "json.h"
 
 namespace migr {
 
@@ -35,6 +35,6 @@ Health health_of(const std::vector<Finding>& all);
 /// No line is longer than 80 columns. @param colour  escape sequences for a terminal
 std::string doctor_text(const std::vector<Finding>& all, bool colour);
 /// An array of {check, status, found, advice}; a check is "HOST: WHAT".
-nlohmann::ordered_json doctor_json(const std::vector<Finding>& all);
+Json doctor_json(const std::vector<Finding>& all);
 
 }  // namespace migr

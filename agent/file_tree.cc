@@ -24,12 +24,11 @@
 #include <vector>
 
 #include "command.h"
+#include "json.h"
 #include "limits.h"
 #include "process_session.h"  // Fd
 
 namespace migr {
-namespace {
-
 // Against faults of memory, disk and program; TLS is what keeps others out.
 class Checksum {
  public:
@@ -44,6 +43,8 @@ class Checksum {
  private:
   std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
 };
+
+namespace {
 
 constexpr int kMaxDepth = 64;
 
@@ -365,7 +366,7 @@ Result<std::string> writable_root(const std::string& bundle) {
   namespace fs = std::filesystem;
   const std::string text = bundle.empty() ? "" : text_of(bundle + "/config.json");
   if (text.empty()) return std::string();
-  const auto j = nlohmann::json::parse(text, nullptr, false);
+  const auto j = Json::parse(text, nullptr, false);
   if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
   const auto root = j.find("root");
   if (root == j.end() || !root->is_object() || !root->contains("path") || !(*root)["path"].is_string()) return std::string();

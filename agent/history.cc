@@ -15,8 +15,6 @@
 namespace migr {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 // null: not known, or written by an older migrd
 bool is_traffic(const Json& t) {
   if (t.is_null()) return true;

@@ -4,11 +4,11 @@
 #pragma once
 
 #include <mutex>
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "json.h"
 #include "status.h"
 
 namespace migr {
@@ -18,7 +18,6 @@ inline constexpr std::size_t kMaxHistory = 200;
 /// Thread: any.
 class History {
  public:
-  using Json = nlohmann::ordered_json;
   explicit History(const std::string& state_dir, std::size_t most = kMaxHistory);
   /// On the disk when it returns; the oldest goes when there are too many, and what is no summary.
   Status add(const Json& summary);
@@ -39,13 +38,13 @@ class History {
 };
 
 /// "moved", "went back", "undecided"
-std::string outcome_of(const nlohmann::ordered_json& summary);
+std::string outcome_of(const Json& summary);
 /// Of the last migration of that number.
-std::optional<nlohmann::ordered_json> find_migration(const std::vector<nlohmann::ordered_json>& entries, std::uint32_t id);
+std::optional<Json> find_migration(const std::vector<Json>& entries, std::uint32_t id);
 /// The last one that took `container` from its host to another one, or to a folder: where to look for what is not here any more.
-std::optional<nlohmann::ordered_json> last_move(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
+std::optional<Json> last_move(const std::vector<Json>& entries, const std::string& container);
 /// Of a migration, as logs have it.
-std::string migration_name(const nlohmann::ordered_json& summary);
+std::string migration_name(const Json& summary);
 
 struct ExpectedStop {
   double median_ms = 0, least_ms = 0, most_ms = 0;
@@ -54,13 +53,13 @@ struct ExpectedStop {
   bool estimated = false;  // there were none: estimate.h
 };
 /// From migrations to other hosts that succeeded. nullopt: there were none.
-std::optional<ExpectedStop> expected_stop(const std::vector<nlohmann::ordered_json>& entries, const std::string& container);
+std::optional<ExpectedStop> expected_stop(const std::vector<Json>& entries, const std::string& container);
 
-nlohmann::ordered_json expected_json(const ExpectedStop& stop);
+Json expected_json(const ExpectedStop& stop);
 /// "expected stop: 400 ms (..)"
 std::string expected_text(const ExpectedStop& stop);
 
 /// A line each, and below it what did not fit into it, and why it went back. No line is longer than 80 columns.
-std::string history_text(const std::vector<nlohmann::ordered_json>& entries);
+std::string history_text(const std::vector<Json>& entries);
 
 }  // namespace migr

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <string>
 #include <vector>
 
 #include "netlink_exchange.h"
@@ -11,6 +12,14 @@
 #include "uapi/migr.h"
 
 namespace migr {
+
+// migr_qp_rec: enum ib_qp_type, enum ib_qp_state
+inline constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
+inline constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
+
+/// Or, with UD, able to receive.
+inline bool connected(const migr_qp_rec& q) { return q.qp_state == kRtr || q.qp_state == kRts; }
+inline std::string bytes_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), sizeof gid}; }
 
 struct KernelInfo {
   std::uint32_t abi = 0, contexts = 0, objects = 0, reserved = 0, devices = 0;

@@ -16,19 +16,20 @@
 namespace migr {
 namespace {
 
+// As the checksum has always been of it.
+using SortedJson = nlohmann::json;
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
-std::string bytes_of(const std::string& hex) {
+std::string bytes_from(const std::string& hex) {
   const auto bytes = from_hex(hex);
   if (!bytes) throw std::invalid_argument("no hexadecimal digits: " + hex);
   return *bytes;
 }
 
-Json to_json(const ContainerInfo& c) {
-  Json j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease}};
+SortedJson to_json(const ContainerInfo& c) {
+  SortedJson j = {{"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}, {"proc", MIGR_PROC_VERSION}, {"release", kRelease}};
   j.update({{"name", c.id}, {"bundle", c.bundle}, {"devices", c.devices}, {"vqpns", c.vqpns}, {"pids", c.pids}});
-  for (const char* list : {"instances", "gids", "earlier", "contexts", "connected", "needs"}) j[list] = Json::array();
+  for (const char* list : {"instances", "gids", "earlier", "contexts", "connected", "needs"}) j[list] = SortedJson::array();
   for (const auto& i : c.instances) j["instances"].push_back(hex(i));
   for (const auto& g : c.gids) j["gids"].push_back(to_hex(g.SerializeAsString()));
   for (const auto& [owner, gid] : c.earlier) j["earlier"].push_back({owner, to_hex(gid)});
@@ -43,7 +44,7 @@ Json to_json(const ContainerInfo& c) {
 }
 
 // Throws what nlohmann::json or the standard library throw: it is not ours.
-ContainerInfo from_json(const Json& j) {
+ContainerInfo from_json(const SortedJson& j) {
   ContainerInfo c;
   c.id = j.at("name");
   c.bundle = j.at("bundle");
@@ -51,14 +52,14 @@ ContainerInfo from_json(const Json& j) {
   c.vqpns = j.at("vqpns").get<std::vector<std::uint32_t>>();
   c.pids = j.at("pids").get<std::vector<pid_t>>();
   for (const auto& i : j.at("instances")) {
-    const auto x = instance_of(bytes_of(i));
+    const auto x = instance_of(bytes_from(i));
     if (!x) throw std::invalid_argument(x.error().text);
     c.instances.push_back(*x);
   }
   for (const auto& g : j.at("gids"))
-    if (!c.gids.emplace_back().ParseFromString(bytes_of(g)) || c.gids.back().gid().size() != 16) throw std::invalid_argument("GIDs of a device");
+    if (!c.gids.emplace_back().ParseFromString(bytes_from(g)) || c.gids.back().gid().size() != 16) throw std::invalid_argument("GIDs of a device");
   for (const auto& x : j.at("earlier")) {
-    c.earlier.emplace_back(x.at(0).get<std::uint32_t>(), bytes_of(x.at(1)));
+    c.earlier.emplace_back(x.at(0).get<std::uint32_t>(), bytes_from(x.at(1)));
     if (c.earlier.back().first >= c.instances.size() || c.earlier.back().second.size() != 16) throw std::invalid_argument("a GID of before");
   }
   for (const auto& x : j.at("contexts")) {
@@ -66,11 +67,11 @@ ContainerInfo from_json(const Json& j) {
     if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
   }
   for (const auto& q : j.at("connected")) {
-    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_of(q.at("gid")), bytes_of(q.at("to_gid")), q.at("to_pqpn")});
+    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_from(q.at("gid")), bytes_from(q.at("to_gid")), q.at("to_pqpn")});
     if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
   }
   for (const auto& n : j.at("needs"))
-    if (!c.needs.emplace_back().ParseFromString(bytes_of(n))) throw std::invalid_argument("what it needs of a device");
+    if (!c.needs.emplace_back().ParseFromString(bytes_from(n))) throw std::invalid_argument("what it needs of a device");
   c.filled_bytes = j.at("filled_bytes");
   const auto& r = j.at("resources");
   c.resources.set_ctx(r.at("ctx"));
@@ -83,13 +84,13 @@ ContainerInfo from_json(const Json& j) {
 
 // ---- that it is what was stored, whole and unchanged
 
-std::string sum_of(Json manifest) {
+std::string sum_of(SortedJson manifest) {
   manifest.erase("sum");
   return to_hex(checksum_of(manifest.dump()));
 }
 
-Result<Json> sums_of(const std::string& images) {
-  Json files = Json::object();
+Result<SortedJson> sums_of(const std::string& images) {
+  SortedJson files = SortedJson::object();
   std::error_code ec;
   for (const auto& f : fs::directory_iterator(images, ec)) {
     if (!f.is_regular_file(ec)) continue;
@@ -102,7 +103,7 @@ Result<Json> sums_of(const std::string& images) {
 }
 
 // `files`: as sums_of() had it.
-Status is_as_stored(const std::string& images, const Json& files) {
+Status is_as_stored(const std::string& images, const SortedJson& files) {
   std::error_code ec;
   for (const auto& [name, was] : files.items()) {
     const std::string path = images + "/" + name;
@@ -125,7 +126,7 @@ Status is_as_stored(const std::string& images, const Json& files) {
 
 Status write_manifest(const std::string& dir, const ContainerInfo& info) {
   const std::string path = dir + "/" + kManifest;
-  Json j = to_json(info);
+  SortedJson j = to_json(info);
   auto files = sums_of(dir + "/images");
   if (!files) return files.error();
   j["files"] = *files;
@@ -141,7 +142,7 @@ Result<ContainerInfo> read_manifest(const std::string& dir) {
   const std::string manifest = dir + "/" + kManifest;
   ContainerInfo info;
   std::ifstream in(manifest);
-  const Json j = Json::parse(in, nullptr, false);
+  const SortedJson j = SortedJson::parse(in, nullptr, false);
   const auto of = [&](const char* what) { return j.is_object() && j.contains(what) && j[what].is_number_unsigned() ? j[what].get<std::uint32_t>() : 0; };
   if (!j.is_object()) return Error{EINVAL, manifest + " is damaged"};
   if (of("wire") != kWireVersion || of("abi") != MIGR_ABI_VERSION || of("proc") != MIGR_PROC_VERSION)

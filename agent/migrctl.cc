@@ -41,7 +41,6 @@
 namespace {
 
 using namespace migr;
-using Json = nlohmann::ordered_json;
 
 constexpr int kDone = 0, kFailed = 1, kUsage = 2, kRefused = 3;
 

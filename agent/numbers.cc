@@ -16,8 +16,6 @@
 namespace migr {
 namespace {
 
-using Json = nlohmann::json;
-
 // born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true}}
 // guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
 constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";

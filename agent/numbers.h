@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "config.h"
+#include "json.h"
 #include "process_session.h"
 #include "status.h"
 
@@ -75,7 +76,6 @@ class Numbers {
   std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
 
  private:
-  using Json = nlohmann::json;
   std::string path(const char* name) const { return config_.state_dir + "/" + name; }
   BornBook book() const;
   Json guests() const;

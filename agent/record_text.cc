@@ -11,8 +11,6 @@
 namespace migr {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 std::string text(const char* s, std::size_t n) { return {s, strnlen(s, n)}; }
 
 std::string gid_text(const __u8 (&gid)[16]) {

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <functional>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
+#include "json.h"
 #include "kernel_record.h"
 
 namespace migr {
@@ -15,8 +15,8 @@ namespace migr {
 using ContainerOf = std::function<std::string(pid_t)>;
 
 std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of);
-nlohmann::ordered_json ps_json(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of);
+Json ps_json(const std::vector<ContextRecord>& ctxs, const ContainerOf& container_of);
 std::string show_text(const std::vector<ContextRecord>& ctxs);
-nlohmann::ordered_json show_json(const std::vector<ContextRecord>& ctxs);
+Json show_json(const std::vector<ContextRecord>& ctxs);
 
 }  // namespace migr

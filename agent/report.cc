@@ -14,8 +14,6 @@
 namespace migr {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 constexpr int kWidth = 960, kLabel = 170, kRight = 90, kRow = 20, kTop = 30, kPlot = 120;  // px
 constexpr char kReceived[] = "#4a7fb5", kSent[] = "#c0504d";
 

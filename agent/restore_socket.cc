@@ -18,7 +18,7 @@ const char* op_name(migr_rc_op op) {
   return names[op];
 }
 
-constexpr std::size_t kPacketBytes = sizeof(migr_rc_msg) + MIGR_RC_MAX_RECORDS * sizeof(migr_rc_qp);
+constexpr std::size_t kMessageBytes = sizeof(migr_rc_msg) + MIGR_RC_MAX_RECORDS * sizeof(migr_rc_qp);
 
 }  // namespace
 
@@ -80,7 +80,7 @@ Status RestoreSocket::request(migr_rc_op op, const void* in, std::size_t count, 
   } while (count);
 
   out.clear();
-  std::vector<std::byte> buf(kPacketBytes + 1);
+  std::vector<std::byte> buf(kMessageBytes + 1);
   for (;;) {
     pollfd p{fd->n, POLLIN, 0};
     const int n = poll(&p, 1, left());

@@ -18,8 +18,7 @@
 namespace migr {
 namespace {
 
-constexpr std::uint32_t kUd = 4, kRtr = 2, kRts = 3;  // enum ib_qp_type, enum ib_qp_state
-constexpr std::uint32_t kActive = 4;                  // enum ib_port_state
+constexpr std::uint32_t kActive = 4;  // enum ib_port_state
 
 std::string driver_name(std::uint32_t id) {
   switch (id) {
@@ -79,10 +78,10 @@ void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
     n.set_dest_rd_atomic(std::max(n.dest_rd_atomic(), q.max_dest_rd_atomic));
     if (q.flags & MIGR_QP_FORMER) continue;
     wire::NeededPort p;
-    const std::string gid(reinterpret_cast<const char*>(q.ah.sgid), sizeof q.ah.sgid);
+    const std::string gid = bytes_of(q.ah.sgid);
     const bool known = gid.find_first_not_of('\0') != std::string::npos;  // else RoCE v2 of any family, as migr_rst_gid_find() has it
     p.set_port(q.port_num ? q.port_num : 1);
-    p.set_connected(q.qp_state == kRtr || q.qp_state == kRts);
+    p.set_connected(connected(q));
     p.set_roce_v2(!known || q.ah.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
     p.set_gid(known ? gid : kNoGid);
     if (p.connected() && q.qp_type != kUd) p.set_mtu(q.path_mtu);

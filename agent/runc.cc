@@ -9,13 +9,12 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "json.h"
 #include "limits.h"
 #include "process.h"
 
 namespace migr {
 namespace {
-
-using Json = nlohmann::json;
 
 // runc logs lines like: time="..." level=error msg="..."; only the message is for people.
 std::string plain(const std::string& line) {

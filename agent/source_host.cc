@@ -28,10 +28,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// enum ib_qp_type, enum ib_qp_state
-constexpr std::uint32_t kRc = 2, kUc = 3, kUd = 4;
 constexpr std::uint32_t kBasicSrq = 0;  // enum ib_srq_type
-constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
 
 // 0: it has ended.
 std::uint64_t resident_bytes(pid_t pid) {
@@ -51,8 +48,6 @@ bool has_strange_rdma_cm(pid_t pid, std::span<const migr_fd_desc> described) {
   }
   return false;
 }
-
-std::string gid_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), 16}; }
 
 // Why a kind is refused, to follow its name.
 std::string why_not_object(std::uint32_t type) {
@@ -462,8 +457,8 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
     info_.vqpns.push_back(q.vqpn);
     if (q.qp_type == kUd)
       info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0});
-    else if (q.qp_state == kRtr || q.qp_state == kRts)
-      info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, gid_of(q.ah.sgid), gid_of(q.ah.dgid), q.dest_qpn});
+    else if (connected(q))
+      info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, bytes_of(q.ah.sgid), bytes_of(q.ah.dgid), q.dest_qpn});
   }
   info_.ctxs.emplace_back(r.ctx_id, owner);
   const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));

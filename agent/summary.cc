@@ -12,8 +12,6 @@
 
 namespace migr {
 
-using Json = nlohmann::ordered_json;
-
 Json resources_json(const wire::Resources& r) { return {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}}; }
 
 namespace {
@@ -30,11 +28,6 @@ Json traffic_json(const wire::TrafficReply& traffic) {
   return {{"at_ms", at}, {"rx_mbps", rx}, {"tx_mbps", tx}};
 }
 
-std::string gid_text(const std::string& bytes) {
-  const auto gid = gid_of(std::string_view(bytes));
-  return gid ? text_of(*gid) : "?";
-}
-
 }  // namespace
 
 std::string gone_text(const wire::Summary& s) {
@@ -42,7 +35,7 @@ std::string gone_text(const wire::Summary& s) {
   std::string text;
   for (int i = 0; i < std::min(s.connections_gone_size(), kSaid); i++) {
     const auto& g = s.connections_gone(i);
-    text += fmt::format("  gone: vQPN {:#x}, which was connected to QP {:#x} at {}\n", g.vqpn(), g.to_qpn(), gid_text(g.to_gid()));
+    text += fmt::format("  gone: vQPN {:#x}, which was connected to QP {:#x} at {}\n", g.vqpn(), g.to_qpn(), gid_text(g.to_gid(), "?"));
   }
   if (const int more = s.connections_gone_size() - kSaid; more > 0) text += fmt::format("  and {} more, see --json\n", more);
   return text;
@@ -50,7 +43,7 @@ std::string gone_text(const wire::Summary& s) {
 
 Json gone_json(const wire::Summary& s) {
   Json gone = Json::array();
-  for (const auto& g : s.connections_gone()) gone.push_back({{"vqpn", g.vqpn()}, {"to_gid", gid_text(g.to_gid())}, {"to_qpn", g.to_qpn()}});
+  for (const auto& g : s.connections_gone()) gone.push_back({{"vqpn", g.vqpn()}, {"to_gid", gid_text(g.to_gid(), "?")}, {"to_qpn", g.to_qpn()}});
   return gone;
 }
 

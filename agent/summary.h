@@ -2,23 +2,23 @@
 // How a migration ended: what migrctl prints of it, and what history keeps.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 
+#include "json.h"
 #include "wire.pb.h"
 
 namespace migr {
 
-nlohmann::ordered_json resources_json(const wire::Resources& r);
+Json resources_json(const wire::Resources& r);
 
 /// "SUMMARY OF A MIGRATION" in migrctl(1).
-nlohmann::ordered_json summary_json(const wire::Summary& s);
+Json summary_json(const wire::Summary& s);
 
 /// Which connections a checkpoint or restore has ended, or a migration, as their other ends had died. As text a line each, not more
 /// than fit on a screen.
 std::string gone_text(const wire::Summary& s);
-nlohmann::ordered_json gone_json(const wire::Summary& s);
+Json gone_json(const wire::Summary& s);
 
 /// How far a phase is, in at most 69 columns: "412 of 2048 MB, 95.1 MB/s, 18 s left; stop: about 4 s".
 /// @param stop_ms  how long the program is expected to stand still

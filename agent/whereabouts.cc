@@ -21,13 +21,6 @@
 namespace migr {
 namespace {
 
-constexpr std::uint32_t kRc = 2, kUc = 3;    // enum ib_qp_type
-constexpr std::uint32_t kRtr = 2, kRts = 3;  // enum ib_qp_state
-
-std::string bytes_of(const std::uint8_t (&gid)[16]) { return {reinterpret_cast<const char*>(gid), sizeof gid}; }
-
-bool connected(const migr_qp_rec& q) { return q.qp_state == kRtr || q.qp_state == kRts; }
-
 int family(const std::string& gid) { return migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())); }
 
 // The record of this host with all its objects. Without the module: empty.

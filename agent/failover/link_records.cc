@@ -99,6 +99,11 @@ std::string text_of(const Gid& gid) {
   return text;
 }
 
+std::string gid_text(std::string_view bytes, const char* otherwise) {
+  const auto gid = gid_of(bytes);
+  return gid ? text_of(*gid) : otherwise;
+}
+
 std::string text_of(const VqpName& n) { return text_of(n.gid) + " vQPN " + std::to_string(n.vqpn); }
 
 Status check(const migr_links_hello& r) {

@@ -31,6 +31,8 @@ std::optional<Gid> gid_of(std::string_view bytes);
 /// "10.77.1.1" or "fe80::1", with the number behind it: how people see it.
 std::string text_of(const Gid& gid);
 std::string text_of(const VqpName& n);
+/// Of bytes. @param otherwise  where gid_of() knows none
+std::string gid_text(std::string_view bytes, const char* otherwise);
 
 /// EINVAL: says which field, and what it may be.
 Status check(const migr_links_hello& r);

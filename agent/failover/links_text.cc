@@ -3,14 +3,14 @@
 
 #include <fmt/format.h>
 
+#include <nlohmann/json.hpp>
+
 #include "../hex.h"
 #include "../text.h"
 #include "link_records.h"
 
 namespace migr {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 std::vector<std::string> reasons(std::uint32_t flags) {
   std::vector<std::string> out;
@@ -30,11 +30,6 @@ std::string port_state(std::uint32_t flags) {
 }
 
 std::string ms(std::uint64_t ns) { return fmt::format("{:.3f}", static_cast<double>(ns) / 1e6); }
-
-std::string gid_text(const std::string& bytes) {
-  const auto gid = gid_of(bytes);
-  return gid ? text_of(*gid) : "";
-}
 
 std::string process_text(const wire::LinkProcessReport& p) {
   std::string out = wrapped(fmt::format("process {} ({}): {}, paths {}, atomics {}, {} vQP{}, {} with a backup", p.pid(), cut(p.comm(), 16), policy_name(p.policy()), making_name(p.making()), atomics_name(p.atomics()), p.vqps(),
@@ -88,12 +83,12 @@ Json links_json(const wire::LinksReply& r) {
   for (const auto& p : r.processes()) {
     Json links = Json::array(), without = Json::array(), each = Json::array(), switches = Json::array();
     for (const auto& l : p.links())
-      links.push_back({{"link", l.link()}, {"device", l.device()}, {"port", l.port()}, {"gid", gid_text(l.gid())}, {"gid_index", l.gid_index()},
+      links.push_back({{"link", l.link()}, {"device", l.device()}, {"port", l.port()}, {"gid", gid_text(l.gid(), "")}, {"gid_index", l.gid_index()},
                        {"state", link_state_name(l.state())}, {"cause", cause_name(l.cause())}, {"vqps", l.vqps()}, {"backups", l.backups()},
                        {"pool", l.spares()}, {"channels", l.channels()}, {"why", l.why()}});
     for (const auto& w : p.without()) without.push_back({{"vqps", w.vqps()}, {"phase", phase_name(w.phase())}, {"why", w.why()}});
     for (const auto& v : p.each())
-      each.push_back({{"gid", gid_text(v.gid())}, {"vqpn", v.vqpn()}, {"policy", policy_name(v.policy())}, {"paths", making_name(v.making())}, {"atomics", atomics_name(v.atomics())}, {"link", v.link()}, {"epoch", v.epoch()},
+      each.push_back({{"gid", gid_text(v.gid(), "")}, {"vqpn", v.vqpn()}, {"policy", policy_name(v.policy())}, {"paths", making_name(v.making())}, {"atomics", atomics_name(v.atomics())}, {"link", v.link()}, {"epoch", v.epoch()},
                       {"phase", phase_name(v.phase())}, {"why", v.why()}});
     for (const auto& s : p.switches())
       switches.push_back({{"when_ns", s.when_ns()}, {"from", s.from()}, {"to", s.to()}, {"cause", cause_name(s.cause())},

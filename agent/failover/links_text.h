@@ -2,15 +2,15 @@
 // `migrctl links`, for people and for programs.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <string>
 
+#include "../json.h"
 #include "wire.pb.h"
 
 namespace migr {
 
 /// No line is longer than 80 columns.
 std::string links_text(const wire::LinksReply& r);
-nlohmann::ordered_json links_json(const wire::LinksReply& r);
+Json links_json(const wire::LinksReply& r);
 
 }  // namespace migr

@@ -15,13 +15,13 @@
 #include <nlohmann/json.hpp>
 
 #include "../file_tree.h"
+#include "../json.h"
 #include "../limits.h"
 
 namespace migr {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 using Clock = Debounce::Clock;
 
 std::string text_of(const std::pair<std::string, std::uint32_t>& key) { return key.first + "/" + std::to_string(key.second); }
