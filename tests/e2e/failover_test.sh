@@ -67,26 +67,39 @@ cut_under() {
 mend() { rail src up; rail peer up; rail peer --loss 0; rail peer inside-up; }
 rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
 
-# outlives NAME SECONDS CUT..: it runs at both ends, the cable is cut, and it goes on over the other rail to its end.
+# outlives "NAME.." SECONDS CUT..: they run at both ends, the cable is cut, and they go on over the other rail to their end.
 outlives() {
-	local p=$1 limit=$2 ok=0 before
-	cut_under "${@:3}" && before=$(rail1_frames) && ended src "$p" "$limit" && ended peer "$p" "$limit" || ok=1
-	[ $ok != 0 ] || [ "$(($(rail1_frames) - before))" -gt 500 ] || fail "it did not go on over the other rail" || ok=1
-	[ $ok = 0 ] || logs "$p"
+	local all p limit=$2 ok=0 before
+	read -ra all <<<"$1"
+	cut_under "${@:3}" && before=$(rail1_frames) || ok=1
+	for p in "${all[@]}"; do
+		[ $ok != 0 ] || { ended src "$p" "$limit" && ended peer "$p" "$limit"; } || ok=1
+	done
+	[ $ok != 0 ] || [ "$(($(rail1_frames) - before))" -gt $((500 * ${#all[@]})) ] || fail "it did not go on over the other rail" || ok=1
+	[ $ok = 0 ] || for p in "${all[@]}"; do logs "$p"; done
 	mend
 	[ $ok = 0 ] || { e2e_reset; return 1; }
 }
 
+start_perftest() {	# PROGRAM PORT OPTION..: at both ends
+	local p=$1 port=$2 options=(-d rxe0 -F -D 40 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
+	run_on peer "$p" "$p" "${options[@]}" || return 1
+	until_true 20 on_sh peer 'ss -Hltn "sport = :$1" | grep -q . || rdma res show cm_id | grep -q LISTEN' "$port" || fail "$p does not listen" || return 1
+	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
+	run_on src "$p" "$p" "${options[@]}" "$to"
+}
+say_bandwidth() { grep -A1 '#bytes' "$(out_of src "$1.log")" | sed 's/^/# /'; }
+
 perftest() {	# PROGRAM CUT.. [-- OPTION..]
-	local p=$1 options=(-d rxe0 -F -D 40 -s 4096 -t 32) how=() to=$E2E_PEER
+	local p=$1 how=()
 	shift
 	while [ $# != 0 ] && [ "$1" != -- ]; do how+=("$1"); shift; done
-	options+=("${@:2}")
-	run_on peer "$p" "$p" "${options[@]}" || return 1
-	until_true 20 on_sh peer 'ss -Hltn "sport = :18515" | grep -q . || rdma res show cm_id | grep -q LISTEN' || fail "$p does not listen" || return 1
-	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
-	run_on src "$p" "$p" "${options[@]}" "$to" || return 1
-	outlives "$p" 90 "${how[@]}" && grep -A1 '#bytes' "$(out_of src "$p.log")" | sed 's/^/# /'
+	start_perftest "$p" 18515 "${@:2}" && outlives "$p" 90 "${how[@]}" && say_bandwidth "$p"
+}
+
+two_perftests() {	# CUT..
+	start_perftest ib_write_bw 18515 && start_perftest ib_send_bw 18516 --use-srq -q 4 &&
+		outlives "ib_write_bw ib_send_bw" 90 "$@" && say_bandwidth ib_write_bw && say_bandwidth ib_send_bw
 }
 
 # UCX's transport for RC, whose QPs have one SRQ, with blocks that take several packets. There is no connection of UD, which has no backup.
@@ -297,9 +310,10 @@ with_other_addresses() {
 # Where migrd keeps no directory of links nothing can be backed up.
 on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
 configure && links_from /tmp/links.json || exit 1
-step "the cable is cut: ib_write_bw" perftest ib_write_bw down
+step "the cable is cut: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
-step "the cable is cut: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
+walk_step "the cable is cut: ib_write_bw" perftest ib_write_bw down
+walk_step "the cable is cut: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
 walk_step "the cable is cut: UCX" ucx down
 walk_step "the cable is cut: ib_write_bw, connected by librdmacm" perftest ib_write_bw down -- -R
 walk_step "the cable is cut: ib_send_bw, connected by librdmacm" perftest ib_send_bw down -- -R

@@ -85,7 +85,7 @@ atomics() {	# OPTION...
 	[ $ok = 0 ] && container_remove dst c || { echo "$h" >&2; e2e_logs; e2e_reset; fail "the lost atomic"; return 1; }
 }
 
-step "30 % loss: messages of several packets" lossy --mode send --size 16384 --qps 4
+walk_step "30 % loss: messages of several packets" lossy --mode send --size 16384 --qps 4
 walk_step "the partner's cable is cut: WRITE and its messages" cable_cut --mode write_imm --size 16384 --qps 4
 step "the cable is cut: atomics are executed once" atomics --mode atomic --qps 4
 walk_step "30 % loss: READ" lossy --mode read --size 16384 --qps 2

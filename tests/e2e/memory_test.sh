@@ -48,6 +48,6 @@ stale_without_marks() {
 
 step "huge pages (transparent), shared memory, memfd, in 3 rounds" written_ahead 3 private,shared,thp,memfd
 walk_step "the same in one round" written_ahead 1 private,shared,thp,memfd
-step "hugetlb memory is not copied ahead" huge_pages
-step "without the marks memory is stale" stale_without_marks thp
+walk_step "hugetlb memory is not copied ahead" huge_pages
+walk_step "without the marks memory is stale" stale_without_marks thp
 e2e_end

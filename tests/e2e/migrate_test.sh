@@ -98,7 +98,7 @@ walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
 self_loaded() { VERIFY_PROGRAM=migr_loaded "$@"; }
-step "a program that loads libibverbs itself: ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" self_loaded moved --wr-api --iova --resize --second --mode mixed --qps 3
+walk_step "a program that loads libibverbs itself: ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" self_loaded moved --wr-api --iova --resize --second --mode mixed --qps 3
 walk_step "ibv_cq_ex, events, a child by fork" moved --cq-ex --events --fork --mode mixed --qps 2
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr

@@ -129,10 +129,10 @@ step "to where it is" itself
 step "a destination that does not answer" destination_silent
 step "a destination without the module" destination_without_module
 step "an ordinary user" ordinary_user
-step "a host that may move another one to there" not_allowed dst '{"to_here": ["peer", {"peer": "src", "containers": ["web-*"]}]}' to_here
+walk_step "a host that may move another one to there" not_allowed dst '{"to_here": ["peer", {"peer": "src", "containers": ["web-*"]}]}' to_here
 walk_step "a host that it may not be moved to" not_allowed src '{"from_here": ["peer"]}' from_here
 step "a process without libmigr" no_libmigr
-step "a partner without libmigr" partner_without_libmigr
+walk_step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
 # shellcheck disable=SC2016
 step "a smaller MTU there" with_host dst 'cat /sys/class/net/eth1/mtu >/tmp/mtu; ip link set eth1 mtu 576' 'ip link set eth1 mtu "$(cat /tmp/mtu)"' \
