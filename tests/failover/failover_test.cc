@@ -49,20 +49,21 @@ constexpr std::uint32_t kDepth = 16, kRing = 31;  // that are asked for; that th
 constexpr auto kLimit = std::chrono::seconds(60);  // who shares a processor with many others waits for it at each step
 constexpr unsigned kSwitchMs = 20'000;
 
+std::filesystem::path folder() { return std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid())); }
+
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
   Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = kSwitchMs, bool relays = false, bool third = false) {
     static int count = 0;  // a name that was loaded before would be the same library
-    const auto folder = std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid()));
-    std::filesystem::create_directories(folder);
-    const auto copy = folder / (std::string("libmigr-") + host + "-" + std::to_string(count++) + ".so"), links = folder / (std::string("links-") + host + ".json");
+    std::filesystem::create_directories(folder());
+    const auto copy = folder() / (std::string("libmigr-") + host + "-" + std::to_string(count++) + ".so"), links = folder() / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
                          << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
-    setenv("MIGR_PROC_SOCKET", (folder / "none").c_str(), 1);
+    setenv("MIGR_PROC_SOCKET", (folder() / "none").c_str(), 1);
     so_ = dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!so_) throw std::runtime_error(dlerror());
     int n;
@@ -1403,6 +1404,8 @@ INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   const int result = RUN_ALL_TESTS();
+  std::error_code ec;
+  std::filesystem::remove_all(folder(), ec);
   fflush(nullptr);
   _exit(result);
 }
