@@ -31,8 +31,6 @@ double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-std::string bytes_of(const Instance& i) { return {reinterpret_cast<const char*>(i.data()), i.size()}; }
-
 /// Where a QP leads from now on. @param end  wire::PreparedQp or wire::Spare; @param peer  the instance at that end
 template <class End>
 void lead_to(wire::Connection& c, const End& end, std::string peer) {

@@ -125,7 +125,7 @@ std::vector<migr_move> Directory::all() {
 }
 
 std::vector<std::string> Directory::earlier(const Instance& instance) {
-  const std::string_view name(reinterpret_cast<const char*>(instance.data()), instance.size());
+  const std::string name = bytes_of(instance);
   std::lock_guard lock(mutex_);
   std::vector<std::string> out;
   for (const auto& p : processes_)
@@ -146,9 +146,10 @@ bool Directory::touched(const std::string& gid) {
 wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
   wire::MovesRequest out;
   for (const auto& i : instances) {
+    const std::string name = bytes_of(i);
     const auto add = [&](const std::string& gid, std::uint32_t vqpn) {
       auto* m = out.add_moves();
-      m->set_instance(i.data(), i.size());
+      m->set_instance(name);
       m->set_birth_gid(gid);
       m->set_vqpn(vqpn);
       m->set_gid(gid);
@@ -156,7 +157,7 @@ wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
     for (const auto& gid : earlier(i)) add(gid, 0);
     std::lock_guard lock(mutex_);
     for (const auto& [birth, present] : present_)
-      if (present.instance == std::string_view(reinterpret_cast<const char*>(i.data()), i.size())) add(birth.gid, birth.qpn);
+      if (present.instance == name) add(birth.gid, birth.qpn);
   }
   return out;
 }

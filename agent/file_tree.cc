@@ -29,6 +29,7 @@
 #include "process_session.h"  // Fd
 
 namespace migr {
+
 // Against faults of memory, disk and program; TLS is what keeps others out.
 class Checksum {
  public:

@@ -176,7 +176,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
       }
       for (const auto& q : c.qps) {
         if (q.flags & MIGR_QP_FORMER) continue;
-        const std::string gid(reinterpret_cast<const char*>(q.ah.sgid), sizeof q.ah.sgid);
+        const std::string gid = bytes_of(q.ah.sgid);
         for (auto [at, last] = by_qpn.equal_range(q.pqpn); at != last; at++) {
           const int i = at->second;
           if (r->ends(i).gid() != gid) continue;

@@ -107,7 +107,7 @@ Result<Fd> listen_to_processes(const std::string& path) {
   return fd;
 }
 
-std::string hex(const Instance& i) { return to_hex({reinterpret_cast<const char*>(i.data()), i.size()}); }
+std::string hex(const Instance& i) { return to_hex(bytes_of(i)); }
 
 Result<Instance> instance_of(std::string_view bytes) {
   Instance i{};

@@ -27,6 +27,7 @@
 namespace migr {
 
 using Instance = std::array<std::uint8_t, 16>;
+inline std::string bytes_of(const Instance& i) { return {reinterpret_cast<const char*>(i.data()), i.size()}; }
 std::string hex(const Instance& i);
 /// EINVAL: of another length.
 Result<Instance> instance_of(std::string_view bytes);

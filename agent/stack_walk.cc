@@ -30,12 +30,6 @@ namespace {
 constexpr int kMaxFrames = 512;
 constexpr unsigned kMaxHeaders = 64;  // of an ELF file
 
-struct Mapping {
-  unsigned long long start, end, offset;
-  unsigned major, minor;
-  unsigned long inode;
-};
-
 // `arg` of all accessors.
 struct Walk {
   const pid_t pid;
@@ -50,19 +44,6 @@ struct Walk {
     return process_vm_readv(pid, &local, 1, &remote, 1, 0) == static_cast<ssize_t>(bytes);
   }
 };
-
-std::vector<Mapping> maps_of(pid_t pid) {
-  std::vector<Mapping> out;
-  std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(("/proc/" + std::to_string(pid) + "/maps").c_str(), "re"), std::fclose);
-  char line[512];
-  bool whole = true;  // paths can be longer than our line
-  while (f && std::fgets(line, sizeof line, f.get())) {
-    Mapping m{};
-    if (whole && std::sscanf(line, "%llx-%llx %*s %llx %x:%x %lu", &m.start, &m.end, &m.offset, &m.major, &m.minor, &m.inode) == 6) out.push_back(m);
-    whole = std::strchr(line, '\n') != nullptr;
-  }
-  return out;
-}
 
 // Where the ELF file that is mapped at `ip` begins: the vdso is no file, and one mapping.
 const Mapping* begin_of(const std::vector<Mapping>& maps, std::uint64_t ip) {
@@ -148,7 +129,8 @@ bool walk(pid_t pid, const user_regs_struct& regs, const std::function<bool(std:
   accessors.access_fpreg = [](unw_addr_space_t, unw_regnum_t, unw_fpreg_t*, int, void*) { return -UNW_EBADREG; };
   accessors.resume = [](unw_addr_space_t, unw_cursor_t*, void*) { return -UNW_EINVAL; };
   accessors.get_proc_name = [](unw_addr_space_t, unw_word_t, char*, size_t, unw_word_t*, void*) { return -UNW_ENOINFO; };
-  Walk w{pid, regs, maps_of(pid)};
+  Walk w{pid, regs, {}};
+  each_mapping(pid, [&](const Mapping& m) { return w.maps.push_back(m), false; });
   unw_addr_space_t space = unw_create_addr_space(&accessors, 0);
   unw_cursor_t c;
   if (!space || unw_init_remote(&c, space, &w)) return true;
@@ -162,6 +144,17 @@ bool walk(pid_t pid, const user_regs_struct& regs, const std::function<bool(std:
 }
 
 }  // namespace
+
+void each_mapping(pid_t pid, const std::function<bool(const Mapping&)>& done) {
+  std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(("/proc/" + std::to_string(pid) + "/maps").c_str(), "re"), std::fclose);
+  char line[512];
+  bool whole = true;  // paths can be longer than our line
+  while (f && std::fgets(line, sizeof line, f.get())) {
+    Mapping m{};
+    if (whole && std::sscanf(line, "%llx-%llx %*s %llx %x:%x %lu", &m.start, &m.end, &m.offset, &m.major, &m.minor, &m.inode) == 6 && done(m)) return;
+    whole = std::strchr(line, '\n') != nullptr;
+  }
+}
 
 bool frames_inside(pid_t pid, const user_regs_struct& regs, const std::function<bool(std::uint64_t, bool)>& inside) {
   constexpr int kOutside = 0, kInside = 1;

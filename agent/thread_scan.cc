@@ -51,18 +51,13 @@ Result<std::vector<pid_t>> threads_of(pid_t pid) {
 
 // End of the mapping that holds `sp`, 0 if there is none, or it is of a file: to read that may take for ever.
 std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/maps";
-  std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(path.c_str(), "re"), std::fclose);
-  if (!f) return 0;
-  char line[512];
-  bool whole = true;  // paths can be longer than our line
-  while (std::fgets(line, sizeof line, f.get())) {
-    unsigned long long from, to;
-    unsigned long inode;
-    if (whole && std::sscanf(line, "%llx-%llx %*s %*s %*s %lu", &from, &to, &inode) == 3 && sp >= from && sp < to) return inode ? 0 : to;
-    whole = std::strchr(line, '\n') != nullptr;
-  }
-  return 0;
+  std::uint64_t end = 0;
+  each_mapping(pid, [&](const Mapping& m) {
+    if (sp < m.start || sp >= m.end) return false;
+    end = m.inode ? 0 : m.end;
+    return true;
+  });
+  return end;
 }
 
 // Does any word between the stack pointer and the end of the stack look like

@@ -156,11 +156,10 @@ void LinkSocket::run() {
         }
         s->speaker = *speaker;
         s->pid = speaker->pid;
-        s->user = speaker->user;
         std::lock_guard lock(mutex_);
-        const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->user.counts_with(s->user); });
+        const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->speaker.user.counts_with(s->speaker.user); });
         if (sessions_.size() >= most_ || static_cast<std::size_t>(of_user) >= most_ / 2) {
-          spdlog::warn("links: too many processes; process {} of {} was refused", s->pid, s->user.text());
+          spdlog::warn("links: too many processes; process {} of {} was refused", s->pid, s->speaker.user.text());
           continue;
         }
         sessions_.push_back(std::move(s));
@@ -252,7 +251,7 @@ bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
   s->instance = who;
   s->comm = name_of(s->pid);
   if (s->comm.empty()) s->comm = "?";
-  table_.enter(who, {s->pid, s->user.uid, s->comm, p.head.text, hello});
+  table_.enter(who, {s->pid, s->speaker.user.uid, s->comm, p.head.text, hello});
   spdlog::info("{} connected: instance {}, policy {}", label(s->pid, s->comm), hex(who), policy_name(hello.policy));
   reply(s, p.head, {});
   s->greeted = true;  // what changes from here on is pushed, and what did before is in ports_()
@@ -391,7 +390,7 @@ std::deque<LinkSocket::Look>::iterator LinkSocket::next_look_locked() {
     std::ptrdiff_t of_user = 0;
     for (const auto& s : looked_at_) {
       if (s->pid == l.s->pid) return false;
-      of_user += s->user.counts_with(l.s->user);
+      of_user += s->speaker.user.counts_with(l.s->speaker.user);
     }
     return of_user < kLinkScanners / 2;
   });

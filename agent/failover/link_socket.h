@@ -48,7 +48,6 @@ class LinkSocket {
     Fd fd;
     Speaker speaker;
     pid_t pid = 0;  // the speaker's
-    User user;
     std::string comm;
     std::stop_source ended;
     Clock::time_point since;
