@@ -22,9 +22,9 @@
 #include "agent/partner_host.h"
 #include "agent/peer_link.h"
 
+namespace migr::authorization_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 const google::protobuf::FileDescriptor& wire_file() { return *wire::Empty::descriptor()->file(); }
@@ -475,3 +475,4 @@ TEST_F(ControlSocket, LetsNobodyButRootSpeakEvenIfAllCanConnect) {
 }
 
 }  // namespace
+}  // namespace migr::authorization_test

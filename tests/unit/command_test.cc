@@ -7,7 +7,7 @@
 
 #include <fstream>
 
-namespace migr {
+namespace migr::command_test {
 namespace {
 
 constexpr int kPatienceMs = 5000;
@@ -87,4 +87,4 @@ TEST_F(Command, FirstErrorOfCriuThatIsOne) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::command_test

@@ -19,9 +19,8 @@
 #include "agent/peer_link.h"
 #include "agent/summary.h"
 
+namespace migr::coordinator_test {
 namespace {
-
-using namespace migr;
 
 constexpr std::uint32_t kId = 0x1234;
 
@@ -1064,3 +1063,4 @@ TEST(Coordinator, TwinsAreCutTogether) {
 }
 
 }  // namespace
+}  // namespace migr::coordinator_test

@@ -17,9 +17,9 @@
 #include "agent/record_text.h"
 #include "agent/text.h"
 
+namespace migr::ctl_text_test {
 namespace {
 
-using namespace migr;
 using Json = nlohmann::ordered_json;
 
 void expect_fits(const std::string& text) {
@@ -380,3 +380,4 @@ TEST(PhaseLines, ThatEndInTheMiddleLeaveTheLineToWhatFollows) {
 }
 
 }  // namespace
+}  // namespace migr::ctl_text_test

@@ -17,9 +17,9 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 
+namespace migr::destination_host_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 constexpr std::uint32_t kId = 0x1234;
@@ -119,3 +119,4 @@ TEST_F(ADestination, WhatIsOpenStaysAsItIs) {
 }
 
 }  // namespace
+}  // namespace migr::destination_host_test

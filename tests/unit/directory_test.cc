@@ -9,7 +9,7 @@
 #include <fstream>
 #include <set>
 
-namespace migr {
+namespace migr::directory_test {
 namespace {
 
 const std::string kA(16, 'a'), kB(16, 'b'), kC(16, 'c');
@@ -211,4 +211,4 @@ TEST_F(DirectoryTest, MalformedMovesAreEinval) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::directory_test

@@ -13,9 +13,9 @@
 
 #include "agent/pki.h"
 
+namespace migr::doctor_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 constexpr std::int64_t kNow = 1'800'000'000, kDay = 24 * 3600;
@@ -323,3 +323,4 @@ TEST_F(Facts, OfCertificatesWithWrongModes) {
 }
 
 }  // namespace
+}  // namespace migr::doctor_test

@@ -14,9 +14,9 @@
 #include "agent/report.h"
 #include "agent/summary.h"
 
+namespace migr::history_test {
 namespace {
 
-using namespace migr;
 using Json = nlohmann::ordered_json;
 
 wire::Summary summary(std::uint32_t id, double stop_ms = 100, const std::string& container = "c", const std::string& to = "dst") {
@@ -392,3 +392,4 @@ TEST(Report, EscapesWhatOthersHaveNamed) {
 }
 
 }  // namespace
+}  // namespace migr::history_test

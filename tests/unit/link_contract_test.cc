@@ -10,7 +10,7 @@
 #include "link_library.h"
 #include "marked.h"
 
-namespace migr {
+namespace migr::link_contract_test {
 namespace {
 
 struct NobodyElse final : LinkDirectory {
@@ -165,4 +165,4 @@ TEST_F(Contract, AMigrdThatIsStartedAgainIsAnotherLife) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::link_contract_test

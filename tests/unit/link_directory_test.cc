@@ -14,7 +14,7 @@
 #include "agent/pki.h"
 #include "link_library.h"
 
-namespace migr {
+namespace migr::link_directory_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -656,4 +656,4 @@ TEST_F(Orders, LinksTellsWhatThereIs) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::link_directory_test

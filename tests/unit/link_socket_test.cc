@@ -13,7 +13,7 @@
 #include "pid_namespace.h"
 #include "marked.h"
 
-namespace migr {
+namespace migr::link_socket_test {
 namespace {
 
 /// No other host: nobody has the GID; or it waits until it is told to go on.
@@ -698,4 +698,4 @@ TEST(LinksText, JsonHasTheSame) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::link_socket_test

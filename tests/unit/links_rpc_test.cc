@@ -12,9 +12,8 @@
 
 #include "agent/limits.h"
 
+namespace migr::links_rpc_test {
 namespace {
-
-using namespace migr;
 
 struct FakeHost final : wire::Host::Service {
   std::uint32_t wire = kWireVersion;
@@ -79,7 +78,7 @@ struct FakeDestination final : wire::Destination::Service {
   }
 };
 
-struct Links : ::testing::Test {
+struct LinksToPeers : ::testing::Test {
   void SetUp() override {
     grpc::ServerBuilder b;
     b.RegisterService(&host);
@@ -99,7 +98,7 @@ struct Links : ::testing::Test {
   std::shared_ptr<grpc::Channel> channel;
 };
 
-TEST_F(Links, APartnerOfAnotherVersionIsRefusedByName) {
+TEST_F(LinksToPeers, APartnerOfAnotherVersionIsRefusedByName) {
   RpcPartner link(channel, "peer");
   EXPECT_TRUE(link.find({}));
   host.wire = kWireVersion + 1;
@@ -110,14 +109,14 @@ TEST_F(Links, APartnerOfAnotherVersionIsRefusedByName) {
   EXPECT_TRUE(found.error().text.starts_with(said)) << found.error().text;
 }
 
-TEST_F(Links, WhoHasNoPartnerMayHaveAnyVersion) {
+TEST_F(LinksToPeers, WhoHasNoPartnerMayHaveAnyVersion) {
   host.wire = kWireVersion + 1;
   partner.has_any = false;
   EXPECT_TRUE(RpcPartner(channel, "peer").find({}));
   EXPECT_EQ(host.asked, 0);
 }
 
-TEST_F(Links, KeysOfAMillionRegionsGetThrough) {
+TEST_F(LinksToPeers, KeysOfAMillionRegionsGetThrough) {
   const auto reply = RpcDestination(channel, "dst").rebind(1);
   ASSERT_TRUE(reply) << reply.error().text;
   ASSERT_EQ(reply->keys_size(), 1);
@@ -129,7 +128,7 @@ TEST_F(Links, KeysOfAMillionRegionsGetThrough) {
   EXPECT_EQ(partner.keys, FakeDestination::kMany);
 }
 
-TEST_F(Links, SilenceIsSaidInOurOwnWords) {
+TEST_F(LinksToPeers, SilenceIsSaidInOurOwnWords) {
   kCommitMs = 200;
   const auto s = RpcDestination(channel, "dst").commit(1);
   ASSERT_FALSE(s);
@@ -138,7 +137,7 @@ TEST_F(Links, SilenceIsSaidInOurOwnWords) {
   EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
 }
 
-TEST_F(Links, WhatAContainerMayWriteToIsSentAgain) {
+TEST_F(LinksToPeers, WhatAContainerMayWriteToIsSentAgain) {
   char dir[] = "/tmp/links_rpc_test.XXXXXX";
   ASSERT_NE(mkdtemp(dir), nullptr);
   const std::string bundle = std::string(dir) + "/bundle", images = std::string(dir) + "/images";
@@ -166,7 +165,7 @@ TEST_F(Links, WhatAContainerMayWriteToIsSentAgain) {
   std::filesystem::remove_all(dir);
 }
 
-TEST_F(Links, ASlowUploadSaysHowFarItGot) {
+TEST_F(LinksToPeers, ASlowUploadSaysHowFarItGot) {
   kUploadMs = 500;
   char dir[] = "/tmp/links_rpc_test.XXXXXX";
   ASSERT_NE(mkdtemp(dir), nullptr);
@@ -182,3 +181,4 @@ TEST_F(Links, ASlowUploadSaysHowFarItGot) {
 }
 
 }  // namespace
+}  // namespace migr::links_rpc_test

@@ -15,7 +15,7 @@
 
 #include "agent/parallel.h"
 
-namespace migr {
+namespace migr::log_test {
 namespace {
 
 void each_level() {
@@ -109,4 +109,4 @@ TEST(Log, ThreadsThatWorkForAMigrationHaveItsNumber) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::log_test

@@ -15,9 +15,9 @@
 #include "agent/failover/peer_directory.h"
 #include "agent/file_tree.h"
 
+namespace migr::metrics_test {
 namespace {
 
-using namespace migr;
 using namespace std::chrono_literals;
 namespace fs = std::filesystem;
 
@@ -267,3 +267,4 @@ TEST_F(Exported, PrometheusReadsThem) {
 }
 
 }  // namespace
+}  // namespace migr::metrics_test

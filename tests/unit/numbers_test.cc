@@ -14,9 +14,9 @@
 
 #include "agent/process.h"
 
+namespace migr::numbers_test {
 namespace {
 
-using namespace migr;
 using Vqpns = BornBook::Vqpns;
 
 // As a host does it: which they are is asked while it is here, noted when it has gone.
@@ -205,3 +205,4 @@ TEST(LifeOf, ANumberThatAnotherProcessGetsIsNotTheSame) {
 }
 
 }  // namespace
+}  // namespace migr::numbers_test

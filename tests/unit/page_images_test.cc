@@ -14,7 +14,7 @@
 
 #include "criu_pagemap.pb.h"
 
-namespace migr {
+namespace migr::page_images_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -214,4 +214,4 @@ TEST_F(PageImages, ImagesThatContradictThemselvesAreRefused) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::page_images_test

@@ -15,9 +15,9 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 
+namespace migr::partner_host_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 constexpr std::uint32_t kId = 0x1234;
@@ -110,3 +110,4 @@ TEST_F(APartner, OfAnOlderMigrdTheNumberIsAllThatIsKnown) {
 }
 
 }  // namespace
+}  // namespace migr::partner_host_test

@@ -24,9 +24,9 @@
 #include "agent/host_service.h"
 #include "agent/peer_link.h"
 
+namespace migr::pki_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 class Pki : public ::testing::Test {
@@ -551,3 +551,4 @@ TEST_F(Tls, DoctorAsksAndKnowsWhyNobodyAnswers) {
 }
 
 }  // namespace
+}  // namespace migr::pki_test

@@ -9,7 +9,7 @@
 
 #include "link_library.h"
 
-namespace migr {
+namespace migr::port_watch_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -241,4 +241,4 @@ TEST_F(Watch, WhatTheKernelTellsOfNetdevs) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::port_watch_test

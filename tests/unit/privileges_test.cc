@@ -26,7 +26,7 @@
 #include "agent/process_session.h"
 #include "agent/thread_scan.h"
 
-namespace migr {
+namespace migr::privileges_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -219,4 +219,4 @@ TEST_F(Privileges, NumbersOfProcessesAreKeptFree) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::privileges_test

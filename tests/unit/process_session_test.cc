@@ -22,9 +22,8 @@
 #include "agent/limits.h"
 #include "pid_namespace.h"
 
+namespace migr::process_session_test {
 namespace {
-
-using namespace migr;
 
 migr_msg hello(std::uint8_t who = 1) {
   migr_msg h{};
@@ -863,3 +862,4 @@ TEST_F(Changing, WhichFolderThatIs) {
 }
 
 }  // namespace
+}  // namespace migr::process_session_test

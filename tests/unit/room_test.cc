@@ -15,9 +15,8 @@
 
 #include "agent/kernel_record.h"
 
+namespace migr::room_test {
 namespace {
-
-using namespace migr;
 
 constexpr std::uint32_t kRxe = RDMA_DRIVER_RXE, kMlx5 = RDMA_DRIVER_MLX5;
 constexpr std::uint32_t kRc = 2, kUd = 4, kInit = 1, kRts = 3;
@@ -260,3 +259,4 @@ TEST(Disk, IsAskedWhereTheFolderWillBe) {
 }
 
 }  // namespace
+}  // namespace migr::room_test

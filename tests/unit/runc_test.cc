@@ -14,9 +14,9 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 
+namespace migr::runc_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 struct ARunc : ::testing::Test {
@@ -65,3 +65,4 @@ TEST_F(ARunc, ThatHangsItselfIsEnded) {
 }
 
 }  // namespace
+}  // namespace migr::runc_test

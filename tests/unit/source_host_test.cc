@@ -24,9 +24,9 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 
+namespace migr::source_host_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 constexpr std::uint32_t kId = 0x1234;
@@ -333,3 +333,4 @@ TEST_F(ASource, WhatIsSettledIsForgottenAfterAWhile) {
 }
 
 }  // namespace
+}  // namespace migr::source_host_test

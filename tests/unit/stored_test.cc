@@ -18,9 +18,9 @@
 #include "agent/file_tree.h"
 #include "agent/process.h"
 
+namespace migr::stored_test {
 namespace {
 
-using namespace migr;
 namespace fs = std::filesystem;
 
 std::string v4(char last) { return std::string(10, '\0') + "\xff\xff" + std::string("\x0a\x4d\x0a", 3) + last; }
@@ -427,7 +427,7 @@ TEST(Bare, ATreeIsAProcessAndItsDescendants) {
   EXPECT_TRUE(descends(child, child));
   EXPECT_FALSE(descends(child, grandchild));
   EXPECT_FALSE(descends(getpid(), child));
-  EXPECT_EQ(name_of(child), "stored_test");
+  EXPECT_EQ(name_of(child), "agent_test");
   const Config config;
   const Bare bare(config);
   auto state = bare.state(child);
@@ -478,3 +478,4 @@ TEST(ProcessNumbers, ThatWouldComeUpSoonArePassedOver) {
 }
 
 }  // namespace
+}  // namespace migr::stored_test

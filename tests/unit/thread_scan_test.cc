@@ -8,9 +8,9 @@
 
 #include "marked.h"
 
+namespace migr::thread_scan_test {
 namespace {
 
-using namespace migr;
 using Clock = std::chrono::steady_clock;
 
 MARKED void spin_inside(Shared* s) {
@@ -217,3 +217,4 @@ TEST(ThreadScan, TracedBySomebodyElseIsEPERM) {
 }
 
 }  // namespace
+}  // namespace migr::thread_scan_test

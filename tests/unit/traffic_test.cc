@@ -8,9 +8,9 @@
 
 #include "agent/limits.h"
 
+namespace migr::traffic_test {
 namespace {
 
-using namespace migr;
 using namespace std::chrono_literals;
 using Clock = TrafficMeter::Clock;
 
@@ -105,3 +105,4 @@ TEST(TrafficThread, LooksMoreOftenWhenItIsTold) {
 }
 
 }  // namespace
+}  // namespace migr::traffic_test

@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-namespace migr {
+namespace migr::whereabouts_test {
 namespace {
 
 const std::string kMine(16, 'm'), kOther(16, 'o'), kThere(16, 't');
@@ -53,4 +53,4 @@ TEST_F(Choose, OfTwoThatWaitTheOneThatWasBornThere) {
 }
 
 }  // namespace
-}  // namespace migr
+}  // namespace migr::whereabouts_test
