@@ -90,8 +90,7 @@ bool force_switched() {
 /// Of a maker that we do not stand in front of (mlx5dv_reg_dmabuf_mr() of a newer rdma-core) it is the provider's.
 MrShadow* known(Registry& registry, ibv_mr* mr) {
   if (!registry.context_of(mr->context)) return nullptr;
-  const auto found = std::find(registry.mrs.rbegin(), registry.mrs.rend(), &shadow_of(mr));
-  return found == registry.mrs.rend() ? nullptr : *found;
+  return registry.mrs.contains(&shadow_of(mr)) ? &shadow_of(mr) : nullptr;
 }
 QpShadow* known(Registry& registry, ibv_qp* qp) {
   return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;
@@ -172,7 +171,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->iova = iova;
   shadow->movable = movable && !(access & IBV_ACCESS_ON_DEMAND);
   name_mr(*shadow);
-  registry.mrs.push_back(shadow);
+  registry.mrs.add(shadow);
   if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(shadow->app.lkey, shift);
   links::made(*shadow);
   return &shadow->app;
@@ -472,9 +471,11 @@ void drop_context(ibv_context* ctx) {
   std::erase_if(registry.qps, in_it);
   std::erase_if(registry.cqs, in_it);
   std::erase_if(registry.srqs, in_it);
-  for (const MrShadow* mr : registry.mrs)
-    if (in_it(mr)) note_written(registry, *mr, mr->app);
-  std::erase_if(registry.mrs, in_it);
+  for (MrShadow* mr : std::vector(registry.mrs.begin(), registry.mrs.end())) {
+    if (!in_it(mr)) continue;
+    note_written(registry, *mr, mr->app);
+    registry.mrs.remove(mr);
+  }
   std::erase_if(registry.pds, of_it);
   for (const ibv_pd* pd : std::vector(registry.parent_domains))
     if (pd->context == ctx) parent_domain_gone(registry, pd);
@@ -560,7 +561,7 @@ MIGR_EXPORT void ibv_unimport_mr(ibv_mr* mr) {
   if (shadow) links::gone(*shadow);
   real().unimport_mr(shadow ? shadow->real : mr);
   if (!shadow) return;
-  forget(registry.mrs, shadow);
+  registry.mrs.remove(shadow);
   delete shadow;
 }
 
@@ -609,7 +610,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   links::gone(*shadow);
   retire_keys(registry, shadow->app, before);
   datagrams::note_shift(shadow->app.lkey, 0);
-  forget(registry.mrs, shadow);
+  registry.mrs.remove(shadow);
   delete shadow;
   return 0;
 }

@@ -24,6 +24,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -434,7 +435,33 @@ inline SrqShadow& shadow_of(ibv_srq* srq) { return *reinterpret_cast<SrqShadow*>
 inline SrqShadow* srq_of(const QpShadow& q) { return q.app.srq ? &shadow_of(q.app.srq) : nullptr; }
 inline MrShadow& shadow_of(ibv_mr* mr) { return *reinterpret_cast<MrShadow*>(mr); }
 
-/// Every shadow of the process, in creation order. The lock is held while an object is created or destroyed and
+/// All MRs of the process, in no order. A program may have a hundred thousand, and give them back one by one.
+class MrShadows {
+ public:
+  void add(MrShadow* mr) {
+    at_[mr] = all_.size();
+    all_.push_back(mr);
+  }
+  void remove(MrShadow* mr) {
+    const auto found = at_.find(mr);
+    if (found == at_.end()) return;
+    all_[found->second] = all_.back();
+    at_[all_.back()] = found->second;
+    all_.pop_back();
+    at_.erase(mr);
+  }
+  bool contains(const MrShadow* mr) const { return at_.contains(mr); }
+  std::size_t size() const { return all_.size(); }
+  MrShadow* operator[](std::size_t i) const { return all_[i]; }
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+
+ private:
+  std::vector<MrShadow*> all_;
+  std::unordered_map<const MrShadow*, std::size_t> at_;
+};
+
+/// Every shadow of the process, in creation order but for the MRs. The lock is held while an object is created or destroyed and
 /// while the control thread handles one message.
 struct Registry {
   std::mutex lock;
@@ -442,7 +469,7 @@ struct Registry {
   std::vector<ibv_pd*> pds;              ///< not shadowed: a PD has no name on the data path
   std::vector<ibv_pd*> parent_domains;
   std::vector<ibv_comp_channel*> channels;
-  std::vector<MrShadow*> mrs;
+  MrShadows mrs;
   /// Indexes of keys of MRs that are gone, for which partners may still know a physical one. KEYS makes them forget.
   std::vector<std::uint32_t> retired_keys;
   std::vector<CqShadow*> cqs;

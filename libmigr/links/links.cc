@@ -165,7 +165,7 @@ void opened(Context& context) {
   for (Link& link : s->links) {
     if (link.config.device == home->config.device || t->backups.size() == most) continue;
     if (auto* const table = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES)))
-      t->backups.push_back({.link = &link, .key_table = table, .pds = {}});
+      t->backups.push_back({.link = &link, .key_table = table, .pds = {}, .missing = {}});
   }
   if (t->backups.empty()) {
     delete t;
@@ -217,6 +217,8 @@ void wait_until_heard(const Twin& twin) {
 
 void made(MrShadow& mr) {
   if (!mr.context->twin) return;
+  for (Backup& b : mr.context->twin->backups)
+    if (mr.movable) b.missing.push_back(&mr);
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
@@ -251,9 +253,31 @@ void wait_for_discards() {
   the_state->discards.finish();
 }
 
+namespace {
+
+/// Gives the Registry's lock away meanwhile; no checkpoint begins.
+template <class Same>
+void wait_for_pinning(Same&& same) {
+  Registry& registry = Registry::get();
+  const State::Pinning& pinning = the_state->pinning;
+  if (!pinning.twin || !same(pinning)) return;
+  ++registry.ending;
+  std::unique_lock held(registry.lock, std::adopt_lock);
+  the_state->pinned.wait(held, [&] { return !pinning.twin || !same(pinning); });
+  held.release();
+  --registry.ending;
+  registry.thawed.notify_all();
+}
+
+}  // namespace
+
 void gone(MrShadow& mr) {
   Twin* const t = mr.context->twin;
-  if (!t || mr.twins.empty()) return;
+  if (!t) return;
+  for (Backup& b : t->backups)
+    if (const auto found = std::find(b.missing.begin(), b.missing.end(), &mr); found != b.missing.end()) b.missing.erase(found);
+  if (the_state->pinning.mr == &mr) the_state->pinning.mr = nullptr;
+  if (mr.twins.empty()) return;
   std::uint64_t told = 0;
   for (const Channel* c : the_state->channels) told = std::max(told, c->told);
   for (Side side = 1; side < t->sides(); ++side) {
@@ -304,8 +328,12 @@ void empty(Twin& t) {
   empty_shared(t);
   for (CqShadow* c : Registry::get().cqs)
     if (c->context == t.of && c->link) forget(*c);
-  for (MrShadow* mr : Registry::get().mrs)
-    if (mr->context == t.of) gone(*mr);
+  for (MrShadow* mr : Registry::get().mrs) {
+    if (mr->context != t.of) continue;
+    gone(*mr);
+    for (Backup& b : t.backups)
+      if (mr->movable) b.missing.push_back(mr);
+  }
   the_state->discards.finish();
   for (Backup& b : t.backups) {
     for (const auto& [ignored, pd] : b.pds) real().dealloc_pd(pd);
@@ -315,6 +343,7 @@ void empty(Twin& t) {
 
 void gone(ibv_pd* pd) {
   if (!the_state) return;
+  wait_for_pinning([&](const State::Pinning& p) { return p.pd == pd; });  // of memory that has gone before it
   for (Twin* t : the_state->twins) {
     if (std::none_of(t->backups.begin(), t->backups.end(), [&](const Backup& b) { return b.pds.contains(pd); })) continue;
     for (const QpShadow* q : Registry::get().qps)
@@ -427,6 +456,8 @@ void leave(QpShadow& q, ibv_qp_state to) {
 void dropped(Context& context) {
   Twin* const t = context.twin;
   if (!t) return;
+  t->closing = true;
+  wait_for_pinning([&](const State::Pinning& p) { return p.twin == t; });
   Registry& registry = Registry::get();
   for (QpShadow* q : registry.qps) {
     if (q->context != &context) continue;

@@ -63,6 +63,7 @@ struct Backup {
   Link* link = nullptr;
   migr_key_entry* key_table = nullptr;  ///< virtual key index -> physical there
   std::unordered_map<const ibv_pd*, ibv_pd*> pds;
+  std::deque<MrShadow*> missing;  ///< memory of the context that is not there yet, and can be
 };
 
 /// The backups of one of the application's contexts.
@@ -76,6 +77,7 @@ struct Twin {
   bool wants_relayed = false;          ///< as configured
   std::vector<struct Executor*> executors;
   bool backed_up = false;              ///< all connections of `of`
+  bool closing = false;                ///< no memory is registered any more
 
   Side sides() const { return static_cast<Side>(backups.size()) + 1; }
   Backup& at(Side side) { return backups[side - 1]; }  ///< not kHome

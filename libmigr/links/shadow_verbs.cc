@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <thread>
 
 #include "../../include/migr/gid.h"
 #include "../control.h"
@@ -170,27 +172,51 @@ bool make_cq(Twin& t, Side side, std::string& why) {
   return false;
 }
 
-bool make_mr(Twin& t, Side side, std::string& why) {
+/// What the application's keys are called there, for our own posts and for others.
+void adopt_twin(Twin& t, Side side, MrShadow& mr, ibv_mr* made) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-  for (MrShadow* mr : registry().mrs) {
-    if (mr->context != t.of || mr->on(side) || !mr->movable) continue;
-    ibv_pd* const pd = t.pd(mr->app.pd, side);
-    if (!pd) continue;
-    ibv_mr* const made = real().reg_mr_iova2(pd, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
-    if (!made) return why = errno_text("reg_mr of " + std::to_string(mr->app.length) + " bytes"), false;
-    mr->twins.resize(t.backups.size());
-    mr->twins[side - 1] = made;
-    Backup& b = t.at(side);
-    b.key_table[mr->app.lkey >> 8].lkey = made->lkey ^ (mr->app.lkey & 0xff);
-    b.key_table[mr->app.rkey >> 8].rkey = made->rkey ^ (mr->app.rkey & 0xff);
-    if (mr->access & kRemote) {
-      state()->keys.add({b.link->index, t.home->index, mr->app.rkey}, made->rkey);
-      const bool told = std::exchange(mr->told_at_home, mr->real->rkey != mr->app.rkey);
-      if (mr->told_at_home && !told) state()->keys.add({t.home->index, t.home->index, mr->app.rkey}, mr->real->rkey);
-    }
-    return true;
+  Backup& b = t.at(side);
+  b.missing.erase(std::find(b.missing.begin(), b.missing.end(), &mr));  // one of the first
+  mr.twins.resize(t.backups.size());
+  mr.twins[side - 1] = made;
+  b.key_table[mr.app.lkey >> 8].lkey = made->lkey ^ (mr.app.lkey & 0xff);
+  b.key_table[mr.app.rkey >> 8].rkey = made->rkey ^ (mr.app.rkey & 0xff);
+  if (!(mr.access & kRemote)) return;
+  state()->keys.add({b.link->index, t.home->index, mr.app.rkey}, made->rkey);
+  const bool told = std::exchange(mr.told_at_home, mr.real->rkey != mr.app.rkey);
+  if (mr.told_at_home && !told) state()->keys.add({t.home->index, t.home->index, mr.app.rkey}, mr.real->rkey);
+}
+
+/// @param guard  of the lock, to be given away in the driver; null: it is kept
+bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr) {
+  const auto& missing = t.at(side).missing;
+  const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side); });
+  if (next == missing.end() || t.closing) return false;
+  MrShadow* const mr = *next;
+  ibv_pd* const pd = t.pd(mr->app.pd, side);
+  const ibv_mr app = mr->app;
+  const std::uint64_t iova = mr->iova;
+  const auto access = static_cast<unsigned>(mr->access);
+  State::Pinning& pinning = state()->pinning;
+  if (guard) {
+    pinning = {.twin = &t, .pd = app.pd, .mr = mr};
+    guard->unlock();
   }
-  return false;
+  ibv_mr* const made = real().reg_mr_iova2(pd, app.addr, app.length, iova, access);
+  if (guard) {
+    const int saved = errno;
+    guard->lock();
+    const bool wanted = std::exchange(pinning, {}).mr && !mr->on(side);  // else it has gone, or a change was faster
+    state()->pinned.notify_all();
+    if (!wanted) {
+      if (made) real().dereg_mr(made);
+      return true;
+    }
+    errno = saved;
+  }
+  if (!made) return why = errno_text("reg_mr of " + std::to_string(app.length) + " bytes"), false;
+  adopt_twin(t, side, *mr, made);
+  return true;
 }
 
 /// The completions of an ibv_cq_ex come by way of the fake CQ, where errors are looked at, for good.
@@ -309,12 +335,7 @@ bool make_backup(Twin& t, std::string& why) {
   return false;
 }
 
-bool all_memory_there(const Twin& t, Side side) {
-  if (side == kHome) return true;
-  for (const MrShadow* mr : registry().mrs)
-    if (mr->context == t.of && !mr->on(side) && mr->movable) return false;
-  return true;
-}
+bool all_memory_there(const Twin& t, Side side) { return side == kHome || t.at(side).missing.empty(); }
 
 }  // namespace
 
@@ -503,11 +524,11 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
 namespace {
 
 /// What `t` needs on one of its backup links. @return something was made
-bool make_next_on(Twin& t, Side side) {
+bool make_next_on(Twin& t, Side side, std::unique_lock<std::mutex>& guard) {
   Backup& b = t.at(side);
   std::string why;
   if (!b.link->ctx) return false;
-  if (make_pd(t, b, why) || make_cq(t, side, why) || make_srq(t, side, why) || make_mr(t, side, why)) return true;
+  if (make_pd(t, b, why) || make_cq(t, side, why) || make_srq(t, side, why) || make_mr(t, side, why, &guard)) return true;
   if (!why.empty()) b.link->why = why;
   return false;
 }
@@ -521,7 +542,7 @@ bool links_are_open() {
   return true;
 }
 
-bool make_next() {
+bool make_next(std::unique_lock<std::mutex>& guard) {
   for (Twin* t : state()->twins) {
     for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
       Link* const link = t->link(side);
@@ -532,7 +553,7 @@ bool make_next() {
       return true;
     }
     for (Side side = 1; side < t->sides(); ++side)
-      if (make_next_on(*t, side)) return true;
+      if (make_next_on(*t, side, guard)) return true;
     std::string why;
     if (make_backup(*t, why)) return true;
     if (!why.empty()) t->backups[0].link->why = why;
@@ -689,9 +710,9 @@ class Round {
     }
     bool again;
     {
-      std::lock_guard guard(registry().lock);
+      std::unique_lock guard(registry().lock);
       state()->session_open = false;
-      while (make_next()) {}
+      make_all(guard);
       again = state()->session_open || !links_are_open();
       std::vector<migr_links_vqp_state> others;
       if (state()->qps.empty() && state()->to_withdraw.empty() && last_states_.empty() && (tell_of_others(others), others.empty())) return again;
@@ -707,6 +728,20 @@ class Round {
   }
 
  private:
+  /// What is missing. The application's own calls and the failover thread want the lock, too.
+  static void make_all(std::unique_lock<std::mutex>& guard) {
+    constexpr std::uint64_t kTurnNs = 1'000'000;
+    constexpr std::chrono::microseconds kOthersTurn{50};
+    std::uint64_t since = now_ns();
+    while (!parking() && make_next(guard)) {
+      if (now_ns() - since < kTurnNs) continue;
+      guard.unlock();
+      std::this_thread::sleep_for(kOthersTurn);
+      guard.lock();
+      since = now_ns();
+    }
+  }
+
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;

@@ -38,6 +38,13 @@ struct State {
   KeyLog keys;
   std::condition_variable heard;              ///< a peer has answered to keys, or a channel is no more
   std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
+  /// What the rounds' thread registers just now, without the lock: pinning takes its time.
+  struct Pinning {
+    const Twin* twin = nullptr;  ///< null: nothing
+    const ibv_pd* pd = nullptr;  ///< the application's
+    const MrShadow* mr = nullptr;  ///< null: it has gone meanwhile
+  } pinning;
+  std::condition_variable pinned;  ///< that has ended
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
@@ -82,8 +89,8 @@ void empty(Twin& t);
 /* shadow_verbs.cc */
 /// All that contexts have theirs on.
 bool links_are_open();
-/// Makes one thing that is missing. @return false: nothing is, or it failed
-bool make_next();
+/// Makes one thing that is missing. The lock is given away while memory is pinned. @return false: nothing is, or it failed
+bool make_next(std::unique_lock<std::mutex>& guard);
 /// On that link is all that a path of `q` is made with. Memory may be missing.
 bool has_room_for(const Twin& t, Side side, const QpShadow& q);
 /// All memory of `t` that the application has registered, on that link. @return "" or what is missing

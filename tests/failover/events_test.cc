@@ -437,7 +437,7 @@ TEST_P(Events, RegisteredMemoryThatIsMappedNoMoreIsRefusedAndTheEventsAreThere) 
 
 // Other calls of the application need not wait for it; FREEZE has to.
 TEST_P(Events, MemoryThatIsBeingRegisteredIsWaitedFor) {
-  model_hold_registrations(true);
+  model_hold_registrations(0, true);
   char memory[64];
   auto registered = std::async(std::launch::async, [&] { return ibv_reg_mr(pd_, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE); });
   EXPECT_EQ(registered.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
@@ -448,7 +448,7 @@ TEST_P(Events, MemoryThatIsBeingRegisteredIsWaitedFor) {
   EXPECT_EQ(migrd.try_to(MIGR_MSG_FREEZE).status, EAGAIN) << "it does not come back";
   auto frozen = std::async(std::launch::async, [&] { return migrd.try_to(MIGR_MSG_FREEZE).status; });
   EXPECT_EQ(frozen.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
-  model_hold_registrations(false);
+  model_hold_registrations(0, false);
   EXPECT_EQ(frozen.get(), 0);
   ibv_mr* const mr = registered.get();
   ASSERT_NE(mr, nullptr);

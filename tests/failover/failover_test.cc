@@ -30,6 +30,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <map>
 #include <random>
 #include <set>
@@ -1158,6 +1159,67 @@ struct Speaker {
   ibv_qp* qp;
   ibv_gid gid{};
 };
+
+/// Pinning a terabyte takes minutes. Other calls of the application, and a change of a path, do not wait for that.
+TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  std::vector<std::uint8_t> memory(4096);
+  ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  const auto reg = [&](ibv_pd* of) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE); };
+  const auto dereg = a.verb<int(ibv_mr*)>("ibv_dereg_mr");
+  const auto is_being_pinned = [] { return wait_for([] { return model_registrations_waiting() == 1; }); };
+  const auto ends = [](const std::future<int>& f, int ms) { return f.wait_for(std::chrono::milliseconds(ms)) == std::future_status::ready; };
+  constexpr int kSoonMs = 50, kPatienceMs = 10'000;
+
+  model_hold_registrations(1, true);
+  ibv_mr* mr = reg(pd);
+  ASSERT_NE(mr, nullptr);
+  ASSERT_TRUE(is_being_pinned());
+  auto made = std::async(std::launch::async, [&] { return a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 1, nullptr, nullptr, 0) ? 0 : errno; });
+  EXPECT_TRUE(ends(made, kPatienceMs)) << "a call waits for another NIC's memory";
+  EXPECT_EQ(dereg(mr), 0);
+  auto given_back = std::async(std::launch::async, [&] { return a.verb<int(ibv_pd*)>("ibv_dealloc_pd")(pd); });
+  EXPECT_FALSE(ends(given_back, kSoonMs)) << "its like on the other link is in use";
+  model_hold_registrations(1, false);
+  EXPECT_EQ(given_back.get(), 0);
+  EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) == model_mrs(0, 0); })) << model_mrs(1, 0) << " there, " << model_mrs(0, 0) << " here";
+
+  // Registered once more while it is pinned: the last one counts.
+  model_hold_registrations(1, true);
+  mr = reg(x.pd);
+  ASSERT_TRUE(is_being_pinned());
+  EXPECT_EQ(dereg(mr), 0);
+  mr = reg(x.pd);
+  model_hold_registrations(1, false);
+  EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) == model_mrs(0, 0); })) << model_mrs(1, 0) << " there, " << model_mrs(0, 0) << " here";
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+
+  model_hold_registrations(1, true);
+  auto late = std::async(std::launch::async, [&] { return reg(x.pd) ? 0 : errno; });
+  EXPECT_FALSE(ends(late, kSoonMs)) << "off its default link it has to be there first";
+  model_hold_registrations(1, false);
+  EXPECT_EQ(late.get(), 0);
+}
+
+TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
+  const Library a('a', "exact", "cached", 0, 3000);
+  std::vector<std::uint8_t> memory(4096);
+  ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  const unsigned before = model_mrs(1, 0);
+  model_hold_registrations(1, true);
+  for (int i = 0; i < 3; ++i) ASSERT_NE(a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  auto closed = std::async(std::launch::async, [&] { return a.verb<int(ibv_context*)>("ibv_close_device")(a.context); });
+  EXPECT_EQ(closed.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+  model_hold_registrations(1, false);
+  EXPECT_EQ(closed.get(), 0);
+  EXPECT_EQ(model_mrs(1, 0), before);
+}
 
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
 TEST(Shared, AnSrqServesTwoLinksAtATime) {

@@ -120,7 +120,8 @@ std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
-std::atomic<bool> registrations_held{false}, packets_linger{false};
+std::atomic<bool> packets_linger{false};
+std::atomic<unsigned> registrations_held{0}, registrations_waiting{0};  ///< the first by link
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -723,7 +724,12 @@ MODEL unsigned long model_packets() {
   std::lock_guard guard(lock);
   return packets;
 }
-MODEL void model_hold_registrations(bool hold) { registrations_held = hold; }
+MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_held |= 1u << link : registrations_held &= ~(1u << link); }
+MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
+MODEL unsigned model_mrs(int link, int end) {
+  std::lock_guard guard(lock);
+  return static_cast<unsigned>(nics[static_cast<std::size_t>(end * kRails + link)]->keys.size());
+}
 MODEL void model_let_packets_linger(bool let) { packets_linger = let; }
 MODEL void model_async_events() {
   std::lock_guard guard(lock);
@@ -799,9 +805,11 @@ MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
 }
 MODEL int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
 MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
-  while (registrations_held) usleep(1000);
-  std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
+  ++registrations_waiting;
+  while (registrations_held >> nic.link & 1) usleep(1000);
+  --registrations_waiting;
+  std::lock_guard guard(lock);
   auto* m = new Mr{};
   m->mr.context = pd->context;
   m->mr.pd = pd;

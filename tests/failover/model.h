@@ -71,8 +71,11 @@ void model_forget_writes();
 unsigned long model_packets();
 /// That there are, on all NICs.
 unsigned model_qps();
-/// Who registers memory waits in the driver, as while pages are pinned.
-void model_hold_registrations(bool hold);
+/// Who registers memory on that link waits in the driver, as while pages are pinned.
+void model_hold_registrations(int link, bool hold);
+unsigned model_registrations_waiting();
+/// That an end (a: 0, b: 1) has on that link.
+unsigned model_mrs(int link, int end);
 /// A QP that has sent something over a link that is cut is destroyed when that is mended and not before, as where the network holds
 /// a packet back; and who connects one, or makes an address handle, is told after a second that nobody answers.
 void model_let_packets_linger(bool let);

@@ -46,7 +46,7 @@ class AheadCommands : public testing::Test {
       mrs_[i].app.lkey = 0x700 + i;
       mrs_[i].iova = 0x10000 + i;
       mrs_[i].access = static_cast<int>(i);
-      Registry::get().mrs.push_back(&mrs_[i]);
+      Registry::get().mrs.add(&mrs_[i]);
     }
     std::vector<migr_fd_desc> fds;
     ahead::describe(instance_, fds);
@@ -56,7 +56,7 @@ class AheadCommands : public testing::Test {
   }
   ~AheadCommands() override {
     ahead::forget();
-    Registry::get().mrs.clear();
+    for (MrShadow& mr : mrs_) Registry::get().mrs.remove(&mr);
   }
   migr_ahead_mr* commands() { return reinterpret_cast<migr_ahead_mr*>(header_->mrs); }
 
