@@ -146,8 +146,28 @@ void note_written(const Registry& registry, const MrShadow& shadow, const ibv_mr
 }
 
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.
-void retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
-  if (name.rkey != real.rkey && !force_names()) registry.retired_keys.push_back(name.rkey >> 8);
+/// @return false: they were never told
+bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
+  if (name.rkey == real.rkey || force_names()) return false;
+  registry.retired_keys.push_back(name.rkey >> 8);
+  return true;
+}
+
+/// Where the addresses that its lkey goes with lie.
+void note_shift(const MrShadow& shadow) { datagrams::note_shift(shadow.app.lkey, reinterpret_cast<std::uintptr_t>(shadow.app.addr) - shadow.iova); }
+
+/// Pinning memory, and giving it back, takes its time, and programs with much of it do that with several threads: not under the
+/// lock. FREEZE waits for those that are in there.
+template <class Call>
+void in_driver(Registry& registry, std::unique_lock<std::mutex>& guard, Call&& call) {
+  ++registry.registering;
+  guard.unlock();
+  call();
+  const int saved = errno;
+  guard.lock();
+  --registry.registering;
+  if (registry.closing) registry.thawed.notify_all();
+  errno = saved;
 }
 
 bool is_retired(const Registry& registry, std::uint32_t key) {
@@ -248,21 +268,17 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   auto guard = registry.enter();
   Context* context = registry.context_of(pd->context);
   InsideReal nested;
-  // Pinning takes its time, and programs with much memory register it with several threads.
-  const auto in_driver = [&] {
-    guard.unlock();
-    ibv_mr* const mr = register_once();
-    const int saved = errno;
-    guard.lock();
-    errno = saved;
+  ibv_mr* mr;
+  const auto registered = [&] {
+    in_driver(registry, guard, [&] { mr = register_once(); });
     return mr;
   };
-  if (!context) return in_driver();
+  if (!context) return registered();
   ++registry.registering;
   ibv_mr* colliding[kMaxKeyCollisions];
   int collisions = 0;
   ibv_mr* result = nullptr;
-  while (ibv_mr* mr = in_driver()) {
+  while (registered()) {
     migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
@@ -593,7 +609,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
     datagrams::note_shift(name.lkey, 0);
     name_mr(*shadow);
   }
-  datagrams::note_shift(shadow->app.lkey, reinterpret_cast<std::uintptr_t>(now.addr) - shadow->iova);
+  note_shift(*shadow);
   links::made(*shadow);
   return err;
 }
@@ -603,14 +619,23 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   auto guard = registry.enter();
   MrShadow* shadow = inside_real ? nullptr : known(registry, mr);
   if (!shadow) return real().dereg_mr(mr);
-  const ibv_mr before = *shadow->real;
-  const int err = real().dereg_mr(shadow->real);
-  if (err) return err;
-  note_written(registry, *shadow, shadow->app);
-  links::gone(*shadow);
-  retire_keys(registry, shadow->app, before);
+  // Who registers memory while we are in the driver may get its keys: nothing is called by them any more.
+  const bool retired = retire_keys(registry, shadow->app, *shadow->real);
   datagrams::note_shift(shadow->app.lkey, 0);
+  const std::vector<ibv_mr*> twins = links::take_twins(*shadow);
   registry.mrs.remove(shadow);
+  int err = 0;
+  in_driver(registry, guard, [&] {
+    for (ibv_mr* twin : twins) real().dereg_mr(twin);
+    err = real().dereg_mr(shadow->real);
+  });
+  if (err) {
+    if (retired) std::erase(registry.retired_keys, shadow->app.rkey >> 8);
+    note_shift(*shadow);
+    registry.mrs.add(shadow);
+    return links::made(*shadow), err;
+  }
+  note_written(registry, *shadow, shadow->app);
   delete shadow;
   return 0;
 }

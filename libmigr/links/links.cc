@@ -271,13 +271,13 @@ void wait_for_pinning(Same&& same) {
 
 }  // namespace
 
-void gone(MrShadow& mr) {
+std::vector<ibv_mr*> take_twins(MrShadow& mr) {
   Twin* const t = mr.context->twin;
-  if (!t) return;
+  if (!t) return {};
   for (Backup& b : t->backups)
     if (const auto found = std::find(b.missing.begin(), b.missing.end(), &mr); found != b.missing.end()) b.missing.erase(found);
   if (the_state->pinning.mr == &mr) the_state->pinning.mr = nullptr;
-  if (mr.twins.empty()) return;
+  std::vector<ibv_mr*> taken;
   std::uint64_t told = 0;
   for (const Channel* c : the_state->channels) told = std::max(told, c->told);
   for (Side side = 1; side < t->sides(); ++side) {
@@ -287,10 +287,15 @@ void gone(MrShadow& mr) {
     b.key_table[mr.app.lkey >> 8].lkey = 0;
     b.key_table[mr.app.rkey >> 8].rkey = 0;
     if (twin->rkey) the_state->keys.remove({b.link->index, t->home->index, mr.app.rkey}, told);
-    real().dereg_mr(twin);
+    taken.push_back(twin);
   }
   mr.twins.clear();
   if (std::exchange(mr.told_at_home, false)) the_state->keys.remove({t->home->index, t->home->index, mr.app.rkey}, told);
+  return taken;
+}
+
+void gone(MrShadow& mr) {
+  for (ibv_mr* twin : take_twins(mr)) real().dereg_mr(twin);
 }
 
 void gone(CqShadow& c) {

@@ -227,6 +227,8 @@ void modified(QpShadow& q, int mask);
 /// meanwhile. Not under the Registry's lock. @return ETIMEDOUT, or 0: it answers, or nobody has a backup here
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to);
 void gone(MrShadow& mr);
+/// The same, but that the caller deregisters what it had on backup links.
+std::vector<ibv_mr*> take_twins(MrShadow& mr);
 void gone(CqShadow& cq);
 void resized(CqShadow& cq);
 void gone(QpShadow& q);

@@ -435,6 +435,27 @@ TEST_P(Events, RegisteredMemoryThatIsMappedNoMoreIsRefusedAndTheEventsAreThere) 
   move();
 }
 
+TEST_P(Events, MemoryThatIsBeingGivenBackIsWaitedFor) {
+  char memory[64];
+  ibv_mr* const mr = ibv_reg_mr(pd_, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
+  ASSERT_NE(mr, nullptr);
+  model_hold_registrations(0, true);
+  auto given_back = std::async(std::launch::async, [&] { return ibv_dereg_mr(mr); });
+  EXPECT_EQ(given_back.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  auto made = std::async(std::launch::async, [&] { return ibv_create_cq(context_, 1, nullptr, nullptr, 0); });
+  EXPECT_EQ(made.wait_for(std::chrono::milliseconds(kPatienceMs)), std::future_status::ready);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 1000);
+  auto frozen = std::async(std::launch::async, [&] { return migrd.try_to(MIGR_MSG_FREEZE).status; });
+  EXPECT_EQ(frozen.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  model_hold_registrations(0, false);
+  EXPECT_EQ(frozen.get(), 0);
+  EXPECT_EQ(given_back.get(), 0);
+  migrd.hung_up();
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(ibv_destroy_cq(made.get()), 0);
+}
+
 // Other calls of the application need not wait for it; FREEZE has to.
 TEST_P(Events, MemoryThatIsBeingRegisteredIsWaitedFor) {
   model_hold_registrations(0, true);

@@ -1196,8 +1196,12 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   mr = reg(x.pd);
   model_hold_registrations(1, false);
   EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) == model_mrs(0, 0); })) << model_mrs(1, 0) << " there, " << model_mrs(0, 0) << " here";
+  model_keep_registrations(1);
+  EXPECT_EQ(dereg(mr), EBUSY);
+  EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) == model_mrs(0, 0); })) << "it is in use, and not there any more";
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_EQ(dereg(mr), 0);
 
   model_hold_registrations(1, true);
   auto late = std::async(std::launch::async, [&] { return reg(x.pd) ? 0 : errno; });

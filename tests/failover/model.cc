@@ -121,7 +121,7 @@ Wire wires[kRails];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
 std::atomic<bool> packets_linger{false};
-std::atomic<unsigned> registrations_held{0}, registrations_waiting{0};  ///< the first by link
+std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -725,6 +725,7 @@ MODEL unsigned long model_packets() {
   return packets;
 }
 MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_held |= 1u << link : registrations_held &= ~(1u << link); }
+MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
 MODEL unsigned model_mrs(int link, int end) {
   std::lock_guard guard(lock);
@@ -798,6 +799,11 @@ MODEL int ibv_close_device(ibv_context* c) {
   delete verbs_get_ctx(c);
   return 0;
 }
+static void wait_while_held(const Nic& nic) {
+  ++registrations_waiting;
+  while (registrations_held >> nic.link & 1) usleep(1000);
+  --registrations_waiting;
+}
 MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
   auto* pd = new ibv_pd{};
   pd->context = c;
@@ -806,9 +812,7 @@ MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
 MODEL int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
 MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
   Nic& nic = *nic_of(pd->context);
-  ++registrations_waiting;
-  while (registrations_held >> nic.link & 1) usleep(1000);
-  --registrations_waiting;
+  wait_while_held(nic);
   std::lock_guard guard(lock);
   auto* m = new Mr{};
   m->mr.context = pd->context;
@@ -825,7 +829,9 @@ MODEL ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access)
   return ibv_reg_mr_iova2(pd, addr, length, reinterpret_cast<uint64_t>(addr), static_cast<unsigned>(access));
 }
 MODEL int ibv_dereg_mr(ibv_mr* mr) {
+  wait_while_held(*nic_of(mr->context));
   std::lock_guard guard(lock);
+  if (nic_of(mr->context)->link == 0 && registrations_kept && registrations_kept--) return EBUSY;
   nic_of(mr->context)->keys.erase(mr->lkey);
   delete reinterpret_cast<Mr*>(mr);
   return 0;

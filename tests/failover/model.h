@@ -71,9 +71,11 @@ void model_forget_writes();
 unsigned long model_packets();
 /// That there are, on all NICs.
 unsigned model_qps();
-/// Who registers memory on that link waits in the driver, as while pages are pinned.
+/// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
+/// The device refuses to give memory of link 0 back, the next `times` that it is asked to, as while a window is bound to it.
+void model_keep_registrations(unsigned times);
 /// That an end (a: 0, b: 1) has on that link.
 unsigned model_mrs(int link, int end);
 /// A QP that has sent something over a link that is cut is destroyed when that is mended and not before, as where the network holds
