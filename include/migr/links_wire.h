@@ -316,7 +316,8 @@ enum migr_links_vqp_phase {
 	MIGR_LINKS_VQP_BROKEN,	/* its errors have reached the application */
 };
 
-/* STATE: how the published vQPs are, and those that cannot be (MIGR_LINKS_VQP_NONE): all of a process, or the first 256. */
+/* STATE: how the published vQPs are that have changed, and those that cannot be (MIGR_LINKS_VQP_NONE), of which each packet replaces
+ * what the one before has told: all that there are, or the first 256. */
 struct migr_links_vqp_state {
 	struct migr_links_name name;
 	uint32_t link;		/* that carries it now */

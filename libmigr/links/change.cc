@@ -19,6 +19,7 @@ namespace migr::links {
 namespace {
 
 constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1, kAskAgainMs = 50;
+constexpr std::uint64_t kAskPortNs = 1'000'000'000;
 constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes that long; what holds it up is worth a line
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
@@ -451,16 +452,24 @@ void pass_events_on(Link& link) {
   }
 }
 
-/// Of its port.
+/// Of its port. That one which was down when it was opened is up again is not said by all devices: it is asked.
 void look_at_events(Link& link) {
-  if (!link.ctx || link.ctx->async_fd < 0) return;
+  if (!link.ctx) return;
   const bool before = link.event_down;
   ibv_async_event event;
-  while (real().get_async_event(link.ctx, &event) == 0) {
+  while (link.ctx->async_fd >= 0 && real().get_async_event(link.ctx, &event) == 0) {
     const bool port = static_cast<unsigned>(event.element.port_num) == link.config.port;
-    if (event.event_type == IBV_EVENT_DEVICE_FATAL || (event.event_type == IBV_EVENT_PORT_ERR && port)) link.event_down = true;
-    if (event.event_type == IBV_EVENT_PORT_ACTIVE && port) link.event_down = false;
+    if (event.event_type == IBV_EVENT_DEVICE_FATAL) link.fatal = true;
+    if (link.fatal || (event.event_type == IBV_EVENT_PORT_ERR && port)) link.event_down = true;
+    else if (event.event_type == IBV_EVENT_PORT_ACTIVE && port) link.event_down = false;
     real().ack_async_event(&event);
+  }
+  const std::uint64_t now = now_ns();
+  if (!link.event_down || !before) link.asked_port_ns = now;
+  if (link.event_down && !link.fatal && now - link.asked_port_ns > kAskPortNs) {
+    ibv_port_attr port{};
+    link.asked_port_ns = now;
+    link.event_down = query_port(link.ctx, link.config.port, port) != 0 || port.state != IBV_PORT_ACTIVE;
   }
   if (link.event_down == before) return;
   if (link.event_down) leave_link(link);
@@ -915,6 +924,47 @@ void channel_broke(Channel& channel) {
   kick(state()->failover_fd);
 }
 
+namespace {
+
+/// At all vQPs. Each message would cost one: with thousands of vQPs they get half of the thread's time, and messages the other.
+struct Look {
+  static constexpr std::uint64_t kDearNs = 1'000'000;
+  std::uint64_t ended_ns = 0, took_ns = 0;  ///< the last one
+  /// @return until the next one; 0: now
+  unsigned wait_ms() const {
+    const std::uint64_t since = now_ns() - ended_ns;
+    return took_ns < kDearNs || since >= took_ns ? 0 : static_cast<unsigned>((took_ns - since) / 1'000'000) + 1;
+  }
+};
+
+/// @return ms until the next look at the latest
+unsigned look_at_all() {
+  unsigned timeout = kIdleMs;
+  const std::uint64_t forgotten = state()->forgotten;
+  const auto gone = [&](const QpLink* l) {  // one that was cast off is forgotten
+    const auto& qps = state()->qps;
+    return state()->forgotten != forgotten && std::find(qps.begin(), qps.end(), l) == qps.end();
+  };
+  std::vector all(state()->qps);
+  busy_first(all);
+  for (QpLink* l : all) {
+    if (gone(l)) continue;
+    look_at(*l);
+    if (gone(l)) continue;
+    if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
+    if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
+    if (l->stage == Stage::kDraining) timeout = kDrainMs;
+    else if (l->stage == Stage::kChanging) timeout = std::min(timeout, kAskAgainMs);
+    else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
+  }
+  for (QpShadow* q : Registry::get().qps) look_at_drifting(*q), look_at_guard(*q);
+  if (const unsigned soon = look_at_shared_receives()) timeout = std::min(timeout, soon);
+  note_backed_up();
+  return timeout;
+}
+
+}  // namespace
+
 void run_failover() {
   Registry& registry = Registry::get();
   int wake_fd;
@@ -923,9 +973,10 @@ void run_failover() {
     if (!state()) return;
     wake_fd = state()->failover_fd;
   }
+  Look all_looked_at;
   for (std::uint64_t looked_ns = now_ns();;) {
     std::vector<pollfd> fds{{.fd = wake_fd, .events = POLLIN, .revents = 0}};
-    unsigned timeout = kIdleMs;
+    unsigned timeout;
     const std::uint64_t woken_ns = now_ns();
     std::uint64_t locked_ns, done_ns;
     {
@@ -945,27 +996,13 @@ void run_failover() {
         fds.push_back({.fd = link.cq_events->fd, .events = POLLIN, .revents = 0});
         fds.push_back({.fd = link.events->fd, .events = POLLIN, .revents = 0});
       }
-      const std::uint64_t forgotten = state()->forgotten;
-      const auto gone = [&](const QpLink* l) {  // one that was cast off is forgotten
-        const auto& qps = state()->qps;
-        return state()->forgotten != forgotten && std::find(qps.begin(), qps.end(), l) == qps.end();
-      };
-      std::vector all(state()->qps);
-      busy_first(all);
-      for (QpLink* l : all) {
-        if (gone(l)) continue;
-        look_at(*l);
-        if (gone(l)) continue;
-        if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
-        if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
-        if (l->stage == Stage::kDraining) timeout = kDrainMs;
-        else if (l->stage == Stage::kChanging) timeout = std::min(timeout, kAskAgainMs);
-        else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
+      timeout = all_looked_at.wait_ms();
+      if (!timeout) {
+        const std::uint64_t begun_ns = now_ns();
+        timeout = look_at_all();
+        all_looked_at = {.ended_ns = now_ns(), .took_ns = now_ns() - begun_ns};
       }
-      for (QpShadow* q : registry.qps) look_at_drifting(*q), look_at_guard(*q);
-      if (const unsigned soon = look_at_shared_receives()) timeout = std::min(timeout, soon);
       for (Link& link : state()->links) heartbeats(link);
-      note_backed_up();
       if (state()->config.heartbeat_ms && !state()->channels.empty()) timeout = std::min(timeout, state()->config.heartbeat_ms);
       done_ns = now_ns();
     }

@@ -75,6 +75,12 @@ State* configured() {
   return the_state;
 }
 
+std::pair<Peer, std::uint32_t> key_of(const migr_links_name& name) {
+  Peer gid;
+  std::memcpy(gid.data(), name.gid, gid.size());
+  return {gid, name.vqpn};
+}
+
 void forget_qp(QpLink& l) {
   for (CqShadow* c : {l.q->send_cq, l.q->recv_cq}) {
     std::lock_guard guard(c->lock);
@@ -89,6 +95,8 @@ void forget_qp(QpLink& l) {
   }
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
+  the_state->by_id.erase(l.id);
+  if (const auto found = the_state->by_name.find(key_of(l.name)); found != the_state->by_name.end() && found->second == &l) the_state->by_name.erase(found);
   ++the_state->forgotten;
   l.q->goes_on = l.q->guard.on;
   receives_may_move(*l.q);
@@ -113,9 +121,18 @@ void say(const QpLink& l, const std::string& what) { say(*l.q, what); }
 bool same(const migr_links_name& a, const migr_links_name& b) { return a.vqpn == b.vqpn && !std::memcmp(a.gid, b.gid, sizeof a.gid); }
 
 QpLink* find(const migr_links_name& name) {
-  for (QpLink* l : the_state->qps)
-    if (same(l->name, name)) return l;
-  return nullptr;
+  const auto found = the_state->by_name.find(key_of(name));
+  return found == the_state->by_name.end() ? nullptr : found->second;
+}
+
+QpLink* find(std::uint64_t id) {
+  const auto found = the_state->by_id.find(id);
+  return found == the_state->by_id.end() ? nullptr : found->second;
+}
+
+void keep(std::unique_ptr<QpLink> l) {
+  the_state->by_id[l->id] = the_state->by_name[key_of(l->name)] = l.get();
+  the_state->qps.push_back(l.release());
 }
 
 void be_at(QpLink& l, Stage stage) {

@@ -38,6 +38,8 @@ struct Link {
   std::uint64_t tried_ns = 0;  ///< to open it; 0: not yet
   migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
   bool event_down = false;  ///< as the device says
+  bool fatal = false;       ///< it has said so of itself
+  std::uint64_t asked_port_ns = 0;  ///< while `event_down`
   bool said_down = false;   ///< as the application says
   bool preferred = false;  ///< as migrd says of its port
   ibv_context* ctx = nullptr;  ///< null: not open
@@ -157,12 +159,13 @@ struct Progress {
 
 /// The backup of a vQP.
 struct QpLink {
-  std::uint64_t id = 0;
+  std::uint64_t id = 0;  ///< of its process
   QpShadow* q = nullptr;
   Twin* twin = nullptr;
   migr_links_name name{}, peer{};
   migr_links_path first[2]{};  ///< paths that it began with, as others are told of them: at home; ahead, if it is
   bool told = false;           ///< published
+  std::uint64_t published_ns = 0, asked_ns = 0;  ///< when that was tried last; when the directory was asked for the other end
   bool ahead = false;          ///< its next path is made ahead: both ends want that
   bool pooled = false;         ///< it may be one of a pool: both ends have one
   bool begun = false;          ///< nothing has to come by the directory any more: the rest is told over channels

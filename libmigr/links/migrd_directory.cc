@@ -61,7 +61,7 @@ class MigrdDirectory final : public Directory {
   int publish(std::span<const migr_links_vqp> some) override { return ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, some); }
   int withdraw(std::span<const migr_links_name> some) override { return in_parts(MIGR_LINKS_WITHDRAW, some); }
   int end_channels(std::span<const migr_links_channel> some) override { return in_parts(MIGR_LINKS_CHANNEL_END, some); }
-  int states(std::span<const migr_links_vqp_state> some) override { return ask<migr_links_vqp_state>(MIGR_LINKS_STATE, some); }
+  int states(std::span<const migr_links_vqp_state> some) override { return in_parts(MIGR_LINKS_STATE, some); }
   int switched(std::span<const migr_links_switch> some) override { return in_parts(MIGR_LINKS_SWITCHED, some); }
   int outside(std::span<const migr_text_range> ranges) override { return ask<migr_text_range, char>(MIGR_LINKS_OUTSIDE, ranges, nullptr, "", kOutsideMs); }
   int lookup(std::span<const migr_links_name> names, std::vector<migr_links_found>& out) override {

@@ -415,12 +415,6 @@ struct Executor {
 
 namespace {
 
-QpLink* by_id(std::uint64_t id) {
-  for (QpLink* l : state()->qps)
-    if (l->id == id) return l;
-  return nullptr;
-}
-
 void answer(const QpLink& l, const Answers::One& one) {
   if (Channel* c = way_to(l)) send_answer(*c, {.to = l.peer, .from = l.name, .number = one.number, .value = one.value, .status = one.status, .reserved = 0});
 }
@@ -517,7 +511,7 @@ void end_job(Executor& e, AtomicStatus status);
 void begin_job(Executor& e) {
   while (!e.jobs.empty()) {
     std::string why;
-    const QpLink* const l = by_id(e.jobs.front().id);
+    const QpLink* const l = find(e.jobs.front().id);
     if (l && post(e, *l->q, why)) return;
     if (!l) {
       e.jobs.pop_front();
@@ -537,7 +531,7 @@ void add_job(Executor& e, const Executor::Job& job) {
 void end_job(Executor& e, AtomicStatus status) {
   const Executor::Job job = e.jobs.front();
   e.jobs.pop_front();
-  QpLink* const l = by_id(job.id);
+  QpLink* const l = find(job.id);
   if (l && status == kNotYet && e.side + 1 < l->sides()) {
     Executor& other = executor_of(*l->twin, e.of, e.side + 1);
     auto behind = std::exchange(e.jobs, {});  // in their order

@@ -31,6 +31,8 @@
 namespace migr::links {
 namespace {
 
+constexpr std::uint64_t kLookUpNs = 100'000'000;  // of a round: channels are to be made, too
+constexpr std::uint64_t kDearLookNs = 1'000'000, kRests = 4, kLongestRestNs = 100'000'000;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
@@ -132,6 +134,7 @@ std::string open_link(Link& link) {
   else
     why = read_gid(link, ctx);
   link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
+  link.fatal = false;
   link.lid = port.lid;
   link.mtu = port.active_mtu;
   if (why.empty() && !(link.pd = real().alloc_pd(ctx))) why = errno_text("alloc_pd");
@@ -329,7 +332,7 @@ bool make_backup(Twin& t, std::string& why) {
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
     drop_former(*q);
-    state()->qps.push_back(l.release());
+    keep(std::move(l));
     return true;
   }
   return false;
@@ -666,12 +669,6 @@ const migr_links_path* path_on(const migr_links_vqp& v, std::uint32_t link) {
   return found == end ? nullptr : found;
 }
 
-QpLink* by_id(std::uint64_t id) {
-  for (QpLink* l : state()->qps)
-    if (l->id == id) return l;
-  return nullptr;
-}
-
 migr_links_cause cause_of(std::uint32_t port_flags) {
   if (port_flags & MIGR_LINKS_PORT_DOWN_OPERATOR) return MIGR_LINKS_CAUSE_OPERATOR;
   if (port_flags & MIGR_LINKS_PORT_GONE) return MIGR_LINKS_CAUSE_EVENT;
@@ -699,6 +696,8 @@ class Round {
  public:
   explicit Round(Directory& directory) : directory_(directory) {}
   bool half_a_channel() const { return half_a_channel_; }
+  /// How long the last look at all vQPs has taken.
+  std::uint64_t locked_ns() const { return locked_ns_; }
   /// @return something is still missing that others may tell
   bool run() {
     if (wanted_to_park()) {
@@ -715,11 +714,12 @@ class Round {
       make_all(guard);
       again = state()->session_open || !links_are_open();
       std::vector<migr_links_vqp_state> others;
-      if (state()->qps.empty() && state()->to_withdraw.empty() && last_states_.empty() && (tell_of_others(others), others.empty())) return again;
+      if (state()->qps.empty() && state()->to_withdraw.empty() && last_states_.empty() && last_others_.empty() && (tell_of_others(others), others.empty())) return again;
     }
     const unsigned life = directory_.life();
     if (!life) return true;
     if (std::exchange(life_, life) != life) forget_told();
+    begun_ns_ = now_ns();
     tell();
     look_up();
     make_channels();
@@ -746,23 +746,30 @@ class Round {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;
     last_states_.clear();
+    last_others_.clear();
     last_links_.clear();
   }
 
+  /// Of those, some that were tried longest ago: whoever is refused, or unknown, keeps nobody else back. Caller holds the lock.
+  template <class Wanted>
+  std::vector<QpLink*> next_few(std::uint64_t QpLink::* tried_ns, std::size_t most, Wanted&& wanted) const {
+    std::vector<QpLink*> few;
+    for (QpLink* l : state()->qps)
+      if (l->*tried_ns < begun_ns_ && wanted(*l)) few.push_back(l);
+    const std::size_t n = std::min(most, few.size());
+    std::partial_sort(few.begin(), few.begin() + static_cast<std::ptrdiff_t>(n), few.end(), [&](const QpLink* a, const QpLink* b) { return a->*tried_ns < b->*tried_ns; });
+    few.resize(n);
+    for (QpLink* l : few) l->*tried_ns = now_ns();
+    return few;
+  }
+
   void tell() {
-    std::vector<migr_links_vqp> records;
-    std::vector<std::uint64_t> ids;
     std::vector<migr_links_name> withdrawn;
     std::vector<migr_links_switch> ended;
     {
       std::lock_guard guard(registry().lock);
       withdrawn = state()->to_withdraw;
       ended.swap(state()->to_report);
-      for (const QpLink* l : state()->qps) {
-        if (l->told || records.size() == MIGR_LINKS_MAX_RECORDS / 4) continue;
-        records.push_back(record_of(*l));
-        ids.push_back(l->id);
-      }
     }
     if (!withdrawn.empty()) {
       directory_.withdraw(withdrawn);
@@ -771,13 +778,33 @@ class Round {
       left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(withdrawn.size()));
     }
     if (!ended.empty()) directory_.switched(ended);
-    if (records.empty()) return;
-    if (directory_.publish(records)) return;
-    std::lock_guard guard(registry().lock);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (QpLink* const l = by_id(ids[i])) l->told = true;
-      else state()->to_withdraw.push_back(records[i].name);  // it has gone meanwhile
+    while (publish_some()) {}
+  }
+
+  /// @return there may be more
+  bool publish_some() {
+    std::vector<migr_links_vqp> records;
+    std::vector<std::uint64_t> ids;
+    {
+      std::lock_guard guard(registry().lock);
+      for (const QpLink* l : next_few(&QpLink::published_ns, MIGR_LINKS_MAX_RECORDS / 4, [](const QpLink& l) { return !l.told; })) {
+        records.push_back(record_of(*l));
+        ids.push_back(l->id);
+      }
     }
+    if (records.empty()) return false;
+    const int err = directory_.publish(records);
+    if (err && err != EEXIST && err != ENOSPC && err != EINVAL) return false;
+    // One that is refused takes none of the others along.
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const bool told = !err || !directory_.publish({&records[i], 1});
+      std::lock_guard guard(registry().lock);
+      QpLink* const l = find(ids[i]);
+      if (l) l->told = told;
+      else if (told) state()->to_withdraw.push_back(records[i].name);  // it has gone meanwhile
+      if (l && !told) l->why = "migrd does not take its name";
+    }
+    return true;
   }
 
   /// The first path on a backup link has both its halves, or had; or it needs none.
@@ -792,26 +819,32 @@ class Round {
   }
 
   void look_up() {
+    while (now_ns() - begun_ns_ < kLookUpNs && look_up_some()) {}
+  }
+
+  /// @return there may be more
+  bool look_up_some() {
     std::vector<migr_links_name> names;
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
-      for (const QpLink* l : state()->qps) {
-        if (!l->told || (has_begun(*l) && l->found) || (l->stage != Stage::kMaking && !wants_word(*l)) || names.size() == MIGR_LINKS_MAX_RECORDS / 8) continue;
+      const auto is_missing = [](const QpLink& l) { return l.told && !(has_begun(l) && l.found) && (l.stage == Stage::kMaking || wants_word(l)); };
+      for (const QpLink* l : next_few(&QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
         names.push_back(l->peer);
         ids.push_back(l->id);
       }
     }
     std::vector<migr_links_found> found;
-    if (names.empty() || directory_.lookup(names, found) || found.size() != names.size()) return;
+    if (names.empty() || directory_.lookup(names, found) || found.size() != names.size()) return false;
     std::lock_guard guard(registry().lock);
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      QpLink* const l = by_id(ids[i]);
+      QpLink* const l = find(ids[i]);
       if (!l || (has_begun(*l) && l->found)) continue;
       l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
       if (found[i].status) continue;
       take_found(*l, found[i]);
     }
+    return true;
   }
 
   void take_found(QpLink& l, const migr_links_found& found) {
@@ -926,12 +959,13 @@ class Round {
   /// vQPs of which everything is there are protected from now on. @return one is not, and may become so
   bool finish() {
     bool waiting = false;
-    std::vector<migr_links_vqp_state> states;
+    std::vector<migr_links_vqp_state> states, others;
     std::vector<migr_links_link> links;
     std::vector<std::uint32_t> backups(state()->links.size());
     std::vector<migr_links_channel> ended;
     {
       std::lock_guard guard(registry().lock);
+      const std::uint64_t begun_ns = now_ns();
       ended = forget_pasts();
       end_needless_channels();
       for (Channel* c : state()->channels) tell_keys(*c);
@@ -941,26 +975,27 @@ class Round {
         if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
         waiting = waiting || is_incomplete(*l, next) || !l->told || wants_word(*l);
         for (Side side = kHome; side < l->sides(); ++side) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
-        if (states.size() < MIGR_LINKS_MAX_RECORDS) states.push_back(state_of(*l, next));
+        states.push_back(state_of(*l, next));
       }
-      tell_of_others(states);
+      tell_of_others(others);
       waiting = fill_pools() || waiting;
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
+      locked_ns_ = now_ns() - begun_ns;
     }
     if (!ended.empty()) (void)directory_.end_channels(ended);  // who is not there forgets them, too
-    report(links, states);
+    report(links, states, others);
     return waiting;
   }
 
   /// Connections that have no backup, and why.
-  static void tell_of_others(std::vector<migr_links_vqp_state>& states) {
+  static void tell_of_others(std::vector<migr_links_vqp_state>& others) {
     for (const QpShadow* q : registry().qps) {
       const Twin* const t = q->context->twin;
-      if (q->link || !t || !t->home->ctx || states.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
+      if (q->link || !t || !t->home->ctx || others.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
       const std::string why = why_not(*q);
       if (why.empty()) continue;
-      migr_links_vqp_state& out = states.emplace_back();
+      migr_links_vqp_state& out = others.emplace_back();
       out = {};
       std::memcpy(out.name.gid, t->home->gid.gid.raw, sizeof out.name.gid);
       out.name.vqpn = q->vqpn();
@@ -1009,7 +1044,7 @@ class Round {
     state()->retired.erase(state()->retired.begin(), state()->retired.begin() + static_cast<std::ptrdiff_t>(retired));
     bool left = false;
     for (const auto& [id, count] : trapped)
-      if (QpLink* const l = by_id(id)) {
+      if (QpLink* const l = find(id)) {
         release_traps(*l, std::min(count, l->traps.size()));
         left = left || !l->traps.empty();
       }
@@ -1021,17 +1056,34 @@ class Round {
     return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(Record)));
   }
 
-  void report(const std::vector<migr_links_link>& links, const std::vector<migr_links_vqp_state>& states) {
+  void report(const std::vector<migr_links_link>& links, const std::vector<migr_links_vqp_state>& states, const std::vector<migr_links_vqp_state>& others) {
     if (!equal(links, last_links_) && !directory_.links(links)) last_links_ = links;
-    if (!equal(states, last_states_) && !directory_.states(states)) last_states_ = states;
+    if (equal(states, last_states_) && equal(others, last_others_)) return;
+    if (!tell_states(states, others)) return;
+    last_states_ = states;
+    last_others_ = others;
+  }
+
+  /// Those that have changed; and the others last, for each packet replaces those of the one before. @return migrd has all of them
+  bool tell_states(const std::vector<migr_links_vqp_state>& states, const std::vector<migr_links_vqp_state>& others) {
+    const auto key = [](const migr_links_vqp_state& s) { return std::string_view(reinterpret_cast<const char*>(&s.name), sizeof s.name); };
+    std::map<std::string_view, const migr_links_vqp_state*> before;
+    for (const auto& s : last_states_) before[key(s)] = &s;
+    std::vector<migr_links_vqp_state> changed;
+    for (const auto& s : states)
+      if (const auto found = before.find(key(s)); found == before.end() || std::memcmp(found->second, &s, sizeof s)) changed.push_back(s);
+    if (!changed.empty() && directory_.states(changed)) return false;
+    return (others.empty() && !changed.empty()) || !directory_.states(others);
   }
 
   Directory& directory_;
   unsigned life_ = 0;
   bool half_a_channel_ = false;
+  std::uint64_t begun_ns_ = 0;  ///< this round
+  std::uint64_t locked_ns_ = 0;
   std::uint64_t look_again_ns_ = 0;
   std::vector<migr_links_link> last_links_;
-  std::vector<migr_links_vqp_state> last_states_;
+  std::vector<migr_links_vqp_state> last_states_, last_others_;
 };
 
 }  // namespace
@@ -1049,6 +1101,9 @@ void run_rounds() {
   int pause_ms = kFirstPauseMs;
   for (;;) {
     const bool waiting = round.run();
+    // Each vQP that changes its path kicks: with thousands of them the failover thread would wait for this one's looks.
+    if (round.locked_ns() > kDearLookNs && !wanted_to_park())
+      std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRests * round.locked_ns(), kLongestRestNs)));
     pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
     const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);
     std::uint64_t count;

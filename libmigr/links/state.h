@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -32,6 +33,8 @@ struct State {
   std::deque<Link> links;
   std::vector<Twin*> twins;
   std::vector<QpLink*> qps;
+  std::unordered_map<std::uint64_t, QpLink*> by_id;  ///< the same
+  std::map<std::pair<Peer, std::uint32_t>, QpLink*> by_name;
   std::unordered_map<const QpShadow*, Former> formers;
   std::vector<Channel*> channels;
   std::vector<Past> pasts;
@@ -73,6 +76,9 @@ void say(const QpLink& l, const std::string& what);
 
 /* links.cc */
 QpLink* find(const migr_links_name& name);
+QpLink* find(std::uint64_t id);
+/// One more, with id and name.
+void keep(std::unique_ptr<QpLink> l);
 bool same(const migr_links_name& a, const migr_links_name& b);
 void set_stage(QpLink& l, Stage stage);
 void be_at(QpLink& l, Stage stage);  ///< the same. Caller holds l.lock

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <mutex>
+#include <unordered_set>
 #include <utility>
 
 #include "../events.h"
@@ -116,12 +117,11 @@ void release_srqs() {
 /// CQs of which no QP is suspended any more leave the fake CQ as soon as it is empty.
 void release_cqs() {
   Registry& registry = Registry::get();
-  for (CqShadow* c : registry.cqs) {
-    const bool held = std::any_of(registry.qps.begin(), registry.qps.end(), [&](const QpShadow* q) {
-      return q->phase != Phase::kRunning && (q->send_cq == c || q->recv_cq == c);
-    });
-    if (!held) set_cq_bits(*c, 0, kSuspendedCq);
-  }
+  std::unordered_set<const CqShadow*> held;
+  for (const QpShadow* q : registry.qps)
+    if (q->phase != Phase::kRunning) held.insert({q->send_cq, q->recv_cq});
+  for (CqShadow* c : registry.cqs)
+    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !held.contains(c)) set_cq_bits(*c, 0, kSuspendedCq);
 }
 
 }  // namespace

@@ -1160,6 +1160,54 @@ struct Speaker {
   ibv_gid gid{};
 };
 
+struct Pairs {
+  Pairs(const Library& a, const Library& b, unsigned n) {
+    for (unsigned i = 0; i < n; ++i) {
+      const bool shares = i % 64 != 0;
+      xs.push_back(std::make_unique<Speaker>(a, i ? xs[0]->pd : nullptr, shares ? xs.back()->cq : nullptr));
+      ys.push_back(std::make_unique<Speaker>(b, i ? ys[0]->pd : nullptr, shares ? ys.back()->cq : nullptr));
+      xs[i]->connect(*ys[i]), ys[i]->connect(*xs[i]);
+    }
+  }
+  /// At both ends; so migrd would say.
+  unsigned ready_on(unsigned link) const {
+    unsigned n = 0;
+    for (std::size_t i = 0; i < xs.size(); ++i) n += xs[i]->ready_on(link) && ys[i]->ready_on(link);
+    return n;
+  }
+  std::vector<std::unique_ptr<Speaker>> xs, ys;
+};
+
+/// More than a packet to migrd has room for.
+TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const unsigned n = std::getenv("FAILOVER_MANY") ? static_cast<unsigned>(std::atoi(std::getenv("FAILOVER_MANY"))) : 300;
+  const Library a('a', "exact", "cached", 5, 3000, 60'000), b('b', "exact", "cached", 5, 3000, 60'000);
+  const Pairs pairs(a, b, n);
+  const auto all_on = [&](unsigned link) {
+    const auto begun = std::chrono::steady_clock::now();
+    for (int i = 0; i < 6000 && pairs.ready_on(link) < n; ++i) usleep(10'000);
+    std::cout << n << " on link " << link << " after " << std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun).count() << " ms\n";
+    return pairs.ready_on(link);
+  };
+  ASSERT_EQ(all_on(0), n);
+  model_cut_now(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  for (int i = 0; i < 6000 && !std::all_of(pairs.ys.begin(), pairs.ys.end(), [](const auto& y) { return y->state().link == 1; }); ++i) usleep(10'000);
+  model_mend(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  ASSERT_EQ(all_on(0), n);
+}
+
+TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000), without('b', "off", "cached", 0, 3000);
+  constexpr unsigned kUnknown = 100;
+  const Pairs unknown(a, without, kUnknown), known(a, b, 1);
+  ASSERT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->state().why;
+  EXPECT_EQ(unknown.ready_on(0), 0u);
+}
+
 /// Pinning a terabyte takes minutes. Other calls of the application, and a change of a path, do not wait for that.
 TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -98,7 +98,7 @@ struct Nic {
   ibv_gid gid{};
   std::uint32_t next_qpn, next_key;
   unsigned refused_qps = 0;  // that are asked for next
-  std::map<std::uint32_t, ModelQp*> qps;
+  std::map<std::uint32_t, ModelQp*> qps, busy;  // those with sends, and some that had
   std::map<std::uint32_t, Mr*> keys;
 };
 
@@ -457,7 +457,10 @@ void run_devices() {
   for (;;) {
     bool idle = true;
     for (const auto& nic : nics)
-      for (const auto& [ignored, q] : std::map(nic->qps)) idle = step(*q) && idle;
+      for (auto i = nic->busy.begin(); i != nic->busy.end();) {
+        idle = step(*i->second) && idle;
+        i = i->second->sends.size() ? std::next(i) : nic->busy.erase(i);
+      }
     if (idle) work.wait_for(guard, std::chrono::microseconds(300));
     else guard.unlock(), std::this_thread::yield(), guard.lock();
   }
@@ -505,6 +508,7 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
     if (wr->send_flags & IBV_SEND_INLINE)
       for (const ibv_sge& sge : s.sges) s.inline_data.insert(s.inline_data.end(), reinterpret_cast<std::uint8_t*>(sge.addr), reinterpret_cast<std::uint8_t*>(sge.addr) + sge.length);
     q.sends.to = (q.sends.to + 1) & q.sends.mask();
+    q.nic->busy[q.qp.qp_num] = &q;
   }
   work.notify_one();
   return 0;
@@ -1027,6 +1031,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
     for (const Raised& r : others) (void)!write(end->second.write, &r, sizeof r);
   }
   q->nic->qps.erase(qp->qp_num);
+  q->nic->busy.erase(qp->qp_num);
   if (qp->srq) --reinterpret_cast<model::Srq*>(qp->srq)->qps;
   delete q->session;
   delete q;
