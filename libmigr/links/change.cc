@@ -95,6 +95,8 @@ std::uint32_t settled_psn(const QpLink& l, const Progress& executed) {
 
 void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t> peer_psn, const migr_replay_stat* replayed);
 
+void note_own_channel(QpLink& l);
+
 /// Cut here and told there.
 void finish(QpLink& l) {
   QpShadow& q = *l.q;
@@ -109,6 +111,7 @@ void finish(QpLink& l) {
   if (q.cut && q.cut->lost)
     return end_it(l, "an atomic, or what is not to be sent twice, was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
   l.drains_ended = 0;
+  note_own_channel(l);  // what fails next may do so before the next look
   // What it has left still works if it has not failed: no moment without a backup, whose path is made when it is needed.
   set_stage(l, next_side(l) != l.on ? Stage::kReady : Stage::kMaking);
   if (const int e = switchover::resume(one, resumed, why); e && !err) err = e;
@@ -926,14 +929,13 @@ void channel_broke(Channel& channel) {
 
 namespace {
 
-/// At all vQPs. Each message would cost one: with thousands of vQPs they get half of the thread's time, and messages the other.
+/// At all vQPs. Each message would cost one: where there are many, looks get half of the thread's time, and messages the other.
 struct Look {
-  static constexpr std::uint64_t kDearNs = 1'000'000;
   std::uint64_t ended_ns = 0, took_ns = 0;  ///< the last one
   /// @return until the next one; 0: now
   unsigned wait_ms() const {
     const std::uint64_t since = now_ns() - ended_ns;
-    return took_ns < kDearNs || since >= took_ns ? 0 : static_cast<unsigned>((took_ns - since) / 1'000'000) + 1;
+    return state()->qps.size() < kManyVqps || since >= took_ns ? 0 : static_cast<unsigned>((took_ns - since) / 1'000'000) + 1;
   }
 };
 

@@ -32,7 +32,7 @@ namespace migr::links {
 namespace {
 
 constexpr std::uint64_t kLookUpNs = 100'000'000;  // of a round: channels are to be made, too
-constexpr std::uint64_t kDearLookNs = 1'000'000, kRests = 4, kLongestRestNs = 100'000'000;
+constexpr std::uint64_t kRests = 4, kLongestRestNs = 100'000'000;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
 constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
@@ -696,7 +696,7 @@ class Round {
  public:
   explicit Round(Directory& directory) : directory_(directory) {}
   bool half_a_channel() const { return half_a_channel_; }
-  /// How long the last look at all vQPs has taken.
+  /// How long the last look at all vQPs has taken; 0: there are few.
   std::uint64_t locked_ns() const { return locked_ns_; }
   /// @return something is still missing that others may tell
   bool run() {
@@ -981,7 +981,7 @@ class Round {
       waiting = fill_pools() || waiting;
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
-      locked_ns_ = now_ns() - begun_ns;
+      locked_ns_ = state()->qps.size() < kManyVqps ? 0 : now_ns() - begun_ns;
     }
     if (!ended.empty()) (void)directory_.end_channels(ended);  // who is not there forgets them, too
     report(links, states, others);
@@ -1102,7 +1102,7 @@ void run_rounds() {
   for (;;) {
     const bool waiting = round.run();
     // Each vQP that changes its path kicks: with thousands of them the failover thread would wait for this one's looks.
-    if (round.locked_ns() > kDearLookNs && !wanted_to_park())
+    if (round.locked_ns() && !wanted_to_park())
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRests * round.locked_ns(), kLongestRestNs)));
     pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
     const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);

@@ -19,6 +19,8 @@
 
 namespace migr::links {
 
+constexpr std::size_t kManyVqps = 256;  ///< fewer are looked at whenever anything happens
+
 /// The channels of before to a process on a link.
 struct Past {
   Peer peer;
