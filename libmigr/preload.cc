@@ -156,18 +156,29 @@ bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
 /// Where the addresses that its lkey goes with lie.
 void note_shift(const MrShadow& shadow) { datagrams::note_shift(shadow.app.lkey, reinterpret_cast<std::uintptr_t>(shadow.app.addr) - shadow.iova); }
 
-/// Pinning memory, and giving it back, takes its time, and programs with much of it do that with several threads: not under the
-/// lock. FREEZE waits for those that are in there.
+/// A call that goes to the driver without the lock: FREEZE waits for its end. Caller holds the lock.
+class Registering {
+ public:
+  explicit Registering(Registry& registry) : registry_(registry) { ++registry_.registering; }
+  Registering(const Registering&) = delete;
+  ~Registering() {
+    --registry_.registering;
+    if (registry_.closing) registry_.thawed.notify_all();
+  }
+
+ private:
+  Registry& registry_;
+};
+
+/// Pinning memory, and giving it back, takes its time, and programs with much of it do that with several threads.
 template <class Call>
-void in_driver(Registry& registry, std::unique_lock<std::mutex>& guard, Call&& call) {
-  ++registry.registering;
+auto without_lock(std::unique_lock<std::mutex>& guard, Call&& call) {
   guard.unlock();
-  call();
+  const auto result = call();
   const int saved = errno;
   guard.lock();
-  --registry.registering;
-  if (registry.closing) registry.thawed.notify_all();
   errno = saved;
+  return result;
 }
 
 bool is_retired(const Registry& registry, std::uint32_t key) {
@@ -268,17 +279,12 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   auto guard = registry.enter();
   Context* context = registry.context_of(pd->context);
   InsideReal nested;
-  ibv_mr* mr;
-  const auto registered = [&] {
-    in_driver(registry, guard, [&] { mr = register_once(); });
-    return mr;
-  };
-  if (!context) return registered();
-  ++registry.registering;
+  if (!context) return without_lock(guard, register_once);
+  const Registering registering(registry);
   ibv_mr* colliding[kMaxKeyCollisions];
   int collisions = 0;
   ibv_mr* result = nullptr;
-  while (registered()) {
+  while (ibv_mr* mr = without_lock(guard, register_once)) {
     migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
@@ -290,8 +296,6 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   }
   const int saved = errno;
   while (collisions) real().dereg_mr(colliding[--collisions]);
-  --registry.registering;
-  if (registry.closing) registry.thawed.notify_all();
   errno = saved;
   return result;
 }
@@ -624,10 +628,10 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   datagrams::note_shift(shadow->app.lkey, 0);
   const std::vector<ibv_mr*> twins = links::take_twins(*shadow);
   registry.mrs.remove(shadow);
-  int err = 0;
-  in_driver(registry, guard, [&] {
+  const Registering registering(registry);
+  const int err = without_lock(guard, [&] {
     for (ibv_mr* twin : twins) real().dereg_mr(twin);
-    err = real().dereg_mr(shadow->real);
+    return real().dereg_mr(shadow->real);
   });
   if (err) {
     if (retired) std::erase(registry.retired_keys, shadow->app.rkey >> 8);

@@ -201,6 +201,11 @@ void changed() {
 
 namespace {
 
+void note_missing(Twin& t, MrShadow& mr) {
+  for (Backup& b : t.backups)
+    if (mr.movable) b.missing.push_back(&mr);
+}
+
 /// It has left its default link, or is about to.
 bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
 
@@ -234,8 +239,7 @@ void wait_until_heard(const Twin& twin) {
 
 void made(MrShadow& mr) {
   if (!mr.context->twin) return;
-  for (Backup& b : mr.context->twin->backups)
-    if (mr.movable) b.missing.push_back(&mr);
+  note_missing(*mr.context->twin, mr);
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
@@ -353,8 +357,7 @@ void empty(Twin& t) {
   for (MrShadow* mr : Registry::get().mrs) {
     if (mr->context != t.of) continue;
     gone(*mr);
-    for (Backup& b : t.backups)
-      if (mr->movable) b.missing.push_back(mr);
+    note_missing(t, *mr);
   }
   the_state->discards.finish();
   for (Backup& b : t.backups) {
