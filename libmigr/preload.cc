@@ -931,7 +931,6 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
   }
   events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);
-  delete shadow->remote_keys;
   delete shadow;
   return 0;
 }

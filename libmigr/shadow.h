@@ -359,8 +359,9 @@ struct alignas(64) QpShadow {
   int (*real_post_send)(ibv_qp*, ibv_send_wr*, ibv_send_wr**);
   int (*real_post_recv)(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**);
   const migr_key_entry* key_table;  ///< virtual key index -> physical
-  const RemoteKeys* remote_keys;    ///< null: the partner's keys are as they were
+  const RemoteKeys* remote_keys;    ///< null: the partner's keys are as they were. Only by exchange_remote_keys()
   /* the rest */
+  std::shared_ptr<const RemoteKeys> held_keys;  ///< `remote_keys`, which vQPs may share
   ibv_qp_ex* real_ex;  ///< null: not asked for, or the provider lacks it
   struct Keeper {
     ibv_qp_ex ex;  ///< builds WRs instead of posting them
@@ -425,6 +426,12 @@ struct alignas(64) QpShadow {
   std::uint32_t pqpn() const { return real->qp_num; }
   ibv_qp_state app_state() const { return responder_only ? IBV_QPS_RTR : real->state; }
 };
+
+/// Caller holds q.lock. @return the ones before: a thread that posts may be looking into them, if q is not suspended
+inline std::shared_ptr<const RemoteKeys> exchange_remote_keys(QpShadow& q, std::shared_ptr<const RemoteKeys> keys) {
+  __atomic_store_n(&q.remote_keys, keys.get(), __ATOMIC_RELEASE);
+  return std::exchange(q.held_keys, std::move(keys));
+}
 
 inline QpShadow& shadow_of(ibv_qp* qp) { return *reinterpret_cast<QpShadow*>(qp); }
 inline QpShadow& shadow_of(ibv_qp_ex* qp) { return *reinterpret_cast<QpShadow*>(qp); }

@@ -28,12 +28,12 @@ std::vector<Gid> touched;  ///< that processes have moved to or from
 std::uint64_t news = 0;    ///< how often something of this has changed
 bool have_moved = false;
 std::atomic<bool> any{true};                            ///< connecting a QP may be more than that
-std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
+std::deque<std::shared_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
 
 constexpr std::size_t kRetired = 1024;
 
-void exchange_keys(QpShadow& q, const RemoteKeys* keys) {
-  if (const RemoteKeys* before = __atomic_exchange_n(&q.remote_keys, keys, __ATOMIC_ACQ_REL)) retired.emplace_back(before);
+void exchange_keys(QpShadow& q, std::shared_ptr<const RemoteKeys> keys) {
+  if (auto before = exchange_remote_keys(q, std::move(keys))) retired.push_back(std::move(before));
   if (retired.size() > kRetired) retired.pop_front();
 }
 
@@ -76,7 +76,7 @@ void met(QpShadow& q, std::span<const migr_key_map> keys) {
   for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
   std::lock_guard guard(q.lock);
   if (!keys.empty()) q.peer = std::to_array(keys[0].owner);
-  exchange_keys(q, pairs.empty() ? nullptr : new RemoteKeys(pairs));
+  exchange_keys(q, pairs.empty() ? nullptr : std::make_shared<const RemoteKeys>(pairs));
   path::translate_keys(q, kTranslateRemote);
 }
 

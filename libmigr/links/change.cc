@@ -552,16 +552,13 @@ bool has_to_cast_off(const QpLink& l) {
 }
 
 void set_remote_keys(QpLink& l) {
-  QpShadow& q = *l.q;
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
-  if (const Channel* channel = find_channel(l.instance, *l.leg().link))
-    if (const auto of_home = channel->keys.find(l.peer_home); of_home != channel->keys.end())
-      pairs.assign(of_home->second.begin(), of_home->second.end());
-  retire(__atomic_exchange_n(&q.remote_keys, new RemoteKeys(pairs, l.on != kHome), __ATOMIC_ACQ_REL));
+  const bool all = l.on != kHome;
+  Channel* const channel = find_channel(l.instance, *l.leg().link);
+  retire(exchange_remote_keys(*l.q, channel ? remote_keys(*channel, l.peer_home, all) : std::make_shared<const RemoteKeys>(RemoteKeys({}, all))));
 }
 
-void retire(const RemoteKeys* keys) {
-  if (keys) state()->retired.emplace_back(keys);
+void retire(std::shared_ptr<const RemoteKeys> keys) {
+  if (keys) state()->retired.push_back(std::move(keys));
 }
 
 // Keys need no translation: threads of the direct path post to the path that they were born with, whose keys are the

@@ -95,13 +95,8 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
       if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
       else c.keys[key.home].erase(key.vrkey);
     }
-    for (QpLink* l : state()->qps)
-      if (c.heard && l->instance == c.peer && l->leg().link == c.link && has_changed(*l)) {
-        std::lock_guard guard(l->q->lock);
-        set_remote_keys(*l);
-      }
-    const HeardRecord heard{.messages = c.keys_got};
-    send_records<HeardRecord>(c, kHeardMessage, {&heard, 1}, false);
+    c.tables.clear();
+    c.keys_news = true;
     return true;
   }
   c.heard = true;
@@ -123,6 +118,18 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     case kWantMessage: return each(got_want);
     default: return false;
   }
+}
+
+/// After as many messages as have come at once.
+void put_keys_to_use(Channel& c) {
+  if (!std::exchange(c.keys_news, false)) return;
+  for (QpLink* l : state()->qps)
+    if (c.heard && l->instance == c.peer && l->leg().link == c.link && has_changed(*l)) {
+      std::lock_guard guard(l->q->lock);
+      set_remote_keys(*l);
+    }
+  const HeardRecord heard{.messages = c.keys_got};
+  send_records<HeardRecord>(c, kHeardMessage, {&heard, 1}, false);
 }
 
 /// Both directions have been seen to work.
@@ -325,7 +332,7 @@ void poll_channels(Link& link) {
   constexpr int kBatch = 16;
   ibv_wc wc[kBatch];
   int n;
-  while ((n = link.ops.poll_cq(link.cq, kBatch, wc)) > 0)
+  while ((n = link.ops.poll_cq(link.cq, kBatch, wc)) > 0) {
     for (int i = 0; i < n; ++i) {
       Channel* found = nullptr;
       for (Channel* c : state()->channels)
@@ -333,6 +340,19 @@ void poll_channels(Link& link) {
       if (!found) executed(link, wc[i]);
       else if (!completed(*found, wc[i])) channel_broke(*found);
     }
+    for (Channel* c : state()->channels)
+      if (c->link == &link) put_keys_to_use(*c);
+  }
+}
+
+std::shared_ptr<const RemoteKeys> remote_keys(Channel& c, std::uint32_t home, bool all) {
+  std::shared_ptr<const RemoteKeys>& table = c.tables[{home, all}];
+  if (!table) {
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
+    if (const auto of_home = c.keys.find(home); of_home != c.keys.end()) pairs.assign(of_home->second.begin(), of_home->second.end());
+    table = std::make_shared<const RemoteKeys>(pairs, all);
+  }
+  return table;
 }
 
 void heartbeats(Link& link) {

@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <map>
+#include <memory>
 #include <span>
 
 #include "pool.h"
@@ -136,6 +137,9 @@ struct Channel {
   bool greeted = false;
   std::uint64_t keys_sent = 0, keys_heard = 0, keys_got = 0;  ///< messages: ours, of them those that are known there, the peer's
   std::map<std::uint32_t, std::map<std::uint32_t, std::uint32_t>> keys;  ///< of the peer's memory: by home link, vrkey -> prkey
+  /// By home link and `all`: those of them that vQPs translate by. None after `keys` has changed.
+  std::map<std::pair<std::uint32_t, bool>, std::shared_ptr<const RemoteKeys>> tables;
+  bool keys_news = false;     ///< vQPs do not translate by all of `keys` yet, and the peer waits for HEARD
   std::vector<std::uint8_t> buffers;
   ibv_mr* mr = nullptr;
   std::uint32_t busy = 0;  ///< slots for sends, by bit
@@ -170,6 +174,8 @@ migr_links_channel address_of(const Channel& channel);
 /// QP: with the Registry's lock, but after this the kernel knows. Not under that lock.
 bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to);
 int connect_channel(Channel& channel, const migr_links_channel& to, std::string& why);
+/// What the peer's memory of `home` is called on the channel's link. @param all see RemoteKeys
+std::shared_ptr<const RemoteKeys> remote_keys(Channel& channel, std::uint32_t home, bool all);
 /// What was registered since: when there is room, and before whatever is said next.
 void tell_keys(Channel& channel);
 void send_state(Channel& channel, const StateRecord& record);

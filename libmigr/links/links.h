@@ -278,7 +278,7 @@ void late_sends(QpShadow& q, std::vector<KeptSend>& out);
 /// They go to the new path; sends not while they are kept.
 void empty_trap(QpShadow& q);
 /// What a QP translated keys by until now. It goes when no thread can be looking into it any more. Null: nothing.
-void retire(const RemoteKeys* keys);
+void retire(std::shared_ptr<const RemoteKeys> keys);
 /// A test's: memory is told of, and nobody waits until that was heard.
 bool nobody_hears();
 /// To the cut of `q`, which counts from now on: what was taken out before.

@@ -42,7 +42,7 @@ struct State {
   std::vector<Past> pasts;
   KeyLog keys;
   std::condition_variable heard;              ///< a peer has answered to keys, or a channel is no more
-  std::deque<std::unique_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
+  std::deque<std::shared_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
   /// What the rounds' thread registers just now, without the lock: pinning takes its time.
   struct Pinning {
     const Twin* twin = nullptr;  ///< null: nothing

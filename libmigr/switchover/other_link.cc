@@ -57,7 +57,7 @@ int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why) {
 void take_back_path(QpShadow& q, ibv_qp* path) {
   std::lock_guard guard(q.lock);
   set_route(q, {.qp = path, .ops = &q.context->ops, .keys = q.context->kernel->key_table(), .sends = {}, .receives = {}});
-  links::retire(__atomic_exchange_n(&q.remote_keys, static_cast<const RemoteKeys*>(nullptr), __ATOMIC_ACQ_REL));
+  links::retire(exchange_remote_keys(q, nullptr));
   if (!links::shares_receives(q)) clear_bits(q, kTrapped);
 }
 

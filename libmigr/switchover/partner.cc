@@ -256,19 +256,22 @@ int switch_to_spare(Qps qps, std::string& why) {
 }
 
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
-  std::map<Peer, std::vector<std::pair<std::uint32_t, std::uint32_t>>> of_owner;
-  for (const migr_key_map& key : keys) of_owner[std::to_array(key.owner)].emplace_back(key.vrkey, key.prkey);
+  struct Keys {
+    std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
+    std::shared_ptr<const RemoteKeys> table;
+  };
+  std::map<Peer, Keys> of_owner;
+  for (const migr_key_map& key : keys) of_owner[std::to_array(key.owner)].pairs.emplace_back(key.vrkey, key.prkey);
+  for (auto& [owner, theirs] : of_owner) theirs.table = std::make_shared<const RemoteKeys>(theirs.pairs);
   for (QpShadow* q : qps) {
     if (q->phase == Phase::kRunning) {
       why = qp_name(*q) + " is not suspended";
       return EBUSY;
     }
-    const auto pairs = of_owner.find(q->peer);
-    if (pairs == of_owner.end()) continue;  // its peer did not move, or has no key
+    const auto theirs = of_owner.find(q->peer);
+    if (theirs == of_owner.end()) continue;  // its peer did not move, or has no key
     std::lock_guard guard(q->lock);
-    const RemoteKeys* before = q->remote_keys;
-    q->remote_keys = new RemoteKeys(pairs->second);
-    delete before;
+    exchange_remote_keys(*q, theirs->second.table);
     path::translate_keys(*q, kTranslateRemote);
   }
   return 0;

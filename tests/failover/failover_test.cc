@@ -1175,6 +1175,9 @@ struct Pairs {
     for (std::size_t i = 0; i < xs.size(); ++i) n += xs[i]->ready_on(link) && ys[i]->ready_on(link);
     return n;
   }
+  bool all_on(unsigned link) const {
+    return std::all_of(xs.begin(), xs.end(), [link](const auto& x) { return x->state().link == link; }) && std::all_of(ys.begin(), ys.end(), [link](const auto& y) { return y->state().link == link; });
+  }
   std::vector<std::unique_ptr<Speaker>> xs, ys;
 };
 
@@ -1193,10 +1196,28 @@ TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
   ASSERT_TRUE(all_on(0)) << pairs.ready_on(0);
   model_cut_now(0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return std::all_of(pairs.ys.begin(), pairs.ys.end(), [](const auto& y) { return y->state().link == 1; }); }));
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
   model_mend(0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
   ASSERT_TRUE(all_on(0)) << pairs.ready_on(0);
+}
+
+/// The other end translates by what it is told; who registers waits until it does.
+TEST(Many, MemoryIsRegisteredWhileAllAreOnABackupLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const unsigned n = std::getenv("FAILOVER_MANY") ? static_cast<unsigned>(std::atoi(std::getenv("FAILOVER_MANY"))) : 100;
+  constexpr unsigned kMrs = 2000;
+  const Library a('a', "exact", "cached", 5, 3000, 60'000), b('b', "exact", "cached", 5, 3000, 60'000);
+  const Pairs pairs(a, b, n);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == n; })) << pairs.ready_on(0);
+  model_cut_now(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
+  std::vector<std::uint8_t> memory(4096);
+  const auto reg = a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr");
+  const auto begun = std::chrono::steady_clock::now();
+  for (unsigned i = 0; i < kMrs; ++i) ASSERT_NE(reg(pairs.xs[0]->pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE), nullptr);
+  std::cout << kMrs << " registered after " << std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun).count() << " ms\n";
 }
 
 TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
