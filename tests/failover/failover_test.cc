@@ -1,23 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // A link is cut after any packet, or only what comes back over it, and then the one that took its place, and so on: every
 // work request completes once, in order, with its bytes; WRITEs are executed once under `exact`, and a CAS has the answer
-// that it would have had. Rounds: FAILOVER_ROUNDS, FAILOVER_SEED. Many.*: FAILOVER_MANY vQPs. parked: an end leaves its links as before a migration, and has
-// them again after it. adrift: so it does while its default link is broken. marooned:
-// and the other one breaks then. guarded: it breaks while the links were left. told: the program says that a link is down which works.
-// gone: an end that has lost the answer of an atomic, or hears nothing from the other one for kSoon, ends; so does the other one,
-// which before its errors has what was executed.
-// marked: the same with WRITEs that are not to be sent twice.
-// relayed, and before the name of another: atomics are, and each finds what it would have found.
-// forgets: what was executed is executed again, and this test sees it. refused: one is not allowed. halfway: the other end does not
-// relay, so neither does.
-// lingers: what has sent over a link that is cut cannot be destroyed before that is mended, and nobody answers there.
-// flaps: a link that works again fails and works again, while the vQPs go back to it.
-// third: there is a second backup link, which vQPs go to when the first one fails, too, one after the other or both at once.
-// shared: receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer.
-// late: a key is used before it was told what it is called on the backup link.
-// storm: links are cut and mended at any time. parking_storm: and ends leave them as before a migration, often unheard by the other one.
-// alone: a path is given up by its device where there is no other link, and the link carries: it is made anew.
-// rebuild: no path is made ahead. scarce: and at first a NIC has none, when one is needed. mixed: one end would have one, the other one not; and back. pool: there is one for whoever needs it first.
+// that it would have had. Rounds: FAILOVER_ROUNDS, FAILOVER_SEED. Many.*: FAILOVER_MANY vQPs. What else may happen: kKinds.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -1044,7 +1028,115 @@ std::string told(End& x, End& y, const Library& of_x) {
   return "";
 }
 
-Outcome round_of(const Library& a, const Library& b, const Options& o, const std::string& kind) {
+/// What is done to the links.
+enum class Story { kCut, kStorm, kParked, kTold, kGone, kAlone, kGuarded, kAdrift, kMarooned, kRefused };
+
+struct Kind {
+  const char* name;
+  int rounds;
+  Story story = Story::kCut;
+  const char* paths = "cached";
+  bool exact = true;
+  bool returns = false;   ///< to the default link
+  bool flaps = false;     ///< which works again, fails and works again meanwhile
+  bool parks = false;     ///< ends leave their links in a storm
+  bool relays = false;    ///< atomics
+  bool halfway = false;   ///< only one end would
+  bool forgets = false;   ///< what was executed is executed again, and this test sees it
+  bool marks = false;     ///< no WRITE is to be sent twice
+  bool third = false;     ///< there is a second backup link
+  bool shared = false;    ///< receives come from an SRQ, which two QPs have, of which one carries nothing and may stay on a link longer
+  bool lingers = false;   ///< what has sent over a link that is cut cannot be destroyed before that is mended, and nobody answers there
+  bool late = false;      ///< a key is used before it was told what it is called on the backup link
+  bool scarce = false;    ///< a NIC has no QP for a path at first, when one is needed
+  bool mixed = false;     ///< one end makes no path ahead
+  unsigned qps = 0;       ///< that there are before anything is cut; 0: it does not matter
+  bool pools() const { return std::string(name).starts_with("pool"); }
+  bool storms() const { return story == Story::kStorm; }
+};
+
+// Of each end: the path and two channels. One of the pool is one more.
+constexpr unsigned kNoneAhead = 6, kOneInPool = 8;
+
+constexpr Kind kKinds[] = {
+    {.name = "exact", .rounds = 80},
+    {.name = "resend", .rounds = 80, .exact = false},
+    {.name = "returns", .rounds = 20, .returns = true},
+    {.name = "flaps", .rounds = 8, .returns = true, .flaps = true},
+    // Links are cut and mended at any time.
+    {.name = "storm", .rounds = 12, .story = Story::kStorm},
+    // An end leaves its links as before a migration, and has them again after it.
+    {.name = "parked", .rounds = 8, .story = Story::kParked},
+    // The program says that a link is down which works.
+    {.name = "told", .rounds = 8, .story = Story::kTold, .returns = true},
+    // As parked, while the default link is broken.
+    {.name = "adrift", .rounds = 6, .story = Story::kAdrift},
+    // And the other one breaks then.
+    {.name = "marooned", .rounds = 3, .story = Story::kMarooned},
+    // It breaks while the links were left.
+    {.name = "guarded", .rounds = 6, .story = Story::kGuarded},
+    // An end that has lost the answer of an atomic, or hears nothing from the other one for kSoonMs, ends; so does the other one, which
+    // before its errors has what was executed.
+    {.name = "gone", .rounds = 8, .story = Story::kGone, .paths = "rebuild"},
+    {.name = "marked", .rounds = 8, .story = Story::kGone, .paths = "rebuild", .marks = true},
+    {.name = "lingers", .rounds = 8, .lingers = true},
+    {.name = "late", .rounds = 20, .late = true},
+    // A path is given up by its device where there is no other link, and the link carries: it is made anew.
+    {.name = "alone", .rounds = 6, .story = Story::kAlone},
+    {.name = "rebuild", .rounds = 8, .paths = "rebuild", .qps = kNoneAhead},
+    {.name = "scarce", .rounds = 8, .paths = "rebuild", .scarce = true},
+    {.name = "mixed", .rounds = 8, .returns = true, .mixed = true, .qps = kNoneAhead},
+    // There is one for whoever needs it first.
+    {.name = "pool", .rounds = 20, .paths = "pool", .qps = kOneInPool},
+    {.name = "pool_returns", .rounds = 20, .paths = "pool", .returns = true},
+    {.name = "pool_parking_storm", .rounds = 6, .story = Story::kStorm, .paths = "pool", .parks = true},
+    // Each atomic finds what it would have found.
+    {.name = "relayed", .rounds = 40, .relays = true},
+    {.name = "relayed_returns", .rounds = 20, .returns = true, .relays = true},
+    {.name = "relayed_parked", .rounds = 8, .story = Story::kParked, .relays = true},
+    {.name = "relayed_storm", .rounds = 12, .story = Story::kStorm, .relays = true},
+    {.name = "relayed_parking_storm", .rounds = 6, .story = Story::kStorm, .parks = true, .relays = true},
+    {.name = "relayed_forgets", .rounds = 60, .relays = true, .forgets = true},
+    // One is not allowed.
+    {.name = "relayed_refused", .rounds = 2, .story = Story::kRefused, .relays = true},
+    // The other end does not relay, so neither does.
+    {.name = "relayed_halfway", .rounds = 8, .relays = true, .halfway = true},
+    {.name = "relayed_third", .rounds = 40, .relays = true, .third = true},
+    // And ends leave them as before a migration, often unheard by the other one.
+    {.name = "parking_storm", .rounds = 6, .story = Story::kStorm, .parks = true},
+    // Where vQPs go when the first one fails, too, one after the other or both at once.
+    {.name = "third", .rounds = 40, .third = true},
+    {.name = "third_returns", .rounds = 20, .returns = true, .third = true},
+    {.name = "third_storm", .rounds = 12, .story = Story::kStorm, .third = true},
+    {.name = "third_parked", .rounds = 4, .story = Story::kParked, .third = true},
+    {.name = "third_parking_storm", .rounds = 6, .story = Story::kStorm, .parks = true, .third = true},
+    {.name = "shared", .rounds = 20, .shared = true},
+    {.name = "shared_returns", .rounds = 20, .paths = "rebuild", .returns = true, .shared = true},
+    {.name = "shared_storm", .rounds = 12, .story = Story::kStorm, .paths = "pool", .shared = true},
+    {.name = "shared_parked", .rounds = 4, .story = Story::kParked, .shared = true},
+    {.name = "shared_parking_storm", .rounds = 6, .story = Story::kStorm, .parks = true, .shared = true},
+    {.name = "shared_adrift", .rounds = 2, .story = Story::kAdrift, .shared = true},
+    {.name = "shared_guarded", .rounds = 2, .story = Story::kGuarded, .shared = true},
+};
+
+/// The links' part of a round, while both ends are at work. @return what did not happen, or nothing
+std::string happens(const Kind& kind, End& x, End& y, const Options& o, const Library& a) {
+  switch (kind.story) {
+    case Story::kStorm: return storm(x, y, o, kind.parks);
+    case Story::kParked: return parked(x, y, o);
+    case Story::kTold: return told(x, y, a);
+    case Story::kGone: return gone(x, y, o);
+    case Story::kAlone: return alone(x, y, o);
+    case Story::kGuarded: return guarded(x, y, o);
+    case Story::kAdrift: return adrift(x, y, o, false);
+    case Story::kMarooned: return adrift(x, y, o, true);
+    case Story::kRefused:
+    case Story::kCut: break;
+  }
+  return cut_again_and_again(x, y, o, kind.returns, kind.flaps);
+}
+
+Outcome round_of(const Library& a, const Library& b, const Options& o, const Kind& kind) {
   for (const int link : {0, 1, 2}) model_mend(link);
   model_forget_writes();
   for (const int link : {0, 1, 2})
@@ -1057,23 +1149,22 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const std
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   if (x.relays_now() != o.relays || y.relays_now() != o.relays) return out.error = "atomics are relayed, or are not", out;
   if (o.third && !wait_for([] { return all_stand(0); })) return out.error = "not all channels stand", out;
-  if (kind == "refused") return out.error = x.try_refused(o.seed % 2), out;
-  if (kind == "halfway" && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
-  // Of each end: the path and two channels. They leave a link at once that is not known to work again after the round before.
-  if ((kind == "rebuild" || kind == "mixed") && !wait_for([&] { return model_qps() <= 6 || x.changed(); })) return out.error = "a path was made ahead: " + std::to_string(model_qps()) + " QPs", out;
-  // And one of the pool.
-  if (kind == "pool" && !o.company && !wait_for([&] { return model_qps() == 8 || x.changed(); })) return out.error = "not one path in the pool: " + std::to_string(model_qps()) + " QPs", out;
+  if (kind.story == Story::kRefused) return out.error = x.try_refused(o.seed % 2), out;
+  if (kind.halfway && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
+  // They leave a link at once that is not known to work again after the round before.
+  if (kind.qps && !o.company && !wait_for([&] { return model_qps() == kind.qps || x.changed(); }))
+    return out.error = std::to_string(model_qps()) + " QPs, and not " + std::to_string(kind.qps), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
-  const std::string stuck = kind.ends_with("storm") ? storm(x, y, o, kind.ends_with("parking_storm")) : kind.ends_with("parked") ? parked(x, y, o) : kind == "told" ? told(x, y, a) : kind == "gone" ? gone(x, y, o) : kind == "alone" ? alone(x, y, o) : kind.ends_with("guarded") ? guarded(x, y, o) : kind.ends_with("adrift") || kind == "marooned" ? adrift(x, y, o, kind == "marooned") : cut_again_and_again(x, y, o, kind == "returns" || kind == "flaps" || kind == "mixed" || kind == "pool_returns" || kind == "third_returns" || kind == "shared_returns", kind == "flaps");
+  const std::string stuck = happens(kind, x, y, o, a);
   model_let_packets_linger(false);
   if (!stuck.empty() && x.error_.empty()) x.error_ = stuck;
   one.join();
   other.join();
   out.error = x.check();
-  if (kind == "gone" && out.error.empty()) out.error = y.check_end();
+  if (kind.story == Story::kGone && out.error.empty()) out.error = y.check_end();
   if (out.error.empty() || !y.error_.empty()) out.error += (out.error.empty() ? "" : "; other end: ") + y.check();
   out.broke = x.broken() || y.broken();
-  out.most_executions = kind == "gone" && !o.marks ? x.most_executions() : std::max(x.most_executions(), y.most_executions());
+  out.most_executions = kind.story == Story::kGone && !o.marks ? x.most_executions() : std::max(x.most_executions(), y.most_executions());
   return out;
 }
 
@@ -1444,51 +1535,53 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
   EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
 }
 
-constexpr char kRelayed[] = "relayed";
+class Failover : public testing::TestWithParam<Kind> {};
 
-class Failover : public testing::TestWithParam<std::string> {};
+/// Of fewer rounds of some kinds none may end as it should for the test to say anything.
+int rounds_of(const Kind& kind) {
+  const char* const asked = std::getenv("FAILOVER_ROUNDS");
+  if (!asked || kind.forgets) return kind.rounds;
+  const bool needs_all = kind.storms() || kind.story == Story::kGone;
+  return needs_all ? std::max(std::atoi(asked), kind.rounds) : std::atoi(asked);
+}
+
+/// What a library is told by its environment as long as a test runs.
+void environment(const char* name, bool there) { there ? setenv(name, "1", 1) : unsetenv(name); }
 
 TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
-  bool relays = GetParam().starts_with(kRelayed);
-  const std::string kind = !relays ? GetParam() : GetParam() == kRelayed ? "exact" : GetParam().substr(sizeof kRelayed);
-  const bool exact = kind != "resend", mixed = kind == "mixed", pool = kind.starts_with("pool"), third = kind.starts_with("third"), shared = kind.starts_with("shared"), returns = kind == "third_returns" || kind == "shared_returns" || kind == "returns" || kind == "flaps" || kind == "told" || kind == "pool_returns" || mixed, storm = kind.ends_with("storm"), marked = kind == "marked", gone = kind == "gone" || marked;
-  const unsigned return_ms = returns ? 5 : storm ? 50 : 0;
-  const unsigned adrift_ms = kind == "marooned" ? 3000 : 30'000;
-  const std::string policy = exact ? "exact" : "resend", paths = kind == "rebuild" || kind == "scarce" || kind == "shared_returns" || gone ? "rebuild" : pool || kind == "shared_storm" ? "pool" : "cached";
-  const bool halfway = kind == "halfway", forgets = kind == "forgets";
-  forgets ? setenv("FAILOVER_FORGETS", "1", 1) : unsetenv("FAILOVER_FORGETS");
-  const bool late = kind == "late";
-  late ? setenv("FAILOVER_LATE", "1", 1) : unsetenv("FAILOVER_LATE");
-  constexpr unsigned kSoon = 400;  // ms; longer than a busy processor keeps a thread waiting
-  const Library a('a', gone ? "resend" : policy, mixed ? "rebuild" : paths, return_ms, adrift_ms, gone ? kSoon : kSwitchMs, relays, third), b('b', policy, paths, return_ms, adrift_ms, kSwitchMs, relays && !halfway, third);
-  if (halfway) relays = false;
-  const int storms = kind.ends_with("parking_storm") ? 6 : 12;  // at least: all of a few may end that way
-  const int wanted = forgets ? 60 : std::getenv("FAILOVER_ROUNDS") ? std::atoi(std::getenv("FAILOVER_ROUNDS")) : kind == "told" ? 8 : kind == "refused" ? 2 : kind == "third_parked" || kind == "shared_parked" ? 4 : kind == "parked" ? 8 : kind == "adrift" || kind == "guarded" ? 6 : kind == "shared_adrift" || kind == "shared_guarded" ? 2 : kind == "marooned" ? 3 : pool ? 20 : kind == "rebuild" || kind == "scarce" || mixed || gone || halfway || kind == "flaps" || kind == "lingers" ? 8 : storm ? storms : returns ? 20 : shared || late ? 20 : kind == "alone" ? 6 : relays || third ? 40 : 80;
-  constexpr int kGone = 8;     // at least: of three all may outlive it
-  const int rounds = storm ? std::max(wanted, storms) : gone ? std::max(wanted, kGone) : wanted;
+  const Kind kind = GetParam();
+  const bool gone = kind.story == Story::kGone, relays = kind.relays && !kind.halfway;
+  environment("FAILOVER_FORGETS", kind.forgets);
+  environment("FAILOVER_LATE", kind.late);
+  constexpr unsigned kSoonMs = 400;  // longer than a busy processor keeps a thread waiting
+  const unsigned return_ms = kind.returns ? 5 : kind.storms() ? 50 : 0, adrift_ms = kind.story == Story::kMarooned ? 3000 : 30'000;
+  const std::string policy = kind.exact ? "exact" : "resend";
+  const Library a('a', gone ? "resend" : policy, kind.mixed ? "rebuild" : kind.paths, return_ms, adrift_ms, gone ? kSoonMs : kSwitchMs, kind.relays, kind.third);
+  const Library b('b', policy, kind.paths, return_ms, adrift_ms, kSwitchMs, relays, kind.third);
+  const int rounds = rounds_of(kind);
   const std::uint32_t first = std::getenv("FAILOVER_SEED") ? static_cast<std::uint32_t>(std::atoi(std::getenv("FAILOVER_SEED"))) : std::random_device()() % 1000000;
   printf("seeds from %u\n", first);
   unsigned twice = 0, whole = 0;
   for (int i = 0; i < rounds; ++i) {
     std::mt19937 random(first + static_cast<std::uint32_t>(i));
     Options o{.seed = first + static_cast<std::uint32_t>(i), .answers_only = random() % 2 == 0, .separate_cqs = random() % 2 == 0, .events = random() % 3 == 0,
-                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .extended = false, .swaps = exact && !relays && !halfway && (random() % 2 == 0 || gone) && !marked, .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .relays = relays, .cut_after = static_cast<unsigned>(random() % 400),
-                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = storm || gone || forgets || kind == "marooned", .outlives = gone};
-    if (late) o.fresh = true, o.sessions = false;
+                    .both_ways = random() % 2 == 0 || gone, .sessions = random() % 3 == 0 || gone, .extended = false, .swaps = kind.exact && !kind.relays && (random() % 2 == 0 || gone) && !kind.marks, .no_route = random() % 4 == 0, .churns = random() % 4 == 0, .fresh = random() % 3 == 0, .relays = relays, .cut_after = static_cast<unsigned>(random() % 400),
+                    .cuts = random() % 2 ? 1 : 2 + static_cast<unsigned>(random() % 4), .may_break = kind.storms() || gone || kind.forgets || kind.story == Story::kMarooned, .outlives = gone};
+    if (kind.late) o.fresh = true, o.sessions = false;
     o.greedy = !o.sessions && random() % 3 == 0;
     o.extended = random() % 3 == 0;
-    o.pool = pool;
-    o.third = third;
-    o.shared = shared;
-    o.marks = marked;
-    o.lingers = kind == "lingers";
-    o.scarce = kind == "scarce";
-    o.company = (shared && random() % 4 != 0) || (pool && !o.sessions && random() % 2 == 0);
-    o.odd = o.company && !shared && random() % 2 == 0;
-    const Outcome out = round_of(a, b, o, marked ? "gone" : kind);
-    if (forgets && (out.error.starts_with("atomic ") || out.error.starts_with("CAS "))) return;  // it is seen
-    if (forgets && out.broke) continue;  // who has forgotten an answer may never give it
-    if (kind == "refused") {
+    o.pool = kind.pools();
+    o.third = kind.third;
+    o.shared = kind.shared;
+    o.marks = kind.marks;
+    o.lingers = kind.lingers;
+    o.scarce = kind.scarce;
+    o.company = (kind.shared && random() % 4 != 0) || (kind.pools() && !o.sessions && random() % 2 == 0);
+    o.odd = o.company && !kind.shared && random() % 2 == 0;
+    const Outcome out = round_of(a, b, o, kind);
+    if (kind.forgets && (out.error.starts_with("atomic ") || out.error.starts_with("CAS "))) return;  // it is seen
+    if (kind.forgets && out.broke) continue;  // who has forgotten an answer may never give it
+    if (kind.story == Story::kRefused) {
       ASSERT_EQ(out.error, "") << o.seed;
       continue;
     }
@@ -1496,42 +1589,42 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     whole += !out.broke;
     ASSERT_EQ(out.error, "") << "FAILOVER_SEED=" << o.seed << (o.answers_only ? " answers only" : "") << (o.separate_cqs ? " two CQs" : "") << (o.events ? " events" : "")
                              << (o.both_ways ? " both ways" : "") << (o.sessions ? " ibv_wr_*" : "") << (o.extended ? " ibv_cq_ex" : "") << (o.swaps ? " CAS" : "") << (o.no_route ? " no route" : "") << (o.churns ? " churn" : "") << (o.fresh ? " fresh" : "") << (o.greedy ? " greedy" : "") << (o.odd ? " odd company" : o.company ? " company" : "") << " cut after " << o.cut_after << ", " << o.cuts << " cuts";
-    if (exact) {
+    if (kind.exact) {
       ASSERT_LE(out.most_executions, 1u) << "a WRITE was executed twice; FAILOVER_SEED=" << o.seed;
     }
   }
-  ASSERT_FALSE(forgets) << "this test would not see that an atomic was executed twice";
-  if (kind == "refused") return;
+  ASSERT_FALSE(kind.forgets) << "this test would not see that an atomic was executed twice";
+  if (kind.story == Story::kRefused) return;
   migr_links_switch totals;
   store_totals(&totals);
   printf("%u changes, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", totals.vqps, totals.broken, totals.replayed,
          totals.executed, twice, rounds, totals.vqps ? static_cast<double>(totals.resume_ns) / totals.vqps / 1e6 : 0);
   printf("%u of %d connections outlived it\n", whole, rounds);
-  if (kind == "marooned") {
+  if (kind.story == Story::kMarooned) {
     EXPECT_EQ(whole, 0u);
   } else if (gone) {
     EXPECT_LT(whole, static_cast<unsigned>(rounds));
-  } else if (storm) {
+  } else if (kind.storms()) {
     EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
   }
-  if (!storm && rounds >= 6) {
+  if (!kind.storms() && rounds >= 6) {
     EXPECT_GT(totals.vqps + totals.broken, 0u);
   }
-  const bool many = !(storm || kind.ends_with("parked")) || totals.vqps >= 48;  // fewer may be cut while nothing is under way
-  if (rounds >= 6 && !gone && !halfway && many) {
+  const bool many = !(kind.storms() || kind.story == Story::kParked) || totals.vqps >= 48;  // fewer may be cut while nothing is under way
+  if (rounds >= 6 && !gone && !kind.halfway && many) {
     EXPECT_GT(totals.replayed, 0u);
   }
-  if (kind != "told" && !gone && rounds >= 12 && many) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
+  if (kind.story != Story::kTold && !gone && rounds >= 12 && many) {  // a link that works acknowledges nearly all that was executed; few rounds may have none
     EXPECT_GT(totals.executed, 0u);
   }
-  if (!exact && rounds >= 50) {
+  if (!kind.exact && rounds >= 50) {
     EXPECT_GT(twice, 0u) << "this test would not see it";
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, Failover, testing::Values("exact", "resend", "returns", "flaps", "storm", "parked", "told", "adrift", "marooned", "guarded", "gone", "marked", "lingers", "late", "alone", "rebuild", "scarce", "mixed", "pool", "pool_returns", "relayed", "relayed_returns", "relayed_parked", "relayed_storm", "parking_storm", "relayed_parking_storm", "third_parking_storm", "shared_parking_storm", "pool_parking_storm", "relayed_forgets", "relayed_refused", "relayed_halfway", "third", "third_returns", "third_storm", "third_parked", "relayed_third", "shared", "shared_returns", "shared_storm", "shared_parked", "shared_adrift", "shared_guarded"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Failover, testing::ValuesIn(kKinds), [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 
