@@ -127,7 +127,7 @@ step "a container that does not exist" no_such_container
 step "a host that is no peer" no_such_host
 step "to where it is" itself
 step "a destination that does not answer" destination_silent
-step "a destination without the module" destination_without_module
+walk_step "a destination without the module" destination_without_module
 step "an ordinary user" ordinary_user
 walk_step "a host that may move another one to there" not_allowed dst '{"to_here": ["peer", {"peer": "src", "containers": ["web-*"]}]}' to_here
 walk_step "a host that it may not be moved to" not_allowed src '{"from_here": ["peer"]}' from_here
@@ -147,5 +147,5 @@ walk_step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)"
 walk_step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
 step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
 step "after all that both ends agree" stop_verify c || e2e_reset
-step "a process with librdmacm" holds cm "librdmacm"
+walk_step "a process with librdmacm" holds cm "librdmacm"
 e2e_end

@@ -101,8 +101,8 @@ step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
-step "what must be the same afterwards" faults_remember
-step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
+walk_step "what must be the same afterwards" faults_remember
+walk_step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
 walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs

@@ -121,7 +121,7 @@ dead_client() {
 
 step "clients that come after a move" late_clients
 walk_step "a client that has died" dead_client
-step "memory copied ahead of the stop" memory_ahead
+walk_step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
 step "what it writes in its root filesystem before the stop" written_late --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
