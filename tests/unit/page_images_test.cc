@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <random>
 #include <vector>
 
 #include "criu_pagemap.pb.h"
@@ -145,6 +146,44 @@ TEST_F(PageImages, OfSeveralPreDumpsTheNewestThatHasThePageCounts) {
   auto now = read("/now", 7);
   for (const auto& [page, left] : {std::pair{0, true}, {9, true}, {17, true}, {18, false}, {19, false}, {20, true}, {29, true}, {30, false}, {39, false}})
     EXPECT_EQ(now[static_cast<std::uint64_t>(page)] == '^', left) << page;
+}
+
+/// More than is compared at once, in runs that begin and end anywhere in each folder.
+TEST_F(PageImages, WhatTheDumpRefersToIsWhatItHeld) {
+  constexpr std::uint64_t kPages = 700;
+  fs::create_directories(dir_ + "/first");
+  fs::create_symlink("../first", dir_ + "/before/parent");
+  for (unsigned seed = 0; seed < 5; ++seed) {
+    std::mt19937 random(seed);
+    const auto layer = [&](const std::string& folder, std::uint32_t id, bool has_parent) {
+      std::vector<Part> runs;
+      std::map<std::uint64_t, char> pages;
+      std::string letters;
+      for (std::uint64_t first = random() % 20; first < kPages;) {
+        const auto n = static_cast<std::uint32_t>(std::min<std::uint64_t>(1 + random() % 150, kPages - first));
+        const bool parent = has_parent && random() % 3 == 0;
+        runs.push_back({first, n, parent ? 1u : 4u});
+        for (std::uint32_t i = 0; i < n && !parent; ++i) letters += pages[first + i] = random() % 50 ? 'a' : 'b';
+        first += n + random() % 3;
+      }
+      image(folder, 7, id, runs, letters);
+      return pages;
+    };
+    auto first = layer("/first", 1, false);
+    const auto before = layer("/before", 2, true), now = layer("/now", 3, true);
+    auto r = drop_unchanged(dir_ + "/now", dir_ + "/before");
+    ASSERT_TRUE(r) << r.error().text;
+    EXPECT_GT(r->unchanged, 0u);
+    EXPECT_EQ(r->unchanged + r->kept, now.size());
+    const auto in_before = read("/before", 7);
+    std::map<std::uint64_t, char> left = read("/now", 7);
+    for (const auto& [n, letter] : now) {
+      char c = left.at(n);
+      if (c == '^') c = in_before.at(n);
+      if (c == '^') c = first.at(n);
+      ASSERT_EQ(c, letter) << "page " << n << ", seed " << seed;
+    }
+  }
 }
 
 TEST_F(PageImages, PreDumpsThatReferInACircleAreAnError) {
