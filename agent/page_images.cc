@@ -2,6 +2,7 @@
 #include "page_images.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,8 +11,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <mutex>
-#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -30,7 +29,6 @@ namespace fs = std::filesystem;
 constexpr std::uint32_t kImageMagic = 0x54564319, kPagemapMagic = 0x56084025;
 constexpr std::uint32_t kInParent = 1, kPresent = 4;
 constexpr std::size_t kPage = 4096;
-constexpr std::uint64_t kAtOnce = 64;  // pages that are read at once: what a processor has in its cache
 // An entry costs CRIU a read of its own: fewer equal pages than this between others are not worth one.
 constexpr std::uint32_t kShortestRun = 8;
 
@@ -108,44 +106,39 @@ Status write_pagemap(const std::string& path, const Pagemap& map) {
   return {};
 }
 
-/// pages-ID.img. It is not mapped: copying a page takes a tenth of what a page of a mapping does.
+/// pages-ID.img in memory.
 class Pages {
  public:
   static Result<Pages> open(const std::string& path, std::uint64_t pages, bool write) {
     Pages p;
-    p.path_ = path;
     p.fd_ = Fd(::open(path.c_str(), (write ? O_RDWR : O_RDONLY) | O_CLOEXEC));
     struct stat st;
     if (p.fd_.n < 0 || fstat(p.fd_.n, &st)) return sys_error("opening " + path);
     if (static_cast<std::uint64_t>(st.st_size) != pages * kPage)
       return Error{EIO, path + " has " + std::to_string(st.st_size) + " bytes, its pagemap says " + std::to_string(pages * kPage)};
+    p.size_ = pages * kPage;
+    if (!p.size_) return p;
+    void* m = mmap(nullptr, p.size_, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, p.fd_.n, 0);
+    if (m == MAP_FAILED) return sys_error("mapping " + path);
+    p.data_ = static_cast<char*>(m);
     return p;
   }
-  Status read(std::uint64_t first, std::uint64_t pages, char* to) const {
-    return whole(first, pages, "reading ", [&](std::size_t at, std::size_t size, off_t where) { return pread(fd_.n, to + at, size, where); });
+  Pages() = default;
+  Pages(Pages&& o) noexcept : fd_(std::move(o.fd_)), data_(std::exchange(o.data_, nullptr)), size_(o.size_) {}
+  Pages& operator=(Pages&&) = delete;
+  ~Pages() {
+    if (data_) munmap(data_, size_);
   }
-  Status write(std::uint64_t first, std::uint64_t pages, const char* from) const {
-    return whole(first, pages, "writing ", [&](std::size_t at, std::size_t size, off_t where) { return pwrite(fd_.n, from + at, size, where); });
-  }
+  char* page(std::uint64_t n) const { return data_ + n * kPage; }
   Status cut(std::uint64_t pages) const {
-    if (ftruncate(fd_.n, static_cast<off_t>(pages * kPage))) return sys_error("shortening " + path_);
+    if (ftruncate(fd_.n, static_cast<off_t>(pages * kPage))) return sys_error("shortening an image of pages");
     return {};
   }
 
  private:
-  template <class Some>
-  Status whole(std::uint64_t first, std::uint64_t pages, const char* what, Some some) const {
-    for (std::size_t at = 0, size = pages * kPage; at < size;) {
-      const ssize_t n = some(at, size - at, static_cast<off_t>(first * kPage + at));
-      if (n < 0 && errno != EINTR) return sys_error(what + path_);
-      if (n == 0) return Error{EIO, path_ + ": it has become shorter"};
-      if (n > 0) at += static_cast<std::size_t>(n);
-    }
-    return {};
-  }
-
-  std::string path_;
   Fd fd_;
+  char* data_ = nullptr;
+  std::size_t size_ = 0;
 };
 
 /// A process's memory in one folder of images. What a pre-dump leaves out is in the one that it refers to.
@@ -181,74 +174,48 @@ Result<std::vector<Layer>> layers_of(std::string folder, const std::string& name
   return all;
 }
 
-/// The pages of a dump beside the pre-dumps' of the same addresses. The program stands still meanwhile, so by several threads.
+/// The pages of a dump beside the pre-dumps' of the same addresses. The program stands still meanwhile, so by several threads: one
+/// processor compares far less than memory can give.
 class Comparison {
  public:
   Comparison(const std::vector<Layer>& before, const Layer& now) : before_(before), now_(now), equal_(now.map.present) {
     for (const Entry& e : now.map.entries)
-      for (std::uint64_t n = 0; e.present() && n < e.pages; n += kAtOnce) parts_.push_back({&e, n, std::min(kAtOnce, e.pages - n)});
-  }
-  Status run() {
+      for (std::uint64_t n = 0; e.present() && n < e.pages; n += kPart) parts_.push_back({&e, n, std::min(n + kPart, std::uint64_t{e.pages})});
     const std::size_t threads = std::min<std::size_t>({std::max(std::thread::hardware_concurrency(), 1u), kThreads, parts_.size()});
-    {
-      std::vector<std::jthread> others;
-      try {
-        for (std::size_t n = 1; n < threads; ++n) others.emplace_back([this] { work(); });
-      } catch (const std::system_error&) {  // no more of them: it takes longer
-      }
-      work();
+    std::vector<std::jthread> others;
+    try {
+      for (std::size_t n = 1; n < threads; ++n) others.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // no more of them: it takes longer
     }
-    return failed_ ? Status(*failed_) : Status();
+    work();
   }
   /// @param n  in pages-ID.img
   bool equal(std::uint64_t n) const { return equal_[n]; }
 
  private:
   static constexpr std::size_t kThreads = 8;
+  static constexpr std::uint64_t kPart = 4096;
   struct Part {
     const Entry* entry;
-    std::uint64_t first, pages;
-  };
-  struct Place {
-    const Layer* layer = nullptr;  // null: no pre-dump has it
-    std::uint64_t page = 0;
+    std::uint64_t first, end;
   };
 
   void work() {
-    std::vector<char> now(kAtOnce * kPage), before(kAtOnce * kPage);
     std::vector<const Entry*> at(before_.size());
-    for (std::size_t n; (n = next_++) < parts_.size();)
-      if (auto s = compare(parts_[n], now.data(), before.data(), at); !s) {
-        std::lock_guard guard(lock_);
-        failed_ = s.error();
-        next_ = parts_.size();
-      }
-  }
-  Status compare(const Part& part, char* now, char* before, std::vector<const Entry*>& at) {
-    const std::uint64_t first = part.entry->at + part.first, vaddr = part.entry->vaddr + part.first * kPage;
-    if (auto s = now_.pages.read(first, part.pages, now); !s) return s;
-    for (std::uint64_t i = 0; i < part.pages;) {
-      const Place from = place(vaddr + i * kPage, at);
-      std::uint64_t run = 1;
-      for (; from.layer && i + run < part.pages; ++run) {
-        const Place next = place(vaddr + (i + run) * kPage, at);
-        if (next.layer != from.layer || next.page != from.page + run) break;
-      }
-      if (from.layer)
-        if (auto s = from.layer->pages.read(from.page, run, before); !s) return s;
-      for (std::uint64_t k = 0; from.layer && k < run; ++k) equal_[first + i + k] = !memcmp(now + (i + k) * kPage, before + k * kPage, kPage);
-      i += run;
+    for (std::size_t n; (n = next_++) < parts_.size();) {
+      const Part& part = parts_[n];
+      for (std::uint64_t i = part.first; i < part.end; ++i) equal_[part.entry->at + i] = same(*part.entry, i, at);
     }
-    return {};
   }
-  Place place(std::uint64_t vaddr, std::vector<const Entry*>& at) const {
+  bool same(const Entry& e, std::uint64_t n, std::vector<const Entry*>& at) const {
+    const std::uint64_t vaddr = e.vaddr + n * kPage;
     for (std::size_t i = 0; i < before_.size(); ++i) {
       at[i] = before_[i].find(vaddr, at[i]);
-      if (!at[i]) return {};
-      if (at[i]->present()) return {&before_[i], at[i]->at + (vaddr - at[i]->vaddr) / kPage};
-      if (!(at[i]->flags & kInParent)) return {};
+      if (!at[i]) return false;
+      if (at[i]->present()) return !memcmp(before_[i].pages.page(at[i]->at + (vaddr - at[i]->vaddr) / kPage), now_.pages.page(e.at + n), kPage);
+      if (!(at[i]->flags & kInParent)) return false;
     }
-    return {};
+    return false;
   }
 
   const std::vector<Layer>& before_;
@@ -256,21 +223,7 @@ class Comparison {
   std::vector<char> equal_;  // a byte each: threads write beside each other
   std::vector<Part> parts_;
   std::atomic<std::size_t> next_{0};
-  std::mutex lock_;
-  std::optional<Error> failed_;
 };
-
-/// @param to  not behind `from`
-Status move_down(const Pages& pages, std::uint64_t from, std::uint64_t to, std::uint64_t count) {
-  if (from == to) return {};
-  std::vector<char> buffer(std::min(count, kAtOnce) * kPage);
-  for (std::uint64_t n = 0; n < count; n += kAtOnce) {
-    const std::uint64_t some = std::min(kAtOnce, count - n);
-    if (auto s = pages.read(from + n, some, buffer.data()); !s) return s;
-    if (auto s = pages.write(to + n, some, buffer.data()); !s) return s;
-  }
-  return {};
-}
 
 Status drop_one(const std::string& images, const std::string& parent, const std::string& name, PageCounts& counts) {
   auto before = layers_of(parent, name);
@@ -287,8 +240,7 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
     else
       out.entries.push_back(e);
   };
-  Comparison compared(*before, *dump);
-  if (auto s = compared.run(); !s) return s;
+  const Comparison compared(*before, *dump);
   for (const Entry& e : dump->map.entries) {
     if (!e.present()) {
       add(e);
@@ -304,7 +256,7 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
         counts.unchanged += pages;
       } else {
         // Earlier pages have only moved down: what is read here is still as it was.
-        if (auto s = move_down(now, e.at + n, out.present, pages); !s) return s;
+        if (out.present != e.at + n) memmove(now.page(out.present), now.page(e.at + n), pages * kPage);
         out.present += pages;
         counts.kept += pages;
       }
