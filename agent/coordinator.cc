@@ -24,7 +24,7 @@
 namespace migr {
 namespace {
 
-constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ";
+constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ", kCopiedOnce[] = "memory is copied once ahead of the stop: ";
 constexpr int kStopStepMs = 50;  // how often a thread looks whether the migration is over
 
 double now_ms() {
@@ -289,15 +289,17 @@ Status Coordinator::check_destination(const std::string& to) {
   r.set_memory_bytes(info_.filled_bytes);
   // What is copied ahead may all have changed at the stop: then it is there once more. Rounds that are made as long as each
   // halves what is left have twice the memory at most.
-  copy_ahead_ = info_.memory_bytes >= set_.pre_copy_from;
-  const unsigned ahead = set_.pre_copy_rounds ? set_.pre_copy_rounds : 2;
-  r.set_image_bytes(info_.filled_bytes * (copy_ahead_ ? ahead + 1 : 1));
+  const unsigned wanted = set_.pre_copy_rounds ? set_.pre_copy_rounds : 2;
+  unsigned ahead = info_.memory_bytes >= set_.pre_copy_from ? wanted : 0;
+  rounds_ahead_ = set_.pre_copy_rounds || !ahead ? ahead : kPreCopyRounds;
+  r.set_image_bytes(info_.filled_bytes * (ahead + 1));
   auto s = dest_.check(r);
-  if (!s && s.error().code == ENOSPC && copy_ahead_) {
-    note(kNotCopiedAhead + s.error().text);
-    copy_ahead_ = false;
-    r.set_image_bytes(info_.filled_bytes);
+  while (!s && s.error().code == ENOSPC && ahead) {
+    const std::string why = s.error().text;
+    rounds_ahead_ = ahead = ahead > 1 ? 1 : 0;
+    r.set_image_bytes(info_.filled_bytes * (ahead + 1));
     s = dest_.check(r);
+    if (s) note((ahead ? kCopiedOnce : kNotCopiedAhead) + why);
   }
   if (!s && unreachable(s.error()))
     return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
@@ -321,7 +323,7 @@ wire::PlanReply Coordinator::plan(const std::string& container, const std::strin
   out.set_processes(static_cast<std::uint32_t>(info_.instances.size()));
   out.set_connections(static_cast<std::uint32_t>(info_.connected.size()));
   out.set_memory_bytes(info_.filled_bytes);
-  out.set_pre_copy(copy_ahead_);
+  out.set_pre_copy(rounds_ahead_ != 0);
   *out.mutable_summary() = summary_;
   return out;
 }
@@ -470,10 +472,9 @@ std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire
 
 // Each round holds what was written during the one before.
 Status Coordinator::pre_copy() {
-  const unsigned most = set_.pre_copy_rounds ? set_.pre_copy_rounds : kPreCopyRounds;
   const std::uint64_t began = sent_.bytes;
   std::uint64_t last = UINT64_MAX;
-  for (unsigned round = 1; round <= most; round++) {
+  for (unsigned round = 1; round <= rounds_ahead_; round++) {
     more_time();
     if (auto s = source_.may_pre_dump(); !s) {
       if (round == 1) return note(kNotCopiedAhead + s.error().text), Status();
@@ -819,7 +820,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
   }
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
-  if (s && copy_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
+  if (s && rounds_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] {
       if (old_paths_.valid()) old_paths_.wait();

@@ -247,7 +247,7 @@ class Coordinator {
   std::map<std::size_t, std::size_t> twins_;  // QPs that are connected to each other, in info_.connected
   std::set<std::size_t> gone_;                // QPs whose other end does not exist any more
   std::string early_;                    // folder of the early images
-  bool copy_ahead_ = false;              // memory is, before the stop
+  unsigned rounds_ahead_ = 0;            // in which memory is copied before the stop, at most
   bool pre_copied_ = false;              // the destination has a pre-dump
   enum class Dump { kRuns, kWhole, kFailed };
   std::atomic<Dump> dump_ = Dump::kRuns;

@@ -908,6 +908,19 @@ TEST(Coordinator, ARoundThatBreaksOffTakesThoseBeforeWithIt) {
   for (const char* no : {"s.checkpoint_after.1", "s.checkpoint_after.0", "s.drop_unchanged"}) EXPECT_FALSE(s.play.has(no)) << no;
 }
 
+TEST(Coordinator, WithRoomForItTwiceItIsCopiedAheadOnce) {
+  for (const unsigned asked : {0u, 3u}) {
+    Scene s;
+    s.rounds = asked;
+    s.destination.room = 2 * kPreCopyFromBytes;
+    for (const auto n : {40, 16, 4}) s.destination.rounds.push_back(static_cast<std::uint64_t>(n) * kPreCopyFromBytes);
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << r.error();
+    EXPECT_EQ(r.pre_copy_rounds(), 1u) << asked;
+    EXPECT_TRUE(s.play.has("s.drop_unchanged"));
+  }
+}
+
 TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {
   Scene s;
   s.destination.room = kPreCopyFromBytes;
