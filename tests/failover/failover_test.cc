@@ -808,7 +808,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     }
     for (const int link : {on, on + both}) model_cut_now(link);  // at the latest
     const auto left = [&](int link) { return !x.protected_now(link) && !y.protected_now(link); };
-    if (!wait_for([&] { return broken() || (left(on) && left(on + both)); })) return "cut " + std::to_string(cut) + " was not noticed";
+    if (!wait_for([&] { return broken() || (left(on) && left(on + both)); })) return "cut " + std::to_string(cut) + " was not noticed: " + x.how() + "; " + y.how();
     if (!o.third || returns) model_mend(on);
     if (both && returns) model_mend(1);
     for (unsigned times = flaps ? 1 + static_cast<unsigned>(random() % 3) : 0; times; --times) {
