@@ -1149,7 +1149,7 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const Kin
   y.connect(x);
   if (!wait_for([&] { return x.protected_now() && y.protected_now(); })) return out.error = "never protected: " + x.how() + "; " + y.how(), out;
   if (x.relays_now() != o.relays || y.relays_now() != o.relays) return out.error = "atomics are relayed, or are not", out;
-  if (o.third && !wait_for([] { return all_stand(0); })) return out.error = "not all channels stand", out;
+  if (!wait_for([] { return all_stand(0); })) return out.error = "not all channels stand: " + x.how() + "; " + y.how(), out;
   if (kind.story == Story::kRefused) return out.error = x.try_refused(o.seed % 2), out;
   if (kind.halfway && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
   // They leave a link at once that is not known to work again after the round before.
