@@ -6,9 +6,6 @@
  * stands in a ptrace-stop at the end of rt_sigreturn, the first of each task at that
  * of the munmap that CRIU has had it do after that; limits, credentials and seccomp
  * are the program's (the latter suspended), and what follows is only to let go.
- *
- * What a task notices of it: nothing. Registers, signal mask and rseq are put
- * back, no text is changed, no stack used.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -18,23 +15,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ptrace.h>
-#include <sys/uio.h>
-#include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "migr/ahead.h"
 #include "plugin.h"
 
 #ifdef __x86_64__
-#include <sys/user.h>
+#include "task.h"
 
 #define NR_PIDS_MAX 65536u
-#define LOOK_AGAIN_MS 100	/* should a SIGCHLD get lost */
-#define USER_CS_64 0x33
-#define RSEQ_CS_OFFSET 8	/* struct rseq: two words, then rseq_cs */
-#define SIGSET_BYTES 8		/* the kernel's */
 
 asm(".pushsection .rodata\n"
     "migr_ahead_code:\n" MIGR_AHEAD_CODE
@@ -47,41 +36,7 @@ static size_t code_bytes(void)
 	return migr_ahead_code_end - migr_ahead_code;
 }
 
-/* ---- a task's memory and what /proc says of it ---------------------------------- */
-
-static int get(pid_t pid, uint64_t addr, void *to, size_t n)
-{
-	struct iovec here = { to, n }, there = { (void *)(uintptr_t)addr, n };
-
-	return process_vm_readv(pid, &here, 1, &there, 1, 0) == (ssize_t)n ? 0 : -1;
-}
-
-static int put(pid_t pid, uint64_t addr, const void *from, size_t n)
-{
-	struct iovec here = { (void *)from, n }, there = { (void *)(uintptr_t)addr, n };
-
-	return process_vm_writev(pid, &here, 1, &there, 1, 0) == (ssize_t)n ? 0 : -1;
-}
-
-/* The last number in line @name of /proc/PID/status, to base @base; -1: there is none. */
-static long long status_of(pid_t pid, const char *name, int base)
-{
-	char path[32], line[512];
-	long long v = -1;
-	FILE *f;
-
-	snprintf(path, sizeof(path), "/proc/%d/status", pid);
-	f = fopen(path, "re");
-	while (f && v < 0 && fgets(line, sizeof(line), f))
-		if (!strncmp(line, name, strlen(name))) {
-			const char *last = strrchr(line, '\t');
-
-			v = last ? (long long)strtoull(last, NULL, base) : -1;
-		}
-	if (f)
-		fclose(f);
-	return v;
-}
+/* ---- which task ------------------------------------------------------------------ */
 
 struct pids {
 	pid_t *all;
@@ -130,7 +85,7 @@ static void add_children(struct pids *p, pid_t pid)
 static pid_t find_task(const struct pids *tree, const struct migr_rst_process *p, uint64_t addr, struct migr_ahead *a)
 {
 	for (uint32_t i = 0; i < tree->nr; i++)
-		if (status_of(tree->all[i], "NSpid:", 10) == p->ns_pid && !get(tree->all[i], addr, a, sizeof(*a)) &&
+		if (task_status(tree->all[i], "NSpid:", 10) == p->ns_pid && !task_get(tree->all[i], addr, a, sizeof(*a)) &&
 		    a->magic == MIGR_AHEAD_MAGIC && !memcmp(a->instance, p->instance, sizeof(a->instance)))
 			return tree->all[i];
 	return 0;
@@ -138,124 +93,17 @@ static pid_t find_task(const struct pids *tree, const struct migr_rst_process *p
 
 /* ---- run ------------------------------------------------------------------------ */
 
-struct task {
-	pid_t pid;
-	struct user_regs_struct regs;
-	uint64_t sigmask;
-	uint64_t rseq_cs_at, rseq_cs;	/* at 0: it has none */
-	int stop_again;			/* somebody has sent it SIGSTOP */
-};
-
-static int move_regs(int request, pid_t pid, struct user_regs_struct *regs)
-{
-	struct iovec v = { regs, sizeof(*regs) };
-
-	if (ptrace(request, pid, 1 /* NT_PRSTATUS */, &v))
-		return -1;
-	return v.iov_len == sizeof(*regs) ? 0 : -1;	/* a 32-bit task's are fewer */
-}
-
-/* Everything that running changes. NULL, or why this task cannot. */
-static const char *take(struct task *t)
-{
-	struct __ptrace_rseq_configuration rseq = { 0 };
-	long long ignored = status_of(t->pid, "SigIgn:", 16), pending = status_of(t->pid, "SigPnd:", 16),
-		  shared = status_of(t->pid, "ShdPnd:", 16);
-
-	/* int3 would set SIGTRAP's action to the default, if it is ignored. */
-	if (ignored < 0 || ((ignored | pending | shared) & 1 << (SIGTRAP - 1)))
-		return "it ignores SIGTRAP, or has one to come";
-	if (move_regs(PTRACE_GETREGSET, t->pid, &t->regs) || t->regs.cs != USER_CS_64)
-		return "it is not stopped, or not in 64-bit mode";
-	if (ptrace(PTRACE_GETSIGMASK, t->pid, (void *)SIGSET_BYTES, &t->sigmask))
-		return "its signal mask cannot be read";
-	if (ptrace(PTRACE_GET_RSEQ_CONFIGURATION, t->pid, (void *)sizeof(rseq), &rseq) > 0 && rseq.rseq_abi_pointer) {
-		t->rseq_cs_at = rseq.rseq_abi_pointer + RSEQ_CS_OFFSET;
-		if (get(t->pid, t->rseq_cs_at, &t->rseq_cs, sizeof(t->rseq_cs)))
-			return "its rseq area cannot be read";
-	}
-	return NULL;
-}
-
-static int give_back(const struct task *t)
-{
-	struct user_regs_struct regs = t->regs;
-
-	if (move_regs(PTRACE_SETREGSET, t->pid, &regs) ||
-	    ptrace(PTRACE_SETSIGMASK, t->pid, (void *)SIGSET_BYTES, &t->sigmask))
-		return errno;
-	/* The kernel has cleared it: the thread was seen outside of the critical section that it names. */
-	if (t->rseq_cs_at && t->rseq_cs && put(t->pid, t->rseq_cs_at, &t->rseq_cs, sizeof(t->rseq_cs)))
-		return errno;
-	if (t->stop_again)
-		kill(t->pid, SIGSTOP);	/* as CRIU does with one that was stopped */
-	return 0;
-}
-
-static long now_ms(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-/* Waits for a stop of @pid. SIGCHLD is blocked. 0 or a positive errno. */
-static int wait_stop(pid_t pid, long until_ms, int *status)
-{
-	sigset_t chld;
-
-	sigemptyset(&chld);
-	sigaddset(&chld, SIGCHLD);
-	for (;;) {
-		pid_t got = waitpid(pid, status, __WALL | WNOHANG);
-		long left = until_ms - now_ms();
-
-		if (got < 0)
-			return errno;
-		if (got == pid)
-			return WIFSTOPPED(*status) ? 0 : ESRCH;
-		if (left <= 0)
-			return ETIMEDOUT;
-		if (left > LOOK_AGAIN_MS)
-			left = LOOK_AGAIN_MS;
-		sigtimedwait(&chld, NULL, &(struct timespec){ .tv_nsec = left * 1000000 });
-	}
-}
-
 /* Executes @nr commands from @at on. 0: the task stands at the end of the code. */
 static int run(struct task *t, const struct migr_ahead *a, uint64_t at, uint32_t nr, long until_ms)
 {
 	struct user_regs_struct regs = t->regs;
-	uint64_t block = ~(1ull << (SIGTRAP - 1));
-	int status, ret;
 
 	regs.rip = a->code;
 	regs.rbx = at;
 	regs.r12 = nr;
 	regs.r13 = RDMA_VERBS_IOCTL;
 	regs.r14 = sizeof(struct migr_ahead_mr);
-	regs.orig_rax = -1;	/* no system call that could be restarted */
-	if (ptrace(PTRACE_SETSIGMASK, t->pid, (void *)SIGSET_BYTES, &block) ||
-	    move_regs(PTRACE_SETREGSET, t->pid, &regs))
-		return errno;
-	for (;;) {
-		if (ptrace(PTRACE_CONT, t->pid, NULL, NULL))
-			return errno;
-		ret = wait_stop(t->pid, until_ms, &status);
-		if (ret)
-			return ret;
-		if (status >> 16 == PTRACE_EVENT_STOP)
-			continue;
-		if (WSTOPSIG(status) == SIGSTOP) {
-			t->stop_again = 1;
-			continue;
-		}
-		if (WSTOPSIG(status) != SIGTRAP || move_regs(PTRACE_GETREGSET, t->pid, &regs) ||
-		    regs.rip != a->code + code_bytes())
-			return EFAULT;
-		return 0;
-	}
+	return task_run(t, &regs, TASK_TO_TRAP, a->code + code_bytes(), until_ms);
 }
 
 /* ---- one process ------------------------------------------------------------------ */
@@ -293,9 +141,9 @@ static int execute(struct task *t, const struct migr_ahead *a, struct migr_ahead
 	for (uint32_t i = 0; i < a->nr_mrs;) {
 		uint64_t at = a->mrs + (uint64_t)i * sizeof(*mrs);
 		size_t rest = (size_t)(a->nr_mrs - i) * sizeof(*mrs);
-		int ret = put(t->pid, at, &mrs[i], rest) ? EFAULT : run(t, a, at, a->nr_mrs - i, until_ms);
+		int ret = task_put(t->pid, at, &mrs[i], rest) ? EFAULT : run(t, a, at, a->nr_mrs - i, until_ms);
 
-		if (!ret && get(t->pid, at, &mrs[i], rest))
+		if (!ret && task_get(t->pid, at, &mrs[i], rest))
 			ret = EFAULT;
 		if (ret) {
 			snprintf(err->text, sizeof(err->text), "the memory of process %d was not registered: %s", t->pid,
@@ -322,9 +170,9 @@ static const char *prepare(const struct migr_rst_process *p, struct task *t, con
 {
 	unsigned char code[128];
 
-	if (!mrs || get(t->pid, a->mrs, mrs, (size_t)a->nr_mrs * sizeof(*mrs)))
+	if (!mrs || task_get(t->pid, a->mrs, mrs, (size_t)a->nr_mrs * sizeof(*mrs)))
 		return "its commands cannot be read";
-	if (code_bytes() > sizeof(code) || get(t->pid, a->code, code, code_bytes()) ||
+	if (code_bytes() > sizeof(code) || task_get(t->pid, a->code, code, code_bytes()) ||
 	    memcmp(code, migr_ahead_code, code_bytes()))
 		return "its library has other code";
 	for (uint32_t i = 0; i < a->nr_mrs; i++) {
@@ -334,7 +182,7 @@ static const char *prepare(const struct migr_rst_process *p, struct task *t, con
 			return "a command is for a PD that is not on record";
 		mrs[i].in.pd_handle = pd->new_handle;
 	}
-	return take(t);
+	return task_take(t);
 }
 
 static int register_process(const struct migr_rst_process *p, const struct pids *tree, uint64_t addr, long until_ms,
@@ -363,7 +211,7 @@ static int register_process(const struct migr_rst_process *p, const struct pids 
 		long began = now_ms();
 
 		ret = execute(&t, &a, mrs, until_ms, err);
-		if (ret != ETIMEDOUT && ret != ESRCH && give_back(&t) && !ret) {
+		if (ret != ETIMEDOUT && ret != ESRCH && task_give_back(&t) && !ret) {
 			ret = EIO;
 			snprintf(err->text, sizeof(err->text), "the registers of process %d cannot be put back", t.pid);
 		}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: GPL-2.0
+#include "task.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#define LOOK_AGAIN_MS 100	/* should a SIGCHLD get lost */
+#define USER_CS_64 0x33
+#define RSEQ_CS_OFFSET 8	/* struct rseq: two words, then rseq_cs */
+#define SIGSET_BYTES 8		/* the kernel's */
+
+int task_get(pid_t pid, uint64_t addr, void *to, size_t n)
+{
+	struct iovec here = { to, n }, there = { (void *)(uintptr_t)addr, n };
+
+	return process_vm_readv(pid, &here, 1, &there, 1, 0) == (ssize_t)n ? 0 : -1;
+}
+
+int task_put(pid_t pid, uint64_t addr, const void *from, size_t n)
+{
+	struct iovec here = { (void *)from, n }, there = { (void *)(uintptr_t)addr, n };
+
+	return process_vm_writev(pid, &here, 1, &there, 1, 0) == (ssize_t)n ? 0 : -1;
+}
+
+long long task_status(pid_t pid, const char *name, int base)
+{
+	char path[32], line[512];
+	long long v = -1;
+	FILE *f;
+
+	snprintf(path, sizeof(path), "/proc/%d/status", pid);
+	f = fopen(path, "re");
+	while (f && v < 0 && fgets(line, sizeof(line), f))
+		if (!strncmp(line, name, strlen(name))) {
+			const char *last = strrchr(line, '\t');
+
+			v = last ? (long long)strtoull(last, NULL, base) : -1;
+		}
+	if (f)
+		fclose(f);
+	return v;
+}
+
+static int move_regs(int request, pid_t pid, struct user_regs_struct *regs)
+{
+	struct iovec v = { regs, sizeof(*regs) };
+
+	if (ptrace(request, pid, 1 /* NT_PRSTATUS */, &v))
+		return -1;
+	return v.iov_len == sizeof(*regs) ? 0 : -1;	/* a 32-bit task's are fewer */
+}
+
+const char *task_take(struct task *t)
+{
+	struct __ptrace_rseq_configuration rseq = { 0 };
+	long long ignored = task_status(t->pid, "SigIgn:", 16), pending = task_status(t->pid, "SigPnd:", 16),
+		  shared = task_status(t->pid, "ShdPnd:", 16);
+
+	/* int3 would set SIGTRAP's action to the default, if it is ignored. */
+	if (ignored < 0 || ((ignored | pending | shared) & 1 << (SIGTRAP - 1)))
+		return "it ignores SIGTRAP, or has one to come";
+	if (move_regs(PTRACE_GETREGSET, t->pid, &t->regs) || t->regs.cs != USER_CS_64)
+		return "it is not stopped, or not in 64-bit mode";
+	if (ptrace(PTRACE_GETSIGMASK, t->pid, (void *)SIGSET_BYTES, &t->sigmask))
+		return "its signal mask cannot be read";
+	if (ptrace(PTRACE_GET_RSEQ_CONFIGURATION, t->pid, (void *)sizeof(rseq), &rseq) > 0 && rseq.rseq_abi_pointer) {
+		t->rseq_cs_at = rseq.rseq_abi_pointer + RSEQ_CS_OFFSET;
+		if (task_get(t->pid, t->rseq_cs_at, &t->rseq_cs, sizeof(t->rseq_cs)))
+			return "its rseq area cannot be read";
+	}
+	return NULL;
+}
+
+int task_give_back(const struct task *t)
+{
+	struct user_regs_struct regs = t->regs;
+
+	if (move_regs(PTRACE_SETREGSET, t->pid, &regs) ||
+	    ptrace(PTRACE_SETSIGMASK, t->pid, (void *)SIGSET_BYTES, &t->sigmask))
+		return errno;
+	/* The kernel has cleared it: the thread was seen outside of the critical section that it names. */
+	if (t->rseq_cs_at && t->rseq_cs && task_put(t->pid, t->rseq_cs_at, &t->rseq_cs, sizeof(t->rseq_cs)))
+		return errno;
+	if (t->stop_again)
+		kill(t->pid, SIGSTOP);	/* as CRIU does with one that was stopped */
+	return 0;
+}
+
+long now_ms(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+/* Waits for a stop of @pid. SIGCHLD is blocked. 0 or a positive errno. */
+static int wait_stop(pid_t pid, long until_ms, int *status)
+{
+	sigset_t chld;
+
+	sigemptyset(&chld);
+	sigaddset(&chld, SIGCHLD);
+	for (;;) {
+		pid_t got = waitpid(pid, status, __WALL | WNOHANG);
+		long left = until_ms - now_ms();
+
+		if (got < 0)
+			return errno;
+		if (got == pid)
+			return WIFSTOPPED(*status) ? 0 : ESRCH;
+		if (left <= 0)
+			return ETIMEDOUT;
+		if (left > LOOK_AGAIN_MS)
+			left = LOOK_AGAIN_MS;
+		sigtimedwait(&chld, NULL, &(struct timespec){ .tv_nsec = left * 1000000 });
+	}
+}
+
+int task_run(struct task *t, struct user_regs_struct *regs, enum task_pace pace, uint64_t end, long until_ms)
+{
+	uint64_t block = ~(1ull << (SIGTRAP - 1));
+	int status, ret;
+
+	regs->orig_rax = -1;	/* no system call that could be restarted */
+	if (ptrace(PTRACE_SETSIGMASK, t->pid, (void *)SIGSET_BYTES, &block) || move_regs(PTRACE_SETREGSET, t->pid, regs))
+		return errno;
+	for (;;) {
+		if (ptrace(pace == TASK_ONE_INSTRUCTION ? PTRACE_SINGLESTEP : PTRACE_CONT, t->pid, NULL, NULL))
+			return errno;
+		ret = wait_stop(t->pid, until_ms, &status);
+		if (ret)
+			return ret;
+		if (status >> 16 == PTRACE_EVENT_STOP)
+			continue;
+		if (WSTOPSIG(status) == SIGSTOP) {
+			t->stop_again = 1;
+			continue;
+		}
+		if (WSTOPSIG(status) != SIGTRAP || move_regs(PTRACE_GETREGSET, t->pid, regs) || regs->rip != end)
+			return EFAULT;
+		return 0;
+	}
+}

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/*
+ * A task that CRIU has stopped, and traces, runs for a moment: a few instructions
+ * that are in its memory already. What it notices of it: nothing. Registers, signal
+ * mask and rseq are put back, no text is changed, no stack used. x86-64.
+ *
+ * By CRIU's thread, which is the tracer, with SIGCHLD blocked.
+ */
+#ifndef MIGR_CRIU_TASK_H
+#define MIGR_CRIU_TASK_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+#include <sys/user.h>
+
+struct task {
+	pid_t pid;
+	struct user_regs_struct regs;
+	uint64_t sigmask;
+	uint64_t rseq_cs_at, rseq_cs;	/* at 0: it has none */
+	int stop_again;			/* somebody has sent it SIGSTOP */
+};
+
+/* Its memory: 0 or -1. */
+int task_get(pid_t pid, uint64_t addr, void *to, size_t n);
+int task_put(pid_t pid, uint64_t addr, const void *from, size_t n);
+
+/* The last number in line @name of /proc/PID/status, to base @base; -1: there is none. */
+long long task_status(pid_t pid, const char *name, int base);
+
+/* CLOCK_MONOTONIC */
+long now_ms(void);
+
+/* Notes everything of t->pid that running changes. NULL, or why this task cannot. */
+const char *task_take(struct task *t);
+
+enum task_pace {
+	TASK_TO_TRAP,		/* to an int3 */
+	TASK_ONE_INSTRUCTION,
+};
+
+/*
+ * Runs it from @regs->rip on, with these registers, until it stands at @end; then @regs are what it has. 0 or a positive
+ * errno: ETIMEDOUT, and it still runs; ESRCH: it has ended; EFAULT: it stands elsewhere.
+ */
+int task_run(struct task *t, struct user_regs_struct *regs, enum task_pace pace, uint64_t end, long until_ms);
+
+/* As it was taken. 0 or a positive errno. */
+int task_give_back(const struct task *t);
+
+#endif /* MIGR_CRIU_TASK_H */
