@@ -124,7 +124,7 @@ Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& t
   Argv a = criu("pre-dump", to, work, "pre-dump.log");
   a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
   if (!parent.empty()) a.insert(a.end(), {"--prev-images-dir", parent});
-  auto r = run_checked(first_to_go(a), criu_env(config_, images), kCheckpointMs);
+  auto r = run_checked(first_to_go(a), pre_dump_env(config_, images, parent.empty()), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
   return {};
 }

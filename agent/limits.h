@@ -52,6 +52,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   /* commands */                                                                                                               \
   X(kRuncMs, "runc_ms", 60'000)                                                                                                \
   X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                                   \
+  X(kCompareMs, "compare_ms", 60'000) /* a process's memory with what was copied ahead; then all of it is dumped */            \
   X(kHookMs, "hook_ms", 60'000)                                                                                                \
   X(kRestoreSocketMs, "restore_socket_ms", 50'000) /* partial restore: until the plugin listens */                             \
   /* links */                                                                                                                  \

@@ -2,15 +2,24 @@
 #include "page_images.h"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -31,6 +40,7 @@ constexpr std::uint32_t kInParent = 1, kPresent = 4;
 constexpr std::size_t kPage = 4096;
 // An entry costs CRIU a read of its own: fewer equal pages than this between others are not worth one.
 constexpr std::uint32_t kShortestRun = 8;
+constexpr std::uint64_t kRunPages = 64;  // that are read at once
 
 struct Entry {
   std::uint64_t vaddr = 0;
@@ -174,6 +184,20 @@ Result<std::vector<Layer>> layers_of(std::string folder, const std::string& name
   return all;
 }
 
+/// The page at `vaddr` of a process, as the newest pre-dump has it. Null: none does.
+/// @param at  where the page before it was found, of each layer
+const char* page_before(const std::vector<Layer>& layers, std::uint64_t vaddr, std::vector<const Entry*>& at) {
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    at[i] = layers[i].find(vaddr, at[i]);
+    if (!at[i]) return nullptr;
+    if (at[i]->present()) return layers[i].pages.page(at[i]->at + (vaddr - at[i]->vaddr) / kPage);
+    if (!(at[i]->flags & kInParent)) return nullptr;
+  }
+  return nullptr;
+}
+
+std::size_t processors() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
+
 /// The pages of a dump beside the pre-dumps' of the same addresses. The program stands still meanwhile, so by several threads: one
 /// processor compares far less than memory can give.
 class Comparison {
@@ -181,7 +205,7 @@ class Comparison {
   Comparison(const std::vector<Layer>& before, const Layer& now) : before_(before), now_(now), equal_(now.map.present) {
     for (const Entry& e : now.map.entries)
       for (std::uint64_t n = 0; e.present() && n < e.pages; n += kPart) parts_.push_back({&e, n, std::min(n + kPart, std::uint64_t{e.pages})});
-    const std::size_t threads = std::min<std::size_t>({std::max(std::thread::hardware_concurrency(), 1u), kThreads, parts_.size()});
+    const std::size_t threads = std::min(processors(), parts_.size());
     std::vector<std::jthread> others;
     try {
       for (std::size_t n = 1; n < threads; ++n) others.emplace_back([this] { work(); });
@@ -193,7 +217,6 @@ class Comparison {
   bool equal(std::uint64_t n) const { return equal_[n]; }
 
  private:
-  static constexpr std::size_t kThreads = 8;
   static constexpr std::uint64_t kPart = 4096;
   struct Part {
     const Entry* entry;
@@ -208,14 +231,8 @@ class Comparison {
     }
   }
   bool same(const Entry& e, std::uint64_t n, std::vector<const Entry*>& at) const {
-    const std::uint64_t vaddr = e.vaddr + n * kPage;
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-      at[i] = before_[i].find(vaddr, at[i]);
-      if (!at[i]) return false;
-      if (at[i]->present()) return !memcmp(before_[i].pages.page(at[i]->at + (vaddr - at[i]->vaddr) / kPage), now_.pages.page(e.at + n), kPage);
-      if (!(at[i]->flags & kInParent)) return false;
-    }
-    return false;
+    const char* const before = page_before(before_, e.vaddr + n * kPage, at);
+    return before && !memcmp(before, now_.pages.page(e.at + n), kPage);
   }
 
   const std::vector<Layer>& before_;
@@ -267,7 +284,144 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
   return write_pagemap(images + "/" + name, out);
 }
 
+/* ---- memory of a process that runs -------------------------------------------------- */
+
+/// Pages that lie one behind the other in a process and in an image.
+struct Run {
+  std::uint64_t vaddr = 0, pages = 0;
+  const char* before = nullptr;
+  char* differs = nullptr;  // a byte for each
+};
+
+/// In the order of their addresses. @param gap  bytes between two that are one nevertheless
+void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t gap = 0) {
+  if (!to.empty() && part.start - to.back().start <= to.back().bytes + gap) to.back().bytes = part.start + part.bytes - to.back().start;
+  else to.push_back(part);
+}
+
+/// Of memory those pages that are not marked as written, and may be.
+class Suspects {
+ public:
+  /// @param pagemap  /proc/PID/pagemap
+  static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts) {
+    Suspects s;
+    const Fd fd(::open(pagemap.c_str(), O_RDONLY | O_CLOEXEC));
+    if (fd.n < 0) return sys_error("opening " + pagemap);
+    std::vector<std::uint64_t> marks(kAtOnce);
+    std::vector<const Entry*> at(layers.size());
+    for (const MemoryPart& part : parts)
+      for (std::uint64_t first = 0, pages = part.bytes / kPage; first < pages; first += kAtOnce) {
+        const std::uint64_t n = std::min(pages - first, std::uint64_t{kAtOnce}), page = part.start / kPage + first;
+        if (pread(fd.n, marks.data(), n * sizeof marks[0], static_cast<off_t>(page * sizeof marks[0])) != static_cast<ssize_t>(n * sizeof marks[0]))
+          return sys_error("reading " + pagemap);
+        for (std::uint64_t i = 0; i < n; ++i) s.add((page + i) * kPage, marks[i], layers, at);
+      }
+    return s;
+  }
+  std::vector<Run> runs;                // to be compared
+  std::vector<MemoryPart> unknown;      // in no image, or not there
+  std::uint64_t pages = 0;              // in runs
+
+ private:
+  static constexpr std::uint64_t kAtOnce = 4096, kSoftDirty = 1ull << 55, kThere = 1ull << 63;
+
+  void add(std::uint64_t vaddr, std::uint64_t mark, const std::vector<Layer>& layers, std::vector<const Entry*>& at) {
+    if (mark & kSoftDirty) return;  // CRIU finds it
+    const char* const before = mark & kThere ? page_before(layers, vaddr, at) : nullptr;
+    if (!before) return append(unknown, {vaddr, kPage});
+    ++pages;
+    if (!runs.empty() && runs.back().pages < kRunPages && runs.back().vaddr + runs.back().pages * kPage == vaddr && runs.back().before + runs.back().pages * kPage == before)
+      ++runs.back().pages;
+    else
+      runs.push_back({vaddr, 1, before, nullptr});
+  }
+};
+
+/// In a process of its own: it may be ended whatever it waits for. What it cannot read differs.
+/// @param buffer  of kRunPages
+[[noreturn]] void compare(pid_t pid, const std::vector<Run>& runs, std::size_t first, std::size_t step, char* buffer) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  prctl(PR_SET_DUMPABLE, 0);  // no core of ours for what a process has in its memory
+  close_range(0, ~0u, 0);     // others' connections
+  setpriority(PRIO_PROCESS, 0, -20);  // its QPs stand still meanwhile, and its threads may poll for what does not come
+  for (std::size_t r = first; r < runs.size(); r += step) {
+    const Run& run = runs[r];
+    iovec here{buffer, run.pages * kPage}, there{reinterpret_cast<void*>(run.vaddr), run.pages * kPage};
+    const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    for (std::uint64_t i = 0; i < run.pages && static_cast<ssize_t>((i + 1) * kPage) <= got; ++i)
+      run.differs[i] = memcmp(buffer + i * kPage, run.before + i * kPage, kPage) != 0;
+  }
+  _exit(0);
+}
+
+/// @return false: not all have come to their end in time, or by themselves
+bool wait_for_all(const std::vector<pid_t>& children, int limit_ms) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
+  bool all = true;
+  for (const pid_t child : children) {
+    const Fd ends(static_cast<int>(syscall(SYS_pidfd_open, child, 0)));
+    pollfd p{ends.n, POLLIN, 0};
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+    if (ends.n < 0 || poll(&p, 1, static_cast<int>(std::max<std::int64_t>(left, 0))) != 1) kill(child, SIGKILL);
+    int status = 0;
+    all = waitpid(child, &status, 0) == child && WIFEXITED(status) && all;
+  }
+  return all;
+}
+
+/// Shared with children.
+class SharedBytes {
+ public:
+  explicit SharedBytes(std::size_t n) : size_(n), data_(mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {}
+  SharedBytes(const SharedBytes&) = delete;
+  SharedBytes& operator=(const SharedBytes&) = delete;
+  ~SharedBytes() {
+    if (data()) munmap(data_, size_);
+  }
+  char* data() const { return data_ == MAP_FAILED ? nullptr : static_cast<char*>(data_); }
+
+ private:
+  std::size_t size_;
+  void* data_;
+};
+
 }  // namespace
+
+Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, int limit_ms) {
+  const std::string name = "pagemap-" + std::to_string(number) + ".img";
+  auto layers = layers_of(parent, name);
+  if (!layers) return layers.error();
+  if (layers->empty()) return Error{ENOENT, parent + "/" + name + " is not there"};
+  auto suspects = Suspects::of(pagemap, *layers, parts);
+  if (!suspects) return suspects.error();
+
+  std::vector<Run>& runs = suspects->runs;
+  const std::size_t workers = std::min(processors(), runs.size());
+  const SharedBytes differs(suspects->pages + 1);
+  if (!differs.data()) return sys_error("memory for the comparison of pages");
+  memset(differs.data(), 1, suspects->pages);
+  char* next = differs.data();
+  for (Run& run : runs) run.differs = std::exchange(next, next + run.pages);
+  std::vector<char> buffer(kRunPages * kPage);  // each child has one of its own, once it is written to
+  std::vector<pid_t> children;
+  for (std::size_t w = 0; w < workers; ++w) {
+    const pid_t child = fork();
+    if (!child) compare(pid, runs, w, workers, buffer.data());
+    if (child > 0) children.push_back(child);  // else what it would have compared differs
+  }
+  if (!wait_for_all(children, limit_ms)) return Error{ETIMEDOUT, "the memory of process " + std::to_string(pid) + " cannot be read in time"};
+
+  Changed out;
+  std::vector<MemoryPart> differ, all;
+  for (const Run& run : runs)
+    for (std::uint64_t i = 0; i < run.pages; ++i)
+      if (run.differs[i]) append(differ, {run.vaddr + i * kPage, kPage});
+      else ++out.unchanged;
+  const auto before = [](const MemoryPart& a, const MemoryPart& b) { return a.start < b.start; };
+  std::merge(differ.begin(), differ.end(), suspects->unknown.begin(), suspects->unknown.end(), std::back_inserter(all), before);
+  for (const MemoryPart& part : all) append(out.parts, part, (kShortestRun - 1) * kPage);
+  return out;
+}
 
 Result<PageCounts> drop_unchanged(const std::string& images, const std::string& parent) {
   PageCounts counts;

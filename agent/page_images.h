@@ -2,8 +2,11 @@
 // CRIU's images of memory, the ones of a pre-dump and of the dump after it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "status.h"
 
@@ -23,5 +26,27 @@ struct PageCounts {
 /// @return EIO: images that contradict themselves; EINVAL: not CRIU's. The dump is of no use after an error
 /// Threads: one for a folder.
 Result<PageCounts> drop_unchanged(const std::string& images, const std::string& parent);
+
+struct MemoryPart {
+  std::uint64_t start = 0;  // address in a process, of a page
+  std::uint64_t bytes = 0;  // whole pages
+};
+
+struct Changed {
+  std::vector<MemoryPart> parts;  // by address; a few pages between them that are not changed
+  std::uint64_t unchanged = 0;    // pages that are as the pre-dumps have them
+};
+
+/// What has changed in memory of a process since it was copied ahead, though no page is marked as written for it: by a NIC. Pages that are
+/// marked (soft-dirty), which a dump finds by itself, are neither in `parts` nor counted; those that are in no pre-dump have changed.
+/// @param parent    folder of the last pre-dump
+/// @param number    the process's in the names of images
+/// @param pid       in our pid namespace; it may run, but no NIC may write to it
+/// @param pagemap   /proc/PID/pagemap
+/// @param parts     of its memory, by address, none twice
+/// @param limit_ms  for reading it: memory may be of somebody who never answers (userfaultfd, FUSE). ETIMEDOUT
+/// @return also EIO, EINVAL as drop_unchanged(); ENOENT: the pre-dump knows no such process
+/// Threads: any; reads by processes of its own, as many as there are processors, at most 8
+Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, int limit_ms);
 
 }  // namespace migr

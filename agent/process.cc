@@ -82,6 +82,17 @@ Result<std::uint64_t> container_namespace_of(pid_t pid) {
   return outermost;
 }
 
+std::vector<pid_t> numbers_in_namespaces(pid_t pid) {
+  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  std::vector<pid_t> out;
+  for (std::string line; out.empty() && std::getline(status, line);)
+    if (line.starts_with("NSpid:")) {
+      std::istringstream numbers(line.substr(line.find(':') + 1));
+      for (pid_t n; numbers >> n;) out.push_back(n);
+    }
+  return out;
+}
+
 std::string boot_of_host() { return first_line_of("/proc/sys/kernel/random/boot_id"); }
 
 std::vector<pid_t> tree_of(pid_t root) {

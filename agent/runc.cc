@@ -41,6 +41,12 @@ Env criu_env(const Config& config, const std::string& images) {
   return e;
 }
 
+Env pre_dump_env(const Config& config, const std::string& images, bool first) {
+  Env e = criu_env(config, images);
+  if (first) e.push_back("MIGR_FIRST_PRE_DUMP=1");
+  return e;
+}
+
 void try_out_kernel(const Config& config) {
   if (access("/run/criu.kdat", F_OK)) (void)run_command({config.criu, "check", "--feature", "mem_dirty_track"}, criu_env(config), kRuncMs);
 }
@@ -125,7 +131,7 @@ Status Runc::pre_dump(const std::string& id, const std::string& images, const st
   Argv a = {"checkpoint-rdma", "--pre-dump", "--image-path", to, "--work-path", work};
   if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
   a.push_back(id);
-  auto r = run_checked(first_to_go(command(std::move(a))), criu_env(config_, images), kCheckpointMs);
+  auto r = run_checked(first_to_go(command(std::move(a))), pre_dump_env(config_, images, parent.empty()), kCheckpointMs);
   if (!r) return Error{r.error().code, "pre-dump of " + id + ": " + r.error().text};
   return {};
 }

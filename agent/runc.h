@@ -21,6 +21,8 @@ struct ContainerState {
 /// For CRIU and its plugin, whoever starts them.
 /// @param images  folder of migr.img; empty: that of the images
 Env criu_env(const Config& config, const std::string& images = {});
+/// @param first  of a migration: the plugin may change which pages count as written (criu-plugin/clean.c)
+Env pre_dump_env(const Config& config, const std::string& images, bool first);
 
 /// After a boot CRIU first tries out what the kernel can, and keeps that in /run/criu.kdat (3.17): not during a stop. What it cannot do
 /// is found out then.

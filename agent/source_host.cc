@@ -2,6 +2,7 @@
 #include "source_host.h"
 
 #include <fmt/format.h>
+#include <rdma/ib_user_ioctl_verbs.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
@@ -649,7 +650,7 @@ Result<std::uint64_t> SourceRun::drop_unchanged() {
   std::uint64_t unchanged = 0;
   auto work = [&]() -> Status {
     auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + pre_copied_);
-    if (pages) unchanged = pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+    if (pages) unchanged = not_dumped_ + pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
     return pages;
   };
   if (auto s = step(FaultStep::kSourceCompare, work); !s) return s.error();
@@ -714,8 +715,62 @@ Status SourceRun::rollback() {
   return each([this](Process& p) { return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs); });
 }
 
+namespace {
+
+// That a NIC may write to: whole pages, by address, none twice.
+Result<std::vector<MemoryPart>> registered_memory(pid_t pid) {
+  constexpr std::uint32_t kWritable = IB_UVERBS_ACCESS_LOCAL_WRITE | IB_UVERBS_ACCESS_REMOTE_WRITE | IB_UVERBS_ACCESS_REMOTE_ATOMIC;
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  auto kernel = KernelRecord::open();
+  if (!kernel) return kernel.error();
+  auto contexts = kernel->contexts(pid);
+  if (!contexts) return contexts.error();
+  std::vector<MemoryPart> all;
+  for (ContextRecord& c : *contexts) {
+    if (auto s = kernel->objects(c); !s) return s.error();
+    for (const migr_mr_rec& mr : c.mrs) {
+      if (!mr.length || !(mr.access & kWritable) || mr.flags & (MIGR_MR_DMABUF | MIGR_MR_DM)) continue;
+      const std::uint64_t start = mr.start / page * page;
+      all.push_back({start, (mr.start + mr.length + page - 1) / page * page - start});
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const MemoryPart& a, const MemoryPart& b) { return a.start < b.start; });
+  std::vector<MemoryPart> out;
+  for (const MemoryPart& m : all) {
+    if (!out.empty() && m.start <= out.back().start + out.back().bytes) out.back().bytes = std::max(out.back().bytes, m.start + m.bytes - out.back().start);
+    else out.push_back(m);
+  }
+  return out;
+}
+
+}  // namespace
+
+// The process is drained, and has been copied ahead: of its registered memory FREEZE need not touch what is as it was then.
+// @return the bytes of that
+Result<std::uint64_t> SourceRun::find_written(Process& p) const {
+  constexpr std::size_t kPartsMax = 1u << 16;
+  const std::string proc = "/proc/" + std::to_string(p.pid);
+  const auto numbers = numbers_in_namespaces(p.pid);
+  if (numbers.empty() || numbers.size() > 2) return Error{EOPNOTSUPP, "it lives in PID namespaces within each other"};
+  auto memory = registered_memory(p.pid);
+  if (!memory) return memory.error();
+  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, proc + "/pagemap", *memory, kCompareMs);
+  if (!changed) return changed.error();
+  if (changed->parts.size() > kPartsMax) return Error{E2BIG, "it was written to in too many places"};
+  std::vector<migr_memory_part> parts;
+  for (const MemoryPart& m : changed->parts) parts.push_back({m.start, m.bytes});
+  if (auto r = p.session->ask<migr_memory_part>(MIGR_MSG_WRITTEN, id_, std::span<const migr_memory_part>(parts), kProcessMs); !r) return r.error();
+  return changed->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
 Status SourceRun::freeze() {
+  not_dumped_ = 0;
   auto s = each([this](Process& p) -> Status {
+    if (!pre_copied_.empty()) {
+      auto same = find_written(p);
+      if (same) spdlog::info("{}: {} KB of its registered memory are as they were copied ahead", p.session->label(), *same >> 10), not_dumped_ += *same;
+      else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
+    }
     if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs, p.described); !s) return s;
     return host_.sessions_.wait_closed(p.session, kProcessMs);
   });

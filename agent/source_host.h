@@ -3,6 +3,7 @@
 // says after a crash what has to be taken back.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -138,6 +139,7 @@ class SourceRun final : public Source {
   Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status checkpoint_ahead(const std::string& parent);
+  Result<std::uint64_t> find_written(Process& p) const;
 
   SourceHost& host_;
   const std::uint32_t id_;
@@ -148,9 +150,10 @@ class SourceRun final : public Source {
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
   bool busy_ = false;
-  Child detach_ahead_;      // the network hook, waiting
-  Child ahead_;             // the checkpoint, waiting
-  std::string pre_copied_;  // folder of the last round, beside that of the images
+  Child detach_ahead_;                         // the network hook, waiting
+  Child ahead_;                                // the checkpoint, waiting
+  std::string pre_copied_;                     // folder of the last round, beside that of the images
+  std::atomic<std::uint64_t> not_dumped_ = 0;  // bytes that a NIC may have written to, and has not
 };
 
 }  // namespace migr

@@ -98,11 +98,25 @@ static int declare_external(int fd, const struct stat *st)
 	return add_external(key) ? -ENOMEM : 0;
 }
 
+/* All tasks of the job are stopped when CRIU asks about the first mapping, and no page has been looked at. */
+static int before_first_pre_dump(void)
+{
+	static int done;
+
+	if (done || !getenv("MIGR_FIRST_PRE_DUMP"))
+		return 0;
+	done = 1;
+	return clean_registered(job.img) ? -EIO : 0;
+}
+
 int dump_device_vma(int fd, const struct stat *st)
 {
+	int ret;
+
 	if (job.phase != PHASE_DUMP || !is_uverbs(st))
 		return -ENOTSUP;
-	return declare_external(fd, st);
+	ret = before_first_pre_dump();
+	return ret ? ret : declare_external(fd, st);
 }
 
 static int is_event_fd(int fd)

@@ -61,6 +61,13 @@ int restore_go(struct migr_rst_err *err);
  */
 int ahead_register(const struct migr_rst_image *img, pid_t root, long limit_ms, struct migr_rst_err *err);
 
+/*
+ * clean.c: takes the mark "written" from the registered private memory of the processes of @img, all of them stopped and
+ * traced by the caller, before the first of several pre-dumps. Of whom that cannot be done, and why, is said. 0, or a positive errno: a
+ * process has been left other than it was.
+ */
+int clean_registered(const struct migr_rst_image *img);
+
 /* control.c: the socket */
 int control_listen(const char *path);
 /*

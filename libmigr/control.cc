@@ -188,6 +188,8 @@ int request_record_size(std::uint16_t type) {
       return sizeof(migr_key_map);
     case MIGR_MSG_MOVES:
       return sizeof(migr_move);
+    case MIGR_MSG_WRITTEN:
+      return sizeof(migr_memory_part);
     default:
       return -1;
   }
@@ -410,6 +412,11 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       if (answer.status) cm::rollback();
       else itimer::hold();
       return;
+    case MIGR_MSG_WRITTEN: {
+      const auto parts = request.as<migr_memory_part>();
+      registry.written.emplace(parts.begin(), parts.end());
+      return;
+    }
     case MIGR_MSG_SWITCH:
       if (named_qps(registry, request, qps, answer)) finish(switchover::switch_to_spare(qps, why));
       if (!answer.status) cm::switched(qps);
@@ -789,6 +796,7 @@ void after_fork_in_child() {
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();
   registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
+  registry.written.reset();
   registry.closing = false;
   registry.registering = registry.ending = 0;  // nor does it have the threads that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.

@@ -29,6 +29,7 @@
 #include <vector>
 
 #include <linux/types.h>
+#include "../include/migr/proc_wire.h"
 #include "../include/uapi/migr.h"
 #include "links/guard.h"
 #include "switchover/states.h"
@@ -491,6 +492,8 @@ struct Registry {
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
   bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
+  /// As long: what migrd has said. Nothing: of registered memory all may have been written to.
+  std::optional<std::vector<migr_memory_part>> written;
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   unsigned registering = 0;   ///< calls that are in the driver, without the lock, and bring an MR or take one away
@@ -516,6 +519,7 @@ struct Registry {
   /// Caller holds the lock.
   void let_changes_go() {
     held = moving = copied_ahead = false;
+    written.reset();
     thawed.notify_all();
     links::changed();  // of connections that were being moved
   }

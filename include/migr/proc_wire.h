@@ -84,6 +84,10 @@ enum migr_msg_type {
 				 * CUT stands again, with its receives and windows; still suspended. EOPNOTSUPP from an
 				 * older library, whose ROLLBACK does both */
 
+	MIGR_MSG_WRITTEN,	/* source: the process is drained. Of its registered memory these parts may differ from what was
+				 * copied ahead and are not marked as written: the FREEZE that comes next touches
+				 * them, and not all. records: migr_memory_part. EOPNOTSUPP from an older library */
+
 	/* library -> migrd */
 	MIGR_MSG_WHERE = 64,	/* before a QP is connected to one that may have moved. records: one migr_qp_address,
 				 * as the application has it; arg: physical QPN of this end. reply records: one
@@ -201,6 +205,11 @@ struct migr_qp_psn {
 	uint32_t vqpn;
 	uint32_t psn;		/* 24 bits: what the cut path's responder would have executed next */
 	uint32_t reserved;
+};
+
+struct migr_memory_part {
+	uint64_t start;		/* address in the process, whole pages */
+	uint64_t bytes;
 };
 
 /* What became of the work requests of a QP that had not completed when it was cut. */

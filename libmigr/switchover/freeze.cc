@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <mutex>
@@ -18,7 +19,24 @@
 namespace migr::switchover {
 namespace {
 
+/// What a NIC writes once the other ends are drained: with reliable connections nothing.
+bool all_are_reliable() {
+  return std::all_of(Registry::get().qps.begin(), Registry::get().qps.end(), [](const QpShadow* q) {
+    const ibv_qp_type type = q->init.qp_type;
+    return type == IBV_QPT_RC || type == IBV_QPT_XRC_SEND || type == IBV_QPT_XRC_RECV;
+  });
+}
+
+/// The parts that migrd has found to be written to. @return false: it does not know all of them, or memory is no more where it was
+bool touch_written() {
+  const auto& written = Registry::get().written;
+  return written && all_are_reliable() && std::all_of(written->begin(), written->end(), [](const migr_memory_part& part) {
+    return !touch_pages(reinterpret_cast<const void*>(part.start), part.bytes, IBV_ACCESS_LOCAL_WRITE);
+  });
+}
+
 int touch_all(std::string& why) {
+  if (touch_written()) return 0;
   for (const MrShadow* mr : Registry::get().mrs)
     if (const int err = touch_pages(mr->app.addr, mr->app.length, mr->access)) return fail(why, err, "memory of " + std::to_string(mr->app.length) + " bytes is registered, and not mapped or not writable any more");
   return 0;

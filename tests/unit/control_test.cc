@@ -568,6 +568,21 @@ TEST(Itimer, OneShotHasAnIntervalWhileFrozenAndFiresOnce) {
   alarm(0);
 }
 
+TEST_F(Control, WhatIsSaidToBeWrittenCountsUntilItIsOver) {
+  auto& written = Registry::get().written;
+  for (const int end : {MIGR_MSG_RESUME, MIGR_MSG_ROLLBACK}) {
+    EXPECT_FALSE(written);
+    EXPECT_EQ(ask(request(MIGR_MSG_WRITTEN), std::vector<migr_memory_part>{}).status, 0);
+    ASSERT_TRUE(written) << "nothing was written: that is known, too";
+    EXPECT_TRUE(written->empty());
+    EXPECT_EQ(ask(request(MIGR_MSG_WRITTEN), std::vector<migr_memory_part>{{0x1000, 0x2000}, {0x8000, 0x1000}}).status, 0);
+    ASSERT_EQ(written->size(), 2u);
+    EXPECT_EQ((*written)[1].start, 0x8000u);
+    EXPECT_EQ(ask(static_cast<std::uint16_t>(end)).status, 0);
+  }
+  EXPECT_FALSE(written);
+}
+
 TEST_F(Control, FreezeThatFailsKeepsTheConnection) {
   fake.status = EBUSY;
   EXPECT_EQ(ask(MIGR_MSG_FREEZE).status, EBUSY);

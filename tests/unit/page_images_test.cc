@@ -4,6 +4,10 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -22,6 +26,7 @@ namespace fs = std::filesystem;
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint64_t kBase = 0x7f0000000000;
+constexpr std::uint64_t kThere = 1ull << 63, kMarked = 1ull << 55;  // in /proc/PID/pagemap
 
 struct Part {
   std::uint64_t first;  // page number from kBase
@@ -56,7 +61,7 @@ class PageImages : public testing::Test {
     map += word(static_cast<std::uint32_t>(body.size())) + body;
     for (const Part& r : runs) {
       criu::PagemapEntry e;
-      e.set_vaddr(kBase + r.first * kPage);
+      e.set_vaddr(base_ + r.first * kPage);
       e.set_nr_pages(r.pages);
       e.set_flags(r.flags);
       e.SerializeToString(&body);
@@ -106,6 +111,7 @@ class PageImages : public testing::Test {
   }
 
   std::string dir_;
+  std::uint64_t base_ = kBase;
 };
 
 TEST_F(PageImages, EqualPagesAreLeftToThePreDump) {
@@ -250,6 +256,118 @@ TEST_F(PageImages, ImagesThatContradictThemselvesAreRefused) {
   auto foreign = drop_unchanged(dir_ + "/now", dir_ + "/before");
   ASSERT_FALSE(foreign);
   EXPECT_EQ(foreign.error().code, EINVAL);
+}
+
+/// Memory of this process that was copied ahead, page 0 to 99.
+class MemoryOfAProcess : public PageImages {
+ protected:
+  void SetUp() override {
+    PageImages::SetUp();
+    memory_ = static_cast<char*>(mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    ASSERT_NE(memory_, MAP_FAILED);
+    memset(memory_, 'a', kPages * kPage);
+    base_ = reinterpret_cast<std::uintptr_t>(memory_);
+    image("/before", 7, 1, {{0, 100, 4}}, std::string(100, 'a'));
+    marks_.assign(kPages, kThere);
+  }
+  void TearDown() override {
+    munmap(memory_, kPages * kPage);
+    PageImages::TearDown();
+  }
+  Result<Changed> changed(std::uint64_t first = 0, std::uint64_t pages = 100, int limit_ms = 20'000) {
+    const std::string pagemap = dir_ + "/pagemap";
+    const int fd = open(pagemap.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
+    const auto bytes = static_cast<ssize_t>(marks_.size() * sizeof marks_[0]);
+    EXPECT_EQ(pwrite(fd, marks_.data(), static_cast<std::size_t>(bytes), static_cast<off_t>(base_ / kPage * sizeof marks_[0])), bytes);
+    close(fd);
+    return changed_since(dir_ + "/before", 7, getpid(), pagemap, {{base_ + first * kPage, pages * kPage}}, limit_ms);
+  }
+  /// First page and pages of each part.
+  std::string parts(const Changed& c) const {
+    std::string out;
+    for (const MemoryPart& p : c.parts) out += std::to_string((p.start - base_) / kPage) + "+" + std::to_string(p.bytes / kPage) + " ";
+    return out;
+  }
+
+  static constexpr std::size_t kPages = 110;
+  char* memory_ = nullptr;
+  std::vector<std::uint64_t> marks_;
+};
+
+TEST_F(MemoryOfAProcess, WhatNobodyHasWrittenToHasNotChanged) {
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "");
+  EXPECT_EQ(r->unchanged, 100u);
+}
+
+TEST_F(MemoryOfAProcess, WhatANicHasWrittenIsFoundByItsContent) {
+  memory_[5 * kPage] = 'X';
+  memory_[50 * kPage + 4095] = 'X';
+  memory_[57 * kPage] = 'X';  // near that: one part
+  memory_[99 * kPage + 77] = 'X';
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "5+1 50+8 99+1 ");
+  EXPECT_EQ(r->unchanged, 96u);
+}
+
+TEST_F(MemoryOfAProcess, WhatADumpFindsByItsMarkIsNotLookedAt) {
+  for (int i = 20; i < 40; ++i) marks_[static_cast<std::size_t>(i)] |= kMarked;
+  memory_[30 * kPage] = 'X';
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "");
+  EXPECT_EQ(r->unchanged, 80u);
+}
+
+TEST_F(MemoryOfAProcess, WhatIsInNoPreDumpOrNotThereHasChanged) {
+  marks_[3] = 0;
+  auto r = changed(0, 105);
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "3+1 100+5 ");
+  EXPECT_EQ(r->unchanged, 99u);
+}
+
+TEST_F(MemoryOfAProcess, WhatCannotBeReadHasChanged) {
+  ASSERT_EQ(mprotect(memory_ + 40 * kPage, 2 * kPage, PROT_NONE), 0);
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "40+24 ") << "the rest of what was read at once";
+  EXPECT_EQ(r->unchanged, 76u);
+}
+
+TEST_F(MemoryOfAProcess, TheNewestPreDumpThatHasThePageCounts) {
+  fs::create_directories(dir_ + "/first");
+  fs::create_symlink("../first", dir_ + "/before/parent");
+  image("/first", 7, 1, {{0, 100, 4}}, std::string(100, 'a'));
+  image("/before", 7, 2, {{0, 40, 1}, {40, 20, 4}, {60, 40, 1}}, std::string(20, 'b'));
+  memset(memory_ + 40 * kPage, 'b', 10 * kPage);
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "50+10 ");
+}
+
+TEST_F(MemoryOfAProcess, WhoeverNeverAnswersIsNotWaitedFor) {
+  const int fd = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC));
+  if (fd < 0) GTEST_SKIP() << "no userfaultfd here";
+  uffdio_api api{.api = UFFD_API, .features = 0, .ioctls = 0};
+  ASSERT_EQ(ioctl(fd, UFFDIO_API, &api), 0);
+  ASSERT_EQ(madvise(memory_ + 10 * kPage, kPage, MADV_DONTNEED), 0);
+  uffdio_register area{.range = {.start = base_ + 10 * kPage, .len = kPage}, .mode = UFFDIO_REGISTER_MODE_MISSING, .ioctls = 0};
+  ASSERT_EQ(ioctl(fd, UFFDIO_REGISTER, &area), 0);
+  auto r = changed(0, 100, 300);
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT) << r.error().text;
+  close(fd);
+}
+
+TEST_F(MemoryOfAProcess, ImagesThatAreNotThereOrContradictThemselvesAreAnError) {
+  EXPECT_EQ(changed_since(dir_ + "/before", 8, getpid(), "/proc/self/pagemap", {}, 1000).error().code, ENOENT);
+  image("/before", 7, 1, {{0, 100, 4}}, std::string(99, 'a'));
+  auto r = changed();
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EIO);
 }
 
 }  // namespace
