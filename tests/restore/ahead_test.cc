@@ -24,7 +24,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdarg>
 #include <cstddef>
 #include <cstring>
 #include <functional>
@@ -35,22 +34,7 @@
 #include <vector>
 
 #include "migr/ahead.h"
-extern "C" {
-#include "../../criu-plugin/plugin.h"
-}
-
-namespace {
-std::string said;
-}
-
-extern "C" void say(int, const char* fmt, ...) {
-  char text[512];
-  va_list ap;
-  va_start(ap, fmt);
-  vsnprintf(text, sizeof text, fmt, ap);
-  va_end(ap);
-  said += std::string(text) + '\n';
-}
+#include "said.h"
 
 asm(".pushsection .text\n"
     "ahead_test_code:\n" MIGR_AHEAD_CODE

@@ -14,7 +14,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdarg>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -23,22 +22,7 @@
 #include <string>
 #include <thread>
 
-extern "C" {
-#include "../../criu-plugin/plugin.h"
-}
-
-namespace {
-std::string said;
-}
-
-extern "C" void say(int, const char* fmt, ...) {
-  char text[512];
-  va_list ap;
-  va_start(ap, fmt);
-  vsnprintf(text, sizeof text, fmt, ap);
-  va_end(ap);
-  said += std::string(text) + '\n';
-}
+#include "said.h"
 
 namespace {
 
