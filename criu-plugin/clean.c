@@ -168,31 +168,34 @@ static int limits_data(pid_t pid)
 	       (data.rlim_cur != RLIM_INFINITY && data.rlim_cur >> 10 < (rlim_t)task_status(pid, "VmData:", 10));
 }
 
-/* @bytes: of which the mark was taken. 0, or why its memory is not writable any more, or its task runs. */
+/*
+ * @bytes: of which the mark was taken; not of what cannot be protected. 0, or a positive errno: its memory is not writable any more,
+ * or its task runs.
+ */
 static int clean(struct task *t, uint64_t insn, struct pieces *pieces, int clear_refs, uint64_t *bytes)
 {
 	long until_ms = now_ms() + PROTECT_LIMIT_MS;
 	uint32_t nr = 0;
-	int ret = 0;
+	int broken = 0;
 
-	for (uint32_t i = 0; ret >= 0 && i < pieces->nr && now_ms() < until_ms; i++) {
-		ret = protect(t, insn, &pieces->all[i], pieces->all[i].prot & ~PROT_WRITE);
-		if (!ret)
+	for (uint32_t i = 0; !broken && i < pieces->nr && now_ms() < until_ms; i++) {
+		int err = protect(t, insn, &pieces->all[i], pieces->all[i].prot & ~PROT_WRITE);
+
+		if (!err)
 			pieces->all[nr++] = pieces->all[i];
+		else if (err < 0)
+			broken = -err;
 	}
-	if (ret < 0)
-		return -ret;
-	if (nr && write(clear_refs, "4", 1) == 1)
+	if (nr && !broken && write(clear_refs, "4", 1) == 1)
 		for (uint32_t i = 0; i < nr; i++)
 			*bytes += pieces->all[i].end - pieces->all[i].start;
 	for (uint32_t i = 0; i < nr; i++) {
 		int err = protect(t, insn, &pieces->all[i], pieces->all[i].prot);
 
-		if (err < 0)
-			return -err;
-		ret = err > 0 ? err : ret;
+		if (err && !broken)
+			broken = err < 0 ? -err : err;
 	}
-	return ret;
+	return broken;
 }
 
 static int clean_process(const struct migr_rst_process *p)

@@ -2,11 +2,14 @@
 // The plugin takes the mark "written" from memory that a stopped task has registered. The task is real, a child of the test that is
 // traced as CRIU does it, and notices nothing. That the marks go, and of pinned memory, is seen in a VM: tests/e2e/memory_test.sh.
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/user.h>
 #include <sys/wait.h>
@@ -186,6 +189,29 @@ TEST_F(Clean, OfManyTheLargest) {
   clean(kb((1024 + kMany / 3) * kPage));
   expect_goes_on();
   munmap(many, 4 * kMany * kPage);
+}
+
+TEST_F(Clean, WhatCannotBeProtectedStaysAsItIs) {
+  start([this] {
+    const auto last = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(private_ + 32 * kPage));
+    sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mprotect, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[0])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, last, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog program{sizeof filter / sizeof *filter, filter};
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program)) return;
+    for (;; ++shared_->turns)
+      for (std::size_t at = 0; at < kBytes; at += kPage) ++private_[at];
+  });
+  registers(private_, kPage);
+  registers(private_ + 32 * kPage, kPage);
+  clean(kb(kPage));
+  expect_goes_on();
 }
 
 TEST_F(Clean, WhoCannotBeAskedIsLeftAlone) {
