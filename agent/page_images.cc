@@ -2,15 +2,10 @@
 #include "page_images.h"
 
 #include <fcntl.h>
-#include <poll.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "aside.h"
 #include "criu_pagemap.pb.h"
 #include "file_tree.h"
 #include "limits.h"
@@ -293,12 +289,6 @@ struct Run {
   char* differs = nullptr;  // a byte for each
 };
 
-/// In the order of their addresses. @param gap  bytes between two that are one nevertheless
-void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t gap = 0) {
-  if (!to.empty() && part.start - to.back().start <= to.back().bytes + gap) to.back().bytes = part.start + part.bytes - to.back().start;
-  else to.push_back(part);
-}
-
 /// Of memory those pages that are not marked as written, and may be.
 class Suspects {
  public:
@@ -337,12 +327,9 @@ class Suspects {
   }
 };
 
-/// In a process of its own: it may be ended whatever it waits for. What it cannot read differs.
+/// Aside. What it cannot read differs.
 /// @param buffer  of kRunPages
 [[noreturn]] void compare(pid_t pid, const std::vector<Run>& runs, std::size_t first, std::size_t step, char* buffer) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  prctl(PR_SET_DUMPABLE, 0);  // no core of ours for what a process has in its memory
-  close_range(0, ~0u, 0);     // others' connections
   setpriority(PRIO_PROCESS, 0, -20);  // its QPs stand still meanwhile, and its threads may poll for what does not come
   for (std::size_t r = first; r < runs.size(); r += step) {
     const Run& run = runs[r];
@@ -359,12 +346,8 @@ bool wait_for_all(const std::vector<pid_t>& children, int limit_ms) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
   bool all = true;
   for (const pid_t child : children) {
-    const Fd ends(static_cast<int>(syscall(SYS_pidfd_open, child, 0)));
-    pollfd p{ends.n, POLLIN, 0};
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
-    if (ends.n < 0 || poll(&p, 1, static_cast<int>(std::max<std::int64_t>(left, 0))) != 1) kill(child, SIGKILL);
-    int status = 0;
-    all = waitpid(child, &status, 0) == child && WIFEXITED(status) && all;
+    all = exit_of(child, static_cast<int>(std::max<std::int64_t>(left, 0))) && all;
   }
   return all;
 }
@@ -387,6 +370,11 @@ class SharedBytes {
 
 }  // namespace
 
+void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t gap) {
+  if (!to.empty() && part.start - to.back().start <= to.back().bytes + gap) to.back().bytes = std::max(to.back().bytes, part.start + part.bytes - to.back().start);
+  else to.push_back(part);
+}
+
 Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, int limit_ms) {
   const std::string name = "pagemap-" + std::to_string(number) + ".img";
   auto layers = layers_of(parent, name);
@@ -405,7 +393,7 @@ Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, 
   std::vector<char> buffer(kRunPages * kPage);  // each child has one of its own, once it is written to
   std::vector<pid_t> children;
   for (std::size_t w = 0; w < workers; ++w) {
-    const pid_t child = fork();
+    const pid_t child = fork_aside();
     if (!child) compare(pid, runs, w, workers, buffer.data());
     if (child > 0) children.push_back(child);  // else what it would have compared differs
   }

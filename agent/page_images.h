@@ -32,6 +32,9 @@ struct MemoryPart {
   std::uint64_t bytes = 0;  // whole pages
 };
 
+/// Adds one that begins behind the last, or in it: they are one then. @param gap  bytes between two that are one nevertheless
+void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t gap = 0);
+
 struct Changed {
   std::vector<MemoryPart> parts;  // by address; a few pages between them that are not changed
   std::uint64_t unchanged = 0;    // pages that are as the pre-dumps have them

@@ -31,7 +31,7 @@ std::vector<pid_t> processes_naming(const std::string& text);
 /// The number of the PID namespace of the container that a process lives in; of several in each other, the outermost. 0: it lives in
 /// the caller's.
 Result<std::uint64_t> container_namespace_of(pid_t pid);
-/// What it is called in each PID namespace that it lives in, the caller's first. Empty: it has ended.
+/// What a process, or a thread, is called in each PID namespace that it lives in, the caller's first. Empty: it has ended.
 std::vector<pid_t> numbers_in_namespaces(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);

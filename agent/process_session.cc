@@ -71,18 +71,11 @@ Result<Packet> receive(int fd, Clock::time_point deadline) {
 
 // Our number of a thread that calls itself `inner` in its own pid namespace.
 pid_t outer_tid(pid_t pid, pid_t inner) {
-  const std::string base = "/proc/" + std::to_string(pid) + "/task/";
-  std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(base.c_str()), closedir);
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(("/proc/" + std::to_string(pid) + "/task").c_str()), closedir);
   while (dirent* e = dir ? readdir(dir.get()) : nullptr) {
     if (e->d_name[0] == '.') continue;
-    std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen((base + e->d_name + "/status").c_str(), "re"), std::fclose);
-    char line[256];
-    while (f && std::fgets(line, sizeof line, f.get())) {
-      if (std::strncmp(line, "NSpid:", 6)) continue;
-      const char* last = std::strrchr(line, '\t');
-      if (last && std::atoi(last) == inner) return std::atoi(e->d_name);
-      break;
-    }
+    const pid_t tid = std::atoi(e->d_name);
+    if (const auto numbers = numbers_in_namespaces(tid); !numbers.empty() && numbers.back() == inner) return tid;
   }
   return 0;
 }

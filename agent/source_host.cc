@@ -736,10 +736,7 @@ Result<std::vector<MemoryPart>> registered_memory(pid_t pid) {
   }
   std::sort(all.begin(), all.end(), [](const MemoryPart& a, const MemoryPart& b) { return a.start < b.start; });
   std::vector<MemoryPart> out;
-  for (const MemoryPart& m : all) {
-    if (!out.empty() && m.start <= out.back().start + out.back().bytes) out.back().bytes = std::max(out.back().bytes, m.start + m.bytes - out.back().start);
-    else out.push_back(m);
-  }
+  for (const MemoryPart& m : all) append(out, m);
   return out;
 }
 
@@ -749,12 +746,11 @@ Result<std::vector<MemoryPart>> registered_memory(pid_t pid) {
 // @return the bytes of that
 Result<std::uint64_t> SourceRun::find_written(Process& p) const {
   constexpr std::size_t kPartsMax = 1u << 16;
-  const std::string proc = "/proc/" + std::to_string(p.pid);
   const auto numbers = numbers_in_namespaces(p.pid);
   if (numbers.empty() || numbers.size() > 2) return Error{EOPNOTSUPP, "it lives in PID namespaces within each other"};
   auto memory = registered_memory(p.pid);
   if (!memory) return memory.error();
-  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, proc + "/pagemap", *memory, kCompareMs);
+  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, "/proc/" + std::to_string(p.pid) + "/pagemap", *memory, kCompareMs);
   if (!changed) return changed.error();
   if (changed->parts.size() > kPartsMax) return Error{E2BIG, "it was written to in too many places"};
   std::vector<migr_memory_part> parts;

@@ -3,12 +3,7 @@
 
 #include <elf.h>
 #include <libunwind-x86_64.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "aside.h"
 #include "limits.h"
 
 // libunwind exports it for unwinders with accessors of their own, and has it in no header.
@@ -158,22 +154,9 @@ void each_mapping(pid_t pid, const std::function<bool(const Mapping&)>& done) {
 
 bool frames_inside(pid_t pid, const user_regs_struct& regs, const std::function<bool(std::uint64_t, bool)>& inside) {
   constexpr int kOutside = 0, kInside = 1;
-  const pid_t child = fork();
-  if (!child) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    prctl(PR_SET_DUMPABLE, 0);  // no core of ours for what the process says
-    for (const int s : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV}) signal(s, SIG_DFL);
-    close_range(0, ~0u, 0);  // others' connections
-    _exit(walk(pid, regs, inside) ? kInside : kOutside);
-  }
-  if (child < 0) return true;
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
-  pollfd ends{fd, POLLIN, 0};
-  if (fd < 0 || poll(&ends, 1, kScanWalkMs) != 1) kill(child, SIGKILL);
-  int status = 0;
-  const bool known = waitpid(child, &status, 0) == child && WIFEXITED(status);
-  if (fd >= 0) close(fd);
-  return !known || WEXITSTATUS(status) != kOutside;
+  const pid_t child = fork_aside();
+  if (!child) _exit(walk(pid, regs, inside) ? kInside : kOutside);
+  return child < 0 || exit_of(child, kScanWalkMs) != kOutside;
 }
 
 }  // namespace migr
