@@ -22,6 +22,7 @@ kmod: deps			## migr.ko for the kernels that tests use, or KVER=
 user: deps			## libmigr, migrd, migrctl, CRIU plugin, programs
 	@mkdir -p $(USER_BUILD)
 	@cmake -S . -B $(USER_BUILD) -G Ninja >$(BUILD)/cmake.log 2>&1 || { cat $(BUILD)/cmake.log; exit 1; }
+	@ninja -C $(USER_BUILD) -t cleandead >/dev/null	# what nothing builds any more must not look built
 	@ninja -C $(USER_BUILD) -j$(JOBS) --quiet
 
 runc: deps			## runc with our patches, build/runc/runc
