@@ -1151,8 +1151,9 @@ Outcome round_of(const Library& a, const Library& b, const Options& o, const Kin
   if (x.relays_now() != o.relays || y.relays_now() != o.relays) return out.error = "atomics are relayed, or are not", out;
   if (!wait_for([] { return all_stand(0); })) return out.error = "not all channels stand: " + x.how() + "; " + y.how(), out;
   if (kind.story == Story::kRefused) return out.error = x.try_refused(o.seed % 2), out;
-  if (kind.halfway && x.how().find("atomics go direct: the other end says so") == std::string::npos) return out.error = "it is not said why: " + x.how(), out;
   // They leave a link at once that is not known to work again after the round before.
+  if (kind.halfway && !wait_for([&] { return x.how().find("atomics go direct: the other end says so") != std::string::npos; }))
+    return out.error = "it is not said why: " + x.how(), out;
   if (kind.qps && !o.company && !wait_for([&] { return model_qps() == kind.qps || x.changed(); }))
     return out.error = std::to_string(model_qps()) + " QPs, and not " + std::to_string(kind.qps), out;
   std::thread one([&] { x.run(); }), other([&] { y.run(); });
