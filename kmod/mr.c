@@ -14,6 +14,7 @@ static struct ib_mr *remember(struct migr_dev *md, struct ib_pd *pd, struct ib_m
 		migr_obj_free(obj);
 		return mr;
 	}
+	mr->uobject = NULL;	/* uverbs sets it after the call, and a driver need not: mthca does not */
 	rec->pd_handle = migr_handle(pd->uobject);
 	rec->plkey = mr->lkey;
 	rec->prkey = mr->rkey;

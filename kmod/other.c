@@ -172,6 +172,7 @@ static struct ib_dm *alloc_dm(struct ib_device *ibdev, struct ib_ucontext *uctx,
 		goto out_leave;
 	err = PTR_ERR_OR_ZERO(dm);
 	if (!err) {
+		dm->uobject = NULL;	/* as with an MR */
 		err = migr_obj_add(obj, dm, uctx);
 		if (err) {
 			dm->device = ibdev;	/* what uverbs sets after the call */

@@ -526,7 +526,8 @@ static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
 	int err;
 
 	if (!ctx) {	/* older than the module, and not found when it came: rare */
-		ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
+		/* Nobody waits under migr_lock for the memory of one process's group. */
+		ctx = kzalloc(sizeof(*ctx), (GFP_KERNEL_ACCOUNT & ~__GFP_DIRECT_RECLAIM) | __GFP_NOWARN);
 		if (!ctx)
 			return -ENOMEM;
 		err = ctx_new_locked(ctx, uctx, task_tgid(current), current->group_leader->comm,

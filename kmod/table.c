@@ -39,6 +39,8 @@ int migr_table_make(struct file **made)
 		}
 		/* Written to under migr_lock: nobody may have to wait for one process's swap. */
 		mapping_set_unevictable(file->f_mapping);
+		/* Nor may remap_file_pages(), which maps the file anew without asking us, make a mapping that can be written to. */
+		SHMEM_I(file_inode(file))->seals |= F_SEAL_FUTURE_WRITE;
 		made[i] = file;
 	}
 	return 0;

@@ -195,6 +195,7 @@ int main(void)
 	uint32_t qpn, lkey, old_lkey, n, used;
 	struct ibv_mr *mr;
 	struct side s;
+	void *again;
 	int fd, uverbs, status, i;
 
 	fd = migr_open();
@@ -212,6 +213,13 @@ int main(void)
 	keys = map_key_table(fd);
 	check_errno(mprotect((void *)qpns, MIGR_QPN_TABLE_BYTES, PROT_READ | PROT_WRITE), EACCES,
 		    "mprotect to writable");
+	again = mmap(NULL, MIGR_QPN_TABLE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+	need(again != MAP_FAILED, "a second mapping");
+	check(!syscall(SYS_remap_file_pages, again, MIGR_QPN_TABLE_BYTES, 0, 0, 0), "remap_file_pages");
+	check_errno(mprotect(again, MIGR_QPN_TABLE_BYTES, PROT_READ | PROT_WRITE), EACCES,
+		    "mprotect to writable of what is mapped anew");
+	check_eq(((const uint32_t *)again)[s.qp->qp_num], s.qp->qp_num | MIGR_QPN_VALID, "it is the same table");
+	munmap(again, MIGR_QPN_TABLE_BYTES);
 	check_eq(qpns[s.qp->qp_num], s.qp->qp_num | MIGR_QPN_VALID, "what was made before attaching is in");
 	check_eq(keys[s.mr->lkey >> 8].lkey, s.mr->lkey ^ (s.mr->lkey & 0xff), "lkey entry");
 	check_eq(keys[s.mr->rkey >> 8].rkey, s.mr->rkey ^ (s.mr->rkey & 0xff), "rkey entry");
