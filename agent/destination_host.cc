@@ -33,14 +33,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // The processes of `runc partial-restore`, or of `criu restore`, for this folder: their command line names it.
-std::vector<pid_t> restorers(const std::string& dir) {
-  auto found = processes_naming(dir + "/");
-  std::erase_if(found, [](pid_t pid) {
-    const std::string line = text_of("/proc/" + std::to_string(pid) + "/cmdline");
-    return line.find("partial-restore") == std::string::npos && line.find(std::string("\0restore\0", 9)) == std::string::npos;
-  });
-  return found;
-}
+std::vector<pid_t> restorers(const std::string& dir) { return processes_told({"partial-restore", "restore"}, dir + "/"); }
 bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 
 // Where it is not loaded somebody else says so.
@@ -71,8 +64,9 @@ struct DestinationHost::Job : LeasedJob {
   std::thread opener;           // lets the network's traffic through
   journal::Destination record;  // guarded by work
 
-  std::mutex state;  // guards keys, why_closed
+  std::mutex state;  // guards keys, keys_known, why_closed
   std::vector<wire::ProcessKeys> keys;
+  bool keys_known = false;  // there may be none
   std::string why_closed;
   Afterwards afterwards;
 
@@ -135,6 +129,7 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->outcome = record.outcome();
     job->keys.assign(record.keys().begin(), record.keys().end());
     job->rebound = !job->keys.empty();
+    job->keys_known = job->rebound || record.keys_known();
     job->resumed = record.resumed();
     job->objects.resize(record.objects().size() / sizeof(migr_rc_object));
     if (!job->objects.empty()) std::memcpy(job->objects.data(), record.objects().data(), job->objects.size() * sizeof(migr_rc_object));
@@ -238,6 +233,8 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
       if (auto s = check_plugin(config_); !s) return s;
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};
     if (auto s = runc_.name_is_free(r->container()); !s) return s;
+    if (auto s = runc_.bundle_is_free(r->bundle()); !s) return s;
+    out->set_bundle_shared(has_mark(r->bundle(), r->bundle_mark()));
     for (const auto pid : r->pids())
       if (number_taken(pid)) return Error{EEXIST, "process number " + std::to_string(pid) + " is in use, and a restored process has the numbers that it and its threads had"};
     // Nor may others get them until it is restored.
@@ -275,6 +272,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
     if (job->aborting) return Error{ECANCELED, "the migration was undone"};
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
+    if (auto s = runc_.bundle_is_free(job->bundle); !s) return s;
     for (const auto& j : jobs_.all())
       if (j != job && j->container == job->container && j->get() == wire::OPEN)
         return Error{EEXIST, "'" + job->container + "' is being migrated to here already"};
@@ -654,6 +652,7 @@ Status DestinationHost::rebind(Job& job) {
   job.module = Fd();
   std::lock_guard lock(job.state);
   job.keys = keys;
+  job.keys_known = true;
   return {};  // not written down: REBIND answers the same again
 }
 
@@ -713,6 +712,7 @@ void DestinationHost::settle(Job& job) {
   {
     std::lock_guard lock(job.state);
     for (const auto& k : job.keys) *job.record.add_keys() = k;
+    job.record.set_keys_known(job.keys_known);
   }
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   job.settled = true;
@@ -813,6 +813,7 @@ wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
   r.set_outcome((*job)->outcome);
   std::lock_guard lock((*job)->state);
   for (const auto& k : (*job)->keys) *r.add_keys() = k;
+  r.set_keys_known((*job)->keys_known);
   return r;
 }
 
@@ -851,6 +852,11 @@ void DestinationHost::left_alone(const JobPtr& job) {
         (void)numbers_.note_guest(job->instances[i], job->births_of(i), 0);
       }
       job->record.set_closed(false);
+      job->record.set_keys_known(true);
+      {
+        std::lock_guard lock(job->state);
+        job->keys_known = true;  // of nothing: its partners see that it has ended
+      }
       job->resumed = job->settled = job->finished = true;
       (void)save(*job);
       continue;

@@ -6,6 +6,7 @@
 #include <linux/magic.h>
 #include <linux/openat2.h>
 #include <mntent.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
@@ -433,7 +434,36 @@ Status make_own_folder(const std::string& folder, mode_t mode) {
   return {};
 }
 
-Status remove_folder(const std::string& folder) {
+static constexpr std::string_view kMark = ".migr-mark-";
+
+FolderMark::FolderMark(const std::string& folder) : folder_(folder) {
+  std::error_code ec;
+  for (const auto& e : std::filesystem::directory_iterator(folder, ec))
+    if (e.path().filename().string().starts_with(kMark)) unlink(e.path().c_str());  // of a migrd that ended meanwhile
+  // A name that nobody has asked for before: another host may remember for a while that there is none.
+  std::uint64_t random = 0;
+  if (getrandom(&random, sizeof random, 0) != sizeof random) return;
+  const std::string name = std::string(kMark) + std::to_string(random);
+  const Fd fd(open((folder + "/" + name).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (fd.n >= 0) name_ = name;
+}
+FolderMark::~FolderMark() {
+  if (!name_.empty()) unlink((folder_ + "/" + name_).c_str());
+}
+
+bool has_mark(const std::string& folder, const std::string& name) {
+  struct stat st;
+  return name.starts_with(kMark) && name.find('/') == std::string::npos && !lstat((folder + "/" + name).c_str(), &st) && S_ISREG(st.st_mode);
+}
+
+Status remove_folder(const std::string& name) {
+  namespace fs = std::filesystem;
+  std::error_code ec;
+  const fs::path given = fs::path(name).has_filename() ? fs::path(name) : fs::path(name).parent_path();
+  const fs::path above = fs::canonical(given.parent_path(), ec);
+  if (ec == std::errc::no_such_file_or_directory) return {};
+  if (ec) return Error{ec.value(), "removing " + name + ": " + ec.message()};
+  const std::string folder = above / given.filename();  // as the kernel names what is mounted
   std::unique_ptr<FILE, int (*)(FILE*)> mounts(setmntent("/proc/self/mounts", "re"), endmntent);
   if (!mounts) return sys_error("reading /proc/self/mounts");
   std::vector<std::string> below;
@@ -442,9 +472,10 @@ Status remove_folder(const std::string& folder) {
   for (auto m = below.rbegin(); m != below.rend(); ++m)
     // A program does it, for it has the capability that migrd gives up.
     if (auto r = run_checked({"umount", "--lazy", "--no-canonicalize", *m}, {}, kHookMs); !r) return Error{r.error().code, "unmounting " + *m + ": " + r.error().text};
-  std::error_code ec;
-  std::filesystem::remove_all(folder, ec);
-  return ec ? Status(Error{ec.value(), "removing " + folder + ": " + ec.message()}) : Status();
+  const Fd parent(open(above.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (parent.n < 0) return sys_error("opening " + above.string());
+  auto s = remove_at(parent.n, given.filename(), folder, 0);
+  return s || s.error().code == ENOENT ? Status() : s;
 }
 
 Result<std::string> checksum_of_file(const std::string& path) {

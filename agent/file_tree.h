@@ -63,6 +63,22 @@ class SentFiles {
   std::map<std::string, File> files_;
 };
 
+/// As long as it lives, a file in a folder, by which another host sees that it has the same one.
+class FolderMark {
+ public:
+  explicit FolderMark(const std::string& folder);
+  FolderMark(const FolderMark&) = delete;
+  FolderMark& operator=(const FolderMark&) = delete;
+  ~FolderMark();
+  /// Empty: it could not be made.
+  const std::string& name() const { return name_; }
+
+ private:
+  const std::string folder_;
+  std::string name_;
+};
+bool has_mark(const std::string& folder, const std::string& name);
+
 /// Of a bundle: the folder with the root filesystem, as a name in it, if the container may write there and it is copied with the
 /// bundle. Empty: it is read-only, or lies elsewhere. EOPNOTSUPP: it is the bundle itself.
 Result<std::string> writable_root(const std::string& bundle);
@@ -83,8 +99,8 @@ Status remove_others(const std::string& folder, const std::map<std::string, wire
 Status make_own_folder(const std::string& folder, mode_t mode);
 
 /// Removes a folder with all that is in it, but nothing of what is mounted in it: that is unmounted. (A CRIU that is killed
-/// leaves its mount of the cgroups behind, and going down there would remove the empty ones.) Not there: no error.
-Status remove_folder(const std::string& folder);
+/// leaves its mounts behind, and going down there would remove what is the host's.) Not there: no error. EBUSY: a mount is in the way.
+Status remove_folder(const std::string& name);
 
 /// Of its regular files, as Sent counts what has passed; of what cannot be read: 0.
 std::uint64_t bytes_below(const std::string& folder);

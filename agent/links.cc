@@ -34,7 +34,13 @@ Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status()
 Status RpcDestination::check(const wire::CheckRequest& r) {
   // Is anybody there at all? The check itself runs programs, which takes its time.
   if (auto s = call(host_, &wire::Host::Stub::Version, wire::Empty(), kCheckMs, name_); !s) return s.error();
-  return call(stub_, &D::Check, r, kPrepareMs, name_);
+  if (!bundle_.empty() || r.bundle().empty()) return call(stub_, &D::Check, r, kPrepareMs, name_);
+  const FolderMark mark(r.bundle());
+  wire::CheckRequest marked = r;
+  marked.set_bundle_mark(mark.name());
+  auto reply = call(stub_, &D::Check, marked, kPrepareMs, name_);
+  shared_ = reply && reply->bundle_shared();
+  return reply;
 }
 
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
@@ -63,9 +69,9 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
     return open = open && writer->Write(chunk);
   };
   Status read;
-  if (!root_.empty())
+  if (!shared_ && !root_.empty())
     read = send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_);
-  else if (!h.bundle().empty())
+  else if (!shared_ && !h.bundle().empty())
     read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
   if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
@@ -113,6 +119,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
 }
 
 Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
+  if (shared_) return sent_.begin(at_);  // what this host has not written back yet
   const std::string folder = at_ + "/" + root_;
   const auto names = names_below(folder);
   if (!names) return names.error();

@@ -34,6 +34,7 @@ class RpcDestination final : public DestinationLink {
   wire::Host::Stub host_;
   const std::string name_, bundle_;
   std::string at_, root_;  // the bundle that a container runs in, and of it what that may write to
+  bool shared_ = false;    // it is there already, for it is the same one
   SentFiles sent_;         // of the bundle
 };
 

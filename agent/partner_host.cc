@@ -496,7 +496,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
     }
     if (job->renewed()) return;
     const auto d = ask(destination);
-    if (d && d->outcome() == wire::COMMITTED && d->keys_size()) {
+    if (d && d->outcome() == wire::COMMITTED && (d->keys_known() || d->keys_size())) {
       std::lock_guard work(job->work);
       wire::ResumeReply ignored;
       Status s = keys(*job, {d->keys().begin(), d->keys().end()});

@@ -26,8 +26,8 @@ bool descends(pid_t pid, pid_t ancestor);
 bool process_lives(pid_t pid);
 /// By a signal.
 bool process_stopped(pid_t pid);
-/// Those whose command line, with a NUL behind each argument, has this in it. Not the caller.
-std::vector<pid_t> processes_naming(const std::string& text);
+/// Those of the caller's user that are told to do one of these (an argument each) and whose command line has this text in it. Not the caller.
+std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs, const std::string& text);
 /// The number of the PID namespace of the container that a process lives in; of several in each other, the outermost. 0: it lives in
 /// the caller's.
 Result<std::uint64_t> container_namespace_of(pid_t pid);

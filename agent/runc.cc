@@ -99,6 +99,19 @@ bool Runc::exists(const std::string& id) const {
   return container_id_ok(id) && access((config_.runc_root + "/" + id).c_str(), F_OK) == 0;
 }
 
+std::string Runc::bundle_of(const std::string& id) const {
+  std::ifstream in(config_.runc_root + "/" + id + "/state.json");
+  const auto j = in ? Json::parse(in, nullptr, false) : Json();
+  constexpr std::string_view kLabel = "bundle=";
+  const auto config = j.is_object() ? j.find("config") : j.end();
+  if (config == j.end() || !config->is_object()) return {};
+  const auto labels = config->find("labels");
+  if (labels == config->end() || !labels->is_array()) return {};
+  for (const auto& l : *labels)
+    if (l.is_string() && l.get_ref<const std::string&>().starts_with(kLabel)) return l.get<std::string>().substr(kLabel.size());
+  return {};
+}
+
 pid_t Runc::init_pid(const std::string& id) const {
   std::ifstream in(config_.runc_root + "/" + id + "/state.json");
   const auto j = in ? Json::parse(in, nullptr, false) : Json();

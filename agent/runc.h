@@ -45,6 +45,8 @@ class Runc {
   bool exists(const std::string& id) const;
   /// Of the container's first process, as soon as runc has written it down; 0: not yet. Does not run runc.
   pid_t init_pid(const std::string& id) const;
+  /// As it was told when the container was made; empty: not known.
+  std::string bundle_of(const std::string& id) const;
   /// All containers, whatever their state. Does not run runc.
   std::vector<std::string> ids() const;
   /// runc has the verbs of migr's series.

@@ -73,14 +73,14 @@ Status Runtime::name_is_free(const std::string& id) const {
 Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? Status(bare_.version()) : runc_.check_verbs(); }
 
 // A process of `runc exec` is not a child of the container's first one, and CRIU dumps only what is: it would be gone.
-Status Runtime::started_beside(const ContainerState& c) const {
-  for (const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kExecMs);;) {
+Status Runtime::started_beside(const ContainerState& c, int limit_ms) const {
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);;) {
     auto all = runc_.pids(c);
     if (!all) return all.error();
     // One process after the other is looked at: what begins or ends meanwhile does not matter.
     const auto other = std::find_if(all->begin(), all->end(), [&](pid_t pid) { return !descends(pid, c.pid); });
     if (other == all->end()) return {};
-    if (std::chrono::steady_clock::now() > until)
+    if (std::chrono::steady_clock::now() >= until)
       return Error{EOPNOTSUPP, fmt::format("process {} ({}) was started in '{}' with runc exec and is no descendant of its first process, so it cannot move with it; "
                                            "end it, or start such programs in the background (runc exec {} setsid -f CMD)",
                                            *other, name_of(*other), c.id, c.id)};
@@ -90,7 +90,15 @@ Status Runtime::started_beside(const ContainerState& c) const {
 
 Status Runtime::may_leave(const ContainerState& c) const {
   const auto pid = bare_pid(c.id);
-  return pid ? bare_.connections_stay(*pid) : started_beside(c);
+  return pid ? bare_.connections_stay(*pid) : started_beside(c, kExecMs);
+}
+
+Status Runtime::bundle_is_free(const std::string& bundle) const {
+  if (bundle.empty()) return {};
+  for (const auto& id : runc_.ids())
+    if (runc_.bundle_of(id) == bundle)
+      return Error{EEXIST, fmt::format("the container '{}' there runs from {}, which is where this one's bundle is to be; remove it there with: runc delete {}", id, bundle, id)};
+  return {};
 }
 
 Result<std::vector<pid_t>> Runtime::pids(const ContainerState& c) const {

@@ -30,6 +30,10 @@ class Runtime {
   Status check_verbs(const std::string& id) const;
   /// Nothing of it would be lost elsewhere.
   Status may_leave(const ContainerState& c) const;
+  /// It has been dumped and stands still: nothing was started beside it meanwhile, which would not be in the images.
+  Status all_dumped(const ContainerState& c) const { return bare_pid(c.id) ? Status() : started_beside(c, 0); }
+  /// No container has its bundle in this folder. Does not run runc.
+  Status bundle_is_free(const std::string& bundle) const;
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;
   Status early_images(const std::string& id, const std::string& images) const;
   Status pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
@@ -52,7 +56,8 @@ class Runtime {
   Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
-  Status started_beside(const ContainerState& c) const;
+  /// @param limit_ms  for commands that may end
+  Status started_beside(const ContainerState& c, int limit_ms) const;
   const Runc runc_;
   const Bare bare_;
 };

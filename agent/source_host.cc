@@ -275,7 +275,7 @@ void SourceHost::settle(std::uint32_t id) {
 // Its images are gone, so that takes no long.
 void SourceHost::end_dump(std::uint32_t id) const {
   constexpr int kEndStepMs = 50;
-  const auto dumpers = [&] { return processes_naming(folder(id) + "/"); };
+  const auto dumpers = [&] { return processes_told({"checkpoint-rdma", "dump", "pre-dump"}, folder(id) + "/"); };
   const auto wait = [&](int ms) {
     for (; ms > 0 && !dumpers().empty(); ms -= kEndStepMs) usleep(kEndStepMs * 1000);
     return dumpers().empty();
@@ -621,12 +621,17 @@ Status SourceRun::checkpoint_ahead(const std::string& parent) {
   return ahead;
 }
 
-Status SourceRun::may_pre_dump() {
+Status SourceRun::has_no_huge_pages() const {
   auto pids = host_.runc_.pids(state_);
   if (!pids) return pids.error();
   for (const pid_t pid : *pids)
     if (has_huge_pages(pid))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
+  return {};
+}
+
+Status SourceRun::may_pre_dump() {
+  if (auto s = has_no_huge_pages(); !s) return s;
   return disk_fits(2 * info_.filled_bytes, host_.folder(id_));
 }
 
@@ -634,6 +639,7 @@ Result<std::string> SourceRun::pre_dump(unsigned round) {
   const std::string dir = host_.folder(id_), name = pre_copy_dir(round), to = dir + "/" + name;
   const std::string parent = round > 1 ? "../" + pre_copy_dir(round - 1) : "";
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, parent, dir + "/work-" + name); !s) return s.error();
+  if (auto s = has_no_huge_pages(); !s) return s.error();  // it may have come before the dump, and is in it
   if (round > 1)
     if (auto pages = migr::drop_unchanged(to, dir + "/" + pre_copy_dir(round - 1)); !pages) return pages.error();
   return to;
@@ -821,7 +827,7 @@ Status SourceRun::checkpoint() {
     if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += " (log: " + kept + ")";
     return Error{s.error().code, text};
   }
-  return s;
+  return host_.runc_.all_dumped(state_);
 }
 
 Status SourceRun::decide(wire::Outcome outcome) {

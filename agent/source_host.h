@@ -123,6 +123,7 @@ class SourceRun final : public Source {
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
 
  private:
+  Status has_no_huge_pages() const;
   struct Process {
     pid_t pid;
     std::shared_ptr<ProcessSession> session;

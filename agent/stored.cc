@@ -198,10 +198,10 @@ Result<wire::MovesRequest> StoredSource::moves(const wire::PrepareReply& prepare
 
 Result<std::string> StoredSource::record(const std::string&, const std::vector<std::string>&) {
   const std::string early = host_.folder(id_) + "/images";
-  std::error_code ec;
+  std::error_code ec, none;
   fs::create_directories(early, ec);
   for (const char* name : {MIGR_RST_IMAGE_NAME, "descriptors.json"})
-    if (const std::string from = dir_ + "/images/" + name; fs::exists(from, ec)) fs::copy_file(from, early + "/" + name, ec);
+    if (const std::string from = dir_ + "/images/" + name; !ec && fs::exists(from, none)) fs::copy_file(from, early + "/" + name, ec);
   if (ec) return Error{ec.value(), "copying to " + early + ": " + ec.message()};
   return early;
 }

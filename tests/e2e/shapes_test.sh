@@ -43,11 +43,20 @@ memory_ahead() {
 			{ cat "$E2E_OUT/migrate.json" >&2; fail "no memory was copied ahead of the stop"; }; }
 }
 
+# A program in the foreground that begins when the container was looked at already.
+started_late() {	# GATE
+	migrate_refused late dst "process [0-9]+ \\(tail\\) was started in 'late' with runc exec" 1 &
+	local pid=$!
+	# shellcheck disable=SC2016
+	until_true 60 on src test -e "$1" && on_sh src '"$1/runc" exec -d late tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" && on src rm -f "$1" &&
+		wait $pid && expect_running late src && on src pkill -x tail && expect_traffic || fail "a program that was started beside it meanwhile"
+}
 # What changes in its root filesystem when that was copied already, and it still runs.
 written_late() {
 	local gate=/tmp/connected pid ok=0
 	CONTAINER_WRITABLE=1 start_verify src late "$@" && container_exec src late touch /srv/gone && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate" ||
 		{ e2e_logs; e2e_reset; return 1; }
+	[ -z "${E2E_WALK:-}" ] || started_late $gate || { e2e_logs; e2e_reset; return 1; }
 	migrate_ok late dst 2>"$E2E_OUT/late.err" &
 	pid=$!
 	until_true 60 on src test -e $gate && container_exec src late sh -c 'rm /srv/gone && echo late >/srv/late' || { fail "nothing could be written"; ok=1; }

@@ -111,6 +111,42 @@ TEST_F(ADestination, SinceABootNothingOfItIsHere) {
   EXPECT_EQ(tries(), 0);
 }
 
+// Its partners have switched, and wait for keys: they go on, and see that it has ended.
+TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
+  kReconnectMs = 100;
+  record.set_resumed(false);
+  record.set_closed(false);
+  record.mutable_header()->add_instances(std::string(sizeof(Instance), 'i'));
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::COMMITTED);
+  EXPECT_FALSE(host->outcome(kId).keys_known()) << "it may run";
+  record.set_boot("another boot");
+  host.reset();
+  begin();
+  const auto so = [&] { return host->tick(), host->outcome(kId).keys_known(); };
+  EXPECT_TRUE(within(5'000, so));
+  EXPECT_EQ(host->outcome(kId).keys_size(), 0);
+  host.reset();
+  host.emplace(config, sessions, peers, numbers);
+  EXPECT_TRUE(host->outcome(kId).keys_known()) << "it is written down";
+}
+
+TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
+  const Runtime runtime(config);
+  EXPECT_TRUE(runtime.bundle_is_free(root + "/bundle")) << "of which nothing is known";
+  for (const std::string state : {"", "[]", "{}", R"({"config": 1})", R"({"config": {"labels": "bundle=/x"}})", R"({"config": {"labels": [1, "created=x"]}})"}) {
+    std::ofstream(root + "/containers/web/state.json") << state;
+    EXPECT_TRUE(runtime.bundle_is_free(root + "/bundle")) << state;
+  }
+  std::ofstream(root + "/containers/web/state.json") << R"({"config": {"labels": ["created=x", "bundle=)" << root << R"(/bundle"]}})";
+  EXPECT_TRUE(runtime.bundle_is_free(root + "/bundle2"));
+  EXPECT_TRUE(runtime.bundle_is_free(""));
+  const auto s = runtime.bundle_is_free(root + "/bundle");
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EEXIST);
+  EXPECT_NE(s.error().text.find("'web'"), std::string::npos) << s.error().text;
+}
+
 TEST_F(ADestination, WhatIsOpenStaysAsItIs) {
   record.set_closed(false);
   begin();

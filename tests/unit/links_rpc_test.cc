@@ -10,6 +10,7 @@
 #include <fstream>
 #include <set>
 
+#include "agent/file_tree.h"
 #include "agent/limits.h"
 
 namespace migr::links_rpc_test {
@@ -58,10 +59,17 @@ struct FakeDestination final : wire::Destination::Service {
     while (reader->Read(&c)) prepared.insert(c.file().name());
     return grpc::Status::OK;
   }
+  grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) override {
+    out->set_bundle_shared(has_mark(r->bundle(), r->bundle_mark()) && here == r->bundle());
+    return grpc::Status::OK;
+  }
+  std::string here;  // the folder that it has, too
+  int asked_for_changes = 0;
   std::set<std::string> prepared, named, changed;
   grpc::Status UploadChanges(grpc::ServerContext*, grpc::ServerReader<wire::ChangesChunk>* reader, wire::UploadReply* out) override {
     wire::ChangesChunk c;
     bool all = false;
+    asked_for_changes++;
     while (reader->Read(&c)) {
       EXPECT_FALSE(all && c.names_size());
       EXPECT_FALSE(!all && c.has_file());
@@ -162,6 +170,37 @@ TEST_F(LinksToPeers, WhatAContainerMayWriteToIsSentAgain) {
   std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs", "readonly": true}})";
   ASSERT_TRUE(link.prepare(h, images, sent));
   EXPECT_FALSE(link.bundle_changes());
+  std::filesystem::remove_all(dir);
+}
+
+TEST_F(LinksToPeers, ABundleThatBothHostsHaveIsNotSent) {
+  char dir[] = "/tmp/links_rpc_test.XXXXXX";
+  ASSERT_NE(mkdtemp(dir), nullptr);
+  const std::string bundle = std::string(dir) + "/bundle", images = std::string(dir) + "/images";
+  std::filesystem::create_directories(bundle + "/rootfs");
+  std::filesystem::create_directories(images);
+  std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs"}})";
+  std::ofstream(bundle + "/.migr-mark-1") << "of a migrd that ended";
+  std::ofstream(images + "/migr.img") << "x";
+  Sent sent;
+  wire::CheckRequest check;
+  wire::PrepareHeader h;
+  check.set_bundle(bundle);
+  h.set_bundle(bundle);
+  for (const bool shared : {true, false}) {
+    RpcDestination link(channel, "dst");
+    destination.here = shared ? bundle : "elsewhere";
+    destination.prepared.clear();
+    ASSERT_TRUE(link.check(check));
+    EXPECT_TRUE(std::filesystem::exists(bundle + "/config.json"));
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(bundle), {}), 2) << "no mark is left";
+    ASSERT_TRUE(link.prepare(h, images, sent));
+    EXPECT_TRUE(destination.prepared.contains("migr.img"));
+    EXPECT_EQ(destination.prepared.contains("config.json"), !shared);
+    const auto s = link.upload_changes(1, sent);
+    EXPECT_TRUE(s) << s.error().text;
+    EXPECT_EQ(destination.asked_for_changes, shared ? 0 : 1);
+  }
   std::filesystem::remove_all(dir);
 }
 

@@ -718,6 +718,20 @@ TEST_F(Tree, WhatIsMountedInAFolderStays) {
   EXPECT_TRUE(remove_folder(dir_ + "/from"));
 }
 
+TEST_F(Tree, WhatIsMountedStaysWhicheverWayTheFolderIsNamed) {
+  std::filesystem::create_directories(dir_ + "/outside");
+  file("outside/f", "data");
+  std::filesystem::create_directory_symlink(dir_ + "/real", dir_ + "/link");
+  for (const std::string name : {"/link/from", "/real/from/", "/real/../real/from"}) {
+    std::filesystem::create_directories(dir_ + "/real/from/mounted");
+    if (mount((dir_ + "/outside").c_str(), (dir_ + "/real/from/mounted").c_str(), nullptr, MS_BIND, nullptr)) GTEST_SKIP() << "no right to mount";
+    auto s = remove_folder(dir_ + name);
+    EXPECT_TRUE(s) << s.error().text;
+    EXPECT_FALSE(std::filesystem::exists(dir_ + "/real/from")) << name;
+    EXPECT_TRUE(std::filesystem::exists(dir_ + "/outside/f")) << name;
+  }
+}
+
 // ---- a folder that changes after it was sent
 
 class Changing : public Tree {

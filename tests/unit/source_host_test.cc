@@ -165,7 +165,7 @@ pid_t start_dump(const std::string& root, const std::string& does) {
   const std::string images = root + "/state/source/" + migration_text(kId) + "/images", script = "sh -c '" + does + "'; echo ended >>" + root + "/runc.log; true";
   const pid_t pid = fork();
   if (!pid) {
-    execl("/bin/sh", "sh", "-c", script.c_str(), "runc", "--image-path", images.c_str(), nullptr);
+    execl("/bin/sh", "sh", "-c", script.c_str(), "runc", "checkpoint-rdma", "--image-path", images.c_str(), nullptr);
     _exit(1);
   }
   return pid;
@@ -192,6 +192,23 @@ TEST_F(ASource, EndsADumpThatDoesNotEnd) {
   kCheckpointMs = limit;
   EXPECT_EQ(did("runc", "ended"), 1) << "runc was to end by itself, after its CRIU";
   EXPECT_EQ(did("runc", "resume"), 1);
+}
+
+TEST_F(ASource, WhoReadsTheLogOfADumpIsNone) {
+  const int limit = std::exchange(kCheckpointMs, 300);
+  const std::string log = root + "/state/source/" + migration_text(kId) + "/work/dump.log";
+  const pid_t reader = fork();
+  if (!reader) {
+    execlp("sh", "sh", "-c", "sleep 30; true", log.c_str(), nullptr);
+    _exit(1);
+  }
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  kCheckpointMs = limit;
+  EXPECT_EQ(did("runc", "resume"), 1);
+  int status = 0;
+  EXPECT_EQ(waitpid(reader, &status, WNOHANG), 0) << "it was ended";
+  kill(reader, SIGKILL);
+  waitpid(reader, &status, 0);
 }
 
 TEST_F(ASource, SinceABootWhatHasTheNameIsAnotherAndIsNotRemoved) {
