@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -691,6 +692,44 @@ bool wanted_to_park() {
   return parking();
 }
 
+/// Whether somebody answers at an address of a link. The kernel asks for one that does not for a second: so one of these in a round,
+/// and each the less often the more of them there are.
+class Neighbours {
+ public:
+  void begin_round() {
+    const auto old = [now = now_ns()](const auto& known) { return now - known.second > kOldNs; };  // of processes that have gone
+    std::erase_if(answered_, old);
+    std::erase_if(silent_, old);
+    asked_in_vain_ = false;
+  }
+  /// Not under the Registry's lock. @return false: nobody does, as far as that is known
+  bool answer(const Link& link, const std::uint8_t (&gid)[16], std::uint16_t lid) {
+    if (!link.pd) return false;
+    const std::uint64_t now = now_ns();
+    const Address address{link.index, std::to_array(gid)};
+    if (const auto known = answered_.find(address); known != answered_.end() && now - known->second < kFreshNs) return true;
+    const auto silent = silent_.find(address);
+    if (asked_in_vain_ || (silent != silent_.end() && now - silent->second < kAgainNs * silent_.size())) return false;
+    ibv_ah_attr to{};
+    lead_to(to, link, gid, lid);
+    if (!neighbour_answers(link.pd, to)) {
+      answered_.erase(address);
+      silent_[address] = now_ns();
+      asked_in_vain_ = true;
+      return false;
+    }
+    answered_[address] = now;
+    std::erase_if(silent_, [&](const auto& s) { return s.first.first == link.index; });  // the link may work again
+    return true;
+  }
+
+ private:
+  using Address = std::pair<std::uint32_t, std::array<std::uint8_t, 16>>;
+  static constexpr std::uint64_t kFreshNs = 5'000'000, kAgainNs = 2'000'000'000, kOldNs = 600'000'000'000;
+  std::map<Address, std::uint64_t> answered_, silent_;  // when
+  bool asked_in_vain_ = false;  ///< in this round
+};
+
 /// All that a round needs of the directory, asked without the lock.
 class Round {
  public:
@@ -720,6 +759,7 @@ class Round {
     if (!life) return true;
     if (std::exchange(life_, life) != life) forget_told();
     begun_ns_ = now_ns();
+    neighbours_.begin_round();
     tell();
     look_up();
     make_channels();
@@ -836,18 +876,28 @@ class Round {
     }
     std::vector<migr_links_found> found;
     if (names.empty() || directory_.lookup(names, found) || found.size() != names.size()) return false;
+    std::vector<std::uint32_t> reached;
+    for (const migr_links_found& f : found) reached.push_back(f.status ? 0 : links_reached(f.vqp));
     std::lock_guard guard(registry().lock);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       QpLink* const l = find(ids[i]);
       if (!l || (has_begun(*l) && l->found)) continue;
       l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
       if (found[i].status) continue;
-      take_found(*l, found[i]);
+      take_found(*l, found[i], reached[i]);
     }
     return true;
   }
 
-  void take_found(QpLink& l, const migr_links_found& found) {
+  /// Of the paths that it has. @return a bit for each link
+  std::uint32_t links_reached(const migr_links_vqp& vqp) {
+    std::uint32_t reached = 0;
+    for (std::uint32_t i = 0; i < std::min<std::uint32_t>(vqp.paths, MIGR_LINKS_MAX_LINKS); ++i)
+      if (const migr_links_path& p = vqp.path[i]; p.link < state()->links.size() && neighbours_.answer(state()->links[p.link], p.gid, p.lid)) reached |= 1u << p.link;
+    return reached;
+  }
+
+  void take_found(QpLink& l, const migr_links_found& found, std::uint32_t reached) {
     const bool begun = has_begun(l);
     l.why.clear();
     l.peer_home = found.vqp.default_link;
@@ -875,8 +925,9 @@ class Round {
         destroy_path(l, side, mine);
         continue;
       }
-      connect_half(l, side, mine, *theirs, l.why);  // an address may not be resolved: once more in the next round
-      return;
+      if (!(reached & 1u << theirs->link)) l.why = "the other end does not answer on its other link";
+      else connect_half(l, side, mine, *theirs, l.why);
+      return;  // what has failed is tried once more in the next round
     }
     for (Side side = 1; side < l.sides(); ++side) l.begun = l.begun || is_common(l, side);
     if (!l.begun) l.why = "the other end has no such link";
@@ -913,10 +964,7 @@ class Round {
     std::vector<bool> reached(own.size());
     for (std::size_t i = 0; i < own.size(); ++i) {
       if (connected[i] || found[i].status) continue;
-      const Link& link = state()->links[own[i].link];
-      ibv_ah_attr to{};
-      lead_to(to, link, found[i].gid, found[i].lid);
-      reached[i] = neighbour_answers(link.pd, to);
+      reached[i] = neighbours_.answer(state()->links[own[i].link], found[i].gid, found[i].lid);
     }
     std::lock_guard guard(registry().lock);
     half_a_channel_ = true;
@@ -1079,6 +1127,7 @@ class Round {
   Directory& directory_;
   unsigned life_ = 0;
   bool half_a_channel_ = false;
+  Neighbours neighbours_;
   std::uint64_t begun_ns_ = 0;  ///< this round
   std::uint64_t locked_ns_ = 0;
   std::uint64_t look_again_ns_ = 0;

@@ -1207,6 +1207,29 @@ TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 1);
 }
 
+/// A backup link is dead from the beginning, and its addresses do not answer: nobody waits for that with the lock.
+TEST(Neighbours, ThatAreSilentKeepNobodyBack) {
+  model_let_packets_linger(true);
+  model_cut_now(1);
+  const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
+  const Options o{.seed = 1, .answers_only = false, .separate_cqs = false, .events = false, .both_ways = true, .sessions = false, .extended = false, .swaps = false, .no_route = false, .churns = false, .fresh = false, .relays = false, .cut_after = 0, .cuts = 1, .may_break = true, .outlives = false};
+  End x(a, o, 0, kSecond, true), y(b, o, kSecond, 0, true);
+  x.connect(y);
+  y.connect(x);
+  Clock::duration longest{};
+  for (const auto until = Clock::now() + std::chrono::seconds(3); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+    for (End* e : {&x, &y}) {
+      const auto begun = Clock::now();
+      e->state();
+      longest = std::max(longest, Clock::now() - begun);
+    }
+  EXPECT_LT(longest, std::chrono::milliseconds(500));
+  EXPECT_NE(x.how().find("the other end does not answer on its other link"), std::string::npos) << x.how();
+  model_mend(1);
+  EXPECT_TRUE(wait_for([&] { return x.protected_now() && y.protected_now(); })) << x.how() << "; " << y.how();
+  model_let_packets_linger(false);
+}
+
 /// A QP of one of several processes that send to each other's.
 struct Speaker {
   explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr)
