@@ -781,6 +781,13 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
 
 namespace {
 
+/// The path that is made ahead for a migration of the other end was made of what this one was then. One that cannot become as it
+/// goes: SWITCH then fails, and the migration goes back.
+void change_spare(QpShadow& q, ibv_qp_attr& mine, int mask) {
+  if (!q.spare || ((mask & IBV_QP_STATE) && mine.qp_state == IBV_QPS_ERR)) return;  // what is broken stays so
+  if ((mask & IBV_QP_STATE) || real().modify_qp(q.spare, &mine, mask)) real().destroy_qp(std::exchange(q.spare, nullptr));
+}
+
 int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Connecting& peer) {
   if (shadow->responder_only && (mask & IBV_QP_STATE)) {
     // The first PSN of its sends is fixed by now, and not the one that the partner was told.
@@ -798,6 +805,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   const int err = real().modify_qp(shadow->real, &mine, mask);
   shadow->app.state = shadow->app_state();
   if (err) return err;
+  change_spare(*shadow, mine, mask);
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
     datagrams::emptied(shadow->awaited);
     events::hush(*shadow, nullptr);

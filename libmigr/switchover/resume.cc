@@ -121,7 +121,7 @@ void release_cqs() {
   for (const QpShadow* q : registry.qps)
     if (q->phase != Phase::kRunning) held.insert({q->send_cq, q->recv_cq});
   for (CqShadow* c : registry.cqs)
-    if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !held.contains(c)) set_cq_bits(*c, 0, kSuspendedCq);
+    if (c->state.load(std::memory_order_relaxed) & (kSuspendedCq | kRestingCq) && !held.contains(c)) set_cq_bits(*c, 0, kSuspendedCq | kRestingCq);
 }
 
 }  // namespace

@@ -56,6 +56,7 @@ constexpr unsigned kFlushLimitMs = 1000;  // a queue in ERR that the device does
 /// One QP's way through drain().
 struct Draining {
   QpShadow* qp;
+  std::uint32_t vqpn;  ///< another one may be made where it was
   bool session_over = false;
   bool posted = false;
   bool done = false;
@@ -179,7 +180,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   {
     std::lock_guard guard(registry.lock);
     if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
-    for (QpShadow* q : qps) all.push_back({.qp = q, .done = q->adrift});
+    for (QpShadow* q : qps) all.push_back({.qp = q, .vqpn = q->vqpn(), .done = q->adrift});
   }
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
   std::uint64_t changes = 0;
@@ -188,7 +189,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   const auto drop_destroyed = [&] {  // by the application, while nobody held the lock
     if (changes == registry.changes) return;
     const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
-    std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp); });
+    std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp) || d.qp->vqpn() != d.vqpn; });
     changes = registry.changes;
   };
   for (;;) {
