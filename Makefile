@@ -8,7 +8,8 @@ JOBS ?= $(shell nproc)
 
 .PHONY: all help deps kmod user runc packages docs lint fuzz check check-fast check-debug check-release check-packages conformance demo soak faults walk shapes cuts bench-datapath bench-migrate bench-failover clean
 
-all: deps kmod user runc	## build everything
+all: deps			## build everything
+	@$(MAKE) --no-print-directory -j3 kmod user runc	# one waits for an archive, another for one processor's linker
 
 help:				## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
