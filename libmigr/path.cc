@@ -188,11 +188,13 @@ MIGR_PATH int post_single_send(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) 
 }
 
 /// Of a WR whose like the direct path must not see. `view` stands for a memory window.
-void translate_watched(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
-  if (windows::posted(q, wr, view)) return;
+/// @return true: it changes one, and windows::settle() has to follow
+bool translate_watched(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
+  if (windows::translate(q, wr, view)) return true;
   translate_rkey(q, wr);
   translate_own(q, wr);
   if (q.app.qp_type == IBV_QPT_UD) datagrams::translate(wr);
+  return false;
 }
 
 /// One by one, under the lock: what they name is looked up.
@@ -217,9 +219,11 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
       copy.next = nullptr;
       copy.sg_list = sges;
       translate_sges(q, sges, wr->sg_list, wr->num_sge);
-      translate_watched(q, copy, view);
+      const bool of_window = translate_watched(q, copy, view);
       ibv_send_wr* stopped;
-      if (const int err = q.real_post_send(q.real, &copy, &stopped)) return err;
+      const int err = q.real_post_send(q.real, &copy, &stopped);
+      if (of_window) windows::settle(q, !err);
+      if (err) return err;
       wr = wr->next;
     }
   }
@@ -482,6 +486,7 @@ int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& 
   ibv_sge sges[kSges];
   ibv_mw view;
   std::size_t n = 0, used = 0;
+  bool of_window = false;  // then it is alone
   posted = 0;
   for (; n < sends.size() && n < kWrs; ++n) {
     const KeptSend& send = *sends[n];
@@ -502,12 +507,13 @@ int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& 
       wr.num_sge = static_cast<int>(send.sges.size());
     }
     used += static_cast<std::size_t>(wr.num_sge);
-    translate_watched(q, wr, view);
+    of_window = translate_watched(q, wr, view);
     if (n) wrs[n - 1].next = &wr;
   }
   if (!n) return EINVAL;  // more SGEs than any device takes
   ibv_send_wr* bad = wrs;
   const int err = q.real_post_send(q.real, wrs, &bad);
+  if (of_window) windows::settle(q, !err);
   posted = !err ? n : bad ? static_cast<std::size_t>(bad - wrs) : 0;  // none is named where the doorbell fails
   return err;
 }
@@ -773,6 +779,20 @@ MIGR_PATH void wr_abort_noted(ibv_qp_ex* qp) noexcept {
   forget_session(shadow_of(qp));
 }
 
+/// Of a QP whose binds are watched, noted or not: which of them was posted is known here.
+MIGR_PATH int wr_complete_watched(ibv_qp_ex* qp) noexcept {
+  const int err = wr_complete(qp);
+  windows::settle(shadow_of(qp), !err);
+  forget_session(shadow_of(qp));
+  return err;
+}
+
+MIGR_PATH void wr_abort_watched(ibv_qp_ex* qp) noexcept {
+  wr_abort(qp);
+  windows::settle(shadow_of(qp), false);
+  forget_session(shadow_of(qp));
+}
+
 /// One call of a session: `where` it goes, and what is done to an argument `before`.
 #define MIGR_WR_CALL(function, name, params, where, before, ...) \
   MIGR_PATH void function params noexcept {                      \
@@ -907,6 +927,9 @@ void translate_keys(QpShadow& q, std::uint32_t bits) {
   MIGR_EXCHANGE(wr_set_sge_list);
   MIGR_EXCHANGE(wr_set_ud_addr);
 #undef MIGR_EXCHANGE
+  if (!(q.state.load(std::memory_order_relaxed) & kWindows)) return;
+  if (q.app_ex.wr_complete) q.app_ex.wr_complete = wr_complete_watched;
+  if (q.app_ex.wr_abort) q.app_ex.wr_abort = wr_abort_watched;
 }
 
 /*

@@ -181,10 +181,6 @@ auto without_lock(std::unique_lock<std::mutex>& guard, Call&& call) {
   return result;
 }
 
-bool is_retired(const Registry& registry, std::uint32_t key) {
-  return std::find(registry.retired_keys.begin(), registry.retired_keys.end(), key >> 8) != registry.retired_keys.end();
-}
-
 }  // namespace
 
 ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {
@@ -288,7 +284,7 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
     migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
     const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
                        names.vlkey != names.plkey;
-    if (!(taken || is_retired(registry, mr->rkey)) || collisions == kMaxKeyCollisions) {
+    if (!(taken || registry.is_retired(mr->rkey)) || collisions == kMaxKeyCollisions) {
       result = adopt_mr(registry, *context, mr, access, iova, movable);
       break;
     }

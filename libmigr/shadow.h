@@ -15,6 +15,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -478,8 +479,9 @@ struct Registry {
   std::vector<ibv_pd*> parent_domains;
   std::vector<ibv_comp_channel*> channels;
   MrShadows mrs;
-  /// Indexes of keys of MRs that are gone, for which partners may still know a physical one. KEYS makes them forget.
+  /// Indexes of keys of MRs and memory windows that are gone, for which partners may still know a physical one. KEYS makes them forget.
   std::vector<std::uint32_t> retired_keys;
+  bool is_retired(std::uint32_t key) const { return std::find(retired_keys.begin(), retired_keys.end(), key >> 8) != retired_keys.end(); }
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
   std::vector<SrqShadow*> srqs;

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 #include "windows.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
@@ -26,8 +28,17 @@ struct Window {
   QpShadow* qp = nullptr;   ///< through which; null: it is gone
 };
 
+/// What a window was before a WR that is not posted yet: a provider that has no room, or a session that is aborted, leaves it so.
+struct Change {
+  const QpShadow* q;
+  pthread_t by;
+  ibv_mw* mw;
+  Window was;
+};
+
 struct State {
-  std::mutex lock;  ///< innermost
+  std::mutex lock;                ///< innermost
+  std::vector<Change> unsettled;  ///< in order
   std::unordered_map<ibv_mw*, Window> all;
   std::unordered_map<std::uint32_t, ibv_mw*> by_virtual, by_physical;  ///< index of the key
 };
@@ -35,6 +46,14 @@ struct State {
 State& state() {
   static State* const s = new State;  // never destroyed: threads may outlive main()
   return *s;
+}
+
+/// How many of those are this thread's, or more: a session without any takes no lock.
+[[gnu::tls_model("initial-exec")]] thread_local std::size_t unsettled_here = 0;
+
+void note(State& s, const QpShadow& q, ibv_mw* mw, const Window& was) {
+  s.unsettled.push_back({.q = &q, .by = pthread_self(), .mw = mw, .was = was});
+  ++unsettled_here;
 }
 
 std::uint32_t physical_of(const Window& w, std::uint32_t vkey) { return (w.pkey & ~kKeyTag) | (vkey & kKeyTag); }
@@ -57,12 +76,13 @@ Window* find(ibv_mw* mw) {
 }  // namespace
 
 ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
-  // A key of another window's name would be taken for it.
+  // A key of another window's name would be taken for it, by us or by partners.
   State& s = state();
   ibv_mw* colliding[kMaxCollisions];
   int collisions = 0;
   ibv_mw* mw;
-  while ((mw = context.ops.alloc_mw(pd, type)) && s.by_virtual.contains(mw->rkey >> 8) && collisions < kMaxCollisions)
+  const auto taken = [&](std::uint32_t rkey) { return s.by_virtual.contains(rkey >> 8) || Registry::get().is_retired(rkey); };
+  while ((mw = context.ops.alloc_mw(pd, type)) && taken(mw->rkey) && collisions < kMaxCollisions)
     colliding[collisions++] = mw;
   const int saved = errno;
   while (collisions) context.ops.dealloc_mw(colliding[--collisions]);
@@ -89,6 +109,8 @@ int deallocate(Context& context, ibv_mw* mw) {
   if (const int err = context.ops.dealloc_mw(mw)) return err;
   std::lock_guard guard(s.lock);
   if (const Window* w = find(mw)) {
+    if (index != w->pkey >> 8) Registry::get().retired_keys.push_back(index);
+    std::erase_if(s.unsettled, [&](const Change& c) { return c.mw == mw; });
     s.by_physical.erase(w->pkey >> 8);
     s.by_virtual.erase(index);
     s.all.erase(mw);
@@ -105,12 +127,16 @@ void made(CqShadow& c) {
 }
 
 void gone(const QpShadow& q) {
-  std::lock_guard guard(state().lock);
-  for (auto& [mw, w] : state().all) {
-    if (w.qp != &q) continue;
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  std::erase_if(s.unsettled, [&](const Change& c) { return c.q == &q; });
+  const auto without_it = [&](const ibv_mw* mw, Window& w) {
+    if (w.qp != &q) return;
     w.qp = nullptr;
     if (mw->type == IBV_MW_TYPE_2) w.bound = false;
-  }
+  };
+  for (auto& [mw, w] : s.all) without_it(mw, w);
+  for (Change& c : s.unsettled) without_it(c.mw, c.was);
 }
 
 void dropped(const Context& context) {
@@ -119,6 +145,7 @@ void dropped(const Context& context) {
   const auto of_it = [&](const auto& named) { return named.second->context == context.real; };
   std::erase_if(s.by_virtual, of_it);
   std::erase_if(s.by_physical, of_it);
+  std::erase_if(s.unsettled, [&](const Change& c) { return c.was.context == &context; });
   std::erase_if(s.all, [&](const auto& w) { return w.second.context == &context; });
 }
 
@@ -189,19 +216,22 @@ std::vector<std::pair<ibv_mw*, QpShadow*>> bound() {
 
 /* ---- data path --------------------------------------------------------------------- */
 
-bool posted(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
+bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
+  if (wr.opcode != IBV_WR_LOCAL_INV && wr.opcode != IBV_WR_BIND_MW) return false;
   State& s = state();
   std::lock_guard guard(s.lock);
   if (wr.opcode == IBV_WR_LOCAL_INV) {
     const auto found = s.by_virtual.find(wr.invalidate_rkey >> 8);
     if (found == s.by_virtual.end()) return false;
     Window& w = s.all.at(found->second);
+    note(s, q, found->second, w);
     w.bound = false;
     wr.invalidate_rkey = physical_of(w, wr.invalidate_rkey);
     return true;
   }
-  Window* w = wr.opcode == IBV_WR_BIND_MW ? find(wr.bind_mw.mw) : nullptr;
+  Window* w = find(wr.bind_mw.mw);
   if (!w) return false;
+  note(s, q, wr.bind_mw.mw, *w);
   w->info = wr.bind_mw.bind_info;
   w->bound = w->info.length != 0;
   w->vkey = wr.bind_mw.rkey;
@@ -214,6 +244,20 @@ bool posted(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
   return true;
 }
 
+void settle(const QpShadow& q, bool posted) noexcept {
+  if (!unsettled_here) return;
+  State& s = state();
+  const pthread_t me = pthread_self();
+  const auto here = [&](const Change& c) { return pthread_equal(c.by, me) != 0; };
+  const auto mine = [&](const Change& c) { return c.q == &q && here(c); };
+  std::lock_guard guard(s.lock);
+  if (!posted)
+    for (auto c = s.unsettled.rbegin(); c != s.unsettled.rend(); ++c)
+      if (mine(*c)) *find(c->mw) = c->was;
+  std::erase_if(s.unsettled, mine);
+  unsettled_here = static_cast<std::size_t>(std::count_if(s.unsettled.begin(), s.unsettled.end(), here));
+}
+
 void invalidated(ibv_wc& wc) noexcept {
   State& s = state();
   std::lock_guard guard(s.lock);
@@ -221,6 +265,8 @@ void invalidated(ibv_wc& wc) noexcept {
   if (found == s.by_physical.end()) return;
   Window& w = s.all.at(found->second);
   w.bound = false;
+  for (Change& c : s.unsettled)
+    if (c.mw == found->second) c.was.bound = false;
   wc.invalidated_rkey = (found->second->rkey & ~kKeyTag) | (wc.invalidated_rkey & kKeyTag);
 }
 

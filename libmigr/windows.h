@@ -51,9 +51,12 @@ std::vector<std::pair<ibv_mw*, QpShadow*>> bound();
 
 /* Data path: calls that take a lock. */
 
-/// The application's WR of a bind or a local invalidation becomes the provider's. @param view stands for the window
-/// @return false: it names no window
-bool posted(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept;
+/// The application's WR of a bind or a local invalidation becomes the provider's, and the window what it makes of it: its
+/// completion may be there before the post returns. @param view stands for the window
+/// @return false: it names no window; else settle() has to follow, in this thread
+bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept;
+/// What this thread has translated for `q` was posted; or it was not, and the windows are what they were.
+void settle(const QpShadow& q, bool posted) noexcept;
 /// A receive that has ended a binding, with its physical key.
 void invalidated(ibv_wc& wc) noexcept;
 

@@ -31,20 +31,26 @@ class Migrd {
   }
   /// What DESCRIBE is refused with.
   std::string refusal() {
+    const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
+    return reply.status == EOPNOTSUPP ? reply.text : "status " + std::to_string(reply.status) + ": " + reply.text;
+  }
+  /// @return the reply; -1 as its status: there was none
+  migr_msg ask(migr_msg_type type) {
+    migr_msg none{};
+    none.status = -1;
     if (fd_ < 0) {
       fd_ = accept(listener_, nullptr, nullptr);
       const migr_msg hello = receive();
-      if (hello.type != MIGR_MSG_HELLO) return "no HELLO";
+      if (hello.type != MIGR_MSG_HELLO) return none;
     }
     migr_msg ask{};
     ask.version = MIGR_PROC_VERSION;
-    ask.type = MIGR_MSG_DESCRIBE;
+    ask.type = static_cast<std::uint16_t>(type);
     ask.seq = ++seq_;
     ask.migration = 7;
-    if (send(fd_, &ask, sizeof ask, MSG_NOSIGNAL) != sizeof ask) return "cannot send";
+    if (send(fd_, &ask, sizeof ask, MSG_NOSIGNAL) != sizeof ask) return none;
     const migr_msg reply = receive();
-    if (reply.type != (MIGR_MSG_DESCRIBE | MIGR_REPLY) || reply.seq != seq_) return "no reply";
-    return reply.status == EOPNOTSUPP ? reply.text : "status " + std::to_string(reply.status) + ": " + reply.text;
+    return reply.type == (type | MIGR_REPLY) && reply.seq == seq_ ? reply : none;
   }
 
  private:
@@ -487,6 +493,79 @@ TEST_F(Objects, WindowIsBoundToTheProvidersMr) {
   }
   ibv_dealloc_mw(mw);
   ibv_destroy_qp(qp);
+}
+
+// Until a post has succeeded the device calls the window as before.
+TEST_F(Objects, WindowThatWasNotBoundKeepsItsKey) {
+  ibv_qp* qp = make_qp();
+  ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_2);
+  const std::uint32_t key = mw->rkey;
+  ibv_send_wr wr{};
+  ibv_send_wr* bad;
+  wr.opcode = IBV_WR_BIND_MW;
+  wr.bind_mw = {.mw = mw, .rkey = key | 1, .bind_info = {.mr = mr_, .addr = 0, .length = 8, .mw_access_flags = 0}};
+  for (const int err : {ENOMEM, ENOMEM, 0}) {
+    recorder_post_fails = err;
+    EXPECT_EQ(ibv_post_send(qp, &wr, &bad), err);
+    EXPECT_EQ(recorder_window, key);
+    EXPECT_EQ(recorder_window_next, key | 1);
+  }
+  wr.bind_mw.rkey = key | 2;
+  EXPECT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+  EXPECT_EQ(recorder_window, key | 1);
+  ibv_dealloc_mw(mw);
+  ibv_destroy_qp(qp);
+}
+
+TEST_F(Objects, WindowOfASessionThatWasNotPostedKeepsItsKey) {
+  ibv_qp* qp = make_qp();
+  ibv_qp_ex* ex = ibv_qp_to_qp_ex(qp);
+  ASSERT_NE(ex, nullptr);
+  ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_2);
+  const std::uint32_t key = mw->rkey;
+  const ibv_mw_bind_info info{.mr = mr_, .addr = 0, .length = 8, .mw_access_flags = 0};
+  const auto bind_twice = [&] {
+    ibv_wr_start(ex);
+    ibv_wr_bind_mw(ex, mw, key | 1, &info);
+    EXPECT_EQ(recorder_window, key);
+    ibv_wr_local_inv(ex, key | 1);
+    EXPECT_EQ(recorder_rkey, key | 1);
+    ibv_wr_bind_mw(ex, mw, key | 2, &info);
+    EXPECT_EQ(recorder_window, key | 1);
+  };
+  bind_twice();
+  ibv_wr_abort(ex);
+  bind_twice();
+  recorder_post_fails = ENOMEM;
+  EXPECT_EQ(ibv_wr_complete(ex), ENOMEM);
+  bind_twice();
+  EXPECT_EQ(ibv_wr_complete(ex), 0);
+  ibv_wr_start(ex);
+  ibv_wr_bind_mw(ex, mw, key | 3, &info);
+  EXPECT_EQ(recorder_window, key | 2);
+  ibv_destroy_qp(qp);  // with the session: nothing of it is left
+  ibv_dealloc_mw(mw);
+}
+
+// Partners may translate it.
+TEST_F(Objects, NameOfAWindowThatHasMovedIsNotGivenAgain) {
+  constexpr std::uint32_t kName = 0x55500;
+  ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  const std::uint32_t unmoved = mw->rkey;
+  mw->rkey = kName;  // as if the device had given it another since
+  ibv_dealloc_mw(mw);
+  recorder_next_window = kName;
+  mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  EXPECT_NE(mw->rkey, kName);
+  ibv_dealloc_mw(mw);
+  recorder_next_window = unmoved + 0x10000000;
+  mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  EXPECT_EQ(mw->rkey, unmoved + 0x10000000);
+  ibv_dealloc_mw(mw);
+  recorder_next_window = unmoved + 0x10000000;  // it was called so by the device, too
+  mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  EXPECT_EQ(mw->rkey, unmoved + 0x10000000);
+  ibv_dealloc_mw(mw);
 }
 
 TEST_F(Objects, UnknownKeyIsInvalidatedAsItIs) {

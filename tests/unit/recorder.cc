@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
@@ -22,8 +23,9 @@ extern "C" {
 [[gnu::visibility("default")]] const char* recorder_call = "";
 [[gnu::visibility("default")]] const void* recorder_object;
 [[gnu::visibility("default")]] const void* recorder_other;
-[[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey, recorder_dest_qpn;
-[[gnu::visibility("default")]] int recorder_rereg_fails;
+[[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey, recorder_dest_qpn, recorder_access;
+[[gnu::visibility("default")]] unsigned recorder_window, recorder_window_next, recorder_next_window;
+[[gnu::visibility("default")]] int recorder_rereg_fails, recorder_post_fails;
 [[gnu::visibility("default")]] ibv_mr* recorder_mr;
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
@@ -88,9 +90,20 @@ ibv_mr* make_mr(const char* call, ibv_pd* pd, void* addr, std::size_t length, un
   return &m->mr;
 }
 
+void note_bind(const ibv_mw& mw, std::uint32_t rkey) {
+  recorder_window = mw.rkey;
+  recorder_window_next = rkey;
+}
+
 ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd* pd, ibv_cq* send_cq, ibv_cq* recv_cq,
                 ibv_srq* srq, ibv_qp_type type) {
-  auto* qp = waitable(new ibv_qp{});
+  auto* ex = new ibv_qp_ex{};
+  ex->wr_start = [](ibv_qp_ex*) {};
+  ex->wr_bind_mw = [](ibv_qp_ex*, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info*) { note_bind(*mw, rkey); };
+  ex->wr_local_inv = [](ibv_qp_ex*, std::uint32_t rkey) { recorder_rkey = rkey; };
+  ex->wr_complete = [](ibv_qp_ex*) { return std::exchange(recorder_post_fails, 0); };
+  ex->wr_abort = [](ibv_qp_ex*) {};
+  ibv_qp* qp = waitable(&ex->qp_base);
   qp->context = context;
   qp->qp_context = qp_context;
   qp->pd = pd;
@@ -193,13 +206,14 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr**) {
   if (wr->num_sge) recorder_lkey = wr->sg_list->lkey;
   if (wr->opcode == IBV_WR_BIND_MW) {
     // As providers do: the window's key, and what lies behind the MR.
+    note_bind(*wr->bind_mw.mw, wr->bind_mw.rkey);
     recorder_other = wr->bind_mw.bind_info.mr;
     recorder_lkey = wr->bind_mw.bind_info.mr->lkey;
     recorder_rkey = reinterpret_cast<const Mr*>(wr->bind_mw.bind_info.mr)->kind == kKind ? 1 : 0;
   } else if (wr->opcode == IBV_WR_LOCAL_INV) {
     recorder_rkey = wr->invalidate_rkey;
   }
-  return 0;
+  return std::exchange(recorder_post_fails, 0);
 }
 int poll_cq(ibv_cq* cq, int, ibv_wc*) { return recorded("poll_cq", cq), 0; }
 int req_notify_cq(ibv_cq* cq, int) { return recorded("req_notify_cq", cq), 0; }
@@ -208,6 +222,8 @@ ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   mw->context = pd->context;
   mw->pd = pd;
   mw->type = type;
+  mw->rkey = std::exchange(recorder_next_window, 0);
+  if (!mw->rkey) mw->rkey = next_number++ << 8;
   return mw;
 }
 int bind_mw(ibv_qp* qp, ibv_mw*, ibv_mw_bind* bind) { return recorded("bind_mw", qp, bind->bind_info.mr), 0; }
@@ -338,10 +354,12 @@ RECORDER ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
 }
 RECORDER int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_STATE) qp->state = attr->qp_state;
+  if (mask & IBV_QP_ACCESS_FLAGS) recorder_access = attr->qp_access_flags;
   recorder_dest_qpn = attr->dest_qp_num;
   return recorded("modify_qp", qp), 0;
 }
-RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr*, int, ibv_qp_init_attr* init) {
+RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_init_attr* init) {
+  if (mask & IBV_QP_ACCESS_FLAGS) attr->qp_access_flags = recorder_access;
   init->qp_context = qp->qp_context;
   init->send_cq = qp->send_cq;
   init->recv_cq = qp->recv_cq;
@@ -349,7 +367,7 @@ RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr*, int, ibv_qp_init_attr* init)
   return recorded("query_qp", qp), 0;
 }
 RECORDER int ibv_destroy_qp(ibv_qp* qp) { return recorded("destroy_qp", qp), wait_for_acks(qp, given.exchange(0)); }
-RECORDER ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp*) { return nullptr; }
+RECORDER ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) { return reinterpret_cast<ibv_qp_ex*>(qp); }
 RECORDER int ibv_query_qp_data_in_order(ibv_qp* qp, ibv_wr_opcode, uint32_t) { return recorded("in_order", qp), 1; }
 RECORDER int ibv_query_ece(ibv_qp* qp, ibv_ece*) { return recorded("query_ece", qp), 0; }
 RECORDER int ibv_set_ece(ibv_qp* qp, ibv_ece*) { return recorded("set_ece", qp), 0; }

@@ -15,6 +15,14 @@ extern unsigned recorder_lkey;
 extern unsigned recorder_rkey;
 /// Of the last ibv_modify_qp.
 extern unsigned recorder_dest_qpn;
+/// Of the last with IBV_QP_ACCESS_FLAGS; ibv_query_qp gives them back.
+extern unsigned recorder_access;
+/// Of the last bind: what the window is called, and what it is to be called.
+extern unsigned recorder_window, recorder_window_next;
+/// What the next window is called; 0: as nothing else.
+extern unsigned recorder_next_window;
+/// What the next ibv_post_send or ibv_wr_complete fails with.
+extern int recorder_post_fails;
 /// What the next call of ibv_rereg_mr fails with, as its return value.
 extern int recorder_rereg_fails;
 /// The provider's object that was made last, of each kind.
