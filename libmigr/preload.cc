@@ -784,6 +784,13 @@ void change_spare(QpShadow& q, ibv_qp_attr& mine, int mask) {
   if ((mask & IBV_QP_STATE) || real().modify_qp(q.spare, &mine, mask)) real().destroy_qp(std::exchange(q.spare, nullptr));
 }
 
+/// Its partner's drain marker, a write, may be to come. To a new path (SWITCH) none comes.
+bool awaits_marker(const QpShadow& q) {
+  const bool suspended = q.phase == switchover::Phase::kSuspended || q.phase == switchover::Phase::kDrained;
+  const bool connected = q.real->state == IBV_QPS_RTS && (q.app.qp_type == IBV_QPT_RC || q.app.qp_type == IBV_QPT_UC);
+  return suspended && connected && !q.old_real && !q.cut && !q.adrift;
+}
+
 int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Connecting& peer) {
   if (shadow->responder_only && (mask & IBV_QP_STATE)) {
     // The first PSN of its sends is fixed by now, and not the one that the partner was told.
@@ -798,11 +805,17 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   ibv_qp_attr mine = *attr;
   if (!peer.put(mine) && (mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
   if (mask & IBV_QP_AV) mine.ah_attr.grh.sgid_index = gids::here(*shadow->context, mine.ah_attr.port_num, mine.ah_attr.grh.sgid_index);
+  const bool grants = (mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & IBV_ACCESS_REMOTE_WRITE);
+  const bool adds_write = (mask & IBV_QP_ACCESS_FLAGS) && !grants && awaits_marker(*shadow);
+  if (adds_write) mine.qp_access_flags |= IBV_ACCESS_REMOTE_WRITE;
   const int err = real().modify_qp(shadow->real, &mine, mask);
   shadow->app.state = shadow->app_state();
   if (err) return err;
+  if (grants || adds_write) shadow->write_access_added = adds_write;
+  if (adds_write) mine.qp_access_flags = attr->qp_access_flags;
   change_spare(*shadow, mine, mask);
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
+    shadow->write_access_added = false;  // nor is any other there; INIT asks for all anew
     datagrams::emptied(shadow->awaited);
     events::hush(*shadow, nullptr);
     if (shadow->remote_keys) whereabouts::parted(*shadow);

@@ -568,6 +568,47 @@ TEST_F(Objects, NameOfAWindowThatHasMovedIsNotGivenAgain) {
   ibv_dealloc_mw(mw);
 }
 
+// The partner's drain marker is a write, whatever the application allows meanwhile.
+TEST_F(Objects, SuspendedQpTakesTheMarkerAndKeepsItsRights) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_;
+  init.qp_type = IBV_QPT_RC;
+  ibv_qp* qp = ibv_create_qp(pd_, &init);
+  ibv_qp_attr attr{};
+  const auto allow = [&](unsigned flags) {
+    attr.qp_access_flags = flags;
+    EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_ACCESS_FLAGS), 0);
+  };
+  const auto allowed = [&] {
+    ibv_qp_attr now{};
+    EXPECT_EQ(ibv_query_qp(qp, &now, IBV_QP_ACCESS_FLAGS, &init), 0);
+    return now.qp_access_flags;
+  };
+  constexpr unsigned kRead = IBV_ACCESS_REMOTE_READ, kWrite = IBV_ACCESS_REMOTE_WRITE;
+  attr.qp_state = IBV_QPS_RTS;
+  EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
+  for (const unsigned meanwhile : {kRead, kRead | kWrite}) {
+    allow(0);
+    const migr_msg suspended = migrd.ask(MIGR_MSG_SUSPEND);
+    ASSERT_EQ(suspended.status, 0) << suspended.text;
+    EXPECT_EQ(recorder_access, kWrite);
+    allow(meanwhile);
+    EXPECT_EQ(recorder_access, kRead | kWrite);
+    EXPECT_EQ(allowed(), meanwhile);
+    const migr_msg back = migrd.ask(MIGR_MSG_ROLLBACK);
+    EXPECT_EQ(back.status, 0) << back.text;
+    EXPECT_EQ(recorder_access, meanwhile);
+    EXPECT_EQ(allowed(), meanwhile);
+  }
+  allow(kWrite);
+  ASSERT_EQ(migrd.ask(MIGR_MSG_SUSPEND).status, 0);
+  allow(kRead);
+  EXPECT_EQ(recorder_access, kRead | kWrite) << "its own, taken away before the marker has come";
+  EXPECT_EQ(migrd.ask(MIGR_MSG_ROLLBACK).status, 0);
+  EXPECT_EQ(allowed(), kRead);
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, UnknownKeyIsInvalidatedAsItIs) {
   ibv_qp* qp = make_qp();
   ibv_send_wr wr{};
