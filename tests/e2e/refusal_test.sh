@@ -135,12 +135,12 @@ step "a process without libmigr" no_libmigr
 walk_step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments
 # shellcheck disable=SC2016
-step "a smaller MTU there" with_host dst 'cat /sys/class/net/eth1/mtu >/tmp/mtu; ip link set eth1 mtu 576' 'ip link set eth1 mtu "$(cat /tmp/mtu)"' \
+walk_step "a smaller MTU there" with_host dst 'cat /sys/class/net/eth1/mtu >/tmp/mtu; ip link set eth1 mtu 576' 'ip link set eth1 mtu "$(cat /tmp/mtu)"' \
 	'dst: .*an MTU of [0-9]+ on port 1 \(QP [0-9]+\), which has 256'
-step "the rail is down there" with_host dst 'ip link set eth1 down' 'ip link set eth1 up' 'dst: .*an active port 1 \(QP [0-9]+\): it is down'
-step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
+walk_step "the rail is down there" with_host dst 'ip link set eth1 down' 'ip link set eth1 up' 'dst: .*an active port 1 \(QP [0-9]+\): it is down'
+walk_step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'dst: .*has filled [0-9]+ MB of memory, and 1 MB are free here'
-step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
+walk_step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'migr(/source)? is in memory, of which 1 MB are free'
 step "a small disk there" with_host dst "$(small_disk /var/lib/migr/dest)" 'umount /var/lib/migr/dest' 'dst: .*and 1 MB are free in /var/lib/migr/dest'
 walk_step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umount /var/lib/migr/source' 'and 1 MB are free in /var/lib/migr/source'
