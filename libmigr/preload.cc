@@ -21,6 +21,7 @@
 #include "events.h"
 #include "gids.h"
 #include "kernel_link.h"
+#include "links/cq_room.h"
 #include "links/links.h"
 #include "objects.h"
 #include "path.h"
@@ -240,6 +241,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
   datagrams::made(shadow);
   windows::made(shadow);
   links::attached(shadow);
+  links::share_room(shadow);
   return &shadow.app;
 }
 
@@ -314,7 +316,7 @@ CqShadow* new_cq(Context& context) {
 /// @param make  with that many entries; false: the device has not so many, or something else is wrong
 template <class Make>
 void make_roomy(const Context& context, int cqe, Make&& make) {
-  constexpr int kOurs = 8;  // those of a cut, and of a bell
+  constexpr int kOurs = links::kOurEntries;
   if (!context.twin || cqe < 1 || cqe > INT_MAX - kOurs || !make(cqe + kOurs)) make(cqe);
 }
 
@@ -686,7 +688,9 @@ MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
   CqShadow* shadow = known(registry, cq);
   if (!shadow) return real().resize_cq(cq, cqe);
   int err = 0;
-  make_roomy(*shadow->context, cqe, [&](int entries) { return !(err = real().resize_cq(shadow->real, entries)); });
+  const auto resize = [&](int entries) { return !(err = real().resize_cq(shadow->real, entries)); };
+  const std::uint64_t least = cqe < 1 ? 0 : std::min<std::uint64_t>(links::room_of_protected(*shadow), INT_MAX);
+  if (least <= static_cast<std::uint64_t>(cqe) || !resize(static_cast<int>(least))) make_roomy(*shadow->context, cqe, resize);
   shadow->app.cqe = shadow->real->cqe;
   if (!err) links::resized(*shadow);
   return err;

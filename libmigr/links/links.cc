@@ -328,6 +328,7 @@ void gone(CqShadow& c) {
 
 void resized(CqShadow& c) {
   if (!c.link) return;
+  if (std::exchange(c.link->refused, 0)) changed();  // it may do now
   std::lock_guard guard(c.lock);  // threads poll it under that
   for (const CqLink::Cq& cq : c.link->cqs)
     if (const int err = real().resize_cq(cq.real, c.real->cqe))

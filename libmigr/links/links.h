@@ -106,6 +106,7 @@ struct CqLink {
   std::unordered_map<std::uint32_t, QpLink*> qps[kMaxLinks];  ///< on it, by side and the physical numbers of all their paths
   ibv_qp* bell = nullptr;             ///< a QP in ERR on the application's CQ: what it flushes wakes whoever sleeps there
   std::vector<std::uint64_t> rings;   ///< markers of it
+  std::uint64_t refused = 0;          ///< entries that make_room() could not get; of the Registry's lock
 
   ibv_cq* at(Side side) const {  ///< not kHome. Null: it is not there
     for (const Cq& cq : cqs)

@@ -26,6 +26,7 @@
 #include "../real.h"
 #include "../switchover/parts.h"
 #include "channel.h"
+#include "cq_room.h"
 #include "directory.h"
 #include "state.h"
 
@@ -247,7 +248,8 @@ std::string why_not(const QpShadow& q) {
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
   if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~(kNames | (shares_receives(q) ? kTrapped : 0u))) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
-  return "";
+  if (const std::string why = why_refused(*q.send_cq); !why.empty()) return why;
+  return why_refused(*q.recv_cq);
 }
 
 bool connected_by_application(const QpShadow& q) {
@@ -297,6 +299,7 @@ bool make_backup(Twin& t, std::string& why) {
     if (first == kHome) continue;
     const bool sends = watch(*q->send_cq), receives = watch(*q->recv_cq);  // both from now on
     if (!sends || !receives) continue;
+    if (!make_room(*q->send_cq) || !make_room(*q->recv_cq)) continue;
     auto l = std::make_unique<QpLink>();
     if (!find_home(*q, *l)) continue;
     QpShadow* const one[] = {q};
@@ -657,6 +660,11 @@ migr_links_vqp_state state_of(const QpLink& l, Side next) {
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
     why = next == l.on ? why_nowhere(l) : lacks_path(l, next) ? "waits for the other end" : "waits for memory";
+  std::string small;
+  if (!*why && l.stage == Stage::kReady) {  // its next cut will refuse
+    switchover::for_cqs(*l.q, [&](CqShadow& c) { if (small.empty()) small = why_refused(c); });
+    why = small.c_str();
+  }
   if (!*why && l.stage == Stage::kReady) why = l.drains_ended ? "the way to its other link did not end; it is tried again" : why_direct(l);
   std::snprintf(out.why, sizeof out.why, "%s", why);
   out.atomics = l.relays ? MIGR_LINKS_RELAYED : MIGR_LINKS_DIRECT;

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
 
 #include "../events.h"
 #include "../kernel_link.h"
+#include "../links/cq_room.h"
 #include "../links/links.h"
 #include "../provider/provider.h"
 #include "../real.h"
@@ -261,6 +263,14 @@ int leave_out_late(QpShadow& q, provider::QueuePart along, std::uint32_t end) {
   return 0;
 }
 
+/// That must have been flushed at least, of each queue. Fewer completions: the CQ has overrun.
+struct Least {
+  std::size_t sends = 0, receives = 0;
+  bool met_by(const Cut& cut, bool separate) const {
+    return separate ? cut.taken_sends.size() >= sends && cut.taken_receives.size() >= receives : cut.flushed() >= sends + receives;
+  }
+};
+
 /// What lies in the queues before the markers and was not used.
 int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::string& why) {
   Cut& cut = *q.cut;
@@ -292,6 +302,15 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   const auto posted = sends.end() - static_cast<std::ptrdiff_t>(std::min<std::size_t>(queued, sends.size()));
   const std::uint32_t posted_sends = queued - static_cast<std::uint32_t>(std::count_if(posted, sends.end(), ours));
   const std::uint32_t posted_receives = (receive_end - before.receives.from) & now.receives.mask;
+  // All from the one that was given up on were flushed. Markers do not count: not all are taken.
+  const auto is_ours = [](const QueuedSend& s) { return marker::is_marker(s.send.wr.wr_id); };
+  Least least{.sends = static_cast<std::size_t>(std::count_if(given_up, sends.end(), std::not_fn(is_ours)))};
+  if (!q.app.srq) least.receives = posted_receives - std::min<std::size_t>(posted_receives, cut.received);
+  const bool gave_up = std::any_of(cut.taken_sends.begin(), cut.taken_sends.end(), [](const ibv_wc& wc) { return gives_up(wc.status); });
+  if (!least.met_by(cut, separate) || (gave_up && given_up == sends.end())) {
+    why = qp_name(q) + ": " + std::to_string(cut.flushed()) + " completions do not account for what was in its queues: a completion queue has overrun";
+    return EOVERFLOW;
+  }
   replay::Unused left = replay::unused(cut, posted_sends, posted_receives, separate);
   if (given_up != sends.end() && !separate && behind <= cut.flushed()) {
     left.sends = behind;
@@ -352,6 +371,9 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     err = provider::queue_parts(q, before.sends, before.receives);
     if (!err) err = provider::sends_in(q, before.sends, sends_before);
     if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
+    std::string small;  // by QPs that came later
+    for_cqs(q, [&](const CqShadow& c) { if (small.empty()) small = links::why_no_room(c, cut.side); });
+    if (!small.empty()) return why = qp_name(q) + ": " + small, EOVERFLOW;
     ibv_qp_attr to{};
     to.qp_state = IBV_QPS_ERR;
     if ((err = real().modify_qp(q.real, &to, IBV_QP_STATE))) return fail(why, err, "modify_qp to ERR of " + qp_name(q));

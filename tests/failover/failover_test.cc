@@ -1419,6 +1419,77 @@ TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
   EXPECT_EQ(model_mrs(1, 0), before);
 }
 
+constexpr int kFewCqes = 4, kNeeded = kDepth + 1 + 8;  // of a Speaker's CQ; with what a path that fails completes, and 8 of libmigr's own
+
+ibv_cq* small_cq(const Library& of) { return of.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(of.context, kFewCqes, nullptr, nullptr, 0); }
+
+/// The model ends the program when a CQ overruns.
+TEST(Room, IsMadeInACqForWhatIsNotSignalled) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
+  ibv_cq* const cq = small_cq(a);
+  const int told = cq->cqe;
+  const Speaker x(a, nullptr, cq), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  EXPECT_EQ(cq->cqe, told);
+  ASSERT_EQ(a.verb<int(ibv_cq*, int)>("ibv_resize_cq")(cq, kFewCqes + 1), 0);
+  model_cut_now(0);
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  for (wr.wr_id = 1; wr.wr_id <= kDepth; ++wr.wr_id) {
+    wr.send_flags = wr.wr_id == kDepth ? IBV_SEND_SIGNALED : 0;
+    ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  }
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.wr_id, kDepth);
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  EXPECT_EQ(x.state().link, 1u);
+}
+
+TEST(Room, ThatACqCannotHaveIsSaidAndNotProtected) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_most_cqes(kNeeded - 1);
+  const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
+  const Speaker x(a, nullptr, small_cq(a)), y(b);
+  x.connect(y), y.connect(x);
+  const std::string why = "its CQ has " + std::to_string(kFewCqes + 8) + " entries, " + std::to_string(kNeeded) + " may be flushed into it";
+  EXPECT_TRUE(wait_for([&] { return x.state().why == why; })) << x.state().why;
+  EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
+  model_most_cqes(kNeeded);
+  ASSERT_EQ(a.verb<int(ibv_cq*, int)>("ibv_resize_cq")(x.cq, kFewCqes + 1), 0);
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0); })) << x.state().why;
+  model_most_cqes(1 << 20);
+}
+
+/// What its cut would tell is not known any more: errors, and no success that is none.
+TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_most_cqes(kNeeded);
+  const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
+  const Speaker x(a, nullptr, small_cq(a)), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  const Speaker other(a, x.pd, x.cq);
+  ASSERT_TRUE(wait_for([&] {
+    a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1);  // so that it is looked at
+    return std::string(x.state().why) == "its CQ has " + std::to_string(kNeeded) + " entries, " + std::to_string(kNeeded + kDepth + 1) + " may be flushed into it";
+  })) << x.state().why;
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  model_cut_now(0);
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.wr_id, 1u);
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN; }));
+  model_most_cqes(1 << 20);
+}
+
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
 TEST(Shared, AnSrqServesTwoLinksAtATime) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -120,6 +121,7 @@ std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
 unsigned long packets;
+int most_cqes = INT_MAX;
 std::atomic<bool> packets_linger{false};
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 bool with_async_events = false;
@@ -855,8 +857,13 @@ MODEL int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
   delete channel;
   return 0;
 }
+MODEL void model_most_cqes(int most) {
+  std::lock_guard guard(lock);
+  most_cqes = most;
+}
 MODEL int ibv_resize_cq(ibv_cq* cq, int cqe) {
   std::lock_guard guard(lock);
+  if (cqe > most_cqes) return EINVAL;
   cq->cqe = cqe;
   return 0;
 }

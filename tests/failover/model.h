@@ -74,6 +74,8 @@ unsigned model_qps();
 /// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
+/// No CQ can be enlarged to more.
+void model_most_cqes(int most);
 /// The device refuses to give memory of link 0 back, the next `times` that it is asked to, as while a window is bound to it.
 void model_keep_registrations(unsigned times);
 /// That an end (a: 0, b: 1) has on that link.
