@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "../limits.h"
 #include "../process.h"
@@ -130,8 +131,11 @@ void LinkSocket::run() {
       const auto& s = known[i];
       const short revents = fds[2 + i].revents;
       if (revents & POLLOUT) {
-        std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
         flush_locked(*s);
+        const bool again = s->out.empty() && std::exchange(s->missed_ports, false);
+        lock.unlock();
+        if (again) push_ports(s);
       }
       if (s->closed) continue;  // by another one's HELLO
       if (revents & POLLIN) {
@@ -255,9 +259,7 @@ bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
   spdlog::info("{} connected: instance {}, policy {}", label(s->pid, s->comm), hex(who), policy_name(hello.policy));
   reply(s, p.head, {});
   s->greeted = true;  // what changes from here on is pushed, and what did before is in ports_()
-  const auto ports = ports_();
-  for (std::size_t at = 0; at < ports.size(); at += MIGR_LINKS_MAX_RECORDS)
-    push(s, MIGR_LINKS_PORTS, &ports[at], std::min<std::size_t>(ports.size() - at, MIGR_LINKS_MAX_RECORDS), sizeof ports[0]);
+  push_ports(s);
   return true;
 }
 
@@ -446,6 +448,13 @@ void LinkSocket::push(const SessionRef& s, std::uint16_t type, const void* recor
   std::copy(s->instance.begin(), s->instance.end(), head.instance);
   std::lock_guard lock(mutex_);
   if (s->out.size() < static_cast<std::size_t>(kLinkPushesKept)) send_locked(*s, packet_of(head, records, count, record_size));
+  else if (type == MIGR_LINKS_PORTS) s->missed_ports = true;
+}
+
+void LinkSocket::push_ports(const SessionRef& s) {
+  const auto ports = ports_();
+  for (std::size_t at = 0; at < ports.size(); at += MIGR_LINKS_MAX_RECORDS)
+    push(s, MIGR_LINKS_PORTS, &ports[at], std::min<std::size_t>(ports.size() - at, MIGR_LINKS_MAX_RECORDS), sizeof ports[0]);
 }
 
 // Caller holds the lock.

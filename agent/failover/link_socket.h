@@ -59,8 +59,9 @@ class LinkSocket {
     std::atomic<bool> closed = false;        // also read without
     std::deque<std::vector<std::byte>> out;  // not more is read while it is full
     std::deque<Packet> questions;
-    unsigned pending = 0;  // of questions and looks, not answered
-    bool asking = false;   // a worker has one of them, or will
+    unsigned pending = 0;       // of questions and looks, not answered
+    bool asking = false;        // a worker has one of them, or will
+    bool missed_ports = false;  // a PORTS had no room: all are told once there is
   };
   using SessionRef = std::shared_ptr<Session>;
   /// OUTSIDE
@@ -85,6 +86,7 @@ class LinkSocket {
   void reply(const SessionRef& s, const migr_links_msg& to, const Status& status, std::uint64_t arg = 0, const void* records = nullptr,
              std::size_t count = 0, std::size_t record_size = 0, const std::string& text = {});
   void push(const SessionRef& s, std::uint16_t type, const void* records, std::size_t count, std::size_t record_size);
+  void push_ports(const SessionRef& s);
   void send_locked(Session& s, std::vector<std::byte> packet);
   void flush_locked(Session& s);
   void end(const SessionRef& s, const char* why);

@@ -37,6 +37,7 @@ struct Link {
   std::string why;  ///< not usable: why
   std::uint64_t tried_ns = 0;  ///< to open it; 0: not yet
   migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
+  std::uint64_t port_serial = 0;  ///< of what migrd has said last
   bool event_down = false;  ///< as the device says
   bool fatal = false;       ///< it has said so of itself
   std::uint64_t asked_port_ns = 0;  ///< while `event_down`

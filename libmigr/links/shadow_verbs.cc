@@ -360,6 +360,7 @@ void close_link(Link& link) {
   state()->discards.finish();
   close(link, std::exchange(link.ctx, nullptr));
   link.port_down = MIGR_LINKS_CAUSE_NONE;  // migrd tells it again
+  link.port_serial = 0;                    // maybe another host's
   link.preferred = false;
   link.why.clear();
   link.tried_ns = 0;
@@ -688,6 +689,8 @@ void note_ports(const std::vector<migr_links_port>& ports) {
   std::lock_guard guard(registry().lock);
   for (const migr_links_port& port : ports)
     if (Link* const link = link_of(port.device, port.port)) {
+      if (port.serial < link->port_serial) continue;  // what migrd has read before it pushed the newer one
+      link->port_serial = port.serial;
       link->port_down = cause_of(port.flags);
       link->preferred = port.flags & MIGR_LINKS_PORT_PREFERRED;
       if (link->down()) leave_link(*link);
@@ -793,6 +796,7 @@ class Round {
   void forget_told() {
     std::lock_guard guard(registry().lock);
     for (QpLink* l : state()->qps) l->told = false;
+    for (Link& link : state()->links) link.port_serial = 0;
     last_states_.clear();
     last_others_.clear();
     last_links_.clear();
