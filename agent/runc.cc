@@ -16,6 +16,13 @@
 namespace migr {
 namespace {
 
+// What runc has written down of a container; null: nothing that could be read.
+Json recorded(const Config& config, const std::string& id) {
+  std::ifstream in(config.runc_root + "/" + id + "/state.json");
+  auto j = in ? Json::parse(in, nullptr, false) : Json();
+  return j.is_object() ? j : Json();
+}
+
 // runc logs lines like: time="..." level=error msg="..."; only the message is for people.
 std::string plain(const std::string& line) {
   const auto at = line.find("msg=\"");
@@ -100,21 +107,17 @@ bool Runc::exists(const std::string& id) const {
 }
 
 std::string Runc::bundle_of(const std::string& id) const {
-  std::ifstream in(config_.runc_root + "/" + id + "/state.json");
-  const auto j = in ? Json::parse(in, nullptr, false) : Json();
   constexpr std::string_view kLabel = "bundle=";
-  const auto config = j.is_object() ? j.find("config") : j.end();
-  if (config == j.end() || !config->is_object()) return {};
-  const auto labels = config->find("labels");
-  if (labels == config->end() || !labels->is_array()) return {};
-  for (const auto& l : *labels)
+  const auto j = recorded(config_, id);
+  const auto labels = Json::json_pointer("/config/labels");
+  if (!j.contains(labels) || !j.at(labels).is_array()) return {};
+  for (const auto& l : j.at(labels))
     if (l.is_string() && l.get_ref<const std::string&>().starts_with(kLabel)) return l.get<std::string>().substr(kLabel.size());
   return {};
 }
 
 pid_t Runc::init_pid(const std::string& id) const {
-  std::ifstream in(config_.runc_root + "/" + id + "/state.json");
-  const auto j = in ? Json::parse(in, nullptr, false) : Json();
+  const auto j = recorded(config_, id);
   return j.is_object() ? j.value("init_process_pid", 0) : 0;
 }
 

@@ -708,9 +708,8 @@ bool wanted_to_park() {
 class Neighbours {
  public:
   void begin_round() {
-    const auto old = [now = now_ns()](const auto& known) { return now - known.second > kOldNs; };  // of processes that have gone
-    std::erase_if(answered_, old);
-    std::erase_if(silent_, old);
+    answered_.clear();
+    std::erase_if(silent_, [now = now_ns()](const auto& known) { return now - known.second > kOldNs; });  // of processes that have gone
     asked_in_vain_ = false;
   }
   /// Not under the Registry's lock. @return false: nobody does, as far as that is known
@@ -737,8 +736,8 @@ class Neighbours {
  private:
   using Address = std::pair<std::uint32_t, std::array<std::uint8_t, 16>>;
   static constexpr std::uint64_t kFreshNs = 5'000'000, kAgainNs = 2'000'000'000, kOldNs = 600'000'000'000;
-  std::map<Address, std::uint64_t> answered_, silent_;  // when
-  bool asked_in_vain_ = false;  ///< in this round
+  std::map<Address, std::uint64_t> answered_, silent_;  // when; the former in this round
+  bool asked_in_vain_ = false;                          ///< in this round
 };
 
 /// All that a round needs of the directory, asked without the lock.

@@ -145,17 +145,31 @@ TEST_F(LinksToPeers, SilenceIsSaidInOurOwnWords) {
   EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
 }
 
-TEST_F(LinksToPeers, WhatAContainerMayWriteToIsSentAgain) {
-  char dir[] = "/tmp/links_rpc_test.XXXXXX";
-  ASSERT_NE(mkdtemp(dir), nullptr);
-  const std::string bundle = std::string(dir) + "/bundle", images = std::string(dir) + "/images";
-  std::filesystem::create_directories(bundle + "/rootfs/d");
-  std::filesystem::create_directories(images);
-  std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs"}})";
-  std::ofstream(bundle + "/rootfs/gone") << "x";
-  Sent sent;
+/// With a bundle that it may write to.
+struct LinksOfAContainer : LinksToPeers {
+  static std::string made() {
+    char name[] = "/tmp/links_rpc_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  void SetUp() override {
+    LinksToPeers::SetUp();
+    std::filesystem::create_directories(bundle + "/rootfs");
+    std::filesystem::create_directories(images);
+    std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs"}})";
+    h.set_bundle(bundle);
+  }
+  void TearDown() override {
+    LinksToPeers::TearDown();
+    std::filesystem::remove_all(dir);
+  }
+  const std::string dir = made(), bundle = dir + "/bundle", images = dir + "/images";
   wire::PrepareHeader h;
-  h.set_bundle(bundle);
+  Sent sent;
+};
+
+TEST_F(LinksOfAContainer, WhatAContainerMayWriteToIsSentAgain) {
+  std::filesystem::create_directories(bundle + "/rootfs/d");
+  std::ofstream(bundle + "/rootfs/gone") << "x";
   RpcDestination link(channel, "dst");
   auto prepared = link.prepare(h, images, sent);
   ASSERT_TRUE(prepared) << prepared.error().text;
@@ -170,23 +184,13 @@ TEST_F(LinksToPeers, WhatAContainerMayWriteToIsSentAgain) {
   std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs", "readonly": true}})";
   ASSERT_TRUE(link.prepare(h, images, sent));
   EXPECT_FALSE(link.bundle_changes());
-  std::filesystem::remove_all(dir);
 }
 
-TEST_F(LinksToPeers, ABundleThatBothHostsHaveIsNotSent) {
-  char dir[] = "/tmp/links_rpc_test.XXXXXX";
-  ASSERT_NE(mkdtemp(dir), nullptr);
-  const std::string bundle = std::string(dir) + "/bundle", images = std::string(dir) + "/images";
-  std::filesystem::create_directories(bundle + "/rootfs");
-  std::filesystem::create_directories(images);
-  std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs"}})";
+TEST_F(LinksOfAContainer, ABundleThatBothHostsHaveIsNotSent) {
   std::ofstream(bundle + "/.migr-mark-1") << "of a migrd that ended";
   std::ofstream(images + "/migr.img") << "x";
-  Sent sent;
   wire::CheckRequest check;
-  wire::PrepareHeader h;
   check.set_bundle(bundle);
-  h.set_bundle(bundle);
   for (const bool shared : {true, false}) {
     RpcDestination link(channel, "dst");
     destination.here = shared ? bundle : "elsewhere";
@@ -201,7 +205,6 @@ TEST_F(LinksToPeers, ABundleThatBothHostsHaveIsNotSent) {
     EXPECT_TRUE(s) << s.error().text;
     EXPECT_EQ(destination.asked_for_changes, shared ? 0 : 1);
   }
-  std::filesystem::remove_all(dir);
 }
 
 TEST_F(LinksToPeers, ASlowUploadSaysHowFarItGot) {
