@@ -25,6 +25,7 @@ constexpr GuardedCall kCalls[] = {
     {"/migr.wire.Partner/Connect", Right::kPartner},
     {"/migr.wire.Partner/Suspend", Right::kPartner},
     {"/migr.wire.Partner/Drain", Right::kPartner},
+    {"/migr.wire.Partner/Track", Right::kPartner},
     {"/migr.wire.Partner/Cut", Right::kPartner},
     {"/migr.wire.Partner/Settle", Right::kPartner},
     {"/migr.wire.Partner/Switch", Right::kPartner},

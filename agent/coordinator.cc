@@ -470,8 +470,35 @@ std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire
   return out;
 }
 
+// Before memory is copied: what NICs write to from then on is compared in the stop, and not all that is registered. Wherever that
+// cannot be, all of it is.
+Status Coordinator::track() {
+  std::mutex m;
+  const auto cannot = [&](const std::string& why) {
+    std::lock_guard lock(m);
+    if (std::exchange(tracked_, false)) spdlog::info("all registered memory is compared in the stop: {}", why);
+  };
+  tracked_ = true;
+  writes_.clear();
+  if (set_.what != Settings::kMove) cannot("partners take no part");
+  if (!twins_.empty()) cannot("QPs of '" + info_.id + "' are connected to each other");
+  if (!tracked_) return {};
+  return both(
+      [&] {
+        if (auto s = source_.track(); !s) cannot(s.error().text);
+        return Status();
+      },
+      [&](Affected& a) -> Status {
+        auto reply = a.link->track(id_);
+        if (!reply) return reply.error();
+        if (!reply->why_not().empty()) cannot(a.link->name() + ": " + reply->why_not());
+        return {};
+      });
+}
+
 // Each round holds what was written during the one before.
 Status Coordinator::pre_copy() {
+  if (auto s = step("pre-copy.track", [this] { return track(); }); !s) return s;
   const std::uint64_t began = sent_.bytes;
   std::uint64_t last = UINT64_MAX;
   for (unsigned round = 1; round <= rounds_ahead_; round++) {
@@ -511,11 +538,19 @@ Status Coordinator::drain() {
     if (!r) return r.error();
     std::lock_guard lock(m);
     left.insert(r->left().begin(), r->left().end());
+    writes_.insert(writes_.end(), r->writes().begin(), r->writes().end());
     return {};
+  };
+  auto there = [&](Affected& a) -> Status {
+    const auto r = a.link->drain(id_, set_.drain_ms);
+    const auto s = take(r);
+    std::lock_guard lock(m);
+    tracked_ = tracked_ && s && r->tracked();
+    return s;
   };
   const double began = now_ms();
   if (auto s = both([&] { return step("drain.source", [&] { return take(source_.drain(set_.drain_ms, gone_)); }); },
-                    [&](Affected& a) { return step("drain.partner", [&] { return take(a.link->drain(id_, set_.drain_ms)); }); }); !s) return s;
+                    [&](Affected& a) { return step("drain.partner", [&] { return there(a); }); }); !s) return s;
   if (left.empty()) return {};
   const std::string what = (now_ms() - began < set_.drain_ms ? "a path has failed" : "wait-before-stop took more than " + std::to_string(set_.drain_ms) + " ms") +
                            ", with " + std::to_string(left.size()) + " of " + std::to_string(info_.connected.size()) + " connections still busy";
@@ -614,7 +649,7 @@ Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push("reconnecting", [this] { return source_.reconnect(); });
   undo_.push("attaching the network", [this] { return source_.attach_network(); });
-  if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(); }); },
+  if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(tracked_ ? &writes_ : nullptr); }); },
                          [this] { return step("freeze.network", [this] { return source_.detach_network(); }); }}); !s) return s;
   undo_.push("thawing", [this] { return source_.thaw(); });
   undo_.push("sending", [this] {  // the destination has ended it

@@ -55,6 +55,8 @@ std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire
 /// What corresponds at the destination to a GID of here: of the same port, type and family. @return null: nothing
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from);
 
+using NicWrites = std::vector<wire::NicWrite>;
+
 /// This host. Each call is one thing that can fail and be undone.
 class Source {
  public:
@@ -73,6 +75,8 @@ class Source {
   virtual Status checkpoint_after(unsigned round) = 0;
   /// Takes out of the checkpoint what the rounds have with the same content; how many bytes.
   virtual Result<std::uint64_t> drop_unchanged() = 0;
+  /// From now on it is noted where NICs write to by work requests of here. @return where that cannot be, why: nothing else has changed
+  virtual Status track() = 0;
   virtual Status suspend() = 0;    // and all threads seen outside
   /// QPs are counted by their place in ContainerInfo::connected. @return those that were not done in time
   /// @param gone  those whose other end is: they are not waited for
@@ -81,7 +85,9 @@ class Source {
   virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
   virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
   virtual Status rollback() = 0;   // ROLLBACK to every process
-  virtual Status freeze() = 0;     // FREEZE; connections closed
+  /// FREEZE; connections closed.
+  /// @param writes  since track(), by work requests of partners; null: not known
+  virtual Status freeze(const NicWrites* writes) = 0;
   virtual Status reconnect() = 0;  // gates; all processes are back
   virtual Status detach_network() = 0;
   virtual Status attach_network() = 0;
@@ -132,6 +138,7 @@ class PartnerLink {
   virtual Result<wire::PartnerPrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
   virtual Status suspend(std::uint32_t id) = 0;
+  virtual Result<wire::TrackReply> track(std::uint32_t id) = 0;
   virtual Result<wire::DrainReply> drain(std::uint32_t id, int limit_ms) = 0;
   virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
   virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
@@ -202,6 +209,7 @@ class Coordinator {
   Status prepare();
   Status create();
   Status connect();
+  Status track();
   Status pre_copy();
   Status drain();
   Status replay(std::set<std::size_t> left, const std::string& what);
@@ -249,6 +257,8 @@ class Coordinator {
   std::string early_;                    // folder of the early images
   unsigned rounds_ahead_ = 0;            // in which memory is copied before the stop, at most
   bool pre_copied_ = false;              // the destination has a pre-dump
+  bool tracked_ = false;                 // `writes_` will be all that partners' NICs write to memory of here
+  NicWrites writes_;
   enum class Dump { kRuns, kWhole, kFailed };
   std::atomic<Dump> dump_ = Dump::kRuns;
   std::future<Status> upload_;           // beside the dump

@@ -35,7 +35,8 @@ namespace migr {
   X(kDestinationMark, "destination.mark") X(kDestinationRebind, "destination.rebind")                            \
   X(kDestinationResume, "destination.resume") X(kDestinationAbort, "destination.abort")                          \
   X(kPartnerFind, "partner.find") X(kPartnerPrepare, "partner.prepare") X(kPartnerCreate, "partner.create")      \
-  X(kPartnerConnect, "partner.connect") X(kPartnerMoves, "partner.moves") X(kPartnerSuspend, "partner.suspend")  \
+  X(kPartnerConnect, "partner.connect") X(kPartnerMoves, "partner.moves") X(kPartnerTrack, "partner.track")      \
+  X(kPartnerSuspend, "partner.suspend")                                                                          \
   X(kPartnerDrain, "partner.drain") X(kPartnerCut, "partner.cut") X(kPartnerSettle, "partner.settle")            \
   X(kPartnerSwitch, "partner.switch") X(kPartnerKeys, "partner.keys") X(kPartnerResume, "partner.resume")        \
   X(kPartnerOldPath, "partner.old-path") X(kPartnerRollback, "partner.rollback")

@@ -193,6 +193,13 @@ Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &
 Status RpcPartner::suspend(std::uint32_t id) {
   return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);
 }
+Result<wire::TrackReply> RpcPartner::track(std::uint32_t id) {
+  auto reply = call(stub_, &P::Track, migration(id), kSuspendMs + 2 * kProcessMs + 1000, name_);
+  if (reply || reply.error().code != EPROTONOSUPPORT) return reply;
+  wire::TrackReply older;
+  older.set_why_not(reply.error().text);
+  return older;
+}
 Result<wire::DrainReply> RpcPartner::drain(std::uint32_t id, int limit_ms) {
   auto r = limited(id, limit_ms);
   r.set_tell(true);

@@ -47,6 +47,7 @@ class RpcPartner final : public PartnerLink {
   Result<wire::PartnerPrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
   Status suspend(std::uint32_t id) override;
+  Result<wire::TrackReply> track(std::uint32_t id) override;
   Result<wire::DrainReply> drain(std::uint32_t id, int limit_ms) override;
   Result<wire::CutReply> cut(const wire::CutRequest& r) override;
   Result<wire::SettleReply> settle(const wire::SettleRequest& r) override;

@@ -293,8 +293,11 @@ struct Run {
 class Suspects {
  public:
   /// @param pagemap  /proc/PID/pagemap
-  static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts) {
+  /// @param among    by address; null: all
+  static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>* among) {
     Suspects s;
+    if (among) s.next_ = among->data(), s.end_ = s.next_ + among->size();
+    s.all_ = !among;
     const Fd fd(::open(pagemap.c_str(), O_RDONLY | O_CLOEXEC));
     if (fd.n < 0) return sys_error("opening " + pagemap);
     std::vector<std::uint64_t> marks(kAtOnce);
@@ -311,6 +314,7 @@ class Suspects {
   std::vector<Run> runs;                // to be compared
   std::vector<MemoryPart> unknown;      // in no image, or not there
   std::uint64_t pages = 0;              // in runs
+  std::uint64_t spared = 0;             // pages of no suspect part
 
  private:
   static constexpr std::uint64_t kAtOnce = 4096, kSoftDirty = 1ull << 55, kThere = 1ull << 63;
@@ -319,12 +323,20 @@ class Suspects {
     if (mark & kSoftDirty) return;  // CRIU finds it
     const char* const before = mark & kThere ? page_before(layers, vaddr, at) : nullptr;
     if (!before) return append(unknown, {vaddr, kPage});
+    while (next_ != end_ && next_->start + next_->bytes <= vaddr) ++next_;
+    if (!all_ && (next_ == end_ || next_->start > vaddr)) {
+      ++spared;
+      return;
+    }
     ++pages;
     if (!runs.empty() && runs.back().pages < kRunPages && runs.back().vaddr + runs.back().pages * kPage == vaddr && runs.back().before + runs.back().pages * kPage == before)
       ++runs.back().pages;
     else
       runs.push_back({vaddr, 1, before, nullptr});
   }
+
+  bool all_ = true;
+  const MemoryPart *next_ = nullptr, *end_ = nullptr;  // suspect parts that are not behind us
 };
 
 /// Aside. What it cannot read differs.
@@ -375,12 +387,13 @@ void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t g
   else to.push_back(part);
 }
 
-Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, int limit_ms) {
+Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>* suspect_parts,
+                              int limit_ms) {
   const std::string name = "pagemap-" + std::to_string(number) + ".img";
   auto layers = layers_of(parent, name);
   if (!layers) return layers.error();
   if (layers->empty()) return Error{ENOENT, parent + "/" + name + " is not there"};
-  auto suspects = Suspects::of(pagemap, *layers, parts);
+  auto suspects = Suspects::of(pagemap, *layers, parts, suspect_parts);
   if (!suspects) return suspects.error();
 
   std::vector<Run>& runs = suspects->runs;
@@ -399,7 +412,7 @@ Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, 
   }
   if (!wait_for_all(children, limit_ms)) return Error{ETIMEDOUT, "the memory of process " + std::to_string(pid) + " cannot be read in time"};
 
-  Changed out;
+  Changed out{.parts = {}, .unchanged = suspects->spared, .compared = suspects->pages, .spared = suspects->spared};
   std::vector<MemoryPart> differ, all;
   for (const Run& run : runs)
     for (std::uint64_t i = 0; i < run.pages; ++i)

@@ -18,6 +18,7 @@
 #include "process.h"
 #include "replay.h"
 #include "resume_stats.h"
+#include "tracking.h"
 
 namespace migr {
 
@@ -42,6 +43,7 @@ struct PartnerHost::Job : LeasedJob {
     return all;
   }
   std::atomic<bool> switched = false;
+  bool tracked = false;  // Track: its processes note where they write to
   bool has_keys = false;
   bool reloaded = false;              // an earlier migrd has begun it
   Afterwards afterwards;
@@ -335,6 +337,15 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectR
   });
 }
 
+grpc::Status PartnerHost::Track(grpc::ServerContext* ctx, const wire::Migration* m, wire::TrackReply* reply) {
+  return step(*ctx, m->id(), FaultStep::kPartnerTrack, [&](Job& job) {
+    const Status s = each(job, [&](Process& p, ProcessSession& session) { return track(session, job.id, p.refs); });
+    job.tracked = bool(s);
+    if (!s) reply->set_why_not(s.error().text);
+    return Status();
+  });
+}
+
 grpc::Status PartnerHost::Suspend(grpc::ServerContext* ctx, const wire::LimitedRequest* r, wire::Empty*) {
   return step(*ctx, r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
@@ -348,7 +359,12 @@ grpc::Status PartnerHost::Drain(grpc::ServerContext* ctx, const wire::LimitedReq
   const int ms = static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), kDrainMaxMs));
   Shared<wire::DrainReply> out{*reply};
   return step(*ctx, r->id(), FaultStep::kPartnerDrain, [&](Job& job) {
-    return each(job, [&](Process& p, ProcessSession& session) { return drain_process(session, job.id, p.refs, p.counted(), ms, r->tell(), out); });
+    reply->set_tracked(job.tracked);
+    return each(job, [&](Process& p, ProcessSession& session) -> Status {
+      if (auto s = drain_process(session, job.id, p.refs, p.counted(), ms, r->tell(), out); !s) return s;
+      if (job.tracked) add_writes(session, job.id, p.counted(), out);
+      return {};
+    });
   });
 }
 

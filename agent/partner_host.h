@@ -27,6 +27,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
   grpc::Status Create(grpc::ServerContext*, const wire::Migration*, wire::PartnerPrepareReply*) override;
   grpc::Status Connect(grpc::ServerContext*, const wire::ConnectRequest*, wire::Empty*) override;
+  grpc::Status Track(grpc::ServerContext*, const wire::Migration*, wire::TrackReply*) override;
   grpc::Status Suspend(grpc::ServerContext*, const wire::LimitedRequest*, wire::Empty*) override;
   grpc::Status Drain(grpc::ServerContext*, const wire::LimitedRequest*, wire::DrainReply*) override;
   grpc::Status Cut(grpc::ServerContext*, const wire::CutRequest*, wire::CutReply*) override;

@@ -131,7 +131,7 @@ Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wir
 const char* message_name(std::uint16_t type) {
   static const char* const names[] = {"?", "HELLO", "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND", "DRAIN",
                                       "FREEZE", "SWITCH", "REBIND", "KEYS", "RESUME", "ROLLBACK", "STATS", "MOVES",
-                                      "CUT", "SETTLE", "MET", "GONE", "OLD_PATH", "WRITTEN"};
+                                      "CUT", "SETTLE", "MET", "GONE", "OLD_PATH", "WRITTEN", "TRACK"};
   return type < std::size(names) ? names[type] : "?";
 }
 

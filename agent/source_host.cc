@@ -2,7 +2,6 @@
 #include "source_host.h"
 
 #include <fmt/format.h>
-#include <rdma/ib_user_ioctl_verbs.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
@@ -22,7 +21,9 @@
 #include "parallel.h"
 #include "process.h"
 #include "record_image.h"
+#include "registered_memory.h"
 #include "room.h"
+#include "tracking.h"
 
 namespace migr {
 namespace {
@@ -667,6 +668,10 @@ Status SourceRun::each(const std::function<Status(Process&)>& f) {
   return parallel_for(processes_, f);
 }
 
+Status SourceRun::track() {
+  return each([this](Process& p) { return migr::track(*p.session, id_, {}); });
+}
+
 Status SourceRun::suspend() {
   return each([this](Process& p) -> Status {
     if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs, p.described); !s) return s;
@@ -721,55 +726,38 @@ Status SourceRun::rollback() {
   return each([this](Process& p) { return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs); });
 }
 
-namespace {
-
-// That a NIC may write to: whole pages, by address, none twice.
-Result<std::vector<MemoryPart>> registered_memory(pid_t pid) {
-  constexpr std::uint32_t kWritable = IB_UVERBS_ACCESS_LOCAL_WRITE | IB_UVERBS_ACCESS_REMOTE_WRITE | IB_UVERBS_ACCESS_REMOTE_ATOMIC;
-  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
-  auto kernel = KernelRecord::open();
-  if (!kernel) return kernel.error();
-  auto contexts = kernel->contexts(pid);
-  if (!contexts) return contexts.error();
-  std::vector<MemoryPart> all;
-  for (ContextRecord& c : *contexts) {
-    if (auto s = kernel->objects(c); !s) return s.error();
-    for (const migr_mr_rec& mr : c.mrs) {
-      if (!mr.length || !(mr.access & kWritable) || mr.flags & (MIGR_MR_DMABUF | MIGR_MR_DM)) continue;
-      const std::uint64_t start = mr.start / page * page;
-      all.push_back({start, (mr.start + mr.length + page - 1) / page * page - start});
-    }
-  }
-  std::sort(all.begin(), all.end(), [](const MemoryPart& a, const MemoryPart& b) { return a.start < b.start; });
-  std::vector<MemoryPart> out;
-  for (const MemoryPart& m : all) append(out, m);
-  return out;
-}
-
-}  // namespace
-
 // The process is drained, and has been copied ahead: of its registered memory FREEZE need not touch what is as it was then.
 // @return the bytes of that
-Result<std::uint64_t> SourceRun::find_written(Process& p) const {
+Result<std::uint64_t> SourceRun::find_written(Process& p, const NicWrites* by_partners) const {
   constexpr std::size_t kPartsMax = 1u << 16;
   const auto numbers = numbers_in_namespaces(p.pid);
   if (numbers.empty() || numbers.size() > 2) return Error{EOPNOTSUPP, "it lives in PID namespaces within each other"};
   auto memory = registered_memory(p.pid);
   if (!memory) return memory.error();
-  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, "/proc/" + std::to_string(p.pid) + "/pagemap", *memory, kCompareMs);
+  std::optional<std::vector<MemoryPart>> suspects;
+  if (by_partners) {
+    auto writes = notes_of(*p.session, id_);
+    if (!writes) spdlog::info("{}: all of its registered memory is compared: {}", p.session->label(), writes.error().text);
+    else suspects = written_to(*memory, *writes, *by_partners, [this](std::uint32_t i) { return i < info_.connected.size() ? info_.connected[i].ctx_id : 0; });
+  }
+  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, "/proc/" + std::to_string(p.pid) + "/pagemap", pages_of(*memory),
+                               suspects ? &*suspects : nullptr, kCompareMs);
   if (!changed) return changed.error();
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  spdlog::info("{}: {} KB of its registered memory were compared; to {} KB no NIC has written", p.session->label(), changed->compared * page >> 10,
+               changed->spared * page >> 10);
   if (changed->parts.size() > kPartsMax) return Error{E2BIG, "it was written to in too many places"};
   std::vector<migr_memory_part> parts;
   for (const MemoryPart& m : changed->parts) parts.push_back({m.start, m.bytes});
   if (auto r = p.session->ask<migr_memory_part>(MIGR_MSG_WRITTEN, id_, std::span<const migr_memory_part>(parts), kProcessMs); !r) return r.error();
-  return changed->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  return changed->unchanged * page;
 }
 
-Status SourceRun::freeze() {
+Status SourceRun::freeze(const NicWrites* writes) {
   not_dumped_ = 0;
-  auto s = each([this](Process& p) -> Status {
+  auto s = each([this, writes](Process& p) -> Status {
     if (!pre_copied_.empty()) {
-      auto same = find_written(p);
+      auto same = find_written(p, writes);
       if (same) spdlog::info("{}: {} KB of its registered memory are as they were copied ahead", p.session->label(), *same >> 10), not_dumped_ += *same;
       else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
     }

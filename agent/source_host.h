@@ -106,12 +106,13 @@ class SourceRun final : public Source {
   Result<std::string> pre_dump(unsigned round) override;
   Status checkpoint_after(unsigned round) override;
   Result<std::uint64_t> drop_unchanged() override;
+  Status track() override;
   Status suspend() override;
   Result<wire::DrainReply> drain(int limit_ms, const std::set<std::size_t>& gone) override;
   Result<wire::CutReply> cut(const wire::CutRequest& r) override;
   Result<wire::SettleReply> settle(const wire::SettleRequest& r) override;
   Status rollback() override;
-  Status freeze() override;
+  Status freeze(const NicWrites* writes) override;
   Status reconnect() override;
   Status detach_network() override;
   Status attach_network() override;
@@ -140,7 +141,7 @@ class SourceRun final : public Source {
   Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status checkpoint_ahead(const std::string& parent);
-  Result<std::uint64_t> find_written(Process& p) const;
+  Result<std::uint64_t> find_written(Process& p, const NicWrites* by_partners) const;
 
   SourceHost& host_;
   const std::uint32_t id_;

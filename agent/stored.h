@@ -59,12 +59,13 @@ class StoredSource final : public Source {
   Status checkpoint_after(unsigned) override { return {}; }
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
+  Status track() override { return {}; }
   Status suspend() override { return {}; }
   Result<wire::DrainReply> drain(int, const std::set<std::size_t>&) override { return wire::DrainReply(); }
   Result<wire::CutReply> cut(const wire::CutRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
   Result<wire::SettleReply> settle(const wire::SettleRequest&) override { return Error{ENOTSUP, "it is stored already"}; }
   Status rollback() override { return {}; }
-  Status freeze() override { return {}; }
+  Status freeze(const NicWrites*) override { return {}; }
   Status reconnect() override { return {}; }
   Status detach_network() override { return {}; }
   Status attach_network() override { return {}; }

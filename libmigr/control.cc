@@ -56,6 +56,7 @@ constexpr unsigned kGateMs = 5;
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
+constexpr unsigned kSessionLimitMs = 2000;      // of an ibv_wr_* session that was open when its QP began to be tracked
 /// How long DESCRIBE waits for what has begun and cannot be stopped: far longer than it takes, far less than migrd waits.
 constexpr std::chrono::seconds kEndingLimit{4};
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
@@ -176,6 +177,7 @@ int request_record_size(std::uint16_t type) {
     case MIGR_MSG_RESUME:
     case MIGR_MSG_CUT:
     case MIGR_MSG_GONE:
+    case MIGR_MSG_TRACK:
       return sizeof(migr_qp_ref);
     case MIGR_MSG_SETTLE:
       return sizeof(migr_qp_psn);
@@ -376,7 +378,7 @@ bool all_registered(Registry& registry, std::unique_lock<std::mutex>& guard, Ans
   return all;
 }
 
-/// Every request but DRAIN. `guard` holds the Registry's lock.
+/// Every request but DRAIN and one of TRACK. `guard` holds the Registry's lock.
 void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
   std::string why;
   std::vector<QpShadow*> qps;
@@ -416,6 +418,15 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       const auto parts = request.as<migr_memory_part>();
       registry.written.emplace(parts.begin(), parts.end());
       return;
+    }
+    case MIGR_MSG_TRACK: {
+      const bool here = request.head.arg == MIGR_TRACK_HERE;
+      std::vector<migr_nic_write> writes;
+      if (request.head.arg == MIGR_TRACK_TAKE) finish(switchover::take_notes(writes, why));
+      else if (!here && request.head.arg != MIGR_TRACK_THERE) answer.fail(EINVAL, "no such way to track");
+      else if (here != request.records.empty()) answer.fail(EINVAL, "of the source all QPs are tracked, of a partner some");
+      else if (named_qps(registry, request, qps, answer)) finish(switchover::track(qps, here, why));
+      return answer.put(writes);
     }
     case MIGR_MSG_SWITCH:
       if (named_qps(registry, request, qps, answer)) finish(switchover::switch_to_spare(qps, why));
@@ -521,6 +532,9 @@ Answer serve(const Message& request) {
   Answer answer;
   if (request.head.type == MIGR_MSG_DRAIN) {
     drain(registry, request, answer);
+  } else if (request.head.type == MIGR_MSG_TRACK && request.head.arg == MIGR_TRACK_QUEUES) {
+    std::string why;
+    if (const int error = switchover::note_queues(kSessionLimitMs, why)) answer.fail(error, std::move(why));
   } else {
     if (request.head.type == MIGR_MSG_DESCRIBE) {
       cm::settle();

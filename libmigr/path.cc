@@ -116,7 +116,8 @@ MIGR_COLD int keep_sends(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexce
   return post_send(&q.app, wr, bad);
 }
 
-MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+/// In the two functions that follow: a template's instances do not get into a section.
+MIGR_INLINE int translate_and_post(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad, bool noted) {
   ibv_send_wr copies[kChunkWrs];
   ibv_sge sges[kChunkSges];
   do {
@@ -131,6 +132,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv
       translate_sges(q, copy.sg_list, wr->sg_list, wr->num_sge);
       translate_rkey(q, copy);
       translate_own(q, copy);
+      if (noted) tracking::note(*q.tracked, copy);
       used += wr->num_sge;
       ++wrs;
     }
@@ -146,6 +148,10 @@ MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv
   } while (wr);
   return 0;
 }
+
+MIGR_PATH [[gnu::noinline]] int post_send_list(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept { return translate_and_post(q, wr, bad, false); }
+/// Of a QP with kTracked. Caller holds q.lock.
+MIGR_COLD int post_noted_list(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept { return translate_and_post(q, wr, bad, true); }
 
 /// What the seven operations of an RC QP use of a WR, field by field: a wider copy would have to wait for the stores
 /// with which the application has just filled it.
@@ -220,6 +226,7 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
       copy.sg_list = sges;
       translate_sges(q, sges, wr->sg_list, wr->num_sge);
       const bool of_window = translate_watched(q, copy, view);
+      if (q.tracked) tracking::note(*q.tracked, copy);
       ibv_send_wr* stopped;
       const int err = q.real_post_send(q.real, &copy, &stopped);
       if (of_window) windows::settle(q, !err);
@@ -230,20 +237,31 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
   return wr ? keep_sends(q, wr, bad) : 0;
 }
 
+constexpr std::uint32_t kOneByOne = kDatagrams | kWindows | kTrapped;
+
+MIGR_COLD int post_tracked(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  {
+    std::lock_guard guard(q.lock);
+    if (q.tracked && !(q.state.load(std::memory_order_relaxed) & (kKeepSends | kOneByOne))) return post_noted_list(q, wr, bad);
+  }
+  return post_send(&q.app, wr, bad);
+}
+
 /// Suspended, or one whose WRs are watched.
 MIGR_COLD int post_send_unusual(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & kKeepSends) return keep_sends(q, wr, bad);
-  return post_watched(q, wr, bad);
+  const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+  if (state & kKeepSends) return keep_sends(q, wr, bad);
+  return state & kOneByOne ? post_watched(q, wr, bad) : post_tracked(q, wr, bad);
 }
 
 MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kDatagrams | kWindows | kTrapped)) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kOneByOne | kTracked)) [[unlikely]]
     return post_send_unusual(q, wr, bad);
   if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
   return post_send_list(q, wr, bad);
 }
 
-/// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them.
+/// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them. Or one that is watched.
 MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(q.lock);
   if (q.state.load(std::memory_order_relaxed) & kTrapped) links::empty_trap(q);
@@ -295,7 +313,7 @@ MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv
 }
 
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped)) [[unlikely]]
+  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped | kTracked)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);
   if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
   ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
@@ -508,6 +526,7 @@ int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& 
     }
     used += static_cast<std::size_t>(wr.num_sge);
     of_window = translate_watched(q, wr, view);
+    if (q.tracked) tracking::note(*q.tracked, wr);
     if (n) wrs[n - 1].next = &wr;
   }
   if (!n) return EINVAL;  // more SGEs than any device takes
@@ -536,6 +555,7 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
   translate_sges(q, sges, receive.sges.data(), static_cast<int>(receive.sges.size()));
   ibv_recv_wr wr{.wr_id = receive.wr_id, .next = nullptr, .sg_list = sges, .num_sge = static_cast<int>(receive.sges.size())};
   ibv_recv_wr* bad;
+  if (q.tracked) tracking::note(*q.tracked, wr);
   if (q.awaited.noted) datagrams::await(q.awaited, receive);  // its completion may be there before the call returns
   const int err = q.real_post_recv(to, &wr, &bad);
   if (err && q.awaited.noted) datagrams::await_not(q.awaited);
@@ -696,9 +716,9 @@ MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
 
 MIGR_INLINE bool takes_physical(const QpShadow& q, const ibv_qp_ex* target) { return target != &q.keeper.ex; }
 
-/// No session may begin on the path. kTrapped: each post looks into the trap first, under the lock, so a session is kept
-/// until it completes.
-constexpr std::uint32_t kNotOnPath = kKeepSends | kKeptSession | kTrapped;
+/// No session may begin on the path. kTrapped, kTracked: each post looks into the trap first, or is noted, under the lock, so a
+/// session is kept until it completes.
+constexpr std::uint32_t kNotOnPath = kKeepSends | kKeptSession | kTrapped | kTracked;
 
 /// Called by tail call: while it waits, no frame of the path may be on the stack.
 MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {

@@ -949,6 +949,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     }
     datagrams::gone(*shadow);
     windows::gone(*shadow);
+    if (shadow->tracked) registry.tracking_failed = true;
   }
   events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);

@@ -34,12 +34,14 @@
 #include "../include/uapi/migr.h"
 #include "links/guard.h"
 #include "switchover/states.h"
+#include "tracking.h"
 
 namespace migr {
 
 class KernelLink;
 namespace switchover {
 void destroy_old_paths();
+void end_tracking();
 }
 namespace links {  // links/links.h
 struct Twin;
@@ -67,6 +69,7 @@ enum QpStateBits : std::uint32_t {
   kDatagrams = 1u << 8,        ///< unconnected, and a peer has moved: datagrams.h. For good
   kTrapped = 1u << 10,         ///< who posts does it under the lock, having looked into old paths that are traps
   kRelays = 1u << 11,          ///< with kTrapped: an atomic, and all behind it, is not posted but waits (links/relay.h)
+  kTracked = 1u << 12,         ///< memory is being copied ahead: who posts does it under the lock, and it is noted (tracking.h)
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
@@ -423,6 +426,7 @@ struct alignas(64) QpShadow {
   links::Guard guard{};                     ///< between two backups
   std::atomic<bool> goes_on = false;        ///< a failure of its path is not the application's business: for events, where no lock may be had
   std::uint64_t drain_marker = 0;           ///< the last one that was posted for it
+  std::unique_ptr<tracking::Notes> tracked = {};  ///< null: not kTracked
 
   std::uint32_t vqpn() const { return app.qp_num; }
   std::uint32_t pqpn() const { return real->qp_num; }
@@ -494,6 +498,7 @@ struct Registry {
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
   bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
+  bool tracking_failed = false;  ///< since the last TRACK: a QP that was tracked is gone, with what was noted
   /// As long: what migrd has said. Nothing: of registered memory all may have been written to.
   std::optional<std::vector<migr_memory_part>> written;
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
@@ -522,6 +527,7 @@ struct Registry {
   void let_changes_go() {
     held = moving = copied_ahead = false;
     written.reset();
+    switchover::end_tracking();
     thawed.notify_all();
     links::changed();  // of connections that were being moved
   }

@@ -87,6 +87,9 @@ enum migr_msg_type {
 	MIGR_MSG_WRITTEN,	/* source: the process is drained. Of its registered memory these parts may differ from what was
 				 * copied ahead and are not marked as written: the FREEZE that comes next touches
 				 * them, and not all. records: migr_memory_part. EOPNOTSUPP from an older library */
+	MIGR_MSG_TRACK,		/* memory of the source is to be copied ahead: where NICs write to it from now on. arg: enum
+				 * migr_track, one after the other. EOPNOTSUPP from an older library, or with what the
+				 * process has that is not possible: then all of the memory may have been written to */
 
 	/* library -> migrd */
 	MIGR_MSG_WHERE = 64,	/* before a QP is connected to one that may have moved. records: one migr_qp_address,
@@ -108,6 +111,13 @@ struct migr_qp_address {
 
 /* CUT: only says whether it can be done; nothing is changed. */
 #define MIGR_CUT_CHECK	0x1u
+
+enum migr_track {
+	MIGR_TRACK_HERE = 1,	/* source: of all QPs, what their receives, READs and atomics write to */
+	MIGR_TRACK_THERE,	/* partner: what WRITEs and atomics of these QPs write to at their other ends. records: migr_qp_ref */
+	MIGR_TRACK_QUEUES,	/* after the threads were seen outside: also what was posted before */
+	MIGR_TRACK_TAKE,	/* drained: what has been noted, which is the end of it. reply records: migr_nic_write. ESTALE: it is not all */
+};
 
 /*
  * DESCRIBE: calls of the application that make, destroy or modify anything but
@@ -209,6 +219,16 @@ struct migr_qp_psn {
 
 struct migr_memory_part {
 	uint64_t start;		/* address in the process, whole pages */
+	uint64_t bytes;
+};
+
+/* A NIC may have written to it. */
+struct migr_nic_write {
+	uint32_t ctx_id;
+	uint32_t vqpn;		/* of the QP whose other end's memory it is; 0: this process's */
+	uint32_t key;		/* physical: rkey there, lkey here */
+	uint32_t reserved;
+	uint64_t start;		/* as a work request names it, by the MR's iova; whole pages */
 	uint64_t bytes;
 };
 

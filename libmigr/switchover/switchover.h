@@ -48,6 +48,19 @@ int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why);
 /// kept before what was posted since the suspension. Nothing is executed twice; see docs/protocol.md.
 int settle(Qps qps, std::span<const migr_qp_psn> psns, std::vector<migr_replay_stat>& out, std::string& why);
 
+/* Memory is copied ahead while NICs go on writing to it: what follows says where they may have. See tracking.h. */
+
+/// Work requests of these QPs are noted from now on; threads may still be inside a call that passed the check before.
+/// @param here  where they write to memory of this process, and those of all its QPs are named; else to the other ends'
+/// @return EOPNOTSUPP: with what the process has that is not possible
+int track(Qps qps, bool here, std::string& why);
+/// Every thread was seen outside: notes what lies in their queues, too. Takes the Registry's lock itself.
+int note_queues(unsigned limit_ms, std::string& why);
+/// They are drained: what was noted, and no more is. @return ESTALE: it is not all
+int take_notes(std::vector<migr_nic_write>& out, std::string& why);
+/// Wherever it stands.
+void end_tracking();
+
 /// Source: nothing changes any more. Last poll, outstanding receives read back, pages of registered memory touched (a
 /// NIC's write does not set soft-dirty), tables and /dev/migr let go. Every QP must be drained.
 int freeze(std::string& why);

@@ -57,7 +57,7 @@ fault_at_rest() {
 }
 
 # Points that a migration comes to which is told nothing: not what waits for --no-pre-setup, --pre-copy or a late drain.
-fault_points() { build/user/agent/migrd --list-faults | grep -vE '\.(create|cut|settle|pre-copy|compare)\.'; }
+fault_points() { build/user/agent/migrd --list-faults | grep -vE '\.(create|cut|settle|pre-copy|track|compare)\.'; }
 
 host_of_point() {	# POINT FROM TO
 	case $1 in source.*) echo "$2" ;; destination.*) echo "$3" ;; *) echo peer ;; esac

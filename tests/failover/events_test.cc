@@ -85,6 +85,13 @@ class Migrd {
     ask(MIGR_MSG_FREEZE);
     hung_up();
   }
+  /// Of the last reply.
+  template <class T>
+  std::vector<T> records() const {
+    std::vector<T> out(records_.size() / sizeof(T));
+    std::memcpy(out.data(), records_.data(), out.size() * sizeof(T));
+    return out;
+  }
   /// The library does, when it has answered FREEZE.
   void hung_up() {
     close(fd_);
@@ -151,16 +158,21 @@ class Migrd {
     meet();
     unlink(gate.c_str());
   }
-  static migr_msg receive(int fd) {
+  migr_msg receive(int fd) {
     std::vector<char> packet(1 << 20);
     migr_msg m{};
-    if (readable(fd, kPatienceMs) && recv(fd, packet.data(), packet.size(), 0) >= static_cast<ssize_t>(sizeof m)) std::memcpy(&m, packet.data(), sizeof m);
+    if (!readable(fd, kPatienceMs)) return m;
+    const ssize_t bytes = recv(fd, packet.data(), packet.size(), 0);
+    if (bytes < static_cast<ssize_t>(sizeof m)) return m;
+    std::memcpy(&m, packet.data(), sizeof m);
+    if (fd == fd_) records_.assign(packet.begin() + sizeof m, packet.begin() + bytes);
     return m;
   }
   const int listener_;
   int fd_ = -1;
   std::uint32_t seq_ = 0;
   std::string folder_;
+  std::vector<char> records_;
   migr_msg hello_{};
   std::mutex lock_;
   std::condition_variable met_;
@@ -664,6 +676,208 @@ TEST_F(Partner, ReceivesOnTheOldPathBeforeItSends) {
   ibv_end_poll(ex_);
   two(6);
   expect_two(6);
+}
+
+/* ---- what NICs write to while memory is copied ahead -------------------------------------- */
+
+/// `from_` writes to memory of `to_`'s end.
+class Tracked : public Pollers {
+ protected:
+  static constexpr std::size_t kPage = 4096, kPages = 16;
+
+  void SetUp() override {
+    Pollers::SetUp();
+    constexpr int kAll = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+    for (auto* m : {&there_, &here_}) {
+      m->bytes = static_cast<std::uint8_t*>(mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      ASSERT_NE(m->bytes, MAP_FAILED);
+      m->mr = ibv_reg_mr(m == &there_ ? pd_ : other_pd_, m->bytes, kPages * kPage, kAll);
+    }
+    ibv_destroy_qp(from_);
+    ibv_qp_init_attr_ex init{};
+    init.send_cq = init.recv_cq = other_cq_;
+    init.cap = {.max_send_wr = 16, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64};
+    init.qp_type = IBV_QPT_RC;
+    init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    init.pd = other_pd_;
+    init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE;
+    ASSERT_NE(from_ = ibv_create_qp_ex(other_, &init), nullptr);
+    to(to_, IBV_QPS_RESET);
+    connect(to_, from_, other_);
+    connect(from_, to_, context_);
+    ibv_qp_attr patient{};
+    patient.timeout = 14;  // 67 ms
+    patient.retry_cnt = 7;
+    ASSERT_EQ(ibv_modify_qp(from_, &patient, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT), 0);
+  }
+  void TearDown() override {
+    model_mend(0);
+    for (auto* m : {&there_, &here_}) {
+      ibv_dereg_mr(m->mr);
+      munmap(m->bytes, kPages * kPage);
+    }
+    Pollers::TearDown();
+  }
+  struct Memory {
+    std::uint8_t* bytes;
+    ibv_mr* mr;
+    std::uint64_t at(std::size_t page) const { return reinterpret_cast<std::uintptr_t>(bytes) + page * kPage; }
+    ibv_sge sge(std::size_t page, std::uint32_t length) const { return {at(page), length, mr->lkey}; }
+  };
+
+  int post(ibv_wr_opcode opcode, std::size_t page, std::uint32_t bytes = 8) {
+    ibv_sge sge = here_.sge(page, bytes);
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = page;
+    wr.opcode = opcode;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    if (opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) wr.wr.atomic = {.remote_addr = there_.at(page), .compare_add = 1, .swap = 0, .rkey = there_.mr->rkey};
+    else wr.wr.rdma = {.remote_addr = there_.at(page), .rkey = there_.mr->rkey};
+    return ibv_post_send(from_, &wr, &bad);
+  }
+  void write_in_session(std::size_t page) {
+    ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
+    ibv_wr_start(ex);
+    end_session(ex, page);
+  }
+  void end_session(ibv_qp_ex* ex, std::size_t page) {
+    ex->wr_id = page;
+    ex->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(ex, there_.mr->rkey, there_.at(page));
+    const ibv_sge sge = here_.sge(page, 8);
+    ibv_wr_set_sge_list(ex, 1, &sge);
+    EXPECT_EQ(ibv_wr_complete(ex), 0);
+  }
+  int receive(std::size_t page) {
+    ibv_sge sge = there_.sge(page, 64);
+    ibv_recv_wr wr{.wr_id = page, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    return ibv_post_recv(to_, &wr, &bad);
+  }
+  void completes(std::initializer_list<std::uint64_t> wr_ids) {
+    for (const auto id : wr_ids) {
+      ibv_wc wc{};
+      for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+      EXPECT_EQ(wc.wr_id, id);
+    }
+  }
+  static migr_msg begin(const ibv_qp* qp) {
+    const migr_msg reply = migrd.about(qp, MIGR_MSG_TRACK, qp ? MIGR_TRACK_THERE : MIGR_TRACK_HERE);
+    if (reply.status) return reply;
+    return migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_QUEUES);
+  }
+  /// Pages of `m` that were noted under a key.
+  std::string taken(std::uint32_t key, const Memory& m) {
+    EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, 0);
+    return noted(key, m);
+  }
+  static std::string noted(std::uint32_t key, const Memory& m) {
+    std::string out;
+    for (const migr_nic_write& w : migrd.records<migr_nic_write>())
+      if (w.key == key) out += std::to_string((w.start - m.at(0)) / kPage) + "+" + std::to_string(w.bytes / kPage) + " ";
+    return out;
+  }
+
+  Memory there_{}, here_{};
+};
+
+TEST_F(Tracked, ByAPartnerAreItsWritesAndAtomics) {
+  model_cut(0, 0, false);  // what is posted stays in the queue
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 1), 0);
+  ASSERT_EQ(post(IBV_WR_SEND, 0), 0);
+  ASSERT_EQ(begin(from_).status, 0);
+  ASSERT_EQ(receive(0), 0);
+  model_mend(0);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 3, 2 * kPage), 0);
+  ASSERT_EQ(post(IBV_WR_RDMA_READ, 6), 0);
+  ASSERT_EQ(post(IBV_WR_ATOMIC_FETCH_AND_ADD, 8), 0);
+  write_in_session(10);
+  ibv_sge sges[] = {here_.sge(12, 8), here_.sge(14, 8)};
+  ibv_send_wr list[2] = {}, *bad;
+  for (std::size_t i = 0; i < 2; ++i) {
+    list[i].wr_id = 12 + 2 * i;
+    list[i].opcode = IBV_WR_RDMA_WRITE;
+    list[i].send_flags = IBV_SEND_SIGNALED;
+    list[i].sg_list = &sges[i];
+    list[i].num_sge = 1;
+    list[i].wr.rdma = {.remote_addr = there_.at(12 + 2 * i), .rkey = there_.mr->rkey};
+  }
+  list[0].next = &list[1];
+  ASSERT_EQ(ibv_post_send(from_, list, &bad), 0);
+  completes({1, 0, 3, 6, 8, 10, 12, 14});
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 15), 0) << "is kept, and goes elsewhere";
+  EXPECT_EQ(taken(there_.mr->rkey, there_), "1+1 3+2 8+1 10+1 12+1 14+1 ");
+  EXPECT_EQ(noted(here_.mr->lkey, here_), "") << "it is not this process that moves";
+  for (const migr_nic_write& w : migrd.records<migr_nic_write>()) EXPECT_EQ(w.vqpn, from_->qp_num);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  completes({15});
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE) << "it has ended";
+}
+
+TEST_F(Tracked, OfWhoIsMovedAreItsReceivesAndReads) {
+  ASSERT_EQ(receive(1), 0);
+  ASSERT_EQ(begin(nullptr).status, 0);
+  ASSERT_EQ(receive(3), 0);
+  ASSERT_EQ(post(IBV_WR_RDMA_READ, 6, kPage + 1), 0);
+  ASSERT_EQ(post(IBV_WR_ATOMIC_FETCH_AND_ADD, 9), 0);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 11), 0);
+  ASSERT_EQ(post(IBV_WR_SEND, 13), 0);
+  completes({6, 9, 11, 13});
+  EXPECT_EQ(taken(there_.mr->lkey, there_), "1+1 3+1 ");
+  EXPECT_EQ(noted(here_.mr->lkey, here_), "6+2 9+1 ");
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 2), 0);
+  completes({2});
+}
+
+TEST_F(Tracked, ASessionThatWasOpenIsWaitedForAndNoted) {
+  ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
+  ibv_wr_start(ex);
+  ASSERT_EQ(migrd.about(from_, MIGR_MSG_TRACK, MIGR_TRACK_THERE).status, 0);
+  model_cut(0, 0, false);
+  auto queues = std::async(std::launch::async, [] { return migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_QUEUES).status; });
+  EXPECT_EQ(queues.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  end_session(ex, 5);
+  EXPECT_EQ(queues.get(), 0);
+  model_mend(0);
+  write_in_session(7);
+  completes({5, 7});
+  EXPECT_EQ(taken(there_.mr->rkey, there_), "5+1 7+1 ");
+}
+
+TEST_F(Tracked, ASessionThatDoesNotEndEndsIt) {
+  ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
+  ibv_wr_start(ex);
+  EXPECT_EQ(begin(from_).status, ETIMEDOUT);
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE);
+  end_session(ex, 5);
+  write_in_session(6);  // nobody waits
+  completes({5, 6});
+}
+
+TEST_F(Tracked, WithAQpThatIsGoneItIsNotAll) {
+  ASSERT_EQ(begin(from_).status, 0);
+  ASSERT_EQ(ibv_destroy_qp(from_), 0);
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE);
+  std::swap(pd_, other_pd_);
+  from_ = make_qp(other_cq_);
+  std::swap(pd_, other_pd_);
+}
+
+TEST_F(Tracked, DatagramsAreNot) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_[0];
+  init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.qp_type = IBV_QPT_UD;
+  ibv_qp* datagrams = ibv_create_qp(pd_, &init);
+  ASSERT_NE(datagrams, nullptr);
+  EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP);
+  EXPECT_EQ(begin(from_).status, 0) << "it is not that QP which writes to others' memory";
+  EXPECT_EQ(ibv_destroy_qp(datagrams), 0);
 }
 
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */

@@ -670,10 +670,12 @@ void size_ring(model::Ring<T>& ring, std::uint32_t want) {
 
 }  // namespace
 
+static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a);  // not ibv_create_qp(): that may be libmigr's
+
 static ibv_qp* create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* init) {
   ibv_qp_init_attr plain;
   std::memcpy(&plain, init, sizeof plain);  // it begins with the same fields
-  ibv_qp* const qp = ibv_create_qp(init->pd, &plain);
+  ibv_qp* const qp = create_qp(init->pd, &plain);
   if (!qp) return nullptr;
   auto* q = reinterpret_cast<ModelQp*>(qp);
   if (init->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) q->session = new_session(*q);
@@ -945,7 +947,8 @@ MODEL int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* a) {
   a->srq_limit = reinterpret_cast<model::Srq*>(srq)->limit;
   return 0;
 }
-MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
+MODEL ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) { return create_qp(pd, a); }
+static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   if (!takes_events_at(pd->context)) return nullptr;
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);

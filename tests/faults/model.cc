@@ -17,6 +17,7 @@
 #include <cstring>
 #include <filesystem>
 #include <iostream>
+#include <utility>
 
 #include "migr/proc_wire.h"
 #include "migr/restore_control.h"
@@ -48,6 +49,7 @@ struct Process {
   std::uint32_t spare_dest = 0, spare_gid = 0;
   bool rebound = false;
   bool drained = false, cut = false, settled = false;  // since SUSPEND
+  bool tracked = false;
 
   // What a path's responder would have executed next: both ends can say of both.
   static std::uint32_t psn_of(std::uint32_t pqpn) { return pqpn & 0xffffff; }
@@ -128,7 +130,7 @@ struct Process {
         if (s.phase == MIGR_PROC_FROZEN) return EBUSY;
         old_pqpn = 0;
         s.phase = MIGR_PROC_RUNNING;
-        drained = cut = settled = false;
+        drained = cut = settled = tracked = false;
         return 0;
       case MIGR_MSG_OLD_PATH:
         if (old_pqpn) take_path(old_pqpn, old_dest, old_gid), old_pqpn = 0;
@@ -139,9 +141,14 @@ struct Process {
         if (old_pqpn) take_path(old_pqpn, old_dest, old_gid), old_pqpn = 0;
         s.spare = 0;
         s.phase = MIGR_PROC_RUNNING;
-        drained = cut = settled = false;
+        drained = cut = settled = tracked = false;
         return 0;
       case MIGR_MSG_MOVES: return 0;
+      case MIGR_MSG_TRACK:
+        if (m.arg == MIGR_TRACK_TAKE) return std::exchange(tracked, false) ? 0 : ESTALE;
+        if (m.arg == MIGR_TRACK_QUEUES && !tracked) return EBUSY;
+        tracked = true;
+        return 0;
       default: return EOPNOTSUPP;
     }
   }

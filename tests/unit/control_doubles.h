@@ -29,6 +29,7 @@ void KernelLink::detach() {}
 
 namespace switchover {
 void destroy_old_paths() {}
+void end_tracking() {}
 namespace ahead {
 void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
 void forget() {}

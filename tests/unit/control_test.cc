@@ -77,6 +77,18 @@ int give_up(Qps qps, std::string& why) {
   fake.records = qps.size();
   return called("give-up", why);
 }
+int track(Qps qps, bool here, std::string& why) {
+  fake.records = qps.size();
+  return called(here ? "track-here" : "track-there", why);
+}
+int note_queues(unsigned limit_ms, std::string& why) {
+  fake.records = limit_ms;
+  return called("note-queues", why);
+}
+int take_notes(std::vector<migr_nic_write>& out, std::string& why) {
+  out.push_back({.ctx_id = 7, .vqpn = 0, .key = 0x1234, .reserved = 0, .start = 0x5000, .bytes = 0x2000});
+  return called("take-notes", why);
+}
 int check_cut(Qps qps, std::string& why) {
   fake.records = qps.size();
   return called("check-cut", why);
@@ -581,6 +593,33 @@ TEST_F(Control, WhatIsSaidToBeWrittenCountsUntilItIsOver) {
     EXPECT_EQ(ask(static_cast<std::uint16_t>(end)).status, 0);
   }
   EXPECT_FALSE(written);
+}
+
+TEST_F(Control, WhatIsTrackedAndHow) {
+  const auto track = [&](std::uint64_t how, const std::vector<migr_qp_ref>& refs = {}) {
+    migr_msg m = request(MIGR_MSG_TRACK);
+    m.arg = how;
+    return ask(m, refs);
+  };
+  const std::vector<migr_qp_ref> one{{7, 0x10, 0, 0}}, strange{{7, 0x99, 0, 0}};
+  fake.calls.clear();
+  EXPECT_EQ(track(MIGR_TRACK_HERE).status, 0);
+  EXPECT_EQ(fake.records, Registry::get().qps.size());
+  EXPECT_EQ(track(MIGR_TRACK_THERE, one).status, 0);
+  EXPECT_EQ(fake.records, 1u);
+  EXPECT_EQ(track(MIGR_TRACK_QUEUES).status, 0);
+  EXPECT_EQ(track(MIGR_TRACK_TAKE).count, 1u);
+  EXPECT_EQ(fake.calls, "track-here track-there note-queues take-notes ");
+  fake.calls.clear();
+  EXPECT_EQ(track(MIGR_TRACK_THERE).status, EINVAL) << "none would be all";
+  EXPECT_EQ(track(MIGR_TRACK_HERE, one).status, EINVAL);
+  EXPECT_EQ(track(0).status, EINVAL);
+  EXPECT_EQ(track(99, one).status, EINVAL);
+  EXPECT_EQ(track(MIGR_TRACK_THERE, strange).status, ENOENT);
+  EXPECT_EQ(fake.calls, "");
+  fake.status = ESTALE;
+  EXPECT_EQ(track(MIGR_TRACK_TAKE).status, ESTALE);
+  fake.status = 0;
 }
 
 TEST_F(Control, FreezeThatFailsKeepsTheConnection) {

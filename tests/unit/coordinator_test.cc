@@ -113,6 +113,7 @@ struct FakeSource final : Source {
     if (auto s = p.did("s.drop_unchanged"); !s) return s.error();
     return 8192;
   }
+  Status track() override { return p.did("s.track"); }
   Status suspend() override { return p.did("s.suspend"); }
   std::vector<std::uint32_t> left;  // by drain
   int drain_ms = 0;
@@ -136,7 +137,11 @@ struct FakeSource final : Source {
     return one_settled(5, 1, 0);
   }
   Status rollback() override { return p.did("s.rollback"); }
-  Status freeze() override { return p.did("s.freeze"); }
+  std::optional<NicWrites> writes;  // as freeze was told
+  Status freeze(const NicWrites* by_partners) override {
+    if (by_partners) writes = *by_partners;
+    return p.did("s.freeze");
+  }
   Status reconnect() override { return p.did("s.reconnect"); }
   Status detach_network() override { return p.did("s.detach"); }
   Status attach_network() override { return p.did("s.attach"); }
@@ -292,6 +297,14 @@ struct FakePartner final : PartnerLink {
     connected = r;
     return p.did(name_ + ".connect");
   }
+  std::string cannot_track;
+  bool knows_writes = true;
+  Result<wire::TrackReply> track(std::uint32_t) override {
+    if (auto s = p.did(name_ + ".track"); !s) return s.error();
+    wire::TrackReply r;
+    r.set_why_not(cannot_track);
+    return r;
+  }
   Status suspend(std::uint32_t) override { return p.did(name_ + ".suspend"); }
   std::vector<std::uint32_t> left;  // by drain
   wire::SettleRequest settled;
@@ -299,6 +312,11 @@ struct FakePartner final : PartnerLink {
     if (auto s = p.did(name_ + ".drain"); !s) return s.error();
     wire::DrainReply r;
     for (auto i : left) r.add_left(i);
+    r.set_tracked(knows_writes);
+    auto* w = r.add_writes();
+    w->set_key(0x1234);
+    w->set_start(0x5000);
+    w->set_bytes(0x1000);
     return r;
   }
   Result<wire::CutReply> cut(const wire::CutRequest& r) override {
@@ -386,8 +404,9 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   EXPECT_GT(r.service_blackout_ms(), 0);
   ASSERT_EQ(r.partners_size(), 1);
   EXPECT_EQ(r.partners(0), "p");
-  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
+  s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.track", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
+  s.expect_order({"p.connect", "p.track", "s.pre_dump"});
   s.expect_order({"p.prepare", "p.connect", "p.suspend", "p.drain", "p.switch", "s.decide", "p.keys", "p.resume"});
   s.expect_order({"s.drain", "s.detach", "s.checkpoint"});  // beside s.freeze
   // Both suspended before either drains.
@@ -848,8 +867,43 @@ TEST(Coordinator, LittleMemoryIsNotCopiedAhead) {
   Scene s;
   s.source.memory_bytes = kPreCopyFromBytes - 1;
   EXPECT_TRUE(s.run().migrated());
-  EXPECT_FALSE(s.play.has("s.pre_dump"));
-  EXPECT_FALSE(s.play.has("s.drop_unchanged"));
+  for (const char* never : {"s.track", "p.track", "s.pre_dump", "s.drop_unchanged"}) EXPECT_FALSE(s.play.has(never)) << never;
+}
+
+TEST(Coordinator, WhatPartnersHaveWrittenToSinceTheCopyBeganIsTold) {
+  Scene s;
+  EXPECT_TRUE(s.run().migrated());
+  ASSERT_TRUE(s.source.writes);
+  ASSERT_EQ(s.source.writes->size(), 1u);
+  EXPECT_EQ(s.source.writes->at(0).start(), 0x5000u);
+}
+
+TEST(Coordinator, WhereSomebodyCannotTellWhatIsWrittenToAllIsCompared) {
+  const std::function<void(Scene&)> cases[] = {
+      [](Scene& s) { s.partner.cannot_track = "played"; },
+      [](Scene& s) { s.partner.knows_writes = false; },
+      [](Scene& s) { s.play.fail = "s.track"; },
+      [](Scene& s) { s.source.twins = true; },
+  };
+  for (const auto& prepare : cases) {
+    Scene s;
+    prepare(s);
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << r.error();
+    EXPECT_TRUE(s.play.has("s.pre_dump"));
+    EXPECT_TRUE(s.play.has("s.freeze"));
+    EXPECT_FALSE(s.source.writes);
+  }
+}
+
+TEST(Coordinator, APartnerThatDoesNotAnswerToTrackEndsIt) {
+  Scene s;
+  s.play.fail = "p.track";
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_NE(r.error().find("played failure of p.track"), std::string::npos) << r.error();
+  for (const char* done : {"d.abort", "p.rollback"}) EXPECT_TRUE(s.play.has(done)) << done;
+  for (const char* never : {"s.suspend", "s.pre_dump"}) EXPECT_FALSE(s.play.has(never)) << never;
 }
 
 TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {

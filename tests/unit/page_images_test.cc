@@ -12,6 +12,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <iterator>
 #include <map>
 #include <random>
@@ -280,7 +281,7 @@ class MemoryOfAProcess : public PageImages {
     const auto bytes = static_cast<ssize_t>(marks_.size() * sizeof marks_[0]);
     EXPECT_EQ(pwrite(fd, marks_.data(), static_cast<std::size_t>(bytes), static_cast<off_t>(base_ / kPage * sizeof marks_[0])), bytes);
     close(fd);
-    return changed_since(dir_ + "/before", 7, getpid(), pagemap, {{base_ + first * kPage, pages * kPage}}, limit_ms);
+    return changed_since(dir_ + "/before", 7, getpid(), pagemap, {{base_ + first * kPage, pages * kPage}}, suspects_ ? &*suspects_ : nullptr, limit_ms);
   }
   /// First page and pages of each part.
   std::string parts(const Changed& c) const {
@@ -290,6 +291,7 @@ class MemoryOfAProcess : public PageImages {
   }
 
   static constexpr std::size_t kPages = 110;
+  std::optional<std::vector<MemoryPart>> suspects_;
   char* memory_ = nullptr;
   std::vector<std::uint64_t> marks_;
 };
@@ -310,6 +312,25 @@ TEST_F(MemoryOfAProcess, WhatANicHasWrittenIsFoundByItsContent) {
   ASSERT_TRUE(r) << r.error().text;
   EXPECT_EQ(parts(*r), "5+1 50+8 99+1 ");
   EXPECT_EQ(r->unchanged, 96u);
+}
+
+TEST_F(MemoryOfAProcess, WhereNobodyCanHaveWrittenIsNotLookedAt) {
+  for (const std::size_t page : {5, 50, 57, 99}) memory_[page * kPage] = 'X';
+  suspects_ = {{base_ + 4 * kPage, 3 * kPage}, {base_ + 50 * kPage, kPage}, {base_ + 70 * kPage, 20 * kPage}};
+  auto r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "5+1 50+1 ");
+  EXPECT_EQ(r->unchanged, 98u);
+  EXPECT_EQ(r->compared, 24u);
+  EXPECT_EQ(r->spared, 76u);
+  suspects_.emplace();
+  r = changed();
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "");
+  EXPECT_EQ(r->compared, 0u);
+  r = changed(95, 10);
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(parts(*r), "100+5 ") << "what was not copied ahead has changed";
 }
 
 TEST_F(MemoryOfAProcess, WhatADumpFindsByItsMarkIsNotLookedAt) {
@@ -363,7 +384,7 @@ TEST_F(MemoryOfAProcess, WhoeverNeverAnswersIsNotWaitedFor) {
 }
 
 TEST_F(MemoryOfAProcess, ImagesThatAreNotThereOrContradictThemselvesAreAnError) {
-  EXPECT_EQ(changed_since(dir_ + "/before", 8, getpid(), "/proc/self/pagemap", {}, 1000).error().code, ENOENT);
+  EXPECT_EQ(changed_since(dir_ + "/before", 8, getpid(), "/proc/self/pagemap", {}, nullptr, 1000).error().code, ENOENT);
   image("/before", 7, 1, {{0, 100, 4}}, std::string(99, 'a'));
   auto r = changed();
   ASSERT_FALSE(r);

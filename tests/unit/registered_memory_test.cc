@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "agent/registered_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace migr::registered_memory_test {
+namespace {
+
+constexpr std::uint64_t kPage = 4096, kHere = 1000 * kPage;
+
+std::string text(const std::vector<MemoryPart>& parts) {
+  std::string out;
+  for (const MemoryPart& p : parts) out += std::to_string((p.start - kHere) / kPage) + "+" + std::to_string(p.bytes / kPage) + " ";
+  return out;
+}
+
+wire::NicWrite partners(std::uint32_t index, std::uint32_t key, std::uint64_t start, std::uint64_t bytes) {
+  wire::NicWrite w;
+  w.set_index(index);
+  w.set_key(key);
+  w.set_start(start);
+  w.set_bytes(bytes);
+  return w;
+}
+
+// Of context 7: where its addresses lie; zero-based; of context 8 one with the same keys.
+const std::vector<RegisteredMemory> kMemory = {
+    {7, 0x100, 0x101, kHere, 10 * kPage, kHere},
+    {7, 0x200, 0x201, kHere + 20 * kPage + 100, 10 * kPage, 0},
+    {8, 0x100, 0x101, kHere + 40 * kPage, kPage, kHere + 40 * kPage},
+    {7, 0x300, 0, kHere + 5 * kPage, 10 * kPage, kHere + 5 * kPage},  // nobody else's; overlaps the first
+};
+
+std::uint32_t context_of(std::uint32_t index) { return index == 0 ? 7 : 8; }
+
+TEST(RegisteredMemoryPages, AreWholeAndNoneTwice) { EXPECT_EQ(text(pages_of(kMemory)), "0+15 20+11 40+1 "); }
+
+TEST(RegisteredMemoryWritten, IsFoundByTheKeysOfItsContext) {
+  EXPECT_EQ(text(written_to(kMemory, {{7, 0, 0x100, 0, kHere + 2 * kPage, kPage}}, {}, context_of)), "2+1 ");
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x101, kHere + 3 * kPage, 2 * kPage)}, context_of)), "3+2 ");
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(1, 0x101, kHere + 40 * kPage, kPage)}, context_of)), "40+1 ");
+  EXPECT_EQ(text(written_to(kMemory, {{7, 0, 0x300, 0, kHere + 5 * kPage, kPage}, {7, 0, 0x100, 0, kHere, kPage}}, {partners(0, 0x101, kHere + kPage, kPage)}, context_of)), "0+2 5+1 ");
+}
+
+// Neither address is a page's.
+TEST(RegisteredMemoryWritten, IsWhereItsAddressesLie) {
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x201, 0, kPage)}, context_of)), "20+2 ");
+  EXPECT_EQ(text(written_to(kMemory, {{7, 0, 0x200, 0, 9 * kPage, kPage}}, {}, context_of)), "29+2 ");
+}
+
+TEST(RegisteredMemoryWritten, BeyondAnMrNothingIs) {
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x101, kHere + 9 * kPage, 5 * kPage)}, context_of)), "9+1 ");
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x101, kHere - 5 * kPage, 5 * kPage)}, context_of)), "");
+  EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x999, kHere, kPage), partners(0, 0, kHere + 5 * kPage, kPage)}, context_of)), "") << "no such key";
+}
+
+}  // namespace
+}  // namespace migr::registered_memory_test
