@@ -112,7 +112,7 @@ int take_notes(std::vector<migr_nic_write>& out, std::string& why) {
     std::lock_guard guard(q->lock);
     if (!q->tracked) continue;
     any = true;
-    whole = whole && !q->tracked->opening;
+    whole = whole && !q->tracked->opening && !*untracked(*q, q->tracked->here);  // windows may have been made since
     if (!q->tracked->here) put(q->tracked->parts, q->context->ctx_id(), q->vqpn(), out);
     else
       for (const auto& [key, parts] : q->tracked->parts)
@@ -123,7 +123,7 @@ int take_notes(std::vector<migr_nic_write>& out, std::string& why) {
   if (left_out) out.clear();
   if (any && whole && out.size() <= kMostParts) return 0;
   out.clear();
-  return fail(why, ESTALE, !any ? "nothing is tracked" : !whole ? "a QP is gone, or its queue was not looked at"
+  return fail(why, ESTALE, !any ? "nothing is tracked" : !whole ? "a QP is gone, or was not looked at, or has got memory windows"
                                                                 : "NICs write to too many places");
 }
 
