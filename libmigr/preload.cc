@@ -795,24 +795,39 @@ bool awaits_marker(const QpShadow& q) {
   return suspended && connected && !q.old_real && !q.cut && !q.adrift;
 }
 
+/// The first PSN of its sends is fixed by now, and not the one that the other end awaits; and so are its timers.
+int stop_responding_only(QpShadow& q) {
+  if (q.phase != switchover::Phase::kRunning || q.cut) return EBUSY;
+  std::string why;
+  const int err = switchover::back_to_rtr(q, why);
+  q.app.state = q.app_state();
+  if (err) std::fprintf(stderr, "libmigr: %s\n", why.c_str());
+  return err;
+}
+
 int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Connecting& peer) {
-  if (shadow->responder_only && (mask & IBV_QP_STATE)) {
-    // The first PSN of its sends is fixed by now, and not the one that the partner was told.
-    if (attr->qp_state == IBV_QPS_RTS) return EBUSY;
+  const bool sends = (mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTS && shadow->app.state == IBV_QPS_RTR;
+  if (sends && links::has_changed(*shadow)) {
     shadow->responder_only = false;
-  }
-  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTS && shadow->app.state == IBV_QPS_RTR && links::has_changed(*shadow)) {
+    shadow->told_psn.reset();
     shadow->app.state = IBV_QPS_RTS;  // as its path is already
     return 0;
   }
+  if (sends && shadow->responder_only)
+    if (const int err = stop_responding_only(*shadow)) return err;
   if (mask & IBV_QP_STATE) links::leave(*shadow, attr->qp_state);
   ibv_qp_attr mine = *attr;
+  if (sends && shadow->told_psn) mine.sq_psn = *shadow->told_psn;
   if (!peer.put(mine) && (mask & IBV_QP_DEST_QPN) && renamed(*shadow->real)) mine.dest_qp_num ^= kForcedQpnBit;
   if (mask & IBV_QP_AV) mine.ah_attr.grh.sgid_index = gids::here(*shadow->context, mine.ah_attr.port_num, mine.ah_attr.grh.sgid_index);
   const bool grants = (mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & IBV_ACCESS_REMOTE_WRITE);
   const bool adds_write = (mask & IBV_QP_ACCESS_FLAGS) && !grants && awaits_marker(*shadow);
   if (adds_write) mine.qp_access_flags |= IBV_ACCESS_REMOTE_WRITE;
   const int err = real().modify_qp(shadow->real, &mine, mask);
+  if (!err && (mask & IBV_QP_STATE)) {
+    shadow->responder_only = false;
+    shadow->told_psn.reset();
+  }
   shadow->app.state = shadow->app_state();
   if (err) return err;
   if (grants || adds_write) shadow->write_access_added = adds_write;
@@ -837,13 +852,14 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
 namespace {
 
 /// A connection that its application ends while a migration changes its path would stand again on the new one. So it ends on
-/// that, or on the old one if the migration is taken back. Who waits for longer than any migration goes on as it is.
+/// that, or on the old one if the migration is taken back. One that has only answered goes to RTS there, too. Who waits for longer than any
+/// migration goes on as it is.
 /// @param guard  of the registry's lock, which is given away meanwhile. @return false: the lock has to be taken anew
-bool wait_for_migration(Registry& registry, std::unique_lock<std::mutex>& guard, ibv_qp* qp) {
+bool wait_for_migration(Registry& registry, std::unique_lock<std::mutex>& guard, ibv_qp* qp, ibv_qp_state to) {
   constexpr std::chrono::seconds kLimit{120};
   const auto over = [&] {
     const QpShadow* q = known(registry, qp);
-    return !q || q->phase == switchover::Phase::kRunning || q->adrift || links::changing(*q);
+    return !q || q->phase == switchover::Phase::kRunning || q->adrift || links::changing(*q) || (to == IBV_QPS_RTS && q->app_state() != IBV_QPS_RTR);
   };
   if (over()) return true;
   return !registry.thawed.wait_for(guard, kLimit, over);
@@ -854,7 +870,7 @@ bool wait_for_migration(Registry& registry, std::unique_lock<std::mutex>& guard,
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   Registry& registry = Registry::get();
   whereabouts::Connecting peer(qp, *attr, mask);
-  const bool ends = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET);
+  const bool waits = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET || attr->qp_state == IBV_QPS_RTS);
   std::unique_lock<std::mutex> guard;
   do {
     if (guard) guard.unlock();
@@ -867,7 +883,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
       if (err) return err;
     }
     guard = registry.change();
-  } while (peer.stale() || (ends && !wait_for_migration(registry, guard, qp)));
+  } while (peer.stale() || (waits && !wait_for_migration(registry, guard, qp, attr->qp_state)));
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().modify_qp(qp, attr, mask);
   const int err = modify(shadow, attr, mask, peer);

@@ -410,6 +410,8 @@ struct alignas(64) QpShadow {
   std::unique_ptr<Cut> cut;                 ///< CUT..RESUME or ROLLBACK
   ibv_qp* spare = nullptr;                  ///< after QP_CREATE: the path to come
   std::uint32_t spare_psn = 0;
+  /// The path's first PSN as the other end was told it, while the application has the QP in RTR: it brings another one with RTS.
+  std::optional<std::uint32_t> told_psn = {}, old_told_psn = {};  ///< the second: of the path before, after SWITCH
   int access_flags = -1;                    ///< as the application has set them last; -1: it has not
   Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
   bool gone = false;                        ///< REBIND: its connection did not survive

@@ -54,6 +54,8 @@ static int build_qp(struct migr_rst_context *c, struct migr_rst_qp *qp, struct m
 		return ret;
 	if (getrandom(&qp->new_psn, sizeof(qp->new_psn), 0) != sizeof(qp->new_psn))
 		return rst_fail(err, EIO, "no random number for the PSN of QP %#x", qp->rec.vqpn);
+	if (qp->rec.qp_state == STATE_RTR)
+		qp->new_psn = qp->new_pqpn;
 	qp->new_psn &= MIGR_QPN_MASK;
 	if (qp->rec.flags & MIGR_QP_FORMER)	/* an old path: kept for its rings, never connected */
 		return 0;

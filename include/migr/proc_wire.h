@@ -260,7 +260,8 @@ struct migr_handle_map {
 	uint32_t old_handle;
 	uint32_t new_handle;
 	uint32_t vqpn;		/* QP only */
-	uint32_t pqpn;		/* QP only: new physical number */
+	uint32_t pqpn;		/* QP only: new physical number. Of one in RTR also the first PSN that its
+				 * peer was told (migr_rst_qp.new_psn) */
 	uint32_t flags;		/* MIGR_HANDLE_* */
 	uint8_t peer[16];	/* QP only: instance of the process at the other end; zero: not known */
 };

@@ -83,7 +83,8 @@ struct migr_rst_qp {
 	struct migr_rst_resp resp;
 	uint32_t new_handle;
 	uint32_t new_pqpn;	/* 24 bits; 0: not created yet */
-	uint32_t new_psn;	/* 24 bits, random: the first it will send */
+	uint32_t new_psn;	/* 24 bits: the first it will send. Random; in RTR new_pqpn, for it is libmigr
+				 * that has to know it when the application goes on to RTS */
 	uint32_t new_state;	/* enum ib_qp_state of the new QP */
 	int gone;		/* its connection is: it stays in INIT */
 	struct migr_rst_resp new_resp;

@@ -661,6 +661,7 @@ int join_again(QpShadow& q, std::string& why) {
   if (!err) err = to_rtr(q, q.real, to);
   to.qp_state = IBV_QPS_RTS;
   to.sq_psn = (cut.peer_psn + kFarAhead) & kPsnMask;
+  if (q.app_state() == IBV_QPS_RTR) q.told_psn = to.sq_psn;
   if (!err && cut.attr.qp_state != IBV_QPS_RTR) err = real().modify_qp(q.real, &to, rts_mask(q));
   return err ? fail(why, err, "cannot connect the old path of " + qp_name(q) + " again") : 0;
 }

@@ -188,6 +188,8 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   if (const int err = q.context->kernel->bind_qp(q.vqpn(), q.spare->qp_num))
     return fail(why, err, "cannot bind " + qp_name(q));
   q.old_real = q.real;
+  q.old_told_psn = q.told_psn;
+  q.told_psn = q.app_state() == IBV_QPS_RTR ? std::optional(q.spare_psn) : std::nullopt;
   become_path(q, q.spare);
   q.spare = nullptr;
   q.peer = q.spare_peer;
@@ -201,24 +203,79 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
 
 }  // namespace
 
-int open_old_path(QpShadow& q, std::string& why) {
+namespace {
+
+/// As q.old_attr says, with what is in q.outstanding. @param state  RTR, with the PSN at which the path has come to an end; or RTS
+int connect_again(QpShadow& q, ibv_qp_state state, std::string& why) {
   ibv_qp_attr to = q.old_attr;
   to.qp_state = IBV_QPS_RESET;
   int err = real().modify_qp(q.real, &to, IBV_QP_STATE);
+  ibv_qp_attr now{};
+  if (!err && state == IBV_QPS_RTR && !(err = ask_device(q, now, IBV_QP_RQ_PSN))) to.rq_psn = now.rq_psn & kPsnMask;
   to.qp_state = IBV_QPS_INIT;
   if (!err) err = real().modify_qp(q.real, &to, kInitMask);
   to.qp_state = IBV_QPS_RTR;
-  if (!err) err = real().modify_qp(q.real, &to, rtr_mask(q));
+  if (!err) err = to_rtr(q, q.real, to);
   to.qp_state = IBV_QPS_RTS;
-  if (!err) err = real().modify_qp(q.real, &to, rts_mask(q));
+  if (!err && state == IBV_QPS_RTS) err = real().modify_qp(q.real, &to, rts_mask(q));
   if (err) return fail(why, err, "cannot connect the old path of " + qp_name(q) + " again");
   events::hush(q, nullptr);
   return post_receives(q, q.real, q.outstanding, why);
 }
 
+}  // namespace
+
+int open_old_path(QpShadow& q, std::string& why) { return connect_again(q, IBV_QPS_RTS, why); }
+
+namespace {
+
+/// Nobody can tell whether a message has come in part; but those that come do not stand still in the middle.
+bool is_quiet(const QpShadow& q) {
+  constexpr timespec kLook{0, 5'000'000};
+  ibv_qp_attr before{}, now{};
+  for (Patience patience; !patience.over();) {
+    if (ask_device(q, before, IBV_QP_RQ_PSN)) return false;
+    nanosleep(&kLook, nullptr);
+    if (ask_device(q, now, IBV_QP_RQ_PSN)) return false;
+    if (now.rq_psn == before.rq_psn) return true;
+  }
+  return false;
+}
+
+/// Caller holds q.lock.
+int renew(QpShadow& q, std::string& why) {
+  std::vector<KeptReceive> receives;
+  int err = read_back_receives(q, VirtualLkeys(), receives, why);
+  if (!err) err = close_old_path(q, receives, why);
+  if (!err) err = connect_again(q, IBV_QPS_RTR, why);
+  q.old_path_closed = q.responder_only = false;
+  q.outstanding.clear();
+  return err;
+}
+
+}  // namespace
+
+int back_to_rtr(QpShadow& q, std::string& why) {
+  if (in_error(q)) return fail(why, EINVAL, qp_name(q) + " has broken");
+  if (!is_quiet(q)) return fail(why, EBUSY, qp_name(q) + " cannot go to RTS while it receives");
+  links::leave(q, IBV_QPS_RESET);
+  raise_flags(q, kKeepSends | kKeepReceives);
+  int err = wait_for_pollers(q, why);
+  pause_briefly();  // whoever is about to post a receive has done so
+  if (!err) {
+    std::lock_guard guard(q.lock);
+    err = renew(q, why);
+  }
+  QpShadow* const one[] = {&q};
+  std::vector<migr_resume_stat> ignored;
+  const int resumed = resume(one, ignored, why);
+  return err ? err : resumed;
+}
+
 int switch_back(QpShadow& q, std::string& why) {
   q.spare = q.real;
   become_path(q, q.old_real);
+  q.told_psn = q.old_told_psn;
   q.old_real = nullptr;
   const int bound = q.context->kernel->bind_qp(q.vqpn(), q.real->qp_num);
   int err = q.old_path_closed ? open_old_path(q, why) : 0;

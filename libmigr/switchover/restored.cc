@@ -204,6 +204,20 @@ int thaw_cq(CqShadow& c, std::string& why) {
 /// Not one that goes to ERR, or whose new path is in INIT because its connection did not survive.
 bool takes_work(const QpShadow& q) { return connected(q) && !q.broken && !q.gone; }
 
+/// Of one that the application has in RTR: with which PSN it has to begin (proc_wire.h). One that was in RTS for the partner's marker
+/// when the migration began is so here, too.
+int find_told_psn(QpShadow& q, std::string& why) {
+  q.responder_only = false;
+  q.told_psn.reset();
+  if (q.app.qp_type == IBV_QPT_UD || q.real->state != IBV_QPS_RTR || q.gone || q.broken) return 0;
+  ibv_qp_attr now{};
+  if (const int err = ask_device(q, now, IBV_QP_STATE | IBV_QP_SQ_PSN)) return fail(why, err, "query_qp of " + qp_name(q));
+  q.responder_only = now.qp_state == IBV_QPS_RTS;
+  if (q.responder_only) q.real->state = IBV_QPS_RTS;
+  q.told_psn = (q.responder_only ? now.sq_psn : q.pqpn()) & kPsnMask;
+  return 0;
+}
+
 /// On the new QPs, before anybody can use one.
 int bind_windows(std::string& why) {
   for (const auto& [mw, through] : windows::bound()) {
@@ -263,7 +277,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     std::lock_guard guard(q->lock);
     // The new object was made from the record of before the suspension.
     q->real->state = q->app_state();
-    q->write_access_added = q->responder_only = false;
+    q->write_access_added = false;
+    if (const int err = find_told_psn(*q, why)) return err;
     path::translate_keys(*q, kTranslateLocal);
     datagrams::emptied(q->awaited);  // its receives are posted again
     if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;

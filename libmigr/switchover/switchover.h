@@ -127,6 +127,10 @@ int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why);
 int give_up_path(QpShadow& q, std::string& why, std::optional<std::uint32_t> peer_psn = {});
 /// Outside of a switchover: q is served by `path`, a QP of its own link, with its own names again.
 void take_back_path(QpShadow& q, ibv_qp* path);
+/// Outside of a switchover, in a thread of the application: a path that is in RTS for the partner's drain marker (responder_only) goes to
+/// RTR once more, from where the application can bring it to RTS with what it wants. The other end notices nothing, unless a message
+/// begins to come just then that is longer than a packet. EBUSY: messages come all the time
+int back_to_rtr(QpShadow& q, std::string& why);
 /// After leave_path() with nothing in flight: q has no path (QpShadow::adrift), as if it were drained. A migration, from
 /// either end, gives it its next one, or switch_to_link() does; else give_up_path(). rollback() leaves it as it is.
 /// @param home  the QP of its own link that it was born with, in ERR; @param bits  of its state word on that

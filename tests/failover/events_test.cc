@@ -72,9 +72,23 @@ class Migrd {
     std::memcpy(packet.data(), &m, sizeof m);
     if (bytes) std::memcpy(packet.data() + sizeof m, record, bytes);
     EXPECT_EQ(send(fd_, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(packet.size()));
-    const migr_msg reply = receive(fd_);
+    const migr_msg reply = receive(fd_, &records_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
     return reply;
+  }
+  /// Of the last reply.
+  template <class T>
+  std::vector<T> records() const {
+    std::vector<T> out(records_.size() / sizeof(T));
+    std::memcpy(out.data(), records_.data(), out.size() * sizeof(T));
+    return out;
+  }
+  /// The first one of them.
+  template <class T>
+  T record() const {
+    const auto all = records<T>();
+    EXPECT_FALSE(all.empty());
+    return all.empty() ? T{} : all[0];
   }
   void freeze() {
     ask(MIGR_MSG_SUSPEND);
@@ -84,13 +98,6 @@ class Migrd {
     ask(MIGR_MSG_DRAIN, 1000);
     ask(MIGR_MSG_FREEZE);
     hung_up();
-  }
-  /// Of the last reply.
-  template <class T>
-  std::vector<T> records() const {
-    std::vector<T> out(records_.size() / sizeof(T));
-    std::memcpy(out.data(), records_.data(), out.size() * sizeof(T));
-    return out;
   }
   /// The library does, when it has answered FREEZE.
   void hung_up() {
@@ -158,21 +165,20 @@ class Migrd {
     meet();
     unlink(gate.c_str());
   }
-  migr_msg receive(int fd) {
+  static migr_msg receive(int fd, std::vector<char>* records = nullptr) {
     std::vector<char> packet(1 << 20);
     migr_msg m{};
-    if (!readable(fd, kPatienceMs)) return m;
-    const ssize_t bytes = recv(fd, packet.data(), packet.size(), 0);
-    if (bytes < static_cast<ssize_t>(sizeof m)) return m;
+    const ssize_t n = readable(fd, kPatienceMs) ? recv(fd, packet.data(), packet.size(), 0) : -1;
+    if (n < static_cast<ssize_t>(sizeof m)) return m;
     std::memcpy(&m, packet.data(), sizeof m);
-    if (fd == fd_) records_.assign(packet.begin() + sizeof m, packet.begin() + bytes);
+    if (records) records->assign(packet.begin() + sizeof m, packet.begin() + n);
     return m;
   }
   const int listener_;
   int fd_ = -1;
   std::uint32_t seq_ = 0;
-  std::string folder_;
   std::vector<char> records_;
+  std::string folder_;
   migr_msg hello_{};
   std::mutex lock_;
   std::condition_variable met_;
@@ -527,17 +533,28 @@ class Pollers : public Events {
     Events::TearDown();
   }
   static void connect(ibv_qp* qp, const ibv_qp* peer, ibv_context* its) {
+    answer(qp, peer, its);
+    EXPECT_EQ(go_to_rts(qp, 0), 0);
+  }
+  /// From now on it does, in RTR.
+  static void answer(ibv_qp* qp, const ibv_qp* peer, ibv_context* its, std::uint32_t rq_psn = 0) {
     to(qp, IBV_QPS_INIT);
     ibv_qp_attr a{};
     a.qp_state = IBV_QPS_RTR;
     a.path_mtu = IBV_MTU_1024;
     a.dest_qp_num = peer->qp_num;
+    a.rq_psn = rq_psn;
     a.ah_attr.is_global = 1;
     a.ah_attr.port_num = 1;
     EXPECT_EQ(ibv_query_gid(its, 1, 0, &a.ah_attr.grh.dgid), 0);
     EXPECT_EQ(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), 0);
+  }
+  static int go_to_rts(ibv_qp* qp, std::uint32_t sq_psn, std::uint8_t timeout = 0) {
+    ibv_qp_attr a{};
     a.qp_state = IBV_QPS_RTS;
-    EXPECT_EQ(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC), 0);
+    a.sq_psn = sq_psn;
+    a.timeout = timeout;
+    return ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
   }
   void send(std::uint32_t n) {
     ibv_sge into{reinterpret_cast<std::uintptr_t>(memory_), sizeof memory_, mr_->lkey};
@@ -633,8 +650,9 @@ TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
 class Partner : public Pollers {
  protected:
   static void done(const migr_msg& reply) { EXPECT_EQ(reply.status, 0) << reply.text; }
-  void switch_path() const {
+  void switch_path() {
     done(migrd.about(to_, MIGR_MSG_QP_CREATE));
+    spare_ = migrd.record<migr_qp_spare>();
     migr_qp_connect there{};
     there.vqpn = to_->qp_num;
     there.dest_qpn = 0x123456;
@@ -646,6 +664,7 @@ class Partner : public Pollers {
     done(migrd.about(to_, MIGR_MSG_DRAIN, 5000));
     done(migrd.about(to_, MIGR_MSG_SWITCH));
   }
+  migr_qp_spare spare_{};
 };
 
 // The other end, which has gone back, sends: what was posted before SWITCH and since is there for it. This end does not send yet.
@@ -878,6 +897,139 @@ TEST_F(Tracked, DatagramsAreNot) {
   EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP);
   EXPECT_EQ(begin(from_).status, 0) << "it is not that QP which writes to others' memory";
   EXPECT_EQ(ibv_destroy_qp(datagrams), 0);
+}
+
+/* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */
+
+/// `to_` answers, with and without the right that a drain marker needs.
+class Responder : public Partner {
+ protected:
+  static constexpr std::uint32_t kPsn = 0x123;  // on that the two have agreed
+  static constexpr std::uint8_t kTimeout = 9;
+
+  void SetUp() override {
+    Pollers::SetUp();
+    to(from_, IBV_QPS_RESET);
+    to(to_, IBV_QPS_RESET);
+    answer(from_, to_, context_, kPsn);
+    ASSERT_EQ(go_to_rts(from_, 0), 0);
+    answer(to_, from_, other_);
+  }
+  static ibv_qp_attr asked(ibv_qp* qp) {
+    ibv_qp_attr attr{};
+    ibv_qp_init_attr init{};
+    EXPECT_EQ(ibv_query_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT, &init), 0);
+    return attr;
+  }
+  void goes_to_rts_with(std::uint32_t psn) const {
+    EXPECT_EQ(asked(to_).qp_state, IBV_QPS_RTR);
+    EXPECT_EQ(to_->state, IBV_QPS_RTR);
+    ASSERT_EQ(go_to_rts(to_, kPsn, kTimeout), 0);
+    const ibv_qp_attr now = asked(to_);
+    EXPECT_EQ(now.qp_state, IBV_QPS_RTS);
+    EXPECT_EQ(to_->state, IBV_QPS_RTS);
+    EXPECT_EQ(now.sq_psn, psn);
+    EXPECT_EQ(now.timeout, kTimeout) << "not what the application has said";
+  }
+  /// From to_ to from_, which knows of no migration.
+  void write_back() {
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = 66;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    ASSERT_EQ(ibv_post_send(to_, &wr, &bad), 0);
+    ibv_poll_cq_attr attr{};
+    for (int ms = 0; ibv_start_poll(ex_, &attr); ++ms) {
+      ASSERT_LT(ms, kPatienceMs);
+      usleep(1000);
+    }
+    EXPECT_EQ(ex_->wr_id, 66u);
+    EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+    ibv_end_poll(ex_);
+  }
+  void allow_writes() const {
+    ibv_qp_attr attr{};
+    attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+    ASSERT_EQ(ibv_modify_qp(to_, &attr, IBV_QP_ACCESS_FLAGS), 0);
+  }
+};
+
+TEST_F(Responder, OfAPartnerBeginsWithThePsnThatTheOtherEndWasTold) {
+  switch_path();
+  done(migrd.ask(MIGR_MSG_RESUME));
+  goes_to_rts_with(spare_.psn);
+}
+
+TEST_F(Responder, WhoseMigrationIsUndoneAfterSwitchBeginsAsAgreed) {
+  switch_path();
+  migrd.ask(MIGR_MSG_OLD_PATH);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  goes_to_rts_with(kPsn);
+  write_back();
+}
+
+TEST_F(Responder, ThatIsRestoredBeginsWithThePsnThatTheOtherEndWasTold) {
+  allow_writes();
+  migrd.freeze();
+  migrd.restored();
+  goes_to_rts_with(to_->qp_num & 0xffffff);
+}
+
+TEST_F(Responder, GoesToRtsAfterARollbackWithAllThatTheApplicationSays) {
+  two(0);
+  migrd.freeze();
+  migrd.back();
+  expect_two(0);
+  ibv_sge into{reinterpret_cast<std::uintptr_t>(memory_), sizeof memory_, mr_->lkey};
+  ibv_recv_wr receive{.wr_id = 100, .next = nullptr, .sg_list = &into, .num_sge = 1}, *bad;
+  ASSERT_EQ(ibv_post_recv(to_, &receive, &bad), 0);  // is used by the next
+  goes_to_rts_with(kPsn);
+  send(1);
+  ibv_poll_cq_attr attr{};
+  ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+  EXPECT_EQ(ex_->wr_id, 100u);
+  EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+  ibv_end_poll(ex_);
+  send(2);
+  ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+  EXPECT_EQ(ex_->wr_id, 101u);
+  ibv_end_poll(ex_);
+  write_back();
+  EXPECT_FALSE(readable(context_->async_fd, kSoonMs)) << "of an ERR that was ours";
+  migrd.freeze();
+  migrd.restored();
+  write_back();
+}
+
+// The record says RTS then.
+TEST_F(Responder, ThatIsRestoredAfterARollbackGoesToRts) {
+  migrd.freeze();
+  migrd.back();
+  migrd.freeze();
+  migrd.restored();
+  goes_to_rts_with(0);  // as the model's path was
+}
+
+TEST_F(Responder, WaitsForTheEndOfTheMigration) {
+  migrd.ask(MIGR_MSG_SUSPEND);
+  auto goes = std::async(std::launch::async, [this] { return go_to_rts(to_, kPsn); });
+  EXPECT_EQ(goes.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(goes.get(), 0);
+  write_back();
+}
+
+TEST_F(Responder, ThatWasCutBeginsWhereTheOtherEndAwaitsIt) {
+  constexpr std::uint32_t kFarAhead = 1u << 22;
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  done(migrd.about(to_, MIGR_MSG_CUT));
+  migr_qp_psn there{};
+  there.vqpn = to_->qp_num;
+  there.psn = kPsn;
+  done(migrd.say(MIGR_MSG_SETTLE, 0, &there, sizeof there));
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  goes_to_rts_with(kPsn + kFarAhead);
 }
 
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */
