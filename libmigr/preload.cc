@@ -424,16 +424,27 @@ ibv_qp* create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr) {
   });
 }
 
+/// For a work request that ends the binding of a window: providers look for an lkey also where there is no MR (rdma-core 44).
+ibv_mr* no_memory() {
+  static MrShadow* const none = [] {
+    auto* const mr = new MrShadow{};
+    mr->real = &mr->app;
+    return mr;
+  }();
+  return &none->app;
+}
+
 int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
   QpShadow& shadow = shadow_of(qp);
-  if (bind->bind_info.mr && provider::binds_by_work_request(*shadow.context)) {
-    if (mw->pd != bind->bind_info.mr->pd) return EPERM;
+  if (provider::binds_by_work_request(*shadow.context)) {
+    if (bind->bind_info.mr && mw->pd != bind->bind_info.mr->pd) return EPERM;
     if (bind->bind_info.mw_access_flags & IBV_ACCESS_ZERO_BASED) return EINVAL;
     ibv_send_wr wr{}, *bad;
     wr.wr_id = bind->wr_id;
     wr.opcode = IBV_WR_BIND_MW;
     wr.send_flags = bind->send_flags;
     wr.bind_mw = {.mw = mw, .rkey = ibv_inc_rkey(mw->rkey), .bind_info = bind->bind_info};
+    if (!wr.bind_mw.bind_info.mr) wr.bind_mw.bind_info.mr = no_memory();
     const int err = path::post_send(qp, &wr, &bad);
     if (!err) mw->rkey = wr.bind_mw.rkey;
     return err;

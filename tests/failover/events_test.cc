@@ -645,6 +645,73 @@ TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
   expect_two(2);
 }
 
+/* ---- memory windows that are unbound ----------------------------------------------------- */
+
+class Windows : public Pollers {
+ protected:
+  void SetUp() override {
+    Pollers::SetUp();
+    mw_ = ibv_alloc_mw(other_pd_, IBV_MW_TYPE_1);
+    ASSERT_NE(mw_, nullptr);
+    window_mr_ = ibv_reg_mr(other_pd_, window_memory_, sizeof window_memory_, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND);
+    bind(window_mr_, 1);
+    completes(1);
+    EXPECT_EQ(model_windows_bound(), 1u);
+  }
+  void TearDown() override {
+    EXPECT_EQ(ibv_dealloc_mw(mw_), 0);
+    ibv_dereg_mr(window_mr_);
+    Pollers::TearDown();
+  }
+  /// @param mr  null: to nothing
+  void bind(ibv_mr* mr, std::uint64_t wr_id) const {
+    ibv_mw_bind b{};
+    b.wr_id = wr_id;
+    b.send_flags = IBV_SEND_SIGNALED;
+    if (mr) b.bind_info = {.mr = mr, .addr = reinterpret_cast<std::uintptr_t>(window_memory_), .length = sizeof window_memory_, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE};
+    const std::uint32_t before = mw_->rkey;
+    EXPECT_EQ(ibv_bind_mw(from_, mw_, &b), 0);
+    EXPECT_EQ(mw_->rkey, ibv_inc_rkey(before));
+    EXPECT_EQ(b.bind_info.mr, mr);
+  }
+  void completes(std::uint64_t wr_id) const {
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.wr_id, wr_id);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  }
+
+  ibv_mw* mw_;
+  ibv_mr* window_mr_;
+  std::uint8_t window_memory_[64];
+};
+
+TEST_P(Windows, OneThatIsBoundIsSoAfterTheMove) {
+  move();
+  EXPECT_EQ(model_windows_bound(), 1u);
+}
+
+TEST_P(Windows, OneThatIsBoundToNothingStaysUnbound) {
+  bind(nullptr, 2);
+  completes(2);
+  EXPECT_EQ(model_windows_bound(), 0u);
+  move();
+  EXPECT_EQ(model_windows_bound(), 0u);
+  bind(window_mr_, 3);
+  completes(3);
+  EXPECT_EQ(model_windows_bound(), 1u);
+}
+
+TEST_P(Windows, WhileItIsSuspendedOneStaysBound) {
+  migrd.ask(MIGR_MSG_SUSPEND);
+  bind(nullptr, 2);
+  migrd.drained();
+  EXPECT_EQ(model_windows_bound(), 1u) << "what is suspended posts nothing";
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  completes(2);
+  EXPECT_EQ(model_windows_bound(), 0u);
+}
+
 /* ---- a partner that goes back in two halves ---------------------------------------------- */
 
 class Partner : public Pollers {
@@ -1117,6 +1184,8 @@ TEST_P(Broken, AsTheApplicationKnows) {
 INSTANTIATE_TEST_SUITE_P(, DeadPeer, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Broken, ::testing::Values(How::kBack, How::kRestored),
+                         [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
+INSTANTIATE_TEST_SUITE_P(, Windows, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });

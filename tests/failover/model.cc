@@ -120,6 +120,7 @@ constexpr int kRails = 3;
 std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
+std::map<std::uint32_t, bool> windows;  // by the index of their key: bound
 unsigned long packets;
 int most_cqes = INT_MAX;
 std::atomic<bool> packets_linger{false};
@@ -492,11 +493,30 @@ Nic* nic_of(const ibv_context* c) {
   return nullptr;
 }
 
+/// At once: nothing else is in the queue of who does that.
+int bind_window(ModelQp& q, const ibv_send_wr& wr) {
+  const ibv_mw_bind_info& info = wr.bind_mw.bind_info;
+  if (!info.mr) return EFAULT;  // as a provider that looks into it
+  const auto window = windows.find(wr.bind_mw.mw->rkey >> 8);
+  if (window == windows.end() || (info.length && !may(*q.nic, info.mr->lkey, info.addr, static_cast<std::uint32_t>(info.length)))) return EINVAL;
+  window->second = info.length != 0;
+  ibv_wc wc{};
+  wc.wr_id = wr.wr_id;
+  wc.opcode = IBV_WC_BIND_MW;
+  wc.qp_num = q.qp.qp_num;
+  complete(q.qp.send_cq, wc);
+  return 0;
+}
+
 int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
   std::lock_guard guard(lock);
   for (; wr; wr = wr->next) {
     *bad = wr;
     if (q.attr.qp_state < IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_ERR) return EINVAL;
+    if (wr->opcode == IBV_WR_BIND_MW) {
+      if (const int err = bind_window(q, *wr)) return err;
+      continue;
+    }
     if (q.sends.full()) return ENOMEM;
     model::Send& s = q.sends.slots[q.sends.to];
     const bool begun = s.begun;  // stale, as is what else the device notes there
@@ -521,6 +541,36 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
   if (!q.session) return put_into_queue(q, wr, bad);
   std::lock_guard guard(q.session->lock);
   return put_into_queue(q, wr, bad);
+}
+
+ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
+  std::lock_guard guard(lock);
+  auto* mw = static_cast<ibv_mw*>(calloc(1, sizeof(ibv_mw)));
+  mw->context = pd->context;
+  mw->pd = pd;
+  mw->type = type;
+  mw->handle = nic_of(pd->context)->next_key++;
+  mw->rkey = mw->handle << 8;
+  windows[mw->handle] = false;
+  return mw;
+}
+
+int dealloc_mw(ibv_mw* mw) {
+  std::lock_guard guard(lock);
+  windows.erase(mw->handle);
+  free(mw);
+  return 0;
+}
+
+int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = bind->wr_id;
+  wr.opcode = IBV_WR_BIND_MW;
+  wr.send_flags = bind->send_flags;
+  wr.bind_mw = {.mw = mw, .rkey = ibv_inc_rkey(mw->rkey), .bind_info = bind->bind_info};
+  const int err = post_send(qp, &wr, &bad);
+  if (!err) mw->rkey = wr.bind_mw.rkey;
+  return err;
 }
 
 /* ---- ibv_wr_* ------------------------------------------------------------------- */
@@ -755,11 +805,16 @@ MODEL unsigned model_unbalanced() {
 MODEL void model_restored() {
   std::lock_guard guard(lock);
   owed_acks.clear();
+  windows.clear();
   for (const auto& nic : nics)
     for (const auto& [ignored, q] : nic->qps) {
       if (q->told != IBV_QPS_ERR && q->attr.qp_state == IBV_QPS_ERR) q->attr.qp_state = q->told;
       if (q->attr.qp_state == IBV_QPS_ERR) raise(q->qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q->qp);
     }
+}
+MODEL unsigned model_windows_bound() {
+  std::lock_guard guard(lock);
+  return static_cast<unsigned>(std::count_if(windows.begin(), windows.end(), [](const auto& w) { return w.second; }));
 }
 MODEL void model_lock() { lock.lock(); }
 MODEL void model_unlock() { lock.unlock(); }
@@ -793,6 +848,9 @@ MODEL ibv_context* ibv_open_device(ibv_device* device) {
   c->ops.post_send = post_send;
   c->ops.post_recv = post_recv;
   c->ops.post_srq_recv = post_srq_recv;
+  c->ops.alloc_mw = alloc_mw;
+  c->ops.dealloc_mw = dealloc_mw;
+  c->ops.bind_mw = bind_mw;
   return c;
 }
 MODEL int ibv_close_device(ibv_context* c) {

@@ -89,7 +89,9 @@ void model_async_events();
 void model_raise(ibv_context* c, ibv_event_type type, int port);
 /// QPs and CQs that were destroyed while as many events were not acknowledged as were read, as their kernel object counts.
 unsigned model_unbalanced();
-/// The kernel's objects are new ones from here on: they have reported nothing, but what those say that had to go to ERR. A QP is in the
+/// Memory windows that there are and that are bound, on all NICs. Binding is all that can be done with them.
+unsigned model_windows_bound();
+/// The kernel's objects are new ones from here on (windows are not there): they have reported nothing, but what those say that had to go to ERR. A QP is in the
 /// state that it was last put into, also where the device has broken it since.
 void model_restored();
 /// The lock of everything, for a test's provider.
