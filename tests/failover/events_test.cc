@@ -966,6 +966,18 @@ TEST_F(Tracked, DatagramsAreNot) {
   EXPECT_EQ(ibv_destroy_qp(datagrams), 0);
 }
 
+/// What partners write to through them bears keys that no MR has.
+TEST_F(Tracked, MemoryWindowsAreNot) {
+  ASSERT_EQ(begin(nullptr).status, 0);
+  ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_1);
+  ASSERT_NE(mw, nullptr);
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE);
+  EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP);
+  EXPECT_EQ(begin(from_).status, 0) << "those of a partner are his own";
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, 0);
+  EXPECT_EQ(ibv_dealloc_mw(mw), 0);
+}
+
 /* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */
 
 /// `to_` answers, with and without the right that a drain marker needs.
