@@ -17,12 +17,13 @@ namespace migr {
 namespace {
 
 // Measured between emulated hosts (bench/README.md), which are 10 to 30 times as slow as hardware is: CRIU's dump and restore of
-// a small program with its network; settling, replaying and binding a QP; dumping and reading back memory.
-constexpr double kEmulatedMs = 3900, kEmulatedPerQpMs = 4.6, kEmulatedPerMbMs = 14;
+// a small program with its network; settling, replaying and binding a QP; dumping and reading back memory, and reading back alone.
+constexpr double kEmulatedMs = 3900, kEmulatedPerQpMs = 4.6, kEmulatedPerMbMs = 14, kEmulatedReadPerMbMs = 1.5;
 constexpr double kFaster = 10, kFastest = 30;
 
+// @param bytes  of its memory, that are copied in the stop
 double took_ms(const StopParts& p, double bytes, double faster) {
-  const double handled = bytes / 1e6 * kEmulatedPerMbMs / faster;
+  const double handled = (bytes * kEmulatedPerMbMs + (static_cast<double>(p.memory_bytes) - bytes) * kEmulatedReadPerMbMs) / 1e6 / faster;
   const double sent = p.link_bytes_per_s > 0 ? bytes / p.link_bytes_per_s * 1e3 : 0;  // while it is handled
   return (kEmulatedMs + p.qps * kEmulatedPerQpMs) / faster + std::max(handled, sent);
 }
@@ -30,11 +31,11 @@ double took_ms(const StopParts& p, double bytes, double faster) {
 }  // namespace
 
 ExpectedStop estimated_stop(const StopParts& p) {
-  const auto all = static_cast<double>(p.memory_bytes), nic = static_cast<double>(std::min(p.nic_bytes, p.memory_bytes));
+  const auto all = static_cast<double>(p.memory_bytes);
   ExpectedStop stop;
   stop.estimated = true;
   stop.least_ms = took_ms(p, p.pre_copy ? 0 : all, kFastest);
-  stop.median_ms = took_ms(p, p.pre_copy ? nic : all, kFaster);
+  stop.median_ms = took_ms(p, p.pre_copy ? 0 : all, kFaster);
   stop.most_ms = took_ms(p, all, 1);
   return stop;
 }

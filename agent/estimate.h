@@ -13,13 +13,12 @@ namespace migr {
 /// What a stop is made of, as far as it is known before.
 struct StopParts {
   std::uint64_t memory_bytes = 0;  // filled
-  std::uint64_t nic_bytes = 0;     // of them registered: a copy ahead of the stop does not save these
-  bool pre_copy = false;           // there is such a copy
+  bool pre_copy = false;           // it is copied ahead of the stop
   std::uint32_t qps = 0;
   double link_bytes_per_s = 0;  // to the destination; 0: not known
 };
 
-/// With bounds: the least is a fast host that changes nothing meanwhile, the most an emulated one that changes everything.
+/// Of a host that changes nothing after a copy ahead. With bounds: the least is a fast one, the most an emulated one that changes everything.
 ExpectedStop estimated_stop(const StopParts& parts);
 
 /// Of what was not moved from here yet. What others took tells of it, unless it is so much more that they do not.

@@ -29,7 +29,6 @@
 #include "limits.h"
 #include "phase_lines.h"
 #include "pki.h"
-#include "process.h"
 #include "record_text.h"
 #include "report.h"
 #include "runtime.h"
@@ -255,21 +254,6 @@ int cmd_report(const Options& o) {
   return kDone;
 }
 
-// What its memory is that a NIC may write to: always copied in the stop. All, if the record does not tell.
-std::uint64_t nic_bytes(const Options& o, const std::string& container, std::uint64_t all) {
-  const auto config = load_config(o.config);
-  auto k = KernelRecord::open();
-  const auto ctxs = k ? k->contexts() : Result<std::vector<ContextRecord>>(k.error());
-  if (!config || !ctxs) return all;
-  const auto container_of = Runtime(*config).containers();
-  const auto root = bare_pid(container);
-  const auto tree = root ? tree_of(*root) : std::vector<pid_t>();
-  std::uint64_t sum = 0;
-  for (const auto& c : *ctxs)
-    if (const auto pid = static_cast<pid_t>(c.rec.pid); root ? std::count(tree.begin(), tree.end(), pid) > 0 : container_of(pid) == container) sum += c.rec.mr_bytes;
-  return sum;
-}
-
 // Nothing: nobody can tell.
 std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& plan) {
   const auto& s = plan.summary();
@@ -280,7 +264,7 @@ std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& pla
   if (!s.error().empty()) return {};  // what it has is not known
   const auto config = load_config(o.config);
   const Peer* to = config ? config->peer(s.to()) : nullptr;
-  return likely_stop(past, estimated_stop({plan.memory_bytes(), nic_bytes(o, s.container(), plan.memory_bytes()), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0}));
+  return likely_stop(past, estimated_stop({plan.memory_bytes(), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0}));
 }
 
 // Exit status 0: it would move.

@@ -55,7 +55,7 @@ TEST_F(HistoryFile, GivesBackExactlyWhatItWasGiven) {
 
 TEST_F(HistoryFile, IsForItsOwnerOnly) {
   ASSERT_TRUE(History(dir).add(json_of(7)));
-  struct stat st{};
+  struct stat st {};
   ASSERT_EQ(stat(file().c_str(), &st), 0);
   EXPECT_EQ(st.st_mode & 07777, 0600u);
 }
@@ -79,7 +79,11 @@ TEST_F(HistoryFile, LinesThatAreNoSummaryArePassedOverWithAWarning) {
   no_stop.erase("service_blackout_ms");
   bad_phase["timeline"][0]["ms"] = "long";
   text_id["migration"] = "4";
-  std::ofstream(file()) << json_of(1).dump() << "\n{\"container\": \n[]\n\n" << no_stop.dump() << "\n" << bad_phase.dump() << "\n" << text_id.dump() << "\n" << json_of(9).dump();
+  std::ofstream(file()) << json_of(1).dump() << "\n{\"container\": \n[]\n\n"
+                        << no_stop.dump() << "\n"
+                        << bad_phase.dump() << "\n"
+                        << text_id.dump() << "\n"
+                        << json_of(9).dump();
   const auto past = History(dir).read();
   ASSERT_TRUE(past);
   ASSERT_EQ(past->entries.size(), 2u);
@@ -231,10 +235,10 @@ TEST_F(HistoryFile, GivesEachEntryTheNumberThatLogsHave) {
 
 // ---- where nothing was moved yet
 
-StopParts parts(std::uint64_t memory, std::uint64_t nic = 0, bool pre_copy = false, std::uint32_t qps = 2) { return {memory, nic, pre_copy, qps, 0}; }
+StopParts parts(std::uint64_t memory, bool pre_copy = false, std::uint32_t qps = 2) { return {memory, pre_copy, qps, 0}; }
 
 TEST(EstimatedStop, IsMarkedAndHasBoundsAroundIt) {
-  for (const auto& p : {parts(0, 0, false, 0), parts(10 << 20), parts(4ull << 30, 1 << 20, true, 4096)}) {
+  for (const auto& p : {parts(0, false, 0), parts(10 << 20), parts(4ull << 30, true, 4096)}) {
     const auto e = estimated_stop(p);
     EXPECT_TRUE(e.estimated);
     EXPECT_EQ(e.moves, 0u);
@@ -247,27 +251,24 @@ TEST(EstimatedStop, IsMarkedAndHasBoundsAroundIt) {
 TEST(EstimatedStop, HoldsWhatWasMeasuredBetweenEmulatedHosts) {
   // bench/README.md: 16 and 1024 QPs, some MB of memory.
   for (const auto& [qps, measured_ms] : {std::pair{16u, 3971.0}, {1024u, 8600.0}}) {
-    const auto e = estimated_stop(parts(20'000'000, 0, false, qps));
+    const auto e = estimated_stop(parts(20'000'000, false, qps));
     EXPECT_GT(measured_ms, e.median_ms) << "hardware is faster";
     EXPECT_LT(measured_ms, e.most_ms * 1.1);
   }
 }
 
 TEST(EstimatedStop, GrowsWithMemoryAndQps) {
-  const auto some = estimated_stop(parts(1 << 30)), more = estimated_stop(parts(2u << 30)), qps = estimated_stop(parts(1 << 30, 0, false, 1024));
+  const auto some = estimated_stop(parts(1 << 30)), more = estimated_stop(parts(2u << 30)), qps = estimated_stop(parts(1 << 30, false, 1024));
   EXPECT_GT(more.least_ms, some.least_ms);
   EXPECT_GT(more.median_ms, some.median_ms);
   EXPECT_GT(qps.median_ms, some.median_ms);
 }
 
-TEST(EstimatedStop, OfACopyAheadOnlyWhatTheNicMayWriteToIsCopiedAgain) {
-  const auto whole = estimated_stop(parts(4ull << 30)), ahead = estimated_stop(parts(4ull << 30, 0, true)), nic = estimated_stop(parts(4ull << 30, 2ull << 30, true)),
-             all = estimated_stop(parts(4ull << 30, 8ull << 30, true));
-  EXPECT_LT(ahead.median_ms, nic.median_ms);
-  EXPECT_LT(nic.median_ms, whole.median_ms);
-  EXPECT_EQ(ahead.least_ms, nic.least_ms);
+TEST(EstimatedStop, OfACopyAheadIsReadBackOnly) {
+  const auto whole = estimated_stop(parts(4ull << 30)), ahead = estimated_stop(parts(4ull << 30, true)), more = estimated_stop(parts(8ull << 30, true));
+  EXPECT_LT(ahead.median_ms, whole.median_ms);
+  EXPECT_LT(ahead.median_ms, more.median_ms);
   EXPECT_EQ(ahead.most_ms, whole.most_ms) << "all of it may change";
-  EXPECT_EQ(all.median_ms, whole.median_ms) << "mapped twice is not copied twice";
 }
 
 TEST(EstimatedStop, IsNoFasterThanTheLink) {
