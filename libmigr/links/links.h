@@ -167,6 +167,7 @@ struct QpLink {
   migr_links_name name{}, peer{};
   migr_links_path first[2]{};  ///< paths that it began with, as others are told of them: at home; ahead, if it is
   bool told = false;           ///< published
+  std::uint32_t told_links = 0;  ///< of that, where it can go, by bit
   std::uint64_t published_ns = 0, asked_ns = 0;  ///< when that was tried last; when the directory was asked for the other end
   bool ahead = false;          ///< its next path is made ahead: both ends want that
   bool pooled = false;         ///< it may be one of a pool: both ends have one
@@ -174,6 +175,7 @@ struct QpLink {
   bool found = false;          ///< by the directory: of the next three the other end's are known
   unsigned peer_home = 0;      ///< link that the other end was born on
   std::uint32_t peer_links = 0;  ///< where it can go, by bit; 0: it has not said so
+  unsigned asked_again = 0;      ///< so often for that, since it was told something else
   ibv_gid_entry home_gid{};    ///< its address on its default link, as it was when a path was made there last
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end; zero: not known yet

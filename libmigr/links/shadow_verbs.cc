@@ -42,6 +42,8 @@ constexpr std::uint32_t kNames = kTranslateLocal | kTranslateRemote;  // of a st
 constexpr std::size_t kManyRetired = 64;
 constexpr std::uint64_t kTryAgainNs = 3'000'000'000;  // a device that is not there
 constexpr int kChannelPauseMs = 100;  // well within the retries of the end that is connected first
+constexpr int kLastLinkPauseMs = 5000;  // where all that is missing is a link that one end does not have
+constexpr std::uint64_t kAskAgainNs = 1'000'000'000, kSeldomNs = 15'000'000'000;  // which links the other end can go to
 
 std::string errno_text(const std::string& what) { return what + ": " + std::strerror(errno); }
 
@@ -596,6 +598,14 @@ void leave_link(Link& link) {
 
 namespace {
 
+/// Where it can go, by bit. A device that has failed as a whole is not opened again, but for the application that has it.
+std::uint32_t links_of(const QpLink& l) {
+  std::uint32_t links = 1u << l.legs[kHome].link->index;
+  for (Side side = 1; side < l.sides(); ++side)
+    if (has_room_for(*l.twin, side, *l.q) && !l.legs[side].link->fatal) links |= 1u << l.legs[side].link->index;
+  return links;
+}
+
 migr_links_vqp record_of(const QpLink& l) {
   migr_links_vqp out{};
   out.name = l.name;
@@ -603,10 +613,9 @@ migr_links_vqp record_of(const QpLink& l) {
   out.default_link = l.twin->home->index;
   out.making = static_cast<std::uint16_t>(l.twin->paths);
   out.atomics = static_cast<std::uint16_t>(l.twin->atomics);
-  for (Side side = kHome; side < l.sides(); ++side)
-    if (has_room_for(*l.twin, side, *l.q)) out.links |= 1u << l.legs[side].link->index;
+  out.links = links_of(l);
   for (const migr_links_path& path : l.first)
-    if (path.qpn) out.path[out.paths++] = path;
+    if (path.qpn && out.links >> path.link & 1) out.path[out.paths++] = path;
   return out;
 }
 
@@ -747,8 +756,11 @@ class Round {
   bool half_a_channel() const { return half_a_channel_; }
   /// How long the last look at all vQPs has taken; 0: there are few.
   std::uint64_t locked_ns() const { return locked_ns_; }
+  /// An end does not have all links that the other one has: it may come to have them, and nobody says so.
+  bool lacks_links() const { return lacks_links_; }
   /// @return something is still missing that others may tell
   bool run() {
+    lacks_links_ = false;
     if (wanted_to_park()) {
       look_for_threads();
       look_at_ways_home();
@@ -838,7 +850,7 @@ class Round {
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
-      for (const QpLink* l : next_few(&QpLink::published_ns, MIGR_LINKS_MAX_RECORDS / 4, [](const QpLink& l) { return !l.told; })) {
+      for (const QpLink* l : next_few(&QpLink::published_ns, MIGR_LINKS_MAX_RECORDS / 4, [](const QpLink& l) { return !l.told || l.told_links != links_of(l); })) {
         records.push_back(record_of(*l));
         ids.push_back(l->id);
       }
@@ -851,7 +863,7 @@ class Round {
       const bool told = !err || !directory_.publish({&records[i], 1});
       std::lock_guard guard(registry().lock);
       QpLink* const l = find(ids[i]);
-      if (l) l->told = told;
+      if (l) l->told = told, l->told_links = records[i].links;
       else if (told) state()->to_withdraw.push_back(records[i].name);  // it has gone meanwhile
       if (l && !told) l->why = "migrd does not take its name";
     }
@@ -869,6 +881,30 @@ class Round {
     return !l.found && l.stage != Stage::kBroken && (l.twin->atomics == Atomics::kRelayed || l.twin->paths == Paths::kPool);
   }
 
+  /// Where this end can go and the other one cannot.
+  static bool peer_lacks_links(const QpLink& l) {
+    for (Side side = 1; side < l.sides(); ++side)
+      if (has_room_for(*l.twin, side, *l.q) && !is_common(l, side)) return true;
+    return false;
+  }
+  static bool lacks_links(const QpLink& l) {
+    for (Side side = 1; side < l.sides(); ++side)
+      if (!has_room_for(*l.twin, side, *l.q)) return true;
+    return peer_lacks_links(l);
+  }
+  /// The other end may not have that link any more.
+  static bool lacks_channel(const QpLink& l) {
+    for (Side side = kHome; side < l.sides(); ++side)
+      if (wants_channel(l, side) && !standing(l, side)) return true;
+    return false;
+  }
+
+  static bool asks_again(const QpLink& l) {
+    if (!l.found || l.stage == Stage::kBroken) return false;
+    const std::uint64_t since = now_ns() - l.asked_ns;
+    return (since > kSeldomNs && lacks_channel(l)) || (since > std::min(kSeldomNs, kAskAgainNs << std::min(l.asked_again, 6u)) && peer_lacks_links(l));
+  }
+
   void look_up() {
     while (now_ns() - begun_ns_ < kLookUpNs && look_up_some()) {}
   }
@@ -879,7 +915,7 @@ class Round {
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
-      const auto is_missing = [](const QpLink& l) { return l.told && !(has_begun(l) && l.found) && (l.stage == Stage::kMaking || wants_word(l)); };
+      const auto is_missing = [](const QpLink& l) { return l.told && ((!(has_begun(l) && l.found) && (l.stage == Stage::kMaking || wants_word(l))) || asks_again(l)); };
       for (const QpLink* l : next_few(&QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
         names.push_back(l->peer);
         ids.push_back(l->id);
@@ -892,12 +928,25 @@ class Round {
     std::lock_guard guard(registry().lock);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       QpLink* const l = find(ids[i]);
-      if (!l || (has_begun(*l) && l->found)) continue;
+      if (!l) continue;
+      if (has_begun(*l) && l->found) {
+        take_links(*l, found[i]);
+        continue;
+      }
       l->why = found[i].status == ENOENT ? "the other end is unknown" : found[i].status == EHOSTUNREACH ? "the directory cannot be reached" : "";
       if (found[i].status) continue;
       take_found(*l, found[i], reached[i]);
     }
     return true;
+  }
+
+  /// Of one that was found before. Who does not answer, or has been withdrawn, has said nothing else yet.
+  static void take_links(QpLink& l, const migr_links_found& found) {
+    const bool same = !found.status && !std::memcmp(l.instance.data(), found.instance, l.instance.size()) && found.vqp.default_link == l.peer_home;
+    if (!same || found.vqp.links == l.peer_links) return (void)++l.asked_again;
+    l.peer_links = found.vqp.links;
+    l.asked_again = 0;
+    kick(state()->failover_fd);
   }
 
   /// Of the paths that it has. @return a bit for each link
@@ -1032,8 +1081,9 @@ class Round {
         look_at_backup(*l);
         const Side next = next_side(*l);
         if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
-        waiting = waiting || is_incomplete(*l, next) || !l->told || wants_word(*l);
-        for (Side side = kHome; side < l->sides(); ++side) waiting = waiting || (wants_channel(*l, side) && !standing(*l, side));
+        waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l);
+        lacks_links_ = lacks_links_ || lacks_links(*l);
+        waiting = waiting || lacks_channel(*l);
         states.push_back(state_of(*l, next));
       }
       tell_of_others(others);
@@ -1137,7 +1187,7 @@ class Round {
 
   Directory& directory_;
   unsigned life_ = 0;
-  bool half_a_channel_ = false;
+  bool half_a_channel_ = false, lacks_links_ = false;
   Neighbours neighbours_;
   std::uint64_t begun_ns_ = 0;  ///< this round
   std::uint64_t locked_ns_ = 0;
@@ -1165,7 +1215,7 @@ void run_rounds() {
     if (round.locked_ns() && !wanted_to_park())
       std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(kRests * round.locked_ns(), kLongestRestNs)));
     pollfd fds[] = {{.fd = wake, .events = POLLIN, .revents = 0}, {.fd = directory->fd(), .events = POLLIN, .revents = 0}};
-    const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : -1);
+    const int n = poll(fds, directory->fd() < 0 ? 1 : 2, waiting ? pause_ms : round.lacks_links() ? kLastLinkPauseMs : -1);
     std::uint64_t count;
     if (fds[0].revents) (void)!read(wake, &count, sizeof count);
     std::vector<migr_links_port> ports;

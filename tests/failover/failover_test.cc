@@ -1297,6 +1297,33 @@ struct Pairs {
   std::vector<std::unique_ptr<Speaker>> xs, ys;
 };
 
+/// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
+TEST(Later, ADeviceComesAndBothEndsUseIt) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_unplug(2, 1, true);
+  const Library a('a', "exact", "cached", 0, 3000, kSwitchMs, false, true), b('b', "exact", "cached", 0, 3000, kSwitchMs, false, true);
+  const Pairs pairs(a, b, 1);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+  ASSERT_FALSE(store_all_stand(2));
+  model_unplug(2, 1, false);
+  ASSERT_TRUE(wait_for([] { return all_stand(0); })) << "no channel over it";
+  for (const int link : {0, 1}) model_cut_now(link);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  EXPECT_TRUE(wait_for([&] { return pairs.all_on(2); })) << pairs.xs[0]->state().why;
+  for (const int link : {0, 1, 2}) model_mend(link);
+}
+
+/// Of two ends one loses the device of the backup link for good: the other one does not wait for a channel over it.
+TEST(Later, ADeviceGoesAndTheOtherEndHearsOfIt) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_async_events();
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Pairs pairs(a, b, 1);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+  model_raise_fatal(1, 1);
+  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[0]->state().why) == "the other end cannot go to its other link"; })) << pairs.xs[0]->state().why;
+}
+
 /// More than a packet to migrd has room for.
 TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -99,6 +99,7 @@ struct Nic {
   ibv_gid gid{};
   std::uint32_t next_qpn, next_key;
   unsigned refused_qps = 0;  // that are asked for next
+  std::atomic<bool> unplugged = false;
   std::map<std::uint32_t, ModelQp*> qps, busy;  // those with sends, and some that had
   std::map<std::uint32_t, Mr*> keys;
 };
@@ -755,6 +756,15 @@ MODEL void model_refuse_qps(int link, int end, unsigned times) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->refused_qps = times;
 }
+MODEL void model_unplug(int link, int end, bool out) {
+  start();
+  nics[static_cast<std::size_t>(end * kRails + link)]->unplugged = out;
+}
+MODEL void model_raise_fatal(int link, int end) {
+  std::lock_guard guard(lock);
+  for (const auto& [context, ignored] : async_ends)
+    if (nic_of(context) == nics[static_cast<std::size_t>(end * kRails + link)].get()) raise(context, IBV_EVENT_DEVICE_FATAL, nullptr);
+}
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);
   wires[link].no_route = true;
@@ -822,8 +832,10 @@ MODEL void model_unlock() { lock.unlock(); }
 MODEL ibv_device** ibv_get_device_list(int* count) {
   start();
   auto** list = static_cast<ibv_device**>(calloc(std::size(nics) + 1, sizeof(ibv_device*)));
-  for (std::size_t i = 0; i < std::size(nics); ++i) list[i] = &nics[i]->device;
-  if (count) *count = std::size(nics);
+  int n = 0;
+  for (const auto& nic : nics)
+    if (!nic->unplugged) list[n++] = &nic->device;
+  if (count) *count = n;
   return list;
 }
 MODEL void ibv_free_device_list(ibv_device** list) { free(list); }

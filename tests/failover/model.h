@@ -65,6 +65,10 @@ unsigned model_break_paths(int link, int end, unsigned receives);
 void model_take_route(int link);
 /// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
 void model_refuse_qps(int link, int end, unsigned times);
+/// An end (a: 0, b: 1) has no such device, or has it again; what was opened before goes on.
+void model_unplug(int link, int end, bool out);
+/// Of that end's device, in each context that is open and has asynchronous events.
+void model_raise_fatal(int link, int end);
 /// How often the last packet of a WRITE to this address was executed, on any link.
 unsigned model_writes_at(const void* address);
 void model_forget_writes();
