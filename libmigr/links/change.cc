@@ -352,7 +352,7 @@ Channel* channel_to(const QpLink& l, Side side) {
   const Link& link = *l.legs[side].link;
   if (link.down() || !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || (is_elsewhere(l, side) && !receives_are_clean(*l.q, side))) return nullptr;
   Channel* const channel = find_channel(l.instance, link);
-  return channel && channel->up() && !channel->ended ? channel : nullptr;
+  return channel && channel->up() && !channel->ended && !channel->parting ? channel : nullptr;
 }
 
 /// Where there is no other link its path may have failed because the other end has left it, and cannot say so over the link that it

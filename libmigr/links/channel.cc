@@ -85,7 +85,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   std::memcpy(&head, bytes, sizeof head);
   const std::uint32_t body = length - static_cast<std::uint32_t>(sizeof head);
   if (head.version != kMessageVersion) return false;
-  if (c.ended && head.type != kByeMessage) return true;  // said by what has been forgotten since, and would be taken for what is made anew
+  if ((c.ended || c.parting) && head.type != kByeMessage) return true;  // said by what has been forgotten since, and would be taken for what is made anew
   bytes += sizeof head;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {
     ++c.keys_got;

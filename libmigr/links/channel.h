@@ -158,6 +158,7 @@ struct Channel {
 
   std::uint64_t needed_ns = 0;  ///< it stood, or something wanted it, then
   std::uint64_t bye_ns = 0;   ///< BYE was sent, or answered
+  bool parting = false;       ///< the peer has said BYE, and what was backed up between the two is forgotten: nothing else is heard any more
   bool ended = false;         ///< and that is all that comes: it is destroyed when it has arrived
 
   bool up() const { return connected && heard && acknowledged; }
@@ -187,6 +188,8 @@ void send_answer(Channel& channel, const AnswerRecord& record);
 void send_spare(Channel& channel, const SpareRecord& record);
 void send_take(Channel& channel, const TakeRecord& record);
 void send_want(Channel& channel, const WantRecord& record);
+/// To those whose vQPs are forgotten here, once the directory does not name these any more.
+void answer_byes();
 /// Without a fault.
 void end_channel(Channel& channel);
 /// Completions of all channels of a link. Broken ones are given to channel_broke().

@@ -34,10 +34,21 @@ bool settled(const std::vector<QpLink*>& all) {
 
 std::string name(const QpLink& l) { return "vQPN " + std::to_string(l.name.vqpn); }
 
-/// What no waiting changes.
+/// It is being changed, and the other end cannot say a word: no channel is made before a migration.
+bool cut_off(const QpLink& l) {
+  constexpr std::uint64_t kSoonNs = 1'000'000'000;
+  if (l.stage != Stage::kChanging || now_ns() - l.noticed_ns < kSoonNs) return false;
+  for (Side side = kHome; side < l.sides(); ++side)
+    if (standing(l, side)) return false;
+  return true;
+}
+
+/// What waiting does not change.
 std::string obstacle() {
-  for (const QpLink* l : state()->qps)
+  for (const QpLink* l : state()->qps) {
+    if (cut_off(*l)) return name(*l) + " is changing its link, and no channel to the other end stands: try again later";
     if (l->on != kHome && l->stage == Stage::kBroken) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
+  }
   return "";
 }
 
@@ -50,13 +61,21 @@ std::string what_is_missing() {
   return "a partner has not answered on a backup link, or migrd not on the links' socket";
 }
 
-/// @return every process at the other end of a channel has nothing more to say to us
+/// From BYE on a path that fails leads to no change: the other end may have forgotten its backup, and its answer is still to come.
+void guard_those_with(const Peer& peer) {
+  for (QpLink* l : state()->qps)
+    if (l->instance == peer && !guarded(*l->q)) guard(*l);
+}
+
+/// All is settled. @return every process at the other end of a channel has nothing more to say to us
 bool said_bye() {
   bool all = true;
   for (Channel* c : state()->channels) {
     if (!c->up() || c->ended) continue;
     all = false;
-    if (now_ns() - c->bye_ns > kByeAgainNs && c->has_room()) send_bye(*c, {.answer = 0});
+    if (now_ns() - c->bye_ns < kByeAgainNs || !c->has_room()) continue;
+    guard_those_with(c->peer);
+    send_bye(*c, {.answer = 0});
   }
   return all;
 }
@@ -128,8 +147,9 @@ bool leave_links(Directory& directory) {
   // Before BYE: the partners make their ends anew, and are not to find what is being given back.
   if (!withdrawn.empty()) directory.withdraw(withdrawn);
   std::unique_lock guard(registry().lock);
-  if (s.parking != Parking::kWanted || !said_bye()) return true;
-  if (!settled(s.qps) || registry().ending) return true;  // the latter: a QP may be on what is to be given back
+  answer_byes();  // of partners that are migrated, too
+  if (s.parking != Parking::kWanted || !settled(s.qps) || !said_bye()) return true;
+  if (registry().ending) return true;  // a QP may be on what is to be given back
   give_back();
   directory.hang_up();
   // The other thread may be waiting for what was just closed.
@@ -157,17 +177,56 @@ std::string set_aside(QpShadow& q) {
   return "";
 }
 
+namespace {
+
+/// All that came over them was said of what is forgotten.
+void part(const Peer& peer, const Channel& heard_over) {
+  for (Channel* c : std::vector(state()->channels)) {
+    if (c->peer != peer) continue;
+    if (c->up() || c == &heard_over) c->parting = true;
+    else end_channel(*c);
+  }
+}
+
+/// The other end has forgotten its backups, and this one cannot: it is not settled any more. So it goes on over new channels.
+void part_unsettled(Channel& from, const std::vector<QpLink*>& ours) {
+  from.ended = true;
+  from.bye_ns = now_ns();
+  for (QpLink* l : ours) {
+    std::lock_guard guard(l->lock);
+    if (l->stage == Stage::kChanging && l->leg().link == from.link) l->wanted = true;  // what was told over it was not heard
+  }
+  kick(state()->round_fd);
+}
+
+}  // namespace
+
+void answer_byes() {
+  // Who says BYE will look for us again. It must not find what was just given back.
+  if (!state()->to_withdraw.empty()) return;
+  for (Channel* c : state()->channels) {
+    if (!c->parting || c->ended) continue;
+    c->ended = true;
+    send_bye(*c, {.answer = 1});
+  }
+}
+
 void got_bye(Channel& from, const ByeRecord& record) {
   std::vector<QpLink*> ours;
   for (QpLink* l : state()->qps)
     if (l->instance == from.peer) ours.push_back(l);
-  if (!settled(ours)) return;  // it is said again
+  if (!settled(ours)) {
+    if (record.answer) part_unsettled(from, ours);
+    return;  // else it is said again
+  }
   for (QpLink* l : ours) forget(*l);
-  // Who says BYE will look for us again. It must not find what was just given back.
-  if (!state()->to_withdraw.empty()) return;
-  from.ended = true;
-  from.bye_ns = now_ns();
-  if (!record.answer) send_bye(from, {.answer = 1});
+  if (record.answer) {
+    from.ended = true;
+    from.bye_ns = now_ns();
+  } else {
+    part(from.peer, from);
+    answer_byes();
+  }
   kick(state()->round_fd);
 }
 

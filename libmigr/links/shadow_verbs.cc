@@ -656,7 +656,7 @@ const char* why_nowhere(const QpLink& l) {
   if (!receives_are_clean(*l.q, side)) return "waits for receives that are left on its other link";
   const Channel* const channel = find_channel(l.instance, link);
   if (!channel || !channel->up()) return "waits for a channel";
-  return channel->ended ? "waits for the end of a migration" : "waits for an answer over its channel";
+  return channel->ended || channel->parting ? "waits for the end of a migration" : "waits for an answer over its channel";
 }
 
 migr_links_vqp_state state_of(const QpLink& l, Side next) {
@@ -839,6 +839,7 @@ class Round {
       std::lock_guard guard(registry().lock);
       auto& left = state()->to_withdraw;
       left.erase(left.begin(), left.begin() + static_cast<std::ptrdiff_t>(withdrawn.size()));
+      answer_byes();
     }
     if (!ended.empty()) directory_.switched(ended);
     while (publish_some()) {}

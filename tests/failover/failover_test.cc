@@ -1324,6 +1324,65 @@ TEST(Later, ADeviceGoesAndTheOtherEndHearsOfIt) {
   EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[0]->state().why) == "the other end cannot go to its other link"; })) << pairs.xs[0]->state().why;
 }
 
+/// Sends WRITEs of no bytes, each of which completes.
+struct Writing {
+  explicit Writing(const Speaker& by) : from(by) {}
+  bool post() {
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    ++posted;
+    return !ibv_post_send(from.qp, &wr, &bad);
+  }
+  /// @return all have
+  bool completed() {
+    for (ibv_wc wc; ibv_poll_cq(from.cq, 1, &wc) == 1; ++done) EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << "at " << done;
+    return done == posted;
+  }
+  const Speaker& from;
+  unsigned posted = 0, done = 0;
+};
+
+/// A process leaves its links. Its partner has forgotten its backup, and cannot say so nor make another one, as it waits for the directory, when the
+/// default link fails, or all do.
+class Parting : public testing::TestWithParam<bool> {};
+
+TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
+  const bool all = GetParam();
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000);
+  ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  Writing one(x), other(y);
+  const Library without('a', "off", "cached", 0, 3000);
+  const Speaker unknown(without), asks(b);
+  unknown.connect(asks), asks.connect(unknown);
+  store_hold_lookups(true);
+  ASSERT_TRUE(wait_for([] { return store_lookup_waits(); }));
+  const unsigned before = model_qps();
+  auto parked = std::async(std::launch::async, [&] {
+    char why[200];
+    return process.park(why, sizeof why), std::string(why);
+  });
+  ASSERT_TRUE(wait_for([&] { return model_qps() < before; })) << "the partner has not heard BYE";
+  for (const int link : {0, 1})
+    if (link == 0 || all) model_cut_now(link);
+  EXPECT_TRUE(one.post() && other.post());
+  for (const auto until = Clock::now() + std::chrono::milliseconds(300); Clock::now() < until;) one.completed(), other.completed();
+  store_hold_lookups(false);
+  EXPECT_EQ(parked.get(), "") << "guarded it is moved";
+  process.let_go();
+  if (all) model_mend(1);
+  EXPECT_TRUE(wait_for([&] { return one.completed() && other.completed(); })) << one.done << " and " << other.done << "; " << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; }));
+}
+
+INSTANTIATE_TEST_SUITE_P(, Parting, testing::Bool(), [](const auto& info) { return info.param ? "all_links" : "default_link"; });
+
 /// More than a packet to migrd has room for.
 TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <chrono>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -27,6 +28,8 @@ std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
 std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
 migr_links_switch totals;
+bool lookups_held = false, lookup_waits = false;
+std::condition_variable let_look_up;
 struct Thread {
   std::atomic<unsigned long> passes = 0;
   std::atomic<bool> sleeps = true;
@@ -45,6 +48,10 @@ STORE void store_process(StoreProcess process) {
   std::lock_guard guard(lock);
   processes.push_back(process);
 }
+STORE std::size_t store_processes() {
+  std::lock_guard guard(lock);
+  return processes.size();
+}
 STORE StoreProcess store_process_of(std::size_t from_last) {
   std::lock_guard guard(lock);
   return processes.at(processes.size() - 1 - from_last);
@@ -57,8 +64,20 @@ STORE void store_withdraw(const migr_links_name* all, std::size_t n) {
   std::lock_guard guard(lock);
   for (std::size_t i = 0; i < n; ++i) vqps.erase(name(all[i])), states.erase(name(all[i]));
 }
-STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
+STORE void store_hold_lookups(bool hold) {
   std::lock_guard guard(lock);
+  lookups_held = hold;
+  let_look_up.notify_all();
+}
+STORE bool store_lookup_waits() {
+  std::lock_guard guard(lock);
+  return lookup_waits;
+}
+STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
+  std::unique_lock guard(lock);
+  lookup_waits = lookups_held;
+  let_look_up.wait(guard, [] { return !lookups_held; });
+  lookup_waits = false;
   const auto found = vqps.find(name(*of));
   *out = {};
   out->vqp.name = *of;

@@ -14,9 +14,13 @@ struct StoreProcess {
   void (*let_go)();
 };
 void store_process(StoreProcess process);
+std::size_t store_processes();
 StoreProcess store_process_of(std::size_t from_last);
 void store_publish(const std::uint8_t* instance, const migr_links_vqp* all, std::size_t n);
 void store_withdraw(const migr_links_name* all, std::size_t n);
+/// Who looks something up waits, as for a host that does not answer.
+void store_hold_lookups(bool hold);
+bool store_lookup_waits();
 void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_end_channel(const std::uint8_t* instance, const migr_links_channel* own);
