@@ -249,13 +249,23 @@ void fail_over(QpLink& l, migr_links_cause cause) {
 
 /* ---- without a failure -------------------------------------------------------------- */
 
-void tell_drain(QpLink& l, bool drained, bool again = false) {
+std::uint32_t drain_flags(const QpLink& l) { return (l.casting_off ? kCastOff : 0u) | (l.off_ns ? kOff : 0u); }
+
+Channel* drains_over(const QpLink& l) {
   Side side = kHome;
+  return side_of(l, l.drain_epoch & kLinkMask, side) ? standing(l, l.casting_off ? l.on : side) : nullptr;
+}
+
+void tell_drain(QpLink& l, bool drained, bool again = false) {
   l.told_ns = now_ns();
-  if (!side_of(l, l.drain_epoch & kLinkMask, side)) return;
-  Channel* const c = standing(l, l.casting_off ? l.on : side);
+  Channel* const c = drains_over(l);
   if (c && (!again || c->has_room()))
-    send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .flags = l.casting_off ? kCastOff : 0u});
+    send_drain(*c, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = l.drain_epoch, .drained = drained, .flags = drain_flags(l)});
+}
+
+/// All drains up to `epoch` are.
+void tell_off(const QpLink& l, Channel& to, std::uint32_t epoch, bool cast_off) {
+  send_drain(to, {.to = l.peer, .from = l.name, .left = l.epoch, .epoch = epoch, .drained = false, .flags = cast_off ? kOff | kCastOff : kOff});
 }
 
 void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch, bool cast_off = false) {
@@ -267,6 +277,7 @@ void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch, bool ca
   l.led = false;
   l.drain_epoch = epoch;
   l.drained_here = l.drained_there = false;
+  l.off_ns = 0;
   l.deadline_ns = now_ns() + kDrainLimitNs;
   tell_drain(l, false);
 }
@@ -277,6 +288,7 @@ void end_drain(QpLink& l, Stage then) {
   std::vector<migr_resume_stat> ignored;
   std::string why;
   if (std::exchange(l.casting_off, false) && then == Stage::kReady) then = Stage::kMaking;
+  l.off_ns = 0;
   set_stage(l, then);
   l.stay_until_ns = now_ns() + std::min(kStayNs, kFirstStayNs << std::min(l.drains_ended++, 4u));
   kick(state()->round_fd);
@@ -308,6 +320,22 @@ void cast_off_if_parking(QpLink& l) {
   if (!l.told && has_to_cast_off(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_drain(l, kHome), true);
 }
 
+/// Both ends have nothing in flight, and say so.
+void leave_drained(QpLink& l) { l.casting_off ? cast_off(l) : begin(l, l.cause, l.drain_epoch); }
+
+/// The other end may hold this one for drained already, and cut: then nothing may be in flight here.
+void drain_ran_out(QpLink& l) {
+  if (!l.drained_here) {
+    if (Channel* const c = drains_over(l)) tell_off(l, *c, l.drain_epoch, l.casting_off);
+    return end_drain(l, Stage::kReady);
+  }
+  // It has not answered. If it was drained, and did not take that back, it has cut.
+  if (l.off_ns) return l.drained_there ? leave_drained(l) : end_drain(l, Stage::kReady);
+  l.off_ns = now_ns();
+  l.deadline_ns = l.off_ns + kDrainLimitNs;
+  tell_drain(l, true);
+}
+
 void look_at_drain(QpLink& l) {
   if (!l.drained_here) {
     unsigned in_flight = 0;
@@ -315,9 +343,9 @@ void look_at_drain(QpLink& l) {
     l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight && (!l.casting_off || l.relay.asked.empty());
     if (l.drained_here) tell_drain(l, true);
   }
-  if (l.drained_here && l.drained_there) return l.casting_off ? cast_off(l) : begin(l, l.cause, l.drain_epoch);
+  if (l.drained_here && l.drained_there && !l.off_ns) return leave_drained(l);
   const std::uint64_t now = now_ns();
-  if (now > l.deadline_ns) return end_drain(l, Stage::kReady);
+  if (now > l.deadline_ns) return drain_ran_out(l);
   if (now - l.told_ns > kTellAgainNs) tell_drain(l, l.drained_here, true);  // the other end may not have been ready for it
 }
 
@@ -875,14 +903,32 @@ void got_state(Channel& from, const StateRecord& record) {
   go_on(*l);
 }
 
+namespace {
+
+/// The other end stays, or will when it hears that this one does. One that has cut says STATE instead.
+void got_off(QpLink& l, Channel& from, const DrainRecord& record) {
+  const bool cast_off = record.flags & kCastOff;
+  if (cast_off && l.q->adrift) return;  // this end has gone
+  const bool in_another = l.stage == Stage::kDraining && (record.epoch < l.drain_epoch || l.casting_off != cast_off);
+  if (!in_another) {
+    l.drain_epoch = std::max(l.drain_epoch, record.epoch);
+    if (l.stage == Stage::kDraining) end_drain(l, Stage::kReady);
+  }
+  if (record.drained) tell_off(l, from, in_another ? record.epoch : l.drain_epoch, cast_off);
+}
+
+}  // namespace
+
 void got_drain(Channel& from, const DrainRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (!l || record.left != l->epoch || record.epoch <= l->epoch) return;
   const bool cast_off = record.flags & kCastOff;
+  if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
   if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
   if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
+    if (record.epoch <= l->drain_epoch) return tell_off(*l, from, l->drain_epoch, cast_off);  // it is off, and what was said in it does not count
     begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch, cast_off);
     l->led = side != kHome;
     if (side != wanted_side(*l)) l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
@@ -891,6 +937,8 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (record.epoch > l->drain_epoch) {
     l->drain_epoch = record.epoch;
     l->drained_here = l->drained_there = false;  // it is told again, of this one
+    l->off_ns = 0;
+    l->deadline_ns = now_ns() + kDrainLimitNs;
   }
   if (record.drained) l->drained_there = true;
 }

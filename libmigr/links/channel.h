@@ -73,6 +73,7 @@ struct WantRecord {
 
 enum DrainFlags : std::uint32_t {
   kCastOff = 1u << 0,  ///< before a migration, to a link that does not work: without a path until then. Said over the one that is left
+  kOff = 1u << 1,      ///< this drain is off, and all up to it. With `drained` it is not yet: the sender has said so before, and keeps its posts until it is answered
 };
 
 /// The sender keeps what is posted, to change its path without a failure.

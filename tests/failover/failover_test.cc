@@ -1383,6 +1383,80 @@ TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
 
 INSTANTIATE_TEST_SUITE_P(, Parting, testing::Bool(), [](const auto& info) { return info.param ? "all_links" : "default_link"; });
 
+/// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
+/// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
+TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  constexpr unsigned kReturnMs = 2500;
+  const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  std::uint64_t sum = 0, found[kDepth]{};
+  std::vector<std::uint8_t> late_memory(4096);
+  const auto reg = [](const Speaker& of, void* at, std::size_t n) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, at, n, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+  };
+  const ibv_mr *const there = reg(y, &sum, sizeof sum), *const here = reg(x, found, sizeof found);
+  ASSERT_TRUE(there && here);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  model_cut_now(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; }));
+  ibv_send_wr send{}, *bad;
+  send.opcode = IBV_WR_SEND;
+  send.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);  // finds no receive
+  model_mend(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  migr_links_switch totals;
+  store_totals(&totals);  // the one before
+  model_hold_registrations(1, true);
+  auto held = std::async(std::launch::async, [&] { return reg(y, late_memory.data(), late_memory.size()) != nullptr; });  // with the library's lock
+  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+
+  unsigned posted = 0, done = 0;
+  auto progress = Clock::now();
+  const auto go_on = [&] {
+    for (; posted - done < kDepth; ++posted) {
+      ibv_sge sge{reinterpret_cast<std::uint64_t>(&found[posted % kDepth]), sizeof sum, here->lkey};
+      ibv_send_wr wr{};
+      wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.sg_list = &sge;
+      wr.num_sge = 1;
+      wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
+      EXPECT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+    }
+    for (ibv_wc wc; ibv_poll_cq(x.cq, 1, &wc) == 1;) {
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << "at " << done << ": " << x.state().why;
+      if (wc.opcode & IBV_WC_RECV) continue;
+      EXPECT_EQ(found[done % kDepth], done);
+      progress = Clock::now();
+      ++done;
+    }
+    return testing::Test::HasFailure();
+  };
+  const auto stands_still = [&](unsigned ms) { return Clock::now() - progress > std::chrono::milliseconds(ms); };
+  // 50 ms between when the first end goes on and when the other one, which begins to drain now, says so again; before that it has to be drained.
+  EXPECT_TRUE(wait_for([&] { return go_on() || stands_still(1550); })) << "it does not go back";
+  model_hold_registrations(1, false);
+  EXPECT_TRUE(held.get());
+  const unsigned before = done;
+  EXPECT_TRUE(wait_for([&] { return go_on() || done != before; })) << "the drain has no end";
+  ibv_recv_wr receive{}, *bad_receive;
+  ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);  // now it is drained
+  bool received = false;
+  const auto back = [&] {
+    for (ibv_wc wc; ibv_poll_cq(y.cq, 1, &wc) == 1;) received = received || wc.status == IBV_WC_SUCCESS;
+    return received && x.ready_on(0) && y.ready_on(0);
+  };
+  EXPECT_TRUE(wait_for([&] { return go_on() || back(); })) << "the next one has no end: " << x.state().why;
+  store_totals(&totals);
+  EXPECT_EQ(totals.replayed + totals.executed + totals.lost + totals.broken, 0u) << "cut with " << totals.replayed + totals.executed + totals.lost << " in flight";
+}
+
 /// More than a packet to migrd has room for.
 TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
   for (const int link : {0, 1, 2}) model_mend(link);

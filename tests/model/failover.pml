@@ -72,6 +72,8 @@ HIDDEN byte mutant;
 #define M_DRAIN_KEEPS_RECV	22	/* receives are kept while a path is drained */
 #define M_DRAIN_FIRST		23	/* of two drains to different links each end stays with its own (3 links) */
 #define M_PATH_ASKED_ONCE	24	/* a number that was asked for on a channel that broke counts as made */
+#define M_DRAIN_OUT_ALONE	25	/* an end that has said DRAINED goes on without a word of the other one */
+#define M_DRAIN_REJOINED	26	/* a drain that has ended here is begun again by what was said in it */
 #define IS(m)			(mutant == (m))
 
 /* What has to be possible: with one of these a run that ends so counts as the violation that has to be found. */
@@ -95,7 +97,7 @@ HIDDEN byte mutant;
 #define COUNT(e)	((e) / NL)
 #define KEY(e)		(IS(M_EPOCH_WITHOUT_LINK) -> COUNT(e) : (e))
 
-mtype = { STATE, PATH, GONE, DRAIN, DRAINED };
+mtype = { STATE, PATH, GONE, DRAIN, DRAINED, OFF };
 
 #define RUN		0	/* posts go to the path */
 #define DRAINING	1	/* sends are kept; the path still works off what it has */
@@ -131,6 +133,8 @@ typedef End {
 	byte target;		/* epoch that a drain leads to */
 	byte wanted, wanted_from;	/* such a one that the other asks for, and the epoch to be left */
 	bit said, heard;	/* DRAINED */
+	byte over;		/* drains up to this one, of the present epoch, are off */
+	bit off;		/* DRAINED is taken back, and what the other end says of it is missing */
 	bit late_done;
 	byte parked;		/* path that the late thread is going to post to */
 	byte trapped;		/* WRs flushed late, not seen yet */
@@ -143,6 +147,7 @@ byte failures;			/* so often a link still dies */
 byte repairs;			/* so often a dead link comes back */
 byte suspects;			/* so often an end takes a link for down that is not, or is told to */
 byte backs;			/* so often an end begins to go back, or to another link */
+byte outs;			/* so often a drain takes too long */
 /*                               kind   epoch path  xpath xmask received */
 chan ch[NL * 2] = [DEPTH] of { mtype, byte, byte, byte, byte, byte };
 #define TO(l, i)	ch[(l) * 2 + (i)]
@@ -228,7 +233,7 @@ inline cut_off(i) {
 	fi;
 	c_ = 0; m = 0;
 	end[i].got = 0; end[i].gpath = 0; end[i].gmask = 0; end[i].gcount = 0;
-	end[i].target = 0; end[i].said = 0; end[i].heard = 0
+	end[i].target = 0; end[i].said = 0; end[i].heard = 0; end[i].over = 0; end[i].off = 0
 }
 
 /* What the other end has executed of what is not known yet. */
@@ -465,7 +470,7 @@ inline settle(i) {
 		fi;
 		if
 		:: end[i].wanted && (end[i].wanted_from == end[i].epoch || IS(M_DRAIN_FROM_ANY)) &&
-		   KEY(end[i].wanted) > KEY(end[i].epoch) ->
+		   KEY(end[i].wanted) > KEY(end[i].epoch) && end[i].wanted > end[i].over ->
 			end[i].phase = DRAINING; end[i].target = end[i].wanted
 		:: else
 		fi;
@@ -518,6 +523,44 @@ inline receive_state(i, l) {
 	fi
 }
 
+/* A drain ends without a change. */
+inline stay(i) {
+	end[i].phase = RUN;
+	end[i].over = (end[i].target > end[i].over -> end[i].target : end[i].over);
+	end[i].target = 0; end[i].said = 0; end[i].heard = 0; end[i].off = 0;
+	path[end[i].path].q[i] = path[end[i].path].q[i] | TO_POST(i)
+}
+
+/* The other end stays, or will when it has heard that this one does. One that has cut says STATE instead. */
+inline receive_off(i, l) {
+	if
+	:: rc_ == end[i].epoch && end[i].phase == DRAINING && e_ < end[i].target ->
+		if
+		:: xm_ -> say(l, i, OFF, e_, NONE, NONE, 0, end[i].epoch)
+		:: else
+		fi
+	:: rc_ == end[i].epoch && !(end[i].phase == DRAINING && e_ < end[i].target) ->
+		end[i].over = (e_ > end[i].over -> e_ : end[i].over);
+		if
+		:: end[i].phase == DRAINING -> stay(i)
+		:: else
+		fi;
+		if
+		:: end[i].wanted && end[i].wanted <= e_ -> end[i].wanted = 0; end[i].wanted_from = 0
+		:: else
+		fi;
+		if
+		:: xm_ -> say(l, i, OFF, end[i].over, NONE, NONE, 0, end[i].epoch)
+		:: else
+		fi
+	:: else ->
+		if
+		:: end[i].wanted && end[i].wanted <= e_ && end[i].wanted_from == rc_ -> end[i].wanted = 0; end[i].wanted_from = 0
+		:: else
+		fi
+	fi
+}
+
 inline receive(i, l) {
 	TO(l, i)?kind_(e_, p_, xp_, xm_, rc_);
 	if
@@ -526,11 +569,12 @@ inline receive(i, l) {
 	:: kind_ == GONE -> printf("%c: gets GONE, on link %d\n", NAME(i), l)
 	:: kind_ == DRAIN -> printf("%c: gets DRAIN from epoch %d to %d, on link %d\n", NAME(i), rc_, e_, l)
 	:: kind_ == DRAINED -> printf("%c: gets DRAINED from epoch %d to %d, on link %d\n", NAME(i), rc_, e_, l)
+	:: kind_ == OFF -> printf("%c: gets OFF from epoch %d to %d, waits %d, on link %d\n", NAME(i), rc_, e_, xm_, l)
 	fi;
 	if
 	:: end[i].phase == DEAD ->
 		if
-		:: kind_ == STATE || kind_ == PATH || kind_ == DRAIN || IS(M_ECHO) -> say_gone(l, i)
+		:: kind_ == STATE || kind_ == PATH || kind_ == DRAIN || kind_ == OFF || IS(M_ECHO) -> say_gone(l, i)
 		:: else
 		fi
 	:: else ->
@@ -544,12 +588,15 @@ inline receive(i, l) {
 		:: kind_ == DRAIN ->
 			if
 			:: KEY(e_) <= KEY(end[i].epoch)
-			:: KEY(e_) > KEY(end[i].epoch) && end[i].phase == RUN && (rc_ == end[i].epoch || IS(M_DRAIN_FROM_ANY)) ->
+			:: KEY(e_) > KEY(end[i].epoch) && end[i].phase == RUN && rc_ == end[i].epoch && e_ <= end[i].over && !IS(M_DRAIN_REJOINED) ->
+				say(l, i, OFF, end[i].over, NONE, NONE, 0, end[i].epoch)
+			:: KEY(e_) > KEY(end[i].epoch) && end[i].phase == RUN && (rc_ == end[i].epoch || IS(M_DRAIN_FROM_ANY)) &&
+			   (rc_ != end[i].epoch || e_ > end[i].over || IS(M_DRAIN_REJOINED)) ->
 				end[i].phase = DRAINING; end[i].target = e_
 			:: KEY(e_) > KEY(end[i].epoch) && end[i].phase == DRAINING ->
 				if
 				:: rc_ == end[i].epoch && e_ > end[i].target && !IS(M_DRAIN_FIRST) ->
-					end[i].target = e_; end[i].said = 0; end[i].heard = 0
+					end[i].target = e_; end[i].said = 0; end[i].heard = 0; end[i].off = 0
 				:: else
 				fi
 			:: else -> end[i].wanted = e_; end[i].wanted_from = rc_
@@ -559,6 +606,7 @@ inline receive(i, l) {
 			:: end[i].phase == DRAINING && end[i].target == e_ && rc_ == end[i].epoch -> end[i].heard = 1
 			:: else
 			fi
+		:: kind_ == OFF -> receive_off(i, l)
 		fi
 	fi;
 	e_ = 0; p_ = 0; xp_ = 0; xm_ = 0; rc_ = 0; kind_ = 0
@@ -586,9 +634,7 @@ inline broken(i, l) {
 	:: (end[i].phase == CUT || end[i].phase == TOLD) && LINK(end[i].epoch) == l -> change(i)
 	:: end[i].phase == DRAINING && LINK(end[i].target) == l ->
 		printf("%c: the drain is off\n", NAME(i));	/* the path is as good as before */
-		end[i].phase = RUN;
-		end[i].target = 0; end[i].said = 0; end[i].heard = 0;
-		path[end[i].path].q[i] = path[end[i].path].q[i] | TO_POST(i)
+		stay(i)
 	:: (end[i].phase == RUN || end[i].phase == DRAINING) && LINK(end[i].epoch) == l ->
 		if
 		:: USABLE(i) -> change(i)
@@ -691,7 +737,7 @@ inline reopen(l) {
 inline back(i, l) {
 	backs--;
 	end[i].phase = DRAINING;
-	end[i].target = (COUNT(end[i].epoch) + 1) * NL + (l);
+	end[i].target = (COUNT((end[i].over > end[i].epoch -> end[i].over : end[i].epoch)) + 1) * NL + (l);
 	printf("%c: goes back, to epoch %d\n", NAME(i), end[i].target);
 	say(l, i, DRAIN, end[i].target, NONE, NONE, 0, end[i].epoch)
 }
@@ -701,7 +747,7 @@ inline drained(i) {
 	end[i].said = 1;
 	say(LINK(end[i].target), i, DRAINED, end[i].target, NONE, NONE, 0, end[i].epoch)
 }
-#define BOTH_DRAINED(i)	(end[i].phase == DRAINING && end[i].said && (end[i].heard || IS(M_DRAIN_ALONE)))
+#define BOTH_DRAINED(i)	(end[i].phase == DRAINING && end[i].said && !end[i].off && (end[i].heard || IS(M_DRAIN_ALONE)))
 inline go_back(i) {
 	printf("%c: both are drained\n", NAME(i));
 	e_ = end[i].target;
@@ -709,6 +755,20 @@ inline go_back(i) {
 	end[i].epoch = e_;
 	end[i].phase = CUT;
 	e_ = 0
+}
+
+/* It takes too long. The other end may hold this one for drained already, and cut. */
+#define RUNS_OUT(i)	(outs && end[i].phase == DRAINING && !end[i].off)
+inline run_out(i) {
+	outs--;
+	printf("%c: the drain to epoch %d takes too long\n", NAME(i), end[i].target);
+	k_ = end[i].said && !IS(M_DRAIN_OUT_ALONE);
+	say(LINK(end[i].target), i, OFF, end[i].target, NONE, NONE, k_, end[i].epoch);
+	if
+	:: k_ -> end[i].off = 1
+	:: else -> stay(i)
+	fi;
+	k_ = 0
 }
 
 /* When nothing can happen any more. */
@@ -751,6 +811,7 @@ inline possible() {
 	:: d_step { end[i].phase == TOLD && end[i].got -> settle(i) } \
 	:: d_step { DRAINED_NOW(i) -> drained(i) } \
 	:: d_step { BOTH_DRAINED(i) -> go_back(i) } \
+	:: d_step { RUNS_OUT(i) -> run_out(i) } \
 	:: d_step { EXECUTES(i, end[OTHER(i)].path) -> c_ = end[OTHER(i)].path; execute(i) } \
 	:: d_step { end[i].path != end[OTHER(i)].path && EXECUTES(i, end[i].path) -> c_ = end[i].path; execute(i) }
 
@@ -810,6 +871,7 @@ init {
 			now.repairs = conf("REPAIRS", 1);
 			now.suspects = conf("SUSPECTS", 0);
 			now.backs = conf("BACKS", 0);
+			now.outs = conf("OUTS", 0);
 		};
 		quiet = failures == 0 && suspects == 0;
 		once = (quiet || IS(M_RESEND_AS_EXACT) -> 3 : exact);
