@@ -293,11 +293,10 @@ struct Run {
 class Suspects {
  public:
   /// @param pagemap  /proc/PID/pagemap
-  /// @param among    by address; null: all
-  static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>* among) {
+  /// @param among    by address
+  static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>& among) {
     Suspects s;
-    if (among) s.next_ = among->data(), s.end_ = s.next_ + among->size();
-    s.all_ = !among;
+    s.next_ = among.data(), s.end_ = s.next_ + among.size();
     const Fd fd(::open(pagemap.c_str(), O_RDONLY | O_CLOEXEC));
     if (fd.n < 0) return sys_error("opening " + pagemap);
     std::vector<std::uint64_t> marks(kAtOnce);
@@ -324,7 +323,7 @@ class Suspects {
     const char* const before = mark & kThere ? page_before(layers, vaddr, at) : nullptr;
     if (!before) return append(unknown, {vaddr, kPage});
     while (next_ != end_ && next_->start + next_->bytes <= vaddr) ++next_;
-    if (!all_ && (next_ == end_ || next_->start > vaddr)) {
+    if (next_ == end_ || next_->start > vaddr) {
       ++spared;
       return;
     }
@@ -335,7 +334,6 @@ class Suspects {
       runs.push_back({vaddr, 1, before, nullptr});
   }
 
-  bool all_ = true;
   const MemoryPart *next_ = nullptr, *end_ = nullptr;  // suspect parts that are not behind us
 };
 
@@ -387,7 +385,7 @@ void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t g
   else to.push_back(part);
 }
 
-Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>* suspect_parts,
+Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>& suspect_parts,
                               int limit_ms) {
   const std::string name = "pagemap-" + std::to_string(number) + ".img";
   auto layers = layers_of(parent, name);

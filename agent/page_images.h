@@ -49,11 +49,11 @@ struct Changed {
 /// @param pid       in our pid namespace; it may run, but no NIC may write to it
 /// @param pagemap   /proc/PID/pagemap
 /// @param parts     of its memory, by address, none twice
-/// @param suspects  the same; what lies elsewhere is as the pre-dumps have it, if they have it. Null: all may have changed
+/// @param suspects  the same; what lies elsewhere is as the pre-dumps have it, if they have it
 /// @param limit_ms  for reading it: memory may be of somebody who never answers (userfaultfd, FUSE). ETIMEDOUT
 /// @return also EIO, EINVAL as drop_unchanged(); ENOENT: the pre-dump knows no such process
 /// Threads: any; reads by processes of its own, as many as there are processors, at most 8
-Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>* suspects,
+Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, const std::string& pagemap, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>& suspects,
                               int limit_ms);
 
 }  // namespace migr

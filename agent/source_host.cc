@@ -734,14 +734,14 @@ Result<std::uint64_t> SourceRun::find_written(Process& p, const NicWrites* by_pa
   if (numbers.empty() || numbers.size() > 2) return Error{EOPNOTSUPP, "it lives in PID namespaces within each other"};
   auto memory = registered_memory(p.pid);
   if (!memory) return memory.error();
-  std::optional<std::vector<MemoryPart>> suspects;
+  const std::vector<MemoryPart> pages = pages_of(*memory);
+  std::vector<MemoryPart> suspects = pages;
   if (by_partners) {
     auto writes = notes_of(*p.session, id_);
     if (!writes) spdlog::info("{}: all of its registered memory is compared: {}", p.session->label(), writes.error().text);
     else suspects = written_to(*memory, *writes, *by_partners, [this](std::uint32_t i) { return i < info_.connected.size() ? info_.connected[i].ctx_id : 0; });
   }
-  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, "/proc/" + std::to_string(p.pid) + "/pagemap", pages_of(*memory),
-                               suspects ? &*suspects : nullptr, kCompareMs);
+  auto changed = changed_since(host_.folder(id_) + "/" + pre_copied_, numbers.back(), p.pid, "/proc/" + std::to_string(p.pid) + "/pagemap", pages, suspects, kCompareMs);
   if (!changed) return changed.error();
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   spdlog::info("{}: {} KB of its registered memory were compared; to {} KB no NIC has written", p.session->label(), changed->compared * page >> 10,

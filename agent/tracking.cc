@@ -11,7 +11,7 @@
 namespace migr {
 namespace {
 
-Status ask_track(ProcessSession& s, std::uint32_t migration, migr_track how, std::span<const migr_qp_ref> refs = {}) {
+Result<std::vector<migr_nic_write>> ask_track(ProcessSession& s, std::uint32_t migration, migr_track how, std::span<const migr_qp_ref> refs = {}) {
   return s.ask<migr_nic_write, migr_qp_ref>(MIGR_MSG_TRACK, migration, refs, kProcessMs, how);
 }
 
@@ -22,13 +22,11 @@ Status track(ProcessSession& s, std::uint32_t migration, std::span<const migr_qp
   if (!done) return done;
   done = s.wait_threads_outside(kSuspendMs);
   if (done) done = ask_track(s, migration, MIGR_TRACK_QUEUES);
-  if (!done) (void)ask_track(s, migration, MIGR_TRACK_TAKE);  // which ends it
+  if (!done) (void)notes_of(s, migration);  // which ends it
   return done;
 }
 
-Result<std::vector<migr_nic_write>> notes_of(ProcessSession& s, std::uint32_t migration) {
-  return s.ask<migr_nic_write, migr_qp_ref>(MIGR_MSG_TRACK, migration, {}, kProcessMs, MIGR_TRACK_TAKE);
-}
+Result<std::vector<migr_nic_write>> notes_of(ProcessSession& s, std::uint32_t migration) { return ask_track(s, migration, MIGR_TRACK_TAKE); }
 
 void add_writes(ProcessSession& s, std::uint32_t migration, const CountedQps& counted, Shared<wire::DrainReply>& out) {
   const auto writes = notes_of(s, migration);

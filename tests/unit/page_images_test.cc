@@ -281,7 +281,8 @@ class MemoryOfAProcess : public PageImages {
     const auto bytes = static_cast<ssize_t>(marks_.size() * sizeof marks_[0]);
     EXPECT_EQ(pwrite(fd, marks_.data(), static_cast<std::size_t>(bytes), static_cast<off_t>(base_ / kPage * sizeof marks_[0])), bytes);
     close(fd);
-    return changed_since(dir_ + "/before", 7, getpid(), pagemap, {{base_ + first * kPage, pages * kPage}}, suspects_ ? &*suspects_ : nullptr, limit_ms);
+    const std::vector<MemoryPart> parts{{base_ + first * kPage, pages * kPage}};
+    return changed_since(dir_ + "/before", 7, getpid(), pagemap, parts, suspects_.value_or(parts), limit_ms);
   }
   /// First page and pages of each part.
   std::string parts(const Changed& c) const {
@@ -384,7 +385,7 @@ TEST_F(MemoryOfAProcess, WhoeverNeverAnswersIsNotWaitedFor) {
 }
 
 TEST_F(MemoryOfAProcess, ImagesThatAreNotThereOrContradictThemselvesAreAnError) {
-  EXPECT_EQ(changed_since(dir_ + "/before", 8, getpid(), "/proc/self/pagemap", {}, nullptr, 1000).error().code, ENOENT);
+  EXPECT_EQ(changed_since(dir_ + "/before", 8, getpid(), "/proc/self/pagemap", {}, {}, 1000).error().code, ENOENT);
   image("/before", 7, 1, {{0, 100, 4}}, std::string(99, 'a'));
   auto r = changed();
   ASSERT_FALSE(r);
