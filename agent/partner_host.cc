@@ -269,12 +269,11 @@ Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
     auto spares = session.ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs,
                                                           kProcessMs + kPerQpMs * static_cast<int>(p.refs.size()));
     if (!spares) return spares.error();
-    std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> at;
-    for (std::size_t n = 0; n < p.refs.size(); n++) at[{p.refs[n].ctx_id, p.refs[n].vqpn}] = n;
+    const auto places = p.counted().places();
     std::lock_guard lock(guards_out);
     for (const auto& x : *spares) {
-      const auto ref = at.find({x.ctx_id, x.vqpn});
-      if (ref == at.end()) return Error{EPROTO, session.label() + ": a spare for a QP that was not asked for"};
+      const auto ref = places.find({x.ctx_id, x.vqpn});
+      if (ref == places.end()) return Error{EPROTO, session.label() + ": a spare for a QP that was not asked for"};
       auto* o = out.add_spares();
       o->set_index(p.index[ref->second]);
       o->set_pqpn(x.pqpn);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "replay.h"
 
-#include <algorithm>
 #include <map>
 #include <set>
 
@@ -21,9 +20,13 @@ CountedQps among(const CountedQps& counted, const Set& wanted) {
   return out;
 }
 
-bool same(const migr_qp_ref& r, std::uint32_t ctx_id, std::uint32_t vqpn) { return r.ctx_id == ctx_id && r.vqpn == vqpn; }
-
 }  // namespace
+
+std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> CountedQps::places() const {
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> out;
+  for (std::size_t i = 0; i < refs.size(); i++) out[{refs[i].ctx_id, refs[i].vqpn}] = i;
+  return out;
+}
 
 Status give_up(ProcessSession& s, std::uint32_t id, const CountedQps& counted, const std::set<std::size_t>& gone) {
   const auto refs = among(counted, gone).refs;
@@ -40,11 +43,12 @@ Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_q
   auto stats = s.ask<migr_drain_stat, migr_qp_ref>(MIGR_MSG_STATS, id, {}, kProcessMs);
   if (!stats) return done;
   std::vector<std::uint32_t> left;
+  const auto places = counted.places();
   for (const auto& stat : *stats) {
     if (!stat.sq_in_flight) continue;
-    const auto at = std::find_if(counted.refs.begin(), counted.refs.end(), [&](const auto& r) { return same(r, stat.ctx_id, stat.vqpn); });
-    if (at == counted.refs.end()) return done;
-    left.push_back(counted.index[static_cast<std::size_t>(at - counted.refs.begin())]);
+    const auto at = places.find({stat.ctx_id, stat.vqpn});
+    if (at == places.end()) return done;
+    left.push_back(counted.index[at->second]);
   }
   std::lock_guard lock(out.lock);
   for (const auto i : left) out.reply.add_left(i);

@@ -2,8 +2,10 @@
 // Wait-before-stop and what follows when its limit runs out, for one process; the same at both ends of a connection.
 #pragma once
 
+#include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "process_session.h"
@@ -15,6 +17,8 @@ namespace migr {
 struct CountedQps {
   std::vector<migr_qp_ref> refs;
   std::vector<std::uint32_t> index;  // of each ref
+  // Where one is, by context and vQPN.
+  std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> places() const;
 };
 
 /// Answers of several processes are put together in one reply.

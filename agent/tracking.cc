@@ -3,9 +3,6 @@
 
 #include <spdlog/spdlog.h>
 
-#include <map>
-#include <utility>
-
 #include "limits.h"
 
 namespace migr {
@@ -30,8 +27,7 @@ Result<std::vector<migr_nic_write>> notes_of(ProcessSession& s, std::uint32_t mi
 
 void add_writes(ProcessSession& s, std::uint32_t migration, const CountedQps& counted, Shared<wire::DrainReply>& out) {
   const auto writes = notes_of(s, migration);
-  std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint32_t> index;
-  for (std::size_t i = 0; i < counted.refs.size(); i++) index[{counted.refs[i].ctx_id, counted.refs[i].vqpn}] = counted.index[i];
+  const auto places = counted.places();
   std::lock_guard lock(out.lock);
   if (!writes) {
     spdlog::info("{}: where it has written to is not known: {}", s.label(), writes.error().text);
@@ -39,10 +35,10 @@ void add_writes(ProcessSession& s, std::uint32_t migration, const CountedQps& co
     return;
   }
   for (const migr_nic_write& w : *writes) {
-    const auto at = index.find({w.ctx_id, w.vqpn});
-    if (at == index.end()) continue;  // of no QP of this migration
+    const auto at = places.find({w.ctx_id, w.vqpn});
+    if (at == places.end()) continue;  // of no QP of this migration
     auto* one = out.reply.add_writes();
-    one->set_index(at->second);
+    one->set_index(counted.index[at->second]);
     one->set_key(w.key);
     one->set_start(w.start);
     one->set_bytes(w.bytes);

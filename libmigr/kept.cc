@@ -114,7 +114,7 @@ bool start(QpShadow& q) {
   }
   q.session_lock.lock();
   std::lock_guard guard(q.lock);
-  if (!(q.state.load(std::memory_order_relaxed) & (kKeepSends | kTrapped | kTracked))) {
+  if (!(q.state.load(std::memory_order_relaxed) & kSessionsKept)) {
     q.session_lock.unlock();
     return false;
   }

@@ -716,9 +716,8 @@ MIGR_INLINE ibv_qp_ex* lower(QpShadow& q) {
 
 MIGR_INLINE bool takes_physical(const QpShadow& q, const ibv_qp_ex* target) { return target != &q.keeper.ex; }
 
-/// No session may begin on the path. kTrapped, kTracked: each post looks into the trap first, or is noted, under the lock, so a
-/// session is kept until it completes.
-constexpr std::uint32_t kNotOnPath = kKeepSends | kKeptSession | kTrapped | kTracked;
+/// No session may begin on the path.
+constexpr std::uint32_t kNotOnPath = kKeptSession | kSessionsKept;
 
 /// Called by tail call: while it waits, no frame of the path may be on the stack.
 MIGR_COLD void wr_start_suspended(ibv_qp_ex* qp) noexcept {

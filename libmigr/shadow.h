@@ -73,6 +73,9 @@ enum QpStateBits : std::uint32_t {
   kKeptSession = 1u << 7,      ///< an ibv_wr_* session is open on the keeper. Set and cleared by its thread
 };
 
+/// A session that begins is kept until it completes. kTrapped, kTracked: each post looks into the trap first, or is noted, under the lock.
+constexpr std::uint32_t kSessionsKept = kKeepSends | kTrapped | kTracked;
+
 /// Bits of a CQ's state word. Zero: direct. Written under CqShadow::lock.
 enum CqStateBits : std::uint32_t {
   kFakeCq = 1u << 0,        ///< completions may wait in the fake CQ, or the control thread polls too: take the lock

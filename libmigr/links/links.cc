@@ -151,7 +151,7 @@ void note_backed_up() {
     bool any = false, all = true;
     for (QpShadow* q : Registry::get().qps) {
       if (q->context != t->of || (q->link && q->link->stage == Stage::kBroken)) continue;
-      const bool goes_on = q->link ? q->link->on != kHome || q->link->stage != Stage::kMaking || guarded(*q) : q->adrift || guarded(*q);
+      const bool goes_on = guarded(*q) || (q->link ? q->link->on != kHome || q->link->stage != Stage::kMaking : q->adrift);
       const bool connected = goes_on || q->link || q->app_state() == IBV_QPS_RTR || q->app_state() == IBV_QPS_RTS;
       any = any || connected;
       all = all && (goes_on || !connected);
