@@ -346,6 +346,7 @@ struct alignas(64) SrqShadow {
   bool counted_here;                     ///< its receives are not where the device would count them: see links/shared_limit.h; under events_lock and `lock`
   std::uint32_t limit;                   ///< FREEZE: what the new SRQ is to be armed with; 0: not armed
   links::SrqLink* link;                  ///< null: not kSharedSrq
+  std::unique_ptr<tracking::Notes> tracked;  ///< null: not tracked; under `lock`
   unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
 };
 
@@ -503,7 +504,7 @@ struct Registry {
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
   bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
-  bool tracking_failed = false;  ///< since the last TRACK: a QP that was tracked is gone, with what was noted
+  bool tracking_failed = false;  ///< since the last TRACK: a QP or an SRQ that was tracked is gone, with what was noted
   /// As long: what migrd has said. Nothing: of registered memory all may have been written to.
   std::optional<std::vector<migr_memory_part>> written;
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links

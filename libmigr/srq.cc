@@ -228,6 +228,7 @@ MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
     const int err = real().destroy_srq(shadow ? shadow->real : srq);
     if (err || !shadow) return err;
     std::erase(registry.srqs, shadow);
+    if (shadow->tracked) registry.tracking_failed = true;
   }
   events::forget(&shadow->app);
   wait_for_acks(registry, *shadow);

@@ -85,6 +85,14 @@ int put(SrqShadow& s, Place& p, Receive& r) {
   return err;
 }
 
+/// By the keys of its default link: only what is there moves. Caller holds s.lock.
+void note(SrqShadow& s, const Receive& r) {
+  for (ibv_sge sge : r.of_app.sges) {
+    sge.lkey = s.key_table[sge.lkey >> 8].lkey ^ (sge.lkey & 0xff);
+    tracking::note(*s.tracked, ibv_recv_wr{.wr_id = r.of_app.wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1});
+  }
+}
+
 void wait_again(SrqLink& l, Receive& r) {
   --l.at[r.side].posted;
   r.state = Receive::kWaiting;
@@ -145,6 +153,7 @@ int post(SrqShadow& s, std::uint64_t wr_id, std::span<const ibv_sge> sges) {
   r.of_app.sges.assign(sges.begin(), sges.end());
   r.order = l.posts++;
   r.state = Receive::kWaiting;
+  if (s.tracked) note(s, r);
   Place* const p = l.waiting.empty() ? next_place(l) : nullptr;
   if (const int err = p ? put(s, *p, r) : 0) {
     r.state = Receive::kFree;
@@ -164,6 +173,12 @@ int post_waiting(SrqShadow& s) {
     l.waiting.pop_front();
   }
   return 0;
+}
+
+void track(SrqShadow& s) {
+  s.tracked = std::make_unique<tracking::Notes>(tracking::Notes{.here = true, .opening = false, .parts = {}});
+  for (const Receive& r : s.link->all)
+    if (r.state != Receive::kFree) note(s, r);
 }
 
 std::size_t not_used(const SrqShadow& s) { return s.link->all.size() - s.link->free.size(); }

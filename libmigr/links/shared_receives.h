@@ -80,6 +80,8 @@ bool shares_receives(const QpShadow& q);
 int wait_for_receives(ibv_qp* qp);
 /// To one of the links. Caller holds s.lock, and no more. @return 0 or a positive errno
 int post(SrqShadow& s, std::uint64_t wr_id, std::span<const ibv_sge> sges);
+/// Notes from now on where its receives write to, and where those that were not used do. Caller holds s.lock
+void track(SrqShadow& s);
 /// How many were posted and not used. Caller holds s.lock
 std::size_t not_used(const SrqShadow& s);
 /// It was made again, on another host, and holds nothing.

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../links/shared_receives.h"
 #include "../provider/provider.h"
 #include "parts.h"
 
@@ -17,7 +18,7 @@ constexpr std::size_t kMostParts = 1u << 16;  // of all keys: the other end comp
 const char* untracked(const QpShadow& q, bool here) {
   if (!reliable(q)) return "is no reliable connection";
   // A receive that a device has taken from an SRQ for a message that comes in part is in no queue any more.
-  if (here && q.app.srq) return "has a shared receive queue";
+  if (here && q.app.srq && !links::shares_receives(q)) return "has a shared receive queue, and no policy is configured for its process";
   if (here && q.state.load(std::memory_order_relaxed) & kWindows) return "is of a process with memory windows";
   if (q.init.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && q.init.send_ops_flags & IBV_QP_EX_WITH_ATOMIC_WRITE) return "may post atomic writes";
   return "";
@@ -60,6 +61,11 @@ int note_queue(QpShadow& q, std::string& why) {
   return 0;
 }
 
+void add(const tracking::KeyedParts& from, tracking::KeyedParts& to) {
+  for (const auto& [key, parts] : from)
+    for (const auto& [start, end] : parts.all()) to[key].add(start, end - start);
+}
+
 void put(const tracking::KeyedParts& keyed, std::uint32_t ctx_id, std::uint32_t vqpn, std::vector<migr_nic_write>& out) {
   for (const auto& [key, parts] : keyed)
     for (const auto& [start, end] : parts.all()) out.push_back({.ctx_id = ctx_id, .vqpn = vqpn, .key = key, .reserved = 0, .start = start, .bytes = end - start});
@@ -80,6 +86,11 @@ int track(Qps qps, bool here, std::string& why) {
     q->tracked->here = here;
     set_bits(*q, kTracked | kOpen);
   }
+  if (here)
+    for (SrqShadow* s : Registry::get().srqs) {
+      std::lock_guard guard(s->lock);
+      if (s->link) links::track(*s);
+    }
   return 0;
 }
 
@@ -113,10 +124,12 @@ int take_notes(std::vector<migr_nic_write>& out, std::string& why) {
     if (!q->tracked) continue;
     any = true;
     whole = whole && !q->tracked->opening && !*untracked(*q, q->tracked->here);  // windows may have been made since
-    if (!q->tracked->here) put(q->tracked->parts, q->context->ctx_id(), q->vqpn(), out);
-    else
-      for (const auto& [key, parts] : q->tracked->parts)
-        for (const auto& [start, end] : parts.all()) here[q->context][key].add(start, end - start);
+    if (q->tracked->here) add(q->tracked->parts, here[q->context]);
+    else put(q->tracked->parts, q->context->ctx_id(), q->vqpn(), out);
+  }
+  for (SrqShadow* s : registry.srqs) {
+    std::lock_guard guard(s->lock);
+    if (s->tracked) add(s->tracked->parts, here[s->context]);
   }
   end_tracking();
   for (const auto& [context, parts] : here) put(parts, context->ctx_id(), 0, out);
@@ -131,6 +144,10 @@ void end_tracking() {
   for (QpShadow* q : Registry::get().qps) {
     std::lock_guard guard(q->lock);
     end(*q);
+  }
+  for (SrqShadow* s : Registry::get().srqs) {
+    std::lock_guard guard(s->lock);
+    s->tracked.reset();
   }
   Registry::get().tracking_failed = false;
 }

@@ -978,6 +978,85 @@ TEST_F(Tracked, MemoryWindowsAreNot) {
   EXPECT_EQ(ibv_dealloc_mw(mw), 0);
 }
 
+/// `to_` receives from an SRQ.
+class TrackedSrq : public Tracked {
+ protected:
+  void SetUp() override {
+    Tracked::SetUp();
+    ibv_srq_init_attr init{};
+    init.attr.max_wr = 8;
+    init.attr.max_sge = 1;
+    ASSERT_NE(srq_ = ibv_create_srq(pd_, &init), nullptr);
+    ASSERT_EQ(ibv_destroy_qp(to_), 0);
+    ibv_qp_init_attr of_qp{};
+    of_qp.send_cq = of_qp.recv_cq = cq_[0];
+    of_qp.srq = srq_;
+    of_qp.cap = {.max_send_wr = 4, .max_recv_wr = 0, .max_send_sge = 1, .max_recv_sge = 0, .max_inline_data = 0};
+    of_qp.qp_type = IBV_QPT_RC;
+    ASSERT_NE(to_ = ibv_create_qp(pd_, &of_qp), nullptr);
+    to(from_, IBV_QPS_RESET);
+    connect(to_, from_, other_);
+    connect(from_, to_, context_);
+  }
+  void TearDown() override {
+    EXPECT_EQ(ibv_destroy_qp(to_), 0);
+    EXPECT_EQ(ibv_destroy_srq(srq_), 0);
+    to_ = make_qp(cq_[0]);
+    Tracked::TearDown();
+  }
+  int receive(std::size_t page) {
+    ibv_sge sge = there_.sge(page, 64);
+    ibv_recv_wr wr{.wr_id = page, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    return ibv_post_srq_recv(srq_, &wr, &bad);
+  }
+  void comes_into(std::size_t page) {
+    ASSERT_EQ(post(IBV_WR_SEND, page), 0);
+    completes({page});
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(cq_[0], 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.wr_id, page);
+  }
+  ibv_srq* srq_ = nullptr;
+};
+
+TEST_F(TrackedSrq, IsNotWithoutAPolicy) { EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP); }
+
+/// Run with MIGR_LINKS.
+class TrackedSrqOfAPolicy : public TrackedSrq {
+ protected:
+  void SetUp() override {
+    if (!std::getenv("MIGR_LINKS")) GTEST_SKIP() << "a process of its own runs these";
+    TrackedSrq::SetUp();
+  }
+  void TearDown() override {
+    if (srq_) TrackedSrq::TearDown();
+  }
+};
+
+TEST_F(TrackedSrqOfAPolicy, AreTheReceivesThatWereNotUsedAndThoseThatComeLater) {
+  for (const std::size_t page : {1, 3, 5}) ASSERT_EQ(receive(page), 0);
+  comes_into(1);
+  ASSERT_EQ(begin(nullptr).status, 0);
+  ASSERT_EQ(receive(8), 0);
+  comes_into(3);
+  EXPECT_EQ(taken(there_.mr->lkey, there_), "3+1 5+1 8+1 ");
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE) << "it has ended";
+  ASSERT_EQ(receive(10), 0);
+  comes_into(5);
+}
+
+TEST_F(TrackedSrqOfAPolicy, ThatIsGoneItIsNotAll) {
+  ibv_srq_init_attr init{};
+  init.attr.max_wr = 1;
+  init.attr.max_sge = 1;
+  ibv_srq* const another = ibv_create_srq(pd_, &init);
+  ASSERT_NE(another, nullptr);
+  ASSERT_EQ(begin(nullptr).status, 0);
+  EXPECT_EQ(ibv_destroy_srq(another), 0);
+  EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE);
+}
+
 /* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */
 
 /// `to_` answers, with and without the right that a drain marker needs.
