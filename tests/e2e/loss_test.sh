@@ -55,12 +55,7 @@ cable_cut_and_back() {	# OPTION...
 		{ e2e_logs; e2e_reset; return 1; }
 }
 # Where a policy is configured the receives of an SRQ have names of the library's, and it is known which came back. There is no backup here.
-srq_with_names() {
-	local h r=0 E2E_VARS=(MIGR_POLICY=exact)
-	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'echo "{\"links\": [{\"device\": \"rxe0\"}, {\"device\": \"rxe9\"}]}" >/tmp/links.json' || return 1; done
-	links_from /tmp/links.json && lossy --srq --any-order --mode send --qps 2 --size 16384 || r=1
-	links_from "" && return $r
-}
+srq_with_names() { with_policy exact lossy --srq --any-order --mode send --qps 2 --size 16384; }
 # Where none is it cannot be told which of an SRQ's receives a message came into in part: nothing is cut, the container stays.
 srq_stays() {
 	while_bad 30 --srq --mode send --qps 2 --size 16384 -- "" migrate_refused c dst "cannot be replayed" 1 && expect_running c src && both_agree ||

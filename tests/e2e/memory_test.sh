@@ -16,9 +16,9 @@ export E2E_RATE=20
 
 slow_traffic() { start_verify src memory --mode mixed --qps 1 --size 4096 --depth 512 "$@"; }
 
-# written_ahead ROUNDS KIND,..: src to dst, memory copied so often while it is written to.
+# written_ahead ROUNDS KIND,.. [OPTION..]: src to dst, memory copied so often while it is written to.
 written_ahead() {
-	slow_traffic --memory "$2" --mr 4 && MIGRATE_OPTIONS="--pre-copy-rounds $1" migrate_ok memory dst && stop_verify memory ||
+	slow_traffic --memory "$2" --mr 4 "${@:3}" && MIGRATE_OPTIONS="--pre-copy-rounds $1" migrate_ok memory dst && stop_verify memory ||
 		{ e2e_logs; e2e_reset; return 1; }
 	jq -e --argjson n "$1" '.pre_copy_rounds == $n' "$E2E_OUT/migrate.json" >/dev/null || { fail "not $1 rounds"; return 1; }
 	# --mr: memory that is registered and not written to
@@ -61,6 +61,7 @@ stale_without() {
 
 step "huge pages (transparent), shared memory, memfd, in 3 rounds" written_ahead 3 private,shared,thp,memfd,private,private
 walk_step "the same in one round" written_ahead 1 private,shared,thp,memfd,private,private
+walk_step "receives from an SRQ, of a process with a policy" with_policy resend written_ahead 1 shared,thp,shared,memfd --srq --no-limit --any-order
 walk_step "memory of datagrams" datagrams_ahead
 walk_step "hugetlb memory is not copied ahead" huge_pages
 step "without the notes memory is stale" stale_without MIGR_TEST_NO_TRACKING thp

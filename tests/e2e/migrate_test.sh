@@ -83,6 +83,11 @@ by_annotation() {
 	CONTAINER_ANNOTATION=uverbs0 there_and_back "$@"
 }
 
+# Its QPs have only answered until it has moved, and send from there on and back.
+answers_first() {
+	start_verify src mv --rts-file /tmp/rts "$@" && migrate_ok mv dst && expect_traffic && container_exec dst mv touch /tmp/rts && expect_traffic &&
+		migrate_ok mv src && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
+}
 busy() { E2E_RATE=500 there_and_back "$@"; }
 step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
@@ -97,6 +102,7 @@ walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
+walk_step "QPs in RTR, which go to RTS where it has moved to" answers_first --mode mixed --qps 2
 self_loaded() { VERIFY_PROGRAM=migr_loaded "$@"; }
 walk_step "a program that loads libibverbs itself: ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" self_loaded moved --wr-api --iova --resize --second --mode mixed --qps 3
 walk_step "ibv_cq_ex, events, a child by fork" moved --cq-ex --events --fork --mode mixed --qps 2

@@ -148,10 +148,11 @@ class Run {
   std::vector<std::uint64_t> events_to_ack_;
   std::vector<std::uint64_t> partner_totals_;
   Phase phase_ = Phase::kRunning;
+  bool only_answers_ = false;  // --rts-file: its QPs are in RTR
   bool stopping_ = false, closing_ = false, closed_ = false, fin_sent_ = false, done_sent_ = false, partner_done_ = false;
   int idle_rounds_ = 0;
   std::int64_t now_ = 0, last_now_ = 0, elapsed_us_ = 0, idle_us_ = 0;
-  std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0, next_close_file_ = 0;
+  std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0, next_rts_file_ = 0, next_close_file_ = 0;
   std::int64_t last_receive_us_ = 0;
   std::uint64_t bytes_ = 0, events_ = 0;
   double budget_ = 0;  // --rate: WRs that may be posted now
@@ -189,6 +190,7 @@ Run::Run(const Options& o, Control& control, bool client)
     throw SetupError("this device takes " + std::to_string(f_.inline_max) + " bytes inline, mode inline needs " +
                      std::to_string(s.inline_max));
   if (f_.inline_max < s.inline_max) throw SetupError("this device takes less than 128 bytes inline");
+  only_answers_ = !options_.rts_file.empty();
   armed_.assign(f_.cqs.size(), false);
   events_to_ack_.assign(f_.cqs.size(), 0);
   for (std::uint32_t i = 0; i < s.qps; ++i) {
@@ -372,7 +374,7 @@ void Run::post_list(std::uint32_t i, const Op* ops, std::uint32_t n) {
 bool Run::post_stream(std::uint32_t i) {
   Lane& l = lanes_[i];
   l.blocked = false;
-  if (stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
+  if (only_answers_ || stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
   if (f_.shape.rate && budget_ < 1) {
     l.blocked = true;
     return false;
@@ -653,6 +655,13 @@ void Run::housekeeping() {
     next_stop_file_ = now_ + kStopFileUs;
     if (told_to_stop()) request_stop(false);
   }
+  if (only_answers_ && now_ >= next_rts_file_) {
+    next_rts_file_ = now_ + kStopFileUs;
+    if (access(options_.rts_file.c_str(), F_OK) == 0) {
+      f_.begin_to_send();
+      only_answers_ = false;
+    }
+  }
   if (!options_.close_file.empty() && now_ >= next_close_file_) {
     next_close_file_ = now_ + kStopFileUs;
     if (access(options_.close_file.c_str(), F_OK) == 0) request_stop(true);
@@ -785,7 +794,7 @@ void Run::traffic() {
       if (l.ack_in_flight) continue;
       const bool behind = l.recv.checked() - l.acked >= ack_step && partner_totals_.empty();
       const bool tail = phase_ == Phase::kDraining && !l.send.tail_signalled();
-      if (f_.shape.lossy()) {
+      if (f_.shape.lossy() || only_answers_) {
         tell = tell || behind;
       } else if (behind || tail) {
         post_ack(i);

@@ -456,7 +456,16 @@ void Fabric::connect(const std::string& text) {
                           IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                               (rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0));
     if (errno) fail("QP " + std::to_string(i) + " to RTR (is the partner's address on the same network?)");
-    m = {};
+  }
+  if (!options.rts_file.empty()) return;
+  begin_to_send();
+  bind_windows();
+}
+
+void Fabric::begin_to_send() {
+  const bool rc = shape.transport == Transport::kRc;
+  for (std::uint32_t i = 0; i < shape.qps; ++i) {
+    ibv_qp_attr m{};
     m.qp_state = IBV_QPS_RTS;
     m.timeout = kTimeout;
     m.retry_cnt = kRetry;
@@ -468,7 +477,6 @@ void Fabric::connect(const std::string& text) {
                               (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));
     if (errno) fail("QP " + std::to_string(i) + " to RTS");
   }
-  bind_windows();
 }
 
 void Fabric::close() {

@@ -99,6 +99,8 @@ class Fabric {
 
   std::string address() const;  // EndAddress and QpAddresses
   void connect(const std::string& partner);
+  /// All QPs go from RTR to RTS.
+  void begin_to_send();
   /// Destroys every verbs object; the memory stays.
   void close();
 

@@ -56,6 +56,7 @@ constexpr const char kHelp[] =
   --connect S       wait so long for the partner (30)
   --stall S         so long without any progress is an error (120)
   --stop-file FILE  ends the run, cleanly, when FILE comes to be; so does SIGTERM
+  --rts-file FILE   (client) QPs stay in RTR, where they only answer, until FILE comes to be
   --close-file FILE (client) when FILE comes to be both ends check their memory and close all of RDMA; the memory
                     and the TCP connection stay, until the stop
   --samples FILE    bytes per 10 ms, "EPOCH_MS BYTES" per line, written at the end
@@ -107,7 +108,7 @@ double seconds(const char* option, const char* text) {
 Options parse_options(int argc, char** argv) {
   enum {
     kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
-    kPort, kBind, kConnect, kStall, kStopFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
+    kPort, kBind, kConnect, kStall, kStopFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
       {"transport", 1, nullptr, kTransport},
@@ -127,7 +128,7 @@ Options parse_options(int argc, char** argv) {
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
-      {"close-file", 1, nullptr, kCloseFile},
+      {"rts-file", 1, nullptr, kRtsFile},    {"close-file", 1, nullptr, kCloseFile},
       {"memory", 1, nullptr, kMemory},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
@@ -163,6 +164,7 @@ Options parse_options(int argc, char** argv) {
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kMrParts: o.mr_parts = static_cast<int>(number(n, optarg, 0, 65536)); break;
+      case kRtsFile: o.rts_file = optarg; break;
       case kCloseFile: o.close_file = optarg; break;
       case kMemory: o.memory = memory_kinds(optarg); break;
       case kChurn: o.churn_ms = static_cast<int>(number(n, optarg, 1, 60000)); break;
@@ -201,6 +203,8 @@ Options parse_options(int argc, char** argv) {
   if (optind < argc) refuse(std::string(argv[optind]) + ": one server only");
   if (o.shape.lossy() && (o.shape.mode == Mode::kRead || o.shape.mode == Mode::kAtomic))
     refuse("this transport has neither reads nor atomics; choose another --mode");
+  if (!o.rts_file.empty() && (o.server.empty() || o.windows || o.invalidate || o.shape.lossy()))
+    refuse("--rts-file is for the client, of RC, without memory windows");
   if (o.invalidate && (o.wr_api || o.shape.lossy())) refuse("--invalidate is for RC without --wr-api");
   // Memory of one end: four rings per QP.
   if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))

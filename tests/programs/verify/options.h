@@ -45,6 +45,7 @@ struct Options {
   double stall = 120;      // seconds without any progress that are an error
   double connect = 30;     // seconds to wait for the partner
   std::string samples, status, json, stop_file;
+  std::string rts_file;    // client: its QPs stay in RTR, and only answer, until it comes
   std::string close_file;  // client: its coming closes all RDMA, at both ends; memory and TCP stay
 };
 
