@@ -36,10 +36,7 @@ constexpr long kRestNs = 50'000;  // nothing beside a stop
 constexpr long kSessionPollNs = 50'000;
 constexpr unsigned kRestsOfALength = 16, kDoublings = 5;  // a rest is at most an eighth of those before, and at most 1.6 ms
 
-/// The physical key; a key that does not exist becomes one that no device has given (index 0).
-MIGR_INLINE std::uint32_t physical_lkey(const QpShadow& q, std::uint32_t key) {
-  return q.key_table[key >> 8].lkey ^ (key & kKeyTag);
-}
+MIGR_INLINE std::uint32_t physical_lkey(const QpShadow& q, std::uint32_t key) { return path::physical_lkey(q.key_table, key); }
 
 MIGR_INLINE std::uint32_t physical_rkey(const QpShadow& q, std::uint32_t key) {
   const RemoteKeys* keys = q.remote_keys;

@@ -41,6 +41,11 @@ int post_one_receive(QpShadow& qp, ibv_qp* to, const KeptReceive& receive) noexc
 int post_one_receive(SrqShadow& srq, std::uint64_t wr_id, std::span<const ibv_sge> sges) noexcept;
 /// By the name that the device is to know it by, to the SRQ that it has made. The same.
 int post_named(SrqShadow& srq, std::uint64_t name, std::span<const ibv_sge> sges) noexcept;
+/// The physical key; a key that does not exist becomes one that no device has given (index 0).
+[[gnu::always_inline]] inline std::uint32_t physical_lkey(const migr_key_entry* keys, std::uint32_t key) noexcept {
+  constexpr std::uint32_t kTag = 0xff;
+  return keys[key >> 8].lkey ^ (key & kTag);
+}
 /// Where receives of an SRQ go: the device's functions and keys.
 struct SrqTarget {
   ibv_srq* srq;

@@ -8,6 +8,7 @@
 #include "events.h"
 #include "kernel_link.h"
 #include "objects.h"
+#include "path.h"
 #include "real.h"
 #include "windows.h"
 
@@ -77,7 +78,7 @@ int advise_mr(ibv_pd* pd, ibv_advise_mr_advice advice, std::uint32_t flags, ibv_
   Context* context = registry.context_of(pd->context);
   std::vector<ibv_sge> mine(list, list + count);
   const migr_key_entry* keys = context->kernel->key_table();
-  for (ibv_sge& sge : mine) sge.lkey = keys[sge.lkey >> 8].lkey ^ (sge.lkey & 0xff);
+  for (ibv_sge& sge : mine) sge.lkey = path::physical_lkey(keys, sge.lkey);
   return context->slots.advise_mr(pd, advice, flags, mine.data(), count);
 }
 

@@ -28,7 +28,7 @@ MIGR_PATH [[gnu::always_inline]] inline int post_to(const path::SrqTarget& to, s
   if (count > kMaxSges) return EINVAL;
   for (int i = 0; i < count; ++i) {
     sges[i] = list[i];
-    sges[i].lkey = to.keys[sges[i].lkey >> 8].lkey ^ (sges[i].lkey & 0xff);
+    sges[i].lkey = path::physical_lkey(to.keys, sges[i].lkey);
   }
   ibv_recv_wr copy{.wr_id = wr_id, .next = nullptr, .sg_list = sges, .num_sge = count};
   ibv_recv_wr* stopped;

@@ -88,7 +88,7 @@ int put(SrqShadow& s, Place& p, Receive& r) {
 /// By the keys of its default link: only what is there moves. Caller holds s.lock.
 void note(SrqShadow& s, const Receive& r) {
   for (ibv_sge sge : r.of_app.sges) {
-    sge.lkey = s.key_table[sge.lkey >> 8].lkey ^ (sge.lkey & 0xff);
+    sge.lkey = path::physical_lkey(s.key_table, sge.lkey);
     tracking::note(*s.tracked, ibv_recv_wr{.wr_id = r.of_app.wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1});
   }
 }
