@@ -30,7 +30,7 @@ constexpr int kNapUs = 100, kRatedNapUs = 4000;
 constexpr double kRateBurstS = 0.05;           // --rate: what may be posted at once after a pause
 constexpr int kEventWaitMs = 20, kWindowWaitMs = 2;
 constexpr int kEventGraceMs = 10000;           // a completion without its event for so long: the event is lost
-constexpr std::int64_t kHousekeepingUs = 5000, kStatusUs = 500000, kStopFileUs = 50000;
+constexpr std::int64_t kHousekeepingUs = 5000, kStatusUs = 500000, kFilesUs = 50000;
 constexpr std::uint64_t kResizes = 3;
 constexpr std::int64_t kResizeUs = 200000;
 constexpr std::int64_t kMaxStepUs = 1000000;   // a longer step of the clock is a time in which we did not run
@@ -51,6 +51,9 @@ WcOp wc_op_of(ibv_wc_opcode o) {
     default: return WcOp::kOther;
   }
 }
+
+/// A file that an option may name; none is not.
+bool is_there(const std::string& file) { return !file.empty() && access(file.c_str(), F_OK) == 0; }
 
 /// The connection broke or a verb failed: the run ends here. Its text becomes a fault.
 struct RunError : std::runtime_error {
@@ -114,6 +117,7 @@ class Run {
   void on_retired(std::uint32_t i, const SendChecker::Posted& p);
   void on_messages();
   void housekeeping();
+  void look_for_files();
   void tick();
   void idle(bool nothing);
   void sleep_on_channel();
@@ -148,11 +152,11 @@ class Run {
   std::vector<std::uint64_t> events_to_ack_;
   std::vector<std::uint64_t> partner_totals_;
   Phase phase_ = Phase::kRunning;
-  bool only_answers_ = false;  // --rts-file: its QPs are in RTR
+  bool only_answers_ = !options_.rts_file.empty();  // --rts-file: its QPs are in RTR
   bool stopping_ = false, closing_ = false, closed_ = false, fin_sent_ = false, done_sent_ = false, partner_done_ = false;
   int idle_rounds_ = 0;
   std::int64_t now_ = 0, last_now_ = 0, elapsed_us_ = 0, idle_us_ = 0;
-  std::int64_t next_house_ = 0, next_status_ = 0, next_stop_file_ = 0, next_rts_file_ = 0, next_close_file_ = 0;
+  std::int64_t next_house_ = 0, next_status_ = 0, next_files_ = 0;
   std::int64_t last_receive_us_ = 0;
   std::uint64_t bytes_ = 0, events_ = 0;
   double budget_ = 0;  // --rate: WRs that may be posted now
@@ -190,7 +194,6 @@ Run::Run(const Options& o, Control& control, bool client)
     throw SetupError("this device takes " + std::to_string(f_.inline_max) + " bytes inline, mode inline needs " +
                      std::to_string(s.inline_max));
   if (f_.inline_max < s.inline_max) throw SetupError("this device takes less than 128 bytes inline");
-  only_answers_ = !options_.rts_file.empty();
   armed_.assign(f_.cqs.size(), false);
   events_to_ack_.assign(f_.cqs.size(), 0);
   for (std::uint32_t i = 0; i < s.qps; ++i) {
@@ -615,7 +618,7 @@ void Run::request_stop(bool close_only) {
   control_.send(Msg::kStop, close_only ? "close" : "");
 }
 
-bool Run::told_to_stop() { return g_stop || (!options_.stop_file.empty() && access(options_.stop_file.c_str(), F_OK) == 0); }
+bool Run::told_to_stop() { return g_stop || is_there(options_.stop_file); }
 
 void Run::on_messages() {
   while (auto m = control_.poll()) {
@@ -651,20 +654,9 @@ void Run::housekeeping() {
   }
   if (g_stop) request_stop(false);
   if (options_.seconds > 0 && elapsed_us_ > options_.seconds * 1e6) request_stop(false);
-  if (!options_.stop_file.empty() && now_ >= next_stop_file_) {
-    next_stop_file_ = now_ + kStopFileUs;
-    if (told_to_stop()) request_stop(false);
-  }
-  if (only_answers_ && now_ >= next_rts_file_) {
-    next_rts_file_ = now_ + kStopFileUs;
-    if (access(options_.rts_file.c_str(), F_OK) == 0) {
-      f_.begin_to_send();
-      only_answers_ = false;
-    }
-  }
-  if (!options_.close_file.empty() && now_ >= next_close_file_) {
-    next_close_file_ = now_ + kStopFileUs;
-    if (access(options_.close_file.c_str(), F_OK) == 0) request_stop(true);
+  if (now_ >= next_files_) {
+    next_files_ = now_ + kFilesUs;
+    look_for_files();
   }
   if (!options_.status.empty() && now_ >= next_status_) {
     next_status_ = now_ + kStatusUs;
@@ -672,6 +664,15 @@ void Run::housekeeping() {
   }
   if (idle_us_ > options_.stall * 1e6)
     throw RunError("nothing has happened for " + std::to_string(static_cast<int>(options_.stall)) + " s: " + where());
+}
+
+void Run::look_for_files() {
+  if (told_to_stop()) request_stop(false);
+  if (only_answers_ && is_there(options_.rts_file)) {
+    f_.begin_to_send();
+    only_answers_ = false;
+  }
+  if (is_there(options_.close_file)) request_stop(true);
 }
 
 std::string Run::where() const {
@@ -874,7 +875,7 @@ void Run::without_rdma() {
   if (!client_) return;  // the client's result tells that it is over
   const std::string ready = options_.close_file + ".done";
   if (!write_file(ready, "\n")) faults_.add(Fault::kOther, "cannot write " + ready + ": " + std::strerror(errno));
-  while (!told_to_stop()) ::usleep(static_cast<useconds_t>(kStopFileUs));
+  while (!told_to_stop()) ::usleep(static_cast<useconds_t>(kFilesUs));
 }
 
 /// @return the partner's number of faults
