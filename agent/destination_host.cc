@@ -21,6 +21,7 @@
 #include "file_tree.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "page_images.h"
 #include "parallel.h"
 #include "process.h"
 #include "restore_socket.h"
@@ -454,6 +455,8 @@ grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext* ctx, const wire
 grpc::Status DestinationHost::FullRestore(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
   return step(*ctx, m->id(), FaultStep::kDestinationRestore, [&](Job& job) -> Status {
     if (auto s = attach_network(job); !s) return s;
+    if (const auto zeros = leave_out_zeros(job.images()); !zeros) spdlog::warn("zeros are read back: {}", zeros.error().text);
+    else if (*zeros) spdlog::info("{} pages that were copied ahead are zeros, and not read back", *zeros);
     return with_log(job, job.socket->tell(MIGR_RC_GO, kProcessMs));
   });
 }

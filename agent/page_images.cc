@@ -14,6 +14,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <system_error>
 #include <thread>
@@ -21,7 +22,7 @@
 #include <vector>
 
 #include "aside.h"
-#include "criu_pagemap.pb.h"
+#include "criu_memory.pb.h"
 #include "file_tree.h"
 #include "limits.h"
 #include "process_session.h"  // Fd
@@ -31,8 +32,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::uint32_t kImageMagic = 0x54564319, kPagemapMagic = 0x56084025;
+constexpr std::uint32_t kImageMagic = 0x54564319, kPagemapMagic = 0x56084025, kMmMagic = 0x57492820;
 constexpr std::uint32_t kInParent = 1, kPresent = 4;
+constexpr std::uint32_t kAnonymousPrivate = 1u << 9, kAioRing = 1u << 13;  // of a Vma
 constexpr std::size_t kPage = 4096;
 // An entry costs CRIU a read of its own: fewer equal pages than this between others are not worth one.
 constexpr std::uint32_t kShortestRun = 8;
@@ -53,34 +55,48 @@ struct Pagemap {
   std::uint64_t present = 0;  // pages in pages-ID.img
 };
 
-Result<Pagemap> read_pagemap(const std::string& path) {
-  const std::string bytes = text_of(path);
-  const Error broken{EIO, path + ": damaged"};
-  std::size_t at = 0;
-  const auto number = [&](std::uint32_t& n) {
-    if (bytes.size() - at < sizeof n) return false;
-    memcpy(&n, bytes.data() + at, sizeof n);
-    at += sizeof n;
-    return true;
-  };
-  const auto message = [&](google::protobuf::Message& m) {
+/// An image of CRIU: two numbers that say what it is, then messages, each after its length.
+class Image {
+ public:
+  explicit Image(const std::string& path) : bytes_(text_of(path)) {}
+  bool is(std::uint32_t magic) {
+    std::uint32_t m[2];
+    return number(m[0]) && number(m[1]) && m[0] == kImageMagic && m[1] == magic;
+  }
+  bool next(google::protobuf::Message& m) {
     std::uint32_t size;
-    if (!number(size) || bytes.size() - at < size || !m.ParseFromArray(bytes.data() + at, static_cast<int>(size))) return false;
-    at += size;
+    if (!number(size) || bytes_.size() - at_ < size || !m.ParseFromArray(bytes_.data() + at_, static_cast<int>(size))) return false;
+    at_ += size;
     return true;
-  };
-  std::uint32_t magic[2];
-  if (!number(magic[0]) || !number(magic[1]) || magic[0] != kImageMagic || magic[1] != kPagemapMagic)
-    return Error{EINVAL, path + ": no pagemap of CRIU"};
+  }
+  bool at_end() const { return at_ == bytes_.size(); }
+
+ private:
+  bool number(std::uint32_t& n) {
+    if (bytes_.size() - at_ < sizeof n) return false;
+    memcpy(&n, bytes_.data() + at_, sizeof n);
+    at_ += sizeof n;
+    return true;
+  }
+
+  const std::string bytes_;
+  std::size_t at_ = 0;
+};
+
+Error damaged(const std::string& path) { return {EIO, path + ": damaged"}; }
+
+Result<Pagemap> read_pagemap(const std::string& path) {
+  Image image(path);
+  if (!image.is(kPagemapMagic)) return Error{EINVAL, path + ": no pagemap of CRIU"};
   Pagemap map;
   criu::PagemapHead head;
-  if (!message(head)) return broken;
+  if (!image.next(head)) return damaged(path);
   map.pages_id = head.pages_id();
-  while (at < bytes.size()) {
+  while (!image.at_end()) {
     criu::PagemapEntry e;
-    if (!message(e)) return broken;
+    if (!image.next(e)) return damaged(path);
     const std::uint32_t flags = e.has_flags() ? e.flags() : e.in_parent() ? kInParent : kPresent;
-    if (!map.entries.empty() && e.vaddr() < map.entries.back().end()) return Error{EIO, path + ": its entries overlap"};
+    if (e.vaddr() + e.nr_pages() * kPage < e.vaddr() || (!map.entries.empty() && e.vaddr() < map.entries.back().end())) return Error{EIO, path + ": its entries overlap"};
     map.entries.push_back({e.vaddr(), e.nr_pages(), flags, map.present});
     if (flags & kPresent) map.present += e.nr_pages();
   }
@@ -106,9 +122,12 @@ Status write_pagemap(const std::string& path, const Pagemap& map) {
     m.set_flags(e.flags);
     message(m);
   }
-  std::ofstream f(path, std::ios::binary | std::ios::trunc);
+  const std::string part = path + ".part";
+  std::ofstream f(part, std::ios::binary | std::ios::trunc);
   f << bytes << std::flush;
-  if (!f) return sys_error("writing " + path);
+  std::error_code ec;
+  fs::permissions(part, fs::status(path, ec).permissions(), ec);
+  if (!f || ec || rename(part.c_str(), path.c_str())) return sys_error("writing " + path, ec ? ec.value() : errno);
   return {};
 }
 
@@ -136,6 +155,20 @@ class Pages {
     if (data_) munmap(data_, size_);
   }
   char* page(std::uint64_t n) const { return data_ + n * kPage; }
+  /// Where the file has nothing, which is zeros, as numbers of pages; where its file system cannot tell: none.
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> holes() const {
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
+    const auto size = static_cast<off_t>(size_);
+    for (off_t at = 0, data; at >= 0 && at < size; at = lseek(fd_.n, data, SEEK_HOLE)) {
+      data = lseek(fd_.n, at, SEEK_DATA);
+      if (data < 0 && errno != ENXIO) break;
+      if (data < 0) data = size;
+      const std::uint64_t first = (static_cast<std::uint64_t>(at) + kPage - 1) / kPage, end = static_cast<std::uint64_t>(data) / kPage;
+      if (first < end) out.emplace_back(first, end);
+      if (data == size) break;
+    }
+    return out;
+  }
   Status cut(std::uint64_t pages) const {
     if (ftruncate(fd_.n, static_cast<off_t>(pages * kPage))) return sys_error("shortening an image of pages");
     return {};
@@ -280,6 +313,94 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
   return write_pagemap(images + "/" + name, out);
 }
 
+/* ---- zeros ------------------------------------------------------------------------ */
+
+/// Of a process those parts of its memory that are zero where its images say nothing, by address.
+Result<std::vector<MemoryPart>> zero_unless_said(const std::string& images, const std::string& process) {
+  if (process.starts_with("shmem-")) return std::vector<MemoryPart>{{0, ~(kPage - 1)}};  // as any that is made
+  const std::string path = images + "/mm-" + process + ".img";
+  Image image(path);
+  criu::Mm mm;
+  if (!image.is(kMmMagic)) return Error{EINVAL, path + ": no memory map of CRIU"};
+  if (!image.next(mm)) return damaged(path);
+  std::vector<MemoryPart> parts;
+  std::uint64_t last = 0;
+  for (const auto& vma : mm.vmas()) {
+    if (vma.start() < last || vma.end() <= vma.start()) return damaged(path);
+    last = vma.end();
+    if ((vma.status() & (kAnonymousPrivate | kAioRing)) == kAnonymousPrivate) append(parts, {vma.start(), vma.end() - vma.start()});
+  }
+  return parts;
+}
+
+/// Layers of pre-dumps, the newest first, with the holes of each.
+class Holes {
+ public:
+  explicit Holes(std::vector<Layer> layers) : layers_(std::move(layers)) {
+    for (const Layer& layer : layers_) holes_.push_back(layer.pages.holes());
+  }
+  /// Adds those parts of [vaddr, end) that are holes in the layer that has them, by address.
+  void find(std::uint64_t vaddr, std::uint64_t end, std::vector<MemoryPart>& out, std::size_t in = 0) const {
+    while (in < layers_.size() && vaddr < end) {
+      const Entry* const e = layers_[in].find(vaddr, nullptr);
+      if (!e) return;  // nowhere: CRIU says so
+      const std::uint64_t to = std::min(end, e->end());
+      if (e->present()) {
+        const std::uint64_t first = e->at + (vaddr - e->vaddr) / kPage, last = first + (to - vaddr) / kPage;
+        for (const auto& [from, until] : holes_[in])
+          if (const std::uint64_t a = std::max(first, from), b = std::min(last, until); a < b) append(out, {vaddr + (a - first) * kPage, (b - a) * kPage});
+      } else if (e->flags & kInParent) {
+        find(vaddr, to, out, in + 1);
+      }
+      vaddr = to;
+    }
+  }
+
+ private:
+  const std::vector<Layer> layers_;
+  std::vector<std::vector<std::pair<std::uint64_t, std::uint64_t>>> holes_;
+};
+
+std::vector<MemoryPart> in_both(const std::vector<MemoryPart>& a, const std::vector<MemoryPart>& b) {
+  std::vector<MemoryPart> out;
+  for (auto x = a.begin(), y = b.begin(); x != a.end() && y != b.end();) {
+    const std::uint64_t start = std::max(x->start, y->start), x_end = x->start + x->bytes, y_end = y->start + y->bytes, end = std::min(x_end, y_end);
+    if (start < end) out.push_back({start, end - start});
+    ++(x_end < y_end ? x : y);
+  }
+  return out;
+}
+
+Result<std::uint64_t> leave_out_zeros_of(const std::string& images, const std::string& name, const std::string& process) {
+  auto map = read_pagemap(images + "/" + name);
+  auto layers = layers_of(images + "/parent", name);
+  auto among = zero_unless_said(images, process);
+  if (!map) return map.error();
+  if (!layers) return layers.error();
+  if (!among) return among.error();
+  const Holes holes(std::move(*layers));
+  Pagemap out{map->pages_id, {}, map->present};
+  std::uint64_t pages = 0;
+  for (const Entry& e : map->entries) {
+    std::vector<MemoryPart> zeros;
+    if (!e.present() && e.flags & kInParent) holes.find(e.vaddr, e.end(), zeros);
+    std::uint64_t at = e.vaddr;
+    const auto keep_until = [&](std::uint64_t end) {
+      if (at < end) out.entries.push_back({at, static_cast<std::uint32_t>((end - at) / kPage), e.flags, e.at});
+    };
+    for (const MemoryPart& z : in_both(zeros, *among)) {
+      if (z.bytes < kShortestRun * kPage) continue;
+      keep_until(z.start);
+      at = z.start + z.bytes;
+      pages += z.bytes / kPage;
+    }
+    keep_until(e.end());
+  }
+  if (pages)
+    if (auto s = write_pagemap(images + "/" + name, out); !s) return s.error();
+  return pages;
+}
+
 /* ---- memory of a process that runs -------------------------------------------------- */
 
 /// Pages that lie one behind the other in a process and in an image.
@@ -378,6 +499,20 @@ class SharedBytes {
   void* data_;
 };
 
+/// @param work  of a pagemap that is in both folders: its name, and of what in it, as in mm-*.img
+Status each_with_parent(const std::string& images, const std::string& parent, const std::function<Status(const std::string&, const std::string&)>& work) {
+  constexpr std::string_view kBefore = "pagemap-", kAfter = ".img";
+  std::error_code ec;
+  std::vector<std::string> names;
+  for (const auto& e : fs::directory_iterator(images, ec)) names.push_back(e.path().filename());
+  if (ec) return Error{ec.value(), "reading folder " + images + ": " + ec.message()};
+  for (const std::string& name : names) {
+    if (!name.starts_with(kBefore) || !name.ends_with(kAfter) || !fs::exists(parent + "/" + name)) continue;
+    if (auto s = work(name, name.substr(kBefore.size(), name.size() - kBefore.size() - kAfter.size())); !s) return s;
+  }
+  return {};
+}
+
 }  // namespace
 
 void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t gap) {
@@ -424,14 +559,18 @@ Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, 
 
 Result<PageCounts> drop_unchanged(const std::string& images, const std::string& parent) {
   PageCounts counts;
-  std::error_code ec;
-  for (const auto& e : fs::directory_iterator(images, ec)) {
-    const std::string name = e.path().filename();
-    if (!name.starts_with("pagemap-") || !name.ends_with(".img") || !fs::exists(parent + "/" + name)) continue;
-    if (auto s = drop_one(images, parent, name, counts); !s) return s.error();
-  }
-  if (ec) return Error{ec.value(), "reading folder " + images + ": " + ec.message()};
-  return counts;
+  const auto s = each_with_parent(images, parent, [&](const std::string& name, const std::string&) { return drop_one(images, parent, name, counts); });
+  return s ? Result<PageCounts>(counts) : s.error();
+}
+
+Result<std::uint64_t> leave_out_zeros(const std::string& images) {
+  std::uint64_t pages = 0;
+  const auto s = each_with_parent(images, images + "/parent", [&](const std::string& name, const std::string& process) -> Status {
+    const auto n = leave_out_zeros_of(images, name, process);
+    if (n) pages += *n;
+    return n;
+  });
+  return s ? Result<std::uint64_t>(pages) : s.error();
 }
 
 }  // namespace migr

@@ -27,6 +27,13 @@ struct PageCounts {
 /// Threads: one for a folder.
 Result<PageCounts> drop_unchanged(const std::string& images, const std::string& parent);
 
+/// Takes zeros out of a dump that has them in the pre-dumps that it refers to, where their pages-*.img have holes for them: what is
+/// in no image of private anonymous or shared memory is zero, and CRIU need not read it, nor the kernel find pages for it one by one.
+/// @param images  folder of the dump, where it is to be restored; its link "parent" is the pre-dump. Its pagemap-*.img are rewritten
+/// @return pages that were taken out; EIO, EINVAL as drop_unchanged(), but the dump is as good as it was
+/// Threads: one for a folder.
+Result<std::uint64_t> leave_out_zeros(const std::string& images);
+
 struct MemoryPart {
   std::uint64_t start = 0;  // address in a process, of a page
   std::uint64_t bytes = 0;  // whole pages

@@ -861,6 +861,8 @@ void Run::verify() {
   there = mix(there ^ all_out.shared);
   if (const std::string changed = f_.changed_names(options_.query); !changed.empty())
     faults_.add(Fault::kCorrupted, changed + " changed under the application");
+  if (const auto page = f_.changed_untouched())
+    faults_.add(Fault::kCorrupted, "page " + std::to_string(*page) + " of memory that nobody writes to has changed");
   control_.send(Msg::kMemory, std::string(reinterpret_cast<const char*>(&here), 8));
   const std::string body = control_.expect(Msg::kMemory, kVerifyLimit);
   std::uint64_t got = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What drop_unchanged() leaves of a dump, read back the way CRIU would: through the pre-dump.
+// What drop_unchanged() and leave_out_zeros() leave of a dump, read back the way CRIU would: through the pre-dump.
 #include "agent/page_images.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include <random>
 #include <vector>
 
-#include "criu_pagemap.pb.h"
+#include "criu_memory.pb.h"
 
 namespace migr::page_images_test {
 namespace {
@@ -72,6 +72,50 @@ class PageImages : public testing::Test {
     for (char c : letters) data += page(c);
     put(dir_ + folder + "/pagemap-" + std::to_string(pid) + ".img", map);
     put(dir_ + folder + "/pages-" + std::to_string(id) + ".img", data);
+  }
+
+  /// pages-ID.img of the same content, with nothing in it where it is '0'.
+  void with_holes(const std::string& folder, std::uint32_t id, const std::string& letters) {
+    const int fd = open((dir_ + folder + "/pages-" + std::to_string(id) + ".img").c_str(), O_WRONLY | O_TRUNC | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    ASSERT_EQ(ftruncate(fd, static_cast<off_t>(letters.size() * kPage)), 0);
+    for (std::size_t i = 0; i < letters.size(); i++) {
+      if (letters[i] == '0') continue;
+      ASSERT_EQ(pwrite(fd, page(letters[i]).data(), kPage, static_cast<off_t>(i * kPage)), static_cast<ssize_t>(kPage));
+    }
+    close(fd);
+  }
+
+  struct Mapping {
+    std::uint64_t first, pages;
+    std::uint32_t status;
+  };
+  static constexpr std::uint32_t kRegular = 1, kFile = 1 << 6, kAnonymous = 1 << 9, kAioRing = 1 << 13;
+  /// mm-PID.img
+  void mappings(const std::string& folder, int pid, const std::vector<Mapping>& all) {
+    criu::Mm mm;
+    for (const Mapping& m : all) {
+      auto* v = mm.add_vmas();
+      v->set_start(base_ + m.first * kPage);
+      v->set_end(base_ + (m.first + m.pages) * kPage);
+      v->set_status(m.status);
+    }
+    const std::string body = mm.SerializeAsString();
+    put(dir_ + folder + "/mm-" + std::to_string(pid) + ".img", word(0x54564319) + word(0x57492820) + word(static_cast<std::uint32_t>(body.size())) + body);
+  }
+  /// 40 pages that are all in the pre-dump, ten of which are zeros behind the tenth and the thirtieth.
+  void some_zeros() {
+    image("/before", 7, 1, {{0, 40, 4}}, std::string(40, 'x'));
+    with_holes("/before", 1, kSome);
+    image("/now", 7, 1, {{0, 40, 1}}, "");
+    fs::create_directory_symlink("../before", dir_ + "/now/parent");
+  }
+  const std::string kSome = std::string(10, 'a') + std::string(10, '0') + std::string(10, 'b') + std::string(10, '0');
+  /// Which pages of the dump are left, of 40: '.' for each that is not.
+  std::string left(int pid) {
+    std::string out(40, '.');
+    for (auto [n, c] : read("/now", pid)) out.at(n) = c;
+    return out;
   }
 
   /// Page number -> letter, of a folder alone; '^' for what is in the parent.
@@ -128,6 +172,80 @@ TEST_F(PageImages, EqualPagesAreLeftToThePreDump) {
   EXPECT_EQ(r->kept, 5u);
   EXPECT_EQ(whole(7), now);
   EXPECT_EQ(fs::file_size(dir_ + "/now/pages-3.img"), 5 * kPage);
+}
+
+TEST_F(PageImages, ZerosOfAnonymousMemoryAreLeftOut) {
+  some_zeros();
+  mappings("/now", 7, {{0, 40, kRegular | kAnonymous}});
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(*r, 20u);
+  EXPECT_EQ(left(7), "^^^^^^^^^^..........^^^^^^^^^^..........");
+}
+
+TEST_F(PageImages, ZerosOverAFileStay) {
+  some_zeros();
+  mappings("/now", 7, {{0, 15, kRegular | kFile}, {15, 15, kRegular | kAnonymous}, {30, 10, kRegular | kAnonymous | kAioRing}});
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(*r, 0u);  // five are not worth an entry
+  mappings("/now", 7, {{0, 12, kRegular | kFile}, {12, 12, kRegular | kAnonymous}, {30, 10, kRegular | kAnonymous | kAioRing}});
+  r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(left(7), "^^^^^^^^^^^^........^^^^^^^^^^^^^^^^^^^^");
+}
+
+TEST_F(PageImages, ZerosOfTheOldestPreDumpAreLeftOutUnlessANewerOneHasThem) {
+  some_zeros();
+  fs::create_directories(dir_ + "/between");
+  image("/between", 7, 1, {{0, 5, 1}, {5, 10, 4}, {15, 25, 1}}, std::string(10, 'n'));
+  fs::remove(dir_ + "/now/parent");
+  fs::create_directory_symlink("../between", dir_ + "/now/parent");
+  fs::create_directory_symlink("../before", dir_ + "/between/parent");
+  mappings("/now", 7, {{0, 40, kRegular | kAnonymous}});
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(left(7), "^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^..........");
+}
+
+TEST_F(PageImages, ZerosThatTheDumpHasStay) {
+  some_zeros();
+  image("/now", 7, 1, {{0, 10, 1}, {10, 10, 4}, {20, 20, 1}}, std::string(10, 'n'));
+  mappings("/now", 7, {{0, 40, kRegular | kAnonymous}});
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(left(7), "^^^^^^^^^^nnnnnnnnnn^^^^^^^^^^..........");
+}
+
+TEST_F(PageImages, ZerosThatAreWrittenStay) {
+  some_zeros();
+  put(dir_ + "/before/pages-1.img", std::string(40 * kPage, 0));
+  mappings("/now", 7, {{0, 40, kRegular | kAnonymous}});
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(*r, 0u);
+}
+
+TEST_F(PageImages, ZerosOfSharedMemoryAreLeftOut) {
+  base_ = 0;  // its pages have offsets
+  some_zeros();
+  for (const char* folder : {"/before", "/now"}) fs::rename(dir_ + folder + "/pagemap-7.img", dir_ + folder + "/pagemap-shmem-7.img");
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(*r, 20u);
+}
+
+TEST_F(PageImages, WithoutAMapOfMemoryNothingIsLeftOut) {
+  some_zeros();
+  const std::string was = get(dir_ + "/now/pagemap-7.img");
+  auto r = leave_out_zeros(dir_ + "/now");
+  ASSERT_FALSE(r);
+  EXPECT_NE(r.error().text.find("mm-7.img"), std::string::npos) << r.error().text;
+  mappings("/now", 7, {{20, 20, kRegular | kAnonymous}, {0, 20, kRegular | kAnonymous}});
+  r = leave_out_zeros(dir_ + "/now");
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EIO);
+  EXPECT_EQ(get(dir_ + "/now/pagemap-7.img"), was);
 }
 
 TEST_F(PageImages, PagesThatThePreDumpHasNotStay) {

@@ -225,6 +225,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? std::optional(kReadableIova) : std::nullopt);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
+  for (std::size_t n = 0; n < filled_pages(); ++n) std::memcpy(untouched.data() + n * kPage, untouched_page(n).data(), kPage);
   if (o.mr_mb) untouched_mr = reg(untouched, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
   for (int i = 0; i < o.mr_parts; i++) {
     const std::size_t part = untouched.size() / static_cast<std::size_t>(o.mr_parts);
@@ -491,6 +492,21 @@ void Fabric::close() {
   for (Mr* mr : {&local_mr[0], &local_mr[1], &recv_mr[0], &recv_mr[1], &target_mr, &readable_mr, &words_mr, &untouched_mr}) mr->reset();
   pd.reset();
   context.reset();
+}
+
+std::size_t Fabric::filled_pages() const { return std::min(static_cast<std::size_t>(options.mr_fill_mb) << 20, untouched.size()) / kPage; }
+
+// No two of those that are filled are the same.
+std::array<std::uint64_t, kPage / sizeof(std::uint64_t)> Fabric::untouched_page(std::size_t n) const {
+  std::array<std::uint64_t, kPage / sizeof(std::uint64_t)> page;
+  page.fill(n < filled_pages() ? n + 1 : 0);
+  return page;
+}
+
+std::optional<std::size_t> Fabric::changed_untouched() const {
+  for (std::size_t n = 0; n < untouched.size() / kPage; ++n)
+    if (std::memcmp(untouched.data() + n * kPage, untouched_page(n).data(), kPage) != 0) return n;
+  return {};
 }
 
 std::string Fabric::changed_names(bool query) const {

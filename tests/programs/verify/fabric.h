@@ -4,6 +4,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -58,6 +59,8 @@ struct Words {
   std::uint64_t unused[3];
 };
 
+inline constexpr std::size_t kPage = 4096;
+
 /// What the partner has to know, as sent in Msg::kConnect, before one QpAddress per QP.
 struct EndAddress {
   std::uint8_t gid[16];
@@ -104,6 +107,8 @@ class Fabric {
   /// Destroys every verbs object; the memory stays.
   void close();
 
+  /// @return the first page of the memory of --mr that is not what it was at the start; none: all is
+  std::optional<std::size_t> changed_untouched() const;
   /// @return what the names given at creation are no longer, one line; empty: all as it was
   std::string changed_names(bool query) const;
 
@@ -161,6 +166,8 @@ class Fabric {
   std::vector<std::uint32_t> psn_;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> keys_;  // lkey, rkey of each MR at creation
   std::vector<const ibv_mr*> mrs() const;
+  std::size_t filled_pages() const;
+  std::array<std::uint64_t, kPage / sizeof(std::uint64_t)> untouched_page(std::size_t n) const;
 };
 
 }  // namespace verify

@@ -32,7 +32,8 @@ constexpr const char kHelp[] =
   --cq-ex           poll with ibv_start_poll, ibv_next_poll and the readers of ibv_create_cq_ex
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
   --rnr             post fewer receives than the partner needs (it has to try again)
-  --mr MB           register so much more memory, that nobody ever writes to (0)
+  --mr MB           register so much more memory, that nobody ever writes to (0); it is looked at in the end
+  --mr-fill MB      of which so many are filled at the start, and not with zeros (0)
   --mr-parts N      and N parts of it once more, each by itself (0)
   --memory K[,K..]  of the registered regions (local, receive, target, read, words, --mr) in turn: private,
                     thp, hugetlb, shared, memfd (private)
@@ -107,7 +108,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -128,6 +129,7 @@ Options parse_options(int argc, char** argv) {
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
       {"churn", 1, nullptr, kChurn},
       {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
+      {"mr-fill", 1, nullptr, kMrFill},
       {"rts-file", 1, nullptr, kRtsFile},    {"close-file", 1, nullptr, kCloseFile},
       {"memory", 1, nullptr, kMemory},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
@@ -163,6 +165,7 @@ Options parse_options(int argc, char** argv) {
       case kWrApi: o.wr_api = true; break;
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
+      case kMrFill: o.mr_fill_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kMrParts: o.mr_parts = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kRtsFile: o.rts_file = optarg; break;
       case kCloseFile: o.close_file = optarg; break;

@@ -39,6 +39,7 @@ struct Options {
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
   bool query = false;      // at the end ibv_query_qp must still give the first numbers
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
+  int mr_fill_mb = 0;      // so much of it was written to, at the start
   int mr_parts = 0;        // parts of it that are MRs of their own, too
   int churn_ms = 0;        // make and destroy resources beside the traffic; 0: do not
   double seconds = 0;      // 0: until stopped
