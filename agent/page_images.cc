@@ -225,6 +225,32 @@ const char* page_before(const std::vector<Layer>& layers, std::uint64_t vaddr, s
   return nullptr;
 }
 
+using FoundRun = std::function<void(std::uint64_t from, std::uint64_t to, std::size_t layer, const Entry* entry)>;
+/// Each part of [vaddr, end) that lies in one piece in the newest pre-dump that has it, by address. Without an entry: none has it.
+void each_run(const std::vector<Layer>& layers, std::uint64_t vaddr, std::uint64_t end, const FoundRun& found, std::size_t in = 0) {
+  while (vaddr < end) {
+    if (in == layers.size()) return found(vaddr, end, in, nullptr);
+    const auto& entries = layers[in].map.entries;
+    const auto e = std::partition_point(entries.begin(), entries.end(), [&](const Entry& x) { return x.end() <= vaddr; });
+    const bool has = e != entries.end() && e->vaddr <= vaddr;
+    const std::uint64_t to = std::min(end, has ? e->end() : e != entries.end() ? e->vaddr : end);
+    if (has && !e->present() && e->flags & kInParent) each_run(layers, vaddr, to, found, in + 1);
+    else found(vaddr, to, in, has && e->present() ? &*e : nullptr);
+    vaddr = to;
+  }
+}
+
+/// What both have; each by address.
+std::vector<MemoryPart> in_both(const std::vector<MemoryPart>& a, const std::vector<MemoryPart>& b) {
+  std::vector<MemoryPart> out;
+  for (auto x = a.begin(), y = b.begin(); x != a.end() && y != b.end();) {
+    const std::uint64_t start = std::max(x->start, y->start), x_end = x->start + x->bytes, y_end = y->start + y->bytes, end = std::min(x_end, y_end);
+    if (start < end) out.push_back({start, end - start});
+    ++(x_end < y_end ? x : y);
+  }
+  return out;
+}
+
 std::size_t processors() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
 
 /// The pages of a dump beside the pre-dumps' of the same addresses. The program stands still meanwhile, so by several threads: one
@@ -290,6 +316,7 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
   for (const Entry& e : dump->map.entries) {
     if (!e.present()) {
       add(e);
+      if (e.flags & kInParent) counts.unchanged += e.pages;
       continue;
     }
     for (std::uint32_t n = 0; n < e.pages;) {
@@ -333,44 +360,6 @@ Result<std::vector<MemoryPart>> zero_unless_said(const std::string& images, cons
   return parts;
 }
 
-/// Layers of pre-dumps, the newest first, with the holes of each.
-class Holes {
- public:
-  explicit Holes(std::vector<Layer> layers) : layers_(std::move(layers)) {
-    for (const Layer& layer : layers_) holes_.push_back(layer.pages.holes());
-  }
-  /// Adds those parts of [vaddr, end) that are holes in the layer that has them, by address.
-  void find(std::uint64_t vaddr, std::uint64_t end, std::vector<MemoryPart>& out, std::size_t in = 0) const {
-    while (in < layers_.size() && vaddr < end) {
-      const Entry* const e = layers_[in].find(vaddr, nullptr);
-      if (!e) return;  // nowhere: CRIU says so
-      const std::uint64_t to = std::min(end, e->end());
-      if (e->present()) {
-        const std::uint64_t first = e->at + (vaddr - e->vaddr) / kPage, last = first + (to - vaddr) / kPage;
-        for (const auto& [from, until] : holes_[in])
-          if (const std::uint64_t a = std::max(first, from), b = std::min(last, until); a < b) append(out, {vaddr + (a - first) * kPage, (b - a) * kPage});
-      } else if (e->flags & kInParent) {
-        find(vaddr, to, out, in + 1);
-      }
-      vaddr = to;
-    }
-  }
-
- private:
-  const std::vector<Layer> layers_;
-  std::vector<std::vector<std::pair<std::uint64_t, std::uint64_t>>> holes_;
-};
-
-std::vector<MemoryPart> in_both(const std::vector<MemoryPart>& a, const std::vector<MemoryPart>& b) {
-  std::vector<MemoryPart> out;
-  for (auto x = a.begin(), y = b.begin(); x != a.end() && y != b.end();) {
-    const std::uint64_t start = std::max(x->start, y->start), x_end = x->start + x->bytes, y_end = y->start + y->bytes, end = std::min(x_end, y_end);
-    if (start < end) out.push_back({start, end - start});
-    ++(x_end < y_end ? x : y);
-  }
-  return out;
-}
-
 Result<std::uint64_t> leave_out_zeros_of(const std::string& images, const std::string& name, const std::string& process) {
   auto map = read_pagemap(images + "/" + name);
   auto layers = layers_of(images + "/parent", name);
@@ -378,12 +367,19 @@ Result<std::uint64_t> leave_out_zeros_of(const std::string& images, const std::s
   if (!map) return map.error();
   if (!layers) return layers.error();
   if (!among) return among.error();
-  const Holes holes(std::move(*layers));
+  std::vector<decltype(std::declval<Pages>().holes())> holes;
+  for (const Layer& layer : *layers) holes.push_back(layer.pages.holes());
   Pagemap out{map->pages_id, {}, map->present};
   std::uint64_t pages = 0;
   for (const Entry& e : map->entries) {
     std::vector<MemoryPart> zeros;
-    if (!e.present() && e.flags & kInParent) holes.find(e.vaddr, e.end(), zeros);
+    if (!e.present() && e.flags & kInParent)
+      each_run(*layers, e.vaddr, e.end(), [&](std::uint64_t from, std::uint64_t to, std::size_t layer, const Entry* in) {
+        if (!in) return;  // nowhere: CRIU says so
+        const std::uint64_t first = in->at + (from - in->vaddr) / kPage, last = first + (to - from) / kPage;
+        for (const auto& [hole, until] : holes[layer])
+          if (const std::uint64_t a = std::max(first, hole), b = std::min(last, until); a < b) append(zeros, {from + (a - first) * kPage, (b - a) * kPage});
+      });
     std::uint64_t at = e.vaddr;
     const auto keep_until = [&](std::uint64_t end) {
       if (at < end) out.entries.push_back({at, static_cast<std::uint32_t>((end - at) / kPage), e.flags, e.at});
@@ -411,51 +407,66 @@ struct Run {
 };
 
 /// Of memory those pages that are not marked as written, and may be.
-class Suspects {
- public:
+struct Suspects {
+  std::vector<Run> runs;            // to be compared
+  std::vector<MemoryPart> unknown;  // in no image, or not there; by address
+  std::uint64_t pages = 0;          // in runs
+  std::uint64_t spared = 0;         // pages in images, of no suspect part
+
   /// @param pagemap  /proc/PID/pagemap
-  /// @param among    by address
+  /// @param among    suspect parts of `parts`, by address
   static Result<Suspects> of(const std::string& pagemap, const std::vector<Layer>& layers, const std::vector<MemoryPart>& parts, const std::vector<MemoryPart>& among) {
     Suspects s;
-    s.next_ = among.data(), s.end_ = s.next_ + among.size();
     const Fd fd(::open(pagemap.c_str(), O_RDONLY | O_CLOEXEC));
     if (fd.n < 0) return sys_error("opening " + pagemap);
-    std::vector<std::uint64_t> marks(kAtOnce);
-    std::vector<const Entry*> at(layers.size());
-    for (const MemoryPart& part : parts)
-      for (std::uint64_t first = 0, pages = part.bytes / kPage; first < pages; first += kAtOnce) {
-        const std::uint64_t n = std::min(pages - first, std::uint64_t{kAtOnce}), page = part.start / kPage + first;
-        if (pread(fd.n, marks.data(), n * sizeof marks[0], static_cast<off_t>(page * sizeof marks[0])) != static_cast<ssize_t>(n * sizeof marks[0]))
-          return sys_error("reading " + pagemap);
-        for (std::uint64_t i = 0; i < n; ++i) s.add((page + i) * kPage, marks[i], layers, at);
+    auto suspect = among.begin();
+    for (const MemoryPart& part : parts) {
+      std::uint64_t at = part.start;
+      for (const std::uint64_t end = part.start + part.bytes; at < end;) {
+        const bool more = suspect != among.end() && suspect->start < end;
+        s.spare(layers, at, more ? suspect->start : end);
+        if (!more) break;
+        if (auto done = s.look_at(pagemap, fd, layers, *suspect); !done) return done.error();
+        at = suspect->start + suspect->bytes;
+        ++suspect;
       }
+    }
     return s;
   }
-  std::vector<Run> runs;                // to be compared
-  std::vector<MemoryPart> unknown;      // in no image, or not there
-  std::uint64_t pages = 0;              // in runs
-  std::uint64_t spared = 0;             // pages of no suspect part
 
  private:
   static constexpr std::uint64_t kAtOnce = 4096, kSoftDirty = 1ull << 55, kThere = 1ull << 63;
+
+  // Whether it is marked makes no difference.
+  void spare(const std::vector<Layer>& layers, std::uint64_t from, std::uint64_t end) {
+    each_run(layers, from, end, [this](std::uint64_t first, std::uint64_t to, std::size_t, const Entry* e) {
+      if (e) spared += (to - first) / kPage;
+      else append(unknown, {first, to - first});
+    });
+  }
+
+  Status look_at(const std::string& pagemap, const Fd& fd, const std::vector<Layer>& layers, const MemoryPart& part) {
+    std::vector<std::uint64_t> marks(std::min(kAtOnce, part.bytes / kPage));
+    std::vector<const Entry*> at(layers.size());
+    for (std::uint64_t first = 0, all = part.bytes / kPage; first < all; first += kAtOnce) {
+      const std::uint64_t n = std::min(all - first, kAtOnce), page = part.start / kPage + first;
+      if (pread(fd.n, marks.data(), n * sizeof marks[0], static_cast<off_t>(page * sizeof marks[0])) != static_cast<ssize_t>(n * sizeof marks[0]))
+        return sys_error("reading " + pagemap);
+      for (std::uint64_t i = 0; i < n; ++i) add((page + i) * kPage, marks[i], layers, at);
+    }
+    return {};
+  }
 
   void add(std::uint64_t vaddr, std::uint64_t mark, const std::vector<Layer>& layers, std::vector<const Entry*>& at) {
     if (mark & kSoftDirty) return;  // CRIU finds it
     const char* const before = mark & kThere ? page_before(layers, vaddr, at) : nullptr;
     if (!before) return append(unknown, {vaddr, kPage});
-    while (next_ != end_ && next_->start + next_->bytes <= vaddr) ++next_;
-    if (next_ == end_ || next_->start > vaddr) {
-      ++spared;
-      return;
-    }
     ++pages;
     if (!runs.empty() && runs.back().pages < kRunPages && runs.back().vaddr + runs.back().pages * kPage == vaddr && runs.back().before + runs.back().pages * kPage == before)
       ++runs.back().pages;
     else
       runs.push_back({vaddr, 1, before, nullptr});
   }
-
-  const MemoryPart *next_ = nullptr, *end_ = nullptr;  // suspect parts that are not behind us
 };
 
 /// Aside. What it cannot read differs.
@@ -526,7 +537,7 @@ Result<Changed> changed_since(const std::string& parent, int number, pid_t pid, 
   auto layers = layers_of(parent, name);
   if (!layers) return layers.error();
   if (layers->empty()) return Error{ENOENT, parent + "/" + name + " is not there"};
-  auto suspects = Suspects::of(pagemap, *layers, parts, suspect_parts);
+  auto suspects = Suspects::of(pagemap, *layers, parts, in_both(parts, suspect_parts));
   if (!suspects) return suspects.error();
 
   std::vector<Run>& runs = suspects->runs;

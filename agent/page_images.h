@@ -14,7 +14,7 @@ namespace migr {
 
 struct PageCounts {
   std::uint64_t kept = 0;       // pages that the dump still holds
-  std::uint64_t unchanged = 0;  // pages that it refers to the pre-dumps for
+  std::uint64_t unchanged = 0;  // pages that it refers to the pre-dumps for, also by CRIU's own doing
 };
 
 /// Takes pages out of a dump that are in the pre-dump with the same content, and has it refer to those. CRIU itself goes
@@ -44,13 +44,13 @@ void append(std::vector<MemoryPart>& to, const MemoryPart& part, std::uint64_t g
 
 struct Changed {
   std::vector<MemoryPart> parts;  // by address; a few pages between them that are not changed
-  std::uint64_t unchanged = 0;    // pages that are as the pre-dumps have them
+  std::uint64_t unchanged = 0;    // pages that no NIC has changed since the pre-dumps
   std::uint64_t compared = 0;     // pages that were read for that
   std::uint64_t spared = 0;       // pages that are in no suspect part
 };
 
 /// What has changed in memory of a process since it was copied ahead, though no page is marked as written for it: by a NIC. Pages that are
-/// marked (soft-dirty), which a dump finds by itself, are neither in `parts` nor counted; those that are in no pre-dump have changed.
+/// marked (soft-dirty), which a dump finds by itself, are not looked at; those that are in no pre-dump have changed.
 /// @param parent    folder of the last pre-dump
 /// @param number    the process's in the names of images
 /// @param pid       in our pid namespace; it may run, but no NIC may write to it

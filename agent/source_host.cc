@@ -657,7 +657,7 @@ Result<std::uint64_t> SourceRun::drop_unchanged() {
   std::uint64_t unchanged = 0;
   auto work = [&]() -> Status {
     auto pages = migr::drop_unchanged(dir + "/images", dir + "/" + pre_copied_);
-    if (pages) unchanged = not_dumped_ + pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+    if (pages) unchanged = pages->unchanged * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
     return pages;
   };
   if (auto s = step(FaultStep::kSourceCompare, work); !s) return s.error();
@@ -754,11 +754,10 @@ Result<std::uint64_t> SourceRun::find_written(Process& p, const NicWrites* by_pa
 }
 
 Status SourceRun::freeze(const NicWrites* writes) {
-  not_dumped_ = 0;
   auto s = each([this, writes](Process& p) -> Status {
     if (!pre_copied_.empty()) {
       auto same = find_written(p, writes);
-      if (same) spdlog::info("{}: {} KB of its registered memory are as they were copied ahead", p.session->label(), *same >> 10), not_dumped_ += *same;
+      if (same) spdlog::info("{}: {} KB of its registered memory are as they were copied ahead", p.session->label(), *same >> 10);
       else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
     }
     if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs, p.described); !s) return s;

@@ -3,7 +3,6 @@
 // says after a crash what has to be taken back.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -152,10 +151,9 @@ class SourceRun final : public Source {
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
   bool busy_ = false;
-  Child detach_ahead_;                         // the network hook, waiting
-  Child ahead_;                                // the checkpoint, waiting
-  std::string pre_copied_;                     // folder of the last round, beside that of the images
-  std::atomic<std::uint64_t> not_dumped_ = 0;  // bytes that a NIC may have written to, and has not
+  Child detach_ahead_;      // the network hook, waiting
+  Child ahead_;             // the checkpoint, waiting
+  std::string pre_copied_;  // folder of the last round, beside that of the images
 };
 
 }  // namespace migr
