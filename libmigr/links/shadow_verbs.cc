@@ -248,7 +248,8 @@ std::string why_not(const QpShadow& q) {
   if (!q.send_cq || !q.recv_cq) return "has no CQ";
   if (reads_more(*q.send_cq) || reads_more(*q.recv_cq)) return "completes on an ibv_cq_ex with time stamps, VLANs, flow tags or tag matching";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";
-  if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~(kNames | (shares_receives(q) ? kTrapped : 0u))) return "is in a switchover";
+  // A kept session may be open: nobody would look again when it ends.
+  if (!q.adrift && q.state.load(std::memory_order_relaxed) & ~(kNames | kKeptSession | (shares_receives(q) ? kTrapped : 0u))) return "is in a switchover";
   if (!(q.birth.mask & IBV_QP_AV) || !q.birth.ah.is_global) return "has no GID";
   if (const std::string why = why_refused(*q.send_cq); !why.empty()) return why;
   return why_refused(*q.recv_cq);

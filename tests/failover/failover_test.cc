@@ -1232,7 +1232,7 @@ TEST(Neighbours, ThatAreSilentKeepNobodyBack) {
 
 /// A QP of one of several processes that send to each other's.
 struct Speaker {
-  explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr)
+  explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr, bool sessions = false)
       : lib(library), pd(of ? of : lib.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib.context)),
         cq(completes ? completes : lib.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib.context, 256, nullptr, nullptr, 0)) {
     ibv_qp_init_attr init{};
@@ -1240,7 +1240,12 @@ struct Speaker {
     init.srq = srq;
     init.cap = {.max_send_wr = kDepth, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
-    qp = lib.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd, &init);
+    ibv_qp_init_attr_ex wide{};
+    std::memcpy(&wide, &init, sizeof init);
+    wide.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    wide.pd = pd;
+    wide.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE;
+    qp = sessions ? ibv_create_qp_ex(lib.context, &wide) : lib.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd, &init);
     ibv_query_gid(lib.context, 1, 0, &gid);
   }
   void connect(const Speaker& to) const {
@@ -1322,6 +1327,36 @@ TEST(Later, ADeviceGoesAndTheOtherEndHearsOfIt) {
   ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
   model_raise_fatal(1, 1);
   EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[0]->state().why) == "the other end cannot go to its other link"; })) << pairs.xs[0]->state().why;
+}
+
+/// A session that began while posts are noted is kept. Its links are left and come back before it ends: they are there all the same.
+TEST(Session, ThatIsOpenKeepsNoBackupAway) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b, nullptr, nullptr, nullptr, true);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ibv_qp_ex* const sessions[] = {a.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(x.qp), b.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(y.qp)};
+  for (ibv_qp_ex* session : sessions) ibv_wr_start(session);
+  const StoreProcess process = store_process_of(0);
+  char why[200] = "";
+  process.park(why, sizeof why);
+  EXPECT_STREQ(why, "");
+  EXPECT_FALSE(x.ready_on(0) && y.ready_on(0));
+  process.let_go();
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  for (ibv_qp_ex* session : sessions) {
+    session->wr_id = 7;
+    session->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(session, 0, 0);
+    EXPECT_EQ(ibv_wr_complete(session), 0);
+  }
+  ibv_wc wc{};
+  for (const Speaker* s : {&x, &y}) {
+    EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(s->cq, 1, &wc) == 1; }));
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.wr_id, 7u);
+  }
 }
 
 /// Sends WRITEs of no bytes, each of which completes.
