@@ -135,7 +135,7 @@ Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const
   Argv dump = criu("dump", images, work, "dump.log");
   dump.insert(dump.end(), {"-t", std::to_string(pid), "--leave-stopped"});
   if (!parent.empty()) dump.insert(dump.end(), {"--track-mem", "--prev-images-dir", parent});
-  Argv a = {"sh", "-c", "read -r begin && exec \"$@\"", "sh"};
+  Argv a = {"sh", "-c", "echo ready; read -r begin && exec \"$@\"", "sh"};
   a.insert(a.end(), dump.begin(), dump.end());
   return Child::start(first_to_go(a), criu_env(config_, images), log, true);
 }

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -145,6 +146,8 @@ Result<Child> Child::start(const Argv& argv, const Env& env, const std::string& 
   if (input && pipe2(in, O_CLOEXEC)) return sys_error("pipe");
   const int fd = open(output_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   const int err = errno;
+  struct stat st {};
+  const std::uintmax_t output_from = fd >= 0 && !fstat(fd, &st) ? static_cast<std::uintmax_t>(st.st_size) : 0;
   auto pid = fd < 0 ? Result<pid_t>(sys_error("cannot write " + output_file, err)) : spawn(argv, env, in[0], fd, fd);
   for (const int f : {fd, in[0]})
     if (f >= 0) close(f);
@@ -152,6 +155,8 @@ Result<Child> Child::start(const Argv& argv, const Env& env, const std::string& 
   c.input_ = in[1];
   if (!pid) return pid.error();
   c.pid_ = *pid;
+  c.output_ = output_file;
+  c.output_from_ = output_from;
   return c;
 }
 
@@ -161,12 +166,29 @@ Status Child::say(const std::string& line) {
   return sys_error("writing to a program");
 }
 
-Child::Child(Child&& o) noexcept : pid_(std::exchange(o.pid_, 0)), status_(o.status_), input_(std::exchange(o.input_, -1)) {}
+bool Child::wait_for(const std::string& line, int limit_ms) {
+  constexpr int kLookMs = 10;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  for (;;) {
+    const bool goes_on = running();
+    std::ifstream in(output_);
+    in.seekg(static_cast<std::streamoff>(output_from_));
+    for (std::string said; std::getline(in, said);)
+      if (said == line && !in.eof()) return true;
+    if (!goes_on || Clock::now() > deadline) return false;
+    usleep(kLookMs * 1000);
+  }
+}
+
+Child::Child(Child&& o) noexcept
+    : output_(std::move(o.output_)), output_from_(o.output_from_), pid_(std::exchange(o.pid_, 0)), status_(o.status_), input_(std::exchange(o.input_, -1)) {}
 
 Child& Child::operator=(Child&& o) noexcept {
   std::swap(pid_, o.pid_);
   std::swap(status_, o.status_);
   std::swap(input_, o.input_);
+  std::swap(output_, o.output_);
+  std::swap(output_from_, o.output_from_);
   return *this;
 }
 

@@ -49,8 +49,12 @@ class Child {
   void forget() { pid_ = 0; }
   /// A line to its input. EPIPE: it has ended.
   Status say(const std::string& line);
+  /// Until it has written this line. @return false: it has ended, or the limit is over
+  bool wait_for(const std::string& line, int limit_ms);
 
  private:
+  std::string output_;
+  std::uintmax_t output_from_ = 0;  // what is before was there when it started
   pid_t pid_ = 0;
   int status_ = -1;
   int input_ = -1;

@@ -856,6 +856,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   }
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s && rounds_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
+  if (s) source_.get_ready();
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
     undo_.push("rolling back", [this] {
       if (old_paths_.valid()) old_paths_.wait();

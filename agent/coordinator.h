@@ -77,6 +77,7 @@ class Source {
   virtual Result<std::uint64_t> drop_unchanged() = 0;
   /// From now on it is noted where NICs write to by work requests of here. @return where that cannot be, why: nothing else has changed
   virtual Status track() = 0;
+  virtual void get_ready() = 0;    // waits a while for what was started ahead, so that the stop need not
   virtual Status suspend() = 0;    // and all threads seen outside
   /// QPs are counted by their place in ContainerInfo::connected. @return those that were not done in time
   /// @param gone  those whose other end is: they are not waited for

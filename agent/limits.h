@@ -54,6 +54,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                                   \
   X(kCompareMs, "compare_ms", 60'000) /* a process's memory with what was copied ahead; then all of it is dumped */            \
   X(kHookMs, "hook_ms", 60'000)                                                                                                \
+  X(kAheadMs, "ahead_ms", 2'000)                   /* the stop waits for those that are started before it */                   \
   X(kRestoreSocketMs, "restore_socket_ms", 50'000) /* partial restore: until the plugin listens */                             \
   /* links */                                                                                                                  \
   X(kLinkCallMs, "link_call_ms", 3'000)        /* a question to the directory of links; a Redis engine's, too */               \

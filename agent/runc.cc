@@ -173,7 +173,8 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
   }
   if (!ahead.status()) return {};
   constexpr std::size_t kSaid = 2048;
-  return Error{ECHILD, what + plain(CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line())};
+  const std::string last = CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line();
+  return Error{ECHILD, what + (last == kReady ? "exit status " + std::to_string(ahead.status()) : plain(last))};
 }
 
 Status Runc::resume(const std::string& id) const {

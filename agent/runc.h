@@ -60,6 +60,8 @@ class Runc {
   /// @param parent  relative to `images`: a pre-dump, whose unchanged pages are left out; empty: none
   Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;
+  /// Of what is started ahead of the stop: the line that it writes when it waits to be told to begin.
+  static constexpr const char* kReady = "ready";
   /// Leaves the container paused.
   Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const;
   Status resume(const std::string& id) const;

@@ -672,6 +672,11 @@ Status SourceRun::track() {
   return each([this](Process& p) { return migr::track(*p.session, id_, {}); });
 }
 
+void SourceRun::get_ready() {
+  for (Child* child : {&ahead_, &detach_ahead_})
+    if (child->running() && !child->wait_for(Runc::kReady, kAheadMs)) spdlog::debug("a program that was started ahead of the stop does not say that it is ready");
+}
+
 Status SourceRun::suspend() {
   return each([this](Process& p) -> Status {
     if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs, p.described); !s) return s;

@@ -106,6 +106,7 @@ class SourceRun final : public Source {
   Status checkpoint_after(unsigned round) override;
   Result<std::uint64_t> drop_unchanged() override;
   Status track() override;
+  void get_ready() override;
   Status suspend() override;
   Result<wire::DrainReply> drain(int limit_ms, const std::set<std::size_t>& gone) override;
   Result<wire::CutReply> cut(const wire::CutRequest& r) override;

@@ -60,6 +60,7 @@ class StoredSource final : public Source {
   Result<std::uint64_t> drop_unchanged() override { return 0; }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
   Status track() override { return {}; }
+  void get_ready() override {}
   Status suspend() override { return {}; }
   Result<wire::DrainReply> drain(int, const std::set<std::size_t>&) override { return wire::DrainReply(); }
   Result<wire::CutReply> cut(const wire::CutRequest&) override { return Error{ENOTSUP, "it is stored already"}; }

@@ -274,6 +274,7 @@ int pre_dump(const Container& c, const std::string& to) {
 int checkpoint(const Container& c, const std::string& images, const std::string& parent) {
   std::cout << "ready" << std::endl;
   std::string line;
+  std::cout << "ready" << std::endl;
   if (!std::getline(std::cin, line)) return complain("nobody said when to begin");
   std::ofstream(c.dir + "/paused") << "\n";
   kill(c.pid, SIGSTOP);
@@ -471,6 +472,7 @@ int runc(Args a) {
 int net(Args a) {
   if (a[0] == "await-detach") {
     std::string line;
+    std::cout << "ready" << std::endl;
     if (!std::getline(std::cin, line) || line != "begin") return 0;
     a[0] = "detach";
   }

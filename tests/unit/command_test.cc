@@ -54,6 +54,19 @@ TEST_F(Command, ChildReadsWhatItIsTold) {
   EXPECT_EQ(tail_of(log, 100), "got begin\n");
 }
 
+TEST_F(Command, ChildSaysThatItIsReady) {
+  std::ofstream(log) << "ready\n";  // of one before
+  auto c = Child::start({"sh", "-c", "printf rea; sleep 0.1; echo dy; read x; echo late"}, {}, log, true);
+  ASSERT_TRUE(c) << c.error().text;
+  EXPECT_FALSE(c->wait_for("ready", 20)) << "what it has not said";
+  EXPECT_TRUE(c->wait_for("ready", 5000));
+  EXPECT_FALSE(c->wait_for("late", 20));
+  ASSERT_TRUE(c->say("go on"));
+  EXPECT_TRUE(c->wait_for("late", 5000)) << "its last word";
+  EXPECT_FALSE(c->wait_for("never", 5000)) << "it has ended";
+  EXPECT_EQ(c->status(), 0);
+}
+
 TEST_F(Command, ChildThatIsLetGoReadsItsEnd) {
   {
     auto c = Child::start({"sh", "-c", "trap '' TERM; read x || touch \"$1\"; sleep 30", "sh", log + ".end"}, {}, log, true);

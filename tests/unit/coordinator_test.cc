@@ -114,6 +114,7 @@ struct FakeSource final : Source {
     return 8192;
   }
   Status track() override { return p.did("s.track"); }
+  void get_ready() override { (void)p.did("s.get_ready"); }
   Status suspend() override { return p.did("s.suspend"); }
   std::vector<std::uint32_t> left;  // by drain
   int drain_ms = 0;
