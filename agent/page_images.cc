@@ -96,6 +96,7 @@ Result<Pagemap> read_pagemap(const std::string& path) {
     criu::PagemapEntry e;
     if (!image.next(e)) return damaged(path);
     const std::uint32_t flags = e.has_flags() ? e.flags() : e.in_parent() ? kInParent : kPresent;
+    if (e.vaddr() % kPage) return Error{EIO, path + ": an entry does not begin with a page"};
     if (e.vaddr() + e.nr_pages() * kPage < e.vaddr() || (!map.entries.empty() && e.vaddr() < map.entries.back().end())) return Error{EIO, path + ": its entries overlap"};
     map.entries.push_back({e.vaddr(), e.nr_pages(), flags, map.present});
     if (flags & kPresent) map.present += e.nr_pages();
@@ -353,7 +354,7 @@ Result<std::vector<MemoryPart>> zero_unless_said(const std::string& images, cons
   std::vector<MemoryPart> parts;
   std::uint64_t last = 0;
   for (const auto& vma : mm.vmas()) {
-    if (vma.start() < last || vma.end() <= vma.start()) return damaged(path);
+    if (vma.start() < last || vma.end() <= vma.start() || (vma.start() | vma.end()) % kPage) return damaged(path);
     last = vma.end();
     if ((vma.status() & (kAnonymousPrivate | kAioRing)) == kAnonymousPrivate) append(parts, {vma.start(), vma.end() - vma.start()});
   }

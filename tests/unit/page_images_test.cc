@@ -235,6 +235,14 @@ TEST_F(PageImages, ZerosOfSharedMemoryAreLeftOut) {
   EXPECT_EQ(*r, 20u);
 }
 
+TEST_F(PageImages, PartsOfPagesAreRefused) {
+  base_ += 0x100;
+  some_zeros();
+  mappings("/now", 7, {{0, 40, kRegular | kAnonymous}});
+  EXPECT_FALSE(leave_out_zeros(dir_ + "/now"));
+  EXPECT_FALSE(drop_unchanged(dir_ + "/now", dir_ + "/before"));
+}
+
 TEST_F(PageImages, WithoutAMapOfMemoryNothingIsLeftOut) {
   some_zeros();
   const std::string was = get(dir_ + "/now/pagemap-7.img");
