@@ -16,6 +16,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <span>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -132,6 +133,11 @@ Status write_pagemap(const std::string& path, const Pagemap& map) {
   return {};
 }
 
+/// Pages of a file that it has nothing of, which is zeros.
+struct Hole {
+  std::uint64_t first, end;  // numbers of pages
+};
+
 /// pages-ID.img in memory.
 class Pages {
  public:
@@ -156,16 +162,16 @@ class Pages {
     if (data_) munmap(data_, size_);
   }
   char* page(std::uint64_t n) const { return data_ + n * kPage; }
-  /// Where the file has nothing, which is zeros, as numbers of pages; where its file system cannot tell: none.
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> holes() const {
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
+  /// In order; where its file system cannot tell: none.
+  std::vector<Hole> holes() const {
+    std::vector<Hole> out;
     const auto size = static_cast<off_t>(size_);
     for (off_t at = 0, data; at >= 0 && at < size; at = lseek(fd_.n, data, SEEK_HOLE)) {
       data = lseek(fd_.n, at, SEEK_DATA);
       if (data < 0 && errno != ENXIO) break;
       if (data < 0) data = size;
       const std::uint64_t first = (static_cast<std::uint64_t>(at) + kPage - 1) / kPage, end = static_cast<std::uint64_t>(data) / kPage;
-      if (first < end) out.emplace_back(first, end);
+      if (first < end) out.push_back({first, end});
       if (data == size) break;
     }
     return out;
@@ -242,7 +248,7 @@ void each_run(const std::vector<Layer>& layers, std::uint64_t vaddr, std::uint64
 }
 
 /// What both have; each by address.
-std::vector<MemoryPart> in_both(const std::vector<MemoryPart>& a, const std::vector<MemoryPart>& b) {
+std::vector<MemoryPart> in_both(std::span<const MemoryPart> a, std::span<const MemoryPart> b) {
   std::vector<MemoryPart> out;
   for (auto x = a.begin(), y = b.begin(); x != a.end() && y != b.end();) {
     const std::uint64_t start = std::max(x->start, y->start), x_end = x->start + x->bytes, y_end = y->start + y->bytes, end = std::min(x_end, y_end);
@@ -368,24 +374,29 @@ Result<std::uint64_t> leave_out_zeros_of(const std::string& images, const std::s
   if (!map) return map.error();
   if (!layers) return layers.error();
   if (!among) return among.error();
-  std::vector<decltype(std::declval<Pages>().holes())> holes;
+  std::vector<std::vector<Hole>> holes;
   for (const Layer& layer : *layers) holes.push_back(layer.pages.holes());
   Pagemap out{map->pages_id, {}, map->present};
   std::uint64_t pages = 0;
+  std::span<const MemoryPart> left(*among);  // what does not end before the entry
   for (const Entry& e : map->entries) {
+    while (!left.empty() && left.front().start + left.front().bytes <= e.vaddr) left = left.subspan(1);
     std::vector<MemoryPart> zeros;
     if (!e.present() && e.flags & kInParent)
       each_run(*layers, e.vaddr, e.end(), [&](std::uint64_t from, std::uint64_t to, std::size_t layer, const Entry* in) {
         if (!in) return;  // nowhere: CRIU says so
         const std::uint64_t first = in->at + (from - in->vaddr) / kPage, last = first + (to - from) / kPage;
-        for (const auto& [hole, until] : holes[layer])
-          if (const std::uint64_t a = std::max(first, hole), b = std::min(last, until); a < b) append(zeros, {from + (a - first) * kPage, (b - a) * kPage});
+        const auto& all = holes[layer];
+        for (auto h = std::partition_point(all.begin(), all.end(), [&](const Hole& x) { return x.end <= first; }); h != all.end() && h->first < last; ++h) {
+          const std::uint64_t a = std::max(first, h->first), b = std::min(last, h->end);
+          append(zeros, {from + (a - first) * kPage, (b - a) * kPage});
+        }
       });
     std::uint64_t at = e.vaddr;
     const auto keep_until = [&](std::uint64_t end) {
       if (at < end) out.entries.push_back({at, static_cast<std::uint32_t>((end - at) / kPage), e.flags, e.at});
     };
-    for (const MemoryPart& z : in_both(zeros, *among)) {
+    for (const MemoryPart& z : in_both(zeros, left)) {
       if (z.bytes < kShortestRun * kPage) continue;
       keep_until(z.start);
       at = z.start + z.bytes;

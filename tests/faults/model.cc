@@ -274,7 +274,6 @@ int pre_dump(const Container& c, const std::string& to) {
 int checkpoint(const Container& c, const std::string& images, const std::string& parent) {
   std::cout << "ready" << std::endl;
   std::string line;
-  std::cout << "ready" << std::endl;
   if (!std::getline(std::cin, line)) return complain("nobody said when to begin");
   std::ofstream(c.dir + "/paused") << "\n";
   kill(c.pid, SIGSTOP);
