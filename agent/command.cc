@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +24,27 @@ namespace migr {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr int kLookMs = 10;  // without a pidfd
+
+/// Becomes readable when a child of ours ends.
+class Pidfd {
+ public:
+  explicit Pidfd(pid_t child) : fd_(child ? static_cast<int>(syscall(SYS_pidfd_open, child, 0)) : -1) {}
+  Pidfd(const Pidfd&) = delete;
+  ~Pidfd() {
+    if (fd_ >= 0) close(fd_);
+  }
+  pollfd to_poll() const { return {fd_, POLLIN, 0}; }
+  /// So long a poll may last that has it.
+  int poll_ms(Clock::time_point deadline) const {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    return fd_ < 0 ? kLookMs : static_cast<int>(std::max<std::int64_t>(left, 0));
+  }
+
+ private:
+  const int fd_;
+};
 
 int exit_status(int st) { return WIFEXITED(st) ? WEXITSTATUS(st) : 128 + WTERMSIG(st); }
 
@@ -100,12 +122,12 @@ Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms
   bool late = false;
   int st = 0;
   if (pid) {
-    pollfd fds[2] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}};
+    const Pidfd pidfd(*pid);
+    pollfd fds[3] = {{out[0], POLLIN, 0}, {err[0], POLLIN, 0}, pidfd.to_poll()};
     std::string* to[2] = {&r.out, &r.err};
     // Something that it started may keep the pipes open: its own end counts.
     for (bool ended = false; !ended || fds[0].fd >= 0 || fds[1].fd >= 0;) {
-      constexpr int kLookMs = 20;
-      const int n = poll(fds, 2, ended ? 0 : kLookMs);
+      const int n = poll(fds, ended ? 2 : 3, ended ? 0 : pidfd.poll_ms(deadline));
       for (int i = 0; n > 0 && i < 2; i++) {
         if (!fds[i].revents) continue;
         char buf[4096];
@@ -167,7 +189,6 @@ Status Child::say(const std::string& line) {
 }
 
 bool Child::wait_for(const std::string& line, int limit_ms) {
-  constexpr int kLookMs = 10;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
   for (;;) {
     const bool goes_on = running();
@@ -210,9 +231,11 @@ bool Child::running() {
 
 bool Child::wait(int limit_ms) {
   const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  const Pidfd pidfd(pid_);
   while (running()) {
     if (Clock::now() > deadline) return false;
-    usleep(10'000);
+    pollfd p = pidfd.to_poll();
+    poll(&p, 1, pidfd.poll_ms(deadline));
   }
   return true;
 }
