@@ -54,8 +54,9 @@ struct DestinationHost::Job : LeasedJob {
 
   Fd module;  // migr.ko stays loaded, with what it has recorded of `objects`, until REBIND
   std::unique_ptr<RestoreSocket> socket;
-  Child child;        // runc partial-restore; not of a job that an earlier migrd began
-  bool mine = false;  // what has the container's name here was made by this job
+  Child child;         // runc partial-restore; not of a job that an earlier migrd began
+  Child attach, open;  // of the network, got ready and waiting; likewise
+  bool mine = false;   // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   bool attached = false, rebound = false;
@@ -295,7 +296,11 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (auto s = bundle.finish(); !s) return s;
     if (auto s = images.finish(); !s) return s;
     if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
-    return later ? Status() : create(*job, *out);
+    job->attach = runc_.net_ahead("attach-closed", job->bundle, job->container, job->dir + "/attach.out");
+    job->open = runc_.net_ahead("open", job->bundle, job->container, job->dir + "/open.out");
+    if (auto s = later ? Status() : create(*job, *out); !s) return s;
+    Runc::get_ready({&job->attach, &job->open});
+    return {};
   };
   Status s = run();
   if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
@@ -443,7 +448,7 @@ grpc::Status DestinationHost::UploadChanges(grpc::ServerContext* ctx, grpc::Serv
 // Caller holds job.work. CRIU restores TCP connections only where their address is; no packet passes before the commit.
 Status DestinationHost::attach_network(Job& job) {
   if (job.attached) return {};
-  auto s = runc_.net("attach-closed", job.bundle, job.container);
+  auto s = runc_.net(job.attach, "attach-closed", job.bundle, job.container);
   job.attached = bool(s);
   return s;
 }
@@ -514,7 +519,7 @@ void DestinationHost::open_network(Job& job, const std::string& verb) {
   job.record.set_closed(true);
   job.opener = std::thread(with_log_fields([this, &job, verb] {
     for (const LeasedJob::Pace pace; !ends_;) {
-      const auto s = runc_.net(verb, job.bundle, job.container);
+      const auto s = runc_.net(job.open, verb, job.bundle, job.container);
       if (s) break;
       spdlog::error("{}", s.error().text);
       {
@@ -762,6 +767,8 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   if (job.get() != wire::OPEN) return;
   spdlog::warn("undone here: {}", why);
   job.module = Fd();
+  job.attach = Child();
+  job.open = Child();
   std::error_code ec;
   if (job.mine) {
     // Without a restore, or after a boot, somebody else may have started one of that name.

@@ -2,6 +2,7 @@
 #include "runc.h"
 
 #include <signal.h>
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -161,6 +162,11 @@ Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& i
   return Child::start(first_to_go(command(std::move(a))), criu_env(config_), log, true);
 }
 
+void Runc::get_ready(std::initializer_list<Child*> ahead) {
+  for (Child* const child : ahead)
+    if (child->running() && !child->wait_for(kReady, kAheadMs)) spdlog::debug("a program that was started ahead of the stop does not say that it is ready");
+}
+
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
   const std::string what = "checkpoint of " + id + ": ";
   if (auto s = ahead.running() ? ahead.say("begin") : Status(); !s) return Error{s.error().code, what + s.error().text};
@@ -193,6 +199,12 @@ Result<Child> Runc::partial_restore(const std::string& id, const std::string& bu
   return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), criu_env(config_), log);
 }
 
+namespace {
+
+constexpr std::string_view kAttachClosed = "attach-closed";
+
+}  // namespace
+
 Result<bool> Runc::has_net(const std::string& bundle) const {
   if (config_.net_hook.empty()) return false;
   std::ifstream in(bundle + "/config.json");
@@ -201,26 +213,27 @@ Result<bool> Runc::has_net(const std::string& bundle) const {
   return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
 }
 
-Child Runc::net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const {
+Child Runc::net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const {
   auto has = has_net(bundle);
   if (!has || !*has) return {};
-  auto child = Child::start({config_.net_hook, "await-detach", bundle, id}, {}, log, true);
+  const std::string does = verb == kAttachClosed ? "attach" : verb;
+  auto child = Child::start({config_.net_hook, "await-" + does, bundle, id}, {}, log, true);
   return child ? std::move(*child) : Child();
 }
 
-Status Runc::net_detach(Child& ahead, const std::string& bundle, const std::string& id) const {
+Status Runc::net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const {
   if (ahead.running() && ahead.say("begin")) {
     if (ahead.wait(kHookMs) && !ahead.status()) return {};
     ahead.signal(SIGKILL);
   }
-  return net("detach", bundle, id);  // whatever it was: this one says what is wrong
+  return net(verb, bundle, id);
 }
 
 Status Runc::net(const std::string& verb, const std::string& bundle, const std::string& id) const {
   auto has = has_net(bundle);
   if (!has || !*has) return has;
   Argv a = {config_.net_hook};
-  if (verb == "attach-closed")
+  if (verb == kAttachClosed)
     a.insert(a.end(), {"attach", "--closed"});
   else
     a.push_back(verb);

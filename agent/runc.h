@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,8 @@ class Runc {
                                  const std::string& log) const;
   /// Of what is started ahead of the stop: the line that it writes when it waits to be told to begin.
   static constexpr const char* kReady = "ready";
+  /// Waits until they have, ahead_ms at most: who is late makes the stop longer.
+  static void get_ready(std::initializer_list<Child*> ahead);
   /// Leaves the container paused.
   Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const;
   Status resume(const std::string& id) const;
@@ -70,9 +73,10 @@ class Runc {
                                 const std::string& work, const std::string& log) const;
   /// Network hook; nothing to do when none is configured or the bundle asks for none.
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
-  /// A detach that waits for net_detach(); not running: the hook knows no such verb, or there is nothing to do.
-  Child net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const;
-  Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
+  /// A verb of the hook, got ready and waiting for net() with it; not running: the hook knows no such verb, or there is nothing to do.
+  Child net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const;
+  /// Has `ahead` do what it waits for. Where it does not run, or fails, the hook is run for it: that says what is wrong.
+  Status net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const;
 
  private:
   Result<bool> has_net(const std::string& bundle) const;

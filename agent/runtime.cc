@@ -165,12 +165,12 @@ Status Runtime::net(const std::string& verb, const std::string& bundle, const st
   return bare_pid(id) ? Status() : runc_.net(verb, bundle, id);
 }
 
-Child Runtime::net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const {
-  return bare_pid(id) ? Child() : runc_.net_detach_ahead(bundle, id, log);
+Child Runtime::net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const {
+  return bare_pid(id) ? Child() : runc_.net_ahead(verb, bundle, id, log);
 }
 
-Status Runtime::net_detach(Child& ahead, const std::string& bundle, const std::string& id) const {
-  return bare_pid(id) ? Status() : runc_.net_detach(ahead, bundle, id);
+Status Runtime::net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const {
+  return bare_pid(id) ? Status() : runc_.net(ahead, verb, bundle, id);
 }
 
 }  // namespace migr

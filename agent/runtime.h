@@ -52,8 +52,8 @@ class Runtime {
   pid_t init_pid(const std::string& id) const;
   bool owns(const std::string& id, pid_t init, pid_t pid) const;
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
-  Child net_detach_ahead(const std::string& bundle, const std::string& id, const std::string& log) const;
-  Status net_detach(Child& ahead, const std::string& bundle, const std::string& id) const;
+  Child net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const;
+  Status net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const;
 
  private:
   /// @param limit_ms  for commands that may end

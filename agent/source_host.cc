@@ -611,7 +611,7 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   // From here on there is something to take back.
   if (auto s = host_.save(id_, entry_); !s) return s.error();
   if (auto s = checkpoint_ahead(""); !s) return s.error();
-  detach_ahead_ = host_.runc_.net_detach_ahead(info_.bundle, info_.id, dir + "/detach.out");
+  detach_ahead_ = host_.runc_.net_ahead("detach", info_.bundle, info_.id, dir + "/detach.out");
   return dir + "/images";
 }
 
@@ -672,10 +672,7 @@ Status SourceRun::track() {
   return each([this](Process& p) { return migr::track(*p.session, id_, {}); });
 }
 
-void SourceRun::get_ready() {
-  for (Child* child : {&ahead_, &detach_ahead_})
-    if (child->running() && !child->wait_for(Runc::kReady, kAheadMs)) spdlog::debug("a program that was started ahead of the stop does not say that it is ready");
-}
+void SourceRun::get_ready() { Runc::get_ready({&ahead_, &detach_ahead_}); }
 
 Status SourceRun::suspend() {
   return each([this](Process& p) -> Status {
@@ -798,7 +795,7 @@ Status SourceRun::reconnect_all() {
 Status SourceRun::step(FaultStep step, const std::function<Status()>& work) { return fault_step(host_.config_.fault, step, work); }
 
 Status SourceRun::detach_network() {
-  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net_detach(detach_ahead_, info_.bundle, info_.id); });
+  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net(detach_ahead_, "detach", info_.bundle, info_.id); });
 }
 Status SourceRun::attach_network() {
   return step(FaultStep::kSourceAttach, [&] { return host_.runc_.net("attach", info_.bundle, info_.id); });

@@ -469,11 +469,13 @@ int runc(Args a) {
 
 // HOST/net VERB [--closed] BUNDLE ID
 int net(Args a) {
-  if (a[0] == "await-detach") {
+  constexpr std::string_view kAwait = "await-";
+  if (a[0].starts_with(kAwait)) {
     std::string line;
     std::cout << "ready" << std::endl;
     if (!std::getline(std::cin, line) || line != "begin") return 0;
-    a[0] = "detach";
+    a[0].erase(0, kAwait.size());
+    if (a[0] == "attach") a.insert(a.begin() + 1, "--closed");
   }
   const std::string file = host + "/net-state/" + a.back();
   const bool made = !access(file.c_str(), F_OK);
