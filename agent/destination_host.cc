@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -59,18 +60,21 @@ struct DestinationHost::Job : LeasedJob {
   bool mine = false;   // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
-  bool attached = false, rebound = false;
-  std::atomic<bool> ready = false, resumed = false;
+  bool attached = false;
+  std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
   bool cleaned = false;
   std::thread opener;           // lets the network's traffic through
   journal::Destination record;  // guarded by work
 
-  std::mutex state;  // guards keys, keys_known, why_closed
+  std::mutex state;  // guards keys, keys_known, why_closed, rebinds
   std::vector<wire::ProcessKeys> keys;
   bool keys_known = false;  // there may be none
   std::string why_closed;
-  Afterwards afterwards;
+  bool rebinds = false;  // by itself
+  std::condition_variable rebind_ended;
+  wire::ResumeReply replayed;   // guarded by work
+  Afterwards settles, goes_on;  // the latter begins the former
 
   std::string images() const { return dir + "/images"; }
   std::vector<std::string> births_of(std::size_t i) const {
@@ -507,10 +511,29 @@ Status DestinationHost::commit(Job& job) {
   decided(wire::COMMITTED);
   job.renew();
   open_network(job, "open");
+  go_on(job);
   // If it cannot be written, a look will tell.
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   spdlog::info("committed, {} runs here", job.container);
   return {};
+}
+
+// Its processes wait for nobody's next words. Where that fails Rebind and Resume try again. Caller holds job.work.
+void DestinationHost::go_on(Job& job) {
+  {
+    std::lock_guard lock(job.state);
+    job.rebinds = true;
+  }
+  job.goes_on.run([this, &job] {
+    std::lock_guard work(job.work);
+    const auto s = job_step(config_.fault, job.id, FaultStep::kDestinationRebind, [&] { return rebind(job); });
+    {
+      std::lock_guard lock(job.state);
+      job.rebinds = false;
+    }
+    job.rebind_ended.notify_all();
+    if (s) (void)job_step(config_.fault, job.id, FaultStep::kDestinationResume, [&] { return resume(job); });
+  });
 }
 
 // The container is cut off until that is done: it is tried as long as it is here. Caller holds job.work.
@@ -593,6 +616,7 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
   for (const auto until = Clock::now() + std::chrono::milliseconds(kReconnectMs);;) {
     auto session = sessions_.wait_for(job.instances[i], fits, kLookMs);
     if (session) return session;
+    if (ends_) return Error{ECANCELED, "migrd ends"};
     if (has_ended(job, i)) {
       spdlog::warn("a process of {} has ended since the commit", job.container);
       return std::shared_ptr<ProcessSession>();
@@ -656,27 +680,34 @@ Status DestinationHost::rebind(Job& job) {
       if (auto told = tell_keys(*s, job.id, keys); !told && !s->ends()) return told;
   for (const auto& i : job.instances) close_gate(config_.run_dir, i);
   tell_moves(job, true);
-  job.rebound = true;
   job.module = Fd();
   std::lock_guard lock(job.state);
   job.keys = keys;
   job.keys_known = true;
+  job.rebound = true;
   return {};  // not written down: REBIND answers the same again
 }
 
 grpc::Status DestinationHost::Rebind(grpc::ServerContext* ctx, const wire::Migration* m, wire::CommitReply* out) {
   const LogScope log(log_fields_of(*ctx, config_, m->id()));
-  auto job = jobs_.find(m->id(), {*ctx, config_});
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  if (auto s = job_step(config_.fault, m->id(), FaultStep::kDestinationRebind, [&] { return rebind(**job); }); !s) return to_grpc(s);
-  std::lock_guard lock((*job)->state);
-  for (const auto& k : (*job)->keys) *out->add_keys() = k;
+  auto found = jobs_.find(m->id(), {*ctx, config_});
+  if (!found) return to_grpc(found);
+  Job& job = **found;
+  {
+    std::unique_lock lock(job.state);
+    job.rebind_ended.wait(lock, [&] { return !job.rebinds; });
+  }
+  if (!job.rebound) {
+    std::lock_guard work(job.work);
+    if (auto s = job_step(config_.fault, m->id(), FaultStep::kDestinationRebind, [&] { return rebind(job); }); !s) return to_grpc(s);
+  }
+  std::lock_guard lock(job.state);
+  for (const auto& k : job.keys) *out->add_keys() = k;
   return grpc::Status::OK;
 }
 
 // Caller holds job.work.
-Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
+Status DestinationHost::resume(Job& job) {
   if (!job.rebound) return Error{EBUSY, "RESUME before REBIND"};
   if (job.resumed) return {};
   if (job.sessions.empty()) {  // migrd was started again since
@@ -694,7 +725,7 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
     if (s->state() == MIGR_PROC_RUNNING) continue;
     auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
     if (stats)
-      add_stats(out, *stats);
+      add_stats(job.replayed, *stats);
     else if (s->ends())
       spdlog::warn("{} has ended as it was resumed", s->label());
     else if (first)
@@ -706,7 +737,7 @@ Status DestinationHost::resume(Job& job, wire::ResumeReply& out) {
   job.sessions.clear();  // each holds a socket, and the job is kept for a while
   job.record.clear_objects();
   // With many QPs that takes longer than all before. A migrd that ends meanwhile begins with REBIND again.
-  job.afterwards.run([this, &job] {
+  job.settles.run([this, &job] {
     std::lock_guard work(job.work);
     settle(job);
   });
@@ -729,10 +760,14 @@ void DestinationHost::settle(Job& job) {
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
   const LogScope log(log_fields_of(*ctx, config_, m->id()));
-  auto job = jobs_.find(m->id(), {*ctx, config_});
-  if (!job) return to_grpc(job);
-  std::lock_guard work((*job)->work);
-  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationResume, [&] { return resume(**job, *out); }));
+  auto found = jobs_.find(m->id(), {*ctx, config_});
+  if (!found) return to_grpc(found);
+  Job& job = **found;
+  std::lock_guard work(job.work);
+  if (!job.resumed)
+    if (auto s = job_step(config_.fault, m->id(), FaultStep::kDestinationResume, [&] { return resume(job); }); !s) return to_grpc(s);
+  *out = job.replayed;
+  return grpc::Status::OK;
 }
 
 // Has runc undo its restore. It does so when it is told to end. @return what it had made
@@ -849,9 +884,8 @@ void DestinationHost::left_alone(const JobPtr& job) {
     if (job->settled) continue;  // but for its network
     if (job->get() == wire::COMMITTED) {
       std::lock_guard work(job->work);
-      wire::ResumeReply ignored;
       Status s = rebind(*job);
-      if (s) s = resume(*job, ignored);
+      if (s) s = resume(*job);
       if (s) continue;
       spdlog::error("{}", s.error().text);
       if (is_here(*job)) continue;

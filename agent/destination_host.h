@@ -62,13 +62,14 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status attach_network(Job& job);
   void open_network(Job& job, const std::string& verb);
   Status commit(Job& job);
+  void go_on(Job& job);
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
   Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);
   static std::set<std::uint32_t> contexts_of(const Job& job, std::size_t i);
   bool has_ended(const Job& job, std::size_t i) const;
   void tell_moves(const Job& job, bool datagrams);
-  Status resume(Job& job, wire::ResumeReply& out);
+  Status resume(Job& job);
   void settle(Job& job);
   void abort(Job& job, const std::string& why);
   void left_alone(const JobPtr& job);
