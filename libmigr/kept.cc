@@ -170,6 +170,12 @@ void wr_atomic_fetch_add(ibv_qp_ex* keeper, std::uint32_t rkey, std::uint64_t ad
       .remote_addr = addr, .compare_add = add, .swap = 0, .rkey = rkey};
 }
 
+void wr_atomic_write(ibv_qp_ex* keeper, std::uint32_t rkey, std::uint64_t addr, const void* data) {
+  open_rdma(keeper, IBV_WR_ATOMIC_WRITE, rkey, addr);
+  const auto* from = static_cast<const std::uint8_t*>(data);
+  owner(keeper).building.inline_data.assign(from, from + kAtomicBytes);
+}
+
 void wr_set_sge_list(ibv_qp_ex* keeper, std::size_t count, const ibv_sge* list) {
   QpShadow& q = owner(keeper);
   if (count > q.cap.max_send_sge) q.build_error = EINVAL;
@@ -204,10 +210,6 @@ void wr_bind_mw(ibv_qp_ex* keeper, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_
 }
 void wr_send_tso(ibv_qp_ex* keeper, void*, std::uint16_t, std::uint16_t) { owner(keeper).build_error = EOPNOTSUPP; }
 void wr_set_xrc_srqn(ibv_qp_ex* keeper, std::uint32_t) { owner(keeper).build_error = EOPNOTSUPP; }
-void wr_atomic_write(ibv_qp_ex* keeper, std::uint32_t, std::uint64_t, const void*) {
-  owner(keeper).build_error = EOPNOTSUPP;
-}
-
 /// Another thread's session: after the one that is open.
 void wr_start(ibv_qp_ex* keeper) {
   QpShadow& q = owner(keeper);

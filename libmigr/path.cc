@@ -489,11 +489,23 @@ MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
 namespace {
 
 /// Translating it changes what is known of a memory window, and that must not run ahead of what was posted.
-bool goes_alone(const KeptSend& send) { return send.wr.opcode == IBV_WR_BIND_MW || send.wr.opcode == IBV_WR_LOCAL_INV; }
+bool goes_alone(const KeptSend& send) {
+  return send.wr.opcode == IBV_WR_BIND_MW || send.wr.opcode == IBV_WR_LOCAL_INV || send.wr.opcode == IBV_WR_ATOMIC_WRITE;
+}
 
-}  // namespace
-
-namespace {
+/// ibv_post_send() does not know it. None of the application's sessions is open on the path.
+int post_atomic_write(QpShadow& q, const KeptSend& send) noexcept {
+  ibv_qp_ex* const ex = q.real_ex;
+  if (!ex || !ex->wr_atomic_write || send.inline_data.size() != kAtomicBytes) return EOPNOTSUPP;
+  ibv_send_wr wr = send.wr;
+  wr.wr.rdma.rkey = physical_rkey(q, wr.wr.rdma.rkey);
+  if (q.tracked) tracking::note(*q.tracked, wr);
+  ex->wr_start(ex);
+  ex->wr_id = wr.wr_id;
+  ex->wr_flags = wr.send_flags;
+  ex->wr_atomic_write(ex, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, send.inline_data.data());
+  return ex->wr_complete(ex);
+}
 
 template <std::size_t kWrs, std::size_t kSges>
 int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& posted) noexcept {
@@ -503,6 +515,11 @@ int post_some(QpShadow& q, std::span<const KeptSend* const> sends, std::size_t& 
   std::size_t n = 0, used = 0;
   bool of_window = false;  // then it is alone
   posted = 0;
+  if (!sends.empty() && sends.front()->wr.opcode == IBV_WR_ATOMIC_WRITE) {
+    const int err = post_atomic_write(q, *sends.front());
+    posted = !err;
+    return err;
+  }
   for (; n < sends.size() && n < kWrs; ++n) {
     const KeptSend& send = *sends[n];
     if (n && (goes_alone(send) || goes_alone(*sends[n - 1]))) break;

@@ -103,8 +103,11 @@ enum SrqStateBits : std::uint32_t {
 struct KeptSend {
   ibv_send_wr wr;
   std::vector<ibv_sge> sges;
-  std::vector<std::uint8_t> inline_data;  ///< if IBV_SEND_INLINE
+  std::vector<std::uint8_t> inline_data;  ///< if IBV_SEND_INLINE, and of an atomic write
 };
+
+/// Executed twice it does something else, and its answer tells what was there.
+inline bool is_atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
 
 /// A receive. Keys are virtual.
 struct KeptReceive {

@@ -9,8 +9,6 @@
 namespace migr::tracking {
 namespace {
 
-constexpr std::uint64_t kAtomicBytes = 8;
-
 std::uint64_t page_bytes() {
   static const auto bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   return bytes;
@@ -66,6 +64,9 @@ void note(Notes& notes, const ibv_send_wr& wr) {
     case IBV_WR_RDMA_WRITE_WITH_IMM:
       if (!notes.here) notes.parts[wr.wr.rdma.rkey].add(wr.wr.rdma.remote_addr, length_of(wr));
       return;
+    case IBV_WR_ATOMIC_WRITE:
+      if (!notes.here) notes.parts[wr.wr.rdma.rkey].add(wr.wr.rdma.remote_addr, kAtomicBytes);
+      return;
     case IBV_WR_RDMA_READ:
       if (notes.here) add_sges(notes.parts, wr.sg_list, wr.num_sge);
       return;
@@ -75,7 +76,7 @@ void note(Notes& notes, const ibv_send_wr& wr) {
       else notes.parts[wr.wr.atomic.rkey].add(wr.wr.atomic.remote_addr, kAtomicBytes);
       return;
     default:
-      return;  // sends, binds and invalidations write to no memory; atomic writes are not tracked
+      return;  // sends, binds and invalidations write to no memory
   }
 }
 

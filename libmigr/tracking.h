@@ -16,6 +16,9 @@
 
 namespace migr {
 
+/// All that an atomic, or an atomic write, touches.
+constexpr std::size_t kAtomicBytes = 8;
+
 struct QpShadow;
 
 namespace tracking {

@@ -21,12 +21,10 @@ constexpr std::size_t kBatch = 8, kMostAnswers = 64;
 constexpr std::uint64_t kAskAgainNs = 100'000'000, kSoonNs = 1'000'000, kRestNs = 1'000'000'000;
 constexpr unsigned kLookMs = 1, kAnswerMs = 20;
 
-bool atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
-
 bool relays(const QpShadow& q) { return q.link && (q.state.load(std::memory_order_relaxed) & kRelays); }
 
 /// An atomic that does not go to the path.
-bool is_relayed(const QpShadow& q, const ibv_send_wr& wr) { return relays(q) && atomic(wr) && !q.link->relay.rests; }
+bool is_relayed(const QpShadow& q, const ibv_send_wr& wr) { return relays(q) && is_atomic(wr) && !q.link->relay.rests; }
 
 bool moves_bytes(const ibv_send_wr& wr) {
   return std::any_of(wr.sg_list, wr.sg_list + wr.num_sge, [](const ibv_sge& sge) { return sge.length != 0; });

@@ -329,7 +329,7 @@ int sends_in(const QpShadow::Ring& ring, QueuePart part, std::vector<QueuedSend>
     // LOC_QP_OP_ERR: maybe it was to be sent for the first time, its state is "error" either way.
     queued.begun = wqe->state != kPosted && wqe->status != IBV_WC_LOC_QP_OP_ERR;
     queued.given_up = gives_up(static_cast<ibv_wc_status>(wqe->status));
-    if (wqe->wr.send_flags & IBV_SEND_INLINE) {
+    if ((wqe->wr.send_flags & IBV_SEND_INLINE) || queued.send.wr.opcode == IBV_WR_ATOMIC_WRITE) {
       if (wqe->dma.length > room) return EPROTO;
       queued.send.inline_data.assign(bytes + kSendBytes, bytes + kSendBytes + wqe->dma.length);
       continue;

@@ -31,7 +31,9 @@ int read_sends(QpShadow& q, const provider::QueuePart& part, std::vector<QueuedS
   return err;
 }
 
-bool replayable(ibv_wr_opcode opcode) { return opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD || opcode == IBV_WR_SEND_WITH_INV; }
+bool replayable(ibv_wr_opcode opcode) {
+  return opcode <= IBV_WR_ATOMIC_FETCH_AND_ADD || opcode == IBV_WR_SEND_WITH_INV || opcode == IBV_WR_ATOMIC_WRITE;
+}
 
 /// @return "" or what stands against it
 std::string why_no_cut(QpShadow& q) {
@@ -133,7 +135,7 @@ void name_keys(QpShadow& q, const VirtualLkeys& keys, ibv_send_wr& wr, std::vect
   keys.translate(*q.context, sges);
   if (!q.remote_keys) return;
   if (wr.opcode == IBV_WR_SEND_WITH_INV) wr.invalidate_rkey = q.remote_keys->name_of(wr.invalidate_rkey);
-  else if (wr.opcode >= IBV_WR_ATOMIC_CMP_AND_SWP) wr.wr.atomic.rkey = q.remote_keys->name_of(wr.wr.atomic.rkey);
+  else if (is_atomic(wr)) wr.wr.atomic.rkey = q.remote_keys->name_of(wr.wr.atomic.rkey);
   else wr.wr.rdma.rkey = q.remote_keys->name_of(wr.wr.rdma.rkey);
 }
 

@@ -16,16 +16,14 @@ constexpr std::uint32_t kPsnMask = 0xffffff;
 /// a - b, both of 24 bits that wrap.
 std::int32_t psn_difference(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>((a - b) << 8) >> 8; }
 
-bool atomic(const ibv_send_wr& wr) { return wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP || wr.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
-
 /// PSNs that it takes. The answers of a READ count as if they were sent.
 std::uint32_t packets(const QueuedSend& s, std::uint32_t mtu) {
-  if (atomic(s.send.wr) || !s.bytes) return 1;
+  if (is_atomic(s.send.wr) || !s.bytes) return 1;
   return static_cast<std::uint32_t>((s.bytes + mtu - 1) / mtu);
 }
 
 Fate fate_of_executed(const ibv_send_wr& wr) {
-  if (atomic(wr)) return Fate::kLost;
+  if (is_atomic(wr)) return Fate::kLost;
   return wr.opcode == IBV_WR_RDMA_READ ? Fate::kReplay : Fate::kDone;
 }
 
@@ -34,6 +32,8 @@ ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
       return IBV_WC_RDMA_WRITE;
+    case IBV_WR_ATOMIC_WRITE:
+      return IBV_WC_ATOMIC_WRITE;
     case IBV_WR_RDMA_READ:
       return IBV_WC_RDMA_READ;
     case IBV_WR_ATOMIC_CMP_AND_SWP:
@@ -107,14 +107,14 @@ void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins) {
 
 void resend(std::span<const QueuedSend> sends, std::vector<Fate>& fates) {
   const auto takes_receive = [](const ibv_send_wr& wr) {
-    return wr.opcode != IBV_WR_RDMA_WRITE && wr.opcode != IBV_WR_RDMA_READ && !atomic(wr);
+    return wr.opcode != IBV_WR_RDMA_WRITE && wr.opcode != IBV_WR_RDMA_READ && wr.opcode != IBV_WR_ATOMIC_WRITE && !is_atomic(wr);
   };
   for (std::size_t i = sends.size(); i-- > 0;) {
     if (sends[i].executed) continue;
     if (fates[i] == Fate::kDone && takes_receive(sends[i].send.wr)) return;
     if (fates[i] == Fate::kDone) fates[i] = Fate::kReplay;
     const bool once = sends[i].send.wr.send_flags & MIGR_SEND_ONCE;
-    if (atomic(sends[i].send.wr) || once) fates[i] = Fate::kLost;
+    if (is_atomic(sends[i].send.wr) || once) fates[i] = Fate::kLost;
   }
 }
 
@@ -122,12 +122,11 @@ namespace {
 
 /// Both reach what a CAS at `address` has swapped.
 bool writes_at(const QueuedSend& s, std::uint64_t address) {
-  constexpr std::uint64_t kWord = 8;
   const ibv_send_wr& wr = s.send.wr;
   if (s.executed || wr.opcode == IBV_WR_RDMA_READ) return false;  // the former: looked at when it was settled
-  const std::uint64_t start = atomic(wr) ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr, bytes = atomic(wr) ? kWord : s.bytes;
-  const bool one_sided = atomic(wr) || wr.opcode == IBV_WR_RDMA_WRITE || wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
-  return one_sided && start < address + kWord && address < start + bytes;
+  const std::uint64_t start = is_atomic(wr) ? wr.wr.atomic.remote_addr : wr.wr.rdma.remote_addr, bytes = is_atomic(wr) ? kAtomicBytes : s.bytes;
+  const bool one_sided = is_atomic(wr) || wr.opcode == IBV_WR_RDMA_WRITE || wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM || wr.opcode == IBV_WR_ATOMIC_WRITE;
+  return one_sided && start < address + kAtomicBytes && address < start + bytes;
 }
 
 }  // namespace

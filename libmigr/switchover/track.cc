@@ -20,7 +20,6 @@ const char* untracked(const QpShadow& q, bool here) {
   // A receive that a device has taken from an SRQ for a message that comes in part is in no queue any more.
   if (here && q.app.srq && !links::shares_receives(q)) return "has a shared receive queue, and no policy is configured for its process";
   if (here && q.state.load(std::memory_order_relaxed) & kWindows) return "is of a process with memory windows";
-  if (q.init.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS && q.init.send_ops_flags & IBV_QP_EX_WITH_ATOMIC_WRITE) return "may post atomic writes";
   return "";
 }
 

@@ -336,7 +336,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--rnr|--srq|--no-limit|--any-order|--windows) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows) both+=("$o") ;; esac
 	done
 	on_sh peer 'rm -f /tmp/verify*.status'
 	for name in $(verify_names); do

@@ -786,7 +786,7 @@ class Tracked : public Pollers {
     init.qp_type = IBV_QPT_RC;
     init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     init.pd = other_pd_;
-    init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE;
+    init.send_ops_flags = send_ops();
     ASSERT_NE(from_ = ibv_create_qp_ex(other_, &init), nullptr);
     to(to_, IBV_QPS_RESET);
     connect(to_, from_, other_);
@@ -804,6 +804,7 @@ class Tracked : public Pollers {
     }
     Pollers::TearDown();
   }
+  virtual std::uint64_t send_ops() const { return IBV_QP_EX_WITH_RDMA_WRITE; }
   struct Memory {
     std::uint8_t* bytes;
     ibv_mr* mr;
@@ -828,12 +829,15 @@ class Tracked : public Pollers {
     ibv_wr_start(ex);
     end_session(ex, page);
   }
-  void end_session(ibv_qp_ex* ex, std::size_t page) {
+  void begin_write(ibv_qp_ex* ex, std::size_t page) {
     ex->wr_id = page;
     ex->wr_flags = IBV_SEND_SIGNALED;
     ibv_wr_rdma_write(ex, there_.mr->rkey, there_.at(page));
     const ibv_sge sge = here_.sge(page, 8);
     ibv_wr_set_sge_list(ex, 1, &sge);
+  }
+  void end_session(ibv_qp_ex* ex, std::size_t page) {
+    begin_write(ex, page);
     EXPECT_EQ(ibv_wr_complete(ex), 0);
   }
   int receive(std::size_t page) {
@@ -1188,6 +1192,63 @@ TEST_F(Responder, ThatWasCutBeginsWhereTheOtherEndAwaitsIt) {
   done(migrd.say(MIGR_MSG_SETTLE, 0, &there, sizeof there));
   migrd.ask(MIGR_MSG_ROLLBACK);
   goes_to_rts_with(kPsn + kFarAhead);
+}
+
+/* ---- atomic writes, which only sessions post ----------------------------------------------- */
+
+class AtomicWrites : public Tracked {
+ protected:
+  std::uint64_t send_ops() const override { return Tracked::send_ops() | IBV_QP_EX_WITH_ATOMIC_WRITE; }
+  /// Between two writes. What is behind `data` is copied at once.
+  void write_word(std::uint64_t word) {
+    ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
+    ibv_wr_start(ex);
+    begin_write(ex, 1);
+    ex->wr_id = 2;
+    ex->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_atomic_write(ex, there_.mr->rkey, there_.at(2), &word);
+    word = 0;
+    end_session(ex, 3);
+  }
+  void has_written(std::uint64_t word) {
+    ibv_wc wc{};
+    for (const std::uint64_t id : {1, 2, 3}) {
+      for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+      EXPECT_EQ(wc.wr_id, id);
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+      EXPECT_EQ(wc.opcode, id == 2 ? IBV_WC_ATOMIC_WRITE : IBV_WC_RDMA_WRITE);
+    }
+    EXPECT_EQ(std::memcmp(there_.bytes + 2 * kPage, &word, sizeof word), 0);
+  }
+};
+
+TEST_F(AtomicWrites, AreNotedWhileMemoryIsCopiedAhead) {
+  ASSERT_EQ(begin(from_).status, 0);
+  write_word(1);
+  has_written(1);
+  EXPECT_EQ(taken(there_.mr->rkey, there_), "1+3 ");
+}
+
+TEST_F(AtomicWrites, ThatAreInTheQueueAreNotedWhenThatBegins) {
+  model_cut(0, 0, false);
+  write_word(2);
+  ASSERT_EQ(begin(from_).status, 0);
+  model_mend(0);
+  has_written(2);
+  EXPECT_EQ(taken(there_.mr->rkey, there_), "1+3 ");
+}
+
+TEST_F(AtomicWrites, ThatAreKeptGoOnInOrder) {
+  constexpr std::uint64_t kWord = 0x0123456789abcdef;
+  write_word(kWord);
+  has_written(kWord);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  write_word(~kWord);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(other_cq_, 1, &wc), 0);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  has_written(~kWord);
 }
 
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */

@@ -70,6 +70,7 @@ struct Session {
   bool open = false;
   std::deque<ibv_send_wr> wrs;
   std::deque<std::vector<ibv_sge>> sges;
+  std::deque<std::uint64_t> words;  // of atomic writes
 };
 
 struct ModelQp : model::Qp {
@@ -180,7 +181,7 @@ void complete(ibv_cq* cq, const ibv_wc& wc) {
 }
 
 ibv_wc_opcode opcode_of(ibv_wr_opcode o) {
-  return o == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : o == IBV_WR_ATOMIC_FETCH_AND_ADD ? IBV_WC_FETCH_ADD : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
+  return o == IBV_WR_ATOMIC_WRITE ? IBV_WC_ATOMIC_WRITE : o == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : o == IBV_WR_ATOMIC_FETCH_AND_ADD ? IBV_WC_FETCH_ADD : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_RDMA_WRITE : IBV_WC_SEND;
 }
 
 void complete_send(ModelQp& q, ibv_wc_status status) {
@@ -297,6 +298,9 @@ bool is_atomic(ibv_wr_opcode o) { return o == IBV_WR_ATOMIC_CMP_AND_SWP || o == 
 
 enum class Answer { kAck, kNone, kNotReady, kBadAccess };
 
+/// Its WQE does.
+bool holds_data(const ibv_send_wr& wr) { return wr.send_flags & IBV_SEND_INLINE || wr.opcode == IBV_WR_ATOMIC_WRITE; }
+
 bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
 
 /// The responder gets packet `n` of a message.
@@ -333,10 +337,10 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
     r.receive_open = true;
     r.received = 0;
   }
-  const bool write_to = s.wr.opcode == IBV_WR_RDMA_WRITE || s.wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+  const bool write_to = s.wr.opcode == IBV_WR_RDMA_WRITE || s.wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM || s.wr.opcode == IBV_WR_ATOMIC_WRITE;
   if (write_to && bytes && !may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
   std::vector<std::uint8_t> data(bytes);
-  if (s.wr.send_flags & IBV_SEND_INLINE) std::copy_n(s.inline_data.begin() + offset, bytes, data.begin());
+  if (holds_data(s.wr)) std::copy_n(s.inline_data.begin() + offset, bytes, data.begin());
   else if (bytes) through(*q.nic, s.sges, offset, bytes, [&](const std::uint8_t* at, std::uint32_t to, std::uint32_t part) { std::memcpy(&data[to], at, part); });
   if (write_to) {
     std::memcpy(reinterpret_cast<void*>(s.wr.wr.rdma.remote_addr + offset), data.data(), bytes);
@@ -411,7 +415,7 @@ bool step(ModelQp& q) {
   if (q.next != q.sends.to && q.in_flight < kWindowPackets && !no_way) {
     model::Send& s = q.sends.slots[q.next];
     if (!q.next_packet) s.first_psn = q.psn, s.begun = q.has_sent = true;
-    if (!(s.wr.send_flags & IBV_SEND_INLINE) && s.bytes &&
+    if (!holds_data(s.wr) && s.bytes &&
         !through(*q.nic, s.sges, 0, s.bytes, [](std::uint8_t*, std::uint32_t, std::uint32_t) {})) {
       if (q.next != q.sends.from) return true;
       fail_send(q, IBV_WC_LOC_PROT_ERR);
@@ -528,7 +532,7 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
     s.wr = *wr;
     s.sges.assign(wr->sg_list, wr->sg_list + wr->num_sge);
     for (const ibv_sge& sge : s.sges) s.bytes += sge.length;
-    if (wr->send_flags & IBV_SEND_INLINE)
+    if (holds_data(*wr))
       for (const ibv_sge& sge : s.sges) s.inline_data.insert(s.inline_data.end(), reinterpret_cast<std::uint8_t*>(sge.addr), reinterpret_cast<std::uint8_t*>(sge.addr) + sge.length);
     q.sends.to = (q.sends.to + 1) & q.sends.mask();
     q.nic->busy[q.qp.qp_num] = &q;
@@ -598,6 +602,7 @@ ibv_send_wr& begin_rdma(ibv_qp_ex* ex, ibv_wr_opcode opcode, std::uint32_t rkey,
 void end_session(Session& s) {
   s.wrs.clear();
   s.sges.clear();
+  s.words.clear();
   if (std::exchange(s.open, false)) s.lock.unlock();
 }
 
@@ -633,6 +638,12 @@ Session* new_session(ModelQp& q) {
   };
   ex.wr_atomic_fetch_add = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, std::uint64_t add) {
     begin_wr(x, IBV_WR_ATOMIC_FETCH_AND_ADD).wr.atomic = {.remote_addr = addr, .compare_add = add, .swap = 0, .rkey = rkey};
+  };
+  ex.wr_atomic_write = [](ibv_qp_ex* x, std::uint32_t rkey, std::uint64_t addr, const void* data) {
+    begin_rdma(x, IBV_WR_ATOMIC_WRITE, rkey, addr);
+    Session& of = session_of(x);
+    std::memcpy(&of.words.emplace_back(), data, sizeof of.words[0]);
+    of.sges.back().push_back({reinterpret_cast<std::uintptr_t>(&of.words.back()), sizeof of.words[0], 0});
   };
   ex.wr_set_sge_list = [](ibv_qp_ex* x, std::size_t n, const ibv_sge* list) { session_of(x).sges.back().assign(list, list + n); };
   return s;

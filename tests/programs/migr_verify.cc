@@ -42,7 +42,8 @@ constexpr double kSetupLimit = 60, kSetupLimitPerQp = 0.05, kVerifyLimit = 180, 
 WcOp wc_op_of(ibv_wc_opcode o) {
   switch (o) {
     case IBV_WC_SEND: return WcOp::kSend;
-    case IBV_WC_RDMA_WRITE: return WcOp::kWrite;
+    case IBV_WC_RDMA_WRITE:
+    case IBV_WC_ATOMIC_WRITE: return WcOp::kWrite;
     case IBV_WC_RDMA_READ: return WcOp::kRead;
     case IBV_WC_COMP_SWAP: return WcOp::kCmpSwap;
     case IBV_WC_FETCH_ADD: return WcOp::kFetchAdd;
@@ -263,7 +264,7 @@ void Run::fill_wr(std::uint32_t i, const Op& op, ibv_send_wr& wr, ibv_sge* sge) 
     w->ack_out = op.seq;
     sge[0] = {reinterpret_cast<std::uintptr_t>(&w->ack_out), 8, f_.words_mr->lkey};
     wr.num_sge = 1;
-    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.opcode = options_.atomic_write ? IBV_WR_ATOMIC_WRITE : IBV_WR_RDMA_WRITE;
     wr.wr.rdma.remote_addr = words + offsetof(Words, ack);
     wr.wr.rdma.rkey = f_.partner.words_rkey;
     wr.wr_id = l.send.post(op);
@@ -338,6 +339,7 @@ void Run::post_by_wr_api(ibv_qp* qp, const ibv_send_wr* first) {
       case IBV_WR_RDMA_WRITE: ibv_wr_rdma_write(x, rdma.rkey, rdma.remote_addr); break;
       case IBV_WR_RDMA_WRITE_WITH_IMM: ibv_wr_rdma_write_imm(x, rdma.rkey, rdma.remote_addr, wr->imm_data); break;
       case IBV_WR_RDMA_READ: ibv_wr_rdma_read(x, rdma.rkey, rdma.remote_addr); break;
+      case IBV_WR_ATOMIC_WRITE: ibv_wr_atomic_write(x, rdma.rkey, rdma.remote_addr, reinterpret_cast<const void*>(wr->sg_list[0].addr)); continue;
       case IBV_WR_ATOMIC_FETCH_AND_ADD: ibv_wr_atomic_fetch_add(x, atomic.rkey, atomic.remote_addr, atomic.compare_add); break;
       default: ibv_wr_atomic_cmp_swp(x, atomic.rkey, atomic.remote_addr, atomic.compare_add, atomic.swap); break;
     }
@@ -1065,7 +1067,7 @@ int main(int argc, char** argv) {
   } catch (const verify::SetupError& e) {
     std::fprintf(stderr, "migr_verify: %s\n", e.what());
     const bool unsupported = o.wr_api && errno == EOPNOTSUPP;
-    if (unsupported) std::fprintf(stderr, "migr_verify: this device has no ibv_wr_* interface; leave out --wr-api\n");
+    if (unsupported) std::fprintf(stderr, "migr_verify: this device has no ibv_wr_* interface, or not all of it; leave out --wr-api, or --atomic-write\n");
     return unsupported ? verify::kExitSkip : verify::kExitSetup;
   } catch (const verify::PeerError& e) {
     std::fprintf(stderr, "migr_verify: %s\n", e.what());

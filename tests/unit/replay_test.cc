@@ -40,6 +40,20 @@ TEST(Fates, WhatTheOtherEndHasExecutedIsDone) {
   EXPECT_EQ(replay::fates(sends, kMtu, 15, 15), (std::vector{Fate::kDone, Fate::kDone, Fate::kDone}));
 }
 
+TEST(Fates, AnAtomicWriteIsDoneOrReplayedLikeAnyWrite) {
+  const auto sends = from_psn(10, {send(IBV_WR_ATOMIC_WRITE, 8, 1), send(IBV_WR_ATOMIC_WRITE, 8, 2)});
+  auto fates = replay::fates(sends, kMtu, 12, 11);
+  EXPECT_EQ(fates, (std::vector{Fate::kDone, Fate::kReplay}));
+  const replay::Plan p = replay::plan(sends, fates, kVqpn, false);
+  ASSERT_EQ(p.completions.size(), 1u);
+  EXPECT_EQ(p.completions[0].wc.opcode, IBV_WC_ATOMIC_WRITE);
+  EXPECT_EQ(p.completions[0].wc.status, IBV_WC_SUCCESS);
+  ASSERT_EQ(p.replays.size(), 1u);
+  EXPECT_EQ(p.replays[0].wr.wr_id, 2u);
+  replay::resend(sends, fates);
+  EXPECT_EQ(fates, (std::vector{Fate::kReplay, Fate::kReplay})) << "nothing tells that the other end has it";
+}
+
 // A path that is cut while it replays for others: what was executed on the path before is not asked for again.
 TEST(Fates, WhatAPathBeforeHasExecutedStaysDone) {
   std::vector<QueuedSend> sends = from_psn(10, {send(IBV_WR_SEND, 1, 1), send(IBV_WR_RDMA_READ, 1, 900), send(IBV_WR_SEND, 1, 5)});

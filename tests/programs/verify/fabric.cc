@@ -211,6 +211,15 @@ Fabric::Fabric(const Options& o, const Shape& s)
       untouched(o.memory[5 % o.memory.size()], static_cast<std::size_t>(o.mr_mb) << 20) {
   ibv_device_attr dev{};
   if (ibv_query_device(context.get(), &dev)) fail("ibv_query_device");
+  if (options.atomic_write) {
+    constexpr std::uint64_t kAtomicWrites = 1ull << 40;  // IB_UVERBS_DEVICE_ATOMIC_WRITE
+    ibv_device_attr_ex more{};
+    if (ibv_query_device_ex(context.get(), nullptr, &more)) fail("ibv_query_device_ex");
+    if (!(more.device_cap_flags_ex & kAtomicWrites)) {
+      errno = EOPNOTSUPP;
+      fail("atomic writes");
+    }
+  }
   if (ibv_query_port(context.get(), static_cast<std::uint8_t>(o.ib_port), &port_)) fail("ibv_query_port");
   gid_index_ = choose_gid(context.get(), o);
   if (ibv_query_gid(context.get(), static_cast<std::uint8_t>(o.ib_port), gid_index_, &gid_))
@@ -316,6 +325,7 @@ void Fabric::create_qp(std::uint32_t i) {
     if (shape.transport == Transport::kRc)
       a.send_ops_flags |=
           IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+    if (options.atomic_write) a.send_ops_flags |= IBV_QP_EX_WITH_ATOMIC_WRITE;
   }
   // Without the extended interface the plain call: it is what most programs use.
   ibv_qp_init_attr plain{};

@@ -31,6 +31,7 @@ constexpr const char kHelp[] =
   --events          sleep on a completion channel instead of polling
   --cq-ex           poll with ibv_start_poll, ibv_next_poll and the readers of ibv_create_cq_ex
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
+  --atomic-write    acknowledge by ibv_wr_atomic_write (RC, with --wr-api); ends with status 4 if the device knows none
   --rnr             post fewer receives than the partner needs (it has to try again)
   --mr MB           register so much more memory, that nobody ever writes to (0); it is looked at in the end
   --mr-fill MB      of which so many are filled at the start, and not with zeros (0)
@@ -108,7 +109,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -120,6 +121,7 @@ Options parse_options(int argc, char** argv) {
       {"events", 0, nullptr, kEvents},
       {"cq-ex", 0, nullptr, kCqEx},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
+      {"atomic-write", 0, nullptr, kAtomicWrite},
       {"srq", 0, nullptr, kSrq},             {"no-limit", 0, nullptr, kNoLimit},
       {"any-order", 0, nullptr, kAnyOrder},
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
@@ -163,6 +165,7 @@ Options parse_options(int argc, char** argv) {
       case kEvents: o.events = true; break;
       case kCqEx: o.cq_ex = true; break;
       case kWrApi: o.wr_api = true; break;
+      case kAtomicWrite: o.atomic_write = true; break;
       case kRnr: o.rnr = true; break;
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kMrFill: o.mr_fill_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
@@ -208,6 +211,7 @@ Options parse_options(int argc, char** argv) {
     refuse("this transport has neither reads nor atomics; choose another --mode");
   if (!o.rts_file.empty() && (o.server.empty() || o.windows || o.invalidate || o.shape.lossy()))
     refuse("--rts-file is for the client, of RC, without memory windows");
+  if (o.atomic_write && (!o.wr_api || o.shape.lossy())) refuse("--atomic-write is for RC with --wr-api");
   if (o.invalidate && (o.wr_api || o.shape.lossy())) refuse("--invalidate is for RC without --wr-api");
   // Memory of one end: four rings per QP.
   if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))

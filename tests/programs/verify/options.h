@@ -24,6 +24,7 @@ struct Options {
   bool events = false;
   bool cq_ex = false;      // poll with the extended interface
   bool wr_api = false;
+  bool atomic_write = false;
   bool rnr = false;        // post too few receives on purpose
   bool srq = false;        // all QPs receive from one SRQ
   bool srq_limit = true;   // whose limit is armed all the time
