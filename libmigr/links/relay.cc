@@ -40,6 +40,7 @@ bool names_unknown(const QpShadow& q, const ibv_send_wr& wr) {
   switch (wr.opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
+    case IBV_WR_ATOMIC_WRITE:
     case IBV_WR_RDMA_READ: return keys->lacks(wr.wr.rdma.rkey);
     case IBV_WR_ATOMIC_CMP_AND_SWP:
     case IBV_WR_ATOMIC_FETCH_AND_ADD: return keys->lacks(wr.wr.atomic.rkey);

@@ -37,7 +37,7 @@ constexpr std::uint64_t kLookUpNs = 100'000'000;  // of a round: channels are to
 constexpr std::uint64_t kRests = 4, kLongestRestNs = 100'000'000;
 constexpr int kFirstPauseMs = 10, kLastPauseMs = 1000;
 constexpr std::uint64_t kLookAgainNs = 1'000'000'000;  // each look stops every thread for a moment
-constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;  // what kept.cc cannot keep
+constexpr std::uint64_t kNotKept = IBV_QP_EX_WITH_TSO;  // what kept.cc cannot keep
 constexpr std::uint32_t kNames = kTranslateLocal | kTranslateRemote;  // of a state word: all that it may say at rest
 constexpr std::size_t kManyRetired = 64;
 constexpr std::uint64_t kTryAgainNs = 3'000'000'000;  // a device that is not there
@@ -244,7 +244,7 @@ std::string why_not(const QpShadow& q) {
   if (q.app.qp_type != IBV_QPT_RC) return "is no RC QP";
   if (const std::string why = why_not_shared(q); !why.empty()) return why;
   if (q.immovable) return std::string("was made by ") + q.immovable + "()";
-  if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_atomic_write() or ibv_wr_send_tso()";
+  if (q.real_ex && (q.init.send_ops_flags & kNotKept)) return "may be posted to by ibv_wr_send_tso()";
   if (!q.send_cq || !q.recv_cq) return "has no CQ";
   if (reads_more(*q.send_cq) || reads_more(*q.recv_cq)) return "completes on an ibv_cq_ex with time stamps, VLANs, flow tags or tag matching";
   if (q.context->windows || q.context->had_windows) return "its process has memory windows";

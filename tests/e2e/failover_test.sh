@@ -312,6 +312,7 @@ on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/link
 configure && links_from /tmp/links.json || exit 1
 step "the cable is cut: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
+walk_step "the cable is cut, mended, silent, mended: migr_verify, messages, WRITEs and atomic writes" if_atomic_writes with_verify again_and_again -- --mode write_imm --qps 4 --size 4096 --wr-api --atomic-write
 walk_step "the cable is cut: ib_write_bw" perftest ib_write_bw down
 walk_step "the cable is cut: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
 walk_step "the cable is cut: UCX" ucx down

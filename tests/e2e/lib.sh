@@ -402,6 +402,13 @@ pair_ip() {	# NAME END: of the container, the same wherever it is
 	echo "10.77.0.$((110 + ${n%% *} % 70 * 2 + ($(printf %d "'$2") - 97)))"
 }
 
+# if_atomic_writes COMMAND..: runs it where soft-RoCE has them.
+if_atomic_writes() {
+	local kernel
+	kernel=$(on src uname -r)
+	if [ "$(printf '6.3\n%s\n' "$kernel" | sort -V | head -1)" = 6.3 ]; then "$@"; else echo "skipped: soft-RoCE of $kernel has no atomic writes"; fi
+}
+
 # start_pair NAME HOST_A HOST_B OPTION...: migr_verify in both; the options are those of NAME-a, the client.
 start_pair() {
 	local name=$1 a=$2 b=$3 o both=()

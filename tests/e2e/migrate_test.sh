@@ -99,12 +99,7 @@ step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows 
 walk_step "a container that asked by annotation, there and back" by_annotation --mode mixed --qps 2
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
-atomic_writes() {
-	local kernel
-	kernel=$(on src uname -r)
-	if [ "$(printf '6.3\n%s\n' "$kernel" | sort -V | head -1)" = 6.3 ]; then busy --wr-api --atomic-write "$@"; else echo "skipped: soft-RoCE of $kernel has no atomic writes"; fi
-}
-walk_step "mixed, 2 QPs, ibv_wr_*, atomic writes, there and back" atomic_writes --mode mixed --qps 2
+walk_step "mixed, 2 QPs, ibv_wr_*, atomic writes, there and back" if_atomic_writes busy --mode mixed --qps 2 --wr-api --atomic-write
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
 step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events

@@ -121,6 +121,9 @@ std::vector<Request> stream(std::uint32_t seed, const Options& options) {
     return out;
   }
   for (int i = 0; i < kWrs; ++i) out.push_back({kKinds[random() % 7], 1 + static_cast<std::uint32_t>(random() % (kSlot - 1)), random() % 2 == 0});
+  if (options.sessions)
+    for (Request& r : out)
+      if (r.opcode == IBV_WR_RDMA_WRITE && r.bytes % 2) r.opcode = IBV_WR_ATOMIC_WRITE, r.bytes = kWord;
   if (options.swaps)
     for (Request& r : out)
       if (random() % 3 == 0) r.opcode = IBV_WR_ATOMIC_CMP_AND_SWP, r.bytes = kWord;
@@ -138,7 +141,8 @@ std::vector<Request> stream(std::uint32_t seed, const Options& options) {
 bool swaps(const Request& r) { return r.opcode == IBV_WR_ATOMIC_CMP_AND_SWP; }
 bool adds(const Request& r) { return r.opcode == IBV_WR_ATOMIC_FETCH_AND_ADD; }
 bool is_atomic(const Request& r) { return swaps(r) || adds(r); }
-bool takes_receive(const Request& r) { return r.opcode != IBV_WR_RDMA_WRITE && r.opcode != IBV_WR_RDMA_READ && !is_atomic(r); }
+bool only_writes(const Request& r) { return r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_ATOMIC_WRITE; }
+bool takes_receive(const Request& r) { return !only_writes(r) && r.opcode != IBV_WR_RDMA_READ && !is_atomic(r); }
 /// Of the words that several atomics of a stream change: what each finds there.
 std::vector<std::uint64_t> found_in_turn(const std::vector<Request>& stream) {
   std::vector<std::uint64_t> out;
@@ -184,7 +188,7 @@ class End {
       std::memcpy(&wide, &init, sizeof init);
       wide.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
       wide.pd = pd_;
-      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+      wide.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | IBV_QP_EX_WITH_ATOMIC_WRITE;
       qp_ = ibv_create_qp_ex(lib_.context, &wide);
       ex_ = lib_.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(qp_);
     } else {
@@ -454,7 +458,7 @@ class End {
   unsigned most_executions() const {
     unsigned most = 0;
     for (int i = 0; i < kWrs; ++i)
-      if (in_[i].opcode == IBV_WR_RDMA_WRITE || in_[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM) most = std::max(most, model_writes_at(area(kIn, i)));
+      if (only_writes(in_[i]) || in_[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM) most = std::max(most, model_writes_at(area(kIn, i)));
     return most;
   }
 
@@ -513,7 +517,7 @@ class End {
     ibv_end_poll(ex);
     return n;
   }
-  bool done() const { return (!sends_ || completed_ == kWrs) && (outlives() || !peer_->sends_ || received_ == kWrs); }
+  bool done() const { return (!sends_ || completed_ == kWrs) && (outlives() ? peer_->broken() || peer_->idle() : !peer_->sends_ || received_ == kWrs); }
   bool outlives() const { return options_.outlives && out_id_ >= kSecond; }
 
   void post_receive() {
@@ -551,7 +555,7 @@ class End {
 
   /// Each fourth at least is signalled, so that the queue does not fill with what nobody hears of.
   unsigned flags_of(const Request& r, int i) const {
-    const bool once = options_.marks && (r.opcode == IBV_WR_RDMA_WRITE || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM);
+    const bool once = options_.marks && (only_writes(r) || r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM);
     const unsigned signalled = r.signalled || i % 4 == 3 ? IBV_SEND_SIGNALED : 0;
     return signalled | (once ? MIGR_SEND_ONCE : 0);
   }
@@ -572,7 +576,11 @@ class End {
       else if (r.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) ibv_wr_rdma_write_imm(ex_, rkey, to, imm);
       else if (swaps(r)) ibv_wr_atomic_cmp_swp(ex_, rkey, reaches(r, i), compares(r, i), swaps_in(r, i));
       else if (adds(r)) ibv_wr_atomic_fetch_add(ex_, rkey, reaches(r, i), compares(r, i));
-      else ibv_wr_rdma_read(ex_, rkey, to);
+      else if (r.opcode == IBV_WR_RDMA_READ) ibv_wr_rdma_read(ex_, rkey, to);
+      if (r.opcode == IBV_WR_ATOMIC_WRITE) {
+        ibv_wr_atomic_write(ex_, rkey, to, area(kOut, i));
+        continue;
+      }
       if (i % 9 == 5) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const auto local = reinterpret_cast<std::uint64_t>(brings_back(r) ? area(kRead, i) : area(kOut, i));
       const ibv_sge sges[2] = {{local, r.bytes / 2, mr_->lkey}, {local + r.bytes / 2, r.bytes - r.bytes / 2, mr_->lkey}};
@@ -619,7 +627,7 @@ class End {
       return;
     }
     const ibv_wr_opcode o = out_[next].opcode;
-    const ibv_wc_opcode due = adds(out_[next]) ? IBV_WC_FETCH_ADD : swaps(out_[next]) ? IBV_WC_COMP_SWAP : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
+    const ibv_wc_opcode due = adds(out_[next]) ? IBV_WC_FETCH_ADD : swaps(out_[next]) ? IBV_WC_COMP_SWAP : o == IBV_WR_ATOMIC_WRITE ? IBV_WC_ATOMIC_WRITE : o == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : takes_receive(out_[next]) && o != IBV_WR_RDMA_WRITE_WITH_IMM ? IBV_WC_SEND : IBV_WC_RDMA_WRITE;
     if (wc.opcode != due) error_ = "send completion " + std::to_string(next) + " of opcode " + std::to_string(wc.opcode);
     completed_ = next + 1;
   }
@@ -644,7 +652,7 @@ class End {
       error_ = what + " has other bytes";
     // What was posted before it is there.
     for (int i = received_; i <= next; ++i)
-      if ((in_[i].opcode == IBV_WR_RDMA_WRITE || in_[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM) && !equal(area(kIn, i), peer_->area(kOut, i), in_[i].bytes))
+      if ((only_writes(in_[i]) || in_[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM) && !equal(area(kIn, i), peer_->area(kOut, i), in_[i].bytes))
         error_ = "WRITE " + std::to_string(i) + " is not there when " + what + " is";
     received_ = next + 1;
     ++received_wrs_;
