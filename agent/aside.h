@@ -2,15 +2,13 @@
 // What depends on a process's own word may take for ever, or end whoever does it: it is done in a process of its own.
 #pragma once
 
-#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <sys/types.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <optional>
+
+#include "pidfd.h"
 
 namespace migr {
 
@@ -30,12 +28,11 @@ inline pid_t fork_aside() {
 /// Waits for its end, which comes after `limit_ms` at the latest.
 /// @return what it has said by _exit(); nothing: it was ended
 inline std::optional<int> exit_of(pid_t child, int limit_ms) {
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
-  pollfd ends{fd, POLLIN, 0};
-  if (fd < 0 || poll(&ends, 1, limit_ms) != 1) kill(child, SIGKILL);
+  const Pidfd pidfd(child);
+  pollfd ends = pidfd.to_poll();
+  if (!pidfd || poll(&ends, 1, limit_ms) != 1) kill(child, SIGKILL);
   int status = 0;
   const bool known = waitpid(child, &status, 0) == child && WIFEXITED(status);
-  if (fd >= 0) close(fd);
   return known ? std::optional(WEXITSTATUS(status)) : std::nullopt;
 }
 

@@ -6,7 +6,6 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include <utility>
 
 #include "limits.h"
+#include "pidfd.h"
 
 extern char** environ;
 
@@ -25,26 +25,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kLookMs = 10;  // without a pidfd
+constexpr int kLookMs = 10;  // between two looks at what nothing tells of
 
-/// Becomes readable when a child of ours ends.
-class Pidfd {
- public:
-  explicit Pidfd(pid_t child) : fd_(child ? static_cast<int>(syscall(SYS_pidfd_open, child, 0)) : -1) {}
-  Pidfd(const Pidfd&) = delete;
-  ~Pidfd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  pollfd to_poll() const { return {fd_, POLLIN, 0}; }
-  /// So long a poll may last that has it.
-  int poll_ms(Clock::time_point deadline) const {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    return fd_ < 0 ? kLookMs : static_cast<int>(std::max<std::int64_t>(left, 0));
-  }
-
- private:
-  const int fd_;
-};
+/// So long a poll may last that has it.
+int poll_ms(const Pidfd& pidfd, Clock::time_point deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return pidfd ? static_cast<int>(std::max<std::int64_t>(left, 0)) : kLookMs;
+}
 
 int exit_status(int st) { return WIFEXITED(st) ? WEXITSTATUS(st) : 128 + WTERMSIG(st); }
 
@@ -127,7 +114,7 @@ Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms
     std::string* to[2] = {&r.out, &r.err};
     // Something that it started may keep the pipes open: its own end counts.
     for (bool ended = false; !ended || fds[0].fd >= 0 || fds[1].fd >= 0;) {
-      const int n = poll(fds, ended ? 2 : 3, ended ? 0 : pidfd.poll_ms(deadline));
+      const int n = poll(fds, ended ? 2 : 3, ended ? 0 : poll_ms(pidfd, deadline));
       for (int i = 0; n > 0 && i < 2; i++) {
         if (!fds[i].revents) continue;
         char buf[4096];
@@ -235,7 +222,7 @@ bool Child::wait(int limit_ms) {
   while (running()) {
     if (Clock::now() > deadline) return false;
     pollfd p = pidfd.to_poll();
-    poll(&p, 1, pidfd.poll_ms(deadline));
+    poll(&p, 1, poll_ms(pidfd, deadline));
   }
   return true;
 }

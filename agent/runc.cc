@@ -17,6 +17,8 @@
 namespace migr {
 namespace {
 
+constexpr std::string_view kAttachClosed = "attach-closed";
+
 // What runc has written down of a container; null: nothing that could be read.
 Json recorded(const Config& config, const std::string& id) {
   std::ifstream in(config.runc_root + "/" + id + "/state.json");
@@ -198,12 +200,6 @@ Result<Child> Runc::partial_restore(const std::string& id, const std::string& bu
                                     const std::string& work, const std::string& log) const {
   return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), criu_env(config_), log);
 }
-
-namespace {
-
-constexpr std::string_view kAttachClosed = "attach-closed";
-
-}  // namespace
 
 Result<bool> Runc::has_net(const std::string& bundle) const {
   if (config_.net_hook.empty()) return false;

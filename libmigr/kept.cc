@@ -203,13 +203,15 @@ void wr_set_ud_addr(ibv_qp_ex* keeper, ibv_ah* ah, std::uint32_t remote_qpn, std
   owner(keeper).building.wr.wr.ud = {.ah = ah, .remote_qpn = remote_qpn, .remote_qkey = qkey};
 }
 
-/* Kinds that cannot be kept: wr_complete will return EOPNOTSUPP and nothing of the session is posted. */
-
 void wr_bind_mw(ibv_qp_ex* keeper, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
   open(keeper, IBV_WR_BIND_MW).bind_mw = {.mw = mw, .rkey = rkey, .bind_info = *info};
 }
+
+/* Kinds that cannot be kept: wr_complete will return EOPNOTSUPP and nothing of the session is posted. */
+
 void wr_send_tso(ibv_qp_ex* keeper, void*, std::uint16_t, std::uint16_t) { owner(keeper).build_error = EOPNOTSUPP; }
 void wr_set_xrc_srqn(ibv_qp_ex* keeper, std::uint32_t) { owner(keeper).build_error = EOPNOTSUPP; }
+
 /// Another thread's session: after the one that is open.
 void wr_start(ibv_qp_ex* keeper) {
   QpShadow& q = owner(keeper);

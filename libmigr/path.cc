@@ -488,7 +488,7 @@ MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
 
 namespace {
 
-/// Translating it changes what is known of a memory window, and that must not run ahead of what was posted.
+/// Translating it changes what is known of a memory window, and that must not run ahead of what was posted; or it takes a session.
 bool goes_alone(const KeptSend& send) {
   return send.wr.opcode == IBV_WR_BIND_MW || send.wr.opcode == IBV_WR_LOCAL_INV || send.wr.opcode == IBV_WR_ATOMIC_WRITE;
 }

@@ -16,7 +16,6 @@
 namespace migr::links {
 namespace {
 
-constexpr std::uint32_t kWord = 8;
 constexpr std::size_t kBatch = 8, kMostAnswers = 64;
 constexpr std::uint64_t kAskAgainNs = 100'000'000, kSoonNs = 1'000'000, kRestNs = 1'000'000'000;
 constexpr unsigned kLookMs = 1, kAnswerMs = 20;
@@ -149,7 +148,7 @@ bool word_of(const QpShadow& q, const KeptSend& send, std::vector<std::pair<std:
     out.push_back({static_cast<std::uint8_t*>((*mr)->app.addr) + offset, sge.length});
     bytes += sge.length;
   }
-  return bytes == kWord;
+  return bytes == kAtomicBytes;
 }
 
 bool can_relay(const QpShadow& q, const KeptSend& send) {
@@ -183,7 +182,7 @@ void complete(QpShadow& q, Relay& r, ibv_wc_status status) {
   wc.wr_id = wr.wr_id;
   wc.status = status;
   wc.opcode = wr.opcode == IBV_WR_ATOMIC_CMP_AND_SWP ? IBV_WC_COMP_SWAP : IBV_WC_FETCH_ADD;
-  wc.byte_len = kWord;
+  wc.byte_len = kAtomicBytes;
   wc.qp_num = q.vqpn();
   r.sends.pop_front();
   ++r.number;
@@ -244,7 +243,7 @@ bool deliver(QpLink& l) {
     if (status == kBadRequest) return fail(l, IBV_WC_REM_INV_REQ_ERR, "the other end does not take an atomic like that"), false;
     if (status != kExecuted) return fail(l, IBV_WC_RETRY_EXC_ERR, "the other end's devices could not execute an atomic: the application gets the error"), false;
     if (!word_of(q, r.sends.front(), parts)) return fail(l, IBV_WC_LOC_PROT_ERR, "memory was given back to which an atomic was to bring its answer"), false;
-    std::uint8_t bytes[kWord];
+    std::uint8_t bytes[kAtomicBytes];
     std::memcpy(bytes, &value, sizeof bytes);
     const std::uint8_t* from = bytes;
     for (const auto& [at, length] : parts) std::memcpy(at, from, length), from += length;
@@ -426,11 +425,11 @@ MrShadow* memory_of(const QpShadow& q, std::uint32_t rkey) {
 
 /// As a NIC would look at it.
 AtomicStatus check(const QpShadow& q, const AtomicRecord& r) {
-  if (r.adds > 1 || r.addr % kWord || q.access_flags < 0 || !(q.access_flags & IBV_ACCESS_REMOTE_ATOMIC)) return kBadRequest;
+  if (r.adds > 1 || r.addr % kAtomicBytes || q.access_flags < 0 || !(q.access_flags & IBV_ACCESS_REMOTE_ATOMIC)) return kBadRequest;
   const MrShadow* const mr = memory_of(q, r.rkey);
   if (!mr || !(mr->access & IBV_ACCESS_REMOTE_ATOMIC) || r.addr < mr->iova) return kBadAccess;
   const std::uint64_t offset = r.addr - mr->iova;
-  return mr->app.length < kWord || offset > mr->app.length - kWord ? kBadAccess : kExecuted;
+  return mr->app.length < kAtomicBytes || offset > mr->app.length - kAtomicBytes ? kBadAccess : kExecuted;
 }
 
 /// All that its sender has posted before was executed here.
@@ -477,7 +476,7 @@ bool post(Executor& e, const QpShadow& q, std::string& why) {
   const ibv_mr* const there = memory ? memory->on(e.side) : nullptr;
   if (!there) return why = "its memory is not there", false;
   if (!open(e, why)) return false;
-  ibv_sge sge{reinterpret_cast<std::uint64_t>(&e.word), kWord, e.mr->lkey};
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&e.word), kAtomicBytes, e.mr->lkey};
   ibv_send_wr wr{}, *bad;
   wr.opcode = what.adds ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_ATOMIC_CMP_AND_SWP;
   wr.send_flags = IBV_SEND_SIGNALED;

@@ -845,13 +845,15 @@ class Tracked : public Pollers {
     ibv_recv_wr wr{.wr_id = page, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
     return ibv_post_recv(to_, &wr, &bad);
   }
-  void completes(std::initializer_list<std::uint64_t> wr_ids) {
-    for (const auto id : wr_ids) {
-      ibv_wc wc{};
-      for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
-      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
-      EXPECT_EQ(wc.wr_id, id);
-    }
+  ibv_wc completes(std::uint64_t wr_id) const {
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.wr_id, wr_id);
+    return wc;
+  }
+  void completes(std::initializer_list<std::uint64_t> wr_ids) const {
+    for (const auto id : wr_ids) completes(id);
   }
   static migr_msg begin(const ibv_qp* qp) {
     const migr_msg reply = migrd.about(qp, MIGR_MSG_TRACK, qp ? MIGR_TRACK_THERE : MIGR_TRACK_HERE);
@@ -1211,13 +1213,9 @@ class AtomicWrites : public Tracked {
     end_session(ex, 3);
   }
   void has_written(std::uint64_t word) {
-    ibv_wc wc{};
-    for (const std::uint64_t id : {1, 2, 3}) {
-      for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
-      EXPECT_EQ(wc.wr_id, id);
-      EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
-      EXPECT_EQ(wc.opcode, id == 2 ? IBV_WC_ATOMIC_WRITE : IBV_WC_RDMA_WRITE);
-    }
+    EXPECT_EQ(completes(1).opcode, IBV_WC_RDMA_WRITE);
+    EXPECT_EQ(completes(2).opcode, IBV_WC_ATOMIC_WRITE);
+    EXPECT_EQ(completes(3).opcode, IBV_WC_RDMA_WRITE);
     EXPECT_EQ(std::memcmp(there_.bytes + 2 * kPage, &word, sizeof word), 0);
   }
 };
