@@ -9,6 +9,7 @@
 
 #include "fault.h"
 #include "json.h"
+#include "limits.h"
 
 namespace migr {
 
@@ -26,6 +27,16 @@ Status set_limit(const std::string& name, const Json& value) {
   if (!value.is_number_integer() || value < 1 || value > kMostMs)
     return Error{EINVAL, "limit \"" + name + "\" has to be 1.." + std::to_string(kMostMs) + " ms"};
   *l->second = value;
+  return {};
+}
+
+// A migrd whose coordinator waits as long as it may would take it for one that does not get on, and end.
+Status limits_fit() {
+  const std::pair<const char*, int> longest[] = {{"prepare_ms", kPrepareMs}, {"upload_ms", kUploadMs}, {"ready_ms", kReadyMs}, {"drain_ms", kDrainMs},
+                                                 {"runc_ms", kRuncMs}, {"checkpoint_ms", kCheckpointMs}, {"hook_ms", kHookMs}};
+  for (const auto& [name, ms] : longest)
+    if (ms >= kPhaseMs) return Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"" + name + "\" (" + std::to_string(ms) + ")"};
+  if (kCommitMs >= kPluginCommitMs) return Error{EINVAL, "limit \"commit_ms\" has to be less than the " + std::to_string(kPluginCommitMs) + " for which CRIU's plugin waits"};
   return {};
 }
 
@@ -149,6 +160,7 @@ Result<Config> load_config(const std::string& path) {
     }
   }
   if (c.name.empty()) return Error{EINVAL, path + ": \"name\" of this host is missing"};
+  if (auto s = limits_fit(); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (auto s = names_peers(c); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;
   if (auto s = check_faults(c.fault); !s) return s.error();

@@ -86,7 +86,7 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
   return timed(name.substr(name.find('.') + 1), [&] { return fault_step(set_.fault, step, f); });
 }
 
-// No call of this phase is waited for longer than kPhaseMs.
+// No step of this phase is waited for longer than kPhaseMs.
 void Coordinator::watch(const std::string& phase) {
   std::lock_guard lock(phase_mutex_);
   phase_ = phase;
@@ -94,7 +94,7 @@ void Coordinator::watch(const std::string& phase) {
   phase_until_ = phase_began_ + kPhaseMs;
 }
 
-// A phase that goes on as long as there is something to do has that limit for each part.
+// The limit is of each part: how many there are depends on what has to be done.
 void Coordinator::more_time() {
   std::lock_guard lock(phase_mutex_);
   phase_until_ = now_ms() + kPhaseMs;
@@ -131,6 +131,7 @@ void Coordinator::note_step(const std::string& name, double ms, double ago_ms) {
 }
 
 Status Coordinator::step(const std::string& name, const std::function<Status()>& f) {
+  more_time();
   const double start = now_ms();
   const Status s = f();
   note_step(name, now_ms() - start);

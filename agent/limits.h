@@ -33,7 +33,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   X(kReadyMs, "ready_ms", 110'000)        /* CRIU restores */                                                                  \
   X(kCommitMs, "commit_ms", 25'000)       /* below the plugin's 30 s: after it, it has aborted */                              \
   X(kUndecidedMs, "undecided_ms", 60'000) /* how long the source asks a silent destination before it says so */                \
-  X(kPhaseMs, "phase_ms", 900'000)        /* any phase of the coordinator, as the sum of its calls' limits */                  \
+  X(kPhaseMs, "phase_ms", 900'000)        /* any step of a phase of the coordinator: longer than each call's limit */          \
   X(kRenewCallMs, "renew_call_ms", 4'000)                                                                                      \
   X(kLeaseMs, "lease_ms", 20'000)     /* without renewal the coordinator counts as gone */                                     \
   X(kResolveMs, "resolve_ms", 90'000) /* how long a host left alone asks for the outcome, often */                             \
@@ -68,6 +68,8 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
 #define X(id, name, ms) inline int id = ms;
 MIGR_LIMITS(X)
 #undef X
+
+inline constexpr int kPluginCommitMs = 30'000;  // criu-plugin/restore.c
 
 // Between hosts.
 inline constexpr int kPeersMs = 15'000;  // how often a host asks whether its peers are there, for its metrics

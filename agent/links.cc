@@ -111,7 +111,7 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
   if (!s && s.error().code == ETIMEDOUT) {
     const auto took_s = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - began).count();
     return Error{ETIMEDOUT, name_ + ": " + std::to_string(sent / 1'000'000) + " MB were sent in " + std::to_string(took_s) +
-                                " s, and that was not all; if the network has no more, raise upload_ms in \"limits\" of migrd.json on both hosts"};
+                                " s, and that was not all; if the network has no more, raise upload_ms, and phase_ms above it, in \"limits\" of migrd.json here"};
   }
   if (s && reply.bytes() != sent)
     return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of images arrived, " + std::to_string(sent) + " were sent"};

@@ -90,6 +90,8 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   auto channel = peers.channel(r.to());
   if (!channel) return channel.error();
   if (auto s = may_take(config, r.to(), r.container()); !s) return s.error();
+  if (r.drain_limit_ms() >= static_cast<std::uint32_t>(kPhaseMs))
+    return Error{EINVAL, "a drain may not take as long as phase_ms in \"limits\" of migrd.json, which is " + std::to_string(kPhaseMs)};
   std::uint32_t abi = 0;
   if (auto k = KernelRecord::open(); !k) return k.error();
   else if (auto i = k->info()) abi = i->abi;

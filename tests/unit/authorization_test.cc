@@ -96,6 +96,16 @@ TEST_F(AllowConfig, AMissingCommaIsFoundByItsLine) {
 
 TEST_F(AllowConfig, WhereThingsMayGo) {
   const auto open = load("{}");
+TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
+  const int upload = kUploadMs, phase = kPhaseMs;
+  const auto c = load(R"({}, "limits": {"upload_ms": 1800000})");
+  ASSERT_FALSE(c);
+  EXPECT_EQ(c.error().code, EINVAL);
+  EXPECT_EQ(c.error().text, dir + "/migrd.json: limit \"phase_ms\" (" + std::to_string(phase) + ") has to be more than \"upload_ms\" (1800000)");
+  EXPECT_TRUE(load(R"({}, "limits": {"upload_ms": 1800000, "phase_ms": 2000000})"));
+  kUploadMs = upload, kPhaseMs = phase;
+}
+
   EXPECT_TRUE(may_take(*open, "b", "web-1"));
   const auto c = load(R"({"from_here": [{"peer": "b", "containers": ["web-*"]}]})");
   EXPECT_TRUE(may_take(*c, "b", "web-1"));

@@ -161,7 +161,7 @@ struct FakeDestination final : DestinationLink {
   Play& p;
   wire::ConnectRequest connected;
   std::uint64_t room = ~0ull;  // for images
-  int upload_ms = 0;
+  int upload_ms = 0, changes_ms = 0;
   int renew_ms = 0;
   std::atomic<int> renewed = 0;
   Status check(const wire::CheckRequest& r) override {
@@ -210,7 +210,10 @@ struct FakeDestination final : DestinationLink {
   }
   bool changes = false;  // the container may write to its bundle
   bool bundle_changes() const override { return changes; }
-  Status upload_changes(std::uint32_t, Sent&) override { return p.did("d.upload_changes"); }
+  Status upload_changes(std::uint32_t, Sent&) override {
+    usleep(static_cast<useconds_t>(changes_ms) * 1000);
+    return p.did("d.upload_changes");
+  }
   Status attach_network(std::uint32_t) override { return p.did("d.attach"); }
   Status full_restore(std::uint32_t) override { return p.did("d.full_restore"); }
   Status ready(std::uint32_t) override { return p.did("d.ready"); }
@@ -367,6 +370,7 @@ struct Scene {
   bool pre_setup = true;
   bool busy = false;
   bool keep = false;  // store it
+  std::string stood_still;
   unsigned rounds = 0;
   std::vector<wire::Progress> said;
   wire::Summary run(const std::string& fault = {}) {
@@ -374,6 +378,7 @@ struct Scene {
     s.busy_wait_ms = 1000;
     s.pre_copy_rounds = rounds;
     if (keep) s.what = Coordinator::Settings::kKeep;
+    s.stands_still = [this](const std::string& phase) { stood_still = phase; };
     Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
@@ -514,6 +519,21 @@ TEST(Coordinator, SaysHowFarTheCheckIs) {
   EXPECT_FALSE(s.run().touched());
   EXPECT_TRUE(std::any_of(s.said.begin(), s.said.end(), [](const auto& p) { return p.has_going() && p.going().phase() == "check"; }));
   EXPECT_EQ(s.destination.renewed, 0) << "there is no lease yet";
+}
+
+// As long as its limit is what a step may take, and not all of them together.
+TEST(Coordinator, StandsStillInAStepOnly) {
+  const int phase = std::exchange(kPhaseMs, 1500), renew = std::exchange(kLeaseRenewMs, 50);
+  Scene s;
+  s.destination.upload_ms = s.destination.changes_ms = 1000;
+  s.destination.changes = true;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_EQ(s.stood_still, "");
+  Scene t;
+  t.destination.upload_ms = 2000;
+  EXPECT_TRUE(t.run().migrated());
+  EXPECT_EQ(t.stood_still, "copy");
+  kPhaseMs = phase, kLeaseRenewMs = renew;
 }
 
 // One after the other, some that are silent would keep the leases of others from being renewed in time.

@@ -219,7 +219,7 @@ TEST_F(LinksToPeers, ASlowUploadSaysHowFarItGot) {
   EXPECT_EQ(s.error().code, ETIMEDOUT);
   EXPECT_TRUE(s.error().text.starts_with("dst: ")) << s.error().text;
   EXPECT_NE(s.error().text.find(" MB were sent in "), std::string::npos) << s.error().text;
-  EXPECT_TRUE(s.error().text.ends_with(" s, and that was not all; if the network has no more, raise upload_ms in \"limits\" of migrd.json on both hosts")) << s.error().text;
+  EXPECT_TRUE(s.error().text.ends_with(" s, and that was not all; if the network has no more, raise upload_ms, and phase_ms above it, in \"limits\" of migrd.json here")) << s.error().text;
 }
 
 }  // namespace
