@@ -435,11 +435,16 @@ Status make_own_folder(const std::string& folder, mode_t mode) {
 }
 
 static constexpr std::string_view kMark = ".migr-mark-";
+static constexpr time_t kMarkKeptS = 3600;  // no question takes as long
 
 FolderMark::FolderMark(const std::string& folder) : folder_(folder) {
   std::error_code ec;
-  for (const auto& e : std::filesystem::directory_iterator(folder, ec))
-    if (e.path().filename().string().starts_with(kMark)) unlink(e.path().c_str());  // of a migrd that ended meanwhile
+  for (const auto& e : std::filesystem::directory_iterator(folder, ec)) {
+    if (!e.path().filename().string().starts_with(kMark)) continue;
+    // Of a migrd that ended meanwhile, and not of another question that is under way. By the clock of whoever keeps the folder.
+    struct stat st {};
+    if (!lstat(e.path().c_str(), &st) && time(nullptr) - st.st_mtime > kMarkKeptS) unlink(e.path().c_str());
+  }
   // A name that nobody has asked for before: another host may remember for a while that there is none.
   std::uint64_t random = 0;
   if (getrandom(&random, sizeof random, 0) != sizeof random) return;

@@ -111,7 +111,11 @@ void Metrics::ended(What what, const wire::Summary& s) {
   if (s.partners_size()) communication_blackout_.Add({}, kSeconds).Observe(s.communication_blackout_ms() / 1e3);
 }
 
-void Metrics::settled(const wire::Summary& s) { migrations_.Add({{"role", "source"}, {"outcome", s.migrated() ? "moved" : "went_back"}}).Increment(); }
+void Metrics::settled(const wire::Summary& s) {
+  const char* outcome = s.migrated() ? "moved" : "went_back";
+  if (s.to().starts_with('/')) return stored_.Add({{"what", kStoring[0]}, {"outcome", outcome}}).Increment();
+  migrations_.Add({{"role", "source"}, {"outcome", outcome}}).Increment();
+}
 
 void Metrics::decided(const char* role, wire::Outcome outcome) {
   migrations_.Add({{"role", role}, {"outcome", outcome == wire::COMMITTED ? "moved" : "went_back"}}).Increment();

@@ -45,7 +45,7 @@ class Metrics final : public prometheus::Collectable {
                     kRestore };
   /// This host has begun it, and that is how it ended.
   void ended(What what, const wire::Summary& summary);
-  /// The same for a migration that nobody could bring to its end at first, and migrd did later.
+  /// The same for a migration, or a checkpoint, whose end nobody has heard of yet: migrd found out, or an earlier one was ended.
   void settled(const wire::Summary& summary);
   /// It took part in one. @param role  "destination", "partner"
   void decided(const char* role, wire::Outcome outcome);

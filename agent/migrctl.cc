@@ -193,11 +193,6 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   return status;
 }
 
-// CONTAINER|PID, as migrd knows it.
-std::string name_of(const Options& o) {
-  const bool number = !o.container.empty() && o.container.find_first_not_of("0123456789") == std::string::npos;
-  return number ? "pid:" + o.container : o.container;
-}
 std::string absolute_dir(const Options& o) {
   std::string dir = std::filesystem::absolute(o.dir).lexically_normal();
   while (dir.size() > 1 && dir.back() == '/') dir.pop_back();
@@ -310,7 +305,7 @@ int cmd_checkpoint(const Options& o) {
   if (!is_root()) return refuse(o, need_root("migrctl checkpoint"));
   grpc::ClientContext ctx;
   wire::CheckpointRequest request;
-  request.set_container(name_of(o));
+  request.set_container(o.container);
   request.set_dir(absolute_dir(o));
   const auto stub = control(o);
   return follow(o, stub->Checkpoint(&ctx, request), {"is stored in", "goes on running on", "end here"});
@@ -336,6 +331,8 @@ int cmd_recover(const Options& o) {
     if (!request.id()) return failed(o, kUsage, "which one? Give the number of the migration; see: migrctl recover");
     request.set_order(o.commit ? wire::COMMITTED : wire::UNDONE);
     request.set_force(o.force);
+  } else if (o.force) {
+    return failed(o, kUsage, "--force what? Give --commit or --rollback, too");
   }
   if (!is_root()) return refuse(o, need_root("migrctl recover"));
   grpc::ClientContext ctx;

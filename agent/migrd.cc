@@ -154,7 +154,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
       SourceRun source(host, *id, tries == kMigrateTries ? SourceRun::Describe::kHold : SourceRun::Describe::kMove);
       Coordinator coordinator(move->settings, source, *move->destination, move->links, say);
       summary = coordinator.migrate(r.container(), r.to(), *id);
-      host.settle_later(*id);
+      host.settle_later(*id, !summary.undecided());
       // What is not all back yet is no container that could be moved.
       changed = coordinator.try_again() && !summary.going_back() && tries < kMigrateTries;
       busy = coordinator.busy() && !summary.going_back() && std::chrono::steady_clock::now() < busy_until;
@@ -171,16 +171,23 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
   }
 }
 
+// CONTAINER|PID: a number is that of a process, but a container may have one for a name.
+std::string what_is_meant(const Config& config, const std::string& name) {
+  const bool number = !name.empty() && name.find_first_not_of("0123456789") == std::string::npos;
+  return number && !Runtime(config).exists(name) ? "pid:" + name : name;
+}
+
 // Both are migrations of which one side is a folder. What was connected to others is not any more.
 wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
+  const std::string container = what_is_meant(config, r.container());
   const auto id = random_number();
-  if (!id) return refused(0, r.container(), id.error().text);
+  if (!id) return refused(0, container, id.error().text);
   SourceRun source(host, *id, SourceRun::Describe::kHold);
   KeepingDestination destination(r.dir(), source.info());
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
-  auto summary = Coordinator(settings, source, destination, {}, say).migrate(r.container(), r.dir(), *id);
-  host.settle_later(*id);
+  auto summary = Coordinator(settings, source, destination, {}, say).migrate(container, r.dir(), *id);
+  host.settle_later(*id, !summary.undecided());
   return summary;
 }
 
@@ -323,8 +330,8 @@ int run(const Config& config) {
   Links links(peers);
   LinksService links_service(links.table);
   const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
-  source.set_settled([&](const wire::Summary& s) {
-    metrics->settled(s);
+  source.set_settled([&](const wire::Summary& s, bool ended) {
+    if (!ended) metrics->settled(s);
     if (auto h = history.settle(summary_json(s)); !h) spdlog::error("history: {}", h.error().text);
   });
   destination.set_decided([&](wire::Outcome o) { metrics->decided("destination", o); });

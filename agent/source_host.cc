@@ -166,18 +166,19 @@ void SourceHost::recover() {
     const auto instances = instances_of(record);
     for (std::size_t i = 0; i < instances.size(); i++) held.push_back({instances[i], record.processes(static_cast<int>(i)).pid()});
     if (const auto holder = claims_.take(held, id)) spdlog::error("migration {:08x} holds a process of it, too", holder);
-    settle_later(id);
+    settle_later(id, false);
   }
   // Images of migrations that are over. What waits in a checkpoint has ended with the migrd that it listened to.
   if (auto s = remove_folder(config_.state_dir + "/source"); !s) spdlog::error("{}", s.error().text);
 }
 
-void SourceHost::settle_later(std::uint32_t id) {
+void SourceHost::settle_later(std::uint32_t id, bool ended) {
   {
     std::lock_guard lock(mutex_);
     auto e = entries_.find(id);
     if (e == entries_.end()) return;
     e->second.running = false;
+    e->second.ended = ended;
     if (e->second.record.settled() || e->second.settling) return;
     e->second.settling = true;
   }
@@ -208,7 +209,8 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   return true;
 }
 
-void SourceHost::tell_settled(std::uint32_t id, const journal::Source& record) const {
+void SourceHost::tell_settled(std::uint32_t id, const Entry& e) const {
+  const auto& record = e.record;
   wire::Summary s;
   s.set_id(id);
   s.set_container(record.container());
@@ -219,7 +221,7 @@ void SourceHost::tell_settled(std::uint32_t id, const journal::Source& record) c
   s.set_touched(true);
   s.set_migrated(record.outcome() == wire::COMMITTED);
   if (!s.migrated()) s.set_error("migrd had to take it back by itself; its log says more");
-  if (settled_) settled_(s);
+  if (settled_) settled_(s, e.ended);
 }
 
 // Finishes what was committed, takes back what was not.
@@ -244,6 +246,10 @@ void SourceHost::settle(std::uint32_t id) {
       s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
     } else {
       sure = true;
+      {
+        std::lock_guard lock(mutex_);
+        entries_[id].known = true;
+      }
       e = entry(id);
       if (!e) return;
       const bool forward = e->record.outcome() == wire::COMMITTED;
@@ -259,7 +265,7 @@ void SourceHost::settle(std::uint32_t id) {
         claims_.release(instances_of(e->record), id);
         if (auto r = remove_folder(folder(id)); !r) spdlog::error("{}", r.error().text);
         spdlog::info("{}: {}", e->record.container(), forward ? "finished" : "taken back");
-        tell_settled(id, e->record);
+        tell_settled(id, *e);
         return;
       }
       spdlog::error("{}: {}", e->record.container(), s.error().text);
@@ -417,6 +423,10 @@ Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
   if (e->second.record.outcome() == wire::UNDONE) {
     if (outcome == wire::UNDONE) return {};
     return Error{EPERM, "it is being taken back: " + to + " was never told to let it run"};
+  }
+  if (e->second.known) {
+    if (outcome == wire::COMMITTED) return {};
+    return Error{EPERM, "it runs on " + to + ": what is left here is tried again until it is gone"};
   }
   if (!force)
     return Error{EBUSY, outcome == wire::UNDONE ? to + " was told to let the container run, and may. Make sure that it does not and never will (" + to +

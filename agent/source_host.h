@@ -27,8 +27,8 @@ class SourceHost final : public Role {
   /// Links to the hosts that take part. ENOENT: no such peer.
   using ToDestination = std::function<Result<std::unique_ptr<DestinationLink>>(const std::string&)>;
   using ToPartner = std::function<Result<std::unique_ptr<PartnerLink>>(const std::string&)>;
-  /// How a migration ended that no coordinator could bring to its end.
-  using Settled = std::function<void(const wire::Summary&)>;
+  /// How a migration ended that no coordinator could bring to its end. `ended`: who began it knows, and only cleaning up was left.
+  using Settled = std::function<void(const wire::Summary&, bool ended)>;
   SourceHost(const Config& config, SessionTable& sessions, Claims& claims, Numbers& numbers, Directory& directory,
              ToDestination to_destination, ToPartner to_partner);
   /// Before recover(). Called from any thread.
@@ -37,7 +37,7 @@ class SourceHost final : public Role {
   /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
   void recover();
   /// The same for one that ended here without being settled.
-  void settle_later(std::uint32_t id);
+  void settle_later(std::uint32_t id, bool ended);
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status renew(std::uint32_t, const Caller&) override { return Error{ENOENT, "not here"}; }
@@ -55,6 +55,8 @@ class SourceHost final : public Role {
     journal::Source record;
     bool running = false;  // its coordinator is at work
     bool settling = false;
+    bool ended = false;     // its end was told
+    bool known = false;     // settle() has heard what became of it
     std::string waits_for;  // of settle()
     wire::Outcome ordered = wire::UNKNOWN;
     std::chrono::steady_clock::time_point written = std::chrono::steady_clock::now();
@@ -62,7 +64,7 @@ class SourceHost final : public Role {
   Status save(std::uint32_t id, const Entry& e);
   Result<Entry> entry(std::uint32_t id);
   void settle(std::uint32_t id);
-  void tell_settled(std::uint32_t id, const journal::Source& record) const;
+  void tell_settled(std::uint32_t id, const Entry& e) const;
   bool find_outcome(std::uint32_t id, DestinationLink* destination);
   void end_dump(std::uint32_t id) const;
   Status take_back(std::uint32_t id, Entry& e, DestinationLink* destination);

@@ -88,6 +88,19 @@ Status is_private(const std::string& path) {
   return {};
 }
 
+// What is there of that name will be removed: nothing, or what a checkpoint that did not come to its end has left.
+Status is_interrupted(const std::string& part) {
+  struct stat st {};
+  if (lstat(part.c_str(), &st)) return errno == ENOENT ? Status() : Status(sys_error(part));
+  bool ours = S_ISDIR(st.st_mode) && st.st_uid == geteuid() && !(st.st_mode & kOthers);
+  std::error_code ec;
+  for (fs::directory_iterator f(part, ec), end; ours && !ec && f != end; f.increment(ec)) {
+    const std::string name = f->path().filename();
+    ours = name == "images" || name == "bundle" || name.starts_with(kManifest);
+  }
+  return ours && !ec ? Status() : Error{EEXIST, part + " exists, and is none of a checkpoint that was interrupted: move it out of the way, or name another folder"};
+}
+
 }  // namespace
 
 // ---- checkpoint
@@ -103,13 +116,15 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
   if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
   if (FoldersInUse::get().contains(part_)) return being_written(dir_);
+  if (auto s = is_interrupted(part_); !s) return s;
   return disk_fits(r.image_bytes(), dir_);
 }
 
 Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, Sent& total) {
   if (!(writes_ = FoldersInUse::get().take(part_))) return being_written(dir_);
+  if (auto s = is_interrupted(part_); !s) return s.error();
   std::error_code ec;
-  fs::remove_all(part_, ec);  // of one that was interrupted
+  fs::remove_all(part_, ec);
   if (auto s = make_dir(part_); !s) return s.error();
   if (auto s = make_dir(part_ + "/images"); !s) return s.error();
   if (!h.bundle().empty()) {
@@ -160,6 +175,7 @@ Status KeepingDestination::commit(std::uint32_t) {
 
 Status KeepingDestination::abort(std::uint32_t) {
   if (!writes_ && FoldersInUse::get().contains(part_)) return {};  // another one's
+  if (!is_interrupted(part_)) return {};                           // nothing of ours
   std::error_code ec;
   fs::remove_all(part_, ec);
   return ec ? Status(Error{ec.value(), "removing " + part_ + ": " + ec.message()}) : Status();

@@ -188,6 +188,8 @@ TEST_F(LinksOfAContainer, WhatAContainerMayWriteToIsSentAgain) {
 
 TEST_F(LinksOfAContainer, ABundleThatBothHostsHaveIsNotSent) {
   std::ofstream(bundle + "/.migr-mark-1") << "of a migrd that ended";
+  std::filesystem::last_write_time(bundle + "/.migr-mark-1", std::filesystem::file_time_type::clock::now() - std::chrono::hours(2));
+  std::ofstream(bundle + "/.migr-mark-2") << "of a question that is under way";
   std::ofstream(images + "/migr.img") << "x";
   wire::CheckRequest check;
   check.set_bundle(bundle);
@@ -197,7 +199,8 @@ TEST_F(LinksOfAContainer, ABundleThatBothHostsHaveIsNotSent) {
     destination.prepared.clear();
     ASSERT_TRUE(link.check(check));
     EXPECT_TRUE(std::filesystem::exists(bundle + "/config.json"));
-    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(bundle), {}), 2) << "no mark is left";
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(bundle), {}), 3) << "no mark of ours is left";
+    EXPECT_TRUE(std::filesystem::exists(bundle + "/.migr-mark-2"));
     ASSERT_TRUE(link.prepare(h, images, sent));
     EXPECT_TRUE(destination.prepared.contains("migr.img"));
     EXPECT_EQ(destination.prepared.contains("config.json"), !shared);

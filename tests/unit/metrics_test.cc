@@ -179,6 +179,10 @@ TEST_F(Exported, AMigrationIsCountedByItsOutcome) {
   EXPECT_EQ(of("partner", "went_back"), 1);
   metrics_->ended(Metrics::What::kRestore, moved());
   EXPECT_EQ(value("migr_stored_total", {{"what", "restore"}, {"outcome", "moved"}}), 1);
+  s = moved();
+  s.set_to("/srv/checkpoint");
+  metrics_->settled(s);
+  EXPECT_EQ(value("migr_stored_total", {{"what", "checkpoint"}, {"outcome", "moved"}}), 1);
   EXPECT_EQ(of("source", "moved"), 2);
 }
 

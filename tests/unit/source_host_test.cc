@@ -120,7 +120,10 @@ struct ASource : ::testing::Test {
   /// As a migrd does that finds this after its start.
   void begin(const journal::Source& r, std::uint32_t id = kId) {
     ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(id, r));
-    host.set_settled([this](const wire::Summary& s) { end.set_value(s); });
+    host.set_settled([this](const wire::Summary& s, bool ended) {
+      EXPECT_FALSE(ended) << "nobody knows how it ended, as its migrd did, too";
+      end.set_value(s);
+    });
     host.recover();
   }
   wire::Summary settled() {
@@ -300,6 +303,22 @@ TEST_F(ASource, WhatRunsThereIsNotLetRunHereByAnOrderOfBefore) {
   EXPECT_TRUE(settle(record(wire::UNDONE)).migrated());
   EXPECT_EQ(did("runc", "resume"), 0);
   EXPECT_FALSE(there());
+}
+
+TEST_F(ASource, AnOrderAgainstWhatIsKnownIsRefused) {
+  script("runc", "[ \"$3\" != delete ] || [ -e " + root + "/may-go ] || exit 1\n[ \"$3\" != delete ] || rm -rf \"$2/$5\"\n[ \"$3\" != state ] || echo '{\"status\": \"paused\", \"pid\": 1}'\n");
+  destination.says = wire::COMMITTED;
+  begin(record(wire::COMMITTED));
+  const auto state = [&] { return host.open_migrations().empty() ? "" : host.open_migrations()[0].state(); };
+  for (int ms = 0; ms < 10'000 && !state().starts_with("runs on dst"); ms += 50) usleep(50'000);
+  ASSERT_TRUE(state().starts_with("runs on dst")) << state();
+  const auto s = host.order(kId, wire::UNDONE, true);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPERM) << s.error().text;
+  EXPECT_TRUE(host.order(kId, wire::COMMITTED, true)) << "it is done anyhow";
+  EXPECT_EQ(state().find("the operator has ordered"), std::string::npos) << state();
+  std::ofstream(root + "/may-go") << "";
+  EXPECT_TRUE(settled().migrated());
 }
 
 // ---- a destination that does not know of it (any more)

@@ -381,6 +381,25 @@ TEST_F(Stored, WhatWasTakenBackLeavesNothing) {
   EXPECT_FALSE(fs::exists(dir() + ".part"));
 }
 
+TEST_F(Stored, WhatIsCalledAsIfItWereOursStays) {
+  const std::string part = dir() + ".part";
+  fs::create_directories(part + "/images");
+  ASSERT_EQ(chmod(part.c_str(), 0700), 0);
+  EXPECT_TRUE(KeepingDestination(dir(), info).check({})) << "left by a checkpoint that was interrupted";
+  std::ofstream(part + "/thesis.txt") << "x";
+  {
+    KeepingDestination d(dir(), info);
+    EXPECT_EQ(d.check({}).error().code, EEXIST);
+    EXPECT_EQ(d.prepare({}, root + "/from/images", bytes).error().code, EEXIST);
+    EXPECT_TRUE(d.abort(1));
+  }
+  EXPECT_TRUE(fs::exists(part + "/thesis.txt"));
+  fs::remove_all(part);
+  fs::create_directories(part);
+  ASSERT_EQ(chmod(part.c_str(), 0755), 0);
+  EXPECT_EQ(KeepingDestination(dir(), info).check({}).error().code, EEXIST) << "everybody may read it";
+}
+
 mode_t mode_of(const std::string& path) {
   struct stat st {};
   EXPECT_EQ(stat(path.c_str(), &st), 0);
