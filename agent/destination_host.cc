@@ -63,18 +63,20 @@ struct DestinationHost::Job : LeasedJob {
   bool attached = false;
   std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
-  bool cleaned = false;
-  std::thread opener;           // lets the network's traffic through
-  journal::Destination record;  // guarded by work
+  std::atomic<bool> told = false;                     // the plugin, to let it run
+  bool cleans_up = false, rests = false;              // of tick()
+  std::atomic<bool> clean = false;                    // its folder is gone
+  std::thread opener;                                 // lets the network's traffic through
+  journal::Destination record;                        // guarded by work
 
-  std::mutex state;  // guards keys, keys_known, why_closed, rebinds
+  std::mutex state;  // guards keys, keys_known, why_closed, rebinds, resumes
   std::vector<wire::ProcessKeys> keys;
   bool keys_known = false;  // there may be none
   std::string why_closed;
-  bool rebinds = false;  // by itself
-  std::condition_variable rebind_ended;
-  wire::ResumeReply replayed;   // guarded by work
-  Afterwards settles, goes_on;  // the latter begins the former
+  bool rebinds = false, resumes = false;  // by itself
+  std::condition_variable went_on;
+  wire::ResumeReply replayed;           // guarded by work until `resumed`, and fixed then
+  Afterwards cleans, settles, goes_on;  // the last begins the one before
 
   std::string images() const { return dir + "/images"; }
   std::vector<std::string> births_of(std::size_t i) const {
@@ -92,6 +94,17 @@ struct DestinationHost::Job : LeasedJob {
       else
         gone.emplace(c.src_ctx_id(), c.vqpn());
     }
+  }
+  // Once finished: it is kept for a week, and what only its work needed is not.
+  void rest() {
+    goes_on.end();
+    settles.end();
+    cleans.end();
+    if (opener.joinable()) opener.join();
+    std::lock_guard lock(work);
+    owner.clear();
+    peers.clear();
+    gone.clear();
   }
   ~Job() {
     if (opener.joinable()) opener.join();
@@ -123,8 +136,8 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
   return job;
 }
 
-DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers)
-    : config_(config), sessions_(sessions), peers_(peers), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
+DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Numbers& numbers)
+    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
   for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE || (r.resumed() && !r.closed()); })) {
     auto made = job_of(record.header(), config_.state_dir);
@@ -166,9 +179,7 @@ void DestinationHost::take_up(const JobPtr& job) {
   if (job->get() == wire::OPEN && job->record.told()) {
     spdlog::warn("migrd ended while {} was let run here", job->container);
     if (job->socket->listening()) (void)job->socket->tell(MIGR_RC_COMMIT, kProcessMs);
-    for (const auto until = Clock::now() + std::chrono::milliseconds(kProcessMs); restore_runs(job->dir) && Clock::now() < until;) usleep(50'000);
-    auto state = runc_.state(job->container);
-    if (!restore_runs(job->dir) && state && state->status == "running" && is_here(*job)) {
+    if (runs_after_all(*job)) {
       job->outcome = wire::COMMITTED;
       (void)save(*job);
     }
@@ -182,8 +193,16 @@ void DestinationHost::take_up(const JobPtr& job) {
   }
   spdlog::warn("{} runs here; finishing", job->container);
   if (job->settled) return open_network(*job, "attach");
+  hold(*job);
   for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
   open_network(*job, "attach");
+}
+
+// The plugin was told to let it run, and its answer is not known: when the restore has ended it can be seen. Caller holds job.work.
+bool DestinationHost::runs_after_all(const Job& job) const {
+  for (const auto until = Clock::now() + std::chrono::milliseconds(kProcessMs); restore_runs(job.dir) && Clock::now() < until;) usleep(50'000);
+  const auto state = runc_.state(job.container);
+  return !restore_runs(job.dir) && state && state->status == "running" && is_here(job);
 }
 
 DestinationHost::~DestinationHost() {
@@ -499,9 +518,14 @@ Status DestinationHost::commit(Job& job) {
     // Written before it is done: a migrd that is started again has to look whether the container runs.
     job.record.set_told(true);
     if (auto s = fault_step(config_.fault, FaultStep::kDestinationMark, [&] { return save(job); }); !s) return s;
+    job.told = true;  // from here on nobody interrupts it
     if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
     constexpr int kAnswerMs = 10'000;
-    return with_log(job, job.socket->tell(MIGR_RC_COMMIT, kAnswerMs));
+    const Status s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs);
+    const bool no_answer = !s && (s.error().code == ETIMEDOUT || s.error().code == ECONNRESET);
+    if (!no_answer || !runs_after_all(job)) return with_log(job, s);
+    spdlog::warn("{}, but {} runs", s.error().text, job.container);
+    return {};
   };
   if (auto s = let_run(); !s) {
     abort(job, s.error().text);
@@ -518,22 +542,32 @@ Status DestinationHost::commit(Job& job) {
   return {};
 }
 
+// They run here, and are not all taken up: no other migration gets them.
+void DestinationHost::hold(const Job& job) {
+  std::vector<Claims::Process> all;
+  for (const auto& i : job.instances) all.push_back({i, 0});
+  if (const auto holder = claims_.take(all, job.id)) spdlog::error("migration {} holds a process of it, too", migration_text(holder));
+}
+
 // Its processes wait for nobody's next words. Where that fails Rebind and Resume try again. Caller holds job.work.
 void DestinationHost::go_on(Job& job) {
-  {
-    std::lock_guard lock(job.state);
-    job.rebinds = true;
-  }
-  job.goes_on.run([this, &job] {
-    std::lock_guard work(job.work);
-    const auto s = job_step(config_.fault, job.id, FaultStep::kDestinationRebind, [&] { return rebind(job); });
+  hold(job);
+  const auto ends = [&job](bool& part) {
     {
       std::lock_guard lock(job.state);
-      job.rebinds = false;
+      part = false;
     }
-    job.rebind_ended.notify_all();
+    job.went_on.notify_all();
+  };
+  job.goes_on.run([this, &job, ends] {
+    std::lock_guard work(job.work);
+    const auto s = job_step(config_.fault, job.id, FaultStep::kDestinationRebind, [&] { return rebind(job); });
+    ends(job.rebinds);
     if (s) (void)job_step(config_.fault, job.id, FaultStep::kDestinationResume, [&] { return resume(job); });
+    ends(job.resumes);
   });
+  std::lock_guard lock(job.state);
+  job.rebinds = job.resumes = true;  // it waits for job.work until we are done
 }
 
 // The container is cut off until that is done: it is tried as long as it is here. Caller holds job.work.
@@ -695,7 +729,7 @@ grpc::Status DestinationHost::Rebind(grpc::ServerContext* ctx, const wire::Migra
   Job& job = **found;
   {
     std::unique_lock lock(job.state);
-    job.rebind_ended.wait(lock, [&] { return !job.rebinds; });
+    job.went_on.wait(lock, [&] { return !job.rebinds; });
   }
   if (!job.rebound) {
     std::lock_guard work(job.work);
@@ -755,6 +789,7 @@ void DestinationHost::settle(Job& job) {
   }
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   job.settled = true;
+  claims_.release(job.instances, job.id);
   job.finished = job.opened.load();
 }
 
@@ -763,9 +798,14 @@ grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migra
   auto found = jobs_.find(m->id(), {*ctx, config_});
   if (!found) return to_grpc(found);
   Job& job = **found;
-  std::lock_guard work(job.work);
-  if (!job.resumed)
+  {
+    std::unique_lock lock(job.state);
+    job.went_on.wait(lock, [&] { return !job.resumes; });
+  }
+  if (!job.resumed) {  // else whatever settles here has job.work, and the source waits for none of it
+    std::lock_guard work(job.work);
     if (auto s = job_step(config_.fault, m->id(), FaultStep::kDestinationResume, [&] { return resume(job); }); !s) return to_grpc(s);
+  }
   *out = job.replayed;
   return grpc::Status::OK;
 }
@@ -845,7 +885,7 @@ grpc::Status DestinationHost::Abort(grpc::ServerContext* ctx, const wire::Migrat
   if (!job) return to_grpc(job);
   // Ends what another call waits for.
   (*job)->aborting = true;
-  (*job)->socket->interrupt();
+  if (!(*job)->told) (*job)->socket->interrupt();
   std::lock_guard work((*job)->work);
   if ((*job)->get() == wire::COMMITTED) return {grpc::StatusCode::FAILED_PRECONDITION, "the container runs here already"};
   return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"), Status(); }));
@@ -876,7 +916,7 @@ void DestinationHost::left_alone(const JobPtr& job) {
   m.set_id(job->id);
   auto back = [&](const std::string& why) {
     job->aborting = true;
-    job->socket->interrupt();
+    if (!job->told) job->socket->interrupt();
     std::lock_guard work(job->work);
     abort(*job, why);
   };
@@ -902,6 +942,7 @@ void DestinationHost::left_alone(const JobPtr& job) {
         job->keys_known = true;  // of nothing: its partners see that it has ended
       }
       job->resumed = job->settled = job->finished = true;
+      claims_.release(job->instances, job->id);
       (void)save(*job);
       continue;
     }
@@ -933,10 +974,14 @@ void DestinationHost::tick() {
   // Files go when runc has ended, which is after the tasks run.
   for (const auto& job : jobs_.all()) {
     const LogScope log(job->id);
-    if (!job->resumed || job->cleaned) continue;
+    if (job->finished && (job->clean || job->get() == wire::UNDONE) && !std::exchange(job->rests, true)) job->rest();
+    if (!job->resumed || job->cleans_up) continue;
     if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running()) {
-      if (auto s = remove_folder(job->dir); !s) spdlog::error("{}", s.error().text);
-      job->cleaned = true;
+      job->cleans_up = true;
+      job->cleans.run([&job = *job] {  // there may be much of it
+        if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
+        job.clean = true;
+      });
     }
   }
 }

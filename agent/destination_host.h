@@ -7,6 +7,7 @@
 #include <memory>
 #include <set>
 
+#include "claims.h"
 #include "config.h"
 #include "fault.h"
 #include "host_service.h"
@@ -22,7 +23,7 @@ namespace migr {
 class DestinationHost final : public wire::Destination::Service, public Role {
  public:
   /// Takes up what an earlier migrd has left in the middle: undoes what cannot have been committed, finishes the rest.
-  DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Numbers& numbers);
+  DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Numbers& numbers);
   ~DestinationHost() override;
 
   grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest*, wire::CheckReply*) override;
@@ -68,6 +69,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);
   static std::set<std::uint32_t> contexts_of(const Job& job, std::size_t i);
   bool has_ended(const Job& job, std::size_t i) const;
+  bool runs_after_all(const Job& job) const;
+  void hold(const Job& job);
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job);
   void settle(Job& job);
@@ -79,6 +82,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   const Config& config_;
   SessionTable& sessions_;
   Peers& peers_;
+  Claims& claims_;
   Numbers& numbers_;
   const Runtime runc_;
   const Journal<journal::Destination> journal_;

@@ -4,15 +4,20 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <system_error>
+#include <thread>
 
 #include "file_tree.h"
 #include "hex.h"
 #include "json.h"
 #include "limits.h"
+#include "log.h"
 #include "parallel.h"
 #include "uapi/migr.h"
 
@@ -186,12 +191,35 @@ Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& d
   return session.ask<migr_qp_ref, migr_move>(MIGR_MSG_MOVES, migration, moves, kProcessMs);
 }
 
-Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves) {
-  if (auto s = directory.put(moves); !s) return s;
-  Status first;
-  for (const auto& session : sessions.all())
-    if (auto s = tell_moves(*session, moves.id(), directory); first && !s) first = s;
-  return first;
+Status take_moves(const std::shared_ptr<Directory>& directory, SessionTable& sessions, const wire::MovesRequest& moves, int limit_ms) {
+  if (auto s = directory->put(moves); !s) return s;
+  struct Told {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t left = 0;
+    Status first;
+  };
+  const auto told = std::make_shared<Told>();
+  const auto all = sessions.all();
+  told->left = all.size();
+  for (const auto& session : all) {
+    auto tell = with_log_fields([session, directory, told, id = moves.id()] {
+      const Status s = tell_moves(*session, id, *directory);
+      std::lock_guard lock(told->mutex);
+      told->left--;
+      if (told->first && !s) told->first = s;
+      told->changed.notify_all();
+    });
+    try {
+      std::thread(tell).detach();
+    } catch (const std::system_error&) {
+      tell();
+    }
+  }
+  std::unique_lock lock(told->mutex);
+  if (!told->changed.wait_for(lock, std::chrono::milliseconds(limit_ms), [&] { return !told->left; }))
+    spdlog::warn("{} of {} processes are told of new addresses when they listen again", told->left, all.size());
+  return told->first;
 }
 
 }  // namespace migr

@@ -5,12 +5,14 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "config.h"
 #include "devices.h"
+#include "limits.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
@@ -64,7 +66,8 @@ class Directory {
 Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& directory);
 /// To every host of the configuration, this one too. Whoever cannot be told has old addresses until it is told of others.
 void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms);
-/// This host: writes them down and tells its processes.
-Status take_moves(Directory& directory, SessionTable& sessions, const wire::MovesRequest& moves);
+/// This host: writes them down and tells its processes, all at once. Waits for `limit_ms` at most: who is silent, or in a drain, is told
+/// when it listens again, and keeps no migration from going on.
+Status take_moves(const std::shared_ptr<Directory>& directory, SessionTable& sessions, const wire::MovesRequest& moves, int limit_ms = kWhereMs);
 
 }  // namespace migr

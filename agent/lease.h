@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "authorization.h"
@@ -49,12 +50,17 @@ struct LeasedJob {
   class Pace {
    public:
     bool patient() const { return Clock::now() < until_; }
-    void wait(const LeasedJob& job) const {
+    /// Not for the first word of the operator; but if that did not help the next try is no earlier than others.
+    void wait(const LeasedJob& job) {
       const int ms = patient() ? kResolveStepMs : kResolveSlowMs;
-      for (int waited = 0; waited < ms && job.ordered == wire::UNKNOWN; waited += 100) usleep(100'000);
+      for (int waited = 0; waited < ms; waited += 100) {
+        if (job.ordered != wire::UNKNOWN && !std::exchange(told_, true)) return;
+        usleep(100'000);
+      }
     }
 
    private:
+    bool told_ = false;
     const Clock::time_point until_ = Clock::now() + std::chrono::milliseconds(kResolveMs);
   };
 
@@ -66,7 +72,9 @@ struct LeasedJob {
 /// answer was lost. Ends with the job, whose last member it is. Caller of run() holds job.work.
 class Afterwards {
  public:
-  ~Afterwards() {
+  ~Afterwards() { end(); }
+  /// Waits for it. Not together with run().
+  void end() {
     if (thread_.joinable()) thread_.join();
   }
   template <class F>

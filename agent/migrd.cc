@@ -316,13 +316,13 @@ int run(const Config& config) {
   Claims claims;
   Numbers numbers(config);
   if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
-  const auto directory_kept = std::make_shared<Directory>(config);  // on_hello()'s threads may outlive this
+  const auto directory_kept = std::make_shared<Directory>(config);  // threads that tell processes may outlive this
   Directory& directory = *directory_kept;
   History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
-  DestinationHost destination(config, sessions, peers, numbers);
+  DestinationHost destination(config, sessions, peers, claims, numbers);
   Whereabouts whereabouts(config, sessions, peers, directory);
-  PartnerHost partner(config, sessions, peers, claims, directory, whereabouts);
+  PartnerHost partner(config, sessions, peers, claims, directory_kept, whereabouts);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   PortCounters counters;
   TrafficMeter traffic([&counters] { return counters.read(); });

@@ -50,6 +50,7 @@ struct PartnerHost::Job : LeasedJob {
 };
 
 Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareRequest& r) {
+  if (!r.id()) return Error{EINVAL, "PartnerPrepare without a number"};
   auto job = std::make_shared<Job>();
   job->id = r.id();
   job->source = r.source();
@@ -66,8 +67,8 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
   return job;
 }
 
-PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory, Whereabouts& whereabouts)
-    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(directory), whereabouts_(whereabouts), journal_(config.state_dir + "/journal/partner") {
+PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, std::shared_ptr<Directory> directory, Whereabouts& whereabouts)
+    : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(std::move(directory)), whereabouts_(whereabouts), journal_(config.state_dir + "/journal/partner") {
   for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() != wire::OPEN; })) {
     auto job = job_of(record.request());
     if (!job || (*job)->id != id) continue;
@@ -453,15 +454,13 @@ grpc::Status PartnerHost::OldPath(grpc::ServerContext* ctx, const wire::Migratio
 // Caller holds job.work. A process that has ended has nothing to go back to.
 Status PartnerHost::rollback(Job& job) {
   if (job.get() != wire::OPEN) return {};
-  Status first;
-  for (auto& p : job.processes) {
-    if (!p.lives()) continue;
+  const auto s = parallel_for(job.processes, [&](Process& p) -> Status {
+    if (!p.lives()) return {};
     auto session = session_of(p);
-    Status s = session;
-    if (session) s = (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs);
-    if (first && !s && p.lives()) first = s;
-  }
-  if (!first) return first;
+    const Status told = session ? (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs) : session.error();
+    return told || !p.lives() ? Status() : told;
+  });
+  if (!s) return s;
   end(job, wire::UNDONE);
   return save(job);
 }
@@ -532,6 +531,8 @@ void PartnerHost::left_alone(const JobPtr& job) {
 
 void PartnerHost::tick() {
   jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
+  for (const auto& job : jobs_.all())
+    if (job->finished) job->afterwards.end();  // it is kept for a week
 }
 
 std::vector<wire::OpenMigration> PartnerHost::open_migrations() {

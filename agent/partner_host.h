@@ -21,7 +21,7 @@ namespace migr {
 class PartnerHost final : public wire::Partner::Service, public Role {
  public:
   /// Takes up what an earlier migrd has left in the middle.
-  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Directory& directory, Whereabouts& whereabouts);
+  PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, std::shared_ptr<Directory> directory, Whereabouts& whereabouts);
 
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply*) override;
   grpc::Status Prepare(grpc::ServerContext*, const wire::PartnerPrepareRequest*, wire::PartnerPrepareReply*) override;
@@ -72,7 +72,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   SessionTable& sessions_;
   Peers& peers_;
   Claims& claims_;
-  Directory& directory_;
+  const std::shared_ptr<Directory> directory_;
   Whereabouts& whereabouts_;
   const Journal<journal::Partner> journal_;
   LeasedJobs<Job> jobs_;

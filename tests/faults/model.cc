@@ -368,7 +368,7 @@ class Restore {
         reply(fd, m, 0, none);
         abort = true;
       } else if (m.op == until) {
-        reply(fd, m, 0, none);
+        if (until != MIGR_RC_COMMIT || access((host + "/quiet").c_str(), F_OK)) reply(fd, m, 0, none);
         asked = true;
       } else {
         reply(fd, m, EBUSY, none);

@@ -153,9 +153,9 @@ struct Host {
   SessionTable sessions;
   Claims claims;
   Numbers numbers{config};
-  Directory directory{config};
-  DestinationHost destination{config, sessions, peers, numbers};
-  Whereabouts whereabouts{config, sessions, peers, directory};
+  const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
+  DestinationHost destination{config, sessions, peers, claims, numbers};
+  Whereabouts whereabouts{config, sessions, peers, *directory};
   PartnerHost partner{config, sessions, peers, claims, directory, whereabouts};
   LinkTable table{kHost};
   LinksService links_service{table};

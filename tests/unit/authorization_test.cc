@@ -5,6 +5,8 @@
 
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
+#include <openssl/pem.h>
+#include <openssl/x509v3.h>
 #include <spdlog/sinks/base_sink.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
@@ -94,8 +96,6 @@ TEST_F(AllowConfig, AMissingCommaIsFoundByItsLine) {
   EXPECT_EQ(load_config(dir + "/migrd.json").error().text, dir + "/migrd.json is not a JSON object");
 }
 
-TEST_F(AllowConfig, WhereThingsMayGo) {
-  const auto open = load("{}");
 TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
   const int upload = kUploadMs, phase = kPhaseMs;
   const auto c = load(R"({}, "limits": {"upload_ms": 1800000})");
@@ -106,6 +106,8 @@ TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
   kUploadMs = upload, kPhaseMs = phase;
 }
 
+TEST_F(AllowConfig, WhereThingsMayGo) {
+  const auto open = load("{}");
   EXPECT_TRUE(may_take(*open, "b", "web-1"));
   const auto c = load(R"({"from_here": [{"peer": "b", "containers": ["web-*"]}]})");
   EXPECT_TRUE(may_take(*c, "b", "web-1"));
@@ -120,6 +122,24 @@ TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
 
 /// Host a, real but for the kernel, and its peers b and c; d has a certificate, too, and is no peer.
 class Peer : public Folder {
+ public:
+  /// What the CA signed for d loses its name.
+  void take_name_away() {
+    const auto pem = [](const std::string& path, auto read) {
+      const std::unique_ptr<FILE, int (*)(FILE*)> f(fopen(path.c_str(), "r"), fclose);
+      return read(f.get(), nullptr, nullptr, nullptr);
+    };
+    const std::unique_ptr<X509, void (*)(X509*)> cert(pem(dir + "/ca/d/host.pem", PEM_read_X509), X509_free);
+    const std::unique_ptr<EVP_PKEY, void (*)(EVP_PKEY*)> key(pem(dir + "/ca/ca.key", PEM_read_PrivateKey), EVP_PKEY_free);
+    const std::unique_ptr<X509_NAME, void (*)(X509_NAME*)> none(X509_NAME_new(), X509_NAME_free);
+    ASSERT_TRUE(cert && key && none);
+    X509_EXTENSION_free(X509_delete_ext(cert.get(), X509_get_ext_by_NID(cert.get(), NID_subject_alt_name, -1)));
+    ASSERT_TRUE(X509_set_subject_name(cert.get(), none.get()));
+    ASSERT_TRUE(X509_sign(cert.get(), key.get(), EVP_sha256()));
+    const std::unique_ptr<FILE, int (*)(FILE*)> out(fopen((dir + "/ca/d/host.pem").c_str(), "w"), fclose);
+    ASSERT_TRUE(PEM_write_X509(out.get(), cert.get()));
+  }
+
  protected:
   void SetUp() override {
     Folder::SetUp();
@@ -137,10 +157,10 @@ class Peer : public Folder {
     config_.state_dir = dir;
     peers_ = std::make_unique<Peers>(config_, *pki::load(dir + "/ca/a"));
     numbers_ = std::make_unique<Numbers>(config_);
-    directory_ = std::make_unique<Directory>(config_);
-    destination_ = std::make_unique<DestinationHost>(config_, sessions_, *peers_, *numbers_);
+    directory_ = std::make_shared<Directory>(config_);
+    destination_ = std::make_unique<DestinationHost>(config_, sessions_, *peers_, claims_, *numbers_);
     whereabouts_ = std::make_unique<Whereabouts>(config_, sessions_, *peers_, *directory_);
-    partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, *directory_, *whereabouts_);
+    partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, directory_, *whereabouts_);
     host_ = std::make_unique<HostService>(config_, sessions_, *numbers_, std::vector<Role*>{destination_.get(), partner_.get()});
     grpc::ServerBuilder b;
     b.AddListeningPort("127.0.0.1:0", peers_->server_credentials(), &port_);
@@ -186,7 +206,7 @@ class Peer : public Folder {
   SessionTable sessions_;
   Claims claims_;
   std::unique_ptr<Numbers> numbers_;
-  std::unique_ptr<Directory> directory_;
+  std::shared_ptr<Directory> directory_;
   std::unique_ptr<Peers> peers_;
   std::unique_ptr<DestinationHost> destination_;
   std::unique_ptr<Whereabouts> whereabouts_;
@@ -198,6 +218,14 @@ class Peer : public Folder {
 };
 
 constexpr char kNobody[] = R"({"to_here": [], "partner": [], "read": []})";
+
+TEST_F(Peer, ACertificateWithoutANameIsNobodys) {
+  take_name_away();
+  serve("{}");
+  EXPECT_EQ(ask("b", "/migr.wire.Host/Version").error_code(), grpc::StatusCode::OK);
+  const auto s = ask("d", "/migr.wire.Host/Version");
+  EXPECT_EQ(s.error_code(), grpc::StatusCode::PERMISSION_DENIED) << s.error_message();
+}
 
 TEST_F(Peer, WithoutARightEachMethodIsRefusedAndSaysByWhatKey) {
   serve(kNobody);

@@ -64,7 +64,7 @@ struct ADestination : ::testing::Test {
   /// As a migrd does that finds this after its start.
   void begin() {
     ASSERT_TRUE(Journal<journal::Destination>(config.state_dir + "/journal/destination").save(kId, record));
-    host.emplace(config, sessions, peers, numbers);
+    host.emplace(config, sessions, peers, claims, numbers);
   }
   static bool within(int limit_ms, const std::function<bool()>& so) {
     for (int ms = 0; ms < limit_ms && !so(); ms += 50) usleep(50'000);
@@ -81,6 +81,7 @@ struct ADestination : ::testing::Test {
   journal::Destination record;
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
+  Claims claims;
   Numbers numbers{config};
   std::optional<DestinationHost> host;
 };
@@ -120,14 +121,18 @@ TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
   begin();
   EXPECT_EQ(host->outcome(kId).outcome(), wire::COMMITTED);
   EXPECT_FALSE(host->outcome(kId).keys_known()) << "it may run";
+  Instance its;
+  its.fill('i');
+  EXPECT_EQ(claims.holder(its), kId) << "nobody else gets it before it is all here";
   record.set_boot("another boot");
   host.reset();
   begin();
   const auto so = [&] { return host->tick(), host->outcome(kId).keys_known(); };
   EXPECT_TRUE(within(5'000, so));
   EXPECT_EQ(host->outcome(kId).keys_size(), 0);
+  EXPECT_EQ(claims.holder(its), 0u);
   host.reset();
-  host.emplace(config, sessions, peers, numbers);
+  host.emplace(config, sessions, peers, claims, numbers);
   EXPECT_TRUE(host->outcome(kId).keys_known()) << "it is written down";
 }
 

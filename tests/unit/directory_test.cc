@@ -3,11 +3,22 @@
 #include "agent/directory.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <set>
+
+#include "agent/limits.h"
 
 namespace migr::directory_test {
 namespace {
@@ -208,6 +219,87 @@ TEST_F(DirectoryTest, MalformedMovesAreEinval) {
   const auto s = d.put(r);
   ASSERT_FALSE(s);
   EXPECT_EQ(EINVAL, s.error().code);
+}
+
+// Processes with libmigr, as far as a SessionTable sees them: each says HELLO, and answers what it is told, once it may.
+struct Told : DirectoryTest {
+  Told() {
+    EXPECT_TRUE(sessions.start(path, {}));
+    EXPECT_NE(MAP_FAILED, static_cast<void*>(shared));
+  }
+  ~Told() override {
+    for (const pid_t p : processes) kill(p, SIGKILL), waitpid(p, nullptr, 0);
+    sessions.stop();
+    munmap(shared, sizeof *shared);
+  }
+  void start(std::uint8_t who, bool silent) {
+    const pid_t pid = fork();
+    ASSERT_GT(pid, -1);
+    if (!pid) play(who, silent);
+    processes.push_back(pid);
+    Instance i{};
+    i[0] = who;
+    EXPECT_TRUE(sessions.wait_for(i, {}, 5'000));
+  }
+  [[noreturn]] void play(std::uint8_t who, bool silent) const {
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    sockaddr_un a{};
+    a.sun_family = AF_UNIX;
+    std::strcpy(a.sun_path, path.c_str());
+    if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a)) _exit(1);
+    static std::byte packet[1 << 16];
+    migr_msg m{};
+    m.version = MIGR_PROC_VERSION;
+    m.type = MIGR_MSG_HELLO;
+    m.instance[0] = who;
+    if (send(fd, &m, sizeof m, MSG_NOSIGNAL) < 0) _exit(1);
+    while (silent && !shared->listens) usleep(1'000);
+    while (recv(fd, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof m)) {
+      std::memcpy(&m, packet, sizeof m);
+      if (m.type == MIGR_MSG_MOVES && m.count) shared->told++;
+      m.type |= MIGR_REPLY;
+      m.arg = m.count = m.record_size = 0;
+      send(fd, &m, sizeof m, MSG_NOSIGNAL);
+    }
+    _exit(0);
+  }
+  static wire::MovesRequest a_move() {
+    wire::MovesRequest r;
+    auto* m = r.add_moves();
+    m->set_instance(std::string(sizeof(Instance), 'i'));
+    m->set_birth_gid(kA);
+    m->set_gid(kB);
+    m->set_vqpn(17);
+    m->set_pqpn(30);
+    return r;
+  }
+  struct Shared {
+    std::atomic<bool> listens;
+    std::atomic<int> told;
+  };
+  Shared* const shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  const std::string path = config.state_dir + "/proc.sock";
+  const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
+  SessionTable sessions;
+  std::vector<pid_t> processes;
+};
+
+TEST_F(Told, WhoIsSilentKeepsNobodyWaiting) {
+  for (std::uint8_t who = 1; who <= 3; who++) start(who, true);
+  start(4, false);
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_TRUE(take_moves(directory, sessions, a_move(), 1'000));
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(kProcessMs));
+  EXPECT_EQ(1, shared->told);
+}
+
+TEST_F(Told, WhoWasSilentIsToldWhenItListensAgain) {
+  start(1, true);
+  EXPECT_TRUE(take_moves(directory, sessions, a_move(), 100));
+  EXPECT_EQ(0, shared->told);
+  shared->listens = true;
+  for (int ms = 0; ms < 5'000 && !shared->told; ms += 10) usleep(10'000);
+  EXPECT_EQ(1, shared->told);
 }
 
 }  // namespace

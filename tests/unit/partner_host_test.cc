@@ -85,8 +85,8 @@ struct APartner : ::testing::Test {
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
   Claims claims;
-  Directory directory{config};
-  Whereabouts whereabouts{config, sessions, peers, directory};
+  const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
+  Whereabouts whereabouts{config, sessions, peers, *directory};
   std::optional<PartnerHost> host;
 };
 
@@ -107,6 +107,21 @@ TEST_F(APartner, WaitsForItsProcessUntilThatEnds) {
 TEST_F(APartner, OfAnOlderMigrdTheNumberIsAllThatIsKnown) {
   begin();
   EXPECT_FALSE(taken_back(1'000));
+}
+
+TEST(Pace, HurriesForAnOrderOnce) {
+  kResolveStepMs = 300;
+  LeasedJob job;
+  job.ordered = wire::UNDONE;
+  LeasedJob::Pace pace;
+  const auto took = [&] {
+    const auto began = Clock::now();
+    pace.wait(job);
+    return Clock::now() - began;
+  };
+  const auto first = took();
+  EXPECT_GE(took(), std::chrono::milliseconds(kResolveStepMs)) << "it did not help";
+  EXPECT_LT(first, std::chrono::milliseconds(kResolveStepMs));
 }
 
 }  // namespace
