@@ -309,6 +309,7 @@ void describe(const Registry& registry, Answer& answer) {
     if (cq->immovable) return answer.fail(EOPNOTSUPP, std::string("a CQ of ") + cq->immovable + "() cannot be migrated");
   for (const MrShadow* mr : registry.mrs)
     if (!mr->movable) return answer.fail(EOPNOTSUPP, "memory registered on demand (ODP), by dmabuf, DM or import cannot be migrated");
+  if (std::string why = switchover::lost_memory(); !why.empty()) return answer.fail(ENOMEM, std::move(why));
   for (Context* context : registry.contexts) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));

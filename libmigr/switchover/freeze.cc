@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -35,10 +38,43 @@ bool touch_written() {
   });
 }
 
+std::string lost(const MrShadow& mr) { return "memory of " + std::to_string(mr.app.length) + " bytes is registered, and not mapped or not writable any more"; }
+
+struct Mapped {
+  std::uintptr_t start, end;
+  bool readable, writable;
+};
+
+/// All that is mapped in this process, by address.
+std::vector<Mapped> all_mapped() {
+  std::vector<Mapped> out;
+  const std::unique_ptr<FILE, int (*)(FILE*)> maps(fopen("/proc/self/maps", "re"), fclose);
+  char* line = nullptr;
+  std::size_t room = 0;
+  while (maps && getline(&line, &room, maps.get()) > 0) {
+    std::uintptr_t start, end;
+    char may[5];
+    if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s", &start, &end, may) == 3) out.push_back({start, end, may[0] == 'r', may[1] == 'w'});
+  }
+  free(line);
+  return out;
+}
+
+constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+
+bool is_there(const MrShadow& mr, const std::vector<Mapped>& mapped) {
+  auto at = reinterpret_cast<std::uintptr_t>(mr.app.addr);
+  const std::uintptr_t end = at + mr.app.length;
+  auto m = std::partition_point(mapped.begin(), mapped.end(), [at](const Mapped& x) { return x.end <= at; });
+  for (; at < end; at = m++->end)
+    if (m == mapped.end() || m->start > at || !(mr.access & kWritable ? m->writable : m->readable)) return false;
+  return true;
+}
+
 int touch_all(std::string& why) {
   if (touch_written()) return 0;
   for (const MrShadow* mr : Registry::get().mrs)
-    if (const int err = touch_pages(mr->app.addr, mr->app.length, mr->access)) return fail(why, err, "memory of " + std::to_string(mr->app.length) + " bytes is registered, and not mapped or not writable any more");
+    if (const int err = touch_pages(mr->app.addr, mr->app.length, mr->access)) return fail(why, err, lost(*mr));
   return 0;
 }
 
@@ -123,12 +159,19 @@ int thaw(int err) {
 
 int touch_pages(const void* address, std::size_t length, int access) {
   static const bool left_out = getenv("MIGR_TEST_NO_TOUCH") != nullptr;
-  constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   if (left_out || !length || !(access & kWritable)) return 0;
   static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto start = reinterpret_cast<std::uintptr_t>(address), from = start / page * page;
   const auto to = (start + length + page - 1) / page * page;
   return madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE) ? errno : 0;
+}
+
+std::string lost_memory() {
+  const auto mapped = all_mapped();
+  if (mapped.empty()) return {};  // FREEZE says so
+  for (const MrShadow* mr : Registry::get().mrs)
+    if (!is_there(*mr, mapped)) return lost(*mr);
+  return {};
 }
 
 int unfreeze_srq(SrqShadow& s, std::string& why) {

@@ -67,6 +67,9 @@ int freeze(std::string& why);
 /// A NIC's write does not set soft-dirty: a fault as of a write does, and changes nothing. For what is registered at FREEZE, and what
 /// was when memory was copied ahead. A test leaves it out (MIGR_TEST_NO_TOUCH). @return 0, or an errno: not mapped or not writable
 int touch_pages(const void* address, std::size_t length, int access);
+/// Before anything is stopped: memory that is registered and that FREEZE, or the destination, would not find any more. Empty: there is
+/// none. Caller holds the Registry's lock.
+std::string lost_memory();
 
 /// Partner: a spare real QP per vQP, same PD, CQs and SRQ, in INIT.
 int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why);

@@ -438,6 +438,8 @@ TEST_P(Events, RegisteredMemoryThatIsMappedNoMoreIsRefusedAndTheEventsAreThere) 
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ibv_mr* const mr = ibv_reg_mr(pd_, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
   munmap(memory, bytes);
+  const migr_msg said = migrd.try_to(MIGR_MSG_DESCRIBE);
+  EXPECT_EQ(said.status, ENOMEM) << "before anything is stopped: " << said.text;
   for (ibv_cq* cq : cq_) ibv_req_notify_cq(cq, 0);
   complete(cq_[0]);
   migrd.ask(MIGR_MSG_SUSPEND);

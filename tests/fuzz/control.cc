@@ -41,6 +41,7 @@ int drain(Qps qps, unsigned, std::vector<migr_drain_stat>& stats, std::string&) 
 int give_up(Qps qps, std::string&) { return own(qps), 0; }
 int track(Qps qps, bool here, std::string&) { return own(qps), here && qps.size() > 1 ? EOPNOTSUPP : 0; }
 int note_queues(unsigned, std::string&) { return 0; }
+std::string lost_memory() { return {}; }
 int take_notes(std::vector<migr_nic_write>& out, std::string&) { return out.resize(3), 0; }
 int check_cut(Qps qps, std::string& why) { return own(qps), why = "it cannot be cut", qps.size() > 1 ? EOPNOTSUPP : 0; }
 int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string&) { return own(qps), out.resize(qps.size()), 0; }
