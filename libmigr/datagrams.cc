@@ -106,15 +106,22 @@ ibv_ah* other_handle(ibv_ah* ah, Handle& h, const Gid& gid) {
   return other;
 }
 
-/// What sends over `ah` become. @return 0 or a positive errno
-int aim(ibv_ah* ah, Handle& h) {
+bool unreachable(int err) { return err == ETIMEDOUT || err == EHOSTUNREACH || err == ENETUNREACH; }
+
+/// What sends over `ah` become. Those to a host that does not answer stay as they are, and are lost: where they go the number is reserved.
+/// The next MOVES tries it again. @param silent  such hosts: the kernel waits a second for each. @return 0 or a positive errno
+int aim(ibv_ah* ah, Handle& h, std::set<Gid>& silent) {
   State& s = state();
   if (!h.attr.is_global) return 0;
   const Gid gid = gid_of(h.attr.grh.dgid.raw);
   std::vector<std::pair<Target, Target>> found;
   for (const auto& [birth, present] : s.present) {
-    if (birth.gid != gid) continue;
+    if (birth.gid != gid || silent.contains(present.gid)) continue;
     ibv_ah* to = present.gid == gid ? ah : other_handle(ah, h, present.gid);
+    if (!to && unreachable(errno)) {
+      silent.insert(present.gid);
+      continue;
+    }
     if (!to) return errno;
     found.push_back({{ah, birth.qpn}, {to, present.qpn}});
   }
@@ -319,8 +326,9 @@ int set_moves(std::span<const migr_move> moves, std::string& why) {
   s.prepared = s.prepared || !s.present.empty();
   if (!s.prepared || Registry::get().frozen) return 0;  // make_again() does the rest
   int result = 0;                                       // one that fails is not to keep the others from working
+  std::set<Gid> silent;
   for (auto& [ah, h] : s.handles)
-    if (const int err = aim(ah, h)) result = fail(why, err, "an address handle for a peer that has moved");
+    if (const int err = aim(ah, h, silent)) result = fail(why, err, "an address handle for a peer that has moved");
   std::vector<QpShadow*> qps;
   for (QpShadow* q : Registry::get().qps)
     if (takes_noted(*q) && (srq_of(*q) || (q->state.load(std::memory_order_relaxed) & kDatagrams))) qps.push_back(q);
@@ -375,7 +383,6 @@ void note_gids() {
 int make_again(std::string& why) {
   State& s = state();
   // On the host before, somebody answered when the handle was made. Now nobody does, and what goes there is lost as it was.
-  const auto unreachable = [](int err) { return err == ETIMEDOUT || err == EHOSTUNREACH || err == ENETUNREACH; };
   std::set<Gid> silent;  // the kernel waits a second for each
   std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
   for (auto& [ah, h] : s.handles) {
@@ -407,7 +414,7 @@ int make_again(std::string& why) {
       std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
       if (const int err = again(other, attr)) return fail(why, err, "create_ah");
     }
-    if (const int err = aim(ah, h); err && !unreachable(err)) return fail(why, err, "an address handle for a peer that has moved");
+    if (const int err = aim(ah, h, silent)) return fail(why, err, "an address handle for a peer that has moved");
   }
   for (QpShadow* q : Registry::get().qps)
     for (const auto& [gid, lid] : q->groups)
@@ -515,7 +522,9 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
   handle = {context, mine, {}, {}};
-  if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle) : 0) {
+  std::set<datagrams::Gid> silent;
+  if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle, silent) : 0) {
+    for (const auto& [gid, other] : handle.others) real().destroy_ah(other);
     datagrams::state().handles.erase(ah);
     real().destroy_ah(ah);
     errno = err;

@@ -48,6 +48,7 @@ struct FakeAh {
 ibv_gid used_source;  // of the last handle
 int silent_host;      // last byte of an address at which nobody answers
 int asked_in_vain;
+int room = -1;  // handles that may still be made; -1: any
 /// As soft-RoCE's provider does: the address of the source is looked up by the exported call.
 ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   ibv_query_gid(pd->context, attr->port_num, attr->grh.sgid_index, &used_source);
@@ -56,6 +57,8 @@ ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
     errno = ETIMEDOUT;
     return nullptr;
   }
+  if (!room) return errno = ENOMEM, nullptr;
+  if (room > 0) --room;
   auto* made = new FakeAh{{pd->context, pd, 0}, *attr};
   ++handles;
   return &made->ah;
@@ -249,6 +252,44 @@ TEST_F(Datagrams, HandleMadeAfterTheMoveIsTranslatedToo) {
   EXPECT_NE(late, to);
   EXPECT_EQ(30u, qpn);
   ibv_destroy_ah(late);
+}
+
+TEST_F(Datagrams, HostThatDoesNotAnswerKeepsNobodyFromTheOthers) {
+  silent_host = 4;
+  moved({move_of(7, 17, 2, 30), move_of(7, 18, 4, 31), move_of(7, 19, 4, 32), move_of(1, 18, 4, 33), move_of(1, 20, 2, 34)});
+  EXPECT_EQ(1, std::exchange(asked_in_vain, 0)) << "the kernel waits a second each time";
+  ibv_ah* to = ah;
+  std::uint32_t qpn = 20;
+  datagrams::translate(to, qpn);
+  EXPECT_EQ(34u, qpn) << "of a handle that was there";
+  ibv_ah_attr attr{};
+  attr.is_global = 1;
+  attr.grh.dgid = gid_v4(7);
+  ibv_ah* late = ibv_create_ah(&pd, &attr);
+  silent_host = 0;
+  EXPECT_EQ(1, std::exchange(asked_in_vain, 0));
+  ASSERT_NE(nullptr, late);
+  to = late, qpn = 17;
+  datagrams::translate(to, qpn);
+  EXPECT_EQ(30u, qpn);
+  EXPECT_EQ(2, reinterpret_cast<FakeAh*>(to)->attr.grh.dgid.raw[15]);
+  to = late, qpn = 18;
+  datagrams::translate(to, qpn);
+  EXPECT_EQ(late, to) << "is lost where it was";
+  ibv_destroy_ah(late);
+}
+
+TEST_F(Datagrams, HandleThatCannotBeMadeLeavesNone) {
+  moved({move_of(7, 17, 2, 30), move_of(7, 18, 3, 31)});
+  const int before = handles;
+  ibv_ah_attr attr{};
+  attr.is_global = 1;
+  attr.grh.dgid = gid_v4(7);
+  room = 2;  // its own and one of the two
+  EXPECT_EQ(nullptr, ibv_create_ah(&pd, &attr));
+  EXPECT_EQ(ENOMEM, errno);
+  room = -1;
+  EXPECT_EQ(before, handles);
 }
 
 TEST_F(Datagrams, SourceIsNamedByItsBirth) {
