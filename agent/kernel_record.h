@@ -68,4 +68,10 @@ const char* object_name(std::uint32_t obj_type);
 const char* qp_type_name(std::uint32_t type);
 const char* qp_state_name(std::uint32_t state);
 
+/// Whether a QP can get another path from the state that it is in, at either end. `who` has it.
+inline Status state_can_move(const migr_qp_rec& q, const std::string& who) {
+  if (q.qp_state <= kRts || q.qp_state == kErr) return {};
+  return Error{EOPNOTSUPP, who + ": QP " + std::to_string(q.vqpn) + " is in state " + qp_state_name(q.qp_state) + " and cannot be migrated"};
+}
+
 }  // namespace migr

@@ -199,6 +199,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
                                 "start it anew with LD_PRELOAD=libmigr.so, or let it end the connection first"};
           if (!session)
             return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
+          if (auto s = state_can_move(q, "the partner, " + who); !s) return s;
           auto* p = out->add_qps();
           p->set_index(static_cast<std::uint32_t>(i));
           p->set_instance(session->instance().data(), session->instance().size());

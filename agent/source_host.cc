@@ -464,8 +464,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
     if (q.flags & MIGR_QP_FORMER) continue;  // an old path, not yet destroyed
     if (q.qp_type != kRc && q.qp_type != kUc && q.qp_type != kUd)
       return Error{EOPNOTSUPP, who + " uses a QP of type " + qp_type_name(q.qp_type) + ", which cannot be migrated yet"};
-    if (q.qp_state > kRts && q.qp_state != kErr)
-      return Error{EOPNOTSUPP, who + ": QP " + std::to_string(q.vqpn) + " is in state " + qp_state_name(q.qp_state) + " and cannot be migrated"};
+    if (auto s = state_can_move(q, who); !s) return s;
     info_.vqpns.push_back(q.vqpn);
     if (q.qp_type == kUd)
       info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0});

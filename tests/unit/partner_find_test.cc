@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// What Find says of the end of a connection that a process here has, by a kernel's record that is this test's.
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+
+#include "agent/kernel_record.h"
+#include "agent/partner_host.h"
+
+namespace migr {
+namespace {
+
+constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
+std::uint32_t recorded_state;
+
+}  // namespace
+
+Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
+Result<KernelInfo> KernelRecord::info() { return KernelInfo{}; }
+Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
+  ContextRecord c;
+  c.rec.pid = static_cast<__u32>(getpid());
+  c.rec.flags = MIGR_CTX_ATTACHED;
+  std::strcpy(c.rec.comm, "partner");
+  return std::vector{c};
+}
+Status KernelRecord::objects(ContextRecord& c) {
+  migr_qp_rec q{};
+  q.vqpn = kVqpn;
+  q.pqpn = kPqpn;
+  q.qp_type = kRc;
+  q.qp_state = recorded_state;
+  c.qps.push_back(q);
+  return {};
+}
+Status KernelRecord::reserve_qpn(std::uint32_t) { return {}; }
+Status KernelRecord::release_qpn(std::uint32_t) { return {}; }
+const char* object_name(std::uint32_t) { return "object"; }
+const char* qp_type_name(std::uint32_t) { return "type"; }
+const char* qp_state_name(std::uint32_t s) { return s == kSqd ? "SQD" : "another"; }
+
+namespace {
+
+namespace fs = std::filesystem;
+
+/// This process is the partner, and has libmigr as far as its migrd can tell.
+struct AnEnd : ::testing::Test {
+  static std::string made() {
+    char name[] = "/tmp/partner_find_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  Config config_in_root() const {
+    Config c;
+    c.name = "peer";
+    c.state_dir = root + "/state";
+    c.run_dir = root;
+    return c;
+  }
+  void SetUp() override {
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+    ASSERT_TRUE(sessions.start(
+        at.sun_path, [](const auto&) {}, [this](const Question& q) { return whereabouts.answer(q); }));
+    ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    migr_msg hello{};
+    hello.version = MIGR_PROC_VERSION;
+    hello.type = MIGR_MSG_HELLO;
+    ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+    for (int ms = 0; !sessions.by_pid(getpid()); ++ms) {
+      ASSERT_LT(ms, 10'000);
+      usleep(1000);
+    }
+    grpc::ServerBuilder b;
+    b.RegisterService(&host);
+    server = b.BuildAndStart();
+  }
+  void TearDown() override {
+    server->Shutdown();
+    sessions.stop();
+    fs::remove_all(root);
+  }
+  grpc::Status find(std::uint32_t state, wire::FindReply& out) {
+    recorded_state = state;
+    wire::FindRequest r;
+    auto* end = r.add_ends();
+    end->set_pqpn(kPqpn);
+    end->set_gid(std::string(16, '\0'));
+    grpc::ClientContext ctx;
+    return wire::Partner::NewStub(server->InProcessChannel({}))->Find(&ctx, r, &out);
+  }
+
+  const std::string root = made();
+  const Config config = config_in_root();
+  const Fd library{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  SessionTable sessions;
+  Peers peers{config, pki::Files{}};
+  Claims claims;
+  Directory directory{config};
+  Whereabouts whereabouts{config, sessions, peers, directory};
+  PartnerHost host{config, sessions, peers, claims, directory, whereabouts};
+  std::unique_ptr<grpc::Server> server;
+};
+
+TEST_F(AnEnd, InAStateThatNoNewPathCanHaveIsRefusedByName) {
+  wire::FindReply out;
+  const grpc::Status s = find(kSqd, out);
+  EXPECT_NE(s.error_message().find("the partner, process " + std::to_string(getpid()) + " (partner) on peer: QP 17 is in state SQD and cannot be migrated"),
+            std::string::npos)
+      << s.error_message();
+  EXPECT_EQ(out.qps_size(), 0);
+  EXPECT_FALSE(find(kSqe, out).ok());
+}
+
+TEST_F(AnEnd, InAnyOtherIsFound) {
+  for (const std::uint32_t state : {kRtr, kRts, kErr}) {
+    wire::FindReply out;
+    const grpc::Status s = find(state, out);
+    EXPECT_TRUE(s.ok()) << s.error_message();
+    ASSERT_EQ(out.qps_size(), 1);
+    EXPECT_EQ(out.qps(0).vqpn(), kVqpn);
+  }
+}
+
+}  // namespace
+}  // namespace migr
