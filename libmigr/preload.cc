@@ -844,6 +844,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   if (grants || adds_write) shadow->write_access_added = adds_write;
   if (adds_write) mine.qp_access_flags = attr->qp_access_flags;
   change_spare(*shadow, mine, mask);
+  switchover::change_old_path(*shadow, mine, mask);
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
     shadow->write_access_added = false;  // nor is any other there; INIT asks for all anew
     datagrams::emptied(shadow->awaited);

@@ -312,6 +312,19 @@ int switch_to_spare(Qps qps, std::string& why) {
   return 0;
 }
 
+void change_old_path(QpShadow& q, ibv_qp_attr& attr, int mask) {
+  if (!q.old_real || (mask & IBV_QP_STATE)) return;
+  ibv_qp_attr* later = nullptr;  // with what it will be connected again
+  if (q.old_path_closed) later = &q.old_attr;
+  else if (q.cut) later = &q.cut->attr;
+  if (!later) {
+    real().modify_qp(q.old_real, &attr, mask);  // one that has broken takes nothing, and stays so
+    return;
+  }
+  if (mask & IBV_QP_ACCESS_FLAGS) later->qp_access_flags = attr.qp_access_flags;
+  if (mask & IBV_QP_MIN_RNR_TIMER) later->min_rnr_timer = attr.min_rnr_timer;
+}
+
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
   struct Keys {
     std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;

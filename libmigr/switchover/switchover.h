@@ -77,6 +77,8 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why);
 int connect_spare(QpShadow& qp, const migr_qp_connect& to, std::string& why);
 /// Partner: outstanding receives go to the spare, which becomes the path. Sends stay kept. Can be undone.
 int switch_to_spare(Qps qps, std::string& why);
+/// What the application has changed of the new path since, without another state, the old one has if rollback() takes it up again.
+void change_old_path(QpShadow& q, ibv_qp_attr& attr, int mask);
 
 /// Restored side: adopts the new objects, attaches to migr.ko, registers memory, posts the receives.
 /// @param out every MR with remote access: virtual and new physical rkey

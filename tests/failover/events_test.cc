@@ -719,7 +719,8 @@ TEST_P(Windows, WhileItIsSuspendedOneStaysBound) {
 class Partner : public Pollers {
  protected:
   static void done(const migr_msg& reply) { EXPECT_EQ(reply.status, 0) << reply.text; }
-  void switch_path() {
+  /// @param cut  as if the drain did not end
+  void switch_path(bool cut = false) {
     done(migrd.about(to_, MIGR_MSG_QP_CREATE));
     spare_ = migrd.record<migr_qp_spare>();
     migr_qp_connect there{};
@@ -731,6 +732,12 @@ class Partner : public Pollers {
     done(migrd.say(MIGR_MSG_QP_CONNECT, 0, &there, sizeof there));
     done(migrd.about(to_, MIGR_MSG_SUSPEND));
     done(migrd.about(to_, MIGR_MSG_DRAIN, 5000));
+    if (cut) {
+      done(migrd.about(to_, MIGR_MSG_CUT));
+      migr_qp_psn peer{};
+      peer.vqpn = to_->qp_num;
+      done(migrd.say(MIGR_MSG_SETTLE, 0, &peer, sizeof peer));
+    }
     done(migrd.about(to_, MIGR_MSG_SWITCH));
   }
   migr_qp_spare spare_{};
@@ -764,6 +771,72 @@ TEST_F(Partner, ReceivesOnTheOldPathBeforeItSends) {
   ibv_end_poll(ex_);
   two(6);
   expect_two(6);
+}
+
+/// What its application changes between SWITCH and the way back.
+class Changed : public Partner {
+ protected:
+  static constexpr std::uint8_t kTimer = 9;
+
+  void change(unsigned access) const {
+    ibv_qp_attr to{};
+    to.qp_access_flags = access;
+    to.min_rnr_timer = kTimer;
+    ASSERT_EQ(ibv_modify_qp(to_, &to, mask_), 0);
+  }
+  void goes_back_with(unsigned access) const {
+    migrd.ask(MIGR_MSG_OLD_PATH);
+    migrd.ask(MIGR_MSG_ROLLBACK);
+    ibv_qp_attr now{};
+    ibv_qp_init_attr init{};
+    ASSERT_EQ(ibv_query_qp(to_, &now, IBV_QP_STATE | mask_, &init), 0);
+    EXPECT_EQ(now.qp_state, IBV_QPS_RTS);
+    EXPECT_EQ(now.qp_access_flags, access);
+    EXPECT_EQ(now.min_rnr_timer, mask_ & IBV_QP_MIN_RNR_TIMER ? kTimer : 0);
+  }
+  int mask_ = IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER;
+};
+
+TEST_F(Changed, IsSoOnTheOldPath) {
+  switch_path();
+  change(IBV_ACCESS_REMOTE_READ);
+  goes_back_with(IBV_ACCESS_REMOTE_READ);
+  two(0);
+  expect_two(0);
+}
+
+// What the drain marker needed, the application wants now.
+TEST_F(Changed, RightToWriteIsNotTakenAway) {
+  switch_path();
+  change(IBV_ACCESS_REMOTE_WRITE);
+  goes_back_with(IBV_ACCESS_REMOTE_WRITE);
+}
+
+TEST_F(Changed, IsSoOnAnOldPathThatWasCut) {
+  switch_path(true);
+  change(IBV_ACCESS_REMOTE_READ);
+  goes_back_with(IBV_ACCESS_REMOTE_READ);
+}
+
+// Its old path is closed meanwhile.
+TEST_F(Changed, IsSoOnAnUnreliableOldPath) {
+  for (auto [qp, cq, pd] : {std::tuple(&to_, ibv_cq_ex_to_cq(ex_), pd_), std::tuple(&from_, other_cq_, other_pd_)}) {
+    ASSERT_EQ(ibv_destroy_qp(*qp), 0);
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cq;
+    init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64};
+    init.qp_type = IBV_QPT_UC;
+    ASSERT_NE(*qp = ibv_create_qp(pd, &init), nullptr);
+  }
+  connect(to_, from_, other_);
+  connect(from_, to_, context_);
+  mask_ = IBV_QP_ACCESS_FLAGS;  // the other is none of its attributes
+  change(IBV_ACCESS_REMOTE_WRITE);
+  switch_path();
+  change(0);
+  goes_back_with(0);
+  two(0);
+  expect_two(0);
 }
 
 /* ---- what NICs write to while memory is copied ahead -------------------------------------- */

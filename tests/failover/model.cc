@@ -1077,6 +1077,7 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_SQ_PSN) q.psn = attr->sq_psn;
   if (mask & IBV_QP_PATH_MTU) q.attr.path_mtu = attr->path_mtu;
   if (mask & IBV_QP_TIMEOUT) q.attr.timeout = attr->timeout;
+  if (mask & IBV_QP_MIN_RNR_TIMER) q.attr.min_rnr_timer = attr->min_rnr_timer;
   if (mask & IBV_QP_RETRY_CNT) q.attr.retry_cnt = attr->retry_cnt;
   if (mask & IBV_QP_PORT) q.attr.port_num = attr->port_num;
   if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags;
