@@ -51,11 +51,21 @@ void post_kept(QpShadow& q) {
   }
 }
 
-/// Kept posts go to the path, in order; then the application may post again.
+/// Kept receives go to the path, and so do those that the application posts from now on.
+int let_receive(QpShadow& q, std::string& why) {
+  std::lock_guard guard(q.lock);
+  const int err = post_receives(q, q.real, q.kept_receives, why);
+  q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
+  q.kept_receives.clear();
+  clear_bits(q, kKeepReceives);
+  return err;
+}
+
+/// Behind let_receive(): kept sends go to the path, in order; then the application may post again.
 int let_go(QpShadow& q, std::string& why) {
   auto guard = lock_between_sessions(q);
-  q.replayed_sends = q.replayed_receives = 0;
-  int err = post_receives(q, q.real, q.kept_receives, why);
+  q.replayed_sends = 0;
+  int err = 0;
   if (q.cut && !q.cut->errors.empty()) {
     {
       std::lock_guard cq_guard(q.send_cq->lock);
@@ -69,8 +79,6 @@ int let_go(QpShadow& q, std::string& why) {
     if (q.broken) events::hush(q, q.real);  // the application was told of the path before
     if (const int broken = break_connection(q, why); broken && !err) err = broken;
   }
-  q.replayed_receives = static_cast<std::uint32_t>(q.kept_receives.size());
-  q.kept_receives.clear();
   if (q.state.load(std::memory_order_relaxed) & kTrapped) {
     std::vector<KeptSend> late;
     links::late_sends(q, late);
@@ -88,7 +96,7 @@ int let_go(QpShadow& q, std::string& why) {
   q.old_path_closed = q.broken = q.adrift = false;
   q.cut.reset();
   q.phase = Phase::kRunning;
-  clear_bits(q, kKeepSends | kKeepReceives | kLogReceives | kOpen);
+  clear_bits(q, kKeepSends | kLogReceives | kOpen);
   q.resumed_ns = now_ns();
   return err;
 }
@@ -152,8 +160,13 @@ int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
     }
   int result = 0;
   for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
+  const auto drifts = [](const QpShadow& q) { return q.adrift && q.phase != Phase::kSwitched && q.phase != Phase::kRebound; };
+  // Of all before anybody sends: some may be connected to each other.
+  for (QpShadow* q : qps)
+    if (!drifts(*q))
+      if (const int err = let_receive(*q, why); err && !result) result = err;
   for (QpShadow* q : qps) {
-    if (q->adrift && q->phase != Phase::kSwitched && q->phase != Phase::kRebound) {
+    if (drifts(*q)) {
       drift_on(*q);
       continue;
     }

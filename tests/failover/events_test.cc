@@ -20,6 +20,7 @@
 #include <fcntl.h>
 #include <future>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -837,6 +838,43 @@ TEST_F(Changed, IsSoOnAnUnreliableOldPath) {
   goes_back_with(0);
   two(0);
   expect_two(0);
+}
+
+/* ---- QPs of one process that are connected to each other ----------------------------------- */
+
+// What is posted after FREEZE, a receive and then a send to it, goes out in that order, whichever QP is older.
+TEST_P(Pollers, ReceivesOfAllAreThereBeforeAnyoneSends) {
+  ibv_mr* const mr = ibv_reg_mr(other_pd_, memory_, sizeof memory_, IBV_ACCESS_LOCAL_WRITE);
+  const auto post = [&](ibv_qp* by, ibv_qp* at, std::uint32_t lkey, std::uint64_t wr_id) {
+    ibv_sge into{reinterpret_cast<std::uintptr_t>(memory_), sizeof memory_, lkey};
+    ibv_recv_wr receive{.wr_id = wr_id, .next = nullptr, .sg_list = &into, .num_sge = 1}, *bad_receive;
+    EXPECT_EQ(ibv_post_recv(at, &receive, &bad_receive), 0);
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = wr_id + 1;
+    wr.opcode = IBV_WR_SEND;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    EXPECT_EQ(ibv_post_send(by, &wr, &bad), 0);
+  };
+  migrd.freeze();
+  const auto before = model_unready_sends();
+  post(to_, from_, mr->lkey, 10);
+  post(from_, to_, mr_->lkey, 20);
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(model_unready_sends(), before);
+  std::set<std::uint64_t> came;
+  ibv_wc wc{};
+  ibv_poll_cq_attr attr{};
+  for (int ms = 0; came.size() < 4; ++ms) {
+    ASSERT_LT(ms, kPatienceMs);
+    for (; ibv_poll_cq(other_cq_, 1, &wc) == 1; came.insert(wc.wr_id)) EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    for (; ibv_start_poll(ex_, &attr) == 0; ibv_end_poll(ex_)) {
+      EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+      came.insert(ex_->wr_id);
+    }
+    usleep(1000);
+  }
+  EXPECT_EQ(came, (std::set<std::uint64_t>{10, 11, 20, 21}));
+  ibv_dereg_mr(mr);
 }
 
 /* ---- what NICs write to while memory is copied ahead -------------------------------------- */

@@ -123,7 +123,7 @@ std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
 std::map<std::uint32_t, bool> windows;  // by the index of their key: bound
-unsigned long packets;
+unsigned long packets, unready_sends;
 int most_cqes = INT_MAX;
 std::atomic<bool> packets_linger{false};
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
@@ -534,6 +534,7 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
     for (const ibv_sge& sge : s.sges) s.bytes += sge.length;
     if (holds_data(*wr))
       for (const ibv_sge& sge : s.sges) s.inline_data.insert(s.inline_data.end(), reinterpret_cast<std::uint8_t*>(sge.addr), reinterpret_cast<std::uint8_t*>(sge.addr) + sge.length);
+    if (ModelQp* const r = takes_receive(wr->opcode) ? peer_of(q) : nullptr; r && !receives_of(*r).size()) ++unready_sends;
     q.sends.to = (q.sends.to + 1) & q.sends.mask();
     q.nic->busy[q.qp.qp_num] = &q;
   }
@@ -798,6 +799,10 @@ MODEL unsigned model_qps() {
 MODEL void model_forget_writes() {
   std::lock_guard guard(lock);
   writes.clear();
+}
+MODEL unsigned long model_unready_sends() {
+  std::lock_guard guard(lock);
+  return unready_sends;
 }
 MODEL unsigned long model_packets() {
   std::lock_guard guard(lock);

@@ -73,6 +73,8 @@ void model_raise_fatal(int link, int end);
 unsigned model_writes_at(const void* address);
 void model_forget_writes();
 unsigned long model_packets();
+/// Sends that were posted while the other end had no receive for them.
+unsigned long model_unready_sends();
 /// That there are, on all NICs.
 unsigned model_qps();
 /// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
