@@ -149,6 +149,7 @@ static int note(int fd, uint32_t id, const struct migr_rst_process *p, const str
 	job.files[job.nr_files++] = (struct migr_rst_file){
 		.id = id, .pid = p->pid, .ctx_id = d->ctx_id, .kind = d->kind, .fd_number = d->fd,
 		.nonblock = flags >= 0 && (flags & O_NONBLOCK),
+		.async = flags >= 0 && (flags & O_ASYNC),
 	};
 	/* Anew each time: CRIU closes its image directory before our exit hook. */
 	ret = migr_rst_files_write(job.files, job.nr_files, image_dir(), &err);

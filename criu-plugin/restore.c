@@ -279,9 +279,12 @@ int restore_ext_file(int id)
 		fd = inherit_fd_lookup_id(key);
 		if (fd < 0)
 			say(1, "fd %d of pid %u (%s) was not built", f->fd_number, f->pid, key);
-		/* A new file blocks: its reader would not wake up before the next event, or never. */
-		if (fd >= 0 && f->nonblock)
-			fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+		/*
+		 * A new file blocks: its reader would not wake up before the next event, or never. Whom O_ASYNC
+		 * signals, and how, CRIU says next, as it does for all files.
+		 */
+		if (fd >= 0)
+			fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | (f->nonblock ? O_NONBLOCK : 0) | (f->async ? O_ASYNC : 0));
 		return fd < 0 ? -ENOENT : fd;
 	}
 	return -ENOTSUP;

@@ -62,7 +62,7 @@ static uint32_t crc32_of(const uint8_t *p, size_t n)
 #define SRQ_FIELDS(X) \
 	X(handle) X(pd_handle) X(num) X(srq_type) X(user_handle) X(max_wr) X(max_sge) X(srq_limit) X(cq_handle) X(flags)
 #define OTHER_FIELDS(X) X(handle) X(pd_handle) X(num)
-#define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number) X(nonblock)
+#define FILE_FIELDS(X) X(id) X(pid) X(ctx_id) X(kind) X(fd_number) X(nonblock) X(async)
 
 #define COPY(f) to->f = from->f;
 

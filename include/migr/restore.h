@@ -229,6 +229,7 @@ struct migr_rst_file {
 	uint32_t kind;		/* enum migr_fd_kind */
 	int32_t fd_number;	/* in the process */
 	uint32_t nonblock;	/* it was O_NONBLOCK: 0 or 1 */
+	uint32_t async;		/* it was O_ASYNC: 0 or 1; not known in older images */
 };
 int migr_rst_files_write(const struct migr_rst_file *files, uint32_t nr, int dirfd,
 			 struct migr_rst_err *err);

@@ -1,4 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <fcntl.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -201,6 +203,14 @@ int thaw_cq(CqShadow& c, std::string& why) {
   return return_cq_events(c, why);
 }
 
+/// A signal of O_ASYNC may name the number at which that was set: here one that CRIU had for a moment.
+void signal_as_own(int fd) {
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || !(flags & O_ASYNC)) return;
+  fcntl(fd, F_SETFL, flags & ~O_ASYNC);
+  fcntl(fd, F_SETFL, flags);
+}
+
 /// Not one that goes to ERR, or whose new path is in INIT because its connection did not survive.
 bool takes_work(const QpShadow& q) { return connected(q) && !q.broken && !q.gone; }
 
@@ -255,6 +265,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (Context* context : registry.contexts)
     if (const int err = context->kernel->reattach(context->real->cmd_fd))
       return fail(why, err, "cannot attach to migr.ko on this host");
+  for (const Context* context : registry.contexts) signal_as_own(context->real->async_fd);
+  for (const ibv_comp_channel* channel : registry.channels) signal_as_own(channel->fd);
   if (const int err = register_memory(why)) return err;
   if (!done.windows)
     if (const int err = windows::make_again(why)) return err;

@@ -12,6 +12,7 @@
 
 #include <endian.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -333,6 +334,34 @@ TEST_P(Events, WhoWaitsForOneGetsTheNext) {
 }
 
 /* ---- asynchronous ------------------------------------------------------------- */
+
+class Signals : public Events {};
+
+TEST_F(Signals, OfARestoredProcessNameTheDescriptor) {
+  const int signal = SIGRTMIN;
+  sigset_t those;
+  sigemptyset(&those);
+  sigaddset(&those, signal);
+  ASSERT_EQ(pthread_sigmask(SIG_BLOCK, &those, nullptr), 0);
+  const f_owner_ex owner{F_OWNER_TID, gettid()};
+  const int elsewhere = dup(channel_->fd);  // as CRIU
+  ASSERT_EQ(fcntl(elsewhere, F_SETSIG, signal), 0);
+  ASSERT_EQ(fcntl(elsewhere, F_SETOWN_EX, &owner), 0);
+  ASSERT_EQ(fcntl(elsewhere, F_SETFL, fcntl(elsewhere, F_GETFL) | O_ASYNC), 0);
+  migrd.freeze();
+  migrd.restored();
+  EXPECT_EQ(ibv_req_notify_cq(cq_[0], 0), 0);
+  complete(cq_[0]);
+  siginfo_t info{};
+  const timespec patience{kPatienceMs / 1000, 0};
+  EXPECT_EQ(sigtimedwait(&those, &info, &patience), signal);
+  EXPECT_EQ(info.si_fd, channel_->fd);
+  EXPECT_EQ(next(), cq_[0]);
+  fcntl(elsewhere, F_SETFL, fcntl(elsewhere, F_GETFL) & ~O_ASYNC);
+  close(elsewhere);
+  ibv_wc wc{};
+  while (ibv_poll_cq(cq_[0], 1, &wc) == 1) continue;
+}
 
 TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
   to(qp_[0], IBV_QPS_INIT);

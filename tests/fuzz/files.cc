@@ -37,7 +37,7 @@ std::string stored(const Place& p, const std::vector<migr_rst_file>& files) {
 
 std::vector<std::string> seeds() {
   const Place p;
-  const std::string full = stored(p, {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7, 0}, {0x22, 4711, 10, MIGR_FD_CHANNEL, -1, 1}});
+  const std::string full = stored(p, {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7, 0, 0}, {0x22, 4711, 10, MIGR_FD_CHANNEL, -1, 1, 1}});
   const std::string payload = full.substr(kEnvelope);
   return {payload, full, to_text<migr::Files>(payload), stored(p, {}).substr(kEnvelope), "x"};
 }

@@ -376,13 +376,13 @@ TEST_F(Folder, NoImageIsEnoent) {
 }
 
 TEST_F(Folder, FileIdsComeBack) {
-  const migr_rst_file files[] = {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7, 0}, {0x22, 4711, 10, MIGR_FD_CHANNEL, 9, 1}};
+  const migr_rst_file files[] = {{0x21, 4711, 10, MIGR_FD_CONTEXT, 7, 0, 0}, {0x22, 4711, 10, MIGR_FD_CHANNEL, 9, 1, 0}, {0x23, 4711, 10, MIGR_FD_ASYNC, 8, 0, 1}};
   migr_rst_err err{};
-  ASSERT_EQ(migr_rst_files_write(files, 2, fd_, &err), 0) << err.text;
+  ASSERT_EQ(migr_rst_files_write(files, 3, fd_, &err), 0) << err.text;
   migr_rst_file* back = nullptr;
   std::uint32_t nr = 0;
   ASSERT_EQ(migr_rst_files_read(fd_, &back, &nr, &err), 0) << err.text;
-  ASSERT_EQ(nr, 2u);
+  ASSERT_EQ(nr, 3u);
   EXPECT_EQ(std::memcmp(back, files, sizeof files), 0);
   std::free(back);
 }

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+// Which flags of a descriptor outlive a dump and a restore. The descriptors are those of pipes: CRIU and the kernel's links say
+// here that they are of a completion channel.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <string>
+
+#include "said.h"
+
+namespace {
+
+constexpr int kId = 0x21;
+constexpr std::uint32_t kContext = 10;
+int folder = -1, carried_over = -1;
+
+}  // namespace
+
+extern "C" {
+struct job job;
+int image_dir(void) { return folder; }
+int fd_floor(void) { return 512; }
+int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
+int clean_registered(const struct migr_rst_image*) { return 0; }
+int control_listen(const char*) { return 0; }
+void control_serve(enum phase, long) {}
+void control_close(const char*) {}
+int inherit_fd_add(int, char*) { return 0; }
+int inherit_fd_lookup_id(char*) { return carried_over; }
+ssize_t readlink(const char* path, char* out, std::size_t size) noexcept {
+  constexpr char kKind[] = "anon_inode:[infinibandevent]";
+  const ssize_t n = syscall(SYS_readlink, path, out, size);
+  if (n < 5 || std::strncmp(out, "pipe:", 5) || size < sizeof kKind) return n;
+  std::memcpy(out, kKind, sizeof kKind);
+  return sizeof kKind - 1;
+}
+}
+
+namespace {
+
+class Files : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    char name[] = "/tmp/files_test.XXXXXX";
+    path_ = mkdtemp(name);
+    ASSERT_GE(folder = open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), 0);
+    ASSERT_EQ(pipe2(here_, O_CLOEXEC), 0);
+    ASSERT_EQ(pipe2(there_, O_CLOEXEC), 0);
+    if (syscall(SYS_kcmp, getpid(), getpid(), 0, 0, 0) < 0) GTEST_SKIP() << "no kcmp here";
+  }
+  void TearDown() override {
+    std::free(job.files);
+    job = {};
+    for (const int fd : {here_[0], here_[1], there_[0], there_[1], folder}) close(fd);
+    std::filesystem::remove_all(path_);
+  }
+
+  std::string path_;
+  int here_[2], there_[2];
+};
+
+TEST_P(Files, AreRestoredAsTheyWere) {
+  ASSERT_EQ(fcntl(here_[0], F_SETFL, GetParam()), 0);
+  migr_fd_desc of{};
+  of.kind = MIGR_FD_CHANNEL;
+  of.fd = here_[0];
+  of.ctx_id = kContext;
+  migr_rst_process process{};
+  process.pid = static_cast<std::uint32_t>(getpid());
+  process.fds = &of;
+  process.nr_fds = 1;
+  migr_rst_process* processes[] = {&process};
+  migr_rst_image image{};
+  image.processes = processes;
+  image.nr_processes = 1;
+  job.img = &image;
+  job.phase = PHASE_DUMP;
+  ASSERT_EQ(dump_ext_file(here_[0], kId), 0) << said;
+
+  std::free(std::exchange(job.files, nullptr));
+  job.nr_files = 0;
+  migr_rst_err err{};
+  ASSERT_EQ(migr_rst_files_read(folder, &job.files, &job.nr_files, &err), 0) << err.text;
+  job.phase = PHASE_RESTORING;
+  carried_over = there_[0];
+  ASSERT_EQ(restore_ext_file(kId), there_[0]) << said;
+  EXPECT_EQ(fcntl(there_[0], F_GETFL), fcntl(here_[0], F_GETFL));
+}
+
+INSTANTIATE_TEST_SUITE_P(, Files, ::testing::Values(0, O_NONBLOCK, O_ASYNC, O_NONBLOCK | O_ASYNC));
+
+}  // namespace
