@@ -289,7 +289,7 @@ int inject_event(CqShadow& c, std::string& why) {
   if (!helper) return fail(why, errno, "create_qp for a completion event");
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_INIT;
-  to.port_num = attr.port_num;
+  to.port_num = attr.port_num ? attr.port_num : 1;  // one in RESET has none, and which one does not matter
   to.pkey_index = attr.pkey_index;
   err = real().modify_qp(helper, &to, IBV_QP_STATE | IBV_QP_PORT | IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS);
   ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};

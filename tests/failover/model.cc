@@ -1064,6 +1064,7 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   std::lock_guard guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
   if (!(mask & IBV_QP_STATE) && q.attr.qp_state == IBV_QPS_ERR) return EINVAL;
+  if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
   if (mask & IBV_QP_STATE) {
     if (attr->qp_state == IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_INIT) return EINVAL;
     if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR) return EINVAL;
