@@ -4,7 +4,8 @@
  * two CQs may share a channel: so each CQ's are counted at FREEZE, and after the restore (or on the way back) the device is
  * made to report as many. They are read from the descriptor that the application knows, as ever.
  */
-#include <poll.h>
+#include <algorithm>
+#include <set>
 
 #include "../real.h"
 #include "../unread.h"
@@ -15,10 +16,15 @@ namespace {
 
 constexpr unsigned kProbeMs = 50;  // between a completion and its event: the kernel takes a moment
 
-/// @return how many were of `c`
-unsigned read_unread(ibv_comp_channel& channel, const CqShadow* c) {
+/// A CQ that was armed twice before an event came, or behind an event that nobody has read: whether it is armed still the application
+/// does not know, nor do we. A completion of ours tells.
+struct Unsure {
+  CqShadow* cq;
+  bool answered = false;  ///< there was an event
+};
+
+void read_unread(ibv_comp_channel& channel, std::span<Unsure> asked) {
   const WithoutWaiting guard(channel.fd);
-  unsigned of_c = 0;
   ibv_cq* cq;
   void* context;
   while (real().get_cq_event(&channel, &cq, &context) == 0) {
@@ -26,39 +32,48 @@ unsigned read_unread(ibv_comp_channel& channel, const CqShadow* c) {
     real().ack_cq_events(cq, 1);
     std::lock_guard cq_guard(shadow->lock);
     ++shadow->events_read;
-    if (shadow == c) ++of_c;
+    const auto of = std::find_if(asked.begin(), asked.end(), [&](const Unsure& u) { return u.cq == shadow && !u.answered; });
+    if (of != asked.end()) of->answered = true;
     else ++shadow->owed_events;
   }
-  return of_c;
 }
 
-/// Has the application armed it since its last event? Who has armed it twice before an event came does not know, nor do we: a
-/// completion of ours tells.
-int probe(CqShadow& c, bool& armed, std::string& why) {
-  if (const int err = inject_event(c, why)) return err;
-  for (const std::uint64_t until = now_ns() + kProbeMs * 1'000'000ull; !armed && now_ns() < until; pause_briefly())
-    armed = read_unread(*c.app.channel, &c) > 0;
+/// All of them at once: those that are not armed are waited for once.
+int ask(std::vector<Unsure>& all, std::string& why) {
+  std::set<ibv_comp_channel*> channels;
+  for (const Unsure& u : all) {
+    if (const int err = inject_event(*u.cq, why)) return err;
+    channels.insert(u.cq->app.channel);
+  }
+  const auto answered = [&] { return std::all_of(all.begin(), all.end(), [](const Unsure& u) { return u.answered; }); };
+  for (const std::uint64_t until = now_ns() + kProbeMs * 1'000'000ull; !answered() && now_ns() < until; pause_briefly())
+    for (ibv_comp_channel* channel : channels) read_unread(*channel, all);
   return 0;
+}
+
+/// Caller holds c.lock.
+void settle(CqShadow& c, bool armed) {
+  c.armed = c.owed_events + armed;
+  c.arm_unsure = false;
 }
 
 }  // namespace
 
 int collect_cq_events(std::string& why) {
   Registry& registry = Registry::get();
-  for (ibv_comp_channel* channel : registry.channels) read_unread(*channel, nullptr);
+  for (ibv_comp_channel* channel : registry.channels) read_unread(*channel, {});
+  std::vector<Unsure> unsure;
   for (CqShadow* c : registry.cqs) {
     if (!c->app.channel || c->link) continue;
-    bool unsure, armed;
-    {
-      std::lock_guard guard(c->lock);
-      armed = c->armed > c->owed_events;
-      unsure = armed && (c->owed_events || c->arm_unsure);
-    }
-    if (unsure)
-      if (const int err = probe(*c, armed = false, why)) return err;
     std::lock_guard guard(c->lock);
-    c->armed = c->owed_events + armed;
-    c->arm_unsure = false;
+    const bool armed = c->armed > c->owed_events;
+    if (armed && (c->owed_events || c->arm_unsure)) unsure.push_back({.cq = c});
+    else settle(*c, armed);
+  }
+  if (const int err = ask(unsure, why)) return err;
+  for (const Unsure& u : unsure) {
+    std::lock_guard guard(u.cq->lock);
+    settle(*u.cq, u.answered);
   }
   return 0;
 }

@@ -306,6 +306,23 @@ TEST_P(Events, ArmedTwiceForOneEventItIsNotArmed) {
   EXPECT_EQ(next(), nullptr) << "it was not armed";
 }
 
+TEST_P(Events, OfTwoThatNobodyIsSureOfOnlyTheArmedOneIsArmed) {
+  ibv_req_notify_cq(cq_[0], 0);
+  ibv_req_notify_cq(cq_[0], 0);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), cq_[0]);
+  ibv_req_notify_cq(cq_[1], 0);
+  complete(cq_[1]);
+  ibv_req_notify_cq(cq_[1], 0);
+  move();
+  EXPECT_EQ(next(), cq_[1]);
+  EXPECT_EQ(next(), nullptr);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), nullptr) << "it was not armed";
+  complete(cq_[1]);
+  EXPECT_EQ(next(), cq_[1]);
+}
+
 TEST_P(Events, TheyOutliveTwoMoves) {
   ibv_req_notify_cq(cq_[0], 0);
   complete(cq_[0]);
