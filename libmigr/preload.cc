@@ -401,6 +401,7 @@ int req_notify_cq(ibv_cq* cq, int solicited_only) {
   CqShadow& shadow = shadow_of(cq);
   std::lock_guard guard(shadow.lock);
   ++shadow.armed;
+  ++shadow.armings;
   shadow.arm_unsure = false;  // either it is armed now, or an event is on its way that will be seen
   shadow.solicited_only = solicited_only;
   if (shadow.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;  // armed again when it is thawed

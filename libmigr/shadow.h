@@ -312,6 +312,7 @@ struct alignas(64) CqShadow {
   std::vector<StandIn> stand_ins;
   std::uint32_t owed_events;  ///< FREEZE: lay unread in its channel
   std::uint32_t armed;        ///< how often req_notify_cq, since the last event that was read or before
+  std::uint32_t armings;      ///< how often since its creation, to see whether there was one
   bool arm_unsure;            ///< two of those may have been for one event
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
   int solicited_only;

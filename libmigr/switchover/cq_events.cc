@@ -20,6 +20,7 @@ constexpr unsigned kProbeMs = 50;  // between a completion and its event: the ke
 /// does not know, nor do we. A completion of ours tells.
 struct Unsure {
   CqShadow* cq;
+  std::uint32_t armings;  ///< before it was asked
   bool answered = false;  ///< there was an event
 };
 
@@ -51,12 +52,6 @@ int ask(std::vector<Unsure>& all, std::string& why) {
   return 0;
 }
 
-/// Caller holds c.lock.
-void settle(CqShadow& c, bool armed) {
-  c.armed = c.owed_events + armed;
-  c.arm_unsure = false;
-}
-
 }  // namespace
 
 int collect_cq_events(std::string& why) {
@@ -66,14 +61,13 @@ int collect_cq_events(std::string& why) {
   for (CqShadow* c : registry.cqs) {
     if (!c->app.channel || c->link) continue;
     std::lock_guard guard(c->lock);
-    const bool armed = c->armed > c->owed_events;
-    if (armed && (c->owed_events || c->arm_unsure)) unsure.push_back({.cq = c});
-    else settle(*c, armed);
+    if (c->armed > c->owed_events && (c->owed_events || c->arm_unsure)) unsure.push_back({.cq = c, .armings = c->armings});
   }
   if (const int err = ask(unsure, why)) return err;
   for (const Unsure& u : unsure) {
     std::lock_guard guard(u.cq->lock);
-    settle(*u.cq, u.answered);
+    if (!u.answered && u.cq->armings == u.armings) u.cq->armed = u.cq->owed_events;  // threads go on, and arm
+    u.cq->arm_unsure = false;
   }
   return 0;
 }

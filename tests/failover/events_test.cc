@@ -306,6 +306,23 @@ TEST_P(Events, ArmedTwiceForOneEventItIsNotArmed) {
   EXPECT_EQ(next(), nullptr) << "it was not armed";
 }
 
+// While the device is asked threads go on.
+TEST_P(Events, ArmedWhileItIsBeingFrozenItIsArmed) {
+  ibv_req_notify_cq(cq_[0], 0);
+  ibv_req_notify_cq(cq_[0], 0);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), cq_[0]);
+  auto armed = std::async(std::launch::async, [this, before = model_receives_flushed()] {
+    for (int ms = 0; model_receives_flushed() == before && ms < kPatienceMs; ++ms) usleep(1000);
+    return ibv_req_notify_cq(cq_[0], 0);
+  });
+  move();
+  EXPECT_EQ(armed.get(), 0);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+}
+
 TEST_P(Events, OfTwoThatNobodyIsSureOfOnlyTheArmedOneIsArmed) {
   ibv_req_notify_cq(cq_[0], 0);
   ibv_req_notify_cq(cq_[0], 0);

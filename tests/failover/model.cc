@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -125,6 +126,8 @@ std::map<const void*, unsigned> writes;
 std::map<std::uint32_t, bool> windows;  // by the index of their key: bound
 unsigned long packets, unready_sends;
 int most_cqes = INT_MAX;
+std::set<Cq*> cqs;
+std::atomic<unsigned> receives_flushed = 0;
 std::atomic<bool> packets_linger{false};
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 bool with_async_events = false;
@@ -218,6 +221,7 @@ void flush_receives(ModelQp& q) {
     wc.qp_num = q.qp.qp_num;
     q.receives.from = (q.receives.from + 1) & q.receives.mask();
     complete(q.qp.recv_cq, wc);
+    ++receives_flushed;
   }
   q.receive_open = false;
 }
@@ -705,6 +709,8 @@ Cq* new_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel)
   q->cq.cqe = cqe;
   pthread_mutex_init(&q->cq.mutex, nullptr);
   pthread_cond_init(&q->cq.cond, nullptr);
+  std::lock_guard guard(lock);
+  cqs.insert(q);
   return q;
 }
 
@@ -722,6 +728,17 @@ ibv_cq_ex* create_cq_ex(ibv_context* c, ibv_cq_init_attr_ex* a) {
   ex.read_src_qp = [](ibv_cq_ex* x) { return now_of(x).src_qp; };
   ex.read_wc_flags = [](ibv_cq_ex* x) { return now_of(x).wc_flags; };
   return &ex;
+}
+
+/// Those that nobody has read of a CQ that is destroyed.
+void drop_events(ibv_comp_channel& channel, const ibv_cq* of) {
+  std::vector<ibv_cq*> others;
+  const int flags = fcntl(channel.fd, F_GETFL);
+  fcntl(channel.fd, F_SETFL, flags | O_NONBLOCK);
+  for (ibv_cq* cq; read(channel.fd, &cq, sizeof cq) == sizeof cq;)
+    if (cq != of) others.push_back(cq);
+  fcntl(channel.fd, F_SETFL, flags);
+  for (ibv_cq* cq : others) (void)!write(channel.refcnt, &cq, sizeof cq);
 }
 
 template <class T>
@@ -832,12 +849,17 @@ MODEL void model_restored() {
   std::lock_guard guard(lock);
   owed_acks.clear();
   windows.clear();
+  for (Cq* cq : cqs) {
+    cq->armed = false;
+    if (cq->cq.channel) drop_events(*cq->cq.channel, &cq->cq);
+  }
   for (const auto& nic : nics)
     for (const auto& [ignored, q] : nic->qps) {
       if (q->told != IBV_QPS_ERR && q->attr.qp_state == IBV_QPS_ERR) q->attr.qp_state = q->told;
       if (q->attr.qp_state == IBV_QPS_ERR) raise(q->qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q->qp);
     }
 }
+MODEL unsigned model_receives_flushed() { return receives_flushed; }
 MODEL unsigned model_windows_bound() {
   std::lock_guard guard(lock);
   return static_cast<unsigned>(std::count_if(windows.begin(), windows.end(), [](const auto& w) { return w.second; }));
@@ -958,22 +980,13 @@ MODEL int ibv_resize_cq(ibv_cq* cq, int cqe) {
 MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel, int) {
   return takes_events_at(c) ? &new_cq(c, cqe, cq_context, channel)->cq : nullptr;
 }
-/// Those of a CQ that is destroyed, which nobody has read.
-static void drop_events(ibv_comp_channel& channel, const ibv_cq* of) {
-  std::vector<ibv_cq*> others;
-  const int flags = fcntl(channel.fd, F_GETFL);
-  fcntl(channel.fd, F_SETFL, flags | O_NONBLOCK);
-  for (ibv_cq* cq; read(channel.fd, &cq, sizeof cq) == sizeof cq;)
-    if (cq != of) others.push_back(cq);
-  fcntl(channel.fd, F_SETFL, flags);
-  for (ibv_cq* cq : others) (void)!write(channel.refcnt, &cq, sizeof cq);
-}
 MODEL int ibv_destroy_cq(ibv_cq* cq) {
   {
     std::lock_guard guard(lock);
     // As libibverbs has it: what the kernel's CQ has reported, and what was acknowledged.
     if (owed_acks[cq] != static_cast<int>(cq->comp_events_completed)) ++unbalanced;
     owed_acks.erase(cq);
+    cqs.erase(reinterpret_cast<Cq*>(cq));
     if (cq->channel) drop_events(*cq->channel, cq);
   }
   return delete reinterpret_cast<Cq*>(cq), 0;

@@ -97,8 +97,10 @@ void model_raise(ibv_context* c, ibv_event_type type, int port);
 unsigned model_unbalanced();
 /// Memory windows that there are and that are bound, on all NICs. Binding is all that can be done with them.
 unsigned model_windows_bound();
-/// The kernel's objects are new ones from here on (windows are not there): they have reported nothing, but what those say that had to go to ERR. A QP is in the
-/// state that it was last put into, also where the device has broken it since.
+/// Of QPs that were moved to ERR, since the beginning.
+unsigned model_receives_flushed();
+/// The kernel's objects are new ones from here on (windows are not there): they have reported nothing, but what those say that had to go to ERR, and no CQ is
+/// armed. A QP is in the state that it was last put into, also where the device has broken it since.
 void model_restored();
 /// The lock of everything, for a test's provider.
 void model_lock();
