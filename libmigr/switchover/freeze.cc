@@ -195,6 +195,7 @@ int freeze(std::string& why) {
   std::vector<std::uint64_t> last_cqes;
   for (CqShadow* c : registry.cqs) {
     std::lock_guard guard(c->lock);
+    path::poll_to_fake(*c);  // DRAIN has not, where there is no QP
     last_cqes.push_back(c->last_cqe_ns);
   }
   if (const int err = collect_cq_events(why)) return thaw(err);

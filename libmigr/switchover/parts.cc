@@ -271,35 +271,25 @@ QpShadow* any_qp_on(const CqShadow& c) {
   return nullptr;
 }
 
-}  // namespace
-
-int inject_event(CqShadow& c, std::string& why) {
-  if (c.link) return links::ring(c, why);
-  QpShadow* q = any_qp_on(c);
-  if (!q) return 0;  // nobody can complete anything on it either
-  ibv_qp_attr attr{};
-  ibv_qp_init_attr queried{};
-  int err = real().query_qp(q->real, &attr, IBV_QP_PORT | IBV_QP_PKEY_INDEX, &queried);
-  if (err) return fail(why, err, "query_qp of " + qp_name(*q));
+/// @param to  a port
+int complete_marker(CqShadow& c, ibv_pd* pd, ibv_qp_attr& to, std::string& why) {
   ibv_qp_init_attr init{};
   init.send_cq = init.recv_cq = c.real;
   init.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
   init.qp_type = IBV_QPT_RC;
-  ibv_qp* helper = events::with_kernel_fd(*q->real->context, [&] { return real().create_qp(q->real->pd, &init); });
+  ibv_qp* helper = events::with_kernel_fd(*c.context->real, [&] { return real().create_qp(pd, &init); });
   if (!helper) return fail(why, errno, "create_qp for a completion event");
-  ibv_qp_attr to{};
   to.qp_state = IBV_QPS_INIT;
-  to.port_num = attr.port_num ? attr.port_num : 1;  // one in RESET has none, and which one does not matter
-  to.pkey_index = attr.pkey_index;
-  err = real().modify_qp(helper, &to, IBV_QP_STATE | IBV_QP_PORT | IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS);
+  int err = real().modify_qp(helper, &to, IBV_QP_STATE | IBV_QP_PORT | IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS);
   ibv_recv_wr wr{.wr_id = marker::next(), .next = nullptr, .sg_list = nullptr, .num_sge = 0};
   ibv_recv_wr* bad;
-  if (!err) err = q->real_post_recv(helper, &wr, &bad);
+  if (!err) err = c.context->ops.post_recv(helper, &wr, &bad);
   to.qp_state = IBV_QPS_ERR;
   if (!err) {
     {
       std::lock_guard guard(c.lock);
       ++c.markers;
+      c.state.fetch_or(kFakeCq, std::memory_order_relaxed);  // nobody else is to see it: a CQ without QPs was not suspended
     }
     err = real().modify_qp(helper, &to, IBV_QP_STATE);
   }
@@ -320,6 +310,28 @@ int inject_event(CqShadow& c, std::string& why) {
   }
   destroy_real(helper);
   return err ? fail(why, err, "cannot make a completion event") : 0;
+}
+
+}  // namespace
+
+int inject_event(CqShadow& c, std::string& why) {
+  const QpShadow* const q = any_qp_on(c);
+  if (c.link && q) return links::ring(c, why);
+  ibv_qp_attr to{};
+  if (q) {
+    ibv_qp_attr attr{};
+    ibv_qp_init_attr queried{};
+    if (const int err = real().query_qp(q->real, &attr, IBV_QP_PORT | IBV_QP_PKEY_INDEX, &queried)) return fail(why, err, "query_qp of " + qp_name(*q));
+    to.port_num = attr.port_num;
+    to.pkey_index = attr.pkey_index;
+  }
+  if (!to.port_num) to.port_num = 1;  // one in RESET has none, and which one does not matter
+  if (q) return complete_marker(c, q->real->pd, to, why);
+  ibv_pd* const pd = real().alloc_pd(c.context->real);
+  if (!pd) return fail(why, errno, "alloc_pd for a completion event");
+  const int err = complete_marker(c, pd, to, why);
+  real().dealloc_pd(pd);
+  return err;
 }
 
 /* ---- what the process looks like ------------------------------------------------- */

@@ -25,6 +25,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "migr/proc_wire.h"
@@ -338,6 +339,34 @@ TEST_P(Events, OfTwoThatNobodyIsSureOfOnlyTheArmedOneIsArmed) {
   EXPECT_EQ(next(), nullptr) << "it was not armed";
   complete(cq_[1]);
   EXPECT_EQ(next(), cq_[1]);
+}
+
+// A QP that was destroyed leaves them behind.
+TEST_P(Events, OfACqOnWhichThereIsNoQpTheyAreThere) {
+  ibv_req_notify_cq(cq_[0], 0);
+  complete(cq_[0]);
+  for (ibv_qp*& qp : qp_) EXPECT_EQ(ibv_destroy_qp(std::exchange(qp, nullptr)), 0);
+  EXPECT_EQ(ibv_dealloc_pd(pd_), 0);
+  move();
+  pd_ = ibv_alloc_pd(context_);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), nullptr) << "it was not armed";
+}
+
+TEST_P(Events, ACqOnWhichThereIsNoQpStaysArmedBehindAnUnreadOne) {
+  ibv_req_notify_cq(cq_[0], 0);
+  complete(cq_[0]);
+  ibv_req_notify_cq(cq_[0], 0);
+  EXPECT_EQ(ibv_destroy_qp(std::exchange(qp_[0], nullptr)), 0);
+  move();
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+  complete(cq_[0]);
+  EXPECT_EQ(next(), cq_[0]);
+  ibv_wc wc[3];
+  EXPECT_EQ(ibv_poll_cq(cq_[0], 3, wc), 2) << "what is libmigr's own nobody sees";
 }
 
 TEST_P(Events, TheyOutliveTwoMoves) {
