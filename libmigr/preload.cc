@@ -400,10 +400,11 @@ ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
 int req_notify_cq(ibv_cq* cq, int solicited_only) {
   CqShadow& shadow = shadow_of(cq);
   std::lock_guard guard(shadow.lock);
+  // As long as an earlier arming may hold, the stronger of the two does.
+  shadow.solicited_only = solicited_only && (!shadow.armed || shadow.solicited_only);
   ++shadow.armed;
   ++shadow.armings;
-  shadow.arm_unsure = false;  // either it is armed now, or an event is on its way that will be seen
-  shadow.solicited_only = solicited_only;
+  shadow.arm_unsure = false;                                               // either it is armed now, or an event is on its way that will be seen
   if (shadow.state.load(std::memory_order_relaxed) & kFrozenCq) return 0;  // armed again when it is thawed
   if (const int err = links::arm(shadow, solicited_only)) return err;
   return shadow.context->ops.req_notify_cq(shadow.real, solicited_only);

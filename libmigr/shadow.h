@@ -315,7 +315,7 @@ struct alignas(64) CqShadow {
   std::uint32_t armings;      ///< how often since its creation, to see whether there was one
   bool arm_unsure;            ///< two of those may have been for one event
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
-  int solicited_only;
+  bool solicited_only;        ///< all of those armings
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
   std::vector<QpShadow*> datagram_qps;  ///< that receive here, and whose receives are noted

@@ -237,6 +237,11 @@ class Events : public ::testing::TestWithParam<How> {
     to(qp, IBV_QPS_ERR);
     EXPECT_EQ(ibv_destroy_qp(qp), 0);
   }
+  void arrives(int i, bool solicited) const {
+    ibv_recv_wr wr{}, *bad;
+    EXPECT_EQ(ibv_post_recv(qp_[i], &wr, &bad), 0);
+    model_arrives(qp_[i], solicited);
+  }
   void move() {
     migrd.freeze();
     GetParam() == How::kBack ? migrd.back() : migrd.restored();
@@ -394,6 +399,27 @@ TEST_P(Events, WhoWaitsForOneGetsTheNext) {
   EXPECT_EQ(waits.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
   complete(cq_[1]);
   EXPECT_EQ(waits.get(), cq_[1]);
+}
+
+TEST_P(Events, ArmedForAllAndThenForSolicitedOnesItIsArmedForAll) {
+  ibv_req_notify_cq(cq_[0], 0);
+  ibv_req_notify_cq(cq_[0], 1);
+  move();
+  arrives(0, false);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+}
+
+TEST_P(Events, ArmedForSolicitedOnesItIsForThoseOnly) {
+  ibv_req_notify_cq(cq_[0], 0);
+  arrives(0, false);
+  EXPECT_EQ(next(), cq_[0]);
+  ibv_req_notify_cq(cq_[0], 1);
+  move();
+  arrives(0, false);
+  EXPECT_EQ(next(), nullptr);
+  arrives(0, true);
+  EXPECT_EQ(next(), cq_[0]);
 }
 
 /* ---- asynchronous ------------------------------------------------------------- */

@@ -55,7 +55,7 @@ struct Cq {
   };
   ibv_wc now{};  // what the readers read
   std::deque<ibv_wc> done;
-  bool armed = false;
+  enum { kNot, kForSolicited, kForAll } armed = kNot;
   std::uint32_t reported = 0, acknowledged = 0;
 };
 
@@ -169,7 +169,7 @@ bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
 void raise(const ibv_context* c, ibv_event_type type, void* element);
 
 /// One of a single entry that nobody is to be told of is there to overrun.
-void complete(ibv_cq* cq, const ibv_wc& wc) {
+void complete(ibv_cq* cq, const ibv_wc& wc, bool solicited = false) {
   Cq& c = *reinterpret_cast<Cq*>(cq);
   if (c.done.size() >= static_cast<std::size_t>(cq->cqe) && cq->cqe == 1 && !cq->cq_context) return raise(cq->context, IBV_EVENT_CQ_ERR, cq);
   if (c.done.size() >= static_cast<std::size_t>(cq->cqe)) {
@@ -177,8 +177,8 @@ void complete(ibv_cq* cq, const ibv_wc& wc) {
     abort();
   }
   c.done.push_back(wc);
-  if (!c.armed || !c.cq.channel) return;
-  c.armed = false;
+  if (c.armed == Cq::kNot || (c.armed == Cq::kForSolicited && !solicited) || !c.cq.channel) return;
+  c.armed = Cq::kNot;
   ibv_cq* const p = &c.cq;
   if (write(c.cq.channel->refcnt, &p, sizeof p) == sizeof p) ++c.reported;
 }
@@ -363,7 +363,7 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
     if (s.wr.opcode != IBV_WR_SEND) wc.wc_flags = IBV_WC_WITH_IMM, wc.imm_data = s.wr.imm_data;
     if (!r.qp.srq) r.receives.from = (r.receives.from + 1) & r.receives.mask();
     r.receive_open = false;
-    complete(r.qp.recv_cq, wc);
+    complete(r.qp.recv_cq, wc, s.wr.send_flags & IBV_SEND_SOLICITED);
   }
   return Answer::kAck;
 }
@@ -680,9 +680,10 @@ int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) {
   return n;
 }
 
-int req_notify_cq(ibv_cq* cq, int) {
+int req_notify_cq(ibv_cq* cq, int solicited_only) {
   std::lock_guard guard(lock);
-  reinterpret_cast<Cq*>(cq)->armed = true;
+  auto& armed = reinterpret_cast<Cq*>(cq)->armed;
+  if (armed != Cq::kForAll) armed = solicited_only ? Cq::kForSolicited : Cq::kForAll;
   return 0;
 }
 
@@ -850,7 +851,7 @@ MODEL void model_restored() {
   owed_acks.clear();
   windows.clear();
   for (Cq* cq : cqs) {
-    cq->armed = false;
+    cq->armed = Cq::kNot;
     if (cq->cq.channel) drop_events(*cq->cq.channel, &cq->cq);
   }
   for (const auto& nic : nics)
@@ -858,6 +859,16 @@ MODEL void model_restored() {
       if (q->told != IBV_QPS_ERR && q->attr.qp_state == IBV_QPS_ERR) q->attr.qp_state = q->told;
       if (q->attr.qp_state == IBV_QPS_ERR) raise(q->qp.context, IBV_EVENT_QP_LAST_WQE_REACHED, &q->qp);
     }
+}
+MODEL void model_arrives(const ibv_qp* qp, bool solicited) {
+  std::lock_guard guard(lock);
+  ModelQp& q = *nics[0]->qps.at(qp->qp_num);
+  ibv_wc wc{};
+  wc.wr_id = q.receives.slots[q.receives.from].wr_id;
+  wc.opcode = IBV_WC_RECV;
+  wc.qp_num = qp->qp_num;
+  q.receives.from = (q.receives.from + 1) & q.receives.mask();
+  complete(q.qp.recv_cq, wc, solicited);
 }
 MODEL unsigned model_receives_flushed() { return receives_flushed; }
 MODEL unsigned model_windows_bound() {

@@ -97,6 +97,9 @@ void model_raise(ibv_context* c, ibv_event_type type, int port);
 unsigned model_unbalanced();
 /// Memory windows that there are and that are bound, on all NICs. Binding is all that can be done with them.
 unsigned model_windows_bound();
+/// A message, at a QP of a0 that has a receive and is called there as the application calls it. That one is flushed raises no event of
+/// a CQ that is armed for solicited completions, as with soft-RoCE since Linux 6.3.
+void model_arrives(const ibv_qp* qp, bool solicited);
 /// Of QPs that were moved to ERR, since the beginning.
 unsigned model_receives_flushed();
 /// The kernel's objects are new ones from here on (windows are not there): they have reported nothing, but what those say that had to go to ERR, and no CQ is
