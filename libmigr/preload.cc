@@ -402,6 +402,7 @@ int req_notify_cq(ibv_cq* cq, int solicited_only) {
   std::lock_guard guard(shadow.lock);
   // As long as an earlier arming may hold, the stronger of the two does.
   shadow.solicited_only = solicited_only && (!shadow.armed || shadow.solicited_only);
+  shadow.last_solicited_only = solicited_only;
   ++shadow.armed;
   ++shadow.armings;
   shadow.arm_unsure = false;                                               // either it is armed now, or an event is on its way that will be seen

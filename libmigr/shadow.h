@@ -316,6 +316,7 @@ struct alignas(64) CqShadow {
   bool arm_unsure;            ///< two of those may have been for one event
   std::uint32_t events_read;  ///< from the channel, since the real CQ was made
   bool solicited_only;        ///< all of those armings
+  bool last_solicited_only;   ///< the last one
   std::uint64_t last_cqe_ns;  ///< CLOCK_MONOTONIC, last data completion that the engine or a locked poll took
   Context* context;
   std::vector<QpShadow*> datagram_qps;  ///< that receive here, and whose receives are noted
