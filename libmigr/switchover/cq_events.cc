@@ -75,6 +75,30 @@ int collect_cq_events(std::string& why) {
   return 0;
 }
 
+void collect_late_cq_events(std::span<const std::uint64_t> last_cqes) {
+  const auto& cqs = Registry::get().cqs;
+  std::vector<CqShadow*> late;
+  std::set<ibv_comp_channel*> channels;
+  for (std::size_t i = 0; i < cqs.size(); ++i) {
+    std::lock_guard guard(cqs[i]->lock);
+    if (!cqs[i]->app.channel || cqs[i]->link || cqs[i]->last_cqe_ns == last_cqes[i]) continue;
+    late.push_back(cqs[i]);
+    channels.insert(cqs[i]->app.channel);
+  }
+  const auto had_none = [](CqShadow* c, bool solicited_only) {
+    std::lock_guard guard(c->lock);
+    return c->armed > c->owed_events && c->last_solicited_only == solicited_only;
+  };
+  const std::uint64_t until = now_ns() + kProbeMs * 1'000'000ull;
+  for (;; pause_briefly()) {
+    for (ibv_comp_channel* channel : channels) read_unread(*channel, {});
+    // Whether what has completed was solicited only an event tells.
+    if (now_ns() >= until || std::none_of(late.begin(), late.end(), [&](CqShadow* c) { return had_none(c, true); })) break;
+  }
+  for (CqShadow* c : late)
+    if (had_none(c, false)) ++c->owed_events;  // on its way, to where it stays
+}
+
 int return_cq_events(CqShadow& c, std::string& why) {
   std::uint32_t owed;
   bool stays_armed;

@@ -212,12 +212,7 @@ int freeze(std::string& why) {
   if (!err) err = stop_completions(why);
   if (!err) err = touch_all(why);
   if (err) return thaw(err);
-  // The event of what has come since its channel was read lies where it stays.
-  for (std::size_t i = 0; i < last_cqes.size(); ++i) {
-    CqShadow& c = *registry.cqs[i];
-    std::lock_guard guard(c.lock);
-    if (c.app.channel && !c.link && c.armed > c.owed_events && c.last_cqe_ns != last_cqes[i]) ++c.owed_events;
-  }
+  collect_late_cq_events(last_cqes);
   ahead::leave();
   datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();

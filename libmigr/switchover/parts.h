@@ -160,6 +160,8 @@ int inject_event(CqShadow& c, std::string& why);
 
 /// FREEZE: counts those that nobody has read, and finds out which CQs are armed.
 int collect_cq_events(std::string& why);
+/// When nothing completes any more: those of what has come since. @param last_cqes of each CQ, before collect_cq_events()
+void collect_late_cq_events(std::span<const std::uint64_t> last_cqes);
 /// Its channel has as many again, and it is armed if it was. Caller holds no lock of a CQ.
 int return_cq_events(CqShadow& c, std::string& why);
 

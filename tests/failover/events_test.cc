@@ -237,9 +237,12 @@ class Events : public ::testing::TestWithParam<How> {
     to(qp, IBV_QPS_ERR);
     EXPECT_EQ(ibv_destroy_qp(qp), 0);
   }
-  void arrives(int i, bool solicited) const {
+  void post_receive(int i) const {
     ibv_recv_wr wr{}, *bad;
     EXPECT_EQ(ibv_post_recv(qp_[i], &wr, &bad), 0);
+  }
+  void arrives(int i, bool solicited) const {
+    post_receive(i);
     model_arrives(qp_[i], solicited);
   }
   void move() {
@@ -444,6 +447,57 @@ TEST_P(Events, ArmedForSolicitedOnesBehindAnUnreadOneOfAllItIsArmedStill) {
   EXPECT_EQ(next(), nullptr);
   arrives(0, true);
   EXPECT_EQ(next(), cq_[0]);
+}
+
+/// A message comes while the device is asked whether a CQ is armed: when the channel of cq_[0] has been read.
+class Late : public Events {
+ protected:
+  void SetUp() override {
+    Events::SetUp();
+    asked_channel_ = ibv_create_comp_channel(context_);
+    asked_ = ibv_create_cq(context_, 64, nullptr, asked_channel_, 0);
+    for (int i = 0; i < 2; ++i) ibv_req_notify_cq(asked_, 0);
+    complete(asked_);
+    ibv_cq* cq;
+    void* context;
+    ASSERT_EQ(ibv_get_cq_event(asked_channel_, &cq, &context), 0);
+    ibv_ack_cq_events(cq, 1);
+  }
+  void TearDown() override {
+    EXPECT_FALSE(readable(asked_channel_->fd, 0));
+    EXPECT_EQ(ibv_destroy_cq(asked_), 0);
+    ibv_destroy_comp_channel(asked_channel_);
+    Events::TearDown();
+  }
+  void move_while_one_arrives(bool solicited) {
+    post_receive(0);
+    model_arrives_at_flush(qp_[0], solicited);
+    move();
+  }
+  ibv_comp_channel* asked_channel_;
+  ibv_cq* asked_;
+};
+
+TEST_P(Late, OneHasItsEvent) {
+  ibv_req_notify_cq(cq_[0], 0);
+  move_while_one_arrives(false);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+}
+
+TEST_P(Late, OneThatIsSolicitedHasItsEvent) {
+  ibv_req_notify_cq(cq_[0], 1);
+  move_while_one_arrives(true);
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+}
+
+TEST_P(Late, OneThatIsNotSolicitedHasNone) {
+  ibv_req_notify_cq(cq_[0], 1);
+  move_while_one_arrives(false);
+  EXPECT_EQ(next(), nullptr) << "an event that never was";
+  arrives(0, true);
+  EXPECT_EQ(next(), cq_[0]) << "it is armed as it was";
 }
 
 /* ---- asynchronous ------------------------------------------------------------- */
@@ -1593,6 +1647,8 @@ INSTANTIATE_TEST_SUITE_P(, Broken, ::testing::Values(How::kBack, How::kRestored)
 INSTANTIATE_TEST_SUITE_P(, Windows, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Pollers, ::testing::Values(How::kBack, How::kRestored),
+                         [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
+INSTANTIATE_TEST_SUITE_P(, Late, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Events, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });

@@ -128,6 +128,10 @@ unsigned long packets, unready_sends;
 int most_cqes = INT_MAX;
 std::set<Cq*> cqs;
 std::atomic<unsigned> receives_flushed = 0;
+struct Arrival {
+  std::uint32_t qpn = 0;
+  bool solicited = false;
+} at_flush;
 std::atomic<bool> packets_linger{false};
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 bool with_async_events = false;
@@ -204,9 +208,21 @@ void flush_sends(ModelQp& q) {
 
 model::Ring<model::Receive>& receives_of(ModelQp& q) { return q.qp.srq ? reinterpret_cast<model::Srq*>(q.qp.srq)->receives : q.receives; }
 
+/// Of a0.
+void arrives(const Arrival& a) {
+  ModelQp& q = *nics[0]->qps.at(a.qpn);
+  ibv_wc wc{};
+  wc.wr_id = q.receives.slots[q.receives.from].wr_id;
+  wc.opcode = IBV_WC_RECV;
+  wc.qp_num = a.qpn;
+  q.receives.from = (q.receives.from + 1) & q.receives.mask();
+  complete(q.qp.recv_cq, wc, a.solicited);
+}
+
 /// As soft-RoCE: receives that are posted later wait until the QP is moved to ERR once more. Of an SRQ only the one is flushed that a
 /// message has come into in part, by some kernels.
 void flush_receives(ModelQp& q) {
+  const bool any = q.receives.size();
   if (q.qp.srq && q.receive_open && q.qp.qp_num % 2) {
     ibv_wc wc{};
     wc.wr_id = q.receive.wr_id;
@@ -224,6 +240,7 @@ void flush_receives(ModelQp& q) {
     ++receives_flushed;
   }
   q.receive_open = false;
+  if (any && at_flush.qpn) arrives(std::exchange(at_flush, {}));
 }
 
 bool is_of_port(ibv_event_type type) { return type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_PORT_ACTIVE; }
@@ -862,13 +879,11 @@ MODEL void model_restored() {
 }
 MODEL void model_arrives(const ibv_qp* qp, bool solicited) {
   std::lock_guard guard(lock);
-  ModelQp& q = *nics[0]->qps.at(qp->qp_num);
-  ibv_wc wc{};
-  wc.wr_id = q.receives.slots[q.receives.from].wr_id;
-  wc.opcode = IBV_WC_RECV;
-  wc.qp_num = qp->qp_num;
-  q.receives.from = (q.receives.from + 1) & q.receives.mask();
-  complete(q.qp.recv_cq, wc, solicited);
+  arrives({qp->qp_num, solicited});
+}
+MODEL void model_arrives_at_flush(const ibv_qp* qp, bool solicited) {
+  std::lock_guard guard(lock);
+  at_flush = {qp->qp_num, solicited};
 }
 MODEL unsigned model_receives_flushed() { return receives_flushed; }
 MODEL unsigned model_windows_bound() {

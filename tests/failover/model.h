@@ -100,6 +100,8 @@ unsigned model_windows_bound();
 /// A message, at a QP of a0 that has a receive and is called there as the application calls it. That one is flushed raises no event of
 /// a CQ that is armed for solicited completions, as with soft-RoCE since Linux 6.3.
 void model_arrives(const ibv_qp* qp, bool solicited);
+/// The same right after the next receives that are flushed.
+void model_arrives_at_flush(const ibv_qp* qp, bool solicited);
 /// Of QPs that were moved to ERR, since the beginning.
 unsigned model_receives_flushed();
 /// The kernel's objects are new ones from here on (windows are not there): they have reported nothing, but what those say that had to go to ERR, and no CQ is
