@@ -252,8 +252,11 @@ MIGR_COLD int post_send_unusual(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad)
 }
 
 MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kOneByOne | kTracked)) [[unlikely]]
+  const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+  if (state & (kKeepSends | kOneByOne | kTracked)) [[unlikely]]
     return post_send_unusual(q, wr, bad);
+  if (!state) [[unlikely]]  // direct again: where it goes has to be read before that is seen
+    return post_send(&q.app, wr, bad);
   if (!wr->next && wr->num_sge == 1) return post_single_send(q, wr, bad);
   return post_send_list(q, wr, bad);
 }
@@ -310,8 +313,11 @@ MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv
 }
 
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
-  if (q.state.load(std::memory_order_relaxed) & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped | kTracked)) [[unlikely]]
+  const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+  if (state & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped | kTracked)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);
+  if (!state) [[unlikely]]
+    return post_recv(&q.app, wr, bad);
   if (wr->next || wr->num_sge != 1) return post_recv_list(q, wr, bad);
   ibv_sge sge{.addr = wr->sg_list->addr, .length = wr->sg_list->length, .lkey = physical_lkey(q, wr->sg_list->lkey)};
   ibv_recv_wr copy{.wr_id = wr->wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1};
