@@ -107,21 +107,24 @@ KeptReceive copy(const ibv_recv_wr& wr) {
 }
 
 bool start(QpShadow& q) {
-  // Until every thread was seen outside, a session on the path may still be open: the two must not mix.
-  while (q.state.load(std::memory_order_relaxed) & kOpen) {
-    const timespec pause{0, kOpenPollNs};
-    nanosleep(&pause, nullptr);
-  }
-  q.session_lock.lock();
-  std::lock_guard guard(q.lock);
-  if (!(q.state.load(std::memory_order_relaxed) & kSessionsKept)) {
+  for (;;) {
+    // Until every thread was seen outside, a session on the path may still be open: the two must not mix.
+    while (q.state.load(std::memory_order_relaxed) & kOpen) {
+      const timespec pause{0, kOpenPollNs};
+      nanosleep(&pause, nullptr);
+    }
+    q.session_lock.lock();
+    std::lock_guard guard(q.lock);
+    const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+    if ((state & kSessionsKept) && !(state & kOpen)) {
+      q.build_error = 0;
+      q.target = &q.keeper.ex;
+      q.state.fetch_or(kKeptSession, std::memory_order_relaxed);
+      return true;
+    }
     q.session_lock.unlock();
-    return false;
+    if (!(state & kSessionsKept)) return false;
   }
-  q.build_error = 0;
-  q.target = &q.keeper.ex;
-  q.state.fetch_or(kKeptSession, std::memory_order_relaxed);
-  return true;
 }
 
 namespace {

@@ -338,12 +338,14 @@ unsigned look_at_relay(QpLink& l) {
   return r.ask_ns > now + 2 * kSoonNs ? kAnswerMs : kLookMs;
 }
 
-void agree(QpLink& l, std::uint32_t atomics_there) {
+bool agree(QpLink& l, std::uint32_t atomics_there) {
   QpShadow& q = *l.q;
-  if (l.relays || atomics_there != MIGR_LINKS_RELAYED || l.twin->atomics != Atomics::kRelayed || l.stage == Stage::kBroken) return;
+  if (l.relays || atomics_there != MIGR_LINKS_RELAYED || l.twin->atomics != Atomics::kRelayed || l.stage == Stage::kBroken) return true;
+  if (!trap_posts(q)) return false;
   std::lock_guard guard(q.lock);
   l.relays = true;
-  switchover::set_bits(q, kTrapped | kRelays);
+  switchover::set_bits(q, kRelays);
+  return true;
 }
 
 const char* why_direct(const QpLink& l) {

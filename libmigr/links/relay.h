@@ -71,8 +71,8 @@ void give_back_waiting(QpShadow& q, std::size_t replays);
 
 /* The Registry's lock is held. */
 
-/// Both ends' directories are known: whether it relays.
-void agree(QpLink& l, std::uint32_t atomics_there);
+/// Both ends' directories are known: whether it relays. @return false: not yet, an ibv_wr_* session is open on its path
+bool agree(QpLink& l, std::uint32_t atomics_there);
 /// "" or why its atomics are direct although the configuration says otherwise.
 const char* why_direct(const QpLink& l);
 /// What is due. Thread: failover. @return ms until the next look; 0: none is needed

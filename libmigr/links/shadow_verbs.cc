@@ -314,12 +314,18 @@ bool make_backup(Twin& t, std::string& why) {
     std::memcpy(l->peer.gid, q->birth.ah.grh.dgid.raw, sizeof l->peer.gid);
     l->peer.vqpn = q->birth.dest_qp_num;
     for (Side side = kHome; side < t.sides(); ++side) l->legs.push_back({.link = t.link(side), .next = {}, .newest = 0, .asked = 0});
+    const bool free_before = !(q->state.load(std::memory_order_relaxed) & kTrapped);
+    if (!posts_freely(*l) && !trap_posts(*q)) continue;
     l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring, .birth = true};
     l->executed.link = l->peer_home = t.home->index;
     const bool again = follow_former(*l);
     if (!again) l->id = state()->next_id++;
     l->ahead = t.paths == Paths::kCached;
-    if (l->ahead && !make_half(*l, first, again ? l->legs[first].newest + 1 : 0, why)) return false;
+    if (l->ahead && !make_half(*l, first, again ? l->legs[first].newest + 1 : 0, why)) {
+      std::lock_guard guard(q->lock);
+      if (free_before) switchover::clear_bits(*q, kTrapped);
+      return false;
+    }
     migr_links_path& home = l->first[0];
     home.link = t.home->index;
     home.serial = l->path.serial;
@@ -334,7 +340,6 @@ bool make_backup(Twin& t, std::string& why) {
     {
       std::lock_guard guard(q->lock);
       q->link = l.get();
-      if (!posts_freely(*l)) switchover::set_bits(*q, kTrapped);
     }
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
@@ -348,6 +353,13 @@ bool make_backup(Twin& t, std::string& why) {
 bool all_memory_there(const Twin& t, Side side) { return side == kHome || t.at(side).missing.empty(); }
 
 }  // namespace
+
+bool trap_posts(QpShadow& q) {
+  constexpr unsigned kSessionMs = 10;  // with the Registry's lock: once in a round
+  if (switchover::trap_posts(q, state()->session_open ? 0 : kSessionMs)) return true;
+  state()->session_open = true;
+  return false;
+}
 
 bool reads_more(const CqShadow& c) {
   const ibv_cq_ex& ex = c.app_ex;
@@ -974,9 +986,12 @@ class Round {
       l.why = "its ends have different default links";
       return;
     }
+    if (!agree(l, found.vqp.atomics)) {  // it is asked again
+      l.why = "waits for the end of an ibv_wr_* session";
+      return;
+    }
     l.found = true;
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
-    agree(l, found.vqp.atomics);
     if (begun) return;  // the other end was faster, and has asked for a path
     l.ahead = l.ahead && found.vqp.making == MIGR_LINKS_CACHED;
     for (Side side = 1; side < l.sides(); ++side) {

@@ -54,7 +54,7 @@ struct State {
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
   std::uint64_t forgotten = 0;  ///< of `qps`, so many have gone
-  bool session_open = false;    ///< on an ibv_cq_ex of a vQP that is to get a backup
+  bool session_open = false;    ///< in this round: of a vQP that is to get a backup, on its ibv_cq_ex or its path
   bool receives_moved = false;  ///< receives_may_move()
   /* before a migration, park.cc */
   enum class Parking : std::uint8_t { kNo, kWanted, kParked } parking = Parking::kNo;
@@ -125,6 +125,8 @@ ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned acc
 ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why);
 /// A QP of ours in INIT to another one of ours on the same port.
 bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why);
+/// Who posts to `q` does it under its lock from now on. @return false: not now, an ibv_wr_* session is open on its path
+bool trap_posts(QpShadow& q);
 /// What a completion does not carry that has waited in the fake CQ.
 bool reads_more(const CqShadow& c);
 Link* link_of(const std::string& device, unsigned port);  ///< null: none is configured

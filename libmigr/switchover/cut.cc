@@ -513,6 +513,24 @@ int withhold(QpShadow& q, std::string& why) {
   return 0;
 }
 
+bool trap_posts(QpShadow& q, unsigned limit_ms) {
+  {
+    std::lock_guard guard(q.lock);
+    const std::uint32_t state = q.state.load(std::memory_order_relaxed);
+    if (state & kOpen) return false;  // who has raised it waits for the same sessions
+    const bool none = !q.real_ex || (state & kSessionsKept);
+    set_bits(q, none ? kTrapped : kTrapped | kOpen);
+    if (none) return true;
+  }
+  path::pass_barrier();
+  const std::uint64_t until = now_ns() + limit_ms * 1'000'000ull;
+  bool outside = path::sessions_are_outside(q);
+  for (; !outside && now_ns() < until; outside = path::sessions_are_outside(q)) pause_briefly();
+  std::lock_guard guard(q.lock);
+  clear_bits(q, outside ? kOpen : kOpen | kTrapped);
+  return outside;
+}
+
 int leave_path(QpShadow& q, const Leaving& how, std::string& why) {
   if (q.phase == Phase::kRunning)
     if (const int err = withhold(q, why)) return err;

@@ -115,6 +115,9 @@ struct LinkPath {
 /// Sends are kept, all else goes on: the first half of leave_path(), for who wants to wait until nothing is in flight.
 /// Undone by resume().
 int withhold(QpShadow& q, std::string& why);
+/// Who posts does it under the lock from now on (kTrapped), and sessions that begin are kept. One that is open on the path follows q.target,
+/// too, so none may be. @return false: one does not end within `limit_ms`, and all is as it was
+bool trap_posts(QpShadow& q, unsigned limit_ms);
 /// Suspends q and cuts it. The old path stays in ERR. Also from switch_to_link(), when the new path fails before anything
 /// was settled: then that of the path before is still to be.
 struct Leaving {

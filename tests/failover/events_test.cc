@@ -12,6 +12,7 @@
 
 #include <endian.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -1370,6 +1371,87 @@ TEST_F(TrackedSrqOfAPolicy, ThatIsGoneItIsNotAll) {
   ASSERT_EQ(begin(nullptr).status, 0);
   EXPECT_EQ(ibv_destroy_srq(another), 0);
   EXPECT_EQ(migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_TAKE).status, ESTALE);
+}
+
+/* ---- sessions of a process that was migrated and gets its backup links again --------------- */
+
+class SessionOfAPolicy : public Pollers {
+ protected:
+  void SetUp() override {
+    if (!std::getenv("MIGR_LINKS")) GTEST_SKIP() << "a process of its own runs these";
+    Pollers::SetUp();
+    made_ = true;
+    ASSERT_EQ(ibv_destroy_qp(to_), 0);
+    ibv_qp_init_attr_ex init{};
+    init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(ex_);
+    init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = IBV_QPT_RC;
+    init.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    init.pd = pd_;
+    init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE;
+    ASSERT_NE(to_ = ibv_create_qp_ex(context_, &init), nullptr);
+    to(from_, IBV_QPS_RESET);
+    connect(to_, from_, other_);
+    connect(from_, to_, context_);
+  }
+  void TearDown() override {
+    if (made_) Pollers::TearDown();
+  }
+  static int end(ibv_qp_ex* session, std::uint64_t wr_id) {
+    session->wr_id = wr_id;
+    session->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(session, 0, 0);
+    return ibv_wr_complete(session);
+  }
+  void completes(std::uint64_t wr_id) {
+    ibv_poll_cq_attr attr{};
+    for (int ms = 0; ibv_start_poll(ex_, &attr); ++ms) {
+      ASSERT_LT(ms, kPatienceMs);
+      usleep(1000);
+    }
+    EXPECT_EQ(ex_->wr_id, wr_id);
+    EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+    ibv_end_poll(ex_);
+  }
+  template <class Condition>
+  static void wait_for(Condition&& condition) {
+    for (int ms = 0; !condition(); ++ms) {
+      ASSERT_LT(ms, kPatienceMs);
+      usleep(1000);
+    }
+  }
+  bool made_ = false;
+};
+
+// Where its names are not the device's each post takes the lock from then on, and sessions are kept.
+TEST_F(SessionOfAPolicy, OnThePathIsNotMixedWithAKeptOne) {
+  ASSERT_EQ(migrd.try_to(MIGR_MSG_DESCRIBE, MIGR_DESCRIBE_MOVE).status, ENODEV) << "it leaves its links; migr.ko is not there";
+  migrd.freeze();
+  model_hold_registrations(1, true);
+  migrd.restored();
+  wait_for([] { return model_registrations_waiting() == 1; });
+  ibv_qp_ex* const session = ibv_qp_to_qp_ex(to_);
+  ibv_wr_start(session);
+  model_hold_registrations(1, false);
+  wait_for([] { return model_mrs(1, 0) == model_mrs(0, 0); });
+  usleep(2 * kSoonMs * 1000);  // its backup is next
+  static std::atomic<bool> begun = false, first_over = false;
+  std::thread other([session] {
+    ibv_wr_start(session);
+    begun = true;
+    while (!first_over) usleep(1000);
+    EXPECT_EQ(end(session, 8), 0);
+  });
+  usleep(kSoonMs * 1000);
+  if (begun) {
+    other.detach();  // neither can end
+    FAIL() << "two sessions are open at a time";
+  }
+  EXPECT_EQ(end(session, 7), 0);
+  first_over = true;
+  other.join();
+  completes(7);
+  completes(8);
 }
 
 /* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */

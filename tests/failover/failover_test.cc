@@ -1367,6 +1367,48 @@ TEST(Session, ThatIsOpenKeepsNoBackupAway) {
   }
 }
 
+/// Posts a WRITE of no bytes.
+struct Session {
+  explicit Session(const Speaker& s) : of(s), ex(s.lib.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(s.qp)) { ibv_wr_start(ex); }
+  int end(std::uint64_t wr_id) const {
+    ex->wr_id = wr_id;
+    ex->wr_flags = IBV_SEND_SIGNALED;
+    ibv_wr_rdma_write(ex, 0, 0);
+    return ibv_wr_complete(ex);
+  }
+  bool completes(std::uint64_t wr_id) const {
+    ibv_wc wc{};
+    return wait_for([&] { return ibv_poll_cq(of.cq, 1, &wc) == 1; }) && wc.status == IBV_WC_SUCCESS && wc.wr_id == wr_id;
+  }
+  const Speaker& of;
+  ibv_qp_ex* const ex;
+};
+
+/// The ends agree to relay atomics, from when on sessions are kept, while one is open on the path: that of another thread waits for it.
+TEST(Session, OnThePathIsNotMixedWithAKeptOne) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b, nullptr, nullptr, nullptr, true);
+  x.connect(y), y.connect(x);
+  const Session one(x);
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "waits for the end of an ibv_wr_* session" || x.ready_on(0); }));
+  ASSERT_FALSE(x.ready_on(0)) << "sessions that begin now are kept, beside the one on the path";
+  std::atomic<bool> begins = false;
+  auto other = std::async(std::launch::async, [&] {
+    begins = true;
+    const Session kept(x);
+    return kept.end(8);
+  });
+  ASSERT_TRUE(wait_for([&] { return begins.load(); }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(one.end(7), 0);
+  EXPECT_EQ(other.get(), 0);
+  EXPECT_TRUE(one.completes(7));
+  EXPECT_TRUE(one.completes(8));
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  EXPECT_EQ(x.state().atomics, unsigned{MIGR_LINKS_RELAYED});
+}
+
 /// Sends WRITEs of no bytes, each of which completes.
 struct Writing {
   explicit Writing(const Speaker& by) : from(by) {}
