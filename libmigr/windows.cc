@@ -9,7 +9,9 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
+#include "links/links.h"
 #include "path.h"
 #include "provider/provider.h"
 
@@ -78,6 +80,7 @@ Window* find(ibv_mw* mw) {
 ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
   // A key of another window's name would be taken for it, by us or by partners.
   State& s = state();
+  if (!context.had_windows && !links::may_give_up_backups(context)) return errno = EBUSY, nullptr;
   ibv_mw* colliding[kMaxCollisions];
   int collisions = 0;
   ibv_mw* mw;
@@ -99,7 +102,7 @@ ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
     for (CqShadow* c : Registry::get().cqs)
       if (c->context == &context) watch(*c);
   }
-  context.had_windows = true;
+  if (!std::exchange(context.had_windows, true)) links::give_up_backups(context);
   return mw;
 }
 

@@ -22,6 +22,7 @@ namespace migr::windows {
 
 /* Callers of these hold the Registry's lock. */
 
+/// @return null with errno; EBUSY: links::may_give_up_backups()
 ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type);
 int deallocate(Context& context, ibv_mw* mw);
 /// A QP or CQ of a context that has windows; a QP that goes.

@@ -853,6 +853,7 @@ void other_gave_up(QpLink& l, const StateRecord& record) {
   if (!was_changing && !(final && may_be_cut(l))) {
     if (l.stage == Stage::kDraining) end_drain(l, Stage::kBroken);
     l.why = why;
+    kick(state()->round_fd);  // which tells it
     return set_stage(l, Stage::kBroken);
   }
   std::string more;

@@ -479,6 +479,41 @@ void leave(QpShadow& q, ibv_qp_state to) {
   forget_qp(*l);
 }
 
+namespace {
+
+/// Its path is the one that its windows are bound beside, for good. The other end gives up by a word, which those of its atomics would not outlive
+/// that are relayed.
+bool may_give_up(QpLink& l) {
+  if (l.stage == Stage::kBroken) return true;  // it stays where it is
+  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.found && l.instance != Peer{});
+  if (relays_there || leaves_home(l) || !l.traps.empty() || l.q->phase != switchover::Phase::kRunning) return false;
+  std::lock_guard guard(l.lock);
+  return !l.wanted && l.hidden.empty();
+}
+
+}  // namespace
+
+bool may_give_up_backups(const Context& context) {
+  if (!context.twin) return true;
+  const Registry& registry = Registry::get();
+  return std::all_of(registry.qps.begin(), registry.qps.end(), [&](QpShadow* q) {
+    return q->context != &context || (!registry.moving && (q->link ? may_give_up(*q->link) : !q->adrift && !guarded(*q)));
+  });
+}
+
+void give_up_backups(const Context& context) {
+  if (!context.twin) return;
+  for (QpLink* l : std::vector(the_state->qps)) {
+    if (l->q->context != &context || l->stage == Stage::kBroken) continue;
+    QpShadow& q = *l->q;
+    tell_gone(*l);
+    forget(*l);
+    drop_former(q);
+    unguard(q);
+    forget_guard(q);
+  }
+}
+
 void dropped(Context& context) {
   Twin* const t = context.twin;
   if (!t) return;

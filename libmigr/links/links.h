@@ -244,6 +244,11 @@ void gone(ibv_pd* pd);
 /// Before a PD, a CQ or a device is destroyed that they may be using. Not under the Registry's lock: it may take seconds
 /// (discard.h).
 void wait_for_discards();
+/// Before its first memory window: what is bound on its device is not on that of another link. @return false: a vQP of it is off its default
+/// link, or about to leave it, or relays atomics, or is between two backups, or being migrated
+bool may_give_up_backups(const Context& context);
+/// After it, under the same lock.
+void give_up_backups(const Context& context);
 /// Before a modification that takes the QP out of its connection: it is the application's own path again.
 void leave(QpShadow& q, ibv_qp_state to);
 /// "" or why this process cannot be migrated, of what is known now.

@@ -672,14 +672,20 @@ const char* why_nowhere(const QpLink& l) {
   return channel->ended || channel->parting ? "waits for the end of a migration" : "waits for an answer over its channel";
 }
 
-migr_links_vqp_state state_of(const QpLink& l, Side next) {
+/// It will not change, and carries still: who counts what a link's end would break counts it.
+bool carries_without_backup(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  return l.stage == Stage::kBroken && !l.seen && switchover::connected(*l.q);
+}
+
+migr_links_vqp_state state_of(QpLink& l, Side next) {
   migr_links_vqp_state out{};
   out.name = l.name;
   out.epoch = l.epoch;
   out.link = l.leg().link->index;
   constexpr migr_links_vqp_phase kPhase[] = {MIGR_LINKS_VQP_MAKING, MIGR_LINKS_VQP_READY, MIGR_LINKS_VQP_SWITCHING,
                                              MIGR_LINKS_VQP_SWITCHING, MIGR_LINKS_VQP_BROKEN};
-  out.phase = kPhase[static_cast<int>(l.stage)];
+  out.phase = carries_without_backup(l) ? MIGR_LINKS_VQP_MAKING : kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
     why = next == l.on ? why_nowhere(l) : lacks_path(l, next) ? "waits for the other end" : "waits for memory";

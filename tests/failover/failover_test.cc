@@ -1428,6 +1428,50 @@ struct Writing {
   unsigned posted = 0, done = 0;
 };
 
+/// What is bound on one device is not on another: from the first window on nobody leaves the default link, not even one that is healthy. Off that
+/// there are none.
+TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 5, 30'000), b('b', "exact", "cached", 5, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  const auto tell = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
+  Writing one(x), other(y);
+  const auto all_completed = [&] { return wait_for([&] { return one.completed() && other.completed(); }); };
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  tell("migr_link_down");
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  errno = 0;
+  ASSERT_EQ(ibv_alloc_mw(x.pd, IBV_MW_TYPE_1), nullptr);
+  EXPECT_EQ(errno, EBUSY);
+  tell("migr_link_up");
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+
+  ibv_mw* window = nullptr;
+  ASSERT_TRUE(wait_for([&] { return store_pass(0), store_pass(1), (window = ibv_alloc_mw(x.pd, IBV_MW_TYPE_1)) != nullptr; })) << std::strerror(errno);
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "its process has memory windows"; })) << x.state().why;
+  EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
+  EXPECT_TRUE(wait_for([&] { return std::string(y.state().why) == "the other end has given up"; })) << y.state().why;
+  EXPECT_EQ(y.state().phase, MIGR_LINKS_VQP_MAKING) << "it carries, and has no backup";
+  tell("migr_link_down");
+  EXPECT_TRUE(one.post() && other.post());
+  EXPECT_TRUE(all_completed());
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_EQ(x.state().link, 0u);
+  EXPECT_EQ(y.state().link, 0u);
+  EXPECT_TRUE(one.post() && other.post());
+  EXPECT_TRUE(all_completed());
+  ibv_mw* const second = ibv_alloc_mw(x.pd, IBV_MW_TYPE_1);
+  EXPECT_NE(second, nullptr);
+  for (ibv_mw* mw : {window, second}) EXPECT_EQ(ibv_dealloc_mw(mw), 0);
+
+  model_cut_now(0);
+  ibv_wc wc{};
+  EXPECT_TRUE(one.post());
+  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << "nobody is told of a link that fails";
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+}
+
 /// A process leaves its links. Its partner has forgotten its backup, and cannot say so nor make another one, as it waits for the directory, when the
 /// default link fails, or all do.
 class Parting : public testing::TestWithParam<bool> {};
