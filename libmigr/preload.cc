@@ -825,7 +825,8 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
     shadow->responder_only = false;
     shadow->told_psn.reset();
     shadow->app.state = IBV_QPS_RTS;  // as its path is already
-    return 0;
+    mask &= IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER;
+    if (!mask) return 0;
   }
   if (sends && shadow->responder_only)
     if (const int err = stop_responding_only(*shadow)) return err;
@@ -858,7 +859,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);
   shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
-  links::modified(*shadow, mask);
+  links::modified(*shadow, *attr, mask);
   return 0;
 }
 
@@ -880,12 +881,26 @@ bool wait_for_migration(Registry& registry, std::unique_lock<std::mutex>& guard,
   return !registry.thawed.wait_for(guard, kLimit, over);
 }
 
+/// Whatever else is changed while its links are being changed.
+/// @return false: it has waited, and the lock has to be taken anew
+bool wait_for_path(Registry& registry, std::unique_lock<std::mutex>& guard, ibv_qp* qp) {
+  constexpr std::chrono::milliseconds kLook{2};
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(links::change_limit_ms());
+  for (bool waited = false;; waited = true) {
+    QpShadow* const q = known(registry, qp);
+    if (!q || !links::between_paths(*q)) return !waited;
+    if (std::chrono::steady_clock::now() > until) return true;
+    registry.thawed.wait_for(guard, kLook);
+  }
+}
+
 }  // namespace
 
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   Registry& registry = Registry::get();
   whereabouts::Connecting peer(qp, *attr, mask);
-  const bool waits = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET || attr->qp_state == IBV_QPS_RTS);
+  const bool ends = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET);
+  const bool waits = ends || ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RTS);
   std::unique_lock<std::mutex> guard;
   do {
     if (guard) guard.unlock();
@@ -898,7 +913,7 @@ MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
       if (err) return err;
     }
     guard = registry.change();
-  } while (peer.stale() || (waits && !wait_for_migration(registry, guard, qp, attr->qp_state)));
+  } while (peer.stale() || (waits && !wait_for_migration(registry, guard, qp, attr->qp_state)) || (!ends && !wait_for_path(registry, guard, qp)));
   QpShadow* shadow = known(registry, qp);
   if (!shadow) return real().modify_qp(qp, attr, mask);
   const int err = modify(shadow, attr, mask, peer);

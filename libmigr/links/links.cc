@@ -250,11 +250,47 @@ void made(MrShadow& mr) {
   wait_until_heard(*mr.context->twin);
 }
 
-void modified(QpShadow& q, int mask) {
+namespace {
+
+/// What the application changes of its path holds for those that are made ahead, too.
+void change_next(QpLink& l, const ibv_qp_attr& attr, int mask) {
+  constexpr int kSet = IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC;
+  const bool by_state = mask & IBV_QP_STATE;  // what it brings to RTS is there already, and takes no timers any more
+  for (Side side = kHome; side < l.sides(); ++side) {
+    Leg& leg = l.legs[side];
+    const int mine = mask & (leg.next.connected ? kSet : IBV_QP_ACCESS_FLAGS);  // it gets the others when it is connected
+    ibv_qp_attr to = attr;
+    if (!leg.next.qp || !mine || (!(leg.next.connected && by_state) && !real().modify_qp(leg.next.qp, &to, mine))) continue;
+    destroy_path(l, side, leg.next);
+    ++leg.newest;  // what is still said of it is of one before
+    leg.asked = 0;
+    l.first[1].qpn = 0;  // as which it was published
+    l.told_links = 0;    // once more
+    changed();
+  }
+}
+
+}  // namespace
+
+void modified(QpShadow& q, const ibv_qp_attr& attr, int mask) {
   if (!q.context->twin) return;
   if ((mask & IBV_QP_AV) && real().query_gid(q.context->real, q.birth.ah.port_num, gids::here(*q.context, q.birth.ah.port_num, q.birth.ah.grh.sgid_index), &q.birth.gid)) q.birth.gid = {};
   if (mask & IBV_QP_STATE) changed(), receives_may_move(q);
+  if (q.link) change_next(*q.link, attr, mask);
 }
+
+bool between_paths(QpShadow& q) {
+  QpLink* const l = q.link;
+  if (!l || (l->stage != Stage::kReady && l->stage != Stage::kDraining && l->stage != Stage::kChanging)) return false;
+  if (l->stage == Stage::kChanging && q.phase != switchover::Phase::kSwitched) return true;
+  if (!switchover::in_error(q)) return false;
+  std::lock_guard guard(l->lock);
+  if (l->seen) return false;
+  if (!std::exchange(l->wanted, true)) kick(the_state->failover_fd);  // nobody may have polled what tells of it
+  return true;
+}
+
+unsigned change_limit_ms() { return the_state ? the_state->config.switch_limit_ms : 0; }
 
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
   if (!the_state || !to.is_global) return 0;

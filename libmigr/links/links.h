@@ -230,7 +230,11 @@ void opened(Context& context);
 void dropped(Context& context);  ///< before its objects are forgotten
 void made(MrShadow& mr);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
-void modified(QpShadow& q, int mask);
+void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
+/// Its path has failed, or is cut, and takes no attributes; the next one will. Where nobody has noticed that yet it is changed now.
+bool between_paths(QpShadow& q);
+/// How long a change may take.
+unsigned change_limit_ms();
 /// Before it is connected. ibv_modify_qp asks, too, for a second where nobody answers, and no change of a path could be made
 /// meanwhile. Not under the Registry's lock. @return ETIMEDOUT, or 0: it answers, or nobody has a backup here
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to);

@@ -1256,21 +1256,43 @@ struct Speaker {
     qp = sessions ? ibv_create_qp_ex(lib.context, &wide) : lib.verb<ibv_qp*(ibv_pd*, ibv_qp_init_attr*)>("ibv_create_qp")(pd, &init);
     ibv_query_gid(lib.context, 1, 0, &gid);
   }
-  void connect(const Speaker& to) const {
-    const auto modify = lib.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp");
+  static constexpr unsigned kAll = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+  int modify(const ibv_qp_attr& attr, int mask) const {
+    ibv_qp_attr a = attr;
+    return lib.verb<int(ibv_qp*, ibv_qp_attr*, int)>("ibv_modify_qp")(qp, &a, mask);
+  }
+  int grant(unsigned access) const {
+    ibv_qp_attr a{};
+    a.qp_access_flags = access;
+    return modify(a, IBV_QP_ACCESS_FLAGS);
+  }
+  /// To RTR.
+  void answer(const Speaker& to, unsigned access = kAll) const {
     ibv_qp_attr a{};
     a.port_num = 1;
+    a.qp_access_flags = access;
     a.path_mtu = IBV_MTU_1024;
     a.dest_qp_num = to.qp->qp_num;
     a.ah_attr.is_global = a.ah_attr.port_num = 1;
     a.ah_attr.grh.dgid = to.gid;
-    constexpr int kMasks[] = {IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS,
-                              IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
-                              IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC};
-    for (int i = 0; i < 3; ++i) {
-      a.qp_state = static_cast<ibv_qp_state>(IBV_QPS_INIT + i);
-      ASSERT_EQ(modify(qp, &a, kMasks[i]), 0) << i;
-    }
+    a.qp_state = IBV_QPS_INIT;
+    ASSERT_EQ(modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), 0);
+    a.qp_state = IBV_QPS_RTR;
+    ASSERT_EQ(modify(a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER), 0);
+  }
+  int send_too(ibv_qp_attr a = {}, int more = 0) const {
+    a.qp_state = IBV_QPS_RTS;
+    return modify(a, more | IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  }
+  void connect(const Speaker& to, unsigned access = kAll) const {
+    answer(to, access);
+    ASSERT_EQ(send_too(), 0);
+  }
+  ibv_qp_attr query() const {
+    ibv_qp_attr a{};
+    ibv_qp_init_attr init;
+    EXPECT_EQ(lib.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp, &a, IBV_QP_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_TIMEOUT, &init), 0);
+    return a;
   }
   migr_links_vqp_state state() const {
     migr_links_name name{};
@@ -1470,6 +1492,140 @@ TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {
   EXPECT_TRUE(one.post());
   EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << "nobody is told of a link that fails";
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+}
+
+/// A word that one end READs from the other.
+struct Reading {
+  Reading(const Speaker& by, const Speaker& of) : from(by), to(of), here(reg(by, got)), there(reg(of, word)) {}
+  static ibv_mr* reg(const Speaker& of, std::uint64_t& at) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &at, sizeof at, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+  }
+  ibv_wc_status read() {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(&got), sizeof got, here->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_RDMA_READ;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(&word), .rkey = there->rkey};
+    got = 0;
+    EXPECT_EQ(ibv_post_send(from.qp, &wr, &bad), 0);
+    ibv_wc wc{};
+    EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(from.cq, 1, &wc) == 1; }));
+    return wc.status;
+  }
+  const Speaker &from, &to;
+  std::uint64_t word = 0x1234567890, got = 0;
+  ibv_mr *here, *there;
+};
+
+class Attributes : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (const int link : {0, 1, 2}) model_mend(link);
+  }
+  static void link_down(const Library& of, const char* device) { ASSERT_EQ(of.verb<int(const char*, std::uint32_t)>("migr_link_down")(device, 1), 0); }
+  static bool protected_on(unsigned link, const Speaker& x, const Speaker& y) {
+    return wait_for([&] { return x.ready_on(link) && y.ready_on(link); });
+  }
+  static bool both_on(unsigned link, const Speaker& x, const Speaker& y) {
+    return wait_for([&] { return x.state().link == link && y.state().link == link; });
+  }
+};
+
+/// The next path was made before its application let others read.
+TEST_F(Attributes, OfThePathMadeAheadAreTheLastOnes) {
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x, IBV_ACCESS_REMOTE_WRITE);
+  Reading reading(x, y);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_EQ(y.grant(Speaker::kAll), 0);
+  EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
+  link_down(a, "a0");
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
+  EXPECT_EQ(reading.got, reading.word);
+}
+
+/// And before it had said what it would send with.
+TEST_F(Attributes, OfThePathMadeAheadInRtrAreThoseOfRts) {
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.answer(x);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ibv_qp_attr sends{};
+  sends.timeout = 16;
+  sends.retry_cnt = 5;
+  sends.rnr_retry = 4;
+  sends.max_rd_atomic = 3;
+  ASSERT_EQ(y.send_too(sends), 0);
+  link_down(a, "a0");
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  const ibv_qp_attr now = y.query();
+  EXPECT_EQ(now.timeout, 16);
+  EXPECT_EQ(now.retry_cnt, 5);
+  EXPECT_EQ(now.rnr_retry, 4);
+  EXPECT_EQ(now.max_rd_atomic, 3);
+  Writing one(x), other(y);
+  EXPECT_TRUE(one.post() && other.post());
+  EXPECT_TRUE(wait_for([&] { return one.completed() && other.completed(); }));
+}
+
+/// A path is cut, and there is no next one yet: what is changed meanwhile holds for that.
+TEST_F(Attributes, ThatChangeWhileThePathIsCutAreThoseOfTheNext) {
+  const Library a('a', "exact", "rebuild", 0, 30'000), b('b', "exact", "rebuild", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y, IBV_ACCESS_REMOTE_WRITE), y.connect(x);
+  Reading reading(y, x);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  model_refuse_qps(1, 1, 1000);
+  link_down(a, "a0");
+  ASSERT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_SWITCHING; })) << x.state().why;
+  auto granted = std::async(std::launch::async, [&] { return x.grant(Speaker::kAll); });
+  EXPECT_EQ(granted.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+  model_refuse_qps(1, 1, 0);
+  EXPECT_EQ(granted.get(), 0);
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  EXPECT_EQ(x.query().qp_access_flags, Speaker::kAll);
+  EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
+}
+
+/// Its path has left RTR before its application does, and with rights that it has not given.
+TEST_F(Attributes, ThatComeWithRtsAfterAChangeAreThoseOfItsPath) {
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.answer(x, IBV_ACCESS_REMOTE_WRITE);
+  Reading reading(x, y);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  link_down(a, "a0");
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ibv_qp_attr to{};
+  to.qp_access_flags = Speaker::kAll;
+  ASSERT_EQ(y.send_too(to, IBV_QP_ACCESS_FLAGS), 0);
+  EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
+}
+
+/// The device has given a path up, and nobody has polled what tells of it.
+TEST_F(Attributes, ThatChangeWhenThePathHasFailedUnseenAreThoseOfTheNext) {
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y, IBV_ACCESS_REMOTE_WRITE), y.connect(x);
+  Reading reading(y, x);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ibv_send_wr send{}, *bad;
+  send.opcode = IBV_WR_SEND;
+  send.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(x.qp, &send, &bad), 0);  // finds no receive
+  ASSERT_TRUE(wait_for([] { return model_break_paths(0, 0, 1) == 1; }));
+  EXPECT_EQ(x.grant(Speaker::kAll), 0);
+  EXPECT_EQ(x.query().qp_access_flags, Speaker::kAll);
+  EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
+  ibv_recv_wr receive{}, *bad_receive;
+  ASSERT_EQ(ibv_post_recv(y.qp, &receive, &bad_receive), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
 }
 
 /// A process leaves its links. Its partner has forgotten its backup, and cannot say so nor make another one, as it waits for the directory, when the

@@ -78,7 +78,7 @@ struct ModelQp : model::Qp {
   Nic* nic = nullptr;
   Session* session = nullptr;  // made by ibv_create_qp_ex()
   ibv_qp_attr attr{};
-  bool signal_all = false;
+  bool signal_all = false, limited = false;  // the latter: it has been told what others may do
   /* requester */
   std::uint32_t next = 0;         // ring index of the WQE being sent
   std::uint32_t next_packet = 0;  // of it
@@ -317,6 +317,16 @@ ModelQp* peer_of(const ModelQp& q) {
 
 bool is_atomic(ibv_wr_opcode o) { return o == IBV_WR_ATOMIC_CMP_AND_SWP || o == IBV_WR_ATOMIC_FETCH_AND_ADD; }
 
+int needs(ibv_wr_opcode o) {
+  if (o == IBV_WR_RDMA_READ) return IBV_ACCESS_REMOTE_READ;
+  if (is_atomic(o)) return IBV_ACCESS_REMOTE_ATOMIC;
+  return o == IBV_WR_RDMA_WRITE || o == IBV_WR_RDMA_WRITE_WITH_IMM || o == IBV_WR_ATOMIC_WRITE ? IBV_ACCESS_REMOTE_WRITE : 0;
+}
+
+bool grants(const ModelQp& r, const model::Send& s) {
+  return !s.bytes || !r.limited || !(static_cast<unsigned>(needs(s.wr.opcode)) & ~r.attr.qp_access_flags);
+}
+
 enum class Answer { kAck, kNone, kNotReady, kBadAccess };
 
 /// Its WQE does.
@@ -332,6 +342,7 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
   if (d < 0) return Answer::kAck;  // once more
   const bool last = n + 1 == packets_of(s);
   const std::uint32_t offset = n * kMtuBytes, bytes = std::min(kMtuBytes, s.bytes - offset);
+  if (!grants(r, s)) return Answer::kBadAccess;
   if (s.wr.opcode == IBV_WR_RDMA_READ) {
     if (!may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
     r.expected = (psn + packets_of(s)) & kPsnMask;
@@ -1125,7 +1136,11 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_MIN_RNR_TIMER) q.attr.min_rnr_timer = attr->min_rnr_timer;
   if (mask & IBV_QP_RETRY_CNT) q.attr.retry_cnt = attr->retry_cnt;
   if (mask & IBV_QP_PORT) q.attr.port_num = attr->port_num;
-  if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags;
+  if (mask & IBV_QP_RNR_RETRY) q.attr.rnr_retry = attr->rnr_retry;
+  if (mask & IBV_QP_MIN_RNR_TIMER) q.attr.min_rnr_timer = attr->min_rnr_timer;
+  if (mask & IBV_QP_MAX_QP_RD_ATOMIC) q.attr.max_rd_atomic = attr->max_rd_atomic;
+  if (mask & IBV_QP_MAX_DEST_RD_ATOMIC) q.attr.max_dest_rd_atomic = attr->max_dest_rd_atomic;
+  if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags, q.limited = true;
   if (!(mask & IBV_QP_STATE)) return 0;
   q.attr.qp_state = q.told = attr->qp_state;
   qp->state = attr->qp_state;
