@@ -249,7 +249,39 @@ int find_marker(provider::QueuePart part, std::uint64_t wr_id, Read&& read, std:
 
 struct Position {
   provider::QueuePart sends, receives;
+  std::uint32_t next_psn = 0;  ///< that the requester sends next, if there are no sends
+  bool in_err = false;         ///< what was flushed until now is in no queue
 };
+
+/// Of a path that may carry still, and threads may post to.
+int look_at_queues(QpShadow& q, Position& out, std::vector<QueuedSend>& sends) {
+  for (;;) {
+    Position after;
+    ibv_qp_attr device{};
+    int err = provider::queue_parts(q, out.sends, out.receives);
+    if (!err) err = ask_device(q, device, IBV_QP_STATE | kPsns);
+    if (!err) err = provider::queue_parts(q, after.sends, after.receives);
+    if (err) return err;
+    out.next_psn = device.sq_psn & kPsnMask;
+    out.in_err = device.qp_state == IBV_QPS_ERR;
+    // Else a thread that the flag has not stopped has posted before the device was asked, or after: there are few of those.
+    if (out.sends.size() || after.sends.to == out.sends.to) return provider::sends_in(q, out.sends, sends);
+  }
+}
+
+/// The first PSN of the work request at `at`, which was posted after the look at the queue: whether or not it was sent, it is the one behind
+/// those of its predecessor, which has completed.
+/// @param place  of it, counted from before.sends.from
+/// @param reused the part of the queue that was posted to since
+int psn_of_late(QpShadow& q, const Position& before, const std::vector<QueuedSend>& sends_before, std::uint32_t place, std::uint32_t at, provider::QueuePart reused, std::uint32_t& psn) {
+  if (!place) return psn = before.next_psn, 0;
+  const std::uint32_t previous = (at - 1) & reused.mask, mtu = bytes_of(q.cut->attr.path_mtu);
+  if (place - 1 < sends_before.size() && sends_before[place - 1].begun) return psn = replay::end_psn(sends_before[place - 1], mtu), 0;
+  if (((previous - reused.from) & reused.mask) < reused.size()) return EOVERFLOW;
+  std::vector<QueuedSend> one;
+  const int err = provider::sends_in(q, {previous, at, reused.mask}, one);
+  return err ? err : (psn = replay::end_psn(one.at(0), mtu), 0);
+}
 
 /// Receives that threads have posted behind ours while it was being flushed, and that were flushed along: they are the trap's.
 /// @param along from behind ours to where the device is
@@ -331,13 +363,19 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   }
   auto oldest = sends.end();
   for (std::size_t n = left.sends; n && oldest != sends.begin();) n -= !ours(*--oldest);
+  while (oldest != sends.begin() && oldest != sends.end() && ours(*std::prev(oldest))) --oldest;  // it has a PSN, too
   front += static_cast<std::uint32_t>(oldest - sends.begin());
   sends.erase(sends.begin(), oldest);
   if (!sends.empty() && !sends.front().given_up) {
     // The device may note down for a flushed work request that it has begun it. Whether it had is told by its PSN.
+    QueuedSend& first = sends.front();
     const std::uint32_t place = (front - before.sends.from) & now.sends.mask;
-    if (place < sends_before.size())
-      sends.front().begun = sends_before[place].begun || sends_before[place].first_psn != sends.front().first_psn;
+    if (place < sends_before.size()) {
+      first.begun = sends_before[place].begun || sends_before[place].first_psn != first.first_psn;
+    } else if (!before.in_err && !first.ours) {
+      err = psn_of_late(q, before, sends_before, place, front & now.sends.mask, {send_end, now.sends.to, now.sends.mask}, first.first_psn);
+      if (err) return fail(why, err, "cannot tell what was sent of " + qp_name(q));
+    }
   }
   cut.sends = std::move(sends);
   const auto unused_receives = static_cast<std::uint32_t>(left.receives);
@@ -370,8 +408,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     Flushing flushing(q);
     links::hand_over(q);
     // Behind that: of a path that carries still, what has come until now is the application's, and is not counted.
-    err = provider::queue_parts(q, before.sends, before.receives);
-    if (!err) err = provider::sends_in(q, before.sends, sends_before);
+    err = look_at_queues(q, before, sends_before);
     if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
     std::string small;  // by QPs that came later
     for_cqs(q, [&](const CqShadow& c) { if (small.empty()) small = links::why_no_room(c, cut.side); });

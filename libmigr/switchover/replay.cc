@@ -89,6 +89,8 @@ std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, st
   return out;
 }
 
+std::uint32_t end_psn(const QueuedSend& send, std::uint32_t mtu) { return (send.first_psn + packets(send, mtu)) & kPsnMask; }
+
 void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins) {
   std::vector<QueuedSend> out;
   for (QueuedSend& s : sends) {

@@ -23,6 +23,9 @@ enum class Fate : std::uint8_t {
 /// @param peer_psn   what the responder would have executed next
 std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn);
 
+/// Behind the PSNs that it takes: of the one that is sent next.
+std::uint32_t end_psn(const QueuedSend& send, std::uint32_t mtu);
+
 /// Those that were replayed for others and did not complete, on a path that is cut again: the application's own, each with
 /// the ones behind it that it was to complete for. They are taken out of `stand_ins`.
 void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins);

@@ -2085,6 +2085,99 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
   EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
 }
 
+/// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.
+class LatePost : public testing::Test {
+ public:
+  /// At y.
+  void receive() {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(in_.data()), kBytes, to_->lkey};
+    ibv_recv_wr wr{.wr_id = 500, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    EXPECT_EQ(ibv_post_recv(y_.qp, &wr, &bad), 0);
+  }
+
+ protected:
+  static constexpr std::uint32_t kBytes = 2100, kSlots = 80;  // more than two packets; WRITEs of a test
+
+  void SetUp() override {
+    for (const int link : {0, 1, 2}) model_mend(link);
+    model_forget_writes();
+    x_.connect(y_), y_.connect(x_);
+    ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x_.state().why;
+  }
+  void TearDown() override { a_.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1); }  // its channels are waited for by the next
+  ibv_mr* reg(const Speaker& of, std::vector<std::uint8_t>& memory) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  }
+  /// From x to y. A SEND waits for a receive, and a WRITE goes to the slot of its number.
+  int post(std::uint32_t i, ibv_wr_opcode opcode = IBV_WR_RDMA_WRITE, std::uint32_t bytes = kBytes) const {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(out_.data()), bytes, from_->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = i;
+    wr.opcode = opcode;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    if (opcode == IBV_WR_RDMA_WRITE) wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(slot(i)), .rkey = to_->rkey};
+    return ibv_post_send(x_.qp, &wr, &bad);
+  }
+  const std::uint8_t* slot(std::uint32_t i) const { return &in_[i * std::size_t{kBytes}]; }
+  std::future<int> post_late(std::uint32_t i, bool until_err, void (*before)(void*) = nullptr) {
+    auto late = std::async(std::launch::async, [=, this] {
+      model_hold_post(until_err, before, this);
+      return post(i);
+    });
+    EXPECT_TRUE(wait_for(model_holds_post));
+    return late;
+  }
+  /// They do next, in order.
+  void complete(std::uint32_t first, std::uint32_t end) {
+    for (std::uint32_t i = first; i < end; ++i) {
+      ibv_wc wc{};
+      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x_.cq, 1, &wc) == 1; })) << i << " does not complete: " << x_.state().why;
+      ASSERT_EQ(wc.wr_id, i);
+      ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
+    }
+  }
+  /// All slots of the queue have been used, by WRITEs of one packet. @return how many
+  std::uint32_t use_queue() {
+    for (std::uint32_t i = 0; i <= kRing; ++i) {
+      EXPECT_EQ(post(i, IBV_WR_RDMA_WRITE, 1), 0);
+      complete(i, i + 1);
+    }
+    return kRing + 1;
+  }
+  void leave() {
+    ASSERT_EQ(a_.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  }
+
+  const Library a_{'a', "exact", "cached", 0, 30'000}, b_{'b', "exact", "cached", 0, 30'000};
+  const Speaker x_{a_}, y_{b_};
+  std::vector<std::uint8_t> out_ = std::vector<std::uint8_t>(kBytes, 7), in_ = std::vector<std::uint8_t>(kSlots * kBytes);
+  const ibv_mr *const from_ = reg(x_, out_), *const to_ = reg(y_, in_);
+};
+
+TEST_F(LatePost, ToAnIdleQueueIsNotTakenForExecuted) {
+  const std::uint32_t late = use_queue();
+  auto posted = post_late(late, true);
+  leave();
+  EXPECT_EQ(posted.get(), 0);
+  complete(late, late + 1);
+  EXPECT_EQ(model_writes_at(slot(late)), 1u);
+}
+
+TEST_F(LatePost, BehindWhatCompletesMeanwhileIsNotTakenForExecuted) {
+  const std::uint32_t send = use_queue(), late = send + 1;
+  ASSERT_EQ(post(send, IBV_WR_SEND), 0);  // finds a receive when the path is about to be cut
+  auto posted = post_late(late, true, [](void* test) { static_cast<LatePost*>(test)->receive(); });
+  leave();
+  EXPECT_EQ(posted.get(), 0);
+  complete(send, late + 1);
+  EXPECT_EQ(model_writes_at(slot(late)), 1u);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(y_.cq, 1, &wc), 1);
+  EXPECT_EQ(wc.wr_id, 500u);
+}
+
 class Failover : public testing::TestWithParam<Kind> {};
 
 /// Of fewer rounds of some kinds none may end as it should for the test to say anything.

@@ -142,6 +142,16 @@ std::map<const ibv_context*, Ends> async_ends;  // the device's, whatever stands
 std::map<const void*, int> owed_acks;          // read and not acknowledged, by QP and CQ
 unsigned unbalanced = 0;
 
+/// A thread in ibv_post_send() that has lost its processor there.
+thread_local bool loses_processor = false;
+struct Held {
+  const ModelQp* at = nullptr;
+  bool until_err = false, let_go = false;
+  void (*before)(void*) = nullptr;
+  void* with = nullptr;
+} held;
+std::condition_variable held_changes;
+
 std::uint32_t packets_of(const model::Send& s) {
   if (!s.bytes || s.wr.opcode > IBV_WR_RDMA_READ) return 1;
   return (s.bytes + kMtuBytes - 1) / kMtuBytes;
@@ -574,8 +584,42 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
   return 0;
 }
 
+/// Of this thread.
+int put_late(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
+  {
+    std::unique_lock guard(lock);
+    held.at = &q;
+    held_changes.wait(guard, [] { return held.let_go; });
+  }
+  const int err = put_into_queue(q, wr, bad);
+  std::lock_guard guard(lock);
+  held = {};
+  held_changes.notify_all();
+  return err;
+}
+
+/// Who puts `q` into ERR while a thread is held that is to post right after that.
+template <class ToErr>
+void beside_held(std::unique_lock<std::mutex>& guard, ModelQp& q, ToErr&& to_err) {
+  if (held.before) {
+    guard.unlock();
+    held.before(held.with);
+    guard.lock();
+  }
+  while (q.sends.size()) {  // the path carries still
+    guard.unlock();
+    usleep(100);
+    guard.lock();
+  }
+  to_err();
+  held.let_go = true;
+  held_changes.notify_all();
+  held_changes.wait(guard, [] { return !held.at; });
+}
+
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
   auto& q = *reinterpret_cast<ModelQp*>(qp);
+  if (std::exchange(loses_processor, false)) return put_late(q, wr, bad);
   if (!q.session) return put_into_queue(q, wr, bad);
   std::lock_guard guard(q.session->lock);
   return put_into_queue(q, wr, bad);
@@ -822,6 +866,21 @@ MODEL void model_raise_fatal(int link, int end) {
   std::lock_guard guard(lock);
   for (const auto& [context, ignored] : async_ends)
     if (nic_of(context) == nics[static_cast<std::size_t>(end * kRails + link)].get()) raise(context, IBV_EVENT_DEVICE_FATAL, nullptr);
+}
+MODEL void model_hold_post(bool until_err, void (*before)(void*), void* with) {
+  std::lock_guard guard(lock);
+  loses_processor = true;
+  held = {.until_err = until_err, .before = before, .with = with};
+}
+MODEL bool model_holds_post() {
+  std::lock_guard guard(lock);
+  return held.at;
+}
+MODEL void model_let_post_go() {
+  std::unique_lock guard(lock);
+  held.let_go = true;
+  held_changes.notify_all();
+  held_changes.wait(guard, [] { return !held.at; });
 }
 MODEL void model_take_route(int link) {
   std::lock_guard guard(lock);
@@ -1111,7 +1170,7 @@ static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
 }
 MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if ((mask & IBV_QP_AV) && !neighbour_answers(nic_of(qp->context))) return ETIMEDOUT;
-  std::lock_guard guard(lock);
+  std::unique_lock guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
   if (!(mask & IBV_QP_STATE) && q.attr.qp_state == IBV_QPS_ERR) return EINVAL;
   if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
@@ -1142,9 +1201,13 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_MAX_DEST_RD_ATOMIC) q.attr.max_dest_rd_atomic = attr->max_dest_rd_atomic;
   if (mask & IBV_QP_ACCESS_FLAGS) q.attr.qp_access_flags = attr->qp_access_flags, q.limited = true;
   if (!(mask & IBV_QP_STATE)) return 0;
-  q.attr.qp_state = q.told = attr->qp_state;
-  qp->state = attr->qp_state;
-  if (attr->qp_state == IBV_QPS_ERR) to_err(q);
+  const auto become = [&] {
+    q.attr.qp_state = q.told = attr->qp_state;
+    qp->state = attr->qp_state;
+    if (attr->qp_state == IBV_QPS_ERR) to_err(q);
+  };
+  if (attr->qp_state == IBV_QPS_ERR && held.at == &q && held.until_err) beside_held(guard, q, become);
+  else become();
   return 0;
 }
 MODEL ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr*) {
