@@ -592,7 +592,8 @@ void executed(Link& link, const ibv_wc& wc) {
       if (wc.status == IBV_WC_SUCCESS) return end_job(*e, kExecuted);
       ibv_qp_attr at{};
       ibv_qp_init_attr init{};
-      const bool known = !real().query_qp(e->target, &at, switchover::kPsns, &init);
+      at.qp_state = IBV_QPS_RESET;  // else it might execute what is still on its way when it has been asked
+      const bool known = !real().modify_qp(e->target, &at, IBV_QP_STATE) && !real().query_qp(e->target, &at, switchover::kPsns, &init);
       close(*e);
       if (wc.status == IBV_WC_REM_ACCESS_ERR) return end_job(*e, kBadAccess);
       if (wc.status == IBV_WC_REM_INV_REQ_ERR) return end_job(*e, kBadRequest);

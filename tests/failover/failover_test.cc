@@ -2085,6 +2085,37 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
   EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
 }
 
+/// The NIC that has given up is not the one that executes it then.
+TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a), y(b);
+  std::uint64_t sum = 0, found = 7;
+  const auto reg = [](const Speaker& of, std::uint64_t& at) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &at, sizeof at, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+  };
+  const ibv_mr *const there = reg(y, sum), *const here = reg(x, found);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
+  model_delay_atomic();
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = 7;
+  wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.wr_id, 7u);
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  EXPECT_EQ(found, 0u);
+  EXPECT_EQ(sum, 1u) << "how often it was executed";
+}
+
 /// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.
 class LatePost : public testing::Test {
  public:

@@ -142,6 +142,14 @@ std::map<const ibv_context*, Ends> async_ends;  // the device's, whatever stands
 std::map<const void*, int> owed_acks;          // read and not acknowledged, by QP and CQ
 unsigned unbalanced = 0;
 
+/// Between two QPs of one NIC, and on its way longer than its requester waits.
+struct Delayed {
+  bool next = false;
+  std::uint32_t psn = 0;
+  ModelQp *from = nullptr, *to = nullptr;
+  model::Send what;
+} delayed;
+
 /// A thread in ibv_post_send() that has lost its processor there.
 thread_local bool loses_processor = false;
 struct Held {
@@ -464,7 +472,8 @@ bool step(ModelQp& q) {
       return false;
     }
     Answer answer = Answer::kNone;
-    if (passes(q, r, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
+    if (delayed.next && is_atomic(s.wr.opcode) && r && r->nic == q.nic) delayed = {.psn = q.psn, .from = &q, .to = r, .what = s};
+    if (delayed.from != &q && passes(q, r, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
     if (answer == Answer::kNotReady) {
       q.progress = Clock::now();
       return true;
@@ -872,6 +881,10 @@ MODEL void model_hold_post(bool until_err, void (*before)(void*), void* with) {
   loses_processor = true;
   held = {.until_err = until_err, .before = before, .with = with};
 }
+MODEL void model_delay_atomic() {
+  std::lock_guard guard(lock);
+  delayed.next = true;
+}
 MODEL bool model_holds_post() {
   std::lock_guard guard(lock);
   return held.at;
@@ -1225,6 +1238,7 @@ MODEL int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int, ibv_qp_init_attr* ini
   attr->rq_psn = q.expected;
   qp->state = q.attr.qp_state;
   *init = {};
+  if (delayed.to == &q) execute(q, *delayed.from, delayed.what, 0, delayed.psn), delayed = {};  // it comes right then
   return 0;
 }
 MODEL int ibv_destroy_qp(ibv_qp* qp) {
@@ -1245,6 +1259,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
     fcntl(end->second.read, F_SETFL, flags);
     for (const Raised& r : others) (void)!write(end->second.write, &r, sizeof r);
   }
+  if (delayed.to == q || delayed.from == q) delayed = {};
   q->nic->qps.erase(qp->qp_num);
   q->nic->busy.erase(qp->qp_num);
   if (qp->srq) --reinterpret_cast<model::Srq*>(qp->srq)->qps;

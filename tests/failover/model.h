@@ -66,6 +66,9 @@ unsigned model_break_paths(int link, int end, unsigned receives);
 void model_hold_post(bool until_err, void (*before)(void*), void* with);
 bool model_holds_post();
 void model_let_post_go();  ///< returns when it has posted
+/// The next atomic that a NIC sends to itself is on its way until its responder is asked for its state, and executed right after that, if it
+/// still can be.
+void model_delay_atomic();
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down.
 void model_take_route(int link);
 /// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
