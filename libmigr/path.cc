@@ -510,7 +510,8 @@ int post_atomic_write(QpShadow& q, const KeptSend& send) noexcept {
   ex->wr_id = wr.wr_id;
   ex->wr_flags = wr.send_flags;
   ex->wr_atomic_write(ex, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, send.inline_data.data());
-  return ex->wr_complete(ex);
+  const int err = ex->wr_complete(ex);
+  return err == ENOSPC ? ENOMEM : err;  // the former where librxe's sessions find no room, the latter where ibv_post_send() finds none
 }
 
 template <std::size_t kWrs, std::size_t kSges>

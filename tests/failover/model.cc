@@ -692,6 +692,12 @@ void end_session(Session& s) {
   if (std::exchange(s.open, false)) s.lock.unlock();
 }
 
+/// librxe posts all of a session, or nothing.
+bool has_room(const ModelQp& q, std::size_t wrs) {
+  std::lock_guard guard(lock);
+  return q.sends.size() + wrs <= q.sends.mask();
+}
+
 Session* new_session(ModelQp& q) {
   auto* s = new Session;
   s->of = &q;
@@ -710,7 +716,7 @@ Session* new_session(ModelQp& q) {
       of.wrs[i].next = i + 1 < of.wrs.size() ? &of.wrs[i + 1] : nullptr;
     }
     ibv_send_wr* bad;
-    const int err = !of.open ? EPROTO : of.wrs.empty() ? 0 : put_into_queue(*of.of, &of.wrs[0], &bad);
+    const int err = !of.open ? EPROTO : of.wrs.empty() ? 0 : !has_room(*of.of, of.wrs.size()) ? ENOSPC : put_into_queue(*of.of, &of.wrs[0], &bad);
     end_session(of);
     return err;
   };
