@@ -45,12 +45,13 @@ void close(QpShadow& q) {
   q.state.fetch_and(~std::uint32_t{kKeptSession}, std::memory_order_relaxed);
 }
 
-/// With what the path that was cut had not completed, or the present one has not: the next one has no more room. Without a backup
+/// With what the path that was cut had not completed, or the present one has not, and what waits: the next one has no more room. Without a backup
 /// only who is being migrated is suspended, and what is in flight completes before; post_kept() waits where it does not.
 bool full(QpShadow& q, std::size_t more) {
   unsigned before = 0;
   if (q.link && q.cut && !q.cut->settled) before = static_cast<unsigned>(q.cut->sends.size());
   else if (q.link && provider::sends_in_queue(q, before)) before = 0;
+  if (q.link) before += static_cast<unsigned>(q.link->relay.sends.size());
   return before + q.kept_sends.size() + more > q.cap.max_send_wr;
 }
 

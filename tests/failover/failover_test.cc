@@ -2116,6 +2116,57 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   EXPECT_EQ(sum, 1u) << "how often it was executed";
 }
 
+/// The other end does not answer, and the first one is on its way to another link.
+TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a), y(b);
+  std::vector<std::uint64_t> words(2);
+  const auto reg = [&](const Speaker& of, std::size_t i) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &words[i], sizeof words[i], IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+  };
+  const ibv_mr *const there = reg(y, 0), *const here = reg(x, 1);
+  x.connect(y), y.connect(x);
+  const auto link = [&](const char* what, const char* device) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)(device, 1), 0); };
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  link("migr_link_down", "a0");
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  link("migr_link_up", "a0");
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  unsigned posted = 0;
+  const auto post = [&] {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(&words[1]), sizeof words[1], here->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = posted ? IBV_WR_RDMA_WRITE : IBV_WR_ATOMIC_FETCH_AND_ADD;
+    wr.wr_id = posted;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    if (posted) wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(&words[0]), .rkey = there->rkey};
+    else wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&words[0]), .compare_add = 1, .swap = 0, .rkey = there->rkey};
+    const int err = ibv_post_send(x.qp, &wr, &bad);
+    posted += !err;
+    return err;
+  };
+  model_hold_registrations(1, true);
+  std::uint64_t late = 0;
+  auto held = std::async(std::launch::async, [&] { return b.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(y.pd, &late, sizeof late, IBV_ACCESS_LOCAL_WRITE) != nullptr; });  // with the library's lock
+  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  for (unsigned i = 0; i < kDepth / 2; ++i) EXPECT_EQ(post(), 0);
+  link("migr_link_down", "a1");
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // it has left it, and says so to nobody now
+  while (posted < 4 * kDepth && !post()) {}
+  EXPECT_EQ(posted, kDepth) << "more than the QP was asked for";
+  model_hold_registrations(1, false);
+  EXPECT_TRUE(held.get());
+  for (unsigned i = 0; i < posted; ++i) {
+    ibv_wc wc{};
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << i << " does not complete: " << x.state().why;
+    ASSERT_EQ(wc.wr_id, i);
+    ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
+  }
+}
+
 /// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.
 class LatePost : public testing::Test {
  public:
