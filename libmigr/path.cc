@@ -264,7 +264,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr,
 /// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them. Or one that is watched.
 MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
   std::lock_guard guard(q.lock);
-  if (q.state.load(std::memory_order_relaxed) & kTrapped) links::empty_trap(q);
+  if ((q.state.load(std::memory_order_relaxed) & kTrapped) && !links::empty_trap(q)) return *bad = wr, ENOMEM;
   for (; wr; wr = wr->next) {
     const std::uint32_t state = q.state.load(std::memory_order_relaxed);
     KeptReceive receive = kept::copy(*wr);

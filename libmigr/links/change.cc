@@ -620,18 +620,37 @@ void late_receives(QpShadow& q, std::vector<KeptReceive>& out) {
   }
 }
 
-void empty_trap(QpShadow& q) {
-  std::vector<KeptReceive> receives;
+namespace {
+
+/// In order. @return false: there is no room for all, and the others stay in their trap
+bool post_late_receives(QpShadow& q) {
+  for (Trap& trap : q.link->traps) {
+    provider::QueuePart sends, receives;
+    if (trap.closed) continue;
+    std::vector<KeptReceive> late;
+    int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
+    receives.from = trap.next_receive;
+    if (!err && receives.size()) err = provider::receives_in(trap.path.receives, receives, late);
+    if (err) return say(*q.link, std::string("an old path cannot be read: ") + std::strerror(err)), true;
+    for (const KeptReceive& r : late) {
+      if ((err = path::post_one_receive(q, q.real, r)) == ENOMEM) return false;
+      if (err) say(*q.link, std::string("a receive that a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
+      trap.next_receive = (trap.next_receive + 1) & receives.mask;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+bool empty_trap(QpShadow& q) {
+  if (!q.link) return true;
   std::vector<KeptSend> sends;
-  int err = 0;
   // Cut, and on no new path yet: the present one is a trap itself. switch_to_link() comes for them.
-  if (!(q.state.load(std::memory_order_relaxed) & kKeepReceives)) late_receives(q, receives);
-  for (const KeptReceive& r : receives)
-    if (!err) err = path::post_one_receive(q, q.real, r);
+  const bool all = (q.state.load(std::memory_order_relaxed) & kKeepReceives) || post_late_receives(q);
   if (!(q.state.load(std::memory_order_relaxed) & kKeepSends)) late_sends(q, sends);
-  for (KeptSend& s : sends)
-    if (!err) err = post_in_turn(q, std::move(s));
-  if (err) say(*q.link, std::string("what a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
+  for (KeptSend& s : sends) post_late(q, std::move(s));
+  return all;
 }
 
 namespace {
@@ -662,8 +681,8 @@ void release_traps(QpLink& l, std::size_t count) {
   if (q.phase != switchover::Phase::kRunning) return;
   {
     std::lock_guard guard(q.lock);
+    if (!empty_trap(q)) return;  // what was posted until then, and what was flushed of it
     if (!l.relays && !l.relay.sends.empty()) return;  // what is posted freely would overtake it
-    empty_trap(q);  // what was posted until then, and what was flushed of it
     switchover::for_cqs(q, [](CqShadow& c) {
       std::lock_guard cq_guard(c.lock);
       path::poll_to_fake(c);

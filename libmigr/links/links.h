@@ -289,8 +289,8 @@ bool has_changed(const QpShadow& q);
 /// thread has posted since is behind it, so it is asked for before that goes anywhere. Caller holds q.lock.
 void late_receives(QpShadow& q, std::vector<KeptReceive>& out);
 void late_sends(QpShadow& q, std::vector<KeptSend>& out);
-/// They go to the new path; sends not while they are kept.
-void empty_trap(QpShadow& q);
+/// They go to the new path; sends not while they are kept. @return false: it has no room for all receives
+bool empty_trap(QpShadow& q);
 /// What a QP translated keys by until now. It goes when no thread can be looking into it any more. Null: nothing.
 void retire(std::shared_ptr<const RemoteKeys> keys);
 /// A test's: memory is told of, and nobody waits until that was heard.

@@ -106,6 +106,11 @@ int post_in_turn(QpShadow& q, KeptSend send) {
   return hold(q, std::move(send)), 0;
 }
 
+void post_late(QpShadow& q, KeptSend send) {
+  if (!has_to_wait(q, send) && !path::post_one_send(q, send)) return;
+  hold(q, std::move(send));
+}
+
 void hold_rest(QpShadow& q, std::size_t replays) {
   if (!q.link) return;
   auto& kept = q.kept_sends;

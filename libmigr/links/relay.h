@@ -58,6 +58,8 @@ struct Answers {
 
 /// To the path, or behind what waits. @return 0 or a positive errno
 int post_in_turn(QpShadow& q, KeptSend send);
+/// The same of what its poster was told is posted: where the path has no room it waits.
+void post_late(QpShadow& q, KeptSend send);
 /// So many can be posted in turn. What of them would be kept is taken to go to the path.
 bool has_room(QpShadow& q, std::size_t more);
 /// Whether post_in_turn() would keep it.

@@ -2170,15 +2170,16 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
 /// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.
 class LatePost : public testing::Test {
  public:
+  explicit LatePost(const char* paths = "cached") : a_('a', "exact", paths, 0, 30'000), b_('b', "exact", paths, 0, 30'000) {}
   /// At y.
-  void receive() {
+  int receive(std::uint64_t wr_id = kReceive) {
     ibv_sge sge{reinterpret_cast<std::uint64_t>(in_.data()), kBytes, to_->lkey};
-    ibv_recv_wr wr{.wr_id = 500, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
-    EXPECT_EQ(ibv_post_recv(y_.qp, &wr, &bad), 0);
+    ibv_recv_wr wr{.wr_id = wr_id, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    return ibv_post_recv(y_.qp, &wr, &bad);
   }
 
  protected:
-  static constexpr std::uint32_t kBytes = 2100, kSlots = 80;  // more than two packets; WRITEs of a test
+  static constexpr std::uint32_t kBytes = 2100, kSlots = 80, kReceive = 500;  // more than two packets; WRITEs of a test; a wr_id
 
   void SetUp() override {
     for (const int link : {0, 1, 2}) model_mend(link);
@@ -2203,13 +2204,37 @@ class LatePost : public testing::Test {
     return ibv_post_send(x_.qp, &wr, &bad);
   }
   const std::uint8_t* slot(std::uint32_t i) const { return &in_[i * std::size_t{kBytes}]; }
-  std::future<int> post_late(std::uint32_t i, bool until_err, void (*before)(void*) = nullptr) {
+  template <class Post>
+  std::future<int> post_late(Post&& post, bool until_err, void (*before)(void*) = nullptr) {
     auto late = std::async(std::launch::async, [=, this] {
       model_hold_post(until_err, before, this);
-      return post(i);
+      return post();
     });
     EXPECT_TRUE(wait_for(model_holds_post));
     return late;
+  }
+  std::future<int> post_late(std::uint32_t i, bool until_err, void (*before)(void*) = nullptr) {
+    return post_late([=, this] { return post(i); }, until_err, before);
+  }
+  void let_go(std::future<int>& late) const {
+    model_let_post_go();
+    EXPECT_EQ(late.get(), 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it is found where it was posted to
+  }
+  /// Of y, which gets a SEND.
+  void receives(std::uint64_t wr_id) const {
+    ibv_wc wc{};
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(y_.cq, 1, &wc) == 1; })) << wr_id;
+    ASSERT_EQ(wc.status, IBV_WC_SUCCESS);
+    ASSERT_EQ(wc.wr_id, wr_id);
+  }
+  /// From `first` on, a SEND that finds no receive before all others. @return the end
+  std::uint32_t fill_queue(std::uint32_t first) const {
+    EXPECT_EQ(post(first, IBV_WR_SEND), 0);
+    std::uint32_t i = first + 1;
+    while (i < first + kSlots && !post(i)) ++i;
+    EXPECT_EQ(i, first + kRing);
+    return i;
   }
   /// They do next, in order.
   void complete(std::uint32_t first, std::uint32_t end) {
@@ -2232,7 +2257,7 @@ class LatePost : public testing::Test {
     ASSERT_EQ(a_.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   }
 
-  const Library a_{'a', "exact", "cached", 0, 30'000}, b_{'b', "exact", "cached", 0, 30'000};
+  const Library a_, b_;
   const Speaker x_{a_}, y_{b_};
   std::vector<std::uint8_t> out_ = std::vector<std::uint8_t>(kBytes, 7), in_ = std::vector<std::uint8_t>(kSlots * kBytes);
   const ibv_mr *const from_ = reg(x_, out_), *const to_ = reg(y_, in_);
@@ -2250,14 +2275,57 @@ TEST_F(LatePost, ToAnIdleQueueIsNotTakenForExecuted) {
 TEST_F(LatePost, BehindWhatCompletesMeanwhileIsNotTakenForExecuted) {
   const std::uint32_t send = use_queue(), late = send + 1;
   ASSERT_EQ(post(send, IBV_WR_SEND), 0);  // finds a receive when the path is about to be cut
-  auto posted = post_late(late, true, [](void* test) { static_cast<LatePost*>(test)->receive(); });
+  auto posted = post_late(late, true, [](void* test) { EXPECT_EQ(static_cast<LatePost*>(test)->receive(), 0); });
   leave();
   EXPECT_EQ(posted.get(), 0);
   complete(send, late + 1);
   EXPECT_EQ(model_writes_at(slot(late)), 1u);
-  ibv_wc wc{};
-  EXPECT_EQ(ibv_poll_cq(y_.cq, 1, &wc), 1);
-  EXPECT_EQ(wc.wr_id, 500u);
+  receives(kReceive);
+}
+
+/// All threads are seen outside, but that one.
+struct OneIsInside {
+  OneIsInside() { store_sleep(1, false); }
+  ~OneIsInside() { store_sleep(1, true); }
+};
+
+TEST_F(LatePost, ThatFindsNoRoomOnTheNewPathWaits) {
+  constexpr std::uint32_t kLate = kSlots - 1;
+  const OneIsInside inside;
+  auto posted = post_late(kLate, false);
+  leave();
+  ASSERT_TRUE(wait_for(model_holds_post_to_err));
+  EXPECT_EQ(post(0), 0);
+  complete(0, 1);  // on the new path
+  const std::uint32_t end = fill_queue(1);
+  let_go(posted);
+  EXPECT_EQ(receive(), 0);
+  complete(1, end);
+  complete(kLate, kLate + 1);
+  EXPECT_EQ(model_writes_at(slot(kLate)), 1u);
+  EXPECT_EQ(post(end), 0);
+  complete(end, end + 1);
+}
+
+/// y has room for one receive.
+TEST_F(LatePost, OfAReceiveThatFindsNoRoomOnTheNewPathWaits) {
+  const OneIsInside inside;
+  auto posted = post_late([this] { return receive(kReceive + 1); }, false);
+  EXPECT_EQ(receive(), 0);
+  leave();
+  ASSERT_TRUE(wait_for(model_holds_post_to_err));
+  EXPECT_EQ(post(0), 0);
+  complete(0, 1);
+  let_go(posted);
+  EXPECT_EQ(receive(kReceive + 2), ENOMEM);
+  for (std::uint32_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(post(1 + i, IBV_WR_SEND), 0);
+    complete(1 + i, 2 + i);
+    receives(kReceive + i);
+  }
+  EXPECT_EQ(receive(kReceive + 2), 0);
+  EXPECT_EQ(post(3, IBV_WR_SEND), 0);
+  receives(kReceive + 2);
 }
 
 class Failover : public testing::TestWithParam<Kind> {};

@@ -150,7 +150,7 @@ struct Delayed {
   model::Send what;
 } delayed;
 
-/// A thread in ibv_post_send() that has lost its processor there.
+/// A thread in ibv_post_send() or ibv_post_recv() that has lost its processor there.
 thread_local bool loses_processor = false;
 struct Held {
   const ModelQp* at = nullptr;
@@ -594,13 +594,14 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
 }
 
 /// Of this thread.
-int put_late(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
+template <class Put>
+int put_late(const ModelQp& q, Put&& put) {
   {
     std::unique_lock guard(lock);
     held.at = &q;
     held_changes.wait(guard, [] { return held.let_go; });
   }
-  const int err = put_into_queue(q, wr, bad);
+  const int err = put();
   std::lock_guard guard(lock);
   held = {};
   held_changes.notify_all();
@@ -628,7 +629,7 @@ void beside_held(std::unique_lock<std::mutex>& guard, ModelQp& q, ToErr&& to_err
 
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
   auto& q = *reinterpret_cast<ModelQp*>(qp);
-  if (std::exchange(loses_processor, false)) return put_late(q, wr, bad);
+  if (std::exchange(loses_processor, false)) return put_late(q, [&] { return put_into_queue(q, wr, bad); });
   if (!q.session) return put_into_queue(q, wr, bad);
   std::lock_guard guard(q.session->lock);
   return put_into_queue(q, wr, bad);
@@ -754,7 +755,9 @@ int put_into_receives(model::Ring<model::Receive>& ring, ibv_recv_wr* wr, ibv_re
 
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
   if (qp->srq) return EINVAL;
-  return put_into_receives(reinterpret_cast<ModelQp*>(qp)->receives, wr, bad);
+  auto& q = *reinterpret_cast<ModelQp*>(qp);
+  if (std::exchange(loses_processor, false)) return put_late(q, [&] { return put_into_receives(q.receives, wr, bad); });
+  return put_into_receives(q.receives, wr, bad);
 }
 
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) { return put_into_receives(reinterpret_cast<model::Srq*>(srq)->receives, wr, bad); }
@@ -894,6 +897,10 @@ MODEL void model_delay_atomic() {
 MODEL bool model_holds_post() {
   std::lock_guard guard(lock);
   return held.at;
+}
+MODEL bool model_holds_post_to_err() {
+  std::lock_guard guard(lock);
+  return held.at && held.at->attr.qp_state == IBV_QPS_ERR;
 }
 MODEL void model_let_post_go() {
   std::unique_lock guard(lock);

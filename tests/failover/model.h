@@ -61,10 +61,11 @@ void model_mend(int link);
 /// On that link, whose other QPs are well: what an end's (a: 0, b: 1) with so many receives at most have in flight is given up.
 /// @return how many had something
 unsigned model_break_paths(int link, int end, unsigned receives);
-/// This thread's next ibv_post_send() to a device loses its processor in the driver until model_let_post_go(), or, `until_err`, until its QP
+/// This thread's next ibv_post_send() or ibv_post_recv() to a device loses its processor in the driver until model_let_post_go(), or, `until_err`, until its QP
 /// has been put into ERR by ibv_modify_qp(), which returns when it has posted. That does so when `before` was called and the queue is empty.
 void model_hold_post(bool until_err, void (*before)(void*), void* with);
 bool model_holds_post();
+bool model_holds_post_to_err();
 void model_let_post_go();  ///< returns when it has posted
 /// The next atomic that a NIC sends to itself is on its way until its responder is asked for its state, and executed right after that, if it
 /// still can be.
