@@ -108,7 +108,14 @@ int post_in_turn(QpShadow& q, KeptSend send) {
 
 void post_late(QpShadow& q, KeptSend send) {
   if (!has_to_wait(q, send) && !path::post_one_send(q, send)) return;
-  hold(q, std::move(send));
+  hold(q, std::move(send));  // if there is another reason than room it ends the connection: post_waiting()
+}
+
+void hold_left(QpShadow& q, std::size_t posted) {
+  std::deque<KeptSend> newer;
+  if (some_wait(q)) newer = take_all(q, q.link->relay);
+  for (std::size_t i = posted; i < q.kept_sends.size(); ++i) hold(q, std::move(q.kept_sends[i]));
+  for (KeptSend& send : newer) hold(q, std::move(send));
 }
 
 void hold_rest(QpShadow& q, std::size_t replays) {
@@ -261,7 +268,7 @@ bool deliver(QpLink& l) {
 }
 
 /// Up to the next atomic, or what lacks a key. @param late the first has waited for its key as long as it may: the device has to say that
-/// there is none. @return how many
+/// there is none. What cannot be posted ends the connection. @return how many
 std::size_t post_waiting(QpLink& l, bool late) {
   QpShadow& q = *l.q;
   Relay& r = l.relay;
@@ -269,7 +276,7 @@ std::size_t post_waiting(QpLink& l, bool late) {
   while (!r.sends.empty() && r.asked.empty() && !can_relay(q, r.sends.front()) && (!lacks_key(q, r.sends.front()) || std::exchange(late, false))) {
     const int err = path::post_one_send(q, r.sends.front());
     if (err == ENOMEM) return posted + 1;  // until one has completed
-    if (err) switchover::flush_to_fake(q, r.sends.front());
+    if (err) return fail(l, IBV_WC_WR_FLUSH_ERR, std::string("what had to wait cannot be posted: ") + std::strerror(err)), posted;
     r.sends.pop_front();
     ++posted;
   }
@@ -330,6 +337,7 @@ unsigned look_at_relay(QpLink& l) {
   if (l.stage == Stage::kDraining) return kLookMs;
   const bool late = r.since_ns && now - r.since_ns > state()->config.switch_limit_ms * 1'000'000ull;
   const bool posted = post_waiting(l, late) != 0;
+  if (l.stage == Stage::kBroken) return 0;
   if (r.sends.empty()) return end_hold(q, r), 0;
   if (posted) return r.since_ns = 0, kLookMs;
   if (!r.since_ns) r.since_ns = now;

@@ -68,6 +68,8 @@ bool has_to_wait(const QpShadow& q, const KeptSend& send);
 /// Before what was kept is posted. What has to wait from there on is taken away from the end of q.kept_sends.
 /// @param replays at their head, that are older than what waits
 void hold_rest(QpShadow& q, std::size_t replays);
+/// The path has no room but for so many of q.kept_sends: the others wait, before what waits already.
+void hold_left(QpShadow& q, std::size_t posted);
 /// The connection is over: what waits goes to q.kept_sends, behind `replays`.
 void give_back_waiting(QpShadow& q, std::size_t replays);
 

@@ -30,25 +30,36 @@ std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
 }
 
 /// In order. The path may have no room: of one that was cut as much is replayed as was in flight, and an application that posts until
-/// there is no room has done so once more. What is posted makes room as it completes.
-void post_kept(QpShadow& q) {
+/// there is no room has done so once more. What is posted makes room as it completes: what is left waits with the QP's links, if it has any,
+/// else here. Nothing behind what cannot be posted is executed: the connection ends with it.
+/// @param in_err  it has ended already
+int post_kept(QpShadow& q, bool in_err, std::string& why) {
   std::vector<const KeptSend*> sends;
   for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
+  const bool waits_with_links = q.link && !in_err && (q.state.load(std::memory_order_relaxed) & kTrapped);  // else posts would overtake it
+  int result = 0;
   Patience patience;
   for (std::span<const KeptSend* const> left(sends); !left.empty();) {
     std::size_t posted = 0;
     const int err = path::post_sends(q, left, posted);
     q.replayed_sends += static_cast<std::uint32_t>(posted);
+    left = left.subspan(posted);
+    if (!err) continue;
+    if (waits_with_links) return links::hold_left(q, sends.size() - left.size()), 0;
     if (posted) patience = {};
     if (err == ENOMEM && !patience.over()) {
       pause_briefly();
       std::lock_guard guard(q.send_cq->lock);
       path::poll_to_fake(*q.send_cq);
-    } else if (err) {
-      flush_to_fake(q, *left[posted++]);
+    } else if (!std::exchange(in_err, true)) {
+      result = break_connection(q, why);
+      patience = {};
+    } else {
+      flush_to_fake(q, *left.front());
+      left = left.subspan(1);
     }
-    left = left.subspan(posted);
   }
+  return result;
 }
 
 /// Kept receives go to the path, and so do those that the application posts from now on.
@@ -89,7 +100,7 @@ int let_go(QpShadow& q, std::string& why) {
   const std::size_t replays = q.cut ? q.cut->replays : 0;
   if (closes) links::give_back_waiting(q, replays);
   else links::hold_rest(q, replays);
-  post_kept(q);
+  if (const int broken = post_kept(q, closes, why); broken && !err) err = broken;
   q.kept_sends.clear();
   q.logged_receives.clear();
   q.outstanding.clear();

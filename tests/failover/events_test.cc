@@ -1457,6 +1457,26 @@ TEST_F(SessionOfAPolicy, OnThePathIsNotMixedWithAKeptOne) {
   completes(8);
 }
 
+/// Nothing of it can be executed for longer than anybody waits.
+TEST_F(Tracked, ThatIsKeptAndFindsNoRoomEndsWithTheConnection) {
+  constexpr std::size_t kCap = 16, kRing = 31;
+  try_for(22);  // 17 s
+  model_cut(0, 0, false);
+  for (std::size_t i = 0; i < kRing; ++i) ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 1), 0);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 1), ENOMEM);
+  EXPECT_EQ(migrd.about(from_, MIGR_MSG_SUSPEND).status, 0);
+  for (std::size_t i = 0; i < kCap; ++i) ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 2), 0);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  model_mend(0);
+  for (std::size_t i = 0; i < kRing + kCap; ++i) {
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    ASSERT_EQ(wc.wr_id, i < kRing ? 1u : 2u) << i;
+    ASSERT_EQ(wc.status, IBV_WC_WR_FLUSH_ERR) << i;
+  }
+  EXPECT_EQ(model_writes_at(there_.bytes + 2 * kPage), 0u);
+}
+
 /* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */
 
 /// `to_` answers, with and without the right that a drain marker needs.

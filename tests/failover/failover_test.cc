@@ -2328,6 +2328,30 @@ TEST_F(LatePost, OfAReceiveThatFindsNoRoomOnTheNewPathWaits) {
   receives(kReceive + 2);
 }
 
+/// Their paths are made when they are needed.
+class LatePostToNoPath : public LatePost {
+ protected:
+  LatePostToNoPath() : LatePost("rebuild") {}
+};
+
+TEST_F(LatePostToNoPath, BehindAsMuchAsTheNextOneHasRoomForWaits) {
+  constexpr std::uint32_t kLate = kSlots - 1;
+  model_refuse_qps(1, 1, 1'000'000);
+  const std::uint32_t end = fill_queue(0);
+  auto posted = post_late(kLate, false);
+  leave();
+  ASSERT_TRUE(wait_for(model_holds_post_to_err));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has been cut
+  let_go(posted);
+  model_refuse_qps(1, 1, 0);
+  EXPECT_TRUE(wait_for([this] { return x_.state().link == 1; })) << x_.state().why;
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // nobody waits for room that long
+  EXPECT_EQ(receive(), 0);
+  complete(0, end);
+  complete(kLate, kLate + 1);
+  EXPECT_EQ(model_writes_at(slot(kLate)), 1u);
+}
+
 class Failover : public testing::TestWithParam<Kind> {};
 
 /// Of fewer rounds of some kinds none may end as it should for the test to say anything.
