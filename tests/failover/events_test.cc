@@ -1102,6 +1102,9 @@ class Tracked : public Pollers {
     connect(to_, from_, other_);
     connect(from_, to_, context_);
     try_for(14);  // 67 ms
+    ibv_qp_attr open{};
+    open.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+    ASSERT_EQ(ibv_modify_qp(to_, &open, IBV_QP_ACCESS_FLAGS), 0);
   }
   void try_for(std::uint8_t timeout) const {
     ibv_qp_attr patient{};
@@ -1460,6 +1463,7 @@ TEST_F(SessionOfAPolicy, OnThePathIsNotMixedWithAKeptOne) {
 /// Nothing of it can be executed for longer than anybody waits.
 TEST_F(Tracked, ThatIsKeptAndFindsNoRoomEndsWithTheConnection) {
   constexpr std::size_t kCap = 16, kRing = 31;
+  model_forget_writes();
   try_for(22);  // 17 s
   model_cut(0, 0, false);
   for (std::size_t i = 0; i < kRing; ++i) ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 1), 0);

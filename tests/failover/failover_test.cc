@@ -1579,9 +1579,12 @@ TEST_F(Attributes, ThatChangeWhileThePathIsCutAreThoseOfTheNext) {
   x.connect(y, IBV_ACCESS_REMOTE_WRITE), y.connect(x);
   Reading reading(y, x);
   ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
-  model_refuse_qps(1, 1, 1000);
+  model_refuse_qps(1, 1, 1u << 20);
   link_down(a, "a0");
-  ASSERT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_SWITCHING; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] {
+    a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a1", 1);  // so that it is told
+    return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
+  })) << x.state().why;
   auto granted = std::async(std::launch::async, [&] { return x.grant(Speaker::kAll); });
   EXPECT_EQ(granted.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
   model_refuse_qps(1, 1, 0);
@@ -2165,6 +2168,7 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
     ASSERT_EQ(wc.wr_id, i);
     ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
   }
+  link("migr_link_up", "a1");
 }
 
 /// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.

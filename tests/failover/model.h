@@ -107,7 +107,7 @@ unsigned model_unbalanced();
 /// Memory windows that there are and that are bound, on all NICs. Binding is all that can be done with them.
 unsigned model_windows_bound();
 /// A message, at a QP of a0 that has a receive and is called there as the application calls it. That one is flushed raises no event of
-/// a CQ that is armed for solicited completions, as with soft-RoCE since Linux 6.3.
+/// a CQ that is armed for solicited completions, as with soft-RoCE of Linux 6.12.
 void model_arrives(const ibv_qp* qp, bool solicited);
 /// The same right after the next receives that are flushed.
 void model_arrives_at_flush(const ibv_qp* qp, bool solicited);

@@ -102,8 +102,8 @@ struct AnEnd : ::testing::Test {
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
   Claims claims;
-  Directory directory{config};
-  Whereabouts whereabouts{config, sessions, peers, directory};
+  const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
+  Whereabouts whereabouts{config, sessions, peers, *directory};
   PartnerHost host{config, sessions, peers, claims, directory, whereabouts};
   std::unique_ptr<grpc::Server> server;
 };
