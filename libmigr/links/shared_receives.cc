@@ -63,7 +63,7 @@ const ibv_context_ops& ops_on(const Twin& t, Side side) { return side == kHome ?
 Place* next_place(SrqLink& l) {
   Place* best = nullptr;
   for (Place& p : l.at)
-    if (p.serves && !p.stale && p.srq && (!best || p.posted < best->posted)) best = &p;
+    if (p.serves && !p.stale && p.srq && (!best || p.left() < best->left())) best = &p;
   if (best) return best;
   return l.at[kHome].stale ? nullptr : &l.at[kHome];  // memory is there; on a link where nobody is it may not be
 }
@@ -75,6 +75,7 @@ int put(SrqShadow& s, Place& p, Receive& r) {
   const std::uint64_t name = name_of(l, slot_of(l, r), r.posted + 1);
   r.state = Receive::kPosted;  // its completion may be there before the call returns
   r.side = side;
+  r.nth = ++p.count;
   ++r.posted;
   ++p.posted;
   const int err = side == kHome ? path::post_named(s, name, r.of_app.sges)
@@ -93,8 +94,16 @@ void note(SrqShadow& s, const Receive& r) {
   }
 }
 
+/// The device has given it to somebody.
+void came_out(SrqLink& l, const Receive& r) {
+  Place& p = l.at[r.side];
+  if (r.nth < p.last && p.taken) --p.taken;
+  p.last = std::max(p.last, r.nth);
+  --p.posted;
+}
+
+/// Into the queue of those that have no place; what counts it where it was has been told.
 void wait_again(SrqLink& l, Receive& r) {
-  --l.at[r.side].posted;
   r.state = Receive::kWaiting;
   const auto older = [&](std::uint32_t slot, std::uint64_t order) { return l.all[slot].order < order; };
   l.waiting.insert(std::lower_bound(l.waiting.begin(), l.waiting.end(), r.order, older), slot_of(l, r));
@@ -187,7 +196,7 @@ void renewed(SrqShadow& s) {
   if (!s.link) return;
   std::lock_guard guard(s.lock);
   for (Receive& r : s.link->all)
-    if (r.state == Receive::kPosted) wait_again(*s.link, r);
+    if (r.state == Receive::kPosted) --s.link->at[r.side].posted, wait_again(*s.link, r);
   s.link->at[kHome].stale = false;
 }
 
@@ -223,15 +232,15 @@ bool consumed(CqShadow& c, ibv_wc& wc) {
   return with_receive(c, wc.wr_id, [&](SrqShadow& s, Receive& r) {
            SrqLink& l = *s.link;
            wc.wr_id = r.of_app.wr_id;
-           Place& p = l.at[r.side];
-           if (!--p.posted && p.serves && l.apart) kick(state()->failover_fd);  // others may have more than they need
+           came_out(l, r);
+           if (const Place& p = l.at[r.side]; !p.left() && p.serves && l.apart) kick(state()->failover_fd);  // others may have more than they need
            r.state = Receive::kFree;
            l.free.push_back(slot_of(l, r));
          }) != Named::kStale;
 }
 
 bool unused(CqShadow& c, std::uint64_t wr_id) {
-  return with_receive(c, wr_id, [](SrqShadow& s, Receive& r) { wait_again(*s.link, r); }) != Named::kNot;
+  return with_receive(c, wr_id, [](SrqShadow& s, Receive& r) { came_out(*s.link, r), wait_again(*s.link, r); }) != Named::kNot;
 }
 
 ibv_srq* srq_on(const QpShadow& q, Side side) {
@@ -340,7 +349,7 @@ void poll_loop(SrqShadow& s, Side side, Polled& out) {
       }
       out.marker = out.marker || wc[i].wr_id == name_of(l, kMarker, l.at[side].markers);
       // What was left behind on a link that failed may have the name of one that was posted much later, elsewhere.
-      if (Receive* const r = find(l, wc[i].wr_id); r && r->side == side) wait_again(l, *r);
+      if (Receive* const r = find(l, wc[i].wr_id); r && r->side == side) came_out(l, *r), wait_again(l, *r);
     }
 }
 
@@ -414,6 +423,14 @@ void count_again(SrqShadow& s) {
   l.apart = std::count_if(l.at.begin(), l.at.end(), [](const Place& p) { return p.serves; }) > 1;
 }
 
+/// A device gives out the receives of an SRQ in their order: what lies before one that has come out was taken, by a message that is under
+/// way, or whose path was cut in the middle of it, which nobody tells. Caller holds s.lock.
+void count_taken(SrqLink& l) {
+  for (Place& p : l.at) p.taken = 0;
+  for (const Receive& r : l.all)
+    if (r.state == Receive::kPosted && r.nth < l.at[r.side].last) ++l.at[r.side].taken;
+}
+
 bool serves_anybody(const SrqLink& l) {
   return std::any_of(l.at.begin(), l.at.end(), [](const Place& p) { return p.serves; });
 }
@@ -443,6 +460,7 @@ void take_back(SrqShadow& s) {
   for (Receive& r : l.all) {
     if (r.state != Receive::kPosted || !is_left(l, l.at[r.side])) continue;
     l.at[r.side].stale = true;
+    --l.at[r.side].posted;
     wait_again(l, r);
   }
 }
@@ -454,15 +472,15 @@ bool even_out(SrqShadow& s) {
   bool at_work = false;
   for (Place& p : l.at) {
     if (!p.serves || p.stale) continue;
-    if (!poor || p.posted < poor->posted) poor = &p;
-    if (!rich || p.posted > rich->posted) rich = &p;
+    if (!poor || p.left() < poor->left()) poor = &p;
+    if (!rich || p.left() > rich->left()) rich = &p;
   }
   for (Place& p : l.at) {
     if (p.stale) continue;
     const Side side = static_cast<Side>(&p - l.at.data());
-    const bool gives = &p == rich && !l.twin->link(side)->down() && rich->posted > 1 && 4 * poor->posted < rich->posted;
+    const bool gives = &p == rich && !l.twin->link(side)->down() && rich->left() > 1 && 4 * poor->left() < rich->left();
     if (!gives && !p.loop.cq) continue;
-    const unsigned most = gives ? std::min(kBatch, (rich->posted - poor->posted) / 2) : 0;
+    const unsigned most = gives ? std::min(kBatch, (rich->left() - poor->left()) / 2) : 0;
     if (run_loop(s, side, most)) {
       at_work = true;
     } else if (Polled ignored; !gives) {
@@ -499,6 +517,7 @@ unsigned look_at(SrqShadow& s) {
   if (counts || watched) poll_all(s);
   std::lock_guard guard(s.lock);
   if (counts) take_back(s);
+  if (l.apart) count_taken(l);
   if (even_out(s)) next = kLoopMs;
   for (Side side = kHome; side < l.at.size(); ++side) {
     if (!l.at[side].stale || l.at[side].serves || !t.link(side)->ctx || t.link(side)->down()) continue;
@@ -545,7 +564,7 @@ void leave_place(SrqShadow& s, Side side) {
   if (Polled ignored; p.loop.cq) end_loop(s, side, ignored);
   if (side == kHome || !p.srq) return;
   for (Receive& r : s.link->all)
-    if (r.state == Receive::kPosted && r.side == side) wait_again(*s.link, r);
+    if (r.state == Receive::kPosted && r.side == side) wait_again(*s.link, r);  // the place goes
   real().destroy_srq(p.srq);
   p = {};
 }

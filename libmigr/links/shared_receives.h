@@ -31,7 +31,8 @@ struct SrqLink {
     enum : std::uint8_t { kFree,
                           kWaiting,
                           kPosted } state = kFree;
-    Side side = kHome;  ///< kPosted
+    Side side = kHome;      ///< kPosted: there ...
+    std::uint64_t nth = 0;  ///< ... and as which
   };
   /// Uses up receives of an SRQ. Of the failover thread, with the Registry's lock.
   struct Loop {
@@ -46,6 +47,11 @@ struct SrqLink {
     ibv_srq* srq = nullptr;  ///< null: it is not there
     unsigned serves = 0;     ///< vQPs whose path receives here
     unsigned posted = 0;
+    std::uint64_t count = 0;  ///< that were ever posted here, ...
+    std::uint64_t last = 0;   ///< ... and the latest of them that has come out
+    unsigned taken = 0;       ///< of `posted`, as of the last look: a later one has come out, so a message has them, or was cut with them
+    /// What the next messages can get.
+    unsigned left() const { return posted > taken ? posted - taken : 0; }
     std::uint32_t markers = 0;  ///< of ours that were posted here
     bool stale = false;         ///< it has receives that are posted elsewhere by now: nothing may come in here
     Loop loop;

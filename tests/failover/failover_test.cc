@@ -2059,7 +2059,7 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
   for (int round = 0; round < 4; ++round) {
     ASSERT_TRUE(talk(1, 1));
     ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_down")("b0", 1), 0);
-    if (round % 2) {
+    if (round == 1) {             // once: a message that is cut in the middle keeps its receive from all others
       ASSERT_TRUE(talk(20, 20));  // else all receives are on the link that is not left when nobody posts any more
     }
     ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.state().why;
