@@ -66,7 +66,6 @@ struct DestinationHost::Job : LeasedJob {
   std::atomic<bool> told = false;                     // the plugin, to let it run
   bool cleans_up = false, rests = false;              // of tick()
   std::atomic<bool> clean = false;                    // its folder is gone
-  std::thread opener;                                 // lets the network's traffic through
   journal::Destination record;                        // guarded by work
 
   std::mutex state;  // guards keys, keys_known, why_closed, rebinds, resumes
@@ -76,6 +75,7 @@ struct DestinationHost::Job : LeasedJob {
   bool rebinds = false, resumes = false;  // by itself
   std::condition_variable went_on;
   wire::ResumeReply replayed;           // guarded by work until `resumed`, and fixed then
+  Afterwards opens;                     // lets the network's traffic through
   Afterwards cleans, settles, goes_on;  // the last begins the one before
 
   std::string images() const { return dir + "/images"; }
@@ -100,14 +100,11 @@ struct DestinationHost::Job : LeasedJob {
     goes_on.end();
     settles.end();
     cleans.end();
-    if (opener.joinable()) opener.join();
+    opens.end();
     std::lock_guard lock(work);
     owner.clear();
     peers.clear();
     gone.clear();
-  }
-  ~Job() {
-    if (opener.joinable()) opener.join();
   }
 };
 
@@ -207,8 +204,7 @@ bool DestinationHost::runs_after_all(const Job& job) const {
 
 DestinationHost::~DestinationHost() {
   ends_ = true;
-  for (const auto& j : jobs_.all())
-    if (j->opener.joinable()) j->opener.join();
+  for (const auto& j : jobs_.all()) j->opens.end();
 }
 
 // Caller holds job.work.
@@ -574,7 +570,7 @@ void DestinationHost::go_on(Job& job) {
 void DestinationHost::open_network(Job& job, const std::string& verb) {
   job.opened = false;
   job.record.set_closed(true);
-  job.opener = std::thread(with_log_fields([this, &job, verb] {
+  job.opens.run([this, &job, verb] {
     for (const LeasedJob::Pace pace; !ends_;) {
       const auto s = runc_.net(job.open, verb, job.bundle, job.container);
       if (s) break;
@@ -593,7 +589,7 @@ void DestinationHost::open_network(Job& job, const std::string& verb) {
     if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
     job.opened = true;
     job.finished = job.settled.load();
-  }));
+  });
 }
 
 grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {

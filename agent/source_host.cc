@@ -229,7 +229,6 @@ void SourceHost::settle(std::uint32_t id) {
   const LogScope log(id);
   std::unique_ptr<DestinationLink> destination;
   const auto began = std::chrono::steady_clock::now();
-  bool sure = false;
   for (;;) {
     auto e = entry(id);
     if (!e || e->record.settled()) return;
@@ -240,12 +239,11 @@ void SourceHost::settle(std::uint32_t id) {
     if (!destination)
       if (auto d = to_destination_(e->record.destination())) destination = std::move(*d);
     Status s;
-    if (!sure && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination.get())) {
+    if (!e->known && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination.get())) {
       say("stands still: " + e->record.destination() + " was told to let it run and does not " +
           (may_be_forgotten(e->record) ? "say any more what became of that: if it runs there --commit --force, if it never will --rollback --force" : "answer; is asked again and again"));
       s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
     } else {
-      sure = true;
       {
         std::lock_guard lock(mutex_);
         entries_[id].known = true;
@@ -273,7 +271,7 @@ void SourceHost::settle(std::uint32_t id) {
     const bool patient = std::chrono::steady_clock::now() - began < std::chrono::milliseconds(kResolveMs);
     for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0; ms -= 100) {
       usleep(100'000);
-      if (auto now = entry(id); !sure && now && now->ordered != wire::UNKNOWN) break;
+      if (auto now = entry(id); now && !now->known && now->ordered != wire::UNKNOWN) break;
     }
   }
 }

@@ -607,16 +607,27 @@ void late_sends(QpShadow& q, std::vector<KeptSend>& out) {
   }
 }
 
+namespace {
+
+/// Of one trap. @param part  where they lie in its queue. @return 0 or a positive errno, which was said
+int late_receives_in(const QpLink& l, const Trap& trap, provider::QueuePart& part, std::vector<KeptReceive>& out) {
+  provider::QueuePart sends;
+  int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, part);
+  part.from = trap.next_receive;
+  if (!err && part.size()) err = provider::receives_in(trap.path.receives, part, out);
+  if (err) say(l, std::string("an old path cannot be read: ") + std::strerror(err));
+  return err;
+}
+
+}  // namespace
+
 void late_receives(QpShadow& q, std::vector<KeptReceive>& out) {
   if (!q.link) return;
   for (Trap& trap : q.link->traps) {
-    provider::QueuePart sends, receives;
+    provider::QueuePart part;
     if (trap.closed) continue;
-    int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
-    receives.from = trap.next_receive;
-    if (!err && receives.size()) err = provider::receives_in(trap.path.receives, receives, out);
-    if (err) return say(*q.link, std::string("an old path cannot be read: ") + std::strerror(err));
-    trap.next_receive = receives.to;
+    if (late_receives_in(*q.link, trap, part, out)) return;
+    trap.next_receive = part.to;
   }
 }
 
@@ -625,17 +636,15 @@ namespace {
 /// In order. @return false: there is no room for all, and the others stay in their trap
 bool post_late_receives(QpShadow& q) {
   for (Trap& trap : q.link->traps) {
-    provider::QueuePart sends, receives;
-    if (trap.closed) continue;
+    provider::QueuePart part;
     std::vector<KeptReceive> late;
-    int err = provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives);
-    receives.from = trap.next_receive;
-    if (!err && receives.size()) err = provider::receives_in(trap.path.receives, receives, late);
-    if (err) return say(*q.link, std::string("an old path cannot be read: ") + std::strerror(err)), true;
+    if (trap.closed) continue;
+    if (late_receives_in(*q.link, trap, part, late)) return true;
     for (const KeptReceive& r : late) {
-      if ((err = path::post_one_receive(q, q.real, r)) == ENOMEM) return false;
+      const int err = path::post_one_receive(q, q.real, r);
+      if (err == ENOMEM) return false;
       if (err) say(*q.link, std::string("a receive that a thread posted to an old path late cannot be posted to the new one: ") + std::strerror(err));
-      trap.next_receive = (trap.next_receive + 1) & receives.mask;
+      trap.next_receive = (trap.next_receive + 1) & part.mask;
     }
   }
   return true;

@@ -28,6 +28,7 @@
 
 #include "../../include/migr/gid.h"
 #include "../kernel_link.h"
+#include "../maps.h"
 #include "provider.h"
 #include "uverbs_write.h"
 
@@ -46,22 +47,9 @@ struct Mapping {
 int mappings_of(int fd, std::vector<Mapping>& out) {
   struct stat want {};
   if (fstat(fd, &want) != 0) return errno;
-  FILE* maps = fopen("/proc/self/maps", "re");
-  if (!maps) return errno;
-  char* line = nullptr;
-  std::size_t room = 0;
-  while (getline(&line, &room, maps) > 0) {
-    std::uint64_t start, end, offset, inode;
-    unsigned dev_major, dev_minor;
-    if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %*4s %" SCNx64 " %x:%x %" SCNu64, &start, &end, &offset, &dev_major,
-               &dev_minor, &inode) != 6)
-      continue;
-    if (inode == want.st_ino && makedev(dev_major, dev_minor) == want.st_dev)
-      out.push_back({start, end - start, offset});
-  }
-  free(line);
-  fclose(maps);
-  return 0;
+  return for_each_mapped([&](const Mapped& m) {
+    if (m.inode == want.st_ino && m.device == want.st_dev) out.push_back({m.start, m.end - m.start, m.offset});
+  });
 }
 
 /// Two contexts on one device map the same file; rxe numbers offsets per device, so an offset is one ring.

@@ -4,16 +4,14 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "../datagrams.h"
 #include "../events.h"
 #include "../kernel_link.h"
+#include "../maps.h"
 #include "../provider/provider.h"
 #include "../real.h"
 #include "ahead.h"
@@ -39,26 +37,6 @@ bool touch_written() {
 }
 
 std::string lost(const MrShadow& mr) { return "memory of " + std::to_string(mr.app.length) + " bytes is registered, and not mapped or not writable any more"; }
-
-struct Mapped {
-  std::uintptr_t start, end;
-  bool readable, writable;
-};
-
-/// All that is mapped in this process, by address.
-std::vector<Mapped> all_mapped() {
-  std::vector<Mapped> out;
-  const std::unique_ptr<FILE, int (*)(FILE*)> maps(fopen("/proc/self/maps", "re"), fclose);
-  char* line = nullptr;
-  std::size_t room = 0;
-  while (maps && getline(&line, &room, maps.get()) > 0) {
-    std::uintptr_t start, end;
-    char may[5];
-    if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s", &start, &end, may) == 3) out.push_back({start, end, may[0] == 'r', may[1] == 'w'});
-  }
-  free(line);
-  return out;
-}
 
 constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 
@@ -167,8 +145,8 @@ int touch_pages(const void* address, std::size_t length, int access) {
 }
 
 std::string lost_memory() {
-  const auto mapped = all_mapped();
-  if (mapped.empty()) return {};  // FREEZE says so
+  std::vector<Mapped> mapped;
+  if (for_each_mapped([&](const Mapped& m) { mapped.push_back(m); })) return {};  // FREEZE says so
   for (const MrShadow* mr : Registry::get().mrs)
     if (!is_there(*mr, mapped)) return lost(*mr);
   return {};
