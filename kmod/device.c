@@ -30,7 +30,6 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev)
  * is not recorded.
  */
 #define MIGR_FOR_EACH_CREATOR(X)					\
-	X(migr_ucontext_ops, alloc_ucontext)				\
 	X(migr_ucontext_ops, alloc_pd)					\
 	X(migr_mr_ops, reg_user_mr)					\
 	X(migr_mr_ops, reg_user_mr_dmabuf)				\
@@ -62,7 +61,8 @@ struct migr_dev *migr_dev_of(struct ib_device *ibdev)
 /*
  * uverbs has looked at which ops are NULL: those stay NULL. Creators come last:
  * whatever is recorded, we see the end of it. That goes for contexts, too: any
- * creator records one that is older than the module.
+ * creator records one that is older than the module. Contexts last of all: of one
+ * that is not marked as older, everything that is made is recorded.
  */
 static void ops_install(struct migr_dev *md)
 {
@@ -74,6 +74,8 @@ static void ops_install(struct migr_dev *md)
 	MIGR_FOR_EACH_OTHER(INSTALL)
 	smp_wmb();	/* pairs with uverbs's locks between making an object and ending it */
 	MIGR_FOR_EACH_CREATOR(INSTALL)
+	smp_wmb();	/* pairs with those between making a context and an object in it */
+	INSTALL(migr_ucontext_ops, alloc_ucontext)
 #undef INSTALL
 }
 
@@ -87,6 +89,7 @@ static void ops_restore(struct migr_dev *md)
 	else if (ops->op != md->orig.op)				\
 		pr_err("%s: somebody else has replaced " #op "; it is left alone\n", \
 		       dev_name(&md->ibdev->dev));
+	RESTORE(migr_ucontext_ops, alloc_ucontext)
 	MIGR_FOR_EACH_CREATOR(RESTORE)
 	MIGR_FOR_EACH_OTHER(RESTORE)
 #undef RESTORE

@@ -9,6 +9,7 @@ static int __init migr_init(void)
 {
 	int err;
 
+	migr_names_init();
 	err = migr_netlink_init();
 	if (err)
 		return err;

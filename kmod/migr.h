@@ -43,6 +43,9 @@ struct vm_area_struct;
 
 enum migr_table { MIGR_TABLE_QPN, MIGR_TABLE_KEY, MIGR_NR_TABLES };
 
+/* Nobody waits under migr_lock for memory: what is not there at once is made without it, and the call made again. */
+#define MIGR_GFP_LOCKED ((GFP_KERNEL & ~__GFP_DIRECT_RECLAIM) | __GFP_NOWARN)
+
 /* A page of a table that could not be had under migr_lock. */
 struct migr_missing {
 	struct file *file;	/* NULL: none */
@@ -74,6 +77,7 @@ struct migr_ctx {
 	u64 mr_bytes;
 	struct file *table[MIGR_NR_TABLES];	/* NULL until attached; then for good */
 	bool published;			/* all objects are in them */
+	unsigned long publish_next;	/* until then: those before are */
 	struct migr_missing missing;	/* migr_lock; what the last store() lacked */
 };
 
@@ -82,6 +86,7 @@ struct migr_obj {
 	struct hlist_node by_handle;
 	struct hlist_node by_vqpn, by_pqpn;	/* QP */
 	struct hlist_node by_lkey, by_rkey;	/* MR; by virtual index */
+	struct hlist_node by_channel;	/* CQ */
 	struct rcu_head rcu;
 	struct migr_ctx *ctx;
 	void *ptr;			/* the ib_* object */
@@ -169,6 +174,7 @@ bool migr_obj_refresh_locked(struct migr_obj *obj);
 u32 migr_handle(const void *uobject);
 
 /* names.c */
+void migr_names_init(void);
 int migr_names_add_locked(struct migr_obj *obj);
 void migr_names_hide_locked(struct migr_obj *obj);
 void migr_names_show_locked(struct migr_obj *obj);

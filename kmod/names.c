@@ -11,15 +11,17 @@
  * without it, a process would be left with names that nobody can explain.
  */
 #include <linux/module.h>
+#include <linux/random.h>
+#include <linux/siphash.h>
 
 #include "migr_trace.h"
 
 #define MIGR_NAME_BITS 12
 
-/* All under migr_lock. */
-static DEFINE_HASHTABLE(by_vqpn, MIGR_NAME_BITS);	/* those who own the number */
+/* All under migr_lock; by name_hash() of context and number. */
+static DEFINE_HASHTABLE(by_vqpn, MIGR_NAME_BITS);	/* those who own the number; of any context */
 static DEFINE_HASHTABLE(by_pqpn, MIGR_NAME_BITS);
-static DEFINE_HASHTABLE(by_lkey, MIGR_NAME_BITS);	/* by context and index */
+static DEFINE_HASHTABLE(by_lkey, MIGR_NAME_BITS);	/* by index */
 static DEFINE_HASHTABLE(by_rkey, MIGR_NAME_BITS);
 static DEFINE_XARRAY(reserved);
 static u32 nr_reserved;
@@ -30,6 +32,24 @@ static u32 nr_reserved;
  * taken all of them on purpose finds none (and then has no more names himself).
  */
 #define MIGR_PICK_TRIES 4096
+
+/*
+ * A process chooses its names: it must not know which of them stand in one chain,
+ * at the end of which everybody else would wait for migr_lock.
+ */
+static siphash_key_t secret;
+
+void migr_names_init(void)
+{
+	get_random_bytes(&secret, sizeof(secret));
+}
+
+static u64 name_hash(u32 ctx_id, u32 number)
+{
+	return siphash_2u32(ctx_id, number, &secret);
+}
+
+#define ANY_CTX 0	/* no context has it */
 
 static u32 next_try(u32 natural, u32 n, u32 number)
 {
@@ -79,7 +99,7 @@ static bool vqpn_held_locked(const struct migr_ctx *ctx, u32 vqpn)
 
 	if (xa_load(&reserved, vqpn))
 		return true;
-	hash_for_each_possible(by_vqpn, obj, by_vqpn, vqpn)
+	hash_for_each_possible(by_vqpn, obj, by_vqpn, name_hash(ANY_CTX, vqpn))
 		if (obj->rec.qp.vqpn == vqpn && !name_goes(obj) &&
 		    (obj->ctx == ctx ||
 		     (obj->ctx->tgid == ctx->tgid && obj->ctx->ibdev == ctx->ibdev)))
@@ -121,8 +141,8 @@ static int qp_add_locked(struct migr_obj *obj)
 		pin_locked(obj, false);
 		return err;
 	}
-	hash_add(by_vqpn, &obj->by_vqpn, qp->vqpn);
-	hash_add(by_pqpn, &obj->by_pqpn, qp->pqpn);
+	hash_add(by_vqpn, &obj->by_vqpn, name_hash(ANY_CTX, qp->vqpn));
+	hash_add(by_pqpn, &obj->by_pqpn, name_hash(obj->ctx->id, qp->pqpn));
 	return 0;
 }
 
@@ -130,20 +150,24 @@ static struct migr_obj *qp_by_pqpn_locked(const struct migr_ctx *ctx, u32 pqpn)
 {
 	struct migr_obj *obj;
 
-	hash_for_each_possible(by_pqpn, obj, by_pqpn, pqpn)
+	hash_for_each_possible(by_pqpn, obj, by_pqpn, name_hash(ctx->id, pqpn))
 		if (obj->rec.qp.pqpn == pqpn && obj->ctx == ctx && !obj->dying)
 			return obj;
 	return NULL;
 }
 
-static struct migr_obj *qp_by_vqpn_locked(const struct migr_ctx *ctx, u32 vqpn)
+/* Whoever has @vqpn in @ctx has it no more; so has one whose end the driver may yet refuse. */
+static void take_vqpn_locked(const struct migr_ctx *ctx, u32 vqpn)
 {
+	struct hlist_node *next;
 	struct migr_obj *obj;
 
-	hash_for_each_possible(by_vqpn, obj, by_vqpn, vqpn)
-		if (obj->rec.qp.vqpn == vqpn && obj->ctx == ctx && !obj->dying)
-			return obj;
-	return NULL;
+	hash_for_each_possible_safe(by_vqpn, obj, next, by_vqpn, name_hash(ANY_CTX, vqpn)) {
+		if (obj->rec.qp.vqpn != vqpn || obj->ctx != ctx)
+			continue;
+		hash_del(&obj->by_vqpn);
+		obj->rec.qp.flags |= MIGR_QP_FORMER;
+	}
 }
 
 /*
@@ -152,7 +176,7 @@ static struct migr_obj *qp_by_vqpn_locked(const struct migr_ctx *ctx, u32 vqpn)
  */
 static int bind_qp_locked(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 {
-	struct migr_obj *obj, *holder;
+	struct migr_obj *obj;
 	u32 old;
 	int err;
 
@@ -170,12 +194,8 @@ static int bind_qp_locked(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 		return err;
 	}
 	unhash(&obj->by_vqpn);
-	holder = qp_by_vqpn_locked(ctx, vqpn);
-	if (holder) {
-		unhash(&holder->by_vqpn);
-		holder->rec.qp.flags |= MIGR_QP_FORMER;
-	}
-	hash_add(by_vqpn, &obj->by_vqpn, vqpn);
+	take_vqpn_locked(ctx, vqpn);
+	hash_add(by_vqpn, &obj->by_vqpn, name_hash(ANY_CTX, vqpn));
 	obj->rec.qp.flags &= ~MIGR_QP_FORMER;
 	obj->bound = true;
 	ctx->gen++;
@@ -237,21 +257,26 @@ int migr_qp_stands(struct migr_ctx *ctx, u32 pqpn, u32 state)
 
 int migr_qpn_reserve(u32 vqpn)
 {
-	int err = -EBUSY;
+	int err = xa_reserve(&reserved, vqpn, GFP_KERNEL);
 
+	if (err)
+		return err;
 	mutex_lock(&migr_lock);
-	if (!try_module_get(THIS_MODULE))
-		goto out_unlock;
-	err = xa_insert(&reserved, vqpn, xa_mk_value(1), GFP_KERNEL);
-	if (err == -EBUSY)
+	if (xa_load(&reserved, vqpn))
 		err = -EEXIST;
+	else if (!try_module_get(THIS_MODULE))
+		err = -EBUSY;
+	if (!err) {
+		err = xa_err(xa_store(&reserved, vqpn, xa_mk_value(1), MIGR_GFP_LOCKED));
+		if (err)
+			module_put(THIS_MODULE);	/* released meanwhile, by another */
+	}
 	if (err) {
-		module_put(THIS_MODULE);
+		xa_release(&reserved, vqpn);
 	} else {
 		nr_reserved++;
 		trace_migr_qpn_reserve(vqpn);
 	}
-out_unlock:
 	mutex_unlock(&migr_lock);
 	return err;
 }
@@ -278,20 +303,15 @@ u32 migr_nr_reserved(void)
 
 /* ---- memory keys --------------------------------------------------------- */
 
-static unsigned long key_hash(const struct migr_ctx *ctx, u32 index)
-{
-	return ((unsigned long)ctx->id << 24) ^ index;
-}
-
 /* The MR that has @index of @ctx, as that of its lkey or of its rkey; it may be dying. */
 static struct migr_obj *mr_by_index_locked(const struct migr_ctx *ctx, u32 index)
 {
 	struct migr_obj *obj;
 
-	hash_for_each_possible(by_lkey, obj, by_lkey, key_hash(ctx, index))
+	hash_for_each_possible(by_lkey, obj, by_lkey, name_hash(ctx->id, index))
 		if (obj->ctx == ctx && obj->rec.mr.vlkey >> 8 == index && !name_goes(obj))
 			return obj;
-	hash_for_each_possible(by_rkey, obj, by_rkey, key_hash(ctx, index))
+	hash_for_each_possible(by_rkey, obj, by_rkey, name_hash(ctx->id, index))
 		if (obj->ctx == ctx && obj->rec.mr.vrkey >> 8 == index && !name_goes(obj))
 			return obj;
 	return NULL;
@@ -364,9 +384,9 @@ static void mr_hash_locked(struct migr_obj *obj)
 {
 	const struct migr_mr_rec *mr = &obj->rec.mr;
 
-	hash_add(by_lkey, &obj->by_lkey, key_hash(obj->ctx, mr->vlkey >> 8));
+	hash_add(by_lkey, &obj->by_lkey, name_hash(obj->ctx->id, mr->vlkey >> 8));
 	if (mr->vrkey)
-		hash_add(by_rkey, &obj->by_rkey, key_hash(obj->ctx, mr->vrkey >> 8));
+		hash_add(by_rkey, &obj->by_rkey, name_hash(obj->ctx->id, mr->vrkey >> 8));
 }
 
 static void mr_unhash_locked(struct migr_obj *obj)

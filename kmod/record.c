@@ -17,14 +17,14 @@
 
 DEFINE_MUTEX(migr_lock);
 
-static DEFINE_XARRAY_ALLOC1(ctx_by_id);		/* migr_lock for writing */
+static DEFINE_XARRAY_ALLOC1(ctx_by_id);		/* what is to be seen there: migr_lock for writing */
 static u32 ctx_next_id;
 static DEFINE_HASHTABLE(ctx_by_uctx, 8);	/* migr_lock */
 static DEFINE_HASHTABLE(obj_by_ptr, MIGR_HASH_BITS);	/* migr_lock; readers: RCU */
 static DEFINE_HASHTABLE(obj_by_handle, MIGR_HASH_BITS);	/* migr_lock */
+static DEFINE_HASHTABLE(cq_by_channel, MIGR_HASH_BITS);	/* migr_lock */
 
 #define MIGR_UNRESOLVED XA_MARK_0	/* handle not known yet */
-#define MIGR_IS_CQ XA_MARK_1
 
 /* ---- contexts ------------------------------------------------------------ */
 
@@ -62,12 +62,21 @@ bool migr_ctx_is_there_locked(const struct migr_ctx *ctx)
 	return ctx->uctx && !ctx->leaving;
 }
 
-/* On success @ctx, all zeros before, is the record's; on failure still the caller's. */
-static int ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struct pid *tgid,
-			  const char *comm, u32 flags)
+/*
+ * A number for a context, which nobody sees there yet. One that was given comes
+ * again after all others. A dump goes on at the last one plus 1.
+ */
+static int ctx_take_id(u32 *id, gfp_t gfp)
 {
-	int err;
+	int err = xa_alloc_cyclic(&ctx_by_id, id, NULL, XA_LIMIT(1, U32_MAX - 1), &ctx_next_id, gfp);
 
+	return err < 0 ? err : 0;
+}
+
+/* @ctx, which has its number and is else all zeros, is the record's. */
+static void ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struct pid *tgid,
+			   const char *comm, u32 flags)
+{
 	lockdep_assert_held(&migr_lock);
 	kref_init(&ctx->ref);
 	xa_init(&ctx->objs);
@@ -77,38 +86,40 @@ static int ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struct
 	ctx->leaving = migr_dev_of(uctx->device)->leaving;
 	ctx->flags = flags;
 	ctx->num_comp_vectors = uctx->device->num_comp_vectors;
-	strscpy(ctx->ibdev_name, dev_name(&uctx->device->dev), sizeof(ctx->ibdev_name));
+	/* dev_name() is freed by a rename. */
+	strscpy(ctx->ibdev_name, uctx->device->name, sizeof(ctx->ibdev_name));
 	strscpy(ctx->comm, comm, sizeof(ctx->comm));
-
-	/* One that was given comes again after all others. A dump goes on at the last one plus 1. */
-	err = xa_alloc_cyclic(&ctx_by_id, &ctx->id, ctx, XA_LIMIT(1, U32_MAX - 1), &ctx_next_id,
-			      GFP_KERNEL);
-	if (err < 0)
-		return err;
 	ctx->tgid = get_pid(tgid);
 	ctx->user_ns = get_user_ns(current_user_ns());
 	ctx->netns = migr_current_netns();
 	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
+	xa_store(&ctx_by_id, ctx->id, ctx, 0);	/* its place is there */
 	trace_migr_ctx_new(ctx);
-	return 0;
 }
 
 int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags)
 {
 	struct migr_ctx *ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
-	int err = 0;
 	bool known;
+	int err;
 
 	if (!ctx)
 		return -ENOMEM;
-	mutex_lock(&migr_lock);
-	known = ctx_find_locked(uctx);
-	if (!known)
-		err = ctx_new_locked(ctx, uctx, tgid, comm, flags);
-	mutex_unlock(&migr_lock);
-	if (known || err) {
+	err = ctx_take_id(&ctx->id, GFP_KERNEL);
+	if (err) {
 		kfree(ctx);
 		return err;
+	}
+	mutex_lock(&migr_lock);
+	known = ctx_find_locked(uctx);
+	if (known)
+		xa_erase(&ctx_by_id, ctx->id);
+	else
+		ctx_new_locked(ctx, uctx, tgid, comm, flags);
+	mutex_unlock(&migr_lock);
+	if (known) {
+		kfree(ctx);
+		return 0;
 	}
 	/* the caller's ucontext keeps it */
 	migr_event(MIGR_EV_CTX_NEW, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
@@ -203,7 +214,7 @@ void migr_ctx_rename_device(struct ib_device *ibdev)
 	mutex_lock(&migr_lock);
 	xa_for_each(&ctx_by_id, id, ctx)
 		if (ctx->ibdev == ibdev)
-			strscpy(ctx->ibdev_name, dev_name(&ibdev->dev), sizeof(ctx->ibdev_name));
+			strscpy(ctx->ibdev_name, ibdev->name, sizeof(ctx->ibdev_name));
 	mutex_unlock(&migr_lock);
 }
 
@@ -255,6 +266,30 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
 	return found;
 }
 
+/* How many names are published before others have migr_lock, too. */
+#define MIGR_PUBLISH_BATCH 64
+
+/* Objects that are made meanwhile publish themselves. EAGAIN: there are more. */
+static int publish_locked(struct migr_ctx *ctx)
+{
+	struct migr_obj *obj;
+	unsigned long seq;
+	int err, n = 0;
+
+	if (ctx->published)
+		return 0;
+	xa_for_each_start(&ctx->objs, seq, obj, ctx->publish_next) {
+		if (n++ == MIGR_PUBLISH_BATCH)
+			return -EAGAIN;
+		err = obj->dying ? 0 : migr_names_publish_locked(obj);
+		if (err)
+			return err;	/* what is there already stays */
+		ctx->publish_next = seq + 1;
+	}
+	ctx->published = true;
+	return 0;
+}
+
 /*
  * The process that attaches last is the context's process: one that was made
  * ahead for a process being restored is its own from here on.
@@ -262,22 +297,15 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
 static int attach_locked(struct migr_ctx *ctx, struct file **made)
 {
 	struct user_namespace *old_ns;
-	struct migr_obj *obj;
 	struct pid *old_tgid;
-	unsigned long seq;
 	int err;
 
 	if (!ctx->uctx)
 		return -ENOENT;
 	migr_table_install_locked(ctx, made);
-	if (!ctx->published) {
-		xa_for_each(&ctx->objs, seq, obj) {
-			err = obj->dying ? 0 : migr_names_publish_locked(obj);
-			if (err)
-				return err;	/* what is there already stays */
-		}
-		ctx->published = true;
-	}
+	err = publish_locked(ctx);
+	if (err)
+		return err;
 	ctx->nr_files++;
 	ctx->flags |= MIGR_CTX_ATTACHED;
 	ctx->gen++;
@@ -309,7 +337,7 @@ int migr_ctx_attach(struct migr_ctx *ctx)
 		err = attach_locked(ctx, made);
 		missing = migr_table_missing_locked(ctx, err);
 		mutex_unlock(&migr_lock);
-	} while (migr_table_fill(&missing));
+	} while (err == -EAGAIN || migr_table_fill(&missing));
 	migr_table_put(made);	/* another thread was faster */
 	return err;
 }
@@ -498,6 +526,8 @@ static void obj_unlink_locked(struct migr_obj *obj)
 	hash_del_rcu(&obj->by_ptr);
 	if (!hlist_unhashed(&obj->by_handle))
 		hash_del(&obj->by_handle);
+	if (!hlist_unhashed(&obj->by_channel))
+		hash_del(&obj->by_channel);
 	xa_erase(&ctx->objs, obj->seq);
 }
 
@@ -510,36 +540,37 @@ static u32 cq_channel_locked(const struct migr_obj *cq)
 {
 	struct migr_ctx *ctx = cq->ctx;
 	struct migr_obj *obj;
-	unsigned long seq;
 
 	if (!cq->channel_key)
 		return 0;
-	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_IS_CQ)
-		if (obj->channel_key == cq->channel_key)
+	hash_for_each_possible(cq_by_channel, obj, by_channel, (unsigned long)cq->channel_key)
+		if (obj->channel_key == cq->channel_key && obj->ctx == ctx)
 			return obj->rec.cq.channel;
 	return ++ctx->next_channel;
 }
 
-static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
+/* @place: there was none for it in its context, and that is all that it lacks. */
+static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx, bool *place)
 {
 	struct migr_ctx *ctx = ctx_find_locked(uctx);
 	int err;
 
 	if (!ctx) {	/* older than the module, and not found when it came: rare */
-		/* Nobody waits under migr_lock for the memory of one process's group. */
-		ctx = kzalloc(sizeof(*ctx), (GFP_KERNEL_ACCOUNT & ~__GFP_DIRECT_RECLAIM) | __GFP_NOWARN);
+		ctx = kzalloc(sizeof(*ctx), MIGR_GFP_LOCKED | __GFP_ACCOUNT);
 		if (!ctx)
 			return -ENOMEM;
-		err = ctx_new_locked(ctx, uctx, task_tgid(current), current->group_leader->comm,
-				     MIGR_CTX_HYDRATED);
+		err = ctx_take_id(&ctx->id, MIGR_GFP_LOCKED);
 		if (err) {
 			kfree(ctx);
 			return err;
 		}
+		ctx_new_locked(ctx, uctx, task_tgid(current), current->group_leader->comm,
+			       MIGR_CTX_HYDRATED);
 	}
 	obj->ctx = ctx;
 	obj->seq = ctx->next_seq;
-	err = xa_insert(&ctx->objs, obj->seq, obj, GFP_KERNEL);
+	err = xa_err(xa_store(&ctx->objs, obj->seq, obj, MIGR_GFP_LOCKED));
+	*place = err == -ENOMEM;
 	if (err)
 		return err;
 	err = migr_names_add_locked(obj);
@@ -550,7 +581,8 @@ static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
 	ctx->next_seq++;
 	if (obj->type == MIGR_OBJ_CQ) {
 		obj->rec.cq.channel = cq_channel_locked(obj);
-		xa_set_mark(&ctx->objs, obj->seq, MIGR_IS_CQ);
+		if (obj->channel_key)
+			hash_add(cq_by_channel, &obj->by_channel, (unsigned long)obj->channel_key);
 	}
 	kref_get(&ctx->ref);	/* an object being destroyed may outlive it */
 	hash_add_rcu(obj_by_ptr, &obj->by_ptr, (unsigned long)obj->ptr);
@@ -565,16 +597,18 @@ static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx)
 int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
 {
 	struct migr_missing missing = {};
+	bool place = false;
 	int err;
 
 	obj->ptr = ptr;
 	do {
 		mutex_lock(&migr_lock);
-		err = obj_add_locked(obj, uctx);
-		if (obj->ctx)
+		err = obj_add_locked(obj, uctx, &place);
+		if (obj->ctx && !place)
 			missing = migr_table_missing_locked(obj->ctx, err);
 		mutex_unlock(&migr_lock);
-	} while (migr_table_fill(&missing));
+		/* Or the next one after it, if another thread has taken it. */
+	} while (place ? !xa_reserve(&obj->ctx->objs, obj->seq, GFP_KERNEL) : migr_table_fill(&missing));
 	return err;
 }
 
