@@ -254,7 +254,7 @@ std::string doctor_text(const std::vector<Finding>& all, bool colour) {
   std::string out, host;
   int count[3] = {};
   for (const auto& f : all) {
-    if (f.host != host) out += wrapped((out.empty() ? "" : "\n") + f.host, 2);
+    if (f.host != host) out += (out.empty() ? "" : "\n") + wrapped(f.host, 2);
     host = f.host;
     count[static_cast<int>(f.health)]++;
     constexpr std::size_t kIndent = 25;

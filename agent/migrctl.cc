@@ -63,10 +63,12 @@ struct Options {
   std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
 };
 
+void say(const std::string& text) { std::fprintf(stderr, "migrctl: %s\n", printable(text).c_str()); }
+
 // A sentence for people; with --json the same for programs, where they look for what a command says. @return the status
 int failed(const Options& o, int status, const std::string& text) {
   if (o.json) print(error_json(text, status));
-  std::fprintf(stderr, "migrctl: %s\n", text.c_str());
+  say(text);
   return status;
 }
 int refuse(const Options& o, const std::string& text) { return failed(o, kRefused, text); }
@@ -181,14 +183,14 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   if (!told) return s.ok() ? refuse(o, "migrd ended the stream without a summary; see its log") : refuse_grpc(o, s);
   const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
   if (o.json) print(status == kDone ? summary_json(summary) : with_error(summary_json(summary), summary.error(), status));
-  if (!summary.error().empty()) std::fprintf(stderr, "migrctl: %s\n", summary.error().c_str());
+  if (!summary.error().empty()) say(summary.error());
   if (summary.migrated()) {
     if (!o.json) std::fputs(summary_text(summary, words.done, words.gone).c_str(), stdout);
   } else if (summary.touched() && !summary.undecided() && words.undone) {
     if (summary.going_back())
-      std::fprintf(stderr, "migrctl: %s is not all back yet: migrd goes on with that; see: migrctl recover\n", summary.container().c_str());
+      say(summary.container() + " is not all back yet: migrd goes on with that; see: migrctl recover");
     else
-      std::fprintf(stderr, "migrctl: %s %s %s\n", summary.container().c_str(), words.undone, summary.from().c_str());
+      say(summary.container() + " " + words.undone + " " + summary.from());
   }
   return status;
 }
@@ -218,7 +220,7 @@ Result<std::vector<Json>> past_migrations(const Options& o) {
   if (!config) return config.error();
   auto past = History(config->state_dir).read();
   if (!past) return past.error();
-  for (const auto& w : past->warnings) std::fprintf(stderr, "migrctl: %s\n", w.c_str());
+  for (const auto& w : past->warnings) say(w);
   return std::move(past->entries);
 }
 
@@ -253,7 +255,7 @@ int cmd_report(const Options& o) {
 std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& plan) {
   const auto& s = plan.summary();
   const auto entries = past_migrations(o);
-  if (!entries) std::fprintf(stderr, "migrctl: no history: %s\n", entries.error().text.c_str());
+  if (!entries) say("no history: " + entries.error().text);
   const auto past = entries ? expected_stop(*entries, s.container()) : std::nullopt;
   if (past && past->same) return past;
   if (!s.error().empty()) return {};  // what it has is not known
@@ -269,7 +271,7 @@ int show_plan(const Options& o, const wire::PlanReply& plan) {
   if (o.json) {
     const Json j = plan_json(plan, stop_of(o, plan));
     print(moves ? j : with_error(j, s.error(), kRefused));
-    if (!moves) std::fprintf(stderr, "migrctl: %s\n", s.error().c_str());
+    if (!moves) say(s.error());
     return moves ? kDone : kRefused;
   }
   if (!moves) return refuse(o, s.container() + " would not move: " + s.error());
@@ -383,7 +385,7 @@ int order(const Options& o, const char* command, wire::LinkOrder::What what, con
     print(status == kDone ? order_json(r) : with_error(order_json(r), "it was not carried out everywhere in time", status));
   else
     std::fputs(order_text(r, o.name, done).c_str(), stdout);
-  for (const auto& line : r.left()) std::fprintf(stderr, "migrctl: %s\n", line.c_str());
+  for (const auto& line : r.left()) say(line);
   return status;
 }
 

@@ -59,7 +59,7 @@ void PhaseLines::end(const wire::PhaseEnd& e) {
 }
 
 void PhaseLines::note(const std::string& text) {
-  std::fprintf(out_, "%s%s\n", live_ ? kClear : "", text.c_str());
+  std::fprintf(out_, "%s%s\n", live_ ? kClear : "", printable(text).c_str());
   in_line_ = false;
 }
 

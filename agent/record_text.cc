@@ -47,8 +47,8 @@ std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& c
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
     const std::string container = container_of(static_cast<pid_t>(r.pid));
-    const std::string name = container.empty() ? "-" : container;
-    const std::string numbers = fmt::format(kRow, r.pid, text(r.comm, sizeof r.comm), cut(text(r.ibdev, sizeof r.ibdev), 11), short_count(r.nr_mr), short_count(r.nr_cq),
+    const std::string name = container.empty() ? "-" : printable(container);
+    const std::string numbers = fmt::format(kRow, r.pid, cut(text(r.comm, sizeof r.comm), 15), cut(text(r.ibdev, sizeof r.ibdev), 11), short_count(r.nr_mr), short_count(r.nr_cq),
                                             short_count(r.nr_qp), short_count(r.nr_srq), short_bytes(r.mr_bytes), libmigr(r));
     // A name that somebody is to type is never cut.
     s += numbers.size() + 1 + name.size() <= kColumns ? fmt::format("{} {}\n", numbers, name) : fmt::format("{}\n{}", numbers, wrapped(below + name, below.size()));

@@ -11,7 +11,23 @@
 
 namespace migr {
 
+std::string printable(std::string text) {
+  unsigned char before = 0;
+  int left = 0;  // bytes of a character of UTF-8
+  for (char& c : text) {
+    const auto b = static_cast<unsigned char>(c);
+    const bool high = b >= 0x80 && b < 0xa0;  // a control character by itself, and after 0xc2 the same in UTF-8
+    if (b < ' ' || b == 0x7f || (high && (!left || before == 0xc2))) c = '?';
+    if (b >= 0xc0) left = b >= 0xf0 ? 3 : b >= 0xe0 ? 2
+                                                    : 1;
+    else left = b >= 0x80 && left ? left - 1 : 0;
+    before = b;
+  }
+  return text;
+}
+
 std::string wrapped(std::string text, std::size_t indent) {
+  text = printable(std::move(text));
   std::string out;
   while (text.size() > kColumns) {
     auto at = text.rfind(' ', kColumns);
@@ -24,7 +40,7 @@ std::string wrapped(std::string text, std::size_t indent) {
   return out + text + "\n";
 }
 
-std::string cut(const std::string& text, std::size_t most) { return text.size() <= most ? text : text.substr(0, most - 2) + ".."; }
+std::string cut(const std::string& text, std::size_t most) { return printable(text.size() <= most ? text : text.substr(0, most - 2) + ".."); }
 
 std::string short_count(std::uint64_t n) {
   if (n < 100'000) return std::to_string(n);

@@ -9,8 +9,11 @@ namespace migr {
 
 inline constexpr std::size_t kColumns = 80;
 
-/// At spaces; what is longer than a line without one is broken. Lines after the first are indented.
+/// What others have named must not steer a terminal, nor begin a line of its own: a control character becomes a question mark.
+std::string printable(std::string text);
+/// Printable. At spaces; what is longer than a line without one is broken. Lines after the first are indented.
 std::string wrapped(std::string text, std::size_t indent);
+/// Printable.
 std::string cut(const std::string& text, std::size_t most);
 /// In at most five columns: "10000", "100k", "4M".
 std::string short_count(std::uint64_t n);

@@ -66,7 +66,7 @@ std::string links_text(const wire::LinksReply& r) {
   if (!r.directory_error().empty()) out += wrapped("  NO ANSWER: " + r.directory_error(), 4);
   out += fmt::format("{:24} {:15} {:32} {:>6}\n", "PORT", "NETDEV", "STATE", "FLAPS");
   for (const auto& p : r.ports())
-    out += fmt::format("{:24} {:15} {:32} {:>6}\n", cut(p.device(), 18) + "/" + std::to_string(p.port()), p.netdev(), cut(port_state(p.flags()), 32), p.flaps());
+    out += fmt::format("{:24} {:15} {:32} {:>6}\n", cut(p.device(), 18) + "/" + std::to_string(p.port()), cut(p.netdev(), 15), cut(port_state(p.flags()), 32), p.flaps());
   if (!r.ports_size()) out += "no RDMA port on this host\n";
   for (const auto& p : r.processes()) out += "\n" + process_text(p);
   if (!r.processes_size()) out += "\nno process with a policy on this host\n";

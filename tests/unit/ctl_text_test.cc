@@ -13,6 +13,9 @@
 #include <cstring>
 #include <sstream>
 
+#include "agent/doctor.h"
+#include "agent/failover/links_text.h"
+#include "agent/history.h"
 #include "agent/phase_lines.h"
 #include "agent/record_text.h"
 #include "agent/text.h"
@@ -212,6 +215,66 @@ TEST(OrderText, SaysHowManyAndInJsonWhatIsLeft) {
 
 TEST(ErrorJson, HasTheSentenceAndTheStatus) { EXPECT_EQ(error_json("no", 3).dump(), R"({"error":"no","status":3})"); }
 
+TEST(Text, OfOthersIsWithoutControlCharacters) {
+  EXPECT_EQ(printable("a\033[2J\r\n\tb\x7f"), "a?[2J???b?");
+  EXPECT_EQ(printable("\x9b"
+                      "2J and \xc2\x9b"
+                      "2J"),
+            "?2J and \xc2?2J")
+      << "CSI in one byte, and of UTF-8";
+  const std::string letters = "\xc3\x80\xc3\x9b \xe2\x82\xac \xf0\x9f\x98\x80 \xc2\xa0";
+  EXPECT_EQ(printable(letters), letters);
+}
+
+// As any user can name a process, and any process with a library what it tells.
+const std::string kEvil = "x\033[2J\n\r\x7f\x9b!";
+void expect_harmless(const std::string& text) {
+  EXPECT_NE(text.find(std::string("x?[2J") + "??" + "??" + "!"), std::string::npos) << text;
+  for (const char c : text) EXPECT_TRUE(c == '\n' || (static_cast<unsigned char>(c) >= ' ' && static_cast<unsigned char>(c) < 0x7f)) << static_cast<int>(c) << " in " << text;
+  EXPECT_EQ(("\n" + text).find("\n!"), std::string::npos) << text;
+}
+
+TEST(Text, NamesOfOthersSteerNoTerminal) {
+  auto c = small();
+  put(c.rec.comm, kEvil);
+  expect_harmless(ps_text({c}, [](pid_t) { return "web-1"; }));
+  expect_harmless(show_text({c}));
+  expect_harmless(ps_text({small()}, [](pid_t) { return kEvil; }));
+  wire::LinksReply r;
+  auto* p = r.add_processes();
+  p->set_comm(kEvil);
+  expect_harmless(links_text(r));
+  p->set_comm("kv"), p->add_links()->set_device(kEvil);
+  expect_harmless(links_text(r));
+  p->clear_links(), p->add_links()->set_why(kEvil);
+  expect_harmless(links_text(r));
+  p->clear_links(), p->add_without()->set_why(kEvil);
+  expect_harmless(links_text(r));
+  r.clear_processes(), r.add_ports()->set_netdev(kEvil);
+  expect_harmless(links_text(r));
+  wire::PeersReply peers;
+  peers.add_peers()->set_error(kEvil);
+  expect_harmless(peers_text(peers));
+  peers.mutable_peers(0)->set_answers(true), peers.mutable_peers(0)->mutable_version()->set_release(kEvil);
+  expect_harmless(peers_text(peers));
+  for (int field = 0; field < 4; field++) {
+    const auto of = [&](int n) { return n == field ? kEvil : "x"; };
+    expect_harmless(doctor_text({{"src", "root", Health::kOk, "x", ""}, {of(0), of(1), Health::kFailed, of(2), of(3)}}, false));
+  }
+  wire::RecoverReply open;
+  open.add_open()->set_state(kEvil);
+  expect_harmless(open_text(open));
+  auto moves = plan();
+  moves.mutable_summary()->set_container(kEvil);
+  expect_harmless(plan_text(moves, {}));
+  expect_harmless(summary_text(moves.summary(), "runs on", "are gone"));
+  expect_harmless(order_text({}, kEvil, "is down"));
+  Json past = {{"migration", 1}, {"container", kEvil}, {"from", "a"}, {"to", "b"}, {"begun_ms", 0}, {"migrated", false}, {"undecided", false}, {"service_blackout_ms", 0.0}, {"rollback_reason", nullptr}};
+  expect_harmless(history_text({past}));
+  past["container"] = "c", past["rollback_reason"] = kEvil;
+  expect_harmless(history_text({past}));
+}
+
 TEST(Text, CountsAndBytesFitIntoTheirColumns) {
   EXPECT_EQ(short_count(99'999), "99999");
   EXPECT_EQ(short_count(100'000), "100k");
@@ -368,6 +431,9 @@ TEST(PhaseLines, ANoteInTheMiddleHasALineOfItsOwn) {
   }
   EXPECT_EQ(p.said(), "check      waiting\ncheck            1.0 ms\nbetween\n");
   EXPECT_EQ(live.said(), "\rcheck      \r\033[Kwaiting\n\rcheck            1.0 ms\033[K\n\r\033[Kbetween\n");
+  Printed evil(false);
+  evil.note(kEvil.c_str());
+  expect_harmless(evil.said());
 }
 
 TEST(PhaseLines, ThatEndInTheMiddleLeaveTheLineToWhatFollows) {
