@@ -22,6 +22,8 @@ constexpr std::int64_t kCertificateSoonS = 30 * kDayS;
 constexpr std::int64_t kClockMs = 1'000;
 constexpr std::uint64_t kLittleRoomBytes = 256ull << 20;
 
+constexpr std::pair kNewestKernel{6, 12};  // as in packaging/debian/migr-dkms.dkms
+
 constexpr char kSameRelease[] = "install the same release of migr on both hosts, and start migrd again";
 
 const std::string kOlderCertificate = "it goes on with the certificate it had, and does not take the files: ";
@@ -54,6 +56,8 @@ std::pair<int, int> version_numbers(const std::string& v) {
 void judge_kernel(Judge& j, const wire::HostFacts& f) {
   if (version_numbers(f.kernel()) < std::pair{6, 1})
     j.fail("kernel", f.kernel(), "migr.ko needs Linux 6.1 or later");
+  else if (version_numbers(f.kernel()) > kNewestKernel)
+    j.warn("kernel", f.kernel(), fmt::format("start one up to {}.{}: for a later one migr-dkms builds no migr.ko", kNewestKernel.first, kNewestKernel.second));
   else
     j.ok("kernel", f.kernel());
   if (!f.module_error().empty())

@@ -4,8 +4,10 @@
 #include <netlink/genl/ctrl.h>
 #include <netlink/genl/genl.h>
 #include <netlink/netlink.h>
+#include <sys/utsname.h>
 
 #include <algorithm>
+#include <fstream>
 #include <functional>
 
 #include "netlink_exchange.h"
@@ -53,6 +55,13 @@ Status talk(nl_sock* sock, int family, const Request& r, const Handler& handler,
 
 }  // namespace
 
+std::string how_to_load(const std::string& release, const std::string& modules) {
+  std::ifstream installed(modules + "/" + release + "/modules.dep");  // where modprobe looks
+  for (std::string line; std::getline(installed, line);)
+    if (line.substr(0, line.find(':')).find("/migr.ko") != line.npos) return "; load it with: modprobe migr";
+  return ", and there is none for Linux " + release + "; dkms status says for which kernels migr-dkms has built it: the headers of each have to be installed";
+}
+
 Result<KernelRecord> KernelRecord::open() {
   KernelRecord k;
   k.sock_.reset(nl_socket_alloc());
@@ -61,7 +70,11 @@ Result<KernelRecord> KernelRecord::open() {
   nl_socket_set_buffer_size(k.sock_.get(), kNetlinkBytes, kNetlinkBytes);
   nl_socket_set_msg_buf_size(k.sock_.get(), kNetlinkBytes);
   k.family_ = genl_ctrl_resolve(k.sock_.get(), MIGR_GENL_NAME);
-  if (k.family_ < 0) return Error{ENOENT, "migr.ko is not loaded; load it with: modprobe migr"};
+  if (k.family_ < 0) {
+    utsname kernel{};
+    uname(&kernel);
+    return Error{ENOENT, "migr.ko is not loaded" + how_to_load(kernel.release)};
+  }
   auto i = k.info();
   if (!i) return i.error();
   if (i->abi != MIGR_ABI_VERSION)

@@ -39,6 +39,9 @@ struct ContextRecord {
   std::vector<Other> others;
 };
 
+/// Ends "migr.ko is not loaded". @param release  of the kernel that runs @param modules  those of all kernels
+std::string how_to_load(const std::string& release, const std::string& modules = "/lib/modules");
+
 /// One netlink socket. Thread: one at a time.
 class KernelRecord {
  public:

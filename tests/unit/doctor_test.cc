@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "agent/kernel_record.h"
 #include "agent/pki.h"
 
 namespace migr::doctor_test {
@@ -64,6 +65,30 @@ TEST(Doctor, HostsThatAreRightAreOk) {
   for (const auto& f : peer) EXPECT_EQ(f.advice, "") << f.check;
 }
 
+TEST(Doctor, TheNewestKernelIsThatOfDkms) {
+  auto f = good();
+  for (const char* of : {"6.1.0", "6.12.0", "6.12.48+deb13-amd64"}) {
+    f.set_kernel(of);
+    EXPECT_TRUE(wrong(judge_host(f, kNow)).empty()) << of;
+  }
+  std::ifstream in(MIGR_SOURCE "/packaging/debian/migr-dkms.dkms");
+  const std::string dkms{std::istreambuf_iterator<char>(in), {}};
+  EXPECT_NE(dkms.find("\"^6\\.([1-9]|1[0-2])[.-]\""), std::string::npos) << "other ones than doctor says";
+}
+
+TEST(Doctor, ModprobeIsForAModuleThatIsThere) {
+  char name[] = "/tmp/doctor_test.XXXXXX";
+  const std::string modules = mkdtemp(name), dep = modules + "/6.1.0/modules.dep";
+  EXPECT_NE(how_to_load("6.1.0", modules).find("none for Linux 6.1.0; dkms status"), std::string::npos);
+  fs::create_directories(modules + "/6.1.0");
+  std::ofstream(dep) << "kernel/ib_uverbs.ko: kernel/ib_core.ko\nkernel/x.ko: updates/dkms/migr.ko\n";
+  EXPECT_NE(how_to_load("6.1.0", modules).find("none for"), std::string::npos);
+  std::ofstream(dep) << "updates/dkms/migr.ko.xz: kernel/ib_uverbs.ko kernel/ib_core.ko\n";
+  EXPECT_EQ(how_to_load("6.1.0", modules), "; load it with: modprobe migr");
+  EXPECT_NE(how_to_load("6.12.0", modules).find("none for Linux 6.12.0"), std::string::npos);
+  fs::remove_all(modules);
+}
+
 struct Case {
   const char* name;
   std::function<void(wire::HostFacts&)> spoil;
@@ -94,6 +119,7 @@ INSTANTIATE_TEST_SUITE_P(
     Doctor, OneThingIsWrong,
     ::testing::Values(
         Case{"kernel", [](auto& f) { f.set_kernel("5.10.0"); }, "kernel", Health::kFailed, "5.10", "6.1"},
+        Case{"kernel_new", [](auto& f) { f.set_kernel("6.13.0"); }, "kernel", Health::kWarning, "6.13.0", "6.12"},
         Case{"module", [](auto& f) { f.set_module_error("migr.ko is not loaded"); }, "module", Health::kFailed, "not loaded", "migr.ko"},
         Case{"library", [](auto& f) { f.mutable_library()->set_error("no /x"); }, "library", Health::kFailed, "no /x", "LD_PRELOAD"},
         Case{"criu", [](auto& f) { f.mutable_criu()->set_error("cannot run criu"); }, "criu", Health::kFailed, "cannot run", "install"},
