@@ -7,6 +7,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <list>
 #include <mutex>
 #include <set>
 
@@ -88,6 +89,31 @@ Status is_private(const std::string& path) {
   return {};
 }
 
+// Whoever may change a folder or a link on the way could put something else there after it was looked at: as sshd's StrictModes.
+Status way_is_ours(const fs::path& path) {
+  constexpr int kLinksMost = 40;  // as of the kernel
+  fs::path done;                  // without links
+  std::list<fs::path> left(path.begin(), path.end());
+  for (int links = 0; !left.empty();) {
+    const fs::path at = done / left.front();
+    left.pop_front();
+    struct stat st;
+    if (lstat(at.c_str(), &st)) return sys_error("cannot read " + at.string());
+    const std::string refused = ", who could exchange what is in it: refused; name one that only root can change, as all above it, for example below /var/lib";
+    if (st.st_uid != geteuid() && st.st_uid != 0) return Error{EPERM, at.string() + " belongs to user " + std::to_string(st.st_uid) + refused};
+    if (S_ISLNK(st.st_mode)) {
+      std::error_code ec;
+      const fs::path to = fs::read_symlink(at, ec);
+      if (ec || ++links > kLinksMost) return sys_error("cannot read " + at.string(), ec ? ec.value() : ELOOP);
+      left.insert(left.begin(), to.begin(), to.end());
+      continue;
+    }
+    if (st.st_mode & (S_IWGRP | S_IWOTH) && !(st.st_mode & S_ISVTX)) return Error{EPERM, at.string() + " can be written to by others" + refused + ", or: chmod go-w " + at.string()};
+    done = at;
+  }
+  return {};
+}
+
 // What is there of that name will be removed: nothing, or what a checkpoint that did not come to its end has left.
 Status is_interrupted(const std::string& part) {
   struct stat st {};
@@ -115,6 +141,7 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   if (dir_.empty() || dir_[0] != '/') return Error{EINVAL, "'" + dir_ + "' is no absolute path"};
   if (fs::exists(fs::symlink_status(dir_, ec))) return Error{EEXIST, dir_ + " exists already"};
   if (!fs::is_directory(fs::path(dir_).parent_path(), ec)) return Error{ENOENT, "no folder " + fs::path(dir_).parent_path().string()};
+  if (auto s = way_is_ours(fs::path(dir_).parent_path()); !s) return s;
   if (FoldersInUse::get().contains(part_)) return being_written(dir_);
   if (auto s = is_interrupted(part_); !s) return s;
   return disk_fits(r.image_bytes(), dir_);
@@ -194,6 +221,7 @@ KeepingDestination::~KeepingDestination() {
 
 Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   dir_ = dir;
+  if (auto s = way_is_ours(fs::path(dir) / "images"); !s) return s.error();
   for (const auto& p : {dir, dir + "/images", dir + "/" + kManifest})
     if (auto s = is_private(p); !s) return s.error();
   std::error_code ec;

@@ -279,6 +279,43 @@ TEST_F(Stored, WhatOthersMayReadIsRefused) {
   EXPECT_EQ(refused().code, 0);
 }
 
+// Who may change a folder above it could exchange it after it was looked at.
+TEST_F(Stored, BelowAFolderThatOthersMayChangeIsRefused) {
+  ASSERT_TRUE(keep());
+  const std::string open = root + "/open";
+  fs::create_directories(open);
+  fs::create_directory_symlink(root, open + "/link");
+  const auto both = [&](const std::string& folder) {
+    const auto r = StoredSource(host, 1).inspect(folder + "/kept");
+    const auto s = KeepingDestination(folder + "/another", info).check({});
+    EXPECT_EQ(bool(r), bool(s)) << (s ? r.error().text : s.error().text);
+    EXPECT_EQ(r ? "" : r.error().text, s ? "" : s.error().text);
+    return s ? Error{0, ""} : s.error();
+  };
+  EXPECT_EQ(both(root).code, 0);
+  for (const mode_t by : {0770, 0707}) {
+    chmod(root.c_str(), by);
+    EXPECT_EQ(both(root).code, EPERM) << by;
+    EXPECT_TRUE(both(root).text.starts_with(root + " can be written to by others")) << both(root).text;
+  }
+  chmod(root.c_str(), 01777);  // as /tmp
+  EXPECT_EQ(both(root).code, 0);
+  EXPECT_EQ(both(open + "/link").code, 0);
+  chmod(open.c_str(), 0777);
+  EXPECT_TRUE(both(open + "/link").text.starts_with(open + " can be")) << "a link that leads out of there: " << both(open + "/link").text;
+  chmod(open.c_str(), 0755);
+  if (!geteuid()) {
+    constexpr uid_t kSomebody = 65534;
+    ASSERT_EQ(lchown((open + "/link").c_str(), kSomebody, 0), 0);
+    EXPECT_TRUE(both(open + "/link").text.starts_with(open + "/link belongs to user 65534")) << both(open + "/link").text;
+    ASSERT_EQ(chown(root.c_str(), kSomebody, 0), 0);
+    EXPECT_TRUE(both(root).text.starts_with(root + " belongs to user 65534")) << both(root).text;
+    ASSERT_EQ(chown(root.c_str(), 0, 0), 0);
+  }
+  fs::create_directory_symlink("loop", open + "/loop");
+  EXPECT_EQ(StoredSource(host, 1).inspect(open + "/loop").error().code, ELOOP);
+}
+
 TEST_F(Stored, DamageIsRefused) {
   ASSERT_TRUE(keep());
   const std::string manifest = dir() + "/checkpoint.json";
