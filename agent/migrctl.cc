@@ -569,7 +569,7 @@ int main(int argc, char** argv) {
   auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
   show->add_option("PID", o.pid)->required()->check(process_number);
   json(show);
-  json(add(app, "peers", "the other hosts, and whether they answer", cmd_peers));
+  json(add(app, "peers", "the hosts of the configuration, and whether they answer", cmd_peers));
   auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);
   doctor->add_option("--peer", o.peers, "only this one, may be repeated; else all that are configured");
   json(doctor);
