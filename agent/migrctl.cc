@@ -156,7 +156,7 @@ class OnlyTheDisplayEnds {
   }
 
  private:
-  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
   static inline volatile sig_atomic_t in_line_ = 0;
   struct sigaction before_[std::size(kSignals)] {};
 };
@@ -510,6 +510,8 @@ int main(int argc, char** argv) {
   const CLI::Validator process_number(
       [](const std::string& text) {
         std::uint32_t pid = 0;
+  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
+  if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
         const auto [end, err] = std::from_chars(text.data(), text.data() + text.size(), pid);
         return err == std::errc{} && *end == 0 && pid && pid <= INT32_MAX ? "" : "'" + text + "' is no process number; migrctl ps has those of programs and of containers";
       },

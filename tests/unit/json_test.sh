@@ -91,6 +91,16 @@ done
 status=$?
 [ $status = 1 ] && grep -q "standard output" "$dir/err" || not_ok "version on a full disk: $status $(cat "$dir/err")"
 
+# Nor what nobody reads: a pipe whose other end is closed.
+mkfifo "$dir/pipe"
+exec 4<>"$dir/pipe" 5>"$dir/pipe" 4<&-
+for line in version; do
+	"$ctl" --socket "$dir/no.sock" $line >&5 2>"$dir/err"
+	status=$?
+	[ $status = 1 ] && grep -q "standard output" "$dir/err" || not_ok "$line to nobody: $status $(cat "$dir/err")"
+done
+exec 5>&-
+
 # What works without a host.
 asked root pki init "$dir/ca" --json
 [ $status = 0 ] && jq -e --arg d "$dir/ca" '.ca == $d' "$dir/out.json" >/dev/null || not_ok "pki init: $status $(cat "$dir/out.json")"
