@@ -487,13 +487,34 @@ int cmd_pki_host(const Options& o) {
   return kDone;
 }
 
+// Who reads half of it must not take it for all: a disk may be full.
+int written(int status) {
+  if (!std::fflush(stdout) && !std::ferror(stdout)) return status;
+  say("standard output could not be written");
+  return status == kDone ? kFailed : status;
+}
+
+// A word where a command has to be. CLI11 says of it only that a command is missing. Empty: there is none.
+std::string unknown_command(const CLI::App& app) {
+  const CLI::App* at = &app;
+  std::string name = app.get_name();
+  while (!at->get_subcommands().empty()) name += " " + (at = at->get_subcommands()[0])->get_name();
+  const auto words = at->remaining();
+  if (!at->get_require_subcommand_min() || words.empty()) return "";
+  const auto word = std::find_if(words.begin(), words.end(), [](const std::string& w) { return !w.starts_with('-'); });
+  return "'" + (word == words.end() ? words[0] : *word) + "' is no command of " + name + "; see: " + name + " --help";
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   Options o;
   setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
+  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
+  if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
+  app.set_version_flag("--version", kRelease);
   app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
   app.add_option("--config", o.config, "migrd's configuration; for doctor, history, report, ps and migrate")->capture_default_str();
   std::function<int()> todo;
@@ -510,8 +531,6 @@ int main(int argc, char** argv) {
   const CLI::Validator process_number(
       [](const std::string& text) {
         std::uint32_t pid = 0;
-  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
-  if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
         const auto [end, err] = std::from_chars(text.data(), text.data() + text.size(), pid);
         return err == std::errc{} && *end == 0 && pid && pid <= INT32_MAX ? "" : "'" + text + "' is no process number; migrctl ps has those of programs and of containers";
       },
@@ -591,12 +610,11 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     o.json = std::any_of(argv + 1, argv + argc, [](const char* a) { return !std::strcmp(a, "--json"); });  // or it is not there yet
-    if (e.get_exit_code() && o.json) print(error_json(e.what(), kUsage));
-    return app.exit(e) ? kUsage : kDone;
+    if (!e.get_exit_code()) return written(app.exit(e));
+    if (const auto unknown = unknown_command(app); !unknown.empty()) return written(failed(o, kUsage, unknown));
+    if (o.json) print(error_json(e.what(), kUsage));
+    app.exit(e);
+    return written(kUsage);
   }
-  const int status = todo ? todo() : kUsage;
-  // Who reads half of it must not take it for all: a disk may be full.
-  if (!std::fflush(stdout) && !std::ferror(stdout)) return status;
-  std::fprintf(stderr, "migrctl: standard output could not be written\n");
-  return status == kDone ? kFailed : status;
+  return written(todo ? todo() : kUsage);
 }

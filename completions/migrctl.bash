@@ -20,7 +20,7 @@ _migrctl_options() {	# COMMAND [COMMAND]
 	report) echo -o --output --json ;;
 	"pki host") echo --ip --days --json ;;
 	checkpoint|restore|"link up"|"pki init"|ps|show|peers|history|version) echo --json ;;
-	"") echo --socket --config ;;
+	"") echo --socket --config --version ;;
 	esac
 	echo --help
 }

@@ -94,12 +94,29 @@ status=$?
 # Nor what nobody reads: a pipe whose other end is closed.
 mkfifo "$dir/pipe"
 exec 4<>"$dir/pipe" 5>"$dir/pipe" 4<&-
-for line in version; do
+for line in version --version; do
 	"$ctl" --socket "$dir/no.sock" $line >&5 2>"$dir/err"
 	status=$?
 	[ $status = 1 ] && grep -q "standard output" "$dir/err" || not_ok "$line to nobody: $status $(cat "$dir/err")"
 done
 exec 5>&-
+
+# A word that is no command is named, whatever stands beside it.
+for line in "migrat x --to y" "bogus --json" "--json bogus" bogus "link bogus rxe0" "pki bogus"; do
+	# shellcheck disable=SC2086 # words
+	asked root $line
+	word=bogus
+	[ "${line#migrat }" = "$line" ] || word=migrat
+	[ $status = 2 ] && grep -qE "^migrctl: '$word' is no command of migrctl( link| pki)?; see: migrctl( link| pki)? --help\$" "$dir/err" || not_ok "$line: $status $(cat "$dir/err")"
+done
+asked root migrate x y
+[ $status = 2 ] && grep -q -- "--to is required" "$dir/err" || not_ok "migrate without --to: $status $(cat "$dir/err")"
+asked root --version
+[ $status = 0 ] && [ "$(cat "$dir/out.json")" = "$("$ctl" version --json | jq -r .migrctl.release)" ] || not_ok "--version: $status $(cat "$dir/out.json")"
+
+# What somebody has named does not steer the terminal.
+asked root report $'\033[2J'
+[ $status = 2 ] && ! LC_ALL=C grep -q $'\033' "$dir/err" || not_ok "a control character: $(cat "$dir/err")"
 
 # What works without a host.
 asked root pki init "$dir/ca" --json
