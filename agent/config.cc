@@ -6,6 +6,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "fault.h"
 #include "json.h"
@@ -30,11 +31,13 @@ Status set_limit(const std::string& name, const Json& value) {
   return {};
 }
 
-// A migrd whose coordinator waits as long as it may would take it for one that does not get on, and end.
+// A migrd whose coordinator waits as long as it may would take it for one that does not get on, and end. These it waits for.
 Status limits_fit() {
-  const std::pair<const char*, int> longest[] = {{"prepare_ms", kPrepareMs}, {"upload_ms", kUploadMs}, {"ready_ms", kReadyMs}, {"drain_ms", kDrainMs},
-                                                 {"runc_ms", kRuncMs}, {"checkpoint_ms", kCheckpointMs}, {"hook_ms", kHookMs}};
-  for (const auto& [name, ms] : longest)
+  const std::pair<const char*, int> waited_for[] = {
+      {"prepare_ms", kPrepareMs}, {"upload_ms", kUploadMs},         {"ready_ms", kReadyMs},     {"drain_ms", kDrainMs},     {"runc_ms", kRuncMs},
+      {"hook_ms", kHookMs},       {"checkpoint_ms", kCheckpointMs}, {"compare_ms", kCompareMs}, {"suspend_ms", kSuspendMs}, {"process_ms", kProcessMs},
+      {"commit_ms", kCommitMs},   {"undecided_ms", kUndecidedMs},   {"check_ms", kCheckMs},     {"abort_ms", kAbortMs},     {"reconnect_ms", kReconnectMs}};
+  for (const auto& [name, ms] : waited_for)
     if (ms >= kPhaseMs) return Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"" + name + "\" (" + std::to_string(ms) + ")"};
   if (kCommitMs >= kPluginCommitMs) return Error{EINVAL, "limit \"commit_ms\" has to be less than the " + std::to_string(kPluginCommitMs) + " for which CRIU's plugin waits"};
   return {};
@@ -84,6 +87,36 @@ Status names_peers(const Config& c) {
   return {};
 }
 
+// HOST:PORT, and nothing that gRPC would make one of by itself.
+bool host_and_port(const std::string& a) {
+  constexpr std::size_t kDigits = 5;
+  constexpr int kMostPort = 65535;
+  const auto colon = a.rfind(':');
+  if (colon == a.npos) return false;
+  const std::string host = a.substr(0, colon), port = a.substr(colon + 1);
+  if (host.empty() || (host.find(':') != host.npos && (host.front() != '[' || host.back() != ']'))) return false;
+  if (port.empty() || port.size() > kDigits || port.find_first_not_of("0123456789") != port.npos) return false;
+  const int n = std::stoi(port);
+  return n > 0 && n <= kMostPort;
+}
+
+Error no_address(const std::string& of, const std::string& a) {
+  return {EINVAL, of + " has to be host:port (an IPv6 address in brackets), not \"" + a + "\""};
+}
+
+// {"name": .., "address": "host:port"}
+Status read_peer(const Json& j, Config& out) {
+  if (!j.is_object() || !j.contains("name") || !j["name"].is_string() || !j.contains("address") || !j["address"].is_string())
+    return Error{EINVAL, "each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
+  for (const auto& [key, value] : j.items())
+    if (key != "name" && key != "address") return Error{EINVAL, "unknown key \"" + key + "\" in \"peers\""};
+  Peer p{j["name"], j["address"]};
+  if (!host_and_port(p.address)) return no_address("\"address\" of '" + p.name + "' in \"peers\"", p.address);
+  if (out.peer(p.name)) return Error{EINVAL, "two of \"peers\" are '" + p.name + "'"};
+  out.peers.push_back(std::move(p));
+  return {};
+}
+
 // {"redis": ADDRESS, "prefix": .., "password_file": ..}
 Status read_directory(const Json& j, RedisConfig& out) {
   if (!j.is_object() || !j.contains("redis")) return Error{EINVAL, "\"directory\" has to be {\"redis\": \"host:port\" or \"/path/of/its/socket\"}"};
@@ -96,9 +129,7 @@ Status read_directory(const Json& j, RedisConfig& out) {
     *s->second = value.get<std::string>();
   }
   const std::string& a = out.address;
-  const auto colon = a.rfind(':');
-  const bool port = colon != a.npos && colon && colon + 1 < a.size() && a.find_first_not_of("0123456789", colon + 1) == a.npos;
-  if (!a.starts_with('/') && !port) return Error{EINVAL, "\"redis\" has to be host:port or the path of a socket, not \"" + a + "\""};
+  if (!a.starts_with('/') && !host_and_port(a)) return Error{EINVAL, "\"redis\" has to be host:port or the path of a socket, not \"" + a + "\""};
   return {};
 }
 
@@ -119,14 +150,24 @@ Result<Config> load_config(const std::string& path) {
   std::ifstream in(path);
   if (!in) return sys_error("cannot read " + path);
   Json j;
+  std::vector<std::set<std::string>> said;  // keys of the objects that are being read
+  std::string twice;
+  const auto look = [&](int, Json::parse_event_t what, const Json& read) {
+    using Event = Json::parse_event_t;
+    if (what == Event::object_start) said.emplace_back();
+    if (what == Event::object_end) said.pop_back();
+    if (what == Event::key && !said.back().insert(read).second) twice = read;
+    return true;
+  };
   try {
-    j = Json::parse(in, nullptr, true, true);
+    j = Json::parse(in, look, true, true);
   } catch (const Json::parse_error& e) {
     const std::string why = e.what();  // "[json.exception.parse_error.101] parse error at line 3, column 5: .."
     const auto at = why.find("] ");
     return Error{EINVAL, path + ": " + (at == why.npos ? why : why.substr(at + 2))};
   }
   if (!j.is_object()) return Error{EINVAL, path + " is not a JSON object"};
+  if (!twice.empty()) return Error{EINVAL, path + ": the key \"" + twice + "\" is there twice"};
   Config c;
   const std::map<std::string, std::string*> strings = {
       {"name", &c.name},           {"listen", &c.listen},
@@ -141,12 +182,8 @@ Result<Config> load_config(const std::string& path) {
       *s->second = value.get<std::string>();
     } else if (key == "peers") {
       if (!value.is_array()) return Error{EINVAL, path + ": \"peers\" has to be an array"};
-      for (const auto& p : value) {
-        if (!p.is_object() || !p.contains("name") || !p["name"].is_string() || !p.contains("address") ||
-            !p["address"].is_string())
-          return Error{EINVAL, path + ": each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
-        c.peers.push_back({p["name"], p["address"]});
-      }
+      for (const auto& one : value)
+        if (auto p = read_peer(one, c); !p) return Error{EINVAL, path + ": " + p.error().text};
     } else if (key == "allow") {
       if (auto a = read_allow(value, c); !a) return Error{EINVAL, path + ": " + a.error().text};
     } else if (key == "directory") {
@@ -160,6 +197,9 @@ Result<Config> load_config(const std::string& path) {
     }
   }
   if (c.name.empty()) return Error{EINVAL, path + ": \"name\" of this host is missing"};
+  if (!host_and_port(c.listen)) return no_address(path + ": \"listen\"", c.listen);
+  for (const char* key : {"state_dir", "run_dir", "control_socket"})
+    if (const auto& p = *strings.at(key); !p.starts_with('/')) return Error{EINVAL, path + ": \"" + key + "\" has to be an absolute path, not \"" + p + "\""};
   if (auto s = limits_fit(); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (auto s = names_peers(c); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;

@@ -106,6 +106,63 @@ TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
   kUploadMs = upload, kPhaseMs = phase;
 }
 
+TEST_F(AllowConfig, EachLimitThatAStepWaitsForIsLess) {
+  const std::pair<const char*, int*> waited_for[] = {{"commit_ms", &kCommitMs}, {"undecided_ms", &kUndecidedMs}, {"check_ms", &kCheckMs}, {"abort_ms", &kAbortMs}, {"process_ms", &kProcessMs}, {"suspend_ms", &kSuspendMs}, {"reconnect_ms", &kReconnectMs}, {"compare_ms", &kCompareMs}};
+  const int phase = kPhaseMs, go = kGoMs;
+  for (const auto& [name, limit] : waited_for) {
+    const int before = *limit;
+    const auto c = load("{}, \"limits\": {\"" + std::string(name) + "\": " + std::to_string(phase) + "}");
+    *limit = before;
+    ASSERT_FALSE(c) << name;
+    EXPECT_NE(c.error().text.find("has to be more than \"" + std::string(name) + "\""), std::string::npos) << c.error().text;
+  }
+  EXPECT_TRUE(load(R"({}, "limits": {"go_ms": 7200000})")) << "a restore waits, and no step of the coordinator";
+  kGoMs = go;
+}
+
+TEST_F(AllowConfig, AddressesHaveAPort) {
+  const auto with = [&](const std::string& listen, const std::string& peers) {
+    std::ofstream(dir + "/migrd.json") << R"({"name": "a", "listen": ")" << listen << R"(", "peers": [)" << peers << "]}";
+    return load_config(dir + "/migrd.json");
+  };
+  for (const char* good : {"0.0.0.0:7471", "[::]:7471", "host.example:65535"}) {
+    const auto c = with(good, R"({"name": "b", "address": ")" + std::string(good) + R"("})");
+    ASSERT_TRUE(c) << c.error().text;
+    EXPECT_EQ(c->peers[0].address, good);
+  }
+  for (const char* bad : {"", "0.0.0.0", "[::]", "::1:7471", ":7471", "host:", "host:x", "host:0", "host:65536", "unix:/run/x"}) {
+    const std::string why = " has to be host:port (an IPv6 address in brackets), not \"" + std::string(bad) + "\"";
+    auto c = with(bad, "");
+    ASSERT_FALSE(c) << bad;
+    EXPECT_EQ(c.error().text, dir + "/migrd.json: \"listen\"" + why);
+    c = with("0.0.0.0:1", R"({"name": "b", "address": ")" + std::string(bad) + R"("})");
+    ASSERT_FALSE(c) << bad;
+    EXPECT_EQ(c.error().text, dir + "/migrd.json: \"address\" of 'b' in \"peers\"" + why);
+  }
+}
+
+TEST_F(AllowConfig, WhatIsThereTwiceOrUnknownIsAnError) {
+  const auto with = [&](const std::string& rest) {
+    std::ofstream(dir + "/migrd.json") << R"({"name": "a", )" << rest << "}";
+    const auto c = load_config(dir + "/migrd.json");
+    return c ? "" : c.error().text.substr((dir + "/migrd.json: ").size());
+  };
+  EXPECT_EQ(with(R"("peers": [{"name": "b", "address": "b:1"}, {"name": "b", "address": "b:2"}])"), "two of \"peers\" are 'b'");
+  EXPECT_EQ(with(R"("peers": [{"name": "b", "address": "b:1", "port": 2}])"), "unknown key \"port\" in \"peers\"");
+  EXPECT_EQ(with(R"("runc": "x", "criu": "y", "runc": "z")"), "the key \"runc\" is there twice");
+  EXPECT_EQ(with(R"("limits": {"call_ms": 1, "call_ms": 2})"), "the key \"call_ms\" is there twice");
+}
+
+TEST_F(AllowConfig, ItsFoldersAreAbsolutePaths) {
+  for (const std::string key : {"state_dir", "run_dir", "control_socket"})
+    for (const std::string bad : {"", "var/lib/migr"}) {
+      std::ofstream(dir + "/migrd.json") << R"({"name": "a", ")" << key << R"(": ")" << bad << "\"}";
+      const auto c = load_config(dir + "/migrd.json");
+      ASSERT_FALSE(c) << key;
+      EXPECT_EQ(c.error().text, dir + "/migrd.json: \"" + key + "\" has to be an absolute path, not \"" + bad + "\"");
+    }
+}
+
 TEST_F(AllowConfig, WhereThingsMayGo) {
   const auto open = load("{}");
   EXPECT_TRUE(may_take(*open, "b", "web-1"));
