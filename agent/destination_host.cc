@@ -238,6 +238,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
     if (auto s = may(config_, {*ctx, config_}, Right::kToHere, r->container()); !s) return s;
     if (auto s = same_version("migrd", r->wire(), kWireVersion); !s) return s;
     if (auto s = same_version("libmigr", r->proc(), MIGR_PROC_VERSION); !s) return s;
+    if (auto s = r->has_address() ? check_net_hook(config_) : Status(); !s) return s;
     auto k = KernelRecord::open();
     if (!k) return Error{EBUSY, k.error().text};
     if (auto s = same_version("migr.ko", r->abi(), MIGR_ABI_VERSION); !s) return s;
@@ -314,6 +315,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     }
     if (auto s = bundle.finish(); !s) return s;
     if (auto s = images.finish(); !s) return s;
+    if (auto s = address_can_move(config_, job->bundle); !s) return s;
     if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
     job->attach = runc_.net_ahead("attach-closed", job->bundle, job->container, job->dir + "/attach.out");
     job->open = runc_.net_ahead("open", job->bundle, job->container, job->dir + "/open.out");

@@ -77,6 +77,15 @@ void judge_criu(Judge& j, const wire::HostFacts& f) {
   j.part("runc", f.runc(), "install migr's runc, or say in migrd.json where it is (\"runc\")");
 }
 
+void judge_net_hook(Judge& j, const wire::HostFacts& f) {
+  if (!f.has_net_hook()) return;
+  const std::string advice = "say in migrd.json what moves an address (\"net_hook\"); packages have /usr/lib/migr/migr-net";
+  if (f.net_hook().path().empty())
+    j.warn("net_hook", "not set: containers with an address of their own are refused", "if there are such, " + advice);
+  else
+    j.part("net_hook", f.net_hook(), advice);
+}
+
 void judge_certificate(Judge& j, const wire::CertificateFacts& c, std::int64_t now_s) {
   const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; migrd takes them by itself";
   if (!c.error().empty()) return j.fail(check, c.error(), "ca.pem, host.pem and host.key (mode 0600) of this host belong into " + c.folder());
@@ -198,6 +207,7 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
   judge_kernel(j, f);
   j.part("library", f.library(), "install libmigr.so there, or say in migrd.json where it is (\"libmigr\"); programs are started with LD_PRELOAD= and that path");
   judge_criu(j, f);
+  judge_net_hook(j, f);
   judge_certificate(j, f.certificate(), now_s);
   judge_devices(j, f);
   if (f.links().path().empty()) j.ok("links", "not configured");

@@ -141,6 +141,8 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   f.mutable_plugin()->set_error(error_of(check_plugin(config)));
   f.mutable_runc()->set_path(config.runc);
   f.mutable_runc()->set_error(error_of(Runc(config).check_verbs()));
+  f.mutable_net_hook()->set_path(config.net_hook);
+  if (!config.net_hook.empty()) f.mutable_net_hook()->set_error(error_of(check_net_hook(config)));
   *f.mutable_links() = links_of(config);
   *f.mutable_certificate() = certificate_of(config);
   add_devices(f);

@@ -6,6 +6,7 @@
 #include "file_tree.h"
 #include "host_service.h"
 #include "limits.h"
+#include "runc.h"
 
 namespace migr {
 namespace {
@@ -34,11 +35,13 @@ Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status()
 Status RpcDestination::check(const wire::CheckRequest& r) {
   // Is anybody there at all? The check itself runs programs, which takes its time.
   if (auto s = call(host_, &wire::Host::Stub::Version, wire::Empty(), kCheckMs, name_); !s) return s.error();
-  if (!bundle_.empty() || r.bundle().empty()) return call(stub_, &D::Check, r, kPrepareMs, name_);
+  wire::CheckRequest asked = r;
+  const auto address = has_address(bundle_.empty() ? r.bundle() : bundle_);
+  asked.set_has_address(address && *address);
+  if (!bundle_.empty() || r.bundle().empty()) return call(stub_, &D::Check, asked, kPrepareMs, name_);
   const FolderMark mark(r.bundle());
-  wire::CheckRequest marked = r;
-  marked.set_bundle_mark(mark.name());
-  auto reply = call(stub_, &D::Check, marked, kPrepareMs, name_);
+  asked.set_bundle_mark(mark.name());
+  auto reply = call(stub_, &D::Check, asked, kPrepareMs, name_);
   shared_ = reply && reply->bundle_shared();
   return reply;
 }

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "json.h"
 #include "limits.h"
@@ -66,6 +67,35 @@ std::string plugin_dir(const Config& config) { return config.criu_libs.empty() ?
 Status check_plugin(const Config& config) {
   const std::string dir = plugin_dir(config);
   return access((dir + "/migr_plugin.so").c_str(), R_OK) ? Status(Error{EBUSY, "no migr_plugin.so in " + dir}) : Status();
+}
+
+Result<bool> has_address(const std::string& bundle) {
+  if (bundle.empty()) return false;
+  std::ifstream in(bundle + "/config.json");
+  const auto j = Json::parse(in, nullptr, false);
+  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
+  return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
+}
+
+Status check_net_hook(const Config& config) {
+  const std::string& hook = config.net_hook;
+  const std::string what = "an address of a container's own cannot be moved: ", advice = "; set net_hook in migrd.json of " + config.name;
+  if (hook.empty()) return Error{EBUSY, what + "there is no net_hook" + advice};
+  const auto runs = [](const std::string& path) {
+    std::error_code ec;
+    return std::filesystem::is_regular_file(path, ec) && !access(path.c_str(), X_OK);
+  };
+  // As it is looked for when it is started.
+  const char* path = getenv("PATH");
+  std::istringstream folders(hook.find('/') == hook.npos && path ? path : "");
+  bool found = hook.find('/') != hook.npos && runs(hook);
+  for (std::string folder; !found && std::getline(folders, folder, ':');) found = runs(folder + "/" + hook);
+  return found ? Status() : Error{EBUSY, what + "the net_hook " + hook + " is no program" + advice};
+}
+
+Status address_can_move(const Config& config, const std::string& bundle) {
+  const auto has = has_address(bundle);
+  return has && *has ? check_net_hook(config) : Status(has);
 }
 
 bool container_id_ok(const std::string& id) {
@@ -203,10 +233,7 @@ Result<Child> Runc::partial_restore(const std::string& id, const std::string& bu
 
 Result<bool> Runc::has_net(const std::string& bundle) const {
   if (config_.net_hook.empty()) return false;
-  std::ifstream in(bundle + "/config.json");
-  const auto j = Json::parse(in, nullptr, false);
-  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
-  return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
+  return has_address(bundle);
 }
 
 Child Runc::net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const {

@@ -34,6 +34,13 @@ std::string plugin_dir(const Config& config);
 /// EBUSY: migr_plugin.so is not there.
 Status check_plugin(const Config& config);
 
+/// The bundle asks for an address of its own, which net_hook moves. EINVAL: its config.json cannot be read.
+Result<bool> has_address(const std::string& bundle);
+/// EBUSY: nothing here could move one; it would stay behind.
+Status check_net_hook(const Config& config);
+/// The same of a bundle that has one.
+Status address_can_move(const Config& config, const std::string& bundle);
+
 bool container_id_ok(const std::string& id);
 
 /// Thread: any. Errors carry runc's last line.

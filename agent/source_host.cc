@@ -504,6 +504,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   info_.id = container;
   info_.bundle = state->bundle;
   state_ = *state;
+  if (auto s = address_can_move(host_.config_, info_.bundle); !s) return s.error();
   auto all = host_.runc_.pids(state_);
   if (!all) return all.error();
   if (const auto root = bare_pid(container)) info_.pids = numbers_of(*root);

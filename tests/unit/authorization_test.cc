@@ -20,6 +20,7 @@
 
 #include "agent/control_service.h"
 #include "agent/destination_host.h"
+#include "agent/file_tree.h"
 #include "agent/host_service.h"
 #include "agent/partner_host.h"
 #include "agent/peer_link.h"
@@ -352,6 +353,35 @@ TEST_F(Peer, ContainersAreRefusedByNameBeforeAnythingElseIsLookedAt) {
   writer->Write(first);
   writer->WritesDone();
   EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);
+}
+
+// Found in the source's message before it begins; by an older source only in the bundle that it sends.
+TEST_F(Peer, AnAddressThatNothingHereCouldMoveIsRefused) {
+  serve("{}");
+  const std::string why = "a: an address of a container's own cannot be moved: there is no net_hook; set net_hook in migrd.json of a";
+  wire::CheckRequest r;
+  r.set_container("web"), r.set_wire(kWireVersion), r.set_proc(MIGR_PROC_VERSION);
+  auto s = tell("b", &wire::Destination::Stub::Check, r);
+  EXPECT_TRUE(s || s.error().text != why);
+  r.set_has_address(true);
+  s = tell("b", &wire::Destination::Stub::Check, r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().text, why);
+
+  wire::Destination::Stub stub(as("b"));
+  grpc::ClientContext ctx;
+  wire::PrepareReply reply;
+  auto writer = stub.Prepare(&ctx, &reply);
+  wire::PrepareChunk chunk;
+  auto* h = chunk.mutable_header();
+  h->set_id(7), h->set_container("web"), h->set_bundle(dir + "/bundle"), h->set_source("b");
+  writer->Write(chunk);
+  fs::create_directory(dir + "/from");
+  std::ofstream(dir + "/from/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
+  EXPECT_TRUE(send_tree(dir + "/from", wire::FileChunk::BUNDLE, 1 << 20, [&](const wire::FileChunk& c) { return *chunk.mutable_file() = c, writer->Write(chunk); }));
+  writer->WritesDone();
+  EXPECT_EQ("a: " + writer->Finish().error_message(), why);
+  EXPECT_FALSE(fs::exists(dir + "/bundle")) << "it is taken back";
 }
 
 TEST_F(Peer, NobodyBeginsAMigrationInAnothersName) {

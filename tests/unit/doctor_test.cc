@@ -32,6 +32,7 @@ wire::HostFacts good(const std::string& name = "src") {
   f.mutable_criu()->set_path("criu"), f.mutable_criu()->set_version("3.17.1");
   f.mutable_plugin()->set_path("/usr/lib/criu/migr_plugin.so");
   f.mutable_runc()->set_path("runc");
+  f.mutable_net_hook()->set_path("/usr/lib/migr/migr-net");
   auto* c = f.mutable_certificate();
   c->set_folder("/etc/migr/pki"), c->set_subject(name), c->set_begins_s(kNow - kDay), c->set_ends_s(kNow + 300 * kDay), c->set_ca_ends_s(kNow + 900 * kDay);
   c->set_of_ca(true), c->set_of_key(true), c->set_of_host(true);
@@ -62,6 +63,9 @@ TEST(Doctor, HostsThatAreRightAreOk) {
   const auto peer = judge_peer(good(), answer_of(good("dst")), kNow);
   EXPECT_TRUE(wrong(peer).empty()) << text_of(peer);
   EXPECT_EQ(health_of(peer), Health::kOk);
+  auto older = good("dst");  // does not know of it
+  older.clear_net_hook();
+  EXPECT_TRUE(wrong(judge_peer(good(), answer_of(older), kNow)).empty());
   for (const auto& f : peer) EXPECT_EQ(f.advice, "") << f.check;
 }
 
@@ -126,6 +130,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"criu_old", [](auto& f) { f.mutable_criu()->set_version("3.16"); }, "criu", Health::kFailed, "3.16", "3.17"},
         Case{"plugin", [](auto& f) { f.mutable_plugin()->set_error("no migr_plugin.so"); }, "plugin", Health::kFailed, "no migr_plugin.so", "criu_libs"},
         Case{"runc", [](auto& f) { f.mutable_runc()->set_error("runc knows no partial-restore"); }, "runc", Health::kFailed, "partial-restore", "migr's runc"},
+        Case{"net_hook", [](auto& f) { f.mutable_net_hook()->set_error("/x is no program"); }, "net_hook", Health::kFailed, "no program", "migr-net"},
+        Case{"no_net_hook", [](auto& f) { f.mutable_net_hook()->clear_path(); }, "net_hook", Health::kWarning, "not set", "if there are such, say in migrd.json"},
         Case{"no_key", [](auto& f) { f.mutable_certificate()->set_error("no host.key"); }, "certificate", Health::kFailed, "no host.key", "/etc/migr/pki"},
         Case{"expired", [](auto& f) { f.mutable_certificate()->set_ends_s(kNow); }, "certificate", Health::kFailed, "it expired", "pki host"},
         Case{"expires", [](auto& f) { f.mutable_certificate()->set_ends_s(kNow + 30 * kDay - 1); }, "certificate", Health::kWarning, "in 29 days", "pki host"},

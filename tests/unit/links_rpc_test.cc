@@ -61,9 +61,11 @@ struct FakeDestination final : wire::Destination::Service {
   }
   grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) override {
     out->set_bundle_shared(has_mark(r->bundle(), r->bundle_mark()) && here == r->bundle());
+    has_address = r->has_address();
     return grpc::Status::OK;
   }
   std::string here;  // the folder that it has, too
+  bool has_address = false;
   int asked_for_changes = 0;
   std::set<std::string> prepared, named, changed;
   grpc::Status UploadChanges(grpc::ServerContext*, grpc::ServerReader<wire::ChangesChunk>* reader, wire::UploadReply* out) override {
@@ -208,6 +210,19 @@ TEST_F(LinksOfAContainer, ABundleThatBothHostsHaveIsNotSent) {
     EXPECT_TRUE(s) << s.error().text;
     EXPECT_EQ(destination.asked_for_changes, shared ? 0 : 1);
   }
+}
+
+TEST_F(LinksOfAContainer, TheDestinationIsToldOfAnAddress) {
+  wire::CheckRequest running, stored;
+  running.set_bundle(bundle);
+  stored.set_bundle("/where/it/is/to/be");
+  const auto told = [&](const std::string& of, const wire::CheckRequest& r) {
+    EXPECT_TRUE(RpcDestination(channel, "dst", of).check(r));
+    return destination.has_address;
+  };
+  EXPECT_FALSE(told("", running) || told(bundle, stored) || told("", wire::CheckRequest()));
+  std::ofstream(bundle + "/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
+  EXPECT_TRUE(told("", running) && told(bundle, stored));
 }
 
 TEST_F(LinksToPeers, ASlowUploadSaysHowFarItGot) {

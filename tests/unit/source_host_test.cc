@@ -163,6 +163,25 @@ TEST_F(ASource, TakesBackWhatWasNot) {
   EXPECT_EQ(did("net", "attach"), 1);
 }
 
+TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
+  script("runc", "echo '{\"status\": \"running\", \"pid\": 1, \"bundle\": \"" + root + "/bundle\"}'\n");
+  std::ofstream(root + "/text") << "no program";
+  const auto with = [&](const std::string& hook) -> std::string {
+    Config c = config;
+    c.net_hook = hook;
+    SourceHost other{c, sessions, claims, numbers, directory, nullptr, nullptr};
+    const auto info = SourceRun(other, kId, SourceRun::Describe::kLook).inspect("web");
+    return info ? "" : info.error().text;
+  };
+  const std::string what = "an address of a container's own cannot be moved: ", advice = "; set net_hook in migrd.json of src";
+  EXPECT_EQ(with(""), what + "there is no net_hook" + advice);
+  for (const std::string& bad : {root + "/none", root + "/text", root + "/bundle", std::string("no-such-program")})
+    EXPECT_EQ(with(bad), what + "the net_hook " + bad + " is no program" + advice);
+  for (const std::string& good : {root + "/net", std::string("true")}) EXPECT_EQ(with(good).find("net_hook"), std::string::npos) << with(good);
+  std::ofstream(root + "/bundle/config.json") << "{}";
+  EXPECT_EQ(with("").find("net_hook"), std::string::npos) << with("");
+}
+
 /// What runc is, with CRIU below it, when migrd ends in the middle of a dump. `does` in the child; the parent notes its end.
 pid_t start_dump(const std::string& root, const std::string& does) {
   const std::string images = root + "/state/source/" + migration_text(kId) + "/images", script = "sh -c '" + does + "'; echo ended >>" + root + "/runc.log; true";
