@@ -3,9 +3,11 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <linux/magic.h>
 #include <linux/openat2.h>
 #include <mntent.h>
+#include <spdlog/spdlog.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -79,6 +81,8 @@ struct Sender {
   std::map<std::string, std::uint64_t> sent{};  // while they were written; bytes
   SentFiles* known = nullptr;                   // what it has is not sent
   std::string known_as{};                       // before names there
+  std::size_t left_out = 0;                     // sockets and devices
+  std::string first_left_out{};
 
   bool changes() const { return known && known->first(); }
 
@@ -194,7 +198,10 @@ struct Sender {
         continue;
       }
       wire::FileChunk c = chunk(name, st);
-      if (S_ISLNK(st.st_mode)) {
+      if (S_ISFIFO(st.st_mode) && tree == wire::FileChunk::BUNDLE) {
+        note(name, st);
+        if (!send(c)) ended = true;
+      } else if (S_ISLNK(st.st_mode)) {
         std::string target(static_cast<std::size_t>(st.st_size) + 1, 0);
         const ssize_t got = readlinkat(dirfd, n.c_str(), target.data(), target.size());
         if (got < 0 && errno == ENOENT && changes()) continue;
@@ -219,6 +226,8 @@ struct Sender {
         if (!has && !send(c)) ended = true;
         if (st.st_dev != device) continue;  // a mount: the folder, not what is in it
         if (auto s = folder(fd.n, name, depth + 1); !s) return s;
+      } else if (changes() && left_out++ == 0) {  // said once, and not again when what has changed is sent
+        first_left_out = name;
       }
     }
     return {};
@@ -401,6 +410,7 @@ Status send_changes(const std::string& folder, wire::FileChunk::Tree tree, std::
   s.known = &sent;
   s.known_as = prefix;
   if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
+  if (s.left_out) spdlog::warn("{}/{} is a socket or a device, which is not copied{}", folder, s.first_left_out, s.left_out > 1 ? fmt::format("; nor are {} more", s.left_out - 1) : "");
   sent.sent();
   return {};
 }
@@ -514,6 +524,8 @@ std::uint64_t bytes_below(const std::string& folder) {
 }
 
 std::string text_of(const std::string& path) {
+  std::error_code ec;
+  if (std::filesystem::is_fifo(path, ec)) return {};  // who opens one waits
   std::ifstream in(path, std::ios::binary);
   std::ostringstream out;
   out << in.rdbuf();  // an istreambuf_iterator would throw where a read fails
@@ -578,7 +590,14 @@ Status TreeWriter::write(const wire::FileChunk& c) {
         return sys_error("making " + c.name());
       return {};
     }
-    if (!S_ISREG(c.mode())) return Error{EINVAL, c.name() + ": neither file, folder nor link"};
+    if (S_ISFIFO(c.mode()) && c.tree() == wire::FileChunk::BUNDLE) {
+      if (unlinkat(dir->n, base.c_str(), 0) && errno != ENOENT) return sys_error("replacing " + c.name());
+      if (mkfifoat(dir->n, base.c_str(), 0600) || fchownat(dir->n, base.c_str(), c.uid(), c.gid(), AT_SYMLINK_NOFOLLOW) ||
+          fchmodat(dir->n, base.c_str(), permissions, 0))
+        return sys_error("making " + c.name());
+      return {};
+    }
+    if (!S_ISREG(c.mode())) return Error{EINVAL, c.name() + ": neither file, folder, FIFO nor link"};
     auto o = std::make_unique<Open>();
     o->name = c.name();
     constexpr std::string_view kPart = ".migr-part";

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "file_tree.h"
 #include "json.h"
 #include "limits.h"
 #include "process.h"
@@ -71,8 +72,7 @@ Status check_plugin(const Config& config) {
 
 Result<bool> has_address(const std::string& bundle) {
   if (bundle.empty()) return false;
-  std::ifstream in(bundle + "/config.json");
-  const auto j = Json::parse(in, nullptr, false);
+  const auto j = Json::parse(text_of(bundle + "/config.json"), nullptr, false);
   if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
   return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
 }

@@ -5,6 +5,9 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/socket.h>
@@ -17,6 +20,7 @@
 #include <functional>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -783,6 +787,49 @@ TEST_F(Changing, WhatWasWrittenRemovedAndMadeArrives) {
   ASSERT_EQ(chmod(at("empty").c_str(), 0600), 0);
   send_again();
   EXPECT_EQ(std::filesystem::status(dir_ + "/to/sub/empty").permissions(), std::filesystem::perms{0600});
+}
+
+TEST_F(Changing, FifosArriveAndSocketsAreLeftOutAndNamedOnce) {
+  ASSERT_EQ(mkfifo(at("fifo").c_str(), 0600), 0);
+  ASSERT_EQ(chmod(at("fifo").c_str(), 0622), 0);
+  ASSERT_EQ(chown(at("fifo").c_str(), geteuid() ? geteuid() : 17, static_cast<gid_t>(-1)), 0);
+  for (const char* name : {"socket", "socket-2"}) {
+    const Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_un address{AF_UNIX, {}};
+    ASSERT_LT(at(name).copy(address.sun_path, sizeof address.sun_path), sizeof address.sun_path);
+    ASSERT_EQ(bind(fd.n, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  }
+  std::ostringstream said;
+  const auto before = spdlog::default_logger();
+  spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(said)));
+  send_first();
+  const auto first = said.str();
+  said.str("");
+  for (const char* name : {"socket", "socket-2"}) std::filesystem::remove(at(name));
+  ASSERT_EQ(mkfifo(at("later").c_str(), 0600), 0);
+  std::set<std::string> names;
+  const auto all = names_below(dir_ + "/from/sub");
+  ASSERT_TRUE(all && remove_others(dir_ + "/to/sub", *all));
+  ASSERT_TRUE(send("sub/", &names));
+  spdlog::set_default_logger(before);
+  EXPECT_NE(first.find("/from//sub/socket is a socket or a device, which is not copied; nor are 1 more"), std::string::npos) << first;
+  EXPECT_EQ(said.str(), "");
+  EXPECT_TRUE(names.contains("later"));
+  for (const char* name : {"fifo", "later"}) {
+    struct stat from, to;
+    ASSERT_EQ(lstat(at(name).c_str(), &from), 0);
+    ASSERT_EQ(lstat((dir_ + "/to/sub/" + name).c_str(), &to), 0) << name;
+    EXPECT_EQ(from.st_mode, to.st_mode) << name;
+    EXPECT_EQ(from.st_uid, to.st_uid) << name;
+  }
+  EXPECT_FALSE(std::filesystem::exists(std::filesystem::symlink_status(dir_ + "/to/sub/socket")));
+  EXPECT_EQ(text_of(at("fifo")), "") << "nobody waits for who writes to it";
+  TreeWriter images(dir_ + "/to");
+  wire::FileChunk c;
+  c.set_tree(wire::FileChunk::IMAGES);
+  c.set_name("x");
+  c.set_mode(S_IFIFO | 0600);
+  EXPECT_EQ(images.write(c).error().code, EINVAL) << "CRIU would wait";
 }
 
 TEST_F(Changing, OnlyThatIsSentAgain) {
