@@ -343,6 +343,8 @@ Status Coordinator::prepare() {
   for (const auto& [ctx, owner] : info_.ctxs) h.add_ctx_ids(ctx), h.add_ctx_owner(owner);
   for (auto v : info_.vqpns) h.add_vqpns(v);
   h.set_later(!set_.pre_setup);
+  h.add_hosts(set_.self);
+  for (const auto& a : affected_) h.add_hosts(a.link->name());
   spares_.assign(affected_.size(), {});
   undo_.push("destination", [this] { return dest_.abort(id_); });
   for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return a.link->rollback(id_); });

@@ -48,6 +48,7 @@ constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
 struct DestinationHost::Job : LeasedJob {
   std::string container, bundle;
   std::vector<Instance> instances;
+  std::vector<std::string> hosts;                                        // that take part
   std::map<std::uint32_t, std::uint32_t> owner;                          // source's ctx_id -> index in instances
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
   std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                // likewise, of what was
@@ -114,6 +115,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
   job->source = h.source();
   job->container = h.container();
   job->bundle = h.bundle();
+  job->hosts.assign(h.hosts().begin(), h.hosts().end());
   for (const auto& i : h.instances()) {
     auto x = instance_of(i);
     if (!x) return x.error();
@@ -898,6 +900,13 @@ wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
   for (const auto& k : (*job)->keys) *r.add_keys() = k;
   r.set_keys_known((*job)->keys_known);
   return r;
+}
+
+bool DestinationHost::has_part(std::uint32_t id, const Caller& who) {
+  const auto job = jobs_.find(id);
+  if (!job) return false;
+  const auto& hosts = (*job)->hosts;
+  return hosts.empty() || who.is(config_.name) || std::any_of(hosts.begin(), hosts.end(), [&](const auto& h) { return who.is(h); });
 }
 
 Status DestinationHost::renew(std::uint32_t id, const Caller& who) { return jobs_.renew(id, who); }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "host_service.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 
 #include "facts.h"
@@ -36,9 +38,13 @@ grpc::Status HostService::Facts(grpc::ServerContext*, const wire::FactsRequest* 
   return grpc::Status::OK;
 }
 
-grpc::Status HostService::GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) {
-  for (Role* r : roles_)
-    if (*out = r->outcome(m->id()); out->outcome() != wire::UNKNOWN) break;
+grpc::Status HostService::GetOutcome(grpc::ServerContext* ctx, const wire::Migration* m, wire::OutcomeReply* out) {
+  for (Role* r : roles_) {
+    *out = r->outcome(m->id());
+    if (out->outcome() == wire::UNKNOWN) continue;
+    if (!r->has_part(m->id(), {*ctx, config_})) out->clear_keys(), out->clear_keys_known();
+    break;
+  }
   return grpc::Status::OK;
 }
 
@@ -54,19 +60,32 @@ grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration*
   return to_grpc(first);
 }
 
-grpc::Status HostService::Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) {
+// Who may switch connections here could break them anyway; of others only the host that it went to from here.
+Status HostService::may_release(const Caller& who, const Instance& i) const {
+  const auto away = numbers_.away_at(i);
+  if (!away || who.is(*away)) return {};
+  return may(config_, who, Right::kPartner);
+}
+
+grpc::Status HostService::Release(grpc::ServerContext* ctx, const wire::ReleaseRequest* r, wire::Empty*) {
+  const Caller who(*ctx, config_);
   std::vector<Instance> instances;
   bool leaving = false;
+  Status refused;
   for (const auto& bytes : r->instances()) {
     const auto i = instance_of(bytes);
     if (!i) return to_grpc(i);
     // Its numbers will be reserved in a moment, and nobody would tell of its end any more.
     if (std::any_of(roles_.begin(), roles_.end(), [&](Role* role) { return role->claims(*i); }))
       leaving = true;
+    else if (auto s = may_release(who, *i); !s)
+      refused = Error{s.error().code, "numbers of a process that has not gone to it stay reserved: " + s.error().text};
     else
       instances.push_back(*i);
   }
   const Status s = numbers_.release(instances);
+  if (!refused) spdlog::warn("refused: {}", refused.error().text);
+  if (s && !refused) return to_grpc(refused);
   return to_grpc(s && leaving ? Error{EBUSY, "the migration in which it left is not finished here"} : s);
 }
 

@@ -20,6 +20,8 @@ class Role {
   virtual ~Role() = default;
   /// UNKNOWN: not ours.
   virtual wire::OutcomeReply outcome(std::uint32_t id) = 0;
+  /// Who asks takes part in it: what outcome() says of keys is for those only.
+  virtual bool has_part(std::uint32_t, const Caller&) { return true; }
   /// ENOENT: not ours, or undone. EPERM: another host coordinates it.
   virtual Status renew(std::uint32_t id, const Caller& who) = 0;
   /// Called a few times a second: leases that ran out. Must not block for long.
@@ -55,6 +57,8 @@ class HostService final : public wire::Host::Service {
   grpc::Status Traffic(grpc::ServerContext*, const wire::TrafficRequest* r, wire::TrafficReply* out) override;
 
  private:
+  Status may_release(const Caller& who, const Instance& i) const;
+
   const Config& config_;
   SessionTable& sessions_;
   Numbers& numbers_;

@@ -16,7 +16,7 @@
 namespace migr {
 namespace {
 
-// born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true}}
+// born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true, "to": HOST}}
 // guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
 constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";
 
@@ -55,7 +55,7 @@ BornBook::BornBook(const std::string& text) {
   for (const auto& [who, e] : j.items()) {
     if (!e.is_object()) continue;
     try {
-      all_[who] = {e.value("born", std::set<std::uint32_t>()), e.value("foreign", std::set<std::uint32_t>()), e.value("away", false)};
+      all_[who] = {e.value("born", std::set<std::uint32_t>()), e.value("foreign", std::set<std::uint32_t>()), e.value("away", false), e.value("to", "")};
     } catch (const Json::exception&) {
       all_.erase(who);
     }
@@ -64,7 +64,7 @@ BornBook::BornBook(const std::string& text) {
 
 std::string BornBook::text() const {
   Json j = Json::object();
-  for (const auto& [who, e] : all_) j[who] = {{"born", e.born}, {"foreign", e.foreign}, {"away", e.away}};
+  for (const auto& [who, e] : all_) j[who] = {{"born", e.born}, {"foreign", e.foreign}, {"away", e.away}, {"to", e.to}};
   return j.dump(1);
 }
 
@@ -76,11 +76,16 @@ BornBook::Vqpns BornBook::born_here(const Instance& who, const Vqpns& vqpns, boo
   return {born.begin(), born.end()};
 }
 
-void BornBook::leave(const Instance& who, const Vqpns& born) {
+void BornBook::leave(const Instance& who, const Vqpns& born, const std::string& to) {
   if (born.empty())
     all_.erase(hex(who));
   else
-    all_[hex(who)] = {{born.begin(), born.end()}, {}, true};
+    all_[hex(who)] = {{born.begin(), born.end()}, {}, true, to};
+}
+
+std::optional<std::string> BornBook::away_at(const Instance& who) const {
+  const auto e = all_.find(hex(who));
+  return e != all_.end() && e->second.away ? std::optional(e->second.to) : std::nullopt;
 }
 
 BornBook::Vqpns BornBook::arrive(const std::vector<Instance>& who, const Vqpns& vqpns) {
@@ -89,6 +94,7 @@ BornBook::Vqpns BornBook::arrive(const std::vector<Instance>& who, const Vqpns& 
     Entry& e = all_[hex(i)];
     if (e.away) out.insert(e.born.begin(), e.born.end());
     e.away = false;
+    e.to.clear();
     e.foreign.clear();
     for (const auto v : vqpns)
       if (!e.born.contains(v)) e.foreign.insert(v);
@@ -153,12 +159,17 @@ Status Numbers::leave(const std::vector<Instance>& instances) {
 }
 
 // Written first: what was written is reserved again after a start.
-Status Numbers::left(const Instance& instance, const Vqpns& born) {
+Status Numbers::left(const Instance& instance, const Vqpns& born, const std::string& to) {
   std::lock_guard lock(mutex_);
   BornBook b = book();
-  b.leave(instance, born);
+  b.leave(instance, born, to);
   if (auto s = write(kBorn, b.text()); !s) return s;
   return each(born, &KernelRecord::reserve_qpn);
+}
+
+std::optional<std::string> Numbers::away_at(const Instance& instance) const {
+  std::lock_guard lock(mutex_);
+  return book().away_at(instance);
 }
 
 // Written last: what was not written is released again.

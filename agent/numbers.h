@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -32,7 +33,10 @@ class BornBook {
   /// @param first_life  it was never restored: all of them
   Vqpns born_here(const Instance& who, const Vqpns& vqpns, bool first_life) const;
   /// It goes, and these were born here. Twice is as good as once.
-  void leave(const Instance& who, const Vqpns& born);
+  /// @param to  the host, or the folder
+  void leave(const Instance& who, const Vqpns& born, const std::string& to);
+  /// To where it has gone from here. None: nothing of it is reserved; empty: an older migrd did not write it down
+  std::optional<std::string> away_at(const Instance& who) const;
   /// Processes come, with these. @return those to be released: born here, and of no other that is away
   Vqpns arrive(const std::vector<Instance>& who, const Vqpns& vqpns);
   /// It has ended, here or elsewhere; nothing happens if it was not there. @return those to be released
@@ -44,6 +48,7 @@ class BornBook {
   struct Entry {
     std::set<std::uint32_t> born, foreign;
     bool away = false;
+    std::string to{};
   };
   std::map<std::string, Entry> all_;  // by instance, in hexadecimal
 };
@@ -62,7 +67,8 @@ class Numbers {
   /// Processes are about to go elsewhere: their end here is not their end.
   Status leave(const std::vector<Instance>& instances);
   /// One has gone. @param born  as born_here() said before
-  Status left(const Instance& instance, const Vqpns& born);
+  Status left(const Instance& instance, const Vqpns& born, const std::string& to);
+  std::optional<std::string> away_at(const Instance& instance) const;
   /// Processes have come, with these numbers.
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is

@@ -380,7 +380,7 @@ Status SourceHost::remove(std::uint32_t id, journal::Source& r) {
   for (std::size_t i = 0; i < instances.size(); i++) {
     auto& p = *r.mutable_processes(static_cast<int>(i));
     if (p.reserved()) continue;
-    const auto n = numbers_.left(instances[i], {p.born().begin(), p.born().end()});
+    const auto n = numbers_.left(instances[i], {p.born().begin(), p.born().end()}, r.destination());
     p.set_reserved(bool(n));
     if (s && !n) s = n;
   }

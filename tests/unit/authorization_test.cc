@@ -426,6 +426,68 @@ TEST_F(Peer, NobodyCarriesOnAnothersMigration) {
   EXPECT_EQ(code(tell("b", &wire::Host::Stub::Renew, m)), ENOENT);
 }
 
+// It may have learnt of the process when that introduced itself to a partner.
+TEST_F(Peer, NumbersAreReleasedByTheHostThatTheirProcessWentTo) {
+  serve(kNobody);
+  const Instance who{1};
+  std::ofstream(dir + "/born.json") << "{\"" << hex(who) << R"(": {"born": [], "foreign": [], "away": true, "to": "c"}})";
+  wire::ReleaseRequest r;
+  r.add_instances(who.data(), who.size());
+  const auto s = tell("b", &wire::Host::Stub::Release, r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EPERM);
+  EXPECT_NE(s.error().text.find("b may not switch connections"), std::string::npos) << s.error().text;
+  EXPECT_TRUE(numbers_->away_at(who));
+  wire::ReleaseRequest other;
+  other.add_instances(std::string(sizeof(Instance), 'x'));
+  EXPECT_TRUE(tell("b", &wire::Host::Stub::Release, other)) << "what is not known is no error";
+  EXPECT_TRUE(tell("c", &wire::Host::Stub::Release, r));
+  EXPECT_FALSE(numbers_->away_at(who));
+}
+
+// It may have gone on from there, and of that nothing is known here.
+TEST_F(Peer, OrByOneThatMaySwitchConnections) {
+  serve(R"({"to_here": [], "partner": ["b"], "read": []})");
+  const Instance who{1};
+  std::ofstream(dir + "/born.json") << "{\"" << hex(who) << R"(": {"born": [], "foreign": [], "away": true, "to": "c"}})";
+  wire::ReleaseRequest r;
+  r.add_instances(who.data(), who.size());
+  EXPECT_TRUE(tell("b", &wire::Host::Stub::Release, r));
+  EXPECT_FALSE(numbers_->away_at(who));
+}
+
+TEST_F(Peer, KeysAreForThoseWhoTakePart) {
+  const Journal<journal::Destination> journal(dir + "/journal/destination");
+  const auto keep = [&](std::uint32_t id, const std::vector<std::string>& hosts) {
+    journal::Destination r;
+    auto* h = r.mutable_header();
+    h->set_id(id), h->set_source("c"), h->set_container("web"), h->set_bundle("/b");
+    for (const auto& name : hosts) h->add_hosts(name);
+    r.add_keys()->add_vrkey(1);
+    r.set_outcome(wire::COMMITTED);
+    r.set_resumed(true);
+    r.set_begun_s(unix_now());
+    ASSERT_TRUE(journal.save(id, r));
+  };
+  keep(7, {"c"});
+  keep(8, {"c", "b"});
+  keep(9, {});  // begun by an older migrd
+  serve("{}");
+  const auto keys = [&](const char* who, std::uint32_t id) {
+    wire::Migration m;
+    m.set_id(id);
+    const auto o = tell(who, &wire::Host::Stub::GetOutcome, m);
+    EXPECT_TRUE(o && o->outcome() == wire::COMMITTED);
+    EXPECT_EQ(o->keys_known(), o->keys_size() == 1);
+    return o->keys_size();
+  };
+  EXPECT_EQ(keys("b", 7), 0);
+  EXPECT_EQ(keys("c", 7), 1);
+  EXPECT_EQ(keys("a", 7), 1) << "it has partners on this host";
+  EXPECT_EQ(keys("b", 8), 1);
+  EXPECT_EQ(keys("b", 9), 1);
+}
+
 // ---- what is logged of it
 
 /// Takes what is logged, with its fields, instead of standard error.

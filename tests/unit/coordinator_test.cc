@@ -160,7 +160,8 @@ struct FakeDestination final : DestinationLink {
   explicit FakeDestination(Play& play) : p(play) {}
   Play& p;
   wire::ConnectRequest connected;
-  std::uint64_t room = ~0ull;  // for images
+  std::vector<std::string> hosts;  // that take part
+  std::uint64_t room = ~0ull;      // for images
   int upload_ms = 0, changes_ms = 0;
   int renew_ms = 0;
   std::atomic<int> renewed = 0;
@@ -170,6 +171,7 @@ struct FakeDestination final : DestinationLink {
   }
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, Sent& b) override {
     if (auto s = p.did("d.prepare"); !s) return s.error();
+    hosts.assign(h.hosts().begin(), h.hosts().end());
     b.bytes += 100;
     wire::PrepareReply r;
     if (!h.later()) add_qp(r);
@@ -410,6 +412,7 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   EXPECT_GT(r.service_blackout_ms(), 0);
   ASSERT_EQ(r.partners_size(), 1);
   EXPECT_EQ(r.partners(0), "p");
+  EXPECT_EQ(s.destination.hosts, (std::vector<std::string>{"src", "p"}));
   s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.track", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.connect", "p.track", "s.pre_dump"});

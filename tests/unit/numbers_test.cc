@@ -22,7 +22,7 @@ using Vqpns = BornBook::Vqpns;
 // As a host does it: which they are is asked while it is here, noted when it has gone.
 Vqpns leave(BornBook& book, const Instance& who, const Vqpns& vqpns, bool first_life) {
   const auto born = book.born_here(who, vqpns, first_life);
-  book.leave(who, born);
+  book.leave(who, born, "elsewhere");
   return born;
 }
 
@@ -46,6 +46,19 @@ TEST(BornBook, NumbersAreReservedWhereTheyWereBornWhileTheyAreAway) {
   EXPECT_EQ(first.arrive({a}, {10, 20}), Vqpns{10});
 }
 
+TEST(BornBook, KnowsToWhereAProcessHasGoneFromHere) {
+  BornBook book;
+  book.leave(Instance{1}, {10}, "b");
+  book.leave(Instance{2}, {}, "b");
+  book = BornBook(book.text());
+  EXPECT_EQ(book.away_at(Instance{1}), "b");
+  EXPECT_EQ(book.away_at(Instance{2}), std::nullopt) << "nothing of it was born here";
+  (void)book.arrive({Instance{1}}, {10});
+  EXPECT_EQ(book.away_at(Instance{1}), std::nullopt);
+  const std::string older = "{\"" + hex(Instance{3}) + "\": {\"born\": [10], \"foreign\": [], \"away\": true}}";
+  EXPECT_EQ(BornBook(older).away_at(Instance{3}), "");
+}
+
 TEST(BornBook, DamagedTextIsEmpty) {
   BornBook book("{\"00\": {\"born\": \"x\"}, \"01\": 7, ");
   EXPECT_EQ(book.text(), "{}");
@@ -57,12 +70,12 @@ TEST(BornBook, LeavingAndArrivingTwiceIsAsGoodAsOnce) {
   const Instance a{1};
   BornBook first, second;
   const auto born = leave(first, a, {10}, true);
-  first.leave(a, born);
+  first.leave(a, born, "elsewhere");
   EXPECT_EQ(first.reserved(), Vqpns{10});
   EXPECT_EQ(second.arrive({a}, {10}), Vqpns());
   EXPECT_EQ(second.arrive({a}, {10}), Vqpns());
   const auto later = leave(second, a, {10, 20}, false);
-  second.leave(a, later);
+  second.leave(a, later, "elsewhere");
   EXPECT_EQ(second.reserved(), Vqpns{20});
   EXPECT_EQ(first.arrive({a}, {10}), Vqpns{10});
   EXPECT_EQ(first.arrive({a}, {10}), Vqpns());
