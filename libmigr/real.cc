@@ -5,6 +5,9 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
+
+#include "gids.h"
 
 namespace migr {
 namespace {
@@ -20,6 +23,14 @@ void* find(const char* name, const char* version) {
   return dlsym(RTLD_NEXT, name);
 }
 
+decltype(Real::modify_qp) libibverbs_modify_qp;
+
+/// A provider may ask for a GID meanwhile, by the exported name (qedr): it means the kernel's, and we hold the Registry's lock.
+int modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  const gids::Inside inside;
+  return libibverbs_modify_qp(qp, attr, mask);
+}
+
 Real find_all() {
   Real found{};
 #define MIGR_REAL_FIND(name, version) \
@@ -30,6 +41,7 @@ Real find_all() {
     std::fputs("migr: libibverbs.so.1 is not loaded, but a function of it was called\n", stderr);
     std::abort();
   }
+  libibverbs_modify_qp = std::exchange(found.modify_qp, modify_qp);
   return found;
 }
 

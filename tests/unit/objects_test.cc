@@ -77,6 +77,12 @@ class Migrd {
 };
 Migrd& migrd = Migrd::get();  // before the first device is opened
 
+[[noreturn]] void stuck() {
+  ADD_FAILURE() << "stuck";
+  std::fflush(nullptr);
+  std::_Exit(1);  // a future would wait for ever
+}
+
 class Objects : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -647,6 +653,15 @@ TEST_F(Objects, AsyncEventsNameTheApplicationsObjects) {
   EXPECT_STREQ(recorder_call, "ack_async_event");
 }
 
+TEST_F(Objects, ProviderMayAskForAGidWhileAQpIsModified) {
+  ibv_qp* qp = make_qp();
+  ibv_qp_attr attr{};
+  auto modified = std::async(std::launch::async, [&] { return ibv_modify_qp(qp, &attr, IBV_QP_AV); });
+  if (modified.wait_for(10s) != std::future_status::ready) stuck();
+  EXPECT_EQ(modified.get(), 0);
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, FamilysOwnCallsNameTheProvidersObjects) {
   ibv_qp_init_attr_ex attr{};
   attr.send_cq = attr.recv_cq = cq_;
@@ -712,9 +727,7 @@ void expect_to_wait(ibv_context* context, ibv_event_type type, ibv_pd* pd, Destr
     ibv_ack_async_event(&event);
   });
   if (others.wait_for(10s) != std::future_status::ready || destroyed.wait_for(10s) != std::future_status::ready) {
-    ADD_FAILURE() << "stuck";
-    std::fflush(nullptr);
-    std::_Exit(1);  // the futures would wait for ever
+    stuck();
   }
   EXPECT_EQ(destroyed.get(), 0);
 }

@@ -352,10 +352,16 @@ RECORDER void ibv_ack_cq_events(ibv_cq* cq, unsigned) { recorded("ack_cq_events"
 RECORDER ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   return make_qp("create_qp", pd->context, a->qp_context, pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
+RECORDER int ibv_query_gid(ibv_context* c, uint8_t, int, ibv_gid* gid) {
+  *gid = {};
+  return recorded("query_gid", c), 0;
+}
 RECORDER int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if (mask & IBV_QP_STATE) qp->state = attr->qp_state;
   if (mask & IBV_QP_ACCESS_FLAGS) recorder_access = attr->qp_access_flags;
   recorder_dest_qpn = attr->dest_qp_num;
+  ibv_gid gid;
+  if (mask & IBV_QP_AV) ibv_query_gid(qp->context, attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index, &gid);  // as qedr
   return recorded("modify_qp", qp), 0;
 }
 RECORDER int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask, ibv_qp_init_attr* init) {
