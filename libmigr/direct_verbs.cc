@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
- * The NIC families' own calls (mlx5dv, mlx4dv, efadv, manadv) that take objects of verbs: given the provider's, they work as
+ * The NIC families' own calls (mlx5dv, mlx4dv, efadv, manadv, hnsdv) that take objects of verbs: given the provider's, they work as
  * they do without libmigr. A program that drives queues itself cannot be migrated; DESCRIBE says so by name.
  * Their libraries need not be there: nothing here is called then.
  */
@@ -16,6 +16,9 @@
 #include <vector>
 
 #include "objects.h"
+
+struct hnsdv_qp_init_attr;  // of a newer rdma-core
+extern "C" ibv_qp* hnsdv_create_qp(ibv_context*, ibv_qp_init_attr_ex*, hnsdv_qp_init_attr*);
 
 namespace migr {
 namespace {
@@ -83,6 +86,7 @@ constexpr char kMlx5[] = "libmlx5.so.1";
 constexpr char kMlx4[] = "libmlx4.so.1";
 constexpr char kEfa[] = "libefa.so.1";
 constexpr char kMana[] = "libmana.so.1";
+constexpr char kHns[] = "libhns.so.1";
 
 }  // namespace
 }  // namespace migr
@@ -161,6 +165,11 @@ MIGR_EXPORT ibv_qp* mlx4dv_create_qp(ibv_context* ctx, ibv_qp_init_attr_ex* attr
   MIGR_NEXT(ibv_qp*, mlx4dv_create_qp, kMlx4);
   return of_family(create_qp_with(ctx, *attr, [&](auto* mine) { return real_mlx4dv_create_qp(ctx, mine, own); }),
                    "mlx4dv_create_qp");
+}
+MIGR_EXPORT ibv_qp* hnsdv_create_qp(ibv_context* ctx, ibv_qp_init_attr_ex* attr, hnsdv_qp_init_attr* own) {
+  MIGR_NEXT(ibv_qp*, hnsdv_create_qp, kHns);
+  return of_family(create_qp_with(ctx, *attr, [&](auto* mine) { return real_hnsdv_create_qp(ctx, mine, own); }),
+                   "hnsdv_create_qp");
 }
 MIGR_EXPORT ibv_qp* efadv_create_qp_ex(ibv_context* ctx, ibv_qp_init_attr_ex* attr, efadv_qp_init_attr* own,
                                        uint32_t length) {

@@ -108,7 +108,7 @@ bool begins(const char* name, const char* with) { return !std::strncmp(name, wit
 const char* library_of(const char* name) {
   constexpr struct {
     const char *function, *library;
-  } kFamilies[] = {{"ibv_", "libibverbs.so"}, {"_ibv_", "libibverbs.so"}, {"mlx5dv_", "libmlx5.so"}, {"mlx4dv_", "libmlx4.so"}, {"efadv_", "libefa.so"}, {"manadv_", "libmana.so"}};
+  } kFamilies[] = {{"ibv_", "libibverbs.so"}, {"_ibv_", "libibverbs.so"}, {"mlx5dv_", "libmlx5.so"}, {"mlx4dv_", "libmlx4.so"}, {"efadv_", "libefa.so"}, {"manadv_", "libmana.so"}, {"hnsdv_", "libhns.so"}};
   for (const auto& family : kFamilies)
     if (begins(name, family.function)) return family.library;
   return nullptr;

@@ -54,19 +54,9 @@ Element element_of(ibv_event_type type) {
   }
 }
 
-/// Context of what the event is about; null: of nothing that has a shadow.
-const ibv_context* context_of(const ibv_async_event& event) {
-  switch (element_of(event.event_type)) {
-    case Element::kQp:
-      return event.element.qp->context;
-    case Element::kCq:
-      return event.element.cq->context;
-    case Element::kSrq:
-      return event.element.srq->context;
-    case Element::kNone:
-      break;
-  }
-  return nullptr;
+/// Whether it is about an object that has a shadow, as the application knows it. Caller holds events_lock.
+bool of_shadow(const Registry& registry, const ibv_async_event& event) {
+  return element_of(event.event_type) != Element::kNone && registry.shadows.contains(event.element.qp);
 }
 
 bool ours(const Registry& registry, const ibv_context* ctx) {
@@ -152,6 +142,9 @@ void show_no_more(const ibv_context& ctx, Kept& kept) {
   put_at(std::exchange(kept.kernel_fd, -1), ctx.async_fd);
 }
 
+/// Of a maker that we do not stand in front of; null is a helper of ours.
+bool is_strange(const void* context_pointer) { return context_pointer && !Registry::get().shadows.contains(context_pointer); }
+
 /// Acknowledged to libibverbs at once, since the object behind may be replaced before the application does it. Caller holds
 /// events_lock. @return false: it is about a path that is none any more
 bool take(ibv_async_event& event) {
@@ -159,7 +152,8 @@ bool take(ibv_async_event& event) {
   bool its_own = true;
   switch (element_of(event.event_type)) {
     case Element::kQp: {
-      auto* shadow = static_cast<QpShadow*>(event.element.qp->qp_context);  // null: a helper of ours
+      if (is_strange(event.element.qp->qp_context)) return true;
+      auto* shadow = static_cast<QpShadow*>(event.element.qp->qp_context);
       its_own = shadow && event.element.qp == __atomic_load_n(&shadow->real, __ATOMIC_ACQUIRE) && event.element.qp != shadow->quiet;
       if (its_own && event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && shadow->goes_on.load(std::memory_order_relaxed)) its_own = false;  // of one with an SRQ
       if (its_own) event.element.qp = &shadow->app;
@@ -167,7 +161,8 @@ bool take(ibv_async_event& event) {
     }
     case Element::kCq: {
       const auto bell = bells().find(event.element.cq);
-      auto* const shadow = static_cast<CqShadow*>(event.element.cq->cq_context);  // null: a helper of ours
+      if (is_strange(event.element.cq->cq_context)) return true;
+      auto* const shadow = static_cast<CqShadow*>(event.element.cq->cq_context);
       its_own = bell != bells().end() || shadow;
       if (bell != bells().end()) {
         event.event_type = IBV_EVENT_SRQ_LIMIT_REACHED;
@@ -179,6 +174,7 @@ bool take(ibv_async_event& event) {
       break;
     }
     case Element::kSrq: {
+      if (is_strange(event.element.srq->srq_context)) return true;
       auto* shadow = static_cast<SrqShadow*>(event.element.srq->srq_context);
       if (event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED) {
         its_own = !shadow->counted_here;  // else it has been reached by receives that were led elsewhere
@@ -188,7 +184,7 @@ bool take(ibv_async_event& event) {
       break;
     }
     case Element::kNone:
-      break;
+      return true;  // a port's, or a WQ's, which is the provider's own: the application acknowledges it
   }
   real().ack_async_event(&provided);
   return its_own;
@@ -217,6 +213,7 @@ bool unneeded(const ibv_async_event& event, Kept& kept) {
 
 /// @param by how many more, or fewer, the application has to acknowledge. Caller holds events_lock
 void count(const ibv_async_event& event, int by) {
+  if (!of_shadow(Registry::get(), event)) return;
   const auto add = [&](auto& shadow) { shadow.unacked_events += static_cast<unsigned>(by); };
   switch (element_of(event.event_type)) {
     case Element::kQp:
@@ -251,12 +248,6 @@ void let_readers_read(int fd) {
 }  // namespace
 
 namespace events {
-
-bool is_ours(const ibv_context* ctx) {
-  Registry& registry = Registry::get();
-  std::lock_guard guard(registry.events_lock);
-  return ours(registry, ctx);
-}
 
 void collect(ibv_context& ctx) {
   if (ctx.async_fd < 0) return;
@@ -380,7 +371,7 @@ MIGR_EXPORT void ibv_ack_async_event(ibv_async_event* event) {
   Registry& registry = Registry::get();
   {
     std::lock_guard guard(registry.events_lock);
-    if (ours(registry, context_of(*event))) {
+    if (of_shadow(registry, *event)) {
       count(*event, -1);
       registry.event_acked.notify_all();
       return;

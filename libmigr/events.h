@@ -15,9 +15,6 @@
 
 namespace migr::events {
 
-/// Whether libmigr has made what the application has of this context. Takes events_lock only.
-bool is_ours(const ibv_context* ctx);
-
 /// Reads and keeps all there is; from here to offer() the descriptor is the kernel's own. Thread: control thread.
 void collect(ibv_context& ctx);
 /// The descriptor shows that something is kept, if so.

@@ -6,6 +6,7 @@
 
 #include <functional>
 
+#include "events.h"
 #include "shadow.h"
 
 #define MIGR_EXPORT extern "C" [[gnu::visibility("default")]]
@@ -17,7 +18,7 @@ bool force_switched();
 /// MIGR_FORCE_SWITCHED=protected: every CQ is polled, and every QP posted to, as one with a backup link.
 bool force_protected();
 
-/// The shadow, or null: of a context that libmigr does not have (imported, MIGR_DISABLE). Caller holds the Registry's lock.
+/// The shadow, or null: of a context that libmigr does not have (imported, MIGR_DISABLE), or of a maker that it does not know. Caller holds the Registry's lock.
 MrShadow* known(Registry& registry, ibv_mr* mr);
 QpShadow* known(Registry& registry, ibv_qp* qp);
 CqShadow* known(Registry& registry, ibv_cq* cq);
@@ -55,6 +56,15 @@ template <class Shadow>
 void wait_for_acks(Registry& registry, Shadow& shadow) {
   std::unique_lock guard(registry.events_lock);
   registry.event_acked.wait(guard, [&] { return shadow.unacked_events == 0; });
+}
+
+/// Nothing is told of it any more; the shadow may be deleted.
+template <class Shadow>
+void forget_shadow(Registry& registry, Shadow& shadow) {
+  events::forget(&shadow.app);
+  wait_for_acks(registry, shadow);
+  std::lock_guard guard(registry.events_lock);
+  registry.shadows.erase(&shadow.app);
 }
 
 /// Before an object goes: who handles an event of it may still ask for it. What comes meanwhile is waited for as above.

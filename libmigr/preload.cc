@@ -94,13 +94,13 @@ MrShadow* known(Registry& registry, ibv_mr* mr) {
   return registry.mrs.contains(&shadow_of(mr)) ? &shadow_of(mr) : nullptr;
 }
 QpShadow* known(Registry& registry, ibv_qp* qp) {
-  return registry.context_of(qp->context) ? &shadow_of(qp) : nullptr;
+  return registry.context_of(qp->context) && registry.is_shadow(qp) ? &shadow_of(qp) : nullptr;
 }
 CqShadow* known(Registry& registry, ibv_cq* cq) {
-  return registry.context_of(cq->context) ? &shadow_of(cq) : nullptr;
+  return registry.context_of(cq->context) && registry.is_shadow(cq) ? &shadow_of(cq) : nullptr;
 }
 SrqShadow* known(Registry& registry, ibv_srq* srq) {
-  return registry.context_of(srq->context) ? &shadow_of(srq) : nullptr;
+  return registry.context_of(srq->context) && registry.is_shadow(srq) ? &shadow_of(srq) : nullptr;
 }
 
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical, bool all) : all_(all) {
@@ -238,6 +238,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
   }
   if (context.renamed) path::translate_keys(shadow, kTranslateLocal);
   registry.qps.push_back(&shadow);
+  registry.note_shadow(&shadow.app);
   datagrams::made(shadow);
   windows::made(shadow);
   links::attached(shadow);
@@ -327,6 +328,7 @@ void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context
   pthread_mutex_init(&shadow.app.mutex, nullptr);
   pthread_cond_init(&shadow.app.cond, nullptr);
   registry.cqs.push_back(&shadow);
+  registry.note_shadow(&shadow.app);
   windows::made(shadow);
 }
 
@@ -500,9 +502,15 @@ void drop_context(ibv_context* ctx) {
   links::dropped(*context);
   datagrams::dropped(*context);
   windows::dropped(*context);
-  std::erase_if(registry.qps, in_it);
-  std::erase_if(registry.cqs, in_it);
-  std::erase_if(registry.srqs, in_it);
+  const auto drop = [&](auto& shadows) {
+    std::lock_guard events_guard(registry.events_lock);
+    for (const auto* shadow : shadows)
+      if (in_it(shadow)) registry.shadows.erase(&shadow->app);
+    std::erase_if(shadows, in_it);
+  };
+  drop(registry.qps);
+  drop(registry.cqs);
+  drop(registry.srqs);
   for (MrShadow* mr : std::vector(registry.mrs.begin(), registry.mrs.end())) {
     if (!in_it(mr)) continue;
     note_written(registry, *mr, mr->app);
@@ -734,8 +742,7 @@ MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   }
   registry.thawed.notify_all();
   if (err) return err;
-  events::forget(&shadow->app);
-  wait_for_acks(registry, *shadow);
+  forget_shadow(registry, *shadow);
   delete shadow;
   return 0;
 }
@@ -752,7 +759,7 @@ MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** 
     errno = EAGAIN;
     if (!is_to_wait(channel->fd)) return err;
   }
-  if (!events::is_ours((*cq)->context)) return 0;
+  if (!registry.is_shadow(*cq_context)) return 0;
   auto* shadow = static_cast<CqShadow*>(*cq_context);
   {
     std::lock_guard cq_guard(shadow->lock);
@@ -765,7 +772,7 @@ MIGR_EXPORT int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** 
 }
 
 MIGR_EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned events) {
-  real().ack_cq_events(events::is_ours(cq->context) ? shadow_of(cq).real : cq, events);
+  real().ack_cq_events(Registry::get().is_shadow(cq) ? shadow_of(cq).real : cq, events);
 }
 
 MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
@@ -997,8 +1004,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     windows::gone(*shadow);
     if (shadow->tracked) registry.tracking_failed = true;
   }
-  events::forget(&shadow->app);
-  wait_for_acks(registry, *shadow);
+  forget_shadow(registry, *shadow);
   delete shadow;
   return 0;
 }

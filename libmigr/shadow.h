@@ -26,6 +26,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -548,6 +549,16 @@ struct Registry {
   std::mutex events_lock;
   std::condition_variable event_acked;
   std::vector<const ibv_context*> with_events;  ///< the contexts again
+  /// The QPs, CQs and SRQs again. Of a maker that we do not stand in front of (a NIC family's own) they are the provider's.
+  std::unordered_set<const void*> shadows;
+  void note_shadow(const void* app) {
+    std::lock_guard guard(events_lock);
+    shadows.insert(app);
+  }
+  bool is_shadow(const void* app) {
+    std::lock_guard guard(events_lock);
+    return shadows.contains(app);
+  }
 };
 
 /// A question of a thread of the application: a checkpoint waits for its end, and no more begin.

@@ -100,6 +100,7 @@ ibv_srq* adopt_srq(Registry& registry, SrqShadow* shadow, ibv_srq* srq, void* sr
   pthread_mutex_init(&shadow->app.mutex, nullptr);
   pthread_cond_init(&shadow->app.cond, nullptr);
   registry.srqs.push_back(shadow);
+  registry.note_shadow(&shadow->app);
   if (basic) links::made(*shadow);
   return &shadow->app;
 }
@@ -230,8 +231,7 @@ MIGR_EXPORT int ibv_destroy_srq(ibv_srq* srq) {
     std::erase(registry.srqs, shadow);
     if (shadow->tracked) registry.tracking_failed = true;
   }
-  events::forget(&shadow->app);
-  wait_for_acks(registry, *shadow);
+  forget_shadow(registry, *shadow);
   delete shadow->link;
   delete shadow;
   return 0;

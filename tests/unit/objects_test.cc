@@ -653,6 +653,51 @@ TEST_F(Objects, AsyncEventsNameTheApplicationsObjects) {
   EXPECT_STREQ(recorder_call, "ack_async_event");
 }
 
+// libibverbs counts them, and ibv_destroy_wq() waits until all are acknowledged, not more.
+TEST_F(Objects, EventOfAWqIsAcknowledgedOnce) {
+  ibv_wq_init_attr attr{};
+  attr.cq = cq_;
+  ibv_wq* wq = ibv_create_wq(context_, &attr);
+  ASSERT_EQ(wq, recorder_wq);
+  ibv_async_event event{};
+  recorder_raise(IBV_EVENT_WQ_FATAL);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.wq, wq);
+  EXPECT_EQ(wq->events_completed, 0u);
+  ibv_ack_async_event(&event);
+  EXPECT_EQ(wq->events_completed, 1u);
+  ibv_destroy_wq(wq);
+}
+
+// As of a newer rdma-core's mlx5dv or the like.
+TEST_F(Objects, QpOfAMakerThatNobodyKnowsIsTheProviders) {
+  char own[4096];  // as large as a shadow, for who takes it for one
+  std::memset(own, 0x5a, sizeof own);
+  ibv_qp* qp = recorder_create_otherwise(pd_, own);
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_INIT;
+  EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
+  EXPECT_CALLED("modify_qp", qp);
+  ibv_async_event event{};
+  recorder_raise(IBV_EVENT_QP_FATAL);
+  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.element.qp, qp);
+  EXPECT_EQ(qp->events_completed, 0u);
+  ibv_ack_async_event(&event);
+  EXPECT_EQ(qp->events_completed, 1u);
+  EXPECT_EQ(ibv_destroy_qp(qp), 0);
+  EXPECT_CALLED("destroy_qp", qp);
+}
+
+TEST_F(Objects, QpOfHnsdvCannotBeMoved) {
+  ibv_qp_init_attr_ex attr{};
+  attr.send_cq = attr.recv_cq = cq_;
+  ibv_qp* qp = hnsdv_create_qp(context_, &attr, nullptr);
+  EXPECT_CALLED("hnsdv_create_qp", real_cq_);
+  EXPECT_EQ(migrd.refusal(), "a QP of hnsdv_create_qp() cannot be migrated");
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, ProviderMayAskForAGidWhileAQpIsModified) {
   ibv_qp* qp = make_qp();
   ibv_qp_attr attr{};

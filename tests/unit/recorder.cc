@@ -30,6 +30,7 @@ extern "C" {
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
 [[gnu::visibility("default")]] ibv_srq* recorder_srq;
+[[gnu::visibility("default")]] ibv_wq* recorder_wq;
 }
 
 namespace {
@@ -138,10 +139,10 @@ ibv_flow* create_flow(ibv_qp* qp, ibv_flow_attr*) {
 int destroy_flow(ibv_flow* flow) { return delete flow, 0; }
 int destroy_wq(ibv_wq* wq) { return delete wq, 0; }
 ibv_wq* create_wq(ibv_context* c, ibv_wq_init_attr* a) {
-  auto* wq = new ibv_wq{};
+  auto* wq = waitable(new ibv_wq{});
   wq->context = c;
   recorded("create_wq", a->cq);
-  return wq;
+  return recorder_wq = wq;
 }
 ibv_td* alloc_td(ibv_context* c, ibv_td_init_attr* a) {
   auto* td = new ibv_td{};
@@ -352,6 +353,9 @@ RECORDER void ibv_ack_cq_events(ibv_cq* cq, unsigned) { recorded("ack_cq_events"
 RECORDER ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   return make_qp("create_qp", pd->context, a->qp_context, pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
+RECORDER ibv_qp* recorder_create_otherwise(ibv_pd* pd, void* qp_context) {
+  return make_qp("create_otherwise", pd->context, qp_context, pd, nullptr, nullptr, nullptr, IBV_QPT_RC);
+}
 RECORDER int ibv_query_gid(ibv_context* c, uint8_t, int, ibv_gid* gid) {
   *gid = {};
   return recorded("query_gid", c), 0;
@@ -405,6 +409,9 @@ RECORDER int ibv_get_async_event(ibv_context*, ibv_async_event* event) {
   } else if (raised == IBV_EVENT_PORT_ERR) {
     event->element.port_num = 1;
     --given;
+  } else if (raised == IBV_EVENT_WQ_FATAL) {
+    event->element.wq = recorder_wq;
+    --given;
   } else {
     event->element.qp = recorder_qp;
   }
@@ -413,6 +420,8 @@ RECORDER int ibv_get_async_event(ibv_context*, ibv_async_event* event) {
 RECORDER void ibv_ack_async_event(ibv_async_event* event) {
   if (event->event_type == IBV_EVENT_SRQ_LIMIT_REACHED) {
     acknowledge(event->element.srq);
+  } else if (event->event_type == IBV_EVENT_WQ_FATAL) {
+    acknowledge(event->element.wq);
   } else if (event->event_type != IBV_EVENT_CQ_ERR && event->event_type != IBV_EVENT_PORT_ERR) {
     acknowledge(event->element.qp);
   }
@@ -428,6 +437,10 @@ RECORDER int mlx5dv_init_obj(mlx5dv_obj* obj, uint64_t kinds) {
 }
 RECORDER ibv_qp* mlx5dv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, mlx5dv_qp_init_attr*) {
   return make_qp("mlx5dv_create_qp", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
+}
+struct hnsdv_qp_init_attr;
+RECORDER ibv_qp* hnsdv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, hnsdv_qp_init_attr*) {
+  return make_qp("hnsdv_create_qp", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
 RECORDER int mlx5dv_modify_qp_lag_port(ibv_qp* qp, uint8_t) { return recorded("lag_port", qp), 0; }
 RECORDER int mlx5dv_devx_srq_query(ibv_srq* srq, const void*, size_t, void*, size_t) {

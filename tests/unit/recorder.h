@@ -30,8 +30,13 @@ extern ibv_mr* recorder_mr;
 extern ibv_cq* recorder_cq;
 extern ibv_qp* recorder_qp;
 extern ibv_srq* recorder_srq;
+extern ibv_wq* recorder_wq;
 /// A maker of MRs that libmigr has never heard of.
 ibv_mr* recorder_reg_otherwise(ibv_pd* pd);
+/// The same, of QPs.
+ibv_qp* recorder_create_otherwise(ibv_pd* pd, void* qp_context);
+struct hnsdv_qp_init_attr;
+ibv_qp* hnsdv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, hnsdv_qp_init_attr* own);
 /// The next ibv_get_async_event gives this type, for the object made last. Destroying waits as libibverbs does, until
 /// as many events were acknowledged as were given.
 void recorder_raise(ibv_event_type type);
