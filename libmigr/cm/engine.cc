@@ -31,6 +31,7 @@ constexpr unsigned kResolveMs = 2000;
 constexpr unsigned kLinkTries = 10;
 constexpr unsigned kLinkRetryMs = 700;
 constexpr std::uint32_t kLinkBacklog = 1024;
+constexpr int kMaxBacklog = 1024;  // the kernel's, where none is asked for
 constexpr std::uint8_t kReliable = 2;  // enum ib_qp_type: RC
 constexpr std::uint32_t kRejectedNoService = 8;  // IBTA: nobody listens there
 constexpr std::size_t kEventWithoutEce = offsetof(rdma_ucm_event_resp, reserved);
@@ -400,7 +401,7 @@ ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, std::ui
     return static_cast<ssize_t>(count);
   }
   const int at = id_offset(header.cmd);
-  if (at < 0) return kernel_.write(real_fd_, buf, count);  // not known to us: nor may the kernel find an id in it
+  if (at < 0) return fail(ENOSYS);  // in one that we do not know the kernel would take a number of ours for its own
   if (header.in < static_cast<std::size_t>(at) + sizeof(std::uint32_t)) return fail(EINVAL);
   std::uint32_t handle;
   memcpy(&handle, payload + at, sizeof(handle));
@@ -600,6 +601,7 @@ void Engine::unqueue(Channel& channel, const std::function<bool(const Waiting&)>
   if (!taken.empty() && channel.events.empty()) take_tokens(channel.fd);
   for (const Waiting& w : taken) {
     if (to) {
+      if (w.request) w.request->channel = to;
       to->events.push_back(w);
       add_token(to->fd);
     } else if (w.request) {
@@ -617,6 +619,8 @@ void Engine::let_links_go(const Id& id) {
 void Engine::remove(Id& id) {
   let_links_go(id);
   drop(id.k);
+  for (Waiting& w : id.channel->events)
+    if (w.request == &id) w.owner = &id, w.request = nullptr;  // nobody will know of it
   unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; });
   std::erase_if(groups_, [&](const auto& g) { return g.second.id == &id; });
   ids_.erase(id.handle);
@@ -704,6 +708,12 @@ void Engine::queue(Id& owner, const rdma_ucm_event_resp& event, Id* request, Gro
   add_token(owner.channel->fd);
 }
 
+/// Of requests that nobody has read. The kernel counts those that we have not, and refuses what is above.
+bool Engine::is_full(const Id& listening) const {
+  const auto unread = std::ranges::count_if(listening.channel->events, [&](const Waiting& w) { return w.owner == &listening && w.request; });
+  return unread >= (listening.backlog > 0 ? listening.backlog : kMaxBacklog);
+}
+
 void Engine::handle(rdma_ucm_event_resp& event) {
   if (event.event == RDMA_CM_EVENT_MULTICAST_JOIN || event.event == RDMA_CM_EVENT_MULTICAST_ERROR) {
     const auto group = groups_.find(event.id);
@@ -717,6 +727,7 @@ void Engine::handle(rdma_ucm_event_resp& event) {
     KernelId* fresh = new_kernel_id(event.id, nullptr);
     if (!k || !k->id) return drop(fresh);
     Id& listening = *k->id;
+    if (is_full(listening)) return drop(fresh);
     auto id = std::make_unique<Id>();
     id->handle = static_cast<std::uint32_t>(fresh->uid);
     id->app_uid = 0;  // ACCEPT tells

@@ -203,6 +203,7 @@ class Engine {
   void let_links_go(const Id& id);
   void remove(Id& id);
   void pump();
+  bool is_full(const Id& listening) const;
   void handle(rdma_ucm_event_resp& event);
   void deliver(Id& id, rdma_ucm_event_resp& event);
   void deliver_end(Id& id);

@@ -20,6 +20,8 @@
 namespace migr::cm {
 namespace {
 
+constexpr int kBacklog = 3;
+
 /// A device: commands are answered at once, events when the test says so.
 struct FakeKernel {
   struct Id {
@@ -37,6 +39,7 @@ struct FakeKernel {
   std::uint16_t port = 4711;
   pid_t opener = 0, writer = 0;
   int refuse = -1;  ///< this command, with EINVAL
+  int written = 0;
 
   Kernel calls() {
     return {[this] {
@@ -99,6 +102,16 @@ struct FakeKernel {
     std::lock_guard guard(lock);
     return ids.size();
   }
+  /// Events that were not read.
+  std::size_t waiting() {
+    std::lock_guard guard(lock);
+    return events.size();
+  }
+  /// Written so far, but for those that read events.
+  int commands() {
+    std::lock_guard guard(lock);
+    return written;
+  }
 
   ssize_t write(int to, const char* command, std::size_t bytes) {
     std::lock_guard guard(lock);
@@ -112,6 +125,7 @@ struct FakeKernel {
       errno = error;
       return ssize_t{-1};
     };
+    if (header.cmd != RDMA_USER_CM_CMD_GET_EVENT) written++;
     if (static_cast<int>(header.cmd) == refuse) return fail(EINVAL);
     const auto known = [&](std::uint32_t id, const char* what) {
       if (!ids.contains(id)) return fail(ENOENT);
@@ -267,7 +281,7 @@ class Cm : public testing::Test {
     b.id = id;
     b.addr_size = sizeof(sockaddr_in);
     EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
-    EXPECT_EQ(send(RDMA_USER_CM_CMD_LISTEN, rdma_ucm_listen{id, 3}), 0);
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_LISTEN, rdma_ucm_listen{id, kBacklog}), 0);
     return id;
   }
   Path path(std::uint32_t vqpn, bool restored) {
@@ -440,6 +454,51 @@ TEST_F(Cm, AcceptedIdsAreNamedByTheApplication) {
   kernel.tell(k, RDMA_CM_EVENT_ESTABLISHED);
   expect(RDMA_CM_EVENT_ESTABLISHED, 0xbb, e.id);
   EXPECT_EQ(engine.settle(0), "");
+}
+
+TEST_F(Cm, RequestsAboveTheBacklogAreRefused) {
+  listening(0xaa);
+  const auto listener = kernel.newest();
+  for (int i = 0; i < 20; i++) kernel.request(listener);
+  eventually([&] { return kernel.waiting() == 0 && kernel.count() == 1 + kBacklog; });
+  EXPECT_EQ(event().event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  kernel.request(listener);  // there is room again, for one
+  kernel.request(listener);
+  eventually([&] { return kernel.waiting() == 0 && kernel.count() == 2 + kBacklog; });
+  for (int i = 0; i < kBacklog; i++) EXPECT_EQ(event().event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  quiet();
+}
+
+TEST_F(Cm, UnreadRequestsGoWithAListenerToItsNewChannel) {
+  const auto listener = listening(0xaa);
+  kernel.request(kernel.newest());
+  EXPECT_TRUE(readable());
+  const int other = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+  rdma_ucm_migrate_resp m{};
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_MIGRATE_ID, rdma_ucm_migrate_id{reinterpret_cast<std::uintptr_t>(&m), listener, static_cast<std::uint32_t>(fd)}, sizeof(m), other), 0);
+  engine.close_channel(fd);
+  close(fd);
+  fd = other;
+  EXPECT_EQ(kernel.count(), 2u);
+  const auto e = event();
+  EXPECT_EQ(e.event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  EXPECT_EQ(destroy(e.id), 0);
+}
+
+TEST_F(Cm, RequestThatIsDestroyedUnreadIsNotRead) {
+  const auto listener = listening(0xaa);
+  kernel.request(kernel.newest());
+  EXPECT_TRUE(readable());
+  EXPECT_EQ(destroy(listener + 1), 0);  // as it will be called
+  EXPECT_EQ(kernel.count(), 1u);
+  quiet();
+  EXPECT_EQ(destroy(listener), 0);
+}
+
+TEST_F(Cm, CommandsThatNobodyKnowsStayHere) {
+  const auto before = kernel.commands();
+  EXPECT_EQ(send(99, rdma_ucm_disconnect{create(1)}), ENOSYS);
+  EXPECT_EQ(kernel.commands(), before + 1) << "create() alone";
 }
 
 TEST_F(Cm, HalfMadeConnectionsAreNotMoved) {
