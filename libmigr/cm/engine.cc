@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "../../include/migr/gid.h"
 #include "../high_fd.h"
@@ -28,6 +29,7 @@ namespace {
 
 constexpr std::size_t kMaxCommand = 1024;
 constexpr unsigned kResolveMs = 2000;
+constexpr int kDeafMs = 100;
 constexpr unsigned kLinkTries = 10;
 constexpr unsigned kLinkRetryMs = 700;
 constexpr std::uint32_t kLinkBacklog = 1024;
@@ -150,12 +152,11 @@ rdma_ucm_event_resp plain_event(std::uint32_t event) {
 Engine::Engine(Kernel kernel) : kernel_(std::move(kernel)) {}
 
 Engine::~Engine() {
+  std::unique_lock guard(mutex_);
   if (started_) {
-    {
-      std::lock_guard guard(mutex_);
-      ending_ = true;
-    }
+    ending_ = true;
     wake();
+    guard.unlock();
     pthread_join(thread_, nullptr);
   }
   close_quietly(real_fd_);
@@ -188,6 +189,7 @@ void* Engine::start(void* self) {
 
 void Engine::run() {
   std::unique_lock guard(mutex_);
+  bool deaf = false;
   while (!ending_) {
     while (Job* job = next_job()) {
       errno = 0;
@@ -196,9 +198,17 @@ void Engine::run() {
       job->done = true;
       done_.notify_all();
     }
+    if (channels_.empty() && real_fd_ < 0) {  // who opens the next file may have other credentials, and starts a thread that has them
+      started_ = false;
+      pthread_detach(pthread_self());
+      done_.notify_all();
+      return;
+    }
     int timeout = -1;
     if (!frozen_ && real_fd_ >= 0) {
-      pump();
+      if (const bool before = std::exchange(deaf, !pump()); deaf && !before)
+        fprintf(stderr, "libmigr: librdmacm's events cannot be read: %s\n", strerror(errno));
+      if (deaf) timeout = kDeafMs;
       const std::uint64_t now = now_ms();
       for (std::size_t i = 0; i < links_.size(); i++) {
         Link& link = *links_[i];
@@ -215,7 +225,7 @@ void Engine::run() {
     }
     settled_.notify_all();
     pollfd fds[2] = {{wake_fd_, POLLIN, 0}, {real_fd_, POLLIN, 0}};
-    const nfds_t n = !frozen_ && real_fd_ >= 0 ? 2 : 1;
+    const nfds_t n = !frozen_ && real_fd_ >= 0 && !deaf ? 2 : 1;
     guard.unlock();
     poll(fds, n, timeout);
     take_tokens(wake_fd_);
@@ -318,6 +328,7 @@ bool Engine::close_channel(int fd) {
     }
     return ssize_t{0};
   });
+  done_.wait(guard, [this] { return !started_ || real_fd_ >= 0 || !channels_.empty(); });
   return true;
 }
 
@@ -694,11 +705,12 @@ ssize_t Engine::get_event(int fd, const char* payload, std::size_t in, std::size
 
 /* ---- events ------------------------------------------------------------------------ */
 
-void Engine::pump() {
+/// @return false: there may be more, but the kernel does not tell
+bool Engine::pump() {
   for (;;) {
     rdma_ucm_event_resp event{};
     rdma_ucm_get_event get{};
-    if (!say(RDMA_USER_CM_CMD_GET_EVENT, get, &event, sizeof(event))) return;
+    if (!say(RDMA_USER_CM_CMD_GET_EVENT, get, &event, sizeof(event))) return errno == EAGAIN;
     handle(event);
   }
 }

@@ -3,7 +3,8 @@
  * Connections of librdmacm. The application never holds the kernel's rdma_cm device itself: what it opened is an eventfd
  * that is readable while events wait, and its commands, at the ABI of rdma/rdma_user_cm.h, come here. All of a process's
  * ids live in one kernel file, which one thread of ours reads and writes, for the kernel takes commands only from the very
- * credentials (by pointer) that opened it, and after a restore every thread has others.
+ * credentials (by pointer) that opened it, and after a restore every thread has others. The thread has those of whoever opened
+ * the file: it ends with the file, and the next opener, who may have called setuid() meanwhile, starts another.
  *
  *   application --command--> Id --> KernelId --> kernel        kernel --event--> KernelId --> Id --> queue of a Channel
  *
@@ -202,7 +203,7 @@ class Engine {
   void learn_address(Id& id);
   void let_links_go(const Id& id);
   void remove(Id& id);
-  void pump();
+  bool pump();
   bool is_full(const Id& listening) const;
   void handle(rdma_ucm_event_resp& event);
   void deliver(Id& id, rdma_ucm_event_resp& event);

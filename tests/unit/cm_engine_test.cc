@@ -37,9 +37,9 @@ struct FakeKernel {
   std::map<std::uint32_t, Id> ids;
   std::deque<rdma_ucm_event_resp> events;
   std::uint16_t port = 4711;
-  pid_t opener = 0, writer = 0;
+  pid_t opener = 0, writer = 0, reader = 0, stranger = 0;
   int refuse = -1;  ///< this command, with EINVAL
-  int written = 0;
+  int written = 0, asked = 0;
 
   Kernel calls() {
     return {[this] {
@@ -102,6 +102,11 @@ struct FakeKernel {
     std::lock_guard guard(lock);
     return ids.size();
   }
+  /// The thread that has asked for events.
+  pid_t last_reader() {
+    std::lock_guard guard(lock);
+    return reader;
+  }
   /// Events that were not read.
   std::size_t waiting() {
     std::lock_guard guard(lock);
@@ -126,6 +131,8 @@ struct FakeKernel {
       return ssize_t{-1};
     };
     if (header.cmd != RDMA_USER_CM_CMD_GET_EVENT) written++;
+    else reader = writer, asked++;
+    if (writer == stranger) return fail(EACCES);
     if (static_cast<int>(header.cmd) == refuse) return fail(EINVAL);
     const auto known = [&](std::uint32_t id, const char* what) {
       if (!ids.contains(id)) return fail(ENOENT);
@@ -545,6 +552,39 @@ TEST_F(Cm, AChannelOpenedAfterARestoreIsWrittenByItsOpener) {
   create(1);
   EXPECT_EQ(kernel.opener, kernel.writer);
   EXPECT_NE(kernel.writer, gettid());
+}
+
+// setuid() gives each thread credentials of its own, and the kernel compares them by pointer.
+TEST_F(Cm, EventsComeAfterAChangeOfCredentialsWithNothingOpen) {
+  create(1);
+  eventually([&] { return kernel.last_reader() != 0; });
+  engine.close_channel(fd);
+  close(fd);
+  kernel.stranger = kernel.last_reader();
+  fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+  ASSERT_GE(fd, 0);
+  const auto id = create(2);
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_ADDR_ERROR);
+  expect(RDMA_CM_EVENT_ADDR_ERROR, 2, id);
+}
+
+TEST_F(Cm, WhatTheKernelDoesNotTellIsAskedForSeldom) {
+  const auto id = create(1);
+  eventually([&] { return kernel.last_reader() != 0; });
+  {
+    std::lock_guard guard(kernel.lock);
+    kernel.refuse = RDMA_USER_CM_CMD_GET_EVENT;
+    kernel.asked = 0;
+  }
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_ADDR_ERROR);
+  usleep(250'000);
+  {
+    std::lock_guard guard(kernel.lock);
+    EXPECT_GT(kernel.asked, 0);
+    EXPECT_LT(kernel.asked, 10);
+    kernel.refuse = -1;
+  }
+  expect(RDMA_CM_EVENT_ADDR_ERROR, 1, id);
 }
 
 TEST_F(Cm, UnreadEventsMove) {
