@@ -200,6 +200,7 @@ void Engine::run() {
     }
     if (channels_.empty() && real_fd_ < 0) {  // who opens the next file may have other credentials, and starts a thread that has them
       started_ = false;
+      close_quietly(std::exchange(wake_fd_, -1));  // who closes all descriptors that he does not know closes this one, too
       pthread_detach(pthread_self());
       done_.notify_all();
       return;

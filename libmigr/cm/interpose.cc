@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
  * open(), write(), fstat() and close() of /dev/infiniband/rdma_cm. librdmacm calls them for every one of its functions. All
- * other files cost a comparison at open() and a look at one word, or bit, in the others.
+ * other files cost a comparison at open() and a look at one word, or bit, in the others. Programs that close all that they do
+ * not know call close_range() or closefrom().
  */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/close_range.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -14,6 +16,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "../control.h"
@@ -78,11 +81,30 @@ Fn next(std::atomic<Fn>& kept, const char* name) {
   return fn;
 }
 
+/// Before `fd` is closed.
+void leave(int fd) {
+  if (Engine* e = engine()) e->close_channel(fd);
+  channels.set(fd, false);
+}
+
+bool may_close() { return in_use.load(std::memory_order_relaxed) && getpid() == owner.load(std::memory_order_relaxed); }
+
+void leave_range(unsigned first, unsigned last) {
+  if (!may_close()) return;
+  last = std::min(last, FdBits::kMax - 1);
+  for (unsigned fd = first; fd <= last; fd++)
+    if (channels.has(static_cast<int>(fd))) leave(static_cast<int>(fd));
+}
+
 using OpenFn = int (*)(const char*, int, ...);
 using CloseFn = int (*)(int);
+using CloseRangeFn = int (*)(unsigned, unsigned, int);
+using ClosefromFn = void (*)(int);
 using FstatFn = int (*)(int, struct stat*);
 std::atomic<OpenFn> real_open;
 std::atomic<CloseFn> real_close;
+std::atomic<CloseRangeFn> real_close_range;
+std::atomic<ClosefromFn> real_closefrom;
 std::atomic<FstatFn> real_fstat;
 
 int open_any(const char* path, int flags, mode_t mode) {
@@ -109,12 +131,25 @@ MIGR_EXPORT int open64(const char* path, int flags, ...) __attribute__((alias("o
 
 MIGR_EXPORT int close(int fd) {
   using namespace migr::cm;
-  if (is_channel(fd) && getpid() == owner.load(std::memory_order_relaxed)) [[unlikely]] {
-    if (Engine* e = engine()) e->close_channel(fd);
-    channels.set(fd, false);
-  }
+  if (is_channel(fd) && may_close()) [[unlikely]]
+    leave(fd);
   if (const CloseFn fn = next(real_close, "close")) return fn(fd);
   return static_cast<int>(syscall(SYS_close, fd));
+}
+
+MIGR_EXPORT int close_range(unsigned first, unsigned last, int flags) noexcept {
+  using namespace migr::cm;
+  const bool of_others = (flags & CLOSE_RANGE_UNSHARE) && engine();  // as many threads as there are go on with theirs
+  if (!(flags & CLOSE_RANGE_CLOEXEC) && !of_others) leave_range(first, last);
+  if (const CloseRangeFn fn = next(real_close_range, "close_range")) return fn(first, last, flags);
+  return static_cast<int>(syscall(SYS_close_range, first, last, flags));
+}
+
+MIGR_EXPORT void closefrom(int first) noexcept {
+  using namespace migr::cm;
+  leave_range(static_cast<unsigned>(std::max(first, 0)), ~0u);
+  if (const ClosefromFn fn = next(real_closefrom, "closefrom")) return fn(first);
+  syscall(SYS_close_range, std::max(first, 0), ~0u, 0);
 }
 
 MIGR_EXPORT int fstat(int fd, struct stat* out) {

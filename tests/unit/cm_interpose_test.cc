@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+/* A descriptor is a channel of librdmacm's from open() of the device until it is closed, whichever way. */
+#include <errno.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <linux/close_range.h>
+
+#include "../../libmigr/cm/cm.h"
+#include "../../libmigr/control.h"
+#include "../../libmigr/provider/uverbs_write.h"
+
+namespace migr {
+namespace {
+
+bool (*takes_write)(int fd, const void* buf, std::size_t count, ssize_t* result);
+
+cm::Engine* the_engine = new cm::Engine({[] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); },
+                                         [](int, const void*, std::size_t) -> ssize_t {
+                                           errno = EAGAIN;
+                                           return -1;
+                                         }});
+
+}  // namespace
+
+cm::Engine* cm::engine(bool) { return the_engine; }
+void control::start() {}
+void provider::watch_writes(bool (*write)(int, const void*, std::size_t, ssize_t*)) { takes_write = write; }
+
+namespace {
+
+bool is_channel(int fd) {
+  ssize_t result;
+  return takes_write(fd, "", 0, &result);
+}
+
+class CmInterpose : public testing::Test {
+ protected:
+  const int fd = open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC);
+  void SetUp() override {
+    ASSERT_GE(fd, 0);
+    ASSERT_TRUE(is_channel(fd));
+  }
+  void TearDown() override {
+    close(fd);
+    EXPECT_FALSE(is_channel(fd));
+    EXPECT_EQ(the_engine->real_fd(), -1) << "nothing is open any more";
+  }
+  /// In a child by fork, which has its parent's descriptors and none of its channels. @return that it has said so
+  template <class Says>
+  static bool in_child(Says says) {
+    const pid_t child = fork();
+    if (!child) {
+      the_engine = nullptr;
+      _exit(says() ? 0 : 1);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    return status == 0;
+  }
+};
+
+TEST_F(CmInterpose, AnyOtherFileIsNone) {
+  const int other = open("/dev/null", O_RDWR | O_CLOEXEC);
+  EXPECT_FALSE(is_channel(other));
+  close(other);
+}
+
+TEST_F(CmInterpose, RangeClosesItsChannels) {
+  const auto n = static_cast<unsigned>(fd);
+  EXPECT_EQ(close_range(n + 1, n + 5, 0), 0);
+  EXPECT_TRUE(is_channel(fd));
+  EXPECT_EQ(close_range(n, n, CLOSE_RANGE_CLOEXEC), 0);
+  EXPECT_TRUE(is_channel(fd));
+  EXPECT_EQ(close_range(n, n, 0), 0);
+  EXPECT_FALSE(is_channel(fd));
+  EXPECT_EQ(fcntl(fd, F_GETFD), -1);
+  EXPECT_EQ(the_engine->real_fd(), -1);
+}
+
+TEST_F(CmInterpose, ClosefromClosesThemAll) {
+  closefrom(fd);
+  EXPECT_FALSE(is_channel(fd));
+  EXPECT_EQ(the_engine->real_fd(), -1);
+  const int again = open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC);  // with a thread, and what wakes it, of its own
+  EXPECT_GE(the_engine->real_fd(), 0);
+  close(again);
+}
+
+TEST_F(CmInterpose, ChildThatClosesAllWritesToWhatItOpens) {
+  const auto writes = [this] {
+    const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    return dup2(null, fd) == fd && !is_channel(fd);
+  };
+  EXPECT_FALSE(in_child(writes));
+  EXPECT_TRUE(in_child([&] { return closefrom(3), writes(); }));
+  EXPECT_TRUE(in_child([&] { return !close_range(3, ~0u, 0) && writes(); }));
+  EXPECT_TRUE(in_child([&] { return !close_range(3, ~0u, CLOSE_RANGE_UNSHARE) && writes(); }));
+  EXPECT_TRUE(is_channel(fd)) << "it is still its parent's";
+}
+
+}  // namespace
+}  // namespace migr
