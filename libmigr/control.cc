@@ -367,6 +367,7 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
     registry.held = false;
     registry.thawed.notify_all();
   }
+  if (!registry.held) cm::let_go();
 }
 
 /// Memory that the driver is about to register is known.
@@ -538,9 +539,9 @@ Answer serve(const Message& request) {
     if (const int error = switchover::note_queues(kSessionLimitMs, why)) answer.fail(error, std::move(why));
   } else {
     if (request.head.type == MIGR_MSG_DESCRIBE) {
-      cm::settle();
       if (request.head.arg & MIGR_DESCRIBE_MOVE)
         if (const std::string why = links::park(); !why.empty()) return answer.fail(EBUSY, "cannot be migrated now: " + why), answer;
+      cm::settle();
     }
     if (request.head.type == MIGR_MSG_MOVES && !(request.head.arg & MIGR_MOVES_PREPARE)) datagrams::settle();
     std::unique_lock guard(registry.lock);

@@ -55,6 +55,9 @@ using Side = unsigned;
 constexpr Side kHome = 0;
 void changed();
 }
+namespace cm {
+void let_go();  // cm/cm.h
+}
 
 /// Bits of a QP's state word. Zero: the direct path (state word, tail call).
 /// Written under QpShadow::lock, by the control thread; read without a lock on the data path.
@@ -540,6 +543,7 @@ struct Registry {
     held = moving = copied_ahead = false;
     written.reset();
     switchover::end_tracking();
+    cm::let_go();
     thawed.notify_all();
     links::changed();  // of connections that were being moved
   }

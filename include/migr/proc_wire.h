@@ -121,7 +121,8 @@ enum migr_track {
 
 /*
  * DESCRIBE: calls of the application that make, destroy or modify anything but
- * MRs wait from now on, until RESUME or ROLLBACK, or until migrd hangs up.
+ * MRs wait from now on, until RESUME or ROLLBACK, or until migrd hangs up. So
+ * do those of librdmacm that begin or end a connection, and requests for one.
  */
 #define MIGR_DESCRIBE_HOLD	0x1u
 /*

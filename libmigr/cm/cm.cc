@@ -135,7 +135,14 @@ void forget_parent() {
 }
 
 void settle() {
-  if (Engine* e = engine()) e->settle(kSettleMs);
+  Engine* e = engine();
+  if (!e) return;
+  e->hold();
+  e->settle(kSettleMs);
+}
+
+void let_go() {
+  if (Engine* e = engine()) e->let_go();
 }
 
 std::string refusal() {

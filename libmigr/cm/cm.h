@@ -22,7 +22,8 @@ Engine* engine(bool make = false);
 /// After fork(), in the child: what the parent has open is not the child's.
 void forget_parent();
 
-/// DESCRIBE, without the lock: a moment for what is half connected.
+/// DESCRIBE, without the lock: a moment for what is half connected. Nothing begins to be until let_go(); a process that connects all the time
+/// would be half connected at any time.
 void settle();
 /// DESCRIBE. @return why the process cannot be moved; empty: it can
 std::string refusal();

@@ -297,7 +297,7 @@ int Engine::open_channel(int flags) {
   if (!ensure_open(guard)) return -1;
   const int fd = eventfd(0, (flags & O_CLOEXEC ? EFD_CLOEXEC : 0) | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
   if (fd < 0) return -1;
-  channels_[fd] = std::make_unique<Channel>(Channel{fd, {}});
+  channels_[fd] = std::make_unique<Channel>(Channel{fd, {}, {}});
   return fd;
 }
 
@@ -353,8 +353,9 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   if (header.in >= qpn_at + sizeof(vqpn)) memcpy(&vqpn, body + qpn_at, sizeof(vqpn));
   const NoCancel no_cancel;
   std::unique_lock guard(mutex_);
-  for (std::uint64_t of = 0; of != lives_ || frozen_;) {
-    thawed_.wait(guard, [this] { return !frozen_; });
+  const auto waits = [&] { return frozen_ || (held_ && begins(header.cmd, payload, header.in)); };
+  for (std::uint64_t of = 0; of != lives_ || waits();) {
+    thawed_.wait(guard, [&] { return !waits(); });
     of = lives_;
     if (!vqpn || !physical_qpn) break;
     guard.unlock();  // its lock is never taken under ours
@@ -373,6 +374,18 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
     if (attr->ah_attr.is_global) attr->ah_attr.grh.sgid_index = known_gid(attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index);
   }
   return result;
+}
+
+/// Whether it would leave something half made for a while.
+bool Engine::begins(std::uint32_t command, const char* payload, std::size_t in) {
+  const int at = id_offset(command);
+  const Id* const id = at >= 0 && in >= at + sizeof(std::uint32_t) ? find(load<std::uint32_t>(payload + at, sizeof(std::uint32_t))) : nullptr;
+  switch (command) {
+    case RDMA_USER_CM_CMD_RESOLVE_IP:
+    case RDMA_USER_CM_CMD_RESOLVE_ADDR: return id && (id->state == State::kIdle || id->state == State::kBound);
+    case RDMA_USER_CM_CMD_DISCONNECT: return id && id->state == State::kConnected;
+    default: return false;
+  }
 }
 
 /// Where the kernel's message would not get to the other end neither would its answer come: the kernel waits for a minute.
@@ -605,17 +618,17 @@ ssize_t Engine::create_id(Channel& channel, const char* payload, std::size_t in)
 
 void Engine::unqueue(Channel& channel, const std::function<bool(const Waiting&)>& which, Channel* to) {
   std::vector<Waiting> taken;
-  std::erase_if(channel.events, [&](const Waiting& w) {
-    if (!which(w)) return false;
-    taken.push_back(w);
-    return true;
-  });
+  for (auto* const queue : {&channel.events, &channel.withheld})
+    std::erase_if(*queue, [&](const Waiting& w) {
+      if (!which(w)) return false;
+      taken.push_back(w);
+      return true;
+    });
   if (!taken.empty() && channel.events.empty()) take_tokens(channel.fd);
   for (const Waiting& w : taken) {
     if (to) {
       if (w.request) w.request->channel = to;
-      to->events.push_back(w);
-      add_token(to->fd);
+      put(*to, w);
     } else if (w.request) {
       remove(*w.request);
     }
@@ -631,8 +644,9 @@ void Engine::let_links_go(const Id& id) {
 void Engine::remove(Id& id) {
   let_links_go(id);
   drop(id.k);
-  for (Waiting& w : id.channel->events)
-    if (w.request == &id) w.owner = &id, w.request = nullptr;  // nobody will know of it
+  for (auto* const queue : {&id.channel->events, &id.channel->withheld})
+    for (Waiting& w : *queue)
+      if (w.request == &id) w.owner = &id, w.request = nullptr;  // nobody will know of it
   unqueue(*id.channel, [&](const Waiting& w) { return w.owner == &id; });
   std::erase_if(groups_, [&](const auto& g) { return g.second.id == &id; });
   ids_.erase(id.handle);
@@ -716,14 +730,20 @@ bool Engine::pump() {
   }
 }
 
+void Engine::put(Channel& channel, const Waiting& waiting) {
+  if (held_ && waiting.request) return channel.withheld.push_back(waiting);
+  channel.events.push_back(waiting);
+  add_token(channel.fd);
+}
+
 void Engine::queue(Id& owner, const rdma_ucm_event_resp& event, Id* request, Group* group) {
-  owner.channel->events.push_back({event, &owner, request, group});
-  add_token(owner.channel->fd);
+  put(*owner.channel, {event, &owner, request, group});
 }
 
 /// Of requests that nobody has read. The kernel counts those that we have not, and refuses what is above.
 bool Engine::is_full(const Id& listening) const {
-  const auto unread = std::ranges::count_if(listening.channel->events, [&](const Waiting& w) { return w.owner == &listening && w.request; });
+  const auto of_it = [&](const Waiting& w) { return w.owner == &listening && w.request; };
+  const auto unread = std::ranges::count_if(listening.channel->events, of_it) + std::ranges::count_if(listening.channel->withheld, of_it);
   return unread >= (listening.backlog > 0 ? listening.backlog : kMaxBacklog);
 }
 
@@ -823,15 +843,41 @@ int Engine::real_fd() {
 std::string Engine::half_made() {
   std::size_t n = 0;
   for (const auto& [handle, id] : ids_) switch (id->state) {
+      case State::kRequested:
+        if (std::ranges::any_of(id->channel->withheld, [&](const Waiting& w) { return w.request == id.get(); })) break;
+        [[fallthrough]];
       case State::kResolving:
       case State::kResolved:
       case State::kConnecting:
-      case State::kRequested:
       case State::kAccepting:
       case State::kDisconnecting: n++; break;
       default: break;
     }
   return n ? std::to_string(n) + " ids of librdmacm are resolved, connecting or disconnecting" : "";
+}
+
+void Engine::hold() {
+  std::lock_guard guard(mutex_);
+  held_ = true;
+  put_requests_again();
+}
+
+void Engine::let_go() {
+  std::lock_guard guard(mutex_);
+  if (!held_) return;
+  held_ = false;
+  put_requests_again();
+  thawed_.notify_all();
+}
+
+bool Engine::held() {
+  std::lock_guard guard(mutex_);
+  return held_;
+}
+
+/// Of each channel where put() has them now.
+void Engine::put_requests_again() {
+  for (const auto& [fd, channel] : channels_) unqueue(*channel, [](const Waiting& w) { return w.request; }, channel.get());
 }
 
 std::string Engine::settle(unsigned limit_ms) {
@@ -919,6 +965,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     listener_ = nullptr;
     port_ = 0;
     for (const auto& [handle, id] : ids_) id->k = nullptr;
+    for (const auto& [number, channel] : channels_) unqueue(*channel, [](const Waiting& w) { return w.request; });  // the source's kernel has refused them
     frozen_ = false;
     lives_++;
     thawed_.notify_all();

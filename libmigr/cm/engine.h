@@ -95,6 +95,10 @@ class Engine {
   void name(const Instance& self);
   /// The kernel's file; -1: no channel is open.
   int real_fd();
+  /// From here to let_go() no connection begins to be made, or to end, by this process: what it asks for waits, and requests to it are not told.
+  void hold();
+  void let_go();
+  bool held();
   /// Waits until no connection is half made, at most so long. @return what still is; empty: nothing
   std::string settle(unsigned limit_ms);
   /// What cannot be moved; empty: all can.
@@ -142,6 +146,7 @@ class Engine {
   struct Channel {
     int fd;
     std::deque<Waiting> events;
+    std::deque<Waiting> withheld;  ///< requests, while held_
   };
   struct Id {
     std::uint32_t handle;
@@ -208,6 +213,9 @@ class Engine {
   void handle(rdma_ucm_event_resp& event);
   void deliver(Id& id, rdma_ucm_event_resp& event);
   void deliver_end(Id& id);
+  bool begins(std::uint32_t command, const char* payload, std::size_t in);
+  void put_requests_again();
+  void put(Channel& channel, const Waiting& waiting);
   void queue(Id& owner, const rdma_ucm_event_resp& event, Id* request, Group* group);
   void unqueue(Channel& channel, const std::function<bool(const Waiting&)>& which, Channel* to = nullptr);
   Id* find(std::uint32_t handle);
@@ -231,7 +239,7 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable done_, thawed_, settled_;
   std::deque<Job*> jobs_, control_jobs_;
-  bool started_ = false, frozen_ = false, ending_ = false;
+  bool started_ = false, frozen_ = false, held_ = false, ending_ = false;
   pthread_t thread_{};
   int real_fd_ = -1, wake_fd_ = -1;
   std::uint64_t next_uid_ = 1;

@@ -518,6 +518,70 @@ TEST_F(Cm, HalfMadeConnectionsAreNotMoved) {
   EXPECT_TRUE(readable());
 }
 
+// Of a server that somebody connects to all the time: DESCRIBE with MIGR_DESCRIBE_HOLD.
+TEST_F(Cm, HeldRequestsAreToldLater) {
+  listening(0xaa);
+  const auto listener = kernel.newest();
+  kernel.request(listener);
+  EXPECT_TRUE(readable());
+  engine.hold();
+  for (int i = 0; i < kBacklog; i++) kernel.request(listener);
+  eventually([&] { return kernel.waiting() == 0 && kernel.count() == 1 + kBacklog; });  // the backlog counts
+  EXPECT_FALSE(readable(-1, 0));
+  EXPECT_EQ(engine.settle(0), "");
+  std::string why;
+  EXPECT_EQ(engine.freeze(why), 0) << why;
+  engine.rollback();
+  quiet();
+  engine.let_go();
+  for (int i = 0; i < kBacklog; i++) EXPECT_EQ(event().event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  quiet();
+}
+
+TEST_F(Cm, HeldRequestsDoNotMove) {
+  const auto id = listening(0xaa);
+  const auto listener = kernel.newest();
+  engine.hold();
+  kernel.request(listener);
+  migrate({});
+  engine.let_go();
+  quiet();
+  EXPECT_EQ(engine.settle(0), "");
+  kernel.request(kernel.newest());
+  EXPECT_EQ(event().uid, 0xaau);
+  EXPECT_EQ(destroy(id), 0);
+}
+
+TEST_F(Cm, WhileHeldOnlyWhatHasBegunGoesOn) {
+  const auto first = create(1), k = kernel.newest(), stands = connected(3, 18);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, [&] { rdma_ucm_resolve_addr c{}; c.id = first; return c; }()), 0);
+  engine.hold();
+  kernel.tell(k, RDMA_CM_EVENT_ADDR_RESOLVED);
+  expect(RDMA_CM_EVENT_ADDR_RESOLVED, 1, first);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ROUTE, rdma_ucm_resolve_route{first, 1}), 0);
+  std::atomic<int> done = 0;
+  const auto second = create(2), k2 = kernel.newest();
+  std::thread begins([&] {
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, [&] { rdma_ucm_resolve_addr c{}; c.id = second; return c; }()), 0);
+    ++done;
+  });
+  std::thread ends([&] {
+    disconnect(stands);
+    ++done;
+  });
+  kernel.tell(k, RDMA_CM_EVENT_ROUTE_ERROR);
+  expect(RDMA_CM_EVENT_ROUTE_ERROR, 1, first);
+  EXPECT_EQ(destroy(first), 0);
+  EXPECT_EQ(engine.settle(2000), "");
+  usleep(30'000);
+  EXPECT_EQ(done, 0);
+  EXPECT_EQ(kernel.done(k2), "");
+  engine.let_go();
+  begins.join();
+  ends.join();
+  EXPECT_EQ(kernel.done(k2), "addr ");
+}
+
 TEST_F(Cm, WhatCannotMoveHasAName) {
   EXPECT_EQ(engine.immovable(), "");
   const auto id = create(1, RDMA_PS_UDP);

@@ -445,6 +445,7 @@ TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
 }
 
 TEST_F(Control, WhatIsBeingDestroyedIsWaitedFor) {
+  cm::engine(true);
   Registry& registry = Registry::get();
   registry.ending = 1;
   std::thread application([&] {
@@ -460,6 +461,7 @@ TEST_F(Control, WhatIsBeingDestroyedIsWaitedFor) {
   describe.arg = MIGR_DESCRIBE_HOLD;
   EXPECT_EQ(ask(describe, std::vector<migr_qp_ref>{}).status, EAGAIN);
   EXPECT_FALSE(registry.held) << "what failed keeps nobody waiting";
+  EXPECT_FALSE(cm::engine()->held());
   registry.ending = 0;
 }
 
@@ -467,7 +469,9 @@ TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
   for (const std::uint16_t end : {MIGR_MSG_ROLLBACK, MIGR_MSG_RESUME, MIGR_MSG_HELLO /* the connection ends */}) {
     migr_msg describe = request(MIGR_MSG_DESCRIBE);
     describe.arg = MIGR_DESCRIBE_HOLD;
+    cm::engine(true);
     ASSERT_EQ(ask(describe, std::vector<migr_qp_ref>{}).status, 0);
+    EXPECT_TRUE(cm::engine()->held());
     Registry::get().enter();  // what changes nothing goes on
     std::atomic<bool> changed = false;
     std::thread application([&] {
@@ -483,6 +487,9 @@ TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
       EXPECT_EQ(ask(end).status, 0);
     }
     application.join();
+    EXPECT_FALSE(cm::engine()->held());
+    ASSERT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
+    EXPECT_FALSE(cm::engine()->held()) << "only while it is answered";
   }
 }
 
