@@ -917,11 +917,19 @@ int Engine::freeze(std::string& why) {
   }, true));
 }
 
+/// Its owner is told as by a kernel whose device has gone.
+void Engine::lose(Id& id) {
+  drop(id.k);
+  rdma_ucm_event_resp event = plain_event(RDMA_CM_EVENT_DEVICE_REMOVAL);
+  deliver(id, event);
+}
+
+bool Engine::is_unconnected(const Id& id) { return id.state == State::kIdle || id.state == State::kBound || id.state == State::kListening; }
+
 void Engine::make_again(Id& id) {
   const auto complain = [&](const char* what) {
     fprintf(stderr, "libmigr: an id of librdmacm could not be made again after the migration: %s: %s\n", what, strerror(errno));
-    drop(id.k);
-    id.state = State::kEnded;
+    lose(id);
   };
   id.k = make_kernel_id(id.port_space, id.qp_type, &id);
   if (!id.k) return complain("create");
@@ -973,11 +981,13 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     real_fd_ = fd < 0 ? -1 : fd;
     if (fd < 0) {
       why = std::string("cannot open /dev/infiniband/rdma_cm: ") + strerror(-fd);
+      for (const auto& [handle, id] : ids_)
+        if (is_unconnected(*id)) lose(*id);
       return ssize_t{-fd};
     }
     bool connected = false;
     for (const auto& [handle, id] : ids_) {
-      if (id->state == State::kIdle || id->state == State::kBound || id->state == State::kListening) make_again(*id);
+      if (is_unconnected(*id)) make_again(*id);
       if (id->state != State::kConnected) continue;
       for (const Path& path : paths) {
         if (path.vqpn != id->qp_num) continue;

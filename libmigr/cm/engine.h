@@ -223,6 +223,8 @@ class Engine {
   KernelId* new_kernel_id(std::uint32_t number, Id* id);
   KernelId* make_kernel_id(std::uint16_t port_space, std::uint8_t qp_type, Id* id);
   void drop(KernelId*& k);
+  static bool is_unconnected(const Id& id);
+  void lose(Id& id);
   void make_again(Id& id);
   bool listen_for_links();
   void answer_link(const rdma_ucm_event_resp& event);

@@ -39,6 +39,7 @@ struct FakeKernel {
   std::uint16_t port = 4711;
   pid_t opener = 0, writer = 0, reader = 0, stranger = 0;
   int refuse = -1;  ///< this command, with EINVAL
+  bool gone = false;  ///< the device
   int written = 0, asked = 0;
 
   Kernel calls() {
@@ -48,6 +49,7 @@ struct FakeKernel {
               events.clear();
               opened++;
               opener = gettid();
+              if (gone) return -ENOENT;
               return fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
             },
             [this](int to, const void* command, std::size_t bytes) { return write(to, static_cast<const char*>(command), bytes); }};
@@ -602,6 +604,32 @@ TEST_F(Cm, ListenersAreMadeAgain) {
   const auto e = event();
   EXPECT_EQ(e.uid, 0xaau);
   EXPECT_EQ(destroy(listener), 0);
+}
+
+// Its port is another process's there.
+TEST_F(Cm, ListenerThatCannotBeMadeAgainIsTold) {
+  const auto listener = listening(0xaa);
+  kernel.refuse = RDMA_USER_CM_CMD_BIND;
+  migrate({});
+  kernel.refuse = -1;
+  expect(RDMA_CM_EVENT_DEVICE_REMOVAL, 0xaa, listener);
+  quiet();
+  EXPECT_EQ(kernel.count(), 0u);
+  EXPECT_EQ(destroy(listener), 0);
+}
+
+TEST_F(Cm, WithoutTheDeviceListenersAreToldAndConnectionsGoOn) {
+  const auto listener = listening(0xaa), stands = connected(1, 17);
+  std::string why;
+  ASSERT_EQ(engine.freeze(why), 0) << why;
+  kernel.gone = true;
+  EXPECT_EQ(engine.restored({}, why), ENOENT);
+  EXPECT_NE(why.find("rdma_cm"), std::string::npos);
+  expect(RDMA_CM_EVENT_DEVICE_REMOVAL, 0xaa, listener);
+  quiet();
+  EXPECT_TRUE(engine.stands(17));
+  EXPECT_EQ(destroy(listener), 0);
+  EXPECT_EQ(destroy(stands), 0);
 }
 
 /// The kernel's file is opened and written by the same thread, whoever asks.
