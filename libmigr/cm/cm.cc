@@ -34,23 +34,18 @@ int open_device() {
 }
 ssize_t write_device(int fd, const void* command, std::size_t bytes) { return syscall(SYS_write, fd, command, bytes); }
 
-std::uint32_t physical(std::uint32_t vqpn) {
-  // Whose QPs have another name from birth expects such a name of the other end, too.
-  static const char* const forced = getenv("MIGR_FORCE_SWITCHED");
-  if (forced && !strcmp(forced, "names")) return vqpn;
+std::vector<Device>* births;  ///< all there were when the first channel was opened; librdmacm lists them then, too
+
+std::uint32_t physical(QpName& name, std::uint64_t node_guid) {
   Registry& registry = Registry::get();
   std::lock_guard guard(registry.lock);
-  for (const QpShadow* qp : registry.qps)
-    if (qp->vqpn() == vqpn) return qp->pqpn();
-  return vqpn;
+  const QpShadow* const qp = qp_of(registry.qps, name.vqpn, node_guid, *births);
+  if (!qp) return name.vqpn;
+  name = name_of(*qp);
+  // Whose QPs have another name from birth expects such a name of the other end, too.
+  static const char* const forced = getenv("MIGR_FORCE_SWITCHED");
+  return forced && !strcmp(forced, "names") ? qp->vqpn() : qp->pqpn();
 }
-
-struct Device {
-  std::string name;
-  std::uint64_t guid;  ///< as the kernel gives it
-  std::uint32_t index;
-};
-std::vector<Device>* births;  ///< all there were when the first channel was opened; librdmacm lists them then, too
 
 /// Of libibverbs, without which librdmacm is not there.
 std::vector<Device> devices() {
@@ -134,6 +129,17 @@ void forget_parent() {
   if (Engine* parents = the_engine.exchange(nullptr)) parents->abandon();
 }
 
+const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t node_guid, std::span<const Device> births) {
+  const auto of_guid = [&](const Device& d) { return d.guid == node_guid; };
+  const bool known = births.size() > 1 && std::any_of(births.begin(), births.end(), of_guid);
+  for (const QpShadow* qp : qps) {
+    if (qp->vqpn() != vqpn) continue;
+    const auto of_name = [&](const Device& d) { return of_guid(d) && d.name == qp->context->real->device->name; };
+    if (!known || std::any_of(births.begin(), births.end(), of_name)) return qp;
+  }
+  return nullptr;
+}
+
 void settle() {
   Engine* e = engine();
   if (!e) return;
@@ -148,10 +154,10 @@ void let_go() {
 std::string refusal() {
   Engine* e = engine();
   if (!e) return "";
-  const std::string why = e->immovable([](std::uint32_t vqpn) {
+  const std::string why = e->immovable([](QpName name) {
     const auto& qps = Registry::get().qps;  // the caller has its lock
     return std::any_of(qps.begin(), qps.end(), [&](const QpShadow* q) {
-      return q->vqpn() == vqpn && (q->app.qp_type == IBV_QPT_RC || q->app.qp_type == IBV_QPT_UC);
+      return name_of(*q) == name && (q->app.qp_type == IBV_QPT_RC || q->app.qp_type == IBV_QPT_UC);
     });
   });
   return why.empty() ? e->settle(0) : why;
@@ -180,7 +186,7 @@ void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
   if (!e) return;
   if (!again) {
     std::vector<Path> now;
-    for (const QpShadow* qp : Registry::get().qps) now.push_back({qp->vqpn(), qp->pqpn(), 0, {}, {}, true, qp->gone});
+    for (const QpShadow* qp : Registry::get().qps) now.push_back({name_of(*qp), qp->pqpn(), 0, {}, {}, true, qp->gone});
     e->name(self);
     std::string why;
     if (e->restored(now, why)) fprintf(stderr, "libmigr: librdmacm's connections cannot be taken up again: %s\n", why.c_str());
@@ -191,9 +197,9 @@ void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
 void switched(switchover::Qps qps) {
   Engine* e = engine();
   if (!e) return;
-  std::vector<std::uint32_t> vqpns;
-  for (const QpShadow* qp : qps) vqpns.push_back(qp->vqpn());
-  e->switched(vqpns);
+  std::vector<QpName> names;
+  for (const QpShadow* qp : qps) names.push_back(name_of(*qp));
+  e->switched(names);
 }
 
 std::vector<Path> paths(switchover::Qps qps) {
@@ -203,7 +209,7 @@ std::vector<Path> paths(switchover::Qps qps) {
   for (const QpShadow* qp : qps) {
     const bool restored = qp->phase == switchover::Phase::kRebound;
     if (!restored && qp->phase != switchover::Phase::kSwitched) continue;
-    if (!e->uses(qp->vqpn())) continue;
+    if (!e->uses(name_of(*qp))) continue;
     auto path = path_of(*qp);
     if (!path) continue;
     path->restored = restored;

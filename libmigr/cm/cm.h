@@ -40,6 +40,15 @@ void rollback();
 /// KEYS: the ports in it. Keys proper are not touched.
 void note_ports(std::span<const migr_key_map> keys);
 
+/// As libibverbs lists it.
+struct Device {
+  std::string name;
+  std::uint64_t guid;  ///< as the kernel gives it
+  std::uint32_t index;
+};
+/// The QP of this number on the device of this GUID. @return null: none
+const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t node_guid, std::span<const Device> births);
+inline QpName name_of(const QpShadow& qp) { return {qp.context, qp.vqpn()}; }
 /// Where a QP's present path leads. In a file of its own: tests have another.
 std::optional<Path> path_of(const QpShadow& qp);
 

@@ -351,6 +351,7 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
                              : header.cmd == RDMA_USER_CM_CMD_ACCEPT ? offsetof(rdma_ucm_accept, conn_param.qp_num)
                                                                      : kMaxCommand;
   if (header.in >= qpn_at + sizeof(vqpn)) memcpy(&vqpn, body + qpn_at, sizeof(vqpn));
+  QpName qp{nullptr, vqpn};
   const NoCancel no_cancel;
   std::unique_lock guard(mutex_);
   const auto waits = [&] { return frozen_ || (held_ && begins(header.cmd, payload, header.in)); };
@@ -358,14 +359,17 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
     thawed_.wait(guard, [&] { return !waits(); });
     of = lives_;
     if (!vqpn || !physical_qpn) break;
+    const bool connects = header.cmd == RDMA_USER_CM_CMD_CONNECT;
+    const Id* const id = find(connects ? load<rdma_ucm_connect>(payload, header.in).id : load<rdma_ucm_accept>(payload, header.in).id);
+    const std::uint64_t node_guid = id ? id->node_guid : 0;
     guard.unlock();  // its lock is never taken under ours
-    const std::uint32_t pqpn = physical_qpn(vqpn);
+    const std::uint32_t pqpn = physical_qpn(qp, node_guid);
     memcpy(body + qpn_at, &pqpn, sizeof(pqpn));
     guard.lock();
   }
   const auto found = channels_.find(fd);
   if (found == channels_.end()) return fail(EACCES);  // as for a forked child
-  const ssize_t result = in_thread(guard, [&] { return dispatch(*found->second, copy, count, vqpn); });
+  const ssize_t result = in_thread(guard, [&] { return dispatch(*found->second, copy, count, qp); });
   if (header.cmd == RDMA_USER_CM_CMD_DISCONNECT && result >= 0) end_at_once(guard, load<rdma_ucm_disconnect>(payload, header.in).id);
   if (header.cmd == RDMA_USER_CM_CMD_INIT_QP_ATTR && result >= 0 && known_gid && header.out >= sizeof(ib_uverbs_qp_attr)) {
     // librdmacm gives it to ibv_modify_qp(), as an application would.
@@ -391,10 +395,10 @@ bool Engine::begins(std::uint32_t command, const char* payload, std::size_t in) 
 /// Where the kernel's message would not get to the other end neither would its answer come: the kernel waits for a minute.
 void Engine::end_at_once(std::unique_lock<std::mutex>& guard, std::uint32_t handle) {
   Id* id = find(handle);
-  const std::uint32_t vqpn = id && id->state == State::kDisconnecting ? id->qp_num : 0;
-  if (!vqpn || !tell_end) return;
+  const QpName qp = id && id->state == State::kDisconnecting ? id->qp : QpName{};
+  if (!qp.vqpn || !tell_end) return;
   guard.unlock();
-  const bool told = tell_end(vqpn);
+  const bool told = tell_end(qp);
   guard.lock();
   id = told ? find(handle) : nullptr;
   if (id && id->state == State::kDisconnecting) deliver_end(*id);
@@ -406,8 +410,8 @@ Engine::Id* Engine::find(std::uint32_t handle) {
 }
 
 /// @param buf   a copy of the command, in which the kernel's names take the place of ours
-/// @param vqpn  the QP that it names, as the application knows it; 0: none
-ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, std::uint32_t vqpn) {
+/// @param qp    the QP that it names
+ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, QpName qp) {
   const auto header = load<rdma_ucm_cmd_hdr>(buf, count);
   char* const payload = buf + sizeof(header);
   if (header.cmd == RDMA_USER_CM_CMD_CREATE_ID) {
@@ -473,13 +477,13 @@ ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, std::ui
     id->app_uid = uid_before;
     return fail(error);
   }
-  if (vqpn) id->qp_num = vqpn;
+  if (qp.vqpn) id->qp = qp;
   note_done(*id, header.cmd, payload, header.in);
   const auto query = load<rdma_ucm_query>(payload, header.in);
   if (header.cmd == RDMA_USER_CM_CMD_QUERY_ROUTE)
-    name_device(query.response, header.out, offsetof(rdma_ucm_query_route_resp, ibdev_index));
+    name_device(*id, query.response, header.out, offsetof(rdma_ucm_query_route_resp, ibdev_index));
   if (header.cmd == RDMA_USER_CM_CMD_QUERY && query.option != RDMA_USER_CM_QUERY_PATH)
-    name_device(query.response, header.out, offsetof(rdma_ucm_query_addr_resp, ibdev_index));
+    name_device(*id, query.response, header.out, offsetof(rdma_ucm_query_addr_resp, ibdev_index));
   return static_cast<ssize_t>(count);
 }
 
@@ -521,15 +525,16 @@ void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::
 }
 
 /// In the answer to a query, the device. A short answer has no index.
-void Engine::name_device(std::uint64_t response, std::size_t bytes, std::size_t index_at) {
+void Engine::name_device(Id& id, std::uint64_t response, std::size_t bytes, std::size_t index_at) {
   std::uint64_t guid;
   std::uint32_t index = 0;
-  if (!device_of_birth || bytes < sizeof(guid)) return;
+  if (bytes < sizeof(guid)) return;
   char* const at = reinterpret_cast<char*>(response);
   const bool indexed = bytes >= index_at + sizeof(index);
   memcpy(&guid, at, sizeof(guid));
   if (indexed) memcpy(&index, at + index_at, sizeof(index));
-  device_of_birth(guid, index);
+  if (device_of_birth) device_of_birth(guid, index);
+  if (guid) id.node_guid = guid;
   memcpy(at, &guid, sizeof(guid));
   if (indexed) memcpy(at + index_at, &index, sizeof(index));
 }
@@ -539,6 +544,16 @@ bool Engine::query_address(const KernelId& k, rdma_ucm_query_addr_resp& out) {
   query.id = k.number;
   query.option = RDMA_USER_CM_QUERY_ADDR;
   return say(RDMA_USER_CM_CMD_QUERY, query, &out, sizeof(out));
+}
+
+/// Of its device, at birth; 0: not known.
+std::uint64_t Engine::node_guid(const KernelId& k) {
+  rdma_ucm_query_addr_resp response{};
+  if (!query_address(k, response)) return 0;
+  std::uint64_t guid = response.node_guid;
+  std::uint32_t index = 0;
+  if (device_of_birth) device_of_birth(guid, index);
+  return guid;
 }
 
 bool Engine::bind(const KernelId& k, const void* address, std::size_t bytes) {
@@ -816,15 +831,15 @@ void Engine::deliver_end(Id& id) {
   }
 }
 
-bool Engine::stands(std::uint32_t vqpn) {
+bool Engine::stands(QpName qp) {
   std::lock_guard guard(mutex_);
-  const Id* const id = connected_by(vqpn);
+  const Id* const id = connected_by(qp);
   return id && id->state == State::kConnected;
 }
 
-void Engine::ended(std::uint32_t vqpn) {
+void Engine::ended(QpName qp) {
   std::lock_guard guard(mutex_);
-  Id* const id = connected_by(vqpn);
+  Id* const id = connected_by(qp);
   if (id && id->state == State::kConnected && !id->held) deliver_end(*id);
 }
 
@@ -886,7 +901,7 @@ std::string Engine::settle(unsigned limit_ms) {
   return half_made();
 }
 
-std::string Engine::immovable(const std::function<bool(std::uint32_t)>& carries) {
+std::string Engine::immovable(const std::function<bool(QpName)>& carries) {
   std::lock_guard guard(mutex_);
   if (!groups_.empty()) return "a multicast group joined by librdmacm";
   for (const auto& [handle, id] : ids_) {
@@ -895,7 +910,7 @@ std::string Engine::immovable(const std::function<bool(std::uint32_t)>& carries)
     if ((id->state == State::kBound || id->state == State::kListening) && !anywhere(id->address))
       return "an id of librdmacm that is bound to an address of this host; bind it to any (0.0.0.0, ::)";
     // Partners would not know that it moves, and hear that it has ended.
-    if (id->state == State::kConnected && carries && !carries(id->qp_num))
+    if (id->state == State::kConnected && carries && !carries(id->qp))
       return "a connection of librdmacm without a queue pair of its own (as UCX makes them: UCX_SOCKADDR_TLS_PRIORITY=tcp)";
   }
   return "";
@@ -990,7 +1005,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
       if (is_unconnected(*id)) make_again(*id);
       if (id->state != State::kConnected) continue;
       for (const Path& path : paths) {
-        if (path.vqpn != id->qp_num) continue;
+        if (path.qp != id->qp) continue;
         id->pqpn = path.pqpn;
         if (path.gone) deliver_end(*id);
       }
@@ -1010,21 +1025,21 @@ void Engine::peer_port(const Instance& peer, std::uint16_t port) {
   peer_ports_[peer] = port;
 }
 
-Engine::Id* Engine::connected_by(std::uint32_t vqpn) {
+Engine::Id* Engine::connected_by(QpName qp) {
   for (const auto& [handle, id] : ids_)
-    if (vqpn && id->qp_num == vqpn) return id.get();
+    if (qp.vqpn && id->qp == qp) return id.get();
   return nullptr;
 }
 
-bool Engine::uses(std::uint32_t vqpn) {
+bool Engine::uses(QpName qp) {
   std::lock_guard guard(mutex_);
-  return connected_by(vqpn) != nullptr;
+  return connected_by(qp) != nullptr;
 }
 
-void Engine::switched(std::span<const std::uint32_t> vqpns) {
+void Engine::switched(std::span<const QpName> qps) {
   std::lock_guard guard(mutex_);
-  for (const std::uint32_t vqpn : vqpns)
-    if (Id* id = connected_by(vqpn)) id->held = true;
+  for (const QpName qp : qps)
+    if (Id* id = connected_by(qp)) id->held = true;
 }
 
 void Engine::resumed(std::span<const Path> paths) {
@@ -1033,7 +1048,7 @@ void Engine::resumed(std::span<const Path> paths) {
   in_thread(guard, [&] {
     pump();
     for (const Path& path : paths) {
-      Id* id = connected_by(path.vqpn);
+      Id* id = connected_by(path.qp);
       if (!id) continue;
       id->held = false;
       id->deferred.clear();
@@ -1072,10 +1087,13 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
   KernelId* k = new_kernel_id(event.id, nullptr);
   Hello hello{};
   memcpy(&hello, event.param.conn.private_data, sizeof(hello));
-  Id* meant = nullptr;
+  std::vector<Id*> called;
   const bool for_us = !memcmp(hello.magic, kMagic, sizeof(kMagic)) && !memcmp(hello.instance, self_.data(), self_.size());
   for (const auto& [handle, id] : ids_)
-    if (for_us && id->state == State::kConnected && id->pqpn == hello.dest_pqpn) meant = id.get();
+    if (for_us && id->state == State::kConnected && id->pqpn == hello.dest_pqpn) called.push_back(id.get());
+  if (called.size() > 1)  // one on each of several devices
+    if (const std::uint64_t guid = node_guid(*k)) std::erase_if(called, [&](const Id* id) { return id->node_guid && id->node_guid != guid; });
+  Id* const meant = called.empty() ? nullptr : called.front();
   if (!meant) {  // it has ended here meanwhile
     rdma_ucm_reject reject{};
     reject.id = k->number;

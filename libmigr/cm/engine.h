@@ -44,9 +44,16 @@ struct Kernel {
 
 using Instance = std::array<std::uint8_t, 16>;
 
+/// A QP, as the application knows it: another device may have one of the same number.
+struct QpName {
+  const void* context;  ///< only compared
+  std::uint32_t vqpn;   ///< 0: none
+  friend bool operator==(QpName, QpName) = default;
+};
+
 /// A QP whose path a switchover has changed.
 struct Path {
-  std::uint32_t vqpn;
+  QpName qp;
   std::uint32_t pqpn;       ///< now
   std::uint32_t dest_pqpn;  ///< now; 0: not known
   std::array<std::uint8_t, 16> dgid;
@@ -72,22 +79,22 @@ class Engine {
   bool close_channel(int fd);
   /// write(2)
   ssize_t command(int fd, const void* buf, std::size_t count);
-  /// Number for the kernel of the QP that the application calls so.
-  std::function<std::uint32_t(std::uint32_t)> physical_qpn;
+  /// Number for the kernel of the QP that has `qp`'s number on the device of this GUID (0: not known). Its context is filled in.
+  std::function<std::uint32_t(QpName& qp, std::uint64_t node_guid)> physical_qpn;
   /// Index, for the application, of the GID that the kernel has there.
   std::function<std::uint8_t(std::uint8_t port, std::uint8_t index)> known_gid;
   /// The device that the kernel means, as the application knows it: librdmacm looks for it in a list of its own.
   std::function<void(std::uint64_t& node_guid, std::uint32_t& index)> device_of_birth;
   /// Tells the other end of this QP's connection that it is over, where the kernel's message would not get there. Without our lock.
   /// @return it was told
-  std::function<bool(std::uint32_t vqpn)> tell_end;
+  std::function<bool(QpName)> tell_end;
 
   /* On another link (links/); any thread. */
 
   /// A connection that stands has this QP.
-  bool stands(std::uint32_t vqpn);
+  bool stands(QpName qp);
   /// The other end has told it. What the kernel says of it later is nothing new.
-  void ended(std::uint32_t vqpn);
+  void ended(QpName qp);
 
   /* A migration; the control thread. */
 
@@ -102,8 +109,8 @@ class Engine {
   /// Waits until no connection is half made, at most so long. @return what still is; empty: nothing
   std::string settle(unsigned limit_ms);
   /// What cannot be moved; empty: all can.
-  /// @param carries whether a queue pair of this virtual number carries a connection; null: nobody asks
-  std::string immovable(const std::function<bool(std::uint32_t)>& carries = nullptr);
+  /// @param carries whether this queue pair carries a connection; null: nobody asks
+  std::string immovable(const std::function<bool(QpName)>& carries = nullptr);
   /// Source: reads what the kernel has; commands wait from here on. EAGAIN: a connection is half made.
   int freeze(std::string& why);
   /// Restored: the kernel's file anew, in it what listens. @return 0 or errno, with all ids detached then
@@ -113,9 +120,9 @@ class Engine {
   /// KEYS has told where a process that moved is to be connected to.
   void peer_port(const Instance& peer, std::uint16_t port);
   /// SWITCH: that these connections end is what the source's end looks like, unless we go back.
-  void switched(std::span<const std::uint32_t> vqpns);
+  void switched(std::span<const QpName> qps);
   /// Has it been connected by the kernel's CM?
-  bool uses(std::uint32_t vqpn);
+  bool uses(QpName qp);
   /// RESUME: the paths are changed for good.
   void resumed(std::span<const Path> paths);
   /// From freeze() or switched() back to how it was.
@@ -157,7 +164,8 @@ class Engine {
     std::uint8_t qp_type;
     State state = State::kIdle;
     std::uint32_t reported = 0;
-    std::uint32_t qp_num = 0;   ///< virtual; 0: none yet
+    std::uint64_t node_guid = 0;  ///< of its device, at birth; 0: not known
+    QpName qp{};                ///< none before it is connected
     std::uint32_t pqpn = 0;     ///< restored: now
     int backlog = 0;
     std::vector<char> address;  ///< sockaddr, once bound
@@ -193,7 +201,7 @@ class Engine {
   void wake();
 
   // Under mutex_, all of them; what writes to the kernel in our thread.
-  ssize_t dispatch(Channel& channel, char* buf, std::size_t count, std::uint32_t vqpn);
+  ssize_t dispatch(Channel& channel, char* buf, std::size_t count, QpName qp);
   ssize_t create_id(Channel& channel, const char* payload, std::size_t in);
   ssize_t destroy_id(Id& id, std::uint64_t response);
   ssize_t disconnect(Id& id, std::size_t count);
@@ -201,8 +209,9 @@ class Engine {
   ssize_t get_event(int fd, const char* payload, std::size_t in, std::size_t out);
   ssize_t migrate_id(Id& id, Channel& to, const char* payload);
   void note_done(Id& id, std::uint32_t command, const char* payload, std::size_t in);
-  void name_device(std::uint64_t response, std::size_t bytes, std::size_t index_at);
+  void name_device(Id& id, std::uint64_t response, std::size_t bytes, std::size_t index_at);
   bool query_address(const KernelId& k, rdma_ucm_query_addr_resp& out);
+  std::uint64_t node_guid(const KernelId& k);
   bool bind(const KernelId& k, const void* address, std::size_t bytes);
   bool listen(const KernelId& k, std::uint32_t backlog);
   void learn_address(Id& id);
@@ -219,7 +228,7 @@ class Engine {
   void queue(Id& owner, const rdma_ucm_event_resp& event, Id* request, Group* group);
   void unqueue(Channel& channel, const std::function<bool(const Waiting&)>& which, Channel* to = nullptr);
   Id* find(std::uint32_t handle);
-  Id* connected_by(std::uint32_t vqpn);
+  Id* connected_by(QpName qp);
   KernelId* new_kernel_id(std::uint32_t number, Id* id);
   KernelId* make_kernel_id(std::uint16_t port_space, std::uint8_t qp_type, Id* id);
   void drop(KernelId*& k);

@@ -533,11 +533,11 @@ bool tell_gone(const QpLink& l, std::uint32_t flags) {
 
 bool tell_parted(const QpLink& l) { return !standing(l, kHome) && tell_gone(l, kParted); }
 
-bool tell_parted(std::uint32_t vqpn) {
+bool tell_parted(cm::QpName qp) {
   std::lock_guard guard(Registry::get().lock);
   if (!state()) return false;
   for (const QpLink* l : state()->qps)
-    if (l->q->vqpn() == vqpn) return tell_parted(*l);
+    if (cm::name_of(*l->q) == qp) return tell_parted(*l);
   return false;
 }
 
@@ -904,7 +904,7 @@ void got_state(Channel& from, const StateRecord& record) {
   Side side = kHome;
   if (record.flags & kGone) {
     cm::Engine* const engine = l && record.flags & kParted ? cm::engine() : nullptr;
-    if (engine) engine->ended(l->q->vqpn());
+    if (engine) engine->ended(cm::name_of(*l->q));
     if (l && l->stage != Stage::kBroken) other_gave_up(*l, record);
     return;
   }

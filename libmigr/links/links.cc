@@ -469,7 +469,7 @@ void gone(QpShadow& q) {
   }
   QpLink* const l = q.link;
   if (!l) return;
-  if (cm::Engine* const engine = cm::engine(); engine && engine->stands(q.vqpn())) tell_parted(*l);
+  if (cm::Engine* const engine = cm::engine(); engine && engine->stands(cm::name_of(q))) tell_parted(*l);
   destroy_paths(*l, l->path.qp);  // that is the caller's to destroy
   forget_qp(*l);
 }

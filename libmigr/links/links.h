@@ -26,6 +26,10 @@
 #include "relay.h"
 #include "shared_receives.h"
 
+namespace migr::cm {
+struct QpName;
+}
+
 namespace migr::links {
 
 struct Channel;
@@ -265,7 +269,7 @@ std::string park();
 std::string set_aside(QpShadow& q);
 /// The application has ended the connection of this QP by librdmacm: its other end is told, where the default link does not work. Not
 /// under the Registry's lock. @return it was told
-bool tell_parted(std::uint32_t vqpn);
+bool tell_parted(cm::QpName qp);
 /// Caller holds the Registry's lock.
 void before_fork();
 /// @param inherits it has contexts of its parent

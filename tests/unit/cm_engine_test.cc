@@ -26,13 +26,15 @@ constexpr int kBacklog = 3;
 struct FakeKernel {
   struct Id {
     std::uint64_t uid;
+    std::uint64_t node_guid;
     std::uint32_t reported = 0;
     rdma_ucm_conn_param param{};
-    std::string done;
+    std::string done{};
   };
   std::mutex lock;
   int fd = -1;
   int opened = 0;
+  std::uint64_t node_guid = 0;  ///< of new ids' device; 0: none
   std::uint32_t next = 5;
   std::map<std::uint32_t, Id> ids;
   std::deque<rdma_ucm_event_resp> events;
@@ -82,7 +84,7 @@ struct FakeKernel {
       std::lock_guard guard(lock);
       e.uid = ids.at(listener).uid;
       e.id = next++;
-      ids[e.id].uid = 0;
+      ids[e.id] = {0, node_guid};
     }
     e.event = RDMA_CM_EVENT_CONNECT_REQUEST;
     e.param.conn.qp_num = 77;
@@ -145,7 +147,7 @@ struct FakeKernel {
     switch (header.cmd) {
       case RDMA_USER_CM_CMD_CREATE_ID: {
         BODY(rdma_ucm_create_id);
-        ids[next].uid = c.uid;
+        ids[next] = {c.uid, node_guid};
         reinterpret_cast<rdma_ucm_create_id_resp*>(c.response)->id = next++;
         return static_cast<ssize_t>(bytes);
       }
@@ -171,9 +173,11 @@ struct FakeKernel {
         BODY(rdma_ucm_query);
         auto* to_addr = reinterpret_cast<rdma_ucm_query_addr_resp*>(c.response);
         memset(to_addr, 0, sizeof(*to_addr));
+        if (!ids.contains(c.id)) return fail(ENOENT);
         sockaddr_in any{};
         any.sin_family = AF_INET;
         any.sin_port = htons(port);
+        to_addr->node_guid = ids[c.id].node_guid;
         to_addr->src_size = sizeof(any);
         memcpy(&to_addr->src_addr, &any, sizeof(any));
         return known(c.id, "query ");
@@ -203,6 +207,9 @@ struct FakeKernel {
   }
 };
 
+/// The numbers of the devices' GUIDs stand for the contexts.
+QpName qp_on(std::uint64_t node_guid, std::uint32_t vqpn) { return {reinterpret_cast<const void*>(node_guid), vqpn}; }
+
 class Cm : public testing::Test {
  protected:
   FakeKernel kernel;
@@ -212,7 +219,10 @@ class Cm : public testing::Test {
 
   void SetUp() override {
     engine.name(self);
-    engine.physical_qpn = [](std::uint32_t vqpn) { return vqpn + 0x1000; };
+    engine.physical_qpn = [](QpName& qp, std::uint64_t node_guid) {
+      qp = qp_on(node_guid, qp.vqpn);
+      return qp.vqpn + 0x1000;
+    };
     fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
     ASSERT_GE(fd, 0);
   }
@@ -268,6 +278,8 @@ class Cm : public testing::Test {
     EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, [&] { rdma_ucm_resolve_addr c{}; c.id = id; return c; }()), 0);
     kernel.tell(k, RDMA_CM_EVENT_ADDR_RESOLVED);
     expect(RDMA_CM_EVENT_ADDR_RESOLVED, uid, id);
+    rdma_ucm_query_addr_resp at{};
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_QUERY, rdma_ucm_query{reinterpret_cast<std::uintptr_t>(&at), id, RDMA_USER_CM_QUERY_ADDR}, sizeof(at)), 0);
     EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ROUTE, rdma_ucm_resolve_route{id, 1}), 0);
     kernel.tell(k, RDMA_CM_EVENT_ROUTE_RESOLVED);
     expect(RDMA_CM_EVENT_ROUTE_RESOLVED, uid, id);
@@ -294,7 +306,7 @@ class Cm : public testing::Test {
     return id;
   }
   Path path(std::uint32_t vqpn, bool restored) {
-    return {vqpn, vqpn + 0x2000, 0x99, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 2}, peer, restored, false};
+    return {qp_on(kernel.node_guid, vqpn), vqpn + 0x2000, 0x99, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 2}, peer, restored, false};
   }
   /// The process arrives on another host.
   void migrate(std::vector<Path> paths) {
@@ -302,15 +314,23 @@ class Cm : public testing::Test {
     ASSERT_EQ(engine.freeze(why), 0) << why;
     ASSERT_EQ(engine.restored(paths, why), 0) << why;
   }
+  void switched(std::uint32_t vqpn) {
+    const QpName name[] = {qp_on(kernel.node_guid, vqpn)};
+    engine.switched(name);
+  }
   /// The partner of `id` moves: until the link to it has been asked for.
   void partner_moves(std::uint32_t vqpn) {
-    const std::uint32_t v[] = {vqpn};
-    engine.switched(v);
+    switched(vqpn);
     engine.peer_port(peer, 999);
     const Path p[] = {path(vqpn, false)};
     engine.resumed(p);
   }
   void disconnect(std::uint32_t id) { EXPECT_EQ(send(RDMA_USER_CM_CMD_DISCONNECT, rdma_ucm_disconnect{id}), 0); }
+  /// The partner's library connects again. @return the kernel's number of the request
+  std::uint32_t link_asked(std::uint32_t listener, std::uint32_t pqpn) {
+    struct { char magic[8]; Instance to; std::uint32_t dest, from; } hello{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, self, pqpn, 0x99};
+    return kernel.request(listener, &hello, sizeof(hello));
+  }
   void link_up(std::uint32_t k) {
     eventually([&] { return kernel.done(k) == "addr "; });
     kernel.tell(k, RDMA_CM_EVENT_ADDR_RESOLVED);
@@ -355,7 +375,7 @@ TEST_F(Cm, CommandsAndEventsPassThrough) {
 // On another link, as the default one does not work: the kernel would ask the other end for a minute.
 TEST_F(Cm, WhoseEndWasToldOtherwiseEndsAtOnce) {
   std::uint32_t asked = 0;
-  engine.tell_end = [&](std::uint32_t vqpn) { return asked = vqpn, vqpn == 17; };
+  engine.tell_end = [&](QpName qp) { return asked = qp.vqpn, qp.vqpn == 17; };
   const auto first = connected(0x1111, 17), k = kernel.newest(), second = connected(0x2222, 18);
   disconnect(first);
   EXPECT_TRUE(kernel.done(k).ends_with("disconnect "));
@@ -370,14 +390,14 @@ TEST_F(Cm, WhoseEndWasToldOtherwiseEndsAtOnce) {
 
 TEST_F(Cm, TheOtherEndTellsWhatItsKernelCannot) {
   const auto id = connected(0x1111, 17), k = kernel.newest();
-  EXPECT_TRUE(engine.stands(17));
-  engine.ended(18);
+  EXPECT_TRUE(engine.stands({nullptr, 17}));
+  engine.ended({nullptr, 18});
   quiet();
-  engine.ended(17);
-  EXPECT_FALSE(engine.stands(17));
+  engine.ended({nullptr, 17});
+  EXPECT_FALSE(engine.stands({nullptr, 17}));
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x1111, id);
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x1111, id);
-  engine.ended(17);
+  engine.ended({nullptr, 17});
   kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);  // the cable was mended
   quiet();
   disconnect(id);
@@ -627,7 +647,7 @@ TEST_F(Cm, WithoutTheDeviceListenersAreToldAndConnectionsGoOn) {
   EXPECT_NE(why.find("rdma_cm"), std::string::npos);
   expect(RDMA_CM_EVENT_DEVICE_REMOVAL, 0xaa, listener);
   quiet();
-  EXPECT_TRUE(engine.stands(17));
+  EXPECT_TRUE(engine.stands({nullptr, 17}));
   EXPECT_EQ(destroy(listener), 0);
   EXPECT_EQ(destroy(stands), 0);
 }
@@ -709,8 +729,7 @@ TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
   migrate({path(17, true)});
   EXPECT_EQ(engine.port(), 4711);
   quiet();
-  struct { char magic[8]; Instance to; std::uint32_t dest, from; } hello{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, self, 17 + 0x2000, 0x99};
-  const auto k = kernel.request(kernel.newest(), &hello, sizeof(hello));
+  const auto k = link_asked(kernel.newest(), 17 + 0x2000);
   eventually([&] { return kernel.done(k) == "accept "; });
   EXPECT_EQ(kernel.ids[k].param.qp_num, 17u + 0x2000);
   kernel.tell(k, RDMA_CM_EVENT_ESTABLISHED);
@@ -729,8 +748,7 @@ TEST_F(Cm, RestoredSideRefusesWhatHasEnded) {
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x77, id);
   disconnect(id);
   quiet();
-  struct { char magic[8]; Instance to; std::uint32_t dest, from; } hello{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, self, 17 + 0x2000, 0x99};
-  const auto k = kernel.request(listener, &hello, sizeof(hello));
+  const auto k = link_asked(listener, 17 + 0x2000);
   eventually([&] { return kernel.done(k) == "gone"; });
 }
 
@@ -770,8 +788,7 @@ TEST_F(CmPartner, LearnsThatTheOtherEndIsGone) {
 TEST_F(Cm, SourcesEndIsNoEndUnlessItGoesBack) {
   const auto id = connected(0x88, 18);
   const auto k = kernel.newest();
-  const std::uint32_t v[] = {18};
-  engine.switched(v);
+  switched(18);
   kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
   quiet();
   engine.rollback();
@@ -788,6 +805,64 @@ TEST_F(Cm, RollbackLeavesEverything) {
   engine.rollback();
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   EXPECT_EQ(kernel.opened, 1);
+}
+
+// QPs of two devices may have one number.
+TEST_F(Cm, AnotherDevicesQpOfThatNumberStays) {
+  kernel.node_guid = 2;
+  connected(0x11, 18);
+  const auto stays = kernel.newest();
+  kernel.node_guid = 1;
+  const auto id = connected(0x22, 18), k = kernel.newest();
+  switched(18);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);  // the source's copy
+  quiet();
+  engine.ended(qp_on(3, 18));
+  engine.peer_port(peer, 999);
+  const Path p[] = {path(18, false)};
+  engine.resumed(p);
+  EXPECT_EQ(kernel.done(k), "gone");
+  EXPECT_NE(kernel.done(stays), "gone");
+  engine.ended(qp_on(1, 18));
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x22, id);
+  EXPECT_TRUE(engine.stands(qp_on(2, 18)));
+  EXPECT_FALSE(engine.stands(qp_on(1, 18)));
+}
+
+TEST_F(Cm, RestoredSideKnowsTheDeviceByTheRequest) {
+  std::vector<Path> paths;
+  for (const std::uint64_t device : {2, 1}) {
+    kernel.node_guid = device;
+    connected(device * 0x11, 18);
+    paths.push_back(path(18, true));
+  }
+  migrate(paths);
+  const auto listener = kernel.newest();
+  const auto first = link_asked(listener, 18 + 0x2000);
+  kernel.node_guid = 2;
+  const auto second = link_asked(listener, 18 + 0x2000);
+  for (const auto k : {first, second}) eventually([&] { return kernel.done(k) == "query accept "; });
+  kernel.tell(second, RDMA_CM_EVENT_DISCONNECTED);
+  EXPECT_EQ(event().uid, 0x22u);
+  kernel.tell(first, RDMA_CM_EVENT_DISCONNECTED);
+  EXPECT_EQ(event().uid, 0x11u);
+}
+
+TEST_F(Cm, RestoredSideTellsTwoQpsOfOneNumberApart) {
+  std::vector<Path> paths;
+  for (const std::uint64_t device : {2, 1}) {
+    kernel.node_guid = device;
+    connected(device, 18);
+    paths.push_back(path(18, true));
+    paths.back().pqpn = 100 + static_cast<std::uint32_t>(device);
+  }
+  migrate(paths);
+  const auto listener = kernel.newest();
+  for (const std::uint32_t pqpn : {102, 101}) {
+    const auto k = link_asked(listener, pqpn);
+    eventually([&] { return kernel.done(k) == "accept "; });
+    EXPECT_EQ(kernel.ids[k].param.qp_num, pqpn);
+  }
 }
 
 TEST_F(Cm, OneOfTwoThatMovedTogetherBegins) {

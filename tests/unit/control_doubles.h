@@ -48,7 +48,7 @@ void untold() {}
 namespace links {
 std::string refusal() { return ""; }
 std::string park() { return ""; }
-bool tell_parted(std::uint32_t) { return false; }
+bool tell_parted(cm::QpName) { return false; }
 void changed() {}
 void before_fork() {}
 void after_fork_in_child(bool) {}

@@ -738,5 +738,30 @@ INSTANTIATE_TEST_SUITE_P(
                  [](migr_msg& h, std::vector<char>&) { h.count = 0x10000000, h.record_size = 16; }}),
     [](const auto& info) { return info.param.name; });
 
+TEST(CmQps, OfOneNumberAreToldApartByTheDevice) {
+  ibv_device devices[2]{};
+  ibv_context real[2]{};
+  Context contexts[2];
+  QpShadow qps[2];
+  for (int i = 0; i < 2; ++i) {
+    strcpy(devices[i].name, i ? "rxe1" : "rxe0");
+    real[i].device = &devices[i];
+    contexts[i].real = &real[i];
+    qps[i].context = &contexts[i];
+    qps[i].app.qp_num = 18;
+  }
+  QpShadow* const all[] = {&qps[0], &qps[1]};
+  const cm::Device births[] = {{"rxe0", 100, 1}, {"rxe1", 101, 2}, {"rxe2", 102, 3}};
+  EXPECT_EQ(cm::qp_of(all, 18, 100, births), &qps[0]);
+  EXPECT_EQ(cm::qp_of(all, 18, 101, births), &qps[1]);
+  EXPECT_EQ(cm::qp_of(all, 18, 102, births), nullptr);
+  EXPECT_EQ(cm::qp_of(all, 19, 101, births), nullptr);
+  EXPECT_EQ(cm::qp_of(all, 18, 0, births), &qps[0]) << "not known";
+  // Two devices of one network interface may have one GUID, and the only one of a host any name.
+  const cm::Device alike[] = {{"rxe0", 100, 1}, {"rxe1", 100, 2}}, other[] = {{"rxe7", 100, 1}};
+  EXPECT_EQ(cm::qp_of(std::span(all).last(1), 18, 100, alike), &qps[1]);
+  EXPECT_EQ(cm::qp_of(all, 18, 100, other), &qps[0]);
+}
+
 }  // namespace
 }  // namespace migr
