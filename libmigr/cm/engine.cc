@@ -503,6 +503,7 @@ void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::
       return;
     case RDMA_USER_CM_CMD_REJECT:
       id.state = State::kEnded;
+      id.qp = {};
       return;
     case RDMA_USER_CM_CMD_SET_OPTION: {
       const auto option = load<rdma_ucm_set_option>(payload, in);
@@ -816,6 +817,7 @@ void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
     case RDMA_CM_EVENT_DEVICE_REMOVAL: id.state = State::kEnded; break;
     default: break;
   }
+  if (id.state == State::kEnded) id.qp = {};  // it may be connected again, by another id
   if (!id.app_uid) return;
   event.uid = id.app_uid;
   event.id = id.handle;
@@ -1026,9 +1028,10 @@ void Engine::peer_port(const Instance& peer, std::uint16_t port) {
 }
 
 Engine::Id* Engine::connected_by(QpName qp) {
+  Id* found = nullptr;
   for (const auto& [handle, id] : ids_)
-    if (qp.vqpn && id->qp == qp) return id.get();
-  return nullptr;
+    if (qp.vqpn && id->qp == qp && (!found || id->state == State::kConnected)) found = id.get();
+  return found;
 }
 
 bool Engine::uses(QpName qp) {

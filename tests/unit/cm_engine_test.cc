@@ -795,6 +795,25 @@ TEST_F(Cm, SourcesEndIsNoEndUnlessItGoesBack) {
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }
 
+// The application has connected it again, and not destroyed the id of before.
+TEST_F(Cm, AQpIsOfTheIdThatStands) {
+  const auto ended = connected(0x11, 18);
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x11, ended);
+  const auto ending = connected(0x22, 18), k = kernel.newest();
+  disconnect(ending);
+  const auto id = connected(0x33, 18), k2 = kernel.newest();
+  EXPECT_TRUE(engine.stands({nullptr, 18}));
+  switched(18);
+  kernel.tell(k2, RDMA_CM_EVENT_DISCONNECTED);  // the source's copy
+  quiet();
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x22, ending);
+  engine.rollback();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x33, id);
+  EXPECT_FALSE(engine.uses({nullptr, 18}));
+}
+
 TEST_F(Cm, RollbackLeavesEverything) {
   const auto id = connected(0x88, 18);
   const auto k = kernel.newest();
