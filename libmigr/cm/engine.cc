@@ -833,6 +833,11 @@ void Engine::deliver_end(Id& id) {
   }
 }
 
+void Engine::deliver_deferred(Id& id) {
+  for (rdma_ucm_event_resp& event : id.deferred) deliver(id, event);
+  id.deferred.clear();
+}
+
 bool Engine::stands(QpName qp) {
   std::lock_guard guard(mutex_);
   const Id* const id = connected_by(qp);
@@ -1054,10 +1059,12 @@ void Engine::resumed(std::span<const Path> paths) {
       Id* id = connected_by(path.qp);
       if (!id) continue;
       id->held = false;
-      id->deferred.clear();
       id->pqpn = path.pqpn;
       const bool alive = id->state == State::kConnected;
-      if (!alive && id->state != State::kDisconnecting) continue;
+      const bool ending = id->state == State::kDisconnecting;
+      if (alive) id->deferred.clear();
+      else deliver_deferred(*id);
+      if (!alive && !ending) continue;
       if (!path.restored && alive) drop(id->k);
       const auto port = peer_ports_.find(path.peer);
       if (port == peer_ports_.end() || !path.dest_pqpn) continue;  // the other end does it
@@ -1077,8 +1084,7 @@ void Engine::rollback() {
   in_thread(guard, [&] {
     for (const auto& [handle, id] : ids_) {
       id->held = false;
-      for (rdma_ucm_event_resp& event : id->deferred) deliver(*id, event);
-      id->deferred.clear();
+      deliver_deferred(*id);
     }
     return ssize_t{0};
   }, true);

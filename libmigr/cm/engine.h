@@ -220,6 +220,7 @@ class Engine {
   bool pump();
   bool is_full(const Id& listening) const;
   void handle(rdma_ucm_event_resp& event);
+  void deliver_deferred(Id& id);
   void deliver(Id& id, rdma_ucm_event_resp& event);
   void deliver_end(Id& id);
   bool begins(std::uint32_t command, const char* payload, std::size_t in);

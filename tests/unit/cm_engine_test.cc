@@ -814,6 +814,22 @@ TEST_F(Cm, AQpIsOfTheIdThatStands) {
   EXPECT_FALSE(engine.uses({nullptr, 18}));
 }
 
+TEST_F(Cm, WhoDisconnectsWhileThePartnerMovesHearsThatItHasEnded) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  disconnect(id);
+  switched(18);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  kernel.tell(k, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+  quiet();
+  engine.peer_port(peer, 999);
+  const Path p[] = {path(18, false)};
+  engine.resumed(p);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  EXPECT_EQ(engine.settle(0), "");
+  eventually([&] { return kernel.newest() > k; });  // the other end is told
+}
+
 TEST_F(Cm, RollbackLeavesEverything) {
   const auto id = connected(0x88, 18);
   const auto k = kernel.newest();
