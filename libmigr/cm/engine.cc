@@ -794,13 +794,29 @@ void Engine::handle(rdma_ucm_event_resp& event) {
   }
   if (!k) return;
   if (k->link) return link_event(*k->link, event);
-  if (!k->id || (k->quiet && event.event == RDMA_CM_EVENT_ESTABLISHED)) return;
+  if (!k->id || (k->quiet && set_up(*k, event.event))) return;
   const bool ends = event.event == RDMA_CM_EVENT_DISCONNECTED || event.event == RDMA_CM_EVENT_TIMEWAIT_EXIT;
   if (ends && k->id->end_told) return;
   if (k->id->held && ends)
     k->id->deferred.push_back(event);
   else
     deliver(*k->id, event);
+}
+
+/// What tells of the making of `k`: to the application its connection has stood all the time. @return it does
+bool Engine::set_up(KernelId& k, std::uint32_t event) {
+  switch (event) {
+    case RDMA_CM_EVENT_ESTABLISHED:
+      k.established = true;
+      return true;
+    case RDMA_CM_EVENT_CONNECT_ERROR:
+    case RDMA_CM_EVENT_UNREACHABLE:
+    case RDMA_CM_EVENT_REJECTED:
+      if (k.established) return false;
+      return link_lost(*k.id), true;
+    default:
+      return false;
+  }
 }
 
 void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
@@ -1119,6 +1135,7 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
   accept.conn_param = idle_connection(meant->pqpn);
   k->id = meant;
   k->quiet = true;
+  meant->port = 0;
   if (say(RDMA_USER_CM_CMD_ACCEPT, accept))
     meant->k = k;
   else
@@ -1155,6 +1172,15 @@ void Engine::link_failed(Link& link) {
   }
   fprintf(stderr, "libmigr: a librdmacm connection could not be taken up again with its partner's kernel; its end will not be told\n");
   link_over(link, false);
+}
+
+/// A link that seemed to stand does not: who has begun tries again, the other one waits for that.
+void Engine::link_lost(Id& id) {
+  drop(id.k);
+  if (id.state == State::kDisconnecting) deliver_end(id);
+  if (id.state != State::kConnected || !id.port) return;
+  links_.push_back(std::make_unique<Link>(Link{id.path, id.port, &id}));
+  links_.back()->next_ms = now_ms() + kLinkRetryMs;
 }
 
 void Engine::link_over(Link& link, bool gone) {
@@ -1195,6 +1221,8 @@ void Engine::link_event(Link& link, const rdma_ucm_event_resp& event) {
         id->k->id = id;
         id->k->link = nullptr;
         id->k->quiet = true;
+        id->path = link.path;
+        id->port = link.port;
         link.k = nullptr;
       } else {  // ended here meanwhile: this tells the other end
         rdma_ucm_disconnect disconnect{link.k->number};

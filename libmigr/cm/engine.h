@@ -141,6 +141,7 @@ class Engine {
     Id* id = nullptr;
     Link* link = nullptr;
     bool quiet = false;  ///< the application has had its ESTABLISHED
+    bool established = false;  ///< quiet: it has had its own
   };
   struct Group;
   /// An event that the application has not read.
@@ -167,6 +168,8 @@ class Engine {
     std::uint64_t node_guid = 0;  ///< of its device, at birth; 0: not known
     QpName qp{};                ///< none before it is connected
     std::uint32_t pqpn = 0;     ///< restored: now
+    Path path{};                ///< of the link that `k` was; and
+    std::uint16_t port = 0;     ///< where to. 0: the other end has begun it
     int backlog = 0;
     std::vector<char> address;  ///< sockaddr, once bound
     std::vector<std::vector<char>> options;
@@ -221,6 +224,7 @@ class Engine {
   bool is_full(const Id& listening) const;
   void handle(rdma_ucm_event_resp& event);
   void deliver_deferred(Id& id);
+  bool set_up(KernelId& k, std::uint32_t event);
   void deliver(Id& id, rdma_ucm_event_resp& event);
   void deliver_end(Id& id);
   bool begins(std::uint32_t command, const char* payload, std::size_t in);
@@ -241,6 +245,7 @@ class Engine {
   void start_link(Link& link);
   void link_event(Link& link, const rdma_ucm_event_resp& event);
   void link_failed(Link& link);
+  void link_lost(Id& id);
   void link_over(Link& link, bool gone);
   std::string half_made();
   template <class Command>

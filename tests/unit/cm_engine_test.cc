@@ -739,6 +739,25 @@ TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
   quiet();
 }
 
+// The last message of the new relation's making was lost, or its sender.
+TEST_F(Cm, RestoredSideWaitsForAnotherLink) {
+  const auto id = connected(0x77, 17);
+  migrate({path(17, true)});
+  const auto listener = kernel.newest();
+  for (const std::uint32_t what : {RDMA_CM_EVENT_UNREACHABLE, RDMA_CM_EVENT_REJECTED, RDMA_CM_EVENT_CONNECT_ERROR}) {
+    const auto k = link_asked(listener, 17 + 0x2000);
+    eventually([&] { return kernel.done(k) == "accept "; });
+    kernel.tell(k, what);
+    eventually([&] { return kernel.done(k) == "gone"; });
+  }
+  quiet();
+  const auto k = link_asked(listener, 17 + 0x2000);
+  eventually([&] { return kernel.done(k) == "accept "; });
+  disconnect(id);
+  kernel.tell(k, RDMA_CM_EVENT_UNREACHABLE);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x77, id);
+}
+
 TEST_F(Cm, RestoredSideRefusesWhatHasEnded) {
   const auto id = connected(0x77, 17);
   migrate({path(17, true)});
@@ -769,6 +788,20 @@ TEST_F(CmPartner, ConnectsAgain) {
   kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   quiet();
+}
+
+TEST_F(CmPartner, ConnectsOnceMoreIfTheOtherEndHasLetGo) {
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "addr route connect accept "; });
+  kernel.tell(k, RDMA_CM_EVENT_REJECTED, 28);
+  eventually([&] { return kernel.newest() > k; });
+  quiet();
+  k = kernel.newest();
+  link_up(k);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "addr route connect accept "; });
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }
 
 TEST_F(CmPartner, ThatDisconnectsMeanwhileTellsTheOtherEnd) {
