@@ -38,10 +38,10 @@ constexpr std::uint8_t kReliable = 2;  // enum ib_qp_type: RC
 constexpr std::uint32_t kRejectedNoService = 8;  // IBTA: nobody listens there
 constexpr std::size_t kEventWithoutEce = offsetof(rdma_ucm_event_resp, reserved);
 
-/// Private data of a connection of ours; a refusal has `magic` and zeros.
+/// Private data of a connection of ours. A refusal has numbers of zero; from an older library also an instance of zero.
 struct Hello {
   char magic[8];
-  std::uint8_t instance[16];  ///< of the process that is meant
+  std::uint8_t instance[16];  ///< of the process that is meant; that refuses
   std::uint32_t dest_pqpn;    ///< its QP
   std::uint32_t pqpn;         ///< the sender's
 };
@@ -213,7 +213,7 @@ void Engine::run() {
       const std::uint64_t now = now_ms();
       for (std::size_t i = 0; i < links_.size(); i++) {
         Link& link = *links_[i];
-        if (link.k) continue;
+        if (link.k || link.held) continue;
         if (link.next_ms <= now) {
           const std::size_t before = links_.size();
           start_link(link);
@@ -1057,13 +1057,24 @@ Engine::Id* Engine::connected_by(QpName qp) {
 
 bool Engine::uses(QpName qp) {
   std::lock_guard guard(mutex_);
-  return connected_by(qp) != nullptr;
+  return connected_by(qp) || std::any_of(links_.begin(), links_.end(), [&](const auto& l) { return l->path.qp == qp; });
 }
 
 void Engine::switched(std::span<const QpName> qps) {
-  std::lock_guard guard(mutex_);
-  for (const QpName qp : qps)
-    if (Id* id = connected_by(qp)) id->held = true;
+  std::unique_lock guard(mutex_);
+  const auto hold = [&] {
+    for (const QpName qp : qps) {
+      if (Id* id = connected_by(qp)) id->held = true;
+      for (const auto& link : links_) {
+        if (link->path.qp != qp) continue;
+        link->held = true;
+        drop(link->k);
+      }
+    }
+    return ssize_t{0};
+  };
+  if (links_.empty()) hold();
+  else in_thread(guard, hold, true);
 }
 
 void Engine::resumed(std::span<const Path> paths) {
@@ -1072,14 +1083,22 @@ void Engine::resumed(std::span<const Path> paths) {
   in_thread(guard, [&] {
     pump();
     for (const Path& path : paths) {
+      bool ending = false;
+      std::erase_if(links_, [&](const auto& link) {  // to where the partner was before
+        if (link->path.qp != path.qp) return false;
+        ending |= !link->id;
+        drop(link->k);
+        return true;
+      });
       Id* id = connected_by(path.qp);
-      if (!id) continue;
-      id->held = false;
-      id->pqpn = path.pqpn;
-      const bool alive = id->state == State::kConnected;
-      const bool ending = id->state == State::kDisconnecting;
-      if (alive) id->deferred.clear();
-      else deliver_deferred(*id);
+      const bool alive = id && id->state == State::kConnected;
+      if (id) {
+        ending |= id->state == State::kDisconnecting;
+        id->held = false;
+        id->pqpn = path.pqpn;
+        if (alive) id->deferred.clear();
+        else deliver_deferred(*id);
+      }
       if (!alive && !ending) continue;
       if (!path.restored && alive) drop(id->k);
       const auto port = peer_ports_.find(path.peer);
@@ -1102,6 +1121,7 @@ void Engine::rollback() {
       id->held = false;
       deliver_deferred(*id);
     }
+    for (const auto& link : links_) link->held = false;
     return ssize_t{0};
   }, true);
 }
@@ -1123,7 +1143,9 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
     rdma_ucm_reject reject{};
     reject.id = k->number;
     reject.private_data_len = sizeof(hello);
-    const Hello no{{kMagic[0], kMagic[1], kMagic[2], kMagic[3], kMagic[4], kMagic[5], kMagic[6], kMagic[7]}, {}, 0, 0};
+    Hello no{};
+    memcpy(no.magic, kMagic, sizeof(kMagic));
+    memcpy(no.instance, self_.data(), self_.size());
     memcpy(reject.private_data, &no, sizeof(no));
     say(RDMA_USER_CM_CMD_REJECT, reject);
     return drop(k);
@@ -1181,6 +1203,7 @@ void Engine::link_lost(Id& id) {
   if (id.state != State::kConnected || !id.port) return;
   links_.push_back(std::make_unique<Link>(Link{id.path, id.port, &id}));
   links_.back()->next_ms = now_ms() + kLinkRetryMs;
+  links_.back()->held = id.held;
 }
 
 void Engine::link_over(Link& link, bool gone) {
@@ -1231,8 +1254,9 @@ void Engine::link_event(Link& link, const rdma_ucm_event_resp& event) {
       return link_over(link, false);
     }
     case RDMA_CM_EVENT_REJECTED: {
-      const bool told = event.param.conn.private_data_len >= sizeof(kMagic) &&
-                        !memcmp(event.param.conn.private_data, kMagic, sizeof(kMagic));
+      const auto no = load<Hello>(reinterpret_cast<const char*>(event.param.conn.private_data), event.param.conn.private_data_len);
+      const Instance by = std::to_array(no.instance);
+      const bool told = !memcmp(no.magic, kMagic, sizeof(kMagic)) && (by == link.path.peer || by == Instance{});
       if (told || event.status == kRejectedNoService) return link_over(link, true);
       return link_failed(link);
     }

@@ -188,6 +188,7 @@ class Engine {
     KernelId* k = nullptr;
     unsigned tries = 0;
     std::uint64_t next_ms = 0;
+    bool held = false;  ///< SWITCH..RESUME: where it leads to moves on
   };
   struct Job {
     std::function<ssize_t()> run;

@@ -35,6 +35,7 @@ struct FakeKernel {
   int fd = -1;
   int opened = 0;
   std::uint64_t node_guid = 0;  ///< of new ids' device; 0: none
+  Instance refused_by{};  ///< by the last refusal
   std::uint32_t next = 5;
   std::map<std::uint32_t, Id> ids;
   std::deque<rdma_ucm_event_resp> events;
@@ -66,7 +67,7 @@ struct FakeKernel {
     ready();
   }
   /// An event of a kernel's id.
-  void tell(std::uint32_t id, std::uint32_t what, std::uint32_t status = 0) {
+  void tell(std::uint32_t id, std::uint32_t what, std::uint32_t status = 0, const void* data = nullptr, std::size_t bytes = 0) {
     rdma_ucm_event_resp e{};
     {
       std::lock_guard guard(lock);
@@ -75,6 +76,8 @@ struct FakeKernel {
     e.id = id;
     e.event = what;
     e.status = status;
+    if (data) memcpy(e.param.conn.private_data, data, bytes);
+    e.param.conn.private_data_len = static_cast<std::uint8_t>(bytes);
     tell(e);
   }
   /// Somebody connects to a listening one. @return the new id's number
@@ -187,7 +190,7 @@ struct FakeKernel {
       case RDMA_USER_CM_CMD_RESOLVE_ADDR: { BODY(rdma_ucm_resolve_addr); return known(c.id, "addr "); }
       case RDMA_USER_CM_CMD_RESOLVE_ROUTE: { BODY(rdma_ucm_resolve_route); return known(c.id, "route "); }
       case RDMA_USER_CM_CMD_DISCONNECT: { BODY(rdma_ucm_disconnect); return known(c.id, "disconnect "); }
-      case RDMA_USER_CM_CMD_REJECT: { BODY(rdma_ucm_reject); return known(c.id, "reject "); }
+      case RDMA_USER_CM_CMD_REJECT: { BODY(rdma_ucm_reject); memcpy(refused_by.data(), c.private_data + 8, refused_by.size()); return known(c.id, "reject "); }
       case RDMA_USER_CM_CMD_INIT_QP_ATTR: { BODY(rdma_ucm_init_qp_attr); return known(c.id, "attr "); }
       case RDMA_USER_CM_CMD_CONNECT: {
         BODY(rdma_ucm_connect);
@@ -769,6 +772,7 @@ TEST_F(Cm, RestoredSideRefusesWhatHasEnded) {
   quiet();
   const auto k = link_asked(listener, 17 + 0x2000);
   eventually([&] { return kernel.done(k) == "gone"; });
+  EXPECT_EQ(kernel.refused_by, self);
 }
 
 TEST_F(Cm, WhatDidNotSurviveTheRestoreHasEnded) {
@@ -788,6 +792,57 @@ TEST_F(CmPartner, ConnectsAgain) {
   kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   quiet();
+}
+
+TEST_F(CmPartner, ThatMovesOnIsConnectedToWhereItIsNow) {
+  switched(18);
+  EXPECT_EQ(kernel.done(k), "gone");  // nobody will listen there any more
+  usleep(50000);
+  EXPECT_EQ(kernel.newest(), 0u);
+  engine.peer_port(peer, 1000);
+  const Path p[] = {path(18, false)};
+  engine.resumed(p);
+  eventually([&] { return kernel.newest() > k; });
+  k = kernel.newest();
+  link_up(k);
+  EXPECT_EQ(kernel.count(), 1u);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "addr route connect accept "; });
+  quiet();
+}
+
+TEST_F(CmPartner, ThatGoesBackIsConnectedToAfterAll) {
+  switched(18);
+  engine.rollback();
+  eventually([&] { return kernel.newest() > k; });
+  quiet();
+}
+
+TEST_F(CmPartner, ThatMovesOnHearsThatTheConnectionHasEnded) {
+  EXPECT_EQ(destroy(id), 0);
+  EXPECT_TRUE(engine.uses({nullptr, 18}));
+  partner_moves(18);
+  EXPECT_EQ(kernel.done(k), "gone");
+  eventually([&] { return kernel.newest() > k; });
+  k = kernel.newest();
+  link_up(k);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "gone"; });
+  EXPECT_FALSE(engine.uses({nullptr, 18}));
+}
+
+TEST_F(CmPartner, IsRefusedByItsPartnerOnly) {
+  const auto refuse = [&](Instance by) {
+    struct { char magic[8]; Instance by; std::uint32_t zero[2]; } no{{'m', 'i', 'g', 'r', '-', 'c', 'm', '1'}, by, {}};
+    kernel.tell(k, RDMA_CM_EVENT_REJECTED, 28, &no, sizeof(no));
+  };
+  refuse({3});  // has that port now
+  eventually([&] { return kernel.newest() > k; });
+  quiet();
+  k = kernel.newest();
+  link_up(k);
+  refuse(peer);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }
 
 TEST_F(CmPartner, ConnectsOnceMoreIfTheOtherEndHasLetGo) {
