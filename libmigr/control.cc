@@ -460,9 +460,9 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
     case MIGR_MSG_RESUME: {
       if (!named_qps(registry, request, qps, answer, true)) return;
       std::vector<migr_resume_stat> stats;
-      const std::vector<cm::Path> paths = cm::paths(qps);
+      const std::vector<cm::Path> restored = cm::restored_paths(qps);
       finish(switchover::resume(qps, stats, why));
-      if (!answer.status) cm::resumed(std::to_array(self->instance), paths);
+      if (!answer.status) cm::resumed(std::to_array(self->instance), restored);
       registry.let_changes_go();
       return answer.put(stats);
     }

@@ -197,32 +197,34 @@ void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
 void switched(switchover::Qps qps) {
   Engine* e = engine();
   if (!e) return;
-  std::vector<QpName> names;
-  for (const QpShadow* qp : qps) names.push_back(name_of(*qp));
-  e->switched(names);
+  std::vector<Path> moving;
+  for (const QpShadow* qp : qps) {
+    if (!e->uses(name_of(*qp))) continue;
+    const auto path = path_of(*qp);
+    moving.push_back(path ? *path : Path{name_of(*qp), qp->pqpn(), 0, {}, {}, false, false});
+  }
+  e->switched(moving);
 }
 
-std::vector<Path> paths(switchover::Qps qps) {
-  std::vector<Path> changed;
+std::vector<Path> restored_paths(switchover::Qps qps) {
+  std::vector<Path> all;
   Engine* e = engine();
-  if (!e) return changed;
+  if (!e) return all;
   for (const QpShadow* qp : qps) {
-    const bool restored = qp->phase == switchover::Phase::kRebound;
-    if (!restored && qp->phase != switchover::Phase::kSwitched) continue;
-    if (!e->uses(name_of(*qp))) continue;
+    if (qp->phase != switchover::Phase::kRebound || !e->uses(name_of(*qp))) continue;
     auto path = path_of(*qp);
     if (!path) continue;
-    path->restored = restored;
-    changed.push_back(*path);
+    path->restored = true;
+    all.push_back(*path);
   }
-  return changed;
+  return all;
 }
 
-void resumed(const Peer& self, std::span<const Path> paths) {
+void resumed(const Peer& self, std::span<const Path> restored) {
   Engine* e = engine();
-  if (!e || paths.empty()) return;
+  if (!e) return;
   e->name(self);
-  e->resumed(paths);
+  e->resumed(restored);
 }
 
 void rollback() {

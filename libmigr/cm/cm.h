@@ -32,10 +32,10 @@ void describe(std::vector<migr_fd_desc>& out);
 int freeze(std::string& why);
 /// REBIND, after everything else of it. @param keys gets the port that partners connect to
 void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again);
-/// SWITCH, RESUME (paths before it, resumed() after it), ROLLBACK.
+/// SWITCH, RESUME (restored_paths() before it, resumed() after it), ROLLBACK.
 void switched(switchover::Qps qps);
-std::vector<Path> paths(switchover::Qps qps);
-void resumed(const Peer& self, std::span<const Path> paths);
+std::vector<Path> restored_paths(switchover::Qps qps);
+void resumed(const Peer& self, std::span<const Path> restored);
 void rollback();
 /// KEYS: the ports in it. Keys proper are not touched.
 void note_ports(std::span<const migr_key_map> keys);

@@ -651,10 +651,20 @@ void Engine::unqueue(Channel& channel, const std::function<bool(const Waiting&)>
   }
 }
 
-/// They go on, to tell the other end.
+/// They go on, to tell the other end. While that moves the kernel does not, so RESUME will begin one.
 void Engine::let_links_go(const Id& id) {
   for (const auto& link : links_)
     if (link->id == &id) link->id = nullptr;
+  if (!id.held || (id.state != State::kConnected && id.state != State::kDisconnecting)) return;
+  for (const Path& path : moving_) {
+    if (path.qp != id.qp || has_link(path.qp)) continue;
+    links_.push_back(std::make_unique<Link>(Link{path, 0, nullptr}));
+    links_.back()->held = true;
+  }
+}
+
+bool Engine::has_link(QpName qp) {
+  return std::any_of(links_.begin(), links_.end(), [&](const auto& link) { return link->path.qp == qp; });
 }
 
 void Engine::remove(Id& id) {
@@ -1057,16 +1067,17 @@ Engine::Id* Engine::connected_by(QpName qp) {
 
 bool Engine::uses(QpName qp) {
   std::lock_guard guard(mutex_);
-  return connected_by(qp) || std::any_of(links_.begin(), links_.end(), [&](const auto& l) { return l->path.qp == qp; });
+  return connected_by(qp) || has_link(qp);
 }
 
-void Engine::switched(std::span<const QpName> qps) {
+void Engine::switched(std::span<const Path> paths) {
   std::unique_lock guard(mutex_);
+  moving_.assign(paths.begin(), paths.end());
   const auto hold = [&] {
-    for (const QpName qp : qps) {
-      if (Id* id = connected_by(qp)) id->held = true;
+    for (const Path& path : moving_) {
+      if (Id* id = connected_by(path.qp)) id->held = true;
       for (const auto& link : links_) {
-        if (link->path.qp != qp) continue;
+        if (link->path.qp != path.qp) continue;
         link->held = true;
         drop(link->k);
       }
@@ -1077,9 +1088,11 @@ void Engine::switched(std::span<const QpName> qps) {
   else in_thread(guard, hold, true);
 }
 
-void Engine::resumed(std::span<const Path> paths) {
+void Engine::resumed(std::span<const Path> restored) {
   std::unique_lock guard(mutex_);
-  if (real_fd_ < 0) return;
+  std::vector<Path> paths = std::exchange(moving_, {});
+  paths.insert(paths.end(), restored.begin(), restored.end());
+  if (real_fd_ < 0 || paths.empty()) return;
   in_thread(guard, [&] {
     pump();
     for (const Path& path : paths) {
@@ -1115,12 +1128,14 @@ void Engine::rollback() {
   std::unique_lock guard(mutex_);
   frozen_ = false;
   thawed_.notify_all();
+  moving_.clear();
   if (!started_ || real_fd_ < 0) return;
   in_thread(guard, [&] {
     for (const auto& [handle, id] : ids_) {
       id->held = false;
       deliver_deferred(*id);
     }
+    std::erase_if(links_, [](const auto& link) { return !link->port; });  // the kernel has told it after all
     for (const auto& link : links_) link->held = false;
     return ssize_t{0};
   }, true);

@@ -120,11 +120,11 @@ class Engine {
   /// KEYS has told where a process that moved is to be connected to.
   void peer_port(const Instance& peer, std::uint16_t port);
   /// SWITCH: that these connections end is what the source's end looks like, unless we go back.
-  void switched(std::span<const QpName> qps);
+  void switched(std::span<const Path> paths);
   /// Has it been connected by the kernel's CM?
   bool uses(QpName qp);
-  /// RESUME: the paths are changed for good.
-  void resumed(std::span<const Path> paths);
+  /// RESUME: the paths are changed for good, those of SWITCH and these.
+  void resumed(std::span<const Path> restored);
   /// From freeze() or switched() back to how it was.
   void rollback();
 
@@ -183,7 +183,7 @@ class Engine {
   };
   struct Link {
     Path path;
-    std::uint16_t port;
+    std::uint16_t port;  ///< 0: RESUME will say
     Id* id;  ///< null: the application is done with it, the other end has to be told
     KernelId* k = nullptr;
     unsigned tries = 0;
@@ -220,6 +220,7 @@ class Engine {
   bool listen(const KernelId& k, std::uint32_t backlog);
   void learn_address(Id& id);
   void let_links_go(const Id& id);
+  bool has_link(QpName qp);
   void remove(Id& id);
   bool pump();
   bool is_full(const Id& listening) const;
@@ -267,6 +268,7 @@ class Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<KernelId>> by_uid_;
   std::map<std::uint32_t, Group> groups_;
   std::vector<std::unique_ptr<Link>> links_;
+  std::vector<Path> moving_;  ///< SWITCH..RESUME: of partners, as they will be
   KernelId* listener_ = nullptr;
   std::uint16_t port_ = 0;
   std::map<Instance, std::uint16_t> peer_ports_;

@@ -318,15 +318,14 @@ class Cm : public testing::Test {
     ASSERT_EQ(engine.restored(paths, why), 0) << why;
   }
   void switched(std::uint32_t vqpn) {
-    const QpName name[] = {qp_on(kernel.node_guid, vqpn)};
-    engine.switched(name);
+    const Path p[] = {path(vqpn, false)};
+    engine.switched(p);
   }
   /// The partner of `id` moves: until the link to it has been asked for.
   void partner_moves(std::uint32_t vqpn) {
     switched(vqpn);
     engine.peer_port(peer, 999);
-    const Path p[] = {path(vqpn, false)};
-    engine.resumed(p);
+    engine.resumed({});
   }
   void disconnect(std::uint32_t id) { EXPECT_EQ(send(RDMA_USER_CM_CMD_DISCONNECT, rdma_ucm_disconnect{id}), 0); }
   /// The partner's library connects again. @return the kernel's number of the request
@@ -800,8 +799,7 @@ TEST_F(CmPartner, ThatMovesOnIsConnectedToWhereItIsNow) {
   usleep(50000);
   EXPECT_EQ(kernel.newest(), 0u);
   engine.peer_port(peer, 1000);
-  const Path p[] = {path(18, false)};
-  engine.resumed(p);
+  engine.resumed({});
   eventually([&] { return kernel.newest() > k; });
   k = kernel.newest();
   link_up(k);
@@ -910,12 +908,72 @@ TEST_F(Cm, WhoDisconnectsWhileThePartnerMovesHearsThatItHasEnded) {
   kernel.tell(k, RDMA_CM_EVENT_TIMEWAIT_EXIT);
   quiet();
   engine.peer_port(peer, 999);
-  const Path p[] = {path(18, false)};
-  engine.resumed(p);
+  engine.resumed({});
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
   EXPECT_EQ(engine.settle(0), "");
   eventually([&] { return kernel.newest() > k; });  // the other end is told
+}
+
+/// An end that goes between SWITCH and RESUME: the kernel would tell the source's copy only.
+class CmGoneWhileThePartnerMoves : public Cm {
+ protected:
+  void expect_the_other_end_is_told(std::uint32_t before) {
+    EXPECT_TRUE(engine.uses({nullptr, 18}));
+    usleep(50000);
+    EXPECT_LE(kernel.newest(), before);  // not before RESUME: it is not known where to
+    engine.peer_port(peer, 999);
+    engine.resumed({});
+    eventually([&] { return kernel.newest() > before; });
+    const auto k = kernel.newest();
+    link_up(k);
+    kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+    eventually([&] { return kernel.done(k) == "gone"; });
+    EXPECT_FALSE(engine.uses({nullptr, 18}));
+    quiet();
+  }
+};
+
+TEST_F(CmGoneWhileThePartnerMoves, WithoutAWord) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  switched(18);
+  EXPECT_EQ(destroy(id), 0);
+  expect_the_other_end_is_told(k);
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, AfterADisconnect) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  switched(18);
+  disconnect(id);
+  EXPECT_EQ(destroy(id), 0);
+  expect_the_other_end_is_told(k);
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, BeforeThatHasConnectedAgain) {
+  const auto id = connected(0x88, 18);
+  migrate({path(18, true)});
+  const auto k = kernel.newest();
+  switched(18);
+  disconnect(id);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  EXPECT_EQ(destroy(id), 0);
+  expect_the_other_end_is_told(k);
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, WhoGoesBack) {
+  const auto id = connected(0x88, 18);
+  connected(0x99, 19);
+  const auto k = kernel.newest();
+  const Path both[] = {path(18, false), path(19, false)};
+  engine.switched(both);
+  EXPECT_EQ(destroy(id), 0);
+  engine.rollback();
+  EXPECT_FALSE(engine.uses({nullptr, 18}));
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  usleep(50000);
+  EXPECT_EQ(kernel.newest(), k);
 }
 
 TEST_F(Cm, RollbackLeavesEverything) {
@@ -942,8 +1000,7 @@ TEST_F(Cm, AnotherDevicesQpOfThatNumberStays) {
   quiet();
   engine.ended(qp_on(3, 18));
   engine.peer_port(peer, 999);
-  const Path p[] = {path(18, false)};
-  engine.resumed(p);
+  engine.resumed({});
   EXPECT_EQ(kernel.done(k), "gone");
   EXPECT_NE(kernel.done(stays), "gone");
   engine.ended(qp_on(1, 18));
