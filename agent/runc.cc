@@ -154,6 +154,12 @@ pid_t Runc::init_pid(const std::string& id) const {
   return j.is_object() ? j.value("init_process_pid", 0) : 0;
 }
 
+std::string Runc::cgroup_of(const std::string& id) const {
+  const auto j = recorded(config_, id);
+  const auto path = Json::json_pointer("/cgroup_paths/");  // the one of no controller: of v2
+  return j.contains(path) && j.at(path).is_string() ? j.at(path).get<std::string>() : "";
+}
+
 std::vector<std::string> Runc::ids() const {
   std::vector<std::string> out;
   std::error_code ec;

@@ -55,6 +55,8 @@ class Runc {
   pid_t init_pid(const std::string& id) const;
   /// As it was told when the container was made; empty: not known.
   std::string bundle_of(const std::string& id) const;
+  /// The folder of the one that runc has made for it, in the unified hierarchy; empty: not known. Does not run runc.
+  std::string cgroup_of(const std::string& id) const;
   /// All containers, whatever their state. Does not run runc.
   std::vector<std::string> ids() const;
   /// runc has the verbs of migr's series.

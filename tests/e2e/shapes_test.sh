@@ -12,6 +12,13 @@ moved() {	# OPTION...: src to dst
 # Two of the container's own, and one that was started in it with runc exec. In the background that is a child of the first
 # process, and moves along; in the foreground it is not, cannot, and is named.
 exec_failed() { container_exec "$(container_host shape)" shape cat /tmp/exec.log >&2; peer_log exec >&2; e2e_logs; e2e_reset; fail "$*"; }
+# scope in|out: the first process moves on to a group below the container's, as systemd does, where nothing of runc exec comes; or back.
+scope() {
+	on_sh src 'p=$("$1/runc" state shape | jq .pid) && group=/sys/fs/cgroup$(sed -n s/^0:://p "/proc/$p/cgroup") && case $2 in
+		in) mkdir "$group/init.scope" && echo "$p" >"$group/init.scope/cgroup.procs" ;;
+		out) echo "$p" >"${group%/init.scope}/cgroup.procs" && rmdir "$group" ;;
+		esac' "$E2E_LIB" "$1"
+}
 exec_moves() { local x; x=$(on peer jq -r .bytes /tmp/exec.status) && sleep 1 && [ "$(on peer jq -r .bytes /tmp/exec.status)" -gt "$x" ]; }
 several_processes() {
 	local VERIFY_PROCESSES=2
@@ -21,8 +28,8 @@ several_processes() {
 		"$E2E_LIB/migr_verify" --dev rxe0 --stall 240 --rate 100 --port 18600 --stop-file /tmp/exec.stop "$@" "$E2E_PEER" &&
 		until_true 60 exec_moves || { exec_failed "no traffic of what was started with runc exec"; return 1; }
 	# shellcheck disable=SC2016
-	on_sh src '"$1/runc" exec -d shape tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" &&
-		migrate_refused shape dst "process [0-9]+ \\(tail\\) was started in 'shape' with runc exec" && expect_running shape src && on src pkill -x tail ||
+	scope in && on_sh src '"$1/runc" exec -d shape tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" &&
+		migrate_refused shape dst "process [0-9]+ \\(tail\\) was started in 'shape' with runc exec" && expect_running shape src && on src pkill -x tail && scope out ||
 		{ exec_failed "a program in the foreground"; return 1; }
 	migrate_ok shape dst && until_true 30 exec_moves && expect_traffic && container_exec dst shape touch /tmp/exec.stop && peer_wait exec 120 &&
 		until_true 30 container_exec dst shape grep -q '^{' /tmp/exec.log &&

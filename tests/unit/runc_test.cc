@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A checkpoint that does not end, with a played runc.
+// A checkpoint that does not end, and what is of a container, with a played runc.
 #include "agent/runc.h"
 
 #include <gtest/gtest.h>
@@ -62,6 +62,21 @@ TEST_F(ARunc, ThatHangsItselfIsEnded) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, ETIMEDOUT);
   EXPECT_FALSE(process_lives(criu()));
+}
+
+// As systemd is, which has a group of its own below the container's.
+TEST_F(ARunc, FindsWhatIsBesideAFirstProcessThatHasMovedOn) {
+  const std::string group = root + "/cgroup";
+  config.runc_root = root + "/containers";
+  fs::create_directories(group + "/init.scope");
+  fs::create_directories(config.runc_root + "/web");
+  std::ofstream(group + "/cgroup.procs") << "4194303\n";
+  std::ofstream(group + "/init.scope/cgroup.procs") << getpid() << "\n";
+  std::ofstream(config.runc_root + "/web/state.json") << R"({"cgroup_paths": {"": ")" << group << R"("}})";
+  const Runc runc(config);
+  auto pids = runc.pids({.id = "web", .status = "running", .bundle = "", .pid = getpid()});
+  ASSERT_TRUE(pids) << pids.error().text;
+  EXPECT_EQ(*pids, (std::vector<pid_t>{4194303, getpid()}));
 }
 
 }  // namespace
