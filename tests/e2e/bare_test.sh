@@ -44,7 +44,7 @@ ctl_refused() {	# PATTERN HOST WORDS..
 cleaned() {
 	e2e_logs
 	e2e_reset
-	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x "migr_(verify|transfer)"; rm -rf "$1"*' "$STORE"; done
+	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x "migr_(verify|transfer)|n[0-9]+"; rm -rf "$1"*' "$STORE"; done
 	return 1
 }
 
@@ -52,6 +52,33 @@ moved() {
 	# The next processes of dst would get its numbers.
 	start_bare src "$@" && on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid" && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src &&
 		ctl_ok dst migrate --pid "$BARE" --to src && bare_on src dst && stop_bare src || cleaned
+}
+# A program that sends to itself, by TCP over the loopback. It calls itself by how often something has arrived.
+# shellcheck disable=SC2016
+SPEAKS='
+import ctypes, socket, time
+server = socket.create_server(("127.0.0.1", 0))
+a = socket.create_connection(server.getsockname())
+b = server.accept()[0]
+for n in range(1, 1 << 30):
+    a.sendall(b"x")
+    assert b.recv(1) == b"x"
+    ctypes.CDLL(None).prctl(15, b"n%d" % n)
+    time.sleep(0.05)
+'
+speaks() { local n; n=$(on "$1" cat "/proc/$BARE/comm") && sleep 1 && [ "$(on "$1" cat "/proc/$BARE/comm")" != "$n" ]; }
+filters() { on_sh "$1" 'nft list ruleset; iptables -S; ip6tables -S'; }	# HOST
+unfiltered() {	# HOST: as before
+	filters "$1" | diff "$E2E_OUT/filters.$1" - >&2 || fail "$1 filters other packets than before"
+}
+connected() {
+	local h
+	BARE=$(start_process src speaks python3 -c "$SPEAKS") && until_true 30 speaks src || { fail "no TCP on src"; cleaned; return 1; }
+	for h in src dst; do filters "$h" >"$E2E_OUT/filters.$h"; done
+	migrd_restart src MIGR_FAULT=source.commit.begin:fail && ! ctl src migrate --pid "$BARE" --to dst && until_true 10 speaks src ||
+		{ cat "$E2E_OUT/ctl.err" >&2; fail "its TCP connection did not go back"; cleaned; return 1; }
+	unfiltered src && migrd_restart src && ctl_ok src migrate --pid "$BARE" --to dst && until_true 10 speaks dst && ! on src test -e "/proc/$BARE" &&
+		unfiltered src && unfiltered dst && on dst kill "$BARE" || cleaned
 }
 number_taken() {	# that of a thread
 	local number
@@ -141,6 +168,7 @@ transfers_stale() {
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
 step "memory that is registered for each transfer" transfers_ok
 walk_step "without the marks it is stale" transfers_stale
+step "a TCP connection within the host, back and there" connected
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
 step "a stored server is found by who comes later" stored_server
