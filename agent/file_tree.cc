@@ -577,6 +577,9 @@ Status TreeWriter::write(const wire::FileChunk& c) {
     auto dir = open_parent(folder_, c.name());
     if (!dir) return dir.error();
     const std::string base = last_part(c.name());
+    struct stat st;
+    if (!fstatat(dir->n, base.c_str(), &st, AT_SYMLINK_NOFOLLOW) && S_ISDIR(st.st_mode) != S_ISDIR(c.mode()))
+      if (auto s = remove_at(dir->n, base, c.name(), 0); !s) return s;
     if (S_ISDIR(c.mode())) {
       if (mkdirat(dir->n, base.c_str(), permissions) && errno != EEXIST) return sys_error("making " + c.name());
       const Fd fd(openat(dir->n, base.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));

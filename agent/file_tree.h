@@ -119,7 +119,7 @@ std::string checksum_of(const std::string& text);
 
 /// The other end: writes chunks below a folder, never outside of it and never
 /// through a symbolic link. Files appear under their names only when their
-/// checksum is right. Thread: one.
+/// checksum is right. A folder takes the place of what is none, and the reverse; EBUSY: a mount is in the way. Thread: one.
 class TreeWriter {
  public:
   explicit TreeWriter(const std::string& folder);

@@ -681,6 +681,27 @@ TEST_F(Tree, LinksAreNotFollowed) {
   EXPECT_TRUE(std::filesystem::is_empty(dir_ + "/elsewhere"));
 }
 
+// As where a container comes back to the bundle that it has left there.
+TEST_F(Tree, WhatIsOfAnotherTypeGivesWay) {
+  std::filesystem::create_directories(dir_ + "/elsewhere/kept");
+  for (const char* n : {"from/was_file", "from/was_link", "to/now_file/sub", "to/now_link/sub"}) std::filesystem::create_directories(dir_ + "/" + n);
+  for (const char* n : {"from/was_file/x", "from/was_link/x", "from/now_file", "to/was_file", "to/now_file/sub/x", "to/now_link/sub/x"}) file(n, n);
+  ASSERT_EQ(symlink("now_file", (dir_ + "/from/now_link").c_str()), 0);
+  ASSERT_EQ(symlink((dir_ + "/elsewhere").c_str(), (dir_ + "/to/was_link").c_str()), 0);
+  ASSERT_EQ(symlink((dir_ + "/elsewhere").c_str(), (dir_ + "/to/now_link/sub/link").c_str()), 0);
+  TreeWriter w(dir_ + "/to");
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::BUNDLE, 1 << 30, [&](const wire::FileChunk& c) {
+    auto r = w.write(c);
+    EXPECT_TRUE(r) << r.error().text;
+    return bool(r);
+  });
+  ASSERT_TRUE(s) << s.error().text;
+  ASSERT_TRUE(w.finish());
+  EXPECT_EQ(system(("diff -r --no-dereference " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
+  EXPECT_TRUE(std::filesystem::exists(dir_ + "/elsewhere/kept"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/elsewhere/x"));
+}
+
 TEST_F(Tree, ChangedDataIsEIOAndLeavesNoFile) {
   file("from/f", "data");
   {
