@@ -2,9 +2,12 @@
 #include "process.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <linux/magic.h>
 #include <linux/nsfs.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 
 #include "file_tree.h"
@@ -115,6 +119,23 @@ bool descends(pid_t pid, pid_t ancestor) {
   for (pid_t p = pid; p != ancestor; p = stat_of(p).parent)
     if (p <= 1) return !stat_of(pid).state;
   return true;
+}
+
+bool has_huge_pages(pid_t pid) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+  std::set<std::string> others;  // devices: of each filesystem one mapping is looked at
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::uint64_t start = 0, end = 0, inode = 0;
+    std::string skip, device;
+    char dash = 0;
+    words >> std::hex >> start >> dash >> end >> skip >> skip >> device >> std::dec >> inode;
+    struct statfs in;
+    if (!inode || others.contains(device) || statfs(fmt::format("/proc/{}/map_files/{:x}-{:x}", pid, start, end).c_str(), &in)) continue;
+    if (in.f_type == HUGETLBFS_MAGIC) return true;
+    others.insert(device);
+  }
+  return false;
 }
 
 std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }

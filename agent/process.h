@@ -33,6 +33,8 @@ std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs,
 Result<std::uint64_t> container_namespace_of(pid_t pid);
 /// What a process, or a thread, is called in each PID namespace that it lives in, the caller's first. Empty: it has ended.
 std::vector<pid_t> numbers_in_namespaces(pid_t pid);
+/// It has memory of hugetlbfs, of which MAP_HUGETLB is, too. Transparent huge pages are not.
+bool has_huge_pages(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

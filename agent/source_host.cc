@@ -60,14 +60,6 @@ std::string why_not_object(std::uint32_t type) {
   }
 }
 
-/// MAP_HUGETLB memory that is not of a file.
-bool has_huge_pages(pid_t pid) {
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (line.find("/anon_hugepage") != std::string::npos) return true;
-  return false;
-}
-
 std::vector<Instance> instances_of(const journal::Source& r) {
   std::vector<Instance> out;
   for (const auto& p : r.processes()) {
@@ -635,7 +627,7 @@ Status SourceRun::has_no_huge_pages() const {
   if (!pids) return pids.error();
   for (const pid_t pid : *pids)
     if (has_huge_pages(pid))
-      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has MAP_HUGETLB memory, which CRIU before 3.18 restores wrongly after a pre-dump"};
+      return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has memory of huge pages (MAP_HUGETLB, MFD_HUGETLB, hugetlbfs), which CRIU before 3.18 restores wrongly after a pre-dump"};
   return {};
 }
 

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "agent/registered_memory.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <string>
+
+#include "agent/process.h"
+#include "agent/process_session.h"  // Fd
 
 namespace migr::registered_memory_test {
 namespace {
@@ -54,6 +60,27 @@ TEST(RegisteredMemoryWritten, BeyondAnMrNothingIs) {
   EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x101, kHere + 9 * kPage, 5 * kPage)}, context_of)), "9+1 ");
   EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x101, kHere - 5 * kPage, 5 * kPage)}, context_of)), "");
   EXPECT_EQ(text(written_to(kMemory, {}, {partners(0, 0x999, kHere, kPage), partners(0, 0, kHere + 5 * kPage, kPage)}, context_of)), "") << "no such key";
+}
+
+// Nothing of it is touched: there may be no huge pages here.
+TEST(HugePages, AreFoundWhateverTheyAreOf) {
+  constexpr std::size_t kHuge = 2 << 20;
+  const Fd file(memfd_create("huge", MFD_HUGETLB)), small(memfd_create("small", 0));
+  ASSERT_EQ(ftruncate(small.n, kHuge), 0);
+  if (file.n < 0 || ftruncate(file.n, kHuge)) GTEST_SKIP() << "this kernel has no hugetlbfs";
+  struct {
+    int flags, fd;
+    bool huge;
+  } const all[] = {{MAP_PRIVATE | MAP_ANONYMOUS, -1, false}, {MAP_SHARED, small.n, false}, {MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, true}, {MAP_SHARED | MAP_ANONYMOUS | MAP_HUGETLB, -1, true}, {MAP_PRIVATE, file.n, true}, {MAP_SHARED, file.n, true}};
+  ASSERT_FALSE(has_huge_pages(getpid()));
+  for (const auto& m : all) {
+    void* const at = mmap(nullptr, kHuge, PROT_READ | PROT_WRITE, m.flags | MAP_NORESERVE, m.fd, 0);
+    ASSERT_NE(at, MAP_FAILED) << errno;
+    if (access(fmt::format("/proc/self/map_files/{:x}-{:x}", reinterpret_cast<std::uintptr_t>(at), reinterpret_cast<std::uintptr_t>(at) + kHuge).c_str(), F_OK) && errno == EPERM)
+      GTEST_SKIP() << "needs CAP_CHECKPOINT_RESTORE";
+    EXPECT_EQ(has_huge_pages(getpid()), m.huge) << m.flags;
+    munmap(at, kHuge);
+  }
 }
 
 }  // namespace
