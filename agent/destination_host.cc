@@ -41,6 +41,8 @@ bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 // Where it is not loaded somebody else says so.
 Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 
+constexpr int kKilled = 128;  // and more: exit status of a Child that a signal has ended
+
 constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
 
 }  // namespace
@@ -370,7 +372,11 @@ Status DestinationHost::start_restore(Job& job) {
   job.child = std::move(*child);
   const auto until = Clock::now() + std::chrono::milliseconds(kRestoreSocketMs);
   while (!job.socket->listening()) {
-    if (!job.child.running()) return with_log(job, Error{ECHILD, "partial restore of " + job.container + " ended with status " + std::to_string(job.child.status())});
+    if (!job.child.running()) {
+      // By itself: it has undone what it made, and what has the name is another's, who was faster.
+      if (job.child.status() < kKilled) job.record.clear_boot();
+      return with_log(job, Error{ECHILD, "partial restore of " + job.container + " ended with status " + std::to_string(job.child.status())});
+    }
     if (job.aborting) return Error{ECANCELED, "the migration was undone"};
     if (Clock::now() > until)
       return with_log(job, Error{ETIMEDOUT, "partial restore of " + job.container + ": CRIU's plugin did not listen within " +
@@ -846,7 +852,7 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   job.open = Child();
   std::error_code ec;
   if (job.mine) {
-    // Without a restore, or after a boot, somebody else may have started one of that name.
+    // Without a restore, or after one that has undone itself, or after a boot, somebody else may have started one of that name.
     const bool restored = job.record.boot() == boot_of_host();
     // The address first: sockets of restored tasks must not answer anybody when they die.
     if (restored || job.attached)

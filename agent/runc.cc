@@ -154,6 +154,12 @@ pid_t Runc::init_pid(const std::string& id) const {
   return j.is_object() ? j.value("init_process_pid", 0) : 0;
 }
 
+std::string Runc::life(const std::string& id) const {
+  const auto j = recorded(config_, id);
+  const auto began = j.is_object() ? j.value("init_process_start", std::uint64_t{0}) : 0;
+  return began ? boot_of_host() + " " + std::to_string(began) : "";
+}
+
 std::string Runc::cgroup_of(const std::string& id) const {
   const auto j = recorded(config_, id);
   const auto path = Json::json_pointer("/cgroup_paths/");  // the one of no controller: of v2

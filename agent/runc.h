@@ -53,6 +53,9 @@ class Runc {
   bool exists(const std::string& id) const;
   /// Of the container's first process, as soon as runc has written it down; 0: not yet. Does not run runc.
   pid_t init_pid(const std::string& id) const;
+  /// Differs for every container that ever has this name: the boot, and when in it the first process began. Empty: not known (yet). Does
+  /// not run runc.
+  std::string life(const std::string& id) const;
   /// As it was told when the container was made; empty: not known.
   std::string bundle_of(const std::string& id) const;
   /// The folder of the one that runc has made for it, in the unified hierarchy; empty: not known. Does not run runc.

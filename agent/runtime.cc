@@ -43,12 +43,11 @@ bool Runtime::exists(const std::string& id) const {
 
 std::string Runtime::life(const std::string& id) const {
   const auto pid = bare_pid(id);
-  return pid ? life_of(*pid) : "";
+  return pid ? life_of(*pid) : runc_.life(id);
 }
 
-bool Runtime::is_still(const std::string& id, const std::string& life) const {
-  const auto pid = bare_pid(id);
-  return pid ? !life.empty() && life_of(*pid) == life : runc_.exists(id);
+bool Runtime::is_still(const std::string& id, const std::string& began) const {
+  return began.empty() ? !bare_pid(id) && runc_.exists(id) : life(id) == began;
 }
 
 std::function<std::string(pid_t)> Runtime::containers() const {

@@ -18,10 +18,10 @@ class Runtime {
   Result<ContainerState> state(const std::string& id) const;
   /// The name is taken here. Does not run runc.
   bool exists(const std::string& id) const;
-  /// Which of those that had a process number one after the other; empty for a container, whose name is its own.
+  /// Which of those that had this name, or process number, one after the other. Empty: not known, of a container that has not begun.
   std::string life(const std::string& id) const;
-  /// exists(), and it is that one.
-  bool is_still(const std::string& id, const std::string& life) const;
+  /// exists(), and it is that one; of a container whose life was not known: any.
+  bool is_still(const std::string& id, const std::string& began) const;
   /// Looks at all containers, once. @return of the one that a process is in; empty: none. Does not run runc.
   std::function<std::string(pid_t)> containers() const;
   /// Error, with what to do about it.

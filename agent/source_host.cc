@@ -360,12 +360,12 @@ Status SourceHost::finish(std::uint32_t id, Entry& e, DestinationLink* destinati
 // anew, or have come back.
 Status SourceHost::remove(std::uint32_t id, journal::Source& r) {
   const auto instances = instances_of(r);
-  const bool its_own = !r.removed() && of_this_boot(r);
+  // The name, or process number, may be another's by now.
+  const bool its_own = !r.removed() && of_this_boot(r) && runc_.is_still(r.container(), r.began());
   Status s;
   if (!r.removed()) {
     if (auto n = numbers_.leave(instances); !n) return n;
-    // Its process number may be another's by now.
-    if (its_own && (!bare_pid(r.container()) || runc_.is_still(r.container(), r.began()))) s = runc_.remove(r.container());
+    if (its_own) s = runc_.remove(r.container());
     r.set_removed(bool(s));
     if (s) note(id, r);
   }

@@ -261,7 +261,7 @@ int complain(const std::string& text) {
 }
 
 void state_json(const Container& c) {
-  std::ofstream(c.dir + "/state.json") << "{\"init_process_pid\": " << c.pid << "}\n";
+  std::ofstream(c.dir + "/state.json") << "{\"init_process_pid\": " << c.pid << ", \"init_process_start\": " << c.pid << "}\n";
 }
 
 // Memory, ahead of the stop.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What a destination goes on with after a start of its migrd, with a played runc and network hook.
+// What a destination goes on with after a start of its migrd, and what it takes back, with a played runc and network hook.
 #include "agent/destination_host.h"
 
 #include <gtest/gtest.h>
@@ -35,6 +35,7 @@ struct ADestination : ::testing::Test {
     c.state_dir = root + "/state";
     c.run_dir = root + "/run";
     c.runc_root = root + "/containers";
+    c.runc = root + "/runc";
     c.net_hook = root + "/net";
     return c;
   }
@@ -150,6 +151,54 @@ TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EEXIST);
   EXPECT_NE(s.error().text.find("'web'"), std::string::npos) << s.error().text;
+}
+
+/// The name is free when runc is started, and taken when it would make its own.
+struct ARestore : ADestination {
+  void SetUp() override {
+    ADestination::SetUp();
+    fs::remove_all(root + "/containers/web");
+    fs::remove(root + "/net-fails");
+    host.emplace(config, sessions, peers, claims, numbers);
+    grpc::ServerBuilder b;
+    b.RegisterService(&*host);
+    server = b.BuildAndStart();
+    wire::PrepareChunk chunk;
+    *chunk.mutable_header() = record.header();
+    chunk.mutable_header()->set_source("dst");  // it calls itself, as in a restore from the disk
+    first = chunk;
+  }
+  void TearDown() override {
+    server.reset();
+    ADestination::TearDown();
+  }
+  grpc::Status prepare(const std::string& ends) {
+    std::ofstream(root + "/runc") << "#!/bin/sh\necho \"$3\" >>" << root << "/runc.log\n[ \"$3\" != delete ] || rm -r \"$2/$5\"\n[ \"$3\" != partial-restore ] || { mkdir \"$2/web\"; " << ends << "; }\n";
+    EXPECT_EQ(chmod((root + "/runc").c_str(), 0755), 0);
+    grpc::ClientContext ctx;
+    wire::PrepareReply out;
+    const auto stub = wire::Destination::NewStub(server->InProcessChannel({}));
+    const auto writer = stub->Prepare(&ctx, &out);
+    writer->Write(first);
+    writer->WritesDone();
+    return writer->Finish();
+  }
+
+  wire::PrepareChunk first;
+  std::unique_ptr<grpc::Server> server;
+};
+
+TEST_F(ARestore, ThatFindsTheNameTakenLeavesThatAlone) {
+  const auto s = prepare("echo container with id exists: web >&2; exit 1");
+  EXPECT_NE(s.error_message().find("container with id exists"), std::string::npos) << s.error_message();
+  EXPECT_TRUE(fs::exists(root + "/containers/web"));
+  EXPECT_EQ(text_of(root + "/runc.log"), "partial-restore\n");
+  EXPECT_EQ(text_of(root + "/net.log").find("detach"), std::string::npos) << "the network is that one's";
+}
+
+TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
+  EXPECT_FALSE(prepare("kill -KILL $$").ok());
+  EXPECT_FALSE(fs::exists(root + "/containers/web"));
 }
 
 TEST_F(ADestination, WhatIsOpenStaysAsItIs) {

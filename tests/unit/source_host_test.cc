@@ -95,7 +95,11 @@ struct ASource : ::testing::Test {
                                      << does;
     ASSERT_EQ(chmod((root + "/" + name).c_str(), 0755), 0);
   }
-  void start_container() const { fs::create_directories(root + "/containers/web"); }
+  /// @param began  of its first process; 0: runc has not written that down
+  void start_container(int began = 0) const {
+    fs::create_directories(root + "/containers/web");
+    if (began) std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": 1, "init_process_start": )" << began << "}";
+  }
   bool there() const { return fs::exists(root + "/containers/web"); }
   /// How often `name` was called to do that.
   int did(const std::string& name, const std::string& what) const {
@@ -248,6 +252,35 @@ TEST_F(ASource, SinceABootTheNetworkOfWhatWentIsTidiedUpIfNobodyHasTheName) {
 
 TEST_F(ASource, SinceABootWhatHasTheNameIsAnotherAndIsNotTakenBack) {
   EXPECT_FALSE(settle(record(wire::OPEN, "another boot")).migrated());
+  EXPECT_EQ(did("runc", "resume"), 0);
+  EXPECT_EQ(did("net", "attach"), 0);
+}
+
+TEST_F(ASource, IsRemovedIfItIsStillTheOneThatWent) {
+  start_container(7);
+  auto r = record(wire::COMMITTED);
+  r.set_began(Runtime(config).life("web"));
+  EXPECT_EQ(r.began(), boot_of_host() + " 7");
+  EXPECT_TRUE(settle(r).migrated());
+  EXPECT_FALSE(there());
+  EXPECT_EQ(did("net", "cleanup"), 1);
+}
+
+TEST_F(ASource, WhatWasStartedAnewUnderItsNameIsNotRemoved) {
+  start_container(7);
+  auto r = record(wire::COMMITTED);
+  r.set_began(boot_of_host() + " 6");
+  EXPECT_TRUE(settle(r).migrated());
+  EXPECT_TRUE(there());
+  EXPECT_EQ(did("runc", "delete"), 0);
+  EXPECT_EQ(did("net", "cleanup"), 0) << "the network is that one's";
+}
+
+TEST_F(ASource, WhatWasStartedAnewUnderItsNameIsNotTakenBack) {
+  start_container(7);
+  auto r = record(wire::OPEN);
+  r.set_began(boot_of_host() + " 6");
+  EXPECT_FALSE(settle(r).migrated());
   EXPECT_EQ(did("runc", "resume"), 0);
   EXPECT_EQ(did("net", "attach"), 0);
 }
