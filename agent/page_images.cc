@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "aside.h"
+#include "criu_image.h"
 #include "criu_memory.pb.h"
 #include "file_tree.h"
 #include "limits.h"
@@ -33,7 +34,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::uint32_t kImageMagic = 0x54564319, kPagemapMagic = 0x56084025, kMmMagic = 0x57492820;
+constexpr std::uint32_t kPagemapMagic = 0x56084025, kMmMagic = 0x57492820;
 constexpr std::uint32_t kInParent = 1, kPresent = 4;
 constexpr std::uint32_t kAnonymousPrivate = 1u << 9, kAioRing = 1u << 13;  // of a Vma
 constexpr std::size_t kPage = 4096;
@@ -56,46 +57,16 @@ struct Pagemap {
   std::uint64_t present = 0;  // pages in pages-ID.img
 };
 
-/// An image of CRIU: two numbers that say what it is, then messages, each after its length.
-class Image {
- public:
-  explicit Image(const std::string& path) : bytes_(text_of(path)) {}
-  bool is(std::uint32_t magic) {
-    std::uint32_t m[2];
-    return number(m[0]) && number(m[1]) && m[0] == kImageMagic && m[1] == magic;
-  }
-  bool next(google::protobuf::Message& m) {
-    std::uint32_t size;
-    if (!number(size) || bytes_.size() - at_ < size || !m.ParseFromArray(bytes_.data() + at_, static_cast<int>(size))) return false;
-    at_ += size;
-    return true;
-  }
-  bool at_end() const { return at_ == bytes_.size(); }
-
- private:
-  bool number(std::uint32_t& n) {
-    if (bytes_.size() - at_ < sizeof n) return false;
-    memcpy(&n, bytes_.data() + at_, sizeof n);
-    at_ += sizeof n;
-    return true;
-  }
-
-  const std::string bytes_;
-  std::size_t at_ = 0;
-};
-
-Error damaged(const std::string& path) { return {EIO, path + ": damaged"}; }
-
 Result<Pagemap> read_pagemap(const std::string& path) {
-  Image image(path);
+  CriuImage image(path);
   if (!image.is(kPagemapMagic)) return Error{EINVAL, path + ": no pagemap of CRIU"};
   Pagemap map;
   criu::PagemapHead head;
-  if (!image.next(head)) return damaged(path);
+  if (!image.next(head)) return damaged_image(path);
   map.pages_id = head.pages_id();
   while (!image.at_end()) {
     criu::PagemapEntry e;
-    if (!image.next(e)) return damaged(path);
+    if (!image.next(e)) return damaged_image(path);
     const std::uint32_t flags = e.has_flags() ? e.flags() : e.in_parent() ? kInParent : kPresent;
     if (e.vaddr() % kPage) return Error{EIO, path + ": an entry does not begin with a page"};
     if (e.vaddr() + e.nr_pages() * kPage < e.vaddr() || (!map.entries.empty() && e.vaddr() < map.entries.back().end())) return Error{EIO, path + ": its entries overlap"};
@@ -106,31 +77,18 @@ Result<Pagemap> read_pagemap(const std::string& path) {
 }
 
 Status write_pagemap(const std::string& path, const Pagemap& map) {
-  std::string bytes;
-  const auto number = [&](std::uint32_t n) { bytes.append(reinterpret_cast<const char*>(&n), sizeof n); };
-  const auto message = [&](const google::protobuf::Message& m) {
-    number(static_cast<std::uint32_t>(m.ByteSizeLong()));
-    m.AppendToString(&bytes);
-  };
-  number(kImageMagic);
-  number(kPagemapMagic);
+  NewCriuImage image(kPagemapMagic);
   criu::PagemapHead head;
   head.set_pages_id(map.pages_id);
-  message(head);
+  image.add(head);
   for (const Entry& e : map.entries) {
     criu::PagemapEntry m;
     m.set_vaddr(e.vaddr);
     m.set_nr_pages(e.pages);
     m.set_flags(e.flags);
-    message(m);
+    image.add(m);
   }
-  const std::string part = path + ".part";
-  std::ofstream f(part, std::ios::binary | std::ios::trunc);
-  f << bytes << std::flush;
-  std::error_code ec;
-  fs::permissions(part, fs::status(path, ec).permissions(), ec);
-  if (!f || ec || rename(part.c_str(), path.c_str())) return sys_error("writing " + path, ec ? ec.value() : errno);
-  return {};
+  return image.replace(path);
 }
 
 /// Pages of a file that it has nothing of, which is zeros.
@@ -353,14 +311,14 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
 Result<std::vector<MemoryPart>> zero_unless_said(const std::string& images, const std::string& process) {
   if (process.starts_with("shmem-")) return std::vector<MemoryPart>{{0, ~(kPage - 1)}};  // as any that is made
   const std::string path = images + "/mm-" + process + ".img";
-  Image image(path);
+  CriuImage image(path);
   criu::Mm mm;
   if (!image.is(kMmMagic)) return Error{EINVAL, path + ": no memory map of CRIU"};
-  if (!image.next(mm)) return damaged(path);
+  if (!image.next(mm)) return damaged_image(path);
   std::vector<MemoryPart> parts;
   std::uint64_t last = 0;
   for (const auto& vma : mm.vmas()) {
-    if (vma.start() < last || vma.end() <= vma.start() || (vma.start() | vma.end()) % kPage) return damaged(path);
+    if (vma.start() < last || vma.end() <= vma.start() || (vma.start() | vma.end()) % kPage) return damaged_image(path);
     last = vma.end();
     if ((vma.status() & (kAnonymousPrivate | kAioRing)) == kAnonymousPrivate) append(parts, {vma.start(), vma.end() - vma.start()});
   }
