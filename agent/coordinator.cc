@@ -844,6 +844,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s) {
     note("migration " + migration_text(id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
          std::to_string(affected_.size()) + " partner hosts");
+    if (info_.piped) note("its standard input or output is a pipe to a program of this host: there it is /dev/null, and what it writes is dropped");
     s = phase(FaultStep::kSourceRecord, [&]() -> Status {
       std::vector<std::string> partners;
       for (const auto& a : affected_) partners.push_back(a.link->name());

@@ -44,6 +44,7 @@ struct ContainerInfo {
   std::vector<SourceQp> connected;
   std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
   std::vector<std::uint32_t> vqpns;
+  bool piped = false;                                        // its standard streams, to a program of its host
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes
   std::vector<wire::Needs> needs;                            // of each device
   std::uint64_t filled_bytes = 0;                            // what the checkpoint will have, about

@@ -28,6 +28,7 @@
 #include "restore_socket.h"
 #include "room.h"
 #include "resume_stats.h"
+#include "standard_streams.h"
 
 namespace migr {
 namespace {
@@ -489,6 +490,7 @@ grpc::Status DestinationHost::AttachNetwork(grpc::ServerContext* ctx, const wire
 grpc::Status DestinationHost::FullRestore(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
   return step(*ctx, m->id(), FaultStep::kDestinationRestore, [&](Job& job) -> Status {
     if (auto s = attach_network(job); !s) return s;
+    if (auto s = pipes_to_null(job.images()); !s) return s;
     if (const auto zeros = leave_out_zeros(job.images()); !zeros) spdlog::warn("zeros are read back: {}", zeros.error().text);
     else if (*zeros) spdlog::info("{} pages that were copied ahead are zeros, and not read back", *zeros);
     return with_log(job, job.socket->tell(MIGR_RC_GO, kProcessMs));

@@ -160,6 +160,14 @@ std::string Runc::life(const std::string& id) const {
   return began ? boot_of_host() + " " + std::to_string(began) : "";
 }
 
+std::vector<std::string> Runc::streams(const std::string& id) const {
+  const auto j = recorded(config_, id);
+  std::vector<std::string> out;
+  for (const auto& s : j.is_object() ? j.value("external_descriptors", Json()) : Json())
+    if (s.is_string()) out.push_back(s);
+  return out;
+}
+
 std::string Runc::cgroup_of(const std::string& id) const {
   const auto j = recorded(config_, id);
   const auto path = Json::json_pointer("/cgroup_paths/");  // the one of no controller: of v2

@@ -58,6 +58,8 @@ class Runc {
   std::string life(const std::string& id) const;
   /// As it was told when the container was made; empty: not known.
   std::string bundle_of(const std::string& id) const;
+  /// Its standard streams, as they were called when it was made: "pipe:[N]", a path. Does not run runc.
+  std::vector<std::string> streams(const std::string& id) const;
   /// The folder of the one that runc has made for it, in the unified hierarchy; empty: not known. Does not run runc.
   std::string cgroup_of(const std::string& id) const;
   /// All containers, whatever their state. Does not run runc.

@@ -495,6 +495,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   }
   info_.id = container;
   info_.bundle = state->bundle;
+  info_.piped = host_.runc_.is_piped(container);
   state_ = *state;
   if (auto s = address_can_move(host_.config_, info_.bundle); !s) return s.error();
   auto all = host_.runc_.pids(state_);

@@ -212,7 +212,8 @@ reset_host() {	# HOST
 
 # start_container HOST ID CMD...: CMD with libmigr in a container; its output is in the container's /tmp/log.
 # CONTAINER_IP may say otherwise; CONTAINER_ENV=none: without libmigr; CONTAINER_RDMA="uverbs0 uverbs1": its devices;
-# CONTAINER_ANNOTATION="uverbs0": it gets these, and the library, by migr-inject; CONTAINER_WRITABLE=1: its root filesystem. E2E_VARS: NAME=VALUE.. for both ends.
+# CONTAINER_ANNOTATION="uverbs0": it gets these, and the library, by migr-inject; CONTAINER_WRITABLE=1: its root filesystem;
+# CONTAINER_PIPED=1: its standard output is a pipe, kept as descriptor 3; what comes out of it is in /tmp/piped of the host. E2E_VARS: NAME=VALUE.. for both ends.
 start_container() {
 	local h=$1 id=$2
 	shift 2
@@ -222,8 +223,8 @@ start_container() {
 	[ -z "${CONTAINER_ANNOTATION:-}" ] || { devices=(--rdma none); preload=(env "${E2E_VARS[@]}"); }
 	on_sh "$h" '
 		set -e
-		root=$1 bundle=$2/$3 id=$3 ip=$4 devices=$5 annotation=$6 writable=$7
-		shift 7
+		root=$1 bundle=$2/$3 id=$3 ip=$4 devices=$5 annotation=$6 writable=$7 piped=$8
+		shift 8
 		rm -rf "$bundle"
 		mkdir -p "$(dirname "$bundle")"
 		"$root/scripts/make-bundle" "$bundle" --netns-ip "$ip/24" --parent eth0 $devices --linger -- "$@"
@@ -234,9 +235,15 @@ start_container() {
 		[ -z "$writable" ] || sed -i "s/\"readonly\": true/\"readonly\": false/" "$bundle/config.json"
 		"$root/hooks/migr-net" prepare "$bundle" "$id"
 		"$root/hooks/migr-net" attach "$bundle" "$id"
-		/usr/local/lib/migr/runc run --detach --bundle "$bundle" "$id" </dev/null >/dev/null 2>/tmp/runc.err ||
+		out=/dev/null
+		if [ -n "$piped" ]; then
+			sed -i "s|exec </dev/null|exec 3>\&1 </dev/null|" "$bundle/config.json"
+			exec {out}> >(exec setsid cat >/tmp/piped 2>/dev/null)
+			out=/dev/fd/$out
+		fi
+		/usr/local/lib/migr/runc run --detach --bundle "$bundle" "$id" </dev/null >"$out" 2>/tmp/runc.err ||
 			{ cat /tmp/runc.err >&2; exit 1; }
-	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${CONTAINER_ANNOTATION:-}" "${CONTAINER_WRITABLE:-}" "${preload[@]}" "$@" || fail "start of container $id on $h"
+	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${CONTAINER_ANNOTATION:-}" "${CONTAINER_WRITABLE:-}" "${CONTAINER_PIPED:-}" "${preload[@]}" "$@" || fail "start of container $id on $h"
 }
 
 container_status() { on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID

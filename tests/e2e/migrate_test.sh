@@ -14,6 +14,17 @@ there_and_back() {
 	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && { migrate_ok mv src 2>"$E2E_OUT/progress" || { cat "$E2E_OUT/progress" >&2; false; }; } && expect_traffic &&
 		stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
+# As containerd and podman start them, or who writes "runc run .. | logger".
+writes() { container_exec "$1" mv sh -c 'echo "$1" >/proc/1/fd/3' sh "$2"; }	# HOST TEXT
+writes_nowhere() {	# HOST
+	[ "$(container_exec "$1" mv readlink /proc/1/fd/3)" = /dev/null ] && writes "$1" lost ||
+		{ container_exec "$1" mv ls -l /proc/1/fd >&2; fail "its standard output on $1 is not /dev/null"; }
+}
+piped() {
+	CONTAINER_PIPED=1 start_verify src mv && writes src kept && until_true 10 on src grep -qx kept /tmp/piped &&
+		migrate_ok mv dst 2>"$E2E_OUT/progress" && grep -q 'is a pipe to a program of this host' "$E2E_OUT/progress" && expect_traffic && writes_nowhere dst &&
+		migrate_ok mv src && expect_traffic && writes_nowhere src && stop_verify mv || { cat "$E2E_OUT/progress" >&2; e2e_logs; e2e_reset; return 1; }
+}
 summary_is_complete() {
 	jq -e '(.service_blackout_ms > 0) and (.communication_blackout_ms > 0) and (.bytes_copied > 0) and
 		(.phases_ms | length > 5) and (.resources.qp == 4) and (.resources.cq > 0) and (.resources.mr > 0) and
@@ -96,6 +107,7 @@ step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows 
 	step "migrd's threads have only the capabilities that they need" migrd_may_little &&
 	step "the logs of all hosts have its number" logs_have_its_number &&
 	step "history has it, and there is a report of it" history_has_it
+walk_step "standard output that is a pipe of the host, there and back" piped
 walk_step "a container that asked by annotation, there and back" by_annotation --mode mixed --qps 2
 walk_step "mixed, 4 QPs, events" moved --mode mixed --qps 4 --events
 walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
+#include "standard_streams.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "criu_files.pb.h"
+#include "criu_image.h"
+#include "file_tree.h"
+#include "json.h"
+
+namespace migr {
+namespace {
+
+constexpr std::uint32_t kFilesMagic = 0x56303138, kDescriptorsMagic = 0x56213732;
+constexpr std::uint32_t kRegular = 1, kPipe = 2;  // type of a File
+
+/// Each message, which `change` may change. The image is written anew if it has changed one.
+template <class Message, class Change>
+Status change_image(const std::string& path, std::uint32_t magic, const Change& change) {
+  CriuImage image(path);
+  if (!image.is(magic)) return damaged_image(path);
+  NewCriuImage changed(magic);
+  bool any = false;
+  while (!image.at_end()) {
+    Message m;
+    if (!image.next(m)) return damaged_image(path);
+    any = change(m) || any;
+    changed.add(m);
+  }
+  return any ? changed.replace(path) : Status();
+}
+
+}  // namespace
+
+std::vector<std::uint32_t> pipes_in(const std::vector<std::string>& streams) {
+  std::vector<std::uint32_t> pipes;
+  for (const auto& s : streams)
+    if (std::uint32_t n = 0; std::sscanf(s.c_str(), "pipe:[%u]", &n) == 1) pipes.push_back(n);
+  return pipes;
+}
+
+Status pipes_to_null(const std::string& images) {
+  const auto j = Json::parse(text_of(images + "/descriptors.json"), nullptr, false);
+  std::vector<std::string> streams;
+  for (const auto& s : j.is_array() ? j : Json())
+    if (s.is_string()) streams.push_back(s);
+  const auto pipes = pipes_in(streams);
+  if (pipes.empty()) return {};
+  std::set<std::uint32_t> files;
+  const auto to_null = [&](criu::File& f) {
+    if (f.type() != kPipe || std::find(pipes.begin(), pipes.end(), f.pipe().pipe_id()) == pipes.end()) return false;
+    files.insert(f.id());
+    f.set_type(kRegular);
+    auto& r = *f.mutable_regular();
+    r.set_id(f.id());
+    r.set_flags(f.pipe().flags());
+    r.set_pos(0);
+    r.set_owner(f.pipe().owner());
+    r.set_name("/dev/null");
+    f.clear_pipe();
+    return true;
+  };
+  if (auto s = change_image<criu::File>(images + "/files.img", kFilesMagic, to_null); !s) return s;
+  const auto follow = [&](criu::Descriptor& d) {
+    if (d.type() != kPipe || !files.contains(d.id())) return false;
+    d.set_type(kRegular);
+    return true;
+  };
+  std::error_code ec;
+  std::vector<std::string> all;
+  for (const auto& f : std::filesystem::directory_iterator(images, ec))
+    if (f.path().filename().string().starts_with("fdinfo-")) all.push_back(f.path());
+  for (const auto& path : all)
+    if (auto s = change_image<criu::Descriptor>(path, kDescriptorsMagic, follow); !s) return s;
+  return ec ? Status(Error{ec.value(), "reading " + images + ": " + ec.message()}) : Status();
+}
+
+}  // namespace migr
