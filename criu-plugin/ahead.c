@@ -7,7 +7,6 @@
  * of the munmap that CRIU has had it do after that; limits, credentials and seccomp
  * are the program's (the latter suspended), and what follows is only to let go.
  */
-#include <dirent.h>
 #include <errno.h>
 #include <rdma/ib_user_ioctl_verbs.h>
 #include <rdma/rdma_user_ioctl_cmds.h>
@@ -23,8 +22,6 @@
 #ifdef __x86_64__
 #include "task.h"
 
-#define NR_PIDS_MAX 65536u
-
 asm(".pushsection .rodata\n"
     "migr_ahead_code:\n" MIGR_AHEAD_CODE
     "migr_ahead_code_end:\n"
@@ -37,49 +34,6 @@ static size_t code_bytes(void)
 }
 
 /* ---- which task ------------------------------------------------------------------ */
-
-struct pids {
-	pid_t *all;
-	uint32_t nr;
-};
-
-static void add_pid(struct pids *p, pid_t pid)
-{
-	pid_t *bigger;
-
-	if (p->nr == NR_PIDS_MAX)
-		return;
-	bigger = reallocarray(p->all, p->nr + 1, sizeof(*bigger));
-	if (!bigger)
-		return;		/* it is not found, and registers its memory itself */
-	p->all = bigger;
-	p->all[p->nr++] = pid;
-}
-
-static void add_children(struct pids *p, pid_t pid)
-{
-	char path[64];
-	struct dirent *e;
-	DIR *threads;
-
-	snprintf(path, sizeof(path), "/proc/%d/task", pid);
-	threads = opendir(path);
-	while (threads && (e = readdir(threads))) {
-		int child;
-		FILE *f;
-
-		if (e->d_name[0] == '.')
-			continue;
-		snprintf(path, sizeof(path), "/proc/%d/task/%.16s/children", pid, e->d_name);
-		f = fopen(path, "re");
-		while (f && fscanf(f, "%d", &child) == 1)
-			add_pid(p, child);
-		if (f)
-			fclose(f);
-	}
-	if (threads)
-		closedir(threads);
-}
 
 /* The task of the tree that is @p, and its struct migr_ahead; 0: there is none. */
 static pid_t find_task(const struct pids *tree, const struct migr_rst_process *p, uint64_t addr, struct migr_ahead *a)
@@ -233,13 +187,11 @@ static uint64_t ahead_of(const struct migr_rst_process *p)
 int ahead_register(const struct migr_rst_image *img, pid_t root, long limit_ms, struct migr_rst_err *err)
 {
 	long until_ms = now_ms() + limit_ms;
-	struct pids tree = { 0 };
+	struct pids tree;
 	sigset_t chld, before;
 	int ret = 0;
 
-	add_pid(&tree, root);
-	for (uint32_t i = 0; i < tree.nr; i++)
-		add_children(&tree, tree.all[i]);
+	pids_of_tree(root, &tree);	/* who is not found registers its memory itself */
 	sigemptyset(&chld);
 	sigaddset(&chld, SIGCHLD);
 	sigprocmask(SIG_BLOCK, &chld, &before);

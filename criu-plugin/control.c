@@ -291,8 +291,10 @@ static int while_held(struct controller *ct, const struct migr_rc_msg *m)
 
 	switch (m->op) {
 	case MIGR_RC_READY:
+		restore_still_held(0);
 		return job.failed ? reply_failed(ct->fd, m->op) : reply_ready(ct->fd);
 	case MIGR_RC_COMMIT:
+		restore_still_held(1);
 		if (job.failed)
 			return reply_failed(ct->fd, m->op);
 		/* A controller that cannot hear the answer has to ask what became of it; it is told. */

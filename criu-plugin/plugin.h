@@ -25,8 +25,9 @@ struct job {
 	struct migr_rst_file *files;	/* which of CRIU's file ids is which fd */
 	uint32_t nr_files;
 	uint32_t built_us;		/* how long building took */
-	int failed;			/* building, or registering memory: a positive errno, and why */
+	int failed;			/* building, registering memory, holding tasks: a positive errno, and why */
 	struct migr_rst_err why;
+	pid_t root;			/* of the restored tasks, once they are held */
 };
 extern struct job job;
 
@@ -53,6 +54,8 @@ void restore_exit(int ret);
 /* Called by control.c. 0 or a positive errno, with *err said. */
 int restore_connect(const struct migr_rc_connect *c, struct migr_rst_err *err);
 int restore_go(struct migr_rst_err *err);
+/* All tasks still wait; with @let_go nothing but CRIU's detaching is missing for them to run. Else job.failed is set. */
+void restore_still_held(int let_go);
 
 /*
  * ahead.c: has the tasks of the tree under @root, all of them stopped and traced by the caller, register the memory of
@@ -60,6 +63,12 @@ int restore_go(struct migr_rst_err *err);
  * positive errno with *err said: no memory to be had, or a task is not as it was. Then none may go on.
  */
 int ahead_register(const struct migr_rst_image *img, pid_t root, long limit_ms, struct migr_rst_err *err);
+
+/*
+ * held.c: has all tasks of the tree under @root, stopped and traced by the caller, end with the caller, or not any more.
+ * 0, or a positive errno with *err said: one of them is not stopped, it ends or has ended.
+ */
+int held_bind(pid_t root, int bound, struct migr_rst_err *err);
 
 /*
  * clean.c: takes the mark "written" from the registered private memory of the processes of @img, all of them stopped and

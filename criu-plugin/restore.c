@@ -317,17 +317,30 @@ int restore_update_vma(const char *path, uint64_t addr, uint64_t old_pgoff, uint
 	return -ENOENT;
 }
 
+void restore_still_held(int let_go)
+{
+	if (job.failed)
+		return;
+	job.failed = held_bind(job.root, !let_go, &job.why);
+	if (job.failed)
+		say(1, "%s", job.why.text);
+}
+
 int restore_resume_late(int pid)
 {
 	if (job.phase == PHASE_INERT)
 		return -ENOTSUP;
 	if (job.phase == PHASE_RESTORING) {
 		/* CRIU has closed what it carried over; the tasks hold it. The first that it names is the root of its tree. */
-		job.failed = ahead_register(job.img, pid, REGISTER_LIMIT_MS, &job.why);
+		job.root = pid;
+		restore_still_held(0);
+		if (!job.failed) {
+			job.failed = ahead_register(job.img, pid, REGISTER_LIMIT_MS, &job.why);
+			if (job.failed)
+				say(1, "%s", job.why.text);
+		}
 		job.phase = PHASE_HELD;
-		if (job.failed)
-			say(1, "%s", job.why.text);
-		else
+		if (!job.failed)
 			say(3, "memory is final, tasks wait for COMMIT");
 		control_serve(PHASE_HELD, job.failed ? FAILED_LIMIT_S :
 						       limit_from("MIGR_RESTORE_COMMIT_LIMIT", COMMIT_LIMIT_S));

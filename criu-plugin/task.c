@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 #include "task.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -11,6 +12,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#define NR_PIDS_MAX 65536u
 #define LOOK_AGAIN_MS 100	/* should a SIGCHLD get lost */
 #define USER_CS_64 0x33
 #define RSEQ_CS_OFFSET 8	/* struct rseq: two words, then rseq_cs */
@@ -47,6 +49,55 @@ long long task_status(pid_t pid, const char *name, int base)
 	if (f)
 		fclose(f);
 	return v;
+}
+
+static int add_pid(struct pids *p, pid_t pid)
+{
+	pid_t *bigger = p->nr == NR_PIDS_MAX ? NULL : reallocarray(p->all, p->nr + 1, sizeof(*bigger));
+
+	if (!bigger)
+		return ENOMEM;
+	p->all = bigger;
+	p->all[p->nr++] = pid;
+	return 0;
+}
+
+static int add_children(struct pids *p, pid_t pid)
+{
+	char path[64];
+	struct dirent *e;
+	DIR *threads;
+	int ret = 0;
+
+	snprintf(path, sizeof(path), "/proc/%d/task", pid);
+	threads = opendir(path);
+	while (threads && !ret && (e = readdir(threads))) {
+		int child;
+		FILE *f;
+
+		if (e->d_name[0] == '.')
+			continue;
+		snprintf(path, sizeof(path), "/proc/%d/task/%.16s/children", pid, e->d_name);
+		f = fopen(path, "re");
+		while (f && !ret && fscanf(f, "%d", &child) == 1)
+			ret = add_pid(p, child);
+		if (f)
+			fclose(f);
+	}
+	if (threads)
+		closedir(threads);
+	return ret;
+}
+
+int pids_of_tree(pid_t root, struct pids *p)
+{
+	int ret;
+
+	*p = (struct pids){ 0 };
+	ret = add_pid(p, root);
+	for (uint32_t i = 0; !ret && i < p->nr; i++)
+		ret = add_children(p, p->all[i]);
+	return ret;
 }
 
 static int move_regs(int request, pid_t pid, struct user_regs_struct *regs)

@@ -29,6 +29,14 @@ int task_put(pid_t pid, uint64_t addr, const void *from, size_t n);
 /* The last number in line @name of /proc/PID/status, to base @base; -1: there is none. */
 long long task_status(pid_t pid, const char *name, int base);
 
+struct pids {
+	pid_t *all;	/* to be freed */
+	uint32_t nr;
+};
+
+/* The process and what descends from it. 0, or ENOMEM: not all of them. */
+int pids_of_tree(pid_t root, struct pids *p);
+
 /* CLOCK_MONOTONIC */
 long now_ms(void);
 

@@ -26,6 +26,7 @@ struct job job;
 int image_dir(void) { return folder; }
 int fd_floor(void) { return 512; }
 int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
+int held_bind(pid_t, int, struct migr_rst_err*) { return 0; }
 int clean_registered(const struct migr_rst_image*) { return 0; }
 int control_listen(const char*) { return 0; }
 void control_serve(enum phase, long) {}
