@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "runc.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <unistd.h>
@@ -26,6 +27,35 @@ Json recorded(const Config& config, const std::string& id) {
   std::ifstream in(config.runc_root + "/" + id + "/state.json");
   auto j = in ? Json::parse(in, nullptr, false) : Json();
   return j.is_object() ? j : Json();
+}
+
+// As runc has written it down; empty: not known.
+std::string cgroup_of(const Config& config, const std::string& id) {
+  const auto unified = Json::json_pointer("/cgroup_paths/");  // its hierarchy has no name
+  const auto j = recorded(config, id);
+  return j.contains(unified) && j.at(unified).is_string() ? j.at(unified).get<std::string>() : std::string();
+}
+
+bool tell_cgroup(const std::string& group, const std::string& file, std::string_view word) {
+  const int fd = group.empty() ? -1 : open((group + "/" + file).c_str(), O_WRONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  const bool told = write(fd, word.data(), word.size()) == static_cast<ssize_t>(word.size());
+  close(fd);
+  return told;
+}
+
+bool populated(const std::string& group) {
+  std::ifstream events(group + "/cgroup.events");
+  for (std::string line; std::getline(events, line);)
+    if (line == "populated 1") return true;
+  return false;
+}
+
+// All of it at once. runc ends the first process and lets the others run: until the kernel has taken that one apart.
+void end_all(const std::string& group) {
+  constexpr int kEndMs = 10'000, kStepMs = 20;
+  if (!tell_cgroup(group, "cgroup.kill", "1")) return;
+  for (int ms = 0; ms < kEndMs && populated(group); ms += kStepMs) usleep(kStepMs * 1000);
 }
 
 // runc logs lines like: time="..." level=error msg="..."; only the message is for people.
@@ -237,12 +267,13 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
 
 Status Runc::resume(const std::string& id) const {
   auto s = run({"resume", id}, kRuncMs, "runc resume " + id);
-  // It says so of a container that is not paused: nothing to do.
-  return !s && s.error().text.find("not paused") != std::string::npos ? Status() : s;
+  // It says so of a container that is not paused: nothing to do. Of one that never stood still as a whole it waits for that, in vain.
+  return !s && (s.error().text.find("not paused") != std::string::npos || tell_cgroup(cgroup_of(config_, id), "cgroup.freeze", "0")) ? Status() : s;
 }
 
 Status Runc::remove(const std::string& id) const {
   if (!exists(id)) return {};
+  end_all(cgroup_of(config_, id));
   return run({"delete", "--force", id}, kRuncMs, "runc delete " + id);
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A checkpoint that does not end, and what is of a container, with a played runc.
+// What runc does not do by itself, with a played one: a checkpoint that does not end; the container's
+// cgroup, which is played, too.
 #include "agent/runc.h"
 
 #include <gtest/gtest.h>
@@ -9,6 +10,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -41,9 +43,20 @@ struct ARunc : ::testing::Test {
     EXPECT_TRUE(ahead->wait(5'000)) << "it goes on";
     return s;
   }
+  /// A container whose cgroup is $group; runc is played by this, its verb is $3.
+  void contain(const std::string& script) {
+    config.runc_root = root + "/containers";
+    fs::create_directories(config.runc_root + "/web");
+    fs::create_directories(group);
+    for (const char* file : {"/cgroup.kill", "/cgroup.freeze", "/cgroup.events"}) std::ofstream(group + file) << "-";
+    std::ofstream(config.runc_root + "/web/state.json") << R"({"cgroup_paths": {"": ")" << group << R"("}})";
+    std::ofstream(config.runc) << "#!/bin/sh\ngroup=" << group << "\n"
+                               << script << "\n";
+    EXPECT_EQ(chmod(config.runc.c_str(), 0755), 0);
+  }
   pid_t criu() const { return std::atoi(first_line_of(root + "/criu").c_str()); }
 
-  const std::string root = made();
+  const std::string root = made(), group = root + "/group";
   Config config;
 };
 
@@ -66,17 +79,43 @@ TEST_F(ARunc, ThatHangsItselfIsEnded) {
 
 // As systemd is, which has a group of its own below the container's.
 TEST_F(ARunc, FindsWhatIsBesideAFirstProcessThatHasMovedOn) {
-  const std::string group = root + "/cgroup";
-  config.runc_root = root + "/containers";
+  contain("exit 1");
   fs::create_directories(group + "/init.scope");
-  fs::create_directories(config.runc_root + "/web");
   std::ofstream(group + "/cgroup.procs") << "4194303\n";
   std::ofstream(group + "/init.scope/cgroup.procs") << getpid() << "\n";
-  std::ofstream(config.runc_root + "/web/state.json") << R"({"cgroup_paths": {"": ")" << group << R"("}})";
   const Runc runc(config);
   auto pids = runc.pids({.id = "web", .status = "running", .bundle = "", .pid = getpid()});
   ASSERT_TRUE(pids) << pids.error().text;
   EXPECT_EQ(*pids, (std::vector<pid_t>{4194303, getpid()}));
+}
+
+// runc ends the first process only, and lets the others run.
+TEST_F(ARunc, RemovesWhatHasEndedAsAWhole) {
+  contain("cat $group/cgroup.kill $group/cgroup.events >" + root + "/seen");
+  std::ofstream(group + "/cgroup.events") << "populated 1\nfrozen 1\n";
+  std::thread kernel([this] {
+    for (int i = 0; i < 500 && first_line_of(group + "/cgroup.kill") != "1"; i++) usleep(10'000);
+    usleep(100'000);
+    std::ofstream(group + "/cgroup.events") << "populated 0\nfrozen 1\n";
+  });
+  EXPECT_TRUE(Runc(config).remove("web"));
+  kernel.join();
+  EXPECT_EQ(text_of(root + "/seen"), "1populated 0\nfrozen 1\n");
+}
+
+TEST_F(ARunc, ThatWaitsForWhatNeverFrozeIsNotNeeded) {
+  contain("echo 'time=\"\" level=error msg=\"timeout of 10s reached waiting for the cgroup to freeze\"' >&2; exit 1");
+  EXPECT_TRUE(Runc(config).resume("web"));
+  EXPECT_EQ(first_line_of(group + "/cgroup.freeze"), "0");
+}
+
+TEST_F(ARunc, WithoutTheCgroupSaysWhyItDoesNotResume) {
+  contain("echo 'msg=\"no such container\"' >&2; exit 1");
+  fs::remove_all(group);
+  const Status s = Runc(config).resume("web");
+  ASSERT_FALSE(s);
+  EXPECT_NE(s.error().text.find("no such container"), std::string::npos);
+  EXPECT_FALSE(fs::exists(group));
 }
 
 }  // namespace
