@@ -822,17 +822,27 @@ grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migra
 std::vector<pid_t> DestinationHost::end_restore(Job& job) {
   constexpr int kAnswerMs = 2'000, kEndMs = 8'000;
   std::vector<pid_t> made;
-  const auto note = [&](const std::vector<pid_t>& more) { made.insert(made.end(), more.begin(), more.end()); };
+  const auto root = bare_pid(job.container);
   // It may have lost its parent, and be known by its life only.
-  if (const auto root = bare_pid(job.container); root && is_here(job)) note(tree_of(*root));
+  std::string life = root && is_here(job) ? job.record.began() : "";
+  const auto note = [&](const std::vector<pid_t>& more) {
+    made.insert(made.end(), more.begin(), more.end());
+    if (root && std::find(more.begin(), more.end(), *root) != more.end()) life = life_of(*root);
+  };
+  // A CRIU that was killed went on making them until then.
+  const auto all_made = [&] {
+    if (root && !life.empty() && life_of(*root) == life) note(tree_of(*root));
+    return made;
+  };
+  (void)all_made();
   if (job.child.running()) {
     note(runc_.made_by(job.container, job.child.pid()));
     (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
     job.child.signal(SIGTERM);
-    if (job.child.wait(kEndMs)) return made;
+    if (job.child.wait(kEndMs)) return all_made();
     job.child.signal(SIGKILL);
     (void)job.child.wait(kEndMs);
-    return made;
+    return all_made();
   }
   for (int sig : {SIGTERM, SIGKILL}) {
     for (const pid_t pid : restorers(job.dir)) {
@@ -840,9 +850,9 @@ std::vector<pid_t> DestinationHost::end_restore(Job& job) {
       kill(pid, sig);
     }
     for (const auto until = Clock::now() + std::chrono::milliseconds(kEndMs); Clock::now() < until; usleep(50'000))
-      if (!restore_runs(job.dir)) return made;
+      if (!restore_runs(job.dir)) return all_made();
   }
-  return made;
+  return all_made();
 }
 
 // Caller holds job.work. Idempotent.

@@ -3,8 +3,10 @@
 #include "agent/destination_host.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +14,7 @@
 #include <fstream>
 #include <functional>
 #include <optional>
+#include <thread>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -135,6 +138,34 @@ TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
   host.reset();
   host.emplace(config, sessions, peers, claims, numbers);
   EXPECT_TRUE(host->outcome(kId).keys_known()) << "it is written down";
+}
+
+// A played CRIU, whose process makes another when it is told to end: that has no parent then that would be known.
+TEST_F(ADestination, EndsWhatARestoreMadeUntilItsEnd) {
+  const std::string child = "trap 'sleep 60 & echo $! >" + root + "/late' USR1; echo $$ >" + root + "/root; while :; do sleep 0.05; done";
+  std::ofstream(root + "/child") << child;
+  const std::string script = "sh " + root + "/child & r=$!; trap 'kill -USR1 $r; while [ ! -s " + root + "/late ]; do sleep 0.05; done; exit' TERM; while :; do sleep 0.05; done";
+  const std::string images = root + "/state/dest/" + migration_text(kId) + "/images";
+  const pid_t criu = fork();
+  if (!criu) {
+    execl("/bin/sh", "sh", "-c", script.c_str(), "criu", "restore", "-D", images.c_str(), nullptr);
+    _exit(1);
+  }
+  std::thread reaper([&] { waitpid(criu, nullptr, 0); });
+  ASSERT_TRUE(within(5'000, [&] { return !first_line_of(root + "/root").empty(); }));
+  record.mutable_header()->set_container("pid:" + first_line_of(root + "/root"));
+  record.mutable_header()->clear_bundle();
+  record.set_outcome(wire::OPEN);
+  record.set_told(false);
+  record.set_resumed(false);
+  record.set_closed(false);
+  begin();
+  reaper.join();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  const pid_t late = std::atoi(first_line_of(root + "/late").c_str());
+  ASSERT_GT(late, 0);
+  EXPECT_TRUE(within(2'000, [&] { return !process_lives(late); }));
+  kill(late, SIGKILL);
 }
 
 TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
