@@ -231,6 +231,13 @@ void Child::signal(int sig) {
   if (pid_) kill(-pid_, sig);
 }
 
+bool group_ended(pid_t group, int limit_ms) {
+  const auto deadline = Clock::now() + std::chrono::milliseconds(limit_ms);
+  for (; !kill(-group, 0) || errno != ESRCH; usleep(kLookMs * 1000))
+    if (Clock::now() > deadline) return false;
+  return true;
+}
+
 std::string criu_error(const std::string& log) {
   std::istringstream in(tail_of(log, 64 << 10));
   for (std::string line; std::getline(in, line);)

@@ -60,6 +60,9 @@ class Child {
   int input_ = -1;
 };
 
+/// Waits until nothing is left of a process group. @return false: the limit is over
+bool group_ended(pid_t group, int limit_ms);
+
 /// The last lines of a file, at most `bytes`.
 std::string tail_of(const std::string& path, std::size_t bytes);
 /// Of a log of CRIU's: the first error, which is the cause (a probe for tun devices always complains). Empty: none.

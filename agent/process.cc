@@ -68,6 +68,11 @@ std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs,
   return found;
 }
 
+bool works_in(pid_t pid, const std::string& folder) {
+  std::error_code ec;
+  return (fs::read_symlink("/proc/" + std::to_string(pid) + "/cwd", ec).string() + "/").starts_with(folder + "/");
+}
+
 std::string life_of(pid_t pid) {
   const std::string began = stat_of(pid).began;
   return began.empty() ? "" : boot_of_host() + " " + began;

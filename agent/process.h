@@ -28,6 +28,8 @@ bool process_lives(pid_t pid);
 bool process_stopped(pid_t pid);
 /// Those of the caller's user that are told to do one of these (an argument each) and whose command line has this text in it. Not the caller.
 std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs, const std::string& text);
+/// Its working directory is this folder, or below it.
+bool works_in(pid_t pid, const std::string& folder);
 /// The number of the PID namespace of the container that a process lives in; of several in each other, the outermost. 0: it lives in
 /// the caller's.
 Result<std::uint64_t> container_namespace_of(pid_t pid);

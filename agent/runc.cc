@@ -58,6 +58,14 @@ void end_all(const std::string& group) {
   for (int ms = 0; ms < kEndMs && populated(group); ms += kStepMs) usleep(kStepMs * 1000);
 }
 
+// A CRIU whose runc was killed goes on, and stops the container once more when it ends.
+void outlast(pid_t group) {
+  if (group <= 0 || group_ended(group, kCheckpointMs)) return;
+  spdlog::error("a dump goes on without its runc: ending it");
+  kill(-group, SIGKILL);
+  (void)group_ended(group, kHookMs);
+}
+
 // runc logs lines like: time="..." level=error msg="..."; only the message is for people.
 std::string plain(const std::string& line) {
   const auto at = line.find("msg=\"");
@@ -251,15 +259,19 @@ void Runc::get_ready(std::initializer_list<Child*> ahead) {
 
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
   const std::string what = "checkpoint of " + id + ": ";
+  const pid_t group = ahead.pid();
   if (auto s = ahead.running() ? ahead.say("begin") : Status(); !s) return Error{s.error().code, what + s.error().text};
   if (!ahead.wait(kCheckpointMs)) {
     // CRIU only, if it is not `ahead` itself: runc then ends TCP_REPAIR of the connections, which would not work any more.
     const auto tree = tree_of(ahead.pid());
     for (std::size_t i = 1; i < tree.size(); i++) kill(tree[i], SIGKILL);
     if (tree.size() < 2 || !ahead.wait(kHookMs)) ahead.signal(SIGKILL);
+    (void)ahead.wait(kHookMs);
+    outlast(group);
     return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms"};
   }
   if (!ahead.status()) return {};
+  outlast(group);
   constexpr std::size_t kSaid = 2048;
   const std::string last = CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line();
   return Error{ECHILD, what + (last == kReady ? "exit status " + std::to_string(ahead.status()) : plain(last))};

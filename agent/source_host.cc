@@ -272,7 +272,12 @@ void SourceHost::settle(std::uint32_t id) {
 // Its images are gone, so that takes no long.
 void SourceHost::end_dump(std::uint32_t id) const {
   constexpr int kEndStepMs = 50;
-  const auto dumpers = [&] { return processes_told({"checkpoint-rdma", "dump", "pre-dump"}, folder(id) + "/"); };
+  const auto dumpers = [&] {
+    auto all = processes_told({"checkpoint-rdma", "dump", "pre-dump"}, folder(id) + "/");
+    for (const pid_t criu : processes_told({"swrk"}, ""))  // of a runc, which may have been killed: it is told nothing, but works there
+      if (works_in(criu, folder(id))) all.push_back(criu);
+    return all;
+  };
   const auto wait = [&](int ms) {
     for (; ms > 0 && !dumpers().empty(); ms -= kEndStepMs) usleep(kEndStepMs * 1000);
     return dumpers().empty();

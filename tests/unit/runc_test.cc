@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What runc does not do by itself, with a played one: a checkpoint that does not end; the container's
+// What runc does not do by itself, with a played one: a checkpoint that does not end, or whose runc is killed; the container's
 // cgroup, which is played, too.
 #include "agent/runc.h"
 
@@ -42,6 +42,16 @@ struct ARunc : ::testing::Test {
     const Status s = runc.checkpoint(*ahead, "web", root + "/log");
     EXPECT_TRUE(ahead->wait(5'000)) << "it goes on";
     return s;
+  }
+  /// Its runc does this, and fails; nothing of it is left when the checkpoint has.
+  Status checkpoint_by(const std::string& script) {
+    kCheckpointMs = 10'000;
+    std::ofstream(config.runc) << "#!/bin/sh\nread -r begin\n"
+                               << script << "\n";
+    EXPECT_EQ(chmod(config.runc.c_str(), 0755), 0);
+    auto ahead = Child::start({config.runc}, {}, root + "/log", true);
+    EXPECT_TRUE(ahead);
+    return Runc(config).checkpoint(*ahead, "web", root + "/log");
   }
   /// A container whose cgroup is $group; runc is played by this, its verb is $3.
   void contain(const std::string& script) {
@@ -87,6 +97,14 @@ TEST_F(ARunc, FindsWhatIsBesideAFirstProcessThatHasMovedOn) {
   auto pids = runc.pids({.id = "web", .status = "running", .bundle = "", .pid = getpid()});
   ASSERT_TRUE(pids) << pids.error().text;
   EXPECT_EQ(*pids, (std::vector<pid_t>{4194303, getpid()}));
+}
+
+// Its CRIU stops the container once more when it ends: until then it must not be let run.
+TEST_F(ARunc, ThatIsKilledIsOutlastedByItsCriu) {
+  const Status s = checkpoint_by("(sleep 1; echo done >" + root + "/criu) &\nkill -9 $$");
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ECHILD);
+  EXPECT_EQ(first_line_of(root + "/criu"), "done");
 }
 
 // runc ends the first process only, and lets the others run.

@@ -21,6 +21,7 @@
 #include <thread>
 #include <utility>
 
+#include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "agent/process.h"
 
@@ -206,6 +207,23 @@ TEST_F(ASource, IsNotResumedBeforeADumpOfItHasEnded) {
   std::string first;
   std::getline(in, first);
   EXPECT_EQ(first, "ended");
+  EXPECT_EQ(did("runc", "resume"), 1);
+}
+
+// Its runc was killed. It is told nothing but how it is spoken to, and works in the folder of the dump.
+TEST_F(ASource, IsNotResumedBeforeACriuOfItHasEnded) {
+  const std::string work = root + "/state/source/" + migration_text(kId) + "/work", script = "sleep 1; echo ended >>" + root + "/runc.log";
+  std::filesystem::create_directories(work);
+  const pid_t criu = fork();
+  if (!criu) {
+    if (!chdir(work.c_str())) execl("/bin/sh", "sh", "-c", script.c_str(), "criu", "swrk", "3", nullptr);
+    _exit(1);
+  }
+  std::thread reaper([&] { waitpid(criu, nullptr, 0); });
+  for (int i = 0; i < 500 && processes_told({"swrk"}, root).empty(); i++) usleep(10'000);
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  reaper.join();
+  EXPECT_EQ(first_line_of(root + "/runc.log"), "ended");
   EXPECT_EQ(did("runc", "resume"), 1);
 }
 
