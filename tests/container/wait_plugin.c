@@ -2,10 +2,13 @@
 /*
  * A CRIU plugin that only waits: for GO on MIGR_RESTORE_SOCKET, as the real one
  * does after it has created RDMA resources. Lets the early restore be tested
- * without RDMA. ABORT, and a minute without a word, fail the restore.
+ * without RDMA. ABORT, and a minute without a word, fail the restore. With a
+ * file "hold" in the working directory it waits with the tasks restored, too,
+ * as long as that is there; "held" says that it does.
  */
 #include <criu/criu-plugin.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +20,7 @@
 #include <migr/restore_control.h>
 
 #define WAIT_LIMIT_MS	60000
+#define HOLD_LOOK_MS	50
 
 static int serve_one(int listener)
 {
@@ -62,6 +66,16 @@ static int wait_init(int stage)
 	return op == MIGR_RC_GO ? 0 : -1;
 }
 
+static int wait_held(int pid)
+{
+	(void)pid;
+	for (int ms = 0; ms < WAIT_LIMIT_MS && !access("hold", F_OK); ms += HOLD_LOOK_MS) {
+		close(open("held", O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+		usleep(HOLD_LOOK_MS * 1000);
+	}
+	return 0;
+}
+
 static void wait_exit(int stage, int ret)
 {
 	(void)stage;
@@ -69,3 +83,4 @@ static void wait_exit(int stage, int ret)
 }
 
 CR_PLUGIN_REGISTER("migr_wait", wait_init, wait_exit)
+CR_PLUGIN_REGISTER_HOOK(CR_PLUGIN_HOOK__RESUME_DEVICES_LATE, wait_held)
