@@ -29,13 +29,6 @@ Json recorded(const Config& config, const std::string& id) {
   return j.is_object() ? j : Json();
 }
 
-// As runc has written it down; empty: not known.
-std::string cgroup_of(const Config& config, const std::string& id) {
-  const auto unified = Json::json_pointer("/cgroup_paths/");  // its hierarchy has no name
-  const auto j = recorded(config, id);
-  return j.contains(unified) && j.at(unified).is_string() ? j.at(unified).get<std::string>() : std::string();
-}
-
 bool tell_cgroup(const std::string& group, const std::string& file, std::string_view word) {
   const int fd = group.empty() ? -1 : open((group + "/" + file).c_str(), O_WRONLY | O_CLOEXEC);
   if (fd < 0) return false;
@@ -280,12 +273,12 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
 Status Runc::resume(const std::string& id) const {
   auto s = run({"resume", id}, kRuncMs, "runc resume " + id);
   // It says so of a container that is not paused: nothing to do. Of one that never stood still as a whole it waits for that, in vain.
-  return !s && (s.error().text.find("not paused") != std::string::npos || tell_cgroup(cgroup_of(config_, id), "cgroup.freeze", "0")) ? Status() : s;
+  return !s && (s.error().text.find("not paused") != std::string::npos || tell_cgroup(cgroup_of(id), "cgroup.freeze", "0")) ? Status() : s;
 }
 
 Status Runc::remove(const std::string& id) const {
   if (!exists(id)) return {};
-  end_all(cgroup_of(config_, id));
+  end_all(cgroup_of(id));
   return run({"delete", "--force", id}, kRuncMs, "runc delete " + id);
 }
 
