@@ -43,6 +43,20 @@ restore_fails() {
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
 }
+# Restored, and not to be had any more when the others are to be let run.
+restored_task_killed() {
+	local gate=/tmp/ready pid status=0 err=$E2E_OUT/rollback.err
+	migrd_restart src "MIGR_FAULT=source.commit.begin:while=$gate" || return 1
+	migrate c dst "$E2E_OUT/rollback.json" 2>"$err" &
+	pid=$!
+	until_true 100 on src test -e $gate && on dst pkill -KILL -x migr_verify || fail "there is nothing to kill"
+	on src rm -f $gate
+	wait $pid || status=$?
+	sed 's/^/# /' "$err"
+	migrd_restart src && [ $status = 1 ] || { fail "migrctl ended with status $status, not as what is taken back"; return 1; }
+	grep -q 'waits no more: it has ended' "$err" || { fail "the reason is not said"; return 1; }
+	back_on_source && on_sh dst '! pgrep "^(criu|migr_verify)$" && [ -z "$(ls /run/runc)" ]'
+}
 # When all but memory is made at the destination, the container's cgroup there may have no more RDMA objects: memory cannot be
 # registered, and this is known before the commit.
 no_more_objects() {
@@ -104,6 +118,7 @@ step "CRIU cannot restore" restore_fails || e2e_logs
 walk_step "what must be the same afterwards" faults_remember
 walk_step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs
+walk_step "a restored process is killed before the commit" restored_task_killed || e2e_logs
 walk_step "what it leaves on disks meanwhile is root's alone" nobody_reads_along || e2e_logs
 step "the destination is killed during the copy" destination_killed || e2e_logs
 walk_step "memory that cannot be registered at the destination" memory_refused || e2e_logs

@@ -58,10 +58,18 @@ started_late() {	# GATE
 	until_true 60 on src test -e "$1" && on_sh src '"$1/runc" exec -d late tail -f /dev/null </dev/null >/dev/null 2>&1' "$E2E_LIB" && on src rm -f "$1" &&
 		wait $pid && expect_running late src && on src pkill -x tail && expect_traffic || fail "a program that was started beside it meanwhile"
 }
+# stood_still ID: what it wrote to on src is there what dst went on from.
+stood_still() {
+	local file=$E2E_BUNDLES/$1/rootfs/srv/ticks n
+	n=$(on src stat -c %s "$file") && [ "$n" -gt 0 ] && [ "$(on src md5sum "$file" | cut -c1-32)" = "$(on_sh dst 'head -c "$1" "$2" | md5sum | cut -c1-32' "$n" "$file")" ] ||
+		fail "a process of it has run on src after it was frozen"
+}
+
 # What changes in its root filesystem when that was copied already, and it still runs.
 written_late() {
-	local gate=/tmp/connected pid ok=0
-	CONTAINER_WRITABLE=1 start_verify src late "$@" && container_exec src late touch /srv/gone && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate" ||
+	local gate=/tmp/connected pid ok=0 ticks='exec >/dev/null 2>&1 </dev/null; mkfifo /tmp/f; exec 3<>/tmp/f; while :; do echo $EPOCHREALTIME >>/srv/ticks; read -rt 0.002 _ <&3; done'
+	CONTAINER_WRITABLE=1 start_verify src late "$@" && container_exec src late touch /srv/gone &&
+		container_exec src late setsid -f bash -c "$ticks" && migrd_restart src "MIGR_FAULT=source.connect.end:while=$gate" ||
 		{ e2e_logs; e2e_reset; return 1; }
 	[ -z "${E2E_WALK:-}" ] || started_late $gate || { e2e_logs; e2e_reset; return 1; }
 	migrate_ok late dst 2>"$E2E_OUT/late.err" &
@@ -70,7 +78,7 @@ written_late() {
 	on src rm -f $gate || ok=1
 	wait $pid || { cat "$E2E_OUT/late.err" >&2; ok=1; }
 	# shellcheck disable=SC2016
-	[ $ok = 0 ] && { container_exec dst late sh -c '[ "$(cat /srv/late)" = late ] && [ ! -e /srv/gone ]' || fail "it is as it was before"; } && expect_traffic && stop_verify late || ok=1
+	[ $ok = 0 ] && { container_exec dst late sh -c '[ "$(cat /srv/late)" = late ] && [ ! -e /srv/gone ]' || fail "it is as it was before"; } && stood_still late && expect_traffic && stop_verify late || ok=1
 	[ $ok = 0 ] || { e2e_logs; e2e_reset; }
 	migrd_restart src && [ $ok = 0 ]
 }

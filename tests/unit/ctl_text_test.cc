@@ -11,6 +11,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "agent/doctor.h"
