@@ -19,6 +19,7 @@
 #include <sstream>
 
 #include "file_tree.h"
+#include "stack_walk.h"
 
 namespace migr {
 namespace {
@@ -127,20 +128,17 @@ bool descends(pid_t pid, pid_t ancestor) {
 }
 
 bool has_huge_pages(pid_t pid) {
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
-  std::set<std::string> others;  // devices: of each filesystem one mapping is looked at
-  for (std::string line; std::getline(maps, line);) {
-    std::istringstream words(line);
-    std::uint64_t start = 0, end = 0, inode = 0;
-    std::string skip, device;
-    char dash = 0;
-    words >> std::hex >> start >> dash >> end >> skip >> skip >> device >> std::dec >> inode;
+  std::set<std::pair<unsigned, unsigned>> others;  // devices: of each filesystem one mapping is looked at
+  bool found = false;
+  each_mapping(pid, [&](const Mapping& m) {
+    const std::pair device(m.major, m.minor);
     struct statfs in;
-    if (!inode || others.contains(device) || statfs(fmt::format("/proc/{}/map_files/{:x}-{:x}", pid, start, end).c_str(), &in)) continue;
-    if (in.f_type == HUGETLBFS_MAGIC) return true;
+    if (!m.inode || others.contains(device) || statfs(fmt::format("/proc/{}/map_files/{:x}-{:x}", pid, m.start, m.end).c_str(), &in)) return false;
+    found = in.f_type == HUGETLBFS_MAGIC;
     others.insert(device);
-  }
-  return false;
+    return found;
+  });
+  return found;
 }
 
 std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }

@@ -3,7 +3,6 @@
  * The tasks while they wait for COMMIT, each thread of them in a ptrace-stop of CRIU's. One that has ended meanwhile is
  * what CRIU would fail at only after the commit, and end all others for. And a tracer that dies lets its tracees run.
  */
-#include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,9 +19,9 @@ static int was_restored_dead(pid_t tid)
 }
 
 /* With the one option that CRIU may have set: all are set at once. It fails on what is not in a stop. */
-static int bind_thread(pid_t tid, int bound)
+static int bind_thread(pid_t tid, void *bound)
 {
-	unsigned long options = bound ? PTRACE_O_EXITKILL : 0;
+	unsigned long options = *(int *)bound ? PTRACE_O_EXITKILL : 0;
 	int e;
 
 	if (task_status(tid, "Seccomp:", 10) > 0)
@@ -33,24 +32,6 @@ static int bind_thread(pid_t tid, int bound)
 	return was_restored_dead(tid) ? 0 : e;
 }
 
-static int bind_process(pid_t pid, int bound)
-{
-	char path[64];
-	struct dirent *e;
-	DIR *threads;
-	int ret = 0;
-
-	snprintf(path, sizeof(path), "/proc/%d/task", pid);
-	threads = opendir(path);
-	if (!threads)
-		return errno;
-	while (!ret && (e = readdir(threads)))
-		if (e->d_name[0] != '.')
-			ret = bind_thread(atoi(e->d_name), bound);
-	closedir(threads);
-	return ret;
-}
-
 int held_bind(pid_t root, int bound, struct migr_rst_err *err)
 {
 	struct pids tree;
@@ -59,7 +40,7 @@ int held_bind(pid_t root, int bound, struct migr_rst_err *err)
 	if (ret)
 		snprintf(err->text, sizeof(err->text), "no memory");
 	for (uint32_t i = 0; !ret && i < tree.nr; i++) {
-		ret = bind_process(tree.all[i], bound);
+		ret = abs(each_thread(tree.all[i], bind_thread, &bound));
 		if (ret)
 			snprintf(err->text, sizeof(err->text), "restored process %d waits no more: %s", tree.all[i],
 				 ret == ESRCH || ret == ENOENT ? "it has ended" : strerror(ret));

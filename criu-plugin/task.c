@@ -62,7 +62,7 @@ static int add_pid(struct pids *p, pid_t pid)
 	return 0;
 }
 
-static int add_children(struct pids *p, pid_t pid)
+int each_thread(pid_t pid, int (*f)(pid_t tid, void *arg), void *arg)
 {
 	char path[64];
 	struct dirent *e;
@@ -71,21 +71,27 @@ static int add_children(struct pids *p, pid_t pid)
 
 	snprintf(path, sizeof(path), "/proc/%d/task", pid);
 	threads = opendir(path);
-	while (threads && !ret && (e = readdir(threads))) {
-		int child;
-		FILE *f;
+	if (!threads)
+		return -errno;
+	while (!ret && (e = readdir(threads)))
+		if (e->d_name[0] != '.')
+			ret = f(atoi(e->d_name), arg);
+	closedir(threads);
+	return ret;
+}
 
-		if (e->d_name[0] == '.')
-			continue;
-		snprintf(path, sizeof(path), "/proc/%d/task/%.16s/children", pid, e->d_name);
-		f = fopen(path, "re");
-		while (f && !ret && fscanf(f, "%d", &child) == 1)
-			ret = add_pid(p, child);
-		if (f)
-			fclose(f);
-	}
-	if (threads)
-		closedir(threads);
+static int add_children(pid_t tid, void *to)
+{
+	char path[64];
+	int ret = 0, child;
+	FILE *f;
+
+	snprintf(path, sizeof(path), "/proc/%d/task/%d/children", tid, tid);
+	f = fopen(path, "re");
+	while (f && !ret && fscanf(f, "%d", &child) == 1)
+		ret = add_pid(to, child);
+	if (f)
+		fclose(f);
 	return ret;
 }
 
@@ -95,8 +101,11 @@ int pids_of_tree(pid_t root, struct pids *p)
 
 	*p = (struct pids){ 0 };
 	ret = add_pid(p, root);
-	for (uint32_t i = 0; !ret && i < p->nr; i++)
-		ret = add_children(p, p->all[i]);
+	for (uint32_t i = 0; !ret && i < p->nr; i++) {
+		ret = each_thread(p->all[i], add_children, p);
+		if (ret < 0)
+			ret = 0;	/* it has ended */
+	}
 	return ret;
 }
 

@@ -29,6 +29,12 @@ int task_put(pid_t pid, uint64_t addr, const void *from, size_t n);
 /* The last number in line @name of /proc/PID/status, to base @base; -1: there is none. */
 long long task_status(pid_t pid, const char *name, int base);
 
+/*
+ * Calls @f for each thread of a process until it returns other than 0. 0, what that returned, or a negative errno: there
+ * is no such process.
+ */
+int each_thread(pid_t pid, int (*f)(pid_t tid, void *arg), void *arg);
+
 struct pids {
 	pid_t *all;	/* to be freed */
 	uint32_t nr;

@@ -94,13 +94,13 @@ MrShadow* known(Registry& registry, ibv_mr* mr) {
   return registry.mrs.contains(&shadow_of(mr)) ? &shadow_of(mr) : nullptr;
 }
 QpShadow* known(Registry& registry, ibv_qp* qp) {
-  return registry.context_of(qp->context) && registry.is_shadow(qp) ? &shadow_of(qp) : nullptr;
+  return registry.is_shadow(qp) ? &shadow_of(qp) : nullptr;
 }
 CqShadow* known(Registry& registry, ibv_cq* cq) {
-  return registry.context_of(cq->context) && registry.is_shadow(cq) ? &shadow_of(cq) : nullptr;
+  return registry.is_shadow(cq) ? &shadow_of(cq) : nullptr;
 }
 SrqShadow* known(Registry& registry, ibv_srq* srq) {
-  return registry.context_of(srq->context) && registry.is_shadow(srq) ? &shadow_of(srq) : nullptr;
+  return registry.is_shadow(srq) ? &shadow_of(srq) : nullptr;
 }
 
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& virtual_to_physical, bool all) : all_(all) {

@@ -359,8 +359,7 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
     thawed_.wait(guard, [&] { return !waits(); });
     of = lives_;
     if (!vqpn || !physical_qpn) break;
-    const bool connects = header.cmd == RDMA_USER_CM_CMD_CONNECT;
-    const Id* const id = find(connects ? load<rdma_ucm_connect>(payload, header.in).id : load<rdma_ucm_accept>(payload, header.in).id);
+    const Id* const id = meant_by(header.cmd, payload, header.in);
     const std::uint64_t node_guid = id ? id->node_guid : 0;
     guard.unlock();  // its lock is never taken under ours
     const std::uint32_t pqpn = physical_qpn(qp, node_guid);
@@ -380,10 +379,15 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   return result;
 }
 
+/// The id that a command is about; null: there is none of that number, or none in it.
+Engine::Id* Engine::meant_by(std::uint32_t command, const char* payload, std::size_t in) {
+  const int at = id_offset(command);
+  return at >= 0 && in >= at + sizeof(std::uint32_t) ? find(load<std::uint32_t>(payload + at, sizeof(std::uint32_t))) : nullptr;
+}
+
 /// Whether it would leave something half made for a while.
 bool Engine::begins(std::uint32_t command, const char* payload, std::size_t in) {
-  const int at = id_offset(command);
-  const Id* const id = at >= 0 && in >= at + sizeof(std::uint32_t) ? find(load<std::uint32_t>(payload + at, sizeof(std::uint32_t))) : nullptr;
+  const Id* const id = meant_by(command, payload, in);
   switch (command) {
     case RDMA_USER_CM_CMD_RESOLVE_IP:
     case RDMA_USER_CM_CMD_RESOLVE_ADDR: return id && (id->state == State::kIdle || id->state == State::kBound);

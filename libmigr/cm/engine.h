@@ -229,6 +229,7 @@ class Engine {
   bool set_up(KernelId& k, std::uint32_t event);
   void deliver(Id& id, rdma_ucm_event_resp& event);
   void deliver_end(Id& id);
+  Id* meant_by(std::uint32_t command, const char* payload, std::size_t in);
   bool begins(std::uint32_t command, const char* payload, std::size_t in);
   void put_requests_again();
   void put(Channel& channel, const Waiting& waiting);

@@ -653,19 +653,24 @@ TEST_F(Objects, AsyncEventsNameTheApplicationsObjects) {
   EXPECT_STREQ(recorder_call, "ack_async_event");
 }
 
-// libibverbs counts them, and ibv_destroy_wq() waits until all are acknowledged, not more.
+/// What libibverbs counts of an event about an object of the provider's own.
+void expect_acknowledged_once(ibv_context* context, ibv_event_type type, const void* about, const std::uint32_t& acknowledged) {
+  ibv_async_event event{};
+  recorder_raise(type);
+  EXPECT_EQ(ibv_get_async_event(context, &event), 0);
+  EXPECT_EQ(static_cast<const void*>(event.element.qp), about);
+  EXPECT_EQ(acknowledged, 0u);
+  ibv_ack_async_event(&event);
+  EXPECT_EQ(acknowledged, 1u);
+}
+
+// ibv_destroy_wq() waits until all are acknowledged, not more.
 TEST_F(Objects, EventOfAWqIsAcknowledgedOnce) {
   ibv_wq_init_attr attr{};
   attr.cq = cq_;
   ibv_wq* wq = ibv_create_wq(context_, &attr);
   ASSERT_EQ(wq, recorder_wq);
-  ibv_async_event event{};
-  recorder_raise(IBV_EVENT_WQ_FATAL);
-  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
-  EXPECT_EQ(event.element.wq, wq);
-  EXPECT_EQ(wq->events_completed, 0u);
-  ibv_ack_async_event(&event);
-  EXPECT_EQ(wq->events_completed, 1u);
+  expect_acknowledged_once(context_, IBV_EVENT_WQ_FATAL, wq, wq->events_completed);
   ibv_destroy_wq(wq);
 }
 
@@ -678,13 +683,7 @@ TEST_F(Objects, QpOfAMakerThatNobodyKnowsIsTheProviders) {
   attr.qp_state = IBV_QPS_INIT;
   EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
   EXPECT_CALLED("modify_qp", qp);
-  ibv_async_event event{};
-  recorder_raise(IBV_EVENT_QP_FATAL);
-  EXPECT_EQ(ibv_get_async_event(context_, &event), 0);
-  EXPECT_EQ(event.element.qp, qp);
-  EXPECT_EQ(qp->events_completed, 0u);
-  ibv_ack_async_event(&event);
-  EXPECT_EQ(qp->events_completed, 1u);
+  expect_acknowledged_once(context_, IBV_EVENT_QP_FATAL, qp, qp->events_completed);
   EXPECT_EQ(ibv_destroy_qp(qp), 0);
   EXPECT_CALLED("destroy_qp", qp);
 }
