@@ -77,6 +77,13 @@ int held_bind(pid_t root, int bound, struct migr_rst_err *err);
  */
 int clean_registered(const struct migr_rst_image *img);
 
+/*
+ * ports.c: a file of librdmacm's device that holds the ports of @p until it is closed. -1, which is said: one of them, or the
+ * device, is not to be had. In the restored task. ports_look(), before: 0, or a negative errno with *err said if there is no such device.
+ */
+int ports_look(const struct migr_rst_process *p, struct migr_rst_err *err);
+int ports_hold(const struct migr_rst_process *p);
+
 /* control.c: the socket */
 int control_listen(const char *path);
 /*

@@ -12,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -100,6 +99,8 @@ static int build_all(void)
 		struct migr_rst_process *p = job.img->processes[i];
 		int ret = migr_rst_process_check(p, &job.why);
 
+		if (!ret)
+			ret = ports_look(p, &job.why);
 		for (uint32_t k = 0; !ret && k < p->nr_contexts; k++)
 			ret = build_context(p, &p->contexts[k]);
 		if (ret)
@@ -260,6 +261,15 @@ int restore_init(void)
 	return -1;
 }
 
+static int hold_ports_of(uint32_t pid)
+{
+	for (uint32_t i = 0; i < job.img->nr_processes; i++)
+		if (job.img->processes[i]->pid == pid)
+			return ports_hold(job.img->processes[i]);
+	say(1, "pid %u uses librdmacm and is not on record", pid);
+	return -ENOENT;
+}
+
 int restore_ext_file(int id)
 {
 	char key[48];
@@ -272,9 +282,9 @@ int restore_ext_file(int id)
 
 		if (f->id != (uint32_t)id)
 			continue;
-		/* Any file: the library opens the device itself, for the kernel heeds only who has opened it. */
+		/* The library closes it and opens the device itself, for the kernel heeds only who has opened it. */
 		if (f->kind == MIGR_FD_CM)
-			return eventfd(0, 0);
+			return hold_ports_of(f->pid);
 		key_of(key, f->ctx_id, f->kind, f->fd_number);
 		fd = inherit_fd_lookup_id(key);
 		if (fd < 0)

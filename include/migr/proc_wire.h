@@ -167,10 +167,13 @@ enum migr_fd_kind {
 	MIGR_FD_ASYNC,		/* async event fd of a context */
 	MIGR_FD_CHANNEL,	/* completion channel */
 	MIGR_FD_RING,		/* not an fd: which ring lies where (see fields) */
-	MIGR_FD_CM,		/* librdmacm's device, of no context. A restore puts any file there:
-				 * the library opens the device anew */
+	MIGR_FD_CM,		/* librdmacm's device, of no context. What a restore puts there holds the ports (CM_PORT)
+				 * until the library opens the device anew */
 	MIGR_FD_AHEAD,		/* not an fd, of no context: where the process's struct migr_ahead lies (migr/ahead.h). addr,
 				 * bytes */
+	MIGR_FD_CM_PORT,	/* not an fd, of no context: a port that an id of librdmacm is bound to. obj_type: enum
+				 * rdma_ucm_port_space; obj_handle: the port; ring: AF_INET or AF_INET6; addr, bytes:
+				 * the address; pgoff: bit n for each RDMA_OPTION_ID_n that is on */
 };
 
 struct migr_fd_desc {

@@ -164,15 +164,7 @@ std::string refusal() {
 }
 
 void describe(std::vector<migr_fd_desc>& out) {
-  Engine* e = engine();
-  const int fd = e ? e->real_fd() : -1;
-  if (fd < 0) return;
-  migr_fd_desc d{};
-  d.kind = MIGR_FD_CM;
-  d.fd = fd;
-  d.context_fd = -1;
-  d.cq_handle = d.obj_handle = MIGR_NO_HANDLE;
-  out.push_back(d);
+  if (Engine* e = engine()) e->describe(out);
 }
 
 int freeze(std::string& why) {

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "../../include/migr/gid.h"
+#include "../../include/uapi/migr.h"
 #include "../high_fd.h"
 #include "events.h"
 #include "../quiet_thread.h"
@@ -890,6 +891,48 @@ void Engine::name(const Instance& self) {
 int Engine::real_fd() {
   std::lock_guard guard(mutex_);
   return real_fd_;
+}
+
+void Engine::describe(std::vector<migr_fd_desc>& out) {
+  std::lock_guard guard(mutex_);
+  if (real_fd_ < 0) return;
+  migr_fd_desc d{};
+  d.kind = MIGR_FD_CM;
+  d.fd = real_fd_;
+  d.context_fd = -1;
+  d.cq_handle = d.obj_handle = MIGR_NO_HANDLE;
+  out.push_back(d);
+  for (const auto& [handle, id] : ids_)
+    if (id->state == State::kBound || id->state == State::kListening) out.push_back(port_of(*id));
+}
+
+migr_fd_desc Engine::port_of(const Id& id) {
+  migr_fd_desc d{};
+  d.kind = MIGR_FD_CM_PORT;
+  d.fd = d.context_fd = -1;
+  d.cq_handle = MIGR_NO_HANDLE;
+  d.obj_type = id.port_space;
+  sockaddr_storage a{};
+  memcpy(&a, id.address.data(), std::min(id.address.size(), sizeof(a)));
+  d.ring = a.ss_family;
+  if (a.ss_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(a);
+    d.obj_handle = ntohs(in.sin_port);
+    memcpy(&d.addr, &in.sin_addr, sizeof(in.sin_addr));
+  } else {
+    const auto& in = reinterpret_cast<const sockaddr_in6&>(a);
+    d.obj_handle = ntohs(in.sin6_port);
+    memcpy(&d.addr, in.sin6_addr.s6_addr, sizeof(d.addr));
+    memcpy(&d.bytes, in.sin6_addr.s6_addr + sizeof(d.addr), sizeof(d.bytes));
+  }
+  for (const std::vector<char>& option : id.options) {
+    const auto set = load<rdma_ucm_set_option>(option.data(), option.size());
+    int on = 0;
+    if (set.level != RDMA_OPTION_ID || set.optname >= 64 || option.size() != sizeof(set) + sizeof(on)) continue;
+    memcpy(&on, option.data() + sizeof(set), sizeof(on));
+    d.pgoff = on ? d.pgoff | 1ull << set.optname : d.pgoff & ~(1ull << set.optname);
+  }
+  return d;
 }
 
 std::string Engine::half_made() {

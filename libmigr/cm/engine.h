@@ -34,6 +34,8 @@
 
 #include <rdma/rdma_user_cm.h>
 
+#include "../../include/migr/proc_wire.h"
+
 namespace migr::cm {
 
 /// The kernel, or a test's.
@@ -102,6 +104,8 @@ class Engine {
   void name(const Instance& self);
   /// The kernel's file; -1: no channel is open.
   int real_fd();
+  /// DESCRIBE: the kernel's file, if any channel is open, and the ports that have to be free where the process is restored.
+  void describe(std::vector<migr_fd_desc>& out);
   /// From here to let_go() no connection begins to be made, or to end, by this process: what it asks for waits, and requests to it are not told.
   void hold();
   void let_go();
@@ -241,6 +245,7 @@ class Engine {
   KernelId* make_kernel_id(std::uint16_t port_space, std::uint8_t qp_type, Id* id);
   void drop(KernelId*& k);
   static bool is_unconnected(const Id& id);
+  static migr_fd_desc port_of(const Id& id);
   void lose(Id& id);
   void make_again(Id& id);
   bool listen_for_links();

@@ -52,6 +52,16 @@ start_both() {	# server on src, client on peer
 		cm_talks peer client
 }
 
+# Another has the port at the destination: nothing moves, until it has it no more.
+port_taken() {
+	local status=0
+	start_cm dst other "$CM" --status /tmp/cm.other.status && until_true 20 on dst test -L /tmp/cm.other.status && start_both || { cm_cleaned; return 1; }
+	testbed exec src -n --timeout "$E2E_MIGRATE_LIMIT" -- migrctl migrate --pid "$PID_server" --to dst >"$E2E_OUT/cm.err" 2>&1 || status=$?
+	[ $status != 0 ] && grep -q 'has port [0-9]* of librdmacm .*Address already in use' "$E2E_OUT/cm.err" ||
+		{ cat "$E2E_OUT/cm.err" >&2; fail "the error does not name the port that is taken"; cm_cleaned; return 1; }
+	cm_talks peer client && on dst kill -KILL "$PID_other" && cm_move server src dst && cm_talks peer client && on dst touch /tmp/cm.server.stop &&
+		cm_ended peer client && cm_ended dst server || cm_cleaned
+}
 # The id that listens goes on, too: at the new host's address.
 both_move() {
 	start_both --clients 2 && cm_move server src dst && cm_talks peer client &&
@@ -81,6 +91,7 @@ rping_talks() { local x; x=$(sent_by peer) && sleep 1 && [ "$(sent_by peer)" -gt
 sent_by() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 
 step "both ends move, one after the other; the server disconnects" both_move
+step "a port that is taken at the destination" port_taken
 walk_step "the server moves there and back; the client disconnects" there_and_back
 walk_step "a migration that goes back" goes_back
 walk_step "rping: the server moves, the client is killed" rping_moves

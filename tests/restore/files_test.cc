@@ -27,6 +27,8 @@ int image_dir(void) { return folder; }
 int fd_floor(void) { return 512; }
 int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
 int held_bind(pid_t, int, struct migr_rst_err*) { return 0; }
+int ports_look(const struct migr_rst_process*, struct migr_rst_err*) { return 0; }
+int ports_hold(const struct migr_rst_process* p) { return p->fds[0].kind == MIGR_FD_CM ? carried_over : -1; }
 int clean_registered(const struct migr_rst_image*) { return 0; }
 int control_listen(const char*) { return 0; }
 void control_serve(enum phase, long) {}

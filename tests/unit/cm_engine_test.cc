@@ -40,6 +40,7 @@ struct FakeKernel {
   std::map<std::uint32_t, Id> ids;
   std::deque<rdma_ucm_event_resp> events;
   std::uint16_t port = 4711;
+  std::array<std::uint8_t, 16> address{};  ///< of version 6; none: any of version 4
   pid_t opener = 0, writer = 0, reader = 0, stranger = 0;
   int refuse = -1;  ///< this command, with EINVAL
   bool gone = false;  ///< the device
@@ -177,15 +178,25 @@ struct FakeKernel {
         auto* to_addr = reinterpret_cast<rdma_ucm_query_addr_resp*>(c.response);
         memset(to_addr, 0, sizeof(*to_addr));
         if (!ids.contains(c.id)) return fail(ENOENT);
-        sockaddr_in any{};
-        any.sin_family = AF_INET;
-        any.sin_port = htons(port);
         to_addr->node_guid = ids[c.id].node_guid;
-        to_addr->src_size = sizeof(any);
-        memcpy(&to_addr->src_addr, &any, sizeof(any));
+        if (address == std::array<std::uint8_t, 16>{}) {
+          sockaddr_in any{};
+          any.sin_family = AF_INET;
+          any.sin_port = htons(port);
+          to_addr->src_size = sizeof(any);
+          memcpy(&to_addr->src_addr, &any, sizeof(any));
+        } else {
+          sockaddr_in6 at{};
+          at.sin6_family = AF_INET6;
+          at.sin6_port = htons(port);
+          memcpy(&at.sin6_addr, address.data(), address.size());
+          to_addr->src_size = sizeof(at);
+          memcpy(&to_addr->src_addr, &at, sizeof(at));
+        }
         return known(c.id, "query ");
       }
       case RDMA_USER_CM_CMD_BIND: { BODY(rdma_ucm_bind); return known(c.id, "bind "); }
+      case RDMA_USER_CM_CMD_SET_OPTION: { BODY(rdma_ucm_set_option); return known(c.id, "option "); }
       case RDMA_USER_CM_CMD_LISTEN: { BODY(rdma_ucm_listen); return known(c.id, "listen "); }
       case RDMA_USER_CM_CMD_RESOLVE_ADDR: { BODY(rdma_ucm_resolve_addr); return known(c.id, "addr "); }
       case RDMA_USER_CM_CMD_RESOLVE_ROUTE: { BODY(rdma_ucm_resolve_route); return known(c.id, "route "); }
@@ -485,6 +496,39 @@ TEST_F(Cm, AcceptedIdsAreNamedByTheApplication) {
   kernel.tell(k, RDMA_CM_EVENT_ESTABLISHED);
   expect(RDMA_CM_EVENT_ESTABLISHED, 0xbb, e.id);
   EXPECT_EQ(engine.settle(0), "");
+}
+
+TEST_F(Cm, PortsThatAreBoundAreDescribed) {
+  listening(0xaa);
+  const auto id = create(0xbb);
+  int on = 1, off = 0;
+  for (const int* value : {&on, &off, &on})
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_SET_OPTION,
+                   rdma_ucm_set_option{reinterpret_cast<std::uintptr_t>(value), id, RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, sizeof(int)}), 0);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_SET_OPTION, rdma_ucm_set_option{reinterpret_cast<std::uintptr_t>(&on), id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, 1}), 0);
+  kernel.port = 4712;
+  kernel.address = {0xfd, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  rdma_ucm_bind b{};
+  b.id = id;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+  connected(0xcc, 17);
+  std::vector<migr_fd_desc> all;
+  engine.describe(all);
+  ASSERT_EQ(all.size(), 3u);
+  EXPECT_EQ(all[0].kind, std::uint32_t{MIGR_FD_CM});
+  EXPECT_EQ(all[0].fd, engine.real_fd());
+  for (const auto& d : {all[1], all[2]}) {
+    EXPECT_EQ(d.kind, std::uint32_t{MIGR_FD_CM_PORT});
+    EXPECT_EQ(d.fd, -1);
+    EXPECT_EQ(d.obj_type, std::uint32_t{RDMA_PS_TCP});
+  }
+  EXPECT_EQ(all[1].obj_handle, 4711u);
+  EXPECT_EQ(all[1].ring, std::uint32_t{AF_INET});
+  EXPECT_EQ(all[1].addr | all[1].bytes | all[1].pgoff, 0u);
+  EXPECT_EQ(all[2].obj_handle, 4712u);
+  EXPECT_EQ(all[2].ring, std::uint32_t{AF_INET6});
+  EXPECT_EQ(memcmp(&all[2].addr, kernel.address.data(), 16), 0);
+  EXPECT_EQ(all[2].pgoff, 1ull << RDMA_OPTION_ID_REUSEADDR);
 }
 
 TEST_F(Cm, RequestsAboveTheBacklogAreRefused) {
