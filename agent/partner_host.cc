@@ -395,10 +395,7 @@ grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration
 
 // Caller holds job.work.
 Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
-  const auto s = each_left(job, [&](Process&, ProcessSession& session) -> Status {
-    if (session.state() == MIGR_PROC_RUNNING) return {};  // it was resumed before migrd ended
-    return tell_keys(session, job.id, keys);
-  });
+  const auto s = each_left(job, [&](Process&, ProcessSession& session) { return tell_keys(session, job.id, keys); });
   if (s) job.has_keys = true;
   return s;
 }
@@ -412,7 +409,6 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
   std::mutex guards_out;
   const auto s = each_left(job, [&](Process& p, ProcessSession& session) -> Status {
-    if (session.state() == MIGR_PROC_RUNNING) return {};
     auto stats = session.ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
     if (!stats) return stats.error();
     std::lock_guard lock(guards_out);

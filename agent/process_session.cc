@@ -125,7 +125,8 @@ Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> ke
 Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {
   const auto map = key_maps(keys);
   if (!map) return map.error();
-  return s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, *map, kProcessMs);
+  const Status told = s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, *map, kProcessMs);
+  return told || told.error().code != EBUSY ? told : Status();
 }
 
 const char* message_name(std::uint16_t type) {

@@ -452,10 +452,11 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       return answer.put(keys);
     }
     case MIGR_MSG_KEYS:
+      cm::note_ports(request.as<migr_key_map>());
       for (QpShadow* qp : registry.qps)
         if (qp->phase == switchover::Phase::kSwitched || qp->phase == switchover::Phase::kRebound) qps.push_back(qp);
+      if (qps.empty() && switchover::process_state() == MIGR_PROC_RUNNING) return;  // it has destroyed them
       if (qps.empty()) return answer.fail(EBUSY, "KEYS before SWITCH: no QP has changed its path");
-      cm::note_ports(request.as<migr_key_map>());
       return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));
     case MIGR_MSG_RESUME: {
       if (!named_qps(registry, request, qps, answer, true)) return;

@@ -406,7 +406,14 @@ TEST_F(Control, WhoIsMetIsFoundByName) {
 }
 
 TEST_F(Control, KeysBeforeSwitchIsEbusy) {
+  fake.state = MIGR_PROC_SUSPENDED;
   EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, EBUSY);
+  fake.state = MIGR_PROC_RUNNING;
+}
+
+TEST_F(Control, KeysAreNothingToWhoHasDestroyedAllThatSwitched) {
+  EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, 0);
+  EXPECT_EQ(fake.calls, "");
 }
 
 TEST_F(Control, KeysReachWhatHasSwitchedOrWasRestored) {

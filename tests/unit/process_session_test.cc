@@ -159,6 +159,22 @@ TEST_F(Session, StatusAndTextComeBackAndTheSessionStays) {
   EXPECT_EQ(s->state(), std::uint32_t{MIGR_PROC_SUSPENDED});
 }
 
+// An older library says so where all of its QPs that had switched are destroyed.
+TEST_F(Session, WhoHasNoQpForKeysHoldsUpNobody) {
+  auto s = greet();
+  for (const int status : {EBUSY, EINVAL}) {
+    auto lib = library([&](migr_msg m, std::vector<char>) {
+      m.type |= MIGR_REPLY;
+      m.count = m.record_size = 0;
+      m.status = status;
+      send_packet(theirs_.n, m);
+    });
+    const Status told = tell_keys(*s, 77, {});
+    lib.join();
+    EXPECT_EQ(bool(told), status == EBUSY);
+  }
+}
+
 TEST_F(Session, AnswersThatDoNotFitEndTheSession) {
   std::vector<std::function<void(migr_msg&)>> bad = {[](migr_msg& m) { m.seq++; }, [](migr_msg& m) { m.type = MIGR_MSG_DRAIN | MIGR_REPLY; },
                                                     [](migr_msg& m) { m.version = 7; }, [](migr_msg& m) { m.count = 1; }};
