@@ -199,7 +199,8 @@ void Engine::run() {
       job->done = true;
       done_.notify_all();
     }
-    if (channels_.empty() && real_fd_ < 0) {  // who opens the next file may have other credentials, and starts a thread that has them
+    close_unused();
+    if (channels_.empty() && real_fd_ < 0 && jobs_.empty() && control_jobs_.empty()) {  // who opens the next file may have other credentials, and starts a thread that has them
       started_ = false;
       close_quietly(std::exchange(wake_fd_, -1));  // who closes all descriptors that he does not know closes this one, too
       pthread_detach(pthread_self());
@@ -226,6 +227,7 @@ void Engine::run() {
       }
     }
     settled_.notify_all();
+    if (unused()) continue;
     pollfd fds[2] = {{wake_fd_, POLLIN, 0}, {real_fd_, POLLIN, 0}};
     const nfds_t n = !frozen_ && real_fd_ >= 0 && !deaf ? 2 : 1;
     guard.unlock();
@@ -295,11 +297,25 @@ int Engine::open_channel(int flags) {
   const NoCancel no_cancel;
   std::unique_lock guard(mutex_);
   thawed_.wait(guard, [this] { return !frozen_; });
-  if (!ensure_open(guard)) return -1;
+  opening_++;
+  const bool opened = ensure_open(guard);
+  opening_--;
+  if (!opened) return -1;
   const int fd = eventfd(0, (flags & O_CLOEXEC ? EFD_CLOEXEC : 0) | (flags & O_NONBLOCK ? EFD_NONBLOCK : 0));
   if (fd < 0) return -1;
   channels_[fd] = std::make_unique<Channel>(Channel{fd, {}, {}});
   return fd;
+}
+
+/// The process has no channel any more: neither has the kernel one of it, but for what is still to be told.
+bool Engine::unused() const { return !opening_ && channels_.empty() && links_.empty() && real_fd_ >= 0 && !frozen_; }
+
+void Engine::close_unused() {
+  if (!unused()) return;
+  by_uid_.clear();
+  listener_ = nullptr;
+  port_ = 0;
+  close_quietly(std::exchange(real_fd_, -1));
 }
 
 bool Engine::close_channel(int fd) {
@@ -320,14 +336,7 @@ bool Engine::close_channel(int fd) {
         }
     }
     channels_.erase(found);
-    // The process has no channel any more: neither has the kernel one of it, but for what is still to be told.
-    if (channels_.empty() && links_.empty()) {
-      by_uid_.clear();
-      listener_ = nullptr;
-      port_ = 0;
-      close_quietly(real_fd_);
-      real_fd_ = -1;
-    }
+    close_unused();
     return ssize_t{0};
   });
   done_.wait(guard, [this] { return !started_ || real_fd_ >= 0 || !channels_.empty(); });
@@ -888,6 +897,11 @@ void Engine::name(const Instance& self) {
   self_ = self;
 }
 
+std::array<int, 2> Engine::own_files() {
+  std::lock_guard guard(mutex_);
+  return {std::min(real_fd_, wake_fd_), std::max(real_fd_, wake_fd_)};
+}
+
 int Engine::real_fd() {
   std::lock_guard guard(mutex_);
   return real_fd_;
@@ -1058,6 +1072,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     frozen_ = false;
     lives_++;
     thawed_.notify_all();
+    wake();
     return 0;
   }
   return static_cast<int>(in_thread(guard, [&] {
@@ -1120,6 +1135,7 @@ bool Engine::uses(QpName qp) {
 void Engine::switched(std::span<const Path> paths) {
   std::unique_lock guard(mutex_);
   moving_.assign(paths.begin(), paths.end());
+  for (const Path& path : moving_) peer_ports_.erase(path.peer);  // KEYS tells it again, if it can be connected to where it is then
   const auto hold = [&] {
     for (const Path& path : moving_) {
       if (Id* id = connected_by(path.qp)) id->held = true;
@@ -1151,6 +1167,7 @@ void Engine::resumed(std::span<const Path> restored) {
         return true;
       });
       Id* id = connected_by(path.qp);
+      if (!path.restored && id && !id->held) id = nullptr;  // its QP was made since, and only has the number
       const bool alive = id && id->state == State::kConnected;
       if (id) {
         ending |= id->state == State::kDisconnecting;
@@ -1176,6 +1193,7 @@ void Engine::rollback() {
   frozen_ = false;
   thawed_.notify_all();
   moving_.clear();
+  wake();
   if (!started_ || real_fd_ < 0) return;
   in_thread(guard, [&] {
     for (const auto& [handle, id] : ids_) {

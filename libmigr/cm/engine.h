@@ -79,6 +79,8 @@ class Engine {
   int open_channel(int flags);
   /// What close(2) of the device does to its ids. The caller closes `fd`. @return false: not a channel
   bool close_channel(int fd);
+  /// Descriptors that stay open while a channel is, or while there is something to tell; in order, -1: none.
+  std::array<int, 2> own_files();
   /// write(2)
   ssize_t command(int fd, const void* buf, std::size_t count);
   /// Number for the kernel of the QP that has `qp`'s number on the device of this GUID (0: not known). Its context is filled in.
@@ -205,6 +207,8 @@ class Engine {
   void run();
   ssize_t in_thread(std::unique_lock<std::mutex>& guard, std::function<ssize_t()> what, bool control = false);
   Job* next_job();
+  bool unused() const;
+  void close_unused();
   bool ensure_open(std::unique_lock<std::mutex>& guard);
   void wake();
 
@@ -267,6 +271,7 @@ class Engine {
   bool started_ = false, frozen_ = false, held_ = false, ending_ = false;
   pthread_t thread_{};
   int real_fd_ = -1, wake_fd_ = -1;
+  unsigned opening_ = 0;  ///< of open_channel() that wait
   std::uint64_t next_uid_ = 1;
   std::uint64_t lives_ = 1;  ///< one more with each restore
   std::map<int, std::unique_ptr<Channel>> channels_;

@@ -96,6 +96,21 @@ void leave_range(unsigned first, unsigned last) {
     if (channels.has(static_cast<int>(fd))) leave(static_cast<int>(fd));
 }
 
+/// The kernel's, but for what the engine goes on with.
+template <class Close>
+int close_others(unsigned first, unsigned last, Close close) {
+  if (Engine* e = may_close() ? engine() : nullptr)
+    for (const int file : e->own_files()) {
+      const auto own = static_cast<unsigned>(file);
+      if (file < 0 || own < first || own > last) continue;
+      if (own > first)
+        if (const int err = close(first, own - 1)) return err;
+      if (own == last) return 0;
+      first = own + 1;
+    }
+  return close(first, last);
+}
+
 using OpenFn = int (*)(const char*, int, ...);
 using CloseFn = int (*)(int);
 using CloseRangeFn = int (*)(unsigned, unsigned, int);
@@ -140,14 +155,20 @@ MIGR_EXPORT int close(int fd) {
 MIGR_EXPORT int close_range(unsigned first, unsigned last, int flags) noexcept {
   using namespace migr::cm;
   const bool of_others = (flags & CLOSE_RANGE_UNSHARE) && engine();  // as many threads as there are go on with theirs
-  if (!(flags & CLOSE_RANGE_CLOEXEC) && !of_others) leave_range(first, last);
-  if (const CloseRangeFn fn = next(real_close_range, "close_range")) return fn(first, last, flags);
-  return static_cast<int>(syscall(SYS_close_range, first, last, flags));
+  const auto close = [flags](unsigned from, unsigned to) {
+    if (const CloseRangeFn fn = next(real_close_range, "close_range")) return fn(from, to, flags);
+    return static_cast<int>(syscall(SYS_close_range, from, to, flags));
+  };
+  if (flags & ~static_cast<int>(CLOSE_RANGE_UNSHARE) || of_others || first > last) return close(first, last);  // closes none of ours, or nothing
+  leave_range(first, last);
+  return close_others(first, last, close);
 }
 
 MIGR_EXPORT void closefrom(int first) noexcept {
   using namespace migr::cm;
-  leave_range(static_cast<unsigned>(std::max(first, 0)), ~0u);
+  const auto from = static_cast<unsigned>(std::max(first, 0));
+  leave_range(from, ~0u);
+  if (!close_others(from, ~0u, [](unsigned a, unsigned b) { return static_cast<int>(syscall(SYS_close_range, a, b, 0)); })) return;
   if (const ClosefromFn fn = next(real_closefrom, "closefrom")) return fn(first);
   syscall(SYS_close_range, std::max(first, 0), ~0u, 0);
 }

@@ -770,6 +770,25 @@ TEST_F(Cm, CommandsWaitWhileFrozen) {
   EXPECT_EQ(kernel.opened, 1);
 }
 
+// Who opens the first channel meanwhile has its thread started, which then finds nothing that it may do.
+TEST_F(Cm, OpensThatMeetAFreezeComeThrough) {
+  engine.close_channel(fd);
+  close(std::exchange(fd, -1));
+  engine.by_own_thread();
+  for (int i = 0; i < 3000; i++) {
+    std::thread opener([&] { fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK); });
+    usleep(static_cast<useconds_t>(i % 50 * 4));
+    std::string why;
+    EXPECT_EQ(engine.freeze(why), 0) << why;
+    usleep(200);
+    engine.rollback();
+    opener.join();
+    ASSERT_GE(fd, 0);
+    engine.close_channel(fd);
+    close(std::exchange(fd, -1));
+  }
+}
+
 TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
   const auto id = connected(0x77, 17);
   migrate({path(17, true)});
@@ -850,6 +869,14 @@ TEST_F(CmPartner, ThatMovesOnIsConnectedToWhereItIsNow) {
   EXPECT_EQ(kernel.count(), 1u);
   kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
   eventually([&] { return kernel.done(k) == "addr route connect accept "; });
+  quiet();
+}
+
+TEST_F(CmPartner, ThatMovesOnToWhereItCannotListenIsNotAskedForAtTheOldPort) {
+  switched(18);
+  engine.resumed({});
+  usleep(50000);
+  EXPECT_EQ(kernel.newest(), 0u);
   quiet();
 }
 
@@ -983,6 +1010,36 @@ TEST_F(CmGoneWhileThePartnerMoves, WithoutAWord) {
   switched(18);
   EXPECT_EQ(destroy(id), 0);
   expect_the_other_end_is_told(k);
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, WithItsChannelAndThenNothingIsOpen) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  switched(18);
+  EXPECT_EQ(destroy(id), 0);
+  engine.close_channel(fd);
+  close(std::exchange(fd, -1));
+  EXPECT_GE(engine.real_fd(), 0);
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  eventually([&] { return kernel.newest() > k; });
+  link_up(kernel.newest());
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return engine.real_fd() < 0; });
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, ANewQpOfItsNumberStays) {
+  const auto id = connected(0x88, 18);
+  switched(18);
+  EXPECT_EQ(destroy(id), 0);
+  connected(0x99, 18);
+  const auto fresh = kernel.newest();
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  eventually([&] { return kernel.newest() > fresh; });  // which tells the other end of the old one
+  link_up(kernel.newest());
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_CONNECT_RESPONSE);
+  quiet();
+  EXPECT_NE(kernel.done(fresh), "gone");
 }
 
 TEST_F(CmGoneWhileThePartnerMoves, AfterADisconnect) {

@@ -19,7 +19,13 @@ namespace {
 
 bool (*takes_write)(int fd, const void* buf, std::size_t count, ssize_t* result);
 
-cm::Engine* the_engine = new cm::Engine({[] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); },
+int high_eventfd() {
+  const int low = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), high = fcntl(low, F_DUPFD_CLOEXEC, 500);
+  close(low);
+  return high;
+}
+
+cm::Engine* the_engine = new cm::Engine({high_eventfd,
                                          [](int, const void*, std::size_t) -> ssize_t {
                                            errno = EAGAIN;
                                            return -1;
@@ -89,6 +95,30 @@ TEST_F(CmInterpose, ClosefromClosesThemAll) {
   const int again = open("/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC);  // with a thread, and what wakes it, of its own
   EXPECT_GE(the_engine->real_fd(), 0);
   close(again);
+}
+
+TEST_F(CmInterpose, WhatIsClosedAboveAChannelLeavesItsEngine) {
+  const int above = fcntl(fd, F_DUPFD_CLOEXEC, 100), device = the_engine->real_fd();
+  ASSERT_GT(device, above);
+  const auto from = static_cast<unsigned>(above);
+  const auto works = [&] { return is_channel(fd) && the_engine->real_fd() == device && fcntl(device, F_GETFD) >= 0 && the_engine->own_files()[0] >= 0; };
+  EXPECT_EQ(close_range(from, ~0u, 0), 0);
+  EXPECT_EQ(fcntl(above, F_GETFD), -1);
+  EXPECT_TRUE(works());
+  ASSERT_EQ(fcntl(fd, F_DUPFD_CLOEXEC, above), above);
+  closefrom(above);
+  EXPECT_EQ(fcntl(above, F_GETFD), -1);
+  EXPECT_TRUE(works());
+  for (const int own : the_engine->own_files()) EXPECT_GE(fcntl(own, F_GETFD), 0);
+}
+
+TEST_F(CmInterpose, RangeThatTheKernelRefusesClosesNoChannel) {
+  const auto n = static_cast<unsigned>(fd);
+  EXPECT_EQ(close_range(n, n, 1 << 20), -1);
+  EXPECT_TRUE(is_channel(fd));
+  EXPECT_EQ(close_range(n + 1, n, 0), -1);
+  EXPECT_TRUE(is_channel(fd));
+  EXPECT_GE(the_engine->real_fd(), 0);
 }
 
 TEST_F(CmInterpose, ChildThatClosesAllWritesToWhatItOpens) {
