@@ -53,12 +53,39 @@ namespace {
 
 constexpr unsigned kFlushLimitMs = 1000;  // a queue in ERR that the device does not flush in that time it never does
 
+/// For queues that are empty but for a completion that may be under way: the binding of a window to nothing, which completes behind
+/// whatever was posted before it, as a marker does, and sends nothing.
+class Nothing {
+ public:
+  /// Makes a work request of it. @return false: the device cannot
+  bool become(const QpShadow& q, ibv_send_wr& wr) {
+    if (q.real->context != q.context->real || !provider::binds_by_work_request(*q.context)) return false;
+    auto [at, first] = windows_.try_emplace(q.context, nullptr);
+    if (first) at->second = q.context->ops.alloc_mw(q.real->pd, IBV_MW_TYPE_1);
+    if (!at->second) return false;
+    wr.opcode = IBV_WR_BIND_MW;
+    wr.bind_mw = {.mw = at->second, .rkey = at->second->rkey, .bind_info = {.mr = &none_, .addr = 0, .length = 0, .mw_access_flags = 0}};
+    return true;
+  }
+  /// @param bound all that was made of it has completed; else the windows stay
+  void end(bool bound) {
+    for (const auto& [context, mw] : windows_)
+      if (mw && bound) context->ops.dealloc_mw(mw);
+    windows_.clear();
+  }
+
+ private:
+  ibv_mr none_{};  // providers look for its lkey (rdma-core 44)
+  std::unordered_map<Context*, ibv_mw*> windows_;
+};
+
 /// One QP's way through drain().
 struct Draining {
   QpShadow* qp;
   std::uint32_t vqpn;  ///< another one may be made where it was
   bool session_over = false;
   bool posted = false;
+  bool sends = true;  ///< its marker
   bool done = false;
   bool failed = false;  ///< and the application does not know: it is to be cut
   std::uint64_t wr_id = 0;
@@ -67,7 +94,7 @@ struct Draining {
 };
 
 /// @return 0 posted; ENOMEM a queue is full for the moment; else it cannot be
-int post_marker(Draining& d) {
+int post_marker(Draining& d, Nothing& nothing) {
   QpShadow& q = *d.qp;
   std::lock_guard guard(q.lock);
   ibv_send_wr wr{};
@@ -79,6 +106,8 @@ int post_marker(Draining& d) {
   // The application has counted its own work requests when it made its CQ, not one of ours for each QP.
   path::poll_to_fake(*q.send_cq);
   if (static_cast<int>(q.send_cq->markers) >= std::max(1, q.send_cq->real->cqe / 2)) return ENOMEM;
+  unsigned before = 1;
+  d.sends = provider::sends_in_queue(q, before) || before || !nothing.become(q, wr);
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
   d.wr_id = q.drain_marker = wr.wr_id;
@@ -129,7 +158,7 @@ int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
   return 0;
 }
 
-int advance(Draining& d, const Seen& seen, std::string& why) {
+int advance(Draining& d, const Seen& seen, Nothing& nothing, std::string& why) {
   QpShadow& q = *d.qp;
   if (!d.session_over) {
     // The thread that polls may begin a session on the keeper before it ends its own.
@@ -154,7 +183,7 @@ int advance(Draining& d, const Seen& seen, std::string& why) {
     return 0;
   }
   if (!d.posted) {
-    const int err = post_marker(d);
+    const int err = post_marker(d, nothing);
     if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
     return 0;
   }
@@ -185,6 +214,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
   std::uint64_t changes = 0;
   Seen seen;
+  Nothing nothing;
   int result = 0;
   const auto drop_destroyed = [&] {  // by the application, while nobody held the lock
     if (changes == registry.changes) return;
@@ -199,7 +229,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
       drop_destroyed();
       poll_cqs(all, seen);
       for (Draining& d : all) {
-        if (!d.done && !d.failed && !result) result = advance(d, seen, why);
+        if (!d.done && !d.failed && !result) result = advance(d, seen, nothing, why);
         all_done = all_done && (d.done || d.failed);
         any_failed = any_failed || d.failed;
       }
@@ -215,6 +245,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   std::lock_guard guard(registry.lock);
   drop_destroyed();
   poll_cqs(all, seen);  // what came with the last marker
+  nothing.end(std::none_of(all.begin(), all.end(), [](const Draining& d) { return d.posted && !d.sends && !d.done; }));
   unsigned left = 0;
   for (const Draining& d : all) {
     QpShadow& q = *d.qp;

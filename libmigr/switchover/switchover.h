@@ -35,7 +35,8 @@ int give_up(Qps qps, std::string& why);
 
 /// Waits until nothing is in flight on the send queues; completions go to the fake CQs. To be called only after every
 /// thread was seen outside. On ETIMEDOUT everything stays suspended and `stats` says what is missing.
-/// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters.
+/// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters, which goes to the other end only if
+/// something is in flight.
 int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why);
 
 /// A drain has not ended in time: can these connections be cut, so that what is left is replayed on the new path?

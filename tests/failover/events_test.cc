@@ -1761,6 +1761,16 @@ TEST_P(DeadPeer, IsNotWaitedFor) {
   EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
 }
 
+TEST_P(DeadPeer, IsNotAskedWhereNothingIsInFlight) {
+  model_cut(0, 0, false);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.drained();
+  model_mend(0);
+  EXPECT_EQ(model_windows(), 0u) << "what took the place of a marker is left";
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(state(), IBV_QPS_RTS);
+}
+
 TEST_P(Broken, IsBrokenAfterItWithItsErrorInPlace) {
   move();
   EXPECT_EQ(state(), IBV_QPS_ERR);

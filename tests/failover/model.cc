@@ -982,6 +982,10 @@ MODEL void model_arrives_at_flush(const ibv_qp* qp, bool solicited) {
   at_flush = {qp->qp_num, solicited};
 }
 MODEL unsigned model_receives_flushed() { return receives_flushed; }
+MODEL unsigned model_windows() {
+  std::lock_guard guard(lock);
+  return static_cast<unsigned>(windows.size());
+}
 MODEL unsigned model_windows_bound() {
   std::lock_guard guard(lock);
   return static_cast<unsigned>(std::count_if(windows.begin(), windows.end(), [](const auto& w) { return w.second; }));

@@ -105,6 +105,7 @@ void model_raise(ibv_context* c, ibv_event_type type, int port);
 /// QPs and CQs that were destroyed while as many events were not acknowledged as were read, as their kernel object counts.
 unsigned model_unbalanced();
 /// Memory windows that there are and that are bound, on all NICs. Binding is all that can be done with them.
+unsigned model_windows();
 unsigned model_windows_bound();
 /// A message, at a QP of a0 that has a receive and is called there as the application calls it. That one is flushed raises no event of
 /// a CQ that is armed for solicited completions, as with soft-RoCE of Linux 6.12.
