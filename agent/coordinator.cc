@@ -762,9 +762,11 @@ Status Coordinator::resume() {
     wire::KeysRequest r;
     r.set_id(id_);
     *r.mutable_keys() = keys_.keys();
+    r.set_resume(true);
     return insist([&]() -> Status {
-      if (auto s = step("resume.keys", [&] { return a.link->keys(r); }); !s) return s;
-      auto reply = a.link->resume(id_);
+      const auto told = a.link->keys(r);
+      if (!told) return told.error();
+      const auto reply = told->has_resumed() ? Result(told->resumed()) : a.link->resume(id_);
       if (!reply) return reply.error();
       std::lock_guard lock(m);
       auto* f = summary_.add_partner_figures();

@@ -145,7 +145,8 @@ class PartnerLink {
   virtual Result<wire::CutReply> cut(const wire::CutRequest& r) = 0;
   virtual Result<wire::SettleReply> settle(const wire::SettleRequest& r) = 0;
   virtual Status switch_path(std::uint32_t id) = 0;
-  virtual Status keys(const wire::KeysRequest& r) = 0;
+  /// Without `resumed` in the answer to one with `resume`: an older host, which is to be told.
+  virtual Result<wire::KeysReply> keys(const wire::KeysRequest& r) = 0;
   virtual Result<wire::ResumeReply> resume(std::uint32_t id) = 0;
   /// What rollback() begins with; nobody sends yet.
   virtual Status old_path(std::uint32_t id) = 0;

@@ -215,7 +215,7 @@ Result<wire::SettleReply> RpcPartner::settle(const wire::SettleRequest& r) {
   return call(stub_, &P::Settle, r, kProcessMs + kPerQpMs * r.qps_size() + 1000, name_);
 }
 Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), kProcessMs, name_); }
-Status RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs, name_); }
+Result<wire::KeysReply> RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, 2 * kProcessMs, name_); }
 Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
 Status RpcPartner::old_path(std::uint32_t id) { return gone_is_done(call(stub_, &P::OldPath, migration(id), kProcessMs, name_)); }
 Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }

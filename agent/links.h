@@ -52,7 +52,7 @@ class RpcPartner final : public PartnerLink {
   Result<wire::CutReply> cut(const wire::CutRequest& r) override;
   Result<wire::SettleReply> settle(const wire::SettleRequest& r) override;
   Status switch_path(std::uint32_t id) override;
-  Status keys(const wire::KeysRequest& r) override;
+  Result<wire::KeysReply> keys(const wire::KeysRequest& r) override;
   Result<wire::ResumeReply> resume(std::uint32_t id) override;
   Status old_path(std::uint32_t id) override;
   Status rollback(std::uint32_t id) override;

@@ -400,10 +400,6 @@ Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
   return s;
 }
 
-grpc::Status PartnerHost::Keys(grpc::ServerContext* ctx, const wire::KeysRequest* r, wire::Empty*) {
-  return step(*ctx, r->id(), FaultStep::kPartnerKeys, [&](Job& job) { return keys(job, {r->keys().begin(), r->keys().end()}); });
-}
-
 // Caller holds job.work.
 Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
@@ -425,6 +421,12 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
     end(job, wire::COMMITTED);
   });
   return {};
+}
+
+grpc::Status PartnerHost::Keys(grpc::ServerContext* ctx, const wire::KeysRequest* r, wire::KeysReply* out) {
+  const auto known = step(*ctx, r->id(), FaultStep::kPartnerKeys, [&](Job& job) { return keys(job, {r->keys().begin(), r->keys().end()}); });
+  if (!known.ok() || !r->resume()) return known;
+  return step(*ctx, r->id(), FaultStep::kPartnerResume, [&](Job& job) { return resume(job, *out->mutable_resumed()); });
 }
 
 grpc::Status PartnerHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {

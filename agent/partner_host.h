@@ -33,7 +33,7 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   grpc::Status Cut(grpc::ServerContext*, const wire::CutRequest*, wire::CutReply*) override;
   grpc::Status Settle(grpc::ServerContext*, const wire::SettleRequest*, wire::SettleReply*) override;
   grpc::Status Switch(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
-  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::Empty*) override;
+  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest*, wire::KeysReply*) override;
   grpc::Status Resume(grpc::ServerContext*, const wire::Migration*, wire::ResumeReply*) override;
   grpc::Status OldPath(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
   grpc::Status Rollback(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;

@@ -335,9 +335,16 @@ struct FakePartner final : PartnerLink {
     return one_settled(2, 0, 1);
   }
   Status switch_path(std::uint32_t) override { return p.did(name_ + ".switch"); }
-  Status keys(const wire::KeysRequest& r) override {
+  bool older = false;  // does not know that KEYS may say RESUME
+  Result<wire::KeysReply> keys(const wire::KeysRequest& r) override {
     got_keys = r;
-    return p.did(name_ + ".keys");
+    wire::KeysReply reply;
+    if (auto s = p.did(name_ + ".keys"); !s) return s.error();
+    if (older || !r.resume()) return reply;
+    const auto resumed = resume(r.id());
+    if (!resumed) return resumed.error();
+    *reply.mutable_resumed() = *resumed;
+    return reply;
   }
   Result<wire::ResumeReply> resume(std::uint32_t) override {
     if (auto s = p.did(name_ + ".resume"); !s) return s.error();
@@ -452,6 +459,17 @@ TEST(Coordinator, EachSideIsConnectedToTheOther) {
   EXPECT_EQ(p.dest_gid(), std::string(16, 'd'));
   ASSERT_EQ(s.partner.got_keys.keys_size(), 1);
   EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
+}
+
+TEST(Coordinator, PartnersResumeOnceWhetherOrNotTheyKnowThatWithTheirKeys) {
+  for (const bool older : {false, true}) {
+    Scene s;
+    s.partner.older = older;
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << r.error();
+    EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "p.resume"), 1) << older;
+    EXPECT_EQ(r.communication_blackout_ms(), 5) << older;
+  }
 }
 
 TEST(Coordinator, TellsWhenEachPartBeganAndWhatPartnersSay) {

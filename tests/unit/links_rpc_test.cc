@@ -33,7 +33,7 @@ struct FakePartner final : wire::Partner::Service {
     if (has_any) out->add_qps()->set_pqpn(7);
     return grpc::Status::OK;
   }
-  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::Empty*) override {
+  grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::KeysReply*) override {
     keys = r->keys(0).vrkey_size();
     return grpc::Status::OK;
   }
