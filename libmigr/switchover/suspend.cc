@@ -174,7 +174,7 @@ int advance(Draining& d, const Seen& seen, Nothing& nothing, std::string& why) {
     d.done = look_at_queue(d, seen, ignored) || d.done || now_ns() - d.broken_since > kFlushLimitMs * 1'000'000ull;
     return 0;
   }
-  if (!connected(q) || q.responder_only) {  // nothing was ever sent
+  if (!connected(q) || q.responder_only || !q.cap.max_send_wr) {  // nothing was ever sent
     d.done = true;
     return 0;
   }

@@ -216,10 +216,10 @@ class Events : public ::testing::TestWithParam<How> {
     EXPECT_EQ(model_unbalanced(), 0u) << "libibverbs would wait for acknowledgements for ever";
   }
 
-  ibv_qp* make_qp(ibv_cq* cq) {
+  ibv_qp* make_qp(ibv_cq* cq, std::uint32_t sends = 4) {
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = cq;
-    init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.cap = {.max_send_wr = sends, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
     return ibv_create_qp(pd_, &init);
   }
@@ -821,6 +821,17 @@ TEST_P(Pollers, ReadAllFieldsWhileSuspendedAndAfter) {
   expect_two(4);
   two(6);
   expect_two(6);
+}
+
+TEST_P(Pollers, WhoCanSendNothingHasNothingToDrain) {
+  ASSERT_EQ(ibv_destroy_qp(to_), 0);
+  to_ = make_qp(ibv_cq_ex_to_cq(ex_), 0);
+  to(from_, IBV_QPS_RESET);
+  connect(to_, from_, other_);
+  connect(from_, to_, context_);
+  move();
+  two(0);
+  expect_two(0);
 }
 
 TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {

@@ -834,7 +834,7 @@ void drop_events(ibv_comp_channel& channel, const ibv_cq* of) {
 
 template <class T>
 void size_ring(model::Ring<T>& ring, std::uint32_t want) {
-  std::size_t n = 2;
+  std::size_t n = 1;  // of no depth it is full, as soft-RoCE's
   while (n < want + 1) n *= 2;
   ring.slots.resize(n);
 }
