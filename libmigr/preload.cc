@@ -321,6 +321,13 @@ void make_roomy(const Context& context, int cqe, Make&& make) {
   if (!context.twin || cqe < 1 || cqe > INT_MAX - kOurs || !make(cqe + kOurs)) make(cqe);
 }
 
+/// Into a queue of no depth nothing can be posted, and what was cut could not be told. As verbs allows it the application is told of one more.
+void make_roomy(const Context& context, ibv_qp_type type, const ibv_srq* srq, ibv_qp_cap& cap) {
+  if (!context.twin || type != IBV_QPT_RC) return;
+  cap.max_send_wr = std::max(cap.max_send_wr, 1u);
+  if (!srq) cap.max_recv_wr = std::max(cap.max_recv_wr, 1u);
+}
+
 void adopt_cq(Registry& registry, CqShadow& shadow, ibv_cq* cq, void* cq_context) {
   shadow.real = cq;
   shadow.app = *cq;
@@ -382,6 +389,7 @@ ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
   mine.send_cq = real_cq(attr.send_cq);
   mine.recv_cq = real_cq(attr.recv_cq);
   mine.srq = real_srq(attr.srq);
+  make_roomy(*context, mine.qp_type, mine.srq, mine.cap);
   ibv_qp* qp = create(&mine);
   if (!qp) {
     delete shadow;
@@ -791,6 +799,7 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   mine.send_cq = real_cq(attr->send_cq);
   mine.recv_cq = real_cq(attr->recv_cq);
   mine.srq = real_srq(attr->srq);
+  make_roomy(*context, mine.qp_type, mine.srq, mine.cap);
   ibv_qp* qp = events::with_kernel_fd(*pd->context, [&] { return real().create_qp(pd, &mine); });
   if (!qp) {
     delete shadow;

@@ -1240,13 +1240,14 @@ TEST(Neighbours, ThatAreSilentKeepNobodyBack) {
 
 /// A QP of one of several processes that send to each other's.
 struct Speaker {
-  explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr, bool sessions = false)
+  static constexpr ibv_qp_cap kCap{.max_send_wr = kDepth, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  explicit Speaker(const Library& library, ibv_pd* of = nullptr, ibv_cq* completes = nullptr, ibv_srq* srq = nullptr, bool sessions = false, const ibv_qp_cap& cap = kCap)
       : lib(library), pd(of ? of : lib.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(lib.context)),
         cq(completes ? completes : lib.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(lib.context, 256, nullptr, nullptr, 0)) {
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = cq;
     init.srq = srq;
-    init.cap = {.max_send_wr = kDepth, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.cap = cap;
     init.qp_type = IBV_QPT_RC;
     ibv_qp_init_attr_ex wide{};
     std::memcpy(&wide, &init, sizeof init);
@@ -1936,6 +1937,29 @@ TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
   EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN; }));
   model_most_cqes(1 << 20);
+}
+
+/// A QP that only receives or only sends, or neither: soft-RoCE has no room in a queue of no depth for what a cut posts behind all others.
+TEST(Depthless, QueuesChangeTheirPath) {
+  for (const bool sessions : {false, true}) {
+    for (const int link : {0, 1, 2}) model_mend(link);
+    const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000);
+    ibv_qp_cap sends = Speaker::kCap, neither = sends;
+    sends.max_recv_wr = neither.max_recv_wr = neither.max_send_wr = 0;
+    const Speaker x(a, nullptr, nullptr, nullptr, sessions, sends), y(b, nullptr, nullptr, nullptr, sessions, neither);
+    x.connect(y), y.connect(x);
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    Writing writing(x);
+    const auto say = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
+    say("migr_link_down");
+    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(writing.post());
+    ASSERT_TRUE(wait_for([&] { return writing.completed(); }));
+    say("migr_link_up");
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(writing.post());
+    ASSERT_TRUE(wait_for([&] { return writing.completed(); }));
+  }
 }
 
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
