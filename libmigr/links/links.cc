@@ -718,12 +718,19 @@ int ring(CqShadow& c, std::string& why) {
     });
     rings.push_back(wr.wr_id);
     ++c.markers;
+    if (c.last_solicited_only) c.context->ops.req_notify_cq(c.real, 0);  // to some kernels what is flushed is not solicited
   }
-  int err = c.context->ops.post_recv(c.link->bell, &wr, &bad);
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
-  if (!err) err = real().modify_qp(c.link->bell, &to, IBV_QP_STATE);
-  if (err == ENOMEM) err = 0;  // it rings already
+  int err = c.context->ops.post_recv(c.link->bell, &wr, &bad);
+  if (!err) {
+    err = real().modify_qp(c.link->bell, &to, IBV_QP_STATE);
+  } else {
+    std::lock_guard guard(c.lock);
+    c.link->rings.pop_back();
+    --c.markers;
+    if (err == ENOMEM) err = 0;  // it rings already
+  }
   if (err) why = std::string("cannot wake a completion channel: ") + std::strerror(err);
   return err;
 }
