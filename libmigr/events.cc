@@ -81,9 +81,9 @@ std::map<const ibv_context*, Kept>& all() {
   return *all;
 }
 
-/// Whose limit the overrun of a CQ of ours tells of. Under events_lock.
-std::map<const ibv_cq*, SrqShadow*>& bells() {
-  static auto* bells = new std::map<const ibv_cq*, SrqShadow*>;
+/// What the overrun of a CQ of ours tells of, as the application knows it. Under events_lock.
+std::map<const ibv_cq*, ibv_async_event>& bells() {
+  static auto* bells = new std::map<const ibv_cq*, ibv_async_event>;
   return *bells;
 }
 
@@ -145,6 +145,12 @@ void show_no_more(const ibv_context& ctx, Kept& kept) {
 /// Of a maker that we do not stand in front of; null is a helper of ours.
 bool is_strange(const void* context_pointer) { return context_pointer && !Registry::get().shadows.contains(context_pointer); }
 
+/// An event of a QP is about the path that serves `q`, and not about its end or a change of ours. Caller holds events_lock.
+bool of_its_path(const QpShadow& q, const ibv_async_event& event) {
+  if (event.element.qp != __atomic_load_n(&q.real, __ATOMIC_ACQUIRE) || event.element.qp == q.quiet) return false;
+  return event.event_type != IBV_EVENT_QP_LAST_WQE_REACHED || !q.goes_on.load(std::memory_order_relaxed);  // the former is of one with an SRQ
+}
+
 /// Acknowledged to libibverbs at once, since the object behind may be replaced before the application does it. Caller holds
 /// events_lock. @return false: it is about a path that is none any more
 bool take(ibv_async_event& event) {
@@ -154,8 +160,7 @@ bool take(ibv_async_event& event) {
     case Element::kQp: {
       if (is_strange(event.element.qp->qp_context)) return true;
       auto* shadow = static_cast<QpShadow*>(event.element.qp->qp_context);
-      its_own = shadow && event.element.qp == __atomic_load_n(&shadow->real, __ATOMIC_ACQUIRE) && event.element.qp != shadow->quiet;
-      if (its_own && event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && shadow->goes_on.load(std::memory_order_relaxed)) its_own = false;  // of one with an SRQ
+      its_own = shadow && of_its_path(*shadow, event);
       if (its_own) event.element.qp = &shadow->app;
       break;
     }
@@ -165,8 +170,7 @@ bool take(ibv_async_event& event) {
       auto* const shadow = static_cast<CqShadow*>(event.element.cq->cq_context);
       its_own = bell != bells().end() || shadow;
       if (bell != bells().end()) {
-        event.event_type = IBV_EVENT_SRQ_LIMIT_REACHED;
-        event.element.srq = &bell->second->app;
+        event = bell->second;
         bells().erase(bell);
       } else if (shadow) {
         event.element.cq = &shadow->app;
@@ -299,10 +303,15 @@ void hush(QpShadow& q, const ibv_qp* qp) {
   q.quiet = qp;
 }
 
-void reach_limit(SrqShadow& s, const ibv_cq* bell) {
+bool is_told(const QpShadow& q, const ibv_async_event& event) {
   std::lock_guard guard(Registry::get().events_lock);
-  s.armed = 0;
-  bells()[bell] = &s;
+  return element_of(event.event_type) == Element::kQp && of_its_path(q, event);
+}
+
+void will_tell(const ibv_cq* bell, const ibv_async_event& event) {
+  std::lock_guard guard(Registry::get().events_lock);
+  if (event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED) shadow_of(event.element.srq).armed = 0;
+  bells()[bell] = event;
 }
 
 bool rings(const ibv_cq* bell) {

@@ -41,9 +41,11 @@ auto with_kernel_fd(ibv_context& ctx, Create&& create) {
 /// From now on `qp`, the path of `q`, goes to ERR because we want it: nobody is told.
 void hush(QpShadow& q, const ibv_qp* qp);
 
-/// From now on the limit of `s` is reached, and it is armed no more. The application gets the event for the CQ_ERR of `bell`, which is a
-/// CQ of ours and is about to overrun: so the kernel wakes whoever waits for one. Caller holds s.lock.
-void reach_limit(SrqShadow& s, const ibv_cq* bell);
+/// Whether what the device says of a path is the application's business, as if that were its own.
+bool is_told(const QpShadow& q, const ibv_async_event& event);
+/// The application gets `event`, as it knows it, for the CQ_ERR of `bell`, which is a CQ of ours and is about to overrun: so the kernel wakes
+/// whoever waits for one. If an SRQ's limit is reached it is armed no more: then the caller holds its lock.
+void will_tell(const ibv_cq* bell, const ibv_async_event& event);
 /// Whether that event was not taken yet.
 bool rings(const ibv_cq* bell);
 /// Before it is destroyed: the event comes without it.

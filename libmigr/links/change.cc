@@ -10,6 +10,7 @@
 #include <set>
 
 #include "../cm/cm.h"
+#include "../events.h"
 #include "../path.h"
 #include "../real.h"
 #include "channel.h"
@@ -483,6 +484,18 @@ void pass_events_on(Link& link) {
   }
 }
 
+/// What its device says of a path is the application's, as on the default link.
+void pass_on(const ibv_async_event& event) {
+  const auto& all = state()->qps;
+  const auto of = std::find_if(all.begin(), all.end(), [&](const QpLink* l) { return events::is_told(*l->q, event); });
+  if (of == all.end()) return;
+  QpLink& l = **of;
+  ibv_async_event told = event;
+  told.element.qp = &l.q->app;
+  const std::string why = ring(l.bell, *l.q->context, l.q->init.pd, l.twin->home->config.port, told);
+  if (!why.empty()) say(l, "nobody can be told of an asynchronous event: " + why);
+}
+
 /// Of its port. That one which was down when it was opened is up again is not said by all devices: it is asked.
 void look_at_events(Link& link) {
   if (!link.ctx) return;
@@ -493,6 +506,7 @@ void look_at_events(Link& link) {
     if (event.event_type == IBV_EVENT_DEVICE_FATAL) link.fatal = true;
     if (link.fatal || (event.event_type == IBV_EVENT_PORT_ERR && port)) link.event_down = true;
     else if (event.event_type == IBV_EVENT_PORT_ACTIVE && port) link.event_down = false;
+    pass_on(event);
     real().ack_async_event(&event);
   }
   const std::uint64_t now = now_ns();

@@ -93,6 +93,7 @@ void forget_qp(QpLink& l) {
     switchover::clear_bits(*l.q, (shares_receives(*l.q) ? 0u : kTrapped) | kRelays);
     l.q->link = nullptr;  // who posts looks for it with that lock
   }
+  remove(l.bell, *l.q->context);
   if (l.told) the_state->to_withdraw.push_back(l.name);
   std::erase(the_state->qps, &l);
   the_state->by_id.erase(l.id);

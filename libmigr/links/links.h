@@ -23,6 +23,7 @@
 #include "../provider/provider.h"
 #include "../shadow.h"
 #include "config.h"
+#include "event_bell.h"
 #include "relay.h"
 #include "shared_receives.h"
 
@@ -203,6 +204,7 @@ struct QpLink {
   bool relays = false;        ///< its atomics are relayed: both ends have said so, and it is not broken
   Relay relay;
   Answers answers;
+  EventBell bell;             ///< for what the device says of its path on a backup link
   /* kDraining */
   std::uint32_t drain_epoch = 0;
   bool drained_here = false, drained_there = false;

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
  * The limit of an SRQ (IBV_EVENT_SRQ_LIMIT_REACHED) while its receives are not all on the application's own device: no device
- * counts all of them, and a loop uses up some there that nobody has got. The device's limit is off meanwhile, and we count. Whoever
- * waits in the kernel for the event is woken by a *bell*: a CQ of one entry on the application's device, which we let overrun by a QP
- * in ERR. That needs no link, and its event comes over the application's own descriptor (events.h).
+ * counts all of them, and a loop uses up some there that nobody has got. The device's limit is off meanwhile, and we count. The event
+ * comes by a bell (event_bell.h).
  */
 #ifndef MIGR_LINKS_SHARED_LIMIT_H
 #define MIGR_LINKS_SHARED_LIMIT_H
@@ -29,7 +28,6 @@ void count_at_device(SrqShadow& s);
 bool watches_limit(const SrqShadow& s);
 /// Tells, if it is time. @return ms until the next look; 0: none is needed
 unsigned look_at_limit(SrqShadow& s);
-void remove_bell(SrqShadow& s);
 
 }  // namespace migr::links
 

@@ -560,7 +560,7 @@ namespace {
 /// Caller holds s.lock.
 void leave_place(SrqShadow& s, Side side) {
   Place& p = s.link->at[side];
-  if (side == kHome) remove_bell(s);
+  if (side == kHome) remove(s.link->bell, *s.context);
   if (Polled ignored; p.loop.cq) end_loop(s, side, ignored);
   if (side == kHome || !p.srq) return;
   for (Receive& r : s.link->all)

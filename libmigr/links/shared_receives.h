@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../shadow.h"
+#include "event_bell.h"
 
 namespace migr::links {
 
@@ -65,10 +66,7 @@ struct SrqLink {
   bool apart = false;  ///< several places serve
   std::uint64_t counted_ns = 0;
   std::vector<Place> at;  ///< by side
-  struct {
-    ibv_cq* cq = nullptr;
-    ibv_qp* qp = nullptr;
-  } bell;  ///< see shared_limit.h
+  EventBell bell;         ///< see shared_limit.h
 };
 
 /* For the rest of the library. The Registry's lock is held, unless said otherwise. */

@@ -2005,6 +2005,49 @@ TEST(Solicited, CompletionsOnABackupLinkWakeWhoWaitsForThem) {
   }
 }
 
+/// Who has an SRQ waits for this event before the QP is destroyed. What is said of paths that were cut is not it.
+TEST(LastWqe, IsToldOfAQpOnABackupLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_async_events();
+  const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000);
+  ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  ibv_srq_init_attr of_srq{};
+  of_srq.attr.max_wr = of_srq.attr.max_sge = 1;
+  ibv_srq* const srq = a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq);
+  const Speaker x(a, pd, nullptr, srq), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  const auto say = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
+  for (int i = 0; i < 2; ++i) {
+    if (i) say("migr_link_up");
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    say("migr_link_down");
+    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+  }
+  auto heard = std::async(std::launch::async, [&] {
+    ibv_async_event event{};
+    EXPECT_EQ(a.verb<int(ibv_context*, ibv_async_event*)>("ibv_get_async_event")(a.context, &event), 0);
+    return event;
+  });
+  EXPECT_EQ(heard.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout) << "of a path that was cut";
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_ERR;
+  ASSERT_EQ(x.modify(to, IBV_QP_STATE), 0);
+  if (heard.wait_for(std::chrono::seconds(10)) != std::future_status::ready) {
+    fprintf(stderr, "nobody is told of the last receive\n");
+    abort();  // the thread would wait for ever
+  }
+  ibv_async_event event = heard.get();
+  EXPECT_EQ(event.event_type, IBV_EVENT_QP_LAST_WQE_REACHED);
+  EXPECT_EQ(event.element.qp, x.qp);
+  auto destroyed = std::async(std::launch::async, [&] { return a.verb<int(ibv_qp*)>("ibv_destroy_qp")(x.qp); });
+  EXPECT_EQ(destroyed.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << "the event is not acknowledged";
+  a.verb<void(ibv_async_event*)>("ibv_ack_async_event")(&event);
+  EXPECT_EQ(destroyed.get(), 0);
+  EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
+  EXPECT_EQ(model_unbalanced(), 0u);
+}
+
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
 TEST(Shared, AnSrqServesTwoLinksAtATime) {
   for (const int link : {0, 1, 2}) model_mend(link);
