@@ -131,6 +131,7 @@ struct Channel {
   std::uint32_t round = 1;
   ibv_qp* qp = nullptr;
   std::uint32_t psn = 0;
+  std::uint64_t asked_ns = 0;  ///< when the directory was asked for the other end
   bool connected = false;  ///< in RTS: the other end's address is known
   bool heard = false;      ///< its first message has come
   bool acknowledged = false;  ///< ours has arrived

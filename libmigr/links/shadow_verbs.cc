@@ -833,15 +833,15 @@ class Round {
   }
 
   /// Of those, some that were tried longest ago: whoever is refused, or unknown, keeps nobody else back. Caller holds the lock.
-  template <class Wanted>
-  std::vector<QpLink*> next_few(std::uint64_t QpLink::* tried_ns, std::size_t most, Wanted&& wanted) const {
-    std::vector<QpLink*> few;
-    for (QpLink* l : state()->qps)
-      if (l->*tried_ns < begun_ns_ && wanted(*l)) few.push_back(l);
+  template <class One, class Wanted>
+  std::vector<One*> next_few(const std::vector<One*>& all, std::uint64_t One::* tried_ns, std::size_t most, Wanted&& wanted) const {
+    std::vector<One*> few;
+    for (One* one : all)
+      if (one->*tried_ns < begun_ns_ && wanted(*one)) few.push_back(one);
     const std::size_t n = std::min(most, few.size());
-    std::partial_sort(few.begin(), few.begin() + static_cast<std::ptrdiff_t>(n), few.end(), [&](const QpLink* a, const QpLink* b) { return a->*tried_ns < b->*tried_ns; });
+    std::partial_sort(few.begin(), few.begin() + static_cast<std::ptrdiff_t>(n), few.end(), [&](const One* a, const One* b) { return a->*tried_ns < b->*tried_ns; });
     few.resize(n);
-    for (QpLink* l : few) l->*tried_ns = now_ns();
+    for (One* one : few) one->*tried_ns = now_ns();
     return few;
   }
 
@@ -870,7 +870,7 @@ class Round {
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(registry().lock);
-      for (const QpLink* l : next_few(&QpLink::published_ns, MIGR_LINKS_MAX_RECORDS / 4, [](const QpLink& l) { return !l.told || l.told_links != links_of(l); })) {
+      for (const QpLink* l : next_few(state()->qps, &QpLink::published_ns, MIGR_LINKS_MAX_RECORDS / 4, [](const QpLink& l) { return !l.told || l.told_links != links_of(l); })) {
         records.push_back(record_of(*l));
         ids.push_back(l->id);
       }
@@ -936,7 +936,7 @@ class Round {
     {
       std::lock_guard guard(registry().lock);
       const auto is_missing = [](const QpLink& l) { return l.told && ((!(has_begun(l) && l.found) && (l.stage == Stage::kMaking || wants_word(l))) || asks_again(l)); };
-      for (const QpLink* l : next_few(&QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
+      for (const QpLink* l : next_few(state()->qps, &QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
         names.push_back(l->peer);
         ids.push_back(l->id);
       }
@@ -1039,8 +1039,8 @@ class Round {
           else make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
         }
       }
-      for (const Channel* c : state()->channels)
-        if (!c->up() && own.size() < MIGR_LINKS_MAX_RECORDS) own.push_back(address_of(*c)), connected.push_back(c->connected);  // the other end may be a round ahead
+      for (const Channel* c : next_few(state()->channels, &Channel::asked_ns, MIGR_LINKS_MAX_RECORDS, [](const Channel& c) { return !c.up(); }))
+        own.push_back(address_of(*c)), connected.push_back(c->connected);  // the other end may be a round ahead
     }
     std::vector<migr_links_channel> found;
     if (own.empty() || directory_.channel(own, found) || found.size() != own.size()) return;

@@ -1803,6 +1803,28 @@ TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
   EXPECT_EQ(unknown.ready_on(0), 0u);
 }
 
+/// Their names are there still, and nobody is behind them: more than one question to migrd has room for.
+TEST(Many, PartnersThatAreGoneKeepNoOtherBack) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "rebuild", 0, 3000), b('b', "exact", "rebuild", 0, 3000), without('b', "off", "rebuild", 0, 3000);
+  constexpr unsigned kGone = MIGR_LINKS_MAX_RECORDS / 2 + 10;  // each with a channel on two links
+  const unsigned before = model_mrs(1, 0);
+  const Pairs gone(a, without, kGone);
+  for (unsigned i = 0; i < kGone; ++i) {
+    const Speaker& y = *gone.ys[i];
+    migr_links_vqp record{};
+    std::memcpy(record.name.gid, y.gid.raw, sizeof record.name.gid);
+    record.name.vqpn = y.qp->qp_num;
+    record.making = MIGR_LINKS_REBUILD;
+    record.links = 3;
+    const std::uint8_t instance[16] = {1, static_cast<std::uint8_t>(i), static_cast<std::uint8_t>(i >> 8)};
+    store_publish(instance, &record, 1);
+  }
+  ASSERT_TRUE(wait_for([&] { return model_mrs(1, 0) >= before + kGone; })) << model_mrs(1, 0) - before << " channels";
+  const Pairs known(a, b, 1);
+  EXPECT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->state().why;
+}
+
 /// Pinning a terabyte takes minutes. Other calls of the application, and a change of a path, do not wait for that.
 TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   for (const int link : {0, 1, 2}) model_mend(link);
