@@ -595,7 +595,12 @@ void after_fork_in_child(bool inherits) {
   if (the_state->directory) the_state->directory->hang_up();
   for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
   the_state->round_fd = the_state->failover_fd = -1;
-  for (CqShadow* c : Registry::get().cqs) c->link = nullptr, c->guarded.clear(), c->names_receives = false;
+  for (CqShadow* c : Registry::get().cqs) {
+    c->link = nullptr;
+    c->guarded.clear();
+    c->names_receives = false;
+    c->state.fetch_and(~std::uint32_t{kLinkedCq}, std::memory_order_relaxed);
+  }
   for (SrqShadow* s : Registry::get().srqs) s->link = nullptr;
   for (QpShadow* q : Registry::get().qps) q->link = nullptr;
   for (MrShadow* mr : Registry::get().mrs) mr->twins.clear();

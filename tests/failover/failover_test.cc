@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -2068,6 +2069,27 @@ TEST(LastWqe, IsToldOfAQpOnABackupLink) {
   EXPECT_EQ(destroyed.get(), 0);
   EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
   EXPECT_EQ(model_unbalanced(), 0u);
+}
+
+/// Who polls a CQ that it cannot use finds nothing.
+TEST(Forked, ChildMayPollWhatWasOnABackupLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+  const pid_t child = fork();
+  if (!child) {
+    alarm(20);
+    ibv_wc wc{};
+    _exit(ibv_poll_cq(x.cq, 1, &wc));
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.

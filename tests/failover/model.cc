@@ -540,6 +540,8 @@ void start() {
       nics[i] = std::move(nic);
     }
     std::thread(run_devices).detach();
+    const auto unlock = [] { lock.unlock(); };
+    pthread_atfork([] { lock.lock(); }, unlock, unlock);  // behind those of the libraries
   });
 }
 
