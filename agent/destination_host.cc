@@ -222,6 +222,14 @@ Status DestinationHost::save(Job& job) {
 // The name may be another's by now: a process number, without a container, or that of a container which was started after a boot.
 bool DestinationHost::is_here(const Job& job) const { return job.record.boot() == boot_of_host() && runc_.is_still(job.container, job.record.began()); }
 
+// What has the name: a restore that has undone itself leaves it to others. Processes are told apart one by one, by their lives.
+bool DestinationHost::is_anothers(Job& job) const {
+  if (bare_pid(job.container) || !runc_.exists(job.container)) return false;
+  if (!is_here(job)) return true;
+  const bool undone = !job.child.running() && job.child.status() > 0 && job.child.status() < kKilled;
+  return job.record.began().empty() && undone;
+}
+
 // CRIU's own words are worth more than "exit status 1".
 Status DestinationHost::with_log(const Job& job, const Status& s) {
   if (s) return s;
@@ -373,11 +381,7 @@ Status DestinationHost::start_restore(Job& job) {
   job.child = std::move(*child);
   const auto until = Clock::now() + std::chrono::milliseconds(kRestoreSocketMs);
   while (!job.socket->listening()) {
-    if (!job.child.running()) {
-      // By itself: it has undone what it made, and what has the name is another's, who was faster.
-      if (job.child.status() < kKilled) job.record.clear_boot();
-      return with_log(job, Error{ECHILD, "partial restore of " + job.container + " ended with status " + std::to_string(job.child.status())});
-    }
+    if (!job.child.running()) return with_log(job, Error{ECHILD, "partial restore of " + job.container + " ended with status " + std::to_string(job.child.status())});
     if (job.aborting) return Error{ECANCELED, "the migration was undone"};
     if (Clock::now() > until)
       return with_log(job, Error{ETIMEDOUT, "partial restore of " + job.container + ": CRIU's plugin did not listen within " +
@@ -864,16 +868,15 @@ void DestinationHost::abort(Job& job, const std::string& why) {
   job.open = Child();
   std::error_code ec;
   if (job.mine) {
-    // Without a restore, or after one that has undone itself, or after a boot, somebody else may have started one of that name.
-    const bool restored = job.record.boot() == boot_of_host();
+    const bool restored = job.record.boot() == boot_of_host(), anothers = is_anothers(job);
     // The address first: sockets of restored tasks must not answer anybody when they die.
-    if (restored || job.attached)
+    if ((restored || job.attached) && !anothers)
       if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
     if (restored) {
       const auto made = end_restore(job);
-      if (auto s = runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
+      if (auto s = anothers ? Status() : runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
     }
-    if (restored || !runc_.exists(job.container))
+    if (!anothers)
       if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
     // What is needed to understand it stays: the logs of the last one that failed.
@@ -883,7 +886,7 @@ void DestinationHost::abort(Job& job, const std::string& why) {
     fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
     fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
     if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
-    if (job.record.made_bundle())  // a restore that was killed has left mounts in it
+    if (job.record.made_bundle() && !anothers && runc_.bundle_is_free(job.bundle))  // a restore that was killed has left mounts in it
       if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
   }
   job.outcome = wire::UNDONE;

@@ -59,6 +59,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   std::vector<pid_t> end_restore(Job& job);
   Status save(Job& job);
   bool is_here(const Job& job) const;
+  bool is_anothers(Job& job) const;
   Status start_restore(Job& job);
   Status create(Job& job, wire::PrepareReply& out);
   Status attach_network(Job& job);

@@ -5,11 +5,14 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -184,6 +187,54 @@ TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
   EXPECT_NE(s.error().text.find("'web'"), std::string::npos) << s.error().text;
 }
 
+/// It was open when its migrd ended, and ready; runc is played.
+struct AnOpenOne : ADestination {
+  void SetUp() override {
+    ADestination::SetUp();
+    fs::remove(root + "/net-fails");
+    std::ofstream(root + "/runc") << "#!/bin/sh\necho \"$3\" >>" << root << "/runc.log\n[ \"$3\" != delete ] || rm -r \"$2/$5\"\n";
+    ASSERT_EQ(chmod((root + "/runc").c_str(), 0755), 0);
+    record.set_outcome(wire::OPEN);
+    record.set_told(false);
+    record.set_resumed(false);
+    record.set_closed(false);
+    record.set_made_bundle(true);
+    record.set_began(boot_of_host() + " 7");
+  }
+  void web_began(int ticks, const std::string& bundle) const {
+    std::ofstream(root + "/containers/web/state.json") << R"({"init_process_start": )" << ticks << R"(, "config": {"labels": ["bundle=)" << bundle << R"("]}})";
+  }
+};
+
+TEST_F(AnOpenOne, IsTakenBackAsAWhole) {
+  web_began(7, root + "/bundle");
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  EXPECT_FALSE(fs::exists(root + "/containers/web"));
+  EXPECT_FALSE(fs::exists(root + "/bundle"));
+  EXPECT_EQ(text_of(root + "/net.log"), "detach\ncleanup\n");
+}
+
+// Its restore has undone itself meanwhile, and somebody has started another one of that name.
+TEST_F(AnOpenOne, LeavesAnotherOfItsNameAlone) {
+  web_began(8, root + "/bundle");
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  EXPECT_TRUE(fs::exists(root + "/containers/web"));
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+  EXPECT_EQ(text_of(root + "/runc.log"), "");
+  EXPECT_EQ(text_of(root + "/net.log"), "") << "the network is that one's";
+}
+
+TEST_F(AnOpenOne, LeavesTheBundleThatAnotherRunsFrom) {
+  fs::remove_all(root + "/containers/web");
+  fs::create_directories(root + "/containers/db");
+  std::ofstream(root + "/containers/db/state.json") << R"({"config": {"labels": ["bundle=)" << root << R"(/bundle"]}})";
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+}
+
 /// The name is free when runc is started, and taken when it would make its own.
 struct ARestore : ADestination {
   void SetUp() override {
@@ -214,6 +265,17 @@ struct ARestore : ADestination {
     writer->WritesDone();
     return writer->Finish();
   }
+  /// It listens before it is started.
+  Fd plays_the_plugin() const {
+    const std::string images = root + "/state/dest/" + migration_text(kId) + "/images";
+    fs::create_directories(images);
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::strcpy(at.sun_path, (images + "/restore.sock").c_str());
+    Fd plugin(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+    EXPECT_EQ(bind(plugin.n, reinterpret_cast<const sockaddr*>(&at), sizeof at) || listen(plugin.n, 3), 0);
+    return plugin;
+  }
 
   wire::PrepareChunk first;
   std::unique_ptr<grpc::Server> server;
@@ -222,6 +284,20 @@ struct ARestore : ADestination {
 TEST_F(ARestore, ThatFindsTheNameTakenLeavesThatAlone) {
   const auto s = prepare("echo container with id exists: web >&2; exit 1");
   EXPECT_NE(s.error_message().find("container with id exists"), std::string::npos) << s.error_message();
+  EXPECT_TRUE(fs::exists(root + "/containers/web"));
+  EXPECT_EQ(text_of(root + "/runc.log"), "partial-restore\n");
+  EXPECT_EQ(text_of(root + "/net.log").find("detach"), std::string::npos) << "the network is that one's";
+}
+
+// The plugin listened already: whoever has the name has it since.
+TEST_F(ARestore, ThatHasUndoneItselfLeavesWhatCameAfterItAlone) {
+  const Fd plugin = plays_the_plugin();
+  std::thread ends([&] {
+    const Fd seen(accept(plugin.n, nullptr, nullptr)), asked(accept(plugin.n, nullptr, nullptr));
+    (void)within(5'000, [&] { return fs::exists(root + "/ended") && processes_told({"partial-restore"}, root).empty(); });
+  });
+  EXPECT_FALSE(prepare(">" + root + "/ended; exit 1").ok());
+  ends.join();
   EXPECT_TRUE(fs::exists(root + "/containers/web"));
   EXPECT_EQ(text_of(root + "/runc.log"), "partial-restore\n");
   EXPECT_EQ(text_of(root + "/net.log").find("detach"), std::string::npos) << "the network is that one's";
