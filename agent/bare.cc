@@ -2,11 +2,7 @@
 #include "bare.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +15,7 @@
 #include "file_tree.h"
 #include "limits.h"
 #include "process.h"
-#include "process_session.h"  // Fd
+#include "tcp_repair.h"
 
 namespace migr {
 namespace {
@@ -56,31 +52,6 @@ std::set<std::string> connections_elsewhere() {
     }
   }
   return inodes;
-}
-
-// CRIU drops what comes for the connections of what it dumps, by a table of nftables of the host. Where it leaves them stopped, or was
-// killed, that stays.
-Status unlock_connections(pid_t root) {
-  const std::string table = "table inet CRIU-" + std::to_string(root);
-  auto r = run_checked({"nft", table + "; delete " + table}, {}, kHookMs);  // the first makes it if it is not there
-  return r ? Status() : Error{r.error().code, "removing CRIU's " + table + " of nftables: " + r.error().text};
-}
-
-// ... and so do their sockets in repair mode, in which they send nothing and fail.
-void end_repair(pid_t pid) {
-  const Fd process(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-  std::error_code ec;
-  for (const auto& fd : fs::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ec)) {
-    if (!fs::read_symlink(fd.path(), ec).string().starts_with("socket:")) continue;
-    const Fd socket(static_cast<int>(syscall(SYS_pidfd_getfd, process.n, std::atoi(fd.path().filename().c_str()), 0)));
-    int on = 0;
-    socklen_t size = sizeof on;
-    if (getsockopt(socket.n, IPPROTO_TCP, TCP_REPAIR, &on, &size) || !on) continue;
-    constexpr int kOff = 0, kReuse = 1;
-    (void)setsockopt(socket.n, IPPROTO_TCP, TCP_REPAIR, &kOff, sizeof kOff);
-    // Repair mode has taken it, and its server could not bind its port anew.
-    (void)setsockopt(socket.n, SOL_SOCKET, SO_REUSEADDR, &kReuse, sizeof kReuse);
-  }
 }
 
 }  // namespace
@@ -171,9 +142,22 @@ Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const
   return Child::start(first_to_go(a), criu_env(config_, images), log, true);
 }
 
+// CRIU drops what comes for the connections of what it dumps, by a table of nftables of the host. Where it leaves them stopped, or was
+// killed, that stays, and their sockets in repair mode.
+Status Bare::unlock_connections(pid_t root, const std::vector<pid_t>& all) const {
+  std::lock_guard lock(mutex_);
+  const std::string table = "table inet CRIU-" + std::to_string(root);
+  if (std::any_of(all.begin(), all.end(), in_repair)) locked_.insert(root);
+  auto r = run_checked({"nft", table + "; delete " + table}, {}, kHookMs);  // the first makes it if it is not there
+  // Without connections nothing depends on it, and there may be no nft.
+  if (!r && (r.error().code != ENOENT || locked_.contains(root))) return Error{r.error().code, "removing CRIU's " + table + " of nftables: " + r.error().text};
+  locked_.erase(root);
+  return {};
+}
+
 Status Bare::resume(pid_t pid) const {
   const auto all = tree_of(pid);
-  const Status unlocked = unlock_connections(pid);  // before they send
+  const Status unlocked = unlock_connections(pid, all);  // before they send
   for (const pid_t p : all) end_repair(p);
   for (const pid_t p : all)
     if (kill(p, SIGCONT) && errno != ESRCH) return sys_error("continuing process " + std::to_string(p));
@@ -183,7 +167,7 @@ Status Bare::resume(pid_t pid) const {
 Status Bare::remove(pid_t root) const {
   constexpr int kEndMs = 10'000, kStepMs = 20;
   const auto all = tree_of(root);
-  const Status unlocked = unlock_connections(root);  // first: a migrd that ends meanwhile finds nobody of that life any more
+  const Status unlocked = unlock_connections(root, all);  // first: a migrd that ends meanwhile finds nobody of that life any more
   // They are stopped: nobody is born meanwhile.
   for (const pid_t p : all)
     if (kill(p, SIGKILL) && errno != ESRCH) return sys_error("ending process " + std::to_string(p));

@@ -2,7 +2,9 @@
 // Processes without a container: a process and what descends from it, dumped and restored by CRIU alone, with its pids.
 #pragma once
 
+#include <mutex>
 #include <optional>
+#include <set>
 
 #include "runc.h"
 
@@ -34,7 +36,10 @@ class Bare {
 
  private:
   Argv criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const;
+  Status unlock_connections(pid_t root, const std::vector<pid_t>& all) const;
   const Config& config_;
+  mutable std::mutex mutex_;
+  mutable std::set<pid_t> locked_;  // their connections, until they are unlocked; guarded by mutex_
 };
 
 }  // namespace migr

@@ -106,6 +106,29 @@ TEST_F(AStoppedProcess, GoesOnWhateverBecomesOfTheFilter) {
   EXPECT_FALSE(process_stopped(pid));
 }
 
+TEST_F(AStoppedProcess, WithoutConnectionsNeedsNoNft) {
+  setenv("PATH", "/none", 1);
+  EXPECT_TRUE(Bare(config).resume(pid));
+  EXPECT_FALSE(process_stopped(pid));
+  std::thread parent([&] { waitpid(pid, nullptr, 0); });
+  EXPECT_TRUE(Bare(config).remove(pid));
+  parent.join();
+}
+
+TEST_F(AStoppedProcess, WithConnectionsNeedsNftUntilItsFilterHasGone) {
+  constexpr int kOn = 1;
+  if (setsockopt(one.n, IPPROTO_TCP, TCP_REPAIR, &kOn, sizeof kOn)) GTEST_SKIP() << "repair mode is for root";
+  const Bare bare(config);
+  setenv("PATH", "/none", 1);
+  for (int i = 0; i < 2; i++) {
+    const auto s = bare.resume(pid);
+    ASSERT_FALSE(s) << "its connections are cut off";
+    EXPECT_EQ(s.error().code, ENOENT);
+  }
+  setenv("PATH", root.c_str(), 1);
+  EXPECT_TRUE(bare.resume(pid));
+}
+
 TEST_F(AStoppedProcess, LeavesNoFilterWhereItHasGone) {
   std::thread parent([&] { waitpid(pid, nullptr, 0); });
   EXPECT_TRUE(Bare(config).remove(pid));
