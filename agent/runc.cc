@@ -16,6 +16,7 @@
 #include "json.h"
 #include "limits.h"
 #include "process.h"
+#include "tcp_repair.h"
 
 namespace migr {
 namespace {
@@ -271,6 +272,9 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
 }
 
 Status Runc::resume(const std::string& id) const {
+  // Where CRIU was killed, and runc, which does this otherwise. Frozen ones can be reached.
+  if (const auto all = pids({.id = id, .status = "", .bundle = "", .pid = init_pid(id)}))
+    for (const pid_t pid : *all) end_repair(pid);
   auto s = run({"resume", id}, kRuncMs, "runc resume " + id);
   // It says so of a container that is not paused: nothing to do. Of one that never stood still as a whole it waits for that, in vain.
   return !s && (s.error().text.find("not paused") != std::string::npos || tell_cgroup(cgroup_of(id), "cgroup.freeze", "0")) ? Status() : s;

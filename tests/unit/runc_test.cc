@@ -4,10 +4,16 @@
 #include "agent/runc.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <thread>
@@ -15,6 +21,7 @@
 #include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "agent/process.h"
+#include "agent/process_session.h"  // Fd
 
 namespace migr::runc_test {
 namespace {
@@ -125,6 +132,26 @@ TEST_F(ARunc, ThatWaitsForWhatNeverFrozeIsNotNeeded) {
   contain("echo 'time=\"\" level=error msg=\"timeout of 10s reached waiting for the cgroup to freeze\"' >&2; exit 1");
   EXPECT_TRUE(Runc(config).resume("web"));
   EXPECT_EQ(first_line_of(group + "/cgroup.freeze"), "0");
+}
+
+// A CRIU that was killed has left it so, and its runc was killed, too. The container is frozen: it sends nothing before.
+TEST_F(ARunc, ResumesWhatHasItsConnectionsBack) {
+  const Fd socket(::socket(AF_INET, SOCK_STREAM, 0));
+  constexpr int kOn = 1;
+  if (setsockopt(socket.n, IPPROTO_TCP, TCP_REPAIR, &kOn, sizeof kOn)) GTEST_SKIP() << "repair mode is for root";
+  const pid_t pid = fork();
+  if (!pid)
+    for (;;) pause();
+  contain("[ \"$3\" != resume ] || kill -9 " + std::to_string(pid));
+  std::ofstream(group + "/cgroup.procs") << pid << "\n";
+  std::ofstream(config.runc_root + "/web/state.json") << R"({"init_process_pid": )" << pid << R"(, "cgroup_paths": {"": ")" << group << R"("}})";
+  EXPECT_TRUE(Runc(config).resume("web"));
+  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+  int on = -1, reuse = -1;
+  socklen_t size = sizeof on;
+  EXPECT_EQ(getsockopt(socket.n, IPPROTO_TCP, TCP_REPAIR, &on, &size) || getsockopt(socket.n, SOL_SOCKET, SO_REUSEADDR, &reuse, &size), 0);
+  EXPECT_EQ(on, 0);
+  EXPECT_EQ(reuse, 1);
 }
 
 TEST_F(ARunc, WithoutTheCgroupSaysWhyItDoesNotResume) {
