@@ -2,15 +2,16 @@
 #include "process.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
-#include <linux/magic.h>
 #include <linux/nsfs.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/vfs.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -44,6 +45,36 @@ Stat stat_of(pid_t pid) {
     fields >> s.began;
   }
   return s;
+}
+
+// Of hugetlbfs. No filesystem is asked, for one of the process's may never answer; nor are its page tables, which may be large.
+std::set<std::pair<unsigned, unsigned>> huge_devices(pid_t pid) {
+  std::set<std::pair<unsigned, unsigned>> all;
+  std::error_code ec;
+  // Of each size there is one that is nowhere mounted, for MAP_HUGETLB, shmget() and memfds.
+  for (const auto& size : fs::directory_iterator("/sys/kernel/mm/hugepages", ec)) {
+    unsigned long kb = 0;
+    if (std::sscanf(size.path().filename().c_str(), "hugepages-%lukB", &kb) != 1 || !kb) continue;
+    const int fd = memfd_create("", MFD_CLOEXEC | MFD_HUGETLB | static_cast<unsigned>(std::countr_zero(kb << 10)) << MAP_HUGE_SHIFT);
+    struct stat st;
+    if (fd >= 0 && !fstat(fd, &st)) all.emplace(major(st.st_dev), minor(st.st_dev));
+    if (fd >= 0) close(fd);
+  }
+  std::ifstream mounts("/proc/" + std::to_string(pid) + "/mountinfo");
+  for (std::string line; std::getline(mounts, line);) {
+    std::pair<unsigned, unsigned> device;
+    if (line.find(" - hugetlbfs ") != std::string::npos && std::sscanf(line.c_str(), "%*d %*d %u:%u", &device.first, &device.second) == 2) all.insert(device);
+  }
+  return all;
+}
+
+// What it has touched: of whatever is mounted elsewhere, too.
+std::uint64_t hugetlb_kb(pid_t pid) {
+  std::uint64_t kb = 0;
+  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  for (std::string line; std::getline(status, line);)
+    if (std::sscanf(line.c_str(), "HugetlbPages: %lu kB", &kb) == 1) break;
+  return kb;
 }
 
 }  // namespace
@@ -128,16 +159,9 @@ bool descends(pid_t pid, pid_t ancestor) {
 }
 
 bool has_huge_pages(pid_t pid) {
-  std::set<std::pair<unsigned, unsigned>> others;  // devices: of each filesystem one mapping is looked at
-  bool found = false;
-  each_mapping(pid, [&](const Mapping& m) {
-    const std::pair device(m.major, m.minor);
-    struct statfs in;
-    if (!m.inode || others.contains(device) || statfs(fmt::format("/proc/{}/map_files/{:x}-{:x}", pid, m.start, m.end).c_str(), &in)) return false;
-    found = in.f_type == HUGETLBFS_MAGIC;
-    others.insert(device);
-    return found;
-  });
+  const auto huge = huge_devices(pid);
+  bool found = hugetlb_kb(pid) > 0;
+  if (!found) each_mapping(pid, [&](const Mapping& m) { return found = huge.contains({m.major, m.minor}); });
   return found;
 }
 
