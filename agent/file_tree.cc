@@ -84,6 +84,9 @@ struct Sender {
   std::size_t left_out = 0;                     // sockets and devices
   std::string first_left_out{};
 
+  void say_what_is_left_out(const std::string& in) const {
+    if (left_out) spdlog::warn("{}/{} is a socket or a device, which is not copied{}", in, first_left_out, left_out > 1 ? fmt::format("; nor are {} more", left_out - 1) : "");
+  }
   bool changes() const { return known && known->first(); }
 
   wire::FileChunk chunk(const std::string& name, const struct stat& st) const {
@@ -226,7 +229,7 @@ struct Sender {
         if (!has && !send(c)) ended = true;
         if (st.st_dev != device) continue;  // a mount: the folder, not what is in it
         if (auto s = folder(fd.n, name, depth + 1); !s) return s;
-      } else if (changes() && left_out++ == 0) {  // said once, and not again when what has changed is sent
+      } else if ((changes() || (!known && tree == wire::FileChunk::BUNDLE)) && left_out++ == 0) {  // said once, and not again when what has changed is sent
         first_left_out = name;
       }
     }
@@ -353,6 +356,7 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   auto r = s.follow(fd.n, folder, written);
   if (r) r = s.folder(fd.n, "", 0);
   if (!r) return Error{r.error().code, folder + "/" + r.error().text};
+  s.say_what_is_left_out(folder);
   return {};
 }
 
@@ -410,7 +414,7 @@ Status send_changes(const std::string& folder, wire::FileChunk::Tree tree, std::
   s.known = &sent;
   s.known_as = prefix;
   if (auto r = s.folder(fd.n, "", 0); !r) return Error{r.error().code, folder + "/" + r.error().text};
-  if (s.left_out) spdlog::warn("{}/{} is a socket or a device, which is not copied{}", folder, s.first_left_out, s.left_out > 1 ? fmt::format("; nor are {} more", s.left_out - 1) : "");
+  s.say_what_is_left_out(folder);
   sent.sent();
   return {};
 }

@@ -31,7 +31,7 @@ using Written = std::function<Result<bool>()>;
 inline Result<bool> all_written() { return true; }
 
 /// Sends all of `folder`: folders, regular files (zeros become holes), FIFOs, symbolic
-/// links, with mode and owner; sockets and devices are left out, and so
+/// links, with mode and owner; sockets and devices are left out (which is logged of a bundle), and so
 /// is what is mounted below it.
 /// @param limit    bytes of file data, EFBIG beyond
 /// @param send     false ends it early, which is no error here
@@ -83,7 +83,7 @@ bool has_mark(const std::string& folder, const std::string& name);
 /// bundle. Empty: it is read-only, or lies elsewhere. EOPNOTSUPP: it is the bundle itself.
 Result<std::string> writable_root(const std::string& bundle);
 
-/// As send_tree(), but what `sent` has; notes there what it sends, and logs, the first time, what it leaves out. The first time files may come, go and change meanwhile.
+/// As send_tree(), but what `sent` has; notes there what it sends, and logs the first time only. That time files may come, go and change meanwhile.
 /// @param prefix  before names in `sent`
 Status send_changes(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit, const std::function<bool(const wire::FileChunk&)>& send,
                     SentFiles& sent, const std::string& prefix = {});

@@ -46,9 +46,9 @@ Status copy(const std::string& to, Sent& total, const std::function<Status(const
   return arrived ? w.finish() : arrived;
 }
 
-Status copy_tree(const std::string& from, const std::string& to, std::uint64_t limit, Sent& total,
+Status copy_tree(const std::string& from, const std::string& to, wire::FileChunk::Tree tree, std::uint64_t limit, Sent& total,
                  const Written& written = all_written) {
-  return copy(to, total, [&](const auto& send) { return send_tree(from, wire::FileChunk::IMAGES, limit, send, written); });
+  return copy(to, total, [&](const auto& send) { return send_tree(from, tree, limit, send, written); });
 }
 
 // Into which checkpoints are being written. Thread: any.
@@ -162,7 +162,7 @@ Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader
     root_ = *root;
     if (!root_.empty())
       if (auto s = sent_.begin(bundle_); !s) return s.error();
-    const auto s = root_.empty() ? copy_tree(bundle_, part_ + "/bundle", kBundleBytes, total) : copy_changes("", total);
+    const auto s = root_.empty() ? copy_tree(bundle_, part_ + "/bundle", wire::FileChunk::BUNDLE, kBundleBytes, total) : copy_changes("", total);
     if (!s) return s.error();
   }
   return wire::PrepareReply();
@@ -180,7 +180,7 @@ Status KeepingDestination::upload_changes(std::uint32_t, Sent& total) {
 }
 
 Status KeepingDestination::upload(std::uint32_t, const std::string& folder, unsigned, const Written& written, Sent& total) {
-  return copy_tree(folder, part_ + "/images", UINT64_MAX, total, written);
+  return copy_tree(folder, part_ + "/images", wire::FileChunk::IMAGES, UINT64_MAX, total, written);
 }
 
 Status KeepingDestination::ready(std::uint32_t) {

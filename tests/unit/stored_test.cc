@@ -3,20 +3,27 @@
 #include "agent/stored.h"
 
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <signal.h>
 #include <sys/inotify.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <set>
+#include <sstream>
 #include <thread>
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
 #include "agent/process.h"
+#include "agent/process_session.h"  // Fd
 
 namespace migr::stored_test {
 namespace {
@@ -155,11 +162,26 @@ TEST_F(Stored, WhatCannotBeWrittenToIsCopiedOnce) {
   info.bundle = root + "/bundle";
   fs::create_directories(info.bundle + "/rootfs");
   put(info.bundle + "/config.json", R"({"root": {"path": "rootfs", "readonly": true}})");
+  ASSERT_EQ(mkfifo((info.bundle + "/rootfs/fifo").c_str(), 0620), 0);
+  const Fd its(socket(AF_UNIX, SOCK_STREAM, 0));
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::strcpy(at.sun_path, (info.bundle + "/rootfs/socket").c_str());
+  ASSERT_EQ(bind(its.n, reinterpret_cast<const sockaddr*>(&at), sizeof at), 0);
   KeepingDestination d(dir(), info);
   wire::PrepareHeader h;
   h.set_bundle(info.bundle);
-  ASSERT_TRUE(d.prepare(h, root + "/from/images", bytes));
+  std::ostringstream said;
+  const auto before = spdlog::default_logger();
+  spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(said)));
+  const auto prepared = d.prepare(h, root + "/from/images", bytes);
+  spdlog::set_default_logger(before);
+  ASSERT_TRUE(prepared);
   EXPECT_FALSE(d.bundle_changes());
+  EXPECT_NE(said.str().find("/rootfs/socket is a socket or a device, which is not copied"), std::string::npos) << said.str();
+  ASSERT_TRUE(d.commit(1));
+  EXPECT_TRUE(fs::is_fifo(dir() + "/bundle/rootfs/fifo"));
+  EXPECT_FALSE(fs::exists(dir() + "/bundle/rootfs/socket"));
 }
 
 TEST_F(Stored, EarlyImagesFirstThenTheRest) {
