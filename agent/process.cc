@@ -102,7 +102,8 @@ std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs,
 
 bool works_in(pid_t pid, const std::string& folder) {
   std::error_code ec;
-  return (fs::read_symlink("/proc/" + std::to_string(pid) + "/cwd", ec).string() + "/").starts_with(folder + "/");
+  const std::string real = fs::weakly_canonical(folder, ec);  // as the kernel calls it
+  return !real.empty() && (fs::read_symlink("/proc/" + std::to_string(pid) + "/cwd", ec).string() + "/").starts_with(real + "/");
 }
 
 std::string life_of(pid_t pid) {

@@ -488,6 +488,19 @@ TEST(Bare, Names) {
   for (const char* other : {"712", "pid:", "pid:x", "pid:7x", "pid:-7", "pid:1", "pid:99999999999", "web"}) EXPECT_FALSE(bare_pid(other)) << other;
 }
 
+// The kernel says where a process works without links.
+TEST(AProcess, WorksInAFolderUnderAnyNameOfIt) {
+  char name[] = "/tmp/stored_test.XXXXXX";
+  ASSERT_TRUE(mkdtemp(name));
+  const std::string dir = name;
+  fs::create_directory_symlink(fs::current_path().parent_path(), dir + "/link");
+  EXPECT_TRUE(works_in(getpid(), dir + "/link"));
+  EXPECT_TRUE(works_in(getpid(), dir + "/link/" + fs::current_path().filename().string()));
+  EXPECT_FALSE(works_in(getpid(), dir));
+  EXPECT_FALSE(works_in(getpid(), dir + "/link/none"));
+  fs::remove_all(dir);
+}
+
 TEST(Bare, ATreeIsAProcessAndItsDescendants) {
   int ready[2];
   ASSERT_EQ(pipe(ready), 0);
