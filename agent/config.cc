@@ -2,6 +2,7 @@
 #include "config.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -37,8 +38,13 @@ Status limits_fit() {
       {"prepare_ms", kPrepareMs}, {"upload_ms", kUploadMs},         {"ready_ms", kReadyMs},     {"drain_ms", kDrainMs},     {"runc_ms", kRuncMs},
       {"hook_ms", kHookMs},       {"checkpoint_ms", kCheckpointMs}, {"compare_ms", kCompareMs}, {"suspend_ms", kSuspendMs}, {"process_ms", kProcessMs},
       {"commit_ms", kCommitMs},   {"undecided_ms", kUndecidedMs},   {"check_ms", kCheckMs},     {"abort_ms", kAbortMs},     {"reconnect_ms", kReconnectMs}};
+  const auto fits = [](const std::string& names, std::int64_t ms) -> Status {
+    return ms < kPhaseMs ? Status() : Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"" + names + "\" (" + std::to_string(ms) + ")"};
+  };
   for (const auto& [name, ms] : waited_for)
-    if (ms >= kPhaseMs) return Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"" + name + "\" (" + std::to_string(ms) + ")"};
+    if (auto s = fits(name, ms); !s) return s;
+  // One that does not end is ended, with what is left of it: Runc::checkpoint().
+  if (auto s = fits("checkpoint_ms\" and three times \"hook_ms", std::int64_t{kCheckpointMs} + 3 * std::int64_t{kHookMs}); !s) return s;
   if (kCommitMs >= kPluginCommitMs) return Error{EINVAL, "limit \"commit_ms\" has to be less than the " + std::to_string(kPluginCommitMs) + " for which CRIU's plugin waits"};
   return {};
 }

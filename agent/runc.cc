@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -53,8 +54,8 @@ void end_all(const std::string& group) {
 }
 
 // A CRIU whose runc was killed goes on, and stops the container once more when it ends.
-void outlast(pid_t group) {
-  if (group <= 0 || group_ended(group, kCheckpointMs)) return;
+void outlast(pid_t group, int limit_ms) {
+  if (group <= 0 || group_ended(group, limit_ms)) return;
   spdlog::error("a dump goes on without its runc: ending it");
   kill(-group, SIGKILL);
   (void)group_ended(group, kHookMs);
@@ -254,6 +255,7 @@ void Runc::get_ready(std::initializer_list<Child*> ahead) {
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
   const std::string what = "checkpoint of " + id + ": ";
   const pid_t group = ahead.pid();
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kCheckpointMs);
   if (auto s = ahead.running() ? ahead.say("begin") : Status(); !s) return Error{s.error().code, what + s.error().text};
   if (!ahead.wait(kCheckpointMs)) {
     // CRIU only, if it is not `ahead` itself: runc then ends TCP_REPAIR of the connections, which would not work any more.
@@ -261,11 +263,11 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
     for (std::size_t i = 1; i < tree.size(); i++) kill(tree[i], SIGKILL);
     if (tree.size() < 2 || !ahead.wait(kHookMs)) ahead.signal(SIGKILL);
     (void)ahead.wait(kHookMs);
-    outlast(group);
+    outlast(group, 0);
     return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms"};
   }
   if (!ahead.status()) return {};
-  outlast(group);
+  outlast(group, static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count()));
   constexpr std::size_t kSaid = 2048;
   const std::string last = CommandResult{ahead.status(), tail_of(log, kSaid), {}}.last_line();
   return Error{ECHILD, what + (last == kReady ? "exit status " + std::to_string(ahead.status()) : plain(last))};

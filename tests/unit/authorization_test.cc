@@ -121,6 +121,20 @@ TEST_F(AllowConfig, EachLimitThatAStepWaitsForIsLess) {
   kGoMs = go;
 }
 
+// A checkpoint that does not end is ended, and what is left of it.
+TEST_F(AllowConfig, ACheckpointMayTakeAsLongAsItsHooks) {
+  const int phase = kPhaseMs, hook = kHookMs, checkpoint = kCheckpointMs;
+  const auto with = [&](int hook_ms, int checkpoint_ms) {
+    const auto c = load("{}, \"limits\": {\"hook_ms\": " + std::to_string(hook_ms) + ", \"checkpoint_ms\": " + std::to_string(checkpoint_ms) + "}");
+    kHookMs = hook, kCheckpointMs = checkpoint;
+    return c ? std::string() : c.error().text;
+  };
+  const int all = phase - 3 * hook;
+  EXPECT_EQ(with(hook, all - 1), "");
+  EXPECT_NE(with(hook, all).find("has to be more than \"checkpoint_ms\" and three times \"hook_ms\" (" + std::to_string(phase) + ")"), std::string::npos) << with(hook, all);
+  EXPECT_NE(with(phase - 1, phase - 1), "");
+}
+
 TEST_F(AllowConfig, AddressesHaveAPort) {
   const auto with = [&](const std::string& listen, const std::string& peers) {
     std::ofstream(dir + "/migrd.json") << R"({"name": "a", "listen": ")" << listen << R"(", "peers": [)" << peers << "]}";

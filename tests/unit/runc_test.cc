@@ -38,9 +38,10 @@ struct ARunc : ::testing::Test {
     config.runc = root + "/runc";
   }
   void TearDown() override { fs::remove_all(root); }
-  /// Its CRIU hangs; then it does this.
-  Status checkpoint_with(const std::string& then) {
-    std::ofstream(config.runc) << "#!/bin/sh\nread -r begin\nsleep 30 &\necho $! >" << root << "/criu\nwait $!\n"
+  /// It does `first`; its CRIU hangs; then it does this.
+  Status checkpoint_with(const std::string& then, const std::string& first = {}) {
+    std::ofstream(config.runc) << "#!/bin/sh\nread -r begin\n"
+                               << first << "sleep 30 &\necho $! >" << root << "/criu\nwait $!\n"
                                << then << "\n";
     EXPECT_EQ(chmod(config.runc.c_str(), 0755), 0);
     const Runc runc(config);
@@ -92,6 +93,15 @@ TEST_F(ARunc, ThatHangsItselfIsEnded) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, ETIMEDOUT);
   EXPECT_FALSE(process_lives(criu()));
+}
+
+// What of it is nobody's child any more has no time of its own.
+TEST_F(ARunc, ThatHangsIsWaitedForOnceOnly) {
+  kCheckpointMs = 2'000;
+  const auto began = std::chrono::steady_clock::now();
+  const Status s = checkpoint_with("exit 1", "(sleep 60 &)\n");
+  ASSERT_FALSE(s);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(2 * kCheckpointMs));
 }
 
 // As systemd is, which has a group of its own below the container's.
