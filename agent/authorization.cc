@@ -134,19 +134,10 @@ grpc::Status Guard::Process(const InputMetadata& metadata, grpc::AuthContext* co
   const Caller who(*context, config_);
   const Status s = may(config_, who, call->right);
   if (s) return grpc::Status::OK;
-  constexpr auto kSayAgain = std::chrono::minutes(1);
-  constexpr std::size_t kMostSaid = 1024;  // of names that come from certificates
   LogScope log(named_migration(metadata));
   log->peer = who.name();
-  std::lock_guard lock(mutex_);
-  const auto now = std::chrono::steady_clock::now();
-  if (said_.size() >= kMostSaid) said_.clear();
   // Of each migration once; but a stranger does not fill the log with numbers that it makes up.
-  const auto [said, first] = said_.try_emplace(who.name() + method + (who.known() ? migration_text(log->migration) : ""), now);
-  if (first || now - said->second > kSayAgain) {
-    said->second = now;
-    spdlog::warn("refused {}: {}", method, s.error().text);
-  }
+  if (said_.due(who.name() + method + (who.known() ? migration_text(log->migration) : ""))) spdlog::warn("refused {}: {}", method, s.error().text);
   return to_grpc(s);
 }
 

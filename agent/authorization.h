@@ -6,9 +6,6 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/security/auth_metadata_processor.h>
 
-#include <chrono>
-#include <map>
-#include <mutex>
 #include <set>
 #include <span>
 #include <string>
@@ -66,8 +63,7 @@ class Guard final : public grpc::AuthMetadataProcessor {
 
  private:
   const Config& config_;
-  std::mutex mutex_;
-  std::map<std::string, std::chrono::steady_clock::time_point> said_;
+  SaidRarely said_;
 };
 
 }  // namespace migr

@@ -78,13 +78,13 @@ grpc::Status HostService::Release(grpc::ServerContext* ctx, const wire::ReleaseR
     // Its numbers will be reserved in a moment, and nobody would tell of its end any more.
     if (std::any_of(roles_.begin(), roles_.end(), [&](Role* role) { return role->claims(*i); }))
       leaving = true;
-    else if (auto s = may_release(who, *i); !s)
+    else if (auto s = may_release(who, *i); !s) {
       refused = Error{s.error().code, "numbers of a process that has not gone to it stay reserved: " + s.error().text};
-    else
+      if (said_.due(who.name() + hex(*i))) spdlog::warn("refused: {}", refused.error().text);
+    } else
       instances.push_back(*i);
   }
   const Status s = numbers_.release(instances);
-  if (!refused) spdlog::warn("refused: {}", refused.error().text);
   if (s && !refused) return to_grpc(refused);
   return to_grpc(s && leaving ? Error{EBUSY, "the migration in which it left is not finished here"} : s);
 }

@@ -65,6 +65,7 @@ class HostService final : public wire::Host::Service {
   const std::vector<Role*> roles_;
   const Certificates* const certificates_;
   TrafficMeter* const traffic_;
+  SaidRarely said_;  // of refused releases
 };
 
 wire::VersionReply version_of(const Config& config, std::size_t sessions, const Certificates* certificates = nullptr);

@@ -108,6 +108,18 @@ LogFields& log_fields() {
   return fields;
 }
 
+bool SaidRarely::due(const std::string& what) {
+  constexpr auto kSayAgain = std::chrono::minutes(1);
+  constexpr std::size_t kMostSaid = 1024;  // of names that others make up
+  std::lock_guard lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  if (said_.size() >= kMostSaid) said_.clear();
+  const auto [said, first] = said_.try_emplace(what, now);
+  const bool is = first || now - said->second > kSayAgain;
+  if (is) said->second = now;
+  return is;
+}
+
 std::string migration_text(std::uint32_t id) { return fmt::format("{:08x}", id); }
 
 }  // namespace migr

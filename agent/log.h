@@ -3,7 +3,10 @@
 // known to the thread that says it, so that whatever is said on the way, at any depth, can be found by its migration.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,6 +44,17 @@ class LogScope {
 
  private:
   LogFields before_;
+};
+
+/// What is said of others' doing, who may do it all the time: the same once a minute. Thread: any.
+class SaidRarely {
+ public:
+  /// @return it is to be said (again)
+  bool due(const std::string& what);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::chrono::steady_clock::time_point> said_;
 };
 
 /// The same function for another thread, whose lines belong to what those of this one do.

@@ -239,6 +239,10 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
     // Here they were their own.
     const Status s = host.empty() || host == config_.name ? Status() : tell(host, instances);
     if (s) told(host, instances);
+    // One that is refused holds up no other.
+    if (!s && s.error().code == EPERM && instances.size() > 1)
+      for (const auto& i : instances)
+        if (tell(host, {i})) told(host, {i});
     std::lock_guard lock(mutex_);
     if (s) {
       said_.erase(host);

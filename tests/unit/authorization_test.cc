@@ -534,6 +534,20 @@ class Logged : public spdlog::sinks::base_sink<std::mutex> {
   std::vector<Line> lines_;
 };
 
+TEST_F(Peer, ARefusedReleaseIsLoggedOnceOfEachProcess) {
+  serve(kNobody);
+  const auto logged = Logged::begin();
+  const Instance one{1}, two{2};
+  std::ofstream(dir + "/born.json") << "{\"" << hex(one) << R"(": {"born": [], "foreign": [], "away": true, "to": "c"}, ")" << hex(two) << R"(": {"born": [], "foreign": [], "away": true, "to": "c"}})";
+  for (const auto* who : {&one, &two, &one, &two}) {
+    wire::ReleaseRequest r;
+    r.add_instances(who->data(), who->size());
+    EXPECT_EQ(tell("b", &wire::Host::Stub::Release, r).error().code, EPERM);
+  }
+  const auto lines = logged->lines();
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(), [](const auto& l) { return l.text.find("has not gone to it") != std::string::npos; }), 2);
+}
+
 TEST_F(Peer, WhatIsLoggedOfACallHasTheMigrationThatItIsForAndWhoCalled) {
   serve(R"({"to_here": [{"peer": "b", "containers": ["web-*"]}], "partner": ["b"], "read": []})");
   const auto logged = Logged::begin();

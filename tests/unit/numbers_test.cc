@@ -179,6 +179,22 @@ TEST_F(Guests, OfABirthHostThatIsOffItIsSaidOnce) {
   EXPECT_EQ(warnings->said.size(), 5u) << "first had heard";
 }
 
+TEST_F(Guests, OneThatIsRefusedHoldsUpNoOther) {
+  const Instance b{2}, c{3};
+  for (const auto& i : {a, b, c}) ASSERT_TRUE(numbers.note_guest(i, {"first"}, 0));
+  std::vector<Instance> heard;
+  const auto first = [&](const std::string&, const std::vector<Instance>& all) {
+    if (std::find(all.begin(), all.end(), b) != all.end()) return Status(Error{EPERM, "it is another's"});
+    heard.insert(heard.end(), all.begin(), all.end());
+    return Status();
+  };
+  numbers.tick(first);
+  EXPECT_EQ(heard, (std::vector{a, c}));
+  numbers.tick(first);
+  EXPECT_EQ(heard.size(), 2u) << "they have heard";
+  EXPECT_NE(text("guests.json").find(hex(b)), std::string::npos);
+}
+
 TEST_F(Guests, WhoLivesOrHasLeftHasNotEnded) {
   ASSERT_TRUE(numbers.note_guest(a, {"first"}, getpid()));
   tick();
