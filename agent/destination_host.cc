@@ -838,21 +838,28 @@ std::vector<pid_t> DestinationHost::end_restore(Job& job) {
     if (root && !life.empty() && life_of(*root) == life) note(tree_of(*root));
     return made;
   };
+  // It makes none between the look and its end. runc ends its own.
+  const auto end = [&](pid_t restorer, int sig, pid_t told) {
+    constexpr int kStandMs = 1'000;
+    if (root) kill(restorer, SIGSTOP);
+    for (int ms = 0; root && ms < kStandMs && process_lives(restorer) && !process_stopped(restorer); ms++) usleep(1'000);
+    note(runc_.made_by(job.container, restorer));
+    kill(told, sig);
+    if (root) kill(restorer, SIGCONT);
+  };
   (void)all_made();
   if (job.child.running()) {
     note(runc_.made_by(job.container, job.child.pid()));
     (void)job.socket->tell(MIGR_RC_ABORT, kAnswerMs);
-    job.child.signal(SIGTERM);
-    if (job.child.wait(kEndMs)) return all_made();
-    job.child.signal(SIGKILL);
-    (void)job.child.wait(kEndMs);
+    for (int sig : {SIGTERM, SIGKILL}) {
+      if (!job.child.running()) break;
+      end(job.child.pid(), sig, -job.child.pid());
+      if (job.child.wait(kEndMs)) break;
+    }
     return all_made();
   }
   for (int sig : {SIGTERM, SIGKILL}) {
-    for (const pid_t pid : restorers(job.dir)) {
-      note(runc_.made_by(job.container, pid));
-      kill(pid, sig);
-    }
+    for (const pid_t pid : restorers(job.dir)) end(pid, sig, pid);
     for (const auto until = Clock::now() + std::chrono::milliseconds(kEndMs); Clock::now() < until; usleep(50'000))
       if (!restore_runs(job.dir)) return all_made();
   }

@@ -42,6 +42,7 @@ struct ADestination : ::testing::Test {
     c.run_dir = root + "/run";
     c.runc_root = root + "/containers";
     c.runc = root + "/runc";
+    c.criu = root + "/criu";
     c.net_hook = root + "/net";
     return c;
   }
@@ -306,6 +307,30 @@ TEST_F(ARestore, ThatHasUndoneItselfLeavesWhatCameAfterItAlone) {
 TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
   EXPECT_FALSE(prepare("kill -KILL $$").ok());
   EXPECT_FALSE(fs::exists(root + "/containers/web"));
+}
+
+// It has just begun to make processes when it is told to end, and its plugin does not know of them.
+TEST_F(ARestore, IsEndedWithWhatItMakesMeanwhile) {
+  const std::string number = "4194301";  // above pid_max of most
+  if (!kill(std::atoi(number.c_str()), 0)) GTEST_SKIP() << "the number is taken";
+  std::ofstream(root + "/criu") << "#!/bin/sh\nwhile [ ! -e " << root << "/go ]; do sleep 0.02; done\nsetsid sleep 60 &\necho $! >" << root << "/late\nwhile :; do sleep 0.05; done\n";
+  ASSERT_EQ(chmod((root + "/criu").c_str(), 0755), 0);
+  first.mutable_header()->set_container("pid:" + number);
+  first.mutable_header()->clear_bundle();
+  const Fd plugin = plays_the_plugin();
+  std::thread ends([&] {
+    const Fd seen(accept(plugin.n, nullptr, nullptr));
+    { const Fd asked(accept(plugin.n, nullptr, nullptr)); }
+    const Fd aborted(accept(plugin.n, nullptr, nullptr));
+    std::ofstream(root + "/go") << "";
+    (void)within(5'000, [&] { return !first_line_of(root + "/late").empty(); });
+  });
+  EXPECT_FALSE(prepare("").ok());
+  ends.join();
+  const pid_t late = std::atoi(first_line_of(root + "/late").c_str());
+  ASSERT_GT(late, 0);
+  EXPECT_TRUE(within(2'000, [&] { return !process_lives(late); }));
+  kill(late, SIGKILL);
 }
 
 TEST_F(ADestination, WhatIsOpenStaysAsItIs) {
