@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "standard_streams.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -57,7 +59,7 @@ Status pipes_to_null(const std::string& images) {
     f.set_type(kRegular);
     auto& r = *f.mutable_regular();
     r.set_id(f.id());
-    r.set_flags(f.pipe().flags());
+    r.set_flags(f.pipe().flags() & ~static_cast<std::uint32_t>(O_DIRECT));  // of packets: no device can be opened for them
     r.set_pos(0);
     r.set_owner(f.pipe().owner());
     r.set_name("/dev/null");
