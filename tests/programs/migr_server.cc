@@ -25,12 +25,14 @@ namespace {
 constexpr double kSetupLimit = 30, kClientLimit = 600;
 constexpr std::int64_t kWorkUs = 20'000'000;
 constexpr int kRounds = 20, kPort = 1;
+constexpr useconds_t kStayUs = 20'000;
+const char kAnother[] = "another";  // Msg::kReady with it: a round is there to be taken; without it: that was the last
 constexpr std::size_t kBytes = 1 << 16, kPiece = 4096;
 // Where in the memory: what the client writes, its counter, what is sent and received.
 constexpr std::size_t kWordsAt = kPiece, kSendAt = 2 * kPiece, kReceiveAt = 3 * kPiece;
 
 struct Args {
-  std::string server, dev, json;
+  std::string server, dev, json, stay;
   int port = 18535, clients = 1;
   bool early = false, client_first = false, vanish = false;
   std::uint32_t forge = 1;
@@ -41,7 +43,7 @@ struct End {
   ibv_gid gid;
   std::uint64_t memory;
   std::uint32_t qpn, psn, rkey;
-  std::uint32_t early, client_first, vanish;  // as the client wishes
+  std::uint32_t early, client_first, vanish, own;  // as the client wishes
 };
 
 [[noreturn]] void failed(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
@@ -51,9 +53,19 @@ struct Device {
   explicit Device(const std::string& name) : context(open_device(name)), own(ipv4_gid(context.get())), gid(own.gid), index(static_cast<int>(own.gid_index)) {
     pd.reset(ibv_alloc_pd(context.get()));
     if (!pd) failed("ibv_alloc_pd");
-    mr.reset(ibv_reg_mr(pd.get(), memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
-    cq.reset(ibv_create_cq(context.get(), 64, nullptr, nullptr, 0));
-    if (!mr || !cq) failed("ibv_reg_mr or ibv_create_cq");
+    mr = reg();
+    cq = make_cq();
+  }
+  /// The memory, once more.
+  Mr reg() const {
+    Mr made(ibv_reg_mr(pd.get(), memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
+    if (!made) failed("ibv_reg_mr");
+    return made;
+  }
+  Cq make_cq() const {
+    Cq made(ibv_create_cq(context.get(), 64, nullptr, nullptr, 0));
+    if (!made) failed("ibv_create_cq");
+    return made;
   }
 
   Context context;
@@ -70,9 +82,16 @@ struct Device {
 /// One connection.
 class Line {
  public:
-  explicit Line(Device& device) : device_(device) {
+  /// @param own it has a CQ and an MR of its own
+  explicit Line(Device& device, bool own = false) : device_(device) {
+    if (own) {
+      own_mr_ = device.reg();
+      own_cq_ = device.make_cq();
+    }
+    mr_ = own ? own_mr_.get() : device.mr.get();
+    cq_ = own ? own_cq_.get() : device.cq.get();
     ibv_qp_init_attr init{};
-    init.send_cq = init.recv_cq = device.cq.get();
+    init.send_cq = init.recv_cq = cq_;
     init.cap = {.max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
     init.qp_type = IBV_QPT_RC;
     qp_.reset(ibv_create_qp(device.pd.get(), &init));
@@ -86,7 +105,7 @@ class Line {
   }
 
   End end() const {
-    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = device_.mr->rkey, .early = 0, .client_first = 0, .vanish = 0};
+    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = mr_->rkey, .early = 0, .client_first = 0, .vanish = 0, .own = 0};
   }
 
   void connect(const End& to) {
@@ -167,7 +186,7 @@ class Line {
     if (const int err = ibv_modify_qp(qp_.get(), &a, mask)) throw PeerError(std::string("ibv_modify_qp to ") + state + ": " + std::strerror(err));
   }
   void receive() {
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + kReceiveAt), kPiece, device_.mr->lkey};
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + kReceiveAt), kPiece, mr_->lkey};
     ibv_recv_wr wr{}, *bad;
     wr.wr_id = kReceiveId;
     wr.sg_list = &sge;
@@ -175,7 +194,7 @@ class Line {
     if (const int err = ibv_post_recv(qp_.get(), &wr, &bad)) throw PeerError(std::string("ibv_post_recv: ") + std::strerror(err));
   }
   std::uint64_t post(ibv_wr_opcode opcode, std::size_t here, std::size_t bytes, std::size_t there) {
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + here), static_cast<std::uint32_t>(bytes), device_.mr->lkey};
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + here), static_cast<std::uint32_t>(bytes), mr_->lkey};
     ibv_send_wr wr{}, *bad;
     wr.wr_id = kSendId;
     wr.sg_list = &sge;
@@ -190,7 +209,7 @@ class Line {
   ibv_wc next() {
     ibv_wc wc{};
     for (const std::int64_t until = now_us() + kWorkUs;; usleep(200)) {
-      const int n = ibv_poll_cq(device_.cq.get(), 1, &wc);
+      const int n = ibv_poll_cq(cq_, 1, &wc);
       if (n < 0) throw PeerError("ibv_poll_cq failed");
       if (n && !device_.left.contains(wc.qp_num)) return wc;
       if (now_us() > until) throw PeerError("nothing completes");
@@ -203,6 +222,10 @@ class Line {
   }
 
   Device& device_;
+  Mr own_mr_;
+  Cq own_cq_;
+  ibv_mr* mr_ = nullptr;
+  ibv_cq* cq_ = nullptr;
   Qp qp_;
   End to_{};
 };
@@ -218,7 +241,7 @@ std::string bytes_of(const End& e) { return {reinterpret_cast<const char*>(&e), 
 void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, std::vector<std::unique_ptr<Line>>& left, Faults& faults) {
   Control control = Control::serve("", a.port, kClientLimit);
   const End client = end_of(control.expect(Msg::kConnect, kSetupLimit));
-  std::unique_ptr<Line> line = client.early ? std::move(early) : std::make_unique<Line>(device);
+  std::unique_ptr<Line> line = client.early ? std::move(early) : std::make_unique<Line>(device, client.own);
   if (!line) throw PeerError("there is one early QP only");
   line->clear_counter();
   if (!client.client_first) line->connect(client);
@@ -230,7 +253,7 @@ void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, std:
     left.push_back(std::move(line));
     return;
   }
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; control.expect(Msg::kReady, kClientLimit) == kAnother; ++round) {
     line->take(round);
     control.send(Msg::kChecked);
   }
@@ -247,7 +270,7 @@ void visit(const Args& a, Device& device, Faults& faults) {
   Control control = Control::connect(a.server, "", a.port, kSetupLimit);
   Line line(device);
   End mine = line.end();
-  mine.early = a.early, mine.client_first = a.client_first, mine.vanish = a.vanish;
+  mine.early = a.early, mine.client_first = a.client_first, mine.vanish = a.vanish, mine.own = !a.stay.empty();
   control.send(Msg::kConnect, bytes_of(mine));
   line.connect(end_of(control.expect(Msg::kConnect, kSetupLimit)));
   if (a.client_first) control.send(Msg::kReady);
@@ -257,10 +280,17 @@ void visit(const Args& a, Device& device, Faults& faults) {
     std::fflush(stdout);
     _exit(kExitOk);
   }
-  for (int round = 0; round < kRounds; ++round) {
+  bool stays = !a.stay.empty();
+  for (int round = 0, left = kRounds; left; ++round) {
     line.work(round);
-    control.expect(Msg::kChecked, kSetupLimit);
+    control.send(Msg::kReady, kAnother);
+    control.expect(Msg::kChecked, kClientLimit);
+    if (stays && !round) write_file(a.stay, "");
+    if (stays) usleep(kStayUs);
+    stays = stays && !access(a.stay.c_str(), F_OK);
+    if (!stays) --left;
   }
+  control.send(Msg::kReady);
   line.take(0);
   control.expect(Msg::kDone, kSetupLimit);
   line.forge(a.forge);
@@ -269,7 +299,7 @@ void visit(const Args& a, Device& device, Faults& faults) {
 }
 
 Args parse(int argc, char** argv) {
-  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {"vanish", 0, nullptr, 'v'}, {"forge", 1, nullptr, 'x'}, {nullptr, 0, nullptr, 0}};
+  static const option kLong[] = {{"dev", 1, nullptr, 'd'}, {"port", 1, nullptr, 'p'}, {"clients", 1, nullptr, 'c'}, {"json", 1, nullptr, 'j'}, {"early", 0, nullptr, 'e'}, {"client-first", 0, nullptr, 'f'}, {"vanish", 0, nullptr, 'v'}, {"forge", 1, nullptr, 'x'}, {"stay", 1, nullptr, 's'}, {nullptr, 0, nullptr, 0}};
   Args a;
   bool good = true;
   for (int c; (c = getopt_long(argc, argv, "", kLong, nullptr)) != -1;) switch (c) {
@@ -281,14 +311,16 @@ Args parse(int argc, char** argv) {
       case 'f': a.client_first = true; break;
       case 'v': a.vanish = true; break;
       case 'x': a.forge = static_cast<std::uint32_t>(std::strtoul(optarg, nullptr, 0)); break;
+      case 's': a.stay = optarg; break;
       default: good = false;
     }
   if (optind < argc) a.server = argv[optind++];
   if (good && optind == argc && a.clients > 0) return a;
   std::fputs(
-      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--vanish] [--forge BITS] SERVER]\n"
+      "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--vanish] [--stay FILE] [--forge BITS] SERVER]\n"
       "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n"
       "--vanish: the client dies when it is connected; the server keeps its end.\n"
+      "--stay: the client makes FILE after its first round, and goes on until it is gone; the server's end has a CQ and an MR of its own.\n"
       "A client's last request is to read by the server's key with other BITS (1: its tag), and has to fail.\n",
       stderr);
   std::exit(kExitUsage);
