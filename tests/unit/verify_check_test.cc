@@ -317,6 +317,40 @@ TEST(AtomicModel, FailedSwapLeavesTheWord) {
   EXPECT_EQ(m.swap, 5u);
 }
 
+TEST(EventChecker, EachArmingBringsOneEventAtMost) {
+  EventChecker e;
+  Faults faults;
+  e.arm();
+  e.event(0, faults);
+  EXPECT_EQ(faults.total(), 0u) << "one with nothing to poll";
+  EXPECT_FALSE(e.armed());
+  e.event(0, faults);
+  EXPECT_EQ(faults.of(Fault::kOther), 1u) << faults.first();
+}
+
+TEST(EventChecker, WhatComesToAnArmedCqThatWasEmptyBringsAnEvent) {
+  EventChecker e;
+  Faults faults;
+  e.polled(1);
+  e.arm();
+  e.polled(1);
+  EXPECT_FALSE(e.owes()) << "it may have come before the arming";
+  e.polled(0);
+  e.polled(2);
+  EXPECT_TRUE(e.owes());
+  e.polled(0);
+  EXPECT_TRUE(e.owes());
+  e.finish(0, faults);
+  EXPECT_EQ(faults.of(Fault::kLost), 1u);
+  EXPECT_FALSE(e.armed());
+  e.arm();
+  e.polled(0);
+  e.polled(1);
+  e.event(0, faults);
+  e.finish(0, faults);
+  EXPECT_EQ(faults.total(), 1u) << faults.first();
+}
+
 TEST(Pattern, MismatchNamesTheByte) {
   std::vector<std::uint8_t> p(101);
   pattern_fill(p.data(), p.size(), 1, 2);

@@ -459,6 +459,34 @@ class SendChecker {
   Order order_;
 };
 
+/// The events of one CQ: each arming brings one at most, and what comes to a CQ that was empty after the arming has to bring it.
+class EventChecker {
+ public:
+  bool armed() const { return at_ != At::kNotArmed; }
+  void arm() { at_ = At::kArmed; }
+  /// @param found completions; none: it is empty
+  void polled(int found) {
+    if (at_ == At::kArmed && !found) at_ = At::kEmpty;
+    else if (at_ == At::kEmpty && found) at_ = At::kOwes;
+  }
+  /// Something has come, and no event yet.
+  bool owes() const { return at_ == At::kOwes; }
+  void event(std::size_t cq, Faults& faults) {
+    if (!armed()) faults.add(Fault::kOther, "an event of CQ " + std::to_string(cq) + ", which is not armed");
+    at_ = At::kNotArmed;
+  }
+  /// To be called when it has been waited for.
+  void finish(std::size_t cq, Faults& faults) {
+    if (!owes()) return;
+    faults.add(Fault::kLost, "a completion came to CQ " + std::to_string(cq) + ", which was armed, but no event");
+    at_ = At::kNotArmed;
+  }
+
+ private:
+  enum class At : std::uint8_t { kNotArmed, kArmed, kEmpty, kOwes };
+  At at_ = At::kNotArmed;
+};
+
 /// The receives of an SRQ: each is used once, by whichever QP; their slots are given back by use.
 class SharedReceives {
  public:
