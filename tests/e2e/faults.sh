@@ -71,9 +71,19 @@ revive() {
 	done
 }
 
-# migrate_with_fault ID FROM TO POINT:ACTION OUT.json: whatever becomes of it, in the end it runs on one host, with its traffic.
+# fault_met HOST MARK SPEC: its migrd has come to each of these POINT:ACTION,.. since. (tests/faults/walk: not_met)
+fault_met() {
+	local said at
+	said=$(log_since "$1" "$2")
+	for at in ${3//,/ }; do
+		grep -qE "fault point ${at/:/: }([^a-z-]|$)" <<<"$said" || { fail "$1 has not come to $at"; return 1; }
+	done
+}
+
+# migrate_with_fault ID FROM TO POINT:ACTION OUT.json: whatever becomes of it, the fault was met, and in the end it runs on one
+# host, with its traffic.
 migrate_with_fault() {
-	local point=${4%%:*} h pid status=0 spec=$4 also=
+	local point=${4%%:*} h pid status=0 spec=$4 mark mark_from also=
 	h=$(host_of_point "$point" "$2" "$3")
 	case $point in	# what is only done on the way back needs a reason to go back
 	source.back.*|source.thaw.*|source.attach.*|source.reconnect.*) spec+=,source.ready.end:fail ;;
@@ -82,6 +92,7 @@ migrate_with_fault() {
 	migrd_restart "$h" "MIGR_FAULT=$spec" || return 1
 	[ -z "$also" ] || migrd_restart "$2" "MIGR_FAULT=$also" || return 1
 	until_true 30 verify_moves || { fail "no traffic before the fault"; return 1; }
+	mark=$(log_mark "$h") mark_from=$(log_mark "$2")
 	migrate "$1" "$3" "$5" &
 	pid=$!
 	while kill -0 $pid 2>/dev/null; do
@@ -91,6 +102,7 @@ migrate_with_fault() {
 	wait $pid || status=$?
 	revive
 	[ $status -lt 10 ] || { fail "migrctl ended with status $status"; return 1; }
+	fault_met "$h" "$mark" "$spec" && { [ -z "$also" ] || fault_met "$2" "$mark_from" "$also"; } || return 1
 	until_true "$FAULT_SETTLE" container_host "$1" || { container_host "$1"; return 1; }
 	expect_traffic
 }

@@ -124,7 +124,7 @@ migrd_start() {
 		exec setsid -f "$root/build/user/agent/migrd" --config /etc/migr/migrd.json </dev/null >>/mnt/out/migrd.log 2>&1
 	' "$E2E_ROOT" "$@" || fail "start of migrd on $h" || return 1
 	until_true 60 on "$h" test -S /run/migrd/ctl.sock || {
-		tail -n 5 "$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log" >&2
+		tail -n 5 "$(migrd_log "$h")" >&2
 		fail "migrd on $h did not open its socket"
 	}
 }
@@ -506,15 +506,20 @@ migrate_refused() {
 	grep -hiE "$3" "$err" "$out" | head -n1 | sed 's/^/# says: /'
 }
 
+# What the migrd of a host has said since a mark: MARK=$(log_mark HOST); log_since HOST MARK.
+migrd_log() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/migrd.log"; }	# HOST
+log_mark() { stat -c %s "$(migrd_log "$1")" 2>/dev/null || echo 0; }
+log_since() { tail -c +$(($2 + 1)) "$(migrd_log "$1")"; }
+
 # e2e_logs: to stderr, what every migrd has said since the last call, and the program in each container
 e2e_logs() {
 	local h log mark
 	for h in "${E2E_HOSTS[@]}"; do
-		log=$E2E_ROOT/build/testbed/$MIGR_BED/$h/out/migrd.log
+		log=$(migrd_log "$h")
 		mark=$(cat "$log.seen" 2>/dev/null || echo 0)
 		echo "--- migrd on $h:" >&2
-		tail -c +$((mark + 1)) "$log" | tail -n 40 >&2
-		stat -c %s "$log" >"$log.seen"
+		log_since "$h" "$mark" | tail -n 40 >&2
+		log_mark "$h" >"$log.seen"
 		on_sh "$h" 'for c in $(ls /run/runc); do echo "--- container $c:"; timeout 20 "$1/runc" exec "$c" tail -n 20 /tmp/log; done' "$E2E_LIB" >&2
 	done
 }
