@@ -569,6 +569,12 @@ leak_snapshot() {
 		echo "mounts $(wc -l </proc/mounts)"
 		echo "gates $(ls /run/migr | grep -c ^gate-)"
 		echo "module_users $(sed -n "s/^migr [0-9]* \([0-9]*\) .*/\1/p" /proc/modules)"
+		open=$(migrctl recover --json) || exit 1
+		echo "open $(jq length <<<"$open")"
+		echo "folders $(find /var/lib/migr/source /var/lib/migr/dest -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)"
+		filters=$(nft list ruleset && iptables -S && ip6tables -S) || exit 1
+		echo "filters $(wc -l <<<"$filters")"
+		echo "addresses $(ip -o addr | wc -l)"
 	'
 }
 
