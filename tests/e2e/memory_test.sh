@@ -18,19 +18,20 @@ slow_traffic() { start_verify src memory --mode mixed --qps 1 --size 4096 --dept
 
 # written_ahead ROUNDS KIND,.. [OPTION..]: src to dst, memory copied so often while it is written to.
 written_ahead() {
+	local kb n on_src on_dst
+	on_src=$(log_mark src) on_dst=$(log_mark dst)
 	slow_traffic --memory "$2" --mr 8 --mr-fill 4 "${@:3}" && MIGRATE_OPTIONS="--pre-copy-rounds $1" migrate_ok memory dst && stop_verify memory ||
 		{ e2e_logs; e2e_reset; return 1; }
 	jq -e --argjson n "$1" '.pre_copy_rounds == $n' "$E2E_OUT/migrate.json" >/dev/null || { fail "not $1 rounds"; return 1; }
 	# --mr: memory that is registered and not written to, or long ago
 	jq -e '.bytes_unchanged > 4e6' "$E2E_OUT/migrate.json" >/dev/null ||
 		{ cat "$E2E_OUT/migrate.json" >&2; fail "nothing that was copied ahead was left out of the checkpoint"; return 1; }
-	local kb n
-	kb=$(on_sh src 'sed -n "s/.*: \([0-9]*\) KB of its registered memory are as they were copied ahead.*/\1/p" /mnt/out/migrd.log | tail -n1')
+	kb=$(log_since src "$on_src" | sed -n 's/.*: \([0-9]*\) KB of its registered memory are as they were copied ahead.*/\1/p' | tail -n1)
 	[ "${kb:-0}" -ge 4096 ] || fail "CRIU has dumped all registered memory: ${kb:-0} KB were as copied ahead"
-	kb=$(on_sh src 'sed -n "s/.* KB of its registered memory were compared; to \([0-9]*\) KB no NIC has written.*/\1/p" /mnt/out/migrd.log | tail -n1')
+	kb=$(log_since src "$on_src" | sed -n 's/.* KB of its registered memory were compared; to \([0-9]*\) KB no NIC has written.*/\1/p' | tail -n1)
 	[ "${kb:-0}" -ge 4096 ] || fail "of all registered memory but ${kb:-0} KB a NIC is said to have written to it"
 	# Megabytes of an image, of which two may lie at its ends.
-	n=$(on_sh dst 'sed -n "s/.*[^0-9]\([0-9]*\) pages that were copied ahead are zeros, and not read back.*/\1/p" /mnt/out/migrd.log | tail -n1')
+	n=$(log_since dst "$on_dst" | sed -n 's/.*[^0-9]\([0-9]*\) pages that were copied ahead are zeros, and not read back.*/\1/p' | tail -n1)
 	[ "${n:-0}" -ge 512 ] || fail "all zeros but ${n:-0} pages were read back"
 }
 
