@@ -71,6 +71,8 @@ struct Lane {
   RecvChecker recv;
   AtomicModel atomics;
   std::uint64_t next = 0;     // WR of the stream to post next
+  std::uint64_t completed = 0;  // of the stream's WRs, with success
+  bool broken = false;        // one has ended with an error
   std::uint64_t acked = 0;    // written to the partner, and known to be there or in flight
   bool ack_in_flight = false;
   bool blocked = false;       // by the window
@@ -99,6 +101,11 @@ class Run {
 
  private:
   enum class Phase { kRunning, kDraining, kDone };
+  struct Progress {
+    std::uint64_t completed, posted;  // WRs of a stream
+  };
+
+  std::vector<Progress> exchange_progress();
 
   void post_receive(std::uint32_t i);
   void post_shared(std::uint32_t slot);
@@ -115,6 +122,7 @@ class Run {
   int poll_cqs();
   int poll_ex(ibv_cq_ex* cq, ibv_wc* wc) const;
   void on_invalidated(std::uint32_t i, std::uint32_t rkey);
+  void on_error(const ibv_wc& wc);
   void on_completion(const ibv_wc& wc);
   void on_retired(std::uint32_t i, const SendChecker::Posted& p);
   void on_messages();
@@ -160,6 +168,10 @@ class Run {
   std::int64_t next_house_ = 0, next_status_ = 0, next_files_ = 0;
   std::int64_t last_receive_us_ = 0;
   std::uint64_t bytes_ = 0, events_ = 0;
+  std::string broken_;  // what the first completion with an error says
+  bool counting_ = false;  // such completions do not end the run: it has ended
+  std::uint64_t failed_ = 0, retry_exceeded_ = 0;  // of them, but for those that were flushed
+  std::uint64_t unanswered_least_ = 0, unanswered_most_ = 0;  // of the partner's atomics, which were executed
   double budget_ = 0;  // --rate: WRs that may be posted now
 };
 
@@ -453,6 +465,7 @@ int Run::poll_cqs() {
     for (int k = 0; k < n; ++k) on_completion(wc[k]);
     found += n;
   }
+  if (!broken_.empty() && !counting_) throw RunError(broken_);
   return found;
 }
 
@@ -491,14 +504,23 @@ void Run::on_invalidated(std::uint32_t i, std::uint32_t rkey) {
   f_.bind_spare_again(i, l.lost++);
 }
 
+void Run::on_error(const ibv_wc& wc) {
+  const std::uint32_t i = wr_id_qp(wc.wr_id);
+  const bool recv = wr_id_recv(wc.wr_id);
+  if (wc.status != IBV_WC_WR_FLUSH_ERR) ++failed_;
+  if (wc.status == IBV_WC_RETRY_EXC_ERR) ++retry_exceeded_;
+  if (!recv && i < lanes_.size()) lanes_[i].broken = true;
+  if (!broken_.empty()) return;
+  broken_ = "QP " + std::to_string(i) + (recv ? " receive " : " send ") + std::to_string(wr_id_number(wc.wr_id)) + " completed with '" +
+            ibv_wc_status_str(wc.status) + "' (status " + std::to_string(wc.status) + ", vendor error " + std::to_string(wc.vendor_err) +
+            ", qp_num " + std::to_string(wc.qp_num) + ")";
+}
+
 void Run::on_completion(const ibv_wc& wc) {
   const std::uint32_t i = wr_id_qp(wc.wr_id);
   const bool recv = wr_id_recv(wc.wr_id);
   if (recv) last_receive_us_ = elapsed_us_;
-  if (wc.status != IBV_WC_SUCCESS)
-    throw RunError("QP " + std::to_string(i) + (recv ? " receive " : " send ") + std::to_string(wr_id_number(wc.wr_id)) +
-                   " completed with '" + ibv_wc_status_str(wc.status) + "' (status " + std::to_string(wc.status) +
-                   ", vendor error " + std::to_string(wc.vendor_err) + ", qp_num " + std::to_string(wc.qp_num) + ")");
+  if (wc.status != IBV_WC_SUCCESS) return on_error(wc);
   if (f_.srq && recv && i == SharedReceives::kQp) {
     Done shared{wc.wr_id, wc_op_of(wc.opcode), wc.byte_len, wc.qp_num};
     shared.has_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
@@ -582,6 +604,7 @@ void Run::on_retired(std::uint32_t i, const SendChecker::Posted& p) {
     l.ack_in_flight = false;
     return;
   }
+  l.completed = op.seq + 1;
   bytes_ += op.len;
   samples_.add(now_, op.len);
   const std::uint8_t* const at = local_slot(i, op.seq);
@@ -900,21 +923,62 @@ void Run::abort_partner(const std::string& why) {
   }
 }
 
+/// Waits until nothing of ours is on its way. What goes to a QP that broke at the partner's end may be tried again for ever.
+/// @return how far the partner's streams are; none: it does not say
+std::vector<Run::Progress> Run::exchange_progress() {
+  constexpr std::int64_t kQuietUs = 5'000'000, kTheirLimitUs = 60'000'000;
+  const auto under_way = [&] { return std::any_of(lanes_.begin(), lanes_.end(), [](const Lane& l) { return !l.broken && l.send.in_flight(); }); };
+  counting_ = true;
+  try {
+    for (std::int64_t quiet = 0; under_way() && quiet < kQuietUs; quiet += kRatedNapUs) {
+      if (poll_cqs()) quiet = 0;
+      ::usleep(kRatedNapUs);
+    }
+    std::string body;
+    for (const Lane& l : lanes_)
+      for (const std::uint64_t v : {l.completed, l.next}) body.append(reinterpret_cast<const char*>(&v), 8);
+    control_.send(Msg::kBroken, body);
+    for (std::int64_t t = 0; t < kTheirLimitUs; t += kRatedNapUs) {
+      const auto m = control_.poll();
+      if (m && m->type == Msg::kBroken && m->body.size() == sizeof(Progress) * lanes_.size()) {
+        std::vector<Progress> theirs(lanes_.size());
+        std::memcpy(theirs.data(), m->body.data(), m->body.size());
+        return theirs;
+      }
+      if (!m) ::usleep(kRatedNapUs);
+    }
+  } catch (const RunError&) {
+  } catch (const PeerError&) {
+  }
+  return {};
+}
+
 void Run::check_atomics_of_broken() {
-  constexpr std::uint64_t kMost = 4'000'000;      // WRs of a stream
   constexpr useconds_t kStillComing = 300'000;    // of the other QPs
   if (f_.shape.lossy() || closed_) return;
-  ::usleep(kStillComing);
+  std::vector<Progress> theirs;
+  if (f_.shape.mode == Mode::kAtomic) theirs = exchange_progress();
+  const bool known = !theirs.empty();
+  if (!known) ::usleep(kStillComing);
+  std::uint64_t least = 0, most = 0;
+  bool all = known;
   for (std::uint32_t i = 0; i < lanes_.size(); ++i) {
     const Stream in(f_.shape, stream_key(f_.shape.seed, i, !client_));
     const Words* const w = f_.words_of(i);
-    AtomicModel m;
-    std::uint64_t n = 0;
-    for (; (m.sum != w->sum || m.swap != w->swap) && n < kMost; ++n)
-      if (const Op op = in.at(n); is_atomic(op.kind)) m.apply(op);
-    if (n == kMost)
+    const auto executed = known ? executed_of(in, w->sum, w->swap, theirs[i].completed, theirs[i].posted) : executed_of(in, w->sum, w->swap, 0, {});
+    if (!executed) {
+      all = false;
       faults_.add(Fault::kCorrupted, "QP " + std::to_string(i) + ": what the partner's atomics have left is not what any number of them leaves, each executed once");
+      continue;
+    }
+    if (!known) continue;
+    least += executed->shared_least;
+    most += executed->shared_most;
+    unanswered_least_ += executed->least - theirs[i].completed;
+    unanswered_most_ += executed->most - theirs[i].completed;
   }
+  if (const std::uint64_t shared = f_.words_of(0)->shared; all && (shared < least || shared > most))
+    faults_.add(Fault::kCorrupted, "the word that all QPs add to is " + std::to_string(shared) + ", want " + std::to_string(least) + " to " + std::to_string(most));
 }
 
 Json Run::summary() const {
@@ -946,6 +1010,10 @@ Json Run::summary() const {
       .field("invalidated", invalidated)
       .field("transport", std::string(kTransportNames[static_cast<unsigned>(f_.shape.transport)]))
       .field("passed_over", passed_over)
+      .field("failed", failed_)
+      .field("retry_exceeded", retry_exceeded_)
+      .field("unanswered_least", unanswered_least_)
+      .field("unanswered_most", unanswered_most_)
       .field("lost", faults_.of(Fault::kLost))
       .field("duplicated", faults_.of(Fault::kDuplicated))
       .field("reordered", faults_.of(Fault::kReordered))

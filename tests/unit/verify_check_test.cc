@@ -317,6 +317,31 @@ TEST(AtomicModel, FailedSwapLeavesTheWord) {
   EXPECT_EQ(m.swap, 5u);
 }
 
+/// The words after the first `n` WRs.
+AtomicModel after(const Stream& s, std::uint64_t n) {
+  AtomicModel m;
+  for (std::uint64_t i = 0; i < n; ++i) m.apply(s.at(i));
+  return m;
+}
+
+TEST(ExecutedOf, WhatTheWordsTellIsWithinWhatWasCompletedAndPosted) {
+  const Shape shape = shape_of(Mode::kAtomic);
+  const Stream stream(shape, stream_key(shape.seed, kQp, true));
+  for (std::uint64_t n = 0; n < 40; ++n) {
+    const AtomicModel m = after(stream, n);
+    const auto e = executed_of(stream, m.sum, m.swap, 0, 50);
+    ASSERT_TRUE(e);
+    EXPECT_TRUE(e->least <= n && n <= e->most) << n;
+    EXPECT_EQ(executed_of(stream, m.sum, m.swap, 0, {})->least, e->least);
+    EXPECT_EQ(e->shared_least, after(stream, e->least).shared);
+    EXPECT_EQ(e->shared_most, after(stream, e->most).shared);
+    EXPECT_EQ(executed_of(stream, m.sum, m.swap, n, n)->least, n);
+    EXPECT_EQ(executed_of(stream, m.sum, m.swap, e->most + 1, 50), std::nullopt) << "more have completed than were executed";
+    if (e->least) { EXPECT_EQ(executed_of(stream, m.sum, m.swap, 0, e->least - 1), std::nullopt) << "fewer were posted"; }
+  }
+  EXPECT_EQ(executed_of(stream, after(stream, 40).sum + 1, after(stream, 40).swap, 0, 50), std::nullopt);
+}
+
 TEST(EventChecker, EachArmingBringsOneEventAtMost) {
   EventChecker e;
   Faults faults;

@@ -286,6 +286,31 @@ struct AtomicModel {
   }
 };
 
+/// How much of a stream was executed, as far as the words tell that its atomics work on: what leaves them as they were is not seen.
+struct Executed {
+  std::uint64_t least, most;                // WRs
+  std::uint64_t shared_least, shared_most;  // what they have added to the word of all QPs
+};
+/// @param completed WRs, with success: so many were executed at least; @param posted at most so many; none: only the least is told
+/// @return none: no number of them, each executed once, leaves the words so
+inline std::optional<Executed> executed_of(const Stream& s, std::uint64_t sum, std::uint64_t swap, std::uint64_t completed, std::optional<std::uint64_t> posted) {
+  constexpr std::uint64_t kMost = 4'000'000;
+  AtomicModel m;
+  std::optional<Executed> found;
+  for (std::uint64_t n = 0;; ++n) {
+    const bool fits = m.sum == sum && m.swap == swap;
+    if (found && !fits) break;
+    if (fits && n >= completed) {
+      if (!found) found = Executed{n, n, m.shared, m.shared};
+      found->most = n;
+      found->shared_most = m.shared;
+    }
+    if (posted ? n == *posted : found || n == kMost) break;
+    if (const Op op = s.at(n); is_atomic(op.kind)) m.apply(op);
+  }
+  return found;
+}
+
 /// What the target ring of a stream holds after its first `total` WRs, nothing else having touched it.
 inline std::vector<std::uint8_t> expected_target(const Stream& s, std::uint64_t total) {
   const Shape& shape = s.shape();

@@ -22,6 +22,7 @@ enum class Msg : std::uint32_t {
   kResult,     // u64 faults, then text of the first
   kAbort,      // text
   kChecked,    // u64 per QP: how far your stream has been checked, where an RDMA WRITE of it could be lost
+  kBroken,     // two u64 per QP: WRs of my stream that have completed with success, and that were posted; nothing is on its way
 };
 
 struct Message {
