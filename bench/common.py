@@ -94,6 +94,10 @@ def verdict(what, seen, want, good):
     return f"{'met   ' if good else 'missed'} {what}: {seen} (target {want})"
 
 
+def not_measured(what, want):
+    return f"not measured: {what} (target {want})"
+
+
 # ---- plots
 
 W, H, M = 960, 400, 64
