@@ -59,30 +59,30 @@ say_change() {
 }
 logs() { local h; for h in src peer; do echo "--- $1 on $h:"; tail -n 25 "$(out_of "$h" "$1.log")"; links_of "$h" | jq -c '.processes[]'; done >&2; }
 
-# cut_under CUT..: both ends run and are backed up; the cable of rail 0 is cut as CUT says.
-cut_under() {
-	backed_up src || return 1
-	rail peer "$@"
-}
 mend() { rail src up; rail peer up; rail peer --loss 0; rail peer inside-up; }
-rail1_frames() { testbed status | awk '/^src / {src = 1} src && $1 == "rail1" {print $4; exit}'; }	# that src has sent
+rail_frames() { testbed status | awk -v rail="rail$1" '/^src / {src = 1} src && $1 == rail {print $4; exit}'; }	# that src has sent
+frames_are() { [ "$(rail_frames "$1")" -ge "$2" ]; }
+goes_over() {	# LINK PROGRAMS: all are there, and send there
+	local before
+	both_on "$1" && before=$(rail_frames "$1") && until_true 20 frames_are "$1" $((before + 500 * $2)) || fail "it does not go on over rail $1"
+}
 
-# outlives "NAME.." SECONDS CUT..: they run at both ends, the cable is cut, and they go on over the other rail to their end.
+# outlives "NAME.." SECONDS CUT..: they run at both ends, the cable is cut, and they go on over the other rail; it is mended, and they
+# go back, and on to their end.
 outlives() {
-	local all p limit=$2 ok=0 before
+	local all p limit=$2 ok=0
 	read -ra all <<<"$1"
-	cut_under "${@:3}" && before=$(rail1_frames) || ok=1
+	backed_up src && cut "${@:3}" && goes_over 1 ${#all[@]} && mend && goes_over 0 ${#all[@]} || ok=1
 	for p in "${all[@]}"; do
 		[ $ok != 0 ] || { ended src "$p" "$limit" && ended peer "$p" "$limit"; } || ok=1
 	done
-	[ $ok != 0 ] || [ "$(($(rail1_frames) - before))" -gt $((500 * ${#all[@]})) ] || fail "it did not go on over the other rail" || ok=1
 	[ $ok = 0 ] || for p in "${all[@]}"; do logs "$p"; done
 	mend
 	[ $ok = 0 ] || { e2e_reset; return 1; }
 }
 
 start_perftest() {	# PROGRAM PORT OPTION..: at both ends
-	local p=$1 port=$2 options=(-d rxe0 -F -D 40 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
+	local p=$1 port=$2 options=(-d rxe0 -F -D 60 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
 	run_on peer "$p" "$p" "${options[@]}" || return 1
 	until_true 20 on_sh peer 'ss -Hltn "sport = :$1" | grep -q . || rdma res show cm_id | grep -q LISTEN' "$port" || fail "$p does not listen" || return 1
 	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
@@ -104,11 +104,11 @@ two_perftests() {	# CUT..
 
 # UCX's transport for RC, whose QPs have one SRQ, with blocks that take several packets. There is no connection of UD, which has no backup.
 ucx() {
-	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 60000)
+	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 200000)
 	run_on peer ucx env UCX_IB_GID_INDEX=1 ucx_perftest || return 1
 	until_true 20 on_sh peer 'ss -Hltn "sport = :13337" | grep -q .' || fail "ucx_perftest does not listen" || return 1
 	run_on src ucx env UCX_IB_GID_INDEX=1 ucx_perftest "${options[@]}" "$E2E_PEER" || return 1
-	outlives ucx 120 "$@" && grep '^Final' "$(out_of src ucx.log)" | sed 's/^/# /'
+	outlives ucx 240 "$@" && grep '^Final' "$(out_of src ucx.log)" | sed 's/^/# /'
 }
 
 # with_both PROGRAM DO.. -- OPTION..: while both ends run and are backed up, DO; then each work request has completed.
@@ -143,20 +143,38 @@ on_link() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and 
 both_on() {	# LINK [HOST]: all vQPs of both ends are there
 	until_true 60 on_link "${2:-src}" "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
 }
-cut() { rail peer "$@" && both_on 1; }
-cuts() {	# N: in a row, of all kinds
-	local i how
+# What the change to link 1 was, of each process of a host.
+left_for_1() { links_of "$1" | jq -ce '[.processes[] | select(.vqps > 0) | .last_switchover] | select(length > 0 and all(.[]; .to == 1))'; }
+causes() { jq -r 'map(.cause) | unique | join(" ")'; }
+# noticed CUT..: the end that has no carrier sees that, and tells the other one; where ports stay up only silence tells, either end or both.
+noticed() {
+	local src peer
+	src=$(left_for_1 src | causes) peer=$(left_for_1 peer | causes)
+	case $1 in
+	down|inside) [ "$src" = peer ] && [[ $peer =~ ^((completion|event|netlink)' '?)+$ ]] ;;
+	*) [[ $src/$peer =~ completion|heartbeat|channel ]] && [[ ! $src/$peer =~ event|netlink|operator|application|return|prefer ]] ;;
+	esac
+}
+cut() {
+	rail peer "$@" && both_on 1 || return 1
+	until_true 10 noticed "$@" || fail "cut by $*: noticed by $(left_for_1 src | causes) at src, by $(left_for_1 peer | causes) at peer"
+}
+replayed() { { left_for_1 src; left_for_1 peer; } | jq -s 'flatten | map(.replayed) | add'; }	# after a cut
+cuts() {	# N: in a row, of all kinds in turn
+	local i how first=$RANDOM under_way=0
 	for ((i = 1; i <= $1; i++)); do
-		case $((RANDOM % 5)) in
+		case $(((first + i) % 5)) in
 		0) how=(down) ;;
 		1) how=(inside) ;;
 		2) how=(--loss 100) ;;
 		3) how=(--loss 100 --direction in) ;;
 		4) how=(--loss 100 --direction out) ;;
 		esac
-		cut "${how[@]}" && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
+		cut "${how[@]}" && under_way=$((under_way + $(replayed))) && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
 		note "cut $i of $1: ${how[*]}"
 	done
+	echo "# $under_way work requests of $1 cuts were replayed"
+	[ $under_way != 0 ] || fail "nothing was under way at any cut" || return 1
 	changed src && changed peer
 }
 # The driver lets the NIC go, as when it is unplugged. The kernel keeps what is left of it for the programs that hold its device.
@@ -242,20 +260,42 @@ stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate
 # The partner's rail: it goes on over the other one, once that is the backup of what has moved.
 moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && both_on 1 dst && expect_traffic; }
 # Each answer is checked by migr_verify: a sum that every fetch-and-add of a QP has to find.
-relayed() {
+relayed() {	# DO..
 	local r=0
-	configure '"atomics": "relayed"' && with_verify is_relayed -- --mode mixed --qps 4 --size 4096 || r=1
+	configure '"atomics": "relayed"' && with_verify is_relayed "$@" -- --mode mixed --qps 4 --size 4096 || r=1
 	configure && return $r
 }
 is_relayed() {
 	links_of src | jq -e '.processes | length > 0 and all(.[]; .atomics == "relayed")' >/dev/null || fail "atomics are not relayed" || return 1
-	again_and_again
+	"$@"
 }
 # The cable is cut and mended; then it loses everything in one direction while the ports stay up, which nothing but silence tells.
 again_and_again() {
 	cut down && mend && both_on 0 && until_true 60 backed src && cut --loss 100 && mend && both_on 0 && changed src && changed peer &&
 		say_change src && say_change peer
 }
+
+# What the receiver has counted is not done again under this policy, and a WRITE may be.
+resends() {	# MODE DO..
+	local POLICY=resend
+	with_verify has_policy "${@:2}" -- --mode "$1" --qps 4 --size 4096
+}
+has_policy() {	# DO..
+	links_of src | jq -e --arg p "$POLICY" '.processes | length > 0 and all(.[]; .policy == $p)' >/dev/null || fail "the policy is not $POLICY" || return 1
+	"$@"
+}
+# A cable that loses some of everything is slow, and not dead: there may be changes, but not all the time.
+lossy() {
+	local i h n
+	rail peer --loss 20 || return 1
+	for i in 1 2 3 4 5; do expect_traffic && sleep 3 || return 1; done
+	for h in src peer; do
+		n=$(links_of "$h" | jq '[.processes[].switchovers[]? | select(.from == 0)] | length') && note "$h has left rail 0 $n times" && [ "$n" -le 5 ] ||
+			fail "$h has left rail 0 $n times" || return 1
+	done
+	changed_if_at_all src && changed_if_at_all peer
+}
+changed_if_at_all() { links_of "$1" | jq -e 'all(.processes[].switchovers[]?; .done and .broken == 0)' >/dev/null || fail "a change of $1 has failed"; }
 
 # Paths that are nobody's until the cable is cut: some vQPs take one, the others make theirs. Then a container, which leaves them before it moves.
 pooled() {
@@ -308,18 +348,18 @@ with_other_addresses() {
 }
 
 # Where migrd keeps no directory of links nothing can be backed up.
-on src test -S /run/migr/links.sock || { echo "skip: migrd has no /run/migr/links.sock"; exit 0; }
+on src test -S /run/migr/links.sock || { fail "migrd has no /run/migr/links.sock"; exit 1; }
 configure && links_from /tmp/links.json || exit 1
-step "the cable is cut: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
+step "the cable is cut and mended: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
 walk_step "the cable is cut, mended, silent, mended: migr_verify, messages, WRITEs and atomic writes" if_atomic_writes with_verify again_and_again -- --mode write_imm --qps 4 --size 4096 --wr-api --atomic-write
-walk_step "the cable is cut: ib_write_bw" perftest ib_write_bw down
-walk_step "the cable is cut: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
-walk_step "the cable is cut: UCX" ucx down
-walk_step "the cable is cut: ib_write_bw, connected by librdmacm" perftest ib_write_bw down -- -R
-walk_step "the cable is cut: ib_send_bw, connected by librdmacm" perftest ib_send_bw down -- -R
+walk_step "the cable is cut and mended: ib_write_bw" perftest ib_write_bw down
+walk_step "the cable is cut and mended: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
+walk_step "the cable is cut and mended: UCX" ucx down
+walk_step "the cable is cut and mended: ib_write_bw, connected by librdmacm" perftest ib_write_bw down -- -R
+walk_step "the cable is cut and mended: ib_send_bw, connected by librdmacm" perftest ib_send_bw down -- -R
 walk_step "${CUTS:-4} cuts in a row: migr_verify, with an SRQ" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 8192 --srq --any-order
-walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed
+walk_step "atomics are relayed, the cable is cut, mended, silent, mended: migr_verify, mixed" relayed again_and_again
 walk_step "paths of a pool, the cable is cut, mended, silent, mended; a container moves" pooled
 walk_step "a host gets other addresses while its cable is cut: migr_verify, messages and WRITEs" with_other_addresses
 walk_step "two backup links, one cable is cut after the other: migr_verify, messages and WRITEs" third_link
@@ -335,10 +375,15 @@ step "a rail fails while a container moves" with_container moved_while_rail_fail
 walk_step "a rail fails while a container moves, and it goes back" with_container stays_while_rail_fails
 walk_step "the partner's rail fails while a container moves" with_container moved_while_partners_rail_fails
 walk_step "${CUTS:-4} cuts in a row: migr_verify, messages and WRITEs" with_verify cuts "${CUTS:-4}" -- --mode write_imm --qps 4 --size 4096
+walk_step "${CUTS:-4} cuts in a row: atomics are relayed, migr_verify, mixed" relayed cuts "${CUTS:-4}"
+step "resend: the cable is cut: migr_verify, messages and WRITEs" resends write_imm cut down
+walk_step "resend: the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" resends write_imm again_and_again
+walk_step "resend: the cable is cut, mended, silent, mended: migr_verify, messages" resends send again_and_again
+walk_step "a cable loses a fifth" with_container lossy
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8
-walk_step "the cable is cut: ib_send_bw" perftest ib_send_bw down
-walk_step "the cable is cut: ib_read_bw" perftest ib_read_bw down
+walk_step "the cable is cut and mended: ib_send_bw" perftest ib_send_bw down
+walk_step "the cable is cut and mended: ib_read_bw" perftest ib_read_bw down
 walk_step "the cable is cut: migr_verify, READs, with events" with_verify cut down -- --mode read --qps 4 --events
 walk_step "the backup's device comes later: migr_verify, messages and WRITEs" late_device
 walk_step "the device is removed: migr_verify, messages and WRITEs" device_removed	# last: what peer was told of links is lost with it

@@ -588,12 +588,13 @@ leaks_compare() {
 
 # ---- tests: step NAME CMD... prints "ok" or "not ok"; the script ends with e2e_end
 
-E2E_FAILED=0
+E2E_FAILED=0 E2E_RAN=0
 # E2E_STEPS: only those whose names match this extended regular expression.
 step() {
 	local name=$1 t0=$SECONDS
 	[[ $name =~ ${E2E_STEPS:-} ]] || return 0
 	shift
+	E2E_RAN=$((E2E_RAN + 1))
 	if "$@"; then
 		echo "ok $name ($((SECONDS - t0)) s)"
 	else
@@ -605,6 +606,7 @@ step() {
 # A step for which `make check` has no time: another shows the same in part. make shapes
 walk_step() { [ -z "${E2E_WALK:-}" ] || step "$@"; }
 e2e_end() {
+	[ $E2E_RAN != 0 ] || { fail "no step is called '${E2E_STEPS:-}'"; exit 1; }
 	E2E_STEPS='' step "no kernel complained" console_clean
 	exit $((E2E_FAILED != 0))
 }
