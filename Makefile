@@ -84,8 +84,8 @@ walk: user			## every fault point with modelled hosts (minutes)
 shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
 	@tests/e2e/walk
 
-CUTS ?= 100
-cuts: all			## 2000 changes between modelled links, and CUTS=100 of a cable between hosts (70 minutes)
+CUTS ?= 200
+cuts: all			## 2000 failures of modelled links, and CUTS=200 of a cable between hosts (100 minutes)
 	@scripts/cuts $(CUTS)
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)

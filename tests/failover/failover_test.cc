@@ -785,6 +785,8 @@ bool all_stand(std::uint32_t from) { return (from > 0 || store_all_stand(0)) && 
 /// For ends that say nothing.
 constexpr Options kSilent{.seed = 1, .answers_only = false, .separate_cqs = false, .events = false, .both_ways = true, .sessions = false, .extended = false, .swaps = false, .no_route = false, .churns = false, .fresh = false, .relays = false, .cut_after = 0, .cuts = 1, .may_break = true, .outlives = false};
 
+unsigned failures = 0;  ///< that made a pair leave its link, in cut_again_and_again(); each is a change at either end
+
 /// Cut after cut. Each begins with traffic on the link that is cut, and ends with the vQPs on the other one and ready for the
 /// next, or back on their own. @param flaps  a link that works again fails and works again, while they go back to it
 std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, bool flaps) {
@@ -819,6 +821,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     if (o.lingers && !cut && longest_question_beside(x, y) > std::chrono::milliseconds(500)) return "a verb of the application's waits for the link that was cut";
     if (broken() || cut + 1 == o.cuts) {
       model_let_packets_linger(false);
+      failures += x.left(static_cast<unsigned>(on)) || y.left(static_cast<unsigned>(on));
       // Of each end: the path, the one to come, the one that it was born with, two channels, a bell on each CQ; and what executes atomics.
       // And of each its company's like the first three, and one of a pool on either link; a channel and two paths to come where there is a third link.
       const bool few = broken() || wait_for([&] { return model_qps() <= 14u + (o.relays ? kExecutors : 0) + (o.company ? 6 : 0) + (o.pool ? 4 : 0) + (o.third ? 6 : 0) + (o.shared ? kLoops : 0); });
@@ -827,6 +830,7 @@ std::string cut_again_and_again(End& x, End& y, const Options& o, bool returns, 
     for (const int link : {on, on + both}) model_cut_now(link);  // at the latest
     const auto left = [&](int link) { return !x.protected_now(link) && !y.protected_now(link); };
     if (!wait_for([&] { return broken() || (left(on) && left(on + both)); })) return "cut " + std::to_string(cut) + " was not noticed: " + x.how() + "; " + y.how();
+    ++failures;
     if (!o.third || returns) model_mend(on);
     if (both && returns) model_mend(1);
     for (unsigned times = flaps ? 1 + static_cast<unsigned>(random() % 3) : 0; times; --times) {
@@ -2572,7 +2576,7 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
   if (kind.story == Story::kRefused) return;
   migr_links_switch totals;
   store_totals(&totals);
-  printf("%u changes, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", totals.vqps, totals.broken, totals.replayed,
+  printf("%u failures of a link, %u changes of a path at both ends, %u broken, %u replayed, %u executed already; %u of %d rounds executed a WRITE twice; %.1f ms a change\n", failures, totals.vqps, totals.broken, totals.replayed,
          totals.executed, twice, rounds, totals.vqps ? static_cast<double>(totals.resume_ns) / totals.vqps / 1e6 : 0);
   printf("%u of %d connections outlived it\n", whole, rounds);
   if (kind.story == Story::kMarooned) {
@@ -2583,6 +2587,9 @@ TEST_P(Failover, EachOnceInOrderWhereverTheLinkIsCut) {
     EXPECT_GT(whole, 0u);  // with no link left for long an end gives up
   } else {
     EXPECT_EQ(whole, static_cast<unsigned>(rounds));
+  }
+  if (kind.story == Story::kCut && rounds >= 6) {
+    EXPECT_GT(failures, 0u);
   }
   if (!kind.storms() && rounds >= 6) {
     EXPECT_GT(totals.vqps + totals.broken, 0u);
