@@ -104,7 +104,7 @@ two_perftests() {	# CUT..
 
 # UCX's transport for RC, whose QPs have one SRQ, with blocks that take several packets. There is no connection of UD, which has no backup.
 ucx() {
-	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 200000)
+	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 300000)
 	run_on peer ucx env UCX_IB_GID_INDEX=1 ucx_perftest || return 1
 	until_true 20 on_sh peer 'ss -Hltn "sport = :13337" | grep -q .' || fail "ucx_perftest does not listen" || return 1
 	run_on src ucx env UCX_IB_GID_INDEX=1 ucx_perftest "${options[@]}" "$E2E_PEER" || return 1
@@ -143,8 +143,11 @@ on_link() { links_of "$1" | jq -e --argjson l "$2" '.processes | length > 0 and 
 both_on() {	# LINK [HOST]: all vQPs of both ends are there
 	until_true 60 on_link "${2:-src}" "$1" && until_true 20 on_link peer "$1" || fail "not all are on link $1"
 }
-# What the change to link 1 was, of each process of a host.
-left_for_1() { links_of "$1" | jq -ce '[.processes[] | select(.vqps > 0) | .last_switchover] | select(length > 0 and all(.[]; .to == 1))'; }
+# What the change to link 1 was, of each vQP of a host. migrd keeps 16 of a process.
+left_for_1() {
+	links_of "$1" | jq -ce '[.processes[] | select(.vqps > 0) | ([.vqps, 16] | min) as $n | .switchovers[-$n:] | if length == $n then .[] else {to: null} end] |
+		select(length > 0 and all(.[]; .to == 1))'
+}
 causes() { jq -r 'map(.cause) | unique | join(" ")'; }
 # noticed CUT..: the end that has no carrier sees that, and tells the other one; where ports stay up only silence tells, either end or both.
 noticed() {
@@ -159,7 +162,7 @@ cut() {
 	rail peer "$@" && both_on 1 || return 1
 	until_true 10 noticed "$@" || fail "cut by $*: noticed by $(left_for_1 src | causes) at src, by $(left_for_1 peer | causes) at peer"
 }
-replayed() { { left_for_1 src; left_for_1 peer; } | jq -s 'flatten | map(.replayed) | add'; }	# after a cut
+were_under_way() { { left_for_1 src; left_for_1 peer; } | jq -s 'flatten | map(.replayed + .executed) | add'; }	# when it was cut
 cuts() {	# N: in a row, of all kinds in turn
 	local i how first=$RANDOM under_way=0
 	for ((i = 1; i <= $1; i++)); do
@@ -170,10 +173,10 @@ cuts() {	# N: in a row, of all kinds in turn
 		3) how=(--loss 100 --direction in) ;;
 		4) how=(--loss 100 --direction out) ;;
 		esac
-		cut "${how[@]}" && under_way=$((under_way + $(replayed))) && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
+		cut "${how[@]}" && under_way=$((under_way + $(were_under_way))) && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
 		note "cut $i of $1: ${how[*]}"
 	done
-	echo "# $under_way work requests of $1 cuts were replayed"
+	echo "# $under_way work requests were under way at $1 cuts"
 	[ $under_way != 0 ] || fail "nothing was under way at any cut" || return 1
 	changed src && changed peer
 }
