@@ -54,6 +54,15 @@ std::set<std::string> connections_elsewhere() {
   return inodes;
 }
 
+Result<std::string> second_word_of(const std::string& program) {
+  auto r = run_checked({program, "--version"}, {}, kRuncMs);
+  if (!r) return Error{EBUSY, r.error().text};
+  std::istringstream words(r->out);
+  std::string word, version;
+  words >> word >> version;
+  return version;
+}
+
 }  // namespace
 
 std::string bare_name(pid_t pid) { return kPrefix + std::to_string(pid); }
@@ -80,14 +89,8 @@ Result<ContainerState> Bare::state(pid_t pid) const {
   return s;
 }
 
-Result<std::string> Bare::version() const {
-  auto r = run_checked({config_.criu, "--version"}, {}, kRuncMs);
-  if (!r) return Error{EBUSY, r.error().text};
-  std::istringstream words(r->out);  // "Version: 3.17.1"
-  std::string word, version;
-  words >> word >> version;
-  return version;
-}
+Result<std::string> Bare::version() const { return second_word_of(config_.criu); }  // "Version: 3.17.1"
+Result<std::string> Bare::nft_version() const { return second_word_of("nft"); }     // "nftables v1.0.6 (Lester Gooch #5)"
 
 Result<std::vector<pid_t>> Bare::pids(pid_t pid) const {
   auto all = tree_of(pid);

@@ -24,6 +24,8 @@ class Bare {
   Result<std::vector<pid_t>> pids(pid_t pid) const;
   /// CRIU's, which is installed; "3.17.1".
   Result<std::string> version() const;
+  /// nft's, which their TCP connections depend on.
+  Result<std::string> nft_version() const;
   /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
   Status connections_stay(pid_t pid) const;
   Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;

@@ -86,6 +86,13 @@ void judge_net_hook(Judge& j, const wire::HostFacts& f) {
     j.part("net_hook", f.net_hook(), advice);
 }
 
+void judge_nft(Judge& j, const wire::HostFacts& f) {
+  if (f.has_nft() && !f.nft().error().empty())
+    j.warn("nft", f.nft().error(), "install the package nftables, if processes without a container are to move that have TCP connections within their host");
+  else if (f.has_nft())
+    j.part("nft", f.nft(), "");
+}
+
 void judge_certificate(Judge& j, const wire::CertificateFacts& c, std::int64_t now_s) {
   const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; migrd takes them by itself";
   if (!c.error().empty()) return j.fail(check, c.error(), "ca.pem, host.pem and host.key (mode 0600) of this host belong into " + c.folder());
@@ -208,6 +215,7 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
   j.part("library", f.library(), "install libmigr.so there, or say in migrd.json where it is (\"libmigr\"); programs are started with LD_PRELOAD= and that path");
   judge_criu(j, f);
   judge_net_hook(j, f);
+  judge_nft(j, f);
   judge_certificate(j, f.certificate(), now_s);
   judge_devices(j, f);
   if (f.links().path().empty()) j.ok("links", "not configured");

@@ -133,10 +133,14 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   f.set_module_error(error_of(KernelRecord::open()));
   f.mutable_library()->set_path(config.libmigr);
   f.mutable_library()->set_error(error_of(check_library(config.libmigr)));
-  const auto criu = Bare(config).version();
+  const Bare bare(config);
+  const auto criu = bare.version(), nft = bare.nft_version();
   f.mutable_criu()->set_path(config.criu);
   f.mutable_criu()->set_error(error_of(criu));
   if (criu) f.mutable_criu()->set_version(*criu);
+  f.mutable_nft()->set_path("nft");
+  f.mutable_nft()->set_error(error_of(nft));
+  if (nft) f.mutable_nft()->set_version(*nft);
   f.mutable_plugin()->set_path(plugin_dir(config) + "/migr_plugin.so");
   f.mutable_plugin()->set_error(error_of(check_plugin(config)));
   f.mutable_runc()->set_path(config.runc);

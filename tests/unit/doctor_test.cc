@@ -33,6 +33,7 @@ wire::HostFacts good(const std::string& name = "src") {
   f.mutable_plugin()->set_path("/usr/lib/criu/migr_plugin.so");
   f.mutable_runc()->set_path("runc");
   f.mutable_net_hook()->set_path("/usr/lib/migr/migr-net");
+  f.mutable_nft()->set_path("nft");
   auto* c = f.mutable_certificate();
   c->set_folder("/etc/migr/pki"), c->set_subject(name), c->set_begins_s(kNow - kDay), c->set_ends_s(kNow + 300 * kDay), c->set_ca_ends_s(kNow + 900 * kDay);
   c->set_of_ca(true), c->set_of_key(true), c->set_of_host(true);
@@ -65,6 +66,7 @@ TEST(Doctor, HostsThatAreRightAreOk) {
   EXPECT_EQ(health_of(peer), Health::kOk);
   auto older = good("dst");  // does not know of it
   older.clear_net_hook();
+  older.clear_nft();
   EXPECT_TRUE(wrong(judge_peer(good(), answer_of(older), kNow)).empty());
   for (const auto& f : peer) EXPECT_EQ(f.advice, "") << f.check;
 }
@@ -131,6 +133,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"plugin", [](auto& f) { f.mutable_plugin()->set_error("no migr_plugin.so"); }, "plugin", Health::kFailed, "no migr_plugin.so", "criu_libs"},
         Case{"runc", [](auto& f) { f.mutable_runc()->set_error("runc knows no partial-restore"); }, "runc", Health::kFailed, "partial-restore", "migr's runc"},
         Case{"net_hook", [](auto& f) { f.mutable_net_hook()->set_error("/x is no program"); }, "net_hook", Health::kFailed, "no program", "migr-net"},
+        Case{"nft", [](auto& f) { f.mutable_nft()->set_error("cannot run nft"); }, "nft", Health::kWarning, "cannot run nft", "nftables"},
         Case{"no_net_hook", [](auto& f) { f.mutable_net_hook()->clear_path(); }, "net_hook", Health::kWarning, "not set", "if there are such, say in migrd.json"},
         Case{"no_key", [](auto& f) { f.mutable_certificate()->set_error("no host.key"); }, "certificate", Health::kFailed, "no host.key", "/etc/migr/pki"},
         Case{"expired", [](auto& f) { f.mutable_certificate()->set_ends_s(kNow); }, "certificate", Health::kFailed, "it expired", "pki host"},
@@ -285,16 +288,22 @@ struct Facts : ::testing::Test {
     chmod(config.libmigr.c_str(), 0644);
     write("criu", "#!/bin/sh\necho 'Version: 3.17.1'\n");
     write("runc", "#!/bin/sh\necho runc partial-restore\n");
+    write("nft", "#!/bin/sh\necho 'nftables v1.0.6 (Lester Gooch #5)'\n");
+    path = getenv("PATH");
+    setenv("PATH", dir.c_str(), 1);
     write("migr_plugin.so", "");
     write("links.json", R"({"links": [{"device": "rxe0"}, {"device": "rxe1"}], "policy": "exact"})");
   }
-  void TearDown() override { fs::remove_all(dir); }
+  void TearDown() override {
+    setenv("PATH", path.c_str(), 1);
+    fs::remove_all(dir);
+  }
   void write(const std::string& name, const std::string& text) {
     std::ofstream(dir + "/" + name) << text;
     chmod((dir + "/" + name).c_str(), 0755);
   }
   wire::HostFacts facts(std::uint64_t bytes = 1) { return facts_of(config, {}, bytes); }
-  std::string dir;
+  std::string dir, path;
   Config config;
 };
 
@@ -302,6 +311,7 @@ TEST_F(Facts, OfFilesThatAreRight) {
   const auto f = facts();
   EXPECT_EQ(f.library().error(), "");
   EXPECT_EQ(f.criu().version(), "3.17.1");
+  EXPECT_EQ(f.nft().version(), "v1.0.6");
   EXPECT_EQ(f.plugin().error() + f.runc().error() + f.links().error() + f.certificate().error() + f.room().lacks(), "");
   EXPECT_EQ(f.links().version(), "2 links");
   EXPECT_TRUE(f.certificate().of_ca() && f.certificate().of_key() && f.certificate().of_host());
@@ -311,9 +321,9 @@ TEST_F(Facts, OfFilesThatAreRight) {
 }
 
 TEST_F(Facts, OfWhatIsNotThere) {
-  for (const char* name : {"criu", "runc", "migr_plugin.so", "libmigr.so", "links.json", "ca/src/host.pem"}) fs::remove(dir + "/" + name);
+  for (const char* name : {"criu", "nft", "runc", "migr_plugin.so", "libmigr.so", "links.json", "ca/src/host.pem"}) fs::remove(dir + "/" + name);
   const auto f = facts(1ull << 60);
-  for (const auto& error : {f.library().error(), f.criu().error(), f.plugin().error(), f.runc().error(), f.links().error(), f.certificate().error(), f.room().lacks()})
+  for (const auto& error : {f.library().error(), f.criu().error(), f.nft().error(), f.plugin().error(), f.runc().error(), f.links().error(), f.certificate().error(), f.room().lacks()})
     EXPECT_NE(error, "");
 }
 
