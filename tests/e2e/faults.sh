@@ -5,7 +5,7 @@
 
 # What keeps a test of a hang short; all others are the defaults.
 FAULT_LIMITS='{ "lease_ms": 8000, "resolve_ms": 30000, "undecided_ms": 20000, "prepare_ms": 60000, "upload_ms": 60000,
-	"ready_ms": 60000, "checkpoint_ms": 60000, "phase_ms": 90000, "fault_hang_ms": 100000 }'
+	"ready_ms": 60000, "checkpoint_ms": 60000, "hook_ms": 9000, "phase_ms": 90000, "fault_hang_ms": 100000 }'
 FAULT_SETTLE=${FAULT_SETTLE:-90}	# seconds, until every host is at rest
 
 faults_begin() {
