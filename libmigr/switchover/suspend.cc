@@ -106,8 +106,8 @@ int post_marker(Draining& d, Nothing& nothing) {
   // The application has counted its own work requests when it made its CQ, not one of ours for each QP.
   path::poll_to_fake(*q.send_cq);
   if (static_cast<int>(q.send_cq->markers) >= std::max(1, q.send_cq->real->cqe / 2)) return ENOMEM;
-  unsigned before = 1;
-  d.sends = provider::sends_in_queue(q, before) || before || !nothing.become(q, wr);
+  unsigned before = 1;  // to find the queue takes longer than the packets, in a migration that has made nothing ahead of the stop
+  d.sends = !q.send_ring.queue || provider::sends_in_queue(q, before) || before || !nothing.become(q, wr);
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
   d.wr_id = q.drain_marker = wr.wr_id;

@@ -1774,6 +1774,7 @@ TEST_P(DeadPeer, IsNotWaitedFor) {
 
 TEST_P(DeadPeer, IsNotAskedWhereNothingIsInFlight) {
   model_cut(0, 0, false);
+  ASSERT_EQ(migrd.about(from_, MIGR_MSG_QP_CREATE).status, 0);  // which finds where the queues lie
   migrd.ask(MIGR_MSG_SUSPEND);
   migrd.drained();
   model_mend(0);
