@@ -162,7 +162,7 @@ struct Answer {
 /// As processes are told. EINVAL: malformed.
 Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys);
 
-/// KEYS: where the memory of processes that have moved can be reached now.
+/// KEYS: where the memory of processes that have moved can be reached now. One that has no QP for them is done, whatever its library says (EBUSY).
 Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys);
 
 const char* message_name(std::uint16_t type);

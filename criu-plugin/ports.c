@@ -73,15 +73,16 @@ static int hold(int fd, const struct migr_fd_desc *d)
 	return ret == EADDRNOTAVAIL ? EADDRINUSE : ret;	/* what the kernel says where one of the two has any address */
 }
 
-/* @return -1 with errno, and it is said */
+/* @return a file, or a negative errno with *err said */
 static int open_device(const struct migr_rst_process *p, struct migr_rst_err *err)
 {
-	int fd = open(DEVICE, O_RDWR | O_NONBLOCK | O_CLOEXEC);
+	int fd = open(DEVICE, O_RDWR | O_NONBLOCK | O_CLOEXEC), e = errno;
 
-	if (fd < 0)
-		snprintf(err->text, sizeof(err->text), "pid %u uses librdmacm, and " DEVICE " cannot be opened here: %s%s", p->pid,
-			 strerror(errno), errno == ENOENT ? "; load rdma_ucm" : "");
-	return fd;
+	if (fd >= 0)
+		return fd;
+	snprintf(err->text, sizeof(err->text), "pid %u uses librdmacm, and " DEVICE " cannot be opened here: %s%s", p->pid, strerror(e),
+		 e == ENOENT ? "; load rdma_ucm" : "");
+	return -e;
 }
 
 int ports_look(const struct migr_rst_process *p, struct migr_rst_err *err)
@@ -92,7 +93,7 @@ int ports_look(const struct migr_rst_process *p, struct migr_rst_err *err)
 		if (p->fds[i].kind != MIGR_FD_CM)
 			continue;
 		fd = open_device(p, err);
-		return fd < 0 ? -errno : close(fd);
+		return fd < 0 ? fd : close(fd);
 	}
 	return 0;
 }

@@ -1193,8 +1193,7 @@ void Engine::rollback() {
   frozen_ = false;
   thawed_.notify_all();
   moving_.clear();
-  wake();
-  if (!started_ || real_fd_ < 0) return;
+  if (!started_ || real_fd_ < 0) return wake();
   in_thread(guard, [&] {
     for (const auto& [handle, id] : ids_) {
       id->held = false;

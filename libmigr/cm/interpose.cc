@@ -169,8 +169,7 @@ MIGR_EXPORT void closefrom(int first) noexcept {
   const auto from = static_cast<unsigned>(std::max(first, 0));
   leave_range(from, ~0u);
   if (!close_others(from, ~0u, [](unsigned a, unsigned b) { return static_cast<int>(syscall(SYS_close_range, a, b, 0)); })) return;
-  if (const ClosefromFn fn = next(real_closefrom, "closefrom")) return fn(first);
-  syscall(SYS_close_range, std::max(first, 0), ~0u, 0);
+  if (const ClosefromFn fn = next(real_closefrom, "closefrom")) fn(first);  // where the kernel has no such call
 }
 
 MIGR_EXPORT int fstat(int fd, struct stat* out) {
