@@ -427,37 +427,36 @@ MIGR_COLD Note* new_note() noexcept {
   return this_note = n;
 }
 
-/// @param translate  QP numbers; those of the fake CQ are virtual already, and which of the two answers is known only here
-[[gnu::always_inline]] inline int poll_noted(CqShadow& c, int entries, ibv_wc* wc, bool translate) noexcept {
-  Note* me = this_note;
+/// What of them an error is goes to where it belongs. @return how many are the application's
+MIGR_INLINE int without_errors(CqShadow& c, int n, ibv_wc* wc) {
+  for (int i = 0; i < n; ++i)
+    if (wc[i].status != IBV_WC_SUCCESS) [[unlikely]]
+      return take_errors(c, n, wc);
+  return n;
+}
+
+/// A protected CQ that is not on the direct path. QP numbers of the fake CQ are virtual already: which of the two answers is known only here.
+MIGR_INLINE int poll_noted(CqShadow& c, int entries, ibv_wc* wc) noexcept {
+  Note* const me = this_note ? this_note : new_note();
   if (!me) [[unlikely]]
-    if (!(me = new_note())) return poll_fake(c, entries, wc);
+    return poll_fake(c, entries, wc);
   me->cq.store(&c, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  int n;
   if (c.state.load(std::memory_order_relaxed) & kFakeCq) [[unlikely]] {
     me->cq.store(nullptr, std::memory_order_release);
     return poll_fake(c, entries, wc);
   }
-  n = c.real_poll(c.real, entries, wc);
-  for (int i = 0; i < n; ++i)
-    if (wc[i].status != IBV_WC_SUCCESS) [[unlikely]] {
-      n = take_errors(c, n, wc);
-      break;
-    }
+  const int n = without_errors(c, c.real_poll(c.real, entries, wc), wc);
   me->cq.store(nullptr, std::memory_order_release);
-  if (translate)
-    for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
+  for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
 }
-
-MIGR_PATH [[gnu::noinline]] int poll_protected(CqShadow& c, int entries, ibv_wc* wc) noexcept { return poll_noted(c, entries, wc, false); }
 
 MIGR_PATH [[gnu::noinline]] int poll_switched(CqShadow& c, int entries, ibv_wc* wc) noexcept {
   const std::uint32_t state = c.state.load(std::memory_order_relaxed);
   if (state & kFakeCq) [[unlikely]]
     return poll_fake(c, entries, wc);
-  if (state & kProtectedCq) return poll_noted(c, entries, wc, true);
+  if (state & kProtectedCq) return poll_noted(c, entries, wc);
   const int n = c.real_poll(c.real, entries, wc);
   for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
@@ -487,9 +486,26 @@ MIGR_PATH int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept
 
 MIGR_PATH int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
   CqShadow& c = shadow_of(cq);
-  if (const std::uint32_t state = c.state.load(std::memory_order_relaxed)) [[unlikely]]
-    return state == kProtectedCq ? poll_protected(c, entries, wc) : poll_switched(c, entries, wc);
+  if (c.state.load(std::memory_order_relaxed)) [[unlikely]]
+    return poll_switched(c, entries, wc);
   return c.real_poll(c.real, entries, wc);
+}
+
+// Instead of poll_cq(), where most CQs are protected: one look at the state word, behind the note.
+MIGR_PATH int poll_protected(ibv_cq* cq, int entries, ibv_wc* wc) noexcept {
+  CqShadow& c = shadow_of(cq);
+  Note* const me = this_note;
+  if (!me) [[unlikely]]
+    return poll_cq(cq, entries, wc);
+  me->cq.store(&c, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  if (c.state.load(std::memory_order_relaxed) != kProtectedCq) [[unlikely]] {
+    me->cq.store(nullptr, std::memory_order_release);
+    return poll_cq(cq, entries, wc);
+  }
+  const int n = without_errors(c, c.real_poll(c.real, entries, wc), wc);
+  me->cq.store(nullptr, std::memory_order_release);
+  return n;
 }
 
 namespace {

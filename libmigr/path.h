@@ -16,6 +16,8 @@ namespace migr::path {
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) noexcept;
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept;
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) noexcept;
+/// The same, of a context with backup links.
+int poll_protected(ibv_cq* cq, int entries, ibv_wc* wc) noexcept;
 
 /// What the application's ibv_wr_start() calls, of a QP that can have no backup link.
 void wr_start(ibv_qp_ex* qp) noexcept;

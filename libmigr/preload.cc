@@ -494,6 +494,7 @@ void adopt_context(ibv_context* ctx) {
   note_uverbs_fd(ctx->cmd_fd, true);
   control::start();
   links::opened(*context);
+  if (context->twin || force_protected()) ctx->ops.poll_cq = path::poll_protected;
 }
 
 void drop_context(ibv_context* ctx) {
