@@ -326,6 +326,7 @@ struct alignas(64) CqShadow {
   std::vector<QpShadow*> datagram_qps;  ///< that receive here, and whose receives are noted
   const char* immovable;      ///< null, or the call of a NIC family that made it
   unsigned unacked_events;    ///< asynchronous; under Registry::events_lock
+  std::uint32_t acked_before;  ///< FREEZE: of those, to libibverbs, since the real CQ was made
   bool ending;                ///< its destruction has begun: the device may have it no more
   links::CqLink* link;        ///< null: no QP on it has a backup
   std::mutex shared_lock;     ///< taken before an SRQ's. Of `shared`
@@ -357,6 +358,7 @@ struct alignas(64) SrqShadow {
   links::SrqLink* link;                  ///< null: not kSharedSrq
   std::unique_ptr<tracking::Notes> tracked;  ///< null: not tracked; under `lock`
   unsigned unacked_events;               ///< asynchronous; under Registry::events_lock
+  std::uint32_t acked_before;            ///< as a CQ's
 };
 
 /// The process at the other end of a connection.
@@ -434,6 +436,7 @@ struct alignas(64) QpShadow {
   bool adrift = false;                      ///< without any path: suspended, nothing in flight, its receives in `cut`
   std::uint64_t adrift_ns = 0;              ///< since when nobody but its links can give it one
   unsigned unacked_events = 0;              ///< asynchronous; under Registry::events_lock
+  std::uint32_t acked_before = 0;           ///< as a CQ's
   const ibv_qp* quiet = nullptr;            ///< a path that we have closed: its events are no news. Under events_lock
   std::uint64_t suspended_ns = 0, resumed_ns = 0, last_cqe_ns = 0;
   std::uint32_t replayed_sends = 0, replayed_receives = 0;

@@ -122,6 +122,19 @@ int stop_completions(std::string& why) {
   }
 }
 
+/// Asynchronous events are acknowledged when they are read; what a new object has reported is counted from zero.
+void note_acknowledged() {
+  const auto note = [](auto& shadow, const std::uint32_t& completed) {
+    pthread_mutex_lock(&shadow.real->mutex);
+    shadow.acked_before = completed;
+    pthread_mutex_unlock(&shadow.real->mutex);
+  };
+  const Registry& registry = Registry::get();
+  for (CqShadow* c : registry.cqs) note(*c, c->real->async_events_completed);
+  for (SrqShadow* s : registry.srqs) note(*s, s->real->events_completed);
+  for (QpShadow* q : registry.qps) note(*q, q->real->events_completed);
+}
+
 /// Takes back what FREEZE has done so far.
 int thaw(int err) {
   std::string ignored;
@@ -195,6 +208,7 @@ int freeze(std::string& why) {
   datagrams::note_gids();
   for (Context* context : registry.contexts) context->kernel->detach();
   events::frozen();
+  note_acknowledged();
   registry.frozen = true;
   return 0;
 }

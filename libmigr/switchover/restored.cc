@@ -150,22 +150,22 @@ int register_memory(std::string& why) {
   return 0;
 }
 
-/// The same of a new QP's or SRQ's asynchronous events. Those that were read have been acknowledged to libibverbs.
-template <class Queue>
-void restart_async_count(Queue& queue) {
-  pthread_mutex_lock(&queue.mutex);
-  queue.events_completed = 0;
-  pthread_mutex_unlock(&queue.mutex);
-}
-
 /// ibv_destroy_cq() waits until as many events were acknowledged as the kernel's CQ has reported, and this one begins at
 /// zero. What was read and not yet acknowledged stays owed.
 void restart_event_count(CqShadow& c) {
   pthread_mutex_lock(&c.real->mutex);
   c.real->comp_events_completed -= c.events_read;
-  c.real->async_events_completed = 0;  // those are acknowledged when they are read
+  c.real->async_events_completed -= std::exchange(c.acked_before, 0);
   pthread_mutex_unlock(&c.real->mutex);
   c.events_read = 0;
+}
+
+/// The same of a new QP's or SRQ's asynchronous events. It may have said something already: that it is put into ERR.
+template <class Shadow>
+void restart_event_count(Shadow& shadow) {
+  pthread_mutex_lock(&shadow.real->mutex);
+  shadow.real->events_completed -= std::exchange(shadow.acked_before, 0);
+  pthread_mutex_unlock(&shadow.real->mutex);
 }
 
 /// Caller holds s.lock.
@@ -277,12 +277,12 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   if (const int err = datagrams::make_again(why)) return err;
   for (SrqShadow* s : registry.srqs) {
     if (!(s->state.load(std::memory_order_relaxed) & kFrozenSrq)) continue;
-    restart_async_count(*s->real);
+    restart_event_count(*s);
     if (const int err = thaw_srq(*s, why)) return err;
   }
   for (QpShadow* q : registry.qps) {
     if (q->phase == Phase::kRebound) continue;
-    restart_async_count(*q->real);
+    restart_event_count(*q);
     events::hush(*q, nullptr);
     if (const int err = q->context->kernel->bind_qp(q->vqpn(), q->pqpn()))
       return fail(why, err, "cannot bind " + qp_name(*q));

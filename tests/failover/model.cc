@@ -139,7 +139,7 @@ struct Ends {
   int read, write;
 };
 std::map<const ibv_context*, Ends> async_ends;  // the device's, whatever stands at the context's number
-std::map<const void*, int> owed_acks;          // read and not acknowledged, by QP and CQ
+std::map<const void*, int> owed_acks;          // events that were read, by QP, CQ and SRQ
 unsigned unbalanced = 0;
 
 /// Between two QPs of one NIC, and on its way longer than its requester waits.
@@ -278,8 +278,9 @@ bool takes_events_at(const ibv_context* c) {
   return false;
 }
 
-void forget_owed(const void* object) {
-  if (owed_acks[object]) ++unbalanced;
+/// As libibverbs has it: what the kernel's object has reported, and what was acknowledged.
+void forget_owed(const void* object, std::uint32_t completed) {
+  if (owed_acks[object] != static_cast<int>(completed)) ++unbalanced;
   owed_acks.erase(object);
 }
 
@@ -1111,9 +1112,7 @@ MODEL ibv_cq* ibv_create_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_
 MODEL int ibv_destroy_cq(ibv_cq* cq) {
   {
     std::lock_guard guard(lock);
-    // As libibverbs has it: what the kernel's CQ has reported, and what was acknowledged.
-    if (owed_acks[cq] != static_cast<int>(cq->comp_events_completed)) ++unbalanced;
-    owed_acks.erase(cq);
+    forget_owed(cq, cq->comp_events_completed + cq->async_events_completed);
     cqs.erase(reinterpret_cast<Cq*>(cq));
     if (cq->channel) drop_events(*cq->channel, cq);
   }
@@ -1143,9 +1142,10 @@ MODEL int ibv_get_async_event(ibv_context* c, ibv_async_event* event) {
   return 0;
 }
 MODEL void ibv_ack_async_event(ibv_async_event* event) {
-  if (is_of_port(event->event_type)) return;
   std::lock_guard guard(lock);
-  --owed_acks[event->element.qp];
+  if (event->event_type == IBV_EVENT_QP_LAST_WQE_REACHED) ++event->element.qp->events_completed;
+  else if (event->event_type == IBV_EVENT_SRQ_LIMIT_REACHED) ++event->element.srq->events_completed;
+  else if (event->event_type == IBV_EVENT_CQ_ERR) ++event->element.cq->async_events_completed;
 }
 MODEL ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* a) {
   if (!takes_events_at(pd->context)) return nullptr;
@@ -1161,6 +1161,7 @@ MODEL ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* a) {
 MODEL int ibv_destroy_srq(ibv_srq* srq) {
   std::lock_guard guard(lock);
   if (reinterpret_cast<model::Srq*>(srq)->qps) return EBUSY;
+  forget_owed(srq, srq->events_completed);
   return delete reinterpret_cast<model::Srq*>(srq), 0;
 }
 MODEL int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* a, int mask) {
@@ -1268,7 +1269,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
     usleep(1000);
     guard.lock();
   }
-  forget_owed(qp);
+  forget_owed(qp, qp->events_completed);
   if (const auto end = async_ends.find(qp->context); end != async_ends.end()) {  // what nobody has read goes with it
     std::vector<Raised> others;
     const int flags = fcntl(end->second.read, F_GETFL);
