@@ -99,26 +99,50 @@ void collect_late_cq_events(std::span<const std::uint64_t> last_cqes) {
     if (had_none(c, false)) ++c->owed_events;  // on its way, to where it stays
 }
 
-int return_cq_events(CqShadow& c, std::string& why) {
+namespace {
+
+int arm(const CqShadow& c, int solicited_only, std::string& why) {
+  const int err = c.context->ops.req_notify_cq(c.real, solicited_only);
+  return err ? fail(why, err, "req_notify_cq") : 0;
+}
+
+int give_owed_events(CqShadow& c, std::string& why) {
   std::uint32_t owed;
-  bool stays_armed;
   {
     std::lock_guard guard(c.lock);
     owed = std::exchange(c.owed_events, 0);
-    stays_armed = c.armed > owed;
   }
-  const auto arm = [&](int solicited_only) { return c.context->ops.req_notify_cq(c.real, solicited_only); };
   for (; owed; --owed) {
-    int err = arm(0);
-    err = err ? fail(why, err, "req_notify_cq") : inject_event(c, why);
+    int err = arm(c, 0, why);
+    if (!err) err = inject_event(c, why);
     if (!err) continue;
     std::lock_guard guard(c.lock);
     c.owed_events += owed;  // for who tries again
     return err;
   }
+  return 0;
+}
+
+/// The application has armed it, and the device did not know when this completed. @return false: there is nothing
+bool owes_since(CqShadow& c) {
+  std::lock_guard guard(c.lock);
+  const bool owes = c.app.channel && path::poll_to_fake(c);
+  if (owes) c.owed_events = 1;
+  return owes;
+}
+
+}  // namespace
+
+int return_cq_events(CqShadow& c, std::string& why) {
+  bool stays_armed;
+  {
+    std::lock_guard guard(c.lock);
+    stays_armed = c.armed > c.owed_events;
+  }
+  if (const int err = give_owed_events(c, why)) return err;
   if (!stays_armed) return 0;
-  const int err = arm(c.solicited_only);
-  return err ? fail(why, err, "req_notify_cq") : 0;
+  if (const int err = arm(c, c.solicited_only, why)) return err;
+  return owes_since(c) ? give_owed_events(c, why) : 0;
 }
 
 }  // namespace migr::switchover

@@ -450,6 +450,21 @@ TEST_P(Events, ArmedForSolicitedOnesBehindAnUnreadOneOfAllItIsArmedStill) {
   EXPECT_EQ(next(), cq_[0]);
 }
 
+// Whoever finds nothing, arms it and goes to sleep while it is frozen; the device is told of that later.
+TEST_P(Events, ArmedWhileItIsFrozenItHasTheEventOfWhatComesThen) {
+  post_receive(0);
+  migrd.freeze();
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(cq_[0], 1, &wc), 0);
+  EXPECT_EQ(ibv_req_notify_cq(cq_[0], 0), 0);
+  model_arrives(qp_[0], false);
+  GetParam() == How::kBack ? migrd.back() : migrd.restored();
+  EXPECT_EQ(next(), cq_[0]);
+  EXPECT_EQ(next(), nullptr);
+  EXPECT_EQ(ibv_poll_cq(cq_[0], 1, &wc), 1);
+  EXPECT_EQ(wc.opcode, IBV_WC_RECV);
+}
+
 /// A message comes while the device is asked whether a CQ is armed: when the channel of cq_[0] has been read.
 class Late : public Events {
  protected:
