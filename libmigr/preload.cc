@@ -1005,6 +1005,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
     if (!shadow) return real().destroy_qp(qp);
     links::gone(*shadow);
     forget(registry.qps, shadow);
+    switchover::name_completions(*shadow);
     if (const int err = destroy(registry, *shadow, guard)) {  // it is still there
       registry.qps.push_back(shadow);
       links::changed();

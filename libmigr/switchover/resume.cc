@@ -204,6 +204,21 @@ int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
   return result;
 }
 
+void name_completions(const QpShadow& q) {
+  for_cqs(q, [](CqShadow& c) {
+    const auto is = [&](std::uint32_t bits) { return c.state.load(std::memory_order_relaxed) & bits; };
+    std::unique_lock guard(c.lock);
+    if (!is(kTranslateQpn)) return;
+    if (!is(kFakeCq)) {  // who polls past it comes back first
+      c.state.fetch_or(kFakeCq, std::memory_order_relaxed);
+      guard.unlock();
+      pause_briefly();
+      guard.lock();
+    }
+    if (!c.ex_session.load(std::memory_order_relaxed)) path::poll_to_fake(c);  // else the provider may have it locked
+  });
+}
+
 void destroy_old_paths() {
   for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
 }

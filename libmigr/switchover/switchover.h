@@ -96,6 +96,9 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
 /// The real QPs that resume() has put aside: destroying thousands takes a while, so migrd is answered before.
 void destroy_old_paths();
 
+/// A QP that is to be destroyed: what it has completed goes to the fake CQs, as long as its number has a name.
+void name_completions(const QpShadow& q);
+
 /// Partner: the path before SWITCH and CUT stands again, with its receives and windows; still suspended. rollback() does this, too:
 /// by itself it lets both ends have it before either sends.
 int take_old_paths(std::string& why);

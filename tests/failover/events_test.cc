@@ -997,6 +997,28 @@ TEST_F(Partner, ReceivesOnTheOldPathBeforeItSends) {
   expect_two(6);
 }
 
+// The number that the device had for it is another one's by then.
+TEST_F(Partner, WhatItHasCompletedBearsItsNameWhenItIsGone) {
+  switch_path();
+  done(migrd.ask(MIGR_MSG_RESUME));
+  const std::uint32_t name = to_->qp_num;
+  ASSERT_NE(spare_.pqpn, name);
+  ibv_recv_wr wr{.wr_id = 77, .next = nullptr, .sg_list = nullptr, .num_sge = 0}, *bad;
+  ASSERT_EQ(ibv_post_recv(to_, &wr, &bad), 0);
+  to(to_, IBV_QPS_ERR);
+  ASSERT_EQ(ibv_destroy_qp(to_), 0);
+  const std::uint32_t next_qpn = model_next_qpn(0, 0, spare_.pqpn);
+  to_ = make_qp(ibv_cq_ex_to_cq(ex_));
+  model_next_qpn(0, 0, next_qpn);
+  ASSERT_EQ(to_->qp_num, spare_.pqpn);
+  ibv_poll_cq_attr attr{};
+  ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+  EXPECT_EQ(ex_->wr_id, 77u);
+  EXPECT_EQ(ibv_wc_read_qp_num(ex_), name);
+  EXPECT_EQ(ibv_next_poll(ex_), ENOENT);
+  ibv_end_poll(ex_);
+}
+
 /// What its application changes between SWITCH and the way back.
 class Changed : public Partner {
  protected:

@@ -879,6 +879,10 @@ MODEL void model_refuse_qps(int link, int end, unsigned times) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->refused_qps = times;
 }
+MODEL std::uint32_t model_next_qpn(int link, int end, std::uint32_t next) {
+  std::lock_guard guard(lock);
+  return std::exchange(nics[static_cast<std::size_t>(end * kRails + link)]->next_qpn, next);
+}
 MODEL void model_unplug(int link, int end, bool out) {
   start();
   nics[static_cast<std::size_t>(end * kRails + link)]->unplugged = out;
