@@ -677,10 +677,13 @@ int take(CqShadow& c, const ibv_wc& wc, links::Side side) {
   return std::max(others, 0);
 }
 
+bool may_change_windows(const ibv_wc& wc) { return wc.status != IBV_WC_SUCCESS || wc.opcode == IBV_WC_BIND_MW || wc.opcode == IBV_WC_LOCAL_INV; }
+
 /// One CQ of the provider's.
 int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), const std::uint32_t* qpn_table, links::Side side) {
   constexpr int kBatch = 16;
   ibv_wc batch[kBatch];
+  const std::uint32_t state = c.state.load(std::memory_order_relaxed);
   int moved = 0, n;
   while ((n = poll(cq, kBatch, batch)) > 0) {
     for (int i = 0; i < n; ++i) {
@@ -690,6 +693,7 @@ int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), co
       }
       if (!links::consumed(c, batch[i])) continue;
       batch[i].qp_num = virtual_qpn(qpn_table, batch[i].qp_num);
+      if (state & kWatchedCq && may_change_windows(batch[i])) windows::completed(*c.context, batch[i]);
       if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
       c.fake.push_back(batch[i]);
@@ -727,9 +731,21 @@ int poll_to_fake(CqShadow& c) noexcept {
 
 namespace {
 
+void name_in_session(const QpShadow& q, ibv_send_wr& wr) {
+  wr.wr_id = q.app_ex.wr_id;
+  wr.send_flags = q.app_ex.wr_flags;
+}
+
+/// Of ibv_wr_bind_mw().
+MIGR_COLD void translate_bind(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
+  name_in_session(q, wr);
+  translate_watched(q, wr, view);
+}
+
 /// Of ibv_wr_local_inv().
 MIGR_COLD std::uint32_t invalidated_rkey(QpShadow& q, std::uint32_t rkey) noexcept {
   ibv_send_wr wr{};
+  name_in_session(q, wr);
   wr.opcode = IBV_WR_LOCAL_INV;
   wr.invalidate_rkey = rkey;
   ibv_mw unused;
@@ -925,7 +941,7 @@ MIGR_PATH void wr_bind_mw(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const i
   wr.opcode = IBV_WR_BIND_MW;
   wr.bind_mw = {.mw = mw, .rkey = rkey, .bind_info = *info};
   ibv_mw view;
-  translate_watched(q, wr, view);
+  translate_bind(q, wr, view);
   target->wr_bind_mw(target, wr.bind_mw.mw, wr.bind_mw.rkey, &wr.bind_mw.bind_info);
 }
 

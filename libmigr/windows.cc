@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -30,17 +32,22 @@ struct Window {
   QpShadow* qp = nullptr;   ///< through which; null: it is gone
 };
 
-/// What a window was before a WR that is not posted yet: a provider that has no room, or a session that is aborted, leaves it so.
+/// What a window was before a WR: a provider that has no room, a session that is aborted, or a device that does not execute it leaves it
+/// so.
 struct Change {
-  const QpShadow* q;
   pthread_t by;
+  std::uint64_t wr_id;
+  bool signalled;
   ibv_mw* mw;
   Window was;
+  bool posted = false;
 };
+using Changes = std::deque<Change>;  // of one QP, in order
+using QpName = std::pair<const Context*, std::uint32_t>;
 
 struct State {
-  std::mutex lock;                ///< innermost
-  std::vector<Change> unsettled;  ///< in order
+  std::mutex lock;                    ///< innermost
+  std::map<QpName, Changes> changes;  ///< that are not known to be executed
   std::unordered_map<ibv_mw*, Window> all;
   std::unordered_map<std::uint32_t, ibv_mw*> by_virtual, by_physical;  ///< index of the key
 };
@@ -50,12 +57,22 @@ State& state() {
   return *s;
 }
 
-/// How many of those are this thread's, or more: a session without any takes no lock.
+/// How many of those this thread has not posted yet, or more: a session without any takes no lock.
 [[gnu::tls_model("initial-exec")]] thread_local std::size_t unsettled_here = 0;
 
-void note(State& s, const QpShadow& q, ibv_mw* mw, const Window& was) {
-  s.unsettled.push_back({.q = &q, .by = pthread_self(), .mw = mw, .was = was});
+QpName name_of(const QpShadow& q) { return {q.context, q.vqpn()}; }
+
+void note(State& s, const QpShadow& q, const ibv_send_wr& wr, ibv_mw* mw, const Window& was) {
+  Changes& changes = s.changes[name_of(q)];
+  const bool signalled = q.init.sq_sig_all || (wr.send_flags & IBV_SEND_SIGNALED);
+  changes.push_back({.by = pthread_self(), .wr_id = wr.wr_id, .signalled = signalled, .mw = mw, .was = was});
+  if (changes.size() > q.cap.max_send_wr && changes.front().posted) changes.pop_front();  // it has left the queue
   ++unsettled_here;
+}
+
+template <class Match>
+void forget_changes(State& s, Match&& match) {
+  for (auto& [ignored, changes] : s.changes) std::erase_if(changes, match);
 }
 
 std::uint32_t physical_of(const Window& w, std::uint32_t vkey) { return (w.pkey & ~kKeyTag) | (vkey & kKeyTag); }
@@ -113,7 +130,7 @@ int deallocate(Context& context, ibv_mw* mw) {
   std::lock_guard guard(s.lock);
   if (const Window* w = find(mw)) {
     if (index != w->pkey >> 8) Registry::get().retired_keys.push_back(index);
-    std::erase_if(s.unsettled, [&](const Change& c) { return c.mw == mw; });
+    forget_changes(s, [&](const Change& c) { return c.mw == mw; });
     s.by_physical.erase(w->pkey >> 8);
     s.by_virtual.erase(index);
     s.all.erase(mw);
@@ -132,14 +149,15 @@ void made(CqShadow& c) {
 void gone(const QpShadow& q) {
   State& s = state();
   std::lock_guard guard(s.lock);
-  std::erase_if(s.unsettled, [&](const Change& c) { return c.q == &q; });
+  s.changes.erase(name_of(q));
   const auto without_it = [&](const ibv_mw* mw, Window& w) {
     if (w.qp != &q) return;
     w.qp = nullptr;
     if (mw->type == IBV_MW_TYPE_2) w.bound = false;
   };
   for (auto& [mw, w] : s.all) without_it(mw, w);
-  for (Change& c : s.unsettled) without_it(c.mw, c.was);
+  for (auto& [ignored, changes] : s.changes)
+    for (Change& c : changes) without_it(c.mw, c.was);
 }
 
 void dropped(const Context& context) {
@@ -148,7 +166,7 @@ void dropped(const Context& context) {
   const auto of_it = [&](const auto& named) { return named.second->context == context.real; };
   std::erase_if(s.by_virtual, of_it);
   std::erase_if(s.by_physical, of_it);
-  std::erase_if(s.unsettled, [&](const Change& c) { return c.was.context == &context; });
+  std::erase_if(s.changes, [&](const auto& of) { return of.first.first == &context; });
   std::erase_if(s.all, [&](const auto& w) { return w.second.context == &context; });
 }
 
@@ -163,7 +181,8 @@ std::vector<ibv_mw*> belonging_to(const QpShadow& q) {
 bool bind_again(ibv_mw* mw, Operation& op) {
   std::lock_guard guard(state().lock);
   Window* w = find(mw);
-  if (!w || !w->bound) return false;
+  if (!w || !w->bound || !w->info.mr || !Registry::get().mrs.contains(&shadow_of(w->info.mr))) return false;
+  forget_changes(state(), [&](const Change& c) { return c.mw == mw; });  // all were executed
   op.provider = *mw;
   op.provider.rkey = w->pkey;
   op.wr = {};
@@ -171,7 +190,7 @@ bool bind_again(ibv_mw* mw, Operation& op) {
   op.wr.bind_mw.mw = &op.provider;
   op.wr.bind_mw.rkey = w->pkey = physical_of(*w, w->vkey);
   op.wr.bind_mw.bind_info = w->info;
-  if (w->info.mr) op.wr.bind_mw.bind_info.mr = shadow_of(w->info.mr).real;
+  op.wr.bind_mw.bind_info.mr = shadow_of(w->info.mr).real;
   return true;
 }
 
@@ -186,6 +205,7 @@ int make_again(std::string& why) {
   State& s = state();
   std::lock_guard guard(s.lock);
   s.by_physical.clear();
+  s.changes.clear();
   for (auto& [mw, w] : s.all) {
     ibv_mw* fresh = w.context->ops.alloc_mw(mw->pd, mw->type);
     if (!fresh) {
@@ -227,14 +247,14 @@ bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
     const auto found = s.by_virtual.find(wr.invalidate_rkey >> 8);
     if (found == s.by_virtual.end()) return false;
     Window& w = s.all.at(found->second);
-    note(s, q, found->second, w);
+    note(s, q, wr, found->second, w);
     w.bound = false;
     wr.invalidate_rkey = physical_of(w, wr.invalidate_rkey);
     return true;
   }
   Window* w = find(wr.bind_mw.mw);
   if (!w) return false;
-  note(s, q, wr.bind_mw.mw, *w);
+  note(s, q, wr, wr.bind_mw.mw, *w);
   w->info = wr.bind_mw.bind_info;
   w->bound = w->info.length != 0;
   w->vkey = wr.bind_mw.rkey;
@@ -247,18 +267,47 @@ bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
   return true;
 }
 
+namespace {
+
+/// What `c` was to change is as it was.
+void undo(const Change& c) {
+  if (Window* const w = find(c.mw)) *w = c.was;
+}
+
+}  // namespace
+
 void settle(const QpShadow& q, bool posted) noexcept {
   if (!unsettled_here) return;
   State& s = state();
-  const pthread_t me = pthread_self();
-  const auto here = [&](const Change& c) { return pthread_equal(c.by, me) != 0; };
-  const auto mine = [&](const Change& c) { return c.q == &q && here(c); };
   std::lock_guard guard(s.lock);
-  if (!posted)
-    for (auto c = s.unsettled.rbegin(); c != s.unsettled.rend(); ++c)
-      if (mine(*c)) *find(c->mw) = c->was;
-  std::erase_if(s.unsettled, mine);
-  unsettled_here = static_cast<std::size_t>(std::count_if(s.unsettled.begin(), s.unsettled.end(), here));
+  const auto of_it = s.changes.find(name_of(q));
+  if (of_it == s.changes.end()) return;
+  const pthread_t me = pthread_self();
+  for (auto c = of_it->second.rbegin(); c != of_it->second.rend() && unsettled_here; ++c) {
+    if (c->posted || !pthread_equal(c->by, me)) continue;
+    --unsettled_here;
+    c->posted = true;
+    if (!posted) undo(*c), c->mw = nullptr;
+  }
+  if (!posted) std::erase_if(of_it->second, [](const Change& c) { return !c.mw; });
+}
+
+void completed(const Context& context, const ibv_wc& wc) noexcept {
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  const auto of_it = s.changes.find({&context, wc.qp_num});
+  if (of_it == s.changes.end()) return;
+  Changes& changes = of_it->second;
+  // Of one that is not signalled only its own error tells: others may have its wr_id.
+  const bool tells = wc.status == IBV_WC_SUCCESS || wc.status == IBV_WC_MW_BIND_ERR;
+  const auto first = std::find_if(changes.begin(), changes.end(), [&](const Change& c) { return c.wr_id == wc.wr_id && (tells || c.signalled); });
+  if (first == changes.end()) return;
+  if (wc.status == IBV_WC_SUCCESS) {
+    changes.erase(changes.begin(), first + 1);
+    return;
+  }
+  for (auto c = changes.end(); c != first;) undo(*--c);  // what is behind it is flushed
+  changes.erase(first, changes.end());
 }
 
 void invalidated(ibv_wc& wc) noexcept {
@@ -268,8 +317,13 @@ void invalidated(ibv_wc& wc) noexcept {
   if (found == s.by_physical.end()) return;
   Window& w = s.all.at(found->second);
   w.bound = false;
-  for (Change& c : s.unsettled)
-    if (c.mw == found->second) c.was.bound = false;
+  if (const auto of_it = w.qp ? s.changes.find(name_of(*w.qp)) : s.changes.end(); of_it != s.changes.end()) {
+    Changes& changes = of_it->second;
+    const auto bind = std::find_if(changes.begin(), changes.end(), [&](const Change& c) { return c.mw == found->second && c.posted; });
+    if (bind != changes.end()) changes.erase(changes.begin(), bind + 1);  // it was executed
+    for (Change& c : changes)
+      if (c.mw == found->second) c.was.bound = false;
+  }
   wc.invalidated_rkey = (found->second->rkey & ~kKeyTag) | (wc.invalidated_rkey & kKeyTag);
 }
 

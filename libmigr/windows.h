@@ -25,7 +25,7 @@ namespace migr::windows {
 /// @return null with errno; EBUSY: links::may_give_up_backups()
 ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type);
 int deallocate(Context& context, ibv_mw* mw);
-/// A QP or CQ of a context that has windows; a QP that goes.
+/// A QP or CQ of a context that has windows; a QP that goes, and whose completions were taken.
 void made(QpShadow& q);
 void made(CqShadow& c);
 void gone(const QpShadow& q);
@@ -40,6 +40,7 @@ struct Operation {
   ibv_mw provider;  ///< what the WR names
   ibv_send_wr wr;
 };
+/// @return false: it is not bound, or its memory is not registered any more
 bool bind_again(ibv_mw* mw, Operation& op);
 void end_binding(ibv_mw* mw, Operation& op);
 
@@ -58,6 +59,8 @@ std::vector<std::pair<ibv_mw*, QpShadow*>> bound();
 bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept;
 /// What this thread has translated for `q` was posted; or it was not, and the windows are what they were.
 void settle(const QpShadow& q, bool posted) noexcept;
+/// A bind or a local invalidation has completed, or something has failed: then what was not executed has changed nothing.
+void completed(const Context& context, const ibv_wc& wc) noexcept;
 /// A receive that has ended a binding, with its physical key.
 void invalidated(ibv_wc& wc) noexcept;
 

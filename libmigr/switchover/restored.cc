@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <unordered_map>
 
 #include "../datagrams.h"
@@ -228,17 +229,17 @@ int find_told_psn(QpShadow& q, std::string& why) {
   return 0;
 }
 
-/// On the new QPs, before anybody can use one.
-int bind_windows(std::string& why) {
+/// On the new QPs, before anybody can use one. This host is where the process is: what cannot be bound is not.
+void bind_windows() {
   for (const auto& [mw, through] : windows::bound()) {
-    QpShadow* q = through ? through : find(Registry::get().qps, [&](const QpShadow* p) {
+    QpShadow* const q = through ? through : find(Registry::get().qps, [&](const QpShadow* p) {
       return p->init.pd == mw->pd && takes_work(*p);
     });
     windows::Operation op;
     if (!q || !takes_work(*q) || !windows::bind_again(mw, op)) continue;
-    if (const int err = run_local(*q, q->real, op.wr, why)) return err;
+    std::string why;
+    if (run_local(*q, q->real, op.wr, why)) std::fprintf(stderr, "libmigr: %s: the window %#x is not bound any more\n", why.c_str(), mw->rkey);
   }
-  return 0;
 }
 
 }  // namespace
@@ -303,7 +304,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   }
   for (CqShadow* c : registry.cqs)
     if (const int err = thaw_cq(*c, why)) return err;
-  if (const int err = bind_windows(why)) return err;
+  bind_windows();
   for (Context* context : registry.contexts) events::offer(*context->real);
   done = {};
   registry.frozen = false;

@@ -208,7 +208,7 @@ void name_completions(const QpShadow& q) {
   for_cqs(q, [](CqShadow& c) {
     const auto is = [&](std::uint32_t bits) { return c.state.load(std::memory_order_relaxed) & bits; };
     std::unique_lock guard(c.lock);
-    if (!is(kTranslateQpn)) return;
+    if (!is(kTranslateQpn | kWatchedCq)) return;
     if (!is(kFakeCq)) {  // who polls past it comes back first
       c.state.fetch_or(kFakeCq, std::memory_order_relaxed);
       guard.unlock();

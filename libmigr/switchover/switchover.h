@@ -96,7 +96,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
 /// The real QPs that resume() has put aside: destroying thousands takes a while, so migrd is answered before.
 void destroy_old_paths();
 
-/// A QP that is to be destroyed: what it has completed goes to the fake CQs, as long as its number has a name.
+/// A QP that is to be destroyed: what it has completed goes to the fake CQs, as long as its number has a name and its windows are known.
 void name_completions(const QpShadow& q);
 
 /// Partner: the path before SWITCH and CUT stands again, with its receives and windows; still suspended. rollback() does this, too:

@@ -890,21 +890,36 @@ class Windows : public Pollers {
     Pollers::TearDown();
   }
   /// @param mr  null: to nothing
-  void bind(ibv_mr* mr, std::uint64_t wr_id) const {
+  void bind(ibv_mr* mr, std::uint64_t wr_id) const { bind(from_, mr, wr_id, sizeof window_memory_); }
+  void bind(ibv_qp* by, ibv_mr* mr, std::uint64_t wr_id, std::size_t bytes) const {
     ibv_mw_bind b{};
     b.wr_id = wr_id;
     b.send_flags = IBV_SEND_SIGNALED;
-    if (mr) b.bind_info = {.mr = mr, .addr = reinterpret_cast<std::uintptr_t>(window_memory_), .length = sizeof window_memory_, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE};
+    if (mr) b.bind_info = {.mr = mr, .addr = reinterpret_cast<std::uintptr_t>(window_memory_), .length = bytes, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE};
     const std::uint32_t before = mw_->rkey;
-    EXPECT_EQ(ibv_bind_mw(from_, mw_, &b), 0);
+    EXPECT_EQ(ibv_bind_mw(by, mw_, &b), 0);
     EXPECT_EQ(mw_->rkey, ibv_inc_rkey(before));
     EXPECT_EQ(b.bind_info.mr, mr);
   }
-  void completes(std::uint64_t wr_id) const {
+  /// To more than is registered: the device refuses, and the application knows the key of before.
+  void bind_too_much(ibv_qp* by, std::uint64_t wr_id) const {
+    const std::uint32_t before = mw_->rkey;
+    bind(by, window_mr_, wr_id, sizeof window_memory_ + 1);
+    mw_->rkey = before;
+  }
+  void completes(std::uint64_t wr_id, ibv_wc_status status = IBV_WC_SUCCESS) const {
     ibv_wc wc{};
     for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
     EXPECT_EQ(wc.wr_id, wr_id);
-    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.status, status);
+  }
+  /// Another one of the windows' PD.
+  ibv_qp* make_second() {
+    std::swap(pd_, other_pd_);
+    ibv_qp* const qp = make_qp(other_cq_);
+    std::swap(pd_, other_pd_);
+    connect(qp, to_, context_);
+    return qp;
   }
 
   ibv_mw* mw_;
@@ -936,6 +951,33 @@ TEST_P(Windows, WhileItIsSuspendedOneStaysBound) {
   GetParam() == How::kBack ? migrd.back() : migrd.restored();
   completes(2);
   EXPECT_EQ(model_windows_bound(), 0u);
+}
+
+TEST_P(Windows, OneThatCouldNotBeBoundIsAsItWas) {
+  ibv_qp* const second = make_second();
+  bind_too_much(second, 2);
+  completes(2, IBV_WC_MW_BIND_ERR);
+  bind(window_mr_, 3);
+  completes(3);
+  bind_too_much(second, 4);
+  completes(4, IBV_WC_WR_FLUSH_ERR);
+  move();
+  EXPECT_EQ(model_windows_bound(), 1u);
+  bind(window_mr_, 5);
+  completes(5);
+  EXPECT_EQ(ibv_destroy_qp(second), 0);
+}
+
+// The device would refuse it to any other one, too, and break that.
+TEST_P(Windows, OneThatAQpCouldNotBindAndIsGoneIsAsItWas) {
+  ibv_qp* const second = make_second();
+  bind_too_much(second, 2);
+  EXPECT_EQ(ibv_destroy_qp(second), 0);
+  move();
+  completes(2, IBV_WC_MW_BIND_ERR);
+  EXPECT_EQ(model_windows_bound(), 1u);
+  bind(window_mr_, 3);
+  completes(3);
 }
 
 /* ---- a partner that goes back in two halves ---------------------------------------------- */

@@ -123,7 +123,11 @@ constexpr int kRails = 3;
 std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
-std::map<std::uint32_t, bool> windows;  // by the index of their key: bound
+struct Window {
+  bool bound;
+  std::uint32_t rkey;
+};
+std::map<std::uint32_t, Window> windows;  // by the index of their key
 unsigned long packets, unready_sends;
 int most_cqes = INT_MAX;
 std::set<Cq*> cqs;
@@ -557,13 +561,17 @@ int bind_window(ModelQp& q, const ibv_send_wr& wr) {
   const ibv_mw_bind_info& info = wr.bind_mw.bind_info;
   if (!info.mr) return EFAULT;  // as a provider that looks into it
   const auto window = windows.find(wr.bind_mw.mw->rkey >> 8);
-  if (window == windows.end() || (info.length && !may(*q.nic, info.mr->lkey, info.addr, static_cast<std::uint32_t>(info.length)))) return EINVAL;
-  window->second = info.length != 0;
+  const bool is_right = window != windows.end() && window->second.rkey == wr.bind_mw.mw->rkey &&
+                        (!info.length || may(*q.nic, info.mr->lkey, info.addr, static_cast<std::uint32_t>(info.length)));
   ibv_wc wc{};
   wc.wr_id = wr.wr_id;
   wc.opcode = IBV_WC_BIND_MW;
   wc.qp_num = q.qp.qp_num;
+  if (q.attr.qp_state == IBV_QPS_ERR) wc.status = IBV_WC_WR_FLUSH_ERR;
+  else if (!is_right) wc.status = IBV_WC_MW_BIND_ERR;
+  else window->second = {info.length != 0, wr.bind_mw.rkey};
   complete(q.qp.send_cq, wc);
+  if (wc.status == IBV_WC_MW_BIND_ERR) to_err(q);
   return 0;
 }
 
@@ -646,7 +654,7 @@ ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   mw->type = type;
   mw->handle = nic_of(pd->context)->next_key++;
   mw->rkey = mw->handle << 8;
-  windows[mw->handle] = false;
+  windows[mw->handle] = {false, mw->rkey};
   return mw;
 }
 
@@ -995,7 +1003,7 @@ MODEL unsigned model_windows() {
 }
 MODEL unsigned model_windows_bound() {
   std::lock_guard guard(lock);
-  return static_cast<unsigned>(std::count_if(windows.begin(), windows.end(), [](const auto& w) { return w.second; }));
+  return static_cast<unsigned>(std::count_if(windows.begin(), windows.end(), [](const auto& w) { return w.second.bound; }));
 }
 MODEL void model_lock() { lock.lock(); }
 MODEL void model_unlock() { lock.unlock(); }
