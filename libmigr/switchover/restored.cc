@@ -232,13 +232,15 @@ int find_told_psn(QpShadow& q, std::string& why) {
 /// On the new QPs, before anybody can use one. This host is where the process is: what cannot be bound is not.
 void bind_windows() {
   for (const auto& [mw, through] : windows::bound()) {
-    QpShadow* const q = through ? through : find(Registry::get().qps, [&](const QpShadow* p) {
-      return p->init.pd == mw->pd && takes_work(*p);
+    const bool usable = through && takes_work(*through);
+    if (mw->type == IBV_MW_TYPE_2 && !usable) continue;  // nor is it
+    QpShadow* const q = usable ? through : find(Registry::get().qps, [&](const QpShadow* p) {
+      return p->init.pd == mw->pd && (p->app.qp_type == IBV_QPT_RC || p->app.qp_type == IBV_QPT_UC) && takes_work(*p);
     });
     windows::Operation op;
-    if (!q || !takes_work(*q) || !windows::bind_again(mw, op)) continue;
-    std::string why;
-    if (run_local(*q, q->real, op.wr, why)) std::fprintf(stderr, "libmigr: %s: the window %#x is not bound any more\n", why.c_str(), mw->rkey);
+    std::string why = "no queue pair of its protection domain is connected";
+    if (q && !windows::bind_again(mw, op)) continue;
+    if (!q || run_local(*q, q->real, op.wr, why)) std::fprintf(stderr, "libmigr: %s: the window %#x is not bound any more\n", why.c_str(), mw->rkey);
   }
 }
 

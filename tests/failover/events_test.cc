@@ -980,6 +980,16 @@ TEST_P(Windows, OneThatAQpCouldNotBindAndIsGoneIsAsItWas) {
   completes(3);
 }
 
+TEST_P(Windows, OneWhoseQpIsConnectedNoMoreStaysBound) {
+  ibv_qp* const second = make_second();
+  to(from_, IBV_QPS_RESET);
+  to(to_, IBV_QPS_RESET);
+  connect(to_, second, other_);
+  move();
+  EXPECT_EQ(model_windows_bound(), 1u);
+  EXPECT_EQ(ibv_destroy_qp(second), 0);
+}
+
 /* ---- a partner that goes back in two halves ---------------------------------------------- */
 
 class Partner : public Pollers {
