@@ -30,6 +30,8 @@ int suspend(Qps named, std::string& why) {
     }
   }
   for (QpShadow* q : qps) raise_flags(*q, kKeepSends | kOpen);
+  if (named.size() == Registry::get().qps.size())  // as before a FREEZE: nobody is to be inside of a poll then
+    for (CqShadow* c : Registry::get().cqs) set_cq_bits(*c, kFakeCq | kSuspendedCq);
   for (SrqShadow* s : Registry::get().srqs) {
     std::lock_guard guard(s->lock);
     set_srq_bits(*s, kSuspendedSrq);

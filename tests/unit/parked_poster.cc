@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // The victim of suspension_closed_test: a plain libibverbs program over the stub provider. One thread posts one send per
 // round, one instruction at a time (trap flag), and stands still before the instruction that the test has chosen.
-//   parked_poster classic|wr|contended|reposts|closes FD    FD: memfd with struct Parked
+//   parked_poster classic|wr|contended|reposts|closes|idle FD    FD: memfd with struct Parked
 // contended: not stepped; wr_start waits for another thread's session, and the thread stands still after it.
 // reposts: not stepped; the thread stands still in a session on its ibv_cq_ex, posts with ibv_wr_*, and ends the session.
 // closes: nothing is posted; the QP is moved to ERR.
+// idle: the polling thread polls a CQ that no QP has.
 #include <infiniband/verbs.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -64,7 +65,7 @@ struct Objects {
   ibv_qp* qp;
   ibv_qp_ex* ex;
   ibv_cq_ex* cq_ex;
-  ibv_cq* cq;
+  ibv_cq *cq, *idle;
   ibv_mr* mr;
 };
 
@@ -80,7 +81,8 @@ Objects make_objects(char* memory, std::size_t bytes) {
   ibv_cq_init_attr_ex cq{};
   cq.cqe = 64;
   o.cq_ex = ibv_create_cq_ex(context, &cq);
-  if (!pd || !o.mr || !o.cq_ex) die("pd, mr, cq");
+  o.idle = ibv_create_cq(context, 1, nullptr, nullptr, 0);
+  if (!pd || !o.mr || !o.cq_ex || !o.idle) die("pd, mr, cq");
   o.cq = ibv_cq_ex_to_cq(o.cq_ex);
   ibv_qp_init_attr_ex init{};
   init.send_cq = init.recv_cq = o.cq;
@@ -174,13 +176,13 @@ int post(const char* how, const Objects& o, ibv_send_wr& wr) {
 }
 
 // The hardware and the polling half of the application.
-void complete_and_poll(const Objects& o) {
+void complete_and_poll(const Objects& o, ibv_cq* cq) {
   std::uint64_t next = 1;
   for (;;) {
     migr_stub_complete_sends(o.qp->qp_num);
     shared->in_queue.store(migr_stub_posted(o.qp->qp_num));
     ibv_wc wc;
-    while (!polled_elsewhere.load() && ibv_poll_cq(o.cq, 1, &wc) > 0) {
+    while (!polled_elsewhere.load() && ibv_poll_cq(cq, 1, &wc) > 0) {
       if (wc.wr_id != next++ || wc.status != IBV_WC_SUCCESS) shared->out_of_order.fetch_add(1);
       shared->completed.fetch_add(1);
     }
@@ -203,7 +205,7 @@ int main(int argc, char** argv) {
 
   static char memory[4096];
   const Objects o = make_objects(memory, sizeof memory);
-  std::thread(complete_and_poll, o).detach();
+  std::thread(complete_and_poll, o, std::strcmp(argv[1], "idle") ? o.cq : o.idle).detach();
   for (std::uint32_t round = 1;; ++round) {
     while (shared->go.load() < round) nap();
     if (shared->park_at.load() < 0) _exit(0);

@@ -231,8 +231,12 @@ TEST_P(SuspensionContended, SessionAfterAnotherThreadsIsSeen) {
   EXPECT_TRUE(wait_for([&] { return shared_->completed.load() == kRound; }));
 }
 
-// Without a rest it is 5000 polls, with rests of one length 2500.
-TEST_P(SuspensionContended, WhoPollsADrainedQueueRestsMoreAndMore) {
+INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
+
+// Without a rest it is 5000 polls, with rests of one length 2500. "idle": of a queue that no QP has.
+class SuspensionOfPollers : public SuspensionClosed {};
+
+TEST_P(SuspensionOfPollers, WhoPollsADrainedQueueRestsMoreAndMore) {
   ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_SUSPEND));
   ASSERT_NO_FATAL_FAILURE(expect_answer());
   ASSERT_NO_FATAL_FAILURE(send(MIGR_MSG_DRAIN, 5000));
@@ -246,7 +250,7 @@ TEST_P(SuspensionContended, WhoPollsADrainedQueueRestsMoreAndMore) {
   EXPECT_LT(polls, 1000u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Apis, SuspensionContended, testing::Values("contended"));
+INSTANTIATE_TEST_SUITE_P(Apis, SuspensionOfPollers, testing::Values("classic", "idle"));
 
 // A thread that polls an ibv_cq_ex posts again before it ends its session, as rdma-core's pingpongs do. It must not wait for the
 // drain, which waits for the end of the session.
