@@ -168,7 +168,11 @@ int advance(Draining& d, const Seen& seen, Nothing& nothing, std::string& why) {
     if (*open_session(q)) return 0;
     d.session_over = true;
   }
-  if (q.app.qp_type == IBV_QPT_UD && connected(q)) return look_at_queue(d, seen, why);
+  if (q.app.qp_type == IBV_QPT_UD && connected(q)) {
+    const int err = look_at_queue(d, seen, why);
+    q.broken = d.done && in_error(q);  // no marker tells
+    return err;
+  }
   if (q.real->state == IBV_QPS_ERR && !q.cut) {  // everything is being flushed
     q.broken = true;                             // so is the one that takes its place
     std::string ignored;

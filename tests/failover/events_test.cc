@@ -1889,6 +1889,29 @@ TEST_P(Broken, AsTheApplicationKnows) {
   EXPECT_EQ(status(55), IBV_WC_WR_FLUSH_ERR);
 }
 
+// Nothing that is drained tells of it.
+TEST_P(Broken, OfDatagramsItIsSo) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_[0];
+  init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.qp_type = IBV_QPT_UD;
+  ibv_qp* const datagrams = ibv_create_qp(pd_, &init);
+  ASSERT_NE(datagrams, nullptr);
+  for (const ibv_qp_state state : {IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS}) to(datagrams, state);
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_SEND;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(datagrams, &wr, &bad), 0);  // to nobody
+  ibv_wc wc{};
+  for (int ms = 0; ibv_poll_cq(cq_[0], 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+  ASSERT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+  move();
+  ibv_qp_attr attr{};
+  ASSERT_EQ(ibv_query_qp(datagrams, &attr, IBV_QP_STATE, &init), 0);
+  EXPECT_EQ(attr.qp_state, IBV_QPS_ERR);
+  EXPECT_EQ(ibv_destroy_qp(datagrams), 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(, DeadPeer, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 INSTANTIATE_TEST_SUITE_P(, Broken, ::testing::Values(How::kBack, How::kRestored),
