@@ -31,13 +31,15 @@ double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// Where a QP leads from now on. @param end  wire::PreparedQp or wire::Spare; @param peer  the instance at that end
+/// Where a QP leads from now on. @param end  wire::PreparedQp or wire::Spare; @param peer  the instance at that end; @param ctx_id  its context
+/// there, if that moves; 0
 template <class End>
-void lead_to(wire::Connection& c, const End& end, std::string peer) {
+void lead_to(wire::Connection& c, const End& end, std::string peer, std::uint32_t ctx_id) {
   c.set_dest_pqpn(end.pqpn());
   c.set_dest_psn(end.psn());
   c.set_dest_gid(end.gid());
   c.set_peer(std::move(peer));
+  c.set_peer_ctx_id(ctx_id);
 }
 
 }  // namespace
@@ -410,7 +412,7 @@ Status Coordinator::connect() {
     auto* d = to_dest.add_connections();
     d->set_src_ctx_id(mine.ctx_id);
     d->set_vqpn(mine.vqpn);
-    lead_to(*d, *f->second, peer_of(other));
+    lead_to(*d, *f->second, peer_of(other), other.ctx_id);
   }
   for (std::size_t i = 0; i < info_.connected.size(); i++) {
     if (twins_.contains(i) || (set_.what != Settings::kGiveBack && !gone_.contains(i))) continue;
@@ -432,10 +434,10 @@ Status Coordinator::connect() {
       auto* d = to_dest.add_connections();
       d->set_src_ctx_id(mine.ctx_id);
       d->set_vqpn(mine.vqpn);
-      lead_to(*d, *s->second, q.instance());
+      lead_to(*d, *s->second, q.instance(), 0);
       auto* c = to_partner[p].add_connections();
       c->set_index(q.index());
-      lead_to(*c, *f->second, peer_of(mine));
+      lead_to(*c, *f->second, peer_of(mine), mine.ctx_id);
     }
   }
   auto moves = source_.moves(prepared_);

@@ -51,11 +51,15 @@ constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
 struct DestinationHost::Job : LeasedJob {
   std::string container, bundle;
   std::vector<Instance> instances;
-  std::vector<std::string> hosts;                                        // that take part
-  std::map<std::uint32_t, std::uint32_t> owner;                          // source's ctx_id -> index in instances
-  std::map<std::pair<std::uint32_t, std::uint32_t>, std::string> peers;  // (source's ctx_id, vQPN) -> instance, of what is connected
-  std::set<std::pair<std::uint32_t, std::uint32_t>> gone;                // likewise, of what was
-  std::string dir;                                                       // images/, work/, restore.out
+  std::vector<std::string> hosts;                // that take part
+  std::map<std::uint32_t, std::uint32_t> owner;  // source's ctx_id -> index in instances
+  struct Peer {
+    std::string instance;
+    std::uint32_t ctx_id;  // source's, if it moves, too; 0
+  };
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Peer> peers;  // by (source's ctx_id, vQPN), of what is connected
+  std::set<std::pair<std::uint32_t, std::uint32_t>> gone;         // likewise, of what was
+  std::string dir;                                                // images/, work/, restore.out
 
   Fd module;  // migr.ko stays loaded, with what it has recorded of `objects`, until REBIND
   std::unique_ptr<RestoreSocket> socket;
@@ -94,7 +98,7 @@ struct DestinationHost::Job : LeasedJob {
   void note_peers(const wire::ConnectRequest& r) {
     for (const auto& c : r.connections()) {
       if (c.dest_pqpn())
-        peers[{c.src_ctx_id(), c.vqpn()}] = c.peer();
+        peers[{c.src_ctx_id(), c.vqpn()}] = {c.peer(), c.peer_ctx_id()};
       else
         gone.emplace(c.src_ctx_id(), c.vqpn());
     }
@@ -696,13 +700,18 @@ Status DestinationHost::rebind(Job& job) {
       h.ctx_id = o.ctx_id;
       h.context_fd = o.context_fd;
       h.obj_type = o.obj_type;
-      h.old_handle = o.old_handle;
+      h.old_handle = o.obj_type ? o.old_handle : o.src_ctx_id;
       h.new_handle = o.new_handle;
       h.vqpn = o.vqpn;
       h.pqpn = o.pqpn;
       if (o.vqpn && job.gone.contains({o.src_ctx_id, o.vqpn})) h.flags |= MIGR_HANDLE_GONE;
-      if (const auto peer = job.peers.find({o.src_ctx_id, o.vqpn}); o.vqpn && peer != job.peers.end())
-        std::copy(peer->second.begin(), peer->second.end(), reinterpret_cast<char*>(h.peer));
+      const auto peer = job.peers.find({o.src_ctx_id, o.vqpn});
+      const bool connected = o.vqpn && peer != job.peers.end();
+      if (connected) std::copy(peer->second.instance.begin(), peer->second.instance.end(), reinterpret_cast<char*>(h.peer));
+      map.push_back(h);
+      if (!connected || !peer->second.ctx_id) continue;
+      h.obj_type = MIGR_HANDLE_PEER;
+      h.old_handle = peer->second.ctx_id;
       map.push_back(h);
     }
     auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
@@ -719,7 +728,7 @@ Status DestinationHost::rebind(Job& job) {
   }
   // Where its processes are connected to each other, they write to memory that has moved, too.
   const bool twins = std::any_of(job.peers.begin(), job.peers.end(), [&](const auto& p) {
-    return std::any_of(job.instances.begin(), job.instances.end(), [&](const Instance& i) { return std::equal(i.begin(), i.end(), reinterpret_cast<const std::uint8_t*>(p.second.data())); });
+    return std::any_of(job.instances.begin(), job.instances.end(), [&](const Instance& i) { return std::equal(i.begin(), i.end(), reinterpret_cast<const std::uint8_t*>(p.second.instance.data())); });
   });
   for (auto& s : job.sessions)
     if (twins)

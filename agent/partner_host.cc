@@ -321,7 +321,7 @@ grpc::Status PartnerHost::Create(grpc::ServerContext* ctx, const wire::Migration
 grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectRequest* r, wire::Empty*) {
   return step(*ctx, r->id(), FaultStep::kPartnerConnect, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
-      std::vector<migr_qp_connect> to;
+      std::map<std::uint32_t, std::vector<migr_qp_connect>> by_context;  // of the other ends
       std::map<std::uint32_t, const wire::Connection*> by_index;
       for (const auto& c : r->connections()) by_index[c.index()] = &c;
       for (std::size_t n = 0; n < p.refs.size(); n++) {
@@ -331,9 +331,11 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectR
         migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}, {}};
         std::copy(c->peer().begin(), c->peer().end(), reinterpret_cast<char*>(x.peer));
         std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
-        to.push_back(x);
+        by_context[c->peer_ctx_id()].push_back(x);
       }
-      return session.ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()));
+      for (const auto& [ctx_id, to] : by_context)
+        if (auto done = session.ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()), ctx_id); !done) return done.error();
+      return {};
     });
   });
 }

@@ -401,6 +401,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       for (const migr_qp_connect& to : request.as<migr_qp_connect>()) {
         QpShadow* qp = index.find(to.ctx_id, to.vqpn, 0);
         if (!qp) return answer.fail(ENOENT, no_such_qp(to.ctx_id, to.vqpn, 0));
+        qp->spare_peer_context = static_cast<std::uint32_t>(request.head.arg);
         if (const int error = switchover::connect_spare(*qp, to, why)) return answer.fail(error, std::move(why));
       }
       return;

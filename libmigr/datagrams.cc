@@ -82,7 +82,7 @@ struct State {
   std::unordered_map<Address, Address, AddressHash> present;  ///< birth -> present
   std::unordered_map<Address, Address, AddressHash> birth;    ///< present -> birth
   std::unordered_map<Target, Target, TargetHash> targets;
-  std::unordered_map<std::uint32_t, std::uint64_t> shifts;  ///< by index of the lkey
+  std::unordered_map<const Context*, std::unordered_map<std::uint32_t, std::uint64_t>> shifts;  ///< by index of the lkey
 };
 
 State& state() {
@@ -176,7 +176,7 @@ int await_posted(QpShadow& q, CqShadow& c) {
     if (!moved && now.size() == before.size()) break;
   }
   switchover::make_keys_virtual(*q.context, now);
-  for (const KeptReceive& receive : now) await(q.awaited, receive);
+  for (const KeptReceive& receive : now) await(*q.context, q.awaited, receive);
   return 0;
 }
 
@@ -190,7 +190,7 @@ int await_posted(SrqShadow& s) {
   switchover::make_keys_virtual(*s.context, posted);
   for (KeptReceive& receive : posted) {
     receive.wr_id = links::own_name(s, receive.wr_id);
-    await(s.awaited, receive);
+    await(*s.context, s.awaited, receive);
   }
   s.awaited.noted = true;
   return 0;
@@ -356,6 +356,7 @@ void dropped(const Context& context) {
   State& s = state();
   std::lock_guard guard(s.lock);
   s.earlier.erase(&context);
+  s.shifts.erase(&context);
   std::erase_if(s.handles, [&](const auto& h) { return h.second.context == &context; });
   std::erase_if(s.targets, [&](const auto& t) { return t.first.ah->context == context.real; });
 }
@@ -422,13 +423,11 @@ int make_again(std::string& why) {
   return 0;
 }
 
-void note_shift(std::uint32_t lkey, std::uint64_t shift) {
+void note_shift(const Context& context, std::uint32_t lkey, std::uint64_t shift) {
   State& s = state();
   std::lock_guard guard(s.lock);
-  if (shift)
-    s.shifts[lkey >> 8] = shift;
-  else
-    s.shifts.erase(lkey >> 8);
+  if (shift) s.shifts[&context][lkey >> 8] = shift;
+  else if (const auto its = s.shifts.find(&context); its != s.shifts.end()) its->second.erase(lkey >> 8);
 }
 
 /* ---- data path --------------------------------------------------------------------- */
@@ -450,13 +449,14 @@ void translate(ibv_send_wr& wr) noexcept {
   wr.wr.ud.remote_qpn = qpn;
 }
 
-void await(AwaitedDatagrams& at, const KeptReceive& receive) {
+void await(const Context& context, AwaitedDatagrams& at, const KeptReceive& receive) {
   AwaitedDatagrams::Entry a{receive.wr_id, 0};
   if (!receive.sges.empty() && receive.sges[0].length >= kGrhBytes) {
     State& s = state();
     std::lock_guard guard(s.lock);
-    const auto shift = s.shifts.find(receive.sges[0].lkey >> 8);
-    a.address = receive.sges[0].addr + (shift == s.shifts.end() ? 0 : shift->second);
+    a.address = receive.sges[0].addr;
+    if (const auto its = s.shifts.find(&context); its != s.shifts.end())
+      if (const auto shift = its->second.find(receive.sges[0].lkey >> 8); shift != its->second.end()) a.address += shift->second;
   }
   std::lock_guard guard(at.lock);
   at.entries.push_back(a);

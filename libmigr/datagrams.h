@@ -50,7 +50,7 @@ void note_gids();
 int make_again(std::string& why);
 
 /// Memory whose addresses in work requests are not the process's. shift: what to add to one.
-void note_shift(std::uint32_t lkey, std::uint64_t shift);
+void note_shift(const Context& context, std::uint32_t lkey, std::uint64_t shift);
 
 /* Data path. */
 
@@ -58,7 +58,7 @@ void note_shift(std::uint32_t lkey, std::uint64_t shift);
 void translate(ibv_send_wr& wr) noexcept;
 void translate(ibv_ah*& ah, std::uint32_t& qpn) noexcept;
 /// A receive is posted. Caller holds the lock of the QP or SRQ.
-void await(AwaitedDatagrams& at, const KeptReceive& receive);
+void await(const Context& context, AwaitedDatagrams& at, const KeptReceive& receive);
 /// It was not.
 void await_not(AwaitedDatagrams& at);
 /// None is posted any more.

@@ -593,7 +593,7 @@ int post_one_receive(QpShadow& q, ibv_qp* to, const KeptReceive& receive) noexce
   ibv_recv_wr wr{.wr_id = receive.wr_id, .next = nullptr, .sg_list = sges, .num_sge = static_cast<int>(receive.sges.size())};
   ibv_recv_wr* bad;
   if (q.tracked) tracking::note(*q.tracked, wr);
-  if (q.awaited.noted) datagrams::await(q.awaited, receive);  // its completion may be there before the call returns
+  if (q.awaited.noted) datagrams::await(*q.context, q.awaited, receive);  // its completion may be there before the call returns
   const int err = q.real_post_recv(to, &wr, &bad);
   if (err && q.awaited.noted) datagrams::await_not(q.awaited);
   return err;
@@ -694,7 +694,7 @@ int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), co
       if (!links::consumed(c, batch[i])) continue;
       batch[i].qp_num = virtual_qpn(qpn_table, batch[i].qp_num);
       if (state & kWatchedCq && may_change_windows(batch[i])) windows::completed(*c.context, batch[i]);
-      if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(batch[i]);
+      if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(*c.context, batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
       c.fake.push_back(batch[i]);
       ++moved;

@@ -155,7 +155,7 @@ bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
 }
 
 /// Where the addresses that its lkey goes with lie.
-void note_shift(const MrShadow& shadow) { datagrams::note_shift(shadow.app.lkey, reinterpret_cast<std::uintptr_t>(shadow.app.addr) - shadow.iova); }
+void note_shift(const MrShadow& shadow) { datagrams::note_shift(*shadow.context, shadow.app.lkey, reinterpret_cast<std::uintptr_t>(shadow.app.addr) - shadow.iova); }
 
 /// A call that goes to the driver without the lock: FREEZE waits for its end. Caller holds the lock.
 class Registering {
@@ -200,7 +200,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->movable = movable && !(access & IBV_ACCESS_ON_DEMAND);
   name_mr(*shadow);
   registry.mrs.add(shadow);
-  if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(shadow->app.lkey, shift);
+  if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(context, shadow->app.lkey, shift);
   links::made(*shadow);
   return &shadow->app;
 }
@@ -639,7 +639,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
     shadow->app.rkey = name.rkey;
   } else {
     retire_keys(registry, name, before);
-    datagrams::note_shift(name.lkey, 0);
+    datagrams::note_shift(*shadow->context, name.lkey, 0);
     name_mr(*shadow);
   }
   note_shift(*shadow);
@@ -654,7 +654,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
   if (!shadow) return real().dereg_mr(mr);
   // Who registers memory while we are in the driver may get its keys: nothing is called by them any more.
   const bool retired = retire_keys(registry, shadow->app, *shadow->real);
-  datagrams::note_shift(shadow->app.lkey, 0);
+  datagrams::note_shift(*shadow->context, shadow->app.lkey, 0);
   const std::vector<ibv_mr*> twins = links::take_twins(*shadow);
   registry.mrs.remove(shadow);
   const Registering registering(registry);

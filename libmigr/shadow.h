@@ -269,6 +269,7 @@ struct Context {
   links::Twin* twin = nullptr;         ///< the same on its backup links
   std::vector<ibv_gid_entry> gids;     ///< the GIDs that the application knows: of the host where it opened the device
   bool moved = false;                  ///< it is on another one, or was
+  std::uint32_t name_in_keys = 0;      ///< REBIND: MIGR_KEY_CONTEXT; 0: it has none
   std::uint32_t ctx_id() const;        ///< migr.ko's id; 0 without migr.ko
 };
 
@@ -429,6 +430,7 @@ struct alignas(64) QpShadow {
   std::optional<std::uint32_t> told_psn = {}, old_told_psn = {};  ///< the second: of the path before, after SWITCH
   int access_flags = -1;                    ///< as the application has set them last; -1: it has not
   Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
+  std::uint32_t peer_context = 0, spare_peer_context = 0;  ///< of that process, as its keys name it; 0: not known
   bool gone = false;                        ///< REBIND: its connection did not survive
   bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
   bool broken = false;                      ///< found in ERR by DRAIN: its new path goes there, too

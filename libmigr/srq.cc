@@ -145,7 +145,7 @@ int path::post_one_receive(SrqShadow& s, std::uint64_t wr_id, std::span<const ib
 
 int path::post_named(SrqShadow& s, std::uint64_t name, std::span<const ibv_sge> sges) noexcept {
   // Its completion may be there before the call returns.
-  if (s.awaited.noted) datagrams::await(s.awaited, {.wr_id = links::own_name(s, name), .sges = {sges.begin(), sges.end()}});
+  if (s.awaited.noted) datagrams::await(*s.context, s.awaited, {.wr_id = links::own_name(s, name), .sges = {sges.begin(), sges.end()}});
   const int err = post_translated(own(s), name, sges);
   if (err && s.awaited.noted) datagrams::await_not(s.awaited);
   return err;

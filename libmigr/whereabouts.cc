@@ -76,6 +76,7 @@ void met(QpShadow& q, std::span<const migr_key_map> keys) {
   for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
   std::lock_guard guard(q.lock);
   if (!keys.empty()) q.peer = std::to_array(keys[0].owner);
+  q.peer_context = 0;  // until it moves again
   exchange_keys(q, pairs.empty() ? nullptr : std::make_shared<const RemoteKeys>(pairs));
   path::translate_keys(q, kTranslateRemote);
 }
@@ -83,6 +84,7 @@ void met(QpShadow& q, std::span<const migr_key_map> keys) {
 void parted(QpShadow& q) {
   std::lock_guard guard(q.lock);
   q.peer = {};
+  q.peer_context = 0;
   exchange_keys(q, nullptr);
 }
 
@@ -130,7 +132,7 @@ void Connecting::connected(const QpShadow& q) {
   as_of_ = news;
   name_ = MIGR_QP_NAME(q.context->ctx_id(), q.vqpn());
   std::vector<migr_key_map> all;
-  switchover::rebound_keys(all);
+  switchover::keys_of(*q.context, all);
   std::copy_if(all.begin(), all.end(), std::back_inserter(keys_), [](const migr_key_map& k) { return k.vrkey != k.prkey; });
 }
 

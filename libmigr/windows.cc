@@ -42,14 +42,14 @@ struct Change {
   Window was;
   bool posted = false;
 };
-using Changes = std::deque<Change>;  // of one QP, in order
-using QpName = std::pair<const Context*, std::uint32_t>;
+using Changes = std::deque<Change>;                       // of one QP, in order
+using Number = std::pair<const Context*, std::uint32_t>;  // a QP's, or a key's index: devices count each by itself
 
 struct State {
   std::mutex lock;                    ///< innermost
-  std::map<QpName, Changes> changes;  ///< that are not known to be executed
+  std::map<Number, Changes> changes;  ///< that are not known to be executed
   std::unordered_map<ibv_mw*, Window> all;
-  std::unordered_map<std::uint32_t, ibv_mw*> by_virtual, by_physical;  ///< index of the key
+  std::map<Number, ibv_mw*> by_virtual, by_physical;
 };
 
 State& state() {
@@ -60,7 +60,7 @@ State& state() {
 /// How many of those this thread has not posted yet, or more: a session without any takes no lock.
 [[gnu::tls_model("initial-exec")]] thread_local std::size_t unsettled_here = 0;
 
-QpName name_of(const QpShadow& q) { return {q.context, q.vqpn()}; }
+Number name_of(const QpShadow& q) { return {q.context, q.vqpn()}; }
 
 void note(State& s, const QpShadow& q, const ibv_send_wr& wr, ibv_mw* mw, const Window& was) {
   Changes& changes = s.changes[name_of(q)];
@@ -101,7 +101,7 @@ ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
   ibv_mw* colliding[kMaxCollisions];
   int collisions = 0;
   ibv_mw* mw;
-  const auto taken = [&](std::uint32_t rkey) { return s.by_virtual.contains(rkey >> 8) || Registry::get().is_retired(rkey); };
+  const auto taken = [&](std::uint32_t rkey) { return s.by_virtual.contains({&context, rkey >> 8}) || Registry::get().is_retired(rkey); };
   while ((mw = context.ops.alloc_mw(pd, type)) && taken(mw->rkey) && collisions < kMaxCollisions)
     colliding[collisions++] = mw;
   const int saved = errno;
@@ -111,7 +111,7 @@ ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
   {
     std::lock_guard guard(s.lock);
     s.all[mw] = {.context = &context, .pkey = mw->rkey};
-    s.by_virtual[mw->rkey >> 8] = s.by_physical[mw->rkey >> 8] = mw;
+    s.by_virtual[{&context, mw->rkey >> 8}] = s.by_physical[{&context, mw->rkey >> 8}] = mw;
   }
   if (context.windows++ == 0) {
     for (QpShadow* q : Registry::get().qps)
@@ -131,8 +131,8 @@ int deallocate(Context& context, ibv_mw* mw) {
   if (const Window* w = find(mw)) {
     if (index != w->pkey >> 8) Registry::get().retired_keys.push_back(index);
     forget_changes(s, [&](const Change& c) { return c.mw == mw; });
-    s.by_physical.erase(w->pkey >> 8);
-    s.by_virtual.erase(index);
+    s.by_physical.erase({&context, w->pkey >> 8});
+    s.by_virtual.erase({&context, index});
     s.all.erase(mw);
     --context.windows;
   }
@@ -216,14 +216,15 @@ int make_again(std::string& why) {
     mw->handle = fresh->handle;
     w.pkey = fresh->rkey;
     free(fresh);  // it came from calloc()
-    s.by_physical[w.pkey >> 8] = mw;
+    s.by_physical[{w.context, w.pkey >> 8}] = mw;
   }
   return 0;
 }
 
-void keys(std::vector<migr_key_map>& out) {
+void keys(const Context& context, std::vector<migr_key_map>& out) {
   std::lock_guard guard(state().lock);
   for (const auto& [mw, w] : state().all) {
+    if (w.context != &context) continue;
     const std::uint32_t vkey = w.bound ? w.vkey : mw->rkey;
     out.push_back({.vrkey = vkey, .prkey = physical_of(w, vkey), .owner = {}});
   }
@@ -244,7 +245,7 @@ bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
   State& s = state();
   std::lock_guard guard(s.lock);
   if (wr.opcode == IBV_WR_LOCAL_INV) {
-    const auto found = s.by_virtual.find(wr.invalidate_rkey >> 8);
+    const auto found = s.by_virtual.find({q.context, wr.invalidate_rkey >> 8});
     if (found == s.by_virtual.end()) return false;
     Window& w = s.all.at(found->second);
     note(s, q, wr, found->second, w);
@@ -310,10 +311,10 @@ void completed(const Context& context, const ibv_wc& wc) noexcept {
   changes.erase(first, changes.end());
 }
 
-void invalidated(ibv_wc& wc) noexcept {
+void invalidated(const Context& context, ibv_wc& wc) noexcept {
   State& s = state();
   std::lock_guard guard(s.lock);
-  const auto found = s.by_physical.find(wc.invalidated_rkey >> 8);
+  const auto found = s.by_physical.find({&context, wc.invalidated_rkey >> 8});
   if (found == s.by_physical.end()) return;
   Window& w = s.all.at(found->second);
   w.bound = false;

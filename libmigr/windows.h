@@ -46,8 +46,8 @@ void end_binding(ibv_mw* mw, Operation& op);
 
 /// REBIND: the windows once more, not bound.
 int make_again(std::string& why);
-/// Their names, of the application and of the device.
-void keys(std::vector<migr_key_map>& out);
+/// Of those of a context: their names, of the application and of the device.
+void keys(const Context& context, std::vector<migr_key_map>& out);
 /// All that are bound, and through which QP: null if it is gone, then any of the PD will do.
 std::vector<std::pair<ibv_mw*, QpShadow*>> bound();
 
@@ -61,8 +61,8 @@ bool translate(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept;
 void settle(const QpShadow& q, bool posted) noexcept;
 /// A bind or a local invalidation has completed, or something has failed: then what was not executed has changed nothing.
 void completed(const Context& context, const ibv_wc& wc) noexcept;
-/// A receive that has ended a binding, with its physical key.
-void invalidated(ibv_wc& wc) noexcept;
+/// A receive of a context that has ended a binding, with its physical key.
+void invalidated(const Context& context, ibv_wc& wc) noexcept;
 
 }  // namespace migr::windows
 

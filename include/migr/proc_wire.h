@@ -44,7 +44,9 @@ enum migr_msg_type {
 	MIGR_MSG_DESCRIBE,	/* arg: MIGR_DESCRIBE_*, or 0. reply records: migr_fd_desc;
 				 * reply arg: the state of the record, never 0 */
 	MIGR_MSG_QP_CREATE,	/* partner: spare QPs. records: migr_qp_ref; reply: migr_qp_spare */
-	MIGR_MSG_QP_CONNECT,	/* partner: connect spares to RTS. records: migr_qp_connect */
+	MIGR_MSG_QP_CONNECT,	/* partner: connect spares to RTS. records: migr_qp_connect; arg: the context of all these
+				 * other ends, as KEYS will call it (MIGR_KEY_CONTEXT); 0: not known. An older library
+				 * does not look */
 	MIGR_MSG_SUSPEND,	/* records: migr_qp_ref, none = every QP. Reply when flags are up.
 				 * arg: what DESCRIBE answered; EAGAIN if the record has changed
 				 * since; 0: never mind */
@@ -260,8 +262,8 @@ struct migr_drain_stat {
 struct migr_handle_map {
 	uint32_t ctx_id;	/* new context's id in migr.ko */
 	int32_t context_fd;	/* number in the process: tells the context */
-	uint32_t obj_type;	/* enum migr_obj_type; 0: the context itself */
-	uint32_t old_handle;
+	uint32_t obj_type;	/* enum migr_obj_type; 0: the context itself; MIGR_HANDLE_PEER */
+	uint32_t old_handle;	/* of the context itself: what KEYS call it (MIGR_KEY_CONTEXT); 0: nothing */
 	uint32_t new_handle;
 	uint32_t vqpn;		/* QP only */
 	uint32_t pqpn;		/* QP only: new physical number. Of one in RTR also the first PSN that its
@@ -269,6 +271,12 @@ struct migr_handle_map {
 	uint32_t flags;		/* MIGR_HANDLE_* */
 	uint8_t peer[16];	/* QP only: instance of the process at the other end; zero: not known */
 };
+
+/*
+ * Not an object: `old_handle` is the context at the other end of the QP `vqpn`, as KEYS will call it. An older library passes
+ * it over.
+ */
+#define MIGR_HANDLE_PEER	0x100u
 
 /* The QP's connection did not survive: on RESUME it goes to ERR, as if its partner had died. */
 #define MIGR_HANDLE_GONE	0x1u
@@ -284,6 +292,11 @@ struct migr_key_map {
  * librdmacm's connections up again. REBIND answers with it, KEYS passes it on.
  */
 #define MIGR_KEY_CM_PORT	0x1u
+/*
+ * Not a key: those of `owner` that follow are of its context `prkey`, whose device numbers keys by itself. Each context of a
+ * process that has moved is named, also if it has none. Before the first: of any, as an older library knows no contexts.
+ */
+#define MIGR_KEY_CONTEXT	0x2u
 
 /* MOVES: no records; posts of unconnected QPs take the long way from now on. */
 #define MIGR_MOVES_PREPARE	0x1u

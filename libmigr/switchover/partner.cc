@@ -193,6 +193,7 @@ int switch_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   become_path(q, q.spare);
   q.spare = nullptr;
   q.peer = q.spare_peer;
+  q.peer_context = q.spare_peer_context;
   links::receives_may_move(q);
   if (const int err = break_if_broken(q, why)) return err;
   set_bits(q, kLogReceives);
@@ -325,23 +326,50 @@ void change_old_path(QpShadow& q, ibv_qp_attr& attr, int mask) {
   if (mask & IBV_QP_MIN_RNR_TIMER) later->min_rnr_timer = attr.min_rnr_timer;
 }
 
+namespace {
+
+/// What KEYS says of processes that have moved.
+class Told {
+ public:
+  explicit Told(std::span<const migr_key_map> keys) {
+    std::map<Peer, std::uint32_t> present;
+    for (const migr_key_map& key : keys) {
+      const Peer owner = std::to_array(key.owner);
+      if (key.vrkey == MIGR_KEY_CONTEXT) present[owner] = key.prkey;
+      Pairs& pairs = all_[owner][present[owner]];
+      if (key.vrkey >> 8) pairs.emplace_back(key.vrkey, key.prkey);
+    }
+  }
+  bool of(const Peer& owner) const { return all_.contains(owner); }
+  /// Of a context. @param context  0: not known; of any. @return null: it has none
+  std::shared_ptr<const RemoteKeys> table(const Peer& owner, std::uint32_t context) {
+    const auto [made, fresh] = tables_.try_emplace({owner, context});
+    if (!fresh) return made->second;
+    Pairs pairs;
+    for (const auto& [its, some] : all_[owner])
+      if (!its || !context || its == context) pairs.insert(pairs.end(), some.begin(), some.end());
+    if (!pairs.empty()) made->second = std::make_shared<const RemoteKeys>(pairs);
+    return made->second;
+  }
+
+ private:
+  using Pairs = std::vector<std::pair<std::uint32_t, std::uint32_t>>;
+  std::map<Peer, std::map<std::uint32_t, Pairs>> all_;  ///< by context; 0: of any
+  std::map<std::pair<Peer, std::uint32_t>, std::shared_ptr<const RemoteKeys>> tables_;
+};
+
+}  // namespace
+
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why) {
-  struct Keys {
-    std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
-    std::shared_ptr<const RemoteKeys> table;
-  };
-  std::map<Peer, Keys> of_owner;
-  for (const migr_key_map& key : keys) of_owner[std::to_array(key.owner)].pairs.emplace_back(key.vrkey, key.prkey);
-  for (auto& [owner, theirs] : of_owner) theirs.table = std::make_shared<const RemoteKeys>(theirs.pairs);
+  Told told(keys);
   for (QpShadow* q : qps) {
     if (q->phase == Phase::kRunning) {
       why = qp_name(*q) + " is not suspended";
       return EBUSY;
     }
-    const auto theirs = of_owner.find(q->peer);
-    if (theirs == of_owner.end()) continue;  // its peer did not move, or has no key
+    if (!told.of(q->peer)) continue;  // its peer did not move, or has no key
     std::lock_guard guard(q->lock);
-    exchange_remote_keys(*q, theirs->second.table);
+    exchange_remote_keys(*q, told.table(q->peer, q->peer_context));
     path::translate_keys(*q, kTranslateRemote);
   }
   return 0;

@@ -71,12 +71,15 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       QpShadow* q = of->second.at(map.vqpn);
       q->real->handle = map.new_handle;
       q->real->qp_num = map.pqpn;
-      if (const Peer peer = std::to_array(map.peer); peer != Peer{}) q->peer = peer;
+      if (const Peer peer = std::to_array(map.peer); peer != Peer{}) {
+        q->peer = peer;
+        q->peer_context = 0;
+      }
       q->gone = q->gone || (map.flags & MIGR_HANDLE_GONE);
       return 0;
     }
     default:
-      return 0;  // the context itself: matched by the caller
+      return 0;  // no object
   }
 }
 
@@ -87,9 +90,12 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
   Registry& registry = Registry::get();
   QpsByName by_name;
   for (QpShadow* q : registry.qps) by_name[q->context][q->vqpn()] = q;
+  const auto context_of = [&](const migr_handle_map& map) {
+    return find(registry.contexts, [&](const Context* c) { return c->real->cmd_fd == map.context_fd; });
+  };
   for (int pass = 0; pass < 2; ++pass) {
     for (const migr_handle_map& map : maps) {
-      Context* context = find(registry.contexts, [&](const Context* c) { return c->real->cmd_fd == map.context_fd; });
+      Context* context = context_of(map);
       if (!context) {
         why = "no context with descriptor " + std::to_string(map.context_fd);
         return ENOENT;
@@ -98,6 +104,13 @@ int adopt_handles(std::span<const migr_handle_map> maps, std::string& why) {
       (pass == 0 ? step.new_handle : step.old_handle) = kParked | map.new_handle;
       if (const int err = adopt_handle(*context, step, by_name, why)) return err;
     }
+  }
+  for (const migr_handle_map& map : maps) {
+    Context* context = context_of(map);
+    if (!map.obj_type) context->name_in_keys = map.old_handle;
+    if (map.obj_type != MIGR_HANDLE_PEER) continue;
+    const auto& qps = by_name[context];
+    if (const auto q = qps.find(map.vqpn); q != qps.end()) q->second->peer_context = map.old_handle;
   }
   for (ibv_pd* pd : registry.pds) pd->handle &= ~kParked;
   for (CqShadow* c : registry.cqs) c->real->handle &= ~kParked;
@@ -246,11 +259,18 @@ void bind_windows() {
 
 }  // namespace
 
-int rebound_keys(std::vector<migr_key_map>& out) {
+void keys_of(const Context& context, std::vector<migr_key_map>& out) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   for (const MrShadow* mr : Registry::get().mrs)
-    if (mr->access & kRemote) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
-  windows::keys(out);
+    if (mr->context == &context && (mr->access & kRemote)) out.push_back({.vrkey = mr->app.rkey, .prkey = mr->real->rkey, .owner = {}});
+  windows::keys(context, out);
+}
+
+int rebound_keys(std::vector<migr_key_map>& out) {
+  for (const Context* context : Registry::get().contexts) {
+    if (context->name_in_keys) out.push_back({.vrkey = MIGR_KEY_CONTEXT, .prkey = context->name_in_keys, .owner = {}});
+    keys_of(*context, out);
+  }
   return 0;
 }
 

@@ -82,10 +82,12 @@ int switch_to_spare(Qps qps, std::string& why);
 void change_old_path(QpShadow& q, ibv_qp_attr& attr, int mask);
 
 /// Restored side: adopts the new objects, attaches to migr.ko, registers memory, posts the receives.
-/// @param out every MR with remote access: virtual and new physical rkey
+/// @param out every MR with remote access: virtual and new physical rkey, by context (MIGR_KEY_CONTEXT)
 int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out, std::string& why);
 /// What rebind() has answered, again.
 int rebound_keys(std::vector<migr_key_map>& out);
+/// Of one context: memory of another device has names of its own.
+void keys_of(const Context& context, std::vector<migr_key_map>& out);
 
 /// Partner: the restored side's memory has these keys now.
 int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& why);

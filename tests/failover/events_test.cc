@@ -31,6 +31,7 @@
 
 #include "migr/proc_wire.h"
 #include "model.h"
+#include "uapi/migr.h"
 
 namespace {
 
@@ -62,11 +63,17 @@ class Migrd {
     return say(type, arg, &ref, sizeof ref);
   }
   /// @param bytes  of its one record; 0: none
-  migr_msg say(std::uint16_t type, std::uint64_t arg, const void* record, std::size_t bytes) {
+  migr_msg say(std::uint16_t type, std::uint64_t arg, const void* record, std::size_t bytes) { return say_all(type, arg, record, bytes, bytes ? 1 : 0); }
+  template <class T>
+  migr_msg say_all(std::uint16_t type, std::uint64_t arg, const std::vector<T>& records) {
+    return say_all(type, arg, records.data(), sizeof(T), static_cast<std::uint32_t>(records.size()));
+  }
+  migr_msg say_all(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t each, std::uint32_t count) {
+    const std::size_t bytes = each * count;
     if (fd_ < 0) meet();
     migr_msg m{};
-    m.count = bytes ? 1 : 0;
-    m.record_size = static_cast<std::uint32_t>(bytes);
+    m.count = count;
+    m.record_size = static_cast<std::uint32_t>(each);
     m.version = MIGR_PROC_VERSION;
     m.type = type;
     m.seq = ++seq_;
@@ -74,7 +81,7 @@ class Migrd {
     m.arg = arg;
     std::vector<char> packet(sizeof m + bytes);
     std::memcpy(packet.data(), &m, sizeof m);
-    if (bytes) std::memcpy(packet.data() + sizeof m, record, bytes);
+    if (bytes) std::memcpy(packet.data() + sizeof m, records, bytes);
     EXPECT_EQ(send(fd_, packet.data(), packet.size(), MSG_NOSIGNAL), static_cast<ssize_t>(packet.size()));
     const migr_msg reply = receive(fd_, &records_);
     EXPECT_EQ(reply.type, type | MIGR_REPLY);
@@ -108,13 +115,17 @@ class Migrd {
     close(fd_);
     fd_ = -1;
   }
+  /// It is restored, and connects.
+  void appears() {
+    model_restored();
+    open_gate();
+  }
   void back() {
     open_gate();
     ask(MIGR_MSG_ROLLBACK);
   }
   void restored() {
-    model_restored();
-    open_gate();
+    appears();
     ask(MIGR_MSG_REBIND);
     ask(MIGR_MSG_RESUME);
   }
@@ -1069,6 +1080,178 @@ TEST_F(Partner, WhatItHasCompletedBearsItsNameWhenItIsGone) {
   EXPECT_EQ(ibv_wc_read_qp_num(ex_), name);
   EXPECT_EQ(ibv_next_poll(ex_), ENOENT);
   ibv_end_poll(ex_);
+}
+
+/* ---- what memory of a process that has moved is called ----------------------------------- */
+
+class Keys : public Partner {
+ protected:
+  static constexpr std::uint32_t kName = 0x77700, kOtherName = 0x77800, kWrong = 0x55500;
+  static constexpr std::uint32_t kContext = 3, kOtherContext = 0x80000001;
+  const std::vector<std::uint8_t> theirs_ = std::vector<std::uint8_t>(16, 0x1d);
+
+  void SetUp() override {
+    Partner::SetUp();
+    target_ = ibv_reg_mr(other_pd_, target_memory_, sizeof target_memory_, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  }
+  void TearDown() override {
+    ibv_dereg_mr(target_);
+    for (ibv_qp* qp : there_) EXPECT_EQ(ibv_destroy_qp(qp), 0);
+    Partner::TearDown();
+  }
+  migr_key_map key(std::uint32_t name, std::uint32_t physical) const {
+    migr_key_map k{.vrkey = name, .prkey = physical, .owner = {}};
+    std::memcpy(k.owner, theirs_.data(), sizeof k.owner);
+    return k;
+  }
+  migr_key_map context(std::uint32_t name) const { return key(MIGR_KEY_CONTEXT, name); }
+  /// The process at the other end moves, and its keys are these.
+  void they_move(std::uint32_t their_context, const std::vector<migr_key_map>& keys) {
+    done(migrd.about(to_, MIGR_MSG_QP_CREATE));
+    const auto spare = migrd.record<migr_qp_spare>();
+    std::swap(pd_, other_pd_);
+    ibv_qp* there = make_qp(other_cq_);
+    if (there->qp_num == to_->qp_num) ibv_destroy_qp(std::exchange(there, make_qp(other_cq_)));  // without migr.ko nothing else tells which is meant
+    there_.push_back(there);
+    std::swap(pd_, other_pd_);
+    ibv_qp end{};
+    end.qp_num = spare.pqpn;
+    answer(there, &end, context_, spare.psn);
+    EXPECT_EQ(go_to_rts(there, 0), 0);
+    migr_qp_connect c{};
+    c.vqpn = to_->qp_num;
+    c.dest_qpn = there->qp_num;
+    ibv_gid gid{};
+    EXPECT_EQ(ibv_query_gid(other_, 1, 0, &gid), 0);
+    std::memcpy(c.dgid, &gid, sizeof c.dgid);
+    std::memcpy(c.peer, theirs_.data(), sizeof c.peer);
+    done(migrd.say(MIGR_MSG_QP_CONNECT, their_context, &c, sizeof c));
+    done(migrd.about(to_, MIGR_MSG_SUSPEND));
+    done(migrd.about(to_, MIGR_MSG_DRAIN, 5000));
+    done(migrd.about(to_, MIGR_MSG_SWITCH));
+    done(migrd.say_all(MIGR_MSG_KEYS, 0, keys));
+    done(migrd.about(to_, MIGR_MSG_RESUME));
+  }
+  /// A WRITE of one byte to memory of that name.
+  ibv_wc_status write(std::uint32_t rkey) const {
+    const std::uint8_t byte = ++target_memory_[1];
+    ibv_sge of{reinterpret_cast<std::uintptr_t>(&byte), 1, 0};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_RDMA_WRITE;
+    wr.send_flags = IBV_SEND_INLINE | IBV_SEND_SIGNALED;
+    wr.sg_list = &of;
+    wr.num_sge = 1;
+    wr.wr.rdma.rkey = rkey;
+    wr.wr.rdma.remote_addr = reinterpret_cast<std::uintptr_t>(target_memory_);
+    EXPECT_EQ(ibv_post_send(to_, &wr, &bad), 0);
+    ibv_poll_cq_attr attr{};
+    for (int ms = 0; ibv_start_poll(ex_, &attr); ++ms) {
+      if (ms == kPatienceMs) return IBV_WC_GENERAL_ERR;
+      usleep(1000);
+    }
+    const ibv_wc_status status = ex_->status;
+    ibv_end_poll(ex_);
+    EXPECT_TRUE(status != IBV_WC_SUCCESS || target_memory_[0] == byte);
+    return status;
+  }
+
+  ibv_mr* target_;
+  std::vector<ibv_qp*> there_;
+  mutable std::uint8_t target_memory_[64] = {};
+};
+
+// Two devices have each called memory so.
+TEST_F(Keys, AreOfTheContextAtTheOtherEnd) {
+  they_move(kContext, {context(kContext), key(kName, target_->rkey), context(kOtherContext), key(kName, kWrong)});
+  EXPECT_EQ(write(kName), IBV_WC_SUCCESS);
+  they_move(kOtherContext, {context(kContext), key(kName, kWrong), context(kOtherContext), key(kName, target_->rkey)});
+  EXPECT_EQ(write(kName), IBV_WC_SUCCESS);
+}
+
+TEST_F(Keys, OfNoKnownContextAreAnyones) {
+  they_move(kContext, {key(kName, target_->rkey)});
+  EXPECT_EQ(write(kName), IBV_WC_SUCCESS) << "they do not say";
+  they_move(0, {context(kContext), key(kOtherName, kWrong), context(kOtherContext), key(kName, target_->rkey)});
+  EXPECT_EQ(write(kName), IBV_WC_SUCCESS) << "nobody has said which";
+}
+
+/// Memory of two devices that number keys alike.
+class TwoDevices : public Keys {
+ protected:
+  void SetUp() override {
+    Keys::SetUp();
+    ibv_device** list = ibv_get_device_list(nullptr);
+    second_ = ibv_open_device(list[1]);  // a1
+    ibv_free_device_list(list);
+    second_pd_ = ibv_alloc_pd(second_);
+    for (const int link : {0, 1}) model_next_key(link, 0, kFirst);
+    first_mr_ = reg(pd_);
+    second_mr_ = reg(second_pd_);
+    EXPECT_EQ(first_mr_->rkey, second_mr_->rkey);
+  }
+  void TearDown() override {
+    ibv_dereg_mr(first_mr_);
+    ibv_dereg_mr(second_mr_);
+    ibv_dealloc_pd(second_pd_);
+    ibv_close_device(second_);
+    Keys::TearDown();
+  }
+  ibv_mr* reg(ibv_pd* pd) { return ibv_reg_mr(pd, memory_, sizeof memory_, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE); }
+  static migr_handle_map called(const ibv_context* c, std::uint32_t name) {
+    migr_handle_map m{};
+    m.context_fd = c->cmd_fd;
+    m.old_handle = name;
+    return m;
+  }
+
+  static constexpr std::uint32_t kFirst = 0x9100;
+  ibv_context* second_;
+  ibv_pd* second_pd_;
+  ibv_mr *first_mr_, *second_mr_;
+};
+
+TEST_F(TwoDevices, AreToldApart) {
+  migrd.freeze();
+  migrd.appears();
+  const std::vector<migr_handle_map> maps{called(context_, kContext), called(second_, kOtherContext), called(other_, 9)};
+  for (int times = 0; times < 2; ++times) {  // it is asked again
+    done(migrd.say_all(MIGR_MSG_REBIND, 0, maps));
+    std::uint32_t in = 0;
+    std::multiset<std::pair<std::uint32_t, std::uint32_t>> keys;
+    std::set<std::uint32_t> contexts;
+    for (const migr_key_map& k : migrd.records<migr_key_map>()) {
+      if (k.vrkey == MIGR_KEY_CONTEXT) contexts.insert(in = k.prkey);
+      else keys.insert({in, k.vrkey});
+    }
+    EXPECT_EQ(contexts, (std::set<std::uint32_t>{kContext, kOtherContext, 9}));
+    EXPECT_EQ(keys.count({kContext, first_mr_->rkey}), 1u);
+    EXPECT_EQ(keys.count({kOtherContext, second_mr_->rkey}), 1u);
+    EXPECT_EQ(keys.count({9, target_->rkey}), 1u);
+  }
+  migrd.ask(MIGR_MSG_RESUME);
+}
+
+// The process at its other end has moved with it.
+TEST_F(TwoDevices, OfATwinAreToldApart) {
+  migr_handle_map qp = called(context_, 0), end = called(context_, kContext);
+  qp.obj_type = MIGR_OBJ_QP;
+  qp.vqpn = qp.pqpn = end.vqpn = to_->qp_num;
+  qp.old_handle = qp.new_handle = to_->handle;
+  std::memcpy(qp.peer, theirs_.data(), sizeof qp.peer);
+  end.obj_type = MIGR_HANDLE_PEER;
+  migrd.freeze();
+  migrd.appears();
+  done(migrd.say_all(MIGR_MSG_REBIND, 0, std::vector{qp, end}));
+  done(migrd.say_all(MIGR_MSG_KEYS, 0, std::vector{context(kContext), key(kName, target_->rkey), context(kOtherContext), key(kName, kWrong)}));
+  migrd.ask(MIGR_MSG_RESUME);
+  EXPECT_EQ(write(kName), IBV_WC_SUCCESS);
+}
+
+TEST_F(TwoDevices, MayHaveWindowsOfOneName) {
+  for (const int link : {0, 1}) model_next_key(link, 0, 0x9200);
+  ibv_mw* const windows[] = {ibv_alloc_mw(pd_, IBV_MW_TYPE_1), ibv_alloc_mw(second_pd_, IBV_MW_TYPE_1)};
+  EXPECT_EQ(windows[0]->rkey, windows[1]->rkey);
+  for (ibv_mw* mw : windows) EXPECT_EQ(ibv_dealloc_mw(mw), 0);
 }
 
 /// What its application changes between SWITCH and the way back.

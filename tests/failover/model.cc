@@ -961,6 +961,10 @@ MODEL unsigned model_mrs(int link, int end) {
   std::lock_guard guard(lock);
   return static_cast<unsigned>(nics[static_cast<std::size_t>(end * kRails + link)]->keys.size());
 }
+MODEL void model_next_key(int link, int end, std::uint32_t index) {
+  std::lock_guard guard(lock);
+  nics[static_cast<std::size_t>(end * kRails + link)]->next_key = index;
+}
 MODEL void model_let_packets_linger(bool let) { packets_linger = let; }
 MODEL void model_async_events() {
   std::lock_guard guard(lock);

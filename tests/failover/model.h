@@ -97,6 +97,8 @@ void model_most_cqes(int most);
 void model_keep_registrations(unsigned times);
 /// That an end (a: 0, b: 1) has on that link.
 unsigned model_mrs(int link, int end);
+/// An end's device gives this index to what is registered, or made a window, next on that link.
+void model_next_key(int link, int end, std::uint32_t index);
 /// A QP that has sent something over a link that is cut is destroyed when that is mended and not before, as where the network holds
 /// a packet back; and who connects one, or makes an address handle, is told after a second that nobody answers.
 void model_let_packets_linger(bool let);

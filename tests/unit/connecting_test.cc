@@ -28,7 +28,8 @@ namespace path {
 void translate_keys(QpShadow&, std::uint32_t) {}
 }  // namespace path
 namespace switchover {
-int rebound_keys(std::vector<migr_key_map>&) { return 0; }
+const Context* keys_asked_of = nullptr;
+void keys_of(const Context& context, std::vector<migr_key_map>&) { keys_asked_of = &context; }
 void destroy_old_paths() {}
 }  // namespace switchover
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&, bool) {}
@@ -130,6 +131,22 @@ TEST_F(Connect, WhatMovesMeanwhileIsAskedForAgain) {
   EXPECT_FALSE(peer.stale());
   tell({from_to(1, 3)});
   EXPECT_TRUE(peer.stale());
+}
+
+// Those of another device would be called alike.
+TEST_F(Connect, APartnerIsToldTheKeysOfItsConnectionsContext) {
+  Context context;
+  qp.context = &context;
+  {
+    std::lock_guard guard(Registry::get().lock);
+    whereabouts::moved();
+  }
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTR;
+  whereabouts::Connecting peer(&qp.app, attr, IBV_QP_STATE);
+  std::lock_guard guard(Registry::get().lock);
+  peer.connected(qp);
+  EXPECT_EQ(switchover::keys_asked_of, &context);
 }
 
 }  // namespace

@@ -457,6 +457,7 @@ TEST(Coordinator, EachSideIsConnectedToTheOther) {
   EXPECT_EQ(p.dest_pqpn(), 0x33u);
   EXPECT_EQ(p.dest_psn(), 0x333u);
   EXPECT_EQ(p.dest_gid(), std::string(16, 'd'));
+  EXPECT_EQ(p.peer_ctx_id(), 7u);
   ASSERT_EQ(s.partner.got_keys.keys_size(), 1);
   EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
 }
@@ -764,10 +765,13 @@ TEST(Coordinator, WhatIsConnectedToItselfNeedsNoPartner) {
   EXPECT_EQ(at[0x12]->dest_pqpn(), 0x35u);
   EXPECT_EQ(at[0x12]->dest_psn(), 0x335u);
   EXPECT_EQ(at[0x12]->peer()[0], 2);
+  EXPECT_EQ(at[0x12]->peer_ctx_id(), 8u);
   EXPECT_EQ(at[0x13]->dest_pqpn(), 0x34u);
   EXPECT_EQ(at[0x13]->peer()[0], 1);
+  EXPECT_EQ(at[0x13]->peer_ctx_id(), 7u);
   EXPECT_EQ(at[0x11]->dest_pqpn(), 0x44u) << "the partner's spare";
   EXPECT_EQ(at[0x11]->peer()[0], 'j');
+  EXPECT_EQ(at[0x11]->peer_ctx_id(), 0u) << "it stays";
 }
 
 // Two that want each other's processes: the one with the smaller number waits with what it holds ...

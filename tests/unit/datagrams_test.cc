@@ -420,12 +420,15 @@ TEST_F(Datagrams, QpThatIsMadeDuringASessionHasNothingToReadBack) {
 }
 
 TEST_F(Datagrams, AddressesOfWorkRequestsMayBeShifted) {
-  datagrams::note_shift(0x100, reinterpret_cast<std::uintptr_t>(buffer[0]) - 0x4000);
+  datagrams::note_shift(our_context, 0x100, reinterpret_cast<std::uintptr_t>(buffer[0]) - 0x4000);
+  const Context of_another_device;
+  datagrams::note_shift(of_another_device, 0x100, 0x666000);
+  datagrams::note_shift(of_another_device, 0x100, 0);
   KeptReceive r = receive(5, nullptr);
   r.sges[0].addr = 0x4000;
   posted = {r};
   moved({move_of(1, 17, 2, 30)});
-  datagrams::note_shift(0x100, 0);
+  datagrams::note_shift(our_context, 0x100, 0);
   arrived(buffer[0], 2);
   EXPECT_EQ(17u, completion(5, 30).src_qp);
   EXPECT_EQ(1, source(buffer[0]));
