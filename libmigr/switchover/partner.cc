@@ -346,8 +346,9 @@ class Told {
     const auto [made, fresh] = tables_.try_emplace({owner, context});
     if (!fresh) return made->second;
     Pairs pairs;
-    for (const auto& [its, some] : all_[owner])
-      if (!its || !context || its == context) pairs.insert(pairs.end(), some.begin(), some.end());
+    if (const auto theirs = all_.find(owner); theirs != all_.end())
+      for (const auto& [its, some] : theirs->second)
+        if (!its || !context || its == context) pairs.insert(pairs.end(), some.begin(), some.end());
     if (!pairs.empty()) made->second = std::make_shared<const RemoteKeys>(pairs);
     return made->second;
   }
@@ -367,7 +368,7 @@ int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& wh
       why = qp_name(*q) + " is not suspended";
       return EBUSY;
     }
-    if (!told.of(q->peer)) continue;  // its peer did not move, or has no key
+    if (q->phase != Phase::kSwitched && !told.of(q->peer)) continue;  // its peer did not move; an older library does not say which had no key
     std::lock_guard guard(q->lock);
     exchange_remote_keys(*q, told.table(q->peer, q->peer_context));
     path::translate_keys(*q, kTranslateRemote);

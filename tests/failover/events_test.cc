@@ -1175,6 +1175,16 @@ TEST_F(Keys, OfNoKnownContextAreAnyones) {
   EXPECT_EQ(write(kName), IBV_WC_SUCCESS) << "nobody has said which";
 }
 
+// That of before is gone, and new memory is called by the device's own key.
+TEST_F(Keys, OfAMoveBeforeAreForgotten) {
+  they_move(kContext, {context(kContext), key(target_->rkey, kWrong)});
+  they_move(kContext, {context(kContext)});
+  EXPECT_EQ(write(target_->rkey), IBV_WC_SUCCESS);
+  they_move(kContext, {key(target_->rkey, kWrong)});
+  they_move(kContext, {});
+  EXPECT_EQ(write(target_->rkey), IBV_WC_SUCCESS) << "of an older library, which says nothing of who has none";
+}
+
 /// Memory of two devices that number keys alike.
 class TwoDevices : public Keys {
  protected:
