@@ -2,6 +2,7 @@
 #include "bare.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -15,6 +16,7 @@
 #include "file_tree.h"
 #include "limits.h"
 #include "process.h"
+#include "standard_streams.h"
 #include "tcp_repair.h"
 
 namespace migr {
@@ -106,6 +108,15 @@ Status Bare::connections_stay(pid_t root) const {
       if (elsewhere.contains(fs::read_symlink(fd.path(), ec)))
         return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has a TCP connection to another host (descriptor " + fd.path().filename().string() +
                                      "), and a process without a container has its host's address; run it in a container with an address of its own"};
+  return {};
+}
+
+Status Bare::pipes_stay(pid_t root) const {
+  for (const auto& p : pipes_elsewhere(tree_of(root)))
+    if (!p.standard())
+      return Error{EOPNOTSUPP, fmt::format("process {} ({}) has a pipe to process {} ({}) of this host, which does not move with it (descriptor {}); only standard input, output "
+                                           "and error may be such pipes, which are /dev/null there",
+                                           p.pid, name_of(p.pid), p.other, name_of(p.other), p.fd)};
   return {};
 }
 

@@ -28,6 +28,8 @@ class Bare {
   Result<std::string> nft_version() const;
   /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
   Status connections_stay(pid_t pid) const;
+  /// EOPNOTSUPP: one of them has a pipe to a process beside them, and not as a standard stream.
+  Status pipes_stay(pid_t pid) const;
   Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
   Result<Child> checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;

@@ -166,6 +166,14 @@ bool has_huge_pages(pid_t pid) {
   return found;
 }
 
+void each_descriptor(pid_t pid, const std::function<void(int fd, const std::string& to)>& f) {
+  std::error_code ec, ended;
+  for (fs::directory_iterator fd("/proc/" + std::to_string(pid) + "/fd", ended), end; !ended && fd != end; fd.increment(ended)) {
+    const std::string to = fs::read_symlink(fd->path(), ec);
+    if (!ec) f(std::atoi(fd->path().filename().c_str()), to);
+  }
+}
+
 std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
 
 std::vector<pid_t> numbers_of(pid_t pid) {

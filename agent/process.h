@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,8 @@ Result<std::uint64_t> container_namespace_of(pid_t pid);
 std::vector<pid_t> numbers_in_namespaces(pid_t pid);
 /// It has memory of hugetlbfs, of which MAP_HUGETLB is, too. Transparent huge pages are not.
 bool has_huge_pages(pid_t pid);
+/// What it has open: each descriptor, and what that leads to, as in /proc/PID/fd. None: it has ended.
+void each_descriptor(pid_t pid, const std::function<void(int fd, const std::string& to)>& f);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

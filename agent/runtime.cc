@@ -89,7 +89,14 @@ Status Runtime::started_beside(const ContainerState& c, int limit_ms) const {
 
 Status Runtime::may_leave(const ContainerState& c) const {
   const auto pid = bare_pid(c.id);
-  return pid ? bare_.connections_stay(*pid) : started_beside(c, kExecMs);
+  if (!pid) return started_beside(c, kExecMs);
+  if (auto s = bare_.connections_stay(*pid); !s) return s;
+  return bare_.pipes_stay(*pid);
+}
+
+bool Runtime::is_piped(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? !pipes_elsewhere(tree_of(*pid)).empty() : !pipes_in(runc_.streams(id)).empty();
 }
 
 Status Runtime::bundle_is_free(const std::string& bundle) const {
@@ -106,7 +113,8 @@ Result<std::vector<pid_t>> Runtime::pids(const ContainerState& c) const {
 }
 
 Status Runtime::early_images(const std::string& id, const std::string& images) const {
-  return bare_pid(id) ? Status() : runc_.early_images(id, images);
+  const auto pid = bare_pid(id);
+  return pid ? write_streams(tree_of(*pid), images) : runc_.early_images(id, images);
 }
 
 Status Runtime::pre_dump(const std::string& id, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const {

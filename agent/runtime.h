@@ -33,8 +33,8 @@ class Runtime {
   Status may_leave(const ContainerState& c) const;
   /// It has been dumped and stands still: nothing was started beside it meanwhile, which would not be in the images.
   Status all_dumped(const ContainerState& c) const { return bare_pid(c.id) ? Status() : started_beside(c, 0); }
-  /// Of a container: at the other end of its standard streams is a program of this host.
-  bool is_piped(const std::string& id) const { return !bare_pid(id) && !pipes_in(runc_.streams(id)).empty(); }
+  /// At the other end of its standard streams is a program of this host.
+  bool is_piped(const std::string& id) const;
   /// No container has its bundle in this folder. Does not run runc.
   Status bundle_is_free(const std::string& bundle) const;
   Result<std::vector<pid_t>> pids(const ContainerState& c) const;

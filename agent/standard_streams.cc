@@ -2,10 +2,14 @@
 #include "standard_streams.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -13,6 +17,7 @@
 #include "criu_image.h"
 #include "file_tree.h"
 #include "json.h"
+#include "process.h"
 
 namespace migr {
 namespace {
@@ -36,7 +41,53 @@ Status change_image(const std::string& path, std::uint32_t magic, const Change& 
   return any ? changed.replace(path) : Status();
 }
 
+/// Each pipe that a process has open.
+/// @param f  takes pipe:[N], the descriptor, and what it may do with it
+template <class F>
+void each_pipe(pid_t pid, const F& f) {
+  each_descriptor(pid, [&](int fd, const std::string& to) {
+    std::error_code ec;
+    if (to.starts_with("pipe:[")) f(to, fd, std::filesystem::symlink_status(fmt::format("/proc/{}/fd/{}", pid, fd), ec).permissions());
+  });
+}
+
 }  // namespace
+
+bool PipeElsewhere::standard() const { return fd <= STDERR_FILENO; }
+
+std::vector<PipeElsewhere> pipes_elsewhere(const std::vector<pid_t>& pids) {
+  using std::filesystem::perms;
+  struct Ends {
+    bool read = false, written = false;
+    PipeElsewhere pipe;
+  };
+  std::map<std::string, Ends> all;
+  for (const pid_t pid : pids)
+    each_pipe(pid, [&](const std::string& name, int fd, perms may) {
+      auto& e = all[name];
+      if (e.pipe.name.empty() || fd < e.pipe.fd) e.pipe = {name, pid, fd, 0};
+      e.read = e.read || (may & perms::owner_read) != perms::none;
+      e.written = e.written || (may & perms::owner_write) != perms::none;
+    });
+  std::erase_if(all, [](const auto& e) { return e.second.read && e.second.written; });
+  std::vector<PipeElsewhere> out;
+  if (all.empty()) return out;
+  std::error_code ec;
+  for (const auto& p : std::filesystem::directory_iterator("/proc", ec))
+    if (const pid_t pid = std::atoi(p.path().filename().c_str()); pid > 0 && std::find(pids.begin(), pids.end(), pid) == pids.end())
+      each_pipe(pid, [&](const std::string& name, int, perms) {
+        if (const auto e = all.find(name); e != all.end()) e->second.pipe.other = pid;
+      });
+  for (const auto& [name, e] : all)
+    if (e.pipe.other) out.push_back(e.pipe);
+  return out;
+}
+
+Status write_streams(const std::vector<pid_t>& pids, const std::string& images) {
+  Json streams = Json::array();
+  for (const auto& p : pipes_elsewhere(pids)) streams.push_back(p.name);
+  return write_whole(images + "/descriptors.json", streams.dump() + "\n");
+}
 
 std::vector<std::uint32_t> pipes_in(const std::vector<std::string>& streams) {
   std::vector<std::uint32_t> pipes;

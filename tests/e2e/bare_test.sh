@@ -80,6 +80,27 @@ connected() {
 	unfiltered src && migrd_restart src && ctl_ok src migrate --pid "$BARE" --to dst && until_true 10 speaks dst && ! on src test -e "/proc/$BARE" &&
 		unfiltered src && unfiltered dst && on dst kill "$BARE" || cleaned
 }
+# A program that writes to one that stays, as in "program | logger". It calls itself by how often it has.
+# shellcheck disable=SC2016
+PIPES='
+import ctypes, os, subprocess, sys, time
+to = int(sys.argv[1])
+reader = subprocess.Popen(["setsid", "-f", "sh", "-c", "exec cat >/tmp/piped.read"], stdin=subprocess.PIPE)
+os.dup2(reader.stdin.fileno(), to)
+reader.stdin.close()
+reader.wait()
+for n in range(1, 1 << 30):
+    os.write(to, b"%d\n" % n)
+    ctypes.CDLL(None).prctl(15, b"n%d" % n)
+    time.sleep(0.05)
+'
+piped() {
+	BARE=$(start_process src piped python3 -c "$PIPES" 1) && until_true 30 speaks src && ctl_ok src migrate --pid "$BARE" --to dst && until_true 10 speaks dst &&
+		! on src test -e "/proc/$BARE" && [ "$(on dst readlink "/proc/$BARE/fd/1")" = /dev/null ] && on dst kill "$BARE" ||
+		{ fail "a process whose output is read here does not go on there"; cleaned; return 1; }
+	BARE=$(start_process src piped python3 -c "$PIPES" 9) && until_true 30 speaks src &&
+		ctl_refused 'has a pipe to process [0-9]+ \(cat\) .*\(descriptor 9\)' src migrate --pid "$BARE" --to dst && until_true 10 speaks src && on src kill "$BARE" || cleaned
+}
 number_taken() {	# that of a thread
 	local number
 	start_bare src "$@" && number=$(on_sh src 'ls "/proc/$(pgrep -nx migr_verify)/task" | tail -n1') && [ "$number" -gt "$BARE" ] || { fail "no thread"; cleaned; return 1; }
@@ -169,6 +190,7 @@ step "a process and its children, there and back" moved --mode mixed --qps 2 --r
 step "memory that is registered for each transfer" transfers_ok
 walk_step "without the marks it is stale" transfers_stale
 step "a TCP connection within the host, back and there" connected
+step "a pipe to a program that stays" piped
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
 step "a stored server is found by who comes later" stored_server

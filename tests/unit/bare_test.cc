@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What a dump has left of a process that it has stopped, with a played nft.
+// What a dump has left of a process that it has stopped, with a played nft, and what a process has to do with others of its host.
 #include "agent/bare.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -21,6 +22,7 @@
 #include "agent/file_tree.h"
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
+#include "agent/runtime.h"
 
 namespace migr::bare_test {
 namespace {
@@ -134,6 +136,85 @@ TEST_F(AStoppedProcess, LeavesNoFilterWhereItHasGone) {
   EXPECT_TRUE(Bare(config).remove(pid));
   parent.join();
   EXPECT_EQ(text_of(root + "/nft.log"), deleted());
+}
+
+/// With a pipe.
+struct AProcessOfAHost : ::testing::Test {
+  void SetUp() override {
+    int ends[2];
+    ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    reads = Fd(ends[0]);
+    writes = Fd(ends[1]);
+    name = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(reads.n));
+  }
+  void TearDown() override {
+    if (pid <= 0) return;
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
+  /// It has nothing else open.
+  /// @param ends  a descriptor of ours, and what it is there
+  void start(const std::vector<std::pair<int, unsigned>>& ends) {
+    pid = fork();
+    if (!pid) {
+      unsigned next = 0;
+      for (const auto& [from, to] : ends) {
+        dup2(from, static_cast<int>(to));
+        if (to > next) close_range(next, to - 1, 0);
+        next = to + 1;
+      }
+      close_range(next, ~0u, 0);
+      raise(SIGSTOP);
+      _exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(pid, &status, WUNTRACED), pid);
+  }
+  std::vector<PipeElsewhere> pipes() const { return pipes_elsewhere(tree_of(pid)); }
+
+  Fd reads, writes;
+  std::string name;
+  pid_t pid = 0;
+  const Config config;
+};
+
+TEST_F(AProcessOfAHost, WhoseOutputIsReadByAnotherIsPiped) {
+  start({{writes.n, 1}});
+  ASSERT_EQ(pipes().size(), 1u);
+  EXPECT_EQ(pipes()[0].name, name);
+  EXPECT_EQ(pipes()[0].other, getpid());
+  const Runtime runtime(config);
+  EXPECT_TRUE(runtime.is_piped(bare_name(pid)));
+  EXPECT_TRUE(Bare(config).pipes_stay(pid)) << "there it is /dev/null";
+  char folder[] = "/tmp/bare_test.XXXXXX";
+  const std::string images = mkdtemp(folder), file = images + "/descriptors.json";
+  EXPECT_TRUE(runtime.early_images(bare_name(pid), images));
+  EXPECT_EQ(text_of(file), "[\"" + name + "\"]\n");
+  EXPECT_EQ(std::filesystem::status(file).permissions(), std::filesystem::perms(0600));
+  std::filesystem::remove_all(images);
+}
+
+TEST_F(AProcessOfAHost, WithAnotherPipeToOneThatStaysIsRefused) {
+  start({{reads.n, 9}});
+  const auto s = Bare(config).pipes_stay(pid);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EOPNOTSUPP);
+  for (const std::string& part : {"process " + std::to_string(pid) + " ", "process " + std::to_string(getpid()) + " ", std::string("(descriptor 9)")})
+    EXPECT_NE(s.error().text.find(part), std::string::npos) << s.error().text;
+}
+
+TEST_F(AProcessOfAHost, KeepsAPipeOfItsOwn) {
+  start({{reads.n, 0}, {writes.n, 7}});
+  EXPECT_TRUE(pipes().empty()) << "whoever else may have it open";
+}
+
+TEST_F(AProcessOfAHost, KeepsAPipeThatNobodyReadsAnyMore) {
+  start({{writes.n, 7}});
+  reads = Fd();
+  writes = Fd();
+  EXPECT_TRUE(pipes().empty());
+  EXPECT_TRUE(Bare(config).pipes_stay(pid));
+  EXPECT_FALSE(Runtime(config).is_piped(bare_name(pid)));
 }
 
 }  // namespace
