@@ -10,8 +10,10 @@
 #include <charconv>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
+#include <string_view>
 
 #include "file_tree.h"
 #include "limits.h"
@@ -35,25 +37,39 @@ std::string link_of(pid_t pid, const std::string& what) {
   return fs::read_symlink("/proc/" + std::to_string(pid) + "/" + what, ec);
 }
 
-// Inodes of established TCP connections of the host, other than those with itself.
-std::set<std::string> connections_elsewhere() {
-  constexpr char kEstablished[] = "01";
-  std::set<std::string> inodes;
+// One end of a TCP connection of the host, with addresses as /proc/net/tcp has them.
+struct TcpEnd {
+  std::string socket;  // as a descriptor leads to it
+  bool established = false;
+};
+using TcpEnds = std::map<std::pair<std::string, std::string>, TcpEnd>;  // by its own address and the other one
+
+// Of what CRIU dumps as a connection.
+TcpEnds tcp_ends() {
+  constexpr char kEstablished[] = "01", kTimeWait[] = "06", kClosed[] = "07", kListens[] = "0A";
+  constexpr std::string_view kMapped = "0000000000000000FFFF0000";  // an IPv4 address in IPv6
+  TcpEnds all;
   for (const char* file : {"/proc/net/tcp", "/proc/net/tcp6"}) {
     std::ifstream in(file);
     std::string line;
+    std::getline(in, line);  // titles
     while (std::getline(in, line)) {
       std::istringstream words(line);
       std::string slot, local, remote, state, skip, inode;
       words >> slot >> local >> remote >> state >> skip >> skip >> skip >> skip >> skip >> inode;
-      const std::string address = local.substr(0, local.find(':'));
-      // 127.0.0.0/8, as itself, mapped into IPv6, and ::1
-      const bool loopback = (address.size() == 8 && address.ends_with("7F")) || (address.size() == 32 && address.ends_with("7F") && address.substr(16, 8) == "FFFF0000") ||
-                            address == "00000000000000000000000001000000";
-      if (state == kEstablished && !loopback) inodes.insert("socket:[" + inode + "]");
+      if (state == kTimeWait || state == kClosed || state == kListens) continue;
+      for (std::string* address : {&local, &remote})
+        if (address->starts_with(kMapped)) address->erase(0, kMapped.size());
+      all[{local, remote}] = {"socket:[" + inode + "]", state == kEstablished};
     }
   }
-  return inodes;
+  return all;
+}
+
+// 127.0.0.0/8 or ::1
+bool is_loopback(const std::string& end) {
+  const std::string address = end.substr(0, end.find(':'));
+  return (address.size() == 8 && address.ends_with("7F")) || address == "00000000000000000000000001000000";
 }
 
 Result<std::string> second_word_of(const std::string& program) {
@@ -101,13 +117,23 @@ Result<std::vector<pid_t>> Bare::pids(pid_t pid) const {
 }
 
 Status Bare::connections_stay(pid_t root) const {
-  const auto elsewhere = connections_elsewhere();
-  std::error_code ec;
+  constexpr char kNobodys[] = "socket:[0]";
+  const TcpEnds all = tcp_ends();
+  std::map<std::string, std::pair<pid_t, int>> ours;
   for (const pid_t pid : tree_of(root))
-    for (const auto& fd : fs::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ec))
-      if (elsewhere.contains(fs::read_symlink(fd.path(), ec)))
-        return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " has a TCP connection to another host (descriptor " + fd.path().filename().string() +
-                                     "), and a process without a container has its host's address; run it in a container with an address of its own"};
+    each_descriptor(pid, [&](int fd, const std::string& to) { ours.emplace(to, std::pair(pid, fd)); });
+  for (const auto& [addresses, end] : all) {
+    const auto at = ours.find(end.socket);
+    if (at == ours.end()) continue;
+    const bool within = is_loopback(addresses.first);
+    const auto other = all.find({addresses.second, addresses.first});
+    // Nobody has it: who had it has closed it, unless nobody has accepted it yet.
+    const bool closed = other == all.end() || (other->second.socket == kNobodys && !other->second.established);
+    if (within && (closed || ours.contains(other->second.socket))) continue;
+    return Error{EOPNOTSUPP, fmt::format("process {} has a TCP connection to {} (descriptor {}), and a process without a container has its host's address; run it in a container "
+                                         "with an address of its own",
+                                         at->second.first, within ? "a process of this host that does not move with it" : "another host", at->second.second)};
+  }
   return {};
 }
 

@@ -26,7 +26,7 @@ class Bare {
   Result<std::string> version() const;
   /// nft's, which their TCP connections depend on.
   Result<std::string> nft_version() const;
-  /// EOPNOTSUPP: one of them has a TCP connection that another host could not have.
+  /// EOPNOTSUPP: one of them has a TCP connection that another host could not have, as the other end is there or stays here.
   Status connections_stay(pid_t pid) const;
   /// EOPNOTSUPP: one of them has a pipe to a process beside them, and not as a standard stream.
   Status pipes_stay(pid_t pid) const;

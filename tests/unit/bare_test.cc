@@ -172,8 +172,34 @@ struct AProcessOfAHost : ::testing::Test {
   }
   std::vector<PipeElsewhere> pipes() const { return pipes_elsewhere(tree_of(pid)); }
 
+  /// Another one, by TCP over the loopback.
+  /// @param family  of the end that listens
+  void connect_ends(int family = AF_INET) {
+    const Fd server(socket(family, SOCK_STREAM, 0));
+    sockaddr_in6 at{};
+    at.sin6_family = AF_INET6;  // ::, and so IPv4, too
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = family == AF_INET ? sizeof to : sizeof at;
+    auto* const listens = family == AF_INET ? reinterpret_cast<sockaddr*>(&to) : reinterpret_cast<sockaddr*>(&at);
+    if (bind(server.n, listens, size) || listen(server.n, 1) || getsockname(server.n, listens, &size)) GTEST_SKIP() << "no such addresses here";
+    if (family != AF_INET) to.sin_port = at.sin6_port;
+    one = Fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(connect(one.n, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+    other = Fd(accept4(server.n, nullptr, nullptr, SOCK_CLOEXEC));
+  }
+  void may_not_leave() const {
+    const auto s = Bare(config).connections_stay(pid);
+    ASSERT_FALSE(s);
+    EXPECT_EQ(s.error().code, EOPNOTSUPP);
+    EXPECT_NE(s.error().text.find("process " + std::to_string(pid) + " has a TCP connection to a process of this host that does not move with it (descriptor 5)"), std::string::npos)
+        << s.error().text;
+  }
+
   Fd reads, writes;
   std::string name;
+  Fd one, other;
   pid_t pid = 0;
   const Config config;
 };
@@ -215,6 +241,40 @@ TEST_F(AProcessOfAHost, KeepsAPipeThatNobodyReadsAnyMore) {
   EXPECT_TRUE(pipes().empty());
   EXPECT_TRUE(Bare(config).pipes_stay(pid));
   EXPECT_FALSE(Runtime(config).is_piped(bare_name(pid)));
+}
+
+TEST_F(AProcessOfAHost, ThatIsConnectedToOneThatStaysIsRefused) {
+  connect_ends();
+  start({{one.n, 5}});
+  may_not_leave();
+}
+
+TEST_F(AProcessOfAHost, ThatIsStillToldSomethingByOneThatStaysIsRefused) {
+  connect_ends();
+  start({{one.n, 5}});
+  ASSERT_EQ(shutdown(one.n, SHUT_WR), 0);
+  may_not_leave();
+}
+
+TEST_F(AProcessOfAHost, ThatIsConnectedToItselfMayLeave) {
+  connect_ends();
+  start({{one.n, 5}, {other.n, 6}});
+  EXPECT_TRUE(Bare(config).connections_stay(pid));
+}
+
+TEST_F(AProcessOfAHost, ThatIsConnectedToItselfByBothKindsOfAddressesMayLeave) {
+  connect_ends(AF_INET6);
+  if (IsSkipped()) return;
+  start({{one.n, 5}, {other.n, 6}});
+  EXPECT_TRUE(Bare(config).connections_stay(pid));
+}
+
+TEST_F(AProcessOfAHost, WhoseOtherEndHasClosedMayLeave) {
+  connect_ends();
+  start({{one.n, 5}});
+  one = Fd();
+  other = Fd();
+  EXPECT_TRUE(Bare(config).connections_stay(pid));
 }
 
 }  // namespace
