@@ -71,15 +71,16 @@ struct DestinationHost::Job : LeasedJob {
   bool attached = false;
   std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
+  std::atomic<bool> left = false;                     // undone, but not finished
   std::atomic<bool> told = false;                     // the plugin, to let it run
   bool cleans_up = false, rests = false;              // of tick()
   std::atomic<bool> clean = false;                    // its folder is gone
   journal::Destination record;                        // guarded by work
 
-  std::mutex state;  // guards keys, keys_known, why_closed, rebinds, resumes
+  std::mutex state;  // guards keys, keys_known, why_closed, why_left, rebinds, resumes
   std::vector<wire::ProcessKeys> keys;
   bool keys_known = false;  // there may be none
-  std::string why_closed;
+  std::string why_closed, why_left;
   bool rebinds = false, resumes = false;  // by itself
   std::condition_variable went_on;
   wire::ResumeReply replayed;           // guarded by work until `resumed`, and fixed then
@@ -145,7 +146,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Numbers& numbers)
     : config_(config), sessions_(sessions), peers_(peers), claims_(claims), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE || (r.resumed() && !r.closed()); })) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE ? !r.left() : r.resumed() && !r.closed(); })) {
     auto made = job_of(record.header(), config_.state_dir);
     if (!made || (*made)->id != id) continue;
     const JobPtr job = *made;
@@ -163,9 +164,11 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->mine = true;
     job->settled = job->get() == wire::UNDONE || job->resumed;
     job->opened = !record.closed();
-    job->finished = job->settled && (job->get() == wire::UNDONE || job->opened);
+    job->left = job->get() == wire::UNDONE && record.left();
+    job->finished = job->settled && (job->get() == wire::UNDONE ? !job->left : job->opened.load());
     (void)jobs_.add(job);
-    if (job->finished) continue;
+    if (job->left) job->expire();  // nobody else is asked
+    if (job->finished || job->left) continue;
     if (!job->rebound && !job->settled) job->module = hold_module();
     take_up(job);
     if (job->get() == wire::COMMITTED) needed.insert(job->dir);
@@ -190,7 +193,7 @@ void DestinationHost::take_up(const JobPtr& job) {
       (void)save(*job);
     }
   }
-  if (job->get() == wire::OPEN) return abort(*job, "migrd ended before it was committed");
+  if (job->get() == wire::OPEN) return (void)abort(*job, "migrd ended before it was committed");
   if (job->settled && !is_here(*job)) {  // nothing is left that its network would be for
     job->record.set_closed(false);
     job->opened = job->finished = true;
@@ -229,9 +232,19 @@ bool DestinationHost::is_here(const Job& job) const { return job.record.boot() =
 // What has the name: a restore that has undone itself leaves it to others. Processes are told apart one by one, by their lives.
 bool DestinationHost::is_anothers(Job& job) const {
   if (bare_pid(job.container) || !runc_.exists(job.container)) return false;
-  if (!is_here(job)) return true;
-  const bool undone = !job.child.running() && job.child.status() > 0 && job.child.status() < kKilled;
+  if (!is_here(job) || job.record.removed()) return true;
+  const bool undone = !job.left && !job.child.running() && job.child.status() > 0 && job.child.status() < kKilled;
   return job.record.began().empty() && undone;
+}
+
+// Nor is anything left of what came.
+Status DestinationHost::nothing_comes(const std::string& container, const JobPtr& but) const {
+  for (const auto& j : jobs_.all()) {
+    if (j == but || j->container != container) continue;
+    if (j->get() == wire::OPEN) return Error{EEXIST, "'" + container + "' is being migrated to here already"};
+    if (j->left) return Error{EEXIST, "something is left of an undone migration of '" + container + "' to here; what it is says there: migrctl recover"};
+  }
+  return {};
 }
 
 // CRIU's own words are worth more than "exit status 1".
@@ -278,10 +291,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
       if (number_taken(pid)) return Error{EEXIST, "process number " + std::to_string(pid) + " is in use, and a restored process has the numbers that it and its threads had"};
     // Nor may others get them until it is restored.
     if (auto s = pass_over({r->pids().begin(), r->pids().end()}); !s) spdlog::warn("{}", s.error().text);
-    for (const auto& j : jobs_.all())
-      if (j->container == r->container() && j->get() == wire::OPEN)
-        return Error{EEXIST, "'" + r->container() + "' is being migrated to here already"};
-    return {};
+    return nothing_comes(r->container(), nullptr);
   };
   out->set_name(config_.name);
   const Status s = fault_step(config_.fault, FaultStep::kDestinationCheck, check);
@@ -312,9 +322,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (job->aborting) return Error{ECANCELED, "the migration was undone"};
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
     if (auto s = runc_.bundle_is_free(job->bundle); !s) return s;
-    for (const auto& j : jobs_.all())
-      if (j != job && j->container == job->container && j->get() == wire::OPEN)
-        return Error{EEXIST, "'" + job->container + "' is being migrated to here already"};
+    if (auto s = nothing_comes(job->container, job); !s) return s;
     std::error_code ec;
     job->begun_s = unix_now();
     job->record.set_begun_s(job->begun_s);
@@ -334,6 +342,7 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (auto s = images.finish(); !s) return s;
     if (auto s = address_can_move(config_, job->bundle); !s) return s;
     if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
+    job->record.set_made_net(true);  // written down with the restore
     job->attach = runc_.net_ahead("attach-closed", job->bundle, job->container, job->dir + "/attach.out");
     job->open = runc_.net_ahead("open", job->bundle, job->container, job->dir + "/open.out");
     if (auto s = later ? Status() : create(*job, *out); !s) return s;
@@ -342,8 +351,8 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
   };
   Status s = run();
   if (s) s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kEnd);
-  if (!s) abort(*job, s.error().text);
-  job->renew();
+  if (!s) (void)abort(*job, s.error().text);
+  else job->renew();
   return to_grpc(s);
 }
 
@@ -544,7 +553,7 @@ Status DestinationHost::commit(Job& job) {
     return {};
   };
   if (auto s = let_run(); !s) {
-    abort(job, s.error().text);
+    (void)abort(job, s.error().text);
     return s;
   }
   job.outcome = wire::COMMITTED;
@@ -875,45 +884,72 @@ std::vector<pid_t> DestinationHost::end_restore(Job& job) {
   return all_made();
 }
 
+// Of an undone one: what it has made that others see. Repeated until nothing of it is here. Caller holds job.work.
+// @return why the container or its address still is
+Status DestinationHost::tidy_up(Job& job) {
+  const auto done = [](const Status& s) {
+    if (!s) spdlog::warn("{}", s.error().text);
+    return bool(s);
+  };
+  const bool restored = job.record.boot() == boot_of_host(), anothers = is_anothers(job);
+  // What has the name later is another one.
+  if (restored && !anothers && !bare_pid(job.container) && job.record.began().empty()) job.record.set_began(runc_.life(job.container));
+  // The address first: sockets of restored tasks must not answer anybody when they die.
+  Status here;
+  if ((restored || job.attached) && !anothers)
+    if (auto s = runc_.net("detach", job.bundle, job.container); !done(s)) here = s;
+  Status removed;
+  if (restored && !job.record.removed()) {
+    const auto made = end_restore(job);
+    if (!anothers) removed = runc_.remove_restored(job.container, made);
+    job.record.set_removed(done(removed));
+  }
+  const Status cleaned = anothers ? Status() : runc_.net("cleanup", job.bundle, job.container);
+  const bool gone = done(cleaned);  // and the address with its link
+  if (here || gone || !job.record.made_net()) here = removed;
+  job.left = !here || (!gone && job.record.made_net());
+  job.record.set_left(job.left);
+  {
+    std::lock_guard lock(job.state);
+    job.why_left = here ? cleaned ? "" : cleaned.error().text : here.error().text;
+  }
+  if (!job.left && job.record.made_bundle() && !anothers && runc_.bundle_is_free(job.bundle))  // a restore that was killed has left mounts in it
+    if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
+  return here;
+}
+
 // Caller holds job.work. Idempotent.
-void DestinationHost::abort(Job& job, const std::string& why) {
-  if (job.get() != wire::OPEN) return;
-  spdlog::warn("undone here: {}", why);
+Status DestinationHost::abort(Job& job, const std::string& why) {
+  if (job.get() == wire::COMMITTED || (job.get() == wire::UNDONE && !job.left)) return {};
+  const bool first = job.get() == wire::OPEN;
+  if (first) spdlog::warn("undone here: {}", why);
   job.module = Fd();
   job.attach = Child();
   job.open = Child();
-  std::error_code ec;
-  if (job.mine) {
-    const bool restored = job.record.boot() == boot_of_host(), anothers = is_anothers(job);
-    // The address first: sockets of restored tasks must not answer anybody when they die.
-    if ((restored || job.attached) && !anothers)
-      if (auto s = runc_.net("detach", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
-    if (restored) {
-      const auto made = end_restore(job);
-      if (auto s = anothers ? Status() : runc_.remove_restored(job.container, made); !s) spdlog::warn("{}", s.error().text);
-    }
-    if (!anothers)
-      if (auto s = runc_.net("cleanup", job.bundle, job.container); !s) spdlog::warn("{}", s.error().text);
+  const Status here = job.mine ? tidy_up(job) : Status();
+  if (job.mine && first) {
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
     // What is needed to understand it stays: the logs of the last one that failed.
     const std::string kept = config_.state_dir + "/failed-restore";
+    std::error_code ec;
     fs::remove_all(kept, ec);
     fs::create_directories(kept, ec);
     fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
     fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
     if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
-    if (job.record.made_bundle() && !anothers && runc_.bundle_is_free(job.bundle))  // a restore that was killed has left mounts in it
-      if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
   }
   job.outcome = wire::UNDONE;
-  job.finished = true;
-  if (!job.mine) return;
-  decided(wire::UNDONE);
+  job.settled = true;
+  job.finished = !job.left;
+  if (job.left) job.expire();
+  if (!job.mine) return {};
+  if (first) decided(wire::UNDONE);
   if (auto s = save(job); !s) {
     // What is not written down at all was never committed either.
     spdlog::error("{}", s.error().text);
     journal_.remove(job.id);
   }
+  return here ? here : Status(Error{here.error().code, "it was undone here, but not all of it has gone yet: " + here.error().text});
 }
 
 grpc::Status DestinationHost::Abort(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
@@ -925,7 +961,7 @@ grpc::Status DestinationHost::Abort(grpc::ServerContext* ctx, const wire::Migrat
   if (!(*job)->told) (*job)->socket->interrupt();
   std::lock_guard work((*job)->work);
   if ((*job)->get() == wire::COMMITTED) return {grpc::StatusCode::FAILED_PRECONDITION, "the container runs here already"};
-  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"), Status(); }));
+  return to_grpc(job_step(config_.fault, m->id(), FaultStep::kDestinationAbort, [&] { return abort(**job, "by the source"); }));
 }
 
 wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
@@ -962,9 +998,13 @@ void DestinationHost::left_alone(const JobPtr& job) {
     job->aborting = true;
     if (!job->told) job->socket->interrupt();
     std::lock_guard work(job->work);
-    abort(*job, why);
+    (void)abort(*job, why);
   };
   for (LeasedJob::Pace pace; !job->finished; pace.wait(*job)) {
+    if (job->left) {
+      back("");
+      continue;
+    }
     if (job->settled) continue;  // but for its network
     if (job->get() == wire::COMMITTED) {
       std::lock_guard work(job->work);
@@ -1046,6 +1086,9 @@ std::vector<wire::OpenMigration> DestinationHost::open_migrations() {
       std::lock_guard lock(j->state);
       const std::string closed = j->opened || j->why_closed.empty() ? "" : "its network stays closed and is tried again: " + j->why_closed;
       o.set_state("runs here; " + (j->settled && !closed.empty() ? closed : "its connections are being taken up" + (closed.empty() ? "" : "; " + closed)));
+    } else if (j->left) {
+      std::lock_guard lock(j->state);
+      o.set_state("was undone here, but not all of it has gone, which is tried again" + (j->why_left.empty() ? "" : ": " + j->why_left));
     } else
       o.set_state(j->renewed() ? j->source + " coordinates it" : j->source + " is silent; is asked for the outcome, then it is undone");
     out.push_back(o);
@@ -1072,7 +1115,7 @@ void DestinationHost::shutdown() {
     j->aborting = true;
     j->socket->interrupt();
     std::lock_guard work(j->work);
-    abort(*j, "migrd ends");
+    (void)abort(*j, "migrd ends");
   }
 }
 

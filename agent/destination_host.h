@@ -76,7 +76,9 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job);
   void settle(Job& job);
-  void abort(Job& job, const std::string& why);
+  Status abort(Job& job, const std::string& why);
+  Status tidy_up(Job& job);
+  Status nothing_comes(const std::string& container, const JobPtr& but) const;
   void left_alone(const JobPtr& job);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status with_log(const Job& job, const Status& s);

@@ -480,6 +480,7 @@ int net(Args a) {
   const std::string file = host + "/net-state/" + a.back();
   const bool made = !access(file.c_str(), F_OK);
   std::string now = a[0] == "prepare" || a[0] == "detach" ? "down" : a.size() > 3 ? "closed" : "open";
+  if (made && (a[0] == "cleanup" || a[0] == "detach") && !access((host + "/stays-attached").c_str(), F_OK)) return complain("it stays attached");
   if (a[0] == "cleanup") return unlink(file.c_str()), 0;
   if (!made && a[0] == "detach") return 0;
   if (!made && a[0] == "open") return complain("no network");

@@ -236,6 +236,42 @@ TEST_F(AnOpenOne, LeavesTheBundleThatAnotherRunsFrom) {
   EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
 }
 
+TEST_F(AnOpenOne, IsTidiedUpUntilNothingOfItIsLeft) {
+  web_began(7, root + "/bundle");
+  record.set_made_net(true);
+  std::ofstream(root + "/net-fails") << "";
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  EXPECT_FALSE(fs::exists(root + "/containers/web"));
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json")) << "which says what to tidy up";
+  const std::string what = "was undone here, but not all of it has gone, which is tried again";
+  EXPECT_EQ(state(), what + ": network of web, detach: no bridge");
+  host.reset();
+  host.emplace(config, sessions, peers, claims, numbers);
+  EXPECT_EQ(state(), what) << "another migrd does not know of it";
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(within(5'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+  EXPECT_FALSE(fs::exists(root + "/bundle"));
+  EXPECT_EQ(text_of(root + "/runc.log"), "delete\n");
+  EXPECT_EQ(text_of(root + "/net.log"), "detach\ncleanup\ndetach\ncleanup\n");
+  host.reset();
+  host.emplace(config, sessions, peers, claims, numbers);
+  EXPECT_TRUE(host->open_migrations().empty()) << "it is written down";
+}
+
+TEST_F(AnOpenOne, WhatComesAfterItIsNotTidiedUp) {
+  record.clear_began();  // runc had not written that down
+  record.set_made_net(true);
+  std::ofstream(root + "/net-fails") << "";
+  begin();
+  EXPECT_FALSE(fs::exists(root + "/containers/web"));
+  fs::create_directories(root + "/containers/web");
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(within(5'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+  EXPECT_TRUE(fs::exists(root + "/containers/web"));
+  EXPECT_EQ(text_of(root + "/net.log"), "detach\ncleanup\n") << "the network is that one's";
+}
+
 /// The name is free when runc is started, and taken when it would make its own.
 struct ARestore : ADestination {
   void SetUp() override {
@@ -254,6 +290,13 @@ struct ARestore : ADestination {
   void TearDown() override {
     server.reset();
     ADestination::TearDown();
+  }
+  grpc::Status abort() {
+    grpc::ClientContext ctx;
+    wire::Migration m;
+    wire::Empty out;
+    m.set_id(kId);
+    return wire::Destination::NewStub(server->InProcessChannel({}))->Abort(&ctx, m, &out);
   }
   grpc::Status prepare(const std::string& ends) {
     std::ofstream(root + "/runc") << "#!/bin/sh\necho \"$3\" >>" << root << "/runc.log\n[ \"$3\" != delete ] || rm -r \"$2/$5\"\n[ \"$3\" != partial-restore ] || { mkdir \"$2/web\"; " << ends << "; }\n";
@@ -307,6 +350,18 @@ TEST_F(ARestore, ThatHasUndoneItselfLeavesWhatCameAfterItAlone) {
 TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
   EXPECT_FALSE(prepare("kill -KILL $$").ok());
   EXPECT_FALSE(fs::exists(root + "/containers/web"));
+}
+
+TEST_F(ARestore, WhoseAddressIsStillThereIsNotUndoneAsAWhole) {
+  EXPECT_FALSE(prepare(">" + root + "/net-fails; kill -KILL $$").ok());
+  const auto s = abort();
+  EXPECT_EQ(s.error_message(), "it was undone here, but not all of it has gone yet: network of web, detach: no bridge");
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE) << "it never runs here";
+  first.mutable_header()->set_id(kId + 1);
+  EXPECT_NE(prepare("").error_message().find("something is left"), std::string::npos) << "it would be tidied up with it";
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(abort().ok());
+  EXPECT_TRUE(host->open_migrations().empty());
 }
 
 // It has just begun to make processes when it is told to end, and its plugin does not know of them.
