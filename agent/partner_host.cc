@@ -113,12 +113,16 @@ Result<std::shared_ptr<ProcessSession>> PartnerHost::session_of(const Process& p
   return sessions_.wait_for(p.instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, p.lives() ? kReconnectMs : 0);
 }
 
-// Caller holds job.work.
+// Before the commit. EAGAIN: what it was asked for is not there any more; whoever begins anew finds what is. Caller holds job.work.
 Status PartnerHost::each(Job& job, const std::function<Status(Process&, ProcessSession&)>& f) {
   const auto one = [&](Process& p) -> Status {
+    const std::string who = "process " + std::to_string(p.pid) + " on " + config_.name;
     auto session = session_of(p);
-    if (!session) return Error{ENOTCONN, "process " + std::to_string(p.pid) + " on " + config_.name + " is not connected to its migrd any more"};
-    return f(p, **session);
+    const Status s = session ? f(p, **session) : Status(Error{ENOTCONN, who + " is not connected to its migrd any more"});
+    if (s) return s;
+    if (s.error().code == ECONNRESET ? (*session)->ends() : !p.lives()) return Error{EAGAIN, who + " has ended meanwhile"};
+    if (s.error().code == ENOENT) return Error{EAGAIN, s.error().text};  // a QP that it has destroyed
+    return s;
   };
   return parallel_for(job.processes, one);
 }
@@ -234,7 +238,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerP
     p.began = life_of(p.pid);  // before it is seen to be connected: nobody else has the number then
     auto session = sessions_.by_pid(p.pid);
     if (!session || session->instance() != p.instance)
-      return {grpc::StatusCode::NOT_FOUND, "process " + std::to_string(p.pid) + " is not connected to its migrd any more"};
+      return to_grpc(Error{p.lives() ? ENOENT : EAGAIN, "process " + std::to_string(p.pid) + " is not connected to its migrd any more"});
     if (session->state() != MIGR_PROC_RUNNING) {
       out->mutable_busy()->set_who(session->label() + " on " + config_.name);
       return grpc::Status::OK;

@@ -23,7 +23,7 @@ constexpr Pair kCodes[] = {
     {grpc::StatusCode::ABORTED, ECANCELED},         {grpc::StatusCode::DEADLINE_EXCEEDED, ETIMEDOUT},
     {grpc::StatusCode::UNAVAILABLE, EHOSTUNREACH},  {grpc::StatusCode::PERMISSION_DENIED, EPERM},
     {grpc::StatusCode::UNIMPLEMENTED, EPROTONOSUPPORT},
-    {grpc::StatusCode::RESOURCE_EXHAUSTED, ENOSPC}};
+    {grpc::StatusCode::RESOURCE_EXHAUSTED, ENOSPC}, {grpc::StatusCode::OUT_OF_RANGE, EAGAIN}};
 
 }  // namespace
 

@@ -5,14 +5,19 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <optional>
+#include <thread>
 
 #include "agent/limits.h"
+#include "agent/peer_link.h"
 #include "agent/process.h"
 
 namespace migr::partner_host_test {
@@ -107,6 +112,72 @@ TEST_F(APartner, WaitsForItsProcessUntilThatEnds) {
 TEST_F(APartner, OfAnOlderMigrdTheNumberIsAllThatIsKnown) {
   begin();
   EXPECT_FALSE(taken_back(1'000));
+}
+
+/// It is open when it is asked for its part by its own host.
+struct AnAskedPartner : APartner {
+  void SetUp() override {
+    APartner::SetUp();
+    record.mutable_request()->set_source("peer");
+    (*record.mutable_began())[child] = life_of(child);
+  }
+  grpc::Status suspend() {
+    begin();
+    grpc::ServerBuilder b;
+    b.RegisterService(&*host);
+    const auto server = b.BuildAndStart();
+    grpc::ClientContext ctx;
+    wire::LimitedRequest r;
+    wire::Empty out;
+    r.set_id(kId);
+    r.set_limit_ms(1'000);
+    return wire::Partner::NewStub(server->InProcessChannel({}))->Suspend(&ctx, r, &out);
+  }
+};
+
+TEST_F(AnAskedPartner, WhoseProcessHasEndedCanBeAskedAnew) {
+  end_child();
+  const auto s = suspend();
+  EXPECT_EQ(from_grpc(s, "peer").error().code, EAGAIN) << s.error_message();
+}
+
+TEST_F(AnAskedPartner, WhoseProcessIsNotConnectedIsNot) {
+  const auto s = suspend();
+  EXPECT_EQ(from_grpc(s, "peer").error().code, EIO) << s.error_message();
+}
+
+// This process, as far as a SessionTable sees it: of what it is asked for it has nothing.
+TEST_F(AnAskedPartner, WhoseQpIsDestroyedCanBeAskedAnew) {
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+  ASSERT_TRUE(sessions.start(at.sun_path, {}));
+  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+  migr_msg m{};
+  m.version = MIGR_PROC_VERSION;
+  m.type = MIGR_MSG_HELLO;
+  std::memset(m.instance, 'i', sizeof m.instance);
+  ASSERT_EQ(send(library.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+  std::thread answers([&] {
+    std::byte packet[1 << 12];
+    for (migr_msg asked; recv(library.n, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof asked);) {
+      std::memcpy(&asked, packet, sizeof asked);
+      asked.status = asked.type == MIGR_MSG_SUSPEND ? ENOENT : 0;
+      asked.type |= MIGR_REPLY;
+      asked.arg = asked.count = asked.record_size = 0;
+      send(library.n, &asked, sizeof asked, MSG_NOSIGNAL);
+    }
+  });
+  auto& q = *record.mutable_request()->mutable_qps(0);
+  q.set_pid(getpid());
+  (*record.mutable_began())[getpid()] = life_of(getpid());
+  const auto s = suspend();
+  EXPECT_EQ(from_grpc(s, "peer").error().code, EAGAIN) << s.error_message();
+  EXPECT_TRUE(taken_back(5'000));
+  sessions.stop();
+  shutdown(library.n, SHUT_RDWR);
+  answers.join();
 }
 
 TEST(Pace, HurriesForAnOrderOnce) {
