@@ -349,7 +349,7 @@ Status Coordinator::prepare() {
   for (const auto& a : affected_) h.add_hosts(a.link->name());
   spares_.assign(affected_.size(), {});
   undo_.push("destination", [this] { return dest_.abort(id_); });
-  for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return a.link->rollback(id_); });
+  for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return let_go(a); });
 
   auto here = [&]() -> Status {
     auto r = dest_.prepare(h, early_, sent_);
@@ -372,6 +372,13 @@ Status Coordinator::prepare() {
     return {};
   };
   return both([&] { return step("prepare.destination", here); }, [&](Affected& a) { return step("prepare.partner", [&] { return there(a); }); });
+}
+
+// All at once, when the first is: one that is silent takes as long as its call may, and the others stand suspended.
+Status Coordinator::let_go(const Affected& a) {
+  if (let_go_.empty())
+    for (const auto& x : affected_) let_go_.push_back(std::async(std::launch::async, with_log_fields([this, &x] { return x.link->rollback(id_); })));
+  return let_go_[static_cast<std::size_t>(&a - affected_.data())].get();
 }
 
 // What prepare() has left out: the container is stopped already.

@@ -217,6 +217,7 @@ class Coordinator {
   Status drain();
   Status replay(std::set<std::size_t> left, const std::string& what);
   void old_paths_first();
+  Status let_go(const Affected& a);
   Status freeze();
   void start_upload();
   Status copy();
@@ -266,6 +267,7 @@ class Coordinator {
   std::atomic<Dump> dump_ = Dump::kRuns;
   std::future<Status> upload_;           // beside the dump
   std::future<void> old_paths_;          // beside what else is taken back; valid: asked for
+  std::vector<std::future<Status>> let_go_;  // of affected_; empty: not yet
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;

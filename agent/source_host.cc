@@ -340,8 +340,10 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     if (auto now = runc_.state(r.container()); now && now->status == "stopped") first = {};
   }
   old_paths.wait();
-  for (const auto& p : partners)
+  (void)parallel_for(partners, [&](auto& p) -> Status {
     if (auto s = p->rollback(id); !s) spdlog::warn("{}", s.error().text);
+    return {};
+  });
   return first;
 }
 

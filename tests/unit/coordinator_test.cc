@@ -73,6 +73,7 @@ struct FakeSource final : Source {
   std::vector<wire::Outcome> decided;
   std::uint64_t memory_bytes = kPreCopyFromBytes;
   bool datagrams = false;  // an unconnected QP
+  bool second = false;     // one more QP, of another partner
   bool twins = false;      // two more QPs, connected to each other; the second of another process
   int inspect_ms = 0;
   Result<ContainerInfo> inspect(const std::string& c) override {
@@ -87,6 +88,7 @@ struct FakeSource final : Source {
     i.vqpns = {0x11};
     i.resources.set_qp(1);
     if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0", {}, 0}};
+    if (second) i.connected.push_back({7, 0x15, 0x15, std::string(16, 's'), std::string(16, 'o'), 0x25});
     if (twins) {
       i.instances.push_back(Instance{2});
       i.ctxs.emplace_back(8, 1);
@@ -250,7 +252,7 @@ struct FakePartner final : PartnerLink {
   Play& p;
   std::string name_;
   bool has_;
-  std::uint32_t dest_pqpn = 0x11;
+  std::uint32_t dest_pqpn = 0x11, index = 0;
   std::uint32_t busy_with = 0;      // the migration that holds its process ...
   int busy_for = 0;                 // ... for so many questions
   bool busy_late = false;           // or that takes it after the last one
@@ -273,11 +275,11 @@ struct FakePartner final : PartnerLink {
       return out;
     }
     auto* q = out.add_qps();
-    q->set_index(0);
+    q->set_index(index);
     q->set_instance(std::string(16, 'j'));
     q->set_ctx_id(9);
     q->set_vqpn(0x22);
-    q->set_pqpn(r.ends(0).pqpn());
+    q->set_pqpn(r.ends(static_cast<int>(index)).pqpn());
     q->set_dest_pqpn(dest_pqpn);
     return out;
   }
@@ -357,7 +359,13 @@ struct FakePartner final : PartnerLink {
     usleep(static_cast<useconds_t>(old_path_ms) * 1000);
     return p.did(name_ + ".old_path");
   }
-  Status rollback(std::uint32_t) override { return p.did(name_ + ".rollback"); }
+  std::atomic<int>* others = nullptr;  // that are being let go
+  Status rollback(std::uint32_t) override {
+    if (others) ++*others;
+    for (int ms = 0; others && *others < 2 && ms < 5000; ms++) usleep(1000);
+    if (others && *others < 2) return Error{ETIMEDOUT, "the others wait"};
+    return p.did(name_ + ".rollback");
+  }
   int renew_ms = 0;
   Status renew(std::uint32_t) override {
     usleep(static_cast<useconds_t>(renew_ms) * 1000);
@@ -567,6 +575,19 @@ TEST(Coordinator, RenewsAllLeasesAtTheSameTime) {
   EXPECT_TRUE(s.run().migrated());
   kLeaseRenewMs = before;
   EXPECT_GE(s.destination.renewed, 4) << "each 1000 + 50 ms; one after the other, each 2 * 1000 + 50";
+}
+
+TEST(Coordinator, LetsAllPartnersGoAtTheSameTime) {
+  Scene s;
+  std::atomic<int> going = 0;
+  s.source.second = s.other.has_ = true;
+  s.other.index = 1;
+  s.other.dest_pqpn = 0x15;
+  s.partner.others = s.other.others = &going;
+  s.play.fail = "d.prepare";
+  const auto r = s.run();
+  EXPECT_EQ(r.partners_size(), 2);
+  EXPECT_EQ(r.error(), "played failure of d.prepare");
 }
 
 TEST(Plan, AsksAndTouchesNothing) {
