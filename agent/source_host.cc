@@ -774,7 +774,12 @@ Status SourceRun::freeze(const NicWrites* writes) {
     return host_.sessions_.wait_closed(p.session, kProcessMs);
   });
   if (!s) return s;
-  // Processes that were here did not change; one may have come.
+  // Processes that were here did not change; one may have come, and have closed again what it had opened.
+  auto pids = host_.runc_.pids(state_);
+  if (!pids) return pids.error();
+  for (const pid_t pid : *pids)
+    if (host_.sessions_.by_pid(pid) && std::none_of(processes_.begin(), processes_.end(), [&](const Process& p) { return p.pid == pid; }))
+      return Error{EAGAIN, "process " + std::to_string(pid) + " of the container has connected to migrd meanwhile"};
   auto now = contexts_now();
   if (!now) return now.error();
   for (const auto& [ctx, pid] : *now)

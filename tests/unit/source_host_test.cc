@@ -4,7 +4,9 @@
 #include "agent/source_host.h"
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,6 +24,7 @@
 #include <utility>
 
 #include "agent/file_tree.h"
+#include "agent/kernel_record.h"
 #include "agent/limits.h"
 #include "agent/process.h"
 
@@ -185,6 +188,28 @@ TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
   for (const std::string& good : {root + "/net", std::string("true")}) EXPECT_EQ(with(good).find("net_hook"), std::string::npos) << with(good);
   std::ofstream(root + "/bundle/config.json") << "{}";
   EXPECT_EQ(with("").find("net_hook"), std::string::npos) << with("");
+}
+
+// It has opened an RDMA device, and closed it again: CRIU would dump its connection to here.
+TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
+  if (KernelRecord::open()) GTEST_SKIP() << "its record would have to be played";
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+  ASSERT_TRUE(sessions.start(at.sun_path, {}));
+  SourceRun run(host, kId, SourceRun::Describe::kLook);
+  EXPECT_FALSE(run.inspect(bare_name(getpid())));
+  EXPECT_NE(run.freeze(nullptr).error().code, EAGAIN);
+  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+  migr_msg hello{};
+  hello.version = MIGR_PROC_VERSION;
+  hello.type = MIGR_MSG_HELLO;
+  ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+  for (int ms = 0; ms < 10'000 && !sessions.by_pid(getpid()); ms++) usleep(1000);
+  const auto s = run.freeze(nullptr);
+  EXPECT_EQ(s.error().code, EAGAIN) << s.error().text;
+  sessions.stop();
 }
 
 /// What runc is, with CRIU below it, when migrd ends in the middle of a dump. `does` in the child; the parent notes its end.
