@@ -1070,6 +1070,11 @@ void DestinationHost::tick() {
   }
 }
 
+bool DestinationHost::opens_network(const std::string& container) const {
+  const auto all = jobs_.all();
+  return std::any_of(all.begin(), all.end(), [&](const JobPtr& j) { return j->container == container && j->get() == wire::COMMITTED && !j->finished && !j->opened; });
+}
+
 std::vector<wire::OpenMigration> DestinationHost::open_migrations() {
   std::vector<wire::OpenMigration> out;
   for (const auto& j : jobs_.all()) {

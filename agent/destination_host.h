@@ -45,6 +45,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status renew(std::uint32_t id, const Caller& who) override;
   void tick() override;
   bool claims(const Instance& i) override;
+  /// It has come here, and its network is still being opened.
+  bool opens_network(const std::string& container) const;
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 

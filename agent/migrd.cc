@@ -330,6 +330,7 @@ int run(const Config& config) {
   Links links(peers);
   LinksService links_service(links.table);
   const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
+  source.set_opens([&](const std::string& container) { return destination.opens_network(container); });
   source.set_settled([&](const wire::Summary& s, bool ended) {
     if (!ended) metrics->settled(s);
     if (auto h = history.settle(summary_json(s)); !h) spdlog::error("history: {}", h.error().text);

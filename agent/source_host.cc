@@ -501,6 +501,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (how_ != Describe::kLook) busy_ = host_.busy_.insert(container).second;
   }
   info_.id = container;
+  // Once it is open nobody opens it again.
+  if (host_.opens_ && host_.opens_(container))
+    return Error{EINPROGRESS, "the network of '" + container + "', which came here, is not open yet; see: migrctl recover. Try again when it is"};
   info_.bundle = state->bundle;
   info_.piped = host_.runc_.is_piped(container);
   state_ = *state;

@@ -33,6 +33,10 @@ class SourceHost final : public Role {
              ToDestination to_destination, ToPartner to_partner);
   /// Before recover(). Called from any thread.
   void set_settled(Settled settled) { settled_ = std::move(settled); }
+  /// The network of a container that came here is still being opened: it must not be opened where it has gone from.
+  using Opens = std::function<bool(const std::string&)>;
+  /// Before any migration.
+  void set_opens(Opens opens) { opens_ = std::move(opens); }
 
   /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
   void recover();
@@ -76,6 +80,7 @@ class SourceHost final : public Role {
 
   const Config& config_;
   Settled settled_;
+  Opens opens_;
   SessionTable& sessions_;
   Claims& claims_;
   Numbers& numbers_;

@@ -98,9 +98,11 @@ TEST_F(ADestination, IsNotFinishedUntilTheNetworkIsOpen) {
   begin();
   EXPECT_TRUE(within(5'000, [&] { return tries() > 2; })) << "it is tried once only";
   EXPECT_EQ(state(), "runs here; its network stays closed and is tried again: network of web, attach: no bridge");
-  EXPECT_FALSE(host->claims(Instance{1})) << "its processes are free to go";
+  EXPECT_FALSE(host->claims(Instance{1}));
+  EXPECT_TRUE(host->opens_network("web")) << "it does not go before that is over";
   fs::remove(root + "/net-fails");
   EXPECT_TRUE(within(5'000, [&] { return host->open_migrations().empty(); }));
+  EXPECT_FALSE(host->opens_network("web"));
   host.reset();
   const auto kept = Journal<journal::Destination>(config.state_dir + "/journal/destination").load(kKeepOutcome, [](const auto&) { return false; });
   EXPECT_FALSE(kept.at(kId).closed());

@@ -212,6 +212,14 @@ TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   sessions.stop();
 }
 
+TEST_F(ASource, WaitsUntilTheNetworkIsOpenThatCameWithIt) {
+  host.set_opens([](const std::string& container) { return container == "web"; });
+  const auto info = SourceRun(host, kId, SourceRun::Describe::kMove).inspect("web");
+  ASSERT_FALSE(info);
+  EXPECT_EQ(info.error().code, EINPROGRESS) << info.error().text;
+  EXPECT_EQ(info.error().text.find("being migrated already"), std::string::npos);
+}
+
 /// What runc is, with CRIU below it, when migrd ends in the middle of a dump. `does` in the child; the parent notes its end.
 pid_t start_dump(const std::string& root, const std::string& does) {
   const std::string images = root + "/state/source/" + migration_text(kId) + "/images", script = "sh -c '" + does + "'; echo ended >>" + root + "/runc.log; true";
