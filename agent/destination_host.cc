@@ -68,6 +68,7 @@ struct DestinationHost::Job : LeasedJob {
   bool mine = false;   // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
+  std::vector<Instance> late;  // that the others did not wait for: they find their gates open. Guarded by work
   bool attached = false;
   std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
@@ -694,12 +695,14 @@ Status DestinationHost::rebind(Job& job) {
   if (job.rebound) return {};
   std::vector<wire::ProcessKeys> keys;
   job.sessions.clear();
+  job.late.clear();
   const auto fits = of_container(job);
   if (!fits) return fits.error();
   for (std::size_t i = 0; i < job.instances.size(); i++) {
     auto session = session_of(job, i, *fits);
     if (!session) return session.error();
     if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) return s;
+    if (!*session && contexts_of(job, i).empty()) job.late.push_back(job.instances[i]);
     if (!*session) continue;
     std::vector<migr_handle_map> map;
     for (const auto& o : job.objects) {
@@ -742,7 +745,8 @@ Status DestinationHost::rebind(Job& job) {
   for (auto& s : job.sessions)
     if (twins)
       if (auto told = tell_keys(*s, job.id, keys); !told && !s->ends()) return told;
-  for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+  for (const auto& i : job.instances)
+    if (std::find(job.late.begin(), job.late.end(), i) == job.late.end()) close_gate(config_.run_dir, i);
   tell_moves(job, true);
   job.module = Fd();
   std::lock_guard lock(job.state);
@@ -819,6 +823,10 @@ void DestinationHost::settle(Job& job) {
   }
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   job.settled = true;
+  // Who connects from now on is let go as what no migration holds.
+  const auto waits = [](const ProcessSession& s) { return s.state() != MIGR_PROC_RUNNING; };
+  for (const auto& i : job.late)
+    if (const auto s = sessions_.wait_for(i, waits, 0)) let_go(**s, config_.run_dir);
   claims_.release(job.instances, job.id);
   job.finished = job.opened.load();
 }

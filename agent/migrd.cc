@@ -212,14 +212,12 @@ wire::Summary with_trace(wire::Summary s, const Config& config, const History& h
 }
 
 // A process that is suspended and that no migration holds: its migrd died meanwhile.
-void let_go_if_lost(const std::vector<Role*>& roles, const std::shared_ptr<ProcessSession>& s) {
+void let_go_if_lost(const std::vector<Role*>& roles, const Config& config, const std::shared_ptr<ProcessSession>& s) {
   if (s->state() == MIGR_PROC_RUNNING) return;
   for (Role* r : roles)
     if (r->claims(s->instance())) return;
   spdlog::warn("{} is suspended and no migration holds it: it goes on", s->label());
-  std::thread([s] {
-    if (auto r = s->tell(MIGR_MSG_ROLLBACK, 0, kProcessMs); !r) spdlog::error("{}", r.error().text);
-  }).detach();
+  std::thread([s, run_dir = config.run_dir] { let_go(*s, run_dir); }).detach();
 }
 
 std::set<Gid> gids_of_this_host() {
@@ -352,7 +350,7 @@ int run(const Config& config) {
                          roles, {links.table, *links.directory, links.ports}, history, &certificates);
 
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
-    let_go_if_lost(roles, s);
+    let_go_if_lost(roles, config, s);
     if (s->state() != MIGR_PROC_RUNNING) return;
     // Also that nothing has moved: until then it asks about each partner.
     std::thread([s, directory_kept] {

@@ -489,4 +489,9 @@ void close_gate(const std::string& run_dir, const Instance& i) {
   unlink((run_dir + "/" + MIGR_PROC_GATE_PREFIX + hex(i)).c_str());
 }
 
+void let_go(ProcessSession& s, const std::string& run_dir) {
+  if (auto r = s.tell(MIGR_MSG_ROLLBACK, 0, kProcessMs); !r) spdlog::error("{}", r.error().text);
+  else close_gate(run_dir, s.instance());
+}
+
 }  // namespace migr

@@ -210,5 +210,7 @@ class SessionTable {
 /// Makes and removes gate files (proc_wire.h) in `run_dir`.
 Status open_gate(const std::string& run_dir, const Instance& i);
 void close_gate(const std::string& run_dir, const Instance& i);
+/// A process that is suspended, or was restored, and that no migration holds (any more) goes on.
+void let_go(ProcessSession& s, const std::string& run_dir);
 
 }  // namespace migr

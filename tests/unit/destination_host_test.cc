@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -144,6 +145,46 @@ TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
   host.reset();
   host.emplace(config, sessions, peers, claims, numbers);
   EXPECT_TRUE(host->outcome(kId).keys_known()) << "it is written down";
+}
+
+// It has nothing of RDMA, and connects when nobody waits for it any more.
+TEST_F(ADestination, WhoIsLateFindsItsGateOpen) {
+  kReconnectMs = 100;
+  fs::remove(root + "/net-fails");
+  fs::create_directories(config.run_dir);
+  std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
+  record.set_resumed(false);
+  record.set_closed(false);
+  record.mutable_header()->add_instances(std::string(sizeof(Instance), 'i'));
+  begin();
+  EXPECT_TRUE(within(10'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+  std::string gate = config.run_dir + "/" MIGR_PROC_GATE_PREFIX;
+  for (std::size_t i = 0; i < sizeof(Instance); i++) gate += "69";
+  EXPECT_TRUE(fs::exists(gate));
+
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+  ASSERT_TRUE(sessions.start(at.sun_path, {}));
+  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+  migr_msg m{};
+  m.version = MIGR_PROC_VERSION;
+  m.type = MIGR_MSG_HELLO;
+  m.state = MIGR_PROC_FROZEN;
+  std::memset(m.instance, 'i', sizeof m.instance);
+  ASSERT_EQ(send(library.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+  ASSERT_TRUE(within(5'000, [&] { return bool(sessions.by_pid(getpid())); }));
+  std::thread answers([&] {
+    recv(library.n, &m, sizeof m, 0);
+    m.type |= MIGR_REPLY;
+    send(library.n, &m, sizeof m, MSG_NOSIGNAL);
+  });
+  let_go(*sessions.by_pid(getpid()), config.run_dir);
+  answers.join();
+  EXPECT_EQ(m.type, MIGR_MSG_ROLLBACK | MIGR_REPLY);
+  EXPECT_FALSE(fs::exists(gate)) << "it has come in";
+  sessions.stop();
 }
 
 // A played CRIU, whose process makes another when it is told to end: that has no parent then that would be known.
