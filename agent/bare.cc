@@ -195,10 +195,20 @@ Status Bare::unlock_connections(pid_t root, const std::vector<pid_t>& all) const
   return {};
 }
 
-Status Bare::resume(pid_t pid) const {
-  const auto all = tree_of(pid);
+std::vector<pid_t> Bare::standing(pid_t pid) const {
+  auto all = tree_of(pid);
+  std::erase_if(all, [](pid_t p) { return !process_stopped(p); });
+  return all;
+}
+
+// The first one, which is only moved when it runs, tells whether they were stopped: it goes on last.
+Status Bare::resume(pid_t pid, const std::vector<pid_t>& stood) const {
+  auto all = tree_of(pid);
   const Status unlocked = unlock_connections(pid, all);  // before they send
   for (const pid_t p : all) end_repair(p);
+  if (!process_stopped(pid)) return unlocked;
+  std::erase_if(all, [&](pid_t p) { return std::find(stood.begin(), stood.end(), p) != stood.end(); });
+  std::reverse(all.begin(), all.end());
   for (const pid_t p : all)
     if (kill(p, SIGCONT) && errno != ESRCH) return sys_error("continuing process " + std::to_string(p));
   return unlocked;

@@ -33,7 +33,11 @@ class Bare {
   Status pre_dump(pid_t pid, const std::string& images, const std::string& to, const std::string& parent, const std::string& work) const;
   Result<Child> checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;
-  Status resume(pid_t pid) const;
+  /// Which of them stand still by a signal.
+  std::vector<pid_t> standing(pid_t pid) const;
+  /// After a dump; without one, or where that has let them go on itself, nobody is told anything.
+  /// @param stood  before it, and stay so
+  Status resume(pid_t pid, const std::vector<pid_t>& stood = {}) const;
   /// Ends all of them, and sees that they have ended.
   Status remove(pid_t pid) const;
   Result<Child> partial_restore(const std::string& images, const std::string& work, const std::string& log) const;

@@ -128,9 +128,14 @@ Result<Child> Runtime::checkpoint_ahead(const std::string& id, const std::string
   return pid ? bare_.checkpoint_ahead(*pid, images, parent, work, log) : runc_.checkpoint_ahead(id, images, parent, work, log);
 }
 
-Status Runtime::resume(const std::string& id) const {
+std::vector<pid_t> Runtime::standing(const std::string& id) const {
   const auto pid = bare_pid(id);
-  return pid ? bare_.resume(*pid) : runc_.resume(id);
+  return pid ? bare_.standing(*pid) : std::vector<pid_t>();
+}
+
+Status Runtime::resume(const std::string& id, const std::vector<pid_t>& stood) const {
+  const auto pid = bare_pid(id);
+  return pid ? bare_.resume(*pid, stood) : runc_.resume(id);
 }
 
 Status Runtime::remove(const std::string& id) const {

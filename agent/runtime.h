@@ -43,7 +43,9 @@ class Runtime {
   Result<Child> checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
                                  const std::string& log) const;
   Status checkpoint(Child& ahead, const std::string& id, const std::string& log) const { return runc_.checkpoint(ahead, id, log); }
-  Status resume(const std::string& id) const;
+  /// Without a container: what stands still already. Else nothing, for it stands still as a whole.
+  std::vector<pid_t> standing(const std::string& id) const;
+  Status resume(const std::string& id, const std::vector<pid_t>& stood) const;
   Status remove(const std::string& id) const;
   Result<Child> partial_restore(const std::string& id, const std::string& bundle, const std::string& images, const std::string& work,
                                 const std::string& log) const;

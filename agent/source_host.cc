@@ -323,7 +323,7 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
   };
   if (of_this_boot(r) && runc_.is_still(r.container(), r.began())) {
     end_dump(id);
-    also(runc_.resume(r.container()));
+    also(runc_.resume(r.container(), {r.stood().begin(), r.stood().end()}));
     also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));
     old_paths.wait();
@@ -617,6 +617,7 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   }
   r.set_destination(destination);
   for (const auto& p : partners) r.add_partners(p);
+  for (const pid_t p : host_.runc_.standing(info_.id)) r.add_stood(p);
   r.set_begun_s(unix_now());
   entry_.running = true;
   // From here on there is something to take back.
@@ -817,7 +818,7 @@ Status SourceRun::attach_network() {
   return step(FaultStep::kSourceAttach, [&] { return host_.runc_.net("attach", info_.bundle, info_.id); });
 }
 Status SourceRun::thaw() {
-  return step(FaultStep::kSourceThaw, [&] { return host_.runc_.resume(info_.id); });
+  return step(FaultStep::kSourceThaw, [&] { return host_.runc_.resume(info_.id, {entry_.record.stood().begin(), entry_.record.stood().end()}); });
 }
 
 Status SourceRun::checkpoint() {

@@ -9,6 +9,7 @@
 #include <netinet/tcp.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -170,6 +171,18 @@ struct AProcessOfAHost : ::testing::Test {
     int status = 0;
     ASSERT_EQ(waitpid(pid, &status, WUNTRACED), pid);
   }
+  /// With a child that stands still.
+  void start_family() {
+    pid = fork();
+    if (!pid) {
+      if (!fork()) prctl(PR_SET_PDEATHSIG, SIGKILL);
+      for (;;) pause();
+    }
+    while (tree_of(pid).size() < 2) usleep(1000);
+    child = tree_of(pid)[1];
+    kill(child, SIGSTOP);
+    while (!process_stopped(child)) usleep(1000);
+  }
   std::vector<PipeElsewhere> pipes() const { return pipes_elsewhere(tree_of(pid)); }
 
   /// Another one, by TCP over the loopback.
@@ -200,9 +213,31 @@ struct AProcessOfAHost : ::testing::Test {
   Fd reads, writes;
   std::string name;
   Fd one, other;
-  pid_t pid = 0;
+  pid_t pid = 0, child = 0;
   const Config config;
 };
+
+TEST_F(AProcessOfAHost, WhoStoodStillBeforeADumpDoesAfterIt) {
+  start_family();
+  const Bare bare(config);
+  const auto stood = bare.standing(pid);
+  EXPECT_EQ(stood, std::vector<pid_t>{child});
+  kill(pid, SIGSTOP);
+  while (!process_stopped(pid)) usleep(1000);
+  (void)bare.resume(pid, stood);
+  EXPECT_FALSE(process_stopped(pid));
+  EXPECT_TRUE(process_stopped(child));
+  kill(pid, SIGSTOP);
+  while (!process_stopped(pid)) usleep(1000);
+  (void)bare.resume(pid);
+  EXPECT_FALSE(process_stopped(child)) << "the dump has stopped it";
+}
+
+TEST_F(AProcessOfAHost, WithoutADumpNobodyGoesOn) {
+  start_family();
+  (void)Bare(config).resume(pid);
+  EXPECT_TRUE(process_stopped(child));
+}
 
 TEST_F(AProcessOfAHost, WhoseOutputIsReadByAnotherIsPiped) {
   start({{writes.n, 1}});
