@@ -24,6 +24,10 @@ QpShadow* known(Registry& registry, ibv_qp* qp);
 CqShadow* known(Registry& registry, ibv_cq* cq);
 SrqShadow* known(Registry& registry, ibv_srq* srq);
 
+/// Something is, or was, called by a key with this index that its device calls otherwise: also of another context of the device, whose keys
+/// backup links tell in one (links_wire.h). Caller holds the Registry's lock.
+bool is_name(const Registry& registry, const Context& context, std::uint32_t key);
+
 /// The provider's object behind one of the application's, which must be of a context of ours; null for null.
 inline ibv_cq* real_cq(ibv_cq* cq) { return cq ? shadow_of(cq).real : nullptr; }
 inline ibv_srq* real_srq(ibv_srq* srq) { return srq ? shadow_of(srq).real : nullptr; }

@@ -117,6 +117,17 @@ RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>
   }
 }
 
+bool is_name(const Registry& registry, const Context& context, std::uint32_t key) {
+  const std::uint32_t index = key >> 8;
+  if (!index) return false;
+  const auto calls_so = [&](const Context* c) {
+    if (c != &context && !(c->renamed && !std::strcmp(c->real->device->name, context.real->device->name))) return false;
+    const migr_key_entry& entry = c->kernel->key_table()[index];
+    return (entry.lkey && entry.lkey >> 8 != index) || (entry.rkey && entry.rkey >> 8 != index);
+  };
+  return std::any_of(registry.contexts.begin(), registry.contexts.end(), calls_so) || windows::is_name(context, key) || registry.is_retired(key);
+}
+
 namespace {
 
 /// The names of an MR that the device has just given its keys.
@@ -269,9 +280,56 @@ void forget(std::vector<T*>& all, T* one) {
 /* ---- MR ------------------------------------------------------------------- */
 
 constexpr int kMaxKeyCollisions = 64;
+constexpr int kRemoteAccess = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 
-/// Registers until the device gives a key that no MR of this process is called: keys that peers use need no
-/// translation then. The ones in between are given back.
+/// Partners or we would take it for something else.
+bool is_mistaken(const Registry& registry, const Context& context, const ibv_mr& mr) {
+  migr_ioc_query_mr names{.handle = mr.handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
+  const bool other = context.kernel->attached() && !context.kernel->query_mr(mr.handle, names) && names.vlkey != names.plkey;
+  return other || is_name(registry, context, mr.rkey);
+}
+
+/// What brings a device past keys that are names: the smallest that can be registered, often.
+class Fillers {
+ public:
+  explicit Fillers(ibv_pd* pd) : pd_(pd) {}
+  Fillers(const Fillers&) = delete;
+  ~Fillers() { give_back(); }
+  /// Caller holds the lock.
+  void pass_names(Registry& registry, const Context& context, std::unique_lock<std::mutex>& guard) {
+    static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    static void* const page = private_memory(nullptr, bytes);  // of its own: ibv_fork_init() takes it from children
+    if (!page) return;
+    const std::size_t most = registry.mrs.size() + registry.retired_keys.size() + context.windows + 1;
+    for (std::size_t i = 0; i < most; ++i) {
+      ibv_mr* const mr = without_lock(guard, [&] { return real().reg_mr(pd_, page, bytes, 0); });
+      if (!mr && all_.empty()) return;
+      if (!mr) {  // there is no room for more; a device that counts goes on from there
+        give_back();
+        continue;
+      }
+      // Most count: the key after a good one is to be good, too.
+      if (!is_name(registry, context, mr->lkey) && !is_name(registry, context, mr->lkey + 0x100)) {
+        real().dereg_mr(mr);  // one that does not gives it again
+        return;
+      }
+      all_.push_back(mr);
+    }
+  }
+
+ private:
+  void give_back() {
+    const int saved = errno;
+    for (ibv_mr* mr : all_) real().dereg_mr(mr);
+    all_.clear();
+    errno = saved;
+  }
+  ibv_pd* const pd_;
+  std::vector<ibv_mr*> all_;
+};
+
+/// Registers until the device gives a key that nothing of this process is called: keys that peers use need no
+/// translation then. The ones in between are given back, each before the next: it may be much memory.
 template <class Register>
 ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Register&& register_once) {
   Registry& registry = Registry::get();
@@ -280,23 +338,16 @@ ibv_mr* register_mr(ibv_pd* pd, int access, std::uint64_t iova, bool movable, Re
   InsideReal nested;
   if (!context) return without_lock(guard, register_once);
   const Registering registering(registry);
-  ibv_mr* colliding[kMaxKeyCollisions];
-  int collisions = 0;
-  ibv_mr* result = nullptr;
-  while (ibv_mr* mr = without_lock(guard, register_once)) {
-    migr_ioc_query_mr names{.handle = mr->handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
-    const bool taken = context->kernel->attached() && !context->kernel->query_mr(mr->handle, names) &&
-                       names.vlkey != names.plkey;
-    if (!(taken || registry.is_retired(mr->rkey)) || collisions == kMaxKeyCollisions) {
-      result = adopt_mr(registry, *context, mr, access, iova, movable);
-      break;
-    }
-    colliding[collisions++] = mr;
+  Fillers fillers(pd);
+  for (int collisions = 0;; ++collisions) {
+    ibv_mr* const mr = without_lock(guard, register_once);
+    if (!mr) return nullptr;
+    const bool last = collisions == kMaxKeyCollisions;
+    if (!is_mistaken(registry, *context, *mr) || (last && !(access & kRemoteAccess))) return adopt_mr(registry, *context, mr, access, iova, movable);
+    without_lock(guard, [&] { return real().dereg_mr(mr); });
+    if (last) return errno = ENOMEM, nullptr;
+    fillers.pass_names(registry, *context, guard);
   }
-  const int saved = errno;
-  while (collisions) real().dereg_mr(colliding[--collisions]);
-  errno = saved;
-  return result;
 }
 
 /* ---- CQ ------------------------------------------------------------------- */

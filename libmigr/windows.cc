@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "links/links.h"
+#include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
 
@@ -21,7 +22,6 @@ namespace migr::windows {
 namespace {
 
 constexpr std::uint32_t kKeyTag = 0xff;
-constexpr int kMaxCollisions = 64;
 
 struct Window {
   Context* context;
@@ -98,14 +98,19 @@ ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
   // A key of another window's name would be taken for it, by us or by partners.
   State& s = state();
   if (!context.had_windows && !links::may_give_up_backups(context)) return errno = EBUSY, nullptr;
-  ibv_mw* colliding[kMaxCollisions];
-  int collisions = 0;
+  std::vector<ibv_mw*> colliding;
+  const std::size_t names = s.by_virtual.size() + Registry::get().retired_keys.size() + Registry::get().mrs.size();
   ibv_mw* mw;
-  const auto taken = [&](std::uint32_t rkey) { return s.by_virtual.contains({&context, rkey >> 8}) || Registry::get().is_retired(rkey); };
-  while ((mw = context.ops.alloc_mw(pd, type)) && taken(mw->rkey) && collisions < kMaxCollisions)
-    colliding[collisions++] = mw;
+  const auto taken = [&](std::uint32_t rkey) { return migr::is_name(Registry::get(), context, rkey); };
+  while ((mw = context.ops.alloc_mw(pd, type)) && taken(mw->rkey)) {
+    colliding.push_back(mw);
+    if (colliding.size() <= names) continue;
+    errno = ENOMEM;
+    mw = nullptr;
+    break;
+  }
   const int saved = errno;
-  while (collisions) context.ops.dealloc_mw(colliding[--collisions]);
+  for (ibv_mw* one : colliding) context.ops.dealloc_mw(one);
   errno = saved;
   if (!mw) return nullptr;
   {
@@ -121,6 +126,12 @@ ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type) {
   }
   if (!std::exchange(context.had_windows, true)) links::give_up_backups(context);
   return mw;
+}
+
+bool is_name(const Context& context, std::uint32_t key) {
+  State& s = state();
+  std::lock_guard guard(s.lock);
+  return s.by_virtual.contains({&context, key >> 8});
 }
 
 int deallocate(Context& context, ibv_mw* mw) {

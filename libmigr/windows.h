@@ -25,6 +25,8 @@ namespace migr::windows {
 /// @return null with errno; EBUSY: links::may_give_up_backups()
 ibv_mw* allocate(Context& context, ibv_pd* pd, ibv_mw_type type);
 int deallocate(Context& context, ibv_mw* mw);
+/// One of the context has a key with this index, of its own name.
+bool is_name(const Context& context, std::uint32_t key);
 /// A QP or CQ of a context that has windows; a QP that goes, and whose completions were taken.
 void made(QpShadow& q);
 void made(CqShadow& c);

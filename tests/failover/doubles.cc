@@ -101,7 +101,9 @@ void RingWatch::moved_to(std::uint64_t&, std::uint64_t&) const { (void)context_;
 void keep_from_children(const ibv_context&, const ibv_context_ops&) {}
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {}; }
-int raw_reg_mr(ibv_context*, std::uint32_t, const void*, std::uint64_t, std::uint64_t, int, std::uint32_t&, std::uint32_t&, std::uint32_t&) { return 0; }  // the model's are still there
+int raw_reg_mr(ibv_context* c, std::uint32_t, const void*, std::uint64_t, std::uint64_t, int, std::uint32_t& handle, std::uint32_t& lkey, std::uint32_t& rkey) {
+  return model_register_again(c, &handle, &lkey, &rkey), 0;  // the model's are still there
+}
 void prepare_reg_mr(const ibv_context*, std::uint32_t, const void*, std::uint64_t, std::uint64_t, int, migr_ahead_mr&) {}
 
 }  // namespace migr::provider

@@ -1264,6 +1264,86 @@ TEST_F(TwoDevices, MayHaveWindowsOfOneName) {
   for (ibv_mw* mw : windows) EXPECT_EQ(ibv_dealloc_mw(mw), 0);
 }
 
+/* ---- new keys that are names of before ----------------------------------------------------- */
+
+/// More than anybody would try one by one.
+class Names : public Events {
+ protected:
+  static constexpr unsigned kMany = 100;
+  static constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND;
+
+  void SetUp() override {
+    static std::uint32_t next = 0x30000;  // names of a test before are not given either
+    Events::SetUp();
+    model_next_key(0, 0, first_ = next += 0x1000);
+  }
+  void TearDown() override {
+    for (ibv_mr* mr : mrs_) EXPECT_EQ(ibv_dereg_mr(mr), 0);
+    for (ibv_mw* mw : windows_) EXPECT_EQ(ibv_dealloc_mw(mw), 0);
+    Events::TearDown();
+  }
+  ibv_mr* reg(ibv_pd* pd, void* at) { return mrs_.emplace_back(ibv_reg_mr(pd, at, 64, kAccess)); }
+  /// To a device that gives those names to others.
+  void move() const {
+    model_number_anew(true);
+    migrd.freeze();
+    model_next_key(0, 0, first_ + 0x800);
+    migrd.restored();
+    model_number_anew(false);
+    model_next_key(0, 0, first_);
+  }
+  void many_mrs() {
+    for (unsigned i = 0; i < kMany; ++i) EXPECT_EQ(reg(pd_, memory_)->lkey >> 8, first_ + i);
+  }
+  bool is_name(std::uint32_t key) const { return key >> 8 >= first_ && key >> 8 < first_ + kMany; }
+
+  std::uint32_t first_;
+  std::vector<ibv_mr*> mrs_;
+  std::vector<ibv_mw*> windows_;
+  std::uint8_t memory_[64], big_[64];
+};
+
+TEST_F(Names, OfMemoryAreNotGivenToOther) {
+  many_mrs();
+  move();
+  EXPECT_EQ(mrs_[3]->lkey >> 8, first_ + 3);
+  const ibv_mr* mr = reg(pd_, big_);
+  EXPECT_FALSE(is_name(mr->rkey)) << std::hex << mr->rkey;
+  EXPECT_EQ(mr->lkey, mr->rkey);
+  EXPECT_EQ(model_most_registered(big_), 1u);
+  EXPECT_EQ(model_mrs(0, 0), kMany + 1) << "what was passed is given back";
+}
+
+TEST_F(Names, OfMemoryOfAnotherContextAreNotGivenEither) {
+  many_mrs();
+  ibv_context* const again = ibv_open_device(context_->device);
+  ibv_pd* const pd = ibv_alloc_pd(again);
+  move();
+  const ibv_mr* mr = reg(pd, big_);
+  EXPECT_FALSE(is_name(mr->rkey)) << std::hex << mr->rkey;
+  EXPECT_EQ(ibv_dereg_mr(mrs_.back()), 0);
+  mrs_.pop_back();
+  ibv_dealloc_pd(pd);
+  ibv_close_device(again);
+}
+
+TEST_F(Names, OfMemoryAreNotGivenToWindows) {
+  many_mrs();
+  move();
+  const ibv_mw* mw = windows_.emplace_back(ibv_alloc_mw(pd_, IBV_MW_TYPE_1));
+  EXPECT_FALSE(is_name(mw->rkey)) << std::hex << mw->rkey;
+}
+
+TEST_F(Names, OfWindowsAreNotGivenToOthersOrToMemory) {
+  for (unsigned i = 0; i < kMany; ++i) EXPECT_EQ(windows_.emplace_back(ibv_alloc_mw(pd_, IBV_MW_TYPE_1))->rkey >> 8, first_ + i);
+  move();
+  const ibv_mw* mw = windows_.emplace_back(ibv_alloc_mw(pd_, IBV_MW_TYPE_1));
+  EXPECT_FALSE(is_name(mw->rkey)) << std::hex << mw->rkey;
+  model_next_key(0, 0, first_);
+  const ibv_mr* mr = reg(pd_, big_);
+  EXPECT_FALSE(is_name(mr->rkey)) << std::hex << mr->rkey;
+}
+
 /// What its application changes between SWITCH and the way back.
 class Changed : public Partner {
  protected:

@@ -136,7 +136,11 @@ struct Arrival {
   std::uint32_t qpn = 0;
   bool solicited = false;
 } at_flush;
-std::atomic<bool> packets_linger{false};
+std::atomic<bool> packets_linger{false}, number_anew{false};
+struct Registered {
+  unsigned now = 0, most = 0;
+};
+std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 bool with_async_events = false;
 struct Ends {
@@ -965,6 +969,19 @@ MODEL void model_next_key(int link, int end, std::uint32_t index) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->next_key = index;
 }
+MODEL void model_number_anew(bool anew) { number_anew = anew; }
+MODEL void model_register_again(const ibv_context* c, std::uint32_t* handle, std::uint32_t* lkey, std::uint32_t* rkey) {
+  std::lock_guard guard(lock);
+  if (!number_anew) return;
+  Nic& nic = *nic_of(c);
+  auto node = nic.keys.extract(*lkey);
+  *handle = *lkey = *rkey = node.key() = nic.next_key++ << 8 | 0x11;
+  nic.keys.insert(std::move(node));
+}
+MODEL unsigned model_most_registered(const void* address) {
+  std::lock_guard guard(lock);
+  return registered[address].most;
+}
 MODEL void model_let_packets_linger(bool let) { packets_linger = let; }
 MODEL void model_async_events() {
   std::lock_guard guard(lock);
@@ -1084,6 +1101,8 @@ MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint6
   m->mr.handle = m->mr.lkey;
   m->access = access;
   nic.keys[m->mr.lkey] = m;
+  Registered& r = registered[addr];
+  r.most = std::max(r.most, ++r.now);
   return &m->mr;
 }
 MODEL ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
@@ -1094,6 +1113,7 @@ MODEL int ibv_dereg_mr(ibv_mr* mr) {
   std::lock_guard guard(lock);
   if (nic_of(mr->context)->link == 0 && registrations_kept && registrations_kept--) return EBUSY;
   nic_of(mr->context)->keys.erase(mr->lkey);
+  --registered[mr->addr].now;
   delete reinterpret_cast<Mr*>(mr);
   return 0;
 }

@@ -99,6 +99,11 @@ void model_keep_registrations(unsigned times);
 unsigned model_mrs(int link, int end);
 /// An end's device gives this index to what is registered, or made a window, next on that link.
 void model_next_key(int link, int end, std::uint32_t index);
+/// Memory that is registered once more in a restored process, as it is, gets another key.
+void model_number_anew(bool anew);
+void model_register_again(const ibv_context* c, std::uint32_t* handle, std::uint32_t* lkey, std::uint32_t* rkey);
+/// How often this memory was registered at the same time, at most.
+unsigned model_most_registered(const void* address);
 /// A QP that has sent something over a link that is cut is destroyed when that is mended and not before, as where the network holds
 /// a packet back; and who connects one, or makes an address handle, is told after a second that nobody answers.
 void model_let_packets_linger(bool let);
