@@ -107,10 +107,18 @@ int KernelLink::bind_qp(std::uint32_t vqpn, std::uint32_t pqpn) {
   if ((vqpn | pqpn) & ~MIGR_QPN_MASK) return ERANGE;
   if (!attached()) {
     __atomic_store_n(&qpn_table_[pqpn], vqpn | MIGR_QPN_VALID, __ATOMIC_RELEASE);
+    if (vqpn == pqpn) names_.erase(vqpn);
+    else names_.insert(vqpn);
     return 0;
   }
   migr_ioc_bind_qp bind{vqpn, pqpn};
   return ioctl(fd_, MIGR_IOC_BIND_QP, &bind) == 0 ? 0 : errno;
+}
+
+bool KernelLink::is_name_of_another(std::uint32_t pqpn) const {
+  if (!attached()) return names_.contains(pqpn);
+  const std::uint32_t entry = qpn_table_[pqpn & MIGR_QPN_MASK];
+  return (entry & MIGR_QPN_VALID) && (entry & MIGR_QPN_MASK) != pqpn;
 }
 
 int KernelLink::stands(std::uint32_t pqpn, std::uint32_t state) {

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <unordered_set>
+
 #include <linux/types.h>
 #include "../include/uapi/migr.h"
 
@@ -32,6 +34,8 @@ class KernelLink {
 
   /// All return 0 or a positive errno.
   int bind_qp(std::uint32_t vqpn, std::uint32_t pqpn);
+  /// It is what another QP is called, or is to be when it comes home: who is numbered so by the device is called otherwise.
+  bool is_name_of_another(std::uint32_t pqpn) const;
   /// The record says of a QP, which is in ERR by our doing, that it is in `state` (RTR or RTS).
   int stands(std::uint32_t pqpn, std::uint32_t state);
   int bind_mr(std::uint32_t handle, std::uint32_t vlkey, std::uint32_t vrkey, std::uint32_t plkey, std::uint32_t prkey);
@@ -50,6 +54,7 @@ class KernelLink {
   std::uint32_t ctx_id_ = 0;
   std::uint32_t* qpn_table_ = nullptr;
   migr_key_entry* key_table_ = nullptr;
+  std::unordered_set<std::uint32_t> names_;  ///< not attached: of QPs with other numbers
 };
 
 }  // namespace migr

@@ -422,6 +422,33 @@ ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
   return &shadow->app_ex;
 }
 
+namespace {
+
+constexpr std::size_t kReservedNumbers = 64;  // that may follow each other, beside those of the process
+
+/// Creates until the device gives a number that is nobody's name: who sends datagrams to it, and a partner without libmigr, know no other. The
+/// ones in between are given back. @param mine  what `create` is given; it puts into it what it got
+template <class Attr, class Create>
+ibv_qp* create_numbered(const Registry& registry, const Context& context, Attr& mine, Create&& create) {
+  const Attr asked = mine;
+  std::vector<ibv_qp*> others;
+  ibv_qp* qp;
+  while ((qp = create(mine)) && context.kernel->is_name_of_another(qp->qp_num) && others.size() < registry.qps.size() + kReservedNumbers) {
+    others.push_back(qp);
+    mine = asked;
+  }
+  const int saved = errno;
+  if (!qp && !others.empty()) {  // there are no more: one that is called otherwise is better than none
+    qp = others.back();
+    others.pop_back();
+  }
+  for (ibv_qp* other : others) real().destroy_qp(other);
+  errno = saved;
+  return qp;
+}
+
+}  // namespace
+
 ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
                        const std::function<ibv_qp*(ibv_qp_init_attr_ex*)>& create) {
   Registry& registry = Registry::get();
@@ -441,7 +468,7 @@ ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
   mine.recv_cq = real_cq(attr.recv_cq);
   mine.srq = real_srq(attr.srq);
   make_roomy(*context, mine.qp_type, mine.srq, mine.cap);
-  ibv_qp* qp = create(&mine);
+  ibv_qp* qp = create_numbered(registry, *context, mine, [&](ibv_qp_init_attr_ex& a) { return create(&a); });
   if (!qp) {
     delete shadow;
     return nullptr;
@@ -852,7 +879,9 @@ MIGR_EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attr) {
   mine.recv_cq = real_cq(attr->recv_cq);
   mine.srq = real_srq(attr->srq);
   make_roomy(*context, mine.qp_type, mine.srq, mine.cap);
-  ibv_qp* qp = events::with_kernel_fd(*pd->context, [&] { return real().create_qp(pd, &mine); });
+  ibv_qp* qp = create_numbered(registry, *context, mine, [&](ibv_qp_init_attr& a) {
+    return events::with_kernel_fd(*pd->context, [&] { return real().create_qp(pd, &a); });
+  });
   if (!qp) {
     delete shadow;
     return nullptr;

@@ -1185,6 +1185,30 @@ TEST_F(Keys, OfAMoveBeforeAreForgotten) {
   EXPECT_EQ(write(target_->rkey), IBV_WC_SUCCESS) << "of an older library, which says nothing of who has none";
 }
 
+// Who sends datagrams to a QP that is made since, and who has no libmigr, know its number only.
+TEST_F(Keys, AreNotTheOnlyNamesThatNewOnesPassBy) {
+  const unsigned before = model_qps();
+  they_move(0, {});
+  ibv_destroy_qp(make_qp(cq_[0]));  // and the old path with it
+  model_next_qpn(0, 0, to_->qp_num);
+  ibv_qp* const plain = make_qp(cq_[0]);
+  model_next_qpn(0, 0, to_->qp_num);
+  ibv_qp_init_attr_ex init{};
+  init.send_cq = init.recv_cq = cq_[0];
+  init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  init.qp_type = IBV_QPT_RC;
+  init.comp_mask = IBV_QP_INIT_ATTR_PD;
+  init.pd = pd_;
+  ibv_qp* const extended = ibv_create_qp_ex(context_, &init);
+  for (ibv_qp* qp : {plain, extended}) {
+    EXPECT_NE(qp->qp_num, to_->qp_num);
+    EXPECT_EQ(ibv_destroy_qp(qp), 0);
+  }
+  EXPECT_EQ(model_qps(), before + there_.size()) << "what was passed is given back";
+  ibv_qp* const as_before = make_qp(cq_[0]);
+  EXPECT_EQ(ibv_destroy_qp(as_before), 0);
+}
+
 /// Memory of two devices that number keys alike.
 class TwoDevices : public Keys {
  protected:

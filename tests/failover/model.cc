@@ -969,6 +969,10 @@ MODEL void model_next_key(int link, int end, std::uint32_t index) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->next_key = index;
 }
+MODEL void model_next_qpn(int link, int end, std::uint32_t number) {
+  std::lock_guard guard(lock);
+  nics[static_cast<std::size_t>(end * kRails + link)]->next_qpn = number;
+}
 MODEL void model_number_anew(bool anew) { number_anew = anew; }
 MODEL void model_register_again(const ibv_context* c, std::uint32_t* handle, std::uint32_t* lkey, std::uint32_t* rkey) {
   std::lock_guard guard(lock);
@@ -1226,6 +1230,7 @@ static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   q->qp.recv_cq = a->recv_cq;
   q->qp.srq = a->srq;
   if (a->srq) ++reinterpret_cast<model::Srq*>(a->srq)->qps;
+  while (nic.qps.contains(nic.next_qpn)) ++nic.next_qpn;
   q->qp.qp_num = nic.next_qpn++;
   q->qp.handle = q->qp.qp_num;
   q->qp.qp_type = a->qp_type;
