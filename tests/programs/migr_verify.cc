@@ -40,6 +40,9 @@ constexpr std::uint64_t kLossyGrant = 4;
 constexpr std::int64_t kLossyTailUs = 4000000; // nothing has come for so long: nothing will
 constexpr double kSetupLimit = 60, kSetupLimitPerQp = 0.05, kVerifyLimit = 180, kWithoutRdmaLimit = 3600;
 
+// Soft-RoCE leaves the kernel's flag in completions, whose number is another one's in user space.
+constexpr unsigned kWithInv = IBV_WC_WITH_INV | IBV_WC_IP_CSUM_OK;
+
 WcOp wc_op_of(ibv_wc_opcode o) {
   switch (o) {
     case IBV_WC_SEND: return WcOp::kSend;
@@ -486,7 +489,7 @@ int Run::poll_ex(ibv_cq_ex* cq, ibv_wc* wc) const {
       one.byte_len = ibv_wc_read_byte_len(cq);
       one.wc_flags = ibv_wc_read_wc_flags(cq);
       if (one.wc_flags & IBV_WC_WITH_IMM) one.imm_data = ibv_wc_read_imm_data(cq);
-      if (one.wc_flags & IBV_WC_WITH_INV) one.invalidated_rkey = ibv_wc_read_invalidated_rkey(cq);
+      if (one.wc_flags & kWithInv) one.invalidated_rkey = ibv_wc_read_invalidated_rkey(cq);
     }
     ibv_end_poll(cq);
   }
@@ -526,7 +529,7 @@ void Run::on_completion(const ibv_wc& wc) {
     shared.has_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
     shared.imm = shared.has_imm ? be32toh(wc.imm_data) : 0;
     on_shared_receive(wc, shared);
-    for (std::uint32_t q = 0; (wc.wc_flags & IBV_WC_WITH_INV) && q < lanes_.size(); ++q)
+    for (std::uint32_t q = 0; (wc.wc_flags & kWithInv) && q < lanes_.size(); ++q)
       if (f_.qpn[q] == wc.qp_num) on_invalidated(q, wc.invalidated_rkey);
     return;
   }
@@ -542,7 +545,7 @@ void Run::on_completion(const ibv_wc& wc) {
   }
   d.has_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
   d.imm = d.has_imm ? be32toh(wc.imm_data) : 0;
-  if (wc.wc_flags & IBV_WC_WITH_INV) on_invalidated(i, wc.invalidated_rkey);
+  if (wc.wc_flags & kWithInv) on_invalidated(i, wc.invalidated_rkey);
   const std::uint64_t before = l.recv.bytes();
   const auto used = l.recv.complete(
       d, [&](std::uint64_t n) { return recv_slot(i, n); }, f_.target.data() + f_.ring_bytes() * i, faults_);

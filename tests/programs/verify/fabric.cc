@@ -397,14 +397,14 @@ void Fabric::bind_windows() {
       wr.send_flags = IBV_SEND_SIGNALED;
       wr.bind_mw = {.mw = mw, .rkey = window_keys_[i], .bind_info = info};
       errno = ibv_post_send(qps[i].get(), &wr, &bad);
+      mw->rkey = window_keys_[i];
     }
     if (errno) fail("binding a memory window");
     await_bound(i);
   }
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
     if (!has_spare(i)) continue;
-    ibv_send_wr wr = bind_of_spare(i, spare_key(spares_[i]->rkey, 0));
-    post_local(i, &wr, IBV_SEND_SIGNALED);
+    bind_spare(i, spare_key(spares_[i]->rkey, 0), IBV_SEND_SIGNALED);
     await_bound(i);
   }
 }
@@ -415,32 +415,34 @@ void Fabric::await_bound(std::uint32_t i) const {
   if (wc.opcode != IBV_WC_BIND_MW || wc.status != IBV_WC_SUCCESS) throw SetupError("a memory window was not bound: status " + std::to_string(wc.status));
 }
 
-/// WRs that need no partner.
-void Fabric::post_local(std::uint32_t i, ibv_send_wr* wr, unsigned flags) const {
+/// A WR that needs no partner.
+void Fabric::post_local(std::uint32_t i, ibv_send_wr& wr, unsigned flags) const {
   ibv_send_wr* bad = nullptr;
-  for (ibv_send_wr* w = wr; w; w = w->next) w->send_flags = flags;
-  errno = ibv_post_send(qps[i].get(), wr, &bad);
+  wr.send_flags = flags;
+  errno = ibv_post_send(qps[i].get(), &wr, &bad);
   if (errno) fail("binding or invalidating a memory window");
 }
 
-ibv_send_wr Fabric::bind_of_spare(std::uint32_t i, std::uint32_t rkey) const {
+/// Of type 2 it is the program that notes the key in the window, as ibv_bind_mw() does of type 1: the device takes the next one only from who knows it.
+void Fabric::bind_spare(std::uint32_t i, std::uint32_t rkey, unsigned flags) const {
   ibv_send_wr wr{};
   wr.opcode = IBV_WR_BIND_MW;
   wr.bind_mw = {.mw = spares_[i].get(), .rkey = rkey,
                 .bind_info = {.mr = target_mr.get(), .addr = options.iova ? kTargetIova : reinterpret_cast<std::uintptr_t>(target.data()),
                               .length = ring_bytes(), .mw_access_flags = IBV_ACCESS_REMOTE_WRITE}};
-  return wr;
+  post_local(i, wr, flags);
+  spares_[i]->rkey = rkey;
 }
 
 /// What is said to the partner after it goes behind it on the same QP: then the window is there.
 void Fabric::bind_spare_again(std::uint32_t i, std::uint64_t n) const {
   const std::uint32_t next = spare_key(spares_[i]->rkey, n + 1), between = (next & ~0xffu) | ((next - 1) & 0xff);
-  ibv_send_wr first = bind_of_spare(i, between), invalidate{}, second = bind_of_spare(i, next);
+  bind_spare(i, between, 0);
+  ibv_send_wr invalidate{};
   invalidate.opcode = IBV_WR_LOCAL_INV;
   invalidate.invalidate_rkey = between;
-  first.next = &invalidate;
-  invalidate.next = &second;
-  post_local(i, &first, 0);
+  post_local(i, invalidate, 0);
+  bind_spare(i, next, 0);
 }
 
 void Fabric::connect(const std::string& text) {

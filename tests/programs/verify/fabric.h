@@ -157,9 +157,9 @@ class Fabric {
   std::vector<Mw> windows_;  // --windows: of QP i
   std::vector<std::uint32_t> window_keys_;
   std::vector<Mw> spares_;  // --invalidate: of QP i; null: it has none
-  void post_local(std::uint32_t i, ibv_send_wr* wr, unsigned flags) const;
+  void post_local(std::uint32_t i, ibv_send_wr& wr, unsigned flags) const;
   void await_bound(std::uint32_t i) const;
-  ibv_send_wr bind_of_spare(std::uint32_t i, std::uint32_t rkey) const;
+  void bind_spare(std::uint32_t i, std::uint32_t rkey, unsigned flags) const;
   void make_window(std::uint32_t i);
   void bind_windows();
   std::uint32_t rd_atomic_ = 1;
