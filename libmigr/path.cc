@@ -15,6 +15,7 @@
 #include "kept.h"
 #include "links/links.h"
 #include "objects.h"
+#include "provider/provider.h"
 #include "real.h"
 #include "windows.h"
 
@@ -694,7 +695,7 @@ int move_to_fake(CqShadow& c, ibv_cq* cq, int (*poll)(ibv_cq*, int, ibv_wc*), co
       if (!links::consumed(c, batch[i])) continue;
       batch[i].qp_num = virtual_qpn(qpn_table, batch[i].qp_num);
       if (state & kWatchedCq && may_change_windows(batch[i])) windows::completed(*c.context, batch[i]);
-      if (batch[i].status == IBV_WC_SUCCESS && (batch[i].wc_flags & IBV_WC_WITH_INV)) windows::invalidated(*c.context, batch[i]);
+      if (provider::ends_binding(batch[i])) windows::invalidated(*c.context, batch[i]);
       if (!c.datagram_qps.empty()) datagrams::name_source(c, batch[i]);
       c.fake.push_back(batch[i]);
       ++moved;

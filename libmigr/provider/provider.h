@@ -34,6 +34,9 @@ int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);
 /// Binding a window of type 1 is no more than posting a work request.
 bool binds_by_work_request(const Context& context);
 
+/// A completion, as the provider gives it, of a receive that has ended the binding of a memory window.
+bool ends_binding(const ibv_wc& wc);
+
 /// Work requests that the device has not finished: posted to the send queue and not completed. @return 0 or a positive errno
 int sends_in_queue(QpShadow& shadow, unsigned& count);
 

@@ -244,6 +244,12 @@ int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
 
 bool binds_by_work_request(const Context& context) { return unsupported_reason(context).empty(); }
 
+bool ends_binding(const ibv_wc& wc) {
+  // The kernel's IB_WC_WITH_INVALIDATE, as its driver leaves it there (6.1, 6.12): what it means in user space soft-RoCE never says.
+  constexpr unsigned kWithInvalidate = IBV_WC_IP_CSUM_OK;
+  return wc.status == IBV_WC_SUCCESS && (wc.opcode & IBV_WC_RECV) && (wc.wc_flags & (kWithInvalidate | IBV_WC_WITH_INV));
+}
+
 int sends_in_queue(QpShadow& shadow, unsigned& count) {
   QpShadow* const one[] = {&shadow};
   if (const int error = locate_queues(one)) return error;

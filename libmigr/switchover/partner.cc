@@ -167,6 +167,10 @@ int close_old_path(QpShadow& q, std::vector<KeptReceive>& receives, std::string&
 /// Windows of type 2 belong to one QP.
 int move_windows(QpShadow& q, ibv_qp* from, ibv_qp* to, std::string& why) {
   if (q.broken) return 0;
+  {
+    std::lock_guard guard(q.recv_cq->lock);
+    path::poll_to_fake(*q.recv_cq);  // a receive may have ended a binding: soft-RoCE (6.1, 6.12) cannot end it twice, its kernel crashes
+  }
   for (ibv_mw* mw : windows::belonging_to(q)) {
     windows::Operation op;
     windows::end_binding(mw, op);

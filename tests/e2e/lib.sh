@@ -343,7 +343,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate) both+=("$o") ;; esac
 	done
 	[ "$VERIFY_PROGRAM" != migr_datagram ] || [ "${E2E_RATE:-0}" = 0 ] || both+=(--rate "$E2E_RATE")	# of migr_verify the client says it
 	on_sh peer 'rm -f /tmp/verify*.status'
@@ -400,6 +400,12 @@ stop_verify() {
 		"$E2E_OUT/$id.container.json" "$E2E_OUT/$id.peer.json" >/dev/null ||
 		{ cat "$E2E_OUT/$id".*.json >&2; fail "container $id: not every work request was completed without a fault"; return 1; }
 	container_remove "$h" "$id"
+}
+
+# expect_invalidated ID: stopped; of its windows the partner has ended many, and it of the partner's.
+expect_invalidated() {
+	jq -es 'all(.[]; .invalidated > 10)' "$E2E_OUT/$1.container.json" "$E2E_OUT/$1.peer.json" >/dev/null ||
+		{ cat "$E2E_OUT/$1".*.json >&2; fail "too few memory windows were invalidated"; }
 }
 
 # ---- pairs: both ends in containers, NAME-a and NAME-b, each on any host

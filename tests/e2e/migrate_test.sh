@@ -99,8 +99,10 @@ answers_first() {
 	start_verify src mv --rts-file /tmp/rts "$@" && migrate_ok mv dst && expect_traffic && container_exec dst mv touch /tmp/rts && expect_traffic &&
 		migrate_ok mv src && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
+# Windows that the partner ends with SEND_WITH_INV and their owner with LOCAL_INV, and that are bound anew each time.
+invalidated() { "$@" && expect_invalidated mv; }
 busy() { E2E_RATE=500 there_and_back "$@"; }
-step "mixed, 4 QPs, memory windows at both ends, there and back" busy --windows --mode mixed --qps 4 &&
+step "mixed, 4 QPs, memory windows at both ends, some invalidated again and again, there and back" invalidated busy --windows --invalidate --mode mixed --qps 4 &&
 	step "migrctl's summary is complete" summary_is_complete &&
 	step "each phase has its line" progress_is_told &&
 	step "who looks for it where it was is told where it went" told_where_it_went &&
@@ -122,6 +124,7 @@ walk_step "ibv_cq_ex, events, a child by fork" moved --cq-ex --events --fork --m
 walk_step "SRQ that is resized" moved --srq --resize --mode mixed --qps 3
 walk_step "SRQ, events, too few receives" moved --srq --mode send_imm --qps 2 --events --rnr
 walk_step "memory windows at both ends" moved --windows --mode mixed --qps 4
+walk_step "memory windows that are invalidated, events, SRQ, ibv_cq_ex" invalidated there_and_back --invalidate --srq --events --cq-ex --mode send --qps 2
 # Rails lose nothing. UD loses what the partner sends during the stop to where nobody is any more; whatever the container has sent comes.
 unconnected() {
 	local E2E_RATE=150 VERIFY_PROGRAM=migr_datagram said=("$E2E_OUT/migrate.json")

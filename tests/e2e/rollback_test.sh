@@ -111,7 +111,7 @@ nobody_reads_along() {
 	migrd_restart src && migrate_ok c src && [ $ok = 0 ]
 }
 
-step "traffic" start_verify src c --mode mixed --qps 4 || { e2e_logs; e2e_end; }
+step "traffic" start_verify src c --windows --invalidate --mode mixed --qps 4 || { e2e_logs; e2e_end; }
 step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
@@ -124,7 +124,8 @@ step "the destination is killed during the copy" destination_killed || e2e_logs
 walk_step "memory that cannot be registered at the destination" memory_refused || e2e_logs
 walk_step "memory that runs out at the destination" memory_runs_out || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
-step "after all that both ends agree" stop_verify c || e2e_reset
-walk_step "SRQ: undone after the partner has switched, then moved" undone_then_moved --srq --mode mixed --qps 2
+agree() { stop_verify c && expect_invalidated c; }
+step "after all that both ends agree, on windows that were invalidated, too" agree || e2e_reset
+walk_step "SRQ, windows: undone after the partner has switched, then moved" undone_then_moved --srq --invalidate --mode mixed --qps 2
 faults_end
 e2e_end

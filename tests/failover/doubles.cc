@@ -94,6 +94,7 @@ int outstanding_receives(QpShadow& q, std::vector<KeptReceive>& out) {
 }
 int outstanding_receives(SrqShadow&, std::vector<KeptReceive>&) { return EOPNOTSUPP; }
 bool binds_by_work_request(const Context&) { return true; }
+bool ends_binding(const ibv_wc& wc) { return wc.wc_flags & IBV_WC_WITH_INV; }
 void become(ibv_ah&, ibv_ah*) {}
 void lead_unresolved(ibv_ah&, const ibv_ah_attr&, const ibv_gid&) {}
 RingWatch::RingWatch(const Context& c) : context_(c) {}

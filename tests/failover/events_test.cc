@@ -20,6 +20,7 @@
 #include <condition_variable>
 #include <deque>
 #include <fcntl.h>
+#include <functional>
 #include <future>
 #include <mutex>
 #include <set>
@@ -954,6 +955,72 @@ TEST_P(Windows, OneThatIsBoundToNothingStaysUnbound) {
   EXPECT_EQ(model_windows_bound(), 1u);
 }
 
+/// Of type 2, which a message of the partner's ends.
+struct Ended {
+  Ended(ibv_qp* of, ibv_pd* pd, void* memory, std::size_t bytes)
+      : qp(of), mr(ibv_reg_mr(pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND)), mw(ibv_alloc_mw(pd, IBV_MW_TYPE_2)) {
+    bind();
+  }
+  ~Ended() {
+    ibv_dealloc_mw(mw);
+    ibv_dereg_mr(mr);
+  }
+  void bind() const {
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = kBound;
+    wr.opcode = IBV_WR_BIND_MW;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.bind_mw = {.mw = mw, .rkey = ibv_inc_rkey(mw->rkey), .bind_info = {.mr = mr, .addr = reinterpret_cast<std::uintptr_t>(mr->addr), .length = mr->length, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE}};
+    EXPECT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+    mw->rkey = wr.bind_mw.rkey;
+  }
+  /// @param key  as `from` may call it
+  void end(ibv_qp* from, std::uint32_t key) const {
+    ibv_recv_wr receive{.wr_id = kEnded, .next = nullptr, .sg_list = nullptr, .num_sge = 0}, *bad_receive;
+    EXPECT_EQ(ibv_post_recv(qp, &receive, &bad_receive), 0);
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_SEND_WITH_INV;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.invalidate_rkey = key;
+    EXPECT_EQ(ibv_post_send(from, &wr, &bad), 0);
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(from->send_cq, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  }
+  /// @param told  as the receive is to say it was called
+  void expect_told(ibv_cq* cq, std::uint32_t told) const {
+    ibv_wc wc{};
+    EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 1);
+    EXPECT_EQ(wc.wr_id, kEnded);
+    EXPECT_EQ(wc.invalidated_rkey, told);
+    EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 0);
+  }
+  static constexpr std::uint64_t kBound = 900, kEnded = 901;
+  ibv_qp* const qp;
+  ibv_mr* const mr;
+  ibv_mw* const mw;
+};
+
+// Nobody has polled for it when the move begins.
+TEST_P(Windows, OneThatThePartnerHasEndedStaysUnbound) {
+  ibv_cq* const cq = ibv_cq_ex_to_cq(ex_);
+  const Ended window(to_, pd_, memory_, sizeof memory_);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 1);
+  EXPECT_EQ(model_windows_bound(), 2u);
+  window.end(from_, window.mw->rkey);
+  EXPECT_EQ(model_windows_bound(), 1u);
+  const std::uint32_t ended = window.mw->rkey;
+  move();
+  EXPECT_EQ(model_windows_bound(), 1u);
+  window.expect_told(cq, ended);
+  window.bind();
+  EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 1);
+  EXPECT_EQ(wc.wr_id, Ended::kBound);
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  EXPECT_EQ(model_windows_bound(), 2u);
+}
+
 TEST_P(Windows, WhileItIsSuspendedOneStaysBound) {
   migrd.ask(MIGR_MSG_SUSPEND);
   bind(nullptr, 2);
@@ -1007,7 +1074,9 @@ class Partner : public Pollers {
  protected:
   static void done(const migr_msg& reply) { EXPECT_EQ(reply.status, 0) << reply.text; }
   /// @param cut  as if the drain did not end
-  void switch_path(bool cut = false) {
+  /// @param before  SWITCH
+  void switch_path(
+      bool cut = false, const std::function<void()>& before = [] {}) {
     done(migrd.about(to_, MIGR_MSG_QP_CREATE));
     spare_ = migrd.record<migr_qp_spare>();
     migr_qp_connect there{};
@@ -1025,6 +1094,7 @@ class Partner : public Pollers {
       peer.vqpn = to_->qp_num;
       done(migrd.say(MIGR_MSG_SETTLE, 0, &peer, sizeof peer));
     }
+    before();
     done(migrd.about(to_, MIGR_MSG_SWITCH));
   }
   migr_qp_spare spare_{};
@@ -1366,6 +1436,23 @@ TEST_F(Names, OfWindowsAreNotGivenToOthersOrToMemory) {
   model_next_key(0, 0, first_);
   const ibv_mr* mr = reg(pd_, big_);
   EXPECT_FALSE(is_name(mr->rkey)) << std::hex << mr->rkey;
+}
+
+// The other end was not done when this one was drained. Its message has ended the binding, which so cannot be ended for the new path.
+TEST_F(Partner, WindowThatIsEndedLastIsNotBoundAgain) {
+  ibv_cq* const cq = ibv_cq_ex_to_cq(ex_);
+  const Ended window(to_, pd_, memory_, sizeof memory_);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 1);
+  switch_path(false, [&] { window.end(from_, window.mw->rkey); });
+  EXPECT_EQ(model_windows_bound(), 0u);
+  window.expect_told(cq, window.mw->rkey);
+  migrd.ask(MIGR_MSG_OLD_PATH);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(model_windows_bound(), 0u);
+  window.bind();
+  EXPECT_EQ(model_windows_bound(), 1u);
+  EXPECT_EQ(ibv_poll_cq(cq, 1, &wc), 1);
 }
 
 /// What its application changes between SWITCH and the way back.

@@ -359,7 +359,7 @@ enum class Answer { kAck, kNone, kNotReady, kBadAccess };
 /// Its WQE does.
 bool holds_data(const ibv_send_wr& wr) { return wr.send_flags & IBV_SEND_INLINE || wr.opcode == IBV_WR_ATOMIC_WRITE; }
 
-bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
+bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEND_WITH_IMM || o == IBV_WR_SEND_WITH_INV || o == IBV_WR_RDMA_WRITE_WITH_IMM; }
 
 /// The responder gets packet `n` of a message.
 Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, std::uint32_t psn) {
@@ -415,7 +415,13 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
     wc.byte_len = s.bytes;
     wc.qp_num = r.qp.qp_num;
     wc.src_qp = q.qp.qp_num;
-    if (s.wr.opcode != IBV_WR_SEND) wc.wc_flags = IBV_WC_WITH_IMM, wc.imm_data = s.wr.imm_data;
+    if (s.wr.opcode == IBV_WR_SEND_WITH_INV) {
+      wc.wc_flags = IBV_WC_WITH_INV;
+      windows.at((wc.invalidated_rkey = s.wr.invalidate_rkey) >> 8).bound = false;
+    } else if (s.wr.opcode != IBV_WR_SEND) {
+      wc.wc_flags = IBV_WC_WITH_IMM;
+      wc.imm_data = s.wr.imm_data;
+    }
     if (!r.qp.srq) r.receives.from = (r.receives.from + 1) & r.receives.mask();
     r.receive_open = false;
     complete(r.qp.recv_cq, wc, s.wr.send_flags & IBV_SEND_SOLICITED);
@@ -579,6 +585,17 @@ int bind_window(ModelQp& q, const ibv_send_wr& wr) {
   return 0;
 }
 
+/// Likewise. What is not bound cannot be.
+int end_binding(ModelQp& q, const ibv_send_wr& wr) {
+  ibv_wc wc{};
+  wc.wr_id = wr.wr_id;
+  wc.opcode = IBV_WC_LOCAL_INV;
+  wc.qp_num = q.qp.qp_num;
+  if (!std::exchange(windows.at(wr.invalidate_rkey >> 8).bound, false)) wc.status = IBV_WC_LOC_QP_OP_ERR;
+  complete(q.qp.send_cq, wc);
+  return 0;
+}
+
 int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
   std::lock_guard guard(lock);
   for (; wr; wr = wr->next) {
@@ -586,6 +603,10 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
     if (q.attr.qp_state < IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_ERR) return EINVAL;
     if (wr->opcode == IBV_WR_BIND_MW) {
       if (const int err = bind_window(q, *wr)) return err;
+      continue;
+    }
+    if (wr->opcode == IBV_WR_LOCAL_INV) {
+      if (const int err = end_binding(q, *wr)) return err;
       continue;
     }
     if (q.sends.full()) return ENOMEM;
@@ -968,10 +989,6 @@ MODEL unsigned model_mrs(int link, int end) {
 MODEL void model_next_key(int link, int end, std::uint32_t index) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->next_key = index;
-}
-MODEL void model_next_qpn(int link, int end, std::uint32_t number) {
-  std::lock_guard guard(lock);
-  nics[static_cast<std::size_t>(end * kRails + link)]->next_qpn = number;
 }
 MODEL void model_number_anew(bool anew) { number_anew = anew; }
 MODEL void model_register_again(const ibv_context* c, std::uint32_t* handle, std::uint32_t* lkey, std::uint32_t* rkey) {

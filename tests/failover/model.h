@@ -99,8 +99,6 @@ void model_keep_registrations(unsigned times);
 unsigned model_mrs(int link, int end);
 /// An end's device gives this index to what is registered, or made a window, next on that link.
 void model_next_key(int link, int end, std::uint32_t index);
-/// The same of QPs that are made; numbers that are taken are passed over.
-void model_next_qpn(int link, int end, std::uint32_t number);
 /// Memory that is registered once more in a restored process, as it is, gets another key.
 void model_number_anew(bool anew);
 void model_register_again(const ibv_context* c, std::uint32_t* handle, std::uint32_t* lkey, std::uint32_t* rkey);

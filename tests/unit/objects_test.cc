@@ -574,6 +574,26 @@ TEST_F(Objects, NameOfAWindowThatHasMovedIsNotGivenAgain) {
   ibv_dealloc_mw(mw);
 }
 
+// Soft-RoCE says so by the kernel's flag, which has another one's number.
+TEST_F(Objects, WindowThatAReceiveHasEndedIsCalledByItsName) {
+  constexpr std::uint32_t kName = 0x44400;
+  for (const unsigned flag : {IBV_WC_WITH_INV, IBV_WC_IP_CSUM_OK, IBV_WC_WITH_IMM}) {
+    ibv_mw* mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_2);
+    const std::uint32_t of_device = mw->rkey;
+    mw->rkey = kName;  // as if the device had given it another since
+    ibv_wc end{}, wc{};
+    end.opcode = IBV_WC_RECV;
+    end.wc_flags = flag;
+    end.invalidated_rkey = of_device | 5;
+    recorder_completion = &end;
+    EXPECT_EQ(ibv_poll_cq(cq_, 1, &wc), 1);
+    EXPECT_EQ(wc.wc_flags, flag);
+    EXPECT_EQ(wc.invalidated_rkey, (flag == IBV_WC_WITH_IMM ? of_device : kName) | 5);
+    mw->rkey = of_device;
+    ibv_dealloc_mw(mw);
+  }
+}
+
 // The partner's drain marker is a write, whatever the application allows meanwhile.
 TEST_F(Objects, SuspendedQpTakesTheMarkerAndKeepsItsRights) {
   ibv_qp_init_attr init{};

@@ -26,6 +26,7 @@ extern "C" {
 [[gnu::visibility("default")]] unsigned recorder_lkey, recorder_rkey, recorder_dest_qpn, recorder_access;
 [[gnu::visibility("default")]] unsigned recorder_window, recorder_window_next, recorder_next_window;
 [[gnu::visibility("default")]] int recorder_rereg_fails, recorder_post_fails;
+[[gnu::visibility("default")]] const ibv_wc* recorder_completion;
 [[gnu::visibility("default")]] ibv_mr* recorder_mr;
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
@@ -216,7 +217,12 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr**) {
   }
   return std::exchange(recorder_post_fails, 0);
 }
-int poll_cq(ibv_cq* cq, int, ibv_wc*) { return recorded("poll_cq", cq), 0; }
+int poll_cq(ibv_cq* cq, int, ibv_wc* wc) {
+  recorded("poll_cq", cq);
+  const ibv_wc* const found = std::exchange(recorder_completion, nullptr);
+  if (found) *wc = *found;
+  return found ? 1 : 0;
+}
 int req_notify_cq(ibv_cq* cq, int) { return recorded("req_notify_cq", cq), 0; }
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   auto* mw = new ibv_mw{};

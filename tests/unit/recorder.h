@@ -21,6 +21,8 @@ extern unsigned recorder_access;
 extern unsigned recorder_window, recorder_window_next;
 /// What the next window is called; 0: as nothing else.
 extern unsigned recorder_next_window;
+/// What the next ibv_poll_cq finds; null: nothing.
+extern const ibv_wc* recorder_completion;
 /// What the next ibv_post_send or ibv_wr_complete fails with.
 extern int recorder_post_fails;
 /// What the next call of ibv_rereg_mr fails with, as its return value.
