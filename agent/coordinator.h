@@ -93,7 +93,8 @@ class Source {
   virtual Status reconnect() = 0;  // gates; all processes are back
   virtual Status detach_network() = 0;
   virtual Status attach_network() = 0;
-  virtual Status checkpoint() = 0; // leaves the container paused
+  /// Leaves the container paused. ESTALE: it needs what the rounds do not have
+  virtual Status checkpoint() = 0;
   virtual Status thaw() = 0;
   /// Durable before it returns; answers GetOutcome from then on.
   virtual Status decide(wire::Outcome outcome) = 0;
@@ -193,6 +194,8 @@ class Coordinator {
   wire::PlanReply plan(const std::string& container, const std::string& to, std::uint32_t id);
   /// It went back because what the record says has changed meanwhile: another try may do.
   bool try_again() const { return failed_with_ == EAGAIN; }
+  /// It went back because what was copied ahead does not do for the checkpoint: another try may, without.
+  bool copied_in_vain() const { return failed_with_ == ESTALE; }
   /// It went back because another migration holds a process of this one: when that is over, another try may do.
   bool busy() const { return failed_with_ == EINPROGRESS; }
 

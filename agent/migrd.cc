@@ -148,7 +148,7 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
     if (!id || !pause) return refuse(id ? pause.error() : id.error());
     log->migration = *id;
     wire::Summary summary;
-    bool changed = false, busy = false;
+    bool changed = false, in_vain = false, busy = false;
     {
       // An application that changes its resources all the time has to wait with that in the end.
       SourceRun source(host, *id, tries == kMigrateTries ? SourceRun::Describe::kHold : SourceRun::Describe::kMove);
@@ -157,12 +157,15 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
       host.settle_later(*id, !summary.undecided());
       // What is not all back yet is no container that could be moved.
       changed = coordinator.try_again() && !summary.going_back() && tries < kMigrateTries;
+      in_vain = coordinator.copied_in_vain() && !summary.going_back() && summary.pre_copy_rounds();
       busy = coordinator.busy() && !summary.going_back() && std::chrono::steady_clock::now() < busy_until;
     }
     summary.set_touched(touched = touched || summary.touched());
     summary.set_tries(static_cast<std::uint32_t>(tries));
     if (changed)
       note(fmt::format("trying again ({} of {}): {}", ++tries, kMigrateTries, summary.error()));
+    else if (in_vain)
+      note("trying again, and copying memory during the stop only: " + summary.error()), move->settings.pre_copy_from = UINT64_MAX;
     else if (busy)
       note("trying again: " + summary.error()), usleep(*pause % (kBusyPauseMs * 1000u));  // for two that met not to meet again
     else

@@ -86,7 +86,8 @@ SourceHost::SourceHost(const Config& config, SessionTable& sessions, Claims& cla
                        ToDestination to_destination, ToPartner to_partner)
     : config_(config), sessions_(sessions), claims_(claims), numbers_(numbers), directory_(directory), runc_(config),
       to_destination_(std::move(to_destination)),
-      to_partner_(std::move(to_partner)), journal_(config.state_dir + "/journal/source") {}
+      to_partner_(std::move(to_partner)), journal_(config.state_dir + "/journal/source"),
+      huge_zero_page_(config.state_dir + "/no-huge-zero-page", thp_folder()) {}
 
 std::string SourceHost::folder(std::uint32_t id) const { return config_.state_dir + "/source/" + migration_text(id); }
 
@@ -645,7 +646,11 @@ Status SourceRun::has_no_huge_pages() const {
 
 Status SourceRun::may_pre_dump() {
   if (auto s = has_no_huge_pages(); !s) return s;
-  return disk_fits(2 * info_.filled_bytes, host_.folder(id_));
+  if (auto s = disk_fits(2 * info_.filled_bytes, host_.folder(id_)); !s) return s;
+  if (no_huge_zeros_) return {};
+  auto kept_out = host_.huge_zero_page_.keep_out();
+  if (kept_out) no_huge_zeros_ = std::move(*kept_out);
+  return kept_out;
 }
 
 Result<std::string> SourceRun::pre_dump(unsigned round) {
@@ -824,14 +829,16 @@ Status SourceRun::thaw() {
 Status SourceRun::checkpoint() {
   const std::string dir = host_.folder(id_);
   auto s = step(FaultStep::kSourceCheckpoint, [&] { return host_.runc_.checkpoint(ahead_, info_.id, dir + "/checkpoint.out"); });
+  no_huge_zeros_.reset();
   if (!s) {
     // The log is what tells; keep it when the folder goes.
     const std::string kept = host_.config_.state_dir + "/failed-dump.log";
     std::error_code ec;
     std::string text = s.error().text;
-    if (const std::string why = criu_error(dir + "/work/dump.log"); !why.empty() && text.find("Error (") == std::string::npos) text += "; CRIU: " + why;
+    const std::string why = criu_error(dir + "/work/dump.log");
+    if (!why.empty() && text.find("Error (") == std::string::npos) text += "; CRIU: " + why;
     if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += " (log: " + kept + ")";
-    return Error{s.error().code, text};
+    return Error{why.find("in parent pagemap") == why.npos ? s.error().code : ESTALE, text};
   }
   return host_.runc_.all_dumped(state_);
 }

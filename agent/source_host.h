@@ -14,6 +14,7 @@
 #include "directory.h"
 #include "fault.h"
 #include "host_service.h"
+#include "huge_zero_page.h"
 #include "journal.h"
 #include "numbers.h"
 #include "process_session.h"
@@ -89,6 +90,7 @@ class SourceHost final : public Role {
   const ToDestination to_destination_;
   const ToPartner to_partner_;
   const Journal<journal::Source> journal_;
+  HugeZeroPage huge_zero_page_;
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> entries_;
   std::set<std::string> busy_;  // containers
@@ -159,9 +161,10 @@ class SourceRun final : public Source {
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
   bool busy_ = false;
-  Child detach_ahead_;      // the network hook, waiting
-  Child ahead_;             // the checkpoint, waiting
-  std::string pre_copied_;  // folder of the last round, beside that of the images
+  Child detach_ahead_;                   // the network hook, waiting
+  Child ahead_;                          // the checkpoint, waiting
+  std::string pre_copied_;               // folder of the last round, beside that of the images
+  std::shared_ptr<void> no_huge_zeros_;  // from the first round on, until what is dumped stands still
 };
 
 }  // namespace migr

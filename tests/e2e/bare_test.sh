@@ -44,7 +44,7 @@ ctl_refused() {	# PATTERN HOST WORDS..
 cleaned() {
 	e2e_logs
 	e2e_reset
-	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'pkill -KILL -x "migr_(verify|transfer)|n[0-9]+"; rm -rf "$1"*' "$STORE"; done
+	for h in "${E2E_HOSTS[@]}"; do on_sh "$h" 'for p in migr_verify migr_transfer "n[0-9]+" python3; do pkill -KILL -x "$p"; done; rm -rf "$1"*' "$STORE"; done
 	return 1
 }
 
@@ -186,9 +186,60 @@ transfers_stale() {
 	on dst cat /tmp/transfer.json | jq -e '.errors == 1 and (.first_error | test("and not"))' >/dev/null || fail "memory is right without the marks: this test proves nothing"
 }
 
+# Pieces of memory that may be huge, are read after it was copied ahead, and hold zeros: "untouched" until then, or "dropped" by madvise().
+# shellcheck disable=SC2016
+READS='
+import ctypes, mmap, os, sys, time
+PIECE, HUGEPAGE, DONTNEED = 2 << 20, 14, 4
+def wait_for(name):
+    while not os.path.exists("/tmp/zeros." + name): time.sleep(0.05)
+def advise(at, what):
+    assert ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(PIECE), what) == 0
+class Piece:
+    def __init__(self, name):
+        self.dropped = name == "dropped"
+        self.map = mmap.mmap(-1, 3 * PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.from_, self.address = -base % PIECE, base + -base % PIECE
+        advise(self.address, HUGEPAGE)
+        if self.dropped: self.map[self.from_:self.from_ + PIECE] = b"x" * PIECE
+    def read(self):
+        if self.dropped: advise(self.address, DONTNEED)
+        assert self.map[self.from_] == 0
+    def bad(self): return PIECE - self.map[self.from_:self.from_ + PIECE].count(0)
+pieces = [Piece(name) for name in sys.argv[1:]]
+wait_for("read")
+for p in pieces: p.read()
+open("/tmp/zeros.done", "w").close()
+wait_for("say")
+open("/tmp/zeros.bad", "w").write("%s\n" % sum(p.bad() for p in pieces))
+'
+thp() { on_sh "$1" '[ -z "$2" ] || echo "$2" >"$1"; cat "$1"' /sys/kernel/mm/transparent_hugepage/"$2" "${3:-}"; }	# HOST SWITCH [TO]
+zeros_read() {	# ROUNDS PIECE..: so often memory was copied ahead of the stop that came about
+	local ahead=/tmp/zeros.ahead
+	thp src enabled madvise >/dev/null && thp src use_zero_page 1 >/dev/null && on_sh dst 'rm -f /tmp/zeros.*' && migrd_restart src MIGR_FAULT=source.pre-copy.end:while=$ahead &&
+		BARE=$(start_process src zeros python3 -c "$READS" "${@:2}") && sleep 2 || { fail "no process"; cleaned; return 1; }
+	on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid"
+	at_once ctl_ok src migrate --pid "$BARE" --to dst --pre-copy -- read_ahead "$ahead" || { cleaned; return 1; }
+	jq -e --argjson n "$1" '.pre_copy_rounds == $n' "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.err" >&2; fail "not $1 rounds"; cleaned; return 1; }
+	[ "$(thp src use_zero_page)" = 1 ] || { fail "the host's switch is not as it was"; cleaned; return 1; }
+	on dst touch /tmp/zeros.say && until_true 30 on dst test -s /tmp/zeros.bad && [ "$(on dst cat /tmp/zeros.bad)" = 0 ] ||
+		{ fail "bytes that are no zeros: $(on dst cat /tmp/zeros.bad)"; cleaned; return 1; }
+	migrd_restart src
+}
+read_ahead() {	# FILE
+	local bad=0
+	until_true 120 on src test -e "$1" || { fail "nothing was copied ahead"; return 1; }
+	[ "$(thp src use_zero_page)" = 0 ] || { fail "the huge page of zeros is not kept out"; bad=1; }
+	on src touch /tmp/zeros.read
+	until_true 30 on src test -e /tmp/zeros.done || { fail "nothing was read"; bad=1; }
+	on src rm "$1" && return $bad
+}
+
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
 step "memory that is registered for each transfer" transfers_ok
 walk_step "without the marks it is stale" transfers_stale
+step "zeros that are read after memory was copied ahead" zeros_read 1 untouched dropped
 step "a TCP connection within the host, back and there" connected
 step "a pipe to a program that stays" piped
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // The parts of migrd that touch the machine, over the modelled host of $MODEL_HOST: the kernel's record, its RDMA device,
-// migr.img, the processes of a container.
+// migr.img, the processes of a container, the switch of huge pages of zeros.
 #include <rdma/ib_user_ioctl_verbs.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "agent/devices.h"
+#include "agent/huge_zero_page.h"
 #include "agent/kernel_record.h"
 #include "agent/record_image.h"
 #include "agent/runc.h"
@@ -111,6 +112,8 @@ Status write_record_image(const std::vector<DescribedProcess>& processes, const 
   for (const auto& p : processes) std::filesystem::copy_file(host() + "/kernel/" + std::to_string(p.pid), dir + "/migr.img");
   return {};
 }
+
+std::string thp_folder() { return host() + "/thp"; }
 
 Result<std::vector<pid_t>> Runc::pids(const ContainerState& c) const { return std::vector<pid_t>{c.pid}; }
 

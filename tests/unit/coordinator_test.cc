@@ -385,7 +385,7 @@ struct Scene {
   FakeDestination destination{play};
   FakePartner partner{play, "p", true}, other{play, "o", false};
   bool pre_setup = true;
-  bool busy = false;
+  bool busy = false, in_vain = false;
   bool keep = false;  // store it
   std::string stood_still;
   unsigned rounds = 0;
@@ -399,6 +399,7 @@ struct Scene {
     Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
+    in_vain = c.copied_in_vain();
     return summary;
   }
   wire::PlanReply plan() {
@@ -834,6 +835,18 @@ TEST(Coordinator, PartnerTakenMeanwhileMeansGoingBack) {
   EXPECT_TRUE(s.busy);
   s.expect_order({"p.prepare", "p.rollback", "d.abort", "s.forget"});
   EXPECT_FALSE(s.play.has("s.suspend"));
+}
+
+TEST(Coordinator, WhatWasCopiedAheadInVainIsWorthAnotherTry) {
+  for (const auto& [code, in_vain] : {std::pair{ESTALE, true}, {EIO, false}}) {
+    Scene s;
+    s.play.fail = "s.checkpoint";
+    s.play.fail_code = code;
+    const auto r = s.run();
+    EXPECT_EQ(s.in_vain, in_vain);
+    EXPECT_EQ(r.pre_copy_rounds(), 1u);
+    EXPECT_FALSE(r.going_back());
+  }
 }
 
 TEST(Coordinator, ContainerTakenByAnotherMigrationIsBusy) {
