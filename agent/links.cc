@@ -6,6 +6,7 @@
 #include "file_tree.h"
 #include "host_service.h"
 #include "limits.h"
+#include "manifest.h"
 #include "runc.h"
 
 namespace migr {
@@ -50,12 +51,19 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
                                                    Sent& total) {
   at_ = h.bundle();
   root_.clear();
-  if (bundle_.empty()) {  // else nothing runs in it
+  if (bundle_.empty()) {
     const auto root = writable_root(at_);
     if (!root) return root.error();
     if (!root->empty())
       if (auto s = sent_.begin(at_); !s) return s.error();
     root_ = *root;
+  } else if (auto names = read_root_names(bundle_ + "/..")) {
+    const auto root = writable_root(bundle_);
+    if (!root) return root.error();
+    root_ = *root;
+    names_ = std::move(*names);
+  } else if (names.error().code != ENOENT) {
+    return names.error();
   }
   grpc::ClientContext ctx;
   set_deadline(ctx, kPrepareMs);
@@ -72,7 +80,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
     return open = open && writer->Write(chunk);
   };
   Status read;
-  if (!shared_ && !root_.empty())
+  if (!shared_ && !root_.empty() && bundle_.empty())
     read = send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_);
   else if (!shared_ && !h.bundle().empty())
     read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
@@ -124,8 +132,10 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
 Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
   if (shared_) return sent_.begin(at_);  // what this host has not written back yet
   const std::string folder = at_ + "/" + root_;
-  const auto names = names_below(folder);
-  if (!names) return names.error();
+  const bool stored = !bundle_.empty();  // then all of it was sent, and only what has come since it was stored is to go
+  if (const auto there = stored ? writable_root(at_) : root_; !there || there->empty()) return there;  // it is mounted from elsewhere
+  const auto names = stored ? names_ : names_below(folder);
+  if (!names) return names;
   grpc::ClientContext ctx;
   set_deadline(ctx, kUploadMs);
   name_migration(ctx);
@@ -146,7 +156,7 @@ Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
   open = open && writer->Write(chunk);
   chunk.Clear();
   std::uint64_t sent = 0;
-  const Status read = send_changes(folder, wire::FileChunk::BUNDLE, kBundleBytes, [&](const wire::FileChunk& c) {
+  const Status read = stored ? Status() : send_changes(folder, wire::FileChunk::BUNDLE, kBundleBytes, [&](const wire::FileChunk& c) {
     *chunk.mutable_file() = c;
     total.add(c);
     sent += c.data().size();

@@ -33,9 +33,10 @@ class RpcDestination final : public DestinationLink {
   wire::Destination::Stub stub_;
   wire::Host::Stub host_;
   const std::string name_, bundle_;
-  std::string at_, root_;  // the bundle that a container runs in, and of it what that may write to
-  bool shared_ = false;    // it is there already, for it is the same one
-  SentFiles sent_;         // of the bundle
+  std::string at_, root_;                        // the bundle that a container runs in, or will, and of it what that may write to
+  bool shared_ = false;                          // it is there already, for it is the same one
+  SentFiles sent_;                               // of the bundle
+  std::map<std::string, wire::TreeName> names_;  // of what is stored, in that root when it stood still
 };
 
 class RpcPartner final : public PartnerLink {

@@ -20,6 +20,8 @@ namespace {
 using SortedJson = nlohmann::json;
 namespace fs = std::filesystem;
 
+constexpr char kRootNames[] = "/images/root-names";
+
 std::string bytes_from(const std::string& hex) {
   const auto bytes = from_hex(hex);
   if (!bytes) throw std::invalid_argument("no hexadecimal digits: " + hex);
@@ -136,6 +138,23 @@ Status write_manifest(const std::string& dir, const ContainerInfo& info) {
   out.close();
   if (!out || chmod(path.c_str(), kFileMode)) return sys_error("writing " + path);
   return {};
+}
+
+Status write_root_names(const std::string& dir, const std::map<std::string, wire::TreeName>& names) {
+  wire::ChangesChunk all;
+  for (const auto& [name, t] : names) *all.add_names() = t;
+  return write_whole(dir + kRootNames, all.SerializeAsString());
+}
+
+Result<std::map<std::string, wire::TreeName>> read_root_names(const std::string& dir) {
+  const std::string path = dir + kRootNames;
+  std::ifstream in(path, std::ios::binary);
+  if (!in) return sys_error("reading " + path);
+  wire::ChangesChunk all;
+  if (!all.ParseFromIstream(&in)) return Error{EINVAL, path + " is damaged"};
+  std::map<std::string, wire::TreeName> names;
+  for (auto& t : *all.mutable_names()) names[t.name()] = std::move(t);
+  return names;
 }
 
 Result<ContainerInfo> read_manifest(const std::string& dir) {

@@ -176,6 +176,7 @@ Status KeepingDestination::upload_changes(std::uint32_t, Sent& total) {
   const auto names = names_below(bundle_ + "/" + root_);
   if (!names) return names.error();
   if (auto s = remove_others(part_ + "/bundle/" + root_, *names); !s) return s;
+  if (auto s = write_root_names(part_, *names); !s) return s;
   return copy_changes(root_ + "/", total);
 }
 

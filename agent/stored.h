@@ -3,7 +3,7 @@
 // stopped long ago.
 //
 //   DIR (0700)/checkpoint.json   what the coordinator has to know of it
-//             /images            as a destination gets them (0600: they hold memory and keys)
+//             /images            as a destination gets them (0600: they hold memory and keys), and the names in its root filesystem
 //             /bundle            of a container
 #pragma once
 

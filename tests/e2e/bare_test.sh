@@ -144,13 +144,14 @@ stored() {
 		changed_images_refused && ctl_ok dst restore "$STORE" && bare_on dst src && ctl_refused "process number $BARE is in use" dst restore "$STORE" &&
 		stop_bare dst || cleaned
 }
-# A container whose partner is not stored with it: both ends learn that the connection is gone.
+# A container whose partner is not stored with it: both ends learn that the connection is gone. What it has written since is gone, too.
 container_stored() {
-	start_verify src cp "$@" && ctl_ok src checkpoint cp "$STORE.c" || { cleaned; return 1; }
+	local written=$E2E_BUNDLES/cp/rootfs/written
+	CONTAINER_WRITABLE=1 start_verify src cp "$@" && on src touch "$written" && ctl_ok src checkpoint cp "$STORE.c" && on src touch "$written-since" || { cleaned; return 1; }
 	local gone='.connections_gone == 2 and (.gone | length == 2 and all(.[]; .vqpn > 0 and .to_qpn > 0 and (.to_gid | test("^10[.]"))))'
 	jq -e "$gone" "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.json" >&2; fail "it does not say which connections are gone"; cleaned; return 1; }
 	! container_host cp 2>/dev/null && ctl_ok src restore "$STORE.c" && jq -e "$gone" "$E2E_OUT/ctl.json" >/dev/null &&
-		expect_running cp src || { cleaned; return 1; }
+		expect_running cp src && on src test -e "$written" && ! on src test -e "$written-since" || { fail "it was not restored as it was"; cleaned; return 1; }
 	local status=0
 	container_wait src cp 60 || status=$?
 	[ $status = 1 ] && container_log src cp | grep -q 'Work Request Flushed Error' || { container_log src cp >&2; fail "the restored program did not see that its connection is gone"; cleaned; return 1; }

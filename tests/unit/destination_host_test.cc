@@ -22,7 +22,9 @@
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
+#include "agent/links.h"
 #include "agent/process.h"
+#include "agent/stored.h"
 
 namespace migr::destination_host_test {
 namespace {
@@ -429,6 +431,59 @@ TEST_F(ARestore, IsEndedWithWhatItMakesMeanwhile) {
   ASSERT_GT(late, 0);
   EXPECT_TRUE(within(2'000, [&] { return !process_lives(late); }));
   kill(late, SIGKILL);
+}
+
+// What came into the root filesystem since it was stored is not of its time.
+TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
+  const std::string bundle = root + "/bundle", rootfs = bundle + "/rootfs", dir = root + "/kept";
+  const auto put = [](const std::string& path, const std::string& text) { std::ofstream(path) << text; };
+  fs::create_directories(rootfs + "/data/sub");
+  put(bundle + "/config.json", R"({"root": {"path": "rootfs"}})");
+  for (const char* f : {"/kept", "/changed", "/data/kept"}) put(rootfs + f, "then");
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::strcpy(at.sun_path, (rootfs + "/socket").c_str());
+  const Fd its(socket(AF_UNIX, SOCK_STREAM, 0));
+  ASSERT_EQ(bind(its.n, reinterpret_cast<const sockaddr*>(&at), sizeof at), 0);
+  first.mutable_header()->set_later(true);
+  Sent sent;
+  {
+    ContainerInfo info;
+    KeepingDestination keeps(dir, info);
+    fs::create_directories(root + "/images");
+    ASSERT_TRUE(keeps.prepare(first.header(), root + "/images", sent));
+    ASSERT_TRUE(keeps.upload_changes(kId, sent));
+    ASSERT_TRUE(keeps.ready(kId) && keeps.commit(kId));
+  }
+  const auto changes = [&] {
+    fs::remove(rootfs + "/kept");
+    for (const char* f : {"/changed", "/new", "/data/new", "/data/sub/new"}) put(rootfs + f, "now");
+    fs::create_directories(rootfs + "/newer/below");
+    put(bundle + "/beside", "now");
+  };
+  const auto restored = [&](std::uint32_t id) -> Status {
+    RpcDestination link(server->InProcessChannel({}), "dst", dir + "/bundle");
+    first.mutable_header()->set_id(id);
+    if (auto s = link.prepare(first.header(), root + "/images", sent); !s) return s;
+    auto s = link.bundle_changes() ? link.upload_changes(id, sent) : Status();
+    if (s) s = link.abort(id);
+    return s;
+  };
+  changes();
+  auto s = restored(1);
+  ASSERT_TRUE(s) << s.error().text;
+  for (const char* f : {"/kept", "/changed", "/data/kept"}) EXPECT_EQ(text_of(rootfs + f), "then") << f;
+  for (const char* f : {"/new", "/data/new", "/data/sub/new", "/newer"}) EXPECT_FALSE(fs::exists(rootfs + f)) << f;
+  EXPECT_TRUE(fs::is_directory(rootfs + "/data/sub"));
+  EXPECT_TRUE(fs::is_socket(rootfs + "/socket")) << "none is stored";
+  EXPECT_TRUE(fs::exists(bundle + "/beside")) << "the container cannot have written it";
+  // Of an older release, which did not say what there was.
+  fs::remove(dir + "/images/root-names");
+  changes();
+  s = restored(2);
+  ASSERT_TRUE(s) << s.error().text;
+  EXPECT_EQ(text_of(rootfs + "/changed"), "then");
+  EXPECT_TRUE(fs::exists(rootfs + "/new"));
 }
 
 TEST_F(ADestination, WhatIsOpenStaysAsItIs) {
