@@ -20,8 +20,19 @@ std::uint64_t length_of(const ibv_send_wr& wr) {
   return bytes;
 }
 
-void add_sges(KeyedParts& parts, const ibv_sge* sges, int count) {
-  for (int i = 0; i < count; ++i) parts[sges[i].lkey].add(sges[i].addr, sges[i].length);
+void add(Notes& notes, std::uint32_t key, std::uint64_t start, std::uint64_t bytes) {
+  if (!notes.whole || !bytes) return;
+  Parts& parts = notes.parts[key];
+  notes.count -= parts.all().size();
+  parts.add(start, bytes);
+  notes.count += parts.all().size();
+  if (notes.count <= kMostParts) return;
+  notes.whole = false;
+  KeyedParts().swap(notes.parts);
+}
+
+void add_sges(Notes& notes, const ibv_sge* sges, int count) {
+  for (int i = 0; i < count; ++i) add(notes, sges[i].lkey, sges[i].addr, sges[i].length);
 }
 
 }  // namespace
@@ -62,18 +73,18 @@ void note(Notes& notes, const ibv_send_wr& wr) {
   switch (wr.opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
-      if (!notes.here) notes.parts[wr.wr.rdma.rkey].add(wr.wr.rdma.remote_addr, length_of(wr));
+      if (!notes.here) add(notes, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, length_of(wr));
       return;
     case IBV_WR_ATOMIC_WRITE:
-      if (!notes.here) notes.parts[wr.wr.rdma.rkey].add(wr.wr.rdma.remote_addr, kAtomicBytes);
+      if (!notes.here) add(notes, wr.wr.rdma.rkey, wr.wr.rdma.remote_addr, kAtomicBytes);
       return;
     case IBV_WR_RDMA_READ:
-      if (notes.here) add_sges(notes.parts, wr.sg_list, wr.num_sge);
+      if (notes.here) add_sges(notes, wr.sg_list, wr.num_sge);
       return;
     case IBV_WR_ATOMIC_CMP_AND_SWP:
     case IBV_WR_ATOMIC_FETCH_AND_ADD:
-      if (notes.here) add_sges(notes.parts, wr.sg_list, wr.num_sge);
-      else notes.parts[wr.wr.atomic.rkey].add(wr.wr.atomic.remote_addr, kAtomicBytes);
+      if (notes.here) add_sges(notes, wr.sg_list, wr.num_sge);
+      else add(notes, wr.wr.atomic.rkey, wr.wr.atomic.remote_addr, kAtomicBytes);
       return;
     default:
       return;  // sends, binds and invalidations write to no memory
@@ -81,7 +92,7 @@ void note(Notes& notes, const ibv_send_wr& wr) {
 }
 
 void note(Notes& notes, const ibv_recv_wr& wr) {
-  if (notes.here) add_sges(notes.parts, wr.sg_list, wr.num_sge);
+  if (notes.here) add_sges(notes, wr.sg_list, wr.num_sge);
 }
 
 }  // namespace migr::tracking

@@ -40,10 +40,16 @@ class Parts {
 /// By physical key, whose addresses they are.
 using KeyedParts = std::unordered_map<std::uint32_t, Parts>;
 
+/// Of all keys: the other end compares as well, and has them within the stop. More than that, as where memory is registered for each
+/// transfer, nobody needs.
+constexpr std::size_t kMostParts = 1u << 16;
+
 /// Of one QP. Under its lock.
 struct Notes {
-  bool here = false;     ///< of memory of this process; else of the other end's
-  bool opening = true;   ///< sessions that were open on the provider's QP may still be
+  bool here = false;      ///< of memory of this process; else of the other end's
+  bool opening = true;    ///< sessions that were open on the provider's QP may still be
+  bool whole = true;      ///< else there were too many parts, and none is noted any more
+  std::size_t count = 0;  ///< of parts
   KeyedParts parts;
 };
 

@@ -12,7 +12,7 @@
 namespace migr::switchover {
 namespace {
 
-constexpr std::size_t kMostParts = 1u << 16;  // of all keys: the other end compares as well, and has them within the stop
+using tracking::kMostParts;
 
 /// "" or what the process has that nobody can follow.
 const char* untracked(const QpShadow& q, bool here) {
@@ -117,23 +117,26 @@ int take_notes(std::vector<migr_nic_write>& out, std::string& why) {
   static const bool left_out = getenv("MIGR_TEST_NO_TRACKING") != nullptr;
   Registry& registry = Registry::get();
   std::unordered_map<const Context*, tracking::KeyedParts> here;
-  bool any = false, whole = !registry.tracking_failed;
+  bool any = false, whole = !registry.tracking_failed, few = true;
   for (QpShadow* q : registry.qps) {
     std::lock_guard guard(q->lock);
     if (!q->tracked) continue;
     any = true;
+    few = few && q->tracked->whole;
     whole = whole && !q->tracked->opening && !*untracked(*q, q->tracked->here);  // windows may have been made since
     if (q->tracked->here) add(q->tracked->parts, here[q->context]);
     else put(q->tracked->parts, q->context->ctx_id(), q->vqpn(), out);
   }
   for (SrqShadow* s : registry.srqs) {
     std::lock_guard guard(s->lock);
-    if (s->tracked) add(s->tracked->parts, here[s->context]);
+    if (!s->tracked) continue;
+    few = few && s->tracked->whole;
+    add(s->tracked->parts, here[s->context]);
   }
   end_tracking();
   for (const auto& [context, parts] : here) put(parts, context->ctx_id(), 0, out);
   if (left_out) out.clear();
-  if (any && whole && out.size() <= kMostParts) return 0;
+  if (any && whole && few && out.size() <= kMostParts) return 0;
   out.clear();
   return fail(why, ESTALE, !any ? "nothing is tracked" : !whole ? "a QP is gone, or was not looked at, or has got memory windows"
                                                                 : "NICs write to too many places");

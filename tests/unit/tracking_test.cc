@@ -122,5 +122,44 @@ TEST(TrackedNotes, AreOfWhatIsWrittenAndWhere) {
   EXPECT_TRUE(there.parts.empty());
 }
 
+// As of a program that registers memory for each transfer.
+TEST(TrackedNotes, OfTooManyPlacesAreGivenUp) {
+  Notes notes;
+  notes.here = true;
+  ibv_sge sge{kPage, 8, 0};
+  ibv_recv_wr wr{};
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  for (std::uint32_t key = 1; key <= kMostParts; ++key)
+    for (int times = 0; times < 2; ++times) sge.lkey = key, note(notes, wr);
+  EXPECT_TRUE(notes.whole);
+  EXPECT_EQ(notes.parts.size(), kMostParts);
+  sge.length = 0;
+  sge.lkey = 0;
+  note(notes, wr);
+  EXPECT_TRUE(notes.whole) << "nothing is written";
+  sge.length = 8;
+  note(notes, wr);
+  EXPECT_FALSE(notes.whole);
+  EXPECT_TRUE(notes.parts.empty());
+  note(notes, wr);
+  EXPECT_TRUE(notes.parts.empty()) << "nobody needs more";
+}
+
+TEST(TrackedNotes, CountWhatBecomesOneOnce) {
+  Notes notes;
+  notes.here = true;
+  ibv_sge sge{0, 8, 7};
+  ibv_recv_wr wr{};
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  for (std::uint64_t i = 0; i < 2 * kMostParts; ++i) sge.addr = i % 1000 * 2 * kPage, note(notes, wr);
+  EXPECT_TRUE(notes.whole);
+  EXPECT_EQ(notes.count, 1000u);
+  sge = {0, 2000 * kPage, 7};
+  note(notes, wr);
+  EXPECT_EQ(notes.count, 1u);
+}
+
 }  // namespace
 }  // namespace migr::tracking
