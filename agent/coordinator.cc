@@ -290,17 +290,22 @@ Status Coordinator::check_destination(const std::string& to) {
   for (const auto& d : info_.devices) r.add_devices(d);
   for (const auto& n : info_.needs) *r.add_needs() = n;
   r.set_memory_bytes(info_.filled_bytes);
+  for (const auto& [page, bytes] : info_.huge.needed) {
+    auto* h = r.add_huge();
+    h->set_page_bytes(page);
+    h->set_bytes(bytes);
+  }
   // What is copied ahead may all have changed at the stop: then it is there once more. Rounds that are made as long as each
   // halves what is left have twice the memory at most.
   const unsigned wanted = set_.pre_copy_rounds ? set_.pre_copy_rounds : 2;
   unsigned ahead = info_.memory_bytes >= set_.pre_copy_from ? wanted : 0;
   rounds_ahead_ = set_.pre_copy_rounds || !ahead ? ahead : kPreCopyRounds;
-  r.set_image_bytes(info_.filled_bytes * (ahead + 1));
+  r.set_image_bytes(info_.image_bytes() * (ahead + 1));
   auto s = dest_.check(r);
   while (!s && s.error().code == ENOSPC && ahead) {
     const std::string why = s.error().text;
     rounds_ahead_ = ahead = ahead > 1 ? 1 : 0;
-    r.set_image_bytes(info_.filled_bytes * (ahead + 1));
+    r.set_image_bytes(info_.image_bytes() * (ahead + 1));
     s = dest_.check(r);
     if (s) note((ahead ? kCopiedOnce : kNotCopiedAhead) + why);
   }
@@ -325,7 +330,7 @@ wire::PlanReply Coordinator::plan(const std::string& container, const std::strin
   wire::PlanReply out;
   out.set_processes(static_cast<std::uint32_t>(info_.instances.size()));
   out.set_connections(static_cast<std::uint32_t>(info_.connected.size()));
-  out.set_memory_bytes(info_.filled_bytes);
+  out.set_memory_bytes(info_.image_bytes());
   out.set_pre_copy(rounds_ahead_ != 0);
   *out.mutable_summary() = summary_;
   return out;
@@ -690,7 +695,7 @@ void Coordinator::start_upload() {
     if (dump_ == Dump::kFailed) return Error{ECANCELED, "the checkpoint failed"};
     return dump_ == Dump::kWhole;
   };
-  sends(pre_copied_ ? bytes_below(early_) : info_.filled_bytes);
+  sends(pre_copied_ ? bytes_below(early_) : info_.image_bytes());
   upload_ = std::async(std::launch::async, with_log_fields([this, written] {
     const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, 0, written, sent_); });
     sends(0);

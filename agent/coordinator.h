@@ -18,6 +18,7 @@
 #include "file_tree.h"
 #include "limits.h"
 #include "process_session.h"
+#include "room.h"
 #include "status.h"
 #include "undo.h"
 #include "wire.pb.h"
@@ -47,8 +48,10 @@ struct ContainerInfo {
   bool piped = false;                                        // its standard streams, to a program of its host
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes
   std::vector<wire::Needs> needs;                            // of each device
-  std::uint64_t filled_bytes = 0;                            // what the checkpoint will have, about
+  std::uint64_t filled_bytes = 0;                            // memory that they have filled, but for what is in `huge`
+  HugeMemory huge;
   wire::Resources resources;
+  std::uint64_t image_bytes() const { return filled_bytes + huge.filled; }  // what the checkpoint will have, about
 };
 
 /// Where its applications may still mean this host by a GID, or one before it.

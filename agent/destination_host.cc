@@ -281,6 +281,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
       if (auto s = fits(n, *room); !s) return s;
     }
     if (auto s = memory_fits(r->memory_bytes()); !s) return s;
+    if (auto s = huge_memory_fits(r->huge()); !s) return s;
     if (auto s = disk_fits(r->image_bytes(), config_.state_dir + "/dest", r->memory_bytes()); !s) return s;
     if (!config_.criu_libs.empty())
       if (auto s = check_plugin(config_); !s) return s;

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "directory.h"
+#include "file_tree.h"
 #include "kernel_record.h"
 #include "migr/gid.h"
 
@@ -156,6 +157,45 @@ std::uint64_t filled_bytes(pid_t pid) {
     for (const char* key : {"Pss_Anon:", "Pss_Shmem:", "SwapPss:"})
       if (line.starts_with(key)) kb += std::strtoull(line.c_str() + std::strlen(key), nullptr, 10);
   return kb << 10;
+}
+
+void add_huge_memory(HugeMemory& to, std::istream& smaps) {
+  std::uint64_t bytes = 0, page = 0, own = 0, common = 0;  // of one mapping
+  std::string key;
+  bool shared = false;
+  for (std::string line; std::getline(smaps, line);) {
+    unsigned long start = 0, end = 0;
+    int at = 0;
+    char perms[5];
+    if (std::sscanf(line.c_str(), "%lx-%lx %4s %n", &start, &end, perms, &at) == 3 && at) {
+      key = line.substr(static_cast<std::size_t>(at));  // offset, device, inode: a forked process has the same
+      bytes = end - start;
+      shared = perms[3] == 's';
+      continue;
+    }
+    for (auto [name, to_set] : {std::pair{"KernelPageSize:", &page}, {"Private_Hugetlb:", &own}, {"Shared_Hugetlb:", &common}})
+      if (line.starts_with(name)) *to_set = std::strtoull(line.c_str() + std::strlen(name), nullptr, 10) << 10;
+    if (!line.starts_with("VmFlags:") || line.find(" ht") == line.npos) continue;
+    const bool first = to.mappings.insert(key).second, reserved = line.find(" nr") == line.npos;
+    const std::uint64_t filled = first ? own + common : shared ? 0
+                                                               : own;
+    to.filled += filled;
+    to.needed[page] += first && reserved ? bytes : filled;
+  }
+}
+
+Status huge_memory_fits(const google::protobuf::RepeatedPtrField<wire::HugePages>& needed, const std::string& folder) {
+  for (const auto& n : needed) {
+    if (!n.page_bytes() || !n.bytes()) continue;
+    const std::string kb = std::to_string(n.page_bytes() >> 10);
+    const auto count = [&](const char* what) { return std::strtoull(first_line_of(folder + "/hugepages-" + kb + "kB/" + what).c_str(), nullptr, 10); };
+    const auto less = [](std::uint64_t a, std::uint64_t b) { return a > b ? a - b : 0; };
+    const std::uint64_t pages = (n.bytes() + n.page_bytes() - 1) / n.page_bytes();
+    const std::uint64_t free = less(count("free_hugepages"), count("resv_hugepages")) + less(count("nr_overcommit_hugepages"), count("surplus_hugepages"));
+    if (pages > free)
+      return Error{ENOMEM, fmt::format("the container has {} huge pages of {} kB, and {} are free here; raise nr_hugepages in {}/hugepages-{}kB", pages, kb, free, folder, kb)};
+  }
+  return {};
 }
 
 namespace {

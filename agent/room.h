@@ -4,6 +4,9 @@
 
 #include <sys/types.h>
 
+#include <istream>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -39,6 +42,16 @@ Result<Disk> disk_of(const std::string& path);
 
 /// Memory that a process has filled, its share of what it shares with others; swapped out or not. 0: it has ended.
 std::uint64_t filled_bytes(pid_t pid);
+/// Memory of hugetlbfs (MAP_HUGETLB, MFD_HUGETLB, too), of several processes.
+struct HugeMemory {
+  std::map<std::uint64_t, std::uint64_t> needed;  // by the size of its pages: bytes that are touched, or reserved
+  std::uint64_t filled = 0;                       // bytes that images will have of it
+  std::set<std::string> mappings;                 // that were seen: others may share them
+};
+/// @param smaps  /proc/PID/smaps of one more
+void add_huge_memory(HugeMemory& to, std::istream& smaps);
+/// ENOMEM: of one of the sizes fewer pages are free here, and can be made.
+Status huge_memory_fits(const google::protobuf::RepeatedPtrField<wire::HugePages>& needed, const std::string& folder = "/sys/kernel/mm/hugepages");
 /// ENOMEM: less is free here, swap included.
 Status memory_fits(std::uint64_t bytes, const std::string& meminfo = "/proc/meminfo");
 /// Images of `bytes` where `path` is, or will be; if that is a file system in memory, beside `memory` bytes that are needed, too.

@@ -516,6 +516,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   for (const pid_t pid : *all) {
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
+    if (!has_huge_pages(pid)) continue;
+    std::ifstream smaps("/proc/" + std::to_string(pid) + "/smaps");
+    add_huge_memory(info_.huge, smaps);
   }
   auto found = contexts_now();
   if (!found) return found.error();
@@ -574,7 +577,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   }
   for (std::uint32_t i = 0; i < info_.instances.size(); i++)
     for (auto& gid : host_.directory_.earlier(info_.instances[i])) info_.earlier.emplace_back(i, std::move(gid));
-  if (auto s = disk_fits(info_.filled_bytes, host_.folder(id_)); !s) return s.error();
+  if (auto s = disk_fits(info_.image_bytes(), host_.folder(id_)); !s) return s.error();
   return info_;
 }
 
@@ -646,7 +649,7 @@ Status SourceRun::has_no_huge_pages() const {
 
 Status SourceRun::may_pre_dump() {
   if (auto s = has_no_huge_pages(); !s) return s;
-  if (auto s = disk_fits(2 * info_.filled_bytes, host_.folder(id_)); !s) return s;
+  if (auto s = disk_fits(2 * info_.image_bytes(), host_.folder(id_)); !s) return s;
   if (no_huge_zeros_) return {};
   auto kept_out = host_.huge_zero_page_.keep_out();
   if (kept_out) no_huge_zeros_ = std::move(*kept_out);

@@ -10,8 +10,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <functional>
+#include <sstream>
 
 #include "agent/kernel_record.h"
 
@@ -232,6 +234,60 @@ TEST(Memory, OfAProcessIsWhatItHasFilled) {
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   EXPECT_EQ(filled_bytes(child), 0u);
+}
+
+std::string mapping(const std::string& range, const std::string& perms, int inode, int own_kb, int common_kb, const std::string& flags, int page_kb = 2048) {
+  return range + " " + perms + " 00000000 00:0f " + std::to_string(inode) + "    /anon_hugepage (deleted)\nSize:  1 kB\nKernelPageSize:     " + std::to_string(page_kb) +
+         " kB\nRss:    0 kB\nShared_Hugetlb:   " + std::to_string(common_kb) + " kB\nPrivate_Hugetlb:   " + std::to_string(own_kb) + " kB\nVmFlags: rd wr mr mw me " + flags + "\n";
+}
+
+TEST(HugeMemory, IsWhatIsTouchedOrReserved) {
+  HugeMemory all;
+  const auto add = [&](const std::string& smaps) {
+    std::istringstream in(smaps);
+    add_huge_memory(all, in);
+  };
+  const std::uint64_t k2M = 2 << 20, k1G = 1 << 30;
+  add(mapping("7f0000000000-7f0000a00000", "rw-p", 1, 4096, 0, "de ht sd") + "7f1000000000-7f1000001000 r--p 00000000 00:00 0 \nKernelPageSize:   4 kB\nVmFlags: rd mr nr\n");
+  EXPECT_EQ(all.needed, (std::map<std::uint64_t, std::uint64_t>{{k2M, 5 * k2M}})) << "of which two are touched";
+  EXPECT_EQ(all.filled, 2 * k2M);
+  // Its child, with a page of its own, and one that came about without a reservation; and 1 GB, which another one shares.
+  add(mapping("7f0000000000-7f0000a00000", "rw-p", 1, 2048, 4096, "ht") + mapping("7f0001000000-7f0001a00000", "rw-p", 2, 2048, 0, "nr ht") +
+      mapping("7f4000000000-7f4080000000", "rw-s", 3, 0, 1 << 20, "ht", 1 << 20));
+  add(mapping("7f8000000000-7f8080000000", "rw-s", 3, 0, 1 << 20, "ht", 1 << 20));
+  EXPECT_EQ(all.needed, (std::map<std::uint64_t, std::uint64_t>{{k2M, 7 * k2M}, {k1G, 2 * k1G}}));
+  EXPECT_EQ(all.filled, 4 * k2M + k1G);
+}
+
+TEST(HugeMemory, IsComparedWithPagesOfItsSize) {
+  char name[] = "/tmp/room_test.XXXXXX";
+  ASSERT_NE(mkdtemp(name), nullptr);
+  const std::string folder = name;
+  const auto put = [&](const char* file, int pages) { std::ofstream(folder + "/hugepages-2048kB/" + file) << pages << "\n"; };
+  std::filesystem::create_directories(folder + "/hugepages-2048kB");
+  put("free_hugepages", 10);
+  put("resv_hugepages", 4);
+  put("nr_overcommit_hugepages", 3);
+  put("surplus_hugepages", 1);
+  const auto fit = [&](std::uint64_t page, std::uint64_t bytes) {
+    wire::CheckRequest r;
+    auto* h = r.add_huge();
+    h->set_page_bytes(page);
+    h->set_bytes(bytes);
+    return huge_memory_fits(r.huge(), folder);
+  };
+  EXPECT_TRUE(fit(2 << 20, 8 << 21));
+  const Status s = fit(2 << 20, (8 << 21) + 1);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOMEM);
+  EXPECT_NE(s.error().text.find("has 9 huge pages of 2048 kB, and 8 are free here"), std::string::npos) << s.error().text;
+  put("nr_overcommit_hugepages", 0);
+  EXPECT_TRUE(fit(2 << 20, 6 << 21));
+  EXPECT_FALSE(fit(2 << 20, 7 << 21));
+  EXPECT_FALSE(fit(1 << 30, 1)) << "none of that size";
+  EXPECT_TRUE(fit(1 << 30, 0));
+  EXPECT_TRUE(huge_memory_fits({}, folder)) << "of an older source";
+  std::filesystem::remove_all(folder);
 }
 
 // A checkpoint of 1 GB was written to a file system in memory that had room for it; the kernel ended the service.

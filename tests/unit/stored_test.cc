@@ -60,6 +60,9 @@ struct Stored : ::testing::Test {
     info.vqpns = {17, 18, 19};
     info.connected = {{7, 17, 0x21, std::string(16, '\x01'), std::string(16, '\xff'), 0x22}, {8, 18, 0x23, std::string(16, '\x01'), std::string(16, '\x01'), 0x23}};
     info.resources.set_qp(3);
+    info.filled_bytes = 5 << 20;
+    info.huge.needed = {{2 << 20, 8 << 20}, {1 << 30, 1 << 30}};
+    info.huge.filled = 4 << 20;
   }
   void TearDown() override { fs::remove_all(root); }
   static void put(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
@@ -135,6 +138,8 @@ TEST_F(Stored, ComesBackAsItWas) {
   EXPECT_EQ(back->connected[0].dest_gid, info.connected[0].dest_gid);
   EXPECT_EQ(back->connected[1].dest_pqpn, 0x23u);
   EXPECT_EQ(back->resources.qp(), 3u);
+  EXPECT_EQ(back->huge.needed, info.huge.needed);
+  EXPECT_EQ(back->image_bytes(), 9u << 20);
 }
 
 TEST_F(Stored, WhatIsWrittenUntilTheStopIsKept) {
