@@ -186,7 +186,7 @@ wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::Che
   const auto id = random_number();
   if (!id) return refused(0, container, id.error().text);
   SourceRun source(host, *id, SourceRun::Describe::kHold);
-  KeepingDestination destination(r.dir(), source.info());
+  KeepingDestination destination(r.dir(), source.info(), config.state_dir);
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
   auto summary = Coordinator(settings, source, destination, {}, say).migrate(container, r.dir(), *id);

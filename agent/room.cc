@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <rdma/ib_user_ioctl_verbs.h>
 #include <linux/magic.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
 
 #include <algorithm>
@@ -224,8 +225,14 @@ Result<Disk> disk_of(const std::string& path) {
   fs::path at = path;
   while (!fs::exists(at, ec) && at.has_relative_path()) at = at.parent_path();
   struct statfs st;
-  if (statfs(at.c_str(), &st)) return sys_error("asking how much is free in " + at.string());
-  return Disk{at, static_cast<std::uint64_t>(st.f_bavail) * static_cast<std::uint64_t>(st.f_bsize), st.f_type == TMPFS_MAGIC || st.f_type == RAMFS_MAGIC};
+  struct stat of;
+  if (statfs(at.c_str(), &st) || stat(at.c_str(), &of)) return sys_error("asking how much is free in " + at.string());
+  return Disk{at, of.st_dev, static_cast<std::uint64_t>(st.f_bavail) * static_cast<std::uint64_t>(st.f_bsize), st.f_type == TMPFS_MAGIC || st.f_type == RAMFS_MAGIC};
+}
+
+bool same_disk(const std::string& a, const std::string& b) {
+  const auto x = disk_of(a), y = disk_of(b);
+  return x && y && x->device == y->device;
 }
 
 Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t memory, const std::string& meminfo) {

@@ -35,10 +35,13 @@ bool port_active(std::uint32_t state);
 /// The file system where a path is, or will be.
 struct Disk {
   std::string at;
+  dev_t device = 0;
   std::uint64_t free = 0;  // bytes
   bool in_memory = false;
 };
 Result<Disk> disk_of(const std::string& path);
+/// What is in one of them takes from what is free in the other.
+bool same_disk(const std::string& a, const std::string& b);
 
 /// Memory that a process has filled, its share of what it shares with others; swapped out or not. 0: it has ended.
 std::uint64_t filled_bytes(pid_t pid);

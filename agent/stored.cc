@@ -144,7 +144,9 @@ Status KeepingDestination::check(const wire::CheckRequest& r) {
   if (auto s = way_is_ours(fs::path(dir_).parent_path()); !s) return s;
   if (FoldersInUse::get().contains(part_)) return being_written(dir_);
   if (auto s = is_interrupted(part_); !s) return s;
-  return disk_fits(r.image_bytes(), dir_);
+  if (!same_disk(dir_, made_in_)) return disk_fits(r.image_bytes(), dir_);
+  const auto s = disk_fits(2 * r.image_bytes(), dir_);
+  return s ? s : Error{s.error().code, s.error().text + " (twice its size, for " + made_in_ + " has it until it is stored)"};
 }
 
 Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader& h, const std::string&, Sent& total) {
@@ -231,6 +233,10 @@ Result<ContainerInfo> StoredSource::inspect(const std::string& dir) {
   auto info = read_manifest(dir);
   if (!info) return info.error();
   info_ = *info;
+  // record() and checkpoint() make links where they can: else there are two of it until it runs, the destination's the other.
+  const std::string& state = host_.config_.state_dir;
+  if (auto s = same_disk(dir, state) ? Status() : disk_fits(2 * info_.image_bytes(), state, info_.filled_bytes); !s)
+    return Error{s.error().code, s.error().text + " (twice its size, for " + dir + " is on another file system)"};
   return info_;
 }
 

@@ -15,8 +15,9 @@ namespace migr {
 /// `migrctl checkpoint`. DIR appears when all of it is on the disk.
 class KeepingDestination final : public DestinationLink {
  public:
-  /// @param info  of what is stored, once the coordinator has asked for it
-  KeepingDestination(std::string dir, const ContainerInfo& info) : dir_(std::move(dir)), part_(dir_ + ".part"), info_(info) {}
+  /// @param info     of what is stored, once the coordinator has asked for it
+  /// @param made_in  where the source has its images meanwhile; empty: that takes no room
+  KeepingDestination(std::string dir, const ContainerInfo& info, std::string made_in = {}) : dir_(std::move(dir)), part_(dir_ + ".part"), made_in_(std::move(made_in)), info_(info) {}
   /// For a migrd that was started again: only commit(), outcome() and abort() may be called.
   explicit KeepingDestination(std::string dir) : KeepingDestination(std::move(dir), nothing()) {}
   ~KeepingDestination() override;
@@ -40,7 +41,7 @@ class KeepingDestination final : public DestinationLink {
  private:
   static const ContainerInfo& nothing();
   Status copy_changes(const std::string& in, Sent& total);
-  const std::string dir_, part_;
+  const std::string dir_, part_, made_in_;
   const ContainerInfo& info_;
   std::string bundle_, root_;  // and of it what the container may write to
   SentFiles sent_;             // of the bundle

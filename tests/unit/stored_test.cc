@@ -24,6 +24,7 @@
 #include "agent/file_tree.h"
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
+#include "agent/room.h"
 
 namespace migr::stored_test {
 namespace {
@@ -202,6 +203,31 @@ TEST_F(Stored, EarlyImagesFirstThenTheRest) {
   s.forget(true);
   EXPECT_FALSE(fs::exists(*early));
   EXPECT_TRUE(fs::exists(dir() + "/images/pages-1.img"));
+}
+
+// The source has the images, too, until they are stored; and so has the destination, if they cannot be links to what is stored.
+TEST_F(Stored, NeedsRoomForTwoOfItWhereBothAre) {
+  char name[] = "/dev/shm/stored_test.XXXXXX";
+  if (!mkdtemp(name)) GTEST_SKIP() << "no /dev/shm";
+  if (same_disk(root, name)) GTEST_SKIP() << "/tmp and /dev/shm are one file system";
+  wire::CheckRequest r;
+  r.set_image_bytes(disk_of(root)->free / 10 * 6);
+  EXPECT_TRUE(KeepingDestination(dir(), info, name).check(r));
+  const auto s = KeepingDestination(dir(), info, config.state_dir).check(r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOSPC);
+  EXPECT_NE(s.error().text.find("twice its size, for " + config.state_dir + " has it until it is stored"), std::string::npos) << s.error().text;
+
+  info.filled_bytes = r.image_bytes();
+  ASSERT_TRUE(keep());
+  EXPECT_EQ(refused().code, 0) << "its images become links";
+  const std::string other = name + std::string("/kept");
+  ASSERT_EQ(system(("cp -a " + dir() + " " + other).c_str()), 0);
+  const auto elsewhere = StoredSource(host, 1).inspect(other);
+  fs::remove_all(name);
+  ASSERT_FALSE(elsewhere);
+  EXPECT_EQ(elsewhere.error().code, ENOSPC);
+  EXPECT_NE(elsewhere.error().text.find("twice its size, for " + other + " is on another file system"), std::string::npos) << elsewhere.error().text;
 }
 
 // Memory is sent as soon as its file is there: a copy is there when it is whole.
