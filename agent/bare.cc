@@ -167,8 +167,9 @@ Status Bare::pre_dump(pid_t pid, const std::string& images, const std::string& t
   a.insert(a.end(), {"-t", std::to_string(pid), "--track-mem"});
   if (!parent.empty()) a.insert(a.end(), {"--prev-images-dir", parent});
   auto r = run_checked(first_to_go(a), pre_dump_env(config_, images, parent.empty()), kCheckpointMs);
-  if (!r) return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text};
-  return {};
+  if (r) return {};
+  const std::string why = criu_error(work + "/pre-dump.log");  // to where it writes all that it has to say
+  return Error{r.error().code, "pre-dump of process " + std::to_string(pid) + ": " + r.error().text + (why.empty() ? "" : "; CRIU: " + why)};
 }
 
 Result<Child> Bare::checkpoint_ahead(pid_t pid, const std::string& images, const std::string& parent, const std::string& work,

@@ -312,5 +312,17 @@ TEST_F(AProcessOfAHost, WhoseOtherEndHasClosedMayLeave) {
   EXPECT_TRUE(Bare(config).connections_stay(pid));
 }
 
+// CRIU says all that it has to say to its log.
+TEST_F(AStoppedProcess, WhoseMemoryCannotBeCopiedAheadHasAReason) {
+  std::ofstream(root + "/criu") << "#!/bin/sh\nwhile [ $# -gt 1 ]; do case $1 in -W) work=$2 ;; -o) log=$2 ;; esac; shift; done\n"
+                                   "echo '(00.01) Error (criu/mem.c:1): no memory' >\"$work/$log\"\nexit 1\n";
+  ASSERT_EQ(chmod((root + "/criu").c_str(), 0755), 0);
+  Config with = config;
+  with.criu = root + "/criu";
+  const auto s = Bare(with).pre_dump(pid, root + "/images", root + "/to", "", root + "/work");
+  ASSERT_FALSE(s);
+  EXPECT_NE(s.error().text.find("CRIU: (00.01) Error (criu/mem.c:1): no memory"), std::string::npos) << s.error().text;
+}
+
 }  // namespace
 }  // namespace migr::bare_test
