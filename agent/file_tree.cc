@@ -340,6 +340,13 @@ Result<Fd> open_parent(const std::string& root, const std::string& name) {
   return at;
 }
 
+// So many that nobody has the same.
+std::string random_digits() {
+  std::uint64_t n = 0;
+  (void)!getrandom(&n, sizeof n, 0);  // of so few bytes it cannot fail
+  return fmt::format("{:016x}", n);
+}
+
 std::string last_part(const std::string& n) {
   const auto slash = n.rfind('/');
   return slash == std::string::npos ? n : n.substr(slash + 1);
@@ -460,9 +467,7 @@ FolderMark::FolderMark(const std::string& folder) : folder_(folder) {
     if (!lstat(e.path().c_str(), &st) && time(nullptr) - st.st_mtime > kMarkKeptS) unlink(e.path().c_str());
   }
   // A name that nobody has asked for before: another host may remember for a while that there is none.
-  std::uint64_t random = 0;
-  if (getrandom(&random, sizeof random, 0) != sizeof random) return;
-  const std::string name = std::string(kMark) + std::to_string(random);
+  const std::string name = std::string(kMark) + random_digits();
   const Fd fd(open((folder + "/" + name).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (fd.n >= 0) name_ = name;
 }
@@ -607,13 +612,12 @@ Status TreeWriter::write(const wire::FileChunk& c) {
     if (!S_ISREG(c.mode())) return Error{EINVAL, c.name() + ": neither file, folder, FIFO nor link"};
     auto o = std::make_unique<Open>();
     o->name = c.name();
-    constexpr std::string_view kPart = ".migr-part";
-    o->tmp = base.substr(0, NAME_MAX - kPart.size()).append(kPart);
+    const std::string part = ".migr-part-" + random_digits();  // no name that the container could have made
+    o->tmp = base.substr(0, NAME_MAX - part.size()) + part;
     o->dir = std::move(*dir);
     o->mode = permissions;
     o->uid = c.uid();
     o->gid = c.gid();
-    unlinkat(o->dir.n, o->tmp.c_str(), 0);
     o->fd = Fd(openat(o->dir.n, o->tmp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
     if (o->fd.n < 0) return sys_error("making " + c.name());
     open_ = std::move(o);

@@ -718,6 +718,23 @@ TEST_F(Tree, WhatIsOfAnotherTypeGivesWay) {
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/elsewhere/x"));
 }
 
+// Whatever the container calls its files.
+TEST_F(Tree, WhatIsOnItsWayTakesNoName) {
+  const std::string longest(NAME_MAX, 'n');
+  for (const std::string& n : {std::string("X"), longest}) file("from/" + n, n);
+  for (const std::string& n : {std::string("X.migr-part"), longest.substr(0, NAME_MAX - 10) + ".migr-part"}) file("to/" + n, n);
+  TreeWriter w(dir_ + "/to");
+  ASSERT_TRUE(send_tree(dir_ + "/from", wire::FileChunk::BUNDLE, 1 << 30, [&](const wire::FileChunk& c) {
+    auto r = w.write(c);
+    EXPECT_TRUE(r) << r.error().text;
+    return bool(r);
+  }));
+  ASSERT_TRUE(w.finish());
+  EXPECT_EQ(text_of(dir_ + "/to/X.migr-part"), "X.migr-part");
+  EXPECT_EQ(text_of(dir_ + "/to/X"), "X");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir_ + "/to"), {}), 5) << "nothing is left of the way";
+}
+
 TEST_F(Tree, ChangedDataIsEIOAndLeavesNoFile) {
   file("from/f", "data");
   {
