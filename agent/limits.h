@@ -102,7 +102,8 @@ inline constexpr int kMigrateTries = 3;     // when resources change meanwhile; 
 // To processes.
 inline constexpr int kHelloMs = 5'000;
 inline constexpr std::size_t kMaxSessions = 4096;
-inline constexpr int kQuestions = 32;  // of processes, answered at the same time; half of them of one user
+inline constexpr int kQuestions = 32;          // of processes, answered at the same time; half of them of one user
+inline constexpr int kQuestionsWaiting = 512;  // for that; half of them of one user
 // Of records, from a process that may be anybody's: of one question, and of one answer (a million registered keys). A message
 // between hosts may be as large as such an answer.
 inline constexpr std::size_t kQuestionBytes = 8 << 20, kAnswerBytes = 128 << 20;

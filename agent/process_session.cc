@@ -302,6 +302,7 @@ void SessionTable::stop() {
   eventfd_write(wake_.n, 1);
   thread_.join();
   std::unique_lock lock(mutex_);
+  waiting_.clear();
   changed_.wait(lock, [this] { return asking_.empty(); });
 }
 
@@ -334,42 +335,67 @@ Result<Question> read_question(int fd, const Speaker& who, std::uint32_t& seq) {
 
 }  // namespace
 
+bool SessionTable::may_ask(const User& user) const {
+  const auto of_user = std::count_if(asking_.begin(), asking_.end(), [&](const User& u) { return u.counts_with(user); });
+  return asking_.size() < kQuestions && of_user < kQuestions / 2;
+}
+
+// Of those that wait, the first whose user may ask by now. Who has waited too long asks again itself.
+std::optional<SessionTable::Asker> SessionTable::next_asker() {
+  std::erase_if(waiting_, [now = Clock::now()](const Asker& a) { return a.until <= now; });
+  const auto next = std::find_if(waiting_.begin(), waiting_.end(), [this](const Asker& a) { return may_ask(a.who.user); });
+  if (next == waiting_.end()) return std::nullopt;
+  Asker out = std::move(*next);
+  waiting_.erase(next);
+  asking_.push_back(out.who.user);
+  return out;
+}
+
 // A thread for it: an answer may come from another host.
 void SessionTable::take_question(Fd fd, const Speaker& who) {
-  {
-    std::lock_guard lock(mutex_);
-    const auto of_user = std::count_if(asking_.begin(), asking_.end(), [&](const User& u) { return u.counts_with(who.user); });
-    if (!on_question_ || asking_.size() >= kQuestions || of_user >= kQuestions / 2) {
-      spdlog::warn("process {} asks, and nobody can answer now", who.pid);
-      return;
-    }
-    asking_.push_back(who.user);
+  if (!on_question_) return;
+  std::unique_lock lock(mutex_);
+  const auto of_user = std::count_if(waiting_.begin(), waiting_.end(), [&](const Asker& a) { return a.who.user.counts_with(who.user); });
+  if (waiting_.size() >= kQuestionsWaiting || of_user >= kQuestionsWaiting / 2) {
+    if (rarely_.due(who.user.text())) spdlog::warn("{} asks more than can be answered; process {} has to ask again", who.user.text(), who.pid);
+    return;
   }
-  std::thread([this, fd = std::make_shared<Fd>(std::move(fd)), who] {
-    std::uint32_t seq = 0;
-    auto q = read_question(fd->n, who, seq);
-    Result<Answer> a = q ? who.lives() ? on_question_(*q) : Result<Answer>(Error{EPERM, "the process has ended"}) : q.error();
-    migr_msg head{};
-    head.version = MIGR_PROC_VERSION;
-    head.type = q ? q->type | MIGR_REPLY : 0;
-    head.seq = seq;
-    if (a) {
-      head.record_size = a->record_size;
-      head.count = a->record_size ? static_cast<std::uint32_t>(a->records.size() / a->record_size) : 0;
-    } else {
-      head.status = a.error().code ? a.error().code : EIO;
-      std::snprintf(head.text, sizeof head.text, "%s", a.error().text.c_str());
-      if (head.status != ENOENT) spdlog::warn("process {} has asked: {}", who.pid, a.error().text);
+  waiting_.push_back({std::move(fd), who, Clock::now() + std::chrono::milliseconds(kWhereMs)});
+  auto first = next_asker();
+  if (!first) return;
+  lock.unlock();
+  std::thread([this, asker = std::move(first)]() mutable {
+    while (asker) {
+      answer(asker->fd, asker->who);
+      std::lock_guard guard(mutex_);
+      asking_.erase(std::find(asking_.begin(), asking_.end(), asker->who.user));
+      asker = next_asker();
+      changed_.notify_all();
     }
-    iovec iov[2] = {{&head, sizeof head}, {a ? a->records.data() : nullptr, a ? a->records.size() : 0}};
-    msghdr m{};
-    m.msg_iov = iov;
-    m.msg_iovlen = head.count ? 2 : 1;
-    (void)sendmsg(fd->n, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
-    std::lock_guard lock(mutex_);
-    asking_.erase(std::find(asking_.begin(), asking_.end(), who.user));
-    changed_.notify_all();
   }).detach();
+}
+
+void SessionTable::answer(const Fd& fd, const Speaker& who) {
+  std::uint32_t seq = 0;
+  auto q = read_question(fd.n, who, seq);
+  Result<Answer> a = q ? who.lives() ? on_question_(*q) : Result<Answer>(Error{EPERM, "the process has ended"}) : q.error();
+  migr_msg head{};
+  head.version = MIGR_PROC_VERSION;
+  head.type = q ? q->type | MIGR_REPLY : 0;
+  head.seq = seq;
+  if (a) {
+    head.record_size = a->record_size;
+    head.count = a->record_size ? static_cast<std::uint32_t>(a->records.size() / a->record_size) : 0;
+  } else {
+    head.status = a.error().code ? a.error().code : EIO;
+    std::snprintf(head.text, sizeof head.text, "%s", a.error().text.c_str());
+    if (head.status != ENOENT) spdlog::warn("process {} has asked: {}", who.pid, a.error().text);
+  }
+  iovec iov[2] = {{&head, sizeof head}, {a ? a->records.data() : nullptr, a ? a->records.size() : 0}};
+  msghdr m{};
+  m.msg_iov = iov;
+  m.msg_iovlen = head.count ? 2 : 1;
+  (void)sendmsg(fd.n, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 void SessionTable::run() {

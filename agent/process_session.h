@@ -9,16 +9,19 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "limits.h"
+#include "log.h"
 #include "migr/proc_wire.h"
 #include "status.h"
 #include "thread_scan.h"
@@ -193,12 +196,23 @@ class SessionTable {
  private:
   void run();
   void add(std::shared_ptr<ProcessSession> s);
+  struct Asker {
+    Fd fd;
+    Speaker who;
+    std::chrono::steady_clock::time_point until{};  // it waits for its turn
+  };
   void take_question(Fd fd, const Speaker& who);
+  void answer(const Fd& fd, const Speaker& who);
+  /// Caller holds mutex_.
+  bool may_ask(const User& user) const;
+  std::optional<Asker> next_asker();
 
   const std::size_t most_;
   OnHello on_hello_;
   OnQuestion on_question_;
   std::vector<User> asking_;  // of each question that is being answered
+  std::deque<Asker> waiting_;
+  SaidRarely rarely_;
   Fd listener_, wake_;
   std::thread thread_;
   std::atomic<bool> stop_ = false;

@@ -53,6 +53,7 @@ namespace {
 constexpr unsigned kRetryMs = 500;             // migrd may start later than we do
 constexpr unsigned kRetryAfterNonsenseMs = 2000;
 constexpr unsigned kGateMs = 5;
+constexpr unsigned kAskAgainMs = 20;           // migrd answers so many questions at a time, and no more wait for it
 constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
@@ -607,12 +608,24 @@ std::string this_life() {
   return boot + stat.substr(at, stat.find(' ', at + 1) - at);
 }
 
+/// Of ask(). @return 0, what migrd said, ETIMEDOUT, EPROTO or, as it has no time for it now, ECONNRESET
+int wait_for_reply(int fd, std::uint16_t type, std::uint64_t until, Message& reply) {
+  std::vector<char> buffer(kPacketBytes);
+  pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+  int ready, error = 0;
+  do ready = poll(&p, 1, static_cast<int>(std::max<std::int64_t>(static_cast<std::int64_t>(until - now_ms()), 0)));
+  while (ready < 0 && errno == EINTR);
+  if (ready <= 0) return ETIMEDOUT;
+  std::string why;
+  const Received got = receive(fd, buffer, reply, error, why);
+  if (got == Received::kGone) return ECONNRESET;
+  return got == Received::kWhole && reply.head.type == (type | MIGR_REPLY) ? reply.head.status : EPROTO;
+}
+
 }  // namespace
 
 int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t count, std::size_t record_size, int limit_ms, std::vector<char>& answer) {
   if (!self || count > MIGR_PROC_MAX_RECORDS) return ENOTCONN;
-  const int fd = connect_to_migrd();
-  if (fd < 0) return ENOTCONN;
   migr_msg head{};
   head.type = type;
   head.seq = 1;
@@ -621,23 +634,18 @@ int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t 
   question.arg = arg;
   question.record_size = record_size;
   question.records.assign(static_cast<const char*>(records), static_cast<const char*>(records) + count * record_size);
-  int result = ENOTCONN;
-  if (send_message(fd, head, question)) {
-    std::vector<char> buffer(kPacketBytes);
-    pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
-    const std::uint64_t until = now_ms() + static_cast<unsigned>(limit_ms);
-    int ready;
-    do ready = poll(&p, 1, static_cast<int>(std::max<std::int64_t>(static_cast<std::int64_t>(until - now_ms()), 0)));
-    while (ready < 0 && errno == EINTR);
+  const std::uint64_t until = now_ms() + static_cast<unsigned>(limit_ms);
+  for (;;) {
+    const int fd = connect_to_migrd();
+    if (fd < 0) return ENOTCONN;
     Message reply;
-    std::string why;
-    if (ready <= 0) result = ETIMEDOUT;
-    else if (receive(fd, buffer, reply, result, why) != Received::kWhole || reply.head.type != (type | MIGR_REPLY)) result = EPROTO;
-    else result = reply.head.status;
+    const int result = send_message(fd, head, question) ? wait_for_reply(fd, type, until, reply) : ECONNRESET;
+    close(fd);
     answer = std::move(reply.records);
+    if (result != ECONNRESET) return result;
+    if (now_ms() + kAskAgainMs >= until) return ETIMEDOUT;
+    sleep_ms(kAskAgainMs);
   }
-  close(fd);
-  return result;
 }
 
 namespace {

@@ -19,7 +19,8 @@
 #define MIGR_PROC_SOCKET	"/run/migr/proc.sock"	/* environment MIGR_PROC_SOCKET overrides */
 /*
  * What the library asks (WHERE, INTRODUCE) comes on a connection of its own, as its first and only packets; migrd answers
- * and closes. So it needs no order with what migrd asks. A checkpoint can contain none of these: DESCRIBE waits for them.
+ * and closes; without an answer it had no time, and the library asks again. So it needs no order with what migrd asks. A
+ * checkpoint can contain none of these: DESCRIBE waits for them.
  *
  * After its answer to FREEZE the library closes the socket and must hold no
  * connection until it is known where it will live: a checkpoint cannot contain

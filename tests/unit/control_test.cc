@@ -644,6 +644,38 @@ TEST_F(Control, FreezeThatFailsKeepsTheConnection) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
+struct Questions : Control {
+  /// Takes what is asked on a connection of its own.
+  static int accept_question(migr_msg& asked) {
+    pollfd waiting{listener, POLLIN, 0};
+    if (poll(&waiting, 1, kPatienceMs) != 1) return -1;
+    const int session = std::exchange(fd, accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+    EXPECT_TRUE(receive(asked));
+    return std::exchange(fd, session);
+  }
+};
+
+TEST_F(Questions, WhatMigrdHasNoTimeForIsAskedAgain) {
+  const migr_qp_address peer{{1}, 30};
+  std::vector<migr_qp_address> found;
+  int err = -1;
+  std::thread application([&] { err = control::ask(MIGR_MSG_WHERE, 17, std::span(&peer, 1), found, kPatienceMs); });
+  migr_msg asked{};
+  for (int i = 0; i < 3; ++i) {
+    const int of_question = accept_question(asked);
+    EXPECT_EQ(asked.type, MIGR_MSG_WHERE);
+    EXPECT_EQ(asked.arg, 17u);
+    if (i == 2) {
+      asked.type |= MIGR_REPLY;
+      asked.count = 0;
+      send(of_question, &asked, sizeof(asked), MSG_NOSIGNAL);
+    }
+    close(of_question);
+  }
+  application.join();
+  EXPECT_EQ(err, 0);
+}
+
 TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
   const pid_t pid = fork();
   if (pid == 0) {

@@ -324,6 +324,29 @@ TEST_F(Table, WhatCannotBeAnsweredIsSaid) {
   EXPECT_STREQ(head.text, "nobody");
 }
 
+TEST_F(Table, WhoAsksWhenAllAreAskingGetsItsTurn) {
+  std::atomic<unsigned> at_once = 0, most = 0;
+  answer_ = [&](const Question&) {
+    const unsigned n = ++at_once;
+    for (unsigned m = most; n > m && !most.compare_exchange_weak(m, n);) {
+    }
+    usleep(100'000);
+    --at_once;
+    return Result<Answer>(Error{ENOENT, "nobody"});
+  };
+  std::atomic<int> answered = 0;
+  std::vector<std::thread> askers;
+  constexpr int kAskers = kQuestions + 8;
+  for (int i = 0; i < kAskers; i++)
+    askers.emplace_back([&] {
+      std::vector<migr_qp_address> out;
+      answered += ask(MIGR_MSG_WHERE, {{{1}, 30}}, out).status == ENOENT;
+    });
+  for (auto& a : askers) a.join();
+  EXPECT_EQ(answered, kAskers);
+  EXPECT_LE(most, static_cast<unsigned>(kQuestions));
+}
+
 TEST_F(Table, AQuestionWithoutEndIsNotTakenWhole) {
   const Fd fd = connect();
   std::vector<char> packet(sizeof(migr_msg) + kManyBytes.size());
