@@ -316,7 +316,7 @@ int run(const Config& config) {
   };
   Claims claims;
   Numbers numbers(config);
-  if (auto s = numbers.reserve_again(); !s) spdlog::warn("numbers of processes that live elsewhere: {}", s.error().text);
+  numbers.reserve_again();
   const auto directory_kept = std::make_shared<Directory>(config);  // threads that tell processes may outlive this
   Directory& directory = *directory_kept;
   History history(config.state_dir);

@@ -30,6 +30,14 @@ Status each(const BornBook::Vqpns& vqpns, Status (KernelRecord::*what)(std::uint
   return {};
 }
 
+Result<bool> fewer_are_reserved_than(std::size_t n) {
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  const auto i = k->info();
+  if (!i) return i.error();
+  return i->reserved < n;
+}
+
 std::vector<std::string> births_in(const Json& guests, const std::string& who) {
   const auto g = guests.find(who);
   if (g == guests.end()) return {};
@@ -133,9 +141,15 @@ Json Numbers::guests() const {
 
 Status Numbers::write(const char* name, const std::string& text) const { return write_whole(path(name), text); }
 
-Status Numbers::reserve_again() {
+void Numbers::reserve_again() {
   std::lock_guard lock(mutex_);
-  return each(book().reserved(), &KernelRecord::reserve_qpn);
+  const auto all = book().reserved();
+  const auto lost = all.empty() ? Result<bool>(false) : fewer_are_reserved_than(all.size());
+  Status s = lost;
+  if (lost && *lost) s = each(all, &KernelRecord::reserve_qpn);
+  if (s && *lost) spdlog::info("{} numbers of processes that live elsewhere are reserved", all.size());
+  const std::string why = s ? "" : s.error().text;
+  if (std::exchange(unreserved_, why) != why && !s) spdlog::warn("numbers of processes that live elsewhere are not reserved: {}", why);
 }
 
 Numbers::Vqpns Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
@@ -221,6 +235,7 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
 }
 
 std::vector<Instance> Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell) {
+  reserve_again();
   std::map<std::string, std::vector<Instance>> gone;  // by birth host
   std::vector<Instance> ended;
   {

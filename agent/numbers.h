@@ -59,8 +59,8 @@ class Numbers {
   using Vqpns = BornBook::Vqpns;
   explicit Numbers(const Config& config) : config_(config) {}
 
-  /// After a start (of the host, too): reserves what lives elsewhere.
-  Status reserve_again();
+  /// Reserves what lives elsewhere, if migr.ko does not know it: it may be loaded after us, and again.
+  void reserve_again();
   Vqpns born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
   /// The hosts that keep numbers of a process that is here reserved when it goes. Empty: not known, or none.
   std::vector<std::string> births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
@@ -78,7 +78,8 @@ class Numbers {
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
 
-  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again. @return them
+  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again. Also
+  /// reserve_again(). @return them
   std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
 
  private:
@@ -88,6 +89,7 @@ class Numbers {
   Status write(const char* name, const std::string& text) const;
   void told(const std::string& host, const std::vector<Instance>& instances);
   const Config& config_;
+  std::string unreserved_;                   // why numbers are not reserved, as was said last
   std::map<std::string, std::string> said_;  // of tick(): host, why it was not told
   mutable std::mutex mutex_;
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What Find says of the end of a connection that a process here has, by a kernel's record that is this test's.
+// What Find says of the end of a connection that a process here has, and which numbers are reserved, by a kernel's record that is
+// this test's.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -9,8 +10,11 @@
 
 #include <cstring>
 #include <filesystem>
+#include <set>
 
+#include "agent/file_tree.h"
 #include "agent/kernel_record.h"
+#include "agent/numbers.h"
 #include "agent/partner_host.h"
 
 namespace migr {
@@ -18,11 +22,17 @@ namespace {
 
 constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
 std::uint32_t recorded_state;
+bool loaded = true;
+std::set<std::uint32_t> reserved;
+unsigned reservings = 0;
 
 }  // namespace
 
-Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
-Result<KernelInfo> KernelRecord::info() { return KernelInfo{}; }
+Result<KernelRecord> KernelRecord::open() {
+  if (!loaded) return Error{ENOENT, "migr.ko is not loaded"};
+  return KernelRecord();
+}
+Result<KernelInfo> KernelRecord::info() { return KernelInfo{.reserved = static_cast<std::uint32_t>(reserved.size())}; }
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
   c.rec.pid = static_cast<__u32>(getpid());
@@ -39,7 +49,11 @@ Status KernelRecord::objects(ContextRecord& c) {
   c.qps.push_back(q);
   return {};
 }
-Status KernelRecord::reserve_qpn(std::uint32_t) { return {}; }
+Status KernelRecord::reserve_qpn(std::uint32_t vqpn) {
+  reserved.insert(vqpn);
+  ++reservings;
+  return {};
+}
 Status KernelRecord::release_qpn(std::uint32_t) { return {}; }
 const char* object_name(std::uint32_t) { return "object"; }
 const char* qp_type_name(std::uint32_t) { return "type"; }
@@ -126,6 +140,33 @@ TEST_F(AnEnd, InAnyOtherIsFound) {
     ASSERT_EQ(out.qps_size(), 1);
     EXPECT_EQ(out.qps(0).vqpn(), kVqpn);
   }
+}
+
+struct AnAbsence : AnEnd {
+  /// What a numbers' book says that was written before.
+  void SetUp() override {
+    fs::create_directories(config.state_dir);
+    ASSERT_TRUE(write_whole(config.state_dir + "/born.json", "{\"" + hex(Instance{1}) + "\": {\"born\": [10, 11], \"away\": true}}"));
+  }
+  void TearDown() override { fs::remove_all(root); }
+  void tick() {
+    numbers.tick([](const std::string&, const std::vector<Instance>&) { return Status(); });
+  }
+  Numbers numbers{config};
+};
+
+TEST_F(AnAbsence, IsKnownToAModuleThatIsLoadedLater) {
+  loaded = false;
+  numbers.reserve_again();
+  tick();
+  loaded = true;
+  tick();
+  EXPECT_EQ(reserved, (std::set<std::uint32_t>{10, 11}));
+  tick();
+  EXPECT_EQ(reservings, 2u) << "once";
+  reserved.clear();
+  tick();
+  EXPECT_EQ(reserved.size(), 2u) << "it was loaded again";
 }
 
 }  // namespace
