@@ -201,8 +201,11 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           if (!(c.rec.flags & MIGR_CTX_ATTACHED))
             return Error{EBUSY, "the partner, " + who + ", does not use libmigr, so its end of the connection cannot follow; "
                                 "start it anew with LD_PRELOAD=libmigr.so, or let it end the connection first"};
-          if (!session)
-            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
+          if (!session) {
+            const std::string refusal = sessions_.refusal(pid);
+            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there" +
+                                    (refusal.empty() ? "; can it see " + config_.run_dir + "?" : ", which has refused it: " + refusal)};
+          }
           if (auto s = state_can_move(q, "the partner, " + who); !s) return s;
           auto* p = out->add_qps();
           p->set_index(static_cast<std::uint32_t>(i));

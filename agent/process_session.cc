@@ -429,13 +429,13 @@ void SessionTable::run() {
       const bool ready = fds[2 + known.size() + i].revents != 0;
       if (!ready && Clock::now() < g.until) continue;
       if (!ready) {
-        spdlog::warn("a process connected and said nothing for {} ms", kHelloMs);
+        if (rarely_.due("silent")) spdlog::warn("process {} connected and said nothing for {} ms", g.who.pid, kHelloMs);
       } else if (first_type(g.fd.n) >= MIGR_MSG_WHERE) {
         take_question(std::move(g.fd), g.who);
       } else if (auto s = ProcessSession::greet(std::move(g.fd), g.who, 0); s) {
         add(*s);
       } else {
-        spdlog::warn("refused: {}", s.error().text);
+        refuse(g.who, s.error());
       }
       greetings.erase(greetings.begin() + static_cast<long>(i));
     }
@@ -444,20 +444,35 @@ void SessionTable::run() {
         Fd fd(n);
         const auto who = speaker_of(fd.n);
         if (!who) {
-          spdlog::warn("refused: {}", who.error().text);
+          if (rarely_.due(who.error().text)) spdlog::warn("refused: {}", who.error().text);
           continue;
         }
         const auto now = all();  // those who have greeted meanwhile, too
         const auto of_user = std::count_if(now.begin(), now.end(), [&](const auto& s) { return s->user().counts_with(who->user); }) +
                              std::count_if(greetings.begin(), greetings.end(), [&](const Greeting& g) { return g.who.user.counts_with(who->user); });
         if (now.size() + greetings.size() >= most_ || static_cast<std::size_t>(of_user) >= most_ / 2) {
-          spdlog::warn("too many processes; process {} of {} was refused", who->pid, who->user.text());
+          refuse(*who, Error{EUSERS, "too many processes; process " + std::to_string(who->pid) + " of " + who->user.text() + " was refused"});
           continue;
         }
         greetings.push_back({std::move(fd), *who, Clock::now() + std::chrono::milliseconds(kHelloMs)});
       }
     }
   }
+}
+
+// It tries again, all the time.
+void SessionTable::refuse(const Speaker& who, const Error& why) {
+  if (rarely_.due(why.text)) spdlog::warn("refused: {}", why.text);
+  if (why.code == ECONNRESET) return;  // it has only looked whether we are there
+  std::lock_guard lock(mutex_);
+  if (refused_.size() >= kMaxSessions) std::erase_if(refused_, [](const auto& r) { return !r.second.who.lives(); });
+  if (refused_.size() < kMaxSessions) refused_[who.pid] = {who, why.text};
+}
+
+std::string SessionTable::refusal(pid_t pid) const {
+  std::lock_guard lock(mutex_);
+  const auto r = refused_.find(pid);
+  return r != refused_.end() && r->second.who.lives() ? r->second.why : "";
 }
 
 void SessionTable::add(std::shared_ptr<ProcessSession> s) {
@@ -467,6 +482,7 @@ void SessionTable::add(std::shared_ptr<ProcessSession> s) {
     // A process connects again after it lost us: the old connection is dead.
     std::erase_if(sessions_, [&](const auto& o) { return o->pid() == s->pid(); });
     sessions_.push_back(s);
+    refused_.erase(s->pid());
     changed_.notify_all();
   }
   if (on_hello_) on_hello_(std::move(s));

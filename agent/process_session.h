@@ -186,6 +186,8 @@ class SessionTable {
 
   std::shared_ptr<ProcessSession> by_pid(pid_t pid) const;
   std::vector<std::shared_ptr<ProcessSession>> all() const;
+  /// Why a process has none that has tried. Empty: it has not.
+  std::string refusal(pid_t pid) const;
   /// Waits for a session of `instance` that `fits` (empty: any). ETIMEDOUT. Instances are claims: who acts on one has to say
   /// whose process it is.
   using Fits = std::function<bool(const ProcessSession&)>;
@@ -196,6 +198,7 @@ class SessionTable {
  private:
   void run();
   void add(std::shared_ptr<ProcessSession> s);
+  void refuse(const Speaker& who, const Error& why);
   struct Asker {
     Fd fd;
     Speaker who;
@@ -219,6 +222,11 @@ class SessionTable {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::shared_ptr<ProcessSession>> sessions_;
+  struct Refused {
+    Speaker who;
+    std::string why;
+  };
+  std::map<pid_t, Refused> refused_;
 };
 
 /// Makes and removes gate files (proc_wire.h) in `run_dir`.

@@ -551,9 +551,11 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       for (const auto& q : c.qps)
         if (!(q.flags & MIGR_QP_FORMER)) p.vqpns.push_back(q.vqpn);
     }
-    if (!p.session)
-      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; can it see " +
-                                 host_.config_.run_dir + ", has the container that mounted?"};
+    if (!p.session) {
+      const std::string refusal = host_.sessions_.refusal(pid);
+      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd" +
+                                 (refusal.empty() ? "; can it see " + host_.config_.run_dir + ", has the container that mounted?" : ", which has refused it: " + refusal)};
+    }
     if (!asked)
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     if (!described) return described.error();

@@ -650,19 +650,19 @@ int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t 
 
 namespace {
 
-enum class Ended { kGone, kNonsense, kFrozen };
+enum class Ended { kGone, kUnheard, kNonsense, kFrozen };
 
 /// Answers requests until the connection ends.
 Ended serve_connection(int fd) {
   std::vector<char> buffer(sizeof(migr_msg) + MIGR_PROC_MAX_RECORDS * kMaxRecordBytes);
-  for (;;) {
+  for (bool asked = false;; asked = true) {
     Message request;
     Received got;
     int error = 0;
     std::string why;
     do got = receive(fd, buffer, request, error, why);
     while (got == Received::kPart);
-    if (got == Received::kGone) return Ended::kGone;
+    if (got == Received::kGone) return asked ? Ended::kGone : Ended::kUnheard;
     migr_msg head = request.head;
     head.type |= MIGR_REPLY;
     head.count = 0;
@@ -764,12 +764,13 @@ void* run(void*) {
       sleep_ms(process_state() == MIGR_PROC_FROZEN ? kGateMs : kRetryMs);
       continue;
     }
-    const Ended ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kGone;
+    const Ended ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kUnheard;
     disconnect();
     let_changes_go_unless_stopped();
     alone_since = now_ms();
     left_alone = false;
     if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);
+    else if (ended == Ended::kUnheard) sleep_ms(kRetryMs);  // it was refused
     else if (ended == Ended::kGone) sleep_ms(kGateMs);  // never spin on a daemon that hangs up
   }
   return nullptr;

@@ -155,7 +155,7 @@ void LinkSocket::run() {
         s->tokens = kLinkPacketsPerS;
         const auto speaker = speaker_of(n);
         if (!speaker) {
-          spdlog::warn("links: refused: {}", speaker.error().text);
+          if (rarely_.due(speaker.error().text)) spdlog::warn("links: refused: {}", speaker.error().text);
           continue;
         }
         s->speaker = *speaker;
@@ -163,7 +163,7 @@ void LinkSocket::run() {
         std::lock_guard lock(mutex_);
         const auto of_user = std::count_if(sessions_.begin(), sessions_.end(), [&](const auto& o) { return o->speaker.user.counts_with(s->speaker.user); });
         if (sessions_.size() >= most_ || static_cast<std::size_t>(of_user) >= most_ / 2) {
-          spdlog::warn("links: too many processes; process {} of {} was refused", s->pid, s->speaker.user.text());
+          if (rarely_.due(s->speaker.user.text())) spdlog::warn("links: too many processes; process {} of {} was refused", s->pid, s->speaker.user.text());
           continue;
         }
         sessions_.push_back(std::move(s));

@@ -104,6 +104,7 @@ class LinkSocket {
   mutable std::mutex mutex_;
   std::condition_variable ready_changed_, looks_changed_;
   bool stop_ = false;
+  SaidRarely rarely_;
   std::vector<SessionRef> sessions_;
   std::deque<SessionRef> ready_;  // with questions, for a worker
   std::deque<Look> looks_;        // that nobody has begun

@@ -676,6 +676,16 @@ TEST_F(Questions, WhatMigrdHasNoTimeForIsAskedAgain) {
   EXPECT_EQ(err, 0);
 }
 
+TEST_F(Control, WhoIsRefusedDoesNotComeBackAtOnce) {
+  ASSERT_EQ(ask(MIGR_MSG_STATS).status, 0);
+  close(fd);
+  meet();
+  close(fd);  // unheard
+  pollfd waiting{listener, POLLIN, 0};
+  EXPECT_EQ(poll(&waiting, 1, 200), 0);
+  meet();
+}
+
 TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
   const pid_t pid = fork();
   if (pid == 0) {

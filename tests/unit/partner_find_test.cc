@@ -142,6 +142,26 @@ TEST_F(AnEnd, InAnyOtherIsFound) {
   }
 }
 
+TEST_F(AnEnd, WhoseLibraryWasRefusedIsRefusedWithTheReason) {
+  shutdown(library.n, SHUT_RDWR);
+  const Fd other(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+  ASSERT_EQ(connect(other.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+  migr_msg hello{};
+  hello.version = MIGR_PROC_VERSION + 1;
+  ASSERT_EQ(send(other.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+  for (int ms = 0; sessions.by_pid(getpid()) || sessions.refusal(getpid()).empty(); ++ms) {
+    ASSERT_LT(ms, 10'000);
+    usleep(1000);
+  }
+  wire::FindReply out;
+  const std::string why = find(kRts, out).error_message();
+  EXPECT_NE(why.find("is not connected to migrd there, which has refused it: "), why.npos) << why;
+  EXPECT_NE(why.find("speaks version " + std::to_string(MIGR_PROC_VERSION + 1)), why.npos) << why;
+}
+
 struct AnAbsence : AnEnd {
   /// What a numbers' book says that was written before.
   void SetUp() override {

@@ -379,6 +379,62 @@ TEST_F(Table, NonsenseIsDroppedAndOthersGoOn) {
   EXPECT_EQ(recv(bad.n, &c, 1, 0), 0);
 }
 
+/// What is said while one lives.
+class Said {
+ public:
+  Said() { spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(all_))); }
+  ~Said() { spdlog::set_default_logger(before_); }
+  /// Once nobody says anything any more.
+  std::size_t times(const std::string& what) const {
+    std::size_t n = 0;
+    const std::string text = all_.str();
+    for (auto at = text.find(what); at != text.npos; at = text.find(what, at + 1)) n++;
+    return n;
+  }
+
+ private:
+  const std::shared_ptr<spdlog::logger> before_ = spdlog::default_logger();
+  std::ostringstream all_;
+};
+
+TEST_F(Table, WhoIsRefusedIsRememberedWithTheReasonAndSaidOnce) {
+  const Said said;
+  EXPECT_EQ(table_.refusal(getpid()), "");
+  for (int i = 0; i < 3; i++) {
+    Fd fd = connect();
+    migr_msg other = hello(4);
+    other.version = MIGR_PROC_VERSION + 1;
+    send_packet(fd.n, other);
+    char c;
+    EXPECT_EQ(recv(fd.n, &c, 1, 0), 0);
+  }
+  { Fd looks = connect(); }
+  Fd fd = connect();
+  send_packet(fd.n, hello(3));  // after them
+  ASSERT_TRUE(table_.wait_for(Instance{3}, {}, 2000));
+  EXPECT_EQ(table_.refusal(getpid()), "") << "it was let in";
+  table_.stop();
+  EXPECT_EQ(said.times("speaks version " + std::to_string(MIGR_PROC_VERSION + 1)), 1u);
+}
+
+TEST_F(Table, WhatOneWasRefusedForIsNotForgottenBecauseItLooks) {
+  {
+    Fd fd = connect();
+    send_packet(fd.n, one_of_many(MIGR_MSG_HELLO, 1));
+    char c;
+    EXPECT_EQ(recv(fd.n, &c, 1, 0), 0);
+  }
+  for (int i = 0; i < 200 && table_.refusal(getpid()).empty(); i++) usleep(10'000);
+  const std::string why = table_.refusal(getpid());
+  EXPECT_NE(why.find("HELLO: packet length does not fit"), why.npos) << why;
+  { Fd looks = connect(); }
+  Fd later = connect();
+  send_packet(later.n, one_of_many(MIGR_MSG_HELLO, 1));
+  char c;
+  EXPECT_EQ(recv(later.n, &c, 1, 0), 0);
+  EXPECT_EQ(table_.refusal(getpid()), why);
+}
+
 TEST_F(Table, WaitForSomebodyElseIsETIMEDOUT) {
   Fd fd = connect();
   send_packet(fd.n, hello(5));
