@@ -33,6 +33,7 @@
 #include "itimer.h"
 #include "kernel_link.h"
 #include "links/links.h"
+#include "no_cancel.h"
 #include "provider/provider.h"
 #include "provider/uverbs_write.h"
 #include "quiet_thread.h"
@@ -806,6 +807,7 @@ bool prepare_self() {
 
 // A fork must not catch the Registry half changed: the child has to be able to take its lock.
 void before_fork() {
+  const NoCancel no_cancel;
   Registry& registry = Registry::get();
   registry.lock.lock();
   static std::uint64_t seen = 0;
@@ -820,6 +822,7 @@ void after_fork_in_parent() {
   Registry::get().lock.unlock();
 }
 void after_fork_in_child() {
+  const NoCancel no_cancel;
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();
   registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child

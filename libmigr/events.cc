@@ -19,6 +19,7 @@
 #include <set>
 
 #include "high_fd.h"
+#include "no_cancel.h"
 #include "objects.h"
 #include "real.h"
 #include "unread.h"
@@ -117,6 +118,7 @@ void tell_epolls(int fd) {
 
 /// Puts `from` where `fd` is, which stays close-on-exec or not.
 void put_at(int from, int fd) {
+  const NoCancel no_cancel;
   const int flags = fcntl(fd, F_GETFD);
   dup3(from, fd, flags >= 0 && (flags & FD_CLOEXEC) ? O_CLOEXEC : 0);
   close(from);

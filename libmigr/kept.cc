@@ -5,6 +5,7 @@
 #include <ctime>
 
 #include "links/links.h"
+#include "no_cancel.h"
 #include "path.h"
 #include "provider/provider.h"
 
@@ -108,6 +109,7 @@ KeptReceive copy(const ibv_recv_wr& wr) {
 }
 
 bool start(QpShadow& q) {
+  const NoCancel no_cancel;
   for (;;) {
     // Until every thread was seen outside, a session on the path may still be open: the two must not mix.
     while (q.state.load(std::memory_order_relaxed) & kOpen) {
@@ -225,6 +227,7 @@ void wr_start(ibv_qp_ex* keeper) {
 }
 
 int wr_complete(ibv_qp_ex* keeper) {
+  const NoCancel no_cancel;
   QpShadow& q = owner(keeper);
   push_building(q);
   int err = q.build_error;

@@ -58,6 +58,7 @@ void install_srq(Context& context, ibv_context& ctx);
 /// before the application acknowledges them. Destroying waits for the application here, without the Registry's lock.
 template <class Shadow>
 void wait_for_acks(Registry& registry, Shadow& shadow) {
+  const NoCancel no_cancel;
   std::unique_lock guard(registry.events_lock);
   registry.event_acked.wait(guard, [&] { return shadow.unacked_events == 0; });
 }

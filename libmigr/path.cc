@@ -14,6 +14,7 @@
 #include "datagrams.h"
 #include "kept.h"
 #include "links/links.h"
+#include "no_cancel.h"
 #include "objects.h"
 #include "provider/provider.h"
 #include "real.h"
@@ -204,6 +205,7 @@ bool translate_watched(QpShadow& q, ibv_send_wr& wr, ibv_mw& view) noexcept {
 /// One by one, under the lock: what they name is looked up.
 MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   {
+    const NoCancel no_cancel;
     std::lock_guard guard(q.lock);
     if (q.state.load(std::memory_order_relaxed) & kTrapped) links::empty_trap(q);
     while (wr && !(q.state.load(std::memory_order_relaxed) & kKeepSends)) {
@@ -239,6 +241,7 @@ constexpr std::uint32_t kOneByOne = kDatagrams | kWindows | kTrapped;
 
 MIGR_COLD int post_tracked(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
   {
+    const NoCancel no_cancel;
     std::lock_guard guard(q.lock);
     if (q.tracked && !(q.state.load(std::memory_order_relaxed) & (kKeepSends | kOneByOne))) return post_noted_list(q, wr, bad);
   }
@@ -264,6 +267,7 @@ MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr,
 
 /// Suspended: receives still go to the path until FREEZE, because the partner's drain needs them. Or one that is watched.
 MIGR_COLD int post_recv_suspended(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  const NoCancel no_cancel;
   std::lock_guard guard(q.lock);
   if ((q.state.load(std::memory_order_relaxed) & kTrapped) && !links::empty_trap(q)) return *bad = wr, ENOMEM;
   for (; wr; wr = wr->next) {
@@ -353,6 +357,7 @@ long rest_ns(CqShadow& c) {
 
 void rest(long ns) {
   if (!ns) return;
+  const NoCancel no_cancel;
   const int saved = errno;
   const timespec pause{.tv_sec = 0, .tv_nsec = ns};
   nanosleep(&pause, nullptr);

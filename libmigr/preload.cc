@@ -487,6 +487,7 @@ ibv_cq_ex* create_cq_ex(ibv_context* ctx, ibv_cq_init_attr_ex* attr) {
 
 int req_notify_cq(ibv_cq* cq, int solicited_only) {
   CqShadow& shadow = shadow_of(cq);
+  const NoCancel no_cancel;
   std::lock_guard guard(shadow.lock);
   // As long as an earlier arming may hold, the stronger of the two does.
   shadow.solicited_only = solicited_only && (!shadow.armed || shadow.solicited_only);
@@ -806,6 +807,7 @@ MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
 }
 
 MIGR_EXPORT int ibv_destroy_cq(ibv_cq* cq) {
+  const NoCancel no_cancel;  // it is either there or not
   links::wait_for_discards();
   Registry& registry = Registry::get();
   CqShadow* shadow;
@@ -994,6 +996,7 @@ bool wait_for_path(Registry& registry, std::unique_lock<std::mutex>& guard, ibv_
 }  // namespace
 
 MIGR_EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  const NoCancel no_cancel;
   Registry& registry = Registry::get();
   whereabouts::Connecting peer(qp, *attr, mask);
   const bool ends = (mask & IBV_QP_STATE) && (attr->qp_state == IBV_QPS_ERR || attr->qp_state == IBV_QPS_RESET);

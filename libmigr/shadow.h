@@ -34,6 +34,7 @@
 #include "../include/migr/proc_wire.h"
 #include "../include/uapi/migr.h"
 #include "links/guard.h"
+#include "no_cancel.h"
 #include "switchover/states.h"
 #include "tracking.h"
 
@@ -494,6 +495,11 @@ class MrShadows {
   std::unordered_map<const MrShadow*, std::size_t> at_;
 };
 
+/// The Registry's lock in a thread of the application.
+struct Held : NoCancel, std::unique_lock<std::mutex> {
+  explicit Held(std::mutex& lock) : std::unique_lock<std::mutex>(lock) {}
+};
+
 /// Every shadow of the process, in creation order but for the MRs. The lock is held while an object is created or destroyed and
 /// while the control thread handles one message.
 struct Registry {
@@ -530,14 +536,14 @@ struct Registry {
   std::condition_variable thawed;
   static Registry& get();
   /// Control path of the application: the lock, once nothing is frozen.
-  std::unique_lock<std::mutex> enter() {
-    std::unique_lock guard(lock);
+  Held enter() {
+    Held guard(lock);
     thawed.wait(guard, [this] { return !frozen && !closing; });
     return guard;
   }
   /// The same for calls that make, destroy or modify what is in the record.
-  std::unique_lock<std::mutex> change() {
-    std::unique_lock guard(lock);
+  Held change() {
+    Held guard(lock);
     thawed.wait(guard, [this] { return !frozen && !closing && !held; });
     if (!old_paths.empty()) switchover::destroy_old_paths();  // they hold PDs and CQs
     ++changes;
@@ -582,6 +588,9 @@ class Asking {
     --Registry::get().ending;
     Registry::get().thawed.notify_all();
   }
+
+ private:
+  const NoCancel no_cancel_;
 };
 
 }  // namespace migr

@@ -11,6 +11,7 @@
 #include "kernel_link.h"
 #include "links/links.h"
 #include "links/shared_limit.h"
+#include "no_cancel.h"
 #include "objects.h"
 #include "path.h"
 #include "provider/provider.h"
@@ -39,6 +40,7 @@ MIGR_PATH [[gnu::always_inline]] inline path::SrqTarget own(const SrqShadow& s) 
 
 /// Receives still go to the provider until FREEZE, because the partner's drain needs them. Those for datagrams always come this way.
 [[gnu::cold, gnu::noinline]] int post_srq_recv_locked(SrqShadow& s, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  const NoCancel no_cancel;
   std::lock_guard guard(s.lock);
   for (; wr; wr = wr->next) {
     const bool frozen = s.state.load(std::memory_order_relaxed) & kFrozenSrq;

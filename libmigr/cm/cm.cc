@@ -112,6 +112,7 @@ void device_of_birth(std::uint64_t& guid, std::uint32_t& index) {
 Engine* engine(bool make) {
   Engine* found = the_engine.load(std::memory_order_acquire);
   if (found || !make) return found;
+  const NoCancel no_cancel;
   std::lock_guard guard(making);
   if (Engine* other = the_engine.load(std::memory_order_acquire)) return other;
   found = new Engine({open_device, write_device});

@@ -22,6 +22,7 @@
 #include "../../include/migr/gid.h"
 #include "../../include/uapi/migr.h"
 #include "../high_fd.h"
+#include "../no_cancel.h"
 #include "events.h"
 #include "../quiet_thread.h"
 
@@ -57,16 +58,6 @@ std::uint64_t now_ms() {
 void close_quietly(int fd) {
   if (fd >= 0) syscall(SYS_close, fd);
 }
-
-/// Waiting for our own thread is no place to be cancelled at: the lock would stay taken.
-class NoCancel {
- public:
-  NoCancel() { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
-  ~NoCancel() { pthread_setcancelstate(before_, nullptr); }
-
- private:
-  int before_;
-};
 
 ssize_t fail(int error) {
   errno = error;

@@ -3,6 +3,7 @@
 
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "../gids.h"
 #include "../high_fd.h"
 #include "../kernel_link.h"
+#include "../no_cancel.h"
 #include "../path.h"
 #include "../provider/provider.h"
 #include "../provider/uverbs_write.h"
@@ -112,7 +114,7 @@ State* state() { return the_state; }
 void kick(int fd) {
   const std::uint64_t one = 1;
   const int saved = errno;
-  (void)!::write(fd, &one, sizeof one);
+  (void)!syscall(SYS_write, fd, &one, sizeof one);  // no place to be cancelled at
   errno = saved;
 }
 
@@ -657,6 +659,7 @@ bool take_guarded(CqShadow& c, const ibv_wc& wc) {
 }  // namespace
 
 bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
+  const NoCancel no_cancel;
   if (!c.link) return take_guarded(c, wc);
   const auto found = c.link->qps[side].find(wc.qp_num);
   if (found == c.link->qps[side].end()) return side == kHome && take_guarded(c, wc);
@@ -758,6 +761,7 @@ namespace {
 
 int say_down(const char* device, std::uint32_t port, bool down) {
   using namespace migr;
+  const NoCancel no_cancel;
   std::lock_guard guard(Registry::get().lock);
   links::Link* const link = links::state() && device ? links::link_of(device, port) : nullptr;
   if (!link) return ENOENT;

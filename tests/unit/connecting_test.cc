@@ -36,6 +36,7 @@ RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>
 
 struct {
   int asked = 0, status = ENOENT;
+  bool answered = false;
   migr_qp_address at{};  // the answer, if status is 0
 } migrd;
 
@@ -44,6 +45,8 @@ int ask(std::uint16_t type, std::uint64_t, const void*, std::size_t count, std::
   EXPECT_EQ(type, MIGR_MSG_WHERE);
   EXPECT_EQ(count, 1u);
   ++migrd.asked;
+  pthread_testcancel();
+  migrd.answered = true;
   if (migrd.status) return migrd.status;
   answer.resize(sizeof migrd.at);
   std::memcpy(answer.data(), &migrd.at, sizeof migrd.at);
@@ -100,6 +103,26 @@ TEST_F(Connect, AGidThatProcessesHaveLeftIsAskedFor) {
   EXPECT_EQ(connect(1, 30), Peer(2, 44));
   EXPECT_EQ(connect(3, 30), Peer(3, 30)) << "nothing has been there";
   EXPECT_EQ(migrd.asked, 1);
+}
+
+/// Nothing would say that it does not ask any more, and no checkpoint would ever begin.
+TEST_F(Connect, WhoIsCancelledWhileItAsksGetsItsAnswer) {
+  tell({from_to(1, 2)});
+  pthread_t thread;
+  pthread_create(
+      &thread, nullptr,
+      [](void* test) -> void* {
+        pthread_cancel(pthread_self());
+        static_cast<Connect*>(test)->connect(1, 30);
+        pthread_testcancel();
+        return nullptr;
+      },
+      this);
+  void* result = nullptr;
+  pthread_join(thread, &result);
+  EXPECT_EQ(result, PTHREAD_CANCELED);
+  EXPECT_TRUE(migrd.answered);
+  EXPECT_EQ(Registry::get().ending, 0u);
 }
 
 /// migrd tells its processes after their HELLO: until then nobody knows whether the peer has moved.

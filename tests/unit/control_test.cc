@@ -500,6 +500,32 @@ TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
   }
 }
 
+TEST_F(Control, WhoIsCancelledWhileTheRecordIsHeldGoesOnUntilItHasChanged) {
+  migr_msg describe = request(MIGR_MSG_DESCRIBE);
+  describe.arg = MIGR_DESCRIBE_HOLD;
+  ASSERT_EQ(ask(describe, std::vector<migr_qp_ref>{}).status, 0);
+  static std::atomic<bool> changed;
+  changed = false;
+  pthread_t application;
+  pthread_create(
+      &application, nullptr,
+      [](void*) -> void* {
+        Registry::get().change();
+        changed = true;
+        pthread_testcancel();
+        return nullptr;
+      },
+      nullptr);
+  usleep(50'000);
+  pthread_cancel(application);
+  usleep(50'000);
+  EXPECT_EQ(ask(MIGR_MSG_ROLLBACK).status, 0);
+  void* result = nullptr;
+  pthread_join(application, &result);
+  EXPECT_EQ(result, PTHREAD_CANCELED);
+  EXPECT_TRUE(changed);
+}
+
 TEST_F(Control, UnknownTypeIsRefusedAndTheConnectionStays) {
   EXPECT_EQ(ask(std::uint16_t{0x123}).status, EOPNOTSUPP);
   EXPECT_EQ(ask(std::uint16_t{MIGR_MSG_HELLO}).status, EOPNOTSUPP);

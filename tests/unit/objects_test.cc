@@ -635,6 +635,45 @@ TEST_F(Objects, SuspendedQpTakesTheMarkerAndKeepsItsRights) {
   ibv_destroy_qp(qp);
 }
 
+// The driver writes to its file, where a thread can be cancelled. No destructor of the library's runs then.
+TEST_F(Objects, WhoIsCancelledInACallGetsThroughIt) {
+  ibv_qp* const qp = make_qp();
+  ibv_mw* const mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_2);  // what is posted is watched from now on
+  struct Thread {
+    std::function<void()> call;
+    bool through = false;
+  };
+  const std::function<void()> calls[] = {[&] { post_one(qp); }, [&] { ibv_req_notify_cq(cq_, 0); }, [&] { ibv_dereg_mr(ibv_reg_mr(pd_, memory_, 8, 0)); },
+                                         [&] { ibv_destroy_cq(ibv_create_cq(context_, 1, nullptr, nullptr, 0)); },
+                                         [&] {
+                                           ibv_qp_attr attr{};
+                                           ibv_modify_qp(qp, &attr, IBV_QP_ACCESS_FLAGS);
+                                         }};
+  recorder_meanwhile = pthread_testcancel;
+  for (const auto& call : calls) {
+    Thread one{call};
+    pthread_t thread;
+    pthread_create(
+        &thread, nullptr,
+        [](void* p) -> void* {
+          auto& t = *static_cast<Thread*>(p);
+          pthread_cancel(pthread_self());
+          t.call();
+          t.through = true;
+          pthread_testcancel();
+          return nullptr;
+        },
+        &one);
+    void* result = nullptr;
+    pthread_join(thread, &result);
+    EXPECT_EQ(result, PTHREAD_CANCELED);
+    if (!one.through) stuck();  // so is the next call
+  }
+  recorder_meanwhile = nullptr;
+  ibv_dealloc_mw(mw);
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, UnknownKeyIsInvalidatedAsItIs) {
   ibv_qp* qp = make_qp();
   ibv_send_wr wr{};

@@ -27,6 +27,7 @@ extern "C" {
 [[gnu::visibility("default")]] unsigned recorder_window, recorder_window_next, recorder_next_window;
 [[gnu::visibility("default")]] int recorder_rereg_fails, recorder_post_fails;
 [[gnu::visibility("default")]] const ibv_wc* recorder_completion;
+[[gnu::visibility("default")]] void (*recorder_meanwhile)();
 [[gnu::visibility("default")]] ibv_mr* recorder_mr;
 [[gnu::visibility("default")]] ibv_cq* recorder_cq;
 [[gnu::visibility("default")]] ibv_qp* recorder_qp;
@@ -51,6 +52,7 @@ T* recorded(const char* call, T* object, const void* other = nullptr) {
   recorder_call = call;
   recorder_object = object;
   recorder_other = other;
+  if (recorder_meanwhile) recorder_meanwhile();
   return object;
 }
 

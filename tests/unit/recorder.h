@@ -25,6 +25,8 @@ extern unsigned recorder_next_window;
 extern const ibv_wc* recorder_completion;
 /// What the next ibv_post_send or ibv_wr_complete fails with.
 extern int recorder_post_fails;
+/// What happens in each call of the provider.
+extern void (*recorder_meanwhile)();
 /// What the next call of ibv_rereg_mr fails with, as its return value.
 extern int recorder_rereg_fails;
 /// The provider's object that was made last, of each kind.
