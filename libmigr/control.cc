@@ -830,7 +830,7 @@ void after_fork_in_child() {
   registry.closing = false;
   registry.registering = registry.ending = 0;  // nor does it have the threads that would count down
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
-  for (Context* context : registry.contexts) context->kernel->detach();
+  for (Context* context : registry.contexts) (void)context->kernel->detach();
   provider::forget_uverbs_fds();
   after_fork_in_parent();
   whereabouts::untold();

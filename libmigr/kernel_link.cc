@@ -53,9 +53,9 @@ int open_attached(int uverbs_fd, std::uint32_t& ctx_id, std::uint32_t& module_ab
 
 }  // namespace
 
-void* private_memory(void* where, std::size_t bytes) {
+void* private_memory(void* where, std::size_t bytes, int access) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (where ? MAP_FIXED : 0);
-  void* p = mmap(where, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  void* p = mmap(where, bytes, access, flags, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   madvise(p, bytes, MADV_DONTDUMP);
   madvise(p, bytes, MADV_NOHUGEPAGE);  // one entry must not cost 2 MiB
@@ -91,10 +91,7 @@ KernelLink::KernelLink(int uverbs_fd) {
   }
   qpn_table_ = static_cast<std::uint32_t*>(private_memory(nullptr, MIGR_QPN_TABLE_BYTES));
   key_table_ = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES));
-  if (!qpn_table_ || !key_table_) {  // address space is limited (RLIMIT_AS): the data path cannot do without
-    fprintf(stderr, "libmigr: no address space for 192 MiB of tables (ulimit -v); set MIGR_DISABLE=1\n");
-    abort();
-  }
+  if (!has_tables()) say_once("no address space for 192 MiB of tables (ulimit -v)", 0);
 }
 
 KernelLink::~KernelLink() {
@@ -103,9 +100,17 @@ KernelLink::~KernelLink() {
   if (fd_ >= 0) close(fd_);
 }
 
+int KernelLink::make_writable() {
+  if (!read_only_) return 0;
+  if (mprotect(qpn_table_, MIGR_QPN_TABLE_BYTES, PROT_READ | PROT_WRITE) || mprotect(key_table_, MIGR_KEY_TABLE_BYTES, PROT_READ | PROT_WRITE)) return errno;
+  read_only_ = false;
+  return 0;
+}
+
 int KernelLink::bind_qp(std::uint32_t vqpn, std::uint32_t pqpn) {
   if ((vqpn | pqpn) & ~MIGR_QPN_MASK) return ERANGE;
   if (!attached()) {
+    if (const int error = make_writable()) return error;
     __atomic_store_n(&qpn_table_[pqpn], vqpn | MIGR_QPN_VALID, __ATOMIC_RELEASE);
     if (vqpn == pqpn) names_.erase(vqpn);
     else names_.insert(vqpn);
@@ -130,6 +135,7 @@ int KernelLink::stands(std::uint32_t pqpn, std::uint32_t state) {
 int KernelLink::bind_mr(std::uint32_t handle, std::uint32_t vlkey, std::uint32_t vrkey, std::uint32_t plkey,
                         std::uint32_t prkey) {
   if (!attached()) {
+    if (const int error = make_writable()) return error;
     // The two keys of an MR need not share an index (with rxe and mlx5 they do).
     __atomic_store_n(&key_table_[vlkey >> 8].lkey, plkey ^ (vlkey & 0xff), __ATOMIC_RELEASE);
     if (vrkey) __atomic_store_n(&key_table_[vrkey >> 8].rkey, prkey ^ (vrkey & 0xff), __ATOMIC_RELEASE);
@@ -154,13 +160,28 @@ int KernelLink::driver_resp(migr_obj_type type, std::uint32_t handle, void* buf,
   return 0;
 }
 
-void KernelLink::detach() {
-  if (!attached()) return;
-  // MAP_FIXED replaces in one step: at no moment can another mapping take the address.
-  private_memory(qpn_table_, MIGR_QPN_TABLE_BYTES);
-  private_memory(key_table_, MIGR_KEY_TABLE_BYTES);
+bool KernelLink::empty_tables() {
+  // MAP_FIXED replaces in one step: at no moment can another mapping take the address. Where memory is not overcommitted, what cannot be
+  // written to is not counted.
+  read_only_ = true;
+  return private_memory(qpn_table_, MIGR_QPN_TABLE_BYTES, PROT_READ) && private_memory(key_table_, MIGR_KEY_TABLE_BYTES, PROT_READ);
+}
+
+bool KernelLink::map_tables(int fd) {
+  return table_of(fd, qpn_table_, MIGR_QPN_TABLE_BYTES, MIGR_QPN_TABLE_OFFSET) &&
+         table_of(fd, key_table_, MIGR_KEY_TABLE_BYTES, MIGR_KEY_TABLE_OFFSET);
+}
+
+int KernelLink::detach() {
+  if (!attached()) return 0;
+  if (!empty_tables()) {
+    const int error = errno;
+    (void)map_tables(fd_);
+    return error;
+  }
   close(fd_);
   fd_ = -1;
+  return 0;
 }
 
 int KernelLink::reattach(int uverbs_fd) {
@@ -169,11 +190,9 @@ int KernelLink::reattach(int uverbs_fd) {
   std::uint32_t ctx_id = 0;
   const int fd = open_attached(uverbs_fd, ctx_id, module_abi);
   if (fd < 0) return -fd;
-  if (!table_of(fd, qpn_table_, MIGR_QPN_TABLE_BYTES, MIGR_QPN_TABLE_OFFSET) ||
-      !table_of(fd, key_table_, MIGR_KEY_TABLE_BYTES, MIGR_KEY_TABLE_OFFSET)) {
+  if (!map_tables(fd)) {
     const int error = errno;
-    private_memory(qpn_table_, MIGR_QPN_TABLE_BYTES);
-    private_memory(key_table_, MIGR_KEY_TABLE_BYTES);
+    (void)empty_tables();
     close(fd);
     return error;
   }

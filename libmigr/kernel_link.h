@@ -8,12 +8,13 @@
 #include <unordered_set>
 
 #include <linux/types.h>
+#include <sys/mman.h>
 #include "../include/uapi/migr.h"
 
 namespace migr {
 
 /// Memory that costs nothing until it is written. @param where null, or the address that must be taken. @return null: no room
-void* private_memory(void* where, std::size_t bytes);
+void* private_memory(void* where, std::size_t bytes, int access = PROT_READ | PROT_WRITE);
 
 /// Without migr.ko (or with MIGR_TABLES=private, for measurements) both tables are private memory of the process
 /// that bind_*() fills: everything works within the process, nothing can be migrated. Says so once on stderr,
@@ -26,6 +27,8 @@ class KernelLink {
   KernelLink(const KernelLink&) = delete;
   KernelLink& operator=(const KernelLink&) = delete;
 
+  /// Else there is no address space for them (ulimit -v), which was said, and the data path cannot do without.
+  bool has_tables() const { return qpn_table_ && key_table_; }
   bool attached() const { return fd_ >= 0; }
   std::uint32_t ctx_id() const { return ctx_id_; }
   /// Stay valid and at their address until destruction, across detach() and reattach().
@@ -44,13 +47,18 @@ class KernelLink {
   int driver_resp(migr_obj_type type, std::uint32_t handle, void* buf, std::uint32_t& len);
 
   /// Before a checkpoint: closes /dev/migr and puts private copies of nothing (zero pages) where the tables were, so
-  /// that no mapping or descriptor of migr's is in the image. The data path must be suspended.
-  void detach();
+  /// that no mapping or descriptor of migr's is in the image. The data path must be suspended. @return an errno, and it is attached as before
+  int detach();
   /// After a restore or a rollback: attaches to uverbs_fd's context and maps the tables at the same addresses.
   int reattach(int uverbs_fd);
 
  private:
+  bool map_tables(int fd);
+  bool empty_tables();
+  int make_writable();
+
   int fd_ = -1;
+  bool read_only_ = false;  ///< the tables, while there is no migr.ko behind them
   std::uint32_t ctx_id_ = 0;
   std::uint32_t* qpn_table_ = nullptr;
   migr_key_entry* key_table_ = nullptr;

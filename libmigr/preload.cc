@@ -556,6 +556,7 @@ void adopt_context(ibv_context* ctx) {
   context->real = ctx;
   context->ops = ctx->ops;
   context->kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
+  if (!context->kernel->has_tables()) return delete context;
   MIGR_TAKE_SLOT(*context, *ctx, create_qp_ex);
   MIGR_TAKE_SLOT(*context, *ctx, create_cq_ex);
   install_slots(*context, *ctx);

@@ -587,7 +587,7 @@ void after_fork_in_child(bool inherits) {
   // A child has none of its parent's threads, and cannot use what is its parent's. Open descriptors would outlast park(), and
   // the two could not be moved.
   for (Link& link : the_state->links) {
-    if (link.kernel) link.kernel->detach();
+    if (link.kernel) (void)link.kernel->detach();
     for (const ibv_comp_channel* c : {link.events, link.cq_events})
       if (c) close(c->fd);
     if (!link.ctx) continue;

@@ -147,7 +147,8 @@ std::string open_link(Link& link) {
   if (why.empty() && link.ops.req_notify_cq(link.cq, 0)) why = errno_text("req_notify_cq");
   if (why.empty()) {
     link.kernel = std::make_unique<KernelLink>(ctx->cmd_fd);
-    return link.ctx = ctx, "";
+    if (link.kernel->has_tables()) return link.ctx = ctx, "";
+    why = "no address space for its tables";
   }
   close(link, ctx);
   return why;

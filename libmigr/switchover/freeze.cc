@@ -146,6 +146,15 @@ int thaw(int err) {
   return err;
 }
 
+int leave_module(std::string& why) {
+  int err = 0;
+  for (const Context* context : Registry::get().contexts)
+    if (!err) err = context->kernel->detach();
+  if (!err) return 0;
+  for (const Context* context : Registry::get().contexts) (void)context->kernel->reattach(context->real->cmd_fd);
+  return fail(why, err, "no room for empty tables in the place of migr.ko's");
+}
+
 }  // namespace
 
 int touch_pages(const void* address, std::size_t length, int access) {
@@ -206,7 +215,7 @@ int freeze(std::string& why) {
   collect_late_cq_events(last_cqes);
   ahead::leave();
   datagrams::note_gids();
-  for (Context* context : registry.contexts) context->kernel->detach();
+  if ((err = leave_module(why))) return thaw(err);
   events::frozen();
   note_acknowledged();
   registry.frozen = true;

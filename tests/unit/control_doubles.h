@@ -25,7 +25,7 @@ Registry& Registry::get() {
 }
 std::uint32_t Context::ctx_id() const { return kDoubledContext; }
 KernelLink::~KernelLink() = default;
-void KernelLink::detach() {}
+int KernelLink::detach() { return 0; }
 
 namespace switchover {
 void destroy_old_paths() {}

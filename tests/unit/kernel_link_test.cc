@@ -4,11 +4,58 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <fstream>
+#include <string>
+
 #include "../../libmigr/high_fd.h"
+
+namespace {
+
+/// A migr.ko that is a file with its tables, and a kernel that may have no room.
+struct {
+  int file = -1;             ///< -1: none
+  int maps_until_full = -1;  ///< of memory as large as a table; -1: any number
+} kernel;
+
+}  // namespace
+
+extern "C" int open(const char* path, int flags, ...) {
+  va_list rest;
+  va_start(rest, flags);
+  const mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
+  va_end(rest);
+  if (kernel.file >= 0 && !strcmp(path, "/dev/" MIGR_DEV_NAME)) return dup(kernel.file);
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+
+extern "C" int ioctl(int fd, unsigned long request, ...) noexcept {
+  va_list rest;
+  va_start(rest, request);
+  void* const arg = va_arg(rest, void*);
+  va_end(rest);
+  if (kernel.file < 0 || request != MIGR_IOC_ATTACH) return static_cast<int>(syscall(SYS_ioctl, fd, request, arg));
+  static_cast<migr_ioc_attach*>(arg)->ctx_id = 7;
+  return 0;
+}
+
+extern "C" void* mmap(void* at, size_t bytes, int access, int flags, int fd, off_t offset) noexcept {
+  if (fd < 0 && (bytes == MIGR_QPN_TABLE_BYTES || bytes == MIGR_KEY_TABLE_BYTES)) {
+    if (!kernel.maps_until_full) return errno = ENOMEM, MAP_FAILED;
+    if (kernel.maps_until_full > 0) --kernel.maps_until_full;
+  }
+  return reinterpret_cast<void*>(syscall(SYS_mmap, at, bytes, access, flags, fd, offset));
+}
 
 namespace migr {
 namespace {
@@ -82,6 +129,77 @@ TEST_F(PrivateTables, DetachLeavesThemAsTheyAre) {
   link.detach();
   EXPECT_EQ(link.qpn_table(), table);
   EXPECT_EQ(table[6], 5 | MIGR_QPN_VALID);
+}
+
+TEST(WithoutRoom, ItIsSaidAndTheProcessGoesOn) {
+  setenv("MIGR_TABLES", "private", 1);
+  const auto open_one = [] {
+    for (const int room : {0, 1}) {
+      kernel.maps_until_full = room;
+      if (KernelLink(-1).has_tables()) _exit(1);
+    }
+    _exit(0);
+  };
+  EXPECT_EXIT(open_one(), testing::ExitedWithCode(0), "no address space for 192 MiB of tables");
+}
+
+struct WithModule : ::testing::Test {
+  void SetUp() override {
+    unsetenv("MIGR_TABLES");
+    kernel.file = memfd_create("tables", MFD_CLOEXEC);
+    ASSERT_EQ(ftruncate(kernel.file, std::max(MIGR_QPN_TABLE_OFFSET + MIGR_QPN_TABLE_BYTES, MIGR_KEY_TABLE_OFFSET + MIGR_KEY_TABLE_BYTES)), 0);
+    constexpr std::uint32_t kBound = 5 | MIGR_QPN_VALID;
+    ASSERT_EQ(pwrite(kernel.file, &kBound, sizeof(kBound), MIGR_QPN_TABLE_OFFSET + 6 * sizeof(kBound)), ssize_t{sizeof(kBound)});
+  }
+  void TearDown() override {
+    kernel.maps_until_full = -1;
+    close(kernel.file);
+    kernel.file = -1;
+  }
+  /// "r--p", as /proc/self/maps has it
+  static std::string rights_of(const void* address) {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      unsigned long from = 0, to = 0;
+      char rights[5] = "";
+      sscanf(line.c_str(), "%lx-%lx %4s", &from, &to, rights);
+      const auto at = reinterpret_cast<std::uintptr_t>(address);
+      if (from <= at && at < to) return rights;
+    }
+    return "none";
+  }
+};
+
+TEST_F(WithModule, WhatReplacesItsTablesIsNotCountedUntilItIsWritten) {
+  KernelLink link(-1);
+  ASSERT_TRUE(link.attached());
+  EXPECT_EQ(link.qpn_table()[6], 5 | MIGR_QPN_VALID);
+  EXPECT_EQ(link.detach(), 0);
+  EXPECT_FALSE(link.attached());
+  EXPECT_EQ(link.qpn_table()[6], 0u);
+  EXPECT_EQ(rights_of(link.qpn_table()), "r--p");
+  EXPECT_EQ(rights_of(link.key_table()), "r--p");
+  EXPECT_EQ(link.bind_qp(1, 2), 0);
+  EXPECT_EQ(link.qpn_table()[2], 1 | MIGR_QPN_VALID);
+  EXPECT_EQ(link.bind_mr(0, 0x1200, 0, 0x3400, 0), 0);
+  EXPECT_EQ(link.reattach(-1), 0);
+  EXPECT_EQ(link.qpn_table()[6], 5 | MIGR_QPN_VALID);
+  EXPECT_EQ(link.qpn_table()[2], 0u);
+}
+
+TEST_F(WithModule, WithoutRoomItStaysAttached) {
+  for (const int room : {0, 1}) {
+    KernelLink link(-1);
+    ASSERT_TRUE(link.attached());
+    const auto* const table = link.qpn_table();
+    kernel.maps_until_full = room;
+    EXPECT_EQ(link.detach(), ENOMEM);
+    EXPECT_TRUE(link.attached());
+    EXPECT_EQ(link.qpn_table(), table);
+    EXPECT_EQ(table[6], 5 | MIGR_QPN_VALID);
+    kernel.maps_until_full = -1;
+    EXPECT_EQ(link.detach(), 0);
+  }
 }
 
 TEST(WithoutModule, TablesArePrivateAndItIsSaidOnce) {
