@@ -8,81 +8,27 @@
  * returned to.
  */
 #include <dlfcn.h>
-#include <elf.h>
 #include <link.h>
 
 #include <atomic>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
+#include "exports.h"
 #include "objects.h"
 
 #if !defined(__OPTIMIZE__)
 #error "without optimization the call of the next dlsym() is no jump"
 #endif
 
-extern "C" {
-[[gnu::visibility("hidden")]] extern const char __ehdr_start[];  // the linker's: where we begin and end
-[[gnu::visibility("hidden")]] extern const char _end[];
-}
-
 namespace {
 
-/// The functions that a library exports under its default versions. Of what is loaded, and without any memory: an allocator may
-/// ask for the one that is behind it before there is another.
-class Exports {
- public:
-  explicit Exports(const link_map& library) : base_(library.l_addr) {
-    for (const ElfW(Dyn)* d = library.l_ld; d && d->d_tag != DT_NULL; ++d) {
-      if (d->d_tag == DT_SYMTAB) symbols_ = at<ElfW(Sym)>(d->d_un.d_ptr);
-      if (d->d_tag == DT_STRTAB) names_ = at<char>(d->d_un.d_ptr);
-      if (d->d_tag == DT_VERSYM) versions_ = at<std::uint16_t>(d->d_un.d_ptr);
-      if (d->d_tag == DT_GNU_HASH) hash_ = at<std::uint32_t>(d->d_un.d_ptr);
-    }
-  }
-
-  void* find(const char* name) const {
-    if (!symbols_ || !names_ || !hash_ || !hash_[0]) return nullptr;
-    constexpr std::uint16_t kHidden = 0x8000;  // of a version that only asks for it by name
-    const std::uint32_t want = hash_of(name), count = hash_[0], first = hash_[1], words = hash_[2] * sizeof(ElfW(Addr)) / 4;
-    const std::uint32_t* const buckets = hash_ + 4 + words;
-    const std::uint32_t* const chains = buckets + count;
-    for (std::uint32_t i = buckets[want % count]; i >= first && i; ++i) {
-      const std::uint32_t here = chains[i - first];
-      const ElfW(Sym)& symbol = symbols_[i];
-      if ((here | 1) == (want | 1) && symbol.st_shndx != SHN_UNDEF && !std::strcmp(names_ + symbol.st_name, name) &&
-          !(versions_ && versions_[i] & kHidden))
-        return reinterpret_cast<void*>(base_ + symbol.st_value);
-      if (here & 1) break;
-    }
-    return nullptr;
-  }
-
- private:
-  /// The loader has made most of these addresses of this process.
-  template <class T>
-  const T* at(ElfW(Addr) address) const {
-    return reinterpret_cast<const T*>(address < base_ ? base_ + address : address);
-  }
-  static std::uint32_t hash_of(const char* name) {
-    std::uint32_t h = 5381;
-    for (; *name; ++name) h = h * 33 + static_cast<unsigned char>(*name);
-    return h;
-  }
-
-  ElfW(Addr) base_;
-  const ElfW(Sym) * symbols_ = nullptr;
-  const char* names_ = nullptr;
-  const std::uint16_t* versions_ = nullptr;
-  const std::uint32_t* hash_ = nullptr;
-};
-
-bool is_self(const link_map& library) { return library.l_addr == reinterpret_cast<ElfW(Addr)>(__ehdr_start); }
+using migr::Exports;
+using migr::is_self;
 
 const link_map& self() {
   const link_map* library = _r_debug.r_map;
-  while (library && !is_self(*library)) library = library->l_next;
+  while (library && !is_self(library->l_addr)) library = library->l_next;
   if (!library) std::abort();
   return *library;
 }
@@ -91,7 +37,7 @@ const link_map& self() {
 void* next(const char* name) {
   for (const link_map* first : {self().l_next, _r_debug.r_map})
     for (const link_map* library = first; library; library = library->l_next)
-      if (void* found = is_self(*library) ? nullptr : Exports(*library).find(name)) return found;
+      if (void* found = is_self(library->l_addr) ? nullptr : Exports(*library).find(name)) return found;
   std::abort();  // no C library
 }
 

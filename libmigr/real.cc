@@ -5,17 +5,25 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <utility>
 
+#include "exports.h"
 #include "gids.h"
 
 namespace migr {
 namespace {
 
+/// One that has come by dlopen(RTLD_LOCAL), maybe by a name of its own: Python's wheels bring libibverbs-0123abcd.so.1.
+void* loaded_aside() {
+  void* const handle = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  const std::string other = handle ? "" : exporter_of("ibv_open_device");
+  return other.empty() ? handle : dlopen(other.c_str(), RTLD_NOLOAD | RTLD_NOW);
+}
+
 void* find(const char* name, const char* version) {
   if (void* symbol = dlvsym(RTLD_NEXT, name, version)) return symbol;
-  // libibverbs may have come by dlopen(RTLD_LOCAL), or carry no versions.
-  static void* handle = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  static void* const handle = loaded_aside();  // or it carries no versions
   if (handle) {
     if (void* symbol = dlvsym(handle, name, version)) return symbol;
     if (void* symbol = dlsym(handle, name)) return symbol;
@@ -38,7 +46,7 @@ Real find_all() {
   MIGR_REAL_VERBS(MIGR_REAL_FIND)
 #undef MIGR_REAL_FIND
   if (!found.open_device || !found.create_qp) {
-    std::fputs("migr: libibverbs.so.1 is not loaded, but a function of it was called\n", stderr);
+    std::fputs("libmigr: libibverbs.so.1 is not loaded, but a function of it was called\n", stderr);
     std::abort();
   }
   libibverbs_modify_qp = std::exchange(found.modify_qp, modify_qp);

@@ -30,6 +30,15 @@ class Dlsym : public testing::Test {
   }
 };
 
+// First: it is the only libibverbs.
+TEST_F(Dlsym, OneByAnotherNameThatOnlyItsUserSeesIsFound) {
+  void* const module = load(MIGR_WHEEL);
+  const auto opens = reinterpret_cast<int (*)()>(dlsym(module, "dlsym_wheel_opens"));
+  ASSERT_TRUE(opens) << dlerror();
+  EXPECT_EQ(in(dlsym(module, "ibv_open_device")).rfind("libibverbs-0123abcd.so", 0), 0U);
+  EXPECT_TRUE(opens());
+}
+
 TEST_F(Dlsym, WhatWeStandInFrontOfIsOurs) {
   void* const verbs = load("libibverbs.so.1");
   for (const char* name : {"ibv_open_device", "ibv_create_qp", "ibv_reg_mr_iova2", "_ibv_query_gid_table"})
