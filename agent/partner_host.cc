@@ -198,14 +198,18 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
             b->set_migration(holder);
             return {};
           }
+          if (const std::string refusal = sessions_.refusal(pid); !session && !refusal.empty())
+            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there, which has refused it: " + refusal};
+          if (!(c.rec.flags & MIGR_CTX_ATTACHED) && session) {
+            const auto described = session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, 0, {}, kProcessMs);
+            return Error{EBUSY, "the partner, " + who + ", cannot follow: " +
+                                    (described ? "its libmigr does not know what it has; its standard error may say why" : described.error().text)};
+          }
           if (!(c.rec.flags & MIGR_CTX_ATTACHED))
             return Error{EBUSY, "the partner, " + who + ", does not use libmigr, so its end of the connection cannot follow; "
                                 "start it anew with LD_PRELOAD=libmigr.so, or let it end the connection first"};
-          if (!session) {
-            const std::string refusal = sessions_.refusal(pid);
-            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there" +
-                                    (refusal.empty() ? "; can it see " + config_.run_dir + "?" : ", which has refused it: " + refusal)};
-          }
+          if (!session)
+            return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
           if (auto s = state_can_move(q, "the partner, " + who); !s) return s;
           auto* p = out->add_qps();
           p->set_index(static_cast<std::uint32_t>(i));

@@ -450,7 +450,9 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   const auto& r = c.rec;
   const std::string who = "process " + std::to_string(r.pid) + " (" + std::string(r.comm, strnlen(r.comm, sizeof r.comm)) + ")";
   if (!(r.flags & MIGR_CTX_ATTACHED))
-    return Error{EOPNOTSUPP, who + " has RDMA resources but does not use libmigr; start it with LD_PRELOAD=libmigr.so"};
+    return Error{EOPNOTSUPP, who + (host_.sessions_.by_pid(static_cast<pid_t>(r.pid))
+                                        ? " has RDMA resources that its libmigr does not know; its standard error may say why"
+                                        : " has RDMA resources but does not use libmigr; start it with LD_PRELOAD=libmigr.so; if it has that, its container has neither /dev/migr nor " + host_.config_.run_dir)};
   if (r.flags & MIGR_CTX_HYDRATED)
     return Error{EOPNOTSUPP, who + " has RDMA resources from before migr.ko was loaded, so its record is incomplete; restart it"};
   for (const auto& o : c.others)
@@ -545,17 +547,20 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     }
     auto ctxs = kernel->contexts(pid);
     if (!ctxs) return ctxs.error();
+    if (const std::string refusal = host_.sessions_.refusal(pid); !p.session && !refusal.empty())
+      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd, which has refused it: " + refusal};
+    // It knows why.
+    if (asked && !described && std::any_of(ctxs->begin(), ctxs->end(), [](const ContextRecord& c) { return !(c.rec.flags & MIGR_CTX_ATTACHED); }))
+      return described.error();
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) return s.error();
       if (auto s = inspect_context(c, owner); !s) return s.error();
       for (const auto& q : c.qps)
         if (!(q.flags & MIGR_QP_FORMER)) p.vqpns.push_back(q.vqpn);
     }
-    if (!p.session) {
-      const std::string refusal = host_.sessions_.refusal(pid);
-      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd" +
-                                 (refusal.empty() ? "; can it see " + host_.config_.run_dir + ", has the container that mounted?" : ", which has refused it: " + refusal)};
-    }
+    if (!p.session)
+      return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd; can it see " +
+                                 host_.config_.run_dir + ", has the container that mounted?"};
     if (!asked)
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     if (!described) return described.error();

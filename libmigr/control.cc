@@ -316,7 +316,7 @@ void describe(const Registry& registry, Answer& answer) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));
     if (!context->ctx_id())
-      return answer.fail(ENODEV, "migr.ko was not loaded when the process opened its device; restart the process");
+      return answer.fail(ENODEV, "opened its device without migr.ko: " + context->kernel->why_private() + "; restart it");
     gids::note(*context);
     migr_fd_desc d{};
     d.kind = MIGR_FD_CONTEXT;

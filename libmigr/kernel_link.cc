@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <string>
 
 #include "high_fd.h"
 
@@ -19,11 +20,9 @@ namespace {
 
 constexpr char kDevice[] = "/dev/" MIGR_DEV_NAME;
 
-void say_once(const char* what, int error) {
+void say_once(const std::string& what) {
   static std::atomic<bool> said;
-  if (said.exchange(true)) return;
-  fprintf(stderr, "libmigr: %s%s%s; this process runs as usual but cannot be migrated\n", what, error ? ": " : "",
-          error ? strerror(error) : "");
+  if (!said.exchange(true)) fprintf(stderr, "libmigr: %s; this process runs as usual but cannot be migrated\n", what.c_str());
 }
 
 bool private_wanted() {
@@ -63,7 +62,9 @@ void* private_memory(void* where, std::size_t bytes, int access) {
 }
 
 KernelLink::KernelLink(int uverbs_fd) {
-  if (!private_wanted()) {
+  if (private_wanted()) {
+    why_private_ = "MIGR_TABLES=private";
+  } else {
     std::uint32_t module_abi = MIGR_ABI_VERSION;
     const int fd = open_attached(uverbs_fd, ctx_id_, module_abi);
     if (fd >= 0) {
@@ -73,25 +74,23 @@ KernelLink::KernelLink(int uverbs_fd) {
         fd_ = fd;
         return;
       }
-      say_once("cannot map the tables of /dev/migr", errno);
+      why_private_ = std::string("cannot map the tables of /dev/migr: ") + strerror(errno);
       if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
       if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
       close(fd);
       ctx_id_ = 0;
     } else if (fd == -EPROTONOSUPPORT) {
-      char text[120];
-      snprintf(text, sizeof(text), "migr.ko speaks ABI version %u, this library %u: install matching ones", module_abi,
-               MIGR_ABI_VERSION);
-      say_once(text, 0);
+      why_private_ = "migr.ko speaks ABI version " + std::to_string(module_abi) + ", this library " + std::to_string(MIGR_ABI_VERSION) + ": install matching ones";
     } else if (fd == -ENOENT && access(kDevice, F_OK) != 0) {
-      say_once("no /dev/migr (is migr.ko loaded?)", 0);
+      why_private_ = "no /dev/migr (is migr.ko loaded, does the container have it?)";
     } else {
-      say_once("cannot attach to /dev/migr", -fd);
+      why_private_ = std::string("cannot attach to /dev/migr: ") + strerror(-fd);
     }
+    say_once(why_private_);
   }
   qpn_table_ = static_cast<std::uint32_t*>(private_memory(nullptr, MIGR_QPN_TABLE_BYTES));
   key_table_ = static_cast<migr_key_entry*>(private_memory(nullptr, MIGR_KEY_TABLE_BYTES));
-  if (!has_tables()) say_once("no address space for 192 MiB of tables (ulimit -v)", 0);
+  if (!has_tables()) say_once("no address space for 192 MiB of tables (ulimit -v)");
 }
 
 KernelLink::~KernelLink() {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <unordered_set>
 
 #include <linux/types.h>
@@ -31,6 +32,8 @@ class KernelLink {
   bool has_tables() const { return qpn_table_ && key_table_; }
   bool attached() const { return fd_ >= 0; }
   std::uint32_t ctx_id() const { return ctx_id_; }
+  /// Why it never was. Empty: it was.
+  const std::string& why_private() const { return why_private_; }
   /// Stay valid and at their address until destruction, across detach() and reattach().
   const std::uint32_t* qpn_table() const { return qpn_table_; }
   const migr_key_entry* key_table() const { return key_table_; }
@@ -58,6 +61,7 @@ class KernelLink {
   int make_writable();
 
   int fd_ = -1;
+  std::string why_private_;
   bool read_only_ = false;  ///< the tables, while there is no migr.ko behind them
   std::uint32_t ctx_id_ = 0;
   std::uint32_t* qpn_table_ = nullptr;

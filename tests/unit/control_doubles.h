@@ -23,7 +23,8 @@ Registry& Registry::get() {
   static Registry* registry = new Registry;
   return *registry;
 }
-std::uint32_t Context::ctx_id() const { return kDoubledContext; }
+std::uint32_t Context::ctx_id() const { return kernel ? kernel->ctx_id() : kDoubledContext; }
+KernelLink::KernelLink(int) : why_private_("no /dev/migr") {}
 KernelLink::~KernelLink() = default;
 int KernelLink::detach() { return 0; }
 

@@ -434,6 +434,16 @@ TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
   EXPECT_NE(std::string(reply.text).find("3 x flow, 1 x WQ"), std::string::npos) << reply.text;
 }
 
+TEST_F(Control, WhatIsNotAttachedSaysWhy) {
+  Context context;
+  context.kernel = std::make_unique<KernelLink>(-1);
+  Registry::get().contexts.push_back(&context);
+  const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
+  Registry::get().contexts.clear();
+  EXPECT_EQ(reply.status, ENODEV);
+  EXPECT_STREQ(reply.text, "opened its device without migr.ko: no /dev/migr; restart it");
+}
+
 TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
   const std::uint64_t described = ask(MIGR_MSG_DESCRIBE).arg;
   ASSERT_NE(described, 0u);

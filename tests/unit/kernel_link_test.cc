@@ -24,7 +24,8 @@ namespace {
 
 /// A migr.ko that is a file with its tables, and a kernel that may have no room.
 struct {
-  int file = -1;             ///< -1: none
+  int file = -1;  ///< -1: none
+  int attach_fails = 0;
   int maps_until_full = -1;  ///< of memory as large as a table; -1: any number
 } kernel;
 
@@ -46,6 +47,7 @@ extern "C" int ioctl(int fd, unsigned long request, ...) noexcept {
   va_end(rest);
   if (kernel.file < 0 || request != MIGR_IOC_ATTACH) return static_cast<int>(syscall(SYS_ioctl, fd, request, arg));
   static_cast<migr_ioc_attach*>(arg)->ctx_id = 7;
+  if (kernel.attach_fails) return errno = kernel.attach_fails, -1;
   return 0;
 }
 
@@ -143,6 +145,21 @@ TEST(WithoutRoom, ItIsSaidAndTheProcessGoesOn) {
   EXPECT_EXIT(open_one(), testing::ExitedWithCode(0), "no address space for 192 MiB of tables");
 }
 
+TEST(WithoutModule, TablesArePrivateAndItIsSaidOnce) {
+  if (access("/dev/migr", F_OK) == 0) GTEST_SKIP() << "migr.ko is loaded here";
+  unsetenv("MIGR_TABLES");
+  testing::internal::CaptureStderr();
+  KernelLink one(-1);
+  KernelLink two(-1);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find(one.why_private()), said.npos) << said;
+  EXPECT_EQ(one.why_private().find("no /dev/migr"), 0u) << one.why_private();
+  EXPECT_EQ(said.find("libmigr:"), said.rfind("libmigr:")) << said;
+  EXPECT_FALSE(one.attached());
+  EXPECT_EQ(one.bind_qp(1, 1), 0);
+  EXPECT_NE(one.reattach(-1), 0);
+}
+
 struct WithModule : ::testing::Test {
   void SetUp() override {
     unsetenv("MIGR_TABLES");
@@ -173,6 +190,7 @@ struct WithModule : ::testing::Test {
 TEST_F(WithModule, WhatReplacesItsTablesIsNotCountedUntilItIsWritten) {
   KernelLink link(-1);
   ASSERT_TRUE(link.attached());
+  EXPECT_EQ(link.why_private(), "");
   EXPECT_EQ(link.qpn_table()[6], 5 | MIGR_QPN_VALID);
   EXPECT_EQ(link.detach(), 0);
   EXPECT_FALSE(link.attached());
@@ -202,18 +220,12 @@ TEST_F(WithModule, WithoutRoomItStaysAttached) {
   }
 }
 
-TEST(WithoutModule, TablesArePrivateAndItIsSaidOnce) {
-  if (access("/dev/migr", F_OK) == 0) GTEST_SKIP() << "migr.ko is loaded here";
-  unsetenv("MIGR_TABLES");
-  testing::internal::CaptureStderr();
-  KernelLink one(-1);
-  KernelLink two(-1);
-  const std::string said = testing::internal::GetCapturedStderr();
-  EXPECT_NE(said.find("no /dev/migr"), said.npos) << said;
-  EXPECT_EQ(said.find("libmigr:"), said.rfind("libmigr:")) << said;
-  EXPECT_FALSE(one.attached());
-  EXPECT_EQ(one.bind_qp(1, 1), 0);
-  EXPECT_NE(one.reattach(-1), 0);
+TEST_F(WithModule, ThatRefusesItSaysWhy) {
+  kernel.attach_fails = EPERM;
+  EXPECT_EQ(KernelLink(-1).why_private(), "cannot attach to /dev/migr: Operation not permitted");
+  kernel.attach_fails = EPROTONOSUPPORT;
+  EXPECT_NE(KernelLink(-1).why_private().find("ABI version"), std::string::npos);
+  kernel.attach_fails = 0;
 }
 
 TEST(HighFd, MovesUpClosesTheOldOneAndOnExec) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What Find says of the end of a connection that a process here has, and which numbers are reserved, by a kernel's record that is
-// this test's.
+// What Find says of the end of a connection that a process here has, what cannot be moved from here, and which numbers are reserved,
+// by a kernel's record that is this test's.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -16,12 +16,13 @@
 #include "agent/kernel_record.h"
 #include "agent/numbers.h"
 #include "agent/partner_host.h"
+#include "agent/source_host.h"
 
 namespace migr {
 namespace {
 
 constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
-std::uint32_t recorded_state;
+std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED;
 bool loaded = true;
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
@@ -36,7 +37,7 @@ Result<KernelInfo> KernelRecord::info() { return KernelInfo{.reserved = static_c
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
   c.rec.pid = static_cast<__u32>(getpid());
-  c.rec.flags = MIGR_CTX_ATTACHED;
+  c.rec.flags = recorded_flags;
   std::strcpy(c.rec.comm, "partner");
   return std::vector{c};
 }
@@ -65,6 +66,8 @@ namespace fs = std::filesystem;
 
 /// This process is the partner, and has libmigr as far as its migrd can tell.
 struct AnEnd : ::testing::Test {
+  /// What whoever runs the tests has left open here may be a pipe to a process that does not move.
+  static void SetUpTestSuite() { close_range(STDERR_FILENO + 1, ~0u, 0); }
   static std::string made() {
     char name[] = "/tmp/partner_find_test.XXXXXX";
     return mkdtemp(name);
@@ -82,6 +85,8 @@ struct AnEnd : ::testing::Test {
     std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
     ASSERT_TRUE(sessions.start(
         at.sun_path, [](const auto&) {}, [this](const Question& q) { return whereabouts.answer(q); }));
+    const timeval limit{5, 0};
+    setsockopt(library.n, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
     migr_msg hello{};
     hello.version = MIGR_PROC_VERSION;
@@ -110,6 +115,42 @@ struct AnEnd : ::testing::Test {
     return wire::Partner::NewStub(server->InProcessChannel({}))->Find(&ctx, r, &out);
   }
 
+  /// The library: what it says to the next that is asked.
+  std::thread says(int status, const char* text) {
+    return std::thread([this, status, text] {
+      migr_msg m{};
+      ASSERT_GE(recv(library.n, &m, sizeof m, 0), static_cast<ssize_t>(sizeof m));
+      EXPECT_EQ(m.type, MIGR_MSG_DESCRIBE);
+      m.type |= MIGR_REPLY;
+      m.count = m.record_size = 0;
+      m.status = status;
+      std::snprintf(m.text, sizeof m.text, "%s", text);
+      EXPECT_EQ(send(library.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+    });
+  }
+  /// Another release's: it is refused.
+  void be_refused() {
+    shutdown(library.n, SHUT_RDWR);
+    const Fd other(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+    ASSERT_EQ(connect(other.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    migr_msg hello{};
+    hello.version = MIGR_PROC_VERSION + 1;
+    ASSERT_EQ(send(other.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+    for (int ms = 0; sessions.by_pid(getpid()) || sessions.refusal(getpid()).empty(); ++ms) {
+      ASSERT_LT(ms, 10'000);
+      usleep(1000);
+    }
+  }
+  /// What this process is refused with, as one that is to be moved.
+  std::string not_moved() {
+    SourceRun run(source, 1, SourceRun::Describe::kLook);
+    const auto info = run.inspect("pid:" + std::to_string(getpid()));
+    return info ? "" : info.error().text;
+  }
+
   const std::string root = made();
   const Config config = config_in_root();
   const Fd library{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
@@ -119,8 +160,13 @@ struct AnEnd : ::testing::Test {
   const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
   Whereabouts whereabouts{config, sessions, peers, *directory};
   PartnerHost host{config, sessions, peers, claims, directory, whereabouts};
+  Numbers numbers{config};
+  SourceHost source{config, sessions, claims, numbers, *directory, [](const std::string& name) { return Error{ENOENT, name}; },
+                    [](const std::string& name) { return Error{ENOENT, name}; }};
   std::unique_ptr<grpc::Server> server;
 };
+
+const std::string kRefused = "speaks version " + std::to_string(MIGR_PROC_VERSION + 1) + ", not " + std::to_string(MIGR_PROC_VERSION);
 
 TEST_F(AnEnd, InAStateThatNoNewPathCanHaveIsRefusedByName) {
   wire::FindReply out;
@@ -143,23 +189,30 @@ TEST_F(AnEnd, InAnyOtherIsFound) {
 }
 
 TEST_F(AnEnd, WhoseLibraryWasRefusedIsRefusedWithTheReason) {
-  shutdown(library.n, SHUT_RDWR);
-  const Fd other(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  sockaddr_un at{};
-  at.sun_family = AF_UNIX;
-  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
-  ASSERT_EQ(connect(other.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-  migr_msg hello{};
-  hello.version = MIGR_PROC_VERSION + 1;
-  ASSERT_EQ(send(other.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
-  for (int ms = 0; sessions.by_pid(getpid()) || sessions.refusal(getpid()).empty(); ++ms) {
-    ASSERT_LT(ms, 10'000);
-    usleep(1000);
-  }
+  be_refused();
   wire::FindReply out;
-  const std::string why = find(kRts, out).error_message();
-  EXPECT_NE(why.find("is not connected to migrd there, which has refused it: "), why.npos) << why;
-  EXPECT_NE(why.find("speaks version " + std::to_string(MIGR_PROC_VERSION + 1)), why.npos) << why;
+  for (const std::string& why : {find(kRts, out).error_message(), not_moved()}) {
+    EXPECT_NE(why.find("is not connected to migrd"), why.npos) << why;
+    EXPECT_NE(why.find("which has refused it: "), why.npos) << why;
+    EXPECT_NE(why.find(kRefused), why.npos) << why;
+  }
+}
+
+TEST_F(AnEnd, WhoseDeviceIsNotAttachedIsRefusedWithItsLibrarysReason) {
+  const char* const kReason = "opened its device without migr.ko: no /dev/migr";
+  recorded_flags = 0;
+  wire::FindReply out;
+  for (const auto& asked : {std::function([&] { return find(kRts, out).error_message(); }), std::function([&] { return not_moved(); })}) {
+    auto library_says = says(ENODEV, kReason);
+    const std::string why = asked();
+    library_says.join();
+    EXPECT_NE(why.find(kReason), why.npos) << why;
+    EXPECT_EQ(why.find("LD_PRELOAD"), why.npos) << why;
+  }
+  be_refused();
+  EXPECT_NE(find(kRts, out).error_message().find(kRefused), std::string::npos);
+  EXPECT_NE(not_moved().find(kRefused), std::string::npos);
+  recorded_flags = MIGR_CTX_ATTACHED;
 }
 
 struct AnAbsence : AnEnd {
@@ -172,7 +225,6 @@ struct AnAbsence : AnEnd {
   void tick() {
     numbers.tick([](const std::string&, const std::vector<Instance>&) { return Status(); });
   }
-  Numbers numbers{config};
 };
 
 TEST_F(AnAbsence, IsKnownToAModuleThatIsLoadedLater) {
