@@ -26,6 +26,7 @@
 #include "coordinator.h"
 #include "destination_host.h"
 #include "directory.h"
+#include "end_signals.h"
 #include "failover/link_socket.h"
 #include "failover/peer_directory.h"
 #include "failover/port_watch.h"
@@ -420,13 +421,7 @@ int run(const Config& config) {
     do metrics->ask_peers(peers);
     while (!end.comes_within(kPeersMs));
   });
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGTERM);
-  sigaddset(&set, SIGINT);
-  int sig = 0;
-  sigwait(&set, &sig);
-  spdlog::info("ends by signal {}", sig);
+  spdlog::info("ends by signal {}", wait_for_end());
   end.come();
   ticker.join();
   guests.join();
@@ -465,12 +460,7 @@ int main(int argc, char** argv) {
   setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
   log_to_stderr("migrd", verbose);
   if (geteuid() != 0) return fail("has to run as root: it stops processes, reads the kernel's record and runs containers");
-  // Every thread inherits it: only sigwait() below sees them.
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGTERM);
-  sigaddset(&set, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  hold_end_signals();
   signal(SIGPIPE, SIG_IGN);
   // Also for what it starts: runc and CRIU. Restored tasks get the priority that they had.
   if (setpriority(PRIO_PROCESS, 0, kNice)) spdlog::warn("setpriority: {}", std::strerror(errno));
