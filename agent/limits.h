@@ -101,6 +101,7 @@ inline constexpr int kMigrateTries = 3;     // when resources change meanwhile; 
 
 // To processes.
 inline constexpr int kHelloMs = 5'000;
+inline constexpr int kAcceptAgainMs = 200;  // there was no descriptor for who connects
 inline constexpr std::size_t kMaxSessions = 4096;
 inline constexpr int kQuestions = 32;          // of processes, answered at the same time; half of them of one user
 inline constexpr int kQuestionsWaiting = 512;  // for that; half of them of one user

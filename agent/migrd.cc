@@ -68,6 +68,14 @@ Result<std::uint32_t> random_number() {
   }
 }
 
+/// What it starts has its own limits: runc sets those of containers, CRIU gives back those that programs had.
+void have_all_files() {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) || files.rlim_cur >= files.rlim_max) return;
+  files.rlim_cur = files.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &files)) spdlog::warn("setrlimit: {}", std::strerror(errno));
+}
+
 wire::Summary refused(std::uint32_t id, const std::string& what, const std::string& why) {
   wire::Summary s;
   s.set_id(id);
@@ -462,6 +470,7 @@ int main(int argc, char** argv) {
   if (geteuid() != 0) return fail("has to run as root: it stops processes, reads the kernel's record and runs containers");
   hold_end_signals();
   signal(SIGPIPE, SIG_IGN);
+  have_all_files();
   // Also for what it starts: runc and CRIU. Restored tasks get the priority that they had.
   if (setpriority(PRIO_PROCESS, 0, kNice)) spdlog::warn("setpriority: {}", std::strerror(errno));
   umask(0077);

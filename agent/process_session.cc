@@ -100,6 +100,28 @@ Result<Fd> listen_to_processes(const std::string& path) {
   return fd;
 }
 
+Status Listener::start(const std::string& path) {
+  auto fd = listen_to_processes(path);
+  if (!fd) return fd.error();
+  fd_ = std::move(*fd);
+  return {};
+}
+
+int Listener::wait_ms(int ms) const {
+  if (!waits()) return ms;
+  return ms < 0 ? kAcceptAgainMs : std::min(ms, kAcceptAgainMs);
+}
+
+Fd Listener::accept() {
+  Fd fd(accept4(fd_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (fd.n < 0 && (errno == EMFILE || errno == ENFILE)) {
+    const char* const why = std::strerror(errno);
+    again_ = Clock::now() + std::chrono::milliseconds(kAcceptAgainMs);
+    if (rarely_.due(why)) spdlog::error("processes that connect have to wait: {}", why);
+  }
+  return fd;
+}
+
 std::string hex(const Instance& i) { return to_hex(bytes_of(i)); }
 
 Result<Instance> instance_of(std::string_view bytes) {
@@ -285,9 +307,7 @@ void ProcessSession::close() { shutdown(fd_.n, SHUT_RDWR); }
 SessionTable::~SessionTable() { stop(); }
 
 Status SessionTable::start(const std::string& path, OnHello on_hello, OnQuestion on_question) {
-  auto listener = listen_to_processes(path);
-  if (!listener) return listener.error();
-  listener_ = std::move(*listener);
+  if (auto s = listener_.start(path); !s) return s;
   wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_.n < 0) return sys_error("eventfd");
   on_hello_ = std::move(on_hello);
@@ -406,11 +426,11 @@ void SessionTable::run() {
   };
   std::vector<Greeting> greetings;
   while (!stop_) {
-    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, {listener_.n, POLLIN, 0}};
+    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, listener_.watched()};
     const auto known = all();
     for (const auto& s : known) fds.push_back({s->fd(), POLLRDHUP, 0});
     for (const auto& g : greetings) fds.push_back({g.fd.n, POLLIN, 0});
-    if (poll(fds.data(), fds.size(), greetings.empty() ? -1 : 200) < 0 && errno != EINTR) {
+    if (poll(fds.data(), fds.size(), listener_.wait_ms(greetings.empty() ? -1 : 200)) < 0 && errno != EINTR) {
       spdlog::error("poll: {}", std::strerror(errno));
       return;
     }
@@ -440,8 +460,7 @@ void SessionTable::run() {
       greetings.erase(greetings.begin() + static_cast<long>(i));
     }
     if (fds[1].revents) {
-      for (int n; (n = accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
-        Fd fd(n);
+      for (Fd fd; (fd = listener_.accept()).n >= 0;) {
         const auto who = speaker_of(fd.n);
         if (!who) {
           if (rarely_.due(who.error().text)) spdlog::warn("refused: {}", who.error().text);

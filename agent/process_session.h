@@ -2,6 +2,7 @@
 // Connections of the libraries: include/migr/proc_wire.h, migrd's side of it.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <array>
@@ -49,6 +50,24 @@ struct Fd {
 
 /// A socket at which processes connect: SOCK_SEQPACKET, nobody waits in accept(). What was there of that name goes.
 Result<Fd> listen_to_processes(const std::string& path);
+
+/// The same in a loop of poll(). Thread: one at a time.
+class Listener {
+ public:
+  Status start(const std::string& path);
+  /// Not watched for a while after there was no descriptor for who connects: poll() would return at once.
+  pollfd watched() const { return {waits() ? -1 : fd_.n, POLLIN, 0}; }
+  /// Instead of `ms` (-1: without end).
+  int wait_ms(int ms) const;
+  /// n < 0: nobody, or it has to wait.
+  Fd accept();
+
+ private:
+  bool waits() const { return std::chrono::steady_clock::now() < again_; }
+  Fd fd_;
+  std::chrono::steady_clock::time_point again_{};
+  SaidRarely rarely_;
+};
 
 /// Who has half at most of what there is for all: a user, whatever containers he makes, and a container, whatever users its root
 /// becomes. Root of the host may have everything.
@@ -216,7 +235,8 @@ class SessionTable {
   std::vector<User> asking_;  // of each question that is being answered
   std::deque<Asker> waiting_;
   SaidRarely rarely_;
-  Fd listener_, wake_;
+  Listener listener_;
+  Fd wake_;
   std::thread thread_;
   std::atomic<bool> stop_ = false;
   mutable std::mutex mutex_;

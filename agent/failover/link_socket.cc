@@ -62,9 +62,7 @@ std::string label(pid_t pid, const std::string& comm) { return "links of process
 LinkSocket::~LinkSocket() { stop(); }
 
 Status LinkSocket::start(const std::string& path) {
-  auto listener = listen_to_processes(path);
-  if (!listener) return listener.error();
-  listener_ = std::move(*listener);
+  if (auto s = listener_.start(path); !s) return s;
   wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_.n < 0) return sys_error("eventfd");
   // Whoever connects how often: migrations need descriptors, too.
@@ -100,7 +98,7 @@ std::size_t LinkSocket::connections() const { return all().size(); }
 
 void LinkSocket::run() {
   for (;;) {
-    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, {listener_.n, POLLIN, 0}};
+    std::vector<pollfd> fds = {{wake_.n, POLLIN, 0}, listener_.watched()};
     const auto known = all();
     const auto now = Clock::now();
     int wait_ms = -1;
@@ -121,7 +119,7 @@ void LinkSocket::run() {
         fds.push_back({s->fd.n, events, 0});
       }
     }
-    if (poll(fds.data(), fds.size(), wait_ms) < 0 && errno != EINTR) {
+    if (poll(fds.data(), fds.size(), listener_.wait_ms(wait_ms)) < 0 && errno != EINTR) {
       spdlog::error("poll: {}", std::strerror(errno));
       return;
     }
@@ -148,12 +146,12 @@ void LinkSocket::run() {
       }
     }
     if (fds[1].revents) {
-      for (int n; (n = accept4(listener_.n, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
+      for (Fd fd; (fd = listener_.accept()).n >= 0;) {
         auto s = std::make_shared<Session>();
-        s->fd = Fd(n);
+        s->fd = std::move(fd);
         s->since = s->refilled = Clock::now();
         s->tokens = kLinkPacketsPerS;
-        const auto speaker = speaker_of(n);
+        const auto speaker = speaker_of(s->fd.n);
         if (!speaker) {
           if (rarely_.due(speaker.error().text)) spdlog::warn("links: refused: {}", speaker.error().text);
           continue;

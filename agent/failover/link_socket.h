@@ -97,7 +97,8 @@ class LinkSocket {
   const Ports ports_;
   const std::string file_;
   std::vector<std::byte> buffer_ = std::vector<std::byte>(MIGR_LINKS_PACKET_BYTES + 1);  // of run(), to see what is too long
-  Fd listener_, wake_;
+  Listener listener_;
+  Fd wake_;
   std::size_t most_ = 0;  // connections
   std::thread thread_;
   std::vector<std::thread> workers_;

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -433,6 +434,28 @@ TEST_F(Table, WhatOneWasRefusedForIsNotForgottenBecauseItLooks) {
   char c;
   EXPECT_EQ(recv(later.n, &c, 1, 0), 0);
   EXPECT_EQ(table_.refusal(getpid()), why);
+}
+
+TEST_F(Table, WithoutDescriptorsWhoConnectsWaits) {
+  const Said said;
+  const Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit full{static_cast<rlim_t>(fd.n) + 1, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &full), 0);
+  std::vector<Fd> rest;
+  for (int n; (n = dup(fd.n)) >= 0;) rest.emplace_back(n);
+  sockaddr_un a{};
+  a.sun_family = AF_UNIX;
+  std::strcpy(a.sun_path, (dir_ + "/proc.sock").c_str());
+  EXPECT_EQ(::connect(fd.n, reinterpret_cast<sockaddr*>(&a), sizeof a), 0);
+  send_packet(fd.n, hello(7));
+  EXPECT_FALSE(table_.wait_for(Instance{7}, {}, 100));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  rest.clear();
+  EXPECT_TRUE(table_.wait_for(Instance{7}, {}, 2000));
+  table_.stop();
+  EXPECT_EQ(said.times("processes that connect have to wait: Too many open files"), 1u);
 }
 
 TEST_F(Table, WaitForSomebodyElseIsETIMEDOUT) {
