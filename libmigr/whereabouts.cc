@@ -22,13 +22,13 @@ using Gid = std::array<std::uint8_t, 16>;
 
 constexpr int kAskMs = 3000;
 
-/* Under the Registry's lock, but for `any`. */
-bool told = false;         ///< what has moved, by the migrd that we are connected to
-std::vector<Gid> touched;  ///< that processes have moved to or from
-std::uint64_t news = 0;    ///< how often something of this has changed
+/* Under the Registry's lock, but for `any`. Never destroyed: threads may outlive main() */
+bool told = false;                      ///< what has moved, by the migrd that we are connected to
+auto& touched = *new std::vector<Gid>;  ///< that processes have moved to or from
+std::uint64_t news = 0;                 ///< how often something of this has changed
 bool have_moved = false;
-std::atomic<bool> any{true};                            ///< connecting a QP may be more than that
-std::deque<std::shared_ptr<const RemoteKeys>> retired;  ///< a thread that posts may be looking into the last ones
+std::atomic<bool> any{true};                                         ///< connecting a QP may be more than that
+auto& retired = *new std::deque<std::shared_ptr<const RemoteKeys>>;  ///< a thread that posts may be looking into the last ones
 
 constexpr std::size_t kRetired = 1024;
 

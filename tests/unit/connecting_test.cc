@@ -2,8 +2,12 @@
 /* Who connects a QP: when migrd is asked where its peer is, and what becomes of the answer. */
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "../../libmigr/control.h"
@@ -33,6 +37,15 @@ void keys_of(const Context& context, std::vector<migr_key_map>&) { keys_asked_of
 void destroy_old_paths() {}
 }  // namespace switchover
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&, bool) {}
+
+/// Destroyed after what whereabouts.cc has: this file is linked before it.
+struct Outlived {
+  std::weak_ptr<const RemoteKeys> keys;
+  bool watched = false;
+  ~Outlived() {
+    if (watched) _exit(keys.expired());
+  }
+} outlived;
 
 struct {
   int asked = 0, status = ENOENT;
@@ -103,6 +116,20 @@ TEST_F(Connect, AGidThatProcessesHaveLeftIsAskedFor) {
   EXPECT_EQ(connect(1, 30), Peer(2, 44));
   EXPECT_EQ(connect(3, 30), Peer(3, 30)) << "nothing has been there";
   EXPECT_EQ(migrd.asked, 1);
+}
+
+/// Another thread may be posting while the process ends.
+TEST_F(Connect, KeysThatAreReplacedOutliveMain) {
+  const auto end = [this] {
+    const migr_key_map key{1, 2, {}};
+    for (int i = 0; i < 2; ++i) {
+      whereabouts::met(qp, {&key, 1});
+      if (!i) outlived.keys = qp.held_keys;
+    }
+    outlived.watched = true;
+    exit(0);
+  };
+  EXPECT_EXIT(end(), testing::ExitedWithCode(0), "");
 }
 
 /// Nothing would say that it does not ask any more, and no checkpoint would ever begin.
