@@ -353,7 +353,7 @@ Status Coordinator::prepare() {
   h.add_hosts(set_.self);
   for (const auto& a : affected_) h.add_hosts(a.link->name());
   spares_.assign(affected_.size(), {});
-  undo_.push("destination", [this] { return dest_.abort(id_); });
+  undo_.push("destination " + to_, [this] { return dest_.abort(id_); });
   for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return let_go(a); });
 
   auto here = [&]() -> Status {
@@ -647,9 +647,9 @@ Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) 
 
 // Partners leave the old paths: if this goes back they have to stand again before the source sends. What reaches a partner whose
 // windows of type 2 are bound on the new path, or whose old one is closed or cut, breaks the connection, or is lost. Asked for
-// beside what else is taken back; "rolling back" waits for it, no longer than one call may take.
+// beside what else is taken back; "suspension" waits for it, no longer than one call may take.
 void Coordinator::old_paths_first() {
-  undo_.push("old paths", [this] {
+  undo_.push("", [this] {
     if (old_paths_.valid()) return Status();
     old_paths_ = std::async(std::launch::async, with_log_fields([this] {
       (void)parallel_for(affected_, [&](Affected& a) -> Status {
@@ -662,19 +662,22 @@ void Coordinator::old_paths_first() {
   });
 }
 
+// What is read from a folder neither ran nor stood still.
+std::string Coordinator::of_here(const char* what) const { return set_.what == Settings::kGiveBack ? "" : what; }
+
 Status Coordinator::freeze() {
   frozen_at_ = now_ms();
-  undo_.push("reconnecting", [this] { return source_.reconnect(); });
-  undo_.push("attaching the network", [this] { return source_.attach_network(); });
+  undo_.push(of_here("freeze"), [this] { return source_.reconnect(); });
+  undo_.push(of_here("network"), [this] { return source_.attach_network(); });
   if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(tracked_ ? &writes_ : nullptr); }); },
                          [this] { return step("freeze.network", [this] { return source_.detach_network(); }); }}); !s) return s;
-  undo_.push("thawing", [this] { return source_.thaw(); });
-  undo_.push("sending", [this] {  // the destination has ended it
+  undo_.push(of_here("checkpoint"), [this] { return source_.thaw(); });
+  undo_.push("", [this] {  // the destination has ended it
     if (upload_.valid()) upload_.wait();
     return Status();
   });
   // First to be undone: the address must be gone there before it comes back here.
-  undo_.push("destination", [this] { return dest_.abort(id_); });
+  undo_.push("destination " + to_, [this] { return dest_.abort(id_); });
   auto dump = [this] {
     const Status s = step("freeze.checkpoint", [this] { return source_.checkpoint(); });
     dump_ = s ? Dump::kWhole : Dump::kFailed;
@@ -878,7 +881,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   if (s && rounds_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
   if (s) source_.get_ready();
   if (s) s = phase(FaultStep::kSourceSuspend, [&] {
-    undo_.push("rolling back", [this] {
+    undo_.push(of_here("suspension"), [this] {
       if (old_paths_.valid()) old_paths_.wait();
       return source_.rollback();
     });
@@ -905,14 +908,15 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     const double start = now_ms();
     watch("rollback");
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kBegin);  // nothing but the end of migrd keeps it from going back
-    const auto failed = undo_.run();
+    const auto undone = undo_.run();
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kEnd);
     watch({});
-    source_.forget(failed.empty());
+    source_.forget(undone.failed.empty());
     std::string text = s.error().text;
-    for (const auto& f : failed) text += "; while going back: " + f;
+    for (const auto& f : undone.failed) text += "; while going back: " + f;
     summary_.set_error(text);
-    summary_.set_going_back(touched_ && !failed.empty());
+    summary_.set_going_back(touched_ && !undone.failed.empty());
+    for (const auto& what : undone.done) summary_.add_rolled_back(what);
     if (touched_) {
       auto* p = summary_.add_phases();
       p->set_phase("rollback");

@@ -251,6 +251,8 @@ class Coordinator {
   void lease(std::atomic<bool>& stop);
 
   std::string peer_of(const SourceQp& q) const;
+  /// Name of an undo of this host.
+  std::string of_here(const char* what) const;
 
   const Settings set_;
   Source& source_;

@@ -20,6 +20,13 @@ Json array_of(const List& list) {
   return out;
 }
 
+template <class List>
+std::string joined(const List& list) {
+  std::string out;
+  for (const auto& x : list) out += (out.empty() ? "" : ", ") + x;
+  return out;
+}
+
 Json or_null(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
 
 const char* plural(std::uint64_t n, const char* many = "s") { return n == 1 ? "" : many; }
@@ -85,8 +92,7 @@ Json open_json(const wire::RecoverReply& r) {
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop) {
   const auto& s = plan.summary();
   const auto& r = s.resources();
-  std::string partners;
-  for (const auto& p : s.partners()) partners += (partners.empty() ? "" : ", ") + p;
+  const std::string partners = joined(s.partners());
   return wrapped(fmt::format("{} would move from {} to {}: {} process{} with RDMA, {} contexts, {} PDs, {} MRs, {} CQs, {} QPs ({} connected); partners: {}", s.container(), s.from(),
                              s.to(), plan.processes(), plural(plan.processes(), "es"), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners),
                  2) +
@@ -128,6 +134,8 @@ std::string summary_text(const wire::Summary& s, const std::string& done, const 
   if (s.gone()) out += wrapped(fmt::format("{} connections to others {}: their ends see an error, and have to connect again", s.gone(), gone), 2) + gone_text(s);
   return out;
 }
+
+std::string rolled_back_text(const wire::Summary& s) { return s.rolled_back_size() ? "rolled back: " + joined(s.rolled_back()) : ""; }
 
 std::string order_text(const wire::LinkOrderReply& r, const std::string& name, const std::string& done) {
   if (name.empty()) return done + "\n";

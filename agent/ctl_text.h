@@ -33,6 +33,9 @@ Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& s
 /// Of one that has ended well. @param done  "runs on" @param gone  what became of connections to others: "are gone"
 std::string summary_text(const wire::Summary& s, const std::string& done, const std::string& gone);
 
+/// What was taken back of one that has failed, without an end of line. Empty: nothing.
+std::string rolled_back_text(const wire::Summary& s);
+
 /// An order for a link. @param name  of the link; empty: all @param done  "is down"
 std::string order_text(const wire::LinkOrderReply& r, const std::string& name, const std::string& done);
 Json order_json(const wire::LinkOrderReply& r);

@@ -25,6 +25,10 @@ bool is_traffic(const Json& t) {
   return column("at_ms") && column("rx_mbps") && column("tx_mbps");
 }
 
+bool is_words(const Json& list) {
+  return list.is_array() && std::all_of(list.begin(), list.end(), [](const Json& x) { return x.is_string(); });
+}
+
 // What is read of one, here and by report.cc.
 bool is_summary(const Json& j) {
   if (!j.is_object()) return false;
@@ -40,7 +44,7 @@ bool is_summary(const Json& j) {
   return all({"container", "from", "to"}, [](const Json& x) { return x.is_string(); }) && all({"migrated", "undecided"}, [](const Json& x) { return x.is_boolean(); }) &&
          all({"migration", "begun_ms"}, [](const Json& x) { return x.is_number_integer(); }) &&
          all({"service_blackout_ms", "communication_blackout_ms", "bytes_copied"}, [](const Json& x) { return x.is_number(); }) &&
-         all({"rollback_reason"}, [](const Json& x) { return x.is_null() || x.is_string(); }) &&
+         all({"rollback_reason"}, [](const Json& x) { return x.is_null() || x.is_string(); }) && is_words(j.value("rolled_back", Json::array())) &&
          all({"timeline", "partner_figures"}, [](const Json& x) { return x.is_array(); }) && each("timeline", {"start_ms", "ms"}, "name") &&
          each("partner_figures", {"blackout_ms", "suspended_ms", "replayed_sends", "replayed_recvs"}, "host") &&
          std::all_of(j["partner_figures"].begin(), j["partner_figures"].end(), [](const Json& f) { return is_traffic(f.value("traffic", Json())); });

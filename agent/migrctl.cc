@@ -184,6 +184,7 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
   if (o.json) print(status == kDone ? summary_json(summary) : with_error(summary_json(summary), summary.error(), status));
   if (!summary.error().empty()) say(summary.error());
+  if (const auto back = rolled_back_text(summary); !back.empty()) say(back);
   if (summary.migrated()) {
     if (!o.json) std::fputs(summary_text(summary, words.done, words.gone).c_str(), stdout);
   } else if (summary.touched() && !summary.undecided() && words.undone) {

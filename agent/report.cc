@@ -128,6 +128,9 @@ std::string report_html(const Json& s) {
                     title + "</h1>\n<table>\n";
   out += row("migration", migration_name(s)) + row("began", escaped(local_time(s["begun_ms"].get<std::int64_t>() / 1000)));
   if (s["rollback_reason"].is_string()) out += row("because", text("rollback_reason"));
+  std::string back;
+  for (const auto& what : s.value("rolled_back", Json::array())) back += (back.empty() ? "" : ", ") + escaped(what);
+  if (!back.empty()) out += row("rolled back", back);
   out += row("service blackout", ms(number("service_blackout_ms"))) + row("communication blackout of the partner", ms(number("communication_blackout_ms"))) + row("copied", mb(number("bytes_copied")));
   const auto bars = bars_of(s["timeline"]);
   TimeAxis axis;

@@ -54,6 +54,8 @@ Json summary_json(const wire::Summary& s) {
   for (const auto& p : s.steps()) steps[p.phase()] = std::max(steps.value(p.phase(), 0.0), p.ms());
   Json partners = Json::array();
   for (const auto& p : s.partners()) partners.push_back(p);
+  Json rolled_back = Json::array();
+  for (const auto& what : s.rolled_back()) rolled_back.push_back(what);
   Json timeline = Json::array();
   for (const auto* list : {&s.phases(), &s.steps()})
     for (const auto& p : *list) timeline.push_back({{"name", p.phase()}, {"start_ms", p.start_ms()}, {"ms", p.ms()}});
@@ -69,6 +71,7 @@ Json summary_json(const wire::Summary& s) {
           {"going_back", s.going_back()},
           {"tries", s.tries()},
           {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
+          {"rolled_back", rolled_back},
           {"service_blackout_ms", s.service_blackout_ms()},
           {"communication_blackout_ms", s.communication_blackout_ms()},
           {"rdma_ms", s.rdma_ms()},

@@ -10,6 +10,14 @@ set -uo pipefail
 e2e_up && faults_begin || exit 1
 
 back_on_source() { expect_running c src && expect_traffic; }
+# rolled_back OUT.json ERR WHAT..: that, in this order, and no more is said to be taken back.
+rolled_back() {
+	local out=$1 err=$2 words
+	shift 2
+	words=$(printf ', %s' "$@")
+	jq -e '.rolled_back == $ARGS.positional' "$out" --args "$@" >/dev/null && grep -qx "migrctl: rolled back: ${words#, }" "$err" ||
+		{ jq -c .rolled_back "$out" >&2; grep 'rolled back' "$err" >&2; fail "it is not said that this was rolled back: ${words#, }"; }
+}
 
 # while_migrating PATTERN CMD...: starts a migration of c to dst, runs CMD when its progress shows PATTERN, and expects the
 # migration to fail.
@@ -29,7 +37,8 @@ while_migrating() {
 destination_killed() {
 	# Slowed down at the copy, so that the cut falls into it.
 	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
-	while_migrating '^copy' testbed kill dst
+	while_migrating '^copy' testbed kill dst &&
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" checkpoint network freeze suspension "partner peer"
 	local r=$?
 	[ $r = 0 ] && back_on_source
 	r=$?
@@ -38,7 +47,8 @@ destination_killed() {
 restore_fails() {
 	# CRIU opens the program's file when it builds the memory.
 	on dst mv "$E2E_LIB/migr_verify" "$E2E_LIB/migr_verify.away" || return 1
-	migrate_refused c dst 'restore|CRIU' 1
+	migrate_refused c dst 'restore|CRIU' 1 &&
+		rolled_back "$E2E_OUT/refused.json" "$E2E_OUT/refused.err" "destination dst" checkpoint network freeze suspension "partner peer"
 	local r=$?
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'

@@ -638,7 +638,11 @@ struct Arc {
   const char* fail;
   std::vector<std::string> undone;  // in this order
   std::vector<std::string> never;
+  std::vector<std::string> told = {};  // that these were rolled back
 };
+const std::vector<std::string> kPrepared = {"partner p", "destination dst"}, kSuspended = {"suspension", "partner p", "destination dst"},
+                               kFrozen = {"network", "freeze", "suspension", "partner p", "destination dst"},
+                               kStopped = {"destination dst", "checkpoint", "network", "freeze", "suspension", "partner p"};
 
 class FailedStep : public ::testing::TestWithParam<Arc> {};
 
@@ -649,6 +653,8 @@ TEST_P(FailedStep, IsTakenBackInReverse) {
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("played failure"), std::string::npos) << r.error();
   EXPECT_FALSE(r.going_back());
+  EXPECT_EQ(std::vector<std::string>(r.rolled_back().begin(), r.rolled_back().end()), GetParam().told);
+  EXPECT_EQ(summary_json(r)["rolled_back"], GetParam().told);
   s.expect_order(GetParam().undone);
   for (const auto& n : GetParam().never) EXPECT_FALSE(s.play.has(n)) << n;
   EXPECT_FALSE(s.play.has("s.destroy"));
@@ -660,22 +666,22 @@ INSTANTIATE_TEST_SUITE_P(
         Arc{"s.inspect", {}, {"d.check", "d.abort", "s.rollback", "p.rollback"}},
         Arc{"d.check", {}, {"s.record", "d.abort", "s.rollback"}},
         Arc{"s.record", {"s.forget"}, {"d.prepare", "d.abort", "s.rollback", "p.rollback"}},
-        Arc{"d.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}},
-        Arc{"p.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback"}},
-        Arc{"p.connect", {"p.rollback", "d.abort"}, {"s.suspend", "s.rollback"}},
-        Arc{"d.pre_upload", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}},
-        Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}},
-        Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}},
-        Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}},
-        Arc{"s.freeze", {"s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.thaw", "s.checkpoint", "d.attach"}},
-        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint", "d.attach"}},
-        Arc{"s.checkpoint", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}},
-        Arc{"d.attach", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}},
-        Arc{"d.upload", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}},
-        Arc{"d.full_restore", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}},
-        Arc{"d.ready", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}},
-        Arc{"p.switch", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}},
-        Arc{"s.decide", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.commit"}}),
+        Arc{"d.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}, kPrepared},
+        Arc{"p.prepare", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback"}, kPrepared},
+        Arc{"p.connect", {"p.rollback", "d.abort"}, {"s.suspend", "s.rollback"}, kPrepared},
+        Arc{"d.pre_upload", {"p.rollback", "d.abort", "s.forget"}, {"s.suspend", "s.rollback", "s.thaw"}, kPrepared},
+        Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}, kSuspended},
+        Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}, kSuspended},
+        Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}, kSuspended},
+        Arc{"s.freeze", {"s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.thaw", "s.checkpoint", "d.attach"}, kFrozen},
+        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint", "d.attach"}, kFrozen},
+        Arc{"s.checkpoint", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
+        Arc{"d.attach", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
+        Arc{"d.upload", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}, kStopped},
+        Arc{"d.full_restore", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}, kStopped},
+        Arc{"d.ready", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
+        Arc{"p.switch", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
+        Arc{"s.decide", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.commit"}, kStopped}),
     [](const auto& info) {
       std::string n = info.param.fail;
       n[n.find('.')] = '_';
@@ -1077,7 +1083,8 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   const auto r = s.run("source.copy.begin:fail");  // ... from a fault point
   EXPECT_FALSE(r.migrated());
   EXPECT_NE(r.error().find("fault point 'source.copy.begin'"), std::string::npos);
-  EXPECT_NE(r.error().find("while going back: thawing"), std::string::npos) << r.error();
+  EXPECT_NE(r.error().find("while going back: checkpoint: played"), std::string::npos) << r.error();
+  EXPECT_EQ(summary_json(r)["rolled_back"], (std::vector<std::string>{"destination dst", "network", "freeze", "suspension", "partner p"}));
   EXPECT_TRUE(r.touched());
   EXPECT_TRUE(r.going_back());
   EXPECT_EQ(summary_json(r)["going_back"], true);

@@ -203,6 +203,15 @@ TEST(SummaryText, FitsAndSaysWhatWasReplayedAndWhatIsGone) {
   EXPECT_FALSE(has(summary_text(s, "runs on", "are gone"), "replayed"));
 }
 
+TEST(SummaryText, SaysWhatWasRolledBack) {
+  wire::Summary s;
+  EXPECT_EQ(rolled_back_text(s), "");
+  s.add_rolled_back("destination dst");
+  EXPECT_EQ(rolled_back_text(s), "rolled back: destination dst");
+  s.add_rolled_back("checkpoint"), s.add_rolled_back("partner p");
+  EXPECT_EQ(rolled_back_text(s), "rolled back: destination dst, checkpoint, partner p");
+}
+
 TEST(OrderText, SaysHowManyAndInJsonWhatIsLeft) {
   wire::LinkOrderReply r;
   EXPECT_EQ(order_text(r, "", "no link is preferred"), "no link is preferred\n");

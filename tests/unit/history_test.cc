@@ -139,6 +139,22 @@ TEST_F(HistoryFile, TrafficOfPartnersIsThereOrNot) {
   }
 }
 
+TEST_F(HistoryFile, WhatWasRolledBackIsWordsOrNotThere) {
+  auto j = json_of(1);
+  const auto kept = [&] {
+    std::ofstream(file()) << j.dump() << "\n";
+    return History(dir).read()->entries.size();
+  };
+  j["rolled_back"] = {"network"};
+  EXPECT_EQ(kept(), 1u);
+  for (const Json& bad : {Json("network"), Json{1}, Json(nullptr)}) {
+    j["rolled_back"] = bad;
+    EXPECT_EQ(kept(), 0u) << bad;
+  }
+  j.erase("rolled_back");
+  EXPECT_EQ(kept(), 1u) << "written by an older migrd";
+}
+
 TEST_F(HistoryFile, TakesAnErrorThatIsNoUtf8) {
   auto s = summary(7);
   s.set_error("CRIU said \xff\xfe");
@@ -336,6 +352,16 @@ TEST(Report, HasPhasesPartsAndPartners) {
   const auto html = report_html(summary_json(s));
   for (const char* what : {"<svg", "00001a2b", ">check</text>", ">freeze</text>", ">freeze.rdma</text>", "700.0 ms", "<td>peer</td><td>123.4 ms</td>", "<td>17</td>", "moved"})
     EXPECT_NE(html.find(what), std::string::npos) << what;
+}
+
+TEST(Report, SaysWhatWasRolledBack) {
+  auto s = summary(7);
+  EXPECT_EQ(report_html(summary_json(s)).find("rolled back"), std::string::npos);
+  s.add_rolled_back("destination <i>"), s.add_rolled_back("network");
+  EXPECT_NE(report_html(summary_json(s)).find("<th>rolled back</th><td>destination &lt;i&gt;, network</td>"), std::string::npos);
+  auto older = summary_json(s);
+  older.erase("rolled_back");
+  EXPECT_EQ(report_html(older).find("rolled back"), std::string::npos);
 }
 
 TEST(Report, DrawsBarsWhereTheyWere) {
