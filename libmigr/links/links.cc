@@ -617,7 +617,7 @@ void after_fork_in_child(bool inherits) {
 
 namespace {
 
-constexpr std::uint64_t kPortDownMs = 20;  // a port says that it is down so long after what it was to send has failed
+constexpr std::uint64_t kPortDownMs = 500;  // a port says that it is down so long after what it was to send has failed, on a starved host
 
 /// What a path that does not carry any more leads to. All else is the application's doing.
 bool of_the_path(ibv_wc_status status) {

@@ -1456,6 +1456,23 @@ struct Writing {
   unsigned posted = 0, done = 0;
 };
 
+/// A host whose processors are busy: its port is not down yet when its sends find no way any more.
+TEST(Ports, ThatSayLateThatTheyAreDownAreWaitedFor) {
+  constexpr unsigned kLateMs = 150;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  model_take_route(0, kLateMs);
+  model_cut_now(0);
+  Writing writing(x);
+  EXPECT_TRUE(writing.post());
+  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << x.state().why;
+  EXPECT_EQ(x.state().link, 1u);
+  model_mend(0);
+}
+
 /// What is bound on one device is not on another: from the first window on nobody leaves the default link, not even one that is healthy. Off that
 /// there are none.
 TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {

@@ -115,6 +115,8 @@ struct Raised {
 struct Wire {
   bool cut = false, answers_only = false, no_route = false;
   long packets_left = -1;  // -1: no cut is due
+  std::chrono::milliseconds port_late{};
+  Clock::time_point failed{};  // a send had no route
 };
 
 std::mutex lock;
@@ -195,6 +197,11 @@ bool neighbour_answers(const Nic* nic) {
 }
 
 bool unreachable(int link) { return wires[link].cut && wires[link].no_route; }
+bool port_is_down(int link) {
+  const Wire& w = wires[link];
+  if (!unreachable(link)) return false;
+  return !w.port_late.count() || (w.failed != Clock::time_point{} && Clock::now() > w.failed + w.port_late);
+}
 
 void raise(const ibv_context* c, ibv_event_type type, void* element);
 
@@ -474,6 +481,7 @@ bool step(ModelQp& q) {
   ModelQp* const r = peer_of(q);
   const bool no_way = unreachable(q.nic->link) && !(r && r->nic == q.nic);
   if (no_way && q.next == q.sends.from) {
+    if (Wire& w = wires[q.nic->link]; w.failed == Clock::time_point{}) w.failed = Clock::now();
     fail_send(q, IBV_WC_LOC_QP_OP_ERR);
     return false;
   }
@@ -948,9 +956,10 @@ MODEL void model_let_post_go() {
   held_changes.notify_all();
   held_changes.wait(guard, [] { return !held.at; });
 }
-MODEL void model_take_route(int link) {
+MODEL void model_take_route(int link, unsigned port_late_ms) {
   std::lock_guard guard(lock);
   wires[link].no_route = true;
+  wires[link].port_late = std::chrono::milliseconds(port_late_ms);
 }
 MODEL void model_mend(int link) {
   std::lock_guard guard(lock);
@@ -1348,7 +1357,7 @@ MODEL int ibv_destroy_qp(ibv_qp* qp) {
 MODEL int ibv_query_port(ibv_context* c, uint8_t, _compat_ibv_port_attr* attr) {
   auto* a = reinterpret_cast<ibv_port_attr*>(attr);
   std::lock_guard guard(lock);
-  a->state = unreachable(nic_of(c)->link) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  a->state = port_is_down(nic_of(c)->link) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   a->active_mtu = a->max_mtu = IBV_MTU_1024;
   a->lid = 0;
   return 0;
