@@ -395,11 +395,11 @@ void note_own_channel(QpLink& l) {
 /// The channel over its link broke. If the other end lives, as another channel tells, the link has failed; else the process
 /// there has ended, and that is the application's business. @return false: nothing is wrong
 bool look_at_channel(QpLink& l) {
-  const std::uint64_t lost_ns = past_of(l.instance, *l.leg().link).lost_ns;
-  if (!lost_ns) return false;
+  const Past& past = past_of(l.instance, *l.leg().link);
+  if (!past.lost_ns) return false;
   for (Side side = kHome; side < l.sides(); ++side) {
     Channel* const channel = side == l.on ? nullptr : standing(l, side);
-    if (channel && channel->last_ns > lost_ns) return fail_over(l, MIGR_LINKS_CAUSE_CHANNEL), true;
+    if (channel && channel->last_ns > past.lost_ns) return fail_over(l, past.lost_by), true;
     if (channel) channel->beat_now = true;
   }
   return true;
@@ -986,11 +986,11 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (record.drained) l->drained_there = true;
 }
 
-void channel_broke(Channel& channel) {
+void channel_broke(Channel& channel, migr_links_cause by) {
   if (channel.ended) return end_channel(channel);
   Past& past = past_of(channel.peer, *channel.link);
   past.round = channel.round;
-  if (channel.up()) past.lost_ns = now_ns();
+  if (channel.up()) past.lost_ns = now_ns(), past.lost_by = by;
   const Link* const link = channel.link;
   const Peer peer = channel.peer;
   destroy_channel(&channel);

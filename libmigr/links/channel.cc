@@ -338,7 +338,7 @@ void poll_channels(Link& link) {
       for (Channel* c : state()->channels)
         if (c->link == &link && c->qp->qp_num == wc[i].qp_num) found = c;
       if (!found) executed(link, wc[i]);
-      else if (!completed(*found, wc[i])) channel_broke(*found);
+      else if (!completed(*found, wc[i])) channel_broke(*found, (wc[i].wr_id & kKind) == kBeat ? MIGR_LINKS_CAUSE_HEARTBEAT : MIGR_LINKS_CAUSE_CHANNEL);
     }
     for (Channel* c : state()->channels)
       if (c->link == &link) put_keys_to_use(*c);
@@ -368,7 +368,7 @@ void heartbeats(Link& link) {
     }
     if (c->beat_ns && slept) c->waits_ns = now;
     if (config.heartbeat_ms && c->beat_ns && now - c->waits_ns > interval * config.heartbeat_misses) {
-      channel_broke(*c);
+      channel_broke(*c, MIGR_LINKS_CAUSE_HEARTBEAT);
       continue;
     }
     if (c->beat_ns || (!c->beat_now && (!config.heartbeat_ms || now - c->last_ns < interval))) continue;

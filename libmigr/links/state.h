@@ -27,6 +27,7 @@ struct Past {
   unsigned link;
   std::uint32_t round = 0;    ///< of the last one that was given up
   std::uint64_t lost_ns = 0;  ///< since when none stands, where one has stood; 0: one stands, or none has yet
+  migr_links_cause lost_by = MIGR_LINKS_CAUSE_CHANNEL;  ///< how that was seen
 };
 
 struct State {
@@ -151,7 +152,7 @@ void got_take(Channel& from, const struct TakeRecord& record);
 void got_want(Channel& from, const struct WantRecord& record);
 void got_drain(Channel& from, const struct DrainRecord& record);
 void got_bye(Channel& from, const struct ByeRecord& record);
-void channel_broke(Channel& channel);
+void channel_broke(Channel& channel, migr_links_cause by = MIGR_LINKS_CAUSE_CHANNEL);
 /// All threads have been seen outside since `l` had so many traps: these are not needed any more.
 void release_traps(QpLink& l, std::size_t count);
 /// The application is about to close it: a change or a drain that is going on ends.

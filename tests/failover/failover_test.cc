@@ -41,13 +41,13 @@ std::filesystem::path folder() { return std::filesystem::temp_directory_path() /
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = kSwitchMs, bool relays = false, bool third = false) {
+  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = kSwitchMs, bool relays = false, bool third = false, unsigned heartbeat_ms = 20) {
     static int count = 0;  // a name that was loaded before would be the same library
     std::filesystem::create_directories(folder());
     const auto copy = folder() / (std::string("libmigr-") + host + "-" + std::to_string(count++) + ".so"), links = folder() / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": 20, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": )" << heartbeat_ms << R"(, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder() / "none").c_str(), 1);
@@ -1337,6 +1337,27 @@ struct Pairs {
   }
   std::vector<std::unique_ptr<Speaker>> xs, ys;
 };
+
+/// Nothing is posted, so no completion tells that the link is silent. What no heartbeat goes over stays there.
+TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
+  constexpr unsigned kNone = 0;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Library c('a', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone), d('b', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone);
+  const Pairs found(a, b, 1), not_found(c, d, 1);
+  ASSERT_TRUE(wait_for([&] { return found.ready_on(0) == 1 && not_found.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << found.xs[0]->state().why;
+  store_causes();
+  const auto cut = Clock::now();
+  model_cut_now(0);
+  ASSERT_TRUE(wait_for([&] { return found.all_on(1); })) << found.xs[0]->state().why;
+  const auto took = Clock::now() - cut;
+  unsigned causes = 0;
+  EXPECT_TRUE(wait_for([&] { return (causes |= store_causes()) & 1u << MIGR_LINKS_CAUSE_HEARTBEAT; }));
+  EXPECT_EQ(causes & ~(1u << MIGR_LINKS_CAUSE_HEARTBEAT | 1u << MIGR_LINKS_CAUSE_PEER), 0u);
+  std::this_thread::sleep_for(2 * took);
+  EXPECT_EQ(not_found.ready_on(0), 1u);
+  model_mend(0);
+}
 
 /// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
 TEST(Later, ADeviceComesAndBothEndsUseIt) {

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #define STORE extern "C" [[gnu::visibility("default")]]
@@ -28,6 +29,7 @@ std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
 std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
 migr_links_switch totals;
+unsigned causes = 0;
 bool lookups_held = false, lookup_waits = false;
 std::condition_variable let_look_up;
 struct Thread {
@@ -146,10 +148,15 @@ STORE void store_switched(const migr_links_switch* all, std::size_t n) {
     totals.executed += all[i].executed;
     totals.lost += all[i].lost;
     totals.resume_ns += all[i].resume_ns;
+    causes |= 1u << all[i].cause;
   }
 }
 STORE void store_totals(migr_links_switch* out) {
   std::lock_guard guard(lock);
   *out = totals;
   totals = {};
+}
+STORE unsigned store_causes() {
+  std::lock_guard guard(lock);
+  return std::exchange(causes, 0);
 }

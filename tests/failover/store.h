@@ -34,6 +34,7 @@ void store_sleep(int thread, bool sleeps);
 int store_outside();  ///< waits until all have been outside. @return 0 or ETIMEDOUT
 void store_switched(const migr_links_switch* all, std::size_t n);
 void store_totals(migr_links_switch* out);   ///< since the last call
+unsigned store_causes();                     ///< the same, a bit for each
 }
 
 #endif
