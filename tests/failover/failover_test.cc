@@ -1359,6 +1359,33 @@ TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   model_mend(0);
 }
 
+/// Nobody says where the other end is: there is no backup, it is said why, and the application gets the path's error. Once it is said there is one.
+TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  store_hide(true);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Pairs early(a, b, 1);
+  const Speaker &x = *early.xs[0], &y = *early.ys[0];
+  const std::string why = "the directory cannot be reached";
+  ASSERT_TRUE(wait_for([&] { return x.state().why == why && y.state().why == why; })) << x.state().why;
+  EXPECT_EQ(early.ready_on(0), 0u);
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  model_cut_now(0);
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+  EXPECT_EQ(x.query().qp_state, IBV_QPS_ERR);
+  EXPECT_EQ(x.state().link, 0u);
+  EXPECT_EQ(x.state().why, why);
+  model_mend(0);
+  store_hide(false);
+  const Pairs late(a, b, 1);
+  EXPECT_TRUE(wait_for([&] { return late.ready_on(0) == 1; })) << late.xs[0]->state().why;
+}
+
 /// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
 TEST(Later, ADeviceComesAndBothEndsUseIt) {
   for (const int link : {0, 1, 2}) model_mend(link);

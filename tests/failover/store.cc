@@ -30,7 +30,7 @@ std::map<Name, migr_links_vqp_state> states;
 std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
 migr_links_switch totals;
 unsigned causes = 0;
-bool lookups_held = false, lookup_waits = false;
+bool lookups_held = false, lookup_waits = false, hidden = false;
 std::condition_variable let_look_up;
 struct Thread {
   std::atomic<unsigned long> passes = 0;
@@ -75,6 +75,10 @@ STORE bool store_lookup_waits() {
   std::lock_guard guard(lock);
   return lookup_waits;
 }
+STORE void store_hide(bool hide) {
+  std::lock_guard guard(lock);
+  hidden = hide;
+}
 STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
   std::unique_lock guard(lock);
   lookup_waits = lookups_held;
@@ -83,8 +87,8 @@ STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
   const auto found = vqps.find(name(*of));
   *out = {};
   out->vqp.name = *of;
-  out->status = EAGAIN;
-  if (found == vqps.end()) return;
+  out->status = hidden ? EHOSTUNREACH : EAGAIN;
+  if (hidden || found == vqps.end()) return;
   out->vqp = found->second.second;
   std::memcpy(out->instance, found->second.first.data(), 16);
   out->status = 0;

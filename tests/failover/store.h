@@ -21,6 +21,8 @@ void store_withdraw(const migr_links_name* all, std::size_t n);
 /// Who looks something up waits, as for a host that does not answer.
 void store_hold_lookups(bool hold);
 bool store_lookup_waits();
+/// What is looked up cannot be: the host that knows does not answer.
+void store_hide(bool hide);
 void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_end_channel(const std::uint8_t* instance, const migr_links_channel* own);
