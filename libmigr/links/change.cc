@@ -933,8 +933,9 @@ void got_state(Channel& from, const StateRecord& record) {
   if (l->stage != Stage::kChanging) {
     if (!next && record.serial < l->path.serial) return tell(*l, from);
     if (!next && record.serial == l->path.serial) return;  // once more
+    const bool drained = l->stage == Stage::kDraining && record.epoch == l->drain_epoch;
     if (l->stage != Stage::kDraining) doubt(*l);
-    return begin(*l, MIGR_LINKS_CAUSE_PEER, record.epoch);
+    return begin(*l, drained ? l->cause : MIGR_LINKS_CAUSE_PEER, record.epoch);
   }
   if (next) {
     std::string why;
@@ -972,7 +973,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
   if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
     if (record.epoch <= l->drain_epoch) return tell_off(*l, from, l->drain_epoch, cast_off);  // it is off, and what was said in it does not count
-    begin_drain(*l, MIGR_LINKS_CAUSE_PEER, record.epoch, cast_off);
+    begin_drain(*l, side == kHome ? MIGR_LINKS_CAUSE_RETURN : MIGR_LINKS_CAUSE_PREFER, record.epoch, cast_off);
     l->led = side != kHome;
     if (side != wanted_side(*l)) l->stay_until_ns = now_ns() + kStayNs;  // two ends that prefer different links
   }

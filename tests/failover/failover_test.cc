@@ -1346,6 +1346,7 @@ TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   const Library c('a', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone), d('b', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone);
   const Pairs found(a, b, 1), not_found(c, d, 1);
   ASSERT_TRUE(wait_for([&] { return found.ready_on(0) == 1 && not_found.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << found.xs[0]->state().why;
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // what they had to say to each other has come
   store_causes();
   const auto cut = Clock::now();
   model_cut_now(0);
@@ -1357,6 +1358,30 @@ TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   std::this_thread::sleep_for(2 * took);
   EXPECT_EQ(not_found.ready_on(0), 1u);
   model_mend(0);
+}
+
+/// Whichever end begins it.
+TEST(Heartbeat, WhoseLinkIsBackLeadsToNoFailureAtEitherEnd) {
+  constexpr unsigned kReturnMs = 20;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", kReturnMs, 3000), b('b', "exact", "cached", kReturnMs, 3000);
+  const Pairs pairs(a, b, 1);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->state().why;
+  unsigned told = 0;
+  const auto both_told = [&told] {
+    migr_links_switch more;
+    store_totals(&more);
+    return (told += more.vqps) == 2;
+  };
+  both_told();
+  told = 0;
+  model_cut_now(0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1) && both_told(); })) << told;
+  store_causes();
+  told = 0;
+  model_mend(0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(0) && both_told(); })) << told;
+  EXPECT_EQ(store_causes(), 1u << MIGR_LINKS_CAUSE_RETURN);
 }
 
 /// Nobody says where the other end is: there is no backup, it is said why, and the application gets the path's error. Once it is said there is one.
