@@ -292,7 +292,7 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
     case MIGR_LINKS_PUBLISH: done = table_.publish(who, p.as<migr_links_vqp>(), offending); break;
     case MIGR_LINKS_WITHDRAW: done = table_.withdraw(who, p.as<migr_links_name>()); break;
     case MIGR_LINKS_STATE: done = table_.set_states(who, p.as<migr_links_vqp_state>(), p.head.arg); break;
-    case MIGR_LINKS_SWITCHED: done = table_.add_switches(who, p.as<migr_links_switch>()); break;
+    case MIGR_LINKS_SWITCHED: done = table_.add_switches(who, p.as<migr_links_switch>(), ports_()); break;
     case MIGR_LINKS_CHANNEL_END:
       for (const auto& c : p.as<migr_links_channel>())
         if (auto one = table_.end_channel(who, c); !one && done) done = one;

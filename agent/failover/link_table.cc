@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "link_table.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
+#include <array>
 
 #include "../limits.h"
 
 namespace migr {
 namespace {
 
-constexpr std::size_t kSwitchesKept = 16;
+constexpr std::size_t kSwitchesKept = 16, kSwitchesSaid = 60;
+constexpr auto kSaidWithin = std::chrono::minutes(1);
 
 Error no_process() { return Error{ENOENT, "this process has not said HELLO"}; }
 
@@ -24,6 +28,19 @@ bool backed(std::uint32_t phase) { return phase == MIGR_LINKS_VQP_READY || phase
 std::string count_of(std::size_t n, const char* what) { return std::to_string(n) + " " + what + (n == 1 ? "" : "s"); }
 
 bool contains(const std::vector<std::uint32_t>& links, std::uint32_t link) { return std::find(links.begin(), links.end(), link) != links.end(); }
+
+// What has failed, as far as this end can tell; null: nothing has. By an error or a silence it was its own port, if that is down by now.
+const char* failure_of(std::uint32_t cause, bool port_failed) {
+  switch (cause) {
+    case MIGR_LINKS_CAUSE_COMPLETION:
+    case MIGR_LINKS_CAUSE_HEARTBEAT:
+    case MIGR_LINKS_CAUSE_CHANNEL: return port_failed ? "local failure" : "path failure";
+    case MIGR_LINKS_CAUSE_PEER: return port_failed ? "local failure" : "failure told by the other end";
+    case MIGR_LINKS_CAUSE_EVENT:
+    case MIGR_LINKS_CAUSE_NETLINK: return "local failure";
+    default: return nullptr;
+  }
+}
 
 }  // namespace
 
@@ -195,7 +212,29 @@ Status LinkTable::set_states(const Instance& who, std::span<const migr_links_vqp
   return {};
 }
 
-Status LinkTable::add_switches(const Instance& who, std::span<const migr_links_switch> switches) {
+std::string LinkTable::link_text(const Process& p, std::uint32_t link) {
+  std::string out = std::to_string(link);
+  for (const auto& l : p.links)
+    if (l.link == link) out += " (" + std::string(l.device) + "/" + std::to_string(l.port) + ")";
+  return out;
+}
+
+void LinkTable::say_locked(Process& p, const migr_links_switch& change, std::span<const migr_links_port> ports) {
+  const auto now = std::chrono::steady_clock::now();
+  while (!p.said.empty() && now - p.said.front() > kSaidWithin) p.said.pop_front();
+  if (p.said.size() >= kSwitchesSaid) return;  // a process can tell of changes as fast as it likes
+  p.said.push_back(now);
+  const bool port_failed = std::any_of(ports.begin(), ports.end(), [&](const auto& port) {
+    return port.flags & (MIGR_LINKS_PORT_DOWN_NETLINK | MIGR_LINKS_PORT_GONE) && contains(links_on(p, port.device, port.port), change.from);
+  });
+  const char* const failure = failure_of(change.cause, port_failed);
+  const std::string why = (failure ? std::string(failure) + ", " : "") + cause_name(change.cause);
+  const bool done = change.outcome == MIGR_LINKS_SWITCH_DONE;
+  spdlog::log(failure || !done ? spdlog::level::warn : spdlog::level::info, "{}: {} {} link {}{}: {}", process_label(p.owner), count_of(done ? change.vqps : change.broken, "vQP"),
+              done ? "from" : "given up on", link_text(p, change.from), done ? " to link " + link_text(p, change.to) : "", why);
+}
+
+Status LinkTable::add_switches(const Instance& who, std::span<const migr_links_switch> switches, std::span<const migr_links_port> ports) {
   for (const auto& r : switches)
     if (auto s = check(r); !s) return s;
   std::lock_guard lock(mutex_);
@@ -203,6 +242,13 @@ Status LinkTable::add_switches(const Instance& who, std::span<const migr_links_s
   if (!p) return no_process();
   for (const auto& r : switches) p->switches.push_back(r), switch_counts_[{r.cause, r.outcome}]++;
   while (p->switches.size() > kSwitchesKept) p->switches.pop_front();
+  // Each is of one vQP: those that went together are told together.
+  std::map<std::array<std::uint32_t, 4>, migr_links_switch> ways;
+  for (const auto& r : switches) {
+    const auto [at, first] = ways.try_emplace({r.from, r.to, r.cause, r.outcome}, r);
+    if (!first) at->second.vqps += r.vqps, at->second.broken += r.broken;
+  }
+  for (const auto& [way, change] : ways) say_locked(*p, change, ports);
   return {};
 }
 

@@ -58,7 +58,8 @@ class LinkTable {
   Status end_channel(const Instance& who, const migr_links_channel& end);
   /// @param settled  0: nothing new
   Status set_states(const Instance& who, std::span<const migr_links_vqp_state> states, std::uint64_t settled);
-  Status add_switches(const Instance& who, std::span<const migr_links_switch> switches);
+  /// Says them in the log, 60 lines a minute of each process. @param ports  of this host, as they are now
+  Status add_switches(const Instance& who, std::span<const migr_links_switch> switches, std::span<const migr_links_port> ports);
   /// What the directory could not answer it last; empty: it could.
   void set_error(const Instance& who, const std::string& text);
 
@@ -121,12 +122,15 @@ class LinkTable {
     std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> none;  ///< QPs that are not published, by link and why they have no backup
     std::map<ChannelKey, migr_links_channel> channels;
     std::deque<migr_links_switch> switches;
+    std::deque<std::chrono::steady_clock::time_point> said;  ///< when the last lines on them were
     std::string error;
     std::uint64_t settled = 0;
   };
   Process* process_locked(const Instance& who);
   wire::LinkProcess process_wire(const Instance& who, const Process& p) const;
   using Links = std::vector<std::uint32_t>;
+  static std::string link_text(const Process& p, std::uint32_t link);
+  static void say_locked(Process& p, const migr_links_switch& change, std::span<const migr_links_port> ports);
   static Links links_on(const Process& p, const std::string& device, std::uint32_t port);
   std::vector<std::string> count_on(const std::string& device, std::uint32_t port, unsigned& processes, const char* how,
                                     const std::function<bool(const Process&, const Vqp&, const Links& there)>& counts) const;

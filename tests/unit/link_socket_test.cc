@@ -3,6 +3,8 @@
 // of one host's processes can be looked up. Other hosts are a fake.
 #include "agent/failover/link_socket.h"
 
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/ptrace.h>
 
 #include <fstream>
@@ -668,6 +670,69 @@ wire::LinksReply everything() {
   s->set_resume_ns(12'345'678'901);
   s->set_replayed(4'000'000'000);
   return r;
+}
+
+/// Of changes of link, a line with its level for each.
+class SwitchLog : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(said_);
+    sink->set_pattern("%l %v");
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", sink));
+    table_.enter(kWho, {.pid = 712, .uid = 0, .comm = "kv", .configured = "", .hello = {}});
+    ASSERT_TRUE(table_.set_links(kWho, std::vector{link_of(1, 0), link_of(1, 1)}));
+  }
+  void TearDown() override { spdlog::set_default_logger(before_); }
+  std::string said_of(const std::vector<migr_links_switch>& changes, std::uint32_t flags_of_link_0 = 0) {
+    migr_links_port port{};
+    std::strcpy(port.device, "rxe0");
+    port.port = 1;
+    port.flags = flags_of_link_0;
+    said_.str("");
+    EXPECT_TRUE(table_.add_switches(kWho, changes, {&port, 1}));
+    return said_.str();
+  }
+  static migr_links_switch one(std::uint32_t cause, std::uint32_t from = 0, std::uint32_t outcome = MIGR_LINKS_SWITCH_DONE) {
+    migr_links_switch s{};
+    s.from = from, s.to = 1 - from, s.cause = cause, s.outcome = outcome, s.tries = 1;
+    (outcome == MIGR_LINKS_SWITCH_DONE ? s.vqps : s.broken) = 1;
+    return s;
+  }
+  static constexpr Instance kWho{1};
+  LinkTable table_{"here"};
+  std::ostringstream said_;
+  const std::shared_ptr<spdlog::logger> before_ = spdlog::default_logger();
+};
+
+TEST_F(SwitchLog, SaysWhatHadFailed) {
+  const std::string away = "1 vQP from link 0 (rxe0/1) to link 1 (rxe1/1): ";
+  const std::string failed = "warning process 712 (kv): " + away;
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_NETLINK)}), failed + "local failure, netlink\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_EVENT)}), failed + "local failure, event\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_HEARTBEAT)}), failed + "path failure, heartbeat\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_COMPLETION)}), failed + "path failure, completion\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_COMPLETION)}, MIGR_LINKS_PORT_DOWN_NETLINK), failed + "local failure, completion\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_COMPLETION)}, MIGR_LINKS_PORT_DOWN_OPERATOR), failed + "path failure, completion\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_PEER)}), failed + "failure told by the other end, peer\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_PEER)}, MIGR_LINKS_PORT_GONE), failed + "local failure, peer\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_OPERATOR)}, MIGR_LINKS_PORT_DOWN_OPERATOR), "info process 712 (kv): " + away + "operator\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_RETURN, 1)}), "info process 712 (kv): 1 vQP from link 1 (rxe1/1) to link 0 (rxe0/1): return\n");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_COMPLETION, 0, MIGR_LINKS_SWITCH_BROKEN)}), "warning process 712 (kv): 1 vQP given up on link 0 (rxe0/1): path failure, completion\n");
+}
+
+TEST_F(SwitchLog, HasOneLineForThoseThatWentTogether) {
+  const auto there = one(MIGR_LINKS_CAUSE_HEARTBEAT), back = one(MIGR_LINKS_CAUSE_RETURN, 1);
+  EXPECT_EQ(said_of({there, back, there, there}), "warning process 712 (kv): 3 vQPs from link 0 (rxe0/1) to link 1 (rxe1/1): path failure, heartbeat\n"
+                                                  "info process 712 (kv): 1 vQP from link 1 (rxe1/1) to link 0 (rxe0/1): return\n");
+}
+
+TEST_F(SwitchLog, IsNotFilledByOneProcess) {
+  constexpr int kMost = 60;
+  for (int i = 0; i < kMost; i++) EXPECT_NE(said_of({one(MIGR_LINKS_CAUSE_PEER)}), "");
+  EXPECT_EQ(said_of({one(MIGR_LINKS_CAUSE_PEER)}), "");
+  table_.enter({2}, {});
+  EXPECT_TRUE(table_.add_switches({2}, std::vector{one(MIGR_LINKS_CAUSE_PEER)}, {}));
+  EXPECT_NE(said_.str(), "");
 }
 
 TEST(LinksText, NoLineIsLongerThan80Columns) {

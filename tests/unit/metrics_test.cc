@@ -213,7 +213,7 @@ TEST_F(Exported, FailoversStayCountedWhenTheirProcessHasEnded) {
   table_.enter(who, {});
   migr_links_switch s{};
   s.cause = MIGR_LINKS_CAUSE_HEARTBEAT, s.outcome = MIGR_LINKS_SWITCH_DONE, s.vqps = 1, s.tries = 1, s.to = 1;
-  const auto told = table_.add_switches(who, {&s, 1});
+  const auto told = table_.add_switches(who, {&s, 1}, {});
   ASSERT_TRUE(told) << told.error().text;
   EXPECT_EQ(value("migr_link_processes"), 1);
   table_.leave(who);
