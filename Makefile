@@ -85,7 +85,7 @@ shapes: all			## every step of the end-to-end tests, and longer walks (90 minute
 	@tests/e2e/walk
 
 CUTS ?= 200
-cuts: all			## 2000 failures of modelled links, and CUTS=200 of a cable between hosts (100 minutes)
+cuts: all			## 2000 failures of modelled links, and CUTS=200 between hosts, half of a cable (100 minutes)
 	@scripts/cuts $(CUTS)
 
 bench-datapath: user		## cycles per call with and without libmigr (20 s)
@@ -95,7 +95,7 @@ bench-datapath: user		## cycles per call with and without libmigr (20 s)
 bench-migrate: all		## what a migration costs, in VMs: table and build/bench/migrate.* (40 minutes; QUICK=1: 8)
 	@bench/migrate
 
-bench-failover: all		## what a backup link costs and a cut cable does, in VMs: build/bench/failover.* (15 minutes; QUICK=1: 5)
+bench-failover: all		## what a backup link costs and a cut cable does, in VMs: build/bench/failover.* (20 minutes; QUICK=1: 5)
 	@bench/failover
 
 clean:				## remove the build folder

@@ -182,7 +182,7 @@ class Server : End {
     return static_cast<std::uint64_t>(n);
   }
 
-  /// @return how many WRITEs have come, or 0 if it is still n. A place may have been written to again meanwhile.
+  /// @return how many WRITEs or CMP_SWPs have come, or 0 if it is still n. A place may have been written to again meanwhile.
   std::uint64_t came_after(const Job& j, std::uint64_t n) {
     const std::uint64_t at = *tail(f().target, j, n);
     return at > n ? at : 0;
@@ -190,9 +190,10 @@ class Server : End {
 
   void serve(const Job& j) {
     if (std::uint64_t{j.batch} * j.size > f().ring_bytes()) throw PeerError("the client asks for more than the connection has room for");
+    if (j.op == Verb::kCas) std::memset(f().target.data(), 0, std::size_t{j.batch} * j.size);
     control_.send(Msg::kReady);
     std::vector<Note> notes;
-    const bool watched = j.op == Verb::kSend || (j.op == Verb::kWrite && j.noted);
+    const bool watched = j.op == Verb::kSend || j.noted;
     std::uint64_t n = j.first, told_ns = 0;
     std::optional<std::uint64_t> end;  // once the client has told
     while (!end || (watched && n < *end)) {
@@ -255,7 +256,7 @@ class Client : End {
     control_.send(Msg::kHello, bytes_of(s));
     connect(s, control_);
     control_.expect(Msg::kReady, kLimit);
-    seen_ = cas_ = 0;
+    seen_ = 0;
     return Json().field("qps", std::uint64_t{qps}).text();
   }
 
@@ -271,6 +272,9 @@ class Client : End {
     control_.expect(Msg::kReady, kLimit);
     return j;
   }
+
+  /// A CMP_SWP has a word of the list to itself, so that no other one is in flight to that.
+  static std::uint64_t found_by(const Job& j, std::uint64_t n) { return n < j.first + j.batch ? 0 : n + 1 - j.batch; }
 
   void post(const Job& j) {
     ibv_send_wr wr[kMaxBatch], *bad = nullptr;
@@ -293,15 +297,14 @@ class Client : End {
         wr[i].wr.rdma.rkey = f().partner_qps[0].target_rkey;
       } else {
         wr[i].opcode = IBV_WR_ATOMIC_CMP_AND_SWP;
-        wr[i].wr.atomic.remote_addr = f().partner.words + offsetof(Words, swap);
-        wr[i].wr.atomic.rkey = f().partner.words_rkey;
-        wr[i].wr.atomic.compare_add = cas_ + i;
-        wr[i].wr.atomic.swap = cas_ + i + 1;
+        wr[i].wr.atomic.remote_addr = f().partner.target + place;
+        wr[i].wr.atomic.rkey = f().partner_qps[0].target_rkey;
+        wr[i].wr.atomic.compare_add = found_by(j, n);
+        wr[i].wr.atomic.swap = n + 1;
       }
     }
     if (const int e = ibv_post_send(f().qps[0].get(), wr, &bad)) throw RunError(std::string("ibv_post_send: ") + std::strerror(e));
     seen_ += j.batch;
-    if (j.op == Verb::kCas) cas_ += j.batch;
   }
 
   std::uint64_t take(const Job& j) {
@@ -331,11 +334,11 @@ class Client : End {
       }
     }
     if (j.op != Verb::kCas) return;
-    for (std::uint32_t i = 0; i < j.batch; ++i) {
+    for (std::uint64_t n = seen_ - j.batch; n < seen_; ++n) {
       std::uint64_t was;
-      std::memcpy(&was, f().local.data() + (seen_ - j.batch + i) % j.batch * j.size, sizeof was);
-      if (was != cas_ - j.batch + i)
-        throw RunError("a CMP_SWP found " + std::to_string(was) + ", want " + std::to_string(cas_ - j.batch + i) + ": one was lost or executed twice");
+      std::memcpy(&was, f().local.data() + n % j.batch * j.size, sizeof was);
+      if (was != found_by(j, n))
+        throw RunError("a CMP_SWP found " + std::to_string(was) + ", want " + std::to_string(found_by(j, n)) + ": one was lost or executed twice");
     }
   }
 
@@ -384,7 +387,6 @@ class Client : End {
   const std::string log_;
   std::uint64_t done_ = 0;  // of the job
   std::uint64_t seen_ = 0;  // posted, of the connection
-  std::uint64_t cas_ = 0;   // what the partner's word is
 };
 
 int run_client(const Options& o, const std::string& log) {
@@ -405,6 +407,7 @@ int run_client(const Options& o, const std::string& log) {
 int run(int argc, char** argv) {
   Options o;
   o.port = 18526;
+  o.target_atomics = true;
   std::string log;
   for (int i = 1; i < argc; ++i) {
     const std::string a = argv[i];
