@@ -8,9 +8,10 @@ set -uo pipefail
 e2e_up || exit 1
 E2E_RATE=200	# something is to be under way when it happens
 
-POLICY=exact
-# HOST up|down, --loss PCT [--direction in|out], or "inside" or "inside-up": the host itself sets its port down, and up
+POLICY=exact LINKS=/tmp/links.json PRELOAD=$E2E_LIB/libmigr.so
+# HOST up|down, --loss PCT [--direction in|out], or "inside" or "inside-up": the host itself sets its port down, and up. "both": src and peer
 rail() {
+	[ "$1" != both ] || { at_once rail src "${@:2}" -- rail peer "${@:2}"; return; }
 	case $2 in
 	inside) on "$1" ip link set eth1 down ;;
 	inside-up) on "$1" ip link set eth1 up ;;
@@ -28,14 +29,14 @@ configure() {	# [MEMBER [LINK]]: rail 0, backed up by rail 1
 # run_on HOST NAME CMD...: with libmigr and a policy. Its output: log_of HOST NAME; its exit status: ended HOST NAME.
 run_on() {
 	on_sh "$1" '
-		name=$1 lib=$2 policy=$3
-		shift 3
+		name=$1 lib=$2 policy=$3 links=$4
+		shift 4
 		rm -f "/mnt/out/$name".*
 		exec setsid -f bash -c "
-			env LD_PRELOAD=\$1 MIGR_LINKS=/tmp/links.json MIGR_POLICY=\$2 \"\${@:4}\" >/mnt/out/\$3.log 2>&1 </dev/null
+			env LD_PRELOAD=\$1 MIGR_LINKS=\$4 MIGR_POLICY=\$2 \"\${@:5}\" >/mnt/out/\$3.log 2>&1 </dev/null
 			echo \$? >/mnt/out/\$3.status
-		" bash "$lib" "$policy" "$name" "$@" </dev/null >/dev/null 2>&1
-	' "$2" "$E2E_LIB/libmigr.so" "$POLICY" "${@:3}" || fail "start of $2 on $1"
+		" bash "$lib" "$policy" "$name" "$links" "$@" </dev/null >/dev/null 2>&1
+	' "$2" "$PRELOAD" "$POLICY" "$LINKS" "${@:3}" || fail "start of $2 on $1"
 }
 out_of() { echo "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/$2"; }
 log_of() { cat "$(out_of "$1" "$2.log")"; }
@@ -59,7 +60,7 @@ say_change() {
 }
 logs() { local h; for h in src peer; do echo "--- $1 on $h:"; tail -n 25 "$(out_of "$h" "$1.log")"; links_of "$h" | jq -c '.processes[]'; done >&2; }
 
-mend() { rail src up; rail peer up; rail peer --loss 0; rail peer inside-up; }
+mend() { rail both up; rail peer --loss 0; rail both inside-up; }
 rail_frames() { testbed status | awk -v rail="rail$1" '/^src / {src = 1} src && $1 == rail {print $4; exit}'; }	# that src has sent
 frames_are() { [ "$(rail_frames "$1")" -ge "$2" ]; }
 goes_over() {	# LINK PROGRAMS: all are there, and send there
@@ -82,11 +83,11 @@ outlives() {
 }
 
 start_perftest() {	# PROGRAM PORT OPTION..: at both ends
-	local p=$1 port=$2 options=(-d rxe0 -F -D 60 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
-	run_on peer "$p" "$p" "${options[@]}" || return 1
-	until_true 20 on_sh peer 'ss -Hltn "sport = :$1" | grep -q . || rdma res show cm_id | grep -q LISTEN' "$port" || fail "$p does not listen" || return 1
+	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D 60 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
+	run_on peer "$name" "$p" "${options[@]}" || return 1
+	until_true 20 on_sh peer 'ss -Hltn "sport = :$1" | grep -q . || rdma res show cm_id | grep -qE "LISTEN .*:$1( |$)"' "$port" || fail "$p does not listen" || return 1
 	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
-	run_on src "$p" "$p" "${options[@]}" "$to"
+	run_on src "$name" "$p" "${options[@]}" "$to"
 }
 say_bandwidth() { grep -A1 '#bytes' "$(out_of src "$1.log")" | sed 's/^/# /'; }
 
@@ -118,7 +119,7 @@ with_both() {
 	while [ "$1" != -- ]; do what+=("$1"); shift; done
 	shift
 	for o in "$@"; do
-		case $o in --events|--srq|--no-limit|--any-order) both+=("$o") ;; esac
+		case $o in --events|--srq|--no-limit|--any-order|--port=*|--rest-file=*|--status=*) both+=("$o") ;; esac
 	done
 	on src rm -f /tmp/stop
 	run_on peer "$program" "$E2E_LIB/$program" --dev rxe0 --connect 60 --stall 60 --json "/mnt/out/$program.json" "${both[@]}" || return 1
@@ -126,12 +127,15 @@ with_both() {
 	backed_up src || ok=1
 	[ $ok != 0 ] || "${what[@]}" || ok=1
 	on src touch /tmp/stop
-	ended src "$program" 60 && ended peer "$program" 60 || ok=1
-	[ $ok != 0 ] || jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and ([.wr_posted, .transactions] | max > 0))' \
-		"$(out_of src "$program.json")" "$(out_of peer "$program.json")" >/dev/null || { fail "not every work request was completed without a fault"; ok=1; }
+	ended_well "$program" || { [ -n "${MAY_BREAK_OFF:-}" ] && at_both broke_off "$program"; } || ok=1
 	[ $ok = 0 ] || logs "$program"
 	mend
 	[ $ok = 0 ] || { e2e_reset; return 1; }
+}
+ended_well() {	# PROGRAM
+	ended src "$1" 60 && ended peer "$1" 60 || return 1
+	jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and ([.wr_posted, .transactions] | max > 0))' \
+		"$(out_of src "$1.json")" "$(out_of peer "$1.json")" >/dev/null || fail "not every work request was completed without a fault"
 }
 with_verify() { with_both migr_verify "$@" --rate "$E2E_RATE"; }
 with_loaded() { with_both migr_loaded "$@" --rate "$E2E_RATE"; }	# it loads libibverbs itself
@@ -149,34 +153,53 @@ left_for_1() {
 		select(length > 0 and all(.[]; .to == 1))'
 }
 causes() { jq -r 'map(.cause) | unique | join(" ")'; }
-# noticed CUT..: the end that has no carrier sees that, and tells the other one; where ports stay up only silence tells, either end or both.
+# noticed [both] CUT..: the end that has no carrier sees that, and tells the other one; where ports stay up only silence tells, either end or both.
 noticed() {
 	local src peer
 	src=$(left_for_1 src | causes) peer=$(left_for_1 peer | causes)
 	case $1 in
+	both) [[ "$src $peer" =~ ^((completion|event|netlink|peer)' '?)+$ ]] ;;
 	down|inside) [ "$src" = peer ] && [[ $peer =~ ^((completion|event|netlink)' '?)+$ ]] ;;
 	*) [[ $src/$peer =~ completion|heartbeat|channel ]] && [[ ! $src/$peer =~ event|netlink|operator|application|return|prefer ]] ;;
 	esac
 }
-cut() {
-	rail peer "$@" && both_on 1 || return 1
-	until_true 10 noticed "$@" || fail "cut by $*: noticed by $(left_for_1 src | causes) at src, by $(left_for_1 peer | causes) at peer"
+# What the logs say had failed: at that end its port, between the two, or what the other end has told.
+failures_said() { log_since "$1" "$2" | grep -o 'from link 0 .* to link 1 .*: .*failure[^,]*' | sed 's/.*: //' | sort -u | xargs; }	# HOST MARK
+told_apart() {	# [both] CUT.., after the marks of `cut`
+	local src peer
+	src=$(failures_said src "${marks[0]}") peer=$(failures_said peer "${marks[1]}")
+	case $1 in
+	both) [[ $src/$peer = *local* && $src/$peer != *path* ]] ;;	# one may have been told before its port was down
+	down|inside) [ "$src/$peer" = "failure told by the other end/local failure" ] ;;
+	*) [[ $src/$peer = *"path failure"* && $src/$peer != *local* ]] ;;
+	esac
+}
+cut() {	# [both] CUT..
+	local at=peer how=("$@") marks
+	marks=("$(log_mark src)" "$(log_mark peer)")
+	[ "$1" != both ] || { at=both; shift; }
+	rail $at "$@" && both_on 1 || return 1
+	until_true 10 noticed "${how[@]}" || fail "cut by ${how[*]}: noticed by $(left_for_1 src | causes) at src, by $(left_for_1 peer | causes) at peer" || return 1
+	until_true 10 told_apart "${how[@]}" ||
+		fail "cut by ${how[*]}: the log of src says $(failures_said src "${marks[0]}"), that of peer $(failures_said peer "${marks[1]}")"
 }
 were_under_way() { { left_for_1 src; left_for_1 peer; } | jq -s 'flatten | map(.replayed + .executed) | add'; }	# when it was cut
-cuts() {	# N: in a row, of all kinds in turn
-	local i how first=$RANDOM under_way=0
+cuts() {	# N: in a row, every other one of a cable from outside, and of all other kinds in turn
+	local i how first=$((RANDOM | 1)) under_way=0 cables=0
 	for ((i = 1; i <= $1; i++)); do
-		case $(((first + i) % 5)) in
-		0) how=(down) ;;
-		1) how=(inside) ;;
-		2) how=(--loss 100) ;;
-		3) how=(--loss 100 --direction in) ;;
-		4) how=(--loss 100 --direction out) ;;
+		case $(((first + i) % 10)) in
+		0|2|4|6|8) how=(down) ;;
+		1) how=(both down) ;;
+		3) how=(inside) ;;
+		5) how=(--loss 100) ;;
+		7) how=(--loss 100 --direction in) ;;
+		9) how=(--loss 100 --direction out) ;;
 		esac
+		[[ ${how[*]} != *down ]] || cables=$((cables + 1))
 		cut "${how[@]}" && under_way=$((under_way + $(were_under_way))) && mend && both_on 0 && backed_up src || { fail "cut $i of $1: ${how[*]}"; return 1; }
 		note "cut $i of $1: ${how[*]}"
 	done
-	echo "# $under_way work requests were under way at $1 cuts"
+	echo "# $under_way work requests were under way at $1 cuts, $cables of them of a cable from outside"
 	[ $under_way != 0 ] || fail "nothing was under way at any cut" || return 1
 	changed src && changed peer
 }
@@ -262,6 +285,80 @@ moved_while_rail_fails() { move_and_fail src "" migrate_ok lk dst && was_replaye
 stays_while_rail_fails() { move_and_fail src ",source.commit.begin:fail" migrate_refused lk dst "source.commit.begin" 1 && both_on 1 && expect_traffic; }
 # The partner's rail: it goes on over the other one, once that is the backup of what has moved.
 moved_while_partners_rail_fails() { move_and_fail peer "" migrate_ok lk dst && both_on 1 dst && expect_traffic; }
+# Nothing is posted, so no completion tells that nothing comes through while the ports stay up. What has no heartbeat does not notice it.
+found_by_heartbeat() {
+	local h
+	for h in src peer; do
+		on_sh "$h" 'rm -f /tmp/rest; jq ".heartbeat_ms = 0" /tmp/links.json >/tmp/links-still.json' || return 1
+	done
+	with_verify beside_stillness -- --mode write_imm --qps 4 --size 4096 --rest-file=/tmp/rest --status=/mnt/out/migr_verify.now
+}
+beside_stillness() { LINKS=/tmp/links-still.json with_loaded silent -- --mode write_imm --qps 4 --size 4096 --port=18526 --rest-file=/tmp/rest --status=/mnt/out/migr_loaded.now; }
+rests() {	# PROGRAM HOST: what it has posted has completed, and it posts nothing
+	local now posted
+	now=$(out_of "$2" "$1.now")
+	posted=$(jq .wr_posted "$now") && sleep 1 && jq -e --argjson n "$posted" '.wr_posted == $n and .wr_completed == $n' "$now"
+}
+uses() {	# PROGRAM LINK HOST
+	links_of "$3" | jq -e --arg p "$1" --argjson l "$2" '[.processes[] | select(.comm == $p)] | length == 1 and all(.[]; .vqps > 0 and .links[$l].vqps == .vqps)'
+}
+at_both() { "$@" src && "$@" peer; }
+causes_of() { links_of "$2" | jq -r --arg p "$1" '.processes[] | select(.comm == $p) | .switchovers[].cause'; }	# PROGRAM HOST
+silent() {
+	local seen since
+	on src touch /tmp/rest && on peer touch /tmp/rest && until_true 20 at_both rests migr_verify && until_true 20 at_both rests migr_loaded || fail "they do not rest" || return 1
+	since=$SECONDS
+	rail peer --loss 100 && until_true 10 at_both uses migr_verify 1 || fail "no heartbeat has noticed a silent path" || return 1
+	since=$((SECONDS - since + 1))
+	seen=$(at_both causes_of migr_verify | sort -u | xargs)
+	[[ "$seen" =~ ^heartbeat( peer)?$ ]] || fail "a silent path was noticed by $seen" || return 1
+	note "noticed within $since s"
+	sleep $since
+	at_both uses migr_loaded 0 >/dev/null || fail "a silent path was noticed without a heartbeat" || return 1
+	mend && on src rm /tmp/rest && on peer rm /tmp/rest && goes_over 0 2
+}
+
+error_of() { log_of "$2" "$1" | grep -oE "completed with '[^']*' \(status (2|5|12),|Failed status (2|5|12)" | tail -n 1; }	# PROGRAM HOST: of its path
+# broke_off PROGRAM HOST: it has ended with an error of its path, and before that nothing was lost or done twice.
+broke_off() {
+	local status=0 why
+	ended "$2" "$1" 60 || status=$?
+	why=$(error_of "$1" "$2") && [ $status != 0 ] && [ $status != 99 ] || fail "$1 on $2 has ended with status $status, and not with an error of its path" || return 1
+	note "$1 on $2: $why"
+	[[ $1 = ib_* ]] || jq -e '.errors == 1 and .lost + .duplicated + .reordered + .corrupted == 0' "$(out_of "$2" "$1.json")" >/dev/null ||
+		fail "$1 on $2: before the error something was lost or done twice"
+}
+# all_break_off DO.. -- PROGRAM..: where nothing is left for them they get the errors of their paths. They retry twice; 7 times are for ever with
+# soft-RoCE. The ends of migr_verify tell each other what they got, those of ib_send_bw do not.
+BREAKS_OFF=(-b -D 600 -R --retry_count=2)
+all_break_off() {
+	local h p ok=0 what=() verify="$E2E_LIB/migr_verify --dev rxe0 --retries 2 --json /mnt/out/migr_verify.json"
+	while [ "$1" != -- ]; do what+=("$1"); shift; done
+	shift
+	# shellcheck disable=SC2086
+	run_on peer migr_verify $verify --connect 60 && run_on src migr_verify $verify --mode write_imm --qps 4 --size 4096 --rate $E2E_RATE $E2E_PEER &&
+		start_perftest ib_send_bw 18515 "${BREAKS_OFF[@]}" && "${what[@]}" || ok=1
+	for p in "$@"; do
+		[ $ok != 0 ] || at_both broke_off "$p" || ok=1
+	done
+	[ $ok = 0 ] || for p in "$@"; do logs "$p"; done
+	mend
+	for h in src peer; do testbed link "$h" 1 up >/dev/null; done
+	[ $ok = 0 ] || { e2e_reset; return 1; }
+}
+both_ends_then_all_links() {
+	backed_up src && cut both inside && mend && both_on 0 && until_true 60 at_both backed && cut both down && testbed link peer 1 down >/dev/null
+}
+without_a_policy() {
+	local POLICY=off
+	all_break_off unprotected -- migr_verify ib_send_bw ib_plain
+}
+unprotected() {	# beside one without libmigr. With -R each has two QPs
+	PRELOAD='' NAME=ib_plain start_perftest ib_send_bw 18516 "${BREAKS_OFF[@]}" && until_true 20 on_sh src '[ "$(rdma res show qp | grep -c "state RTS .*comm ib_send_bw")" -ge 4 ]' ||
+		fail "they are not connected" || return 1
+	rail peer down
+}
+
 # Each answer is checked by migr_verify: a sum that every fetch-and-add of a QP has to find.
 relayed() {	# DO..
 	local r=0
@@ -288,15 +385,24 @@ has_policy() {	# DO..
 	"$@"
 }
 # A cable that loses some of everything is slow, and not dead: there may be changes, but not all the time.
-lossy() {
-	local i h n
-	rail peer --loss 20 || return 1
-	for i in 1 2 3 4 5; do expect_traffic && sleep 3 || return 1; done
-	for h in src peer; do
-		n=$(links_of "$h" | jq '[.processes[].switchovers[]? | select(.from == 0)] | length') && note "$h has left rail 0 $n times" && [ "$n" -le 5 ] ||
-			fail "$h has left rail 0 $n times" || return 1
+lossy() {	# PCT..
+	local pct i h n
+	for pct in "$@"; do
+		rail peer --loss "$pct" || return 1
+		for i in 1 2 3 4 5; do expect_traffic && sleep 3 || return 1; done
+		for h in src peer; do
+			n=$(times_left "$h") && note "$pct %: $h has left rail 0 $n times" && [ "$n" -le 5 ] || fail "$pct %: $h has left rail 0 $n times" || return 1
+		done
 	done
 	changed_if_at_all src && changed_if_at_all peer
+}
+times_left() { links_of "$1" | jq '[.processes[].switchovers[]? | select(.from == 0)] | length'; }
+# One that loses half of everything is as good as dead, again and again.
+half_lost() {
+	local h
+	backed_up src && rail peer --loss 50 && sleep 20 || return 1
+	for h in src peer; do note "$h has left rail 0 $(times_left "$h") times"; done
+	mend
 }
 changed_if_at_all() { links_of "$1" | jq -e 'all(.processes[].switchovers[]?; .done and .broken == 0)' >/dev/null || fail "a change of $1 has failed"; }
 
@@ -354,7 +460,10 @@ with_other_addresses() {
 on src test -S /run/migr/links.sock || { fail "migrd has no /run/migr/links.sock"; exit 1; }
 configure && links_from /tmp/links.json || exit 1
 step "the cable is cut and mended: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
+step "the path is silent under programs at rest: migr_verify with a heartbeat, migr_loaded without" found_by_heartbeat
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
+step "both ends' NICs fail at once, then every link: migr_verify, ib_send_bw, both ways" all_break_off both_ends_then_all_links -- migr_verify ib_send_bw
+walk_step "off: the cable is cut: migr_verify, ib_send_bw, both ways" without_a_policy
 walk_step "the cable is cut, mended, silent, mended: migr_verify, messages, WRITEs and atomic writes" if_atomic_writes with_verify again_and_again -- --mode write_imm --qps 4 --size 4096 --wr-api --atomic-write
 walk_step "the cable is cut and mended: ib_write_bw" perftest ib_write_bw down
 walk_step "the cable is cut and mended: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
@@ -382,7 +491,8 @@ walk_step "${CUTS:-4} cuts in a row: atomics are relayed, migr_verify, mixed" re
 step "resend: the cable is cut: migr_verify, messages and WRITEs" resends write_imm cut down
 walk_step "resend: the cable is cut, mended, silent, mended: migr_verify, messages and WRITEs" resends write_imm again_and_again
 walk_step "resend: the cable is cut, mended, silent, mended: migr_verify, messages" resends send again_and_again
-walk_step "a cable loses a fifth" with_container lossy
+walk_step "a cable loses a twentieth, and then a fifth" with_container lossy 5 20
+MAY_BREAK_OFF=1 walk_step "a cable loses half: migr_verify, messages and WRITEs" with_verify half_lost -- --mode write_imm --qps 4 --size 4096
 walk_step "the other rail is preferred, then none: migr_verify, atomics" with_verify preferred -- --mode atomic --qps 4
 walk_step "${CUTS:-4} cuts in a row: transactions" with_kv cuts "${CUTS:-4}" -- --qps 8
 walk_step "the cable is cut and mended: ib_send_bw" perftest ib_send_bw down

@@ -165,6 +165,7 @@ class Run {
   std::vector<std::uint64_t> partner_totals_;
   Phase phase_ = Phase::kRunning;
   bool only_answers_ = !options_.rts_file.empty();  // --rts-file: its QPs are in RTR
+  bool resting_ = false;  // --rest-file
   bool stopping_ = false, closing_ = false, closed_ = false, fin_sent_ = false, done_sent_ = false, partner_done_ = false;
   int idle_rounds_ = 0;
   std::int64_t now_ = 0, last_now_ = 0, elapsed_us_ = 0, idle_us_ = 0;
@@ -393,7 +394,7 @@ void Run::post_list(std::uint32_t i, const Op* ops, std::uint32_t n) {
 bool Run::post_stream(std::uint32_t i) {
   Lane& l = lanes_[i];
   l.blocked = false;
-  if (only_answers_ || stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
+  if (only_answers_ || resting_ || stopping_ || (f_.shape.iterations && l.next >= f_.shape.iterations)) return false;
   if (f_.shape.rate && budget_ < 1) {
     l.blocked = true;
     return false;
@@ -696,6 +697,7 @@ void Run::housekeeping() {
 
 void Run::look_for_files() {
   if (told_to_stop()) request_stop(false);
+  resting_ = is_there(options_.rest_file);
   if (only_answers_ && is_there(options_.rts_file)) {
     f_.begin_to_send();
     only_answers_ = false;

@@ -15,7 +15,6 @@ namespace {
 
 // Generous: a partner that is being moved, or an emulated machine, is silent for seconds.
 constexpr std::uint8_t kTimeout = 18;      // 4.096 us * 2^18 = 1.07 s
-constexpr std::uint8_t kRetry = 7;
 constexpr std::uint8_t kRnrRetry = 7;      // for ever
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
 constexpr std::uint32_t kAckRoom = 2;      // WRs of the send queue that are not the stream's
@@ -230,7 +229,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows || o.invalidate ? IBV_ACCESS_MW_BIND : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
+  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows || o.invalidate ? IBV_ACCESS_MW_BIND : 0) | (o.target_atomics ? IBV_ACCESS_REMOTE_ATOMIC : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
   readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? std::optional(kReadableIova) : std::nullopt);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
@@ -481,7 +480,7 @@ void Fabric::begin_to_send() {
     ibv_qp_attr m{};
     m.qp_state = IBV_QPS_RTS;
     m.timeout = kTimeout;
-    m.retry_cnt = kRetry;
+    m.retry_cnt = static_cast<std::uint8_t>(options.retries);
     m.rnr_retry = kRnrRetry;
     m.sq_psn = psn_[i];
     m.max_rd_atomic = static_cast<std::uint8_t>(std::min(partner.rd_atomic, rd_atomic_));

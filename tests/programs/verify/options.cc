@@ -28,6 +28,7 @@ constexpr const char kHelp[] =
   --seed N          of content and order (1)
   --seconds S       the time to run; --iterations N: the WRs of each QP; neither: until stopped
   --rate N          WRs per second of each end, all QPs together (as many as can be); it then sleeps in between
+  --retries N       of a packet that is not acknowledged, 1.07 s apart (7, which soft-RoCE takes for as many as there need be)
   --events          sleep on a completion channel instead of polling
   --cq-ex           poll with ibv_start_poll, ibv_next_poll and the readers of ibv_create_cq_ex
   --wr-api          post with ibv_wr_*; ends with status 4 if the device has it not
@@ -58,6 +59,7 @@ constexpr const char kHelp[] =
   --connect S       wait so long for the partner (30)
   --stall S         so long without any progress is an error (120)
   --stop-file FILE  ends the run, cleanly, when FILE comes to be; so does SIGTERM
+  --rest-file FILE  while FILE is there this end begins nothing new
   --rts-file FILE   (client) QPs stay in RTR, where they only answer, until FILE comes to be
   --close-file FILE (client) when FILE comes to be both ends check their memory and close all of RDMA; the memory
                     and the TCP connection stay, until the stop
@@ -109,8 +111,8 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
-    kPort, kBind, kConnect, kStall, kStopFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kRetries, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kPort, kBind, kConnect, kStall, kStopFile, kRestFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
       {"transport", 1, nullptr, kTransport},
@@ -118,6 +120,7 @@ Options parse_options(int argc, char** argv) {
       {"size", 1, nullptr, kSize},           {"depth", 1, nullptr, kDepth},
       {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
       {"iterations", 1, nullptr, kIterations}, {"rate", 1, nullptr, kRate},
+      {"retries", 1, nullptr, kRetries},
       {"events", 0, nullptr, kEvents},
       {"cq-ex", 0, nullptr, kCqEx},
       {"wr-api", 0, nullptr, kWrApi},        {"rnr", 0, nullptr, kRnr},
@@ -133,6 +136,7 @@ Options parse_options(int argc, char** argv) {
       {"mr", 1, nullptr, kMr},               {"mr-parts", 1, nullptr, kMrParts},
       {"mr-fill", 1, nullptr, kMrFill},
       {"rts-file", 1, nullptr, kRtsFile},    {"close-file", 1, nullptr, kCloseFile},
+      {"rest-file", 1, nullptr, kRestFile},
       {"memory", 1, nullptr, kMemory},
       {"query", 0, nullptr, kQuery},         {"dev", 1, nullptr, kDev},
       {"ib-port", 1, nullptr, kIbPort},      {"gid-index", 1, nullptr, kGidIndex},
@@ -162,6 +166,7 @@ Options parse_options(int argc, char** argv) {
       case kSeconds: o.seconds = seconds(n, optarg); break;
       case kIterations: o.shape.iterations = number(n, optarg, 1, 1ull << 40); break;
       case kRate: o.shape.rate = static_cast<std::uint32_t>(number(n, optarg, 1, 100000000)); break;
+      case kRetries: o.retries = static_cast<int>(number(n, optarg, 0, 7)); break;
       case kEvents: o.events = true; break;
       case kCqEx: o.cq_ex = true; break;
       case kWrApi: o.wr_api = true; break;
@@ -170,6 +175,7 @@ Options parse_options(int argc, char** argv) {
       case kMr: o.mr_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kMrFill: o.mr_fill_mb = static_cast<int>(number(n, optarg, 0, 65536)); break;
       case kMrParts: o.mr_parts = static_cast<int>(number(n, optarg, 0, 65536)); break;
+      case kRestFile: o.rest_file = optarg; break;
       case kRtsFile: o.rts_file = optarg; break;
       case kCloseFile: o.close_file = optarg; break;
       case kMemory: o.memory = memory_kinds(optarg); break;

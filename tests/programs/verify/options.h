@@ -21,6 +21,7 @@ struct Options {
   int port = 18525;        // TCP
   int ib_port = 1;
   int gid_index = -1;      // -1: the RoCE v2 one with an IPv4 address, else the first
+  int retries = 7;
   bool events = false;
   bool cq_ex = false;      // poll with the extended interface
   bool wr_api = false;
@@ -35,6 +36,7 @@ struct Options {
   bool forks_later = false;  // the same, when SIGUSR1 comes
   bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
   bool invalidate = false; // a further window of type 2 comes and goes
+  bool target_atomics = false;  // the partner's may change what it writes to (failover_traffic)
   bool second = false;     // another context, idle; at the end it has to work
   std::string hold;        // keep an object of this kind beside the traffic: cm
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
@@ -47,6 +49,7 @@ struct Options {
   double stall = 120;      // seconds without any progress that are an error
   double connect = 30;     // seconds to wait for the partner
   std::string samples, status, json, stop_file;
+  std::string rest_file;   // nothing is begun while it is there
   std::string rts_file;    // client: its QPs stay in RTR, and only answer, until it comes
   std::string close_file;  // client: its coming closes all RDMA, at both ends; memory and TCP stay
 };
