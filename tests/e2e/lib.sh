@@ -343,7 +343,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--query) both+=("$o") ;; esac
 	done
 	[ "$VERIFY_PROGRAM" != migr_datagram ] || [ "${E2E_RATE:-0}" = 0 ] || both+=(--rate "$E2E_RATE")	# of migr_verify the client says it
 	on_sh peer 'rm -f /tmp/verify*.status'

@@ -6,12 +6,17 @@ set -uo pipefail
 . "$(dirname "$0")/lib.sh"
 e2e_up || exit 1
 
+# What verbs answer is compared, too, at both ends.
+started() {	# OPTION...
+	[ "$VERIFY_PROGRAM" = migr_datagram ] || set -- --query "$@"
+	start_verify src mv "$@"
+}
 moved() {	# OPTION...: src to dst
-	start_verify src mv "$@" && migrate_ok mv dst && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
+	started "$@" && migrate_ok mv dst && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
 # shellcheck disable=SC2120 # step calls it, with arguments
 there_and_back() {
-	start_verify src mv "$@" && migrate_ok mv dst "$E2E_OUT/there.json" && expect_traffic && { migrate_ok mv src 2>"$E2E_OUT/progress" || { cat "$E2E_OUT/progress" >&2; false; }; } && expect_traffic &&
+	started "$@" && migrate_ok mv dst "$E2E_OUT/there.json" && expect_traffic && { migrate_ok mv src 2>"$E2E_OUT/progress" || { cat "$E2E_OUT/progress" >&2; false; }; } && expect_traffic &&
 		stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
 # As containerd and podman start them, or who writes "runc run .. | logger".
@@ -96,7 +101,7 @@ by_annotation() {
 
 # Its QPs have only answered until it has moved, and send from there on and back.
 answers_first() {
-	start_verify src mv --rts-file /tmp/rts "$@" && migrate_ok mv dst && expect_traffic && container_exec dst mv touch /tmp/rts && expect_traffic &&
+	started --rts-file /tmp/rts "$@" && migrate_ok mv dst && expect_traffic && container_exec dst mv touch /tmp/rts && expect_traffic &&
 		migrate_ok mv src && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
 # Windows that the partner ends with SEND_WITH_INV and their owner with LOCAL_INV, and that are bound anew each time.

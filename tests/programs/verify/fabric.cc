@@ -22,6 +22,8 @@ constexpr std::uint32_t kSpareRoom = 6;    // those of --invalidate: two rounds
 constexpr std::uint32_t kMaxCqs = 4, kMaxQpsPerCq = 64;  // more would not fit rxe's longest CQ
 constexpr std::uint64_t kTargetIova = 0, kReadableIova = 0x7000000000;  // --iova
 constexpr std::uint32_t kMaxRdAtomic = 16;
+constexpr std::uint8_t kTrafficClass = 0x20;  // --query: something that can get lost
+constexpr std::uint32_t kFlowLabel = 0x12345;
 
 [[noreturn]] void fail(const std::string& what) { throw SetupError(what + ": " + std::strerror(errno)); }
 
@@ -189,6 +191,53 @@ std::string SecondContext::check(int ib_port) const {
     if (const std::string what = flushed(one.qp, 4711); !what.empty()) return failed(one.state, what);
   return {};
 }
+
+namespace {
+
+template <class T>
+using Field = std::pair<const char*, bool (*)(const T&, const T&)>;
+
+/// @return the name of the first that differs; empty: none does
+template <class T, std::size_t N>
+std::string first_of(const Field<T> (&fields)[N], const T& a, const T& b) {
+  for (const auto& [name, same] : fields)
+    if (!same(a, b)) return name;
+  return {};
+}
+#define VERIFY_FIELD(T, name) {#name, [](const T& a, const T& b) { return std::memcmp(&a.name, &b.name, sizeof a.name) == 0; }}
+
+/// But for what the present host's device may have otherwise (docs/limits.md).
+std::string differs(const ibv_device_attr& a, const ibv_device_attr& b) {
+#define F(name) VERIFY_FIELD(ibv_device_attr, name)
+  static constexpr Field<ibv_device_attr> kFields[] = {F(page_size_cap), F(vendor_id), F(vendor_part_id), F(hw_ver), F(device_cap_flags), F(atomic_cap), F(phys_port_cnt)};
+#undef F
+  return first_of(kFields, a, b);
+}
+
+std::string differs(const ibv_port_attr& a, const ibv_port_attr& b) {
+#define F(name) VERIFY_FIELD(ibv_port_attr, name)
+  static constexpr Field<ibv_port_attr> kFields[] = {
+      F(state), F(max_mtu), F(active_mtu), F(gid_tbl_len), F(port_cap_flags), F(max_msg_sz), F(pkey_tbl_len), F(lid), F(sm_lid), F(lmc), F(max_vl_num), F(sm_sl), F(subnet_timeout),
+      F(init_type_reply), F(active_width), F(active_speed), F(phys_state), F(link_layer), F(flags), F(port_cap_flags2)};
+#undef F
+  return first_of(kFields, a, b);
+}
+
+/// But for what traffic changes.
+std::string differs(const Answers::OfQp& a, const Answers::OfQp& b) {
+#define F(name) VERIFY_FIELD(Answers::OfQp, name)
+  static constexpr Field<Answers::OfQp> kFields[] = {
+      F(now.qp_state), F(now.cur_qp_state), F(now.path_mtu), F(now.path_mig_state), F(now.qkey), F(now.dest_qp_num), F(now.qp_access_flags), F(now.cap), F(now.ah_attr.grh.dgid),
+      F(now.ah_attr.grh.flow_label), F(now.ah_attr.grh.sgid_index), F(now.ah_attr.grh.hop_limit), F(now.ah_attr.grh.traffic_class), F(now.ah_attr.dlid), F(now.ah_attr.sl),
+      F(now.ah_attr.src_path_bits), F(now.ah_attr.static_rate), F(now.ah_attr.is_global), F(now.ah_attr.port_num), F(now.pkey_index), F(now.sq_draining), F(now.max_rd_atomic),
+      F(now.max_dest_rd_atomic), F(now.min_rnr_timer), F(now.port_num), F(now.timeout), F(now.retry_cnt), F(now.rnr_retry), F(init.qp_context), F(init.send_cq), F(init.recv_cq),
+      F(init.srq), F(init.cap), F(init.qp_type), F(init.sq_sig_all)};
+#undef F
+  return first_of(kFields, a, b);
+}
+#undef VERIFY_FIELD
+
+}  // namespace
 
 Mr Fabric::reg(const Memory& m, int access, std::optional<std::uint64_t> iova) const {
   if (options.iova) access |= IBV_ACCESS_RELAXED_ORDERING;
@@ -448,25 +497,9 @@ void Fabric::connect(const std::string& text) {
   if (text.size() != sizeof partner + sizeof(QpAddress) * shape.qps) throw PeerError("the partner's addresses have a wrong length");
   std::memcpy(&partner, text.data(), sizeof partner);
   partner_qps.resize(shape.qps);
-  const bool rc = shape.transport == Transport::kRc;
   std::memcpy(partner_qps.data(), text.data() + sizeof partner, sizeof(QpAddress) * shape.qps);
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
-    ibv_qp_attr m{};
-    m.qp_state = IBV_QPS_RTR;
-    m.path_mtu = static_cast<ibv_mtu>(std::min<std::uint32_t>(partner.mtu, port_.active_mtu));
-    m.dest_qp_num = partner_qps[i].qpn;
-    m.rq_psn = partner_qps[i].psn;
-    m.max_dest_rd_atomic = static_cast<std::uint8_t>(rd_atomic_);
-    m.min_rnr_timer = kMinRnrTimer;
-    m.ah_attr.dlid = static_cast<std::uint16_t>(partner.lid);
-    m.ah_attr.port_num = static_cast<std::uint8_t>(options.ib_port);
-    m.ah_attr.is_global = 1;
-    std::memcpy(m.ah_attr.grh.dgid.raw, partner.gid, 16);
-    m.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index_);
-    m.ah_attr.grh.hop_limit = 64;
-    errno = ibv_modify_qp(qps[i].get(), &m,
-                          IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                              (rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0));
+    errno = to_rtr(qps[i].get(), partner_qps[i].qpn, partner_qps[i].psn, partner.gid, partner.lid, partner.mtu);
     if (errno) fail("QP " + std::to_string(i) + " to RTR (is the partner's address on the same network?)");
   }
   if (!options.rts_file.empty()) return;
@@ -474,21 +507,58 @@ void Fabric::connect(const std::string& text) {
   bind_windows();
 }
 
+/// @return an errno
+int Fabric::to_rtr(ibv_qp* qp, std::uint32_t dest_qpn, std::uint32_t psn, const std::uint8_t* gid, std::uint32_t lid, std::uint32_t mtu) const {
+  ibv_qp_attr m{};
+  m.qp_state = IBV_QPS_RTR;
+  m.path_mtu = static_cast<ibv_mtu>(std::min<std::uint32_t>(mtu, port_.active_mtu));
+  m.dest_qp_num = dest_qpn;
+  m.rq_psn = psn;
+  m.max_dest_rd_atomic = static_cast<std::uint8_t>(rd_atomic_);
+  m.min_rnr_timer = kMinRnrTimer;
+  m.ah_attr.dlid = static_cast<std::uint16_t>(lid);
+  m.ah_attr.port_num = static_cast<std::uint8_t>(options.ib_port);
+  m.ah_attr.is_global = 1;
+  std::memcpy(m.ah_attr.grh.dgid.raw, gid, 16);
+  m.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(gid_index_);
+  m.ah_attr.grh.hop_limit = 64;
+  if (options.query) m.ah_attr.grh.traffic_class = kTrafficClass, m.ah_attr.grh.flow_label = kFlowLabel;
+  return ibv_modify_qp(qp, &m, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                                   (qp->qp_type == IBV_QPT_RC ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0));
+}
+
+int Fabric::to_rts(ibv_qp* qp, std::uint32_t psn, std::uint32_t rd_atomic) const {
+  ibv_qp_attr m{};
+  m.qp_state = IBV_QPS_RTS;
+  m.timeout = kTimeout;
+  m.retry_cnt = static_cast<std::uint8_t>(options.retries);
+  m.rnr_retry = kRnrRetry;
+  m.sq_psn = psn;
+  m.max_rd_atomic = static_cast<std::uint8_t>(rd_atomic);
+  return ibv_modify_qp(qp, &m, IBV_QP_STATE | IBV_QP_SQ_PSN |
+                                   (qp->qp_type == IBV_QPT_RC ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));
+}
+
 void Fabric::begin_to_send() {
-  const bool rc = shape.transport == Transport::kRc;
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
-    ibv_qp_attr m{};
-    m.qp_state = IBV_QPS_RTS;
-    m.timeout = kTimeout;
-    m.retry_cnt = static_cast<std::uint8_t>(options.retries);
-    m.rnr_retry = kRnrRetry;
-    m.sq_psn = psn_[i];
-    m.max_rd_atomic = static_cast<std::uint8_t>(std::min(partner.rd_atomic, rd_atomic_));
-    errno = ibv_modify_qp(qps[i].get(), &m,
-                          IBV_QP_STATE | IBV_QP_SQ_PSN |
-                              (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0));
+    errno = to_rts(qps[i].get(), psn_[i], std::min(partner.rd_atomic, rd_atomic_));
     if (errno) fail("QP " + std::to_string(i) + " to RTS");
   }
+  if (options.query) answers_ = ask();
+}
+
+Answers Fabric::ask() const {
+  Answers a;
+  errno = ibv_query_device(context.get(), &a.device);
+  if (errno) fail("ibv_query_device");
+  errno = ibv_query_port(context.get(), static_cast<std::uint8_t>(options.ib_port), &a.port);
+  if (errno) fail("ibv_query_port");
+  for (const Qp& qp : qps) {
+    Answers::OfQp& q = a.qps.emplace_back();
+    errno = ibv_query_qp(qp.get(), &q.now, (IBV_QP_DEST_QPN << 1) - 1, &q.init);
+    if (errno) fail("ibv_query_qp");
+  }
+  return a;
 }
 
 void Fabric::close() {
@@ -534,14 +604,17 @@ std::string Fabric::changed_names(bool query) const {
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
     if (qps[i]->srq != srq.get()) return "srq of QP " + std::to_string(i);
     if (qps[i]->qp_num != qpn[i]) return "qp_num of QP " + std::to_string(i);
-    if (!query) continue;
-    ibv_qp_attr a{};
-    ibv_qp_init_attr init{};
-    if (ibv_query_qp(qps[i].get(), &a, IBV_QP_STATE | IBV_QP_DEST_QPN, &init)) return "ibv_query_qp of QP " + std::to_string(i);
-    if (a.qp_state != IBV_QPS_RTS) return "state of QP " + std::to_string(i);
-    if (a.dest_qp_num != partner_qps[i].qpn) return "dest_qp_num of QP " + std::to_string(i);
   }
-  return {};
+  if (!query) return {};
+  const Answers now = ask();
+  std::string changed = differs(answers_.device, now.device);
+  if (changed.empty()) changed = differs(answers_.port, now.port);
+  for (std::uint32_t i = 0; i < shape.qps && changed.empty(); ++i) {
+    changed = differs(answers_.qps[i], now.qps[i]);
+    if (now.qps[i].now.dest_qp_num != partner_qps[i].qpn) changed = "dest_qp_num";
+    if (!changed.empty()) changed += " of QP " + std::to_string(i);
+  }
+  return changed;
 }
 
 }  // namespace verify

@@ -78,6 +78,17 @@ struct QpAddress {
 /// What the key of that window is in its n-th life. In between it has had one more, by itself.
 inline std::uint32_t spare_key(std::uint32_t rkey, std::uint64_t n) { return (rkey & ~0xffu) | ((2 * n + 1) & 0xff); }
 
+/// --query: what the device says of itself, its port, and each QP.
+struct Answers {
+  struct OfQp {
+    ibv_qp_attr now{};
+    ibv_qp_init_attr init{};
+  };
+  ibv_device_attr device{};
+  ibv_port_attr port{};
+  std::vector<OfQp> qps;
+};
+
 /// --second: a context with one of each, and QPs in every state that needs no partner.
 struct SecondContext {
   explicit SecondContext(const Options& o);
@@ -148,11 +159,15 @@ class Fabric {
  private:
   Mr reg(const Memory& m, int access, std::optional<std::uint64_t> iova = {}) const;
   void create_qp(std::uint32_t i);
+  int to_rtr(ibv_qp* qp, std::uint32_t dest_qpn, std::uint32_t psn, const std::uint8_t* gid, std::uint32_t lid, std::uint32_t mtu) const;
+  int to_rts(ibv_qp* qp, std::uint32_t psn, std::uint32_t rd_atomic) const;
 
   ibv_port_attr port_{};
   ibv_gid gid_{};
   int gid_index_ = 0;
-  int cqe_ = 0;  // of each CQ, as asked for
+  int cqe_ = 0;      // of each CQ, as asked for
+  Answers answers_;  // as they were when the QPs had come to RTS
+  Answers ask() const;
   std::unique_ptr<SecondContext> second_;
   std::vector<Mw> windows_;  // --windows: of QP i
   std::vector<std::uint32_t> window_keys_;

@@ -52,7 +52,7 @@ constexpr const char kHelp[] =
                     invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
   --second          keep another context open, with a QP of its own that has to work at the end
   --hold KIND       have an object of this kind beside the traffic: cm (of librdmacm, opened past libmigr)
-  --query           ibv_query_qp must still give the first QP numbers at the end
+  --query           ibv_query_device, _port and _qp must say at the end what they said at the start
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
   --port N          TCP, for the exchange (18525)          --bind ADDRESS   own TCP address

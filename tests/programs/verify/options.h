@@ -40,7 +40,7 @@ struct Options {
   bool second = false;     // another context, idle; at the end it has to work
   std::string hold;        // keep an object of this kind beside the traffic: cm
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
-  bool query = false;      // at the end ibv_query_qp must still give the first numbers
+  bool query = false;      // at the end ibv_query_* must say what it said at the start
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
   int mr_fill_mb = 0;      // so much of it was written to, at the start
   int mr_parts = 0;        // parts of it that are MRs of their own, too
