@@ -306,8 +306,9 @@ peer_wait() {	# NAME SECONDS: @return the exit status of the program
 # visit OPTION..: a client on peer of the migr_server that runs in a container, wherever that is; all has to be in order,
 # and a key that it was not given has to open nothing.
 visit() {
-	on_sh peer 'LD_PRELOAD=$1/libmigr.so exec timeout 100 "$1/migr_server" --dev rxe0 "${@:2}"' "$E2E_LIB" "$@" "$E2E_IP" >"$E2E_OUT/client.log" 2>&1 &&
-		grep '^{' "$E2E_OUT/client.log" | jq -e '.errors == 0 and .clients == 1' >/dev/null || { cat "$E2E_OUT/client.log" >&2; fail "client $*"; }
+	local said
+	said=$(on_sh peer 'LD_PRELOAD=$1/libmigr.so exec timeout "$2" "$1/migr_server" --dev rxe0 "${@:3}"' "$E2E_LIB" $((E2E_LIMIT - 20)) "$@" "$E2E_IP" 2>&1) &&
+		grep '^{' <<<"$said" | jq -e '.errors == 0 and .clients == 1' >/dev/null || { echo "$said" >&2; fail "client $*"; }
 }
 
 # start_process HOST NAME CMD...: without a container, with libmigr and a process number that is likely to be free on every

@@ -143,36 +143,37 @@ dead_client() {
 	container_remove dst late
 }
 
-# What is made for a client while memory is copied ahead, a QP, a CQ and an MR, and what goes on over it: with the stop it is found that
-# the record has changed, and all is begun again with them.
-client_meanwhile() {
-	local gate=/tmp/ahead stay=/tmp/stay pid client='' ok=0
-	on peer rm -f $stay && start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients 2 --json /tmp/json && until_true 30 visit &&
-		migrd_restart src "MIGR_FAULT=source.pre-copy.begin:while=$gate" || { e2e_logs; e2e_reset; return 1; }
+# clients_meanwhile DOES..: while memory is copied ahead one comes, and one leaves that was there: a QP, a CQ and an MR are made, and destroyed at
+# both ends. With the stop it is found that the record has changed, and all is begun again. One is there all the time.
+clients_meanwhile() {
+	local gate=/tmp/ahead pid ok=0 n=2 who
+	local -A stays=()
+	come() { E2E_LIMIT=300 visit --stay "/tmp/stay.$1" & stays[$1]=$!; until_true 30 on peer test -e "/tmp/stay.$1"; }
+	leave() { on peer rm -f "/tmp/stay.$1" && wait "${stays[$1]}" && unset "stays[$1]"; }
+	[[ " $* " != *" comes "* ]] || n=3
+	on_sh peer 'rm -f /tmp/stay.*' && start_container src late "$E2E_LIB/migr_server" --dev rxe0 --clients $((n + 1)) --json /tmp/json && until_true 30 visit && come stays && come leaves &&
+		migrd_restart src "MIGR_FAULT=source.pre-copy.begin:while=$gate" || ok=1
 	MIGRATE_OPTIONS=--pre-copy migrate_ok late dst 2>"$E2E_OUT/late.err" &
 	pid=$!
-	if until_true 60 on src test -e $gate; then
-		visit --stay $stay &
-		client=$!
-		until_true 30 on peer test -e $stay || ok=1
-	else
-		fail "nothing was copied ahead"
-		ok=1
-	fi
+	until_true 60 on src test -e $gate || { fail "nothing was copied ahead"; ok=1; }
+	leave leaves || ok=1
+	[ $n = 2 ] || come comes || ok=1
 	while kill -0 $pid 2>/dev/null; do	# it comes to the gate once more
 		on src rm -f $gate
 		sleep 0.3
 	done
 	wait $pid || { cat "$E2E_OUT/late.err" >&2; ok=1; }
-	on peer rm -f $stay && { [ -z "$client" ] || wait "$client"; } || ok=1
-	[ $ok = 0 ] && { jq -e '.tries == 2 and .resources.qp == 2 and .resources.cq == 2 and .resources.mr == 2' "$E2E_OUT/migrate.json" >/dev/null || { cat "$E2E_OUT/migrate.json" >&2; fail "what was made meanwhile did not move"; }; } &&
-		container_wait dst late 30 && container_exec dst late cat /tmp/json | jq -e '.errors == 0 and .clients == 2' >/dev/null && container_remove dst late || ok=1
+	for who in "${!stays[@]}"; do leave "$who" || ok=1; done
+	[ $ok = 0 ] && { jq -e --argjson n $n '.tries == 2 and .resources.qp == $n and .resources.cq == $n and .resources.mr == $n' "$E2E_OUT/migrate.json" >/dev/null ||
+		{ cat "$E2E_OUT/migrate.json" >&2; fail "what there was in the end did not move, or something else did"; }; } &&
+		container_wait dst late 30 && container_exec dst late cat /tmp/json | jq -e --argjson n $((n + 1)) '.errors == 0 and .clients == $n' >/dev/null && container_remove dst late || ok=1
 	[ $ok = 0 ] || { container_log "$(container_host late)" late >&2; e2e_logs; e2e_reset; }
 	migrd_restart src && [ $ok = 0 ]
 }
 
 step "clients that come after a move" late_clients
-step "a client that comes while memory is copied ahead" client_meanwhile
+step "a client that comes, and one that leaves, while memory is copied ahead" clients_meanwhile comes leaves
+walk_step "a client that leaves while memory is copied ahead" clients_meanwhile leaves
 walk_step "a client that has died" dead_client
 walk_step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <numeric>
 #include <set>
 #include <string>
@@ -53,12 +54,11 @@ struct Device {
   explicit Device(const std::string& name) : context(open_device(name)), own(ipv4_gid(context.get())), gid(own.gid), index(static_cast<int>(own.gid_index)) {
     pd.reset(ibv_alloc_pd(context.get()));
     if (!pd) failed("ibv_alloc_pd");
-    mr = reg();
+    mr = reg(memory);
     cq = make_cq();
   }
-  /// The memory, once more.
-  Mr reg() const {
-    Mr made(ibv_reg_mr(pd.get(), memory.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
+  Mr reg(const Memory& of) const {
+    Mr made(ibv_reg_mr(pd.get(), of.data(), kBytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC));
     if (!made) failed("ibv_reg_mr");
     return made;
   }
@@ -82,12 +82,14 @@ struct Device {
 /// One connection.
 class Line {
  public:
-  /// @param own it has a CQ and an MR of its own
+  /// @param own it has memory, an MR and a CQ of its own
   explicit Line(Device& device, bool own = false) : device_(device) {
     if (own) {
-      own_mr_ = device.reg();
+      own_memory_ = std::make_unique<Memory>(MemoryKind::kPrivate, kBytes);
+      own_mr_ = device.reg(*own_memory_);
       own_cq_ = device.make_cq();
     }
+    at_ = own ? own_memory_->data() : device.memory.data();
     mr_ = own ? own_mr_.get() : device.mr.get();
     cq_ = own ? own_cq_.get() : device.cq.get();
     ibv_qp_init_attr init{};
@@ -105,7 +107,7 @@ class Line {
   }
 
   End end() const {
-    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(device_.memory.data()), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = mr_->rkey, .early = 0, .client_first = 0, .vanish = 0, .own = 0};
+    return {.gid = device_.gid, .memory = reinterpret_cast<std::uintptr_t>(at_), .qpn = qp_->qp_num, .psn = qp_->qp_num & 0xffff, .rkey = mr_->rkey, .early = 0, .client_first = 0, .vanish = 0, .own = 0};
   }
 
   void connect(const End& to) {
@@ -138,7 +140,7 @@ class Line {
 
   /// Writes, reads back, adds, sends; `round` goes into all of it.
   void work(int round) {
-    std::uint8_t* const out = device_.memory.data() + kSendAt;
+    std::uint8_t* const out = at_ + kSendAt;
     std::iota(out, out + kPiece, static_cast<std::uint8_t>(round));
     complete(post(IBV_WR_RDMA_WRITE, kSendAt, kPiece, 0));
     std::memset(out + kPiece * 4, 0, kPiece);
@@ -155,7 +157,7 @@ class Line {
     complete(kReceiveId);
     for (std::size_t i = 0; i < kPiece; ++i)
       for (const std::size_t at : {std::size_t{0}, kReceiveAt})
-        if (device_.memory.data()[at + i] != static_cast<std::uint8_t>(round + static_cast<int>(i))) return faults.add(Fault::kCorrupted, "round " + std::to_string(round) + ": another content");
+        if (at_[at + i] != static_cast<std::uint8_t>(round + static_cast<int>(i))) return faults.add(Fault::kCorrupted, "round " + std::to_string(round) + ": another content");
     receive();
   }
   /// Reads by a key that nobody has given to this end: that has to end the connection.
@@ -175,7 +177,7 @@ class Line {
       if (wc.wr_id == kSendId) return;
     }
   }
-  void clear_counter() { std::memset(device_.memory.data() + kWordsAt, 0, 8); }
+  void clear_counter() { std::memset(at_ + kWordsAt, 0, 8); }
 
   Faults faults;
 
@@ -186,7 +188,7 @@ class Line {
     if (const int err = ibv_modify_qp(qp_.get(), &a, mask)) throw PeerError(std::string("ibv_modify_qp to ") + state + ": " + std::strerror(err));
   }
   void receive() {
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + kReceiveAt), kPiece, mr_->lkey};
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(at_ + kReceiveAt), kPiece, mr_->lkey};
     ibv_recv_wr wr{}, *bad;
     wr.wr_id = kReceiveId;
     wr.sg_list = &sge;
@@ -194,7 +196,7 @@ class Line {
     if (const int err = ibv_post_recv(qp_.get(), &wr, &bad)) throw PeerError(std::string("ibv_post_recv: ") + std::strerror(err));
   }
   std::uint64_t post(ibv_wr_opcode opcode, std::size_t here, std::size_t bytes, std::size_t there) {
-    ibv_sge sge{reinterpret_cast<std::uintptr_t>(device_.memory.data() + here), static_cast<std::uint32_t>(bytes), mr_->lkey};
+    ibv_sge sge{reinterpret_cast<std::uintptr_t>(at_ + here), static_cast<std::uint32_t>(bytes), mr_->lkey};
     ibv_send_wr wr{}, *bad;
     wr.wr_id = kSendId;
     wr.sg_list = &sge;
@@ -211,7 +213,7 @@ class Line {
     for (const std::int64_t until = now_us() + kWorkUs;; usleep(200)) {
       const int n = ibv_poll_cq(cq_, 1, &wc);
       if (n < 0) throw PeerError("ibv_poll_cq failed");
-      if (n && !device_.left.contains(wc.qp_num)) return wc;
+      if (n && (own_cq_ || !device_.left.contains(wc.qp_num))) return wc;
       if (now_us() > until) throw PeerError("nothing completes");
     }
   }
@@ -222,8 +224,10 @@ class Line {
   }
 
   Device& device_;
+  std::unique_ptr<Memory> own_memory_;
   Mr own_mr_;
   Cq own_cq_;
+  std::uint8_t* at_ = nullptr;
   ibv_mr* mr_ = nullptr;
   ibv_cq* cq_ = nullptr;
   Qp qp_;
@@ -238,10 +242,28 @@ End end_of(const std::string& bytes) {
 }
 std::string bytes_of(const End& e) { return {reinterpret_cast<const char*>(&e), sizeof e}; }
 
-void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, std::vector<std::unique_ptr<Line>>& left, Faults& faults) {
+/// Until the client has come to its end.
+void work_with(Control& control, Line& line, Faults& faults) {
+  for (int round = 0; control.expect(Msg::kReady, kClientLimit) == kAnother; ++round) {
+    line.take(round);
+    control.send(Msg::kChecked);
+  }
+  line.work(0);  // the other way
+  control.send(Msg::kDone);
+  control.expect(Msg::kFin, kSetupLimit);
+  if (line.faults.total()) faults.add(Fault::kOther, line.faults.first());
+}
+
+struct Clients {
+  std::unique_ptr<Line> early;
+  std::vector<std::unique_ptr<Line>> left;  // who has vanished
+  std::vector<std::future<Faults>> beside;  // those whose line has everything of its own
+};
+
+void serve_one(const Args& a, Device& device, Clients& clients, Faults& faults) {
   Control control = Control::serve("", a.port, kClientLimit);
   const End client = end_of(control.expect(Msg::kConnect, kSetupLimit));
-  std::unique_ptr<Line> line = client.early ? std::move(early) : std::make_unique<Line>(device, client.own);
+  std::unique_ptr<Line> line = client.early ? std::move(clients.early) : std::make_unique<Line>(device, client.own);
   if (!line) throw PeerError("there is one early QP only");
   line->clear_counter();
   if (!client.client_first) line->connect(client);
@@ -250,17 +272,19 @@ void serve_one(const Args& a, Device& device, std::unique_ptr<Line>& early, std:
   control.send(Msg::kReady);
   if (client.vanish) {
     line->leave();
-    left.push_back(std::move(line));
+    clients.left.push_back(std::move(line));
     return;
   }
-  for (int round = 0; control.expect(Msg::kReady, kClientLimit) == kAnother; ++round) {
-    line->take(round);
-    control.send(Msg::kChecked);
+  if (client.own) {
+    clients.beside.push_back(std::async(std::launch::async, [to = std::move(control), its = std::move(line)]() mutable {
+      Faults found;
+      work_with(to, *its, found);
+      its.reset();
+      return found;
+    }));
+    return;
   }
-  line->work(0);  // the other way
-  control.send(Msg::kDone);
-  control.expect(Msg::kFin, kSetupLimit);
-  if (line->faults.total()) faults.add(Fault::kOther, line->faults.first());
+  work_with(control, *line, faults);
   // What the end of this connection has left there is nothing of the next one's.
   line.reset();
   for (ibv_wc wc; ibv_poll_cq(device.cq.get(), 1, &wc) > 0;) continue;
@@ -320,7 +344,7 @@ Args parse(int argc, char** argv) {
       "usage: migr_server [--dev D] [--port N] [--json F] [--clients N | [--early] [--client-first] [--vanish] [--stay FILE] [--forge BITS] SERVER]\n"
       "--early: over a QP that the server made in its beginning; one client may. --client-first: the server's end is connected last.\n"
       "--vanish: the client dies when it is connected; the server keeps its end.\n"
-      "--stay: the client makes FILE after its first round, and goes on until it is gone; the server's end has a CQ and an MR of its own.\n"
+      "--stay: the client makes FILE after its first round, and goes on until it is gone, beside others; the server's end has memory, an MR and a CQ of its own.\n"
       "A client's last request is to read by the server's key with other BITS (1: its tag), and has to fail.\n",
       stderr);
   std::exit(kExitUsage);
@@ -332,10 +356,12 @@ int run(const Args& a) {
   int done = 0;
   try {
     if (a.server.empty()) {
-      auto early = std::make_unique<Line>(device);
-      std::vector<std::unique_ptr<Line>> left;
-      for (; done < a.clients; ++done) serve_one(a, device, early, left, faults);
-      for (const auto& line : left) {
+      Clients clients;
+      clients.early = std::make_unique<Line>(device);
+      for (; done < a.clients; ++done) serve_one(a, device, clients, faults);
+      for (auto& client : clients.beside)
+        if (const Faults found = client.get(); found.total()) faults.add(Fault::kOther, found.first());
+      for (const auto& line : clients.left) {
         line->expect_dead();
         if (line->faults.total()) faults.add(Fault::kOther, line->faults.first());
       }
