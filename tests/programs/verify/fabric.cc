@@ -247,6 +247,28 @@ Mr Fabric::reg(const Memory& m, int access, std::optional<std::uint64_t> iova) c
   return mr;
 }
 
+void Fabric::hold() {
+  if (options.hold == "cm" && syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
+  if (options.hold == "readonly") {
+    held_mr_ = reg(held_memory_, IBV_ACCESS_LOCAL_WRITE);
+    if (mprotect(held_memory_.data(), held_memory_.size(), PROT_READ)) fail("mprotect");
+  }
+  if (options.hold != "sqd") return;
+  ibv_qp_init_attr a{};
+  a.send_cq = a.recv_cq = cqs[0].get();
+  a.cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+  a.qp_type = IBV_QPT_RC;
+  held_qp_.reset(ibv_create_qp(pd.get(), &a));
+  if (!held_qp_) fail("a QP to be in SQD");
+  errno = to_init(held_qp_.get(), options.ib_port);
+  if (!errno) errno = to_rtr(held_qp_.get(), held_qp_->qp_num, 0, gid_.raw, port_.lid, port_.active_mtu);
+  if (!errno) errno = to_rts(held_qp_.get(), 0, 1);
+  ibv_qp_attr to{};
+  to.qp_state = IBV_QPS_SQD;
+  if (!errno) errno = ibv_modify_qp(held_qp_.get(), &to, IBV_QP_STATE);
+  if (errno) fail("a QP to SQD");
+}
+
 Fabric::Fabric(const Options& o, const Shape& s)
     : options(o),
       shape(s),
@@ -322,7 +344,7 @@ Fabric::Fabric(const Options& o, const Shape& s)
     if (!srq) fail("an SRQ of " + std::to_string(shared_slots()) + " receives");
     if (fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK)) fail("async events");
   }
-  if (o.hold == "cm" && syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
+  hold();
   inline_max = UINT32_MAX;
   for (std::uint32_t i = 0; i < shape.qps; ++i) create_qp(i);
 }
@@ -565,6 +587,8 @@ void Fabric::close() {
   second_.reset();
   windows_.clear();
   spares_.clear();
+  held_qp_.reset();
+  held_mr_.reset();
   qps.clear();
   srq.reset();
   cqs.clear();

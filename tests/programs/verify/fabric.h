@@ -158,6 +158,7 @@ class Fabric {
 
  private:
   Mr reg(const Memory& m, int access, std::optional<std::uint64_t> iova = {}) const;
+  void hold();
   void create_qp(std::uint32_t i);
   int to_rtr(ibv_qp* qp, std::uint32_t dest_qpn, std::uint32_t psn, const std::uint8_t* gid, std::uint32_t lid, std::uint32_t mtu) const;
   int to_rts(ibv_qp* qp, std::uint32_t psn, std::uint32_t rd_atomic) const;
@@ -165,7 +166,11 @@ class Fabric {
   ibv_port_attr port_{};
   ibv_gid gid_{};
   int gid_index_ = 0;
-  int cqe_ = 0;      // of each CQ, as asked for
+  int cqe_ = 0;  // of each CQ, as asked for
+  // --hold
+  Qp held_qp_;
+  Memory held_memory_{MemoryKind::kPrivate, kPage};
+  Mr held_mr_;
   Answers answers_;  // as they were when the QPs had come to RTS
   Answers ask() const;
   std::unique_ptr<SecondContext> second_;

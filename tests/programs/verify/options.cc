@@ -51,7 +51,8 @@ constexpr const char kHelp[] =
   --invalidate      the partner invalidates a further window of type 2 by SEND_WITH_INV again and again, which is bound anew,
                     invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
   --second          keep another context open, with a QP of its own that has to work at the end
-  --hold KIND       have an object of this kind beside the traffic: cm (of librdmacm, opened past libmigr)
+  --hold KIND       have an object of this kind beside the traffic: cm (of librdmacm, opened past libmigr), sqd (a QP in
+                    that state), readonly (registered memory that it may not write to any more)
   --query           ibv_query_device, _port and _qp must say at the end what they said at the start
   --dev NAME        RDMA device           --ib-port N      its port (1)
   --gid-index N     (the RoCE v2 one with an IPv4 address)
@@ -192,7 +193,7 @@ Options parse_options(int argc, char** argv) {
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
-        if (o.hold != "cm") refuse("--hold " + o.hold + ": want cm");
+        if (o.hold != "cm" && o.hold != "sqd" && o.hold != "readonly") refuse("--hold " + o.hold + ": want cm, sqd or readonly");
         break;
       case kQuery: o.query = true; break;
       case kDev: o.dev = optarg; break;

@@ -38,7 +38,7 @@ struct Options {
   bool invalidate = false; // a further window of type 2 comes and goes
   bool target_atomics = false;  // the partner's may change what it writes to (failover_traffic)
   bool second = false;     // another context, idle; at the end it has to work
-  std::string hold;        // keep an object of this kind beside the traffic: cm
+  std::string hold;        // keep an object of this kind beside the traffic: cm, sqd, readonly
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
   bool query = false;      // at the end ibv_query_* must say what it said at the start
   int mr_mb = 0;           // memory that is registered for the partner to write to and never touched
