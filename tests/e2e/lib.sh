@@ -344,7 +344,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--query) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--rereg=*|--query) both+=("$o") ;; esac
 	done
 	[ "$VERIFY_PROGRAM" != migr_datagram ] || [ "${E2E_RATE:-0}" = 0 ] || both+=(--rate "$E2E_RATE")	# of migr_verify the client says it
 	on_sh peer 'rm -f /tmp/verify*.status'
@@ -417,11 +417,11 @@ pair_ip() {	# NAME END: of the container, the same wherever it is
 	echo "10.77.0.$((110 + ${n%% *} % 70 * 2 + ($(printf %d "'$2") - 97)))"
 }
 
-# if_atomic_writes COMMAND..: runs it where soft-RoCE has them.
-if_atomic_writes() {
+# since_kernel VERSION LACK COMMAND..: runs it where soft-RoCE is at least of that kernel.
+since_kernel() {
 	local kernel
 	kernel=$(on src uname -r)
-	if [ "$(printf '6.3\n%s\n' "$kernel" | sort -V | head -1)" = 6.3 ]; then "$@"; else echo "skipped: soft-RoCE of $kernel has no atomic writes"; fi
+	if [ "$(printf '%s\n' "$1" "$kernel" | sort -V | head -1)" = "$1" ]; then "${@:3}"; else echo "skipped: soft-RoCE of $kernel $2"; fi
 }
 
 # start_pair NAME HOST_A HOST_B OPTION...: migr_verify in both; the options are those of NAME-a, the client.

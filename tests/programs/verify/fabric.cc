@@ -247,6 +247,30 @@ Mr Fabric::reg(const Memory& m, int access, std::optional<std::uint64_t> iova) c
   return mr;
 }
 
+Mr Fabric::reg_at_first(const Memory& m, int access, std::optional<std::uint64_t> iova) {
+  if (!options.rereg.any()) return reg(m, access, iova);
+  if (options.rereg.access) access &= IBV_ACCESS_LOCAL_WRITE;  // which the driver pins for, once
+  if (options.rereg.translation) first_memory_.emplace_back(MemoryKind::kPrivate, m.size());
+  if (options.rereg.pd && !first_pd_) first_pd_.reset(ibv_alloc_pd(context.get()));
+  if (first_pd_) std::swap(pd, first_pd_);
+  Mr mr = reg(options.rereg.translation ? first_memory_.back() : m, access, iova);
+  if (first_pd_) std::swap(pd, first_pd_);
+  return mr;
+}
+
+void Fabric::reregister() {
+  const Rereg& r = options.rereg;
+  const int flags = (r.access ? IBV_REREG_MR_CHANGE_ACCESS : 0) | (r.pd ? IBV_REREG_MR_CHANGE_PD : 0) | (r.translation ? IBV_REREG_MR_CHANGE_TRANSLATION : 0);
+  if (!flags) return;
+  errno = 0;
+  if (ibv_rereg_mr(target_mr.get(), flags, pd.get(), target.data(), target.size(), target_access_) ||
+      ibv_rereg_mr(readable_mr.get(), flags, pd.get(), readable.data(), readable.size(), readable_access_))
+    fail("ibv_rereg_mr");
+  if (!r.pd) return;
+  errno = ibv_dealloc_pd(first_pd_.release());
+  if (errno) fail("the PD that nothing is of any more");
+}
+
 void Fabric::hold() {
   if (options.hold == "cm" && syscall(SYS_openat, AT_FDCWD, "/dev/infiniband/rdma_cm", O_RDWR | O_CLOEXEC) < 0) fail("/dev/infiniband/rdma_cm");
   if (options.hold == "readonly") {
@@ -300,8 +324,10 @@ Fabric::Fabric(const Options& o, const Shape& s)
   if (!pd) fail("ibv_alloc_pd");
   for (auto& mr : local_mr) mr = reg(local, IBV_ACCESS_LOCAL_WRITE);
   for (auto& mr : recv_mr) mr = reg(recv, IBV_ACCESS_LOCAL_WRITE);
-  target_mr = reg(target, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows || o.invalidate ? IBV_ACCESS_MW_BIND : 0) | (o.target_atomics ? IBV_ACCESS_REMOTE_ATOMIC : 0), o.iova ? std::optional(kTargetIova) : std::nullopt);
-  readable_mr = reg(readable, IBV_ACCESS_REMOTE_READ, o.iova ? std::optional(kReadableIova) : std::nullopt);
+  target_access_ = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | (o.windows || o.invalidate ? IBV_ACCESS_MW_BIND : 0) | (o.target_atomics ? IBV_ACCESS_REMOTE_ATOMIC : 0);
+  readable_access_ = IBV_ACCESS_REMOTE_READ;
+  target_mr = reg_at_first(target, target_access_, o.iova ? std::optional(kTargetIova) : std::nullopt);
+  readable_mr = reg_at_first(readable, readable_access_, o.iova ? std::optional(kReadableIova) : std::nullopt);
   if (o.second) second_ = std::make_unique<SecondContext>(o);
   words_mr = reg(words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC);
   for (std::size_t n = 0; n < filled_pages(); ++n) std::memcpy(untouched.data() + n * kPage, untouched_page(n).data(), kPage);
@@ -520,6 +546,7 @@ void Fabric::connect(const std::string& text) {
   std::memcpy(&partner, text.data(), sizeof partner);
   partner_qps.resize(shape.qps);
   std::memcpy(partner_qps.data(), text.data() + sizeof partner, sizeof(QpAddress) * shape.qps);
+  reregister();
   for (std::uint32_t i = 0; i < shape.qps; ++i) {
     errno = to_rtr(qps[i].get(), partner_qps[i].qpn, partner_qps[i].psn, partner.gid, partner.lid, partner.mtu);
     if (errno) fail("QP " + std::to_string(i) + " to RTR (is the partner's address on the same network?)");

@@ -158,6 +158,9 @@ class Fabric {
 
  private:
   Mr reg(const Memory& m, int access, std::optional<std::uint64_t> iova = {}) const;
+  /// Of the partner's: with --rereg not as it is to be.
+  Mr reg_at_first(const Memory& m, int access, std::optional<std::uint64_t> iova);
+  void reregister();
   void hold();
   void create_qp(std::uint32_t i);
   int to_rtr(ibv_qp* qp, std::uint32_t dest_qpn, std::uint32_t psn, const std::uint8_t* gid, std::uint32_t lid, std::uint32_t mtu) const;
@@ -167,6 +170,10 @@ class Fabric {
   ibv_gid gid_{};
   int gid_index_ = 0;
   int cqe_ = 0;  // of each CQ, as asked for
+  // --rereg: of what these were registered at first, and with what rights they are to be.
+  Pd first_pd_;
+  std::vector<Memory> first_memory_;
+  int target_access_ = 0, readable_access_ = 0;
   // --hold
   Qp held_qp_;
   Memory held_memory_{MemoryKind::kPrivate, kPage};

@@ -20,7 +20,8 @@
   X(ibv_modify_qp, "IBVERBS_1.1") X(ibv_modify_srq, "IBVERBS_1.1") X(ibv_open_device, "IBVERBS_1.1")             \
   X(ibv_qp_to_qp_ex, "IBVERBS_1.6") X(ibv_query_device, "IBVERBS_1.1") X(ibv_query_gid, "IBVERBS_1.1")           \
   X(ibv_query_port, "IBVERBS_1.1") X(ibv_query_qp, "IBVERBS_1.1") X(ibv_query_srq, "IBVERBS_1.1")                \
-  X(ibv_reg_mr, "IBVERBS_1.1") X(ibv_reg_mr_iova2, "IBVERBS_1.8") X(ibv_resize_cq, "IBVERBS_1.1")                \
+  X(ibv_reg_mr, "IBVERBS_1.1") X(ibv_reg_mr_iova2, "IBVERBS_1.8") X(ibv_rereg_mr, "IBVERBS_1.1")                 \
+  X(ibv_resize_cq, "IBVERBS_1.1")                                                                                \
   X(ibv_wc_status_str, "IBVERBS_1.1")
 // clang-format on
 

@@ -51,6 +51,7 @@ constexpr const char kHelp[] =
   --invalidate      the partner invalidates a further window of type 2 by SEND_WITH_INV again and again, which is bound anew,
                     invalidated by this end (LOCAL_INV) and bound once more; every other QP, RC without --wr-api
   --second          keep another context open, with a QP of its own that has to work at the end
+  --rereg K[,K..]   change access, pd, translation of what the partner writes to and reads by ibv_rereg_mr, when it knows the keys
   --hold KIND       have an object of this kind beside the traffic: cm (of librdmacm, opened past libmigr), sqd (a QP in
                     that state), readonly (registered memory that it may not write to any more)
   --query           ibv_query_device, _port and _qp must say at the end what they said at the start
@@ -101,6 +102,18 @@ std::vector<MemoryKind> memory_kinds(const std::string& list) {
   return kinds;
 }
 
+Rereg rereg_kinds(const std::string& list) {
+  Rereg r;
+  std::istringstream names(list);
+  for (std::string name; std::getline(names, name, ',');)
+    if (name == "access") r.access = true;
+    else if (name == "pd") r.pd = true;
+    else if (name == "translation") r.translation = true;
+    else refuse("--rereg " + name + ": want access, pd or translation");
+  if (!r.any()) refuse("--rereg: what?");
+  return r;
+}
+
 double seconds(const char* option, const char* text) {
   char* end = nullptr;
   const double v = std::strtod(text, &end);
@@ -112,7 +125,7 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kRetries, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kRetries, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kRereg, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kRestFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
@@ -130,6 +143,7 @@ Options parse_options(int argc, char** argv) {
       {"any-order", 0, nullptr, kAnyOrder},
       {"resize", 0, nullptr, kResize},       {"iova", 0, nullptr, kIova},
       {"windows", 0, nullptr, kWindows},     {"invalidate", 0, nullptr, kInvalidate},
+      {"rereg", 1, nullptr, kRereg},
       {"fork", 0, nullptr, kFork},
       {"fork-later", 0, nullptr, kForkLater},
       {"second", 0, nullptr, kSecond},       {"hold", 1, nullptr, kHold},
@@ -190,6 +204,7 @@ Options parse_options(int argc, char** argv) {
       case kForkLater: o.forks_later = true; break;
       case kWindows: o.windows = true; break;
       case kInvalidate: o.invalidate = true; break;
+      case kRereg: o.rereg = rereg_kinds(optarg); break;
       case kSecond: o.second = true; break;
       case kHold:
         o.hold = optarg;
@@ -219,6 +234,7 @@ Options parse_options(int argc, char** argv) {
   if (!o.rts_file.empty() && (o.server.empty() || o.windows || o.invalidate || o.shape.lossy()))
     refuse("--rts-file is for the client, of RC, without memory windows");
   if (o.atomic_write && (!o.wr_api || o.shape.lossy())) refuse("--atomic-write is for RC with --wr-api");
+  if (o.rereg.translation && o.iova) refuse("--rereg translation is for memory at its own address; leave out --iova");
   if (o.invalidate && (o.wr_api || o.shape.lossy())) refuse("--invalidate is for RC without --wr-api");
   // Memory of one end: four rings per QP.
   if (static_cast<std::uint64_t>(o.shape.qps) * o.shape.window() * o.shape.size > (1u << 28))

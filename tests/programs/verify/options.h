@@ -13,6 +13,12 @@ enum Exit { kExitOk = 0, kExitFaults = 1, kExitUsage = 2, kExitSetup = 3, kExitS
 
 enum class MemoryKind { kPrivate, kThp, kHugetlb, kShared, kMemfd };
 
+/// --rereg: what ibv_rereg_mr changes of what the partner writes to and reads.
+struct Rereg {
+  bool access = false, pd = false, translation = false;
+  bool any() const { return access || pd || translation; }
+};
+
 struct Options {
   Shape shape;
   std::string server;      // empty: be the server
@@ -37,6 +43,7 @@ struct Options {
   bool windows = false;    // the partner writes through memory windows, of type 1 and 2 in turn
   bool invalidate = false; // a further window of type 2 comes and goes
   bool target_atomics = false;  // the partner's may change what it writes to (failover_traffic)
+  Rereg rereg;
   bool second = false;     // another context, idle; at the end it has to work
   std::string hold;        // keep an object of this kind beside the traffic: cm, sqd, readonly
   std::vector<MemoryKind> memory = {MemoryKind::kPrivate};  // of the registered regions, in turn
