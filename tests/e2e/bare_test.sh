@@ -216,22 +216,24 @@ wait_for("say")
 open("/tmp/zeros.bad", "w").write("%s\n" % sum(p.bad() for p in pieces))
 '
 thp() { on_sh "$1" '[ -z "$2" ] || echo "$2" >"$1"; cat "$1"' /sys/kernel/mm/transparent_hugepage/"$2" "${3:-}"; }	# HOST SWITCH [TO]
-zeros_read() {	# ROUNDS PIECE..: so often memory was copied ahead of the stop that came about
+# Memory was copied ahead ROUNDS times before the stop that came about, the kernel's switch is SWITCH when they are read, BAD bytes are no zeros.
+zeros_read() {	# ROUNDS SWITCH BAD PIECE..
 	local ahead=/tmp/zeros.ahead
 	thp src enabled madvise >/dev/null && thp src use_zero_page 1 >/dev/null && on_sh dst 'rm -f /tmp/zeros.*' && migrd_restart src MIGR_FAULT=source.pre-copy.end:while=$ahead &&
-		BARE=$(start_process src zeros python3 -c "$READS" "${@:2}") && sleep 2 || { fail "no process"; cleaned; return 1; }
+		BARE=$(start_process src zeros python3 -c "$READS" "${@:4}") && sleep 2 || { fail "no process"; cleaned; return 1; }
 	on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid"
-	at_once ctl_ok src migrate --pid "$BARE" --to dst --pre-copy -- read_ahead "$ahead" || { cleaned; return 1; }
+	at_once ctl_ok src migrate --pid "$BARE" --to dst --pre-copy -- read_ahead "$ahead" "$2" || { cleaned; return 1; }
 	jq -e --argjson n "$1" '.pre_copy_rounds == $n' "$E2E_OUT/ctl.json" >/dev/null || { cat "$E2E_OUT/ctl.err" >&2; fail "not $1 rounds"; cleaned; return 1; }
 	[ "$(thp src use_zero_page)" = 1 ] || { fail "the host's switch is not as it was"; cleaned; return 1; }
-	on dst touch /tmp/zeros.say && until_true 30 on dst test -s /tmp/zeros.bad && [ "$(on dst cat /tmp/zeros.bad)" = 0 ] ||
-		{ fail "bytes that are no zeros: $(on dst cat /tmp/zeros.bad)"; cleaned; return 1; }
+	on dst touch /tmp/zeros.say && until_true 30 on dst test -s /tmp/zeros.bad && [ "$(on dst cat /tmp/zeros.bad)" = "$3" ] ||
+		{ fail "bytes that are no zeros: $(on dst cat /tmp/zeros.bad), not $3"; cleaned; return 1; }
 	migrd_restart src
 }
-read_ahead() {	# FILE
+read_ahead() {	# FILE SWITCH
 	local bad=0
 	until_true 120 on src test -e "$1" || { fail "nothing was copied ahead"; return 1; }
 	[ "$(thp src use_zero_page)" = 0 ] || { fail "the huge page of zeros is not kept out"; bad=1; }
+	[ "$2" = 0 ] || thp src use_zero_page "$2" >/dev/null || bad=1
 	on src touch /tmp/zeros.read
 	until_true 30 on src test -e /tmp/zeros.done || { fail "nothing was read"; bad=1; }
 	on src rm "$1" && return $bad
@@ -240,7 +242,9 @@ read_ahead() {	# FILE
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
 step "memory that is registered for each transfer" transfers_ok
 walk_step "without the marks it is stale" transfers_stale
-step "zeros that are read after memory was copied ahead" zeros_read 1 untouched dropped
+step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
+walk_step "where the huge page of zeros comes nonetheless, all is copied during the stop" zeros_read 0 1 0 untouched
+walk_step "where it comes, and other bytes were there, those come back" zeros_read 1 1 2097152 dropped
 step "a TCP connection within the host, back and there" connected
 step "a pipe to a program that stays" piped
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100

@@ -22,7 +22,10 @@ std::string host() { return std::getenv("MODEL_HOST"); }
 }  // namespace
 
 Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
-Result<KernelInfo> KernelRecord::info() { return KernelInfo{MIGR_ABI_VERSION, 1, 1, 0, 1}; }
+Result<KernelInfo> KernelRecord::info() {
+  const auto reserved = std::distance(std::filesystem::directory_iterator(host() + "/reserved"), {});
+  return KernelInfo{MIGR_ABI_VERSION, 1, 1, static_cast<std::uint32_t>(reserved), 1};
+}
 
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
   std::vector<ContextRecord> all;
