@@ -81,7 +81,7 @@ static int refuse(struct migr_rst_err *err, int errnum, pid_t pid, const struct 
 	snprintf(err->text, sizeof(err->text), "cannot register MR %#x (%llu bytes) of process %d here: %s%s", mr->vlkey,
 		 (unsigned long long)mr->in.length, pid, strerror(errnum),
 		 errnum == ENOMEM ? " (memory, or what the process may lock: RLIMIT_MEMLOCK, CAP_IPC_LOCK)" :
-		 errnum == EAGAIN ? " (does the container's cgroup limit RDMA objects: rdma.max?)" : "");
+		 migr_rst_hint(errnum));
 	return errnum;
 }
 

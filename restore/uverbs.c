@@ -135,6 +135,11 @@ int rst_fd_lift(int fd, int floor)
 	return up;
 }
 
+const char *migr_rst_hint(int errnum)
+{
+	return errnum == EAGAIN ? " (does the container's cgroup limit RDMA objects: rdma.max?)" : "";
+}
+
 int migr_rst_context_create(struct migr_rst_context *c, struct migr_rst_err *err)
 {
 	struct ib_uverbs_get_context in = { 0 };
@@ -145,7 +150,8 @@ int migr_rst_context_create(struct migr_rst_context *c, struct migr_rst_err *err
 	if (!ret)
 		ret = rst_uverbs(c, &cmd);
 	if (ret)
-		return rst_fail(err, -ret, "cannot make an RDMA context on %s: %s", c->new_ibdev, strerror(-ret));
+		return rst_fail(err, -ret, "cannot make an RDMA context on %s: %s%s", c->new_ibdev, strerror(-ret),
+				migr_rst_hint(-ret));
 	ret = rst_fd_lift(out.async_fd, c->fd_floor);
 	if (ret < 0)
 		return rst_fail(err, -ret, "cannot move the async fd of %s to number %d or above: %s", c->new_ibdev,
@@ -181,7 +187,8 @@ int migr_rst_pd_create(struct migr_rst_context *c, struct migr_rst_pd *pd, struc
 	int ret = rst_uverbs(c, &cmd);
 
 	if (ret)
-		return rst_fail(err, -ret, "cannot make PD %u on %s: %s", pd->rec.handle, c->new_ibdev, strerror(-ret));
+		return rst_fail(err, -ret, "cannot make PD %u on %s: %s%s", pd->rec.handle, c->new_ibdev, strerror(-ret),
+				migr_rst_hint(-ret));
 	pd->new_handle = out.pd_handle;
 	return 0;
 }
@@ -206,8 +213,8 @@ int migr_rst_cq_create(struct migr_rst_context *c, struct migr_rst_cq *cq, int c
 		cmd.driver = &cq->new_resp;
 	ret = rst_uverbs(c, &cmd);
 	if (ret)
-		return rst_fail(err, -ret, "cannot make CQ %u (%u entries) on %s: %s", cq->rec.handle, cq->rec.cqe,
-				c->new_ibdev, strerror(-ret));
+		return rst_fail(err, -ret, "cannot make CQ %u (%u entries) on %s: %s%s", cq->rec.handle, cq->rec.cqe,
+				c->new_ibdev, strerror(-ret), migr_rst_hint(-ret));
 	cq->new_handle = out.base.cq_handle;
 	cq->new_cqe = out.base.cqe;
 	return 0;
@@ -236,8 +243,8 @@ int migr_rst_srq_create(struct migr_rst_context *c, struct migr_rst_srq *srq, st
 		cmd.driver = &srq->new_resp;
 	ret = rst_uverbs(c, &cmd);
 	if (ret)
-		return rst_fail(err, -ret, "cannot make SRQ %u (%u receives) on %s: %s", r->handle, r->max_wr,
-				c->new_ibdev, strerror(-ret));
+		return rst_fail(err, -ret, "cannot make SRQ %u (%u receives) on %s: %s%s", r->handle, r->max_wr,
+				c->new_ibdev, strerror(-ret), migr_rst_hint(-ret));
 	srq->new_handle = out.srq_handle;
 	return 0;
 }
@@ -282,8 +289,8 @@ int migr_rst_qp_create(struct migr_rst_context *c, struct migr_rst_qp *qp, struc
 	ret = rst_uverbs(c, &cmd);
 
 	if (ret)
-		return rst_fail(err, -ret, "cannot make QP %#x (%u send, %u receive WRs) on %s: %s", r->vqpn,
-				r->max_send_wr, r->max_recv_wr, c->new_ibdev, strerror(-ret));
+		return rst_fail(err, -ret, "cannot make QP %#x (%u send, %u receive WRs) on %s: %s%s", r->vqpn,
+				r->max_send_wr, r->max_recv_wr, c->new_ibdev, strerror(-ret), migr_rst_hint(-ret));
 	qp->new_handle = out.base.qp_handle;
 	qp->new_pqpn = out.base.qpn & MIGR_QPN_MASK;
 	qp->new_state = STATE_RESET;

@@ -53,6 +53,9 @@ struct migr_rst_err {
 	char text[256];		/* one line, NUL-terminated, no newline */
 };
 
+/* What else @errnum may mean when an object could not be made: " (..)", or "". */
+const char *migr_rst_hint(int errnum);
+
 /* ---- the graph ----------------------------------------------------------- */
 
 /* What the driver answered to the creation of an object, as it is. */

@@ -87,6 +87,11 @@ undone_with_host() {
 	jq -e '.phases_ms | has("rollback")' "$E2E_OUT/refused.json" >/dev/null || { cat "$E2E_OUT/refused.json" >&2; fail "nothing was undone"; r=1; }
 	on_sh "$1" "$3" && [ $r = 0 ] && untouched
 }
+# And that before the container is stopped.
+never_stopped() {
+	undone_with_host "$@" && { jq -e '.phases_ms | has("prepare") and (has("suspend") | not)' "$E2E_OUT/refused.json" >/dev/null ||
+		{ cat "$E2E_OUT/refused.json" >&2; fail "it was stopped"; }; }
+}
 # Of bytes there are enough, of files not: what only the disk itself can tell.
 few_files() { echo "mkdir -p $1 && mount -t tmpfs -o size=512m,nr_inodes=$2 none $1"; }
 small_disk() { echo "mkdir -p $1 && mount -t tmpfs -o size=256k none $1"; }
@@ -137,6 +142,12 @@ step "a bad command line" wrong_arguments
 walk_step "a smaller MTU there" with_host dst 'cat /sys/class/net/eth1/mtu >/tmp/mtu; ip link set eth1 mtu 576' 'ip link set eth1 mtu "$(cat /tmp/mtu)"' \
 	'dst: .*an MTU of [0-9]+ on port 1 \(QP [0-9]+\), which has 256'
 walk_step "the rail is down there" with_host dst 'ip link set eth1 down' 'ip link set eth1 up' 'dst: .*an active port 1 \(QP [0-9]+\): it is down'
+# shellcheck disable=SC2016
+step "no GID of its family there" with_host dst 'ip -4 -o addr show dev eth1 | awk "{print \$4}" >/tmp/address; ip -4 addr flush dev eth1' 'ip addr add "$(cat /tmp/address)" brd + dev eth1' \
+	'dst: .*a RoCE v2 GID of the family IPv4 on port 1 \(QP [0-9]+\): give its interface an address'
+walk_step "too few RDMA objects for its cgroup there" never_stopped dst \
+	'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && echo "rxe0 hca_object=4" >/sys/fs/cgroup/migr/rdma.max' \
+	'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' 'rdma\.max'
 walk_step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'dst: .*has filled [0-9]+ MB of memory, and 1 MB are free here'
 walk_step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
