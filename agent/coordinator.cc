@@ -353,8 +353,8 @@ Status Coordinator::prepare() {
   h.add_hosts(set_.self);
   for (const auto& a : affected_) h.add_hosts(a.link->name());
   spares_.assign(affected_.size(), {});
-  undo_.push("destination " + to_, [this] { return dest_.abort(id_); });
-  for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return let_go(a); });
+  undo_.push("destination " + to_, [this] { return dest_.abort(id_); }, UndoStack::Where::kElsewhere);
+  for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return let_go(a); }, UndoStack::Where::kElsewhere);
 
   auto here = [&]() -> Status {
     auto r = dest_.prepare(h, early_, sent_);
@@ -677,7 +677,7 @@ Status Coordinator::freeze() {
     return Status();
   });
   // First to be undone: the address must be gone there before it comes back here.
-  undo_.push("destination " + to_, [this] { return dest_.abort(id_); });
+  undo_.push("destination " + to_, [this] { return dest_.abort(id_); }, UndoStack::Where::kElsewhere);
   auto dump = [this] {
     const Status s = step("freeze.checkpoint", [this] { return source_.checkpoint(); });
     dump_ = s ? Dump::kWhole : Dump::kFailed;
@@ -911,11 +911,11 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     const auto undone = undo_.run();
     (void)fault(set_.fault, FaultStep::kSourceBack, FaultAt::kEnd);
     watch({});
-    source_.forget(undone.failed.empty());
+    source_.forget(undone.all);
     std::string text = s.error().text;
     for (const auto& f : undone.failed) text += "; while going back: " + f;
     summary_.set_error(text);
-    summary_.set_going_back(touched_ && !undone.failed.empty());
+    summary_.set_going_back(touched_ && !undone.all);
     for (const auto& what : undone.done) summary_.add_rolled_back(what);
     if (touched_) {
       auto* p = summary_.add_phases();

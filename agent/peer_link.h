@@ -46,8 +46,6 @@ class Peers {
 /// Both directions between errno and gRPC codes; `host` goes before the text.
 Status from_grpc(const grpc::Status& s, const std::string& host);
 grpc::Status to_grpc(const Status& s);
-/// EHOSTUNREACH from from_grpc(): nobody answered, so nothing is known of the other side.
-inline bool unreachable(const Error& e) { return e.code == EHOSTUNREACH || e.code == ETIMEDOUT; }
 
 void set_deadline(grpc::ClientContext& ctx, int ms);
 /// Says for which migration a call is, if the caller's lines in the log belong to one (log.h): those of the other host, also of a

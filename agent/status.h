@@ -16,6 +16,9 @@ struct Error {
   std::string text;
 };
 
+/// Of a call to another host: nobody answered, so nothing is known of the other side.
+inline bool unreachable(const Error& e) { return e.code == EHOSTUNREACH || e.code == ETIMEDOUT; }
+
 /// An error with strerror(code) appended.
 inline Error sys_error(std::string what, int code = errno) {
   return Error{code, std::move(what) + ": " + std::strerror(code)};

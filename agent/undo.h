@@ -17,25 +17,30 @@ class UndoStack {
   /// Each once, in the order in which it was tried.
   struct Undone {
     std::vector<std::string> done, failed;  // failed: why, too
+    bool all = true;                        // but what another host, which does not answer, will do by itself
   };
+  enum class Where { kHere,
+                     kElsewhere };
   /// @param what  is taken back; empty: nothing that is told when it is done
-  void push(std::string what, Undo undo) { stack_.push_back({std::move(what), std::move(undo)}); }
+  void push(std::string what, Undo undo, Where where = Where::kHere) { stack_.push_back({std::move(what), std::move(undo), where}); }
   /// Runs all, newest first, also when one fails.
   Undone run() {
-    Undone all;
+    Undone undone;
     std::vector<std::string> not_done;
     while (!stack_.empty()) {
       const Entry e = std::move(stack_.back());
       stack_.pop_back();
       if (const auto s = e.undo(); s) {
-        add(all.done, e.what);
+        add(undone.done, e.what);
       } else {
-        add(all.failed, e.what + ": " + s.error().text);
+        const bool silent = e.where == Where::kElsewhere && unreachable(s.error());
+        add(undone.failed, e.what + (silent ? " does not answer, and goes back by itself" : ": " + s.error().text));
+        undone.all = undone.all && silent;
         add(not_done, e.what);
       }
     }
-    std::erase_if(all.done, [&](const std::string& what) { return what.empty() || std::find(not_done.begin(), not_done.end(), what) != not_done.end(); });
-    return all;
+    std::erase_if(undone.done, [&](const std::string& what) { return what.empty() || std::find(not_done.begin(), not_done.end(), what) != not_done.end(); });
+    return undone;
   }
   void drop() { stack_.clear(); }
 
@@ -46,6 +51,7 @@ class UndoStack {
   struct Entry {
     std::string what;
     Undo undo;
+    Where where;
   };
   std::vector<Entry> stack_;
 };

@@ -344,7 +344,7 @@ start_verify() {
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
 	local both=() o name port=18525
 	for o in "$@"; do
-		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--rereg=*|--query) both+=("$o") ;; esac
+		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--rereg=*|--retries=*|--query) both+=("$o") ;; esac
 	done
 	[ "$VERIFY_PROGRAM" != migr_datagram ] || [ "${E2E_RATE:-0}" = 0 ] || both+=(--rate "$E2E_RATE")	# of migr_verify the client says it
 	on_sh peer 'rm -f /tmp/verify*.status'
@@ -573,7 +573,7 @@ leak_snapshot() {
 		echo "runc $(ls /run/runc 2>/dev/null | wc -l)"
 		echo "namespaces $(ip netns list | wc -l)"
 		echo "cgroups $(find /sys/fs/cgroup/migr -mindepth 1 -type d 2>/dev/null | wc -l)"
-		echo "mounts $(wc -l </proc/mounts)"
+		echo "mounts $(grep -vc " /run/netns " /proc/mounts)"	# whose own stays
 		echo "gates $(ls /run/migr | grep -c ^gate-)"
 		echo "module_users $(sed -n "s/^migr [0-9]* \([0-9]*\) .*/\1/p" /proc/modules)"
 		open=$(migrctl recover --json) || exit 1

@@ -44,6 +44,48 @@ destination_killed() {
 	r=$?
 	testbed boot dst && host_setup dst && migrd_restart src && return $r
 }
+# held_at POINT CMD..: starts traffic and its migration to dst, and runs CMD when that has come to POINT of src. @return the status of
+# migrctl in $held
+held_at() {
+	local gate=/tmp/held pid
+	faults_begin && fault_snapshots idle && start_verify src c --mode mixed --qps 2 --retries=4 && migrd_restart src "MIGR_FAULT=$1:while=$gate" || return 1
+	migrate c dst "$E2E_OUT/rollback.json" 2>"$E2E_OUT/rollback.err" &
+	pid=$! held=0
+	until_true 100 on src test -e $gate && "${@:2}" || { kill $pid; wait $pid; cat "$E2E_OUT/rollback.err" >&2; fail "it has not come to $1"; return 1; }
+	wait $pid || held=$?
+	sed 's/^/# /' "$E2E_OUT/rollback.err"
+}
+# Nothing is left of it on these hosts, which were idle before.
+keep_nothing() {	# HOST..
+	local h
+	for h; do
+		fault_snapshot "$h" >"$E2E_OUT/fault.$h.after" && leaks_compare "$E2E_OUT/fault.$h.idle" "$E2E_OUT/fault.$h.after" || return 1
+	done
+}
+only_broken() {	# STATUS OUTPUT: of a program whose connection has ended with an error, which has found nothing else
+	[ "$1" = 1 ] && grep '^{' <<<"$2" | jq -es 'length == 1 and .[0].errors == 1 and .[0].failed > 0 and .[0] .corrupted + .[0].duplicated + .[0].reordered + .[0].lost == 0' >/dev/null ||
+		{ echo "$2" >&2; fail "it ended with status $1, and not for its connection alone"; }
+}
+# The container dies with its host, which has not decided: it runs nowhere else. Its partner hears of that as of any death: its QPs are
+# not suspended any more.
+source_killed() {	# POINT
+	local r=0 ended=0
+	held_at "$1" testbed kill src || { e2e_reset; return 1; }
+	peer_wait verify 90 || ended=$?
+	only_broken $ended "$(peer_log verify)" && { until_true "$FAULT_SETTLE" keep_nothing dst peer || keep_nothing dst peer; } || r=1
+	testbed boot src && host_setup src && [ $r = 0 ] && moved_anew || { e2e_logs; e2e_reset; return 1; }
+}
+# It stays where it is, without that partner.
+partner_killed() {	# POINT
+	local r=0 ended=0
+	held_at "$1" kill_peer || { e2e_reset; return 1; }
+	[ $held = 1 ] && expect_running c src || r=1
+	container_wait src c 90 || ended=$?
+	only_broken $ended "$(container_log src c)" && container_remove src c && { until_true "$FAULT_SETTLE" keep_nothing src dst || keep_nothing src dst; } || r=1
+	testbed boot peer && host_setup peer && migrd_restart src && [ $r = 0 ] && moved_anew || { e2e_logs; e2e_reset; return 1; }
+}
+kill_peer() { testbed kill peer && on src rm -f /tmp/held; }
+moved_anew() { start_verify src c --mode mixed --qps 2 && migrate_ok c dst && expect_traffic && stop_verify c; }
 restore_fails() {
 	# CRIU opens the program's file when it builds the memory.
 	on dst mv "$E2E_LIB/migr_verify" "$E2E_LIB/migr_verify.away" || return 1
@@ -65,7 +107,7 @@ restored_task_killed() {
 	sed 's/^/# /' "$err"
 	migrd_restart src && [ $status = 1 ] || { fail "migrctl ended with status $status, not as what is taken back"; return 1; }
 	grep -q 'waits no more: it has ended' "$err" || { fail "the reason is not said"; return 1; }
-	back_on_source && on_sh dst '! pgrep "^(criu|migr_verify)$" && [ -z "$(ls /run/runc)" ]'
+	back_on_source && on_sh dst '! pgrep -x criu && ! pgrep -x migr_verify && [ -z "$(ls /run/runc)" ]'
 }
 # When all but memory is made at the destination, the container's cgroup there may have no more RDMA objects: memory cannot be
 # registered, and this is known before the commit.
@@ -136,6 +178,9 @@ walk_step "memory that runs out at the destination" memory_runs_out || e2e_logs
 walk_step "and yet it can be moved" moves_now || e2e_logs
 agree() { stop_verify c && expect_invalidated c; }
 step "after all that both ends agree, on windows that were invalidated, too" agree || e2e_reset
+walk_step "the source is killed during the copy" source_killed source.copy.begin
+walk_step "the source is killed before the commit, when the partner has switched" source_killed source.commit.begin
+walk_step "the partner's host is killed before it has switched" partner_killed source.ready.begin
 walk_step "SRQ, windows: undone after the partner has switched, then moved" undone_then_moved --srq --invalidate --mode mixed --qps 2
 faults_end
 e2e_end

@@ -30,6 +30,7 @@ struct Play {
   std::vector<std::string> log;
   std::string fail;  // name of the call
   int fail_code = EIO;
+  bool settled = false;  // what s.forget was told
   wire::Outcome destination_says = wire::OPEN;
   bool destination_silent = false;
 
@@ -155,7 +156,10 @@ struct FakeSource final : Source {
     return p.did(o == wire::COMMITTED ? "s.decide" : "s.undecide");
   }
   Status destroy() override { return p.did("s.destroy"); }
-  void forget(bool) override { (void)p.did("s.forget"); }
+  void forget(bool all) override {
+    p.settled = all;
+    (void)p.did("s.forget");
+  }
 };
 
 struct FakeDestination final : DestinationLink {
@@ -1089,6 +1093,24 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   EXPECT_TRUE(r.going_back());
   EXPECT_EQ(summary_json(r)["going_back"], true);
   s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
+}
+
+// It has a lease, and asks when that is over; SourceHost::take_back() does not wait for it either.
+TEST(Coordinator, WhoIsSilentGoesBackByItself) {
+  for (const char* host : {"d.abort", "p.rollback"})
+    for (const int code : {EHOSTUNREACH, ETIMEDOUT, EIO}) {
+      Scene s;
+      s.play.fail = host;
+      s.play.fail_code = code;
+      const auto r = s.run("source.copy.begin:fail");
+      EXPECT_EQ(r.going_back(), code == EIO) << r.error();
+      EXPECT_EQ(r.error().find("goes back by itself") == std::string::npos, code == EIO) << r.error();
+      EXPECT_EQ(s.play.settled, code != EIO);
+    }
+  Scene s;
+  s.play.fail = "s.thaw";
+  s.play.fail_code = ETIMEDOUT;
+  EXPECT_TRUE(s.run("source.copy.begin:fail").going_back());
 }
 
 // What the source sends again would find the partner's windows bound on the new path, or its old path closed or cut.
