@@ -94,10 +94,10 @@ void judge_nft(Judge& j, const wire::HostFacts& f) {
 }
 
 void judge_certificate(Judge& j, const wire::CertificateFacts& c, std::int64_t now_s) {
-  const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy its files to " + c.folder() + "; migrd takes them by itself";
+  const std::string name = j.host, check = "certificate", renew = "issue another: migrctl pki host CA-DIR " + name + ", and copy host.pem and host.key to " + c.folder() + "; migrd takes them by itself";
   if (!c.error().empty()) return j.fail(check, c.error(), "ca.pem, host.pem and host.key (mode 0600) of this host belong into " + c.folder());
   const auto [ends, what] = std::min(std::pair{c.ends_s(), "it"}, std::pair{c.ca_ends_s(), "the CA"});
-  const std::string again = ends == c.ends_s() ? renew : "make a new CA (migrctl pki init), and certificates for all hosts";
+  const std::string again = ends == c.ends_s() ? renew : "a new CA, and certificates of it for all hosts: first both CAs into each ca.pem; migrd(8), CERTIFICATES, has the order";
   const pki::Certificate shown{c.subject(), c.begins_s(), c.ends_s(), c.ca_ends_s(), c.of_ca(), c.of_key(), c.of_host()};
   if (auto s = pki::check(shown, name, now_s); !s) return j.fail(check, s.error().text, now_s < c.begins_s() ? "is the clock right? Else " + renew : now_s >= ends ? again : renew);
   const std::string left = fmt::format("{} expires on {}, in {} days", what, day(ends), (ends - now_s) / kDayS);

@@ -484,7 +484,7 @@ int cmd_pki_init(const Options& o) {
 int cmd_pki_host(const Options& o) {
   if (auto s = pki::issue_host(o.dir, o.name, o.ips, o.days); !s) return refuse(o, s.error().text);
   if (o.json) return print({{"folder", o.dir + "/" + o.name}, {"days", o.days}});
-  std::printf("%s/%s: copy its three files to %s of that host\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
+  std::printf("%s/%s: copy host.pem and host.key to %s of that host, and ca.pem if there is none yet\n", o.dir.c_str(), o.name.c_str(), kPkiDir);
   return kDone;
 }
 
