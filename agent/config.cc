@@ -181,7 +181,7 @@ Result<Config> load_config(const std::string& path) {
       {"run_dir", &c.run_dir},     {"control_socket", &c.control_socket},
       {"runc", &c.runc},           {"runc_root", &c.runc_root},
       {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}, {"metrics", &c.metrics},
-      {"libmigr", &c.libmigr},     {"links_file", &c.links_file}};
+      {"processor", &c.processor}, {"libmigr", &c.libmigr},     {"links_file", &c.links_file}};
   for (const auto& [key, value] : j.items()) {
     if (auto s = strings.find(key); s != strings.end()) {
       if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};
@@ -206,6 +206,7 @@ Result<Config> load_config(const std::string& path) {
   if (!host_and_port(c.listen)) return no_address(path + ": \"listen\"", c.listen);
   for (const char* key : {"state_dir", "run_dir", "control_socket"})
     if (const auto& p = *strings.at(key); !p.starts_with('/')) return Error{EINVAL, path + ": \"" + key + "\" has to be an absolute path, not \"" + p + "\""};
+  if (c.processor != "same" && c.processor != "any") return Error{EINVAL, path + ": \"processor\" has to be \"same\" or \"any\", not \"" + c.processor + "\""};
   if (auto s = limits_fit(); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (auto s = names_peers(c); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;

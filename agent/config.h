@@ -54,6 +54,7 @@ struct Config {
   std::string criu_libs;                          // folder of migr_plugin.so; empty: CRIU's own
   std::string metrics = kMetrics;                 // host:port that Prometheus reads; empty: nowhere
   std::string net_hook;                           // empty: containers keep no network of their own
+  std::string processor = "same";                 // what comes here may have found instructions that are not here: "same" or "any"
   std::string libmigr = kLibmigr;                 // what programs preload; only looked at by migrctl doctor
   std::string links_file = kLinksFile;            // the host's configuration of links, for processes that cannot read it
   std::map<Right, std::vector<AllowRule>> allow;  // a right that is missing: every peer has it
@@ -61,6 +62,7 @@ struct Config {
   std::string fault;  // MIGR_FAULT from the environment
 
   const Peer* peer(const std::string& name) const;
+  bool any_processor() const { return processor == "any"; }
 };
 
 /// Errors name the file and the key. An unknown key is an error too. Its "limits" become those of limits.h.

@@ -19,6 +19,7 @@
 #include "peer_link.h"
 #include "replay.h"
 #include "room.h"
+#include "migr/gid.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -289,6 +290,7 @@ Status Coordinator::check_destination(const std::string& to) {
   r.set_bundle(info_.bundle);
   for (const auto& d : info_.devices) r.add_devices(d);
   for (const auto& n : info_.needs) *r.add_needs() = n;
+  for (const auto& i : info_.instructions) r.add_instructions(i);
   r.set_memory_bytes(info_.filled_bytes);
   for (const auto& [page, bytes] : info_.huge.needed) {
     auto* h = r.add_huge();
@@ -462,9 +464,14 @@ Status Coordinator::connect() {
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from) {
   std::set<std::string> there;
   for (const auto& g : prepared.gids()) there.insert(g.device());
+  const wire::PortGid* best = nullptr;  // as migr_rst_gid_find() has it
+  const auto common = [&](const wire::PortGid& g) {
+    return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(g.gid().data()), reinterpret_cast<const std::uint8_t*>(from.gid().data()));
+  };
   for (const auto& g : prepared.gids())
-    if ((g.device() == from.device() || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid())) return &g;
-  return nullptr;
+    if ((g.device() == from.device() || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid()))
+      if (!best || common(g) > common(*best)) best = &g;
+  return best;
 }
 
 std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared) {

@@ -50,13 +50,14 @@ struct ContainerInfo {
   std::vector<wire::Needs> needs;                            // of each device
   std::uint64_t filled_bytes = 0;                            // memory that they have filled, but for what is in `huge`
   HugeMemory huge;
+  std::vector<std::string> instructions;                     // of the processor that they run on
   wire::Resources resources;
   std::uint64_t image_bytes() const { return filled_bytes + huge.filled; }  // what the checkpoint will have, about
 };
 
 /// Where its applications may still mean this host by a GID, or one before it.
 std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared);
-/// What corresponds at the destination to a GID of here: of the same port, type and family. @return null: nothing
+/// What corresponds at the destination to a GID of here: of the same port, type and family, and of these the one that is most like it. @return null: nothing
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from);
 
 using NicWrites = std::vector<wire::NicWrite>;

@@ -25,6 +25,7 @@
 #include "page_images.h"
 #include "parallel.h"
 #include "process.h"
+#include "processor.h"
 #include "restore_socket.h"
 #include "room.h"
 #include "resume_stats.h"
@@ -280,6 +281,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
       if (!room) return Error{EBUSY, room.error().text};
       if (auto s = fits(n, *room); !s) return s;
     }
+    if (auto s = config_.any_processor() ? Status() : instructions_fit(r->instructions()); !s) return s;
     if (auto s = memory_fits(r->memory_bytes()); !s) return s;
     if (auto s = huge_memory_fits(r->huge()); !s) return s;
     if (auto s = disk_fits(r->image_bytes(), config_.state_dir + "/dest", r->memory_bytes()); !s) return s;

@@ -191,6 +191,22 @@ void compare_versions(Judge& j, const wire::HostFacts& here, const wire::HostFac
   j.ok("versions", "as here, release " + theirs.release());
 }
 
+// One that starts there and comes here, and the other way round.
+void compare_processors(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
+  if (here.instructions().empty() || there.instructions().empty()) return;
+  const auto missing = [](const auto& from, const auto& in) {
+    std::string all;
+    for (const auto& i : from)
+      if (std::find(in.begin(), in.end(), i) == in.end()) all += " " + i;
+    return all;
+  };
+  const std::string lacks = missing(here.instructions(), there.instructions()), more = missing(there.instructions(), here.instructions());
+  if (lacks.empty() && more.empty()) return j.ok("processor", "has the same instructions");
+  std::string found = lacks.empty() ? "" : "lacks" + lacks;
+  if (!more.empty()) found += (lacks.empty() ? "has more than here:" : "; has more than here:") + more;
+  j.warn("processor", found, "what is started on the better one cannot be moved to the other: programs look for instructions when they start");
+}
+
 void judge_clock(Judge& j, std::int64_t ahead_ms) {
   const std::string found = fmt::format("{:.1f} s {} ours", static_cast<double>(std::abs(ahead_ms)) / 1e3, ahead_ms < 0 ? "behind" : "ahead of");
   if (std::abs(ahead_ms) > kClockMs)
@@ -258,6 +274,7 @@ std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& p
   else
     j.ok("migrd", "answers at " + peer.address);
   compare_versions(j, here, *peer.facts);
+  compare_processors(j, here, *peer.facts);
   judge_clock(j, peer.ahead_ms);
   wire::HostFacts facts = *peer.facts;
   facts.mutable_version()->set_name(peer.name);

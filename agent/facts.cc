@@ -19,6 +19,7 @@
 #include "limits.h"
 #include "parallel.h"
 #include "pki.h"
+#include "processor.h"
 #include "room.h"
 
 namespace migr {
@@ -148,6 +149,7 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   f.mutable_net_hook()->set_path(config.net_hook);
   if (!config.net_hook.empty()) f.mutable_net_hook()->set_error(error_of(check_net_hook(config)));
   *f.mutable_links() = links_of(config);
+  for (auto& i : instructions_here()) f.add_instructions(std::move(i));
   *f.mutable_certificate() = certificate_of(config);
   add_devices(f);
   *f.mutable_room() = room_for(image_bytes, config);

@@ -40,6 +40,7 @@ SortedJson to_json(const ContainerInfo& c) {
     j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)}, {"to_gid", to_hex(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
   for (const auto& n : c.needs) j["needs"].push_back(to_hex(n.SerializeAsString()));
   j["filled_bytes"] = c.filled_bytes;
+  j["instructions"] = c.instructions;
   if (c.huge.filled || !c.huge.needed.empty()) j["huge"] = {{"filled_bytes", c.huge.filled}, {"needed", c.huge.needed}};
   const auto& r = c.resources;
   j["resources"] = {{"ctx", r.ctx()}, {"pd", r.pd()}, {"mr", r.mr()}, {"cq", r.cq()}, {"qp", r.qp()}};
@@ -76,6 +77,7 @@ ContainerInfo from_json(const SortedJson& j) {
   for (const auto& n : j.at("needs"))
     if (!c.needs.emplace_back().ParseFromString(bytes_from(n))) throw std::invalid_argument("what it needs of a device");
   c.filled_bytes = j.at("filled_bytes");
+  if (j.contains("instructions")) c.instructions = j.at("instructions").get<std::vector<std::string>>();
   if (j.contains("huge")) {
     c.huge.filled = j.at("huge").at("filled_bytes");
     c.huge.needed = j.at("huge").at("needed").get<std::map<std::uint64_t, std::uint64_t>>();

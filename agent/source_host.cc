@@ -20,6 +20,7 @@
 #include "page_images.h"
 #include "parallel.h"
 #include "process.h"
+#include "processor.h"
 #include "record_image.h"
 #include "registered_memory.h"
 #include "room.h"
@@ -572,6 +573,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (has_strange_rdma_cm(pid, known == processes_.end() ? std::span<const migr_fd_desc>{} : known->fds))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " uses librdmacm (/dev/infiniband/rdma_cm is open) and its libmigr does not know of it: what the kernel's connection manager knows of its connections cannot be migrated"};
   }
+  info_.instructions = instructions_here();
   for (auto& n : info_.needs) {
     auto room = room_of(n.device());
     if (!room) return room.error();

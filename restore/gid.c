@@ -79,7 +79,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 		    (table[i].gid_type == IB_UVERBS_GID_TYPE_ROCE_V2) != want_v2)
 			continue;
 		/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
-		score = known && !memcmp(g, like->sgid, 16) ? 3 : migr_gid_family(g) == want_family ? 2 : !known;
+		score = migr_gid_family(g) != want_family ? !known : known ? 2 + migr_gid_common_bits(g, like->sgid) : 2;
 		if (score > best) {
 			best = score;
 			*index = table[i].gid_index;

@@ -148,6 +148,8 @@ step "no GID of its family there" with_host dst 'ip -4 -o addr show dev eth1 | a
 walk_step "too few RDMA objects for its cgroup there" never_stopped dst \
 	'mkdir -p /sys/fs/cgroup/migr && echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && echo "rxe0 hca_object=4" >/sys/fs/cgroup/migr/rdma.max' \
 	'echo "rxe0 hca_object=max" >/sys/fs/cgroup/migr/rdma.max' 'rdma\.max'
+walk_step "a processor there that lacks what the one here has" with_host dst 'sed "s/ sse4_2\b//" /proc/cpuinfo >/tmp/cpuinfo; mount --bind /tmp/cpuinfo /proc/cpuinfo' 'umount /proc/cpuinfo' \
+	'dst: its processor lacks what programs may have found where they run now: sse4_2;'
 walk_step "too little memory there" with_host dst 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \
 	'dst: .*has filled [0-9]+ MB of memory, and 1 MB are free here'
 walk_step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/tmp/meminfo; mount --bind /tmp/meminfo /proc/meminfo' 'umount /proc/meminfo' \

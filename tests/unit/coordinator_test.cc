@@ -1095,6 +1095,23 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
 }
 
+TEST(Coordinator, OfSeveralGidsOfAFamilyTheNearestIsMeant) {
+  const auto ipv4 = [](unsigned a, unsigned b, unsigned c, unsigned d) {
+    wire::PortGid g;
+    g.set_device("rxe0"), g.set_port(1), g.set_roce_v2(true);
+    std::string gid(10, '\0');
+    for (const unsigned x : {255u, 255u, a, b, c, d}) gid += static_cast<char>(x);
+    g.set_gid(gid);
+    return g;
+  };
+  wire::PrepareReply there;
+  *there.add_gids() = ipv4(10, 0, 0, 2);
+  *there.add_gids() = ipv4(192, 168, 20, 2);
+  *there.add_gids() = ipv4(192, 168, 30, 2);
+  EXPECT_EQ(like(there, ipv4(192, 168, 20, 1)), &there.gids(1));
+  EXPECT_EQ(like(there, ipv4(10, 0, 0, 1)), &there.gids(0));
+}
+
 // It has a lease, and asks when that is over; SourceHost::take_back() does not wait for it either.
 TEST(Coordinator, WhoIsSilentGoesBackByItself) {
   for (const char* host : {"d.abort", "p.rollback"})

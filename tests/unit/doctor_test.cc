@@ -187,6 +187,20 @@ TEST(Doctor, TheOnlyDeviceThereIsComparedWhateverItsName) {
   EXPECT_EQ(health_of(judge_peer(good(), answer_of(there), kNow)), Health::kFailed);
 }
 
+TEST(Doctor, AnotherProcessorIsAWarning) {
+  auto here = good(), there = good("dst");
+  here.add_instructions("avx512f"), here.add_instructions("sse2");
+  EXPECT_TRUE(wrong(judge_peer(here, answer_of(there), kNow)).empty()) << "not known there";
+  there.add_instructions("avx512f"), there.add_instructions("sse2");
+  EXPECT_TRUE(wrong(judge_peer(here, answer_of(there), kNow)).empty());
+  there.set_instructions(0, "sse4a");
+  const auto bad = wrong(judge_peer(here, answer_of(there), kNow));
+  ASSERT_EQ(bad.size(), 1u);
+  EXPECT_EQ(bad[0].check, "processor");
+  EXPECT_EQ(bad[0].health, Health::kWarning);
+  EXPECT_EQ(bad[0].found, "lacks avx512f; has more than here: sse4a");
+}
+
 TEST(Doctor, ADeviceThatThePeerLacksIsAWarning) {
   auto here = good();
   *here.add_devices() = here.devices(0);
