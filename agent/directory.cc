@@ -95,7 +95,17 @@ Status Directory::put(const wire::MovesRequest& moves) {
     order_.erase(order_.begin());
   }
   if (processes_.size() > kMaxMoves) processes_.erase(processes_.begin(), processes_.end() - kMaxMoves);
-  return save();
+  const Status written = save();
+  unsaved_ = !written;
+  return written;
+}
+
+Status Directory::save_again() {
+  std::lock_guard lock(mutex_);
+  if (!unsaved_) return {};
+  const Status written = save();
+  unsaved_ = !written;
+  return written;
 }
 
 // Caller holds the lock.
@@ -192,7 +202,10 @@ Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& d
 }
 
 Status take_moves(const std::shared_ptr<Directory>& directory, SessionTable& sessions, const wire::MovesRequest& moves, int limit_ms) {
-  if (auto s = directory->put(moves); !s) return s;
+  if (const auto s = directory->put(moves); !s) {
+    if (s.error().code == EINVAL) return s;
+    spdlog::error("{}; processes are told, and it is written down when that can be", s.error().text);
+  }
   struct Told {
     std::mutex mutex;
     std::condition_variable changed;

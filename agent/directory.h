@@ -29,8 +29,10 @@ class Directory {
   wire::Move at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn);
   /// It has a name from elsewhere.
   bool came_to(const std::string& gid, std::uint32_t pqpn);
-  /// Durable before it returns.
+  /// Durable before it returns, or an error; what was well-formed is known then, too, and save_again() writes it down.
   Status put(const wire::MovesRequest& moves);
+  /// What put() could not write. @return what keeps it from that still
+  Status save_again();
   std::vector<migr_move> all();
   /// The GIDs, not of this moment, by which somebody may know a process.
   std::vector<std::string> earlier(const Instance& instance);
@@ -54,6 +56,7 @@ class Directory {
 
   const std::string path_;
   std::mutex mutex_;
+  bool unsaved_ = false;
   std::map<Address, Present> present_;  // by birth
   std::vector<Address> order_;          // oldest first
   struct Process {

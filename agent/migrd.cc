@@ -406,7 +406,9 @@ int run(const Config& config) {
     unsigned n = 0;
     do {
       for (Role* r : roles) r->tick();
-      if (n++ % kTicksPerLook == 0) certificates.look();
+      if (n++ % kTicksPerLook) continue;
+      certificates.look();
+      (void)directory.save_again();  // put() has said why not
     } while (!end.comes_within(kTickMs));
   });
   // Beside the other, for it waits for hosts that may be silent.

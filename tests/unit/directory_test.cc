@@ -293,6 +293,20 @@ TEST_F(Told, WhoIsSilentKeepsNobodyWaiting) {
   EXPECT_EQ(1, shared->told);
 }
 
+TEST_F(Told, WhatCannotBeWrittenDownIsToldAndWrittenLater) {
+  const std::string file = config.state_dir + "/moves.json";
+  ASSERT_TRUE(std::filesystem::create_directory(file + ".new"));
+  start(1, false);
+  start(2, true);
+  EXPECT_TRUE(take_moves(directory, sessions, a_move(), 1'000));
+  EXPECT_EQ(1, shared->told);
+  EXPECT_FALSE(directory->save_again());
+  EXPECT_FALSE(std::filesystem::exists(file));
+  std::filesystem::remove(file + ".new");
+  EXPECT_TRUE(directory->save_again());
+  EXPECT_EQ(Directory(config).all().size(), 1u);
+}
+
 TEST_F(Told, WhoWasSilentIsToldWhenItListensAgain) {
   start(1, true);
   EXPECT_TRUE(take_moves(directory, sessions, a_move(), 100));
