@@ -509,7 +509,9 @@ static void obj_account_locked(struct migr_obj *obj, int sign)
 	ctx->nr[obj->type] += sign;
 	if (obj->type == MIGR_OBJ_MR)
 		ctx->mr_bytes += sign * (s64)obj->rec.mr.length;
-	ctx->gen++;
+	/* Each of these is whole by itself, and programs make them all the time: no reason to read the record again. */
+	if (obj->type != MIGR_OBJ_MR && obj->type != MIGR_OBJ_MW && obj->type != MIGR_OBJ_AH)
+		ctx->gen++;
 }
 
 static void obj_unlink_locked(struct migr_obj *obj)
