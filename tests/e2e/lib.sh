@@ -130,7 +130,7 @@ migrd_start() {
 }
 
 migrd_kill() {	# HOST [SIGNAL]
-	on_sh "$1" 'pkill -"$1" -x migrd; for i in $(seq 50); do pgrep -x migrd >/dev/null || break; sleep 0.1; done
+	on_sh "$1" 'pkill -"$1" -x migrd; for i in $(seq 600); do pgrep -x migrd >/dev/null || break; sleep 0.1; done
 		rm -f /run/migrd/ctl.sock; ! pgrep -x migrd' "${2:-KILL}" || fail "migrd on $1 does not end"
 }
 
