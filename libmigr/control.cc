@@ -41,6 +41,7 @@
 #include "switchover/ahead.h"
 #include "switchover/switchover.h"
 #include "whereabouts.h"
+#include "windows.h"
 
 // The linker's names for the bounds of path.cc's section; weak: a test may link without it.
 extern "C" {
@@ -810,15 +811,17 @@ void before_fork() {
   const NoCancel no_cancel;
   Registry& registry = Registry::get();
   registry.lock.lock();
-  static std::uint64_t seen = 0;
-  if (seen != registry.changes)
-    for (const Context* context : registry.contexts) provider::keep_from_children(*context->real, context->ops);
-  seen = registry.changes;
+  // Each time: of the rings that we make ourselves nobody counts.
+  for (const Context* context : registry.contexts) provider::keep_from_children(*context->real, context->ops);
   links::before_fork();
+  datagrams::lock_for_fork();
+  windows::lock_for_fork();
   Registry::get().events_lock.lock();
 }
 void after_fork_in_parent() {
   Registry::get().events_lock.unlock();
+  windows::unlock_after_fork();
+  datagrams::unlock_after_fork();
   Registry::get().lock.unlock();
 }
 void after_fork_in_child() {
@@ -829,6 +832,7 @@ void after_fork_in_child() {
   registry.written.reset();
   registry.closing = false;
   registry.registering = registry.ending = 0;  // nor does it have the threads that would count down
+  registry.old_paths.clear();                  // its parent destroys them, and the kernel gives their handles to others
   // A child cannot use what is its parent's: it must not be what keeps both from being moved.
   for (Context* context : registry.contexts) (void)context->kernel->detach();
   provider::forget_uverbs_fds();

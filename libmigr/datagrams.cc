@@ -423,6 +423,9 @@ int make_again(std::string& why) {
   return 0;
 }
 
+void lock_for_fork() { state().lock.lock(); }
+void unlock_after_fork() { state().lock.unlock(); }
+
 void note_shift(const Context& context, std::uint32_t lkey, std::uint64_t shift) {
   State& s = state();
   std::lock_guard guard(s.lock);

@@ -44,6 +44,10 @@ void gone(QpShadow& shadow);
 /// A context that is closed, and all its objects with it.
 void dropped(const Context& context);
 
+/// Around a fork: the child does not have the thread that holds the lock of the data path.
+void lock_for_fork();
+void unlock_after_fork();
+
 /// FREEZE: what the address handles' source GIDs are, and by which this host's datagrams came.
 void note_gids();
 /// REBIND: the address handles and multicast groups once more.

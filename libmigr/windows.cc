@@ -181,6 +181,9 @@ void dropped(const Context& context) {
   std::erase_if(s.all, [&](const auto& w) { return w.second.context == &context; });
 }
 
+void lock_for_fork() { state().lock.lock(); }
+void unlock_after_fork() { state().lock.unlock(); }
+
 std::vector<ibv_mw*> belonging_to(const QpShadow& q) {
   std::vector<ibv_mw*> out;
   std::lock_guard guard(state().lock);

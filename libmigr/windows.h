@@ -34,6 +34,10 @@ void gone(const QpShadow& q);
 /// A context that is closed, and all its objects with it.
 void dropped(const Context& context);
 
+/// Around a fork: the child does not have the thread that holds the lock of the data path.
+void lock_for_fork();
+void unlock_after_fork();
+
 /// Those of type 2 that are bound through `q`.
 std::vector<ibv_mw*> belonging_to(const QpShadow& q);
 

@@ -7,6 +7,7 @@
 #define MIGR_TESTS_UNIT_CONTROL_DOUBLES_H
 
 #include "../../libmigr/cm/cm.h"
+#include "../../libmigr/datagrams.h"
 #include "../../libmigr/gids.h"
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/links/links.h"
@@ -14,6 +15,7 @@
 #include "../../libmigr/switchover/ahead.h"
 #include "../../libmigr/switchover/switchover.h"
 #include "../../libmigr/whereabouts.h"
+#include "../../libmigr/windows.h"
 
 namespace migr {
 
@@ -36,6 +38,22 @@ void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}
 void forget() {}
 }  // namespace ahead
 }  // namespace switchover
+
+/// Taken and given back around a fork.
+struct ForkLocks {
+  int held = 0, taken = 0, rings = 0;  ///< the last: how often children were kept from the rings
+};
+inline ForkLocks fork_locks;
+
+namespace datagrams {
+void lock_for_fork() { ++fork_locks.held, ++fork_locks.taken; }
+void unlock_after_fork() { --fork_locks.held; }
+}  // namespace datagrams
+
+namespace windows {
+void lock_for_fork() { ++fork_locks.held, ++fork_locks.taken; }
+void unlock_after_fork() { --fork_locks.held; }
+}  // namespace windows
 
 namespace gids {
 void note(Context&) {}
@@ -64,7 +82,7 @@ std::string unsupported_reason(const Context&) { return ""; }
 int locate_queues(std::span<QpShadow* const>) { return 0; }
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
-void keep_from_children(const ibv_context&, const ibv_context_ops&) {}
+void keep_from_children(const ibv_context&, const ibv_context_ops&) { ++fork_locks.rings; }
 }  // namespace provider
 
 }  // namespace migr

@@ -740,6 +740,44 @@ TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
+/// What `is_so` says in a child.
+template <class IsSo>
+bool so_in_child(IsSo&& is_so) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(is_so() ? 0 : 1);
+  int status = -1;
+  waitpid(pid, &status, 0);
+  return status == 0;
+}
+
+TEST_F(Control, ChildOfForkLeavesOldPathsToItsParent) {
+  ibv_qp old{};
+  Registry::get().old_paths.push_back(&old);
+  EXPECT_TRUE(so_in_child([] { return Registry::get().old_paths.empty(); }));
+  EXPECT_EQ(Registry::get().old_paths.size(), 1u);
+  Registry::get().old_paths.clear();
+}
+
+TEST_F(Control, ChildOfForkHasTheLocksOfTheDataPathFree) {
+  const int before = fork_locks.taken;
+  EXPECT_TRUE(so_in_child([] { return fork_locks.held == 0; }));
+  EXPECT_EQ(fork_locks.held, 0);
+  EXPECT_EQ(fork_locks.taken, before + 2) << "of datagrams and of windows";
+}
+
+// The library makes some, too, while the record stays as it is.
+TEST_F(Control, EachChildIsKeptFromTheRings) {
+  ibv_context real{};
+  Context context;
+  context.real = &real;
+  context.kernel = std::make_unique<KernelLink>(-1);
+  Registry::get().contexts.push_back(&context);
+  const int before = fork_locks.rings;
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(so_in_child([] { return true; }));
+  EXPECT_EQ(fork_locks.rings, before + 2);
+  Registry::get().contexts.clear();
+}
+
 TEST_F(Control, ChildOfForkThatOpensADeviceItselfIsAProcessLikeAny) {
   const pid_t pid = fork();
   if (pid == 0) {

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <thread>
 
 #include "../../libmigr/kernel_link.h"
@@ -228,6 +229,19 @@ TEST_F(Datagrams, SendsToWhoHasMovedGoWhereItIs) {
   datagrams::translate(wr);
   EXPECT_EQ(ah, wr.wr.ud.ah) << "its neighbour has stayed";
   EXPECT_EQ(18u, wr.wr.ud.remote_qpn);
+}
+
+// A child would wait for ever for a thread that it does not have.
+TEST_F(Datagrams, NobodyIsInTheMiddleOfASendWhileTheProcessForks) {
+  datagrams::lock_for_fork();
+  auto sends = std::async(std::launch::async, [this] {
+    ibv_send_wr wr{};
+    wr.wr.ud.ah = ah;
+    datagrams::translate(wr);
+  });
+  EXPECT_EQ(sends.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  datagrams::unlock_after_fork();
+  sends.get();
 }
 
 TEST_F(Datagrams, NameThatNobodyHasAnyMoreIsWhatItWas) {
