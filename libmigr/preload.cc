@@ -902,11 +902,11 @@ void change_spare(QpShadow& q, ibv_qp_attr& mine, int mask) {
   if ((mask & IBV_QP_STATE) || real().modify_qp(q.spare, &mine, mask)) real().destroy_qp(std::exchange(q.spare, nullptr));
 }
 
-/// Its partner's drain marker, a write, may be to come. To a new path (SWITCH) none comes.
+/// Its partner's drain marker, a write, may be to come, also when the migration was taken back. To a new path (SWITCH) none comes.
 bool awaits_marker(const QpShadow& q) {
   const bool suspended = q.phase == switchover::Phase::kSuspended || q.phase == switchover::Phase::kDrained;
   const bool connected = q.real->state == IBV_QPS_RTS && (q.app.qp_type == IBV_QPT_RC || q.app.qp_type == IBV_QPT_UC);
-  return suspended && connected && !q.old_real && !q.cut && !q.adrift;
+  return ((suspended && connected) || q.write_access_added) && !q.old_real && !q.cut && !q.adrift;
 }
 
 /// The first PSN of its sends is fixed by now, and not the one that the other end awaits; and so are its timers.

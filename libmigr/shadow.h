@@ -433,7 +433,7 @@ struct alignas(64) QpShadow {
   Peer peer{}, spare_peer{};                ///< zero: not known, it never moved
   std::uint32_t peer_context = 0, spare_peer_context = 0;  ///< of that process, as its keys name it; 0: not known
   bool gone = false;                        ///< REBIND: its connection did not survive
-  bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE is ours, to be taken away again
+  bool write_access_added = false;          ///< IBV_ACCESS_REMOTE_WRITE of its path is ours, and the application does not see it
   bool broken = false;                      ///< found in ERR by DRAIN: its new path goes there, too
   bool responder_only = false;              ///< the application has it in RTR; the path is in RTS for that access
   bool adrift = false;                      ///< without any path: suspended, nothing in flight, its receives in `cut`

@@ -144,23 +144,23 @@ int allow_write_in_rtr(QpShadow& q, unsigned access_flags, std::string& why) {
 
 }  // namespace
 
-int set_write_access(QpShadow& q, bool allow, std::string& why) {
+int add_write_access(QpShadow& q, std::string& why) {
   if (q.app.qp_type != IBV_QPT_RC && q.app.qp_type != IBV_QPT_UC) return 0;
-  const bool in_rtr = q.real->state == IBV_QPS_RTR && allow;
-  if ((q.real->state != IBV_QPS_RTS && !in_rtr) || allow == q.write_access_added) return 0;
-  if (allow && q.access_flags >= 0 && (q.access_flags & IBV_ACCESS_REMOTE_WRITE)) return 0;  // no call per QP
+  const bool in_rtr = q.real->state == IBV_QPS_RTR;
+  if (q.real->state != IBV_QPS_RTS && !in_rtr) return 0;
+  if (q.access_flags >= 0 && (q.access_flags & IBV_ACCESS_REMOTE_WRITE)) return 0;  // no call per QP
   ibv_qp_attr attr{};
   ibv_qp_init_attr init{};
   int err = real().query_qp(q.real, &attr, IBV_QP_ACCESS_FLAGS, &init);
   if (err) return fail(why, err, "query_qp of " + qp_name(q));
   constexpr auto kWrite = static_cast<unsigned>(IBV_ACCESS_REMOTE_WRITE);
-  if (allow && (attr.qp_access_flags & kWrite)) return 0;
+  if (attr.qp_access_flags & kWrite) return 0;
   if (in_rtr) return allow_write_in_rtr(q, attr.qp_access_flags | kWrite, why);
   ibv_qp_attr change{};
-  change.qp_access_flags = allow ? attr.qp_access_flags | kWrite : attr.qp_access_flags & ~kWrite;
+  change.qp_access_flags = attr.qp_access_flags | kWrite;
   err = real().modify_qp(q.real, &change, IBV_QP_ACCESS_FLAGS);
   if (err) return fail(why, err, "modify_qp (access flags) of " + qp_name(q));
-  q.write_access_added = allow;
+  q.write_access_added = true;
   return 0;
 }
 

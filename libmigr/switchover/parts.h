@@ -90,8 +90,9 @@ int rtr_mask(const QpShadow& q);
 int rts_mask(const QpShadow& q);
 /// On a bad network the kernel's question for the other end's address may be lost; it asks once in a second.
 int to_rtr(const QpShadow& q, ibv_qp* qp, ibv_qp_attr& attr);
-/// The drain marker needs a responder that allows RDMA writes.
-int set_write_access(QpShadow& q, bool allow, std::string& why);
+/// The drain marker needs a responder that allows RDMA writes. This path goes on to: a marker of a drain that did not end may come long after
+/// the migration was taken back.
+int add_write_access(QpShadow& q, std::string& why);
 
 /* ---- receives ------------------------------------------------------------------ */
 

@@ -189,8 +189,6 @@ int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
         path::poll_to_fake(c);
       });
     }
-    std::string ignored;
-    set_write_access(*q, false, ignored);
     if (const int err = let_go(*q, why); err && !result) result = err;
     for (ibv_qp** old : {&q->old_real, &q->spare})
       if (*old) Registry::get().old_paths.push_back(std::exchange(*old, nullptr));

@@ -22,12 +22,8 @@ int suspend(Qps named, std::string& why) {
   std::erase_if(qps, [](const QpShadow* q) { return q->adrift; });
   if (const int err = check_arcs(qps, Phase::kSuspended, why)) return err;
   for (QpShadow* q : qps) {
-    const int err = links::failed_unseen(*q) ? 0 : set_write_access(*q, true, why);
-    if (err && !(err == EINVAL && (links::note_failure(*q) || in_error(*q)))) {  // and nobody has polled what tells of it
-      std::string ignored;
-      for (QpShadow* undo : qps) set_write_access(*undo, false, ignored);
-      return err;
-    }
+    const int err = links::failed_unseen(*q) ? 0 : add_write_access(*q, why);
+    if (err && !(err == EINVAL && (links::note_failure(*q) || in_error(*q)))) return err;  // and nobody has polled what tells of it
   }
   for (QpShadow* q : qps) raise_flags(*q, kKeepSends | kOpen);
   if (named.size() == Registry::get().qps.size())  // as before a FREEZE: nobody is to be inside of a poll then

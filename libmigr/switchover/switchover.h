@@ -27,7 +27,7 @@ using Qps = std::span<QpShadow* const>;
 migr_proc_state process_state();
 
 /// Raises the flags. Sends are kept from here on, but threads that passed the check may still be on their way.
-/// Adds IBV_ACCESS_REMOTE_WRITE where the partner's drain marker needs it.
+/// Adds IBV_ACCESS_REMOTE_WRITE where the partner's drain marker needs it, for good.
 int suspend(Qps qps, std::string& why);
 
 /// The other ends of these connections are gone: suspended, and to ERR, so that drain() does not wait for their retries.

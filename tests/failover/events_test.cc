@@ -2098,6 +2098,52 @@ TEST_F(Responder, ThatWasCutBeginsWhereTheOtherEndAwaitsIt) {
   goes_to_rts_with(kPsn + kFarAhead);
 }
 
+/* ---- a drain that does not end, and what it leaves ------------------------------------------ */
+
+void drains_in_vain(const ibv_qp* qp = nullptr) {
+  ASSERT_EQ(migrd.about(qp, MIGR_MSG_SUSPEND).status, 0);
+  ASSERT_EQ(migrd.about(qp, MIGR_MSG_DRAIN, 1).status, ETIMEDOUT);
+}
+
+void post_message(ibv_qp* qp, std::uint64_t wr_id) {
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = wr_id;
+  wr.opcode = IBV_WR_SEND;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(qp, &wr, &bad), 0);
+}
+
+/// `from_` sends, and `to_` has no receive for it until it is awaited.
+class Unready : public Pollers {
+ protected:
+  void await(std::uint64_t wr_id) {
+    ibv_recv_wr wr{.wr_id = 100 + wr_id, .next = nullptr, .sg_list = nullptr, .num_sge = 0}, *bad;
+    ASSERT_EQ(ibv_post_recv(to_, &wr, &bad), 0);
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(other_cq_, 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(wc.wr_id, wr_id);
+    ibv_poll_cq_attr attr{};
+    ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+    EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+    EXPECT_EQ(ex_->wr_id, 100 + wr_id);
+    EXPECT_EQ(ibv_next_poll(ex_), ENOENT);
+    ibv_end_poll(ex_);
+  }
+};
+
+// `to_` allows no writes, and its end has gone back as well.
+TEST_F(Unready, ItsMarkerComesWhenAllHasGoneBack) {
+  post_message(from_, 1);
+  drains_in_vain();
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  ibv_qp_attr none{};
+  ASSERT_EQ(ibv_modify_qp(to_, &none, IBV_QP_ACCESS_FLAGS), 0);
+  await(1);
+  post_message(from_, 2);  // behind it
+  await(2);
+}
+
 /* ---- atomic writes, which only sessions post ----------------------------------------------- */
 
 class AtomicWrites : public Tracked {

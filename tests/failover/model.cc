@@ -358,7 +358,7 @@ int needs(ibv_wr_opcode o) {
 }
 
 bool grants(const ModelQp& r, const model::Send& s) {
-  return !s.bytes || !r.limited || !(static_cast<unsigned>(needs(s.wr.opcode)) & ~r.attr.qp_access_flags);
+  return !r.limited || !(static_cast<unsigned>(needs(s.wr.opcode)) & ~r.attr.qp_access_flags);
 }
 
 enum class Answer { kAck, kNone, kNotReady, kBadAccess };
