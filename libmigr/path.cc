@@ -671,6 +671,11 @@ int take(CqShadow& c, const ibv_wc& wc, links::Side side) {
     if (!ours) return -1;
   }
   if (c.markers) --c.markers;
+  const auto drain = std::find_if(c.drain_markers.begin(), c.drain_markers.end(), [&](const DrainMarker& m) { return m.wr_id == wc.wr_id; });
+  if (drain != c.drain_markers.end()) {
+    if (failed) drain->flushed = true;
+    else c.drain_markers.erase(drain);
+  }
   for (Cut* cut : c.cutting) {
     if (cut->send_marker == wc.wr_id) cut->sends_over = true;
     if (cut->receive_marker == wc.wr_id) {

@@ -952,6 +952,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET) {
     shadow->write_access_added = false;  // nor is any other there; INIT asks for all anew
     datagrams::emptied(shadow->awaited);
+    if (shadow->phase == switchover::Phase::kRunning) switchover::forget_posted(*shadow);
     events::hush(*shadow, nullptr);
     if (shadow->remote_keys) whereabouts::parted(*shadow);
   }
@@ -1095,6 +1096,7 @@ MIGR_EXPORT int ibv_destroy_qp(ibv_qp* qp) {
       links::changed();
       return err;
     }
+    switchover::forget_posted(*shadow);
     datagrams::gone(*shadow);
     windows::gone(*shadow);
     if (shadow->tracked) registry.tracking_failed = true;

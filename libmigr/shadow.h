@@ -208,6 +208,7 @@ struct Cut {
   std::vector<ibv_wc> taken_sends, taken_receives;
   std::size_t flushed() const { return taken_sends.size() + taken_receives.size(); }
   std::size_t received = 0;                ///< receives that completed while it was cut
+  std::vector<std::uint64_t> drain_markers;  ///< that may lie in the send queue
   std::uint64_t send_marker = 0, receive_marker = 0;  ///< path_failed: work requests of ours behind all others; 0: not yet
   bool sends_over = false, receives_over = false;     ///< they were flushed: what comes after them was posted late
   std::size_t taken_before = 0;            ///< with one CQ: of `taken_sends`, when `receive_marker` had been flushed
@@ -239,6 +240,12 @@ struct StandIn {
 
 struct QpShadow;
 struct SrqShadow;
+
+struct DrainMarker {
+  const QpShadow* qp;
+  std::uint64_t wr_id;
+  bool flushed = false;  ///< it has completed, but may still lie among others in the queue of a path that failed
+};
 
 /// Slots of verbs_context that name a shadow or make an object that needs one: the provider's own.
 struct Slots {
@@ -314,6 +321,7 @@ struct alignas(64) CqShadow {
   unsigned rests;    ///< polls in a row that found nothing under kRestingCq
   unsigned markers;  ///< drain and event markers whose completion was not seen yet
   std::vector<ibv_wc> seen_markers;  ///< for drain()
+  std::vector<DrainMarker> drain_markers;  ///< of QPs that send here: every one since the last that was executed
   std::vector<Cut*> cutting;         ///< of QPs on it whose queues are being flushed: not the application's business
   std::vector<StandIn> stand_ins;
   std::uint32_t owed_events;  ///< FREEZE: lay unread in its channel
@@ -446,7 +454,6 @@ struct alignas(64) QpShadow {
   links::QpLink* link = nullptr;            ///< its path on the backup link; null: it has none
   links::Guard guard{};                     ///< between two backups
   std::atomic<bool> goes_on = false;        ///< a failure of its path is not the application's business: for events, where no lock may be had
-  std::uint64_t drain_marker = 0;           ///< the last one that was posted for it
   std::unique_ptr<tracking::Notes> tracked = {};  ///< null: not kTracked
 
   std::uint32_t vqpn() const { return app.qp_num; }

@@ -27,7 +27,8 @@ bool ours(const QueuedSend& s) { return s.ours; }
 
 int read_sends(QpShadow& q, const provider::QueuePart& part, std::vector<QueuedSend>& out) {
   const int err = provider::sends_in(q, part, out);
-  for (QueuedSend& s : out) s.ours = q.drain_marker && s.send.wr.wr_id == q.drain_marker;
+  const auto& markers = q.cut->drain_markers;
+  for (QueuedSend& s : out) s.ours = std::find(markers.begin(), markers.end(), s.send.wr.wr_id) != markers.end();
   return err;
 }
 
@@ -64,6 +65,8 @@ class Flushing {
   explicit Flushing(QpShadow& q) : q_(q) {
     for_cqs(q_, [&](CqShadow& c) {
       std::lock_guard guard(c.lock);
+      for (const DrainMarker& m : c.drain_markers)
+        if (m.qp == &q_) q_.cut->drain_markers.push_back(m.wr_id);
       c.cutting.push_back(q_.cut.get());
       path::poll_to_fake(c);
     });
@@ -326,7 +329,7 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
   if (err) return fail(why, err, "cannot read the queues of " + qp_name(q));
   const bool separate = q.send_cq != q.recv_cq || q.app.srq;  // what is flushed on the one CQ is of one queue
   if (!separate && (err = leave_out_late(q, {(receive_end + 1) & now.receives.mask, now.receives.from, now.receives.mask}, now.receives.to))) return fail(why, err, "cannot read the receive queue of " + qp_name(q));
-  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed() + 1, now.sends.mask));  // a drain marker may be there
+  const std::uint32_t window = static_cast<std::uint32_t>(std::min<std::size_t>(cut.flushed() + cut.drain_markers.size(), now.sends.mask));
   std::uint32_t front = (send_end - window) & now.sends.mask;
   std::vector<QueuedSend> sends;
   if ((err = read_sends(q, {front, send_end, now.sends.mask}, sends))) return fail(why, err, "cannot read the send queue of " + qp_name(q));
@@ -430,6 +433,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     if (!err) err = read_unused(q, before, sends_before, why);
     if (err) return err;
   }
+  forget_drain_markers(q);
   unfold(q, cut.sends);
   for (QueuedSend& x : cut.sends) {
     if (x.executed) continue;
@@ -490,6 +494,7 @@ int cut_one(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
   if (q.send_cq == q.recv_cq) left = tell_apart(*q.cut, left, std::span(s).first(s.size() - markers), r);
   s.erase(s.begin(), s.end() - static_cast<std::ptrdiff_t>(left.sends + markers));
   r.erase(r.begin(), r.end() - static_cast<std::ptrdiff_t>(left.receives));
+  forget_drain_markers(q);
   unfold(q, s);
   for (QueuedSend& x : s)
     if (!x.executed) name_keys(q, keys, x.send.wr, x.send.sges);

@@ -94,6 +94,9 @@ int to_rtr(const QpShadow& q, ibv_qp* qp, ibv_qp_attr& attr);
 /// the migration was taken back.
 int add_write_access(QpShadow& q, std::string& why);
 
+/// Nothing of it lies in its send queue any more. Caller holds no CQ's lock.
+void forget_drain_markers(const QpShadow& q);
+
 /* ---- receives ------------------------------------------------------------------ */
 
 /// Physical -> virtual lkey, of every MR there is.

@@ -217,6 +217,37 @@ void name_completions(const QpShadow& q) {
   });
 }
 
+namespace {
+
+/// Caller holds c.lock.
+void forget_drain_markers(CqShadow& c, const QpShadow& q) {
+  std::erase_if(c.drain_markers, [&](const DrainMarker& m) {
+    if (m.qp == &q && !m.flushed && c.markers) --c.markers;
+    return m.qp == &q;
+  });
+}
+
+}  // namespace
+
+void forget_drain_markers(const QpShadow& q) {
+  if (!q.send_cq) return;
+  std::lock_guard guard(q.send_cq->lock);
+  forget_drain_markers(*q.send_cq, q);
+}
+
+void forget_posted(const QpShadow& q) {
+  if (!q.send_cq) return;
+  CqShadow& c = *q.send_cq;
+  std::lock_guard guard(c.lock);
+  const auto of_it = [&](const StandIn& s) { return s.owed.front().wc.qp_num == q.vqpn(); };
+  const auto stand_ins = static_cast<unsigned>(std::count_if(c.stand_ins.begin(), c.stand_ins.end(), of_it));
+  const bool marked = std::any_of(c.drain_markers.begin(), c.drain_markers.end(), [&](const DrainMarker& m) { return m.qp == &q; });
+  if (!stand_ins && !marked) return;
+  if (!c.ex_session.load(std::memory_order_relaxed)) path::poll_to_fake(c);
+  forget_drain_markers(c, q);
+  c.markers -= std::min(c.markers, static_cast<unsigned>(std::erase_if(c.stand_ins, of_it)));
+}
+
 void destroy_old_paths() {
   for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
 }

@@ -108,7 +108,8 @@ int post_marker(Draining& d, Nothing& nothing) {
   d.sends = !q.send_ring.queue || provider::sends_in_queue(q, before) || before || !nothing.become(q, wr);
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
-  d.wr_id = q.drain_marker = wr.wr_id;
+  q.send_cq->drain_markers.push_back({.qp = &q, .wr_id = wr.wr_id});
+  d.wr_id = wr.wr_id;
   d.posted = true;
   return 0;
 }

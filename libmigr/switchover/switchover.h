@@ -101,6 +101,9 @@ void destroy_old_paths();
 /// A QP that is to be destroyed: what it has completed goes to the fake CQs, as long as its number has a name and its windows are known.
 void name_completions(const QpShadow& q);
 
+/// Its queues are no more, or empty: what was posted there in the name of the engine does not complete any more.
+void forget_posted(const QpShadow& q);
+
 /// Partner: the path before SWITCH and CUT stands again, with its receives and windows; still suspended. rollback() does this, too:
 /// by itself it lets both ends have it before either sends.
 int take_old_paths(std::string& why);

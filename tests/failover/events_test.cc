@@ -2105,6 +2105,20 @@ void drains_in_vain(const ibv_qp* qp = nullptr) {
   ASSERT_EQ(migrd.about(qp, MIGR_MSG_DRAIN, 1).status, ETIMEDOUT);
 }
 
+void cut_and_settle(const ibv_qp* one, const ibv_qp* other) {
+  std::uint32_t psns[2];
+  for (int i = 0; i < 2; ++i) {
+    const migr_msg cut = migrd.about(i ? other : one, MIGR_MSG_CUT);
+    ASSERT_EQ(cut.status, 0) << cut.text;
+    psns[i] = migrd.record<migr_qp_psn>().psn;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const migr_qp_psn there{.ctx_id = 0, .vqpn = (i ? other : one)->qp_num, .psn = psns[!i], .reserved = 0};
+    const migr_msg settled = migrd.say(MIGR_MSG_SETTLE, 0, &there, sizeof there);
+    ASSERT_EQ(settled.status, 0) << settled.text;
+  }
+}
+
 void post_message(ibv_qp* qp, std::uint64_t wr_id) {
   ibv_send_wr wr{}, *bad;
   wr.wr_id = wr_id;
@@ -2142,6 +2156,107 @@ TEST_F(Unready, ItsMarkerComesWhenAllHasGoneBack) {
   await(1);
   post_message(from_, 2);  // behind it
   await(2);
+}
+
+// In the queue lie two markers then.
+TEST_F(Unready, TheSecondTimeItIsCutAndNothingIsLost) {
+  post_message(from_, 1);
+  drains_in_vain();
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  drains_in_vain();
+  cut_and_settle(from_, to_);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  await(1);
+  post_message(from_, 2);
+  await(2);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(other_cq_, 1, &wc), 0) << wc.wr_id << " completes, which is nobody's";
+}
+
+/// The CQ of `from_` holds as much as its application may have in flight, or less.
+class Tight : public Tracked {
+ protected:
+  static constexpr int kEntries = 4;
+  static constexpr std::uint32_t kNumber = 0x1000;  // of none at the other end
+
+  void SetUp() override {
+    Tracked::SetUp();
+    ASSERT_EQ(ibv_destroy_qp(from_), 0);
+    model_next_qpn(0, 1, kNumber);
+    ASSERT_EQ(ibv_destroy_cq(other_cq_), 0);
+    ASSERT_NE(other_cq_ = ibv_create_cq(other_, kEntries, nullptr, nullptr, 0), nullptr);
+    from_ = make_there();
+    to(to_, IBV_QPS_RESET);
+    connect(to_, from_, other_);
+    connect(from_, to_, context_);
+    try_for(17);  // 0.5 s
+  }
+  ibv_qp* make_there() {
+    std::swap(pd_, other_pd_);
+    ibv_qp* const qp = make_qp(other_cq_);
+    std::swap(pd_, other_pd_);
+    return qp;
+  }
+  /// By receives alone.
+  static void fill(ibv_qp* qp) {
+    ibv_recv_wr wr{}, *bad;
+    for (int i = 0; i < kEntries; ++i) ASSERT_EQ(ibv_post_recv(qp, &wr, &bad), 0);
+  }
+  static void drains(const ibv_qp* qp) {
+    constexpr unsigned kLimitMs = 500;
+    ASSERT_EQ(migrd.about(qp, MIGR_MSG_SUSPEND).status, 0);
+    const migr_msg drained = migrd.about(qp, MIGR_MSG_DRAIN, kLimitMs);
+    EXPECT_EQ(drained.status, 0) << drained.text;
+    migrd.ask(MIGR_MSG_ROLLBACK);
+  }
+};
+
+TEST_F(Tight, MarkersOfQpsThatAreGoneAreNotAwaited) {
+  fill(from_);
+  for (int i = 0; i < 2; ++i) {
+    ibv_qp* const stuck = make_there();
+    connect(stuck, to_, context_);
+    post_message(stuck, 1);
+    drains_in_vain(stuck);
+    migrd.ask(MIGR_MSG_ROLLBACK);
+    ASSERT_EQ(ibv_destroy_qp(stuck), 0);
+  }
+  drains(from_);
+}
+
+TEST_F(Tight, MarkersOfAQpThatWasResetAreNotAwaited) {
+  fill(from_);
+  ibv_qp* const stuck = make_there();
+  for (int i = 0; i < 2; ++i) {
+    connect(stuck, to_, context_);
+    post_message(stuck, 1);
+    drains_in_vain(stuck);
+    migrd.ask(MIGR_MSG_ROLLBACK);
+    to(stuck, IBV_QPS_RESET);
+  }
+  drains(from_);
+  ASSERT_EQ(ibv_destroy_qp(stuck), 0);
+}
+
+// A READ that is posted once more in the name of itself and of what is behind it.
+TEST_F(Tight, WhatIsReplayedByAQpThatIsGoneIsNotAwaited) {
+  model_cut(0, 0, true);
+  ASSERT_EQ(post(IBV_WR_RDMA_READ, 1), 0);
+  ASSERT_EQ(post(IBV_WR_RDMA_WRITE, 2), 0);
+  for (int ms = 0; !model_writes_at(there_.bytes + 2 * kPage); ++ms) {
+    ASSERT_LT(ms, kPatienceMs);
+    usleep(1000);
+  }
+  drains_in_vain();
+  cut_and_settle(from_, to_);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  ASSERT_EQ(ibv_destroy_qp(from_), 0);
+  model_mend(0);
+  model_forget_writes();
+  from_ = make_there();
+  connect(from_, to_, context_);
+  fill(from_);
+  drains(from_);
 }
 
 /* ---- atomic writes, which only sessions post ----------------------------------------------- */
