@@ -91,8 +91,60 @@ struct Draining {
   std::uint64_t broken_since = 0;  ///< it was seen in ERR
 };
 
+/// What may complete on CQs, which the application has made for its own work requests and not for one of ours for each QP.
+class Room {
+ public:
+  /// What has completed since counts no more.
+  void look_again() { cqs_.clear(); }
+  /// Caller holds c.lock, and has polled it.
+  bool has(const CqShadow& c) {
+    if (cqs_.empty()) sort();
+    OnCq& on = cqs_[&c];
+    const std::size_t most = static_cast<std::size_t>(std::max(c.real->cqe, 1));
+    if (c.markers + 1 + on.may_be <= most) return true;
+    if (!std::exchange(on.counted, true)) count(c, on);
+    if (on.stays >= most && !c.markers) return true;  // not all of that completes at once, says its maker
+    return std::max<std::size_t>(on.sends, c.markers) + on.stays + 1 <= most;
+  }
+  void posted(const CqShadow& c) { ++cqs_[&c].sends; }
+
+ private:
+  struct OnCq {
+    std::vector<const QpShadow*> qps;
+    std::unordered_set<const SrqShadow*> srqs;
+    std::size_t may_be = 0;  ///< as the QPs were made
+    std::size_t sends = 0;   ///< that are being drained
+    std::size_t stays = 0;   ///< receives, and sends of QPs that go on
+    bool counted = false;
+  };
+  void sort() {
+    for (const QpShadow* q : Registry::get().qps) {
+      if (q->send_cq) cqs_[q->send_cq].may_be += q->cap.max_send_wr;
+      if (q->recv_cq) {
+        OnCq& on = cqs_[q->recv_cq];
+        const SrqShadow* const srq = srq_of(*q);
+        if (!srq) on.may_be += q->cap.max_recv_wr;
+        else if (on.srqs.insert(srq).second) on.may_be += srq->max_wr;
+      }
+      for_cqs(*q, [&](const CqShadow& c) { cqs_[&c].qps.push_back(q); });
+    }
+  }
+  void count(const CqShadow& c, OnCq& on) {
+    if (!std::exchange(located_, true)) (void)provider::locate_queues(Registry::get().qps);  // FREEZE and CUT say what fails
+    for (const SrqShadow* srq : on.srqs) on.stays += srq->max_wr;
+    for (const QpShadow* q : on.qps) {
+      provider::QueuePart sends, receives;
+      if (!q->send_ring.queue || provider::queue_parts(q->send_ring, q->receive_ring, sends, receives)) continue;
+      if (q->send_cq == &c) (q->phase == Phase::kRunning ? on.stays : on.sends) += sends.size();
+      if (q->recv_cq == &c) on.stays += receives.size();
+    }
+  }
+  std::unordered_map<const CqShadow*, OnCq> cqs_;
+  bool located_ = false;
+};
+
 /// @return 0 posted; ENOMEM a queue is full for the moment; else it cannot be
-int post_marker(Draining& d, Nothing& nothing) {
+int post_marker(Draining& d, Nothing& nothing, Room& room) {
   QpShadow& q = *d.qp;
   std::lock_guard guard(q.lock);
   ibv_send_wr wr{};
@@ -101,13 +153,13 @@ int post_marker(Draining& d, Nothing& nothing) {
   wr.send_flags = IBV_SEND_SIGNALED;
   ibv_send_wr* bad;
   std::lock_guard cq_guard(q.send_cq->lock);
-  // The application has counted its own work requests when it made its CQ, not one of ours for each QP.
   path::poll_to_fake(*q.send_cq);
-  if (static_cast<int>(q.send_cq->markers) >= std::max(1, q.send_cq->real->cqe / 2)) return ENOMEM;
+  if (!room.has(*q.send_cq)) return ENOMEM;
   unsigned before = 1;  // to find the queue takes longer than the packets, in a migration that has made nothing ahead of the stop
   d.sends = !q.send_ring.queue || provider::sends_in_queue(q, before) || before || !nothing.become(q, wr);
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
+  room.posted(*q.send_cq);
   q.send_cq->drain_markers.push_back({.qp = &q, .wr_id = wr.wr_id});
   d.wr_id = wr.wr_id;
   d.posted = true;
@@ -157,7 +209,7 @@ int look_at_queue(Draining& d, const Seen& seen, std::string& why) {
   return 0;
 }
 
-int advance(Draining& d, const Seen& seen, Nothing& nothing, std::string& why) {
+int advance(Draining& d, const Seen& seen, Nothing& nothing, Room& room, std::string& why) {
   QpShadow& q = *d.qp;
   if (!d.session_over) {
     // The thread that polls may begin a session on the keeper before it ends its own.
@@ -186,7 +238,7 @@ int advance(Draining& d, const Seen& seen, Nothing& nothing, std::string& why) {
     return 0;
   }
   if (!d.posted) {
-    const int err = post_marker(d, nothing);
+    const int err = post_marker(d, nothing, room);
     if (err && err != ENOMEM) return fail(why, err, "cannot post the drain marker of " + qp_name(q));
     return 0;
   }
@@ -218,6 +270,7 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
   std::uint64_t changes = 0;
   Seen seen;
   Nothing nothing;
+  Room room;
   int result = 0;
   const auto drop_destroyed = [&] {  // by the application, while nobody held the lock
     if (changes == registry.changes) return;
@@ -231,8 +284,9 @@ int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::
       std::lock_guard guard(registry.lock);
       drop_destroyed();
       poll_cqs(all, seen);
+      room.look_again();
       for (Draining& d : all) {
-        if (!d.done && !d.failed && !result) result = advance(d, seen, nothing, why);
+        if (!d.done && !d.failed && !result) result = advance(d, seen, nothing, room, why);
         all_done = all_done && (d.done || d.failed);
         any_failed = any_failed || d.failed;
       }
