@@ -839,7 +839,7 @@ void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
     case RDMA_CM_EVENT_ADDR_RESOLVED:
     case RDMA_CM_EVENT_ROUTE_RESOLVED:
     case RDMA_CM_EVENT_ROUTE_ERROR: id.state = State::kResolved; break;
-    case RDMA_CM_EVENT_ADDR_ERROR: id.state = State::kIdle; break;
+    case RDMA_CM_EVENT_ADDR_ERROR: id.state = id.address.empty() ? State::kIdle : State::kBound; break;
     case RDMA_CM_EVENT_ESTABLISHED: id.state = State::kConnected; break;
     case RDMA_CM_EVENT_CONNECT_ERROR:
     case RDMA_CM_EVENT_UNREACHABLE:
@@ -1069,7 +1069,11 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
   return static_cast<int>(in_thread(guard, [&] {
     close_quietly(real_fd_);  // what the restore has put there; the kernel's ids of before are the source's
     by_uid_.clear();
-    links_.clear();
+    std::erase_if(links_, [](const auto& link) { return link->id; });
+    for (const auto& link : links_) {  // an end that is still to be told
+      link->k = nullptr;
+      link->tries = 0;
+    }
     groups_.clear();
     listener_ = nullptr;
     port_ = 0;
@@ -1082,6 +1086,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     real_fd_ = fd < 0 ? -1 : fd;
     if (fd < 0) {
       why = std::string("cannot open /dev/infiniband/rdma_cm: ") + strerror(-fd);
+      links_.clear();
       for (const auto& [handle, id] : ids_)
         if (is_unconnected(*id)) lose(*id);
       return ssize_t{-fd};

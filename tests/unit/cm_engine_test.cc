@@ -531,6 +531,22 @@ TEST_F(Cm, PortsThatAreBoundAreDescribed) {
   EXPECT_EQ(all[2].pgoff, 1ull << RDMA_OPTION_ID_REUSEADDR);
 }
 
+TEST_F(Cm, APortStaysBoundIfTheAddressIsNotResolved) {
+  const auto id = create(0xaa), k = kernel.newest();
+  rdma_ucm_bind b{};
+  b.id = id;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, [&] { rdma_ucm_resolve_addr c{}; c.id = id; return c; }()), 0);
+  kernel.tell(k, RDMA_CM_EVENT_ADDR_ERROR, static_cast<std::uint32_t>(-ETIMEDOUT));
+  expect(RDMA_CM_EVENT_ADDR_ERROR, 0xaa, id);
+  std::vector<migr_fd_desc> all;
+  engine.describe(all);
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[1].kind, std::uint32_t{MIGR_FD_CM_PORT});
+  migrate({});
+  EXPECT_EQ(kernel.done(kernel.newest()), "bind ");
+}
+
 TEST_F(Cm, RequestsAboveTheBacklogAreRefused) {
   listening(0xaa);
   const auto listener = kernel.newest();
@@ -892,6 +908,17 @@ TEST_F(CmPartner, ThatMovesOnHearsThatTheConnectionHasEnded) {
   EXPECT_TRUE(engine.uses({nullptr, 18}));
   partner_moves(18);
   EXPECT_EQ(kernel.done(k), "gone");
+  eventually([&] { return kernel.newest() > k; });
+  k = kernel.newest();
+  link_up(k);
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.done(k) == "gone"; });
+  EXPECT_FALSE(engine.uses({nullptr, 18}));
+}
+
+TEST_F(CmPartner, HearsOfAnEndFromWhereThatProcessHasMoved) {
+  EXPECT_EQ(destroy(id), 0);
+  migrate({});
   eventually([&] { return kernel.newest() > k; });
   k = kernel.newest();
   link_up(k);
