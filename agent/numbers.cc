@@ -16,7 +16,7 @@
 namespace migr {
 namespace {
 
-// born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true, "to": HOST}}
+// born.json: {INSTANCE: {"born": [..], "foreign": [..], "away": true, "to": HOST}}; "born" is what is reserved
 // guests.json: {INSTANCE: {"births": [HOST..], "pid": .., "life": ".."}}
 constexpr char kBorn[] = "born.json", kGuests[] = "guests.json";
 
@@ -84,11 +84,11 @@ BornBook::Vqpns BornBook::born_here(const Instance& who, const Vqpns& vqpns, boo
   return {born.begin(), born.end()};
 }
 
-void BornBook::leave(const Instance& who, const Vqpns& born, const std::string& to) {
-  if (born.empty())
-    all_.erase(hex(who));
-  else
-    all_[hex(who)] = {{born.begin(), born.end()}, {}, true, to};
+BornBook::Vqpns BornBook::leave(const Instance& who, const Vqpns& born, const std::string& to) {
+  std::set<std::uint32_t> before;
+  if (const auto e = all_.find(hex(who)); e != all_.end()) before = std::move(e->second.born), all_.erase(e);
+  if (!born.empty()) all_[hex(who)] = {{born.begin(), born.end()}, {}, true, to};
+  return without_reserved(std::move(before));
 }
 
 std::optional<std::string> BornBook::away_at(const Instance& who) const {
@@ -97,35 +97,40 @@ std::optional<std::string> BornBook::away_at(const Instance& who) const {
 }
 
 BornBook::Vqpns BornBook::arrive(const std::vector<Instance>& who, const Vqpns& vqpns) {
+  const std::set<std::uint32_t> have(vqpns.begin(), vqpns.end());
   std::set<std::uint32_t> out;
   for (const auto& i : who) {
     Entry& e = all_[hex(i)];
-    if (e.away) out.insert(e.born.begin(), e.born.end());
+    // What it has still is its QPs' name, and no longer their number: nobody else may be born with it.
+    for (const auto v : e.born)
+      if (!have.contains(v)) out.insert(v);
+    std::erase_if(e.born, [&](auto v) { return !have.contains(v); });
     e.away = false;
     e.to.clear();
     e.foreign.clear();
     for (const auto v : vqpns)
       if (!e.born.contains(v)) e.foreign.insert(v);
   }
-  for (const auto v : reserved()) out.erase(v);
-  return {out.begin(), out.end()};
+  return without_reserved(std::move(out));
 }
 
 BornBook::Vqpns BornBook::end(const Instance& who, bool elsewhere) {
   const auto e = all_.find(hex(who));
   if (e == all_.end() || e->second.away != elsewhere) return {};
-  std::set<std::uint32_t> out;
-  if (elsewhere) out = e->second.born;
+  auto out = std::move(e->second.born);
   all_.erase(e);
-  for (const auto v : reserved()) out.erase(v);
-  return {out.begin(), out.end()};
+  return without_reserved(std::move(out));
 }
 
 BornBook::Vqpns BornBook::reserved() const {
   std::set<std::uint32_t> out;
-  for (const auto& [id, e] : all_)
-    if (e.away) out.insert(e.born.begin(), e.born.end());
+  for (const auto& [id, e] : all_) out.insert(e.born.begin(), e.born.end());
   return {out.begin(), out.end()};
+}
+
+BornBook::Vqpns BornBook::without_reserved(std::set<std::uint32_t> vqpns) const {
+  for (const auto v : reserved()) vqpns.erase(v);
+  return {vqpns.begin(), vqpns.end()};
 }
 
 // ---- on disk
@@ -147,9 +152,9 @@ void Numbers::reserve_again() {
   const auto lost = all.empty() ? Result<bool>(false) : fewer_are_reserved_than(all.size());
   Status s = lost;
   if (lost && *lost) s = each(all, &KernelRecord::reserve_qpn);
-  if (s && *lost) spdlog::info("{} numbers of processes that live elsewhere are reserved", all.size());
+  if (s && *lost) spdlog::info("{} numbers that were born here are reserved", all.size());
   const std::string why = s ? "" : s.error().text;
-  if (std::exchange(unreserved_, why) != why && !s) spdlog::warn("numbers of processes that live elsewhere are not reserved: {}", why);
+  if (std::exchange(unreserved_, why) != why && !s) spdlog::warn("numbers that were born here are not reserved: {}", why);
 }
 
 Numbers::Vqpns Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
@@ -172,11 +177,11 @@ Status Numbers::leave(const std::vector<Instance>& instances) {
   return write(kGuests, all.dump(1));
 }
 
-// Written first: what was written is reserved again after a start.
+// Written before it is reserved, and after it is released: what was written is reserved again after a start.
 Status Numbers::left(const Instance& instance, const Vqpns& born, const std::string& to) {
   std::lock_guard lock(mutex_);
   BornBook b = book();
-  b.leave(instance, born, to);
+  if (auto s = each(b.leave(instance, born, to), &KernelRecord::release_qpn); !s) return s;
   if (auto s = write(kBorn, b.text()); !s) return s;
   return each(born, &KernelRecord::reserve_qpn);
 }
@@ -222,7 +227,8 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
   for (const auto& i : instances) {
     auto left = births_in(all, hex(i));
     // What is stored on disk has no hosts to be told of its end: it may come again.
-    if (!left.empty() && left == std::vector{host}) (void)b.end(i, false);
+    if (!left.empty() && left == std::vector{host})
+      if (auto s = each(b.end(i, false), &KernelRecord::release_qpn); !s) spdlog::error("{}", s.error().text);
     std::erase(left, host);
     if (left.empty())
       all.erase(hex(i));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // Where vQPNs were born. A QP is known to its peers by the GID and number of its birth for as long as it lives, so the host
-// it was born on gives that number to nobody else while it lives elsewhere (DIR/born.json). A process can make QPs wherever it
+// it was born on gives that number to nobody else from when it has first left (DIR/born.json): elsewhere, and at home again, the number is only its name. A process can make QPs wherever it
 // lives: there may be several such hosts. The host that it lives on knows them (DIR/guests.json), sees when the process ends,
 // and tells them; they forget the numbers then.
 #pragma once
@@ -32,19 +32,20 @@ class BornBook {
   /// Which numbers of a process that is here were born here.
   /// @param first_life  it was never restored: all of them
   Vqpns born_here(const Instance& who, const Vqpns& vqpns, bool first_life) const;
-  /// It goes, and these were born here. Twice is as good as once.
+  /// It goes, and these were born here. Twice is as good as once. @return those to be released: it has them no more
   /// @param to  the host, or the folder
-  void leave(const Instance& who, const Vqpns& born, const std::string& to);
+  Vqpns leave(const Instance& who, const Vqpns& born, const std::string& to);
   /// To where it has gone from here. None: nothing of it is reserved; empty: an older migrd did not write it down
   std::optional<std::string> away_at(const Instance& who) const;
-  /// Processes come, with these. @return those to be released: born here, and of no other that is away
+  /// Processes come, with these. @return those to be released: born here, and nobody's any more
   Vqpns arrive(const std::vector<Instance>& who, const Vqpns& vqpns);
   /// It has ended, here or elsewhere; nothing happens if it was not there. @return those to be released
   Vqpns end(const Instance& who, bool elsewhere);
-  /// Of all that are away.
+  /// Of all that are away, or were.
   Vqpns reserved() const;
 
  private:
+  Vqpns without_reserved(std::set<std::uint32_t> vqpns) const;
   struct Entry {
     std::set<std::uint32_t> born, foreign;
     bool away = false;
@@ -59,7 +60,7 @@ class Numbers {
   using Vqpns = BornBook::Vqpns;
   explicit Numbers(const Config& config) : config_(config) {}
 
-  /// Reserves what lives elsewhere, if migr.ko does not know it: it may be loaded after us, and again.
+  /// Reserves what was born here and lives elsewhere, or has come back, if migr.ko does not know it: it may be loaded after us, and again.
   void reserve_again();
   Vqpns born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
   /// The hosts that keep numbers of a process that is here reserved when it goes. Empty: not known, or none.
