@@ -73,6 +73,11 @@ std::vector<Instance> instances_of(const journal::Source& r) {
 // An older migrd did not write down which boot it was.
 bool of_this_boot(const journal::Source& r) { return r.boot().empty() || r.boot() == boot_of_host(); }
 
+bool process_of_it_lives(const ProcessSession& p) { return process_lives(p.pid()) && p.lives(); }
+
+// One that ends closes its sockets first. @param s  why what it was asked has failed
+bool has_ended(const Status& s, const ProcessSession& p) { return s.error().code == ECONNRESET ? p.ends() : !process_of_it_lives(p); }
+
 // A destination that let it run may have forgotten that by now.
 bool may_be_forgotten(const journal::Source& r) {
   constexpr std::chrono::seconds kKeptForSure = kKeepOutcome - std::chrono::hours(1);
@@ -331,12 +336,15 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     old_paths.wait();
     const pid_t init = runc_.init_pid(r.container());
     const auto its = [&](const ProcessSession& s) { return runc_.owns(r.container(), init, s.pid()); };
-    for (const auto& i : instances) {
-      // One that has ended has nothing to go back to; one that is late is let go when it connects.
-      auto session = sessions_.wait_for(i, its, kReconnectMs);
+    // One that has ended has nothing to go back to; one that is late is let go when it connects.
+    also(parallel_for(instances, [&](const Instance& i) -> Status {
+      const pid_t pid = r.processes(static_cast<int>(&i - instances.data())).pid();
+      auto session = sessions_.wait_for(i, its, !pid || process_lives(pid) ? kReconnectMs : 0);  // an older migrd did not write it down
       if (!session) spdlog::warn("{}", session.error().text);
-      if (session && (*session)->state() != MIGR_PROC_RUNNING) also((*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs));
-    }
+      if (!session || (*session)->state() == MIGR_PROC_RUNNING) return {};
+      const Status told = (*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs);
+      return told || has_ended(told, **session) ? Status() : told;
+    }));
     for (const auto& i : instances) close_gate(config_.run_dir, i);
     // It may have ended meanwhile: then nothing is left to be taken back.
     if (auto now = runc_.state(r.container()); now && now->status == "stopped") first = {};
@@ -693,8 +701,28 @@ Result<std::uint64_t> SourceRun::drop_unchanged() {
   return unchanged;
 }
 
+// EAGAIN: one has ended; whoever begins anew finds what is left.
 Status SourceRun::each(const std::function<Status(Process&)>& f) {
-  return parallel_for(processes_, f);
+  return parallel_for(processes_, [&](Process& p) -> Status {
+    const Status s = f(p);
+    if (s || !has_ended(s, *p.session)) return s;
+    return Error{EAGAIN, p.session->label() + " has ended meanwhile"};
+  });
+}
+
+// The way back: one that has ended is there already.
+Status SourceRun::each_back(const std::function<Status(Process&)>& f) {
+  return parallel_for(processes_, [&](Process& p) -> Status {
+    const Status s = f(p);
+    return s || has_ended(s, *p.session) ? Status() : s;
+  });
+}
+
+// It may have connected anew.
+Status SourceRun::find_session(Process& p) {
+  auto session = host_.sessions_.wait_for(p.session->instance(), [&](const ProcessSession& s) { return s.pid() == p.pid; }, process_of_it_lives(*p.session) ? kReconnectMs : 0);
+  if (session) p.session = *session;
+  return session;
 }
 
 Status SourceRun::track() {
@@ -754,7 +782,10 @@ Result<wire::SettleReply> SourceRun::settle(const wire::SettleRequest& r) {
 }
 
 Status SourceRun::rollback() {
-  return each([this](Process& p) { return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs); });
+  return each_back([this](Process& p) -> Status {
+    if (auto s = find_session(p); !s) return s;
+    return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
+  });
 }
 
 // The process is drained, and has been copied ahead: of its registered memory FREEZE need not touch what is as it was then.
@@ -814,15 +845,13 @@ Status SourceRun::reconnect() {
 }
 
 Status SourceRun::reconnect_all() {
-  return each([this](Process& p) -> Status {
+  return each_back([this](Process& p) -> Status {
     const Instance instance = p.session->instance();
     if (host_.sessions_.by_pid(p.pid) == p.session) return {};  // it never closed
     if (auto s = open_gate(host_.config_.run_dir, instance); !s) return s;
-    auto back = host_.sessions_.wait_for(instance, [&](const ProcessSession& s) { return s.pid() == p.pid; }, kReconnectMs);
+    const Status back = find_session(p);
     close_gate(host_.config_.run_dir, instance);
-    if (!back) return back.error();
-    p.session = *back;
-    return {};
+    return back;
   });
 }
 

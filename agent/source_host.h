@@ -149,6 +149,8 @@ class SourceRun final : public Source {
   bool claim(const ProcessSession& s);
   Status reconnect_all();
   Status each(const std::function<Status(Process&)>& f);  // all at once
+  Status each_back(const std::function<Status(Process&)>& f);
+  Status find_session(Process& p);
   Status checkpoint_ahead(const std::string& parent);
   Result<std::uint64_t> find_written(Process& p, const NicWrites* by_partners) const;
 

@@ -172,7 +172,7 @@ struct Process {
     if (is_at("dies", what)) _exit(0);
   }
   static std::string name_of(std::uint32_t type) {
-    return type == MIGR_MSG_REBIND ? "REBIND" : type == MIGR_MSG_KEYS ? "KEYS" : type == MIGR_MSG_RESUME ? "RESUME" : "other";
+    return type == MIGR_MSG_SUSPEND ? "SUSPEND" : type == MIGR_MSG_DRAIN ? "DRAIN" : type == MIGR_MSG_FREEZE ? "FREEZE" : type == MIGR_MSG_REBIND ? "REBIND" : type == MIGR_MSG_KEYS ? "KEYS" : type == MIGR_MSG_RESUME ? "RESUME" : "other";
   }
 
   bool hello(int fd) const {

@@ -89,6 +89,7 @@ struct ASource : ::testing::Test {
     script("runc", "[ \"$3\" != delete ] || rm -rf \"$2/$5\"\n[ \"$3\" != state ] || echo '{\"status\": \"running\", \"pid\": 1}'\n");
     script("net", "[ ! -e " + root + "/net-fails ]\n");
     fs::create_directories(root + "/bundle");
+    fs::create_directories(config.run_dir);
     std::ofstream(root + "/bundle/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
     start_container();
   }
@@ -123,6 +124,12 @@ struct ASource : ::testing::Test {
     r.set_destination("dst");
     r.set_boot(boot);
     return r;
+  }
+  static void add_process(journal::Source& r, std::uint8_t instance, pid_t pid) {
+    const Instance i{instance};
+    auto* p = r.add_processes();
+    p->set_instance(i.data(), i.size());
+    p->set_pid(pid);
   }
   std::string file(std::uint32_t id) const { return root + "/state/journal/source/" + migration_text(id) + ".json"; }
   /// As a migrd does that finds this after its start.
@@ -169,6 +176,29 @@ TEST_F(ASource, TakesBackWhatWasNot) {
   EXPECT_TRUE(there());
   EXPECT_EQ(did("runc", "resume"), 1);
   EXPECT_EQ(did("net", "attach"), 1);
+}
+
+TEST_F(ASource, DoesNotWaitForProcessesThatHaveEnded) {
+  const int limit = std::exchange(kReconnectMs, 60'000);
+  const pid_t ended = fork();
+  if (!ended) _exit(0);
+  waitpid(ended, nullptr, 0);
+  auto r = record(wire::OPEN);
+  add_process(r, 7, ended);
+  EXPECT_FALSE(settle(r).migrated());
+  kReconnectMs = limit;
+  EXPECT_EQ(did("runc", "resume"), 1);
+}
+
+TEST_F(ASource, WaitsForAllProcessesAtTheSameTime) {
+  constexpr int kProcesses = 8, kWaitMs = 500;
+  const int limit = std::exchange(kReconnectMs, kWaitMs);
+  auto r = record(wire::OPEN);
+  for (std::uint8_t i = 1; i <= kProcesses; i++) add_process(r, i, getpid());
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_FALSE(settle(r).migrated());
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(kProcesses * kWaitMs / 2));
+  kReconnectMs = limit;
 }
 
 TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
