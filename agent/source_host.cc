@@ -562,7 +562,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (asked && !described && std::any_of(ctxs->begin(), ctxs->end(), [](const ContextRecord& c) { return !(c.rec.flags & MIGR_CTX_ATTACHED); }))
       return described.error();
     for (auto& c : *ctxs) {
-      if (auto s = kernel->objects(c); !s) return s.error();
+      if (auto s = kernel->objects(c); !s) return s.error().code == ENOENT ? changed(pid) : s.error();
       if (auto s = inspect_context(c, owner); !s) return s.error();
       for (const auto& q : c.qps)
         if (!(q.flags & MIGR_QP_FORMER)) p.vqpns.push_back(q.vqpn);
@@ -598,6 +598,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   return info_;
 }
 
+Error SourceRun::changed(pid_t pid) { return {EAGAIN, "RDMA resources of process " + std::to_string(pid) + " were made, changed or destroyed meanwhile"}; }
+
 // Every RDMA context in the container, with its process.
 Result<std::map<std::uint32_t, pid_t>> SourceRun::contexts_now() const {
   auto pids = host_.runc_.pids(state_);
@@ -621,7 +623,10 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   std::vector<DescribedProcess> described;
   for (auto& p : processes_) described.push_back({p.pid, p.session->instance(), p.fds});
   // Also if there is nothing on record: the plugin knows by it that the restore has to wait.
-  if (auto s = write_record_image(described, dir + "/images"); !s) return s.error();
+  const Status written = write_record_image(described, dir + "/images");
+  // What changes meanwhile is found in part, or not at all.
+  if (const auto same = as_described(); !same && (!written || same.error().code == EAGAIN)) return same.error();
+  if (!written) return written.error();
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
   auto& r = entry_.record;
   r.set_outcome(wire::OPEN);
@@ -723,6 +728,14 @@ Status SourceRun::find_session(Process& p) {
   auto session = host_.sessions_.wait_for(p.session->instance(), [&](const ProcessSession& s) { return s.pid() == p.pid; }, process_of_it_lives(*p.session) ? kReconnectMs : 0);
   if (session) p.session = *session;
   return session;
+}
+
+Status SourceRun::as_described() {
+  return each([this](Process& p) -> Status {
+    std::uint64_t now = 0;
+    const auto fds = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs, 0, &now);
+    return fds && now != p.described ? Status(changed(p.pid)) : Status(fds);
+  });
 }
 
 Status SourceRun::track() {

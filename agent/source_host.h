@@ -148,9 +148,11 @@ class SourceRun final : public Source {
   Status step(FaultStep step, const std::function<Status()>& work);
   bool claim(const ProcessSession& s);
   Status reconnect_all();
+  static Error changed(pid_t pid);
   Status each(const std::function<Status(Process&)>& f);  // all at once
   Status each_back(const std::function<Status(Process&)>& f);
   Status find_session(Process& p);
+  Status as_described();
   Status checkpoint_ahead(const std::string& parent);
   Result<std::uint64_t> find_written(Process& p, const NicWrites* by_partners) const;
 

@@ -50,6 +50,7 @@ struct Process {
   bool rebound = false;
   bool drained = false, cut = false, settled = false;  // since SUSPEND
   bool tracked = false;
+  std::uint64_t changes = 1;  // of its record
 
   // What a path's responder would have executed next: both ends can say of both.
   static std::uint32_t psn_of(std::uint32_t pqpn) { return pqpn & 0xffffff; }
@@ -62,7 +63,10 @@ struct Process {
   int serve(const migr_msg& m, const std::vector<char>& in, std::vector<char>& out, migr_msg& reply) {
     auto record = [&]<class T>(T r) { out.assign(reinterpret_cast<char*>(&r), reinterpret_cast<char*>(&r) + sizeof r), reply.record_size = sizeof r, reply.count = 1; };
     switch (m.type) {
-      case MIGR_MSG_DESCRIBE: reply.arg = 1; return 0;
+      case MIGR_MSG_DESCRIBE:
+        if (!m.arg && is_at("changes", "record")) changes++;
+        reply.arg = changes;
+        return 0;
       case MIGR_MSG_QP_CREATE:
         s.spare = fresh_qpn();
         record(migr_qp_spare{s.ctx, s.vqpn, s.spare, 1});

@@ -112,6 +112,7 @@ const char* qp_type_name(std::uint32_t) { return "type"; }
 const char* qp_state_name(std::uint32_t) { return "state"; }
 
 Status write_record_image(const std::vector<DescribedProcess>& processes, const std::string& dir) {
+  if (std::filesystem::exists(host() + "/changes")) return Error{ENOENT, "model: a context is closed meanwhile"};
   for (const auto& p : processes) std::filesystem::copy_file(host() + "/kernel/" + std::to_string(p.pid), dir + "/migr.img");
   return {};
 }
