@@ -355,7 +355,7 @@ Status Coordinator::prepare() {
   h.add_hosts(set_.self);
   for (const auto& a : affected_) h.add_hosts(a.link->name());
   spares_.assign(affected_.size(), {});
-  undo_.push("destination " + to_, [this] { return dest_.abort(id_); }, UndoStack::Where::kElsewhere);
+  push_abort();
   for (auto& a : affected_) undo_.push("partner " + a.link->name(), [this, &a] { return let_go(a); }, UndoStack::Where::kElsewhere);
 
   auto here = [&]() -> Status {
@@ -379,6 +379,11 @@ Status Coordinator::prepare() {
     return {};
   };
   return both([&] { return step("prepare.destination", here); }, [&](Affected& a) { return step("prepare.partner", [&] { return there(a); }); });
+}
+
+// A folder goes back by nobody else.
+void Coordinator::push_abort() {
+  undo_.push("destination " + to_, [this] { return dest_.abort(id_); }, set_.what == Settings::kKeep ? UndoStack::Where::kHere : UndoStack::Where::kElsewhere);
 }
 
 // All at once, when the first is: one that is silent takes as long as its call may, and the others stand suspended.
@@ -684,7 +689,7 @@ Status Coordinator::freeze() {
     return Status();
   });
   // First to be undone: the address must be gone there before it comes back here.
-  undo_.push("destination " + to_, [this] { return dest_.abort(id_); }, UndoStack::Where::kElsewhere);
+  push_abort();
   auto dump = [this] {
     const Status s = step("freeze.checkpoint", [this] { return source_.checkpoint(); });
     dump_ = s ? Dump::kWhole : Dump::kFailed;

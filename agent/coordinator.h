@@ -224,6 +224,7 @@ class Coordinator {
   Status drain();
   Status replay(std::set<std::size_t> left, const std::string& what);
   void old_paths_first();
+  void push_abort();
   Status let_go(const Affected& a);
   Status freeze();
   void start_upload();

@@ -1130,6 +1130,16 @@ TEST(Coordinator, WhoIsSilentGoesBackByItself) {
   EXPECT_TRUE(s.run("source.copy.begin:fail").going_back());
 }
 
+TEST(Coordinator, AFolderGoesBackByNobodyElse) {
+  Scene s;
+  s.keep = true;
+  s.play.fail = "d.abort";
+  s.play.fail_code = ETIMEDOUT;  // of a file system of another host
+  const auto r = s.run("source.copy.begin:fail");
+  EXPECT_TRUE(r.going_back()) << r.error();
+  EXPECT_EQ(r.error().find("goes back by itself"), std::string::npos) << r.error();
+}
+
 // What the source sends again would find the partner's windows bound on the new path, or its old path closed or cut.
 TEST(Coordinator, OldPathsStandBeforeTheSourceSends) {
   const struct {
