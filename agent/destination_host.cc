@@ -69,7 +69,7 @@ struct DestinationHost::Job : LeasedJob {
   bool mine = false;   // what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
-  std::vector<Instance> late;  // that the others did not wait for: they find their gates open. Guarded by work
+  std::vector<Instance> late;  // that the others did not wait for: they find their gates open
   bool attached = false;
   std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
@@ -79,7 +79,7 @@ struct DestinationHost::Job : LeasedJob {
   std::atomic<bool> clean = false;                    // its folder is gone
   journal::Destination record;                        // guarded by work
 
-  std::mutex state;  // guards keys, keys_known, why_closed, why_left, rebinds, resumes
+  std::mutex state;  // guards late, keys, keys_known, why_closed, why_left, rebinds, resumes
   std::vector<wire::ProcessKeys> keys;
   bool keys_known = false;  // there may be none
   std::string why_closed, why_left;
@@ -685,7 +685,7 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
       return std::shared_ptr<ProcessSession>();
     }
     if (Clock::now() <= until) continue;
-    // Nobody can tell whether one that had no context has ended. Nor has anything to be done in it: if it comes later it is let go.
+    // Nobody can tell whether one that had no context has ended. What it has of librdmacm is made again if it comes later.
     if (job.rebound || !contexts_of(job, i).empty()) return session;
     spdlog::warn("a process of {} that had nothing of RDMA does not connect: the others go on without it", job.container);
     return std::shared_ptr<ProcessSession>();
@@ -697,15 +697,15 @@ Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
   if (job.rebound) return {};
   std::vector<wire::ProcessKeys> keys;
+  std::vector<Instance> late;
   job.sessions.clear();
-  job.late.clear();
   const auto fits = of_container(job);
   if (!fits) return fits.error();
   for (std::size_t i = 0; i < job.instances.size(); i++) {
     auto session = session_of(job, i, *fits);
     if (!session) return session.error();
     if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) return s;
-    if (!*session && contexts_of(job, i).empty()) job.late.push_back(job.instances[i]);
+    if (!*session && contexts_of(job, i).empty()) late.push_back(job.instances[i]);
     if (!*session) continue;
     std::vector<migr_handle_map> map;
     for (const auto& o : job.objects) {
@@ -749,10 +749,11 @@ Status DestinationHost::rebind(Job& job) {
     if (twins)
       if (auto told = tell_keys(*s, job.id, keys); !told && !s->ends()) return told;
   for (const auto& i : job.instances)
-    if (std::find(job.late.begin(), job.late.end(), i) == job.late.end()) close_gate(config_.run_dir, i);
+    if (std::find(late.begin(), late.end(), i) == late.end()) close_gate(config_.run_dir, i);
   tell_moves(job, true);
   job.module = Fd();
   std::lock_guard lock(job.state);
+  job.late = late;
   job.keys = keys;
   job.keys_known = true;
   job.rebound = true;
@@ -826,12 +827,24 @@ void DestinationHost::settle(Job& job) {
   }
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
   job.settled = true;
-  // Who connects from now on is let go as what no migration holds.
+  // Who connects from now on is no migration's any more.
   const auto waits = [](const ProcessSession& s) { return s.state() != MIGR_PROC_RUNNING; };
-  for (const auto& i : job.late)
-    if (const auto s = sessions_.wait_for(i, waits, 0)) let_go(**s, config_.run_dir);
+  for (const auto& i : job.instances)
+    if (const auto s = sessions_.wait_for(i, waits, 0); s && comes_late(**s)) take_in(**s, config_.run_dir);
   claims_.release(job.instances, job.id);
   job.finished = job.opened.load();
+}
+
+bool DestinationHost::comes_late(const ProcessSession& s) {
+  for (const auto& job : jobs_.all()) {
+    if (job->get() != wire::COMMITTED || !job->settled || s.state() != MIGR_PROC_FROZEN) continue;
+    std::lock_guard lock(job->state);
+    const auto its = std::find(job->late.begin(), job->late.end(), s.instance());
+    if (its == job->late.end() || !runc_.owns(job->container, runc_.init_pid(job->container), s.pid())) continue;
+    job->late.erase(its);
+    return true;
+  }
+  return false;
 }
 
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {

@@ -47,6 +47,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   bool claims(const Instance& i) override;
   /// It has come here, and its network is still being opened.
   bool opens_network(const std::string& container) const;
+  /// A process that has come here, and connects when the others go on already. True once: who asks has to take_in() it
+  bool comes_late(const ProcessSession& s);
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 

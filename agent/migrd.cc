@@ -224,12 +224,12 @@ wire::Summary with_trace(wire::Summary s, const Config& config, const History& h
 }
 
 // A process that is suspended and that no migration holds: its migrd died meanwhile.
-void let_go_if_lost(const std::vector<Role*>& roles, const Config& config, const std::shared_ptr<ProcessSession>& s) {
+void let_go_if_lost(const std::vector<Role*>& roles, DestinationHost& destination, const Config& config, const std::shared_ptr<ProcessSession>& s) {
   if (s->state() == MIGR_PROC_RUNNING) return;
   for (Role* r : roles)
     if (r->claims(s->instance())) return;
   spdlog::warn("{} is suspended and no migration holds it: it goes on", s->label());
-  std::thread([s, run_dir = config.run_dir] { let_go(*s, run_dir); }).detach();
+  std::thread([s, go_on = destination.comes_late(*s) ? take_in : let_go, run_dir = config.run_dir] { go_on(*s, run_dir); }).detach();
 }
 
 std::set<Gid> gids_of_this_host() {
@@ -362,7 +362,7 @@ int run(const Config& config) {
                          roles, {links.table, *links.directory, links.ports}, history, &certificates);
 
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
-    let_go_if_lost(roles, config, s);
+    let_go_if_lost(roles, destination, config, s);
     if (s->state() != MIGR_PROC_RUNNING) return;
     // Also that nothing has moved: until then it asks about each partner.
     std::thread([s, directory_kept] {

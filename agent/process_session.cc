@@ -555,4 +555,11 @@ void let_go(ProcessSession& s, const std::string& run_dir) {
   else close_gate(run_dir, s.instance());
 }
 
+void take_in(ProcessSession& s, const std::string& run_dir) {
+  Status told = s.ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, 0, {}, kProcessMs);
+  if (told) told = s.tell(MIGR_MSG_RESUME, 0, kProcessMs);
+  if (!told) spdlog::error("{}", told.error().text);
+  else close_gate(run_dir, s.instance());
+}
+
 }  // namespace migr

@@ -254,5 +254,7 @@ Status open_gate(const std::string& run_dir, const Instance& i);
 void close_gate(const std::string& run_dir, const Instance& i);
 /// A process that is suspended, or was restored, and that no migration holds (any more) goes on.
 void let_go(ProcessSession& s, const std::string& run_dir);
+/// The same of one that was restored here with no object of a device: it may have ids of librdmacm, which nobody but REBIND makes again.
+void take_in(ProcessSession& s, const std::string& run_dir);
 
 }  // namespace migr
