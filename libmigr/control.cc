@@ -364,7 +364,7 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
   if (hold) registry.held = true;
   if (request.head.arg & MIGR_DESCRIBE_MOVE) registry.copied_ahead = true;
   if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
-  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, ibv_modify_qp() for what it has asked, or ibv_destroy_qp() for a link that has failed");
+  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, ibv_modify_qp() for what it has asked, or ibv_destroy_qp() for a link that has failed; or a device is being opened or closed");
   answer.arg = registry.changes;
   if (hold && answer.status) {
     registry.held = false;

@@ -548,9 +548,10 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
 
 /* ---- context -------------------------------------------------------------- */
 
+/// Of a device that is being opened: who holds changes waits for its end.
 void adopt_context(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.change();
+  auto guard = registry.enter();
   auto* context = new (std::nothrow) Context;
   if (!context) return;  // goes on without us
   context->real = ctx;
@@ -577,9 +578,10 @@ void adopt_context(ibv_context* ctx) {
   if (context->twin || force_protected()) ctx->ops.poll_cq = path::poll_protected;
 }
 
+/// Of one that is being closed.
 void drop_context(ibv_context* ctx) {
   Registry& registry = Registry::get();
-  auto guard = registry.change();
+  auto guard = registry.enter();
   Context* context = registry.context_of(ctx);
   if (!context) return;
   note_uverbs_fd(ctx->cmd_fd, false);
@@ -626,17 +628,18 @@ void drop_context(ibv_context* ctx) {
 using namespace migr;
 
 MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
+  if (disabled()) return real().open_device(device);
+  const Asking opening;
   ibv_context* ctx = real().open_device(device);
-  if (ctx && !disabled()) adopt_context(ctx);
+  if (ctx) adopt_context(ctx);
   return ctx;
 }
 
 MIGR_EXPORT int ibv_close_device(ibv_context* ctx) {
   links::wait_for_discards();
+  const Asking closing;
   drop_context(ctx);
-  const int err = real().close_device(ctx);
-  Registry::get().change();  // not before it is closed
-  return err;
+  return real().close_device(ctx);
 }
 
 MIGR_EXPORT ibv_pd* ibv_alloc_pd(ibv_context* ctx) {

@@ -583,7 +583,7 @@ struct Registry {
   }
 };
 
-/// A question of a thread of the application: a checkpoint waits for its end, and no more begin.
+/// A question of a thread of the application, or a device that it opens or closes: a checkpoint waits for its end, and no more begin.
 class Asking {
  public:
   Asking() {

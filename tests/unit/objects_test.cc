@@ -35,7 +35,7 @@ class Migrd {
     return reply.status == EOPNOTSUPP ? reply.text : "status " + std::to_string(reply.status) + ": " + reply.text;
   }
   /// @return the reply; -1 as its status: there was none
-  migr_msg ask(migr_msg_type type) {
+  migr_msg ask(migr_msg_type type, std::uint64_t arg = 0) {
     migr_msg none{};
     none.status = -1;
     if (fd_ < 0) {
@@ -47,6 +47,7 @@ class Migrd {
     ask.version = MIGR_PROC_VERSION;
     ask.type = static_cast<std::uint16_t>(type);
     ask.seq = ++seq_;
+    ask.arg = arg;
     ask.migration = 7;
     if (send(fd_, &ask, sizeof ask, MSG_NOSIGNAL) != sizeof ask) return none;
     const migr_msg reply = receive();
@@ -812,6 +813,31 @@ TEST_F(Objects, ClosedContextTakesItsObjectsAlong) {
   ibv_close_device(other);
   mlx5dv_modify_qp_lag_port(qp, 1);
   EXPECT_CALLED("lag_port", qp);  // nobody's
+}
+
+// DESCRIBE tells of a device that is there or is not, and of none that comes or goes just then.
+TEST_F(Objects, DescribeWaitsForDevicesThatAreBeingOpenedOrClosed) {
+  static std::promise<void> reached, go;
+  ibv_context* other = nullptr;
+  for (const bool opens : {true, false}) {
+    reached = {}, go = {};
+    recorder_meanwhile = [] {
+      recorder_meanwhile = nullptr;
+      reached.set_value();
+      go.get_future().wait();
+    };
+    auto called = std::async(std::launch::async, [&] {
+      if (opens) other = ibv_open_device(ibv_get_device_list(nullptr)[0]);
+      else ibv_close_device(other);
+    });
+    if (reached.get_future().wait_for(10s) != std::future_status::ready) stuck();
+    auto described = std::async(std::launch::async, [] { return migrd.ask(MIGR_MSG_DESCRIBE, MIGR_DESCRIBE_HOLD); });
+    EXPECT_EQ(described.wait_for(200ms), std::future_status::timeout) << opens;
+    go.set_value();
+    if (called.wait_for(10s) != std::future_status::ready || described.wait_for(10s) != std::future_status::ready) stuck();
+    EXPECT_NE(described.get().status, EAGAIN) << opens << ": they have waited for each other";
+    EXPECT_EQ(migrd.ask(MIGR_MSG_ROLLBACK).status, 0);
+  }
 }
 
 TEST_F(Objects, FamilyThatIsNotThereIsNotSupported) {

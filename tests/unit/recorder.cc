@@ -254,6 +254,7 @@ RECORDER ibv_device** ibv_get_device_list(int* count) {
 }
 RECORDER void ibv_free_device_list(ibv_device**) {}
 RECORDER ibv_context* ibv_open_device(ibv_device* device) {
+  if (recorder_meanwhile) recorder_meanwhile();
   auto* v = new verbs_context{};
   v->sz = sizeof(*v);
   v->create_qp_ex = create_qp_ex;
@@ -289,6 +290,7 @@ RECORDER ibv_context* ibv_open_device(ibv_device* device) {
   return &c;
 }
 RECORDER int ibv_close_device(ibv_context* c) {
+  if (recorder_meanwhile) recorder_meanwhile();
   close(c->cmd_fd);
   delete verbs_get_ctx(c);
   return 0;
