@@ -189,16 +189,23 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   auto e = entry(id);
   if (!e) return true;
   wire::Outcome known = e->ordered;
-  if (known == wire::UNKNOWN && destination) {
-    const auto told = tell_commit(*destination, id, 0, kResolveStepMs, may_be_forgotten(e->record));
-    if (told.outcome != wire::OPEN) known = told.outcome;
-  } else if (destination) {
-    // The operator may be wrong, or late: a destination that answers is believed.
+  const auto believe = [&](wire::Outcome said) {
+    if (std::exchange(known, said) == said || e->ordered == wire::UNKNOWN) return;
+    spdlog::error("{}: the operator's order is not carried out: {} says that it {}", e->record.container(), e->record.destination(),
+                  said == wire::COMMITTED ? "runs there" : "was undone there and never will run");
+  };
+  // The operator may be wrong, or late: a destination that answers is believed.
+  if (destination && known == wire::UNDONE) {
     const auto said = destination->outcome(id);
-    if (said && (*said == wire::COMMITTED || *said == wire::UNDONE) && *said != known) {
-      spdlog::error("{}: the operator's order is not carried out: {} says that it {}", e->record.container(), e->record.destination(),
-                    *said == wire::COMMITTED ? "runs there" : "was undone there and never will run");
-      known = *said;
+    if (said && (*said == wire::COMMITTED || *said == wire::UNDONE)) believe(*said);
+  } else if (destination) {
+    const bool forgotten = may_be_forgotten(e->record);
+    const auto told = tell_commit(*destination, id, 0, kResolveStepMs, forgotten);
+    if (told.outcome != wire::OPEN) {
+      believe(told.outcome);
+    } else if (known == wire::COMMITTED) {  // of what does not run there this is the only one
+      const auto said = destination->outcome(id);
+      if (said && !(*said == wire::UNKNOWN && forgotten)) return false;
     }
   }
   if (known == wire::UNKNOWN) return false;

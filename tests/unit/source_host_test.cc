@@ -55,13 +55,18 @@ struct FakeDestination final : DestinationLink {
   Status full_restore(std::uint32_t) override { return {}; }
   Status ready(std::uint32_t) override { return {}; }
   Status commit(std::uint32_t) override {
+    if (p.says == wire::OPEN && p.asked) return Error{EBUSY, "it is not ready here"};
     if (!p.told_to_commit) return {};
     p.told_to_commit();
     return kSilent;
   }
   Result<wire::CommitReply> rebind(std::uint32_t) override { return wire::CommitReply(); }
   Result<wire::ResumeReply> resume(std::uint32_t) override { return wire::ResumeReply(); }
-  Status abort(std::uint32_t) override { return p.says == wire::COMMITTED ? Status(Error{EBUSY, "the container runs here already"}) : Status(); }
+  Status abort(std::uint32_t) override {
+    if (p.says == wire::COMMITTED) return Error{EBUSY, "the container runs here already"};
+    if (p.says == wire::OPEN) p.says = wire::UNDONE;
+    return {};
+  }
   Result<wire::Outcome> outcome(std::uint32_t) override {
     if (p.asked++ == 0 || !p.says) return kSilent;
     return *p.says;
@@ -399,6 +404,7 @@ struct Ordered {
   wire::Outcome order;
   std::optional<wire::Outcome> says;  // the destination, when it answers
   bool migrated;
+  bool recent = false;  // else the destination may have forgotten it
 };
 
 class AnOrder : public ASource, public ::testing::WithParamInterface<Ordered> {};
@@ -413,7 +419,9 @@ TEST_P(AnOrder, IsCarriedOutIfTheDestinationDoesNotSayOtherwise) {
     ASSERT_EQ(open.size(), 1u);
     EXPECT_NE(open[0].state().find(c.order == wire::COMMITTED ? "ordered: --commit --force" : "ordered: --rollback --force"), std::string::npos) << open[0].state();
   };
-  EXPECT_EQ(settle(record(wire::COMMITTED)).migrated(), c.migrated);
+  auto r = record(wire::COMMITTED);
+  if (c.recent) r.set_begun_s(unix_now());
+  EXPECT_EQ(settle(r).migrated(), c.migrated);
   EXPECT_EQ(there(), !c.migrated);
   EXPECT_EQ(did("runc", "resume"), c.migrated ? 0 : 1);
   EXPECT_EQ(did("runc", "delete"), c.migrated ? 1 : 0);
@@ -425,7 +433,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(Ordered{"rollback_of_what_runs_there", wire::UNDONE, wire::COMMITTED, true}, Ordered{"commit_of_what_was_undone_there", wire::COMMITTED, wire::UNDONE, false},
                       Ordered{"rollback_and_silence", wire::UNDONE, {}, false}, Ordered{"commit_and_silence", wire::COMMITTED, {}, true},
                       Ordered{"rollback_of_what_is_open_there", wire::UNDONE, wire::OPEN, false}, Ordered{"commit_of_what_is_forgotten_there", wire::COMMITTED, wire::UNKNOWN, true},
-                      Ordered{"rollback_of_what_was_undone_there", wire::UNDONE, wire::UNDONE, false}),
+                      Ordered{"rollback_of_what_was_undone_there", wire::UNDONE, wire::UNDONE, false},
+                      Ordered{"commit_of_what_never_came_there", wire::COMMITTED, wire::UNKNOWN, false, true},
+                      Ordered{"commit_of_what_is_open_there", wire::COMMITTED, wire::OPEN, false}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // The destination was silent when it was ordered, and answers when it is to be taken back.
