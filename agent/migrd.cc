@@ -388,6 +388,7 @@ int run(const Config& config) {
   set_bulk(bulk);
   self = outer_server->InProcessChannel(bulk);
   peers.set_self(self);
+  source.settle_recovered();
 
   const auto inner_server = serve_root(config.control_socket, control);
   if (!inner_server) return fail(inner_server.error().text);

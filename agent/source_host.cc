@@ -165,10 +165,19 @@ void SourceHost::recover() {
     const auto instances = instances_of(record);
     for (std::size_t i = 0; i < instances.size(); i++) held.push_back({instances[i], record.processes(static_cast<int>(i)).pid()});
     if (const auto holder = claims_.take(held, id)) spdlog::error("migration {:08x} holds a process of it, too", holder);
-    settle_later(id, false);
   }
   // Images of migrations that are over. What waits in a checkpoint has ended with the migrd that it listened to.
   if (auto s = remove_folder(config_.state_dir + "/source"); !s) spdlog::error("{}", s.error().text);
+}
+
+void SourceHost::settle_recovered() {
+  std::vector<std::uint32_t> all;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, e] : entries_)
+      if (!e.running) all.push_back(id);
+  }
+  for (const auto id : all) settle_later(id, false);
 }
 
 void SourceHost::settle_later(std::uint32_t id, bool ended) {

@@ -39,8 +39,10 @@ class SourceHost final : public Role {
   /// Before any migration.
   void set_opens(Opens opens) { opens_ = std::move(opens); }
 
-  /// After a start: migrations that an earlier migrd left in the middle are finished or taken back, in threads.
+  /// After a start: migrations that an earlier migrd left in the middle are known, and hold their processes.
   void recover();
+  /// They are finished or taken back, in threads. Once hosts can be reached, this one, too.
+  void settle_recovered();
   /// The same for one that ended here without being settled.
   void settle_later(std::uint32_t id, bool ended);
 

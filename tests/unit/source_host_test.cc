@@ -145,6 +145,7 @@ struct ASource : ::testing::Test {
       end.set_value(s);
     });
     host.recover();
+    host.settle_recovered();
   }
   wire::Summary settled() {
     auto s = end.get_future();
@@ -181,6 +182,25 @@ TEST_F(ASource, TakesBackWhatWasNot) {
   EXPECT_TRUE(there());
   EXPECT_EQ(did("runc", "resume"), 1);
   EXPECT_EQ(did("net", "attach"), 1);
+}
+
+// A partner may be on this host, and cannot be reached before.
+TEST_F(ASource, KnowsWhatIsOpenBeforeItBeginsToSettle) {
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(kId, [this] {
+    auto r = record(wire::OPEN);
+    add_process(r, 7, 1);
+    return r;
+  }()));
+  host.set_settled([this](const wire::Summary& s, bool) { end.set_value(s); });
+  host.recover();
+  EXPECT_EQ(host.open_migrations().size(), 1u);
+  EXPECT_TRUE(host.claims(Instance{7})) << "it would be let go when it connects";
+  usleep(200'000);
+  EXPECT_EQ(did("runc", "resume"), 0);
+  const int limit = std::exchange(kReconnectMs, 100);
+  host.settle_recovered();
+  EXPECT_FALSE(settled().migrated());
+  kReconnectMs = limit;
 }
 
 TEST_F(ASource, DoesNotWaitForProcessesThatHaveEnded) {
