@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <utility>
 
 #include "../../libmigr/links/directory.h"
 #include "../../libmigr/links/links.h"
@@ -125,9 +126,13 @@ class StoreDirectory : public Directory {
                      Registry::get().let_changes_go();
                    }});
   }
-  unsigned life() override { return 1; }
+  unsigned life() override { return store_answers(instance_.data()); }
   int fd() const override { return -1; }
-  void pushes(std::vector<migr_links_port>&, bool&) override {}
+  void pushes(std::vector<migr_links_port>& ports, bool&) override {
+    migr_links_port port{};
+    const unsigned before = std::exchange(pushed_, store_pushes(pushed_, &port));
+    if (before != pushed_) ports.push_back(port);
+  }
   int links(std::span<const migr_links_link> all) override { return store_links(instance_.data(), all.data(), all.size()), 0; }
   int publish(std::span<const migr_links_vqp> some) override { return store_publish(instance_.data(), some.data(), some.size()), 0; }
   int withdraw(std::span<const migr_links_name> some) override { return store_withdraw(some.data(), some.size()), 0; }
@@ -149,6 +154,7 @@ class StoreDirectory : public Directory {
 
  private:
   const Peer instance_;
+  unsigned pushed_ = 0;
 };
 
 }  // namespace

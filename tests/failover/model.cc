@@ -144,6 +144,7 @@ struct Registered {
 };
 std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
+std::atomic<const void*> registrations_refused{nullptr};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -990,6 +991,7 @@ MODEL unsigned long model_packets() {
 }
 MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_held |= 1u << link : registrations_held &= ~(1u << link); }
 MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
+MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
 MODEL unsigned model_mrs(int link, int end) {
   std::lock_guard guard(lock);
@@ -1121,6 +1123,7 @@ MODEL int ibv_dealloc_pd(ibv_pd* pd) { return delete pd, 0; }
 MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint64_t, unsigned access) {
   Nic& nic = *nic_of(pd->context);
   wait_while_held(nic);
+  if (addr && nic.link && addr == registrations_refused) return errno = ENOMEM, nullptr;
   std::lock_guard guard(lock);
   auto* m = new Mr{};
   m->mr.context = pd->context;

@@ -91,6 +91,8 @@ unsigned model_qps();
 /// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
+/// Memory at this address cannot be registered on backup links: ENOMEM. Null: all can.
+void model_refuse_registrations(const void* address);
 /// No CQ can be enlarged to more.
 void model_most_cqes(int most);
 /// The device refuses to give memory of link 0 back, the next `times` that it is asked to, as while a window is bound to it.

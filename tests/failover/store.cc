@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -30,7 +31,10 @@ std::map<Name, migr_links_vqp_state> states;
 std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
 migr_links_switch totals;
 unsigned causes = 0;
-bool lookups_held = false, lookup_waits = false, hidden = false;
+bool lookups_held = false, lookup_waits = false, hidden = false, away = false;
+std::set<Id> asked_in_vain;
+unsigned pushes = 0;
+migr_links_port pushed;
 std::condition_variable let_look_up;
 struct Thread {
   std::atomic<unsigned long> passes = 0;
@@ -78,6 +82,31 @@ STORE bool store_lookup_waits() {
 STORE void store_hide(bool hide) {
   std::lock_guard guard(lock);
   hidden = hide;
+}
+STORE void store_go_away(bool is_away) {
+  std::lock_guard guard(lock);
+  away = is_away;
+}
+STORE unsigned store_asked_in_vain() {
+  std::lock_guard guard(lock);
+  return static_cast<unsigned>(asked_in_vain.size());
+}
+STORE bool store_answers(const std::uint8_t* instance) {
+  std::lock_guard guard(lock);
+  if (away) asked_in_vain.insert(id(instance));
+  return !away;
+}
+STORE void store_prefer(const char* device) {
+  std::lock_guard guard(lock);
+  if (device) std::strncpy(pushed.device, device, sizeof pushed.device - 1);
+  pushed.port = 1;
+  pushed.flags = device ? MIGR_LINKS_PORT_PREFERRED : 0;
+  pushed.serial = ++pushes;
+}
+STORE unsigned store_pushes(unsigned before, migr_links_port* out) {
+  std::lock_guard guard(lock);
+  if (before != pushes) *out = pushed;
+  return pushes;
 }
 STORE void store_lookup(const migr_links_name* of, migr_links_found* out) {
   std::unique_lock guard(lock);

@@ -23,6 +23,14 @@ void store_hold_lookups(bool hold);
 bool store_lookup_waits();
 /// What is looked up cannot be: the host that knows does not answer.
 void store_hide(bool hide);
+/// migrd is away.
+void store_go_away(bool away);
+unsigned store_asked_in_vain();  ///< so many processes have
+bool store_answers(const std::uint8_t* instance);
+/// The port of this device, port 1, is preferred; null: none.
+void store_prefer(const char* device);
+/// What there is to be pushed to a process that was pushed so much. @return how much there is
+unsigned store_pushes(unsigned before, migr_links_port* out);
 void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_end_channel(const std::uint8_t* instance, const migr_links_channel* own);
