@@ -34,6 +34,9 @@ bool settled(const std::vector<QpLink*>& all) {
 
 std::string name(const QpLink& l) { return "vQPN " + std::to_string(l.name.vqpn); }
 
+/// Broken, and not on its default link: it stays there until the application destroys or resets it.
+bool is_lost(const QpLink& l) { return l.on != kHome && l.stage == Stage::kBroken; }
+
 /// It is being changed, and the other end cannot say a word: no channel is made before a migration.
 bool cut_off(const QpLink& l) {
   constexpr std::uint64_t kSoonNs = 1'000'000'000;
@@ -47,7 +50,7 @@ bool cut_off(const QpLink& l) {
 std::string obstacle() {
   for (const QpLink* l : state()->qps) {
     if (cut_off(*l)) return name(*l) + " is changing its link, and no channel to the other end stands: try again later";
-    if (l->on != kHome && l->stage == Stage::kBroken) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
+    if (is_lost(*l)) return name(*l) + " has lost its connection, on " + l->leg().link->config.device + ": destroy or reset it";
   }
   return "";
 }
@@ -214,8 +217,10 @@ void answer_byes() {
 void got_bye(Channel& from, const ByeRecord& record) {
   std::vector<QpLink*> ours;
   for (QpLink* l : state()->qps)
-    if (l->instance == from.peer) ours.push_back(l);
-  if (!settled(ours)) {
+    if (l->instance == from.peer && !is_lost(*l)) ours.push_back(l);
+  // Without migrd nothing can be withdrawn, so BYE would not be answered; and who has parted hears nothing any more.
+  const bool can_part = record.answer || state()->directory_answers;
+  if (!can_part || !settled(ours)) {
     if (record.answer) part_unsettled(from, ours);
     return;  // else it is said again
   }

@@ -798,6 +798,7 @@ class Round {
       if (state()->qps.empty() && state()->to_withdraw.empty() && last_states_.empty() && last_others_.empty() && (tell_of_others(others), others.empty())) return again;
     }
     const unsigned life = directory_.life();
+    note_answers(life);
     if (!life) return true;
     if (std::exchange(life_, life) != life) forget_told();
     begun_ns_ = now_ns();
@@ -822,6 +823,11 @@ class Round {
       guard.lock();
       since = now_ns();
     }
+  }
+
+  static void note_answers(bool answers) {
+    std::lock_guard guard(registry().lock);
+    state()->directory_answers = answers;
   }
 
   void forget_told() {

@@ -66,6 +66,7 @@ struct State {
   Discards discards;
   int round_fd = -1, failover_fd = -1;        ///< eventfds
   class Directory* directory = nullptr;       ///< of the rounds' thread
+  bool directory_answers = false;             ///< when it was asked last, migrd was there
 };
 
 /// Null: not configured.

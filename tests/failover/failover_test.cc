@@ -1767,6 +1767,65 @@ TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
 
 INSTANTIATE_TEST_SUITE_P(, Parting, testing::Bool(), [](const auto& info) { return info.param ? "all_links" : "default_link"; });
 
+/// Of two connections of the same processes one has broken off its default link at one end, and is gone at the other, which is to be migrated.
+TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 5, 30'000);
+  ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 5, 30'000);
+  const Pairs pairs(a, b, 2);
+  const Speaker &x = *pairs.xs[0], &y = *pairs.ys[0], &lost = *pairs.ys[1];
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
+  pairs.xs[1]->destroy();
+  ASSERT_TRUE(Writing(lost).post());
+  ASSERT_TRUE(wait_for([&] {
+    for (ibv_wc wc; ibv_poll_cq(lost.cq, 1, &wc) == 1;) EXPECT_NE(wc.status, IBV_WC_SUCCESS);
+    return lost.state().phase == MIGR_LINKS_VQP_BROKEN;
+  })) << lost.state().why;
+  EXPECT_EQ(lost.state().link, 1u);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  char why[200];
+  process.park(why, sizeof why);
+  EXPECT_STREQ(why, "");
+  process.let_go();
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+}
+
+/// What a partner has published cannot be withdrawn without migrd, so it would not answer, and would hear nothing any more.
+TEST(Bye, IsNotHeardWhileMigrdIsAway) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000);
+  ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  store_go_away(true);
+  ASSERT_TRUE(wait_for([&] {
+    for (const Library* of : {&a, &b}) of->verb<int(const char*, std::uint32_t)>("migr_link_up")(of == &a ? "a0" : "b0", 1);  // each looks again
+    return store_asked_in_vain() == 2;
+  }));
+  auto parked = std::async(std::launch::async, [&] {
+    char why[200];
+    process.park(why, sizeof why);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  model_cut_now(0);
+  Writing writing(y);
+  EXPECT_TRUE(writing.post());
+  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << "the partner has parted, and cannot say so";
+  model_mend(0);
+  store_go_away(false);
+  parked.get();
+  process.let_go();
+  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_READY && y.state().phase == MIGR_LINKS_VQP_READY; })) << x.state().why;
+}
+
 /// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
 /// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
 TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
