@@ -212,8 +212,16 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   name_mr(*shadow);
   registry.mrs.add(shadow);
   if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(context, shadow->app.lkey, shift);
-  links::made(*shadow);
-  return &shadow->app;
+  const int err = links::made(*shadow);
+  if (!err) return &shadow->app;
+  links::gone(*shadow);
+  datagrams::note_shift(context, shadow->app.lkey, 0);
+  retire_keys(registry, shadow->app, *mr);
+  registry.mrs.remove(shadow);
+  delete shadow;
+  real().dereg_mr(mr);
+  errno = err;
+  return nullptr;
 }
 
 ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp) {

@@ -538,6 +538,14 @@ bool side_of(const QpLink& l, std::uint32_t link, Side& side) {
   return false;
 }
 
+bool needs(const QpLink& l, Side side) {
+  Side to = l.on;
+  if (l.stage == Stage::kBroken) return false;
+  if (l.stage == Stage::kChanging) to = target(l);
+  if (l.stage == Stage::kDraining) side_of(l, l.drain_epoch & kLinkMask, to);
+  return side == l.on || side == to;
+}
+
 bool tell_gone(const QpLink& l, std::uint32_t flags) {
   bool told = false;
   for (Side side = kHome; side < l.sides(); ++side)

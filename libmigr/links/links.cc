@@ -212,6 +212,13 @@ void note_missing(Twin& t, MrShadow& mr) {
 /// It has left its default link, or is about to.
 bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
 
+/// A QP that is there cannot use it.
+bool is_missed(const MrShadow& mr, Side side) {
+  return mr.movable && !mr.on(side) && std::any_of(the_state->qps.begin(), the_state->qps.end(), [&](const QpLink* l) {
+    return l->twin == mr.context->twin && l->q->init.pd == mr.app.pd && leaves_home(*l) && needs(*l, side);
+  });
+}
+
 /// The application will tell others of the key that it has just got, by ways of its own. Best before that they know what it is called
 /// on the link that their vQPs are on, or go to: else who posts for it waits (relay.h). And who registers all the time must not be
 /// faster than the channel, on which STATE waits behind the keys. Gives the Registry's lock away meanwhile.
@@ -240,17 +247,25 @@ void wait_until_heard(const Twin& twin) {
 
 }  // namespace
 
-void made(MrShadow& mr) {
-  if (!mr.context->twin) return;
-  note_missing(*mr.context->twin, mr);
+int made(MrShadow& mr) {
+  if (!mr.context->twin) return 0;
+  Twin& t = *mr.context->twin;
+  note_missing(t, mr);
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
-    now = now || (l->twin == mr.context->twin && leaves_home(*l));
-  if (!now) return changed();
-  for (Side side = 1; side < mr.context->twin->sides(); ++side) make_memory(*mr.context->twin, side);
+    now = now || (l->twin == &t && leaves_home(*l));
+  if (!now) return changed(), 0;
+  int err = 0;
+  for (Side side = 1; side < t.sides(); ++side) {
+    errno = 0;
+    make_memory(t, side);
+    if (!err && is_missed(mr, side)) err = errno ? errno : ENOMEM;
+  }
+  if (err) return err;
   for (Channel* c : the_state->channels) tell_keys(*c);
-  wait_until_heard(*mr.context->twin);
+  wait_until_heard(t);
+  return 0;
 }
 
 namespace {

@@ -234,7 +234,8 @@ struct QpLink {
 /* What the application does; the Registry's lock is held. */
 void opened(Context& context);
 void dropped(Context& context);  ///< before its objects are forgotten
-void made(MrShadow& mr);
+/// @return 0, or why it is not there for a QP that is on a backup link, or goes there: a positive errno
+int made(MrShadow& mr);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
 void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
 /// Its path has failed, or is cut, and takes no attributes; the next one will. Where nobody has noticed that yet it is changed now.

@@ -195,11 +195,13 @@ void adopt_twin(Twin& t, Side side, MrShadow& mr, ibv_mr* made) {
   if (mr.told_at_home && !told) state()->keys.add({t.home->index, t.home->index, mr.app.rkey}, mr.real->rkey);
 }
 
+enum class Made : std::uint8_t { kNothing, kOne, kFailed };
+
 /// @param guard  of the lock, to be given away in the driver; null: it is kept
-bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr) {
-  const auto& missing = t.at(side).missing;
+Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard) {
+  auto& missing = t.at(side).missing;
   const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side); });
-  if (next == missing.end() || t.closing) return false;
+  if (next == missing.end() || t.closing) return Made::kNothing;
   MrShadow* const mr = *next;
   ibv_pd* const pd = t.pd(mr->app.pd, side);
   const ibv_mr app = mr->app;
@@ -218,13 +220,25 @@ bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>*
     state()->pinned.notify_all();
     if (!wanted) {
       if (made) real().dereg_mr(made);
-      return true;
+      return Made::kOne;
     }
     errno = saved;
   }
-  if (!made) return why = errno_text("reg_mr of " + std::to_string(app.length) + " bytes"), false;
+  if (!made) {
+    why = errno_text("reg_mr of " + std::to_string(app.length) + " bytes");
+    missing.erase(std::find(missing.begin(), missing.end(), mr));
+    missing.push_back(mr);
+    return Made::kFailed;
+  }
   adopt_twin(t, side, *mr, made);
-  return true;
+  return Made::kOne;
+}
+
+/// One that fails keeps no other back.
+bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr) {
+  for (std::size_t left = t.at(side).missing.size(); left; --left)
+    if (const Made made = make_first_mr(t, side, why, guard); made != Made::kFailed) return made == Made::kOne;
+  return false;
 }
 
 /// The completions of an ibv_cq_ex come by way of the fake CQ, where errors are looked at, for good.
@@ -351,9 +365,9 @@ bool make_backup(Twin& t, std::string& why) {
   return false;
 }
 
-bool all_memory_there(const Twin& t, Side side) { return side == kHome || t.at(side).missing.empty(); }
-
 }  // namespace
+
+bool all_memory_there(const Twin& t, Side side) { return side == kHome || t.at(side).missing.empty(); }
 
 bool trap_posts(QpShadow& q) {
   constexpr unsigned kSessionMs = 10;  // with the Registry's lock: once in a round
@@ -406,7 +420,7 @@ bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
 
 std::string make_memory(Twin& t, Side side) {
   std::string why;
-  while (side != kHome && make_mr(t, side, why)) {}
+  while (side != kHome && make_mr(t, side, why)) why.clear();  // what has failed is tried once more
   return why;
 }
 

@@ -105,6 +105,7 @@ bool make_next(std::unique_lock<std::mutex>& guard);
 bool has_room_for(const Twin& t, Side side, const QpShadow& q);
 /// All memory of `t` that the application has registered, on that link. @return "" or what is missing
 std::string make_memory(Twin& t, Side side);
+bool all_memory_there(const Twin& t, Side side);
 void close_link(Link& link);
 /// @return 0 or a positive errno
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
@@ -139,6 +140,8 @@ void run_rounds();  ///< the thread
 /// @param link  an index. @return false: this vQP has no such link
 bool side_of(const QpLink& l, std::uint32_t link, Side& side);
 void give_up(QpLink& l, const std::string& why);
+/// Its work is on that side, or on its way there.
+bool needs(const QpLink& l, Side side);
 /// That this end has given up, on every channel that stands. @param flags more of StateFlags. @return there is one
 bool tell_gone(const QpLink& l, std::uint32_t flags = 0);
 /// Also that the application has ended the connection, where librdmacm's own message would not get there. @return it was told

@@ -2032,6 +2032,34 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   EXPECT_EQ(late.get(), 0);
 }
 
+TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && model_mrs(1, 0) == model_mrs(0, 0); })) << x.state().why;
+  std::vector<std::uint8_t> memory(4096), refused(4096);
+  const auto reg = [&](ibv_pd* of, std::vector<std::uint8_t>& m) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, m.data(), m.size(), IBV_ACCESS_LOCAL_WRITE); };
+  const auto dereg = a.verb<int(ibv_mr*)>("ibv_dereg_mr");
+  model_refuse_registrations(refused.data());
+  ibv_mr* const not_there = reg(x.pd, refused);
+  ASSERT_TRUE(not_there && reg(x.pd, memory)) << "nothing is on the backup link yet";
+  EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) + 1 == model_mrs(0, 0); })) << model_mrs(1, 0) << " there, " << model_mrs(0, 0) << " here";
+  ASSERT_EQ(dereg(not_there), 0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+
+  const unsigned before = model_mrs(0, 0);
+  EXPECT_EQ(reg(x.pd, refused), nullptr) << "its QP could not use it";
+  EXPECT_EQ(errno, ENOMEM);
+  EXPECT_EQ(model_mrs(0, 0), before);
+  EXPECT_NE(reg(x.pd, memory), nullptr);
+  ibv_pd* const of_no_qp = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  EXPECT_NE(reg(of_no_qp, refused), nullptr);
+  model_refuse_registrations(nullptr);
+  EXPECT_NE(reg(x.pd, refused), nullptr);
+}
+
 TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
   const Library a('a', "exact", "cached", 0, 3000);
   std::vector<std::uint8_t> memory(4096);
