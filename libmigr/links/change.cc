@@ -957,6 +957,11 @@ void got_state(Channel& from, const StateRecord& record) {
 
 namespace {
 
+/// Of what it needs there: it will not be in a moment.
+bool lacks_something(const QpLink& l, Side side) {
+  return !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || !all_memory_there(*l.twin, side);
+}
+
 /// The other end stays, or will when it hears that this one does. One that has cut says STATE instead.
 void got_off(QpLink& l, Channel& from, const DrainRecord& record) {
   const bool cast_off = record.flags & kCastOff;
@@ -974,10 +979,12 @@ void got_off(QpLink& l, Channel& from, const DrainRecord& record) {
 void got_drain(Channel& from, const DrainRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
-  if (!l || record.left != l->epoch || record.epoch <= l->epoch) return;
+  if (!l || l->stage == Stage::kBroken) return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
+  if (record.left != l->epoch || record.epoch <= l->epoch) return;
   const bool cast_off = record.flags & kCastOff;
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
+  if (!cast_off && l->stage == Stage::kMaking && lacks_something(*l, side)) return tell_off(*l, from, record.epoch, cast_off);
   if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
   if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
     if (record.epoch <= l->drain_epoch) return tell_off(*l, from, l->drain_epoch, cast_off);  // it is off, and what was said in it does not count

@@ -1826,6 +1826,57 @@ TEST(Bye, IsNotHeardWhileMigrdIsAway) {
   EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_READY && y.state().phase == MIGR_LINKS_VQP_READY; })) << x.state().why;
 }
 
+/// One end is about to go back when the other one is not there any more, or has broken, of which it has said nothing.
+class Back : public testing::TestWithParam<bool> {};
+
+TEST_P(Back, ToAnEndThatIsGoneEndsItAtOnce) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  constexpr unsigned kReturnMs = 2500;
+  const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
+  const Pairs pairs(a, b, 2);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 2; })) << "no path ahead, or they are back already: " << pairs.xs[0]->state().why;
+  if (GetParam()) {
+    ibv_qp_attr error{};
+    error.qp_state = IBV_QPS_ERR;
+    ASSERT_EQ(pairs.ys[1]->modify(error, IBV_QP_STATE), 0);
+  } else {
+    pairs.ys[1]->destroy();
+  }
+  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[1]->state().why) == "the other end has given up"; })) << pairs.xs[1]->state().why;
+  EXPECT_TRUE(wait_for([&] { return pairs.xs[0]->ready_on(0) && pairs.ys[0]->ready_on(0); })) << pairs.xs[0]->state().why;
+}
+
+INSTANTIATE_TEST_SUITE_P(, Back, testing::Bool(), [](const auto& info) { return info.param ? "broken" : "destroyed"; });
+
+/// The other end has not got all memory there, and so no backup of its own.
+TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  std::vector<std::uint8_t> memory(4096);
+  model_refuse_registrations(memory.data());
+  ASSERT_NE(b.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(y.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && std::string(y.state().why) == "waits for memory"; })) << y.state().why;
+  store_prefer("a1");
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
+  Writing writing(x);
+  Clock::duration longest{};
+  EXPECT_TRUE(wait_for([&] {
+    const auto begun = Clock::now();
+    const bool done = writing.post() && wait_for([&] { return writing.completed(); });
+    longest = std::max(longest, Clock::now() - begun);
+    return !done || std::string(x.state().why).starts_with("the way to its other link did not end");
+  })) << x.state().why;
+  EXPECT_LT(longest, std::chrono::seconds(1));
+  store_prefer(nullptr);
+  model_refuse_registrations(nullptr);
+}
+
 /// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
 /// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
 TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
