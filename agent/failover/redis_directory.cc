@@ -18,7 +18,9 @@ constexpr const char* kKnocksKept = "1000";
 
 // Only if it is still ours: a process that has moved is told of by another host.
 constexpr char kDeleteOwnProcess[] = "if redis.call('hget',KEYS[1],'h')==ARGV[1] then return redis.call('del',KEYS[1]) end return 0";
-constexpr char kDeleteOwnName[] = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('del',KEYS[1]) end return 0";
+constexpr char kDeleteOwnName[] =
+    "local host=redis.call('hget',KEYS[2],'h') "
+    "if redis.call('get',KEYS[1])==ARGV[1] and (not host or host==ARGV[2]) then return redis.call('del',KEYS[1]) end return 0";
 
 // Longer than a server is told to keep us waiting.
 timeval limit() {
@@ -213,7 +215,7 @@ Status RedisDirectory::write_some(Dirty& dirty) {
       touched.insert(who);
     } else {
       if (table_.here(who)) commands.push_back({"HDEL", k, "v" + text_name(vqp)});
-      commands.push_back({"EVAL", kDeleteOwnName, "1", n, hexed(who)});
+      commands.push_back({"EVAL", kDeleteOwnName, "2", n, k, hexed(who), host_});
     }
     if (commands.size() < kPipeline) continue;
     if (auto s = flush(); !s) return s;

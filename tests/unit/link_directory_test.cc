@@ -499,6 +499,32 @@ TEST_P(RedisOnly, WhoMovesIsNotTakenOutByTheHostThatItLeft) {
   EXPECT_STREQ(one(a, link_name(1, 5)).host, "b");
 }
 
+TEST_P(RedisOnly, NorWhenThatHostTellsItLate) {
+  ASSERT_TRUE(pki::issue_host(dir_.path + "/ca", "c", {}));
+  const std::string way = dir_.path + "/way.sock";
+  ASSERT_EQ(symlink(redis_->address().c_str(), way.c_str()), 0);
+  HostUnderTest left(dir_.path, 3, way);
+  OtherProcess other(b_->path());
+  LinkLibrary before(left.path(), 3), after(other.take(), 3), a(a_->path(), 4);
+  told(a, 1);
+  told(before, 3);
+  ASSERT_EQ(before.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(3, 5)}).head.status, 0);
+  ASSERT_EQ(asked(a, link_name(3, 5)).status, 0);
+  ASSERT_EQ(unlink(way.c_str()), 0);
+  RedisConfig config;
+  config.address = redis_->address();
+  ASSERT_TRUE(RedisConnection(config).run({{"CLIENT", "KILL", "TYPE", "normal"}}));
+  ASSERT_EQ(before.ask<migr_links_name>(MIGR_LINKS_WITHDRAW, {link_name(3, 5)}).head.status, 0);
+  before.close();
+  EXPECT_TRUE(soon([&] { return left.table->reports(false).empty() && !left.directory->error().empty(); }));
+  told(after, 2);
+  ASSERT_EQ(after.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(3, 5)}).head.status, 0);
+  EXPECT_TRUE(soon([&] { return std::string(one(a, link_name(3, 5)).host) == "b"; }));
+  ASSERT_EQ(symlink(redis_->address().c_str(), way.c_str()), 0);
+  EXPECT_TRUE(soon([&] { return left.directory->error().empty(); }));
+  EXPECT_STREQ(one(a, link_name(3, 5)).host, "b");
+}
+
 TEST(RedisPassword, IsNeededAndGiven) {
   TempFolder dir;
   RedisServer server(dir.path, "secret");
