@@ -217,6 +217,9 @@ Result<std::uint64_t> PortWatch::order(Order what, const std::string& device, st
       if (key.first == device && (!port || key.second == port)) keys.push_back(key);
       known += (known.empty() ? "" : ", ") + text_of(key);
     }
+    if (what == Order::kUp)  // also of a device that is away, for a while or for good
+      for (const auto& key : down_)
+        if (key.first == device && (!port || key.second == port)) keys.push_back(key);
     if (what != Order::kPreferNone && keys.empty())
       return Error{ENOENT, "no RDMA port " + device + (port ? "/" + std::to_string(port) : "") + " on this host; there " +
                                (known.empty() ? "is none" : "are " + known)};

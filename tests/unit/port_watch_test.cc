@@ -183,6 +183,21 @@ TEST_F(Watch, ADeviceThatIsRemovedIsGoneUntilItIsThereAgain) {
   EXPECT_EQ(told_.size(), 2u);
 }
 
+TEST_F(Watch, AnOrderForADeviceThatIsAwayIsTakenBack) {
+  ASSERT_TRUE(watch()->order(PortWatch::Order::kDown, "two", 0));
+  const auto all = found_;
+  std::erase_if(found_, [](const RdmaPort& p) { return p.device == "two"; });
+  auto w = watch();
+  EXPECT_TRUE(w->order(PortWatch::Order::kUp, "two", 2));
+  const auto s = w->order(PortWatch::Order::kUp, "two", 3);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ENOENT);
+  found_ = all;
+  w->rescan([](const std::string&) { return true; });
+  EXPECT_EQ(flags(*w, "two", 1), MIGR_LINKS_PORT_DOWN_OPERATOR);
+  EXPECT_EQ(flags(*w, "two", 2), 0u);
+}
+
 TEST_F(Watch, AFileOfNonsenseIsNoOrder) {
   for (const char* text : {"5", "{\"down\": [5, \"rxe0\", \"/1\", \"rxe0/x\", \"rxe0/99999999999\"], \"prefer\": 7}", "{"}) {
     FILE* f = fopen((dir_.path + "/links.json").c_str(), "w");
