@@ -321,7 +321,7 @@ enum migr_links_vqp_phase {
 struct migr_links_vqp_state {
 	struct migr_links_name name;
 	uint32_t link;		/* that carries it now */
-	uint32_t epoch;		/* how often it has changed its path; 24 bits */
+	uint32_t epoch;		/* of its last change of path: docs/failover.md */
 	uint32_t phase;		/* enum migr_links_vqp_phase */
 	uint32_t atomics;	/* enum migr_links_atomics: how they go now */
 	char why[MIGR_LINKS_WHY_MAX];	/* NUL-terminated; one line, no number of this vQP in it, so that

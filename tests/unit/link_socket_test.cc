@@ -289,6 +289,17 @@ TEST_F(Links, ANameAndAnInstanceOfAnotherProcessAreEEXIST) {
   EXPECT_EQ(gid_of(lookup(b, {link_name(1, 5)})[0].instance), a.instance());
 }
 
+TEST_F(Links, AnEpochHas32Bits) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  ASSERT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  migr_links_vqp_state s{};
+  s.name = link_name(1, 5);
+  s.epoch = ~7u;
+  EXPECT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {s}).head.status, 0);
+  EXPECT_EQ(table_.reports(true)[0].each(0).epoch(), ~7u);
+}
+
 TEST_F(Links, WhoConnectsAgainReplacesItself) {
   LinkLibrary before(path(), 1), after(path(), 1);
   ASSERT_EQ(before.hello().head.status, 0);
