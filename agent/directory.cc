@@ -95,17 +95,12 @@ Status Directory::put(const wire::MovesRequest& moves) {
     order_.erase(order_.begin());
   }
   if (processes_.size() > kMaxMoves) processes_.erase(processes_.begin(), processes_.end() - kMaxMoves);
-  const Status written = save();
-  unsaved_ = !written;
-  return written;
+  return save();
 }
 
 Status Directory::save_again() {
   std::lock_guard lock(mutex_);
-  if (!unsaved_) return {};
-  const Status written = save();
-  unsaved_ = !written;
-  return written;
+  return unsaved_ ? save() : Status();
 }
 
 // Caller holds the lock.
@@ -116,7 +111,9 @@ Status Directory::save() {
     j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.at.gid)}, {"pqpn", present.at.qpn}, {"process", to_hex(present.instance)}});
   }
   for (const auto& p : processes_) j.push_back({{"instance", to_hex(p.instance)}, {"birth_gid", to_hex(p.birth_gid)}, {"gid", to_hex(p.gid)}});
-  return write_whole(path_, j.dump(1) + "\n");
+  const Status written = write_whole(path_, j.dump(1) + "\n");
+  unsaved_ = !written;
+  return written;
 }
 
 std::vector<migr_move> Directory::all() {
