@@ -368,6 +368,15 @@ class CmPartner : public Cm {
     k = kernel.newest();
     link_up(k);
   }
+  /// That the connection has ended; then nothing of it is left.
+  void expect_told_over_a_new_link() {
+    eventually([&] { return kernel.newest() > k; });
+    k = kernel.newest();
+    link_up(k);
+    kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
+    eventually([&] { return kernel.done(k) == "gone"; });
+    EXPECT_FALSE(engine.uses({nullptr, 18}));
+  }
 };
 
 TEST_F(Cm, CommandsAndEventsPassThrough) {
@@ -908,23 +917,13 @@ TEST_F(CmPartner, ThatMovesOnHearsThatTheConnectionHasEnded) {
   EXPECT_TRUE(engine.uses({nullptr, 18}));
   partner_moves(18);
   EXPECT_EQ(kernel.done(k), "gone");
-  eventually([&] { return kernel.newest() > k; });
-  k = kernel.newest();
-  link_up(k);
-  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
-  eventually([&] { return kernel.done(k) == "gone"; });
-  EXPECT_FALSE(engine.uses({nullptr, 18}));
+  expect_told_over_a_new_link();
 }
 
 TEST_F(CmPartner, HearsOfAnEndFromWhereThatProcessHasMoved) {
   EXPECT_EQ(destroy(id), 0);
   migrate({});
-  eventually([&] { return kernel.newest() > k; });
-  k = kernel.newest();
-  link_up(k);
-  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
-  eventually([&] { return kernel.done(k) == "gone"; });
-  EXPECT_FALSE(engine.uses({nullptr, 18}));
+  expect_told_over_a_new_link();
 }
 
 TEST_F(CmPartner, IsRefusedByItsPartnerOnly) {
