@@ -25,6 +25,10 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit);
 /// EPERM: in a pid namespace of its own one does not see all of them.
 Result<std::set<std::uint32_t>> qp_numbers(const std::string& device);
 
+/// Of all devices, those that this process has made, and those of which the kernel does not say whose they are, as the thread that
+/// opened the device has ended. What another kernel thread or process has made is not among them.
+Result<std::set<std::uint32_t>> qp_numbers_of(pid_t pid);
+
 /// A device of this host that a container's could be restored onto.
 struct Room {
   migr_rst_device device{};

@@ -27,7 +27,9 @@
 #include "destination_host.h"
 #include "directory.h"
 #include "end_signals.h"
+#include "devices.h"
 #include "failover/link_socket.h"
+#include "failover/name_check.h"
 #include "failover/peer_directory.h"
 #include "failover/port_watch.h"
 #include "failover/redis_directory.h"
@@ -262,7 +264,7 @@ class End {
 
 /// Links of processes: docs/failover.md. What one part tells another is set here, once.
 struct Links {
-  explicit Links(Peers& peers)
+  Links(Peers& peers, const SessionTable& sessions, Directory& moves)
       : config(peers.config()), table(config.name),
         ports(config.state_dir + "/links.json", rdma_ports, {ms(kLinkDownMs), ms(kLinkUpMs), ms(kLinkUpMaxMs), ms(kLinkFlapMs)}) {
     const auto knock = [this](const Instance& to, const migr_links_channel& from) { socket->knock(to, from); };
@@ -276,6 +278,12 @@ struct Links {
     }
     socket = std::make_unique<LinkSocket>(table, *directory, [this] { return ports.ports(); }, config.links_file);
     table.set_gids(gids_of_this_host);
+    const auto was_at = [&](pid_t pid, const Gid& gid) {
+      const auto session = sessions.by_pid(pid);
+      return session && moves.was_at(session->instance(), {reinterpret_cast<const char*>(gid.data()), gid.size()});
+    };
+    const NameSources sources{recorded_qps, qp_numbers_of, [this](const Gid& gid) { return table.home(gid); }, was_at};
+    table.set_owns([sources](pid_t pid, std::span<const VqpName> names, std::size_t& offending) { return own_names(pid, names, sources, offending); });
     table.set_knock(knock);
     ports.set_changed([this](std::span<const migr_links_port> changed) { socket->tell_ports(changed); });
   }
@@ -337,7 +345,7 @@ int run(const Config& config) {
   PortCounters counters;
   TrafficMeter traffic([&counters] { return counters.read(); });
   HostService host(config, sessions, numbers, roles, &certificates, &traffic);
-  Links links(peers);
+  Links links(peers, sessions, directory);
   LinksService links_service(links.table);
   const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
   source.set_opens([&](const std::string& container) { return destination.opens_network(container); });

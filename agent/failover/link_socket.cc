@@ -274,7 +274,6 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
   }
   const Instance& who = s->instance;
   Status done;
-  std::size_t offending = 0;
   bool later = false;
   switch (type) {
     case MIGR_LINKS_CONFIG: {
@@ -289,7 +288,6 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
       return true;
     }
     case MIGR_LINKS_LINKS: done = table_.set_links(who, p.as<migr_links_link>()); break;
-    case MIGR_LINKS_PUBLISH: done = table_.publish(who, p.as<migr_links_vqp>(), offending); break;
     case MIGR_LINKS_WITHDRAW: done = table_.withdraw(who, p.as<migr_links_name>()); break;
     case MIGR_LINKS_STATE: done = table_.set_states(who, p.as<migr_links_vqp_state>(), p.head.arg); break;
     case MIGR_LINKS_SWITCHED: done = table_.add_switches(who, p.as<migr_links_switch>(), ports_()); break;
@@ -302,6 +300,7 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
         if (done) done = check(n);
       later = true;
       break;
+    case MIGR_LINKS_PUBLISH:
     case MIGR_LINKS_CHANNEL: later = true; break;
     case MIGR_LINKS_OUTSIDE:
       if (p.head.count > MIGR_PROC_MAX_TEXT_RANGES) done = Error{E2BIG, "OUTSIDE of more than " + std::to_string(MIGR_PROC_MAX_TEXT_RANGES) + " ranges"};
@@ -314,7 +313,7 @@ bool LinkSocket::handle(const SessionRef& s, Packet& p) {
     done = queue(s, p);
     if (done) return true;
   }
-  reply(s, p.head, done, done ? 0 : offending);
+  reply(s, p.head, done);
   return true;
 }
 
@@ -360,6 +359,13 @@ void LinkSocket::work() {
 }
 
 void LinkSocket::answer_question(const SessionRef& s, const Packet& p) {
+  if (p.head.type == MIGR_LINKS_PUBLISH) {
+    std::size_t offending = 0;
+    const Status done = table_.publish(s->instance, p.as<migr_links_vqp>(), offending);
+    if (!done && rarely_.due("names, " + s->speaker.user.text())) spdlog::warn("{}: {}", label(s->pid, s->comm), done.error().text);
+    reply(s, p.head, done, done ? 0 : offending);
+    return;
+  }
   std::string text;
   if (p.head.type == MIGR_LINKS_LOOKUP) {
     std::vector<VqpName> names;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // links.sock: include/migr/links_wire.h, migrd's side of it. One thread reads and does what takes no time; a few others
-// ask the directory, one question of each process at a time; and a few look at the threads of those that ask for it.
+// ask the directory, and the kernel whose names are published, one question of each process at a time; and a few look at the
+// threads of those that ask for it.
 #pragma once
 
 #include <atomic>

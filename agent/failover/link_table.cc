@@ -92,9 +92,31 @@ Status LinkTable::set_links(const Instance& who, std::span<const migr_links_link
   return {};
 }
 
+// What it has published is known to be its own.
+Status LinkTable::check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending) {
+  std::vector<VqpName> fresh;
+  std::vector<std::size_t> indices;
+  pid_t pid = 0;
+  {
+    std::lock_guard lock(mutex_);
+    const Process* p = process_locked(who);
+    if (!p) return no_process();
+    pid = p->owner.pid;
+    for (std::size_t i = 0; i < vqps.size(); i++)
+      if (const VqpName name = name_of(vqps[i].name); !p->vqps.contains(name)) fresh.push_back(name), indices.push_back(i);
+  }
+  if (fresh.empty()) return {};
+  std::size_t at = 0;
+  const Status s = owns_(pid, fresh, at);
+  if (!s) offending = indices.at(at);
+  return s;
+}
+
 Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending) {
   for (offending = 0; offending < vqps.size(); offending++)
     if (auto s = check(vqps[offending]); !s) return s;
+  if (owns_)
+    if (auto s = check_owner(who, vqps, offending); !s) return s;
   {
     std::lock_guard lock(mutex_);
     Process* p = process_locked(who);
@@ -322,16 +344,17 @@ wire::LinkChannelAnswer LinkTable::answer(const wire::LinkChannel& told) {
 }
 
 bool LinkTable::home(const Gid& gid) const {
-  {
+  if (!gids_source_) {
     std::lock_guard lock(mutex_);
     for (const auto& [who, p] : processes_)
       for (const auto& l : p.links)
         if (gid_of(l.gid) == gid) return true;
+    return false;
   }
   constexpr int kRests = 20;  // times as long as a look took
   std::unique_lock lock(gids_mutex_);
   const auto began = std::chrono::steady_clock::now();
-  if (gids_.contains(gid) || !gids_source_ || gids_reading_ || began < gids_next_) return gids_.contains(gid);
+  if (gids_.contains(gid) || gids_reading_ || began < gids_next_) return gids_.contains(gid);
   gids_reading_ = true;
   lock.unlock();
   auto all = gids_source_();

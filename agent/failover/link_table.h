@@ -42,6 +42,9 @@ class LinkTable {
   /// Before anything is told. Both may be missing.
   void set_watcher(LinkWatcher* w) { watcher_ = w; }
   void set_knock(Knock k) { knock_ = std::move(k); }
+  /// Says whether names that a process has not published yet are its own. Not set: whoever comes first has them. Asked without any lock held.
+  using Owns = std::function<Status(pid_t pid, std::span<const VqpName> names, std::size_t& offending)>;
+  void set_owns(Owns o) { owns_ = std::move(o); }
 
   /// What was told under this instance before is gone.
   void enter(const Instance& who, Owner owner);
@@ -49,7 +52,7 @@ class LinkTable {
 
   // Of a process that has entered; ENOENT else. What fails has changed nothing.
   Status set_links(const Instance& who, std::span<const migr_links_link> links);
-  /// EEXIST, ENOSPC, EINVAL. @param offending  index of the record
+  /// EEXIST, ENOSPC, EINVAL, and what keeps `Owns` from telling. @param[out] offending  index of the record
   Status publish(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending);
   /// None: all.
   Status withdraw(const Instance& who, std::span<const migr_links_name> names);
@@ -70,7 +73,7 @@ class LinkTable {
   /// What tells the GIDs of this host's devices; asked when a name is not known, not more often than every 2 s.
   using Gids = std::function<std::set<Gid>()>;
   void set_gids(Gids gids) { gids_source_ = std::move(gids); }
-  /// Those, and what processes have told of their links.
+  /// One of those; if nothing tells them, one that a process has told of its links.
   bool home(const Gid& gid) const;
   bool here(const Instance& who) const;
 
@@ -127,6 +130,7 @@ class LinkTable {
     std::uint64_t settled = 0;
   };
   Process* process_locked(const Instance& who);
+  Status check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending);
   wire::LinkProcess process_wire(const Instance& who, const Process& p) const;
   using Links = std::vector<std::uint32_t>;
   static std::string link_text(const Process& p, std::uint32_t link);
@@ -138,6 +142,7 @@ class LinkTable {
   const std::string host_;
   LinkWatcher* watcher_ = nullptr;
   Knock knock_;
+  Owns owns_;
   mutable std::mutex mutex_;
   std::map<Instance, Process> processes_;
   std::map<VqpName, Instance> names_;

@@ -26,7 +26,9 @@
  *
  * status of replies (0 or a positive errno; `text` says what, and what to do):
  *   EPROTO        does not fit; migrd closes. Text names the versions if it is those
- *   EINVAL        a field is out of its range; nothing was done
+ *   EINVAL        a field is out of its range; nothing was done. PUBLISH: or a name
+ *                 is not that of a QP of this process, as far as is known yet: its
+ *                 GID may be new. May be asked again
  *   EEXIST        HELLO: another living process on this host has this instance.
  *                 PUBLISH: another living process has published this name here
  *   E2BIG, ENOSPC a limit below; nothing was done
@@ -251,7 +253,7 @@ struct migr_links_path {
 	uint8_t reserved[5];
 };
 
-/* PUBLISH: what a vQP has. */
+/* PUBLISH: what a vQP has. STATE of it comes after the reply. */
 struct migr_links_vqp {
 	struct migr_links_name name;
 	uint32_t policy;	/* enum migr_links_policy; OFF: need not be published */

@@ -294,6 +294,14 @@ found_by_heartbeat() {
 	with_verify beside_stillness -- --mode write_imm --qps 4 --size 4096 --rest-file=/tmp/rest --status=/mnt/out/migr_verify.now
 }
 beside_stillness() { LINKS=/tmp/links-still.json with_loaded silent -- --mode write_imm --qps 4 --size 4096 --port=18526 --rest-file=/tmp/rest --status=/mnt/out/migr_loaded.now; }
+# Another process says that QPs are its own: what others of the host have published, what nobody has yet, and all of that of the partner's host.
+impostors() {
+	local gids said
+	mapfile -t gids < <(on peer sh -c 'cat /sys/class/infiniband/rxe0/ports/1/gids/*' 2>/dev/null | grep -v '^\(0000:\)*0000$' | sort -u)
+	[ ${#gids[@]} -gt 0 ] || fail "peer has no GID" || return 1
+	said=$(on src "$E2E_LIB/migr_impostor" rxe0 1 60 "${gids[@]}") || fail "the impostor could not ask" || return 1
+	[[ $said = "0 of "[1-9]* ]] || fail "an impostor has got names: $said"
+}
 rests() {	# PROGRAM HOST: what it has posted has completed, and it posts nothing
 	local now posted
 	now=$(out_of "$2" "$1.now")
@@ -460,6 +468,7 @@ with_other_addresses() {
 on src test -S /run/migr/links.sock || { fail "migrd has no /run/migr/links.sock"; exit 1; }
 configure && links_from /tmp/links.json || exit 1
 step "the cable is cut and mended: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
+step "another process publishes what is not its own" with_verify impostors -- --mode write_imm --qps 4 --size 4096
 step "the path is silent under programs at rest: migr_verify with a heartbeat, migr_loaded without" found_by_heartbeat
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
 step "both ends' NICs fail at once, then every link: migr_verify, ib_send_bw, both ways" all_break_off both_ends_then_all_links -- migr_verify ib_send_bw

@@ -29,7 +29,7 @@ E2E_PKI=$E2E_ROOT/build/e2e/pki${E2E_WITH:+-$E2E_WITH}
 E2E_IP=10.77.0.101				# of the container, unless CONTAINER_IP says otherwise
 E2E_PEER=10.77.0.3
 E2E_VARS=()
-E2E_PROGRAMS=(migr_verify migr_loaded migr_datagram migr_kv migr_server migr_transfer)	# of build/user/tests/programs
+E2E_PROGRAMS=(migr_verify migr_loaded migr_datagram migr_kv migr_server migr_transfer migr_impostor)	# of build/user/tests/programs
 E2E_RATE=${E2E_RATE:-100}			# 0: as fast as it goes
 mkdir -p "$E2E_OUT"
 

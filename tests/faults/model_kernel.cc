@@ -91,6 +91,13 @@ Result<std::set<std::uint32_t>> qp_numbers(const std::string&) {
   return all;
 }
 
+Result<std::set<std::uint32_t>> qp_numbers_of(pid_t pid) {
+  std::set<std::uint32_t> own;
+  for (const auto& p : model::processes(host()))
+    if (p.pid == pid) own.insert(p.pqpn);
+  return own;
+}
+
 Result<Room> room_of(const std::string& device) {
   constexpr std::uint32_t kMany = 1000, kActive = 4, kMtu1024 = 3;
   Room r;

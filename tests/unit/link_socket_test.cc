@@ -275,6 +275,28 @@ TEST_F(Links, EntriesVanishWithTheirProcess) {
   EXPECT_EQ(lookup(b, {link_name(1, 6)})[0].status, 0) << "the other's stay";
 }
 
+TEST_F(Links, ANameIsAskedForOnceWhoseItIs) {
+  std::vector<std::uint32_t> asked;
+  pid_t of = 0;
+  table_.set_owns([&](pid_t pid, std::span<const VqpName> names, std::size_t& offending) -> Status {
+    of = pid;
+    for (const auto& n : names) asked.push_back(n.vqpn);
+    for (offending = 0; offending < names.size(); offending++)
+      if (names[offending].vqpn == 7) return Error{EINVAL, "not its own"};
+    return {};
+  });
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  EXPECT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  EXPECT_EQ(of, getpid());
+  const auto r = l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5), link_vqp(1, 6), link_vqp(1, 7)});
+  EXPECT_EQ(r.head.status, EINVAL);
+  EXPECT_EQ(r.head.arg, 2u);
+  EXPECT_STREQ(r.head.text, "not its own");
+  EXPECT_EQ(asked, (std::vector<std::uint32_t>{5, 6, 7})) << "what it has published is its own";
+  EXPECT_EQ(lookup(l, {link_name(1, 6)})[0].status, ENOENT) << "one that is refused takes all along";
+}
+
 TEST_F(Links, ANameAndAnInstanceOfAnotherProcessAreEEXIST) {
   OtherProcess other(path());
   LinkLibrary a(other.take(), 1), thief(path(), 1), b(path(), 2);
