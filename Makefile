@@ -42,7 +42,7 @@ check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and K
 	@v=$$(scripts/build-debug-kernel) && scripts/test-kmod "$$v"
 
 check-release: all		## whatever the documents have make do, one after the other (a night; ONLY=regex: of it)
-	@tests/docs/make_test $(ONLY)
+	@tests/docs/make_test $(if $(ONLY),'$(ONLY)')
 
 check-packages: all		## the packages: lintian, on a minimal Debian, on a host as a VM; the documents' commands (root; 30 minutes)
 	@scripts/build-packages --lint
@@ -75,7 +75,7 @@ soak: all			## N=20 migrations to and fro, and what they leave; FAULTS=3: a faul
 	@FAULTS=$(FAULTS) scripts/soak $(N)
 
 faults: all			## every fault point in real hosts, POINTS=regex (hours)
-	@scripts/faults $(POINTS)
+	@scripts/faults $(if $(POINTS),'$(POINTS)')
 
 walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
