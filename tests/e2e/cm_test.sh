@@ -83,7 +83,7 @@ goes_back() {
 }
 # An unmodified program, whose client ends as a killed process does.
 rping_moves() {
-	start_cm src server "$E2E_LIB/rping" -s && sleep 1 && start_cm peer client "$E2E_LIB/rping" -c -a 10.77.10.1 &&
+	start_cm src server "$E2E_LIB/rping" -s && until_true 20 listens src 7174 && start_cm peer client "$E2E_LIB/rping" -c -a 10.77.10.1 &&
 		until_true 30 rping_talks && cm_move server src dst && until_true 30 rping_talks && on peer kill -KILL "$PID_client" &&
 		until_true 60 on_sh dst '! test -e /proc/$1' "$PID_server" || { cm_logs; cm_cleaned; }
 }

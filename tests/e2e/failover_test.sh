@@ -85,7 +85,7 @@ outlives() {
 start_perftest() {	# PROGRAM PORT OPTION..: at both ends
 	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D 60 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
 	run_on peer "$name" "$p" "${options[@]}" || return 1
-	until_true 20 on_sh peer 'ss -Hltn "sport = :$1" | grep -q . || rdma res show cm_id | grep -qE "LISTEN .*:$1( |$)"' "$port" || fail "$p does not listen" || return 1
+	until_true 20 listens peer "$port" || fail "$p does not listen" || return 1
 	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
 	run_on src "$name" "$p" "${options[@]}" "$to"
 }
@@ -107,7 +107,7 @@ two_perftests() {	# CUT..
 ucx() {
 	local options=(-d rxe0:1 -x rc_verbs -t am_bw -D bcopy -s 4096 -n 300000)
 	run_on peer ucx env UCX_IB_GID_INDEX=1 ucx_perftest || return 1
-	until_true 20 on_sh peer 'ss -Hltn "sport = :13337" | grep -q .' || fail "ucx_perftest does not listen" || return 1
+	until_true 20 listens peer 13337 || fail "ucx_perftest does not listen" || return 1
 	run_on src ucx env UCX_IB_GID_INDEX=1 ucx_perftest "${options[@]}" "$E2E_PEER" || return 1
 	outlives ucx 240 "$@" && grep '^Final' "$(out_of src ucx.log)" | sed 's/^/# /'
 }

@@ -119,7 +119,7 @@ process_started() {
 	on hostA sh -c 'echo 20000 >/proc/sys/kernel/ns_last_pid' || return 1
 	readme 5 's/ PROGRAM.*//' | grep -qxF "$(block "5. A program to move" 1 | line 1 | grep -o 'LD_PRELOAD=[^ ]*')" || fail "README has another library" || return 1
 	type_in hostA "$(block "5. A program to move" 1 | line 1)" && until_true 30 process_of hostA rping || fail "no rping on hostA" || return 1
-	sleep 2
+	until_true 20 listens hostA 7174 || fail "rping does not listen" || return 1
 	type_in hostC "$(block "5. A program to move" 1 | line 2)" && until_true 30 more_packets hostA || fail "rping does not talk"
 }
 process_moves() {
@@ -149,7 +149,7 @@ container_started() {
 	local partner
 	partner=$(block "5. A program to move" 2) || return 1
 	on_sh hostC 'setsid -f sh -c "$1" </dev/null >/mnt/out/partner.log 2>&1' "$partner" || return 1
-	sleep 3
+	until_true 20 listens hostC 18515 || fail "ib_write_bw does not listen" || return 1
 	type_block "5. A program to move" 3 hostA >/dev/null && until_true 60 more_packets hostC || fail "ib_write_bw does not talk"
 }
 container_moves() {
@@ -190,7 +190,8 @@ looked_at() {
 
 in_order() {	# HOST
 	local bad
-	bad=$(on_sh "$1" 'systemctl --failed --no-legend --plain; journalctl -q -p warning -u migrd -t migrd; journalctl -q -k -p warning -g migr | grep -v "taints kernel"') || true
+	bad=$(on_sh "$1" 'systemctl --failed --no-legend --plain; journalctl -q -p warning -u migrd -t migrd; journalctl -q -k -p warning -g migr | grep -v "taints kernel" || true') ||
+		fail "$1 cannot be asked" || return 1
 	[ -z "$bad" ] || fail "$1: $bad"
 }
 hosts_in_order() { on_every_host in_order; }
@@ -218,7 +219,7 @@ backup_links() {
 	commands=$(block "Backup links" 2)
 	on_every_host second_link || return 1
 	on_sh hostC 'LD_PRELOAD=/usr/lib/migr/libmigr.so setsid -f "$1" -d rxe0 -F -D 100 </dev/null >/mnt/out/links.log 2>&1' $SERVER
-	sleep 3
+	until_true 20 listens hostC 18515 || fail "$SERVER does not listen" || return 1
 	on_sh hostA 'LD_PRELOAD=/usr/lib/migr/libmigr.so setsid -f "$1" -d rxe0 -F -D 100 10.77.0.3 </dev/null >/mnt/out/links.log 2>&1' $SERVER
 	until_true 40 sent_over hostA rxe0 || fail "no traffic" || return 1
 	until_true 40 on_sh hostA 'migrctl links --json | jq -e ".processes[0] | .vqps > 0 and .with_backup == .vqps"' || fail "no backup" || return 1
