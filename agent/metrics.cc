@@ -83,7 +83,7 @@ Metrics::Metrics(Parts parts)
       bytes_(prometheus::BuildCounter().Name("migr_copied_bytes_total").Help("Bytes sent to destinations.").Register(registry_)),
       phases_(prometheus::BuildHistogram().Name("migr_phase_duration_seconds").Help("Phases of migrations from here.").Register(registry_)),
       service_blackout_(prometheus::BuildHistogram().Name("migr_service_blackout_seconds").Help("Freeze to resume, of what was moved from here.").Register(registry_)),
-      communication_blackout_(prometheus::BuildHistogram().Name("migr_communication_blackout_seconds").Help("Longest time without a completion on a partner, of what was moved from here.").Register(registry_)) {
+      communication_blackout_(prometheus::BuildHistogram().Name("migr_communication_blackout_seconds").Help("On partners of what was moved from here: from a QP's last completion, but not before it was suspended, to its resumption; the longest of all QPs.").Register(registry_)) {
   // What never happened is 0, and not missing.
   for (const auto* outcome : kOutcomes) {
     for (const auto* role : kRoles) migrations_.Add({{"role", role}, {"outcome", outcome}});
