@@ -290,7 +290,11 @@ Status Runc::remove(const std::string& id) const {
 
 Result<Child> Runc::partial_restore(const std::string& id, const std::string& bundle, const std::string& images,
                                     const std::string& work, const std::string& log) const {
-  return Child::start(command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id}), criu_env(config_), log);
+  // What runc makes is the container's, too: with migrd's umask its root in a user namespace could not pass /run/runc/ID.
+  Argv a = {"sh", "-c", "umask 022; exec \"$@\"", "sh"};
+  const Argv restore = command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id});
+  a.insert(a.end(), restore.begin(), restore.end());
+  return Child::start(a, criu_env(config_), log);
 }
 
 Result<bool> Runc::has_net(const std::string& bundle) const {

@@ -164,6 +164,19 @@ TEST_F(ARunc, ResumesWhatHasItsConnectionsBack) {
   EXPECT_EQ(reuse, 1);
 }
 
+// A root of a user namespace has to get through what it makes, and nobody through what migrd does.
+TEST_F(ARunc, RestoresWithAUmaskOfItsOwn) {
+  contain("umask >" + root + "/umask; echo \"$3 $*\" >" + root + "/told");
+  const mode_t before = umask(0077);
+  auto child = Runc(config).partial_restore("web", "/bundle", root + "/images", root + "/work", root + "/log");
+  EXPECT_EQ(umask(before), static_cast<mode_t>(0077));
+  ASSERT_TRUE(child) << child.error().text;
+  EXPECT_TRUE(child->wait(5'000));
+  EXPECT_EQ(child->status(), 0) << text_of(root + "/log");
+  EXPECT_EQ(first_line_of(root + "/umask"), "0022");
+  EXPECT_TRUE(first_line_of(root + "/told").starts_with("partial-restore --root ")) << text_of(root + "/told");
+}
+
 TEST_F(ARunc, WithoutTheCgroupSaysWhyItDoesNotResume) {
   contain("echo 'msg=\"no such container\"' >&2; exit 1");
   fs::remove_all(group);
