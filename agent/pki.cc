@@ -117,6 +117,10 @@ Result<std::string> read_file(const std::string& path) {
   return s.str();
 }
 
+bool is_there(const std::string& path) { return !access(path.c_str(), F_OK); }
+
+std::string keyless(const std::string& dir) { return dir + " holds ca.pem of a CA whose key is elsewhere: bring ca.key back, or name another folder"; }
+
 bool host_name_ok(const std::string& n) {
   return !n.empty() && n.size() <= 63 && n[0] != '.' && n[0] != '-' &&
          std::all_of(n.begin(), n.end(), [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '.'; });
@@ -126,8 +130,8 @@ bool host_name_ok(const std::string& n) {
 
 Status init(const std::string& dir) {
   if (auto s = make_dir(dir); !s) return s;
-  if (access((dir + "/ca.key").c_str(), F_OK) == 0)
-    return Error{EEXIST, dir + " holds a CA already; remove it first if all hosts are to get new certificates"};
+  if (is_there(dir + "/ca.key")) return Error{EEXIST, dir + " holds a CA already (ca.key); remove it first if all hosts are to get new certificates"};
+  if (is_there(dir + "/ca.pem")) return Error{EEXIST, keyless(dir)};
   const auto key = new_key();
   if (!key) return openssl_error("making a key");
   const auto cert = new_cert(key.get(), "migr test CA", nullptr, kCaDays);
@@ -136,8 +140,9 @@ Status init(const std::string& dir) {
       !add_extension(cert.get(), cert.get(), NID_subject_key_identifier, "hash") ||
       !X509_sign(cert.get(), key.get(), EVP_sha256()))
     return openssl_error("making the CA's certificate");
-  if (auto s = write_file(dir + "/ca.pem", pem_of(cert.get()), 0644); !s) return s;
-  return write_file(dir + "/ca.key", pem_of(key.get()), 0600);
+  // The key first: what is interrupted holds no ca.pem of a key that is nowhere.
+  if (auto s = write_file(dir + "/ca.key", pem_of(key.get()), 0600); !s) return s;
+  return write_file(dir + "/ca.pem", pem_of(cert.get()), 0644);
 }
 
 Status issue_host(const std::string& dir, const std::string& name, const std::vector<std::string>& ips, long days) {
@@ -150,6 +155,7 @@ Status issue_host(const std::string& dir, const std::string& name, const std::ve
     san += ",IP:" + ip;
   }
   const auto ca_pem = read_file(dir + "/ca.pem"), ca_key_pem = read_file(dir + "/ca.key");
+  if (ca_pem && !is_there(dir + "/ca.key")) return Error{ENOENT, keyless(dir)};
   if (!ca_pem || !ca_key_pem) return Error{ENOENT, "no CA in " + dir + "; make one with: migrctl pki init " + dir};
   Own<BIO> cert_bio(BIO_new_mem_buf(ca_pem->data(), static_cast<int>(ca_pem->size())));
   Own<BIO> key_bio(BIO_new_mem_buf(ca_key_pem->data(), static_cast<int>(ca_key_pem->size())));

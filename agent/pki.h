@@ -11,7 +11,7 @@
 
 namespace migr::pki {
 
-/// Makes `dir` with ca.pem and ca.key (0600). EEXIST: there is a CA already.
+/// Makes `dir` with ca.pem and ca.key (0600). EEXIST: there is a CA already, or what is left of one whose key was taken away.
 Status init(const std::string& dir);
 
 inline constexpr long kCaDays = 3650, kHostDays = 825;

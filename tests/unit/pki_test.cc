@@ -70,6 +70,25 @@ TEST_F(Pki, SecondInitIsEEXIST) {
   EXPECT_EQ(s.error().code, EEXIST);
 }
 
+// Hosts trust its ca.pem.
+TEST_F(Pki, InitOfACaWhoseKeyIsElsewhereIsEEXIST) {
+  ASSERT_TRUE(pki::init(dir_ + "/ca"));
+  const std::string pem = text_of(dir_ + "/ca/ca.pem");
+  fs::rename(dir_ + "/ca/ca.key", dir_ + "/ca.key");
+  const std::string why = dir_ + "/ca holds ca.pem of a CA whose key is elsewhere: bring ca.key back, or name another folder";
+  auto s = pki::init(dir_ + "/ca");
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EEXIST);
+  EXPECT_EQ(s.error().text, why);
+  EXPECT_EQ(text_of(dir_ + "/ca/ca.pem"), pem);
+  EXPECT_FALSE(fs::exists(dir_ + "/ca/ca.key"));
+  s = pki::issue_host(dir_ + "/ca", "src", {});
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().text, why);
+  fs::rename(dir_ + "/ca.key", dir_ + "/ca/ca.key");
+  EXPECT_TRUE(pki::issue_host(dir_ + "/ca", "src", {}));
+}
+
 TEST_F(Pki, BadNamesAndAddressesAreEINVAL) {
   ASSERT_TRUE(pki::init(dir_ + "/ca"));
   for (const char* n : {"", "..", "a/b", "-x", "a b"}) {
