@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
+#include <systemd/sd-daemon.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -46,6 +47,13 @@ Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 constexpr int kKilled = 128;  // and more: exit status of a Child that a signal has ended
 
 constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
+
+// Of one job that is taken up: the restore that was let run, runc (state, delete) and the network hook (detach, cleanup), and as
+// much again as one of these for what has no limit of its own. systemd ends a start that takes longer than it knows of.
+void extend_start() {
+  const std::int64_t ms = 2 * (std::int64_t{kProcessMs} + kRuncMs + kHookMs) + kRuncMs;
+  sd_notify(0, fmt::format("EXTEND_TIMEOUT_USEC={}", ms * 1000).c_str());
+}
 
 }  // namespace
 
@@ -172,6 +180,7 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     if (job->left) job->expire();  // nobody else is asked
     if (job->finished || job->left) continue;
     if (!job->rebound && !job->settled) job->module = hold_module();
+    extend_start();
     take_up(job);
     if (job->get() == wire::COMMITTED) needed.insert(job->dir);
   }

@@ -312,6 +312,25 @@ TEST_F(AnOpenOne, IsTidiedUpUntilNothingOfItIsLeft) {
   EXPECT_TRUE(host->open_migrations().empty()) << "it is written down";
 }
 
+// systemd ends a start that takes longer than it was told.
+TEST_F(AnOpenOne, GetsTheTimeThatItMayTake) {
+  const Fd systemd(socket(AF_UNIX, SOCK_DGRAM, 0));
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::strcpy(at.sun_path, (root + "/notify").c_str());
+  ASSERT_EQ(bind(systemd.n, reinterpret_cast<const sockaddr*>(&at), sizeof at), 0);
+  setenv("NOTIFY_SOCKET", at.sun_path, 1);
+  web_began(7, root + "/bundle");
+  begin();
+  unsetenv("NOTIFY_SOCKET");
+  char said[64] = "";
+  ASSERT_GT(recv(systemd.n, said, sizeof said - 1, MSG_DONTWAIT), 0);
+  long long us = 0;
+  EXPECT_EQ(std::sscanf(said, "EXTEND_TIMEOUT_USEC=%lld", &us), 1) << said;
+  EXPECT_GT(us, 1'000LL * (2 * kHookMs + kRuncMs)) << "detach, delete, cleanup";
+  EXPECT_LT(recv(systemd.n, said, sizeof said, MSG_DONTWAIT), 0);
+}
+
 TEST_F(AnOpenOne, WhatComesAfterItIsNotTidiedUp) {
   record.clear_began();  // runc had not written that down
   record.set_made_net(true);
