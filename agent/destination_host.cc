@@ -90,6 +90,7 @@ struct DestinationHost::Job : LeasedJob {
   std::mutex state;  // guards late, keys, keys_known, why_closed, why_left, rebinds, resumes
   std::vector<wire::ProcessKeys> keys;
   bool keys_known = false;  // there may be none
+  wire::ConnectRequest connect;
   std::string why_closed, why_left;
   bool rebinds = false, resumes = false;  // by itself
   std::condition_variable went_on;
@@ -106,8 +107,8 @@ struct DestinationHost::Job : LeasedJob {
   }
   std::vector<std::uint32_t> vqpns() const { return {record.header().vqpns().begin(), record.header().vqpns().end()}; }
   // What Connect says of the other ends, for REBIND.
-  void note_peers(const wire::ConnectRequest& r) {
-    for (const auto& c : r.connections()) {
+  void note_peers() {
+    for (const auto& c : connect.connections()) {
       if (c.dest_pqpn())
         peers[{c.src_ctx_id(), c.vqpn()}] = {c.peer(), c.peer_ctx_id()};
       else
@@ -122,6 +123,7 @@ struct DestinationHost::Job : LeasedJob {
     opens.end();
     std::lock_guard lock(work);
     owner.clear();
+    connect.Clear();
     peers.clear();
     gone.clear();
   }
@@ -170,7 +172,9 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->objects.resize(record.objects().size() / sizeof(migr_rc_object));
     if (!job->objects.empty()) std::memcpy(job->objects.data(), record.objects().data(), job->objects.size() * sizeof(migr_rc_object));
     job->ready = !job->objects.empty();
-    job->note_peers(record.connect());
+    if (record.connected().empty()) job->connect = record.connect();
+    else if (!job->connect.ParseFromString(record.connected())) spdlog::error("migration {}: its record of the other ends cannot be read", migration_text(id));
+    job->note_peers();
     job->mine = true;
     job->settled = job->get() == wire::UNDONE || job->resumed;
     job->opened = !record.closed();
@@ -448,8 +452,9 @@ grpc::Status DestinationHost::Connect(grpc::ServerContext* ctx, const wire::Conn
       }
       to.push_back(x);
     }
-    job.note_peers(*r);
-    *job.record.mutable_connect() = *r;  // Ready writes it down
+    job.connect = *r;
+    job.note_peers();
+    job.record.set_connected(r->SerializeAsString());  // Ready writes it down
     tell_moves(job, false);
     if (to.empty()) return {};
     return with_log(job, job.socket->ask(MIGR_RC_CONNECT, std::span<const migr_rc_connect>(to), kPrepareMs));
@@ -647,7 +652,7 @@ grpc::Status DestinationHost::Commit(grpc::ServerContext* ctx, const wire::Migra
 void DestinationHost::tell_moves(const Job& job, bool datagrams) {
   wire::MovesRequest r;
   r.set_id(job.id);
-  for (const auto& m : job.record.connect().moves())
+  for (const auto& m : job.connect.moves())
     if ((m.vqpn() != 0) == datagrams) *r.add_moves() = m;
   if (!r.moves_size()) return;
   // The rest of a migration does not wait for a silent host, unless datagrams would come from where it does not know.
