@@ -147,7 +147,7 @@ Status Bare::pipes_stay(pid_t root) const {
 }
 
 Argv Bare::criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const {
-  return {config_.criu, what, "-D", images, "-W", work, "-o", log, "-v4", "--shell-job", "--tcp-established", "--ext-unix-sk", "--manage-cgroups=ignore"};
+  return {config_.criu, what, "-D", images, "-W", work, "-o", log, "-v" + std::to_string(config_.criu_log_level), "--shell-job", "--tcp-established", "--ext-unix-sk", "--manage-cgroups=ignore"};
 }
 
 namespace {

@@ -194,6 +194,9 @@ Result<Config> load_config(const std::string& path) {
       if (auto a = read_allow(value, c); !a) return Error{EINVAL, path + ": " + a.error().text};
     } else if (key == "directory") {
       if (auto d = read_directory(value, c.redis); !d) return Error{EINVAL, path + ": " + d.error().text};
+    } else if (key == "criu_log_level") {
+      if (!value.is_number_integer() || value < 1 || value > 4) return Error{EINVAL, path + ": \"criu_log_level\" has to be a number from 1, errors, to 4, everything"};
+      c.criu_log_level = value.get<int>();
     } else if (key == "limits") {
       if (!value.is_object()) return Error{EINVAL, path + ": \"limits\" has to be an object"};
       for (const auto& [name, ms] : value.items())

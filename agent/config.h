@@ -52,6 +52,7 @@ struct Config {
   std::string runc_root = "/run/runc";
   std::string criu = "criu";                      // for processes without a container
   std::string criu_libs;                          // folder of migr_plugin.so; empty: CRIU's own
+  int criu_log_level = 2;                         // of its logs, which are written while a container stands still; 1: errors, 4: everything
   std::string metrics = kMetrics;                 // host:port that Prometheus reads; empty: nowhere
   std::string net_hook;                           // empty: containers keep no network of their own
   std::string processor = "same";                 // what comes here may have found instructions that are not here: "same" or "any"

@@ -221,6 +221,7 @@ Status Runc::check_verbs() const {
   if (!help) return help.error();
   if (help->status || help->out.find("partial-restore") == std::string::npos)
     return Error{EBUSY, config_.runc + " knows no partial-restore; install migr's runc"};
+  if (help->out.find("criu-log-level") == std::string::npos) return Error{EBUSY, config_.runc + " is that of an older migr; install the runc of this release"};
   verbs_ok_ = true;
   return {};
 }
@@ -241,7 +242,7 @@ Status Runc::pre_dump(const std::string& id, const std::string& images, const st
 Result<Child> Runc::checkpoint_ahead(const std::string& id, const std::string& images, const std::string& parent, const std::string& work,
                                      const std::string& log) const {
   try_out_kernel(config_);
-  Argv a = {"checkpoint-rdma", "--wait", "--image-path", images, "--work-path", work};
+  Argv a = {"checkpoint-rdma", "--wait", "--criu-log-level", std::to_string(config_.criu_log_level), "--image-path", images, "--work-path", work};
   if (!parent.empty()) a.insert(a.end(), {"--parent-path", parent});
   a.push_back(id);
   return Child::start(first_to_go(command(std::move(a))), criu_env(config_), log, true);
@@ -292,7 +293,8 @@ Result<Child> Runc::partial_restore(const std::string& id, const std::string& bu
                                     const std::string& work, const std::string& log) const {
   // What runc makes is the container's, too: with migrd's umask its root in a user namespace could not pass /run/runc/ID.
   Argv a = {"sh", "-c", "umask 022; exec \"$@\"", "sh"};
-  const Argv restore = command({"partial-restore", "--bundle", bundle, "--image-path", images, "--work-path", work, "--detach", id});
+  const Argv restore = command({"partial-restore", "--criu-log-level", std::to_string(config_.criu_log_level), "--bundle", bundle, "--image-path", images,
+                                "--work-path", work, "--detach", id});
   a.insert(a.end(), restore.begin(), restore.end());
   return Child::start(a, criu_env(config_), log);
 }

@@ -440,9 +440,9 @@ int runc(Args a) {
       }
   };
   std::string ignored;
-  option("--root", root), option("--image-path", images), option("--bundle", bundle), option("--work-path", ignored), option("--parent-path", parent);
+  option("--root", root), option("--image-path", images), option("--bundle", bundle), option("--work-path", ignored), option("--parent-path", parent), option("--criu-log-level", ignored);
   auto flag = [&](const std::string& name) { return std::find(a.begin(), a.end(), name) != a.end(); };
-  if (flag("--help")) return std::cout << a[0] << "\n", 0;
+  if (flag("--help")) return std::cout << a[0] << " --criu-log-level\n", 0;
   const std::string verb = a.at(0), id = a.back();
   Container c{root + "/" + id, 0, bundle};
   if (verb == "partial-restore") return Restore(c, images).run();

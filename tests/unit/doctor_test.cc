@@ -301,7 +301,7 @@ struct Facts : ::testing::Test {
     fs::copy_file("/proc/self/exe", config.libmigr);
     chmod(config.libmigr.c_str(), 0644);
     write("criu", "#!/bin/sh\necho 'Version: 3.17.1'\n");
-    write("runc", "#!/bin/sh\necho runc partial-restore\n");
+    write("runc", "#!/bin/sh\necho runc partial-restore --criu-log-level\n");
     write("nft", "#!/bin/sh\necho 'nftables v1.0.6 (Lester Gooch #5)'\n");
     path = getenv("PATH");
     setenv("PATH", dir.c_str(), 1);
