@@ -969,6 +969,7 @@ int modify(QpShadow* shadow, ibv_qp_attr* attr, int mask, const whereabouts::Con
   }
   if (mask & IBV_QP_DEST_QPN) shadow->birth.dest_qp_num = attr->dest_qp_num;
   if (mask & IBV_QP_AV) shadow->birth.ah = attr->ah_attr;
+  if (mask & IBV_QP_PATH_MTU) shadow->birth.path_mtu = attr->path_mtu;
   if (mask & IBV_QP_ACCESS_FLAGS) shadow->access_flags = static_cast<int>(attr->qp_access_flags);
   shadow->birth.mask |= mask & (IBV_QP_DEST_QPN | IBV_QP_AV);
   links::modified(*shadow, *attr, mask);

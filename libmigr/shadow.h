@@ -411,8 +411,9 @@ struct alignas(64) QpShadow {
   struct {
     int mask;  ///< of IBV_QP_DEST_QPN, IBV_QP_AV: what of this is known
     std::uint32_t dest_qp_num;
-    ibv_ah_attr ah;
-    ibv_gid gid;  ///< its own, where links are backed up
+    ibv_ah_attr ah;    ///< with it comes the next
+    ibv_mtu path_mtu;  ///< that it has set: a path may have less
+    ibv_gid gid;       ///< its own, where links are backed up
   } birth;
   /// Where the queues of `real` lie; null: not looked up yet. For the provider part.
   struct Ring {

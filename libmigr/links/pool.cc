@@ -32,7 +32,7 @@ PathKind kind_of(const QpLink& l, Side side) {
 bool attributes_of(const QpLink& l, std::array<std::uint8_t, 7>& out) {
   ibv_qp_attr a{};
   if (switchover::ask_device(*l.q, a, switchover::kConnectionAttrs)) return false;
-  out = {static_cast<std::uint8_t>(a.path_mtu), a.timeout, a.retry_cnt, a.rnr_retry, a.max_rd_atomic, a.max_dest_rd_atomic, a.min_rnr_timer};
+  out = {static_cast<std::uint8_t>(l.q->birth.path_mtu), a.timeout, a.retry_cnt, a.rnr_retry, a.max_rd_atomic, a.max_dest_rd_atomic, a.min_rnr_timer};
   return true;
 }
 

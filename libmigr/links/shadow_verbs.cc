@@ -535,7 +535,7 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
   int err = switchover::ask_device(q, attr, switchover::kConnectionAttrs);
   if (err) return why = std::string("query_qp: ") + std::strerror(err), err;
   attr.qp_state = IBV_QPS_RTR;
-  attr.path_mtu = std::min({attr.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});
+  attr.path_mtu = std::min({q.birth.path_mtu, link.mtu, static_cast<ibv_mtu>(to.mtu)});  // whatever path each end is on now, the same at both
   attr.dest_qp_num = to.qpn;
   attr.rq_psn = to.psn;
   lead_to(attr.ah_attr, link, to.gid, to.lid);

@@ -1297,7 +1297,7 @@ struct Speaker {
   ibv_qp_attr query() const {
     ibv_qp_attr a{};
     ibv_qp_init_attr init;
-    EXPECT_EQ(lib.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp, &a, IBV_QP_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_TIMEOUT, &init), 0);
+    EXPECT_EQ(lib.verb<int(ibv_qp*, ibv_qp_attr*, int, ibv_qp_init_attr*)>("ibv_query_qp")(qp, &a, IBV_QP_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_TIMEOUT | IBV_QP_PATH_MTU, &init), 0);
     return a;
   }
   migr_links_vqp_state state() const {
@@ -1621,6 +1621,7 @@ class Attributes : public testing::Test {
     for (const int link : {0, 1, 2}) model_mend(link);
   }
   static void link_down(const Library& of, const char* device) { ASSERT_EQ(of.verb<int(const char*, std::uint32_t)>("migr_link_down")(device, 1), 0); }
+  static void link_up(const Library& of, const char* device) { ASSERT_EQ(of.verb<int(const char*, std::uint32_t)>("migr_link_up")(device, 1), 0); }
   static bool protected_on(unsigned link, const Speaker& x, const Speaker& y) {
     return wait_for([&] { return x.ready_on(link) && y.ready_on(link); });
   }
@@ -1725,6 +1726,23 @@ TEST_F(Attributes, ThatChangeWhenThePathHasFailedUnseenAreThoseOfTheNext) {
   ibv_wc wc{};
   ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
   EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+}
+
+/// The backup link has a smaller MTU than the default one, to which they go back.
+TEST_F(Attributes, OfEachPathIsTheMtuThatTheApplicationHasSetAsFarAsItsLinkHasIt) {
+  constexpr unsigned kReturnMs = 5;
+  const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  link_down(a, "a0");
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  EXPECT_EQ(x.query().path_mtu, IBV_MTU_512);
+  EXPECT_EQ(y.query().path_mtu, IBV_MTU_512);
+  link_up(a, "a0");
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  EXPECT_EQ(x.query().path_mtu, IBV_MTU_1024);
+  EXPECT_EQ(y.query().path_mtu, IBV_MTU_1024);
 }
 
 /// A process leaves its links. Its partner has forgotten its backup, and cannot say so nor make another one, as it waits for the directory, when the

@@ -30,8 +30,6 @@
 
 namespace {
 
-using model::kMtuBytes;
-
 constexpr std::uint32_t kPsnMask = 0xffffff;
 constexpr unsigned kWindowPackets = 12;   // sent and not acknowledged
 constexpr auto kRetryAfter = std::chrono::milliseconds(2);  // where nothing was said of it
@@ -122,6 +120,7 @@ struct Wire {
 std::mutex lock;
 std::condition_variable work;
 constexpr int kRails = 3;
+constexpr ibv_mtu kActiveMtu[kRails] = {IBV_MTU_1024, IBV_MTU_512, IBV_MTU_2048};
 std::unique_ptr<Nic> nics[2 * kRails];
 Wire wires[kRails];
 std::map<const void*, unsigned> writes;
@@ -171,9 +170,12 @@ struct Held {
 } held;
 std::condition_variable held_changes;
 
-std::uint32_t packets_of(const model::Send& s) {
+std::uint32_t mtu_of(const ModelQp& q) { return 128u << q.attr.path_mtu; }
+
+/// By `q`.
+std::uint32_t packets_of(const ModelQp& q, const model::Send& s) {
   if (!s.bytes || s.wr.opcode > IBV_WR_RDMA_READ) return 1;
-  return (s.bytes + kMtuBytes - 1) / kMtuBytes;
+  return (s.bytes + mtu_of(q) - 1) / mtu_of(q);
 }
 
 bool passes(int link, bool answer) {
@@ -372,15 +374,19 @@ bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEN
 /// The responder gets packet `n` of a message.
 Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, std::uint32_t psn) {
   if (r.attr.qp_state != IBV_QPS_RTR && r.attr.qp_state != IBV_QPS_RTS) return Answer::kNone;
+  if (mtu_of(r) != mtu_of(q)) {
+    fprintf(stderr, "the ends of a path on link %d have MTUs of %u and %u\n", q.nic->link, mtu_of(q), mtu_of(r));
+    abort();
+  }
   const std::int32_t d = difference(psn, r.expected);
   if (d > 0) return Answer::kNone;
   if (d < 0) return Answer::kAck;  // once more
-  const bool last = n + 1 == packets_of(s);
-  const std::uint32_t offset = n * kMtuBytes, bytes = std::min(kMtuBytes, s.bytes - offset);
+  const bool last = n + 1 == packets_of(q, s);
+  const std::uint32_t offset = n * mtu_of(q), bytes = std::min(mtu_of(q), s.bytes - offset);
   if (!grants(r, s)) return Answer::kBadAccess;
   if (s.wr.opcode == IBV_WR_RDMA_READ) {
     if (!may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
-    r.expected = (psn + packets_of(s)) & kPsnMask;
+    r.expected = (psn + packets_of(q, s)) & kPsnMask;
     return Answer::kAck;
   }
   if (is_atomic(s.wr.opcode)) {
@@ -442,10 +448,10 @@ void acknowledged(ModelQp& q, ModelQp& r) {
   while (q.sends.size()) {
     model::Send& s = q.sends.slots[q.sends.from];
     if (!s.begun) return;
-    const std::uint32_t end = (s.first_psn + packets_of(s)) & kPsnMask;
+    const std::uint32_t end = (s.first_psn + packets_of(q, s)) & kPsnMask;
     if (difference(r.expected, end) < 0) return;
     if (s.wr.opcode == IBV_WR_RDMA_READ) {
-      for (std::uint32_t n = 0; n < packets_of(s); ++n)
+      for (std::uint32_t n = 0; n < packets_of(q, s); ++n)
         if (!passes(q, &r, true)) return;
       through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
         std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + from), part);
@@ -461,7 +467,7 @@ void acknowledged(ModelQp& q, ModelQp& r) {
       q.psn = end;
     }
     complete_send(q, IBV_WC_SUCCESS);
-    q.in_flight -= std::min(q.in_flight, packets_of(s));
+    q.in_flight -= std::min(q.in_flight, packets_of(q, s));
     q.retries = 0;
     q.progress = Clock::now();
   }
@@ -509,10 +515,10 @@ bool step(ModelQp& q) {
       return false;
     }
     const bool read = s.wr.opcode == IBV_WR_RDMA_READ;
-    const std::uint32_t took = read ? packets_of(s) : 1;
+    const std::uint32_t took = read ? packets_of(q, s) : 1;
     q.psn = (q.psn + took) & kPsnMask;
     q.in_flight += took;
-    if (read || ++q.next_packet == packets_of(s)) {
+    if (read || ++q.next_packet == packets_of(q, s)) {
       q.next = (q.next + 1) & q.sends.mask();
       q.next_packet = 0;
     }
@@ -1361,7 +1367,7 @@ MODEL int ibv_query_port(ibv_context* c, uint8_t, _compat_ibv_port_attr* attr) {
   auto* a = reinterpret_cast<ibv_port_attr*>(attr);
   std::lock_guard guard(lock);
   a->state = port_is_down(nic_of(c)->link) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
-  a->active_mtu = a->max_mtu = IBV_MTU_1024;
+  a->active_mtu = a->max_mtu = kActiveMtu[nic_of(c)->link];
   a->lid = 0;
   return 0;
 }

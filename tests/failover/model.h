@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// A libibverbs.so.1 with two hosts, a and b, of three NICs each (a0 a1 a2, b0 b1 b2), in one process. RC only: packets of one MTU
+// A libibverbs.so.1 with two hosts, a and b, of three NICs each (a0 a1 a2, b0 b1 b2), in one process. RC only: packets of a path's MTU
 // with PSNs, go-back-N, queues in memory that the device reads. The wire between an and bn can be cut after any
-// packet, in both directions or only for what comes back. What differs between devices is made to differ: keys, QP numbers.
+// packet, in both directions or only for what comes back. What differs between devices is made to differ: keys, QP numbers, MTUs.
 #ifndef MIGR_TEST_FAILOVER_MODEL_H
 #define MIGR_TEST_FAILOVER_MODEL_H
 
@@ -11,8 +11,6 @@
 #include <vector>
 
 namespace model {
-
-constexpr std::uint32_t kMtuBytes = 1024;
 
 struct Send {
   ibv_send_wr wr{};
