@@ -162,7 +162,7 @@ bool cut(QpLink& l, std::string& why) {
 /// To the leg's unused path, which has both its halves.
 bool take_next(QpLink& l, Side side, std::string& why) {
   Leg& leg = l.legs[side];
-  why = make_memory(*l.twin, side);
+  why = make_memory(*l.twin, side, l.q->init.pd);
   if (!why.empty()) return false;
   const Path next = std::exchange(leg.next, {});
   {
@@ -368,6 +368,7 @@ void look_at_place(QpLink& l) {
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
   if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
   if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);  // before the work stands still
+  if (!memory_is_there(l, side)) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_drain(l, side));
 }
 
@@ -959,7 +960,7 @@ namespace {
 
 /// Of what it needs there: it will not be in a moment.
 bool lacks_something(const QpLink& l, Side side) {
-  return !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || !all_memory_there(*l.twin, side);
+  return !is_common(l, side) || !has_room_for(*l.twin, side, *l.q) || !memory_is_there(l, side);
 }
 
 /// The other end stays, or will when it hears that this one does. One that has cut says STATE instead.
@@ -984,7 +985,11 @@ void got_drain(Channel& from, const DrainRecord& record) {
   const bool cast_off = record.flags & kCastOff;
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
-  if (!cast_off && l->stage == Stage::kMaking && lacks_something(*l, side)) return tell_off(*l, from, record.epoch, cast_off);
+  const bool rests = l->stage == Stage::kMaking || l->stage == Stage::kReady;
+  if (rests && !cast_off && lacks_something(*l, side)) {
+    l->drain_epoch = std::max(l->drain_epoch, record.epoch);  // it is off for good, though all may be there when it is said again
+    return tell_off(*l, from, l->drain_epoch, cast_off);
+  }
   if (l->stage == Stage::kDraining && l->casting_off != cast_off) return;  // one of the two times out
   if (cast_off ? (l->stage == Stage::kReady || l->stage == Stage::kMaking) && may_cast_off(*l) : l->stage == Stage::kReady) {
     if (record.epoch <= l->drain_epoch) return tell_off(*l, from, l->drain_epoch, cast_off);  // it is off, and what was said in it does not count

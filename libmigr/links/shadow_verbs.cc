@@ -197,10 +197,10 @@ void adopt_twin(Twin& t, Side side, MrShadow& mr, ibv_mr* made) {
 
 enum class Made : std::uint8_t { kNothing, kOne, kFailed };
 
-/// @param guard  of the lock, to be given away in the driver; null: it is kept
-Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard) {
+/// @param guard  of the lock, to be given away in the driver; null: it is kept. @param of  a PD; null: of all
+Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard, const ibv_pd* of) {
   auto& missing = t.at(side).missing;
-  const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side); });
+  const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side) && (!of || mr->app.pd == of); });
   if (next == missing.end() || t.closing) return Made::kNothing;
   MrShadow* const mr = *next;
   ibv_pd* const pd = t.pd(mr->app.pd, side);
@@ -235,9 +235,10 @@ Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::m
 }
 
 /// One that fails keeps no other back.
-bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr) {
-  for (std::size_t left = t.at(side).missing.size(); left; --left)
-    if (const Made made = make_first_mr(t, side, why, guard); made != Made::kFailed) return made == Made::kOne;
+bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr, const ibv_pd* of = nullptr) {
+  const auto& missing = t.at(side).missing;
+  for (auto left = std::count_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return !of || mr->app.pd == of; }); left; --left)
+    if (const Made made = make_first_mr(t, side, why, guard, of); made != Made::kFailed) return made == Made::kOne;
   return false;
 }
 
@@ -367,7 +368,11 @@ bool make_backup(Twin& t, std::string& why) {
 
 }  // namespace
 
-bool all_memory_there(const Twin& t, Side side) { return side == kHome || t.at(side).missing.empty(); }
+bool memory_is_there(const QpLink& l, Side side) {
+  if (side == kHome) return true;
+  const auto& missing = l.twin->at(side).missing;
+  return std::none_of(missing.begin(), missing.end(), [&](const MrShadow* mr) { return mr->app.pd == l.q->init.pd; });
+}
 
 bool trap_posts(QpShadow& q) {
   constexpr unsigned kSessionMs = 10;  // with the Registry's lock: once in a round
@@ -418,9 +423,9 @@ bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
   return cq_on(*q.send_cq, side) && cq_on(*q.recv_cq, side) && t.pd(q.init.pd, side) && (!q.init.srq || srq_on(q, side));
 }
 
-std::string make_memory(Twin& t, Side side) {
+std::string make_memory(Twin& t, Side side, const ibv_pd* of) {
   std::string why;
-  while (side != kHome && make_mr(t, side, why)) why.clear();  // what has failed is tried once more
+  while (side != kHome && make_mr(t, side, why, nullptr, of)) why.clear();  // what has failed is tried once more
   return why;
 }
 
@@ -704,6 +709,7 @@ migr_links_vqp_state state_of(QpLink& l, Side next) {
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
     why = next == l.on ? why_nowhere(l) : lacks_path(l, next) ? "waits for the other end" : "waits for memory";
+  if (!*why && l.stage == Stage::kReady && !memory_is_there(l, next)) why = "waits for memory";  // registered since
   std::string small;
   if (!*why && l.stage == Stage::kReady) {  // its next cut will refuse
     switchover::for_cqs(*l.q, [&](CqShadow& c) { if (small.empty()) small = why_refused(c); });
@@ -1173,7 +1179,7 @@ class Round {
     if (next == l.on || !is_incomplete(l, next) || !has_begun(l)) return;
     l.why.clear();
     if (lacks_path(l, next)) return ask_for_path(l, next, *standing(l, next));
-    if (!all_memory_there(*l.twin, next)) return;
+    if (!memory_is_there(l, next)) return;
     relieve(l);
     if (l.leg().link->down()) wanted(l);
   }

@@ -103,9 +103,10 @@ bool links_are_open();
 bool make_next(std::unique_lock<std::mutex>& guard);
 /// On that link is all that a path of `q` is made with. Memory may be missing.
 bool has_room_for(const Twin& t, Side side, const QpShadow& q);
-/// All memory of `t` that the application has registered, on that link. @return "" or what is missing
-std::string make_memory(Twin& t, Side side);
-bool all_memory_there(const Twin& t, Side side);
+/// All memory of `t` that the application has registered, on that link. @param of  of this PD only. @return "" or what is missing
+std::string make_memory(Twin& t, Side side, const ibv_pd* of = nullptr);
+/// Of the PD of `l`: a path there can serve it.
+bool memory_is_there(const QpLink& l, Side side);
 void close_link(Link& link);
 /// @return 0 or a positive errno
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);

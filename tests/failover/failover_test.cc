@@ -1895,6 +1895,30 @@ TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
   model_refuse_registrations(nullptr);
 }
 
+/// Its device there, or the other end's, does not take what was registered when both stood ready.
+TEST(Preferred, LinkThatRefusesLaterMemoryIsNotGoneTo) {
+  for (const bool here : {true, false}) {
+    for (const int link : {0, 1, 2}) model_mend(link);
+    const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+    const Speaker x(a), y(b);
+    const Speaker& end = here ? x : y;
+    x.connect(y), y.connect(x);
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+    std::vector<std::uint8_t> memory(4096);
+    model_refuse_registrations(memory.data());
+    ASSERT_NE(end.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(end.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+    EXPECT_TRUE(wait_for([&] { return end.ready_on(0) && std::string(end.state().why) == "waits for memory"; })) << end.state().why;
+    store_prefer("a1");
+    ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
+    Writing writing(x);
+    for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until && !HasFailure();)
+      EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
+    EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    store_prefer(nullptr);
+    model_refuse_registrations(nullptr);
+  }
+}
+
 /// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
 /// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
 TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
@@ -2127,6 +2151,27 @@ TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
   EXPECT_NE(reg(of_no_qp, refused), nullptr);
   model_refuse_registrations(nullptr);
   EXPECT_NE(reg(x.pd, refused), nullptr);
+}
+
+TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  std::vector<std::uint8_t> memory(4096), refused(4096);
+  ibv_pd* const of_no_qp = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  model_refuse_registrations(refused.data());
+  for (std::vector<std::uint8_t>* m : {&refused, &memory})
+    ASSERT_NE(a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of_no_qp, m->data(), m->size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+  ASSERT_TRUE(wait_for([&] { return model_most_registered(memory.data()) == 2; })) << "one keeps the other back";
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  Writing writing(x);
+  EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1); })) << x.state().why;
+  model_refuse_registrations(nullptr);
 }
 
 TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
