@@ -14,6 +14,7 @@
 #include "../path.h"
 #include "../real.h"
 #include "channel.h"
+#include "cq_room.h"
 #include "state.h"
 
 namespace migr::links {
@@ -296,6 +297,13 @@ void end_drain(QpLink& l, Stage then) {
   if (switchover::resume(one, ignored, why)) say(l, why);
 }
 
+/// A QP that came later may have left its CQs too small for what a cut flushes: that is no reason to end what carries still.
+bool has_cq_room(const QpLink& l) {
+  bool all = true;
+  switchover::for_cqs(*l.q, [&](const CqShadow& c) { all = all && why_no_room(c, l.on).empty(); });
+  return all;
+}
+
 /* ---- before a migration, while the default link does not work --------------------------- */
 
 /// Whether a migration can begin with no path but the one that it was born with, which executes nothing. What the other end's keys are called
@@ -318,7 +326,7 @@ void cast_off(QpLink& l) {
 }
 
 void cast_off_if_parking(QpLink& l) {
-  if (!l.told && has_to_cast_off(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_drain(l, kHome), true);
+  if (!l.told && has_to_cast_off(l) && has_cq_room(l)) begin_drain(l, MIGR_LINKS_CAUSE_NONE, next_drain(l, kHome), true);
 }
 
 /// Both ends have nothing in flight, and say so.
@@ -368,7 +376,7 @@ void look_at_place(QpLink& l) {
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
   if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
   if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);  // before the work stands still
-  if (!memory_is_there(l, side)) return;
+  if (!memory_is_there(l, side) || !has_cq_room(l)) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_drain(l, side));
 }
 
@@ -986,7 +994,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
   const bool rests = l->stage == Stage::kMaking || l->stage == Stage::kReady;
-  if (rests && !cast_off && lacks_something(*l, side)) {
+  if (rests && ((!cast_off && lacks_something(*l, side)) || !has_cq_room(*l))) {
     l->drain_epoch = std::max(l->drain_epoch, record.epoch);  // it is off for good, though all may be there when it is said again
     return tell_off(*l, from, l->drain_epoch, cast_off);
   }

@@ -2260,6 +2260,30 @@ TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
   model_most_cqes(1 << 20);
 }
 
+/// Off its default link, which works again: it carries where it is, and goes back when there is room.
+TEST(Room, ThatALaterQpTakesKeepsTheOneBeforeWhereItIs) {
+  constexpr unsigned kReturnMs = 5;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_most_cqes(kNeeded);
+  const Library a('a', "resend", "cached", kReturnMs, 3000), b('b', "resend", "cached", kReturnMs, 3000);
+  const auto link_is = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
+  const Speaker x(a, nullptr, small_cq(a)), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  link_is("migr_link_down");
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  const Speaker other(a, x.pd, x.cq);
+  link_is("migr_link_up");
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && std::string(x.state().why).starts_with("its CQ has "); })) << x.state().why;
+  Writing writing(x);
+  for (const auto until = Clock::now() + std::chrono::milliseconds(500); Clock::now() < until && !HasFailure();)
+    EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
+  EXPECT_TRUE(x.ready_on(1)) << x.state().why;
+  other.destroy();
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  model_most_cqes(1 << 20);
+}
+
 /// A QP that only receives or only sends, or neither: soft-RoCE has no room in a queue of no depth for what a cut posts behind all others.
 TEST(Depthless, QueuesChangeTheirPath) {
   for (const bool sessions : {false, true}) {
