@@ -983,14 +983,21 @@ void got_off(QpLink& l, Channel& from, const DrainRecord& record) {
   if (record.drained) tell_off(l, from, in_another ? record.epoch : l.drain_epoch, cast_off);
 }
 
+/// Its backup is not there any more, or not yet again, and it is not gone.
+bool has_cast_off(const migr_links_name& name) {
+  const auto& qps = Registry::get().qps;
+  return std::any_of(qps.begin(), qps.end(), [&](const QpShadow* q) { return q->adrift && q->vqpn() == name.vqpn && !std::memcmp(q->birth.gid.raw, name.gid, sizeof name.gid); });
+}
+
 }  // namespace
 
 void got_drain(Channel& from, const DrainRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
+  const bool cast_off = record.flags & kCastOff;
+  if (!l && cast_off && has_cast_off(record.to)) return;  // the other end was told that this one is drained, and has not heard it yet
   if (!l || l->stage == Stage::kBroken) return refuse(from, record.from, record.to, l, l ? l->epoch : 0);
   if (record.left != l->epoch || record.epoch <= l->epoch) return;
-  const bool cast_off = record.flags & kCastOff;
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
   const bool rests = l->stage == Stage::kMaking || l->stage == Stage::kReady;
