@@ -449,7 +449,7 @@ void look_at(QpLink& l) {
         give_up(l, "the other end has not answered for " + std::to_string(state()->config.switch_limit_ms) + " ms");
       return;
     case Stage::kBroken:
-      if (l.q->phase == switchover::Phase::kSuspended) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
+      if (l.q->phase == switchover::Phase::kSuspended && !l.q->adrift) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile
       if (has_hidden(l)) give_back(*l.q, take_hidden(*l.q));  // flushed by it, and seen before it
       return;
     case Stage::kMaking:
@@ -909,7 +909,7 @@ bool may_be_cut(QpLink& l) {
 void other_gave_up(QpLink& l, const StateRecord& record) {
   const std::string why = "the other end has given up";
   const bool was_changing = l.stage == Stage::kChanging, final = record.flags & kFinal;
-  if (!was_changing && !(final && may_be_cut(l))) {
+  if (!was_changing && !l.q->adrift && !(final && may_be_cut(l))) {
     if (l.stage == Stage::kDraining) end_drain(l, Stage::kBroken);
     l.why = why;
     kick(state()->round_fd);  // which tells it
@@ -921,10 +921,10 @@ void other_gave_up(QpLink& l, const StateRecord& record) {
     l.tries = 0;
     l.cause = MIGR_LINKS_CAUSE_PEER;
     l.noticed_ns = now_ns();
-    if (!cut(l, more)) return give_up(l, more);
+    if (!l.q->adrift && !cut(l, more)) return give_up(l, more);
   }
   std::optional<std::uint32_t> psn;
-  if (final) psn = settled_psn(l, record.executed);
+  if (final && !l.q->adrift) psn = settled_psn(l, record.executed);
   end_it(l, why + "; so does this one, and the application gets the errors", psn, nullptr);
 }
 

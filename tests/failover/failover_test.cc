@@ -1785,6 +1785,44 @@ TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
 
 INSTANTIATE_TEST_SUITE_P(, Parting, testing::Bool(), [](const auto& info) { return info.param ? "all_links" : "default_link"; });
 
+/// Neither end has a path: one, since its process leaves its links, and so the other. Then they have channels again, and lack memory, when the other
+/// one has waited for long enough.
+TEST(Adrift, EndsWithTheOtherEnd) {
+  constexpr unsigned kLongMs = 4 * kSwitchMs, kSoonMs = 4000;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, kLongMs);
+  ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 0, kSoonMs);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  model_cut_now(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  char why[200];
+  process.park(why, sizeof why);
+  ASSERT_STREQ(why, "");
+  std::vector<std::uint8_t> memory(4096);
+  model_refuse_registrations(memory.data());
+  for (const Speaker* s : {&x, &y})
+    ASSERT_NE(s->lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(s->pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  process.let_go();
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "waits for memory"; })) << x.state().why;
+  ASSERT_NE(y.state().phase, MIGR_LINKS_VQP_BROKEN) << "too early: " << y.state().why;
+  ibv_wc wc{};
+  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.wr_id, 1u);
+  EXPECT_NE(wc.status, IBV_WC_SUCCESS);
+  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN && y.state().phase == MIGR_LINKS_VQP_BROKEN; })) << x.state().why << "; " << y.state().why;
+  model_refuse_registrations(nullptr);
+}
+
 /// Of two connections of the same processes one has broken off its default link at one end, and is gone at the other, which is to be migrated.
 TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
   for (const int link : {0, 1, 2}) model_mend(link);
