@@ -334,7 +334,10 @@ unsigned look_at_relay(QpLink& l) {
   }
   if (!calm(l)) return r.since_ns = 0, kLookMs;
   if (!deliver(l)) return 0;
-  if (l.stage == Stage::kDraining) return kLookMs;
+  if (l.stage == Stage::kDraining) {
+    if (r.sends.empty()) end_hold(q, r);  // what is posted from now on is kept by the drain
+    return kLookMs;
+  }
   const bool late = r.since_ns && now - r.since_ns > state()->config.switch_limit_ms * 1'000'000ull;
   const bool posted = post_waiting(l, late) != 0;
   if (l.stage == Stage::kBroken) return 0;

@@ -124,6 +124,15 @@ class StoreDirectory : public Directory {
                    [] {
                      std::lock_guard guard(Registry::get().lock);
                      Registry::get().let_changes_go();
+                   },
+                   [] {
+                     std::lock_guard guard(Registry::get().lock);
+                     unsigned all = 0;
+                     for (CqShadow* c : Registry::get().cqs) {
+                       std::lock_guard of(c->lock);
+                       all += c->markers;
+                     }
+                     return all;
                    }});
   }
   unsigned life() override { return store_answers(instance_.data()); }

@@ -2633,6 +2633,65 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   EXPECT_EQ(sum, 1u) << "how often it was executed";
 }
 
+/// It was asked for before its vQP went on its way to the other link, where the other end is held up.
+TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const std::size_t before = store_processes();
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  ASSERT_TRUE(wait_for([&] { return store_processes() == before + 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a), y(b);
+  std::uint64_t sum = 0, found = 7, late = 0;
+  const auto reg = [](const Speaker& of, std::uint64_t& at) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &at, sizeof at, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+  };
+  const auto link = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
+  const ibv_mr *const there = reg(y, sum), *const here = reg(x, found);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  link("migr_link_down");
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  link("migr_link_up");
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  ibv_send_wr send{}, *bad;
+  send.opcode = IBV_WR_SEND;
+  send.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);  // finds no receive, and so is not drained before
+  model_hold_registrations(1, true);
+  auto held = std::async(std::launch::async, [&] { return reg(y, late) != nullptr; });  // with the library's lock
+  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
+  ibv_send_wr wr{};
+  wr.wr_id = 7;
+  wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  store_prefer("a0");
+  ASSERT_TRUE(wait_for([&] {
+    link("migr_link_up");  // so that it looks, and tells
+    return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
+  })) << x.state().why;
+  model_hold_registrations(1, false);
+  EXPECT_TRUE(held.get());
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.wr_id, 7u);
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  EXPECT_EQ(found, 0u);
+  ibv_recv_wr receive{}, *bad_receive;
+  ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] {
+    ibv_poll_cq(x.cq, 1, &wc);
+    return process.markers() == 0;
+  })) << process.markers();
+  store_prefer(nullptr);
+}
+
 /// The other end does not answer, and the first one is on its way to another link.
 TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -12,6 +12,7 @@ extern "C" {
 struct StoreProcess {
   void (*park)(char* why, std::size_t bytes);  ///< links::park()
   void (*let_go)();
+  unsigned (*markers)();  ///< that its CQs still wait for
 };
 void store_process(StoreProcess process);
 std::size_t store_processes();
