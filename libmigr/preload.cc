@@ -224,6 +224,14 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   return nullptr;
 }
 
+/// Its device has kept it as it was. What is not on the links of its QPs again is said: the call has failed for another reason.
+void made_again(MrShadow& mr) {
+  const int saved = errno;
+  if (const int err = links::made(mr))
+    std::fprintf(stderr, "libmigr: memory at %p is still registered, and not any more on the link that a QP of its PD is on: %s\n", mr.app.addr, std::strerror(err));
+  errno = saved;
+}
+
 ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp* qp) {
   shadow.real = qp;
   shadow.context = &context;
@@ -714,7 +722,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   links::gone(*shadow);  // made anew below
   const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
   // The last error comes after the device has done it: only the old memory could not be given back to children.
-  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return links::made(*shadow), err;
+  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return made_again(*shadow), err;
   const ibv_mr& now = *shadow->real;
   note_written(registry, *shadow, name);
   shadow->app = now;
@@ -734,7 +742,10 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
     name_mr(*shadow);
   }
   note_shift(*shadow);
-  links::made(*shadow);
+  if (const int missed = links::made(*shadow)) {  // the application is told, as by ibv_reg_mr: it is not to use it
+    errno = missed;
+    return IBV_REREG_MR_ERR_CMD;
+  }
   return err;
 }
 
@@ -757,7 +768,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     if (retired) std::erase(registry.retired_keys, shadow->app.rkey >> 8);
     note_shift(*shadow);
     registry.mrs.add(shadow);
-    return links::made(*shadow), err;
+    return made_again(*shadow), err;
   }
   note_written(registry, *shadow, shadow->app);
   delete shadow;

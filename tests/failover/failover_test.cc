@@ -2212,6 +2212,29 @@ TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
   model_refuse_registrations(nullptr);
 }
 
+TEST(RefusedMemory, IsSaidToWhoRegistersItAnew) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  std::vector<std::uint8_t> memory(4096), other(4096), refused(4096);
+  const auto reg = [&](ibv_pd* of) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE); };
+  const auto rereg = [&](ibv_mr* mr, std::vector<std::uint8_t>& m) { return a.verb<int(ibv_mr*, int, ibv_pd*, void*, std::size_t, int)>("ibv_rereg_mr")(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, m.data(), m.size(), 0); };
+  ibv_mr *const mr = reg(x.pd), *const of_no_qp = reg(a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context));
+  ASSERT_TRUE(mr && of_no_qp);
+  model_refuse_registrations(refused.data());
+  EXPECT_EQ(rereg(mr, other), 0);
+  errno = 0;
+  EXPECT_EQ(rereg(mr, refused), IBV_REREG_MR_ERR_CMD) << "its QP could not use it";
+  EXPECT_EQ(errno, ENOMEM);
+  EXPECT_EQ(rereg(of_no_qp, refused), 0);
+  model_refuse_registrations(nullptr);
+  EXPECT_EQ(a.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr), 0);
+}
+
 TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
   const Library a('a', "exact", "cached", 0, 3000);
   std::vector<std::uint8_t> memory(4096);

@@ -1147,6 +1147,18 @@ MODEL ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, uint6
 MODEL ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
   return ibv_reg_mr_iova2(pd, addr, length, reinterpret_cast<uint64_t>(addr), static_cast<unsigned>(access));
 }
+MODEL int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
+  std::lock_guard guard(lock);
+  if (flags & IBV_REREG_MR_CHANGE_PD) mr->pd = pd;
+  if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {
+    --registered[mr->addr].now;
+    mr->addr = addr;
+    mr->length = length;
+    ++registered[addr].now;
+  }
+  if (flags & IBV_REREG_MR_CHANGE_ACCESS) reinterpret_cast<Mr*>(mr)->access = static_cast<unsigned>(access);
+  return 0;
+}
 MODEL int ibv_dereg_mr(ibv_mr* mr) {
   wait_while_held(*nic_of(mr->context));
   std::lock_guard guard(lock);
