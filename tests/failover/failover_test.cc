@@ -1317,6 +1317,24 @@ struct Speaker {
   ibv_gid gid{};
 };
 
+/// Words on which the other end's atomics may work.
+ibv_mr* register_words(const Speaker& of, void* at, std::size_t bytes) {
+  return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, at, bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
+}
+
+/// FETCH_AND_ADD of 1 to the other end's `sum`. @return of ibv_post_send
+int post_add(const Speaker& x, std::uint64_t& found, const ibv_mr& here, const std::uint64_t& sum, const ibv_mr& there, std::uint64_t wr_id = 0) {
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here.lkey};
+  ibv_send_wr wr{}, *bad;
+  wr.wr_id = wr_id;
+  wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there.rkey};
+  return ibv_post_send(x.qp, &wr, &bad);
+}
+
 struct Pairs {
   Pairs(const Library& a, const Library& b, unsigned n) {
     for (unsigned i = 0; i < n; ++i) {
@@ -1967,10 +1985,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   x.connect(y), y.connect(x);
   std::uint64_t sum = 0, found[kDepth]{};
   std::vector<std::uint8_t> late_memory(4096);
-  const auto reg = [](const Speaker& of, void* at, std::size_t n) {
-    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, at, n, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
-  };
-  const ibv_mr *const there = reg(y, &sum, sizeof sum), *const here = reg(x, found, sizeof found);
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, found, sizeof found);
   ASSERT_TRUE(there && here);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
   model_cut_now(0);
@@ -1987,7 +2002,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   migr_links_switch totals;
   store_totals(&totals);  // the one before
   model_hold_registrations(1, true);
-  auto held = std::async(std::launch::async, [&] { return reg(y, late_memory.data(), late_memory.size()) != nullptr; });  // with the library's lock
+  auto held = std::async(std::launch::async, [&] { return register_words(y, late_memory.data(), late_memory.size()) != nullptr; });  // with the library's lock
   ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
 
   unsigned posted = 0, done = 0;
@@ -1995,14 +2010,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   auto progress = Clock::now();
   const auto go_on = [&] {
     for (; !is_last && posted - done < kDepth; ++posted) {
-      ibv_sge sge{reinterpret_cast<std::uint64_t>(&found[posted % kDepth]), sizeof sum, here->lkey};
-      ibv_send_wr wr{};
-      wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
-      wr.send_flags = IBV_SEND_SIGNALED;
-      wr.sg_list = &sge;
-      wr.num_sge = 1;
-      wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
-      EXPECT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+      EXPECT_EQ(post_add(x, found[posted % kDepth], *here, sum, *there), 0);
     }
     for (ibv_wc wc; ibv_poll_cq(x.cq, 1, &wc) == 1;) {
       EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << "at " << done << ": " << x.state().why;
@@ -2631,23 +2639,12 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found = 7;
-  const auto reg = [](const Speaker& of, std::uint64_t& at) {
-    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &at, sizeof at, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
-  };
-  const ibv_mr *const there = reg(y, sum), *const here = reg(x, found);
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
   ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
   model_delay_atomic();
-  ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
-  ibv_send_wr wr{}, *bad;
-  wr.wr_id = 7;
-  wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  wr.sg_list = &sge;
-  wr.num_sge = 1;
-  wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
-  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ASSERT_EQ(post_add(x, found, *here, sum, *there, 7), 0);
   ibv_wc wc{};
   ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
   EXPECT_EQ(wc.wr_id, 7u);
@@ -2666,11 +2663,8 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   const Library b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found = 7, late = 0;
-  const auto reg = [](const Speaker& of, std::uint64_t& at) {
-    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, &at, sizeof at, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);
-  };
   const auto link = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
-  const ibv_mr *const there = reg(y, sum), *const here = reg(x, found);
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
   link("migr_link_down");
@@ -2682,17 +2676,9 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   send.send_flags = IBV_SEND_SIGNALED;
   ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);  // finds no receive, and so is not drained before
   model_hold_registrations(1, true);
-  auto held = std::async(std::launch::async, [&] { return reg(y, late) != nullptr; });  // with the library's lock
+  auto held = std::async(std::launch::async, [&] { return register_words(y, &late, sizeof late) != nullptr; });  // with the library's lock
   ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
-  ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
-  ibv_send_wr wr{};
-  wr.wr_id = 7;
-  wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
-  wr.send_flags = IBV_SEND_SIGNALED;
-  wr.sg_list = &sge;
-  wr.num_sge = 1;
-  wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(&sum), .compare_add = 1, .swap = 0, .rkey = there->rkey};
-  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ASSERT_EQ(post_add(x, found, *here, sum, *there, 7), 0);
   store_prefer("a0");
   ASSERT_TRUE(wait_for([&] {
     link("migr_link_up");  // so that it looks, and tells
