@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <string_view>
 
 #include "netlink_exchange.h"
 
@@ -37,27 +36,28 @@ Status rdma_dump(nl_sock* sock, unsigned command, std::optional<std::uint32_t> i
 }
 
 // Those in one message of the dump, which may have none.
-void each_qp(const nlattr* table, const std::function<void(const nlattr* entry)>& visit) {
+void each_entry(const nlattr* table, const std::function<void(const nlattr* entry)>& visit) {
   int left = table ? nla_len(table) : 0;
   for (auto* entry = table ? static_cast<nlattr*>(nla_data(table)) : nullptr; nla_ok(entry, left); entry = nla_next(entry, &left)) visit(entry);
 }
 
 const nlattr* part_of(const nlattr* entry, int type) { return nla_find(static_cast<nlattr*>(nla_data(entry)), nla_len(entry), type); }
 
-// @param wanted  a device
-Status each_qp(const std::function<bool(std::string_view device)>& wanted, const std::function<void(const nlattr* entry)>& visit) {
+// @param wanted  a device; none: of all
+Status each_qp(const std::optional<std::string>& wanted, const std::function<void(const nlattr* entry)>& visit) {
   const NlSocket sock(nl_socket_alloc());
   if (!sock) return Error{ENOMEM, "netlink: out of memory"};
   if (const int e = nl_connect(sock.get(), NETLINK_RDMA); e < 0) return Error{EIO, std::string("netlink: ") + nl_geterror(e)};
   std::map<std::string, std::uint32_t> devices;
   auto s = rdma_dump(
       sock.get(), RDMA_NLDEV_CMD_GET, {}, [&](const RdmaAttrs& a) {
-        if (const auto* name = a[RDMA_NLDEV_ATTR_DEV_NAME], *at = a[RDMA_NLDEV_ATTR_DEV_INDEX]; name && at && wanted(nla_get_string(name))) devices[nla_get_string(name)] = nla_get_u32(at);
+        if (const auto* name = a[RDMA_NLDEV_ATTR_DEV_NAME], *at = a[RDMA_NLDEV_ATTR_DEV_INDEX]; name && at && (!wanted || *wanted == nla_get_string(name))) devices[nla_get_string(name)] = nla_get_u32(at);
       },
       "reading the RDMA devices");
+  if (s && wanted && devices.empty()) return Error{ENODEV, "no RDMA device " + *wanted};
   for (const auto& [device, index] : devices)
     if (s) s = rdma_dump(
-               sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) { each_qp(a[RDMA_NLDEV_ATTR_RES_QP], visit); }, "reading the QPs of " + device);
+               sock.get(), RDMA_NLDEV_CMD_RES_QP_GET, index, [&](const RdmaAttrs& a) { each_entry(a[RDMA_NLDEV_ATTR_RES_QP], visit); }, "reading the QPs of " + device);
   return s;
 }
 
@@ -111,24 +111,20 @@ Status each_gid(const std::function<void(wire::PortGid&)>& visit) {
 Result<std::set<std::uint32_t>> qp_numbers(const std::string& device) {
   if (!sees_all_processes()) return Error{EPERM, "migrd is in a pid namespace of its own, and sees the QPs of its processes only"};
   std::set<std::uint32_t> out;
-  bool found = false;
-  auto s = each_qp([&](std::string_view name) { return name == device && (found = true); },
-                   [&](const nlattr* entry) {
-                     if (const nlattr* qpn = part_of(entry, RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
-                   });
+  auto s = each_qp(device, [&](const nlattr* entry) {
+    if (const nlattr* qpn = part_of(entry, RDMA_NLDEV_ATTR_RES_LQPN)) out.insert(nla_get_u32(qpn));
+  });
   if (!s) return s.error();
-  if (!found) return Error{ENODEV, "no RDMA device " + device};
   return out;
 }
 
 Result<std::set<std::uint32_t>> qp_numbers_of(pid_t pid) {
   std::set<std::uint32_t> out;
-  auto s = each_qp([](std::string_view) { return true; },
-                   [&](const nlattr* entry) {
-                     const nlattr *qpn = part_of(entry, RDMA_NLDEV_ATTR_RES_LQPN), *thread = part_of(entry, RDMA_NLDEV_ATTR_RES_PID);
-                     if (!qpn || part_of(entry, RDMA_NLDEV_ATTR_RES_KERN_NAME)) return;
-                     if (!thread || is_thread_of(nla_get_u32(thread), pid)) out.insert(nla_get_u32(qpn));
-                   });
+  auto s = each_qp({}, [&](const nlattr* entry) {
+    const nlattr *qpn = part_of(entry, RDMA_NLDEV_ATTR_RES_LQPN), *thread = part_of(entry, RDMA_NLDEV_ATTR_RES_PID);
+    if (!qpn || part_of(entry, RDMA_NLDEV_ATTR_RES_KERN_NAME)) return;
+    if (!thread || is_thread_of(nla_get_u32(thread), pid)) out.insert(nla_get_u32(qpn));
+  });
   if (!s) return s.error();
   return out;
 }
