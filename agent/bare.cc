@@ -99,7 +99,7 @@ Result<ContainerState> Bare::state(pid_t pid) const {
   if (!process_lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
   for (const char* ns : {"pid", "mnt", "net"})
     if (link_of(pid, std::string("ns/") + ns) != link_of(getpid(), std::string("ns/") + ns))
-      return Error{EOPNOTSUPP, who + " is in a container: name the container instead"};
+      return Error{EOPNOTSUPP, who + " is in a container: name the container instead, as migrctl ps does; if ps names none, another engine than the runc of migrd.json (runc_root) has it, and it cannot be moved"};
   ContainerState s;
   s.id = bare_name(pid);
   s.pid = pid;

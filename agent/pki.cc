@@ -134,7 +134,7 @@ Status init(const std::string& dir) {
   if (is_there(dir + "/ca.pem")) return Error{EEXIST, keyless(dir)};
   const auto key = new_key();
   if (!key) return openssl_error("making a key");
-  const auto cert = new_cert(key.get(), "migr test CA", nullptr, kCaDays);
+  const auto cert = new_cert(key.get(), "migr CA", nullptr, kCaDays);
   if (!cert || !add_extension(cert.get(), cert.get(), NID_basic_constraints, "critical,CA:TRUE,pathlen:0") ||
       !add_extension(cert.get(), cert.get(), NID_key_usage, "critical,keyCertSign,cRLSign") ||
       !add_extension(cert.get(), cert.get(), NID_subject_key_identifier, "hash") ||

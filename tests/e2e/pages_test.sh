@@ -186,6 +186,11 @@ looked_at() {
 		grep -q '<svg' "$E2E_OUT/report.html" && grep -q hostC "$E2E_OUT/report.html" || fail "report"
 }
 
+ended() {
+	type_block "8. End it" 1 hostB >/dev/null && [ -z "$(container_at)" ] || fail "after the end the container is on $(container_at)" || return 1
+	! on hostB sh -c 'ip netns list | grep .' || fail "a network namespace is left on hostB"
+}
+
 # ---- the hosts, at the end
 
 in_order() {	# HOST
@@ -289,6 +294,7 @@ step "5: a container and its partner" container_started
 step "6: the container moves" container_moves
 step "7: history and report" looked_at
 step "the program ends as it should" program_ends_well
+step "8: the container ends where it is" ended
 PAGE=operations
 step "operations: backup links" backup_links
 step "operations: a host is emptied" host_emptied
