@@ -525,9 +525,12 @@ std::string checksum_of(const std::string& text) {
 std::uint64_t bytes_below(const std::string& folder) {
   std::uint64_t bytes = 0;
   std::error_code ec;
+  struct stat top, st;
+  if (lstat(folder.c_str(), &top)) return 0;
   for (std::filesystem::recursive_directory_iterator f(folder, ec), end; !ec && f != end; f.increment(ec)) {
-    struct stat st;
-    if (!lstat(f->path().c_str(), &st) && S_ISREG(st.st_mode)) bytes += static_cast<std::uint64_t>(st.st_size);
+    if (lstat(f->path().c_str(), &st)) continue;
+    if (S_ISREG(st.st_mode)) bytes += static_cast<std::uint64_t>(st.st_size);
+    if (S_ISDIR(st.st_mode) && st.st_dev != top.st_dev) f.disable_recursion_pending();
   }
   return bytes;
 }

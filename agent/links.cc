@@ -44,7 +44,11 @@ Status RpcDestination::check(const wire::CheckRequest& r) {
   asked.set_bundle_mark(mark.name());
   auto reply = call(stub_, &D::Check, asked, kPrepareMs, name_);
   shared_ = reply && reply->bundle_shared();
-  return reply;
+  if (!reply || shared_) return reply;
+  if (const auto bytes = bytes_below(r.bundle()); bytes > kBundleBytes)
+    return Error{EFBIG, r.bundle() + " has " + std::to_string(bytes >> 20) + " MB of files, and at most " + std::to_string(kBundleBytes >> 20) +
+                            " MB are copied: have the same folder on both hosts (shared storage), or a root filesystem that is mounted there"};
+  return {};
 }
 
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,

@@ -156,8 +156,18 @@ walk_step "a disk in memory here" with_host src 'echo "MemAvailable: 1000 kB" >/
 	'migr(/source)? is in memory, of which 1 MB are free'
 step "a small disk there" with_host dst "$(small_disk /var/lib/migr/dest)" 'umount /var/lib/migr/dest' 'dst: .*and 1 MB are free in /var/lib/migr/dest'
 walk_step "a small disk here" with_host src "$(small_disk /var/lib/migr/source)" 'umount /var/lib/migr/source' 'and 1 MB are free in /var/lib/migr/source'
+step "a bundle larger than what is copied" with_host src "truncate -s 2G $E2E_BUNDLES/c/large" "rm $E2E_BUNDLES/c/large" 'has 2[0-9]+ MB of files, and at most 1024 MB are copied'
 walk_step "the disk there fills up" undone_with_host dst "$(few_files /var/lib/migr/dest 24)" 'umount /var/lib/migr/dest' 'No space left on device'
 step "the disk here fills up" undone_with_host src "$(few_files /var/lib/migr/source 24)" 'umount /var/lib/migr/source' 'No space left on device'
+roce_closed() { echo "iptables -$1 INPUT -p udp --dport 4791 ${2:-} -j DROP"; }
+step "RoCE is closed there" never_stopped dst "$(roce_closed I)" "$(roce_closed D)" 'dst does not reach peer over RDMA, as src does: [0-9]+ bytes at once between .*UDP port 4791'
+walk_step "only small packets of RoCE come to there" never_stopped dst "$(roce_closed I '-m length --length 1000:')" "$(roce_closed D '-m length --length 1000:')" 'dst does not reach peer over RDMA'
+doctor_sees_it_closed() {
+	local r=0
+	on_sh dst "$(roce_closed I)" && doctor_says 1 '[.[] | select(.status == "failed")] | length == 2 and all(.[]; (.check | test("^dst: path rxe")) and (.advice | test("4791")))' --peer dst || r=1
+	on_sh dst "$(roce_closed D)" && [ $r = 0 ] && doctor_says 0 'any(.[]; .check == "dst: path rxe0/1" and (.found | test("passes both ways")))' --peer dst && untouched
+}
+walk_step "doctor sees that RoCE is closed there" doctor_sees_it_closed
 step "after all that both ends agree" stop_verify c || e2e_reset
 step "a QP in SQD" holds sqd 'process [0-9]+ \(migr_verify\): QP [0-9]+ is in state SQD and cannot be migrated'
 walk_step "registered memory that was made read-only" holds readonly 'memory of 4096 bytes is registered, and not mapped or not writable any more'
