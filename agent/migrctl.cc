@@ -516,8 +516,8 @@ int main(int argc, char** argv) {
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
   app.require_subcommand(1);
   app.set_version_flag("--version", kRelease);
-  app.add_option("--socket", o.socket, "migrd's control socket")->capture_default_str();
-  app.add_option("--config", o.config, "migrd's configuration; for doctor, history, report, ps and migrate")->capture_default_str();
+  auto* socket = app.add_option("--socket", o.socket, "migrd's control socket; else control_socket of its configuration")->capture_default_str();
+  app.add_option("--config", o.config, "migrd's configuration")->capture_default_str();
   std::function<int()> todo;
   auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
@@ -527,7 +527,7 @@ int main(int argc, char** argv) {
     });
     return c;
   };
-  auto json = [&](CLI::App* c) { c->add_flag("--json", o.json, "for programs"); };
+  auto json = [&](CLI::App* c) { return c->add_flag("--json", o.json, "for programs"); };
 
   const CLI::Validator process_number(
       [](const std::string& text) {
@@ -568,8 +568,7 @@ int main(int argc, char** argv) {
   auto* page = report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
   report->add_flag("--json", o.json, "what it is made of, for programs; no page")->excludes(page);
   auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
-  links->add_flag("--vqps", o.vqps, "each vQP, too; with --json");
-  json(links);
+  links->add_flag("--vqps", o.vqps, "each vQP, too; with --json")->needs(json(links));
   links->require_subcommand(0, 1);
   auto waits = [&](CLI::App* c) { c->add_option("--wait", o.wait_ms, "ms for the processes to carry it out")->capture_default_str()->check(CLI::Range(0u, kLinkOrderMaxMs)); };
   auto* prefer = add(*links, "prefer", "vQPs go to this link and stay there", cmd_links_prefer);
@@ -617,5 +616,7 @@ int main(int argc, char** argv) {
     app.exit(e);
     return written(kUsage);
   }
+  if (!socket->count())
+    if (const auto config = load_config(o.config)) o.socket = config->control_socket;
   return written(todo ? todo() : kUsage);
 }

@@ -76,6 +76,15 @@ for line in "migrate c --json" "--json" "show no --json" "show --json --none 7" 
 		[ -s "$dir/err" ] || not_ok "as $user, $line: no sentence on standard error"
 	done
 done
+# The control socket is that of the configuration, unless --socket says another one.
+echo "{\"name\": \"h\", \"control_socket\": \"$dir/its.sock\"}" >"$dir/migrd.json"
+at() { "$ctl" --config "$dir/migrd.json" "$@" peers --json 2>/dev/null | jq -r .error; }
+if [ "$(id -u)" = 0 ]; then
+	grep -q "answer on $dir/its.sock" <<<"$(at)" || not_ok "control_socket of the configuration: $(at)"
+	grep -q "answer on $dir/no.sock" <<<"$(at --socket "$dir/no.sock")" || not_ok "--socket beside a configuration: $(at --socket "$dir/no.sock")"
+fi
+asked root links --vqps
+[ $status = 2 ] && grep -q -- --json "$dir/err" || not_ok "links --vqps without --json: $status"
 asked root migrate c
 [ $status = 2 ] && [ ! -s "$dir/out.json" ] || not_ok "without --json: $status $(cat "$dir/out.json")"
 asked root peers
