@@ -321,6 +321,7 @@ wire::PlanReply Coordinator::plan(const std::string& container, const std::strin
   begin(container, to, id);
   std::string why;
   auto ask = [&](const Status& s) {
+    if (!s && why.empty()) summary_.set_error_code(static_cast<std::uint32_t>(s.error().code));
     if (!s) why += (why.empty() ? "" : "; ") + s.error().text;
     return bool(s);
   };
@@ -927,6 +928,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     std::string text = s.error().text;
     for (const auto& f : undone.failed) text += "; while going back: " + f;
     summary_.set_error(text);
+    summary_.set_error_code(static_cast<std::uint32_t>(failed_with_));
     summary_.set_going_back(touched_ && !undone.all);
     for (const auto& what : undone.done) summary_.add_rolled_back(what);
     if (touched_) {
@@ -938,6 +940,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     }
   } else if (undecided_) {
     summary_.set_error(s.error().text);
+    summary_.set_error_code(static_cast<std::uint32_t>(s.error().code));
   } else {
     undo_.drop();
     // The container runs on the destination now, whatever comes.
@@ -947,7 +950,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     look_at_traffic();
     summary_.set_migrated(true);
     summary_.set_rdma_ms(rdma_ms());
-    if (!s) summary_.set_error("the container moved, but: " + s.error().text);
+    if (!s) summary_.set_error("the container moved, but: " + s.error().text), summary_.set_error_code(static_cast<std::uint32_t>(s.error().code));
     source_.forget(bool(destroyed));
   }
   stop = true;

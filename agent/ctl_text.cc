@@ -109,6 +109,7 @@ Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& s
           {"to", s.to()},
           {"would_move", s.error().empty()},
           {"refused_because", or_null(s.error())},
+          {"code", error_name(s)},
           {"processes", plan.processes()},
           {"connections", plan.connections()},
           {"connections_gone", s.gone()},

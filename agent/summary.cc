@@ -47,6 +47,11 @@ Json gone_json(const wire::Summary& s) {
   return gone;
 }
 
+Json error_name(const wire::Summary& s) {
+  const char* name = s.error_code() ? strerrorname_np(static_cast<int>(s.error_code())) : nullptr;
+  return name ? Json(name) : Json(nullptr);
+}
+
 Json summary_json(const wire::Summary& s) {
   Json phases = Json::object();
   for (const auto& p : s.phases()) phases[p.phase()] = p.ms();
@@ -71,6 +76,7 @@ Json summary_json(const wire::Summary& s) {
           {"going_back", s.going_back()},
           {"tries", s.tries()},
           {"rollback_reason", s.error().empty() ? Json(nullptr) : Json(s.error())},
+          {"code", error_name(s)},
           {"rolled_back", rolled_back},
           {"service_blackout_ms", s.service_blackout_ms()},
           {"communication_blackout_ms", s.communication_blackout_ms()},

@@ -14,6 +14,8 @@ Json resources_json(const wire::Resources& r);
 
 /// "SUMMARY OF A MIGRATION" in migrctl(1).
 Json summary_json(const wire::Summary& s);
+/// Of its error, as errno(3) has it: "EINPROGRESS". null: none
+Json error_name(const wire::Summary& s);
 
 /// Which connections a checkpoint or restore has ended, or a migration, as their other ends had died. As text a line each, not more
 /// than fit on a screen.

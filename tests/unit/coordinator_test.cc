@@ -475,6 +475,15 @@ TEST(Coordinator, EachSideIsConnectedToTheOther) {
   EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
 }
 
+TEST(Coordinator, ProgramsAreToldTheErrorByItsName) {
+  Scene s;
+  EXPECT_EQ(summary_json(s.run())["code"], Json(nullptr));
+  Scene busy;
+  busy.play.fail = "d.ready";
+  busy.play.fail_code = EBUSY;
+  EXPECT_EQ(summary_json(busy.run())["code"], "EBUSY");
+}
+
 TEST(Coordinator, PartnersResumeOnceWhetherOrNotTheyKnowThatWithTheirKeys) {
   for (const bool older : {false, true}) {
     Scene s;
