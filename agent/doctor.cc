@@ -77,6 +77,10 @@ void judge_criu(Judge& j, const wire::HostFacts& f) {
   j.part("runc", f.runc(), "install migr's runc, or say in migrd.json where it is (\"runc\")");
 }
 
+void judge_cgroups(Judge& j, const wire::HostFacts& f) {
+  if (f.has_cgroups()) j.part("cgroups", f.cgroups(), "start the kernel with systemd.unified_cgroup_hierarchy=1: containers in cgroups v1 cannot be moved");
+}
+
 void judge_net_hook(Judge& j, const wire::HostFacts& f) {
   if (!f.has_net_hook()) return;
   const std::string advice = "say in migrd.json what moves an address (\"net_hook\"); packages have /usr/lib/migr/migr-net";
@@ -207,6 +211,19 @@ void compare_processors(Judge& j, const wire::HostFacts& here, const wire::HostF
   j.warn("processor", found, "what is started on the better one cannot be moved to the other: programs look for instructions when they start");
 }
 
+// A partner may be on any of them.
+void compare_peers(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
+  if (there.peers().empty()) return;
+  std::set<std::string> wanted(here.peers().begin(), here.peers().end());
+  wanted.insert(here.version().name());
+  wanted.erase(j.host);
+  for (const auto& name : there.peers()) wanted.erase(name);
+  std::string lacks;
+  for (const auto& name : wanted) lacks += (lacks.empty() ? "" : ", ") + name;
+  if (lacks.empty()) return j.ok("peers", "knows those of this host");
+  j.warn("peers", "does not know " + lacks, "what is connected to there cannot be moved from it: add them to the \"peers\" in its migrd.json");
+}
+
 void judge_clock(Judge& j, std::int64_t ahead_ms) {
   const std::string found = fmt::format("{:.1f} s {} ours", static_cast<double>(std::abs(ahead_ms)) / 1e3, ahead_ms < 0 ? "behind" : "ahead of");
   if (std::abs(ahead_ms) > kClockMs)
@@ -230,6 +247,7 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
   judge_kernel(j, f);
   j.part("library", f.library(), "install libmigr.so there, or say in migrd.json where it is (\"libmigr\"); programs are started with LD_PRELOAD= and that path");
   judge_criu(j, f);
+  judge_cgroups(j, f);
   judge_net_hook(j, f);
   judge_nft(j, f);
   judge_certificate(j, f.certificate(), now_s);
@@ -275,6 +293,7 @@ std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& p
     j.ok("migrd", "answers at " + peer.address);
   compare_versions(j, here, *peer.facts);
   compare_processors(j, here, *peer.facts);
+  compare_peers(j, here, *peer.facts);
   judge_clock(j, peer.ahead_ms);
   wire::HostFacts facts = *peer.facts;
   facts.mutable_version()->set_name(peer.name);

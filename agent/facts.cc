@@ -25,6 +25,8 @@
 namespace migr {
 namespace {
 
+constexpr char kCgroups[] = "/sys/fs/cgroup";
+
 std::string error_of(const Status& s) { return s ? "" : s.error().text; }
 
 // Whoever preloads it has to be able to read it.
@@ -150,6 +152,9 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   if (!config.net_hook.empty()) f.mutable_net_hook()->set_error(error_of(check_net_hook(config)));
   *f.mutable_links() = links_of(config);
   for (auto& i : instructions_here()) f.add_instructions(std::move(i));
+  for (const auto& p : config.peers) f.add_peers(p.name);
+  f.mutable_cgroups()->set_path(kCgroups);
+  if (access((std::string(kCgroups) + "/cgroup.controllers").c_str(), F_OK)) f.mutable_cgroups()->set_error("not the unified hierarchy (cgroup v2)");
   *f.mutable_certificate() = certificate_of(config);
   add_devices(f);
   *f.mutable_room() = room_for(image_bytes, config);

@@ -34,6 +34,8 @@ wire::HostFacts good(const std::string& name = "src") {
   f.mutable_runc()->set_path("runc");
   f.mutable_net_hook()->set_path("/usr/lib/migr/migr-net");
   f.mutable_nft()->set_path("nft");
+  f.mutable_cgroups()->set_path("/sys/fs/cgroup");
+  for (const char* peer : {"src", "dst", "p"}) f.add_peers(peer);
   auto* c = f.mutable_certificate();
   c->set_folder("/etc/migr/pki"), c->set_subject(name), c->set_begins_s(kNow - kDay), c->set_ends_s(kNow + 300 * kDay), c->set_ca_ends_s(kNow + 900 * kDay);
   c->set_of_ca(true), c->set_of_key(true), c->set_of_host(true);
@@ -67,6 +69,8 @@ TEST(Doctor, HostsThatAreRightAreOk) {
   auto older = good("dst");  // does not know of it
   older.clear_net_hook();
   older.clear_nft();
+  older.clear_cgroups();
+  older.clear_peers();
   EXPECT_TRUE(wrong(judge_peer(good(), answer_of(older), kNow)).empty());
   for (const auto& f : peer) EXPECT_EQ(f.advice, "") << f.check;
 }
@@ -134,6 +138,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"runc", [](auto& f) { f.mutable_runc()->set_error("runc knows no partial-restore"); }, "runc", Health::kFailed, "partial-restore", "migr's runc"},
         Case{"net_hook", [](auto& f) { f.mutable_net_hook()->set_error("/x is no program"); }, "net_hook", Health::kFailed, "no program", "migr-net"},
         Case{"nft", [](auto& f) { f.mutable_nft()->set_error("cannot run nft"); }, "nft", Health::kWarning, "cannot run nft", "nftables"},
+        Case{"cgroups", [](auto& f) { f.mutable_cgroups()->set_error("not the unified hierarchy"); }, "cgroups", Health::kFailed, "not the unified", "systemd.unified_cgroup_hierarchy=1"},
         Case{"no_net_hook", [](auto& f) { f.mutable_net_hook()->clear_path(); }, "net_hook", Health::kWarning, "not set", "if there are such, say in migrd.json"},
         Case{"no_key", [](auto& f) { f.mutable_certificate()->set_error("no host.key"); }, "certificate", Health::kFailed, "no host.key", "/etc/migr/pki"},
         Case{"expired", [](auto& f) { f.mutable_certificate()->set_ends_s(kNow); }, "certificate", Health::kFailed, "it expired", "pki host"},
@@ -174,6 +179,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"abi", [](auto& f) { f.mutable_version()->set_abi(9); }, "versions", Health::kFailed, "migr.ko version 3 here, 9 there", "same release"},
         Case{"proc", [](auto& f) { f.mutable_version()->set_proc(9); }, "versions", Health::kFailed, "libmigr version 4 here, 9 there", "same release"},
         Case{"release", [](auto& f) { f.mutable_version()->set_release("2"); }, "versions", Health::kWarning, "release 1 here, 2 there", "same release"},
+        Case{"peers", [](auto& f) { f.mutable_peers()->RemoveLast(); }, "peers", Health::kWarning, "does not know p", "add them to the \"peers\""},
+        Case{"here", [](auto& f) { f.clear_peers(), f.add_peers("p"); }, "peers", Health::kWarning, "does not know src", "add them to the \"peers\""},
         Case{"criu", [](auto& f) { f.mutable_criu()->set_version("4.0"); }, "versions", Health::kWarning, "CRIU 3.17.1 here, 4.0 there", "same CRIU"},
         Case{"mtu", [](auto& f) { f.mutable_devices(0)->mutable_ports(0)->set_mtu(kMtu4096); }, "path rxe0/1", Health::kFailed, "MTU 1024 here, 4096 there", "ip link set eth1 mtu"},
         Case{"family", [](auto& f) { f.mutable_devices(0)->mutable_gids(0)->set_gid(kLinkLocal); }, "path rxe0/1", Health::kWarning, "another family", "addresses"}),
