@@ -18,6 +18,7 @@ constexpr GuardedCall kCalls[] = {
     {"/migr.wire.Host/GetOutcome", Right::kPeer},
     {"/migr.wire.Host/Renew", Right::kPeer},
     {"/migr.wire.Host/Release", Right::kPeer},
+    {"/migr.wire.Host/TryPaths", Right::kPeer},
     {"/migr.wire.Host/Traffic", Right::kPartner},
     {"/migr.wire.Partner/Find", Right::kPartner},
     {"/migr.wire.Partner/Prepare", Right::kPartner},

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "clock.h"
+#include "failover/link_records.h"
 #include "fault.h"
 #include "file_tree.h"
 #include "limits.h"
@@ -42,6 +43,8 @@ void lead_to(wire::Connection& c, const End& end, std::string peer, std::uint32_
   c.set_peer(std::move(peer));
   c.set_peer_ctx_id(ctx_id);
 }
+
+std::string shown_gid(const std::string& bytes) { return gid_text(bytes, "an unknown GID"); }
 
 }  // namespace
 
@@ -441,6 +444,7 @@ Status Coordinator::connect() {
     d->set_vqpn(info_.connected[i].vqpn);
   }
   std::vector<wire::ConnectRequest> to_partner(affected_.size());
+  std::vector<std::map<std::pair<std::string, std::string>, Path>> paths(affected_.size());  // that the new connections take, each once
   for (std::size_t p = 0; p < affected_.size(); p++) {
     to_partner[p].set_id(id_);
     std::map<std::uint32_t, const wire::Spare*> by_index;
@@ -458,13 +462,55 @@ Status Coordinator::connect() {
       auto* c = to_partner[p].add_connections();
       c->set_index(q.index());
       lead_to(*c, *f->second, peer_of(mine), mine.ctx_id);
+      if (auto& path = paths[p][{f->second->gid(), s->second->gid()}]; mine.mtu > path.there.mtu)
+        path = {{f->second->gid(), s->second->gid(), mine.mtu}, {mine.gid, mine.dest_gid, mine.mtu}};
     }
   }
   auto moves = source_.moves(prepared_);
   if (!moves) return moves.error();
   *to_dest.mutable_moves() = std::move(*moves->mutable_moves());
-  return both([&] { return to_dest.connections_size() || to_dest.moves_size() ? dest_.connect(to_dest) : Status(); },
-              [&](Affected& a) { return a.link->connect(to_partner[static_cast<std::size_t>(&a - affected_.data())]); });
+  const auto number = [this](const Affected& a) { return static_cast<std::size_t>(&a - affected_.data()); };
+  if (auto s = both([&] { return to_dest.connections_size() || to_dest.moves_size() ? dest_.connect(to_dest) : Status(); },
+                    [&](Affected& a) { return a.link->connect(to_partner[number(a)]); }); !s || !set_.pre_setup) return s;
+  return step("connect.try", [&] {
+    return parallel_for(affected_, [&](Affected& a) {
+      std::vector<Path> its;
+      for (const auto& [ends, path] : paths[number(a)])
+        if (path.there.mtu) its.push_back(path);
+      return reach(a, std::move(its));
+    });
+  });
+}
+
+// What the source reaches the destination has to reach, too. A path that neither takes is as broken as before; one that cannot be tried
+// keeps nobody: that is so where migrd does not see the GIDs of a container, and with an older one.
+Status Coordinator::reach(const Affected& a, std::vector<Path> paths) {
+  // @return those that pass, or are not tried; `paths` are the others afterwards
+  const auto try_all = [&](std::unique_ptr<PathTrial> host, PathToTry Path::*side) {
+    std::vector<Path> passed, failed;
+    std::vector<PathToTry> to_try;
+    for (const auto& p : paths) to_try.push_back(p.*side);
+    Result<std::vector<PathTried>> tried = std::vector<PathTried>(paths.size());
+    if (const auto end = a.link->path_trial(); host && end && !paths.empty()) tried = migr::try_paths(*host, *end, id_, to_try);
+    if (!tried) spdlog::info("paths to {} are not tried: {}", a.link->name(), tried.error().text);
+    for (std::size_t i = 0; i < paths.size(); i++) {
+      const PathTried result = tried ? (*tried)[i] : PathTried{};
+      if (!result.why_not.empty()) spdlog::info("the path from {} to {} of {} is not tried: {}", shown_gid(to_try[i].from), shown_gid(to_try[i].to), a.link->name(), result.why_not);
+      auto& p = (result.error.empty() ? passed : failed).emplace_back(paths[i]);
+      if (p.why.empty()) p.why = result.error;
+    }
+    paths = std::move(failed);
+    return passed;
+  };
+  for (int i = 0; i < 2; i++) (void)try_all(dest_.path_trial(), &Path::there);  // packets get lost now and then
+  const auto missed = try_all(source_.path_trial(), &Path::here);
+  for (const auto& p : paths)
+    note("neither " + set_.self + " nor " + to_ + " reaches " + a.link->name() + " over RDMA at " + shown_gid(p.there.to) + ": what is connected to there moves as it is");
+  if (missed.empty()) return {};
+  const auto& [there, here, why] = missed.front();
+  return Error{ENETUNREACH, to_ + " does not reach " + a.link->name() + " over RDMA, as " + set_.self + " does: " + std::to_string(mtu_bytes(there.mtu)) + " bytes at once between " +
+                                shown_gid(there.from) + " and " + shown_gid(there.to) + ": " + why +
+                                ". With RoCE, UDP port 4791 has to be open between the two, both ways, and every switch on the way has to pass frames of that size"};
 }
 
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from) {

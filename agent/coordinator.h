@@ -17,6 +17,7 @@
 #include "fault.h"
 #include "file_tree.h"
 #include "limits.h"
+#include "path_trial.h"
 #include "process_session.h"
 #include "room.h"
 #include "status.h"
@@ -30,6 +31,7 @@ struct SourceQp {
   std::string gid;                   // it sends from; 16 bytes
   std::string dest_gid;
   std::uint32_t dest_pqpn = 0;
+  std::uint32_t mtu = 0;             // enum ib_mtu; 0: not known
 };
 
 /// A container as step 1 found it.
@@ -105,6 +107,8 @@ class Source {
   virtual Status destroy() = 0;    // container, network; reserves the vQPNs
   /// Files of this migration. @param settled  nothing is left to do here; else it is tried again
   virtual void forget(bool settled) = 0;
+  /// Ends of this host; null: none can be made.
+  virtual std::unique_ptr<PathTrial> path_trial() { return nullptr; }
   /// Where the addresses of unconnected QPs will be; none: nobody has to be told.
   virtual Result<wire::MovesRequest> moves(const wire::PrepareReply&) { return wire::MovesRequest(); }
 };
@@ -118,6 +122,8 @@ class DestinationLink {
   /// After a prepare() with `later`: what it left out.
   virtual Result<wire::PrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
+  /// null: it has no network
+  virtual std::unique_ptr<PathTrial> path_trial() { return nullptr; }
   /// Sends the images in `folder`, memory while it is being `written`; adds what was sent to `bytes`.
   /// @param pre_copy_round  0: the checkpoint
   virtual Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) = 0;
@@ -144,6 +150,7 @@ class PartnerLink {
   virtual Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) = 0;
   virtual Result<wire::PartnerPrepareReply> create(std::uint32_t id) = 0;
   virtual Status connect(const wire::ConnectRequest& r) = 0;
+  virtual std::unique_ptr<PathTrial> path_trial() = 0;
   virtual Status suspend(std::uint32_t id) = 0;
   virtual Result<wire::TrackReply> track(std::uint32_t id) = 0;
   virtual Result<wire::DrainReply> drain(std::uint32_t id, int limit_ms) = 0;
@@ -208,6 +215,10 @@ class Coordinator {
     PartnerLink* link;
     std::vector<wire::PartnerQp> qps;  // index: into info_.connected
   };
+  struct Path {  // between a partner host and the destination, and the one that it takes the place of
+    PathToTry there, here;
+    std::string why{};  // it fails
+  };
   void begin(const std::string& container, const std::string& to, std::uint32_t id);
   Status check(const std::string& container, const std::string& to);
   Status inspect(const std::string& container);
@@ -219,6 +230,7 @@ class Coordinator {
   Status prepare();
   Status create();
   Status connect();
+  Status reach(const Affected& a, std::vector<Path> paths);
   Status track();
   Status pre_copy();
   Status drain();

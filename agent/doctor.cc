@@ -8,11 +8,13 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "failover/link_records.h"
 #include "host_service.h"
 #include "limits.h"
 #include "pki.h"
 #include "room.h"
 #include "text.h"
+#include "migr/gid.h"
 
 namespace migr {
 namespace {
@@ -117,6 +119,10 @@ auto gids_of_port(const wire::DeviceFacts& d, std::uint32_t port) {
   return out;
 }
 
+int common_bits(const wire::PortGid& a, const wire::PortGid& b) {
+  return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(a.gid().data()), reinterpret_cast<const std::uint8_t*>(b.gid().data()));
+}
+
 void judge_devices(Judge& j, const wire::HostFacts& f) {
   if (!f.devices_size()) return j.fail("rdma", "no RDMA device", "load the driver of its NIC; soft-RoCE: rdma link add rxe0 type rxe netdev NETDEV");
   bool active = false;
@@ -157,30 +163,45 @@ const wire::DeviceFacts* like(const wire::DeviceFacts& d, const wire::HostFacts&
   return there.devices_size() == 1 ? &there.devices(0) : nullptr;
 }
 
-void compare_devices(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
+// Active ports of here with those that correspond to them there. @param none  of a device that has no such one there
+template <class Pair, class None>
+void each_pair_of_ports(const wire::HostFacts& here, const wire::HostFacts& there, const Pair& pair, const None& none) {
   for (const auto& d : here.devices()) {
     const auto* t = like(d, there);
     if (!t) {
-      if (there.devices_size()) j.warn("rdma " + d.name(), "it has no such device", "what uses " + d.name() + " cannot go there: give a device that name (rdma dev set)");
+      none(d);
       continue;
     }
     for (const auto& p : d.ports()) {
       const auto q = std::find_if(t->ports().begin(), t->ports().end(), [&](const auto& x) { return x.port() == p.port(); });
-      if (q == t->ports().end() || !port_active(p.state()) || !port_active(q->state())) continue;
-      const std::string check = "path " + port_name(d, p);
-      std::set<int> families;
-      for (const auto& g : gids_of_port(*t, q->port())) families.insert(gid_family(g.gid()));
-      const auto mine = gids_of_port(d, p.port());
-      const auto lacks = std::find_if(mine.begin(), mine.end(), [&](const auto& g) { return !families.contains(gid_family(g.gid())); });
-      if (q->mtu() != p.mtu())
-        j.fail(check, fmt::format("MTU {} here, {} there", mtu_bytes(p.mtu()), mtu_bytes(q->mtu())),
-               fmt::format("set the same on both: ip link set {} mtu N", q->netdev().empty() ? "NETDEV" : q->netdev()));
-      else if (lacks != mine.end())
-        j.warn(check, "RoCE v2 GIDs of another family there than here", "give both interfaces addresses of the same families (IPv4, IPv6)");
-      else
-        j.ok(check, fmt::format("MTU {} on both ends", mtu_bytes(p.mtu())));
+      if (q != t->ports().end() && port_active(p.state()) && port_active(q->state())) pair("path " + port_name(d, p), d, p, *t, *q);
     }
   }
+}
+
+void compare_devices(Judge& j, const wire::HostFacts& here, const PeerAnswer& peer) {
+  const auto& there = *peer.facts;
+  const auto none = [&](const wire::DeviceFacts& d) {
+    if (there.devices_size()) j.warn("rdma " + d.name(), "it has no such device", "what uses " + d.name() + " cannot go there: give a device that name (rdma dev set)");
+  };
+  each_pair_of_ports(here, there, [&](const std::string& check, const auto& d, const auto& p, const auto& t, const auto& q) {
+    std::set<int> families;
+    for (const auto& g : gids_of_port(t, q.port())) families.insert(gid_family(g.gid()));
+    const auto mine = gids_of_port(d, p.port());
+    const auto lacks = std::find_if(mine.begin(), mine.end(), [&](const auto& g) { return !families.contains(gid_family(g.gid())); });
+    const auto tried = std::find_if(peer.tried.begin(), peer.tried.end(), [&](const NamedPath& x) { return x.name == check; });
+    const bool known = tried != peer.tried.end() && tried->result.why_not.empty();
+    if (q.mtu() != p.mtu())
+      j.fail(check, fmt::format("MTU {} here, {} there", mtu_bytes(p.mtu()), mtu_bytes(q.mtu())),
+             fmt::format("set the same on both: ip link set {} mtu N", q.netdev().empty() ? "NETDEV" : q.netdev()));
+    else if (known && !tried->result.error.empty())
+      j.fail(check, fmt::format("{} bytes at once between {} and {} do not arrive: {}", mtu_bytes(p.mtu()), gid_text(tried->path.from, "?"), gid_text(tried->path.to, "?"), tried->result.error),
+             "open UDP port 4791 between them, both ways; every switch on the way has to pass frames of that size");
+    else if (lacks != mine.end())
+      j.warn(check, "RoCE v2 GIDs of another family there than here", "give both interfaces addresses of the same families (IPv4, IPv6)");
+    else
+      j.ok(check, fmt::format("MTU {} on both ends{}", mtu_bytes(p.mtu()), known ? ", and that much passes both ways" : ""));
+  }, none);
 }
 
 void compare_versions(Judge& j, const wire::HostFacts& here, const wire::HostFacts& there) {
@@ -271,6 +292,23 @@ Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionRe
   return j.all[0];
 }
 
+std::vector<NamedPath> paths_between(const wire::HostFacts& here, const wire::HostFacts& there) {
+  std::vector<NamedPath> out;
+  each_pair_of_ports(here, there, [&](const std::string& name, const auto& d, const auto& p, const auto& t, const auto& q) {
+    constexpr int kFamilies[] = {0, 2, 1};  // as gid_family() counts: a link-local address last
+    const wire::PortGid *from = nullptr, *to = nullptr;
+    int best = -1;
+    const auto mine = gids_of_port(d, p.port()), theirs = gids_of_port(t, q.port());
+    for (const int family : kFamilies)
+      for (const auto& g : mine)
+        for (const auto& h : theirs)
+          if (const int common = common_bits(g, h); (!from || gid_family(from->gid()) == family) && gid_family(g.gid()) == family && gid_family(h.gid()) == family && common > best)
+            from = &g, to = &h, best = common;
+    if (from && p.mtu() == q.mtu()) out.push_back({name, {from->gid(), to->gid(), p.mtu()}});
+  }, [](const wire::DeviceFacts&) {});
+  return out;
+}
+
 std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& peer, std::int64_t now_s) {
   Judge j{peer.name};
   if (!peer.facts) {
@@ -298,7 +336,7 @@ std::vector<Finding> judge_peer(const wire::HostFacts& here, const PeerAnswer& p
   wire::HostFacts facts = *peer.facts;
   facts.mutable_version()->set_name(peer.name);
   append(j.all, judge_host(facts, now_s));
-  compare_devices(j, here, *peer.facts);
+  compare_devices(j, here, peer);
   return std::move(j.all);
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "config.h"
+#include "path_trial.h"
 #include "peer_link.h"
 
 namespace migr {
@@ -18,10 +19,17 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
 /// Memory that the processes with RDMA resources here have filled: a checkpoint of them all.
 std::uint64_t rdma_filled_bytes();
 
+struct NamedPath {
+  std::string name;  // "path DEVICE/PORT", by the port of here
+  PathToTry path;
+  PathTried result{};
+};
+
 struct PeerAnswer {
   std::string name, address;
   Result<wire::HostFacts> facts = Error{};
-  std::int64_t ahead_ms = 0;  // of its clock
+  std::int64_t ahead_ms = 0;          // of its clock
+  std::vector<NamedPath> tried = {};  // those of paths_between() (doctor.h), if they could be
 };
 /// All at the same time. ENOENT: no such peer in the configuration; EPROTONOSUPPORT: its migrd is older.
 std::vector<PeerAnswer> ask_peers(Peers& peers, const std::vector<std::string>& names, std::uint64_t image_bytes);

@@ -7,6 +7,7 @@
 
 #include "facts.h"
 #include "kernel_record.h"
+#include "path_trial.h"
 
 namespace migr {
 
@@ -50,14 +51,33 @@ grpc::Status HostService::GetOutcome(grpc::ServerContext* ctx, const wire::Migra
 
 grpc::Status HostService::Renew(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
   const LogScope log(log_fields_of(*ctx, config_, m->id()));
-  const Caller who(*ctx, config_);
+  const auto s = coordinated(m->id(), {*ctx, config_});
+  if (s && traffic_) traffic_->look_closely();
+  return to_grpc(s);
+}
+
+Status HostService::coordinated(std::uint32_t id, const Caller& who) {
   Status first = Error{ENOENT, "no open migration of that number here"};
   for (Role* r : roles_) {
-    const auto s = r->renew(m->id(), who);
+    const auto s = r->renew(id, who);
     if (s || (!first && first.error().code == ENOENT)) first = s;
   }
-  if (first && traffic_) traffic_->look_closely();
-  return to_grpc(first);
+  return first;
+}
+
+grpc::Status HostService::TryPaths(grpc::ServerContext* ctx, grpc::ServerReaderWriter<wire::TrialStep, wire::TrialStep>* stream) {
+  wire::TrialStep request;
+  if (!stream->Read(&request)) return {grpc::StatusCode::INVALID_ARGUMENT, "TryPaths without a step"};
+  const LogScope log(log_fields_of(*ctx, config_, request.id()));
+  const Caller who(*ctx, config_);
+  if (auto s = request.id() ? coordinated(request.id(), who) : may(config_, who, Right::kRead); !s) return to_grpc(s);
+  const auto trial = trial_of_host();
+  do {
+    const auto answer = trial->step(request);
+    if (!answer) return to_grpc(answer);
+    if (!stream->Write(*answer)) break;
+  } while (stream->Read(&request));
+  return grpc::Status::OK;
 }
 
 // Who may switch connections here could break them anyway; of others only the host that it went to from here.

@@ -54,9 +54,12 @@ class HostService final : public wire::Host::Service {
   grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration* m, wire::OutcomeReply* out) override;
   grpc::Status Renew(grpc::ServerContext*, const wire::Migration* m, wire::Empty*) override;
   grpc::Status Release(grpc::ServerContext*, const wire::ReleaseRequest* r, wire::Empty*) override;
+  grpc::Status TryPaths(grpc::ServerContext*, grpc::ServerReaderWriter<wire::TrialStep, wire::TrialStep>* stream) override;
   grpc::Status Traffic(grpc::ServerContext*, const wire::TrafficRequest* r, wire::TrafficReply* out) override;
 
  private:
+  /// An open migration that `who` coordinates is renewed with each word of it.
+  Status coordinated(std::uint32_t id, const Caller& who);
   Status may_release(const Caller& who, const Instance& i) const;
 
   const Config& config_;

@@ -22,48 +22,49 @@ inline constexpr char kListen[] = "0.0.0.0:7471";
 inline constexpr char kMetrics[] = "127.0.0.1:7472";
 
 // Limits that the configuration may change ("limits": {"lease_ms": 20000, ..}), once, at the start.
-#define MIGR_LIMITS(X)                                                                                                         \
-  /* between hosts */                                                                                                          \
-  X(kCheckMs, "check_ms", 20'000)      /* is anybody there */                                                                  \
-  X(kCallMs, "call_ms", 10'000)        /* a call that does little */                                                           \
-  X(kAbortMs, "abort_ms", 30'000)      /* a destination that answers takes back what it made */                                \
-  X(kPrepareMs, "prepare_ms", 120'000) /* create every object at the destination */                                            \
-  X(kUploadMs, "upload_ms", 600'000)                                                                                           \
-  X(kGoMs, "go_ms", 3'600'000)            /* a prepared restore waits for GO: memory is copied before. The lease is shorter */ \
-  X(kReadyMs, "ready_ms", 110'000)        /* CRIU restores */                                                                  \
-  X(kCommitMs, "commit_ms", 25'000)       /* below the plugin's 30 s: after it, it has aborted */                              \
-  X(kUndecidedMs, "undecided_ms", 60'000) /* how long the source asks a silent destination before it says so */                \
-  X(kPhaseMs, "phase_ms", 900'000)        /* any step of a phase of the coordinator: longer than each call's limit */          \
-  X(kRenewCallMs, "renew_call_ms", 4'000)                                                                                      \
-  X(kLeaseMs, "lease_ms", 20'000)     /* without renewal the coordinator counts as gone */                                     \
-  X(kResolveMs, "resolve_ms", 90'000) /* how long a host left alone asks for the outcome, often */                             \
-  X(kLeaseRenewMs, "lease_renew_ms", 1'000)                                                                                    \
-  X(kProgressMs, "progress_ms", 1'000) /* between two words of how far a phase is */                                           \
-  X(kResolveStepMs, "resolve_step_ms", 1'000)                                                                                  \
-  X(kResolveSlowMs, "resolve_slow_ms", 10'000) /* between two questions, after kResolveMs */                                   \
-  /* to processes */                                                                                                           \
-  X(kProcessMs, "process_ms", 10'000) /* any request but drain */                                                              \
-  X(kWhereMs, "where_ms", 2'000)      /* of a connection to what has moved; a program's ibv_modify_qp() waits */               \
-  X(kParkMs, "park_ms", 20'000)       /* leave its backup links */                                                             \
-  X(kPerQpMs, "per_qp_ms", 10)        /* more, for requests that make or connect QPs */                                        \
-  X(kSuspendMs, "suspend_ms", 10'000) /* all threads seen outside */                                                           \
-  X(kDrainMs, "drain_ms", 10'000)                                                                                              \
-  X(kReconnectMs, "reconnect_ms", 20'000) /* a restored or thawed process at the gate */                                       \
-  /* commands */                                                                                                               \
-  X(kRuncMs, "runc_ms", 60'000)                                                                                                \
-  X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                                   \
-  X(kCompareMs, "compare_ms", 60'000) /* a process's memory with what was copied ahead; then all of it is dumped */            \
-  X(kHookMs, "hook_ms", 60'000)                                                                                                \
-  X(kAheadMs, "ahead_ms", 2'000)                   /* the stop waits for those that are started before it */                   \
-  X(kRestoreSocketMs, "restore_socket_ms", 50'000) /* partial restore: until the plugin listens */                             \
-  /* links */                                                                                                                  \
-  X(kLinkCallMs, "link_call_ms", 3'000)        /* a question to the directory of links; a Redis engine's, too */               \
-  X(kLinkOutsideMs, "link_outside_ms", 10'000) /* all threads seen outside, for a process that asks */                         \
-  X(kLinkDownMs, "link_down_ms", 1)            /* a port is down so long before processes are told */                          \
-  X(kLinkUpMs, "link_up_ms", 1'000)            /* up so long; twice as much for each time it went down lately */               \
-  X(kLinkUpMaxMs, "link_up_max_ms", 30'000)    /* at most */                                                                   \
-  X(kLinkFlapMs, "link_flap_ms", 60'000)       /* what lately is */                                                            \
-  /* tests */                                                                                                                  \
+#define MIGR_LIMITS(X)                                                                                                                  \
+  /* between hosts */                                                                                                                   \
+  X(kCheckMs, "check_ms", 20'000)      /* is anybody there */                                                                           \
+  X(kCallMs, "call_ms", 10'000)        /* a call that does little */                                                                    \
+  X(kAbortMs, "abort_ms", 30'000)      /* a destination that answers takes back what it made */                                         \
+  X(kPrepareMs, "prepare_ms", 120'000) /* create every object at the destination */                                                     \
+  X(kUploadMs, "upload_ms", 600'000)                                                                                                    \
+  X(kGoMs, "go_ms", 3'600'000)            /* a prepared restore waits for GO: memory is copied before. The lease is shorter */          \
+  X(kReadyMs, "ready_ms", 110'000)        /* CRIU restores */                                                                           \
+  X(kCommitMs, "commit_ms", 25'000)       /* below the plugin's 30 s: after it, it has aborted */                                       \
+  X(kUndecidedMs, "undecided_ms", 60'000) /* how long the source asks a silent destination before it says so */                         \
+  X(kPhaseMs, "phase_ms", 900'000)        /* any step of a phase of the coordinator: longer than each call's limit */                   \
+  X(kTrialMs, "trial_ms", 5'000)          /* what a host writes to another one over RDMA, to see whether it arrives, is acknowledged */ \
+  X(kRenewCallMs, "renew_call_ms", 4'000)                                                                                               \
+  X(kLeaseMs, "lease_ms", 20'000)     /* without renewal the coordinator counts as gone */                                              \
+  X(kResolveMs, "resolve_ms", 90'000) /* how long a host left alone asks for the outcome, often */                                      \
+  X(kLeaseRenewMs, "lease_renew_ms", 1'000)                                                                                             \
+  X(kProgressMs, "progress_ms", 1'000) /* between two words of how far a phase is */                                                    \
+  X(kResolveStepMs, "resolve_step_ms", 1'000)                                                                                           \
+  X(kResolveSlowMs, "resolve_slow_ms", 10'000) /* between two questions, after kResolveMs */                                            \
+  /* to processes */                                                                                                                    \
+  X(kProcessMs, "process_ms", 10'000) /* any request but drain */                                                                       \
+  X(kWhereMs, "where_ms", 2'000)      /* of a connection to what has moved; a program's ibv_modify_qp() waits */                        \
+  X(kParkMs, "park_ms", 20'000)       /* leave its backup links */                                                                      \
+  X(kPerQpMs, "per_qp_ms", 10)        /* more, for requests that make or connect QPs */                                                 \
+  X(kSuspendMs, "suspend_ms", 10'000) /* all threads seen outside */                                                                    \
+  X(kDrainMs, "drain_ms", 10'000)                                                                                                       \
+  X(kReconnectMs, "reconnect_ms", 20'000) /* a restored or thawed process at the gate */                                                \
+  /* commands */                                                                                                                        \
+  X(kRuncMs, "runc_ms", 60'000)                                                                                                         \
+  X(kCheckpointMs, "checkpoint_ms", 120'000)                                                                                            \
+  X(kCompareMs, "compare_ms", 60'000) /* a process's memory with what was copied ahead; then all of it is dumped */                     \
+  X(kHookMs, "hook_ms", 60'000)                                                                                                         \
+  X(kAheadMs, "ahead_ms", 2'000)                   /* the stop waits for those that are started before it */                            \
+  X(kRestoreSocketMs, "restore_socket_ms", 50'000) /* partial restore: until the plugin listens */                                      \
+  /* links */                                                                                                                           \
+  X(kLinkCallMs, "link_call_ms", 3'000)        /* a question to the directory of links; a Redis engine's, too */                        \
+  X(kLinkOutsideMs, "link_outside_ms", 10'000) /* all threads seen outside, for a process that asks */                                  \
+  X(kLinkDownMs, "link_down_ms", 1)            /* a port is down so long before processes are told */                                   \
+  X(kLinkUpMs, "link_up_ms", 1'000)            /* up so long; twice as much for each time it went down lately */                        \
+  X(kLinkUpMaxMs, "link_up_max_ms", 30'000)    /* at most */                                                                            \
+  X(kLinkFlapMs, "link_flap_ms", 60'000)       /* what lately is */                                                                     \
+  /* tests */                                                                                                                           \
   X(kFaultHangMs, "fault_hang_ms", 900'000) /* fault.h: longer than anybody waits */
 #define X(id, name, ms) inline int id = ms;
 MIGR_LIMITS(X)

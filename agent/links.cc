@@ -28,10 +28,41 @@ wire::LimitedRequest limited(std::uint32_t id, int ms) {
   return r;
 }
 
+class RpcTrial final : public PathTrial {
+ public:
+  RpcTrial(wire::Host::Stub& host, const std::string& name) : name_(name) {
+    set_deadline(ctx_, kCheckMs + kTrialMs);
+    name_migration(ctx_);
+    stream_ = host.TryPaths(&ctx_);
+  }
+  // Its ends are gone when this is.
+  ~RpcTrial() override { (void)finish(); }
+  Result<wire::TrialStep> step(const wire::TrialStep& request) override {
+    wire::TrialStep answer;
+    if (!finished_ && stream_->Write(request) && stream_->Read(&answer)) return answer;
+    const auto s = finish();
+    return s ? Error{EPROTO, name_ + ": TryPaths ended in the middle"} : s.error();
+  }
+
+ private:
+  Status finish() {
+    if (std::exchange(finished_, true)) return {};
+    stream_->WritesDone();
+    return from_grpc(stream_->Finish(), name_);
+  }
+
+  const std::string name_;
+  grpc::ClientContext ctx_;
+  std::unique_ptr<grpc::ClientReaderWriter<wire::TrialStep, wire::TrialStep>> stream_;
+  bool finished_ = false;
+};
+
 // A host that does not know the migration (any more) has nothing to take back.
 Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status() : s; }
 
 }  // namespace
+
+std::unique_ptr<PathTrial> trial_of_peer(wire::Host::Stub& host, const std::string& name) { return std::make_unique<RpcTrial>(host, name); }
 
 Status RpcDestination::check(const wire::CheckRequest& r) {
   // Is anybody there at all? The check itself runs programs, which takes its time.
@@ -175,6 +206,7 @@ Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
   return s;
 }
 
+std::unique_ptr<PathTrial> RpcDestination::path_trial() { return trial_of_peer(host_, name_); }
 Status RpcDestination::attach_network(std::uint32_t id) { return call(stub_, &D::AttachNetwork, migration(id), kHookMs + 1000, name_); }
 Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::FullRestore, migration(id), kHookMs + kProcessMs, name_); }
 Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs + kProcessMs, name_); }
@@ -207,6 +239,7 @@ Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepare
 }
 Result<wire::PartnerPrepareReply> RpcPartner::create(std::uint32_t id) { return call(stub_, &P::Create, migration(id), kPrepareMs, name_); }
 Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &P::Connect, r, kPrepareMs, name_); }
+std::unique_ptr<PathTrial> RpcPartner::path_trial() { return trial_of_peer(host_, name_); }
 Status RpcPartner::suspend(std::uint32_t id) {
   return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);
 }

@@ -7,6 +7,9 @@
 
 namespace migr {
 
+/// Ends of the host that `host` leads to, which has to live longer.
+std::unique_ptr<PathTrial> trial_of_peer(wire::Host::Stub& host, const std::string& name);
+
 class RpcDestination final : public DestinationLink {
  public:
   /// @param bundle  where the bundle is taken from; empty: where it will be
@@ -16,6 +19,7 @@ class RpcDestination final : public DestinationLink {
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string& folder, Sent& total) override;
   Result<wire::PrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
+  std::unique_ptr<PathTrial> path_trial() override;
   Status upload(std::uint32_t id, const std::string& folder, unsigned pre_copy_round, const Written& written, Sent& total) override;
   bool bundle_changes() const override { return !root_.empty(); }
   Status upload_changes(std::uint32_t id, Sent& total) override;
@@ -47,6 +51,7 @@ class RpcPartner final : public PartnerLink {
   Result<wire::PartnerPrepareReply> prepare(const wire::PartnerPrepareRequest& r) override;
   Result<wire::PartnerPrepareReply> create(std::uint32_t id) override;
   Status connect(const wire::ConnectRequest& r) override;
+  std::unique_ptr<PathTrial> path_trial() override;
   Status suspend(std::uint32_t id) override;
   Result<wire::TrackReply> track(std::uint32_t id) override;
   Result<wire::DrainReply> drain(std::uint32_t id, int limit_ms) override;

@@ -71,7 +71,7 @@ ContainerInfo from_json(const SortedJson& j) {
     if (c.ctxs.back().second >= c.instances.size()) throw std::invalid_argument("a context without a process");
   }
   for (const auto& q : j.at("connected")) {
-    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_from(q.at("gid")), bytes_from(q.at("to_gid")), q.at("to_pqpn")});
+    c.connected.push_back({q.at("context"), q.at("vqpn"), q.at("pqpn"), bytes_from(q.at("gid")), bytes_from(q.at("to_gid")), q.at("to_pqpn"), 0});
     if (c.connected.back().gid.size() != 16 || c.connected.back().dest_gid.size() != 16) throw std::invalid_argument("a GID has 16 bytes");
   }
   for (const auto& n : j.at("needs"))

@@ -27,6 +27,8 @@
 #include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "links.h"
+#include "parallel.h"
 #include "phase_lines.h"
 #include "pki.h"
 #include "record_text.h"
@@ -438,6 +440,21 @@ Result<wire::VersionReply> ask_daemon(const Options& o) {
   return v;
 }
 
+// What is wrong with the call says nothing of the paths.
+void try_paths_to(Peers& peers, const wire::HostFacts& here, PeerAnswer& peer) {
+  const auto channel = peers.channel(peer.name);
+  auto named = peer.facts ? paths_between(here, *peer.facts) : std::vector<NamedPath>();
+  if (!channel || named.empty()) return;
+  std::vector<PathToTry> paths;
+  for (const auto& n : named) paths.push_back(n.path);
+  wire::Host::Stub stub(*channel);
+  const auto trial = trial_of_host(), of_peer = trial_of_peer(stub, peer.name);
+  const auto tried = try_paths(*trial, *of_peer, 0, paths);
+  if (!tried) return;
+  for (std::size_t i = 0; i < named.size(); i++) named[i].result = (*tried)[i];
+  peer.tried = std::move(named);
+}
+
 std::vector<Finding> examine(const Options& o) {
   constexpr char kHere[] = "this host";
   if (!is_root()) return {{kHere, "root", Health::kFailed, "not root", need_root("migrctl doctor")}};
@@ -460,7 +477,9 @@ std::vector<Finding> examine(const Options& o) {
   for (const auto& p : config->peers)
     if (o.peers.empty() && p.name != config->name) names.push_back(p.name);
   if (names.empty()) all.push_back({config->name, "peers", Health::kWarning, "none in " + o.config, "add the hosts that containers are to go to, or have partners on"});
-  for (const auto& answer : ask_peers(peers, names, filled))
+  auto answers = ask_peers(peers, names, filled);
+  (void)parallel_for(answers, [&](PeerAnswer& a) { return try_paths_to(peers, here, a), Status(); });
+  for (const auto& answer : answers)
     for (auto& f : judge_peer(here, answer, now_s)) all.push_back(std::move(f));
   return all;
 }

@@ -492,9 +492,9 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
     if (auto s = state_can_move(q, who); !s) return s;
     info_.vqpns.push_back(q.vqpn);
     if (q.qp_type == kUd)
-      info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0});
+      info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0, 0});
     else if (connected(q))
-      info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, bytes_of(q.ah.sgid), bytes_of(q.ah.dgid), q.dest_qpn});
+      info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, bytes_of(q.ah.sgid), bytes_of(q.ah.dgid), q.dest_qpn, q.path_mtu});
   }
   info_.ctxs.emplace_back(r.ctx_id, owner);
   const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));

@@ -132,6 +132,7 @@ class SourceRun final : public Source {
   Status decide(wire::Outcome outcome) override;
   Status destroy() override;
   void forget(bool settled) override;
+  std::unique_ptr<PathTrial> path_trial() override { return trial_of_host(); }
   Result<wire::MovesRequest> moves(const wire::PrepareReply& prepared) override;
 
  private:

@@ -10,6 +10,7 @@
 #include "agent/devices.h"
 #include "agent/huge_zero_page.h"
 #include "agent/kernel_record.h"
+#include "agent/path_trial.h"
 #include "agent/record_image.h"
 #include "agent/runc.h"
 #include "model.h"
@@ -19,7 +20,18 @@ namespace {
 
 std::string host() { return std::getenv("MODEL_HOST"); }
 
+// Every path passes.
+struct ModelTrial final : PathTrial {
+  wire::TrialStep ends;
+  Result<wire::TrialStep> step(const wire::TrialStep& request) override {
+    if (!ends.ends_size()) ends = request;
+    return ends;
+  }
+};
+
 }  // namespace
+
+std::unique_ptr<PathTrial> trial_of_host() { return std::make_unique<ModelTrial>(); }
 
 Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
 Result<KernelInfo> KernelRecord::info() {
@@ -50,6 +62,7 @@ Status KernelRecord::objects(ContextRecord& c) {
     q.pqpn = p.pqpn;
     q.qp_type = 2;   // RC
     q.qp_state = 3;  // RTS
+    q.path_mtu = 3;
     q.dest_qpn = p.dest_pqpn;
     std::memcpy(q.ah.sgid, model::gid_of(p.gid).data(), sizeof q.ah.sgid);
     std::memcpy(q.ah.dgid, model::gid_of(p.dest_gid).data(), sizeof q.ah.dgid);

@@ -68,6 +68,33 @@ wire::SettleReply one_settled(std::uint32_t replayed, std::uint32_t executed, st
   return r;
 }
 
+// Ends of one host; `broken` are GIDs of the destination or of here that reach nobody, `unseen` those that it has no device for.
+struct FakePaths {
+  std::set<std::string> broken, unseen;
+  int lose = 0;  // so many tries fail all the same
+  std::vector<std::string> tried;
+};
+struct FakeTrial final : PathTrial {
+  FakeTrial(Play& play, std::string who, FakePaths& paths) : p(play), who_(std::move(who)), paths_(paths) {}
+  Play& p;
+  const std::string who_;
+  FakePaths& paths_;
+  wire::TrialStep ends_;
+  int steps_ = 0;
+  Result<wire::TrialStep> step(const wire::TrialStep& request) override {
+    if (auto s = p.did(who_ + ".try"); !s) return s.error();
+    if (++steps_ == 1) ends_ = request;
+    EXPECT_EQ(request.ends_size(), steps_ == 3 ? 0 : ends_.ends_size());
+    const bool lost = steps_ == 3 && paths_.lose > 0 && paths_.lose--;
+    for (auto& e : *ends_.mutable_ends()) {
+      if (paths_.unseen.contains(e.gid())) e.set_why_not("not seen");
+      if (steps_ == 3) paths_.tried.push_back(e.gid());
+      if (steps_ == 3 && (lost || paths_.broken.contains(e.gid()))) e.set_error("no answer");
+    }
+    return ends_;
+  }
+};
+
 struct FakeSource final : Source {
   explicit FakeSource(Play& play) : p(play) {}
   Play& p;
@@ -85,7 +112,7 @@ struct FakeSource final : Source {
     i.bundle = "/b";
     i.instances.push_back(Instance{1});
     i.ctxs = {{7, 0}};
-    i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22}};
+    i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22, 3}};
     i.vqpns = {0x11};
     i.resources.set_qp(1);
     if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0", {}, 0}};
@@ -147,6 +174,8 @@ struct FakeSource final : Source {
     return p.did("s.freeze");
   }
   Status reconnect() override { return p.did("s.reconnect"); }
+  FakePaths paths;
+  std::unique_ptr<PathTrial> path_trial() override { return std::make_unique<FakeTrial>(p, "s", paths); }
   Status detach_network() override { return p.did("s.detach"); }
   Status attach_network() override { return p.did("s.attach"); }
   Status checkpoint() override { return p.did("s.checkpoint"); }
@@ -203,6 +232,8 @@ struct FakeDestination final : DestinationLink {
     connected = r;
     return p.did("d.connect");
   }
+  FakePaths paths;
+  std::unique_ptr<PathTrial> path_trial() override { return std::make_unique<FakeTrial>(p, "d", paths); }
   std::vector<std::uint64_t> rounds;  // bytes that each has
   Status upload(std::uint32_t, const std::string&, unsigned round, const Written& written, Sent& b) override {
     if (round && round <= rounds.size()) b.bytes += rounds[round - 1];
@@ -309,6 +340,8 @@ struct FakePartner final : PartnerLink {
     connected = r;
     return p.did(name_ + ".connect");
   }
+  FakePaths paths;
+  std::unique_ptr<PathTrial> path_trial() override { return std::make_unique<FakeTrial>(p, name_, paths); }
   std::string cannot_track;
   bool knows_writes = true;
   Result<wire::TrackReply> track(std::uint32_t) override {
@@ -475,6 +508,30 @@ TEST(Coordinator, EachSideIsConnectedToTheOther) {
   EXPECT_EQ(s.partner.got_keys.keys(0).prkey(0), 2u);
 }
 
+const std::string kAtDestination(16, 'd'), kAtSource(16, 's'), kAtPartner(16, 'p');
+
+TEST(Coordinator, PathsAreTriedWhenTheyAreConnectedAndBeforeAnythingStops) {
+  Scene s;
+  EXPECT_TRUE(s.run().migrated());
+  s.expect_order({"d.connect", "d.try", "s.suspend"});
+  s.expect_order({"p.connect", "p.try", "p.suspend"});
+  EXPECT_EQ(s.destination.paths.tried, std::vector{kAtDestination});
+  EXPECT_EQ(s.partner.paths.tried, std::vector{kAtPartner});
+  EXPECT_FALSE(s.play.has("s.try"));
+}
+
+TEST(Coordinator, WhatTheSourceReachesTheDestinationHasToReach) {
+  Scene s;
+  s.destination.paths.broken = {kAtDestination};
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_NE(r.error().find("dst does not reach p over RDMA, as src does: 1024 bytes"), std::string::npos) << r.error();
+  EXPECT_NE(r.error().find("no answer"), std::string::npos) << r.error();
+  EXPECT_EQ(s.source.paths.tried, std::vector{kAtSource});
+  EXPECT_FALSE(s.play.has("s.suspend"));
+  EXPECT_TRUE(s.play.has("d.abort") && s.play.has("p.rollback"));
+}
+
 TEST(Coordinator, ProgramsAreToldTheErrorByItsName) {
   Scene s;
   EXPECT_EQ(summary_json(s.run())["code"], Json(nullptr));
@@ -482,6 +539,42 @@ TEST(Coordinator, ProgramsAreToldTheErrorByItsName) {
   busy.play.fail = "d.ready";
   busy.play.fail_code = EBUSY;
   EXPECT_EQ(summary_json(busy.run())["code"], "EBUSY");
+}
+
+TEST(Coordinator, WhatThePartnerWritesHasToArriveToo) {
+  Scene s;
+  s.partner.paths.lose = 2;
+  EXPECT_FALSE(s.run().migrated());
+}
+
+TEST(Coordinator, APathThatNeitherTakesKeepsNobody) {
+  Scene s;
+  s.destination.paths.broken = {kAtDestination};
+  s.source.paths.broken = {kAtSource};
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_TRUE(std::any_of(s.said.begin(), s.said.end(), [](const auto& p) { return p.note().find("neither src nor dst reaches p over RDMA") != std::string::npos; }));
+}
+
+TEST(Coordinator, OneTryMayBeLost) {
+  Scene s;
+  s.destination.paths.lose = 1;
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_EQ(s.destination.paths.tried.size(), 2u);
+}
+
+TEST(Coordinator, WhatCannotBeTriedKeepsNobody) {
+  Scene unseen;
+  unseen.destination.paths.unseen = {kAtDestination};
+  unseen.partner.paths.broken = {kAtPartner};
+  EXPECT_TRUE(unseen.run().migrated());
+  Scene older;
+  older.play.fail = "p.try";
+  older.play.fail_code = EPROTONOSUPPORT;
+  EXPECT_TRUE(older.run().migrated());
+  Scene later;
+  later.pre_setup = false;
+  EXPECT_TRUE(later.run().migrated());
+  EXPECT_FALSE(later.play.has("d.try"));
 }
 
 TEST(Coordinator, PartnersResumeOnceWhetherOrNotTheyKnowThatWithTheirKeys) {

@@ -194,6 +194,45 @@ TEST(Doctor, TheOnlyDeviceThereIsComparedWhateverItsName) {
   EXPECT_EQ(health_of(judge_peer(good(), answer_of(there), kNow)), Health::kFailed);
 }
 
+TEST(Doctor, WhatDoesNotArriveIsAFailure) {
+  auto there = answer_of(good("dst"));
+  there.tried = paths_between(good(), *there.facts);
+  ASSERT_EQ(there.tried.size(), 1u);
+  EXPECT_EQ(there.tried[0].path.from, kIpv4);
+  EXPECT_TRUE(wrong(judge_peer(good(), there, kNow)).empty());
+  there.tried[0].result.error = "transport retry counter exceeded";
+  const auto all = wrong(judge_peer(good(), there, kNow));
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].check, "path rxe0/1");
+  EXPECT_EQ(all[0].health, Health::kFailed);
+  EXPECT_NE(all[0].found.find("1024 bytes at once between 10.77.10.1 and 10.77.10.1 do not arrive: transport retry"), std::string::npos) << all[0].found;
+  EXPECT_NE(all[0].advice.find("UDP port 4791"), std::string::npos);
+  there.tried[0].result.why_not = "no device";
+  EXPECT_TRUE(wrong(judge_peer(good(), there, kNow)).empty());
+}
+
+TEST(Doctor, ThePathThatIsTriedIsBetweenTheNearestGids) {
+  auto here = good(), there = good("dst");
+  const auto add = [](wire::HostFacts& f, const std::string& gid) {
+    auto* g = f.mutable_devices(0)->add_gids();
+    g->set_device("rxe0"), g->set_port(1), g->set_roce_v2(true), g->set_gid(gid);
+  };
+  std::string far = kIpv4, near = kIpv4;
+  far[13] = 9;
+  near[15] = 7;
+  here.mutable_devices(0)->mutable_gids(0)->set_gid(kLinkLocal);
+  add(here, kIpv4);
+  there.mutable_devices(0)->mutable_gids(0)->set_gid(kLinkLocal);
+  add(there, far);
+  add(there, near);
+  const auto paths = paths_between(here, there);
+  ASSERT_EQ(paths.size(), 1u);
+  EXPECT_EQ(paths[0].path.from, kIpv4);
+  EXPECT_EQ(paths[0].path.to, near);
+  there.mutable_devices(0)->mutable_ports(0)->set_state(kDown);
+  EXPECT_TRUE(paths_between(here, there).empty());
+}
+
 TEST(Doctor, AnotherProcessorIsAWarning) {
   auto here = good(), there = good("dst");
   here.add_instructions("avx512f"), here.add_instructions("sse2");
