@@ -71,6 +71,8 @@ void Coordinator::say_how_far() {
   {
     std::lock_guard lock(phase_mutex_);
     const double now = now_ms(), took = now - phase_began_, stopped = frozen_at_ > 0 && !runs_again_ ? now - frozen_at_ : 0;
+    const std::uint64_t sent = sending_.of ? sent_.passed - sending_.before : 0;
+    if (!phase_.empty()) set_.course->is_at(phase_, sent, sending_.of);
     if (phase_.empty() || now - std::max(said_at_, phase_began_) < std::max<double>(kProgressMs, took / kProgressSteps)) return;
     said_at_ = now;
     auto* going = p.mutable_going();
@@ -79,7 +81,7 @@ void Coordinator::say_how_far() {
     going->set_stopped_ms(stopped);
     going->set_stop_over(runs_again_);
     if (sending_.of) {
-      going->set_bytes(sent_.passed - sending_.before);
+      going->set_bytes(sent);
       going->set_of_bytes(sending_.of);
       if (now - sending_.since >= kProgressMs) going->set_bytes_per_s(static_cast<double>(going->bytes()) * 1000 / (now - sending_.since));
     }
@@ -96,6 +98,7 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
 void Coordinator::watch(const std::string& phase) {
   std::lock_guard lock(phase_mutex_);
   phase_ = phase;
+  if (!phase.empty()) set_.course->is_at(phase, 0, 0);
   phase_began_ = now_ms();
   phase_until_ = phase_began_ + kPhaseMs;
 }
@@ -903,6 +906,7 @@ void Coordinator::lease(std::atomic<bool>& stop) {
 
 void Coordinator::begin(const std::string& container, const std::string& to, std::uint32_t id) {
   id_ = id;
+  set_.course->begin(id);
   to_ = to;
   began_at_ = now_ms();
   summary_.set_id(id);

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "course.h"
 #include "fault.h"
 #include "file_tree.h"
 #include "limits.h"
@@ -193,6 +194,7 @@ class Coordinator {
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
     /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
     std::function<void(const std::string& phase)> stands_still{};
+    std::shared_ptr<Course> course = std::make_shared<Course>();  // of which this is a try
   };
   using Say = std::function<void(const wire::Progress&)>;
 

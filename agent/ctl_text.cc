@@ -84,7 +84,7 @@ Json open_json(const wire::RecoverReply& r) {
   Json out = Json::array();
   for (const auto& m : r.open()) {
     const std::string id = migration_text(m.id());
-    out.push_back({{"id", id}, {"migration", id}, {"role", m.role()}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()}, {"partners", array_of(m.partners())}, {"begun_s", m.begun_s()}, {"outcome", wire::Outcome_Name(m.outcome())}, {"state", m.state()}});
+    out.push_back({{"id", id}, {"migration", id}, {"role", m.role()}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()}, {"partners", array_of(m.partners())}, {"begun_s", m.begun_s()}, {"outcome", wire::Outcome_Name(m.outcome())}, {"state", m.state()}, {"phase", or_null(m.phase())}, {"bytes", m.bytes()}, {"of_bytes", m.of_bytes()}});
   }
   return out;
 }

@@ -147,6 +147,9 @@ wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chan
   auto refuse = [&](const Error& why) { return refused(peers.config(), log->migration, r, why); };
   auto move = move_for(peers, std::move(self), r);
   if (!move) return refuse(move.error());
+  auto course = host.begin(r.container(), r.to(), *id);
+  if (!course) return refuse(course.error());
+  move->settings.course = *course;
   auto note = [&](const std::string& text) {
     wire::Progress p;
     p.set_note(text);
@@ -196,10 +199,13 @@ wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::Che
   const std::string container = what_is_meant(config, r.container());
   const auto id = random_number();
   if (!id) return refused(0, container, id.error().text);
+  auto course = host.begin(container, r.dir(), *id);
+  if (!course) return refused(*id, container, course.error().text);
   SourceRun source(host, *id, SourceRun::Describe::kHold);
   KeepingDestination destination(r.dir(), source.info(), config.state_dir);
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kKeep;
+  settings.course = *course;
   auto summary = Coordinator(settings, source, destination, {}, say).migrate(container, r.dir(), *id);
   host.settle_later(*id, !summary.undecided());
   return summary;
@@ -209,10 +215,13 @@ wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, con
                       const Coordinator::Say& say) {
   const auto id = random_number();
   if (!id) return refused(0, r.dir(), id.error().text);
+  auto course = host.begin(r.dir(), config.name, *id);
+  if (!course) return refused(*id, r.dir(), course.error().text);
   StoredSource source(host, *id);
   RpcDestination destination(std::move(self), config.name, r.dir() + "/bundle");
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
   settings.what = Coordinator::Settings::kGiveBack;
+  settings.course = *course;
   return Coordinator(settings, source, destination, {}, say).migrate(r.dir(), config.name, *id);
 }
 

@@ -24,6 +24,7 @@
 #include "record_image.h"
 #include "registered_memory.h"
 #include "room.h"
+#include "summary.h"
 #include "tracking.h"
 
 namespace migr {
@@ -77,6 +78,23 @@ bool process_of_it_lives(const ProcessSession& p) { return process_lives(p.pid()
 
 // One that ends closes its sockets first. @param s  why what it was asked has failed
 bool has_ended(const Status& s, const ProcessSession& p) { return s.error().code == ECONNRESET ? p.ends() : !process_of_it_lives(p); }
+
+// "is being migrated to dst"
+std::string what_happens(const std::string& container, const std::string& to) {
+  if (container.starts_with('/')) return "is being restored";
+  return (to.starts_with('/') ? "is being stored in " : "is being migrated to ") + to;
+}
+
+void add_place(wire::OpenMigration& o, const Course& course) {
+  const auto at = course.place();
+  o.set_phase(at.phase);
+  o.set_bytes(at.bytes);
+  o.set_of_bytes(at.of);
+  std::string state = what_happens(course.container, course.to);
+  if (!at.phase.empty()) state += ": " + at.phase;
+  if (at.of) state += ", " + sent_text(at.bytes, at.of);
+  o.set_state(state);
+}
 
 // A destination that let it run may have forgotten that by now.
 bool may_be_forgotten(const journal::Source& r) {
@@ -415,8 +433,28 @@ Status SourceHost::remove(std::uint32_t id, journal::Source& r) {
   return s;
 }
 
+Result<std::shared_ptr<Course>> SourceHost::begin(const std::string& container, const std::string& to, std::uint32_t id) {
+  std::lock_guard lock(mutex_);
+  if (auto s = is_at_rest(container); !s) return s.error();
+  std::erase_if(busy_, [](const auto& b) { return b.second.expired(); });
+  auto course = std::make_shared<Course>(container, to, id);
+  busy_[container] = course;
+  return course;
+}
+
+// Caller holds mutex_.
+Status SourceHost::is_at_rest(const std::string& container) const {
+  const auto known = busy_.find(container);
+  const auto course = known == busy_.end() ? nullptr : known->second.lock();
+  if (!course) return {};
+  return Error{EBUSY, "'" + container + "' " + what_happens(container, course->to) + " already, migration " + migration_text(course->place().id)};
+}
+
 std::vector<wire::OpenMigration> SourceHost::open_migrations() {
   std::lock_guard lock(mutex_);
+  std::map<std::uint32_t, std::shared_ptr<Course>> under_way;
+  for (const auto& [container, known] : busy_)
+    if (auto course = known.lock()) under_way.emplace(course->place().id, std::move(course));
   std::vector<wire::OpenMigration> out;
   for (const auto& [id, e] : entries_) {
     if (e.record.settled()) continue;
@@ -429,9 +467,23 @@ std::vector<wire::OpenMigration> SourceHost::open_migrations() {
     *o.mutable_partners() = e.record.partners();
     o.set_begun_s(e.record.begun_s());
     o.set_outcome(e.record.outcome());
-    o.set_state(e.running ? "is being migrated" : e.waits_for);
+    o.set_state(e.waits_for);
+    if (const auto u = under_way.extract(id); u && e.running) add_place(o, *u.mapped());
     if (e.ordered != wire::UNKNOWN)
       o.set_state(o.state() + (o.state().empty() ? "" : "; ") + "the operator has ordered: " + (e.ordered == wire::COMMITTED ? "--commit" : "--rollback") + " --force");
+    out.push_back(o);
+  }
+  // What has not come so far that it is written down.
+  for (const auto& [id, course] : under_way) {
+    wire::OpenMigration o;
+    o.set_id(id);
+    o.set_role("source");
+    o.set_container(course->container);
+    o.set_source(config_.name);
+    o.set_destination(course->to);
+    o.set_begun_s(course->begun_s);
+    o.set_outcome(wire::OPEN);
+    add_place(o, *course);
     out.push_back(o);
   }
   return out;
@@ -466,9 +518,6 @@ SourceRun::~SourceRun() {
   for (auto& p : processes_)
     if (how_ != Describe::kLook && p.session->state() == MIGR_PROC_RUNNING) (void)p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
   if (host_.settled(id_)) host_.claims_.release(claimed_, id_);  // else when it is
-  if (!busy_) return;
-  std::lock_guard lock(host_.mutex_);
-  host_.busy_.erase(info_.id);
 }
 
 Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
@@ -522,11 +571,10 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (state->status != "running") return Error{EBUSY, "'" + container + "' is " + state->status + ", not running"};
   {
     std::lock_guard lock(host_.mutex_);
-    if (host_.busy_.contains(container)) return Error{EBUSY, "'" + container + "' is being migrated already"};
+    if (auto s = how_ == Describe::kLook ? host_.is_at_rest(container) : Status(); !s) return s.error();
     for (const auto& [id, e] : host_.entries_)
       if (e.record.container() == container && !e.record.settled())
         return Error{EBUSY, "an earlier migration of '" + container + "' is not finished; see: migrctl recover"};
-    if (how_ != Describe::kLook) busy_ = host_.busy_.insert(container).second;
   }
   info_.id = container;
   // Once it is open nobody opens it again.

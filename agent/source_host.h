@@ -5,12 +5,14 @@
 
 #include <chrono>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 
 #include "claims.h"
 #include "config.h"
 #include "coordinator.h"
+#include "course.h"
 #include "directory.h"
 #include "fault.h"
 #include "host_service.h"
@@ -38,6 +40,9 @@ class SourceHost final : public Role {
   using Opens = std::function<bool(const std::string&)>;
   /// Before any migration.
   void set_opens(Opens opens) { opens_ = std::move(opens); }
+
+  /// Of what begins here: as long as somebody holds it, it is among the open ones, and nothing else of that name begins. EBUSY: so it is already.
+  Result<std::shared_ptr<Course>> begin(const std::string& container, const std::string& to, std::uint32_t id);
 
   /// After a start: migrations that an earlier migrd left in the middle are known, and hold their processes.
   void recover();
@@ -80,6 +85,7 @@ class SourceHost final : public Role {
   void note(std::uint32_t id, const journal::Source& r);
   std::string folder(std::uint32_t id) const;
   bool settled(std::uint32_t id);
+  Status is_at_rest(const std::string& container) const;
 
   const Config& config_;
   Settled settled_;
@@ -95,7 +101,7 @@ class SourceHost final : public Role {
   HugeZeroPage huge_zero_page_;
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> entries_;
-  std::set<std::string> busy_;  // containers
+  std::map<std::string, std::weak_ptr<Course>> busy_;  // by the container
 };
 
 /// One migration away from here.
@@ -167,7 +173,6 @@ class SourceRun final : public Source {
   std::vector<Process> processes_;
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
-  bool busy_ = false;
   Child detach_ahead_;                   // the network hook, waiting
   Child ahead_;                          // the checkpoint, waiting
   std::string pre_copied_;               // folder of the last round, beside that of the images

@@ -99,13 +99,20 @@ Json summary_json(const wire::Summary& s) {
           {"migration", s.id()}};
 }
 
+namespace {
+
+std::string megabytes(double bytes) { return bytes < 1e8 ? fmt::format("{:.1f}", bytes / 1e6) : fmt::format("{:.0f}", bytes / 1e6); }
+
+}  // namespace
+
+std::string sent_text(std::uint64_t bytes, std::uint64_t of) { return megabytes(static_cast<double>(bytes)) + " of " + megabytes(static_cast<double>(std::max(bytes, of))) + " MB"; }
+
 std::string going_text(const wire::Going& g, std::optional<double> stop_ms) {
-  const auto mb = [](double bytes) { return bytes < 1e8 ? fmt::format("{:.1f}", bytes / 1e6) : fmt::format("{:.0f}", bytes / 1e6); };
   const auto sent = static_cast<double>(g.bytes()), all = std::max(sent, static_cast<double>(g.of_bytes()));
   std::string text;
   if (g.of_bytes()) {
-    text = mb(sent) + " of " + mb(all) + " MB";
-    if (g.bytes_per_s() > 0) text += ", " + mb(g.bytes_per_s()) + " MB/s, " + fmt::format("{:.0f} s left", std::ceil((all - sent) / g.bytes_per_s()));
+    text = sent_text(g.bytes(), g.of_bytes());
+    if (g.bytes_per_s() > 0) text += ", " + megabytes(g.bytes_per_s()) + " MB/s, " + fmt::format("{:.0f} s left", std::ceil((all - sent) / g.bytes_per_s()));
   } else {
     text = fmt::format("{:.0f} s", g.ms() / 1000);
   }

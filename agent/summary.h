@@ -2,6 +2,7 @@
 // How a migration ended: what migrctl prints of it, and what history keeps.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -21,6 +22,9 @@ Json error_name(const wire::Summary& s);
 /// than fit on a screen.
 std::string gone_text(const wire::Summary& s);
 Json gone_json(const wire::Summary& s);
+
+/// "412 of 2048 MB"
+std::string sent_text(std::uint64_t bytes, std::uint64_t of);
 
 /// How far a phase is, in at most 69 columns: "412 of 2048 MB, 95.1 MB/s, 18 s left; stop: about 4 s".
 /// @param stop_ms  how long the program is expected to stand still

@@ -41,7 +41,7 @@ twice_the_same() {
 	sleep 2
 	on src migrctl migrate t-a --to peer --json >"$E2E_OUT/t2.json" 2>"$E2E_OUT/t2.err" || status=$?
 	wait $one || { cat "$E2E_OUT/t1.err" >&2; back; return 1; }
-	[ $status = 3 ] && grep -q 'is being migrated already' "$E2E_OUT/t2.err" || { cat "$E2E_OUT/t2.err" >&2; fail "status $status of the second"; back; return 1; }
+	[ $status = 3 ] && grep -q 'is being migrated to dst already' "$E2E_OUT/t2.err" || { cat "$E2E_OUT/t2.err" >&2; fail "status $status of the second"; back; return 1; }
 	expect_running t-a dst && pair_traffic t && stop_pair t || back
 }
 # One service, a partner on every host (itself, where it goes, and another), each with another number of QPs.

@@ -427,11 +427,13 @@ struct Scene {
   std::string stood_still;
   unsigned rounds = 0;
   std::vector<wire::Progress> said;
+  const std::shared_ptr<Course> course = std::make_shared<Course>();
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = 1000;
     s.pre_copy_rounds = rounds;
     if (keep) s.what = Coordinator::Settings::kKeep;
+    s.course = course;
     s.stands_still = [this](const std::string& phase) { stood_still = phase; };
     Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
@@ -639,6 +641,21 @@ TEST(Coordinator, SaysHowFarALongPhaseIs) {
   EXPECT_NEAR(g.bytes_per_s(), 500e3 / g.ms(), 100);
   EXPECT_GE(g.ms(), 1000);
   EXPECT_GE(g.stopped_ms(), g.ms());
+}
+
+// migrctl recover asks at any time, and does not wait for a word that is due.
+TEST(Coordinator, CanBeSeenFromOutside) {
+  Scene s;
+  s.source.memory_bytes = 5000;
+  s.destination.upload_ms = 800;
+  auto end = std::async(std::launch::async, [&] { return s.run(); });
+  Course::Place at;
+  for (int ms = 0; ms < 5000 && !(at.phase == "copy" && at.bytes); ms++, usleep(1000)) at = s.course->place();
+  EXPECT_TRUE(end.get().migrated());
+  EXPECT_EQ(at.id, kId);
+  EXPECT_EQ(at.phase, "copy");
+  EXPECT_EQ(at.bytes, 500u);
+  EXPECT_EQ(at.of, 5000u);
 }
 
 TEST(Coordinator, SaysHowFarItIsWhileOneWhoseLeaseIsRenewedIsSilent) {

@@ -159,6 +159,12 @@ TEST(OpenMigrations, FitAndHaveTheNumberThatRecoverTakes) {
   EXPECT_EQ(j["migration"], "00000abc") << "as it was called before";
   EXPECT_EQ(j["outcome"], "COMMITTED");
   EXPECT_EQ(j["partners"].dump(), R"(["p"])");
+  EXPECT_TRUE(j["phase"].is_null());
+  m->set_phase("copy"), m->set_bytes(12), m->set_of_bytes(40);
+  const auto k = open_json(r)[0];
+  EXPECT_EQ(k["phase"], "copy");
+  EXPECT_EQ(k["bytes"], 12);
+  EXPECT_EQ(k["of_bytes"], 40);
 }
 
 wire::PlanReply plan() {

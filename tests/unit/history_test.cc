@@ -330,6 +330,7 @@ TEST(GoingText, SaysRateAndRest) {
   EXPECT_EQ(going_text(g, 3400), "4 s; stop: about 4 s");
   g.set_of_bytes(2048'000'000);
   EXPECT_EQ(going_text(g, {}), "0.0 of 2048 MB");
+  EXPECT_EQ(sent_text(12'000'000, 2'048'000'000), "12.0 of 2048 MB");
   g.set_bytes(412'000'000);
   g.set_bytes_per_s(95'100'000);
   EXPECT_EQ(going_text(g, 3400), "412 of 2048 MB, 95.1 MB/s, 18 s left; stop: about 4 s");

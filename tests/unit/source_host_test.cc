@@ -184,6 +184,49 @@ TEST_F(ASource, TakesBackWhatWasNot) {
   EXPECT_EQ(did("net", "attach"), 1);
 }
 
+// It may wait for minutes before anything is written down, or pause between two tries.
+TEST_F(ASource, WhatHasOnlyBegunIsOpen) {
+  auto course = host.begin("web", "dst", kId);
+  ASSERT_TRUE(course) << course.error().text;
+  const auto open = [&] { return host.open_migrations().size() == 1 ? host.open_migrations()[0] : wire::OpenMigration(); };
+  EXPECT_EQ(open().id(), kId);
+  EXPECT_EQ(open().role(), "source");
+  EXPECT_EQ(open().container(), "web");
+  EXPECT_EQ(open().destination(), "dst");
+  EXPECT_EQ(open().state(), "is being migrated to dst");
+  EXPECT_NEAR(static_cast<double>(open().begun_s()), static_cast<double>(unix_now()), 10);
+  (*course)->is_at("pre-copy", 12'000'000, 400'000'000);
+  EXPECT_EQ(open().state(), "is being migrated to dst: pre-copy, 12.0 of 400 MB");
+  EXPECT_EQ(open().phase(), "pre-copy");
+  EXPECT_EQ(open().bytes(), 12'000'000u);
+  EXPECT_EQ(open().of_bytes(), 400'000'000u);
+  (*course)->begin(kId + 1);
+  EXPECT_EQ(open().id(), kId + 1) << "another try";
+  EXPECT_EQ(open().state(), "is being migrated to dst");
+  course = Error{};
+  EXPECT_TRUE(host.open_migrations().empty());
+}
+
+TEST_F(ASource, TheSecondOfTwoIsToldOfTheFirst) {
+  script("runc", "echo '{\"status\": \"running\", \"pid\": 1, \"bundle\": \"" + root + "/bundle\"}'\n");
+  const auto first = host.begin("web", "dst", kId);
+  const auto stored = host.begin("db", "/srv/db", kId + 1), restored = host.begin("/srv/kv", "src", kId + 2);
+  ASSERT_TRUE(first && stored && restored);
+  const auto second = [&](const std::string& container) -> std::string {
+    const auto c = host.begin(container, "other", kId + 3);
+    return c ? "" : c.error().text;
+  };
+  EXPECT_EQ(second("web"), "'web' is being migrated to dst already, migration 00001234");
+  EXPECT_EQ(second("db"), "'db' is being stored in /srv/db already, migration 00001235");
+  EXPECT_EQ(second("/srv/kv"), "'/srv/kv' is being restored already, migration 00001236");
+  EXPECT_EQ(second("third"), "");
+  const auto looked = SourceRun(host, kId + 3, SourceRun::Describe::kLook).inspect("web");
+  ASSERT_FALSE(looked);
+  EXPECT_EQ(looked.error().text, second("web"));
+  const auto its = SourceRun(host, kId, SourceRun::Describe::kMove).inspect("web");
+  EXPECT_TRUE(its || its.error().text.find("already") == std::string::npos) << its.error().text;
+}
+
 // A partner may be on this host, and cannot be reached before.
 TEST_F(ASource, KnowsWhatIsOpenBeforeItBeginsToSettle) {
   ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(kId, [this] {
