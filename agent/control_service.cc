@@ -68,6 +68,25 @@ grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRe
   return grpc::Status::OK;
 }
 
+grpc::Status ControlService::Cancel(grpc::ServerContext* ctx, const wire::CancelRequest* r, wire::CancelReply* out) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(std::min<std::uint32_t>(r->wait_ms(), kCancelMs));
+  constexpr useconds_t kLookUs = 50'000;
+  Result<wire::OpenMigration> told = Error{ENOENT, ""};
+  for (std::size_t i = 0; i < roles_.size() && !told && told.error().code == ENOENT; i++) told = roles_[i]->cancel(r->id(), r->container());
+  if (!told && told.error().code == ENOENT)
+    return to_grpc(Error{ENOENT, "nothing of that name or number is under way from this host; see: migrctl recover. What another host has begun is cancelled there"});
+  if (!told) return to_grpc(told);
+  auto& its = *out->mutable_migration() = *told;
+  for (;; usleep(kLookUs)) {
+    bool open = false;
+    for (Role* role : roles_)
+      for (auto& o : role->open_migrations())
+        if (o.id() == told->id() && o.role() == told->role()) its = std::move(o), open = true;
+    out->set_ended(!open);
+    if (!open || std::chrono::steady_clock::now() >= until || ctx->IsCancelled()) return grpc::Status::OK;
+  }
+}
+
 namespace {
 
 template <class Request>

@@ -46,6 +46,7 @@ class ControlService final : public wire::Control::Service {
   grpc::Status Checkpoint(grpc::ServerContext*, const wire::CheckpointRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Restore(grpc::ServerContext*, const wire::RestoreRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Links(grpc::ServerContext*, const wire::LinksRequest*, wire::LinksReply*) override;
+  grpc::Status Cancel(grpc::ServerContext*, const wire::CancelRequest*, wire::CancelReply*) override;
   grpc::Status SetLink(grpc::ServerContext*, const wire::LinkOrder*, wire::LinkOrderReply*) override;
 
  private:

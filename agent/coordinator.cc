@@ -27,6 +27,7 @@ namespace migr {
 namespace {
 
 constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ", kCopiedOnce[] = "memory is copied once ahead of the stop: ";
+constexpr char kCancelled[] = "cancelled by the operator";
 constexpr int kStopStepMs = 50;  // how often a thread looks whether the migration is over
 
 double now_ms() {
@@ -91,8 +92,14 @@ void Coordinator::say_how_far() {
 
 Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
   const std::string name(kFaultSteps[static_cast<std::size_t>(step)]);
-  return timed(name.substr(name.find('.') + 1), [&] { return fault_step(set_.fault, step, f); });
+  return timed(name.substr(name.find('.') + 1), [&]() -> Status {
+    if (auto s = goes_on(); !s) return s;
+    return fault_step(set_.fault, step, f);
+  });
 }
+
+// Looked at wherever it can go back as after a failure: between steps, and in what may take long.
+Status Coordinator::goes_on() const { return set_.course->cancelled() ? Status(Error{ECANCELED, kCancelled}) : Status(); }
 
 // No step of this phase is waited for longer than kPhaseMs.
 void Coordinator::watch(const std::string& phase) {
@@ -141,6 +148,7 @@ void Coordinator::note_step(const std::string& name, double ms, double ago_ms) {
 
 Status Coordinator::step(const std::string& name, const std::function<Status()>& f) {
   more_time();
+  if (auto s = goes_on(); !s) return s;
   const double start = now_ms();
   const Status s = f();
   note_step(name, now_ms() - start);
@@ -194,6 +202,7 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
     if (yield) return Error{EINPROGRESS, text + "; try again when that is over"};
     if (!told) note(text + ": waiting for its end");
     usleep(kBusyStepMs * 1000);
+    if (auto s = goes_on(); !s) return s.error();
   }
 }
 
@@ -580,8 +589,13 @@ Status Coordinator::pre_copy() {
   if (auto s = step("pre-copy.track", [this] { return track(); }); !s) return s;
   const std::uint64_t began = sent_.bytes;
   std::uint64_t last = UINT64_MAX;
+  const Written written = [this]() -> Result<bool> {
+    if (auto s = goes_on(); !s) return s.error();
+    return true;
+  };
   for (unsigned round = 1; round <= rounds_ahead_; round++) {
     more_time();
+    if (auto s = goes_on(); !s) return s;
     if (auto s = source_.may_pre_dump(); !s) {
       if (round == 1) return note(kNotCopiedAhead + s.error().text), Status();
       note("memory is not copied once more ahead of the stop: " + s.error().text);
@@ -597,7 +611,7 @@ Status Coordinator::pre_copy() {
     }
     const std::uint64_t before = sent_.bytes;
     sends(bytes_below(*folder));
-    auto s = dest_.upload(id_, *folder, round, all_written, sent_);
+    auto s = dest_.upload(id_, *folder, round, written, sent_);
     sends(0);
     if (!s) return s;
     pre_copied_ = true;
@@ -758,6 +772,7 @@ Status Coordinator::freeze() {
 void Coordinator::start_upload() {
   const Written written = [this]() -> Result<bool> {
     if (dump_ == Dump::kFailed) return Error{ECANCELED, "the checkpoint failed"};
+    if (auto s = goes_on(); !s) return s.error();
     return dump_ == Dump::kWhole;
   };
   sends(pre_copied_ ? bytes_below(early_) : info_.image_bytes());
@@ -801,6 +816,7 @@ Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, i
 }
 
 Status Coordinator::commit() {
+  if (!set_.course->decide()) return goes_on();
   // From here on this host answers "committed" to whoever asks.
   if (auto s = source_.decide(wire::COMMITTED); !s) return s;
   committed_ = true;
@@ -963,6 +979,8 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   });
   if (s) s = phase(FaultStep::kSourceCommit, [&] { return commit(); });
 
+  // Whatever has failed on the way: another try is not wanted.
+  if (!s && !goes_on()) s = goes_on();
   if (!s && !committed_) {
     failed_with_ = s.error().code;
     LogScope back;

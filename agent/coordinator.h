@@ -245,6 +245,7 @@ class Coordinator {
   Status copy();
   Status commit();
   Status resume();
+  Status goes_on() const;
   Status insist(const std::function<Status()>& call);
   Status both(const std::function<Status()>& here, const std::function<Status(Affected&)>& there);
   Status phase(FaultStep step, const std::function<Status()>& f);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What has begun on this host and is under way, with all its tries: as others see it meanwhile.
+// What has begun on this host and is under way, with all its tries: as others see it meanwhile, and may end it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -25,7 +26,15 @@ class Course {
   const std::string to;         // a host, or the folder that it is stored in
   const std::int64_t begun_s = unix_now();
 
+  /// It goes back at its next step, as after any failure, and is not tried again. @return false: its commit is decided
+  bool cancel() { return move_to(kCancelled); }
+  bool cancelled() const { return state_ == kCancelled; }
+  /// The commit record may be written. @return false: it is cancelled
+  bool decide() { return move_to(kDecided); }
+
   void begin(std::uint32_t id) {
+    State denied = kDecided;  // by the destination of the try before
+    state_.compare_exchange_strong(denied, kOpen);
     std::lock_guard lock(mutex_);
     place_ = {.id = id};
   }
@@ -41,6 +50,14 @@ class Course {
   }
 
  private:
+  enum State { kOpen,
+               kCancelled,
+               kDecided };
+  bool move_to(State next) {
+    State from = kOpen;
+    return state_.compare_exchange_strong(from, next) || from == next;
+  }
+  std::atomic<State> state_ = kOpen;
   mutable std::mutex mutex_;
   Place place_;
 };

@@ -89,6 +89,18 @@ Json open_json(const wire::RecoverReply& r) {
   return out;
 }
 
+std::string cancel_text(const wire::CancelReply& r) {
+  const auto& m = r.migration();
+  std::string text = fmt::format("migration {} of {} to {} is cancelled", migration_text(m.id()), m.container(), m.destination());
+  if (!r.ended()) return text + ", and not all of it is back yet: " + m.state() + "; see: migrctl recover";
+  return m.container().starts_with('/') ? text : text + fmt::format(": {} goes on running on {}", m.container(), m.source());
+}
+
+Json cancel_json(const wire::CancelReply& r) {
+  const auto& m = r.migration();
+  return {{"id", migration_text(m.id())}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()}, {"ended", r.ended()}, {"state", or_null(r.ended() ? "" : m.state())}};
+}
+
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop) {
   const auto& s = plan.summary();
   const auto& r = s.resources();

@@ -26,6 +26,10 @@ Json peers_json(const wire::PeersReply& r);
 std::string open_text(const wire::RecoverReply& r);
 Json open_json(const wire::RecoverReply& r);
 
+/// What was cancelled: that it is, without an end of line.
+std::string cancel_text(const wire::CancelReply& r);
+Json cancel_json(const wire::CancelReply& r);
+
 /// Of one that would move.
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);
 Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);

@@ -81,6 +81,7 @@ struct Sender {
   std::map<std::string, std::uint64_t> sent{};  // while they were written; bytes
   SentFiles* known = nullptr;                   // what it has is not sent
   std::string known_as{};                       // before names there
+  const Written* written = nullptr;             // asked again in the middle of a large file
   std::size_t left_out = 0;                     // sockets and devices
   std::string first_left_out{};
 
@@ -133,6 +134,8 @@ struct Sender {
       if (last) f.chunk.set_xxh3(f.sum.end());
       if (!send(f.chunk)) ended = true;
       if (last) break;
+      if (!written || f.at == size) continue;
+      if (const auto still = (*written)(); !still) return still.error();
     }
     return {};
   }
@@ -360,6 +363,7 @@ Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uin
   struct stat st;
   if (fd.n < 0 || fstat(fd.n, &st)) return sys_error("reading folder " + folder);
   Sender s{tree, limit, send, st.st_dev};
+  s.written = &written;
   auto r = s.follow(fd.n, folder, written);
   if (r) r = s.folder(fd.n, "", 0);
   if (!r) return Error{r.error().code, folder + "/" + r.error().text};

@@ -36,7 +36,7 @@ inline Result<bool> all_written() { return true; }
 /// @param limit    bytes of file data, EFBIG beyond
 /// @param send     false ends it early, which is no error here
 /// @param written  until it says true, memory is sent as it comes: CRIU's pages-N.img, which are appended to, one after
-///                 the other; everything else is sent after that
+///                 the other; everything else is sent after that. Its error ends it at any time
 Status send_tree(const std::string& folder, wire::FileChunk::Tree tree, std::uint64_t limit,
                  const std::function<bool(const wire::FileChunk&)>& send, const Written& written = all_written);
 

@@ -30,6 +30,9 @@ class Role {
   virtual std::vector<wire::OpenMigration> open_migrations() { return {}; }
   /// The operator decides. ENOENT: not ours, or finished; EBUSY: not safe, or not now; the text says why.
   virtual Status order(std::uint32_t, wire::Outcome, bool /*force*/) { return Error{ENOENT, "not here"}; }
+  /// The operator takes back what is under way. @param id, container  either may be meant @return what it is; it goes back from now on
+  /// ENOENT: nothing of ours; EBUSY: it is committed
+  virtual Result<wire::OpenMigration> cancel(std::uint32_t, const std::string& /*container*/) { return Error{ENOENT, "not here"}; }
   /// Does a migration hold this process? Else migrd lets it go on when it connects suspended.
   virtual bool claims(const Instance&) { return false; }
   /// Called with COMMITTED or UNDONE, of a migration that another host coordinates. Before the first call of a peer.

@@ -143,7 +143,7 @@ class OnlyTheDisplayEnds {
     in_line_ = in_line;
     struct sigaction say{};
     say.sa_handler = [](int sig) {  // what may be called here is little
-      constexpr char kSaid[] = "\nmigrctl: only this display ends, migrd goes on with it. How it stands: migrctl recover; how it ended: migrctl history\n";
+      constexpr char kSaid[] = "\nmigrctl: only this display ends, migrd goes on with it. How it stands: migrctl recover; to take it back: migrctl cancel; how it ended: migrctl history\n";
       const std::size_t from = in_line_ ? 0 : 1;
       (void)!write(STDERR_FILENO, kSaid + from, sizeof kSaid - 1 - from);
       _exit(128 + sig);
@@ -323,6 +323,25 @@ int cmd_restore(const Options& o) {
   request.set_dir(absolute_dir(o));
   const auto stub = control(o);
   return follow(o, stub->Restore(&ctx, request), {"runs on", nullptr, "are gone"});
+}
+
+int cmd_cancel(const Options& o) {
+  if (!is_root()) return refuse(o, need_root("migrctl cancel"));
+  wire::CancelRequest request;
+  request.set_container(o.container);
+  if (const auto id = migration_of(o.container)) request.set_id(*id);
+  request.set_wait_ms(kCancelMs);
+  grpc::ClientContext ctx;
+  ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCancelMs + kCheckMs));
+  wire::CancelReply r;
+  if (auto s = control(o)->Cancel(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  const std::string text = cancel_text(r);
+  if (!r.ended()) say(text);
+  if (o.json)
+    print(r.ended() ? cancel_json(r) : with_error(cancel_json(r), text, kFailed));
+  else if (r.ended())
+    std::fputs(wrapped(text, 2).c_str(), stdout);
+  return r.ended() ? kDone : kFailed;
 }
 
 int cmd_recover(const Options& o) {
@@ -575,6 +594,9 @@ int main(int argc, char** argv) {
   auto* restore = add(app, "restore", "starts on this host what a checkpoint has stored", cmd_restore);
   restore->add_option("DIR", o.dir)->required();
   json(restore);
+  auto* cancel = add(app, "cancel", "takes back what was begun on this host, as long as its commit is not decided", cmd_cancel);
+  cancel->add_option("ID|CONTAINER", o.container, "of the migration, checkpoint or restore")->required();
+  json(cancel);
   auto* recover = add(app, "recover", "migrations that are not finished; the operator's decision about one", cmd_recover);
   recover->add_option("ID", o.migration, "of the migration");
   auto* commit = recover->add_flag("--commit", o.commit, "the container runs at the destination");

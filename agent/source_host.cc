@@ -93,6 +93,7 @@ void add_place(wire::OpenMigration& o, const Course& course) {
   std::string state = what_happens(course.container, course.to);
   if (!at.phase.empty()) state += ": " + at.phase;
   if (at.of) state += ", " + sent_text(at.bytes, at.of);
+  if (course.cancelled()) state += "; the operator has cancelled it";
   o.set_state(state);
 }
 
@@ -474,19 +475,40 @@ std::vector<wire::OpenMigration> SourceHost::open_migrations() {
     out.push_back(o);
   }
   // What has not come so far that it is written down.
-  for (const auto& [id, course] : under_way) {
-    wire::OpenMigration o;
-    o.set_id(id);
-    o.set_role("source");
-    o.set_container(course->container);
-    o.set_source(config_.name);
-    o.set_destination(course->to);
-    o.set_begun_s(course->begun_s);
-    o.set_outcome(wire::OPEN);
-    add_place(o, *course);
-    out.push_back(o);
-  }
+  for (const auto& [id, course] : under_way) out.push_back(open_of(*course));
   return out;
+}
+
+wire::OpenMigration SourceHost::open_of(const Course& course) const {
+  wire::OpenMigration o;
+  o.set_id(course.place().id);
+  o.set_role("source");
+  o.set_container(course.container);
+  o.set_source(config_.name);
+  o.set_destination(course.to);
+  o.set_begun_s(course.begun_s);
+  o.set_outcome(wire::OPEN);
+  add_place(o, course);
+  return o;
+}
+
+Result<wire::OpenMigration> SourceHost::cancel(std::uint32_t id, const std::string& container) {
+  std::lock_guard lock(mutex_);
+  const auto committed = [](std::uint32_t which, const std::string& to) {
+    return Error{EBUSY, "migration " + migration_text(which) + " is committed already: " + (to.starts_with('/') ? "it is stored in " : "it runs on ") + to + ", or will; see: migrctl recover"};
+  };
+  const auto named = busy_.find(container);
+  auto course = named == busy_.end() ? nullptr : named->second.lock();
+  for (const auto& [name, known] : busy_)
+    if (auto one = known.lock(); !course && one && one->place().id == id) course = std::move(one);
+  if (course && course->cancel()) return open_of(*course);
+  if (course) return committed(course->place().id, course->to);
+  for (const auto& [known, e] : entries_) {
+    if (e.record.settled() || (known != id && e.record.container() != container)) continue;
+    if (e.record.outcome() == wire::COMMITTED) return committed(known, e.record.destination());
+    return Error{EBUSY, "migration " + migration_text(known) + " goes back already; see: migrctl recover"};
+  }
+  return Error{ENOENT, "nothing of that name or number is under way from here"};
 }
 
 Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
@@ -494,7 +516,7 @@ Status SourceHost::order(std::uint32_t id, wire::Outcome outcome, bool force) {
   const auto e = entries_.find(id);
   if (e == entries_.end() || e->second.record.settled()) return Error{ENOENT, "no open migration of that number here"};
   const std::string to = e->second.record.destination();
-  if (e->second.running) return Error{EBUSY, "it is being migrated; wait for the end"};
+  if (e->second.running) return Error{EBUSY, "it is being migrated; wait for the end, or take it back: migrctl cancel " + migration_text(id)};
   if (e->second.record.outcome() == wire::UNDONE) {
     if (outcome == wire::UNDONE) return {};
     return Error{EPERM, "it is being taken back: " + to + " was never told to let it run"};

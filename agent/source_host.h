@@ -59,6 +59,7 @@ class SourceHost final : public Role {
   bool claims(const Instance& i) override { return claims_.holder(i); }
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
+  Result<wire::OpenMigration> cancel(std::uint32_t id, const std::string& container) override;
 
  private:
   friend class SourceRun;
@@ -86,6 +87,7 @@ class SourceHost final : public Role {
   std::string folder(std::uint32_t id) const;
   bool settled(std::uint32_t id);
   Status is_at_rest(const std::string& container) const;
+  wire::OpenMigration open_of(const Course& course) const;
 
   const Config& config_;
   Settled settled_;

@@ -19,7 +19,7 @@ _migrctl_options() {	# COMMAND [COMMAND]
 	doctor) echo --peer --json ;;
 	report) echo -o --output --json ;;
 	"pki host") echo --ip --days --json ;;
-	checkpoint|restore|"link up"|"pki init"|ps|show|peers|history|version) echo --json ;;
+	checkpoint|restore|cancel|"link up"|"pki init"|ps|show|peers|history|version) echo --json ;;
 	"") echo --socket --config --version ;;
 	esac
 	echo --help
@@ -55,7 +55,7 @@ _migrctl() {
 			mapfile -t words < <(_migrctl_options "$command" | tr ' ' '\n')
 		else
 			case "$command $nr" in
-			" 0") words=(migrate checkpoint restore recover history report links link ps show peers doctor version pki) ;;
+			" 0") words=(migrate checkpoint restore cancel recover history report links link ps show peers doctor version pki) ;;
 			"link 0") words=(down up) ;;
 			"links 0") words=(prefer) ;;
 			"pki 0") words=(init host) ;;
@@ -63,6 +63,7 @@ _migrctl() {
 			"checkpoint 0") mapfile -t words < <(_migrctl_values container ps; _migrctl_values pid ps) ;;
 			"show 0") mapfile -t words < <(_migrctl_values pid ps) ;;
 			"recover 0") mapfile -t words < <(_migrctl_values id recover) ;;
+			"cancel 0") mapfile -t words < <(_migrctl_values id recover; _migrctl_values container recover) ;;
 			"report 0") mapfile -t words < <(_migrctl_values id history) ;;
 			"link down 0"|"link up 0"|"links prefer 0") mapfile -t words < <(_migrctl_values device links) ;;
 			"checkpoint 1"|"restore 0"|"pki init 0"|"pki host 0") mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return ;;

@@ -34,6 +34,14 @@ while_migrating() {
 	[ $status = 1 ] || fail "migrctl ended with status $status, not as what fails and is taken back"
 }
 
+# By the operator, in the stop: nothing is committed before the copy.
+cancelled() {
+	local r=0
+	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
+	while_migrating '^copy' on src migrctl cancel c --json >"$E2E_OUT/cancel.json" && grep -q 'cancelled by the operator' "$E2E_OUT/rollback.err" &&
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" checkpoint network freeze suspension "partner peer" && back_on_source || r=1
+	migrd_restart src && return $r
+}
 destination_killed() {
 	# Slowed down at the copy, so that the cut falls into it.
 	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
@@ -167,6 +175,7 @@ step "traffic" start_verify src c --windows --invalidate --mode mixed --qps 4 ||
 step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
+step "cancelled in the stop" cancelled || e2e_logs
 walk_step "what must be the same afterwards" faults_remember
 walk_step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs

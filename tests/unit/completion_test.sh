@@ -71,7 +71,7 @@ migrctl() {
 	;;
 	"peers --json") printf '[\n  {\n    "name": "dst",\n    "address": "10.0.0.2:7471"\n  }\n]\n' ;;
 	"history --json") printf '[\n  {\n    "id": "0000abcd",\n    "migration": 43981\n  }\n]\n' ;;
-	"recover --json") printf '[\n  {\n    "id": "0000abce",\n    "migration": "0000abce"\n  }\n]\n' ;;
+	"recover --json") printf '[\n  {\n    "id": "0000abce",\n    "migration": "0000abce",\n    "container": "db"\n  }\n]\n' ;;
 	"links --json") printf '{\n  "ports": [\n    {\n      "device": "rxe0"\n    }\n  ]\n}\n' ;;
 	*) echo "migrctl: needs root" >&2; return 3 ;;
 	esac
@@ -87,6 +87,7 @@ expect "712 713 99 web-1" checkpoint ""
 expect "712 713 99" show ""
 expect 0000abcd report ""
 expect 0000abce recover ""
+expect "0000abce db" cancel ""
 expect rxe0 link down ""
 expect rxe0 links prefer --wait 5 ""
 expect "--to" migrate --t

@@ -33,9 +33,12 @@ struct Play {
   bool settled = false;  // what s.forget was told
   wire::Outcome destination_says = wire::OPEN;
   bool destination_silent = false;
+  std::string cancelled_at;  // name of the call
+  const std::shared_ptr<Course> course = std::make_shared<Course>();
 
   Status did(const std::string& what) {
     std::lock_guard lock(mutex);
+    if (what == cancelled_at) course->cancel();
     if (what.find("renew") == std::string::npos) log.push_back(what);
     if (what == fail) return Error{fail_code, "played failure of " + what};
     return {};
@@ -235,8 +238,11 @@ struct FakeDestination final : DestinationLink {
   FakePaths paths;
   std::unique_ptr<PathTrial> path_trial() override { return std::make_unique<FakeTrial>(p, "d", paths); }
   std::vector<std::uint64_t> rounds;  // bytes that each has
+  int round_ms = 0;
   Status upload(std::uint32_t, const std::string&, unsigned round, const Written& written, Sent& b) override {
     if (round && round <= rounds.size()) b.bytes += rounds[round - 1];
+    for (int ms = 0; round && ms < round_ms; ms++, usleep(1000))
+      if (const auto w = written(); !w) return w.error();
     if (round) return p.did("d.pre_upload");
     b.passed += 500;
     usleep(static_cast<useconds_t>(upload_ms) * 1000);
@@ -422,23 +428,24 @@ struct Scene {
   FakeDestination destination{play};
   FakePartner partner{play, "p", true}, other{play, "o", false};
   bool pre_setup = true;
-  bool busy = false, in_vain = false;
+  bool busy = false, in_vain = false, again = false;
+  int busy_wait_ms = 1000;
   bool keep = false;  // store it
   std::string stood_still;
   unsigned rounds = 0;
   std::vector<wire::Progress> said;
-  const std::shared_ptr<Course> course = std::make_shared<Course>();
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
-    s.busy_wait_ms = 1000;
+    s.busy_wait_ms = busy_wait_ms;
     s.pre_copy_rounds = rounds;
     if (keep) s.what = Coordinator::Settings::kKeep;
-    s.course = course;
+    s.course = play.course;
     s.stands_still = [this](const std::string& phase) { stood_still = phase; };
     Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
     in_vain = c.copied_in_vain();
+    again = c.try_again();
     return summary;
   }
   wire::PlanReply plan() {
@@ -650,7 +657,7 @@ TEST(Coordinator, CanBeSeenFromOutside) {
   s.destination.upload_ms = 800;
   auto end = std::async(std::launch::async, [&] { return s.run(); });
   Course::Place at;
-  for (int ms = 0; ms < 5000 && !(at.phase == "copy" && at.bytes); ms++, usleep(1000)) at = s.course->place();
+  for (int ms = 0; ms < 5000 && !(at.phase == "copy" && at.bytes); ms++, usleep(1000)) at = s.play.course->place();
   EXPECT_TRUE(end.get().migrated());
   EXPECT_EQ(at.id, kId);
   EXPECT_EQ(at.phase, "copy");
@@ -1308,6 +1315,124 @@ TEST(Coordinator, EveryFaultPointBeforeTheCommitGoesBack) {
     EXPECT_EQ(s.play.has("s.suspend"), s.play.has("s.rollback")) << f;
     EXPECT_EQ(s.play.has("d.prepare"), s.play.has("d.abort")) << f;
   }
+}
+
+// ---- an operator cancels it
+
+TEST(Cancelled, GoesBackAtTheNextStep) {
+  for (const char* at : {"s.inspect", "p.find", "s.record", "d.prepare", "p.prepare", "d.connect", "s.track", "d.pre_upload", "s.get_ready", "s.suspend", "p.suspend", "p.drain",
+                         "s.freeze", "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "p.switch"}) {
+    Scene s;
+    s.play.cancelled_at = at;
+    const auto r = s.run();
+    EXPECT_FALSE(r.migrated()) << at;
+    EXPECT_EQ(r.error(), "cancelled by the operator") << at;
+    EXPECT_FALSE(r.going_back()) << at;
+    EXPECT_FALSE(s.again || s.busy || s.in_vain) << at << ": it would be tried again";
+    EXPECT_TRUE(s.source.decided.empty()) << at;
+    EXPECT_EQ(r.touched(), s.play.has("s.record")) << at;
+    const std::pair<const char*, const char*> undone[] = {
+        {"s.record", "s.forget"},
+        {"d.prepare", "d.abort"},
+        {"p.prepare", "p.rollback"},
+        {"s.suspend", "s.rollback"},
+        {"s.freeze", "s.reconnect"},
+        {"s.detach", "s.attach"},
+        {"s.checkpoint", "s.thaw"},
+        {"p.switch", "p.old_path"},
+    };
+    for (const auto& [done, by] : undone) EXPECT_LE(s.play.has(done), s.play.has(by)) << at << ": " << done;
+  }
+}
+
+TEST(Cancelled, GoesNoFurther) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"p.find", "s.record"},
+      {"s.record", "d.prepare"},
+      {"d.connect", "s.track"},
+      {"s.pre_dump", "d.pre_upload"},
+      {"d.pre_upload", "s.suspend"},
+      {"s.get_ready", "s.suspend"},
+      {"p.suspend", "s.drain"},
+      {"p.drain", "s.freeze"},
+      {"d.upload", "d.full_restore"},
+      {"d.full_restore", "d.ready"},
+  };
+  for (const auto& [at, never] : cases) {
+    Scene s;
+    s.destination.round_ms = 1;
+    s.play.cancelled_at = at;
+    EXPECT_EQ(s.run().error(), "cancelled by the operator") << at;
+    EXPECT_FALSE(s.play.has(never)) << at << ", then " << never;
+  }
+}
+
+TEST(Cancelled, DoesNotWaitForAPartnerAnyLonger) {
+  Scene s;
+  s.busy_wait_ms = 60'000;
+  s.partner.busy_with = kId + 1;
+  s.partner.busy_for = 1 << 20;
+  s.play.cancelled_at = "p.find";
+  const auto began = std::chrono::steady_clock::now();
+  const auto r = s.run();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(1));
+  EXPECT_EQ(r.error(), "cancelled by the operator");
+  EXPECT_FALSE(s.busy) << "it would begin again";
+  EXPECT_FALSE(r.touched());
+}
+
+TEST(Cancelled, DoesNotSendARoundToItsEnd) {
+  Scene s;
+  s.destination.round_ms = 20'000;
+  s.play.cancelled_at = "s.pre_dump";
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_EQ(s.run().error(), "cancelled by the operator");
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5));
+  EXPECT_FALSE(s.play.has("s.suspend"));
+}
+
+TEST(Cancelled, DoesNotMakeTheRoundsThatAreLeft) {
+  Scene s;
+  s.rounds = 3;
+  s.play.cancelled_at = "d.pre_upload";
+  EXPECT_EQ(s.run().error(), "cancelled by the operator");
+  EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "s.pre_dump"), 1);
+}
+
+// It fails by itself at the same time, for a reason that another try is for.
+TEST(Cancelled, IsNotTriedAgain) {
+  for (const int code : {EAGAIN, ESTALE, EINPROGRESS}) {
+    Scene s;
+    s.play.cancelled_at = s.play.fail = "s.checkpoint";
+    s.play.fail_code = code;
+    EXPECT_EQ(s.run().error(), "cancelled by the operator");
+    EXPECT_FALSE(s.again || s.busy || s.in_vain) << code;
+  }
+}
+
+TEST(Cancelled, NotAnyMoreOnceItIsDecided) {
+  for (const char* at : {"s.decide", "d.commit", "d.rebind", "s.destroy"}) {
+    Scene s;
+    s.play.cancelled_at = at;
+    const auto r = s.run();
+    EXPECT_TRUE(r.migrated()) << at;
+    EXPECT_EQ(r.error(), "") << at;
+    EXPECT_FALSE(s.play.course->cancel()) << at;
+  }
+}
+
+TEST(Cancelled, BetweenTwoTriesTheNextOneEnds) {
+  Course c("c", "dst", kId);
+  EXPECT_TRUE(c.cancel());
+  EXPECT_TRUE(c.cancel()) << "once more is no error";
+  c.begin(kId + 1);
+  EXPECT_TRUE(c.cancelled());
+  EXPECT_FALSE(c.decide());
+  Course denied("c", "dst", kId);
+  EXPECT_TRUE(denied.decide());
+  EXPECT_FALSE(denied.cancel());
+  denied.begin(kId + 1);
+  EXPECT_TRUE(denied.cancel());
 }
 
 // ---- wait-before-stop has a limit

@@ -167,6 +167,20 @@ TEST(OpenMigrations, FitAndHaveTheNumberThatRecoverTakes) {
   EXPECT_EQ(k["of_bytes"], 40);
 }
 
+TEST(CancelText, SaysWhereItRuns) {
+  wire::CancelReply r;
+  auto* m = r.mutable_migration();
+  m->set_id(0xabc), m->set_container("web"), m->set_source("src"), m->set_destination("dst"), m->set_state("is being migrated to dst: rollback; the operator has cancelled it");
+  EXPECT_EQ(cancel_text(r), "migration 00000abc of web to dst is cancelled, and not all of it is back yet: is being migrated to dst: rollback; the operator has cancelled it; see: migrctl recover");
+  EXPECT_EQ(cancel_json(r)["state"], m->state());
+  EXPECT_EQ(cancel_json(r)["ended"], false);
+  r.set_ended(true);
+  EXPECT_EQ(cancel_text(r), "migration 00000abc of web to dst is cancelled: web goes on running on src");
+  EXPECT_EQ(cancel_json(r).dump(), R"({"id":"00000abc","container":"web","from":"src","to":"dst","ended":true,"state":null})");
+  m->set_container("/srv/web"), m->set_destination("src");
+  EXPECT_EQ(cancel_text(r), "migration 00000abc of /srv/web to src is cancelled") << "nothing ran";
+}
+
 wire::PlanReply plan() {
   wire::PlanReply p;
   auto* s = p.mutable_summary();

@@ -27,6 +27,60 @@ class Endless final : public wire::Control::Service {
   }
 };
 
+/// What `migrctl cancel` is told.
+class Cancelling final : public wire::Control::Service {
+ public:
+  bool ends = true, late = false;
+  wire::CancelRequest asked;
+
+ private:
+  grpc::Status Cancel(grpc::ServerContext*, const wire::CancelRequest* r, wire::CancelReply* out) override {
+    asked = *r;
+    if (late) return {grpc::StatusCode::FAILED_PRECONDITION, "it is committed already"};
+    auto* m = out->mutable_migration();
+    m->set_id(0xabc), m->set_container("web"), m->set_source("src"), m->set_destination("dst"), m->set_state("is being migrated to dst");
+    out->set_ended(ends);
+    return grpc::Status::OK;
+  }
+};
+
+TEST(Display, OfWhatIsCancelledSaysWhetherAllIsBack) {
+  if (geteuid()) GTEST_SKIP() << "not root: migrctl refuses";
+  char name[] = "/tmp/display_test.XXXXXX";
+  const std::string dir = mkdtemp(name), socket = dir + "/ctl.sock";
+  Cancelling migrd;
+  grpc::ServerBuilder b;
+  b.AddListeningPort("unix:" + socket, grpc::InsecureServerCredentials());
+  b.RegisterService(&migrd);
+  const auto server = b.BuildAndStart();
+  ASSERT_TRUE(server);
+  std::string said;
+  const auto cancel = [&](const std::string& words) {
+    FILE* out = popen(("exec timeout 60 " MIGR_CTL " --socket " + socket + " cancel " + words + " 2>&1").c_str(), "r");
+    char all[4096];
+    said.assign(all, fread(all, 1, sizeof all, out));
+    return WEXITSTATUS(pclose(out));
+  };
+  EXPECT_EQ(cancel("web"), 0);
+  EXPECT_EQ(said, "migration 00000abc of web to dst is cancelled: web goes on running on src\n");
+  EXPECT_EQ(migrd.asked.container(), "web");
+  EXPECT_EQ(migrd.asked.id(), 0u);
+  EXPECT_GT(migrd.asked.wait_ms(), 0u);
+  EXPECT_EQ(cancel("00000abc"), 0);
+  EXPECT_EQ(migrd.asked.container(), "00000abc") << "a container may be called so";
+  EXPECT_EQ(migrd.asked.id(), 0xabcu);
+  migrd.ends = false;
+  EXPECT_EQ(cancel("web"), 1);
+  EXPECT_TRUE(said.starts_with("migrctl: migration 00000abc of web to dst is cancelled, and not all of it is back yet")) << said;
+  EXPECT_EQ(cancel("web --json"), 1);
+  EXPECT_NE(said.find("\"status\": 1"), std::string::npos) << said;
+  migrd.late = true;
+  EXPECT_EQ(cancel("web"), 3);
+  EXPECT_EQ(said, "migrctl: it is committed already\n");
+  server->Shutdown(std::chrono::system_clock::now());
+  std::filesystem::remove_all(dir);
+}
+
 // migrctl migrate .. | head -n 1
 TEST(Display, ThatNobodyReadsEndsAndSaysSo) {
   if (geteuid()) GTEST_SKIP() << "not root: migrctl refuses";
@@ -48,6 +102,7 @@ TEST(Display, ThatNobodyReadsEndsAndSaysSo) {
   std::stringstream said;
   said << std::ifstream(err).rdbuf();
   EXPECT_NE(said.str().find("migrctl: only this display ends, migrd goes on with it"), std::string::npos) << said.str();
+  EXPECT_NE(said.str().find("to take it back: migrctl cancel"), std::string::npos) << said.str();
   server->Shutdown(std::chrono::system_clock::now());
   std::filesystem::remove_all(dir);
 }

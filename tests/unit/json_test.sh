@@ -17,6 +17,7 @@ commands_of() { "$ctl" "$@" --help | sed -n '/^Subcommands:/,$s/^  \([^ ]*\) .*/
 words_of() {
 	case $* in
 	migrate) echo nobody --to nowhere ;;
+	cancel) echo nobody ;;
 	checkpoint) echo nobody "$dir/out" ;;
 	restore) echo "$dir/none" ;;
 	report) echo 0a1b2c3d ;;

@@ -776,6 +776,16 @@ TEST_F(Tree, ADumpThatFailsEndsTheSending) {
   EXPECT_EQ(s.error().code, ECANCELED);
 }
 
+TEST_F(Tree, WhoEndsItNeedNotWaitForTheEndOfALargeFile) {
+  file("from/pages-1.img", std::string(8 * kChunkBytes, 'x'));
+  int sent = 0;
+  auto s = send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [&](const wire::FileChunk&) { return ++sent > 0; },
+                     [&]() -> Result<bool> { return sent < 2 ? Result<bool>(true) : Result<bool>(Error{ECANCELED, "enough"}); });
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ECANCELED);
+  EXPECT_EQ(sent, 2);
+}
+
 TEST_F(Tree, NamesThatLeaveTheFolderAreEINVAL) {
   TreeWriter w(dir_ + "/to");
   for (const char* n : {"../x", "/x", "a/../../x", "", "a//b", "."}) {

@@ -23,6 +23,8 @@
 #include <thread>
 #include <utility>
 
+#include "agent/control_service.h"
+#include "agent/failover/peer_directory.h"
 #include "agent/file_tree.h"
 #include "agent/kernel_record.h"
 #include "agent/limits.h"
@@ -225,6 +227,82 @@ TEST_F(ASource, TheSecondOfTwoIsToldOfTheFirst) {
   EXPECT_EQ(looked.error().text, second("web"));
   const auto its = SourceRun(host, kId, SourceRun::Describe::kMove).inspect("web");
   EXPECT_TRUE(its || its.error().text.find("already") == std::string::npos) << its.error().text;
+}
+
+TEST_F(ASource, IsCancelledByItsNameOrItsNumber) {
+  const auto web = host.begin("web", "dst", kId), hex = host.begin("1235", "dst", kId + 7), other = host.begin("other", "dst", kId + 1);
+  ASSERT_TRUE(web && hex && other);
+  const auto told = host.cancel(0, "web");
+  ASSERT_TRUE(told) << told.error().text;
+  EXPECT_EQ(told->id(), kId);
+  EXPECT_EQ(told->state(), "is being migrated to dst; the operator has cancelled it");
+  EXPECT_TRUE((*web)->cancelled());
+  EXPECT_EQ(host.cancel(kId, "00001234")->container(), "web") << "once more";
+  EXPECT_EQ(host.cancel(kId + 1, "1235")->container(), "1235") << "a name goes before a number";
+  EXPECT_FALSE((*other)->cancelled());
+  EXPECT_EQ(host.cancel(kId + 1, "00001235")->container(), "other");
+  EXPECT_EQ(host.cancel(kId + 2, "third").error().code, ENOENT);
+}
+
+TEST_F(ASource, WhatIsCommittedIsNotCancelled) {
+  auto course = host.begin("web", "dst", kId);
+  ASSERT_TRUE(course && (*course)->decide());
+  EXPECT_EQ(host.cancel(0, "web").error().code, EBUSY);
+  EXPECT_EQ(host.cancel(0, "web").error().text, "migration 00001234 is committed already: it runs on dst, or will; see: migrctl recover");
+  course = Error{};
+  destination.told_to_commit = [&] {  // found by a migrd that was started again
+    EXPECT_EQ(host.cancel(0, "web").error().text, "migration 00001234 is committed already: it runs on dst, or will; see: migrctl recover");
+    EXPECT_EQ(host.cancel(kId, "00001234").error().code, EBUSY);
+    EXPECT_TRUE(host.order(kId, wire::UNDONE, true));
+  };
+  settle(record(wire::COMMITTED));
+}
+
+/// `migrctl cancel` waits in it.
+struct Waiting {
+  explicit Waiting(SourceHost& h) : host(h) {}
+  grpc::Status cancel(const std::string& container, std::uint32_t wait_ms) {
+    wire::CancelRequest r;
+    r.set_container(container);
+    r.set_wait_ms(wait_ms);
+    grpc::ServerContext ctx;
+    return service.Cancel(&ctx, &r, &reply);
+  }
+  SourceHost& host;
+  Config config;
+  Peers peers{config, pki::Files{}};
+  SessionTable sessions;
+  LinkTable table{"src"};
+  PeerDirectory links{peers, table};
+  PortWatch ports{"/nowhere", [] { return std::vector<RdmaPort>(); }, {}};
+  History history{"/nowhere"};
+  ControlService service{peers, sessions, {}, {&host}, {table, links, ports}, history};
+  wire::CancelReply reply;
+};
+
+TEST_F(ASource, WhoCancelsWaitsForItsEnd) {
+  Waiting w(host);
+  EXPECT_EQ(w.cancel("web", 0).error_code(), grpc::StatusCode::NOT_FOUND);
+  auto course = host.begin("web", "dst", kId);
+  ASSERT_TRUE(course);
+  const auto s = w.cancel("web", 50);
+  EXPECT_TRUE(s.ok()) << s.error_message();
+  EXPECT_FALSE(w.reply.ended());
+  EXPECT_EQ(w.reply.migration().state(), "is being migrated to dst; the operator has cancelled it");
+  (*course)->is_at("rollback", 0, 0);
+  std::thread coordinator([&] {
+    usleep(300'000);
+    course = Error{};
+  });
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_TRUE(w.cancel("web", 20'000).ok());
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(10));
+  coordinator.join();
+  EXPECT_TRUE(w.reply.ended());
+  EXPECT_EQ(w.reply.migration().phase(), "rollback") << "as it was last";
+  const auto late = host.begin("web", "dst", kId + 1);
+  ASSERT_TRUE(late && (*late)->decide());
+  EXPECT_EQ(w.cancel("web", 0).error_code(), grpc::StatusCode::FAILED_PRECONDITION);
 }
 
 // A partner may be on this host, and cannot be reached before.
