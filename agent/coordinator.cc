@@ -318,14 +318,16 @@ Status Coordinator::check_destination(const std::string& to) {
   unsigned ahead = info_.memory_bytes >= set_.pre_copy_from ? wanted : 0;
   rounds_ahead_ = set_.pre_copy_rounds || !ahead ? ahead : kPreCopyRounds;
   r.set_image_bytes(info_.image_bytes() * (ahead + 1));
+  const unsigned least = set_.pre_copy_rounds ? set_.pre_copy_rounds : must_copy_ahead();
   auto s = dest_.check(r);
-  while (!s && s.error().code == ENOSPC && ahead) {
+  while (!s && s.error().code == ENOSPC && ahead > least) {
     const std::string why = s.error().text;
     rounds_ahead_ = ahead = ahead > 1 ? 1 : 0;
     r.set_image_bytes(info_.image_bytes() * (ahead + 1));
     s = dest_.check(r);
     if (s) note((ahead ? kCopiedOnce : kNotCopiedAhead) + why);
   }
+  if (!s && s.error().code == ENOSPC && ahead) return not_copied_ahead(s.error());
   if (!s && unreachable(s.error()))
     return Error{s.error().code, "destination " + to + " does not answer; is migrd running there? (" + s.error().text + ")"};
   return s;
@@ -584,6 +586,16 @@ Status Coordinator::track() {
       });
 }
 
+// It is copied during the stop instead, unless that would be longer than who has asked for the copy expects, or meets the limit that a dump
+// has met already.
+Status Coordinator::not_copied_ahead(const Error& why) {
+  if (must_copy_ahead())
+    return Error{why.code, "memory cannot be copied ahead of the stop, which was asked for: " + why.text + "; leave out --pre-copy and --pre-copy-rounds to have it copied during the stop then"};
+  if (why.code == ETIMEDOUT) return Error{why.code, "copying memory ahead of the stop: " + why.text};
+  note(kNotCopiedAhead + why.text);
+  return {};
+}
+
 // Each round holds what was written during the one before.
 Status Coordinator::pre_copy() {
   if (auto s = step("pre-copy.track", [this] { return track(); }); !s) return s;
@@ -597,13 +609,13 @@ Status Coordinator::pre_copy() {
     more_time();
     if (auto s = goes_on(); !s) return s;
     if (auto s = source_.may_pre_dump(); !s) {
-      if (round == 1) return note(kNotCopiedAhead + s.error().text), Status();
+      if (round == 1) return not_copied_ahead(s.error());
       note("memory is not copied once more ahead of the stop: " + s.error().text);
       break;  // what was copied before is of use
     }
     auto folder = source_.pre_dump(round);
     if (!folder) {
-      note(kNotCopiedAhead + folder.error().text);
+      if (auto s = not_copied_ahead(folder.error()); !s) return s;
       pre_copied_ = false;
       summary_.set_pre_copy_rounds(0);
       summary_.set_bytes_pre_copied(0);

@@ -186,11 +186,11 @@ class Coordinator {
     std::uint32_t abi = 0;      // of migr.ko here
     int undecided_ms = kUndecidedMs;
     int resolve_step_ms = kResolveStepMs;
-    std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too
+    std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too; 0: it has to be
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
     int drain_ms = kDrainMs;
-    unsigned pre_copy_rounds = 0;  // so often memory is copied before the stop, if it is; 0: as long as it helps
+    unsigned pre_copy_rounds = 0;  // so often memory has to be copied before the stop, if it is; 0: as long as it helps
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
     /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
     std::function<void(const std::string& phase)> stands_still{};
@@ -235,6 +235,8 @@ class Coordinator {
   Status reach(const Affected& a, std::vector<Path> paths);
   Status track();
   Status pre_copy();
+  bool must_copy_ahead() const { return set_.pre_copy_rounds || !set_.pre_copy_from; }
+  Status not_copied_ahead(const Error& why);
   Status drain();
   Status replay(std::set<std::size_t> left, const std::string& what);
   void old_paths_first();

@@ -433,9 +433,10 @@ struct Scene {
   bool keep = false;  // store it
   std::string stood_still;
   unsigned rounds = 0;
+  bool pre_copy = false;  // asked for
   std::vector<wire::Progress> said;
   wire::Summary run(const std::string& fault = {}) {
-    Coordinator::Settings s{"src", fault, 1, 300, 10, kPreCopyFromBytes, pre_setup};
+    Coordinator::Settings s{"src", fault, 1, 300, 10, pre_copy ? 0 : kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = busy_wait_ms;
     s.pre_copy_rounds = rounds;
     if (keep) s.what = Coordinator::Settings::kKeep;
@@ -1132,6 +1133,43 @@ TEST(Coordinator, WithoutAPreDumpAllIsCopiedDuringTheStop) {
   EXPECT_TRUE(s.play.has("d.upload"));
 }
 
+// --pre-copy, --pre-copy-rounds: who says so counts on a short stop.
+TEST(Coordinator, WhatWasAskedForIsCopiedAheadOrNotMoved) {
+  const std::function<void(Scene&)> cases[] = {
+      [](Scene& s) { s.play.fail = "s.pre_dump"; },
+      [](Scene& s) { s.source.no_pre_dump_from = 1; },
+  };
+  for (const auto& prepare : cases)
+    for (const unsigned rounds : {0u, 1u, 3u}) {
+      Scene s;
+      prepare(s);
+      s.rounds = rounds;
+      s.pre_copy = true;
+      s.source.memory_bytes = 1;
+      const auto r = s.run();
+      EXPECT_FALSE(r.migrated());
+      EXPECT_FALSE(r.going_back());
+      EXPECT_TRUE(r.error().starts_with("memory cannot be copied ahead of the stop, which was asked for: ")) << r.error();
+      EXPECT_NE(r.error().find("; leave out --pre-copy and --pre-copy-rounds"), std::string::npos) << r.error();
+      EXPECT_FALSE(s.play.has("s.suspend"));
+      EXPECT_TRUE(s.play.has("d.abort") && s.play.has("p.rollback"));
+    }
+  Scene s;
+  s.source.no_pre_dump_from = 1;
+  EXPECT_TRUE(s.run().migrated()) << "nobody has asked for it";
+}
+
+// The dump of all memory in the stop would, too.
+TEST(Coordinator, APreDumpThatMeetsItsLimitIsNotMadeUpForInTheStop) {
+  Scene s;
+  s.play.fail = "s.pre_dump";
+  s.play.fail_code = ETIMEDOUT;
+  const auto r = s.run();
+  EXPECT_FALSE(r.migrated());
+  EXPECT_EQ(r.error(), "copying memory ahead of the stop: played failure of s.pre_dump");
+  EXPECT_FALSE(s.play.has("s.suspend"));
+}
+
 TEST(Coordinator, RoundsAheadEndWhenTheyDoNotHalveWhatIsLeft) {
   const struct {
     std::vector<std::uint64_t> bytes;  // in kPreCopyFromBytes
@@ -1168,20 +1206,24 @@ TEST(Coordinator, ARoundThatFailsLeavesThoseBefore) {
 
 // CRIU has begun to count anew what is written, and nobody has what was written before that.
 TEST(Coordinator, ARoundThatBreaksOffTakesThoseBeforeWithIt) {
-  Scene s;
-  s.rounds = 3;
-  s.source.pre_dump_fails_from = 2;
-  const auto r = s.run();
-  EXPECT_TRUE(r.migrated()) << r.error();
-  EXPECT_EQ(r.pre_copy_rounds(), 0u);
-  EXPECT_TRUE(s.play.has("d.pre_upload"));
-  for (const char* no : {"s.checkpoint_after.1", "s.checkpoint_after.0", "s.drop_unchanged"}) EXPECT_FALSE(s.play.has(no)) << no;
-}
-
-TEST(Coordinator, WithRoomForItTwiceItIsCopiedAheadOnce) {
   for (const unsigned asked : {0u, 3u}) {
     Scene s;
     s.rounds = asked;
+    s.destination.rounds = {40 * kPreCopyFromBytes};
+    s.source.pre_dump_fails_from = 2;
+    const auto r = s.run();
+    EXPECT_EQ(r.migrated(), !asked) << r.error();
+    EXPECT_TRUE(s.play.has("d.pre_upload"));
+    EXPECT_EQ(s.play.has("s.suspend"), !asked);
+    EXPECT_EQ(r.pre_copy_rounds(), asked ? 1u : 0u);
+    for (const char* no : {"s.checkpoint_after.1", "s.checkpoint_after.0", "s.drop_unchanged"}) EXPECT_FALSE(s.play.has(no)) << no;
+  }
+}
+
+TEST(Coordinator, WithRoomForItTwiceItIsCopiedAheadOnce) {
+  for (const bool asked : {false, true}) {
+    Scene s;
+    s.pre_copy = asked;
     s.destination.room = 2 * kPreCopyFromBytes;
     for (const auto n : {40, 16, 4}) s.destination.rounds.push_back(static_cast<std::uint64_t>(n) * kPreCopyFromBytes);
     const auto r = s.run();
@@ -1196,6 +1238,26 @@ TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {
   s.destination.room = kPreCopyFromBytes;
   EXPECT_TRUE(s.run().migrated());
   EXPECT_FALSE(s.play.has("s.pre_dump"));
+}
+
+TEST(Coordinator, WithoutRoomForWhatWasAskedForNothingBegins) {
+  const struct {
+    unsigned rounds, room;  // in kPreCopyFromBytes
+  } cases[] = {{0, 1}, {1, 1}, {3, 1}, {3, 3}};
+  for (const auto& c : cases) {
+    Scene s;
+    s.pre_copy = true;
+    s.rounds = c.rounds;
+    s.destination.room = c.room * kPreCopyFromBytes;
+    const auto r = s.run();
+    EXPECT_TRUE(r.error().starts_with("memory cannot be copied ahead of the stop, which was asked for: played lack of room; leave out")) << r.error();
+    EXPECT_FALSE(r.touched());
+    Scene t;
+    t.pre_copy = true;
+    t.rounds = c.rounds;
+    t.destination.room = (std::max(c.rounds, 1u) + 1) * kPreCopyFromBytes;
+    EXPECT_TRUE(t.run().migrated()) << c.rounds;
+  }
 }
 
 TEST(Coordinator, WithoutRoomNothingBegins) {
