@@ -25,12 +25,19 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr const char* kFirstToGo[] = {"choom", "-n", "1000", "--"};
 constexpr int kLookMs = 10;  // between two looks at what nothing tells of
 
 /// So long a poll may last that has it.
 int poll_ms(const Pidfd& pidfd, Clock::time_point deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
   return pidfd ? static_cast<int>(std::max<std::int64_t>(left, 0)) : kLookMs;
+}
+
+// Not what goes before it.
+const std::string& program_of(const Argv& argv) {
+  constexpr std::size_t kBefore = std::size(kFirstToGo);
+  return argv.size() > kBefore && std::equal(std::begin(kFirstToGo), std::end(kFirstToGo), argv.begin()) ? argv[kBefore] : argv[0];
 }
 
 int exit_status(int st) { return WIFEXITED(st) ? WEXITSTATUS(st) : 128 + WTERMSIG(st); }
@@ -88,12 +95,12 @@ std::string CommandResult::last_line() const {
 }
 
 Argv first_to_go(const Argv& argv) {
-  Argv a = {"choom", "-n", "1000", "--"};
+  Argv a(std::begin(kFirstToGo), std::end(kFirstToGo));
   a.insert(a.end(), argv.begin(), argv.end());
   return a;
 }
 
-Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms) {
+Result<CommandResult> run_command(const Argv& argv, const Env& env, const int& limit_ms) {
   int out[2], err[2];
   if (pipe2(out, O_CLOEXEC)) return sys_error("pipe");
   if (pipe2(err, O_CLOEXEC)) {
@@ -139,12 +146,12 @@ Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms
   close(out[0]);
   close(err[0]);
   if (!pid) return pid.error();
-  if (late) return Error{ETIMEDOUT, argv[0] + " did not end within " + std::to_string(limit_ms) + " ms"};
+  if (late) return Error{ETIMEDOUT, program_of(argv) + " did not end within " + std::to_string(limit_ms) + " ms" + advice_on(limit_ms)};
   r.status = exit_status(st);
   return r;
 }
 
-Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms) {
+Result<CommandResult> run_checked(const Argv& argv, const Env& env, const int& limit_ms) {
   auto r = run_command(argv, env, limit_ms);
   if (r && r->status) return Error{ECHILD, r->last_line()};
   return r;

@@ -26,10 +26,11 @@ struct CommandResult {
 Argv first_to_go(const Argv& argv);
 
 /// Runs a command with no input. ETIMEDOUT: it was killed, with its process group.
-Result<CommandResult> run_command(const Argv& argv, const Env& env, int limit_ms);
+/// @param limit_ms  one of limits.h: then the error says which
+Result<CommandResult> run_command(const Argv& argv, const Env& env, const int& limit_ms);
 
 /// As run_command, but an exit status other than 0 is an error with last_line().
-Result<CommandResult> run_checked(const Argv& argv, const Env& env, int limit_ms);
+Result<CommandResult> run_checked(const Argv& argv, const Env& env, const int& limit_ms);
 
 /// A program that runs beside us. Its destructor kills it, with its process group.
 class Child {

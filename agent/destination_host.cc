@@ -272,7 +272,7 @@ Status DestinationHost::with_log(const Job& job, const Status& s) {
   std::string text = s.error().text;
   if (!out.empty()) text += "; runc: " + out;
   if (!line.empty()) text += "; CRIU: " + line;
-  if ((line.empty() && out.empty()) || line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
+  if ((line.empty() && out.empty() && s.error().code != ETIMEDOUT) || line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
   return Error{s.error().code, text};
 }
 
@@ -415,7 +415,7 @@ Status DestinationHost::start_restore(Job& job) {
     if (job.aborting) return Error{ECANCELED, "the migration was undone"};
     if (Clock::now() > until)
       return with_log(job, Error{ETIMEDOUT, "partial restore of " + job.container + ": CRIU's plugin did not listen within " +
-                                                std::to_string(kRestoreSocketMs) + " ms"});
+                                                std::to_string(kRestoreSocketMs) + " ms" + advice_on(kRestoreSocketMs)});
     usleep(10'000);
   }
   return {};

@@ -70,6 +70,15 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
 MIGR_LIMITS(X)
 #undef X
 
+/// To follow what one of these has ended. @param limit  the variable itself, for two may have one value @return empty: it is none of them
+inline std::string advice_on(const int& limit) {
+  const char* key = "";
+#define X(id, name, ms) key = &limit == &id ? name : key;
+  MIGR_LIMITS(X)
+#undef X
+  return *key ? std::string("; if it only needs longer, raise \"") + key + "\" in \"limits\" of migrd.json" : "";
+}
+
 inline constexpr int kPluginCommitMs = 30'000;  // criu-plugin/restore.c
 
 // Between hosts.

@@ -122,7 +122,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
   if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
   writer->WritesDone();
-  const Status s = from_grpc(writer->Finish(), name_);
+  const Status s = from_grpc(writer->Finish(), name_, advice_on(kPrepareMs));
   if (!read) return read.error();
   if (!s) return s.error();
   return reply;
@@ -199,7 +199,7 @@ Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
   }, sent_, root_ + "/");
   if (!read) ctx.TryCancel();
   writer->WritesDone();
-  const Status s = from_grpc(writer->Finish(), name_);
+  const Status s = from_grpc(writer->Finish(), name_, advice_on(kUploadMs));
   if (!read) return read;
   if (s && reply.bytes() != sent)
     return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of what has changed arrived, " + std::to_string(sent) + " were sent"};

@@ -27,13 +27,14 @@ constexpr Pair kCodes[] = {
 
 }  // namespace
 
-Status from_grpc(const grpc::Status& s, const std::string& host) {
+Status from_grpc(const grpc::Status& s, const std::string& host, const std::string& advice) {
   if (s.ok()) return {};
   int err = EIO;
   for (const auto& p : kCodes)
     if (p.code == s.error_code()) err = p.err;
   // gRPC's own words for it say nothing.
-  std::string text = err == ETIMEDOUT ? "no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))" : s.error_message();
+  const std::string late = "no answer within the limit for it" + (advice.empty() ? "; if it only needs longer: \"limits\" in migrd.json (migrd(8))" : advice);
+  std::string text = err == ETIMEDOUT ? late : s.error_message();
   for (char& c : text)
     if (c == '\n') c = ' ';
   return Error{err, host + ": " + text};

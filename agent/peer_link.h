@@ -11,6 +11,7 @@
 
 #include "certificates.h"
 #include "config.h"
+#include "limits.h"
 #include "status.h"
 #include "wire.grpc.pb.h"
 
@@ -44,7 +45,8 @@ class Peers {
 };
 
 /// Both directions between errno and gRPC codes; `host` goes before the text.
-Status from_grpc(const grpc::Status& s, const std::string& host);
+/// @param advice  on the limit of the call (limits.h); empty: which it was is not known
+Status from_grpc(const grpc::Status& s, const std::string& host, const std::string& advice = {});
 grpc::Status to_grpc(const Status& s);
 
 void set_deadline(grpc::ClientContext& ctx, int ms);
@@ -63,12 +65,12 @@ void set_bulk(grpc::ChannelArguments& a);
 /// One unary call: call(stub, &Stub::Method, request, limit).
 template <class Stub, class Req, class Rep>
 Result<Rep> call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Req&, Rep*), const Req& request,
-                 int limit_ms, const std::string& host) {
+                 const int& limit_ms, const std::string& host) {
   grpc::ClientContext ctx;
   set_deadline(ctx, limit_ms);
   name_migration(ctx);
   Rep reply;
-  if (auto s = from_grpc((stub.*method)(&ctx, request, &reply), host); !s) return s.error();
+  if (auto s = from_grpc((stub.*method)(&ctx, request, &reply), host, advice_on(limit_ms)); !s) return s.error();
   return reply;
 }
 

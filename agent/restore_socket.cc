@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "limits.h"
+
 namespace migr {
 namespace {
 
@@ -41,7 +43,7 @@ void RestoreSocket::interrupt() {
 }
 
 Status RestoreSocket::request(migr_rc_op op, const void* in, std::size_t count, std::size_t in_size,
-                              std::vector<std::byte>& out, std::size_t out_size, int limit_ms, std::uint32_t* took_us) {
+                              std::vector<std::byte>& out, std::size_t out_size, const int& limit_ms, std::uint32_t* took_us) {
   const std::string what = std::string("CRIU plugin, ") + op_name(op);
   auto fd = connect();
   if (!fd) return Error{fd.error().code, what + ": " + fd.error().text};
@@ -85,7 +87,7 @@ Status RestoreSocket::request(migr_rc_op op, const void* in, std::size_t count, 
     pollfd p{fd->n, POLLIN, 0};
     const int n = poll(&p, 1, left());
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return Error{ETIMEDOUT, what + ": no answer within " + std::to_string(limit_ms) + " ms"};
+    if (n <= 0) return Error{ETIMEDOUT, what + ": no answer within " + std::to_string(limit_ms) + " ms" + advice_on(limit_ms)};
     const ssize_t got = recv(fd->n, buf.data(), buf.size(), MSG_DONTWAIT);
     if (got < 0) return sys_error(what);
     if (got == 0) return Error{ECONNRESET, what + ": the restore has ended"};

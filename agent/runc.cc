@@ -142,7 +142,7 @@ Argv Runc::command(std::vector<std::string> args) const {
   return a;
 }
 
-Status Runc::run(std::vector<std::string> args, int limit_ms, const std::string& what) const {
+Status Runc::run(std::vector<std::string> args, const int& limit_ms, const std::string& what) const {
   auto r = run_checked(command(std::move(args)), criu_env(config_), limit_ms);
   if (!r) return Error{r.error().code, what + ": " + plain(r.error().text)};
   return {};
@@ -265,7 +265,7 @@ Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& 
     if (tree.size() < 2 || !ahead.wait(kHookMs)) ahead.signal(SIGKILL);
     (void)ahead.wait(kHookMs);
     outlast(group, 0);
-    return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms"};
+    return Error{ETIMEDOUT, what + "runc did not end within " + std::to_string(kCheckpointMs) + " ms" + advice_on(kCheckpointMs)};
   }
   if (!ahead.status()) return {};
   outlast(group, static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count()));

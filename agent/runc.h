@@ -95,7 +95,7 @@ class Runc {
  private:
   Result<bool> has_net(const std::string& bundle) const;
   Argv command(std::vector<std::string> args) const;
-  Status run(std::vector<std::string> args, int limit_ms, const std::string& what) const;
+  Status run(std::vector<std::string> args, const int& limit_ms, const std::string& what) const;
   const Config& config_;
   mutable std::atomic<bool> verbs_ok_ = false;
 };

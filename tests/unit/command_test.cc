@@ -6,6 +6,9 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <utility>
+
+#include "agent/limits.h"
 
 namespace migr::command_test {
 namespace {
@@ -36,6 +39,16 @@ TEST_F(Command, ThatTakesTooLongIsKilledWithWhatItStarted) {
   EXPECT_EQ(r.error().code, ETIMEDOUT);
   sleep(3);
   EXPECT_NE(access(log.c_str(), F_OK), 0) << "its child went on";
+}
+
+TEST_F(Command, ThatTakesTooLongIsNamedWithItsLimit) {
+  const int before = std::exchange(kHookMs, 300);
+  const auto r = run_command(first_to_go({"sleep", "30"}), {}, kHookMs), other = run_command({"sleep", "30"}, {}, 200);
+  kHookMs = before;
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().text, "sleep did not end within 300 ms; if it only needs longer, raise \"hook_ms\" in \"limits\" of migrd.json");
+  ASSERT_FALSE(other);
+  EXPECT_EQ(other.error().text, "sleep did not end within 200 ms") << "nobody can raise that";
 }
 
 TEST_F(Command, ThatIsNotThereIsNamed) {

@@ -19,6 +19,7 @@
 #include <functional>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -419,8 +420,28 @@ TEST_F(ARestore, ThatHasUndoneItselfLeavesWhatCameAfterItAlone) {
   EXPECT_EQ(text_of(root + "/net.log").find("detach"), std::string::npos) << "the network is that one's";
 }
 
+// Nobody has ended it, so memory has not run out.
+TEST_F(ARestore, ThatIsLateIsToldWhichLimitItWas) {
+  const int before = std::exchange(kRestoreSocketMs, 300);
+  const std::string text = prepare("sleep 30").error_message();
+  kRestoreSocketMs = before;
+  EXPECT_NE(text.find("did not listen within 300 ms; if it only needs longer, raise \"restore_socket_ms\" in \"limits\" of migrd.json"), std::string::npos) << text;
+  EXPECT_EQ(text.find("memory runs out"), std::string::npos) << text;
+}
+
+TEST_F(ARestore, WhosePluginIsLateIsToldWhichLimitItWas) {
+  const Fd plugin = plays_the_plugin();
+  const int before = std::exchange(kPrepareMs, 300);
+  const std::string text = prepare("sleep 30").error_message();
+  kPrepareMs = before;
+  EXPECT_NE(text.find("PREPARE: no answer within 300 ms; if it only needs longer, raise \"prepare_ms\""), std::string::npos) << text;
+  EXPECT_EQ(text.find("memory runs out"), std::string::npos) << text;
+}
+
 TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
-  EXPECT_FALSE(prepare("kill -KILL $$").ok());
+  const auto s = prepare("kill -KILL $$");
+  EXPECT_FALSE(s.ok());
+  EXPECT_NE(s.error_message().find("memory runs out"), std::string::npos) << s.error_message();
   EXPECT_FALSE(fs::exists(root + "/containers/web"));
 }
 

@@ -144,7 +144,8 @@ TEST_F(LinksToPeers, SilenceIsSaidInOurOwnWords) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, ETIMEDOUT);
   EXPECT_TRUE(unreachable(s.error()));
-  EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
+  EXPECT_EQ(s.error().text, "dst: no answer within the limit for it; if it only needs longer, raise \"commit_ms\" in \"limits\" of migrd.json");
+  EXPECT_EQ(from_grpc({grpc::StatusCode::DEADLINE_EXCEEDED, ""}, "dst").error().text, "dst: no answer within the limit for it; if it only needs longer: \"limits\" in migrd.json (migrd(8))");
 }
 
 /// With a bundle that it may write to.

@@ -83,6 +83,7 @@ TEST_F(ARunc, TidiesUpBehindACriuThatHangs) {
   const Status s = checkpoint_with("echo done >" + root + "/tidy; exit 1");
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, ETIMEDOUT);
+  EXPECT_NE(s.error().text.find("runc did not end within 500 ms; if it only needs longer, raise \"checkpoint_ms\""), std::string::npos) << s.error().text;
   EXPECT_FALSE(process_lives(criu()));
   EXPECT_EQ(first_line_of(root + "/tidy"), "done");
 }
