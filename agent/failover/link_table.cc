@@ -144,6 +144,7 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
       at.default_link = v.default_link;
       at.links = v.links;
       at.paths.assign(v.path, v.path + v.paths);
+      p->none.erase(name);
       if (fresh) at.link = v.default_link;
     }
   }
@@ -221,7 +222,7 @@ Status LinkTable::set_states(const Instance& who, std::span<const migr_links_vqp
   for (const auto& r : states) {
     const auto v = p->vqps.find(name_of(r.name));
     if (v == p->vqps.end()) {
-      if (r.phase == MIGR_LINKS_VQP_NONE) p->none[{r.link, r.why}]++;
+      if (r.phase == MIGR_LINKS_VQP_NONE) p->none[name_of(r.name)] = {r.link, r.why};
       continue;
     }
     v->second.link = r.link;
@@ -440,8 +441,8 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_why(l.why);
     }
     std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> without;
-    std::uint32_t ready = 0, none = 0;
-    for (const auto& [other, n] : p.none) without[{MIGR_LINKS_VQP_NONE, other.second}] += n, none += n;
+    std::uint32_t ready = 0;
+    for (const auto& [name, other] : p.none) without[{MIGR_LINKS_VQP_NONE, other.second}]++;
     for (const auto& [name, v] : p.vqps) {
       if (backed(v.phase))
         ready++;
@@ -459,7 +460,7 @@ std::vector<wire::LinkProcessReport> LinkTable::reports(bool each_vqp) const {
       w->set_phase(v.phase);
       w->set_why(v.why);
     }
-    r.set_vqps(static_cast<std::uint32_t>(p.vqps.size()) + none);
+    r.set_vqps(static_cast<std::uint32_t>(p.vqps.size() + p.none.size()));
     r.set_backed(ready);
     for (const auto& [why, n] : without) {
       auto* w = r.add_without();
@@ -539,9 +540,9 @@ std::vector<std::string> LinkTable::stuck_on(const std::string& device, std::uin
       stuck++;
       if (!why || why->empty()) why = &v.why;
     }
-    for (const auto& [other, n] : p.none) {
+    for (const auto& [name, other] : p.none) {
       if (!contains(links, other.first)) continue;
-      stuck += n;
+      stuck++;
       if (!why || why->empty()) why = &other.second;
     }
     if (stuck) out.push_back(process_label(p.owner) + ": " + count_of(stuck, "vQP") + " without a backup" + (why->empty() ? "" : " (" + *why + ")"));

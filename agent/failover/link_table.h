@@ -122,7 +122,7 @@ class LinkTable {
     Owner owner;
     std::vector<migr_links_link> links;
     std::map<VqpName, Vqp> vqps;
-    std::map<std::pair<std::uint32_t, std::string>, std::uint32_t> none;  ///< QPs that are not published, by link and why they have no backup
+    std::map<VqpName, std::pair<std::uint32_t, std::string>> none;  ///< QPs that are not published: their link, and why they have no backup
     std::map<ChannelKey, migr_links_channel> channels;
     std::deque<migr_links_switch> switches;
     std::deque<std::chrono::steady_clock::time_point> said;  ///< when the last lines on them were

@@ -313,13 +313,13 @@ struct migr_links_channel {
 enum migr_links_vqp_phase {
 	MIGR_LINKS_VQP_MAKING,	/* no backup yet; why says what it waits for */
 	MIGR_LINKS_VQP_READY,	/* there is a link to go to */
-	MIGR_LINKS_VQP_NONE,	/* there will be no backup; why says why */
+	MIGR_LINKS_VQP_NONE,	/* there is no backup, nor anything of one; why says why. What a device has refused is tried again */
 	MIGR_LINKS_VQP_SWITCHING,
 	MIGR_LINKS_VQP_BROKEN,	/* its errors have reached the application */
 };
 
-/* STATE: how the published vQPs are that have changed, and those that cannot be (MIGR_LINKS_VQP_NONE), of which each packet replaces
- * what the one before has told: all that there are, or the first 256. */
+/* STATE: how the published vQPs are that have changed, and those that are not published (MIGR_LINKS_VQP_NONE), of which each packet
+ * replaces what the one before has told: all that there are, or the first 256. One that is published later is none of these any more. */
 struct migr_links_vqp_state {
 	struct migr_links_name name;
 	uint32_t link;		/* that carries it now */

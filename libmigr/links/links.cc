@@ -478,6 +478,7 @@ void forget(QpLink& l) {
 void gone(QpShadow& q) {
   forget_guard(q);
   drop_former(q);
+  forget_refusal(q);
   if (shares_receives(q)) {
     // It is out of the Registry before it is destroyed, and who counts then takes it for gone.
     ibv_qp_attr to{};
@@ -515,6 +516,7 @@ void leave(QpShadow& q, ibv_qp_state to) {
   if (to == IBV_QPS_ERR) unguard(q);
   forget_guard(q);
   drop_former(q);
+  forget_refusal(q);
   if (!l) return;
   stop_change(*l);
   if (to == IBV_QPS_ERR) {  // before what the device is about to flush; nobody else comes for it
@@ -577,6 +579,7 @@ void dropped(Context& context) {
   for (QpShadow* q : registry.qps) {
     if (q->context != &context) continue;
     drop_former(*q);
+    forget_refusal(*q);
     if (!q->link) continue;
     // Those of the default link end with the context.
     const ibv_qp* const home = q->link->on == kHome ? q->real : nullptr;

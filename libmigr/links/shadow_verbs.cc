@@ -276,9 +276,13 @@ bool connected_by_application(const QpShadow& q) {
   return (q.real->state == IBV_QPS_RTS || q.real->state == IBV_QPS_RTR) && rests && !q.spare;
 }
 
+bool is_known(const ibv_gid& gid) {
+  return std::any_of(std::begin(gid.raw), std::end(gid.raw), [](std::uint8_t b) { return b; });
+}
+
 /// Where it is now. @return false: that cannot be told
 bool find_home(const QpShadow& q, QpLink& l) {
-  if (!std::any_of(std::begin(q.birth.gid.raw), std::end(q.birth.gid.raw), [](std::uint8_t b) { return b; })) return false;
+  if (!is_known(q.birth.gid)) return false;
   ibv_qp_attr attr{};
   if (switchover::ask_device(q, attr, switchover::kConnectionAttrs)) return false;
   const std::uint32_t port = attr.ah_attr.port_num, index = attr.ah_attr.grh.sgid_index;
@@ -309,20 +313,44 @@ Side first_side(const Twin& t, const QpShadow& q) {
   return kHome;
 }
 
-/// A vQP gets its backup: the first path there, if that is made ahead.
-bool make_backup(Twin& t, std::string& why) {
+/// It keeps no other one back, and is tried again later: what was in the way may have gone.
+void note_refused(const QpShadow& q, std::string why) { state()->refused[&q] = {.why = std::move(why), .tried_ns = now_ns()}; }
+
+bool refused_lately(const QpShadow& q) {
+  const auto found = state()->refused.find(&q);
+  return found != state()->refused.end() && now_ns() - found->second.tried_ns < kTryAgainNs;
+}
+
+/// The same of one that has got none so far. "": it was not tried yet
+std::string why_none(const QpShadow& q) {
+  if (std::string why = why_not(q); !why.empty()) return why;
+  const auto found = state()->refused.find(&q);
+  return found == state()->refused.end() ? "" : found->second.why;
+}
+
+/// Why first_side() finds none, when all has been made on backup links that can be.
+std::string why_no_side(const Twin& t) {
+  const Link& link = *t.backups[0].link;
+  return link.why.empty() ? "a PD, a CQ or an SRQ is not there on " + link.config.device : link.why;
+}
+
+/// A vQP gets its backup: the first path there, if that is made ahead. @return false: of none that was tried
+bool make_backup(Twin& t) {
   for (QpShadow* q : registry().qps) {
     if (q->context != t.of || q->link || !connected_by_application(*q)) continue;
-    if (!why_not(*q).empty()) continue;
+    if (refused_lately(*q) || !why_not(*q).empty()) continue;
     const Side first = first_side(t, *q);
-    if (first == kHome) continue;
+    if (first == kHome) {
+      state()->refused[q] = {.why = why_no_side(t), .tried_ns = 0};
+      continue;
+    }
     const bool sends = watch(*q->send_cq), receives = watch(*q->recv_cq);  // both from now on
     if (!sends || !receives) continue;
     if (!make_room(*q->send_cq) || !make_room(*q->recv_cq)) continue;
     auto l = std::make_unique<QpLink>();
-    if (!find_home(*q, *l)) continue;
+    if (!find_home(*q, *l)) return note_refused(*q, "its device does not say by which GID it is connected"), true;
     QpShadow* const one[] = {q};
-    if (const int err = provider::locate_queues(one)) return why = std::string("cannot find the queues of a QP: ") + std::strerror(err), false;
+    if (const int err = provider::locate_queues(one)) return note_refused(*q, std::string("cannot find the queues of a QP: ") + std::strerror(err)), true;
     l->q = q;
     l->twin = &t;
     std::memcpy(l->name.gid, q->birth.gid.raw, sizeof l->name.gid);
@@ -337,10 +365,11 @@ bool make_backup(Twin& t, std::string& why) {
     const bool again = follow_former(*l);
     if (!again) l->id = state()->next_id++;
     l->ahead = t.paths == Paths::kCached;
+    std::string why;
     if (l->ahead && !make_half(*l, first, again ? l->legs[first].newest + 1 : 0, why)) {
       std::lock_guard guard(q->lock);
       if (free_before) switchover::clear_bits(*q, kTrapped);
-      return false;
+      return note_refused(*q, why), true;
     }
     migr_links_path& home = l->first[0];
     home.link = t.home->index;
@@ -360,6 +389,7 @@ bool make_backup(Twin& t, std::string& why) {
     // Well before it counts: threads that poll have to be known by then.
     switchover::for_cqs(*q, [](CqShadow& c) { switchover::set_cq_bits(c, kProtectedCq); });
     drop_former(*q);
+    forget_refusal(*q);
     keep(std::move(l));
     return true;
   }
@@ -367,6 +397,10 @@ bool make_backup(Twin& t, std::string& why) {
 }
 
 }  // namespace
+
+void forget_refusal(const QpShadow& q) {
+  if (state()) state()->refused.erase(&q);
+}
 
 bool memory_is_there(const QpLink& l, Side side) {
   if (side == kHome) return true;
@@ -597,9 +631,7 @@ bool make_next(std::unique_lock<std::mutex>& guard) {
     }
     for (Side side = 1; side < t->sides(); ++side)
       if (make_next_on(*t, side, guard)) return true;
-    std::string why;
-    if (make_backup(*t, why)) return true;
-    if (!why.empty()) t->backups[0].link->why = why;
+    if (make_backup(*t)) return true;
   }
   return false;
 }
@@ -1137,6 +1169,7 @@ class Round {
         states.push_back(state_of(*l, next));
       }
       tell_of_others(others);
+      lacks_links_ = lacks_links_ || !state()->refused.empty();
       waiting = fill_pools() || waiting;
       note_backed_up();
       for (const Link& link : state()->links) links.push_back(record_of(link, backups[link.index]));
@@ -1151,12 +1184,13 @@ class Round {
   static void tell_of_others(std::vector<migr_links_vqp_state>& others) {
     for (const QpShadow* q : registry().qps) {
       const Twin* const t = q->context->twin;
-      if (q->link || !t || !t->home->ctx || others.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
-      const std::string why = why_not(*q);
-      if (why.empty()) continue;
+      if (q->link || !t || others.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
+      const ibv_gid& gid = is_known(q->birth.gid) ? q->birth.gid : t->home->gid.gid;
+      const std::string why = why_none(*q);
+      if (why.empty() || !is_known(gid)) continue;
       migr_links_vqp_state& out = others.emplace_back();
       out = {};
-      std::memcpy(out.name.gid, t->home->gid.gid.raw, sizeof out.name.gid);
+      std::memcpy(out.name.gid, gid.raw, sizeof out.name.gid);
       out.name.vqpn = q->vqpn();
       out.link = t->home->index;
       out.phase = MIGR_LINKS_VQP_NONE;

@@ -39,6 +39,11 @@ struct State {
   std::unordered_map<std::uint64_t, QpLink*> by_id;  ///< the same
   std::map<std::pair<Peer, std::uint32_t>, QpLink*> by_name;
   std::unordered_map<const QpShadow*, Former> formers;
+  struct Refused {
+    std::string why;
+    std::uint64_t tried_ns;  ///< 0: it has no room on any backup link
+  };
+  std::unordered_map<const QpShadow*, Refused> refused;  ///< that have no QpLink: what kept it from being made
   std::vector<Channel*> channels;
   std::vector<Past> pasts;
   KeyLog keys;
@@ -99,8 +104,10 @@ void empty(Twin& t);
 /* shadow_verbs.cc */
 /// All that contexts have theirs on.
 bool links_are_open();
-/// Makes one thing that is missing. The lock is given away while memory is pinned. @return false: nothing is, or it failed
+/// Makes one thing that is missing, or tries a vQP's backup. The lock is given away while memory is pinned. @return false: nothing is, or it failed
 bool make_next(std::unique_lock<std::mutex>& guard);
+/// It is gone, or about to be connected anew.
+void forget_refusal(const QpShadow& q);
 /// On that link is all that a path of `q` is made with. Memory may be missing.
 bool has_room_for(const Twin& t, Side side, const QpShadow& q);
 /// All memory of `t` that the application has registered, on that link. @param of  of this PD only. @return "" or what is missing

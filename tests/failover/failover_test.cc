@@ -1429,6 +1429,38 @@ TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
   EXPECT_TRUE(wait_for([&] { return late.ready_on(0) == 1; })) << late.xs[0]->state().why;
 }
 
+/// Its only backup link is one of a device that is not there: it is told as a vQP without a backup, and has one when that comes.
+TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  model_unplug(1, 0, true);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Pairs pairs(a, b, 1);
+  const Speaker& x = *pairs.xs[0];
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "cannot open a1: No such device"; })) << x.state().why;
+  EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
+  EXPECT_EQ(x.state().link, 0u);
+  model_unplug(1, 0, false);
+  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << x.state().why;
+}
+
+/// The backup device refuses to make the first one's QP: that is told, those behind it have theirs, and it is tried again.
+TEST(Unbacked, AsTheDeviceRefusesItKeepsNoOtherBack) {
+  constexpr unsigned kMost = 1u << 11;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  model_most_wrs(1, 0, kMost);
+  ibv_qp_cap deep = Speaker::kCap;
+  deep.max_send_wr = 2 * kMost;
+  const Speaker x(a, nullptr, nullptr, nullptr, false, deep), y(b);
+  x.connect(y), y.connect(x);
+  const Pairs pairs(a, b, 2);
+  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2; })) << pairs.xs[0]->state().why;
+  EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
+  EXPECT_STREQ(x.state().why, "create_qp: Invalid argument");
+  model_most_wrs(1, 0, ~0u);
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+}
+
 /// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
 TEST(Later, ADeviceComesAndBothEndsUseIt) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -99,6 +99,7 @@ struct Nic {
   ibv_gid gid{};
   std::uint32_t next_qpn, next_key;
   unsigned refused_qps = 0;  // that are asked for next
+  unsigned most_wrs = UINT_MAX;
   std::atomic<bool> unplugged = false;
   std::map<std::uint32_t, ModelQp*> qps, busy;  // those with sends, and some that had
   std::map<std::uint32_t, Mr*> keys;
@@ -927,6 +928,10 @@ MODEL void model_refuse_qps(int link, int end, unsigned times) {
   std::lock_guard guard(lock);
   nics[static_cast<std::size_t>(end * kRails + link)]->refused_qps = times;
 }
+MODEL void model_most_wrs(int link, int end, unsigned most) {
+  std::lock_guard guard(lock);
+  nics[static_cast<std::size_t>(end * kRails + link)]->most_wrs = most;
+}
 MODEL std::uint32_t model_next_qpn(int link, int end, std::uint32_t next) {
   std::lock_guard guard(lock);
   return std::exchange(nics[static_cast<std::size_t>(end * kRails + link)]->next_qpn, next);
@@ -1268,6 +1273,7 @@ static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
   std::lock_guard guard(lock);
   Nic& nic = *nic_of(pd->context);
   if (nic.refused_qps) return --nic.refused_qps, errno = ENOMEM, nullptr;
+  if (std::max(a->cap.max_send_wr, a->cap.max_recv_wr) > nic.most_wrs) return errno = EINVAL, nullptr;
   auto* q = new ModelQp;
   q->nic = &nic;
   q->qp.context = pd->context;

@@ -72,6 +72,8 @@ void model_delay_atomic();
 void model_take_route(int link, unsigned port_late_ms = 0);
 /// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
 void model_refuse_qps(int link, int end, unsigned times);
+/// An end gets no QP there whose queues are deeper.
+void model_most_wrs(int link, int end, unsigned most);
 /// Its next QP there has this number. @return which it would have had
 std::uint32_t model_next_qpn(int link, int end, std::uint32_t next);
 /// An end (a: 0, b: 1) has no such device, or has it again; what was opened before goes on.

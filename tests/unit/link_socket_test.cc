@@ -660,6 +660,30 @@ TEST_F(Links, WhatIsLeftOnAPortAndWhatCannotLeaveIt) {
   EXPECT_TRUE(table_.left_on("rxe0", 1, n).empty()) << "what is broken is nowhere";
 }
 
+TEST_F(Links, WhatIsNotPublishedCountsUntilItIs) {
+  LinkLibrary l(path(), 1);
+  ASSERT_EQ(l.hello().head.status, 0);
+  ASSERT_EQ(l.ask<migr_links_link>(MIGR_LINKS_LINKS, {link_of(1, 0), link_of(1, 1)}).head.status, 0);
+  const char* const why = "cannot open rxe1: No such device";
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(5, 0, MIGR_LINKS_VQP_NONE, why), state_of(6, 0, MIGR_LINKS_VQP_NONE, why)}).head.status, 0);
+  const auto count = [&](unsigned vqps, unsigned backed) {
+    const auto told = table_.reports(false);
+    ASSERT_EQ(told.size(), 1u);
+    EXPECT_EQ(told[0].vqps(), vqps);
+    EXPECT_EQ(told[0].backed(), backed);
+  };
+  count(2, 0);
+  const auto stuck = table_.stuck_on("rxe0", 1);
+  ASSERT_EQ(stuck.size(), 1u);
+  EXPECT_NE(stuck[0].find(std::string("2 vQPs without a backup (") + why + ")"), std::string::npos) << stuck[0];
+  ASSERT_EQ(l.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  count(2, 0);  // it is being made
+  EXPECT_EQ(table_.stuck_on("rxe0", 1).size(), 1u);
+  ASSERT_EQ(l.ask<migr_links_vqp_state>(MIGR_LINKS_STATE, {state_of(5, 0, MIGR_LINKS_VQP_READY)}).head.status, 0);
+  count(1, 1);  // the other one has gone
+  EXPECT_TRUE(table_.stuck_on("rxe0", 1).empty());
+}
+
 wire::LinksReply everything() {
   wire::LinksReply r;
   r.set_directory("redis at " + std::string(60, 'h') + ":6379");
