@@ -193,7 +193,7 @@ void Metrics::look(std::vector<MetricFamily>& out) const {
   }
 
   std::map<std::string, double> links;
-  for (std::uint32_t s = 0; s <= MIGR_LINKS_LINK_ABSENT; s++) links[link_state_name(s)] = 0;
+  for (const auto s : {MIGR_LINKS_LINK_MAKING, MIGR_LINKS_LINK_UP, MIGR_LINKS_LINK_DOWN, MIGR_LINKS_LINK_ABSENT}) links[link_state_name(s)] = 0;
   double vqps = 0, backed = 0, processes_with_links = 0, without_directory = 0;
   for (const auto& p : parts_.table.reports(false)) {
     processes_with_links++;

@@ -277,7 +277,7 @@ const char* cause_name(std::uint32_t cause) {
 }
 
 const char* link_state_name(std::uint32_t state) {
-  static const char* const names[] = {"making", "up", "down", "probed", "absent"};
+  static const char* const names[] = {"making", "up", "down", "?", "absent"};
   return name_in(names, state);
 }
 

@@ -198,8 +198,7 @@ enum migr_links_link_state {
 	MIGR_LINKS_LINK_MAKING,	/* device opened, objects are being made */
 	MIGR_LINKS_LINK_UP,	/* usable */
 	MIGR_LINKS_LINK_DOWN,	/* not used: see why */
-	MIGR_LINKS_LINK_PROBED,	/* was down; is being tried */
-	MIGR_LINKS_LINK_ABSENT,	/* configured, but there is no such device, port or GID */
+	MIGR_LINKS_LINK_ABSENT = 4,	/* configured, but there is no such device, port or GID; 3 is not used */
 };
 
 /* What a failure or a change of link was noticed by. */

@@ -125,6 +125,8 @@ void close(Link& link, ibv_context* ctx) {
 /// @return "" or why it cannot be used
 std::string open_link(Link& link) {
   ibv_context* const ctx = open_named(link.config.device);
+  link.gid = {};
+  link.absent = !ctx && errno == ENODEV;
   if (!ctx) return errno_text("cannot open " + link.config.device);
   ctx->cmd_fd = to_high_fd(ctx->cmd_fd);
   note_uverbs_fd(ctx->cmd_fd, true);
@@ -132,11 +134,11 @@ std::string open_link(Link& link) {
   link.ops = ctx->ops;
   std::string why;
   ibv_port_attr port{};
-  link.gid = {};
   if (const int err = query_port(ctx, link.config.port, port))
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
   else
     why = read_gid(link, ctx);
+  link.absent = !why.empty();
   link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
   link.fatal = false;
   link.lid = port.lid;
@@ -684,6 +686,14 @@ migr_links_vqp record_of(const QpLink& l) {
   return out;
 }
 
+migr_links_link_state state_of(const Link& link) {
+  bool usable = link.ctx;
+  for (const Twin* t : state()->twins) usable = usable || t->home == &link;
+  if (link.absent && !usable) return MIGR_LINKS_LINK_ABSENT;
+  if (link.down()) return MIGR_LINKS_LINK_DOWN;
+  return usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
+}
+
 /// @param backups  vQPs that would go there next
 migr_links_link record_of(const Link& link, std::uint32_t backups) {
   migr_links_link out{};
@@ -693,9 +703,7 @@ migr_links_link record_of(const Link& link, std::uint32_t backups) {
   std::snprintf(out.device, sizeof out.device, "%s", link.config.device.c_str());
   std::memcpy(out.gid, link.gid.gid.raw, sizeof out.gid);
   out.gid_index = link.gid.gid_index;
-  bool usable = link.ctx;
-  for (const Twin* t : state()->twins) usable = usable || t->home == &link;
-  out.state = link.down() ? MIGR_LINKS_LINK_DOWN : usable ? MIGR_LINKS_LINK_UP : link.why.empty() ? MIGR_LINKS_LINK_MAKING : MIGR_LINKS_LINK_DOWN;
+  out.state = state_of(link);
   out.cause = link.down_by();
   std::snprintf(out.why, sizeof out.why, "%s", link.why.c_str());
   for (const Channel* c : state()->channels) {

@@ -1439,8 +1439,14 @@ TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
   EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "cannot open a1: No such device"; })) << x.state().why;
   EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
   EXPECT_EQ(x.state().link, 0u);
+  const auto link_is = [](std::uint32_t state) {
+    migr_links_link link{};
+    return wait_for([&] { return store_link("a1", &link) && link.state == state; }) && std::string(link.why) == (state == MIGR_LINKS_LINK_UP ? "" : "cannot open a1: No such device");
+  };
+  EXPECT_TRUE(link_is(MIGR_LINKS_LINK_ABSENT));
   model_unplug(1, 0, false);
   EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << x.state().why;
+  EXPECT_TRUE(link_is(MIGR_LINKS_LINK_UP));
 }
 
 /// The backup device refuses to make the first one's QP: that is told, those behind it have theirs, and it is tried again.

@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -29,6 +30,7 @@ std::map<Name, std::pair<Id, migr_links_vqp>> vqps;
 std::map<std::tuple<Id, Id, std::uint32_t>, migr_links_channel> channels;
 std::map<Name, migr_links_vqp_state> states;
 std::map<std::pair<Id, std::uint32_t>, unsigned> standing;  // channels, by process and link
+std::map<std::string, migr_links_link> links;               // by device
 migr_links_switch totals;
 unsigned causes = 0;
 bool lookups_held = false, lookup_waits = false, hidden = false, away = false;
@@ -144,7 +146,14 @@ STORE void store_end_channel(const std::uint8_t* instance, const migr_links_chan
 }
 STORE void store_links(const std::uint8_t* instance, const migr_links_link* all, std::size_t n) {
   std::lock_guard guard(lock);
-  for (std::size_t i = 0; i < n; ++i) standing[{id(instance), all[i].link}] = all[i].channels;
+  for (std::size_t i = 0; i < n; ++i) standing[{id(instance), all[i].link}] = all[i].channels, links[all[i].device] = all[i];
+}
+STORE bool store_link(const char* device, migr_links_link* out) {
+  std::lock_guard guard(lock);
+  const auto found = links.find(device);
+  if (found == links.end()) return false;
+  *out = found->second;
+  return true;
 }
 STORE bool store_all_stand(std::uint32_t link) {
   std::lock_guard guard(lock);

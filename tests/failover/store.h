@@ -36,6 +36,7 @@ void store_lookup(const migr_links_name* of, migr_links_found* out);
 void store_channel(const std::uint8_t* instance, const migr_links_channel* own, migr_links_channel* out);
 void store_end_channel(const std::uint8_t* instance, const migr_links_channel* own);
 void store_links(const std::uint8_t* instance, const migr_links_link* all, std::size_t n);
+bool store_link(const char* device, migr_links_link* out);  ///< as it was told last, by whichever process. False: by none
 bool store_all_stand(std::uint32_t link);  ///< of each process: a channel over that link does
 void store_states(const migr_links_vqp_state* all, std::size_t n);
 bool store_state(const migr_links_name* of, migr_links_vqp_state* out);  ///< false: not known
