@@ -41,6 +41,7 @@ struct Link {
   Config::Link config;
   std::string why;  ///< not usable: why
   bool absent = false;  ///< as it was tried last there was no such device, port or GID
+  bool foreign = false;  ///< of a family on which vQPs can have no paths; it is not tried again
   std::uint64_t tried_ns = 0;  ///< to open it; 0: not yet
   migr_links_cause port_down = MIGR_LINKS_CAUSE_NONE;  ///< as migrd says of its port. NONE: it is up
   std::uint64_t port_serial = 0;  ///< of what migrd has said last

@@ -134,11 +134,13 @@ std::string open_link(Link& link) {
   link.ops = ctx->ops;
   std::string why;
   ibv_port_attr port{};
-  if (const int err = query_port(ctx, link.config.port, port))
+  if (link.foreign = !provider::is_supported(*ctx, link.ops); link.foreign)
+    why = link.config.device + " is not soft-RoCE (docs/limits.md)";
+  else if (const int err = query_port(ctx, link.config.port, port))
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
   else
     why = read_gid(link, ctx);
-  link.absent = !why.empty();
+  link.absent = !why.empty() && !link.foreign;
   link.event_down = why.empty() && port.state != IBV_PORT_ACTIVE;
   link.fatal = false;
   link.lid = port.lid;
@@ -324,7 +326,8 @@ bool refused_lately(const QpShadow& q) {
 }
 
 /// The same of one that has got none so far. "": it was not tried yet
-std::string why_none(const QpShadow& q) {
+std::string why_none(const Twin& t, const QpShadow& q) {
+  if (t.home->foreign) return t.home->why;
   if (std::string why = why_not(q); !why.empty()) return why;
   const auto found = state()->refused.find(&q);
   return found == state()->refused.end() ? "" : found->second.why;
@@ -427,6 +430,7 @@ int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port) {
 }
 
 void close_link(Link& link) {
+  link.foreign = false;  // on another host it may be of another family
   if (!link.ctx) return;
   state()->discards.finish();
   close(link, std::exchange(link.ctx, nullptr));
@@ -616,16 +620,17 @@ bool make_next_on(Twin& t, Side side, std::unique_lock<std::mutex>& guard) {
 
 bool links_are_open() {
   for (const Twin* t : state()->twins)
-    for (Side side = kHome; side < t->sides(); ++side)
-      if (!t->link(side)->ctx) return false;
+    for (Side side = kHome; side < t->sides() && !t->home->foreign; ++side)
+      if (!t->link(side)->ctx && !t->link(side)->foreign) return false;
   return true;
 }
 
 bool make_next(std::unique_lock<std::mutex>& guard) {
   for (Twin* t : state()->twins) {
+    if (t->home->foreign) continue;
     for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
       Link* const link = t->link(side);
-      if (link->ctx || (link->tried_ns && now_ns() - link->tried_ns < kTryAgainNs)) continue;
+      if (link->ctx || link->foreign || (link->tried_ns && now_ns() - link->tried_ns < kTryAgainNs)) continue;
       const std::string before = std::exchange(link->why, open_link(*link));
       link->tried_ns = now_ns();
       if (!link->why.empty() && link->why != before) std::fprintf(stderr, "libmigr: link %u: %s\n", link->index, link->why.c_str());
@@ -1194,7 +1199,7 @@ class Round {
       const Twin* const t = q->context->twin;
       if (q->link || !t || others.size() >= MIGR_LINKS_MAX_RECORDS || !connected_by_application(*q)) continue;
       const ibv_gid& gid = is_known(q->birth.gid) ? q->birth.gid : t->home->gid.gid;
-      const std::string why = why_none(*q);
+      const std::string why = why_none(*t, *q);
       if (why.empty() || !is_known(gid)) continue;
       migr_links_vqp_state& out = others.emplace_back();
       out = {};

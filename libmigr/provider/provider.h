@@ -16,6 +16,10 @@ namespace migr::provider {
 /// What can be moved. @return "" if this context's device family is supported, else why not (one line).
 std::string unsupported_reason(const Context& context);
 
+/// The same of a context that is ours: whether vQPs can have paths there.
+/// @param ops the provider's own
+bool is_supported(const ibv_context& real, const ibv_context_ops& ops);
+
 /// Looks up where the queues of these QPs lie, for outstanding_receives() and sends_in_queue(): ahead of the stop, because
 /// it takes a while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
 int locate_queues(std::span<QpShadow* const> qps);

@@ -139,6 +139,8 @@ bool is_rxe(const char* file) { return strncmp(file, "librxe", 6) == 0; }
 
 }  // namespace
 
+bool is_supported(const ibv_context&, const ibv_context_ops& ops) { return is_rxe(provider_file(ops)); }
+
 std::string unsupported_reason(const Context& context) {
   const char* const file = provider_file(context.ops);
   if (is_rxe(file)) return "";

@@ -31,6 +31,7 @@ const model::Ring<T>& ring(const QpShadow::Ring& r) {
 }  // namespace
 
 std::string unsupported_reason(const Context&) { return ""; }
+bool is_supported(const ibv_context& c, const ibv_context_ops&) { return !model_is_foreign(&c); }
 int locate_queues(std::span<QpShadow* const> qps) {
   for (QpShadow* q : qps) {
     auto& qp = *reinterpret_cast<model::Qp*>(q->real);

@@ -1467,6 +1467,46 @@ TEST(Unbacked, AsTheDeviceRefusesItKeepsNoOtherBack) {
   EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
 }
 
+/// @return on so many devices is memory that is registered beside `x`, once it is on `due`
+unsigned devices_with_memory(const Speaker& x, std::vector<std::uint8_t>& memory, unsigned due) {
+  if (!x.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(x.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE)) return 0;
+  wait_for([&] { return model_most_registered(memory.data()) >= due; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  return model_most_registered(memory.data());
+}
+
+/// Of which no vQP can have a path: nothing is made there, nor is memory registered. The first backup link is one, with and without another
+/// behind it, and then the default link.
+TEST(Unbacked, ByAnotherFamilyOfDevices) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  std::vector<std::uint8_t> memory(4096), second(4096), third(4096);
+  {
+    model_make_foreign(1, 0, true);
+    const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+    const Pairs pairs(a, b, 1);
+    const Speaker& x = *pairs.xs[0];
+    EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a1 is not soft-RoCE (docs/limits.md)"; })) << x.state().why;
+    EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
+    EXPECT_EQ(devices_with_memory(x, memory, 1), 1u);
+    migr_links_link link{};
+    EXPECT_TRUE(store_link("a1", &link) && link.state == MIGR_LINKS_LINK_DOWN);
+  }
+  {
+    const Library a('a', "exact", "cached", 0, 3000, kSwitchMs, false, true), b('b', "exact", "cached", 0, 3000, kSwitchMs, false, true);
+    const Pairs pairs(a, b, 1);
+    EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+    EXPECT_EQ(devices_with_memory(*pairs.xs[0], second, 2), 2u);
+  }
+  model_make_foreign(1, 0, false);
+  model_make_foreign(0, 0, true);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Pairs pairs(a, b, 1);
+  const Speaker& x = *pairs.xs[0];
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a0 is not soft-RoCE (docs/limits.md)"; })) << x.state().why;
+  EXPECT_EQ(devices_with_memory(x, third, 1), 1u);
+  model_make_foreign(0, 0, false);
+}
+
 /// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
 TEST(Later, ADeviceComesAndBothEndsUseIt) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -100,7 +100,7 @@ struct Nic {
   std::uint32_t next_qpn, next_key;
   unsigned refused_qps = 0;  // that are asked for next
   unsigned most_wrs = UINT_MAX;
-  std::atomic<bool> unplugged = false;
+  std::atomic<bool> unplugged = false, foreign = false;
   std::map<std::uint32_t, ModelQp*> qps, busy;  // those with sends, and some that had
   std::map<std::uint32_t, Mr*> keys;
 };
@@ -940,6 +940,11 @@ MODEL void model_unplug(int link, int end, bool out) {
   start();
   nics[static_cast<std::size_t>(end * kRails + link)]->unplugged = out;
 }
+MODEL void model_make_foreign(int link, int end, bool foreign) {
+  start();
+  nics[static_cast<std::size_t>(end * kRails + link)]->foreign = foreign;
+}
+MODEL bool model_is_foreign(const ibv_context* c) { return nic_of(c)->foreign; }
 MODEL void model_raise_fatal(int link, int end) {
   std::lock_guard guard(lock);
   for (const auto& [context, ignored] : async_ends)

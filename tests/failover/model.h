@@ -78,6 +78,9 @@ void model_most_wrs(int link, int end, unsigned most);
 std::uint32_t model_next_qpn(int link, int end, std::uint32_t next);
 /// An end (a: 0, b: 1) has no such device, or has it again; what was opened before goes on.
 void model_unplug(int link, int end, bool out);
+/// An end's device there is of another family, or not.
+void model_make_foreign(int link, int end, bool foreign);
+bool model_is_foreign(const ibv_context* c);
 /// Of that end's device, in each context that is open and has asynchronous events.
 void model_raise_fatal(int link, int end);
 /// How often the last packet of a WRITE to this address was executed, on any link.
