@@ -18,6 +18,7 @@
 #include "process.h"
 #include "replay.h"
 #include "resume_stats.h"
+#include "room.h"
 #include "tracking.h"
 
 namespace migr {
@@ -141,6 +142,22 @@ Status PartnerHost::each_left(Job& job, const std::function<Status(Process&, Pro
 
 namespace {
 
+// Of another family its libmigr can make no path. That is found out of each device once, by its own name.
+class Families {
+ public:
+  Status can_follow(const migr_ctx_rec& rec, const std::string& who) {
+    const std::string device(rec.ibdev, strnlen(rec.ibdev, sizeof rec.ibdev));
+    const auto [at, first] = drivers_.try_emplace(device);
+    if (first)
+      if (const auto room = room_of(device); room && room->device.ibdev == device) at->second = room->device.driver_id;
+    if (family_supported(at->second)) return {};
+    return Error{EOPNOTSUPP, fmt::format("{}, is on {}, which is driven by {}: its end of the connection cannot follow, only one on soft-RoCE (rxe) can", who, device, driver_name(at->second))};
+  }
+
+ private:
+  std::map<std::string, std::uint32_t> drivers_;  // 0: not known
+};
+
 // Of ends that the record does not have: one at an address of this host, whose number no QP has, is one that nobody has any more. The
 // record alone does not tell: a process may be older than migr.ko.
 Status add_dead(const wire::FindRequest& r, const std::set<int>& unknown, wire::FindReply& out) {
@@ -175,6 +192,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
     for (int i = 0; i < r->ends_size(); i++) by_qpn.emplace(r->ends(i).pqpn(), i);
     if (!ctxs) return ctxs.error();
     std::set<int> unknown;  // to the record
+    Families families;
     for (int i = 0; i < r->ends_size(); i++) unknown.insert(i);
     for (auto& c : *ctxs) {
       if (auto s = kernel->search(c); !s) {
@@ -211,6 +229,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           if (!session)
             return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
           if (auto s = state_can_move(q, "the partner, " + who); !s) return s;
+          if (auto s = families.can_follow(c.rec, "the partner, " + who); !s) return s;
           auto* p = out->add_qps();
           p->set_index(static_cast<std::uint32_t>(i));
           p->set_instance(session->instance().data(), session->instance().size());

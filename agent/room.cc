@@ -22,6 +22,13 @@ namespace {
 
 constexpr std::uint32_t kActive = 4;  // enum ib_port_state
 
+/// Of a QP that names none: any will do.
+const std::string kNoGid = std::string(10, '\0') + "\xff\xff" + std::string(4, '\0');
+
+std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
+
+}  // namespace
+
 std::string driver_name(std::uint32_t id) {
   switch (id) {
     case RDMA_DRIVER_MLX5: return "mlx5";
@@ -34,12 +41,7 @@ std::string driver_name(std::uint32_t id) {
   }
 }
 
-/// Of a QP that names none: any will do.
-const std::string kNoGid = std::string(10, '\0') + "\xff\xff" + std::string(4, '\0');
-
-std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
-
-}  // namespace
+bool family_supported(std::uint32_t driver_id) { return driver_id == RDMA_DRIVER_RXE || driver_id == RDMA_DRIVER_UNKNOWN; }
 
 std::uint32_t mtu_bytes(std::uint32_t ib_mtu) { return ib_mtu >= 1 && ib_mtu <= 5 ? 128u << ib_mtu : 0; }
 

@@ -24,6 +24,11 @@ void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c);
 /// The same device as it is on its own host: its driver, and the MTU that datagrams may be filled to.
 void has_now(wire::Needs& needs, const Room& room);
 
+/// @param id  enum rdma_driver_id
+std::string driver_name(std::uint32_t id);
+/// The connections of a program on such a device can be given another path; also of 0, which is not known.
+bool family_supported(std::uint32_t driver_id);
+
 /// EBUSY: says all that is missing, and of which it is how much.
 Status fits(const wire::Needs& needs, const Room& room);
 

@@ -3,6 +3,7 @@
 // by a kernel's record that is this test's.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <rdma/ib_user_ioctl_verbs.h>
 #include <stdlib.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <set>
 
+#include "agent/devices.h"
 #include "agent/file_tree.h"
 #include "agent/kernel_record.h"
 #include "agent/numbers.h"
@@ -22,7 +24,8 @@ namespace migr {
 namespace {
 
 constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
-std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED;
+constexpr char kDevice[] = "mlx5_0";
+std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_DRIVER_RXE;
 bool loaded = true;
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
@@ -39,6 +42,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   c.rec.pid = static_cast<__u32>(getpid());
   c.rec.flags = recorded_flags;
   std::strcpy(c.rec.comm, "partner");
+  std::strcpy(c.rec.ibdev, kDevice);
   return std::vector{c};
 }
 Status KernelRecord::objects(ContextRecord& c) {
@@ -59,6 +63,19 @@ Status KernelRecord::release_qpn(std::uint32_t) { return {}; }
 const char* object_name(std::uint32_t) { return "object"; }
 const char* qp_type_name(std::uint32_t) { return "type"; }
 const char* qp_state_name(std::uint32_t s) { return s == kSqd ? "SQD" : "another"; }
+
+std::vector<std::string> device_names() { return {kDevice}; }
+Result<std::vector<wire::PortGid>> gids_of(const std::string&) { return std::vector<wire::PortGid>(); }
+Status each_gid(const std::function<void(wire::PortGid&)>&) { return {}; }
+Result<std::set<std::uint32_t>> qp_numbers(const std::string&) { return std::set<std::uint32_t>(); }
+Result<std::set<std::uint32_t>> qp_numbers_of(pid_t) { return std::set<std::uint32_t>(); }
+Result<Room> room_of(const std::string& device) {
+  if (!driver) return Error{ENODEV, "no " + device};
+  Room r;
+  std::strcpy(r.device.ibdev, kDevice);
+  r.device.driver_id = driver;
+  return r;
+}
 
 namespace {
 
@@ -186,6 +203,18 @@ TEST_F(AnEnd, InAnyOtherIsFound) {
     ASSERT_EQ(out.qps_size(), 1);
     EXPECT_EQ(out.qps(0).vqpn(), kVqpn);
   }
+}
+
+TEST_F(AnEnd, OnAnotherFamilyOfDevicesIsRefusedByName) {
+  wire::FindReply out;
+  driver = RDMA_DRIVER_MLX5;
+  const grpc::Status s = find(kRts, out);
+  EXPECT_NE(s.error_message().find("the partner, process " + std::to_string(getpid()) + " (partner) on peer, is on mlx5_0, which is driven by mlx5: "), std::string::npos) << s.error_message();
+  EXPECT_EQ(out.qps_size(), 0);
+  driver = 0;  // not known, as of a device that goes meanwhile
+  EXPECT_TRUE(find(kRts, out).ok());
+  EXPECT_EQ(out.qps_size(), 1);
+  driver = RDMA_DRIVER_RXE;
 }
 
 TEST_F(AnEnd, WhoseLibraryWasRefusedIsRefusedWithTheReason) {
