@@ -94,6 +94,7 @@ Result<std::vector<wire::PortGid>> gids_of(const std::string& device) {
     g.set_port(entry.port_num);
     g.set_roce_v2(entry.gid_type == IB_UVERBS_GID_TYPE_ROCE_V2);
     g.set_gid(entry.gid, sizeof entry.gid);
+    g.set_index(entry.gid_index);
   }
   return out;
 }

@@ -130,6 +130,8 @@ void judge_devices(Judge& j, const wire::HostFacts& f) {
     for (const auto& p : d.ports()) active = active || port_active(p.state());
   for (const auto& d : f.devices()) {
     if (!d.error().empty()) j.fail("rdma " + d.name(), d.error(), "its uverbs device has to be there and open for root: modprobe ib_uverbs");
+    if (!family_supported(d.driver()))
+      j.warn("rdma " + d.name(), fmt::format("driven by {}: programs on it can neither be moved nor backed up by links", driver_name(d.driver())), "only those on soft-RoCE (rxe) can: docs/limits.md");
     for (const auto& p : d.ports()) {
       const std::string check = "rdma " + port_name(d, p), netdev = p.netdev().empty() ? "no netdev" : p.netdev();
       const auto v2 = gids_of_port(d, p.port()).size();
@@ -144,6 +146,12 @@ void judge_devices(Judge& j, const wire::HostFacts& f) {
         j.ok(check, fmt::format("active, {}, MTU {}, {} RoCE v2 GIDs", netdev, mtu_bytes(p.mtu()), v2));
     }
   }
+}
+
+void judge_links(Judge& j, const wire::PartFacts& f) {
+  if (f.path().empty()) return j.ok("links", "not configured");
+  for (const auto& missing : f.missing()) j.warn("links", missing, fmt::format("nothing has a backup there: put its device (rdma link), port or gid_index right in {}, or add what is missing", f.path()));
+  if (!f.missing_size()) j.part("links", f, "processes do without backup links until it is right (docs/failover.md)");
 }
 
 void judge_room(Judge& j, const wire::RoomFacts& r) {
@@ -273,8 +281,7 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
   judge_nft(j, f);
   judge_certificate(j, f.certificate(), now_s);
   judge_devices(j, f);
-  if (f.links().path().empty()) j.ok("links", "not configured");
-  else j.part("links", f.links(), "processes do without backup links until it is right (docs/failover.md)");
+  judge_links(j, f.links());
   judge_room(j, f.room());
   return std::move(j.all);
 }

@@ -7,6 +7,7 @@
 
 #include <elf.h>
 
+#include <algorithm>
 #include <fstream>
 #include <set>
 
@@ -42,7 +43,7 @@ Status check_library(const std::string& path) {
 }
 
 // Processes say the same on their stderr, where nobody may look.
-wire::PartFacts links_of(const Config& config) {
+wire::PartFacts links_of(const Config& config, const RepeatedDevices& devices) {
   wire::PartFacts f;
   const bool readable = !access(config.links_file.c_str(), R_OK);
   if (!readable && errno == ENOENT && config.links_file == kLinksFile) return f;
@@ -54,6 +55,8 @@ wire::PartFacts links_of(const Config& config) {
   links::Config parsed;
   f.set_error(links::parse(text_of(config.links_file), "", parsed));
   f.set_version(std::to_string(parsed.links.size()) + " links");
+  if (f.error().empty())
+    for (auto& line : missing_of(parsed, devices)) f.add_missing(std::move(line));
   return f;
 }
 
@@ -92,6 +95,7 @@ void add_devices(wire::HostFacts& out) {
       d->set_error(room.error().text);
       continue;
     }
+    d->set_driver(room->device.driver_id);
     for (std::uint32_t n = 0; n < room->device.nr_ports && n < MIGR_RST_PORTS; n++) {
       auto* p = d->add_ports();
       p->set_port(n + 1);
@@ -115,6 +119,25 @@ wire::RoomFacts room_for(std::uint64_t bytes, const Config& config) {
 }
 
 }  // namespace
+
+std::vector<std::string> missing_of(const links::Config& configured, const RepeatedDevices& devices) {
+  std::vector<std::string> out;
+  for (std::size_t i = 0; i < configured.links.size(); i++) {
+    const auto& l = configured.links[i];
+    const auto lacks = [&](const std::string& what) { out.push_back("link " + std::to_string(i) + ": " + what); };
+    const auto at = [&](const auto& x) { return x.port() == l.port; };
+    const auto d = std::find_if(devices.begin(), devices.end(), [&](const auto& x) { return x.name() == l.device; });
+    if (d == devices.end())
+      lacks("no RDMA device " + l.device);
+    else if (!d->error().empty())
+      continue;
+    else if (std::none_of(d->ports().begin(), d->ports().end(), at))
+      lacks(l.device + " has no port " + std::to_string(l.port));
+    else if (l.gid_index >= 0 && std::none_of(d->gids().begin(), d->gids().end(), [&](const auto& g) { return at(g) && g.index() == static_cast<std::uint32_t>(l.gid_index); }))
+      lacks(l.device + "/" + std::to_string(l.port) + " has no GID of number " + std::to_string(l.gid_index));
+  }
+  return out;
+}
 
 std::uint64_t rdma_filled_bytes() {
   auto kernel = KernelRecord::open();
@@ -150,13 +173,13 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   f.mutable_runc()->set_error(error_of(Runc(config).check_verbs()));
   f.mutable_net_hook()->set_path(config.net_hook);
   if (!config.net_hook.empty()) f.mutable_net_hook()->set_error(error_of(check_net_hook(config)));
-  *f.mutable_links() = links_of(config);
   for (auto& i : instructions_here()) f.add_instructions(std::move(i));
   for (const auto& p : config.peers) f.add_peers(p.name);
   f.mutable_cgroups()->set_path(kCgroups);
   if (access((std::string(kCgroups) + "/cgroup.controllers").c_str(), F_OK)) f.mutable_cgroups()->set_error("not the unified hierarchy (cgroup v2)");
   *f.mutable_certificate() = certificate_of(config);
   add_devices(f);
+  *f.mutable_links() = links_of(config, f.devices());
   *f.mutable_room() = room_for(image_bytes, config);
   f.set_now_ms(unix_now_ms());
   return f;

@@ -11,6 +11,15 @@
 
 namespace migr {
 
+namespace links {
+struct Config;
+}
+
+using RepeatedDevices = google::protobuf::RepeatedPtrField<wire::DeviceFacts>;
+
+/// What of configured links a host with these devices does not have, a line for each link.
+std::vector<std::string> missing_of(const links::Config& configured, const RepeatedDevices& devices);
+
 /// Runs criu and runc for their versions; touches nothing. What cannot be found out is an error in its place.
 /// @param version      of whoever asks
 /// @param image_bytes  of a checkpoint that there has to be room for

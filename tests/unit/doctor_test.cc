@@ -3,6 +3,7 @@
 #include "agent/doctor.h"
 
 #include <gtest/gtest.h>
+#include <rdma/ib_user_ioctl_verbs.h>
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -13,6 +14,7 @@
 
 #include "agent/kernel_record.h"
 #include "agent/pki.h"
+#include "libmigr/links/config.h"
 
 namespace migr::doctor_test {
 namespace {
@@ -40,7 +42,7 @@ wire::HostFacts good(const std::string& name = "src") {
   c->set_folder("/etc/migr/pki"), c->set_subject(name), c->set_begins_s(kNow - kDay), c->set_ends_s(kNow + 300 * kDay), c->set_ca_ends_s(kNow + 900 * kDay);
   c->set_of_ca(true), c->set_of_key(true), c->set_of_host(true);
   auto* d = f.add_devices();
-  d->set_name("rxe0");
+  d->set_name("rxe0"), d->set_driver(RDMA_DRIVER_RXE);
   auto* p = d->add_ports();
   p->set_port(1), p->set_state(kActive), p->set_mtu(kMtu1024), p->set_netdev("eth1");
   auto* g = d->add_gids();
@@ -159,6 +161,9 @@ INSTANTIATE_TEST_SUITE_P(
              "rdma rxe1/1", Health::kWarning, "down", "ip link set"},
         Case{"gid", [](auto& f) { f.mutable_devices(0)->mutable_gids(0)->set_roce_v2(false); }, "rdma rxe0/1", Health::kFailed, "no RoCE v2 GID", "address"},
         Case{"links", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->set_error("no JSON"); }, "links", Health::kFailed, "no JSON", "backup"},
+        Case{"links_missing", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->add_missing("link 1: no RDMA device rxe9"); }, "links", Health::kWarning, "rxe9", "right in /x"},
+        Case{"another_family", [](auto& f) { f.mutable_devices(0)->set_driver(RDMA_DRIVER_MLX5); }, "rdma rxe0", Health::kWarning,
+             "driven by mlx5: programs on it can neither be moved nor backed up by links", "docs/limits.md"},
         Case{"no_room", [](auto& f) { f.mutable_room()->set_lacks("1 MB are free"); }, "room", Health::kFailed, "1 MB", "state_dir"},
         Case{"little_room", [](auto& f) { f.mutable_room()->set_free_bytes(100 << 20); }, "room", Health::kWarning, "100 MB", "free some"}),
     [](const auto& i) { return i.param.name; });
@@ -399,6 +404,32 @@ TEST_F(Facts, OfALibraryThatIsNoneOrNotForAll) {
 TEST_F(Facts, OfLinksThatAreWrong) {
   write("links.json", R"({"links": [], "policy": "sometimes"})");
   EXPECT_NE(facts().links().error(), "");
+}
+
+TEST_F(Facts, OfLinksOfDevicesThatAreNotHere) {
+  write("links.json", R"({"links": [{"device": "no0"}, {"device": "no1", "port": 2}], "policy": "exact"})");
+  const auto f = facts();
+  EXPECT_EQ(f.links().error(), "");
+  ASSERT_EQ(f.links().missing_size(), 2);
+  EXPECT_EQ(f.links().missing(1), "link 1: no RDMA device no1");
+}
+
+TEST(Doctor, LinksAreLookedUpOnTheHost) {
+  const auto missing = [](const char* text, const wire::HostFacts& f) {
+    links::Config config;
+    EXPECT_EQ(links::parse(text, "", config), "");
+    std::string all;
+    for (const auto& line : missing_of(config, f.devices())) all += line + "\n";
+    return all;
+  };
+  auto f = good();
+  f.mutable_devices(0)->mutable_gids(0)->set_index(3);
+  EXPECT_EQ(missing(R"({"links": [{"device": "rxe0", "port": 1, "gid_index": 3}]})", f), "");
+  EXPECT_EQ(missing(R"({"links": [{"device": "rxe0"}]})", f), "") << "any GID will do";
+  EXPECT_EQ(missing(R"({"links": [{"device": "rxe0", "gid_index": 1}, {"device": "rxe0", "port": 2}, {"device": "rxe1"}]})", f),
+            "link 0: rxe0/1 has no GID of number 1\nlink 1: rxe0 has no port 2\nlink 2: no RDMA device rxe1\n");
+  f.mutable_devices(0)->set_error("no uverbs");
+  EXPECT_EQ(missing(R"({"links": [{"device": "rxe0", "port": 2}]})", f), "") << "its ports are not known";
 }
 
 TEST_F(Facts, OfRuncWithoutOurVerbs) {
