@@ -493,7 +493,7 @@ bool even_out(SrqShadow& s) {
 /// What its vQPs have got until now is the application's, whatever becomes of them.
 void poll_all(SrqShadow& s) {
   for (CqShadow* c : Registry::get().cqs) {
-    if (!c->names_receives.load(std::memory_order_relaxed) || std::find(c->shared.begin(), c->shared.end(), &s) == c->shared.end()) continue;
+    if (c->ending || !c->names_receives.load(std::memory_order_relaxed) || std::find(c->shared.begin(), c->shared.end(), &s) == c->shared.end()) continue;
     std::lock_guard guard(c->lock);
     path::poll_to_fake(*c);
   }

@@ -2711,6 +2711,31 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
   EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
 }
 
+/// While ibv_destroy_cq() is in the driver the SRQ that it had receives of is looked after, for another CQ.
+TEST(Shared, ReceivesAreNotLookedForInACqThatIsBeingDestroyed) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
+  ibv_srq_init_attr of_srq{};
+  of_srq.attr.max_wr = of_srq.attr.max_sge = 1;
+  ibv_srq* const srq = a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq);
+  const auto destroy_cq = a.verb<int(ibv_cq*)>("ibv_destroy_cq");
+  const Speaker one(a, pd, nullptr, srq), y(b), z(b);
+  one.connect(y), y.connect(one);
+  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && y.ready_on(0); })) << one.state().why;
+  one.destroy();
+  model_hold_destroyed_cqs(true);
+  auto destroyed = std::async(std::launch::async, [&] { return destroy_cq(one.cq); });
+  ASSERT_TRUE(wait_for([] { return model_destroyed_cqs_waiting() == 1; }));
+  const Speaker two(a, pd, nullptr, srq);
+  two.connect(z), z.connect(two);
+  EXPECT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+  model_hold_destroyed_cqs(false);
+  EXPECT_EQ(destroyed.get(), 0);
+  for (const Speaker* s : {&two, &y, &z}) s->destroy();
+  EXPECT_EQ(a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq), 0);
+}
+
 /// The NIC that has given up is not the one that executes it then.
 TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   for (const int link : {0, 1, 2}) model_mend(link);

@@ -145,6 +145,8 @@ struct Registered {
 std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 std::atomic<const void*> registrations_refused{nullptr};
+std::atomic<bool> destroyed_cqs_held{false};
+std::atomic<unsigned> destroyed_cqs_waiting{0};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -816,6 +818,7 @@ int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) { return put
 
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) {
   std::lock_guard guard(lock);
+  if (!cqs.contains(reinterpret_cast<Cq*>(cq))) fprintf(stderr, "a CQ is polled that was destroyed\n"), abort();
   auto& done = reinterpret_cast<Cq*>(cq)->done;
   int n = 0;
   while (n < entries && !done.empty()) wc[n++] = done.front(), done.pop_front();
@@ -1009,6 +1012,8 @@ MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_
 MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
 MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
+MODEL void model_hold_destroyed_cqs(bool hold) { destroyed_cqs_held = hold; }
+MODEL unsigned model_destroyed_cqs_waiting() { return destroyed_cqs_waiting; }
 MODEL unsigned model_mrs(int link, int end) {
   std::lock_guard guard(lock);
   return static_cast<unsigned>(nics[static_cast<std::size_t>(end * kRails + link)]->keys.size());
@@ -1212,6 +1217,11 @@ MODEL int ibv_destroy_cq(ibv_cq* cq) {
     forget_owed(cq, cq->comp_events_completed + cq->async_events_completed);
     cqs.erase(reinterpret_cast<Cq*>(cq));
     if (cq->channel) drop_events(*cq->channel, cq);
+  }
+  if (cq->cq_context && !nic_of(cq->context)->link) {  // nobody else's takes its place meanwhile
+    ++destroyed_cqs_waiting;
+    while (destroyed_cqs_held) usleep(1000);
+    --destroyed_cqs_waiting;
   }
   return delete reinterpret_cast<Cq*>(cq), 0;
 }

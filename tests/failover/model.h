@@ -94,6 +94,9 @@ unsigned model_qps();
 /// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
+/// Who destroys a CQ of the application's on link 0 does not come back from the driver, which has given it up.
+void model_hold_destroyed_cqs(bool hold);
+unsigned model_destroyed_cqs_waiting();
 /// Memory at this address cannot be registered on backup links: ENOMEM. Null: all can.
 void model_refuse_registrations(const void* address);
 /// No CQ can be enlarged to more.
