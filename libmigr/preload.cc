@@ -600,6 +600,7 @@ void drop_context(ibv_context* ctx) {
   auto guard = registry.enter();
   Context* context = registry.context_of(ctx);
   if (!context) return;
+  ++registry.changes;  // once more: a drain may have looked since it began
   note_uverbs_fd(ctx->cmd_fd, false);
   // What the application has not destroyed is gone with the context. As with libibverbs, its memory is not given back.
   const auto in_it = [&](const auto* shadow) { return shadow->context == context; };

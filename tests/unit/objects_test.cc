@@ -815,6 +815,14 @@ TEST_F(Objects, ClosedContextTakesItsObjectsAlong) {
   EXPECT_CALLED("lag_port", qp);  // nobody's
 }
 
+// What a drain has noted when a device began to be closed is not so any more when its objects are gone.
+TEST_F(Objects, ClosedContextIsAChangeWhenItBeginsAndWhenItIsGone) {
+  ibv_context* other = ibv_open_device(ibv_get_device_list(nullptr)[0]);
+  const std::uint64_t before = migrd.ask(MIGR_MSG_DESCRIBE).arg;
+  ibv_close_device(other);
+  EXPECT_EQ(migrd.ask(MIGR_MSG_DESCRIBE).arg, before + 2);
+}
+
 // DESCRIBE tells of a device that is there or is not, and of none that comes or goes just then.
 TEST_F(Objects, DescribeWaitsForDevicesThatAreBeingOpenedOrClosed) {
   static std::promise<void> reached, go;
