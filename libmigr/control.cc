@@ -379,7 +379,7 @@ bool all_registered(Registry& registry, std::unique_lock<std::mutex>& guard, Ans
   const bool all = registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.registering; });
   registry.closing = false;
   registry.thawed.notify_all();  // once we let go of the lock; who finds the process frozen goes on waiting
-  if (!all) answer.fail(EAGAIN, "a call that registers memory, or gives it back, does not come back from the driver");
+  if (!all) answer.fail(EAGAIN, "a call that registers memory, gives it back or makes an address handle does not come back from the driver");
   return all;
 }
 

@@ -518,10 +518,12 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   Context* context = registry.context_of(pd->context);
-  if (!context) return datagrams::create_ah(pd, *attr);
   ibv_ah_attr mine = *attr;
+  const auto create = [&] { return datagrams::create_ah(pd, mine); };
+  if (!context) return without_lock(guard, create);
   if (mine.is_global) mine.grh.sgid_index = gids::here(*context, mine.port_num, mine.grh.sgid_index);
-  ibv_ah* ah = datagrams::create_ah(pd, mine);
+  const Registering making(registry);
+  ibv_ah* ah = without_lock(guard, create);
   if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
   handle = {context, mine, {}, {}};

@@ -34,8 +34,8 @@ void settle();
 unsigned prepare();
 /// @param moves all there are. @return 0 or a positive errno
 int set_moves(std::span<const migr_move> moves, std::string& why);
-/// A provider's handle. The index of the source GID is the kernel's, and a provider may ask the exported ibv_query_gid() what stands there, while
-/// the Registry's lock is held: soft-RoCE's does where the kernel does not number handles (ours do).
+/// A provider's handle; with the Registry's lock or without. The index of the source GID is the kernel's, and a provider may ask the exported
+/// ibv_query_gid() what stands there: soft-RoCE's does where the kernel does not number handles (ours do).
 ibv_ah* create_ah(ibv_pd* pd, ibv_ah_attr& attr);
 /// A new UD QP of `shadow`'s CQs; an old one that goes.
 void made(QpShadow& shadow);

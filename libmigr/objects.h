@@ -4,6 +4,7 @@
 #ifndef MIGR_OBJECTS_H
 #define MIGR_OBJECTS_H
 
+#include <cerrno>
 #include <functional>
 
 #include "events.h"
@@ -53,6 +54,32 @@ void install_slots(Context& context, ibv_context& ctx);
 void parent_domain_gone(Registry& registry, const ibv_pd* pd);
 /// The slots and the op of SRQs.
 void install_srq(Context& context, ibv_context& ctx);
+
+/// A call that goes to the driver without the lock: FREEZE waits for its end. Caller holds the lock.
+class Registering {
+ public:
+  explicit Registering(Registry& registry) : registry_(registry) { ++registry_.registering; }
+  Registering(const Registering&) = delete;
+  ~Registering() {
+    --registry_.registering;
+    if (registry_.closing) registry_.thawed.notify_all();
+  }
+
+ private:
+  Registry& registry_;
+};
+
+/// Pinning memory, and giving it back, takes its time, and programs with much of it do that with several threads; so does asking who has an
+/// address, where nobody answers.
+template <class Call>
+auto without_lock(std::unique_lock<std::mutex>& guard, Call&& call) {
+  guard.unlock();
+  const auto result = call();
+  const int saved = errno;
+  guard.lock();
+  errno = saved;
+  return result;
+}
 
 /// Asynchronous events are acknowledged to libibverbs as soon as they are read, because the real object may be replaced
 /// before the application acknowledges them. Destroying waits for the application here, without the Registry's lock.

@@ -168,31 +168,6 @@ bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
 /// Where the addresses that its lkey goes with lie.
 void note_shift(const MrShadow& shadow) { datagrams::note_shift(*shadow.context, shadow.app.lkey, reinterpret_cast<std::uintptr_t>(shadow.app.addr) - shadow.iova); }
 
-/// A call that goes to the driver without the lock: FREEZE waits for its end. Caller holds the lock.
-class Registering {
- public:
-  explicit Registering(Registry& registry) : registry_(registry) { ++registry_.registering; }
-  Registering(const Registering&) = delete;
-  ~Registering() {
-    --registry_.registering;
-    if (registry_.closing) registry_.thawed.notify_all();
-  }
-
- private:
-  Registry& registry_;
-};
-
-/// Pinning memory, and giving it back, takes its time, and programs with much of it do that with several threads.
-template <class Call>
-auto without_lock(std::unique_lock<std::mutex>& guard, Call&& call) {
-  guard.unlock();
-  const auto result = call();
-  const int saved = errno;
-  guard.lock();
-  errno = saved;
-  return result;
-}
-
 }  // namespace
 
 ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, std::uint64_t iova, bool movable) {

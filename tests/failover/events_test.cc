@@ -724,6 +724,30 @@ TEST_P(Events, MemoryThatIsBeingRegisteredIsWaitedFor) {
   EXPECT_EQ(ibv_destroy_cq(made.get()), 0);
 }
 
+class Handles : public Events {};
+
+// It would be missing on the other host.
+TEST_F(Handles, ThatAreBeingMadeAreWaitedFor) {
+  model_hold_registrations(0, true);
+  auto made = std::async(std::launch::async, [&] {
+    ibv_ah_attr to{};
+    to.port_num = 1;
+    return ibv_create_ah(pd_, &to);
+  });
+  EXPECT_EQ(made.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 1000);
+  auto frozen = std::async(std::launch::async, [&] { return migrd.try_to(MIGR_MSG_FREEZE).status; });
+  EXPECT_EQ(frozen.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  model_hold_registrations(0, false);
+  EXPECT_EQ(frozen.get(), 0);
+  ibv_ah* const ah = made.get();
+  ASSERT_NE(ah, nullptr);
+  migrd.hung_up();
+  migrd.back();
+  EXPECT_EQ(ibv_destroy_ah(ah), 0);
+}
+
 /* ---- completions of an ibv_cq_ex ------------------------------------------------- */
 
 /// A QP that receives on one, and one of another NIC that sends to it.

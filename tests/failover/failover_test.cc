@@ -1317,6 +1317,30 @@ struct Speaker {
   ibv_gid gid{};
 };
 
+/// The kernel asks for a second who has the address of a host that is gone. A change of a path does not wait for that.
+TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  model_hold_registrations(0, true);
+  auto made = std::async(std::launch::async, [&] {
+    ibv_ah_attr to{};
+    to.is_global = to.port_num = 1;
+    return a.verb<ibv_ah*(ibv_pd*, ibv_ah_attr*)>("ibv_create_ah")(x.pd, &to);
+  });
+  EXPECT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  auto left = std::async(std::launch::async, [&] { return a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1); });
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_EQ(made.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  model_hold_registrations(0, false);
+  EXPECT_EQ(left.get(), 0);
+  ibv_ah* const ah = made.get();
+  ASSERT_NE(ah, nullptr);
+  EXPECT_EQ(a.verb<int(ibv_ah*)>("ibv_destroy_ah")(ah), 0);
+}
+
 /// Words on which the other end's atomics may work.
 ibv_mr* register_words(const Speaker& of, void* at, std::size_t bytes) {
   return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, at, bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_ATOMIC);

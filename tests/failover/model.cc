@@ -1353,6 +1353,7 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   return 0;
 }
 MODEL ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr*) {
+  wait_while_held(*nic_of(pd->context));
   if (neighbour_answers(nic_of(pd->context))) return new ibv_ah{.context = pd->context, .pd = pd, .handle = 0};
   errno = ETIMEDOUT;
   return nullptr;

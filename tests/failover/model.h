@@ -91,7 +91,7 @@ unsigned long model_packets();
 unsigned long model_unready_sends();
 /// That there are, on all NICs.
 unsigned model_qps();
-/// Who registers memory on that link, or gives it back, waits in the driver, as while pages are pinned.
+/// Who registers memory on that link, gives it back or makes an address handle waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
 /// Who destroys a CQ of the application's on link 0 does not come back from the driver, which has given it up.
