@@ -383,16 +383,22 @@ MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
 /// @return how many it became in the fake CQ; -1: it is the application's, as it is
 int take(CqShadow& c, const ibv_wc& wc, links::Side side);
 
-/// There is an error among `n` completions of the direct path: those that are the path's are taken out.
+/// There is an error among `n` completions of the direct path: those that are the path's are taken out. What lies behind them comes in their
+/// place: who has armed the CQ and finds nothing goes to sleep, and no event tells of what was there before.
 MIGR_COLD int take_errors(CqShadow& c, int n, ibv_wc* wc) noexcept {
   std::lock_guard guard(c.lock);
   int left = 0;
-  for (int i = 0; i < n; ++i) {
-    if (wc[i].status != IBV_WC_SUCCESS && take(c, wc[i], false) >= 0) continue;
-    if (left != i) wc[left] = wc[i];
-    ++left;
+  for (int i = 0;;) {
+    for (; i < n; ++i) {
+      if (wc[i].status != IBV_WC_SUCCESS && take(c, wc[i], false) >= 0) continue;
+      if (left != i) wc[left] = wc[i];
+      ++left;
+    }
+    const int more = left < n ? c.real_poll(c.real, n - left, wc + left) : 0;
+    if (more <= 0) return left;
+    i = left;
+    n = left + more;
   }
-  return left;
 }
 
 /// What a thread is in: the protected CQ that it polls, the protected QP of its ibv_wr_* session. Plain stores: whoever has

@@ -1649,6 +1649,32 @@ struct Writing {
   unsigned posted = 0, done = 0;
 };
 
+/// The errors of a path are hidden, and whoever asks for as many completions as there are of those gets the others that lie behind them.
+TEST(Errors, OfAPathAreNotAllThatIsFound) {
+  constexpr unsigned kErrors = 3;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  ibv_qp_cap other = Speaker::kCap;
+  other.max_recv_wr = 5;
+  const Speaker failing(a), well(a, failing.pd, failing.cq, nullptr, false, other), y(b), z(b);
+  failing.connect(y), y.connect(failing);
+  well.connect(z), z.connect(well);
+  for (const Speaker* s : {&failing, &well, &y, &z}) ASSERT_TRUE(wait_for([&] { return s->ready_on(0); })) << s->state().why;
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_SEND;
+  for (unsigned i = 0; i < kErrors; ++i) ASSERT_EQ(ibv_post_send(failing.qp, &wr, &bad), 0);  // the other end has no receive
+  ASSERT_EQ(model_break_paths(0, 0, Speaker::kCap.max_recv_wr), 1u);
+  ibv_recv_wr receive{.wr_id = 77, .next = nullptr, .sg_list = nullptr, .num_sge = 0}, *bad_receive;
+  ASSERT_EQ(ibv_post_recv(well.qp, &receive, &bad_receive), 0);
+  wr.send_flags = IBV_SEND_SIGNALED;
+  ASSERT_EQ(ibv_post_send(z.qp, &wr, &bad), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(z.cq, 1, &wc) == 1; }));
+  ASSERT_EQ(ibv_poll_cq(well.cq, 1, &wc), 1) << "a thread that has armed it would sleep";
+  EXPECT_EQ(wc.wr_id, 77u);
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+}
+
 /// A host whose processors are busy: its port is not down yet when its sends find no way any more.
 TEST(Ports, ThatSayLateThatTheyAreDownAreWaitedFor) {
   constexpr unsigned kLateMs = 150;
