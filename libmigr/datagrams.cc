@@ -570,13 +570,21 @@ MIGR_EXPORT int ibv_destroy_ah(ibv_ah* ah) {
   return 0;
 }
 
-// Calls that join or leave a multicast group.
+namespace {
+
+auto find_group(QpShadow& q, const ibv_gid& gid, std::uint16_t lid) {
+  return std::find_if(q.groups.begin(), q.groups.end(), [&](const auto& g) { return g.second == lid && !std::memcmp(&g.first, &gid, sizeof gid); });
+}
+
+}  // namespace
+
+// Calls that join or leave a multicast group. To be joined twice is as once, to the kernel too.
 MIGR_EXPORT int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, uint16_t lid) {
   Registry& registry = Registry::get();
   auto guard = registry.change();
   QpShadow* shadow = known(registry, qp);
   const int err = real().attach_mcast(shadow ? shadow->real : qp, gid, lid);
-  if (!err && shadow) shadow->groups.emplace_back(*gid, lid);
+  if (!err && shadow && find_group(*shadow, *gid, lid) == shadow->groups.end()) shadow->groups.emplace_back(*gid, lid);
   return err;
 }
 
@@ -586,9 +594,7 @@ MIGR_EXPORT int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, uint16_t lid) {
   QpShadow* shadow = known(registry, qp);
   const int err = real().detach_mcast(shadow ? shadow->real : qp, gid, lid);
   if (err || !shadow) return err;
-  const auto joined = std::find_if(shadow->groups.begin(), shadow->groups.end(), [&](const auto& g) {
-    return g.second == lid && !std::memcmp(&g.first, gid, sizeof *gid);
-  });
+  const auto joined = find_group(*shadow, *gid, lid);
   if (joined != shadow->groups.end()) shadow->groups.erase(joined);
   return 0;
 }

@@ -95,9 +95,19 @@ int init_ah_from_wc(ibv_context*, std::uint8_t, ibv_wc*, ibv_grh* grh, ibv_ah_at
     }
   return -1;
 }
+/// As uverbs has it: who is in a group already joins it once more, and leaves it once.
+std::vector<std::pair<std::uint8_t, std::uint16_t>> joined;
+int attach_mcast(ibv_qp*, const ibv_gid* gid, std::uint16_t lid) {
+  const std::pair group{gid->raw[15], lid};
+  if (std::find(joined.begin(), joined.end(), group) == joined.end()) joined.push_back(group);
+  return 0;
+}
+int detach_mcast(ibv_qp*, const ibv_gid* gid, std::uint16_t lid) { return std::erase(joined, std::pair{gid->raw[15], lid}) ? 0 : EINVAL; }
 const Real& real() {
   static const Real fake = [] {
     Real r{};
+    r.attach_mcast = attach_mcast;
+    r.detach_mcast = detach_mcast;
     r.create_ah = create_ah;
     r.destroy_ah = destroy_ah;
     r.query_gid = query_gid;
@@ -453,6 +463,20 @@ TEST_F(Datagrams, HeaderInSeveralPiecesIsLeft) {
   moved({move_of(1, 17, 2, 30)});
   arrived(buffer[0], 2);
   EXPECT_EQ(30u, completion(5, 30).src_qp);
+}
+
+TEST_F(Datagrams, GroupThatWasLeftIsNotJoinedAgain) {
+  const ibv_gid one = gid_v4(71), other = gid_v4(72);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(0, ibv_attach_mcast(&qp.app, &one, 7));
+  EXPECT_EQ(0, ibv_attach_mcast(&qp.app, &one, 8));
+  EXPECT_EQ(0, ibv_attach_mcast(&qp.app, &other, 7));
+  EXPECT_EQ(0, ibv_detach_mcast(&qp.app, &one, 7));
+  host_gids = {{gid_v4(61), 0, 0, IBV_GID_TYPE_ROCE_V2, 0}};
+  datagrams::note_gids();
+  joined.clear();  // on the next host
+  std::string why;
+  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  EXPECT_EQ((std::vector<std::pair<std::uint8_t, std::uint16_t>>{{71, 8}, {72, 7}}), std::exchange(joined, {}));
 }
 
 struct AnswersAfterAMove : Datagrams {
