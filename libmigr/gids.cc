@@ -116,6 +116,8 @@ MIGR_EXPORT int ibv_query_gid(ibv_context* context, uint8_t port, int index, ibv
   std::vector<ibv_gid_entry> table;
   if (gids::inside || index < 0 || !gids::known(context, table)) return real().query_gid(context, port, index, gid);
   const ibv_gid_entry* e = gids::find(table, port, static_cast<std::uint32_t>(index));
+  if (!e)  // whether there is such a port, and a place in its table, the kernel knows
+    if (const int err = real().query_gid(context, port, index, gid)) return err;
   *gid = e ? e->gid : ibv_gid{};  // as libibverbs has it where there is none
   return 0;
 }
@@ -126,7 +128,11 @@ MIGR_EXPORT int _ibv_query_gid_ex(ibv_context* context, uint32_t port, uint32_t 
   if (!query) return EOPNOTSUPP;
   if (gids::inside || flags || size < sizeof *entry || !gids::known(context, table)) return query(context, port, index, entry, flags, size);
   const ibv_gid_entry* e = gids::find(table, port, index);
-  if (!e) return ENODATA;
+  if (!e) {
+    ibv_gid_entry there;  // which is called otherwise
+    const int err = query(context, port, index, &there, 0, sizeof there);
+    return err ? err : ENODATA;
+  }
   *entry = *e;
   return 0;
 }

@@ -31,7 +31,9 @@ ssize_t table(ibv_context*, ibv_gid_entry* out, std::size_t, std::uint32_t, std:
   std::copy(kernel.begin(), kernel.end(), out);
   return static_cast<ssize_t>(kernel.size());
 }
+constexpr std::uint32_t kPorts = 2, kTable = 8;
 int query_ex(ibv_context*, std::uint32_t port, std::uint32_t index, ibv_gid_entry* out, std::uint32_t, std::size_t) {
+  if (port > kPorts || index >= kTable) return EINVAL;
   for (const auto& e : kernel)
     if (e.port_num == port && e.gid_index == index) return *out = e, 0;
   return ENODATA;
@@ -39,8 +41,9 @@ int query_ex(ibv_context*, std::uint32_t port, std::uint32_t index, ibv_gid_entr
 int query(ibv_context* c, std::uint8_t port, int index, ibv_gid* gid) {
   ibv_gid_entry e{};
   const int err = query_ex(c, port, static_cast<std::uint32_t>(index), &e, 0, sizeof e);
+  if (err && err != ENODATA) return -1;
   *gid = e.gid;
-  return err == ENODATA ? 0 : err;
+  return 0;
 }
 
 }  // namespace
@@ -123,6 +126,20 @@ TEST_F(Gids, TheTableAndOneEntryAgree) {
   ibv_gid_entry one;
   EXPECT_EQ(ENODATA, ibv_query_gid_ex(&the_context, 1, 2, &one, 0));
   EXPECT_EQ(-EINVAL, ibv_query_gid_table(&the_context, all, 3, 0));
+}
+
+TEST_F(Gids, WhatThereIsNotIsAnErrorAsEver) {
+  for (const bool moved : {false, true}) {
+    if (moved) move();
+    ibv_gid gid;
+    ibv_gid_entry e;
+    EXPECT_EQ(-1, ibv_query_gid(&the_context, 1, kTable, &gid)) << moved;
+    EXPECT_EQ(-1, ibv_query_gid(&the_context, kPorts + 1, 0, &gid)) << moved;
+    EXPECT_EQ(EINVAL, ibv_query_gid_ex(&the_context, 1, kTable, &e, 0)) << moved;
+    EXPECT_EQ(EINVAL, ibv_query_gid_ex(&the_context, kPorts + 1, 0, &e, 0)) << moved;
+    EXPECT_EQ(ENODATA, ibv_query_gid_ex(&the_context, 1, 5, &e, 0)) << moved;
+    EXPECT_TRUE(same(ibv_gid{}, asked(5))) << moved;
+  }
 }
 
 TEST_F(Gids, InsideOfACallOfOursTheKernelAnswers) {
