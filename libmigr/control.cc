@@ -28,6 +28,7 @@
 #include "../include/migr/proc_wire.h"
 #include "cm/cm.h"
 #include "datagrams.h"
+#include "fd_bits.h"
 #include "gids.h"
 #include "high_fd.h"
 #include "itimer.h"
@@ -318,6 +319,9 @@ void describe(const Registry& registry, Answer& answer) {
       return answer.fail(EOPNOTSUPP, std::move(why));
     if (!context->ctx_id())
       return answer.fail(ENODEV, "opened its device without migr.ko: " + context->kernel->why_private() + "; restart it");
+    if (!FdBits::fits(context->real->cmd_fd))  // a restored process could post nothing: uverbs_write.h
+      return answer.fail(EOPNOTSUPP, "cannot be migrated: it has " + std::string(context->real->device->name) + " open as descriptor " + std::to_string(context->real->cmd_fd) +
+                                         ", and only those below " + std::to_string(FdBits::kMax) + " can be");
     gids::note(*context);
     migr_fd_desc d{};
     d.kind = MIGR_FD_CONTEXT;

@@ -444,6 +444,23 @@ TEST_F(Control, WhatIsNotAttachedSaysWhy) {
   EXPECT_STREQ(reply.text, "opened its device without migr.ko: no /dev/migr; restart it");
 }
 
+TEST_F(Control, DescriptorBeyondThoseThatAreKeptIsRefused) {
+  ibv_device device{};
+  strcpy(device.name, "rxe0");
+  ibv_context real{};
+  real.device = &device;
+  Context context;
+  context.real = &real;
+  Registry::get().contexts.push_back(&context);
+  real.cmd_fd = 65535;
+  EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
+  real.cmd_fd = 65536;
+  const migr_msg reply = ask(MIGR_MSG_DESCRIBE);
+  Registry::get().contexts.clear();
+  EXPECT_EQ(reply.status, EOPNOTSUPP);
+  EXPECT_STREQ(reply.text, "cannot be migrated: it has rxe0 open as descriptor 65536, and only those below 65536 can be");
+}
+
 TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
   const std::uint64_t described = ask(MIGR_MSG_DESCRIBE).arg;
   ASSERT_NE(described, 0u);
