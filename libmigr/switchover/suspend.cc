@@ -246,12 +246,14 @@ int advance(Draining& d, const Seen& seen, Nothing& nothing, Room& room, std::st
   return 0;
 }
 
-/// Nothing comes any more on CQs of which every QP has been drained.
+/// Nothing comes any more on CQs of which every QP has been drained. Where some go on, as at a partner, who polls may poll for those, too.
 void rest_cqs() {
   Registry& registry = Registry::get();
   std::unordered_set<const CqShadow*> at_work;
-  for (const QpShadow* q : registry.qps)
-    if (q->phase == Phase::kRunning || q->phase == Phase::kSuspended) at_work.insert({q->send_cq, q->recv_cq});
+  for (const QpShadow* q : registry.qps) {
+    if (q->phase == Phase::kRunning) return;
+    if (q->phase == Phase::kSuspended) at_work.insert({q->send_cq, q->recv_cq});
+  }
   for (CqShadow* c : registry.cqs)
     if (c->state.load(std::memory_order_relaxed) & kSuspendedCq && !at_work.contains(c)) set_cq_bits(*c, kRestingCq);
 }

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -1152,6 +1153,27 @@ TEST_F(Partner, ReceivesOnTheOldPathBeforeItSends) {
   ibv_end_poll(ex_);
   two(6);
   expect_two(6);
+}
+
+// Its thread may poll for others as well, who go on.
+TEST_F(Partner, RestsInAPollOnlyWhereNoneGoesOn) {
+  constexpr long kPolls = 100;
+  const auto rests = [this] {
+    rusage before{}, after{};
+    getrusage(RUSAGE_THREAD, &before);
+    ibv_poll_cq_attr attr{};
+    for (long i = 0; i < kPolls; ++i) EXPECT_EQ(ibv_start_poll(ex_, &attr), ENOENT);
+    getrusage(RUSAGE_THREAD, &after);
+    return after.ru_nvcsw - before.ru_nvcsw;
+  };
+  done(migrd.about(to_, MIGR_MSG_SUSPEND));
+  done(migrd.about(to_, MIGR_MSG_DRAIN, 5000));
+  EXPECT_LT(rests(), kPolls / 2);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  migrd.ask(MIGR_MSG_SUSPEND);
+  migrd.ask(MIGR_MSG_DRAIN, 5000);
+  EXPECT_GE(rests(), kPolls);
+  migrd.ask(MIGR_MSG_ROLLBACK);
 }
 
 // The number that the device had for it is another one's by then.
