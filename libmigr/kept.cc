@@ -61,6 +61,7 @@ bool full(QpShadow& q, std::size_t more) {
 int copy(const QpShadow& q, const ibv_send_wr& wr, KeptSend& send) {
   if (!keepable(wr)) return EOPNOTSUPP;
   if (wr.num_sge < 0 || static_cast<std::uint32_t>(wr.num_sge) > q.cap.max_send_sge) return EINVAL;
+  if (const int err = provider::refusal_of(q, wr)) return err;  // else the connection would end with it when it is posted
   send.wr = wr;
   if (wr.send_flags & IBV_SEND_INLINE) {
     for (int i = 0; i < wr.num_sge; ++i) {
@@ -234,6 +235,7 @@ int wr_complete(ibv_qp_ex* keeper) {
   {
     std::lock_guard guard(q.lock);
     const bool suspended = q.state.load(std::memory_order_relaxed) & kKeepSends;
+    if (!err && suspended && q.app.state < IBV_QPS_RTS) err = EINVAL;
     if (!err && suspended && full(q, q.built.size())) err = ENOMEM;
     if (!suspended && (q.state.load(std::memory_order_relaxed) & kTrapped)) links::empty_trap(q);
     if (!err && !suspended && !links::has_room(q, q.built.size())) err = ENOMEM;  // all of a session, or nothing

@@ -7,9 +7,9 @@
 
 namespace migr::kept {
 
-/// @return 0; EOPNOTSUPP; EINVAL too many SGEs, or too much inline
+/// @return 0; EOPNOTSUPP; EINVAL too many SGEs, or too much inline; what the device refuses it with
 int copy(const QpShadow& q, const ibv_send_wr& wr, KeptSend& send);
-/// Keeps a copy. Caller holds q.lock. @return 0; ENOMEM as a full send queue would; EINVAL too many SGEs
+/// Keeps a copy. Caller holds q.lock. @return as copy(); ENOMEM as a full send queue would
 int keep(QpShadow& q, const ibv_send_wr& wr);
 int keep(QpShadow& q, KeptReceive receive);
 /// Caller holds s.lock.

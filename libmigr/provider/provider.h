@@ -35,6 +35,10 @@ int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out);
 /// The same of an SRQ.
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);
 
+/// What posting `wr` is refused with in the state in which the application has its QP, if there is room for it, and SGEs and inline data are
+/// not too many. @return 0 or a positive errno
+int refusal_of(const QpShadow& shadow, const ibv_send_wr& wr);
+
 /// Binding a window of type 1 is no more than posting a work request.
 bool binds_by_work_request(const Context& context);
 

@@ -244,6 +244,16 @@ int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
   return receives_between(queue, info.size, not_completed(queue), out);
 }
 
+/// As librxe's validate_send_wr(), and the kernel where that rings the doorbell.
+int refusal_of(const QpShadow& shadow, const ibv_send_wr& wr) {
+  if (shadow.app.state < IBV_QPS_RTS) return EINVAL;
+  std::uint64_t bytes = 0;
+  for (int i = 0; i < wr.num_sge; ++i) bytes += wr.sg_list[i].length;
+  if (is_atomic(wr) && (bytes < kAtomicBytes || wr.wr.atomic.remote_addr % kAtomicBytes)) return EINVAL;
+  const bool binds = shadow.app.qp_type == IBV_QPT_RC || shadow.app.qp_type == IBV_QPT_UC;
+  return wr.opcode == IBV_WR_BIND_MW && (wr.num_sge || wr.imm_data || !binds) ? EINVAL : 0;
+}
+
 bool binds_by_work_request(const Context& context) { return unsupported_reason(context).empty(); }
 
 bool ends_binding(const ibv_wc& wc) {

@@ -2011,6 +2011,27 @@ TEST_F(Tracked, ThatIsKeptAndFindsNoRoomEndsWithTheConnection) {
   EXPECT_EQ(model_writes_at(there_.bytes + 2 * kPage), 0u);
 }
 
+TEST_F(Tracked, ThatOnlyAnswersRefusesToSendWhileItIsSuspendedToo) {
+  to(from_, IBV_QPS_RESET);
+  answer(from_, to_, context_);
+  const auto session = [this] {
+    ibv_qp_ex* const ex = ibv_qp_to_qp_ex(from_);
+    ibv_wr_start(ex);
+    begin_write(ex, 1);
+    return ibv_wr_complete(ex);
+  };
+  for (const bool suspended : {false, true}) {
+    if (suspended) migrd.ask(MIGR_MSG_SUSPEND), migrd.ask(MIGR_MSG_DRAIN, 1000);
+    EXPECT_EQ(post(IBV_WR_RDMA_WRITE, 1), EINVAL) << suspended;
+    EXPECT_EQ(session(), EINVAL) << suspended;
+  }
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  ibv_qp_attr attr{};
+  ibv_qp_init_attr init{};
+  EXPECT_EQ(ibv_query_qp(from_, &attr, IBV_QP_STATE, &init), 0);
+  EXPECT_EQ(attr.qp_state, IBV_QPS_RTR);
+}
+
 /* ---- a QP that the application has in RTR, and brings to RTS after the migration ---------- */
 
 /// `to_` answers, with and without the right that a drain marker needs.

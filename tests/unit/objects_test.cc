@@ -642,6 +642,40 @@ TEST_F(Objects, SuspendedQpTakesTheMarkerAndKeepsItsRights) {
   ibv_destroy_qp(qp);
 }
 
+// Kept, it would end the connection when it is posted again.
+TEST_F(Objects, SuspendedQpRefusesWhatTheDeviceWould) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_;
+  init.qp_type = IBV_QPT_RC;
+  init.cap = {.max_send_wr = 8, .max_recv_wr = 1, .max_send_sge = 2, .max_recv_sge = 1, .max_inline_data = 0};
+  ibv_qp* qp = ibv_create_qp(pd_, &init);
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTS;
+  EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
+  const auto post = [&](ibv_wr_opcode opcode, std::uint64_t to, std::uint32_t bytes, __be32 imm = 0) {
+    ibv_sge one{.addr = reinterpret_cast<std::uint64_t>(memory_), .length = bytes, .lkey = mr_->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = opcode;
+    wr.imm_data = imm;
+    wr.sg_list = &one;
+    wr.num_sge = bytes ? 1 : 0;
+    if (opcode == IBV_WR_ATOMIC_FETCH_AND_ADD || opcode == IBV_WR_ATOMIC_CMP_AND_SWP) wr.wr.atomic.remote_addr = to;
+    return ibv_post_send(qp, &wr, &bad);
+  };
+  const migr_msg suspended = migrd.ask(MIGR_MSG_SUSPEND);
+  ASSERT_EQ(suspended.status, 0) << suspended.text;
+  for (const ibv_wr_opcode atomic : {IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_ATOMIC_CMP_AND_SWP}) {
+    EXPECT_EQ(post(atomic, 0x1004, 8), EINVAL) << "is not aligned";
+    EXPECT_EQ(post(atomic, 0x1000, 4), EINVAL) << "is too short";
+    EXPECT_EQ(post(atomic, 0x1000, 8), 0);
+  }
+  EXPECT_EQ(post(IBV_WR_BIND_MW, 0, 8), EINVAL);
+  EXPECT_EQ(post(IBV_WR_BIND_MW, 0, 0, 7), EINVAL);
+  EXPECT_EQ(post(IBV_WR_SEND_WITH_IMM, 0, 4, 7), 0);
+  EXPECT_EQ(migrd.ask(MIGR_MSG_ROLLBACK).status, 0);
+  ibv_destroy_qp(qp);
+}
+
 // The driver writes to its file, where a thread can be cancelled. No destructor of the library's runs then.
 TEST_F(Objects, WhoIsCancelledInACallGetsThroughIt) {
   ibv_qp* const qp = make_qp();
