@@ -148,7 +148,7 @@ void lead_sessions(QpShadow& q);
 ibv_qp* create_like(const QpShadow& like, ibv_context* ctx, ibv_qp_init_attr_ex& init);
 /// What was posted is flushed, and so is what was kept: as when the partner has died.
 int break_connection(QpShadow& q, std::string& why);
-/// The completion that a send gets that cannot be posted any more.
+/// The completion that a send gets that cannot be posted any more, behind those that the device has given.
 void flush_to_fake(QpShadow& q, const KeptSend& send);
 /// Those who poll q's CQs and have not seen that completions are in the fake ones come back. Caller holds no CQ's lock.
 int wait_for_pollers(QpShadow& q, std::string& why);

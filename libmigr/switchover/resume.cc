@@ -8,6 +8,7 @@
 #include "../events.h"
 #include "../kernel_link.h"
 #include "../links/links.h"
+#include "../provider/provider.h"
 #include "../real.h"
 #include "ahead.h"
 #include "parts.h"
@@ -31,13 +32,15 @@ std::unique_lock<std::mutex> lock_between_sessions(QpShadow& q) {
 
 /// In order. The path may have no room: of one that was cut as much is replayed as was in flight, and an application that posts until
 /// there is no room has done so once more. What is posted makes room as it completes: what is left waits with the QP's links, if it has any,
-/// else here. Nothing behind what cannot be posted is executed: the connection ends with it.
+/// else here. Nothing behind what cannot be posted is executed: the connection ends with it. What the device will not even flush then completes behind
+/// what it does.
 /// @param in_err  it has ended already
 int post_kept(QpShadow& q, bool in_err, std::string& why) {
   std::vector<const KeptSend*> sends;
   for (const KeptSend& send : q.kept_sends) sends.push_back(&send);
   const bool waits_with_links = q.link && !in_err && (q.state.load(std::memory_order_relaxed) & kTrapped);  // else posts would overtake it
   int result = 0;
+  bool flushed = false;
   Patience patience;
   for (std::span<const KeptSend* const> left(sends); !left.empty();) {
     std::size_t posted = 0;
@@ -47,7 +50,9 @@ int post_kept(QpShadow& q, bool in_err, std::string& why) {
     if (!err) continue;
     if (waits_with_links) return links::hold_left(q, sends.size() - left.size()), 0;
     if (posted) patience = {};
-    if (err == ENOMEM && !patience.over()) {
+    unsigned before = 0;
+    const bool waits = err == ENOMEM || (in_err && !provider::sends_in_queue(q, before) && before);
+    if (waits && !patience.over()) {
       pause_briefly();
       std::lock_guard guard(q.send_cq->lock);
       path::poll_to_fake(*q.send_cq);
@@ -56,9 +61,12 @@ int post_kept(QpShadow& q, bool in_err, std::string& why) {
       patience = {};
     } else {
       flush_to_fake(q, *left.front());
+      flushed = true;
       left = left.subspan(1);
     }
   }
+  if (flushed && q.send_cq->armed && q.send_cq->app.channel)
+    if (const int silent = inject_event(*q.send_cq, why); silent && !result) result = silent;
   return result;
 }
 
@@ -152,6 +160,7 @@ void flush_to_fake(QpShadow& q, const KeptSend& send) {
   wc.status = IBV_WC_WR_FLUSH_ERR;
   wc.qp_num = q.vqpn();
   std::lock_guard guard(q.send_cq->lock);
+  if (!q.send_cq->ex_session.load(std::memory_order_relaxed)) path::poll_to_fake(*q.send_cq);  // else the provider may have it locked
   if (marker::is_marker(wc.wr_id)) {
     if (q.send_cq->markers) --q.send_cq->markers;
     path::complete_stand_in(*q.send_cq, wc);

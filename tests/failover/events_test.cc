@@ -2427,6 +2427,51 @@ TEST_F(AtomicWrites, ThatAreKeptWaitForRoom) {
   EXPECT_EQ(std::memcmp(there_.bytes + 2 * kPage, &kWord, sizeof kWord), 0);
 }
 
+/* ---- what is kept and cannot be posted again ------------------------------------------------ */
+
+/// By a QP whose CQ has a channel.
+class Refused : public Pollers {
+ protected:
+  void SetUp() override {
+    Pollers::SetUp();
+    to(from_, IBV_QPS_RESET);
+    connect(qp_[0], from_, other_);
+    connect(from_, qp_[0], context_);
+    migrd.ask(MIGR_MSG_SUSPEND);
+  }
+  void post(std::uint64_t wr_id, bool refused) const {
+    ibv_send_wr wr{}, *bad;
+    wr.wr_id = wr_id;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.opcode = refused ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_RDMA_WRITE;
+    if (refused) wr.wr.atomic.remote_addr = 4;
+    ASSERT_EQ(ibv_post_send(qp_[0], &wr, &bad), 0);
+  }
+};
+
+// The second ends the connection.
+TEST_F(Refused, CompletesInItsTurn) {
+  for (const std::uint64_t wr_id : {1, 2, 3, 4}) post(wr_id, wr_id % 2 == 0);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  for (const std::uint64_t wr_id : {1, 2, 3, 4}) {
+    ibv_wc wc{};
+    for (int ms = 0; ibv_poll_cq(cq_[0], 1, &wc) == 0 && ms < kPatienceMs; ++ms) usleep(1000);
+    EXPECT_EQ(wc.wr_id, wr_id);
+    EXPECT_TRUE(wc.status == IBV_WC_WR_FLUSH_ERR || (wr_id == 1 && wc.status == IBV_WC_SUCCESS)) << wr_id;
+  }
+}
+
+TEST_F(Refused, WakesWhoWaitsForIt) {
+  ibv_req_notify_cq(cq_[0], 0);
+  post(1, true);
+  migrd.ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(next(), cq_[0]);
+  ibv_wc wc{};
+  EXPECT_EQ(ibv_poll_cq(cq_[0], 1, &wc), 1);
+  EXPECT_EQ(wc.wr_id, 1u);
+  EXPECT_EQ(wc.status, IBV_WC_WR_FLUSH_ERR);
+}
+
 /* ---- a QP that the device has put into ERR before it is suspended ------------------------ */
 
 class DeadPeer : public Pollers {

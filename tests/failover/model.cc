@@ -627,6 +627,7 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
       if (const int err = end_binding(q, *wr)) return err;
       continue;
     }
+    if (is_atomic(wr->opcode) && wr->wr.atomic.remote_addr % sizeof(std::uint64_t)) return EINVAL;  // as soft-RoCE
     if (q.sends.full()) return ENOMEM;
     model::Send& s = q.sends.slots[q.sends.to];
     const bool begun = s.begun;  // stale, as is what else the device notes there
