@@ -220,6 +220,7 @@ bool Child::running() {
   if (waitpid(pid_, &st, WNOHANG) == 0) return true;
   status_ = exit_status(st);
   pid_ = 0;
+  if (input_ >= 0) close(std::exchange(input_, -1));  // who had it may be kept for long
   return false;
 }
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <utility>
 
@@ -78,6 +79,15 @@ TEST_F(Command, ChildSaysThatItIsReady) {
   EXPECT_TRUE(c->wait_for("late", 5000)) << "its last word";
   EXPECT_FALSE(c->wait_for("never", 5000)) << "it has ended";
   EXPECT_EQ(c->status(), 0);
+}
+
+TEST_F(Command, ChildThatHasEndedHoldsNoDescriptor) {
+  const auto open_here = [] { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); };
+  const auto before = open_here();
+  auto c = Child::start({"true"}, {}, log, true);
+  ASSERT_TRUE(c && c->wait(kPatienceMs));
+  EXPECT_EQ(open_here(), before);
+  EXPECT_FALSE(c->say("x"));
 }
 
 TEST_F(Command, ChildThatIsLetGoReadsItsEnd) {
