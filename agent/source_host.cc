@@ -915,11 +915,13 @@ Result<std::uint64_t> SourceRun::find_written(Process& p, const NicWrites* by_pa
 }
 
 Status SourceRun::freeze(const NicWrites* writes) {
+  static constexpr migr_memory_part kAll{0, 1};  // nobody has mapped that: it cannot be touched, and then FREEZE touches all
   auto s = each([this, writes](Process& p) -> Status {
     if (!pre_copied_.empty()) {
       auto same = find_written(p, writes);
       if (same) spdlog::info("{}: {} KB of its registered memory are as they were copied ahead", p.session->label(), *same >> 10);
       else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
+      if (!same) (void)p.session->ask<migr_memory_part>(MIGR_MSG_WRITTEN, id_, std::span(&kAll, 1), kProcessMs);
     }
     if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs, p.described); !s) return s;
     return host_.sessions_.wait_closed(p.session, kProcessMs);

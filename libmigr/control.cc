@@ -366,7 +366,10 @@ bool described_still(const Registry& registry, const Message& request, Answer& a
 void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, const Message& request, Answer& answer) {
   const bool hold = request.head.arg & MIGR_DESCRIBE_HOLD;
   if (hold) registry.held = true;
-  if (request.head.arg & MIGR_DESCRIBE_MOVE) registry.copied_ahead = true;
+  if (request.head.arg & MIGR_DESCRIBE_MOVE) {
+    registry.copied_ahead = true;
+    registry.unmarked = false;
+  }
   if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
   else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, ibv_modify_qp() for what it has asked, or ibv_destroy_qp() for a link that has failed; or a device is being opened or closed");
   answer.arg = registry.changes;
@@ -419,6 +422,8 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       return;
     case MIGR_MSG_FREEZE:
       if (!all_registered(registry, guard, answer) || !described_still(registry, request, answer)) return;
+      if (registry.written && registry.unmarked)
+        return answer.fail(ESTALE, "memory that may have changed unseen since it was copied ahead is not writable any more");
       if (const int error = cm::freeze(why)) return finish(error);
       finish(switchover::freeze(why));
       if (answer.status) cm::rollback();
@@ -832,7 +837,7 @@ void after_fork_in_child() {
   const NoCancel no_cancel;
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();
-  registry.held = registry.moving = registry.copied_ahead = registry.frozen = false;  // nobody would tell the child
+  registry.held = registry.moving = registry.copied_ahead = registry.unmarked = registry.frozen = false;  // nobody would tell the child
   registry.written.reset();
   registry.closing = false;
   registry.registering = registry.ending = 0;  // nor does it have the threads that would count down

@@ -152,9 +152,10 @@ void name_mr(MrShadow& shadow) {
 }
 
 /// Memory that is not registered any more, at a time when it may have been copied ahead of a stop: FREEZE, which sees to what a
-/// NIC has written, will not know of it.
-void note_written(const Registry& registry, const MrShadow& shadow, const ibv_mr& was) {
-  if (registry.copied_ahead && shadow.movable) (void)switchover::touch_pages(was.addr, was.length, shadow.access);
+/// NIC has written, will not know of it. The application may have unmapped parts of it, or made them read-only.
+void note_written(Registry& registry, const MrShadow& shadow, const ibv_mr& was) {
+  if (!registry.copied_ahead || !shadow.movable || !switchover::touch_pages(was.addr, was.length, shadow.access)) return;
+  if (!switchover::touch_unmarked(was.addr, was.length)) registry.unmarked = true;
 }
 
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.

@@ -532,6 +532,7 @@ struct Registry {
   bool frozen = false;  ///< FREEZE..REBIND or ROLLBACK: handles are not valid, control-path calls wait
   bool held = false;    ///< DESCRIBE..RESUME or ROLLBACK: calls that change the record wait, too
   bool copied_ahead = false;  ///< as `moving`: memory may have been copied already
+  bool unmarked = false;      ///< as long: memory has changed as no processor changes it, and cannot be marked as written: what was copied of it may be older
   bool tracking_failed = false;  ///< since the last TRACK: a QP or an SRQ that was tracked is gone, with what was noted
   /// As long: what migrd has said. Nothing: of registered memory all may have been written to.
   std::optional<std::vector<migr_memory_part>> written;
@@ -559,7 +560,7 @@ struct Registry {
   }
   /// Caller holds the lock.
   void let_changes_go() {
-    held = moving = copied_ahead = false;
+    held = moving = copied_ahead = unmarked = false;
     written.reset();
     switchover::end_tracking();
     cm::let_go();

@@ -55,7 +55,8 @@ enum migr_msg_type {
 				 * Reply when nothing is in flight (status 0) or ETIMEDOUT,
 				 * records: migr_drain_stat */
 	MIGR_MSG_FREEZE,	/* source: last poll, read back receives, touch pages, unmap
-				 * tables, reply, close the socket, wait for the gate. arg: as SUSPEND */
+				 * tables, reply, close the socket, wait for the gate. arg: as SUSPEND.
+				 * ESTALE after WRITTEN: what was copied ahead may be older, and cannot be touched any more */
 	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
 				 * spares, make them the path; still suspended */
 	MIGR_MSG_REBIND,	/* restored: records: migr_handle_map. Adopt the new objects, attach

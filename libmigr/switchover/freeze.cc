@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -6,6 +7,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../datagrams.h"
@@ -34,6 +36,17 @@ bool touch_written() {
   return written && all_are_reliable() && std::all_of(written->begin(), written->end(), [](const migr_memory_part& part) {
     return !touch_pages(reinterpret_cast<const void*>(part.start), part.bytes, IBV_ACCESS_LOCAL_WRITE);
   });
+}
+
+std::uintptr_t page_bytes() {
+  static const auto bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+/// Where they begin, and where they end.
+std::pair<std::uintptr_t, std::uintptr_t> whole_pages(const void* address, std::size_t length) {
+  const auto start = reinterpret_cast<std::uintptr_t>(address);
+  return {start / page_bytes() * page_bytes(), (start + length + page_bytes() - 1) / page_bytes() * page_bytes()};
 }
 
 std::string lost(const MrShadow& mr) { return "memory of " + std::to_string(mr.app.length) + " bytes is registered, and not mapped or not writable any more"; }
@@ -160,10 +173,32 @@ int leave_module(std::string& why) {
 int touch_pages(const void* address, std::size_t length, int access) {
   static const bool left_out = getenv("MIGR_TEST_NO_TOUCH") != nullptr;
   if (left_out || !length || !(access & kWritable)) return 0;
-  static const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto start = reinterpret_cast<std::uintptr_t>(address), from = start / page * page;
-  const auto to = (start + length + page - 1) / page * page;
+  const auto [from, to] = whole_pages(address, length);
   return madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE) ? errno : 0;
+}
+
+bool touch_unmarked(const void* address, std::size_t length) {
+  constexpr std::uint64_t kMarked = 1ull << 55, kThere = 3ull << 62;  // of /proc/self/pagemap; the second: in memory, or swapped out
+  constexpr std::size_t kAtOnce = 512;
+  const int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  auto [at, to] = whole_pages(address, length);
+  std::uint64_t entries[kAtOnce];
+  bool all = true;
+  while (at < to) {
+    const std::size_t wanted = std::min(kAtOnce, (to - at) / page_bytes()) * sizeof *entries;
+    const ssize_t got = pread(fd, entries, wanted, static_cast<off_t>(at / page_bytes() * sizeof *entries));
+    const std::size_t count = got > 0 ? static_cast<std::size_t>(got) / sizeof *entries : 0;
+    if (!count) break;
+    const auto unmarked = [&](std::size_t i) { return i < count && entries[i] & kThere && !(entries[i] & kMarked); };
+    for (std::size_t i = 0, end; i < count; i = end + 1) {
+      for (end = i; unmarked(end);) ++end;
+      all = !touch_pages(reinterpret_cast<const void*>(at + i * page_bytes()), (end - i) * page_bytes(), IBV_ACCESS_LOCAL_WRITE) && all;
+    }
+    at += count * page_bytes();
+  }
+  close(fd);
+  return all && at >= to;
 }
 
 std::string lost_memory() {

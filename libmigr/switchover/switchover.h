@@ -68,6 +68,9 @@ int freeze(std::string& why);
 /// A NIC's write does not set soft-dirty: a fault as of a write does, and changes nothing. For what is registered at FREEZE, and what
 /// was when memory was copied ahead. A test leaves it out (MIGR_TEST_NO_TOUCH). @return 0, or an errno: not mapped or not writable
 int touch_pages(const void* address, std::size_t length, int access);
+/// The same, of memory of which parts may be gone or not writable: each page that is there and not marked as written.
+/// @return false: one of them cannot be
+bool touch_unmarked(const void* address, std::size_t length);
 /// Before anything is stopped: memory that is registered and that FREEZE, or the destination, would not find any more. Empty: there is
 /// none. Caller holds the Registry's lock.
 std::string lost_memory();

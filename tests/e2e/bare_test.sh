@@ -169,21 +169,22 @@ stored_server() {
 	container_remove dst late
 }
 
-# [VARIABLE=VALUE]: of a program that registers memory for each transfer. What a NIC has written since the copy made ahead is in
-# no MR any more when it stops.
+# FILTER [VARIABLE=VALUE]: of a program that registers memory for each transfer. What a NIC has written since the copy made ahead is in
+# no MR any more when it stops. SPOIL: what the program does to memory before it gives it back. FILTER: of migrctl's JSON.
 transfers() {
 	on_sh src 'echo madvise >/sys/kernel/mm/transparent_hugepage/enabled'
-	BARE=$(start_process src transfer "$@" "$E2E_LIB/migr_transfer" --dev rxe0 --stop-file /tmp/transfer.stop --json /tmp/transfer.json) && sleep 3 &&
+	BARE=$(start_process src transfer "${@:2}" "$E2E_LIB/migr_transfer" --dev rxe0 --stop-file /tmp/transfer.stop --json /tmp/transfer.json --spoil "${SPOIL:-}") && sleep 3 &&
 		on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid; rm -f /tmp/transfer.stop" && ctl_ok src migrate --pid "$BARE" --to dst --pre-copy &&
-		jq -e '.pre_copy_rounds > 0' "$E2E_OUT/ctl.json" >/dev/null && on dst touch /tmp/transfer.stop && until_true 60 on dst test -s /tmp/transfer.json ||
+		jq -e "$1" "$E2E_OUT/ctl.json" >/dev/null && on dst touch /tmp/transfer.stop && until_true 60 on dst test -s /tmp/transfer.json ||
 		{ fail "process $BARE was not moved, or does not end"; cleaned; }
 }
-transfers_ok() {
-	transfers && on dst cat /tmp/transfer.json | tee "$E2E_OUT/transfer.json" | jq -e '.errors == 0 and .transfers > 10' >/dev/null ||
+transfers_ok() {	# [SPOIL [FILTER]]
+	local SPOIL=${1:-}
+	transfers "${2:-.pre_copy_rounds > 0}" && on dst cat /tmp/transfer.json | tee "$E2E_OUT/transfer.json" | jq -e '.errors == 0 and .transfers > 10' >/dev/null ||
 		{ cat "$E2E_OUT/transfer.json" >&2; fail "what was written is not there"; }
 }
 transfers_stale() {
-	transfers MIGR_TEST_NO_TOUCH=1 || return 1
+	transfers '.pre_copy_rounds > 0' MIGR_TEST_NO_TOUCH=1 || return 1
 	on dst cat /tmp/transfer.json | jq -e '.errors == 1 and (.first_error | test("and not"))' >/dev/null || fail "memory is right without the marks: this test proves nothing"
 }
 
@@ -241,6 +242,8 @@ read_ahead() {	# FILE SWITCH
 
 step "a process and its children, there and back" moved --mode mixed --qps 2 --rate 200
 step "memory that is registered for each transfer" transfers_ok
+walk_step "the same, where a part of it is unmapped before" transfers_ok hole
+walk_step "where a part of it is made read-only before all is copied during the stop" transfers_ok readonly '.pre_copy_rounds == 0'
 walk_step "without the marks it is stale" transfers_stale
 step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
 walk_step "where the huge page of zeros comes nonetheless, all is copied during the stop" zeros_read 0 1 0 untouched

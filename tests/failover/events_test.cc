@@ -1830,6 +1830,98 @@ TEST_F(Tracked, MemoryWindowsAreNot) {
   EXPECT_EQ(ibv_dealloc_mw(mw), 0);
 }
 
+/* ---- memory that is registered, or given back, while memory is copied ahead ------------------- */
+
+class CopiedAhead : public Pollers {
+ protected:
+  static constexpr std::size_t kPage = 4096, kPages = 6;
+
+  void SetUp() override {
+    Pollers::SetUp();
+    pages_ = static_cast<char*>(mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    ASSERT_NE(pages_, MAP_FAILED);
+    clear();
+    *page(0) = 1;
+    marks_ = entry(0) & kMarked;
+    copied_ahead();
+  }
+  void TearDown() override {
+    migrd.ask(MIGR_MSG_ROLLBACK);
+    munmap(pages_, kPages * kPage);
+    Pollers::TearDown();
+  }
+  /// All of it was, and whatever was written before is not marked any more: each page is there, and holds what it held.
+  void copied_ahead() {
+    for (std::size_t i = 0; i < kPages; ++i) (void)*page(i);
+    clear();
+    EXPECT_EQ(migrd.try_to(MIGR_MSG_DESCRIBE, MIGR_DESCRIBE_MOVE).status, ENODEV) << "migr.ko is not there";
+  }
+  ibv_mr* reg(int access) { return ibv_reg_mr(pd_, pages_, kPages * kPage, access); }
+  /// As a write does it, which changes nothing.
+  bool is_touched(std::size_t i) const { return entry(i) & (marks_ ? kMarked : kOwn); }
+  int freeze() {
+    migrd.ask(MIGR_MSG_SUSPEND);
+    migrd.ask(MIGR_MSG_DRAIN, 1000);
+    const int status = migrd.try_to(MIGR_MSG_FREEZE).status;
+    if (status) return migrd.ask(MIGR_MSG_ROLLBACK), status;
+    migrd.hung_up();
+    return migrd.back(), 0;
+  }
+  volatile char* page(std::size_t i) const { return pages_ + i * kPage; }
+
+ private:
+  static constexpr std::uint64_t kMarked = 1ull << 55, kOwn = 1ull << 56;  // the second: not the page of zeros, which is everybody's
+  static void clear() {
+    const int fd = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
+    EXPECT_EQ(write(fd, "4", 1), 1);
+    close(fd);
+  }
+  std::uint64_t entry(std::size_t i) const {
+    std::uint64_t out = 0;
+    const int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    EXPECT_EQ(pread(fd, &out, sizeof out, static_cast<off_t>(reinterpret_cast<std::uintptr_t>(page(i)) / kPage * sizeof out)), static_cast<ssize_t>(sizeof out));
+    close(fd);
+    return out;
+  }
+  char* pages_ = nullptr;
+  bool marks_ = false;  // the kernel does
+};
+
+TEST_F(CopiedAhead, MemoryIsTouchedAsItIsGivenBackAlsoBehindAHole) {
+  ibv_mr* const mr = reg(IBV_ACCESS_LOCAL_WRITE);
+  munmap(const_cast<char*>(page(2)), kPage);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  for (const std::size_t i : {1, 3, 5}) EXPECT_TRUE(is_touched(i)) << i;
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), 0);
+}
+
+// As of a program that keeps addresses for itself.
+TEST_F(CopiedAhead, WhatHoldsNothingNeedsNoTouch) {
+  ibv_mr* const mr = reg(IBV_ACCESS_LOCAL_WRITE);
+  EXPECT_EQ(mmap(const_cast<char*>(page(2)), kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0), page(2));
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  for (const std::size_t i : {1, 3, 5}) EXPECT_TRUE(is_touched(i)) << i;
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), 0);
+}
+
+TEST_F(CopiedAhead, WhatCannotBeTouchedAnyMoreIsCopiedInTheStop) {
+  ibv_mr* mr = reg(IBV_ACCESS_LOCAL_WRITE);
+  EXPECT_EQ(mprotect(const_cast<char*>(page(2)), kPage, PROT_READ), 0);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  EXPECT_EQ(freeze(), 0) << "nothing was copied ahead";
+  copied_ahead();
+  EXPECT_EQ(mprotect(const_cast<char*>(page(2)), kPage, PROT_READ | PROT_WRITE), 0);
+  mr = reg(IBV_ACCESS_LOCAL_WRITE);
+  EXPECT_EQ(mprotect(const_cast<char*>(page(2)), kPage, PROT_NONE), 0);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), ESTALE);
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), 0) << "that was another migration";
+}
+
 /// `to_` receives from an SRQ.
 class TrackedSrq : public Tracked {
  protected:

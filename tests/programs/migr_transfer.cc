@@ -2,6 +2,7 @@
 // A program that registers memory for each transfer, some time before, and gives it back. Its partner is itself. The device
 // writes into its buffers in turn, the program never; in the end each has to have what was written last.
 #include <getopt.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -23,7 +24,7 @@ constexpr std::size_t kHugePage = 2u << 20, kWritten = 64u << 10;
 constexpr int kPort = 1, kPollUs = 100, kPollLimit = 600'000;
 
 struct Args {
-  std::string dev, json, stop_file;
+  std::string dev, json, stop_file, spoil;
   int buffers = 32, pause_ms = 150;
 };
 
@@ -31,7 +32,7 @@ struct Args {
 
 class Program {
  public:
-  explicit Program(const Args& args) : args_(args), memory_(MemoryKind::kThp, static_cast<std::size_t>(args.buffers) * kHugePage), last_(static_cast<std::size_t>(args.buffers)), context_(open_device(args.dev)) {
+  explicit Program(const Args& args) : args_(args), memory_(MemoryKind::kThp, static_cast<std::size_t>(args.buffers) * kHugePage), last_(static_cast<std::size_t>(args.buffers)), gone_(last_.size()), context_(open_device(args.dev)) {
     pd_.reset(ibv_alloc_pd(context_.get()));
     cq_.reset(ibv_create_cq(context_.get(), 16, nullptr, nullptr, 0));
     source_mr_.reset(ibv_reg_mr(pd_.get(), source_.data(), source_.size(), IBV_ACCESS_LOCAL_WRITE));
@@ -44,11 +45,14 @@ class Program {
     for (std::uint32_t round = 1; access(args_.stop_file.c_str(), F_OK) != 0; ++round) {
       const std::size_t i = round % last_.size();
       while (registered_.size() <= last_.size() / 2) {  // registering it counts as writing to it: that has to lie before a copy made ahead
-        ibv_mr* const mr = ibv_reg_mr(pd_.get(), buffer((round + registered_.size()) % last_.size()), kHugePage, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+        const std::size_t next = (round + registered_.size()) % last_.size();
+        if (args_.spoil == "readonly" && mprotect(begin(next), kPage, PROT_READ | PROT_WRITE)) return "mprotect failed";
+        ibv_mr* const mr = ibv_reg_mr(pd_.get(), begin(next), kHugePage - gone_[next], IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
         if (!mr) return "ibv_reg_mr failed";
         registered_.emplace_back(mr);
       }
       if (!transfer(i, round)) return "transfer " + std::to_string(round) + " failed";
+      if (!spoil(i)) return "what --spoil asks for failed";
       registered_.pop_front();
       last_[i] = round;
       usleep(static_cast<useconds_t>(args_.pause_ms) * 1000);
@@ -56,17 +60,27 @@ class Program {
     std::string wrong;
     for (std::size_t i = 0; i < last_.size(); ++i) {
       std::uint32_t first;
-      std::memcpy(&first, buffer(i), sizeof first);
+      std::memcpy(&first, data(i), sizeof first);
       if (first != last_[i]) wrong += " buffer " + std::to_string(i) + " has " + std::to_string(first) + " and not " + std::to_string(last_[i]) + ";";
       fill(last_[i]);
-      if (wrong.empty() && last_[i] && std::memcmp(buffer(i), source_.data(), kWritten)) wrong = " buffer " + std::to_string(i) + " is broken;";
+      if (wrong.empty() && last_[i] && std::memcmp(data(i), source_.data(), kWritten)) wrong = " buffer " + std::to_string(i) + " is broken;";
     }
     return wrong;
   }
   std::uint64_t transfers() const { return transfers_; }
 
  private:
-  std::uint8_t* buffer(std::size_t i) const { return memory_.data() + i * kHugePage; }
+  std::uint8_t* begin(std::size_t i) const { return memory_.data() + i * kHugePage + gone_[i]; }
+  /// That is written to: the end of the buffer.
+  std::uint8_t* data(std::size_t i) const { return memory_.data() + (i + 1) * kHugePage - kWritten; }
+  /// Before it is given back.
+  bool spoil(std::size_t i) {
+    if (args_.spoil == "readonly") return !mprotect(begin(i), kPage, PROT_READ);
+    if (args_.spoil != "hole") return true;
+    if (gone_[i] + kPage + kWritten > kHugePage || munmap(begin(i), kPage)) return false;
+    gone_[i] += kPage;
+    return true;
+  }
   void fill(std::uint32_t round) {
     for (std::size_t at = 0; at < kWritten; at += sizeof round) std::memcpy(source_.data() + at, &round, sizeof round);
   }
@@ -79,7 +93,7 @@ class Program {
     wr.send_flags = IBV_SEND_SIGNALED;
     wr.sg_list = &sge;
     wr.num_sge = 1;
-    wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uintptr_t>(buffer(i)), .rkey = mr->rkey};
+    wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uintptr_t>(data(i)), .rkey = mr->rkey};
     if (ibv_post_send(qp_.get(), &wr, &bad)) return false;
     ibv_wc wc{};
     int n = 0;
@@ -125,6 +139,7 @@ class Program {
   const Args args_;
   Memory memory_, source_{MemoryKind::kPrivate, kWritten};
   std::vector<std::uint32_t> last_;
+  std::vector<std::size_t> gone_;  // bytes that each buffer has no more
   Context context_;
   Pd pd_;
   Cq cq_;
@@ -136,15 +151,18 @@ class Program {
 
 Args parse(int argc, char** argv) {
   Args a;
-  static constexpr option kOptions[] = {{"dev", 1, nullptr, 'd'}, {"json", 1, nullptr, 'j'}, {"stop-file", 1, nullptr, 's'}, {"buffers", 1, nullptr, 'b'}, {"pause", 1, nullptr, 'p'}, {"help", 0, nullptr, 'h'}, {}};
+  static constexpr option kOptions[] = {{"dev", 1, nullptr, 'd'}, {"json", 1, nullptr, 'j'}, {"stop-file", 1, nullptr, 's'}, {"buffers", 1, nullptr, 'b'}, {"pause", 1, nullptr, 'p'}, {"spoil", 1, nullptr, 'S'}, {"help", 0, nullptr, 'h'}, {}};
   for (int c; (c = getopt_long(argc, argv, "h", kOptions, nullptr)) != -1;) {
     if (c == 'd') a.dev = optarg;
     else if (c == 'j') a.json = optarg;
     else if (c == 's') a.stop_file = optarg;
     else if (c == 'b') a.buffers = std::atoi(optarg);
     else if (c == 'p') a.pause_ms = std::atoi(optarg);
+    else if (c == 'S') a.spoil = optarg;
     else {
-      std::fprintf(c == 'h' ? stdout : stderr, "migr_transfer --stop-file FILE [--dev D] [--json FILE] [--buffers N (32)] [--pause MS (150)]\n");
+      std::fprintf(c == 'h' ? stdout : stderr,
+                   "migr_transfer --stop-file FILE [--dev D] [--json FILE] [--buffers N (32)] [--pause MS (150)] [--spoil KIND]\n"
+                   "  KIND, each time before memory is given back: hole (a page of it is unmapped) or readonly (a page of it is made that)\n");
       std::exit(c == 'h' ? kExitOk : kExitUsage);
     }
   }
