@@ -158,6 +158,13 @@ void note_written(Registry& registry, const MrShadow& shadow, const ibv_mr& was)
   if (!switchover::touch_unmarked(was.addr, was.length)) registry.unmarked = true;
 }
 
+/// Memory that a device only reads, at such a time: kernels from 6.2 on give it pages of its own as they pin it, in place of that of zeros or those of a
+/// file, and do not mark them as written.
+void note_pinned(Registry& registry, const MrShadow& shadow) {
+  if (!registry.copied_ahead || !shadow.movable || shadow.access & switchover::kWritable) return;
+  if (!switchover::touch_unmarked(shadow.app.addr, shadow.app.length, true)) registry.unmarked = true;
+}
+
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.
 /// @return false: they were never told
 bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
@@ -187,6 +194,7 @@ ibv_mr* adopt_mr(Registry& registry, Context& context, ibv_mr* mr, int access, s
   shadow->movable = movable && !(access & IBV_ACCESS_ON_DEMAND);
   name_mr(*shadow);
   registry.mrs.add(shadow);
+  note_pinned(registry, *shadow);
   if (const auto shift = reinterpret_cast<std::uintptr_t>(mr->addr) - iova) datagrams::note_shift(context, shadow->app.lkey, shift);
   const int err = links::made(*shadow);
   if (!err) return &shadow->app;
@@ -709,6 +717,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
     shadow->access = access;
   }
   if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) shadow->iova = reinterpret_cast<std::uintptr_t>(addr);
+  note_pinned(registry, *shadow);
   if (now.lkey == before.lkey && now.rkey == before.rkey) {
     // The device calls it as before, so it is called as before: peers may go on with the key that they have.
     shadow->app.lkey = name.lkey;

@@ -51,8 +51,6 @@ std::pair<std::uintptr_t, std::uintptr_t> whole_pages(const void* address, std::
 
 std::string lost(const MrShadow& mr) { return "memory of " + std::to_string(mr.app.length) + " bytes is registered, and not mapped or not writable any more"; }
 
-constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-
 bool is_there(const MrShadow& mr, const std::vector<Mapped>& mapped) {
   auto at = reinterpret_cast<std::uintptr_t>(mr.app.addr);
   const std::uintptr_t end = at + mr.app.length;
@@ -177,8 +175,9 @@ int touch_pages(const void* address, std::size_t length, int access) {
   return madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE) ? errno : 0;
 }
 
-bool touch_unmarked(const void* address, std::size_t length) {
-  constexpr std::uint64_t kMarked = 1ull << 55, kThere = 3ull << 62;  // of /proc/self/pagemap; the second: in memory, or swapped out
+bool touch_unmarked(const void* address, std::size_t length, bool own) {
+  constexpr std::uint64_t kMarked = 1ull << 55, kShared = 1ull << 61, kThere = 3ull << 62;  // of /proc/self/pagemap; the last: in memory, or swapped out
+  const std::uint64_t left_alone = own ? kMarked | kShared : kMarked;
   constexpr std::size_t kAtOnce = 512;
   const int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return false;
@@ -190,7 +189,7 @@ bool touch_unmarked(const void* address, std::size_t length) {
     const ssize_t got = pread(fd, entries, wanted, static_cast<off_t>(at / page_bytes() * sizeof *entries));
     const std::size_t count = got > 0 ? static_cast<std::size_t>(got) / sizeof *entries : 0;
     if (!count) break;
-    const auto unmarked = [&](std::size_t i) { return i < count && entries[i] & kThere && !(entries[i] & kMarked); };
+    const auto unmarked = [&](std::size_t i) { return i < count && entries[i] & kThere && !(entries[i] & left_alone); };
     for (std::size_t i = 0, end; i < count; i = end + 1) {
       for (end = i; unmarked(end);) ++end;
       all = !touch_pages(reinterpret_cast<const void*>(at + i * page_bytes()), (end - i) * page_bytes(), IBV_ACCESS_LOCAL_WRITE) && all;

@@ -69,8 +69,11 @@ int freeze(std::string& why);
 /// was when memory was copied ahead. A test leaves it out (MIGR_TEST_NO_TOUCH). @return 0, or an errno: not mapped or not writable
 int touch_pages(const void* address, std::size_t length, int access);
 /// The same, of memory of which parts may be gone or not writable: each page that is there and not marked as written.
+/// @param own  only those that are the process's own: none of a file, and no shared one
 /// @return false: one of them cannot be
-bool touch_unmarked(const void* address, std::size_t length);
+bool touch_unmarked(const void* address, std::size_t length, bool own = false);
+/// What a NIC may write to.
+constexpr int kWritable = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
 /// Before anything is stopped: memory that is registered and that FREEZE, or the destination, would not find any more. Empty: there is
 /// none. Caller holds the Registry's lock.
 std::string lost_memory();

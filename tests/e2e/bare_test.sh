@@ -244,6 +244,7 @@ step "a process and its children, there and back" moved --mode mixed --qps 2 --r
 step "memory that is registered for each transfer" transfers_ok
 walk_step "the same, where a part of it is unmapped before" transfers_ok hole
 walk_step "where a part of it is made read-only before all is copied during the stop" transfers_ok readonly '.pre_copy_rounds == 0'
+walk_step "memory that holds nothing any more, and is registered to be read" since_kernel 6.2 "marks what it pins" transfers_ok dropped
 walk_step "without the marks it is stale" transfers_stale
 step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
 walk_step "where the huge page of zeros comes nonetheless, all is copied during the stop" zeros_read 0 1 0 untouched

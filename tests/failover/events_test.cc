@@ -1922,6 +1922,30 @@ TEST_F(CopiedAhead, WhatCannotBeTouchedAnyMoreIsCopiedInTheStop) {
   EXPECT_EQ(freeze(), 0) << "that was another migration";
 }
 
+// The kernel gives it pages of its own then, which it does not mark.
+TEST_F(CopiedAhead, MemoryThatIsRegisteredToBeReadOnlyIsTouched) {
+  ibv_mr* const written = reg(IBV_ACCESS_LOCAL_WRITE);
+  EXPECT_FALSE(is_touched(1)) << "the kernel has marked it, and the model is none";
+  ibv_mr* const read = reg(IBV_ACCESS_REMOTE_READ);
+  for (std::size_t i = 0; i < kPages; ++i) EXPECT_TRUE(is_touched(i)) << i;
+  EXPECT_EQ(ibv_dereg_mr(written), 0);
+  EXPECT_EQ(ibv_dereg_mr(read), 0);
+  EXPECT_EQ(mprotect(const_cast<char*>(page(2)), kPage, PROT_READ), 0);
+  copied_ahead();
+  EXPECT_EQ(ibv_dereg_mr(reg(IBV_ACCESS_REMOTE_READ)), 0);
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), ESTALE);
+}
+
+// Nobody has to have it dumped, or its file written, for that.
+TEST_F(CopiedAhead, SharedMemoryThatIsOnlyReadIsLeftAlone) {
+  ASSERT_EQ(mmap(const_cast<char*>(page(0)), kPages * kPage, PROT_READ, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0), page(0));
+  copied_ahead();
+  EXPECT_EQ(ibv_dereg_mr(reg(IBV_ACCESS_REMOTE_READ)), 0);
+  migrd.say(MIGR_MSG_WRITTEN, 0, nullptr, 0);
+  EXPECT_EQ(freeze(), 0);
+}
+
 /// `to_` receives from an SRQ.
 class TrackedSrq : public Tracked {
  protected:

@@ -20,7 +20,7 @@
 namespace verify {
 namespace {
 
-constexpr std::size_t kHugePage = 2u << 20, kWritten = 64u << 10;
+constexpr std::size_t kHugePage = 2u << 20, kWritten = 64u << 10, kDropped = 4u << 20;
 constexpr int kPort = 1, kPollUs = 100, kPollLimit = 600'000;
 
 struct Args {
@@ -37,6 +37,7 @@ class Program {
     cq_.reset(ibv_create_cq(context_.get(), 16, nullptr, nullptr, 0));
     source_mr_.reset(ibv_reg_mr(pd_.get(), source_.data(), source_.size(), IBV_ACCESS_LOCAL_WRITE));
     if (!pd_ || !cq_ || !source_mr_) failed("the PD, CQ or MR");
+    std::memset(dropped_.data(), kOld, dropped_.size());
     connect();
   }
 
@@ -65,21 +66,34 @@ class Program {
       fill(last_[i]);
       if (wrong.empty() && last_[i] && std::memcmp(data(i), source_.data(), kWritten)) wrong = " buffer " + std::to_string(i) + " is broken;";
     }
+    for (std::size_t at = 0; at < dropped_.size(); ++at)
+      if (dropped_.data()[at] != (at < dropped_bytes_ ? 0 : kOld)) return wrong + " byte " + std::to_string(at) + " of what was dropped is " + std::to_string(dropped_.data()[at]) + ";";
     return wrong;
   }
   std::uint64_t transfers() const { return transfers_; }
 
  private:
+  static constexpr std::uint8_t kOld = 0x5a;
   std::uint8_t* begin(std::size_t i) const { return memory_.data() + i * kHugePage + gone_[i]; }
   /// That is written to: the end of the buffer.
   std::uint8_t* data(std::size_t i) const { return memory_.data() + (i + 1) * kHugePage - kWritten; }
   /// Before it is given back.
   bool spoil(std::size_t i) {
     if (args_.spoil == "readonly") return !mprotect(begin(i), kPage, PROT_READ);
+    if (args_.spoil == "dropped") return drop();
     if (args_.spoil != "hole") return true;
     if (gone_[i] + kPage + kWritten > kHugePage || munmap(begin(i), kPage)) return false;
     gone_[i] += kPage;
     return true;
+  }
+  /// A page holds nothing any more, and the device may read it.
+  bool drop() {
+    if (dropped_bytes_ == dropped_.size()) return true;
+    std::uint8_t* const page = dropped_.data() + dropped_bytes_;
+    if (madvise(page, kPage, MADV_DONTNEED)) return false;
+    dropped_bytes_ += kPage;
+    dropped_mrs_.emplace_back(ibv_reg_mr(pd_.get(), page, kPage, 0));
+    return bool(dropped_mrs_.back());
   }
   void fill(std::uint32_t round) {
     for (std::size_t at = 0; at < kWritten; at += sizeof round) std::memcpy(source_.data() + at, &round, sizeof round);
@@ -137,14 +151,16 @@ class Program {
   }
 
   const Args args_;
-  Memory memory_, source_{MemoryKind::kPrivate, kWritten};
+  Memory memory_, source_{MemoryKind::kPrivate, kWritten}, dropped_{MemoryKind::kPrivate, kDropped};
   std::vector<std::uint32_t> last_;
   std::vector<std::size_t> gone_;  // bytes that each buffer has no more
+  std::size_t dropped_bytes_ = 0;
   Context context_;
   Pd pd_;
   Cq cq_;
   Mr source_mr_;
   std::deque<Mr> registered_;
+  std::vector<Mr> dropped_mrs_;
   Qp qp_;
   std::uint64_t transfers_ = 0;
 };
@@ -162,7 +178,8 @@ Args parse(int argc, char** argv) {
     else {
       std::fprintf(c == 'h' ? stdout : stderr,
                    "migr_transfer --stop-file FILE [--dev D] [--json FILE] [--buffers N (32)] [--pause MS (150)] [--spoil KIND]\n"
-                   "  KIND, each time before memory is given back: hole (a page of it is unmapped) or readonly (a page of it is made that)\n");
+                   "  KIND, each time before memory is given back: hole (a page of it is unmapped), readonly (a page of it is made that), dropped (another\n"
+                   "  page is given back by madvise() and registered to be read)\n");
       std::exit(c == 'h' ? kExitOk : kExitUsage);
     }
   }
