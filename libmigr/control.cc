@@ -297,6 +297,19 @@ bool named_qps(const Registry& registry, const Message& request, std::vector<QpS
   return true;
 }
 
+/// A process that is frozen is reached again by what it opens itself only. @return "" or what it cannot open any more
+std::string out_of_reach(const Registry& registry) {
+  const auto cannot = [](const std::string& what) { return "it cannot " + what + ": " + strerror(errno); };
+  const std::string any_more = " any more (chroot? other credentials?)";
+  if (eaccess(self->socket_path.c_str(), W_OK) != 0) return cannot("connect to " + self->socket_path + any_more);
+  const bool attached = std::any_of(registry.contexts.begin(), registry.contexts.end(), [](const Context* c) { return c->kernel && c->kernel->attached(); });
+  if (attached && eaccess("/dev/" MIGR_DEV_NAME, R_OK | W_OK) != 0) return cannot("open /dev/" MIGR_DEV_NAME + any_more);
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return cannot("open another descriptor");
+  close(fd);
+  return "";
+}
+
 void describe(const Registry& registry, Answer& answer) {
   std::vector<migr_fd_desc> all;
   if (!registry.unsupported.empty()) {
@@ -314,6 +327,7 @@ void describe(const Registry& registry, Answer& answer) {
   for (const MrShadow* mr : registry.mrs)
     if (!mr->movable) return answer.fail(EOPNOTSUPP, "memory registered on demand (ODP), by dmabuf, DM or import cannot be migrated");
   if (std::string why = switchover::lost_memory(); !why.empty()) return answer.fail(ENOMEM, std::move(why));
+  if (const std::string why = out_of_reach(registry); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
   for (Context* context : registry.contexts) {
     if (std::string why = provider::unsupported_reason(*context); !why.empty())
       return answer.fail(EOPNOTSUPP, std::move(why));

@@ -103,6 +103,7 @@ void live() {
     Registry::get().qps.push_back(&qps[i]);
   }
   control::self = new control::Self;
+  control::self->socket_path = "/dev/null";  // it is in reach
   std::memset(control::self->instance, 1, sizeof control::self->instance);
 }
 

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -432,6 +433,25 @@ TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
   Registry::get().unsupported.clear();
   EXPECT_EQ(reply.status, EOPNOTSUPP);
   EXPECT_NE(std::string(reply.text).find("3 x flow, 1 x WQ"), std::string::npos) << reply.text;
+}
+
+// As after chroot(2): once it is frozen nobody would reach it.
+TEST_F(Control, WhoCannotConnectAnyMoreIsRefused) {
+  const std::string path = folder + "/proc.sock", away = path + ".away";
+  ASSERT_EQ(rename(path.c_str(), away.c_str()), 0);
+  migr_msg reply = ask(MIGR_MSG_DESCRIBE);
+  ASSERT_EQ(rename(away.c_str(), path.c_str()), 0);
+  EXPECT_EQ(reply.status, EOPNOTSUPP);
+  EXPECT_NE(std::string(reply.text).find("cannot connect to " + path), std::string::npos) << reply.text;
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const rlimit none{.rlim_cur = 1, .rlim_max = limit.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  reply = ask(MIGR_MSG_DESCRIBE);
+  setrlimit(RLIMIT_NOFILE, &limit);
+  EXPECT_EQ(reply.status, EOPNOTSUPP);
+  EXPECT_NE(std::string(reply.text).find("cannot open another descriptor"), std::string::npos) << reply.text;
+  EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
 }
 
 TEST_F(Control, WhatIsNotAttachedSaysWhy) {
