@@ -30,8 +30,16 @@ void end(QpShadow& q) {
   q.tracked.reset();
 }
 
+/// The last session has no note any more a moment before what it has built is in the queue: until then it has the provider's lock.
+void wait_for_the_last(const QpShadow& q) {
+  if (!q.real_ex) return;
+  q.real_ex->wr_start(q.real_ex);
+  q.real_ex->wr_abort(q.real_ex);
+}
+
 /// Nobody posts but under the lock.
 int note_queue(QpShadow& q, std::string& why) {
+  wait_for_the_last(q);
   std::lock_guard guard(q.lock);
   tracking::Notes& notes = *q.tracked;
   notes.opening = false;

@@ -1787,6 +1787,31 @@ TEST_F(Tracked, ASessionThatWasOpenIsWaitedForAndNoted) {
   EXPECT_EQ(taken(there_.mr->rkey, there_), "5+1 7+1 ");
 }
 
+TEST_F(Tracked, ASessionThatIsJustCompletingIsWaitedFor) {
+  std::promise<void> begun, tracked;
+  auto completing = std::async(std::launch::async, [&] {
+    ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
+    ibv_wr_start(ex);
+    begun.set_value();
+    tracked.get_future().wait();
+    end_session(ex, 5);
+  });
+  begun.get_future().wait();
+  ASSERT_EQ(migrd.about(from_, MIGR_MSG_TRACK, MIGR_TRACK_THERE).status, 0);
+  model_cut(0, 0, false);
+  model_hold_sessions(true);
+  tracked.set_value();
+  EXPECT_EQ(completing.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  auto queues = std::async(std::launch::async, [] { return migrd.try_to(MIGR_MSG_TRACK, MIGR_TRACK_QUEUES).status; });
+  EXPECT_EQ(queues.wait_for(std::chrono::milliseconds(kSoonMs)), std::future_status::timeout);
+  model_hold_sessions(false);
+  completing.get();
+  EXPECT_EQ(queues.get(), 0);
+  model_mend(0);
+  completes({5});
+  EXPECT_EQ(taken(there_.mr->rkey, there_), "5+1 ");
+}
+
 TEST_F(Tracked, ASessionThatDoesNotEndEndsIt) {
   ibv_qp_ex* ex = ibv_qp_to_qp_ex(from_);
   ibv_wr_start(ex);

@@ -147,6 +147,7 @@ std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrat
 std::atomic<const void*> registrations_refused{nullptr};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
+std::atomic<bool> sessions_held{false};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -771,6 +772,7 @@ Session* new_session(ModelQp& q) {
       of.wrs[i].num_sge = static_cast<int>(of.sges[i].size());
       of.wrs[i].next = i + 1 < of.wrs.size() ? &of.wrs[i + 1] : nullptr;
     }
+    while (sessions_held) usleep(1000);
     ibv_send_wr* bad;
     const int err = !of.open ? EPROTO : of.wrs.empty() ? 0 : !has_room(*of.of, of.wrs.size()) ? ENOSPC : put_into_queue(*of.of, &of.wrs[0], &bad);
     end_session(of);
@@ -1010,6 +1012,7 @@ MODEL unsigned long model_packets() {
   return packets;
 }
 MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_held |= 1u << link : registrations_held &= ~(1u << link); }
+MODEL void model_hold_sessions(bool hold) { sessions_held = hold; }
 MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
 MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }

@@ -87,6 +87,8 @@ void model_raise_fatal(int link, int end);
 unsigned model_writes_at(const void* address);
 void model_forget_writes();
 unsigned long model_packets();
+/// Who completes a session waits before what it has built is in the queue.
+void model_hold_sessions(bool hold);
 /// Sends that were posted while the other end had no receive for them.
 unsigned long model_unready_sends();
 /// That there are, on all NICs.
