@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <utility>
 
+#include "file_tree.h"
 #include "kernel_record.h"
 
 namespace migr {
@@ -69,6 +71,14 @@ std::vector<MemoryPart> written_to(const std::vector<RegisteredMemory>& memory, 
   for (const migr_nic_write& w : here) add(by_lkey, {w.ctx_id, w.key}, w.start, w.bytes);
   for (const wire::NicWrite& w : there) add(by_rkey, {context_of(w.index()), w.key()}, w.start(), w.bytes());
   return by_address(std::move(all));
+}
+
+bool is_merged(pid_t pid, const std::string& run) {
+  if (first_line_of(run) != "1") return false;
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/smaps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.starts_with("VmFlags:") && (line + ' ').find(" mg ") != line.npos) return true;
+  return false;
 }
 
 }  // namespace migr

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "migr/proc_wire.h"
@@ -31,5 +32,8 @@ std::vector<MemoryPart> pages_of(const std::vector<RegisteredMemory>& memory);
 /// @param context_of  of a QP as `there` counts it
 std::vector<MemoryPart> written_to(const std::vector<RegisteredMemory>& memory, const std::vector<migr_nic_write>& here, const std::vector<wire::NicWrite>& there,
                                    const std::function<std::uint32_t(std::uint32_t index)>& context_of);
+
+/// The kernel merges memory of a process with equal memory (KSM). @param run  where it has whether it does that now
+bool is_merged(pid_t pid, const std::string& run = "/sys/kernel/mm/ksm/run");
 
 }  // namespace migr

@@ -764,9 +764,18 @@ Status SourceRun::may_pre_dump() {
   return kept_out;
 }
 
+// The kernel takes the mark that a page was written to away as it merges it: no round before that can be built upon either.
+static Status none_is_merged(const Result<std::vector<pid_t>>& pids) {
+  if (!pids) return pids.error();
+  for (const pid_t pid : *pids)
+    if (is_merged(pid)) return Error{ESTALE, "process " + std::to_string(pid) + " has memory that the kernel merges (KSM), of which it cannot be seen what was written to since"};
+  return {};
+}
+
 Result<std::string> SourceRun::pre_dump(unsigned round) {
   const std::string dir = host_.folder(id_), name = pre_copy_dir(round), to = dir + "/" + name;
   const std::string parent = round > 1 ? "../" + pre_copy_dir(round - 1) : "";
+  if (auto s = none_is_merged(host_.runc_.pids(state_)); !s) return s.error();
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, parent, dir + "/work-" + name); !s) return s.error();
   if (auto s = has_no_huge_pages(); !s) return s.error();  // it may have come before the dump, and is in it
   if (round > 1)
@@ -775,6 +784,7 @@ Result<std::string> SourceRun::pre_dump(unsigned round) {
 }
 
 Status SourceRun::checkpoint_after(unsigned round) {
+  if (auto s = none_is_merged(host_.runc_.pids(state_)); !s) return s;
   pre_copied_ = pre_copy_dir(round);
   // The checkpoint that waits knows nothing of it: another takes its place.
   return checkpoint_ahead("../" + pre_copied_);

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <fstream>
 #include <iterator>
 #include <string>
 
@@ -106,6 +107,24 @@ TEST(HugePages, AreFoundWithoutAskingAnyFilesystem) {
   munmap(at, kPage);
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST(MergedMemory, IsFoundWhileTheKernelMerges) {
+  const std::string run = ::testing::TempDir() + "ksm_run." + std::to_string(getpid());
+  const auto found = [&](const char* does) {
+    std::ofstream(run) << does << '\n';
+    return is_merged(getpid(), run);
+  };
+  void* const at = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(at, MAP_FAILED);
+  EXPECT_FALSE(found("1"));
+  if (madvise(at, kPage, MADV_MERGEABLE)) GTEST_SKIP() << "this kernel merges no memory";
+  EXPECT_TRUE(found("1"));
+  for (const char* not_now : {"0", "2"}) EXPECT_FALSE(found(not_now)) << not_now;
+  EXPECT_FALSE(is_merged(getpid(), run + ".none"));
+  munmap(at, kPage);
+  EXPECT_FALSE(found("1"));
+  unlink(run.c_str());
 }
 
 }  // namespace
