@@ -235,12 +235,12 @@ wire::Summary with_trace(wire::Summary s, const Config& config, const History& h
 }
 
 // A process that is suspended and that no migration holds: its migrd died meanwhile.
-void let_go_if_lost(const std::vector<Role*>& roles, DestinationHost& destination, const Config& config, const std::shared_ptr<ProcessSession>& s) {
+void let_go_if_lost(const std::vector<Role*>& roles, DestinationHost& destination, const Config& config, Turns& turns, const std::shared_ptr<ProcessSession>& s) {
   if (s->state() == MIGR_PROC_RUNNING) return;
   for (Role* r : roles)
     if (r->claims(s->instance())) return;
   spdlog::warn("{} is suspended and no migration holds it: it goes on", s->label());
-  std::thread([s, go_on = destination.comes_late(*s) ? take_in : let_go, run_dir = config.run_dir] { go_on(*s, run_dir); }).detach();
+  turns.run(s, [s, go_on = destination.comes_late(*s) ? take_in : let_go, run_dir = config.run_dir] { go_on(*s, run_dir); });
 }
 
 std::set<Gid> gids_of_this_host() {
@@ -378,13 +378,14 @@ int run(const Config& config) {
                           [&](const wire::RestoreRequest& r, const Say& say) { return counted(Metrics::What::kRestore, restore(source, self, config, r, say)); }},
                          roles, {links.table, *links.directory, links.ports}, history, &certificates);
 
+  Turns turns;
   auto on_hello = [&](const std::shared_ptr<ProcessSession>& s) {
-    let_go_if_lost(roles, destination, config, s);
+    let_go_if_lost(roles, destination, config, turns, s);
     if (s->state() != MIGR_PROC_RUNNING) return;
     // Also that nothing has moved: until then it asks about each partner.
-    std::thread([s, directory_kept] {
+    turns.run(s, [s, directory_kept] {
       if (auto told = tell_moves(*s, 0, *directory_kept); !told) spdlog::error("{}", told.error().text);
-    }).detach();
+    });
   };
   source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello, [&](const Question& q) { return whereabouts.answer(q); }); !s) return fail(s.error().text);

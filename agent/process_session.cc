@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <system_error>
 
 #include <spdlog/spdlog.h>
 
@@ -384,15 +385,22 @@ void SessionTable::take_question(Fd fd, const Speaker& who) {
   auto first = next_asker();
   if (!first) return;
   lock.unlock();
-  std::thread([this, asker = std::move(first)]() mutable {
-    while (asker) {
-      answer(asker->fd, asker->who);
-      std::lock_guard guard(mutex_);
-      asking_.erase(std::find(asking_.begin(), asking_.end(), asker->who.user));
-      asker = next_asker();
-      changed_.notify_all();
-    }
-  }).detach();
+  const User user = first->who.user;
+  try {
+    std::thread([this, asker = std::move(first)]() mutable {
+      while (asker) {
+        answer(asker->fd, asker->who);
+        std::lock_guard guard(mutex_);
+        asking_.erase(std::find(asking_.begin(), asking_.end(), asker->who.user));
+        asker = next_asker();
+        changed_.notify_all();
+      }
+    }).detach();
+  } catch (const std::system_error& e) {
+    if (rarely_.due("no thread")) spdlog::error("no thread for what a process asks, which has to ask again: {}", e.what());
+    lock.lock();
+    asking_.erase(std::find(asking_.begin(), asking_.end(), user));
+  }
 }
 
 void SessionTable::answer(const Fd& fd, const Speaker& who) {
@@ -498,13 +506,39 @@ void SessionTable::add(std::shared_ptr<ProcessSession> s) {
   spdlog::info("{} connected: instance {}, state {}, generation {}", s->label(), hex(s->instance()), s->state(), s->generation());
   {
     std::lock_guard lock(mutex_);
-    // A process connects again after it lost us: the old connection is dead.
-    std::erase_if(sessions_, [&](const auto& o) { return o->pid() == s->pid(); });
+    // A process connects again after it lost us: the old connection is dead, and who waits for an answer there need not.
+    std::erase_if(sessions_, [&](const auto& o) { return o->pid() == s->pid() && (o->close(), true); });
     sessions_.push_back(s);
     refused_.erase(s->pid());
     changed_.notify_all();
   }
   if (on_hello_) on_hello_(std::move(s));
+}
+
+void Turns::run(const std::shared_ptr<ProcessSession>& s, Work work) {
+  {
+    std::lock_guard lock(all_->mutex);
+    const auto [at, none] = all_->next.try_emplace(s->pid());
+    at->second = std::move(work);
+    if (!none) return;
+  }
+  const auto turns = [all = all_, pid = s->pid()] {
+    std::unique_lock lock(all->mutex);
+    while (const Work next = std::exchange(all->next.at(pid), nullptr)) {
+      lock.unlock();
+      next();
+      lock.lock();
+    }
+    all->next.erase(pid);
+  };
+  try {
+    std::thread(turns).detach();
+  } catch (const std::system_error& e) {
+    spdlog::error("no thread for {}, which has to connect again: {}", s->label(), e.what());
+    s->close();
+    std::lock_guard lock(all_->mutex);
+    all_->next.erase(s->pid());
+  }
 }
 
 std::shared_ptr<ProcessSession> SessionTable::by_pid(pid_t pid) const {

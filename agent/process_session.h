@@ -249,6 +249,22 @@ class SessionTable {
   std::map<pid_t, Refused> refused_;
 };
 
+/// What is done when a process has connected, beside the thread that hears it: one at a time for each process, and of what waits for
+/// its turn only the newest. Threads may outlive this.
+class Turns {
+ public:
+  using Work = std::function<void()>;
+  /// No thread for it: the session is closed, and the process connects again. Thread: one at a time
+  void run(const std::shared_ptr<ProcessSession>& s, Work work);
+
+ private:
+  struct All {
+    std::mutex mutex;
+    std::map<pid_t, Work> next;  // of each process that has its turn; empty: nothing waits
+  };
+  const std::shared_ptr<All> all_ = std::make_shared<All>();
+};
+
 /// Makes and removes gate files (proc_wire.h) in `run_dir`.
 Status open_gate(const std::string& run_dir, const Instance& i);
 void close_gate(const std::string& run_dir, const Instance& i);

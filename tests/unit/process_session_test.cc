@@ -19,6 +19,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -582,6 +583,44 @@ TEST(Limits, AndSoHasAContainer) {
   const PidNamespace container;
   if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
   expect_half_of_the_sessions([&](const auto& work) { return container.born_in([&] { return std::make_unique<Stranger>(work, 0); }); });
+}
+
+TEST_F(Table, WhoConnectsAgainAndAgainHasOneSession) {
+  constexpr std::uint8_t kTimes = 8;
+  std::vector<Fd> all;
+  std::future<Status> told;
+  for (std::uint8_t i = 1; i <= kTimes; i++) {
+    all.push_back(connect());
+    send_packet(all.back().n, hello(i));
+    const auto s = table_.wait_for(Instance{i}, {}, 2000);
+    ASSERT_TRUE(s) << s.error().text;
+    if (i == 1) told = std::async(std::launch::async, [s = *s] { return s->tell(MIGR_MSG_ROLLBACK, 0, 60'000); });
+  }
+  ASSERT_EQ(told.wait_for(std::chrono::seconds(5)), std::future_status::ready) << "who waits for an answer on the first goes on";
+  EXPECT_EQ(told.get().error().code, ECONNRESET);
+  for (std::uint8_t i = 0; i < kTimes; i++) {
+    std::byte packet[sizeof(migr_msg)];
+    ssize_t n;
+    while ((n = recv(all[i].n, packet, sizeof packet, MSG_DONTWAIT)) > 0) continue;
+    EXPECT_EQ(n, i + 1 < kTimes ? 0 : -1) << "the newest alone is open: " << int{i};
+  }
+  EXPECT_EQ(table_.all().size(), 1u);
+}
+
+TEST_F(Session, OfWhatFollowsAConnectionTheNewestWaitsForItsTurn) {
+  const auto s = greet();
+  Turns turns;
+  std::promise<void> began, goes_on, last;
+  std::atomic<int> others = 0;
+  turns.run(s, [&] { began.set_value(), goes_on.get_future().wait(); });
+  ASSERT_EQ(began.get_future().wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  for (int i = 0; i < 50; i++) turns.run(s, [&] { others++; });
+  turns.run(s, [&] { last.set_value(); });
+  auto done = last.get_future();
+  EXPECT_EQ(done.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << "one at a time";
+  goes_on.set_value();
+  ASSERT_EQ(done.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  EXPECT_EQ(others, 0);
 }
 
 // ---- who has connected
