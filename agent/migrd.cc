@@ -12,6 +12,7 @@
 #include <systemd/sd-daemon.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 
@@ -440,8 +441,9 @@ int run(const Config& config) {
       wire::Host::Stub stub(*channel);
       return call(stub, &wire::Host::Stub::Release, r, kCallMs, host);
     };
+    const auto held = [&roles](const Instance& i) { return std::any_of(roles.begin(), roles.end(), [&](Role* r) { return r->claims(i); }); };
     do {
-      if (const auto ended = directory.end_of(numbers.tick(tell)); ended.moves_size()) tell_hosts(peers, ended, 2 * kWhereMs);
+      if (const auto ended = directory.end_of(numbers.tick(tell, held)); ended.moves_size()) tell_hosts(peers, ended, 2 * kWhereMs);
     } while (!end.comes_within(kGuestsMs));
   });
   // Beside the others for the same reason.

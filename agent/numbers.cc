@@ -240,7 +240,7 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
   if (!s) spdlog::error("{}", s.error().text);
 }
 
-std::vector<Instance> Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell) {
+std::vector<Instance> Numbers::tick(const std::function<Status(const std::string&, const std::vector<Instance>&)>& tell, const std::function<bool(const Instance&)>& held) {
   reserve_again();
   std::map<std::string, std::vector<Instance>> gone;  // by birth host
   std::vector<Instance> ended;
@@ -249,7 +249,8 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
     const Json all = guests();
     for (const auto& [who, e] : all.items()) {
       const auto i = instance_of(from_hex(who).value_or(""));
-      if (!i || still_lives(e)) continue;
+      // A source notes that they leave before it lets go of them: both are looked at under the lock.
+      if (!i || still_lives(e) || (held && held(*i))) continue;
       ended.push_back(*i);
       const auto births = births_in(all, who);
       for (const auto& host : births) gone[host].push_back(*i);

@@ -81,7 +81,8 @@ class Numbers {
 
   /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again. Also
   /// reserve_again(). @return them
-  std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell);
+  /// @param held  by a migration: one of those may have gone on living elsewhere
+  std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell, const std::function<bool(const Instance&)>& held = {});
 
  private:
   std::string path(const char* name) const { return config_.state_dir + "/" + name; }

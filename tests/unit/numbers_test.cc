@@ -223,6 +223,23 @@ TEST_F(Guests, WhoLivesOrHasLeftHasNotEnded) {
   EXPECT_TRUE(told.empty());
 }
 
+// Its source was booted before it had removed what went: nobody has that life here any more, and it goes on elsewhere.
+TEST_F(Guests, WhoIsHeldByAMigrationHasNotEnded) {
+  ASSERT_TRUE(numbers.arrive({a}, {10, 20}));
+  ASSERT_TRUE(numbers.note_guest(a, {"first", "here"}, 0));
+  const std::string before = text("born.json");
+  bool held = true;
+  const auto ended = [&] {
+    return numbers.tick([this](const std::string& host, const std::vector<Instance>& all) { return tell(host, all); }, [&](const Instance& i) { return held && i == a; });
+  };
+  EXPECT_EQ(ended(), std::vector<Instance>());
+  EXPECT_TRUE(told.empty());
+  EXPECT_EQ(text("born.json"), before);
+  held = false;
+  EXPECT_EQ(ended(), std::vector{a});
+  EXPECT_EQ(told, std::vector<std::string>{"first"});
+}
+
 // It came from a folder, and may come again.
 TEST_F(Guests, WhatWasStoredKeepsItsNumbers) {
   ASSERT_TRUE(numbers.arrive({a}, {10}));
