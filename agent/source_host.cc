@@ -294,7 +294,9 @@ void SourceHost::settle(std::uint32_t id) {
           std::lock_guard lock(mutex_);
           entries_[id] = *e;
         }
-        claims_.release(instances_of(e->record), id);
+        const auto instances = instances_of(e->record);
+        claims_.release(instances, id);
+        if (!forward) let_go_late(instances);
         if (auto r = remove_folder(folder(id)); !r) spdlog::error("{}", r.error().text);
         spdlog::info("{}: {}", e->record.container(), forward ? "finished" : "taken back");
         tell_settled(id, *e);
@@ -307,6 +309,14 @@ void SourceHost::settle(std::uint32_t id) {
       usleep(100'000);
       if (auto now = entry(id); now && !now->known && now->ordered != wire::UNKNOWN) break;
     }
+  }
+}
+
+// Those that have connected since nobody waited for them any more, and before they were nobody's.
+void SourceHost::let_go_late(const std::vector<Instance>& instances) const {
+  for (const auto& s : sessions_.all()) {
+    const bool its = std::find(instances.begin(), instances.end(), s->instance()) != instances.end();
+    if (its && s->state() != MIGR_PROC_RUNNING && !claims_.holder(s->instance())) let_go(*s, config_.run_dir);
   }
 }
 
@@ -371,16 +381,20 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
     old_paths.wait();
     const pid_t init = runc_.init_pid(r.container());
     const auto its = [&](const ProcessSession& s) { return runc_.owns(r.container(), init, s.pid()); };
-    // One that has ended has nothing to go back to; one that is late is let go when it connects.
+    // One that has ended has nothing to go back to; one that is late finds its gate open, and is let go when it connects.
     also(parallel_for(instances, [&](const Instance& i) -> Status {
       const pid_t pid = r.processes(static_cast<int>(&i - instances.data())).pid();
       auto session = sessions_.wait_for(i, its, !pid || process_lives(pid) ? kReconnectMs : 0);  // an older migrd did not write it down
-      if (!session) spdlog::warn("{}", session.error().text);
-      if (!session || (*session)->state() == MIGR_PROC_RUNNING) return {};
-      const Status told = (*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs);
-      return told || has_ended(told, **session) ? Status() : told;
+      if (!session) {
+        spdlog::warn("{}", session.error().text);
+        if (pid && !process_lives(pid)) close_gate(config_.run_dir, i);
+        return {};
+      }
+      if ((*session)->state() != MIGR_PROC_RUNNING)
+        if (const Status told = (*session)->tell(MIGR_MSG_ROLLBACK, id, kProcessMs); !told && !has_ended(told, **session)) return told;
+      close_gate(config_.run_dir, i);
+      return {};
     }));
-    for (const auto& i : instances) close_gate(config_.run_dir, i);
     // It may have ended meanwhile: then nothing is left to be taken back.
     if (auto now = runc_.state(r.container()); now && now->status == "stopped") first = {};
   }

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <filesystem>
@@ -345,6 +346,87 @@ TEST_F(ASource, WaitsForAllProcessesAtTheSameTime) {
   EXPECT_FALSE(settle(r).migrated());
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(kProcesses * kWaitMs / 2));
   kReconnectMs = limit;
+}
+
+/// A library of this process, which answers whatever it is asked.
+class Library {
+ public:
+  Library(const std::string& path, const Instance& i) {
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
+    EXPECT_EQ(connect(fd_.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    migr_msg m{};
+    m.version = MIGR_PROC_VERSION;
+    m.type = MIGR_MSG_HELLO;
+    m.state = MIGR_PROC_FROZEN;
+    std::copy(i.begin(), i.end(), m.instance);
+    EXPECT_EQ(send(fd_.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+    answers_ = std::thread([this] {
+      for (migr_msg q{}; recv(fd_.n, &q, sizeof q, 0) > 0;) {
+        told[q.type]++;
+        q.type |= MIGR_REPLY;
+        send(fd_.n, &q, sizeof q, MSG_NOSIGNAL);
+      }
+    });
+  }
+  ~Library() {
+    shutdown(fd_.n, SHUT_RDWR);
+    answers_.join();
+  }
+  std::array<std::atomic<int>, 256> told{};  // by type
+
+ private:
+  const Fd fd_{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  std::thread answers_;
+};
+
+// It only looks whether its gate is open.
+TEST_F(ASource, WhoIsLateFindsItsGateOpen) {
+  const int limit = std::exchange(kReconnectMs, 200);
+  const pid_t ended = fork();
+  if (!ended) _exit(0);
+  waitpid(ended, nullptr, 0);
+  const auto gate = [&](const Instance& i) { return fs::exists(config.run_dir + "/" MIGR_PROC_GATE_PREFIX + hex(i)); };
+  ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
+  std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
+  std::optional<Library> back(std::in_place, root + "/proc.sock", Instance{5});
+  ASSERT_TRUE(sessions.wait_for(Instance{5}, {}, 5'000));
+  auto r = record(wire::OPEN);
+  add_process(r, 5, getpid());
+  add_process(r, 6, ended);
+  add_process(r, 7, getpid());
+  EXPECT_FALSE(settle(r).migrated());
+  kReconnectMs = limit;
+  EXPECT_EQ(back->told[MIGR_MSG_ROLLBACK], 1);
+  EXPECT_FALSE(gate(Instance{5})) << "it is back";
+  EXPECT_FALSE(gate(Instance{6})) << "it has ended";
+  EXPECT_TRUE(gate(Instance{7}));
+  back.reset();
+  const Library late(root + "/proc.sock", Instance{7});
+  const auto session = sessions.wait_for(Instance{7}, {}, 5'000);
+  ASSERT_TRUE(session) << session.error().text;
+  let_go(**session, config.run_dir);
+  EXPECT_EQ(late.told[MIGR_MSG_ROLLBACK], 1);
+  EXPECT_FALSE(gate(Instance{7}));
+  sessions.stop();
+}
+
+// It is not seen to be the container's, as if it had connected when nobody waited any more: until the end it is held, and nobody lets go of it.
+TEST_F(ASource, WhoIsLateAndWasHeldIsLetGoInTheEnd) {
+  const int limit = std::exchange(kReconnectMs, 100);
+  ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
+  {
+    const Library late(root + "/proc.sock", Instance{7});
+    ASSERT_TRUE(sessions.wait_for(Instance{7}, {}, 5'000));
+    auto r = record(wire::OPEN);
+    add_process(r, 7, getpid());
+    EXPECT_FALSE(settle(r).migrated());
+    EXPECT_EQ(late.told[MIGR_MSG_ROLLBACK], 1);
+  }
+  kReconnectMs = limit;
+  EXPECT_FALSE(fs::exists(config.run_dir + "/" MIGR_PROC_GATE_PREFIX + hex(Instance{7})));
+  sessions.stop();
 }
 
 TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
