@@ -158,9 +158,15 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Numbers& numbers)
     : config_(config), sessions_(sessions), peers_(peers), claims_(claims), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE ? !r.left() : r.resumed() && !r.closed(); })) {
+  Unread unread;
+  for (const auto& [id, record] : journal_.load(
+           kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE ? !r.left() : r.resumed() && !r.closed(); }, &unread)) {
     auto made = job_of(record.header(), config_.state_dir);
-    if (!made || (*made)->id != id) continue;
+    if (!made || (*made)->id != id) {
+      spdlog::error("migration {}: its record is another's, or malformed", migration_text(id));
+      unread.add(id);
+      continue;
+    }
     const JobPtr job = *made;
     job->record = record;
     job->begun_s = record.begun_s();
@@ -188,6 +194,7 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     take_up(job);
     if (job->get() == wire::COMMITTED) needed.insert(job->dir);
   }
+  jobs_.set_unread(std::move(unread));
   std::error_code ec;
   std::vector<std::string> folders;
   for (const auto& d : fs::directory_iterator(config_.state_dir + "/dest", ec)) folders.push_back(d.path());
@@ -1011,6 +1018,11 @@ wire::OutcomeReply DestinationHost::outcome(std::uint32_t id) {
   for (const auto& k : (*job)->keys) *r.add_keys() = k;
   r.set_keys_known((*job)->keys_known);
   return r;
+}
+
+Status DestinationHost::readable(std::uint32_t id) {
+  const auto job = jobs_.find(id);
+  return job || job.error().code == ENOENT ? Status() : job.error();
 }
 
 bool DestinationHost::has_part(std::uint32_t id, const Caller& who) {

@@ -41,6 +41,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   grpc::Status Abort(grpc::ServerContext*, const wire::Migration*, wire::Empty*) override;
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
+  Status readable(std::uint32_t id) override;
   bool has_part(std::uint32_t id, const Caller& who) override;
   Status renew(std::uint32_t id, const Caller& who) override;
   void tick() override;

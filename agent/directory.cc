@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
@@ -31,22 +30,44 @@ constexpr std::size_t kGidBytes = 16;
 }  // namespace
 
 Directory::Directory(const Config& config) : path_(config.state_dir + "/moves.json") {
-  std::ifstream in(path_);
-  const Json j = in ? Json::parse(in, nullptr, false) : Json();
-  if (!j.is_array()) return;
-  for (const auto& m : j) {
-    if (!m.is_object()) continue;
+  const Status read = load();
+  unsaved_ = !read;
+  if (!read) spdlog::error("{}; nothing is written there until it can be read", read.error().text);
+}
+
+// Caller holds the lock.
+Status Directory::load() {
+  const auto text = read_whole(path_);
+  unread_ = !text && text.error().code != ENOENT;
+  if (!text) return unread_ ? text : Status();
+  present_.clear();
+  order_.clear();
+  processes_.clear();
+  const auto add = [this](const Json& m) {
+    if (!m.is_object()) return false;
     const auto from = from_hex(m.value("birth_gid", "")), to = from_hex(m.value("gid", ""));
-    if (!from || !to || from->size() != kGidBytes || to->size() != kGidBytes) continue;
-    if (const auto instance = from_hex(m.value("instance", "")); instance && !instance->empty()) {
-      processes_.push_back({*instance, *from, *to});
-      continue;
-    }
+    if (!from || !to || from->size() != kGidBytes || to->size() != kGidBytes) return false;
+    if (const auto instance = from_hex(m.value("instance", "")); instance && !instance->empty()) return processes_.push_back({*instance, *from, *to}), true;
     const Address birth{*from, m.value("vqpn", 0u)}, present{*to, m.value("pqpn", 0u)};
-    if (!present.qpn) continue;  // an end, which an older migrd took for a move
-    if (!present_.emplace(birth, Present{present, from_hex(m.value("process", "")).value_or("")}).second) continue;
-    order_.push_back(birth);
+    // Without a number it is an end, which an older migrd took for a move.
+    if (present.qpn && present_.emplace(birth, Present{present, from_hex(m.value("process", "")).value_or("")}).second) order_.push_back(birth);
+    return true;
+  };
+  const Json j = Json::parse(*text, nullptr, false);
+  bool damaged = !j.is_array();
+  for (const auto& m : damaged ? Json(Json::array()) : j) {
+    try {
+      damaged = !add(m) || damaged;
+    } catch (const Json::exception&) {
+      damaged = true;
+    }
   }
+  for (const auto& m : late_) take(m);
+  let_oldest_go();
+  const Status kept = damaged ? put_aside(path_, *text, this->text()) : Status();
+  unread_ = !kept;
+  if (kept) late_.clear();
+  return kept;
 }
 
 wire::Move Directory::at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn) {
@@ -71,31 +92,41 @@ Status Directory::put(const wire::MovesRequest& moves) {
   for (const auto& m : moves.moves())
     if ((!m.vqpn() || !m.pqpn()) && m.instance().size() != Instance().size()) return Error{EINVAL, "a move of nothing"};
   std::lock_guard lock(mutex_);
-  for (const auto& m : moves.moves()) {
-    if (!m.vqpn()) {
-      std::erase_if(processes_, [&](const Process& p) { return p.instance == m.instance() && p.birth_gid == m.birth_gid(); });
-      if (m.birth_gid() != m.gid()) processes_.push_back({m.instance(), m.birth_gid(), m.gid()});
-      continue;
-    }
-    const Address birth{m.birth_gid(), m.vqpn()}, present{m.gid(), m.pqpn()};
-    if (!m.pqpn()) {
-      // The name may be another's already.
-      if (const auto p = present_.find(birth); p != present_.end() && p->second.instance == m.instance()) present_.erase(p);
-      continue;
-    }
-    // What was there before is there no more.
-    std::erase_if(present_, [&](const auto& p) { return p.second.at == present; });
-    std::erase(order_, birth);
-    order_.push_back(birth);
-    present_[birth] = {present, m.instance()};
+  for (const auto& m : moves.moves()) take(m);
+  let_oldest_go();
+  if (unread_) late_.insert(late_.end(), moves.moves().begin(), moves.moves().end());
+  if (late_.size() > 2 * kMaxMoves) late_.erase(late_.begin(), late_.end() - 2 * kMaxMoves);
+  return save();
+}
+
+// Caller holds the lock.
+void Directory::take(const wire::Move& m) {
+  if (!m.vqpn()) {
+    std::erase_if(processes_, [&](const Process& p) { return p.instance == m.instance() && p.birth_gid == m.birth_gid(); });
+    if (m.birth_gid() != m.gid()) processes_.push_back({m.instance(), m.birth_gid(), m.gid()});
+    return;
   }
+  const Address birth{m.birth_gid(), m.vqpn()}, present{m.gid(), m.pqpn()};
+  if (!m.pqpn()) {
+    // The name may be another's already.
+    if (const auto p = present_.find(birth); p != present_.end() && p->second.instance == m.instance()) present_.erase(p);
+    return;
+  }
+  // What was there before is there no more.
+  std::erase_if(present_, [&](const auto& p) { return p.second.at == present; });
+  std::erase(order_, birth);
+  order_.push_back(birth);
+  present_[birth] = {present, m.instance()};
+}
+
+// Caller holds the lock.
+void Directory::let_oldest_go() {
   std::erase_if(order_, [&](const Address& a) { return !present_.contains(a); });
   while (order_.size() > kMaxMoves) {
     present_.erase(order_.front());
     order_.erase(order_.begin());
   }
   if (processes_.size() > kMaxMoves) processes_.erase(processes_.begin(), processes_.end() - kMaxMoves);
-  return save();
 }
 
 Status Directory::save_again() {
@@ -105,15 +136,21 @@ Status Directory::save_again() {
 
 // Caller holds the lock.
 Status Directory::save() {
+  if (unread_)
+    if (auto s = load(); !s) return unsaved_ = true, s;
+  const Status written = write_whole(path_, text());
+  unsaved_ = !written;
+  return written;
+}
+
+std::string Directory::text() const {
   Json j = Json::array();
   for (const auto& birth : order_) {
     const Present& present = present_.at(birth);
     j.push_back({{"birth_gid", to_hex(birth.gid)}, {"vqpn", birth.qpn}, {"gid", to_hex(present.at.gid)}, {"pqpn", present.at.qpn}, {"process", to_hex(present.instance)}});
   }
   for (const auto& p : processes_) j.push_back({{"instance", to_hex(p.instance)}, {"birth_gid", to_hex(p.birth_gid)}, {"gid", to_hex(p.gid)}});
-  const Status written = write_whole(path_, j.dump(1) + "\n");
-  unsaved_ = !written;
-  return written;
+  return j.dump(1) + "\n";
 }
 
 std::vector<migr_move> Directory::all() {

@@ -52,11 +52,17 @@ class Directory {
     Address at;
     std::string instance;  // its process; empty: an older migrd has told of it
   };
+  Status load();
+  void take(const wire::Move& m);
+  void let_oldest_go();
+  std::string text() const;
   Status save();
 
   const std::string path_;
   std::mutex mutex_;
   bool unsaved_ = false;
+  bool unread_ = false;                 // what is on disk, which is not written over then
+  std::vector<wire::Move> late_;        // what has come since, to be taken once more when that is read
   std::map<Address, Present> present_;  // by birth
   std::vector<Address> order_;          // oldest first
   struct Process {

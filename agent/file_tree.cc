@@ -548,6 +548,25 @@ std::string text_of(const std::string& path) {
   return out.str();
 }
 
+Result<std::string> read_whole(const std::string& path) {
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (fd.n < 0) return sys_error("reading " + path);
+  std::string text, part(1 << 16, 0);
+  for (;;) {
+    const ssize_t n = read(fd.n, part.data(), part.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return sys_error("reading " + path);
+    if (n == 0) return text;
+    text.append(part, 0, static_cast<std::size_t>(n));
+  }
+}
+
+Status put_aside(const std::string& path, const std::string& text, const std::string& rest) {
+  if (auto s = write_whole(path + ".bad", text); !s) return s;
+  spdlog::error("{} is damaged; what was in it is kept as {}.bad", path, path);
+  return write_whole(path, rest);
+}
+
 std::string first_line_of(const std::string& path) {
   std::ifstream in(path);
   std::string line;

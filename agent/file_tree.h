@@ -110,6 +110,11 @@ std::string text_of(const std::string& path);
 /// Empty: it is, or it cannot be read.
 std::string first_line_of(const std::string& path);
 
+/// The same of a file of ours, where it matters that it is all. ENOENT: there is none.
+Result<std::string> read_whole(const std::string& path);
+/// Of such a file, with `text` in it, not all could be understood: `text` is kept as PATH.bad, which an error in the log says, and `rest` takes its place.
+Status put_aside(const std::string& path, const std::string& text, const std::string& rest);
+
 /// A file with this content, whole or not at all, and on the disk when it returns. Mode 0600.
 Status write_whole(const std::string& path, const std::string& text);
 

@@ -42,7 +42,10 @@ grpc::Status HostService::Facts(grpc::ServerContext*, const wire::FactsRequest* 
 grpc::Status HostService::GetOutcome(grpc::ServerContext* ctx, const wire::Migration* m, wire::OutcomeReply* out) {
   for (Role* r : roles_) {
     *out = r->outcome(m->id());
-    if (out->outcome() == wire::UNKNOWN) continue;
+    if (out->outcome() == wire::UNKNOWN) {
+      if (auto s = r->readable(m->id()); !s) return to_grpc(s);
+      continue;
+    }
     if (!r->has_part(m->id(), {*ctx, config_})) out->clear_keys(), out->clear_keys_known();
     break;
   }
@@ -83,7 +86,8 @@ grpc::Status HostService::TryPaths(grpc::ServerContext* ctx, grpc::ServerReaderW
 // Who may switch connections here could break them anyway; of others only the host that it went to from here.
 Status HostService::may_release(const Caller& who, const Instance& i) const {
   const auto away = numbers_.away_at(i);
-  if (!away || who.is(*away)) return {};
+  if (!away) return away.error();
+  if (!*away || who.is(**away)) return {};
   return may(config_, who, Right::kPartner);
 }
 

@@ -18,8 +18,10 @@ namespace migr {
 class Role {
  public:
   virtual ~Role() = default;
-  /// UNKNOWN: not ours.
+  /// UNKNOWN: not ours, if it is readable().
   virtual wire::OutcomeReply outcome(std::uint32_t id) = 0;
+  /// EIO: what was written down of it cannot be read, and UNKNOWN would be taken for "never heard of".
+  virtual Status readable(std::uint32_t) { return {}; }
   /// Who asks takes part in it: what outcome() says of keys is for those only.
   virtual bool has_part(std::uint32_t, const Caller&) { return true; }
   /// ENOENT: not ours, or undone. EPERM: another host coordinates it.

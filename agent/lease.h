@@ -103,11 +103,15 @@ template <class Job>
 class LeasedJobs {
  public:
   using Ptr = std::shared_ptr<Job>;
+  /// Of before. Before the first find().
+  void set_unread(Unread unread) { unread_ = std::move(unread); }
+  /// ENOENT: there is none; EIO: or it could not be read.
   Result<Ptr> find(std::uint32_t id) const {
     std::lock_guard lock(mutex_);
     const auto j = jobs_.find(id);
-    if (j == jobs_.end()) return Error{ENOENT, "no migration " + migration_text(id) + " here"};
-    return j->second;
+    if (j != jobs_.end()) return j->second;
+    if (auto s = unread_.of(id); !s) return s.error();
+    return Error{ENOENT, "no migration " + migration_text(id) + " here"};
   }
   /// For a call of its coordinator. EPERM: it is another's.
   Result<Ptr> find(std::uint32_t id, const Caller& who) const {
@@ -158,6 +162,7 @@ class LeasedJobs {
  private:
   mutable std::mutex mutex_;
   std::map<std::uint32_t, Ptr> jobs_;
+  Unread unread_;
 };
 
 }  // namespace migr

@@ -59,13 +59,14 @@ bool still_lives(const Json& guest) {
 
 BornBook::BornBook(const std::string& text) {
   const Json j = Json::parse(text, nullptr, false);
-  if (!j.is_object()) return;
+  damaged_ = !j.is_object();
+  if (damaged_) return;
   for (const auto& [who, e] : j.items()) {
-    if (!e.is_object()) continue;
     try {
       all_[who] = {e.value("born", std::set<std::uint32_t>()), e.value("foreign", std::set<std::uint32_t>()), e.value("away", false), e.value("to", "")};
     } catch (const Json::exception&) {
       all_.erase(who);
+      damaged_ = true;
     }
   }
 }
@@ -135,12 +136,31 @@ BornBook::Vqpns BornBook::without_reserved(std::set<std::uint32_t> vqpns) const 
 
 // ---- on disk
 
-BornBook Numbers::book() const { return BornBook(text_of(path(kBorn))); }
+// Caller holds the lock.
+Result<BornBook> Numbers::book() const {
+  const auto text = read_whole(path(kBorn));
+  if (!text && text.error().code == ENOENT) return BornBook();
+  if (!text) return text.error();
+  BornBook b(*text);
+  if (b.damaged())
+    if (auto s = put_aside(path(kBorn), *text, b.text()); !s) return s.error();
+  return b;
+}
 
-Json Numbers::guests() const {
-  Json j = Json::parse(text_of(path(kGuests)), nullptr, false);
-  if (!j.is_object()) j = Json::object();
-  for (auto i = j.begin(); i != j.end();) i = i->is_object() ? std::next(i) : j.erase(i);
+// Caller holds the lock.
+Result<Json> Numbers::guests() const {
+  const auto text = read_whole(path(kGuests));
+  if (!text && text.error().code == ENOENT) return Json(Json::object());
+  if (!text) return text.error();
+  Json j = Json::parse(*text, nullptr, false);
+  bool damaged = !j.is_object();
+  if (damaged) j = Json::object();
+  for (auto i = j.begin(); i != j.end();) {
+    damaged = damaged || !i->is_object();
+    i = i->is_object() ? std::next(i) : j.erase(i);
+  }
+  if (damaged)
+    if (auto s = put_aside(path(kGuests), *text, j.dump(1)); !s) return s.error();
   return j;
 }
 
@@ -148,8 +168,11 @@ Status Numbers::write(const char* name, const std::string& text) const { return 
 
 void Numbers::reserve_again() {
   std::lock_guard lock(mutex_);
-  const auto all = book().reserved();
-  const auto lost = all.empty() ? Result<bool>(false) : fewer_are_reserved_than(all.size());
+  const auto kept = book();
+  const auto all = kept ? kept->reserved() : Vqpns();
+  Result<bool> lost = false;
+  if (!kept) lost = kept.error();
+  else if (!all.empty()) lost = fewer_are_reserved_than(all.size());
   Status s = lost;
   if (lost && *lost) s = each(all, &KernelRecord::reserve_qpn);
   if (s && *lost) spdlog::info("{} numbers that were born here are reserved", all.size());
@@ -157,86 +180,101 @@ void Numbers::reserve_again() {
   if (std::exchange(unreserved_, why) != why && !s) spdlog::warn("numbers that were born here are not reserved: {}", why);
 }
 
-Numbers::Vqpns Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
+Result<Numbers::Vqpns> Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
   std::lock_guard lock(mutex_);
-  return book().born_here(instance, vqpns, first_life);
+  const auto b = book();
+  if (!b) return b.error();
+  return b->born_here(instance, vqpns, first_life);
 }
 
-std::vector<std::string> Numbers::births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
+Result<std::vector<std::string>> Numbers::births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
   std::lock_guard lock(mutex_);
-  auto hosts = births_in(guests(), hex(instance));
-  if (std::find(hosts.begin(), hosts.end(), config_.name) == hosts.end() && !book().born_here(instance, vqpns, first_life).empty())
+  const auto all = guests();
+  if (!all) return all.error();
+  const auto b = book();
+  if (!b) return b.error();
+  auto hosts = births_in(*all, hex(instance));
+  if (std::find(hosts.begin(), hosts.end(), config_.name) == hosts.end() && !b->born_here(instance, vqpns, first_life).empty())
     hosts.push_back(config_.name);
   return hosts;
 }
 
 Status Numbers::leave(const std::vector<Instance>& instances) {
   std::lock_guard lock(mutex_);
-  Json all = guests();
-  for (const auto& i : instances) all.erase(hex(i));
-  return write(kGuests, all.dump(1));
+  auto all = guests();
+  if (!all) return all;
+  for (const auto& i : instances) all->erase(hex(i));
+  return write(kGuests, all->dump(1));
 }
 
 // Written before it is reserved, and after it is released: what was written is reserved again after a start.
 Status Numbers::left(const Instance& instance, const Vqpns& born, const std::string& to) {
   std::lock_guard lock(mutex_);
-  BornBook b = book();
-  if (auto s = each(b.leave(instance, born, to), &KernelRecord::release_qpn); !s) return s;
-  if (auto s = write(kBorn, b.text()); !s) return s;
+  auto b = book();
+  if (!b) return b;
+  if (auto s = each(b->leave(instance, born, to), &KernelRecord::release_qpn); !s) return s;
+  if (auto s = write(kBorn, b->text()); !s) return s;
   return each(born, &KernelRecord::reserve_qpn);
 }
 
-std::optional<std::string> Numbers::away_at(const Instance& instance) const {
+Result<std::optional<std::string>> Numbers::away_at(const Instance& instance) const {
   std::lock_guard lock(mutex_);
-  return book().away_at(instance);
+  const auto b = book();
+  if (!b) return b.error();
+  return b->away_at(instance);
 }
 
 // Written last: what was not written is released again.
 Status Numbers::arrive(const std::vector<Instance>& instances, const Vqpns& vqpns) {
   std::lock_guard lock(mutex_);
-  BornBook b = book();
-  if (auto s = each(b.arrive(instances, vqpns), &KernelRecord::release_qpn); !s) return s;
-  return write(kBorn, b.text());
+  auto b = book();
+  if (!b) return b;
+  if (auto s = each(b->arrive(instances, vqpns), &KernelRecord::release_qpn); !s) return s;
+  return write(kBorn, b->text());
 }
 
 Status Numbers::note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid) {
   std::lock_guard lock(mutex_);
-  Json all = guests();
-  all[hex(instance)] = {{"births", births}, {"pid", pid}, {"life", life_of(pid)}};
-  return write(kGuests, all.dump(1));
+  auto all = guests();
+  if (!all) return all;
+  (*all)[hex(instance)] = {{"births", births}, {"pid", pid}, {"life", life_of(pid)}};
+  return write(kGuests, all->dump(1));
 }
 
 bool Numbers::guest_lives(const Instance& instance) const {
   std::lock_guard lock(mutex_);
-  return still_lives(guests().value(hex(instance), Json::object()));
+  const auto all = guests();
+  return !all || still_lives(all->value(hex(instance), Json::object()));
 }
 
 Status Numbers::release(const std::vector<Instance>& instances) {
   std::lock_guard lock(mutex_);
-  BornBook b = book();
+  auto b = book();
+  if (!b) return b;
   for (const auto& i : instances)
-    if (auto s = each(b.end(i, true), &KernelRecord::release_qpn); !s) return s;
-  return write(kBorn, b.text());
+    if (auto s = each(b->end(i, true), &KernelRecord::release_qpn); !s) return s;
+  return write(kBorn, b->text());
 }
 
 // A guest has ended, and `host` knows (empty: nobody has to).
 void Numbers::told(const std::string& host, const std::vector<Instance>& instances) {
   std::lock_guard lock(mutex_);
-  Json all = guests();
-  BornBook b = book();
+  auto all = guests();
+  auto b = book();
+  if (!all || !b) return spdlog::error("{}", (all ? b.error() : all.error()).text);
   for (const auto& i : instances) {
-    auto left = births_in(all, hex(i));
+    auto left = births_in(*all, hex(i));
     // What is stored on disk has no hosts to be told of its end: it may come again.
     if (!left.empty() && left == std::vector{host})
-      if (auto s = each(b.end(i, false), &KernelRecord::release_qpn); !s) spdlog::error("{}", s.error().text);
+      if (auto s = each(b->end(i, false), &KernelRecord::release_qpn); !s) spdlog::error("{}", s.error().text);
     std::erase(left, host);
     if (left.empty())
-      all.erase(hex(i));
+      all->erase(hex(i));
     else
-      all[hex(i)]["births"] = left;
+      (*all)[hex(i)]["births"] = left;
   }
-  Status s = write(kBorn, b.text());
-  if (s) s = write(kGuests, all.dump(1));
+  Status s = write(kBorn, b->text());
+  if (s) s = write(kGuests, all->dump(1));
   if (!s) spdlog::error("{}", s.error().text);
 }
 
@@ -246,7 +284,10 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
   std::vector<Instance> ended;
   {
     std::lock_guard lock(mutex_);
-    const Json all = guests();
+    const auto kept = guests();
+    const std::string why = kept ? "" : kept.error().text;
+    if (std::exchange(unread_, why) != why && !kept) spdlog::error("{}: nobody is told which processes have ended", why);
+    const Json all = kept ? *kept : Json::object();
     for (const auto& [who, e] : all.items()) {
       const auto i = instance_of(from_hex(who).value_or(""));
       // A source notes that they leave before it lets go of them: both are looked at under the lock.

@@ -25,9 +25,10 @@ namespace migr {
 class BornBook {
  public:
   using Vqpns = std::vector<std::uint32_t>;
-  /// As text() gave it; what is damaged is empty.
-  explicit BornBook(const std::string& text = {});
+  /// As text() gave it, but for what is damaged.
+  explicit BornBook(const std::string& text = "{}");
   std::string text() const;
+  bool damaged() const { return damaged_; }
 
   /// Which numbers of a process that is here were born here.
   /// @param first_life  it was never restored: all of them
@@ -52,9 +53,10 @@ class BornBook {
     std::string to{};
   };
   std::map<std::string, Entry> all_;  // by instance, in hexadecimal
+  bool damaged_ = false;
 };
 
-/// The same on disk, with migr.ko told, and the guests. Thread: any.
+/// The same on disk, with migr.ko told, and the guests. What cannot be read is an error, and is not written either. Thread: any.
 class Numbers {
  public:
   using Vqpns = BornBook::Vqpns;
@@ -62,19 +64,19 @@ class Numbers {
 
   /// Reserves what was born here and lives elsewhere, or has come back, if migr.ko does not know it: it may be loaded after us, and again.
   void reserve_again();
-  Vqpns born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
+  Result<Vqpns> born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
   /// The hosts that keep numbers of a process that is here reserved when it goes. Empty: not known, or none.
-  std::vector<std::string> births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
+  Result<std::vector<std::string>> births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const;
   /// Processes are about to go elsewhere: their end here is not their end.
   Status leave(const std::vector<Instance>& instances);
   /// One has gone. @param born  as born_here() said before
   Status left(const Instance& instance, const Vqpns& born, const std::string& to);
-  std::optional<std::string> away_at(const Instance& instance) const;
+  Result<std::optional<std::string>> away_at(const Instance& instance) const;
   /// Processes have come, with these numbers.
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is
   Status note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid);
-  /// Such a one has not ended.
+  /// Such a one has not ended, or that cannot be read.
   bool guest_lives(const Instance& instance) const;
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
@@ -86,12 +88,13 @@ class Numbers {
 
  private:
   std::string path(const char* name) const { return config_.state_dir + "/" + name; }
-  BornBook book() const;
-  Json guests() const;
+  Result<BornBook> book() const;
+  Result<Json> guests() const;
   Status write(const char* name, const std::string& text) const;
   void told(const std::string& host, const std::vector<Instance>& instances);
   const Config& config_;
   std::string unreserved_;                   // why numbers are not reserved, as was said last
+  std::string unread_;                       // likewise why it is not known which guests have ended
   std::map<std::string, std::string> said_;  // of tick(): host, why it was not told
   mutable std::mutex mutex_;
 };

@@ -70,9 +70,14 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
 
 PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, std::shared_ptr<Directory> directory, Whereabouts& whereabouts)
     : config_(config), sessions_(sessions), peers_(peers), claims_(claims), directory_(std::move(directory)), whereabouts_(whereabouts), journal_(config.state_dir + "/journal/partner") {
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() != wire::OPEN; })) {
+  Unread unread;
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.outcome() != wire::OPEN; }, &unread)) {
     auto job = job_of(record.request());
-    if (!job || (*job)->id != id) continue;
+    if (!job || (*job)->id != id) {
+      spdlog::error("migration {}: its record is another's, or malformed", migration_text(id));
+      unread.add(id);
+      continue;
+    }
     JobPtr j = *job;
     j->record = record;
     for (auto& p : j->processes)
@@ -90,6 +95,7 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
     }
     (void)jobs_.add(j);
   }
+  jobs_.set_unread(std::move(unread));
 }
 
 // Caller holds job.work.

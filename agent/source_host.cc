@@ -165,7 +165,7 @@ bool SourceHost::settled(std::uint32_t id) {
 }
 
 void SourceHost::recover() {
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.settled(); })) {
+  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.settled(); }, &unread_)) {
     const LogScope log(id);
     Entry e;
     e.record = record;
@@ -674,7 +674,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     if (!described) return described.error();
     info_.instances.push_back(p.session->instance());
-    info_.births.push_back(host_.numbers_.births_of(p.session->instance(), p.vqpns, p.generation == 0));
+    auto births = host_.numbers_.births_of(p.session->instance(), p.vqpns, p.generation == 0);
+    if (!births) return births.error();
+    info_.births.push_back(std::move(*births));
   }
   for (const pid_t pid : *all) {
     const auto known = std::find_if(processes_.begin(), processes_.end(), [&](const Process& p) { return p.pid == pid; });
@@ -739,7 +741,9 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
     const Instance& i = p.session->instance();
     l->set_instance(i.data(), i.size());
     l->set_pid(p.pid);
-    for (const auto v : host_.numbers_.born_here(i, p.vqpns, p.generation == 0)) l->add_born(v);
+    const auto born = host_.numbers_.born_here(i, p.vqpns, p.generation == 0);
+    if (!born) return born.error();
+    l->mutable_born()->Assign(born->begin(), born->end());
   }
   r.set_destination(destination);
   for (const auto& p : partners) r.add_partners(p);

@@ -52,6 +52,7 @@ class SourceHost final : public Role {
   void settle_later(std::uint32_t id, bool ended);
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
+  Status readable(std::uint32_t id) override { return unread_.of(id); }
   Status renew(std::uint32_t, const Caller&) override { return Error{ENOENT, "not here"}; }
   void tick() override { forget_settled(kKeepOutcome); }
   /// Migrations that are settled, and were written down so long ago: in memory and on disk.
@@ -101,6 +102,7 @@ class SourceHost final : public Role {
   const ToDestination to_destination_;
   const ToPartner to_partner_;
   const Journal<journal::Source> journal_;
+  Unread unread_;  // by recover()
   HugeZeroPage huge_zero_page_;
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> entries_;

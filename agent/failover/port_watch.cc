@@ -11,7 +11,6 @@
 #include <time.h>
 
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "../file_tree.h"
@@ -93,24 +92,40 @@ struct PortWatch::Netlink {
 
 PortWatch::PortWatch(std::string state_file, Scan scan, Debounce::Limits limits)
     : file_(std::move(state_file)), scan_(std::move(scan)), limits_(limits) {
-  std::ifstream in(file_);
-  const Json j = in ? Json::parse(in, nullptr, false) : Json();
-  if (!j.is_object()) return;
-  if (const auto d = j.find("down"); d != j.end() && d->is_array())
-    for (const auto& e : *d)
-      if (e.is_string())
-        if (const auto key = key_of(e.get<std::string>())) down_.insert(*key);
-  if (const auto p = j.find("prefer"); p != j.end() && p->is_string()) preferred_ = key_of(p->get<std::string>());
+  if (auto s = load_locked(); !s) spdlog::error("{}; what was ordered of RDMA ports is not known", s.error().text);
 }
 
 PortWatch::~PortWatch() { stop(); }
 
 // Caller holds the lock.
-Status PortWatch::save_locked() {
+Status PortWatch::load_locked() {
+  const auto text = read_whole(file_);
+  unread_ = !text && text.error().code != ENOENT;
+  if (!text) return unread_ ? text : Status();
+  const Json j = Json::parse(*text, nullptr, false);
+  const Json down = j.is_object() ? j.value("down", Json()) : Json(), prefer = j.is_object() ? j.value("prefer", Json()) : Json();
+  bool damaged = !down.is_array() || !(prefer.is_string() || prefer.is_null());
+  for (const auto& e : down.is_array() ? down : Json(Json::array())) {
+    const auto key = e.is_string() ? key_of(e.get<std::string>()) : std::nullopt;
+    if (key) down_.insert(*key);
+    damaged = damaged || !key;
+  }
+  if (prefer.is_string()) preferred_ = key_of(prefer.get<std::string>());
+  damaged = damaged || (prefer.is_string() && !preferred_);
+  const Status kept = damaged ? put_aside(file_, *text, text_locked()) : Status();
+  unread_ = !kept;
+  return kept;
+}
+
+// Caller holds the lock.
+Status PortWatch::save_locked() { return write_whole(file_, text_locked()); }
+
+// Caller holds the lock.
+std::string PortWatch::text_locked() const {
   Json j = {{"down", Json::array()}, {"prefer", nullptr}};
   for (const auto& key : down_) j["down"].push_back(text_of(key));
   if (preferred_) j["prefer"] = text_of(*preferred_);
-  return write_whole(file_, j.dump(1) + "\n");
+  return j.dump(1) + "\n";
 }
 
 std::vector<migr_links_port> PortWatch::changes_locked() {
@@ -211,6 +226,8 @@ Result<std::uint64_t> PortWatch::order(Order what, const std::string& device, st
   std::uint64_t serial;
   {
     std::lock_guard lock(mutex_);
+    if (unread_)
+      if (auto s = load_locked(); !s) return s.error();
     std::vector<Key> keys;
     std::string known;
     for (const auto& [key, p] : ports_) {

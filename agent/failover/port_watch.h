@@ -70,7 +70,9 @@ class PortWatch {
   /// Caller holds the lock. What is different from what was told.
   std::vector<migr_links_port> changes_locked();
   void tell(const std::vector<migr_links_port>& ports);
+  Status load_locked();
   Status save_locked();
+  std::string text_locked() const;
   /// nullopt: not known
   std::optional<bool> is_up(const std::string& netdev) const;
   void run();
@@ -83,6 +85,7 @@ class PortWatch {
   std::map<Key, Port> ports_;
   std::set<Key> down_;
   std::optional<Key> preferred_;
+  bool unread_ = false;  // the orders on disk: no other is taken until they can be read
   std::uint64_t serial_ = 0;
   std::mutex telling_;  // so that pushes come in order
   std::unique_ptr<Netlink> netlink_;

@@ -453,12 +453,12 @@ TEST_F(Peer, NumbersAreReleasedByTheHostThatTheirProcessWentTo) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EPERM);
   EXPECT_NE(s.error().text.find("b may not switch connections"), std::string::npos) << s.error().text;
-  EXPECT_TRUE(numbers_->away_at(who));
+  EXPECT_TRUE(*numbers_->away_at(who));
   wire::ReleaseRequest other;
   other.add_instances(std::string(sizeof(Instance), 'x'));
   EXPECT_TRUE(tell("b", &wire::Host::Stub::Release, other)) << "what is not known is no error";
   EXPECT_TRUE(tell("c", &wire::Host::Stub::Release, r));
-  EXPECT_FALSE(numbers_->away_at(who));
+  EXPECT_FALSE(*numbers_->away_at(who));
 }
 
 // It may have gone on from there, and of that nothing is known here.
@@ -469,7 +469,7 @@ TEST_F(Peer, OrByOneThatMaySwitchConnections) {
   wire::ReleaseRequest r;
   r.add_instances(who.data(), who.size());
   EXPECT_TRUE(tell("b", &wire::Host::Stub::Release, r));
-  EXPECT_FALSE(numbers_->away_at(who));
+  EXPECT_FALSE(*numbers_->away_at(who));
 }
 
 TEST_F(Peer, KeysAreForThoseWhoTakePart) {

@@ -126,6 +126,42 @@ TEST_F(ADestination, SinceABootNothingOfItIsHere) {
   EXPECT_EQ(tries(), 0);
 }
 
+// UNKNOWN would be taken for "never let run here".
+TEST_F(ADestination, OfARecordThatCannotBeReadItDoesNotSayThatItIsNotKnown) {
+  const std::string journal = config.state_dir + "/journal/destination", file = journal + "/" + migration_text(kId) + ".json";
+  const auto asked = [&](std::uint32_t id) {
+    HostService service(config, sessions, numbers, {&*host});
+    grpc::ServerContext ctx;
+    wire::Migration m;
+    m.set_id(id);
+    wire::OutcomeReply o;
+    const auto s = service.GetOutcome(&ctx, &m, &o);
+    EXPECT_EQ(o.outcome(), wire::UNKNOWN);
+    return s.error_code();
+  };
+  const auto start = [&] { host.reset(), host.emplace(config, sessions, peers, claims, numbers); };
+  for (const char* text : {"{", "{}"}) {
+    fs::create_directories(journal);
+    std::ofstream(file) << text;
+    for (int starts = 0; starts < 2; starts++) {
+      start();
+      EXPECT_EQ(asked(kId), grpc::INTERNAL) << text;
+      EXPECT_EQ(asked(kId + 1), grpc::OK);
+    }
+    fs::remove_all(journal);
+  }
+  start();
+  EXPECT_EQ(asked(kId), grpc::OK);
+  fs::create_symlink(file, file);
+  start();
+  EXPECT_EQ(asked(kId), grpc::INTERNAL);
+  EXPECT_TRUE(fs::is_symlink(file)) << "it may be read another time";
+  fs::remove_all(journal);
+  fs::create_symlink(journal, journal);
+  start();
+  EXPECT_EQ(asked(kId + 1), grpc::INTERNAL) << "nothing is known then";
+}
+
 // Its partners have switched, and wait for keys: they go on, and see that it has ended.
 TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
   kReconnectMs = 100;

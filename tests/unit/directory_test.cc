@@ -18,6 +18,7 @@
 #include <fstream>
 #include <set>
 
+#include "agent/file_tree.h"
 #include "agent/limits.h"
 
 namespace migr::directory_test {
@@ -89,6 +90,45 @@ TEST_F(DirectoryTest, SurvivesARestart) {
 TEST_F(DirectoryTest, AFileOfNonsenseIsAnEmptyDirectory) {
   std::ofstream(config.state_dir + "/moves.json") << R"([{"birth_gid": "zz"}, 5, {"vqpn": 1}])";
   EXPECT_TRUE(Directory(config).all().empty());
+}
+
+TEST_F(DirectoryTest, WhatIsDamagedIsKeptBesideTheRest) {
+  const std::string file = config.state_dir + "/moves.json";
+  { Directory d(config); move(d, kA, 17, 17, kB, 30); }
+  std::string text = *read_whole(file);
+  text.insert(text.find('{'), "{\"birth_gid\": 5}, ");
+  std::ofstream(file) << text;
+  for (int starts = 0; starts < 2; starts++) EXPECT_EQ(kA, Directory(config).at(kB, 30, 30).birth_gid());
+  EXPECT_EQ(*read_whole(file + ".bad"), text);
+}
+
+TEST_F(DirectoryTest, WhatCannotBeReadIsNotWrittenOver) {
+  const std::string file = config.state_dir + "/moves.json", there = config.state_dir + "/there";
+  { Directory d(config); move(d, kA, 17, 17, kB, 30); move(d, kA, 18, 18, kB, 31); }
+  std::filesystem::rename(file, there);
+  std::filesystem::create_symlink(file, file);
+  Directory d(config);
+  wire::MovesRequest r;
+  for (const auto& [gid, qpn] : {std::pair{kA, 18u}, {kC, 40u}}) {
+    auto* m = r.add_moves();
+    m->set_birth_gid(gid);
+    m->set_vqpn(qpn);
+    m->set_gid(kC);
+    m->set_pqpn(qpn);
+  }
+  for (auto& m : *r.mutable_moves()) m.set_instance(std::string(16, 'i'));
+  EXPECT_EQ(d.put(r).error().code, ELOOP);
+  EXPECT_EQ(2u, d.all().size()) << "it is known all the same";
+  EXPECT_FALSE(d.save_again());
+  EXPECT_TRUE(std::filesystem::is_symlink(file));
+  std::filesystem::rename(there, file);
+  EXPECT_TRUE(d.save_again());
+  Directory again(config);
+  for (Directory* x : {&d, &again}) {
+    EXPECT_EQ(3u, x->all().size());
+    EXPECT_EQ(kA, x->at(kB, 30, 30).birth_gid());
+    EXPECT_EQ(kA, x->at(kC, 18, 18).birth_gid()) << "it has gone on";
+  }
 }
 
 // As a coordinator does, of a process.

@@ -78,9 +78,11 @@ TEST(BornBook, KnowsToWhereAProcessHasGoneFromHere) {
 }
 
 TEST(BornBook, DamagedTextIsEmpty) {
-  BornBook book("{\"00\": {\"born\": \"x\"}, \"01\": 7, ");
-  EXPECT_EQ(book.text(), "{}");
-  EXPECT_EQ(BornBook("{\"00\": {\"born\": \"x\"}, \"01\": 7}").text(), "{}");
+  for (const char* text : {"", "[]", "{\"00\": {\"born\": \"x\"}, \"01\": 7, ", "{\"00\": {\"born\": \"x\"}, \"01\": 7}"}) {
+    EXPECT_TRUE(BornBook(text).damaged()) << text;
+    EXPECT_EQ(BornBook(text).text(), "{}");
+  }
+  EXPECT_FALSE(BornBook().damaged());
 }
 
 // A migrd that was started again does it once more.
@@ -251,15 +253,42 @@ TEST_F(Guests, WhatWasStoredKeepsItsNumbers) {
   EXPECT_EQ(text("born.json"), before);
 }
 
+TEST_F(Guests, WhatCannotBeReadIsAnErrorAndNotWrittenOver) {
+  for (const char* file : {"/born.json", "/guests.json"}) std::filesystem::create_symlink(dir + file, dir + file);
+  EXPECT_EQ(numbers.note_guest(a, {"first"}, 0).error().code, ELOOP);
+  EXPECT_FALSE(numbers.leave({a}));
+  EXPECT_FALSE(numbers.left(a, {}, "elsewhere"));
+  EXPECT_FALSE(numbers.arrive({a}, {10}));
+  EXPECT_FALSE(numbers.release({a}));
+  EXPECT_FALSE(numbers.births_of(a, {10}, true));
+  EXPECT_FALSE(numbers.born_here(a, {10}, true));
+  EXPECT_FALSE(numbers.away_at(a));
+  EXPECT_TRUE(numbers.guest_lives(a));
+  tick();
+  EXPECT_TRUE(told.empty());
+  for (const char* file : {"/born.json", "/guests.json"}) EXPECT_TRUE(std::filesystem::is_symlink(dir + file)) << file;
+}
+
+TEST_F(Guests, WhatIsDamagedIsKeptBesideTheRest) {
+  const std::string life = hex(a) + R"(": {"births": ["first"], "pid": 0, "life": ""})", guests = "{\"" + life + ", \"02\": 5}";
+  std::ofstream(dir + "/guests.json") << guests;
+  std::ofstream(dir + "/born.json") << "{";
+  EXPECT_EQ(*numbers.births_of(a, {}, false), std::vector<std::string>{"first"});
+  ASSERT_TRUE(numbers.arrive({a}, {10}));
+  EXPECT_EQ(text("guests.json.bad"), guests);
+  EXPECT_EQ(text("born.json.bad"), "{");
+  EXPECT_EQ(*numbers.births_of(a, {}, false), std::vector<std::string>{"first"}) << "the rest is there still";
+}
+
 TEST_F(Guests, BirthHostsAreThoseOfBeforeAndThisOneIfAnyWasBornHere) {
   using Hosts = std::vector<std::string>;
-  EXPECT_EQ(numbers.births_of(a, {10}, true), Hosts{"here"});
-  EXPECT_EQ(numbers.births_of(a, {}, true), Hosts());
+  EXPECT_EQ(*numbers.births_of(a, {10}, true), Hosts{"here"});
+  EXPECT_EQ(*numbers.births_of(a, {}, true), Hosts());
   ASSERT_TRUE(numbers.arrive({a}, {10}));
   ASSERT_TRUE(numbers.note_guest(a, {"first"}, getpid()));
-  EXPECT_EQ(numbers.births_of(a, {10}, false), Hosts{"first"});
-  EXPECT_EQ(numbers.births_of(a, {10, 20}, false), (Hosts{"first", "here"}));
-  EXPECT_EQ(numbers.born_here(a, {10, 20}, false), Vqpns{20});
+  EXPECT_EQ(*numbers.births_of(a, {10}, false), Hosts{"first"});
+  EXPECT_EQ(*numbers.births_of(a, {10, 20}, false), (Hosts{"first", "here"}));
+  EXPECT_EQ(*numbers.born_here(a, {10, 20}, false), Vqpns{20});
 }
 
 TEST(LifeOf, ANumberThatAnotherProcessGetsIsNotTheSame) {

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <sys/wait.h>
 
+#include <fstream>
+
 #include "link_library.h"
 
 namespace migr::port_watch_test {
@@ -205,6 +207,24 @@ TEST_F(Watch, AFileOfNonsenseIsNoOrder) {
     fclose(f);
     EXPECT_EQ(flags(*watch(), "rxe0"), 0u) << text;
   }
+}
+
+TEST_F(Watch, OrdersThatCannotBeReadAreNotWrittenOver) {
+  const std::string file = dir_.path + "/links.json", there = dir_.path + "/there";
+  ASSERT_TRUE(watch()->order(PortWatch::Order::kDown, "rxe0", 0));
+  std::filesystem::rename(file, there);
+  std::filesystem::create_symlink(file, file);
+  auto w = watch();
+  const auto s = w->order(PortWatch::Order::kPrefer, "rxe1", 0);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, ELOOP);
+  EXPECT_TRUE(std::filesystem::is_symlink(file));
+  std::filesystem::rename(there, file);
+  EXPECT_TRUE(w->order(PortWatch::Order::kPrefer, "rxe1", 0));
+  EXPECT_EQ(flags(*watch(), "rxe0"), MIGR_LINKS_PORT_DOWN_OPERATOR);
+  std::ofstream(file) << R"({"down": ["rxe0/1", 5], "prefer": null})";
+  EXPECT_EQ(flags(*watch(), "rxe0"), MIGR_LINKS_PORT_DOWN_OPERATOR);
+  EXPECT_TRUE(std::filesystem::exists(file + ".bad"));
 }
 
 // In a network namespace of its own, of which the loopback goes up and down, and a netdev that is not there yet. Exit
