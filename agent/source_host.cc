@@ -261,7 +261,6 @@ void SourceHost::tell_settled(std::uint32_t id, const Entry& e) const {
 // Finishes what was committed, takes back what was not.
 void SourceHost::settle(std::uint32_t id) {
   const LogScope log(id);
-  std::unique_ptr<DestinationLink> destination;
   const auto began = std::chrono::steady_clock::now();
   for (;;) {
     auto e = entry(id);
@@ -270,10 +269,11 @@ void SourceHost::settle(std::uint32_t id) {
       std::lock_guard lock(mutex_);
       entries_[id].waits_for = what;
     };
-    if (!destination)
-      if (auto d = to_destination_(e->record.destination())) destination = std::move(*d);
+    // Each time anew: a link goes on with the certificate that it began with.
+    const auto link = to_destination_(e->record.destination());
+    DestinationLink* const destination = link ? link->get() : nullptr;
     Status s;
-    if (!e->known && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination.get())) {
+    if (!e->known && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination)) {
       say("stands still: " + e->record.destination() + " was told to let it run and does not " +
           (may_be_forgotten(e->record) ? "say any more what became of that: if it runs there --commit --force, if it never will --rollback --force" : "answer; is asked again and again"));
       s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
@@ -286,7 +286,7 @@ void SourceHost::settle(std::uint32_t id) {
       if (!e) return;
       const bool forward = e->record.outcome() == wire::COMMITTED;
       say(forward ? "runs on " + e->record.destination() + "; what is left here goes" : "goes back");
-      s = forward ? finish(id, *e, destination.get()) : take_back(id, *e, destination.get());
+      s = forward ? finish(id, *e, destination) : take_back(id, *e, destination);
       if (s) {
         e->record.set_settled(true);
         e->settling = false;

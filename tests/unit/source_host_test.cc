@@ -170,7 +170,13 @@ struct ASource : ::testing::Test {
   Numbers numbers{config};
   Directory directory{config};
   std::promise<wire::Summary> end;
-  SourceHost host{config, sessions, claims, numbers, directory, [this](const std::string&) -> Result<std::unique_ptr<DestinationLink>> { return std::unique_ptr<DestinationLink>(new FakeDestination(destination)); }, [](const std::string& name) { return Error{ENOENT, name}; }};
+  std::atomic<int> links = 0;  // to the destination
+  const SourceHost::ToDestination to_destination = [this](const std::string&) -> Result<std::unique_ptr<DestinationLink>> {
+    links++;
+    return std::unique_ptr<DestinationLink>(new FakeDestination(destination));
+  };
+  const SourceHost::ToPartner to_partner = [](const std::string& name) { return Error{ENOENT, name}; };
+  SourceHost host{config, sessions, claims, numbers, directory, to_destination, to_partner};
 };
 
 TEST_F(ASource, RemovesWhatWasCommitted) {
@@ -712,6 +718,18 @@ TEST_F(ASource, WhatTheDestinationMayHaveForgottenIsForTheOperatorToDecide) {
   EXPECT_TRUE(host.order(kId, wire::COMMITTED, true));
   EXPECT_TRUE(settled().migrated());
   EXPECT_FALSE(there());
+}
+
+// Its certificate may have been replaced since.
+TEST_F(ASource, ReachesADestinationThatIsSilentByANewLinkEachTime) {
+  auto r = record(wire::COMMITTED);
+  r.set_begun_s(unix_now());
+  destination.told_to_commit = [] {};
+  begin(r);
+  for (int ms = 0; ms < 10'000 && destination.asked < 4; ms += 10) usleep(10'000);
+  EXPECT_GE(links, 4);
+  EXPECT_TRUE(host.order(kId, wire::UNDONE, true));
+  settled();
 }
 
 // ---- how long it is kept
