@@ -236,8 +236,13 @@ bool DestinationHost::runs_after_all(const Job& job) const {
   return !restore_runs(job.dir) && state && state->status == "running" && is_here(job);
 }
 
-DestinationHost::~DestinationHost() {
+bool DestinationHost::end() {
   ends_ = true;
+  return jobs_.end();
+}
+
+DestinationHost::~DestinationHost() {
+  (void)end();
   for (const auto& j : jobs_.all()) j->opens.end();
 }
 
@@ -1050,7 +1055,7 @@ void DestinationHost::left_alone(const JobPtr& job) {
     std::lock_guard work(job->work);
     (void)abort(*job, why);
   };
-  for (LeasedJob::Pace pace; !job->finished; pace.wait(*job)) {
+  for (LeasedJob::Pace pace; !job->finished && !jobs_.ends(); pace.wait(*job, jobs_.ends())) {
     if (job->left) {
       back("");
       continue;

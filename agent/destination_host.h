@@ -55,6 +55,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
 
   /// Undoes what is open; committed containers go on.
   void shutdown();
+  /// Asks nobody any more. When nobody calls, and before what it calls goes. @return false: it goes on, in a call that takes longer
+  bool end();
 
  private:
   struct Job;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "authorization.h"
+#include "detached_threads.h"
 #include "fault.h"
 #include "journal.h"
 #include "limits.h"
@@ -51,9 +52,9 @@ struct LeasedJob {
    public:
     bool patient() const { return Clock::now() < until_; }
     /// Not for the first word of the operator; but if that did not help the next try is no earlier than others.
-    void wait(const LeasedJob& job) {
+    void wait(const LeasedJob& job, const std::atomic<bool>& ends) {
       const int ms = patient() ? kResolveStepMs : kResolveSlowMs;
-      for (int waited = 0; waited < ms; waited += 100) {
+      for (int waited = 0; waited < ms && !ends; waited += 100) {
         if (job.ordered != wire::UNKNOWN && !std::exchange(told_, true)) return;
         usleep(100'000);
       }
@@ -150,19 +151,23 @@ class LeasedJobs {
         continue;
       }
       if (job->renewed() || job->alone.exchange(true)) continue;
-      std::thread([job, left_alone] {
+      threads_.start([job, left_alone] {
         const LogScope log(job->id);
         spdlog::warn("{} is silent", job->source);
         left_alone(job);
         job->alone = false;
-      }).detach();
+      });
     }
   }
+  /// Of who was left alone.
+  const std::atomic<bool>& ends() const { return threads_.ends(); }
+  bool end() { return threads_.end(); }
 
  private:
   mutable std::mutex mutex_;
   std::map<std::uint32_t, Ptr> jobs_;
   Unread unread_;
+  DetachedThreads threads_;
 };
 
 }  // namespace migr

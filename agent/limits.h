@@ -91,6 +91,7 @@ inline constexpr int kTrafficKeepMs = 600'000;
 inline constexpr std::size_t kTrafficSamples = 240;  // of a report: more of them are taken together
 inline constexpr int kGuestsMs = 2'000;              // how often a host looks whether guests have ended
 inline constexpr int kProgressSteps = 20;            // the longer a phase, the rarer are words of how far it is: after a 20th more
+inline constexpr int kEndsMs = 3'000;                // of a migrd that was told to end: for what each role has begun
 inline constexpr int kStandsStillStatus = 71;        // exit status of a migrd whose coordinator does not get on
 // Copying less than this ahead of the stop takes longer than it saves.
 inline constexpr std::uint64_t kPreCopyFromBytes = 64ull << 20;

@@ -535,7 +535,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
     std::lock_guard work(job->work);
     if (auto s = rollback(*job); !s) spdlog::error("{}", s.error().text);
   };
-  for (LeasedJob::Pace pace; job->get() == wire::OPEN; pace.wait(*job)) {
+  for (LeasedJob::Pace pace; job->get() == wire::OPEN && !jobs_.ends(); pace.wait(*job, jobs_.ends())) {
     if (job->ordered == wire::UNDONE || job->aborting) {
       back();
       continue;

@@ -47,6 +47,8 @@ class PartnerHost final : public wire::Partner::Service, public Role {
   bool claims(const Instance& i) override { return claims_.holder(i); }
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
+  /// As a destination.
+  bool end() { return jobs_.end(); }
 
  private:
   struct Process;

@@ -209,7 +209,7 @@ void SourceHost::settle_later(std::uint32_t id, bool ended) {
     if (e->second.record.settled() || e->second.settling) return;
     e->second.settling = true;
   }
-  std::thread([this, id] { settle(id); }).detach();
+  threads_.start([this, id] { settle(id); });
 }
 
 // Committed, and the destination has not said yet that it runs there. @return the outcome is known, and written down
@@ -262,7 +262,7 @@ void SourceHost::tell_settled(std::uint32_t id, const Entry& e) const {
 void SourceHost::settle(std::uint32_t id) {
   const LogScope log(id);
   const auto began = std::chrono::steady_clock::now();
-  for (;;) {
+  while (!threads_.ends()) {
     auto e = entry(id);
     if (!e || e->record.settled()) return;
     auto say = [&](const std::string& what) {
@@ -305,7 +305,7 @@ void SourceHost::settle(std::uint32_t id) {
       spdlog::error("{}: {}", e->record.container(), s.error().text);
     }
     const bool patient = std::chrono::steady_clock::now() - began < std::chrono::milliseconds(kResolveMs);
-    for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0; ms -= 100) {
+    for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0 && !threads_.ends(); ms -= 100) {
       usleep(100'000);
       if (auto now = entry(id); now && !now->known && now->ordered != wire::UNKNOWN) break;
     }

@@ -13,6 +13,7 @@
 #include "config.h"
 #include "coordinator.h"
 #include "course.h"
+#include "detached_threads.h"
 #include "directory.h"
 #include "fault.h"
 #include "host_service.h"
@@ -50,6 +51,9 @@ class SourceHost final : public Role {
   void settle_recovered();
   /// The same for one that ended here without being settled.
   void settle_later(std::uint32_t id, bool ended);
+  /// Nothing is settled any more: the next migrd finds it. When nobody begins anything here, and before what it calls goes.
+  /// @return false: it goes on, in a call that takes longer
+  bool end() { return threads_.end(); }
 
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status readable(std::uint32_t id) override { return unread_.of(id); }
@@ -107,6 +111,7 @@ class SourceHost final : public Role {
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> entries_;
   std::map<std::string, std::weak_ptr<Course>> busy_;  // by the container
+  DetachedThreads threads_;                            // last: they use all of this
 };
 
 /// One migration away from here.

@@ -732,6 +732,23 @@ TEST_F(ASource, ReachesADestinationThatIsSilentByANewLinkEachTime) {
   settled();
 }
 
+TEST_F(ASource, EndsWithAllThatItHasBegun) {
+  auto r = record(wire::COMMITTED);
+  r.set_begun_s(unix_now());
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(kId, r));
+  destination.told_to_commit = [] {};
+  std::optional<SourceHost> other(std::in_place, config, sessions, claims, numbers, directory, to_destination, to_partner);
+  other->recover();
+  other->settle_recovered();
+  for (int ms = 0; ms < 10'000 && links < 2; ms += 10) usleep(10'000);
+  const auto began = std::chrono::steady_clock::now();
+  other.reset();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(2));
+  const int before = links;
+  usleep(5 * static_cast<useconds_t>(kResolveStepMs) * 1000);
+  EXPECT_EQ(links, before) << "it goes on with what is not there any more";
+}
+
 // ---- how long it is kept
 
 TEST_F(ASource, WhatIsSettledIsForgottenAfterAWhile) {
