@@ -44,6 +44,9 @@ bool restore_runs(const std::string& dir) { return !restorers(dir).empty(); }
 // Where it is not loaded somebody else says so.
 Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 
+// Of a stream: to Read() a message that cannot be read is the end, and the context does not tell either.
+Status not_whole() { return Error{EIO, "a message of what was sent could not be read, or its end is missing"}; }
+
 constexpr int kKilled = 128;  // and more: exit status of a Child that a signal has ended
 
 constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
@@ -363,10 +366,13 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
       if (!d.empty()) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
     TreeWriter bundle(job->bundle), images(job->images());
+    bool whole = !chunk.tells_last() || chunk.last();
     while (reader->Read(&chunk)) {
       TreeWriter& w = chunk.file().tree() == wire::FileChunk::BUNDLE ? bundle : images;
       if (auto s = w.write(chunk.file()); !s) return s;
+      whole = whole || chunk.last();
     }
+    if (!whole) return not_whole();
     if (auto s = bundle.finish(); !s) return s;
     if (auto s = images.finish(); !s) return s;
     if (auto s = address_can_move(config_, job->bundle); !s) return s;
@@ -481,10 +487,13 @@ grpc::Status DestinationHost::Upload(grpc::ServerContext* ctx, grpc::ServerReade
     const std::string folder = chunk.pre_copy_round() ? job.dir + "/" + pre_copy_dir(chunk.pre_copy_round()) : job.images();
     if (mkdir(folder.c_str(), 0700) && errno != EEXIST) return sys_error("making " + folder);
     TreeWriter w(folder);
+    bool whole = !chunk.tells_last() || chunk.last();
     while (reader->Read(&chunk)) {
       if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
       if (auto s = w.write(chunk.file()); !s) return s;
+      whole = whole || chunk.last();
     }
+    if (!whole) return not_whole();
     if (auto s = w.finish(); !s) return s;
     out->set_bytes(w.bytes());
     out->set_files(w.files());
@@ -501,7 +510,7 @@ grpc::Status DestinationHost::UploadChanges(grpc::ServerContext* ctx, grpc::Serv
     if (root->empty()) return Error{EINVAL, "changes of a root filesystem that is read-only, or not in its bundle"};
     const std::string folder = job.bundle + "/" + *root;
     std::map<std::string, wire::TreeName> names;
-    bool all_named = false;
+    bool all_named = false, whole = !chunk.tells_last();
     TreeWriter w(folder);
     do {
       if (job.aborting) return Error{ECANCELED, "the migration was undone here"};
@@ -510,10 +519,12 @@ grpc::Status DestinationHost::UploadChanges(grpc::ServerContext* ctx, grpc::Serv
       if (chunk.all_named() && !all_named)
         if (auto s = remove_others(folder, names); !s) return s;
       all_named = all_named || chunk.all_named();
+      whole = whole || chunk.last();
       if (!chunk.has_file()) continue;
       if (!all_named) return Error{EINVAL, "files before all names"};
       if (auto s = w.write(chunk.file()); !s) return s;
     } while (reader->Read(&chunk));
+    if (!whole) return not_whole();
     if (!all_named) return Error{EINVAL, "UploadChanges without all names"};
     if (auto s = w.finish(); !s) return s;
     out->set_bytes(w.bytes());

@@ -60,6 +60,24 @@ class RpcTrial final : public PathTrial {
 // A host that does not know the migration (any more) has nothing to take back.
 Status gone_is_done(Status s) { return !s && s.error().code == ENOENT ? Status() : s; }
 
+// To the other host a message that it cannot read is the end of a stream: so the last one says that it is.
+template <class Chunk>
+struct WholeStream {
+  std::unique_ptr<grpc::ClientWriter<Chunk>> to;
+  Chunk chunk{};  // the next message, held back until it is known whether another one comes
+  bool open = true;
+  Chunk& next() {
+    open = open && to->Write(chunk);
+    return chunk;
+  }
+  grpc::Status end(bool whole) {
+    chunk.set_last(whole);
+    if (whole) next();
+    to->WritesDone();
+    return to->Finish();
+  }
+};
+
 }  // namespace
 
 std::unique_ptr<PathTrial> trial_of_peer(wire::Host::Stub& host, const std::string& name) { return std::make_unique<RpcTrial>(host, name); }
@@ -104,25 +122,24 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
   set_deadline(ctx, kPrepareMs);
   name_migration(ctx);
   wire::PrepareReply reply;
-  auto writer = stub_.Prepare(&ctx, &reply);
-  wire::PrepareChunk first;
-  *first.mutable_header() = h;
-  bool open = writer->Write(first);
-  wire::PrepareChunk chunk;
+  WholeStream<wire::PrepareChunk> stream{stub_.Prepare(&ctx, &reply)};
+  *stream.chunk.mutable_header() = h;
+  stream.chunk.set_tells_last(true);
   auto send = [&](const wire::FileChunk& c) {
+    auto& chunk = stream.next();
+    chunk.clear_header();
     *chunk.mutable_file() = c;
     total.add(c);
-    return open = open && writer->Write(chunk);
+    return stream.open;
   };
   Status read;
   if (!shared_ && !root_.empty() && bundle_.empty())
     read = send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_);
   else if (!shared_ && !h.bundle().empty())
     read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
-  if (read && open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
+  if (read && stream.open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
-  writer->WritesDone();
-  const Status s = from_grpc(writer->Finish(), name_, advice_on(kPrepareMs));
+  const Status s = from_grpc(stream.end(bool(read)), name_, advice_on(kPrepareMs));
   if (!read) return read.error();
   if (!s) return s.error();
   return reply;
@@ -138,21 +155,19 @@ Status RpcDestination::upload(std::uint32_t id, const std::string& folder, unsig
   name_migration(ctx);
   wire::UploadReply reply;
   const auto began = std::chrono::steady_clock::now();
-  auto writer = stub_.Upload(&ctx, &reply);
-  wire::UploadChunk chunk;
-  chunk.set_id(id);
-  chunk.set_pre_copy_round(pre_copy_round);
-  bool open = writer->Write(chunk);
+  WholeStream<wire::UploadChunk> stream{stub_.Upload(&ctx, &reply)};
+  stream.chunk.set_id(id);
+  stream.chunk.set_pre_copy_round(pre_copy_round);
+  stream.chunk.set_tells_last(true);
   std::uint64_t sent = 0;
   Status read = send_tree(folder, wire::FileChunk::IMAGES, UINT64_MAX, [&](const wire::FileChunk& c) {
-    *chunk.mutable_file() = c;
+    *stream.next().mutable_file() = c;
     total.add(c);
     sent += c.data().size();
-    return open = open && writer->Write(chunk);
+    return stream.open;
   }, written);
   if (!read) ctx.TryCancel();
-  writer->WritesDone();
-  const Status s = from_grpc(writer->Finish(), name_);
+  const Status s = from_grpc(stream.end(bool(read)), name_);
   if (!read) return read;
   if (!s && s.error().code == ETIMEDOUT) {
     const auto took_s = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() - began).count();
@@ -175,31 +190,28 @@ Status RpcDestination::upload_changes(std::uint32_t id, Sent& total) {
   set_deadline(ctx, kUploadMs);
   name_migration(ctx);
   wire::UploadReply reply;
-  auto writer = stub_.UploadChanges(&ctx, &reply);
-  wire::ChangesChunk chunk;
-  chunk.set_id(id);
-  bool open = true;
+  WholeStream<wire::ChangesChunk> stream{stub_.UploadChanges(&ctx, &reply)};
+  stream.chunk.set_id(id);
+  stream.chunk.set_tells_last(true);
   std::size_t bytes = 0;
   for (const auto& [name, t] : *names) {
-    *chunk.add_names() = t;
+    *stream.chunk.add_names() = t;
     if ((bytes += name.size()) < kChunkBytes / 2) continue;
-    open = open && writer->Write(chunk);
-    chunk.clear_names();
+    stream.next().clear_names();
     bytes = 0;
   }
-  chunk.set_all_named(true);
-  open = open && writer->Write(chunk);
-  chunk.Clear();
+  stream.chunk.set_all_named(true);
   std::uint64_t sent = 0;
   const Status read = stored ? Status() : send_changes(folder, wire::FileChunk::BUNDLE, kBundleBytes, [&](const wire::FileChunk& c) {
+    auto& chunk = stream.next();
+    chunk.clear_names();
     *chunk.mutable_file() = c;
     total.add(c);
     sent += c.data().size();
-    return open = open && writer->Write(chunk);
+    return stream.open;
   }, sent_, root_ + "/");
   if (!read) ctx.TryCancel();
-  writer->WritesDone();
-  const Status s = from_grpc(writer->Finish(), name_, advice_on(kUploadMs));
+  const Status s = from_grpc(stream.end(bool(read)), name_, advice_on(kUploadMs));
   if (!read) return read;
   if (s && reply.bytes() != sent)
     return Error{EIO, name_ + ": " + std::to_string(reply.bytes()) + " bytes of what has changed arrived, " + std::to_string(sent) + " were sent"};

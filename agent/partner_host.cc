@@ -240,7 +240,6 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           p->set_index(static_cast<std::uint32_t>(i));
           p->set_instance(session->instance().data(), session->instance().size());
           p->set_pid(session->pid());
-          p->set_comm(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm));
           p->set_ctx_id(c.rec.ctx_id);
           p->set_vqpn(q.vqpn);
           p->set_pqpn(q.pqpn);

@@ -305,6 +305,17 @@ TEST(Text, NamesOfOthersSteerNoTerminal) {
   expect_harmless(history_text({past}));
 }
 
+// A comm may be cut in the middle of a character.
+TEST(Text, NamesMayBeOfAnyBytes) {
+  wire::LinksReply r, read;
+  auto* p = r.add_processes();
+  p->set_comm("caf\xc3");
+  p->add_without()->set_why("of caf\xe9");
+  ASSERT_TRUE(read.ParseFromString(r.SerializeAsString()));
+  EXPECT_NE(links_text(read).find("(caf\xc3)"), std::string::npos);
+  EXPECT_NE(links_json(read).dump(-1, ' ', false, Json::error_handler_t::replace).find("\"comm\":\"caf\xef\xbf\xbd\""), std::string::npos);
+}
+
 TEST(Text, CountsAndBytesFitIntoTheirColumns) {
   EXPECT_EQ(short_count(99'999), "99999");
   EXPECT_EQ(short_count(100'000), "100k");

@@ -523,7 +523,8 @@ TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
   const auto put = [](const std::string& path, const std::string& text) { std::ofstream(path) << text; };
   fs::create_directories(rootfs + "/data/sub");
   put(bundle + "/config.json", R"({"root": {"path": "rootfs"}})");
-  for (const char* f : {"/kept", "/changed", "/data/kept"}) put(rootfs + f, "then");
+  for (const char* f : {"/kept", "/changed", "/data/kept", "/caf\xe9"}) put(rootfs + f, "then");
+  fs::create_symlink("caf\xe9", rootfs + "/link");
   sockaddr_un at{};
   at.sun_family = AF_UNIX;
   std::strcpy(at.sun_path, (rootfs + "/socket").c_str());
@@ -540,8 +541,8 @@ TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
     ASSERT_TRUE(keeps.ready(kId) && keeps.commit(kId));
   }
   const auto changes = [&] {
-    fs::remove(rootfs + "/kept");
-    for (const char* f : {"/changed", "/new", "/data/new", "/data/sub/new"}) put(rootfs + f, "now");
+    for (const char* f : {"/kept", "/caf\xe9", "/link"}) fs::remove(rootfs + f);
+    for (const char* f : {"/changed", "/new", "/data/new", "/data/sub/new", "/new\xe9"}) put(rootfs + f, "now");
     fs::create_directories(rootfs + "/newer/below");
     put(bundle + "/beside", "now");
   };
@@ -556,8 +557,8 @@ TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
   changes();
   auto s = restored(1);
   ASSERT_TRUE(s) << s.error().text;
-  for (const char* f : {"/kept", "/changed", "/data/kept"}) EXPECT_EQ(text_of(rootfs + f), "then") << f;
-  for (const char* f : {"/new", "/data/new", "/data/sub/new", "/newer"}) EXPECT_FALSE(fs::exists(rootfs + f)) << f;
+  for (const char* f : {"/kept", "/changed", "/data/kept", "/caf\xe9", "/link"}) EXPECT_EQ(text_of(rootfs + f), "then") << f;
+  for (const char* f : {"/new", "/data/new", "/data/sub/new", "/newer", "/new\xe9"}) EXPECT_FALSE(fs::exists(rootfs + f)) << f;
   EXPECT_TRUE(fs::is_directory(rootfs + "/data/sub"));
   EXPECT_TRUE(fs::is_socket(rootfs + "/socket")) << "none is stored";
   EXPECT_TRUE(fs::exists(bundle + "/beside")) << "the container cannot have written it";
@@ -568,6 +569,39 @@ TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
   ASSERT_TRUE(s) << s.error().text;
   EXPECT_EQ(text_of(rootfs + "/changed"), "then");
   EXPECT_TRUE(fs::exists(rootfs + "/new"));
+}
+
+// To who reads them a message that cannot be read is the end.
+TEST_F(ARestore, BeginsWhenAllHasCome) {
+  std::ofstream(root + "/bundle/config.json") << R"({"root": {"path": "rootfs"}})";
+  fs::create_directories(root + "/bundle/rootfs");
+  const std::string why = "a message of what was sent could not be read, or its end is missing";
+  first.mutable_header()->set_later(true);
+  first.set_tells_last(true);
+  EXPECT_EQ(prepare("").error_message(), why);
+  first.mutable_header()->set_id(kId + 1);
+  first.set_last(true);
+  ASSERT_TRUE(prepare("").ok());
+  const auto stub = wire::Destination::NewStub(server->InProcessChannel({}));
+  wire::UploadReply out;
+  const auto send = [&](auto chunk, auto method) {
+    grpc::ClientContext ctx;
+    const auto writer = method(&ctx);
+    writer->Write(chunk);
+    writer->WritesDone();
+    return writer->Finish().error_message();
+  };
+  wire::UploadChunk images;
+  wire::ChangesChunk changes;
+  images.set_id(kId + 1), changes.set_id(kId + 1);
+  changes.set_all_named(true);
+  for (const bool tells : {false, true})
+    for (const bool last : {false, true}) {
+      images.set_tells_last(tells), changes.set_tells_last(tells);
+      images.set_last(last), changes.set_last(last);
+      EXPECT_EQ(send(images, [&](auto* ctx) { return stub->Upload(ctx, &out); }), tells && !last ? why : "");
+      EXPECT_EQ(send(changes, [&](auto* ctx) { return stub->UploadChanges(ctx, &out); }), tells && !last ? why : "");
+    }
 }
 
 TEST_F(ADestination, WhatIsOpenStaysAsItIs) {

@@ -28,9 +28,11 @@ struct FakeHost final : wire::Host::Service {
 
 struct FakePartner final : wire::Partner::Service {
   bool has_any = true;
+  std::string busy;
   int keys = 0;
   grpc::Status Find(grpc::ServerContext*, const wire::FindRequest*, wire::FindReply* out) override {
     if (has_any) out->add_qps()->set_pqpn(7);
+    if (!busy.empty()) out->add_busy()->set_who(busy);
     return grpc::Status::OK;
   }
   grpc::Status Keys(grpc::ServerContext*, const wire::KeysRequest* r, wire::KeysReply*) override {
@@ -56,7 +58,12 @@ struct FakeDestination final : wire::Destination::Service {
   }
   grpc::Status Prepare(grpc::ServerContext*, grpc::ServerReader<wire::PrepareChunk>* reader, wire::PrepareReply*) override {
     wire::PrepareChunk c;
-    while (reader->Read(&c)) prepared.insert(c.file().name());
+    ends = 0;
+    for (bool tells = false; reader->Read(&c); prepared.insert(c.file().name())) {
+      EXPECT_EQ(ends, 0) << "nothing comes after it";
+      tells = tells || c.tells_last();
+      ends += tells && c.last();
+    }
     return grpc::Status::OK;
   }
   grpc::Status Check(grpc::ServerContext*, const wire::CheckRequest* r, wire::CheckReply* out) override {
@@ -67,12 +74,17 @@ struct FakeDestination final : wire::Destination::Service {
   std::string here;  // the folder that it has, too
   bool has_address = false;
   int asked_for_changes = 0;
+  int ends = 0;  // that were told
   std::set<std::string> prepared, named, changed;
   grpc::Status UploadChanges(grpc::ServerContext*, grpc::ServerReader<wire::ChangesChunk>* reader, wire::UploadReply* out) override {
     wire::ChangesChunk c;
-    bool all = false;
+    bool all = false, tells = false;
     asked_for_changes++;
+    ends = 0;
     while (reader->Read(&c)) {
+      EXPECT_EQ(ends, 0) << "nothing comes after it";
+      tells = tells || c.tells_last();
+      ends += tells && c.last();
       EXPECT_FALSE(all && c.names_size());
       EXPECT_FALSE(!all && c.has_file());
       for (const auto& n : c.names()) named.insert(n.name());
@@ -126,6 +138,13 @@ TEST_F(LinksToPeers, WhoHasNoPartnerMayHaveAnyVersion) {
   EXPECT_EQ(host.asked, 0);
 }
 
+TEST_F(LinksToPeers, NamesMayBeOfAnyBytes) {
+  partner.busy = "process 7 (caf\xc3) on peer";
+  const auto found = RpcPartner(channel, "peer").find({});
+  ASSERT_TRUE(found) << found.error().text;
+  EXPECT_EQ(found->busy(0).who(), partner.busy);
+}
+
 TEST_F(LinksToPeers, KeysOfAMillionRegionsGetThrough) {
   const auto reply = RpcDestination(channel, "dst").rebind(1);
   ASSERT_TRUE(reply) << reply.error().text;
@@ -177,6 +196,7 @@ TEST_F(LinksOfAContainer, WhatAContainerMayWriteToIsSentAgain) {
   auto prepared = link.prepare(h, images, sent);
   ASSERT_TRUE(prepared) << prepared.error().text;
   EXPECT_TRUE(destination.prepared.contains("rootfs/gone"));
+  EXPECT_EQ(destination.ends, 1);
   ASSERT_TRUE(link.bundle_changes());
   std::filesystem::remove(bundle + "/rootfs/gone");
   std::ofstream(bundle + "/rootfs/d/f") << "new";
@@ -184,6 +204,7 @@ TEST_F(LinksOfAContainer, WhatAContainerMayWriteToIsSentAgain) {
   EXPECT_TRUE(s) << s.error().text;
   EXPECT_EQ(destination.named, (std::set<std::string>{"d", "d/f"}));
   EXPECT_TRUE(destination.changed.contains("d/f"));
+  EXPECT_EQ(destination.ends, 1);
   std::ofstream(bundle + "/config.json") << R"({"root": {"path": "rootfs", "readonly": true}})";
   ASSERT_TRUE(link.prepare(h, images, sent));
   EXPECT_FALSE(link.bundle_changes());

@@ -26,6 +26,7 @@ namespace {
 constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
 constexpr char kDevice[] = "mlx5_0";
 std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_DRIVER_RXE;
+const char* comm = "partner";
 bool loaded = true;
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
@@ -41,7 +42,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
   c.rec.pid = static_cast<__u32>(getpid());
   c.rec.flags = recorded_flags;
-  std::strcpy(c.rec.comm, "partner");
+  std::strcpy(c.rec.comm, comm);
   std::strcpy(c.rec.ibdev, kDevice);
   return std::vector{c};
 }
@@ -215,6 +216,21 @@ TEST_F(AnEnd, OnAnotherFamilyOfDevicesIsRefusedByName) {
   EXPECT_TRUE(find(kRts, out).ok());
   EXPECT_EQ(out.qps_size(), 1);
   driver = RDMA_DRIVER_RXE;
+}
+
+// Another program of that host would be found by nobody, either.
+TEST_F(AnEnd, WhoseNameIsOfAnyBytesIsFound) {
+  comm = "caf\xc3";
+  wire::FindReply out;
+  grpc::Status s = find(kRts, out);
+  EXPECT_TRUE(s.ok()) << s.error_message();
+  EXPECT_EQ(out.qps_size(), 1);
+  EXPECT_EQ(claims.take({{sessions.by_pid(getpid())->instance(), getpid()}}, 7), 0u);
+  s = find(kRts, out);
+  EXPECT_TRUE(s.ok()) << s.error_message();
+  ASSERT_EQ(out.busy_size(), 1);
+  EXPECT_EQ(out.busy(0).who(), "process " + std::to_string(getpid()) + " (caf\xc3) on peer");
+  comm = "partner";
 }
 
 TEST_F(AnEnd, WhoseLibraryWasRefusedIsRefusedWithTheReason) {

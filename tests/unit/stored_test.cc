@@ -22,6 +22,7 @@
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
+#include "agent/manifest.h"
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
 #include "agent/room.h"
@@ -162,6 +163,23 @@ TEST_F(Stored, WhatIsWrittenUntilTheStopIsKept) {
   EXPECT_EQ(first_line_of(dir() + "/bundle/rootfs/log"), "after");
   EXPECT_FALSE(fs::exists(dir() + "/bundle/rootfs/gone"));
   EXPECT_TRUE(fs::exists(dir() + "/bundle/config.json"));
+}
+
+TEST_F(Stored, NamesMayBeOfAnyBytes) {
+  info.bundle = root + "/bundle";
+  fs::create_directories(info.bundle + "/rootfs");
+  put(info.bundle + "/config.json", R"({"root": {"path": "rootfs"}})");
+  put(info.bundle + "/rootfs/caf\xe9", "x");
+  KeepingDestination d(dir(), info);
+  wire::PrepareHeader h;
+  h.set_bundle(info.bundle);
+  ASSERT_TRUE(d.prepare(h, root + "/from/images", bytes));
+  ASSERT_TRUE(d.upload_changes(1, bytes));
+  ASSERT_TRUE(d.ready(1));
+  ASSERT_TRUE(d.commit(1));
+  const auto names = read_root_names(dir());
+  ASSERT_TRUE(names) << names.error().text;
+  EXPECT_TRUE(names->contains("caf\xe9"));
 }
 
 TEST_F(Stored, WhatCannotBeWrittenToIsCopiedOnce) {
