@@ -213,7 +213,7 @@ void DestinationHost::take_up(const JobPtr& job) {
   if (job->get() == wire::OPEN && job->record.told()) {
     spdlog::warn("migrd ended while {} was let run here", job->container);
     if (job->socket->listening()) (void)job->socket->tell(MIGR_RC_COMMIT, kProcessMs);
-    if (runs_after_all(*job)) {
+    if (ran_after_all(*job)) {
       job->outcome = wire::COMMITTED;
       (void)save(*job);
     }
@@ -232,11 +232,16 @@ void DestinationHost::take_up(const JobPtr& job) {
   open_network(*job, "attach");
 }
 
-// The plugin was told to let it run, and its answer is not known: when the restore has ended it can be seen. Caller holds job.work.
-bool DestinationHost::runs_after_all(const Job& job) const {
+// The plugin was told to let it run, and its answer is not known: when the restore has ended it can be seen. One that fails takes its
+// container away, so what is here has run, though it may have ended since: the source must not run it again. Caller holds job.work.
+bool DestinationHost::ran_after_all(Job& job) const {
   for (const auto until = Clock::now() + std::chrono::milliseconds(kProcessMs); restore_runs(job.dir) && Clock::now() < until;) usleep(50'000);
+  if (restore_runs(job.dir)) return false;
+  const int status = job.child.running() ? -1 : job.child.status();  // < 0: an earlier migrd has begun it
+  if (!status) return true;
+  if (status < 0 && !bare_pid(job.container)) return is_here(job);
   const auto state = runc_.state(job.container);
-  return !restore_runs(job.dir) && state && state->status == "running" && is_here(job);
+  return state && state->status == "running" && is_here(job);
 }
 
 bool DestinationHost::end() {
@@ -589,8 +594,8 @@ Status DestinationHost::commit(Job& job) {
     constexpr int kAnswerMs = 10'000;
     const Status s = job.socket->tell(MIGR_RC_COMMIT, kAnswerMs);
     const bool no_answer = !s && (s.error().code == ETIMEDOUT || s.error().code == ECONNRESET);
-    if (!no_answer || !runs_after_all(job)) return with_log(job, s);
-    spdlog::warn("{}, but {} runs", s.error().text, job.container);
+    if (!no_answer || !ran_after_all(job)) return with_log(job, s);
+    spdlog::warn("{}, but {} was restored", s.error().text, job.container);
     return {};
   };
   if (auto s = let_run(); !s) {

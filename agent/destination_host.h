@@ -78,7 +78,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);
   static std::set<std::uint32_t> contexts_of(const Job& job, std::size_t i);
   bool has_ended(const Job& job, std::size_t i) const;
-  bool runs_after_all(const Job& job) const;
+  bool ran_after_all(Job& job) const;
   void hold(const Job& job);
   void tell_moves(const Job& job, bool datagrams);
   Status resume(Job& job);

@@ -24,6 +24,7 @@
 #include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "agent/links.h"
+#include "migr/restore_control.h"
 #include "agent/process.h"
 #include "agent/stored.h"
 
@@ -306,6 +307,23 @@ TEST_F(AnOpenOne, IsTakenBackAsAWhole) {
   EXPECT_EQ(text_of(root + "/net.log"), "detach\ncleanup\n");
 }
 
+// It was let run, and has ended before anybody looked: the source would run it again.
+TEST_F(AnOpenOne, ThatHasRunIsCommitted) {
+  web_began(7, root + "/bundle");
+  record.set_told(true);
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::COMMITTED);
+  EXPECT_TRUE(fs::exists(root + "/containers/web"));
+  EXPECT_EQ(text_of(root + "/runc.log").find("delete"), std::string::npos);
+}
+
+TEST_F(AnOpenOne, WhoseRestoreFailedWhenItWasLetRunIsUndone) {
+  fs::remove_all(root + "/containers/web");
+  record.set_told(true);
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+}
+
 // Its restore has undone itself meanwhile, and somebody has started another one of that name.
 TEST_F(AnOpenOne, LeavesAnotherOfItsNameAlone) {
   web_began(8, root + "/bundle");
@@ -492,6 +510,43 @@ TEST_F(ARestore, WhoseAddressIsStillThereIsNotUndoneAsAWhole) {
   EXPECT_TRUE(abort().ok());
   EXPECT_TRUE(host->open_migrations().empty());
 }
+
+/// The plugin is told to let it run, and answers nothing.
+struct ACommit : ARestore {
+  /// @param ends  how runc does then
+  wire::Outcome outcome_after(const std::string& ends) {
+    const Fd plugin = plays_the_plugin();
+    std::thread plays([&] {
+      for (bool told = false; !told;) {
+        const Fd one(accept(plugin.n, nullptr, nullptr));
+        migr_rc_msg m{};
+        if (recv(one.n, &m, sizeof m, 0) <= 0) continue;  // only a look
+        told = m.op == MIGR_RC_COMMIT;
+        if (told) std::ofstream(root + "/told") << "";
+        m.op |= MIGR_RC_REPLY;
+        if (!told) send(one.n, &m, sizeof m, MSG_NOSIGNAL);
+      }
+    });
+    std::ofstream(root + "/state.json") << R"({"init_process_start": 7})";
+    EXPECT_TRUE(prepare("cp " + root + "/state.json \"$2/web\"; while [ ! -e " + root + "/told ]; do sleep 0.02; done; " + ends).ok());
+    const auto stub = wire::Destination::NewStub(server->InProcessChannel({}));
+    wire::Migration m;
+    m.set_id(kId);
+    wire::ReadyReply ready;
+    wire::Empty out;
+    grpc::ClientContext first, second;
+    EXPECT_TRUE(stub->Ready(&first, m, &ready).ok());
+    const bool ok = stub->Commit(&second, m, &out).ok();
+    plays.join();
+    EXPECT_EQ(host->outcome(kId).outcome(), ok ? wire::COMMITTED : wire::UNDONE);
+    return host->outcome(kId).outcome();
+  }
+};
+
+TEST_F(ACommit, IsOneIfTheRestoreHasLeftAContainer) { EXPECT_EQ(outcome_after("exit 0"), wire::COMMITTED); }
+TEST_F(ACommit, IsOneIfTheRestoreHasSucceeded) { EXPECT_EQ(outcome_after("rm -r \"$2/web\"; exit 0"), wire::COMMITTED); }
+TEST_F(ACommit, IsNoneIfTheRestoreHasFailed) { EXPECT_EQ(outcome_after("rm -r \"$2/web\"; exit 1"), wire::UNDONE); }
+TEST_F(ACommit, IsNoneIfTheRestoreWasKilled) { EXPECT_EQ(outcome_after("kill -KILL $$"), wire::UNDONE); }
 
 // It has just begun to make processes when it is told to end, and its plugin does not know of them.
 TEST_F(ARestore, IsEndedWithWhatItMakesMeanwhile) {
