@@ -746,7 +746,8 @@ Status DestinationHost::rebind(Job& job) {
   for (std::size_t i = 0; i < job.instances.size(); i++) {
     auto session = session_of(job, i, *fits);
     if (!session) return session.error();
-    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) return s;
+    // A disk that is full keeps nobody from going on.
+    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) spdlog::error("{}", s.error().text);
     if (!*session && contexts_of(job, i).empty()) late.push_back(job.instances[i]);
     if (!*session) continue;
     std::vector<migr_handle_map> map;
@@ -1126,12 +1127,12 @@ void DestinationHost::left_alone(const JobPtr& job) {
 
 void DestinationHost::tick() {
   jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
-  // Files go when runc has ended, which is after the tasks run.
+  // Files go when runc has ended, which is after the tasks run; and not later, for it may be they that fill the disk.
   for (const auto& job : jobs_.all()) {
     const LogScope log(job->id);
     if (job->finished && (job->clean || job->get() == wire::UNDONE) && !std::exchange(job->rests, true)) job->rest();
-    if (!job->resumed || job->cleans_up) continue;
-    if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running()) {
+    if (job->get() != wire::COMMITTED || job->cleans_up) continue;
+    if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running() && !restore_runs(job->dir)) {
       job->cleans_up = true;
       job->cleans.run([&job = *job] {  // there may be much of it
         if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);

@@ -149,6 +149,7 @@ Result<BornBook> Numbers::book() const {
 
 // Caller holds the lock.
 Result<Json> Numbers::guests() const {
+  if (unwritten_) return *unwritten_;
   const auto text = read_whole(path(kGuests));
   if (!text && text.error().code == ENOENT) return Json(Json::object());
   if (!text) return text.error();
@@ -165,6 +166,13 @@ Result<Json> Numbers::guests() const {
 }
 
 Status Numbers::write(const char* name, const std::string& text) const { return write_whole(path(name), text); }
+
+// Caller holds the lock.
+Status Numbers::write_guests(const Json& all) {
+  const Status s = write(kGuests, all.dump(1));
+  if (s) unwritten_.reset();
+  return s;
+}
 
 void Numbers::reserve_again() {
   std::lock_guard lock(mutex_);
@@ -204,7 +212,7 @@ Status Numbers::leave(const std::vector<Instance>& instances) {
   auto all = guests();
   if (!all) return all;
   for (const auto& i : instances) all->erase(hex(i));
-  return write(kGuests, all->dump(1));
+  return write_guests(*all);
 }
 
 // Written before it is reserved, and after it is released: what was written is reserved again after a start.
@@ -238,7 +246,9 @@ Status Numbers::note_guest(const Instance& instance, const std::vector<std::stri
   auto all = guests();
   if (!all) return all;
   (*all)[hex(instance)] = {{"births", births}, {"pid", pid}, {"life", life_of(pid)}};
-  return write(kGuests, all->dump(1));
+  const Status s = write_guests(*all);
+  if (!s) unwritten_ = *all;
+  return s;
 }
 
 bool Numbers::guest_lives(const Instance& instance) const {
@@ -274,7 +284,7 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
       (*all)[hex(i)]["births"] = left;
   }
   Status s = write(kBorn, b->text());
-  if (s) s = write(kGuests, all->dump(1));
+  if (s) s = write_guests(*all);
   if (!s) spdlog::error("{}", s.error().text);
 }
 
@@ -288,6 +298,7 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
     const std::string why = kept ? "" : kept.error().text;
     if (std::exchange(unread_, why) != why && !kept) spdlog::error("{}: nobody is told which processes have ended", why);
     const Json all = kept ? *kept : Json::object();
+    if (unwritten_) (void)write_guests(all);  // note_guest() has said why not
     for (const auto& [who, e] : all.items()) {
       const auto i = instance_of(from_hex(who).value_or(""));
       // A source notes that they leave before it lets go of them: both are looked at under the lock.

@@ -75,6 +75,7 @@ class Numbers {
   /// Processes have come, with these numbers.
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is
+  /// What could not be written down is known all the same; tick() tries again.
   Status note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid);
   /// Such a one has not ended, or that cannot be read.
   bool guest_lives(const Instance& instance) const;
@@ -91,8 +92,10 @@ class Numbers {
   Result<BornBook> book() const;
   Result<Json> guests() const;
   Status write(const char* name, const std::string& text) const;
+  Status write_guests(const Json& all);
   void told(const std::string& host, const std::vector<Instance>& instances);
   const Config& config_;
+  std::optional<Json> unwritten_;            // guests, if they could not be written down
   std::string unreserved_;                   // why numbers are not reserved, as was said last
   std::string unread_;                       // likewise why it is not known which guests have ended
   std::map<std::string, std::string> said_;  // of tick(): host, why it was not told

@@ -235,6 +235,32 @@ TEST_F(ADestination, WhoIsLateFindsItsGateOpen) {
   sessions.stop();
 }
 
+TEST_F(ADestination, GoesOnWhereNothingCanBeWrittenDown) {
+  kReconnectMs = 100;
+  fs::remove(root + "/net-fails");
+  std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
+  record.set_resumed(false);
+  record.mutable_header()->add_instances(std::string(sizeof(Instance), 'i'));
+  fs::create_directories(config.state_dir + "/guests.json.new");
+  begin();
+  EXPECT_TRUE(within(10'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+}
+
+// They may be what fills the disk.
+TEST_F(ADestination, ItsImagesGoBeforeItsConnectionsAreTakenUp) {
+  kReconnectMs = 100;
+  record.set_resumed(false);
+  record.mutable_header()->add_instances(std::string(sizeof(Instance), 'i'));
+  const std::string images = root + "/state/dest/" + migration_text(kId) + "/images";
+  fs::create_directories(images);
+  begin();
+  ASSERT_TRUE(fs::exists(images));
+  EXPECT_TRUE(within(5'000, [&] { return host->tick(), !fs::exists(images); }));
+  EXPECT_FALSE(host->outcome(kId).keys_known());
+  fs::remove_all(root + "/containers/web");  // nobody tries again then
+  EXPECT_TRUE(within(5'000, [&] { return host->open_migrations().empty(); }));
+}
+
 // A played CRIU, whose process makes another when it is told to end: that has no parent then that would be known.
 TEST_F(ADestination, EndsWhatARestoreMadeUntilItsEnd) {
   const std::string child = "trap 'sleep 60 & echo $! >" + root + "/late' USR1; echo $$ >" + root + "/root; while :; do sleep 0.05; done";

@@ -242,6 +242,22 @@ TEST_F(Guests, WhoIsHeldByAMigrationHasNotEnded) {
   EXPECT_EQ(told, std::vector<std::string>{"first"});
 }
 
+TEST_F(Guests, WhoCannotBeWrittenDownIsKnownAndWrittenDownLater) {
+  const Instance b{2};
+  ASSERT_TRUE(std::filesystem::create_directory(dir + "/guests.json.new"));
+  EXPECT_FALSE(numbers.note_guest(a, {"first"}, getpid()));
+  EXPECT_FALSE(numbers.note_guest(b, {"first"}, getpid()));
+  EXPECT_TRUE(numbers.guest_lives(a));
+  tick();
+  EXPECT_TRUE(numbers.guest_lives(a) && numbers.guest_lives(b));
+  std::filesystem::remove(dir + "/guests.json.new");
+  tick();
+  EXPECT_TRUE(told.empty());
+  EXPECT_TRUE(Numbers(config).guest_lives(a) && Numbers(config).guest_lives(b));
+  ASSERT_TRUE(numbers.leave({a}));
+  EXPECT_FALSE(numbers.guest_lives(a)) << "it was kept as it had been";
+}
+
 // It came from a folder, and may come again.
 TEST_F(Guests, WhatWasStoredKeepsItsNumbers) {
   ASSERT_TRUE(numbers.arrive({a}, {10}));
