@@ -709,7 +709,8 @@ std::set<std::uint32_t> DestinationHost::contexts_of(const Job& job, std::size_t
 // Of a process that has not connected here (yet). Caller holds job.work.
 bool DestinationHost::has_ended(const Job& job, std::size_t i) const {
   if (job.rebound) return !numbers_.guest_lives(job.instances[i]);
-  const auto its = contexts_of(job, i);
+  auto its = contexts_of(job, i);
+  its.erase(0);  // its number is not known
   auto kernel = KernelRecord::open();
   const auto ctxs = kernel ? kernel->contexts() : Result<std::vector<ContextRecord>>(kernel.error());
   return ctxs && !its.empty() && std::none_of(ctxs->begin(), ctxs->end(), [&](const ContextRecord& c) { return its.contains(c.rec.ctx_id); });

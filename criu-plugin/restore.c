@@ -55,21 +55,32 @@ static int ctx_id_taken(uint32_t ctx_id)
 	return 0;
 }
 
-/* Which number migr.ko gave to the context just made: the one not seen before. */
-static void learn_ctx_id(struct migr_rst_context *c)
+/*
+ * Which number migr.ko gave to the context just made: the one not seen before. Without it migrd would take a process that
+ * lives for one that has ended.
+ */
+static int learn_ctx_id(struct migr_rst_context *c)
 {
 	struct migr_rst *s;
 	struct migr_ctx_rec *recs = NULL;
 	uint32_t nr = 0;
+	int ret = migr_rst_open(&s, &job.why);
 
-	if (migr_rst_open(&s, NULL))
-		return;		/* no module: works, for programs that need no virtual names */
-	if (!migr_rst_contexts(s, getpid(), &recs, &nr, NULL))
-		for (uint32_t i = 0; i < nr; i++)
-			if (!ctx_id_taken(recs[i].ctx_id))
-				c->new_ctx_id = recs[i].ctx_id;
+	if (ret == -ENOENT)
+		return 0;	/* no module: works, for programs that need no virtual names */
+	if (ret)
+		return ret;
+	ret = migr_rst_contexts(s, getpid(), &recs, &nr, &job.why);
+	for (uint32_t i = 0; !ret && i < nr; i++)
+		if (!ctx_id_taken(recs[i].ctx_id))
+			c->new_ctx_id = recs[i].ctx_id;
+	if (!ret && !c->new_ctx_id) {
+		snprintf(job.why.text, sizeof(job.why.text), "migr.ko has not recorded the context that was made on %s", c->new_ibdev);
+		ret = -ENODATA;
+	}
 	free(recs);
 	migr_rst_close(s);
+	return ret;
 }
 
 static int build_context(const struct migr_rst_process *p, struct migr_rst_context *c)
@@ -88,9 +99,7 @@ static int build_context(const struct migr_rst_process *p, struct migr_rst_conte
 	}
 	c->fd_floor = fd_floor();
 	ret = migr_rst_context_build(p, c, fd, &job.why);
-	if (!ret)
-		learn_ctx_id(c);
-	return ret;
+	return ret ? ret : learn_ctx_id(c);
 }
 
 static int build_all(void)

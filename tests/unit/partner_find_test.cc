@@ -13,12 +13,15 @@
 #include <filesystem>
 #include <set>
 
+#include "agent/destination_host.h"
 #include "agent/devices.h"
 #include "agent/file_tree.h"
 #include "agent/kernel_record.h"
 #include "agent/numbers.h"
 #include "agent/partner_host.h"
+#include "agent/process.h"
 #include "agent/source_host.h"
+#include "migr/restore_control.h"
 
 namespace migr {
 namespace {
@@ -28,6 +31,7 @@ constexpr char kDevice[] = "mlx5_0";
 std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_DRIVER_RXE;
 const char* comm = "partner";
 bool loaded = true;
+std::uint32_t recorded_ctx = 0;
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
 
@@ -42,6 +46,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
   c.rec.pid = static_cast<__u32>(getpid());
   c.rec.flags = recorded_flags;
+  c.rec.ctx_id = recorded_ctx;
   std::strcpy(c.rec.comm, comm);
   std::strcpy(c.rec.ibdev, kDevice);
   return std::vector{c};
@@ -258,6 +263,53 @@ TEST_F(AnEnd, WhoseDeviceIsNotAttachedIsRefusedWithItsLibrarysReason) {
   EXPECT_NE(find(kRts, out).error_message().find(kRefused), std::string::npos);
   EXPECT_NE(not_moved().find(kRefused), std::string::npos);
   recorded_flags = MIGR_CTX_ATTACHED;
+}
+
+/// It has come here and does not connect.
+struct AnArrival : AnEnd {
+  void SetUp() override {
+    kReconnectMs = 100;
+    kResolveStepMs = 100;
+  }
+  void TearDown() override { fs::remove_all(root); }
+  /// Whether the others go on without it. @param ctx_id  of its context, as the plugin has told it
+  bool has_ended(std::uint32_t ctx_id) {
+    Config c = config;
+    c.runc_root = root + "/containers";
+    fs::create_directories(root + "/containers/web");
+    EXPECT_TRUE(write_whole(root + "/containers/web/state.json", "{\"init_process_pid\": " + std::to_string(getpid()) + "}"));
+    journal::Destination record;
+    auto* h = record.mutable_header();
+    h->set_id(1);
+    h->set_source("src");
+    h->set_container("web");
+    h->set_bundle(root + "/bundle");
+    h->add_instances(std::string(sizeof(Instance), 'i'));
+    h->add_ctx_ids(70);
+    h->add_ctx_owner(0);
+    record.set_outcome(wire::COMMITTED);
+    record.set_boot(boot_of_host());
+    migr_rc_object context{};
+    context.src_ctx_id = 70;
+    context.ctx_id = ctx_id;
+    record.set_objects(&context, sizeof context);
+    EXPECT_TRUE(Journal<journal::Destination>(c.state_dir + "/journal/destination").save(1, record));
+    DestinationHost arrived(c, sessions, peers, claims, numbers);
+    for (int ms = 0; ms < 2'000 && !arrived.outcome(1).keys_known(); ms += 50) usleep(50'000), arrived.tick();
+    const bool ended = arrived.outcome(1).keys_known();
+    fs::remove_all(root + "/containers/web");  // nobody tries again then
+    for (int ms = 0; ms < 10'000 && !arrived.open_migrations().empty(); ms += 50) usleep(50'000);
+    EXPECT_TRUE(arrived.open_migrations().empty());
+    return ended;
+  }
+};
+
+TEST_F(AnArrival, HasEndedIfItsContextIsGone) {
+  recorded_ctx = 5;
+  EXPECT_TRUE(has_ended(6));
+  EXPECT_FALSE(has_ended(5));
+  EXPECT_FALSE(has_ended(0)) << "it is not known which one that was";
+  recorded_ctx = 0;
 }
 
 struct AnAbsence : AnEnd {
