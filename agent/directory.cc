@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -23,9 +24,23 @@
 namespace migr {
 namespace {
 
-// Nobody tells when a QP is destroyed whose process lives on, and who was silent has not heard of an end: the oldest go.
-constexpr std::size_t kMaxMoves = 4096;
+// Nobody tells when a QP is destroyed whose process lives on, and who was silent has not heard of an end.
+constexpr std::size_t kMaxMoves = 4096;  // of QPs; and of processes
 constexpr std::size_t kGidBytes = 16;
+
+// What has ended goes first, then the oldest. @return how many of these have gone
+template <class T, class Ended>
+std::size_t make_room(std::vector<T>& all, Ended&& ended) {
+  if (all.size() <= kMaxMoves) return 0;
+  std::size_t over = all.size() - kMaxMoves;
+  std::vector<T> kept;
+  for (auto& x : all)
+    if (over && ended(x)) over--;
+    else kept.push_back(std::move(x));
+  kept.erase(kept.begin(), kept.begin() + static_cast<std::ptrdiff_t>(over));
+  all = std::move(kept);
+  return over;
+}
 
 }  // namespace
 
@@ -63,7 +78,7 @@ Status Directory::load() {
     }
   }
   for (const auto& m : late_) take(m);
-  let_oldest_go();
+  let_oldest_go({});
   const Status kept = damaged ? put_aside(path_, *text, this->text()) : Status();
   unread_ = !kept;
   if (kept) late_.clear();
@@ -85,7 +100,7 @@ bool Directory::came_to(const std::string& gid, std::uint32_t pqpn) {
   return std::any_of(present_.begin(), present_.end(), [&](const auto& p) { return p.second.at == Address{gid, pqpn}; });
 }
 
-Status Directory::put(const wire::MovesRequest& moves) {
+Status Directory::put(const wire::MovesRequest& moves, const HasEnded& has_ended) {
   for (const auto& m : moves.moves())
     if (m.birth_gid().size() != kGidBytes || m.gid().size() != kGidBytes || m.vqpn() > MIGR_QPN_MASK || m.pqpn() > MIGR_QPN_MASK)
       return Error{EINVAL, "a malformed move"};
@@ -93,7 +108,7 @@ Status Directory::put(const wire::MovesRequest& moves) {
     if ((!m.vqpn() || !m.pqpn()) && m.instance().size() != Instance().size()) return Error{EINVAL, "a move of nothing"};
   std::lock_guard lock(mutex_);
   for (const auto& m : moves.moves()) take(m);
-  let_oldest_go();
+  let_oldest_go(has_ended);
   if (unread_) late_.insert(late_.end(), moves.moves().begin(), moves.moves().end());
   if (late_.size() > 2 * kMaxMoves) late_.erase(late_.begin(), late_.end() - 2 * kMaxMoves);
   return save();
@@ -120,13 +135,21 @@ void Directory::take(const wire::Move& m) {
 }
 
 // Caller holds the lock.
-void Directory::let_oldest_go() {
+void Directory::let_oldest_go(const HasEnded& has_ended) {
   std::erase_if(order_, [&](const Address& a) { return !present_.contains(a); });
-  while (order_.size() > kMaxMoves) {
-    present_.erase(order_.front());
-    order_.erase(order_.begin());
+  const auto ended = [&](const std::string& instance, const std::string& gid) { return has_ended && !instance.empty() && has_ended(instance, gid); };
+  const auto of_qp = [&](const Address& birth) {
+    const Present& p = present_.at(birth);
+    return ended(p.instance, p.at.gid);
+  };
+  const auto of_process = [&](const Process& p) { return ended(p.instance, p.gid); };
+  const auto qps = make_room(order_, of_qp), processes = make_room(processes_, of_process);
+  if (present_.size() > order_.size()) {
+    const std::set<Address> kept(order_.begin(), order_.end());
+    std::erase_if(present_, [&](const auto& p) { return !kept.contains(p.first); });
   }
-  if (processes_.size() > kMaxMoves) processes_.erase(processes_.begin(), processes_.end() - kMaxMoves);
+  if ((qps || processes) && rarely_.due("moves"))
+    spdlog::warn("there are more than {} unconnected QPs, or processes, that have moved: the oldest are forgotten, and who knows them by an address of before does not find them any more", kMaxMoves);
 }
 
 Status Directory::save_again() {
@@ -236,7 +259,17 @@ Status tell_moves(ProcessSession& session, std::uint32_t migration, Directory& d
 }
 
 Status take_moves(const std::shared_ptr<Directory>& directory, SessionTable& sessions, const wire::MovesRequest& moves, int limit_ms) {
-  if (const auto s = directory->put(moves); !s) {
+  std::optional<std::set<std::string>> here;
+  std::set<std::string> connected;
+  const auto has_ended = [&](const std::string& instance, const std::string& gid) {
+    if (!here) {
+      here.emplace();
+      (void)each_gid([&](wire::PortGid& g) { here->insert(g.gid()); });
+      for (const auto& s : sessions.all()) connected.insert(bytes_of(s->instance()));
+    }
+    return here->contains(gid) && !connected.contains(instance);
+  };
+  if (const auto s = directory->put(moves, has_ended); !s) {
     if (s.error().code == EINVAL) return s;
     spdlog::error("{}; processes are told, and it is written down when that can be", s.error().text);
   }

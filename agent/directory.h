@@ -4,6 +4,7 @@
 // migration, and tells its processes.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include "config.h"
 #include "devices.h"
 #include "limits.h"
+#include "log.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
@@ -29,8 +31,11 @@ class Directory {
   wire::Move at(const std::string& gid, std::uint32_t pqpn, std::uint32_t vqpn);
   /// It has a name from elsewhere.
   bool came_to(const std::string& gid, std::uint32_t pqpn);
+  /// Of a process that would be at this GID it is known that it has ended.
+  using HasEnded = std::function<bool(const std::string& instance, const std::string& gid)>;
   /// Durable before it returns, or an error; what was well-formed is known then, too, and save_again() writes it down.
-  Status put(const wire::MovesRequest& moves);
+  /// @param has_ended  who goes first where there is no more room; then the oldest do, which is logged
+  Status put(const wire::MovesRequest& moves, const HasEnded& has_ended = {});
   /// What put() could not write. @return what keeps it from that still
   Status save_again();
   std::vector<migr_move> all();
@@ -54,7 +59,7 @@ class Directory {
   };
   Status load();
   void take(const wire::Move& m);
-  void let_oldest_go();
+  void let_oldest_go(const HasEnded& has_ended);
   std::string text() const;
   Status save();
 
@@ -69,6 +74,7 @@ class Directory {
     std::string instance, birth_gid, gid;
   };
   std::vector<Process> processes_;  // oldest first
+  SaidRarely rarely_;
 };
 
 /// Tells one process all there is, once no thread of it can be on a way that knows nothing of it.

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -17,6 +19,7 @@
 #include <filesystem>
 #include <fstream>
 #include <set>
+#include <sstream>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
@@ -250,6 +253,43 @@ TEST_F(DirectoryTest, AMoveOfNeitherAQpNorAProcessIsEinval) {
   EXPECT_FALSE(d.put(r));
   r.mutable_moves(0)->set_vqpn(17);
   EXPECT_FALSE(d.put(r)) << "an end of nobody's";
+}
+
+TEST_F(DirectoryTest, WhereThereAreTooManyThoseThatHaveEndedGoFirst) {
+  constexpr std::uint32_t kMost = 4096;
+  Directory d(config);
+  wire::MovesRequest r;
+  const auto add = [&](std::uint8_t who, std::uint32_t vqpn, const std::string& to, std::uint32_t pqpn) {
+    auto* m = r.add_moves();
+    m->set_instance(std::string(16, static_cast<char>(who)));
+    m->set_birth_gid(kA);
+    m->set_vqpn(vqpn);
+    m->set_gid(to);
+    m->set_pqpn(pqpn);
+  };
+  for (std::uint32_t i = 1; i <= kMost; i++) add(i == 7 ? 2 : 1, i, kB, i);
+  ASSERT_TRUE(d.put(r));
+  ASSERT_EQ(d.all().size(), kMost);
+  std::ostringstream said;
+  const auto before = spdlog::default_logger();
+  spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(said)));
+  const auto put = [&](std::uint32_t vqpn) {
+    r.Clear();
+    add(1, vqpn, kB, vqpn);
+    ASSERT_TRUE(d.put(r, [&](const std::string& instance, const std::string& gid) { return instance == std::string(16, 2) && gid == kB; }));
+    ASSERT_EQ(d.all().size(), kMost);
+  };
+  put(kMost + 1);
+  EXPECT_FALSE(d.came_to(kB, 7)) << "it has ended";
+  EXPECT_TRUE(d.came_to(kB, 1));
+  EXPECT_EQ(said.str(), "");
+  put(kMost + 2);
+  spdlog::set_default_logger(before);
+  EXPECT_FALSE(d.came_to(kB, 1)) << "the oldest";
+  EXPECT_TRUE(d.came_to(kB, 2));
+  EXPECT_TRUE(d.came_to(kB, kMost + 2));
+  EXPECT_NE(said.str().find("the oldest are forgotten"), std::string::npos) << said.str();
+  EXPECT_EQ(Directory(config).all().size(), kMost);
 }
 
 TEST_F(DirectoryTest, MalformedMovesAreEinval) {
