@@ -185,7 +185,7 @@ void Metrics::look(std::vector<MetricFamily>& out) const {
 
   Gauges(out, "migr_directory_up", "1: the directory of links answers, as far as is known.").add(parts_.directory.error().empty());
   Gauges ports(out, "migr_port_up", "1: a port of an RDMA device is up, and nobody has taken it down.");
-  Gauges flaps(out, "migr_port_flaps", "How often it went down lately.");
+  Gauges flaps(out, "migr_port_flaps", "How often it went down since migrd looks.");
   for (const auto& p : parts_.ports.ports()) {
     const Labels labels{{"device", p.device}, {"port", std::to_string(p.port)}};
     ports.add(!(p.flags & MIGR_LINKS_PORT_DOWN), labels);
