@@ -192,22 +192,24 @@ std::optional<Clock::time_point> PortWatch::due(Clock::time_point now) {
   return out;
 }
 
-void PortWatch::rescan(const std::function<bool(const std::string& netdev)>& up) {
+void PortWatch::rescan(const std::function<bool(const std::string& netdev)>& up, Clock::time_point now) {
+  constexpr auto kForget = std::chrono::hours(1);
   const auto found = scan_();
   std::lock_guard one(telling_);
   std::vector<migr_links_port> changed;
   {
     std::lock_guard lock(mutex_);
     for (auto& [key, p] : ports_)
-      p.gone = std::none_of(found.begin(), found.end(), [&key = key](const auto& f) { return f.device == key.first && f.port == key.second; });
+      if (!p.gone && std::none_of(found.begin(), found.end(), [&key = key](const auto& f) { return f.device == key.first && f.port == key.second; })) p.gone = now;
     for (const auto& f : found) {
       Port& p = ports_[{f.device, f.port}];
-      p.gone = false;
+      p.gone.reset();
       if (p.netdev == f.netdev && p.told.serial) continue;
       p.netdev = f.netdev;
       p.state.reset();
       if (!f.netdev.empty()) p.state.emplace(limits_, up(f.netdev));
     }
+    std::erase_if(ports_, [&](const auto& e) { return e.second.gone && now - *e.second.gone > kForget && !down_.contains(e.first) && preferred_ != e.first; });
     changed = changes_locked();
   }
   tell(changed);

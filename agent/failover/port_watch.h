@@ -52,8 +52,9 @@ class PortWatch {
   /// What netlink says of a netdev; and what is due by now. Both are called by the thread; tests call them themselves.
   void see(const std::string& netdev, bool up, Debounce::Clock::time_point now);
   void step(Debounce::Clock::time_point now);
-  /// Looks for new and lost ports. @param up  of a netdev that is new here
-  void rescan(const std::function<bool(const std::string& netdev)>& up);
+  /// Looks for new and lost ports; one that is lost for long, and of which no order says anything, is forgotten.
+  /// @param up  of a netdev that is new here
+  void rescan(const std::function<bool(const std::string& netdev)>& up, Debounce::Clock::time_point now = Debounce::Clock::now());
   /// When step() is due; nullopt: not now.
   std::optional<Debounce::Clock::time_point> due(Debounce::Clock::time_point now);
 
@@ -62,7 +63,7 @@ class PortWatch {
   struct Port {
     std::string netdev;
     std::optional<Debounce> state;  // none: no netdev
-    bool gone = false;
+    std::optional<Debounce::Clock::time_point> gone;  // since when
     migr_links_port told{};
   };
   struct Netlink;

@@ -185,6 +185,24 @@ TEST_F(Watch, ADeviceThatIsRemovedIsGoneUntilItIsThereAgain) {
   EXPECT_EQ(told_.size(), 2u);
 }
 
+TEST_F(Watch, ADeviceThatIsGoneForLongIsForgotten) {
+  auto w = watch();
+  ASSERT_TRUE(w->order(PortWatch::Order::kDown, "two", 1));
+  const auto all = found_;
+  std::erase_if(found_, [](const RdmaPort& p) { return p.device == "two" || p.device == "rxe0"; });
+  const auto now = Debounce::Clock::now();
+  const auto scan = [&](std::chrono::minutes later) { w->rescan([](const std::string&) { return true; }, now + later); };
+  for (const auto later : {0min, 59min, 60min}) scan(later);
+  EXPECT_EQ(flags(*w, "rxe0"), MIGR_LINKS_PORT_GONE);
+  scan(61min);
+  EXPECT_EQ(flags(*w, "rxe0"), ~0u);
+  EXPECT_EQ(flags(*w, "two", 2), ~0u);
+  EXPECT_EQ(flags(*w, "two", 1), MIGR_LINKS_PORT_GONE | MIGR_LINKS_PORT_DOWN_OPERATOR);
+  found_ = all;
+  scan(62min);
+  EXPECT_EQ(flags(*w, "rxe0"), 0u);
+}
+
 TEST_F(Watch, AnOrderForADeviceThatIsAwayIsTakenBack) {
   ASSERT_TRUE(watch()->order(PortWatch::Order::kDown, "two", 0));
   const auto all = found_;
