@@ -125,6 +125,7 @@ struct DestinationHost::Job : LeasedJob {
     cleans.end();
     opens.end();
     std::lock_guard lock(work);
+    module = Fd();  // there may have been no REBIND
     owner.clear();
     connect.Clear();
     peers.clear();
