@@ -182,7 +182,7 @@ struct Sender {
 
   Status folder(int dirfd, const std::string& prefix, int depth) {
     if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
-    std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(dup(dirfd)), closedir);
+    std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(fcntl(dirfd, F_DUPFD_CLOEXEC, 0)), closedir);
     if (!dir) return sys_error("reading folder " + prefix);
     std::vector<std::string> names;
     while (dirent* e = readdir(dir.get()))
@@ -242,7 +242,7 @@ struct Sender {
 
 // All but "." and "..".
 Result<std::vector<std::string>> entries_of(int dirfd, const std::string& name) {
-  std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(dup(dirfd)), closedir);
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(fcntl(dirfd, F_DUPFD_CLOEXEC, 0)), closedir);
   if (!dir) return sys_error("reading folder " + name);
   rewinddir(dir.get());
   std::vector<std::string> all;

@@ -2,6 +2,8 @@
 // migrd's side of proc_wire.h against a thread that plays a library.
 #include "agent/process_session.h"
 
+#include <dirent.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -29,6 +31,19 @@
 #include "pid_namespace.h"
 
 namespace migr::process_session_test {
+namespace {
+
+unsigned inheritable = 0;  // descriptors of folders
+
+}  // namespace
+
+// glibc's sets the flag: what was without it until then is seen here only.
+extern "C" DIR* fdopendir(int fd) {
+  static const auto next = reinterpret_cast<DIR* (*)(int)>(dlsym(RTLD_NEXT, "fdopendir"));
+  inheritable += !(fcntl(fd, F_GETFD) & FD_CLOEXEC);
+  return next(fd);
+}
+
 namespace {
 
 migr_msg hello(std::uint8_t who = 1) {
@@ -757,6 +772,15 @@ TEST_F(Tree, ArrivesAsItWas) {
   EXPECT_EQ(system(("diff -r " + dir_ + "/from " + dir_ + "/to").c_str()), 0);
   EXPECT_EQ(std::filesystem::status(dir_ + "/to/empty").permissions(), std::filesystem::perms{0751});
   EXPECT_TRUE(std::filesystem::is_symlink(dir_ + "/to/link"));
+}
+
+// Another thread may start a program at any moment.
+TEST_F(Tree, OpensNothingThatAProgramWouldInherit) {
+  file("from/sub/file", "x");
+  inheritable = 0;
+  EXPECT_TRUE(send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [](const wire::FileChunk&) { return true; }));
+  EXPECT_TRUE(names_below(dir_ + "/from"));
+  EXPECT_EQ(inheritable, 0u);
 }
 
 // As a dump writes: memory is appended to, one file after the other; what describes it may change to the end.
