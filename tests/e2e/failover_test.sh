@@ -83,7 +83,7 @@ outlives() {
 }
 
 start_perftest() {	# PROGRAM PORT OPTION..: at both ends
-	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D 60 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
+	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D 90 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
 	run_on peer "$name" "$p" "${options[@]}" || return 1
 	until_true 20 listens peer "$port" || fail "$p does not listen" || return 1
 	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
