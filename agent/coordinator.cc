@@ -20,7 +20,6 @@
 #include "peer_link.h"
 #include "replay.h"
 #include "room.h"
-#include "migr/gid.h"
 #include "uapi/migr.h"
 
 namespace migr {
@@ -505,7 +504,7 @@ Status Coordinator::reach(const Affected& a, std::vector<Path> paths) {
     std::vector<PathToTry> to_try;
     for (const auto& p : paths) to_try.push_back(p.*side);
     Result<std::vector<PathTried>> tried = std::vector<PathTried>(paths.size());
-    if (const auto end = a.link->path_trial(); host && end && !paths.empty()) tried = migr::try_paths(*host, *end, id_, to_try);
+    if (const auto end = a.link->path_trial(); host && end) tried = migr::try_paths(*host, *end, id_, to_try);
     if (!tried) spdlog::info("paths to {} are not tried: {}", a.link->name(), tried.error().text);
     for (std::size_t i = 0; i < paths.size(); i++) {
       const PathTried result = tried ? (*tried)[i] : PathTried{};
@@ -516,7 +515,8 @@ Status Coordinator::reach(const Affected& a, std::vector<Path> paths) {
     paths = std::move(failed);
     return passed;
   };
-  for (int i = 0; i < 2; i++) (void)try_all(dest_.path_trial(), &Path::there);  // packets get lost now and then
+  for (int i = 0; i < 2 && !paths.empty(); i++) (void)try_all(dest_.path_trial(), &Path::there);  // packets get lost now and then
+  if (paths.empty()) return {};
   const auto missed = try_all(source_.path_trial(), &Path::here);
   for (const auto& p : paths)
     note("neither " + set_.self + " nor " + to_ + " reaches " + a.link->name() + " over RDMA at " + shown_gid(p.there.to) + ": what is connected to there moves as it is");
@@ -531,12 +531,9 @@ const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGi
   std::set<std::string> there;
   for (const auto& g : prepared.gids()) there.insert(g.device());
   const wire::PortGid* best = nullptr;  // as migr_rst_gid_find() has it
-  const auto common = [&](const wire::PortGid& g) {
-    return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(g.gid().data()), reinterpret_cast<const std::uint8_t*>(from.gid().data()));
-  };
   for (const auto& g : prepared.gids())
     if ((g.device() == from.device() || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid()))
-      if (!best || common(g) > common(*best)) best = &g;
+      if (!best || gid_common_bits(g.gid(), from.gid()) > gid_common_bits(best->gid(), from.gid())) best = &g;
   return best;
 }
 

@@ -14,7 +14,6 @@
 #include "pki.h"
 #include "room.h"
 #include "text.h"
-#include "migr/gid.h"
 
 namespace migr {
 namespace {
@@ -117,10 +116,6 @@ auto gids_of_port(const wire::DeviceFacts& d, std::uint32_t port) {
   std::vector<wire::PortGid> out;
   std::copy_if(d.gids().begin(), d.gids().end(), std::back_inserter(out), [&](const auto& g) { return g.port() == port && g.roce_v2(); });
   return out;
-}
-
-int common_bits(const wire::PortGid& a, const wire::PortGid& b) {
-  return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(a.gid().data()), reinterpret_cast<const std::uint8_t*>(b.gid().data()));
 }
 
 void judge_devices(Judge& j, const wire::HostFacts& f) {
@@ -309,7 +304,7 @@ std::vector<NamedPath> paths_between(const wire::HostFacts& here, const wire::Ho
     for (const int family : kFamilies)
       for (const auto& g : mine)
         for (const auto& h : theirs)
-          if (const int common = common_bits(g, h); (!from || gid_family(from->gid()) == family) && gid_family(g.gid()) == family && gid_family(h.gid()) == family && common > best)
+          if (const int common = gid_common_bits(g.gid(), h.gid()); (!from || gid_family(from->gid()) == family) && gid_family(g.gid()) == family && gid_family(h.gid()) == family && common > best)
             from = &g, to = &h, best = common;
     if (from && p.mtu() == q.mtu()) out.push_back({name, {from->gid(), to->gid(), p.mtu()}});
   }, [](const wire::DeviceFacts&) {});

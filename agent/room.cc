@@ -51,6 +51,11 @@ int gid_family(const std::string& gid) {
   return gid.size() == sizeof(migr_ah_attr::sgid) ? migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())) : -1;
 }
 
+int gid_common_bits(const std::string& a, const std::string& b) {
+  if (a.size() != sizeof(migr_ah_attr::sgid) || b.size() != a.size()) return -1;
+  return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(a.data()), reinterpret_cast<const std::uint8_t*>(b.data()));
+}
+
 void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
   const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
   auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });

@@ -68,5 +68,7 @@ Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t mem
 
 /// As migr_gid_family(); -1: a GID has 16 bytes.
 int gid_family(const std::string& gid);
+/// As migr_gid_common_bits(); -1: a GID has 16 bytes.
+int gid_common_bits(const std::string& a, const std::string& b);
 
 }  // namespace migr
