@@ -26,7 +26,6 @@ namespace migr {
 namespace {
 
 constexpr char kNotCopiedAhead[] = "memory is copied during the stop only: ", kCopiedOnce[] = "memory is copied once ahead of the stop: ";
-constexpr char kCancelled[] = "cancelled by the operator";
 constexpr int kStopStepMs = 50;  // how often a thread looks whether the migration is over
 
 double now_ms() {
@@ -98,7 +97,7 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
 }
 
 // Looked at wherever it can go back as after a failure: between steps, and in what may take long.
-Status Coordinator::goes_on() const { return set_.course->cancelled() ? Status(Error{ECANCELED, kCancelled}) : Status(); }
+Status Coordinator::goes_on() const { return set_.course->goes_on(); }
 
 // No step of this phase is waited for longer than kPhaseMs.
 void Coordinator::watch(const std::string& phase) {
@@ -909,7 +908,18 @@ void Coordinator::look_at_traffic() {
 }
 
 void Coordinator::tell_progress(std::atomic<bool>& stop) {
-  for (; !stop; usleep(kStopStepMs * 1000)) say_how_far();
+  for (; !stop; usleep(kStopStepMs * 1000)) {
+    look_at_stop();
+    say_how_far();
+  }
+}
+
+// Given up in the stop: what the destination is at, a restore perhaps, ends at once. What this host is at comes to its end first.
+void Coordinator::look_at_stop() {
+  if (frozen_at_ <= 0 || runs_again_) return;
+  if (set_.max_stop_ms && now_ms() - frozen_at_ > set_.max_stop_ms)
+    set_.course->give_up({ETIME, "'" + info_.id + "' stood still for more than the " + std::to_string(set_.max_stop_ms) + " ms that it may"});
+  if (!goes_on() && !ended_there_.valid() && set_.what != Settings::kKeep) ended_there_ = std::async(std::launch::async, with_log_fields([this] { return dest_.abort(id_); }));
 }
 
 // All at once: one that is silent takes as long as its call may, and the others' leases would run out.

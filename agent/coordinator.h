@@ -190,6 +190,7 @@ class Coordinator {
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
     int drain_ms = kDrainMs;
+    int max_stop_ms = 0;        // it goes back if it stands still for longer and the commit is not decided; 0: however long it takes
     unsigned pre_copy_rounds = 0;  // so often memory has to be copied before the stop, if it is; 0: as long as it helps
     enum { kMove, kKeep, kGiveBack } what = kMove;    // a checkpoint on disk has no partners: their connections end
     /// A phase did not end within kPhaseMs: no call of it is to be waited for any more. Default: ends migrd.
@@ -267,6 +268,7 @@ class Coordinator {
   void say_how_far();
   void look_at_traffic();
   void tell_progress(std::atomic<bool>& stop);
+  void look_at_stop();
   void lease(std::atomic<bool>& stop);
 
   std::string peer_of(const SourceQp& q) const;
@@ -295,6 +297,7 @@ class Coordinator {
   std::future<Status> upload_;           // beside the dump
   std::future<void> old_paths_;          // beside what else is taken back; valid: asked for
   std::vector<std::future<Status>> let_go_;  // of affected_; empty: not yet
+  std::future<Status> ended_there_;      // what the destination was at; valid: told to
   wire::PrepareReply prepared_;
   std::vector<std::vector<wire::Spare>> spares_;  // per affected host
   wire::CommitReply keys_;

@@ -2,13 +2,15 @@
 // What has begun on this host and is under way, with all its tries: as others see it meanwhile, and may end it.
 #pragma once
 
-#include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "clock.h"
+#include "status.h"
 
 namespace migr {
 
@@ -27,15 +29,27 @@ class Course {
   const std::int64_t begun_s = unix_now();
 
   /// It goes back at its next step, as after any failure, and is not tried again. @return false: its commit is decided
-  bool cancel() { return move_to(kCancelled); }
-  bool cancelled() const { return state_ == kCancelled; }
-  /// The commit record may be written. @return false: it is cancelled
-  bool decide() { return move_to(kDecided); }
+  bool cancel() { return give_up({ECANCELED, "cancelled by the operator"}); }
+  /// The same for another reason. The first that is given counts.
+  bool give_up(Error why) {
+    std::lock_guard lock(mutex_);
+    if (!decided_ && !given_up_) given_up_ = std::move(why);
+    return !decided_;
+  }
+  /// Error: it was given up, and why.
+  Status goes_on() const {
+    std::lock_guard lock(mutex_);
+    return given_up_ ? Status(*given_up_) : Status();
+  }
+  /// The commit record may be written. @return false: it was given up
+  bool decide() {
+    std::lock_guard lock(mutex_);
+    return decided_ = !given_up_;
+  }
 
   void begin(std::uint32_t id) {
-    State denied = kDecided;  // by the destination of the try before
-    state_.compare_exchange_strong(denied, kOpen);
     std::lock_guard lock(mutex_);
+    decided_ = false;  // the destination of the try before has denied it
     place_ = {.id = id};
   }
   void is_at(const std::string& phase, std::uint64_t bytes, std::uint64_t of) {
@@ -50,15 +64,9 @@ class Course {
   }
 
  private:
-  enum State { kOpen,
-               kCancelled,
-               kDecided };
-  bool move_to(State next) {
-    State from = kOpen;
-    return state_.compare_exchange_strong(from, next) || from == next;
-  }
-  std::atomic<State> state_ = kOpen;
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::optional<Error> given_up_;
+  bool decided_ = false;
   Place place_;
 };
 

@@ -102,9 +102,10 @@ inline std::string pre_copy_dir(unsigned round) { return "pre-copy-" + std::to_s
 inline constexpr std::size_t kChunkBytes = 1 << 20;
 inline constexpr std::uint64_t kBundleBytes = 1ull << 30;
 
-inline constexpr int kExecMs = 3'000;                  // a command that is run in a container just now may end
-inline constexpr std::uint32_t kDrainMaxMs = 600'000;  // whatever is asked for; below phase_ms
-inline constexpr std::uint32_t kCancelMs = 60'000;     // migrctl waits until all is back
+inline constexpr int kExecMs = 3'000;                   // a command that is run in a container just now may end
+inline constexpr std::uint32_t kDrainMaxMs = 600'000;   // whatever is asked for; below phase_ms
+inline constexpr std::uint32_t kStopMaxMs = 3'600'000;  // of a limit for the stop, whatever is asked for
+inline constexpr std::uint32_t kCancelMs = 60'000;      // migrctl waits until all is back
 
 inline constexpr int kBusyWaitMs = 180'000;  // for processes that another migration holds
 inline constexpr int kBusyStepMs = 200;

@@ -62,7 +62,7 @@ struct Options {
   std::vector<std::string> ips, peers;
   long days = pki::kHostDays;
   int pid = 0;
-  std::uint32_t drain_limit_ms = 0, wait_ms = kLinkOrderMs;
+  std::uint32_t drain_limit_ms = 0, max_stop_ms = 0, wait_ms = kLinkOrderMs;
 };
 
 void say(const std::string& text) { std::fprintf(stderr, "migrctl: %s\n", printable(text).c_str()); }
@@ -294,6 +294,7 @@ int cmd_migrate(const Options& o) {
   request.set_pre_copy_rounds(o.pre_copy_rounds);
   request.set_no_pre_setup(o.no_pre_setup);
   request.set_drain_limit_ms(o.drain_limit_ms);
+  request.set_max_stop_ms(o.max_stop_ms);
   const auto stub = control(o);
   if (o.dry_run) {
     set_deadline(ctx, 2 * kCheckMs + kProcessMs);
@@ -585,6 +586,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
   migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
   migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
+  migrate->add_option("--max-stop", o.max_stop_ms, "ms that the container may stand still; it goes on here if it would be longer")->check(CLI::Range(1u, kStopMaxMs));
   migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");
   json(migrate);
   auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);

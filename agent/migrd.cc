@@ -110,6 +110,7 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   Move m{{config.name, config.fault, abi, kUndecidedMs, kResolveStepMs, r.stop_and_copy() ? UINT64_MAX : r.pre_copy() ? 0 : kPreCopyFromBytes, !r.no_pre_setup()},
          std::make_unique<RpcDestination>(*channel, r.to()), {}, {}};
   m.settings.pre_copy_rounds = std::min(r.pre_copy_rounds(), kPreCopyRoundsMax);
+  m.settings.max_stop_ms = static_cast<int>(std::min(r.max_stop_ms(), kStopMaxMs));
   if (r.drain_limit_ms()) m.settings.drain_ms = static_cast<int>(std::min(r.drain_limit_ms(), kDrainMaxMs));
   // Partners may be anywhere, also on the destination and on this host.
   for (const Peer& p : config.peers)

@@ -93,7 +93,7 @@ void add_place(wire::OpenMigration& o, const Course& course) {
   std::string state = what_happens(course.container, course.to);
   if (!at.phase.empty()) state += ": " + at.phase;
   if (at.of) state += ", " + sent_text(at.bytes, at.of);
-  if (course.cancelled()) state += "; the operator has cancelled it";
+  if (auto s = course.goes_on(); !s) state += "; it goes back: " + s.error().text;
   o.set_state(state);
 }
 

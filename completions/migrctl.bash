@@ -11,7 +11,7 @@ _migrctl_values() {	# KEY COMMAND...
 
 _migrctl_options() {	# COMMAND [COMMAND]
 	case "$*" in
-	migrate) echo --pid --to --dry-run --pre-copy --pre-copy-rounds --stop-and-copy --no-pre-setup --drain-limit --json ;;
+	migrate) echo --pid --to --dry-run --pre-copy --pre-copy-rounds --stop-and-copy --no-pre-setup --drain-limit --max-stop --json ;;
 	recover) echo --commit --rollback --force --json ;;
 	links) echo --vqps --json ;;
 	"links prefer") echo --none --wait --json ;;
@@ -32,7 +32,7 @@ _migrctl() {
 	# The command so far, and how many words follow it that are no options.
 	for ((i = 1; i < COMP_CWORD; i++)); do
 		case ${COMP_WORDS[i]} in
-		--socket|--config|--pid|--to|--drain-limit|--pre-copy-rounds|--wait|--peer|--ip|--days|-o|--output) i=$((i + 1)) ;;
+		--socket|--config|--pid|--to|--drain-limit|--max-stop|--pre-copy-rounds|--wait|--peer|--ip|--days|-o|--output) i=$((i + 1)) ;;
 		-*) ;;
 		*) case "$command" in
 			"") command=${COMP_WORDS[i]} ;;
@@ -49,7 +49,7 @@ _migrctl() {
 	--to|--peer) mapfile -t words < <(_migrctl_values name peers) ;;
 	--pid) mapfile -t words < <(_migrctl_values pid ps) ;;
 	--socket|--config|-o|--output) mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return ;;
-	--drain-limit|--pre-copy-rounds|--wait|--ip|--days) return ;;
+	--drain-limit|--max-stop|--pre-copy-rounds|--wait|--ip|--days) return ;;
 	*)
 		if [[ $cur == -* ]]; then
 			mapfile -t words < <(_migrctl_options "$command" | tr ' ' '\n')

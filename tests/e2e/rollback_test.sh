@@ -42,6 +42,16 @@ cancelled() {
 		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" checkpoint network freeze suspension "partner peer" && back_on_source || r=1
 	migrd_restart src && return $r
 }
+# CRIU hangs at the destination, whose own limit is minutes away.
+too_long() {
+	local r=0
+	migrd_restart src MIGR_FAULT=source.ready.begin:sleep=3 || return 1
+	MIGRATE_OPTIONS="--max-stop 10000" while_migrating '^ready' on dst pkill -STOP -x criu && grep -q "'c' stood still for more than the 10000 ms that it may" "$E2E_OUT/rollback.err" &&
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" checkpoint network freeze suspension "partner peer" && back_on_source || r=1
+	jq -e '.code == "ETIME" and .service_blackout_ms > 10000 and .service_blackout_ms < 60000' "$E2E_OUT/rollback.json" >/dev/null ||
+		{ cat "$E2E_OUT/rollback.json" >&2; fail "its stop did not end then"; r=1; }
+	migrd_restart src && return $r
+}
 destination_killed() {
 	# Slowed down at the copy, so that the cut falls into it.
 	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
@@ -176,6 +186,7 @@ step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
 step "cancelled in the stop" cancelled || e2e_logs
+walk_step "a stop that takes longer than it may" too_long || e2e_logs
 walk_step "what must be the same afterwards" faults_remember
 walk_step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs
 walk_step "source.decide.end:exit" fault_case source.decide.end:exit any || e2e_logs

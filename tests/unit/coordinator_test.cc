@@ -261,8 +261,18 @@ struct FakeDestination final : DestinationLink {
   }
   Status attach_network(std::uint32_t) override { return p.did("d.attach"); }
   Status full_restore(std::uint32_t) override { return p.did("d.full_restore"); }
-  Status ready(std::uint32_t) override { return p.did("d.ready"); }
-  Status commit(std::uint32_t) override { return p.did("d.commit"); }
+  int restore_ms = 0;  // unless it is told to end
+  std::atomic<bool> ended = false;
+  Status ready(std::uint32_t) override {
+    if (restore_ms) (void)p.did("d.restores");
+    for (int ms = 0; ms < restore_ms && !ended; ms++) usleep(1000);
+    return ended ? Status(Error{ECANCELED, "the migration was undone here"}) : p.did("d.ready");
+  }
+  int commit_ms = 0;
+  Status commit(std::uint32_t) override {
+    usleep(static_cast<useconds_t>(commit_ms) * 1000);
+    return p.did("d.commit");
+  }
   Result<wire::CommitReply> rebind(std::uint32_t) override {
     if (auto s = p.did("d.rebind"); !s) return s.error();
     wire::CommitReply r;
@@ -276,7 +286,10 @@ struct FakeDestination final : DestinationLink {
     if (auto s = p.did("d.resume"); !s) return s.error();
     return wire::ResumeReply();
   }
-  Status abort(std::uint32_t) override { return p.did("d.abort"); }
+  Status abort(std::uint32_t) override {
+    ended = true;
+    return p.did("d.abort");
+  }
   Result<wire::Outcome> outcome(std::uint32_t) override {
     if (p.destination_silent) return Error{EHOSTUNREACH, "silent"};
     return p.destination_says;
@@ -431,6 +444,7 @@ struct Scene {
   bool busy = false, in_vain = false, again = false;
   int busy_wait_ms = 1000;
   bool keep = false;  // store it
+  int max_stop_ms = 0;
   std::string stood_still;
   unsigned rounds = 0;
   bool pre_copy = false;  // asked for
@@ -439,6 +453,7 @@ struct Scene {
     Coordinator::Settings s{"src", fault, 1, 300, 10, pre_copy ? 0 : kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = busy_wait_ms;
     s.pre_copy_rounds = rounds;
+    s.max_stop_ms = max_stop_ms;
     if (keep) s.what = Coordinator::Settings::kKeep;
     s.course = play.course;
     s.stands_still = [this](const std::string& phase) { stood_still = phase; };
@@ -1488,13 +1503,69 @@ TEST(Cancelled, BetweenTwoTriesTheNextOneEnds) {
   EXPECT_TRUE(c.cancel());
   EXPECT_TRUE(c.cancel()) << "once more is no error";
   c.begin(kId + 1);
-  EXPECT_TRUE(c.cancelled());
+  EXPECT_FALSE(c.goes_on());
+  EXPECT_TRUE(c.give_up({ETIME, "for another reason"}));
+  EXPECT_EQ(c.goes_on().error().text, "cancelled by the operator") << "the first reason counts";
   EXPECT_FALSE(c.decide());
   Course denied("c", "dst", kId);
   EXPECT_TRUE(denied.decide());
   EXPECT_FALSE(denied.cancel());
   denied.begin(kId + 1);
   EXPECT_TRUE(denied.cancel());
+}
+
+// ---- the stop has a limit
+
+TEST(Stop, ThatTakesTooLongIsEndedWhereItIs) {
+  Scene s;
+  s.max_stop_ms = 100;
+  s.destination.restore_ms = 20'000;
+  const auto began = std::chrono::steady_clock::now();
+  const auto r = s.run();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5)) << "the restore was waited for";
+  EXPECT_FALSE(r.migrated());
+  EXPECT_EQ(r.error(), "'c' stood still for more than the 100 ms that it may");
+  EXPECT_EQ(r.error_code(), static_cast<unsigned>(ETIME));
+  EXPECT_FALSE(s.again || s.busy || s.in_vain) << "it would stand still again";
+  EXPECT_FALSE(r.going_back());
+  s.expect_order({"d.abort", "s.thaw"});
+  for (const char* done : {"s.rollback", "s.reconnect", "s.attach", "p.rollback"}) EXPECT_TRUE(s.play.has(done)) << done;
+  EXPECT_FALSE(s.play.has("d.commit"));
+}
+
+TEST(Stop, IsNotWhatComesBeforeIt) {
+  Scene s;
+  s.max_stop_ms = 400;
+  s.source.inspect_ms = 600;
+  s.destination.rounds = {1};
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+}
+
+TEST(Stop, ThatIsDecidedComesToItsEnd) {
+  Scene s;
+  s.max_stop_ms = 300;
+  s.destination.commit_ms = 600;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_EQ(r.error(), "");
+  EXPECT_GT(r.service_blackout_ms(), 300);
+  EXPECT_FALSE(s.play.has("d.abort"));
+}
+
+// What the destination is at is ended for an operator, too. A folder has nobody who could end it meanwhile.
+TEST(Cancelled, WaitsForNoRestore) {
+  for (const bool keep : {false, true}) {
+    Scene s;
+    s.keep = keep;
+    s.destination.restore_ms = keep ? 300 : 20'000;
+    s.play.cancelled_at = "d.restores";
+    const auto began = std::chrono::steady_clock::now();
+    EXPECT_EQ(s.run().error(), "cancelled by the operator");
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(5));
+    EXPECT_EQ(s.play.has("d.ready"), keep);
+    EXPECT_TRUE(s.play.has("d.abort"));
+  }
 }
 
 // ---- wait-before-stop has a limit

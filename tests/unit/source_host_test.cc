@@ -242,11 +242,11 @@ TEST_F(ASource, IsCancelledByItsNameOrItsNumber) {
   const auto told = host.cancel(0, "web");
   ASSERT_TRUE(told) << told.error().text;
   EXPECT_EQ(told->id(), kId);
-  EXPECT_EQ(told->state(), "is being migrated to dst; the operator has cancelled it");
-  EXPECT_TRUE((*web)->cancelled());
+  EXPECT_EQ(told->state(), "is being migrated to dst; it goes back: cancelled by the operator");
+  EXPECT_FALSE((*web)->goes_on());
   EXPECT_EQ(host.cancel(kId, "00001234")->container(), "web") << "once more";
   EXPECT_EQ(host.cancel(kId + 1, "1235")->container(), "1235") << "a name goes before a number";
-  EXPECT_FALSE((*other)->cancelled());
+  EXPECT_TRUE((*other)->goes_on());
   EXPECT_EQ(host.cancel(kId + 1, "00001235")->container(), "other");
   EXPECT_EQ(host.cancel(kId + 2, "third").error().code, ENOENT);
 }
@@ -295,7 +295,7 @@ TEST_F(ASource, WhoCancelsWaitsForItsEnd) {
   const auto s = w.cancel("web", 50);
   EXPECT_TRUE(s.ok()) << s.error_message();
   EXPECT_FALSE(w.reply.ended());
-  EXPECT_EQ(w.reply.migration().state(), "is being migrated to dst; the operator has cancelled it");
+  EXPECT_EQ(w.reply.migration().state(), "is being migrated to dst; it goes back: cancelled by the operator");
   (*course)->is_at("rollback", 0, 0);
   std::thread coordinator([&] {
     usleep(300'000);
