@@ -24,6 +24,7 @@
 #include "facts.h"
 #include "failover/links_text.h"
 #include "history.h"
+#include "host_drain.h"
 #include "host_service.h"
 #include "kernel_record.h"
 #include "limits.h"
@@ -56,10 +57,10 @@ int print(const Json& j) {
 struct Options {
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
   unsigned pre_copy_rounds = 0;
-  bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false;
+  bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false, keep_going = false;
   std::string socket = kControlSocket, config = kConfigPath;
   std::string container, to, dir, name, migration, output;
-  std::vector<std::string> ips, peers;
+  std::vector<std::string> ips, peers, hosts;
   long days = pki::kHostDays;
   int pid = 0;
   std::uint32_t drain_limit_ms = 0, max_stop_ms = 0, wait_ms = kLinkOrderMs;
@@ -84,14 +85,14 @@ std::unique_ptr<wire::Control::Stub> control(const Options& o) {
   return wire::Control::NewStub(grpc::CreateCustomChannel("unix:" + o.socket, grpc::InsecureChannelCredentials(), a));
 }
 
-int refuse_grpc(const Options& o, const grpc::Status& s) {
+std::string grpc_text(const Options& o, const grpc::Status& s) {
   if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
-    return refuse(o, "migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")");
-  if (s.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) return refuse(o, "migrd has not answered in time; journalctl -u migrd says what it waits for");
-  if (s.error_code() == grpc::StatusCode::UNIMPLEMENTED)
-    return refuse(o, "the migrd that runs is of another release and does not know this; start it again: systemctl restart migrd");
-  return refuse(o, s.error_message());
+    return "migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")";
+  if (s.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) return "migrd has not answered in time; journalctl -u migrd says what it waits for";
+  if (s.error_code() == grpc::StatusCode::UNIMPLEMENTED) return "the migrd that runs is of another release and does not know this; start it again: systemctl restart migrd";
+  return s.error_message();
 }
+int refuse_grpc(const Options& o, const grpc::Status& s) { return refuse(o, grpc_text(o, s)); }
 
 std::string need_root(const char* what) {
   return std::string(what) + " needs root: run it with sudo";
@@ -163,8 +164,14 @@ class OnlyTheDisplayEnds {
   struct sigaction before_[std::size(kSignals)] {};
 };
 
-// Shows the progress of what migrd does, and how it ends. @param stop_ms  what is expected @return the exit status
-int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
+struct Ended {
+  int status;             // exit status
+  std::string error{};    // what was said of it
+  std::optional<wire::Summary> summary{};  // none: migrd has not told
+};
+
+// Shows the progress of what migrd does, and how it ends; with --json on standard error. @param stop_ms  what is expected
+Ended watch(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
   FILE* out = o.json ? stderr : stdout;  // progress is not data
   std::optional<PhaseLines> lines;
   lines.emplace(out, may_rewrite(fileno(out)));
@@ -181,10 +188,14 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
   goes_on.reset();
   const auto s = reader->Finish();
   lines.reset();
-  if (!told && began) return failed(o, kFailed, "migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover");
-  if (!told) return s.ok() ? refuse(o, "migrd ended the stream without a summary; see its log") : refuse_grpc(o, s);
+  if (!told) {
+    const Ended none = began  ? Ended{kFailed, "migrd ended in the middle of it. When it is started again it finishes or goes back by itself; then: migrctl recover"}
+                       : s.ok() ? Ended{kRefused, "migrd ended the stream without a summary; see its log"}
+                                : Ended{kRefused, grpc_text(o, s)};
+    say(none.error);
+    return none;
+  }
   const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
-  if (o.json) print(status == kDone ? summary_json(summary) : with_error(summary_json(summary), summary.error(), status));
   if (!summary.error().empty()) say(summary.error());
   if (const auto back = rolled_back_text(summary); !back.empty()) say(back);
   if (summary.migrated()) {
@@ -195,7 +206,16 @@ int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>>
     else
       say(summary.container() + " " + words.undone + " " + summary.from());
   }
-  return status;
+  return {status, summary.error(), summary};
+}
+
+// ... and to the end of a command.
+int follow(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>> reader, const Words& words, std::optional<double> stop_ms = {}) {
+  const Ended e = watch(o, std::move(reader), words, stop_ms);
+  if (!o.json) return e.status;
+  const Json its = e.summary ? summary_json(*e.summary) : Json::object();
+  print(e.status == kDone ? its : with_error(its, e.error, e.status));
+  return e.status;
 }
 
 std::string absolute_dir(const Options& o) {
@@ -282,29 +302,101 @@ int show_plan(const Options& o, const wire::PlanReply& plan) {
   return kDone;
 }
 
-int cmd_migrate(const Options& o) {
-  if (o.container.empty() == !o.pid) return failed(o, kUsage, "name either a container or, with --pid, a process");
-  if (!is_root()) return refuse(o, need_root("migrctl migrate"));
-  grpc::ClientContext ctx;
+constexpr Words kMigration = {"runs on", "goes on running on", "are over, their other ends having died"};
+
+wire::MigrateRequest migration(const Options& o, const std::string& container, const std::string& to) {
   wire::MigrateRequest request;
-  request.set_container(o.pid ? bare_name(o.pid) : o.container);
-  request.set_to(o.to);
+  request.set_container(container);
+  request.set_to(to);
   request.set_stop_and_copy(o.stop_and_copy);
   request.set_pre_copy(o.pre_copy || o.pre_copy_rounds);
   request.set_pre_copy_rounds(o.pre_copy_rounds);
   request.set_no_pre_setup(o.no_pre_setup);
   request.set_drain_limit_ms(o.drain_limit_ms);
   request.set_max_stop_ms(o.max_stop_ms);
-  const auto stub = control(o);
-  if (o.dry_run) {
-    set_deadline(ctx, 2 * kCheckMs + kProcessMs);
-    wire::PlanReply plan;
-    if (auto s = stub->Plan(&ctx, request, &plan); !s.ok()) return refuse_grpc(o, s);
-    return show_plan(o, plan);
-  }
+  return request;
+}
+
+Result<wire::PlanReply> plan_of(const Options& o, const wire::MigrateRequest& request) {
+  grpc::ClientContext ctx;
+  set_deadline(ctx, 2 * kCheckMs + kProcessMs);
+  wire::PlanReply plan;
+  if (auto s = control(o)->Plan(&ctx, request, &plan); !s.ok()) return Error{EHOSTUNREACH, grpc_text(o, s)};
+  return plan;
+}
+
+// What the stop of this container was the last times.
+std::optional<double> known_stop(const Options& o, const std::string& container) {
   const auto entries = past_migrations(o);
-  const auto stop = entries ? expected_stop(*entries, request.container()) : std::nullopt;
-  return follow(o, stub->Migrate(&ctx, request), {"runs on", "goes on running on", "are over, their other ends having died"}, stop && stop->same ? std::optional(stop->median_ms) : std::nullopt);
+  const auto stop = entries ? expected_stop(*entries, container) : std::nullopt;
+  return stop && stop->same ? std::optional(stop->median_ms) : std::nullopt;
+}
+
+int cmd_migrate(const Options& o) {
+  if (o.container.empty() == !o.pid) return failed(o, kUsage, "name either a container or, with --pid, a process");
+  if (!is_root()) return refuse(o, need_root("migrctl migrate"));
+  const auto request = migration(o, o.pid ? bare_name(o.pid) : o.container, o.to);
+  if (o.dry_run) {
+    const auto plan = plan_of(o, request);
+    return plan ? show_plan(o, *plan) : refuse(o, plan.error().text);
+  }
+  grpc::ClientContext ctx;
+  const auto stub = control(o);
+  return follow(o, stub->Migrate(&ctx, request), kMigration, known_stop(o, request.container()));
+}
+
+Result<Occupants> occupants_of_host(const Options& o) {
+  auto k = KernelRecord::open();
+  if (!k) return k.error();
+  const auto ctxs = k->contexts();
+  if (!ctxs) return ctxs.error();
+  const auto config = load_config(o.config);
+  const Config usual;
+  return occupants(*ctxs, Runtime(config ? *config : usual).containers());
+}
+
+// One after the other: while one stands still nothing else takes its time. Who is refused by one host is for the next.
+void drain(const Options& o, HostDrain& d) {
+  const auto stub = control(o);
+  for (const auto& plan : std::exchange(d.would_move, {})) {
+    const std::string& name = plan.summary().container();
+    auto to = std::find(d.to.begin(), d.to.end(), plan.summary().to());
+    Ended e{kRefused};
+    for (; to != d.to.end() && e.status == kRefused; ++to) {
+      say(name + " -> " + *to);
+      grpc::ClientContext ctx;
+      e = watch(o, stub->Migrate(&ctx, migration(o, name, *to)), kMigration, known_stop(o, name));
+    }
+    if (e.summary && e.summary->migrated()) d.moved.push_back(*e.summary);
+    else d.stays.push_back({name, e.error});
+    if (e.status != kDone && !o.keep_going) break;
+  }
+}
+
+int cmd_drain(const Options& o) {
+  if (!is_root()) return refuse(o, need_root("migrctl drain"));
+  const auto all = occupants_of_host(o);
+  if (!all) return refuse(o, all.error().text);
+  auto d = plan_drain(*all, o.hosts, [&](const std::string& name, const std::string& to) { return plan_of(o, migration(o, name, to)); });
+  const auto refused = [&](const std::string& text) {
+    if (o.json) print(with_error(drain_json(d), text, kRefused));
+    say(text);
+    return kRefused;
+  };
+  if (o.dry_run && !o.json) std::fputs(drain_plan_text(d).c_str(), stdout);
+  if (!d.stays.empty() && (o.dry_run || !o.keep_going))
+    return refused(o.dry_run && !o.json ? "not all would leave" : what_is_wrong(d) + ". Nothing was touched; with --keep-going the others leave");
+  if (o.dry_run) return o.json ? print(drain_json(d)) : kDone;
+  drain(o, d);
+  // What has come meanwhile, or what was not begun.
+  const auto left = occupants_of_host(o);
+  if (!left) return failed(o, kFailed, left.error().text);
+  note_left(d, *left);
+  const int status = all_well(d) ? kDone : kFailed;
+  if (o.json) print(status == kDone ? drain_json(d) : with_error(drain_json(d), what_is_wrong(d), status));
+  else std::fputs(drain_text(d).c_str(), stdout);
+  if (status != kDone) say(o.json ? what_is_wrong(d) : "not all has left");
+  return status;
 }
 
 int cmd_checkpoint(const Options& o) {
@@ -576,19 +668,27 @@ int main(int argc, char** argv) {
       },
       "");
 
+  const auto how = [&](CLI::App* c) {
+    auto* stop_and_copy = c->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
+    c->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
+    c->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it exactly so often before the stop")->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
+    c->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
+    c->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
+    c->add_option("--max-stop", o.max_stop_ms, "ms that a container may stand still; it goes on here if it would be longer")->check(CLI::Range(1u, kStopMaxMs));
+  };
   auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
   auto* container = migrate->add_option("CONTAINER", o.container);
   migrate->add_option("--pid", o.pid, "a process without a container, and its descendants")->check(process_number)->excludes(container);
   migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
-  auto* stop_and_copy = migrate->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
-  migrate->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
-  migrate->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it exactly so often before the stop")
-      ->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
-  migrate->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
-  migrate->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
-  migrate->add_option("--max-stop", o.max_stop_ms, "ms that the container may stand still; it goes on here if it would be longer")->check(CLI::Range(1u, kStopMaxMs));
+  how(migrate);
   migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");
   json(migrate);
+  auto* drain = add(app, "drain", "moves every container that uses RDMA to other hosts, one after the other", cmd_drain);
+  drain->add_option("--to", o.hosts, "a host, may be repeated: each container goes to the first that takes it")->required();
+  drain->add_flag("--keep-going", o.keep_going, "move what can be moved, whatever stays");
+  how(drain);
+  drain->add_flag("--dry-run", o.dry_run, "only say what would move where, and what would stay");
+  json(drain);
   auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
   checkpoint->add_option("CONTAINER|PID", o.container)->required();
   checkpoint->add_option("DIR", o.dir, "is made, for root only")->required();

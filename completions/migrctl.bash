@@ -12,6 +12,7 @@ _migrctl_values() {	# KEY COMMAND...
 _migrctl_options() {	# COMMAND [COMMAND]
 	case "$*" in
 	migrate) echo --pid --to --dry-run --pre-copy --pre-copy-rounds --stop-and-copy --no-pre-setup --drain-limit --max-stop --json ;;
+	drain) echo --to --keep-going --dry-run --pre-copy --pre-copy-rounds --stop-and-copy --no-pre-setup --drain-limit --max-stop --json ;;
 	recover) echo --commit --rollback --force --json ;;
 	links) echo --vqps --json ;;
 	"links prefer") echo --none --wait --json ;;
@@ -55,7 +56,7 @@ _migrctl() {
 			mapfile -t words < <(_migrctl_options "$command" | tr ' ' '\n')
 		else
 			case "$command $nr" in
-			" 0") words=(migrate checkpoint restore cancel recover history report links link ps show peers doctor version pki) ;;
+			" 0") words=(migrate drain checkpoint restore cancel recover history report links link ps show peers doctor version pki) ;;
 			"link 0") words=(down up) ;;
 			"links 0") words=(prefer) ;;
 			"pki 0") words=(init host) ;;

@@ -14,6 +14,24 @@ started() {	# OPTION...
 moved() {	# OPTION...: src to dst
 	started "$@" && migrate_ok mv dst && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
 }
+# The host is emptied: it is all that there is.
+drained() {	# OPTION...
+	local out=$E2E_OUT/drain.json E2E_LIMIT=$E2E_MIGRATE_LIMIT
+	started "$@" && on src migrctl drain --to peer --to dst --dry-run --json >"$out" && jq -e '.stays == [] and .moved == [] and (.would_move | length) == 1' "$out" >/dev/null && expect_running mv src &&
+		on src migrctl drain --to dst --max-stop 300000 --json >"$out" && jq -e '.stays == [] and .moved[0].migrated and .moved[0].to == "dst"' "$out" >/dev/null && expect_running mv dst &&
+		[ "$(on src migrctl drain --to dst)" = "nothing has RDMA resources here" ] && expect_traffic && stop_verify mv || { cat "$out" >&2; e2e_logs; e2e_reset; return 1; }
+}
+# What stays is told, and why; the others leave all the same if that is wanted.
+drained_in_part() {
+	local out=$E2E_OUT/drain.json E2E_LIMIT=$E2E_MIGRATE_LIMIT said bad=0
+	started "$@" || return 1
+	on_sh src 'LD_PRELOAD= setsid -f ib_write_bw -d rxe0 -p 18777 </dev/null >/dev/null 2>&1' && until_true 20 listens src 18777 || bad=1
+	! said=$(on src migrctl drain --to dst 2>&1) && grep -q 'process [0-9]* (ib_write_bw) stays: it is in no container' <<<"$said" && grep -q 'Nothing was touched' <<<"$said" && expect_running mv src ||
+		{ fail "drain of what cannot leave: $said"; bad=1; }
+	! on src migrctl drain --to dst --keep-going --json >"$out" && jq -e '.status == 1 and (.moved | length) == 1 and (.stays | length) == 1' "$out" >/dev/null && expect_running mv dst || { cat "$out" >&2; fail "with --keep-going"; bad=1; }
+	on src pkill -x ib_write_bw
+	[ $bad = 0 ] && expect_traffic && stop_verify mv || { e2e_logs; e2e_reset; return 1; }
+}
 # shellcheck disable=SC2120 # step calls it, with arguments
 there_and_back() {
 	started "$@" && migrate_ok mv dst "$E2E_OUT/there.json" && expect_traffic && { migrate_ok mv src 2>"$E2E_OUT/progress" || { cat "$E2E_OUT/progress" >&2; false; }; } && expect_traffic &&
@@ -121,7 +139,8 @@ walk_step "mixed, 2 QPs, ibv_wr_*" moved --mode mixed --qps 2 --wr-api
 walk_step "mixed, 2 QPs, ibv_wr_*, atomic writes, there and back" since_kernel 6.3 "has no atomic writes" busy --mode mixed --qps 2 --wr-api --atomic-write
 walk_step "send with immediate, too few receives" moved --mode send_imm --qps 2 --rnr
 walk_step "UC, mixed, 3 QPs" moved --transport uc --mode mixed --qps 3
-step "UC on an SRQ, events" moved --transport uc --srq --mode send --qps 2 --events
+walk_step "a host is emptied as far as that can be" drained_in_part --mode mixed --qps 2
+step "the host is emptied: UC on an SRQ, events" drained --transport uc --srq --mode send --qps 2 --events
 walk_step "QPs in RTR, which go to RTS where it has moved to" answers_first --mode mixed --qps 2
 self_loaded() { VERIFY_PROGRAM=migr_loaded "$@"; }
 walk_step "a program that loads libibverbs itself: ibv_wr_*, zero-based memory with relaxed ordering, CQs that are resized, a second context" self_loaded moved --wr-api --iova --resize --second --mode mixed --qps 3

@@ -126,7 +126,7 @@ process_moves() {
 	local p said
 	p=$(process_of hostA rping) || return 1
 	said=$(on hostA migrctl show "$p") && grep -q QP <<<"$said" || fail "show: $said" || return 1
-	type_in hostA "$(readme 8 "s/PID/$p/")" >"$E2E_OUT/process" || { cat "$E2E_OUT/process" >&2; return 1; }
+	type_in hostA "$(readme 9 "s/PID/$p/")" >"$E2E_OUT/process" || { cat "$E2E_OUT/process" >&2; return 1; }
 	on hostB sh -c "[ \"\$(cat /proc/$p/comm)\" = rping ]" || fail "no process $p on hostB" || return 1
 	! process_of hostA rping >/dev/null || fail "rping is on hostA still" || return 1
 	on hostB grep -qx "0::/migr-processes" "/proc/$p/cgroup" || fail "its cgroup: $(on hostB cat "/proc/$p/cgroup")" || return 1
@@ -178,7 +178,7 @@ program_ends_well() {
 looked_at() {
 	local commands said id
 	commands=$(block "7. Look at it" 1)
-	same_as_readme 10 '' "$commands" || return 1
+	same_as_readme 11 '' "$commands" || return 1
 	said=$(type_in hostA "$(line 1 <<<"$commands")") || return 1
 	id=$(awk '$0 ~ / bw / { print $1 }' <<<"$said" | tail -n 1)
 	[ -n "$id" ] || fail "history: $said" || return 1
@@ -246,7 +246,8 @@ host_emptied() {
 	local commands said
 	on_every_host container_removed
 	PAGE=getting-started container_started || return 1
-	commands=$(block "Emptying a host" 1 | sed 's/NAME/bw/')
+	commands=$(block "Emptying a host" 1)
+	same_as_readme 8 '' "$commands" || return 1
 	type_in hostA "$commands" >"$E2E_OUT/emptied" || { cat "$E2E_OUT/emptied" >&2; return 1; }
 	[ "$(container_at)" = hostB ] && more_packets hostC || fail "the container is on $(container_at)" || return 1
 	said=$(on hostA sh -c 'migrctl ps --json | jq length; migrctl recover') && [ "$said" = "0
@@ -255,7 +256,7 @@ no open migration" ] || fail "not empty: $said"
 stored_and_restored() {
 	local commands
 	commands=$(block "Emptying a host" 2 | sed 's/NAME/bw/g')
-	same_as_readme 9 's/CONTAINER|PID/bw/; s|DIR|/srv/checkpoints/bw|g' "$commands" || return 1
+	same_as_readme 10 's/CONTAINER|PID/bw/; s|DIR|/srv/checkpoints/bw|g' "$commands" || return 1
 	type_in hostB "$(line 1,2 <<<"$commands")" && [ -z "$(container_at)" ] || fail "after the checkpoint the container is on $(container_at)" || return 1
 	[ "$(on hostB stat -c %a /srv/checkpoints/bw)" = 700 ] || fail "mode of the checkpoint" || return 1
 	type_in hostB "$(line 3 <<<"$commands")" && [ "$(container_at)" = hostB ] || fail "after the restore the container is on $(container_at)"
@@ -264,7 +265,7 @@ stored_and_restored() {
 recovered() {
 	local commands
 	commands=$(block "When migrd or a host dies" 1)
-	same_as_readme 11 '' "$commands" || return 1
+	same_as_readme 12 '' "$commands" || return 1
 	[ "$(wc -l <<<"$commands")" = 3 ] && [ "$(type_in hostB "$(line 1 <<<"$commands")")" = "no open migration" ] || fail "recover" || return 1
 	! type_in hostB "$(line 2 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null && ! type_in hostB "$(line 3 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null ||
 		fail "recover of a migration that there never was"

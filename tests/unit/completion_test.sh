@@ -93,6 +93,9 @@ expect rxe0 links prefer --wait 5 ""
 expect "--to" migrate --t
 expect migrate mi
 expect "--drain-limit --dry-run" migrate --dr
+expect dst drain --to ""
+expect "--keep-going" drain --to dst --k
+expect "" drain ""
 migrctl() { echo "migrctl: needs root" >&2; return 3; }
 expect "" migrate ""
 expect "" report ""

@@ -17,6 +17,7 @@ commands_of() { "$ctl" "$@" --help | sed -n '/^Subcommands:/,$s/^  \([^ ]*\) .*/
 words_of() {
 	case $* in
 	migrate) echo nobody --to nowhere ;;
+	drain) echo --to nowhere ;;
 	cancel) echo nobody ;;
 	checkpoint) echo nobody "$dir/out" ;;
 	restore) echo "$dir/none" ;;
@@ -68,7 +69,7 @@ done
 
 # A wrong command line, whether or not --json has been read by then, and whoever asks.
 for line in "migrate c --json" "--json" "show no --json" "show --json --none 7" "links prefer --json rxe0 --none" "migrate --to dst --json --drain-limit 0 c" "nothing --json" \
-	"migrate --to dst --json" "migrate c --to dst --max-stop 0 --json" "recover --commit --json" "recover --rollback --force --json" "recover web --json" "report 123456789 --json" "report 0x --json" \
+	"migrate --to dst --json" "migrate c --to dst --max-stop 0 --json" "drain --json" "drain --to dst --pid 7 --json" "recover --commit --json" "recover --rollback --force --json" "recover web --json" "report 123456789 --json" "report 0x --json" \
 	"link down rxe0/0 --json" "link up rxe0/ --json" "links prefer rxe0/one --json"; do
 	for user in "${users[@]}"; do
 		# shellcheck disable=SC2086 # words
