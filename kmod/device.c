@@ -21,6 +21,7 @@ static struct ib_client migr_client;
 
 struct migr_dev *migr_dev_of(struct ib_device *ibdev)
 {
+	smp_rmb();	/* who was called as a wrapper finds it: pairs with the smp_wmb() in migr_add() */
 	return ib_get_client_data(ibdev, &migr_client);
 }
 
@@ -144,7 +145,7 @@ static int migr_add(struct ib_device *ibdev)
 	md->ibdev = ibdev;
 	md->orig = ibdev->ops;
 	ib_set_client_data(ibdev, &migr_client, md);
-	smp_wmb();	/* a wrapper finds its md: pairs with the dependent load there */
+	smp_wmb();	/* a wrapper finds its md: pairs with migr_dev_of() */
 	ops_install(md);
 	atomic_inc(&migr_nr_dev);
 	hydrate(ibdev);
