@@ -246,13 +246,13 @@ walk_step "the same, where a part of it is unmapped before" transfers_ok hole
 walk_step "where a part of it is made read-only before all is copied during the stop" transfers_ok readonly '.pre_copy_rounds == 0'
 walk_step "memory that holds nothing any more, and is registered to be read" since_kernel 6.2 "marks what it pins" transfers_ok dropped
 walk_step "without the marks it is stale" transfers_stale
-step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
+walk_step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
 walk_step "where the huge page of zeros comes nonetheless, all is copied during the stop" zeros_read 0 1 0 untouched
 walk_step "where it comes, and other bytes were there, those come back" zeros_read 1 1 2097152 dropped
 step "a TCP connection within the host, back and there" connected
 step "a pipe to a program that stays" piped
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100
 step "stored, and restored on another host" stored --mode mixed --qps 2 --rate 200
-step "a stored server is found by who comes later" stored_server
+walk_step "a stored server is found by who comes later" stored_server
 walk_step "a stored container, without its partner" container_stored --mode mixed --qps 2
 e2e_end

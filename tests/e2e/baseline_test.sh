@@ -34,6 +34,6 @@ walk_step "mixed, 4 QPs, everything on the switched path" traffic --mode mixed -
 walk_step "mixed, 4 QPs, events, switched path" traffic --mode mixed --qps 4 --events
 walk_step "mixed, 4 QPs, ibv_wr_*, switched path" traffic --mode mixed --qps 4 --wr-api
 E2E_VARS=()
-step "unmodified ib_write_bw" perftest ib_write_bw
+walk_step "unmodified ib_write_bw" perftest ib_write_bw
 walk_step "unmodified ib_send_bw" perftest ib_send_bw
 e2e_end

@@ -91,7 +91,7 @@ rping_talks() { local x; x=$(sent_by peer) && sleep 1 && [ "$(sent_by peer)" -gt
 sent_by() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 
 step "both ends move, one after the other; the server disconnects" both_move
-step "a port that is taken at the destination" port_taken
+walk_step "a port that is taken at the destination" port_taken
 walk_step "the server moves there and back; the client disconnects" there_and_back
 walk_step "a migration that goes back" goes_back
 walk_step "rping: the server moves, the client is killed" rping_moves

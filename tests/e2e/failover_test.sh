@@ -83,7 +83,7 @@ outlives() {
 }
 
 start_perftest() {	# PROGRAM PORT OPTION..: at both ends
-	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D 90 -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
+	local p=$1 name=${NAME:-$1} port=$2 options=(-d rxe0 -F -D "${PERFTEST_S:-90}" -s 4096 -t 32 -p "${@:2}") to=$E2E_PEER
 	run_on peer "$name" "$p" "${options[@]}" || return 1
 	until_true 20 listens peer "$port" || fail "$p does not listen" || return 1
 	[[ " ${options[*]} " = *" -R "* ]] && to=10.77.10.3	# of rail 0
@@ -467,14 +467,14 @@ with_other_addresses() {
 # Where migrd keeps no directory of links nothing can be backed up.
 on src test -S /run/migr/links.sock || { fail "migrd has no /run/migr/links.sock"; exit 1; }
 configure && links_from /tmp/links.json || exit 1
-step "the cable is cut and mended: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
+PERFTEST_S=60 step "the cable is cut and mended: ib_write_bw" perftest ib_write_bw down
+walk_step "the cable is cut and mended: ib_write_bw, and ib_send_bw with SRQs" two_perftests down
 step "another process publishes what is not its own" with_verify impostors -- --mode write_imm --qps 4 --size 4096
-step "the path is silent under programs at rest: migr_verify with a heartbeat, migr_loaded without" found_by_heartbeat
+walk_step "the path is silent under programs at rest: migr_verify with a heartbeat, migr_loaded without" found_by_heartbeat
 step "the cable is cut, mended, silent, mended: migr_loaded, messages and WRITEs, ibv_wr_*, ibv_cq_ex" with_loaded again_and_again -- --mode write_imm --qps 4 --size 8192 --wr-api --cq-ex
-step "both ends' NICs fail at once, then every link: migr_verify, ib_send_bw, both ways" all_break_off both_ends_then_all_links -- migr_verify ib_send_bw
+walk_step "both ends' NICs fail at once, then every link: migr_verify, ib_send_bw, both ways" all_break_off both_ends_then_all_links -- migr_verify ib_send_bw
 walk_step "off: the cable is cut: migr_verify, ib_send_bw, both ways" without_a_policy
 walk_step "the cable is cut, mended, silent, mended: migr_verify, messages, WRITEs and atomic writes" since_kernel 6.3 "has no atomic writes" with_verify again_and_again -- --mode write_imm --qps 4 --size 4096 --wr-api --atomic-write
-walk_step "the cable is cut and mended: ib_write_bw" perftest ib_write_bw down
 walk_step "the cable is cut and mended: ib_send_bw, with SRQs" perftest ib_send_bw down -- --use-srq -q 4
 walk_step "the cable is cut and mended: UCX" ucx down
 walk_step "the cable is cut and mended: ib_write_bw, connected by librdmacm" perftest ib_write_bw down -- -R

@@ -91,7 +91,7 @@ answers_lost() {	# OPTION...
 
 walk_step "30 % loss: messages of several packets" lossy --mode send --size 16384 --qps 4
 step "the partner's cable is cut: WRITE and its messages" cable_cut --mode write_imm --size 16384 --qps 4
-step "the cable is cut: atomics are executed once" atomics --mode atomic --qps 4
+walk_step "the cable is cut: atomics are executed once" atomics --mode atomic --qps 4
 step "answers are lost: atomics are executed once" answers_lost --mode atomic --qps 4
 walk_step "30 % loss: READ" lossy --mode read --size 16384 --qps 2
 walk_step "the cable is cut, and it goes back" cable_cut_and_back --mode unsignalled --size 8192 --qps 2

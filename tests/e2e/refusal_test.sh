@@ -169,7 +169,7 @@ doctor_sees_it_closed() {
 }
 walk_step "doctor sees that RoCE is closed there" doctor_sees_it_closed
 step "after all that both ends agree" stop_verify c || e2e_reset
-step "a QP in SQD" holds sqd 'process [0-9]+ \(migr_verify\): QP [0-9]+ is in state SQD and cannot be migrated'
+walk_step "a QP in SQD" holds sqd 'process [0-9]+ \(migr_verify\): QP [0-9]+ is in state SQD and cannot be migrated'
 walk_step "registered memory that was made read-only" holds readonly 'memory of 4096 bytes is registered, and not mapped or not writable any more'
 walk_step "a process with librdmacm" holds cm "librdmacm"
 e2e_end

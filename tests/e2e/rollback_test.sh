@@ -185,7 +185,7 @@ step "traffic" start_verify src c --windows --invalidate --mode mixed --qps 4 ||
 step "CRIU cannot restore" restore_fails || e2e_logs
 
 # The most telling of the walk (scripts/faults, tests/faults/walk): where each host can die so that another has to find out.
-step "cancelled in the stop" cancelled || e2e_logs
+walk_step "cancelled in the stop" cancelled || e2e_logs
 walk_step "a stop that takes longer than it may" too_long || e2e_logs
 walk_step "what must be the same afterwards" faults_remember
 walk_step "partner.switch.end:exit" fault_case partner.switch.end:exit src || e2e_logs

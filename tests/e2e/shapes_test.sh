@@ -177,7 +177,7 @@ walk_step "a client that leaves while memory is copied ahead" clients_meanwhile 
 walk_step "a client that has died" dead_client
 walk_step "memory copied ahead of the stop" memory_ahead
 step "three processes in one container, one by runc exec" several_processes --mode mixed --qps 2
-step "what it writes in its root filesystem before the stop" written_late --mode mixed --qps 2
+walk_step "what it writes in its root filesystem before the stop" written_late --mode mixed --qps 2
 step "resources that come and go all the time" churn --mode mixed --qps 2
 walk_step "a service that is its own partner" its_own_partner --mode mixed --qps 2
 walk_step "made and connected during the stop" without_pre_setup
