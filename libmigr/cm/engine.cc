@@ -570,6 +570,23 @@ bool Engine::bind(const KernelId& k, const void* address, std::size_t bytes) {
   return say(RDMA_USER_CM_CMD_BIND, bind);
 }
 
+/// At addresses of both versions, where that can be.
+bool Engine::bind_anywhere(const KernelId& k) {
+  const int one_version = 0;  // whatever net.ipv6.bindv6only says
+  rdma_ucm_set_option set{};
+  set.id = k.number;
+  set.optval = reinterpret_cast<std::uintptr_t>(&one_version);
+  set.level = RDMA_OPTION_ID;
+  set.optname = RDMA_OPTION_ID_AFONLY;
+  set.optlen = sizeof(one_version);
+  sockaddr_in6 any{};
+  any.sin6_family = AF_INET6;
+  if (say(RDMA_USER_CM_CMD_SET_OPTION, set) && bind(k, &any, sizeof(any))) return true;
+  sockaddr_in any_v4{};
+  any_v4.sin_family = AF_INET;
+  return bind(k, &any_v4, sizeof(any_v4));
+}
+
 bool Engine::listen(const KernelId& k, std::uint32_t backlog) {
   rdma_ucm_listen listen{k.number, backlog};
   return say(RDMA_USER_CM_CMD_LISTEN, listen);
@@ -1047,11 +1064,9 @@ void Engine::make_again(Id& id) {
 bool Engine::listen_for_links() {
   listener_ = make_kernel_id(RDMA_PS_TCP, kReliable, nullptr);
   if (!listener_) return false;
-  sockaddr_in any{};
-  any.sin_family = AF_INET;
   rdma_ucm_query_addr_resp at{};
-  if (!bind(*listener_, &any, sizeof(any)) || !listen(*listener_, kLinkBacklog) || !query_address(*listener_, at)) return false;
-  sockaddr_in bound{};
+  if (!bind_anywhere(*listener_) || !listen(*listener_, kLinkBacklog) || !query_address(*listener_, at)) return false;
+  sockaddr_in bound{};  // or a sockaddr_in6: the port lies where it does there
   memcpy(&bound, &at.src_addr, sizeof(bound));
   port_ = ntohs(bound.sin_port);
   return true;
@@ -1240,23 +1255,33 @@ void Engine::answer_link(const rdma_ucm_event_resp& event) {
 }
 
 void Engine::start_link(Link& link) {
-  if (migr_gid_family(link.path.dgid.data()) != 0) {
-    fprintf(stderr, "libmigr: the end of a librdmacm connection will not be told: its GID is no IPv4 address\n");
+  const int family = migr_gid_family(link.path.dgid.data());
+  if (family == 1) {  // on which network is not known
+    fprintf(stderr, "libmigr: the end of a librdmacm connection will not be told: its GID is a link-local address\n");
     link.tries = kLinkTries;
     return link_failed(link);
   }
   link.k = make_kernel_id(RDMA_PS_TCP, kReliable, nullptr);
   if (!link.k) return link_failed(link);
   link.k->link = &link;
-  sockaddr_in to{};
-  to.sin_family = AF_INET;
-  to.sin_port = htons(link.port);
-  memcpy(&to.sin_addr, link.path.dgid.data() + 12, 4);
   rdma_ucm_resolve_addr resolve{};
   resolve.id = link.k->number;
   resolve.timeout_ms = kResolveMs;
-  resolve.dst_size = sizeof(to);
-  memcpy(&resolve.dst_addr, &to, sizeof(to));
+  if (family == 0) {
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(link.port);
+    memcpy(&to.sin_addr, link.path.dgid.data() + 12, sizeof(to.sin_addr));
+    resolve.dst_size = sizeof(to);
+    memcpy(&resolve.dst_addr, &to, sizeof(to));
+  } else {
+    sockaddr_in6 to{};
+    to.sin6_family = AF_INET6;
+    to.sin6_port = htons(link.port);
+    memcpy(&to.sin6_addr, link.path.dgid.data(), sizeof(to.sin6_addr));
+    resolve.dst_size = sizeof(to);
+    memcpy(&resolve.dst_addr, &to, sizeof(to));
+  }
   if (!say(RDMA_USER_CM_CMD_RESOLVE_ADDR, resolve)) link_failed(link);
 }
 

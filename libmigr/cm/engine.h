@@ -225,6 +225,7 @@ class Engine {
   bool query_address(const KernelId& k, rdma_ucm_query_addr_resp& out);
   std::uint64_t node_guid(const KernelId& k);
   bool bind(const KernelId& k, const void* address, std::size_t bytes);
+  bool bind_anywhere(const KernelId& k);
   bool listen(const KernelId& k, std::uint32_t backlog);
   void learn_address(Id& id);
   void let_links_go(const Id& id);

@@ -43,6 +43,8 @@ struct FakeKernel {
   std::array<std::uint8_t, 16> address{};  ///< of version 6; none: any of version 4
   pid_t opener = 0, writer = 0, reader = 0, stranger = 0;
   int refuse = -1;  ///< this command, with EINVAL
+  bool only_v4 = false;
+  sockaddr_storage bound{}, resolved{};  ///< by the last such command
   bool gone = false;  ///< the device
   int written = 0, asked = 0;
 
@@ -195,10 +197,15 @@ struct FakeKernel {
         }
         return known(c.id, "query ");
       }
-      case RDMA_USER_CM_CMD_BIND: { BODY(rdma_ucm_bind); return known(c.id, "bind "); }
+      case RDMA_USER_CM_CMD_BIND: {
+        BODY(rdma_ucm_bind);
+        if (only_v4 && c.addr.ss_family == AF_INET6) return fail(EAFNOSUPPORT);
+        memcpy(&bound, &c.addr, std::min<std::size_t>(c.addr_size, sizeof(c.addr)));
+        return known(c.id, "bind ");
+      }
       case RDMA_USER_CM_CMD_SET_OPTION: { BODY(rdma_ucm_set_option); return known(c.id, "option "); }
       case RDMA_USER_CM_CMD_LISTEN: { BODY(rdma_ucm_listen); return known(c.id, "listen "); }
-      case RDMA_USER_CM_CMD_RESOLVE_ADDR: { BODY(rdma_ucm_resolve_addr); return known(c.id, "addr "); }
+      case RDMA_USER_CM_CMD_RESOLVE_ADDR: { BODY(rdma_ucm_resolve_addr); memcpy(&resolved, &c.dst_addr, std::min<std::size_t>(c.dst_size, sizeof(c.dst_addr))); return known(c.id, "addr "); }
       case RDMA_USER_CM_CMD_RESOLVE_ROUTE: { BODY(rdma_ucm_resolve_route); return known(c.id, "route "); }
       case RDMA_USER_CM_CMD_DISCONNECT: { BODY(rdma_ucm_disconnect); return known(c.id, "disconnect "); }
       case RDMA_USER_CM_CMD_REJECT: { BODY(rdma_ucm_reject); memcpy(refused_by.data(), c.private_data + 8, refused_by.size()); return known(c.id, "reject "); }
@@ -829,6 +836,23 @@ TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
   quiet();
 }
 
+TEST_F(Cm, RestoredSideListensAtAddressesOfBothVersions) {
+  connected(0x77, 17);
+  kernel.address = {0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  migrate({path(17, true)});
+  EXPECT_EQ(kernel.bound.ss_family, AF_INET6);
+  EXPECT_EQ(kernel.done(kernel.newest()), "option bind listen query ");
+  EXPECT_EQ(engine.port(), 4711);
+}
+
+TEST_F(Cm, RestoredSideListensAtThoseOfVersion4WhereThereIsNoOther) {
+  connected(0x77, 17);
+  kernel.only_v4 = true;
+  migrate({path(17, true)});
+  EXPECT_EQ(kernel.bound.ss_family, AF_INET);
+  EXPECT_EQ(engine.port(), 4711);
+}
+
 // The last message of the new relation's making was lost, or its sender.
 TEST_F(Cm, RestoredSideWaitsForAnotherLink) {
   const auto id = connected(0x77, 17);
@@ -871,7 +895,28 @@ TEST_F(Cm, WhatDidNotSurviveTheRestoreHasEnded) {
   EXPECT_EQ(engine.port(), 0);
 }
 
+TEST_F(Cm, PartnerConnectsAgainToAGidOfVersion6) {
+  connected(0x88, 18);
+  const auto before = kernel.newest();
+  Path to[] = {path(18, false)};
+  to[0].dgid = {0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  engine.switched(to);
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  eventually([&] { return kernel.newest() > before && kernel.done(kernel.newest()) == "addr "; });
+  std::lock_guard guard(kernel.lock);
+  sockaddr_in6 at{};
+  memcpy(&at, &kernel.resolved, sizeof(at));
+  EXPECT_EQ(at.sin6_family, AF_INET6);
+  EXPECT_EQ(ntohs(at.sin6_port), 999);
+  EXPECT_EQ(memcmp(&at.sin6_addr, to[0].dgid.data(), sizeof(at.sin6_addr)), 0);
+}
+
 TEST_F(CmPartner, ConnectsAgain) {
+  sockaddr_in at{};
+  memcpy(&at, &kernel.resolved, sizeof(at));
+  EXPECT_EQ(at.sin_family, AF_INET);
+  EXPECT_EQ(ntohl(at.sin_addr.s_addr), 0x0a000002u);
   EXPECT_EQ(kernel.ids[k].param.qp_num, 18u + 0x2000);
   kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
   eventually([&] { return kernel.done(k) == "addr route connect accept "; });
