@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <filesystem>
 #include <mutex>
 
 #include <CLI/CLI.hpp>
@@ -319,14 +320,28 @@ struct Links {
   std::unique_ptr<LinkSocket> socket;
 };
 
+/// Of a folder with what would be taken from another migrd that has it, too. The lock lies beside it: containers see run_dir.
+Result<Fd> sole_use(const std::string& folder) {
+  std::error_code ec;
+  const std::string file = std::filesystem::weakly_canonical(folder, ec).string() + ".lock";
+  if (ec) return Error{ec.value(), folder + ": " + ec.message()};
+  Fd fd(open(file.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (fd.n >= 0 && !flock(fd.n, LOCK_EX | LOCK_NB)) return fd;
+  return errno == EWOULDBLOCK ? Error{EWOULDBLOCK, "another migrd runs with " + folder} : sys_error("cannot lock " + file);
+}
+
 int run(const Config& config) {
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
     if (auto s = make_own_folder(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
   const Fd lock(open((config.state_dir + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (lock.n < 0 || flock(lock.n, LOCK_EX | LOCK_NB)) return fail("another migrd runs with " + config.state_dir);
+  const std::string tls = parent_of(config.control_socket) + "/tls";
+  const auto sockets_lock = sole_use(config.run_dir), control_lock = sole_use(tls);
+  for (const auto* l : {&sockets_lock, &control_lock})
+    if (!*l) return fail(l->error().text);
   if (auto k = KernelRecord::open(); !k) spdlog::warn("{}; this host cannot take part in migrations until then", k.error().text);
 
-  Certificates certificates(config, parent_of(config.control_socket) + "/tls");
+  Certificates certificates(config, tls);
   if (auto s = certificates.start(); !s) return fail(s.error().text);
   Peers peers(config, certificates);
   SessionTable sessions;

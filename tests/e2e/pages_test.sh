@@ -274,7 +274,7 @@ purged() {	# HOST
 	local commands left
 	commands=$(block "Upgrading, removing" 1) || return 1
 	E2E_LIMIT=600 on_sh "$1" 'yes | (eval "$1")' "$commands" >"$E2E_OUT/$1.purge" 2>&1 || { tail -n 20 "$E2E_OUT/$1.purge" >&2; return 1; }
-	left=$(on_sh "$1" 'grep "^migr " /proc/modules; ls -d /etc/migr /var/lib/migr /run/migr /run/migrd /dev/migr /usr/lib/migr /var/lib/dkms/migr /usr/src/migr-* /sys/fs/cgroup/migr-processes 2>/dev/null
+	left=$(on_sh "$1" 'grep "^migr " /proc/modules; ls -d /etc/migr /var/lib/migr /run/migr /run/migr.lock /run/migrd /dev/migr /usr/lib/migr /var/lib/dkms/migr /usr/src/migr-* /sys/fs/cgroup/migr-processes 2>/dev/null
 		systemctl --failed --no-legend --plain; systemctl is-active -q migrd && echo migrd; true')
 	[ "$1" != hostA ] || left=$(grep -v -e "^migr " -e "^/dev/migr$" <<<"$left")	# where bw was started, which has been stored
 	[ -z "$left" ] || fail "$1 has still: $left"
