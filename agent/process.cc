@@ -89,13 +89,18 @@ bool process_stopped(pid_t pid) { return stat_of(pid).state == 'T'; }
 std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs, const std::string& text) {
   std::vector<pid_t> found;
   std::error_code ec;
+  // Root of a container is root in /proc, and may call itself as it likes.
+  const auto in_our_namespace = [](pid_t pid) {
+    const auto container = container_namespace_of(pid);
+    return container && !*container;
+  };
   for (const auto& p : fs::directory_iterator("/proc", ec)) {
     const pid_t pid = std::atoi(p.path().filename().c_str());
     struct stat st {};
     if (pid <= 0 || pid == getpid() || stat(p.path().c_str(), &st) || st.st_uid != geteuid()) continue;
     const std::string line = text_of(p.path() / "cmdline");  // with a NUL behind each argument
     const auto told = [&](std::string_view verb) { return line.find('\0' + std::string(verb) + '\0') != std::string::npos; };
-    if (line.find(text) != std::string::npos && std::any_of(verbs.begin(), verbs.end(), told) && process_lives(pid)) found.push_back(pid);
+    if (line.find(text) != std::string::npos && std::any_of(verbs.begin(), verbs.end(), told) && process_lives(pid) && in_our_namespace(pid)) found.push_back(pid);
   }
   return found;
 }

@@ -27,7 +27,8 @@ bool descends(pid_t pid, pid_t ancestor);
 bool process_lives(pid_t pid);
 /// By a signal.
 bool process_stopped(pid_t pid);
-/// Those of the caller's user that are told to do one of these (an argument each) and whose command line has this text in it. Not the caller.
+/// Those of the caller's user and PID namespace that are told to do one of these (an argument each) and whose command line has this text in it.
+/// Not the caller.
 std::vector<pid_t> processes_told(std::initializer_list<std::string_view> verbs, const std::string& text);
 /// Its working directory is this folder, or below it.
 bool works_in(pid_t pid, const std::string& folder);

@@ -26,6 +26,7 @@
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
 #include "agent/room.h"
+#include "pid_namespace.h"
 
 namespace migr::stored_test {
 namespace {
@@ -548,6 +549,27 @@ TEST(AProcess, WorksInAFolderUnderAnyNameOfIt) {
   EXPECT_FALSE(works_in(getpid(), dir));
   EXPECT_FALSE(works_in(getpid(), dir + "/link/none"));
   fs::remove_all(dir);
+}
+
+// As far as its command line goes it is what it says.
+TEST(AProcess, OfAContainerIsNoneOfThoseThatAreTold) {
+  const PidNamespace container;
+  if (!container.made()) GTEST_SKIP() << "cannot make a PID namespace";
+  const std::string folder = "/tmp/stored_test." + std::to_string(getpid()) + "/";
+  const auto start = [&] {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      execl("/bin/sh", "sh", "-c", "kill -STOP $$; true", "runc", "partial-restore", folder.c_str(), nullptr);
+      _exit(1);
+    }
+    int status = 0;
+    EXPECT_EQ(waitpid(pid, &status, WUNTRACED), pid);
+    EXPECT_TRUE(WIFSTOPPED(status));
+    return pid;
+  };
+  const pid_t inside = container.born_in(start), outside = start();
+  EXPECT_EQ(processes_told({"partial-restore", "restore"}, folder), std::vector{outside});
+  for (const pid_t pid : {inside, outside}) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
 }
 
 TEST(Bare, ATreeIsAProcessAndItsDescendants) {
