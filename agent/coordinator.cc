@@ -807,14 +807,14 @@ Status Coordinator::copy() {
   return step("copy.restore", [this] { return dest_.full_restore(id_); });
 }
 
-Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms, bool forgotten) {
+Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms) {
   const double until = now_ms() + limit_ms;
   for (;;) {
     const Status s = destination.commit(id);
     if (s) return {wire::COMMITTED, s};
     const auto o = destination.outcome(id);
     if (o && *o == wire::COMMITTED) return {wire::COMMITTED, s};
-    if (o && *o == wire::UNKNOWN && forgotten) return {wire::OPEN, Error{ENOENT, "it does not know of it any more"}};
+    if (o && *o == wire::UNKNOWN) return {wire::OPEN, Error{ENOENT, "it does not know of it any more"}};
     if (o && *o != wire::OPEN) return {wire::UNDONE, s};
     // It can answer, and did not do it: then it has to say that it never will.
     if (o && !unreachable(s.error())) (void)destination.abort(id);

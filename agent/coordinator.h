@@ -174,9 +174,9 @@ struct Told {
   Status why;             // what the destination said last
 };
 /// After the commit record: tells the destination until it has said what became of it, or the limit is over. The
-/// destination's own word that it never will is all that makes it safe to go back.
-/// @param forgotten  that it does not know of the migration says nothing: it may have let it run, and not know any more
-Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms, bool forgotten = false);
+/// destination's own word that it never will is all that makes it safe to go back: it knew of the migration before the commit
+/// record was written, so one that does not may have let it run, and not know any more (ENOENT).
+Told tell_commit(DestinationLink& destination, std::uint32_t id, int limit_ms, int step_ms);
 
 class Coordinator {
  public:

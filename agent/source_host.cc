@@ -97,12 +97,6 @@ void add_place(wire::OpenMigration& o, const Course& course) {
   o.set_state(state);
 }
 
-// A destination that let it run may have forgotten that by now.
-bool may_be_forgotten(const journal::Source& r) {
-  constexpr std::chrono::seconds kKeptForSure = kKeepOutcome - std::chrono::hours(1);
-  return unix_now() - r.begun_s() > kKeptForSure.count();
-}
-
 }  // namespace
 
 // ---- the host
@@ -212,10 +206,13 @@ void SourceHost::settle_later(std::uint32_t id, bool ended) {
   threads_.start([this, id] { settle(id); });
 }
 
-// Committed, and the destination has not said yet that it runs there. @return the outcome is known, and written down
-bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
+// Committed, and the destination has not said yet that it runs there. Without an error the outcome is known, and written down.
+// ENOENT: the destination does not know of it any more.
+Status SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
   auto e = entry(id);
-  if (!e) return true;
+  if (!e) return {};
+  const Error silent{EHOSTUNREACH, e->record.destination() + " does not answer"};
+  Status why = silent;
   wire::Outcome known = e->ordered;
   const auto believe = [&](wire::Outcome said) {
     if (std::exchange(known, said) == said || e->ordered == wire::UNKNOWN) return;
@@ -227,20 +224,21 @@ bool SourceHost::find_outcome(std::uint32_t id, DestinationLink* destination) {
     const auto said = destination->outcome(id);
     if (said && (*said == wire::COMMITTED || *said == wire::UNDONE)) believe(*said);
   } else if (destination) {
-    const bool forgotten = may_be_forgotten(e->record);
-    const auto told = tell_commit(*destination, id, 0, kResolveStepMs, forgotten);
+    const auto told = tell_commit(*destination, id, 0, kResolveStepMs);
     if (told.outcome != wire::OPEN) {
       believe(told.outcome);
     } else if (known == wire::COMMITTED) {  // of what does not run there this is the only one
       const auto said = destination->outcome(id);
-      if (said && !(*said == wire::UNKNOWN && forgotten)) return false;
+      if (said && *said != wire::UNKNOWN) return silent;
+    } else {
+      why = told.why;
     }
   }
-  if (known == wire::UNKNOWN) return false;
-  if (known == wire::COMMITTED) return true;
+  if (known == wire::UNKNOWN) return why;
+  if (known == wire::COMMITTED) return {};
   e->record.set_outcome(wire::UNDONE);
-  if (auto s = save(id, *e); !s) return spdlog::error("{}", s.error().text), false;
-  return true;
+  if (auto s = save(id, *e); !s) return spdlog::error("{}", s.error().text), s;
+  return {};
 }
 
 void SourceHost::tell_settled(std::uint32_t id, const Entry& e) const {
@@ -272,11 +270,10 @@ void SourceHost::settle(std::uint32_t id) {
     // Each time anew: a link goes on with the certificate that it began with.
     const auto link = to_destination_(e->record.destination());
     DestinationLink* const destination = link ? link->get() : nullptr;
-    Status s;
-    if (!e->known && e->record.outcome() == wire::COMMITTED && !find_outcome(id, destination)) {
+    Status s = e->known || e->record.outcome() != wire::COMMITTED ? Status() : find_outcome(id, destination);
+    if (!s) {
       say("stands still: " + e->record.destination() + " was told to let it run and does not " +
-          (may_be_forgotten(e->record) ? "say any more what became of that: if it runs there --commit --force, if it never will --rollback --force" : "answer; is asked again and again"));
-      s = Error{EHOSTUNREACH, e->record.destination() + " does not answer"};
+          (s.error().code == ENOENT ? "say any more what became of that: if it runs there --commit --force, if it never will --rollback --force" : "answer; is asked again and again"));
     } else {
       {
         std::lock_guard lock(mutex_);

@@ -83,7 +83,7 @@ class SourceHost final : public Role {
   Result<Entry> entry(std::uint32_t id);
   void settle(std::uint32_t id);
   void tell_settled(std::uint32_t id, const Entry& e) const;
-  bool find_outcome(std::uint32_t id, DestinationLink* destination);
+  Status find_outcome(std::uint32_t id, DestinationLink* destination);
   void let_go_late(const std::vector<Instance>& instances) const;
   void end_dump(std::uint32_t id) const;
   Status take_back(std::uint32_t id, Entry& e, DestinationLink* destination);

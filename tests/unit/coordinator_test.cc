@@ -1063,6 +1063,16 @@ TEST(Coordinator, CommitThatTheDestinationDeniesIsTakenBack) {
   s.expect_order({"s.decide", "d.commit", "s.undecide", "d.abort", "s.thaw", "s.rollback"});
 }
 
+// It has known of it: nothing says that it has not let it run.
+TEST(Coordinator, CommitThatTheDestinationDoesNotKnowOfIsNotTakenBack) {
+  Scene s;
+  s.play.fail = "d.commit";
+  s.play.destination_says = wire::UNKNOWN;
+  const auto r = s.run();
+  EXPECT_TRUE(r.undecided());
+  EXPECT_EQ(s.source.decided, std::vector{wire::COMMITTED});
+}
+
 TEST(Coordinator, CommitWhoseAnswerWasLostGoesOn) {
   Scene s;
   s.play.fail = "d.commit";
