@@ -31,6 +31,13 @@ Json recorded(const Config& config, const std::string& id) {
   return j.is_object() ? j : Json();
 }
 
+// Of no bundle: nothing.
+Result<Json> spec_of(const std::string& bundle) {
+  auto j = bundle.empty() ? Json::object() : Json::parse(text_of(bundle + "/config.json"), nullptr, false);
+  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
+  return j;
+}
+
 bool tell_cgroup(const std::string& group, const std::string& file, std::string_view word) {
   const int fd = group.empty() ? -1 : open((group + "/" + file).c_str(), O_WRONLY | O_CLOEXEC);
   if (fd < 0) return false;
@@ -104,10 +111,16 @@ Status check_plugin(const Config& config) {
 }
 
 Result<bool> has_address(const std::string& bundle) {
-  if (bundle.empty()) return false;
-  const auto j = Json::parse(text_of(bundle + "/config.json"), nullptr, false);
-  if (!j.is_object()) return Error{EINVAL, bundle + "/config.json: no JSON"};
-  return j.contains("annotations") && j["annotations"].contains("org.migr.net.ip");
+  const auto j = spec_of(bundle);
+  if (!j) return j.error();
+  return j->contains("annotations") && (*j)["annotations"].contains("org.migr.net.ip");
+}
+
+Result<bool> has_terminal(const std::string& bundle) {
+  const auto j = spec_of(bundle);
+  if (!j) return j.error();
+  const auto terminal = Json::json_pointer("/process/terminal");
+  return j->contains(terminal) && j->at(terminal) == true;
 }
 
 Status check_net_hook(const Config& config) {

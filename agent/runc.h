@@ -36,6 +36,8 @@ Status check_plugin(const Config& config);
 
 /// The bundle asks for an address of its own, which net_hook moves. EINVAL: its config.json cannot be read.
 Result<bool> has_address(const std::string& bundle);
+/// The bundle's program is started on a terminal. EINVAL: as above.
+Result<bool> has_terminal(const std::string& bundle);
 /// EBUSY: nothing here could move one; it would stay behind.
 Status check_net_hook(const Config& config);
 /// The same of a bundle that has one.

@@ -89,9 +89,23 @@ Status Runtime::started_beside(const ContainerState& c, int limit_ms) const {
 
 Status Runtime::may_leave(const ContainerState& c) const {
   const auto pid = bare_pid(c.id);
-  if (!pid) return started_beside(c, kExecMs);
+  if (const auto terminal = has_terminal(c.bundle); !terminal) return terminal;
+  else if (*terminal)
+    return Error{EOPNOTSUPP, fmt::format("'{}' has a terminal, which runc does not restore; start it without one (process.terminal of {}/config.json)", c.id, c.bundle)};
+  if (auto s = pid ? Status() : started_beside(c, kExecMs); !s) return s;
+  if (auto s = terminals_stay(c); !s) return s;
+  if (!pid) return {};
   if (auto s = bare_.connections_stay(*pid); !s) return s;
   return bare_.pipes_stay(*pid);
+}
+
+Status Runtime::terminals_stay(const ContainerState& c) const {
+  const auto all = pids(c);
+  if (!all) return all.error();
+  if (const auto t = terminal_elsewhere(*all))
+    return Error{EOPNOTSUPP, fmt::format("process {} ({}) has a terminal ({}, descriptor {}), whose other end does not move with it; start it without one (setsid -f CMD </dev/null >LOG 2>&1)",
+                                         t->pid, name_of(t->pid), t->name, t->fd)};
+  return {};
 }
 
 bool Runtime::is_piped(const std::string& id) const {

@@ -63,6 +63,8 @@ class Runtime {
  private:
   /// @param limit_ms  for commands that may end
   Status started_beside(const ContainerState& c, int limit_ms) const;
+  /// EOPNOTSUPP: one of it has a terminal that could not be restored.
+  Status terminals_stay(const ContainerState& c) const;
   const Runc runc_;
   const Bare bare_;
 };

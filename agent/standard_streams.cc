@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -51,6 +52,24 @@ void each_pipe(pid_t pid, const F& f) {
   });
 }
 
+constexpr char kOwnTerminal[] = "/dev/tty";  // of whoever opens it
+
+/// Not what others have hung up, which is "(deleted)", nor the console and virtual ones: CRIU opens the same ones.
+bool is_terminal(const std::string& name) {
+  unsigned n = 0;
+  int end = 0;
+  if (std::sscanf(name.c_str(), "/dev/pts/%u%n", &n, &end) == 1) return name.size() == static_cast<std::size_t>(end);
+  return name == kOwnTerminal || name.starts_with("/dev/ttyS");
+}
+
+/// Of the master of a terminal: what the other end is called. Empty: it has ended.
+std::string slave_of(pid_t pid, int fd) {
+  std::ifstream info(fmt::format("/proc/{}/fdinfo/{}", pid, fd));
+  for (std::string line; std::getline(info, line);)
+    if (unsigned n = 0; std::sscanf(line.c_str(), "tty-index: %u", &n) == 1) return fmt::format("/dev/pts/{}", n);
+  return {};
+}
+
 }  // namespace
 
 bool PipeElsewhere::standard() const { return fd <= STDERR_FILENO; }
@@ -81,6 +100,18 @@ std::vector<PipeElsewhere> pipes_elsewhere(const std::vector<pid_t>& pids) {
   for (const auto& [name, e] : all)
     if (e.pipe.other) out.push_back(e.pipe);
   return out;
+}
+
+std::optional<TerminalElsewhere> terminal_elsewhere(const std::vector<pid_t>& pids) {
+  std::map<std::string, TerminalElsewhere> all;
+  std::set<std::string> held;
+  for (const pid_t pid : pids)
+    each_descriptor(pid, [&](int fd, const std::string& to) {
+      if (to.ends_with("/ptmx")) held.insert({slave_of(pid, fd), kOwnTerminal});
+      if (is_terminal(to)) all.try_emplace(to, TerminalElsewhere{to, pid, fd});
+    });
+  const auto t = std::find_if(all.begin(), all.end(), [&](const auto& x) { return !held.contains(x.first); });
+  return t == all.end() ? std::nullopt : std::optional(t->second);
 }
 
 Status write_streams(const std::vector<pid_t>& pids, const std::string& images) {

@@ -312,6 +312,46 @@ TEST_F(AProcessOfAHost, WhoseOtherEndHasClosedMayLeave) {
   EXPECT_TRUE(Bare(config).connections_stay(pid));
 }
 
+/// Both ends of it are ours.
+struct ATerminal : AProcessOfAHost {
+  void SetUp() override {
+    master = Fd(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
+    if (master.n < 0 || unlockpt(master.n)) GTEST_SKIP() << "no terminals here";
+    name = ptsname(master.n);
+    slave = Fd(open(name.c_str(), O_RDWR | O_NOCTTY | O_CLOEXEC));
+    ASSERT_GE(slave.n, 0);
+  }
+  Status may_leave() const {
+    ContainerState c;
+    c.id = bare_name(pid);
+    return Runtime(config).may_leave(c);
+  }
+  Fd master, slave;
+};
+
+TEST_F(ATerminal, WhoseOtherEndStaysIsRefused) {
+  start({{slave.n, 1}});
+  const auto s = may_leave();
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EOPNOTSUPP);
+  EXPECT_NE(s.error().text.find("process " + std::to_string(pid) + " (agent_test) has a terminal (" + name + ", descriptor 1), whose other end does not move with it"), std::string::npos)
+      << s.error().text;
+}
+
+TEST_F(ATerminal, IsMovedWithItsOtherEnd) {
+  start({{slave.n, 0}, {master.n, 5}});
+  const auto s = may_leave();
+  EXPECT_TRUE(s) << s.error().text;
+}
+
+TEST_F(ATerminal, ThatWasHungUpIsNone) {
+  start({{slave.n, 0}});
+  slave = Fd();
+  master = Fd();
+  const auto s = may_leave();
+  EXPECT_TRUE(s) << s.error().text;
+}
+
 // CRIU says all that it has to say to its log.
 TEST_F(AStoppedProcess, WhoseMemoryCannotBeCopiedAheadHasAReason) {
   std::ofstream(root + "/criu") << "#!/bin/sh\nwhile [ $# -gt 1 ]; do case $1 in -W) work=$2 ;; -o) log=$2 ;; esac; shift; done\n"

@@ -9,6 +9,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -89,8 +90,15 @@ namespace fs = std::filesystem;
 
 /// This process is the partner, and has libmigr as far as its migrd can tell.
 struct AnEnd : ::testing::Test {
-  /// What whoever runs the tests has left open here may be a pipe to a process that does not move.
-  static void SetUpTestSuite() { close_range(STDERR_FILENO + 1, ~0u, 0); }
+  /// What whoever runs the tests has left open here may be a pipe to a process that does not move, or a terminal.
+  static void SetUpTestSuite() {
+    if (isatty(STDIN_FILENO) && !std::freopen("/dev/null", "r", stdin)) FAIL() << "no /dev/null";
+    if (isatty(STDOUT_FILENO) || isatty(STDERR_FILENO)) {
+      FILE* const out = popen("setsid -f cat", "w");
+      for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) ASSERT_EQ(dup2(fileno(out), fd), fd);
+    }
+    close_range(STDERR_FILENO + 1, ~0u, 0);
+  }
   static std::string made() {
     char name[] = "/tmp/partner_find_test.XXXXXX";
     return mkdtemp(name);

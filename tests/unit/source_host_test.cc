@@ -454,6 +454,19 @@ TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
   EXPECT_EQ(with("").find("net_hook"), std::string::npos) << with("");
 }
 
+// It was dumped then, and ended, and runc would not restore it.
+TEST_F(ASource, RefusesATerminal) {
+  const auto with = [&](const std::string& process) -> Error {
+    std::ofstream(root + "/bundle/config.json") << "{\"process\": " << process << "}";
+    const Status s = Runtime(config).may_leave({.id = "web", .status = "running", .bundle = root + "/bundle", .pid = 1});
+    return s ? Error{} : s.error();
+  };
+  const std::string what = "'web' has a terminal, which runc does not restore; start it without one (process.terminal of " + root + "/bundle/config.json)";
+  EXPECT_EQ(with(R"({"terminal": true})").code, EOPNOTSUPP);
+  EXPECT_EQ(with(R"({"terminal": true})").text, what);
+  for (const char* without : {R"({"terminal": false})", "{}", "[]", "7"}) EXPECT_NE(with(without).text, what) << without;
+}
+
 // It has opened an RDMA device, and closed it again: CRIU would dump its connection to here.
 TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   if (KernelRecord::open()) GTEST_SKIP() << "its record would have to be played";
