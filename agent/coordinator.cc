@@ -359,6 +359,7 @@ Status Coordinator::prepare() {
   h.set_id(id_);
   h.set_container(info_.id);
   h.set_bundle(info_.bundle);
+  if (info_.bundle_mode) *h.mutable_bundle_mode() = *info_.bundle_mode;
   h.set_source(set_.self);
   for (const auto& i : info_.instances) h.add_instances(bytes_of(i));
   for (const auto& hosts : info_.births) {

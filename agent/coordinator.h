@@ -11,6 +11,7 @@
 #include <set>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@ struct SourceQp {
 /// A container as step 1 found it.
 struct ContainerInfo {
   std::string id, bundle;
+  std::optional<wire::FolderMode> bundle_mode;               // none: no bundle, or stored by an older release
   std::vector<Instance> instances;                           // processes with RDMA resources
   std::vector<std::vector<std::string>> births;              // of each: the hosts that keep its numbers reserved
   std::vector<std::pair<std::uint32_t, std::uint32_t>> ctxs; // ctx_id, index of its process

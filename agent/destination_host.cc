@@ -47,6 +47,16 @@ Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 // Of a stream: to Read() a message that cannot be read is the end, and the context does not tell either.
 Status not_whole() { return Error{EIO, "a message of what was sent could not be read, or its end is missing"}; }
 
+// Programs of the container may pass what is above it, whatever our umask; into itself only when its mode has come.
+Status make_bundle(const std::string& folder) {
+  constexpr mode_t kAbove = 0755, kNobodys = 0700;
+  for (std::size_t at = 1; (at = folder.find('/', at)) != std::string::npos; at++) {
+    const std::string above = folder.substr(0, at);
+    if (mkdir(above.c_str(), kNobodys) ? errno != EEXIST : chmod(above.c_str(), kAbove) != 0) return sys_error("making " + above);
+  }
+  return mkdir(folder.c_str(), kNobodys) && errno != EEXIST ? Status(sys_error("making " + folder)) : Status();
+}
+
 constexpr int kKilled = 128;  // and more: exit status of a Child that a signal has ended
 
 constexpr int kOpenLookMs = 100;  // how often a pause looks whether migrd ends
@@ -368,9 +378,9 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (auto s = save(*job); !s) return s;
     job->mine = true;  // from here on there is something to take back
     job->module = hold_module();
-    for (const auto& d : {job->images(), job->dir + "/work", job->bundle})
-      if (!d.empty()) fs::create_directories(d, ec);
+    for (const auto& d : {job->images(), job->dir + "/work"}) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
+    if (auto s = job->record.made_bundle() ? make_bundle(job->bundle) : Status(); !s) return s;
     TreeWriter bundle(job->bundle), images(job->images());
     bool whole = !chunk.tells_last() || chunk.last();
     while (reader->Read(&chunk)) {
@@ -381,6 +391,8 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (!whole) return not_whole();
     if (auto s = bundle.finish(); !s) return s;
     if (auto s = images.finish(); !s) return s;
+    const auto& header = job->record.header();
+    if (auto s = job->record.made_bundle() && header.has_bundle_mode() ? set_folder_mode(job->bundle, header.bundle_mode()) : Status(); !s) return s;
     if (auto s = address_can_move(config_, job->bundle); !s) return s;
     if (auto s = runc_.net("prepare", job->bundle, job->container); !s) return s;
     job->record.set_made_net(true);  // written down with the restore

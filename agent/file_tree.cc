@@ -588,6 +588,22 @@ Status write_whole(const std::string& path, const std::string& text) {
   return {};
 }
 
+Result<wire::FolderMode> folder_mode(const std::string& folder) {
+  struct stat st;
+  if (stat(folder.c_str(), &st)) return sys_error("reading " + folder);
+  wire::FolderMode m;
+  m.set_mode(st.st_mode);
+  m.set_uid(st.st_uid);
+  m.set_gid(st.st_gid);
+  return m;
+}
+
+Status set_folder_mode(const std::string& folder, const wire::FolderMode& to) {
+  const Fd fd(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (fd.n < 0 || fchown(fd.n, to.uid(), to.gid()) || fchmod(fd.n, to.mode() & 07777)) return sys_error("setting owner and mode of " + folder);
+  return {};
+}
+
 struct TreeWriter::Open {
   std::string name, tmp;
   Fd dir, fd;

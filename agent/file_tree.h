@@ -122,6 +122,9 @@ Status write_whole(const std::string& path, const std::string& text);
 Result<std::string> checksum_of_file(const std::string& path);
 std::string checksum_of(const std::string& text);
 
+Result<wire::FolderMode> folder_mode(const std::string& folder);
+Status set_folder_mode(const std::string& folder, const wire::FolderMode& to);
+
 /// The other end: writes chunks below a folder, never outside of it and never
 /// through a symbolic link. Files appear under their names only when their
 /// checksum is right. A folder takes the place of what is none, and the reverse; EBUSY: a mount is in the way. Thread: one.

@@ -39,6 +39,7 @@ SortedJson to_json(const ContainerInfo& c) {
   for (const auto& q : c.connected)
     j["connected"].push_back({{"context", q.ctx_id}, {"vqpn", q.vqpn}, {"pqpn", q.pqpn}, {"gid", to_hex(q.gid)}, {"to_gid", to_hex(q.dest_gid)}, {"to_pqpn", q.dest_pqpn}});
   for (const auto& n : c.needs) j["needs"].push_back(to_hex(n.SerializeAsString()));
+  if (const auto& m = c.bundle_mode) j["bundle_mode"] = {{"mode", m->mode()}, {"uid", m->uid()}, {"gid", m->gid()}};
   j["filled_bytes"] = c.filled_bytes;
   j["instructions"] = c.instructions;
   if (c.huge.filled || !c.huge.needed.empty()) j["huge"] = {{"filled_bytes", c.huge.filled}, {"needed", c.huge.needed}};
@@ -76,6 +77,12 @@ ContainerInfo from_json(const SortedJson& j) {
   }
   for (const auto& n : j.at("needs"))
     if (!c.needs.emplace_back().ParseFromString(bytes_from(n))) throw std::invalid_argument("what it needs of a device");
+  if (j.contains("bundle_mode")) {
+    const auto& m = j.at("bundle_mode");
+    c.bundle_mode.emplace().set_mode(m.at("mode"));
+    c.bundle_mode->set_uid(m.at("uid"));
+    c.bundle_mode->set_gid(m.at("gid"));
+  }
   c.filled_bytes = j.at("filled_bytes");
   if (j.contains("instructions")) c.instructions = j.at("instructions").get<std::vector<std::string>>();
   if (j.contains("huge")) {

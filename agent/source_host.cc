@@ -616,6 +616,11 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   info_.bundle = state->bundle;
   info_.piped = host_.runc_.is_piped(container);
   state_ = *state;
+  if (!info_.bundle.empty()) {
+    auto mode = folder_mode(info_.bundle);
+    if (!mode) return mode.error();
+    info_.bundle_mode = std::move(*mode);
+  }
   if (auto s = address_can_move(host_.config_, info_.bundle); !s) return s.error();
   auto all = host_.runc_.pids(state_);
   if (!all) return all.error();

@@ -4,7 +4,7 @@
 //
 //   DIR (0700)/checkpoint.json   what the coordinator has to know of it
 //             /images            as a destination gets them (0600: they hold memory and keys), and the names in its root filesystem
-//             /bundle            of a container
+//             /bundle            of a container; its own mode is in the manifest
 #pragma once
 
 #include "coordinator.h"

@@ -5,6 +5,7 @@
 #include "agent/limits.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -113,6 +114,7 @@ struct FakeSource final : Source {
     ContainerInfo i;
     i.id = c;
     i.bundle = "/b";
+    i.bundle_mode.emplace().set_mode(S_IFDIR | 0751);
     i.instances.push_back(Instance{1});
     i.ctxs = {{7, 0}};
     i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22, 3}};
@@ -199,7 +201,8 @@ struct FakeDestination final : DestinationLink {
   Play& p;
   wire::ConnectRequest connected;
   std::vector<std::string> hosts;  // that take part
-  std::uint64_t room = ~0ull;      // for images
+  wire::FolderMode bundle_mode;
+  std::uint64_t room = ~0ull;  // for images
   int upload_ms = 0, changes_ms = 0;
   int renew_ms = 0;
   std::atomic<int> renewed = 0;
@@ -210,6 +213,7 @@ struct FakeDestination final : DestinationLink {
   Result<wire::PrepareReply> prepare(const wire::PrepareHeader& h, const std::string&, Sent& b) override {
     if (auto s = p.did("d.prepare"); !s) return s.error();
     hosts.assign(h.hosts().begin(), h.hosts().end());
+    bundle_mode = h.bundle_mode();
     b.bytes += 100;
     wire::PrepareReply r;
     if (!h.later()) add_qp(r);
@@ -491,6 +495,7 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   ASSERT_EQ(r.partners_size(), 1);
   EXPECT_EQ(r.partners(0), "p");
   EXPECT_EQ(s.destination.hosts, (std::vector<std::string>{"src", "p"}));
+  EXPECT_EQ(s.destination.bundle_mode.mode(), S_IFDIR | 0751u);
   s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.track", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.connect", "p.track", "s.pre_dump"});

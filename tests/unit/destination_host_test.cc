@@ -652,6 +652,45 @@ TEST_F(ARestore, HasTheFilesThatTheStoppedContainerHad) {
   EXPECT_TRUE(fs::exists(rootfs + "/new"));
 }
 
+// The container's root may be the bundle itself, and who is not root there has to pass it.
+TEST_F(ARestore, MakesABundleOfTheModeThatItHad) {
+  const std::string from = root + "/from", above = root + "/new", bundle = above + "/bundle";
+  fs::create_directories(from);
+  fs::create_directories(root + "/images");
+  std::ofstream(from + "/config.json") << R"({"root": {"path": ".", "readonly": true}})";
+  first.mutable_header()->set_later(true);
+  first.mutable_header()->set_bundle(bundle);
+  const uid_t uid = geteuid() ? geteuid() : 17;
+  const gid_t gid = geteuid() ? getegid() : 18;
+  const auto restored = [&](std::uint32_t id) {
+    RpcDestination link(server->InProcessChannel({}), "dst", from);
+    first.mutable_header()->set_id(id);
+    Sent sent;
+    const mode_t mask = umask(0077);  // as migrd's
+    const Status s = link.prepare(first.header(), root + "/images", sent);
+    umask(mask);
+    EXPECT_TRUE(s) << s.error().text;
+    struct stat st {};
+    EXPECT_EQ(stat(bundle.c_str(), &st), 0);
+    EXPECT_TRUE(link.abort(id));
+    return st;
+  };
+  EXPECT_EQ(restored(1).st_mode & 07777u, 0700u) << "an older source does not say it";
+  auto* m = first.mutable_header()->mutable_bundle_mode();
+  m->set_mode(S_IFDIR | 02751);
+  m->set_uid(uid);
+  m->set_gid(gid);
+  fs::remove_all(above);
+  const auto st = restored(2);
+  EXPECT_EQ(st.st_mode & 07777u, 02751u);
+  EXPECT_EQ(st.st_uid, uid);
+  EXPECT_EQ(st.st_gid, gid);
+  EXPECT_EQ(fs::status(above).permissions(), fs::perms(0755));
+  fs::create_directories(bundle);
+  ASSERT_EQ(chmod(bundle.c_str(), 0710), 0);
+  EXPECT_EQ(restored(3).st_mode & 07777u, 0710u) << "it is somebody's already";
+}
+
 // To who reads them a message that cannot be read is the end.
 TEST_F(ARestore, BeginsWhenAllHasCome) {
   std::ofstream(root + "/bundle/config.json") << R"({"root": {"path": "rootfs"}})";

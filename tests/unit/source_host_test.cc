@@ -454,6 +454,16 @@ TEST_F(ASource, RefusesAnAddressThatNothingCouldMove) {
   EXPECT_EQ(with("").find("net_hook"), std::string::npos) << with("");
 }
 
+TEST_F(ASource, SaysOfItsBundleWhoMayPassIt) {
+  script("runc", "echo '{\"status\": \"running\", \"pid\": 1, \"bundle\": \"" + root + "/bundle\"}'\n");
+  ASSERT_EQ(chmod((root + "/bundle").c_str(), 0751), 0);
+  SourceRun run(host, kId, SourceRun::Describe::kLook);
+  (void)run.inspect("web");  // what it has of RDMA would have to be played
+  ASSERT_TRUE(run.info().bundle_mode);
+  EXPECT_EQ(run.info().bundle_mode->mode(), S_IFDIR | 0751u);
+  EXPECT_EQ(run.info().bundle_mode->uid(), geteuid());
+}
+
 // It was dumped then, and ended, and runc would not restore it.
 TEST_F(ASource, RefusesATerminal) {
   const auto with = [&](const std::string& process) -> Error {

@@ -52,6 +52,9 @@ struct Stored : ::testing::Test {
     put(root + "/from/images/pages-1.img", "memory");
     info.id = "pid:712";
     info.pids = {712, 713};
+    info.bundle_mode.emplace().set_mode(S_IFDIR | 02751);
+    info.bundle_mode->set_uid(17);
+    info.bundle_mode->set_gid(18);
     info.instances = {Instance{1}, Instance{2}};
     info.ctxs = {{7, 0}, {8, 1}};
     info.devices = {"rxe0"};
@@ -143,6 +146,8 @@ TEST_F(Stored, ComesBackAsItWas) {
   EXPECT_EQ(back->resources.qp(), 3u);
   EXPECT_EQ(back->huge.needed, info.huge.needed);
   EXPECT_EQ(back->image_bytes(), 9u << 20);
+  ASSERT_TRUE(back->bundle_mode);
+  EXPECT_EQ(back->bundle_mode->SerializeAsString(), info.bundle_mode->SerializeAsString());
 }
 
 TEST_F(Stored, WhatIsWrittenUntilTheStopIsKept) {
