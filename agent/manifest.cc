@@ -20,7 +20,7 @@ namespace {
 using SortedJson = nlohmann::json;
 namespace fs = std::filesystem;
 
-constexpr char kRootNames[] = "/images/root-names";
+constexpr char kRootNames[] = "/images/root-names", kBundle[] = "/bundle";
 
 std::string bytes_from(const std::string& hex) {
   const auto bytes = from_hex(hex);
@@ -105,14 +105,40 @@ std::string sum_of(SortedJson manifest) {
   return to_hex(checksum_of(manifest.dump()));
 }
 
+Error missing_file(const std::string& path) { return {EINVAL, path + " is missing; the checkpoint is not complete"}; }
+Error changed_file(const std::string& path) { return {EINVAL, path + " is not what was stored: damaged, or of another checkpoint"}; }
+Error added_file(const std::string& path) { return {EINVAL, path + " does not belong to this checkpoint"}; }
+
+Result<SortedJson> sum_of_file(const std::string& path) {
+  std::error_code ec;
+  auto sum = checksum_of_file(path);
+  if (!sum) return sum.error();
+  SortedJson j = {{"bytes", fs::file_size(path, ec)}, {"xxh3", to_hex(*sum)}};
+  if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
+  return j;
+}
+
+// `was`: as sum_of_file() had it.
+Status file_is_as_stored(const std::string& path, const SortedJson& was) {
+  std::error_code ec;
+  const auto size = fs::file_size(path, ec);
+  if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
+  if (size != was.at("bytes").get<std::uint64_t>())
+    return Error{EINVAL, fmt::format("{} is {}: it has {} bytes, {} were stored", path, size < was.at("bytes").get<std::uint64_t>() ? "truncated" : "damaged", size,
+                                     was.at("bytes").get<std::uint64_t>())};
+  auto sum = checksum_of_file(path);
+  if (!sum) return sum.error();
+  return to_hex(*sum) == was.at("xxh3").get<std::string>() ? Status() : changed_file(path);
+}
+
 Result<SortedJson> sums_of(const std::string& images) {
   SortedJson files = SortedJson::object();
   std::error_code ec;
   for (const auto& f : fs::directory_iterator(images, ec)) {
     if (!f.is_regular_file(ec)) continue;
-    auto sum = checksum_of_file(f.path());
-    if (!sum) return sum.error();
-    files[f.path().filename().string()] = {{"bytes", f.file_size(ec)}, {"xxh3", to_hex(*sum)}};
+    auto j = sum_of_file(f.path());
+    if (!j) return j.error();
+    files[f.path().filename().string()] = std::move(*j);
   }
   if (ec) return Error{ec.value(), "reading " + images + ": " + ec.message()};
   return files;
@@ -123,19 +149,50 @@ Status is_as_stored(const std::string& images, const SortedJson& files) {
   std::error_code ec;
   for (const auto& [name, was] : files.items()) {
     const std::string path = images + "/" + name;
-    if (!fs::is_regular_file(fs::symlink_status(path, ec))) return Error{EINVAL, path + " is missing; the checkpoint is not complete"};
-    const auto size = fs::file_size(path, ec);
-    if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
-    if (size != was.at("bytes").get<std::uint64_t>())
-      return Error{EINVAL, fmt::format("{} is {}: it has {} bytes, {} were stored", path, size < was.at("bytes").get<std::uint64_t>() ? "truncated" : "damaged", size,
-                                       was.at("bytes").get<std::uint64_t>())};
-    auto sum = checksum_of_file(path);
-    if (!sum) return sum.error();
-    if (to_hex(*sum) != was.at("xxh3").get<std::string>()) return Error{EINVAL, path + " is not what was stored: damaged, or of another checkpoint"};
+    if (!fs::is_regular_file(fs::symlink_status(path, ec))) return missing_file(path);
+    if (auto s = file_is_as_stored(path, was); !s) return s;
   }
   for (const auto& f : fs::directory_iterator(images, ec))
-    if (const std::string name = f.path().filename().string(); !files.contains(name)) return Error{EINVAL, f.path().string() + " does not belong to this checkpoint"};
+    if (!files.contains(f.path().filename().string())) return added_file(f.path().string());
   return ec ? Status(Error{ec.value(), "reading " + images + ": " + ec.message()}) : Status();
+}
+
+// Of a bundle, by their names in it, which may be of any bytes: files as sum_of_file() has them, links with where they lead to.
+Result<SortedJson> sums_below(const std::string& bundle) {
+  const auto names = names_below(bundle);
+  if (!names) return names.error();
+  SortedJson files = SortedJson::object();
+  for (const auto& [name, t] : *names) {
+    const std::string path = bundle + "/" + name;
+    auto j = S_ISREG(t.mode()) ? sum_of_file(path) : Result<SortedJson>(SortedJson::object());
+    if (!j) return j.error();
+    std::error_code ec;
+    if (S_ISLNK(t.mode())) (*j)["link"] = to_hex(fs::read_symlink(path, ec).string());
+    if (ec) return Error{ec.value(), "reading " + path + ": " + ec.message()};
+    (*j)["type"] = t.mode() & S_IFMT;
+    files[to_hex(name)] = std::move(*j);
+  }
+  return files;
+}
+
+// `files`: as sums_below() had it.
+Status below_is_as_stored(const std::string& bundle, const SortedJson& files) {
+  std::error_code ec;
+  if (!fs::is_directory(fs::symlink_status(bundle, ec))) return missing_file(bundle);
+  const auto names = names_below(bundle);
+  if (!names) return names.error();
+  for (const auto& [key, was] : files.items()) {
+    const std::string name = bytes_from(key), path = bundle + "/" + name;
+    const auto t = names->find(name);
+    if (t == names->end()) return missing_file(path);
+    const auto type = was.at("type").get<mode_t>();
+    if ((t->second.mode() & S_IFMT) != type) return changed_file(path);
+    if (S_ISLNK(type) && fs::read_symlink(path, ec).string() != bytes_from(was.at("link"))) return changed_file(path);
+    if (auto s = S_ISREG(type) ? file_is_as_stored(path, was) : Status(); !s) return s;
+  }
+  for (const auto& [name, t] : *names)
+    if (!files.contains(to_hex(name))) return added_file(bundle + "/" + name);
+  return {};
 }
 
 }  // namespace
@@ -146,6 +203,11 @@ Status write_manifest(const std::string& dir, const ContainerInfo& info) {
   auto files = sums_of(dir + "/images");
   if (!files) return files.error();
   j["files"] = *files;
+  if (const std::string bundle = dir + kBundle; fs::exists(bundle)) {
+    auto below = sums_below(bundle);
+    if (!below) return below.error();
+    j["bundle_files"] = *below;
+  }
   j["sum"] = sum_of(j);
   std::ofstream out(path);
   out << j.dump(1) << "\n";
@@ -187,6 +249,8 @@ Result<ContainerInfo> read_manifest(const std::string& dir) {
   try {
     info = from_json(j);
     if (auto s = is_as_stored(dir + "/images", j.at("files")); !s) return s.error();
+    // An older release did not say it.
+    if (auto s = j.contains("bundle_files") ? below_is_as_stored(dir + kBundle, j.at("bundle_files")) : Status(); !s) return s.error();
   } catch (const std::exception& e) {
     return Error{EINVAL, manifest + " is damaged: " + e.what()};
   }

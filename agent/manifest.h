@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // checkpoint.json: what the coordinator has to know of a checkpoint on disk (stored.h), which release stored it, and the
-// checksum of each file of images/ and of itself.
+// checksum of each file of images/ and below bundle/, and of itself.
 #pragma once
 
 #include <sys/types.h>
@@ -15,7 +15,7 @@ namespace migr {
 inline constexpr char kManifest[] = "checkpoint.json";
 inline constexpr mode_t kFileMode = 0600;
 
-/// Writes `dir`/checkpoint.json (0600) over the files that `dir`/images has now. Not synced. Any thread, one per `dir`.
+/// Writes `dir`/checkpoint.json (0600) over the files that `dir`/images and `dir`/bundle have now. Not synced. Any thread, one per `dir`.
 Status write_manifest(const std::string& dir, const ContainerInfo& info);
 
 /// What the container's root filesystem had when it stood still: a file of `dir`/images (0600), before write_manifest(). Names relative to it.

@@ -41,11 +41,14 @@ Json read(const fs::path& path) {
   return Json::parse(in);
 }
 
-/// A folder with an image, and the manifest of it.
+/// A folder with an image and a bundle, and the manifest of it.
 struct Place {
   Place() : path(own_folder()) {
     fs::create_directory(path / "images");
     std::ofstream(path / "images" / "pages-1.img") << "page";
+    fs::create_directories(path / "bundle" / "rootfs");
+    std::ofstream(path / "bundle" / "config.json") << "{}";
+    fs::create_symlink("rootfs", path / "bundle" / "link");
     always(bool(migr::write_manifest(path, container())), "what is stored is written");
     written = read(path / migr::kManifest);
   }

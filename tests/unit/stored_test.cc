@@ -16,12 +16,14 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 #include <thread>
 
 #include "agent/bare.h"
 #include "agent/file_tree.h"
+#include "agent/hex.h"
 #include "agent/manifest.h"
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
@@ -452,6 +454,58 @@ TEST_F(Stored, AnImageThatHasChangedIsRefusedByName) {
   put(more, "of another");
   chmod(more.c_str(), 0600);
   EXPECT_NE(refused().text.find(more + " does not belong to this checkpoint"), std::string::npos) << refused().text;
+}
+
+// The container would run with it.
+TEST_F(Stored, ABundleThatHasChangedIsRefusedByName) {
+  info.id = "web";
+  info.bundle = root + "/bundle";
+  fs::create_directories(info.bundle + "/rootfs/empty");
+  put(info.bundle + "/config.json", R"({"root": {"path": "rootfs", "readonly": true}})");
+  put(info.bundle + "/rootfs/caf\xe9", "program");
+  fs::create_symlink("caf\xe9", info.bundle + "/rootfs/link");
+  ASSERT_EQ(mkfifo((info.bundle + "/rootfs/fifo").c_str(), 0600), 0);
+  ASSERT_TRUE(keep());
+  EXPECT_EQ(refused().code, 0) << refused().text;
+  const std::string bundle = dir() + "/bundle", program = bundle + "/rootfs/caf\xe9";
+  const auto says = [&](const std::string& what) {
+    const Error e = refused();
+    EXPECT_EQ(e.code, EINVAL);
+    EXPECT_NE(e.text.find(what), std::string::npos) << e.text;
+  };
+  put(program, "progrbm");
+  says(program + " is not what was stored");
+  put(program, "progra");
+  says(program + " is truncated: it has 6 bytes, 7 were stored");
+  fs::remove(program);
+  says(program + " is missing");
+  fs::create_symlink("/etc/passwd", program);
+  says(program + " is not what was stored");
+  fs::remove(program);
+  put(program, "program");
+  for (const char* name : {"link", "fifo", "empty"}) {
+    const std::string path = bundle + "/rootfs/" + name, aside = root + "/aside";
+    fs::rename(path, aside);
+    says(path + " is missing");
+    fs::create_symlink("elsewhere", path);
+    says(path + " is not what was stored");
+    fs::remove(path);
+    fs::rename(aside, path);
+  }
+  put(bundle + "/rootfs/empty/more", "");
+  says(bundle + "/rootfs/empty/more does not belong to this checkpoint");
+  fs::remove(bundle + "/rootfs/empty/more");
+  EXPECT_EQ(refused().code, 0) << refused().text;
+  // Of an older release, which had no sums of it.
+  const std::string manifest = dir() + "/" + kManifest;
+  auto j = nlohmann::json::parse(text_of(manifest));
+  EXPECT_EQ(j.erase("bundle_files"), 1u);
+  j.erase("sum");
+  j["sum"] = to_hex(checksum_of(j.dump()));
+  fs::remove_all(bundle + "/rootfs");
+  says(" is missing");
+  put(manifest, j.dump());
+  EXPECT_EQ(refused().code, 0) << refused().text;
 }
 
 TEST_F(Stored, EveryByteOfTheManifestCounts) {
