@@ -50,7 +50,8 @@ class Checksum {
 
 namespace {
 
-constexpr int kMaxDepth = 64;
+// Of folders in each other; each has a descriptor. What has come from elsewhere is no deeper than its names, of 4000 bytes, and can be removed.
+constexpr int kMaxDepth = 1024, kMaxRemoved = 2 * kMaxDepth;
 
 std::int64_t ns(const timespec& t) { return t.tv_sec * std::int64_t{1'000'000'000} + t.tv_nsec; }
 
@@ -187,6 +188,7 @@ struct Sender {
     std::vector<std::string> names;
     while (dirent* e = readdir(dir.get()))
       if (std::string_view n = e->d_name; n != "." && n != "..") names.emplace_back(n);
+    dir.reset();
     std::sort(names.begin(), names.end());
     for (const auto& n : names) {
       if (ended) return {};
@@ -284,7 +286,7 @@ Status remove_at(int dirfd, const std::string& n, const std::string& name, int d
   struct stat st;
   if (fstatat(dirfd, n.c_str(), &st, AT_SYMLINK_NOFOLLOW)) return sys_error("removing " + name);
   if (S_ISDIR(st.st_mode)) {
-    if (depth > kMaxDepth) return Error{ELOOP, name + ": too deep"};
+    if (depth > kMaxRemoved) return Error{ELOOP, name + ": too deep"};
     const Fd fd = open_unmounted(dirfd, n);
     if (fd.n < 0 && errno == EXDEV) return Error{EBUSY, "removing " + name + ": something is mounted there"};
     if (fd.n < 0) return sys_error("removing " + name);

@@ -872,6 +872,26 @@ TEST_F(Tree, LinksAreNotFollowed) {
   EXPECT_TRUE(std::filesystem::is_empty(dir_ + "/elsewhere"));
 }
 
+TEST_F(Tree, MayBeDeep) {
+  std::string deepest;
+  for (int level = 0; level < 100; level++) deepest += "/d";
+  std::filesystem::create_directories(dir_ + "/from" + deepest);
+  file("from" + deepest + "/f", "x");
+  TreeWriter w(dir_ + "/to");
+  const auto s = send_tree(dir_ + "/from", wire::FileChunk::BUNDLE, 1 << 30, [&](const wire::FileChunk& c) { return bool(w.write(c)); });
+  ASSERT_TRUE(s && w.finish()) << s.error().text;
+  EXPECT_EQ(text_of(dir_ + "/to" + deepest + "/f"), "x");
+  const auto names = names_below(dir_ + "/to");
+  ASSERT_TRUE(names) << names.error().text;
+  EXPECT_TRUE(names->contains(deepest.substr(1) + "/f"));
+  std::filesystem::remove_all(dir_ + "/from/d/d");
+  EXPECT_TRUE(remove_others(dir_ + "/to", *names_below(dir_ + "/from")));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/to/d/d"));
+  std::filesystem::create_directories(dir_ + "/to" + deepest);
+  EXPECT_TRUE(remove_folder(dir_ + "/to"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/to"));
+}
+
 // As where a container comes back to the bundle that it has left there.
 TEST_F(Tree, WhatIsOfAnotherTypeGivesWay) {
   std::filesystem::create_directories(dir_ + "/elsewhere/kept");
