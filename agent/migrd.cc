@@ -333,8 +333,10 @@ Result<Fd> sole_use(const std::string& folder) {
 int run(const Config& config) {
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
     if (auto s = make_own_folder(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
-  const Fd lock(open((config.state_dir + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (lock.n < 0 || flock(lock.n, LOCK_EX | LOCK_NB)) return fail("another migrd runs with " + config.state_dir);
+  const std::string locked = config.state_dir + "/lock";
+  const Fd lock(open(locked.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (lock.n < 0) return fail(sys_error("opening " + locked).text);
+  if (flock(lock.n, LOCK_EX | LOCK_NB)) return fail(errno == EWOULDBLOCK ? "another migrd runs with " + config.state_dir : sys_error("locking " + locked).text);
   const std::string tls = parent_of(config.control_socket) + "/tls";
   const auto sockets_lock = sole_use(config.run_dir), control_lock = sole_use(tls);
   for (const auto* l : {&sockets_lock, &control_lock})
