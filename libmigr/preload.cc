@@ -704,10 +704,11 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   MrShadow* shadow = known(registry, mr);
   if (!shadow) return real().rereg_mr(mr, flags, pd, addr, length, access);
   const ibv_mr name = shadow->app, before = *shadow->real;
-  links::gone(*shadow);  // made anew below
   const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
-  // The last error comes after the device has done it: only the old memory could not be given back to children.
-  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return made_again(*shadow), err;
+  // The last error comes after the device has done it: only the old memory could not be given back to children. After the others what is on
+  // backup links stays, too: work requests that are under way there name it.
+  if (err && err != IBV_REREG_MR_ERR_DO_FORK_OLD) return err;
+  links::gone(*shadow);  // by its old names; made anew below
   const ibv_mr& now = *shadow->real;
   note_written(registry, *shadow, name);
   shadow->app = now;

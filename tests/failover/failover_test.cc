@@ -2371,6 +2371,52 @@ TEST(RefusedMemory, IsSaidToWhoRegistersItAnew) {
   EXPECT_EQ(a.verb<int(ibv_mr*)>("ibv_dereg_mr")(mr), 0);
 }
 
+/// On the backup link work requests are in flight that name it, at both ends.
+TEST(RefusedMemory, ThatIsNotRegisteredAnewIsCalledThereAsBefore) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  std::vector<std::uint8_t> out(2100, 7), in(2100), got(2100);
+  const auto reg = [](const Speaker& of, std::vector<std::uint8_t>& m) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, m.data(), m.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  };
+  const auto is_refused = [](const Speaker& of, ibv_mr* mr) {
+    errno = 0;
+    const int err = of.lib.verb<int(ibv_mr*, int, ibv_pd*, void*, std::size_t, int)>("ibv_rereg_mr")(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_LOCAL_WRITE);
+    return err == IBV_REREG_MR_ERR_CMD && errno == EOPNOTSUPP;
+  };
+  ibv_mr *const from = reg(x, out), *const to = reg(y, in), *const into = reg(y, got);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  const auto post = [&](ibv_wr_opcode opcode) {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(out.data()), static_cast<std::uint32_t>(out.size()), from->lkey};
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = opcode;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.sg_list = &sge;
+    wr.num_sge = 1;
+    wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(in.data()), .rkey = to->rkey};
+    return ibv_post_send(x.qp, &wr, &bad);
+  };
+  model_refuse_reregistrations(true);
+  for (int i = 0; i < 5; ++i) {
+    for (const ibv_wr_opcode opcode : {IBV_WR_SEND, IBV_WR_RDMA_WRITE}) ASSERT_EQ(post(opcode), 0);  // the first one finds no receive
+    EXPECT_TRUE(is_refused(x, from) && is_refused(y, to));
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(got.data()), static_cast<std::uint32_t>(got.size()), into->lkey};
+    ibv_recv_wr receive{.wr_id = 0, .next = nullptr, .sg_list = &sge, .num_sge = 1}, *bad;
+    ASSERT_EQ(ibv_post_recv(y.qp, &receive, &bad), 0);
+    for (const Speaker* s : {&x, &x, &y}) {
+      ibv_wc wc{};
+      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(s->cq, 1, &wc) == 1; })) << i << ": " << x.state().why;
+      ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
+    }
+  }
+  model_refuse_reregistrations(false);
+  EXPECT_TRUE(in == out && got == out);
+}
+
 TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
   const Library a('a', "exact", "cached", 0, 3000);
   std::vector<std::uint8_t> memory(4096);

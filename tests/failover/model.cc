@@ -145,6 +145,7 @@ struct Registered {
 std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 std::atomic<const void*> registrations_refused{nullptr};
+std::atomic<bool> reregistrations_refused{false};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
 std::atomic<bool> sessions_held{false};
@@ -1015,6 +1016,7 @@ MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_
 MODEL void model_hold_sessions(bool hold) { sessions_held = hold; }
 MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
 MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
+MODEL void model_refuse_reregistrations(bool refuse) { reregistrations_refused = refuse; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
 MODEL void model_hold_destroyed_cqs(bool hold) { destroyed_cqs_held = hold; }
 MODEL unsigned model_destroyed_cqs_waiting() { return destroyed_cqs_waiting; }
@@ -1167,6 +1169,7 @@ MODEL ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access)
   return ibv_reg_mr_iova2(pd, addr, length, reinterpret_cast<uint64_t>(addr), static_cast<unsigned>(access));
 }
 MODEL int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
+  if (reregistrations_refused) return errno = EOPNOTSUPP, IBV_REREG_MR_ERR_CMD;
   std::lock_guard guard(lock);
   if (flags & IBV_REREG_MR_CHANGE_PD) mr->pd = pd;
   if (flags & IBV_REREG_MR_CHANGE_TRANSLATION) {

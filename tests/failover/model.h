@@ -101,6 +101,8 @@ void model_hold_destroyed_cqs(bool hold);
 unsigned model_destroyed_cqs_waiting();
 /// Memory at this address cannot be registered on backup links: ENOMEM. Null: all can.
 void model_refuse_registrations(const void* address);
+/// No memory can be registered anew, as with a driver that does not implement it.
+void model_refuse_reregistrations(bool refuse);
 /// No CQ can be enlarged to more.
 void model_most_cqes(int most);
 /// The device refuses to give memory of link 0 back, the next `times` that it is asked to, as while a window is bound to it.
