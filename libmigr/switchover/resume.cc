@@ -161,6 +161,7 @@ void flush_to_fake(QpShadow& q, const KeptSend& send) {
   wc.qp_num = q.vqpn();
   std::lock_guard guard(q.send_cq->lock);
   if (!q.send_cq->ex_session.load(std::memory_order_relaxed)) path::poll_to_fake(*q.send_cq);  // else the provider may have it locked
+  q.send_cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);  // who polls may have found nothing there, and no marker, a moment ago
   if (marker::is_marker(wc.wr_id)) {
     if (q.send_cq->markers) --q.send_cq->markers;
     path::complete_stand_in(*q.send_cq, wc);

@@ -2852,6 +2852,40 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   EXPECT_EQ(sum, 1u) << "how often it was executed";
 }
 
+/// The first of two that the other end does not take ends the connection, and the second one is in no queue of a device that could flush it.
+/// Nothing else completes, while a thread polls all the time.
+TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  for (unsigned i = 0; i < 5; ++i) {
+    const Speaker x(a), y(b);
+    std::uint64_t words[2] = {}, found = 7;
+    const ibv_mr *const there = register_words(y, words, sizeof words), *const here = register_words(x, &found, sizeof found);
+    x.connect(y), y.connect(x);
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+    ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
+    ibv_send_wr wrs[2]{}, *bad;
+    for (ibv_send_wr& wr : wrs) {
+      wr.wr_id = static_cast<std::uint64_t>(&wr - wrs) + 1;
+      wr.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      wr.sg_list = &sge;
+      wr.num_sge = 1;
+      wr.wr.atomic = {.remote_addr = reinterpret_cast<std::uint64_t>(words) + sizeof words[0] / 2, .compare_add = 1, .swap = 0, .rkey = there->rkey};
+    }
+    wrs[0].next = &wrs[1];
+    ASSERT_EQ(ibv_post_send(x.qp, wrs, &bad), 0);
+    std::vector<ibv_wc> got;
+    ibv_wc wc{};
+    for (const auto until = Clock::now() + std::chrono::seconds(20); got.size() < 2 && Clock::now() < until;)
+      if (ibv_poll_cq(x.cq, 1, &wc) == 1) got.push_back(wc);
+    ASSERT_EQ(got.size(), 2u) << x.state().why;
+    EXPECT_TRUE(got[0].wr_id == 1 && got[0].status == IBV_WC_REM_INV_REQ_ERR) << got[0].status;
+    EXPECT_TRUE(got[1].wr_id == 2 && got[1].status == IBV_WC_WR_FLUSH_ERR) << got[1].status;
+  }
+}
+
 /// It was asked for before its vQP went on its way to the other link, where the other end is held up.
 TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   for (const int link : {0, 1, 2}) model_mend(link);

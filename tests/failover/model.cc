@@ -617,7 +617,7 @@ int end_binding(ModelQp& q, const ibv_send_wr& wr) {
 }
 
 int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
-  std::lock_guard guard(lock);
+  std::unique_lock guard(lock);
   for (; wr; wr = wr->next) {
     *bad = wr;
     if (q.attr.qp_state < IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_ERR) return EINVAL;
@@ -629,7 +629,11 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
       if (const int err = end_binding(q, *wr)) return err;
       continue;
     }
-    if (is_atomic(wr->opcode) && wr->wr.atomic.remote_addr % sizeof(std::uint64_t)) return EINVAL;  // as soft-RoCE
+    if (is_atomic(wr->opcode) && wr->wr.atomic.remote_addr % sizeof(std::uint64_t)) {  // as soft-RoCE
+      guard.unlock();
+      usleep(2000);  // others come to the CQ before the caller knows
+      return EINVAL;
+    }
     if (q.sends.full()) return ENOMEM;
     model::Send& s = q.sends.slots[q.sends.to];
     const bool begun = s.begun;  // stale, as is what else the device notes there
