@@ -14,8 +14,6 @@ namespace migr::links {
 namespace {
 
 constexpr std::uint64_t kReceive = 1ull << 32, kSend = 2ull << 32, kBeat = 3ull << 32, kKind = 0xffull << 32;
-constexpr std::uint8_t kTimeout = 14;  // 4.096 us << 14 = 67 ms, seven times: the other end may not be connected yet
-constexpr std::uint8_t kRetries = 6;   // 7 is for ever with soft-RoCE
 constexpr std::uint8_t kRnrForEver = 7, kRnrTimer = 6;
 constexpr std::uint64_t kByeLimitNs = 1'000'000'000;
 
@@ -261,8 +259,8 @@ int connect_channel(Channel& c, const migr_links_channel& to, std::string& why) 
   if (err) return why = std::string("modify_qp to RTR of a channel: ") + std::strerror(err), err;
   attr.qp_state = IBV_QPS_RTS;
   attr.sq_psn = c.psn;
-  attr.timeout = kTimeout;
-  attr.retry_cnt = kRetries;
+  attr.timeout = kOwnTimeout;
+  attr.retry_cnt = kOwnRetries;
   attr.rnr_retry = kRnrForEver;
   attr.max_rd_atomic = 1;
   err = real().modify_qp(c.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);

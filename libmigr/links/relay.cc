@@ -613,7 +613,10 @@ void executed(Link& link, const ibv_wc& wc) {
       close(*e);
       if (wc.status == IBV_WC_REM_ACCESS_ERR) return end_job(*e, kBadAccess);
       if (wc.status == IBV_WC_REM_INV_REQ_ERR) return end_job(*e, kBadRequest);
-      return end_job(*e, known && (at.rq_psn & switchover::kPsnMask) == psn ? kNotYet : kLost);
+      const bool not_executed = known && (at.rq_psn & switchover::kPsnMask) == psn;
+      const QpLink* const l = find(e->jobs.front().id);
+      const bool again = not_executed && wc.status == IBV_WC_RETRY_EXC_ERR && l && l->stage != Stage::kBroken && e->side + 1 == l->sides();
+      return again ? begin_job(*e) : end_job(*e, not_executed ? kNotYet : kLost);  // the requester does not wait for ever
     }
 }
 

@@ -542,7 +542,7 @@ void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std:
 }
 
 bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why) {
-  constexpr std::uint8_t kTimeout = 12, kRetries = 3;  // 17 ms, four times
+  constexpr std::uint8_t kRnrRetries = 3;
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_RTR;
   attr.path_mtu = link.mtu;
@@ -552,8 +552,9 @@ bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_
   lead_to(attr.ah_attr, link, link.gid.gid.raw, link.lid);
   int err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
   attr.qp_state = IBV_QPS_RTS;
-  attr.timeout = kTimeout;
-  attr.retry_cnt = attr.rnr_retry = kRetries;
+  attr.timeout = kOwnTimeout;
+  attr.retry_cnt = kOwnRetries;
+  attr.rnr_retry = kRnrRetries;
   if (!err) err = real().modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
   if (err) why = std::string("modify_qp of a QP of ours to another one: ") + std::strerror(err);
   return !err;

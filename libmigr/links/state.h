@@ -130,6 +130,9 @@ bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& w
 void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid);
 /// A path that is nobody's any more.
 void destroy_path(QpLink& l, Side side, Path& path);
+/// Of QPs of ours: the other end may not be connected yet, or not get a processor.
+constexpr std::uint8_t kOwnTimeout = 14;  // 4.096 us << 14 = 67 ms, seven times
+constexpr std::uint8_t kOwnRetries = 6;   // 7 is for ever with soft-RoCE
 /// In INIT.
 ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned access, std::string& why);
 /// A QP that was just made, or null with errno: then that is said.

@@ -2852,6 +2852,35 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   EXPECT_EQ(sum, 1u) << "how often it was executed";
 }
 
+/// The host that executes it has no processor for what its NICs send to themselves.
+TEST(Relayed, WhatAStarvedHostExecutesLateIsWaitedFor) {
+  constexpr unsigned kNever = 1000, kLate = 5;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a), y(b);
+  std::uint64_t sum = 0, found = 7;
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
+  const auto completes = [&](std::uint64_t before) {
+    ibv_wc wc{};
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << before;
+    EXPECT_EQ(found, before);
+    EXPECT_EQ(sum, before + 1) << "how often it was executed";
+  };
+  model_starve_own(kLate, true);
+  ASSERT_EQ(post_add(x, found, *here, sum, *there), 0);
+  completes(0);
+  // The last NIC has given up, too, and it was not executed.
+  model_starve_own(kNever, false);
+  ASSERT_EQ(post_add(x, found, *here, sum, *there), 0);
+  EXPECT_TRUE(wait_for([] { return model_own_given_up() >= 3; })) << model_own_given_up();
+  model_starve_own(0, false);
+  completes(1);
+}
+
 /// The first of two that the other end does not take ends the connection, and the second one is in no queue of a device that could flush it.
 /// Nothing else completes, while a thread polls all the time.
 TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {

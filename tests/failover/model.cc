@@ -165,6 +165,12 @@ struct Delayed {
   model::Send what;
 } delayed;
 
+/// Of what stays on one NIC.
+struct Starved {
+  unsigned retries = 0, given_up = 0;
+  bool answers_only = false;
+} starved;
+
 /// A thread in ibv_post_send() or ibv_post_recv() that has lost its processor there.
 thread_local bool loses_processor = false;
 struct Held {
@@ -191,7 +197,10 @@ bool passes(int link, bool answer) {
 }
 
 /// What stays on one NIC goes over no wire.
-bool passes(const ModelQp& from, const ModelQp* to, bool answer) { return (to && to->nic == from.nic) || passes(from.nic->link, answer); }
+bool passes(const ModelQp& from, const ModelQp* to, bool answer) {
+  if (!to || to->nic != from.nic) return passes(from.nic->link, answer);
+  return from.retries >= starved.retries || (starved.answers_only && !answer);
+}
 
 constexpr auto kNeighbourLimit = std::chrono::milliseconds(1000);
 
@@ -536,6 +545,7 @@ bool step(ModelQp& q) {
   if (Clock::now() - q.progress < (q.attr.timeout ? told : kRetryAfter)) return true;
   q.progress = Clock::now();
   if (q.retries++ == (q.attr.timeout ? q.attr.retry_cnt : kRetries)) {
+    starved.given_up += r && r->nic == q.nic;
     fail_send(q, IBV_WC_RETRY_EXC_ERR);
     return false;
   }
@@ -969,6 +979,14 @@ MODEL void model_hold_post(bool until_err, void (*before)(void*), void* with) {
 MODEL void model_delay_atomic() {
   std::lock_guard guard(lock);
   delayed.next = true;
+}
+MODEL void model_starve_own(unsigned retries, bool answers_only) {
+  std::lock_guard guard(lock);
+  starved = {.retries = retries, .given_up = 0, .answers_only = answers_only};
+}
+MODEL unsigned model_own_given_up() {
+  std::lock_guard guard(lock);
+  return starved.given_up;
 }
 MODEL bool model_holds_post() {
   std::lock_guard guard(lock);

@@ -68,6 +68,10 @@ void model_let_post_go();  ///< returns when it has posted
 /// The next atomic that a NIC sends to itself is on its way until its responder is asked for its state, and executed right after that, if it
 /// still can be.
 void model_delay_atomic();
+/// What a NIC sends to itself, or with `answers_only` what comes back, does not get through before it was sent again so often, as on a host that
+/// does not get to it.
+void model_starve_own(unsigned retries, bool answers_only);
+unsigned model_own_given_up();  ///< that were, of those, since
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down, or so long after that.
 void model_take_route(int link, unsigned port_late_ms = 0);
 /// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
