@@ -617,7 +617,8 @@ void set_remote_keys(QpLink& l) {
 }
 
 void retire(std::shared_ptr<const RemoteKeys> keys) {
-  if (keys) state()->retired.push_back(std::move(keys));
+  auto& all = state()->retired;
+  if (keys && (all.empty() || all.back() != keys)) all.push_back(std::move(keys));  // all vQPs between two processes have the same ones
 }
 
 // Keys need no translation: threads of the direct path post to the path that they were born with, whose keys are the

@@ -1235,20 +1235,25 @@ class Round {
   /// Where threads were let through to an old path they have come back when all were seen outside. @return some were not
   bool look_for_threads() {
     std::vector<std::pair<std::uint64_t, std::size_t>> trapped;
-    std::size_t retired;
+    decltype(State::retired) retired;  // what is retired meanwhile, and may be one of these, is kept anew
+    bool many;
     {
       std::lock_guard guard(registry().lock);
-      retired = state()->retired.size();
+      many = state()->retired.size() >= kManyRetired;
       for (const QpLink* l : state()->qps)
         if (!l->traps.empty() && l->stage != Stage::kChanging) trapped.push_back({l->id, l->traps.size()});
     }
     const std::uint64_t now = now_ns();
-    if (trapped.empty() && retired < kManyRetired) return false;
+    if (trapped.empty() && !many) return false;
     if (now < look_again_ns_) return true;
     look_again_ns_ = now + kLookAgainNs;
-    if (directory_.outside(control::text_ranges())) return true;
+    {
+      std::lock_guard guard(registry().lock);
+      retired.swap(state()->retired);
+    }
+    const int err = directory_.outside(control::text_ranges());
     std::lock_guard guard(registry().lock);
-    state()->retired.erase(state()->retired.begin(), state()->retired.begin() + static_cast<std::ptrdiff_t>(retired));
+    if (err) return state()->retired.insert(state()->retired.begin(), retired.begin(), retired.end()), true;
     bool left = false;
     for (const auto& [id, count] : trapped)
       if (QpLink* const l = find(id)) {

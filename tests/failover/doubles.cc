@@ -9,6 +9,7 @@
 #include "../../libmigr/links/directory.h"
 #include "../../libmigr/links/links.h"
 #include "../../libmigr/links/relay.h"
+#include "../../libmigr/links/state.h"
 #include "../../libmigr/provider/provider.h"
 #include "model.h"
 #include "store.h"
@@ -136,6 +137,10 @@ class StoreDirectory : public Directory {
                        all += c->markers;
                      }
                      return all;
+                   },
+                   [] {
+                     std::lock_guard guard(Registry::get().lock);
+                     return state()->retired.size();
                    }});
   }
   unsigned life() override { return store_answers(instance_.data()); }

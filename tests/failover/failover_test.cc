@@ -2218,6 +2218,28 @@ TEST(Many, DoNotMakeRegisteringMemorySlow) {
   EXPECT_LT(*many, 8 * *one);
 }
 
+/// Whoever is told of a key replaces the table, and nobody says that all threads are outside.
+TEST(Many, KeepOneTableOfKeysThatWasReplacedWhileMigrdIsAway) {
+  constexpr unsigned kPairs = 20, kMrs = 10;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const std::size_t processes = store_processes();
+  const Library a('a', "exact", "cached", 0, 3000);
+  ASSERT_TRUE(wait_for([&] { return store_processes() == processes + 1; }));
+  const StoreProcess process = store_process_of(0);
+  const Library b('b', "exact", "cached", 0, 3000);
+  const Pairs pairs(a, b, kPairs);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == kPairs; })) << pairs.ready_on(0);
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
+  store_go_away(true);
+  std::vector<std::uint8_t> memory(4096);
+  for (unsigned i = 0; i < kMrs; ++i)
+    ASSERT_NE(b.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(pairs.ys[0]->pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE), nullptr);
+  EXPECT_TRUE(wait_for([&] { return process.retired() >= kMrs / 2; })) << "nobody was told";
+  EXPECT_LT(process.retired(), kPairs * kMrs / 2);
+  store_go_away(false);
+}
+
 TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
   for (const int link : {0, 1, 2}) model_mend(link);
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000), without('b', "off", "cached", 0, 3000);

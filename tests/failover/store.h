@@ -13,6 +13,7 @@ struct StoreProcess {
   void (*park)(char* why, std::size_t bytes);  ///< links::park()
   void (*let_go)();
   unsigned (*markers)();  ///< that its CQs still wait for
+  std::size_t (*retired)();  ///< tables of keys that it keeps since they were replaced
 };
 void store_process(StoreProcess process);
 std::size_t store_processes();
