@@ -204,6 +204,9 @@ void choose(QpLink& l) {
   go_on(l);
 }
 
+/// Its application has put it into SQD: a new path would send what that holds back.
+bool holds_sends(const QpLink& l) { return l.q->real->state == IBV_QPS_SQD; }
+
 /// What there is to be done of a change that has been cut.
 void go_on(QpLink& l) {
   std::string why;
@@ -231,6 +234,7 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   l.cause = cause;
   l.noticed_ns = now_ns();
   l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
+  if (holds_sends(l)) return give_up(l, "it is in SQD");
   std::string why;
   if (!cut(l, why)) return give_up(l, why);
   go_on(l);
@@ -346,6 +350,7 @@ void drain_ran_out(QpLink& l) {
 }
 
 void look_at_drain(QpLink& l) {
+  if (holds_sends(l) && !l.off_ns) return drain_ran_out(l);
   if (!l.drained_here) {
     unsigned in_flight = 0;
     std::lock_guard guard(l.q->lock);
@@ -376,7 +381,7 @@ void look_at_place(QpLink& l) {
   const bool too_early = now - channel->up_ns < state()->config.return_ms * 1'000'000ull;
   if (!parking() && (now < l.stay_until_ns || (!preferred && (l.led || too_early)))) return;
   if (!l.legs[side].next.connected) return ask_for_path(l, side, *channel);  // before the work stands still
-  if (!memory_is_there(l, side) || !has_cq_room(l)) return;
+  if (!memory_is_there(l, side) || !has_cq_room(l) || holds_sends(l)) return;
   begin_drain(l, preferred ? MIGR_LINKS_CAUSE_PREFER : MIGR_LINKS_CAUSE_RETURN, next_drain(l, side));
 }
 
@@ -1002,7 +1007,7 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
   const bool rests = l->stage == Stage::kMaking || l->stage == Stage::kReady;
-  if (rests && ((!cast_off && lacks_something(*l, side)) || !has_cq_room(*l))) {
+  if (rests && ((!cast_off && lacks_something(*l, side)) || !has_cq_room(*l) || holds_sends(*l))) {
     l->drain_epoch = std::max(l->drain_epoch, record.epoch);  // it is off for good, though all may be there when it is said again
     return tell_off(*l, from, l->drain_epoch, cast_off);
   }

@@ -1891,6 +1891,41 @@ TEST_F(Attributes, OfEachPathIsTheMtuThatTheApplicationHasSetAsFarAsItsLinkHasIt
   EXPECT_EQ(y.query().path_mtu, IBV_MTU_1024);
 }
 
+/// It would be in RTS there.
+TEST_F(Attributes, OfAQpInSqdKeepItWhereItIs) {
+  constexpr unsigned kReturnMs = 20;
+  const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  const auto to = [&x](ibv_qp_state state) {
+    ibv_qp_attr attr{};
+    attr.qp_state = state;
+    return x.modify(attr, IBV_QP_STATE);
+  };
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  link_down(a, "a0");
+  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_EQ(to(IBV_QPS_SQD), 0);
+  link_up(a, "a0");
+  ASSERT_TRUE(protected_on(1, x, y)) << x.state().why;
+  std::this_thread::sleep_for(std::chrono::milliseconds(10 * kReturnMs));
+  EXPECT_EQ(x.state().link, 1u);
+  EXPECT_EQ(x.query().qp_state, IBV_QPS_SQD);
+  ASSERT_EQ(to(IBV_QPS_RTS), 0);
+  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_EQ(to(IBV_QPS_SQD), 0);
+  model_cut_now(0);
+  link_down(a, "a0");
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "gave up"; })) << x.state().why << ", link " << x.state().link;
+  EXPECT_EQ(x.query().qp_state, IBV_QPS_SQD);
+  Writing writing(x);
+  ASSERT_TRUE(writing.post());
+  ASSERT_EQ(to(IBV_QPS_RTS), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+}
+
 /// A process leaves its links. Its partner has forgotten its backup, and cannot say so nor make another one, as it waits for the directory, when the
 /// default link fails, or all do.
 class Parting : public testing::TestWithParam<bool> {};

@@ -387,7 +387,7 @@ bool takes_receive(ibv_wr_opcode o) { return o == IBV_WR_SEND || o == IBV_WR_SEN
 
 /// The responder gets packet `n` of a message.
 Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, std::uint32_t psn) {
-  if (r.attr.qp_state != IBV_QPS_RTR && r.attr.qp_state != IBV_QPS_RTS) return Answer::kNone;
+  if (r.attr.qp_state != IBV_QPS_RTR && r.attr.qp_state != IBV_QPS_RTS && r.attr.qp_state != IBV_QPS_SQD) return Answer::kNone;
   if (mtu_of(r) != mtu_of(q)) {
     fprintf(stderr, "the ends of a path on link %d have MTUs of %u and %u\n", q.nic->link, mtu_of(q), mtu_of(r));
     abort();
@@ -1347,7 +1347,8 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
   if (mask & IBV_QP_STATE) {
     if (attr->qp_state == IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_INIT) return EINVAL;
-    if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR) return EINVAL;
+    if (attr->qp_state == IBV_QPS_RTS && q.attr.qp_state != IBV_QPS_RTR && q.attr.qp_state != IBV_QPS_SQD) return EINVAL;
+    if (attr->qp_state == IBV_QPS_SQD && (q.attr.qp_state != IBV_QPS_RTS || q.sends.size())) return EINVAL;  // of ours: nothing is to be finished
     if (attr->qp_state == IBV_QPS_ERR && q.attr.qp_state == IBV_QPS_RESET) return EINVAL;
     if (attr->qp_state == IBV_QPS_RESET) {
       for (model::Send& s : q.sends.slots) s = {};
