@@ -20,9 +20,10 @@
 namespace migr::links {
 namespace {
 
-constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1, kAskAgainMs = 50;
+constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1, kSessionMs = 1, kAskAgainMs = 50;
 constexpr std::uint64_t kAskPortNs = 1'000'000'000;
 constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes that long; what holds it up is worth a line
+constexpr std::uint64_t kSessionLimitNs = 2'000'000'000;
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
@@ -207,9 +208,16 @@ void choose(QpLink& l) {
 /// Its application has put it into SQD: a new path would send what that holds back.
 bool holds_sends(const QpLink& l) { return l.q->real->state == IBV_QPS_SQD; }
 
-/// What there is to be done of a change that has been cut.
+/// What there is to be done of a change.
 void go_on(QpLink& l) {
   std::string why;
+  if (l.sessions_until_ns) {
+    const bool open = !l.q->adrift && !switchover::begin_to_withhold(*l.q);
+    if (open && now_ns() < l.sessions_until_ns) return;  // until the next look, and the Registry's lock is free meanwhile
+    if (open) return give_up(l, "a thread does not come back from an ibv_wr_* session");
+    l.sessions_until_ns = 0;
+    if (!cut(l, why)) return give_up(l, why);
+  }
   for (;;) {
     const Side side = target(l);
     Channel* const channel = standing(l, side);
@@ -235,8 +243,7 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   l.noticed_ns = now_ns();
   l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
   if (holds_sends(l)) return give_up(l, "it is in SQD");
-  std::string why;
-  if (!cut(l, why)) return give_up(l, why);
+  l.sessions_until_ns = l.noticed_ns + kSessionLimitNs;
   go_on(l);
 }
 
@@ -755,6 +762,7 @@ void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t>
   std::string more;
   say(l, sentence);
   if (switched(l) && !cut(l, more)) say(l, more);
+  l.sessions_until_ns = 0;
   l.ended = q.cut && q.cut->told_apart && !q.adrift;  // a path that a migration has cut did not count here
   set_stage(l, Stage::kBroken);
   l.why = "gave up";
@@ -1086,7 +1094,7 @@ unsigned look_at_all() {
     if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
     if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
     if (l->stage == Stage::kDraining) timeout = kDrainMs;
-    else if (l->stage == Stage::kChanging) timeout = std::min(timeout, kAskAgainMs);
+    else if (l->stage == Stage::kChanging) timeout = std::min(timeout, l->sessions_until_ns ? kSessionMs : kAskAgainMs);
     else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
   }
   for (QpShadow* q : Registry::get().qps) look_at_drifting(*q), look_at_guard(*q);
@@ -1116,7 +1124,7 @@ void run_failover() {
       // Whose own thread did not run cannot tell who was silent.
       const std::uint64_t now = locked_ns = now_ns(), gone_ns = now - std::exchange(looked_ns, now);
       if (gone_ns > 2 * kIdleMs * 1'000'000ull)
-        for (QpLink* l : state()->qps) l->deadline_ns += gone_ns;
+        for (QpLink* l : state()->qps) l->deadline_ns += gone_ns, l->sessions_until_ns += l->sessions_until_ns ? gone_ns : 0;
       ++state()->passes;
       state()->parked.notify_all();
       for (Link& link : state()->links) {

@@ -203,6 +203,7 @@ struct QpLink {
     Progress executed;
   } heard;  ///< the last STATE
   std::uint64_t noticed_ns = 0, cut_ns = 0, told_ns = 0, deadline_ns = 0;
+  std::uint64_t sessions_until_ns = 0;  ///< it is to be cut, and so long ibv_wr_* sessions on its path are waited for; 0: it is
   bool relays = false;        ///< its atomics are relayed: both ends have said so, and it is not broken
   Relay relay;
   Answers answers;

@@ -234,10 +234,6 @@ int wait_for_threads(Outside&& outside, const std::string& what, std::string& wh
   return 0;
 }
 
-int wait_for_sessions(QpShadow& q, std::string& why) {
-  return wait_for_threads([&q] { return path::sessions_are_outside(q); }, "an ibv_wr_* session of " + qp_name(q), why);
-}
-
 /// Where the last work request of ours lies. @param read one slot
 template <class Read>
 int find_marker(provider::QueuePart part, std::uint64_t wr_id, Read&& read, std::uint32_t& at) {
@@ -541,18 +537,31 @@ int cut(Qps qps, std::vector<migr_qp_psn>& out, std::string& why) {
 int withhold(QpShadow& q, std::string& why) {
   QpShadow* const one[] = {&q};
   if (const int err = check_arcs(one, Phase::kSuspended, why)) return err;
-  if (!q.real_ex) return raise_flags(q, kKeepSends), 0;
-  // What a classic post does late the cut tells apart. A session follows q.target, which is about to change.
-  raise_flags(q, kKeepSends | kOpen);
-  if (const int err = wait_for_sessions(q, why)) {
+  for (Patience patience; !begin_to_withhold(q); pause_briefly()) {
+    if (!patience.over()) continue;
     std::vector<migr_resume_stat> ignored;
     std::string more;
     resume(one, ignored, more);
-    return err;
+    return fail(why, ETIMEDOUT, "a thread does not come back from an ibv_wr_* session of " + qp_name(q));
   }
+  return 0;
+}
+
+bool begin_to_withhold(QpShadow& q) {
+  constexpr std::uint64_t kMostNs = 5'000'000;  // nearly all end by then
+  std::uint64_t until = 0;
+  if (q.phase == Phase::kRunning) {
+    // What a classic post does late the cut tells apart. A session follows q.target, which is about to change.
+    raise_flags(q, q.real_ex ? kKeepSends | kOpen : kKeepSends);
+    if (q.real_ex) path::pass_barrier();
+    until = now_ns() + kMostNs;
+  }
+  if (!(q.state.load(std::memory_order_relaxed) & kOpen)) return true;
+  for (; !path::sessions_are_outside(q); pause_briefly())
+    if (now_ns() > until) return false;
   std::lock_guard guard(q.lock);
   clear_bits(q, kOpen);
-  return 0;
+  return true;
 }
 
 bool trap_posts(QpShadow& q, unsigned limit_ms) {

@@ -130,6 +130,9 @@ struct LinkPath {
 /// Sends are kept, all else goes on: the first half of leave_path(), for who wants to wait until nothing is in flight.
 /// Undone by resume().
 int withhold(QpShadow& q, std::string& why);
+/// The same, and no long wait for ibv_wr_* sessions: the thread of one may be waiting for the Registry's lock. @return false: one is open on
+/// the path, and none begins there any more. To be asked again, or undone
+bool begin_to_withhold(QpShadow& q);
 /// Who posts does it under the lock from now on (kTrapped), and sessions that begin are kept. One that is open on the path follows q.target,
 /// too, so none may be. @return false: one does not end within `limit_ms`, and all is as it was
 bool trap_posts(QpShadow& q, unsigned limit_ms);

@@ -1630,6 +1630,39 @@ TEST(Session, OnThePathIsNotMixedWithAKeptOne) {
   EXPECT_EQ(x.state().atomics, unsigned{MIGR_LINKS_RELAYED});
 }
 
+/// It is open when the link fails, and its thread asks the library for something before it ends it.
+TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  std::atomic<bool> ends = false;
+  std::atomic<unsigned> posted = 0;
+  std::thread poster([&] {
+    while (!ends) {
+      const Session session(x);
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
+      EXPECT_EQ(session.end(posted), 0);
+      ++posted;
+    }
+  });
+  unsigned completed = 0;
+  const auto poll = [&] {
+    for (ibv_wc wc; ibv_poll_cq(x.cq, 1, &wc) == 1; ++completed) EXPECT_TRUE(wc.status == IBV_WC_SUCCESS && wc.wr_id == completed) << wc.status << " at " << completed;
+    return testing::Test::HasFailure();
+  };
+  EXPECT_TRUE(wait_for([&] { return poll() || completed > 1; }));
+  model_cut_now(0);
+  EXPECT_TRUE(wait_for([&] { return poll() || (x.state().link == 1 && y.state().link == 1); })) << x.state().why;
+  const unsigned before = posted;
+  EXPECT_TRUE(wait_for([&] { return poll() || completed > before; }));
+  ends = true;
+  poster.join();
+  EXPECT_TRUE(wait_for([&] { return poll() || completed == posted; })) << completed << " of " << posted;
+}
+
 /// Sends WRITEs of no bytes, each of which completes.
 struct Writing {
   explicit Writing(const Speaker& by) : from(by) {}
