@@ -364,7 +364,8 @@ void heartbeats(Link& link) {
       end_channel(*c);
       continue;
     }
-    if (c->beat_ns && slept) c->waits_ns = now;
+    // Nor can whose messages are before it in the queue: they wait for receives of a library that stands still. Where nobody answers their retries end.
+    if (c->beat_ns && (slept || c->busy)) c->waits_ns = now;
     if (config.heartbeat_ms && c->beat_ns && now - c->waits_ns > interval * config.heartbeat_misses) {
       channel_broke(*c, MIGR_LINKS_CAUSE_HEARTBEAT);
       continue;

@@ -41,13 +41,13 @@ std::filesystem::path folder() { return std::filesystem::temp_directory_path() /
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:
-  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = kSwitchMs, bool relays = false, bool third = false, unsigned heartbeat_ms = 20) {
+  Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms = kSwitchMs, bool relays = false, bool third = false, unsigned heartbeat_ms = 20, unsigned heartbeat_misses = 100) {
     static int count = 0;  // a name that was loaded before would be the same library
     std::filesystem::create_directories(folder());
     const auto copy = folder() / (std::string("libmigr-") + host + "-" + std::to_string(count++) + ".so"), links = folder() / (std::string("links-") + host + ".json");
     std::filesystem::copy_file(MIGR_LIBRARY, copy, std::filesystem::copy_options::overwrite_existing);
     std::ofstream(links) << R"({"links": [{"device": ")" << host << R"(0", "gid_index": 0}, {"device": ")" << host
-                         << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": )" << heartbeat_ms << R"(, "heartbeat_misses": 100, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
+                         << R"(1", "gid_index": 0})" << (third ? std::string(R"(, {"device": ")") + host + R"(2", "gid_index": 0}], "backups": 2)" : "]") << R"(, "policy": ")" << policy << R"(", "paths": ")" << paths << R"(", "unique_swap": )" << (relays ? "false" : "true") << R"(, "atomics": ")" << (relays ? "relayed" : "direct") << R"(", "switch_limit_ms": )" << switch_ms << R"(, "heartbeat_ms": )" << heartbeat_ms << R"(, "heartbeat_misses": )" << heartbeat_misses << R"(, "adrift_limit_ms": )" << adrift_ms << R"(, "return_ms": )" << return_ms << "}";
     setenv("MIGR_LINKS", links.c_str(), 1);
     setenv("MIGR_TABLES", "private", 1);
     setenv("MIGR_PROC_SOCKET", (folder() / "none").c_str(), 1);
@@ -1380,6 +1380,23 @@ struct Pairs {
   std::vector<std::unique_ptr<Speaker>> xs, ys;
 };
 
+/// A library whose lock a call of the application's holds, and whose threads stand still.
+class StandsStill {
+ public:
+  explicit StandsStill(const Library& library) {
+    model_hold_pds(true);
+    call_ = std::async(std::launch::async, [&] { return library.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(library.context) != nullptr; });
+    EXPECT_TRUE(wait_for([] { return model_pds_waiting() == 1; }));
+  }
+  ~StandsStill() {
+    model_hold_pds(false);
+    EXPECT_TRUE(call_.get());
+  }
+
+ private:
+  std::future<bool> call_;
+};
+
 /// Nothing is posted, so no completion tells that the link is silent. What no heartbeat goes over stays there.
 TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   constexpr unsigned kNone = 0;
@@ -1424,6 +1441,35 @@ TEST(Heartbeat, WhoseLinkIsBackLeadsToNoFailureAtEitherEnd) {
   model_mend(0);
   ASSERT_TRUE(wait_for([&] { return pairs.all_on(0) && both_told(); })) << told;
   EXPECT_EQ(store_causes(), 1u << MIGR_LINKS_CAUSE_RETURN);
+}
+
+/// The other end's library stands still, and what there is to say to it is more than its channel has receives for: its NIC answers none of what is behind
+/// that, heartbeats least of all. Nothing has failed. A link that fails then is left as ever.
+TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
+  constexpr unsigned kMs = 200, kMisses = 3;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  setenv("FAILOVER_LATE", "1", 1);  // who registers does not wait for it
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses), b('b', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses);
+  const Pairs pairs(a, b, 1);
+  const Speaker& x = *pairs.xs[0];
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); })) << x.state().why;
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 1 && store_all_stand(0); })) << x.state().why;
+  std::uint64_t word = 0;
+  {
+    constexpr unsigned kEnough = 100;  // that are told; a channel has 32 receives
+    const StandsStill still(b);
+    for (unsigned i = 0; i < kEnough; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(2))) EXPECT_NE(register_words(x, &word, sizeof word), nullptr);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5 * kMs * kMisses));
+    EXPECT_TRUE(x.ready_on(1)) << "on link " << x.state().link << ", " << x.state().why;
+    model_cut_now(1);
+    EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_SWITCHING; })) << x.state().why;
+  }
+  EXPECT_TRUE(wait_for([&] { return pairs.all_on(0); })) << x.state().why;
+  unsetenv("FAILOVER_LATE");
+  model_mend(1);
 }
 
 /// Nobody says where the other end is: there is no backup, it is said why, and the application gets the path's error. Once it is said there is one.

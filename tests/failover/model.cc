@@ -146,6 +146,8 @@ std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 std::atomic<const void*> registrations_refused{nullptr};
 std::atomic<bool> reregistrations_refused{false};
+std::atomic<bool> pds_held{false};
+std::atomic<unsigned> pds_waiting{0};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
 std::atomic<bool> sessions_held{false};
@@ -1040,6 +1042,8 @@ MODEL void model_keep_registrations(unsigned times) { registrations_kept = times
 MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
 MODEL void model_refuse_reregistrations(bool refuse) { reregistrations_refused = refuse; }
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
+MODEL void model_hold_pds(bool hold) { pds_held = hold; }
+MODEL unsigned model_pds_waiting() { return pds_waiting; }
 MODEL void model_hold_destroyed_cqs(bool hold) { destroyed_cqs_held = hold; }
 MODEL unsigned model_destroyed_cqs_waiting() { return destroyed_cqs_waiting; }
 MODEL unsigned model_mrs(int link, int end) {
@@ -1163,7 +1167,13 @@ static void wait_while_held(const Nic& nic) {
   while (registrations_held >> nic.link & 1) usleep(1000);
   --registrations_waiting;
 }
+static void wait_while(const std::atomic<bool>& held, std::atomic<unsigned>& waiting) {
+  ++waiting;
+  while (held) usleep(1000);
+  --waiting;
+}
 MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
+  if (!nic_of(c)->link) wait_while(pds_held, pds_waiting);
   auto* pd = new ibv_pd{};
   pd->context = c;
   return pd;
@@ -1247,11 +1257,7 @@ MODEL int ibv_destroy_cq(ibv_cq* cq) {
     cqs.erase(reinterpret_cast<Cq*>(cq));
     if (cq->channel) drop_events(*cq->channel, cq);
   }
-  if (cq->cq_context && !nic_of(cq->context)->link) {  // nobody else's takes its place meanwhile
-    ++destroyed_cqs_waiting;
-    while (destroyed_cqs_held) usleep(1000);
-    --destroyed_cqs_waiting;
-  }
+  if (cq->cq_context && !nic_of(cq->context)->link) wait_while(destroyed_cqs_held, destroyed_cqs_waiting);  // nobody else's takes its place meanwhile
   return delete reinterpret_cast<Cq*>(cq), 0;
 }
 MODEL int ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cq_context) {

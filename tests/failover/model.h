@@ -100,6 +100,9 @@ unsigned model_qps();
 /// Who registers memory on that link, gives it back or makes an address handle waits in the driver, as while pages are pinned.
 void model_hold_registrations(int link, bool hold);
 unsigned model_registrations_waiting();
+/// Who allocates a PD on link 0, which libmigr does with its lock, waits in the driver.
+void model_hold_pds(bool hold);
+unsigned model_pds_waiting();
 /// Who destroys a CQ of the application's on link 0 does not come back from the driver, which has given it up.
 void model_hold_destroyed_cqs(bool hold);
 unsigned model_destroyed_cqs_waiting();
