@@ -164,8 +164,6 @@ bool cut(QpLink& l, std::string& why) {
 /// To the leg's unused path, which has both its halves.
 bool take_next(QpLink& l, Side side, std::string& why) {
   Leg& leg = l.legs[side];
-  why = make_memory(*l.twin, side, l.q->init.pd);
-  if (!why.empty()) return false;
   const Path next = std::exchange(leg.next, {});
   {
     std::lock_guard guard(l.lock);
@@ -208,6 +206,13 @@ void choose(QpLink& l) {
 /// Its application has put it into SQD: a new path would send what that holds back.
 bool holds_sends(const QpLink& l) { return l.q->real->state == IBV_QPS_SQD; }
 
+/// What was registered a moment ago, or refused before: the rounds see to it, as pinning takes its time and is not done with the lock.
+void await_memory(QpLink& l, Side side) {
+  if (memory_is_refused(l, side)) return give_up(l, "memory of its PD cannot be registered on " + l.legs[side].link->config.device);
+  state()->memory_awaited = true;
+  kick(state()->round_fd);
+}
+
 /// What there is to be done of a change.
 void go_on(QpLink& l) {
   std::string why;
@@ -228,6 +233,7 @@ void go_on(QpLink& l) {
     if (!channel) return choose(l);
     ask_for_path(l, side, *channel);
     if (!l.legs[side].next.connected) return;
+    if (!memory_is_there(l, side)) return await_memory(l, side);
     if (!take_next(l, side, why)) return give_up(l, why);
     tell(l, *channel);
     if (l.heard.epoch == l.epoch && l.heard.serial == l.path.serial) return finish(l);
@@ -241,6 +247,7 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   l.epoch = epoch;
   l.cause = cause;
   l.noticed_ns = now_ns();
+  forget_refused_memory(l);
   l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
   if (holds_sends(l)) return give_up(l, "it is in SQD");
   l.sessions_until_ns = l.noticed_ns + kSessionLimitNs;
@@ -458,7 +465,7 @@ void look_at(QpLink& l) {
         go_on(l);  // its channel may stand by now, or not any more
       }
       if (l.stage == Stage::kChanging && now_ns() > l.deadline_ns)
-        give_up(l, "the other end has not answered for " + std::to_string(state()->config.switch_limit_ms) + " ms");
+        give_up(l, (memory_is_there(l, target(l)) ? "the other end has not answered for " : "its memory has not been registered there for ") + std::to_string(state()->config.switch_limit_ms) + " ms");
       return;
     case Stage::kBroken:
       if (l.q->phase == switchover::Phase::kSuspended && !l.q->adrift) end_drain(l, Stage::kBroken);  // the application's own error came meanwhile

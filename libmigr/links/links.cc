@@ -205,8 +205,8 @@ void changed() {
 namespace {
 
 void note_missing(Twin& t, MrShadow& mr) {
-  for (Backup& b : t.backups)
-    if (mr.movable) b.missing.push_back(&mr);
+  for (Side side = 1; side < t.sides(); ++side)
+    if (mr.movable && !mr.on(side)) t.at(side).missing.push_back(&mr);
 }
 
 /// It has left its default link, or is about to.
@@ -250,19 +250,21 @@ void wait_until_heard(const Twin& twin) {
 int made(MrShadow& mr) {
   if (!mr.context->twin) return 0;
   Twin& t = *mr.context->twin;
-  note_missing(t, mr);
   // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
   bool now = false;
   for (const QpLink* l : the_state->qps)
     now = now || (l->twin == &t && leaves_home(*l));
-  if (!now) return changed(), 0;
-  int err = 0;
+  if (!now || !mr.movable) return note_missing(t, mr), changed(), 0;
+  int errs[kMaxLinks]{};
+  std::unique_lock held(Registry::get().lock, std::adopt_lock);
   for (Side side = 1; side < t.sides(); ++side) {
     errno = 0;
-    make_memory(t, side);
-    if (!err && is_missed(mr, side)) err = errno ? errno : ENOMEM;
+    if (pin(t, side, mr, held) != Pinned::kThere) errs[side] = errno ? errno : ENOMEM;
   }
-  if (err) return err;
+  held.release();
+  note_missing(t, mr);  // not before: nobody can use it yet, so no change waits for it
+  for (Side side = 1; side < t.sides(); ++side)
+    if (is_missed(mr, side)) return errs[side];
   for (Channel* c : the_state->channels) tell_keys(*c);
   wait_until_heard(t);
   return 0;
@@ -334,11 +336,11 @@ namespace {
 template <class Same>
 void wait_for_pinning(Same&& same) {
   Registry& registry = Registry::get();
-  const State::Pinning& pinning = the_state->pinning;
-  if (!pinning.twin || !same(pinning)) return;
+  const auto none = [&] { return std::none_of(the_state->pinnings.begin(), the_state->pinnings.end(), [&](const State::Pinning* p) { return same(*p); }); };
+  if (none()) return;
   ++registry.ending;
   std::unique_lock held(registry.lock, std::adopt_lock);
-  the_state->pinned.wait(held, [&] { return !pinning.twin || !same(pinning); });
+  the_state->pinned.wait(held, none);
   held.release();
   --registry.ending;
   registry.thawed.notify_all();
@@ -351,7 +353,8 @@ std::vector<ibv_mr*> take_twins(MrShadow& mr) {
   if (!t) return {};
   for (Backup& b : t->backups)
     if (const auto found = std::find(b.missing.begin(), b.missing.end(), &mr); found != b.missing.end()) b.missing.erase(found);
-  if (the_state->pinning.mr == &mr) the_state->pinning.mr = nullptr;
+  for (State::Pinning* p : the_state->pinnings)
+    if (p->mr == &mr) p->mr = nullptr;
   std::vector<ibv_mr*> taken;
   std::uint64_t told = 0;
   for (const Channel* c : the_state->channels) told = std::max(told, c->told);
@@ -365,6 +368,7 @@ std::vector<ibv_mr*> take_twins(MrShadow& mr) {
     taken.push_back(twin);
   }
   mr.twins.clear();
+  std::erase_if(the_state->refused_memory, [&](const auto& refused) { return refused.first == &mr; });
   if (std::exchange(mr.told_at_home, false)) the_state->keys.remove({t->home->index, t->home->index, mr.app.rkey}, told);
   return taken;
 }

@@ -152,7 +152,7 @@ bool leave_links(Directory& directory) {
   std::unique_lock guard(registry().lock);
   answer_byes();  // of partners that are migrated, too
   if (s.parking != Parking::kWanted || !settled(s.qps) || !said_bye()) return true;
-  if (registry().ending) return true;  // a QP may be on what is to be given back
+  if (registry().ending || !s.pinnings.empty()) return true;  // a QP may be on what is to be given back, and memory be about to come there
   give_back();
   directory.hang_up();
   // The other thread may be waiting for what was just closed.

@@ -188,7 +188,8 @@ bool make_cq(Twin& t, Side side, std::string& why) {
 void adopt_twin(Twin& t, Side side, MrShadow& mr, ibv_mr* made) {
   constexpr int kRemote = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   Backup& b = t.at(side);
-  b.missing.erase(std::find(b.missing.begin(), b.missing.end(), &mr));  // one of the first
+  if (const auto found = std::find(b.missing.begin(), b.missing.end(), &mr); found != b.missing.end()) b.missing.erase(found);  // one of the first
+  state()->refused_memory.erase({&mr, side});
   mr.twins.resize(t.backups.size());
   mr.twins[side - 1] = made;
   b.key_table[mr.app.lkey >> 8].lkey = made->lkey ^ (mr.app.lkey & 0xff);
@@ -201,48 +202,39 @@ void adopt_twin(Twin& t, Side side, MrShadow& mr, ibv_mr* made) {
 
 enum class Made : std::uint8_t { kNothing, kOne, kFailed };
 
-/// @param guard  of the lock, to be given away in the driver; null: it is kept. @param of  a PD; null: of all
-Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard, const ibv_pd* of) {
+bool is_missing(const Twin& t, Side side, const ibv_pd* of) {
+  const auto& missing = t.at(side).missing;
+  return std::any_of(missing.begin(), missing.end(), [&](const MrShadow* mr) { return mr->app.pd == of; });
+}
+
+/// Gives the lock away meanwhile.
+Made make_first_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>& guard) {
   auto& missing = t.at(side).missing;
-  const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side) && (!of || mr->app.pd == of); });
+  const auto next = std::find_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return t.pd(mr->app.pd, side); });
   if (next == missing.end() || t.closing) return Made::kNothing;
   MrShadow* const mr = *next;
-  ibv_pd* const pd = t.pd(mr->app.pd, side);
-  const ibv_mr app = mr->app;
-  const std::uint64_t iova = mr->iova;
-  const auto access = static_cast<unsigned>(mr->access);
-  State::Pinning& pinning = state()->pinning;
-  if (guard) {
-    pinning = {.twin = &t, .pd = app.pd, .mr = mr};
-    guard->unlock();
-  }
-  ibv_mr* const made = real().reg_mr_iova2(pd, app.addr, app.length, iova, access);
-  if (guard) {
-    const int saved = errno;
-    guard->lock();
-    const bool wanted = std::exchange(pinning, {}).mr && !mr->on(side);  // else it has gone, or a change was faster
-    state()->pinned.notify_all();
-    if (!wanted) {
-      if (made) real().dereg_mr(made);
-      return Made::kOne;
-    }
-    errno = saved;
-  }
-  if (!made) {
-    why = errno_text("reg_mr of " + std::to_string(app.length) + " bytes");
+  const ibv_pd* const of = mr->app.pd;
+  const std::size_t length = mr->app.length;
+  const Pinned pinned = pin(t, side, *mr, guard);
+  if (pinned == Pinned::kGone) return Made::kOne;
+  const bool failed = pinned == Pinned::kFailed;
+  if (failed) {
+    why = errno_text("reg_mr of " + std::to_string(length) + " bytes");
+    state()->refused_memory.insert({mr, side});
     missing.erase(std::find(missing.begin(), missing.end(), mr));
     missing.push_back(mr);
-    return Made::kFailed;
   }
-  adopt_twin(t, side, *mr, made);
-  return Made::kOne;
+  if (state()->memory_awaited && (failed || !is_missing(t, side, of))) {
+    state()->memory_awaited = false;
+    kick(state()->failover_fd);
+  }
+  return failed ? Made::kFailed : Made::kOne;
 }
 
 /// One that fails keeps no other back.
-bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>* guard = nullptr, const ibv_pd* of = nullptr) {
-  const auto& missing = t.at(side).missing;
-  for (auto left = std::count_if(missing.begin(), missing.end(), [&](const MrShadow* mr) { return !of || mr->app.pd == of; }); left; --left)
-    if (const Made made = make_first_mr(t, side, why, guard, of); made != Made::kFailed) return made == Made::kOne;
+bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>& guard) {
+  for (std::size_t left = t.at(side).missing.size(); left; --left)
+    if (const Made made = make_first_mr(t, side, why, guard); made != Made::kFailed) return made == Made::kOne;
   return false;
 }
 
@@ -407,10 +399,39 @@ void forget_refusal(const QpShadow& q) {
   if (state()) state()->refused.erase(&q);
 }
 
-bool memory_is_there(const QpLink& l, Side side) {
-  if (side == kHome) return true;
-  const auto& missing = l.twin->at(side).missing;
-  return std::none_of(missing.begin(), missing.end(), [&](const MrShadow* mr) { return mr->app.pd == l.q->init.pd; });
+Pinned pin(Twin& t, Side side, MrShadow& mr, std::unique_lock<std::mutex>& guard) {
+  ibv_pd* const pd = t.pd(mr.app.pd, side);
+  if (!pd || t.closing) return Pinned::kFailed;
+  const ibv_mr app = mr.app;
+  const std::uint64_t iova = mr.iova;
+  const auto access = static_cast<unsigned>(mr.access);
+  State::Pinning pinning{.twin = &t, .pd = app.pd, .mr = &mr};
+  state()->pinnings.push_back(&pinning);
+  guard.unlock();
+  ibv_mr* const made = real().reg_mr_iova2(pd, app.addr, app.length, iova, access);
+  const int saved = errno;
+  guard.lock();
+  std::erase(state()->pinnings, &pinning);
+  state()->pinned.notify_all();
+  if (!pinning.mr) {
+    if (made) real().dereg_mr(made);
+    return Pinned::kGone;
+  }
+  errno = saved;
+  if (!made) return Pinned::kFailed;
+  adopt_twin(t, side, mr, made);
+  return Pinned::kThere;
+}
+
+bool memory_is_there(const QpLink& l, Side side) { return side == kHome || !is_missing(*l.twin, side, l.q->init.pd); }
+
+bool memory_is_refused(const QpLink& l, Side side) {
+  const auto& refused = state()->refused_memory;
+  return std::any_of(refused.begin(), refused.end(), [&](const auto& r) { return r.first->app.pd == l.q->init.pd && r.second == side; });
+}
+
+void forget_refused_memory(const QpLink& l) {
+  std::erase_if(state()->refused_memory, [&](const auto& r) { return r.first->app.pd == l.q->init.pd; });
 }
 
 bool trap_posts(QpShadow& q) {
@@ -461,12 +482,6 @@ ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why) {
 
 bool has_room_for(const Twin& t, Side side, const QpShadow& q) {
   return cq_on(*q.send_cq, side) && cq_on(*q.recv_cq, side) && t.pd(q.init.pd, side) && (!q.init.srq || srq_on(q, side));
-}
-
-std::string make_memory(Twin& t, Side side, const ibv_pd* of) {
-  std::string why;
-  while (side != kHome && make_mr(t, side, why, nullptr, of)) why.clear();  // what has failed is tried once more
-  return why;
 }
 
 void destroy_path(QpLink& l, Side side, Path& path) {
@@ -612,8 +627,19 @@ bool make_next_on(Twin& t, Side side, std::unique_lock<std::mutex>& guard) {
   Backup& b = t.at(side);
   std::string why;
   if (!b.link->ctx) return false;
-  if (make_pd(t, b, why) || make_cq(t, side, why) || make_srq(t, side, why) || make_mr(t, side, why, &guard)) return true;
+  if (make_pd(t, b, why) || make_cq(t, side, why) || make_srq(t, side, why) || make_mr(t, side, why, guard)) return true;
   if (!why.empty()) b.link->why = why;
+  return false;
+}
+
+/// Memory of any of the application's contexts. Gives the lock away meanwhile. @return false: nothing is missing, or it failed
+bool make_next_memory(std::unique_lock<std::mutex>& guard) {
+  std::string ignored;
+  for (std::size_t i = 0; i < state()->twins.size(); ++i) {  // meanwhile there may be more, or less
+    Twin* const t = state()->twins[i];
+    for (Side side = 1; side < t->sides(); ++side)
+      if (make_mr(*t, side, ignored, guard)) return true;
+  }
   return false;
 }
 
@@ -627,7 +653,8 @@ bool links_are_open() {
 }
 
 bool make_next(std::unique_lock<std::mutex>& guard) {
-  for (Twin* t : state()->twins) {
+  for (std::size_t i = 0; i < state()->twins.size(); ++i) {  // while the lock is given away there may be more, or less
+    Twin* const t = state()->twins[i];
     if (t->home->foreign) continue;
     for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
       Link* const link = t->link(side);
@@ -848,6 +875,7 @@ class Round {
   bool run() {
     lacks_links_ = false;
     if (wanted_to_park()) {
+      make_awaited_memory();
       look_for_threads();
       look_at_ways_home();
       if (leave_links(directory_)) return true;
@@ -889,6 +917,12 @@ class Round {
       guard.lock();
       since = now_ns();
     }
+  }
+
+  /// Before a migration: for changes that have begun. Nothing else is made any more.
+  static void make_awaited_memory() {
+    std::unique_lock guard(registry().lock);
+    while (state()->memory_awaited && make_next_memory(guard)) {}
   }
 
   static void note_answers(bool answers) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <unordered_map>
 
 #include "../switchover/parts.h"
@@ -49,13 +50,16 @@ struct State {
   KeyLog keys;
   std::condition_variable heard;              ///< a peer has answered to keys, or a channel is no more
   std::deque<std::shared_ptr<const RemoteKeys>> retired;  ///< replaced; a thread that posts may be looking into it
-  /// What the rounds' thread registers just now, without the lock: pinning takes its time.
+  /// What a thread registers just now, without the lock: pinning takes its time.
   struct Pinning {
-    const Twin* twin = nullptr;  ///< null: nothing
-    const ibv_pd* pd = nullptr;  ///< the application's
-    const MrShadow* mr = nullptr;  ///< null: it has gone meanwhile
-  } pinning;
-  std::condition_variable pinned;  ///< that has ended
+    const Twin* twin;
+    const ibv_pd* pd;    ///< the application's
+    const MrShadow* mr;  ///< null: it has gone meanwhile
+  };
+  std::vector<Pinning*> pinnings;
+  std::condition_variable pinned;  ///< one of them has ended
+  std::set<std::pair<const MrShadow*, Side>> refused_memory;  ///< there, when that was tried last
+  bool memory_awaited = false;     ///< by a change: it goes on when there is news of that
   std::vector<migr_links_name> to_withdraw;
   std::vector<migr_links_switch> to_report;
   std::uint64_t next_id = 1;
@@ -110,10 +114,15 @@ bool make_next(std::unique_lock<std::mutex>& guard);
 void forget_refusal(const QpShadow& q);
 /// On that link is all that a path of `q` is made with. Memory may be missing.
 bool has_room_for(const Twin& t, Side side, const QpShadow& q);
-/// All memory of `t` that the application has registered, on that link. @param of  of this PD only. @return "" or what is missing
-std::string make_memory(Twin& t, Side side, const ibv_pd* of = nullptr);
+enum class Pinned : std::uint8_t { kThere, kGone, kFailed };
+/// Memory of the application's on that link. Gives the lock away in the driver. @return kGone: it has been given back meanwhile. kFailed: with errno
+Pinned pin(Twin& t, Side side, MrShadow& mr, std::unique_lock<std::mutex>& guard);
 /// Of the PD of `l`: a path there can serve it.
 bool memory_is_there(const QpLink& l, Side side);
+/// Some of that is not there, as its device did not take it when it was tried last.
+bool memory_is_refused(const QpLink& l, Side side);
+/// It is tried once more, on all links.
+void forget_refused_memory(const QpLink& l);
 void close_link(Link& link);
 /// @return 0 or a positive errno
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);

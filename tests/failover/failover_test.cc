@@ -2226,7 +2226,6 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
   std::uint64_t sum = 0, found[kDepth]{};
-  std::vector<std::uint8_t> late_memory(4096);
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, found, sizeof found);
   ASSERT_TRUE(there && here);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
@@ -2243,10 +2242,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   migr_links_switch totals;
   store_totals(&totals);  // the one before
-  model_hold_registrations(1, true);
-  auto held = std::async(std::launch::async, [&] { return register_words(y, late_memory.data(), late_memory.size()) != nullptr; });  // with the library's lock
-  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
-
+  std::optional<StandsStill> still(std::in_place, b);
   unsigned posted = 0, done = 0;
   bool is_last = false;
   auto progress = Clock::now();
@@ -2266,8 +2262,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   const auto stands_still = [&](unsigned ms) { return Clock::now() - progress > std::chrono::milliseconds(ms); };
   // 50 ms between when the first end goes on and when the other one, which begins to drain now, says so again; before that it has to be drained.
   EXPECT_TRUE(wait_for([&] { return go_on() || stands_still(1550); })) << "it does not go back";
-  model_hold_registrations(1, false);
-  EXPECT_TRUE(held.get());
+  still.reset();
   const unsigned before = done;
   EXPECT_TRUE(wait_for([&] { return go_on() || done != before; })) << "the drain has no end";
   ibv_recv_wr receive{}, *bad_receive;
@@ -2431,8 +2426,39 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   model_hold_registrations(1, true);
   auto late = std::async(std::launch::async, [&] { return reg(x.pd) ? 0 : errno; });
   EXPECT_FALSE(ends(late, kSoonMs)) << "off its default link it has to be there first";
+  auto made_too = std::async(std::launch::async, [&] { return a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 1, nullptr, nullptr, 0) ? 0 : errno; });
+  EXPECT_TRUE(ends(made_too, kPatienceMs)) << "a call waits for another thread's memory";
   model_hold_registrations(1, false);
   EXPECT_EQ(late.get(), 0);
+}
+
+/// A link fails when some of it has just been registered, and is still being pinned on the other link: only what needs it waits.
+TEST(Memory, ThatIsBeingPinnedKeepsNoOtherPdsConnectionBack) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b), other_x(a), other_y(b);
+  x.connect(y), y.connect(x), other_x.connect(other_y), other_y.connect(other_x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  std::vector<std::uint8_t> memory(4096);
+  model_hold_registrations(1, true);
+  ASSERT_NE(a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(x.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
+  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  auto changed = std::async(std::launch::async, [&] {
+    Writing writing(other_x);
+    return wait_for([&] { return other_y.state().link == 1; }) && writing.post() && wait_for([&] { return writing.completed(); });
+  });
+  EXPECT_EQ(changed.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "it waits for another one's memory";
+  auto asked = std::async(std::launch::async, [&] { return x.query().qp_state; });
+  EXPECT_EQ(asked.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "so does a call";
+  EXPECT_EQ(model_registrations_waiting(), 1u);
+  Writing late(x);
+  EXPECT_TRUE(late.post());
+  EXPECT_FALSE(late.completed());
+  model_hold_registrations(1, false);
+  EXPECT_TRUE(changed.get());
+  EXPECT_EQ(asked.get(), IBV_QPS_RTS);
+  EXPECT_TRUE(wait_for([&] { return late.completed() && x.state().link == 1 && y.state().link == 1; })) << x.state().why;
 }
 
 TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
@@ -3060,7 +3086,7 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   const StoreProcess process = store_process_of(0);
   const Library b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
-  std::uint64_t sum = 0, found = 7, late = 0;
+  std::uint64_t sum = 0, found = 7;
   const auto link = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
@@ -3073,17 +3099,14 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   send.opcode = IBV_WR_SEND;
   send.send_flags = IBV_SEND_SIGNALED;
   ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);  // finds no receive, and so is not drained before
-  model_hold_registrations(1, true);
-  auto held = std::async(std::launch::async, [&] { return register_words(y, &late, sizeof late) != nullptr; });  // with the library's lock
-  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  std::optional<StandsStill> still(std::in_place, b);
   ASSERT_EQ(post_add(x, found, *here, sum, *there, 7), 0);
   store_prefer("a0");
   ASSERT_TRUE(wait_for([&] {
     link("migr_link_up");  // so that it looks, and tells
     return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
   })) << x.state().why;
-  model_hold_registrations(1, false);
-  EXPECT_TRUE(held.get());
+  still.reset();
   ibv_wc wc{};
   ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
   EXPECT_EQ(wc.wr_id, 7u);
@@ -3131,17 +3154,13 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
     posted += !err;
     return err;
   };
-  model_hold_registrations(1, true);
-  std::uint64_t late = 0;
-  auto held = std::async(std::launch::async, [&] { return b.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(y.pd, &late, sizeof late, IBV_ACCESS_LOCAL_WRITE) != nullptr; });  // with the library's lock
-  ASSERT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  std::optional<StandsStill> still(std::in_place, b);
   for (unsigned i = 0; i < kDepth / 2; ++i) EXPECT_EQ(post(), 0);
   link("migr_link_down", "a1");
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // it has left it, and says so to nobody now
   while (posted < 4 * kDepth && !post()) {}
   EXPECT_EQ(posted, kDepth) << "more than the QP was asked for";
-  model_hold_registrations(1, false);
-  EXPECT_TRUE(held.get());
+  still.reset();
   for (unsigned i = 0; i < posted; ++i) {
     ibv_wc wc{};
     ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << i << " does not complete: " << x.state().why;
