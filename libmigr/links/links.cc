@@ -332,21 +332,35 @@ void wait_for_discards() {
 
 namespace {
 
-/// Gives the Registry's lock away meanwhile; no checkpoint begins.
-template <class Same>
-void wait_for_pinning(Same&& same) {
+/// @param wait  is given the Registry's lock, which it gives away meanwhile; no checkpoint begins
+template <class Wait>
+void wait_without_lock(Wait&& wait) {
   Registry& registry = Registry::get();
-  const auto none = [&] { return std::none_of(the_state->pinnings.begin(), the_state->pinnings.end(), [&](const State::Pinning* p) { return same(*p); }); };
-  if (none()) return;
   ++registry.ending;
   std::unique_lock held(registry.lock, std::adopt_lock);
-  the_state->pinned.wait(held, none);
+  wait(held);
   held.release();
   --registry.ending;
   registry.thawed.notify_all();
 }
 
+template <class Same>
+void wait_for_pinning(Same&& same) {
+  const auto none = [&] { return std::none_of(the_state->pinnings.begin(), the_state->pinnings.end(), [&](const State::Pinning* p) { return same(*p); }); };
+  if (!none()) wait_without_lock([&](std::unique_lock<std::mutex>& held) { the_state->pinned.wait(held, none); });
+}
+
 }  // namespace
+
+void finish_discards() {
+  constexpr unsigned kMost = 10;  // what fails meanwhile adds to them
+  for (unsigned i = 0; i < kMost && !the_state->discards.none(); ++i)
+    wait_without_lock([](std::unique_lock<std::mutex>& held) {
+      held.unlock();
+      the_state->discards.finish();
+      held.lock();
+    });
+}
 
 std::vector<ibv_mr*> take_twins(MrShadow& mr) {
   Twin* const t = mr.context->twin;
@@ -381,6 +395,7 @@ void gone(CqShadow& c) {
   if (!c.link) return;
   for (const QpShadow* q : Registry::get().qps)
     if (q->send_cq == &c || q->recv_cq == &c) return;  // the device will refuse it
+  finish_discards();
   forget(c);
 }
 
@@ -436,6 +451,7 @@ void gone(ibv_pd* pd) {
       if (s->app.pd == pd) return;
     drop_executors(*t, pd);
     drop_spares(pd);
+    finish_discards();
     the_state->discards.finish();
     for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
       if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
@@ -590,6 +606,7 @@ void dropped(Context& context) {
     destroy_paths(*q->link, home);
     forget_qp(*q->link);
   }
+  finish_discards();
   empty(*t);
   std::erase(the_state->twins, t);
   for (const Backup& b : t->backups) munmap(b.key_table, MIGR_KEY_TABLE_BYTES);

@@ -87,7 +87,7 @@ struct Twin {
   bool wants_relayed = false;          ///< as configured
   std::vector<struct Executor*> executors;
   bool backed_up = false;              ///< all connections of `of`
-  bool closing = false;                ///< no memory is registered any more
+  bool closing = false;                ///< nothing is made any more
 
   Side sides() const { return static_cast<Side>(backups.size()) + 1; }
   Backup& at(Side side) { return backups[side - 1]; }  ///< not kHome

@@ -655,7 +655,7 @@ bool links_are_open() {
 bool make_next(std::unique_lock<std::mutex>& guard) {
   for (std::size_t i = 0; i < state()->twins.size(); ++i) {  // while the lock is given away there may be more, or less
     Twin* const t = state()->twins[i];
-    if (t->home->foreign) continue;
+    if (t->home->foreign || t->closing) continue;
     for (Side side = kHome; side < t->sides(); ++side) {  // channels are on all of them
       Link* const link = t->link(side);
       if (link->ctx || link->foreign || (link->tried_ns && now_ns() - link->tried_ns < kTryAgainNs)) continue;

@@ -584,6 +584,7 @@ void gone(SrqShadow& s) {
   if (!s.link) return;
   for (const QpShadow* q : Registry::get().qps)
     if (srq_of(*q) == &s) return;  // the device will refuse it
+  finish_discards();
   for (CqShadow* c : Registry::get().cqs) {
     std::lock_guard guard(c->shared_lock);
     std::erase(c->shared, &s);

@@ -104,6 +104,8 @@ void forget(QpLink& l);
 void forget(CqShadow& c);
 /// Nothing of its context's is on the other link any more. Its vQPs are not.
 void empty(Twin& t);
+/// What was discarded is destroyed, which may take seconds: gives the Registry's lock away meanwhile; no checkpoint begins.
+void finish_discards();
 
 /* shadow_verbs.cc */
 /// All that contexts have theirs on.

@@ -1339,6 +1339,48 @@ TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
   ibv_ah* const ah = made.get();
   ASSERT_NE(ah, nullptr);
   EXPECT_EQ(a.verb<int(ibv_ah*)>("ibv_destroy_ah")(ah), 0);
+  EXPECT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // its channels are waited for by the next
+}
+
+/// A link is left whose NIC holds a packet back, so that what is used up there is not destroyed for long, in the moment in which the application has found
+/// that there is nothing of that kind and is about to destroy a CQ, a PD, an SRQ or a context. It waits, and no change of a path does.
+TEST(Neighbours, ThatWhatIsDestroyedWaitsForKeepNobodyBack) {
+  enum { kCq, kPd, kSrq, kContext, kKinds };
+  for (int kind = kCq; kind < kKinds && !HasFailure(); ++kind) {
+    for (const int link : {0, 1, 2}) model_mend(link);
+    const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+    Library of = a;
+    if (kind == kContext) of.context = a.verb<ibv_context*(ibv_device*)>("ibv_open_device")(a.context->device);
+    ibv_pd* const pd = of.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(of.context);
+    ibv_srq_init_attr of_srq{};
+    of_srq.attr.max_wr = of_srq.attr.max_sge = 1;
+    ibv_srq* const srq = kind == kSrq ? a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq) : nullptr;
+    const Speaker x(a), y(b), other(of, pd, nullptr, srq), z(b);
+    x.connect(y), y.connect(x), other.connect(z), z.connect(other);
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+    if (kind != kContext) other.destroy();
+    model_let_packets_linger(true);
+    model_hold_resets(true);
+    auto left = std::async(std::launch::async, [&] { return a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1); });
+    ASSERT_TRUE(wait_for([] { return model_resets_waiting() == 1; }));
+    auto destroyed = std::async(std::launch::async, [&] {
+      if (kind == kCq) return a.verb<int(ibv_cq*)>("ibv_destroy_cq")(other.cq);
+      if (kind == kPd) return a.verb<int(ibv_pd*)>("ibv_dealloc_pd")(pd);
+      if (kind == kSrq) return a.verb<int(ibv_srq*)>("ibv_destroy_srq")(srq);
+      return a.verb<int(ibv_context*)>("ibv_close_device")(of.context);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it waits for the library's lock
+    model_cut_now(0);
+    model_hold_resets(false);
+    auto changed = std::async(std::launch::async, [&] { return wait_for([&] { return x.state().link == 1 && y.state().link == 1; }); });
+    EXPECT_EQ(changed.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "case " << kind;
+    EXPECT_EQ(destroyed.wait_for(std::chrono::seconds(0)), std::future_status::timeout) << "case " << kind;
+    model_mend(0);
+    model_let_packets_linger(false);
+    EXPECT_TRUE(changed.get() && !left.get());
+    EXPECT_EQ(destroyed.get(), 0) << "case " << kind;
+    EXPECT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // its channels are waited for by the next
+  }
 }
 
 /// Words on which the other end's atomics may work.

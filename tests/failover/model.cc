@@ -146,8 +146,8 @@ std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 std::atomic<const void*> registrations_refused{nullptr};
 std::atomic<bool> reregistrations_refused{false};
-std::atomic<bool> pds_held{false};
-std::atomic<unsigned> pds_waiting{0};
+std::atomic<bool> pds_held{false}, resets_held{false};
+std::atomic<unsigned> pds_waiting{0}, resets_waiting{0};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
 std::atomic<bool> sessions_held{false};
@@ -1044,6 +1044,8 @@ MODEL void model_refuse_reregistrations(bool refuse) { reregistrations_refused =
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
 MODEL void model_hold_pds(bool hold) { pds_held = hold; }
 MODEL unsigned model_pds_waiting() { return pds_waiting; }
+MODEL void model_hold_resets(bool hold) { resets_held = hold; }
+MODEL unsigned model_resets_waiting() { return resets_waiting; }
 MODEL void model_hold_destroyed_cqs(bool hold) { destroyed_cqs_held = hold; }
 MODEL unsigned model_destroyed_cqs_waiting() { return destroyed_cqs_waiting; }
 MODEL unsigned model_mrs(int link, int end) {
@@ -1347,6 +1349,7 @@ static ibv_qp* create_qp(ibv_pd* pd, ibv_qp_init_attr* a) {
 }
 MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   if ((mask & IBV_QP_AV) && !neighbour_answers(nic_of(qp->context))) return ETIMEDOUT;
+  if ((mask & IBV_QP_STATE) && attr->qp_state == IBV_QPS_RESET && !nic_of(qp->context)->link) wait_while(resets_held, resets_waiting);
   std::unique_lock guard(lock);
   auto& q = *reinterpret_cast<ModelQp*>(qp);
   if (!(mask & IBV_QP_STATE) && q.attr.qp_state == IBV_QPS_ERR) return EINVAL;

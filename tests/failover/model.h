@@ -103,6 +103,9 @@ unsigned model_registrations_waiting();
 /// Who allocates a PD on link 0, which libmigr does with its lock, waits in the driver.
 void model_hold_pds(bool hold);
 unsigned model_pds_waiting();
+/// Who resets a QP on link 0 waits in the driver.
+void model_hold_resets(bool hold);
+unsigned model_resets_waiting();
 /// Who destroys a CQ of the application's on link 0 does not come back from the driver, which has given it up.
 void model_hold_destroyed_cqs(bool hold);
 unsigned model_destroyed_cqs_waiting();
