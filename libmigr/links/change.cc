@@ -736,6 +736,19 @@ bool has_own_names(const QpLink& l) { return l.on == kHome && !l.home_bits && !l
 
 bool posts_freely(const QpLink& l) { return !l.relays && !shares_receives(*l.q) && has_own_names(l); }
 
+namespace {
+
+/// Its device has not flushed yet what was posted late, and has been read back from there: when it does that is still ours to hide. A device that does
+/// not come to it is not waited for. Receives are flushed when it is told to do so once more, so never.
+bool is_flushing(Trap& trap) {
+  constexpr unsigned kMostLooks = 5;
+  provider::QueuePart sends, receives;
+  if (trap.closed || provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives)) return false;
+  return sends.size() && trap.looks++ < kMostLooks;
+}
+
+}  // namespace
+
 void release_traps(QpLink& l, std::size_t count) {
   QpShadow& q = *l.q;
   if (q.phase != switchover::Phase::kRunning) return;
@@ -747,7 +760,7 @@ void release_traps(QpLink& l, std::size_t count) {
       std::lock_guard cq_guard(c.lock);
       path::poll_to_fake(c);
     });
-    for (; count; --count) {
+    for (; count && !is_flushing(l.traps.front()); --count) {
       Trap& trap = l.traps.front();
       if (trap.path.birth) l.birth = trap.path.qp;
       else destroy_path(l, trap.side, trap.path);

@@ -150,6 +150,7 @@ struct Trap {
   Side side;
   std::uint32_t next_send, next_receive;  ///< ring indexes: what lies there and behind was not seen yet
   bool closed = false;                    ///< it is in INIT: nothing is posted to it late
+  unsigned looks = 0;                     ///< that have found it flushing
 };
 
 /// A vQP's place on one of its links.

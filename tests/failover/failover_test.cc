@@ -3215,7 +3215,7 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
 /// A thread that has passed the check of a post loses its processor, and posts when the path is being left, or was.
 class LatePost : public testing::Test {
  public:
-  explicit LatePost(const char* paths = "cached") : a_('a', "exact", paths, 0, 30'000), b_('b', "exact", paths, 0, 30'000) {}
+  explicit LatePost(const char* paths = "cached", unsigned return_ms = 0) : a_('a', "exact", paths, return_ms, 30'000), b_('b', "exact", paths, return_ms, 30'000) {}
   /// At y.
   int receive(std::uint64_t wr_id = kReceive) {
     ibv_sge sge{reinterpret_cast<std::uint64_t>(in_.data()), kBytes, to_->lkey};
@@ -3395,6 +3395,43 @@ TEST_F(LatePostToNoPath, BehindAsMuchAsTheNextOneHasRoomForWaits) {
   complete(0, end);
   complete(kLate, kLate + 1);
   EXPECT_EQ(model_writes_at(slot(kLate)), 1u);
+}
+
+/// They are on a path that is not the first one on their default link, and posts go there freely.
+class LatePostAfterReturn : public LatePost {
+ protected:
+  LatePostAfterReturn() : LatePost("cached", 20) {}
+  void SetUp() override {
+    ASSERT_NO_FATAL_FAILURE(LatePost::SetUp());
+    leave();
+    ASSERT_TRUE(wait_for([this] { return x_.state().link == 1 && y_.state().link == 1; })) << x_.state().why;
+    TearDown();
+    ASSERT_TRUE(wait_for([this] { return x_.ready_on(0) && y_.ready_on(0); })) << x_.state().why;
+    std::this_thread::sleep_for(kSeenOutside);
+  }
+  static constexpr std::chrono::milliseconds kSeenOutside{2500};  // threads are looked for each second
+};
+
+TEST_F(LatePostAfterReturn, ThatIsFlushedWhenAllWereSeenOutsideIsHidden) {
+  constexpr std::uint32_t kLate = kSlots - 1;
+  std::optional<OneIsInside> inside(std::in_place);
+  auto posted = post_late(kLate, false);
+  leave();
+  ASSERT_TRUE(wait_for(model_holds_post_to_err)) << "it does not go there freely";
+  EXPECT_EQ(post(0), 0);
+  complete(0, 1);  // on the new path
+  model_hold_flushes(true);
+  let_go(posted);
+  complete(kLate, kLate + 1);
+  EXPECT_EQ(model_writes_at(slot(kLate)), 1u);
+  inside.reset();
+  std::this_thread::sleep_for(kSeenOutside);
+  const unsigned qps = model_qps();
+  model_hold_flushes(false);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  ibv_wc wc{};
+  ASSERT_EQ(ibv_poll_cq(x_.cq, 1, &wc), 0) << "status " << wc.status << " of " << wc.wr_id;
+  EXPECT_TRUE(wait_for([&] { return model_qps() < qps; })) << "its old path is kept";
 }
 
 class Failover : public testing::TestWithParam<Kind> {};

@@ -150,7 +150,7 @@ std::atomic<bool> pds_held{false}, resets_held{false};
 std::atomic<unsigned> pds_waiting{0}, resets_waiting{0};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
-std::atomic<bool> sessions_held{false};
+std::atomic<bool> sessions_held{false}, flushes_held{false};
 bool with_async_events = false;
 struct Ends {
   int read, write;
@@ -492,7 +492,7 @@ void acknowledged(ModelQp& q, ModelQp& r) {
 /// One packet. @return nothing was to be done
 bool step(ModelQp& q) {
   if (q.attr.qp_state == IBV_QPS_ERR) {
-    if (!q.sends.size()) return true;
+    if (!q.sends.size() || flushes_held) return true;
     flush_sends(q);
     return false;
   }
@@ -1037,6 +1037,7 @@ MODEL unsigned long model_packets() {
   return packets;
 }
 MODEL void model_hold_registrations(int link, bool hold) { hold ? registrations_held |= 1u << link : registrations_held &= ~(1u << link); }
+MODEL void model_hold_flushes(bool hold) { flushes_held = hold; }
 MODEL void model_hold_sessions(bool hold) { sessions_held = hold; }
 MODEL void model_keep_registrations(unsigned times) { registrations_kept = times; }
 MODEL void model_refuse_registrations(const void* address) { registrations_refused = address; }
@@ -1360,6 +1361,7 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
     if (attr->qp_state == IBV_QPS_SQD && (q.attr.qp_state != IBV_QPS_RTS || q.sends.size())) return EINVAL;  // of ours: nothing is to be finished
     if (attr->qp_state == IBV_QPS_ERR && q.attr.qp_state == IBV_QPS_RESET) return EINVAL;
     if (attr->qp_state == IBV_QPS_RESET) {
+      if (flushes_held && q.attr.qp_state == IBV_QPS_ERR) flush_sends(q);
       for (model::Send& s : q.sends.slots) s = {};
       q.sends.from = q.next = q.sends.to;
       q.next_packet = q.in_flight = q.retries = 0;

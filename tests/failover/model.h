@@ -62,6 +62,8 @@ unsigned model_break_paths(int link, int end, unsigned receives);
 /// This thread's next ibv_post_send() or ibv_post_recv() to a device loses its processor in the driver until model_let_post_go(), or, `until_err`, until its QP
 /// has been put into ERR by ibv_modify_qp(), which returns when it has posted. That does so when `before` was called and the queue is empty.
 void model_hold_post(bool until_err, void (*before)(void*), void* with);
+/// What is posted to a QP in ERR is flushed when that is over, or right before the QP is reset.
+void model_hold_flushes(bool hold);
 bool model_holds_post();
 bool model_holds_post_to_err();
 void model_let_post_go();  ///< returns when it has posted
