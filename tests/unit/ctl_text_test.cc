@@ -170,8 +170,8 @@ TEST(OpenMigrations, FitAndHaveTheNumberThatRecoverTakes) {
 TEST(CancelText, SaysWhereItRuns) {
   wire::CancelReply r;
   auto* m = r.mutable_migration();
-  m->set_id(0xabc), m->set_container("web"), m->set_source("src"), m->set_destination("dst"), m->set_state("is being migrated to dst: rollback; the operator has cancelled it");
-  EXPECT_EQ(cancel_text(r), "migration 00000abc of web to dst is cancelled, and not all of it is back yet: is being migrated to dst: rollback; the operator has cancelled it; see: migrctl recover");
+  m->set_id(0xabc), m->set_container("web"), m->set_source("src"), m->set_destination("dst"), m->set_state("is being migrated to dst: rollback; it goes back: cancelled by the operator");
+  EXPECT_EQ(cancel_text(r), "migration 00000abc of web to dst is cancelled, and not all of it is back yet: is being migrated to dst: rollback; it goes back: cancelled by the operator; see: migrctl recover");
   EXPECT_EQ(cancel_json(r)["state"], m->state());
   EXPECT_EQ(cancel_json(r)["ended"], false);
   r.set_ended(true);
