@@ -63,18 +63,20 @@ HostDrain plan_drain(const Occupants& all, const std::vector<std::string>& to, c
     if (!moves) d.stays.push_back({name, why});
   }
   for (const auto& p : all.processes)
-    d.stays.push_back({who_is(p), fmt::format("it is in no container; move it by its number (migrctl migrate --pid {} --to {}), or end it", p.pid, to.front())});
+    d.stays.push_back({who_is(p), fmt::format("it is in no container of runc's here; end it, or, if it is in none of another engine either, move it: migrctl migrate --pid {} --to {}", p.pid, to.front())});
   return d;
 }
 
 void note_left(HostDrain& d, const Occupants& left) {
+  std::set<std::string> here(left.containers.begin(), left.containers.end());
+  for (const auto& p : left.processes) here.insert(who_is(p));
+  std::erase_if(d.stays, [&](const auto& s) { return !here.contains(s.who); });  // it has ended
   const auto add = [&](const std::string& who) {
     if (std::any_of(d.stays.begin(), d.stays.end(), [&](const auto& s) { return s.who == who; })) return;
     const bool moved = std::any_of(d.moved.begin(), d.moved.end(), [&](const auto& s) { return s.container() == who; });
     d.stays.push_back({who, moved ? "it has moved, and what is left of it here is not removed yet; see: migrctl recover" : "it was not begun, another one having failed, or has come meanwhile"});
   };
-  for (const auto& name : left.containers) add(name);
-  for (const auto& p : left.processes) add(who_is(p));
+  for (const auto& who : here) add(who);
 }
 
 bool all_well(const HostDrain& d) { return what_is_wrong(d).empty(); }

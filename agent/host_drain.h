@@ -40,7 +40,7 @@ using PlanOf = std::function<Result<wire::PlanReply>(const std::string& containe
 /// Each container goes to the first of the hosts that takes it. What is in no container stays. Touches nothing.
 HostDrain plan_drain(const Occupants& all, const std::vector<std::string>& to, const PlanOf& plan);
 
-/// Afterwards: adds to what stays whatever is here still, or has come meanwhile.
+/// Afterwards: what stays is what is here still, or has come meanwhile.
 void note_left(HostDrain& d, const Occupants& left);
 /// Nothing stays, and nothing went wrong after it had moved.
 bool all_well(const HostDrain& d);

@@ -73,7 +73,7 @@ TEST(HostDrain, WhatNobodyTakesStaysWithEachReason) {
   EXPECT_EQ(d.stays[0].who, "db");
   EXPECT_EQ(d.stays[0].why, "a: no room; silent: does not answer");
   EXPECT_EQ(d.stays[1].who, "process 30 (ib_write_bw)");
-  EXPECT_NE(d.stays[1].why.find("migrctl migrate --pid 30 --to a"), std::string::npos);
+  EXPECT_NE(d.stays[1].why.find("migrctl migrate --pid 30 --to a"), std::string::npos) << d.stays[1].why;
   EXPECT_FALSE(all_well(d));
   EXPECT_NE(drain_plan_text(d).find("0 containers would leave, 2 would stay\n"), std::string::npos);
   EXPECT_EQ(plan_drain({{"db"}, {}}, {"a"}, std::ref(asked)).stays[0].why, "no room") << "of one host nobody asks which";
@@ -82,7 +82,7 @@ TEST(HostDrain, WhatNobodyTakesStaysWithEachReason) {
 TEST(HostDrain, WhatIsLeftAfterwardsStays) {
   HostDrain d;
   d.moved = {moved("web", "a"), moved("old", "a")};
-  d.stays = {{"db", "no room"}};
+  d.stays = {{"db", "no room"}, {"has ended", "no room"}, {"process 30 (ib_write_bw)", "it is in none"}};
   note_left(d, {{"db", "new", "old"}, {{40, "rping"}}});
   ASSERT_EQ(d.stays.size(), 4u);
   EXPECT_EQ(d.stays[0].why, "no room") << "its own reason";
