@@ -917,7 +917,7 @@ void Coordinator::tell_progress(std::atomic<bool>& stop) {
 
 // Given up in the stop: what the destination is at, a restore perhaps, ends at once. What this host is at comes to its end first.
 void Coordinator::look_at_stop() {
-  if (frozen_at_ <= 0 || runs_again_) return;
+  if (frozen_at_ <= 0 || runs_again_ || goes_back_) return;
   if (set_.max_stop_ms && now_ms() - frozen_at_ > set_.max_stop_ms)
     set_.course->give_up({ETIME, "'" + info_.id + "' stood still for more than the " + std::to_string(set_.max_stop_ms) + " ms that it may"});
   if (!goes_on() && !ended_there_.valid() && set_.what != Settings::kKeep) ended_there_ = std::async(std::launch::async, with_log_fields([this] { return dest_.abort(id_); }));
@@ -1002,6 +1002,7 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   // Whatever has failed on the way: another try is not wanted.
   if (!s && !goes_on()) s = goes_on();
   if (!s && !committed_) {
+    goes_back_ = true;  // for this reason, however long that takes
     failed_with_ = s.error().code;
     LogScope back;
     back->phase = "source.back";

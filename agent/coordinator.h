@@ -315,7 +315,7 @@ class Coordinator {
   std::mutex say_mutex_;
   double began_at_ = 0;                  // ms, monotonic
   std::atomic<double> frozen_at_ = 0;    // ms, monotonic; 0: not yet
-  std::atomic<bool> runs_again_ = false;
+  std::atomic<bool> runs_again_ = false, goes_back_ = false;
   bool touched_ = false, committed_ = false, undecided_ = false;
   int failed_with_ = 0;
   wire::Summary summary_;

@@ -184,7 +184,11 @@ struct FakeSource final : Source {
   Status detach_network() override { return p.did("s.detach"); }
   Status attach_network() override { return p.did("s.attach"); }
   Status checkpoint() override { return p.did("s.checkpoint"); }
-  Status thaw() override { return p.did("s.thaw"); }
+  int thaw_ms = 0;
+  Status thaw() override {
+    usleep(static_cast<useconds_t>(thaw_ms) * 1000);
+    return p.did("s.thaw");
+  }
   Status decide(wire::Outcome o) override {
     decided.push_back(o);
     return p.did(o == wire::COMMITTED ? "s.decide" : "s.undecide");
@@ -1555,6 +1559,17 @@ TEST(Stop, IsNotWhatComesBeforeIt) {
   s.destination.rounds = {1};
   const auto r = s.run();
   EXPECT_TRUE(r.migrated()) << r.error();
+}
+
+TEST(Stop, ThatFailsIsNotToldToHaveBeenTooLong) {
+  Scene s;
+  s.max_stop_ms = 500;
+  s.play.fail = "d.ready";
+  s.play.fail_code = EAGAIN;
+  s.source.thaw_ms = 1000;
+  EXPECT_EQ(s.run().error(), "played failure of d.ready");
+  EXPECT_TRUE(s.again);
+  EXPECT_TRUE(s.play.course->goes_on()) << "the next try would end at once";
 }
 
 TEST(Stop, ThatIsDecidedComesToItsEnd) {
