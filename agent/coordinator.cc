@@ -837,6 +837,9 @@ Status Coordinator::commit() {
     return told.why;
   }
   undecided_ = true;
+  if (told.why.error().code == ENOENT)
+    return Error{ENOENT, "outcome not known: " + to_ + " was told to let the container run, and does not know of it any more. It stands still on " + set_.self +
+                             ". Look whether it runs on " + to_ + ", and decide with: migrctl recover " + migration_text(id_)};
   return Error{EHOSTUNREACH, "outcome not known: " + to_ + " was told to let the container run and does not answer. It stands still on " + set_.self +
                                  ", whose migrd goes on asking and finishes or goes back by itself when " + to_ +
                                  " answers. If " + to_ + " is lost for good, decide with: migrctl recover " + migration_text(id_) + " (" + told.why.error().text + ")"};

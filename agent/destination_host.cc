@@ -1025,11 +1025,7 @@ Status DestinationHost::abort(Job& job, const std::string& why) {
   if (job.left) job.expire();
   if (!job.mine) return {};
   if (first) decided(wire::UNDONE);
-  if (auto s = save(job); !s) {
-    // What is not written down at all was never committed either.
-    spdlog::error("{}", s.error().text);
-    journal_.remove(job.id);
-  }
+  if (auto s = save(job); !s) spdlog::error("{}", s.error().text);  // the record of before stays: a migrd that is started again finds the same
   return here ? here : Status(Error{here.error().code, "it was undone here, but not all of it has gone yet: " + here.error().text});
 }
 
