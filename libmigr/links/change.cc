@@ -206,7 +206,7 @@ void choose(QpLink& l) {
 /// Its application has put it into SQD: a new path would send what that holds back.
 bool holds_sends(const QpLink& l) { return l.q->real->state == IBV_QPS_SQD; }
 
-/// What was registered a moment ago, or refused before: the rounds see to it, as pinning takes its time and is not done with the lock.
+/// Much that was registered a moment ago, or what was refused before: the rounds see to it, as pinning takes its time and is not done with the lock.
 void await_memory(QpLink& l, Side side) {
   if (memory_is_refused(l, side)) return give_up(l, "memory of its PD cannot be registered on " + l.legs[side].link->config.device);
   state()->memory_awaited = true;
@@ -233,7 +233,7 @@ void go_on(QpLink& l) {
     if (!channel) return choose(l);
     ask_for_path(l, side, *channel);
     if (!l.legs[side].next.connected) return;
-    if (!memory_is_there(l, side)) return await_memory(l, side);
+    if (!memory_is_there(l, side) && !make_small_memory(l, side)) return await_memory(l, side);
     if (!take_next(l, side, why)) return give_up(l, why);
     tell(l, *channel);
     if (l.heard.epoch == l.epoch && l.heard.serial == l.path.serial) return finish(l);

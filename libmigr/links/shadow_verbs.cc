@@ -430,6 +430,28 @@ bool memory_is_refused(const QpLink& l, Side side) {
   return std::any_of(refused.begin(), refused.end(), [&](const auto& r) { return r.first->app.pd == l.q->init.pd && r.second == side; });
 }
 
+bool make_small_memory(const QpLink& l, Side side) {
+  constexpr std::size_t kMostBytes = 16u << 20;
+  Twin& t = *l.twin;
+  ibv_pd* const pd = t.pd(l.q->init.pd, side);
+  std::vector<MrShadow*> missing;
+  std::size_t bytes = 0;
+  for (MrShadow* mr : t.at(side).missing) {
+    if (mr->app.pd != l.q->init.pd) continue;
+    const bool is_pinned_now = std::any_of(state()->pinnings.begin(), state()->pinnings.end(), [&](const State::Pinning* p) { return p->mr == mr; });
+    bytes += mr->app.length;
+    if (is_pinned_now || bytes > kMostBytes || state()->refused_memory.contains({mr, side})) return false;
+    missing.push_back(mr);
+  }
+  if (!pd || t.closing) return false;
+  for (MrShadow* mr : missing) {
+    ibv_mr* const made = real().reg_mr_iova2(pd, mr->app.addr, mr->app.length, mr->iova, static_cast<unsigned>(mr->access));
+    if (!made) return false;
+    adopt_twin(t, side, *mr, made);
+  }
+  return true;
+}
+
 void forget_refused_memory(const QpLink& l) {
   std::erase_if(state()->refused_memory, [&](const auto& r) { return r.first->app.pd == l.q->init.pd; });
 }

@@ -123,6 +123,8 @@ Pinned pin(Twin& t, Side side, MrShadow& mr, std::unique_lock<std::mutex>& guard
 bool memory_is_there(const QpLink& l, Side side);
 /// Some of that is not there, as its device did not take it when it was tried last.
 bool memory_is_refused(const QpLink& l, Side side);
+/// What is missing of it, if that takes no time, with the lock: the rounds may be waiting for migrd. @return nothing is missing any more
+bool make_small_memory(const QpLink& l, Side side);
 /// It is tried once more, on all links.
 void forget_refused_memory(const QpLink& l);
 void close_link(Link& link);
