@@ -229,6 +229,7 @@ void go_on(QpLink& l) {
     const bool here = switched(l) && l.on == side;
     const bool used_up = here && l.heard.epoch == l.epoch && l.heard.serial > l.path.serial;
     if (channel && here && !used_up) return;  // told, and not heard yet
+    if (switched(l) && holds_sends(l)) return give_up(l, "it is in SQD");
     if (switched(l) && !cut(l, why)) return give_up(l, why);
     if (!channel) return choose(l);
     ask_for_path(l, side, *channel);
@@ -459,6 +460,7 @@ void look_at(QpLink& l) {
     case Stage::kChanging:
       if (take_wanted(l) && switched(l)) {
         doubt(l);
+        if (holds_sends(l)) return give_up(l, "it is in SQD");
         if (!cut(l, why)) return give_up(l, why);
         choose(l);
       } else {

@@ -303,6 +303,7 @@ bool between_paths(QpShadow& q) {
   QpLink* const l = q.link;
   if (!l || (l->stage != Stage::kReady && l->stage != Stage::kDraining && l->stage != Stage::kChanging)) return false;
   if (l->stage == Stage::kChanging && q.phase != switchover::Phase::kSwitched) return true;
+  if (l->stage == Stage::kDraining && l->drained_here) return true;  // the other end may have begun the change
   if (!switchover::in_error(q)) return false;
   std::lock_guard guard(l->lock);
   if (l->seen) return false;
