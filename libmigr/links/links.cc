@@ -453,6 +453,7 @@ void gone(ibv_pd* pd) {
     drop_executors(*t, pd);
     drop_spares(pd);
     finish_discards();
+    wait_for_pinning([&](const State::Pinning& p) { return p.pd == pd; });  // that has begun meanwhile
     the_state->discards.finish();
     for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
       if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
