@@ -746,7 +746,8 @@ bool is_flushing(Trap& trap) {
   constexpr unsigned kMostLooks = 5;
   provider::QueuePart sends, receives;
   if (trap.closed || provider::queue_parts(trap.path.sends, trap.path.receives, sends, receives)) return false;
-  return sends.size() && trap.looks++ < kMostLooks;
+  if (sends.size()) return trap.looks++ < kMostLooks;
+  return trap.looks && !std::exchange(trap.flushed, true);  // what it says of the last may be a moment behind
 }
 
 }  // namespace
@@ -758,11 +759,13 @@ void release_traps(QpLink& l, std::size_t count) {
     std::lock_guard guard(q.lock);
     if (!empty_trap(q)) return;  // what was posted until then, and what was flushed of it
     if (!l.relays && !l.relay.sends.empty()) return;  // what is posted freely would overtake it
+    std::size_t flushed = 0;  // before CQs are polled: then all that is said of it is found
+    while (flushed < count && !is_flushing(l.traps[flushed])) ++flushed;
     switchover::for_cqs(q, [](CqShadow& c) {
       std::lock_guard cq_guard(c.lock);
       path::poll_to_fake(c);
     });
-    for (; count && !is_flushing(l.traps.front()); --count) {
+    for (; flushed; --flushed) {
       Trap& trap = l.traps.front();
       if (trap.path.birth) l.birth = trap.path.qp;
       else destroy_path(l, trap.side, trap.path);

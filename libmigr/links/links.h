@@ -151,6 +151,7 @@ struct Trap {
   std::uint32_t next_send, next_receive;  ///< ring indexes: what lies there and behind was not seen yet
   bool closed = false;                    ///< it is in INIT: nothing is posted to it late
   unsigned looks = 0;                     ///< that have found it flushing
+  bool flushed = false;                   ///< a look after these has not
 };
 
 /// A vQP's place on one of its links.
