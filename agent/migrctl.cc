@@ -345,14 +345,18 @@ int cmd_migrate(const Options& o) {
   return follow(o, stub->Migrate(&ctx, request), kMigration, known_stop(o, request.container()));
 }
 
+ContainerOf containers_here(const Options& o) {
+  const auto config = load_config(o.config);  // else where runc is by itself
+  const Config usual;
+  return Runtime(config ? *config : usual).containers();
+}
+
 Result<Occupants> occupants_of_host(const Options& o) {
   auto k = KernelRecord::open();
   if (!k) return k.error();
   const auto ctxs = k->contexts();
   if (!ctxs) return ctxs.error();
-  const auto config = load_config(o.config);
-  const Config usual;
-  return occupants(*ctxs, Runtime(config ? *config : usual).containers());
+  return occupants(*ctxs, containers_here(o));
 }
 
 // One after the other: while one stands still nothing else takes its time. Who is refused by one host is for the next.
@@ -520,9 +524,7 @@ int cmd_ps(const Options& o) {
   if (!k) return refuse(o, k.error().text);
   auto ctxs = k->contexts();
   if (!ctxs) return refuse(o, ctxs.error().text);
-  const auto config = load_config(o.config);  // else where runc is by itself
-  const Config usual;
-  const auto container_of = Runtime(config ? *config : usual).containers();
+  const auto container_of = containers_here(o);
   if (o.json) return print(ps_json(*ctxs, container_of));
   std::fputs(ps_text(*ctxs, container_of).c_str(), stdout);
   return kDone;
