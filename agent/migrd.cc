@@ -320,26 +320,28 @@ struct Links {
   std::unique_ptr<LinkSocket> socket;
 };
 
+/// @param folder  whose lock this file is
+Result<Fd> sole_lock(const std::string& file, const std::string& folder) {
+  Fd fd(open(file.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (fd.n < 0) return sys_error("opening " + file);
+  if (!flock(fd.n, LOCK_EX | LOCK_NB)) return fd;
+  return errno == EWOULDBLOCK ? Error{EWOULDBLOCK, "another migrd runs with " + folder} : sys_error("locking " + file);
+}
+
 /// Of a folder with what would be taken from another migrd that has it, too. The lock lies beside it: containers see run_dir.
 Result<Fd> sole_use(const std::string& folder) {
   std::error_code ec;
   const std::string file = std::filesystem::weakly_canonical(folder, ec).string() + ".lock";
   if (ec) return Error{ec.value(), folder + ": " + ec.message()};
-  Fd fd(open(file.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
-  if (fd.n >= 0 && !flock(fd.n, LOCK_EX | LOCK_NB)) return fd;
-  return errno == EWOULDBLOCK ? Error{EWOULDBLOCK, "another migrd runs with " + folder} : sys_error("cannot lock " + file);
+  return sole_lock(file, folder);
 }
 
 int run(const Config& config) {
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
     if (auto s = make_own_folder(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
-  const std::string locked = config.state_dir + "/lock";
-  const Fd lock(open(locked.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-  if (lock.n < 0) return fail(sys_error("opening " + locked).text);
-  if (flock(lock.n, LOCK_EX | LOCK_NB)) return fail(errno == EWOULDBLOCK ? "another migrd runs with " + config.state_dir : sys_error("locking " + locked).text);
   const std::string tls = parent_of(config.control_socket) + "/tls";
-  const auto sockets_lock = sole_use(config.run_dir), control_lock = sole_use(tls);
-  for (const auto* l : {&sockets_lock, &control_lock})
+  const auto state_lock = sole_lock(config.state_dir + "/lock", config.state_dir), sockets_lock = sole_use(config.run_dir), control_lock = sole_use(tls);
+  for (const auto* l : {&state_lock, &sockets_lock, &control_lock})
     if (!*l) return fail(l->error().text);
   if (auto k = KernelRecord::open(); !k) spdlog::warn("{}; this host cannot take part in migrations until then", k.error().text);
 
