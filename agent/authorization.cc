@@ -63,8 +63,9 @@ bool allows(const AllowRule& rule, const std::string& peer, const std::string& c
 }
 
 bool allowed(const Config& config, Right right, const std::string& peer, const std::string& container) {
-  const auto rules = config.allow.find(right);
-  return rules == config.allow.end() ||
+  const auto hosts = config.hosts.now();
+  const auto rules = hosts->allow.find(right);
+  return rules == hosts->allow.end() ||
          std::any_of(rules->second.begin(), rules->second.end(), [&](const AllowRule& r) { return allows(r, peer, container); });
 }
 
@@ -99,7 +100,7 @@ Caller::Caller(const grpc::AuthContext& context, const Config& config) {
     name_ = n;
   };
   named(config.name);
-  for (const auto& p : config.peers) named(p.name);
+  for (const auto& p : config.peers()) named(p.name);
   if (!known_) name_ = names_.empty() ? "a host without a name" : *names_.begin();
 }
 

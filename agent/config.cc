@@ -17,35 +17,46 @@ namespace migr {
 
 namespace {
 
-Status set_limit(const std::string& name, const Json& value) {
-  static const std::map<std::string, int*> limits = {
-#define X(id, name, ms) {name, &id},
+struct Limit {
+  int* ms;
+  int usual;
+};
+
+const std::map<std::string, Limit>& all_limits() {
+  static const std::map<std::string, Limit> limits = {
+#define X(id, name, ms) {name, {&id, ms}},
       MIGR_LIMITS(X)
 #undef X
   };
-  const auto l = limits.find(name);
-  if (l == limits.end()) return Error{EINVAL, "unknown limit \"" + name + "\""};
+  return limits;
+}
+
+Status read_limit(const std::string& name, const Json& value, Config& out) {
+  if (!all_limits().contains(name)) return Error{EINVAL, "unknown limit \"" + name + "\""};
   constexpr int kMostMs = 24 * 3600 * 1000;
   if (!value.is_number_integer() || value < 1 || value > kMostMs)
     return Error{EINVAL, "limit \"" + name + "\" has to be 1.." + std::to_string(kMostMs) + " ms"};
-  *l->second = value;
+  out.limits[name] = value;
   return {};
 }
 
 // A migrd whose coordinator waits as long as it may would take it for one that does not get on, and end. These it waits for.
-Status limits_fit() {
-  const std::pair<const char*, int> waited_for[] = {
-      {"prepare_ms", kPrepareMs}, {"upload_ms", kUploadMs},         {"ready_ms", kReadyMs},     {"drain_ms", kDrainMs},     {"runc_ms", kRuncMs},
-      {"hook_ms", kHookMs},       {"checkpoint_ms", kCheckpointMs}, {"compare_ms", kCompareMs}, {"suspend_ms", kSuspendMs}, {"process_ms", kProcessMs},
-      {"commit_ms", kCommitMs},   {"undecided_ms", kUndecidedMs},   {"check_ms", kCheckMs},     {"abort_ms", kAbortMs},     {"reconnect_ms", kReconnectMs}};
-  const auto fits = [](const std::string& names, std::int64_t ms) -> Status {
-    return ms < kPhaseMs ? Status() : Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"" + names + "\" (" + std::to_string(ms) + ")"};
+Status limits_fit(const Config& c) {
+  constexpr const char* kWaitedFor[] = {"prepare_ms", "upload_ms",  "ready_ms",   "drain_ms",  "runc_ms",      "hook_ms",  "checkpoint_ms", "compare_ms",
+                                        "suspend_ms", "process_ms", "commit_ms", "undecided_ms", "check_ms", "abort_ms", "reconnect_ms"};
+  const auto ms_of = [&](const std::string& name) {
+    const auto l = c.limits.find(name);
+    return std::int64_t{l == c.limits.end() ? all_limits().at(name).usual : l->second};
   };
-  for (const auto& [name, ms] : waited_for)
-    if (auto s = fits(name, ms); !s) return s;
+  const auto phase_ms = ms_of("phase_ms");
+  const auto fits = [&](const std::string& names, std::int64_t ms) -> Status {
+    return ms < phase_ms ? Status() : Error{EINVAL, "limit \"phase_ms\" (" + std::to_string(phase_ms) + ") has to be more than \"" + names + "\" (" + std::to_string(ms) + ")"};
+  };
+  for (const auto* name : kWaitedFor)
+    if (auto s = fits(name, ms_of(name)); !s) return s;
   // One that does not end is ended, with what is left of it: Runc::checkpoint().
-  if (auto s = fits("checkpoint_ms\" and three times \"hook_ms", std::int64_t{kCheckpointMs} + 3 * std::int64_t{kHookMs}); !s) return s;
-  if (kCommitMs >= kPluginCommitMs) return Error{EINVAL, "limit \"commit_ms\" has to be less than the " + std::to_string(kPluginCommitMs) + " for which CRIU's plugin waits"};
+  if (auto s = fits("checkpoint_ms\" and three times \"hook_ms", ms_of("checkpoint_ms") + 3 * ms_of("hook_ms")); !s) return s;
+  if (ms_of("commit_ms") >= kPluginCommitMs) return Error{EINVAL, "limit \"commit_ms\" has to be less than the " + std::to_string(kPluginCommitMs) + " for which CRIU's plugin waits"};
   return {};
 }
 
@@ -68,7 +79,7 @@ Result<AllowRule> read_rule(const Json& j, Right right) {
 }
 
 // {"to_here": [RULE, ..], ..}
-Status read_allow(const Json& j, Config& out) {
+Status read_allow(const Json& j, Hosts& out) {
   if (!j.is_object()) return Error{EINVAL, "\"allow\" has to be an object"};
   for (const auto& [key, rules] : j.items()) {
     const auto r = std::find_if(std::begin(kRights), std::end(kRights), [&key = key](const auto& k) { return key == k.second; });
@@ -84,11 +95,16 @@ Status read_allow(const Json& j, Config& out) {
   return {};
 }
 
+const Peer* find_peer(const Hosts& hosts, const std::string& name) {
+  const auto p = std::find_if(hosts.peers.begin(), hosts.peers.end(), [&](const Peer& one) { return one.name == name; });
+  return p == hosts.peers.end() ? nullptr : &*p;
+}
+
 // A name that is written wrongly would allow nothing, and nobody would know why.
-Status names_peers(const Config& c) {
-  for (const auto& [right, rules] : c.allow)
+Status names_peers(const std::string& this_host, const Hosts& hosts) {
+  for (const auto& [right, rules] : hosts.allow)
     for (const auto& r : rules)
-      if (r.peer.find_first_of("*?[") == r.peer.npos && r.peer != c.name && !c.peer(r.peer))
+      if (r.peer.find_first_of("*?[") == r.peer.npos && r.peer != this_host && !find_peer(hosts, r.peer))
         return Error{EINVAL, "'" + r.peer + "' in \"allow\", \"" + key_of(right) + "\" is none of the \"peers\""};
   return {};
 }
@@ -111,14 +127,14 @@ Error no_address(const std::string& of, const std::string& a) {
 }
 
 // {"name": .., "address": "host:port"}
-Status read_peer(const Json& j, Config& out) {
+Status read_peer(const Json& j, Hosts& out) {
   if (!j.is_object() || !j.contains("name") || !j["name"].is_string() || !j.contains("address") || !j["address"].is_string())
     return Error{EINVAL, "each of \"peers\" has to be {\"name\": .., \"address\": \"host:port\"}"};
   for (const auto& [key, value] : j.items())
     if (key != "name" && key != "address") return Error{EINVAL, "unknown key \"" + key + "\" in \"peers\""};
   Peer p{j["name"], j["address"]};
   if (!host_and_port(p.address)) return no_address("\"address\" of '" + p.name + "' in \"peers\"", p.address);
-  if (out.peer(p.name)) return Error{EINVAL, "two of \"peers\" are '" + p.name + "'"};
+  if (find_peer(out, p.name)) return Error{EINVAL, "two of \"peers\" are '" + p.name + "'"};
   out.peers.push_back(std::move(p));
   return {};
 }
@@ -146,10 +162,17 @@ const char* key_of(Right right) {
   return r == std::end(kRights) ? "" : r->second;
 }
 
-const Peer* Config::peer(const std::string& wanted) const {
-  for (const Peer& p : peers)
-    if (p.name == wanted) return &p;
-  return nullptr;
+std::optional<Peer> Config::peer(const std::string& wanted) const {
+  const auto known = hosts.now();
+  const Peer* p = find_peer(*known, wanted);
+  return p ? std::optional(*p) : std::nullopt;
+}
+
+void take_limits(const Config& config) {
+  for (const auto& [name, limit] : all_limits()) {
+    const auto l = config.limits.find(name);
+    *limit.ms = l == config.limits.end() ? limit.usual : l->second;
+  }
 }
 
 Result<Config> load_config(const std::string& path) {
@@ -175,6 +198,7 @@ Result<Config> load_config(const std::string& path) {
   if (!j.is_object()) return Error{EINVAL, path + " is not a JSON object"};
   if (!twice.empty()) return Error{EINVAL, path + ": the key \"" + twice + "\" is there twice"};
   Config c;
+  Hosts hosts;
   const std::map<std::string, std::string*> strings = {
       {"name", &c.name},           {"listen", &c.listen},
       {"pki", &c.pki},             {"state_dir", &c.state_dir},
@@ -183,15 +207,16 @@ Result<Config> load_config(const std::string& path) {
       {"criu", &c.criu},           {"criu_libs", &c.criu_libs}, {"net_hook", &c.net_hook}, {"metrics", &c.metrics},
       {"processor", &c.processor}, {"libmigr", &c.libmigr},     {"links_file", &c.links_file}};
   for (const auto& [key, value] : j.items()) {
+    if (key != "peers" && key != "allow") c.fixed[key] = value.dump();
     if (auto s = strings.find(key); s != strings.end()) {
       if (!value.is_string()) return Error{EINVAL, path + ": \"" + key + "\" has to be a string"};
       *s->second = value.get<std::string>();
     } else if (key == "peers") {
       if (!value.is_array()) return Error{EINVAL, path + ": \"peers\" has to be an array"};
       for (const auto& one : value)
-        if (auto p = read_peer(one, c); !p) return Error{EINVAL, path + ": " + p.error().text};
+        if (auto p = read_peer(one, hosts); !p) return Error{EINVAL, path + ": " + p.error().text};
     } else if (key == "allow") {
-      if (auto a = read_allow(value, c); !a) return Error{EINVAL, path + ": " + a.error().text};
+      if (auto a = read_allow(value, hosts); !a) return Error{EINVAL, path + ": " + a.error().text};
     } else if (key == "directory") {
       if (auto d = read_directory(value, c.redis); !d) return Error{EINVAL, path + ": " + d.error().text};
     } else if (key == "criu_log_level") {
@@ -200,7 +225,7 @@ Result<Config> load_config(const std::string& path) {
     } else if (key == "limits") {
       if (!value.is_object()) return Error{EINVAL, path + ": \"limits\" has to be an object"};
       for (const auto& [name, ms] : value.items())
-        if (auto l = set_limit(name, ms); !l) return Error{EINVAL, path + ": " + l.error().text};
+        if (auto l = read_limit(name, ms, c); !l) return Error{EINVAL, path + ": " + l.error().text};
     } else {
       return Error{EINVAL, path + ": unknown key \"" + key + "\""};
     }
@@ -210,10 +235,11 @@ Result<Config> load_config(const std::string& path) {
   for (const char* key : {"state_dir", "run_dir", "control_socket"})
     if (const auto& p = *strings.at(key); !p.starts_with('/')) return Error{EINVAL, path + ": \"" + key + "\" has to be an absolute path, not \"" + p + "\""};
   if (c.processor != "same" && c.processor != "any") return Error{EINVAL, path + ": \"processor\" has to be \"same\" or \"any\", not \"" + c.processor + "\""};
-  if (auto s = limits_fit(); !s) return Error{EINVAL, path + ": " + s.error().text};
-  if (auto s = names_peers(c); !s) return Error{EINVAL, path + ": " + s.error().text};
+  if (auto s = limits_fit(c); !s) return Error{EINVAL, path + ": " + s.error().text};
+  if (auto s = names_peers(c.name, hosts); !s) return Error{EINVAL, path + ": " + s.error().text};
   if (const char* f = std::getenv("MIGR_FAULT")) c.fault = f;
   if (auto s = check_faults(c.fault); !s) return s.error();
+  c.hosts = std::move(hosts);
   return c;
 }
 

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +17,7 @@ namespace migr {
 struct Peer {
   std::string name;
   std::string address;  // host:port
+  bool operator==(const Peer&) const = default;
 };
 
 /// What peers may here.
@@ -31,6 +35,35 @@ const char* key_of(Right right);
 struct AllowRule {
   std::string peer;                     // pattern, as of a shell
   std::vector<std::string> containers;  // patterns; none: all
+  bool operator==(const AllowRule&) const = default;
+};
+
+/// The hosts that this one knows, and what they may here.
+struct Hosts {
+  std::vector<Peer> peers;                        // may name this host too
+  std::map<Right, std::vector<AllowRule>> allow;  // a right that is missing: every peer has it
+};
+
+/// Those of a running migrd, which are taken anew (reload.h): who looks at them sees all as it was, or all as it is. Thread: any
+class KnownHosts {
+ public:
+  KnownHosts() : KnownHosts(Hosts()) {}
+  KnownHosts(Hosts hosts) : hosts_(std::make_shared<const Hosts>(std::move(hosts))) {}
+  KnownHosts(const KnownHosts& other) : hosts_(other.now()) {}
+  KnownHosts& operator=(const KnownHosts& other) {
+    auto theirs = other.now();
+    std::lock_guard lock(mutex_);
+    hosts_ = std::move(theirs);
+    return *this;
+  }
+  std::shared_ptr<const Hosts> now() const {
+    std::lock_guard lock(mutex_);
+    return hosts_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Hosts> hosts_;
 };
 
 /// The directory of links in a Redis server.
@@ -43,7 +76,6 @@ struct RedisConfig {
 struct Config {
   std::string name;              // required
   std::string listen = kListen;  // host:port
-  std::vector<Peer> peers;       // may name this host too
   std::string pki = kPkiDir;     // ca.pem, host.pem, host.key
   std::string state_dir = kStateDir;
   std::string run_dir = kRunDir;
@@ -58,15 +90,20 @@ struct Config {
   std::string processor = "same";                 // what comes here may have found instructions that are not here: "same" or "any"
   std::string libmigr = kLibmigr;                 // what programs preload; only looked at by migrctl doctor
   std::string links_file = kLinksFile;            // the host's configuration of links, for processes that cannot read it
-  std::map<Right, std::vector<AllowRule>> allow;  // a right that is missing: every peer has it
   RedisConfig redis;
-  std::string fault;  // MIGR_FAULT from the environment
+  std::map<std::string, int> limits;         // of limits.h by their names, in ms; what is not there is as it is there
+  std::map<std::string, std::string> fixed;  // every key that the file has but "peers" and "allow", with its JSON
+  std::string fault;                         // MIGR_FAULT from the environment
+  KnownHosts hosts;
 
-  const Peer* peer(const std::string& name) const;
+  std::vector<Peer> peers() const { return hosts.now()->peers; }
+  std::optional<Peer> peer(const std::string& name) const;
   bool any_processor() const { return processor == "any"; }
 };
 
-/// Errors name the file and the key. An unknown key is an error too. Its "limits" become those of limits.h.
+/// Errors name the file and the key. An unknown key is an error too.
 Result<Config> load_config(const std::string& path);
+/// Its limits become those of limits.h. Before there are threads
+void take_limits(const Config& config);
 
 }  // namespace migr

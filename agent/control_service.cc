@@ -23,7 +23,7 @@ grpc::Status ControlService::Version(grpc::ServerContext*, const wire::Empty*, w
 
 grpc::Status ControlService::Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) {
   std::vector<std::future<wire::PeersReply::Peer>> asked;
-  for (const Peer& p : peers_.config().peers)
+  for (const Peer& p : peers_.config().peers())
     asked.push_back(std::async(std::launch::async, [&, p] {
       wire::PeersReply::Peer r;
       r.set_name(p.name);
@@ -85,6 +85,13 @@ grpc::Status ControlService::Cancel(grpc::ServerContext* ctx, const wire::Cancel
     out->set_ended(!open);
     if (!open || std::chrono::steady_clock::now() >= until || ctx->IsCancelled()) return grpc::Status::OK;
   }
+}
+
+grpc::Status ControlService::Reload(grpc::ServerContext*, const wire::Empty*, wire::ReloadReply* out) {
+  auto done = work_.reload();
+  if (!done) return to_grpc(done.error());
+  *out = std::move(*done);
+  return grpc::Status::OK;
 }
 
 namespace {

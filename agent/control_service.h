@@ -25,6 +25,7 @@ class ControlService final : public wire::Control::Service {
     Do<wire::MigrateRequest> migrate;
     Do<wire::CheckpointRequest> checkpoint;
     Do<wire::RestoreRequest> restore;
+    std::function<Result<wire::ReloadReply>()> reload;
   };
 
   /// What migrctl links shows and orders.
@@ -47,6 +48,7 @@ class ControlService final : public wire::Control::Service {
   grpc::Status Restore(grpc::ServerContext*, const wire::RestoreRequest*, grpc::ServerWriter<wire::Progress>*) override;
   grpc::Status Links(grpc::ServerContext*, const wire::LinksRequest*, wire::LinksReply*) override;
   grpc::Status Cancel(grpc::ServerContext*, const wire::CancelRequest*, wire::CancelReply*) override;
+  grpc::Status Reload(grpc::ServerContext*, const wire::Empty*, wire::ReloadReply*) override;
   grpc::Status SetLink(grpc::ServerContext*, const wire::LinkOrder*, wire::LinkOrderReply*) override;
 
  private:

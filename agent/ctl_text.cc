@@ -101,6 +101,24 @@ Json cancel_json(const wire::CancelReply& r) {
   return {{"id", migration_text(m.id())}, {"container", m.container()}, {"from", m.source()}, {"to", m.destination()}, {"ended", r.ended()}, {"state", or_null(r.ended() ? "" : m.state())}};
 }
 
+std::string reload_text(const wire::ReloadReply& r) {
+  std::string out;
+  const auto add = [&](const std::string& text) { out += (out.empty() ? "" : "; ") + text; };
+  for (const auto& name : r.added()) add(name + " is a peer now");
+  for (const auto& name : r.removed()) add(name + " is no peer any more");
+  for (const auto& p : r.moved()) add(p.name() + " is at " + p.address() + " now");
+  if (r.allow()) add("\"allow\" has changed");
+  if (out.empty()) out = "peers and their rights are as they were";
+  for (const auto& key : r.at_start()) add("\"" + key + "\" is not as at the start: migrd has to be restarted for that");
+  return out;
+}
+
+Json reload_json(const wire::ReloadReply& r) {
+  Json moved = Json::array();
+  for (const auto& p : r.moved()) moved.push_back({{"name", p.name()}, {"address", p.address()}});
+  return {{"added", array_of(r.added())}, {"removed", array_of(r.removed())}, {"moved", moved}, {"allow", r.allow()}, {"at_start", array_of(r.at_start())}};
+}
+
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop) {
   const auto& s = plan.summary();
   const auto& r = s.resources();

@@ -30,6 +30,10 @@ Json open_json(const wire::RecoverReply& r);
 std::string cancel_text(const wire::CancelReply& r);
 Json cancel_json(const wire::CancelReply& r);
 
+/// What has changed: "c is a peer now; b is at 10.0.0.7:7471 now".
+std::string reload_text(const wire::ReloadReply& r);
+Json reload_json(const wire::ReloadReply& r);
+
 /// Of one that would move.
 std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);
 Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& stop);

@@ -236,7 +236,7 @@ wire::MovesRequest Directory::end_of(const std::vector<Instance>& instances) {
 
 void tell_hosts(Peers& peers, const wire::MovesRequest& moves, int limit_ms) {
   std::set<std::string> hosts{peers.config().name};
-  for (const auto& p : peers.config().peers) hosts.insert(p.name);
+  for (const auto& p : peers.config().peers()) hosts.insert(p.name);
   (void)parallel_for(hosts, [&](const std::string& host) -> Status {
     auto channel = peers.channel(host);
     if (!channel) return {};

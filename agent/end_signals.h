@@ -3,7 +3,8 @@
 #pragma once
 
 #include <signal.h>
-#include <spdlog/spdlog.h>
+
+#include <functional>
 
 namespace migr {
 
@@ -20,14 +21,15 @@ inline void hold_end_signals() {
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
 
-/// @return SIGTERM or SIGINT. Who sends SIGHUP wants a configuration to be read again, or has closed a terminal: processes that wait for us
-/// would find nobody.
-inline int wait_for_end() {
+/// @param hangup  called at SIGHUP. Who sends it wants a configuration to be read again, or has closed a terminal: that is no end, for
+///                processes that wait for us would find nobody
+/// @return SIGTERM or SIGINT
+inline int wait_for_end(const std::function<void()>& hangup) {
   const sigset_t set = end_signals();
   for (int sig = 0;;) {
     sigwait(&set, &sig);
     if (sig != SIGHUP) return sig;
-    spdlog::info("SIGHUP is ignored: the configuration is read at the start, and certificates are looked at by themselves");
+    hangup();
   }
 }
 

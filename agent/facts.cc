@@ -174,7 +174,7 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
   f.mutable_net_hook()->set_path(config.net_hook);
   if (!config.net_hook.empty()) f.mutable_net_hook()->set_error(error_of(check_net_hook(config)));
   for (auto& i : instructions_here()) f.add_instructions(std::move(i));
-  for (const auto& p : config.peers) f.add_peers(p.name);
+  for (const auto& p : config.peers()) f.add_peers(p.name);
   f.mutable_cgroups()->set_path(kCgroups);
   if (access((std::string(kCgroups) + "/cgroup.controllers").c_str(), F_OK)) f.mutable_cgroups()->set_error("not the unified hierarchy (cgroup v2)");
   *f.mutable_certificate() = certificate_of(config);
@@ -188,7 +188,7 @@ wire::HostFacts facts_of(const Config& config, const wire::VersionReply& version
 std::vector<PeerAnswer> ask_peers(Peers& peers, const std::vector<std::string>& names, std::uint64_t image_bytes) {
   std::vector<PeerAnswer> out;
   for (const auto& name : names) {
-    const Peer* p = peers.config().peer(name);
+    const auto p = peers.config().peer(name);
     out.push_back({name, p ? p->address : "", Error{}, 0});
   }
   wire::FactsRequest request;

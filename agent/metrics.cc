@@ -123,7 +123,7 @@ void Metrics::decided(const char* role, wire::Outcome outcome) {
 
 void Metrics::ask_peers(Peers& peers) {
   std::vector<std::pair<std::string, bool>> all;
-  for (const auto& p : parts_.config.peers)
+  for (const auto& p : parts_.config.peers())
     if (p.name != parts_.config.name) all.emplace_back(p.name, false);
   (void)parallel_for(all, [&](auto& peer) -> Status {
     auto channel = peers.channel(peer.first);

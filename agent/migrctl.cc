@@ -283,7 +283,7 @@ std::optional<ExpectedStop> stop_of(const Options& o, const wire::PlanReply& pla
   if (past && past->same) return past;
   if (!s.error().empty()) return {};  // what it has is not known
   const auto config = load_config(o.config);
-  const Peer* to = config ? config->peer(s.to()) : nullptr;
+  const auto to = config ? config->peer(s.to()) : std::nullopt;
   return likely_stop(past, estimated_stop({plan.memory_bytes(), plan.pre_copy(), s.resources().qp(), to ? link_rate(to->address) : 0}));
 }
 
@@ -465,6 +465,17 @@ int cmd_recover(const Options& o) {
   return kDone;
 }
 
+int cmd_reload(const Options& o) {
+  if (!is_root()) return refuse(o, need_root("migrctl reload"));
+  grpc::ClientContext ctx;
+  set_deadline(ctx, kCheckMs);
+  wire::ReloadReply r;
+  if (auto s = control(o)->Reload(&ctx, {}, &r); !s.ok()) return refuse_grpc(o, s);
+  if (o.json) return print(reload_json(r));
+  std::fputs(wrapped(reload_text(r), 2).c_str(), stdout);
+  return kDone;
+}
+
 // ---- links
 
 int cmd_links(const Options& o) {
@@ -588,7 +599,7 @@ std::vector<Finding> examine(const Options& o) {
   if (!files) return all;  // that is among what was found
   Peers peers(*config, *files);
   auto names = o.peers;
-  for (const auto& p : config->peers)
+  for (const auto& p : config->peers())
     if (o.peers.empty() && p.name != config->name) names.push_back(p.name);
   if (names.empty()) all.push_back({config->name, "peers", Health::kWarning, "none in " + o.config, "add the hosts that containers are to go to, or have partners on"});
   auto answers = ask_peers(peers, names, filled);
@@ -707,6 +718,7 @@ int main(int argc, char** argv) {
   recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
   recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
   json(recover);
+  json(add(app, "reload", "peers and their rights, read again from migrd's configuration", cmd_reload));
   json(add(app, "history", "what was migrated from this host", cmd_history));
   auto* report = add(app, "report", "a page about one migration", cmd_report);
   report->add_option("ID", o.migration, "of the migration, as history prints it")->required();
@@ -761,7 +773,9 @@ int main(int argc, char** argv) {
     app.exit(e);
     return written(kUsage);
   }
-  if (!socket->count())
-    if (const auto config = load_config(o.config)) o.socket = config->control_socket;
+  if (const auto config = load_config(o.config)) {
+    take_limits(*config);
+    if (!socket->count()) o.socket = config->control_socket;
+  }
   return written(todo ? todo() : kUsage);
 }

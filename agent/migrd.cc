@@ -26,6 +26,7 @@
 #include "config.h"
 #include "control_service.h"
 #include "coordinator.h"
+#include "ctl_text.h"
 #include "destination_host.h"
 #include "directory.h"
 #include "end_signals.h"
@@ -47,6 +48,7 @@
 #include "peer_link.h"
 #include "privileges.h"
 #include "process_session.h"
+#include "reload.h"
 #include "runtime.h"
 #include "source_host.h"
 #include "stored.h"
@@ -114,7 +116,7 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
   m.settings.max_stop_ms = static_cast<int>(std::min(r.max_stop_ms(), kStopMaxMs));
   if (r.drain_limit_ms()) m.settings.drain_ms = static_cast<int>(std::min(r.drain_limit_ms(), kDrainMaxMs));
   // Partners may be anywhere, also on the destination and on this host.
-  for (const Peer& p : config.peers)
+  for (const Peer& p : config.peers())
     if (auto c = peers.channel(p.name)) m.partners.push_back(std::make_unique<RpcPartner>(*c, p.name));
   if (!config.peer(config.name)) m.partners.push_back(std::make_unique<RpcPartner>(self, config.name));
   for (const auto& p : m.partners) m.links.push_back(p.get());
@@ -336,7 +338,17 @@ Result<Fd> sole_use(const std::string& folder) {
   return sole_lock(file, folder);
 }
 
-int run(const Config& config) {
+// One at a time: it looks at what was, and puts something in its place.
+Result<wire::ReloadReply> reload_once(Config& config, const std::string& path, const std::vector<Role*>& roles) {
+  static std::mutex turn;
+  std::lock_guard lock(turn);
+  auto done = reload(config, path, roles);
+  if (done) spdlog::info("configuration read again: {}", reload_text(*done));
+  else spdlog::error("the configuration was not taken: {}", done.error().text);
+  return done;
+}
+
+int run(Config& config, const std::string& path) {
   for (auto [dir, mode] : {std::pair{config.run_dir, 0755}, {parent_of(config.control_socket), 0700}, {config.state_dir, 0700}})
     if (auto s = make_own_folder(dir, static_cast<mode_t>(mode)); !s) return fail(s.error().text);
   const std::string tls = parent_of(config.control_socket) + "/tls";
@@ -396,7 +408,8 @@ int run(const Config& config) {
                           },
                           [&](const wire::MigrateRequest& r, const Say& say) { return counted(Metrics::What::kMigrate, migrate(peers, source, self, r, say)); },
                           [&](const wire::CheckpointRequest& r, const Say& say) { return counted(Metrics::What::kCheckpoint, checkpoint(source, config, r, say)); },
-                          [&](const wire::RestoreRequest& r, const Say& say) { return counted(Metrics::What::kRestore, restore(source, self, config, r, say)); }},
+                          [&](const wire::RestoreRequest& r, const Say& say) { return counted(Metrics::What::kRestore, restore(source, self, config, r, say)); },
+                          [&] { return reload_once(config, path, roles); }},
                          roles, {links.table, *links.directory, links.ports}, history, &certificates);
 
   Turns turns;
@@ -472,7 +485,7 @@ int run(const Config& config) {
     do metrics->ask_peers(peers);
     while (!end.comes_within(kPeersMs));
   });
-  spdlog::info("ends by signal {}", wait_for_end());
+  spdlog::info("ends by signal {}", wait_for_end([&] { (void)reload_once(config, path, roles); }));
   end.come();
   ticker.join();
   guests.join();
@@ -523,5 +536,6 @@ int main(int argc, char** argv) {
   auto config = load_config(path);
   if (!config) return fail(config.error().text);
   set_log_host(config->name);
-  return run(*config);
+  take_limits(*config);
+  return run(*config, path);
 }

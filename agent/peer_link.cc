@@ -66,18 +66,20 @@ std::uint32_t named_migration(const std::multimap<grpc::string_ref, grpc::string
 }
 
 Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
-  const Peer* p = config_.peer(name);
+  const auto p = config_.peer(name);
   if (!p) {
-    if (std::lock_guard lock(mutex_); self_ && name == config_.name) return self_;
+    std::lock_guard lock(mutex_);
+    channels_.erase(name);
+    if (self_ && name == config_.name) return self_;
     std::string known;
-    for (const auto& k : config_.peers) known += (known.empty() ? "" : ", ") + k.name;
+    for (const auto& k : config_.peers()) known += (known.empty() ? "" : ", ") + k.name;
     return Error{ENOENT, "no host '" + name + "' among the peers in the configuration (" + known + ")"};
   }
   // Not gRPC's own watching of files, as the server does: with it, now and then, a connection found no certificate.
   const auto in_use = certificates_ ? certificates_->in_use() : fixed_;
   std::lock_guard lock(mutex_);
-  auto& [c, number] = channels_[name];
-  if (!c || number != in_use.number) {
+  auto& [c, number, address] = channels_[name];
+  if (!c || number != in_use.number || address != p->address) {
     grpc::ChannelArguments a;
     a.SetSslTargetNameOverride(name);  // the certificate names the host, whatever its address
     a.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
@@ -88,6 +90,7 @@ Result<std::shared_ptr<grpc::Channel>> Peers::channel(const std::string& name) {
     a.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
     set_bulk(a);
     number = in_use.number;
+    address = p->address;
     c = grpc::CreateCustomChannel(p->address, grpc::SslCredentials({in_use.files.ca, in_use.files.key, in_use.files.cert}), a);
   }
   return c;

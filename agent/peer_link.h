@@ -39,6 +39,7 @@ class Peers {
   struct Made {
     std::shared_ptr<grpc::Channel> channel;
     unsigned number;  // of the certificate
+    std::string address;
   };
   std::map<std::string, Made> channels_;
   std::shared_ptr<grpc::Channel> self_;

@@ -123,7 +123,7 @@ Result<migr_qp_address> Whereabouts::find(const migr_qp_address& named, std::uin
     wire::WhereReply reply;
   };
   std::vector<Asked> hosts{{config_.name, {}}};
-  for (const auto& p : config_.peers) hosts.push_back({p.name, {}});
+  for (const auto& p : config_.peers()) hosts.push_back({p.name, {}});
   (void)parallel_for(hosts, [&](Asked& a) -> Status {
     auto channel = peers_.channel(a.host);
     if (!channel) return channel.error();
@@ -166,7 +166,7 @@ Status Whereabouts::introduce(const Question& q) {
   r.mutable_keys()->set_owner(session->instance().data(), session->instance().size());
   for (const auto& k : *keys) r.mutable_keys()->add_vrkey(k.vrkey), r.mutable_keys()->add_prkey(k.prkey);
   std::set<std::string> hosts{config_.name};
-  for (const auto& p : config_.peers) hosts.insert(p.name);
+  for (const auto& p : config_.peers()) hosts.insert(p.name);
   std::atomic<bool> told = false;
   auto s = parallel_for(hosts, [&](const std::string& host) -> Status {
     auto channel = peers_.channel(host);

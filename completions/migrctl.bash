@@ -20,7 +20,7 @@ _migrctl_options() {	# COMMAND [COMMAND]
 	doctor) echo --peer --json ;;
 	report) echo -o --output --json ;;
 	"pki host") echo --ip --days --json ;;
-	checkpoint|restore|cancel|"link up"|"pki init"|ps|show|peers|history|version) echo --json ;;
+	checkpoint|restore|cancel|"link up"|"pki init"|ps|show|peers|reload|history|version) echo --json ;;
 	"") echo --socket --config --version ;;
 	esac
 	echo --help
@@ -56,7 +56,7 @@ _migrctl() {
 			mapfile -t words < <(_migrctl_options "$command" | tr ' ' '\n')
 		else
 			case "$command $nr" in
-			" 0") words=(migrate drain checkpoint restore cancel recover history report links link ps show peers doctor version pki) ;;
+			" 0") words=(migrate drain checkpoint restore cancel recover history report links link ps show peers reload doctor version pki) ;;
 			"link 0") words=(down up) ;;
 			"links 0") words=(prefer) ;;
 			"pki 0") words=(init host) ;;

@@ -20,7 +20,7 @@ void bound(Map& m) {
 
 std::vector<std::string> PeerDirectory::others() const {
   std::vector<std::string> out;
-  for (const auto& p : peers_.config().peers)
+  for (const auto& p : peers_.config().peers())
     if (p.name != peers_.config().name) out.push_back(p.name);
   return out;
 }
@@ -28,7 +28,8 @@ std::vector<std::string> PeerDirectory::others() const {
 std::string PeerDirectory::error() const {
   std::lock_guard lock(mutex_);
   std::string out;
-  for (const auto& [host, s] : silent_) out += (out.empty() ? "" : "; ") + s.error.text;
+  for (const auto& [host, s] : silent_)
+    if (peers_.config().peer(host)) out += (out.empty() ? "" : "; ") + s.error.text;
   return out;
 }
 
@@ -38,7 +39,7 @@ std::string PeerDirectory::silence_text(const std::string& host, const grpc::Sta
   if (s.error_code() != grpc::StatusCode::UNAVAILABLE && s.error_code() != grpc::StatusCode::DEADLINE_EXCEEDED) return from_grpc(s, host).error().text;
   const std::string text = s.error_message();
   const auto colon = text.rfind(": ");
-  const Peer* p = peers_.config().peer(host);
+  const auto p = peers_.config().peer(host);
   return host + ": migrd at " + (p ? p->address : "?") + " does not answer (" + (colon == text.npos ? text : text.substr(colon + 2)) + ")";
 }
 

@@ -112,29 +112,42 @@ wrong_arguments() {
 	[ $status = 2 ] || fail "status $status of a bad command line, want 2"
 }
 
+# migrd takes peers and their rights from its configuration while it runs.
+configured() {	# HOST FILTER: of jq, for its migrd.json
+	on_sh "$1" 'cp /etc/migr/migrd.json /tmp/config.saved && jq "$1" /tmp/config.saved >/etc/migr/migrd.json' "$2" && on "$1" migrctl reload >&2
+}
+configured_as_before() { on_sh "$1" 'cp /tmp/config.saved /etc/migr/migrd.json' && on "$1" migrctl reload >&2; }
+peer_has_left() {
+	local r=1
+	configured src '.peers |= map(select(.name != "dst"))' && migrate_refused c dst "no host 'dst' among the peers in the configuration" && r=0
+	configured_as_before src && [ $r = 0 ] || return 1
+	on src migrctl peers --json | jq -e 'any(.[]; .name == "dst" and .answers)' >/dev/null || fail "dst is a peer again, and does not answer" || return 1
+	untouched
+}
 # "allow" has others only, or other names. The log of the host that refuses says so, too, with the number that migrctl has.
 not_allowed() {	# HOST ALLOW KEY
 	local id r=1
-	on_sh "$1" 'cp /etc/migr/migrd.json /tmp/allow.saved && jq --argjson a "$1" ".allow = \$a" /tmp/allow.saved >/etc/migr/migrd.json' "$2" && migrd_restart "$1" &&
+	configured "$1" ".allow = $2" &&
 		migrate_refused c dst "may not take 'c' from here|may not move 'c' to here" && grep -qF "\"$3\": ..} in migrd.json of $1" "$E2E_OUT/refused.err" && r=0
 	[ $r = 0 ] || { cat "$E2E_OUT/refused.err" >&2; fail "allow $2 on $1"; }
 	jq -e '.status == 3 and .error == .rollback_reason and .migrated == false and (.phases_ms | keys - ["check"] == [])' "$E2E_OUT/refused.json" >/dev/null ||
 		{ cat "$E2E_OUT/refused.json" >&2; fail "more was done than to check"; r=1; }
 	id=$(jq -r .id "$E2E_OUT/refused.json")
 	grep "migration=$id .*refused: .*$3" "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/migrd.log" >&2 || { fail "the log of $1 says nothing of migration $id"; r=1; }
-	on_sh "$1" 'cp /tmp/allow.saved /etc/migr/migrd.json' && migrd_restart "$1" && [ $r = 0 ] && untouched
+	configured_as_before "$1" && [ $r = 0 ] && untouched
 }
 
 step "traffic" start_verify src c --mode mixed --qps 2 || { e2e_logs; e2e_end; }
 step "a dry run" only_asked
 step "a container that does not exist" no_such_container
 step "a host that is no peer" no_such_host
+step "a peer that has left" peer_has_left
 step "to where it is" itself
 step "a destination that does not answer" destination_silent
 walk_step "a destination without the module" destination_without_module
 step "an ordinary user" ordinary_user
 walk_step "a host that may move another one to there" not_allowed dst '{"to_here": ["peer", {"peer": "src", "containers": ["web-*"]}]}' to_here
-walk_step "a host that it may not be moved to" not_allowed src '{"from_here": ["peer"]}' from_here
+step "a host that it may not be moved to" not_allowed src '{"from_here": ["peer"]}' from_here
 step "a process without libmigr" no_libmigr
 walk_step "a partner without libmigr" partner_without_libmigr
 step "a bad command line" wrong_arguments

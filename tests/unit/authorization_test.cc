@@ -71,12 +71,13 @@ using AllowConfig = Folder;
 TEST_F(AllowConfig, RulesArePeersAndContainers) {
   const auto c = load(R"({"to_here": ["b", {"peer": "*", "containers": ["web-*", "db"]}], "read": []})");
   ASSERT_TRUE(c) << c.error().text;
-  EXPECT_EQ(c->allow.size(), 2u);
-  const auto& to_here = c->allow.at(Right::kToHere);
+  EXPECT_EQ(c->hosts.now()->allow.size(), 2u);
+  const auto hosts = c->hosts.now();
+  const auto& to_here = hosts->allow.at(Right::kToHere);
   ASSERT_EQ(to_here.size(), 2u);
   EXPECT_EQ(to_here[0].peer, "b");
   EXPECT_EQ(to_here[1].containers, (std::vector<std::string>{"web-*", "db"}));
-  EXPECT_TRUE(c->allow.at(Right::kRead).empty());
+  EXPECT_TRUE(c->hosts.now()->allow.at(Right::kRead).empty());
 }
 
 TEST_F(AllowConfig, WhatWouldNotDoWhatItSaysIsAnError) {
@@ -98,41 +99,44 @@ TEST_F(AllowConfig, AMissingCommaIsFoundByItsLine) {
 }
 
 TEST_F(AllowConfig, AStepMayTakeAsLongAsItsLimits) {
-  const int upload = kUploadMs, phase = kPhaseMs;
   const auto c = load(R"({}, "limits": {"upload_ms": 1800000})");
   ASSERT_FALSE(c);
   EXPECT_EQ(c.error().code, EINVAL);
-  EXPECT_EQ(c.error().text, dir + "/migrd.json: limit \"phase_ms\" (" + std::to_string(phase) + ") has to be more than \"upload_ms\" (1800000)");
+  EXPECT_EQ(c.error().text, dir + "/migrd.json: limit \"phase_ms\" (" + std::to_string(kPhaseMs) + ") has to be more than \"upload_ms\" (1800000)");
   EXPECT_TRUE(load(R"({}, "limits": {"upload_ms": 1800000, "phase_ms": 2000000})"));
-  kUploadMs = upload, kPhaseMs = phase;
+}
+
+// migrctl reload reads the file while others wait by these limits.
+TEST_F(AllowConfig, LimitsAreTakenWhenThatIsSaid) {
+  const int upload = kUploadMs, phase = kPhaseMs;
+  const auto c = load(R"({}, "limits": {"upload_ms": 1800000, "phase_ms": 2000000})");
+  ASSERT_TRUE(c);
+  EXPECT_EQ(std::pair(kUploadMs, kPhaseMs), std::pair(upload, phase));
+  take_limits(*c);
+  EXPECT_EQ(std::pair(kUploadMs, kPhaseMs), std::pair(1800000, 2000000));
+  take_limits(Config());
+  EXPECT_EQ(std::pair(kUploadMs, kPhaseMs), std::pair(upload, phase));
 }
 
 TEST_F(AllowConfig, EachLimitThatAStepWaitsForIsLess) {
-  const std::pair<const char*, int*> waited_for[] = {{"commit_ms", &kCommitMs}, {"undecided_ms", &kUndecidedMs}, {"check_ms", &kCheckMs}, {"abort_ms", &kAbortMs}, {"process_ms", &kProcessMs}, {"suspend_ms", &kSuspendMs}, {"reconnect_ms", &kReconnectMs}, {"compare_ms", &kCompareMs}};
-  const int phase = kPhaseMs, go = kGoMs;
-  for (const auto& [name, limit] : waited_for) {
-    const int before = *limit;
-    const auto c = load("{}, \"limits\": {\"" + std::string(name) + "\": " + std::to_string(phase) + "}");
-    *limit = before;
+  for (const char* name : {"commit_ms", "undecided_ms", "check_ms", "abort_ms", "process_ms", "suspend_ms", "reconnect_ms", "compare_ms"}) {
+    const auto c = load("{}, \"limits\": {\"" + std::string(name) + "\": " + std::to_string(kPhaseMs) + "}");
     ASSERT_FALSE(c) << name;
     EXPECT_NE(c.error().text.find("has to be more than \"" + std::string(name) + "\""), std::string::npos) << c.error().text;
   }
   EXPECT_TRUE(load(R"({}, "limits": {"go_ms": 7200000})")) << "a restore waits, and no step of the coordinator";
-  kGoMs = go;
 }
 
 // A checkpoint that does not end is ended, and what is left of it.
 TEST_F(AllowConfig, ACheckpointMayTakeAsLongAsItsHooks) {
-  const int phase = kPhaseMs, hook = kHookMs, checkpoint = kCheckpointMs;
   const auto with = [&](int hook_ms, int checkpoint_ms) {
     const auto c = load("{}, \"limits\": {\"hook_ms\": " + std::to_string(hook_ms) + ", \"checkpoint_ms\": " + std::to_string(checkpoint_ms) + "}");
-    kHookMs = hook, kCheckpointMs = checkpoint;
     return c ? std::string() : c.error().text;
   };
-  const int all = phase - 3 * hook;
-  EXPECT_EQ(with(hook, all - 1), "");
-  EXPECT_NE(with(hook, all).find("has to be more than \"checkpoint_ms\" and three times \"hook_ms\" (" + std::to_string(phase) + ")"), std::string::npos) << with(hook, all);
-  EXPECT_NE(with(phase - 1, phase - 1), "");
+  const int all = kPhaseMs - 3 * kHookMs;
+  EXPECT_EQ(with(kHookMs, all - 1), "");
+  EXPECT_NE(with(kHookMs, all).find("has to be more than \"checkpoint_ms\" and three times \"hook_ms\" (" + std::to_string(kPhaseMs) + ")"), std::string::npos);
+  EXPECT_NE(with(kPhaseMs - 1, kPhaseMs - 1), "");
 }
 
 TEST_F(AllowConfig, AddressesHaveAPort) {
@@ -143,7 +147,7 @@ TEST_F(AllowConfig, AddressesHaveAPort) {
   for (const char* good : {"0.0.0.0:7471", "[::]:7471", "host.example:65535"}) {
     const auto c = with(good, R"({"name": "b", "address": ")" + std::string(good) + R"("})");
     ASSERT_TRUE(c) << c.error().text;
-    EXPECT_EQ(c->peers[0].address, good);
+    EXPECT_EQ(c->peers()[0].address, good);
   }
   for (const char* bad : {"", "0.0.0.0", "[::]", "::1:7471", ":7471", "host:", "host:x", "host:0", "host:65536", "unix:/run/x"}) {
     const std::string why = " has to be host:port (an IPv6 address in brackets), not \"" + std::string(bad) + "\"";
@@ -246,7 +250,7 @@ class Peer : public Folder {
     auto& [config, peers] = callers_[who];
     if (!peers) {
       config.name = who;
-      config.peers = {{"a", "127.0.0.1:" + std::to_string(port_)}};
+      config.hosts = Hosts{{{"a", "127.0.0.1:" + std::to_string(port_)}}, {}};
       peers = std::make_unique<Peers>(config, *pki::load(dir + "/ca/" + who));
     }
     return *peers->channel("a");
@@ -297,6 +301,18 @@ TEST_F(Peer, ACertificateWithoutANameIsNobodys) {
   EXPECT_EQ(ask("b", "/migr.wire.Host/Version").error_code(), grpc::StatusCode::OK);
   const auto s = ask("d", "/migr.wire.Host/Version");
   EXPECT_EQ(s.error_code(), grpc::StatusCode::PERMISSION_DENIED) << s.error_message();
+}
+
+TEST_F(Peer, WhoMayWhatIsAsItWasReadLast) {
+  serve("{}");
+  const char* const version = "/migr.wire.Host/Version";
+  EXPECT_EQ(ask("d", version).error_code(), grpc::StatusCode::PERMISSION_DENIED);
+  config_.hosts = Hosts{{{"c", "c:1"}, {"d", "d:1"}}, {}};
+  EXPECT_EQ(ask("d", version).error_code(), grpc::StatusCode::OK);
+  EXPECT_EQ(ask("b", version).error_code(), grpc::StatusCode::PERMISSION_DENIED);
+  config_.hosts = Hosts{{{"d", "d:1"}}, {{Right::kRead, {}}}};
+  EXPECT_EQ(ask("d", version).error_code(), grpc::StatusCode::OK);
+  EXPECT_EQ(ask("d", "/migr.wire.Host/Facts").error_code(), grpc::StatusCode::PERMISSION_DENIED);
 }
 
 TEST_F(Peer, WithoutARightEachMethodIsRefusedAndSaysByWhatKey) {

@@ -27,7 +27,7 @@ words_of() {
 	"link down"|"link up"|"links prefer") echo rxe9 ;;
 	"pki init") echo "$dir/none/ca" ;;
 	"pki host") echo "$dir/none" host ;;
-	links|history|ps|peers|doctor|version) ;;
+	links|history|ps|peers|reload|doctor|version) ;;
 	*) return 1 ;;
 	esac
 }

@@ -143,8 +143,8 @@ class TwoHosts : public ::testing::TestWithParam<const char*> {
     if (std::string(GetParam()) == "redis") redis_ = std::make_unique<RedisServer>(dir_.path);
     a_ = std::make_unique<HostUnderTest>(dir_.path, 1, redis_ ? redis_->address() : "");
     b_ = std::make_unique<HostUnderTest>(dir_.path, 2, redis_ ? redis_->address() : "");
-    a_->config.peers = {{"a", a_->address()}, {"b", b_->address()}};
-    b_->config.peers = {{"a", a_->address()}};
+    a_->config.hosts = Hosts{{{"a", a_->address()}, {"b", b_->address()}}, {}};
+    b_->config.hosts = Hosts{{{"a", a_->address()}}, {}};
   }
   static migr_links_found one(LinkLibrary& l, const migr_links_name& n, std::string* text = nullptr) {
     const auto r = l.ask<migr_links_name>(MIGR_LINKS_LOOKUP, {n});
@@ -394,8 +394,12 @@ TEST_P(PeersOnly, WhatAPeerSaysIsChecked) {
 TEST_P(PeersOnly, TheHomeOfANameIsBelievedFirst) {
   ASSERT_TRUE(pki::issue_host(dir_.path + "/ca", "c", {}));
   HostUnderTest c(dir_.path, 3, "");
-  c.config.peers = {{"a", a_->address()}, {"b", b_->address()}};
-  for (auto* h : {a_.get(), b_.get()}) h->config.peers.push_back({"c", c.address()});  // others are not answered
+  c.config.hosts = Hosts{{{"a", a_->address()}, {"b", b_->address()}}, {}};
+  for (auto* h : {a_.get(), b_.get()}) {  // others are not answered
+    Hosts known = *h->config.hosts.now();
+    known.peers.push_back({"c", c.address()});
+    h->config.hosts = std::move(known);
+  }
   LinkLibrary asker(c.path(), 1), a(a_->path(), 2), b(b_->path(), 3);
   told(a, 1);
   told(b, 2);

@@ -42,7 +42,7 @@ class Exported : public ::testing::Test {
     ASSERT_TRUE(pki::init(dir_ + "/ca"));
     ASSERT_TRUE(pki::issue_host(dir_ + "/ca", "a", {}, 100));
     config_.name = "a", config_.pki = dir_ + "/ca/a";
-    config_.peers = {{"a", "127.0.0.1:1"}, {"b", "127.0.0.1:1"}};
+    config_.hosts = Hosts{{{"a", "127.0.0.1:1"}, {"b", "127.0.0.1:1"}}, {}};
     certificates_ = std::make_unique<Certificates>(config_, dir_ + "/tls");
     ASSERT_TRUE(certificates_->start());
     peers_ = std::make_unique<Peers>(config_, *certificates_);

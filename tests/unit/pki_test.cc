@@ -191,7 +191,7 @@ class Tls : public Pki {
       for (const char* h : {"a", "b"}) ASSERT_TRUE(pki::issue_host(dir_ + "/" + ca, h, {}));
     }
     config_.name = "a";
-    config_.peers = {{"b", "b:7471"}};
+    config_.hosts = Hosts{{{"b", "b:7471"}}, {}};
     files_ = std::make_unique<Peers>(config_, *pki::load(dir_ + "/ca/a"));
     service_ = std::make_unique<HostService>(config_, sessions_, numbers_, std::vector<Role*>{&arrivals_});
     grpc::ServerBuilder b;
@@ -207,7 +207,7 @@ class Tls : public Pki {
   }
   Result<wire::VersionReply> ask(const std::string& who, const std::string& expect) {
     Config c;
-    c.peers = {{expect, "127.0.0.1:" + std::to_string(port_)}};
+    c.hosts = Hosts{{{expect, "127.0.0.1:" + std::to_string(port_)}}, {}};
     Peers p(c, *pki::load(dir_ + who));
     wire::Host::Stub stub(*p.channel(expect));
     return call(stub, &wire::Host::Stub::Version, wire::Empty(), 2000, expect);
@@ -215,7 +215,7 @@ class Tls : public Pki {
   /// b calls a over this port. @return whether it was answered
   bool renew(int port) {
     Config c;
-    c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+    c.hosts = Hosts{{{"a", "127.0.0.1:" + std::to_string(port)}}, {}};
     Peers p(c, *pki::load(dir_ + "/ca/b"));
     wire::Host::Stub stub(*p.channel("a"));
     return bool(call(stub, &wire::Host::Stub::Renew, wire::Migration(), 2000, "a"));
@@ -287,7 +287,7 @@ TEST_F(Tls, WhatIsSaidAgainIsNotTakenAgain) {
 // What is larger than the keys of the largest container is not even kept in memory, and the connection goes on.
 TEST_F(Tls, AnOversizedMessageIsRefusedAndTheNextIsAnswered) {
   Config c;
-  c.peers = {{"a", "127.0.0.1:" + std::to_string(port_)}};
+  c.hosts = Hosts{{{"a", "127.0.0.1:" + std::to_string(port_)}}, {}};
   Peers p(c, *pki::load(dir_ + "/ca/b"));
   wire::Host::Stub stub(*p.channel("a"));
   const auto release = [&](std::size_t bytes) {
@@ -315,7 +315,7 @@ class Rotation : public Pki {
     fs::create_directory(dir_ + "/pki");
     put("ca/a");
     config_.name = "a", config_.pki = dir_ + "/pki";
-    config_.peers = {{"b", "b:7471"}};
+    config_.hosts = Hosts{{{"b", "b:7471"}}, {}};
     certificates_ = std::make_unique<Certificates>(config_, dir_ + "/tls");
     ASSERT_TRUE(certificates_->start());
     peers_ = std::make_unique<Peers>(config_, *certificates_);
@@ -341,7 +341,7 @@ class Rotation : public Pki {
     Client(const std::string& folder, int port) : config(asks(port)), peers(config, *pki::load(folder)), stub(*peers.channel("a")) {}
     static Config asks(int port) {
       Config c;
-      c.name = "b", c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+      c.name = "b", c.hosts = Hosts{{{"a", "127.0.0.1:" + std::to_string(port)}}, {}};
       return c;
     }
     /// The certificate that the server showed; empty: none was taken.
@@ -470,7 +470,7 @@ TEST_F(Rotation, FromOneCaToAnotherWithBothInBetween) {
 // As a client, too.
 TEST_F(Rotation, ANewCertificateIsShownToServersThatTrustOnlyItsCa) {
   Config c;
-  c.name = "b", c.pki = dir_ + "/pki", c.peers = {{"a", "127.0.0.1:1"}};
+  c.name = "b", c.pki = dir_ + "/pki", c.hosts = Hosts{{{"a", "127.0.0.1:1"}}, {}};
   server_->Shutdown();
   Config server_config = config_;
   Peers server_peers(server_config, *pki::load(dir_ + "/other/a"));
@@ -479,7 +479,7 @@ TEST_F(Rotation, ANewCertificateIsShownToServersThatTrustOnlyItsCa) {
   b.AddListeningPort("127.0.0.1:0", server_peers.server_credentials(), &port);
   b.RegisterService(service_.get());
   const auto server = b.BuildAndStart();
-  c.peers = {{"a", "127.0.0.1:" + std::to_string(port)}};
+  c.hosts = Hosts{{{"a", "127.0.0.1:" + std::to_string(port)}}, {}};
   put("ca/b");
   Certificates mine(c, dir_ + "/tls-b");
   ASSERT_TRUE(mine.start());
@@ -553,7 +553,7 @@ std::string advice_of(const std::vector<PeerAnswer>& answers) { return judge_pee
 TEST_F(Tls, DoctorAsksAndKnowsWhyNobodyAnswers) {
   const auto ask_facts = [&](const std::string& who, const std::string& expect, int port) {
     Config c;
-    c.peers = {{expect, "127.0.0.1:" + std::to_string(port)}};
+    c.hosts = Hosts{{{expect, "127.0.0.1:" + std::to_string(port)}}, {}};
     Peers p(c, *pki::load(dir_ + who));
     return ask_peers(p, {expect, "nobody"}, 1);
   };
