@@ -429,7 +429,6 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
     auto* p = out.add_qps();
     p->set_src_ctx_id(q.src_ctx_id);
     p->set_vqpn(q.vqpn);
-    p->set_src_pqpn(q.src_pqpn);
     p->set_pqpn(q.pqpn);
     p->set_psn(q.psn);
     p->set_gid(q.sgid, sizeof q.sgid);
