@@ -85,7 +85,9 @@ std::string plain(const std::string& line) {
 }  // namespace
 
 Env criu_env(const Config& config, const std::string& images) {
-  Env e = {"MIGR_RESTORE_GO_LIMIT=" + std::to_string(kGoMs / 1000)};
+  const auto limit = [](const char* of, int ms) { return std::string("MIGR_RESTORE_") + of + "_LIMIT=" + std::to_string(std::max(ms / 1000, 1)); };
+  // Memory is registered while we wait for READY, and what became of that is to be told within the same limit.
+  Env e = {limit("GO", kGoMs), limit("REGISTER", kReadyMs - kReadyMs / 10), limit("COMMIT", kPluginCommitMs)};
   if (!config.criu_libs.empty()) e.push_back("CRIU_LIBS_DIR=" + config.criu_libs);
   const char* path = getenv("PATH");
   e.push_back("PATH=" + plugin_dir(config) + "/migr:" + (path ? path : "/usr/sbin:/usr/bin:/sbin:/bin"));  // its tar, criu-plugin/tar.c

@@ -20,7 +20,7 @@
 #define GO_LIMIT_S 120
 #define COMMIT_LIMIT_S 30
 #define FAILED_LIMIT_S 20	/* how long a failure waits for someone to tell */
-#define REGISTER_LIMIT_MS 100000	/* for all memory of the job; within what migrd waits for READY */
+#define REGISTER_LIMIT_S 100	/* for all memory of the job; within what migrd waits for READY */
 #define QPS_RTS 3		/* enum ib_qp_state */
 #define QPS_SQD 4
 
@@ -354,7 +354,7 @@ int restore_resume_late(int pid)
 		job.root = pid;
 		restore_still_held(0);
 		if (!job.failed) {
-			job.failed = ahead_register(job.img, pid, REGISTER_LIMIT_MS, &job.why);
+			job.failed = ahead_register(job.img, pid, limit_from("MIGR_RESTORE_REGISTER_LIMIT", REGISTER_LIMIT_S) * 1000, &job.why);
 			if (job.failed)
 				say(1, "%s", job.why.text);
 		}

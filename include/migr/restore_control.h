@@ -13,7 +13,8 @@
  * there may say that this has failed, and is an ABORT.
  * ABORT is possible at any time before COMMIT: CRIU fails, the tasks die,
  * everything that was created is destroyed. Waiting is limited by
- * MIGR_RESTORE_GO_LIMIT and MIGR_RESTORE_COMMIT_LIMIT (seconds, default 120 and
+ * MIGR_RESTORE_GO_LIMIT, MIGR_RESTORE_REGISTER_LIMIT (of memory, before the
+ * answer to READY) and MIGR_RESTORE_COMMIT_LIMIT (seconds, default 120, 100 and
  * 30); a limit that runs out is an ABORT.
  */
 #ifndef MIGR_RESTORE_CONTROL_H

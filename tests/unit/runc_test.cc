@@ -187,5 +187,16 @@ TEST_F(ARunc, WithoutTheCgroupSaysWhyItDoesNotResume) {
   EXPECT_FALSE(fs::exists(group));
 }
 
+// A clock of its own would end a registration for which "ready_ms" has been raised.
+TEST(CriuEnv, SaysHowLongThePluginWaits) {
+  const int ready = std::exchange(kReadyMs, 200'000);
+  const auto env = criu_env(Config());
+  kReadyMs = ready;
+  const auto has = [&](const std::string& v) { return std::find(env.begin(), env.end(), v) != env.end(); };
+  EXPECT_TRUE(has("MIGR_RESTORE_GO_LIMIT=3600"));
+  EXPECT_TRUE(has("MIGR_RESTORE_REGISTER_LIMIT=180")) << "and 20 s to tell of it";
+  EXPECT_TRUE(has("MIGR_RESTORE_COMMIT_LIMIT=30"));
+}
+
 }  // namespace
 }  // namespace migr::runc_test
