@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
@@ -145,6 +146,40 @@ TEST_F(Exported, TheDashboardAsksOnlyForWhatIsThereAndForAllOfIt) {
     for (const auto& t : p["targets"]) look(t["expr"], t["legendFormat"]);
   }
   for (const auto& n : names()) EXPECT_TRUE(asked.contains(n) || asked.contains(n + "_bucket")) << n << " is in no panel";
+}
+
+TEST_F(Exported, AlertsAreAboutWhatIsThere) {
+  std::ifstream rules(MIGR_SOURCE "/packaging/prometheus-rules.yml");
+  metrics_->ask_peers(*peers_);
+  std::map<std::string, std::set<std::string>> values;  // by "metric label": what it has been
+  for (const auto& f : metrics_->Collect())
+    for (const auto& m : f.metric) {
+      values[f.name].insert("");
+      for (const auto& l : m.label) values[f.name + " " + l.name].insert(l.value);
+    }
+  const std::regex name("migr_[a-z_]+"), matcher("(migr_[a-z_]+)\\{([a-z]+)!?=\"([a-z]+)\"\\}"), label("\\$labels\\.([a-z]+)");
+  std::set<std::string> asked, alerts;
+  int exprs = 0;
+  for (std::string line; std::getline(rules, line);) {
+    const auto at = [&](const char* key) { return line.find(key) != line.npos; };
+    const std::sregex_iterator last;
+    if (at("alert:")) {
+      EXPECT_TRUE(alerts.insert(line).second) << line;
+    }
+    if (at("expr:")) {
+      exprs++;
+      asked.clear();
+      for (std::sregex_iterator i(line.begin(), line.end(), name); i != last; i++) asked.insert(i->str());
+      for (const auto& n : asked) EXPECT_TRUE(values.contains(n) || n == "migr_rollbacks_total") << n << " is not exported: " << line;
+      for (std::sregex_iterator i(line.begin(), line.end(), matcher); i != last; i++) EXPECT_TRUE(values[(*i)[1].str() + " " + (*i)[2].str()].contains((*i)[3])) << line;
+    }
+    for (std::sregex_iterator i(line.begin(), line.end(), label); i != last; i++) {
+      const std::string l = (*i)[1];
+      EXPECT_TRUE(l == "instance" || l == "phase" || std::any_of(asked.begin(), asked.end(), [&](const auto& n) { return values.contains(n + " " + l); })) << line;
+    }
+  }
+  EXPECT_GE(exprs, 12);
+  EXPECT_EQ(alerts.size(), static_cast<std::size_t>(exprs));
 }
 
 TEST_F(Exported, AMigrationIsCountedByItsOutcome) {
