@@ -650,132 +650,167 @@ std::string unknown_command(const CLI::App& app) {
   return "'" + (word == words.end() ? words[0] : *word) + "' is no command of " + name + "; see: " + name + " --help";
 }
 
-}  // namespace
+// What may be typed. Commands are listed by --help in the order in which they are declared.
+class CommandLine {
+ public:
+  explicit CommandLine(Options& o) : o_(o) {
+    app.require_subcommand(1);
+    app.set_version_flag("--version", kRelease);
+    socket = app.add_option("--socket", o_.socket, "migrd's control socket; else control_socket of its configuration")->capture_default_str();
+    app.add_option("--config", o_.config, "migrd's configuration")->capture_default_str();
+    declare_moves();
+    declare_daemon();
+    declare_links();
+    declare_looks();
+    declare_pki();
+  }
+  CommandLine(const CommandLine&) = delete;
+  CommandLine& operator=(const CommandLine&) = delete;
 
-int main(int argc, char** argv) {
-  Options o;
-  setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
-  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
-  if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
-  app.require_subcommand(1);
-  app.set_version_flag("--version", kRelease);
-  auto* socket = app.add_option("--socket", o.socket, "migrd's control socket; else control_socket of its configuration")->capture_default_str();
-  app.add_option("--config", o.config, "migrd's configuration")->capture_default_str();
-  std::function<int()> todo;
-  auto add = [&](CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
+  CLI::Option* socket = nullptr;
+  std::function<int()> todo;  // once it is parsed
+
+ private:
+  CLI::App* add(CLI::App& parent, const char* name, const char* what, int (*f)(const Options&)) {
     CLI::App* c = parent.add_subcommand(name, what);
     // Of a command in a command the inner one is called first.
-    c->callback([&todo, &o, f] {
-      if (!todo) todo = [&o, f] { return f(o); };
+    c->callback([this, f] {
+      if (!todo) todo = [this, f] { return f(o_); };
     });
     return c;
-  };
-  auto json = [&](CLI::App* c) { return c->add_flag("--json", o.json, "for programs"); };
+  }
+  CLI::Option* json(CLI::App* c) { return c->add_flag("--json", o_.json, "for programs"); }
 
-  const CLI::Validator process_number(
+  void how(CLI::App* c) {
+    auto* stop_and_copy = c->add_flag("--stop-and-copy", o_.stop_and_copy, "copy no memory before the stop");
+    c->add_flag("--pre-copy", o_.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
+    c->add_option("--pre-copy-rounds", o_.pre_copy_rounds, "copy it exactly so often before the stop")->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
+    c->add_flag("--no-pre-setup", o_.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
+    c->add_option("--drain-limit", o_.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
+    c->add_option("--max-stop", o_.max_stop_ms, "ms that a container may stand still; it goes on here if it would be longer")->check(CLI::Range(1u, kStopMaxMs));
+  }
+
+  void declare_moves() {
+    auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
+    auto* container = migrate->add_option("CONTAINER", o_.container);
+    migrate->add_option("--pid", o_.pid, "a process without a container, and its descendants")->check(process_number_)->excludes(container);
+    migrate->add_option("--to", o_.to, "the host, by its name among the peers")->required();
+    how(migrate);
+    migrate->add_flag("--dry-run", o_.dry_run, "only say whether it would move, and what stop to expect");
+    json(migrate);
+    auto* drain = add(app, "drain", "moves every container that uses RDMA to other hosts, one after the other", cmd_drain);
+    drain->add_option("--to", o_.hosts, "a host, may be repeated: each container goes to the first that takes it")->required();
+    drain->add_flag("--keep-going", o_.keep_going, "move what can be moved, whatever stays");
+    how(drain);
+    drain->add_flag("--dry-run", o_.dry_run, "only say what would move where, and what would stay");
+    json(drain);
+    auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
+    checkpoint->add_option("CONTAINER|PID", o_.container)->required();
+    checkpoint->add_option("DIR", o_.dir, "is made, for root only")->required();
+    json(checkpoint);
+    auto* restore = add(app, "restore", "starts on this host what a checkpoint has stored", cmd_restore);
+    restore->add_option("DIR", o_.dir)->required();
+    json(restore);
+    auto* cancel = add(app, "cancel", "takes back what was begun on this host, as long as its commit is not decided", cmd_cancel);
+    cancel->add_option("ID|CONTAINER", o_.container, "of the migration, checkpoint or restore")->required();
+    json(cancel);
+    auto* recover = add(app, "recover", "migrations that are not finished; the operator's decision about one", cmd_recover);
+    recover->add_option("ID", o_.migration, "of the migration");
+    auto* commit = recover->add_flag("--commit", o_.commit, "the container runs at the destination");
+    recover->add_flag("--rollback", o_.rollback, "it does not, and never will")->excludes(commit);
+    recover->add_flag("--force", o_.force, "you have made sure of what migrd cannot know");
+    json(recover);
+  }
+
+  void declare_daemon() {
+    json(add(app, "reload", "peers and their rights, read again from migrd's configuration", cmd_reload));
+    json(add(app, "history", "what was migrated from this host", cmd_history));
+    auto* report = add(app, "report", "a page about one migration", cmd_report);
+    report->add_option("ID", o_.migration, "of the migration, as history prints it")->required();
+    auto* page = report->add_option("-o,--output", o_.output, "the file; -: standard output; else migration-ID.html");
+    report->add_flag("--json", o_.json, "what it is made of, for programs; no page")->excludes(page);
+  }
+
+  void declare_links() {
+    auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
+    links->add_flag("--vqps", o_.vqps, "each vQP, too; with --json")->needs(json(links));
+    links->require_subcommand(0, 1);
+    auto waits = [&](CLI::App* c) { c->add_option("--wait", o_.wait_ms, "ms for the processes to carry it out")->capture_default_str()->check(CLI::Range(0u, kLinkOrderMaxMs)); };
+    auto* prefer = add(*links, "prefer", "vQPs go to this link and stay there", cmd_links_prefer);
+    auto* preferred = prefer->add_option("DEVICE[/PORT]", o_.name);
+    prefer->add_flag("--none", o_.none, "every vQP goes back to its default link")->excludes(preferred);
+    waits(prefer);
+    json(prefer);
+    auto* link = app.add_subcommand("link", "takes a link out of use, or puts it back");
+    link->require_subcommand(1);
+    auto* down = add(*link, "down", "vQPs go to their backup links, and none comes here", cmd_link_down);
+    down->add_option("DEVICE[/PORT]", o_.name)->required();
+    down->add_flag("--force", o_.force, "also if vQPs have no backup, and break");
+    waits(down);
+    json(down);
+    auto* up = add(*link, "up", "ends link down", cmd_link_up);
+    up->add_option("DEVICE[/PORT]", o_.name)->required();
+    json(up);
+  }
+
+  void declare_looks() {
+    json(add(app, "ps", "processes with RDMA resources", cmd_ps));
+    auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
+    show->add_option("PID", o_.pid)->required()->check(process_number_);
+    json(show);
+    json(add(app, "peers", "the hosts of the configuration, and whether they answer", cmd_peers));
+    auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);
+    doctor->add_option("--peer", o_.peers, "only this one, may be repeated; else all that are configured");
+    json(doctor);
+    json(add(app, "version", "versions of all parts on this host", cmd_version));
+  }
+
+  void declare_pki() {
+    auto* pki = app.add_subcommand("pki", "certificates of the hosts");
+    pki->require_subcommand(1);
+    auto* init = add(*pki, "init", "makes a certificate authority", cmd_pki_init);
+    init->add_option("DIR", o_.dir)->required();
+    json(init);
+    auto* host = add(*pki, "host", "issues the certificate of a host", cmd_pki_host);
+    host->add_option("DIR", o_.dir)->required();
+    host->add_option("NAME", o_.name)->required();
+    host->add_option("--ip", o_.ips, "address that it has, may be repeated");
+    host->add_option("--days", o_.days, "that it is valid")->check(CLI::Range(1L, pki::kCaDays))->capture_default_str();
+    json(host);
+  }
+
+  Options& o_;
+  const CLI::Validator process_number_{
       [](const std::string& text) {
         std::uint32_t pid = 0;
         const auto [end, err] = std::from_chars(text.data(), text.data() + text.size(), pid);
         return err == std::errc{} && *end == 0 && pid && pid <= INT32_MAX ? "" : "'" + text + "' is no process number; migrctl ps has those of programs and of containers";
       },
-      "");
+      ""};
+};
 
-  const auto how = [&](CLI::App* c) {
-    auto* stop_and_copy = c->add_flag("--stop-and-copy", o.stop_and_copy, "copy no memory before the stop");
-    c->add_flag("--pre-copy", o.pre_copy, "copy memory before the stop, too, even if there is little")->excludes(stop_and_copy);
-    c->add_option("--pre-copy-rounds", o.pre_copy_rounds, "copy it exactly so often before the stop")->check(CLI::Range(1u, kPreCopyRoundsMax))->excludes(stop_and_copy);
-    c->add_flag("--no-pre-setup", o.no_pre_setup, "make and connect the RDMA objects during the stop, to compare with");
-    c->add_option("--drain-limit", o.drain_limit_ms, "ms to wait for work requests under way, before they are cut off and replayed")->check(CLI::Range(1u, kDrainMaxMs));
-    c->add_option("--max-stop", o.max_stop_ms, "ms that a container may stand still; it goes on here if it would be longer")->check(CLI::Range(1u, kStopMaxMs));
-  };
-  auto* migrate = add(app, "migrate", "moves a running container to another host", cmd_migrate);
-  auto* container = migrate->add_option("CONTAINER", o.container);
-  migrate->add_option("--pid", o.pid, "a process without a container, and its descendants")->check(process_number)->excludes(container);
-  migrate->add_option("--to", o.to, "the host, by its name among the peers")->required();
-  how(migrate);
-  migrate->add_flag("--dry-run", o.dry_run, "only say whether it would move, and what stop to expect");
-  json(migrate);
-  auto* drain = add(app, "drain", "moves every container that uses RDMA to other hosts, one after the other", cmd_drain);
-  drain->add_option("--to", o.hosts, "a host, may be repeated: each container goes to the first that takes it")->required();
-  drain->add_flag("--keep-going", o.keep_going, "move what can be moved, whatever stays");
-  how(drain);
-  drain->add_flag("--dry-run", o.dry_run, "only say what would move where, and what would stay");
-  json(drain);
-  auto* checkpoint = add(app, "checkpoint", "stores a running container or process in a folder, and ends it", cmd_checkpoint);
-  checkpoint->add_option("CONTAINER|PID", o.container)->required();
-  checkpoint->add_option("DIR", o.dir, "is made, for root only")->required();
-  json(checkpoint);
-  auto* restore = add(app, "restore", "starts on this host what a checkpoint has stored", cmd_restore);
-  restore->add_option("DIR", o.dir)->required();
-  json(restore);
-  auto* cancel = add(app, "cancel", "takes back what was begun on this host, as long as its commit is not decided", cmd_cancel);
-  cancel->add_option("ID|CONTAINER", o.container, "of the migration, checkpoint or restore")->required();
-  json(cancel);
-  auto* recover = add(app, "recover", "migrations that are not finished; the operator's decision about one", cmd_recover);
-  recover->add_option("ID", o.migration, "of the migration");
-  auto* commit = recover->add_flag("--commit", o.commit, "the container runs at the destination");
-  recover->add_flag("--rollback", o.rollback, "it does not, and never will")->excludes(commit);
-  recover->add_flag("--force", o.force, "you have made sure of what migrd cannot know");
-  json(recover);
-  json(add(app, "reload", "peers and their rights, read again from migrd's configuration", cmd_reload));
-  json(add(app, "history", "what was migrated from this host", cmd_history));
-  auto* report = add(app, "report", "a page about one migration", cmd_report);
-  report->add_option("ID", o.migration, "of the migration, as history prints it")->required();
-  auto* page = report->add_option("-o,--output", o.output, "the file; -: standard output; else migration-ID.html");
-  report->add_flag("--json", o.json, "what it is made of, for programs; no page")->excludes(page);
-  auto* links = add(app, "links", "links of this host, and which processes and vQPs use them", cmd_links);
-  links->add_flag("--vqps", o.vqps, "each vQP, too; with --json")->needs(json(links));
-  links->require_subcommand(0, 1);
-  auto waits = [&](CLI::App* c) { c->add_option("--wait", o.wait_ms, "ms for the processes to carry it out")->capture_default_str()->check(CLI::Range(0u, kLinkOrderMaxMs)); };
-  auto* prefer = add(*links, "prefer", "vQPs go to this link and stay there", cmd_links_prefer);
-  auto* preferred = prefer->add_option("DEVICE[/PORT]", o.name);
-  prefer->add_flag("--none", o.none, "every vQP goes back to its default link")->excludes(preferred);
-  waits(prefer);
-  json(prefer);
-  auto* link = app.add_subcommand("link", "takes a link out of use, or puts it back");
-  link->require_subcommand(1);
-  auto* down = add(*link, "down", "vQPs go to their backup links, and none comes here", cmd_link_down);
-  down->add_option("DEVICE[/PORT]", o.name)->required();
-  down->add_flag("--force", o.force, "also if vQPs have no backup, and break");
-  waits(down);
-  json(down);
-  auto* up = add(*link, "up", "ends link down", cmd_link_up);
-  up->add_option("DEVICE[/PORT]", o.name)->required();
-  json(up);
-  json(add(app, "ps", "processes with RDMA resources", cmd_ps));
-  auto* show = add(app, "show", "every RDMA resource of a process", cmd_show);
-  show->add_option("PID", o.pid)->required()->check(process_number);
-  json(show);
-  json(add(app, "peers", "the hosts of the configuration, and whether they answer", cmd_peers));
-  auto* doctor = add(app, "doctor", "is everything that migrations need here and on the peers", cmd_doctor);
-  doctor->add_option("--peer", o.peers, "only this one, may be repeated; else all that are configured");
-  json(doctor);
-  json(add(app, "version", "versions of all parts on this host", cmd_version));
-  auto* pki = app.add_subcommand("pki", "certificates of the hosts");
-  pki->require_subcommand(1);
-  auto* init = add(*pki, "init", "makes a certificate authority", cmd_pki_init);
-  init->add_option("DIR", o.dir)->required();
-  json(init);
-  auto* host = add(*pki, "host", "issues the certificate of a host", cmd_pki_host);
-  host->add_option("DIR", o.dir)->required();
-  host->add_option("NAME", o.name)->required();
-  host->add_option("--ip", o.ips, "address that it has, may be repeated");
-  host->add_option("--days", o.days, "that it is valid")->check(CLI::Range(1L, pki::kCaDays))->capture_default_str();
-  json(host);
+}  // namespace
+
+int main(int argc, char** argv) {
+  setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
+  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
+  if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
+  Options o;
+  CommandLine line(o);
   try {
-    app.parse(argc, argv);
+    line.app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {
     o.json = std::any_of(argv + 1, argv + argc, [](const char* a) { return !std::strcmp(a, "--json"); });  // or it is not there yet
-    if (!e.get_exit_code()) return written(app.exit(e));
-    if (const auto unknown = unknown_command(app); !unknown.empty()) return written(failed(o, kUsage, unknown));
+    if (!e.get_exit_code()) return written(line.app.exit(e));
+    if (const auto unknown = unknown_command(line.app); !unknown.empty()) return written(failed(o, kUsage, unknown));
     if (o.json) print(error_json(e.what(), kUsage));
-    app.exit(e);
+    line.app.exit(e);
     return written(kUsage);
   }
   if (const auto config = load_config(o.config)) {
     take_limits(*config);
-    if (!socket->count()) o.socket = config->control_socket;
+    if (!line.socket->count()) o.socket = config->control_socket;
   }
-  return written(todo ? todo() : kUsage);
+  return written(line.todo ? line.todo() : kUsage);
 }
