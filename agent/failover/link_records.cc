@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "libmigr/links/config.h"
 #include "migr/gid.h"
 #include "uapi/migr.h"
 
@@ -64,9 +65,11 @@ void give_qp(Wire& w, const End& e) {
   w.set_mtu(e.mtu);
 }
 
+constexpr char kUnknown[] = "?";
+
 template <std::size_t N>
 const char* name_in(const char* const (&names)[N], std::uint32_t i) {
-  return i < N ? names[i] : "?";
+  return i < N ? names[i] : kUnknown;
 }
 
 }  // namespace
@@ -257,18 +260,15 @@ Result<migr_links_found> found_of(const wire::LinkFound& w) {
 }
 
 const char* policy_name(std::uint32_t policy) {
-  static const char* const names[] = {"off", "resend", "exact"};
-  return name_in(names, policy);
+  return policy <= MIGR_LINKS_EXACT ? links::name(static_cast<links::Policy>(policy)) : kUnknown;
 }
 
 const char* making_name(std::uint32_t making) {
-  static const char* const names[] = {"cached", "rebuild", "pool"};
-  return name_in(names, making);
+  return making <= MIGR_LINKS_POOL ? links::name(static_cast<links::Paths>(making)) : kUnknown;
 }
 
 const char* atomics_name(std::uint32_t atomics) {
-  static const char* const names[] = {"direct", "relayed"};
-  return name_in(names, atomics);
+  return atomics <= MIGR_LINKS_RELAYED ? links::name(static_cast<links::Atomics>(atomics)) : kUnknown;
 }
 
 const char* cause_name(std::uint32_t cause) {

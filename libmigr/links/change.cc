@@ -27,6 +27,7 @@ constexpr std::uint64_t kSessionLimitNs = 2'000'000'000;
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
+static_assert(kMaxLinks == 1u << kLinkBits);
 
 std::uint32_t epoch_behind(std::uint32_t epoch, const QpLink& l, Side side) {
   return ((epoch >> kLinkBits) + 1) << kLinkBits | l.legs[side].link->index;

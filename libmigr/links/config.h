@@ -29,16 +29,19 @@
 #include <string>
 #include <vector>
 
+#include "../../include/migr/links_wire.h"
+
 namespace migr::links {
 
 constexpr char kDefaultFile[] = "/etc/migr/links.json";
-constexpr std::size_t kMaxLinks = 8, kMaxBackups = kMaxLinks - 1;
+constexpr std::size_t kMaxLinks = MIGR_LINKS_MAX_LINKS, kMaxBackups = kMaxLinks - 1;
 
-enum class Policy { kOff, kResend, kExact };
+/* As in a record. */
+enum class Policy { kOff = MIGR_LINKS_OFF, kResend = MIGR_LINKS_RESEND, kExact = MIGR_LINKS_EXACT };
 const char* name(Policy policy);
-enum class Paths { kCached, kRebuild, kPool };
+enum class Paths { kCached = MIGR_LINKS_CACHED, kRebuild = MIGR_LINKS_REBUILD, kPool = MIGR_LINKS_POOL };
 const char* name(Paths paths);
-enum class Atomics { kDirect, kRelayed };
+enum class Atomics { kDirect = MIGR_LINKS_DIRECT, kRelayed = MIGR_LINKS_RELAYED };
 const char* name(Atomics atomics);
 
 struct Config {
