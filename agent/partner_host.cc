@@ -231,7 +231,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           }
           if (!(c.rec.flags & MIGR_CTX_ATTACHED))
             return Error{EBUSY, "the partner, " + who + ", does not use libmigr, so its end of the connection cannot follow; "
-                                "start it anew with LD_PRELOAD=libmigr.so, or let it end the connection first"};
+                                "start it anew with LD_PRELOAD=" + config_.libmigr + ", or let it end the connection first"};
           if (!session)
             return Error{EBUSY, "the libmigr of the partner, " + who + ", is not connected to migrd there; can it see " + config_.run_dir + "?"};
           if (auto s = state_can_move(q, "the partner, " + who); !s) return s;

@@ -559,7 +559,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   if (!(r.flags & MIGR_CTX_ATTACHED))
     return Error{EOPNOTSUPP, who + (host_.sessions_.by_pid(static_cast<pid_t>(r.pid))
                                         ? " has RDMA resources that its libmigr does not know; its standard error may say why"
-                                        : " has RDMA resources but does not use libmigr; start it with LD_PRELOAD=libmigr.so; if it has that, its container has neither /dev/migr nor " + host_.config_.run_dir)};
+                                        : " has RDMA resources but does not use libmigr; start it with LD_PRELOAD=" + host_.config_.libmigr + "; if it has that, its container has neither /dev/migr nor " + host_.config_.run_dir)};
   if (r.flags & MIGR_CTX_HYDRATED)
     return Error{EOPNOTSUPP, who + " has RDMA resources from before migr.ko was loaded, so its record is incomplete; restart it"};
   for (const auto& o : c.others)

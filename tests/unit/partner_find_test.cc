@@ -108,6 +108,7 @@ struct AnEnd : ::testing::Test {
     c.name = "peer";
     c.state_dir = root + "/state";
     c.run_dir = root;
+    c.libmigr = "/opt/libmigr.so";
     return c;
   }
   void SetUp() override {
@@ -270,6 +271,21 @@ TEST_F(AnEnd, WhoseDeviceIsNotAttachedIsRefusedWithItsLibrarysReason) {
   be_refused();
   EXPECT_NE(find(kRts, out).error_message().find(kRefused), std::string::npos);
   EXPECT_NE(not_moved().find(kRefused), std::string::npos);
+  recorded_flags = MIGR_CTX_ATTACHED;
+}
+
+TEST_F(AnEnd, WithoutLibmigrIsToldWhatToPreload) {
+  shutdown(library.n, SHUT_RDWR);
+  for (int ms = 0; sessions.by_pid(getpid()); ++ms) {
+    ASSERT_LT(ms, 10'000);
+    usleep(1000);
+  }
+  recorded_flags = 0;
+  wire::FindReply out;
+  for (const std::string& why : {find(kRts, out).error_message(), not_moved()}) {
+    EXPECT_NE(why.find("does not use libmigr"), why.npos) << why;
+    EXPECT_NE(why.find("LD_PRELOAD=/opt/libmigr.so"), why.npos) << why;
+  }
   recorded_flags = MIGR_CTX_ATTACHED;
 }
 
