@@ -1186,7 +1186,7 @@ Status DestinationHost::order(std::uint32_t id, wire::Outcome outcome, bool) {
   auto job = jobs_.find(id);
   if (!job || (*job)->finished) return Error{ENOENT, "no open migration of that number here"};
   if ((*job)->get() == wire::COMMITTED)
-    return outcome == wire::COMMITTED ? Status() : Status(Error{EBUSY, "the container runs here already; to be rid of it: runc delete --force " + (*job)->container});
+    return outcome == wire::COMMITTED ? Status() : Status(Error{EBUSY, "the container runs here already; to be rid of it: " + runc_.ended_by((*job)->container)});
   if ((*job)->renewed()) return Error{EBUSY, (*job)->source + " coordinates it and goes on; wait for it"};
   if (outcome == wire::COMMITTED)
     return Error{EPERM, "only " + (*job)->source + " can commit it: there the container may still run. Start migrd there"};

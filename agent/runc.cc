@@ -170,7 +170,7 @@ Result<ContainerState> Runc::state(const std::string& id) const {
   if (r->status) {
     const std::string why = plain(r->last_line());
     if (why.find("does not exist") != std::string::npos)
-      return Error{ENOENT, "no container '" + id + "' on this host; list them with: " + config_.runc + " --root " + config_.runc_root + " list"};
+      return Error{ENOENT, "no container '" + id + "' on this host; list them with: " + typed("list")};
     return Error{EIO, "runc state " + id + ": " + why};
   }
   const auto j = Json::parse(r->out, nullptr, false);

@@ -49,6 +49,8 @@ bool container_id_ok(const std::string& id);
 class Runc {
  public:
   explicit Runc(const Config& c) : config_(c) {}
+  /// What people type to have the runc of the configuration do this.
+  std::string typed(const std::string& args) const { return config_.runc + " --root " + config_.runc_root + " " + args; }
   /// ENOENT: no such container.
   Result<ContainerState> state(const std::string& id) const;
   /// The name is taken, by whatever. Does not run runc.

@@ -62,11 +62,16 @@ std::function<std::string(pid_t)> Runtime::containers() const {
   };
 }
 
+std::string Runtime::ended_by(const std::string& id) const {
+  const auto pid = bare_pid(id);
+  return pid ? "kill " + std::to_string(*pid) : runc_.typed("delete --force " + id);
+}
+
 Status Runtime::name_is_free(const std::string& id) const {
   if (!exists(id)) return {};
   if (const auto pid = bare_pid(id))
     return Error{EEXIST, "process number " + std::to_string(*pid) + " is in use, and a restored process has the number that it had"};
-  return Error{EEXIST, "the name '" + id + "' is taken by another container; remove it there with: runc delete " + id};
+  return Error{EEXIST, "the name '" + id + "' is taken by another container; to be rid of it there: " + ended_by(id)};
 }
 
 Status Runtime::check_verbs(const std::string& id) const { return bare_pid(id) ? Status(bare_.version()) : runc_.check_verbs(); }
@@ -81,8 +86,8 @@ Status Runtime::started_beside(const ContainerState& c, int limit_ms) const {
     if (other == all->end()) return {};
     if (std::chrono::steady_clock::now() >= until)
       return Error{EOPNOTSUPP, fmt::format("process {} ({}) was started in '{}' with runc exec and is no descendant of its first process, so it cannot move with it; "
-                                           "end it, or start such programs in the background (runc exec {} setsid -f CMD)",
-                                           *other, name_of(*other), c.id, c.id)};
+                                           "end it, or start such programs in the background ({} setsid -f CMD)",
+                                           *other, name_of(*other), c.id, runc_.typed("exec " + c.id))};
     usleep(100'000);
   }
 }
@@ -117,7 +122,7 @@ Status Runtime::bundle_is_free(const std::string& bundle) const {
   if (bundle.empty()) return {};
   for (const auto& id : runc_.ids())
     if (runc_.bundle_of(id) == bundle)
-      return Error{EEXIST, fmt::format("the container '{}' there runs from {}, which is where this one's bundle is to be; remove it there with: runc delete {}", id, bundle, id)};
+      return Error{EEXIST, fmt::format("the container '{}' there runs from {}, which is where this one's bundle is to be; to be rid of it there: {}", id, bundle, ended_by(id))};
   return {};
 }
 

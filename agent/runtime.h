@@ -25,6 +25,8 @@ class Runtime {
   bool is_still(const std::string& id, const std::string& began) const;
   /// Looks at all containers, once. @return of the one that a process is in; empty: none. Does not run runc.
   std::function<std::string(pid_t)> containers() const;
+  /// What people type to be rid of it, also if it runs.
+  std::string ended_by(const std::string& id) const;
   /// Error, with what to do about it.
   Status name_is_free(const std::string& id) const;
   /// What it needs is installed.

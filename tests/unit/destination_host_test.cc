@@ -303,6 +303,19 @@ TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EEXIST);
   EXPECT_NE(s.error().text.find("'web'"), std::string::npos) << s.error().text;
+  EXPECT_TRUE(s.error().text.ends_with("; to be rid of it there: " + config.runc + " --root " + config.runc_root + " delete --force web")) << s.error().text;
+}
+
+TEST_F(ADestination, SaysHowToBeRidOfWhatIsInTheWay) {
+  Config c = config;
+  c.runc = "/x/runc";
+  c.runc_root = "/y";
+  EXPECT_EQ(Runtime(c).ended_by("web"), "/x/runc --root /y delete --force web");
+  EXPECT_EQ(Runtime(c).ended_by("pid:712"), "kill 712");
+  const std::string removes = config.runc + " --root " + config.runc_root + " delete --force web";
+  EXPECT_EQ(Runtime(config).name_is_free("web").error().text, "the name 'web' is taken by another container; to be rid of it there: " + removes);
+  begin();
+  EXPECT_EQ(host->order(kId, wire::UNDONE, false).error().text, "the container runs here already; to be rid of it: " + removes);
 }
 
 /// It was open when its migrd ended, and ready; runc is played.

@@ -22,6 +22,7 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 #include "agent/process_session.h"  // Fd
+#include "agent/runtime.h"
 
 namespace migr::runc_test {
 namespace {
@@ -115,6 +116,14 @@ TEST_F(ARunc, FindsWhatIsBesideAFirstProcessThatHasMovedOn) {
   auto pids = runc.pids({.id = "web", .status = "running", .bundle = "", .pid = getpid()});
   ASSERT_TRUE(pids) << pids.error().text;
   EXPECT_EQ(*pids, (std::vector<pid_t>{4194303, getpid()}));
+}
+
+TEST_F(ARunc, SaysHowWhatIsBesideTheFirstProcessIsStarted) {
+  contain("exit 1");
+  std::ofstream(group + "/cgroup.procs") << getpid() << "\n1\n";
+  const auto s = Runtime(config).all_dumped({.id = "web", .status = "running", .bundle = "", .pid = getpid()});
+  ASSERT_FALSE(s);
+  EXPECT_TRUE(s.error().text.ends_with("(" + config.runc + " --root " + config.runc_root + " exec web setsid -f CMD)")) << s.error().text;
 }
 
 // Its CRIU stops the container once more when it ends: until then it must not be let run.
