@@ -55,8 +55,9 @@ grpc::Status ControlService::Sessions(grpc::ServerContext*, const wire::Empty*, 
 }
 
 grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRequest* r, wire::RecoverReply* out) {
+  const Error none{ENOENT, "no open migration of that number on this host; see: migrctl recover"};
   if (r->order() != wire::UNKNOWN) {
-    Status s = Error{ENOENT, "no open migration of that number on this host; see: migrctl recover"};
+    Status s = none;
     // One host may have two roles in it: the source's word comes first.
     for (auto role = roles_.rbegin(); role != roles_.rend(); ++role)
       if (s = (*role)->order(r->id(), r->order(), r->force()); s || s.error().code != ENOENT) break;
@@ -65,7 +66,8 @@ grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRe
   for (Role* role : roles_)
     for (const auto& o : role->open_migrations())
       if (!r->id() || o.id() == r->id()) *out->add_open() = o;
-  return grpc::Status::OK;
+  // What was ordered may be done by now.
+  return r->id() && r->order() == wire::UNKNOWN && !out->open_size() ? to_grpc(none) : grpc::Status::OK;
 }
 
 grpc::Status ControlService::Cancel(grpc::ServerContext* ctx, const wire::CancelRequest* r, wire::CancelReply* out) {

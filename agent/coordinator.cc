@@ -837,12 +837,13 @@ Status Coordinator::commit() {
     return told.why;
   }
   undecided_ = true;
+  const std::string decide = "migrctl recover " + migration_text(id_), runs = decide + " --commit --force", lost = decide + " --rollback --force";
   if (told.why.error().code == ENOENT)
     return Error{ENOENT, "outcome not known: " + to_ + " was told to let the container run, and does not know of it any more. It stands still on " + set_.self +
-                             ". Look whether it runs on " + to_ + ", and decide with: migrctl recover " + migration_text(id_)};
+                             ". Look whether it runs on " + to_ + ". If it does: " + runs + "; if it does not: " + lost};
   return Error{EHOSTUNREACH, "outcome not known: " + to_ + " was told to let the container run and does not answer. It stands still on " + set_.self +
                                  ", whose migrd goes on asking and finishes or goes back by itself when " + to_ +
-                                 " answers. If " + to_ + " is lost for good, decide with: migrctl recover " + migration_text(id_) + " (" + told.why.error().text + ")"};
+                                 " answers. If it is known to run there: " + runs + "; if " + to_ + " is lost for good: " + lost + " (" + told.why.error().text + ")"};
 }
 
 // After the commit a host that does not answer just now may be on its way back: a migrd that is started again goes on.

@@ -268,7 +268,8 @@ recovered() {
 	same_as_readme 12 '' "$commands" || return 1
 	[ "$(wc -l <<<"$commands")" = 3 ] && [ "$(type_in hostB "$(line 1 <<<"$commands")")" = "no open migration" ] || fail "recover" || return 1
 	! type_in hostB "$(line 2 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null && ! type_in hostB "$(line 3 <<<"$commands" | sed 's/ID/0123abcd/')" 2>/dev/null ||
-		fail "recover of a migration that there never was"
+		fail "recover of a migration that there never was" || return 1
+	on_sh hostB 'migrctl recover 0123abcd 2>/dev/null; [ $? = 3 ]' || fail "a migration that there never was is open"
 }
 purged() {	# HOST
 	local commands left

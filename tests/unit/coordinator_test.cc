@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "agent/claims.h"
+#include "agent/log.h"
 #include "agent/peer_link.h"
 #include "agent/summary.h"
 
@@ -1072,6 +1073,11 @@ TEST(Coordinator, CommitThatTheDestinationDeniesIsTakenBack) {
   s.expect_order({"s.decide", "d.commit", "s.undecide", "d.abort", "s.thaw", "s.rollback"});
 }
 
+void says_what_to_decide(const wire::Summary& r) {
+  for (const char* order : {" --commit --force", " --rollback --force"})
+    EXPECT_NE(r.error().find("migrctl recover " + migration_text(r.id()) + order), std::string::npos) << r.error();
+}
+
 // It has known of it: nothing says that it has not let it run.
 TEST(Coordinator, CommitThatTheDestinationDoesNotKnowOfIsNotTakenBack) {
   Scene s;
@@ -1079,6 +1085,7 @@ TEST(Coordinator, CommitThatTheDestinationDoesNotKnowOfIsNotTakenBack) {
   s.play.destination_says = wire::UNKNOWN;
   const auto r = s.run();
   EXPECT_TRUE(r.undecided());
+  says_what_to_decide(r);
   EXPECT_EQ(s.source.decided, std::vector{wire::COMMITTED});
 }
 
@@ -1099,6 +1106,7 @@ TEST(Coordinator, SilenceAfterTheCommitNeverThaws) {
   const auto r = s.run();
   EXPECT_FALSE(r.migrated());
   EXPECT_TRUE(r.undecided());
+  says_what_to_decide(r);
   for (const char* never : {"s.thaw", "s.rollback", "s.destroy", "d.abort", "p.rollback"}) EXPECT_FALSE(s.play.has(never)) << never;
 }
 

@@ -312,6 +312,23 @@ TEST_F(ASource, WhoCancelsWaitsForItsEnd) {
   EXPECT_EQ(w.cancel("web", 0).error_code(), grpc::StatusCode::FAILED_PRECONDITION);
 }
 
+TEST_F(ASource, WhatIsNotOpenIsNotFoundByItsNumber) {
+  Waiting w(host);
+  const auto recover = [&](std::uint32_t id) {
+    wire::RecoverRequest r;
+    wire::RecoverReply out;
+    r.set_id(id);
+    grpc::ServerContext ctx;
+    const auto s = w.service.Recover(&ctx, &r, &out);
+    return std::pair(s.error_code(), out.open_size());
+  };
+  EXPECT_EQ(recover(0), std::pair(grpc::StatusCode::OK, 0));
+  EXPECT_EQ(recover(kId), std::pair(grpc::StatusCode::NOT_FOUND, 0));
+  const auto course = host.begin("web", "dst", kId);
+  EXPECT_EQ(recover(kId), std::pair(grpc::StatusCode::OK, 1));
+  EXPECT_EQ(recover(kId + 1), std::pair(grpc::StatusCode::NOT_FOUND, 0));
+}
+
 // A partner may be on this host, and cannot be reached before.
 TEST_F(ASource, KnowsWhatIsOpenBeforeItBeginsToSettle) {
   ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(kId, [this] {
