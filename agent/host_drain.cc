@@ -23,7 +23,9 @@ std::string stays_text(const HostDrain& d) {
   return out;
 }
 
-std::string who_is(const Occupants::Process& p) { return fmt::format("process {} ({})", p.pid, p.comm); }
+std::string who_is(const Occupants::Process& p) {
+  return p.pid ? fmt::format("process {} ({})", p.pid, p.comm) : fmt::format("context {} on {} ({})", p.ctx_id, p.device, p.comm);
+}
 
 std::string containers_text(std::size_t n) { return fmt::format("{} container{}", n, n == 1 ? "" : "s"); }
 
@@ -35,12 +37,12 @@ Occupants occupants(const std::vector<ContextRecord>& ctxs, const ContainerOf& c
   std::set<pid_t> seen;  // a process has a context for each device
   for (const auto& c : ctxs) {
     const auto pid = static_cast<pid_t>(c.rec.pid);
-    if (!seen.insert(pid).second) continue;
-    const std::string comm(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm));
-    if (const auto name = container_of(pid); !name.empty())
+    if (pid && !seen.insert(pid).second) continue;
+    const std::string comm(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)), device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
+    if (const auto name = pid ? container_of(pid) : ""; !name.empty())
       names.insert(name);
     else if (comm != kDaemon)
-      out.processes.push_back({pid, comm});
+      out.processes.push_back({pid, comm, c.rec.ctx_id, device});
   }
   out.containers.assign(names.begin(), names.end());
   return out;
@@ -63,7 +65,7 @@ HostDrain plan_drain(const Occupants& all, const std::vector<std::string>& to, c
     if (!moves) d.stays.push_back({name, why});
   }
   for (const auto& p : all.processes)
-    d.stays.push_back({who_is(p), fmt::format("it is in no container of runc's here; end it, or, if it is in none of another engine either, move it: migrctl migrate --pid {} --to {}", p.pid, to.front())});
+    d.stays.push_back({who_is(p), !p.pid ? kProcessEnded : fmt::format("it is in no container of runc's here; end it, or, if it is in none of another engine either, move it: migrctl migrate --pid {} --to {}", p.pid, to.front())});
   return d;
 }
 

@@ -16,8 +16,10 @@ namespace migr {
 /// What has RDMA resources here.
 struct Occupants {
   struct Process {
-    pid_t pid;
+    pid_t pid;  // 0: it has ended; each context that a child of it keeps open is one
     std::string comm;
+    std::uint32_t ctx_id = 0;
+    std::string device{};
   };
   std::vector<std::string> containers;  // in the order of their names
   std::vector<Process> processes;       // that are in none

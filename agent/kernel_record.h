@@ -25,6 +25,9 @@ struct KernelInfo {
   std::uint32_t abi = 0, contexts = 0, objects = 0, reserved = 0, devices = 0;
 };
 
+/// Of a context without a process: its pid is 0.
+inline constexpr char kProcessEnded[] = "its process has ended, and a child of it keeps the device open; end that (fuser -v /dev/infiniband/uverbs* shows it)";
+
 struct ContextRecord {
   migr_ctx_rec rec{};
   std::vector<migr_pd_rec> pds;

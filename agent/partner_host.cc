@@ -213,7 +213,8 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           if (r->ends(i).gid() != gid) continue;
           unknown.erase(i);
           const auto pid = static_cast<pid_t>(c.rec.pid);
-          const std::string who = "process " + std::to_string(pid) + " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name;
+          const std::string where = " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name, who = "process " + std::to_string(pid) + where;
+          if (!pid) return Error{EBUSY, "the partner, context " + std::to_string(c.rec.ctx_id) + where + ", cannot follow: " + kProcessEnded};
           auto session = sessions_.by_pid(pid);
           const auto holder = claims_.holder(pid);
           if (holder || (session && session->state() != MIGR_PROC_RUNNING)) {

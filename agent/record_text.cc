@@ -24,7 +24,7 @@ std::string handle(std::uint32_t h) { return h == MIGR_NO_HANDLE ? "-" : std::to
 
 Json context_json(const migr_ctx_rec& r) {
   return {{"ctx_id", r.ctx_id},
-          {"pid", r.pid},
+          {"pid", r.pid ? Json(r.pid) : Json(nullptr)},
           {"comm", text(r.comm, sizeof r.comm)},
           {"device", text(r.ibdev, sizeof r.ibdev)},
           {"libmigr", bool(r.flags & MIGR_CTX_ATTACHED)},
@@ -46,13 +46,14 @@ std::string ps_text(const std::vector<ContextRecord>& ctxs, const ContainerOf& c
   std::string s = fmt::format(kRow, "PID", "COMMAND", "DEVICE", "MR", "CQ", "QP", "SRQ", "MEMORY", "LIB") + " CONTAINER\n";
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
-    const std::string container = container_of(static_cast<pid_t>(r.pid));
+    const std::string container = r.pid ? container_of(static_cast<pid_t>(r.pid)) : "";
     const std::string name = container.empty() ? "-" : printable(container);
-    const std::string numbers = fmt::format(kRow, r.pid, cut(text(r.comm, sizeof r.comm), 15), cut(text(r.ibdev, sizeof r.ibdev), 11), short_count(r.nr_mr), short_count(r.nr_cq),
+    const std::string numbers = fmt::format(kRow, r.pid ? std::to_string(r.pid) : "-", cut(text(r.comm, sizeof r.comm), 15), cut(text(r.ibdev, sizeof r.ibdev), 11), short_count(r.nr_mr), short_count(r.nr_cq),
                                             short_count(r.nr_qp), short_count(r.nr_srq), short_bytes(r.mr_bytes), libmigr(r));
     // A name that somebody is to type is never cut.
     s += numbers.size() + 1 + name.size() <= kColumns ? fmt::format("{} {}\n", numbers, name) : fmt::format("{}\n{}", numbers, wrapped(below + name, below.size()));
     if (r.flags & MIGR_CTX_HYDRATED) s += fmt::format("{}older than migr.ko: record incomplete\n", below);
+    if (!r.pid) s += wrapped(below + kProcessEnded, below.size());
   }
   return s;
 }
@@ -61,7 +62,7 @@ Json ps_json(const std::vector<ContextRecord>& ctxs, const ContainerOf& containe
   Json j = Json::array();
   for (const auto& c : ctxs) {
     j.push_back(context_json(c.rec));
-    const std::string container = container_of(static_cast<pid_t>(c.rec.pid));
+    const std::string container = c.rec.pid ? container_of(static_cast<pid_t>(c.rec.pid)) : "";
     j.back()["container"] = container.empty() ? Json(nullptr) : Json(container);
   }
   return j;
@@ -71,7 +72,7 @@ std::string show_text(const std::vector<ContextRecord>& ctxs) {
   std::string s;
   for (const auto& c : ctxs) {
     const auto& r = c.rec;
-    s += wrapped(fmt::format("context {} of process {} ({}) on {}, libmigr: {}{}", r.ctx_id, r.pid, text(r.comm, sizeof r.comm),
+    s += wrapped(fmt::format("context {} of {} ({}) on {}, libmigr: {}{}", r.ctx_id, r.pid ? "process " + std::to_string(r.pid) : "a process that has ended", text(r.comm, sizeof r.comm),
                      text(r.ibdev, sizeof r.ibdev), libmigr(r), r.flags & MIGR_CTX_HYDRATED ? ", older than migr.ko: record incomplete" : ""), 2);
     for (const auto& p : c.pds) s += fmt::format("  PD {}\n", p.handle);
     for (const auto& m : c.mrs)

@@ -63,6 +63,10 @@ migrctl() {
 		    "container": null
 		  },
 		  {
+		    "pid": null,
+		    "container": null
+		  },
+		  {
 		    "pid": 713,
 		    "container": "web-1"
 		  }

@@ -91,6 +91,19 @@ TEST(Ps, FitsWithTheLongestNamesAndCutsNoContainer) {
   EXPECT_NE(text.find("record incomplete"), std::string::npos);
 }
 
+TEST(Ps, OfAProcessThatHasEndedHasNoNumber) {
+  auto c = small();
+  c.rec.pid = 0;
+  const auto nobodys = [](pid_t) { return "web-1"; };
+  const auto text = ps_text({c}, nobodys);
+  expect_fits(text);
+  EXPECT_NE(text.find("\n      - kv              rxe0 "), std::string::npos) << text;
+  EXPECT_NE(text.find("yes -\n        its process has ended"), std::string::npos) << text;
+  EXPECT_TRUE(ps_json({c}, nobodys)[0]["pid"].is_null());
+  EXPECT_TRUE(ps_json({c}, nobodys)[0]["container"].is_null());
+  EXPECT_TRUE(show_text({c}).starts_with("context 3 of a process that has ended (kv) on rxe0, libmigr: yes\n")) << show_text({c});
+}
+
 TEST(Ps, InJsonHasAllOfIt) {
   const auto j = ps_json({small(), largest()}, [](pid_t pid) { return pid == 712 ? "web-1" : ""; });
   ASSERT_EQ(j.size(), 2u);

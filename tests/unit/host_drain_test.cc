@@ -55,6 +55,26 @@ TEST(HostDrain, ProcessesAreCountedOnceAndByTheirContainer) {
   EXPECT_EQ(all.processes[0].comm, "ib_write_bw");
 }
 
+// Nobody's number is 0: nothing of it is to be typed, and each is one of its own.
+TEST(HostDrain, WhatTheChildOfAnEndedProcessKeepsStays) {
+  auto one = context(0, "server"), other = context(0, "server");
+  one.rec.ctx_id = 7, other.rec.ctx_id = 8;
+  std::strcpy(one.rec.ibdev, "rxe0");
+  std::strcpy(other.rec.ibdev, "rxe0");
+  const auto all = occupants({one, other}, container_of);
+  EXPECT_TRUE(all.containers.empty());
+  Asked asked;
+  auto d = plan_drain(all, {"a"}, std::ref(asked));
+  ASSERT_EQ(d.stays.size(), 2u);
+  EXPECT_EQ(d.stays[0].who, "context 7 on rxe0 (server)");
+  EXPECT_EQ(d.stays[1].who, "context 8 on rxe0 (server)");
+  EXPECT_NE(d.stays[0].why.find("its process has ended"), std::string::npos) << d.stays[0].why;
+  EXPECT_EQ(what_is_wrong(d).find("--pid"), std::string::npos) << what_is_wrong(d);
+  note_left(d, occupants({other}, container_of));
+  ASSERT_EQ(d.stays.size(), 1u);
+  EXPECT_EQ(d.stays[0].who, "context 8 on rxe0 (server)");
+}
+
 TEST(HostDrain, GoesToTheFirstHostThatTakesIt) {
   Asked asked{{}, {"db b", "db c", "web a"}};
   const auto d = plan_drain({{"db", "web"}, {}}, {"a", "b", "c"}, std::ref(asked));

@@ -33,6 +33,7 @@ std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_
 const char* comm = "partner";
 bool loaded = true;
 std::uint32_t recorded_ctx = 0;
+pid_t recorded_pid = getpid();
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
 
@@ -45,7 +46,7 @@ Result<KernelRecord> KernelRecord::open() {
 Result<KernelInfo> KernelRecord::info() { return KernelInfo{.reserved = static_cast<std::uint32_t>(reserved.size())}; }
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
-  c.rec.pid = static_cast<__u32>(getpid());
+  c.rec.pid = static_cast<__u32>(recorded_pid);
   c.rec.flags = recorded_flags;
   c.rec.ctx_id = recorded_ctx;
   std::strcpy(c.rec.comm, comm);
@@ -272,6 +273,19 @@ TEST_F(AnEnd, WhoseDeviceIsNotAttachedIsRefusedWithItsLibrarysReason) {
   EXPECT_NE(find(kRts, out).error_message().find(kRefused), std::string::npos);
   EXPECT_NE(not_moved().find(kRefused), std::string::npos);
   recorded_flags = MIGR_CTX_ATTACHED;
+}
+
+// A child of it keeps the connection. Who comes to here is held without a number.
+TEST_F(AnEnd, WhoseProcessHasEndedIsNobodyElse) {
+  EXPECT_EQ(claims.take({{Instance{9}, 0}}, 7), 0u);
+  recorded_pid = 0;
+  recorded_ctx = 5;
+  wire::FindReply out;
+  const std::string why = find(kRts, out).error_message();
+  EXPECT_EQ(out.busy_size(), 0);
+  EXPECT_NE(why.find("the partner, context 5 (partner) on peer, cannot follow: its process has ended"), why.npos) << why;
+  recorded_pid = getpid();
+  recorded_ctx = 0;
 }
 
 TEST_F(AnEnd, WithoutLibmigrIsToldWhatToPreload) {
