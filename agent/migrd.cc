@@ -82,11 +82,14 @@ void have_all_files() {
   if (setrlimit(RLIMIT_NOFILE, &files)) spdlog::warn("setrlimit: {}", std::strerror(errno));
 }
 
-wire::Summary refused(std::uint32_t id, const std::string& what, const std::string& why) {
+wire::Summary refused(std::uint32_t id, const std::string& what, const std::string& from, const std::string& to, const Error& why) {
   wire::Summary s;
   s.set_id(id);
   s.set_container(what);
-  s.set_error(why);
+  s.set_from(from);
+  s.set_to(to);
+  s.set_error(why.text);
+  s.set_error_code(static_cast<std::uint32_t>(why.code));
   return s;
 }
 
@@ -125,10 +128,7 @@ Result<Move> move_for(Peers& peers, std::shared_ptr<grpc::Channel> self, const w
 
 wire::Summary refused(const Config& config, std::uint32_t id, const wire::MigrateRequest& r, const Error& why) {
   spdlog::log(why.code == EPERM ? spdlog::level::warn : spdlog::level::info, "refused: {}", why.text);
-  wire::Summary s = refused(id, r.container(), why.text);
-  s.set_from(config.name);
-  s.set_to(r.to());
-  return s;
+  return refused(id, r.container(), config.name, r.to(), why);
 }
 
 wire::PlanReply plan(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r) {
@@ -147,7 +147,7 @@ wire::PlanReply plan(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Chann
 
 wire::Summary migrate(Peers& peers, SourceHost& host, std::shared_ptr<grpc::Channel> self, const wire::MigrateRequest& r, const Coordinator::Say& say) {
   auto id = random_number();
-  if (!id) return refused(0, r.container(), id.error().text);
+  if (!id) return refused(peers.config(), 0, r, id.error());
   LogScope log(*id);
   auto refuse = [&](const Error& why) { return refused(peers.config(), log->migration, r, why); };
   auto move = move_for(peers, std::move(self), r);
@@ -203,9 +203,9 @@ std::string what_is_meant(const Config& config, const std::string& name) {
 wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::CheckpointRequest& r, const Coordinator::Say& say) {
   const std::string container = what_is_meant(config, r.container());
   const auto id = random_number();
-  if (!id) return refused(0, container, id.error().text);
+  if (!id) return refused(0, container, config.name, r.dir(), id.error());
   auto course = host.begin(container, r.dir(), *id);
-  if (!course) return refused(*id, container, course.error().text);
+  if (!course) return refused(*id, container, config.name, r.dir(), course.error());
   SourceRun source(host, *id, SourceRun::Describe::kHold);
   KeepingDestination destination(r.dir(), source.info(), config.state_dir);
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};
@@ -219,9 +219,9 @@ wire::Summary checkpoint(SourceHost& host, const Config& config, const wire::Che
 wire::Summary restore(SourceHost& host, std::shared_ptr<grpc::Channel> self, const Config& config, const wire::RestoreRequest& r,
                       const Coordinator::Say& say) {
   const auto id = random_number();
-  if (!id) return refused(0, r.dir(), id.error().text);
+  if (!id) return refused(0, r.dir(), config.name, config.name, id.error());
   auto course = host.begin(r.dir(), config.name, *id);
-  if (!course) return refused(*id, r.dir(), course.error().text);
+  if (!course) return refused(*id, r.dir(), config.name, config.name, course.error());
   StoredSource source(host, *id);
   RpcDestination destination(std::move(self), config.name, r.dir() + "/bundle");
   Coordinator::Settings settings{config.name, config.fault, MIGR_ABI_VERSION, kUndecidedMs, kResolveStepMs, UINT64_MAX};

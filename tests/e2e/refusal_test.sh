@@ -15,11 +15,12 @@ no_such_container() {
 	[ $status = 3 ] || fail "status $status, want 3 (refused)" || return 1
 	grep -q nobody "$E2E_OUT/refused.err" || { cat "$E2E_OUT/refused.err" >&2; fail "the error does not name the container"; }
 }
-no_such_host() { migrate_refused c nowhere 'nowhere' && untouched; }
-itself() { migrate_refused c src 'src' && untouched; }
+refused_with() { jq -e --arg code "$1" '.code == $code and .from == "src"' "$E2E_OUT/refused.json" >/dev/null || { cat "$E2E_OUT/refused.json" >&2; fail "the code is not $1"; }; }
+no_such_host() { migrate_refused c nowhere 'nowhere' && refused_with ENOENT && untouched; }
+itself() { migrate_refused c src 'src' && refused_with EINVAL && untouched; }
 destination_silent() {
 	migrd_kill dst KILL || return 1
-	migrate_refused c dst 'dst' && untouched &&
+	migrate_refused c dst 'dst' && refused_with EHOSTUNREACH && untouched &&
 		doctor_says 1 '[.[] | select(.status == "failed")] | length == 1 and .[0].check == "dst: migrd" and (.[0].advice | test("start it on dst"))' --peer dst --peer peer
 	local r=$?
 	migrd_start dst && return $r
@@ -104,7 +105,7 @@ dry_run() {
 only_asked() {
 	on src migrctl ps --json | jq -e 'any(.[]; .container == "c")' >/dev/null || fail "migrctl ps does not know the container" || return 1
 	dry_run 0 dst '.would_move and .resources.qp == 2 and .connections == 2 and .partners == ["peer"] and .memory_bytes > 0 and has("expected_stop_ms")' &&
-		dry_run 3 nowhere '.would_move == false and (.refused_because | test("nowhere"))' && untouched
+		dry_run 3 nowhere '.would_move == false and .code == "ENOENT" and (.refused_because | test("nowhere"))' && untouched
 }
 wrong_arguments() {
 	local status=0
@@ -130,7 +131,7 @@ not_allowed() {	# HOST ALLOW KEY
 	configured "$1" ".allow = $2" &&
 		migrate_refused c dst "may not take 'c' from here|may not move 'c' to here" && grep -qF "\"$3\": ..} in migrd.json of $1" "$E2E_OUT/refused.err" && r=0
 	[ $r = 0 ] || { cat "$E2E_OUT/refused.err" >&2; fail "allow $2 on $1"; }
-	jq -e '.status == 3 and .error == .rollback_reason and .migrated == false and (.phases_ms | keys - ["check"] == [])' "$E2E_OUT/refused.json" >/dev/null ||
+	jq -e '.status == 3 and .code == "EPERM" and .error == .rollback_reason and .migrated == false and (.phases_ms | keys - ["check"] == [])' "$E2E_OUT/refused.json" >/dev/null ||
 		{ cat "$E2E_OUT/refused.json" >&2; fail "more was done than to check"; r=1; }
 	id=$(jq -r .id "$E2E_OUT/refused.json")
 	grep "migration=$id .*refused: .*$3" "$E2E_ROOT/build/testbed/$MIGR_BED/$1/out/migrd.log" >&2 || { fail "the log of $1 says nothing of migration $id"; r=1; }
