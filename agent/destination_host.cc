@@ -92,6 +92,7 @@ struct DestinationHost::Job : LeasedJob {
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   std::vector<Instance> late;  // that the others did not wait for: they find their gates open
   bool attached = false;
+  bool failed = false;  // its restore, and not because it was taken back; guarded by work
   std::atomic<bool> ready = false, rebound = false, resumed = false;
   std::atomic<bool> settled = false, opened = false;  // both: finished
   std::atomic<bool> left = false;                     // undone, but not finished
@@ -227,6 +228,8 @@ void DestinationHost::take_up(const JobPtr& job) {
     if (ran_after_all(*job)) {
       job->outcome = wire::COMMITTED;
       (void)save(*job);
+    } else {
+      job->failed = true;
     }
   }
   if (job->get() == wire::OPEN) return (void)abort(*job, "migrd ended before it was committed");
@@ -293,9 +296,10 @@ Status DestinationHost::nothing_comes(const std::string& container, const JobPtr
   return {};
 }
 
-// CRIU's own words are worth more than "exit status 1".
-Status DestinationHost::with_log(const Job& job, const Status& s) {
+// CRIU's own words are worth more than "exit status 1". Caller holds job.work.
+Status DestinationHost::with_log(Job& job, const Status& s) {
   if (s) return s;
+  job.failed = job.failed || !job.aborting;
   const std::string line = criu_error(job.dir + "/work/restore.log");
   std::string out = tail_of(job.dir + "/restore.out", 2048);
   while (!out.empty() && std::isspace(static_cast<unsigned char>(out.back()))) out.pop_back();
@@ -998,6 +1002,16 @@ Status DestinationHost::tidy_up(Job& job) {
   return here;
 }
 
+// What is needed to understand it stays: the logs of the last one that failed.
+void DestinationHost::keep_logs(const Job& job) const {
+  const std::string kept = config_.state_dir + "/failed-restore";
+  std::error_code ec;
+  fs::remove_all(kept, ec);
+  fs::create_directories(kept, ec);
+  fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
+  fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
+}
+
 // Caller holds job.work. Idempotent.
 Status DestinationHost::abort(Job& job, const std::string& why) {
   if (job.get() == wire::COMMITTED || (job.get() == wire::UNDONE && !job.left)) return {};
@@ -1009,13 +1023,7 @@ Status DestinationHost::abort(Job& job, const std::string& why) {
   const Status here = job.mine ? tidy_up(job) : Status();
   if (job.mine && first) {
     for (const auto& i : job.instances) close_gate(config_.run_dir, i);
-    // What is needed to understand it stays: the logs of the last one that failed.
-    const std::string kept = config_.state_dir + "/failed-restore";
-    std::error_code ec;
-    fs::remove_all(kept, ec);
-    fs::create_directories(kept, ec);
-    fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
-    fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);
+    if (job.failed) keep_logs(job);
     if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
   }
   job.outcome = wire::UNDONE;

@@ -88,7 +88,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   Status nothing_comes(const std::string& container, const JobPtr& but) const;
   void left_alone(const JobPtr& job);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
-  Status with_log(const Job& job, const Status& s);
+  Status with_log(Job& job, const Status& s);
+  void keep_logs(const Job& job) const;
 
   const Config& config_;
   SessionTable& sessions_;

@@ -461,7 +461,7 @@ struct ARestore : ADestination {
     grpc::ClientContext ctx;
     wire::Migration m;
     wire::Empty out;
-    m.set_id(kId);
+    m.set_id(id);
     return wire::Destination::NewStub(server->InProcessChannel({}))->Abort(&ctx, m, &out);
   }
   grpc::Status prepare(const std::string& ends) {
@@ -477,7 +477,7 @@ struct ARestore : ADestination {
   }
   /// It listens before it is started.
   Fd plays_the_plugin() const {
-    const std::string images = root + "/state/dest/" + migration_text(kId) + "/images";
+    const std::string images = root + "/state/dest/" + migration_text(id) + "/images";
     fs::create_directories(images);
     sockaddr_un at{};
     at.sun_family = AF_UNIX;
@@ -488,6 +488,7 @@ struct ARestore : ADestination {
   }
 
   wire::PrepareChunk first;
+  std::uint32_t id = kId;
   std::unique_ptr<grpc::Server> server;
 };
 
@@ -529,6 +530,34 @@ TEST_F(ARestore, WhosePluginIsLateIsToldWhichLimitItWas) {
   kPrepareMs = before;
   EXPECT_NE(text.find("PREPARE: no answer within 300 ms; if it only needs longer, raise \"prepare_ms\""), std::string::npos) << text;
   EXPECT_EQ(text.find("memory runs out"), std::string::npos) << text;
+}
+
+// They are what is left to understand it.
+TEST_F(ARestore, ThatFailsLeavesItsLogsAndNoOtherDoes) {
+  const std::string kept = config.state_dir + "/failed-restore";
+  fs::create_directories(kept);
+  std::ofstream(kept + "/restore.out") << "an earlier one";
+  first.mutable_header()->set_later(true);
+  ASSERT_TRUE(prepare("").ok());
+  EXPECT_TRUE(abort().ok());
+  EXPECT_EQ(text_of(kept + "/restore.out"), "an earlier one") << "nothing was restored";
+  first.mutable_header()->set_later(false);
+  for (const bool cancelled : {true, false}) {
+    fs::remove_all(root + "/containers/web");
+    id = kId + 1 + !cancelled;
+    first.mutable_header()->set_id(id);
+    const Fd plugin = plays_the_plugin();
+    std::thread plays([&] {
+      const Fd seen(accept(plugin.n, nullptr, nullptr)), asked(accept(plugin.n, nullptr, nullptr));
+      migr_rc_msg m{};
+      EXPECT_GT(recv(asked.n, &m, sizeof m, 0), 0);
+      if (cancelled) EXPECT_TRUE(abort().ok());
+      else EXPECT_TRUE(within(5'000, [&] { return fs::exists(root + "/ended"); }));
+    });
+    EXPECT_FALSE(prepare(cancelled ? "sleep 60" : "echo no room >&2; >" + root + "/ended; exit 1").ok());
+    plays.join();
+    EXPECT_EQ(text_of(kept + "/restore.out"), cancelled ? "an earlier one" : "no room\n");
+  }
 }
 
 TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
