@@ -35,7 +35,7 @@ packages: user runc		## Debian packages of everything, build/packages/*.deb
 check-fast: user		## tests without a VM (two minutes)
 	@scripts/check --fast
 
-check: all			## every test, in VMs too (25 to 50 minutes)
+check: all			## every test, in VMs too (25 to 35 minutes)
 	@scripts/check
 
 check-debug: deps		## the module in a kernel with KASAN, lockdep, kmemleak and KCOV (the first time half an hour)
@@ -60,7 +60,7 @@ lint: user			## shellcheck, clang-format, mandoc, checkpatch, sparse, clang-tidy
 	@scripts/lint $(TOOLS)
 
 TIME ?= 600
-fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=600 seconds each
+fuzz: deps kmod			## mutated input for the parsers of what comes from outside, and for the module; TIME=600 seconds each, TARGETS="tree calls": only these parsers
 	@scripts/fuzz $(TIME) $(TARGETS)
 	@$(if $(TARGETS),,MIGR_FUZZ_S=$(TIME) scripts/test-kmod --only fuzz "$$(scripts/kernel-versions | head -n 1)")
 
@@ -81,7 +81,7 @@ walk: user			## every fault point with modelled hosts (minutes)
 	@tests/faults/walk $(USER_BUILD)
 	@tests/faults/walk $(USER_BUILD) --pairs
 
-shapes: all			## every step of the end-to-end tests, and longer walks (90 minutes)
+shapes: all			## every step of the end-to-end tests, and longer walks (100 minutes)
 	@tests/e2e/walk
 
 CUTS ?= 200

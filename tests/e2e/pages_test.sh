@@ -271,6 +271,11 @@ recovered() {
 		fail "recover of a migration that there never was" || return 1
 	on_sh hostB 'migrctl recover 0123abcd 2>/dev/null; [ $? = 3 ]' || fail "a migration that there never was is open"
 }
+nothing_to_do() {
+	local said
+	! said=$(type_in hostB "$(readme 13 's/CONTAINER/bw/')" 2>&1) && grep -q 'nothing of that name' "$E2E_OUT/hostB.typed" || fail "cancel: $said" || return 1
+	said=$(type_in hostB "$(readme 14 '')") && [ "$said" = "peers and their rights are as they were" ] || fail "reload: $said"
+}
 purged() {	# HOST
 	local commands left
 	commands=$(block "Upgrading, removing" 1) || return 1
@@ -303,6 +308,7 @@ step "operations: a host is emptied" host_emptied
 step "no unit has failed, nobody has complained" hosts_in_order
 step "operations: a container is stored, and restored" stored_and_restored
 step "operations: recover" recovered
+step "README: cancel and reload, with nothing to do" nothing_to_do
 step "operations: apt purges all" everything_goes
 step "every block of the pages was typed, and all that README says" pages_used
 e2e_end
