@@ -97,9 +97,12 @@ std::optional<pid_t> bare_pid(const std::string& id) {
 Result<ContainerState> Bare::state(pid_t pid) const {
   const std::string who = "process " + std::to_string(pid);
   if (!process_lives(pid)) return Error{ENOENT, "no " + who + " on this host; list those with RDMA resources with: migrctl ps"};
-  for (const char* ns : {"pid", "mnt", "net"})
-    if (link_of(pid, std::string("ns/") + ns) != link_of(getpid(), std::string("ns/") + ns))
+  const auto has_its_own = [pid](const std::string& ns) { return link_of(pid, "ns/" + ns) != link_of(getpid(), "ns/" + ns); };
+  for (const char* ns : {"pid", "net"})
+    if (has_its_own(ns))
       return Error{EOPNOTSUPP, who + " is in a container: name the container instead, as migrctl ps does; if ps names none, another engine than the runc of migrd.json (runc_root) has it, and it cannot be moved"};
+  if (has_its_own("mnt"))
+    return Error{EOPNOTSUPP, who + " has a mount namespace of its own (a container, or a unit with PrivateTmp= and the like): name the container instead, as migrctl ps does, or start the unit without"};
   ContainerState s;
   s.id = bare_name(pid);
   s.pid = pid;

@@ -19,7 +19,7 @@ std::optional<pid_t> bare_pid(const std::string& id);
 class Bare {
  public:
   explicit Bare(const Config& c) : config_(c) {}
-  /// ENOENT: no such process; EOPNOTSUPP: it is in a container.
+  /// ENOENT: no such process; EOPNOTSUPP: it is in a container, or has mounts of its own.
   Result<ContainerState> state(pid_t pid) const;
   Result<std::vector<pid_t>> pids(pid_t pid) const;
   /// CRIU's, which is installed; "3.17.1".

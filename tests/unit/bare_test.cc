@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -350,6 +351,29 @@ TEST_F(ATerminal, ThatWasHungUpIsNone) {
   master = Fd();
   const auto s = may_leave();
   EXPECT_TRUE(s) << s.error().text;
+}
+
+TEST_F(AProcessOfAHost, ThatHasOnlyMountsOfItsOwnMayBeAUnits) {
+  for (const auto& [space, said] : {std::pair(CLONE_NEWNET, " is in a container: "), {CLONE_NEWNS, " has a mount namespace of its own (a container, or a unit with PrivateTmp= and the like): "}, {CLONE_NEWNS | CLONE_NEWNET, " is in a container: "}}) {
+    pid = fork();
+    if (!pid) {
+      if (unshare(space)) _exit(1);
+      for (;;) raise(SIGSTOP);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(pid, &status, WUNTRACED), pid);
+    if (!WIFSTOPPED(status)) {
+      pid = 0;
+      GTEST_SKIP() << "namespaces are for root";
+    }
+    const auto s = Bare(config).state(pid);
+    ASSERT_FALSE(s);
+    EXPECT_EQ(s.error().code, EOPNOTSUPP);
+    EXPECT_NE(s.error().text.find("process " + std::to_string(pid) + said), std::string::npos) << s.error().text;
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+    pid = 0;
+  }
 }
 
 // CRIU says all that it has to say to its log.
