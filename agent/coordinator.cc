@@ -239,13 +239,16 @@ Status Coordinator::find_partners() {
   const auto& replies = *asked;
   std::vector<int> found(info_.connected.size());
   std::set<std::size_t> dead;
-  std::string silent;
+  std::string silent, refused;
+  int code = ENOENT;
   for (std::size_t h = 0; h < hosts_.size(); h++) {
     if (!replies[h]) {
-      // A host that lets us switch nothing may have nothing of ours either.
+      // A host that cannot follow, or lets us switch nothing, may have nothing of ours either.
       const Error& e = replies[h].error();
-      if (!unreachable(e) && e.code != EPERM) return e;
-      silent += (silent.empty() ? "" : ", ") + (e.code == EPERM ? e.text : hosts_[h]->name());
+      const bool tells = !unreachable(e) && e.code != EPERM;
+      if (tells && refused.empty()) code = e.code;
+      auto& list = tells ? refused : silent;
+      list += (list.empty() ? "" : ", ") + (unreachable(e) ? hosts_[h]->name() : e.text);
       continue;
     }
     dead.insert(replies[h]->dead().begin(), replies[h]->dead().end());
@@ -264,15 +267,16 @@ Status Coordinator::find_partners() {
   }
   // Its process has ended, or has destroyed its QP: nothing tells an end that does not send. It would keep this host for ever.
   for (std::size_t i = 0; i < found.size(); i++)
-    if (!found[i] && !twins_.contains(i) && dead.contains(i)) {
+    if (!found[i] && !twins_.contains(i) && refused.empty() && dead.contains(i)) {
       gone_.insert(i);
       note_gone(i);
     }
   for (std::size_t i = 0; i < found.size(); i++)
     if (!found[i] && !twins_.contains(i) && !gone_.contains(i))
-      return Error{ENOENT, "no host knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
-                               (silent.empty() ? "; is migrd running where the partner is, and is it among the peers?"
-                                               : "; these hosts do not tell: " + silent)};
+      return Error{code, (refused.empty() ? "no host" : refused + "; no other host") + " knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +
+                             (!silent.empty()   ? "; these hosts do not tell: " + silent
+                              : refused.empty() ? "; is migrd running where the partner is, and is it among the peers?"
+                                                : "")};
   return {};
 }
 

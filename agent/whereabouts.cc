@@ -121,23 +121,33 @@ Result<migr_qp_address> Whereabouts::find(const migr_qp_address& named, std::uin
   struct Asked {
     std::string host;
     wire::WhereReply reply;
+    std::string refused;
   };
-  std::vector<Asked> hosts{{config_.name, {}}};
-  for (const auto& p : config_.peers()) hosts.push_back({p.name, {}});
+  std::vector<Asked> hosts{{config_.name, {}, {}}};
+  for (const auto& p : config_.peers()) hosts.push_back({p.name, {}, {}});
   (void)parallel_for(hosts, [&](Asked& a) -> Status {
     auto channel = peers_.channel(a.host);
     if (!channel) return channel.error();
     wire::Partner::Stub stub(*channel);
     auto found = call(stub, &wire::Partner::Stub::Where, r, kWhereMs, a.host);
-    if (!found && !unreachable(found.error())) spdlog::warn("{} was asked where a QP is: {}", a.host, found.error().text);
+    if (!found && !unreachable(found.error())) {
+      a.refused = found.error().text;
+      if (rarely_.due(a.refused)) spdlog::warn("{} was asked where a QP is: {}", a.host, a.refused);
+    }
     if (found) a.reply = std::move(*found);
     return {};
   });
   std::set<std::string> mine;
   (void)each_gid([&](const wire::PortGid& g) { mine.insert(g.gid()); });
   wire::WhereReply all;
-  for (const auto& a : hosts) all.MergeFrom(a.reply);
+  std::string refused;
+  for (const auto& a : hosts) {
+    all.MergeFrom(a.reply);
+    if (!a.refused.empty()) refused += (refused.empty() ? "" : ", ") + a.refused;
+  }
   const auto* w = choose(all, mine, asker_pqpn);
+  // It may be where nobody looked: the process has to say so.
+  if (!w && !refused.empty()) return Error{EREMOTEIO, "no other host has a QP of that address: " + refused};
   if (!w || w->gid().size() != sizeof named.gid) return Error{ENOENT, "no QP of that address"};
   migr_qp_address out{};
   std::copy(w->gid().begin(), w->gid().end(), reinterpret_cast<char*>(out.gid));

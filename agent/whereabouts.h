@@ -8,6 +8,7 @@
 
 #include "config.h"
 #include "directory.h"
+#include "log.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
@@ -22,7 +23,7 @@ class Whereabouts {
   Whereabouts(const Config& config, SessionTable& sessions, Peers& peers, Directory& directory)
       : config_(config), sessions_(sessions), peers_(peers), directory_(directory) {}
 
-  /// A process asks. ENOENT: nothing is known of that address, or the partner has no libmigr.
+  /// A process asks. ENOENT: nothing is known of that address, or the partner has no libmigr. EREMOTEIO: the same, and a host could not look
   Result<Answer> answer(const Question& q);
 
   /// Another host asks: QPs here that somebody may call so.
@@ -39,6 +40,7 @@ class Whereabouts {
   SessionTable& sessions_;
   Peers& peers_;
   Directory& directory_;
+  SaidRarely rarely_;
 };
 
 /// Of all that may be meant the one that is: who is connected to the asker; else who is connected to nobody, and of those who

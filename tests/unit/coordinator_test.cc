@@ -449,6 +449,7 @@ struct Scene {
   FakeSource source{play};
   FakeDestination destination{play};
   FakePartner partner{play, "p", true}, other{play, "o", false};
+  std::vector<PartnerLink*> more;  // hosts that are asked, too
   bool pre_setup = true;
   bool busy = false, in_vain = false, again = false;
   int busy_wait_ms = 1000;
@@ -466,7 +467,9 @@ struct Scene {
     if (keep) s.what = Coordinator::Settings::kKeep;
     s.course = play.course;
     s.stands_still = [this](const std::string& phase) { stood_still = phase; };
-    Coordinator c(s, source, destination, {&other, &partner}, [this](const wire::Progress& p) { said.push_back(p); });
+    std::vector<PartnerLink*> hosts{&other, &partner};
+    hosts.insert(hosts.end(), more.begin(), more.end());
+    Coordinator c(s, source, destination, hosts, [this](const wire::Progress& p) { said.push_back(p); });
     auto summary = c.migrate("c", "dst", kId);
     busy = c.busy();
     in_vain = c.copied_in_vain();
@@ -933,6 +936,30 @@ TEST(Coordinator, SilentHostWithoutPartnersDoesNotMatter) {
   s.play.fail = "o.find";
   s.play.fail_code = EHOSTUNREACH;
   EXPECT_TRUE(s.run().migrated());
+}
+
+// One whose module is older, for one: no connection of others is any business of it.
+TEST(Coordinator, HostThatRefusesWithoutPartnersDoesNotMatter) {
+  Scene s;
+  FakePartner third{s.play, "q", false};
+  s.more = {&third};
+  s.play.fail = "o.find";
+  s.play.fail_code = EPROTONOSUPPORT;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  ASSERT_EQ(r.partners_size(), 1);
+  EXPECT_EQ(r.partners(0), "p");
+}
+
+TEST(Coordinator, HostThatRefusesIsNamedWhenAPartnerIsNotFound) {
+  Scene s;
+  s.partner.has_ = false;
+  s.play.fail = "o.find";
+  s.play.fail_code = EPROTONOSUPPORT;
+  const auto r = s.run();
+  EXPECT_FALSE(r.touched());
+  EXPECT_NE(r.error().find("played failure of o.find; no other host knows the partner of QP 17"), std::string::npos) << r.error();
+  EXPECT_EQ(r.error_code(), static_cast<std::uint32_t>(EPROTONOSUPPORT)) << "as the host has said";
 }
 
 TEST(Coordinator, WhatIsConnectedToItselfNeedsNoPartner) {

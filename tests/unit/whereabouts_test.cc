@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// Several QPs may have been called by one address: which of them is meant.
+// Several QPs may have been called by one address: which of them is meant. And what a process hears that asks for one.
 #include "agent/whereabouts.h"
 
 #include <gtest/gtest.h>
+
+#include <stdlib.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 
 namespace migr::whereabouts_test {
 namespace {
@@ -50,6 +56,68 @@ TEST_F(Choose, OfTwoThatWaitTheOneThatWasBornThere) {
   add(30, true);
   add(31);
   EXPECT_EQ(31u, chosen());
+}
+
+// The only host that is asked; it knows of none, or cannot look.
+struct Asked : ::testing::Test, wire::Partner::Service {
+  Asked() {
+    grpc::ServerBuilder b;
+    b.RegisterService(this);
+    server = b.BuildAndStart();
+    peers.set_self(server->InProcessChannel({}));
+    wire::MovesRequest r;
+    auto* m = r.add_moves();
+    m->set_instance(std::string(sizeof(Instance), 'i'));
+    m->set_birth_gid(kThere);
+    m->set_gid(kOther);
+    EXPECT_TRUE(directory.put(r));
+  }
+  ~Asked() override {
+    server->Shutdown();
+    std::filesystem::remove_all(dir);
+  }
+  static std::string made() {
+    char name[] = "/tmp/whereabouts_test.XXXXXX";
+    return mkdtemp(name);
+  }
+  grpc::Status Where(grpc::ServerContext*, const wire::WhereRequest*, wire::WhereReply*) override { return to_grpc(says); }
+  int error_of(const std::string& gid) {
+    migr_qp_address named{};
+    gid.copy(reinterpret_cast<char*>(named.gid), sizeof named.gid);
+    named.qpn = 17;
+    Question q;
+    q.type = MIGR_MSG_WHERE;
+    q.record_size = sizeof named;
+    q.records.resize(sizeof named);
+    std::memcpy(q.records.data(), &named, sizeof named);
+    const auto a = whereabouts.answer(q);
+    return a ? 0 : a.error().code;
+  }
+  static Config config_in(const std::string& dir) {
+    Config c;
+    c.name = "here";
+    c.state_dir = dir;
+    return c;
+  }
+  const std::string dir = made();
+  const Config config = config_in(dir);
+  SessionTable sessions;
+  Peers peers{config, pki::Files{}};
+  Directory directory{config};
+  Whereabouts whereabouts{config, sessions, peers, directory};
+  Status says;
+  std::unique_ptr<grpc::Server> server;
+};
+
+TEST_F(Asked, NobodyKnowsIt) {
+  EXPECT_EQ(error_of(kThere), ENOENT);
+  says = Error{EPROTONOSUPPORT, "played"};
+  EXPECT_EQ(error_of(kMine), ENOENT) << "nothing has moved there";
+}
+
+TEST_F(Asked, AHostThatCouldNotLookMayHaveIt) {
+  says = Error{EPROTONOSUPPORT, "played"};
+  EXPECT_EQ(error_of(kThere), EREMOTEIO);
 }
 
 }  // namespace
