@@ -82,14 +82,14 @@ struct Config {
   std::string control_socket = kControlSocket;
   std::string runc = "runc";
   std::string runc_root = "/run/runc";
-  std::string criu = "criu";                      // for processes without a container
-  std::string criu_libs;                          // folder of migr_plugin.so; empty: CRIU's own
-  int criu_log_level = 2;                         // of its logs, which are written while a container stands still; 1: errors, 4: everything
-  std::string metrics = kMetrics;                 // host:port that Prometheus reads; empty: nowhere
-  std::string net_hook;                           // empty: containers keep no network of their own
-  std::string processor = "same";                 // what comes here may have found instructions that are not here: "same" or "any"
-  std::string libmigr = kLibmigr;                 // what programs preload; only looked at by migrctl doctor
-  std::string links_file = kLinksFile;            // the host's configuration of links, for processes that cannot read it
+  std::string criu = "criu";            // for processes without a container
+  std::string criu_libs;                // folder of migr_plugin.so; empty: CRIU's own
+  int criu_log_level = 2;               // of its logs, which are written while a container stands still; 1: errors, 4: everything
+  std::string metrics = kMetrics;       // host:port that Prometheus reads; empty: nowhere
+  std::string net_hook;                 // empty: containers keep no network of their own
+  std::string processor = "same";       // what comes here may have found instructions that are not here: "same" or "any"
+  std::string libmigr = kLibmigr;       // what programs preload, if it is this host's; what comes here has to have the same build
+  std::string links_file = kLinksFile;  // the host's configuration of links, for processes that cannot read it
   RedisConfig redis;
   std::map<std::string, int> limits;         // of limits.h by their names, in ms; what is not there is as it is there
   std::map<std::string, std::string> fixed;  // every key that the file has but "peers" and "allow", with its JSON

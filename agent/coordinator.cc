@@ -308,6 +308,7 @@ Status Coordinator::check_destination(const std::string& to) {
   for (const auto& d : info_.devices) r.add_devices(d);
   for (const auto& n : info_.needs) *r.add_needs() = n;
   for (const auto& i : info_.instructions) r.add_instructions(i);
+  r.set_libmigr(info_.libmigr);
   r.set_memory_bytes(info_.filled_bytes);
   for (const auto& [page, bytes] : info_.huge.needed) {
     auto* h = r.add_huge();

@@ -56,6 +56,7 @@ struct ContainerInfo {
   std::uint64_t filled_bytes = 0;                            // memory that they have filled, but for what is in `huge`
   HugeMemory huge;
   std::vector<std::string> instructions;                     // of the processor that they run on
+  std::string libmigr;                                       // build ID of this host's, if they have that; empty: not known
   wire::Resources resources;
   std::uint64_t image_bytes() const { return filled_bytes + huge.filled; }  // what the checkpoint will have, about
 };

@@ -17,6 +17,7 @@
 #include <set>
 #include <thread>
 
+#include "build_id.h"
 #include "devices.h"
 #include "directory.h"
 #include "fault.h"
@@ -318,6 +319,7 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
     if (auto s = may(config_, {*ctx, config_}, Right::kToHere, r->container()); !s) return s;
     if (auto s = same_version("migrd", r->wire(), kWireVersion); !s) return s;
     if (auto s = same_version("libmigr", r->proc(), MIGR_PROC_VERSION); !s) return s;
+    if (auto s = same_build(r->libmigr(), Caller(*ctx, config_).name(), config_.libmigr, config_.name); !s) return s;
     if (auto s = r->has_address() ? check_net_hook(config_) : Status(); !s) return s;
     auto k = KernelRecord::open();
     if (!k) return Error{EBUSY, k.error().text};

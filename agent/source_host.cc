@@ -13,6 +13,7 @@
 #include <future>
 #include <thread>
 
+#include "build_id.h"
 #include "fault.h"
 #include "file_tree.h"
 #include "kernel_record.h"
@@ -627,6 +628,9 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (const auto root = bare_pid(container)) info_.pids = numbers_of(*root);
   if (auto s = host_.runc_.may_leave(state_); !s) return s.error();
   for (const pid_t pid : *all) {
+    const auto library = maps_library(pid, host_.config_.libmigr);
+    if (!library) return library.error();
+    if (*library && info_.libmigr.empty()) info_.libmigr = build_id_of(host_.config_.libmigr);
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
     if (!has_huge_pages(pid)) continue;

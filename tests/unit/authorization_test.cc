@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "agent/build_id.h"
 #include "agent/control_service.h"
 #include "agent/destination_host.h"
 #include "agent/file_tree.h"
@@ -385,6 +386,25 @@ TEST_F(Peer, ContainersAreRefusedByNameBeforeAnythingElseIsLookedAt) {
   writer->Write(first);
   writer->WritesDone();
   EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::PERMISSION_DENIED);
+}
+
+// CRIU would refuse it in the restore, when the container stands still.
+TEST_F(Peer, AnotherBuildOfTheLibraryIsRefused) {
+  serve("{}");
+  config_.libmigr = "/proc/self/exe";
+  const std::string why = "a: libmigr is of another build on a (/proc/self/exe) than what programs run on b";
+  wire::CheckRequest r;
+  r.set_container("web"), r.set_wire(kWireVersion), r.set_proc(MIGR_PROC_VERSION);
+  for (const std::string& same : {std::string(), build_id_of(config_.libmigr)}) {
+    r.set_libmigr(same);
+    const auto s = tell("b", &wire::Destination::Stub::Check, r);
+    EXPECT_TRUE(s || s.error().text.find(why) == std::string::npos) << s.error().text;
+  }
+  r.set_libmigr("another");
+  const auto s = tell("b", &wire::Destination::Stub::Check, r);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EBUSY);
+  EXPECT_EQ(s.error().text.find(why), 0u) << s.error().text;
 }
 
 // Found in the source's message before it begins; by an older source only in the bundle that it sends.

@@ -121,6 +121,7 @@ struct FakeSource final : Source {
     i.connected = {{7, 0x11, 0x11, std::string(16, 's'), std::string(16, 'p'), 0x22, 3}};
     i.vqpns = {0x11};
     i.resources.set_qp(1);
+    i.libmigr = "build";
     if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0", {}, 0}};
     if (second) i.connected.push_back({7, 0x15, 0x15, std::string(16, 's'), std::string(16, 'o'), 0x25});
     if (twins) {
@@ -208,10 +209,12 @@ struct FakeDestination final : DestinationLink {
   std::vector<std::string> hosts;  // that take part
   wire::FolderMode bundle_mode;
   std::uint64_t room = ~0ull;  // for images
+  std::string libmigr;         // as check was told
   int upload_ms = 0, changes_ms = 0;
   int renew_ms = 0;
   std::atomic<int> renewed = 0;
   Status check(const wire::CheckRequest& r) override {
+    libmigr = r.libmigr();
     if (auto s = p.did("d.check"); !s) return s;
     return r.image_bytes() <= room ? Status() : Error{ENOSPC, "played lack of room"};
   }
@@ -504,6 +507,7 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
   EXPECT_EQ(r.partners(0), "p");
   EXPECT_EQ(s.destination.hosts, (std::vector<std::string>{"src", "p"}));
   EXPECT_EQ(s.destination.bundle_mode.mode(), S_IFDIR | 0751u);
+  EXPECT_EQ(s.destination.libmigr, "build");
   s.expect_order({"s.inspect", "d.check", "p.find", "s.record", "d.prepare", "d.connect", "s.track", "s.pre_dump", "d.pre_upload", "s.suspend", "s.drain", "s.freeze",
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.connect", "p.track", "s.pre_dump"});

@@ -3,7 +3,9 @@
 // what went and is not it stays as it is, and no order of an operator makes two of one.
 #include "agent/source_host.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -24,6 +26,7 @@
 #include <thread>
 #include <utility>
 
+#include "agent/build_id.h"
 #include "agent/control_service.h"
 #include "agent/failover/peer_directory.h"
 #include "agent/file_tree.h"
@@ -479,6 +482,35 @@ TEST_F(ASource, SaysOfItsBundleWhoMayPassIt) {
   ASSERT_TRUE(run.info().bundle_mode);
   EXPECT_EQ(run.info().bundle_mode->mode(), S_IFDIR | 0751u);
   EXPECT_EQ(run.info().bundle_mode->uid(), geteuid());
+}
+
+// After an upgrade of its package: CRIU would say so in the stop.
+TEST_F(ASource, RefusesALibraryThatWasReplaced) {
+  Config c = config;
+  c.libmigr = root + "/libmigr.so";
+  fs::copy_file("/bin/true", c.libmigr);
+  const Fd library(open(c.libmigr.c_str(), O_RDONLY | O_CLOEXEC));
+  void* const at = mmap(nullptr, 4096, PROT_READ | PROT_EXEC, MAP_PRIVATE, library.n, 0);
+  ASSERT_NE(at, MAP_FAILED);
+  const pid_t pid = fork();
+  if (!pid) {
+    setsid(), close_range(0, ~0u, 0);
+    for (;;) pause();
+  }
+  munmap(at, 4096);
+  SourceHost other{c, sessions, claims, numbers, directory, nullptr, nullptr};
+  {
+    SourceRun run(other, kId, SourceRun::Describe::kLook);
+    const auto info = run.inspect(bare_name(pid));
+    EXPECT_TRUE(info || info.error().text.find("replaced") == std::string::npos) << info.error().text;
+    EXPECT_EQ(run.info().libmigr, build_id_of(c.libmigr));
+  }
+  fs::remove(c.libmigr);
+  const auto info = SourceRun(other, kId, SourceRun::Describe::kLook).inspect(bare_name(pid));
+  kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+  ASSERT_FALSE(info);
+  EXPECT_EQ(info.error().code, EOPNOTSUPP);
+  EXPECT_NE(info.error().text.find("has a libmigr.so that was replaced on this host since: start it again"), std::string::npos) << info.error().text;
 }
 
 // It was dumped then, and ended, and runc would not restore it.
