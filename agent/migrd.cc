@@ -265,6 +265,7 @@ class End {
     has_come_ = true;
     changed_.notify_all();
   }
+  bool has_come() { return comes_within(0); }
   bool comes_within(int ms) {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return has_come_; });
@@ -452,7 +453,7 @@ int run(Config& config, const std::string& path) {
   spdlog::info("migrd {} on {}: peers at {}, processes at {}/proc.sock", kRelease, config.name, config.listen, config.run_dir);
   sd_notify(1, "READY=1");  // and nothing that it starts inherits whom it told
   traffic.start();
-  End end;
+  End end, ticks_end;
   std::thread ticker([&] {
     constexpr int kTickMs = 250;
     constexpr unsigned kTicksPerLook = 8;
@@ -462,11 +463,12 @@ int run(Config& config, const std::string& path) {
       if (n++ % kTicksPerLook) continue;
       certificates.look();
       (void)directory.save_again();  // put() has said why not
-    } while (!end.comes_within(kTickMs));
+    } while (!ticks_end.comes_within(kTickMs));
   });
   // Beside the other, for it waits for hosts that may be silent.
   std::thread guests([&] {
-    auto tell = [&peers](const std::string& host, const std::vector<Instance>& instances) -> Status {
+    auto tell = [&peers, &end](const std::string& host, const std::vector<Instance>& instances) -> Status {
+      if (end.has_come()) return Error{ECANCELED, "migrd ends"};
       auto channel = peers.channel(host);
       if (!channel) return channel.error();
       wire::ReleaseRequest r;
@@ -487,10 +489,18 @@ int run(Config& config, const std::string& path) {
   });
   spdlog::info("ends by signal {}", wait_for_end([&] { (void)reload_once(config, path, roles); }));
   end.come();
+  // What goes back needs all of this host meanwhile.
+  constexpr int kCoursesMs = 120'000, kCoursesStepMs = 50;  // below TimeoutStopSec= of migrd.service, with what comes after
+  source.give_up();
+  for (int ms = 0; ms < kCoursesMs && !source.is_idle(); ms += kCoursesStepMs) usleep(kCoursesStepMs * 1000);
+  const bool idle = source.is_idle();
+  if (!idle) spdlog::error("what has begun here does not end; the next migrd takes it up");
+  ticks_end.come();
   ticker.join();
   guests.join();
   heartbeat.join();
   destination.shutdown();
+  if (!idle) _exit(0);
   const auto soon = std::chrono::system_clock::now() + std::chrono::seconds(1);
   (*inner_server)->shutdown(soon);
   outer_server->Shutdown(soon);

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <iterator>
 #include <utility>
 
 #include "file_tree.h"
 #include "hex.h"
 #include "kernel_record.h"
+#include "parallel.h"
 #include "process.h"
 
 namespace migr {
@@ -309,14 +311,24 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
       if (births.empty()) gone[""].push_back(*i);
     }
   }
-  for (const auto& [host, instances] : gone) {
+  struct Asked {
+    std::string host;
+    std::vector<Instance> gone, heard{};
+    Status s{};
+  };
+  std::vector<Asked> hosts;
+  for (const auto& [host, instances] : gone) hosts.push_back({host, instances});
+  (void)parallel_for(hosts, [&](Asked& a) -> Status {
     // Here they were their own.
-    const Status s = host.empty() || host == config_.name ? Status() : tell(host, instances);
-    if (s) told(host, instances);
+    if (!a.host.empty() && a.host != config_.name) a.s = tell(a.host, a.gone);
+    if (a.s) a.heard = a.gone;
     // One that is refused holds up no other.
-    if (!s && s.error().code == EPERM && instances.size() > 1)
-      for (const auto& i : instances)
-        if (tell(host, {i})) told(host, {i});
+    if (!a.s && a.s.error().code == EPERM && a.gone.size() > 1)
+      std::copy_if(a.gone.begin(), a.gone.end(), std::back_inserter(a.heard), [&](const Instance& i) { return bool(tell(a.host, {i})); });
+    return {};
+  });
+  for (const auto& [host, instances, heard, s] : hosts) {
+    if (!heard.empty()) told(host, heard);
     std::lock_guard lock(mutex_);
     if (s) {
       said_.erase(host);
@@ -324,6 +336,7 @@ std::vector<Instance> Numbers::tick(const std::function<Status(const std::string
     }
     // Once: it may be off for days. One that is off is silent in more than one way.
     const auto& e = s.error();
+    if (e.code == ECANCELED) continue;  // we end
     const std::string why = e.code == EHOSTUNREACH || e.code == ETIMEDOUT ? "it is silent" : e.text;
     if (std::exchange(said_[host], why) != why) spdlog::warn("numbers of a process that has ended stay reserved on {}: {}; it is told again until it has heard", host, e.text);
   }

@@ -82,7 +82,7 @@ class Numbers {
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
 
-  /// Guests that have ended are told to their birth hosts, by `tell`; until it succeeds they are told again. Also
+  /// Guests that have ended are told to their birth hosts, to all at once, by `tell`; until it succeeds they are told again. Also
   /// reserve_again(). @return them
   /// @param held  by a migration: one of those may have gone on living elsewhere
   std::vector<Instance> tick(const std::function<Status(const std::string& host, const std::vector<Instance>&)>& tell, const std::function<bool(const Instance&)>& held = {});

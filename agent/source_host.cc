@@ -86,6 +86,8 @@ std::string what_happens(const std::string& container, const std::string& to) {
   return (to.starts_with('/') ? "is being stored in " : "is being migrated to ") + to;
 }
 
+Error migrd_ends() { return {ECANCELED, "migrd ends"}; }
+
 void add_place(wire::OpenMigration& o, const Course& course) {
   const auto at = course.place();
   o.set_phase(at.phase);
@@ -448,11 +450,28 @@ Status SourceHost::remove(std::uint32_t id, journal::Source& r) {
 
 Result<std::shared_ptr<Course>> SourceHost::begin(const std::string& container, const std::string& to, std::uint32_t id) {
   std::lock_guard lock(mutex_);
+  if (gives_up_) return migrd_ends();
   if (auto s = is_at_rest(container); !s) return s.error();
   std::erase_if(busy_, [](const auto& b) { return b.second.expired(); });
   auto course = std::make_shared<Course>(container, to, id);
   busy_[container] = course;
   return course;
+}
+
+void SourceHost::give_up() {
+  std::lock_guard lock(mutex_);
+  gives_up_ = true;
+  for (const auto& [container, known] : busy_) {
+    const auto course = known.lock();
+    if (!course) continue;
+    const LogScope log(course->place().id);
+    spdlog::info("migrd ends: {} {}", container, course->give_up(migrd_ends()) ? "goes back" : "is committed, and is waited for");
+  }
+}
+
+bool SourceHost::is_idle() {
+  std::lock_guard lock(mutex_);
+  return std::all_of(busy_.begin(), busy_.end(), [](const auto& b) { return b.second.expired(); });
 }
 
 // Caller holds mutex_.

@@ -44,6 +44,10 @@ class SourceHost final : public Role {
 
   /// Of what begins here: as long as somebody holds it, it is among the open ones, and nothing else of that name begins. EBUSY: so it is already.
   Result<std::shared_ptr<Course>> begin(const std::string& container, const std::string& to, std::uint32_t id);
+  /// Nothing begins here any more, and what is under way goes back, as if it was cancelled.
+  void give_up();
+  /// What has begun here is over, whatever became of it.
+  bool is_idle();
 
   /// After a start: migrations that an earlier migrd left in the middle are known, and hold their processes.
   void recover();
@@ -111,7 +115,8 @@ class SourceHost final : public Role {
   std::mutex mutex_;
   std::map<std::uint32_t, Entry> entries_;
   std::map<std::string, std::weak_ptr<Course>> busy_;  // by the container
-  DetachedThreads threads_;                            // last: they use all of this
+  bool gives_up_ = false;
+  DetachedThreads threads_;  // last: they use all of this
 };
 
 /// One migration away from here.

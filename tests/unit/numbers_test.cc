@@ -8,9 +8,12 @@
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 
 #include "agent/process.h"
 
@@ -127,6 +130,7 @@ struct Guests : ::testing::Test {
   }
   std::string text(const char* file) const { return {std::istreambuf_iterator<char>(std::ifstream(dir + "/" + file).rdbuf()), {}}; }
   Status tell(const std::string& host, const std::vector<Instance>& all) {
+    std::lock_guard lock(mutex);
     told.push_back(host);
     EXPECT_EQ(all, std::vector{a});
     return silent.contains(host) ? Status(Error{says, host + " is silent"}) : Status();
@@ -134,6 +138,7 @@ struct Guests : ::testing::Test {
   void tick() {
     told.clear();
     numbers.tick([this](const std::string& host, const std::vector<Instance>& all) { return tell(host, all); });
+    std::sort(told.begin(), told.end());
   }
   const std::string dir = made();
   const Instance a{1};
@@ -141,6 +146,7 @@ struct Guests : ::testing::Test {
   Numbers numbers{config};
   std::set<std::string> silent;
   int says = EHOSTUNREACH;
+  std::mutex mutex;
   std::vector<std::string> told;
 };
 
@@ -160,6 +166,18 @@ TEST_F(Guests, EveryBirthHostIsToldUntilItHasHeard) {
   EXPECT_EQ(text("born.json"), "{}");
   tick();
   EXPECT_TRUE(told.empty());
+}
+
+// Each that is silent takes as long as a call may.
+TEST_F(Guests, BirthHostsAreToldAtTheSameTime) {
+  ASSERT_TRUE(numbers.note_guest(a, {"first", "second", "third"}, 0));
+  std::atomic<int> asked = 0;
+  numbers.tick([&](const std::string& host, const std::vector<Instance>&) {
+    ++asked;
+    for (int ms = 0; asked < 3 && ms < 2000; ms++) usleep(1000);
+    return asked == 3 ? Status() : Status(Error{ETIMEDOUT, host + " waits for the others"});
+  });
+  EXPECT_EQ(text("guests.json"), "{}");
 }
 
 /// What is warned of, instead of standard error.

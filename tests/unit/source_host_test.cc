@@ -548,6 +548,23 @@ TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   sessions.stop();
 }
 
+TEST_F(ASource, AtTheEndOfMigrdWhatIsUnderWayGoesBackAndNothingBegins) {
+  auto one = *host.begin("web", "dst", kId), committed = *host.begin("db", "dst", kId + 1);
+  EXPECT_TRUE(committed->decide());
+  EXPECT_FALSE(host.is_idle());
+  host.give_up();
+  EXPECT_EQ(one->goes_on().error().code, ECANCELED);
+  EXPECT_EQ(one->goes_on().error().text, "migrd ends");
+  EXPECT_TRUE(committed->goes_on());
+  const auto another = host.begin("cache", "dst", kId + 2);
+  ASSERT_FALSE(another);
+  EXPECT_EQ(another.error().text, "migrd ends");
+  one.reset();
+  EXPECT_FALSE(host.is_idle()) << "the other is finished first";
+  committed.reset();
+  EXPECT_TRUE(host.is_idle());
+}
+
 TEST_F(ASource, WaitsUntilTheNetworkIsOpenThatCameWithIt) {
   host.set_opens([](const std::string& container) { return container == "web"; });
   const auto info = SourceRun(host, kId, SourceRun::Describe::kMove).inspect("web");
