@@ -2,6 +2,8 @@
 #include "thread_scan.h"
 
 #include <dirent.h>
+#include <semaphore.h>
+#include <sys/mman.h>
 #include <sys/ptrace.h>
 #include <sys/uio.h>
 #include <sys/user.h>
@@ -18,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "aside.h"
 #include "limits.h"
 #include "stack_walk.h"
 
@@ -49,7 +52,7 @@ Result<std::vector<pid_t>> threads_of(pid_t pid) {
   return tids;
 }
 
-// End of the mapping that holds `sp`, 0 if there is none, or it is of a file: to read that may take for ever.
+// End of the mapping that holds `sp`, 0 if there is none, or it is of a file.
 std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
   std::uint64_t end = 0;
   each_mapping(pid, [&](const Mapping& m) {
@@ -78,6 +81,66 @@ std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::span<const 
   }
   return false;
 }
+
+/// Reads stacks in a process of its own, one for all threads: memory may be what another one has to bring (userfaultfd), or a file by
+/// the time that it is read, and that may never come. It begins with the first that is asked for.
+class StackReader {
+ public:
+  enum Answer { kNothing, kMentions, kUnread, kSilent };
+  StackReader(pid_t pid, std::span<const TextRange> ranges) : pid_(pid), ranges_(ranges) {}
+  StackReader(const StackReader&) = delete;
+  StackReader& operator=(const StackReader&) = delete;
+  ~StackReader() { end(); }
+  /// Of the stack above `sp`; kSilent: nothing in kScanWalkMs
+  Answer ask(std::uint64_t sp) {
+    if (!desk_ && !begin()) return kSilent;
+    desk_->sp = sp;
+    sem_post(&desk_->asked);
+    const auto limit = (Clock::now() + std::chrono::milliseconds(kScanWalkMs)).time_since_epoch();
+    const auto s = std::chrono::duration_cast<std::chrono::seconds>(limit);
+    const timespec until{s.count(), std::chrono::nanoseconds(limit - s).count()};
+    while (sem_clockwait(&desk_->answered, CLOCK_MONOTONIC, &until))
+      if (errno != EINTR) return end(), kSilent;
+    return desk_->answer;
+  }
+
+ private:
+  struct Desk {  // of both
+    sem_t asked, answered;
+    std::uint64_t sp;
+    Answer answer;
+  };
+  bool begin() {
+    void* const at = mmap(nullptr, sizeof(Desk), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) return false;
+    desk_ = new (at) Desk{};
+    sem_init(&desk_->asked, 1, 0);
+    sem_init(&desk_->answered, 1, 0);
+    child_ = fork_aside();
+    if (!child_) answer_all();
+    if (child_ < 0) end();
+    return desk_ != nullptr;
+  }
+  [[noreturn]] void answer_all() {
+    for (;;) {
+      while (sem_wait(&desk_->asked)) {}
+      const auto hit = stack_mentions(pid_, desk_->sp, ranges_);
+      desk_->answer = !hit ? kUnread : *hit ? kMentions : kNothing;
+      sem_post(&desk_->answered);
+    }
+  }
+  void end() {
+    if (child_ > 0) (void)exit_of(child_, 0);
+    if (desk_) munmap(desk_, sizeof(Desk));
+    child_ = -1;
+    desk_ = nullptr;
+  }
+
+  const pid_t pid_;
+  const std::span<const TextRange> ranges_;
+  Desk* desk_ = nullptr;  // as long as it is there
+  pid_t child_ = -1;
+};
 
 void nap(int us) {
   const timespec t{us / 1'000'000, us % 1'000'000 * 1000};
@@ -115,7 +178,7 @@ void let_go(pid_t tid) {
   if (auto s = wait_stop(tid, until); s && *s) ptrace(PTRACE_DETACH, tid, 0, 0);
 }
 
-Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, ScanStats& stats) {
+Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, StackReader& stacks, ScanStats& stats) {
   if (ptrace(PTRACE_SEIZE, tid, 0, 0)) {
     if (errno == ESRCH) return Seen::kGone;
     // A zombie thread group leader cannot be traced, and runs nothing.
@@ -145,10 +208,10 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, Sc
   if (ptrace(PTRACE_GETREGS, tid, 0, &regs)) {
     if (errno == ESRCH) return Seen::kGone;
   } else if (!in_ranges(ranges, regs.rip, false)) {
-    const auto hit = stack_mentions(pid, regs.rsp, ranges);
-    if (hit && !*hit) {
+    const auto said = stacks.ask(regs.rsp);
+    if (said == StackReader::kNothing) {
       seen = Seen::kOutside;
-    } else {
+    } else if (said != StackReader::kSilent) {
       stats.unwound++;
       seen = frames_inside(pid, regs, [&](std::uint64_t ip, bool return_address) { return in_ranges(ranges, ip, return_address); }) ? Seen::kInside : Seen::kOutside;
     }
@@ -162,6 +225,7 @@ constexpr int kCalmPasses = 4;  // with nobody inside are enough, whoever is new
 Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_tid,
                                      Clock::time_point deadline, const std::stop_token& stop) {
   ScanStats stats;
+  StackReader stacks(pid, ranges);
   std::set<pid_t> outside;
   const auto first_look = Clock::now() + std::chrono::milliseconds(kScanStopMs);  // also for who has no time
   int calm = 0;  // passes in a row in which nobody was inside
@@ -175,7 +239,7 @@ Result<ScanStats> scan(pid_t pid, std::span<const TextRange> ranges, pid_t skip_
       if (stop.stop_requested()) return Error{ECANCELED, "nobody wants to know any more whether process " + std::to_string(pid) + " is outside"};
       if (Clock::now() > std::max(deadline, first_look))
         return Error{ETIMEDOUT, "the threads of process " + std::to_string(pid) + " could not be looked at in time, " + std::to_string(outside.size()) + " of " + std::to_string(tids->size()) + " were"};
-      auto seen = look_at(pid, tid, ranges, stats);
+      auto seen = look_at(pid, tid, ranges, stacks, stats);
       if (!seen) return seen.error();
       if (*seen == Seen::kInside) {
         inside = tid;

@@ -2,9 +2,15 @@
 #include "agent/thread_scan.h"
 
 #include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
 
 #include <array>
+#include <cstring>
+#include <future>
 
 #include "marked.h"
 
@@ -73,6 +79,46 @@ TEST(ThreadScan, StaleWordOnTheStackIsUnwound) {
   auto r = scan(f.pid, 5000);
   ASSERT_TRUE(r) << r.error().text;
   EXPECT_GE(r->unwound, 1u);
+  EXPECT_EQ(f.end(), 0);
+}
+
+// A page of it is to be brought by who never does: migrd does not wait for that, and what nobody has read may have a call on it.
+TEST(ThreadScan, WhoseStackSomebodyElseBringsIsNotWaitedFor) {
+  constexpr std::size_t kPage = 4096;
+  auto* const stack = static_cast<char*>(mmap(nullptr, 32 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(static_cast<void*>(stack), MAP_FAILED);
+  static Shared* shared;
+  Forked f(2, [stack](int i, Shared* s) {
+    if (!i) return park(s);
+    // Its stack is the lower half; of the upper one nothing is there, and nobody brings it.
+    std::memset(stack, 0, 16 * kPage);
+    ucontext_t there{}, back{};
+    getcontext(&there);
+    there.uc_stack.ss_sp = stack;
+    there.uc_stack.ss_size = 16 * kPage;
+    there.uc_link = &back;
+    shared = s;
+    const int fd = static_cast<int>(syscall(SYS_userfaultfd, O_CLOEXEC));
+    uffdio_api api{.api = UFFD_API, .features = 0, .ioctls = 0};
+    uffdio_register area{.range = {.start = reinterpret_cast<std::uintptr_t>(stack), .len = 32 * kPage}, .mode = UFFDIO_REGISTER_MODE_MISSING, .ioctls = 0};
+    s->progress = fd >= 0 && !ioctl(fd, UFFDIO_API, &api) && !ioctl(fd, UFFDIO_REGISTER, &area);
+    makecontext(&there, [] { park(shared); }, 0);
+    swapcontext(&back, &there);
+  });
+  munmap(stack, 32 * kPage);
+  if (!f.shared->progress) {
+    f.end();
+    GTEST_SKIP() << "no userfaultfd here";
+  }
+  const auto begun = Clock::now();
+  auto seen = std::async(std::launch::async, [&] { return scan(f.pid, 100); });
+  const bool over = seen.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
+  EXPECT_TRUE(over);
+  if (!over) kill(f.pid, SIGKILL);  // which ends what is awaited
+  const auto r = seen.get();
+  EXPECT_LT(Clock::now() - begun, std::chrono::seconds(5));
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, ETIMEDOUT) << r.error().text;
   EXPECT_EQ(f.end(), 0);
 }
 
