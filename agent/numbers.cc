@@ -138,15 +138,33 @@ BornBook::Vqpns BornBook::without_reserved(std::set<std::uint32_t> vqpns) const 
 
 // ---- on disk
 
-// Caller holds the lock.
-Result<BornBook> Numbers::book() const {
+// Caller holds the lock. Nobody else writes to it.
+Result<const Numbers::Kept*> Numbers::kept_book() const {
+  if (kept_) return &*kept_;
   const auto text = read_whole(path(kBorn));
-  if (!text && text.error().code == ENOENT) return BornBook();
-  if (!text) return text.error();
-  BornBook b(*text);
+  if (!text && text.error().code != ENOENT) return text.error();
+  BornBook b(text ? *text : "{}");
   if (b.damaged())
     if (auto s = put_aside(path(kBorn), *text, b.text()); !s) return s.error();
-  return b;
+  const std::size_t reserved = b.reserved().size();
+  kept_ = Kept{std::move(b), reserved};
+  return &*kept_;
+}
+
+// Caller holds the lock.
+Result<BornBook> Numbers::book() const {
+  const auto k = kept_book();
+  if (!k) return k.error();
+  return (*k)->book;
+}
+
+// Caller holds the lock.
+Status Numbers::write_book(BornBook b) {
+  kept_.reset();  // of what was not written whole it is not known what is there
+  if (auto s = write(kBorn, b.text()); !s) return s;
+  const std::size_t reserved = b.reserved().size();
+  kept_ = Kept{std::move(b), reserved};
+  return {};
 }
 
 // Caller holds the lock.
@@ -178,14 +196,14 @@ Status Numbers::write_guests(const Json& all) {
 
 void Numbers::reserve_again() {
   std::lock_guard lock(mutex_);
-  const auto kept = book();
-  const auto all = kept ? kept->reserved() : Vqpns();
+  const auto known = kept_book();
+  const std::size_t all = known ? (*known)->reserved : 0;
   Result<bool> lost = false;
-  if (!kept) lost = kept.error();
-  else if (!all.empty()) lost = fewer_are_reserved_than(all.size());
+  if (!known) lost = known.error();
+  else if (all) lost = fewer_are_reserved_than(all);
   Status s = lost;
-  if (lost && *lost) s = each(all, &KernelRecord::reserve_qpn);
-  if (s && *lost) spdlog::info("{} numbers that were born here are reserved", all.size());
+  if (lost && *lost) s = each((*known)->book.reserved(), &KernelRecord::reserve_qpn);
+  if (s && *lost) spdlog::info("{} numbers that were born here are reserved", all);
   const std::string why = s ? "" : s.error().text;
   if (std::exchange(unreserved_, why) != why && !s) spdlog::warn("numbers that were born here are not reserved: {}", why);
 }
@@ -223,7 +241,7 @@ Status Numbers::left(const Instance& instance, const Vqpns& born, const std::str
   auto b = book();
   if (!b) return b;
   if (auto s = each(b->leave(instance, born, to), &KernelRecord::release_qpn); !s) return s;
-  if (auto s = write(kBorn, b->text()); !s) return s;
+  if (auto s = write_book(*b); !s) return s;
   return each(born, &KernelRecord::reserve_qpn);
 }
 
@@ -240,7 +258,7 @@ Status Numbers::arrive(const std::vector<Instance>& instances, const Vqpns& vqpn
   auto b = book();
   if (!b) return b;
   if (auto s = each(b->arrive(instances, vqpns), &KernelRecord::release_qpn); !s) return s;
-  return write(kBorn, b->text());
+  return write_book(std::move(*b));
 }
 
 Status Numbers::note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid) {
@@ -265,7 +283,7 @@ Status Numbers::release(const std::vector<Instance>& instances) {
   if (!b) return b;
   for (const auto& i : instances)
     if (auto s = each(b->end(i, true), &KernelRecord::release_qpn); !s) return s;
-  return write(kBorn, b->text());
+  return write_book(std::move(*b));
 }
 
 // A guest has ended, and `host` knows (empty: nobody has to).
@@ -285,7 +303,7 @@ void Numbers::told(const std::string& host, const std::vector<Instance>& instanc
     else
       (*all)[hex(i)]["births"] = left;
   }
-  Status s = write(kBorn, b->text());
+  Status s = write_book(std::move(*b));
   if (s) s = write_guests(*all);
   if (!s) spdlog::error("{}", s.error().text);
 }

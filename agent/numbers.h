@@ -89,12 +89,20 @@ class Numbers {
 
  private:
   std::string path(const char* name) const { return config_.state_dir + "/" + name; }
+  struct Kept {
+    BornBook book;
+    std::size_t reserved;  // numbers
+  };
+  Result<const Kept*> kept_book() const;
   Result<BornBook> book() const;
+  Status write_book(BornBook b);
   Result<Json> guests() const;
   Status write(const char* name, const std::string& text) const;
   Status write_guests(const Json& all);
   void told(const std::string& host, const std::vector<Instance>& instances);
   const Config& config_;
+  // As it was read or written last: what is stored may be kept, or come again, anywhere, so it only grows, and tick() wants it all the time.
+  mutable std::optional<Kept> kept_;
   std::optional<Json> unwritten_;            // guests, if they could not be written down
   std::string unreserved_;                   // why numbers are not reserved, as was said last
   std::string unread_;                       // likewise why it is not known which guests have ended

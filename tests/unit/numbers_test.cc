@@ -287,6 +287,22 @@ TEST_F(Guests, WhatWasStoredKeepsItsNumbers) {
   EXPECT_EQ(text("born.json"), before);
 }
 
+// It may be long, and is asked for every two seconds.
+TEST_F(Guests, WhatIsKnownOfBirthsIsReadOnce) {
+  ASSERT_TRUE(numbers.arrive({a}, {10}));
+  const std::string before = text("born.json");
+  std::filesystem::remove(dir + "/born.json");
+  std::filesystem::create_directory(dir + "/born.json");
+  tick();
+  EXPECT_TRUE(numbers.away_at(a));
+  EXPECT_EQ(*numbers.born_here(a, {10, 20}, false), Vqpns{20});
+  EXPECT_FALSE(numbers.arrive({a}, {10, 20}));
+  EXPECT_FALSE(numbers.born_here(a, {10}, false)) << "what is written now is not known";
+  std::filesystem::remove(dir + "/born.json");
+  std::ofstream(dir + "/born.json") << before;
+  EXPECT_EQ(*numbers.born_here(a, {10, 20}, false), Vqpns{20});
+}
+
 TEST_F(Guests, WhatCannotBeReadIsAnErrorAndNotWrittenOver) {
   for (const char* file : {"/born.json", "/guests.json"}) std::filesystem::create_symlink(dir + file, dir + file);
   EXPECT_EQ(numbers.note_guest(a, {"first"}, 0).error().code, ELOOP);
