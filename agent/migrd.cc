@@ -279,7 +279,7 @@ class End {
 
 /// Links of processes: docs/failover.md. What one part tells another is set here, once.
 struct Links {
-  Links(Peers& peers, const SessionTable& sessions, Directory& moves)
+  Links(Peers& peers, const SessionTable& sessions, Directory& moves, const Numbers& numbers)
       : config(peers.config()), table(config.name),
         ports(config.state_dir + "/links.json", rdma_ports, {ms(kLinkDownMs), ms(kLinkUpMs), ms(kLinkUpMaxMs), ms(kLinkFlapMs)}) {
     const auto knock = [this](const Instance& to, const migr_links_channel& from) { socket->knock(to, from); };
@@ -293,12 +293,26 @@ struct Links {
     }
     socket = std::make_unique<LinkSocket>(table, *directory, [this] { return ports.ports(); }, config.links_file);
     table.set_gids(gids_of_this_host);
-    const auto was_at = [&](pid_t pid, const Gid& gid) {
+    const auto was_at = [&](const Instance& i, const Gid& gid) { return moves.was_at(i, {reinterpret_cast<const char*>(gid.data()), gid.size()}); };
+    const auto came = [&, was_at](pid_t pid, const Gid& gid) {
       const auto session = sessions.by_pid(pid);
-      return session && moves.was_at(session->instance(), {reinterpret_cast<const char*>(gid.data()), gid.size()});
+      return session && was_at(session->instance(), gid);
     };
-    const NameSources sources{recorded_qps, qp_numbers_of, [this](const Gid& gid) { return table.home(gid); }, was_at};
-    table.set_owns([sources](pid_t pid, std::span<const VqpName> names, std::size_t& offending) { return own_names(pid, names, sources, offending); });
+    // Those that this host keeps for somebody of whom `fits` is true. @param its  the process is one of them
+    const auto kept = [&](pid_t pid, bool its, const std::function<bool(const Instance&)>& fits) -> Result<std::set<std::uint32_t>> {
+      const auto owners = numbers.owners();
+      if (!owners) return owners.error();
+      const auto session = sessions.by_pid(pid);
+      std::set<std::uint32_t> out;
+      for (const auto& [vqpn, all] : *owners)
+        if ((session && std::find(all.begin(), all.end(), session->instance()) != all.end()) == its && std::any_of(all.begin(), all.end(), fits)) out.insert(vqpn);
+      return out;
+    };
+    const auto own = [kept](pid_t pid, const Gid&) { return kept(pid, true, [](const Instance&) { return true; }); };
+    const auto of_others = [kept, was_at](pid_t pid, const Gid& gid) { return kept(pid, false, [&](const Instance& i) { return was_at(i, gid); }); };
+    const NameSources sources{recorded_qps, qp_numbers_of, [this](const Gid& gid) { return table.home(gid); }, came, own, of_others, given_to_others,
+                              [&](pid_t pid) { return numbers.is_guest(pid); }};
+    table.set_owns([sources](pid_t pid, std::span<const VqpName> names, std::size_t& offending, std::set<VqpName>& bound) { return own_names(pid, names, sources, offending, bound); });
     table.set_knock(knock);
     ports.set_changed([this](std::span<const migr_links_port> changed) { socket->tell_ports(changed); });
   }
@@ -382,13 +396,13 @@ int run(Config& config, const std::string& path) {
   History history(config.state_dir);
   SourceHost source(config, sessions, claims, numbers, directory, to_destination, to_partner);
   DestinationHost destination(config, sessions, peers, claims, numbers);
-  Whereabouts whereabouts(config, sessions, peers, directory);
+  Whereabouts whereabouts(config, sessions, peers, directory, numbers);
   PartnerHost partner(config, sessions, peers, claims, directory_kept, whereabouts);
   const std::vector<Role*> roles = {&destination, &partner, &source};
   PortCounters counters;
   TrafficMeter traffic([&counters] { return counters.read(); });
   HostService host(config, sessions, numbers, roles, &certificates, &traffic);
-  Links links(peers, sessions, directory);
+  Links links(peers, sessions, directory, numbers);
   LinksService links_service(links.table);
   const auto metrics = std::make_shared<Metrics>(Metrics::Parts{config, sessions, links.table, *links.directory, links.ports, certificates, roles});
   source.set_opens([&](const std::string& container) { return destination.opens_network(container); });

@@ -131,6 +131,14 @@ BornBook::Vqpns BornBook::reserved() const {
   return {out.begin(), out.end()};
 }
 
+std::map<std::uint32_t, std::vector<Instance>> BornBook::owners() const {
+  std::map<std::uint32_t, std::vector<Instance>> out;
+  for (const auto& [who, e] : all_)
+    if (const auto i = instance_of(from_hex(who).value_or("")))
+      for (const auto v : e.born) out[v].push_back(*i);
+  return out;
+}
+
 BornBook::Vqpns BornBook::without_reserved(std::set<std::uint32_t> vqpns) const {
   for (const auto v : reserved()) vqpns.erase(v);
   return {vqpns.begin(), vqpns.end()};
@@ -252,6 +260,13 @@ Result<std::optional<std::string>> Numbers::away_at(const Instance& instance) co
   return b->away_at(instance);
 }
 
+Result<std::map<std::uint32_t, std::vector<Instance>>> Numbers::owners() const {
+  std::lock_guard lock(mutex_);
+  const auto b = book();
+  if (!b) return b.error();
+  return b->owners();
+}
+
 // Written last: what was not written is released again.
 Status Numbers::arrive(const std::vector<Instance>& instances, const Vqpns& vqpns) {
   std::lock_guard lock(mutex_);
@@ -275,6 +290,13 @@ bool Numbers::guest_lives(const Instance& instance) const {
   std::lock_guard lock(mutex_);
   const auto all = guests();
   return !all || still_lives(all->value(hex(instance), Json::object()));
+}
+
+Result<bool> Numbers::is_guest(pid_t pid) const {
+  std::lock_guard lock(mutex_);
+  const auto all = guests();
+  if (!all) return all.error();
+  return std::any_of(all->begin(), all->end(), [&](const Json& g) { return g.value("pid", 0) == pid && still_lives(g); });
 }
 
 Status Numbers::release(const std::vector<Instance>& instances) {

@@ -44,6 +44,8 @@ class BornBook {
   Vqpns end(const Instance& who, bool elsewhere);
   /// Of all that are away, or were.
   Vqpns reserved() const;
+  /// The same, with whose each is: on several devices there may be several.
+  std::map<std::uint32_t, std::vector<Instance>> owners() const;
 
  private:
   Vqpns without_reserved(std::set<std::uint32_t> vqpns) const;
@@ -72,6 +74,8 @@ class Numbers {
   /// One has gone. @param born  as born_here() said before
   Status left(const Instance& instance, const Vqpns& born, const std::string& to);
   Result<std::optional<std::string>> away_at(const Instance& instance) const;
+  /// As BornBook.
+  Result<std::map<std::uint32_t, std::vector<Instance>>> owners() const;
   /// Processes have come, with these numbers.
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is
@@ -79,6 +83,8 @@ class Numbers {
   Status note_guest(const Instance& instance, const std::vector<std::string>& births, pid_t pid);
   /// Such a one has not ended, or that cannot be read.
   bool guest_lives(const Instance& instance) const;
+  /// This process is one.
+  Result<bool> is_guest(pid_t pid) const;
   /// Processes have ended elsewhere.
   Status release(const std::vector<Instance>& instances);
 

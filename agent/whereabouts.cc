@@ -58,6 +58,11 @@ bool has(const std::vector<wire::PortGid>& table, const std::string& gid) {
   return std::any_of(table.begin(), table.end(), [&](const auto& g) { return g.gid() == gid; });
 }
 
+// By the device's number only what has no libmigr: of others that is nobody's name, and may be that of one that has left.
+bool is_called(const migr_ctx_rec& c, const migr_qp_rec& q, std::uint32_t number) {
+  return q.vqpn == number || (!(c.flags & MIGR_CTX_ATTACHED) && q.pqpn == number);
+}
+
 }  // namespace
 
 const wire::Whereabouts* choose(const wire::WhereReply& all, const std::set<std::string>& asker_gids, std::uint32_t asker_pqpn) {
@@ -85,14 +90,30 @@ Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
   if (r.gid().size() != sizeof(migr_qp_address::gid) || !r.vqpn() || r.vqpn() > MIGR_QPN_MASK) return Error{EINVAL, "a malformed address"};
   auto ctxs = all_contexts();
   if (!ctxs) return ctxs.error();
+  auto owners = numbers_.owners();
+  if (!owners) return owners.error();
   Tables tables;
+  const auto is_here = [&](const Instance& i) {
+    return std::any_of(ctxs->begin(), ctxs->end(), [&](const ContextRecord& c) {
+      const auto session = sessions_.by_pid(static_cast<pid_t>(c.rec.pid));
+      return session && session->instance() == i && has(tables.of(c.rec), r.gid()) && std::any_of(c.qps.begin(), c.qps.end(), [&](const auto& q) { return q.vqpn == r.vqpn(); });
+    });
+  };
+  // For whom this host keeps that number since it has left from there: whoever else has it here has bound it.
+  std::set<Instance> kept_for;
+  for (const auto& i : (*owners)[r.vqpn()])
+    if (directory_.was_at(i, r.gid()) || is_here(i)) kept_for.insert(i);
   for (const auto& c : *ctxs)
     for (const auto& q : c.qps) {
       if ((q.flags & MIGR_QP_FORMER) || (q.qp_type != kRc && q.qp_type != kUc)) continue;
-      if (q.vqpn != r.vqpn() && q.pqpn != r.vqpn()) continue;
+      if (!is_called(c.rec, q, r.vqpn())) continue;
       const auto& gids = tables.of(c.rec);
       const bool born_here = has(gids, r.gid());
       std::string gid = r.gid();
+      if (born_here && q.vqpn != q.pqpn && !kept_for.empty()) {
+        const auto session = session_of(c.rec);
+        if (!session || !kept_for.contains(session->instance())) continue;
+      }
       if (!born_here) {
         // Only by the number it was born with does anybody know it there.
         const auto session = q.vqpn == r.vqpn() ? session_of(c.rec) : nullptr;

@@ -9,6 +9,7 @@
 #include "config.h"
 #include "directory.h"
 #include "log.h"
+#include "numbers.h"
 #include "peer_link.h"
 #include "process_session.h"
 #include "status.h"
@@ -20,8 +21,8 @@ namespace migr {
 /// Thread: any.
 class Whereabouts {
  public:
-  Whereabouts(const Config& config, SessionTable& sessions, Peers& peers, Directory& directory)
-      : config_(config), sessions_(sessions), peers_(peers), directory_(directory) {}
+  Whereabouts(const Config& config, SessionTable& sessions, Peers& peers, Directory& directory, const Numbers& numbers)
+      : config_(config), sessions_(sessions), peers_(peers), directory_(directory), numbers_(numbers) {}
 
   /// A process asks. ENOENT: nothing is known of that address, or the partner has no libmigr. EREMOTEIO: the same, and a host could not look
   Result<Answer> answer(const Question& q);
@@ -40,6 +41,7 @@ class Whereabouts {
   SessionTable& sessions_;
   Peers& peers_;
   Directory& directory_;
+  const Numbers& numbers_;
   SaidRarely rarely_;
 };
 

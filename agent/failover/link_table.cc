@@ -93,7 +93,7 @@ Status LinkTable::set_links(const Instance& who, std::span<const migr_links_link
 }
 
 // What it has published is known to be its own.
-Status LinkTable::check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending) {
+Status LinkTable::check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending, std::set<VqpName>& bound) {
   std::vector<VqpName> fresh;
   std::vector<std::size_t> indices;
   pid_t pid = 0;
@@ -107,7 +107,7 @@ Status LinkTable::check_owner(const Instance& who, std::span<const migr_links_vq
   }
   if (fresh.empty()) return {};
   std::size_t at = 0;
-  const Status s = owns_(pid, fresh, at);
+  const Status s = owns_(pid, fresh, at, bound);
   if (!s) offending = indices.at(at);
   return s;
 }
@@ -115,8 +115,10 @@ Status LinkTable::check_owner(const Instance& who, std::span<const migr_links_vq
 Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending) {
   for (offending = 0; offending < vqps.size(); offending++)
     if (auto s = check(vqps[offending]); !s) return s;
+  std::set<VqpName> bound;
   if (owns_)
-    if (auto s = check_owner(who, vqps, offending); !s) return s;
+    if (auto s = check_owner(who, vqps, offending, bound); !s) return s;
+  std::vector<std::pair<Instance, VqpName>> lost;
   {
     std::lock_guard lock(mutex_);
     Process* p = process_locked(who);
@@ -124,10 +126,10 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
     std::set<VqpName> more;
     for (offending = 0; offending < vqps.size(); offending++) {
       const VqpName name = name_of(vqps[offending].name);
-      if (const auto n = names_.find(name); n == names_.end())
-        more.insert(name);
-      else if (n->second != who)
-        return Error{EEXIST, text_of(name) + " is one of " + process_label(processes_.at(n->second).owner)};
+      const auto n = names_.find(name);
+      const Process* const other = n == names_.end() || n->second == who ? nullptr : &processes_.at(n->second);
+      if (other && (bound.contains(name) || !other->vqps.at(name).bound)) return Error{EEXIST, text_of(name) + " is one of " + process_label(other->owner)};
+      if (n == names_.end() || other) more.insert(name);
       if (p->vqps.size() + more.size() > MIGR_LINKS_MAX_VQPS)
         return Error{ENOSPC, "more than " + std::to_string(MIGR_LINKS_MAX_VQPS) + " vQPs of one process"};
       if (names_.size() + more.size() > kMaxLinkVqps)
@@ -135,8 +137,13 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
     }
     for (const auto& v : vqps) {
       const VqpName name = name_of(v.name);
-      names_[name] = who;
       const bool fresh = !p->vqps.contains(name);
+      if (const auto n = names_.find(name); n != names_.end() && n->second != who) {
+        spdlog::warn("{} was one of {}, and is that of a QP of {}", text_of(name), process_label(processes_.at(n->second).owner), process_label(p->owner));
+        processes_.at(n->second).vqps.erase(name);
+        lost.emplace_back(n->second, name);
+      }
+      names_[name] = who;
       Vqp& at = p->vqps[name];
       at.policy = v.policy;
       at.making = v.making;
@@ -145,11 +152,13 @@ Status LinkTable::publish(const Instance& who, std::span<const migr_links_vqp> v
       at.links = v.links;
       at.paths.assign(v.path, v.path + v.paths);
       p->none.erase(name);
-      if (fresh) at.link = v.default_link;
+      if (fresh) at.link = v.default_link, at.bound = bound.contains(name);
     }
   }
-  if (watcher_)
+  if (watcher_) {
+    for (const auto& [other, name] : lost) watcher_->vqp_changed(other, name);
     for (const auto& v : vqps) watcher_->vqp_changed(who, name_of(v.name));
+  }
   return {};
 }
 

@@ -43,7 +43,8 @@ class LinkTable {
   void set_watcher(LinkWatcher* w) { watcher_ = w; }
   void set_knock(Knock k) { knock_ = std::move(k); }
   /// Says whether names that a process has not published yet are its own. Not set: whoever comes first has them. Asked without any lock held.
-  using Owns = std::function<Status(pid_t pid, std::span<const VqpName> names, std::size_t& offending)>;
+  /// @param[out] bound  those that give way to who has one by more than binding it
+  using Owns = std::function<Status(pid_t pid, std::span<const VqpName> names, std::size_t& offending, std::set<VqpName>& bound)>;
   void set_owns(Owns o) { owns_ = std::move(o); }
 
   /// What was told under this instance before is gone.
@@ -108,6 +109,7 @@ class LinkTable {
   struct Vqp {
     std::uint32_t policy = 0, default_link = 0, links = 0;
     std::uint16_t making = 0, atomics = 0;
+    bool bound = false;  // see Owns
     std::vector<migr_links_path> paths;
     std::uint32_t link = 0, epoch = 0, phase = MIGR_LINKS_VQP_MAKING, atomics_now = MIGR_LINKS_DIRECT;
     std::string why;
@@ -130,7 +132,7 @@ class LinkTable {
     std::uint64_t settled = 0;
   };
   Process* process_locked(const Instance& who);
-  Status check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending);
+  Status check_owner(const Instance& who, std::span<const migr_links_vqp> vqps, std::size_t& offending, std::set<VqpName>& bound);
   wire::LinkProcess process_wire(const Instance& who, const Process& p) const;
   using Links = std::vector<std::uint32_t>;
   static std::string link_text(const Process& p, std::uint32_t link);

@@ -155,7 +155,7 @@ struct Host {
   Numbers numbers{config};
   const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
   DestinationHost destination{config, sessions, peers, claims, numbers};
-  Whereabouts whereabouts{config, sessions, peers, *directory};
+  Whereabouts whereabouts{config, sessions, peers, *directory, numbers};
   PartnerHost partner{config, sessions, peers, claims, directory, whereabouts};
   LinkTable table{kHost};
   LinksService links_service{table};

@@ -236,7 +236,7 @@ class Peer : public Folder {
     numbers_ = std::make_unique<Numbers>(config_);
     directory_ = std::make_shared<Directory>(config_);
     destination_ = std::make_unique<DestinationHost>(config_, sessions_, *peers_, claims_, *numbers_);
-    whereabouts_ = std::make_unique<Whereabouts>(config_, sessions_, *peers_, *directory_);
+    whereabouts_ = std::make_unique<Whereabouts>(config_, sessions_, *peers_, *directory_, *numbers_);
     partner_ = std::make_unique<PartnerHost>(config_, sessions_, *peers_, claims_, directory_, *whereabouts_);
     host_ = std::make_unique<HostService>(config_, sessions_, *numbers_, std::vector<Role*>{destination_.get(), partner_.get()});
     grpc::ServerBuilder b;

@@ -278,7 +278,7 @@ TEST_F(Links, EntriesVanishWithTheirProcess) {
 TEST_F(Links, ANameIsAskedForOnceWhoseItIs) {
   std::vector<std::uint32_t> asked;
   pid_t of = 0;
-  table_.set_owns([&](pid_t pid, std::span<const VqpName> names, std::size_t& offending) -> Status {
+  table_.set_owns([&](pid_t pid, std::span<const VqpName> names, std::size_t& offending, std::set<VqpName>&) -> Status {
     of = pid;
     for (const auto& n : names) asked.push_back(n.vqpn);
     for (offending = 0; offending < names.size(); offending++)
@@ -309,6 +309,26 @@ TEST_F(Links, ANameAndAnInstanceOfAnotherProcessAreEEXIST) {
   EXPECT_EQ(r.head.arg, 1u);
   EXPECT_NE(std::string(r.head.text).find(std::to_string(other.pid())), std::string::npos) << r.head.text;
   EXPECT_EQ(gid_of(lookup(b, {link_name(1, 5)})[0].instance), a.instance());
+}
+
+TEST_F(Links, WhoWasGivenANumberHasItsNameBeforeWhoHasBoundIt) {
+  OtherProcess other(path());
+  table_.set_owns([&](pid_t pid, std::span<const VqpName> names, std::size_t&, std::set<VqpName>& bound) -> Status {
+    if (pid == other.pid()) bound.insert(names.begin(), names.end());
+    return {};
+  });
+  LinkLibrary binds(other.take(), 1), has(path(), 2);
+  ASSERT_EQ(binds.hello().head.status, 0);
+  ASSERT_EQ(has.hello().head.status, 0);
+  ASSERT_EQ(binds.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  EXPECT_EQ(gid_of(lookup(has, {link_name(1, 5)})[0].instance), binds.instance()) << "nobody else has it";
+  ASSERT_EQ(has.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, 0);
+  EXPECT_EQ(gid_of(lookup(binds, {link_name(1, 5)})[0].instance), has.instance());
+  EXPECT_EQ(binds.ask<migr_links_vqp>(MIGR_LINKS_PUBLISH, {link_vqp(1, 5)}).head.status, EEXIST);
+  binds.close();
+  other.end();
+  EXPECT_TRUE(soon([&] { return table_.reports(false).size() == 1; }));
+  EXPECT_EQ(gid_of(lookup(has, {link_name(1, 5)})[0].instance), has.instance()) << "nor has it any more when it ends";
 }
 
 TEST_F(Links, AnEpochHas32Bits) {

@@ -13,7 +13,7 @@ constexpr pid_t kOwn = 7, kOther = 8;
 
 struct Names : public ::testing::Test {
   VqpName name(std::uint8_t host, std::uint32_t vqpn) { return name_of(link_name(host, vqpn)); }
-  Status publish(std::vector<VqpName> names) { return own_names(kOwn, names, sources, offending); }
+  Status publish(std::vector<VqpName> names) { return own_names(kOwn, names, sources, offending, bound); }
 
   bool loaded = true;
   std::map<pid_t, std::vector<NameSources::Recorded>> recorded{{kOwn, {{20, 20}, {21, 33}}}, {kOther, {{30, 30}, {33, 40}}}};
@@ -27,8 +27,15 @@ struct Names : public ::testing::Test {
       [this](pid_t pid) -> Result<std::set<std::uint32_t>> { return ++reads, made[pid]; },
       [this](const Gid& gid) { return gid == name(1, 1).gid; },
       [this](pid_t pid, const Gid& gid) { return pid == kOwn && gid == name(2, 1).gid; },
+      [this](pid_t, const Gid&) -> Result<std::set<std::uint32_t>> { return own; },
+      [this](pid_t pid, const Gid& gid) -> Result<std::set<std::uint32_t>> { return pid == kOwn && gid == name(1, 1).gid ? kept : std::set<std::uint32_t>(); },
+      [this](pid_t pid, const Gid& gid) -> Result<std::set<std::uint32_t>> { return pid == kOwn && gid == name(1, 1).gid ? given : std::set<std::uint32_t>(); },
+      [this](pid_t) -> Result<bool> { return guest; },
   };
+  std::set<std::uint32_t> own, kept, given;
+  bool guest = false;
   std::size_t offending = 0;
+  std::set<VqpName> bound;
 };
 
 TEST_F(Names, ItsOwnAreTaken) {
@@ -57,6 +64,39 @@ TEST_F(Names, WhereItHasBeenItKeepsItsNames) { EXPECT_TRUE(publish({name(2, 20),
 TEST_F(Names, TheKernelsNumberOfAQpThatHasAnotherNameIsNoName) {
   EXPECT_FALSE(publish({name(1, 33)})) << "it is what the other process calls its own";
   EXPECT_EQ(reads, 1);
+}
+
+TEST_F(Names, ANumberThatAnotherWasGivenIsRefused) {
+  given = {21, 30};
+  const auto s = publish({name(1, 20), name(1, 21)});
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EINVAL);
+  EXPECT_EQ(offending, 1u);
+  EXPECT_NE(s.error().text.find("is another's, whatever process 7 calls its QP"), std::string::npos) << s.error().text;
+  given = {20};
+  EXPECT_TRUE(publish({name(1, 20)})) << "it has it itself";
+}
+
+TEST_F(Names, WhatIsKeptForAnotherIsRefused) {
+  kept = {20, 21};
+  EXPECT_EQ(publish({name(1, 21)}).error().code, EINVAL);
+  EXPECT_TRUE(publish({name(1, 20)})) << "it was born with that, on another device than who has left";
+}
+
+TEST_F(Names, WhoHasComeHasWhatItIsKnownBy) {
+  given = {21};
+  EXPECT_TRUE(publish({name(2, 21)})) << "of another host";
+  own = {21};
+  EXPECT_TRUE(publish({name(1, 21)})) << "and come home";
+  EXPECT_TRUE(bound.empty());
+  own.clear();
+  guest = true;
+  EXPECT_TRUE(publish({name(1, 21)})) << "its address has come with it";
+}
+
+TEST_F(Names, WhatIsOnlyBoundGivesWay) {
+  EXPECT_TRUE(publish({name(1, 20), name(1, 21)}));
+  EXPECT_EQ(bound, std::set<VqpName>{name(1, 21)});
 }
 
 TEST_F(Names, WithoutTheModuleTheKernelIsAsked) {

@@ -80,6 +80,18 @@ TEST(BornBook, KnowsToWhereAProcessHasGoneFromHere) {
   EXPECT_EQ(BornBook(older).away_at(Instance{3}), "");
 }
 
+TEST(BornBook, KnowsForWhomItKeepsANumber) {
+  const Instance a{1}, b{2};
+  BornBook book;
+  (void)book.leave(a, {10, 11}, "elsewhere");
+  (void)book.leave(b, {10}, "elsewhere");
+  EXPECT_EQ(book.owners()[10], (std::vector<Instance>{a, b}));
+  EXPECT_EQ(book.owners()[11], std::vector<Instance>{a});
+  (void)book.arrive({a}, {11});
+  EXPECT_EQ(book.owners()[10], std::vector<Instance>{b});
+  EXPECT_EQ(book.owners()[11], std::vector<Instance>{a}) << "it is its name";
+}
+
 TEST(BornBook, DamagedTextIsEmpty) {
   for (const char* text : {"", "[]", "{\"00\": {\"born\": \"x\"}, \"01\": 7, ", "{\"00\": {\"born\": \"x\"}, \"01\": 7}"}) {
     EXPECT_TRUE(BornBook(text).damaged()) << text;
@@ -238,9 +250,12 @@ TEST_F(Guests, WhoLivesOrHasLeftHasNotEnded) {
   ASSERT_TRUE(numbers.note_guest(a, {"first"}, getpid()));
   tick();
   EXPECT_TRUE(told.empty());
+  EXPECT_TRUE(*numbers.is_guest(getpid()));
+  EXPECT_FALSE(*numbers.is_guest(getppid()));
   ASSERT_TRUE(numbers.leave({a}));
   tick();
   EXPECT_TRUE(told.empty());
+  EXPECT_FALSE(*numbers.is_guest(getpid()));
 }
 
 // Its source was booted before it had removed what went: nobody has that life here any more, and it goes on elsewhere.

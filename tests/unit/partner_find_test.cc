@@ -36,6 +36,7 @@ std::uint32_t recorded_ctx = 0;
 pid_t recorded_pid = getpid();
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
+std::vector<wire::PortGid> gids;
 
 }  // namespace
 
@@ -73,7 +74,7 @@ const char* qp_type_name(std::uint32_t) { return "type"; }
 const char* qp_state_name(std::uint32_t s) { return s == kSqd ? "SQD" : "another"; }
 
 std::vector<std::string> device_names() { return {kDevice}; }
-Result<std::vector<wire::PortGid>> gids_of(const std::string&) { return std::vector<wire::PortGid>(); }
+Result<std::vector<wire::PortGid>> gids_of(const std::string&) { return gids; }
 Status each_gid(const std::function<void(wire::PortGid&)>&) { return {}; }
 Result<std::set<std::uint32_t>> qp_numbers(const std::string&) { return std::set<std::uint32_t>(); }
 Result<std::set<std::uint32_t>> qp_numbers_of(pid_t) { return std::set<std::uint32_t>(); }
@@ -191,9 +192,9 @@ struct AnEnd : ::testing::Test {
   Peers peers{config, pki::Files{}};
   Claims claims;
   const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
-  Whereabouts whereabouts{config, sessions, peers, *directory};
-  PartnerHost host{config, sessions, peers, claims, directory, whereabouts};
   Numbers numbers{config};
+  Whereabouts whereabouts{config, sessions, peers, *directory, numbers};
+  PartnerHost host{config, sessions, peers, claims, directory, whereabouts};
   SourceHost source{config, sessions, claims, numbers, *directory, [](const std::string& name) { return Error{ENOENT, name}; },
                     [](const std::string& name) { return Error{ENOENT, name}; }};
   std::unique_ptr<grpc::Server> server;
@@ -301,6 +302,61 @@ TEST_F(AnEnd, WithoutLibmigrIsToldWhatToPreload) {
     EXPECT_NE(why.find("LD_PRELOAD=/opt/libmigr.so"), why.npos) << why;
   }
   recorded_flags = MIGR_CTX_ATTACHED;
+}
+
+/// This process has a QP of that name at this GID, and another number of the device.
+struct ACalledQp : AnEnd {
+  static void SetUpTestSuite() {}  // gRPC's descriptors, of the tests before, stay open: not so for what follows
+  void SetUp() override {
+    AnEnd::SetUp();
+    gids.emplace_back().set_gid(kGid);
+    recorded_state = 0;
+  }
+  void TearDown() override {
+    gids.clear();
+    recorded_flags = MIGR_CTX_ATTACHED;
+    AnEnd::TearDown();
+  }
+  int found(std::uint32_t number) {
+    wire::WhereRequest r;
+    r.set_gid(kGid);
+    r.set_vqpn(number);
+    wire::WhereReply out;
+    EXPECT_TRUE(whereabouts.where(r, out));
+    return out.found_size();
+  }
+  /// It was born at `gid`, and lives elsewhere.
+  void leave(const Instance& who, const std::string& gid) {
+    EXPECT_TRUE(write_whole(config.state_dir + "/born.json", "{\"" + hex(who) + "\": {\"born\": [17], \"away\": true}}"));
+    wire::MovesRequest r;
+    auto* m = r.add_moves();
+    m->set_instance(who.data(), who.size());
+    m->set_birth_gid(gid);
+    m->set_gid(std::string(16, 'd'));
+    EXPECT_TRUE(directory->put(r));
+  }
+  const std::string kGid = std::string(16, 'g');
+};
+
+TEST_F(ACalledQp, OfALibraryHasNoOtherNumber) {
+  EXPECT_EQ(found(kVqpn), 1);
+  EXPECT_EQ(found(kPqpn), 0) << "who was known by that number may have left";
+  recorded_flags = 0;
+  EXPECT_EQ(found(kPqpn), 1) << "and of one without it that is what others know";
+}
+
+TEST_F(ACalledQp, IsNotMeantWhereItsNameIsKeptForAnother) {
+  leave(Instance{1}, std::string(16, 'x'));
+  EXPECT_EQ(found(kVqpn), 1) << "that has left from another device";
+  leave(Instance{1}, kGid);
+  EXPECT_EQ(found(kVqpn), 0);
+  recorded_flags = 0;
+  EXPECT_EQ(found(kVqpn), 0);
+}
+
+TEST_F(ACalledQp, OfWhoHasComeHomeIsMeant) {
+  leave(sessions.by_pid(getpid())->instance(), kGid);
+  EXPECT_EQ(found(kVqpn), 1);
 }
 
 /// It has come here and does not connect.

@@ -91,7 +91,8 @@ struct APartner : ::testing::Test {
   Peers peers{config, pki::Files{}};
   Claims claims;
   const std::shared_ptr<Directory> directory = std::make_shared<Directory>(config);
-  Whereabouts whereabouts{config, sessions, peers, *directory};
+  const Numbers numbers{config};
+  Whereabouts whereabouts{config, sessions, peers, *directory, numbers};
   std::optional<PartnerHost> host;
 };
 

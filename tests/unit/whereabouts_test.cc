@@ -104,7 +104,8 @@ struct Asked : ::testing::Test, wire::Partner::Service {
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
   Directory directory{config};
-  Whereabouts whereabouts{config, sessions, peers, directory};
+  Numbers numbers{config};
+  Whereabouts whereabouts{config, sessions, peers, directory, numbers};
   Status says;
   std::unique_ptr<grpc::Server> server;
 };
