@@ -41,6 +41,12 @@ class Claims {
     const auto h = held_.find(i);
     return h == held_.end() ? 0 : h->second.migration;
   }
+  /// The process that is held by that name. @return 0: nobody knows
+  pid_t pid_of(const Instance& i) const {
+    std::lock_guard lock(mutex_);
+    const auto h = held_.find(i);
+    return h == held_.end() ? 0 : h->second.pid;
+  }
   /// The same for a process that is frozen: it has no session then. @return 0: nobody
   std::uint32_t holder(pid_t pid) const {
     std::lock_guard lock(mutex_);

@@ -909,6 +909,19 @@ bool DestinationHost::comes_late(const ProcessSession& s) {
   return false;
 }
 
+std::optional<bool> DestinationHost::brings(const Instance& i, pid_t pid) const {
+  for (const auto& job : jobs_.all()) {
+    if (job->get() == wire::UNDONE || std::find(job->instances.begin(), job->instances.end(), i) == job->instances.end()) continue;
+    if (job->settled) {
+      std::lock_guard lock(job->state);
+      if (std::find(job->late.begin(), job->late.end(), i) == job->late.end()) continue;
+    }
+    if (job->settled && bare_pid(job->container)) continue;  // whose parent has ended is no descendant any more
+    if (const pid_t init = runc_.init_pid(job->container)) return runc_.owns(job->container, init, pid);
+  }
+  return std::nullopt;
+}
+
 grpc::Status DestinationHost::Resume(grpc::ServerContext* ctx, const wire::Migration* m, wire::ResumeReply* out) {
   const LogScope log(log_fields_of(*ctx, config_, m->id()));
   auto found = jobs_.find(m->id(), {*ctx, config_});

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "claims.h"
@@ -50,6 +51,9 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   bool opens_network(const std::string& container) const;
   /// A process that has come here, and connects when the others go on already. True once: who asks has to take_in() it
   bool comes_late(const ProcessSession& s);
+  /// Whether a process is of the container that has come here with this instance, or comes, as long as it waits for it. nullopt: nobody
+  /// waits, or it cannot be told yet
+  std::optional<bool> brings(const Instance& i, pid_t pid) const;
   std::vector<wire::OpenMigration> open_migrations() override;
   Status order(std::uint32_t id, wire::Outcome outcome, bool force) override;
 

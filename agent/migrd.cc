@@ -47,6 +47,7 @@
 #include "partner_host.h"
 #include "peer_link.h"
 #include "privileges.h"
+#include "process.h"
 #include "process_session.h"
 #include "reload.h"
 #include "runtime.h"
@@ -292,6 +293,7 @@ struct Links {
       directory = std::move(r);
     }
     socket = std::make_unique<LinkSocket>(table, *directory, [this] { return ports.ports(); }, config.links_file);
+    socket->set_may_have([&](const Instance& i, pid_t pid) { return sessions.may_have(i, pid); });
     table.set_gids(gids_of_this_host);
     const auto was_at = [&](const Instance& i, const Gid& gid) { return moves.was_at(i, {reinterpret_cast<const char*>(gid.data()), gid.size()}); };
     const auto came = [&, was_at](pid_t pid, const Gid& gid) {
@@ -436,6 +438,11 @@ int run(Config& config, const std::string& path) {
       if (auto told = tell_moves(*s, 0, *directory_kept); !told) spdlog::error("{}", told.error().text);
     });
   };
+  sessions.set_known([&](const Instance& i, pid_t pid) {
+    if (const auto its = destination.brings(i, pid)) return its;
+    const pid_t held = claims.pid_of(i);
+    return held && process_lives(held) ? std::optional(held == pid) : std::nullopt;
+  });
   source.recover();
   if (auto s = sessions.start(config.run_dir + "/proc.sock", on_hello, [&](const Question& q) { return whereabouts.answer(q); }); !s) return fail(s.error().text);
 

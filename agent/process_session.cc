@@ -460,10 +460,12 @@ void SessionTable::run() {
         if (rarely_.due("silent")) spdlog::warn("process {} connected and said nothing for {} ms", g.who.pid, kHelloMs);
       } else if (first_type(g.fd.n) >= MIGR_MSG_WHERE) {
         take_question(std::move(g.fd), g.who);
-      } else if (auto s = ProcessSession::greet(std::move(g.fd), g.who, 0); s) {
-        add(*s);
-      } else {
+      } else if (auto s = ProcessSession::greet(std::move(g.fd), g.who, 0); !s) {
         refuse(g.who, s.error());
+      } else if (auto may = may_have((*s)->instance(), (*s)->pid()); !may) {
+        refuse(g.who, may.error());
+      } else {
+        add(*s);
       }
       greetings.erase(greetings.begin() + static_cast<long>(i));
     }
@@ -506,8 +508,9 @@ void SessionTable::add(std::shared_ptr<ProcessSession> s) {
   spdlog::info("{} connected: instance {}, state {}, generation {}", s->label(), hex(s->instance()), s->state(), s->generation());
   {
     std::lock_guard lock(mutex_);
-    // A process connects again after it lost us: the old connection is dead, and who waits for an answer there need not.
-    std::erase_if(sessions_, [&](const auto& o) { return o->pid() == s->pid() && (o->close(), true); });
+    // A process connects again after it lost us: the old connection is dead, and who waits for an answer there need not. Another
+    // that has its instance has ended, or had never a right to it.
+    std::erase_if(sessions_, [&](const auto& o) { return (o->pid() == s->pid() || o->instance() == s->instance()) && (o->close(), true); });
     sessions_.push_back(s);
     refused_.erase(s->pid());
     changed_.notify_all();
@@ -545,6 +548,15 @@ std::shared_ptr<ProcessSession> SessionTable::by_pid(pid_t pid) const {
   std::lock_guard lock(mutex_);
   const auto i = std::find_if(sessions_.begin(), sessions_.end(), [&](const auto& s) { return s->pid() == pid && s->lives(); });
   return i == sessions_.end() ? nullptr : *i;
+}
+
+Status SessionTable::may_have(const Instance& instance, pid_t pid) const {
+  const std::string who = "process " + std::to_string(pid) + " (" + name_of(pid) + ") says that it is instance " + hex(instance);
+  const auto known = known_ ? known_(instance, pid) : std::nullopt;
+  if (known) return *known ? Status() : Status(Error{EPERM, who + ", which is that of a process that is being migrated"});
+  for (const auto& s : all())
+    if (s->instance() == instance && s->pid() != pid && process_lives(s->pid()) && s->lives()) return Error{EPERM, who + ", which is that of " + s->label()};
+  return {};
 }
 
 std::vector<std::shared_ptr<ProcessSession>> SessionTable::all() const {

@@ -200,10 +200,15 @@ class SessionTable {
   /// @param most  sessions at the same time; half of them of one user
   explicit SessionTable(std::size_t most = kMaxSessions) : most_(most) {}
   ~SessionTable();
+  /// What a migration knows of it: an instance is that of this process, or is not. nullopt: it knows nothing. Before start()
+  using Known = std::function<std::optional<bool>(const Instance&, pid_t)>;
+  void set_known(Known k) { known_ = std::move(k); }
   Status start(const std::string& socket_path, OnHello on_hello, OnQuestion on_question = {});
   void stop();
 
   std::shared_ptr<ProcessSession> by_pid(pid_t pid) const;
+  /// EPERM: the instance is another process's, which lives.
+  Status may_have(const Instance& instance, pid_t pid) const;
   std::vector<std::shared_ptr<ProcessSession>> all() const;
   /// Why a process has none that has tried. Empty: it has not.
   std::string refusal(pid_t pid) const;
@@ -230,6 +235,7 @@ class SessionTable {
   std::optional<Asker> next_asker();
 
   const std::size_t most_;
+  Known known_;
   OnHello on_hello_;
   OnQuestion on_question_;
   std::vector<User> asking_;  // of each question that is being answered

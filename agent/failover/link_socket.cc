@@ -239,17 +239,23 @@ bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
     reply(s, p.head, Error{EINVAL, "HELLO without an instance"});
     return true;
   }
+  const auto may_have = [&](pid_t pid) { return may_have_ ? may_have_(who, pid) : Status(); };
+  if (auto ok = may_have(s->pid); !ok) {
+    if (rarely_.due(ok.error().text)) spdlog::warn("links: refused: {}", ok.error().text);
+    reply(s, p.head, ok);
+    return true;
+  }
   std::vector<SessionRef> before;
   for (const auto& o : all()) {
     if (o == s || !o->greeted) continue;
-    if (o->pid == s->pid) {
+    if (o->pid == s->pid || (o->instance == who && !may_have(o->pid))) {
       before.push_back(o);
     } else if (o->instance == who) {
       reply(s, p.head, Error{EEXIST, "instance " + hex(who) + " is that of process " + std::to_string(o->pid)});
       return true;
     }
   }
-  for (const auto& o : before) end(o, nullptr);  // it lost us and connects again
+  for (const auto& o : before) end(o, nullptr);  // it lost us and connects again, or was a stranger
   s->instance = who;
   s->comm = name_of(s->pid);
   if (s->comm.empty()) s->comm = "?";

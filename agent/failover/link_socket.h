@@ -24,6 +24,9 @@ class LinkSocket {
   LinkSocket(LinkTable& table, LinkDirectory& directory, Ports ports, std::string file)
       : table_(table), directory_(directory), ports_(std::move(ports)), file_(std::move(file)) {}
   ~LinkSocket();
+  /// Whether an instance is that of a process, as far as proc.sock knows. Not set: whoever comes first has it. Before start()
+  using MayHave = std::function<Status(const Instance&, pid_t)>;
+  void set_may_have(MayHave m) { may_have_ = std::move(m); }
   Status start(const std::string& path);
   void stop();
 
@@ -96,6 +99,7 @@ class LinkSocket {
   LinkTable& table_;
   LinkDirectory& directory_;
   const Ports ports_;
+  MayHave may_have_;
   const std::string file_;
   std::vector<std::byte> buffer_ = std::vector<std::byte>(MIGR_LINKS_PACKET_BYTES + 1);  // of run(), to see what is too long
   Listener listener_;

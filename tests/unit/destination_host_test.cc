@@ -225,8 +225,12 @@ TEST_F(ADestination, WhoIsLateFindsItsGateOpen) {
     }
   });
   const auto session = sessions.by_pid(getpid());
+  EXPECT_EQ(host->brings(session->instance(), getpid()), true);
+  EXPECT_EQ(host->brings(session->instance(), 0), false) << "it would close the gate";
+  EXPECT_EQ(host->brings(Instance{1}, 0), std::nullopt);
   EXPECT_TRUE(host->comes_late(*session));
   EXPECT_FALSE(host->comes_late(*session)) << "once";
+  EXPECT_EQ(host->brings(session->instance(), 0), std::nullopt) << "nobody waits for it";
   take_in(*session, config.run_dir);
   shutdown(library.n, SHUT_RDWR);
   answers.join();

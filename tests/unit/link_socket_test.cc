@@ -311,6 +311,25 @@ TEST_F(Links, ANameAndAnInstanceOfAnotherProcessAreEEXIST) {
   EXPECT_EQ(gid_of(lookup(b, {link_name(1, 5)})[0].instance), a.instance());
 }
 
+TEST_F(Links, AnInstanceIsThatOfWhoHasItAtTheOtherSocket) {
+  socket_.stop();
+  LinkSocket socket(table_, directory_, [this] { return ports_; }, dir_.path + "/links.json");
+  std::atomic<pid_t> its = 0;
+  socket.set_may_have([&](const Instance& i, pid_t pid) { return i[0] != 1 || !its || pid == its ? Status() : Status(Error{EPERM, "it is another's"}); });
+  ASSERT_TRUE(socket.start(path()));
+  OtherProcess other(path()), third(path());
+  LinkLibrary stranger(other.take(), 1), second(third.take(), 1), owner(path(), 1);
+  ASSERT_EQ(stranger.hello().head.status, 0) << "nobody has it yet";
+  its = getpid();
+  const auto r = second.hello();
+  EXPECT_EQ(r.head.status, EPERM);
+  EXPECT_STREQ(r.head.text, "it is another's");
+  EXPECT_EQ(owner.hello().head.status, 0);
+  EXPECT_TRUE(stranger.closed());
+  EXPECT_EQ(table_.reports(false).size(), 1u);
+  socket.stop();
+}
+
 TEST_F(Links, WhoWasGivenANumberHasItsNameBeforeWhoHasBoundIt) {
   OtherProcess other(path());
   table_.set_owns([&](pid_t pid, std::span<const VqpName> names, std::size_t&, std::set<VqpName>& bound) -> Status {

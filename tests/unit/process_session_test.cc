@@ -523,26 +523,65 @@ class Stranger {
   Fd ours_;
 };
 
-TEST_F(Table, AProcessThatClaimsAnothersInstanceIsStillNobodyElse) {
-  Fd fd = connect();
-  send_packet(fd.n, hello(6));
-  ASSERT_TRUE(table_.wait_for(Instance{6}, {}, 2000));
-  chmod(dir_.c_str(), 0755);
-  Stranger s([&] {
-    static Fd theirs = connect();  // open until it ends
+// Says HELLO with instance 6, and keeps its connection open until it ends.
+std::unique_ptr<Stranger> one_of_instance_6(const std::string& path, std::uint32_t state = MIGR_PROC_RUNNING) {
+  return std::make_unique<Stranger>([&] {
     migr_msg h = hello(6);
-    h.state = MIGR_PROC_FROZEN;
-    send_packet(theirs.n, h);
+    h.state = state;
+    send_packet(connect_to(path), h);
   });
-  const auto of = [](pid_t pid) { return [pid](const ProcessSession& p) { return p.pid() == pid; }; };
-  const auto claimed = table_.wait_for(Instance{6}, of(s.pid), 2000);
-  ASSERT_TRUE(claimed) << claimed.error().text;
-  const auto mine = table_.wait_for(Instance{6}, of(getpid()), 0);
-  ASSERT_TRUE(mine);
-  EXPECT_NE(*mine, *claimed);
-  EXPECT_EQ((*mine)->state(), std::uint32_t{MIGR_PROC_RUNNING});
-  EXPECT_EQ(table_.by_pid(getpid()), *mine);
-  EXPECT_EQ(table_.by_pid(s.pid), *claimed);
+}
+
+TEST_F(Table, AnInstanceIsOneProcesssWhileThatLives) {
+  chmod(dir_.c_str(), 0755);
+  auto has = one_of_instance_6(dir_ + "/proc.sock");
+  const auto first = table_.wait_for(Instance{6}, {}, 2000);
+  ASSERT_TRUE(first);
+  const auto claims = one_of_instance_6(dir_ + "/proc.sock", MIGR_PROC_FROZEN);
+  for (int i = 0; i < 200 && table_.refusal(claims->pid).empty(); i++) usleep(10'000);
+  const std::string why = table_.refusal(claims->pid);
+  EXPECT_NE(why.find("which is that of process " + std::to_string(has->pid)), why.npos) << why;
+  EXPECT_EQ(table_.by_pid(claims->pid), nullptr);
+  EXPECT_EQ(table_.by_pid(has->pid), *first);
+  EXPECT_FALSE(table_.may_have(Instance{6}, claims->pid));
+  EXPECT_TRUE(table_.may_have(Instance{6}, has->pid));
+  has.reset();
+  EXPECT_TRUE(table_.may_have(Instance{6}, claims->pid)) << "it may have been restored";
+}
+
+TEST_F(Table, OfAnInstanceThatIsMigratedTheMigrationKnowsWhoseItIs) {
+  chmod(dir_.c_str(), 0755);
+  table_.stop();
+  const pid_t its = getpid();
+  SessionTable table;
+  table.set_known([its](const Instance& i, pid_t pid) { return i == Instance{6} ? std::optional(pid == its) : std::nullopt; });
+  ASSERT_TRUE(table.start(dir_ + "/proc.sock", {}));
+  const auto stranger = one_of_instance_6(dir_ + "/proc.sock", MIGR_PROC_FROZEN);
+  for (int i = 0; i < 200 && table.refusal(stranger->pid).empty(); i++) usleep(10'000);
+  EXPECT_NE(table.refusal(stranger->pid), "") << "it was the first";
+  EXPECT_TRUE(table.all().empty());
+  const Fd fd = connect();
+  send_packet(fd.n, hello(6));
+  EXPECT_TRUE(table.wait_for(Instance{6}, {}, 2000));
+  table.stop();
+}
+
+TEST_F(Table, WhoWasFirstWithAnothersInstanceGivesWay) {
+  chmod(dir_.c_str(), 0755);
+  table_.stop();
+  std::atomic<bool> is_known = false;
+  SessionTable table;
+  table.set_known([&, its = getpid()](const Instance&, pid_t pid) { return is_known ? std::optional(pid == its) : std::nullopt; });
+  ASSERT_TRUE(table.start(dir_ + "/proc.sock", {}));
+  const auto stranger = one_of_instance_6(dir_ + "/proc.sock");
+  ASSERT_TRUE(table.wait_for(Instance{6}, {}, 2000));
+  is_known = true;
+  const Fd fd = connect();
+  send_packet(fd.n, hello(6));
+  for (int i = 0; i < 200 && !table.by_pid(getpid()); i++) usleep(10'000);
+  EXPECT_NE(table.by_pid(getpid()), nullptr);
+  EXPECT_EQ(table.by_pid(stranger->pid), nullptr);
+  table.stop();
 }
 
 // Its number may be another's by then.
