@@ -175,6 +175,7 @@ u32 migr_handle(const void *uobject);
 
 /* names.c */
 void migr_names_init(void);
+u64 migr_name_hash(u32 ctx_id, u32 number);
 int migr_names_add_locked(struct migr_obj *obj);
 void migr_names_hide_locked(struct migr_obj *obj);
 void migr_names_show_locked(struct migr_obj *obj);

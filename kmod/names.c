@@ -18,7 +18,7 @@
 
 #define MIGR_NAME_BITS 12
 
-/* All under migr_lock; by name_hash() of context and number. */
+/* All under migr_lock; by migr_name_hash() of context and number. */
 static DEFINE_HASHTABLE(by_vqpn, MIGR_NAME_BITS);	/* those who own the number; of any context */
 static DEFINE_HASHTABLE(by_pqpn, MIGR_NAME_BITS);
 static DEFINE_HASHTABLE(by_lkey, MIGR_NAME_BITS);	/* by index */
@@ -44,7 +44,7 @@ void migr_names_init(void)
 	get_random_bytes(&secret, sizeof(secret));
 }
 
-static u64 name_hash(u32 ctx_id, u32 number)
+u64 migr_name_hash(u32 ctx_id, u32 number)
 {
 	return siphash_2u32(ctx_id, number, &secret);
 }
@@ -99,7 +99,7 @@ static bool vqpn_held_locked(const struct migr_ctx *ctx, u32 vqpn)
 
 	if (xa_load(&reserved, vqpn))
 		return true;
-	hash_for_each_possible(by_vqpn, obj, by_vqpn, name_hash(ANY_CTX, vqpn))
+	hash_for_each_possible(by_vqpn, obj, by_vqpn, migr_name_hash(ANY_CTX, vqpn))
 		if (obj->rec.qp.vqpn == vqpn && !name_goes(obj) &&
 		    (obj->ctx == ctx ||
 		     (obj->ctx->tgid == ctx->tgid && obj->ctx->ibdev == ctx->ibdev)))
@@ -141,8 +141,8 @@ static int qp_add_locked(struct migr_obj *obj)
 		pin_locked(obj, false);
 		return err;
 	}
-	hash_add(by_vqpn, &obj->by_vqpn, name_hash(ANY_CTX, qp->vqpn));
-	hash_add(by_pqpn, &obj->by_pqpn, name_hash(obj->ctx->id, qp->pqpn));
+	hash_add(by_vqpn, &obj->by_vqpn, migr_name_hash(ANY_CTX, qp->vqpn));
+	hash_add(by_pqpn, &obj->by_pqpn, migr_name_hash(obj->ctx->id, qp->pqpn));
 	return 0;
 }
 
@@ -150,7 +150,7 @@ static struct migr_obj *qp_by_pqpn_locked(const struct migr_ctx *ctx, u32 pqpn)
 {
 	struct migr_obj *obj;
 
-	hash_for_each_possible(by_pqpn, obj, by_pqpn, name_hash(ctx->id, pqpn))
+	hash_for_each_possible(by_pqpn, obj, by_pqpn, migr_name_hash(ctx->id, pqpn))
 		if (obj->rec.qp.pqpn == pqpn && obj->ctx == ctx && !obj->dying)
 			return obj;
 	return NULL;
@@ -162,7 +162,7 @@ static void take_vqpn_locked(const struct migr_ctx *ctx, u32 vqpn)
 	struct hlist_node *next;
 	struct migr_obj *obj;
 
-	hash_for_each_possible_safe(by_vqpn, obj, next, by_vqpn, name_hash(ANY_CTX, vqpn)) {
+	hash_for_each_possible_safe(by_vqpn, obj, next, by_vqpn, migr_name_hash(ANY_CTX, vqpn)) {
 		if (obj->rec.qp.vqpn != vqpn || obj->ctx != ctx)
 			continue;
 		hash_del(&obj->by_vqpn);
@@ -195,7 +195,7 @@ static int bind_qp_locked(struct migr_ctx *ctx, u32 vqpn, u32 pqpn)
 	}
 	unhash(&obj->by_vqpn);
 	take_vqpn_locked(ctx, vqpn);
-	hash_add(by_vqpn, &obj->by_vqpn, name_hash(ANY_CTX, vqpn));
+	hash_add(by_vqpn, &obj->by_vqpn, migr_name_hash(ANY_CTX, vqpn));
 	obj->rec.qp.flags &= ~MIGR_QP_FORMER;
 	obj->bound = true;
 	ctx->gen++;
@@ -308,10 +308,10 @@ static struct migr_obj *mr_by_index_locked(const struct migr_ctx *ctx, u32 index
 {
 	struct migr_obj *obj;
 
-	hash_for_each_possible(by_lkey, obj, by_lkey, name_hash(ctx->id, index))
+	hash_for_each_possible(by_lkey, obj, by_lkey, migr_name_hash(ctx->id, index))
 		if (obj->ctx == ctx && obj->rec.mr.vlkey >> 8 == index && !name_goes(obj))
 			return obj;
-	hash_for_each_possible(by_rkey, obj, by_rkey, name_hash(ctx->id, index))
+	hash_for_each_possible(by_rkey, obj, by_rkey, migr_name_hash(ctx->id, index))
 		if (obj->ctx == ctx && obj->rec.mr.vrkey >> 8 == index && !name_goes(obj))
 			return obj;
 	return NULL;
@@ -384,9 +384,9 @@ static void mr_hash_locked(struct migr_obj *obj)
 {
 	const struct migr_mr_rec *mr = &obj->rec.mr;
 
-	hash_add(by_lkey, &obj->by_lkey, name_hash(obj->ctx->id, mr->vlkey >> 8));
+	hash_add(by_lkey, &obj->by_lkey, migr_name_hash(obj->ctx->id, mr->vlkey >> 8));
 	if (mr->vrkey)
-		hash_add(by_rkey, &obj->by_rkey, name_hash(obj->ctx->id, mr->vrkey >> 8));
+		hash_add(by_rkey, &obj->by_rkey, migr_name_hash(obj->ctx->id, mr->vrkey >> 8));
 }
 
 static void mr_unhash_locked(struct migr_obj *obj)

@@ -453,11 +453,6 @@ static_assert(offsetof(struct migr_qp_rec, handle) == 0);
 static_assert(offsetof(struct migr_srq_rec, handle) == 0);
 static_assert(offsetof(struct migr_other_rec, handle) == 0);
 
-static unsigned long handle_key(const struct migr_ctx *ctx, u32 handle)
-{
-	return ((unsigned long)ctx->id << 20) ^ handle;
-}
-
 /* uverbs sets it after create_cq, in one of its two ways to make a CQ. */
 static void user_handle_locked(struct migr_obj *obj)
 {
@@ -497,7 +492,7 @@ bool migr_obj_resolve_locked(struct migr_obj *obj)
 		return false;
 	obj->rec.pd.handle = handle;
 	if (handle != MIGR_NO_HANDLE)
-		hash_add(obj_by_handle, &obj->by_handle, handle_key(ctx, handle));
+		hash_add(obj_by_handle, &obj->by_handle, migr_name_hash(ctx->id, handle));
 	xa_clear_mark(&ctx->objs, obj->seq, MIGR_UNRESOLVED);
 	return true;
 }
@@ -648,7 +643,7 @@ struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 h
 	xa_for_each_marked(&ctx->objs, seq, obj, MIGR_UNRESOLVED)
 		if (!obj->dying)
 			migr_obj_resolve_locked(obj);
-	hash_for_each_possible(obj_by_handle, obj, by_handle, handle_key(ctx, handle))
+	hash_for_each_possible(obj_by_handle, obj, by_handle, migr_name_hash(ctx->id, handle))
 		if (obj->ctx == ctx && obj->type == type && obj->rec.pd.handle == handle && !obj->dying)
 			return obj;
 	return NULL;
