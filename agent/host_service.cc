@@ -4,6 +4,10 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <thread>
 
 #include "facts.h"
 #include "kernel_record.h"
@@ -68,12 +72,50 @@ Status HostService::coordinated(std::uint32_t id, const Caller& who) {
   return first;
 }
 
+namespace {
+
+/// Cancels a call that takes longer: who waits in it for the caller's next word goes on.
+class CallLimit {
+ public:
+  CallLimit(grpc::ServerContext& ctx, int ms)
+      : thread_([this, &ctx, ms](const std::stop_token& ended) {
+          std::unique_lock lock(mutex_);
+          if (changed_.wait_for(lock, ended, std::chrono::milliseconds(ms), [&] { return ended.stop_requested(); })) return;
+          ctx.TryCancel();
+        }) {}
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::jthread thread_;
+};
+
+class PlaceForTrial {
+ public:
+  explicit PlaceForTrial(std::counting_semaphore<kTrialsMax>& places) : places_(places), has_(places.try_acquire()) {}
+  PlaceForTrial(const PlaceForTrial&) = delete;
+  ~PlaceForTrial() {
+    if (has_) places_.release();
+  }
+  explicit operator bool() const { return has_; }
+
+ private:
+  std::counting_semaphore<kTrialsMax>& places_;
+  const bool has_;
+};
+
+}  // namespace
+
 grpc::Status HostService::TryPaths(grpc::ServerContext* ctx, grpc::ServerReaderWriter<wire::TrialStep, wire::TrialStep>* stream) {
+  const CallLimit limit(*ctx, kCheckMs + kTrialMs);
   wire::TrialStep request;
   if (!stream->Read(&request)) return {grpc::StatusCode::INVALID_ARGUMENT, "TryPaths without a step"};
   const LogScope log(log_fields_of(*ctx, config_, request.id()));
   const Caller who(*ctx, config_);
   if (auto s = request.id() ? coordinated(request.id(), who) : may(config_, who, Right::kRead); !s) return to_grpc(s);
+  // Those of a migration are as many as it has partners, and who may have them was asked above.
+  std::optional<PlaceForTrial> place;
+  if (!request.id() && !place.emplace(trials_)) return {grpc::StatusCode::RESOURCE_EXHAUSTED, config_.name + " tries " + std::to_string(kTrialsMax) + " sets of paths already; try again"};
   const auto trial = trial_of_host();
   do {
     const auto answer = trial->step(request);

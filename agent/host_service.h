@@ -3,10 +3,12 @@
 #pragma once
 
 #include <functional>
+#include <semaphore>
 #include <vector>
 
 #include "authorization.h"
 #include "config.h"
+#include "limits.h"
 #include "numbers.h"
 #include "peer_link.h"
 #include "process_session.h"
@@ -74,6 +76,7 @@ class HostService final : public wire::Host::Service {
   const Certificates* const certificates_;
   TrafficMeter* const traffic_;
   SaidRarely said_;  // of refused releases
+  std::counting_semaphore<kTrialsMax> trials_{kTrialsMax};
 };
 
 wire::VersionReply version_of(const Config& config, std::size_t sessions, const Certificates* certificates = nullptr);

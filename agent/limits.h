@@ -85,6 +85,7 @@ inline constexpr int kPluginCommitMs = 30'000;  // criu-plugin/restore.c
 inline constexpr int kPeersMs = 15'000;  // how often a host asks whether its peers are there, for its metrics
 // What the ports carry is sampled so often when nothing happens, and so often while a migration is renewed here.
 inline constexpr int kTrafficIdlePeriodMs = 1'000, kTrafficClosePeriodMs = 100;
+inline constexpr int kTrialsMax = 8;            // calls of TryPaths for no migration that a host answers at the same time; each has QPs and registered memory
 inline constexpr int kTrafficPortsMs = 10'000;  // between looks for ports that have come or gone
 inline constexpr int kTrafficCloseMs = 3'000;   // after the last renewal
 inline constexpr int kTrafficKeepMs = 600'000;

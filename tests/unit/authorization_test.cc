@@ -508,6 +508,53 @@ TEST_F(Peer, OrByOneThatMaySwitchConnections) {
   EXPECT_FALSE(*numbers_->away_at(who));
 }
 
+/// A call of TryPaths after its first step, of no paths.
+struct OpenTrial {
+  explicit OpenTrial(const std::shared_ptr<grpc::Channel>& to) : stub(to) {
+    set_deadline(ctx, 20'000);
+    stream = stub.TryPaths(&ctx);
+    wire::TrialStep answer;
+    is_open = stream->Write(wire::TrialStep()) && stream->Read(&answer);
+  }
+  grpc::Status end() {
+    stream->WritesDone();
+    return stream->Finish();
+  }
+  wire::Host::Stub stub;
+  grpc::ClientContext ctx;
+  std::unique_ptr<grpc::ClientReaderWriter<wire::TrialStep, wire::TrialStep>> stream;
+  bool is_open = false;
+};
+
+TEST_F(Peer, TriesSoManyPathsAtATime) {
+  serve("{}");
+  std::vector<std::unique_ptr<OpenTrial>> all;
+  for (int i = 0; i < kTrialsMax; i++) EXPECT_TRUE(all.emplace_back(std::make_unique<OpenTrial>(as(i % 2 ? "b" : "c")))->is_open) << i;
+  OpenTrial more(as("b"));
+  EXPECT_FALSE(more.is_open);
+  const auto s = more.end();
+  EXPECT_EQ(s.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(s.error_message(), "a tries 8 sets of paths already; try again");
+  EXPECT_TRUE(all.back()->end().ok());
+  EXPECT_TRUE(OpenTrial(as("b")).is_open);
+}
+
+TEST_F(Peer, WhoSaysNothingMoreHoldsNoPaths) {
+  const int before = std::exchange(kTrialMs, 300), check = std::exchange(kCheckMs, 300);
+  serve("{}");
+  std::vector<std::unique_ptr<OpenTrial>> all;
+  for (int i = 0; i < kTrialsMax; i++) EXPECT_TRUE(all.emplace_back(std::make_unique<OpenTrial>(as("b")))->is_open);
+  wire::TrialStep answer;
+  for (const auto& t : all) {
+    EXPECT_FALSE(t->stream->Read(&answer)) << "it waits as we do";
+    EXPECT_EQ(t->stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  bool is_open = false;
+  for (int ms = 0; ms < 5'000 && !is_open; ms += 50) usleep(50'000), is_open = OpenTrial(as("b")).is_open;
+  EXPECT_TRUE(is_open);
+  kTrialMs = before, kCheckMs = check;
+}
+
 TEST_F(Peer, KeysAreForThoseWhoTakePart) {
   const Journal<journal::Destination> journal(dir + "/journal/destination");
   const auto keep = [&](std::uint32_t id, const std::vector<std::string>& hosts) {
