@@ -3,7 +3,14 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/sock_diag.h>
+#include <linux/unix_diag.h>
+#include <netlink/attr.h>
+#include <netlink/msg.h>
+#include <netlink/netlink.h>
+#include <netinet/tcp.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +24,7 @@
 
 #include "file_tree.h"
 #include "limits.h"
+#include "netlink_exchange.h"
 #include "process.h"
 #include "standard_streams.h"
 #include "tcp_repair.h"
@@ -71,6 +79,46 @@ bool is_loopback(const std::string& end) {
   const std::string address = end.substr(0, end.find(':'));
   return (address.size() == 8 && address.ends_with("7F")) || address == "00000000000000000000000001000000";
 }
+
+struct UnixSocket {
+  std::string name;        // its address; of an abstract one after a '@'
+  std::uint32_t peer = 0;  // inode; 0: none, or closed
+  bool connected = false;  // and not of datagrams
+};
+using UnixSockets = std::map<std::uint32_t, UnixSocket>;  // by inode
+
+std::string unix_name(const nlattr* a) {
+  std::string name(static_cast<const char*>(nla_data(a)), static_cast<std::size_t>(nla_len(a)));
+  if (name.starts_with('\0')) name[0] = '@';
+  return name.substr(0, name.find('\0'));
+}
+
+// Of this network namespace.
+Result<UnixSockets> unix_sockets() {
+  UnixSockets out;
+  const NlSocket sock(nl_socket_alloc());
+  const NlMsg msg(nlmsg_alloc_simple(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP));
+  unix_diag_req r{};
+  r.sdiag_family = AF_UNIX;
+  r.udiag_states = ~0u;
+  r.udiag_show = UDIAG_SHOW_NAME | UDIAG_SHOW_PEER;
+  if (!sock || !msg || nlmsg_append(msg.get(), &r, sizeof r, NLMSG_ALIGNTO)) return Error{ENOMEM, "netlink: out of memory"};
+  if (const int e = nl_connect(sock.get(), NETLINK_SOCK_DIAG); e < 0) return Error{EIO, std::string("netlink: ") + nl_geterror(e)};
+  const auto take = [&](nlmsghdr* h) {
+    nlattr* a[UNIX_DIAG_MAX + 1] = {};
+    if (nlmsg_datalen(h) < static_cast<int>(sizeof(unix_diag_msg)) || nlmsg_parse(h, sizeof(unix_diag_msg), a, UNIX_DIAG_MAX, nullptr)) return false;
+    const auto* m = static_cast<const unix_diag_msg*>(nlmsg_data(h));
+    auto& s = out[m->udiag_ino];
+    s.connected = m->udiag_state == TCP_ESTABLISHED && m->udiag_type != SOCK_DGRAM;
+    if (a[UNIX_DIAG_NAME]) s.name = unix_name(a[UNIX_DIAG_NAME]);
+    if (a[UNIX_DIAG_PEER]) s.peer = nla_get_u32(a[UNIX_DIAG_PEER]);
+    return true;
+  };
+  if (auto s = netlink_exchange(sock.get(), msg.get(), take, "reading the UNIX sockets"); !s) return s.error();
+  return out;
+}
+
+std::string descriptor_of_socket(std::uint32_t inode) { return "socket:[" + std::to_string(inode) + "]"; }
 
 Result<std::string> second_word_of(const std::string& program) {
   auto r = run_checked({program, "--version"}, {}, kRuncMs);
@@ -136,6 +184,24 @@ Status Bare::connections_stay(pid_t root) const {
     return Error{EOPNOTSUPP, fmt::format("process {} has a TCP connection to {} (descriptor {}), and a process without a container has its host's address; run it in a container "
                                          "with an address of its own",
                                          at->second.first, within ? "a process of this host that does not move with it" : "another host", at->second.second)};
+  }
+  return unix_connections_stay(ours);
+}
+
+// Those of libmigr are closed before it is dumped. A kernel that does not tell lets CRIU find it, in the stop.
+Status Bare::unix_connections_stay(const std::map<std::string, std::pair<pid_t, int>>& ours) const {
+  const auto all = unix_sockets();
+  if (!all) return {};
+  for (const auto& [inode, s] : *all) {
+    const auto at = ours.find(descriptor_of_socket(inode));
+    if (at == ours.end() || !s.connected || !s.peer || ours.contains(descriptor_of_socket(s.peer))) continue;
+    const auto peer = all->find(s.peer);
+    const std::string name = peer == all->end() || peer->second.name.empty() ? s.name : peer->second.name;
+    if (name == config_.run_dir + "/proc.sock" || name == config_.run_dir + "/links.sock") continue;
+    const auto [pid, fd] = at->second;
+    return Error{EOPNOTSUPP, fmt::format("process {} ({}) is connected to a process of this host that does not move with it, over a UNIX socket ({}descriptor {}); end that, or start it "
+                                         "without: standard output of a unit of systemd is one, but not with StandardOutput=append:FILE",
+                                         pid, name_of(pid), name.empty() ? "" : name + ", ", fd)};
   }
   return {};
 }

@@ -2,9 +2,11 @@
 // Processes without a container: a process and what descends from it, dumped and restored by CRIU alone, with its pids.
 #pragma once
 
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
 
 #include "runc.h"
 
@@ -26,7 +28,8 @@ class Bare {
   Result<std::string> version() const;
   /// nft's, which their TCP connections depend on.
   Result<std::string> nft_version() const;
-  /// EOPNOTSUPP: one of them has a TCP connection that another host could not have, as the other end is there or stays here.
+  /// EOPNOTSUPP: one of them has a TCP connection that another host could not have, as the other end is there or stays here, or one over a
+  /// UNIX socket (not of datagrams) to a process beside them.
   Status connections_stay(pid_t pid) const;
   /// EOPNOTSUPP: one of them has a pipe to a process beside them, and not as a standard stream.
   Status pipes_stay(pid_t pid) const;
@@ -44,6 +47,7 @@ class Bare {
 
  private:
   Argv criu(const std::string& what, const std::string& images, const std::string& work, const std::string& log) const;
+  Status unix_connections_stay(const std::map<std::string, std::pair<pid_t, int>>& ours) const;
   Status unlock_connections(pid_t root, const std::vector<pid_t>& all) const;
   const Config& config_;
   mutable std::mutex mutex_;

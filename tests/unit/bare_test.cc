@@ -13,6 +13,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -211,6 +212,30 @@ struct AProcessOfAHost : ::testing::Test {
         << s.error().text;
   }
 
+  /// Likewise, by a UNIX socket.
+  void connect_unix(int type) {
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, type | SOCK_CLOEXEC, 0, ends), 0);
+    one = Fd(ends[0]);
+    other = Fd(ends[1]);
+  }
+  void connect_unix_at(const std::string& path) {
+    const Fd server(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
+    ASSERT_EQ(bind(server.n, reinterpret_cast<sockaddr*>(&at), sizeof at) || listen(server.n, 1), 0);
+    one = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(connect(one.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    other = Fd(accept4(server.n, nullptr, nullptr, SOCK_CLOEXEC));
+  }
+  std::string why_not(const Config& with) const {
+    const auto s = Bare(with).connections_stay(pid);
+    if (s) return "";
+    EXPECT_EQ(s.error().code, EOPNOTSUPP);
+    return s.error().text;
+  }
+
   Fd reads, writes;
   std::string name;
   Fd one, other;
@@ -311,6 +336,46 @@ TEST_F(AProcessOfAHost, WhoseOtherEndHasClosedMayLeave) {
   one = Fd();
   other = Fd();
   EXPECT_TRUE(Bare(config).connections_stay(pid));
+}
+
+TEST_F(AProcessOfAHost, ThatIsConnectedByAUnixSocketToOneThatStaysIsRefused) {
+  for (const int type : {SOCK_STREAM, SOCK_SEQPACKET}) {
+    connect_unix(type);
+    start({{one.n, 5}});
+    const std::string why = why_not(config), whose = "process " + std::to_string(pid) + " (agent_test) is connected to a process of this host that does not move with it, over a UNIX socket (descriptor 5)";
+    EXPECT_NE(why.find(whose), std::string::npos) << why;
+    TearDown();
+  }
+  pid = 0;
+}
+
+TEST_F(AProcessOfAHost, WithBothEndsOfAUnixSocketMayLeave) {
+  connect_unix(SOCK_STREAM);
+  start({{one.n, 5}, {other.n, 6}});
+  EXPECT_EQ(why_not(config), "");
+}
+
+TEST_F(AProcessOfAHost, WithDatagramsOrAClosedUnixSocketMayLeave) {
+  connect_unix(SOCK_DGRAM);
+  start({{one.n, 5}});
+  EXPECT_EQ(why_not(config), "") << "CRIU connects it again";
+  TearDown();
+  connect_unix(SOCK_STREAM);
+  start({{one.n, 5}});
+  other = Fd();
+  EXPECT_EQ(why_not(config), "");
+}
+
+TEST_F(AProcessOfAHost, WhoseUnixSocketIsLibmigrsMayLeave) {
+  char folder[] = "/tmp/bare_test.XXXXXX";
+  Config with = config;
+  with.run_dir = mkdtemp(folder);
+  connect_unix_at(with.run_dir + "/proc.sock");
+  start({{one.n, 5}});
+  EXPECT_EQ(why_not(with), "") << "it closes it before";
+  const std::string why = why_not(config);
+  EXPECT_NE(why.find("(" + with.run_dir + "/proc.sock, descriptor 5)"), std::string::npos) << why;
+  std::filesystem::remove_all(with.run_dir);
 }
 
 /// Both ends of it are ours.
