@@ -249,7 +249,14 @@ start_container() {
 	' "$E2E_ROOT" "$E2E_BUNDLES" "$id" "${CONTAINER_IP:-$E2E_IP}" "${devices[*]}" "${CONTAINER_ANNOTATION:-}" "${CONTAINER_WRITABLE:-}" "${CONTAINER_PIPED:-}" "${preload[@]}" "$@" || fail "start of container $id on $h"
 }
 
-container_status() { on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null | jq -r .status; }	# HOST ID
+host_is_down() { testbed status --json | jq -e --arg h "$1" '.hosts[] | select(.host == $h) | .state | IN("up", "failed") | not' >/dev/null; }	# HOST
+# container_status HOST ID: nothing if it is not there, or its host is down; an error if that is not known.
+container_status() {
+	local said status=0
+	said=$(on "$1" "$E2E_LIB/runc" state "$2" 2>/dev/null) || status=$?
+	[ $status -le 1 ] || host_is_down "$1" || fail "host $1 did not say how container $2 is: status $status" || return
+	jq -r .status <<<"$said"
+}
 container_exec() { on "$1" "$E2E_LIB/runc" exec "$2" "${@:3}"; }			# HOST ID CMD...
 container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
 
@@ -257,7 +264,7 @@ container_log() { container_exec "$1" "$2" cat /tmp/log; }						# HOST ID
 container_host() {
 	local h status found=() elsewhere=()
 	for h in "${E2E_HOSTS[@]}"; do
-		status=$(container_status "$h" "$1")
+		status=$(container_status "$h" "$1") || return 1
 		[ "$status" = running ] && found+=("$h") || elsewhere+=("$h: ${status:-not there}")
 	done
 	[ ${#found[@]} = 1 ] || fail "container $1 runs on ${#found[@]} hosts: ${found[*]:-none} (${elsewhere[*]:-})" || return 1

@@ -9,7 +9,11 @@ set -uo pipefail
 . "$(dirname "$0")/faults.sh"
 e2e_up && faults_begin || exit 1
 
-back_on_source() { expect_running c src && expect_traffic; }
+nothing_at_destination() { on_sh dst '! pgrep -x criu && ! pgrep -x migr_verify && [ -z "$(ls /run/runc)" ]'; }
+back_on_source() {
+	expect_running c src && expect_traffic || return 1
+	host_is_down dst || until_true 20 nothing_at_destination || { on dst ps -A >&2; fail "something of it is left at the destination"; }
+}
 # rolled_back OUT.json ERR WHAT..: that, in this order, and no more is said to be taken back.
 rolled_back() {
 	local out=$1 err=$2 words
@@ -111,7 +115,7 @@ restore_fails() {
 		rolled_back "$E2E_OUT/refused.json" "$E2E_OUT/refused.err" "destination dst" checkpoint network freeze suspension "partner peer"
 	local r=$?
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
-	[ $r = 0 ] && back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
+	[ $r = 0 ] && back_on_source
 }
 # Restored, and not to be had any more when the others are to be let run.
 restored_task_killed() {
@@ -125,7 +129,7 @@ restored_task_killed() {
 	sed 's/^/# /' "$err"
 	migrd_restart src && [ $status = 1 ] || { fail "migrctl ended with status $status, not as what is taken back"; return 1; }
 	grep -q 'waits no more: it has ended' "$err" || { fail "the reason is not said"; return 1; }
-	back_on_source && on_sh dst '! pgrep -x criu && ! pgrep -x migr_verify && [ -z "$(ls /run/runc)" ]'
+	back_on_source
 }
 # When all but memory is made at the destination, the container's cgroup there may have no more RDMA objects: memory cannot be
 # registered, and this is known before the commit.
@@ -141,7 +145,7 @@ short_of() {
 	on_sh dst 'echo "$2" >"/sys/fs/cgroup/migr/$1.max"' "$1" "$3" && migrd_restart src || return 1
 	[ $r = 0 ] || return 1
 	grep -qE "$4" "$E2E_OUT/rollback.err" || fail "the reason is not said" || return 1
-	back_on_source && on_sh dst '! pgrep -x criu && [ -z "$(ls /run/runc)" ]'
+	back_on_source
 }
 memory_refused() {
 	short_of rdma no_more_objects "rxe0 hca_object=max" 'cannot register MR 0x[0-9a-f]+ \([0-9]+ bytes\) of process [0-9]+ here: .*rdma\.max' &&
