@@ -607,6 +607,35 @@ leaks_compare() {
 	fail "something was left behind: $(basename "$2")"
 }
 
+# traffic_snapshot HOST: a line per thing that must not become more from migration to migration. Only of one migrd: it may be started again.
+traffic_snapshot() {
+	E2E_LIMIT=$E2E_SNAPSHOT_LIMIT on_sh "$1" '
+		renice -n -15 $$ >/dev/null
+		for kind in qp cq mr; do echo "rdma_$kind $(rdma res show "$kind" | grep -vc "comm \[")"; done
+		for name in migrd "$1"; do
+			pid=$(pgrep -o -x "$name") || continue
+			[ "$name" != migrd ] || name=migrd_$pid
+			echo "${name}_fds $(ls "/proc/$pid/fd" | wc -l)"
+			sed -n "s/^Threads:[[:space:]]*/${name}_threads /p; s/^VmRSS:[[:space:]]*\([0-9]*\) kB/${name}_rss_kb \1/p" "/proc/$pid/status"
+		done
+	' "$VERIFY_PROGRAM"
+}
+
+# grown FIRST NOW: an error if NOW has more of something than FIRST, beside what comes and goes in a program; prints it.
+grown() {
+	local more
+	more=$(awk '
+		NR == FNR { first[$1] = $2; next }
+		!($1 in first) { next }
+		{ most = first[$1] }
+		$1 ~ /_(fds|threads)$/ { most += 8 }
+		$1 ~ /_rss_kb$/ { most = most * 1.5 + 32768 }
+		$2 > most { print $1 ": " first[$1] " at first, now " $2 }
+	' "$1" "$2") && [ -z "$more" ] && return
+	echo "$more" >&2
+	fail "it becomes more: $(basename "$2")"
+}
+
 # ---- tests: step NAME CMD... prints "ok" or "not ok"; the script ends with e2e_end
 
 E2E_FAILED=0 E2E_RAN=0
