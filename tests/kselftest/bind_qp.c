@@ -69,6 +69,32 @@ static void check_stands(struct side *s, int fd, uint32_t id)
 	ibv_destroy_qp(qp);
 }
 
+/* Names are of the process: one of its contexts does not give at birth what a QP of another one has. */
+static void check_second_context(int fd, struct ibv_qp *holder)
+{
+	struct ibv_qp *last, *next;
+	struct side t;
+	uint32_t id;
+	int fd2;
+
+	fd2 = migr_open();
+	side_open(&t);
+	need(!migr_attach(fd2, t.context->cmd_fd, &id), "attach another context");
+	last = make_qp(&t);
+	need(last, "create_qp");
+	check(!bind_own(fd, last->qp_num + 1, holder->qp_num), "take the number that comes next, in the first context");
+	next = make_qp(&t);
+	need(next, "create_qp");
+	if (next->qp_num == last->qp_num + 1)
+		check(rec_of(id, next)->vqpn != next->qp_num, "a new QP of the other context gets another name");
+	else
+		printf("# the driver gave 0x%x, not 0x%x\n", next->qp_num, last->qp_num + 1);
+	ibv_destroy_qp(next);
+	ibv_destroy_qp(last);
+	side_close(&t);
+	close(fd2);
+}
+
 int main(void)
 {
 	struct ibv_qp *a, *b, *c;
@@ -111,6 +137,7 @@ int main(void)
 	else
 		printf("# the driver gave 0x%x, not 0x%x\n", c->qp_num, b->qp_num + 1);
 	check_eq(qpns[c->qp_num], rec_of(id, c)->vqpn | MIGR_QPN_VALID, "the table agrees with the record");
+	check_second_context(fd, b);
 
 	check_errno(bind_own(fd, 0x1000000, a->qp_num), ERANGE, "a number wider than 24 bits");
 	check_errno(bind_own(fd, 5, 0x1000000), ERANGE, "a physical number wider than 24 bits");

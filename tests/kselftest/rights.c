@@ -82,6 +82,42 @@ static int in_container(void)
 	return wrong;
 }
 
+/* A process of the host's root in the network namespace of a container is none of the container. */
+static int visited(void)
+{
+	int own = open("/proc/self/ns/net", O_RDONLY), there, up[2], down[2], fd, status;
+	char path[64], c;
+	pid_t child;
+
+	need(!pipe(up) && !pipe(down), "pipe");
+	fflush(stdout);
+	child = fork();
+	if (!child) {
+		int wrong;
+
+		if (container() || write(up[1], "x", 1) != 1 || read(down[0], &c, 1) != 1)
+			_exit(128);
+		wrong = in_container();
+		fd = open("/dev/migr", O_RDWR);
+		wrong |= (migr_attach(fd, s.context->cmd_fd, NULL) || genl_objs(id, &objs)) << 5;	/* now it is its own */
+		_exit(wrong);
+	}
+	close(up[1]);
+	need(read(up[0], &c, 1) == 1, "a container");
+	snprintf(path, sizeof(path), "/proc/%d/ns/net", child);
+	there = open(path, O_RDONLY);
+	need(own >= 0 && there >= 0 && !setns(there, CLONE_NEWNET), "its network namespace");
+	fd = migr_open();
+	need(!migr_attach(fd, s.context->cmd_fd, &id), "attach");
+	need(!setns(own, CLONE_NEWNET), "back");
+	need(write(down[1], "x", 1) == 1, "it may ask");
+	status = exit_status(child);
+	close(fd);
+	close(there);
+	close(own);
+	return status;
+}
+
 int main(void)
 {
 	int fd = migr_open();
@@ -92,6 +128,7 @@ int main(void)
 	need(!migr_attach(migr_open(), s.context->cmd_fd, &id), "attach");
 	check_eq(as(container, in_container), 0, "root of a container sees nothing of the host");
 	check_eq(as(pod, in_container), 0, "nor does CAP_NET_ADMIN in a container's network namespace");
+	check_eq(visited(), 0, "nor root of a container what the host's root has in its network namespace");
 	side_close(&s);
 	close(fd);
 	return finish();
