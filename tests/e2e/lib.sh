@@ -352,6 +352,7 @@ start_verify() {
 	local h=$1 id=$2
 	shift 2
 	[ "${E2E_RATE:-0}" = 0 ] || set -- --rate $((E2E_RATE / VERIFY_PROCESSES)) "$@"
+	[[ " $* " != *" --transport uc "* ]] || set -- --lossless "$@"	# the network of the beds is their memory
 	local both=() o name port=18525
 	for o in "$@"; do
 		case $o in --events|--wr-api|--atomic-write|--rnr|--srq|--no-limit|--any-order|--windows|--invalidate|--rereg=*|--retries=*|--query) both+=("$o") ;; esac

@@ -167,22 +167,56 @@ INSTANTIATE_TEST_SUITE_P(Modes, Receiving,
                                          Mode::kUnsignalled, Mode::kSg, Mode::kMixed),
                          [](const auto& i) { return std::string(kModeNames[static_cast<unsigned>(i.param)]); });
 
-TEST(ReceivingWrites, DamagedWriteIsFoundByTheNextMark) {
-  const Shape s = shape_of(Mode::kWrite);
+/// WRITEs up to their n-th mark, which comes, with or without those before it.
+Faults write_up_to(std::uint64_t mark, const Shape& s, const std::function<void(std::vector<std::uint8_t>&, const Stream&)>& damage, bool only_this = false) {
   const Stream stream(s, 99);
   std::vector<std::uint8_t> target(static_cast<std::size_t>(s.window()) * s.size, 0);
   RecvChecker checker(kQp, kQpNum, stream);
-  checker.post();
-  for (std::uint64_t n = 0; n < kMarkEvery; ++n)
-    pattern_fill(target.data() + stream.at(n).slot * s.size, stream.at(n).len, 99, n);
-  target[5 * s.size + 3] ^= 4;
   Faults f;
-  const Op mark = stream.at(kMarkEvery - 1);
-  ASSERT_EQ(mark.kind, Kind::kWriteImm);
-  checker.complete({wr_id(kQp, true, 0), WcOp::kRecvImm, mark.len, kQpNum, true, mark.imm},
-                   [](std::uint64_t) { return nullptr; }, target.data(), f);
+  std::uint64_t received = 0;
+  for (std::uint64_t n = 0; n < mark * kMarkEvery; ++n) {
+    const Op op = stream.at(n);
+    const bool last = n == mark * kMarkEvery - 1;
+    pattern_fill(target.data() + op.slot * s.size, op.len, 99, n);
+    if (last) damage(target, stream);
+    if (op.kind != Kind::kWriteImm || (only_this && !last)) continue;
+    checker.post();
+    checker.complete({wr_id(kQp, true, received++), WcOp::kRecvImm, op.len, kQpNum, true, op.imm}, [](std::uint64_t) { return nullptr; }, target.data(), f);
+  }
+  EXPECT_EQ(received, only_this ? 1 : mark);
+  return f;
+}
+
+TEST(ReceivingWrites, DamagedWriteIsFoundByTheNextMark) {
+  const Shape s = shape_of(Mode::kWrite);
+  const Faults f = write_up_to(1, s, [&](auto& target, const Stream&) { target[5 * s.size + 3] ^= 4; });
   expect_only(f, Fault::kCorrupted, 1);
   EXPECT_NE(f.first().find("WRITE 5 "), std::string::npos) << f.first();
+}
+
+TEST(ReceivingWrites, OfUcAreComparedIfNothingGetsLost) {
+  Shape s = shape_of(Mode::kWrite);
+  s.transport = Transport::kUc;
+  const auto damaged = [&](auto& target, const Stream&) { target[(kMarkEvery + 5) * s.size + 3] ^= 4; };
+  EXPECT_EQ(write_up_to(2, s, damaged).total(), 0u);
+  s.lossless = 1;
+  const Faults f = write_up_to(2, s, damaged);
+  expect_only(f, Fault::kCorrupted, 1);
+  EXPECT_NE(f.first().find("WRITE 21 "), std::string::npos) << f.first();
+  EXPECT_EQ(write_up_to(2, s, damaged, true).total(), 0u) << "the first mark was lost";
+}
+
+// The sender did not wait for the mark.
+TEST(ReceivingWrites, OfUcMayBeOvertaken) {
+  Shape s = shape_of(Mode::kWrite);
+  s.transport = Transport::kUc;
+  s.lossless = 1;
+  const auto overtaken = [&](auto& target, const Stream& stream) {
+    const Op later = stream.at(s.window() + 5);
+    pattern_fill(target.data() + later.slot * s.size, later.len, 99, later.seq);
+  };
+  const Faults f = write_up_to(1, s, overtaken);
+  EXPECT_EQ(f.total(), 0u) << f.first();
 }
 
 // --- the sender's side

@@ -159,9 +159,11 @@ struct Shape {
   std::uint64_t iterations = 0;    // WRs of each stream; 0: no limit
   std::uint32_t rate = 0;          // WRs per second of one end; 0: as many as can be
   Transport transport = Transport::kRc;
-  std::uint32_t reserved = 0;
+  std::uint32_t lossless = 0;  // and yet nothing gets lost on the way
   /// A message may be lost without a fault; twice or out of order it may not come.
   bool lossy() const { return transport != Transport::kRc; }
+  /// WRITEs that nothing tells of have come, too. @param passed_over messages that have not
+  bool compares(std::uint64_t passed_over) const { return !lossy() || (lossless && !passed_over); }
   /// Slots of each ring, and how far a stream may be ahead of what the other end has checked.
   std::uint32_t window() const { return (depth * 2 + 31) / 32 * 32; }
 };
@@ -680,8 +682,8 @@ class RecvChecker {
       const Op w = stream_.at(n);
       if (w.kind != Kind::kWrite) continue;
       bytes_ += w.len;
-      if (stream_.shape().lossy()) continue;  // it may not have come, and a later one may have
-      if (auto at = pattern_mismatch(target + slot_offset(w), w.len, stream_.key(), n))
+      if (!stream_.shape().compares(passed_over())) continue;  // it may not have come, and a later one may have
+      if (auto at = pattern_mismatch(target + slot_offset(w), w.len, stream_.key(), n); at && !overtaken(w, target + slot_offset(w)))
         faults.add(Fault::kCorrupted, "QP " + std::to_string(qp_) + ": WRITE " + std::to_string(n) + " slot " +
                                           std::to_string(w.slot) + ": byte " + std::to_string(*at) + " of " +
                                           std::to_string(w.len) + " differs when message " + std::to_string(*seq) + " came");
@@ -691,7 +693,7 @@ class RecvChecker {
 
   /// On a lossy transport the sender goes on when nothing comes for long. Then a slot may hold a later message already.
   bool overtaken(const Op& op, const std::uint8_t* bytes) const {
-    if (!stream_.shape().lossy() || op.kind != Kind::kWriteImm) return false;
+    if (!stream_.shape().lossy() || !writes(op.kind)) return false;
     const auto holds = pattern_identify(bytes, kHeaderBytes, stream_.key());
     return holds && *holds > op.seq && (*holds - op.seq) % stream_.shape().window() == 0 && writes(stream_.at(*holds).kind);
   }

@@ -18,11 +18,12 @@ constexpr const char kHelp[] =
     R"(migr_verify: RDMA traffic between two ends that check every completion and every byte
 
   migr_verify [options]            serves one client, then ends
-  migr_verify [options] SERVER     is the client; its --mode, --transport, --qps, --size, --depth, --iterations,
-                                   --rate and --seed count
+  migr_verify [options] SERVER     is the client; its --mode, --transport, --lossless, --qps, --size, --depth,
+                                   --iterations, --rate and --seed count
 
   --mode M          send send_imm write write_imm read atomic inline unsignalled sg mixed (mixed)
   --transport T     rc uc (rc); what uc loses is counted, and no fault
+  --lossless        of uc, too, WRITEs and memory are compared where no message was lost: nothing gets lost on the way
   --qps N           1..4096 (1)            --size BYTES     largest message, 16..1048576 (4096)
   --depth N         WRs in flight per QP, 4..512 (16)
   --seed N          of content and order (1)
@@ -125,11 +126,11 @@ double seconds(const char* option, const char* text) {
 
 Options parse_options(int argc, char** argv) {
   enum {
-    kMode = 256, kTransport, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kRetries, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kRereg, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
+    kMode = 256, kTransport, kLossless, kQps, kSize, kDepth, kSeed, kSeconds, kIterations, kRate, kRetries, kEvents, kCqEx, kWrApi, kAtomicWrite, kRnr, kMr, kMrFill, kMrParts, kMemory, kChurn, kSrq, kNoLimit, kAnyOrder, kResize, kIova, kWindows, kInvalidate, kRereg, kFork, kForkLater, kSecond, kHold, kQuery, kDev, kIbPort, kGidIndex,
     kPort, kBind, kConnect, kStall, kStopFile, kRestFile, kRtsFile, kCloseFile, kSamples, kStatus, kJson, kHelpOption
   };
   static const option kLong[] = {
-      {"transport", 1, nullptr, kTransport},
+      {"transport", 1, nullptr, kTransport}, {"lossless", 0, nullptr, kLossless},
       {"mode", 1, nullptr, kMode},           {"qps", 1, nullptr, kQps},
       {"size", 1, nullptr, kSize},           {"depth", 1, nullptr, kDepth},
       {"seed", 1, nullptr, kSeed},           {"seconds", 1, nullptr, kSeconds},
@@ -174,6 +175,7 @@ Options parse_options(int argc, char** argv) {
         if (auto t = transport_of(optarg)) o.shape.transport = *t;
         else refuse(std::string("--transport ") + optarg + ": no such transport");
         break;
+      case kLossless: o.shape.lossless = 1; break;
       case kQps: o.shape.qps = static_cast<std::uint32_t>(number(n, optarg, 1, kMaxQps)); break;
       case kSize: o.shape.size = static_cast<std::uint32_t>(number(n, optarg, kHeaderBytes, 1 << 20)); break;
       case kDepth: o.shape.depth = static_cast<std::uint32_t>(number(n, optarg, 4, 512)); break;
