@@ -1325,6 +1325,14 @@ TEST_F(Keys, AreNotTheOnlyNamesThatNewOnesPassBy) {
   EXPECT_EQ(ibv_destroy_qp(as_before), 0);
 }
 
+// Whether or not another QP is ever made.
+TEST_F(Keys, LeaveNoOldPathBehind) {
+  const unsigned before = model_qps();
+  they_move(0, {});
+  for (int ms = 0; ms < kPatienceMs && model_qps() != before + there_.size(); ++ms) usleep(1000);
+  EXPECT_EQ(model_qps(), before + there_.size());
+}
+
 /// Memory of two devices that number keys alike.
 class TwoDevices : public Keys {
  protected:
