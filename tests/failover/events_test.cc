@@ -1839,16 +1839,19 @@ TEST_F(Tracked, WithAQpThatIsGoneItIsNotAll) {
   std::swap(pd_, other_pd_);
 }
 
+// Nor what is not reliable in another way.
 TEST_F(Tracked, DatagramsAreNot) {
-  ibv_qp_init_attr init{};
-  init.send_cq = init.recv_cq = cq_[0];
-  init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
-  init.qp_type = IBV_QPT_UD;
-  ibv_qp* datagrams = ibv_create_qp(pd_, &init);
-  ASSERT_NE(datagrams, nullptr);
-  EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP);
-  EXPECT_EQ(begin(from_).status, 0) << "it is not that QP which writes to others' memory";
-  EXPECT_EQ(ibv_destroy_qp(datagrams), 0);
+  for (const ibv_qp_type type : {IBV_QPT_UD, IBV_QPT_UC}) {
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = cq_[0];
+    init.cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 0};
+    init.qp_type = type;
+    ibv_qp* unreliable = ibv_create_qp(pd_, &init);
+    ASSERT_NE(unreliable, nullptr);
+    EXPECT_EQ(begin(nullptr).status, EOPNOTSUPP) << type;
+    EXPECT_EQ(begin(from_).status, 0) << "it is not that QP which writes to others' memory";
+    EXPECT_EQ(ibv_destroy_qp(unreliable), 0);
+  }
 }
 
 /// What partners write to through them bears keys that no MR has.
