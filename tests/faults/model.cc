@@ -12,16 +12,20 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
+#include <thread>
 #include <utility>
 
 #include "migr/proc_wire.h"
 #include "migr/restore_control.h"
 #include "model.h"
+
+extern "C" char __executable_start[], etext[];
 
 namespace {
 
@@ -47,6 +51,7 @@ struct Process {
   State s;
   std::uint32_t old_pqpn = 0, old_dest = 0, old_gid = 0;  // the path before SWITCH
   std::uint32_t spare_dest = 0, spare_gid = 0;
+  std::atomic<unsigned> inside = 0, came_in = 0;  // threads; ever
   bool rebound = false;
   bool drained = false, cut = false, settled = false;  // since SUSPEND
   bool tracked = false;
@@ -55,6 +60,18 @@ struct Process {
   // What a path's responder would have executed next: both ends can say of both.
   static std::uint32_t psn_of(std::uint32_t pqpn) { return pqpn & 0xffffff; }
   bool at_rest() const { return drained || (cut && settled); }
+
+  // A thread that has looked before the flags were up is about to post. It takes longer where the process has moved: it is not enough
+  // that its partner's was waited for.
+  void post_late() {
+    const int ms = 30 + 60 * static_cast<int>(s.generation);
+    const unsigned last = came_in;
+    std::thread([this, ms] { inside++, came_in++, pause_ms(ms), inside--; }).detach();
+    while (came_in == last) pause_ms(1);
+  }
+  void expect_outside(std::uint32_t type) const {
+    if (inside) std::ofstream(host + "/thread-inside") << "at message " << type << '\n';
+  }
 
   void show() const { s.write(kernel_file(s.pid)); }
   void take_path(std::uint32_t pqpn, std::uint32_t dest, std::uint32_t gid) { s.pqpn = pqpn, s.dest_pqpn = dest, s.dest_gid = gid; }
@@ -81,9 +98,11 @@ struct Process {
       case MIGR_MSG_SUSPEND:
         s.phase = MIGR_PROC_SUSPENDED;
         drained = cut = settled = false;
+        post_late();
         return 0;
       case MIGR_MSG_DRAIN:
         if (s.phase != MIGR_PROC_SUSPENDED) return EBUSY;
+        expect_outside(m.type);
         drained = !is_at("drain", "late");
         return drained ? 0 : ETIMEDOUT;
       case MIGR_MSG_STATS:
@@ -151,6 +170,10 @@ struct Process {
       case MIGR_MSG_TRACK:
         if (m.arg == MIGR_TRACK_TAKE) return std::exchange(tracked, false) ? 0 : ESTALE;
         if (m.arg == MIGR_TRACK_QUEUES && !tracked) return EBUSY;
+        if (m.arg == MIGR_TRACK_QUEUES)
+          expect_outside(m.type);
+        else
+          post_late();
         tracked = true;
         return 0;
       default: return EOPNOTSUPP;
@@ -180,14 +203,22 @@ struct Process {
   }
 
   bool hello(int fd) const {
-    migr_msg h{};
+    struct {
+      migr_msg head{};
+      migr_text_range code{};
+    } hello;
+    migr_msg& h = hello.head;
     h.version = MIGR_PROC_VERSION;
     h.type = MIGR_MSG_HELLO;
+    h.count = 1;
+    h.record_size = sizeof hello.code;
+    hello.code.start = reinterpret_cast<std::uint64_t>(__executable_start);
+    hello.code.bytes = static_cast<std::uint64_t>(etext - __executable_start);
     for (int i = 0; i < 16; i++) h.instance[i] = static_cast<std::uint8_t>(std::stoi(s.instance.substr(2 * static_cast<std::size_t>(i), 2), nullptr, 16));
     h.control_tid = static_cast<std::int32_t>(syscall(SYS_gettid));
     h.state = s.phase;
     h.generation = s.generation;
-    return send(fd, &h, sizeof h, MSG_NOSIGNAL) == sizeof h;
+    return send(fd, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello;
   }
 
   int run() {

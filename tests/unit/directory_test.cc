@@ -20,9 +20,11 @@
 #include <fstream>
 #include <set>
 #include <sstream>
+#include <utility>
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
+#include "inside.h"
 
 namespace migr::directory_test {
 namespace {
@@ -394,6 +396,21 @@ TEST_F(Told, WhoWasSilentIsToldWhenItListensAgain) {
   shared->listens = true;
   for (int ms = 0; ms < 5'000 && !shared->told; ms += 10) usleep(10'000);
   EXPECT_EQ(1, shared->told);
+}
+
+// It may have looked up where it sends to, and not have posted yet.
+TEST_F(Told, WhoHasAThreadInsideIsToldWhenThatHasLeft) {
+  const int limit = std::exchange(kSuspendMs, 500);
+  const Instance i{9};
+  Inside process(path, i);
+  const auto session = sessions.wait_for(i, {}, 5'000);
+  ASSERT_TRUE(session) << session.error().text;
+  ASSERT_TRUE(directory->put(a_move()));
+  const auto s = tell_moves(**session, 7, *directory);
+  EXPECT_EQ(s.error().code, ETIMEDOUT) << s.error().text;
+  process.leave();
+  EXPECT_TRUE(tell_moves(**session, 7, *directory));
+  kSuspendMs = limit;
 }
 
 }  // namespace

@@ -15,10 +15,12 @@
 #include <filesystem>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "agent/limits.h"
 #include "agent/peer_link.h"
 #include "agent/process.h"
+#include "inside.h"
 
 namespace migr::partner_host_test {
 namespace {
@@ -122,17 +124,26 @@ struct AnAskedPartner : APartner {
     record.mutable_request()->set_source("peer");
     (*record.mutable_began())[child] = life_of(child);
   }
-  grpc::Status suspend() {
-    begin();
+  template <class Request, class Reply>
+  grpc::Status ask(grpc::Status (wire::Partner::Stub::*what)(grpc::ClientContext*, const Request&, Reply*), Reply& out) {
+    if (!host) begin();
     grpc::ServerBuilder b;
     b.RegisterService(&*host);
     const auto server = b.BuildAndStart();
     grpc::ClientContext ctx;
-    wire::LimitedRequest r;
-    wire::Empty out;
+    Request r;
     r.set_id(kId);
-    r.set_limit_ms(1'000);
-    return wire::Partner::NewStub(server->InProcessChannel({}))->Suspend(&ctx, r, &out);
+    if constexpr (requires { r.set_limit_ms(0); }) r.set_limit_ms(1'000);
+    wire::Partner::Stub stub(server->InProcessChannel({}));
+    return (stub.*what)(&ctx, r, &out);
+  }
+  grpc::Status suspend() {
+    wire::Empty out;
+    return ask(&wire::Partner::Stub::Suspend, out);
+  }
+  void is_of(pid_t pid) {
+    record.mutable_request()->mutable_qps(0)->set_pid(pid);
+    (*record.mutable_began())[pid] = life_of(pid);
   }
 };
 
@@ -170,15 +181,50 @@ TEST_F(AnAskedPartner, WhoseQpIsDestroyedCanBeAskedAnew) {
       send(library.n, &asked, sizeof asked, MSG_NOSIGNAL);
     }
   });
-  auto& q = *record.mutable_request()->mutable_qps(0);
-  q.set_pid(getpid());
-  (*record.mutable_began())[getpid()] = life_of(getpid());
+  is_of(getpid());
   const auto s = suspend();
   EXPECT_EQ(from_grpc(s, "peer").error().code, EAGAIN) << s.error_message();
   EXPECT_TRUE(taken_back(5'000));
   sessions.stop();
   shutdown(library.n, SHUT_RDWR);
   answers.join();
+}
+
+/// Its process says that it is suspended: a thread that has looked before may still be about to post.
+struct APartnerWithAThreadInside : AnAskedPartner {
+  void SetUp() override {
+    AnAskedPartner::SetUp();
+    Instance i;
+    i.fill('i');
+    ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
+    process.emplace(root + "/proc.sock", i);
+    ASSERT_TRUE(sessions.wait_for(i, {}, 5'000));
+    is_of(process->pid());
+  }
+  void TearDown() override {
+    process.reset();
+    AnAskedPartner::TearDown();
+    sessions.stop();
+    kSuspendMs = limit;
+  }
+  std::optional<Inside> process;
+  const int limit = std::exchange(kSuspendMs, 500);
+};
+
+TEST_F(APartnerWithAThreadInside, IsSuspendedWhenThatHasLeft) {
+  const auto s = suspend();
+  EXPECT_NE(s.error_message().find("stayed inside"), std::string::npos) << s.error_message();
+  process->leave();
+  EXPECT_TRUE(suspend().ok());
+}
+
+TEST_F(APartnerWithAThreadInside, TracksWhenThatHasLeft) {
+  wire::TrackReply out, later;
+  EXPECT_TRUE(ask(&wire::Partner::Stub::Track, out).ok());
+  EXPECT_NE(out.why_not().find("stayed inside"), std::string::npos) << out.why_not();
+  process->leave();
+  EXPECT_TRUE(ask(&wire::Partner::Stub::Track, later).ok());
+  EXPECT_EQ(later.why_not(), "");
 }
 
 TEST(Pace, HurriesForAnOrderOnce) {
