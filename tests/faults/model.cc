@@ -51,6 +51,8 @@ struct Process {
   State s;
   std::uint32_t old_pqpn = 0, old_dest = 0, old_gid = 0;  // the path before SWITCH
   std::uint32_t spare_dest = 0, spare_gid = 0;
+  std::uint32_t dest_vkey = 0;
+  std::string peer;  // instance, as QP_CONNECT had it
   std::atomic<unsigned> inside = 0, came_in = 0;  // threads; ever
   bool rebound = false;
   bool drained = false, cut = false, settled = false;  // since SUSPEND
@@ -93,6 +95,7 @@ struct Process {
         if (in.size() < sizeof c || !s.spare) return EINVAL;
         std::memcpy(&c, in.data(), sizeof c);
         spare_dest = c.dest_qpn, spare_gid = c.dgid[15];
+        peer.assign(reinterpret_cast<const char*>(c.peer), sizeof c.peer);
         return 0;
       }
       case MIGR_MSG_SUSPEND:
@@ -142,13 +145,22 @@ struct Process {
             if (h.vqpn == s.vqpn) s.pqpn = h.pqpn, s.ctx = h.ctx_id;
           }
           s.generation++;
+          s.key = fresh_qpn();
           s.phase = MIGR_PROC_SUSPENDED;
           rebound = true;
         }
-        record(migr_key_map{s.vqpn, s.pqpn, {}});
+        record(migr_key_map{s.vqpn, s.key, {}});
         return 0;
       }
-      case MIGR_MSG_KEYS: return old_pqpn ? 0 : EBUSY;
+      case MIGR_MSG_KEYS: {
+        if (!old_pqpn) return EBUSY;
+        migr_key_map k;
+        for (std::size_t at = 0; at + sizeof k <= in.size(); at += sizeof k) {
+          std::memcpy(&k, in.data() + at, sizeof k);
+          if (k.vrkey == dest_vkey && !std::memcmp(k.owner, peer.data(), sizeof k.owner)) s.dest_key = k.prkey;
+        }
+        return 0;
+      }
       case MIGR_MSG_RESUME:
         if (s.phase == MIGR_PROC_FROZEN) return EBUSY;
         old_pqpn = 0;
@@ -265,7 +277,7 @@ struct Process {
   }
 };
 
-// HOST/process VQPN INSTANCE PQPN DEST_GID DEST_PQPN [PHASE GENERATION]
+// HOST/process VQPN INSTANCE PQPN DEST_GID DEST_PQPN [PHASE GENERATION KEY DEST_KEY]
 int process(const Args& a) {
   Process p;
   p.s.pid = getpid();
@@ -275,6 +287,9 @@ int process(const Args& a) {
   p.s.vqpn = number(0);
   p.s.instance = a[1];
   p.s.pqpn = number(2), p.s.dest_gid = number(3), p.s.dest_pqpn = number(4), p.s.phase = number(5), p.s.generation = number(6);
+  p.s.key = a.size() > 7 ? number(7) : p.s.pqpn;
+  p.s.dest_key = a.size() > 8 ? number(8) : p.s.dest_pqpn;
+  p.dest_vkey = p.s.dest_pqpn;
   p.show();
   return p.run();
 }
@@ -430,7 +445,7 @@ class Restore {
       close(pipe[1]);
       if (read(pipe[0], &c, 1) != 1) _exit(1);
       const Args a = {std::to_string(s.vqpn), s.instance, std::to_string(pqpn_), std::to_string(to_.dgid[15]), std::to_string(to_.dest_qpn),
-                      std::to_string(MIGR_PROC_FROZEN), std::to_string(s.generation)};
+                      std::to_string(MIGR_PROC_FROZEN), std::to_string(s.generation), std::to_string(s.key), std::to_string(s.dest_key)};
       std::vector<char*> argv = {const_cast<char*>("process")};
       std::string path = host + "/process";
       argv[0] = path.data();

@@ -24,18 +24,19 @@ struct State {
   std::uint32_t dest_pqpn = 0, dest_gid = 0;
   std::uint32_t phase = 0;  // enum migr_proc_state
   std::uint32_t generation = 0;
-  std::uint32_t spare = 0;  // pqpn of the spare; 0: none
+  std::uint32_t spare = 0;              // pqpn of the spare; 0: none
+  std::uint32_t key = 0, dest_key = 0;  // prkey of its memory; that of the other end's, as it knows it
 
   bool read(const std::string& path) {
     std::ifstream in(path);
-    return bool(in >> pid >> instance >> ctx >> vqpn >> pqpn >> gid >> dest_pqpn >> dest_gid >> phase >> generation >> spare);
+    return bool(in >> pid >> instance >> ctx >> vqpn >> pqpn >> gid >> dest_pqpn >> dest_gid >> phase >> generation >> spare >> key >> dest_key);
   }
   void write(const std::string& path) const {
     const std::string tmp = path + ".new";
     {
       std::ofstream out(tmp);
       out << pid << ' ' << instance << ' ' << ctx << ' ' << vqpn << ' ' << pqpn << ' ' << gid << ' ' << dest_pqpn << ' ' << dest_gid << ' '
-          << phase << ' ' << generation << ' ' << spare << '\n';
+          << phase << ' ' << generation << ' ' << spare << ' ' << key << ' ' << dest_key << '\n';
     }
     std::rename(tmp.c_str(), path.c_str());
   }

@@ -227,6 +227,15 @@ TEST_F(APartnerWithAThreadInside, TracksWhenThatHasLeft) {
   EXPECT_EQ(later.why_not(), "");
 }
 
+// What it would write to has other keys since the commit.
+TEST_F(AnAskedPartner, IsNotResumedWithoutKeys) {
+  record.set_switched(true);
+  wire::ResumeReply out;
+  const auto s = ask(&wire::Partner::Stub::Resume, out);
+  EXPECT_EQ(s.error_message(), "RESUME before SWITCH and KEYS");
+  host.reset();  // whether it runs at the destination nobody says
+}
+
 TEST(Pace, HurriesForAnOrderOnce) {
   kResolveStepMs = 300;
   LeasedJob job;
