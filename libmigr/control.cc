@@ -57,7 +57,8 @@ constexpr unsigned kRetryMs = 500;             // migrd may start later than we 
 constexpr unsigned kRetryAfterNonsenseMs = 2000;
 constexpr unsigned kGateMs = 5;
 constexpr unsigned kAskAgainMs = 20;           // migrd answers so many questions at a time, and no more wait for it
-constexpr unsigned kAloneLimitMs = 10'000;     // suspended and migrd gone: the application must go on
+constexpr unsigned kHeldMs = 2000;              // whom migrd refuses it lets go sooner
+unsigned alone_limit_ms = 10'000;               // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
 constexpr unsigned kSendLimitS = 5;
 constexpr unsigned kSessionLimitMs = 2000;      // of an ibv_wr_* session that was open when its QP began to be tracked
@@ -675,7 +676,7 @@ int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t 
 
 namespace {
 
-enum class Ended { kGone, kUnheard, kNonsense, kFrozen };
+enum class Ended { kNobody, kGone, kUnheard, kNonsense, kFrozen };
 
 /// Answers requests until the connection ends.
 Ended serve_connection(int fd) {
@@ -730,71 +731,91 @@ void let_changes_go_unless_stopped() {
   if (switchover::process_state() == MIGR_PROC_RUNNING) Registry::get().let_changes_go();
 }
 
-/// Nobody dumps us any more, for that takes a migrd; and whoever was dumped does not run here before its rollback.
-/// @return true: there is a migrd, which knows better
-bool roll_back_frozen() {
-  if (self->frozen_in.empty() || this_life() != self->frozen_in) return false;
-  if (const int fd = connect_to_migrd(); fd >= 0) {
-    close(fd);
-    return true;
-  }
+/// Whoever was dumped does not run here before its rollback; a restored copy never goes back.
+void roll_back_frozen() {
+  if (self->frozen_in.empty() || this_life() != self->frozen_in) return;
   std::lock_guard guard(Registry::get().lock);
   std::string why;
   itimer::release();
-  say("migrd has been gone since the freeze of a migration: going back");
+  say("no migrd that understands this process has been there since the freeze of a migration: going back");
   if (switchover::rollback(why)) fprintf(stderr, "libmigr: going back failed: %s\n", why.c_str());
   cm::rollback();
   Registry::get().let_changes_go();
-  return false;
+}
+
+/// Nobody dumps us any more, for that takes a migrd. One that is there knows better, if it understands us.
+bool is_there() {
+  const int fd = connect_to_migrd();
+  if (fd >= 0) close(fd);
+  return fd >= 0;
 }
 
 /// A frozen process has no descriptor of ours and looks for its gate only. migrd makes it on the host where we live.
-void wait_for_gate() {
+/// @return it has come
+bool wait_for_gate() {
   unsigned waited_ms = 0;  // while we run: what is stopped does not wait
-  while (access(self->gate_path.c_str(), F_OK) != 0) {
+  bool waited = false;
+  for (; access(self->gate_path.c_str(), F_OK) != 0; waited = true) {
     sleep_ms(kGateMs);
     if ((waited_ms += kGateMs) < gate_limit_ms) continue;
     waited_ms = 0;
-    if (roll_back_frozen() || process_state() != MIGR_PROC_FROZEN) return;
+    if (is_there()) return false;
+    roll_back_frozen();
+    if (process_state() != MIGR_PROC_FROZEN) return false;
   }
+  return waited;
 }
 
-void roll_back_alone() {
+void roll_back_suspended() {
   std::lock_guard guard(Registry::get().lock);
   std::string why;
   if (switchover::process_state() != MIGR_PROC_SUSPENDED) return;
   for (const QpShadow* qp : Registry::get().qps)
-    if (qp->old_real) {  // switched: the migration may be committed, and only migrd can find out
-      say("suspended in a migration, and migrd is gone; start it again");
+    if (qp->old_real || qp->phase == switchover::Phase::kRebound) {  // the migration may be committed, and only migrd can find out
+      say("suspended in a migration, and migrd is gone, or of another release; start one of this release");
       return;
     }
   Registry::get().let_changes_go();
   cm::rollback();
   if (switchover::rollback(why))
-    fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", kAloneLimitMs / 1000,
+    fprintf(stderr, "libmigr: migrd has been gone for %u s and going back failed: %s\n", alone_limit_ms / 1000,
             why.c_str());
+}
+
+/// No migrd that understands us has been there for so long. A frozen process has its gate, or has waited for it as long while it ran: in
+/// the life in which it was frozen nothing but the way back leads to either.
+/// @return that was all which can be done
+bool roll_back_alone(std::uint64_t alone_ms) {
+  const migr_proc_state state = process_state();
+  if (state == MIGR_PROC_SUSPENDED && alone_ms > alone_limit_ms) return roll_back_suspended(), true;
+  if (state == MIGR_PROC_FROZEN && alone_ms > gate_limit_ms) return roll_back_frozen(), true;
+  return false;
+}
+
+/// Until the connection ends. @return it was one of a migrd that understands us: it has asked something, or had nothing to ask
+bool converse(Ended& ended) {
+  const std::uint64_t began = now_ms();
+  ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kUnheard;
+  disconnect();
+  let_changes_go_unless_stopped();
+  return ended == Ended::kGone || ended == Ended::kFrozen || now_ms() - began >= kHeldMs;
 }
 
 void* run(void*) {
   std::uint64_t alone_since = now_ms();
   bool left_alone = false;
   for (;;) {
-    if (process_state() == MIGR_PROC_FROZEN) wait_for_gate();
+    if (process_state() == MIGR_PROC_FROZEN && wait_for_gate()) alone_since = now_ms();
+    Ended ended = Ended::kNobody;
     self->fd = connect_to_migrd();
-    if (self->fd < 0) {
-      if (!left_alone && process_state() == MIGR_PROC_SUSPENDED && now_ms() - alone_since > kAloneLimitMs) {
-        roll_back_alone();
-        left_alone = true;
-      }
-      sleep_ms(process_state() == MIGR_PROC_FROZEN ? kGateMs : kRetryMs);
-      continue;
+    if (self->fd >= 0 && converse(ended)) {
+      alone_since = now_ms();
+      left_alone = false;
+    } else if (!left_alone) {
+      left_alone = roll_back_alone(now_ms() - alone_since);
     }
-    const Ended ended = say_hello(self->fd) ? serve_connection(self->fd) : Ended::kUnheard;
-    disconnect();
-    let_changes_go_unless_stopped();
-    alone_since = now_ms();
-    left_alone = false;
-    if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);
+    if (ended == Ended::kNobody) sleep_ms(process_state() == MIGR_PROC_FROZEN ? kGateMs : kRetryMs);
+    else if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);
     else if (ended == Ended::kUnheard) sleep_ms(kRetryMs);  // it was refused
     else if (ended == Ended::kGone) sleep_ms(kGateMs);  // never spin on a daemon that hangs up
   }
@@ -819,6 +840,7 @@ bool prepare_self() {
   const std::size_t slash = s->socket_path.rfind('/');
   s->gate_path = slash == std::string::npos ? "" : s->socket_path.substr(0, slash + 1);
   if (const char* ms = getenv("MIGR_GATE_LIMIT_MS")) gate_limit_ms = static_cast<unsigned>(atoi(ms));  // tests
+  if (const char* ms = getenv("MIGR_ALONE_LIMIT_MS")) alone_limit_ms = static_cast<unsigned>(atoi(ms));
   s->gate_path += MIGR_PROC_GATE_PREFIX;
   char hex[3];
   for (const std::uint8_t byte : s->instance) {

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <string>
 #include <thread>
@@ -178,7 +179,8 @@ struct Control : ::testing::Test {
     folder = mkdtemp(name);
     const std::string path = folder + "/proc.sock";
     setenv("MIGR_PROC_SOCKET", path.c_str(), 1);
-    setenv("MIGR_GATE_LIMIT_MS", "2000", 1);
+    setenv("MIGR_GATE_LIMIT_MS", "4000", 1);
+    setenv("MIGR_ALONE_LIMIT_MS", "6000", 1);
     open_socket();
     static Context context;
     static QpShadow qps[2];
@@ -273,6 +275,28 @@ struct Control : ::testing::Test {
     close(fd);
     fd = -1;
     return gone;
+  }
+  /// As a migrd of another version does. @return it had to, while the state was that
+  static int refuse(migr_proc_state while_it_is, int limit_ms) {
+    int times = 0;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
+    while (fake.state == while_it_is && std::chrono::steady_clock::now() < until) {
+      pollfd waiting{listener, POLLIN, 0};
+      if (poll(&waiting, 1, 50) != 1) continue;
+      fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+      times += receive(hello);
+      close(std::exchange(fd, -1));
+    }
+    return times;
+  }
+  static std::string gate() {
+    std::string path = folder + "/" MIGR_PROC_GATE_PREFIX;
+    char hex[3];
+    for (const std::uint8_t byte : hello.instance) {
+      snprintf(hex, sizeof(hex), "%02x", byte);
+      path += hex;
+    }
+    return path;
   }
 
   static inline std::string folder;
@@ -621,17 +645,11 @@ TEST_F(Control, FreezeClosesAndTheGateOpensAgain) {
   EXPECT_TRUE(is_closed());
   pollfd waiting{listener, POLLIN, 0};
   EXPECT_EQ(poll(&waiting, 1, 800), 0) << "it connected before it had a gate";
-  std::string gate = folder + "/" MIGR_PROC_GATE_PREFIX;
-  char hex[3];
-  for (const std::uint8_t byte : hello.instance) {
-    snprintf(hex, sizeof(hex), "%02x", byte);
-    gate += hex;
-  }
   const migr_msg before = hello;
-  const int file = creat(gate.c_str(), 0600);
+  const int file = creat(gate().c_str(), 0600);
   close(file);
   meet();
-  unlink(gate.c_str());
+  unlink(gate().c_str());
   EXPECT_EQ(hello.state, MIGR_PROC_FROZEN);
   EXPECT_EQ(memcmp(hello.instance, before.instance, 16), 0);
   EXPECT_EQ(ask(MIGR_MSG_ROLLBACK).status, 0);
@@ -839,9 +857,9 @@ TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
   close_socket();
   close(fd);
   fd = -1;
-  sleep(8);
+  sleep(2);
   EXPECT_EQ(fake.calls, "suspend ") << "too early";
-  for (int i = 0; i < 60 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
+  for (int i = 0; i < 120 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
   EXPECT_EQ(fake.calls, "suspend rollback ");
   // migrd starts again.
   open_socket();
@@ -858,6 +876,76 @@ TEST_F(Control, AbandonedWhileFrozenItGoesBackByItself) {
   open_socket();
   meet();
   EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+}
+
+// A migrd of another release has taken the place of the one that began the migration.
+TEST_F(Control, RefusedWhileSuspendedItGoesBackByItself) {
+  ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
+  close(std::exchange(fd, -1));
+  EXPECT_GT(refuse(MIGR_PROC_SUSPENDED, 2000), 1);
+  EXPECT_EQ(fake.calls, "suspend ") << "too early";
+  refuse(MIGR_PROC_SUSPENDED, 16000);
+  EXPECT_EQ(fake.calls, "suspend rollback ");
+  meet();
+  EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+}
+
+TEST_F(Control, MigrdThatHadNothingToAskWasThere) {
+  ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
+  close(std::exchange(fd, -1));
+  refuse(MIGR_PROC_SUSPENDED, 2000);
+  meet();
+  usleep(2'500'000);
+  close(std::exchange(fd, -1));
+  refuse(MIGR_PROC_SUSPENDED, 2000);
+  EXPECT_EQ(fake.calls, "suspend ") << "it is only started again";
+  meet();
+  EXPECT_EQ(ask(MIGR_MSG_ROLLBACK).status, 0);
+}
+
+TEST_F(Control, RefusedWhileFrozenItGoesBackByItself) {
+  for (const bool gated : {true, false}) {
+    fake.calls.clear();
+    ASSERT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+    EXPECT_TRUE(is_closed());
+    if (gated) close(creat(gate().c_str(), 0600));
+    EXPECT_EQ(refuse(MIGR_PROC_FROZEN, 1000) > 0, gated);
+    EXPECT_EQ(fake.calls, "freeze ") << "too early";
+    refuse(MIGR_PROC_FROZEN, 12000);
+    unlink(gate().c_str());
+    EXPECT_EQ(fake.calls, "freeze rollback ") << gated;
+    meet();
+    EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+  }
+}
+
+// Whoever was restored has not answered FREEZE in this life, and never goes back.
+TEST_F(Control, RefusedAtItsGateTheCopyStaysFrozen) {
+  int told[2];
+  ASSERT_EQ(pipe(told), 0);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    char byte;
+    control::start();
+    _exit(read(told[0], &byte, 1) == 1 && (fake.state = MIGR_PROC_FROZEN, read(told[0], &byte, 1)) == 1 ? fake.state != MIGR_PROC_FROZEN : 2);
+  }
+  const int own = std::exchange(fd, -1);
+  const migr_msg own_hello = hello;
+  meet();
+  ASSERT_EQ(write(told[1], "", 1), 1);
+  close(creat(gate().c_str(), 0600));
+  usleep(100'000);
+  close(std::exchange(fd, -1));
+  EXPECT_GT(refuse(MIGR_PROC_RUNNING, 4000), 5);  // this process's own state stays as it is
+  EXPECT_EQ(hello.state, MIGR_PROC_FROZEN);
+  unlink(gate().c_str());
+  ASSERT_EQ(write(told[1], "", 1), 1);
+  int status = -1;
+  waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+  fd = own;
+  hello = own_hello;
+  EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
 /// One packet that must be refused with `status`, and ends the connection.
