@@ -76,6 +76,12 @@ void got_heard(Channel& c, const HeardRecord& record) {
   state()->heard.notify_all();
 }
 
+std::size_t keys_of(const Channel& c) {
+  std::size_t n = 0;
+  for (const auto& [home, keys] : c.keys) n += keys.size();
+  return n;
+}
+
 /// @return false: nonsense, and the channel is no good
 bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   MessageHead head;
@@ -90,12 +96,13 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
     c.heard = c.heard || head.count < kPerMessage<KeyRecord>;  // of the first ones none counts before all are there
     for (std::uint32_t i = 0; i < head.count; ++i) {
       const auto key = record<KeyRecord>(bytes, i);
+      if (key.home >= kMaxLinks) return false;
       if (key.prkey) c.keys[key.home][key.vrkey] = key.prkey;
       else c.keys[key.home].erase(key.vrkey);
     }
     c.tables.clear();
     c.keys_news = true;
-    return true;
+    return keys_of(c) <= kMostKeys;
   }
   c.heard = true;
   const auto each = [&]<class Record>(void (*got)(Channel&, const Record&)) {

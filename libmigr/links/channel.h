@@ -16,6 +16,7 @@ namespace migr::links {
 enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage, kAtomicMessage, kAnswerMessage, kSpareMessage, kTakeMessage, kWantMessage };
 
 constexpr std::uint16_t kMessageVersion = 2;
+constexpr std::size_t kMostKeys = 1u << 20;  ///< of a peer's memory on a link: as many as a process answers migrd with (control.cc)
 
 struct MessageHead {
   std::uint16_t version, type;
