@@ -87,7 +87,7 @@ void report(const QpLink& l, migr_links_outcome outcome, const migr_replay_stat*
   out.when_ns = static_cast<std::uint64_t>(t.tv_sec) * 1'000'000'000u + static_cast<std::uint64_t>(t.tv_nsec) - out.resume_ns;
   out.cut_ns = l.cut_ns > l.noticed_ns ? l.cut_ns - l.noticed_ns : 0;
   out.told_ns = l.told_ns > l.noticed_ns ? l.told_ns - l.noticed_ns : 0;
-  state()->to_report.push_back(out);
+  state()->to_report.add(out);
   kick(state()->round_fd);
 }
 

@@ -977,11 +977,13 @@ class Round {
   void tell() {
     std::vector<migr_links_name> withdrawn;
     std::vector<migr_links_switch> ended;
+    std::uint64_t dropped = 0;
     {
       std::lock_guard guard(registry().lock);
       withdrawn = state()->to_withdraw;
-      ended.swap(state()->to_report);
+      ended = state()->to_report.take(dropped);
     }
+    if (dropped) std::fprintf(stderr, "libmigr: while migrd was away there were more changes of links than are kept: it is not told of the first %llu\n", static_cast<unsigned long long>(dropped));
     if (!withdrawn.empty()) {
       directory_.withdraw(withdrawn);
       std::lock_guard guard(registry().lock);

@@ -17,6 +17,7 @@
 #include "former.h"
 #include "key_log.h"
 #include "links.h"
+#include "reports.h"
 
 namespace migr::links {
 
@@ -61,7 +62,7 @@ struct State {
   std::set<std::pair<const MrShadow*, Side>> refused_memory;  ///< there, when that was tried last
   bool memory_awaited = false;     ///< by a change: it goes on when there is news of that
   std::vector<migr_links_name> to_withdraw;
-  std::vector<migr_links_switch> to_report;
+  Reports to_report;
   std::uint64_t next_id = 1;
   std::uint64_t forgotten = 0;  ///< of `qps`, so many have gone
   bool session_open = false;    ///< in this round: of a vQP that is to get a backup, on its ibv_cq_ex or its path
