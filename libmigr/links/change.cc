@@ -853,9 +853,21 @@ void ask_for_path(QpLink& l, Side side, Channel& channel) {
 
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
   QpLink* const l = find(to);
-  if (!l || !same(l->peer, sender)) return nullptr;
-  if (l->instance == Peer{}) l->instance = from.peer;
-  return l->instance == from.peer ? l : nullptr;
+  return l && same(l->peer, sender) && l->instance == from.peer ? l : nullptr;
+}
+
+bool is_premature(const migr_links_name& to, const migr_links_name& sender) {
+  QpLink* const l = find(to);
+  if (!l || !same(l->peer, sender) || l->instance != Peer{} || l->stage == Stage::kBroken) return false;
+  if (!std::exchange(l->unheard, true)) kick(state()->round_fd);
+  return true;
+}
+
+bool answer_unheard(const QpLink& l) {
+  bool told = false;
+  for (Side side = kHome; side < l.sides(); ++side)
+    if (Channel* c = standing(l, side)) tell(l, *c), told = true;
+  return told;
 }
 
 namespace {
@@ -870,8 +882,8 @@ QpLink* reached(Channel& from, const Record& record, Side& side) {
 }
 
 /// It is asked again, by another number.
-void refuse_path(const QpLink& l, Channel& from, std::uint32_t serial) {
-  PathRecord no{.to = l.peer, .from = l.name, .path = {}};
+void refuse_path(Channel& from, const migr_links_name& peer, const migr_links_name& own, std::uint32_t serial) {
+  PathRecord no{.to = peer, .from = own, .path = {}};
   no.path.link = from.link->index;
   no.path.serial = serial;
   send_path(from, no);
@@ -880,13 +892,17 @@ void refuse_path(const QpLink& l, Channel& from, std::uint32_t serial) {
 /// Its device has no room, or its address is not there again yet: that may be otherwise soon.
 void cannot_now(QpLink& l, Channel& from, std::uint32_t serial) {
   say(l, l.why);
-  refuse_path(l, from, serial);
+  refuse_path(from, l.peer, l.name, serial);
 }
 
 }  // namespace
 
 void got_path(Channel& from, const PathRecord& record) {
   Side side = kHome;
+  if (is_premature(record.to, record.from)) {
+    if (record.path.qpn) refuse_path(from, record.from, record.to, record.path.serial);
+    return;
+  }
   QpLink* const l = reached(from, record, side);
   if (!l) return;
   Leg& leg = l->legs[side];
@@ -899,7 +915,7 @@ void got_path(Channel& from, const PathRecord& record) {
     return;
   }
   const bool answer = leg.next.qp && !leg.next.connected && leg.asked == from.round && leg.next.serial == record.path.serial;
-  if (!answer && record.path.serial < leg.newest) return refuse_path(*l, from, record.path.serial);
+  if (!answer && record.path.serial < leg.newest) return refuse_path(from, l->peer, l->name, record.path.serial);
   if (!answer && !make_half(*l, side, record.path.serial, l->why)) return cannot_now(*l, from, record.path.serial);
   leg.asked = 0;
   if (!answer) send_path(from, {.to = l->peer, .from = l->name, .path = address_of(*l, side, leg.next)});
@@ -910,6 +926,10 @@ void got_path(Channel& from, const PathRecord& record) {
 
 void got_take(Channel& from, const TakeRecord& record) {
   Side side = kHome;
+  if (is_premature(record.to, record.from)) {
+    drop_spare(from, record.id);
+    return send_want(from, {.to = record.from, .from = record.to, .newest = record.serial, .no_spare = true});
+  }
   QpLink* const l = reached(from, record, side);
   if (!l) return;
   Leg& leg = l->legs[side];
@@ -924,6 +944,7 @@ void got_take(Channel& from, const TakeRecord& record) {
 
 void got_want(Channel& from, const WantRecord& record) {
   Side side = kHome;
+  if (is_premature(record.to, record.from)) return refuse_path(from, record.from, record.to, record.newest);
   QpLink* const l = reached(from, record, side);
   if (!l) return;
   Leg& leg = l->legs[side];
@@ -971,6 +992,7 @@ void other_gave_up(QpLink& l, const StateRecord& record) {
 }  // namespace
 
 void got_state(Channel& from, const StateRecord& record) {
+  if (is_premature(record.to, record.from)) return;
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   if (record.flags & kGone) {
@@ -1032,6 +1054,7 @@ bool has_cast_off(const migr_links_name& name) {
 }  // namespace
 
 void got_drain(Channel& from, const DrainRecord& record) {
+  if (is_premature(record.to, record.from)) return;  // it is said again
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
   const bool cast_off = record.flags & kCastOff;

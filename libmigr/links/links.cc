@@ -563,7 +563,7 @@ namespace {
 /// that are relayed.
 bool may_give_up(QpLink& l) {
   if (l.stage == Stage::kBroken) return true;  // it stays where it is
-  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.found && l.instance != Peer{});
+  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.found && (l.unheard || l.instance != Peer{}));
   if (relays_there || leaves_home(l) || !l.traps.empty() || l.q->phase != switchover::Phase::kRunning) return false;
   std::lock_guard guard(l.lock);
   return !l.wanted && l.hidden.empty();

@@ -187,7 +187,8 @@ struct QpLink {
   unsigned asked_again = 0;      ///< so often for that, since it was told something else
   ibv_gid_entry home_gid{};    ///< its address on its default link, as it was when a path was made there last
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
-  Peer instance{};             ///< the process at the other end; zero: not known yet
+  Peer instance{};             ///< the process at the other end, as the directory says; zero: not known yet
+  bool unheard = false;        ///< somebody has spoken as that one, who is to say it again: told how it stands here once it is known
   std::vector<Leg> legs;       ///< by side
   std::deque<Trap> traps;
   ibv_qp* birth = nullptr;  ///< the path that it was born with, once it is no trap any more: nobody else gets its number

@@ -107,14 +107,14 @@ void got_spare(Channel& from, const SpareRecord& record) {
     if (mine == from.spares.end()) return;  // its CQ has gone meanwhile
     if (l && record.path.qpn && side_of(*l, from.link->index, side) && !connect_half(*l, side, mine->path, record.path, why)) return;
     from.refused_ns = now_ns();
-    return drop_if(from, [&](const Spare& s) { return s.id == record.id; });
+    return drop_spare(from, record.id);
   }
   from.led = true;
   const SpareRecord refusal{.to = record.from, .from = record.to, .id = record.id, .path = {}, .answer = true, .reserved = 0};
   if (!l || mine != from.spares.end() || from.spares.size() >= kMostSpares || !side_of(*l, from.link->index, side) || !make_spare(*l, side, from, record.id, why)) return send_spare(from, refusal);
   Spare& made = from.spares.back();
   if (!connect_half(*l, side, made.path, record.path, why)) return send_half(from, *l, side, made, true);
-  drop_if(from, [&](const Spare& s) { return s.id == record.id; });
+  drop_spare(from, record.id);
   send_spare(from, refusal);
 }
 
@@ -132,6 +132,10 @@ std::uint64_t take_spare(QpLink& l, Side side, Channel& channel, std::uint32_t s
   if (adopt(l, side, spare.path, serial, why)) return spare.id;
   say(l, why);
   return 0;
+}
+
+void drop_spare(Channel& channel, std::uint64_t id) {
+  drop_if(channel, [id](const Spare& s) { return s.id == id; });
 }
 
 std::size_t spares_of(const Channel& channel) {

@@ -45,6 +45,7 @@ std::uint64_t take_spare(QpLink& l, Side side, Channel& channel, std::uint32_t s
 std::size_t spares_of(const Channel& channel);
 /// Those with something in flight come first: the pool is for them.
 void busy_first(std::vector<QpLink*>& all);
+void drop_spare(Channel& channel, std::uint64_t id);
 /// Of a channel.
 void drop_spares(Channel& channel);
 /// Before something is destroyed that they were made with.

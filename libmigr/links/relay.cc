@@ -580,7 +580,7 @@ void refuse_atomic(QpLink& l, const Answers::One& one) {
 void got_atomic(Channel& from, const AtomicRecord& record) {
   QpLink* const l = addressee(from, record.to, record.from);
   const auto not_yet = [&] { send_answer(from, {.to = record.from, .from = record.to, .number = record.number, .value = 0, .status = kNotYet, .reserved = 0}); };
-  if (!l) return not_yet();
+  if (is_premature(record.to, record.from) || !l) return not_yet();
   Answers& a = l->answers;
   std::erase_if(a.all, [&](const Answers::One& one) { return one.number < record.known && one.status != kNotYet; });
   const auto known = std::find_if(a.all.begin(), a.all.end(), [&](const Answers::One& one) { return one.number == record.number; });

@@ -1232,10 +1232,11 @@ class Round {
       end_needless_channels();
       for (Channel* c : state()->channels) tell_keys(*c);
       for (QpLink* l : state()->qps) {
+        if (l->unheard && l->found && answer_unheard(*l)) l->unheard = false;
         look_at_backup(*l);
         const Side next = next_side(*l);
         if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
-        waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l);
+        waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->unheard && l->stage != Stage::kBroken);
         lacks_links_ = lacks_links_ || lacks_links(*l);
         waiting = waiting || lacks_channel(*l);
         states.push_back(state_of(*l, next));

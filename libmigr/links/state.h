@@ -171,8 +171,12 @@ bool needs(const QpLink& l, Side side);
 bool tell_gone(const QpLink& l, std::uint32_t flags = 0);
 /// Also that the application has ended the connection, where librdmacm's own message would not get there. @return it was told
 bool tell_parted(const QpLink& l);
-/// Whom a message is about. It may come before the directory has told who the other end is. Null: nobody
+/// Whom a message is about. Null: nobody
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender);
+/// The directory has not said yet who the other end is. Anybody may speak as that one: nothing of it is done before, and the directory is asked at once.
+bool is_premature(const migr_links_name& to, const migr_links_name& sender);
+/// The other end is known by now: it hears how it stands here, and says again what this end does not know. @return false: there is no channel yet
+bool answer_unheard(const QpLink& l);
 /// Asks for the other half of a path on that side, unless there is one that was not used or it has been asked for.
 void ask_for_path(QpLink& l, Side side, Channel& channel);
 void got_state(Channel& from, const struct StateRecord& record);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What another process says over its channel. The library is this program's own; the others are played.
+// What another process says over its channel, and whom it is believed to be. The library is this program's own; the others are played.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -18,13 +18,14 @@
 #include "../../libmigr/links/config.h"
 #include "../../libmigr/links/state.h"
 #include "../../libmigr/shadow.h"
+#include "store.h"
 
 namespace {
 
 using namespace migr;
 using namespace migr::links;
 
-constexpr Peer kOther{2};
+constexpr Peer kRight{1}, kOther{2};
 
 std::filesystem::path folder() { return std::filesystem::temp_directory_path() / ("channel_test." + std::to_string(getpid())); }
 
@@ -36,6 +37,23 @@ bool wait_for(Condition&& condition) {
 }
 
 std::unique_lock<std::mutex> locked() { return std::unique_lock(Registry::get().lock); }
+
+/// What waits to be sent, by type.
+std::vector<std::uint16_t> said(const Channel& c) {
+  std::vector<std::uint16_t> out;
+  for (const auto& message : c.waiting) {
+    MessageHead head;
+    std::memcpy(&head, message.data(), sizeof head);
+    out.push_back(head.type);
+  }
+  return out;
+}
+template <class Record>
+Record last(const Channel& c) {
+  Record out{};
+  if (!c.waiting.empty() && c.waiting.back().size() == sizeof(MessageHead) + sizeof out) std::memcpy(&out, c.waiting.back().data() + sizeof(MessageHead), sizeof out);
+  return out;
+}
 
 class Channels : public testing::Test {
  protected:
@@ -53,7 +71,7 @@ class Channels : public testing::Test {
     pd = ibv_alloc_pd(context);
     cq = ibv_create_cq(context, 64, nullptr, nullptr, 0);
   }
-  /// One whose other end nobody knows.
+  /// One whose other end nobody knows yet.
   void connect() {
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = cq;
@@ -83,7 +101,8 @@ class Channels : public testing::Test {
   void TearDown() override {
     {
       const auto guard = locked();
-      while (Channel* const c = state() ? find_channel(kOther, link()) : nullptr) destroy_channel(c);
+      for (const Peer& peer : {kRight, kOther})
+        while (Channel* const c = state() ? find_channel(peer, link()) : nullptr) destroy_channel(c);
     }
     if (qp_) {
       EXPECT_EQ(ibv_destroy_qp(qp_), 0);
@@ -104,11 +123,76 @@ class Channels : public testing::Test {
     c->connected = c->heard = c->acknowledged = true;
     return *c;
   }
+  static PathRecord path(const QpLink& l, std::uint32_t serial) {
+    PathRecord out{.to = l.name, .from = l.peer, .path = {}};
+    out.path.link = 1;
+    out.path.serial = serial;
+    out.path.gid[0] = 0xfd;
+    out.path.qpn = 0x99;
+    out.path.mtu = IBV_MTU_512;
+    return out;
+  }
+  static StateRecord word(const QpLink& l, std::uint32_t flags) { return {.to = l.name, .from = l.peer, .epoch = 1 << 3 | 1, .serial = 1, .executed = {}, .flags = flags}; }
+
   static inline ibv_context* context;
   static inline ibv_pd* pd;
   static inline ibv_cq* cq;
   ibv_qp* qp_ = nullptr;
 };
+
+TEST_F(Channels, NobodyIsTakenForTheOtherEndWhomTheDirectoryDoesNotName) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  Channel *other, *right;
+  migr_links_vqp record{};
+  {
+    const auto guard = locked();
+    QpLink& l = *vqp();
+    other = &channel_of(kOther), right = &channel_of(kRight);
+    got_path(*other, path(l, 3));
+    EXPECT_EQ(said(*other).back(), kPathMessage);
+    EXPECT_EQ(last<PathRecord>(*other).path.qpn, 0u) << "it is asked again";
+    EXPECT_EQ(last<PathRecord>(*other).path.serial, 3u);
+    got_want(*other, {.to = l.name, .from = l.peer, .newest = 4, .no_spare = false});
+    EXPECT_EQ(last<PathRecord>(*other).path.serial, 4u);
+    got_take(*other, {.to = l.name, .from = l.peer, .id = 1, .serial = 5, .reserved = 0});
+    EXPECT_EQ(last<WantRecord>(*other).newest, 5u);
+    const std::size_t before = said(*other).size();
+    got_state(*other, word(l, 0));
+    got_state(*other, word(l, kGone | kFinal));
+    got_drain(*other, {.to = l.name, .from = l.peer, .left = 0, .epoch = 1 << 3 | 1, .drained = true, .flags = 0});
+    got_state(*right, word(l, 0));
+    EXPECT_EQ(said(*other).size(), before) << "what would end the connection there";
+    EXPECT_EQ(l.instance, Peer{});
+    EXPECT_EQ(l.stage, Stage::kMaking);
+    EXPECT_EQ(l.epoch, 0u);
+    EXPECT_EQ(l.legs[1].newest, 0u);
+    EXPECT_EQ(l.legs[1].next.qp, nullptr);
+    record.name = l.peer;
+  }
+  record.making = MIGR_LINKS_REBUILD;
+  record.links = 3;
+  store_publish(kRight.data(), &record, 1);
+  EXPECT_TRUE(wait_for([&] {
+    const auto guard = locked();
+    return vqp()->instance == kRight && !vqp()->unheard;
+  }));
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  ASSERT_EQ(said(*right).back(), kStateMessage) << "so that it says its own once more";
+  EXPECT_EQ(last<StateRecord>(*right).epoch, 0u);
+  EXPECT_EQ(last<StateRecord>(*right).flags, 0u);
+  got_path(*other, path(l, 6));
+  EXPECT_EQ(said(*other).back(), kStateMessage);
+  EXPECT_EQ(last<StateRecord>(*other).flags, std::uint32_t{kGone});
+  EXPECT_EQ(l.legs[1].next.qp, nullptr);
+  got_path(*right, path(l, 1));
+  EXPECT_TRUE(l.legs[1].next.connected);
+  EXPECT_EQ(said(*right).back(), kPathMessage);
+  got_state(*other, word(l, 0));
+  EXPECT_EQ(l.epoch, 0u);
+  got_state(*right, word(l, 0));
+  EXPECT_EQ(l.epoch, 1u << 3 | 1);
+}
 
 ibv_wc arrives;
 bool comes = false;
