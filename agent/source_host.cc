@@ -263,6 +263,7 @@ void SourceHost::tell_settled(std::uint32_t id, const Entry& e) const {
 void SourceHost::settle(std::uint32_t id) {
   const LogScope log(id);
   const auto began = std::chrono::steady_clock::now();
+  std::string failed;  // what was tried last
   while (!threads_.ends()) {
     auto e = entry(id);
     if (!e || e->record.settled()) return;
@@ -285,7 +286,8 @@ void SourceHost::settle(std::uint32_t id) {
       e = entry(id);
       if (!e) return;
       const bool forward = e->record.outcome() == wire::COMMITTED;
-      say(forward ? "runs on " + e->record.destination() + "; what is left here goes" : "goes back");
+      const std::string what = forward ? "runs on " + e->record.destination() + "; what is left here goes" : "goes back";
+      say(what + failed);
       s = forward ? finish(id, *e, destination) : take_back(id, *e, destination);
       if (s) {
         e->record.set_settled(true);
@@ -303,6 +305,8 @@ void SourceHost::settle(std::uint32_t id) {
         return;
       }
       spdlog::error("{}: {}", e->record.container(), s.error().text);
+      failed = ": " + s.error().text;
+      say(what + failed);
     }
     const bool patient = std::chrono::steady_clock::now() - began < std::chrono::milliseconds(kResolveMs);
     for (int ms = patient ? kResolveStepMs : kResolveSlowMs; ms > 0 && !threads_.ends(); ms -= 100) {
@@ -386,8 +390,11 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
       const pid_t pid = r.processes(static_cast<int>(&i - instances.data())).pid();
       auto session = sessions_.wait_for(i, its, !pid || process_lives(pid) ? kReconnectMs : 0);  // an older migrd did not write it down
       if (!session) {
+        const bool lives = pid && process_lives(pid);
+        if (const std::string refusal = lives ? sessions_.refusal(pid) : ""; !refusal.empty())
+          return Error{ENOTCONN, "the libmigr of process " + std::to_string(pid) + " is not connected to migrd, which has refused it: " + refusal};
         spdlog::warn("{}", session.error().text);
-        if (pid && !process_lives(pid)) close_gate(config_.run_dir, i);
+        if (pid && !lives) close_gate(config_.run_dir, i);
         return {};
       }
       if ((*session)->state() != MIGR_PROC_RUNNING)

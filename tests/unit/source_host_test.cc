@@ -377,13 +377,13 @@ TEST_F(ASource, WaitsForAllProcessesAtTheSameTime) {
 /// A library of this process, which answers whatever it is asked.
 class Library {
  public:
-  Library(const std::string& path, const Instance& i) {
+  Library(const std::string& path, const Instance& i, std::uint16_t version = MIGR_PROC_VERSION) {
     sockaddr_un at{};
     at.sun_family = AF_UNIX;
     std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
     EXPECT_EQ(connect(fd_.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
     migr_msg m{};
-    m.version = MIGR_PROC_VERSION;
+    m.version = version;
     m.type = MIGR_MSG_HELLO;
     m.state = MIGR_PROC_FROZEN;
     std::copy(i.begin(), i.end(), m.instance);
@@ -435,6 +435,29 @@ TEST_F(ASource, WhoIsLateFindsItsGateOpen) {
   let_go(**session, config.run_dir);
   EXPECT_EQ(late.told[MIGR_MSG_ROLLBACK], 1);
   EXPECT_FALSE(gate(Instance{7}));
+  sessions.stop();
+}
+
+// As after an upgrade in the middle of a migration: it is not taken back as long as it stands still.
+TEST_F(ASource, WhoIsRefusedKeepsItOpen) {
+  const int limit = std::exchange(kReconnectMs, 200);
+  ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
+  std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
+  const Library other(root + "/proc.sock", Instance{7}, MIGR_PROC_VERSION + 1);
+  for (int ms = 0; sessions.refusal(getpid()).empty() && ms < 5'000; ms += 10) usleep(10'000);
+  auto r = record(wire::OPEN);
+  add_process(r, 7, getpid());
+  begin(r);
+  const auto state = [&] { return host.open_migrations().empty() ? "" : host.open_migrations()[0].state(); };
+  for (int ms = 0; state().find("refused") == std::string::npos && ms < 5'000; ms += 10) usleep(10'000);
+  EXPECT_EQ(state(), "goes back: the libmigr of process " + std::to_string(getpid()) + " is not connected to migrd, which has refused it: " + sessions.refusal(getpid()));
+  {
+    const Library same(root + "/proc.sock", Instance{7});
+    EXPECT_FALSE(settled().migrated());
+    EXPECT_EQ(same.told[MIGR_MSG_ROLLBACK], 1);
+  }
+  kReconnectMs = limit;
+  EXPECT_FALSE(fs::exists(config.run_dir + "/" MIGR_PROC_GATE_PREFIX + hex(Instance{7})));
   sessions.stop();
 }
 
