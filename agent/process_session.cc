@@ -20,6 +20,7 @@
 
 #include "hex.h"
 #include "limits.h"
+#include "one_of_many.h"
 #include "process.h"
 
 namespace migr {
@@ -417,7 +418,7 @@ void SessionTable::answer(const Fd& fd, const Speaker& who) {
   } else {
     head.status = a.error().code ? a.error().code : EIO;
     std::snprintf(head.text, sizeof head.text, "%s", a.error().text.c_str());
-    if (head.status != ENOENT) spdlog::warn("process {} has asked: {}", who.pid, a.error().text);
+    if (head.status != ENOENT && rarely_.due(as_one_of_many(who, "asked"))) spdlog::warn("process {} has asked: {}", who.pid, a.error().text);
   }
   iovec iov[2] = {{&head, sizeof head}, {a ? a->records.data() : nullptr, a ? a->records.size() : 0}};
   msghdr m{};
@@ -447,7 +448,7 @@ void SessionTable::run() {
 
     for (std::size_t i = 0; i < known.size(); i++) {
       if (!fds[2 + i].revents) continue;
-      spdlog::info("{} disconnected", known[i]->label());
+      if (rarely_.due(as_one_of_many(known[i]->user(), known[i]->pid(), "disconnected"))) spdlog::info("{} disconnected", known[i]->label());
       std::lock_guard lock(mutex_);
       std::erase(sessions_, known[i]);
       changed_.notify_all();
@@ -491,7 +492,7 @@ void SessionTable::run() {
 
 // It tries again, all the time.
 void SessionTable::refuse(const Speaker& who, const Error& why) {
-  if (rarely_.due(why.text)) spdlog::warn("refused: {}", why.text);
+  if (rarely_.due(as_one_of_many(who, "refused, " + std::to_string(why.code)))) spdlog::warn("refused: {}", why.text);
   if (why.code == ECONNRESET) return;  // it has only looked whether we are there
   std::lock_guard lock(mutex_);
   if (refused_.size() >= kMaxSessions) std::erase_if(refused_, [](const auto& r) { return !r.second.who.lives(); });
@@ -505,7 +506,8 @@ std::string SessionTable::refusal(pid_t pid) const {
 }
 
 void SessionTable::add(std::shared_ptr<ProcessSession> s) {
-  spdlog::info("{} connected: instance {}, state {}, generation {}", s->label(), hex(s->instance()), s->state(), s->generation());
+  if (rarely_.due(as_one_of_many(s->user(), s->pid(), "connected")))
+    spdlog::info("{} connected: instance {}, state {}, generation {}", s->label(), hex(s->instance()), s->state(), s->generation());
   {
     std::lock_guard lock(mutex_);
     // A process connects again after it lost us: the old connection is dead, and who waits for an answer there need not. Another

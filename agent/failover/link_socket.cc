@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "../limits.h"
+#include "../one_of_many.h"
 #include "../process.h"
 #include "../thread_scan.h"
 
@@ -180,10 +181,10 @@ void LinkSocket::end(const SessionRef& s, const char* why) {
     std::erase(sessions_, s);
     shutdown(s->fd.n, SHUT_RDWR);
   }
-  if (why) spdlog::warn("{} {}: closed", label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm), why);
+  if (why && rarely_.due(as_one_of_many(s->speaker, why))) spdlog::warn("{} {}: closed", label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm), why);
   if (!s->greeted) return;
   s->greeted = false;
-  spdlog::info("{} disconnected", label(s->pid, s->comm));
+  if (rarely_.due(as_one_of_many(s->speaker, "disconnected"))) spdlog::info("{} disconnected", label(s->pid, s->comm));
   table_.leave(s->instance);
 }
 
@@ -194,11 +195,10 @@ bool LinkSocket::read_one(const SessionRef& s) {
   if (got == 0) return false;
   const auto bytes = static_cast<std::size_t>(got);
   Packet p;
-  const std::string who = label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm);
-  if (bytes < sizeof p.head) {
-    spdlog::warn("{}: a packet of {} bytes, shorter than a header: closed", who, got);
-    return false;
-  }
+  const auto say = [&](const std::string& what) {
+    if (rarely_.due(as_one_of_many(s->speaker, "nonsense"))) spdlog::warn("{}: {}: closed", label(s->pid, s->comm.empty() ? name_of(s->pid) : s->comm), what);
+  };
+  if (bytes < sizeof p.head) return say("a packet of " + std::to_string(got) + " bytes, shorter than a header"), false;
   std::memcpy(&p.head, buf.data(), sizeof p.head);
   const migr_links_msg& h = p.head;
   const Kind* kind = kind_of(h.type);
@@ -216,7 +216,7 @@ bool LinkSocket::read_one(const SessionRef& s) {
            std::size_t{h.count} * kind->record_size != bytes - sizeof h)
     wrong(std::string(kind->name) + ": length, count and record size do not fit");
   if (!fits) {
-    spdlog::warn("{}: {}: closed", who, fits.error().text);
+    say(fits.error().text);
     reply(s, h, fits);
     return false;
   }
@@ -260,7 +260,8 @@ bool LinkSocket::greet(const SessionRef& s, const Packet& p) {
   s->comm = name_of(s->pid);
   if (s->comm.empty()) s->comm = "?";
   table_.enter(who, {s->pid, s->speaker.user.uid, s->comm, p.head.text, hello});
-  spdlog::info("{} connected: instance {}, policy {}", label(s->pid, s->comm), hex(who), policy_name(hello.policy));
+  if (rarely_.due(as_one_of_many(s->speaker, "connected")))
+    spdlog::info("{} connected: instance {}, policy {}", label(s->pid, s->comm), hex(who), policy_name(hello.policy));
   reply(s, p.head, {});
   s->greeted = true;  // what changes from here on is pushed, and what did before is in ports_()
   push_ports(s);
@@ -420,7 +421,7 @@ void LinkSocket::look() {
     lock.unlock();
     const auto seen = see_outside(l);
     if (!l.s->ended.stop_requested()) {
-      if (!seen) spdlog::info("{}: {}", label(l.s->pid, l.s->comm), seen.error().text);
+      if (!seen && rarely_.due(as_one_of_many(l.s->speaker, "inside"))) spdlog::info("{}: {}", label(l.s->pid, l.s->comm), seen.error().text);
       reply(l.s, l.p.head, seen);
     }
     lock.lock();

@@ -133,6 +133,47 @@ TEST_F(Links, WhatDoesNotFitIsEPROTOAndEndsIt) {
   EXPECT_EQ(lookup(l, {link_name(1, 5)}).size(), 1u) << "without a change it fits";
 }
 
+/// What is said in its life.
+class Said {
+ public:
+  Said() {
+    auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(said_);
+    sink->set_pattern("%l %v");
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("test", sink));
+  }
+  ~Said() { spdlog::set_default_logger(before_); }
+  /// @return lines with that
+  int times(const std::string& what) const {
+    int n = 0;
+    std::istringstream lines(said_.str());
+    for (std::string line; std::getline(lines, line);) n += line.find(what) != std::string::npos;
+    return n;
+  }
+
+ private:
+  std::ostringstream said_;
+  const std::shared_ptr<spdlog::logger> before_ = spdlog::default_logger();
+};
+
+// Whoever runs a library of another release has all its processes try again, and anybody may loop.
+TEST_F(Links, WhatIsDoneAllTheTimeIsSaidOnce) {
+  const Said said;
+  for (std::uint16_t i = 0; i < 50; i++) {
+    LinkLibrary wrong(path(), 1);
+    auto h = wrong.head(MIGR_LINKS_HELLO);
+    h.version = static_cast<std::uint16_t>(h.version + 1 + i);
+    wrong.send_raw(h, nullptr, 0);
+    EXPECT_EQ(wrong.reply(h.seq).head.status, EPROTO);
+    EXPECT_TRUE(wrong.closed());
+    LinkLibrary right(path(), 1);
+    EXPECT_EQ(right.hello().head.status, 0);
+  }
+  socket_.stop();
+  EXPECT_EQ(said.times("install both from the same release"), 1);
+  EXPECT_EQ(said.times(" connected: "), 1);
+  EXPECT_LE(said.times(" disconnected"), 1);
+}
+
 TEST_F(Links, AShortPacketEndsIt) {
   Fd fd = LinkLibrary::connected(path());
   ASSERT_EQ(send(fd.n, "hello", 5, 0), 5);
