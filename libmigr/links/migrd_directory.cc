@@ -22,6 +22,8 @@ namespace {
 constexpr int kAnswerMs = 8000;             // LOOKUP may take 5 s
 constexpr std::uint64_t kOutsideMs = 2000;  // nothing else is done here meanwhile
 constexpr std::uint64_t kRetryNs = 500'000'000;
+/// A migrd of another version will not be another soon.
+constexpr std::uint64_t kOtherVersionNs = 30'000'000'000;
 
 class MigrdDirectory final : public Directory {
  public:
@@ -38,7 +40,7 @@ class MigrdDirectory final : public Directory {
   unsigned life() override {
     if (fd_ >= 0) return life_;
     const std::uint64_t now = now_ns();
-    if (path_.empty() || (tried_ns_ && now - tried_ns_ < kRetryNs)) return 0;
+    if (path_.empty() || (tried_ns_ && now - tried_ns_ < retry_ns_)) return 0;
     tried_ns_ = now;
     if (access(path_.c_str(), F_OK) != 0 || !connect_and_greet()) return 0;
     return ++life_;
@@ -73,6 +75,7 @@ class MigrdDirectory final : public Directory {
 
  private:
   bool connect_and_greet() {
+    retry_ns_ = kRetryNs;
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path, path_.c_str(), path_.size() + 1);
@@ -94,6 +97,7 @@ class MigrdDirectory final : public Directory {
       said_ = true;
       std::fprintf(stderr, "libmigr: migrd takes no links of this process: %s: %s\n", std::strerror(err), text_.c_str());
     }
+    if (err == EPROTO) retry_ns_ = kOtherVersionNs;
     if (err) hang_up();
     return !err;
   }
@@ -104,10 +108,16 @@ class MigrdDirectory final : public Directory {
     if (poll(&p, 1, limit_ms) <= 0) return false;
     const ssize_t n = recv(fd_, buffer_.data(), buffer_.size(), MSG_TRUNC);
     migr_links_msg head;
-    if (n < static_cast<ssize_t>(sizeof head) || static_cast<std::size_t>(n) > buffer_.size()) return hang_up(), false;
-    std::memcpy(&head, buffer_.data(), sizeof head);
+    // The version stands first in every version of the header.
+    if (n < static_cast<ssize_t>(sizeof head.version) || static_cast<std::size_t>(n) > buffer_.size()) return hang_up(), false;
+    std::memcpy(&head, buffer_.data(), std::min(sizeof head, static_cast<std::size_t>(n)));
+    if (head.version != MIGR_LINKS_VERSION) {
+      lost_by_ = EPROTO;
+      text_ = "migrd speaks version " + std::to_string(head.version) + ", not " + std::to_string(MIGR_LINKS_VERSION) + "; install both from the same release";
+      return hang_up(), false;
+    }
     const std::size_t body = static_cast<std::size_t>(n) - sizeof head;
-    if (head.version != MIGR_LINKS_VERSION || body != std::size_t{head.count} * head.record_size) return hang_up(), false;
+    if (n < static_cast<ssize_t>(sizeof head) || body != std::size_t{head.count} * head.record_size) return hang_up(), false;
     if (head.type == MIGR_LINKS_PORTS && head.record_size == sizeof(migr_links_port)) {
       const std::size_t before = ports_.size();
       ports_.resize(before + head.count);
@@ -133,6 +143,7 @@ class MigrdDirectory final : public Directory {
   template <class Record, class Answer = char>
   int ask(std::uint16_t type, std::span<const Record> records, std::vector<Answer>* out = nullptr, const char* text = "", std::uint64_t arg = 0) {
     if (fd_ < 0) return ENOTCONN;
+    lost_by_ = ENOTCONN;
     migr_links_msg head{};
     head.version = MIGR_LINKS_VERSION;
     head.type = type;
@@ -161,7 +172,7 @@ class MigrdDirectory final : public Directory {
       return 0;
     }
     hang_up();
-    return ENOTCONN;
+    return lost_by_;
   }
 
   const Config config_;
@@ -172,7 +183,8 @@ class MigrdDirectory final : public Directory {
   int fd_ = -1;
   std::uint32_t seq_ = 0;
   unsigned life_ = 0;
-  std::uint64_t tried_ns_ = 0;
+  std::uint64_t tried_ns_ = 0, retry_ns_ = kRetryNs;
+  int lost_by_ = ENOTCONN;  ///< an errno: why what was asked last has no answer
   bool said_ = false, knocked_ = false;
   std::vector<migr_links_port> ports_;
 };

@@ -3,7 +3,13 @@
 #include "link_contract_library.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <stdlib.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
 
 #include "agent/failover/link_socket.h"
 #include "agent/limits.h"
@@ -145,6 +151,34 @@ TEST_F(Contract, ALibraryHearsWhetherItsThreadsHaveLeft) {
   EXPECT_EQ(process.shared->result, 0);
   EXPECT_EQ(process.end(), 0);
   kLinkOutsideMs = before;
+}
+
+TEST_F(Contract, AMigrdOfAnotherVersionIsNotAskedAllTheTime) {
+  const std::string path = dir_.path + "/other.sock";
+  auto listener = listen_to_processes(path);
+  ASSERT_TRUE(listener) << listener.error().text;
+  setenv("MIGR_LINKS_SOCKET", path.c_str(), 1);
+  std::atomic<bool> ends = false;
+  int asked = 0;
+  std::thread other([&] {
+    for (pollfd waiting{listener->n, POLLIN, 0}; !ends;) {
+      if (poll(&waiting, 1, 20) != 1) continue;
+      const Fd fd(accept4(listener->n, nullptr, nullptr, SOCK_CLOEXEC));
+      migr_links_msg m{};
+      asked += recv(fd.n, &m, sizeof m, MSG_TRUNC) > 0;
+      m.version++;
+      m.type |= MIGR_LINKS_REPLY;
+      m.status = EPROTO;
+      (void)!send(fd.n, &m, sizeof m, MSG_NOSIGNAL);
+    }
+  });
+  {
+    contract::Library l(Instance{1});
+    for (int i = 0; i < 15; i++, usleep(100'000)) EXPECT_EQ(l.life(), 0u);
+  }
+  ends = true;
+  other.join();
+  EXPECT_EQ(asked, 1);
 }
 
 TEST_F(Contract, AMigrdThatIsStartedAgainIsAnotherLife) {
