@@ -264,6 +264,7 @@ bool Engine::ensure_open(std::unique_lock<std::mutex>& guard) {
     const int fd = kernel_.open();
     if (fd < 0) return fail(-fd);
     real_fd_ = fd;
+    done_.notify_all();  // who has closed the last channel waits for the thread's end, which does not come now
     return ssize_t{0};
   }) == 0;
 }

@@ -1234,5 +1234,23 @@ TEST_F(Cm, OneOfTwoThatMovedTogetherBegins) {
   EXPECT_EQ(kernel.newest(), again);
 }
 
+// Who closes the last one waits for the thread's end: but the thread stays for the next one.
+TEST_F(Cm, TheLastCloseReturnsThoughAnotherOpensMeanwhile) {
+  for (int i = 0; i < 300 && !HasFailure(); i++) {
+    std::atomic<bool> closed = false;
+    std::thread closer([&] {
+      engine.close_channel(fd);
+      closed = true;
+    });
+    usleep(static_cast<useconds_t>(i % 50 * 4));
+    const int next = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+    EXPECT_GE(next, 0);
+    eventually([&] { return closed.load(); });
+    if (!closed) engine.close_channel(next);
+    closer.join();
+    close(std::exchange(fd, next));
+  }
+}
+
 }  // namespace
 }  // namespace migr::cm
