@@ -609,7 +609,7 @@ int connect_to_migrd() {
   const timeval limit{kSendLimitS, 0};
   setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
-    close(fd);
+    close_own(fd);
     return -1;
   }
   return fd;
@@ -619,7 +619,7 @@ std::string contents(const char* path) {
   char text[1024];
   const int fd = to_high_fd(open(path, O_RDONLY | O_CLOEXEC));
   const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof(text));
-  if (fd >= 0) close(fd);
+  close_own(fd);
   return n > 0 ? std::string(text, static_cast<std::size_t>(n)) : "";
 }
 
@@ -666,7 +666,7 @@ int ask(std::uint16_t type, std::uint64_t arg, const void* records, std::size_t 
     if (fd < 0) return ENOTCONN;
     Message reply;
     const int result = send_message(fd, head, question) ? wait_for_reply(fd, type, until, reply) : ECONNRESET;
-    close(fd);
+    close_own(fd);
     answer = std::move(reply.records);
     if (result != ECONNRESET) return result;
     if (now_ms() + kAskAgainMs >= until) return ETIMEDOUT;
@@ -721,7 +721,7 @@ Ended serve_connection(int fd) {
 void disconnect() {
   const int fd = self->fd;
   self->fd = -1;
-  close(fd);
+  close_own(fd);
 }
 
 /// The migrd that had asked for it is gone.
@@ -746,7 +746,7 @@ void roll_back_frozen() {
 /// Nobody dumps us any more, for that takes a migrd. One that is there knows better, if it understands us.
 bool is_there() {
   const int fd = connect_to_migrd();
-  if (fd >= 0) close(fd);
+  if (fd >= 0) close_own(fd);
   return fd >= 0;
 }
 
@@ -887,6 +887,7 @@ void after_fork_in_child() {
   cm::forget_parent();
   switchover::ahead::forget();  // the commands are the parent's
   if (self && self->fd >= 0) disconnect();  // the parent's; the child must not hold it open
+  own_fds.clear();                          // whatever of them is left
   state.store(inherits ? State::kForkedChild : State::kNever);  // without, it is a process like any once it opens something itself
 }
 

@@ -121,7 +121,7 @@ void put_at(int from, int fd) {
   const NoCancel no_cancel;
   const int flags = fcntl(fd, F_GETFD);
   dup3(from, fd, flags >= 0 && (flags & FD_CLOEXEC) ? O_CLOEXEC : 0);
-  close(from);
+  close_own(from);
 }
 
 void show(const ibv_context& ctx, Kept& kept) {

@@ -43,7 +43,7 @@ int open_attached(int uverbs_fd, std::uint32_t& ctx_id, std::uint32_t& module_ab
   if (ioctl(fd, MIGR_IOC_ATTACH, &attach) != 0) {
     const int error = errno;
     module_abi = attach.abi_version;
-    close(fd);
+    close_own(fd);
     return -error;
   }
   ctx_id = attach.ctx_id;
@@ -77,7 +77,7 @@ KernelLink::KernelLink(int uverbs_fd) {
       why_private_ = std::string("cannot map the tables of /dev/migr: ") + strerror(errno);
       if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
       if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
-      close(fd);
+      close_own(fd);
       ctx_id_ = 0;
     } else if (fd == -EPROTONOSUPPORT) {
       why_private_ = "migr.ko speaks ABI version " + std::to_string(module_abi) + ", this library " + std::to_string(MIGR_ABI_VERSION) + ": install matching ones";
@@ -96,7 +96,7 @@ KernelLink::KernelLink(int uverbs_fd) {
 KernelLink::~KernelLink() {
   if (qpn_table_) munmap(qpn_table_, MIGR_QPN_TABLE_BYTES);
   if (key_table_) munmap(key_table_, MIGR_KEY_TABLE_BYTES);
-  if (fd_ >= 0) close(fd_);
+  close_own(fd_);
 }
 
 int KernelLink::make_writable() {
@@ -178,7 +178,7 @@ int KernelLink::detach() {
     (void)map_tables(fd_);
     return error;
   }
-  close(fd_);
+  close_own(fd_);
   fd_ = -1;
   return 0;
 }
@@ -192,7 +192,7 @@ int KernelLink::reattach(int uverbs_fd) {
   if (!map_tables(fd)) {
     const int error = errno;
     (void)empty_tables();
-    close(fd);
+    close_own(fd);
     return error;
   }
   fd_ = fd;

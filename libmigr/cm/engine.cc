@@ -55,10 +55,6 @@ std::uint64_t now_ms() {
   return static_cast<std::uint64_t>(t.tv_sec) * 1000 + static_cast<std::uint64_t>(t.tv_nsec) / 1'000'000;
 }
 
-void close_quietly(int fd) {
-  if (fd >= 0) syscall(SYS_close, fd);
-}
-
 ssize_t fail(int error) {
   errno = error;
   return -1;
@@ -151,14 +147,14 @@ Engine::~Engine() {
     guard.unlock();
     pthread_join(thread_, nullptr);
   }
-  close_quietly(real_fd_);
-  close_quietly(wake_fd_);
+  close_own(real_fd_);
+  close_own(wake_fd_);
 }
 
 // The lock may be held by a thread that the child does not have.
 void Engine::abandon() {
-  close_quietly(real_fd_);
-  close_quietly(wake_fd_);
+  close_own(real_fd_);
+  close_own(wake_fd_);
 }
 
 /* ---- the thread ------------------------------------------------------------------ */
@@ -193,7 +189,7 @@ void Engine::run() {
     close_unused();
     if (channels_.empty() && real_fd_ < 0 && jobs_.empty() && control_jobs_.empty()) {  // who opens the next file may have other credentials, and starts a thread that has them
       started_ = false;
-      close_quietly(std::exchange(wake_fd_, -1));  // who closes all descriptors that he does not know closes this one, too
+      close_own(std::exchange(wake_fd_, -1));
       pthread_detach(pthread_self());
       done_.notify_all();
       return;
@@ -307,7 +303,7 @@ void Engine::close_unused() {
   by_uid_.clear();
   listener_ = nullptr;
   port_ = 0;
-  close_quietly(std::exchange(real_fd_, -1));
+  close_own(std::exchange(real_fd_, -1));
 }
 
 bool Engine::close_channel(int fd) {
@@ -906,11 +902,6 @@ void Engine::name(const Instance& self) {
   self_ = self;
 }
 
-std::array<int, 2> Engine::own_files() {
-  std::lock_guard guard(mutex_);
-  return {std::min(real_fd_, wake_fd_), std::max(real_fd_, wake_fd_)};
-}
-
 int Engine::real_fd() {
   std::lock_guard guard(mutex_);
   return real_fd_;
@@ -1083,7 +1074,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     return 0;
   }
   return static_cast<int>(in_thread(guard, [&] {
-    close_quietly(real_fd_);  // what the restore has put there; the kernel's ids of before are the source's
+    close_own(real_fd_);  // what the restore has put there; the kernel's ids of before are the source's
     by_uid_.clear();
     std::erase_if(links_, [](const auto& link) { return link->id; });
     for (const auto& link : links_) {  // an end that is still to be told

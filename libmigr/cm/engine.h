@@ -79,8 +79,6 @@ class Engine {
   int open_channel(int flags);
   /// What close(2) of the device does to its ids. The caller closes `fd`. @return false: not a channel
   bool close_channel(int fd);
-  /// Descriptors that stay open while a channel is, or while there is something to tell; in order, -1: none.
-  std::array<int, 2> own_files();
   /// write(2)
   ssize_t command(int fd, const void* buf, std::size_t count);
   /// Number for the kernel of the QP that has `qp`'s number on the device of this GUID (0: not known). Its context is filled in.

@@ -2,7 +2,7 @@
 /*
  * open(), write(), fstat() and close() of /dev/infiniband/rdma_cm. librdmacm calls them for every one of its functions. All
  * other files cost a comparison at open() and a look at one word, or bit, in the others. Programs that close all that they do
- * not know call close_range() or closefrom().
+ * not know call close_range() or closefrom(), or close() in a loop: the library's own descriptors stay open.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -21,6 +21,7 @@
 
 #include "../control.h"
 #include "../fd_bits.h"
+#include "../high_fd.h"
 #include "../objects.h"
 #include "../provider/uverbs_write.h"
 #include "cm.h"
@@ -96,13 +97,12 @@ void leave_range(unsigned first, unsigned last) {
     if (channels.has(static_cast<int>(fd))) leave(static_cast<int>(fd));
 }
 
-/// The kernel's, but for what the engine goes on with.
+/// The kernel's, but for what is ours.
 template <class Close>
 int close_others(unsigned first, unsigned last, Close close) {
-  if (Engine* e = may_close() ? engine() : nullptr)
-    for (const int file : e->own_files()) {
-      const auto own = static_cast<unsigned>(file);
-      if (file < 0 || own < first || own > last) continue;
+  if (has_own_fds())
+    for (unsigned own = first; own <= std::min(last, FdBits::kMax - 1); own++) {
+      if (!own_fds.has(static_cast<int>(own))) continue;
       if (own > first)
         if (const int err = close(first, own - 1)) return err;
       if (own == last) return 0;
@@ -146,6 +146,10 @@ MIGR_EXPORT int open64(const char* path, int flags, ...) __attribute__((alias("o
 
 MIGR_EXPORT int close(int fd) {
   using namespace migr::cm;
+  if (migr::is_own_fd(fd)) [[unlikely]] {  // as for one that is not open: who closes them all knows none of ours
+    errno = EBADF;
+    return -1;
+  }
   if (is_channel(fd) && may_close()) [[unlikely]]
     leave(fd);
   if (const CloseFn fn = next(real_close, "close")) return fn(fd);
@@ -159,8 +163,8 @@ MIGR_EXPORT int close_range(unsigned first, unsigned last, int flags) noexcept {
     if (const CloseRangeFn fn = next(real_close_range, "close_range")) return fn(from, to, flags);
     return static_cast<int>(syscall(SYS_close_range, from, to, flags));
   };
-  if (flags & ~static_cast<int>(CLOSE_RANGE_UNSHARE) || of_others || first > last) return close(first, last);  // closes none of ours, or nothing
-  leave_range(first, last);
+  if (flags & ~static_cast<int>(CLOSE_RANGE_UNSHARE) || first > last) return close(first, last);  // closes nothing
+  if (!of_others) leave_range(first, last);
   return close_others(first, last, close);
 }
 

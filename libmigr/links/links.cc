@@ -630,13 +630,13 @@ void after_fork_in_child(bool inherits) {
   for (Link& link : the_state->links) {
     if (link.kernel) (void)link.kernel->detach();
     for (const ibv_comp_channel* c : {link.events, link.cq_events})
-      if (c) close(c->fd);
+      if (c) close_own(c->fd);
     if (!link.ctx) continue;
-    close(link.ctx->cmd_fd);
-    if (link.ctx->async_fd >= 0) close(link.ctx->async_fd);
+    close_own(link.ctx->cmd_fd);
+    close_own(link.ctx->async_fd);
   }
   if (the_state->directory) the_state->directory->hang_up();
-  for (const int fd : {the_state->round_fd, the_state->failover_fd}) close(fd);
+  for (const int fd : {the_state->round_fd, the_state->failover_fd}) close_own(fd);
   the_state->round_fd = the_state->failover_fd = -1;
   for (CqShadow* c : Registry::get().cqs) {
     c->link = nullptr;

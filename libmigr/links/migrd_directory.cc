@@ -49,7 +49,7 @@ class MigrdDirectory final : public Directory {
   int fd() const override { return fd_; }
 
   void hang_up() override {
-    if (fd_ >= 0) close(std::exchange(fd_, -1));
+    close_own(std::exchange(fd_, -1));
   }
 
   void pushes(std::vector<migr_links_port>& ports, bool& knocked) override {

@@ -115,10 +115,14 @@ ibv_context* open_named(const std::string& device) {
 void close(Link& link, ibv_context* ctx) {
   if (link.cq) real().destroy_cq(std::exchange(link.cq, nullptr));
   for (ibv_comp_channel** e : {&link.events, &link.cq_events})
-    if (*e) real().destroy_comp_channel(std::exchange(*e, nullptr));
+    if (*e) {
+      let_fd_go((*e)->fd);
+      real().destroy_comp_channel(std::exchange(*e, nullptr));
+    }
   if (link.pd) real().dealloc_pd(std::exchange(link.pd, nullptr));
   link.kernel.reset();
   note_uverbs_fd(ctx->cmd_fd, false);
+  for (const int fd : {ctx->cmd_fd, ctx->async_fd}) let_fd_go(fd);
   real().close_device(ctx);
 }
 

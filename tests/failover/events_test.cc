@@ -2753,4 +2753,31 @@ INSTANTIATE_TEST_SUITE_P(, Late, ::testing::Values(How::kBack, How::kRestored),
 INSTANTIATE_TEST_SUITE_P(, Events, ::testing::Values(How::kBack, How::kRestored),
                          [](const auto& p) { return p.param == How::kBack ? "back" : "restored"; });
 
+/* ---- programs that close all that they do not know ------------------------------------------ */
+
+/// Far below what the library moves its own up to, and above all that this program has.
+constexpr int kUnknown = 512;
+void close_all_that_is_unknown() {
+  closefrom(kUnknown);
+  for (int fd = kUnknown; fd < 8192; ++fd) close(fd);
+}
+
+TEST_F(Partner, IsReachedThoughItClosesAllThatItDoesNotKnow) {
+  close_all_that_is_unknown();
+  migrd.freeze();
+  migrd.back();
+  two(0);
+  expect_two(0);
+}
+
+TEST_F(SessionOfAPolicy, GoesOnThoughAllThatIsUnknownIsClosed) {
+  close_all_that_is_unknown();
+  rusage before{}, after{};
+  getrusage(RUSAGE_SELF, &before);
+  usleep(400'000);
+  getrusage(RUSAGE_SELF, &after);
+  const auto ms = [](const timeval& t) { return t.tv_sec * 1000 + t.tv_usec / 1000; };
+  EXPECT_LT(ms(after.ru_utime) + ms(after.ru_stime) - ms(before.ru_utime) - ms(before.ru_stime), 200) << "a thread of the library's spins";
+}
+
 }  // namespace

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-/* A descriptor is a channel of librdmacm's from open() of the device until it is closed, whichever way. */
+/*
+ * A descriptor is a channel of librdmacm's from open() of the device until it is closed, whichever way. One of the library's own is
+ * closed by nobody else.
+ */
 #include <errno.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -10,8 +13,11 @@
 
 #include <linux/close_range.h>
 
+#include <vector>
+
 #include "../../libmigr/cm/cm.h"
 #include "../../libmigr/control.h"
+#include "../../libmigr/high_fd.h"
 #include "../../libmigr/provider/uverbs_write.h"
 
 namespace migr {
@@ -19,11 +25,7 @@ namespace {
 
 bool (*takes_write)(int fd, const void* buf, std::size_t count, ssize_t* result);
 
-int high_eventfd() {
-  const int low = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), high = fcntl(low, F_DUPFD_CLOEXEC, 500);
-  close(low);
-  return high;
-}
+int high_eventfd() { return to_high_fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)); }
 
 cm::Engine* the_engine = new cm::Engine({high_eventfd,
                                          [](int, const void*, std::size_t) -> ssize_t {
@@ -101,7 +103,11 @@ TEST_F(CmInterpose, WhatIsClosedAboveAChannelLeavesItsEngine) {
   const int above = fcntl(fd, F_DUPFD_CLOEXEC, 100), device = the_engine->real_fd();
   ASSERT_GT(device, above);
   const auto from = static_cast<unsigned>(above);
-  const auto works = [&] { return is_channel(fd) && the_engine->real_fd() == device && fcntl(device, F_GETFD) >= 0 && the_engine->own_files()[0] >= 0; };
+  std::vector<int> own;  // the device, and what wakes its thread
+  for (int n = 0; FdBits::fits(n); n++)
+    if (is_own_fd(n)) own.push_back(n);
+  ASSERT_EQ(own.size(), 2u);
+  const auto works = [&] { return is_channel(fd) && the_engine->real_fd() == device; };
   EXPECT_EQ(close_range(from, ~0u, 0), 0);
   EXPECT_EQ(fcntl(above, F_GETFD), -1);
   EXPECT_TRUE(works());
@@ -109,7 +115,7 @@ TEST_F(CmInterpose, WhatIsClosedAboveAChannelLeavesItsEngine) {
   closefrom(above);
   EXPECT_EQ(fcntl(above, F_GETFD), -1);
   EXPECT_TRUE(works());
-  for (const int own : the_engine->own_files()) EXPECT_GE(fcntl(own, F_GETFD), 0);
+  for (const int n : own) EXPECT_GE(fcntl(n, F_GETFD), 0);
 }
 
 TEST_F(CmInterpose, RangeThatTheKernelRefusesClosesNoChannel) {
@@ -131,6 +137,34 @@ TEST_F(CmInterpose, ChildThatClosesAllWritesToWhatItOpens) {
   EXPECT_TRUE(in_child([&] { return !close_range(3, ~0u, 0) && writes(); }));
   EXPECT_TRUE(in_child([&] { return !close_range(3, ~0u, CLOSE_RANGE_UNSHARE) && writes(); }));
   EXPECT_TRUE(is_channel(fd)) << "it is still its parent's";
+}
+
+TEST_F(CmInterpose, WhatIsTheLibrarysIsClosedByTheLibraryOnly) {
+  const int own = high_eventfd(), other = fcntl(own, F_DUPFD_CLOEXEC, own + 1);
+  ASSERT_GT(other, own);
+  const auto n = static_cast<unsigned>(own);
+  const auto is_open = [](int which) { return fcntl(which, F_GETFD) >= 0; };
+  EXPECT_EQ(close_range(n, n, 0), 0);
+  EXPECT_EQ(close_range(n - 1, n, 0), 0);
+  EXPECT_EQ(close(own), -1);
+  EXPECT_EQ(errno, EBADF);
+  EXPECT_TRUE(is_open(own) && is_open(other));
+  EXPECT_EQ(close_range(n, ~0u, 0), 0);
+  EXPECT_TRUE(is_open(own) && !is_open(other));
+  closefrom(own);
+  EXPECT_TRUE(is_open(own));
+  EXPECT_TRUE(in_child([&] { return !close(own) && !is_open(own); }));
+  EXPECT_TRUE(in_child([&] { return closefrom(3), !is_open(own); }));
+  const pid_t child = vfork();
+  if (!child) _exit(close(own));
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0) << "it has a copy, which it closes";
+  EXPECT_TRUE(is_open(own));
+  close_own(own);
+  EXPECT_FALSE(is_open(own));
+  ASSERT_EQ(fcntl(fd, F_DUPFD_CLOEXEC, own), own);
+  EXPECT_EQ(close(own), 0) << "the number is anybody's again";
 }
 
 }  // namespace
