@@ -280,6 +280,7 @@ int back_to_rtr(QpShadow& q, std::string& why) {
 int switch_back(QpShadow& q, std::string& why) {
   q.spare = q.real;
   become_path(q, q.old_real);
+  path::translate_keys(q, kTranslateLocal);  // who has read where the spare is, and not yet the state word, reads it anew: that is never zero again
   q.told_psn = q.old_told_psn;
   q.old_real = nullptr;
   const int bound = q.context->kernel->bind_qp(q.vqpn(), q.real->qp_num);

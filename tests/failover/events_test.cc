@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <endian.h>
@@ -2779,5 +2780,75 @@ TEST_F(SessionOfAPolicy, GoesOnThoughAllThatIsUnknownIsClosed) {
   const auto ms = [](const timeval& t) { return t.tv_sec * 1000 + t.tv_usec / 1000; };
   EXPECT_LT(ms(after.ru_utime) + ms(after.ru_stime) - ms(before.ru_utime) - ms(before.ru_stime), 200) << "a thread of the library's spins";
 }
+
+#ifdef __x86_64__
+
+/* ---- a post beside the way back from SWITCH -------------------------------------------------- */
+
+/// A post of one thread, one instruction at a time, that stands still before the one that was chosen.
+struct Stepped {
+  std::atomic<bool> on = false, stands = false, goes_on = false;
+  int stop_at = 0, step = 0;
+  void begin(int at) {
+    stands = goes_on = false;
+    stop_at = at;
+    step = 0;
+  }
+};
+Stepped stepped;
+constexpr greg_t kTrap = 1 << 8;  // in the flags: another signal after the next instruction
+
+void on_step(int, siginfo_t*, void* at) {
+  auto& flags = static_cast<ucontext_t*>(at)->uc_mcontext.gregs[REG_EFL];
+  if (stepped.on && stepped.step++ != stepped.stop_at) return;
+  flags &= ~kTrap;
+  if (!stepped.on) return;
+  stepped.stands = true;
+  while (!stepped.goes_on) usleep(100);
+}
+
+// It has read where the new path is, which is no more by then.
+TEST_F(Partner, WhoPostsAsItGoesBackPostsToTheOldPath) {
+  constexpr int kDecided = 25;  // instructions, at least
+  struct sigaction action {};
+  action.sa_sigaction = on_step;
+  action.sa_flags = SA_SIGINFO;
+  ASSERT_EQ(sigaction(SIGTRAP, &action, nullptr), 0);
+  int at = 0;
+  for (bool stood = true; stood && at < 3 * kDecided; ++at) {
+    switch_path();
+    stepped.begin(at);
+    auto posted = std::async(std::launch::async, [this, at] {
+      ibv_send_wr wr{}, *bad;
+      wr.wr_id = static_cast<std::uint64_t>(at);
+      wr.opcode = IBV_WR_RDMA_WRITE;
+      wr.send_flags = IBV_SEND_SIGNALED;
+      stepped.on = true;
+      asm volatile("pushfq; orq %0, (%%rsp); popfq" ::"i"(kTrap)
+                   : "memory", "cc");
+      const int err = ibv_post_send(to_, &wr, &bad);
+      stepped.on = false;
+      return err;
+    });
+    while (!stepped.stands && posted.wait_for(std::chrono::seconds(0)) != std::future_status::ready) usleep(100);
+    stood = stepped.stands;
+    auto back = std::async(std::launch::async, [] { return migrd.try_to(MIGR_MSG_ROLLBACK).status; });
+    (void)back.wait_for(std::chrono::milliseconds(2 * kSoonMs));  // it may wait for a lock of who posts
+    stepped.goes_on = true;
+    ASSERT_EQ(back.get(), 0);
+    ASSERT_EQ(posted.get(), 0) << "before instruction " << at;
+    ibv_poll_cq_attr attr{};
+    for (int ms = 0; ibv_start_poll(ex_, &attr); ++ms) {
+      ASSERT_LT(ms, 2000) << "before instruction " << at;
+      usleep(1000);
+    }
+    EXPECT_EQ(ex_->wr_id, static_cast<std::uint64_t>(at));
+    EXPECT_EQ(ex_->status, IBV_WC_SUCCESS);
+    ibv_end_poll(ex_);
+  }
+  EXPECT_GT(at, kDecided);
+}
+
+#endif
 
 }  // namespace
