@@ -83,6 +83,8 @@ struct Self {
 
 enum class State { kNever, kRunning, kForkedChild };
 std::atomic<State> state{State::kNever};
+std::atomic<bool> in_use{false};  ///< by a device or a channel, once
+[[gnu::tls_model("initial-exec")]] thread_local bool locked_for_fork = false;
 Self* self;
 
 std::uint64_t now_ms() {
@@ -854,6 +856,8 @@ bool prepare_self() {
 // A fork must not catch the Registry half changed: the child has to be able to take its lock.
 void before_fork() {
   const NoCancel no_cancel;
+  cm::lock_for_fork();
+  if (!(locked_for_fork = in_use)) return;
   Registry& registry = Registry::get();
   registry.lock.lock();
   // Each time: of the rings that we make ourselves nobody counts.
@@ -864,13 +868,17 @@ void before_fork() {
   Registry::get().events_lock.lock();
 }
 void after_fork_in_parent() {
-  Registry::get().events_lock.unlock();
-  windows::unlock_after_fork();
-  datagrams::unlock_after_fork();
-  Registry::get().lock.unlock();
+  if (std::exchange(locked_for_fork, false)) {
+    Registry::get().events_lock.unlock();
+    windows::unlock_after_fork();
+    datagrams::unlock_after_fork();
+    Registry::get().lock.unlock();
+  }
+  cm::unlock_after_fork();
 }
 void after_fork_in_child() {
   const NoCancel no_cancel;
+  if (!locked_for_fork) return after_fork_in_parent();
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();
   registry.held = registry.moving = registry.copied_ahead = registry.unmarked = registry.frozen = false;  // nobody would tell the child
@@ -891,15 +899,18 @@ void after_fork_in_child() {
   state.store(inherits ? State::kForkedChild : State::kNever);  // without, it is a process like any once it opens something itself
 }
 
+/// Before main(): those of the application that were registered later run while the locks are free, and may call verbs.
+[[gnu::constructor]] void watch_forks() { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
 }  // namespace
 
+void begin() { in_use.store(true); }
+
 void start() {
+  begin();
   State expected = State::kNever;
   if (!state.compare_exchange_strong(expected, State::kRunning)) return;
   if (!prepare_self()) return;
-  static bool watched = false;  // and its children are
-  if (!watched) pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  watched = true;
   pthread_t thread;
   const int error = start_quiet_thread(thread, run, nullptr, "migr-control");
   if (error) fprintf(stderr, "libmigr: no control thread: %s; this process cannot be migrated\n", strerror(error));

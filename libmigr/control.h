@@ -16,6 +16,8 @@ namespace migr::control {
 
 /// Starts the thread once (first user context). All signals are blocked in it. Thread: any, Registry's lock held.
 void start();
+/// Before anything is made that a fork must not find half made. Thread: any
+void begin();
 
 /// Random name of this process, the same after a migration; zero: there is none. After start().
 std::array<std::uint8_t, 16> instance();

@@ -550,6 +550,7 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
 
 /// Of a device that is being opened: who holds changes waits for its end.
 void adopt_context(ibv_context* ctx) {
+  control::begin();
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   auto* context = new (std::nothrow) Context;

@@ -126,6 +126,9 @@ Engine* engine(bool make) {
   return found;
 }
 
+void lock_for_fork() { making.lock(); }
+void unlock_after_fork() { making.unlock(); }
+
 void forget_parent() {
   if (Engine* parents = the_engine.exchange(nullptr)) parents->abandon();
 }

@@ -19,6 +19,9 @@ namespace migr::cm {
 
 /// Null: no channel of librdmacm was ever open. `make`: then make it.
 Engine* engine(bool make = false);
+/// Around a fork, before the Registry's lock: in the child nobody is about to make it.
+void lock_for_fork();
+void unlock_after_fork();
 /// After fork(), in the child: what the parent has open is not the child's.
 void forget_parent();
 

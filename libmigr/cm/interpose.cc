@@ -54,6 +54,7 @@ bool disabled() {
 }
 
 int open_channel(int flags) {
+  control::begin();
   const int fd = engine(true)->open_channel(flags);
   if (fd < 0) return fd;
   if (!FdBits::fits(fd)) {

@@ -587,9 +587,13 @@ void start() {
       nics[i] = std::move(nic);
     }
     std::thread(run_devices).detach();
-    const auto unlock = [] { lock.unlock(); };
-    pthread_atfork([] { lock.lock(); }, unlock, unlock);  // behind those of the libraries
   });
+}
+
+/// Before the libraries watch forks: so it comes behind them.
+[[gnu::constructor]] void watch_forks() {
+  const auto unlock = [] { lock.unlock(); };
+  pthread_atfork([] { lock.lock(); }, unlock, unlock);
 }
 
 Nic* nic_of(const ibv_context* c) {

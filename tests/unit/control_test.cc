@@ -6,6 +6,7 @@
  */
 #include "../../libmigr/control.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -39,6 +40,13 @@
 #include "../../libmigr/switchover/switchover.h"
 #include "../../libmigr/whereabouts.h"
 #include "control_doubles.h"
+
+/// Who opens the first channel looks for libibverbs, which is not there.
+std::atomic<void (*)()> while_looking{nullptr};
+void* dlopen(const char*, int) noexcept {
+  if (void (*const then)() = while_looking) then();
+  return nullptr;
+}
 
 namespace migr {
 
@@ -194,6 +202,7 @@ struct Control : ::testing::Test {
       registry.qps.push_back(&qps[i]);
     }
     atexit([] { std::filesystem::remove_all(folder); });
+    pthread_atfork([] { if (calls_verbs_at_fork) const std::lock_guard verb(Registry::get().lock); }, nullptr, nullptr);
     control::start();
     control::start();  // once is enough
   }
@@ -304,7 +313,35 @@ struct Control : ::testing::Test {
   static inline migr_msg hello{};
   static inline std::vector<char> records;
   static inline std::uint32_t seq = 0;
+  static inline bool calls_verbs_at_fork = false;  ///< the application's handler
 };
+
+/// What `is_so` says in a child.
+template <class IsSo>
+bool so_in_child(IsSo&& is_so) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(is_so() ? 0 : 1);
+  int status = -1;
+  waitpid(pid, &status, 0);
+  return status == 0;
+}
+
+// Before there ever was one: with the second nobody is looked for.
+TEST_F(Control, ChildOfForkMayOpenTheFirstChannel) {
+  EXPECT_TRUE(so_in_child([] {
+    static std::atomic<bool> looks = false;
+    while_looking = [] {
+      looks = true;
+      usleep(200'000);
+    };
+    std::thread([] { cm::engine(true); }).detach();
+    while (!looks) usleep(1000);
+    return so_in_child([] {
+      alarm(kPatienceMs / 1000);
+      return cm::engine(true) != nullptr;
+    });
+  }));
+}
 
 TEST_F(Control, HelloSaysWhoAndWhere) {
   EXPECT_EQ(hello.type, MIGR_MSG_HELLO);
@@ -795,16 +832,6 @@ TEST_F(Control, ChildOfForkLetsTheConnectionGo) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
-/// What `is_so` says in a child.
-template <class IsSo>
-bool so_in_child(IsSo&& is_so) {
-  const pid_t pid = fork();
-  if (pid == 0) _exit(is_so() ? 0 : 1);
-  int status = -1;
-  waitpid(pid, &status, 0);
-  return status == 0;
-}
-
 TEST_F(Control, ChildOfForkLeavesOldPathsToItsParent) {
   ibv_qp old{};
   Registry::get().old_paths.push_back(&old);
@@ -818,6 +845,15 @@ TEST_F(Control, ChildOfForkHasTheLocksOfTheDataPathFree) {
   EXPECT_TRUE(so_in_child([] { return fork_locks.held == 0; }));
   EXPECT_EQ(fork_locks.held, 0);
   EXPECT_EQ(fork_locks.taken, before + 2) << "of datagrams and of windows";
+}
+
+// In a child: what hangs is ended.
+TEST_F(Control, HandlersOfTheApplicationMayCallVerbs) {
+  EXPECT_TRUE(so_in_child([] {
+    alarm(kPatienceMs / 1000);
+    calls_verbs_at_fork = true;
+    return so_in_child([] { return true; });
+  }));
 }
 
 // The library makes some, too, while the record stays as it is.
