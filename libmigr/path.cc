@@ -421,6 +421,7 @@ void thread_ended(void* first) {
     n->alive.store(false);
     n = following;
   }
+  this_note = nullptr;  // other threads have them from here on; and it may still poll, where others end what is theirs
 }
 
 /// One more of this thread's. @return null: no memory

@@ -2,12 +2,16 @@
 // A post beside a vQP that goes back to the direct path and then to another link, at any two of its instructions: what goes to the new
 // path goes there under the lock. The thread is stepped, and what others do in between is done in the handler.
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "../../libmigr/path.h"
 #include "../../libmigr/shadow.h"
@@ -119,5 +123,43 @@ TEST_F(Route, OfASendIsReadBeforeTheStateThatItGoesBy) {
 }
 
 TEST_F(Route, OfAReceiveIsReadBeforeTheStateThatItGoesBy) { post_beside(ibv_recv_wr{}, path::post_recv); }
+
+/* ---- who polls is seen, also where its thread ends --------------------------------------- */
+
+std::atomic<bool> polls, goes_on;
+
+int poll_slowly(ibv_cq*, int, ibv_wc*) {
+  polls = true;
+  while (!goes_on) sched_yield();
+  return 0;
+}
+
+std::unique_ptr<CqShadow> protected_cq(int (*poll)(ibv_cq*, int, ibv_wc*)) {
+  auto c = std::make_unique<CqShadow>();
+  c->state = kProtectedCq;
+  c->real_poll = poll;
+  return c;
+}
+
+void poll(void* cq) {
+  ibv_wc wc;
+  path::poll_protected(&static_cast<CqShadow*>(cq)->app, 1, &wc);
+}
+
+TEST(Poller, IsSeenBehindTheEndOfItsNotes) {
+  const auto slow = protected_cq(poll_slowly), other = protected_cq([](ibv_cq*, int, ibv_wc*) { return 0; });
+  std::thread ending([&] {
+    poll(other.get());
+    pthread_key_t later;  // than that of the notes
+    pthread_key_create(&later, poll);
+    pthread_setspecific(later, slow.get());
+  });
+  while (!polls) sched_yield();
+  std::thread(poll, other.get()).join();  // in a note that nobody has
+  EXPECT_FALSE(path::pollers_are_outside(*slow));
+  goes_on = true;
+  ending.join();
+  EXPECT_TRUE(path::pollers_are_outside(*slow));
+}
 
 }  // namespace
