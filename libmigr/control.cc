@@ -548,15 +548,13 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
 }
 
 void drain(Registry& registry, const Message& request, Answer& answer) {
+  std::unique_lock guard(registry.lock);
   std::vector<QpShadow*> qps;
-  {
-    std::lock_guard guard(registry.lock);
-    if (!named_qps(registry, request, qps, answer)) return;
-  }
+  if (!named_qps(registry, request, qps, answer)) return;
   std::string why;
   std::vector<migr_drain_stat> stats;
   const unsigned limit_ms = static_cast<unsigned>(std::min<std::uint64_t>(request.head.arg, UINT32_MAX));
-  if (const int error = switchover::drain(qps, limit_ms, stats, why)) answer.fail(error, std::move(why));
+  if (const int error = switchover::drain(std::move(guard), qps, limit_ms, stats, why)) answer.fail(error, std::move(why));
   answer.put(stats);
 }
 

@@ -260,14 +260,12 @@ void rest_cqs() {
 
 }  // namespace
 
-int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
+int drain(std::unique_lock<std::mutex> held, Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
   Registry& registry = Registry::get();
   std::vector<Draining> all;
-  {
-    std::lock_guard guard(registry.lock);
-    if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
-    for (QpShadow* q : qps) all.push_back({.qp = q, .vqpn = q->vqpn(), .done = q->adrift});
-  }
+  if (const int err = check_arcs(qps, Phase::kDrained, why)) return err;
+  for (QpShadow* q : qps) all.push_back({.qp = q, .vqpn = q->vqpn(), .done = q->adrift});
+  held.unlock();
   const std::uint64_t deadline = now_ns() + limit_ms * 1'000'000ull;
   std::uint64_t changes = 0;
   Seen seen;

@@ -5,7 +5,7 @@
  * fail-back are callers of the same steps. states.h has the table of arcs.
  *
  * Thread: the control thread only, with the Registry's lock held, except drain(),
- * which takes it itself while it looks. All return 0 or a positive errno and
+ * which gives it away and takes it itself while it looks. All return 0 or a positive errno and
  * leave a sentence in `why`.
  */
 #ifndef MIGR_SWITCHOVER_H
@@ -37,7 +37,8 @@ int give_up(Qps qps, std::string& why);
 /// thread was seen outside. On ETIMEDOUT everything stays suspended and `stats` says what is missing.
 /// Source: MigrRDMA §3.4 (wait-before-stop); differs: one marker per QP instead of counters, which goes to the other end only if
 /// something is in flight.
-int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why);
+/// @param held  the Registry's lock, under which `qps` were found: the application may destroy some as soon as it is given away
+int drain(std::unique_lock<std::mutex> held, Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why);
 
 /// A drain has not ended in time: can these connections be cut, so that what is left is replayed on the new path?
 /// @return 0, or why not. Nothing is changed.

@@ -33,7 +33,7 @@ void there(std::span<const T> records) {
 namespace switchover {
 migr_proc_state process_state() { return engine_state; }
 int suspend(Qps qps, std::string&) { return own(qps), engine_state = MIGR_PROC_SUSPENDED, 0; }
-int drain(Qps qps, unsigned, std::vector<migr_drain_stat>& stats, std::string&) {
+int drain(std::unique_lock<std::mutex>, Qps qps, unsigned, std::vector<migr_drain_stat>& stats, std::string&) {
   own(qps);
   stats.resize(qps.size());
   return 0;

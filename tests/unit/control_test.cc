@@ -76,12 +76,14 @@ int suspend(Qps qps, std::string& why) {
   if (!fake.status) fake.state = MIGR_PROC_SUSPENDED;
   return called("suspend", why);
 }
-int drain(Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
-  // The lock must be free: drain takes it itself.
+int drain(std::unique_lock<std::mutex> held, Qps qps, unsigned limit_ms, std::vector<migr_drain_stat>& stats, std::string& why) {
+  // Nobody has destroyed one since it was named; and then the lock must be free: drain takes it itself.
+  const bool named_under_it = held.owns_lock() && held.mutex() == &Registry::get().lock;
+  if (named_under_it) held.unlock();
   const bool free = Registry::get().lock.try_lock();
   if (free) Registry::get().lock.unlock();
   for (QpShadow* qp : qps) stats.push_back({7, qp->vqpn(), limit_ms, 0, 0, 0});
-  return called(free ? "drain" : "drain-locked", why);
+  return called(!free ? "drain-locked" : named_under_it ? "drain" : "drain-unlocked", why);
 }
 int give_up(Qps qps, std::string& why) {
   fake.records = qps.size();
