@@ -471,9 +471,13 @@ namespace {
 /// All but `keep`. The path that is being changed is a trap already.
 void destroy_paths(QpLink& l, const ibv_qp* keep) {
   for (Side side = kHome; side < l.sides(); ++side) destroy_path(l, side, l.legs[side].next);
-  for (Trap& trap : l.traps)
+  std::deque<Trap> traps;
+  {
+    std::lock_guard guard(l.q->lock);  // who posts looks into them with that lock
+    traps.swap(l.traps);
+  }
+  for (Trap& trap : traps)
     if (trap.path.qp != keep && trap.path.qp != l.path.qp) destroy_path(l, trap.side, trap.path);
-  l.traps.clear();
   if (l.birth && l.birth != keep) the_state->discards.add(l.birth);
   if (l.path.qp != keep) destroy_path(l, l.on, l.path);
 }
