@@ -90,7 +90,7 @@ enum CqStateBits : std::uint32_t {
   kWatchedCq = 1u << 5,     ///< QPs with kDatagrams or kWindows, or receives of a kSharedSrq, complete here: kFakeCq stays. For good
   kSuspendedCq = 1u << 4,   ///< a QP on it is suspended: kFakeCq has to stay
   kRestingCq = 1u << 6,     ///< nothing can complete before a QP on it resumes: who polls leaves the processor to others
-  kProtectedCq = 1u << 7,   ///< a QP on it has a backup: error completions are looked at. Alone: the direct path, and that. For good
+  kProtectedCq = 1u << 7,   ///< a QP on it has a backup, or may go back to RTR: who polls is noted, error completions are looked at. Alone: the direct path, and that. For good
   kLinkedCq = 1u << 8,      ///< QPs on it are served by another link: its CQ there is polled, too, and kFakeCq stays. For good
 };
 

@@ -314,6 +314,8 @@ int rollback(std::string& why) {
       note(take_old_path(*q, why));
     }
     destroy_real(q->spare);
+    if (q->responder_only && path::watch_pollers())  // back_to_rtr() has to know who polls
+      for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, kProtectedCq); });
     if (q->phase == Phase::kRunning) continue;
     if (q->phase == Phase::kFrozen) q->phase = Phase::kDrained;
     suspended.push_back(q);

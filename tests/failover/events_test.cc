@@ -2781,6 +2781,27 @@ TEST_F(SessionOfAPolicy, GoesOnThoughAllThatIsUnknownIsClosed) {
   EXPECT_LT(ms(after.ru_utime) + ms(after.ru_stime) - ms(before.ru_utime) - ms(before.ru_stime), 200) << "a thread of the library's spins";
 }
 
+/* ---- a path that goes to RTR once more ------------------------------------------------------- */
+
+// What is flushed then is nobody's to see who polls just now.
+TEST_F(Responder, WaitsForWhoPollsBeforeItGoesToRts) {
+  migrd.freeze();
+  migrd.back();
+  auto polls = std::async(std::launch::async, [this] {
+    ibv_wc wc;
+    EXPECT_EQ(ibv_poll_cq(ibv_cq_ex_to_cq(ex_), 1, &wc), 0);  // the last one under the lock
+    model_hold_poll();
+    return ibv_poll_cq(ibv_cq_ex_to_cq(ex_), 1, &wc);
+  });
+  while (!model_holds_poll()) usleep(1000);
+  auto goes = std::async(std::launch::async, [this] { return go_to_rts(to_, kPsn); });
+  EXPECT_EQ(goes.wait_for(std::chrono::milliseconds(2 * kSoonMs)), std::future_status::timeout);
+  model_let_poll_go();
+  EXPECT_EQ(polls.get(), 0);
+  EXPECT_EQ(goes.get(), 0);
+  write_back();
+}
+
 #ifdef __x86_64__
 
 /* ---- a post beside the way back from SWITCH -------------------------------------------------- */

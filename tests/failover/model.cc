@@ -146,8 +146,8 @@ std::map<const void*, Registered> registered;  // by address
 std::atomic<unsigned> registrations_held{0}, registrations_waiting{0}, registrations_kept{0};  ///< the first by link
 std::atomic<const void*> registrations_refused{nullptr};
 std::atomic<bool> reregistrations_refused{false};
-std::atomic<bool> pds_held{false}, resets_held{false};
-std::atomic<unsigned> pds_waiting{0}, resets_waiting{0};
+std::atomic<bool> pds_held{false}, resets_held{false}, poll_held{false};
+std::atomic<unsigned> pds_waiting{0}, resets_waiting{0}, polls_waiting{0};
 std::atomic<bool> destroyed_cqs_held{false};
 std::atomic<unsigned> destroyed_cqs_waiting{0};
 std::atomic<bool> sessions_held{false}, flushes_held{false};
@@ -174,7 +174,7 @@ struct Starved {
 } starved;
 
 /// A thread in ibv_post_send() or ibv_post_recv() that has lost its processor there.
-thread_local bool loses_processor = false;
+thread_local bool loses_processor = false, loses_it_in_poll = false;
 struct Held {
   const ModelQp* at = nullptr;
   bool until_err = false, let_go = false;
@@ -840,7 +840,14 @@ int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
 
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) { return put_into_receives(reinterpret_cast<model::Srq*>(srq)->receives, wr, bad); }
 
+void wait_while(const std::atomic<bool>& held, std::atomic<unsigned>& waiting) {
+  ++waiting;
+  while (held) usleep(1000);
+  --waiting;
+}
+
 int poll_cq(ibv_cq* cq, int entries, ibv_wc* wc) {
+  if (std::exchange(loses_it_in_poll, false)) wait_while(poll_held, polls_waiting);
   std::lock_guard guard(lock);
   if (!cqs.contains(reinterpret_cast<Cq*>(cq))) fprintf(stderr, "a CQ is polled that was destroyed\n"), abort();
   auto& done = reinterpret_cast<Cq*>(cq)->done;
@@ -1049,6 +1056,9 @@ MODEL void model_refuse_reregistrations(bool refuse) { reregistrations_refused =
 MODEL unsigned model_registrations_waiting() { return registrations_waiting; }
 MODEL void model_hold_pds(bool hold) { pds_held = hold; }
 MODEL unsigned model_pds_waiting() { return pds_waiting; }
+MODEL void model_hold_poll() { poll_held = loses_it_in_poll = true; }
+MODEL bool model_holds_poll() { return polls_waiting; }
+MODEL void model_let_poll_go() { poll_held = false; }
 MODEL void model_hold_resets(bool hold) { resets_held = hold; }
 MODEL unsigned model_resets_waiting() { return resets_waiting; }
 MODEL void model_hold_destroyed_cqs(bool hold) { destroyed_cqs_held = hold; }
@@ -1173,11 +1183,6 @@ static void wait_while_held(const Nic& nic) {
   ++registrations_waiting;
   while (registrations_held >> nic.link & 1) usleep(1000);
   --registrations_waiting;
-}
-static void wait_while(const std::atomic<bool>& held, std::atomic<unsigned>& waiting) {
-  ++waiting;
-  while (held) usleep(1000);
-  --waiting;
 }
 MODEL ibv_pd* ibv_alloc_pd(ibv_context* c) {
   if (!nic_of(c)->link) wait_while(pds_held, pds_waiting);

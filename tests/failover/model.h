@@ -105,6 +105,10 @@ unsigned model_registrations_waiting();
 /// Who allocates a PD on link 0, which libmigr does with its lock, waits in the driver.
 void model_hold_pds(bool hold);
 unsigned model_pds_waiting();
+/// This thread's next ibv_poll_cq() of a device loses its processor in the driver until model_let_poll_go().
+void model_hold_poll();
+bool model_holds_poll();
+void model_let_poll_go();
 /// Who resets a QP on link 0 waits in the driver.
 void model_hold_resets(bool hold);
 unsigned model_resets_waiting();
