@@ -151,6 +151,7 @@ struct AProcessOfAHost : ::testing::Test {
     name = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(reads.n));
   }
   void TearDown() override {
+    if (child > 0) kill(child, SIGKILL);  // it may have been stopped before it could say that it ends with its parent
     if (pid <= 0) return;
     kill(pid, SIGKILL);
     waitpid(pid, nullptr, 0);
