@@ -913,10 +913,10 @@ std::optional<bool> DestinationHost::brings(const Instance& i, pid_t pid) const 
   for (const auto& job : jobs_.all()) {
     if (job->get() == wire::UNDONE || std::find(job->instances.begin(), job->instances.end(), i) == job->instances.end()) continue;
     if (job->settled) {
+      if (bare_pid(job->container)) continue;  // whose parent has ended is no descendant any more
       std::lock_guard lock(job->state);
       if (std::find(job->late.begin(), job->late.end(), i) == job->late.end()) continue;
     }
-    if (job->settled && bare_pid(job->container)) continue;  // whose parent has ended is no descendant any more
     if (const pid_t init = runc_.init_pid(job->container)) return runc_.owns(job->container, init, pid);
   }
   return std::nullopt;

@@ -154,9 +154,7 @@ Result<const Numbers::Kept*> Numbers::kept_book() const {
   BornBook b(text ? *text : "{}");
   if (b.damaged())
     if (auto s = put_aside(path(kBorn), *text, b.text()); !s) return s.error();
-  const std::size_t reserved = b.reserved().size();
-  kept_ = Kept{std::move(b), reserved};
-  return &*kept_;
+  return &kept_.emplace(std::move(b));
 }
 
 // Caller holds the lock.
@@ -170,8 +168,7 @@ Result<BornBook> Numbers::book() const {
 Status Numbers::write_book(BornBook b) {
   kept_.reset();  // of what was not written whole it is not known what is there
   if (auto s = write(kBorn, b.text()); !s) return s;
-  const std::size_t reserved = b.reserved().size();
-  kept_ = Kept{std::move(b), reserved};
+  kept_.emplace(std::move(b));
   return {};
 }
 
@@ -218,19 +215,19 @@ void Numbers::reserve_again() {
 
 Result<Numbers::Vqpns> Numbers::born_here(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
   std::lock_guard lock(mutex_);
-  const auto b = book();
-  if (!b) return b.error();
-  return b->born_here(instance, vqpns, first_life);
+  const auto k = kept_book();
+  if (!k) return k.error();
+  return (*k)->book.born_here(instance, vqpns, first_life);
 }
 
 Result<std::vector<std::string>> Numbers::births_of(const Instance& instance, const Vqpns& vqpns, bool first_life) const {
   std::lock_guard lock(mutex_);
   const auto all = guests();
   if (!all) return all.error();
-  const auto b = book();
-  if (!b) return b.error();
+  const auto k = kept_book();
+  if (!k) return k.error();
   auto hosts = births_in(*all, hex(instance));
-  if (std::find(hosts.begin(), hosts.end(), config_.name) == hosts.end() && !b->born_here(instance, vqpns, first_life).empty())
+  if (std::find(hosts.begin(), hosts.end(), config_.name) == hosts.end() && !(*k)->book.born_here(instance, vqpns, first_life).empty())
     hosts.push_back(config_.name);
   return hosts;
 }
@@ -249,22 +246,22 @@ Status Numbers::left(const Instance& instance, const Vqpns& born, const std::str
   auto b = book();
   if (!b) return b;
   if (auto s = each(b->leave(instance, born, to), &KernelRecord::release_qpn); !s) return s;
-  if (auto s = write_book(*b); !s) return s;
+  if (auto s = write_book(std::move(*b)); !s) return s;
   return each(born, &KernelRecord::reserve_qpn);
 }
 
 Result<std::optional<std::string>> Numbers::away_at(const Instance& instance) const {
   std::lock_guard lock(mutex_);
-  const auto b = book();
-  if (!b) return b.error();
-  return b->away_at(instance);
+  const auto k = kept_book();
+  if (!k) return k.error();
+  return (*k)->book.away_at(instance);
 }
 
 Result<std::map<std::uint32_t, std::vector<Instance>>> Numbers::owners() const {
   std::lock_guard lock(mutex_);
-  const auto b = book();
-  if (!b) return b.error();
-  return b->owners();
+  const auto k = kept_book();
+  if (!k) return k.error();
+  return (*k)->book.owners();
 }
 
 // Written last: what was not written is released again.

@@ -96,11 +96,12 @@ class Numbers {
  private:
   std::string path(const char* name) const { return config_.state_dir + "/" + name; }
   struct Kept {
+    explicit Kept(BornBook b) : book(std::move(b)), reserved(book.reserved().size()) {}
     BornBook book;
     std::size_t reserved;  // numbers
   };
   Result<const Kept*> kept_book() const;
-  Result<BornBook> book() const;
+  Result<BornBook> book() const;  // to be changed
   Status write_book(BornBook b);
   Result<Json> guests() const;
   Status write(const char* name, const std::string& text) const;
