@@ -18,6 +18,7 @@
 #include "../../libmigr/links/config.h"
 #include "../../libmigr/links/state.h"
 #include "../../libmigr/shadow.h"
+#include "leave.h"
 #include "store.h"
 
 namespace {
@@ -248,11 +249,4 @@ TEST_F(Channels, KeysAreNoMoreThanAProcessMayHave) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  testing::InitGoogleTest(&argc, argv);
-  const int result = RUN_ALL_TESTS();
-  std::error_code ec;
-  std::filesystem::remove_all(folder(), ec);
-  fflush(nullptr);
-  _exit(result);
-}
+int main(int argc, char** argv) { run_and_leave(argc, argv, folder()); }

@@ -23,6 +23,7 @@
 #include <thread>
 
 #include "migr/migr.h"
+#include "leave.h"
 #include "model.h"
 #include "store.h"
 
@@ -3530,12 +3531,4 @@ INSTANTIATE_TEST_SUITE_P(, Failover, testing::ValuesIn(kKinds), [](const auto& i
 
 }  // namespace
 
-/// The threads of the libraries and of the devices have no end: nothing is destroyed under them.
-int main(int argc, char** argv) {
-  testing::InitGoogleTest(&argc, argv);
-  const int result = RUN_ALL_TESTS();
-  std::error_code ec;
-  std::filesystem::remove_all(folder(), ec);
-  fflush(nullptr);
-  _exit(result);
-}
+int main(int argc, char** argv) { run_and_leave(argc, argv, folder()); }
