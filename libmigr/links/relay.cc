@@ -323,7 +323,9 @@ unsigned look_at_relay(QpLink& l) {
   if (r.sends.empty()) return l.relays && r.rests ? kAnswerMs : 0;
   if (l.stage == Stage::kBroken || l.seen) {
     if (q.phase != switchover::Phase::kRunning) return kLookMs;
-    if (l.seen || path_is_in_err(q)) flush(l);
+    if (l.seen || path_is_in_err(q)) return flush(l), 0;
+    if (!deliver(l)) return 0;  // what was answered before that counts
+    if (r.sends.empty()) end_hold(q, r);
     else fail(l, IBV_WC_RETRY_EXC_ERR, "the other end has given up, and so what waits for it");
     return 0;
   }
