@@ -594,6 +594,19 @@ bool tell_parted(cm::QpName qp) {
   return false;
 }
 
+void want_change(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  if (!std::exchange(l.wanted, true)) kick(state()->failover_fd);
+}
+
+void leave_link(Link& link) {
+  for (QpLink* l : state()->qps)
+    if (l->leg().link == &link) want_change(*l);
+  // Nothing that still comes over it is heard: so the other end takes it for down, too.
+  for (Channel* c : std::vector(state()->channels))
+    if (c->link == &link) channel_broke(*c);
+}
+
 Past& past_of(const Peer& peer, const Link& link) {
   for (Past& p : state()->pasts)
     if (p.peer == peer && p.link == link.index) return p;

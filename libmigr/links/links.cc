@@ -204,74 +204,6 @@ void changed() {
 
 namespace {
 
-void note_missing(Twin& t, MrShadow& mr) {
-  for (Side side = 1; side < t.sides(); ++side)
-    if (mr.movable && !mr.on(side)) t.at(side).missing.push_back(&mr);
-}
-
-/// It has left its default link, or is about to.
-bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
-
-/// A QP that is there cannot use it.
-bool is_missed(const MrShadow& mr, Side side) {
-  return mr.movable && !mr.on(side) && std::any_of(the_state->qps.begin(), the_state->qps.end(), [&](const QpLink* l) {
-    return l->twin == mr.context->twin && l->q->init.pd == mr.app.pd && leaves_home(*l) && needs(*l, side);
-  });
-}
-
-/// The application will tell others of the key that it has just got, by ways of its own. Best before that they know what it is called
-/// on the link that their vQPs are on, or go to: else who posts for it waits (relay.h). And who registers all the time must not be
-/// faster than the channel, on which STATE waits behind the keys. Gives the Registry's lock away meanwhile.
-void wait_until_heard(const Twin& twin) {
-  constexpr std::chrono::milliseconds kLimit{200};
-  if (nobody_hears()) return;
-  std::map<const Channel*, std::uint64_t> until;  // messages; 0: it was not told yet
-  for (const QpLink* l : the_state->qps)
-    for (Side side = 1; l->twin == &twin && leaves_home(*l) && side < l->sides(); ++side)
-      if (const Channel* c = standing(*l, side)) until[c] = 0;
-  const auto has_not = [&, all = the_state->keys.next()](const Channel* c) {
-    const auto mine = until.find(c);
-    if (mine == until.end() || !c->up()) return false;
-    if (!mine->second && c->told >= all) mine->second = c->keys_sent;
-    return !mine->second || c->keys_heard < mine->second;
-  };
-  const auto all_have = [&] {
-    bool all = true;
-    for (const Channel* c : the_state->channels) all = !has_not(c) && all;
-    return all;
-  };
-  std::unique_lock held(Registry::get().lock, std::adopt_lock);
-  the_state->heard.wait_for(held, kLimit, all_have);
-  held.release();
-}
-
-}  // namespace
-
-int made(MrShadow& mr) {
-  if (!mr.context->twin) return 0;
-  Twin& t = *mr.context->twin;
-  // Once a QP is on the backup link, or goes there, memory has to be there before the application can use it.
-  bool now = false;
-  for (const QpLink* l : the_state->qps)
-    now = now || (l->twin == &t && leaves_home(*l));
-  if (!now || !mr.movable) return note_missing(t, mr), changed(), 0;
-  int errs[kMaxLinks]{};
-  std::unique_lock held(Registry::get().lock, std::adopt_lock);
-  for (Side side = 1; side < t.sides(); ++side) {
-    errno = 0;
-    if (pin(t, side, mr, held) != Pinned::kThere) errs[side] = errno ? errno : ENOMEM;
-  }
-  held.release();
-  note_missing(t, mr);  // not before: nobody can use it yet, so no change waits for it
-  for (Side side = 1; side < t.sides(); ++side)
-    if (is_missed(mr, side)) return errs[side];
-  for (Channel* c : the_state->channels) tell_keys(*c);
-  wait_until_heard(t);
-  return 0;
-}
-
-namespace {
-
 /// What the application changes of its path holds for those that are made ahead, too.
 void change_next(QpLink& l, const ibv_qp_attr& attr, int mask) {
   constexpr int kSet = IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_MAX_DEST_RD_ATOMIC;
@@ -331,28 +263,6 @@ void wait_for_discards() {
   the_state->discards.finish();
 }
 
-namespace {
-
-/// @param wait  is given the Registry's lock, which it gives away meanwhile; no checkpoint begins
-template <class Wait>
-void wait_without_lock(Wait&& wait) {
-  Registry& registry = Registry::get();
-  ++registry.ending;
-  std::unique_lock held(registry.lock, std::adopt_lock);
-  wait(held);
-  held.release();
-  --registry.ending;
-  registry.thawed.notify_all();
-}
-
-template <class Same>
-void wait_for_pinning(Same&& same) {
-  const auto none = [&] { return std::none_of(the_state->pinnings.begin(), the_state->pinnings.end(), [&](const State::Pinning* p) { return same(*p); }); };
-  if (!none()) wait_without_lock([&](std::unique_lock<std::mutex>& held) { the_state->pinned.wait(held, none); });
-}
-
-}  // namespace
-
 void finish_discards() {
   constexpr unsigned kMost = 10;  // what fails meanwhile adds to them
   for (unsigned i = 0; i < kMost && !the_state->discards.none(); ++i)
@@ -361,35 +271,6 @@ void finish_discards() {
       the_state->discards.finish();
       held.lock();
     });
-}
-
-std::vector<ibv_mr*> take_twins(MrShadow& mr) {
-  Twin* const t = mr.context->twin;
-  if (!t) return {};
-  for (Backup& b : t->backups)
-    if (const auto found = std::find(b.missing.begin(), b.missing.end(), &mr); found != b.missing.end()) b.missing.erase(found);
-  for (State::Pinning* p : the_state->pinnings)
-    if (p->mr == &mr) p->mr = nullptr;
-  std::vector<ibv_mr*> taken;
-  std::uint64_t told = 0;
-  for (const Channel* c : the_state->channels) told = std::max(told, c->told);
-  for (Side side = 1; side < t->sides(); ++side) {
-    ibv_mr* const twin = mr.on(side);
-    if (!twin) continue;
-    Backup& b = t->at(side);
-    b.key_table[mr.app.lkey >> 8].lkey = 0;
-    b.key_table[mr.app.rkey >> 8].rkey = 0;
-    if (twin->rkey) the_state->keys.remove({b.link->index, t->home->index, mr.app.rkey}, told);
-    taken.push_back(twin);
-  }
-  mr.twins.clear();
-  std::erase_if(the_state->refused_memory, [&](const auto& refused) { return refused.first == &mr; });
-  if (std::exchange(mr.told_at_home, false)) the_state->keys.remove({t->home->index, t->home->index, mr.app.rkey}, told);
-  return taken;
-}
-
-void gone(MrShadow& mr) {
-  for (ibv_mr* twin : take_twins(mr)) real().dereg_mr(twin);
 }
 
 void gone(CqShadow& c) {
@@ -443,7 +324,7 @@ void empty(Twin& t) {
 
 void gone(ibv_pd* pd) {
   if (!the_state) return;
-  wait_for_pinning([&](const State::Pinning& p) { return p.pd == pd; });  // of memory that has gone before it
+  wait_for_pinning(pd);  // of memory that has gone before it
   for (Twin* t : the_state->twins) {
     if (std::none_of(t->backups.begin(), t->backups.end(), [&](const Backup& b) { return b.pds.contains(pd); })) continue;
     for (const QpShadow* q : Registry::get().qps)
@@ -453,7 +334,7 @@ void gone(ibv_pd* pd) {
     drop_executors(*t, pd);
     drop_spares(pd);
     finish_discards();
-    wait_for_pinning([&](const State::Pinning& p) { return p.pd == pd; });  // that has begun meanwhile
+    wait_for_pinning(pd);  // that has begun meanwhile
     the_state->discards.finish();
     for (CqShadow* c : Registry::get().cqs) {  // bells are on any PD
       if (!c->link || !c->link->bell || c->link->bell->pd != pd) continue;
@@ -600,7 +481,7 @@ void dropped(Context& context) {
   Twin* const t = context.twin;
   if (!t) return;
   t->closing = true;
-  wait_for_pinning([&](const State::Pinning& p) { return p.twin == t; });
+  wait_for_pinning(*t);
   Registry& registry = Registry::get();
   for (QpShadow* q : registry.qps) {
     if (q->context != &context) continue;

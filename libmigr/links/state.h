@@ -4,7 +4,9 @@
 #define MIGR_LINKS_STATE_H
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -21,6 +23,7 @@
 
 namespace migr::links {
 
+constexpr std::uint32_t kNameBits = kTranslateLocal | kTranslateRemote;  ///< of a state word: all that it may say at rest
 constexpr std::size_t kManyVqps = 256;  ///< fewer are looked at whenever anything happens
 
 /// The channels of before to a process on a link.
@@ -105,21 +108,43 @@ void forget(QpLink& l);
 void forget(CqShadow& c);
 /// Nothing of its context's is on the other link any more. Its vQPs are not.
 void empty(Twin& t);
+/// @param wait  is given the Registry's lock, which it gives away meanwhile; no checkpoint begins
+template <class Wait>
+void wait_without_lock(Wait&& wait) {
+  Registry& registry = Registry::get();
+  ++registry.ending;
+  std::unique_lock held(registry.lock, std::adopt_lock);
+  wait(held);
+  held.release();
+  --registry.ending;
+  registry.thawed.notify_all();
+}
 /// What was discarded is destroyed, which may take seconds: gives the Registry's lock away meanwhile; no checkpoint begins.
 void finish_discards();
 
-/* shadow_verbs.cc */
+/* link.cc */
+/// "call: what errno says"
+inline std::string errno_text(const std::string& call) { return call + ": " + std::strerror(errno); }
+/// All of a device's; only one where it cannot be asked for all.
+std::vector<ibv_gid_entry> gid_table(ibv_context* ctx, std::uint32_t port, std::uint32_t index);
+/// It may have another one than before, or at another index, since its port was down. @return "" or why it has none
+std::string read_gid(Link& link, ibv_context* ctx);
+/// @return "" or why it cannot be used
+std::string open_link(Link& link);
+void close_link(Link& link);
 /// All that contexts have theirs on.
 bool links_are_open();
-/// Makes one thing that is missing, or tries a vQP's backup. The lock is given away while memory is pinned. @return false: nothing is, or it failed
-bool make_next(std::unique_lock<std::mutex>& guard);
-/// It is gone, or about to be connected anew.
-void forget_refusal(const QpShadow& q);
-/// On that link is all that a path of `q` is made with. Memory may be missing.
-bool has_room_for(const Twin& t, Side side, const QpShadow& q);
-enum class Pinned : std::uint8_t { kThere, kGone, kFailed };
-/// Memory of the application's on that link. Gives the lock away in the driver. @return kGone: it has been given back meanwhile. kFailed: with errno
-Pinned pin(Twin& t, Side side, MrShadow& mr, std::unique_lock<std::mutex>& guard);
+Link* link_of(const std::string& device, unsigned port);  ///< null: none is configured
+/// @return 0 or a positive errno
+int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
+
+/* memory.cc */
+/// It is made on all of its context's backup links, by rounds.
+void note_missing(Twin& t, MrShadow& mr);
+/// Something that is missing on that link; one that fails keeps no other back. Gives the lock away in the driver. @return false: nothing is, or it failed
+bool make_mr(Twin& t, Side side, std::string& why, std::unique_lock<std::mutex>& guard);
+/// Memory of any of the application's contexts. Gives the lock away meanwhile. @return false: nothing is missing, or it failed
+bool make_next_memory(std::unique_lock<std::mutex>& guard);
 /// Of the PD of `l`: a path there can serve it.
 bool memory_is_there(const QpLink& l, Side side);
 /// Some of that is not there, as its device did not take it when it was tried last.
@@ -128,9 +153,30 @@ bool memory_is_refused(const QpLink& l, Side side);
 bool make_small_memory(const QpLink& l, Side side);
 /// It is tried once more, on all links.
 void forget_refused_memory(const QpLink& l);
-void close_link(Link& link);
-/// @return 0 or a positive errno
-int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port);
+/// Until none is registered just now, of the application's PD or of all that a context has. Gives the Registry's lock away meanwhile; no checkpoint begins.
+void wait_for_pinning(const ibv_pd* pd);
+void wait_for_pinning(const Twin& t);
+
+/* shadow_verbs.cc */
+/// Makes one thing that is missing, or tries a vQP's backup. The lock is given away while memory is pinned. @return false: nothing is, or it failed
+bool make_next(std::unique_lock<std::mutex>& guard);
+/// The application has connected it, and nobody else has anything to do with it.
+bool connected_by_application(const QpShadow& q);
+/// Why a vQP has got no backup so far. "": it was not tried yet
+std::string why_none(const Twin& t, const QpShadow& q);
+/// It is gone, or about to be connected anew.
+void forget_refusal(const QpShadow& q);
+/// On that link is all that a path of `q` is made with. Memory may be missing.
+bool has_room_for(const Twin& t, Side side, const QpShadow& q);
+/// Who posts to `q` does it under its lock from now on. @return false: not now, an ibv_wr_* session is open on its path
+bool trap_posts(QpShadow& q);
+/// What a completion does not carry that has waited in the fake CQ.
+bool reads_more(const CqShadow& c);
+
+/* paths.cc */
+bool is_known(const ibv_gid& gid);
+/// By which GID it is connected now. @return false: that cannot be told
+bool find_home(const QpShadow& q, QpLink& l);
 /// This end's half of a path, in INIT, as the leg's next. One that was not used is given up.
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why);
 int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, std::string& why);
@@ -153,12 +199,19 @@ ibv_qp* create_on(ibv_pd* pd, ibv_qp_init_attr init, unsigned port, unsigned acc
 ibv_qp* to_init(ibv_qp* qp, unsigned port, unsigned access, std::string& why);
 /// A QP of ours in INIT to another one of ours on the same port.
 bool connect_to_own(const Link& link, ibv_qp* qp, const ibv_qp* to, std::uint32_t psn, std::string& why);
-/// Who posts to `q` does it under its lock from now on. @return false: not now, an ibv_wr_* session is open on its path
-bool trap_posts(QpShadow& q);
-/// What a completion does not carry that has waited in the fake CQ.
-bool reads_more(const CqShadow& c);
-Link* link_of(const std::string& device, unsigned port);  ///< null: none is configured
-void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
+
+/* records.cc */
+/// Where it can go, by bit. A device that has failed as a whole is not opened again, but for the application that has it.
+std::uint32_t links_of(const QpLink& l);
+migr_links_vqp record_of(const QpLink& l);
+/// @param backups  vQPs that would go there next
+migr_links_link record_of(const Link& link, std::uint32_t backups);
+/// The one that is made ahead. @param next  next_side()
+bool lacks_path(const QpLink& l, Side next);
+/// @param next  next_side()
+migr_links_vqp_state state_of(QpLink& l, Side next);
+
+/* rounds.cc */
 void run_rounds();  ///< the thread
 
 /* change.cc */
@@ -188,6 +241,11 @@ void got_bye(Channel& from, const struct ByeRecord& record);
 void channel_broke(Channel& channel, migr_links_cause by = MIGR_LINKS_CAUSE_CHANNEL);
 /// All threads have been seen outside since `l` had so many traps: these are not needed any more.
 void release_traps(QpLink& l, std::size_t count);
+/// Its path has failed, or its link: it goes to another one.
+void want_change(QpLink& l);
+void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
+/// It has left its default link, or is about to.
+inline bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
 /// The application is about to close it: a change or a drain that is going on ends.
 void stop_change(QpLink& l);
 /// On the path that it was born with, or its like, by the names of that: what a thread posts late can be told apart there. Else all
