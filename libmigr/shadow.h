@@ -182,6 +182,8 @@ struct QueuedSend {
   KeptSend send;
   std::uint64_t bytes = 0;
   std::uint32_t first_psn = 0;  ///< stale if it was never sent
+  /// A READ: PSNs that it takes from there on, 0: as its length says. When only some of its answers have come it is sent again from behind those. Stale like `first_psn`
+  std::uint32_t read_psns = 0;
   bool begun = false;           ///< it was sent. False also when the device is about to send it again
   bool given_up = false;        ///< by the device: it stands before all that was flushed
   bool ours = false;            ///< a drain marker

@@ -299,6 +299,7 @@ static_assert(kSendBytes == 208);
 
 /// enum wqe_state of the driver: posted, processing, pending, done, error.
 constexpr std::uint32_t kPosted = 0;
+constexpr std::uint32_t kPsnMask = 0xffffff;
 
 void copy_request(const rxe_send_wr& from, ibv_send_wr& to) {
   to.wr_id = from.wr_id;
@@ -332,6 +333,7 @@ int sends_in(const QpShadow::Ring& ring, QueuePart part, std::vector<QueuedSend>
     copy_request(wqe->wr, queued.send.wr);
     queued.bytes = wqe->dma.length;
     queued.first_psn = wqe->first_psn;
+    if (wqe->wr.opcode == IBV_WR_RDMA_READ) queued.read_psns = ((wqe->last_psn - wqe->first_psn) & kPsnMask) + 1;
     // LOC_QP_OP_ERR: maybe it was to be sent for the first time, its state is "error" either way.
     queued.begun = wqe->state != kPosted && wqe->status != IBV_WC_LOC_QP_OP_ERR;
     queued.given_up = gives_up(static_cast<ibv_wc_status>(wqe->status));

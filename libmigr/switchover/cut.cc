@@ -374,6 +374,7 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
     } else if (!before.in_err && !first.ours) {
       err = psn_of_late(q, before, sends_before, place, front & now.sends.mask, {send_end, now.sends.to, now.sends.mask}, first.first_psn);
       if (err) return fail(why, err, "cannot tell what was sent of " + qp_name(q));
+      first.read_psns = 0;
     }
   }
   cut.sends = std::move(sends);

@@ -79,17 +79,19 @@ std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, st
   if (sends.empty()) return out;
   // The oldest was never sent, or goes back to where the other end has got to: either way nothing behind that was executed.
   if (!sends.front().begun && peer_psn == next_psn) return out;
-  std::uint32_t psn = sends.front().first_psn;
+  std::uint32_t end = sends.front().first_psn;
   for (std::size_t i = 0; i < sends.size(); ++i) {
     if (sends[i].executed) continue;
-    psn = (psn + packets(sends[i], mtu)) & kPsnMask;
-    if (psn_difference(peer_psn, psn) < 0) break;
+    end = i ? (end + packets(sends[i], mtu)) & kPsnMask : end_psn(sends[i], mtu);
+    if (psn_difference(peer_psn, end) < 0) break;
     out[i] = fate_of_executed(sends[i].send.wr);
   }
   return out;
 }
 
-std::uint32_t end_psn(const QueuedSend& send, std::uint32_t mtu) { return (send.first_psn + packets(send, mtu)) & kPsnMask; }
+std::uint32_t end_psn(const QueuedSend& send, std::uint32_t mtu) {
+  return (send.first_psn + (send.read_psns ? send.read_psns : packets(send, mtu))) & kPsnMask;
+}
 
 void unfold(std::vector<QueuedSend>& sends, std::vector<StandIn>& stand_ins) {
   std::vector<QueuedSend> out;

@@ -23,7 +23,7 @@ enum class Fate : std::uint8_t {
 /// @param peer_psn   what the responder would have executed next
 std::vector<Fate> fates(std::span<const QueuedSend> sends, std::uint32_t mtu, std::uint32_t next_psn, std::uint32_t peer_psn);
 
-/// Behind the PSNs that it takes: of the one that is sent next.
+/// Behind the PSNs that it takes, if it was sent: of the one that is sent next.
 std::uint32_t end_psn(const QueuedSend& send, std::uint32_t mtu);
 
 /// Those that were replayed for others and did not complete, on a path that is cut again: the application's own, each with

@@ -71,6 +71,7 @@ int sends_in(const QpShadow::Ring& r, QueuePart part, std::vector<QueuedSend>& o
     o.send.inline_data = s.inline_data;
     o.bytes = s.bytes;
     o.first_psn = s.first_psn;
+    if (s.wr.opcode == IBV_WR_RDMA_READ) o.read_psns = s.psns;
     o.begun = s.begun;
     o.given_up = s.given_up;
   }

@@ -402,7 +402,7 @@ Answer execute(ModelQp& r, const ModelQp& q, model::Send& s, std::uint32_t n, st
   if (!grants(r, s)) return Answer::kBadAccess;
   if (s.wr.opcode == IBV_WR_RDMA_READ) {
     if (!may(*r.nic, s.wr.wr.rdma.rkey, s.wr.wr.rdma.remote_addr, s.bytes)) return Answer::kBadAccess;
-    r.expected = (psn + packets_of(q, s)) & kPsnMask;
+    r.expected = (psn + s.psns) & kPsnMask;
     return Answer::kAck;
   }
   if (is_atomic(s.wr.opcode)) {
@@ -464,14 +464,16 @@ void acknowledged(ModelQp& q, ModelQp& r) {
   while (q.sends.size()) {
     model::Send& s = q.sends.slots[q.sends.from];
     if (!s.begun) return;
-    const std::uint32_t end = (s.first_psn + packets_of(q, s)) & kPsnMask;
+    const std::uint32_t end = (s.first_psn + s.psns) & kPsnMask;
     if (difference(r.expected, end) < 0) return;
     if (s.wr.opcode == IBV_WR_RDMA_READ) {
-      for (std::uint32_t n = 0; n < packets_of(q, s); ++n)
+      for (; s.answered < packets_of(q, s); ++s.answered) {
         if (!passes(q, &r, true)) return;
-      through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
-        std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + from), part);
-      });
+        const std::uint32_t offset = s.answered * mtu_of(q);
+        through(*q.nic, s.sges, offset, std::min(mtu_of(q), s.bytes - offset), [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
+          std::memcpy(at, reinterpret_cast<const void*>(s.wr.wr.rdma.remote_addr + offset + from), part);
+        });
+      }
     }
     if (is_atomic(s.wr.opcode))
       through(*q.nic, s.sges, 0, s.bytes, [&](std::uint8_t* at, std::uint32_t from, std::uint32_t part) {
@@ -510,7 +512,7 @@ bool step(ModelQp& q) {
   }
   if (q.next != q.sends.to && q.in_flight < kWindowPackets && !no_way) {
     model::Send& s = q.sends.slots[q.next];
-    if (!q.next_packet) s.first_psn = q.psn, s.begun = q.has_sent = true;
+    if (!q.next_packet) s.first_psn = q.psn, s.psns = packets_of(q, s) - s.answered, s.begun = q.has_sent = true;
     if (!holds_data(s.wr) && s.bytes &&
         !through(*q.nic, s.sges, 0, s.bytes, [](std::uint8_t*, std::uint32_t, std::uint32_t) {})) {
       if (q.next != q.sends.from) return true;
@@ -531,7 +533,7 @@ bool step(ModelQp& q) {
       return false;
     }
     const bool read = s.wr.opcode == IBV_WR_RDMA_READ;
-    const std::uint32_t took = read ? packets_of(q, s) : 1;
+    const std::uint32_t took = read ? s.psns : 1;
     q.psn = (q.psn + took) & kPsnMask;
     q.in_flight += took;
     if (read || ++q.next_packet == packets_of(q, s)) {
@@ -554,7 +556,7 @@ bool step(ModelQp& q) {
   q.next = q.sends.from;  // from the oldest that was not acknowledged
   q.next_packet = 0;
   q.in_flight = 0;
-  if (q.sends.slots[q.next].begun) q.psn = q.sends.slots[q.next].first_psn;
+  if (const model::Send& s = q.sends.slots[q.next]; s.begun) q.psn = (s.first_psn + s.psns - (packets_of(q, s) - s.answered)) & kPsnMask;
   return false;
 }
 
@@ -653,9 +655,10 @@ int put_into_queue(ModelQp& q, ibv_send_wr* wr, ibv_send_wr** bad) {
     if (q.sends.full()) return ENOMEM;
     model::Send& s = q.sends.slots[q.sends.to];
     const bool begun = s.begun;  // stale, as is what else the device notes there
-    const std::uint32_t psn = s.first_psn;
+    const std::uint32_t psn = s.first_psn, psns = s.psns;
     s = {};
     s.first_psn = psn;
+    s.psns = psns;
     s.begun = begun && q.attr.qp_state == IBV_QPS_ERR;
     s.wr = *wr;
     s.sges.assign(wr->sg_list, wr->sg_list + wr->num_sge);

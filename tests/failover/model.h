@@ -17,6 +17,8 @@ struct Send {
   std::vector<ibv_sge> sges;
   std::vector<std::uint8_t> inline_data;
   std::uint32_t bytes = 0, first_psn = 0;
+  std::uint32_t psns = 0;      ///< that it takes from there on
+  std::uint32_t answered = 0;  ///< a READ: answers that have come. It is sent again from behind those, as by soft-RoCE
   bool begun = false, given_up = false;
   std::uint64_t answer = 0;  ///< atomics: what the responder has found. With the requester once an acknowledgement gets through
 };

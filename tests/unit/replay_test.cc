@@ -40,6 +40,18 @@ TEST(Fates, WhatTheOtherEndHasExecutedIsDone) {
   EXPECT_EQ(replay::fates(sends, kMtu, 15, 15), (std::vector{Fate::kDone, Fate::kDone, Fate::kDone}));
 }
 
+// Answered up to PSN 110 and sent again from there: its length tells of answers that are not asked for any more.
+TEST(Fates, AReadThatIsSentAgainInPartEndsWhereItDid) {
+  auto sends = from_psn(110, {send(IBV_WR_RDMA_READ, 16 * kMtu), send(IBV_WR_SEND, 1), send(IBV_WR_RDMA_READ, 2 * kMtu), send(IBV_WR_SEND, 1)});
+  sends[0].read_psns = 6;
+  sends[2].read_psns = 1;  // of the work request that its slot had before: it is not the oldest
+  EXPECT_EQ(replay::fates(sends, kMtu, 120, 115), (std::vector{Fate::kReplay, Fate::kReplay, Fate::kReplay, Fate::kReplay}));
+  EXPECT_EQ(replay::fates(sends, kMtu, 120, 117), (std::vector{Fate::kReplay, Fate::kDone, Fate::kReplay, Fate::kReplay}));
+  EXPECT_EQ(replay::fates(sends, kMtu, 120, 119), (std::vector{Fate::kReplay, Fate::kDone, Fate::kReplay, Fate::kReplay}));
+  EXPECT_EQ(replay::fates(sends, kMtu, 120, 120), (std::vector{Fate::kReplay, Fate::kDone, Fate::kReplay, Fate::kDone}));
+  EXPECT_EQ(replay::end_psn(sends[0], kMtu), 116u);
+}
+
 TEST(Fates, AnAtomicWriteIsDoneOrReplayedLikeAnyWrite) {
   const auto sends = from_psn(10, {send(IBV_WR_ATOMIC_WRITE, 8, 1), send(IBV_WR_ATOMIC_WRITE, 8, 2)});
   auto fates = replay::fates(sends, kMtu, 12, 11);
