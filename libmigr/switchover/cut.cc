@@ -70,7 +70,6 @@ class Flushing {
       c.cutting.push_back(q_.cut.get());
       path::poll_to_fake(c);
     });
-    q_.cut->received = 0;
   }
   ~Flushing() {
     for_cqs(q_, [&](CqShadow& c) {
@@ -86,8 +85,27 @@ class Flushing {
       path::poll_to_fake(c);
     });
   }
+  /// Where the queues are. Only receives that have been completed behind that are counted.
+  int look_at_queues(provider::QueuePart& sends, provider::QueuePart& receives) {
+    constexpr unsigned kMostLooks = 100;  // a message may come at any time
+    int err = 0;
+    for (unsigned looks = 0; looks < kMostLooks && !err; ++looks) {
+      poll_receives(true);
+      err = provider::queue_parts(q_, sends, receives);
+      if (!poll_receives(false)) break;
+    }
+    return err;
+  }
 
  private:
+  /// @return how many have been counted
+  std::size_t poll_receives(bool anew) {
+    if (!q_.recv_cq) return 0;
+    std::lock_guard guard(q_.recv_cq->lock);
+    path::poll_to_fake(*q_.recv_cq);
+    if (anew) q_.cut->received = 0;
+    return q_.cut->received;
+  }
   QpShadow& q_;
 };
 
@@ -117,7 +135,7 @@ int ask_for_psns(QpShadow& q, std::string& why) {
 int stop_path(QpShadow& q, provider::QueuePart& sends, provider::QueuePart& receives, std::string& why) {
   Cut& cut = *q.cut;
   Flushing flushing(q);
-  if (const int err = provider::queue_parts(q, sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
+  if (const int err = flushing.look_at_queues(sends, receives)) return fail(why, err, "cannot look at the queues of " + qp_name(q));
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
   events::hush(q, q.real);  // it may say that it uses no receive of its SRQ any more
@@ -253,11 +271,11 @@ struct Position {
 };
 
 /// Of a path that may carry still, and threads may post to.
-int look_at_queues(QpShadow& q, Position& out, std::vector<QueuedSend>& sends) {
+int look_at_path(QpShadow& q, Flushing& flushing, Position& out, std::vector<QueuedSend>& sends) {
   for (;;) {
     Position after;
     ibv_qp_attr device{};
-    int err = provider::queue_parts(q, out.sends, out.receives);
+    int err = flushing.look_at_queues(out.sends, out.receives);
     if (!err) err = ask_device(q, device, IBV_QP_STATE | kPsns);
     if (!err) err = provider::queue_parts(q, after.sends, after.receives);
     if (err) return err;
@@ -408,7 +426,7 @@ int cut_into_err(QpShadow& q, const VirtualLkeys& keys, std::string& why) {
     Flushing flushing(q);
     links::hand_over(q);
     // Behind that: of a path that carries still, what has come until now is the application's, and is not counted.
-    err = look_at_queues(q, before, sends_before);
+    err = look_at_path(q, flushing, before, sends_before);
     if (err) return fail(why, err, "cannot look at the queues of " + qp_name(q));
     std::string small;  // by QPs that came later
     for_cqs(q, [&](const CqShadow& c) { if (small.empty()) small = links::why_no_room(c, cut.side); });
