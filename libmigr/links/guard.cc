@@ -88,6 +88,7 @@ void deliver(QpShadow& q, std::vector<Hidden> all) {
     h.wc.qp_num = q.vqpn();
     h.cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
     if (path::complete_stand_in(*h.cq, h.wc) < 0) h.cq->fake.push_back(h.wc);
+    else if (h.cq->markers) --h.cq->markers;
   }
 }
 
