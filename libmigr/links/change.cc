@@ -263,7 +263,7 @@ void doubt(const QpLink& l) {
 
 /// Because its path or its link has failed.
 void fail_over(QpLink& l, migr_links_cause cause) {
-  if (l.epoch >= kLastEpoch) return;
+  if (l.epoch >= kLastEpoch) return stop_change(l), give_up(l, "it has changed its link too often");  // its errors wait
   l.led = false;
   doubt(l);
   begin(l, cause, next_epoch(l, some_other(l)));
