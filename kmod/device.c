@@ -101,6 +101,9 @@ static void ops_restore(struct migr_dev *md)
  * what was made in them before is not known. restrack has them by number; it
  * counts up from 0 and wraps, so the highest number is not known either, but
  * how many there are is.
+ *
+ * We run as who loads the module or makes the device, whose namespaces are not
+ * theirs: until its process attaches, such a context is for the host alone to see.
  */
 #define MIGR_HYDRATE_IDS (1u << 20)
 
@@ -121,7 +124,8 @@ static void hydrate(struct ib_device *ibdev)
 		/* It cannot be deallocated as long as we hold the entry. */
 		uctx = container_of(res, struct ib_ucontext, res);
 		tgid = res->task ? get_task_pid(res->task, PIDTYPE_TGID) : NULL;
-		if (migr_ctx_new(uctx, tgid, res->task ? res->task->comm : "", MIGR_CTX_HYDRATED))
+		if (migr_ctx_new(uctx, tgid, res->task ? res->task->comm : "", &init_user_ns, 0,
+				 MIGR_CTX_HYDRATED))
 			pr_warn("%s: no memory to record a context that exists\n",
 				dev_name(&ibdev->dev));
 		put_pid(tgid);

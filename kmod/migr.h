@@ -62,7 +62,7 @@ struct migr_ctx {
 	struct ib_device *ibdev;	/* valid while uctx is */
 	struct pid *tgid;
 	struct user_namespace *user_ns;
-	u64 netns;			/* cookie of its network namespace, which no other ever gets; 0: none */
+	u64 netns;			/* cookie of its network namespace, which no other ever gets; 0: none, so the host's only */
 	char comm[TASK_COMM_LEN];
 	char ibdev_name[MIGR_IBDEV_NAME_MAX];
 	u32 num_comp_vectors;
@@ -146,7 +146,8 @@ extern const struct ib_device_ops migr_ucontext_ops, migr_mr_ops, migr_cq_ops, m
 
 /* record.c */
 void migr_record_exit(void);
-int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags);
+int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm,
+		 struct user_namespace *user_ns, u64 netns, u32 flags);
 void migr_ctx_gone(struct ib_ucontext *uctx);
 void migr_ctx_leave_device(struct migr_dev *md);
 void migr_ctx_gone_device(struct ib_device *ibdev);

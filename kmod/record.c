@@ -75,7 +75,7 @@ static int ctx_take_id(u32 *id, gfp_t gfp)
 
 /* @ctx, which has its number and is else all zeros, is the record's. */
 static void ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struct pid *tgid,
-			   const char *comm, u32 flags)
+			   const char *comm, struct user_namespace *user_ns, u64 netns, u32 flags)
 {
 	lockdep_assert_held(&migr_lock);
 	kref_init(&ctx->ref);
@@ -90,14 +90,15 @@ static void ctx_new_locked(struct migr_ctx *ctx, struct ib_ucontext *uctx, struc
 	strscpy(ctx->ibdev_name, uctx->device->name, sizeof(ctx->ibdev_name));
 	strscpy(ctx->comm, comm, sizeof(ctx->comm));
 	ctx->tgid = get_pid(tgid);
-	ctx->user_ns = get_user_ns(current_user_ns());
-	ctx->netns = migr_current_netns();
+	ctx->user_ns = get_user_ns(user_ns);
+	ctx->netns = netns;
 	hash_add(ctx_by_uctx, &ctx->by_uctx, (unsigned long)uctx);
 	xa_store(&ctx_by_id, ctx->id, ctx, 0);	/* its place is there */
 	trace_migr_ctx_new(ctx);
 }
 
-int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u32 flags)
+int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm,
+		 struct user_namespace *user_ns, u64 netns, u32 flags)
 {
 	struct migr_ctx *ctx = kzalloc(sizeof(*ctx), GFP_KERNEL_ACCOUNT);
 	bool known;
@@ -115,7 +116,7 @@ int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm, u
 	if (known)
 		xa_erase(&ctx_by_id, ctx->id);
 	else
-		ctx_new_locked(ctx, uctx, tgid, comm, flags);
+		ctx_new_locked(ctx, uctx, tgid, comm, user_ns, netns, flags);
 	mutex_unlock(&migr_lock);
 	if (known) {
 		kfree(ctx);
@@ -562,7 +563,7 @@ static int obj_add_locked(struct migr_obj *obj, struct ib_ucontext *uctx, bool *
 			return err;
 		}
 		ctx_new_locked(ctx, uctx, task_tgid(current), current->group_leader->comm,
-			       MIGR_CTX_HYDRATED);
+			       current_user_ns(), migr_current_netns(), MIGR_CTX_HYDRATED);
 	}
 	obj->ctx = ctx;
 	obj->seq = ctx->next_seq;

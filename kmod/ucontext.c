@@ -12,7 +12,8 @@ static int alloc_ucontext(struct ib_ucontext *uctx, struct ib_udata *udata)
 	md = migr_enter(uctx->device, &idx);
 	err = md->orig.alloc_ucontext(uctx, udata);
 	if (!err) {
-		err = migr_ctx_new(uctx, task_tgid(current), current->group_leader->comm, 0);
+		err = migr_ctx_new(uctx, task_tgid(current), current->group_leader->comm,
+				   current_user_ns(), migr_current_netns(), 0);
 		if (err)
 			md->orig.dealloc_ucontext(uctx);
 	}

@@ -16,8 +16,9 @@
  *  CAP_NET_ADMIN, and so does changing anything of another process (in the
  *  user namespace that owns the network namespace of the socket, and in that
  *  of the process). From a network namespace that is not the host's, only
- *  contexts of processes in it are seen. The group MIGR_GENL_MCGRP_EVENTS tells
- *  the host's namespace of contexts and QPs that come and go.
+ *  contexts of processes in it are seen, and one that was there before the
+ *  module only once its process has attached. The group MIGR_GENL_MCGRP_EVENTS
+ *  tells the host's namespace of contexts and QPs that come and go.
  *
  * Names: "physical" numbers are what the NIC of the moment gave; "virtual"
  * ones are what the application holds. They are equal at birth unless the
