@@ -52,6 +52,8 @@ ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
 void install_slots(Context& context, ibv_context& ctx);
 /// A PD was given back; it may have been a parent domain. Caller holds the lock.
 void parent_domain_gone(Registry& registry, const ibv_pd* pd);
+/// Its context is closed: the kernel closes them with it.
+void xrc_domains_gone(Registry& registry, const Context& context);
 /// The slots and the op of SRQs.
 void install_srq(Context& context, ibv_context& ctx);
 

@@ -612,6 +612,7 @@ void drop_context(ibv_context* ctx) {
   std::erase_if(registry.pds, of_it);
   for (const ibv_pd* pd : std::vector(registry.parent_domains))
     if (pd->context == ctx) parent_domain_gone(registry, pd);
+  xrc_domains_gone(registry, *context);
   std::erase_if(registry.channels, of_it);
   forget(registry.contexts, context);
   events::dropped(*ctx);

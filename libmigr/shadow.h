@@ -254,7 +254,7 @@ struct Slots {
 #define MIGR_SLOTS(X)                                                                                         \
   X(create_qp_ex) X(open_qp) X(create_cq_ex) X(modify_cq) X(create_srq_ex) X(get_srq_num) X(post_srq_ops)     \
   X(alloc_null_mr) X(reg_dm_mr) X(advise_mr) X(modify_qp_rate_limit) X(ibv_create_flow) X(ibv_destroy_flow) \
-  X(create_wq) X(destroy_wq) X(alloc_td) X(dealloc_td) X(alloc_parent_domain)
+  X(create_wq) X(destroy_wq) X(alloc_td) X(dealloc_td) X(alloc_parent_domain) X(open_xrcd) X(close_xrcd)
 #define MIGR_SLOT(name) decltype(verbs_context::name) name = nullptr;
   MIGR_SLOTS(MIGR_SLOT)
 #undef MIGR_SLOT
@@ -274,6 +274,7 @@ struct Context {
   Slots slots;
   unsigned windows = 0;  ///< memory windows; under the Registry's lock
   bool had_windows = false;
+  unsigned xrcds = 0;     ///< XRC domains that are open; likewise
   bool renamed = false;   ///< an MR is called otherwise than the device calls it: new queues translate from the start
   std::unique_ptr<KernelLink> kernel;  ///< never null; says itself whether migr.ko is there
   links::Twin* twin = nullptr;         ///< the same on its backup links

@@ -19,6 +19,7 @@ constexpr char kFlow[] = "flow";
 constexpr char kWq[] = "WQ";
 constexpr char kTd[] = "thread domain";
 constexpr char kParentDomain[] = "parent domain";
+constexpr char kXrcd[] = "XRC domain";
 
 void count_unsupported(const char* what, int change) {
   Registry& registry = Registry::get();
@@ -138,6 +139,28 @@ int dealloc_td(ibv_td* td) {
   return err;
 }
 
+/// The kernel's record has it only where it was made, and not where it is opened again (one of a file that another process has
+/// opened). Nor does it have the target QPs that are made in it; each of them holds it, so it cannot be closed before them.
+ibv_xrcd* open_xrcd(ibv_context* ctx, ibv_xrcd_init_attr* attr) {
+  Registry& registry = Registry::get();
+  auto guard = registry.change();
+  Context& context = *registry.context_of(ctx);
+  ibv_xrcd* xrcd = context.slots.open_xrcd(ctx, attr);
+  if (xrcd) registry.cannot_move(kXrcd), ++context.xrcds;
+  return xrcd;
+}
+
+int close_xrcd(ibv_xrcd* xrcd) {
+  const ibv_context* const ctx = xrcd->context;
+  const int err = slots_of(ctx).close_xrcd(xrcd);
+  if (err) return err;
+  Registry& registry = Registry::get();
+  auto guard = registry.change();
+  registry.cannot_move(kXrcd, -1);
+  --registry.context_of(ctx)->xrcds;
+  return 0;
+}
+
 /// Ends with ibv_dealloc_pd(), as every PD.
 ibv_pd* alloc_parent_domain(ibv_context* ctx, ibv_parent_domain_init_attr* attr) {
   Registry& registry = Registry::get();
@@ -163,6 +186,10 @@ int dealloc_mw(ibv_mw* mw) {
 
 }  // namespace
 
+void xrc_domains_gone(Registry& registry, const Context& context) {
+  if (context.xrcds) registry.cannot_move(kXrcd, -static_cast<int>(context.xrcds));
+}
+
 void parent_domain_gone(Registry& registry, const ibv_pd* pd) {
   if (std::erase(registry.parent_domains, pd)) registry.cannot_move(kParentDomain, -1);
 }
@@ -181,6 +208,8 @@ void install_slots(Context& context, ibv_context& ctx) {
   MIGR_TAKE_SLOT(context, ctx, alloc_td);
   MIGR_TAKE_SLOT(context, ctx, dealloc_td);
   MIGR_TAKE_SLOT(context, ctx, alloc_parent_domain);
+  MIGR_TAKE_SLOT(context, ctx, open_xrcd);
+  MIGR_TAKE_SLOT(context, ctx, close_xrcd);
   if (verbs_context* extended = verbs_get_ctx_op(&ctx, ibv_create_flow)) {
     context.slots.ibv_create_flow = extended->ibv_create_flow;
     extended->ibv_create_flow = create_flow;

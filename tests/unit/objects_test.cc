@@ -457,6 +457,28 @@ TEST_F(Objects, DomainsPassThroughAndAreRefusedByName) {
   EXPECT_EQ(migrd.refusal().find(kTd), std::string::npos) << migrd.refusal();
 }
 
+// The second of one file is not in the kernel's record; what is made in it neither.
+TEST_F(Objects, XrcDomainIsRefusedByNameWhileItIsOpen) {
+  constexpr char kOne[] = "1 x XRC domain", kTwo[] = "2 x XRC domain";
+  ibv_xrcd_init_attr attr{};
+  ibv_xrcd* xrcd = ibv_open_xrcd(context_, &attr);
+  ASSERT_NE(xrcd, nullptr);
+  EXPECT_CALLED("open_xrcd", context_);
+  EXPECT_EQ(recorder_other, &attr);
+  EXPECT_NE(migrd.refusal().find(kOne), std::string::npos) << migrd.refusal();
+  ibv_xrcd* again = ibv_open_xrcd(context_, &attr);
+  EXPECT_NE(migrd.refusal().find(kTwo), std::string::npos) << migrd.refusal();
+  EXPECT_EQ(ibv_close_xrcd(again), 0);
+  EXPECT_NE(migrd.refusal().find(kOne), std::string::npos) << migrd.refusal();
+  EXPECT_EQ(ibv_close_xrcd(xrcd), 0);
+  EXPECT_STREQ(recorder_call, "close_xrcd");
+  EXPECT_EQ(migrd.refusal().find(kOne), std::string::npos) << migrd.refusal();
+  ibv_context* const other = ibv_open_device(ibv_get_device_list(nullptr)[0]);
+  ASSERT_NE(ibv_open_xrcd(other, &attr), nullptr);
+  ibv_close_device(other);
+  EXPECT_EQ(migrd.refusal().find(kOne), std::string::npos) << "it went with its context: " << migrd.refusal();
+}
+
 // As libibverbs does it, with what is asked of the device.
 TEST_F(Objects, FlagsOfMemoryArriveAsGiven) {
   for (const unsigned access : {unsigned{IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED}, unsigned{IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING}}) {

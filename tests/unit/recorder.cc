@@ -160,6 +160,13 @@ ibv_pd* alloc_parent_domain(ibv_context* c, ibv_parent_domain_init_attr* a) {
   recorded("alloc_parent_domain", a->pd, a->td);
   return pd;
 }
+ibv_xrcd* open_xrcd(ibv_context* c, ibv_xrcd_init_attr* a) {
+  auto* xrcd = new ibv_xrcd{};
+  xrcd->context = c;
+  recorded("open_xrcd", c, a);
+  return xrcd;
+}
+int close_xrcd(ibv_xrcd* xrcd) { return recorded("close_xrcd", xrcd), delete xrcd, 0; }
 ibv_mr* alloc_null_mr(ibv_pd* pd) { return make_mr("alloc_null_mr", pd, nullptr, 0, 0); }
 ibv_mr* reg_dm_mr(ibv_pd* pd, ibv_dm*, uint64_t, std::size_t length, unsigned access) {
   return make_mr("reg_dm_mr", pd, nullptr, length, access);
@@ -271,6 +278,8 @@ RECORDER ibv_context* ibv_open_device(ibv_device* device) {
   v->alloc_td = alloc_td;
   v->dealloc_td = dealloc_td;
   v->alloc_parent_domain = alloc_parent_domain;
+  v->open_xrcd = open_xrcd;
+  v->close_xrcd = close_xrcd;
   v->create_srq_ex = create_srq_ex;
   v->get_srq_num = get_srq_num;
   v->post_srq_ops = post_srq_ops;
