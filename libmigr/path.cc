@@ -644,7 +644,13 @@ bool sessions_are_outside(const QpShadow& q) {
   return true;
 }
 
-void pass_barrier() { syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0); }
+void pass_barrier() {
+  const int kept = errno;
+  const auto passed = [](int command) { return syscall(SYS_membarrier, command, 0, 0) == 0; };
+  // A process that was restored has to say again that it will. The last is slow, and needs no such word.
+  if (!passed(MEMBARRIER_CMD_PRIVATE_EXPEDITED) && !(watch_pollers() && passed(MEMBARRIER_CMD_PRIVATE_EXPEDITED))) passed(MEMBARRIER_CMD_GLOBAL);
+  errno = kept;
+}
 
 int complete_stand_in(CqShadow& c, const ibv_wc& wc) {
   const auto found = std::find_if(c.stand_ins.begin(), c.stand_ins.end(), [&](const StandIn& s) { return s.wr_id == wc.wr_id; });

@@ -64,7 +64,7 @@ int poll_to_fake(CqShadow& cq) noexcept;
 
 /// Once, before any CQ is protected. @return false: this kernel has no membarrier(2), and no CQ may be
 bool watch_pollers();
-/// A flag was raised before: from here on the two that follow tell of all threads that have not seen it.
+/// A flag was raised before: from here on the two that follow tell of all threads that have not seen it. Keeps errno.
 void pass_barrier();
 /// Nobody holds completions of protected CQ `cq` that were not looked at.
 bool pollers_are_outside(const CqShadow& cq);

@@ -167,7 +167,6 @@ bool leave_links(Directory& directory) {
 void stay_parked() {
   std::unique_lock guard(registry().lock);
   registry().thawed.wait(guard, [] { return !registry().moving; });
-  path::watch_pollers();                         // a restored process has to say so again
   for (Past& p : state()->pasts) p.lost_ns = 0;  // the other host has a clock of its own
   state()->parking = Parking::kNo;
 }
