@@ -46,13 +46,13 @@ static int resize_cq(struct ib_cq *cq, int cqe, struct ib_udata *udata)
 
 	md = migr_enter(cq->device, &idx);
 	err = md->orig.resize_cq(cq, cqe, udata);
-	if (err || !udata || !migr_obj_is_ours(cq))
+	if (err || !udata || !migr_obj_is_ours(cq, MIGR_OBJ_CQ))
 		goto out_leave;
 	answer = migr_obj_alloc(MIGR_OBJ_CQ);	/* only to carry it; without, the old one stays */
 	if (answer)
 		migr_obj_take_resp(answer, udata);
 	mutex_lock(&migr_lock);
-	obj = migr_obj_find_locked(cq);
+	obj = migr_obj_find_locked(cq, MIGR_OBJ_CQ);
 	if (obj) {
 		obj->rec.cq.cqe = cqe;
 		obj->ctx->gen++;
@@ -77,7 +77,7 @@ static int destroy_cq(struct ib_cq *cq, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(cq->device, &idx);
-	obj = migr_obj_begin_destroy(cq);
+	obj = migr_obj_begin_destroy(cq, MIGR_OBJ_CQ);
 	err = md->orig.destroy_cq(cq, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);

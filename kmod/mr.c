@@ -121,7 +121,7 @@ static int note_rereg(struct ib_mr *mr, int flags, u64 start, u64 length, u64 io
 	int err = 0;
 
 	mutex_lock(&migr_lock);
-	obj = migr_obj_find_locked(mr);
+	obj = migr_obj_find_locked(mr, MIGR_OBJ_MR);
 	if (obj) {
 		rec = &obj->rec.mr;
 		if (flags & IB_MR_REREG_TRANS) {
@@ -144,7 +144,7 @@ static int note_rereg(struct ib_mr *mr, int flags, u64 start, u64 length, u64 io
 	while (migr_table_fill(&missing)) {
 		missing.file = NULL;
 		mutex_lock(&migr_lock);
-		obj = migr_obj_find_locked(mr);
+		obj = migr_obj_find_locked(mr, MIGR_OBJ_MR);
 		err = obj ? migr_names_publish_locked(obj) : 0;
 		if (obj)
 			missing = migr_table_missing_locked(obj->ctx, err);
@@ -167,7 +167,7 @@ static struct ib_mr *rereg_user_mr(struct ib_mr *mr, int flags, u64 start, u64 l
 	new_pd = flags & IB_MR_REREG_PD ? pd : mr->pd;
 	md = migr_enter(mr->device, &idx);
 	mutex_lock(&migr_lock);
-	old = migr_obj_find_locked(mr);
+	old = migr_obj_find_locked(mr, MIGR_OBJ_MR);
 	if (old) {
 		rec = old->rec.mr;
 		rec.handle = migr_obj_resolve_locked(old) ? old->rec.mr.handle : MIGR_NO_HANDLE;
@@ -210,7 +210,7 @@ static int dereg_mr(struct ib_mr *mr, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(mr->device, &idx);
-	obj = migr_obj_begin_destroy(mr);
+	obj = migr_obj_begin_destroy(mr, MIGR_OBJ_MR);
 	err = md->orig.dereg_mr(mr, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);

@@ -83,7 +83,7 @@ static int pin_locked(struct migr_obj *obj, bool differ)
  */
 static bool name_goes(const struct migr_obj *obj)
 {
-	return obj->dying && !obj->pinned;
+	return (obj->dying || obj->ctx->leaving) && !obj->pinned;
 }
 
 /* ---- queue pairs --------------------------------------------------------- */
@@ -585,6 +585,5 @@ void migr_names_del_locked(struct migr_obj *obj)
 
 void migr_names_exit(void)
 {
-	WARN_ON(nr_reserved);
 	xa_destroy(&reserved);
 }

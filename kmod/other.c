@@ -51,7 +51,7 @@ static int dealloc_mw(struct ib_mw *mw)
 	int idx, err;
 
 	md = migr_enter(mw->device, &idx);
-	obj = migr_obj_begin_destroy(mw);
+	obj = migr_obj_begin_destroy(mw, MIGR_OBJ_MW);
 	err = md->orig.dealloc_mw(mw);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
@@ -97,7 +97,7 @@ static int destroy_ah(struct ib_ah *ah, u32 flags)
 
 	md = migr_enter(ah->device, &idx);
 	if (flags & RDMA_DESTROY_AH_SLEEPABLE)	/* so are all of user space */
-		obj = migr_obj_begin_destroy(ah);
+		obj = migr_obj_begin_destroy(ah, MIGR_OBJ_AH);
 	err = md->orig.destroy_ah(ah, flags);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
@@ -142,7 +142,7 @@ static int dealloc_xrcd(struct ib_xrcd *xrcd, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(xrcd->device, &idx);
-	obj = migr_obj_begin_destroy(xrcd);
+	obj = migr_obj_begin_destroy(xrcd, MIGR_OBJ_XRCD);
 	err = md->orig.dealloc_xrcd(xrcd, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
@@ -194,7 +194,7 @@ static int dealloc_dm(struct ib_dm *dm, struct uverbs_attr_bundle *attrs)
 	int idx, err;
 
 	md = migr_enter(dm->device, &idx);
-	obj = migr_obj_begin_destroy(dm);
+	obj = migr_obj_begin_destroy(dm, MIGR_OBJ_DM);
 	err = md->orig.dealloc_dm(dm, attrs);
 	if (obj)
 		migr_obj_end_destroy(obj, err);

@@ -133,10 +133,10 @@ static int modify_qp(struct ib_qp *qp, struct ib_qp_attr *attr, int mask, struct
 
 	md = migr_enter(qp->device, &idx);
 	err = md->orig.modify_qp(qp, attr, mask, udata);
-	if (err || !migr_obj_is_ours(qp))
+	if (err || !migr_obj_is_ours(qp, MIGR_OBJ_QP))
 		goto out_leave;
 	mutex_lock(&migr_lock);
-	obj = migr_obj_find_locked(qp);
+	obj = migr_obj_find_locked(qp, MIGR_OBJ_QP);
 	if (obj) {
 		record_modify(obj, attr, mask);
 		obj->ctx->gen++;
@@ -165,7 +165,7 @@ static int destroy_qp(struct ib_qp *qp, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(qp->device, &idx);
-	obj = migr_obj_begin_destroy(qp);
+	obj = migr_obj_begin_destroy(qp, MIGR_OBJ_QP);
 	err = md->orig.destroy_qp(qp, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);

@@ -610,25 +610,30 @@ int migr_obj_add(struct migr_obj *obj, void *ptr, struct ib_ucontext *uctx)
 	return err;
 }
 
-struct migr_obj *migr_obj_find_locked(const void *ptr)
+/*
+ * Of a context that is leaving nobody tells us what is freed, whose address another
+ * device's object may have by now: none of it is found.
+ */
+struct migr_obj *migr_obj_find_locked(const void *ptr, u32 type)
 {
 	struct migr_obj *obj;
 
 	lockdep_assert_held(&migr_lock);
 	hash_for_each_possible(obj_by_ptr, obj, by_ptr, (unsigned long)ptr)
-		if (obj->ptr == ptr && !obj->dying)
+		if (obj->ptr == ptr && obj->type == type && !obj->dying && !obj->ctx->leaving)
 			return obj;
 	return NULL;
 }
 
-bool migr_obj_is_ours(const void *ptr)
+/* False for what is not. True may turn out wrong under migr_lock. */
+bool migr_obj_is_ours(const void *ptr, u32 type)
 {
 	struct migr_obj *obj;
 	bool ours = false;
 
 	rcu_read_lock();
 	hash_for_each_possible_rcu(obj_by_ptr, obj, by_ptr, (unsigned long)ptr)
-		ours |= obj->ptr == ptr;
+		ours |= obj->ptr == ptr && obj->type == type;
 	rcu_read_unlock();
 	return ours;
 }
@@ -651,14 +656,14 @@ struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 h
 }
 
 /* Returns NULL for what is not ours. Does not sleep then: kernel users may be atomic. */
-struct migr_obj *migr_obj_begin_destroy(const void *ptr)
+struct migr_obj *migr_obj_begin_destroy(const void *ptr, u32 type)
 {
 	struct migr_obj *obj;
 
-	if (!migr_obj_is_ours(ptr))
+	if (!migr_obj_is_ours(ptr, type))
 		return NULL;
 	mutex_lock(&migr_lock);
-	obj = migr_obj_find_locked(ptr);
+	obj = migr_obj_find_locked(ptr, type);
 	if (obj) {
 		migr_names_hide_locked(obj);
 		obj_account_locked(obj, -1);

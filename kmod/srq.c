@@ -64,10 +64,10 @@ static int modify_srq(struct ib_srq *srq, struct ib_srq_attr *attr, enum ib_srq_
 
 	md = migr_enter(srq->device, &idx);
 	err = md->orig.modify_srq(srq, attr, mask, udata);
-	if (err || !udata || !migr_obj_is_ours(srq))
+	if (err || !udata || !migr_obj_is_ours(srq, MIGR_OBJ_SRQ))
 		goto out_leave;
 	mutex_lock(&migr_lock);
-	obj = migr_obj_find_locked(srq);
+	obj = migr_obj_find_locked(srq, MIGR_OBJ_SRQ);
 	if (obj) {
 		if (mask & IB_SRQ_MAX_WR) {
 			obj->rec.srq.max_wr = max_wr;
@@ -91,7 +91,7 @@ static int destroy_srq(struct ib_srq *srq, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(srq->device, &idx);
-	obj = migr_obj_begin_destroy(srq);
+	obj = migr_obj_begin_destroy(srq, MIGR_OBJ_SRQ);
 	err = md->orig.destroy_srq(srq, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);

@@ -67,7 +67,7 @@ static int dealloc_pd(struct ib_pd *pd, struct ib_udata *udata)
 	int idx, err;
 
 	md = migr_enter(pd->device, &idx);
-	obj = migr_obj_begin_destroy(pd);
+	obj = migr_obj_begin_destroy(pd, MIGR_OBJ_PD);
 	err = md->orig.dealloc_pd(pd, udata);
 	if (obj)
 		migr_obj_end_destroy(obj, err);
