@@ -89,7 +89,7 @@ static void ops_restore(struct migr_dev *md)
 		WRITE_ONCE(ops->op, md->orig.op);			\
 	else if (ops->op != md->orig.op)				\
 		pr_err("%s: somebody else has replaced " #op "; it is left alone\n", \
-		       dev_name(&md->ibdev->dev));
+		       md->ibdev->name);	/* dev_name() is freed by a rename */
 	RESTORE(migr_ucontext_ops, alloc_ucontext)
 	MIGR_FOR_EACH_CREATOR(RESTORE)
 	MIGR_FOR_EACH_OTHER(RESTORE)
@@ -127,13 +127,13 @@ static void hydrate(struct ib_device *ibdev)
 		if (migr_ctx_new(uctx, tgid, res->task ? res->task->comm : "", &init_user_ns, 0,
 				 MIGR_CTX_HYDRATED))
 			pr_warn("%s: no memory to record a context that exists\n",
-				dev_name(&ibdev->dev));
+				ibdev->name);
 		put_pid(tgid);
 		rdma_restrack_put(res);
 	}
 	if (left > 0)
 		pr_warn("%s: %d contexts that exist were not found; they are recorded when used\n",
-			dev_name(&ibdev->dev), left);
+			ibdev->name, left);
 }
 
 static int migr_add(struct ib_device *ibdev)
