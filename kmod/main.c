@@ -25,6 +25,7 @@ err_device:
 	migr_device_exit();
 err_netlink:
 	migr_netlink_exit();
+	migr_names_exit();
 	migr_record_exit();
 	return err;
 }
@@ -35,6 +36,7 @@ static void __exit migr_exit(void)
 	migr_chardev_exit();
 	migr_device_exit();
 	migr_netlink_exit();
+	WARN_ON(migr_nr_reserved());
 	migr_names_exit();
 	migr_record_exit();
 }
