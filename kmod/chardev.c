@@ -142,6 +142,7 @@ static int ioc_query_mr(struct migr_ctx *ctx, struct migr_ioc_query_mr __user *u
 		return -EFAULT;
 	if (arg.reserved)
 		return -EINVAL;
+	migr_ctx_resolve(ctx);
 	mutex_lock(&migr_lock);
 	obj = migr_obj_by_handle_locked(ctx, MIGR_OBJ_MR, arg.handle);
 	if (obj) {
@@ -170,6 +171,7 @@ static int ioc_driver_resp(struct migr_ctx *ctx, struct migr_ioc_driver_resp __u
 	if (arg.obj_type != MIGR_OBJ_CQ && arg.obj_type != MIGR_OBJ_QP && arg.obj_type != MIGR_OBJ_SRQ)
 		return -EOPNOTSUPP;
 	room = arg.len;
+	migr_ctx_resolve(ctx);
 	mutex_lock(&migr_lock);
 	obj = migr_obj_by_handle_locked(ctx, arg.obj_type, arg.handle);
 	if (obj) {

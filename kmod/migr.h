@@ -159,6 +159,7 @@ void migr_ctx_put(struct migr_ctx *ctx);
 bool migr_ctx_is_there_locked(const struct migr_ctx *ctx);
 int migr_ctx_attach(struct migr_ctx *ctx);
 void migr_ctx_detach(struct migr_ctx *ctx);
+void migr_ctx_resolve(struct migr_ctx *ctx);
 void migr_record_count(u32 *nr_ctx, u32 *nr_obj);
 
 struct migr_obj *migr_obj_alloc(u32 type);

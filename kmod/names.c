@@ -525,6 +525,7 @@ int migr_bind_mr(struct migr_ctx *ctx, u32 handle, u32 vlkey, u32 vrkey)
 
 	if (!(vlkey >> 8) || (vrkey && !(vrkey >> 8)))
 		return -EINVAL;
+	migr_ctx_resolve(ctx);
 	do {
 		mutex_lock(&migr_lock);
 		err = bind_mr_locked(ctx, handle, vlkey, vrkey);

@@ -26,6 +26,9 @@ static DEFINE_HASHTABLE(cq_by_channel, MIGR_HASH_BITS);	/* migr_lock */
 
 #define MIGR_UNRESOLVED XA_MARK_0	/* handle not known yet */
 
+/* A process may have any number of objects: how many are gone through before others have migr_lock, too. */
+#define MIGR_BATCH 64
+
 /* ---- contexts ------------------------------------------------------------ */
 
 static void ctx_release(struct kref *ref)
@@ -129,16 +132,22 @@ int migr_ctx_new(struct ib_ucontext *uctx, struct pid *tgid, const char *comm,
 
 static void obj_unlink_locked(struct migr_obj *obj);
 
-/* The context's number and owner are told after the lock is gone. */
-static void ctx_gone_locked(struct migr_ctx *ctx)
+/*
+ * The context, of which the number and the owner are told after the lock is gone.
+ * False: only some of its objects, and there are more.
+ */
+static bool ctx_gone_locked(struct migr_ctx *ctx)
 {
 	struct migr_obj *obj;
 	unsigned long seq;
+	int n = 0;
 
 	lockdep_assert_held(&migr_lock);
 	xa_for_each(&ctx->objs, seq, obj) {
 		if (obj->dying)
 			continue;	/* its destroyer holds it and unlinks it */
+		if (n++ == MIGR_BATCH)
+			return false;
 		obj_unlink_locked(obj);
 		migr_obj_free(obj);
 		kref_put(&ctx->ref, ctx_release);	/* never the last */
@@ -149,17 +158,20 @@ static void ctx_gone_locked(struct migr_ctx *ctx)
 	ctx->uctx = NULL;
 	ctx->ibdev = NULL;
 	ctx->ufile = NULL;
+	return true;
 }
 
 void migr_ctx_gone(struct ib_ucontext *uctx)
 {
 	struct migr_ctx *ctx;
+	bool gone;
 
-	mutex_lock(&migr_lock);
-	ctx = ctx_find_locked(uctx);
-	if (ctx)
-		ctx_gone_locked(ctx);
-	mutex_unlock(&migr_lock);
+	do {
+		mutex_lock(&migr_lock);
+		ctx = ctx_find_locked(uctx);
+		gone = !ctx || ctx_gone_locked(ctx);
+		mutex_unlock(&migr_lock);
+	} while (!gone);
 	if (!ctx)
 		return;
 	migr_event(MIGR_EV_CTX_DEL, ctx, MIGR_NO_QPN, MIGR_NO_QPN);
@@ -188,6 +200,7 @@ void migr_ctx_gone_device(struct ib_device *ibdev)
 {
 	struct migr_ctx *ctx, *found;
 	unsigned long id;
+	bool gone = false;
 
 	do {
 		found = NULL;
@@ -196,11 +209,11 @@ void migr_ctx_gone_device(struct ib_device *ibdev)
 			if (ctx->ibdev != ibdev)
 				continue;
 			found = ctx;
-			ctx_gone_locked(ctx);
+			gone = ctx_gone_locked(ctx);
 			break;
 		}
 		mutex_unlock(&migr_lock);
-		if (found) {
+		if (found && gone) {
 			migr_event(MIGR_EV_CTX_DEL, found, MIGR_NO_QPN, MIGR_NO_QPN);
 			migr_ctx_put(found);
 		}
@@ -267,9 +280,6 @@ struct migr_ctx *migr_ctx_get_by_ufile(const void *private_data)
 	return found;
 }
 
-/* How many names are published before others have migr_lock, too. */
-#define MIGR_PUBLISH_BATCH 64
-
 /* Objects that are made meanwhile publish themselves. EAGAIN: there are more. */
 static int publish_locked(struct migr_ctx *ctx)
 {
@@ -280,7 +290,7 @@ static int publish_locked(struct migr_ctx *ctx)
 	if (ctx->published)
 		return 0;
 	xa_for_each_start(&ctx->objs, seq, obj, ctx->publish_next) {
-		if (n++ == MIGR_PUBLISH_BATCH)
+		if (n++ == MIGR_BATCH)
 			return -EAGAIN;
 		err = obj->dying ? 0 : migr_names_publish_locked(obj);
 		if (err)
@@ -636,6 +646,29 @@ bool migr_obj_is_ours(const void *ptr, u32 type)
 		ours |= obj->ptr == ptr && obj->type == type;
 	rcu_read_unlock();
 	return ours;
+}
+
+/*
+ * Those of @ctx that have got a handle meanwhile. To be called before a search by
+ * handle, which goes through all that have none without letting others have the lock.
+ */
+void migr_ctx_resolve(struct migr_ctx *ctx)
+{
+	unsigned long seq = 0;
+	struct migr_obj *obj;
+	int n;
+
+	do {
+		mutex_lock(&migr_lock);
+		for (n = 0; n < MIGR_BATCH && migr_ctx_is_there_locked(ctx); n++, seq++) {
+			obj = xa_find(&ctx->objs, &seq, ULONG_MAX, MIGR_UNRESOLVED);
+			if (!obj)
+				break;
+			if (!obj->dying)
+				migr_obj_resolve_locked(obj);
+		}
+		mutex_unlock(&migr_lock);
+	} while (n == MIGR_BATCH);
 }
 
 struct migr_obj *migr_obj_by_handle_locked(struct migr_ctx *ctx, u32 type, u32 handle)

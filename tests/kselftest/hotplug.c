@@ -18,6 +18,7 @@
 #define IBDEV "migrtest"
 #define RENAMED "migrtest2"
 #define MEMORY 4096
+#define NR_PD 200	/* more than the module takes away at once */
 
 static struct ctx_list ctxs;
 static struct obj_list objs;
@@ -116,9 +117,10 @@ int main(void)
 		usleep(100000);
 	}
 	need(context, "open the device");
-	need(ibv_alloc_pd(context), "alloc_pd");
+	for (i = 0; i < NR_PD; i++)
+		need(ibv_alloc_pd(context), "alloc_pd");
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
-	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, IBDEV) && ctxs.rec[0].nr_pd == 1 && !ctxs.rec[0].flags,
+	check(ctxs.n == 1 && !strcmp(ctxs.rec[0].ibdev, IBDEV) && ctxs.rec[0].nr_pd == NR_PD && !ctxs.rec[0].flags,
 	      "what is made on it is recorded");
 	id = ctxs.rec[0].ctx_id;
 	need(!system("rdma dev set " IBDEV " name " RENAMED), "another name");
@@ -139,6 +141,7 @@ int main(void)
 	check(WIFEXITED(status) && !WEXITSTATUS(status), "the device goes");
 	need(!genl_info(&info), "info");
 	check_eq(info.nr_dev, before.nr_dev, "and is ours no more");
+	check_eq(info.nr_obj, before.nr_obj, "nor are its objects");
 	need(!genl_ctxs(getpid(), &ctxs), "dump");
 	check_eq(ctxs.n, 0, "nor is its context");
 	goes_though_another_hangs();
