@@ -125,7 +125,8 @@ struct migr_ioc_qp_stands {
 /*
  * mmap(): PROT_READ, MAP_SHARED, exact size, offset chooses the table.
  * Writable mappings are EPERM, another size is EINVAL, an unattached file is
- * ENOENT. Unused entries are 0 and cost no memory.
+ * ENOENT. Unused entries are 0. A page costs memory once an entry of it is used
+ * or read, and then until the context and its mappings are gone.
  */
 #define MIGR_QPN_TABLE_OFFSET	0ull
 #define MIGR_QPN_TABLE_BYTES	((__u64)MIGR_NR_INDEX * 4)
