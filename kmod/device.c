@@ -6,6 +6,7 @@
  * Then a task may be (a) about to enter a wrapper, having loaded the pointer,
  * (b) inside, asleep in the driver, (c) about to return. synchronize_rcu_tasks()
  * waits for (a), synchronize_srcu() for (b), synchronize_rcu_tasks() for (c).
+ * tests/kselftest/linger.c has somebody in each of them.
  */
 #include <linux/module.h>
 #include <linux/rcupdate.h>
@@ -16,6 +17,14 @@
 #include "migr.h"
 
 atomic_t migr_nr_dev = ATOMIC_INIT(0);
+
+#ifdef MIGR_TEST_LINGER
+struct migr_linger migr_linger;
+module_param_named(tgid, migr_linger.tgid, uint, 0600);
+module_param_named(before_ms, migr_linger.before_ms, uint, 0600);
+module_param_named(after_ms, migr_linger.after_ms, uint, 0600);
+module_param_named(came, migr_linger.came, uint, 0400);
+#endif
 
 static struct ib_client migr_client;
 

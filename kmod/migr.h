@@ -20,6 +20,7 @@
 #ifndef MIGR_H
 #define MIGR_H
 
+#include <linux/delay.h>
 #include <linux/hashtable.h>
 #include <linux/kref.h>
 #include <linux/mutex.h>
@@ -126,18 +127,48 @@ int migr_device_init(void);
 void migr_device_exit(void);
 struct migr_dev *migr_dev_of(struct ib_device *ibdev);
 
+/* A build for tests/kselftest/linger.c: one process is slow where a wrapper is not in its section, and then in it. */
+#ifdef MIGR_TEST_LINGER
+struct migr_linger {
+	unsigned int tgid, before_ms, after_ms, came;
+};
+
+extern struct migr_linger migr_linger;
+
+static inline unsigned int migr_linger_ms(const unsigned int *ms)
+{
+	if (task_tgid_nr(current) != READ_ONCE(migr_linger.tgid))
+		return 0;
+	WRITE_ONCE(migr_linger.came, 1);
+	return READ_ONCE(*ms);
+}
+
+#define MIGR_LINGER_MS(which) migr_linger_ms(&migr_linger.which)
+#else
+#define MIGR_LINGER_MS(which) 0u
+#endif
+
 /* Every wrapper is one such section, and uses its device's struct only within. Nothing may sleep before it. */
 static inline struct migr_dev *migr_enter(struct ib_device *ibdev, int *idx)
 {
 	struct migr_dev *md = migr_dev_of(ibdev);
+	unsigned int ms = MIGR_LINGER_MS(before_ms);
 
+	if (ms)
+		mdelay(ms);
 	*idx = srcu_read_lock(&md->inside);
 	return md;
 }
 
 static inline void migr_leave(struct migr_dev *md, int idx)
 {
+	unsigned int ms = MIGR_LINGER_MS(after_ms);
+
+	if (ms)
+		msleep(ms);
 	srcu_read_unlock(&md->inside, idx);
+	if (ms)
+		mdelay(ms);
 }
 
 /* ucontext.c, mr.c, cq.c, qp.c, srq.c, other.c: what they put in place; the rest is NULL. */
