@@ -8,11 +8,14 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <set>
 #include <unordered_map>
 
+#include "../include/migr/gid.h"
+#include "../include/uapi/migr.h"
 #include "gids.h"
 #include "links/shared_receives.h"
 #include "objects.h"
@@ -68,6 +71,7 @@ struct Handle {
   Context* context;
   ibv_ah_attr attr;  ///< as the application gave it; the GID's index is this host's
   gids::Kind source;
+  bool sourceless;  ///< this host had nothing of that kind
   /// To where its GID's QPs have moved.
   std::vector<std::pair<Gid, ibv_ah*>> others;
 };
@@ -106,6 +110,11 @@ ibv_ah* other_handle(ibv_ah* ah, Handle& h, const Gid& gid) {
   return other;
 }
 
+/// The GID that it sends from. Null: that is gone, or never was here
+const ibv_gid_entry* source_of(const Handle& h, const std::vector<ibv_gid_entry>& table) {
+  return h.sourceless ? nullptr : gids::find(table, h.attr.port_num, h.attr.grh.sgid_index);
+}
+
 bool unreachable(int err) { return err == ETIMEDOUT || err == EHOSTUNREACH || err == ENETUNREACH; }
 
 /// What sends over `ah` become. Those to a host that does not answer stay as they are, and are lost: where they go the number is reserved.
@@ -116,7 +125,7 @@ int aim(ibv_ah* ah, Handle& h, std::set<Gid>& silent) {
   const Gid gid = gid_of(h.attr.grh.dgid.raw);
   std::vector<std::pair<Target, Target>> found;
   for (const auto& [birth, present] : s.present) {
-    if (birth.gid != gid || silent.contains(present.gid)) continue;
+    if (h.sourceless || birth.gid != gid || silent.contains(present.gid)) continue;
     ibv_ah* to = present.gid == gid ? ah : other_handle(ah, h, present.gid);
     if (!to && unreachable(errno)) {
       silent.insert(present.gid);
@@ -370,8 +379,7 @@ void note_gids() {
     return table;
   };
   for (auto& [ah, h] : s.handles)
-    for (const ibv_gid_entry& e : table_of(h.context))
-      if (e.port_num == h.attr.port_num && e.gid_index == h.attr.grh.sgid_index) h.source = gids::kind_of(e);
+    if (const auto* const e = source_of(h, table_of(h.context))) h.source = gids::kind_of(*e);
   for (const QpShadow* q : Registry::get().qps) {
     if (!datagrams_of(*q)) continue;
     auto& earlier = s.earlier[q->context];
@@ -381,46 +389,59 @@ void note_gids() {
   }
 }
 
-int make_again(std::string& why) {
+void make_again() {
   State& s = state();
+  const auto say = [](const std::string& what, int err) { std::fprintf(stderr, "libmigr: %s: %s\n", what.c_str(), std::strerror(err)); };
   // On the host before, somebody answered when the handle was made. Now nobody does, and what goes there is lost as it was.
   std::set<Gid> silent;  // the kernel waits a second for each
   std::unordered_map<Context*, std::vector<ibv_gid_entry>> tables;
+  unsigned sourceless = 0, lost = 0;
+  int last = 0;
   for (auto& [ah, h] : s.handles) {
     auto& table = tables[h.context];
-    if (table.empty())
-      if (const int err = gids::read(h.context->real, table)) return fail(why, err, "reading the GIDs of this host");
+    if (table.empty() && gids::read(h.context->real, table)) table.clear();
     const auto* const source = gids::like(table, h.attr.port_num, h.source, h.attr.grh.sgid_index);
-    if (!source) return fail(why, EADDRNOTAVAIL, "this host has no GID of the kind that an address handle had");
-    h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
+    h.sourceless = !source;
+    sourceless += h.sourceless;
+    if (source) h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
+    // The provider's object has to be of this host, wherever it leads: it is destroyed by its number.
+    const auto* own = source;
+    for (const ibv_gid_entry& e : table)
+      if (!own && e.port_num == h.attr.port_num) own = &e;
     const auto again = [&](ibv_ah* one, const ibv_ah_attr& attr) {
       ibv_ah_attr mine = attr;
       const Gid to = gid_of(attr.grh.dgid.raw);
+      const ibv_gid from = source ? source->gid : ibv_gid{};
       ibv_ah* fresh = nullptr;
-      int err = ETIMEDOUT;
-      if (!silent.contains(to)) err = (fresh = create_ah(one->pd, mine)) ? 0 : errno;
-      if (unreachable(err)) {
-        silent.insert(to);
-        ibv_ah_attr own = attr;
-        own.grh.dgid = source->gid;
-        if ((fresh = create_ah(one->pd, own))) provider::lead_unresolved(*fresh, attr, source->gid);
+      int err = source ? ETIMEDOUT : EADDRNOTAVAIL;
+      if (source && !silent.contains(to)) err = (fresh = create_ah(one->pd, mine)) ? 0 : errno;
+      if (source && unreachable(err)) silent.insert(to);
+      if (!fresh && own && (!source || unreachable(err))) {
+        ibv_ah_attr home = attr;
+        home.grh.sgid_index = static_cast<std::uint8_t>(own->gid_index);
+        home.grh.dgid = own->gid;
+        if ((fresh = create_ah(one->pd, home))) provider::lead_unresolved(*fresh, attr, from);
+        else err = errno;
       }
-      if (!fresh) return err;
-      provider::become(*one, fresh);
-      return 0;
+      if (fresh) return provider::become(*one, fresh);
+      provider::lead_unresolved(*one, attr, from);
+      one->handle = MIGR_NO_HANDLE;  // that of the host before may be another object's here
+      ++lost;
+      last = err;
     };
-    if (const int err = again(ah, h.attr)) return fail(why, err, "create_ah");
+    again(ah, h.attr);
     for (const auto& [gid, other] : h.others) {
       ibv_ah_attr attr = h.attr;
       std::memcpy(attr.grh.dgid.raw, gid.data(), gid.size());
-      if (const int err = again(other, attr)) return fail(why, err, "create_ah");
+      again(other, attr);
     }
-    if (const int err = aim(ah, h, silent)) return fail(why, err, "an address handle for a peer that has moved");
+    if (const int err = source ? aim(ah, h, silent) : 0) say("an address handle for a peer that has moved", err);
   }
+  if (sourceless) say("this host has no GID of the kind that " + std::to_string(sourceless) + " address handles send from: what is sent by them is lost", EADDRNOTAVAIL);
+  if (lost) say(std::to_string(lost) + " address handles could not be made again: what is sent by them is lost", last);
   for (QpShadow* q : Registry::get().qps)
     for (const auto& [gid, lid] : q->groups)
-      if (const int err = real().attach_mcast(q->real, &gid, lid)) return fail(why, err, "attach_mcast");
-  return 0;
+      if (const int err = real().attach_mcast(q->real, &gid, lid)) say("QP " + std::to_string(q->vqpn()) + " is not in a multicast group any more", err);
 }
 
 void lock_for_fork() { state().lock.lock(); }
@@ -526,7 +547,8 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   ibv_ah* ah = without_lock(guard, create);
   if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
-  handle = {context, mine, {}, {}};
+  // What is at its index is noted later. Until then: what its destination is reached from.
+  handle = {context, mine, {IBV_GID_TYPE_ROCE_V2, migr_gid_family(mine.grh.dgid.raw)}, false, {}};
   std::set<datagrams::Gid> silent;
   if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle, silent) : 0) {
     for (const auto& [gid, other] : handle.others) real().destroy_ah(other);
@@ -559,7 +581,7 @@ MIGR_EXPORT int ibv_destroy_ah(ibv_ah* ah) {
   const auto known = s.handles.find(ah);
   std::vector<std::pair<datagrams::Gid, ibv_ah*>> others;
   if (known != s.handles.end()) others = known->second.others;
-  const int err = real().destroy_ah(ah);
+  const int err = ah->handle == MIGR_NO_HANDLE ? 0 : real().destroy_ah(ah);  // of a few bytes nobody takes care then
   if (err || known == s.handles.end()) return err;
   s.handles.erase(known);
   {

@@ -50,8 +50,9 @@ void unlock_after_fork();
 
 /// FREEZE: what the address handles' source GIDs are, and by which this host's datagrams came.
 void note_gids();
-/// REBIND: the address handles and multicast groups once more.
-int make_again(std::string& why);
+/// REBIND: the address handles and multicast groups once more. There is no way back: a handle that cannot be made leads nowhere, a group that
+/// cannot be joined is left, and standard error says so.
+void make_again();
 
 /// Memory whose addresses in work requests are not the process's. shift: what to add to one.
 void note_shift(const Context& context, std::uint32_t lkey, std::uint64_t shift);

@@ -297,7 +297,7 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   rebound_keys(out);
   for (Context* context : registry.contexts) gids::moved(*context);
   whereabouts::moved();
-  if (const int err = datagrams::make_again(why)) return err;
+  datagrams::make_again();
   for (SrqShadow* s : registry.srqs) {
     if (!(s->state.load(std::memory_order_relaxed) & kFrozenSrq)) continue;
     restart_event_count(*s);

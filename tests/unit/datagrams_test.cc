@@ -97,7 +97,9 @@ int init_ah_from_wc(ibv_context*, std::uint8_t, ibv_wc*, ibv_grh* grh, ibv_ah_at
 }
 /// As uverbs has it: who is in a group already joins it once more, and leaves it once.
 std::vector<std::pair<std::uint8_t, std::uint16_t>> joined;
+std::uint8_t no_group;  // last byte of one that cannot be joined
 int attach_mcast(ibv_qp*, const ibv_gid* gid, std::uint16_t lid) {
+  if (no_group && gid->raw[15] == no_group) return ENOMEM;
   const std::pair group{gid->raw[15], lid};
   if (std::find(joined.begin(), joined.end(), group) == joined.end()) joined.push_back(group);
   return 0;
@@ -125,10 +127,11 @@ int locate_queues(std::span<QpShadow* const>) { return 0; }
 int outstanding_receives(QpShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 int outstanding_receives(SrqShadow&, std::vector<KeptReceive>& out) { return out = posted, 0; }
 void become(ibv_ah&, ibv_ah* fresh) { destroy_ah(fresh); }
-std::vector<std::uint8_t> unresolved;  // last bytes of where handles were led without an answer
+std::vector<std::uint8_t> unresolved;       // last bytes of where handles were led without an answer
+std::vector<std::uint8_t> unresolved_from;  // and of their sources; 0: none
 void lead_unresolved(ibv_ah&, const ibv_ah_attr& attr, const ibv_gid& from) {
   unresolved.push_back(attr.grh.dgid.raw[15]);
-  EXPECT_EQ(61, from.raw[15]);
+  unresolved_from.push_back(from.raw[15]);
 }
 }  // namespace provider
 namespace switchover {
@@ -474,9 +477,12 @@ TEST_F(Datagrams, GroupThatWasLeftIsNotJoinedAgain) {
   host_gids = {{gid_v4(61), 0, 0, IBV_GID_TYPE_ROCE_V2, 0}};
   datagrams::note_gids();
   joined.clear();  // on the next host
-  std::string why;
-  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  datagrams::make_again();
   EXPECT_EQ((std::vector<std::pair<std::uint8_t, std::uint16_t>>{{71, 8}, {72, 7}}), std::exchange(joined, {}));
+  no_group = 71;
+  datagrams::make_again();
+  no_group = 0;
+  EXPECT_EQ((std::vector<std::pair<std::uint8_t, std::uint16_t>>{{72, 7}}), std::exchange(joined, {})) << "one that cannot be joined keeps nobody from the others";
 }
 
 struct AnswersAfterAMove : Datagrams {
@@ -559,25 +565,52 @@ TEST_F(SourcesAfterAMove, NewHandleHasThatOfThisHost) {
 }
 
 TEST_F(SourcesAfterAMove, HandleThatIsMadeAgainHasThatOfThisHost) {
-  std::string why;
-  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  datagrams::make_again();
   EXPECT_EQ(61, used_source.raw[15]);
 }
 
 TEST_F(SourcesAfterAMove, HandleToAHostThatDoesNotAnswerDoesNotKeepTheProcess) {
   ibv_ah* another = ibv_create_ah(&pd, &attr);
   silent_host = 1;
-  std::string why;
-  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  datagrams::make_again();
   silent_host = 0;
   EXPECT_EQ(1, std::exchange(asked_in_vain, 0)) << "the kernel waits a second each time";
   EXPECT_EQ((std::vector<std::uint8_t>{1, 1}), std::exchange(provider::unresolved, {}));
+  EXPECT_EQ((std::vector<std::uint8_t>{61, 61}), std::exchange(provider::unresolved_from, {}));
   ibv_destroy_ah(another);
 }
 
+// The room check has passed, and the address has gone since: there is no way back any more.
+TEST_F(SourcesAfterAMove, HandleWithoutASourceHereLeadsNowhereAndKeepsNobody) {
+  ibv_gid link_local{};
+  link_local.raw[0] = 0xfe, link_local.raw[1] = 0x80, link_local.raw[15] = 62;
+  host_gids = {{link_local, 2, 1, IBV_GID_TYPE_ROCE_V2, 0}};
+  testing::internal::CaptureStderr();
+  datagrams::make_again();
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("no GID of the kind that 1 address handles send from"), std::string::npos);
+  EXPECT_EQ((std::vector<std::uint8_t>{1}), std::exchange(provider::unresolved, {}));
+  EXPECT_EQ((std::vector<std::uint8_t>{0}), std::exchange(provider::unresolved_from, {}));
+  EXPECT_EQ(62, used_source.raw[15]) << "the kernel has a handle all the same, of what is here";
+  datagrams::note_gids();
+  host_gids = {{gid_v4(63), 7, 1, IBV_GID_TYPE_ROCE_V2, 0}};  // of the next host
+  datagrams::make_again();
+  EXPECT_EQ(63, used_source.raw[15]) << "what it was here was taken for its own";
+  EXPECT_TRUE(provider::unresolved.empty());
+}
+
+TEST_F(SourcesAfterAMove, HandleThatThereIsNoRoomForIsNobodyElses) {
+  room = 0;
+  testing::internal::CaptureStderr();
+  datagrams::make_again();
+  room = -1;
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("1 address handles could not be made again"), std::string::npos);
+  EXPECT_EQ(MIGR_NO_HANDLE, std::exchange(ah->handle, 0));
+  EXPECT_EQ((std::vector<std::uint8_t>{1}), std::exchange(provider::unresolved, {}));
+  provider::unresolved_from.clear();
+}
+
 TEST_F(SourcesAfterAMove, HandleForAPeerThatHasMovedHasThatOfThisHost) {
-  std::string why;
-  EXPECT_EQ(0, datagrams::make_again(why)) << why;
+  datagrams::make_again();
   used_source = {};
   moved({move_of(1, 17, 2, 30)});
   EXPECT_EQ(61, used_source.raw[15]);
