@@ -25,6 +25,14 @@ constexpr std::uint32_t kActive = 4;  // enum ib_port_state
 /// Of a QP that names none: any will do.
 const std::string kNoGid = std::string(10, '\0') + "\xff\xff" + std::string(4, '\0');
 
+/// Those that need the same are one.
+void add_port(wire::Needs& n, const wire::NeededPort& p) {
+  const auto same = std::find_if(n.ports().begin(), n.ports().end(), [&](const auto& o) {
+    return o.port() == p.port() && o.connected() == p.connected() && o.roce_v2() == p.roce_v2() && o.gid() == p.gid() && o.mtu() == p.mtu();
+  });
+  if (same == n.ports().end()) *n.add_ports() = p;
+}
+
 std::string mb(std::uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MB"; }
 
 }  // namespace
@@ -56,7 +64,7 @@ int gid_common_bits(const std::string& a, const std::string& b) {
   return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(a.data()), reinterpret_cast<const std::uint8_t*>(b.data()));
 }
 
-void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
+void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c, std::span<const migr_fd_desc> described) {
   const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
   auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });
   if (found == needs.end()) {
@@ -95,10 +103,15 @@ void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c) {
     p.set_gid(known ? gid : kNoGid);
     if (p.connected() && q.qp_type != kUd) p.set_mtu(q.path_mtu);
     p.set_vqpn(q.vqpn);
-    const auto same = std::find_if(n.ports().begin(), n.ports().end(), [&](const auto& o) {
-      return o.port() == p.port() && o.connected() == p.connected() && o.roce_v2() == p.roce_v2() && o.gid() == p.gid() && o.mtu() == p.mtu();
-    });
-    if (same == n.ports().end()) *n.add_ports() = p;
+    add_port(n, p);
+  }
+  for (const auto& d : described) {
+    if (d.kind != MIGR_FD_SOURCE || d.ctx_id != c.rec.ctx_id) continue;
+    wire::NeededPort p;
+    p.set_port(d.obj_handle);
+    p.set_roce_v2(d.obj_type == IB_UVERBS_GID_TYPE_ROCE_V2);
+    p.set_gid(std::string(reinterpret_cast<const char*>(&d.addr), sizeof d.addr) + std::string(reinterpret_cast<const char*>(&d.bytes), sizeof d.bytes));
+    add_port(n, p);
   }
 }
 
@@ -138,7 +151,7 @@ Status fits(const wire::Needs& n, const Room& room) {
   size(n.rd_atomic(), d.max_qp_init_rd_atom, "READs and atomics under way");
   size(n.dest_rd_atomic(), d.max_qp_rd_atom, "READs and atomics to be answered");
   for (const auto& p : n.ports()) {
-    const std::string qp = fmt::format("QP {}", p.vqpn());
+    const std::string qp = p.vqpn() ? fmt::format("QP {}", p.vqpn()) : "address handles";
     if (p.port() < 1 || p.port() > d.nr_ports) {
       lacks(fmt::format("port {} ({}), it has {}", p.port(), qp, d.nr_ports));
       continue;

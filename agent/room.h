@@ -7,10 +7,12 @@
 #include <istream>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "devices.h"
+#include "migr/proc_wire.h"
 #include "status.h"
 #include "wire.pb.h"
 
@@ -19,7 +21,8 @@ namespace migr {
 struct ContextRecord;
 
 /// Adds what a context has to what its device has to give.
-void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c);
+/// @param described  what the library says of its process: also of other contexts
+void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c, std::span<const migr_fd_desc> described = {});
 
 /// The same device as it is on its own host: its driver, and the MTU that datagrams may be filled to.
 void has_now(wire::Needs& needs, const Room& room);

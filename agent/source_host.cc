@@ -580,7 +580,7 @@ SourceRun::~SourceRun() {
   if (host_.settled(id_)) host_.claims_.release(claimed_, id_);  // else when it is
 }
 
-Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
+Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner, std::span<const migr_fd_desc> described) {
   const auto& r = c.rec;
   const std::string who = "process " + std::to_string(r.pid) + " (" + std::string(r.comm, strnlen(r.comm, sizeof r.comm)) + ")";
   if (!(r.flags & MIGR_CTX_ATTACHED))
@@ -608,7 +608,7 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner) {
   info_.ctxs.emplace_back(r.ctx_id, owner);
   const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));
   if (!device.empty() && std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
-  if (!device.empty()) add_needs(info_.needs, c);
+  if (!device.empty()) add_needs(info_.needs, c, described);
   auto& n = info_.resources;
   n.set_ctx(n.ctx() + 1);
   n.set_pd(n.pd() + static_cast<std::uint32_t>(c.pds.size()));
@@ -695,7 +695,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
       return described.error();
     for (auto& c : *ctxs) {
       if (auto s = kernel->objects(c); !s) return s.error().code == ENOENT ? changed(pid) : s.error();
-      if (auto s = inspect_context(c, owner); !s) return s.error();
+      if (auto s = inspect_context(c, owner, p.fds); !s) return s.error();
       for (const auto& q : c.qps)
         if (!(q.flags & MIGR_QP_FORMER)) p.vqpns.push_back(q.vqpn);
     }

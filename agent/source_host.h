@@ -168,7 +168,7 @@ class SourceRun final : public Source {
   };
   Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
   CountedQps counted(const Process& p) const;
-  Status inspect_context(struct ContextRecord& c, std::uint32_t owner);
+  Status inspect_context(struct ContextRecord& c, std::uint32_t owner, std::span<const migr_fd_desc> described);
   Status step(FaultStep step, const std::function<Status()>& work);
   bool claim(const ProcessSession& s);
   Status reconnect_all();

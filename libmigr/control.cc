@@ -365,6 +365,16 @@ void describe(const Registry& registry, Answer& answer) {
     if (const int error = provider::rings(*context, all))
       return answer.fail(error, std::string("cannot find the queues of ") + context->real->device->name + ": " +
                                     strerror(error));
+    d.kind = MIGR_FD_SOURCE;
+    d.fd = -1;
+    d.cq_handle = MIGR_NO_HANDLE;
+    for (const ibv_gid_entry& source : datagrams::sources(*context)) {
+      d.obj_handle = source.port_num;
+      d.obj_type = source.gid_type;
+      memcpy(&d.addr, source.gid.raw, sizeof d.addr);
+      memcpy(&d.bytes, source.gid.raw + sizeof d.addr, sizeof d.bytes);
+      all.push_back(d);
+    }
   }
   cm::describe(all);
   if (!registry.contexts.empty()) switchover::ahead::describe(self->instance, all);

@@ -389,6 +389,17 @@ void note_gids() {
   }
 }
 
+std::vector<ibv_gid_entry> sources(const Context& context) {
+  std::vector<ibv_gid_entry> table, out;
+  const auto& handles = state().handles;
+  if (handles.empty() || gids::read(context.real, table)) return out;
+  for (const auto& [ah, h] : handles) {
+    const auto* const e = h.context == &context && h.attr.is_global ? source_of(h, table) : nullptr;
+    if (e && !gids::like(out, e->port_num, gids::kind_of(*e), e->gid_index)) out.push_back(*e);
+  }
+  return out;
+}
+
 void make_again() {
   State& s = state();
   const auto say = [](const std::string& what, int err) { std::fprintf(stderr, "libmigr: %s: %s\n", what.c_str(), std::strerror(err)); };

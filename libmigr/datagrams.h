@@ -18,6 +18,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 #include "../include/migr/proc_wire.h"
 #include "shadow.h"
@@ -50,6 +51,8 @@ void unlock_after_fork();
 
 /// FREEZE: what the address handles' source GIDs are, and by which this host's datagrams came.
 void note_gids();
+/// DESCRIBE: GIDs that the context's address handles send from, one of each kind. Of a handle whose GID is gone nothing: it leads nowhere already.
+std::vector<ibv_gid_entry> sources(const Context& context);
 /// REBIND: the address handles and multicast groups once more. There is no way back: a handle that cannot be made leads nowhere, a group that
 /// cannot be joined is left, and standard error says so.
 void make_again();

@@ -178,6 +178,9 @@ enum migr_fd_kind {
 	MIGR_FD_CM_PORT,	/* not an fd, of no context: a port that an id of librdmacm is bound to. obj_type: enum
 				 * rdma_ucm_port_space; obj_handle: the port; ring: AF_INET or AF_INET6; addr, bytes:
 				 * the address; pgoff: bit n for each RDMA_OPTION_ID_n that is on */
+	MIGR_FD_SOURCE,		/* not an fd: a GID that address handles of the context send from, one of each port, type and
+				 * family. obj_handle: the port; obj_type: enum ib_uverbs_gid_type; addr, bytes: the GID. An
+				 * older migrd passes it over */
 };
 
 struct migr_fd_desc {

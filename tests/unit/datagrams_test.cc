@@ -591,6 +591,7 @@ TEST_F(SourcesAfterAMove, HandleWithoutASourceHereLeadsNowhereAndKeepsNobody) {
   EXPECT_EQ((std::vector<std::uint8_t>{1}), std::exchange(provider::unresolved, {}));
   EXPECT_EQ((std::vector<std::uint8_t>{0}), std::exchange(provider::unresolved_from, {}));
   EXPECT_EQ(62, used_source.raw[15]) << "the kernel has a handle all the same, of what is here";
+  EXPECT_TRUE(datagrams::sources(our_context).empty());
   datagrams::note_gids();
   host_gids = {{gid_v4(63), 7, 1, IBV_GID_TYPE_ROCE_V2, 0}};  // of the next host
   datagrams::make_again();
@@ -607,6 +608,18 @@ TEST_F(SourcesAfterAMove, HandleThatThereIsNoRoomForIsNobodyElses) {
   EXPECT_EQ(MIGR_NO_HANDLE, std::exchange(ah->handle, 0));
   EXPECT_EQ((std::vector<std::uint8_t>{1}), std::exchange(provider::unresolved, {}));
   provider::unresolved_from.clear();
+}
+
+TEST_F(SourcesAfterAMove, SourcesAreToldOnceOfEachKind) {
+  datagrams::make_again();
+  ibv_ah* another = ibv_create_ah(&pd, &attr);
+  auto told = datagrams::sources(our_context);
+  ASSERT_EQ(1u, told.size());
+  EXPECT_EQ(61, told[0].gid.raw[15]);
+  EXPECT_TRUE(datagrams::sources(Context()).empty()) << "of another context";
+  host_gids.pop_back();
+  EXPECT_TRUE(datagrams::sources(our_context).empty()) << "it leads nowhere already";
+  ibv_destroy_ah(another);
 }
 
 TEST_F(SourcesAfterAMove, HandleForAPeerThatHasMovedHasThatOfThisHost) {

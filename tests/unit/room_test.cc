@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -176,6 +177,32 @@ TEST(Room, DatagramsNeedTheMtuOfTheirPort) {
   ASSERT_FALSE(s);
   EXPECT_NE(s.error().text.find("an MTU of 4096 on port 1 (QP 17), which has 1024"), std::string::npos) << s.error().text;
   EXPECT_TRUE(fits(n, here));
+}
+
+// Nobody could make them again there, after the commit.
+TEST(Room, AddressHandlesNeedAGidOfTheFamilyThatTheySendFrom) {
+  const ContextRecord c = context();
+  migr_fd_desc source{};
+  source.kind = MIGR_FD_SOURCE;
+  source.ctx_id = c.rec.ctx_id;
+  source.obj_handle = 1;
+  source.obj_type = IB_UVERBS_GID_TYPE_ROCE_V2;
+  std::memcpy(&source.addr, kLinkLocal.data(), sizeof source.addr);
+  std::memcpy(&source.bytes, kLinkLocal.data() + sizeof source.addr, sizeof source.bytes);
+  migr_fd_desc of_another = source, no_source = source;
+  of_another.ctx_id++, no_source.kind = MIGR_FD_ASYNC;
+  std::vector<wire::Needs> n, others;
+  add_needs(n, c, std::array{source, source});
+  add_needs(others, c, std::array{of_another, no_source});
+  Room r = just_enough();
+  EXPECT_TRUE(fits(others[0], r));
+  const Status s = fits(n[0], r);
+  ASSERT_FALSE(s);
+  EXPECT_NE(s.error().text.find("It needs a RoCE v2 GID of the family IPv6 link-local on port 1 (address handles)"), std::string::npos) << s.error().text;
+  EXPECT_EQ(s.error().text.find(';'), std::string::npos) << "more than one: " << s.error().text;
+  r.gids.push_back(r.gids[0]);
+  r.gids[1].set_gid(kLinkLocal);
+  EXPECT_TRUE(fits(n[0], r));
 }
 
 TEST(Room, ContextsOfOneDeviceAreAddedUp) {
