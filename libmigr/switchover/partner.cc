@@ -51,6 +51,10 @@ int create_spares(Qps qps, std::vector<migr_qp_spare>& out, std::string& why) {
       why = qp_name(*q) + " is not connected: neither RC nor UC";
       return EOPNOTSUPP;
     }
+    if (q->app_state() == IBV_QPS_RESET || q->app_state() == IBV_QPS_INIT) {  // since Find has seen it
+      why = qp_name(*q) + " is not connected any more";
+      return ENOENT;
+    }
     if (const std::string no = links::set_aside(*q); !no.empty()) {
       why = qp_name(*q) + " " + no;
       return EBUSY;
