@@ -170,7 +170,7 @@ Status Coordinator::both(const std::function<Status()>& here, const std::functio
   return parallel(todo);
 }
 
-// Every host's answer. EINPROGRESS: another migration holds a partner. Of two that want each other's processes one waits
+// Every host's answer, once no other end is just being connected, or for long enough. EINPROGRESS: another migration holds a partner. Of two that want each other's processes one waits
 // here with what it holds, the other lets go: a circle of those who wait cannot close.
 Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
   wire::FindRequest request;
@@ -179,9 +179,11 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
     if (twins_.contains(static_cast<std::size_t>(&q - info_.connected.data()))) continue;
     e->set_gid(q.dest_gid);
     e->set_pqpn(q.dest_pqpn);
+    e->set_from_gid(q.gid);
+    e->set_from_pqpn(q.pqpn);
   }
   std::vector<Result<wire::FindReply>> replies(hosts_.size(), Error{});
-  const double until = now_ms() + set_.busy_wait_ms;
+  const double until = now_ms() + set_.busy_wait_ms, formed_until = now_ms() + set_.forming_ms;
   for (bool told = false;; told = true) {
     std::vector<std::function<Status()>> todo;
     for (std::size_t h = 0; h < hosts_.size(); h++)
@@ -195,10 +197,11 @@ Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
         who = r->busy(i).who();
         yield = yield || r->busy(i).migration() < id_;
       }
-    if (who.empty()) return replies;
+    const bool forms = std::any_of(replies.begin(), replies.end(), [](const auto& r) { return r && r->forming_size(); });
+    if (who.empty() && (!forms || now_ms() > formed_until)) return replies;
     const std::string text = "the partner, " + who + ", takes part in another migration";
-    if (yield) return Error{EINPROGRESS, text + "; try again when that is over"};
-    if (!told) note(text + ": waiting for its end");
+    if (!who.empty() && yield) return Error{EINPROGRESS, text + "; try again when that is over"};
+    if (!told) note(who.empty() ? "the other end of a connection is not connected: waiting a moment, as it may be just about to" : text + ": waiting for its end");
     usleep(kBusyStepMs * 1000);
     if (auto s = goes_on(); !s) return s.error();
   }
@@ -239,6 +242,7 @@ Status Coordinator::find_partners() {
   const auto& replies = *asked;
   std::vector<int> found(info_.connected.size());
   std::set<std::size_t> dead;
+  std::map<std::size_t, std::string> forming;  // its host
   std::string silent, refused;
   int code = ENOENT;
   for (std::size_t h = 0; h < hosts_.size(); h++) {
@@ -252,6 +256,7 @@ Status Coordinator::find_partners() {
       continue;
     }
     dead.insert(replies[h]->dead().begin(), replies[h]->dead().end());
+    for (const auto i : replies[h]->forming()) forming[i] = hosts_[h]->name();
     Affected a{hosts_[h], {}};
     for (const auto& q : replies[h]->qps()) {
       if (q.index() >= found.size()) return Error{EPROTO, hosts_[h]->name() + ": answer with a wrong index"};
@@ -265,12 +270,16 @@ Status Coordinator::find_partners() {
     summary_.add_partners(hosts_[h]->name());
     affected_.push_back(std::move(a));
   }
-  // Its process has ended, or has destroyed its QP: nothing tells an end that does not send. It would keep this host for ever.
+  // Its process has ended, has destroyed its QP or has taken it elsewhere: nothing tells an end that does not send. It would keep this host for ever.
   for (std::size_t i = 0; i < found.size(); i++)
     if (!found[i] && !twins_.contains(i) && refused.empty() && dead.contains(i)) {
       gone_.insert(i);
       note_gone(i);
     }
+  for (std::size_t i = 0; i < found.size(); i++)
+    if (!found[i] && !gone_.contains(i) && forming.contains(i))
+      return Error{ENOENT, "QP " + std::to_string(info_.connected[i].vqpn) + " is connected, and its other end, QP " + std::to_string(info_.connected[i].dest_pqpn) + " on " + forming[i] +
+                               ", is not yet, for " + std::to_string(set_.forming_ms / 1000) + " s: the program there has to connect it first"};
   for (std::size_t i = 0; i < found.size(); i++)
     if (!found[i] && !twins_.contains(i) && !gone_.contains(i))
       return Error{code, (refused.empty() ? "no host" : refused + "; no other host") + " knows the partner of QP " + std::to_string(info_.connected[i].vqpn) +

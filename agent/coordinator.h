@@ -192,6 +192,7 @@ class Coordinator {
     std::uint64_t pre_copy_from = kPreCopyFromBytes;  // so much memory is copied before the stop, too; 0: it has to be
     bool pre_setup = true;      // false: RDMA objects are made and connected during the stop, to compare with
     int busy_wait_ms = kBusyWaitMs;
+    int forming_ms = kFormingMs;
     int drain_ms = kDrainMs;
     int max_stop_ms = 0;        // it goes back if it stands still for longer and the commit is not decided; 0: however long it takes
     unsigned pre_copy_rounds = 0;  // so often memory has to be copied before the stop, if it is; 0: as long as it helps

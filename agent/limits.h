@@ -110,6 +110,7 @@ inline constexpr std::uint32_t kCancelMs = 60'000;      // migrctl waits until a
 
 inline constexpr int kBusyWaitMs = 180'000;  // for processes that another migration holds
 inline constexpr int kBusyStepMs = 200;
+inline constexpr int kFormingMs = 4'000;    // for programs that are just connecting; libmigr waits as long for those of librdmacm
 inline constexpr int kBusyPauseMs = 1'500;  // a try that let go of everything begins again at most so much later
 inline constexpr int kMigrateTries = 3;     // when resources change meanwhile; the last one makes such calls wait
 

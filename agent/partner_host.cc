@@ -164,9 +164,28 @@ class Families {
   std::map<std::string, std::uint32_t> drivers_;  // 0: not known
 };
 
-// Of ends that the record does not have: one at an address of this host, whose number no QP has, is one that nobody has any more. The
-// record alone does not tell: a process may be older than migr.ko.
-Status add_dead(const wire::FindRequest& r, const std::set<int>& unknown, wire::FindReply& out) {
+// What the record says of a QP that has the number of such an end.
+enum class EndSeen {
+  kElsewhere,  // it sends from another GID
+  kStands,
+  kLeft,     // it was connected to who asks, and is to nobody now
+  kAnother,  // it is connected to somebody else
+  kIdle,     // it is connected to nobody, and was not to who asks
+};
+
+EndSeen seen_as(const migr_qp_rec& q, const wire::QpEnd& end) {
+  if (q.qp_type != kRc && q.qp_type != kUc) return EndSeen::kElsewhere;
+  const bool idle = q.qp_state < kRtr, here = bytes_of(q.ah.sgid) == end.gid();  // of an idle one: where it was connected before
+  if (end.from_gid().empty()) return !here ? EndSeen::kElsewhere : idle ? EndSeen::kIdle : EndSeen::kStands;
+  const bool ours = here && q.dest_qpn == end.from_pqpn() && bytes_of(q.ah.dgid) == end.from_gid();
+  if (idle) return ours ? EndSeen::kLeft : EndSeen::kIdle;
+  return ours ? EndSeen::kStands : here ? EndSeen::kAnother : EndSeen::kElsewhere;
+}
+
+// Of ends that the record does not have as they should be: one at an address of this host, whose number no QP has, or one that is
+// connected to somebody else, is one that nobody has any more. The record alone does not tell: a process may be older than migr.ko.
+// @param seen  of QPs with these numbers, by the end: their devices
+Status add_not_connected(const wire::FindRequest& r, const std::set<int>& unknown, const std::map<int, std::map<std::string, EndSeen>>& seen, wire::FindReply& out) {
   if (unknown.empty()) return {};
   std::map<std::string, std::string> device_at;  // by GID
   if (auto s = each_gid([&](wire::PortGid& g) { device_at[g.gid()] = g.device(); }); !s) return s;
@@ -174,12 +193,19 @@ Status add_dead(const wire::FindRequest& r, const std::set<int>& unknown, wire::
   for (const int i : unknown) {
     const auto at = device_at.find(r.ends(i).gid());
     if (at == device_at.end()) continue;
+    const auto index = static_cast<std::uint32_t>(i);
+    if (const auto of_it = seen.find(i); of_it != seen.end())
+      if (const auto q = of_it->second.find(at->second); q != of_it->second.end()) {
+        if (q->second != EndSeen::kIdle) out.add_dead(index);
+        out.add_forming(index);  // also one of another connection: its program may be taking it from there to here
+        continue;
+      }
     if (!numbers.contains(at->second)) {
       auto all = qp_numbers(at->second);
       if (!all) return all.error();
       numbers[at->second] = std::move(*all);
     }
-    if (!numbers[at->second].contains(r.ends(i).pqpn())) out.add_dead(static_cast<std::uint32_t>(i));
+    if (!numbers[at->second].contains(r.ends(i).pqpn())) out.add_dead(index);
   }
   return {};
 }
@@ -198,6 +224,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
     for (int i = 0; i < r->ends_size(); i++) by_qpn.emplace(r->ends(i).pqpn(), i);
     if (!ctxs) return ctxs.error();
     std::set<int> unknown;  // to the record
+    std::map<int, std::map<std::string, EndSeen>> seen;
     Families families;
     for (int i = 0; i < r->ends_size(); i++) unknown.insert(i);
     for (auto& c : *ctxs) {
@@ -210,7 +237,12 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
         const std::string gid = bytes_of(q.ah.sgid);
         for (auto [at, last] = by_qpn.equal_range(q.pqpn); at != last; at++) {
           const int i = at->second;
-          if (r->ends(i).gid() != gid) continue;
+          const EndSeen as = seen_as(q, r->ends(i));
+          if (as == EndSeen::kElsewhere) continue;
+          if (as != EndSeen::kStands) {
+            seen[i][std::string(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev))] = as;
+            continue;
+          }
           unknown.erase(i);
           const auto pid = static_cast<pid_t>(c.rec.pid);
           const std::string where = " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name, who = "process " + std::to_string(pid) + where;
@@ -249,7 +281,7 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
         }
       }
     }
-    if (auto s = add_dead(*r, unknown, *out); !s) spdlog::info("whether the other ends of {} connections live is not known: {}", unknown.size(), s.error().text);
+    if (auto s = add_not_connected(*r, unknown, seen, *out); !s) spdlog::info("whether the other ends of {} connections live is not known: {}", unknown.size(), s.error().text);
     return {};
   };
   const Status s = fault_step(config_.fault, FaultStep::kPartnerFind, find);

@@ -319,10 +319,11 @@ struct FakePartner final : PartnerLink {
   std::string name_;
   bool has_;
   std::uint32_t dest_pqpn = 0x11, index = 0;
-  std::uint32_t busy_with = 0;      // the migration that holds its process ...
-  int busy_for = 0;                 // ... for so many questions
-  bool busy_late = false;           // or that takes it after the last one
-  std::vector<std::uint32_t> dead;  // as found
+  std::uint32_t busy_with = 0;               // the migration that holds its process ...
+  int busy_for = 0;                          // ... for so many questions
+  bool busy_late = false;                    // or that takes it after the last one
+  std::vector<std::uint32_t> dead, forming;  // as found
+  int forms_for = 0;                         // its end is not connected for so many questions
   wire::ConnectRequest connected;
   wire::KeysRequest got_keys;
   wire::FindRequest asked;
@@ -332,6 +333,8 @@ struct FakePartner final : PartnerLink {
     wire::FindReply out;
     asked = r;
     for (const auto i : dead) out.add_dead(i);
+    for (const auto i : forming) out.add_forming(i);
+    if (forms_for > 0) return forms_for--, out.add_forming(index), out;
     if (!has_) return out;
     if (busy_for > 0) {
       busy_for--;
@@ -465,6 +468,7 @@ struct Scene {
   wire::Summary run(const std::string& fault = {}) {
     Coordinator::Settings s{"src", fault, 1, 300, 10, pre_copy ? 0 : kPreCopyFromBytes, pre_setup};
     s.busy_wait_ms = busy_wait_ms;
+    s.forming_ms = 300;
     s.pre_copy_rounds = rounds;
     s.max_stop_ms = max_stop_ms;
     if (keep) s.what = Coordinator::Settings::kKeep;
@@ -481,7 +485,7 @@ struct Scene {
   }
   wire::PlanReply plan() {
     Coordinator::Settings s{"src", {}, 1, 300, 10, kPreCopyFromBytes, pre_setup};
-    s.busy_wait_ms = 0;
+    s.busy_wait_ms = s.forming_ms = 0;
     return Coordinator(s, source, destination, {&other, &partner}, [](const wire::Progress&) {}).plan("c", "dst", kId);
   }
   // `a` came before `b`.
@@ -927,6 +931,41 @@ TEST(Coordinator, PartnerThatIsDeadDoesNotHoldUpTheOthers) {
   EXPECT_EQ(s.destination.connected.connections(0).vqpn(), 0x11u);
   EXPECT_EQ(s.destination.connected.connections(0).dest_pqpn(), 0u);
   EXPECT_FALSE(s.play.has("p.suspend"));
+}
+
+// A server that accepts connections all the time always has one whose client is not as far yet.
+TEST(Coordinator, PartnerThatIsJustConnectingIsWaitedFor) {
+  Scene s;
+  s.partner.forms_for = 1;
+  const auto r = s.run();
+  EXPECT_TRUE(r.migrated()) << r.error();
+  EXPECT_EQ(r.gone(), 0u);
+  EXPECT_EQ(std::count(s.play.log.begin(), s.play.log.end(), "p.find"), 2);
+  EXPECT_EQ(s.partner.asked.ends(0).from_gid(), std::string(16, 's'));
+  EXPECT_EQ(s.partner.asked.ends(0).from_pqpn(), 0x11u);
+}
+
+TEST(Coordinator, PartnerThatDoesNotComeToConnectIsNamed) {
+  Scene s;
+  s.partner.forms_for = 1 << 20;
+  const auto r = s.run();
+  EXPECT_FALSE(r.touched());
+  EXPECT_FALSE(s.again) << "it was waited for";
+  EXPECT_NE(r.error().find("QP 17 is connected, and its other end, QP 34 on p, is not yet"), std::string::npos) << r.error();
+}
+
+// It was, and its program may be about to connect it once more.
+TEST(Coordinator, PartnerThatHasLeftIsGoneIfItDoesNotComeBack) {
+  Scene s;
+  s.partner.has_ = false;
+  s.partner.dead = s.partner.forming = {0};
+  const auto r = s.run();
+  EXPECT_EQ(r.error(), "");
+  EXPECT_EQ(r.gone(), 1u);
+  EXPECT_GT(std::count(s.play.log.begin(), s.play.log.end(), "p.find"), 1);
+  Scene back;
+  back.other.dead = {0};
+  EXPECT_EQ(back.run().gone(), 0u) << "another host has it";
 }
 
 TEST(Coordinator, EqualNumberWithAnotherPeerIsNoPartner) {

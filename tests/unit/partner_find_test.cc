@@ -27,7 +27,7 @@
 namespace migr {
 namespace {
 
-constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kSqd = 4, kSqe = 5;
+constexpr std::uint32_t kVqpn = 0x11, kPqpn = 0x12, kInit = 1, kSqd = 4, kSqe = 5;
 constexpr char kDevice[] = "mlx5_0";
 std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_DRIVER_RXE;
 const char* comm = "partner";
@@ -37,6 +37,8 @@ pid_t recorded_pid = getpid();
 std::set<std::uint32_t> reserved;
 unsigned reservings = 0;
 std::vector<wire::PortGid> gids;
+std::string recorded_sgid = std::string(16, '\0'), recorded_dgid;  // of its path; the latter empty: zeros
+std::uint32_t recorded_dest = 0, recorded_type = 2;                // RC
 
 }  // namespace
 
@@ -58,8 +60,11 @@ Status KernelRecord::objects(ContextRecord& c) {
   migr_qp_rec q{};
   q.vqpn = kVqpn;
   q.pqpn = kPqpn;
-  q.qp_type = kRc;
+  q.qp_type = recorded_type;
   q.qp_state = recorded_state;
+  q.dest_qpn = recorded_dest;
+  std::memcpy(q.ah.sgid, recorded_sgid.data(), recorded_sgid.size());
+  std::memcpy(q.ah.dgid, recorded_dgid.data(), recorded_dgid.size());
   c.qps.push_back(q);
   return {};
 }
@@ -75,8 +80,12 @@ const char* qp_state_name(std::uint32_t s) { return s == kSqd ? "SQD" : "another
 
 std::vector<std::string> device_names() { return {kDevice}; }
 Result<std::vector<wire::PortGid>> gids_of(const std::string&) { return gids; }
-Status each_gid(const std::function<void(wire::PortGid&)>&) { return {}; }
-Result<std::set<std::uint32_t>> qp_numbers(const std::string&) { return std::set<std::uint32_t>(); }
+Status each_gid(const std::function<void(wire::PortGid&)>& f) {
+  for (auto& g : gids)
+    if (!g.device().empty()) f(g);
+  return {};
+}
+Result<std::set<std::uint32_t>> qp_numbers(const std::string&) { return std::set<std::uint32_t>{kPqpn}; }
 Result<std::set<std::uint32_t>> qp_numbers_of(pid_t) { return std::set<std::uint32_t>(); }
 Result<Room> room_of(const std::string& device) {
   if (!driver) return Error{ENODEV, "no " + device};
@@ -220,6 +229,79 @@ TEST_F(AnEnd, InAnyOtherIsFound) {
     ASSERT_EQ(out.qps_size(), 1);
     EXPECT_EQ(out.qps(0).vqpn(), kVqpn);
   }
+}
+
+/// QP 0x21 at `kOurs` is connected to it; its GID is a port's here.
+struct AnEndOfOurs : AnEnd {
+  static void SetUpTestSuite() {}
+  void SetUp() override {
+    AnEnd::SetUp();
+    auto& g = gids.emplace_back();
+    g.set_device(kDevice);
+    g.set_gid(kHere);
+    recorded_sgid = kHere;
+    recorded_dgid = kOurs;
+    recorded_dest = kOur;
+  }
+  void TearDown() override {
+    gids.clear();
+    recorded_sgid = std::string(16, '\0');
+    recorded_dgid = {};
+    recorded_dest = 0;
+    AnEnd::TearDown();
+  }
+  /// "found", "dead" and "forming", as the answer has them.
+  std::string seen(std::uint32_t state, std::uint32_t number = kPqpn) {
+    recorded_state = state;
+    wire::FindRequest r;
+    auto* end = r.add_ends();
+    end->set_pqpn(number);
+    end->set_gid(kHere);
+    end->set_from_gid(kOurs);
+    end->set_from_pqpn(kOur);
+    wire::FindReply out;
+    grpc::ClientContext ctx;
+    const auto s = wire::Partner::NewStub(server->InProcessChannel({}))->Find(&ctx, r, &out);
+    EXPECT_TRUE(s.ok()) << s.error_message();
+    return std::string(out.qps_size() ? "found " : "") + (out.dead_size() ? "dead " : "") + (out.forming_size() ? "forming " : "");
+  }
+  static constexpr std::uint32_t kOur = 0x21;
+  const std::string kHere = std::string(16, 'h'), kOurs = std::string(16, 'o');
+};
+
+TEST_F(AnEndOfOurs, ThatIsConnectedToUsIsFound) {
+  for (const std::uint32_t state : {kRtr, kRts, kErr}) EXPECT_EQ(seen(state), "found ") << state;
+}
+
+// Its program takes it elsewhere; or connects it to us once more, and is not as far yet.
+TEST_F(AnEndOfOurs, ThatWasResetIsNotTakenForConnected) {
+  for (const std::uint32_t state : {0u, kInit}) EXPECT_EQ(seen(state), "dead forming ") << state;
+}
+
+TEST_F(AnEndOfOurs, ThatNeverHadAPathIsForming) {
+  recorded_type = kUd;
+  EXPECT_EQ(seen(kInit), "") << "one that connects to nobody";
+  recorded_type = kRc;
+  recorded_sgid = recorded_dgid = std::string(16, '\0');
+  recorded_dest = 0;
+  EXPECT_EQ(seen(kInit), "forming ");
+  EXPECT_EQ(seen(kInit, kPqpn + 1), "dead ") << "of another number";
+  gids.clear();
+  EXPECT_EQ(seen(kInit), "") << "of another device";
+}
+
+TEST_F(AnEndOfOurs, ThatSomebodyElseHasIsDead) {
+  recorded_dest = kOur + 1;
+  for (const std::uint32_t state : {kRts, kErr}) EXPECT_EQ(seen(state), "dead forming ") << state << ": its program may be taking it to us";
+  EXPECT_EQ(seen(kInit), "forming ") << "it was somebody else's, and may become ours";
+  recorded_dest = kOur;
+  recorded_dgid = std::string(16, 'x');
+  EXPECT_EQ(seen(kRts), "dead forming ") << "of another host, which has a QP of that number, too";
+  recorded_flags = 0;
+  EXPECT_EQ(seen(kRts), "dead forming ") << "that it has no libmigr is nothing to us";
+  recorded_flags = MIGR_CTX_ATTACHED;
+  gids.clear();
+  EXPECT_EQ(seen(kRts), "") << "the address may have gone to another host, with who is meant";
 }
 
 TEST_F(AnEnd, OnAnotherFamilyOfDevicesIsRefusedByName) {
