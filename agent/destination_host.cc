@@ -753,63 +753,85 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
   }
 }
 
-// Caller holds job.work.
+// What a process is now that was called otherwise. Caller holds job.work.
+std::vector<migr_handle_map> DestinationHost::handles_of(const Job& job, std::size_t i) {
+  std::vector<migr_handle_map> map;
+  for (const auto& o : job.objects) {
+    const auto owner = job.owner.find(o.src_ctx_id);
+    if (owner == job.owner.end() || owner->second != i) continue;
+    migr_handle_map h{};
+    h.ctx_id = o.ctx_id;
+    h.context_fd = o.context_fd;
+    h.obj_type = o.obj_type;
+    h.old_handle = o.obj_type ? o.old_handle : o.src_ctx_id;
+    h.new_handle = o.new_handle;
+    h.vqpn = o.vqpn;
+    h.pqpn = o.pqpn;
+    if (o.vqpn && job.gone.contains({o.src_ctx_id, o.vqpn})) h.flags |= MIGR_HANDLE_GONE;
+    const auto peer = job.peers.find({o.src_ctx_id, o.vqpn});
+    const bool connected = o.vqpn && peer != job.peers.end();
+    if (connected) std::copy(peer->second.instance.begin(), peer->second.instance.end(), reinterpret_cast<char*>(h.peer));
+    map.push_back(h);
+    if (!connected || !peer->second.ctx_id) continue;
+    h.obj_type = MIGR_HANDLE_PEER;
+    h.old_handle = peer->second.ctx_id;
+    map.push_back(h);
+  }
+  return map;
+}
+
+// All at once: there is no way back, and one that is slow or fails is to hold up nobody. Caller holds job.work.
 Status DestinationHost::rebind(Job& job) {
   if (job.get() != wire::COMMITTED) return Error{EBUSY, "REBIND before the commit"};
   if (job.rebound) return {};
-  std::vector<wire::ProcessKeys> keys;
-  std::vector<Instance> late;
   job.sessions.clear();
   const auto fits = of_container(job);
   if (!fits) return fits.error();
-  for (std::size_t i = 0; i < job.instances.size(); i++) {
-    auto session = session_of(job, i, *fits);
+  struct Came {
+    std::size_t i;
+    std::shared_ptr<ProcessSession> session{};  // null: it has ended, or is late
+    bool late = false;
+    wire::ProcessKeys keys{};
+  };
+  std::vector<Came> all;
+  for (std::size_t i = 0; i < job.instances.size(); i++) all.push_back({i});
+  const auto take = [&](Came& p) -> Status {
+    auto session = session_of(job, p.i, *fits);
     if (!session) return session.error();
     // A disk that is full keeps nobody from going on.
-    if (auto s = numbers_.note_guest(job.instances[i], job.births_of(i), *session ? (*session)->pid() : 0); !s) spdlog::error("{}", s.error().text);
-    if (!*session && contexts_of(job, i).empty()) late.push_back(job.instances[i]);
-    if (!*session) continue;
-    std::vector<migr_handle_map> map;
-    for (const auto& o : job.objects) {
-      const auto owner = job.owner.find(o.src_ctx_id);
-      if (owner == job.owner.end() || owner->second != i) continue;
-      migr_handle_map h{};
-      h.ctx_id = o.ctx_id;
-      h.context_fd = o.context_fd;
-      h.obj_type = o.obj_type;
-      h.old_handle = o.obj_type ? o.old_handle : o.src_ctx_id;
-      h.new_handle = o.new_handle;
-      h.vqpn = o.vqpn;
-      h.pqpn = o.pqpn;
-      if (o.vqpn && job.gone.contains({o.src_ctx_id, o.vqpn})) h.flags |= MIGR_HANDLE_GONE;
-      const auto peer = job.peers.find({o.src_ctx_id, o.vqpn});
-      const bool connected = o.vqpn && peer != job.peers.end();
-      if (connected) std::copy(peer->second.instance.begin(), peer->second.instance.end(), reinterpret_cast<char*>(h.peer));
-      map.push_back(h);
-      if (!connected || !peer->second.ctx_id) continue;
-      h.obj_type = MIGR_HANDLE_PEER;
-      h.old_handle = peer->second.ctx_id;
-      map.push_back(h);
-    }
-    auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, map, kProcessMs);
+    if (auto s = numbers_.note_guest(job.instances[p.i], job.births_of(p.i), *session ? (*session)->pid() : 0); !s) spdlog::error("{}", s.error().text);
+    p.late = !*session && contexts_of(job, p.i).empty();
+    if (!*session) return {};
+    auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, handles_of(job, p.i), kProcessMs);
     if (!fresh && (*session)->ends()) {
       spdlog::warn("{} has ended since the commit", (*session)->label());
-      continue;
+      return {};
     }
     if (!fresh) return fresh.error();
-    wire::ProcessKeys k;
-    k.set_owner(job.instances[i].data(), job.instances[i].size());
-    for (const auto& f : *fresh) k.add_vrkey(f.vrkey), k.add_prkey(f.prkey);
-    keys.push_back(k);
-    job.sessions.push_back(*session);
+    p.keys.set_owner(job.instances[p.i].data(), job.instances[p.i].size());
+    for (const auto& f : *fresh) p.keys.add_vrkey(f.vrkey), p.keys.add_prkey(f.prkey);
+    p.session = *session;
+    return {};
+  };
+  if (auto s = parallel_for(all, take); !s) return s;
+  std::vector<wire::ProcessKeys> keys;
+  std::vector<Instance> late;
+  for (auto& p : all) {
+    if (p.late) late.push_back(job.instances[p.i]);
+    if (!p.session) continue;
+    keys.push_back(std::move(p.keys));
+    job.sessions.push_back(std::move(p.session));
   }
   // Where its processes are connected to each other, they write to memory that has moved, too.
   const bool twins = std::any_of(job.peers.begin(), job.peers.end(), [&](const auto& p) {
     return std::any_of(job.instances.begin(), job.instances.end(), [&](const Instance& i) { return std::equal(i.begin(), i.end(), reinterpret_cast<const std::uint8_t*>(p.second.instance.data())); });
   });
-  for (auto& s : job.sessions)
-    if (twins)
-      if (auto told = tell_keys(*s, job.id, keys); !told && !s->ends()) return told;
+  const auto tell = [&](const std::shared_ptr<ProcessSession>& p) {
+    const Status told = tell_keys(*p, job.id, keys);
+    return told || !p->ends() ? told : Status();
+  };
+  if (twins)
+    if (auto s = parallel_for(job.sessions, tell); !s) return s;
   for (const auto& i : job.instances)
     if (std::find(late.begin(), late.end(), i) == late.end()) close_gate(config_.run_dir, i);
   tell_moves(job, true);
@@ -853,18 +875,17 @@ Status DestinationHost::resume(Job& job) {
       if (*s) job.sessions.push_back(*s);
     }
   }
-  // One that fails keeps no other from going on.
-  Status first;
-  for (auto& s : job.sessions) {
-    if (s->state() == MIGR_PROC_RUNNING) continue;
+  // One that is slow or fails keeps no other from going on.
+  std::mutex guards_replayed;
+  const Status first = parallel_for(job.sessions, [&](const std::shared_ptr<ProcessSession>& s) -> Status {
+    if (s->state() == MIGR_PROC_RUNNING) return {};
     auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
-    if (stats)
-      add_stats(job.replayed, *stats);
-    else if (s->ends())
-      spdlog::warn("{} has ended as it was resumed", s->label());
-    else if (first)
-      first = stats.error();
-  }
+    if (!stats && !s->ends()) return stats.error();
+    if (!stats) return spdlog::warn("{} has ended as it was resumed", s->label()), Status();
+    std::lock_guard lock(guards_replayed);
+    add_stats(job.replayed, *stats);
+    return {};
+  });
   if (!first) return job.sessions.clear(), first;  // the next time they are looked up anew: a process may have connected again
   job.resumed = true;
   job.objects.clear();

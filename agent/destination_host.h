@@ -77,6 +77,7 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   void open_network(Job& job, const std::string& verb);
   Status commit(Job& job);
   void go_on(Job& job);
+  static std::vector<migr_handle_map> handles_of(const Job& job, std::size_t i);
   Status rebind(Job& job);
   Result<SessionTable::Fits> of_container(const Job& job);
   Result<std::shared_ptr<ProcessSession>> session_of(const Job& job, std::size_t i, const SessionTable::Fits& fits);

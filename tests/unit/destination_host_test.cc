@@ -239,6 +239,99 @@ TEST_F(ADestination, WhoIsLateFindsItsGateOpen) {
   sessions.stop();
 }
 
+/// Two processes: this one, and a child that answers at once.
+struct TwoOfIt : ADestination {
+  void SetUp() override {
+    ADestination::SetUp();
+    fs::remove(root + "/net-fails");
+    fs::create_directories(config.run_dir);
+    std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
+    record.set_resumed(false);
+    record.set_closed(false);
+    for (const char i : {'i', 'j'}) record.mutable_header()->add_instances(std::string(sizeof(Instance), i));
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, heard), 0);
+    if (!(child = fork())) {
+      for (char go; recv(heard[1], &go, 1, 0) != 1;) {}
+      const int library = connected('j');
+      for (migr_msg m{}; recv(library, &m, sizeof m, 0) > 0; send(library, &m, sizeof m, MSG_NOSIGNAL)) {
+        send(heard[1], &m.type, sizeof m.type, 0);
+        m.type |= MIGR_REPLY;
+      }
+      _exit(0);
+    }
+    ASSERT_TRUE(sessions.start(at.sun_path, {}));
+    ASSERT_EQ(send(heard[0], "", 1, 0), 1);
+    library = connected('i');
+    ASSERT_TRUE(within(5'000, [&] { return sessions.by_pid(getpid()) && sessions.by_pid(child); }));
+  }
+  void TearDown() override {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    host.reset();
+    sessions.stop();
+    for (const int fd : {heard[0], heard[1], library}) close(fd);
+    ADestination::TearDown();
+  }
+  int connected(char instance) const {
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    migr_msg hello{};
+    hello.version = MIGR_PROC_VERSION;
+    hello.type = MIGR_MSG_HELLO;
+    hello.state = MIGR_PROC_FROZEN;
+    std::memset(hello.instance, instance, sizeof hello.instance);
+    if (connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) || send(fd, &hello, sizeof hello, MSG_NOSIGNAL) < 0) _exit(1);
+    return fd;
+  }
+  /// The child was told so, within a while.
+  bool other_hears(int type) const {
+    const timeval limit{3, 0};
+    setsockopt(heard[0], SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    std::uint16_t got = 0;
+    return recv(heard[0], &got, sizeof got, 0) == sizeof got && got == type;
+  }
+  sockaddr_un at{.sun_family = AF_UNIX, .sun_path = {}};
+  int heard[2] = {-1, -1}, library = -1;
+  pid_t child = -1;
+};
+
+// Nobody goes back any more: each one's time is its own.
+TEST_F(TwoOfIt, WhoIsSlowHoldsUpNobodyElse) {
+  std::vector<int> told, beside;
+  std::thread answers([&] {
+    for (migr_msg m{}; told.size() < 2 && recv(library, &m, sizeof m, 0) > 0; send(library, &m, sizeof m, MSG_NOSIGNAL)) {
+      told.push_back(m.type);
+      if (other_hears(m.type)) beside.push_back(m.type);
+      m.type |= MIGR_REPLY;
+    }
+  });
+  begin();
+  EXPECT_TRUE(within(15'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+  shutdown(library, SHUT_RDWR);
+  answers.join();
+  EXPECT_EQ(told, (std::vector<int>{MIGR_MSG_REBIND, MIGR_MSG_RESUME}));
+  EXPECT_EQ(beside, told);
+}
+
+// It is asked again; what the other one has done already it does not lose.
+TEST_F(TwoOfIt, WhoFailsKeepsNobodyFromBeingBound) {
+  std::vector<int> told;
+  bool other_bound = false;
+  std::thread answers([&] {
+    for (migr_msg m{}; told.size() < 3 && recv(library, &m, sizeof m, 0) > 0; send(library, &m, sizeof m, MSG_NOSIGNAL)) {
+      if (told.empty()) m.status = EIO, other_bound = other_hears(m.type);
+      told.push_back(m.type);
+      m.type |= MIGR_REPLY;
+    }
+  });
+  begin();
+  EXPECT_TRUE(within(15'000, [&] { return host->tick(), host->open_migrations().empty(); }));
+  shutdown(library, SHUT_RDWR);
+  answers.join();
+  EXPECT_TRUE(other_bound);
+  EXPECT_EQ(told, (std::vector<int>{MIGR_MSG_REBIND, MIGR_MSG_REBIND, MIGR_MSG_RESUME}));
+}
+
 TEST_F(ADestination, GoesOnWhereNothingCanBeWrittenDown) {
   kReconnectMs = 100;
   fs::remove(root + "/net-fails");
