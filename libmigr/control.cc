@@ -453,8 +453,8 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
         return answer.fail(ESTALE, "memory that may have changed unseen since it was copied ahead is not writable any more");
       if (const int error = cm::freeze(why)) return finish(error);
       finish(switchover::freeze(why));
-      if (answer.status) cm::rollback();
-      else itimer::hold();
+      if (!answer.status) itimer::hold();
+      else if (switchover::process_state() != MIGR_PROC_SUSPENDED) cm::rollback();  // else with ROLLBACK
       return;
     case MIGR_MSG_WRITTEN: {
       const auto parts = request.as<migr_memory_part>();

@@ -85,10 +85,12 @@ int keep(QpShadow& q, const ibv_send_wr& wr) {
 
 int keep(QpShadow& q, KeptReceive receive) {
   if (receive.sges.size() > q.cap.max_recv_sge) return EINVAL;
-  // Those of the path that was cut are on the next one once there is one, and are used there. Those of a frozen one are still on it.
+  // Those of the path that was cut are on the next one once there is one, and are used there. Those of one that is frozen, or was
+  // when FREEZE failed, are still on it.
   const bool waits = q.cut && !q.cut->joined_again && q.phase != switchover::Phase::kSwitched && q.phase != switchover::Phase::kRebound;
-  const std::size_t before = waits ? q.cut->receives.size() : q.phase == switchover::Phase::kFrozen ? q.outstanding.size()
-                                                                                                    : 0;
+  const bool there = q.phase == switchover::Phase::kFrozen || q.phase == switchover::Phase::kDrained;
+  const std::size_t before = waits ? q.cut->receives.size() : there ? q.outstanding.size()
+                                                                    : 0;
   if (q.kept_receives.size() + before >= q.cap.max_recv_wr) return ENOMEM;
   q.kept_receives.push_back(std::move(receive));
   return 0;

@@ -146,14 +146,19 @@ void note_acknowledged() {
   for (QpShadow* q : registry.qps) note(*q, q->real->events_completed);
 }
 
-/// Takes back what FREEZE has done so far.
+/// Takes back what FREEZE has done so far. Who has connections is drained again: it sends when ROLLBACK comes, as the other ends of those
+/// that were cut cannot take anything before OLD_PATH, or when migrd has been gone for long. Nobody goes back for a process without.
 int thaw(int err) {
   std::string ignored;
   for (CqShadow* c : Registry::get().cqs) {
     set_cq_bits(*c, 0, kFrozenCq);
     (void)return_cq_events(*c, ignored);  // also the arming that a probe has used up
   }
-  rollback(ignored);
+  for (QpShadow* q : Registry::get().qps) {
+    std::lock_guard guard(q->lock);
+    if (q->phase == Phase::kFrozen) q->phase = Phase::kDrained;
+  }
+  if (process_state() != MIGR_PROC_SUSPENDED) rollback(ignored);
   return err;
 }
 

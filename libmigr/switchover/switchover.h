@@ -65,6 +65,7 @@ void end_tracking();
 
 /// Source: nothing changes any more. Last poll, outstanding receives read back, pages of registered memory touched (a
 /// NIC's write does not set soft-dirty), tables and /dev/migr let go. Every QP must be drained.
+/// After an error they are drained again, and send after ROLLBACK; a process without QPs runs.
 int freeze(std::string& why);
 /// A NIC's write does not set soft-dirty: a fault as of a write does, and changes nothing. For what is registered at FREEZE, and what
 /// was when memory was copied ahead. A test leaves it out (MIGR_TEST_NO_TOUCH). @return 0, or an errno: not mapped or not writable
