@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -57,6 +58,7 @@ constexpr unsigned kRetryMs = 500;             // migrd may start later than we 
 constexpr unsigned kRetryAfterNonsenseMs = 2000;
 constexpr unsigned kGateMs = 5;
 constexpr unsigned kAskAgainMs = 20;           // migrd answers so many questions at a time, and no more wait for it
+constexpr int kLookMs = 1000;                  // whether only we are left
 constexpr unsigned kHeldMs = 2000;              // whom migrd refuses it lets go sooner
 unsigned alone_limit_ms = 10'000;               // suspended and migrd gone: the application must go on
 unsigned gate_limit_ms = 180'000;               // frozen, not stopped, and migrd gone; longer than any checkpoint takes
@@ -688,6 +690,30 @@ namespace {
 
 enum class Ended { kNobody, kGone, kUnheard, kNonsense, kFrozen };
 
+/// glibc ends a process with its last thread, whichever that is after a pthread_exit() in main(); while we run it is none of the application's. So if
+/// the first thread is gone, which the kernel counts for as long as there is another, and all others are ours, the process ends here. It takes no
+/// descriptor to see that: the application may be looking for the lowest that is free.
+void end_if_alone() {
+  constexpr int kDirectoryLinks = 2;
+  const int ours = quiet_threads;
+  char byte;
+  if (readlink("/proc/self/exe", &byte, 1) >= 0 || errno != ENOENT) return;  // ENOENT: the first thread has no memory any more
+  struct stat threads;
+  if (stat("/proc/self/task", &threads) || static_cast<int>(threads.st_nlink) - kDirectoryLinks != ours + 1 || ours != quiet_threads) return;
+  {
+    std::lock_guard guard(Registry::get().lock);
+    if (Registry::get().held || switchover::process_state() != MIGR_PROC_RUNNING) return;  // its handlers would wait for what only we let go
+  }
+  exit(0);
+}
+
+/// Until migrd says something, or hangs up.
+void wait_for_request(int fd) {
+  pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+  for (int ready; (ready = poll(&p, 1, kLookMs)) <= 0;)
+    if (!ready) end_if_alone();
+}
+
 /// Answers requests until the connection ends.
 Ended serve_connection(int fd) {
   std::vector<char> buffer(sizeof(migr_msg) + MIGR_PROC_MAX_RECORDS * kMaxRecordBytes);
@@ -696,6 +722,7 @@ Ended serve_connection(int fd) {
     Received got;
     int error = 0;
     std::string why;
+    wait_for_request(fd);
     do got = receive(fd, buffer, request, error, why);
     while (got == Received::kPart);
     if (got == Received::kGone) return asked ? Ended::kGone : Ended::kUnheard;
@@ -815,6 +842,7 @@ void* run(void*) {
   std::uint64_t alone_since = now_ms();
   bool left_alone = false;
   for (;;) {
+    end_if_alone();
     if (process_state() == MIGR_PROC_FROZEN && wait_for_gate()) alone_since = now_ms();
     Ended ended = Ended::kNobody;
     self->fd = connect_to_migrd();
@@ -886,6 +914,7 @@ void after_fork_in_parent() {
 }
 void after_fork_in_child() {
   const NoCancel no_cancel;
+  quiet_threads = 0;
   if (!locked_for_fork) return after_fork_in_parent();
   Registry& registry = Registry::get();
   const bool inherits = !registry.contexts.empty();

@@ -3,9 +3,13 @@
 #ifndef MIGR_QUIET_THREAD_H
 #define MIGR_QUIET_THREAD_H
 
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+
+#include <atomic>
+#include <new>
 
 namespace migr {
 
@@ -32,18 +36,36 @@ inline const cpu_set_t cpus_at_load = [] {
   return cpus;
 }();
 
+/// How many of the process's threads are of start_quiet_thread(). Each counts itself: never more than there are.
+inline std::atomic<int> quiet_threads{0};
+
 /// Gets none of the application's signals, and is scheduled as any thread: the one that makes it may be pinned, and never sleep.
 /// @return 0 or a positive errno
 inline int start_quiet_thread(pthread_t& thread, void* (*run)(void*), void* arg, const char* name) {
+  struct Start {
+    void* (*run)(void*);
+    void* arg;
+  };
+  auto* const start = new (std::nothrow) Start{run, arg};
+  if (!start) return ENOMEM;
+  const auto counted = [](void* from) -> void* {
+    const Start what = *static_cast<Start*>(from);
+    delete static_cast<Start*>(from);
+    ++quiet_threads;
+    void* const result = what.run(what.arg);
+    --quiet_threads;
+    return result;
+  };
   const WithoutSignals inherited;
   pthread_attr_t attr;
   pthread_attr_init(&attr);
   pthread_attr_setinheritsched(&attr, PTHREAD_EXPLICIT_SCHED);
   if (CPU_COUNT(&cpus_at_load)) pthread_attr_setaffinity_np(&attr, sizeof cpus_at_load, &cpus_at_load);
-  int error = pthread_create(&thread, &attr, run, arg);
-  if (error) error = pthread_create(&thread, nullptr, run, arg);  // none of those processors is this process's any more
+  int error = pthread_create(&thread, &attr, counted, start);
+  if (error) error = pthread_create(&thread, nullptr, counted, start);  // none of those processors is this process's any more
   pthread_attr_destroy(&attr);
-  if (!error) pthread_setname_np(thread, name);
+  if (error) delete start;
+  else pthread_setname_np(thread, name);
   return error;
 }
 

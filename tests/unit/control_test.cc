@@ -891,6 +891,35 @@ TEST_F(Control, ChildOfForkThatOpensADeviceItselfIsAProcessLikeAny) {
   EXPECT_EQ(ask(MIGR_MSG_STATS).status, 0);
 }
 
+// As the last thread of a process without the library does.
+TEST_F(Control, ProcessWhoseThreadsHaveAllEndedEnds) {
+  static bool done = false;
+  fflush(nullptr);
+  pid_t pid = -1;
+  // In a thread's function, and not in a test: pthread_exit() unwinds it.
+  std::thread([&] {
+    if ((pid = fork()) != 0) return;
+    folder.clear();  // else it is removed at the child's end
+    atexit([] { _exit(done ? 7 : 8); });
+    control::start();
+    std::thread([] {
+      usleep(2'500'000);  // longer than it takes to be looked at
+      done = true;
+    }).detach();
+    pthread_exit(nullptr);
+  }).join();
+  const int parents_fd = std::exchange(fd, -1);
+  const migr_msg parents = hello;
+  meet();
+  int status = -1;
+  for (int ms = 0; ms < 2 * kPatienceMs && waitpid(pid, &status, WNOHANG) == 0; ms += 10) usleep(10'000);
+  kill(pid, SIGKILL);
+  waitpid(pid, nullptr, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << "status " << status;
+  close(std::exchange(fd, parents_fd));
+  hello = parents;
+}
+
 TEST_F(Control, AbandonedWhileSuspendedItGoesBackByItself) {
   ASSERT_EQ(ask(MIGR_MSG_SUSPEND).status, 0);
   close_socket();
