@@ -212,16 +212,15 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
       ibv_send_wr copy = *wr;
       ibv_sge sges[kChunkSges];
       ibv_mw view;
-      *bad = wr;
       if (links::has_to_wait(q, *wr)) {
         KeptSend send{};
         int err = kept::copy(q, *wr, send);
         if (!err) err = links::post_in_turn(q, std::move(send));
-        if (err) return err;
+        if (err) return *bad = wr, err;
         wr = wr->next;
         continue;
       }
-      if (wr->num_sge > kChunkSges) return EINVAL;
+      if (wr->num_sge > kChunkSges) return *bad = wr, EINVAL;
       copy.next = nullptr;
       copy.sg_list = sges;
       translate_sges(q, sges, wr->sg_list, wr->num_sge);
@@ -230,7 +229,7 @@ MIGR_COLD int post_watched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noex
       ibv_send_wr* stopped;
       const int err = q.real_post_send(q.real, &copy, &stopped);
       if (of_window) windows::settle(q, !err);
-      if (err) return err;
+      if (err) return *bad = wr, err;
       wr = wr->next;
     }
   }
@@ -256,6 +255,9 @@ MIGR_COLD int post_send_unusual(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad)
 }
 
 MIGR_PATH [[gnu::noinline]] int post_send_switched(QpShadow& q, ibv_send_wr* wr, ibv_send_wr** bad) noexcept {
+  if (!wr || !bad) [[unlikely]]
+    return q.real_post_send(q.real, wr, bad);
+  *bad = nullptr;
   const std::uint32_t state = q.state.load(std::memory_order_relaxed);
   if (state & (kKeepSends | kOneByOne | kTracked)) [[unlikely]]
     return post_send_unusual(q, wr, bad);
@@ -318,6 +320,9 @@ MIGR_PATH [[gnu::noinline]] int post_recv_list(QpShadow& q, ibv_recv_wr* wr, ibv
 }
 
 MIGR_PATH [[gnu::noinline]] int post_recv_switched(QpShadow& q, ibv_recv_wr* wr, ibv_recv_wr** bad) noexcept {
+  if (!wr || !bad) [[unlikely]]
+    return q.real_post_recv(q.real, wr, bad);
+  *bad = nullptr;
   const std::uint32_t state = q.state.load(std::memory_order_relaxed);
   if (state & (kKeepSends | kKeepReceives | kLogReceives | kDatagrams | kTrapped | kTracked)) [[unlikely]]
     return post_recv_suspended(q, wr, bad);

@@ -737,6 +737,43 @@ TEST_F(Objects, WhoIsCancelledInACallGetsThroughIt) {
   ibv_destroy_qp(qp);
 }
 
+// As librxe does it, on each path.
+TEST_F(Objects, WhatWasPostedIsNotBad) {
+  ibv_qp* qp = make_qp();
+  ibv_sge one = sge();
+  ibv_recv_wr receive{}, *bad_receive = &receive;
+  receive.sg_list = &one;
+  receive.num_sge = 1;
+  EXPECT_EQ(ibv_post_recv(qp, &receive, &bad_receive), 0);
+  EXPECT_EQ(bad_receive, nullptr);
+  ibv_send_wr second{}, first{};
+  for (ibv_send_wr* wr : {&first, &second}) {
+    wr->opcode = IBV_WR_SEND;
+    wr->sg_list = &one;
+    wr->num_sge = 1;
+  }
+  const auto post = [&](const char* how) {
+    SCOPED_TRACE(how);
+    ibv_send_wr* bad = &first;
+    EXPECT_EQ(ibv_post_send(qp, &first, &bad), 0);
+    EXPECT_EQ(bad, nullptr);
+    recorder_post_fails = ENOMEM;
+    EXPECT_EQ(ibv_post_send(qp, &first, &bad), ENOMEM);
+    EXPECT_EQ(bad, &first);
+  };
+  post("one");
+  first.next = &second;
+  post("a list");
+  ibv_mw* const mw = ibv_alloc_mw(pd_, IBV_MW_TYPE_2);
+  post("watched");
+  ibv_dealloc_mw(mw);
+  ibv_send_wr* bad = &first;
+  EXPECT_EQ(ibv_post_send(qp, nullptr, &bad), EINVAL);
+  EXPECT_EQ(bad, nullptr);
+  EXPECT_EQ(ibv_post_recv(qp, nullptr, &bad_receive), EINVAL);
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, UnknownKeyIsInvalidatedAsItIs) {
   ibv_qp* qp = make_qp();
   ibv_send_wr wr{};

@@ -206,13 +206,18 @@ int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad) {
   }
   return 0;
 }
-int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr**) {
+// The two that follow say as librxe which was bad: none.
+int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad) {
   recorded("post_recv", qp);
+  *bad = nullptr;
+  if (!wr) return EINVAL;
   recorder_lkey = wr->sg_list->lkey;
   return 0;
 }
-int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr**) {
+int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad) {
   recorded("post_send", qp);
+  *bad = nullptr;
+  if (!wr) return EINVAL;
   recorder_lkey = recorder_rkey = 0;
   if (wr->num_sge) recorder_lkey = wr->sg_list->lkey;
   if (wr->opcode == IBV_WR_BIND_MW) {
@@ -224,6 +229,7 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr**) {
   } else if (wr->opcode == IBV_WR_LOCAL_INV) {
     recorder_rkey = wr->invalidate_rkey;
   }
+  if (recorder_post_fails) *bad = wr;
   return std::exchange(recorder_post_fails, 0);
 }
 int poll_cq(ibv_cq* cq, int, ibv_wc* wc) {
