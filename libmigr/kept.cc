@@ -187,7 +187,7 @@ void wr_atomic_write(ibv_qp_ex* keeper, std::uint32_t rkey, std::uint64_t addr, 
 
 void wr_set_sge_list(ibv_qp_ex* keeper, std::size_t count, const ibv_sge* list) {
   QpShadow& q = owner(keeper);
-  if (count > q.cap.max_send_sge) q.build_error = EINVAL;
+  if (count > q.cap.max_send_sge) q.build_error = ENOSPC;
   q.building.sges.assign(list, list + count);
 }
 void wr_set_sge(ibv_qp_ex* keeper, std::uint32_t lkey, std::uint64_t addr, std::uint32_t length) {
@@ -201,7 +201,7 @@ void wr_set_inline_data_list(ibv_qp_ex* keeper, std::size_t count, const ibv_dat
     const auto* from = static_cast<const std::uint8_t*>(list[i].addr);
     q.building.inline_data.insert(q.building.inline_data.end(), from, from + list[i].length);
   }
-  if (q.building.inline_data.size() > q.cap.max_inline_data) q.build_error = EINVAL;
+  if (q.building.inline_data.size() > q.cap.max_inline_data) q.build_error = ENOSPC;
   q.building.wr.send_flags |= IBV_SEND_INLINE;
 }
 void wr_set_inline_data(ibv_qp_ex* keeper, void* addr, std::size_t length) {
@@ -229,6 +229,7 @@ void wr_start(ibv_qp_ex* keeper) {
   q.app_ex.wr_start(&q.app_ex);
 }
 
+/// As librxe: what there is no room for is ENOSPC, and no work request is looked at more closely. One that cannot be posted ends the connection.
 int wr_complete(ibv_qp_ex* keeper) {
   const NoCancel no_cancel;
   QpShadow& q = owner(keeper);
@@ -238,9 +239,9 @@ int wr_complete(ibv_qp_ex* keeper) {
     std::lock_guard guard(q.lock);
     const bool suspended = q.state.load(std::memory_order_relaxed) & kKeepSends;
     if (!err && suspended && q.app.state < IBV_QPS_RTS) err = EINVAL;
-    if (!err && suspended && full(q, q.built.size())) err = ENOMEM;
+    if (!err && suspended && full(q, q.built.size())) err = ENOSPC;
     if (!suspended && (q.state.load(std::memory_order_relaxed) & kTrapped)) links::empty_trap(q);
-    if (!err && !suspended && !links::has_room(q, q.built.size())) err = ENOMEM;  // all of a session, or nothing
+    if (!err && !suspended && !links::has_room(q, q.built.size())) err = ENOSPC;  // all of a session, or nothing
     if (!err)
       for (KeptSend& send : q.built) {
         if (suspended)

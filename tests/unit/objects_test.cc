@@ -698,6 +698,42 @@ TEST_F(Objects, SuspendedQpRefusesWhatTheDeviceWould) {
   ibv_destroy_qp(qp);
 }
 
+// With the numbers of librxe's, which are not those of its ibv_post_send().
+TEST_F(Objects, SessionOfASuspendedQpHasNoMoreRoomThanTheDevice) {
+  ibv_qp_init_attr init{};
+  init.send_cq = init.recv_cq = cq_;
+  init.qp_type = IBV_QPT_RC;
+  init.cap = {.max_send_wr = 8, .max_recv_wr = 1, .max_send_sge = 2, .max_recv_sge = 1, .max_inline_data = 4};
+  ibv_qp* const qp = ibv_create_qp(pd_, &init);
+  ibv_qp_attr attr{};
+  attr.qp_state = IBV_QPS_RTS;
+  EXPECT_EQ(ibv_modify_qp(qp, &attr, IBV_QP_STATE), 0);
+  ibv_qp_ex* const ex = ibv_qp_to_qp_ex(qp);
+  const migr_msg suspended = migrd.ask(MIGR_MSG_SUSPEND);
+  ASSERT_EQ(suspended.status, 0) << suspended.text;
+  EXPECT_EQ(migrd.ask(MIGR_MSG_DRAIN, 50).status, ETIMEDOUT) << "nothing completes here; but now nobody is in a session on the path";
+  const ibv_sge sges[] = {sge(), sge(), sge()};
+  for (const std::size_t count : {2, 3}) {
+    ibv_wr_start(ex);
+    ibv_wr_send(ex);
+    ibv_wr_set_sge_list(ex, count, sges);
+    EXPECT_EQ(ibv_wr_complete(ex), count > 2 ? ENOSPC : 0);
+  }
+  for (const std::size_t bytes : {4, 5}) {
+    ibv_wr_start(ex);
+    ibv_wr_send(ex);
+    ibv_wr_set_inline_data(ex, memory_, bytes);
+    EXPECT_EQ(ibv_wr_complete(ex), bytes > 4 ? ENOSPC : 0);
+  }
+  for (const int more : {7, 6}) {
+    ibv_wr_start(ex);
+    for (int i = 0; i < more; ++i) ibv_wr_local_inv(ex, 0x1234);
+    EXPECT_EQ(ibv_wr_complete(ex), more > 6 ? ENOSPC : 0);
+  }
+  EXPECT_EQ(migrd.ask(MIGR_MSG_ROLLBACK).status, 0);
+  ibv_destroy_qp(qp);
+}
+
 // The driver writes to its file, where a thread can be cancelled. No destructor of the library's runs then.
 TEST_F(Objects, WhoIsCancelledInACallGetsThroughIt) {
   ibv_qp* const qp = make_qp();

@@ -105,6 +105,9 @@ ibv_qp* make_qp(const char* call, ibv_context* context, void* qp_context, ibv_pd
   ex->wr_start = [](ibv_qp_ex*) {};
   ex->wr_bind_mw = [](ibv_qp_ex*, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info*) { note_bind(*mw, rkey); };
   ex->wr_local_inv = [](ibv_qp_ex*, std::uint32_t rkey) { recorder_rkey = rkey; };
+  ex->wr_send = [](ibv_qp_ex*) {};
+  ex->wr_set_sge_list = [](ibv_qp_ex*, std::size_t, const ibv_sge*) {};
+  ex->wr_set_inline_data = [](ibv_qp_ex*, void*, std::size_t) {};
   ex->wr_complete = [](ibv_qp_ex*) { return std::exchange(recorder_post_fails, 0); };
   ex->wr_abort = [](ibv_qp_ex*) {};
   ibv_qp* qp = waitable(&ex->qp_base);
