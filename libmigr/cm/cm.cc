@@ -84,12 +84,11 @@ std::string name_by_guid(std::uint64_t guid, std::size_t& count) {
   return name;
 }
 
-std::uint8_t known_gid(std::uint8_t port, std::uint8_t index) {
+std::uint8_t known_gid(std::uint64_t node_guid, std::uint8_t port, std::uint8_t index) {
   Registry& registry = Registry::get();
   auto guard = registry.enter();
-  for (const Context* c : registry.contexts)  // the kernel does not say of which device; those of one host have like tables
-    if (c->moved) return gids::named(*c, port, index);
-  return index;
+  const Context* const c = moved_context(registry.contexts, node_guid, *births);
+  return c ? gids::named(*c, port, index) : index;
 }
 
 /// A restored process has its contexts on devices of the same name, or on the only one there is.
@@ -133,14 +132,26 @@ void forget_parent() {
   if (Engine* parents = the_engine.exchange(nullptr)) parents->abandon();
 }
 
-const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t node_guid, std::span<const Device> births) {
+namespace {
+
+/// Whether it is on the device of this GUID, as far as one is known by it.
+bool is_on(const Context& context, std::uint64_t node_guid, std::span<const Device> births) {
   const auto of_guid = [&](const Device& d) { return d.guid == node_guid; };
-  const bool known = births.size() > 1 && std::any_of(births.begin(), births.end(), of_guid);
-  for (const QpShadow* qp : qps) {
-    if (qp->vqpn() != vqpn) continue;
-    const auto of_name = [&](const Device& d) { return of_guid(d) && d.name == qp->context->real->device->name; };
-    if (!known || std::any_of(births.begin(), births.end(), of_name)) return qp;
-  }
+  if (births.size() < 2 || std::none_of(births.begin(), births.end(), of_guid)) return true;
+  return std::any_of(births.begin(), births.end(), [&](const Device& d) { return of_guid(d) && d.name == context.real->device->name; });
+}
+
+}  // namespace
+
+const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t node_guid, std::span<const Device> births) {
+  for (const QpShadow* qp : qps)
+    if (qp->vqpn() == vqpn && is_on(*qp->context, node_guid, births)) return qp;
+  return nullptr;
+}
+
+const Context* moved_context(std::span<Context* const> contexts, std::uint64_t node_guid, std::span<const Device> births) {
+  for (const Context* c : contexts)
+    if (c->moved && is_on(*c, node_guid, births)) return c;
   return nullptr;
 }
 

@@ -51,6 +51,8 @@ struct Device {
 };
 /// The QP of this number on the device of this GUID. @return null: none
 const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t node_guid, std::span<const Device> births);
+/// The same, of the contexts that were made again on another host: one of the device.
+const Context* moved_context(std::span<Context* const> contexts, std::uint64_t node_guid, std::span<const Device> births);
 inline QpName name_of(const QpShadow& qp) { return {qp.context, qp.vqpn()}; }
 /// Where a QP's present path leads. In a file of its own: tests have another.
 std::optional<Path> path_of(const QpShadow& qp);

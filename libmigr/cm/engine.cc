@@ -370,9 +370,11 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
   if (header.cmd == RDMA_USER_CM_CMD_DISCONNECT && result >= 0) end_at_once(guard, load<rdma_ucm_disconnect>(payload, header.in).id);
   if (header.cmd == RDMA_USER_CM_CMD_INIT_QP_ATTR && result >= 0 && known_gid && header.out >= sizeof(ib_uverbs_qp_attr)) {
     // librdmacm gives it to ibv_modify_qp(), as an application would.
-    if (guard.owns_lock()) guard.unlock();
+    const Id* const id = meant_by(header.cmd, payload, header.in);
+    const std::uint64_t node_guid = id ? id->node_guid : 0;
+    guard.unlock();
     auto* const attr = reinterpret_cast<ib_uverbs_qp_attr*>(load<rdma_ucm_init_qp_attr>(payload, header.in).response);
-    if (attr->ah_attr.is_global) attr->ah_attr.grh.sgid_index = known_gid(attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index);
+    if (attr->ah_attr.is_global) attr->ah_attr.grh.sgid_index = known_gid(node_guid, attr->ah_attr.port_num, attr->ah_attr.grh.sgid_index);
   }
   return result;
 }

@@ -83,8 +83,8 @@ class Engine {
   ssize_t command(int fd, const void* buf, std::size_t count);
   /// Number for the kernel of the QP that has `qp`'s number on the device of this GUID (0: not known). Its context is filled in.
   std::function<std::uint32_t(QpName& qp, std::uint64_t node_guid)> physical_qpn;
-  /// Index, for the application, of the GID that the kernel has there.
-  std::function<std::uint8_t(std::uint8_t port, std::uint8_t index)> known_gid;
+  /// Index, for the application, of the GID that the kernel has there, on the device of this GUID (0: not known).
+  std::function<std::uint8_t(std::uint64_t node_guid, std::uint8_t port, std::uint8_t index)> known_gid;
   /// The device that the kernel means, as the application knows it: librdmacm looks for it in a list of its own.
   std::function<void(std::uint64_t& node_guid, std::uint32_t& index)> device_of_birth;
   /// Tells the other end of this QP's connection that it is over, where the kernel's message would not get there. Without our lock.

@@ -1181,6 +1181,19 @@ TEST_F(Cm, AnotherDevicesQpOfThatNumberStays) {
   EXPECT_FALSE(engine.stands(qp_on(1, 18)));
 }
 
+TEST_F(Cm, GidsAreNamedAsOfTheIdsDevice) {
+  engine.known_gid = [](std::uint64_t node_guid, std::uint8_t, std::uint8_t index) { return static_cast<std::uint8_t>(index + node_guid); };
+  for (const std::uint64_t device : {2, 1}) {
+    kernel.node_guid = device;
+    const auto id = connected(device, 18);
+    ib_uverbs_qp_attr attr{};
+    attr.ah_attr.is_global = 1;
+    attr.ah_attr.grh.sgid_index = 3;
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_INIT_QP_ATTR, rdma_ucm_init_qp_attr{reinterpret_cast<std::uintptr_t>(&attr), id, 2 /* RTR */}, sizeof attr), 0);
+    EXPECT_EQ(attr.ah_attr.grh.sgid_index, 3 + device);
+  }
+}
+
 TEST_F(Cm, RestoredSideKnowsTheDeviceByTheRequest) {
   std::vector<Path> paths;
   for (const std::uint64_t device : {2, 1}) {

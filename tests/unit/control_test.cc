@@ -1073,6 +1073,13 @@ TEST(CmQps, OfOneNumberAreToldApartByTheDevice) {
   EXPECT_EQ(cm::qp_of(all, 18, 102, births), nullptr);
   EXPECT_EQ(cm::qp_of(all, 19, 101, births), nullptr);
   EXPECT_EQ(cm::qp_of(all, 18, 0, births), &qps[0]) << "not known";
+  Context* const both[] = {&contexts[0], &contexts[1]};
+  EXPECT_EQ(cm::moved_context(both, 101, births), nullptr);
+  contexts[0].moved = true;
+  EXPECT_EQ(cm::moved_context(both, 101, births), nullptr);
+  contexts[1].moved = true;
+  EXPECT_EQ(cm::moved_context(both, 101, births), &contexts[1]);
+  EXPECT_EQ(cm::moved_context(both, 0, births), &contexts[0]) << "not known";
   // Two devices of one network interface may have one GUID, and the only one of a host any name.
   const cm::Device alike[] = {{"rxe0", 100, 1}, {"rxe1", 100, 2}}, other[] = {{"rxe7", 100, 1}};
   EXPECT_EQ(cm::qp_of(std::span(all).last(1), 18, 100, alike), &qps[1]);
