@@ -267,6 +267,7 @@ void collect(ibv_context& ctx) {
   if (!ours(registry, &ctx)) return;
   Kept& kept = all()[&ctx];
   show_no_more(ctx, kept);
+  if (!is_readable(ctx.async_fd)) return;
   const WithoutWaiting now(ctx.async_fd);
   ibv_async_event event;
   while (real().get_async_event(&ctx, &event) == 0)

@@ -4,6 +4,7 @@
 #define MIGR_UNREAD_H
 
 #include <fcntl.h>
+#include <poll.h>
 
 #include <atomic>
 #include <cstdint>
@@ -20,7 +21,9 @@ class WithoutWaiting {
     if (flags_ >= 0) fcntl(fd_, F_SETFL, flags_ | O_NONBLOCK);
   }
   ~WithoutWaiting() {
-    if (flags_ >= 0) fcntl(fd_, F_SETFL, flags_);
+    // The application may have changed others meanwhile.
+    const int now = flags_ < 0 || (flags_ & O_NONBLOCK) ? -1 : fcntl(fd_, F_GETFL);
+    if (now >= 0) fcntl(fd_, F_SETFL, now & ~O_NONBLOCK);
     ++counted;
   }
   static std::uint64_t turns() { return counted.load(); }
@@ -31,6 +34,12 @@ class WithoutWaiting {
   static inline std::atomic<std::uint64_t> counted{0};
   const int fd_, flags_;
 };
+
+/// If not, there is nothing to read, and the flags can stay as they are.
+inline bool is_readable(int fd) {
+  pollfd p{.fd = fd, .events = POLLIN, .revents = 0};
+  return poll(&p, 1, 0) != 0;
+}
 
 inline bool is_to_wait(int fd) {
   const int flags = fcntl(fd, F_GETFL);

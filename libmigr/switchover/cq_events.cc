@@ -25,6 +25,7 @@ struct Unsure {
 };
 
 void read_unread(ibv_comp_channel& channel, std::span<Unsure> asked) {
+  if (!is_readable(channel.fd)) return;
   const WithoutWaiting guard(channel.fd);
   ibv_cq* cq;
   void* context;
