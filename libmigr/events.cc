@@ -124,6 +124,13 @@ void put_at(int from, int fd) {
   close_own(from);
 }
 
+/// @param bell that of show()
+void ring(int bell) {
+  const std::uint64_t one = 1;
+  const NoCancel no_cancel;
+  (void)!write(bell, &one, sizeof one);
+}
+
 void show(const ibv_context& ctx, Kept& kept) {
   if (kept.unread.empty() || kept.kernel_fd >= 0) return;
   const int bell = eventfd(1, EFD_CLOEXEC | (is_to_wait(ctx.async_fd) ? 0 : EFD_NONBLOCK));
@@ -368,7 +375,11 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
     const int saved = errno;
     guard.lock();
     if (err && turns() == before && !(saved == EAGAIN && is_to_wait(ctx->async_fd))) return errno = saved, err;
-    if (err) continue;  // collect() was at work meanwhile
+    if (err) {
+      // collect() was at work meanwhile. What was read may be what it has put there, and poll(2) has to say so of the rest.
+      if (const Kept* kept = kept_of(ctx); kept && kept->kernel_fd >= 0) ring(ctx->async_fd);
+      continue;
+    }
     if (!ours(registry, ctx)) return 0;
     if (!take(*event) || unneeded(*event, all()[ctx]) || (in_doubt && doubtful(*event, all()[ctx]))) continue;
     if (Kept* kept = kept_of(ctx); kept && !kept->unread.empty()) {
