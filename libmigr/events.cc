@@ -247,6 +247,13 @@ void give(const ibv_context& ctx, Kept& kept, ibv_async_event& event) {
   if (kept.unread.empty()) show_no_more(ctx, kept);
 }
 
+/// A port of this host is up where one of the other was down. That it works is said if that was next to be read: somebody may have been told that it did not.
+void forget_ports(Kept& kept) {
+  kept.ports_down.clear();
+  kept.ports_told_down.clear();
+  std::erase_if(kept.unread, [](const ibv_async_event& e) { return e.event_type == IBV_EVENT_PORT_ERR; });
+}
+
 /// A thread in ibv_get_async_event() that waits for the kernel is not told of what is kept: but it is there first.
 void let_readers_read(int fd) {
   constexpr unsigned kStepMs = 2;
@@ -287,13 +294,18 @@ void frozen() {
 }
 
 void thawed(bool restored) {
-  if (restored)
+  if (restored) {
+    {
+      std::lock_guard guard(Registry::get().events_lock);
+      if (in_doubt)  // a REBIND that is repeated may have heard of this host's
+        for (auto& [ctx, kept] : all()) forget_ports(kept);
+    }
     for (const Context* c : Registry::get().contexts) collect(*c->real);
+  }
   std::lock_guard guard(Registry::get().events_lock);
   in_doubt = false;
   for (auto& [ctx, kept] : all()) {
-    if (restored) kept.ports_down.clear(), kept.ports_told_down.clear();  // they are another host's
-    else kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
+    if (!restored) kept.unread.insert(kept.unread.end(), kept.doubtful.begin(), kept.doubtful.end());
     kept.doubtful.clear();
   }
 }

@@ -563,7 +563,7 @@ TEST_F(Signals, OfARestoredProcessNameTheDescriptor) {
 TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
   to(qp_[0], IBV_QPS_INIT);
   to(qp_[0], IBV_QPS_ERR);  // LAST_WQE_REACHED
-  model_raise(context_, IBV_EVENT_PORT_ERR, 3);
+  model_raise(context_, IBV_EVENT_PORT_ACTIVE, 3);
   const int epoll = epoll_create1(EPOLL_CLOEXEC);
   epoll_event watched{};
   watched.events = EPOLLIN;
@@ -583,7 +583,7 @@ TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
   ASSERT_TRUE(readable(fd, 0));
   ibv_async_event second{};
   ASSERT_EQ(ibv_get_async_event(context_, &second), 0);
-  EXPECT_EQ(second.event_type, IBV_EVENT_PORT_ERR);
+  EXPECT_EQ(second.event_type, IBV_EVENT_PORT_ACTIVE);
   EXPECT_EQ(second.element.port_num, 3);
   ibv_ack_async_event(&second);
   EXPECT_FALSE(readable(fd, kSoonMs));
@@ -608,7 +608,7 @@ TEST_P(Events, UnreadAsynchronousOnesAreThereInOrder) {
 }
 
 TEST_P(Events, WhileSomeAreUnreadObjectsCanBeMade) {
-  model_raise(context_, IBV_EVENT_PORT_ERR, 1);
+  model_raise(context_, IBV_EVENT_PORT_ACTIVE, 1);
   move();
   const int fd = context_->async_fd;
   ibv_cq* const cq = ibv_create_cq(context_, 1, nullptr, nullptr, 0);
@@ -619,6 +619,24 @@ TEST_P(Events, WhileSomeAreUnreadObjectsCanBeMade) {
   EXPECT_TRUE(readable(fd, 0));
   EXPECT_EQ(ibv_destroy_qp(qp), 0);
   EXPECT_EQ(ibv_destroy_cq(cq), 0);
+}
+
+// The other host's is up.
+TEST_P(Events, ThatAPortIsDownIsSaidOnItsHostOnly) {
+  model_raise(context_, IBV_EVENT_PORT_ERR, 3);
+  model_raise(context_, IBV_EVENT_PORT_ACTIVE, 4);
+  move();
+  ibv_async_event event{};
+  if (GetParam() == How::kBack) {
+    ASSERT_EQ(ibv_get_async_event(context_, &event), 0);
+    EXPECT_EQ(event.event_type, IBV_EVENT_PORT_ERR);
+    EXPECT_EQ(event.element.port_num, 3);
+  }
+  ASSERT_TRUE(readable(context_->async_fd, 0));
+  ASSERT_EQ(ibv_get_async_event(context_, &event), 0);
+  EXPECT_EQ(event.event_type, IBV_EVENT_PORT_ACTIVE);
+  EXPECT_EQ(event.element.port_num, 4);
+  EXPECT_FALSE(readable(context_->async_fd, kSoonMs));
 }
 
 TEST_P(Events, UnreadAsynchronousOnesGoWithTheirObject) {
