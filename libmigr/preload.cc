@@ -447,6 +447,12 @@ ibv_qp* create_numbered(const Registry& registry, const Context& context, Attr& 
   return qp;
 }
 
+/// Those that path::install_wr_api() has a call for. One of a newer rdma-core (IBV_QP_EX_WITH_FLUSH) would be missing in our ibv_qp_ex.
+constexpr std::uint64_t kKnownSendOps =
+    IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ |
+    IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | IBV_QP_EX_WITH_LOCAL_INV | IBV_QP_EX_WITH_BIND_MW |
+    IBV_QP_EX_WITH_SEND_WITH_INV | IBV_QP_EX_WITH_TSO | IBV_QP_EX_WITH_ATOMIC_WRITE;
+
 }  // namespace
 
 ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
@@ -455,6 +461,7 @@ ibv_qp* create_qp_with(ibv_context* ctx, ibv_qp_init_attr_ex& attr,
   auto guard = registry.change();
   Context* context = registry.context_of(ctx);
   if (!context) return create(&attr);
+  if ((attr.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) && (attr.send_ops_flags & ~kKnownSendOps)) return errno = EOPNOTSUPP, nullptr;
   auto* shadow = new (std::nothrow) QpShadow{};
   if (!shadow) {
     errno = ENOMEM;

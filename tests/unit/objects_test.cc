@@ -225,6 +225,24 @@ TEST_F(Objects, CreateQpExNamesTheProvidersObjects) {
   ibv_destroy_srq(srq);
 }
 
+// What a newer rdma-core can send with (IBV_QP_EX_WITH_FLUSH) has no call in our ibv_qp_ex.
+TEST_F(Objects, QpForUnknownSendOpsIsNotMade) {
+  constexpr std::uint64_t kFlush = 1 << 11;
+  ibv_qp_init_attr_ex attr{};
+  attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+  attr.pd = pd_;
+  attr.send_cq = attr.recv_cq = cq_;
+  attr.send_ops_flags = IBV_QP_EX_WITH_SEND | kFlush;
+  recorder_call = "none";
+  EXPECT_EQ(ibv_create_qp_ex(context_, &attr), nullptr);
+  EXPECT_EQ(errno, EOPNOTSUPP);
+  EXPECT_STREQ(recorder_call, "none");
+  attr.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_ATOMIC_WRITE;
+  ibv_qp* const qp = ibv_create_qp_ex(context_, &attr);
+  ASSERT_NE(qp, nullptr);
+  ibv_destroy_qp(qp);
+}
+
 TEST_F(Objects, OpenedXrcQpHasNoCqs) {
   ibv_qp_open_attr attr{};
   attr.comp_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_CONTEXT;
