@@ -146,7 +146,7 @@ int register_again(MrShadow& mr, std::string& why) {
 
 /// What a REBIND that has failed has done already: migrd says it again.
 struct Done {
-  bool handles = false, windows = false;
+  bool handles = false, windows = false, datagrams = false;
   std::size_t mrs = 0;
 };
 constinit Done done;
@@ -182,22 +182,48 @@ void restart_event_count(Shadow& shadow) {
   pthread_mutex_unlock(&shadow.real->mutex);
 }
 
+/// In order. What is posted is not in `receives` any more: a REBIND that is repeated posts nothing twice.
+template <class Receives, class Post>
+int post_out(Receives& receives, Post&& post) {
+  int err = 0;
+  auto next = receives.begin();
+  while (next != receives.end() && !(err = post(*next))) ++next;
+  receives.erase(receives.begin(), next);
+  return err;
+}
+
+template <class Receives>
+int post_out(QpShadow& q, Receives& receives, std::string& why) {
+  const int err = post_out(receives, [&](const KeptReceive& r) { return path::post_one_receive(q, q.real, r); });
+  return err ? fail(why, err, "post_recv to " + qp_name(q) + "'s new path") : 0;
+}
+
+template <class Receives>
+int post_out(SrqShadow& s, Receives& receives, int (*post)(SrqShadow&, std::uint64_t, std::span<const ibv_sge>) noexcept, std::string& why) {
+  const int err = post_out(receives, [&](const KeptReceive& r) { return post(s, r.wr_id, r.sges); });
+  return err ? fail(why, err, "post_srq_recv") : 0;
+}
+
 /// Caller holds s.lock.
 int post_again(SrqShadow& s, std::string& why) {
-  if (!s.link) return post_receives(s, s.outstanding, path::post_named, why);
+  if (!s.link) return post_out(s, s.outstanding, path::post_named, why);
   const int err = links::post_waiting(s);
   return err ? fail(why, err, "post_srq_recv") : 0;
+}
+
+void forget_awaited() {
+  for (SrqShadow* s : Registry::get().srqs)
+    if (s->state.load(std::memory_order_relaxed) & kFrozenSrq) datagrams::emptied(s->awaited);
+  for (QpShadow* q : Registry::get().qps) datagrams::emptied(q->awaited);
 }
 
 /// Keys have their new values.
 int thaw_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
   set_srq_bits(s, kTranslateSrq);
-  datagrams::emptied(s.awaited);
   if (const int err = post_again(s, why)) return err;
-  if (const int err = post_receives(s, s.kept, path::post_one_receive, why)) return err;
   s.outstanding.clear();
-  s.kept.clear();
+  if (const int err = post_out(s, s.kept, path::post_one_receive, why)) return err;
   links::count_at_device(s);
   if (s.limit) {
     ibv_srq_attr attr{};
@@ -298,6 +324,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (Context* context : registry.contexts) gids::moved(*context);
   whereabouts::moved();
   datagrams::make_again();
+  if (!done.datagrams) forget_awaited();  // their receives are posted once more
+  done.datagrams = true;
   for (SrqShadow* s : registry.srqs) {
     if (!(s->state.load(std::memory_order_relaxed) & kFrozenSrq)) continue;
     restart_event_count(*s);
@@ -315,11 +343,8 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
     q->write_access_added = false;
     if (const int err = find_told_psn(*q, why)) return err;
     path::translate_keys(*q, kTranslateLocal);
-    datagrams::emptied(q->awaited);  // its receives are posted again
-    if (int err = post_receives(*q, q->real, q->outstanding, why)) return err;
-    if (int err = post_receives(*q, q->real, q->kept_receives, why)) return err;
-    q->outstanding.clear();
-    q->kept_receives.clear();
+    if (const int err = post_out(*q, q->outstanding, why)) return err;
+    if (const int err = post_out(*q, q->kept_receives, why)) return err;
     if (const int err = q->gone ? 0 : break_if_broken(*q, why)) return err;  // what is gone ends when it runs
     clear_bits(*q, kKeepReceives);
     q->phase = Phase::kRebound;
