@@ -17,8 +17,15 @@
 
 #include "objects.h"
 
-struct hnsdv_qp_init_attr;  // of a newer rdma-core
-extern "C" ibv_qp* hnsdv_create_qp(ibv_context*, ibv_qp_init_attr_ex*, hnsdv_qp_init_attr*);
+// Of a newer rdma-core.
+struct hnsdv_qp_init_attr;
+struct efadv_wq_attr;
+struct efadv_cq_attr;
+extern "C" {
+ibv_qp* hnsdv_create_qp(ibv_context*, ibv_qp_init_attr_ex*, hnsdv_qp_init_attr*);
+int efadv_query_qp_wqs(ibv_qp*, efadv_wq_attr*, efadv_wq_attr*, uint32_t);
+int efadv_query_cq(ibv_cq*, efadv_cq_attr*, uint32_t);
+}
 
 namespace migr {
 namespace {
@@ -82,6 +89,7 @@ Result not_there() {
     return EOPNOTSUPP;
 }
 
+constexpr char kOwnQueue[] = "queue that the program drives itself (mlx5dv_init_obj or the like)";
 constexpr char kMlx5[] = "libmlx5.so.1";
 constexpr char kMlx4[] = "libmlx4.so.1";
 constexpr char kEfa[] = "libefa.so.1";
@@ -135,7 +143,7 @@ static int init_obj(Real* real, Obj* obj, uint64_t kinds, bool has_srq) {
   if constexpr (requires { mine.srq; })
     if (has_srq && (kinds & MLX5DV_OBJ_SRQ)) mine.srq.in = behind(obj->srq.in);
   const int err = real(&mine, kinds);
-  if (!err) cannot_move("queue that the program drives itself (mlx5dv_init_obj or the like)");
+  if (!err) cannot_move(kOwnQueue);
   return err;
 }
 static_assert(int{MLX4DV_OBJ_QP} == int{MLX5DV_OBJ_QP} && int{MLX4DV_OBJ_CQ} == int{MLX5DV_OBJ_CQ} &&
@@ -153,6 +161,19 @@ MIGR_EXPORT int mlx4dv_init_obj(mlx4dv_obj* obj, uint64_t kinds) {
 MIGR_EXPORT int manadv_init_obj(manadv_obj* obj, uint64_t kinds) {
   MIGR_NEXT(int, manadv_init_obj, kMana);
   return init_obj(real_manadv_init_obj, obj, kinds, false);
+}
+
+MIGR_EXPORT int efadv_query_qp_wqs(ibv_qp* qp, efadv_wq_attr* sends, efadv_wq_attr* receives, uint32_t length) {
+  MIGR_NEXT(int, efadv_query_qp_wqs, kEfa);
+  const int err = real_efadv_query_qp_wqs(behind(qp), sends, receives, length);
+  if (!err) cannot_move(kOwnQueue);
+  return err;
+}
+MIGR_EXPORT int efadv_query_cq(ibv_cq* cq, efadv_cq_attr* attr, uint32_t length) {
+  MIGR_NEXT(int, efadv_query_cq, kEfa);
+  const int err = real_efadv_query_cq(behind(cq), attr, length);
+  if (!err) cannot_move(kOwnQueue);
+  return err;
 }
 
 // Objects made with attributes of the family: they have shadows, and cannot be made again.

@@ -946,6 +946,11 @@ TEST_F(Objects, FamilysOwnCallsNameTheProvidersObjects) {
   EXPECT_EQ(raw_qp.comp_mask, 7u);
   EXPECT_EQ(mlx5dv_devx_srq_query(attr.srq, nullptr, 0, nullptr, 0), 0);
   EXPECT_CALLED("devx_srq_query", recorder_srq);
+  EXPECT_EQ(efadv_query_qp_wqs(qp, nullptr, nullptr, 0), 0);
+  EXPECT_CALLED("efadv_query_qp_wqs", real);
+  EXPECT_EQ(efadv_query_cq(cq_, nullptr, 0), 0);
+  EXPECT_CALLED("efadv_query_cq", real_cq_);
+  EXPECT_NE(migrd.refusal().find("3 x queue that the program drives itself"), std::string::npos) << migrd.refusal();
   ibv_destroy_qp(qp);
   EXPECT_CALLED("destroy_qp", real);
   ibv_destroy_srq(attr.srq);

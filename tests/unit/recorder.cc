@@ -470,6 +470,10 @@ struct hnsdv_qp_init_attr;
 RECORDER ibv_qp* hnsdv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, hnsdv_qp_init_attr*) {
   return make_qp("hnsdv_create_qp", c, a->qp_context, a->pd, a->send_cq, a->recv_cq, a->srq, a->qp_type);
 }
+struct efadv_wq_attr;
+struct efadv_cq_attr;
+RECORDER int efadv_query_qp_wqs(ibv_qp* qp, efadv_wq_attr*, efadv_wq_attr*, uint32_t) { return recorded("efadv_query_qp_wqs", qp), 0; }
+RECORDER int efadv_query_cq(ibv_cq* cq, efadv_cq_attr*, uint32_t) { return recorded("efadv_query_cq", cq), 0; }
 RECORDER int mlx5dv_modify_qp_lag_port(ibv_qp* qp, uint8_t) { return recorded("lag_port", qp), 0; }
 RECORDER int mlx5dv_devx_srq_query(ibv_srq* srq, const void*, size_t, void*, size_t) {
   return recorded("devx_srq_query", srq), 0;

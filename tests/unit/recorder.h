@@ -41,6 +41,10 @@ ibv_mr* recorder_reg_otherwise(ibv_pd* pd);
 ibv_qp* recorder_create_otherwise(ibv_pd* pd, void* qp_context);
 struct hnsdv_qp_init_attr;
 ibv_qp* hnsdv_create_qp(ibv_context* c, ibv_qp_init_attr_ex* a, hnsdv_qp_init_attr* own);
+struct efadv_wq_attr;
+struct efadv_cq_attr;
+int efadv_query_qp_wqs(ibv_qp* qp, efadv_wq_attr* sends, efadv_wq_attr* receives, uint32_t length);
+int efadv_query_cq(ibv_cq* cq, efadv_cq_attr* attr, uint32_t length);
 /// The next ibv_get_async_event gives this type, for the object made last. Destroying waits as libibverbs does, until
 /// as many events were acknowledged as were given.
 void recorder_raise(ibv_event_type type);
