@@ -246,6 +246,7 @@ migr_links_channel address_of(const Channel& c) {
 }
 
 bool neighbour_answers(ibv_pd* pd, ibv_ah_attr to) {
+  errno = 0;  // not every provider sets it
   ibv_ah* const ah = datagrams::create_ah(pd, to);
   if (!ah) return errno != ETIMEDOUT;  // of all else connecting tells at once
   real().destroy_ah(ah);

@@ -246,12 +246,13 @@ bool between_paths(QpShadow& q) {
 unsigned change_limit_ms() { return the_state ? the_state->config.switch_limit_ms : 0; }
 
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to) {
-  if (!the_state || !to.is_global) return 0;
+  if (!to.is_global || !qp->pd) return 0;
   const Asking asking;
   {
     std::lock_guard guard(Registry::get().lock);
     const Context* const context = Registry::get().context_of(qp->context);
-    if (!context || !context->twin) return 0;
+    // Where it is not the kernel that makes an address handle, this would take longer than connecting does.
+    if (!context || (!context->twin && !provider::is_supported(*context->real, context->ops))) return 0;
     to.grh.sgid_index = gids::here(*context, to.port_num, to.grh.sgid_index);
   }
   return neighbour_answers(qp->pd, to) ? 0 : ETIMEDOUT;

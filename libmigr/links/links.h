@@ -248,8 +248,9 @@ void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
 bool between_paths(QpShadow& q);
 /// How long a change may take.
 unsigned change_limit_ms();
-/// Before it is connected. ibv_modify_qp asks, too, for a second where nobody answers, and no change of a path could be made
-/// meanwhile. Not under the Registry's lock. @return ETIMEDOUT, or 0: it answers, or nobody has a backup here
+/// Before it is connected. ibv_modify_qp asks, too, for a second where nobody answers, and no other control call, fork or message of migrd
+/// could go on meanwhile. Not under the Registry's lock. @return ETIMEDOUT, or 0: it answers, or its provider
+/// asks by itself
 int ask_neighbour(ibv_qp* qp, ibv_ah_attr to);
 void gone(MrShadow& mr);
 /// The same, but that the caller deregisters what it had on backup links.

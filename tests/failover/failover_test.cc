@@ -1343,6 +1343,21 @@ TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
   EXPECT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // its channels are waited for by the next
 }
 
+/// The kernel asks for a second before it connects a QP to a host that is down.
+TEST(Neighbours, ThatAreAskedBeforeAQpConnectsKeepNobodyBack) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "off", "cached", 0, 3000), b('b', "off", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  model_hold_registrations(0, true);
+  auto connected = std::async(std::launch::async, [&] { x.connect(y); });
+  EXPECT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
+  auto other = std::async(std::launch::async, [&] { return a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context); });
+  EXPECT_EQ(other.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  model_hold_registrations(0, false);
+  connected.get();
+  EXPECT_NE(other.get(), nullptr);
+}
+
 /// A link is left whose NIC holds a packet back, so that what is used up there is not destroyed for long, in the moment in which the application has found
 /// that there is nothing of that kind and is about to destroy a CQ, a PD, an SRQ or a context. It waits, and no change of a path does.
 TEST(Neighbours, ThatWhatIsDestroyedWaitsForKeepNobodyBack) {
