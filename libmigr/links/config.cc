@@ -114,6 +114,28 @@ std::string read_link(const json& from, std::size_t n, Config::Link& out) {
   return why.empty() ? "" : where + why;
 }
 
+/// Where a text ceases to be JSON, and why. What is thrown where exceptions are is handed to it.
+struct Mistake final : nlohmann::json_sax<json> {
+  std::string what;
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return true; }
+  bool key(string_t&) override { return true; }
+  bool end_object() override { return true; }
+  bool start_array(std::size_t) override { return true; }
+  bool end_array() override { return true; }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception& e) override {
+    what = e.what();  // "[json.exception.parse_error.101] parse error at line 3, column 5: .."
+    if (const auto at = what.find("] "); at != what.npos) what.erase(0, at + 2);
+    return false;
+  }
+};
+
 std::string own_name() { return program_invocation_short_name ? program_invocation_short_name : ""; }
 
 bool read_file(const char* path, std::string& out) {
@@ -184,8 +206,13 @@ bool Config::any_policy() const {
 }
 
 std::string parse(const std::string& text, const std::string& process, Config& out) {
-  const json all = json::parse(text, nullptr, false);
-  if (all.is_discarded() || !all.is_object()) return "it is no JSON object";
+  const json all = json::parse(text, nullptr, false, true);
+  if (all.is_discarded()) {
+    Mistake mistake;
+    json::sax_parse(text, &mistake, nlohmann::detail::input_format_t::json, true, true);
+    return mistake.what;
+  }
+  if (!all.is_object()) return "it is no JSON object";
   std::string why = unknown_key(all, {"links", "policy", "paths", "atomics", "backups", "devices", "processes", "unique_swap", "pool", "heartbeat_ms", "heartbeat_misses", "switch_limit_ms", "return_ms", "adrift_limit_ms"}, "");
   const auto links = all.find("links");
   if (why.empty() && (links == all.end() || !links->is_array() || links->size() > kMaxLinks))
@@ -270,7 +297,7 @@ Config read_config() {
     config.set(mine);
   }
   if (why.empty()) return config;
-  std::fprintf(stderr, "libmigr: %s: %s; no link is backed up in this process\n", path, why.c_str());
+  std::fprintf(stderr, "libmigr: %s: %s; no link is backed up in this process%s\n", path, why.c_str(), own ? "" : "; `migrctl doctor` checks that file");
   return {};
 }
 

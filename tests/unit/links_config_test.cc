@@ -158,6 +158,19 @@ TEST(LinksConfig, WhatIsWrongIsNamed) {
   EXPECT_NE(why(R"("links": [)"), "");
 }
 
+TEST(LinksConfig, CommentsAreAllowedAsInMigrdJson) {
+  Config c;
+  ASSERT_EQ(parse("// both NICs\n{" + std::string(kTwo) + ", /* for all */ \"policy\": \"exact\"}\n", "me", c), "");
+  EXPECT_TRUE(c.any_policy());
+}
+
+TEST(LinksConfig, WhereItIsNoJsonIsSaid) {
+  Config c;
+  for (const auto& [text, where] : {std::pair{"{\"links\": [\n  {\"device\": \"a\"},\n  {\"device\" \"b\"}]}", "line 3, column 15: syntax error"}, {"", "line 1, column 1: "}, {"{\"links\": []}\n}", "line 2, column 1: "}})
+    EXPECT_NE(parse(text, "me", c).find(where), std::string::npos) << text << " -> " << parse(text, "me", c);
+  EXPECT_EQ(parse("[]", "me", c), "it is no JSON object");
+}
+
 class Environment : public testing::Test {
  protected:
   void SetUp() override { setenv("MIGR_LINKS", file_.c_str(), 1); }
