@@ -145,8 +145,13 @@ void judge_devices(Judge& j, const wire::HostFacts& f) {
 
 void judge_links(Judge& j, const wire::PartFacts& f) {
   if (f.path().empty()) return j.ok("links", "not configured");
-  for (const auto& missing : f.missing()) j.warn("links", missing, fmt::format("nothing has a backup there: put its device (rdma link), port or gid_index right in {}, or add what is missing", f.path()));
-  if (!f.missing_size()) j.part("links", f, "processes do without backup links until it is right (docs/failover.md)");
+  for (const auto& missing : f.missing()) {
+    if (missing.starts_with("link "))  // and its number
+      j.warn("links", missing, fmt::format("nothing has a backup there: put its device (rdma link), port or gid_index right in {}, or add what is missing", f.path()));
+    else
+      j.warn("links", missing, fmt::format("put \"links\" of two devices and a \"policy\" of \"exact\" or \"resend\" into {} (man 7 migr-operations)", f.path()));
+  }
+  if (!f.missing_size()) j.part("links", f, "processes do without backup links until it is right (man 7 migr-failover)");
 }
 
 void judge_room(Judge& j, const wire::RoomFacts& r) {

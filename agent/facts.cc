@@ -56,7 +56,8 @@ wire::PartFacts links_of(const Config& config, const RepeatedDevices& devices) {
   f.set_error(links::parse(text_of(config.links_file), "", parsed));
   f.set_version(std::to_string(parsed.links.size()) + " links");
   if (f.error().empty())
-    for (auto& line : missing_of(parsed, devices)) f.add_missing(std::move(line));
+    for (auto lines : {without_effect(parsed), missing_of(parsed, devices)})
+      for (auto& line : lines) f.add_missing(std::move(line));
   return f;
 }
 
@@ -119,6 +120,16 @@ wire::RoomFacts room_for(std::uint64_t bytes, const Config& config) {
 }
 
 }  // namespace
+
+std::vector<std::string> without_effect(const links::Config& configured) {
+  std::vector<std::string> out;
+  std::set<std::string> devices;
+  for (const auto& l : configured.links) devices.insert(l.device);
+  if (devices.size() < 2) out.emplace_back("fewer than two devices: nothing has a backup");
+  const auto on = [](const auto& named) { return named.second.policy.value_or(links::Policy::kOff) != links::Policy::kOff; };
+  if (!configured.any_policy() && std::none_of(configured.processes.begin(), configured.processes.end(), on)) out.emplace_back("\"policy\" is \"off\" for every device and program that has no MIGR_POLICY");
+  return out;
+}
 
 std::vector<std::string> missing_of(const links::Config& configured, const RepeatedDevices& devices) {
   std::vector<std::string> out;

@@ -17,6 +17,9 @@ struct Config;
 
 using RepeatedDevices = google::protobuf::RepeatedPtrField<wire::DeviceFacts>;
 
+/// Why a configuration of links protects nothing on any host, a line for each reason. Empty: it protects something.
+std::vector<std::string> without_effect(const links::Config& configured);
+
 /// What of configured links a host with these devices does not have, a line for each link.
 std::vector<std::string> missing_of(const links::Config& configured, const RepeatedDevices& devices);
 

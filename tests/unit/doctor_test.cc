@@ -162,6 +162,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"gid", [](auto& f) { f.mutable_devices(0)->mutable_gids(0)->set_roce_v2(false); }, "rdma rxe0/1", Health::kFailed, "no RoCE v2 GID", "address"},
         Case{"links", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->set_error("no JSON"); }, "links", Health::kFailed, "no JSON", "backup"},
         Case{"links_missing", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->add_missing("link 1: no RDMA device rxe9"); }, "links", Health::kWarning, "rxe9", "right in /x"},
+        Case{"links_without_effect", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->add_missing("fewer than two devices: nothing has a backup"); }, "links", Health::kWarning, "two devices", "into /x"},
         Case{"another_family", [](auto& f) { f.mutable_devices(0)->set_driver(RDMA_DRIVER_MLX5); }, "rdma rxe0", Health::kWarning,
              "driven by mlx5: programs on it can neither be moved nor backed up by links", "docs/limits.md"},
         Case{"no_room", [](auto& f) { f.mutable_room()->set_lacks("1 MB are free"); }, "room", Health::kFailed, "1 MB", "state_dir"},
@@ -412,6 +413,26 @@ TEST_F(Facts, OfLinksOfDevicesThatAreNotHere) {
   EXPECT_EQ(f.links().error(), "");
   ASSERT_EQ(f.links().missing_size(), 2);
   EXPECT_EQ(f.links().missing(1), "link 1: no RDMA device no1");
+}
+
+TEST(Doctor, LinksThatProtectNothingAreSaid) {
+  const auto says = [](const std::string& text) {
+    links::Config config;
+    EXPECT_EQ(links::parse(text, "", config), "");
+    std::string all;
+    for (const auto& line : without_effect(config)) all += line + "\n";
+    return all;
+  };
+  const std::string two = R"({"links": [{"device": "rxe0"}, {"device": "rxe1"}])", one = R"({"links": [{"device": "rxe0"}, {"device": "rxe0", "port": 2}])";
+  const std::string off = "\"policy\" is \"off\" for every device and program that has no MIGR_POLICY\n", few = "fewer than two devices: nothing has a backup\n";
+  EXPECT_EQ(says(two + "}"), off);
+  EXPECT_EQ(says(two + R"(, "policy": "exact"})"), "");
+  EXPECT_EQ(says(two + R"(, "devices": {"rxe1": "resend"}})"), "");
+  EXPECT_EQ(says(two + R"(, "devices": {"no": "resend"}})"), off) << "no link is of that device";
+  EXPECT_EQ(says(two + R"(, "processes": {"kv": {"policy": "exact"}}})"), "");
+  EXPECT_EQ(says(two + R"(, "processes": {"kv": {"paths": "pool"}}})"), off);
+  EXPECT_EQ(says(one + R"(, "policy": "exact"})"), few);
+  EXPECT_EQ(says(R"({"links": []})"), few + off);
 }
 
 TEST(Doctor, LinksAreLookedUpOnTheHost) {
