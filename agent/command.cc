@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <utility>
@@ -251,6 +252,23 @@ std::string criu_error(const std::string& log) {
   for (std::string line; std::getline(in, line);)
     if (line.find("Error (") != std::string::npos && line.find("(criu/tun.c:") == std::string::npos) return line;
   return {};
+}
+
+std::string failure_kept_in(const std::string& state_dir, const std::string& name) { return state_dir + "/failed/" + name; }
+
+void make_room_for_failure(const std::string& state_dir, const std::string& name) {
+  namespace fs = std::filesystem;
+  std::error_code ec;
+  const std::string mine = failure_kept_in(state_dir, name);
+  fs::remove_all(mine, ec);
+  fs::create_directories(fs::path(mine).parent_path(), ec);
+  std::vector<std::pair<fs::file_time_type, fs::path>> all;
+  for (fs::directory_iterator one(fs::path(mine).parent_path(), ec), end; !ec && one != end; one.increment(ec)) {
+    std::error_code gone;
+    all.emplace_back(one->last_write_time(gone), one->path());
+  }
+  std::sort(all.begin(), all.end());
+  for (std::size_t i = 0; i + kFailuresKept <= all.size(); i++) fs::remove_all(all[i].second, ec);
 }
 
 std::string tail_of(const std::string& path, std::size_t bytes) {

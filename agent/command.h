@@ -69,4 +69,10 @@ std::string tail_of(const std::string& path, std::size_t bytes);
 /// Of a log of CRIU's: the first error, which is the cause (a probe for tun devices always complains). Empty: none.
 std::string criu_error(const std::string& log);
 
+/// Where the logs of what has failed stay, by the number of its migration: STATE_DIR/failed/NAME, a file or a folder, which is not made here.
+std::string failure_kept_in(const std::string& state_dir, const std::string& name);
+/// Makes room there for one of that name: its folder, and with it `kFailuresKept`, the newest.
+void make_room_for_failure(const std::string& state_dir, const std::string& name);
+constexpr std::size_t kFailuresKept = 10;
+
 }  // namespace migr

@@ -309,6 +309,7 @@ Status DestinationHost::with_log(Job& job, const Status& s) {
   if (!out.empty()) text += "; runc: " + out;
   if (!line.empty()) text += "; CRIU: " + line;
   if ((line.empty() && out.empty() && s.error().code != ETIMEDOUT) || line.find("killed by signal 9") != line.npos) text += "; the kernel ends what memory runs out for: see memory.max of its cgroup here, and the kernel's log";
+  if (job.failed) text += "; logs on " + config_.name + ": " + failure_kept_in(config_.state_dir, migration_text(job.id) + "-restore");
   return Error{s.error().code, text};
 }
 
@@ -1038,11 +1039,11 @@ Status DestinationHost::tidy_up(Job& job) {
   return here;
 }
 
-// What is needed to understand it stays: the logs of the last one that failed.
+// What is needed to understand it stays.
 void DestinationHost::keep_logs(const Job& job) const {
-  const std::string kept = config_.state_dir + "/failed-restore";
+  const std::string name = migration_text(job.id) + "-restore", kept = failure_kept_in(config_.state_dir, name);
   std::error_code ec;
-  fs::remove_all(kept, ec);
+  make_room_for_failure(config_.state_dir, name);
   fs::create_directories(kept, ec);
   fs::copy(job.dir + "/work", kept, fs::copy_options::overwrite_existing, ec);
   fs::copy_file(job.dir + "/restore.out", kept + "/restore.out", fs::copy_options::overwrite_existing, ec);

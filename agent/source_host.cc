@@ -1034,12 +1034,13 @@ Status SourceRun::checkpoint() {
   no_huge_zeros_.reset();
   if (!s) {
     // The log is what tells; keep it when the folder goes.
-    const std::string kept = host_.config_.state_dir + "/failed-dump.log";
+    const std::string name = migration_text(id_) + "-dump.log", kept = failure_kept_in(host_.config_.state_dir, name);
     std::error_code ec;
+    make_room_for_failure(host_.config_.state_dir, name);
     std::string text = s.error().text;
     const std::string why = criu_error(dir + "/work/dump.log");
     if (!why.empty() && text.find("Error (") == std::string::npos) text += "; CRIU: " + why;
-    if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += " (log: " + kept + ")";
+    if (fs::copy_file(dir + "/work/dump.log", kept, fs::copy_options::overwrite_existing, ec)) text += "; log on " + host_.config_.name + ": " + kept;
     return Error{why.find("in parent pagemap") == why.npos ? s.error().code : ESTALE, text};
   }
   return host_.runc_.all_dumped(state_);

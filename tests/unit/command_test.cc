@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <utility>
@@ -120,6 +121,21 @@ TEST_F(Command, FirstErrorOfCriuThatIsOne) {
   const std::string plugin = "(00.361262) Error (migr): cannot create migr-files.img: No space left on device";
   std::ofstream(log) << tun << plugin << "\n(00.361413) Error (criu/cr-dump.c:1635): Dump files (pid: 288) failed with -1\n";
   EXPECT_EQ(criu_error(log), plugin);
+}
+
+TEST_F(Command, TheNewestFailuresAreKept) {
+  const auto fail = [&](std::size_t i) {
+    const std::string name = std::to_string(i) + "-dump.log";
+    make_room_for_failure(folder, name);
+    std::ofstream(failure_kept_in(folder, name)) << i;
+    std::filesystem::last_write_time(failure_kept_in(folder, name), std::filesystem::file_time_type(std::chrono::seconds(i)));
+  };
+  for (std::size_t i = 1; i <= kFailuresKept + 2; i++) fail(i);
+  fail(kFailuresKept + 2);  // once more
+  const std::filesystem::directory_iterator all(folder + "/failed");
+  EXPECT_EQ(static_cast<std::size_t>(std::distance(begin(all), end(all))), kFailuresKept);
+  EXPECT_EQ(access(failure_kept_in(folder, "2-dump.log").c_str(), F_OK), -1);
+  EXPECT_EQ(access(failure_kept_in(folder, "3-dump.log").c_str(), F_OK), 0);
 }
 
 }  // namespace

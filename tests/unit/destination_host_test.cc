@@ -631,13 +631,14 @@ TEST_F(ARestore, WhosePluginIsLateIsToldWhichLimitItWas) {
 
 // They are what is left to understand it.
 TEST_F(ARestore, ThatFailsLeavesItsLogsAndNoOtherDoes) {
-  const std::string kept = config.state_dir + "/failed-restore";
-  fs::create_directories(kept);
-  std::ofstream(kept + "/restore.out") << "an earlier one";
+  const auto kept = [&] { return config.state_dir + "/failed/" + migration_text(id) + "-restore/restore.out"; };
+  const std::string earlier = config.state_dir + "/failed/00000001-restore/restore.out";
+  fs::create_directories(fs::path(earlier).parent_path());
+  std::ofstream(earlier) << "an earlier one";
   first.mutable_header()->set_later(true);
   ASSERT_TRUE(prepare("").ok());
   EXPECT_TRUE(abort().ok());
-  EXPECT_EQ(text_of(kept + "/restore.out"), "an earlier one") << "nothing was restored";
+  EXPECT_FALSE(fs::exists(kept())) << "nothing was restored";
   first.mutable_header()->set_later(false);
   for (const bool cancelled : {true, false}) {
     fs::remove_all(root + "/containers/web");
@@ -651,10 +652,13 @@ TEST_F(ARestore, ThatFailsLeavesItsLogsAndNoOtherDoes) {
       if (cancelled) EXPECT_TRUE(abort().ok());
       else EXPECT_TRUE(within(5'000, [&] { return fs::exists(root + "/ended"); }));
     });
-    EXPECT_FALSE(prepare(cancelled ? "sleep 60" : "echo no room >&2; >" + root + "/ended; exit 1").ok());
+    const auto s = prepare(cancelled ? "sleep 60" : "echo no room >&2; >" + root + "/ended; exit 1");
+    EXPECT_FALSE(s.ok());
     plays.join();
-    EXPECT_EQ(text_of(kept + "/restore.out"), cancelled ? "an earlier one" : "no room\n");
+    EXPECT_EQ(text_of(kept()), cancelled ? "" : "no room\n");
+    EXPECT_EQ(s.error_message().find("; logs on " + config.name + ": " + fs::path(kept()).parent_path().string()) != std::string::npos, !cancelled) << s.error_message();
   }
+  EXPECT_EQ(text_of(earlier), "an earlier one");
 }
 
 TEST_F(ARestore, ThatWasKilledIsTidiedUpBehind) {
