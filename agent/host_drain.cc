@@ -83,11 +83,18 @@ void note_left(HostDrain& d, const Occupants& left) {
 
 bool all_well(const HostDrain& d) { return what_is_wrong(d).empty(); }
 
+std::string drain_ends_text(const std::string& name, std::size_t left) {
+  const std::string on = fmt::format("the drain ends here: migrd finishes what it has begun of {} (how it stands: migrctl recover; to take it back: migrctl cancel {})", name, name);
+  return on + (left ? fmt::format("; {} {} not begun: when that is finished, run the same command again", containers_text(left), left == 1 ? "was" : "were") : "");
+}
+
 std::string drain_plan_text(const HostDrain& d) {
   std::string out;
   for (const auto& p : d.would_move) out += plan_text(p, {});
   out += stays_text(d);
-  return out + (out.empty() ? "nothing has RDMA resources here\n" : wrapped(fmt::format("{} would leave, {} would stay", containers_text(d.would_move.size()), d.stays.size()), 2));
+  if (out.empty()) return "nothing has RDMA resources here\n";
+  out += wrapped(fmt::format("{} would leave, {} would stay", containers_text(d.would_move.size()), d.stays.size()), 2);
+  return out + (d.would_move.size() > 1 ? wrapped("each was asked about by itself: whether a host has room for all that would go there is seen when they move", 2) : "");
 }
 
 std::string drain_text(const HostDrain& d) {

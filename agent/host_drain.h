@@ -47,7 +47,10 @@ void note_left(HostDrain& d, const Occupants& left);
 /// Nothing stays, and nothing went wrong after it had moved.
 bool all_well(const HostDrain& d);
 
-/// Before: what would move, and what would not. and how many.
+/// While `name` is being moved: what becomes of it when the command is ended, as with Ctrl-C. Without an end of line.
+/// @param left  behind it, none of which is begun then
+std::string drain_ends_text(const std::string& name, std::size_t left);
+/// Before: what would move, and what would not, and how many.
 std::string drain_plan_text(const HostDrain& d);
 /// After.
 std::string drain_text(const HostDrain& d);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 // migrctl: what people and scripts use. Exit status: 0 done, 1 failed and rolled
-// back, 2 usage, 3 refused before anything was touched, 128 + N: a signal ended
-// the display of what migrd goes on with.
+// back, or nobody knows, 2 usage, 3 refused before anything was touched, 128 + N:
+// a signal ended the display of what migrd goes on with.
+#include <fmt/format.h>
 #include <grpcpp/grpcpp.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -9,10 +10,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <forward_list>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -134,35 +137,41 @@ struct Words {
   const char* done;       // "NAME runs on HOST"
   const char* undone;     // what is when it failed: "NAME goes on running on HOST"; null: nothing to say
   const char* gone;       // "N connections to others are gone"
+  bool last = true;       // with it the command ends: what a signal means is said here
 };
 
-/// As long as there is one, a signal that ends migrctl says that migrd goes on. One that is ignored stays so.
-class OnlyTheDisplayEnds {
+/// As long as there is one, a signal that ends migrctl says what goes on without it. One that is ignored stays so.
+class AtTheEnd {
  public:
-  /// @param in_line  something stands in the line that the cursor is in
-  explicit OnlyTheDisplayEnds(bool in_line) {
-    in_line_ = in_line;
+  /// @param text  of a line, without the name of migrctl
+  explicit AtTheEnd(const std::string& text) {
+    says(text);
     struct sigaction say{};
     say.sa_handler = [](int sig) {  // what may be called here is little
-      constexpr char kSaid[] = "\nmigrctl: only this display ends, migrd goes on with it. How it stands: migrctl recover; to take it back: migrctl cancel; how it ended: migrctl history\n";
-      const std::size_t from = in_line_ ? 0 : 1;
-      (void)!write(STDERR_FILENO, kSaid + from, sizeof kSaid - 1 - from);
+      const std::string& text = *said_.load();
+      (void)!write(STDERR_FILENO, text.data(), text.size());
       _exit(128 + sig);
     };
     for (std::size_t i = 0; i < std::size(kSignals); i++)
       if (!sigaction(kSignals[i], nullptr, &before_[i]) && before_[i].sa_handler != SIG_IGN) sigaction(kSignals[i], &say, nullptr);
   }
-  OnlyTheDisplayEnds(const OnlyTheDisplayEnds&) = delete;
-  OnlyTheDisplayEnds& operator=(const OnlyTheDisplayEnds&) = delete;
-  ~OnlyTheDisplayEnds() {
+  AtTheEnd(const AtTheEnd&) = delete;
+  AtTheEnd& operator=(const AtTheEnd&) = delete;
+  ~AtTheEnd() {
     for (std::size_t i = 0; i < std::size(kSignals); i++) sigaction(kSignals[i], &before_[i], nullptr);
   }
 
+  /// From now on this. On a terminal something may stand in the line that the cursor is in.
+  void says(const std::string& text) { said_ = &texts_.emplace_front((isatty(STDERR_FILENO) ? "\nmigrctl: " : "migrctl: ") + printable(text) + "\n"); }
+
  private:
   static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
-  static inline volatile sig_atomic_t in_line_ = 0;
+  static inline std::forward_list<std::string> texts_;  // none is freed: gRPC's threads may take the signal, too
+  static inline std::atomic<const std::string*> said_;
   struct sigaction before_[std::size(kSignals)] {};
 };
+
+constexpr char kOnlyTheDisplay[] = "only this display ends, migrd goes on with it. How it stands: migrctl recover; to take it back: migrctl cancel; how it ended: migrctl history";
 
 struct Ended {
   int status;             // exit status
@@ -175,12 +184,12 @@ Ended watch(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>
   FILE* out = o.json ? stderr : stdout;  // progress is not data
   std::optional<PhaseLines> lines;
   lines.emplace(out, may_rewrite(fileno(out)));
-  std::optional<OnlyTheDisplayEnds> goes_on;
+  std::optional<AtTheEnd> goes_on;
   wire::Progress p;
   wire::Summary summary;
   bool told = false, began = false;
   while (reader->Read(&p)) {
-    if (!began) goes_on.emplace(isatty(fileno(out)));
+    if (!began && words.last) goes_on.emplace(kOnlyTheDisplay);
     began = true;
     lines->show(p, stop_ms);
     if (p.has_summary()) summary = p.summary(), told = true, goes_on.reset();
@@ -362,14 +371,22 @@ Result<Occupants> occupants_of_host(const Options& o) {
 // One after the other: while one stands still nothing else takes its time. Who is refused by one host is for the next.
 void drain(const Options& o, HostDrain& d) {
   const auto stub = control(o);
-  for (const auto& plan : std::exchange(d.would_move, {})) {
+  const auto plans = std::exchange(d.would_move, {});
+  Words words = kMigration;
+  words.last = false;
+  std::optional<AtTheEnd> ends;
+  for (std::size_t i = 0; i < plans.size(); i++) {
+    const auto& plan = plans[i];
     const std::string& name = plan.summary().container();
+    const std::string text = drain_ends_text(name, plans.size() - i - 1);
+    if (ends) ends->says(text);
+    else ends.emplace(text);
     auto to = std::find(d.to.begin(), d.to.end(), plan.summary().to());
     Ended e{kRefused};
     for (; to != d.to.end() && e.status == kRefused; ++to) {
-      say(name + " -> " + *to);
+      say(fmt::format("container {} of {}: {} -> {}", i + 1, plans.size(), name, *to));
       grpc::ClientContext ctx;
-      e = watch(o, stub->Migrate(&ctx, migration(o, name, *to)), kMigration, known_stop(o, name));
+      e = watch(o, stub->Migrate(&ctx, migration(o, name, *to)), words, known_stop(o, name));
     }
     if (e.summary && e.summary->migrated()) d.moved.push_back(*e.summary);
     else d.stays.push_back({name, e.error});
@@ -794,7 +811,7 @@ class CommandLine {
 
 int main(int argc, char** argv) {
   setenv("GRPC_VERBOSITY", "NONE", 0);  // what matters comes back as a status
-  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is OnlyTheDisplayEnds.
+  // A pipe that nobody reads is an output that cannot be written. Not ignored, unless it was: there is AtTheEnd.
   if (signal(SIGPIPE, [](int) {}) == SIG_IGN) signal(SIGPIPE, SIG_IGN);
   Options o;
   CommandLine line(o);

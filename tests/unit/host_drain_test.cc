@@ -99,6 +99,19 @@ TEST(HostDrain, WhatNobodyTakesStaysWithEachReason) {
   EXPECT_EQ(plan_drain({{"db"}, {}}, {"a"}, std::ref(asked)).stays[0].why, "no room") << "of one host nobody asks which";
 }
 
+TEST(HostDrain, EachWasAskedAboutByItself) {
+  Asked asked{{}, {"db a", "web a"}};
+  EXPECT_NE(drain_plan_text(plan_drain({{"db", "web"}, {}}, {"a"}, std::ref(asked))).find("each was asked about by itself"), std::string::npos);
+  EXPECT_EQ(drain_plan_text(plan_drain({{"db"}, {}}, {"a"}, std::ref(asked))).find("by itself"), std::string::npos);
+}
+
+TEST(HostDrain, WhoEndsItHearsWhatIsNotBegun) {
+  const std::string both = "the drain ends here: migrd finishes what it has begun of web (how it stands: migrctl recover; to take it back: migrctl cancel web)";
+  EXPECT_EQ(drain_ends_text("web", 0), both);
+  EXPECT_EQ(drain_ends_text("web", 1), both + "; 1 container was not begun: when that is finished, run the same command again");
+  EXPECT_NE(drain_ends_text("web", 7).find("7 containers were not begun"), std::string::npos);
+}
+
 TEST(HostDrain, WhatIsLeftAfterwardsStays) {
   HostDrain d;
   d.moved = {moved("web", "a"), moved("old", "a")};
