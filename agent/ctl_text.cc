@@ -123,8 +123,9 @@ std::string plan_text(const wire::PlanReply& plan, const std::optional<ExpectedS
   const auto& s = plan.summary();
   const auto& r = s.resources();
   const std::string partners = joined(s.partners());
-  return wrapped(fmt::format("{} would move from {} to {}: {} process{} with RDMA, {} contexts, {} PDs, {} MRs, {} CQs, {} QPs ({} connected); partners: {}", s.container(), s.from(),
-                             s.to(), plan.processes(), plural(plan.processes(), "es"), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners),
+  return wrapped(fmt::format("{} would move from {} to {}: {} process{} with RDMA, {} contexts, {} PDs, {} MRs, {} CQs, {} QPs ({} connected); partners: {}{}", s.container(), s.from(),
+                             s.to(), plan.processes(), plural(plan.processes(), "es"), r.ctx(), r.pd(), r.mr(), r.cq(), r.qp(), plan.connections(), partners.empty() ? "none" : partners,
+                             named_migration(s)),
                  2) +
          wrapped(fmt::format("memory: {:.1f} MB, copied {}", static_cast<double>(plan.memory_bytes()) / 1e6, plan.pre_copy() ? "before the stop; what changes meanwhile, during it" : "during the stop"), 2) +
          (s.gone() ? wrapped(fmt::format("{} connections would end: their other ends have died", s.gone()), 2) + gone_text(s) : "") +
@@ -153,9 +154,9 @@ Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& s
 
 std::string summary_text(const wire::Summary& s, const std::string& done, const std::string& gone) {
   const auto& r = s.resources();
-  std::string out = wrapped(fmt::format("{} {} {}: service blackout {:.1f} ms, communication blackout {:.1f} ms, {:.1f} MB copied; {} contexts, {} PDs, {} MRs, {} CQs, {} QPs; partner {}",
+  std::string out = wrapped(fmt::format("{} {} {}: service blackout {:.1f} ms, communication blackout {:.1f} ms, {:.1f} MB copied; {} contexts, {} PDs, {} MRs, {} CQs, {} QPs; partners: {}{}",
                                         s.container(), done, s.to(), s.service_blackout_ms(), s.communication_blackout_ms(), static_cast<double>(s.bytes_copied()) / 1e6, r.ctx(), r.pd(), r.mr(),
-                                        r.cq(), r.qp(), s.partners_size() ? s.partners(0) : "none"),
+                                        r.cq(), r.qp(), s.partners_size() ? joined(s.partners()) : "none", named_migration(s)),
                             2);
   if (s.has_replayed()) {
     const auto& w = s.replayed();
@@ -164,6 +165,18 @@ std::string summary_text(const wire::Summary& s, const std::string& done, const 
   }
   if (s.gone()) out += wrapped(fmt::format("{} connections to others {}: their ends see an error, and have to connect again", s.gone(), gone), 2) + gone_text(s);
   return out;
+}
+
+std::string named_migration(const wire::Summary& s) { return s.id() ? " (migration " + migration_text(s.id()) + ")" : ""; }
+
+std::string more_text(const wire::Summary& s) {
+  if (!s.id()) return "";
+  const std::string id = migration_text(s.id());
+  std::string hosts = s.from();
+  if (!s.to().empty() && s.to() != s.from() && !s.to().starts_with('/')) hosts += ", " + s.to();
+  for (const auto& p : s.partners())
+    if (p != s.from() && p != s.to()) hosts += ", " + p;
+  return fmt::format("more: migrctl report {}; on {}: journalctl -u migrd -g migration={}", id, hosts, id);
 }
 
 std::string rolled_back_text(const wire::Summary& s) { return s.rolled_back_size() ? "rolled back: " + joined(s.rolled_back()) : ""; }

@@ -41,6 +41,12 @@ Json plan_json(const wire::PlanReply& plan, const std::optional<ExpectedStop>& s
 /// Of one that has ended well. @param done  "runs on" @param gone  what became of connections to others: "are gone"
 std::string summary_text(const wire::Summary& s, const std::string& done, const std::string& gone);
 
+/// " (migration 0a1b2c3d)": what `migrctl report` and logs know it by. Empty: an older migrd did not say it.
+std::string named_migration(const wire::Summary& s);
+
+/// Of one that has failed: where there is more about it, without an end of line.
+std::string more_text(const wire::Summary& s);
+
 /// What was taken back of one that has failed, without an end of line. Empty: nothing.
 std::string rolled_back_text(const wire::Summary& s);
 

@@ -205,7 +205,7 @@ Ended watch(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>
     return none;
   }
   const int status = !summary.migrated() && !summary.touched() ? kRefused : summary.migrated() && summary.error().empty() ? kDone : kFailed;
-  if (!summary.error().empty()) say(summary.error());
+  if (!summary.error().empty()) say(summary.error() + named_migration(summary));
   if (const auto back = rolled_back_text(summary); !back.empty()) say(back);
   if (summary.migrated()) {
     if (!o.json) std::fputs(summary_text(summary, words.done, words.gone).c_str(), stdout);
@@ -215,6 +215,7 @@ Ended watch(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>
     else
       say(summary.container() + " " + words.undone + " " + summary.from());
   }
+  if (status == kFailed) say(more_text(summary));
   return {status, summary.error(), summary};
 }
 
@@ -306,7 +307,7 @@ int show_plan(const Options& o, const wire::PlanReply& plan) {
     if (!moves) say(s.error());
     return moves ? kDone : kRefused;
   }
-  if (!moves) return refuse(o, s.container() + " would not move: " + s.error());
+  if (!moves) return refuse(o, s.container() + " would not move: " + s.error() + named_migration(s));
   std::fputs(plan_text(plan, stop_of(o, plan)).c_str(), stdout);
   return kDone;
 }

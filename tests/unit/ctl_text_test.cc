@@ -209,7 +209,7 @@ TEST(PlanText, FitsAndSaysWhatWouldMove) {
   const auto text = plan_text(plan(), stop);
   expect_fits(text);
   EXPECT_TRUE(has(text, kContainer + "wouldmovefrom" + kHost + "to" + kHost + ":1processwithRDMA")) << text;
-  EXPECT_TRUE(has(text, "partners:" + kHost + ",p")) << text;
+  EXPECT_TRUE(has(text, "partners:" + kHost + ",p(migration00000abc)")) << text;
   EXPECT_TRUE(has(text, "expectedstop:about400ms,between100and4000:anestimate")) << text;
   const auto j = plan_json(plan(), stop);
   EXPECT_EQ(j["id"], "00000abc");
@@ -232,8 +232,21 @@ TEST(SummaryText, FitsAndSaysWhatWasReplayedAndWhatIsGone) {
   const auto text = summary_text(s, "runs on", "are gone");
   expect_fits(text);
   for (const char* what : {"runson", "serviceblackout12345.6ms", "7workrequests", "1atomics", "3connectionstoothersaregone"}) EXPECT_TRUE(has(text, what)) << what << text;
+  EXPECT_TRUE(has(text, "partners:" + kHost)) << text;
+  s.add_partners("p"), s.set_id(0xabc);
+  EXPECT_TRUE(has(summary_text(s, "runs on", "are gone"), "partners:" + kHost + ",p(migration00000abc)"));
   s.clear_replayed(), s.clear_gone();
   EXPECT_FALSE(has(summary_text(s, "runs on", "are gone"), "replayed"));
+}
+
+TEST(SummaryText, OfAFailureNamesWhereThereIsMore) {
+  wire::Summary s;
+  EXPECT_EQ(named_migration(s), "");
+  s.set_id(0xabc), s.set_from("src"), s.set_to("dst"), s.add_partners("dst"), s.add_partners("peer");
+  EXPECT_EQ(named_migration(s), " (migration 00000abc)");
+  EXPECT_EQ(more_text(s), "more: migrctl report 00000abc; on src, dst, peer: journalctl -u migrd -g migration=00000abc");
+  s.set_to("/srv/checkpoint"), s.clear_partners();
+  EXPECT_NE(more_text(s).find("; on src: "), std::string::npos) << more_text(s);
 }
 
 TEST(SummaryText, SaysWhatWasRolledBack) {
