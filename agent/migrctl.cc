@@ -97,6 +97,14 @@ std::string grpc_text(const Options& o, const grpc::Status& s) {
 }
 int refuse_grpc(const Options& o, const grpc::Status& s) { return refuse(o, grpc_text(o, s)); }
 
+// Of a call that changes something: once it has been sent, an answer that does not come says nothing of what was done. @param see  the command that shows it
+int refuse_order(const Options& o, const grpc::Status& s, const std::string& see) {
+  const bool late = s.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
+  const bool lost = s.error_code() == grpc::StatusCode::UNAVAILABLE && s.error_message().find("failed to connect") == std::string::npos;
+  if (!late && !lost) return refuse_grpc(o, s);
+  return failed(o, kFailed, (late ? grpc_text(o, s) : "migrd has ended before it answered") + "; it is not known whether migrd has taken the order; see: " + see);
+}
+
 std::string need_root(const char* what) {
   return std::string(what) + " needs root: run it with sudo";
 }
@@ -449,7 +457,7 @@ int cmd_cancel(const Options& o) {
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCancelMs + kCheckMs));
   wire::CancelReply r;
-  if (auto s = control(o)->Cancel(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (auto s = control(o)->Cancel(&ctx, request, &r); !s.ok()) return refuse_order(o, s, "migrctl recover");
   const std::string text = cancel_text(r);
   if (!r.ended()) say(text);
   if (o.json)
@@ -477,7 +485,7 @@ int cmd_recover(const Options& o) {
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs));
   wire::RecoverReply r;
-  if (auto s = control(o)->Recover(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (auto s = control(o)->Recover(&ctx, request, &r); !s.ok()) return o.commit || o.rollback ? refuse_order(o, s, "migrctl recover") : refuse_grpc(o, s);
   if (o.json) return print(open_json(r));
   std::fputs(open_text(r).c_str(), stdout);
   return kDone;
@@ -488,7 +496,7 @@ int cmd_reload(const Options& o) {
   grpc::ClientContext ctx;
   set_deadline(ctx, kCheckMs);
   wire::ReloadReply r;
-  if (auto s = control(o)->Reload(&ctx, {}, &r); !s.ok()) return refuse_grpc(o, s);
+  if (auto s = control(o)->Reload(&ctx, {}, &r); !s.ok()) return refuse_order(o, s, "migrctl peers");
   if (o.json) return print(reload_json(r));
   std::fputs(wrapped(reload_text(r), 2).c_str(), stdout);
   return kDone;
@@ -527,7 +535,7 @@ int order(const Options& o, const char* command, wire::LinkOrder::What what, con
   grpc::ClientContext ctx;
   ctx.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(kCheckMs + o.wait_ms));
   wire::LinkOrderReply r;
-  if (auto s = control(o)->SetLink(&ctx, request, &r); !s.ok()) return refuse_grpc(o, s);
+  if (auto s = control(o)->SetLink(&ctx, request, &r); !s.ok()) return refuse_order(o, s, "migrctl links");
   const int status = r.left_size() ? kFailed : kDone;
   if (o.json)
     print(status == kDone ? order_json(r) : with_error(order_json(r), "it was not carried out everywhere in time", status));

@@ -30,12 +30,13 @@ class Endless final : public wire::Control::Service {
 /// What `migrctl cancel` is told.
 class Cancelling final : public wire::Control::Service {
  public:
-  bool ends = true, late = false;
+  bool ends = true, late = false, dies = false;
   wire::CancelRequest asked;
 
  private:
   grpc::Status Cancel(grpc::ServerContext*, const wire::CancelRequest* r, wire::CancelReply* out) override {
     asked = *r;
+    if (dies) return {grpc::StatusCode::UNAVAILABLE, "Socket closed"};
     if (late) return {grpc::StatusCode::FAILED_PRECONDITION, "it is committed already"};
     auto* m = out->mutable_migration();
     m->set_id(0xabc), m->set_container("web"), m->set_source("src"), m->set_destination("dst"), m->set_state("is being migrated to dst");
@@ -77,6 +78,9 @@ TEST(Display, OfWhatIsCancelledSaysWhetherAllIsBack) {
   migrd.late = true;
   EXPECT_EQ(cancel("web"), 3);
   EXPECT_EQ(said, "migrctl: it is committed already\n");
+  migrd.dies = true;
+  EXPECT_EQ(cancel("web"), 1) << "it may be cancelled";
+  EXPECT_EQ(said, "migrctl: migrd has ended before it answered; it is not known whether migrd has taken the order; see: migrctl recover\n");
   server->Shutdown(std::chrono::system_clock::now());
   std::filesystem::remove_all(dir);
 }
