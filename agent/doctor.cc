@@ -286,10 +286,10 @@ std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s) {
   return std::move(j.all);
 }
 
-Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer) {
+Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer, const std::string& config) {
   Judge j{own.name()};
   if (!answer)
-    j.fail("migrd", answer.error().text, fmt::format("start it: systemctl start migrd, or migrd --config {}", kConfigPath));
+    j.fail("migrd", answer.error().text, fmt::format("start it: systemctl start migrd, or migrd --config {}; if it does not stay up: journalctl -u migrd -n 20", config));
   else if (answer->release() != own.release() || answer->wire() != own.wire())
     j.fail("migrd", fmt::format("release {}, migrctl is {}", answer->release(), own.release()), "start migrd again: it is older or newer than what is installed");
   else if (!answer->certificate_refused().empty())

@@ -24,7 +24,7 @@ struct Finding {
 std::vector<Finding> judge_host(const wire::HostFacts& f, std::int64_t now_s);
 
 /// The daemon of this host. @param answer  what it says, or why it does not
-Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer);
+Finding judge_daemon(const wire::VersionReply& own, const Result<wire::VersionReply>& answer, const std::string& config);
 
 /// What PeerAnswer::tried is to be of: one path for each port here that is active, to the port that corresponds to it there.
 std::vector<NamedPath> paths_between(const wire::HostFacts& here, const wire::HostFacts& there);

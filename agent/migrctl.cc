@@ -58,6 +58,8 @@ int print(const Json& j) {
 }
 
 struct Options {
+  bool config_named = false;  // what is wrong with the configuration has been said
+  bool socket_named = false;
   bool json = false, stop_and_copy = false, pre_copy = false, no_pre_setup = false;
   unsigned pre_copy_rounds = 0;
   bool commit = false, rollback = false, force = false, vqps = false, none = false, dry_run = false, keep_going = false;
@@ -89,8 +91,13 @@ std::unique_ptr<wire::Control::Stub> control(const Options& o) {
 }
 
 std::string grpc_text(const Options& o, const grpc::Status& s) {
-  if (s.error_code() == grpc::StatusCode::UNAVAILABLE)
-    return "migrd does not answer on " + o.socket + "; start it with: systemctl start migrd (without systemd: migrd --config " + kConfigPath + ")";
+  if (s.error_code() == grpc::StatusCode::UNAVAILABLE) {
+    const std::string silent = "migrd does not answer on " + o.socket;
+    // With such a file it does not start, or ends at once, and systemctl says nothing of that. Of another socket's it is not known which file it has.
+    if (const auto config = load_config(o.config); !config && !o.socket_named)
+      return silent + ", and does not start" + (o.config_named ? " with that file" : ": " + config.error().text) + "; migrctl doctor says what to do";
+    return silent + "; start it with: systemctl start migrd (without systemd: migrd --config " + o.config + "); if it does not stay up: journalctl -u migrd -n 20; migrctl doctor";
+  }
   if (s.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) return "migrd has not answered in time; journalctl -u migrd says what it waits for";
   if (s.error_code() == grpc::StatusCode::UNIMPLEMENTED) return "the migrd that runs is of another release and does not know this; start it again: systemctl restart migrd";
   return s.error_message();
@@ -223,7 +230,7 @@ Ended watch(const Options& o, std::unique_ptr<grpc::ClientReader<wire::Progress>
     else
       say(summary.container() + " " + words.undone + " " + summary.from());
   }
-  if (status == kFailed) say(more_text(summary));
+  if (const std::string more = more_text(summary); status == kFailed && !more.empty()) say(more);
   return {status, summary.error(), summary};
 }
 
@@ -620,7 +627,7 @@ std::vector<Finding> examine(const Options& o) {
   const std::uint64_t filled = rdma_filled_bytes();
   const auto here = facts_of(*config, version, filled);
   auto all = judge_host(here, now_s);
-  all.push_back(judge_daemon(version, ask_daemon(o)));
+  all.push_back(judge_daemon(version, ask_daemon(o), o.config));
   const auto files = pki::load(config->pki);
   if (!files) return all;  // that is among what was found
   Peers peers(*config, *files);
@@ -683,7 +690,7 @@ class CommandLine {
     app.require_subcommand(1);
     app.set_version_flag("--version", kRelease);
     socket = app.add_option("--socket", o_.socket, "migrd's control socket; else control_socket of its configuration")->capture_default_str();
-    app.add_option("--config", o_.config, "migrd's configuration")->capture_default_str();
+    config = app.add_option("--config", o_.config, "migrd's configuration")->capture_default_str();
     declare_moves();
     declare_daemon();
     declare_links();
@@ -694,7 +701,7 @@ class CommandLine {
   CommandLine& operator=(const CommandLine&) = delete;
 
   CLI::App app{"Moves containers that use RDMA between hosts. migrctl(1) says more.", "migrctl"};
-  CLI::Option* socket = nullptr;
+  CLI::Option *socket = nullptr, *config = nullptr;
   std::function<int()> todo;  // once it is parsed
 
  private:
@@ -834,9 +841,14 @@ int main(int argc, char** argv) {
     line.app.exit(e);
     return written(kUsage);
   }
+  o.socket_named = line.socket->count();
   if (const auto config = load_config(o.config)) {
     take_limits(*config);
     if (!line.socket->count()) o.socket = config->control_socket;
+  } else if (const std::string command = line.app.get_subcommands()[0]->get_name(); command != "doctor" && command != "pki") {  // the one says what to do, the other needs none
+    // Who names a file, and no socket, means its daemon, and no other.
+    if (line.config->count() && !line.socket->count()) return written(failed(o, kUsage, config.error().text));
+    if (o.config_named = config.error().code == EINVAL && command != "history" && command != "report"; o.config_named) say(config.error().text + "; what it says is not used");
   }
   return written(line.todo ? line.todo() : kUsage);
 }

@@ -96,7 +96,7 @@ TEST(Display, ThatNobodyReadsEndsAndSaysSo) {
   b.RegisterService(&migrd);
   const auto server = b.BuildAndStart();
   ASSERT_TRUE(server);
-  FILE* out = popen(("exec timeout 60 " MIGR_CTL " --config " + dir + "/none --socket " + socket + " migrate web --to b 2>" + err).c_str(), "r");
+  FILE* out = popen(("exec timeout 60 " MIGR_CTL " --socket " + socket + " migrate web --to b 2>" + err).c_str(), "r");
   ASSERT_NE(out, nullptr);
   char line[64] = "";
   EXPECT_NE(fgets(line, sizeof line, out), nullptr);

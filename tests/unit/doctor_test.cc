@@ -298,19 +298,20 @@ TEST(Doctor, APeerThatDoesNotAnswerHasOneFinding) {
 
 TEST(Doctor, ADaemonThatIsSilentOrOfAnotherReleaseIsAFailure) {
   wire::VersionReply own = good().version(), other = own;
-  EXPECT_EQ(judge_daemon(own, own).health, Health::kOk);
+  EXPECT_EQ(judge_daemon(own, own, "/x.json").health, Health::kOk);
   other.set_release("0");
-  EXPECT_NE(judge_daemon(own, other).advice.find("start migrd again"), std::string::npos);
+  EXPECT_NE(judge_daemon(own, other, "/x.json").advice.find("start migrd again"), std::string::npos);
   other = own;
   other.set_certificate_refused("it expired on 2020-01-01");
-  EXPECT_EQ(judge_daemon(own, other).health, Health::kWarning);
-  EXPECT_NE(judge_daemon(own, other).found.find("it expired"), std::string::npos);
+  EXPECT_EQ(judge_daemon(own, other, "/x.json").health, Health::kWarning);
+  EXPECT_NE(judge_daemon(own, other, "/x.json").found.find("it expired"), std::string::npos);
   auto there = good("dst");
   there.mutable_version()->set_certificate_refused("it expired on 2020-01-01");
   EXPECT_EQ(health_of(judge_peer(good(), answer_of(there), kNow)), Health::kWarning);
-  const auto silent = judge_daemon(own, Error{EHOSTUNREACH, "no answer"});
+  const auto silent = judge_daemon(own, Error{EHOSTUNREACH, "no answer"}, "/x.json");
   EXPECT_EQ(silent.health, Health::kFailed);
   EXPECT_NE(silent.advice.find("systemctl start migrd"), std::string::npos);
+  EXPECT_NE(silent.advice.find("migrd --config /x.json"), std::string::npos) << silent.advice;
 }
 
 std::vector<Finding> all_that_can_be_wrong() {

@@ -36,9 +36,13 @@ words_of() {
 asked() {
 	local as=()
 	[ "$1" = root ] || as=(setpriv --reuid 65534 --regid 65534 --clear-groups --)
-	"${as[@]}" "$ctl" --socket "$dir/no.sock" --config "$dir/no.json" "${@:2}" >"$dir/out.json" 2>"$dir/err" </dev/null
+	"${as[@]}" "$ctl" --socket "$dir/no.sock" --config "$dir/config.json" "${@:2}" >"$dir/out.json" 2>"$dir/err" </dev/null
 	status=$?
 }
+
+# A host on which nothing is: no socket, and what was migrated before cannot be read.
+touch "$dir/file"
+echo "{\"name\": \"h\", \"state_dir\": \"$dir/file/state\", \"pki\": \"$dir/none\"}" >"$dir/config.json"
 
 check() {	# USER COMMAND...
 	local words
@@ -84,6 +88,22 @@ at() { "$ctl" --config "$dir/migrd.json" "$@" peers --json 2>/dev/null | jq -r .
 if [ "$(id -u)" = 0 ]; then
 	grep -q "answer on $dir/its.sock" <<<"$(at)" || not_ok "control_socket of the configuration: $(at)"
 	grep -q "answer on $dir/no.sock" <<<"$(at --socket "$dir/no.sock")" || not_ok "--socket beside a configuration: $(at --socket "$dir/no.sock")"
+fi
+
+# Who names a file means its daemon, and hears if that cannot be read; doctor says what to do.
+echo '{"name": "h", }' >"$dir/broken.json"
+for file in none.json broken.json; do
+	"$ctl" --config "$dir/$file" peers --json >"$dir/out.json" 2>"$dir/err"
+	status=$?
+	[ $status = 2 ] && jq -e '.status == 2' "$dir/out.json" >/dev/null && grep -q "$dir/$file" "$dir/err" || not_ok "--config $file: $status $(cat "$dir/err")"
+	"$ctl" --config "$dir/$file" doctor --json >"$dir/out.json" 2>/dev/null
+	status=$?
+	[ $status = 1 ] && jq -e 'any(.[]; .status == "failed" and .advice)' "$dir/out.json" >/dev/null || not_ok "doctor of $file: $status $(cat "$dir/out.json")"
+	"$ctl" --config "$dir/$file" pki init "$dir/ca.$file" >/dev/null || not_ok "pki needs $file"
+done
+if [ "$(id -u)" = 0 ]; then
+	asked root peers
+	grep -q "migrd --config $dir/config.json" "$dir/err" && grep -q "journalctl -u migrd" "$dir/err" || not_ok "how to start it: $(cat "$dir/err")"
 fi
 asked root links --vqps
 [ $status = 2 ] && grep -q -- --json "$dir/err" || not_ok "links --vqps without --json: $status"
