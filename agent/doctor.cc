@@ -62,7 +62,7 @@ void judge_kernel(Judge& j, const wire::HostFacts& f) {
   else
     j.ok("kernel", f.kernel());
   if (!f.module_error().empty())
-    j.fail("module", f.module_error(), "migr.ko has to be of the running kernel and of this release; processes that were started without it cannot move");
+    j.fail("module", f.module_error(), "what was started without it, or with one of another release, cannot move until it is started again");
   else
     j.ok("module", fmt::format("migr.ko, ABI {}", f.version().abi()));
 }

@@ -79,7 +79,8 @@ Result<KernelRecord> KernelRecord::open() {
   if (!i) return i.error();
   if (i->abi != MIGR_ABI_VERSION)
     return Error{EPROTONOSUPPORT, "migr.ko speaks ABI version " + std::to_string(i->abi) + ", this program " +
-                                      std::to_string(MIGR_ABI_VERSION) + "; install both from the same release"};
+                                      std::to_string(MIGR_ABI_VERSION) + ": the module of another release is still loaded; with the same release of migr-dkms installed: end the programs that hold it, "
+                                      "then rmmod migr && modprobe migr, or restart the host"};
   return k;
 }
 

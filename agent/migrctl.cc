@@ -129,10 +129,13 @@ int cmd_peers(const Options& o) {
 
 int cmd_version(const Options& o) {
   Json j = {{"migrctl", {{"release", kRelease}, {"wire", kWireVersion}, {"abi", MIGR_ABI_VERSION}}}};
+  std::string module = "not loaded";
   if (auto k = KernelRecord::open()) {
     if (auto i = k->info()) j["module"] = {{"abi", i->abi}, {"devices", i->devices}, {"contexts", i->contexts}, {"objects", i->objects}, {"reserved_qpns", i->reserved}};
   } else {
     j["module"] = nullptr;
+    module = k.error().text;
+    if (constexpr std::string_view kOfIt = "migr.ko "; module.starts_with(kOfIt)) module.erase(0, kOfIt.size());
   }
   j["migrd"] = nullptr;
   if (is_root()) {
@@ -143,7 +146,7 @@ int cmd_version(const Options& o) {
   }
   if (o.json) return print(j);
   std::printf("migrctl %s (wire %u, ABI %u)\n", kRelease, kWireVersion, MIGR_ABI_VERSION);
-  std::printf("migr.ko %s\n", j["module"].is_null() ? "not loaded" : ("ABI " + j["module"]["abi"].dump() + ", " + j["module"]["devices"].dump() + " devices").c_str());
+  std::printf("migr.ko %s\n", j["module"].is_null() ? printable(module).c_str() : ("ABI " + j["module"]["abi"].dump() + ", " + j["module"]["devices"].dump() + " devices").c_str());
   std::printf("migrd   %s\n", !is_root() ? "unknown (needs root)" : j["migrd"].is_null() ? "does not answer" : j["migrd"]["release"].get<std::string>().c_str());
   return kDone;
 }

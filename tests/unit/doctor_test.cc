@@ -132,7 +132,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Case{"kernel", [](auto& f) { f.set_kernel("5.10.0"); }, "kernel", Health::kFailed, "5.10", "6.1"},
         Case{"kernel_new", [](auto& f) { f.set_kernel("6.13.0"); }, "kernel", Health::kWarning, "6.13.0", "6.12"},
-        Case{"module", [](auto& f) { f.set_module_error("migr.ko is not loaded"); }, "module", Health::kFailed, "not loaded", "migr.ko"},
+        Case{"module", [](auto& f) { f.set_module_error("migr.ko is not loaded"); }, "module", Health::kFailed, "not loaded", "started again"},
         Case{"library", [](auto& f) { f.mutable_library()->set_error("no /x"); }, "library", Health::kFailed, "no /x", "LD_PRELOAD"},
         Case{"criu", [](auto& f) { f.mutable_criu()->set_error("cannot run criu"); }, "criu", Health::kFailed, "cannot run", "install"},
         Case{"criu_old", [](auto& f) { f.mutable_criu()->set_version("3.16"); }, "criu", Health::kFailed, "3.16", "3.17"},
