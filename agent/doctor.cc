@@ -126,7 +126,7 @@ void judge_devices(Judge& j, const wire::HostFacts& f) {
   for (const auto& d : f.devices()) {
     if (!d.error().empty()) j.fail("rdma " + d.name(), d.error(), "its uverbs device has to be there and open for root: modprobe ib_uverbs");
     if (!family_supported(d.driver()))
-      j.warn("rdma " + d.name(), fmt::format("driven by {}: programs on it can neither be moved nor backed up by links", driver_name(d.driver())), "only those on soft-RoCE (rxe) can: docs/limits.md");
+      j.warn("rdma " + d.name(), fmt::format("driven by {}: programs on it can neither be moved nor backed up by links", driver_name(d.driver())), "only those on soft-RoCE (rxe) can: man 7 migr-limits");
     for (const auto& p : d.ports()) {
       const std::string check = "rdma " + port_name(d, p), netdev = p.netdev().empty() ? "no netdev" : p.netdev();
       const auto v2 = gids_of_port(d, p.port()).size();

@@ -115,7 +115,7 @@ std::string open_link(Link& link) {
   std::string why;
   ibv_port_attr port{};
   if (link.foreign = !provider::is_supported(*ctx, link.ops); link.foreign)
-    why = link.config.device + " is not soft-RoCE (docs/limits.md)";
+    why = link.config.device + " is not soft-RoCE (man 7 migr-limits)";
   else if (const int err = query_port(ctx, link.config.port, port))
     why = link.config.device + " port " + std::to_string(link.config.port) + ": " + std::strerror(err);
   else

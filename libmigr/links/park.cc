@@ -174,7 +174,7 @@ void stay_parked() {
 std::string set_aside(QpShadow& q) {
   QpLink* const l = q.link;
   if (!l) return "";
-  if (!settled(*l)) return "is on another link (docs/failover.md), or about to change it: try again later";
+  if (!settled(*l)) return "is on another link (man 7 migr-failover), or about to change it: try again later";
   forget(*l);
   return "";
 }

@@ -1613,7 +1613,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
     const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
     const Pairs pairs(a, b, 1);
     const Speaker& x = *pairs.xs[0];
-    EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a1 is not soft-RoCE (docs/limits.md)"; })) << x.state().why;
+    EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a1 is not soft-RoCE (man 7 migr-limits)"; })) << x.state().why;
     EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
     EXPECT_EQ(devices_with_memory(x, memory, 1), 1u);
     migr_links_link link{};
@@ -1630,7 +1630,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
   const Speaker& x = *pairs.xs[0];
-  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a0 is not soft-RoCE (docs/limits.md)"; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a0 is not soft-RoCE (man 7 migr-limits)"; })) << x.state().why;
   EXPECT_EQ(devices_with_memory(x, third, 1), 1u);
   model_make_foreign(0, 0, false);
 }

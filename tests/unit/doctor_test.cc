@@ -164,7 +164,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"links_missing", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->add_missing("link 1: no RDMA device rxe9"); }, "links", Health::kWarning, "rxe9", "right in /x"},
         Case{"links_without_effect", [](auto& f) { f.mutable_links()->set_path("/x"), f.mutable_links()->add_missing("fewer than two devices: nothing has a backup"); }, "links", Health::kWarning, "two devices", "into /x"},
         Case{"another_family", [](auto& f) { f.mutable_devices(0)->set_driver(RDMA_DRIVER_MLX5); }, "rdma rxe0", Health::kWarning,
-             "driven by mlx5: programs on it can neither be moved nor backed up by links", "docs/limits.md"},
+             "driven by mlx5: programs on it can neither be moved nor backed up by links", "man 7 migr-limits"},
         Case{"no_room", [](auto& f) { f.mutable_room()->set_lacks("1 MB are free"); }, "room", Health::kFailed, "1 MB", "state_dir"},
         Case{"little_room", [](auto& f) { f.mutable_room()->set_free_bytes(100 << 20); }, "room", Health::kWarning, "100 MB", "free some"}),
     [](const auto& i) { return i.param.name; });
