@@ -657,7 +657,7 @@ int cmd_doctor(const Options& o) {
 int cmd_pki_init(const Options& o) {
   if (auto s = pki::init(o.dir); !s) return refuse(o, s.error().text);
   if (o.json) return print({{"ca", o.dir}});
-  std::printf("CA in %s; next, for each host: migrctl pki host %s NAME --ip ADDRESS\n", o.dir.c_str(), o.dir.c_str());
+  std::printf("CA in %s; next, for each host: migrctl pki host %s NAME\n", o.dir.c_str(), o.dir.c_str());
   return kDone;
 }
 
@@ -811,7 +811,7 @@ class CommandLine {
     auto* host = add(*pki, "host", "issues the certificate of a host", cmd_pki_host);
     host->add_option("DIR", o_.dir)->required();
     host->add_option("NAME", o_.name)->required();
-    host->add_option("--ip", o_.ips, "address that it has, may be repeated");
+    host->add_option("--ip", o_.ips, "address that it has, for other programs, may be repeated");
     host->add_option("--days", o_.days, "that it is valid")->check(CLI::Range(1L, pki::kCaDays))->capture_default_str();
     json(host);
   }
