@@ -389,6 +389,10 @@ int read_unused(QpShadow& q, const Position& before, const std::vector<QueuedSen
     const std::uint32_t place = (front - before.sends.from) & now.sends.mask;
     if (place < sends_before.size()) {
       first.begun = sends_before[place].begun || sends_before[place].first_psn != first.first_psn;
+    } else if (before.in_err && place < queued) {  // posted to a path in ERR
+      first.begun = false;
+      first.first_psn = before.next_psn;
+      first.read_psns = 0;
     } else if (!before.in_err && !first.ours) {
       err = psn_of_late(q, before, sends_before, place, front & now.sends.mask, {send_end, now.sends.to, now.sends.mask}, first.first_psn);
       if (err) return fail(why, err, "cannot tell what was sent of " + qp_name(q));
