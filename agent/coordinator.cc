@@ -328,9 +328,13 @@ Status Coordinator::check_destination(const std::string& to) {
   // halves what is left have twice the memory at most.
   const unsigned wanted = set_.pre_copy_rounds ? set_.pre_copy_rounds : 2;
   unsigned ahead = info_.memory_bytes >= set_.pre_copy_from ? wanted : 0;
+  if (ahead && !info_.written_unseen.empty()) {
+    if (auto s = not_copied_ahead(Error{EOPNOTSUPP, info_.written_unseen}); !s) return s;
+    ahead = 0;
+  }
   rounds_ahead_ = set_.pre_copy_rounds || !ahead ? ahead : kPreCopyRounds;
   r.set_image_bytes(info_.image_bytes() * (ahead + 1));
-  const unsigned least = set_.pre_copy_rounds ? set_.pre_copy_rounds : must_copy_ahead();
+  const unsigned least = !ahead ? 0 : set_.pre_copy_rounds ? set_.pre_copy_rounds : must_copy_ahead();
   auto s = dest_.check(r);
   while (!s && s.error().code == ENOSPC && ahead > least) {
     const std::string why = s.error().text;

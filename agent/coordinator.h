@@ -55,6 +55,7 @@ struct ContainerInfo {
   std::vector<wire::Needs> needs;                            // of each device
   std::uint64_t filled_bytes = 0;                            // memory that they have filled, but for what is in `huge`
   HugeMemory huge;
+  std::string written_unseen;                                // why what is copied ahead may be old by the stop; empty: who writes to it marks it
   std::vector<std::string> instructions;                     // of the processor that they run on
   std::string libmigr;                                       // build ID of this host's, if they have that; empty: not known
   wire::Resources resources;

@@ -164,6 +164,13 @@ bool descends(pid_t pid, pid_t ancestor) {
   return true;
 }
 
+bool has_aio(pid_t pid) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find(" /[aio]") != line.npos) return true;
+  return false;
+}
+
 bool has_huge_pages(pid_t pid) {
   const auto huge = huge_devices(pid);
   bool found = hugetlb_kb(pid) > 0;

@@ -659,6 +659,8 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (*library && info_.libmigr.empty()) info_.libmigr = build_id_of(host_.config_.libmigr);
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
+    if (info_.written_unseen.empty() && has_aio(pid))
+      info_.written_unseen = "process " + std::to_string(pid) + " has asynchronous I/O (io_setup), and a disk that writes to its memory sets no mark";
     if (!has_huge_pages(pid)) continue;
     std::ifstream smaps("/proc/" + std::to_string(pid) + "/smaps");
     add_huge_memory(info_.huge, smaps);

@@ -105,6 +105,7 @@ struct FakeSource final : Source {
   Play& p;
   std::vector<wire::Outcome> decided;
   std::uint64_t memory_bytes = kPreCopyFromBytes;
+  std::string written_unseen;
   bool datagrams = false;  // an unconnected QP
   bool second = false;     // one more QP, of another partner
   bool twins = false;      // two more QPs, connected to each other; the second of another process
@@ -131,6 +132,7 @@ struct FakeSource final : Source {
       i.connected.push_back({8, 0x13, 0x13, std::string(16, 's'), std::string(16, 's'), 0x12});
     }
     i.memory_bytes = i.filled_bytes = memory_bytes;
+    i.written_unseen = written_unseen;
     return i;
   }
   Result<std::string> record(const std::string&, const std::vector<std::string>&) override {
@@ -1350,6 +1352,20 @@ TEST(Coordinator, WithRoomForItOnceItIsNotCopiedAhead) {
   s.destination.room = kPreCopyFromBytes;
   EXPECT_TRUE(s.run().migrated());
   EXPECT_FALSE(s.play.has("s.pre_dump"));
+}
+
+// A disk may write to what was copied, and nobody sees that.
+TEST(Coordinator, MemoryThatIsWrittenToUnseenIsNotCopiedAhead) {
+  Scene s;
+  s.source.written_unseen = "it has disks";
+  EXPECT_TRUE(s.run().migrated());
+  EXPECT_FALSE(s.play.has("s.pre_dump"));
+  Scene asked;
+  asked.pre_copy = true;
+  asked.source.written_unseen = "it has disks";
+  const auto r = asked.run();
+  EXPECT_FALSE(r.touched());
+  EXPECT_NE(r.error().find("which was asked for: it has disks"), std::string::npos) << r.error();
 }
 
 TEST(Coordinator, WithoutRoomForWhatWasAskedForNothingBegins) {

@@ -10,7 +10,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstddef>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -86,6 +88,15 @@ TEST(HugePages, AreFoundWhateverTheyAreOf) {
     EXPECT_EQ(has_huge_pages(getpid()), m.huge) << m.flags;
     munmap(at, kHuge);
   }
+}
+
+TEST(AsynchronousIo, IsSeenByItsRing) {
+  ASSERT_FALSE(has_aio(getpid()));
+  unsigned long context = 0;
+  if (syscall(SYS_io_setup, 8, &context)) GTEST_SKIP() << "io_setup: " << strerror(errno);
+  EXPECT_TRUE(has_aio(getpid()));
+  syscall(SYS_io_destroy, context);
+  EXPECT_FALSE(has_aio(getpid()));
 }
 
 // It may be one that never answers.
