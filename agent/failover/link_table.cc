@@ -363,13 +363,15 @@ bool LinkTable::home(const Gid& gid) const {
   }
   constexpr int kRests = 20;  // times as long as a look took
   std::unique_lock lock(gids_mutex_);
+  gids_read_.wait(lock, [&] { return !gids_reading_ || gids_.contains(gid); });
   const auto began = std::chrono::steady_clock::now();
-  if (gids_.contains(gid) || gids_reading_ || began < gids_next_) return gids_.contains(gid);
+  if (gids_.contains(gid) || began < gids_next_) return gids_.contains(gid);
   gids_reading_ = true;
   lock.unlock();
   auto all = gids_source_();
   lock.lock();
   gids_reading_ = false;
+  gids_read_.notify_all();
   gids_ = std::move(all);
   const auto now = std::chrono::steady_clock::now();
   gids_next_ = now + std::max<std::chrono::steady_clock::duration>(std::chrono::milliseconds(kLinkScanMs), kRests * (now - began));

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
@@ -154,6 +155,7 @@ class LinkTable {
   mutable std::set<Gid> gids_;
   mutable std::chrono::steady_clock::time_point gids_next_{};  ///< not read before
   mutable bool gids_reading_ = false;                          ///< by one thread, without the lock: a port has a thousand, each a file
+  mutable std::condition_variable gids_read_;                  ///< who asks for one that is not known waits for it
 };
 
 }  // namespace migr

@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 
 #include <fstream>
+#include <future>
 
 #include "agent/control_service.h"
 #include "agent/failover/link_socket.h"
@@ -171,6 +172,26 @@ class TwoHosts : public ::testing::TestWithParam<const char*> {
   std::unique_ptr<RedisServer> redis_;
   std::unique_ptr<HostUnderTest> a_, b_;
 };
+
+// By another thread: a host with a thousand GIDs takes a moment.
+TEST(HomeOfAGid, IsNotDeniedWhileItIsLookedFor) {
+  const Gid mine{1};
+  std::promise<void> asked, read;
+  LinkTable table("host");
+  table.set_gids([&] {
+    asked.set_value();
+    read.get_future().wait();
+    return std::set<Gid>{mine};
+  });
+  const auto home = [&] { return table.home(mine); };
+  auto first = std::async(std::launch::async, home);
+  asked.get_future().wait();
+  auto second = std::async(std::launch::async, home);
+  EXPECT_EQ(second.wait_for(50ms), std::future_status::timeout);
+  read.set_value();
+  EXPECT_TRUE(first.get());
+  EXPECT_TRUE(second.get());
+}
 
 TEST_P(TwoHosts, LookupBeforePublishIsEAGAINAndThenFound) {
   LinkLibrary a(a_->path(), 1), b(b_->path(), 2);
