@@ -419,7 +419,9 @@ Channel* channel_to(const QpLink& l, Side side) {
 void note_own_channel(QpLink& l) {
   const bool there = channel_to(l, l.on);
   std::lock_guard guard(l.lock);
+  if (l.own_channel == there) return;
   l.own_channel = there;
+  be_at(l, l.stage);
 }
 
 /// The channel over its link broke. If the other end lives, as another channel tells, the link has failed; else the process

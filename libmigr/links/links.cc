@@ -141,7 +141,8 @@ void keep(std::unique_ptr<QpLink> l) {
 void be_at(QpLink& l, Stage stage) {
   l.stage = stage;
   l.had_backup = l.had_backup || stage == Stage::kReady;
-  l.q->goes_on.store(l.q->guard.on || (stage != Stage::kMaking && stage != Stage::kBroken), std::memory_order_relaxed);
+  // As take_error() hides what its path says.
+  l.q->goes_on.store(l.q->guard.on || (stage == Stage::kMaking ? l.own_channel : stage != Stage::kBroken), std::memory_order_relaxed);
 }
 
 void set_stage(QpLink& l, Stage stage) {

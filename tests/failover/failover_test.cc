@@ -2838,6 +2838,13 @@ TEST(LastWqe, IsToldOfAQpOnABackupLink) {
     return event;
   });
   EXPECT_EQ(heard.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout) << "of a path that was cut";
+  ASSERT_TRUE(wait_for([] { return store_all_stand(1); }));
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_SEND;  // for which there is no receive
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  constexpr unsigned kNone = 1;  // receives of its own
+  EXPECT_TRUE(wait_for([] { return model_break_paths(1, 0, kNone) != 0; }));
+  EXPECT_EQ(heard.wait_for(std::chrono::milliseconds(200)), std::future_status::timeout) << "of a path that has failed on the last link, and is made anew";
   ibv_qp_attr to{};
   to.qp_state = IBV_QPS_ERR;
   ASSERT_EQ(x.modify(to, IBV_QP_STATE), 0);
