@@ -170,8 +170,9 @@ Status Coordinator::both(const std::function<Status()>& here, const std::functio
   return parallel(todo);
 }
 
-// Every host's answer, once no other end is just being connected, or for long enough. EINPROGRESS: another migration holds a partner. Of two that want each other's processes one waits
-// here with what it holds, the other lets go: a circle of those who wait cannot close.
+// Every host's answer, once no other end is just being connected, or has been for long enough. EINPROGRESS: another migration holds a
+// partner. Of two that want each other's processes one waits here with what it holds, the other lets go: a circle of those who wait cannot
+// close.
 Result<std::vector<Result<wire::FindReply>>> Coordinator::ask_hosts() {
   wire::FindRequest request;
   for (const auto& q : info_.connected) {
@@ -334,7 +335,7 @@ Status Coordinator::check_destination(const std::string& to) {
   }
   rounds_ahead_ = set_.pre_copy_rounds || !ahead ? ahead : kPreCopyRounds;
   r.set_image_bytes(info_.image_bytes() * (ahead + 1));
-  const unsigned least = !ahead ? 0 : set_.pre_copy_rounds ? set_.pre_copy_rounds : must_copy_ahead();
+  const unsigned least = set_.pre_copy_rounds ? set_.pre_copy_rounds : must_copy_ahead();
   auto s = dest_.check(r);
   while (!s && s.error().code == ENOSPC && ahead > least) {
     const std::string why = s.error().text;

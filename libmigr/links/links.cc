@@ -8,10 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <map>
 
 #include "../../include/migr/migr.h"
 #include "../cm/cm.h"
