@@ -19,6 +19,7 @@
 #include <set>
 
 #include "high_fd.h"
+#include "links/links.h"
 #include "no_cancel.h"
 #include "objects.h"
 #include "real.h"
@@ -122,13 +123,6 @@ void put_at(int from, int fd) {
   const int flags = fcntl(fd, F_GETFD);
   dup3(from, fd, flags >= 0 && (flags & FD_CLOEXEC) ? O_CLOEXEC : 0);
   close_own(from);
-}
-
-/// @param bell that of show()
-void ring(int bell) {
-  const std::uint64_t one = 1;
-  const NoCancel no_cancel;
-  (void)!write(bell, &one, sizeof one);
 }
 
 void show(const ibv_context& ctx, Kept& kept) {
@@ -389,7 +383,7 @@ MIGR_EXPORT int ibv_get_async_event(ibv_context* ctx, ibv_async_event* event) {
     if (err && turns() == before && !(saved == EAGAIN && is_to_wait(ctx->async_fd))) return errno = saved, err;
     if (err) {
       // collect() was at work meanwhile. What was read may be what it has put there, and poll(2) has to say so of the rest.
-      if (const Kept* kept = kept_of(ctx); kept && kept->kernel_fd >= 0) ring(ctx->async_fd);
+      if (const Kept* kept = kept_of(ctx); kept && kept->kernel_fd >= 0) links::kick(ctx->async_fd);
       continue;
     }
     if (!ours(registry, ctx)) return 0;

@@ -242,6 +242,8 @@ void opened(Context& context);
 void dropped(Context& context);  ///< before its objects are forgotten
 /// @return 0, or why it is not there for a QP that is on a backup link, or goes there: a positive errno
 int made(MrShadow& mr);
+/// Whoever waits for that eventfd wakes. No place to be cancelled at; errno stays.
+void kick(int eventfd);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
 void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
 /// Its path has failed, or is cut, and takes no attributes; the next one will. Where nobody has noticed that yet it is changed now.

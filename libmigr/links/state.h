@@ -86,7 +86,6 @@ struct State {
 State* state();
 /// A migration is about to begin, or has begun. There is a state.
 inline bool parking() { return state()->parking != State::Parking::kNo; }
-void kick(int eventfd);
 using switchover::now_ns;
 void say(const QpShadow& q, const std::string& what);
 void say(const QpLink& l, const std::string& what);
