@@ -43,17 +43,6 @@ grpc::Status ControlService::Peers(grpc::ServerContext*, const wire::Empty*, wir
   return grpc::Status::OK;
 }
 
-grpc::Status ControlService::Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) {
-  for (const auto& s : sessions_.all()) {
-    auto* r = out->add_sessions();
-    r->set_pid(s->pid());
-    r->set_instance(s->instance().data(), s->instance().size());
-    r->set_state(s->state());
-    r->set_generation(s->generation());
-  }
-  return grpc::Status::OK;
-}
-
 grpc::Status ControlService::Recover(grpc::ServerContext*, const wire::RecoverRequest* r, wire::RecoverReply* out) {
   const Error none{ENOENT, "no open migration of that number on this host; see: migrctl recover"};
   if (r->order() != wire::UNKNOWN) {

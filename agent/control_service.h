@@ -40,7 +40,6 @@ class ControlService final : public wire::Control::Service {
       : peers_(peers), sessions_(sessions), work_(std::move(work)), roles_(std::move(roles)), links_(links), history_(history), certificates_(certificates) {}
   grpc::Status Version(grpc::ServerContext*, const wire::Empty*, wire::VersionReply* out) override;
   grpc::Status Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) override;
-  grpc::Status Sessions(grpc::ServerContext*, const wire::Empty*, wire::SessionsReply* out) override;
   grpc::Status Recover(grpc::ServerContext*, const wire::RecoverRequest*, wire::RecoverReply*) override;
   grpc::Status Plan(grpc::ServerContext*, const wire::MigrateRequest*, wire::PlanReply*) override;
   grpc::Status Migrate(grpc::ServerContext*, const wire::MigrateRequest*, grpc::ServerWriter<wire::Progress>*) override;

@@ -740,8 +740,8 @@ grpc::Status asked(const std::string& path) {
   wire::Control::Stub stub(grpc::CreateChannel("unix:" + path, grpc::InsecureChannelCredentials()));
   grpc::ClientContext ctx;
   set_deadline(ctx, 5000);
-  wire::SessionsReply reply;
-  return stub.Sessions(&ctx, {}, &reply);
+  wire::VersionReply reply;
+  return stub.Version(&ctx, {}, &reply);
 }
 
 TEST_F(ControlSocket, AnswersOneAfterTheOtherAndGoesWithItsServer) {
