@@ -215,7 +215,7 @@ std::string lost_memory() {
 
 int unfreeze_srq(SrqShadow& s, std::string& why) {
   std::lock_guard guard(s.lock);
-  const int err = post_receives(s, s.kept, path::post_one_receive, why);
+  const int err = post_out(s, s.kept, path::post_one_receive, why);
   s.outstanding.clear();
   s.kept.clear();
   s.reading_back = false;

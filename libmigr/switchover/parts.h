@@ -122,14 +122,30 @@ int read_back_receives(QpShadow& q, const VirtualLkeys& keys, std::vector<KeptRe
 /// Caller holds s.lock.
 int read_back_receives(SrqShadow& s, const VirtualLkeys& keys, std::vector<KeptReceive>& out, std::string& why);
 
-/// @param post path::post_named() of what a device has had, path::post_one_receive() of what was posted since
-template <class Receives>
-int post_receives(SrqShadow& s, const Receives& receives, int (*post)(SrqShadow&, std::uint64_t, std::span<const ibv_sge>) noexcept, std::string& why) {
-  for (const KeptReceive& receive : receives)
-    if (const int err = post(s, receive.wr_id, receive.sges)) return fail(why, err, "post_srq_recv");
-  return 0;
+/// In order. What is posted is not in `receives` any more: who is told to do it again posts nothing twice.
+template <class Receives, class Post>
+int post_out(Receives& receives, Post&& post) {
+  int err = 0;
+  auto next = receives.begin();
+  while (next != receives.end() && !(err = post(*next))) ++next;
+  receives.erase(receives.begin(), next);
+  return err;
 }
 
+/// @param post path::post_named() of what a device has had, path::post_one_receive() of what was posted since
+template <class Receives>
+int post_out(SrqShadow& s, Receives& receives, int (*post)(SrqShadow&, std::uint64_t, std::span<const ibv_sge>) noexcept, std::string& why) {
+  const int err = post_out(receives, [&](const KeptReceive& r) { return post(s, r.wr_id, r.sges); });
+  return err ? fail(why, err, "post_srq_recv") : 0;
+}
+
+template <class Receives>
+int post_out(QpShadow& q, Receives& receives, std::string& why) {
+  const int err = post_out(receives, [&](const KeptReceive& r) { return path::post_one_receive(q, q.real, r); });
+  return err ? fail(why, err, "post_recv to " + qp_name(q) + "'s new path") : 0;
+}
+
+/// They stay in `receives`: a way back posts them once more.
 template <class Receives>
 int post_receives(QpShadow& q, ibv_qp* to, const Receives& receives, std::string& why) {
   for (const KeptReceive& receive : receives)

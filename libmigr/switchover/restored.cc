@@ -182,28 +182,6 @@ void restart_event_count(Shadow& shadow) {
   pthread_mutex_unlock(&shadow.real->mutex);
 }
 
-/// In order. What is posted is not in `receives` any more: a REBIND that is repeated posts nothing twice.
-template <class Receives, class Post>
-int post_out(Receives& receives, Post&& post) {
-  int err = 0;
-  auto next = receives.begin();
-  while (next != receives.end() && !(err = post(*next))) ++next;
-  receives.erase(receives.begin(), next);
-  return err;
-}
-
-template <class Receives>
-int post_out(QpShadow& q, Receives& receives, std::string& why) {
-  const int err = post_out(receives, [&](const KeptReceive& r) { return path::post_one_receive(q, q.real, r); });
-  return err ? fail(why, err, "post_recv to " + qp_name(q) + "'s new path") : 0;
-}
-
-template <class Receives>
-int post_out(SrqShadow& s, Receives& receives, int (*post)(SrqShadow&, std::uint64_t, std::span<const ibv_sge>) noexcept, std::string& why) {
-  const int err = post_out(receives, [&](const KeptReceive& r) { return post(s, r.wr_id, r.sges); });
-  return err ? fail(why, err, "post_srq_recv") : 0;
-}
-
 /// Caller holds s.lock.
 int post_again(SrqShadow& s, std::string& why) {
   if (!s.link) return post_out(s, s.outstanding, path::post_named, why);
