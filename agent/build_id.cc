@@ -6,15 +6,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <optional>
-#include <vector>
 
 #include "process.h"
-#include "stack_walk.h"
 
 namespace migr {
 namespace {
@@ -75,25 +72,20 @@ std::string build_id_of(const std::string& file) {
 }
 
 // By what the kernel says of its mappings: what they are of may lie on a file system that never answers.
-Result<bool> maps_library(pid_t pid, const std::string& file) {
+Result<bool> maps_library(pid_t pid, const std::vector<Mapping>& mappings, const std::string& file) {
   constexpr char kReplaced[] = " (deleted)";
   std::error_code ec;
   const std::string name = file.substr(file.rfind('/') + 1), target = std::filesystem::canonical(file, ec).filename().string();
   const auto ours = mapping_of(file);
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
   bool found = false;
-  for (std::string line; std::getline(maps, line);) {
-    char executable = '-';
-    unsigned major_of = 0, minor_of = 0;
-    unsigned long inode = 0;
-    int to = 0;
-    if (std::sscanf(line.c_str(), "%*x-%*x %*c%*c%c%*c %*x %x:%x %lu %n", &executable, &major_of, &minor_of, &inode, &to) != 4 || executable != 'x' || !to) continue;
-    std::string path = line.substr(static_cast<std::size_t>(to));
+  for (const Mapping& m : mappings) {
+    if (!m.executable) continue;
+    std::string path = m.path;
     const bool replaced = path.ends_with(kReplaced);
     if (replaced) path.resize(path.size() - std::strlen(kReplaced));
     if (const auto of = path.substr(path.rfind('/') + 1); replaced && (of == name || of == target))
       return Error{EOPNOTSUPP, "process " + std::to_string(pid) + " (" + name_of(pid) + ") has a " + name + " that was replaced on this host since: start it again"};
-    found = found || (ours && inode == ours->inode && major_of == ours->major && minor_of == ours->minor);
+    found = found || (ours && m.inode == ours->inode && m.major == ours->major && m.minor == ours->minor);
   }
   return found;
 }

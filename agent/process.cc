@@ -20,7 +20,7 @@
 #include <sstream>
 
 #include "file_tree.h"
-#include "stack_walk.h"
+#include "mappings.h"
 
 namespace migr {
 namespace {
@@ -162,13 +162,6 @@ bool descends(pid_t pid, pid_t ancestor) {
   for (pid_t p = pid; p != ancestor; p = stat_of(p).parent)
     if (p <= 1) return !stat_of(pid).state;
   return true;
-}
-
-bool has_aio(pid_t pid) {
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (line.find(" /[aio]") != line.npos) return true;
-  return false;
 }
 
 bool has_huge_pages(pid_t pid) {

@@ -39,8 +39,6 @@ Result<std::uint64_t> container_namespace_of(pid_t pid);
 std::vector<pid_t> numbers_in_namespaces(pid_t pid);
 /// It has memory of hugetlbfs, of which MAP_HUGETLB is, too. Transparent huge pages are not.
 bool has_huge_pages(pid_t pid);
-/// It has contexts of io_setup(2).
-bool has_aio(pid_t pid);
 /// What it has open: each descriptor, and what that leads to, as in /proc/PID/fd. None: it has ended.
 void each_descriptor(pid_t pid, const std::function<void(int fd, const std::string& to)>& f);
 /// Its command; empty: it has ended.

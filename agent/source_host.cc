@@ -654,12 +654,13 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   if (const auto root = bare_pid(container)) info_.pids = numbers_of(*root);
   if (auto s = host_.runc_.may_leave(state_); !s) return s.error();
   for (const pid_t pid : *all) {
-    const auto library = maps_library(pid, host_.config_.libmigr);
+    const auto mappings = mappings_of(pid);
+    const auto library = maps_library(pid, mappings, host_.config_.libmigr);
     if (!library) return library.error();
     if (*library && info_.libmigr.empty()) info_.libmigr = build_id_of(host_.config_.libmigr);
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
-    if (info_.written_unseen.empty() && has_aio(pid))
+    if (info_.written_unseen.empty() && has_aio(mappings))
       info_.written_unseen = "process " + std::to_string(pid) + " has asynchronous I/O (io_setup), and a disk that writes to its memory sets no mark";
     if (!has_huge_pages(pid)) continue;
     std::ifstream smaps("/proc/" + std::to_string(pid) + "/smaps");

@@ -8,14 +8,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstring>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include "aside.h"
 #include "limits.h"
+#include "mappings.h"
 
 // libunwind exports it for unwinders with accessors of their own, and has it in no header.
 extern "C" int UNW_OBJ(dwarf_search_unwind_table)(unw_addr_space_t, unw_word_t ip, unw_dyn_info_t*, unw_proc_info_t*, int need_unwind_info, void* arg);
@@ -125,8 +123,7 @@ bool walk(pid_t pid, const user_regs_struct& regs, const std::function<bool(std:
   accessors.access_fpreg = [](unw_addr_space_t, unw_regnum_t, unw_fpreg_t*, int, void*) { return -UNW_EBADREG; };
   accessors.resume = [](unw_addr_space_t, unw_cursor_t*, void*) { return -UNW_EINVAL; };
   accessors.get_proc_name = [](unw_addr_space_t, unw_word_t, char*, size_t, unw_word_t*, void*) { return -UNW_ENOINFO; };
-  Walk w{pid, regs, {}};
-  each_mapping(pid, [&](const Mapping& m) { return w.maps.push_back(m), false; });
+  Walk w{pid, regs, mappings_of(pid)};
   unw_addr_space_t space = unw_create_addr_space(&accessors, 0);
   unw_cursor_t c;
   if (!space || unw_init_remote(&c, space, &w)) return true;
@@ -140,17 +137,6 @@ bool walk(pid_t pid, const user_regs_struct& regs, const std::function<bool(std:
 }
 
 }  // namespace
-
-void each_mapping(pid_t pid, const std::function<bool(const Mapping&)>& done) {
-  std::unique_ptr<FILE, int (*)(FILE*)> f(std::fopen(("/proc/" + std::to_string(pid) + "/maps").c_str(), "re"), std::fclose);
-  char line[512];
-  bool whole = true;  // paths can be longer than our line
-  while (f && std::fgets(line, sizeof line, f.get())) {
-    Mapping m{};
-    if (whole && std::sscanf(line, "%llx-%llx %*s %llx %x:%x %lu", &m.start, &m.end, &m.offset, &m.major, &m.minor, &m.inode) == 6 && done(m)) return;
-    whole = std::strchr(line, '\n') != nullptr;
-  }
-}
 
 bool frames_inside(pid_t pid, const user_regs_struct& regs, const std::function<bool(std::uint64_t, bool)>& inside) {
   constexpr int kOutside = 0, kInside = 1;

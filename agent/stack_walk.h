@@ -11,16 +11,6 @@
 
 namespace migr {
 
-/// A line of /proc/PID/maps.
-struct Mapping {
-  unsigned long long start, end, offset;
-  unsigned major, minor;
-  unsigned long inode;  // 0: of no file
-};
-
-/// In the order of their addresses; none: the process has ended, or may not be looked at. @param done  true: no more of them
-void each_mapping(pid_t pid, const std::function<bool(const Mapping&)>& done);
-
 /// Is any frame where `inside` says? One that cannot be walked to its end, in kScanWalkMs, counts as inside.
 /// @param regs    of the thread, which does not run meanwhile
 /// @param inside  of an instruction pointer; true: of a return address. Called in a process of its own: libunwind evaluates

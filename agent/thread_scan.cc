@@ -22,6 +22,7 @@
 
 #include "aside.h"
 #include "limits.h"
+#include "mappings.h"
 #include "stack_walk.h"
 
 namespace migr {

@@ -91,29 +91,29 @@ TEST_F(Library, AnotherBuildIsRefusedAndWhatIsNotKnownIsNot) {
 }
 
 TEST_F(Library, WhoRunsItIsSeenAndThatItWasReplaced) {
-  EXPECT_FALSE(*maps_library(getpid(), file));
+  EXPECT_FALSE(*maps_library(getpid(), mappings_of(getpid()), file));
   const int fd = open(file.c_str(), O_RDONLY | O_CLOEXEC);
   void* const data = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE, fd, 0);
-  EXPECT_FALSE(*maps_library(getpid(), file)) << "it only reads it";
+  EXPECT_FALSE(*maps_library(getpid(), mappings_of(getpid()), file)) << "it only reads it";
   void* const at = mmap(nullptr, 4096, PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
   close(fd);
   ASSERT_TRUE(data != MAP_FAILED && at != MAP_FAILED);
-  EXPECT_TRUE(*maps_library(getpid(), file));
+  EXPECT_TRUE(*maps_library(getpid(), mappings_of(getpid()), file));
   fs::create_hard_link(file, dir + "/elsewhere");
-  EXPECT_TRUE(*maps_library(getpid(), dir + "/elsewhere")) << "whatever it is called there";
+  EXPECT_TRUE(*maps_library(getpid(), mappings_of(getpid()), dir + "/elsewhere")) << "whatever it is called there";
   fs::remove(dir + "/elsewhere");
   fs::create_directory(dir + "/other");
   copy_begin(dir + "/other/libmigr.so");
-  EXPECT_FALSE(*maps_library(getpid(), dir + "/other/libmigr.so")) << "not this one";
+  EXPECT_FALSE(*maps_library(getpid(), mappings_of(getpid()), dir + "/other/libmigr.so")) << "not this one";
   fs::rename(dir + "/other/libmigr.so", file);  // as a package does it
-  const auto s = maps_library(getpid(), file);
+  const auto s = maps_library(getpid(), mappings_of(getpid()), file);
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EOPNOTSUPP);
   EXPECT_NE(s.error().text.find("has a libmigr.so that was replaced on this host since: start it again"), std::string::npos) << s.error().text;
-  EXPECT_FALSE(*maps_library(getpid(), "/usr/lib/another.so")) << "of another name";
+  EXPECT_FALSE(*maps_library(getpid(), mappings_of(getpid()), "/usr/lib/another.so")) << "of another name";
   munmap(at, 4096);
   munmap(data, 4096);
-  EXPECT_FALSE(*maps_library(getpid(), file));
+  EXPECT_FALSE(*maps_library(getpid(), mappings_of(getpid()), file));
 }
 
 }  // namespace

@@ -12,7 +12,6 @@
 
 #include <cerrno>
 #include <cstddef>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -88,15 +87,6 @@ TEST(HugePages, AreFoundWhateverTheyAreOf) {
     EXPECT_EQ(has_huge_pages(getpid()), m.huge) << m.flags;
     munmap(at, kHuge);
   }
-}
-
-TEST(AsynchronousIo, IsSeenByItsRing) {
-  ASSERT_FALSE(has_aio(getpid()));
-  unsigned long context = 0;
-  if (syscall(SYS_io_setup, 8, &context)) GTEST_SKIP() << "io_setup: " << strerror(errno);
-  EXPECT_TRUE(has_aio(getpid()));
-  syscall(SYS_io_destroy, context);
-  EXPECT_FALSE(has_aio(getpid()));
 }
 
 // It may be one that never answers.
