@@ -27,6 +27,7 @@
 #include "room.h"
 #include "summary.h"
 #include "tracking.h"
+#include "unknown_objects.h"
 
 namespace migr {
 namespace {
@@ -669,7 +670,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   auto found = contexts_now();
   if (!found) return found.error();
   std::set<pid_t> pids;
-  for (const auto& [ctx, pid] : *found) pids.insert(pid);
+  for (const auto& c : *found) pids.insert(static_cast<pid_t>(c.rec.pid));
   // Also those that have closed what they had: their library holds a connection to here.
   for (const pid_t pid : *all)
     if (host_.sessions_.by_pid(pid)) pids.insert(pid);
@@ -708,6 +709,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (!asked)
       return Error{EINPROGRESS, p.session->label() + " takes part in another migration; try again when that is over"};
     if (!described) return described.error();
+    if (auto s = knows_its_objects(p, std::move(*ctxs)); !s) return s.error();
     info_.instances.push_back(p.session->instance());
     auto births = host_.numbers_.births_of(p.session->instance(), p.vqpns, p.generation == 0);
     if (!births) return births.error();
@@ -735,20 +737,35 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   return info_;
 }
 
+// What REBIND would not find, or not make again. @param ctxs  as they were after DESCRIBE
+Status SourceRun::knows_its_objects(Process& p, std::vector<ContextRecord> ctxs) {
+  const auto count = [&] { return p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_DESCRIBE, id_, {}, kProcessMs); };
+  const auto look = [&]() -> Result<std::vector<ContextRecord>> {
+    auto kernel = KernelRecord::open();
+    if (!kernel) return kernel.error();
+    auto now = kernel->contexts(p.pid);
+    if (now)
+      for (auto& c : *now)
+        if (auto s = kernel->objects(c); !s) return s.error().code == ENOENT ? changed(p.pid) : s.error();
+    return now;
+  };
+  const Status s = migr::knows_its_objects(p.session->label(), std::move(ctxs), p.fds, count, look);
+  std::erase_if(p.fds, [](const migr_fd_desc& d) { return d.kind == MIGR_FD_COUNT; });  // of the moment: nothing for the image
+  return s;
+}
+
 Error SourceRun::changed(pid_t pid) { return {EAGAIN, "RDMA resources of process " + std::to_string(pid) + " were made, changed or destroyed meanwhile"}; }
 
-// Every RDMA context in the container, with its process.
-Result<std::map<std::uint32_t, pid_t>> SourceRun::contexts_now() const {
+// Every RDMA context in the container, without its objects.
+Result<std::vector<ContextRecord>> SourceRun::contexts_now() const {
   auto pids = host_.runc_.pids(state_);
   if (!pids) return pids.error();
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error();
   auto all = kernel->contexts();
   if (!all) return all.error();
-  std::map<std::uint32_t, pid_t> found;
-  for (const auto& c : *all)
-    if (const auto pid = static_cast<pid_t>(c.rec.pid); std::find(pids->begin(), pids->end(), pid) != pids->end()) found[c.rec.ctx_id] = pid;
-  return found;
+  std::erase_if(*all, [&](const ContextRecord& c) { return std::find(pids->begin(), pids->end(), static_cast<pid_t>(c.rec.pid)) == pids->end(); });
+  return all;
 }
 
 Result<std::string> SourceRun::record(const std::string& destination, const std::vector<std::string>& partners) {
@@ -986,7 +1003,9 @@ Status SourceRun::freeze(const NicWrites* writes) {
       else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
       if (!same) (void)p.session->ask<migr_memory_part>(MIGR_MSG_WRITTEN, id_, std::span(&kAll, 1), kProcessMs);
     }
-    if (auto s = p.session->tell(MIGR_MSG_FREEZE, id_, kProcessMs, p.described); !s) return s;
+    auto memory = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_FREEZE, id_, {}, kProcessMs, p.described);
+    if (!memory) return memory.error();
+    p.memory = std::move(*memory);
     return host_.sessions_.wait_closed(p.session, kProcessMs);
   });
   if (!s) return s;
@@ -998,9 +1017,12 @@ Status SourceRun::freeze(const NicWrites* writes) {
       return Error{EAGAIN, "process " + std::to_string(pid) + " of the container has connected to migrd meanwhile"};
   auto now = contexts_now();
   if (!now) return now.error();
-  for (const auto& [ctx, pid] : *now)
-    if (std::none_of(info_.ctxs.begin(), info_.ctxs.end(), [&](const auto& c) { return c.first == ctx; }))
-      return Error{EAGAIN, "process " + std::to_string(pid) + " of the container has opened an RDMA device meanwhile"};
+  for (const auto& c : *now)
+    if (std::none_of(info_.ctxs.begin(), info_.ctxs.end(), [&](const auto& known) { return known.first == c.rec.ctx_id; }))
+      return Error{EAGAIN, "process " + std::to_string(c.rec.pid) + " of the container has opened an RDMA device meanwhile"};
+  // Memory comes and goes after the check, too.
+  for (const Process& p : processes_)
+    if (const std::string unknown = unknown_objects(*now, p.memory); !unknown.empty()) return unknown_error(p.session->label(), unknown);
   return {};
 }
 

@@ -162,13 +162,15 @@ class SourceRun final : public Source {
     pid_t pid;
     std::shared_ptr<ProcessSession> session;
     std::vector<migr_fd_desc> fds;
-    std::uint64_t described = 0;  // the state of its record
+    std::uint64_t described = 0;         // the state of its record
+    std::vector<migr_fd_desc> memory{};  // MIGR_FD_COUNT of when it was frozen
     std::vector<std::uint32_t> vqpns{};
     std::uint32_t generation = 0;  // how often it was restored before
   };
-  Result<std::map<std::uint32_t, pid_t>> contexts_now() const;
+  Result<std::vector<struct ContextRecord>> contexts_now() const;
   CountedQps counted(const Process& p) const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner, std::span<const migr_fd_desc> described);
+  Status knows_its_objects(Process& p, std::vector<struct ContextRecord> ctxs);
   Status step(FaultStep step, const std::function<Status()>& work);
   bool claim(const ProcessSession& s);
   Status reconnect_all();

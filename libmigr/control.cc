@@ -315,6 +315,47 @@ std::string out_of_reach(const Registry& registry) {
   return "";
 }
 
+migr_fd_desc count_of(const Context& context, migr_obj_type type, std::uint64_t count) {
+  migr_fd_desc d{};
+  d.kind = MIGR_FD_COUNT;
+  d.fd = -1;
+  d.context_fd = context.real->cmd_fd;
+  d.ctx_id = context.ctx_id();
+  d.cq_handle = d.obj_handle = MIGR_NO_HANDLE;
+  d.obj_type = type;
+  d.addr = count;
+  return d;
+}
+
+/// MRs of each context. Its MRs on backup links are of contexts that are ours alone, and the fillers of register_mr() are `registering`.
+void count_memory(const Registry& registry, std::vector<migr_fd_desc>& out) {
+  std::unordered_map<const Context*, std::uint64_t> of;
+  for (const MrShadow* mr : registry.mrs) ++of[mr->context];
+  for (const Context* context : registry.contexts) {
+    migr_fd_desc d = count_of(*context, MIGR_OBJ_MR, of[context]);
+    d.bytes = registry.registrations;
+    d.pgoff = registry.registering;
+    out.push_back(d);
+  }
+}
+
+/// What else of it a migration makes again by the record, and REBIND adopts. With backup links there may be CQs and QPs of ours until they are left, and
+/// after a switchover paths that nobody has any more.
+void count_objects(const Registry& registry, const Context& context, std::vector<migr_fd_desc>& out) {
+  if ((context.twin && !registry.moving) || !registry.old_paths.empty()) return;
+  const auto count = [&](migr_obj_type type, const auto& all, auto&& context_of) {
+    const auto in_it = [&](const auto* one) { return context_of(one) == context.real; };
+    migr_fd_desc d = count_of(context, type, static_cast<std::uint64_t>(std::count_if(all.begin(), all.end(), in_it)));
+    d.bytes = registry.changes;
+    out.push_back(d);
+  };
+  const auto of_shadow = [](const auto* shadow) { return shadow->context->real; };
+  count(MIGR_OBJ_PD, registry.pds, [](const ibv_pd* pd) { return pd->context; });
+  count(MIGR_OBJ_CQ, registry.cqs, of_shadow);
+  count(MIGR_OBJ_QP, registry.qps, of_shadow);
+  count(MIGR_OBJ_SRQ, registry.srqs, of_shadow);
+}
+
 void describe(const Registry& registry, Answer& answer) {
   std::vector<migr_fd_desc> all;
   if (!registry.unsupported.empty()) {
@@ -377,7 +418,9 @@ void describe(const Registry& registry, Answer& answer) {
       memcpy(&d.bytes, source.gid.raw + sizeof d.addr, sizeof d.bytes);
       all.push_back(d);
     }
+    count_objects(registry, *context, all);
   }
+  count_memory(registry, all);
   cm::describe(all);
   if (!registry.contexts.empty()) switchover::ahead::describe(self->instance, all);
   (void)provider::locate_queues(registry.qps);  // for FREEZE, which says what fails
@@ -455,8 +498,12 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
         return answer.fail(ESTALE, "memory that may have changed unseen since it was copied ahead is not writable any more");
       if (const int error = cm::freeze(why)) return finish(error);
       finish(switchover::freeze(why));
-      if (!answer.status) itimer::hold();
-      else if (switchover::process_state() != MIGR_PROC_SUSPENDED) cm::rollback();  // else with ROLLBACK
+      if (!answer.status) {
+        std::vector<migr_fd_desc> memory;
+        count_memory(registry, memory);
+        answer.put(memory);
+        itimer::hold();
+      } else if (switchover::process_state() != MIGR_PROC_SUSPENDED) cm::rollback();  // else with ROLLBACK
       return;
     case MIGR_MSG_WRITTEN: {
       const auto parts = request.as<migr_memory_part>();

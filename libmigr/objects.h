@@ -60,7 +60,10 @@ void install_srq(Context& context, ibv_context& ctx);
 /// A call that goes to the driver without the lock: FREEZE waits for its end. Caller holds the lock.
 class Registering {
  public:
-  explicit Registering(Registry& registry) : registry_(registry) { ++registry_.registering; }
+  explicit Registering(Registry& registry) : registry_(registry) {
+    ++registry_.registering;
+    ++registry_.registrations;
+  }
   Registering(const Registering&) = delete;
   ~Registering() {
     --registry_.registering;

@@ -713,6 +713,7 @@ MIGR_EXPORT int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, size
   MrShadow* shadow = known(registry, mr);
   if (!shadow) return real().rereg_mr(mr, flags, pd, addr, length, access);
   const ibv_mr name = shadow->app, before = *shadow->real;
+  ++registry.registrations;
   const int err = real().rereg_mr(shadow->real, flags, pd, addr, length, access);
   // The last error comes after the device has done it: only the old memory could not be given back to children. After the others what is on
   // backup links stays, too: work requests that are under way there name it.

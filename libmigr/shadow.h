@@ -542,6 +542,7 @@ struct Registry {
   bool moving = false;  ///< as long, and from the first DESCRIBE of a migration: nothing is on backup links
   std::vector<ibv_qp*> old_paths;  ///< since RESUME, of no QP any more, still to be destroyed
   unsigned registering = 0;   ///< calls that are in the driver, without the lock, and bring an MR or an address handle, or take an MR away
+  std::uint64_t registrations = 0;  ///< such calls that have begun, and those of ibv_rereg_mr(), in which the kernel may have two MRs for one
   bool closing = false;       ///< FREEZE waits for those: nobody else goes there
   unsigned ending = 0;        ///< CQs whose destruction has begun: nobody can say whether the device has them still. And of Asking
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself

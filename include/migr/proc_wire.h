@@ -56,6 +56,7 @@ enum migr_msg_type {
 				 * records: migr_drain_stat */
 	MIGR_MSG_FREEZE,	/* source: last poll, read back receives, touch pages, unmap
 				 * tables, reply, close the socket, wait for the gate. arg: as SUSPEND.
+				 * reply records: migr_fd_desc, MIGR_FD_COUNT of MRs only; none from an older library.
 				 * ESTALE after WRITTEN: what was copied ahead may be older, and cannot be touched any more */
 	MIGR_MSG_SWITCH,	/* partner: records: migr_qp_ref. Post outstanding receives on the
 				 * spares, make them the path; still suspended */
@@ -181,6 +182,10 @@ enum migr_fd_kind {
 	MIGR_FD_SOURCE,		/* not an fd: a GID that address handles of the context send from, one of each port, type and
 				 * family. obj_handle: the port; obj_type: enum ib_uverbs_gid_type; addr, bytes: the GID. An
 				 * older migrd passes it over */
+	MIGR_FD_COUNT,		/* not an fd: objects of one kind that the library knows in the context: of MRs always, of PDs, CQs,
+				 * QPs and SRQs while none of its own are there. obj_type: the kind; addr: how many; bytes: grows with
+				 * each call that makes or ends one; pgoff: such calls that are under way and may have been counted or
+				 * not. An older migrd passes it over */
 };
 
 struct migr_fd_desc {

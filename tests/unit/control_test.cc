@@ -545,6 +545,69 @@ TEST_F(Control, DescriptorBeyondThoseThatAreKeptIsRefused) {
   EXPECT_STREQ(reply.text, "cannot be migrated: it has rxe0 open as descriptor 65536, and only those below 65536 can be");
 }
 
+/// A context with three MRs and a PD, and an MR of another one.
+struct Counted {
+  Counted() {
+    Registry& registry = Registry::get();
+    strcpy(device.name, "rxe0");
+    real.device = &device;
+    context.real = pd.context = &real;
+    registry.contexts.push_back(&context);
+    registry.pds.push_back(&pd);
+    for (MrShadow& mr : mrs) {
+      mr.context = &mr == mrs ? &other : &context;
+      mr.movable = true;
+      registry.mrs.add(&mr);
+    }
+  }
+  ~Counted() {
+    Registry& registry = Registry::get();
+    registry.contexts.clear();
+    registry.pds.clear();
+    for (MrShadow& mr : mrs) registry.mrs.remove(&mr);
+  }
+  /// "2: 3/5+1": of kind 2 there are 3, after 5 calls and during 1.
+  static std::string all(const std::vector<char>& records) {
+    std::string out;
+    const auto* d = reinterpret_cast<const migr_fd_desc*>(records.data());
+    for (std::size_t i = 0; i < records.size() / sizeof *d; ++i, ++d)
+      if (d->kind == MIGR_FD_COUNT && d->ctx_id == 7) out += std::to_string(d->obj_type) + ": " + std::to_string(d->addr) + "/" + std::to_string(d->bytes) + "+" + std::to_string(d->pgoff) + " ";
+    return out;
+  }
+  ibv_device device{};
+  ibv_context real{};
+  ibv_pd pd{};
+  Context context, other;
+  MrShadow mrs[4]{};
+};
+
+TEST_F(Control, DescribeCountsTheObjectsOfAContext) {
+  Counted its;
+  Registry& registry = Registry::get();
+  registry.registrations = 5;
+  const std::string changes = "/" + std::to_string(registry.changes) + "+0 ";
+  const std::string others = "1: 1" + changes + "3: 0" + changes + "4: 0" + changes + "5: 0" + changes;
+  EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
+  EXPECT_EQ(Counted::all(records), others + "2: 3/5+0 ");
+  registry.registering = 1;
+  ask(MIGR_MSG_DESCRIBE);
+  EXPECT_EQ(Counted::all(records), others + "2: 3/5+1 ");
+  registry.registering = 0;
+  its.context.twin = reinterpret_cast<links::Twin*>(&its);
+  ask(MIGR_MSG_DESCRIBE);
+  EXPECT_EQ(Counted::all(records), "2: 3/5+0 ") << "some CQs and QPs on the device are the library's";
+  registry.moving = true;
+  ask(MIGR_MSG_DESCRIBE);
+  EXPECT_EQ(Counted::all(records), others + "2: 3/5+0 ") << "they are gone";
+  registry.moving = false;
+  its.context.twin = nullptr;
+  ibv_qp old{};
+  registry.old_paths.push_back(&old);
+  ask(MIGR_MSG_DESCRIBE);
+  registry.old_paths.clear();
+  EXPECT_EQ(Counted::all(records), "2: 3/5+0 ");
+}
+
 TEST_F(Control, SuspendAndFreezeNoticeAChangeOfTheRecord) {
   const std::uint64_t described = ask(MIGR_MSG_DESCRIBE).arg;
   ASSERT_NE(described, 0u);
@@ -681,7 +744,11 @@ TEST_F(Control, ManyRecordsComeBackInSeveralPackets) {
 }
 
 TEST_F(Control, FreezeClosesAndTheGateOpensAgain) {
-  EXPECT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+  {
+    const Counted its;
+    EXPECT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+    EXPECT_EQ(Counted::all(records), "2: 3/" + std::to_string(Registry::get().registrations) + "+0 ") << "nothing else has changed since DESCRIBE";
+  }
   EXPECT_TRUE(is_closed());
   pollfd waiting{listener, POLLIN, 0};
   EXPECT_EQ(poll(&waiting, 1, 800), 0) << "it connected before it had a gate";
