@@ -10,6 +10,7 @@
 #include <linux/close_range.h>
 #include <pthread.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -129,6 +130,24 @@ int open_any(const char* path, int flags, mode_t mode) {
   return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
 }
 
+int stat_any(int fd, struct stat* out) {
+  const FstatFn fn = next(real_fstat, "fstat");
+  if (is_channel(fd)) [[unlikely]]
+    if (Engine* e = engine(); e && e->real_fd() >= 0) return stat(kDevice, out);
+  if (fn) return fn(fd, out);
+  return static_cast<int>(syscall(SYS_newfstatat, fd, "", out, AT_EMPTY_PATH));
+}
+
+/// What was built against a glibc before 2.33 calls it so, as conda's librdmacm does.
+int stat_old(int version, int fd, struct stat* out) {
+  constexpr int kNewest = 1;  // of the layouts; where there are several all are this one
+  if (version >= 0 && version <= kNewest) return stat_any(fd, out);
+  errno = EINVAL;
+  return -1;
+}
+
+static_assert(sizeof(struct stat) == sizeof(struct stat64) && offsetof(struct stat, st_ctim) == offsetof(struct stat64, st_ctim), "one is the other");
+
 }  // namespace
 }  // namespace migr::cm
 
@@ -177,11 +196,7 @@ MIGR_EXPORT void closefrom(int first) noexcept {
   if (const ClosefromFn fn = next(real_closefrom, "closefrom")) fn(first);  // where the kernel has no such call
 }
 
-MIGR_EXPORT int fstat(int fd, struct stat* out) {
-  using namespace migr::cm;
-  const FstatFn fn = next(real_fstat, "fstat");
-  if (is_channel(fd)) [[unlikely]]
-    if (Engine* e = engine(); e && e->real_fd() >= 0) return stat(kDevice, out);
-  if (fn) return fn(fd, out);
-  return static_cast<int>(syscall(SYS_newfstatat, fd, "", out, AT_EMPTY_PATH));
-}
+MIGR_EXPORT int fstat(int fd, struct stat* out) { return migr::cm::stat_any(fd, out); }
+MIGR_EXPORT int fstat64(int fd, struct stat64* out) { return migr::cm::stat_any(fd, reinterpret_cast<struct stat*>(out)); }
+MIGR_EXPORT int __fxstat(int version, int fd, struct stat* out) { return migr::cm::stat_old(version, fd, out); }
+MIGR_EXPORT int __fxstat64(int version, int fd, struct stat64* out) { return migr::cm::stat_old(version, fd, reinterpret_cast<struct stat*>(out)); }

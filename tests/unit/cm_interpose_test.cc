@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,6 +20,9 @@
 #include "../../libmigr/control.h"
 #include "../../libmigr/high_fd.h"
 #include "../../libmigr/provider/uverbs_write.h"
+
+extern "C" int __fxstat(int version, int fd, struct stat* out);  // no header has it any more
+extern "C" int __fxstat64(int version, int fd, struct stat64* out);
 
 namespace migr {
 namespace {
@@ -76,6 +80,30 @@ class CmInterpose : public testing::Test {
 TEST_F(CmInterpose, AnyOtherFileIsNone) {
   const int other = open("/dev/null", O_RDWR | O_CLOEXEC);
   EXPECT_FALSE(is_channel(other));
+  close(other);
+}
+
+/// As the device where there is one, by whichever name: never as what stands for it.
+TEST_F(CmInterpose, LooksLikeTheDevice) {
+  struct stat device {
+  }, seen{};
+  struct stat64 wide {};
+  const int there = stat("/dev/infiniband/rdma_cm", &device);
+  EXPECT_EQ(fstat(fd, &seen), there);
+  EXPECT_EQ(fstat64(fd, &wide), there);
+  EXPECT_EQ(wide.st_rdev, device.st_rdev);
+  for (const int version : {0, 1}) {
+    EXPECT_EQ(__fxstat(version, fd, &seen), there);
+    EXPECT_EQ(__fxstat64(version, fd, &wide), there);
+    EXPECT_EQ(seen.st_rdev, device.st_rdev);
+  }
+  const int other = open("/dev/null", O_RDWR | O_CLOEXEC);
+  EXPECT_EQ(__fxstat(1, other, &seen), 0);
+  EXPECT_EQ(fstat64(other, &wide), 0);
+  EXPECT_TRUE(S_ISCHR(seen.st_mode) && seen.st_rdev == wide.st_rdev);
+  errno = 0;
+  EXPECT_EQ(__fxstat(2, other, &seen), -1);
+  EXPECT_EQ(errno, EINVAL);
   close(other);
 }
 
