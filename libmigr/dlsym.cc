@@ -16,6 +16,7 @@
 
 #include "exports.h"
 #include "objects.h"
+#include "real.h"
 
 #if !defined(__OPTIMIZE__)
 #error "without optimization the call of the next dlsym() is no jump"
@@ -66,14 +67,35 @@ const char* in_front_of_which(void* handle, const char* name, const void* caller
   return handle == RTLD_NEXT || asked_by_us ? nullptr : library_of(name);
 }
 
+const char* file_of(const link_map& library) {
+  const char* const slash = std::strrchr(library.l_name, '/');
+  return slash ? slash + 1 : library.l_name;
+}
+
+/// The libibverbs that our functions lead to, by whatever name (exports.h). Null: none was called yet, or another library is between.
+const link_map* verbs_used() {
+  Dl_info info;
+  void* found;
+  const auto open = migr::open_device_if_found();
+  if (!open || !dladdr1(reinterpret_cast<void*>(open), &info, &found, RTLD_DL_LINKMAP)) return nullptr;
+  const auto* const used = static_cast<const link_map*>(found);
+  return begins(file_of(*used), "libibverbs") ? used : nullptr;
+}
+
+/// Of two libibverbs in a process ours lead to that which was there when the first of ours was called: who asks in the other one keeps its own, as
+/// its devices are not the first one's to open. To be asked for decides nothing.
+bool is_ours_to_stand_before(const link_map& in, const char* library) {
+  const link_map* const used = begins(library, "libibverbs") ? verbs_used() : nullptr;
+  return used ? used == &in : begins(file_of(in), library);
+}
+
 /// What to give for `theirs`, which was found by this name: our function, if it is the one that programs are linked with.
 void* in_front_of(void* theirs, const char* name, const char* library) {
   Dl_info info;
   void* found;
   if (!dladdr1(theirs, &info, &found, RTLD_DL_LINKMAP)) return theirs;
   const auto& in = *static_cast<const link_map*>(found);
-  const char* const slash = std::strrchr(in.l_name, '/');
-  if (!begins(slash ? slash + 1 : in.l_name, library) || Exports(in).find(name) != theirs) return theirs;
+  if (Exports(in).find(name) != theirs || !is_ours_to_stand_before(in, library)) return theirs;
   void* const own = Exports(self()).find(name);
   return own ? own : theirs;
 }

@@ -3,6 +3,7 @@
 #ifndef MIGR_EXPORTS_H
 #define MIGR_EXPORTS_H
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 
@@ -85,6 +86,14 @@ inline std::string exporter_of(const char* name) {
   };
   dl_iterate_phdr(look, &search);
   return search.file;
+}
+
+/// libibverbs, if it is loaded, also by dlopen(RTLD_LOCAL) and by a name of its own: Python's wheels bring libibverbs-0123abcd.so.1. Null: it is not;
+/// else to be closed with dlclose().
+inline void* loaded_libibverbs() {
+  void* const handle = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  const std::string other = handle ? "" : exporter_of("ibv_open_device");
+  return other.empty() ? handle : dlopen(other.c_str(), RTLD_NOLOAD | RTLD_NOW);
 }
 
 }  // namespace migr

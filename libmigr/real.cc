@@ -3,9 +3,9 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <string>
 #include <utility>
 
 #include "exports.h"
@@ -14,16 +14,9 @@
 namespace migr {
 namespace {
 
-/// One that has come by dlopen(RTLD_LOCAL), maybe by a name of its own: Python's wheels bring libibverbs-0123abcd.so.1.
-void* loaded_aside() {
-  void* const handle = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
-  const std::string other = handle ? "" : exporter_of("ibv_open_device");
-  return other.empty() ? handle : dlopen(other.c_str(), RTLD_NOLOAD | RTLD_NOW);
-}
-
 void* find(const char* name, const char* version) {
   if (void* symbol = dlvsym(RTLD_NEXT, name, version)) return symbol;
-  static void* const handle = loaded_aside();  // or it carries no versions
+  static void* const handle = loaded_libibverbs();  // came by dlopen(RTLD_LOCAL), or carries no versions
   if (handle) {
     if (void* symbol = dlvsym(handle, name, version)) return symbol;
     if (void* symbol = dlsym(handle, name)) return symbol;
@@ -32,6 +25,7 @@ void* find(const char* name, const char* version) {
 }
 
 decltype(Real::modify_qp) libibverbs_modify_qp;
+std::atomic<decltype(Real::open_device)> open_device_found;
 
 /// A provider may ask for a GID meanwhile, by the exported name (qedr): it means the kernel's, and we hold the Registry's lock.
 int modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
@@ -50,6 +44,7 @@ Real find_all() {
     std::abort();
   }
   libibverbs_modify_qp = std::exchange(found.modify_qp, modify_qp);
+  open_device_found = found.open_device;
   return found;
 }
 
@@ -65,6 +60,8 @@ decltype(&::_ibv_query_gid_ex) real_query_gid_ex() {
   static const auto found = reinterpret_cast<decltype(&::_ibv_query_gid_ex)>(find("_ibv_query_gid_ex", "IBVERBS_1.11"));
   return found;
 }
+
+decltype(Real::open_device) open_device_if_found() { return open_device_found; }
 
 const Real& real() {
   static const Real found = find_all();

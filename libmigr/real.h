@@ -50,6 +50,9 @@ struct Real {
 decltype(&::_ibv_query_gid_table) real_query_gid_table();
 decltype(&::_ibv_query_gid_ex) real_query_gid_ex();
 
+/// What real() leads to for open_device, if it was asked before; null: it was not, and which libibverbs it will be is open.
+decltype(Real::open_device) open_device_if_found();
+
 /// Thread-safe; ends the process with a message if libibverbs is not there at all (we are only called through it).
 const Real& real();
 

@@ -13,6 +13,7 @@
 
 #include <atomic>
 
+#include "../exports.h"
 #include "../gids.h"
 #include "../high_fd.h"
 #include "../links/links.h"
@@ -50,7 +51,7 @@ std::uint32_t physical(QpName& name, std::uint64_t node_guid) {
 /// Of libibverbs, without which librdmacm is not there.
 std::vector<Device> devices() {
   std::vector<Device> all;
-  void* const verbs = dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW);
+  void* const verbs = loaded_libibverbs();
   if (!verbs) return all;
   const auto list = reinterpret_cast<decltype(&ibv_get_device_list)>(dlsym(verbs, "ibv_get_device_list"));
   const auto let_go = reinterpret_cast<decltype(&ibv_free_device_list)>(dlsym(verbs, "ibv_free_device_list"));

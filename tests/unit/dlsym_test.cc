@@ -5,6 +5,7 @@
  */
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <string>
 
@@ -30,13 +31,28 @@ class Dlsym : public testing::Test {
   }
 };
 
-// First: it is the only libibverbs.
-TEST_F(Dlsym, OneByAnotherNameThatOnlyItsUserSeesIsFound) {
+/// Ends the process: what was called first in it decides which libibverbs ours lead to.
+[[noreturn]] void with_one_by_another_name(void* (*load)(const char*)) {
   void* const module = load(MIGR_WHEEL);
   const auto opens = reinterpret_cast<int (*)()>(dlsym(module, "dlsym_wheel_opens"));
-  ASSERT_TRUE(opens) << dlerror();
-  EXPECT_EQ(in(dlsym(module, "ibv_open_device")).rfind("libibverbs-0123abcd.so", 0), 0U);
-  EXPECT_TRUE(opens());
+  const std::string other = in(dlsym(module, "ibv_get_device_list"));
+  EXPECT_EQ(other.rfind("libibverbs-0123abcd.so", 0), 0U);
+  EXPECT_EQ(in(dlsym(module, "ibv_open_device")), other) << "ours may come to lead to another one";
+  void* const asked = load("libibverbs.so.1");
+  EXPECT_EQ(in(dlsym(asked, "ibv_open_device")), "libmigr.so");
+  EXPECT_EQ(in(dlsym(module, "ibv_open_device")), other);
+  dlclose(asked);
+  if (dlopen("libibverbs.so.1", RTLD_NOW | RTLD_NOLOAD)) _exit(2);
+  EXPECT_TRUE(opens && opens());
+  for (const char* name : {"ibv_open_device", "ibv_create_qp"}) EXPECT_EQ(in(dlsym(module, name)), "libmigr.so") << name;
+  EXPECT_EQ(in(dlsym(module, "ibv_get_device_list")), other);
+  void* const second = load("libibverbs.so.1");
+  EXPECT_EQ(in(dlsym(second, "ibv_open_device")).rfind("libibverbs.so.1", 0), 0U) << "ours would open its devices with the first one";
+  _exit(testing::Test::HasFailure());
+}
+
+TEST_F(Dlsym, OursLeadToOneByAnotherNameIfItIsTheFirst) {
+  EXPECT_EXIT(with_one_by_another_name(load), testing::ExitedWithCode(0), "");
 }
 
 TEST_F(Dlsym, WhatWeStandInFrontOfIsOurs) {
