@@ -148,11 +148,18 @@ void set_stage(QpLink& l, Stage stage) {
   be_at(l, stage);
 }
 
+namespace {
+
+/// From a device to itself: no cable carries it. That the device is gone it says by itself.
+bool needs_no_link(const QpLink& l) { return is_to_itself(l) && l.peer_home == l.twin->home->index; }
+
+}  // namespace
+
 void note_backed_up() {
   for (Twin* t : the_state->twins) {
     bool any = false, all = true;
     for (QpShadow* q : Registry::get().qps) {
-      if (q->context != t->of || (q->link && q->link->stage == Stage::kBroken)) continue;
+      if (q->context != t->of || (q->link && (q->link->stage == Stage::kBroken || needs_no_link(*q->link)))) continue;
       const bool goes_on = guarded(*q) || (q->link ? q->link->on != kHome || q->link->stage != Stage::kMaking : q->adrift);
       const bool connected = goes_on || q->link || q->app_state() == IBV_QPS_RTR || q->app_state() == IBV_QPS_RTS;
       any = any || connected;

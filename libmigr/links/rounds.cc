@@ -243,13 +243,13 @@ class Round {
 
   /// The first path on a backup link has both its halves, or had; or it needs none.
   static bool has_begun(const QpLink& l) {
-    if (l.instance == Peer{}) return false;
+    if (l.instance == Peer{} || is_to_itself(l)) return false;
     return l.epoch || l.begun || std::any_of(l.legs.begin() + 1, l.legs.end(), [](const Leg& leg) { return leg.newest || leg.next.connected; });
   }
 
   /// The other end was faster, and its word is missing.
   static bool wants_word(const QpLink& l) {
-    return !l.found && l.stage != Stage::kBroken && (l.twin->atomics == Atomics::kRelayed || l.twin->paths == Paths::kPool);
+    return !l.found && !is_to_itself(l) && l.stage != Stage::kBroken && (l.twin->atomics == Atomics::kRelayed || l.twin->paths == Paths::kPool);
   }
 
   /// Where this end can go and the other one cannot.
@@ -286,7 +286,7 @@ class Round {
     std::vector<std::uint64_t> ids;
     {
       std::lock_guard guard(Registry::get().lock);
-      const auto is_missing = [](const QpLink& l) { return l.told && ((!(has_begun(l) && l.found) && (l.stage == Stage::kMaking || wants_word(l))) || asks_again(l)); };
+      const auto is_missing = [](const QpLink& l) { return l.told && ((!(has_begun(l) && l.found) && ((l.stage == Stage::kMaking && !is_to_itself(l)) || wants_word(l))) || asks_again(l)); };
       for (const QpLink* l : next_few(state()->qps, &QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
         names.push_back(l->peer);
         ids.push_back(l->id);
@@ -335,7 +335,7 @@ class Round {
     l.peer_home = found.vqp.default_link;
     l.peer_links = found.vqp.links;
     std::memcpy(l.instance.data(), found.instance, l.instance.size());
-    if (l.instance == state()->instance) {
+    if (is_to_itself(l)) {
       l.why = "is connected to its own process";
       return;
     }
@@ -500,7 +500,9 @@ class Round {
   }
 
   /// Of its backup something is missing; where it is protected already, only the path that is made ahead.
-  static bool is_incomplete(const QpLink& l, Side next) { return l.stage == Stage::kMaking || (l.stage == Stage::kReady && lacks_path(l, next)); }
+  static bool is_incomplete(const QpLink& l, Side next) {
+    return (l.stage == Stage::kMaking && !is_to_itself(l)) || (l.stage == Stage::kReady && lacks_path(l, next));
+  }
 
   static void look_at_backup(QpLink& l) {
     const Side next = next_side(l);

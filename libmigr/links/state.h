@@ -102,6 +102,8 @@ void be_at(QpLink& l, Stage stage);  ///< the same. Caller holds l.lock
 void note_backed_up();
 /// It has had another path since it was made.
 inline bool has_changed(const QpLink& l) { return l.epoch != l.born_in; }
+/// Its other end is this process's own, as the directory has said. It never gets a backup.
+inline bool is_to_itself(const QpLink& l) { return l.instance == state()->instance; }
 /// Its path is the only one that is left.
 void forget(QpLink& l);
 void forget(CqShadow& c);

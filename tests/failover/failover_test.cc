@@ -1204,6 +1204,8 @@ int told_of_port(const Library& lib, ibv_event_type type, int port) {
   return told;
 }
 
+void tell_nothing_for_a_loopback(const Library& a);
+
 TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
   model_async_events();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
@@ -1218,6 +1220,7 @@ TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0);
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0) << "soft-RoCE may say it twice";
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 2), 2) << "of its failure they were told";
+  tell_nothing_for_a_loopback(a);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] {
     EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 1), 0) << x->how();
@@ -1317,6 +1320,21 @@ struct Speaker {
   ibv_qp* qp;
   ibv_gid gid{};
 };
+
+/// A connection of the process to itself needs no port, and gets no backup. The directory is not asked for it again, either.
+void tell_nothing_for_a_loopback(const Library& a) {
+  const Speaker one(a), other(a);
+  one.connect(other), other.connect(one);
+  const auto is_known = [](const Speaker& s) { return std::string(s.state().why).find("its own process") != std::string::npos; };
+  ASSERT_TRUE(wait_for([&] { return is_known(one) && is_known(other); })) << one.state().why;
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 1), 0);
+  EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0);
+  store_hold_lookups(true);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // once a second was too often
+  EXPECT_FALSE(store_lookup_waits());
+  store_hold_lookups(false);
+  one.destroy(), other.destroy();
+}
 
 /// The kernel asks for a second who has the address of a host that is gone. A change of a path does not wait for that.
 TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
