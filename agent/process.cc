@@ -179,6 +179,17 @@ void each_descriptor(pid_t pid, const std::function<void(int fd, const std::stri
   }
 }
 
+std::optional<int> semaphore_of(pid_t pid) {
+  std::optional<int> found;
+  each_descriptor(pid, [&](int fd, const std::string& to) {
+    if (found || to != "anon_inode:[eventfd]") return;
+    std::ifstream info("/proc/" + std::to_string(pid) + "/fdinfo/" + std::to_string(fd));
+    for (std::string line; std::getline(info, line);)
+      if (int is = 0; std::sscanf(line.c_str(), "eventfd-semaphore: %d", &is) == 1 && is) found = fd;
+  });
+  return found;
+}
+
 std::string name_of(pid_t pid) { return first_line_of("/proc/" + std::to_string(pid) + "/comm"); }
 
 std::vector<pid_t> numbers_of(pid_t pid) {

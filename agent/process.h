@@ -41,6 +41,8 @@ std::vector<pid_t> numbers_in_namespaces(pid_t pid);
 bool has_huge_pages(pid_t pid);
 /// What it has open: each descriptor, and what that leads to, as in /proc/PID/fd. None: it has ended.
 void each_descriptor(pid_t pid, const std::function<void(int fd, const std::string& to)>& f);
+/// A descriptor of an eventfd that is a semaphore (EFD_SEMAPHORE). Nothing: it has none, or has ended, or the kernel does not say (before 6.5).
+std::optional<int> semaphore_of(pid_t pid);
 /// Its command; empty: it has ended.
 std::string name_of(pid_t pid);
 

@@ -99,6 +99,7 @@ Status Runtime::may_leave(const ContainerState& c) const {
     return Error{EOPNOTSUPP, fmt::format("'{}' has a terminal, which runc does not restore; start it without one (process.terminal of {}/config.json)", c.id, c.bundle)};
   if (auto s = pid ? Status() : started_beside(c, kExecMs); !s) return s;
   if (auto s = terminals_stay(c); !s) return s;
+  if (auto s = eventfds_stay(c); !s) return s;
   if (!pid) return {};
   if (auto s = bare_.connections_stay(*pid); !s) return s;
   return bare_.pipes_stay(*pid);
@@ -110,6 +111,16 @@ Status Runtime::terminals_stay(const ContainerState& c) const {
   if (const auto t = terminal_elsewhere(*all))
     return Error{EOPNOTSUPP, fmt::format("process {} ({}) has a terminal ({}, descriptor {}), whose other end does not move with it; start it without one (setsid -f CMD </dev/null >LOG 2>&1)",
                                          t->pid, name_of(t->pid), t->name, t->fd)};
+  return {};
+}
+
+Status Runtime::eventfds_stay(const ContainerState& c) const {
+  const auto all = pids(c);
+  if (!all) return all.error();
+  for (const pid_t pid : *all)
+    if (const auto fd = semaphore_of(pid))
+      return Error{EOPNOTSUPP, fmt::format("process {} ({}) has an eventfd that is a semaphore (EFD_SEMAPHORE, descriptor {}), which CRIU would restore as a counter: who reads it first would take all of it",
+                                           pid, name_of(pid), *fd)};
   return {};
 }
 

@@ -67,6 +67,8 @@ class Runtime {
   Status started_beside(const ContainerState& c, int limit_ms) const;
   /// EOPNOTSUPP: one of it has a terminal that could not be restored.
   Status terminals_stay(const ContainerState& c) const;
+  /// EOPNOTSUPP: one of it has an eventfd that CRIU would restore as one of another kind.
+  Status eventfds_stay(const ContainerState& c) const;
   const Runc runc_;
   const Bare bare_;
 };

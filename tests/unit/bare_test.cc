@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -377,6 +378,26 @@ TEST_F(AProcessOfAHost, WhoseUnixSocketIsLibmigrsMayLeave) {
   const std::string why = why_not(config);
   EXPECT_NE(why.find("(" + with.run_dir + "/proc.sock, descriptor 5)"), std::string::npos) << why;
   std::filesystem::remove_all(with.run_dir);
+}
+
+TEST_F(AProcessOfAHost, WithAnEventfdThatIsASemaphoreIsRefused) {
+  const auto may_leave = [&] {
+    ContainerState c;
+    c.id = bare_name(pid);
+    return Runtime(config).may_leave(c);
+  };
+  const Fd counter(eventfd(1, EFD_CLOEXEC)), semaphore(eventfd(1, EFD_CLOEXEC | EFD_SEMAPHORE));
+  start({{counter.n, 5}});
+  const auto moves = may_leave();
+  EXPECT_TRUE(moves) << moves.error().text;
+  TearDown();
+  start({{counter.n, 5}, {semaphore.n, 6}});
+  std::ifstream info("/proc/self/fdinfo/" + std::to_string(semaphore.n));
+  if (std::string(std::istreambuf_iterator<char>(info), {}).find("eventfd-semaphore") == std::string::npos) GTEST_SKIP() << "this kernel does not say so";
+  const auto s = may_leave();
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EOPNOTSUPP);
+  EXPECT_NE(s.error().text.find("process " + std::to_string(pid) + " (agent_test) has an eventfd that is a semaphore (EFD_SEMAPHORE, descriptor 6)"), std::string::npos) << s.error().text;
 }
 
 /// Both ends of it are ours.
