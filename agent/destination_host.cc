@@ -86,9 +86,9 @@ struct DestinationHost::Job : LeasedJob {
 
   Fd module;  // migr.ko stays loaded, with what it has recorded of `objects`, until REBIND
   std::unique_ptr<RestoreSocket> socket;
-  Child child;         // runc partial-restore; not of a job that an earlier migrd began
-  Child attach, open;  // of the network, got ready and waiting; likewise
-  bool mine = false;   // what has the container's name here was made by this job
+  Child child;                     // runc partial-restore; not of a job that an earlier migrd began
+  Child attach, open;              // of the network, got ready and waiting; likewise
+  std::atomic<bool> mine = false;  // it was let in, so what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   std::vector<Instance> late;  // that the others did not wait for: they find their gates open
@@ -288,13 +288,27 @@ bool DestinationHost::is_anothers(Job& job) const {
 }
 
 // Nor is anything left of what came.
-Status DestinationHost::nothing_comes(const std::string& container, const JobPtr& but) const {
+Status DestinationHost::nothing_comes(const std::string& container, const Job* but) const {
   for (const auto& j : jobs_.all()) {
-    if (j == but || j->container != container) continue;
+    if (j.get() == but || j->container != container) continue;
     if (j->get() == wire::OPEN) return Error{EEXIST, "'" + container + "' is being migrated to here already"};
     if (j->left) return Error{EEXIST, "something is left of an undone migration of '" + container + "' to here; what it is says there: migrctl recover"};
   }
   return {};
+}
+
+// Nobody has it, nor comes into it. runc writes down who has it at the end of a restore, so it is asked last.
+// @param asking  those that have not been let in yet are in the way, too: of two that come at the same time one at most gets in
+Status DestinationHost::bundle_is_free(const std::string& bundle, const Job* but, bool asking) const {
+  for (const auto& j : jobs_.all()) {
+    if (bundle.empty() || j.get() == but || j->bundle != bundle) continue;
+    if ((j->get() == wire::OPEN && (asking || j->mine)) || (j->get() == wire::COMMITTED && !j->clean && restore_runs(j->dir)))
+      return Error{EEXIST, "'" + j->container + "' is being migrated to here, into " + bundle + ", which is where this one's bundle is to be"};
+    if (j->left)
+      return Error{EEXIST, "something is left of an undone migration of '" + j->container + "' to here, into " + bundle +
+                               ", which is where this one's bundle is to be; what it is says there: migrctl recover"};
+  }
+  return runc_.bundle_is_free(bundle);
 }
 
 // CRIU's own words are worth more than "exit status 1". Caller holds job.work.
@@ -340,13 +354,14 @@ grpc::Status DestinationHost::Check(grpc::ServerContext* ctx, const wire::CheckR
       if (auto s = check_plugin(config_); !s) return s;
     if (auto s = runc_.check_verbs(r->container()); !s) return Error{EBUSY, s.error().text};
     if (auto s = runc_.name_is_free(r->container()); !s) return s;
-    if (auto s = runc_.bundle_is_free(r->bundle()); !s) return s;
+    if (auto s = nothing_comes(r->container(), nullptr); !s) return s;
+    if (auto s = bundle_is_free(r->bundle(), nullptr); !s) return s;
     out->set_bundle_shared(has_mark(r->bundle(), r->bundle_mark()));
     for (const auto pid : r->pids())
       if (number_taken(pid)) return Error{EEXIST, "process number " + std::to_string(pid) + " is in use, and a restored process has the numbers that it and its threads had"};
     // Nor may others get them until it is restored.
     if (auto s = pass_over({r->pids().begin(), r->pids().end()}); !s) spdlog::warn("{}", s.error().text);
-    return nothing_comes(r->container(), nullptr);
+    return {};
   };
   out->set_name(config_.name);
   const Status s = fault_step(config_.fault, FaultStep::kDestinationCheck, check);
@@ -376,8 +391,8 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     if (auto s = fault(config_.fault, FaultStep::kDestinationPrepare, FaultAt::kBegin); !s) return s;
     if (job->aborting) return Error{ECANCELED, "the migration was undone"};
     if (runc_.exists(job->container)) return Error{EEXIST, "the name '" + job->container + "' is taken"};
-    if (auto s = runc_.bundle_is_free(job->bundle); !s) return s;
-    if (auto s = nothing_comes(job->container, job); !s) return s;
+    if (auto s = nothing_comes(job->container, job.get()); !s) return s;
+    if (auto s = bundle_is_free(job->bundle, job.get(), true); !s) return s;
     std::error_code ec;
     job->begun_s = unix_now();
     job->record.set_begun_s(job->begun_s);
@@ -446,6 +461,7 @@ Status DestinationHost::create(Job& job, wire::PrepareReply& out) {
 Status DestinationHost::start_restore(Job& job) {
   // Receiving the bundle took its time.
   if (auto s = runc_.name_is_free(job.container); !s) return s;
+  if (auto s = bundle_is_free(job.bundle, &job); !s) return s;
   job.record.set_boot(boot_of_host());
   if (auto s = save(job); !s) return s;
   auto child = runc_.partial_restore(job.container, job.bundle, job.images(), job.dir + "/work", job.dir + "/restore.out");
@@ -1034,7 +1050,7 @@ Status DestinationHost::tidy_up(Job& job) {
     std::lock_guard lock(job.state);
     job.why_left = here ? cleaned ? "" : cleaned.error().text : here.error().text;
   }
-  if (!job.left && job.record.made_bundle() && !anothers && runc_.bundle_is_free(job.bundle))  // a restore that was killed has left mounts in it
+  if (!job.left && job.record.made_bundle() && !anothers && bundle_is_free(job.bundle, &job))  // a restore that was killed has left mounts in it
     if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
   return here;
 }

@@ -90,7 +90,8 @@ class DestinationHost final : public wire::Destination::Service, public Role {
   void settle(Job& job);
   Status abort(Job& job, const std::string& why);
   Status tidy_up(Job& job);
-  Status nothing_comes(const std::string& container, const JobPtr& but) const;
+  Status nothing_comes(const std::string& container, const Job* but) const;
+  Status bundle_is_free(const std::string& bundle, const Job* but, bool asking = false) const;
   void left_alone(const JobPtr& job);
   grpc::Status step(const grpc::ServerContext& ctx, std::uint32_t id, FaultStep step, const std::function<Status(Job&)>& work);
   Status with_log(Job& job, const Status& s);

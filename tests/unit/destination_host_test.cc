@@ -403,6 +403,44 @@ TEST_F(ADestination, ComesIntoNoBundleOfAnother) {
   EXPECT_TRUE(s.error().text.ends_with("; to be rid of it there: " + config.runc + " --root " + config.runc_root + " delete --force web")) << s.error().text;
 }
 
+/// A Prepare of another container into the same bundle, which its source is to fill later. @return why not
+std::string comes_too(grpc::Server& server, journal::Destination record, std::uint32_t id) {
+  wire::PrepareChunk first;
+  *first.mutable_header() = record.header();
+  first.mutable_header()->set_id(id);
+  first.mutable_header()->set_container("db");
+  first.mutable_header()->set_source("dst");
+  first.mutable_header()->set_later(true);
+  grpc::ClientContext ctx;
+  wire::PrepareReply out;
+  const auto stub = wire::Destination::NewStub(server.InProcessChannel({}));
+  const auto writer = stub->Prepare(&ctx, &out);
+  writer->Write(first);
+  writer->WritesDone();
+  return writer->Finish().error_message();
+}
+
+// runc has not written down yet where it runs from.
+TEST_F(ADestination, ComesIntoNoBundleOfWhatIsStillBeingRestored) {
+  fs::remove(root + "/net-fails");
+  record.set_closed(false);
+  begin();
+  const std::string images = root + "/state/dest/" + migration_text(kId) + "/images";
+  const pid_t restore = fork();
+  if (!restore) {
+    execl("/bin/sh", "sh", "-c", "while :; do sleep 0.05; done", "runc", "partial-restore", images.c_str(), nullptr);
+    _exit(1);
+  }
+  ASSERT_TRUE(within(5'000, [&] { return !processes_told({"partial-restore"}, images).empty(); }));
+  grpc::ServerBuilder b;
+  b.RegisterService(&*host);
+  const auto server = b.BuildAndStart();
+  EXPECT_EQ(comes_too(*server, record, kId + 1), "'web' is being migrated to here, into " + root + "/bundle, which is where this one's bundle is to be");
+  kill(restore, SIGKILL);
+  waitpid(restore, nullptr, 0);
+  EXPECT_EQ(comes_too(*server, record, kId + 2), "");
+}
+
 TEST_F(ADestination, SaysHowToBeRidOfWhatIsInTheWay) {
   Config c = config;
   c.runc = "/x/runc";
@@ -501,6 +539,32 @@ TEST_F(AnOpenOne, IsTidiedUpUntilNothingOfItIsLeft) {
   host.reset();
   host.emplace(config, sessions, peers, claims, numbers);
   EXPECT_TRUE(host->open_migrations().empty()) << "it is written down";
+}
+
+// That has nothing there yet, and may be refused.
+TEST_F(AnOpenOne, LeavesItsBundleToNobodyWhoOnlyAsks) {
+  web_began(7, root + "/bundle");
+  record.set_made_net(true);
+  std::ofstream(root + "/net-fails") << "";
+  Config slow = config;
+  slow.fault = "destination.prepare.begin:while=" + root + "/asks";
+  ASSERT_TRUE(Journal<journal::Destination>(config.state_dir + "/journal/destination").save(kId, record));
+  host.emplace(slow, sessions, peers, claims, numbers);
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+  grpc::ServerBuilder b;
+  b.RegisterService(&*host);
+  const auto server = b.BuildAndStart();
+  std::string why;
+  std::thread other([&] { why = comes_too(*server, record, kId + 1); });
+  EXPECT_TRUE(within(5'000, [&] { return fs::exists(root + "/asks"); }));
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(within(5'000, [&] { return host->tick(), host->open_migrations().size() == 1; }));
+  EXPECT_FALSE(fs::exists(root + "/bundle"));
+  fs::remove(root + "/asks");
+  other.join();
+  EXPECT_EQ(why, root + "/bundle/config.json: no JSON") << "it was let in, and sends nothing";
+  server->Shutdown();
+  host.reset();
 }
 
 // systemd ends a start that takes longer than it was told.
@@ -627,6 +691,17 @@ TEST_F(ARestore, WhosePluginIsLateIsToldWhichLimitItWas) {
   kPrepareMs = before;
   EXPECT_NE(text.find("PREPARE: no answer within 300 ms; if it only needs longer, raise \"prepare_ms\""), std::string::npos) << text;
   EXPECT_EQ(text.find("memory runs out"), std::string::npos) << text;
+}
+
+// Each would write over the other's files, and remove them when it is undone.
+TEST_F(ARestore, SharesItsBundleWithNoOtherThatComes) {
+  first.mutable_header()->set_later(true);
+  ASSERT_TRUE(prepare("").ok());
+  const std::string why = comes_too(*server, record, kId + 1);
+  EXPECT_EQ(why, "'web' is being migrated to here, into " + root + "/bundle, which is where this one's bundle is to be");
+  EXPECT_TRUE(abort().ok());
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+  EXPECT_EQ(comes_too(*server, record, kId + 2), "");
 }
 
 // They are what is left to understand it.
