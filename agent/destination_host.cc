@@ -49,13 +49,33 @@ Fd hold_module() { return Fd(open("/dev/" MIGR_DEV_NAME, O_RDWR | O_CLOEXEC)); }
 Status not_whole() { return Error{EIO, "a message of what was sent could not be read, or its end is missing"}; }
 
 // Programs of the container may pass what is above it, whatever our umask; into itself only when its mode has come.
-Status make_bundle(const std::string& folder) {
+// @return of which file system it is, and which one there; nothing: somebody else has made it meanwhile
+Result<std::optional<std::pair<dev_t, ino_t>>> make_bundle(const std::string& folder) {
   constexpr mode_t kAbove = 0755, kNobodys = 0700;
   for (std::size_t at = 1; (at = folder.find('/', at)) != std::string::npos; at++) {
     const std::string above = folder.substr(0, at);
     if (mkdir(above.c_str(), kNobodys) ? errno != EEXIST : chmod(above.c_str(), kAbove) != 0) return sys_error("making " + above);
   }
-  return mkdir(folder.c_str(), kNobodys) && errno != EEXIST ? Status(sys_error("making " + folder)) : Status();
+  if (mkdir(folder.c_str(), kNobodys)) {
+    if (errno == EEXIST) return std::optional<std::pair<dev_t, ino_t>>();
+    return sys_error("making " + folder);
+  }
+  struct stat st;
+  if (lstat(folder.c_str(), &st)) return sys_error("making " + folder);
+  return std::optional(std::pair(st.st_dev, st.st_ino));
+}
+
+// Where a file system has been mounted since it was made there is another one of its name. Of one that is not known, as by an older
+// migrd, or if ours ended as it was made, only what is empty goes.
+void remove_bundle(const std::string& folder, const journal::Destination& made) {
+  struct stat st {};
+  if (lstat(folder.c_str(), &st) && errno == ENOENT) return;
+  if (!made.bundle_inode()) {
+    if (rmdir(folder.c_str()) && errno != ENOENT) spdlog::warn("{} stays: it is not known whether it is the one that was made for this", folder);
+    return;
+  }
+  if (st.st_dev != made.bundle_device() || st.st_ino != made.bundle_inode()) return spdlog::warn("{} stays: it is not the one that was made for this", folder);
+  if (auto s = remove_folder(folder); !s) spdlog::error("{}", s.error().text);  // a restore that was killed has left mounts in it
 }
 
 constexpr int kKilled = 128;  // and more: exit status of a Child that a signal has ended
@@ -402,7 +422,13 @@ grpc::Status DestinationHost::Prepare(grpc::ServerContext* ctx, grpc::ServerRead
     job->module = hold_module();
     for (const auto& d : {job->images(), job->dir + "/work"}) fs::create_directories(d, ec);
     if (ec) return Error{ec.value(), "making folders for the migration: " + ec.message()};
-    if (auto s = job->record.made_bundle() ? make_bundle(job->bundle) : Status(); !s) return s;
+    if (job->record.made_bundle()) {
+      const auto made = make_bundle(job->bundle);
+      if (!made) return made.error();
+      job->record.set_made_bundle(made->has_value());
+      if (*made) job->record.set_bundle_device((*made)->first), job->record.set_bundle_inode((*made)->second);
+      if (auto s = save(*job); !s) return s;
+    }
     TreeWriter bundle(job->bundle), images(job->images());
     bool whole = !chunk.tells_last() || chunk.last();
     while (reader->Read(&chunk)) {
@@ -1044,14 +1070,14 @@ Status DestinationHost::tidy_up(Job& job) {
   const Status cleaned = anothers ? Status() : runc_.net("cleanup", job.bundle, job.container);
   const bool gone = done(cleaned);  // and the address with its link
   if (here || gone || !job.record.made_net()) here = removed;
-  job.left = !here || (!gone && job.record.made_net());
-  job.record.set_left(job.left);
+  const bool left = !here || (!gone && job.record.made_net());
+  job.record.set_left(left);
   {
     std::lock_guard lock(job.state);
     job.why_left = here ? cleaned ? "" : cleaned.error().text : here.error().text;
   }
-  if (!job.left && job.record.made_bundle() && !anothers && bundle_is_free(job.bundle, &job))  // a restore that was killed has left mounts in it
-    if (auto s = remove_folder(job.bundle); !s) spdlog::error("{}", s.error().text);
+  if (!left && job.record.made_bundle() && !anothers && bundle_is_free(job.bundle, &job)) remove_bundle(job.bundle, job.record);
+  job.left = left;  // after the folder has gone: until then nobody is let into it
   return here;
 }
 

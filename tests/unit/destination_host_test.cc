@@ -465,6 +465,10 @@ struct AnOpenOne : ADestination {
     record.set_resumed(false);
     record.set_closed(false);
     record.set_made_bundle(true);
+    struct stat st;
+    ASSERT_EQ(stat((root + "/bundle").c_str(), &st), 0);
+    record.set_bundle_device(st.st_dev);
+    record.set_bundle_inode(st.st_ino);
     record.set_began(boot_of_host() + " 7");
   }
   void web_began(int ticks, const std::string& bundle) const {
@@ -516,6 +520,30 @@ TEST_F(AnOpenOne, LeavesTheBundleThatAnotherRunsFrom) {
   begin();
   EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
   EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+}
+
+// Since it was made a file system has been mounted there: what it shows is the source's.
+TEST_F(AnOpenOne, LeavesAFolderThatItHasNotMade) {
+  web_began(7, root + "/bundle");
+  record.set_bundle_inode(record.bundle_inode() + 1);
+  begin();
+  EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+  EXPECT_FALSE(fs::exists(root + "/containers/web"));
+  EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+}
+
+TEST_F(AnOpenOne, OfAFolderThatIsNotKnownRemovesOnlyWhatIsEmpty) {
+  record.clear_bundle_device();
+  record.clear_bundle_inode();
+  record.clear_boot();  // no restore had begun
+  fs::remove_all(root + "/containers/web");
+  for (const bool empty : {false, true}) {
+    if (empty) fs::remove(root + "/bundle/config.json");
+    begin();
+    EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+    EXPECT_EQ(fs::exists(root + "/bundle"), !empty);
+    host.reset();
+  }
 }
 
 TEST_F(AnOpenOne, IsTidiedUpUntilNothingOfItIsLeft) {
@@ -904,6 +932,7 @@ TEST_F(ARestore, MakesABundleOfTheModeThatItHad) {
   EXPECT_EQ(st.st_uid, uid);
   EXPECT_EQ(st.st_gid, gid);
   EXPECT_EQ(fs::status(above).permissions(), fs::perms(0755));
+  EXPECT_FALSE(fs::exists(bundle)) << "it was undone";
   fs::create_directories(bundle);
   ASSERT_EQ(chmod(bundle.c_str(), 0710), 0);
   EXPECT_EQ(restored(3).st_mode & 07777u, 0710u) << "it is somebody's already";
