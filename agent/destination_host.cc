@@ -194,6 +194,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
 DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, Peers& peers, Claims& claims, Numbers& numbers)
     : config_(config), sessions_(sessions), peers_(peers), claims_(claims), numbers_(numbers), runc_(config), journal_(config.state_dir + "/journal/destination") {
   std::set<std::string> needed;
+  std::vector<JobPtr> open;
   Unread unread;
   for (const auto& [id, record] : journal_.load(
            kKeepOutcome, [](const auto& r) { return r.outcome() == wire::UNDONE ? !r.left() : r.resumed() && !r.closed(); }, &unread)) {
@@ -224,7 +225,11 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->finished = job->settled && (job->get() == wire::UNDONE ? !job->left : job->opened.load());
     (void)jobs_.add(job);
     if (job->left) job->expire();  // nobody else is asked
-    if (job->finished || job->left) continue;
+    if (!job->finished && !job->left) open.push_back(job);
+  }
+  // What runs here first: nothing of it is another one's to take back.
+  std::stable_partition(open.begin(), open.end(), [](const JobPtr& job) { return job->record.told(); });
+  for (const auto& job : open) {
     if (!job->rebound && !job->settled) job->module = hold_module();
     extend_start();
     take_up(job);
@@ -293,7 +298,9 @@ DestinationHost::~DestinationHost() {
 Status DestinationHost::save(Job& job) {
   job.record.set_outcome(job.outcome);
   job.record.set_resumed(job.resumed);
-  return journal_.save(job.id, job.record);
+  const Status s = journal_.save(job.id, job.record);
+  job.unsaved = !s;
+  return s;
 }
 
 // The name may be another's by now: a process number, without a container, or that of a container which was started after a boot.
@@ -303,6 +310,10 @@ bool DestinationHost::is_here(const Job& job) const { return job.record.boot() =
 bool DestinationHost::is_anothers(Job& job) const {
   if (bare_pid(job.container) || !runc_.exists(job.container)) return false;
   if (!is_here(job) || job.record.removed()) return true;
+  // It may have come since, if that this one was undone could not be written down.
+  const auto came_after = [&](const JobPtr& j) { return j->container == job.container && j->get() == wire::COMMITTED && !j->record.began().empty() && is_here(*j); };
+  const auto all = job.record.began().empty() ? jobs_.all() : std::vector<JobPtr>();
+  if (std::any_of(all.begin(), all.end(), came_after)) return true;
   const bool undone = !job.left && !job.child.running() && job.child.status() > 0 && job.child.status() < kKilled;
   return job.record.began().empty() && undone;
 }
@@ -1101,7 +1112,8 @@ Status DestinationHost::abort(Job& job, const std::string& why) {
   job.open = Child();
   const Status here = job.mine ? tidy_up(job) : Status();
   if (job.mine && first) {
-    for (const auto& i : job.instances) close_gate(config_.run_dir, i);
+    for (const auto& i : job.instances)  // a later one has opened those that it holds
+      if (const auto holder = claims_.holder(i); !holder || holder == job.id) close_gate(config_.run_dir, i);
     if (job.failed) keep_logs(job);
     if (auto s = remove_folder(job.dir); !s) spdlog::error("{}", s.error().text);
   }
@@ -1222,7 +1234,7 @@ void DestinationHost::left_alone(const JobPtr& job) {
 }
 
 void DestinationHost::tick() {
-  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
+  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { (void)save(*job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
   // Files go when runc has ended, which is after the tasks run; and not later, for it may be they that fill the disk.
   for (const auto& job : jobs_.all()) {
     const LogScope log(job->id);

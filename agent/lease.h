@@ -39,6 +39,7 @@ struct LeasedJob {
   std::atomic<bool> aborting = false;  // a call that waits, or that waited, has to end
   std::atomic<wire::Outcome> outcome = wire::OPEN;
   std::atomic<bool> finished = false;                  // nothing is left to do
+  std::atomic<bool> unsaved = false;                   // what is on the disk is older; after a start that would be acted on, so tick() writes again
   std::atomic<bool> alone = false;                     // somebody asks for the outcome already
   std::atomic<wire::Outcome> ordered = wire::UNKNOWN;  // by the operator
 
@@ -140,9 +141,12 @@ class LeasedJobs {
     (*job)->renew();
     return {};
   }
-  /// Jobs whose lease ran out are given to `left_alone`, in a thread of their own; what is long finished goes.
-  void tick(const std::function<void(const Ptr&)>& left_alone, const std::function<void(const Ptr&)>& goes) {
+  /// Jobs whose lease ran out are given to `left_alone`, in a thread of their own; what is unsaved is given to `save`, with its lock; what is long
+  /// finished goes.
+  void tick(const std::function<void(const Ptr&)>& left_alone, const std::function<void(const Ptr&)>& save, const std::function<void(const Ptr&)>& goes) {
     for (const Ptr& job : all()) {
+      if (job->unsaved)
+        if (const std::unique_lock work(job->work, std::try_to_lock); work) save(job);
       if (job->finished) {
         if (job->silent() < kKeepOutcome) continue;
         goes(job);

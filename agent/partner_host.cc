@@ -102,7 +102,9 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
 Status PartnerHost::save(Job& job) {
   job.record.set_outcome(job.outcome);
   job.record.set_switched(job.switched);
-  return journal_.save(job.id, job.record);
+  const Status s = journal_.save(job.id, job.record);
+  job.unsaved = !s;
+  return s;
 }
 
 // Caller holds job.work.
@@ -599,7 +601,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
 }
 
 void PartnerHost::tick() {
-  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
+  jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { (void)save(*job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
   for (const auto& job : jobs_.all())
     if (job->finished) job->afterwards.end();  // it is kept for a week
 }

@@ -119,7 +119,47 @@ Status SourceHost::save(std::uint32_t id, const Entry& e) {
   std::lock_guard lock(mutex_);
   auto& kept = entries_[id] = e;
   kept.written = std::chrono::steady_clock::now();
+  kept.unsaved = false;
   return {};
+}
+
+// What is over is over, also where that cannot be written down: tick() tries again, for the next migrd would act on what it finds.
+void SourceHost::keep(std::uint32_t id, const Entry& e) {
+  const auto s = save(id, e);
+  if (s) return;
+  spdlog::error("{}", s.error().text);
+  std::lock_guard lock(mutex_);
+  entries_[id] = e;
+  entries_[id].unsaved = true;
+}
+
+// Of others each step writes what it has.
+void SourceHost::save_again() {
+  std::map<std::uint32_t, journal::Source> unsaved;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, e] : entries_)
+      if (e.unsaved && e.record.settled() && !e.running) unsaved.emplace(id, e.record);
+  }
+  for (const auto& [id, record] : unsaved) {  // which nobody changes any more
+    if (!journal_.save(id, record)) continue;
+    std::lock_guard lock(mutex_);
+    if (const auto e = entries_.find(id); e != entries_.end()) e->second.unsaved = false;
+  }
+}
+
+// recover() looks which of two is the later one.
+std::int64_t SourceHost::begins_s(const std::string& container) {
+  std::int64_t at = unix_now();
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, e] : entries_)
+    if (e.record.container() == container) at = std::max(at, e.record.begun_s() + 1);
+  return at;
+}
+
+void SourceHost::tick() {
+  save_again();
+  forget_settled(kKeepOutcome);
 }
 
 // What is done is written down at once: it is not done again to what may have come meanwhile.
@@ -163,21 +203,33 @@ bool SourceHost::settled(std::uint32_t id) {
 }
 
 void SourceHost::recover() {
-  for (const auto& [id, record] : journal_.load(kKeepOutcome, [](const auto& r) { return r.settled(); }, &unread_)) {
+  const auto all = journal_.load(kKeepOutcome, [](const auto& r) { return r.settled(); }, &unread_);
+  // The next one of a container begins when the one before is settled. What has no destination is a checkpoint that was restored, whatever runs here.
+  const auto went_back = [&all](const journal::Source& r) {
+    const auto is_next = [&r](const auto& other) {
+      return other.second.container() == r.container() && other.second.begun_s() > r.begun_s() && !other.second.destination().empty();
+    };
+    return r.outcome() != wire::COMMITTED && !r.settled() && std::any_of(all.begin(), all.end(), is_next);
+  };
+  for (const auto& [id, record] : all) {
     const LogScope log(id);
     Entry e;
     e.record = record;
-    if (record.outcome() == wire::OPEN) {
+    const bool over = went_back(record);
+    if (over) {
+      spdlog::warn("{} went back before it was migrated again, which could not be written down", record.container());
+      e.record.set_settled(true);
+    } else if (record.outcome() == wire::OPEN) {
       // Nobody has been told that it may run elsewhere, and from here on nobody will be.
       spdlog::warn("{} was not decided when migrd ended: going back", record.container());
-      e.record.set_outcome(wire::UNDONE);
-      if (auto s = journal_.save(id, e.record); !s) spdlog::error("{}", s.error().text);
     }
+    if (record.outcome() == wire::OPEN) e.record.set_outcome(wire::UNDONE);
+    if (over || record.outcome() == wire::OPEN) keep(id, e);
     {
       std::lock_guard lock(mutex_);
-      entries_[id] = e;
+      entries_.emplace(id, e);
     }
-    if (record.settled()) continue;
+    if (e.record.settled()) continue;
     std::vector<Claims::Process> held;
     const auto instances = instances_of(record);
     for (std::size_t i = 0; i < instances.size(); i++) held.push_back({instances[i], record.processes(static_cast<int>(i)).pid()});
@@ -293,10 +345,7 @@ void SourceHost::settle(std::uint32_t id) {
       if (s) {
         e->record.set_settled(true);
         e->settling = false;
-        if (auto w = save(id, *e); !w) {
-          std::lock_guard lock(mutex_);
-          entries_[id] = *e;
-        }
+        keep(id, *e);
         const auto instances = instances_of(e->record);
         claims_.release(instances, id);
         if (!forward) let_go_late(instances);
@@ -800,7 +849,7 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   r.set_destination(destination);
   for (const auto& p : partners) r.add_partners(p);
   for (const pid_t p : host_.runc_.standing(info_.id)) r.add_stood(p);
-  r.set_begun_s(unix_now());
+  r.set_begun_s(host_.begins_s(info_.id));
   entry_.running = true;
   // From here on there is something to take back.
   if (auto s = host_.save(id_, entry_); !s) return s.error();
@@ -1120,9 +1169,7 @@ void SourceRun::forget(bool settled) {
   if (entry_.record.outcome() == wire::OPEN) entry_.record.set_outcome(wire::UNDONE);
   entry_.record.set_settled(settled);
   entry_.running = false;
-  if (host_.save(id_, entry_)) return;
-  std::lock_guard lock(host_.mutex_);
-  host_.entries_[id_] = entry_;
+  host_.keep(id_, entry_);
 }
 
 }  // namespace migr

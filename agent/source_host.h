@@ -49,6 +49,9 @@ class SourceHost final : public Role {
   /// What has begun here is over, whatever became of it.
   bool is_idle();
 
+  /// The time of one of this container that begins now: later than of all before it that are known here, also by a clock that was set back.
+  std::int64_t begins_s(const std::string& container);
+
   /// After a start: migrations that an earlier migrd left in the middle are known, and hold their processes.
   void recover();
   /// They are finished or taken back, in threads. Once hosts can be reached, this one, too.
@@ -62,7 +65,7 @@ class SourceHost final : public Role {
   wire::OutcomeReply outcome(std::uint32_t id) override;
   Status readable(std::uint32_t id) override { return unread_.of(id); }
   Status renew(std::uint32_t, const Caller&) override { return Error{ENOENT, "not here"}; }
-  void tick() override { forget_settled(kKeepOutcome); }
+  void tick() override;
   /// Migrations that are settled, and were written down so long ago: in memory and on disk.
   void forget_settled(std::chrono::steady_clock::duration ago);
   bool claims(const Instance& i) override { return claims_.holder(i); }
@@ -78,12 +81,15 @@ class SourceHost final : public Role {
     bool running = false;  // its coordinator is at work
     bool settling = false;
     bool ended = false;     // its end was told
+    bool unsaved = false;   // what is on the disk is older
     bool known = false;     // settle() has heard what became of it
     std::string waits_for;  // of settle()
     wire::Outcome ordered = wire::UNKNOWN;
     std::chrono::steady_clock::time_point written = std::chrono::steady_clock::now();
   };
   Status save(std::uint32_t id, const Entry& e);
+  void keep(std::uint32_t id, const Entry& e);
+  void save_again();
   Result<Entry> entry(std::uint32_t id);
   void settle(std::uint32_t id);
   void tell_settled(std::uint32_t id, const Entry& e) const;

@@ -513,6 +513,33 @@ TEST_F(AnOpenOne, LeavesAnotherOfItsNameAlone) {
   EXPECT_EQ(text_of(root + "/net.log"), "") << "the network is that one's";
 }
 
+// That it was undone could not be written down, nor that the next one was committed.
+TEST_F(AnOpenOne, LeavesAloneWhatAnotherMigrationHasBrought) {
+  record.mutable_header()->add_instances(std::string(sizeof(Instance), 'i'));
+  std::string gate = config.run_dir + "/" MIGR_PROC_GATE_PREFIX;
+  for (std::size_t i = 0; i < sizeof(Instance); i++) gate += "69";
+  for (const auto outcome : {wire::COMMITTED, wire::OPEN}) {
+    fs::remove_all(config.run_dir);
+    fs::create_directories(config.run_dir);
+    web_began(7, root + "/bundle");
+    auto later = record;
+    later.mutable_header()->set_id(kId + 1);
+    later.set_told(true);
+    later.set_outcome(outcome);
+    ASSERT_TRUE(Journal<journal::Destination>(config.state_dir + "/journal/destination").save(kId + 1, later));
+    record.clear_began();  // its restore had not come so far
+    begin();
+    EXPECT_EQ(host->outcome(kId).outcome(), wire::UNDONE);
+    EXPECT_EQ(host->outcome(kId + 1).outcome(), wire::COMMITTED);
+    EXPECT_TRUE(fs::exists(root + "/containers/web"));
+    EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
+    EXPECT_TRUE(fs::exists(gate)) << "its processes have not come through yet";
+    EXPECT_EQ(text_of(root + "/runc.log").find("delete"), std::string::npos);
+    host.reset();
+    record.set_began(boot_of_host() + " 7");
+  }
+}
+
 TEST_F(AnOpenOne, LeavesTheBundleThatAnotherRunsFrom) {
   fs::remove_all(root + "/containers/web");
   fs::create_directories(root + "/containers/db");
@@ -730,6 +757,21 @@ TEST_F(ARestore, SharesItsBundleWithNoOtherThatComes) {
   EXPECT_TRUE(abort().ok());
   EXPECT_TRUE(fs::exists(root + "/bundle/config.json"));
   EXPECT_EQ(comes_too(*server, record, kId + 2), "");
+}
+
+// A migrd that is started again would tidy up what has come since.
+TEST_F(ARestore, ThatWasUndoneIsWrittenDownWhenThereIsRoomAgain) {
+  const auto written = [&] { return Journal<journal::Destination>(config.state_dir + "/journal/destination").load(kKeepOutcome, [](const auto&) { return false; }).at(kId).outcome(); };
+  const std::string in_the_way = config.state_dir + "/journal/destination/" + migration_text(kId) + ".json.new";
+  first.mutable_header()->set_later(true);
+  ASSERT_TRUE(prepare("").ok());
+  fs::create_directories(in_the_way);
+  EXPECT_TRUE(abort().ok());
+  host->tick();
+  EXPECT_EQ(written(), wire::OPEN) << "where nothing can be written";
+  fs::remove(in_the_way);
+  host->tick();
+  EXPECT_EQ(written(), wire::UNDONE);
 }
 
 // They are what is left to understand it.

@@ -117,6 +117,19 @@ TEST_F(APartner, OfAnOlderMigrdTheNumberIsAllThatIsKnown) {
   EXPECT_FALSE(taken_back(1'000));
 }
 
+// A migrd that is started again would tell its processes so once more, whatever they do then.
+TEST_F(APartner, WhatIsTakenBackIsWrittenDownWhenThereIsRoomAgain) {
+  const std::string in_the_way = config.state_dir + "/journal/partner/" + migration_text(kId) + ".json.new";
+  (*record.mutable_began())[child] = "another life";
+  ASSERT_TRUE(written.save(kId, record));
+  fs::create_directories(in_the_way);
+  host.emplace(config, sessions, peers, claims, directory, whereabouts);
+  EXPECT_FALSE(taken_back(1'000)) << "where nothing can be written";
+  EXPECT_TRUE(host->open_migrations().empty());
+  fs::remove(in_the_way);
+  EXPECT_TRUE(taken_back(1'000));
+}
+
 /// It is open when it is asked for its part by its own host.
 struct AnAskedPartner : APartner {
   void SetUp() override {

@@ -27,6 +27,7 @@
 #include <utility>
 
 #include "agent/build_id.h"
+#include "agent/clock.h"
 #include "agent/control_service.h"
 #include "agent/failover/peer_directory.h"
 #include "agent/file_tree.h"
@@ -850,6 +851,59 @@ TEST_F(ASource, EndsWithAllThatItHasBegun) {
 }
 
 // ---- how long it is kept
+
+// The next migrd would act on what it finds.
+TEST_F(ASource, WhatIsSettledIsWrittenDownWhenThereIsRoomAgain) {
+  const auto written = [&] { return Journal<journal::Source>(config.state_dir + "/journal/source").load(kKeepOutcome, [](const auto&) { return false; }).at(kId); };
+  auto r = record(wire::UNDONE);
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(kId, r));
+  fs::create_directories(file(kId) + ".new");
+  host.set_settled([this](const wire::Summary& s, bool) { end.set_value(s); });
+  host.recover();
+  host.settle_recovered();
+  settled();
+  host.tick();
+  EXPECT_FALSE(written().settled()) << "where nothing can be written";
+  fs::remove(file(kId) + ".new");
+  host.tick();
+  EXPECT_TRUE(written().settled());
+}
+
+// That the first went back could not be written down.
+TEST_F(ASource, OfTwoOfOneContainerOnlyTheLaterIsCarriedOut) {
+  auto first = record(wire::OPEN), later = record(wire::COMMITTED);
+  first.set_begun_s(100);
+  later.set_begun_s(200);
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(1, first));
+  EXPECT_TRUE(settle(later).migrated());
+  EXPECT_EQ(did("runc", "resume"), 0) << "it runs at the destination";
+  EXPECT_FALSE(there());
+  EXPECT_EQ(host.outcome(1).outcome(), wire::UNDONE);
+  EXPECT_TRUE(host.open_migrations().empty());
+}
+
+// By a clock that was set back the later one would be taken for the one that is over.
+TEST_F(ASource, BeginsLaterThanAllBeforeIt) {
+  const auto now = unix_now();
+  auto r = record(wire::COMMITTED);
+  r.set_begun_s(now + 3600);
+  settle(r);
+  EXPECT_EQ(host.begins_s("web"), now + 3601);
+  const auto of_another = host.begins_s("db");
+  EXPECT_TRUE(of_another >= now && of_another < now + 3600) << of_another;
+}
+
+// Of a checkpoint that was restored meanwhile this host says who coordinated it, not that what stands still here has gone back.
+TEST_F(ASource, ARestoreOfACheckpointTakesNoMigrationsPlace) {
+  auto restored = record(wire::COMMITTED), r = record(wire::OPEN);
+  restored.clear_destination();
+  restored.set_settled(true);
+  restored.set_begun_s(200);
+  r.set_begun_s(100);
+  ASSERT_TRUE(Journal<journal::Source>(config.state_dir + "/journal/source").save(1, restored));
+  EXPECT_FALSE(settle(r).migrated());
+  EXPECT_EQ(did("runc", "resume"), 1);
+}
 
 TEST_F(ASource, WhatIsSettledIsForgottenAfterAWhile) {
   auto r = record(wire::COMMITTED);
