@@ -1265,6 +1265,8 @@ std::vector<wire::OpenMigration> DestinationHost::open_migrations() {
     o.set_container(j->container);
     o.set_source(j->source);
     o.set_destination(config_.name);
+    for (const auto& h : j->hosts)
+      if (h != j->source && h != config_.name) o.add_partners(h);
     o.set_begun_s(j->begun_s);
     o.set_outcome(j->outcome);
     if (j->get() == wire::COMMITTED) {

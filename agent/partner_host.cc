@@ -47,6 +47,8 @@ struct PartnerHost::Job : LeasedJob {
   bool tracked = false;  // Track: its processes note where they write to
   bool has_keys = false;
   bool reloaded = false;              // an earlier migrd has begun it
+  std::mutex state;                   // guards refused
+  std::map<std::string, std::string> refused;  // by hosts that were asked what became of it: why they do not say
   Afterwards afterwards;
 };
 
@@ -562,6 +564,11 @@ void PartnerHost::left_alone(const JobPtr& job) {
     if (!channel) return {};
     wire::Host::Stub stub(*channel);
     auto o = call(stub, &wire::Host::Stub::GetOutcome, m, kCheckMs, host);
+    {
+      std::lock_guard lock(job->state);
+      job->refused.erase(host);
+      if (!o && o.error().code == EPERM) job->refused[host] = o.error().text;
+    }
     return o ? std::optional(*o) : std::nullopt;
   };
   auto back = [&] {
@@ -619,9 +626,12 @@ std::vector<wire::OpenMigration> PartnerHost::open_migrations() {
     o.set_outcome(j->outcome);
     if (j->renewed())
       o.set_state(j->source + " coordinates it");
-    else if (j->switched)
-      o.set_state("suspended; asks " + o.destination() + " and " + j->source + " what became of it");
-    else
+    else if (j->switched) {
+      std::string state = "suspended; asks " + o.destination() + " and " + j->source + " what became of it";
+      std::lock_guard lock(j->state);
+      for (const auto& [host, why] : j->refused) state += "; refused: " + why;
+      o.set_state(state);
+    } else
       o.set_state("goes back");
     for (const auto& p : j->processes) o.add_processes(p.pid);
     out.push_back(o);

@@ -113,6 +113,20 @@ TEST_F(ADestination, IsNotFinishedUntilTheNetworkIsOpen) {
   EXPECT_FALSE(kept.at(kId).closed());
 }
 
+// None of them may be taken away by a reload.
+TEST_F(ADestination, SaysOfWhatIsOpenWhichHostsTakePart) {
+  for (const char* h : {"src", "dst", "partner"}) record.mutable_header()->add_hosts(h);
+  begin();
+  const auto open = host->open_migrations();
+  ASSERT_EQ(open.size(), 1u);
+  EXPECT_EQ(open[0].source(), "src");
+  EXPECT_EQ(open[0].destination(), "dst");
+  ASSERT_EQ(open[0].partners_size(), 1);
+  EXPECT_EQ(open[0].partners(0), "partner");
+  fs::remove(root + "/net-fails");
+  EXPECT_TRUE(within(5'000, [&] { return host->open_migrations().empty(); }));
+}
+
 TEST_F(ADestination, OpensNoNetworkOfWhatHasEnded) {
   begin();
   EXPECT_TRUE(within(5'000, [&] { return tries() > 0; }));

@@ -130,6 +130,32 @@ TEST_F(APartner, WhatIsTakenBackIsWrittenDownWhenThereIsRoomAgain) {
   EXPECT_TRUE(taken_back(1'000));
 }
 
+// As one that it is no peer of any more: nobody else could tell why it waits.
+TEST_F(APartner, SaysWhoRefusesToSayWhatBecameOfIt) {
+  struct : wire::Host::Service {
+    grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration*, wire::OutcomeReply*) override { return {grpc::StatusCode::PERMISSION_DENIED, "no peer"}; }
+  } refuses;
+  grpc::ServerBuilder b;
+  b.RegisterService(&refuses);
+  const auto server = b.BuildAndStart();
+  peers.set_self(server->InProcessChannel({}));
+  record.set_switched(true);
+  record.mutable_request()->set_source("peer");
+  record.mutable_request()->set_destination("peer");
+  (*record.mutable_began())[child] = "another life";
+  begin();
+  const std::string so = "suspended; asks peer and peer what became of it; refused: peer: no peer";
+  std::string said;
+  for (int ms = 0; ms < 5'000 && said != so; ms += 100) {
+    host->tick();
+    usleep(100'000);
+    if (const auto open = host->open_migrations(); !open.empty()) said = open[0].state();
+  }
+  EXPECT_EQ(said, so);
+  EXPECT_TRUE(host->order(kId, wire::UNDONE, true));
+  EXPECT_TRUE(taken_back(5'000));
+}
+
 /// It is open when it is asked for its part by its own host.
 struct AnAskedPartner : APartner {
   void SetUp() override {
