@@ -219,8 +219,9 @@ struct Sender {
         note(name, st);
         if (!send(c)) ended = true;
       } else if (S_ISDIR(st.st_mode) || S_ISREG(st.st_mode)) {
-        Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-        if (fd.n < 0 && changes()) continue;  // it has gone, or is of another type by now
+        Fd fd(openat(dirfd, n.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (S_ISDIR(st.st_mode) ? O_DIRECTORY : 0)));
+        const bool other = errno == ENOENT || errno == ELOOP || errno == ENXIO || errno == ENOTDIR;
+        if (fd.n < 0 && other && changes()) continue;  // it has gone, or is of another type by now
         if (fd.n < 0) return sys_error("reading " + name);
         if (S_ISREG(st.st_mode)) {
           if (fstat(fd.n, &st)) return sys_error("reading " + name);

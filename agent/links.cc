@@ -107,6 +107,7 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
   if (bundle_.empty()) {
     const auto root = writable_root(at_);
     if (!root) return root.error();
+    sent_ = SentFiles();
     if (!root->empty())
       if (auto s = sent_.begin(at_); !s) return s.error();
     root_ = *root;
@@ -133,10 +134,8 @@ Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h,
     return stream.open;
   };
   Status read;
-  if (!shared_ && !root_.empty() && bundle_.empty())
-    read = send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_);
-  else if (!shared_ && !h.bundle().empty())
-    read = send_tree(bundle_.empty() ? h.bundle() : bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
+  if (!shared_ && !at_.empty())  // other folders of it are written to even if its root is read-only
+    read = bundle_.empty() ? send_changes(at_, wire::FileChunk::BUNDLE, kBundleBytes, send, sent_) : send_tree(bundle_, wire::FileChunk::BUNDLE, kBundleBytes, send);
   if (read && stream.open) read = send_tree(folder, wire::FileChunk::IMAGES, kBundleBytes, send);
   if (!read) ctx.TryCancel();
   const Status s = from_grpc(stream.end(bool(read)), name_, advice_on(kPrepareMs));

@@ -164,8 +164,7 @@ Result<wire::PrepareReply> KeepingDestination::prepare(const wire::PrepareHeader
     root_ = *root;
     if (!root_.empty())
       if (auto s = sent_.begin(bundle_); !s) return s.error();
-    const auto s = root_.empty() ? copy_tree(bundle_, part_ + "/bundle", wire::FileChunk::BUNDLE, kBundleBytes, total) : copy_changes("", total);
-    if (!s) return s.error();
+    if (auto s = copy_changes("", total); !s) return s.error();  // other folders of it are written to even if its root is read-only
   }
   return wire::PrepareReply();
 }

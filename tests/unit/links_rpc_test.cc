@@ -210,6 +210,32 @@ TEST_F(LinksOfAContainer, WhatAContainerMayWriteToIsSentAgain) {
   EXPECT_FALSE(link.bundle_changes());
 }
 
+// A process without a container has none, neither where it ran nor in what is stored of it.
+TEST_F(LinksOfAContainer, WhoHasNoBundleSendsNone) {
+  std::ofstream(images + "/migr.img") << "x";
+  for (const auto& of : {std::string(), dir + "/stored/bundle"}) {
+    destination.prepared.clear();
+    const auto prepared = RpcDestination(channel, "dst", of).prepare(wire::PrepareHeader(), images, sent);
+    EXPECT_TRUE(prepared) << prepared.error().text;
+    EXPECT_EQ(destination.prepared, (std::set<std::string>{"", "migr.img"}));
+  }
+}
+
+// Each of these files has less than it says, as one that becomes shorter. What is stored is nobody's to write to.
+TEST_F(LinksOfAContainer, WhatChangesBesideARootThatCannotBeWrittenToFailsNothing) {
+  const std::string changes = "/sys/devices/virtual/net/lo/statistics";
+  if (!std::filesystem::exists(changes)) GTEST_SKIP() << "no " << changes;
+  h.set_bundle(changes);
+  RpcDestination link(channel, "dst");
+  const auto prepared = link.prepare(h, images, sent);
+  ASSERT_TRUE(prepared) << prepared.error().text;
+  EXPECT_FALSE(link.bundle_changes());
+  EXPECT_TRUE(destination.prepared.contains("rx_bytes"));
+  const auto stored = RpcDestination(channel, "dst", changes).prepare(h, images, sent);
+  ASSERT_FALSE(stored);
+  EXPECT_EQ(stored.error().code, EIO) << stored.error().text;
+}
+
 TEST_F(LinksOfAContainer, ABundleThatBothHostsHaveIsNotSent) {
   std::ofstream(bundle + "/.migr-mark-1") << "of a migrd that ended";
   std::filesystem::last_write_time(bundle + "/.migr-mark-1", std::filesystem::file_time_type::clock::now() - std::chrono::hours(2));

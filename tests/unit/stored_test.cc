@@ -7,6 +7,7 @@
 #include <spdlog/spdlog.h>
 #include <signal.h>
 #include <sys/inotify.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -188,6 +189,40 @@ TEST_F(Stored, NamesMayBeOfAnyBytes) {
   const auto names = read_root_names(dir());
   ASSERT_TRUE(names) << names.error().text;
   EXPECT_TRUE(names->contains("caf\xe9"));
+}
+
+// The container may write to other folders of its bundle than its root, for example by a mount: each of these files has less than it says.
+TEST_F(Stored, WhatChangesBesideARootThatCannotBeWrittenToFailsNothing) {
+  info.bundle = "/sys/devices/virtual/net/lo/statistics";
+  if (!fs::exists(info.bundle)) GTEST_SKIP() << "no " << info.bundle;
+  KeepingDestination d(dir(), info);
+  wire::PrepareHeader h;
+  h.set_bundle(info.bundle);
+  const auto prepared = d.prepare(h, root + "/from/images", bytes);
+  ASSERT_TRUE(prepared) << prepared.error().text;
+  EXPECT_FALSE(d.bundle_changes());
+  ASSERT_TRUE(d.commit(1));
+  EXPECT_TRUE(fs::exists(dir() + "/bundle/rx_bytes"));
+}
+
+// It may have gone meanwhile; but one that is there would be missing.
+TEST_F(Stored, WhatCannotBeReadIsNotPassedOver) {
+  fs::create_directories(root + "/bundle");
+  put(root + "/bundle/a", "");
+  put(root + "/bundle/b", "");
+  put(root + "/bundle/c", "");
+  const auto copied = [&](const std::function<void()>& meanwhile) {
+    SentFiles files;
+    return send_changes(root + "/bundle", wire::FileChunk::BUNDLE, kBundleBytes, [&](const wire::FileChunk&) { return meanwhile(), true; }, files);
+  };
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{0, before.rlim_max};
+  const auto s = copied([&] { setrlimit(RLIMIT_NOFILE, &none); });
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_FALSE(s);
+  EXPECT_EQ(s.error().code, EMFILE) << s.error().text;
+  EXPECT_TRUE(copied([&] { fs::remove(root + "/bundle/c"); }));
 }
 
 TEST_F(Stored, WhatCannotBeWrittenToIsCopiedOnce) {
