@@ -162,6 +162,10 @@ struct DestinationHost::Job : LeasedJob {
     connect.Clear();
     peers.clear();
     gone.clear();
+    if (!record.has_connect() && record.connected().empty()) return;
+    record.clear_connect();
+    record.clear_connected();
+    unsaved = true;
   }
 };
 

@@ -37,7 +37,13 @@ struct PartnerHost::Process {
 
 struct PartnerHost::Job : LeasedJob {
   journal::Partner record;            // guarded by work
-  std::vector<Process> processes;     // fixed
+  std::vector<Process> processes;     // guarded by work; empty once it is finished
+  std::vector<pid_t> pids;            // of them, fixed
+  // Of what is finished only the outcome is kept, for a week: there may be many QPs.
+  void forget_ends() {
+    record.mutable_request()->clear_qps();
+    record.clear_began();
+  }
   std::vector<Claims::Process> wanted() const {
     std::vector<Claims::Process> all;
     for (const auto& p : processes) all.push_back({p.instance, p.pid});
@@ -66,6 +72,7 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
     p->index.push_back(q.index());
     p->gid.push_back(q.gid());
   }
+  for (const auto& p : job->processes) job->pids.push_back(p.pid);
   *job->record.mutable_request() = r;
   return job;
 }
@@ -89,7 +96,10 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
     j->switched = record.switched();
     j->finished = record.outcome() != wire::OPEN;
     j->reloaded = true;
-    if (!j->finished) {
+    if (j->finished) {
+      j->forget_ends();
+      j->processes.clear();
+    } else {
       const LogScope log(id);
       spdlog::warn("from {} to {}: it was not finished when migrd ended", j->source, record.request().destination());
       j->expire();
@@ -104,6 +114,7 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
 Status PartnerHost::save(Job& job) {
   job.record.set_outcome(job.outcome);
   job.record.set_switched(job.switched);
+  if (job.get() != wire::OPEN) job.forget_ends();
   const Status s = journal_.save(job.id, job.record);
   job.unsaved = !s;
   return s;
@@ -117,6 +128,7 @@ void PartnerHost::end(Job& job, wire::Outcome outcome) {
   std::vector<Instance> held;
   for (const auto& p : job.processes) held.push_back(p.instance);
   claims_.release(held, job.id);
+  job.processes.clear();
 }
 
 // A process that has connected anew meanwhile is found by its number.
@@ -590,6 +602,7 @@ void PartnerHost::left_alone(const JobPtr& job) {
     const auto d = ask(destination);
     if (d && d->outcome() == wire::COMMITTED && (d->keys_known() || d->keys_size())) {
       std::lock_guard work(job->work);
+      if (job->get() != wire::OPEN) continue;  // it was told to go back meanwhile
       wire::ResumeReply ignored;
       Status s = keys(*job, {d->keys().begin(), d->keys().end()});
       if (s) s = resume(*job, ignored);
@@ -633,7 +646,7 @@ std::vector<wire::OpenMigration> PartnerHost::open_migrations() {
       o.set_state(state);
     } else
       o.set_state("goes back");
-    for (const auto& p : j->processes) o.add_processes(p.pid);
+    for (const pid_t pid : j->pids) o.add_processes(pid);
     out.push_back(o);
   }
   return out;

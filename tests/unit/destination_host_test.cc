@@ -113,6 +113,18 @@ TEST_F(ADestination, IsNotFinishedUntilTheNetworkIsOpen) {
   EXPECT_FALSE(kept.at(kId).closed());
 }
 
+// It is kept for a week, and nobody needs the other ends of its connections any more.
+TEST_F(ADestination, KeepsNoConnectionsOfWhatIsFinished) {
+  fs::remove(root + "/net-fails");
+  wire::ConnectRequest connect;
+  connect.add_connections()->set_vqpn(7);
+  record.set_connected(connect.SerializeAsString());
+  begin();
+  const auto kept = [&] { return Journal<journal::Destination>(config.state_dir + "/journal/destination").load(kKeepOutcome, [](const auto&) { return false; }).at(kId); };
+  EXPECT_TRUE(within(5'000, [&] { return host->tick(), kept().connected().empty(); }));
+  EXPECT_EQ(kept().outcome(), wire::COMMITTED);
+}
+
 // None of them may be taken away by a reload.
 TEST_F(ADestination, SaysOfWhatIsOpenWhichHostsTakePart) {
   for (const char* h : {"src", "dst", "partner"}) record.mutable_header()->add_hosts(h);

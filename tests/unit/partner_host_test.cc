@@ -13,6 +13,8 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <future>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -102,6 +104,9 @@ TEST_F(APartner, DoesNotWaitForWhoHasTheNumberOfItsProcessNow) {
   (*record.mutable_began())[child] = "another life";
   begin();
   EXPECT_TRUE(taken_back(2'000));
+  const auto kept = written.load(kKeepOutcome, [](const auto&) { return false; }).at(kId);
+  EXPECT_EQ(kept.request().qps_size(), 0) << "it is kept for a week";
+  EXPECT_EQ(kept.request().source(), "src");
 }
 
 TEST_F(APartner, WaitsForItsProcessUntilThatEnds) {
@@ -185,6 +190,38 @@ struct AnAskedPartner : APartner {
     (*record.mutable_began())[pid] = life_of(pid);
   }
 };
+
+// While it asks what became of it, as it was left alone: nobody may be told the keys of what it has gone back from.
+TEST_F(AnAskedPartner, ThatWasToldToGoBackMeanwhileDoes) {
+  struct : wire::Host::Service {
+    std::function<void()> meanwhile;
+    grpc::Status GetOutcome(grpc::ServerContext*, const wire::Migration*, wire::OutcomeReply* out) override {
+      meanwhile();
+      out->set_outcome(wire::COMMITTED);
+      out->set_keys_known(true);
+      return grpc::Status::OK;
+    }
+  } answers;
+  grpc::ServerBuilder b;
+  b.RegisterService(&answers);
+  const auto server = b.BuildAndStart();
+  peers.set_self(server->InProcessChannel({}));
+  record.set_switched(true);
+  record.mutable_request()->set_destination("peer");
+  (*record.mutable_began())[child] = "another life";
+  std::promise<bool> back;
+  answers.meanwhile = [&] {
+    wire::Empty out;
+    back.set_value(ask(&wire::Partner::Stub::Rollback, out).ok());
+  };
+  begin();
+  host->tick();
+  auto told = back.get_future();
+  ASSERT_EQ(told.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  EXPECT_TRUE(told.get());
+  usleep(500'000);
+  EXPECT_TRUE(taken_back(0));
+}
 
 TEST_F(AnAskedPartner, WhoseProcessHasEndedCanBeAskedAnew) {
   end_child();
