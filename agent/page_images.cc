@@ -108,18 +108,18 @@ class Pages {
       return Error{EIO, path + " has " + std::to_string(st.st_size) + " bytes, its pagemap says " + std::to_string(pages * kPage)};
     p.size_ = pages * kPage;
     if (!p.size_) return p;
-    void* m = mmap(nullptr, p.size_, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, p.fd_.n, 0);
+    void* m = mmap(nullptr, p.size_, PROT_READ, MAP_SHARED, p.fd_.n, 0);
     if (m == MAP_FAILED) return sys_error("mapping " + path);
-    p.data_ = static_cast<char*>(m);
+    p.data_ = static_cast<const char*>(m);
     return p;
   }
   Pages() = default;
   Pages(Pages&& o) noexcept : fd_(std::move(o.fd_)), data_(std::exchange(o.data_, nullptr)), size_(o.size_) {}
   Pages& operator=(Pages&&) = delete;
   ~Pages() {
-    if (data_) munmap(data_, size_);
+    if (data_) munmap(const_cast<char*>(data_), size_);
   }
-  char* page(std::uint64_t n) const { return data_ + n * kPage; }
+  const char* page(std::uint64_t n) const { return data_ + n * kPage; }
   /// In order; where its file system cannot tell: none.
   std::vector<Hole> holes() const {
     std::vector<Hole> out;
@@ -134,6 +134,18 @@ class Pages {
     }
     return out;
   }
+  /// Pages to before where they are. Not through the memory: where there is no room for what is written, or it cannot be read, the
+  /// kernel ends whoever touches that.
+  Status move_down(std::uint64_t to, std::uint64_t from, std::uint64_t pages) const {
+    const std::size_t apart = (from - to) * kPage;  // what is written must not be what is read in the same call
+    for (std::size_t done = 0, bytes = pages * kPage; done < bytes;) {
+      const ssize_t n = pwrite(fd_.n, page(from) + done, std::min(apart, bytes - done), static_cast<off_t>(to * kPage + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) return sys_error("moving pages of an image", n ? errno : ENOSPC);
+      done += static_cast<std::size_t>(n);
+    }
+    return {};
+  }
   Status cut(std::uint64_t pages) const {
     if (ftruncate(fd_.n, static_cast<off_t>(pages * kPage))) return sys_error("shortening an image of pages");
     return {};
@@ -141,7 +153,7 @@ class Pages {
 
  private:
   Fd fd_;
-  char* data_ = nullptr;
+  const char* data_ = nullptr;
   std::size_t size_ = 0;
 };
 
@@ -294,7 +306,8 @@ Status drop_one(const std::string& images, const std::string& parent, const std:
         counts.unchanged += pages;
       } else {
         // Earlier pages have only moved down: what is read here is still as it was.
-        if (out.present != e.at + n) memmove(now.page(out.present), now.page(e.at + n), pages * kPage);
+        if (out.present != e.at + n)
+          if (auto s = now.move_down(out.present, e.at + n, pages); !s) return s;
         out.present += pages;
         counts.kept += pages;
       }

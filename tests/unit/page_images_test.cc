@@ -5,9 +5,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <linux/userfaultfd.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -172,6 +175,34 @@ TEST_F(PageImages, EqualPagesAreLeftToThePreDump) {
   EXPECT_EQ(r->kept, 5u);
   EXPECT_EQ(whole(7), now);
   EXPECT_EQ(fs::file_size(dir_ + "/now/pages-3.img"), 5 * kPage);
+}
+
+TEST_F(PageImages, WhatIsKeptIsMovedOverItself) {
+  std::string now(8, 'a');
+  for (int i = 0; i < 60; i++) now += static_cast<char>('A' + i % 26);
+  image("/before", 7, 1, {{0, 68, 4}}, std::string(68, 'a'));
+  image("/now", 7, 3, {{0, 68, 4}}, now);
+  const auto r = drop_unchanged(dir_ + "/now", dir_ + "/before");
+  ASSERT_TRUE(r) << r.error().text;
+  EXPECT_EQ(r->unchanged, 8u);
+  EXPECT_EQ(whole(7), now);
+}
+
+// As where a file system makes a copy of what is written to again, and is full: by its memory the kernel would end us.
+TEST_F(PageImages, WhatCannotBeWrittenIsAnError) {
+  image("/before", 7, 1, {{0, 40, 4}}, std::string(40, 'a'));
+  image("/now", 7, 3, {{0, 40, 4}}, std::string(20, 'a') + std::string(20, 'b'));
+  const pid_t child = fork();
+  if (!child) {
+    const rlimit few{4 * kPage, 4 * kPage};
+    if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR || setrlimit(RLIMIT_FSIZE, &few)) _exit(255);
+    const auto r = drop_unchanged(dir_ + "/now", dir_ + "/before");
+    _exit(r ? 0 : r.error().code);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), EFBIG);
 }
 
 TEST_F(PageImages, ZerosOfAnonymousMemoryAreLeftOut) {
