@@ -1163,6 +1163,7 @@ unsigned look_at_all() {
   }
   for (QpShadow* q : Registry::get().qps) look_at_drifting(*q), look_at_guard(*q);
   if (const unsigned soon = look_at_shared_receives()) timeout = std::min(timeout, soon);
+  if (const unsigned soon = look_at_executors()) timeout = std::min(timeout, soon);
   note_backed_up();
   return timeout;
 }

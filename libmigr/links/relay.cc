@@ -19,6 +19,7 @@ namespace {
 constexpr std::size_t kBatch = 8, kMostAnswers = 64;
 constexpr std::uint64_t kAskAgainNs = 100'000'000, kSoonNs = 1'000'000, kRestNs = 1'000'000'000;
 constexpr unsigned kLookMs = 1, kAnswerMs = 20;
+constexpr std::uint64_t kRestBetweenNs = 20'000'000;  // between two times that all devices are tried
 
 bool relays(const QpShadow& q) { return q.link && (q.state.load(std::memory_order_relaxed) & kRelays); }
 
@@ -427,8 +428,12 @@ struct Executor {
   struct Job {
     std::uint64_t id, number;  ///< of QpLink
     AtomicRecord what;
+    std::uint64_t until_ns;  ///< no device is tried after that, unless it is asked for again
+    bool rested = false;     ///< and why was said
   };
-  std::deque<Job> jobs;  ///< the first is posted
+  std::deque<Job> jobs;             ///< the first is posted, or rests
+  std::string why;                  ///< the first could not be posted: said once
+  std::uint64_t rest_until_ns = 0;  ///< no device could execute one, and none has: all are tried again then. 0: the first is posted
 };
 
 namespace {
@@ -514,14 +519,19 @@ Executor& executor_of(Twin& t, const ibv_pd* pd, Side side) {
   return *t.executors.emplace_back(new Executor(t, pd, side));
 }
 
+/// Of the first link that works.
+Executor& first_executor(const QpLink& l) {
+  Side side = kHome;
+  while (side + 1 < l.sides() && l.legs[side].link->down()) ++side;
+  return executor_of(*l.twin, l.q->init.pd, side);
+}
+
 /// That is at work; else of the first link that works.
 Executor& next_executor(const QpLink& l) {
   const ibv_pd* const pd = l.q->init.pd;
   for (Executor* e : l.twin->executors)
     if (e->of == pd && !e->jobs.empty()) return *e;
-  Side side = kHome;
-  while (side + 1 < l.sides() && l.legs[side].link->down()) ++side;
-  return executor_of(*l.twin, pd, side);
+  return first_executor(l);
 }
 
 void end_job(Executor& e, AtomicStatus status);
@@ -530,12 +540,13 @@ void begin_job(Executor& e) {
   while (!e.jobs.empty()) {
     std::string why;
     const QpLink* const l = find(e.jobs.front().id);
-    if (l && post(e, *l->q, why)) return;
+    if (l && post(e, *l->q, why)) return e.why.clear();
     if (!l) {
       e.jobs.pop_front();
       continue;
     }
-    say(*l, e.link->config.device + " cannot execute an atomic: " + why);
+    if (e.why != why && !e.jobs.front().rested) say(*l, e.link->config.device + " cannot execute an atomic: " + why);
+    e.why = why;
     return end_job(e, kNotYet);
   }
 }
@@ -545,17 +556,30 @@ void add_job(Executor& e, const Executor::Job& job) {
   if (e.jobs.size() == 1) begin_job(e);
 }
 
-/// @param status  kNotYet: it was not executed. Then the next link's device may
+/// All, in their order. None of that PD is at work but `from`, where the first one has ended.
+void move_jobs(Executor& from, Executor& to) {
+  to.jobs = std::exchange(from.jobs, {});
+  begin_job(to);
+}
+
+/// A link may be away for a moment. Whoever wants the atomic may have waited as long as it does; and memory that is gone does not come back.
+bool may_be_executed_later(const QpLink& l, const Executor::Job& job) {
+  return l.stage != Stage::kBroken && now_ns() < job.until_ns && memory_of(*l.q, job.what.rkey);
+}
+
+/// @param status  kNotYet: it was not executed. Then the next link's device may; after the last one all of them, once more
 void end_job(Executor& e, AtomicStatus status) {
   const Executor::Job job = e.jobs.front();
-  e.jobs.pop_front();
   QpLink* const l = find(job.id);
-  if (l && status == kNotYet && e.side + 1 < l->sides()) {
-    Executor& other = executor_of(*l->twin, e.of, e.side + 1);
-    auto behind = std::exchange(e.jobs, {});  // in their order
-    add_job(other, job);
-    for (const Executor::Job& next : behind) add_job(other, next);
-  } else if (l) {
+  if (l && status == kNotYet && e.side + 1 < l->sides()) return move_jobs(e, executor_of(*l->twin, e.of, e.side + 1));
+  if (l && status == kNotYet && may_be_executed_later(*l, job)) {
+    e.jobs.front().rested = true;
+    std::stable_partition(e.jobs.begin(), e.jobs.end(), [&](const Executor::Job& j) { return j.id != job.id; });  // it keeps none of another vQP's back
+    e.rest_until_ns = now_ns() + kRestBetweenNs;
+    return;
+  }
+  e.jobs.pop_front();
+  if (l) {
     for (Answers::One& one : l->answers.all)
       if (one.number == job.number && one.status == kNotYet) {
         one.status = status == kNotYet ? kLost : status;
@@ -564,6 +588,15 @@ void end_job(Executor& e, AtomicStatus status) {
       }
   }
   begin_job(e);
+}
+
+std::uint64_t wanted_until() { return now_ns() + state()->config.switch_limit_ms * 1'000'000ull; }
+
+/// Its sender has asked once more, so it waits still.
+void note_wanted(const QpLink& l, std::uint64_t number) {
+  for (Executor* e : l.twin->executors)
+    for (Executor::Job& job : e->jobs)
+      if (job.id == l.id && job.number == number) job.until_ns = wanted_until();
 }
 
 /// What a NIC does with a request that it does not take.
@@ -587,8 +620,7 @@ void got_atomic(Channel& from, const AtomicRecord& record) {
   std::erase_if(a.all, [&](const Answers::One& one) { return one.number < record.known && one.status != kNotYet; });
   const auto known = std::find_if(a.all.begin(), a.all.end(), [&](const Answers::One& one) { return one.number == record.number; });
   if (known != a.all.end() && !(forgets_answers() && known->status == kExecuted)) {
-    if (known->status != kNotYet) answer(*l, *known);
-    return;
+    return known->status == kNotYet ? note_wanted(*l, record.number) : answer(*l, *known);
   }
   const bool again = known != a.all.end();  // a test's
   if (again) a.all.erase(known);
@@ -598,7 +630,7 @@ void got_atomic(Channel& from, const AtomicRecord& record) {
   const AtomicStatus status = check(*l->q, record);
   a.all.push_back({record.number, status == kExecuted ? kNotYet : status, 0});
   if (status != kExecuted) return refuse_atomic(*l, a.all.back());
-  add_job(next_executor(*l), {l->id, record.number, record});
+  add_job(next_executor(*l), {.id = l->id, .number = record.number, .what = record, .until_ns = wanted_until()});
 }
 
 void executed(Link& link, const ibv_wc& wc) {
@@ -616,10 +648,24 @@ void executed(Link& link, const ibv_wc& wc) {
       if (wc.status == IBV_WC_REM_ACCESS_ERR) return end_job(*e, kBadAccess);
       if (wc.status == IBV_WC_REM_INV_REQ_ERR) return end_job(*e, kBadRequest);
       const bool not_executed = known && (at.rq_psn & switchover::kPsnMask) == psn;
-      const QpLink* const l = find(e->jobs.front().id);
-      const bool again = not_executed && wc.status == IBV_WC_RETRY_EXC_ERR && l && l->stage != Stage::kBroken && e->side + 1 == l->sides();
-      return again ? begin_job(*e) : end_job(*e, not_executed ? kNotYet : kLost);  // the requester does not wait for ever
+      return end_job(*e, not_executed ? kNotYet : kLost);
     }
+}
+
+unsigned look_at_executors() {
+  unsigned soon = 0;
+  for (Twin* t : state()->twins)
+    for (std::size_t i = 0; i < t->executors.size(); ++i) {  // there may be more of them meanwhile
+      Executor& e = *t->executors[i];
+      if (!e.rest_until_ns) continue;
+      soon = kAnswerMs;
+      if (now_ns() < e.rest_until_ns) continue;
+      e.rest_until_ns = 0;
+      const QpLink* const l = find(e.jobs.front().id);
+      if (!l || !may_be_executed_later(*l, e.jobs.front())) end_job(e, kNotYet);
+      else move_jobs(e, first_executor(*l));
+    }
+  return soon;
 }
 
 void lose_answers(QpLink& l) {

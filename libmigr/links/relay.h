@@ -95,6 +95,8 @@ void got_atomic(Channel& from, const struct AtomicRecord& record);
 void got_answer(Channel& from, const struct AnswerRecord& record);
 /// A completion on the link's CQ that is no channel's.
 void executed(Link& link, const ibv_wc& wc);
+/// Those that no device could execute are tried again, as long as they are asked for. Thread: failover. @return ms until the next look; 0: none is needed
+unsigned look_at_executors();
 /// QPs that execute atomics. @param pd null: all
 void drop_executors(Twin& t, const ibv_pd* pd);
 

@@ -3126,6 +3126,51 @@ TEST(Relayed, WhatAStarvedHostExecutesLateIsWaitedFor) {
   completes(1);
 }
 
+/// Of none of the devices there is a QP to be had for a while. Those behind it wait in their order.
+TEST(Relayed, WhatNoDeviceCanExecuteForAMomentIsTriedAgain) {
+  constexpr unsigned kTimes = 4, kAdds = 3;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
+  const Speaker x(a), y(b);
+  std::uint64_t sum = 0, found[kAdds] = {7, 7, 7};
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, found, sizeof found);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
+  for (const int link : {0, 1}) model_refuse_qps(link, 1, kTimes);
+  for (unsigned i = 0; i < kAdds; ++i) ASSERT_EQ(post_add(x, found[i], *here, sum, *there, i), 0);
+  for (unsigned i = 0; i < kAdds; ++i) {
+    ibv_wc wc{};
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+    EXPECT_EQ(wc.wr_id, i);
+    EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+    EXPECT_EQ(found[i], i);
+  }
+  EXPECT_EQ(sum, kAdds) << "how often they were executed";
+}
+
+TEST(Relayed, WhatNoDeviceCanExecuteEndsAfterItsLimitAndIsNotExecutedLater) {
+  constexpr unsigned kLimitMs = 500;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000, kLimitMs, true), b('b', "exact", "cached", 0, 30'000, kLimitMs, true);
+  const Speaker x(a), y(b);
+  std::uint64_t sum = 0, found = 7;
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  for (const int link : {0, 1}) model_refuse_qps(link, 1, 1u << 20);
+  const auto begun = Clock::now();
+  ASSERT_EQ(post_add(x, found, *here, sum, *there), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+  EXPECT_GE(Clock::now() - begun, std::chrono::milliseconds(kLimitMs));
+  EXPECT_TRUE(wait_for([&] { return !y.ready_on(0); })) << "it has not heard of it";
+  for (const int link : {0, 1}) model_refuse_qps(link, 1, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kLimitMs));
+  EXPECT_EQ(sum, 0u);
+}
+
 /// The first of two that the other end does not take ends the connection, and the second one is in no queue of a device that could flush it.
 /// Nothing else completes, while a thread polls all the time.
 TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
