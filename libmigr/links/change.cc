@@ -21,7 +21,7 @@ namespace migr::links {
 namespace {
 
 constexpr unsigned kIdleMs = 1000, kTrapMs = 20, kDrainMs = 1, kSessionMs = 1, kAskAgainMs = 50;
-constexpr std::uint64_t kAskPortNs = 1'000'000'000;
+constexpr std::uint64_t kAskPortNs = 1'000'000'000, kGreetAgainNs = 500'000'000;
 constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes that long; what holds it up is worth a line
 constexpr std::uint64_t kSessionLimitNs = 2'000'000'000;
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
@@ -57,10 +57,12 @@ void tell(const QpLink& l, Channel& channel, std::uint32_t flags = 0) {
 
 std::uint32_t gone_flags(const QpLink& l) { return l.ended ? kGone | kFinal : kGone; }
 
+/// @param peer,own  of what is refused: it is said of these generations
 /// @param l  null: there is no such vQP
 void refuse(Channel& to, const migr_links_name& peer, const migr_links_name& own, const QpLink* l, std::uint32_t epoch) {
-  if (l && l->stage == Stage::kBroken) return tell(*l, to, gone_flags(*l));
-  send_state(to, {.to = peer, .from = own, .epoch = epoch, .serial = 0, .executed = {}, .flags = kGone});
+  StateRecord word{.to = peer, .from = own, .epoch = epoch, .serial = 0, .executed = {}, .flags = kGone};
+  if (l && l->stage == Stage::kBroken) word = {.to = peer, .from = l->name, .epoch = l->epoch, .serial = l->path.serial, .executed = l->executed, .flags = gone_flags(*l)};
+  send_state(to, word);
 }
 
 void wake(QpShadow& q) {
@@ -866,9 +868,37 @@ void ask_for_path(QpLink& l, Side side, Channel& channel) {
   offer_path(l, side, channel, hurry);
 }
 
-QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
+namespace {
+
+/// By its name. It may be of another connection, before or since.
+QpLink* namesake(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
   QpLink* const l = find(to);
   return l && same(l->peer, sender) && l->instance == from.peer ? l : nullptr;
+}
+
+/// What waits in a channel may be heard when both ends have been reset, and connected again. Who names this generation has heard of it, and is
+/// the one at the other end from then on.
+bool is_of_this_connection(QpLink& l, const migr_links_name& to, const migr_links_name& sender) {
+  if (to.reserved && to.reserved != l.name.reserved) return false;
+  if (is_heard(l)) return sender.reserved == l.peer.reserved || (to.reserved && !sender.reserved);  // the latter: refused, and asked before it was heard
+  if (!to.reserved || !sender.reserved) return true;
+  l.peer.reserved = sender.reserved;
+  kick(state()->round_fd);
+  return true;
+}
+
+}  // namespace
+
+QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender) {
+  QpLink* const l = namesake(from, to, sender);
+  return l && is_of_this_connection(*l, to, sender) ? l : nullptr;
+}
+
+void greet(QpLink& l, Channel& channel) {
+  const std::uint64_t now = now_ns();
+  if (l.greeted_ns && (now - l.greeted_ns < kGreetAgainNs || !channel.has_room())) return;
+  l.greeted_ns = now;
+  tell(l, channel, kAsks);
 }
 
 bool is_premature(const migr_links_name& to, const migr_links_name& sender) {
@@ -881,7 +911,7 @@ bool is_premature(const migr_links_name& to, const migr_links_name& sender) {
 bool answer_unheard(const QpLink& l) {
   bool told = false;
   for (Side side = kHome; side < l.sides(); ++side)
-    if (Channel* c = standing(l, side)) tell(l, *c), told = true;
+    if (Channel* c = standing(l, side)) tell(l, *c, is_heard(l) ? 0u : kAsks), told = true;
   return told;
 }
 
@@ -1004,18 +1034,34 @@ void other_gave_up(QpLink& l, const StateRecord& record) {
   end_it(l, why + "; so does this one, and the application gets the errors", psn, nullptr);
 }
 
+/// Of the generation that this end has heard, or in answer to what a change has said: else it is of a connection before, or its sender is.
+void got_gone(Channel& from, const StateRecord& record) {
+  QpLink* const l = namesake(from, record.to, record.from);
+  if (!l) return;
+  const bool of_the_other_end = is_heard(*l) && record.from.reserved == l->peer.reserved;
+  if (!of_the_other_end && (l->stage != Stage::kChanging || record.to.reserved != l->name.reserved)) return;
+  cm::Engine* const engine = record.flags & kParted ? cm::engine() : nullptr;
+  if (engine) engine->ended(cm::name_of(*l->q));
+  if (l->stage != Stage::kBroken) other_gave_up(*l, record);
+}
+
+/// The answer names the generation that has asked. No answer: this one is about to be connected again, or says STATE itself.
+void got_question(Channel& from, const StateRecord& record) {
+  QpLink* const l = addressee(from, record.to, record.from);
+  if (!l) return;
+  if (l->stage == Stage::kBroken) return refuse(from, record.from, record.to, l, l->epoch);
+  if (l->stage == Stage::kChanging && !switched(*l)) return;
+  send_state(from, {.to = record.from, .from = l->name, .epoch = l->epoch, .serial = l->path.serial, .executed = l->executed, .flags = is_heard(*l) ? 0u : kAsks});
+}
+
 }  // namespace
 
 void got_state(Channel& from, const StateRecord& record) {
   if (is_premature(record.to, record.from)) return;
+  if (record.flags & kGone) return got_gone(from, record);
+  if (record.flags & kAsks) return got_question(from, record);
   QpLink* const l = addressee(from, record.to, record.from);
   Side side = kHome;
-  if (record.flags & kGone) {
-    cm::Engine* const engine = l && record.flags & kParted ? cm::engine() : nullptr;
-    if (engine) engine->ended(cm::name_of(*l->q));
-    if (l && l->stage != Stage::kBroken) other_gave_up(*l, record);
-    return;
-  }
   if (!l || l->stage == Stage::kBroken || !side_of(*l, record.epoch & kLinkMask, side))
     return refuse(from, record.from, record.to, l, record.epoch);
   if (record.epoch < l->epoch) {

@@ -15,7 +15,7 @@ namespace migr::links {
 
 enum MessageType : std::uint16_t { kKeysMessage = 1, kStateMessage, kPathMessage, kDrainMessage, kByeMessage, kHeardMessage, kAtomicMessage, kAnswerMessage, kSpareMessage, kTakeMessage, kWantMessage };
 
-constexpr std::uint16_t kMessageVersion = 2;
+constexpr std::uint16_t kMessageVersion = 3;
 constexpr std::size_t kMostKeys = 1u << 20;  ///< of a peer's memory on a link: as many as a process answers migrd with (control.cc)
 
 struct MessageHead {
@@ -31,9 +31,11 @@ enum StateFlags : std::uint32_t {
   kGone = 1u << 0,   ///< the sender's end has given up: the application gets its errors
   kFinal = 1u << 1,  ///< with kGone: it executes nothing more, so `executed` stays as it is. Else how far it got is not known
   kParted = 1u << 2, ///< with kGone: the application has ended the connection that librdmacm has made
+  kAsks = 1u << 3,   ///< no change: the sender has not heard of this vQP yet, and wants its STATE
 };
 
-/// In all of these `to` is the vQP at the receiver's end, `from` the sender's.
+/// In all of these `to` is the vQP at the receiver's end, `from` the sender's. `reserved` of both is the generation: a vQP that is connected
+/// anew, after a reset, has the same name and a higher one. Of `to` it is as the sender has heard it, 0: not yet.
 struct StateRecord {
   migr_links_name to, from;
   std::uint32_t epoch;   ///< of the change that has begun

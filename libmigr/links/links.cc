@@ -94,7 +94,7 @@ void forget_qp(QpLink& l) {
     l.q->link = nullptr;  // who posts looks for it with that lock
   }
   remove(l.bell, *l.q->context);
-  if (l.told) the_state->to_withdraw.push_back(l.name);
+  if (l.told) the_state->to_withdraw.push_back(without_generation(l.name));
   std::erase(the_state->qps, &l);
   the_state->by_id.erase(l.id);
   if (const auto found = the_state->by_name.find(key_of(l.name)); found != the_state->by_name.end() && found->second == &l) the_state->by_name.erase(found);
@@ -455,7 +455,7 @@ namespace {
 /// that are relayed.
 bool may_give_up(QpLink& l) {
   if (l.stage == Stage::kBroken) return true;  // it stays where it is
-  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.found && (l.unheard || l.instance != Peer{}));
+  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.agreed && (l.unheard || l.instance != Peer{}));
   if (relays_there || leaves_home(l) || !l.traps.empty() || l.q->phase != switchover::Phase::kRunning) return false;
   std::lock_guard guard(l.lock);
   return !l.wanted && l.hidden.empty();

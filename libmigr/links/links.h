@@ -173,7 +173,7 @@ struct QpLink {
   std::uint64_t id = 0;  ///< of its process
   QpShadow* q = nullptr;
   Twin* twin = nullptr;
-  migr_links_name name{}, peer{};
+  migr_links_name name{}, peer{};  ///< with generations: channel.h
   migr_links_path first[2]{};  ///< paths that it began with, as others are told of them: at home; ahead, if it is
   bool told = false;           ///< published
   std::uint32_t told_links = 0;  ///< of that, where it can go, by bit
@@ -182,12 +182,15 @@ struct QpLink {
   bool pooled = false;         ///< it may be one of a pool: both ends have one
   bool begun = false;          ///< nothing has to come by the directory any more: the rest is told over channels
   bool found = false;          ///< by the directory: of the next three the other end's are known
+  std::uint32_t atomics_there = 0;  ///< how the other end wants its atomics
+  bool agreed = false;         ///< so whether this one relays is settled
   unsigned peer_home = 0;      ///< link that the other end was born on
   std::uint32_t peer_links = 0;  ///< where it can go, by bit; 0: it has not said so
   unsigned asked_again = 0;      ///< so often for that, since it was told something else
   ibv_gid_entry home_gid{};    ///< its address on its default link, as it was when a path was made there last
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end, as the directory says; zero: not known yet
+  std::uint64_t greeted_ns = 0;  ///< when it was told last that this one is there
   bool unheard = false;        ///< somebody has spoken as that one, who is to say it again: told how it stands here once it is known
   std::vector<Leg> legs;       ///< by side
   std::deque<Trap> traps;

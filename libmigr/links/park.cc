@@ -126,7 +126,7 @@ void withdraw_before_casting_off(Directory& directory) {
     for (QpLink* l : state()->qps)
       if (l->told && has_to_cast_off(*l)) f(*l);
   };
-  each([&](const QpLink& l) { names.push_back(l.name); });
+  each([&](const QpLink& l) { names.push_back(without_generation(l.name)); });
   if (names.empty() || directory.withdraw(names)) return;
   each([&](QpLink& l) { l.told = std::none_of(names.begin(), names.end(), [&](const migr_links_name& n) { return same(n, l.name); }); });
 }
@@ -145,7 +145,7 @@ bool leave_links(Directory& directory) {
     if (!s.parking_why.empty() || !settled(s.qps) || !not_at_home().empty()) return true;
     withdrawn.swap(s.to_withdraw);
     for (QpLink* l : s.qps)
-      if (std::exchange(l->told, false)) withdrawn.push_back(l->name);
+      if (std::exchange(l->told, false)) withdrawn.push_back(without_generation(l->name));
   }
   // Before BYE: the partners make their ends anew, and are not to find what is being given back.
   if (!withdrawn.empty()) directory.withdraw(withdrawn);

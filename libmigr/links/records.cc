@@ -20,7 +20,7 @@ std::uint32_t links_of(const QpLink& l) {
 
 migr_links_vqp record_of(const QpLink& l) {
   migr_links_vqp out{};
-  out.name = l.name;
+  out.name = without_generation(l.name);
   out.policy = static_cast<std::uint32_t>(l.twin->policy);
   out.default_link = l.twin->home->index;
   out.making = static_cast<std::uint16_t>(l.twin->paths);
@@ -92,7 +92,7 @@ bool carries_without_backup(QpLink& l) {
 
 migr_links_vqp_state state_of(QpLink& l, Side next) {
   migr_links_vqp_state out{};
-  out.name = l.name;
+  out.name = without_generation(l.name);
   out.epoch = l.epoch;
   out.link = l.leg().link->index;
   constexpr migr_links_vqp_phase kPhase[] = {MIGR_LINKS_VQP_MAKING, MIGR_LINKS_VQP_READY, MIGR_LINKS_VQP_SWITCHING,
@@ -100,8 +100,9 @@ migr_links_vqp_state state_of(QpLink& l, Side next) {
   out.phase = carries_without_backup(l) ? MIGR_LINKS_VQP_MAKING : kPhase[static_cast<int>(l.stage)];
   const char* why = l.why.c_str();
   if (l.why.empty() && l.stage == Stage::kMaking)
-    why = next == l.on ? why_nowhere(l) : lacks_path(l, next) ? "waits for the other end"
-                                                              : "waits for memory";
+    why = next == l.on ? why_nowhere(l) : !is_heard(l)      ? "the other end has not answered yet"
+                                      : lacks_path(l, next) ? "waits for the other end"
+                                                            : "waits for memory";
   if (!*why && l.stage == Stage::kReady && !memory_is_there(l, next)) why = "waits for memory";  // registered since
   std::string small;
   if (!*why && l.stage == Stage::kReady) {  // its next cut will refuse

@@ -369,8 +369,8 @@ bool agree(QpLink& l, std::uint32_t atomics_there) {
 
 const char* why_direct(const QpLink& l) {
   if (l.relays || !l.twin->wants_relayed) return "";
-  return l.twin->policy != Policy::kExact ? "atomics go direct: the policy is not exact" : l.found ? "atomics go direct: the other end says so"
-                                                                                                   : "";
+  return l.twin->policy != Policy::kExact ? "atomics go direct: the policy is not exact" : l.agreed ? "atomics go direct: the other end says so"
+                                                                                                    : "";
 }
 
 bool rest_relay(QpLink& l) {

@@ -288,7 +288,7 @@ class Round {
       std::lock_guard guard(Registry::get().lock);
       const auto is_missing = [](const QpLink& l) { return l.told && ((!(has_begun(l) && l.found) && ((l.stage == Stage::kMaking && !is_to_itself(l)) || wants_word(l))) || asks_again(l)); };
       for (const QpLink* l : next_few(state()->qps, &QpLink::asked_ns, MIGR_LINKS_MAX_RECORDS / 8, is_missing)) {
-        names.push_back(l->peer);
+        names.push_back(without_generation(l->peer));
         ids.push_back(l->id);
       }
     }
@@ -344,10 +344,7 @@ class Round {
       l.why = "its ends have different default links";
       return;
     }
-    if (!agree(l, found.vqp.atomics)) {  // it is asked again
-      l.why = "waits for the end of an ibv_wr_* session";
-      return;
-    }
+    l.atomics_there = found.vqp.atomics;
     l.found = true;
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     if (begun) return;  // the other end was faster, and has asked for a path
@@ -455,9 +452,10 @@ class Round {
       for (QpLink* l : state()->qps) {
         if (l->unheard && l->found && answer_unheard(*l)) l->unheard = false;
         look_at_backup(*l);
+        if (l->stage == Stage::kReady) (void)agrees(*l);  // in a change it came to that without us
         const Side next = next_side(*l);
         if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
-        waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->unheard && l->stage != Stage::kBroken);
+        waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->found && !l->agreed && l->stage == Stage::kReady) || (l->unheard && l->stage != Stage::kBroken);
         lacks_links_ = lacks_links_ || lacks_links(*l);
         waiting = waiting || lacks_channel(*l);
         states.push_back(state_of(*l, next));
@@ -504,10 +502,21 @@ class Round {
     return (l.stage == Stage::kMaking && !is_to_itself(l)) || (l.stage == Stage::kReady && lacks_path(l, next));
   }
 
+  /// Atomics are not relayed to whom knows nothing of this vQP: they would wait until it does. @return false: not yet
+  static bool agrees(QpLink& l) {
+    if (!l.agreed && l.found && is_heard(l)) l.agreed = agree(l, l.atomics_there);
+    return l.agreed;
+  }
+
   static void look_at_backup(QpLink& l) {
     const Side next = next_side(l);
     if (next == l.on || !is_incomplete(l, next) || !has_begun(l)) return;
     l.why.clear();
+    if (!is_heard(l)) return greet(l, *standing(l, next));
+    if (!agrees(l)) {
+      l.why = "waits for the end of an ibv_wr_* session";
+      return;
+    }
     if (lacks_path(l, next)) return ask_for_path(l, next, *standing(l, next));
     if (!memory_is_there(l, next)) return;
     relieve(l);

@@ -124,6 +124,7 @@ bool make_backup(Twin& t) {
     l->executed.link = l->peer_home = t.home->index;
     const bool again = follow_former(*l);
     if (!again) l->id = state()->next_id++;
+    l->name.reserved = static_cast<std::uint32_t>(l->id);
     l->ahead = t.paths == Paths::kCached;
     std::string why;
     if (l->ahead && !make_half(*l, first, again ? l->legs[first].newest + 1 : 0, why)) {

@@ -96,6 +96,8 @@ QpLink* find(std::uint64_t id);
 /// One more, with id and name.
 void keep(std::unique_ptr<QpLink> l);
 bool same(const migr_links_name& a, const migr_links_name& b);
+/// As migrd knows it: without a generation.
+inline migr_links_name without_generation(migr_links_name name) { return name.reserved = 0, name; }
 void set_stage(QpLink& l, Stage stage);
 void be_at(QpLink& l, Stage stage);  ///< the same. Caller holds l.lock
 /// Which contexts' connections go on without the default link.
@@ -227,6 +229,10 @@ bool tell_gone(const QpLink& l, std::uint32_t flags = 0);
 bool tell_parted(const QpLink& l);
 /// Whom a message is about. Null: nobody
 QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_links_name& sender);
+/// The other end has spoken to this one, by its generation: each knows of the other.
+inline bool is_heard(const QpLink& l) { return l.peer.reserved; }
+/// Before it counts as protected: says that it is there, and asks for the other end's word. Not more often than is of use.
+void greet(QpLink& l, Channel& channel);
 /// The directory has not said yet who the other end is. Anybody may speak as that one: nothing of it is done before, and the directory is asked at once.
 bool is_premature(const migr_links_name& to, const migr_links_name& sender);
 /// The other end is known by now: it hears how it stands here, and says again what this end does not know. @return false: there is no channel yet

@@ -80,6 +80,9 @@ class Channels : public testing::Test {
     init.qp_type = IBV_QPT_RC;
     qp_ = ibv_create_qp(pd, &init);
     ASSERT_NE(qp_, nullptr);
+    ASSERT_NO_FATAL_FAILURE(connect_qp());
+  }
+  void connect_qp() {
     ibv_qp_attr a{};
     a.port_num = 1;
     a.path_mtu = IBV_MTU_1024;
@@ -104,6 +107,7 @@ class Channels : public testing::Test {
       const auto guard = locked();
       for (const Peer& peer : {kRight, kOther})
         while (Channel* const c = state() ? find_channel(peer, link()) : nullptr) destroy_channel(c);
+      if (vqp()) store_withdraw(&vqp()->peer, 1);
     }
     if (qp_) {
       EXPECT_EQ(ibv_destroy_qp(qp_), 0);
@@ -132,6 +136,27 @@ class Channels : public testing::Test {
     out.path.qpn = 0x99;
     out.path.mtu = IBV_MTU_512;
     return out;
+  }
+  /// migrd names kRight as the other end from now on.
+  void name_right() {
+    migr_links_vqp record{};
+    {
+      const auto guard = locked();
+      std::memcpy(record.name.gid, vqp()->peer.gid, sizeof record.name.gid);
+      record.name.vqpn = vqp()->peer.vqpn;
+    }
+    record.making = MIGR_LINKS_REBUILD;
+    record.links = 3;
+    store_publish(kRight.data(), &record, 1);
+    ASSERT_TRUE(wait_for([&] {
+      const auto guard = locked();
+      return vqp() && vqp()->instance == kRight;
+    }));
+  }
+  /// Of that generation of the other end.
+  static StateRecord from(std::uint32_t generation, StateRecord record) {
+    record.from.reserved = generation;
+    return record;
   }
   static StateRecord word(const QpLink& l, std::uint32_t flags) { return {.to = l.name, .from = l.peer, .epoch = 1 << 3 | 1, .serial = 1, .executed = {}, .flags = flags}; }
 
@@ -181,7 +206,7 @@ TEST_F(Channels, NobodyIsTakenForTheOtherEndWhomTheDirectoryDoesNotName) {
   QpLink& l = *vqp();
   ASSERT_EQ(said(*right).back(), kStateMessage) << "so that it says its own once more";
   EXPECT_EQ(last<StateRecord>(*right).epoch, 0u);
-  EXPECT_EQ(last<StateRecord>(*right).flags, 0u);
+  EXPECT_EQ(last<StateRecord>(*right).flags, std::uint32_t{kAsks});
   got_path(*other, path(l, 6));
   EXPECT_EQ(said(*other).back(), kStateMessage);
   EXPECT_EQ(last<StateRecord>(*other).flags, std::uint32_t{kGone});
@@ -193,6 +218,76 @@ TEST_F(Channels, NobodyIsTakenForTheOtherEndWhomTheDirectoryDoesNotName) {
   EXPECT_EQ(l.epoch, 0u);
   got_state(*right, word(l, 0));
   EXPECT_EQ(l.epoch, 1u << 3 | 1);
+}
+
+TEST_F(Channels, NoneIsProtectedBeforeTheOtherEndHasAnsweredIt) {
+  constexpr std::uint32_t kThere = 5;
+  ASSERT_NO_FATAL_FAILURE(connect());
+  Channel* right;
+  {
+    const auto guard = locked();
+    right = &channel_of(kRight);
+  }
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  EXPECT_TRUE(wait_for([&] {
+    const auto guard = locked();
+    return !right->waiting.empty() && last<StateRecord>(*right).flags == kAsks;
+  })) << "the other end is not asked";
+  {
+    const auto guard = locked();
+    QpLink& l = *vqp();
+    EXPECT_EQ(last<StateRecord>(*right).from.reserved, l.name.reserved);
+    EXPECT_EQ(last<StateRecord>(*right).to.reserved, 0u);
+    EXPECT_EQ(l.stage, Stage::kMaking);
+    StateRecord answer = from(kThere, word(l, 0));
+    answer.epoch = answer.serial = 0;
+    got_state(*right, answer);
+  }
+  EXPECT_TRUE(wait_for([&] {
+    const auto guard = locked();
+    return vqp()->stage == Stage::kReady;
+  })) << "the other end has answered";
+}
+
+TEST_F(Channels, WhatWasSaidOfAConnectionBeforeDoesNotEndTheNext) {
+  constexpr std::uint32_t kBefore = 5, kNow = 6;
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  StateRecord gone, change;
+  {
+    const auto guard = locked();
+    QpLink& l = *vqp();
+    gone = from(kBefore, word(l, kGone | kFinal)), change = from(kBefore, word(l, 0));
+  }
+  ibv_qp_attr a{};
+  a.qp_state = IBV_QPS_RESET;
+  ASSERT_EQ(ibv_modify_qp(qp_, &a, IBV_QP_STATE), 0);
+  ASSERT_NO_FATAL_FAILURE(connect_qp());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  Channel& right = channel_of(kRight);
+  ASSERT_GT(l.name.reserved, gone.to.reserved);
+  const auto stays = [&] { return l.stage == Stage::kMaking && l.epoch == 0; };
+  got_state(right, gone);
+  EXPECT_TRUE(stays()) << "they waited for both ends to be connected anew";
+  gone.to.reserved = 0;
+  got_state(right, gone);
+  EXPECT_TRUE(stays()) << "its sender had heard nothing of the connection before";
+  got_state(right, change);
+  EXPECT_TRUE(stays()) << "a change of the connection before";
+  EXPECT_EQ(last<StateRecord>(right).flags, std::uint32_t{kGone});
+  EXPECT_EQ(last<StateRecord>(right).to.reserved, kBefore) << "which alone is gone";
+  EXPECT_EQ(last<StateRecord>(right).from.reserved, change.to.reserved);
+  got_state(right, from(kNow, word(l, kAsks)));
+  EXPECT_EQ(last<StateRecord>(right).to.reserved, kNow);
+  EXPECT_EQ(l.peer.reserved, kNow);
+  got_state(right, gone);
+  got_state(right, from(kNow + 1, word(l, kAsks)));
+  EXPECT_TRUE(stays());
+  EXPECT_EQ(l.peer.reserved, kNow);
+  got_state(right, from(kNow, word(l, kGone)));
+  EXPECT_EQ(l.stage, Stage::kBroken) << "of this one";
 }
 
 ibv_wc arrives;
