@@ -421,6 +421,13 @@ void end_drift(QpShadow& q, bool forgets) {
   if (switchover::give_up_path(q, why)) say(q, why);
 }
 
+/// Nothing is hidden, and what threads that poll find from now on is the application's at once. @return false: something is
+bool hides_no_more(QpLink& l) {
+  std::lock_guard guard(l.lock);
+  if (l.hidden.empty()) be_at(l, Stage::kBroken);
+  return l.hidden.empty();
+}
+
 }  // namespace
 
 void leave(QpShadow& q, ibv_qp_state to) {
@@ -434,15 +441,10 @@ void leave(QpShadow& q, ibv_qp_state to) {
   if (!l) return;
   stop_change(*l);
   if (to == IBV_QPS_ERR) {  // before what the device is about to flush; nobody else comes for it
-    std::vector<Hidden> seen;
-    {
-      std::lock_guard guard(l->lock);
-      seen.swap(l->hidden);
-    }
-    give_back(q, std::move(seen));
+    while (!hides_no_more(*l)) give_back(q, take_hidden(q));
     flush_relay(*l);
   }
-  if (has_changed(*l) && to == IBV_QPS_ERR) return set_stage(*l, Stage::kBroken);  // on the link that it is on
+  if (has_changed(*l) && to == IBV_QPS_ERR) return;  // on the link that it is on
   ibv_qp* const home = born_with(*l);  // peers will be told its number
   if (has_changed(*l)) switchover::take_back_path(q, home);
   destroy_paths(*l, home);

@@ -342,6 +342,39 @@ TEST_F(Channels, KeysAreNoMoreThanAProcessMayHave) {
     EXPECT_TRUE(hears(*c, {{.home = 0, .vrkey = 1, .prkey = 2 + i}, {.home = 0, .vrkey = 2, .prkey = 0}})) << "of the same one";
 }
 
+// A thread that polls finds the next error of a path that has failed while another one takes its QP out of its connection.
+TEST_F(Channels, NoErrorIsHiddenWhereItsQpIsClosed) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  CqShadow elsewhere{};  // whose lock is the point at which the other thread stands
+  std::thread closer;
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  QpShadow& q = *l.q;
+  ibv_wc error{};
+  error.status = IBV_WC_WR_FLUSH_ERR;
+  error.qp_num = q.pqpn();
+  set_stage(l, Stage::kReady);
+  l.hidden.push_back({&elsewhere, error});
+  std::unique_lock held(elsewhere.lock);
+  closer = std::thread([&] { leave(q, IBV_QPS_ERR); });  // as one that has the Registry's lock
+  EXPECT_TRUE(wait_for([&] {
+    std::lock_guard of(l.lock);
+    return l.hidden.empty();
+  }));
+  bool hides;
+  error.wr_id = 17;
+  {
+    std::lock_guard of(q.send_cq->lock);
+    hides = take_error(*q.send_cq, error, kHome);
+  }
+  held.unlock();
+  closer.join();
+  ASSERT_EQ(q.link, nullptr);
+  auto& fake = q.send_cq->fake;
+  EXPECT_TRUE(!hides || (fake.size() == 1 && fake[0].wr_id == 17)) << "nobody would come for it";
+  fake.clear();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) { run_and_leave(argc, argv, folder()); }
