@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "control.h"
+#include "links/links.h"
 #include "objects.h"
 #include "path.h"
 #include "switchover/switchover.h"
@@ -74,9 +75,11 @@ void moved() {
 void met(QpShadow& q, std::span<const migr_key_map> keys) {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> pairs;
   for (const migr_key_map& key : keys) pairs.emplace_back(key.vrkey, key.prkey);
+  const bool counts = links::met(q);
   std::lock_guard guard(q.lock);
   if (!keys.empty()) q.peer = std::to_array(keys[0].owner);
   q.peer_context = 0;  // until it moves again
+  if (!counts) return;
   exchange_keys(q, pairs.empty() ? nullptr : std::make_shared<const RemoteKeys>(pairs));
   path::translate_keys(q, kTranslateRemote);
 }

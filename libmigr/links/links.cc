@@ -237,6 +237,15 @@ void modified(QpShadow& q, const ibv_qp_attr& attr, int mask) {
   if (q.link) change_next(*q.link, attr, mask);
 }
 
+bool met(QpShadow& q) {
+  QpLink* const l = q.link;
+  if (!l) return true;
+  l->home_bits |= kTranslateRemote;
+  // What is posted with other keys cannot be told apart when it comes late. Where a session is open, rounds try again.
+  if (!(q.state.load(std::memory_order_relaxed) & kTrapped) && !trap_posts(q)) changed();
+  return l->on == kHome;
+}
+
 bool between_paths(QpShadow& q) {
   QpLink* const l = q.link;
   if (!l || (l->stage != Stage::kReady && l->stage != Stage::kDraining && l->stage != Stage::kChanging)) return false;

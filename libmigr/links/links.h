@@ -249,6 +249,9 @@ int made(MrShadow& mr);
 void kick(int eventfd);
 void changed();                  ///< PDs, CQs, QPs: the next round looks
 void modified(QpShadow& q, const ibv_qp_attr& attr, int mask);
+/// The other end's memory is called otherwise on the default link than the application calls it: so it will be when `q` comes back there, too.
+/// Not under q.lock. @return false: it is on another link, whose names are those of its channels
+bool met(QpShadow& q);
 /// Its path has failed, or is cut, and takes no attributes; the next one will. Where nobody has noticed that yet it is changed now.
 bool between_paths(QpShadow& q);
 /// How long a change may take.

@@ -453,6 +453,7 @@ class Round {
         if (l->unheard && l->found && answer_unheard(*l)) l->unheard = false;
         look_at_backup(*l);
         if (l->stage == Stage::kReady) (void)agrees(*l);  // in a change it came to that without us
+        if (!trap_late(*l)) waiting = true;
         const Side next = next_side(*l);
         if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
         waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->found && !l->agreed && l->stage == Stage::kReady) || (l->unheard && l->stage != Stage::kBroken);
@@ -506,6 +507,12 @@ class Round {
   static bool agrees(QpLink& l) {
     if (!l.agreed && l.found && is_heard(l)) l.agreed = agree(l, l.atomics_there);
     return l.agreed;
+  }
+
+  /// A session was open on its path when the other end was met, in met(). @return false: one is still
+  static bool trap_late(QpLink& l) {
+    const bool free = !(l.q->state.load(std::memory_order_relaxed) & kTrapped);
+    return l.stage != Stage::kReady || l.on != kHome || posts_freely(l) || !free || trap_posts(*l.q);
   }
 
   static void look_at_backup(QpLink& l) {

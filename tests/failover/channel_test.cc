@@ -18,6 +18,7 @@
 #include "../../libmigr/links/config.h"
 #include "../../libmigr/links/state.h"
 #include "../../libmigr/shadow.h"
+#include "../../libmigr/whereabouts.h"
 #include "leave.h"
 #include "store.h"
 
@@ -340,6 +341,26 @@ TEST_F(Channels, KeysAreNoMoreThanAProcessMayHave) {
   c = &channel_of(kOther);
   for (std::uint32_t i = 0; i < 3; ++i)
     EXPECT_TRUE(hears(*c, {{.home = 0, .vrkey = 1, .prkey = 2 + i}, {.home = 0, .vrkey = 2, .prkey = 0}})) << "of the same one";
+}
+
+// The process at the other end had moved before it was connected to, and says what its memory is called when this end has a backup already.
+TEST_F(Channels, KeysOfWhoHadMovedBeforeAreThoseOfTheDefaultLinkForGood) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  QpShadow& q = *l.q;
+  const migr_key_map first{.vrkey = 0x100, .prkey = 0x200, .owner = {}}, second{.vrkey = 0x100, .prkey = 0x300, .owner = {}};
+  EXPECT_TRUE(posts_freely(l));
+  whereabouts::met(q, {&first, 1});
+  EXPECT_FALSE(posts_freely(l));
+  EXPECT_TRUE(q.state & kTrapped);
+  release_traps(l, 0);
+  EXPECT_TRUE(q.state & kTranslateRemote) << "as after it has been on another link";
+  EXPECT_EQ(q.remote_keys->physical(0x100), 0x200u);
+  l.on = 1;
+  whereabouts::met(q, {&second, 1});
+  l.on = kHome;
+  EXPECT_EQ(q.remote_keys->physical(0x100), 0x200u) << "on another link its own names count";
 }
 
 // A thread that polls finds the next error of a path that has failed while another one takes its QP out of its connection.

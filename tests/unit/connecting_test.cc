@@ -12,6 +12,7 @@
 
 #include "../../libmigr/control.h"
 #include "../../libmigr/kernel_link.h"
+#include "../../libmigr/links/links.h"
 #include "../../libmigr/objects.h"
 #include "../../libmigr/path.h"
 #include "../../libmigr/switchover/switchover.h"
@@ -36,6 +37,9 @@ const Context* keys_asked_of = nullptr;
 void keys_of(const Context& context, std::vector<migr_key_map>&) { keys_asked_of = &context; }
 void destroy_old_paths() {}
 }  // namespace switchover
+namespace links {
+bool met(QpShadow&) { return true; }
+}  // namespace links
 RemoteKeys::RemoteKeys(const std::vector<std::pair<std::uint32_t, std::uint32_t>>&, bool) {}
 
 /// Destroyed after what whereabouts.cc has: this file is linked before it.
