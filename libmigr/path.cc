@@ -350,6 +350,7 @@ bool pop_fake(CqShadow& c, ibv_wc& wc) {
   if (c.fake.empty()) return false;
   wc = c.fake.front();
   c.fake.pop_front();
+  if (c.given_back) --c.given_back;
   return true;
 }
 
@@ -389,21 +390,28 @@ MIGR_COLD int poll_fake(CqShadow& c, int entries, ibv_wc* wc) noexcept {
 int take(CqShadow& c, const ibv_wc& wc, links::Side side);
 
 /// There is an error among `n` completions of the direct path: those that are the path's are taken out. What lies behind them comes in their
-/// place: who has armed the CQ and finds nothing goes to sleep, and no event tells of what was there before.
+/// place: who has armed the CQ and finds nothing goes to sleep, and no event tells of what was there before. But errors that were hidden, and
+/// have come to the fake CQ since, are older than all of them; what other threads have taken from the device since is newer. @return how many are the application's, whose QP numbers are virtual
 MIGR_COLD int take_errors(CqShadow& c, int n, ibv_wc* wc) noexcept {
   std::lock_guard guard(c.lock);
   int left = 0;
   for (int i = 0;;) {
     for (; i < n; ++i) {
       if (wc[i].status != IBV_WC_SUCCESS && take(c, wc[i], false) >= 0) continue;
-      if (left != i) wc[left] = wc[i];
+      wc[left] = wc[i];
+      wc[left].qp_num = virtual_qpn(c, wc[i].qp_num);
       ++left;
     }
+    if (!c.fake.empty()) break;
     const int more = left < n ? c.real_poll(c.real, n - left, wc + left) : 0;
     if (more <= 0) return left;
     i = left;
     n = left + more;
   }
+  c.fake.insert(c.fake.begin() + static_cast<std::ptrdiff_t>(std::min(c.given_back, c.fake.size())), wc, wc + left);
+  for (left = 0; left < n && pop_fake(c, wc[left]);) ++left;
+  if (!c.fake.empty()) c.state.fetch_or(kFakeCq, std::memory_order_relaxed);
+  return left;
 }
 
 /// What a thread is in: the protected CQ that it polls, the protected QP of its ibv_wr_* session. Plain stores: whoever has
@@ -445,11 +453,17 @@ MIGR_COLD Note* new_note() noexcept {
   return this_note = n;
 }
 
-/// What of them an error is goes to where it belongs. @return how many are the application's
-MIGR_INLINE int without_errors(CqShadow& c, int n, ibv_wc* wc) {
+MIGR_INLINE bool has_error(int n, const ibv_wc* wc) {
   for (int i = 0; i < n; ++i)
     if (wc[i].status != IBV_WC_SUCCESS) [[unlikely]]
-      return take_errors(c, n, wc);
+      return true;
+  return false;
+}
+
+/// What of them an error is goes to where it belongs. @return how many are the application's
+MIGR_INLINE int without_errors(CqShadow& c, int n, ibv_wc* wc) {
+  if (has_error(n, wc)) [[unlikely]]
+    return take_errors(c, n, wc);
   return n;
 }
 
@@ -464,9 +478,12 @@ MIGR_INLINE int poll_noted(CqShadow& c, int entries, ibv_wc* wc) noexcept {
     me->cq.store(nullptr, std::memory_order_release);
     return poll_fake(c, entries, wc);
   }
-  const int n = without_errors(c, c.real_poll(c.real, entries, wc), wc);
+  int n = c.real_poll(c.real, entries, wc);
+  const bool failed = has_error(n, wc);
+  if (failed) [[unlikely]]
+    n = take_errors(c, n, wc);
   me->cq.store(nullptr, std::memory_order_release);
-  for (int i = 0; i < n; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
+  for (int i = 0; i < n && !failed; ++i) wc[i].qp_num = virtual_qpn(c, wc[i].qp_num);
   return n;
 }
 

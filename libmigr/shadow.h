@@ -320,6 +320,7 @@ struct alignas(64) CqShadow {
   /* the rest */
   std::mutex lock;
   std::deque<ibv_wc> fake;  ///< fake CQ: completions taken from the provider, already virtual
+  std::size_t given_back;   ///< of `fake`, from its head: where the last error lies that was hidden, and is the application's now
   std::mutex ex_lock;  ///< of the session on the fake CQ, which is one thread's at a time, as on the provider's. Before `lock`
   unsigned rests;    ///< polls in a row that found nothing under kRestingCq
   unsigned markers;  ///< drain and event markers whose completion was not seen yet

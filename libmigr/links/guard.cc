@@ -89,6 +89,7 @@ void deliver(QpShadow& q, std::vector<Hidden> all) {
     h.cq->state.fetch_or(kFakeCq, std::memory_order_relaxed);
     if (path::complete_stand_in(*h.cq, h.wc) < 0) h.cq->fake.push_back(h.wc);
     else if (h.cq->markers) --h.cq->markers;
+    h.cq->given_back = h.cq->fake.size();
   }
 }
 
@@ -101,14 +102,20 @@ void give_back(QpShadow& q, std::vector<Hidden> all) {
   });
 }
 
+namespace {
+
+/// Nothing is hidden, and what threads that poll find from now on is the application's at once. @return false: `out`
+bool hides_no_more(QpShadow& q, std::vector<Hidden>& out) {
+  std::lock_guard guard(q.guard.lock);
+  out = std::exchange(q.guard.hidden, {});
+  if (out.empty()) q.guard.on = q.guard.failed = q.goes_on = false;
+  return out.empty();
+}
+
+}  // namespace
+
 void unguard(QpShadow& q) {
-  std::vector<Hidden> all;
-  {
-    std::lock_guard guard(q.guard.lock);
-    q.guard.on = q.guard.failed = q.goes_on = false;
-    all.swap(q.guard.hidden);
-  }
-  give_back(q, std::move(all));
+  for (std::vector<Hidden> all; !hides_no_more(q, all);) give_back(q, std::move(all));
 }
 
 void look_at_guard(QpShadow& q) {

@@ -130,6 +130,47 @@ TEST_F(Barrier, IsPassedBeforeWhoCutsLooksForPollers) {
   if (poller.joinable()) poller.join();
 }
 
+CqShadow* polled;
+
+ibv_wc error(std::uint64_t wr_id, std::uint32_t qpn) {
+  ibv_wc wc{};
+  wc.wr_id = wr_id;
+  wc.qp_num = qpn;
+  wc.status = IBV_WC_WR_FLUSH_ERR;
+  return wc;
+}
+
+/// Two, while another thread gives those back that were hidden before them, and takes from the device what comes behind them.
+int poll_behind_hidden(ibv_cq*, int, ibv_wc* wc) {
+  for (std::uint64_t id : {1, 2}) polled->fake.push_back(error(id, 5));
+  polled->given_back = 2;
+  for (std::uint64_t id : {5, 6}) polled->fake.push_back(error(id, 5));
+  polled->state.fetch_or(kFakeCq);
+  wc[0] = error(3, 5), wc[1] = error(4, 5);
+  polled->real_poll = [](ibv_cq*, int, ibv_wc*) { return 0; };
+  return 2;
+}
+
+TEST(Poller, FindsErrorsBehindThoseThatWereHiddenBeforeThemAndBeforeWhatOthersFindLater) {
+  constexpr std::uint32_t kTable[8] = {0, 0, 0, 0, 0, MIGR_QPN_VALID | 6, MIGR_QPN_VALID | 7, 0};
+  for (const std::uint32_t state : {std::uint32_t{kProtectedCq}, kProtectedCq | kTranslateQpn}) {
+    CqShadow c{};
+    polled = &c;
+    c.state = state;
+    c.qpn_table = kTable;
+    c.real_poll = poll_behind_hidden;
+    ibv_wc wc[2]{};
+    for (std::uint64_t id : {1, 3, 5}) {
+      EXPECT_EQ(path::poll_protected(&c.app, 2, wc), 2);
+      EXPECT_EQ(wc[0].wr_id, id);
+      EXPECT_EQ(wc[1].wr_id, id + 1);
+      EXPECT_EQ(wc[0].qp_num, id != 3 ? 5u : 6u) << "what lies in the fake CQ is named already";
+    }
+    EXPECT_EQ(path::poll_protected(&c.app, 2, wc), 0);
+    EXPECT_EQ(c.state, state) << "on the direct path again";
+  }
+}
+
 // As that of a process that was restored.
 TEST_F(Barrier, OfAnUnregisteredProcessIsPassedAllTheSame) {
   registered = false;
