@@ -543,7 +543,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
     case MIGR_MSG_KEYS:
       cm::note_ports(request.as<migr_key_map>());
       for (QpShadow* qp : registry.qps)
-        if (qp->phase == switchover::Phase::kSwitched || qp->phase == switchover::Phase::kRebound) qps.push_back(qp);
+        if ((qp->phase == switchover::Phase::kSwitched || qp->phase == switchover::Phase::kRebound) && !links::changing(*qp)) qps.push_back(qp);  // the latter: another switchover's
       if (qps.empty() && switchover::process_state() == MIGR_PROC_RUNNING) return;  // it has destroyed them
       if (qps.empty()) return answer.fail(EBUSY, "KEYS before SWITCH: no QP has changed its path");
       return finish(switchover::set_remote_keys(qps, request.as<migr_key_map>(), why));

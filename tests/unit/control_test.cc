@@ -133,7 +133,10 @@ int rebind(std::span<const migr_handle_map> maps, std::vector<migr_key_map>& out
   for (std::uint32_t i = 0; i < maps.size(); ++i) out.push_back({i, i, {}});
   return called("rebind", why);
 }
-int set_remote_keys(Qps, std::span<const migr_key_map>, std::string& why) { return called("keys", why); }
+int set_remote_keys(Qps qps, std::span<const migr_key_map>, std::string& why) {
+  fake.records = qps.size();
+  return called("keys", why);
+}
 int resume(Qps qps, std::vector<migr_resume_stat>&, std::string& why) {
   fake.records = qps.size();
   fake.state = MIGR_PROC_RUNNING;
@@ -489,6 +492,20 @@ TEST_F(Control, KeysReachWhatHasSwitchedOrWasRestored) {
     EXPECT_EQ(fake.calls, "keys ");
   }
   Registry::get().qps[1]->phase = switchover::Phase::kRunning;
+}
+
+TEST_F(Control, KeysDoNotReachWhatChangesItsLink) {
+  const auto& qps = Registry::get().qps;
+  qps[0]->phase = qps[1]->phase = switchover::Phase::kSwitched;
+  links::changes_link = qps[1];
+  EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, 0);
+  EXPECT_EQ(fake.records, 1u);
+  qps[0]->phase = switchover::Phase::kRunning;
+  fake.calls.clear();
+  EXPECT_EQ(ask(request(MIGR_MSG_KEYS), std::vector<migr_key_map>{{1, 2, {}}}).status, 0) << "nothing has switched";
+  EXPECT_EQ(fake.calls, "");
+  links::changes_link = nullptr;
+  qps[1]->phase = switchover::Phase::kRunning;
 }
 
 TEST_F(Control, ObjectsThatCannotMoveAreNamedByDescribe) {
