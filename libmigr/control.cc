@@ -551,6 +551,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       if (!named_qps(registry, request, qps, answer, true)) return;
       std::vector<migr_resume_stat> stats;
       const std::vector<cm::Path> restored = cm::restored_paths(qps);
+      std::erase_if(qps, [](const QpShadow* q) { return links::changing(*q); });  // resumed before, where that is said again: another switchover's now
       finish(switchover::resume(qps, stats, why));
       if (!answer.status) cm::resumed(std::to_array(self->instance), restored);
       registry.let_changes_go();

@@ -400,6 +400,14 @@ TEST_F(Control, ResumePassesOverWhatWasDestroyedMeanwhile) {
   EXPECT_EQ(fake.records, 0u) << "none is not all";
 }
 
+// migrd may have ended before it knew that it was heard: by then a link may have failed.
+TEST_F(Control, ResumeThatIsSaidAgainPassesOverWhatChangesItsLink) {
+  links::changes_link = Registry::get().qps[1];
+  EXPECT_EQ(ask(MIGR_MSG_RESUME).status, 0);
+  EXPECT_EQ(fake.records, 1u);
+  links::changes_link = nullptr;
+}
+
 TEST_F(Control, UnknownQpIsEnoentAndNothingHappens) {
   const migr_msg reply = ask(request(MIGR_MSG_SUSPEND), std::vector<migr_qp_ref>{{7, 0x10, 0, 0}, {7, 0x99, 0, 0}});
   EXPECT_EQ(reply.status, ENOENT);
