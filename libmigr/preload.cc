@@ -812,13 +812,29 @@ MIGR_EXPORT ibv_cq* ibv_create_cq(ibv_context* ctx, int cqe, void* cq_context, i
   return &shadow->app;
 }
 
+namespace {
+
+/// A call to the provider that may wait for a session of ibv_start_poll() on that CQ to end, while the session's thread waits for the Registry's lock:
+/// so that is given away meanwhile, and no checkpoint begins.
+template <class Call>
+auto beside_sessions(Registry& registry, std::unique_lock<std::mutex>& guard, const CqShadow& c, Call&& call) {
+  if (!c.real_ex) return call();
+  ++registry.ending;
+  const auto result = without_lock(guard, call);
+  --registry.ending;
+  registry.thawed.notify_all();
+  return result;
+}
+
+}  // namespace
+
 MIGR_EXPORT int ibv_resize_cq(ibv_cq* cq, int cqe) {
   Registry& registry = Registry::get();
   auto guard = registry.change();
   CqShadow* shadow = known(registry, cq);
   if (!shadow) return real().resize_cq(cq, cqe);
   int err = 0;
-  const auto resize = [&](int entries) { return !(err = real().resize_cq(shadow->real, entries)); };
+  const auto resize = [&](int entries) { return !(err = beside_sessions(registry, guard, *shadow, [&] { return real().resize_cq(shadow->real, entries); })); };
   const std::uint64_t least = cqe < 1 ? 0 : std::min<std::uint64_t>(links::room_of_protected(*shadow), INT_MAX);
   if (least <= static_cast<std::uint64_t>(cqe) || !resize(static_cast<int>(least))) make_roomy(*shadow->context, cqe, resize);
   shadow->app.cqe = shadow->real->cqe;
@@ -1086,9 +1102,10 @@ int destroy_paths(const QpShadow& q) {
 }
 
 /// Without the lock where there are backup links: it may wait for one that has failed, for seconds, and changes of paths of others do not wait
-/// for that.
+/// for that. Nor where its completions may be being read in a session, as in beside_sessions().
 int destroy(Registry& registry, QpShadow& q, std::unique_lock<std::mutex>& guard) {
-  if (!q.context->twin) return destroy_paths(q);
+  const bool beside = (q.send_cq && q.send_cq->real_ex) || (q.recv_cq && q.recv_cq->real_ex);
+  if (!q.context->twin && !beside) return destroy_paths(q);
   ++registry.ending;
   guard.unlock();
   const int err = destroy_paths(q);

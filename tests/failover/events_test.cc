@@ -905,6 +905,23 @@ TEST_P(Pollers, WhoCanSendNothingHasNothingToDrain) {
   expect_two(0);
 }
 
+// As librxe locks its CQ for as long: what its thread asks libmigr for meanwhile does not wait for who waits for its end.
+TEST_P(Pollers, ASessionThatResizingWaitsForMayCallTheLibrary) {
+  two(0);
+  ibv_poll_cq_attr attr{};
+  ASSERT_EQ(ibv_start_poll(ex_, &attr), 0);
+  expect(0);
+  auto resized = std::async(std::launch::async, [this] { return ibv_resize_cq(ibv_cq_ex_to_cq(ex_), 128); });
+  usleep(kSoonMs * 1000);
+  auto asked = std::async(std::launch::async, [this] { return ibv_dereg_mr(ibv_reg_mr(pd_, memory_, sizeof memory_, 0)); });
+  EXPECT_EQ(asked.wait_for(std::chrono::milliseconds(kPatienceMs)), std::future_status::ready);
+  ASSERT_EQ(ibv_next_poll(ex_), 0);
+  expect(1);
+  ibv_end_poll(ex_);
+  EXPECT_EQ(resized.get(), 0);
+  EXPECT_EQ(asked.get(), 0);
+}
+
 TEST_P(Pollers, ASessionIsOneThreadsAlsoWhileSuspended) {
   two(0);
   migrd.ask(MIGR_MSG_SUSPEND);

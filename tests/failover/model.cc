@@ -55,6 +55,7 @@ struct Cq {
   std::deque<ibv_wc> done;
   enum { kNot, kForSolicited, kForAll } armed = kNot;
   std::uint32_t reported = 0, acknowledged = 0;
+  std::atomic<bool> session = false;  // of ibv_start_poll()
 };
 
 struct Nic;
@@ -897,9 +898,13 @@ Cq* new_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel)
 ibv_cq_ex* create_cq_ex(ibv_context* c, ibv_cq_init_attr_ex* a) {
   if (!takes_events_at(c)) return nullptr;
   ibv_cq_ex& ex = new_cq(c, static_cast<int>(a->cqe), a->cq_context, a->channel)->ex;
-  ex.start_poll = [](ibv_cq_ex* x, ibv_poll_cq_attr*) { return next_poll(x); };
+  ex.start_poll = [](ibv_cq_ex* x, ibv_poll_cq_attr*) {
+    const int err = next_poll(x);
+    if (!err) reinterpret_cast<Cq*>(x)->session = true;
+    return err;
+  };
   ex.next_poll = next_poll;
-  ex.end_poll = [](ibv_cq_ex*) {};
+  ex.end_poll = [](ibv_cq_ex* x) { reinterpret_cast<Cq*>(x)->session = false; };
   ex.read_opcode = [](ibv_cq_ex* x) { return now_of(x).opcode; };
   ex.read_vendor_err = [](ibv_cq_ex* x) { return now_of(x).vendor_err; };
   ex.read_byte_len = [](ibv_cq_ex* x) { return now_of(x).byte_len; };
@@ -1257,6 +1262,7 @@ MODEL void model_most_cqes(int most) {
   most_cqes = most;
 }
 MODEL int ibv_resize_cq(ibv_cq* cq, int cqe) {
+  while (reinterpret_cast<Cq*>(cq)->session) usleep(1000);  // that has locked it
   std::lock_guard guard(lock);
   if (cqe > most_cqes) return EINVAL;
   cq->cqe = cqe;
