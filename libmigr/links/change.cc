@@ -255,6 +255,7 @@ void begin(QpLink& l, migr_links_cause cause, std::uint32_t epoch) {
   l.deadline_ns = l.noticed_ns + state()->config.switch_limit_ms * 1'000'000ull;
   if (holds_sends(l)) return give_up(l, "it is in SQD");
   l.sessions_until_ns = l.noticed_ns + kSessionLimitNs;
+  l.over = false;
   go_on(l);
 }
 
@@ -265,7 +266,7 @@ void doubt(const QpLink& l) {
 
 /// Because its path or its link has failed.
 void fail_over(QpLink& l, migr_links_cause cause) {
-  if (l.epoch >= kLastEpoch) return stop_change(l), give_up(l, "it has changed its link too often");  // its errors wait
+  if (l.epoch >= kLastEpoch) return stop_change(l, false), give_up(l, "it has changed its link too often");  // its errors wait
   l.led = false;
   doubt(l);
   begin(l, cause, next_epoch(l, some_other(l)));
@@ -293,8 +294,10 @@ void tell_off(const QpLink& l, Channel& to, std::uint32_t epoch, bool cast_off) 
 }
 
 void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch, bool cast_off = false) {
+  QpShadow* const one[] = {l.q};
   std::string why;
-  if (switchover::withhold(*l.q, why)) return say(l, why);
+  if (switchover::check_arcs(one, switchover::Phase::kSuspended, why)) return say(l, why);
+  (void)switchover::begin_to_withhold(*l.q);  // look_at_drain() asks again, and the Registry's lock is free meanwhile
   set_stage(l, Stage::kDraining);
   l.casting_off = cast_off;
   l.cause = cause;
@@ -302,21 +305,34 @@ void begin_drain(QpLink& l, migr_links_cause cause, std::uint32_t epoch, bool ca
   l.drain_epoch = epoch;
   l.drained_here = l.drained_there = false;
   l.off_ns = 0;
+  l.over = false;
   l.deadline_ns = now_ns() + kDrainLimitNs;
   tell_drain(l, false);
 }
 
-/// It stays where it is.
-void end_drain(QpLink& l, Stage then) {
+void end_drain_now(QpLink& l, Stage then) {
   QpShadow* const one[] = {l.q};
   std::vector<migr_resume_stat> ignored;
   std::string why;
+  l.over = false;
   if (std::exchange(l.casting_off, false) && then == Stage::kReady) then = Stage::kMaking;
   l.off_ns = 0;
   set_stage(l, then);
   l.stay_until_ns = now_ns() + std::min(kStayNs, kFirstStayNs << std::min(l.drains_ended++, 4u));
   kick(state()->round_fd);
   if (switchover::resume(one, ignored, why)) say(l, why);
+}
+
+/// It stays where it is. But what other threads have posted meanwhile waits for the end of a session that is open on its path: the provider has the
+/// queue locked until then, and the session's thread may be waiting for the Registry's lock.
+void end_drain(QpLink& l, Stage then) {
+  l.over = !switchover::begin_to_withhold(*l.q);
+  if (!l.over) end_drain_now(l, then);
+}
+
+/// A drain, or what is left of one at the end of its vQP.
+bool withholds(const QpLink& l) {
+  return (l.stage == Stage::kDraining || (l.stage == Stage::kBroken && l.over)) && l.q->phase == switchover::Phase::kSuspended && !l.q->adrift;
 }
 
 /// A QP that came later may have left its CQs too small for what a cut flushes: that is no reason to end what carries still.
@@ -368,8 +384,9 @@ void drain_ran_out(QpLink& l) {
 }
 
 void look_at_drain(QpLink& l) {
+  if (l.over) return end_drain(l, next_side(l) != l.on ? Stage::kReady : Stage::kMaking);
   if (holds_sends(l) && !l.off_ns) return drain_ran_out(l);
-  if (!l.drained_here) {
+  if (!l.drained_here && switchover::begin_to_withhold(*l.q)) {
     unsigned in_flight = 0;
     std::lock_guard guard(l.q->lock);
     l.drained_here = !provider::sends_in_queue(*l.q, in_flight) && !in_flight && (!l.casting_off || l.relay.asked.empty());
@@ -833,8 +850,17 @@ void give_up(QpLink& l, const std::string& why) {
   end_it(l, "its link failed, and there is no other: " + why + "; the application gets the errors", {}, nullptr);
 }
 
-void stop_change(QpLink& l) {
-  if (l.stage == Stage::kDraining) end_drain(l, Stage::kReady);
+void stop_change(QpLink& l, bool forgets) {
+  if (withholds(l)) {
+    const Stage then = l.stage == Stage::kBroken ? Stage::kBroken : Stage::kReady;
+    bool kept;
+    {
+      std::lock_guard guard(l.q->lock);
+      if (forgets) l.q->kept_sends.clear();
+      kept = !l.q->kept_sends.empty();
+    }
+    kept ? end_drain(l, then) : end_drain_now(l, then);
+  }
   if (l.stage == Stage::kChanging) give_up(l, "the application has closed it");
 }
 
@@ -1001,10 +1027,10 @@ void got_want(Channel& from, const WantRecord& record) {
 
 namespace {
 
-/// Before it is cut without a failure of its own. @return false: errors of its path have reached the application, or it has none
+/// Before it is cut without a failure of its own. @return false: errors of its path have reached the application, a session is open on it, or it has none
 bool may_be_cut(QpLink& l) {
   QpShadow& q = *l.q;
-  if (q.adrift || guarded(q) || (q.phase != switchover::Phase::kRunning && l.stage != Stage::kDraining)) return false;
+  if (q.adrift || guarded(q) || (q.phase != switchover::Phase::kRunning && (l.stage != Stage::kDraining || !switchover::begin_to_withhold(q)))) return false;
   std::lock_guard guard(l.lock);
   if (l.seen || l.stage == Stage::kBroken) return false;
   be_at(l, Stage::kChanging);
@@ -1125,7 +1151,8 @@ void got_drain(Channel& from, const DrainRecord& record) {
   if (record.flags & kOff) return got_off(*l, from, record);
   if (!side_of(*l, record.epoch & kLinkMask, side) || l->legs[cast_off ? l->on : side].link != from.link) return;
   const bool rests = l->stage == Stage::kMaking || l->stage == Stage::kReady;
-  if (rests && ((!cast_off && lacks_something(*l, side)) || !has_cq_room(*l) || holds_sends(*l))) {
+  const bool over = l->stage == Stage::kDraining && l->over;
+  if (over || (rests && ((!cast_off && lacks_something(*l, side)) || !has_cq_room(*l) || holds_sends(*l)))) {
     l->drain_epoch = std::max(l->drain_epoch, record.epoch);  // it is off for good, though all may be there when it is said again
     return tell_off(*l, from, l->drain_epoch, cast_off);
   }
@@ -1203,7 +1230,7 @@ unsigned look_at_all() {
     if (gone(l)) continue;
     if (const unsigned soon = look_at_relay(*l)) timeout = std::min(timeout, soon);
     if (!l->traps.empty()) look_into_traps(*l), timeout = std::min(timeout, kTrapMs);
-    if (l->stage == Stage::kDraining) timeout = kDrainMs;
+    if (l->stage == Stage::kDraining || withholds(*l)) timeout = kDrainMs;
     else if (l->stage == Stage::kChanging) timeout = std::min(timeout, l->sessions_until_ns ? kSessionMs : kAskAgainMs);
     else if (state()->parking == State::Parking::kWanted) timeout = std::min(timeout, kTrapMs);
   }

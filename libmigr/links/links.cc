@@ -448,12 +448,12 @@ void leave(QpShadow& q, ibv_qp_state to) {
   drop_former(q);
   forget_refusal(q);
   if (!l) return;
-  stop_change(*l);
+  stop_change(*l, to == IBV_QPS_RESET);
   if (to == IBV_QPS_ERR) {  // before what the device is about to flush; nobody else comes for it
     while (!hides_no_more(*l)) give_back(q, take_hidden(q));
     flush_relay(*l);
   }
-  if (has_changed(*l) && to == IBV_QPS_ERR) return;  // on the link that it is on
+  if ((has_changed(*l) || l->over) && to == IBV_QPS_ERR) return;  // on the link that it is on; what is kept is flushed when the session there has ended
   ibv_qp* const home = born_with(*l);  // peers will be told its number
   if (has_changed(*l)) switchover::take_back_path(q, home);
   destroy_paths(*l, home);

@@ -218,6 +218,7 @@ struct QpLink {
   std::uint32_t drain_epoch = 0;
   bool drained_here = false, drained_there = false;
   std::uint64_t off_ns = 0;         ///< since then it takes back that it is drained, and waits for the other end's word; 0: it does not
+  bool over = false;                ///< it stays where it is as soon as no session is open on its path
   bool casting_off = false;         ///< to no path at all
   std::uint64_t stay_until_ns = 0;  ///< a drain did not end, or the other end wants it here: not again before
   unsigned drains_ended = 0;        ///< without a change, since the last one

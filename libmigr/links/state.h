@@ -253,8 +253,9 @@ void want_change(QpLink& l);
 void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
 /// It has left its default link, or is about to.
 inline bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
-/// The application is about to close it: a change or a drain that is going on ends.
-void stop_change(QpLink& l);
+/// The application is about to close it: a change or a drain that is going on ends, but where sends are kept and a session is open
+/// on the path, which is waited for. @param forgets  what is kept
+void stop_change(QpLink& l, bool forgets);
 /// On the path that it was born with, or its like, by the names of that: what a thread posts late can be told apart there. Else all
 /// posts take the QP's lock (kTrapped), and none is late.
 bool posts_freely(const QpLink& l);

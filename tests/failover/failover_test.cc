@@ -1785,6 +1785,29 @@ TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
   EXPECT_TRUE(wait_for([&] { return poll() || completed == posted; })) << completed << " of " << posted;
 }
 
+/// The same, and the link is to be left without a failure: who waits for the session's end does not hold the library's lock.
+TEST(Session, WhoseThreadNeedsTheLibraryIsNotHeldUpByADrain) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  const Session session(x);
+  store_prefer("a1");
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
+  Clock::duration longest{};
+  for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    const auto begun = Clock::now();
+    EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
+    longest = std::max(longest, Clock::now() - begun);
+  }
+  EXPECT_LT(longest, std::chrono::seconds(1));
+  EXPECT_EQ(session.end(7), 0);
+  EXPECT_TRUE(session.completes(7));
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  store_prefer(nullptr);
+}
+
 /// Sends WRITEs of no bytes, each of which completes.
 struct Writing {
   explicit Writing(const Speaker& by) : from(by) {}
@@ -1803,6 +1826,34 @@ struct Writing {
   const Speaker& from;
   unsigned posted = 0, done = 0;
 };
+
+/// A drain that such a session outlasts is over without it. What another thread has posted meanwhile is not posted before its end, for which the device
+/// has the queue locked: who did so with the library's lock would wait for a thread that waits for him.
+TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  const Session session(x);
+  store_prefer("a1");
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  Writing other(x);
+  auto posted = std::async(std::launch::async, [&] { return other.post(); });
+  ASSERT_EQ(posted.wait_for(std::chrono::seconds(1)), std::future_status::ready) << "the drain has not begun";
+  Clock::duration longest{};
+  for (const auto until = Clock::now() + std::chrono::milliseconds(2500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    const auto begun = Clock::now();
+    EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
+    longest = std::max(longest, Clock::now() - begun);
+  }
+  EXPECT_LT(longest, std::chrono::seconds(1));
+  store_prefer(nullptr);
+  EXPECT_EQ(session.end(7), 0);
+  EXPECT_TRUE(session.completes(7));
+  EXPECT_TRUE(wait_for([&] { return other.completed(); }));
+}
 
 /// The errors of a path are hidden, and whoever asks for as many completions as there are of those gets the others that lie behind them.
 TEST(Errors, OfAPathAreNotAllThatIsFound) {
