@@ -138,8 +138,8 @@ void attached(QpShadow& q) {
       q.recv_cq->names_receives.store(true, std::memory_order_release);
     }
     std::string why;
-    if (reads_more(*q.recv_cq)) path::name_receives(*q.recv_cq);
-    else if (!(q.recv_cq->state.load(std::memory_order_relaxed) & kWatchedCq)) {
+    if (q.recv_cq->real_ex) path::name_receives(*q.recv_cq);  // also for a session that is open on the device's, and goes on
+    if (!reads_more(*q.recv_cq) && !(q.recv_cq->state.load(std::memory_order_relaxed) & kWatchedCq)) {
       switchover::set_cq_bits(*q.recv_cq, kFakeCq | kWatchedCq);
       if (switchover::wait_for_pollers(q, why)) say(q, why);
     }
@@ -490,13 +490,16 @@ bool even_out(SrqShadow& s) {
   return at_work;
 }
 
-/// What its vQPs have got until now is the application's, whatever becomes of them.
-void poll_all(SrqShadow& s) {
+/// What its vQPs have got until now is the application's, whatever becomes of them. @return false: not of all CQs, a session is open on the provider's
+bool poll_all(SrqShadow& s) {
+  bool all = true;
   for (CqShadow* c : Registry::get().cqs) {
     if (c->ending || !c->names_receives.load(std::memory_order_relaxed) || std::find(c->shared.begin(), c->shared.end(), &s) == c->shared.end()) continue;
     std::lock_guard guard(c->lock);
-    path::poll_to_fake(*c);
+    if (c->ex_session.load(std::memory_order_relaxed)) all = false;  // the provider may have it locked, and its thread may wait for the Registry's lock
+    else path::poll_to_fake(*c);
   }
+  return all;
 }
 
 /// @return ms until the next look; 0: none is needed
@@ -514,9 +517,9 @@ unsigned look_at(SrqShadow& s) {
     if (!is_home(l)) count_here(s);  // before the device there uses up receives that nobody has got
     watched = watches_limit(s);
   }
-  if (counts || watched) poll_all(s);
+  const bool polled = !(counts || watched) || poll_all(s);
   std::lock_guard guard(s.lock);
-  if (counts) take_back(s);
+  if (counts && polled) take_back(s);  // else at a later look: what is taken back, and had come in, would be lost
   if (l.apart) count_taken(l);
   if (even_out(s)) next = kLoopMs;
   for (Side side = kHome; side < l.at.size(); ++side) {
