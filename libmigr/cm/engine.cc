@@ -310,9 +310,10 @@ bool Engine::close_channel(int fd) {
   const NoCancel no_cancel;
   std::unique_lock guard(mutex_);
   thawed_.wait(guard, [this] { return !frozen_; });
-  const auto found = channels_.find(fd);
-  if (found == channels_.end()) return false;
+  if (!channels_.contains(fd)) return false;
   in_thread(guard, [&] {
+    const auto found = channels_.find(fd);
+    if (found == channels_.end()) return ssize_t{0};  // another thread has closed it, too
     Channel* channel = found->second.get();
     for (bool more = true; more;) {
       more = false;
@@ -364,9 +365,11 @@ ssize_t Engine::command(int fd, const void* buf, std::size_t count) {
     memcpy(body + qpn_at, &pqpn, sizeof(pqpn));
     guard.lock();
   }
-  const auto found = channels_.find(fd);
-  if (found == channels_.end()) return fail(EACCES);  // as for a forked child
-  const ssize_t result = in_thread(guard, [&] { return dispatch(*found->second, copy, count, qp); });
+  if (!channels_.contains(fd)) return fail(EACCES);  // a forked child's; or another thread has closed it, and maybe there is no thread of ours any more
+  const ssize_t result = in_thread(guard, [&] {
+    const auto found = channels_.find(fd);  // such a close may have come before it
+    return found == channels_.end() ? fail(EACCES) : dispatch(*found->second, copy, count, qp);
+  });
   if (header.cmd == RDMA_USER_CM_CMD_DISCONNECT && result >= 0) end_at_once(guard, load<rdma_ucm_disconnect>(payload, header.in).id);
   if (header.cmd == RDMA_USER_CM_CMD_INIT_QP_ATTR && result >= 0 && known_gid && header.out >= sizeof(ib_uverbs_qp_attr)) {
     // librdmacm gives it to ibv_modify_qp(), as an application would.

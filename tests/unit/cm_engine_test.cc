@@ -821,6 +821,23 @@ TEST_F(Cm, OpensThatMeetAFreezeComeThrough) {
   }
 }
 
+// After a restore that goes to our thread, which ends with the last channel.
+TEST_F(Cm, ACommandThatWaitsWhileItsChannelIsClosedFails) {
+  migrate({});
+  const auto id = create(1);
+  engine.hold();
+  std::thread begins([&] {
+    rdma_ucm_resolve_addr c{};
+    c.id = id;
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_RESOLVE_ADDR, c), EACCES);
+  });
+  usleep(30'000);
+  engine.close_channel(fd);
+  engine.let_go();
+  begins.join();
+  close(std::exchange(fd, -1));
+}
+
 TEST_F(Cm, RestoredSideTakesTheConnectionUp) {
   const auto id = connected(0x77, 17);
   migrate({path(17, true)});
