@@ -557,7 +557,6 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
 
 /// Of a device that is being opened: who holds changes waits for its end.
 void adopt_context(ibv_context* ctx) {
-  control::begin();
   Registry& registry = Registry::get();
   auto guard = registry.enter();
   auto* context = new (std::nothrow) Context;
@@ -639,6 +638,7 @@ using namespace migr;
 
 MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
   if (disabled()) return real().open_device(device);
+  control::begin();  // before the lock is taken for the first time, which a fork would catch
   const Asking opening;
   ibv_context* ctx = real().open_device(device);
   if (ctx) adopt_context(ctx);

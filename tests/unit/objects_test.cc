@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -82,6 +83,30 @@ Migrd& migrd = Migrd::get();  // before the first device is opened
   ADD_FAILURE() << "stuck";
   std::fflush(nullptr);
   std::_Exit(1);  // a future would wait for ever
+}
+
+// The first of all: nothing is in use before it. The child counts no device that is being opened, and nobody has the lock.
+TEST(Fork, WhileTheFirstDeviceIsBeingOpenedMakesAChildThatCanBeMigrated) {
+  static std::promise<void> reached, go;
+  recorder_meanwhile = [] {
+    recorder_meanwhile = nullptr;
+    reached.set_value();
+    go.get_future().wait();
+  };
+  auto opened = std::async(std::launch::async, [] { return ibv_open_device(ibv_get_device_list(nullptr)[0]); });
+  if (reached.get_future().wait_for(10s) != std::future_status::ready) stuck();
+  const pid_t child = fork();
+  if (!child) {
+    alarm(20);
+    (void)ibv_open_device(ibv_get_device_list(nullptr)[0]);
+    const int status = migrd.ask(MIGR_MSG_DESCRIBE).status;
+    std::_Exit(status == EAGAIN || status == -1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  go.set_value();
+  ibv_close_device(opened.get());
 }
 
 class Objects : public ::testing::Test {
