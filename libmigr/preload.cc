@@ -405,8 +405,10 @@ ibv_cq_ex* create_cq_with(ibv_context* ctx, ibv_cq_init_attr_ex& attr,
   }
   ibv_cq_init_attr_ex mine = attr;
   mine.cq_context = shadow;
-  // The control thread polls as well while a QP is suspended.
-  if (mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
+  // The control thread polls as well while a QP is suspended, and that of the links where there are any. Not of another family that cannot be
+  // migrated: there a session's own thread, which may destroy a QP with that flag, would wait for the lock that the provider has taken in start_poll.
+  const bool others_poll = context->twin || provider::is_supported(*context->real, context->ops);
+  if ((mine.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) && others_poll) mine.flags &= ~std::uint32_t{IBV_CREATE_CQ_ATTR_SINGLE_THREADED};
   ibv_cq_ex* cq = nullptr;
   make_roomy(*context, static_cast<int>(attr.cqe), [&](int entries) {
     mine.cqe = static_cast<std::uint32_t>(entries);

@@ -894,6 +894,21 @@ TEST_P(Pollers, ReadAllFieldsWhileSuspendedAndAfter) {
   expect_two(6);
 }
 
+// Of a family that can be migrated the library polls, too, as long as a QP on it is suspended.
+TEST_P(Pollers, OfOneThreadAreWhatTheDeviceIsToldOnlyWhereNothingIsMigrated) {
+  ibv_cq_init_attr_ex attr{};
+  attr.cqe = 1;
+  attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+  attr.flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+  for (const bool foreign : {false, true}) {
+    model_make_foreign(0, 0, foreign);
+    ibv_cq_ex* const cq = ibv_create_cq_ex(context_, &attr);
+    EXPECT_EQ(model_cq_flags(), foreign ? unsigned{IBV_CREATE_CQ_ATTR_SINGLE_THREADED} : 0u);
+    EXPECT_EQ(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)), 0);
+  }
+  model_make_foreign(0, 0, false);
+}
+
 TEST_P(Pollers, WhoCanSendNothingHasNothingToDrain) {
   ASSERT_EQ(ibv_destroy_qp(to_), 0);
   to_ = make_qp(ibv_cq_ex_to_cq(ex_), 0);
@@ -2146,6 +2161,19 @@ class SessionOfAPolicy : public Pollers {
   }
   bool made_ = false;
 };
+
+// Whatever its family: the thread of the links may poll it.
+TEST_F(SessionOfAPolicy, IsNotOfOneThread) {
+  ibv_cq_init_attr_ex attr{};
+  attr.cqe = 1;
+  attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+  attr.flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+  model_make_foreign(0, 0, true);
+  ibv_cq_ex* const cq = ibv_create_cq_ex(context_, &attr);
+  EXPECT_EQ(model_cq_flags(), 0u);
+  EXPECT_EQ(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)), 0);
+  model_make_foreign(0, 0, false);
+}
 
 // Where its names are not the device's each post takes the lock from then on, and sessions are kept.
 TEST_F(SessionOfAPolicy, OnThePathIsNotMixedWithAKeptOne) {

@@ -895,9 +895,12 @@ Cq* new_cq(ibv_context* c, int cqe, void* cq_context, ibv_comp_channel* channel)
   return q;
 }
 
+std::atomic<unsigned> cq_flags{0};
+
 ibv_cq_ex* create_cq_ex(ibv_context* c, ibv_cq_init_attr_ex* a) {
   if (!takes_events_at(c)) return nullptr;
   ibv_cq_ex& ex = new_cq(c, static_cast<int>(a->cqe), a->cq_context, a->channel)->ex;
+  cq_flags = a->comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS ? a->flags : 0;
   ex.start_poll = [](ibv_cq_ex* x, ibv_poll_cq_attr*) {
     const int err = next_poll(x);
     if (!err) reinterpret_cast<Cq*>(x)->session = true;
@@ -986,6 +989,7 @@ MODEL void model_make_foreign(int link, int end, bool foreign) {
   start();
   nics[static_cast<std::size_t>(end * kRails + link)]->foreign = foreign;
 }
+MODEL unsigned model_cq_flags() { return cq_flags; }
 MODEL bool model_is_foreign(const ibv_context* c) { return nic_of(c)->foreign; }
 MODEL void model_raise_fatal(int link, int end) {
   std::lock_guard guard(lock);

@@ -89,6 +89,8 @@ void model_unplug(int link, int end, bool out);
 /// An end's device there is of another family, or not.
 void model_make_foreign(int link, int end, bool foreign);
 bool model_is_foreign(const ibv_context* c);
+/// Of the last ibv_cq_ex that was made.
+unsigned model_cq_flags();
 /// Of that end's device, in each context that is open and has asynchronous events.
 void model_raise_fatal(int link, int end);
 /// How often the last packet of a WRITE to this address was executed, on any link.
