@@ -86,9 +86,10 @@ Result<KernelRecord> KernelRecord::open() {
 
 Result<KernelInfo> KernelRecord::info() {
   KernelInfo i;
+  const auto flag = [](const nlattr* a) { return a ? std::optional(u32(a) != 0) : std::nullopt; };
   auto s = talk(sock_.get(), family_, {MIGR_CMD_INFO_GET, false, {}}, [&](nlattr** a) {
     i = {u32(a[MIGR_A_ABI_VERSION]), u32(a[MIGR_A_NR_CTX]), u32(a[MIGR_A_NR_OBJ]), u32(a[MIGR_A_NR_RESERVED]),
-         u32(a[MIGR_A_NR_DEV])};
+         u32(a[MIGR_A_NR_DEV]), flag(a[MIGR_A_MOVES_MARKED])};
   }, "asking migr.ko for its version");
   if (!s) return s.error();
   return i;

@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@ inline std::string bytes_of(const __u8 (&gid)[16]) { return {reinterpret_cast<co
 
 struct KernelInfo {
   std::uint32_t abi = 0, contexts = 0, objects = 0, reserved = 0, devices = 0;
+  std::optional<bool> moves_marked;  // what mremap moves is soft-dirty, and something has moved; none: an older module, which marks nothing
 };
 
 /// Of a context without a process: its pid is 0.

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -99,6 +100,15 @@ void add_place(wire::OpenMigration& o, const Course& course) {
   if (at.of) state += ", " + sent_text(at.bytes, at.of);
   if (auto s = course.goes_on(); !s) state += "; it goes back: " + s.error().text;
   o.set_state(state);
+}
+
+/// The module does not say that it marks what mremap() moves before it has seen a move.
+void move_a_page() {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  void* const both = mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (both == MAP_FAILED) return;
+  mremap(both, page, page, MREMAP_MAYMOVE | MREMAP_FIXED, static_cast<char*>(both) + page);
+  munmap(both, 2 * page);
 }
 
 }  // namespace
@@ -725,6 +735,13 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (host_.sessions_.by_pid(pid)) pids.insert(pid);
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error();
+  move_a_page();
+  const auto loaded = kernel->info();
+  if (!loaded) return loaded.error();
+  if (info_.written_unseen.empty() && !loaded->moves_marked.value_or(false))
+    info_.written_unseen = loaded->moves_marked ? "migr.ko cannot mark on this kernel what mremap() moves as written (the kernel's log has a line of it, \"migr: \", "
+                                                  "or kprobes were turned off when it was loaded)"
+                                                : "the migr.ko that is loaded is older and does not mark what mremap() moves as written: load the new one (rmmod migr && modprobe migr, or restart the host)";
   for (const pid_t pid : pids) {
     const auto owner = static_cast<std::uint32_t>(processes_.size());
     Process found{pid, host_.sessions_.by_pid(pid), {}};

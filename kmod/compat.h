@@ -48,6 +48,8 @@ static inline void vm_flags_mod(struct vm_area_struct *vma, vm_flags_t set,
 {
 	vma->vm_flags = (vma->vm_flags | set) & ~clear;
 }
+
+#define __vm_flags_mod vm_flags_mod	/* there: without taking the lock of the mapping */
 #endif
 
 #endif

@@ -10,9 +10,10 @@ static int __init migr_init(void)
 	int err;
 
 	migr_names_init();
+	migr_moves_init();
 	err = migr_netlink_init();
 	if (err)
-		return err;
+		goto err_moves;
 	err = migr_device_init();
 	if (err)
 		goto err_netlink;
@@ -25,6 +26,8 @@ err_device:
 	migr_device_exit();
 err_netlink:
 	migr_netlink_exit();
+err_moves:
+	migr_moves_exit();
 	migr_names_exit();
 	migr_record_exit();
 	return err;
@@ -36,6 +39,7 @@ static void __exit migr_exit(void)
 	migr_chardev_exit();
 	migr_device_exit();
 	migr_netlink_exit();
+	migr_moves_exit();
 	WARN_ON(migr_nr_reserved());
 	migr_names_exit();
 	migr_record_exit();

@@ -11,6 +11,7 @@
  *   names.c     virtual numbers: who has which
  *   table.c     the two arrays user space reads
  *   chardev.c   /dev/migr       netlink.c   family "migr"
+ *   moves.c     what mremap() moves counts as written
  *
  * One mutex, migr_lock, covers the record, the names and writing the tables. It
  * is never held over a call into a driver, nor while user memory is touched.
@@ -233,6 +234,11 @@ int migr_table_set_rkey(struct migr_ctx *ctx, u32 index, u32 entry);
 struct migr_missing migr_table_missing_locked(struct migr_ctx *ctx, int err);
 bool migr_table_fill(const struct migr_missing *missing);
 int migr_table_mmap(struct migr_ctx *ctx, struct vm_area_struct *vma);
+
+/* moves.c */
+void migr_moves_init(void);
+void migr_moves_exit(void);
+bool migr_moves_marked(void);
 
 /* chardev.c, netlink.c */
 int migr_chardev_init(void);

@@ -65,7 +65,8 @@ static int info_get(struct sk_buff *skb, struct genl_info *info)
 	    nla_put_u32(msg, MIGR_A_NR_CTX, nr_ctx) ||
 	    nla_put_u32(msg, MIGR_A_NR_OBJ, nr_obj) ||
 	    nla_put_u32(msg, MIGR_A_NR_RESERVED, migr_nr_reserved()) ||
-	    nla_put_u32(msg, MIGR_A_NR_DEV, atomic_read(&migr_nr_dev))) {
+	    nla_put_u32(msg, MIGR_A_NR_DEV, atomic_read(&migr_nr_dev)) ||
+	    nla_put_u32(msg, MIGR_A_MOVES_MARKED, migr_moves_marked())) {
 		nlmsg_free(msg);
 		return -EMSGSIZE;
 	}

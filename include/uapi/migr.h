@@ -155,7 +155,7 @@ struct migr_key_entry {
 
 enum migr_genl_cmd {
 	MIGR_CMD_UNSPEC,
-	MIGR_CMD_INFO_GET,	/* -> ABI_VERSION, NR_CTX, NR_OBJ, NR_RESERVED, NR_DEV */
+	MIGR_CMD_INFO_GET,	/* -> ABI_VERSION, NR_CTX, NR_OBJ, NR_RESERVED, NR_DEV, MOVES_MARKED */
 	MIGR_CMD_CTX_GET,	/* dump [PID] -> CTX_ID, CTX_REC */
 	MIGR_CMD_OBJ_GET,	/* dump CTX_ID -> OBJ_TYPE, OBJ_REC, [DRIVER_RESP] */
 	MIGR_CMD_QP_BIND,	/* CTX_ID, VQPN, PQPN */
@@ -183,6 +183,7 @@ enum migr_genl_attr {
 	MIGR_A_NR_OBJ,		/* u32: objects in the record */
 	MIGR_A_NR_RESERVED,	/* u32: reserved virtual QPNs */
 	MIGR_A_NR_DEV,		/* u32: ib_devices whose ops are ours */
+	MIGR_A_MOVES_MARKED,	/* u32: 1: what mremap() moves is marked as written (soft-dirty); 0, or without: not all of it. 0 until something has moved */
 	__MIGR_A_MAX,
 };
 #define MIGR_A_MAX		(__MIGR_A_MAX - 1)

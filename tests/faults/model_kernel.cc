@@ -36,7 +36,7 @@ std::unique_ptr<PathTrial> trial_of_host() { return std::make_unique<ModelTrial>
 Result<KernelRecord> KernelRecord::open() { return KernelRecord(); }
 Result<KernelInfo> KernelRecord::info() {
   const auto reserved = std::distance(std::filesystem::directory_iterator(host() + "/reserved"), {});
-  return KernelInfo{MIGR_ABI_VERSION, 1, 1, static_cast<std::uint32_t>(reserved), 1};
+  return KernelInfo{MIGR_ABI_VERSION, 1, 1, static_cast<std::uint32_t>(reserved), 1, true};
 }
 
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {

@@ -382,7 +382,7 @@ static int take_info(struct nlattr **attrs, void *arg)
 	*(struct migr_info *)arg = (struct migr_info){
 		attr_u32(attrs, MIGR_A_ABI_VERSION), attr_u32(attrs, MIGR_A_NR_CTX),
 		attr_u32(attrs, MIGR_A_NR_OBJ), attr_u32(attrs, MIGR_A_NR_RESERVED),
-		attr_u32(attrs, MIGR_A_NR_DEV),
+		attr_u32(attrs, MIGR_A_NR_DEV), attr_u32(attrs, MIGR_A_MOVES_MARKED),
 	};
 	return 0;
 }

@@ -90,7 +90,7 @@ struct obj_list {
 };
 
 struct migr_info {
-	uint32_t abi_version, nr_ctx, nr_obj, nr_reserved, nr_dev;
+	uint32_t abi_version, nr_ctx, nr_obj, nr_reserved, nr_dev, moves_marked;
 };
 
 struct migr_ev {

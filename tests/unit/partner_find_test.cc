@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <set>
 
 #include "agent/destination_host.h"
@@ -32,6 +33,7 @@ constexpr char kDevice[] = "mlx5_0";
 std::uint32_t recorded_state, recorded_flags = MIGR_CTX_ATTACHED, driver = RDMA_DRIVER_RXE;
 const char* comm = "partner";
 bool loaded = true;
+std::optional<bool> moves_marked = true;
 std::uint32_t recorded_ctx = 0;
 pid_t recorded_pid = getpid();
 std::set<std::uint32_t> reserved;
@@ -46,7 +48,7 @@ Result<KernelRecord> KernelRecord::open() {
   if (!loaded) return Error{ENOENT, "migr.ko is not loaded"};
   return KernelRecord();
 }
-Result<KernelInfo> KernelRecord::info() { return KernelInfo{.reserved = static_cast<std::uint32_t>(reserved.size())}; }
+Result<KernelInfo> KernelRecord::info() { return KernelInfo{.reserved = static_cast<std::uint32_t>(reserved.size()), .moves_marked = moves_marked}; }
 Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   ContextRecord c;
   c.rec.pid = static_cast<__u32>(recorded_pid);
@@ -339,6 +341,18 @@ TEST_F(AnEnd, WhoseLibraryWasRefusedIsRefusedWithTheReason) {
     EXPECT_NE(why.find("which has refused it: "), why.npos) << why;
     EXPECT_NE(why.find(kRefused), why.npos) << why;
   }
+}
+
+TEST_F(AnEnd, WhereTheModuleDoesNotMarkWhatMremapMovesSaysWhyNothingIsCopiedAhead) {
+  be_refused();  // which ends it behind that
+  for (const std::optional<bool> marked : {std::optional(true), std::optional(false), std::optional<bool>()}) {
+    moves_marked = marked;
+    SourceRun run(source, 1, SourceRun::Describe::kLook);
+    EXPECT_FALSE(run.inspect("pid:" + std::to_string(getpid())));
+    EXPECT_EQ(run.info().written_unseen.find("mremap()") == std::string::npos, marked.value_or(false)) << run.info().written_unseen;
+    EXPECT_EQ(run.info().written_unseen.find("load the new one") != std::string::npos, !marked) << run.info().written_unseen;
+  }
+  moves_marked = true;
 }
 
 TEST_F(AnEnd, WhoseDeviceIsNotAttachedIsRefusedWithItsLibrarysReason) {
