@@ -14,10 +14,13 @@
 #include <unistd.h>
 
 #include "plugin.h"
+#include "task.h"
 
 /* Exported by the criu binary, in no header of it (3.17 to 4.2). */
 extern int add_external(char *key) __attribute__((weak));
 extern _Bool external_lookup_id(char *id) __attribute__((weak));
+
+static int own_dir = -1;	/* the image directory, for dump_exit(): open there whatever CRIU has closed */
 
 int dump_init(void)
 {
@@ -31,6 +34,7 @@ int dump_init(void)
 		say(1, "%s", err.text);
 		return -1;
 	}
+	own_dir = fcntl(dir, F_DUPFD_CLOEXEC, fd_floor());
 	job.phase = PHASE_DUMP;
 	say(3, "dumping %u processes with RDMA on record", job.img->nr_processes);
 	return 0;
@@ -182,4 +186,33 @@ int dump_ext_file(int fd, int id)
 	say(1, "an RDMA file descriptor of the job is not in %s: it was made after the record, or without libmigr",
 	    MIGR_RST_IMAGE_NAME);
 	return -EINVAL;
+}
+
+/* CRIU's of the dump that has stopped @pid, and traces it. */
+static int is_ours(pid_t pid)
+{
+	return task_status(pid, "TracerPid:", 10) == getpid();
+}
+
+/* The first of the tree that is dumped, which is known from those in it that have RDMA; 0: none has. */
+static pid_t root_of_tree(void)
+{
+	pid_t root = job.img->nr_processes ? (pid_t)job.img->processes[0]->pid : 0, parent = root;
+
+	for (; parent > 1 && is_ours(parent); parent = (pid_t)task_status(root, "PPid:", 10))
+		root = parent;
+	return root && is_ours(root) ? root : 0;
+}
+
+/* All is dumped, and tasks stand still until this returns. */
+void dump_exit(int ret)
+{
+	pid_t root = job.phase == PHASE_DUMP && !ret && own_dir >= 0 ? root_of_tree() : 0;
+	int err = root ? cpus_note(root, own_dir) : 0;
+
+	if (err)
+		say(2, "threads may run on all processors when they are restored: cannot write %s: %s", MIGR_CPUS_NAME, strerror(err));
+	if (own_dir >= 0)
+		close(own_dir);
+	own_dir = -1;
 }

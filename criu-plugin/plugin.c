@@ -74,6 +74,8 @@ static void plugin_exit(int stage, int ret)
 {
 	if (stage == CR_PLUGIN_STAGE__RESTORE)
 		restore_exit(ret);
+	else if (stage == CR_PLUGIN_STAGE__DUMP)
+		dump_exit(ret);
 }
 
 CR_PLUGIN_REGISTER("migr_plugin", plugin_init, plugin_exit)

@@ -44,6 +44,7 @@ int fd_floor(void);
 int dump_init(void);
 int dump_device_vma(int fd, const struct stat *st);
 int dump_ext_file(int fd, int id);
+void dump_exit(int ret);
 
 /* restore.c */
 int restore_init(void);
@@ -83,6 +84,15 @@ int clean_registered(const struct migr_rst_image *img);
  */
 int ports_look(const struct migr_rst_process *p, struct migr_rst_err *err);
 int ports_hold(const struct migr_rst_process *p);
+
+#define MIGR_CPUS_NAME "migr-cpus.img"	/* a line for each thread: number of its process, its own, both in their namespace, processors */
+
+/*
+ * cpus.c: on which processors threads may run. cpus_note() notes in folder @dir those of the tree under @root that are kept to
+ * some; 0 or a positive errno. cpus_give_back() does so in the restored tree, which stands still; what cannot be done is said.
+ */
+int cpus_note(pid_t root, int dir);
+void cpus_give_back(pid_t root, int dir);
 
 /* control.c: the socket */
 int control_listen(const char *path);

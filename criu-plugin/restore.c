@@ -358,6 +358,8 @@ int restore_resume_late(int pid)
 			if (job.failed)
 				say(1, "%s", job.why.text);
 		}
+		if (!job.failed)
+			cpus_give_back(pid, image_dir());
 		job.phase = PHASE_HELD;
 		if (!job.failed)
 			say(3, "memory is final, tasks wait for COMMIT");

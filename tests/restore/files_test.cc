@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <string>
 
 #include "said.h"
@@ -18,6 +19,8 @@ namespace {
 constexpr int kId = 0x21;
 constexpr std::uint32_t kContext = 10;
 int folder = -1, carried_over = -1;
+pid_t noted_root = 0;
+std::map<pid_t, pid_t> traced, parents;  // of a task: by whom, whose child
 
 }  // namespace
 
@@ -26,6 +29,9 @@ struct job job;
 int image_dir(void) { return folder; }
 int fd_floor(void) { return 512; }
 int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
+int cpus_note(pid_t root, int) { return noted_root = root, 0; }
+void cpus_give_back(pid_t, int) {}
+long long task_status(pid_t pid, const char* name, int) { return (std::strcmp(name, "PPid:") ? traced : parents)[pid]; }
 int held_bind(pid_t, int, struct migr_rst_err*) { return 0; }
 int ports_look(const struct migr_rst_process*, struct migr_rst_err*) { return 0; }
 int ports_hold(const struct migr_rst_process* p) { return p->fds[0].kind == MIGR_FD_CM ? carried_over : -1; }
@@ -93,6 +99,34 @@ TEST_P(Files, AreRestoredAsTheyWere) {
   carried_over = there_[0];
   ASSERT_EQ(restore_ext_file(kId), there_[0]) << said;
   EXPECT_EQ(fcntl(there_[0], F_GETFL), fcntl(here_[0], F_GETFL));
+}
+
+// Those with RDMA are known, and what is above them in the tree is traced, too; what is above that is not.
+TEST(Dumped, TheTreeIsKnownByWhoTracesIt) {
+  char name[] = "/tmp/files_test.XXXXXX";
+  const std::string path = mkdtemp(name);
+  ASSERT_GE(folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC), 0);
+  migr_rst_image* const image = migr_rst_image_new();
+  ASSERT_EQ(migr_rst_image_add(image, migr_rst_process_new(102)), 0);
+  migr_rst_err err{};
+  ASSERT_EQ(migr_rst_write(image, folder, &err), 0) << err.text;
+  migr_rst_image_free(image);
+  const auto dumped = [](int ret) {
+    noted_root = 0;
+    EXPECT_EQ(dump_init(), 0) << said;
+    dump_exit(ret);
+    migr_rst_image_free(job.img);
+    job = {};
+    return noted_root;
+  };
+  parents = {{102, 101}, {101, 100}, {100, 1}};
+  traced = {{102, getpid()}, {101, getpid()}, {100, 7}};
+  EXPECT_EQ(dumped(0), 101);
+  EXPECT_EQ(dumped(-1), 0) << "nothing is noted of a dump that failed";
+  traced[102] = 7;
+  EXPECT_EQ(dumped(0), 0);
+  close(folder);
+  std::filesystem::remove_all(path);
 }
 
 INSTANTIATE_TEST_SUITE_P(, Files, ::testing::Values(0, O_NONBLOCK, O_ASYNC, O_NONBLOCK | O_ASYNC));
