@@ -427,9 +427,12 @@ void describe(const Registry& registry, Answer& answer) {
   answer.put(all);
 }
 
+/// Of what a record says. Caller holds the Registry's lock.
+std::uint64_t changes_of(const Registry& registry) { return registry.changes + cm::changes(); }
+
 /// SUSPEND and FREEZE say for which DESCRIBE they are (0: any). Caller holds the Registry's lock.
 bool described_still(const Registry& registry, const Message& request, Answer& answer) {
-  if (!request.head.arg || request.head.arg == registry.changes) return true;
+  if (!request.head.arg || request.head.arg == changes_of(registry)) return true;
   answer.fail(EAGAIN, "RDMA resources were made, changed or destroyed meanwhile");
   return false;
 }
@@ -442,9 +445,10 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
     registry.copied_ahead = true;
     registry.unmarked = false;
   }
-  if (registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; })) describe(registry, answer);
+  const bool settled = registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; });
+  answer.arg = changes_of(registry);  // librdmacm's may go up meanwhile
+  if (settled) describe(registry, answer);
   else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, ibv_modify_qp() for what it has asked, or ibv_destroy_qp() for a link that has failed; or a device is being opened or closed");
-  answer.arg = registry.changes;
   if (hold && answer.status) {
     registry.held = false;
     registry.thawed.notify_all();
@@ -497,7 +501,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
       if (registry.written && registry.unmarked)
         return answer.fail(ESTALE, "memory that may have changed unseen since it was copied ahead is not writable any more");
       if (const int error = cm::freeze(why)) return finish(error);
-      finish(switchover::freeze(why));
+      if (described_still(registry, request, answer)) finish(switchover::freeze(why));  // once more: only now no port is bound any more
       if (!answer.status) {
         std::vector<migr_fd_desc> memory;
         count_memory(registry, memory);

@@ -167,15 +167,20 @@ void let_go() {
   if (Engine* e = engine()) e->let_go();
 }
 
+namespace {
+
+/// Caller holds the Registry's lock.
+bool carries(QpName name) {
+  const auto& qps = Registry::get().qps;
+  return std::any_of(qps.begin(), qps.end(), [&](const QpShadow* q) { return name_of(*q) == name && (q->app.qp_type == IBV_QPT_RC || q->app.qp_type == IBV_QPT_UC); });
+}
+
+}  // namespace
+
 std::string refusal() {
   Engine* e = engine();
   if (!e) return "";
-  const std::string why = e->immovable([](QpName name) {
-    const auto& qps = Registry::get().qps;  // the caller has its lock
-    return std::any_of(qps.begin(), qps.end(), [&](const QpShadow* q) {
-      return name_of(*q) == name && (q->app.qp_type == IBV_QPT_RC || q->app.qp_type == IBV_QPT_UC);
-    });
-  });
+  const std::string why = e->immovable(carries);
   return why.empty() ? e->settle(0) : why;
 }
 
@@ -183,9 +188,14 @@ void describe(std::vector<migr_fd_desc>& out) {
   if (Engine* e = engine()) e->describe(out);
 }
 
+std::uint64_t changes() {
+  Engine* e = engine();
+  return e ? e->changes() : 0;
+}
+
 int freeze(std::string& why) {
   Engine* e = engine();
-  return e ? e->freeze(why) : 0;
+  return e ? e->freeze(why, carries) : 0;
 }
 
 void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {

@@ -31,7 +31,9 @@ void settle();
 /// DESCRIBE. @return why the process cannot be moved; empty: it can
 std::string refusal();
 void describe(std::vector<migr_fd_desc>& out);
-/// FREEZE. EAGAIN: a connection is half made.
+/// Goes up with each change of what describe() and refusal() say of bound ids, groups and the file. Without the lock, too.
+std::uint64_t changes();
+/// FREEZE. EAGAIN: a connection is half made, or there is now what refusal() names.
 int freeze(std::string& why);
 /// REBIND, after everything else of it. @param keys gets the port that partners connect to
 void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again);

@@ -260,6 +260,7 @@ bool Engine::ensure_open(std::unique_lock<std::mutex>& guard) {
     const int fd = kernel_.open();
     if (fd < 0) return fail(-fd);
     real_fd_ = fd;
+    changes_++;
     done_.notify_all();  // who has closed the last channel waits for the thread's end, which does not come now
     return ssize_t{0};
   }) == 0;
@@ -284,7 +285,12 @@ bool Engine::say(std::uint32_t number, Command& command, void* response, std::si
 int Engine::open_channel(int flags) {
   const NoCancel no_cancel;
   std::unique_lock guard(mutex_);
-  thawed_.wait(guard, [this] { return !frozen_; });
+  thawed_.wait(guard, [this] {
+    if (frozen_ || (held_ && channels_.empty())) return false;  // a first one changes what DESCRIBE tells
+    if (!unused()) return true;
+    wake();  // the file is closed first, as our thread may have other credentials
+    return false;
+  });
   opening_++;
   const bool opened = ensure_open(guard);
   opening_--;
@@ -295,15 +301,17 @@ int Engine::open_channel(int flags) {
   return fd;
 }
 
-/// The process has no channel any more: neither has the kernel one of it, but for what is still to be told.
-bool Engine::unused() const { return !opening_ && channels_.empty() && links_.empty() && real_fd_ >= 0 && !frozen_; }
+/// The process has no channel any more: neither has the kernel one of it, but for what is still to be told, and what DESCRIBE has told.
+bool Engine::unused() const { return !opening_ && channels_.empty() && links_.empty() && real_fd_ >= 0 && !frozen_ && !held_; }
 
 void Engine::close_unused() {
   if (!unused()) return;
   by_uid_.clear();
   listener_ = nullptr;
   port_ = 0;
+  changes_++;
   close_own(std::exchange(real_fd_, -1));
+  thawed_.notify_all();  // who opens the next one waits for that
 }
 
 bool Engine::close_channel(int fd) {
@@ -388,13 +396,16 @@ Engine::Id* Engine::meant_by(std::uint32_t command, const char* payload, std::si
   return at >= 0 && in >= at + sizeof(std::uint32_t) ? find(load<std::uint32_t>(payload + at, sizeof(std::uint32_t))) : nullptr;
 }
 
-/// Whether it would leave something half made for a while.
+/// Whether it would leave something half made for a while, or change what DESCRIBE tells.
 bool Engine::begins(std::uint32_t command, const char* payload, std::size_t in) {
   const Id* const id = meant_by(command, payload, in);
   switch (command) {
     case RDMA_USER_CM_CMD_RESOLVE_IP:
     case RDMA_USER_CM_CMD_RESOLVE_ADDR: return id && (id->state == State::kIdle || id->state == State::kBound);
     case RDMA_USER_CM_CMD_DISCONNECT: return id && id->state == State::kConnected;
+    case RDMA_USER_CM_CMD_BIND_IP:
+    case RDMA_USER_CM_CMD_BIND:
+    case RDMA_USER_CM_CMD_LISTEN: return id && half_made().empty();  // else who waits may be the one that completes it
     default: return false;
   }
 }
@@ -500,10 +511,12 @@ void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::
     case RDMA_USER_CM_CMD_BIND_IP:
     case RDMA_USER_CM_CMD_BIND:
       if (id.state == State::kIdle) id.state = State::kBound;
+      changes_++;
       return learn_address(id);
     case RDMA_USER_CM_CMD_LISTEN:
       id.backlog = static_cast<int>(load<rdma_ucm_listen>(payload, in).backlog);
       id.state = State::kListening;
+      changes_++;
       return learn_address(id);
     case RDMA_USER_CM_CMD_ACCEPT:
       if (id.state == State::kConnecting) id.state = State::kConnected;  // the active side's answer to the answer
@@ -525,6 +538,7 @@ void Engine::note_done(Id& id, std::uint32_t command, const char* payload, std::
       const auto response = load<std::uint64_t>(payload, in);  // first in both
       const std::uint32_t number = reinterpret_cast<const rdma_ucm_create_id_resp*>(response)->id;
       groups_[number] = {&id};
+      changes_++;
       return;
     }
     default:
@@ -912,6 +926,11 @@ int Engine::real_fd() {
   return real_fd_;
 }
 
+std::uint64_t Engine::changes() {
+  std::lock_guard guard(mutex_);
+  return changes_;
+}
+
 void Engine::describe(std::vector<migr_fd_desc>& out) {
   std::lock_guard guard(mutex_);
   if (real_fd_ < 0) return;
@@ -982,6 +1001,7 @@ void Engine::let_go() {
   held_ = false;
   put_requests_again();
   thawed_.notify_all();
+  wake();  // a file that nobody uses any more
 }
 
 bool Engine::held() {
@@ -1002,6 +1022,10 @@ std::string Engine::settle(unsigned limit_ms) {
 
 std::string Engine::immovable(const std::function<bool(QpName)>& carries) {
   std::lock_guard guard(mutex_);
+  return cannot_move(carries);
+}
+
+std::string Engine::cannot_move(const std::function<bool(QpName)>& carries) {
   if (!groups_.empty()) return "a multicast group joined by librdmacm";
   for (const auto& [handle, id] : ids_) {
     if ((id->port_space == RDMA_PS_UDP || id->port_space == RDMA_PS_IPOIB) && id->state != State::kIdle)
@@ -1015,7 +1039,7 @@ std::string Engine::immovable(const std::function<bool(QpName)>& carries) {
   return "";
 }
 
-int Engine::freeze(std::string& why) {
+int Engine::freeze(std::string& why, const std::function<bool(QpName)>& carries) {
   std::unique_lock guard(mutex_);
   if (!started_ || real_fd_ < 0) {
     frozen_ = true;
@@ -1024,6 +1048,7 @@ int Engine::freeze(std::string& why) {
   return static_cast<int>(in_thread(guard, [&] {
     pump();
     why = half_made();
+    if (why.empty()) why = cannot_move(carries);
     if (!why.empty()) return ssize_t{EAGAIN};
     peer_ports_.clear();
     frozen_ = true;

@@ -75,7 +75,7 @@ class Engine {
 
   /* The application's calls, of any thread. All as the system call: -1 and errno. */
 
-  /// open(2) of the device. @param flags O_CLOEXEC and O_NONBLOCK are heeded
+  /// open(2) of the device. While changes are held a first one waits. @param flags O_CLOEXEC and O_NONBLOCK are heeded
   int open_channel(int flags);
   /// What close(2) of the device does to its ids. The caller closes `fd`. @return false: not a channel
   bool close_channel(int fd);
@@ -104,6 +104,8 @@ class Engine {
   void name(const Instance& self);
   /// The kernel's file; -1: no channel is open.
   int real_fd();
+  /// How often what DESCRIBE tells has become another: a file, a port, a group.
+  std::uint64_t changes();
   /// DESCRIBE: the kernel's file, if any channel is open, and the ports that have to be free where the process is restored.
   void describe(std::vector<migr_fd_desc>& out);
   /// From here to let_go() no connection begins to be made, or to end, by this process: what it asks for waits, and requests to it are not told.
@@ -115,8 +117,8 @@ class Engine {
   /// What cannot be moved; empty: all can.
   /// @param carries whether this queue pair carries a connection; null: nobody asks
   std::string immovable(const std::function<bool(QpName)>& carries = nullptr);
-  /// Source: reads what the kernel has; commands wait from here on. EAGAIN: a connection is half made.
-  int freeze(std::string& why);
+  /// Source: reads what the kernel has; commands wait from here on. EAGAIN: a connection is half made, or there is what immovable() names.
+  int freeze(std::string& why, const std::function<bool(QpName)>& carries = nullptr);
   /// Restored: the kernel's file anew, in it what listens. @return 0 or errno, with all ids detached then
   int restored(std::span<const Path> paths, std::string& why);
   /// Where partners connect to, after restored(); 0: nobody needs to.
@@ -259,6 +261,7 @@ class Engine {
   void link_lost(Id& id);
   void link_over(Link& link, bool gone);
   std::string half_made();
+  std::string cannot_move(const std::function<bool(QpName)>& carries);
   template <class Command>
   bool say(std::uint32_t number, Command& command, void* response = nullptr, std::size_t response_bytes = 0);
 
@@ -273,6 +276,7 @@ class Engine {
   unsigned opening_ = 0;  ///< of open_channel() that wait
   std::uint64_t next_uid_ = 1;
   std::uint64_t lives_ = 1;  ///< one more with each restore
+  std::uint64_t changes_ = 0;
   std::map<int, std::unique_ptr<Channel>> channels_;
   std::map<std::uint32_t, std::unique_ptr<Id>> ids_;
   std::unordered_map<std::uint64_t, std::unique_ptr<KernelId>> by_uid_;

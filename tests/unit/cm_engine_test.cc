@@ -692,6 +692,93 @@ TEST_F(Cm, WhatCannotMoveHasAName) {
   EXPECT_NE(engine.immovable().find("RDMA_PS_UDP"), std::string::npos);
 }
 
+// What DESCRIBE has judged may be another when the process is frozen.
+TEST_F(Cm, WhatCannotMoveIsNotFrozen) {
+  kernel.address = {0xfd, 1};
+  const auto id = create(1);
+  rdma_ucm_bind b{};
+  b.id = id;
+  b.addr_size = sizeof(sockaddr_in6);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+  std::string why;
+  const auto freeze = [&] {
+    const int error = engine.freeze(why, [](QpName) { return false; });
+    if (!error) engine.rollback();
+    return error;
+  };
+  EXPECT_EQ(freeze(), EAGAIN);
+  EXPECT_NE(why.find("bound to an address"), std::string::npos) << why;
+  EXPECT_EQ(destroy(id), 0);  // commands do not wait
+  const auto stands = connected(3, 18);
+  EXPECT_EQ(freeze(), EAGAIN);
+  EXPECT_NE(why.find("queue pair"), std::string::npos) << why;
+  EXPECT_EQ(destroy(stands), 0);
+  EXPECT_EQ(freeze(), 0) << why;
+}
+
+TEST_F(Cm, WhatARecordSaysIsCounted) {
+  auto last = engine.changes();
+  const auto counts = [&] { return engine.changes() > std::exchange(last, engine.changes()); };
+  const auto id = create(1);
+  EXPECT_FALSE(counts());
+  rdma_ucm_bind b{};
+  b.id = id;
+  b.addr_size = sizeof(sockaddr_in);
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+  EXPECT_TRUE(counts());
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_LISTEN, rdma_ucm_listen{id, kBacklog}), 0);
+  EXPECT_TRUE(counts());
+  connected(3, 18);
+  EXPECT_FALSE(counts());
+  engine.close_channel(fd);
+  close(fd);
+  EXPECT_TRUE(counts());
+  fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+  EXPECT_TRUE(counts());
+}
+
+TEST_F(Cm, NothingIsBoundWhileHeld) {
+  const auto id = create(1), k = kernel.newest();
+  engine.hold();
+  std::atomic<bool> done = false;
+  std::thread binds([&] {
+    rdma_ucm_bind b{};
+    b.id = id;
+    b.addr_size = sizeof(sockaddr_in);
+    EXPECT_EQ(send(RDMA_USER_CM_CMD_BIND, b), 0);
+    done = true;
+  });
+  usleep(30'000);
+  EXPECT_FALSE(done);
+  EXPECT_EQ(kernel.done(k), "");
+  engine.let_go();
+  binds.join();
+}
+
+// A client that has a channel for each of its connections.
+TEST_F(Cm, NoFileIsOpenedOrClosedWhileHeld) {
+  engine.hold();
+  const auto before = engine.changes();
+  engine.close_channel(fd);
+  close(std::exchange(fd, -1));
+  EXPECT_GE(engine.real_fd(), 0);
+  std::atomic<bool> opened = false;
+  std::thread opener([&] {
+    fd = engine.open_channel(O_CLOEXEC | O_NONBLOCK);
+    opened = true;
+  });
+  usleep(30'000);
+  EXPECT_FALSE(opened);
+  EXPECT_EQ(engine.settle(0), "");
+  EXPECT_EQ(engine.changes(), before);
+  EXPECT_EQ(kernel.opened, 1);
+  engine.let_go();
+  opener.join();
+  ASSERT_GE(fd, 0);
+  EXPECT_EQ(kernel.opened, 2) << "who opens it may have other credentials than the thread of before";
+  EXPECT_EQ(engine.changes(), before + 2);
+}
+
 TEST_F(Cm, ListenersAreMadeAgain) {
   const auto listener = listening(0xaa);
   migrate({});
