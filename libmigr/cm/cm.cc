@@ -204,7 +204,7 @@ void restored(const Peer& self, std::vector<migr_key_map>& keys, bool again) {
   if (!e) return;
   if (!again) {
     std::vector<Path> now;
-    for (const QpShadow* qp : Registry::get().qps) now.push_back({name_of(*qp), qp->pqpn(), 0, {}, {}, true, qp->gone});
+    for (const QpShadow* qp : Registry::get().qps) now.push_back({name_of(*qp), qp->pqpn(), 0, {}, {}, true, has_ended(*qp)});
     e->name(self);
     std::string why;
     if (e->restored(now, why)) fprintf(stderr, "libmigr: librdmacm's connections cannot be taken up again: %s\n", why.c_str());

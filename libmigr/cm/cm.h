@@ -56,6 +56,12 @@ const QpShadow* qp_of(switchover::Qps qps, std::uint32_t vqpn, std::uint64_t nod
 /// The same, of the contexts that were made again on another host: one of the device.
 const Context* moved_context(std::span<Context* const> contexts, std::uint64_t node_guid, std::span<const Device> births);
 inline QpName name_of(const QpShadow& qp) { return {qp.context, qp.vqpn()}; }
+/// Of a restored process. A QP that the application has put into ERR or RESET has no partner that is told of the move, and whose kernel hears
+/// that the source's has ended. One that broke by itself is in ERR, too, and has a partner: that one hears of the end as its link is refused.
+inline bool has_ended(const QpShadow& qp) {
+  const ibv_qp_state state = qp.app_state();
+  return qp.gone || (state != IBV_QPS_RTR && state != IBV_QPS_RTS && state != IBV_QPS_SQD);
+}
 /// Where a QP's present path leads. In a file of its own: tests have another.
 std::optional<Path> path_of(const QpShadow& qp);
 

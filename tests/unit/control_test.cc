@@ -1146,6 +1146,19 @@ INSTANTIATE_TEST_SUITE_P(
                  [](migr_msg& h, std::vector<char>&) { h.count = 0x10000000, h.record_size = 16; }}),
     [](const auto& info) { return info.param.name; });
 
+TEST(CmQps, OfARestoredProcessHaveEndedInErr) {
+  ibv_qp real{};
+  QpShadow qp;
+  qp.real = &real;
+  for (const ibv_qp_state state : {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPS_SQD, IBV_QPS_SQE, IBV_QPS_ERR}) {
+    real.state = state;
+    qp.gone = false;
+    EXPECT_EQ(cm::has_ended(qp), state != IBV_QPS_RTR && state != IBV_QPS_RTS && state != IBV_QPS_SQD) << state;
+    qp.gone = true;
+    EXPECT_TRUE(cm::has_ended(qp)) << state;
+  }
+}
+
 TEST(CmQps, OfOneNumberAreToldApartByTheDevice) {
   ibv_device devices[2]{};
   ibv_context real[2]{};
