@@ -881,6 +881,8 @@ void Engine::deliver(Id& id, rdma_ucm_event_resp& event) {
     case RDMA_CM_EVENT_DEVICE_REMOVAL: id.state = State::kEnded; break;
     default: break;
   }
+  if (event.event == RDMA_CM_EVENT_DISCONNECTED) id.timewait = true;
+  if (event.event == RDMA_CM_EVENT_TIMEWAIT_EXIT) id.timewait = false;
   if (id.state == State::kEnded) id.qp = {};  // it may be connected again, by another id
   if (!id.app_uid) return;
   event.uid = id.app_uid;
@@ -1114,7 +1116,12 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
     groups_.clear();
     listener_ = nullptr;
     port_ = 0;
-    for (const auto& [handle, id] : ids_) id->k = nullptr;
+    for (const auto& [handle, id] : ids_) {
+      id->k = nullptr;
+      if (!id->timewait) continue;  // else the source's kernel would have told
+      rdma_ucm_event_resp exit = plain_event(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+      deliver(*id, exit);
+    }
     for (const auto& [number, channel] : channels_) unqueue(*channel, [](const Waiting& w) { return w.request; });  // the source's kernel has refused them
     frozen_ = false;
     lives_++;

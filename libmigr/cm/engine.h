@@ -181,6 +181,7 @@ class Engine {
     std::vector<std::vector<char>> options;
     bool held = false;          ///< SWITCH..RESUME
     bool end_told = false;      ///< the application has its DISCONNECTED
+    bool timewait = false;      ///< it has, and not yet its TIMEWAIT_EXIT
     std::vector<rdma_ucm_event_resp> deferred;
   };
   struct Group {

@@ -999,6 +999,22 @@ TEST_F(Cm, WhatDidNotSurviveTheRestoreHasEnded) {
   EXPECT_EQ(engine.port(), 0);
 }
 
+TEST_F(Cm, WhatHadEndedBeforeLeavesTimewait) {
+  const auto id = connected(0x55, 17), other = connected(0x66, 18), k = kernel.newest();
+  kernel.tell(k - 1, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x55, id);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x66, other);
+  kernel.tell(k, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x66, other);
+  migrate({});
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x55, id);  // rdma_disconnect() of an id without a channel of its own waits for it
+  quiet();
+  disconnect(id);
+  migrate({});
+  quiet();
+}
+
 TEST_F(Cm, PartnerConnectsAgainToAGidOfVersion6) {
   connected(0x88, 18);
   const auto before = kernel.newest();
