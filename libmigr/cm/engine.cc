@@ -1208,6 +1208,10 @@ void Engine::resumed(std::span<const Path> restored) {
       });
       Id* id = connected_by(path.qp);
       if (!path.restored && id && !id->held) id = nullptr;  // its QP was made since, and only has the number
+      if (!path.restored && id && id->state == State::kAccepting) {  // the other end stands, or it had not moved: its last word was for the kernel's id that goes
+        rdma_ucm_event_resp established = plain_event(RDMA_CM_EVENT_ESTABLISHED);
+        deliver(*id, established);
+      }
       const bool alive = id && id->state == State::kConnected;
       if (id) {
         ending |= id->state == State::kDisconnecting;

@@ -1144,6 +1144,30 @@ TEST_F(Cm, SourcesEndIsNoEndUnlessItGoesBack) {
 }
 
 // The application has connected it again, and not destroyed the id of before.
+// The other end is connected as soon as it has sent its last message, which the source may send again and then is gone.
+TEST_F(Cm, WhoLacksTheLastMessageWhenThePartnerMovesIsConnected) {
+  listening(0xaa);
+  kernel.request(kernel.newest());
+  const auto id = event().id, k = kernel.newest();
+  rdma_ucm_accept a{};
+  a.id = id;
+  a.uid = 0xbb;
+  a.conn_param.valid = 1;
+  a.conn_param.qp_num = 18;
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_ACCEPT, a), 0);
+  switched(18);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  quiet();
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  expect(RDMA_CM_EVENT_ESTABLISHED, 0xbb, id);
+  quiet();
+  EXPECT_EQ(kernel.done(k), "gone");
+  eventually([&] { return kernel.newest() > k; });
+  link_up(kernel.newest());
+  EXPECT_EQ(engine.settle(0), "");
+}
+
 TEST_F(Cm, AQpIsOfTheIdThatStands) {
   const auto ended = connected(0x11, 18);
   kernel.tell(kernel.newest(), RDMA_CM_EVENT_DISCONNECTED);
