@@ -365,6 +365,7 @@ void describe(const Registry& registry, Answer& answer) {
     return answer.fail(EOPNOTSUPP, "cannot be migrated: " + which);
   }
   if (const std::string why = cm::refusal(); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
+  if (const std::string why = cm::half_made(); !why.empty()) return answer.fail(EAGAIN, why);
   if (const std::string why = links::refusal(); !why.empty()) return answer.fail(EOPNOTSUPP, "cannot be migrated: " + why);
   for (const QpShadow* qp : registry.qps)
     if (qp->immovable) return answer.fail(EOPNOTSUPP, std::string("a QP of ") + qp->immovable + "() cannot be migrated");

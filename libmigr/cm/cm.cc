@@ -179,9 +179,12 @@ bool carries(QpName name) {
 
 std::string refusal() {
   Engine* e = engine();
-  if (!e) return "";
-  const std::string why = e->immovable(carries);
-  return why.empty() ? e->settle(0) : why;
+  return e ? e->immovable(carries) : "";
+}
+
+std::string half_made() {
+  Engine* e = engine();
+  return e ? e->settle(0) : "";
 }
 
 void describe(std::vector<migr_fd_desc>& out) {

@@ -30,6 +30,8 @@ void forget_parent();
 void settle();
 /// DESCRIBE. @return why the process cannot be moved; empty: it can
 std::string refusal();
+/// What is half made now, after settle(): it can be moved in a moment.
+std::string half_made();
 void describe(std::vector<migr_fd_desc>& out);
 /// Goes up with each change of what describe() and refusal() say of bound ids, groups and the file. Without the lock, too.
 std::uint64_t changes();

@@ -795,7 +795,8 @@ bool Engine::pump() {
 }
 
 void Engine::put(Channel& channel, const Waiting& waiting) {
-  if (held_ && waiting.request) return channel.withheld.push_back(waiting);
+  const auto connecting = [this] { return std::ranges::any_of(ids_, [](const auto& i) { return i.second->state == State::kConnecting; }); };
+  if (held_ && waiting.request && !connecting()) return channel.withheld.push_back(waiting);
   channel.events.push_back(waiting);
   add_token(channel.fd);
 }

@@ -108,7 +108,8 @@ class Engine {
   std::uint64_t changes();
   /// DESCRIBE: the kernel's file, if any channel is open, and the ports that have to be free where the process is restored.
   void describe(std::vector<migr_fd_desc>& out);
-  /// From here to let_go() no connection begins to be made, or to end, by this process: what it asks for waits, and requests to it are not told.
+  /// From here to let_go() no connection begins to be made, or to end, by this process: what it asks for waits, and requests to it
+  /// are not told, unless it is connecting itself: maybe to itself.
   void hold();
   void let_go();
   bool held();

@@ -638,6 +638,26 @@ TEST_F(Cm, HeldRequestsAreToldLater) {
   quiet();
 }
 
+// It may be to itself that a process is connecting: then its request is what ends that.
+TEST_F(Cm, WhoIsConnectingIsToldOfRequestsThoughHeld) {
+  listening(0xaa);
+  const auto listener = kernel.newest();
+  const auto id = create(1), k = kernel.newest();
+  EXPECT_EQ(send(RDMA_USER_CM_CMD_CONNECT, [&] { rdma_ucm_connect c{}; c.id = id; return c; }()), 0);
+  kernel.request(listener);
+  EXPECT_TRUE(readable());
+  engine.hold();
+  EXPECT_EQ(event().event, RDMA_CM_EVENT_CONNECT_REQUEST);
+  EXPECT_NE(engine.settle(0), "");
+  kernel.tell(k, RDMA_CM_EVENT_REJECTED);
+  expect(RDMA_CM_EVENT_REJECTED, 1, id);
+  kernel.request(listener);
+  eventually([&] { return kernel.waiting() == 0; });
+  quiet();
+  engine.let_go();
+  EXPECT_EQ(event().event, RDMA_CM_EVENT_CONNECT_REQUEST);
+}
+
 TEST_F(Cm, HeldRequestsDoNotMove) {
   const auto id = listening(0xaa);
   const auto listener = kernel.newest();
