@@ -34,6 +34,7 @@ constexpr unsigned kResolveMs = 2000;
 constexpr int kDeafMs = 100;
 constexpr unsigned kLinkTries = 10;
 constexpr unsigned kLinkRetryMs = 700;
+constexpr std::uint64_t kUnheardMs = 60'000;  // longer than from a FREEZE to the partners' SWITCH
 constexpr std::uint32_t kLinkBacklog = 1024;
 constexpr int kMaxBacklog = 1024;  // the kernel's, where none is asked for
 constexpr std::uint8_t kReliable = 2;  // enum ib_qp_type: RC
@@ -495,7 +496,10 @@ ssize_t Engine::dispatch(Channel& channel, char* buf, std::size_t count, QpName 
     id->app_uid = uid_before;
     return fail(error);
   }
-  if (qp.vqpn) id->qp = qp;
+  if (qp.vqpn) {
+    id->qp = qp;
+    std::erase_if(without_id_, [&](const auto& w) { return w.first == qp; });
+  }
   note_done(*id, header.cmd, payload, header.in);
   const auto query = load<rdma_ucm_query>(payload, header.in);
   if (header.cmd == RDMA_USER_CM_CMD_QUERY_ROUTE)
@@ -705,8 +709,17 @@ bool Engine::has_link(QpName qp) {
   return std::any_of(links_.begin(), links_.end(), [&](const auto& link) { return link->path.qp == qp; });
 }
 
+/// Not long ago: its partner may have been frozen, and not have heard of it.
+bool Engine::lost_its_id(QpName qp) {
+  return std::ranges::any_of(without_id_, [&](const auto& w) { return w.first == qp && now_ms() - w.second < kUnheardMs; });
+}
+
 void Engine::remove(Id& id) {
   let_links_go(id);
+  if (id.k && id.qp.vqpn && !id.held && (id.state == State::kConnected || id.state == State::kDisconnecting)) {
+    while (!without_id_.empty() && now_ms() - without_id_.front().second >= kUnheardMs) without_id_.pop_front();
+    without_id_.emplace_back(id.qp, now_ms());
+  }
   drop(id.k);
   for (auto* const queue : {&id.channel->events, &id.channel->withheld})
     for (Waiting& w : *queue)
@@ -1054,6 +1067,7 @@ int Engine::freeze(std::string& why, const std::function<bool(QpName)>& carries)
     if (why.empty()) why = cannot_move(carries);
     if (!why.empty()) return ssize_t{EAGAIN};
     peer_ports_.clear();
+    std::erase_if(without_id_, [](const auto& w) { return now_ms() - w.second >= kUnheardMs; });
     frozen_ = true;
     return ssize_t{0};
   }, true));
@@ -1114,6 +1128,7 @@ int Engine::restored(std::span<const Path> paths, std::string& why) {
       link->k = nullptr;
       link->tries = 0;
     }
+    for (auto& [qp, when] : without_id_) when = now_ms();  // by this host's clock
     groups_.clear();
     listener_ = nullptr;
     port_ = 0;
@@ -1170,7 +1185,7 @@ Engine::Id* Engine::connected_by(QpName qp) {
 
 bool Engine::uses(QpName qp) {
   std::lock_guard guard(mutex_);
-  return connected_by(qp) || has_link(qp);
+  return connected_by(qp) || has_link(qp) || (real_fd_ >= 0 && lost_its_id(qp));
 }
 
 void Engine::switched(std::span<const Path> paths) {
@@ -1180,6 +1195,7 @@ void Engine::switched(std::span<const Path> paths) {
   const auto hold = [&] {
     for (const Path& path : moving_) {
       if (Id* id = connected_by(path.qp)) id->held = true;
+      else if (real_fd_ >= 0 && lost_its_id(path.qp) && !has_link(path.qp)) links_.push_back(std::make_unique<Link>(Link{path, 0, nullptr}));
       for (const auto& link : links_) {
         if (link->path.qp != path.qp) continue;
         link->held = true;
@@ -1221,6 +1237,7 @@ void Engine::resumed(std::span<const Path> restored) {
         if (alive) id->deferred.clear();
         else deliver_deferred(*id);
       }
+      ending |= path.restored && !id && lost_its_id(path.qp);  // the other end was frozen then, too
       if (!alive && !ending) continue;
       if (!path.restored && alive) drop(id->k);
       const auto port = peer_ports_.find(path.peer);

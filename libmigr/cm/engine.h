@@ -232,6 +232,7 @@ class Engine {
   void learn_address(Id& id);
   void let_links_go(const Id& id);
   bool has_link(QpName qp);
+  bool lost_its_id(QpName qp);
   void remove(Id& id);
   bool pump();
   bool is_full(const Id& listening) const;
@@ -284,6 +285,7 @@ class Engine {
   std::unordered_map<std::uint64_t, std::unique_ptr<KernelId>> by_uid_;
   std::map<std::uint32_t, Group> groups_;
   std::vector<std::unique_ptr<Link>> links_;
+  std::deque<std::pair<QpName, std::uint64_t>> without_id_;  ///< of connections that stood when their id was destroyed; and when, ms
   std::vector<Path> moving_;  ///< SWITCH..RESUME: of partners, as they will be
   KernelId* listener_ = nullptr;
   std::uint16_t port_ = 0;

@@ -1247,6 +1247,40 @@ TEST_F(CmGoneWhileThePartnerMoves, WithoutAWord) {
   expect_the_other_end_is_told(k);
 }
 
+TEST_F(CmGoneWhileThePartnerMoves, WithoutAWordWhenThatWasFrozenAlready) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  EXPECT_FALSE(engine.uses({nullptr, 19}));
+  EXPECT_EQ(destroy(id), 0);
+  EXPECT_TRUE(engine.uses({nullptr, 18}));  // its QP is there, else nobody would ask
+  switched(18);
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  eventually([&] { return kernel.newest() > 0; });
+  link_up(kernel.newest());
+  EXPECT_NE(kernel.newest(), k);
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.count() == 0; });
+  const auto again = connected(0x99, 18);  // a new connection of that QP is another one
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_DISCONNECTED);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x99, again);
+  EXPECT_EQ(destroy(again), 0);
+  EXPECT_FALSE(engine.uses({nullptr, 18}));
+}
+
+TEST_F(CmGoneWhileThePartnerMoves, WithoutAWordAndThenMovesToo) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  EXPECT_EQ(destroy(id), 0);
+  const Path p[] = {path(18, true)};
+  migrate({p[0]});
+  EXPECT_TRUE(engine.uses({nullptr, 18}));
+  engine.peer_port(peer, 999);
+  engine.resumed(p);
+  eventually([&] { return kernel.newest() > k; });
+  link_up(kernel.newest());
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_CONNECT_RESPONSE);
+  eventually([&] { return kernel.count() == 0; });
+}
+
 TEST_F(CmGoneWhileThePartnerMoves, WithItsChannelAndThenNothingIsOpen) {
   const auto id = connected(0x88, 18), k = kernel.newest();
   switched(18);
