@@ -758,10 +758,14 @@ ssize_t Engine::disconnect(Id& id, std::size_t count) {
     if (id.state == State::kConnected) id.state = State::kDisconnecting;
     return done;
   }
-  if (id.state == State::kConnected) {
-    let_links_go(id);
-    deliver_end(id);
+  if (id.state != State::kConnected) return done;
+  const bool connects = std::ranges::any_of(links_, [&](const auto& link) { return link->id == &id; });
+  if (connects) {  // who hears that it has ended may exit, and what tells the other end goes with the process: link_over()
+    id.state = State::kDisconnecting;
+    return done;
   }
+  let_links_go(id);
+  deliver_end(id);
   return done;
 }
 
@@ -1230,21 +1234,23 @@ void Engine::resumed(std::span<const Path> restored) {
         deliver(*id, established);
       }
       const bool alive = id && id->state == State::kConnected;
+      const auto port = peer_ports_.find(path.peer);
+      // Both have moved: one of them begins. Who has no id any more does in any case, for nothing of it may listen.
+      const bool other_begins = path.restored && id && std::pair(self_, path.pqpn) > std::pair(path.peer, path.dest_pqpn);
+      const bool begins = port != peer_ports_.end() && path.dest_pqpn && !other_begins;
+      const bool waits = begins && id && id->state == State::kDisconnecting;  // for the link, to hear of its own end
       if (id) {
         ending |= id->state == State::kDisconnecting;
         id->held = false;
         id->pqpn = path.pqpn;
-        if (alive) id->deferred.clear();
+        if (alive || waits) id->deferred.clear();  // the source's kernel has answered
         else deliver_deferred(*id);
       }
       ending |= path.restored && !id && lost_its_id(path.qp);  // the other end was frozen then, too
       if (!alive && !ending) continue;
-      if (!path.restored && alive) drop(id->k);
-      const auto port = peer_ports_.find(path.peer);
-      if (port == peer_ports_.end() || !path.dest_pqpn) continue;  // the other end does it
-      // Both have moved: one of them begins.
-      if (path.restored && std::pair(self_, path.pqpn) > std::pair(path.peer, path.dest_pqpn)) continue;
-      links_.push_back(std::make_unique<Link>(Link{path, port->second, alive ? id : nullptr}));
+      if (!path.restored && (alive || waits)) drop(id->k);
+      if (begins) links_.push_back(std::make_unique<Link>(Link{path, port->second, alive || waits ? id : nullptr}));
+      else if (id && id->state == State::kDisconnecting && !id->k) deliver_end(*id);  // the other end does it
     }
     return ssize_t{0};
   }, true);
@@ -1339,6 +1345,10 @@ void Engine::start_link(Link& link) {
 /// Tries again later, or gives up: then the connection goes on, and its end is not told.
 void Engine::link_failed(Link& link) {
   drop(link.k);
+  if (Id* const id = link.id; id && id->state == State::kDisconnecting) {  // it waits for no more tries; the other end is told nevertheless
+    link.id = nullptr;
+    deliver_end(*id);
+  }
   if (++link.tries < kLinkTries) {
     link.next_ms = now_ms() + kLinkRetryMs;
     return;
@@ -1361,7 +1371,7 @@ void Engine::link_over(Link& link, bool gone) {
   Id* id = link.id;
   drop(link.k);
   std::erase_if(links_, [&](const auto& l) { return l.get() == &link; });
-  if (gone && id && id->state == State::kConnected) deliver_end(*id);
+  if (id && (id->state == State::kDisconnecting || (gone && id->state == State::kConnected))) deliver_end(*id);
 }
 
 void Engine::link_event(Link& link, const rdma_ucm_event_resp& event) {

@@ -1139,13 +1139,83 @@ TEST_F(CmPartner, ConnectsOnceMoreIfTheOtherEndHasLetGo) {
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }
 
-TEST_F(CmPartner, ThatDisconnectsMeanwhileTellsTheOtherEnd) {
+// With its own event it may exit, and the link would go with it.
+TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItWhenTheOtherEndDoes) {
   disconnect(id);
+  disconnect(id);
+  quiet();
+  kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  EXPECT_EQ(kernel.done(k), "gone");
+  EXPECT_EQ(destroy(id), 0);
+}
+
+TEST_F(CmPartner, ThatDisconnectsAndDestroysMeanwhileTellsTheOtherEnd) {
+  disconnect(id);
   EXPECT_EQ(destroy(id), 0);
   kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
   eventually([&] { return kernel.done(k) == "gone"; });
+}
+
+TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItThoughTheOtherEndIsGone) {
+  disconnect(id);
+  kernel.tell(k, RDMA_CM_EVENT_REJECTED, 8);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+}
+
+// Or it would wait for ten tries, and not be movable.
+TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItAfterATryThatFails) {
+  kernel.tell(k, RDMA_CM_EVENT_UNREACHABLE);
+  eventually([&] { return kernel.newest() > k; });
+  disconnect(id);
+  quiet();
+  k = kernel.newest();
+  kernel.tell(k, RDMA_CM_EVENT_ADDR_ERROR);
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  EXPECT_EQ(engine.settle(0), "");
+  expect_told_over_a_new_link();
+  quiet();
+}
+
+TEST_F(CmPartner, ThatDisconnectsOnceTheOtherEndMovesOnHearsOfItThen) {
+  switched(18);
+  disconnect(id);
+  engine.peer_port(peer, 999);
+  engine.resumed({});
+  quiet();
+  expect_told_over_a_new_link();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+}
+
+TEST_F(CmPartner, ThatDisconnectsOnceTheOtherEndMovesOnHearsOfItIfThatGoesBack) {
+  switched(18);
+  disconnect(id);
+  engine.rollback();
+  quiet();
+  expect_told_over_a_new_link();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+}
+
+TEST_F(CmPartner, ThatDisconnectsWhileTheOtherEndMovesOnHearsOfItThen) {
+  disconnect(id);
+  partner_moves(18);
+  quiet();
+  expect_told_over_a_new_link();
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+}
+
+TEST_F(CmPartner, ThatDisconnectsWhileTheOtherEndMovesToWhereItCannotListenHearsOfItAtOnce) {
+  disconnect(id);
+  switched(18);
+  engine.resumed({});
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
 }
 
 TEST_F(CmPartner, LearnsThatTheOtherEndIsGone) {
@@ -1215,10 +1285,24 @@ TEST_F(Cm, WhoDisconnectsWhileThePartnerMovesHearsThatItHasEnded) {
   quiet();
   engine.peer_port(peer, 999);
   engine.resumed({});
+  EXPECT_EQ(kernel.done(k), "gone");
+  eventually([&] { return kernel.newest() > k; });
+  link_up(kernel.newest());
+  quiet();  // with its event it may exit, and the link would go with it
+  kernel.tell(kernel.newest(), RDMA_CM_EVENT_CONNECT_RESPONSE);
   expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
   expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
   EXPECT_EQ(engine.settle(0), "");
-  eventually([&] { return kernel.newest() > k; });  // the other end is told
+}
+
+TEST_F(Cm, WhoDisconnectsWhileThePartnerMovesToWhereItCannotListenHearsOfItAtOnce) {
+  const auto id = connected(0x88, 18), k = kernel.newest();
+  switched(18);
+  disconnect(id);
+  kernel.tell(k, RDMA_CM_EVENT_DISCONNECTED);
+  quiet();
+  engine.resumed({});
+  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
 }
 
 /// An end that goes between SWITCH and RESUME: the kernel would tell the source's copy only.
@@ -1268,6 +1352,7 @@ TEST_F(CmGoneWhileThePartnerMoves, WithoutAWordWhenThatWasFrozenAlready) {
 }
 
 TEST_F(CmGoneWhileThePartnerMoves, WithoutAWordAndThenMovesToo) {
+  engine.name({3});  // the greater one: but nobody connects to who has no connection
   const auto id = connected(0x88, 18), k = kernel.newest();
   EXPECT_EQ(destroy(id), 0);
   const Path p[] = {path(18, true)};
