@@ -29,8 +29,6 @@
 #define PAGE 4096ull
 #define PIECES_MAX 1024u	/* two stops of the task each; the largest ones count */
 #define PROTECT_LIMIT_MS 2000	/* for all pieces; those that are left stay as they are */
-#define RUN_LIMIT_MS 10000	/* for one system call */
-#define VDSO_BYTES_MAX (64u << 10)
 
 struct piece {
 	uint64_t start, end;	/* addresses in the task */
@@ -98,10 +96,10 @@ static int registered(const struct migr_rst_process *p, struct pieces *out)
 	return 0;
 }
 
-/* Those of @of that lie in private memory that may be written to. @vdso: where that is, for find_syscall(). */
-static int in_private_memory(pid_t pid, const struct pieces *of, struct pieces *out, uint64_t vdso[2])
+/* Those of @of that lie in private memory that may be written to. */
+static int in_private_memory(pid_t pid, const struct pieces *of, struct pieces *out)
 {
-	char path[32], line[4352], perms[5], name[16];
+	char path[32], line[4352], perms[5];
 	unsigned long long start, end;
 	uint32_t i = 0;
 	int ret = 0;
@@ -112,12 +110,8 @@ static int in_private_memory(pid_t pid, const struct pieces *of, struct pieces *
 	if (!f)
 		return -1;
 	while (!ret && fgets(line, sizeof(line), f)) {
-		int n = sscanf(line, "%llx-%llx %4s %*s %*s %*s %15s", &start, &end, perms, name);
-
-		if (n < 3)
+		if (sscanf(line, "%llx-%llx %4s", &start, &end, perms) != 3)
 			continue;
-		if (n == 4 && !strcmp(name, "[vdso]"))
-			vdso[0] = start, vdso[1] = end;
 		while (i < of->nr && of->all[i].end <= start)
 			i++;
 		if (perms[1] != 'w' || perms[3] != 'p')
@@ -131,32 +125,10 @@ static int in_private_memory(pid_t pid, const struct pieces *of, struct pieces *
 	return ret;
 }
 
-/* The address of an instruction "syscall" in the task; 0: none was found. */
-static uint64_t find_syscall(pid_t pid, const uint64_t vdso[2])
-{
-	static unsigned char text[VDSO_BYTES_MAX];
-	size_t bytes = vdso[1] - vdso[0];
-	const unsigned char *at;
-
-	if (!bytes || bytes > sizeof(text) || task_get(pid, vdso[0], text, bytes))
-		return 0;
-	at = memmem(text, bytes, "\x0f\x05", 2);
-	return at ? vdso[0] + (uint64_t)(at - text) : 0;
-}
-
-/* 0, or an errno: a positive one of the task's mprotect(), a negative one if it was not, or may not have been, called. */
+/* As task_syscall() of its mprotect(). */
 static int protect(struct task *t, uint64_t insn, const struct piece *p, int prot)
 {
-	struct user_regs_struct regs = t->regs;
-	int ret;
-
-	regs.rip = insn;
-	regs.rax = SYS_mprotect;
-	regs.rdi = p->start;
-	regs.rsi = p->end - p->start;
-	regs.rdx = (unsigned)prot;
-	ret = task_run(t, &regs, TASK_ONE_INSTRUCTION, insn + 2, now_ms() + RUN_LIMIT_MS);
-	return ret ? -ret : -(int)regs.rax;
+	return task_syscall(t, insn, SYS_mprotect, p->start, p->end - p->start, (unsigned)prot);
 }
 
 /* Its memory could not be made writable again: it counts as what is. */
@@ -202,20 +174,20 @@ static int clean_process(const struct migr_rst_process *p)
 {
 	struct pieces mrs = { 0 }, pieces = { 0 };
 	struct task t = { .pid = (pid_t)p->pid };
-	uint64_t vdso[2] = { 0 }, insn = 0, bytes = 0;
+	uint64_t insn = 0, bytes = 0;
 	const char *why = NULL;
 	long began = now_ms();
 	char path[32];
 	int fd = -1, ret = 0;
 
 	snprintf(path, sizeof(path), "/proc/%d/clear_refs", t.pid);
-	if (registered(p, &mrs) || in_private_memory(t.pid, &mrs, &pieces, vdso))
+	if (registered(p, &mrs) || in_private_memory(t.pid, &mrs, &pieces))
 		why = "its memory is not known";
 	else if (pieces.nr && task_status(t.pid, "VmLck:", 10))
 		why = "it has locked memory, which is written to when it becomes writable";
 	else if (pieces.nr && limits_data(t.pid))
 		why = "it has lowered RLIMIT_DATA";
-	else if (pieces.nr && (!(insn = find_syscall(t.pid, vdso)) || (fd = open(path, O_WRONLY | O_CLOEXEC)) < 0))
+	else if (pieces.nr && (!(insn = task_find_syscall(t.pid)) || (fd = open(path, O_WRONLY | O_CLOEXEC)) < 0))
 		why = "it has no vDSO, or no soft-dirty marks";
 	else if (pieces.nr)
 		why = task_take(&t);

@@ -17,6 +17,8 @@
 #define USER_CS_64 0x33
 #define RSEQ_CS_OFFSET 8	/* struct rseq: two words, then rseq_cs */
 #define SIGSET_BYTES 8		/* the kernel's */
+#define SYSCALL_LIMIT_MS 10000	/* for one */
+#define VDSO_BYTES_MAX (64u << 10)
 
 int task_get(pid_t pid, uint64_t addr, void *to, size_t n)
 {
@@ -209,4 +211,37 @@ int task_run(struct task *t, struct user_regs_struct *regs, enum task_pace pace,
 			return EFAULT;
 		return 0;
 	}
+}
+
+uint64_t task_find_syscall(pid_t pid)
+{
+	static unsigned char text[VDSO_BYTES_MAX];
+	char path[32], line[4352], name[16];
+	unsigned long long start, end;
+	const unsigned char *at = NULL;
+	FILE *f;
+
+	snprintf(path, sizeof(path), "/proc/%d/maps", pid);
+	f = fopen(path, "re");
+	while (f && !at && fgets(line, sizeof(line), f))
+		if (sscanf(line, "%llx-%llx %*s %*s %*s %*s %15s", &start, &end, name) == 3 && !strcmp(name, "[vdso]") &&
+		    end - start <= sizeof(text) && !task_get(pid, start, text, end - start))
+			at = memmem(text, end - start, "\x0f\x05", 2);
+	if (f)
+		fclose(f);
+	return at ? start + (uint64_t)(at - text) : 0;
+}
+
+int task_syscall(struct task *t, uint64_t insn, long nr, uint64_t a, uint64_t b, uint64_t c)
+{
+	struct user_regs_struct regs = t->regs;
+	int ret;
+
+	regs.rip = insn;
+	regs.rax = nr;
+	regs.rdi = a;
+	regs.rsi = b;
+	regs.rdx = c;
+	ret = task_run(t, &regs, TASK_ONE_INSTRUCTION, insn + 2, now_ms() + SYSCALL_LIMIT_MS);
+	return ret ? -ret : -(int)regs.rax;
 }

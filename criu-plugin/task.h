@@ -60,6 +60,15 @@ enum task_pace {
  */
 int task_run(struct task *t, struct user_regs_struct *regs, enum task_pace pace, uint64_t end, long until_ms);
 
+/* The address of an instruction "syscall" in its vDSO; 0: none was found. */
+uint64_t task_find_syscall(pid_t pid);
+
+/*
+ * Has it execute system call @nr at @insn, of task_find_syscall(). 0, or an errno: a positive one of the call, a negative one
+ * of task_run(): it was not, or may not have been, executed.
+ */
+int task_syscall(struct task *t, uint64_t insn, long nr, uint64_t a, uint64_t b, uint64_t c);
+
 /* As it was taken. 0 or a positive errno. */
 int task_give_back(const struct task *t);
 
