@@ -26,6 +26,13 @@ std::vector<Mapping> mappings_of(pid_t pid) {
   return all;
 }
 
+bool has_vm_flag(pid_t pid, const std::string& flag) {
+  std::ifstream maps("/proc/" + std::to_string(pid) + "/smaps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.starts_with("VmFlags:") && (line + ' ').find(' ' + flag + ' ') != line.npos) return true;
+  return false;
+}
+
 bool has_aio(const std::vector<Mapping>& mappings) {
   return std::any_of(mappings.begin(), mappings.end(), [](const Mapping& m) { return m.path.starts_with("/[aio]"); });
 }

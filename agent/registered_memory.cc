@@ -5,12 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <utility>
 
 #include "file_tree.h"
 #include "kernel_record.h"
+#include "mappings.h"
 
 namespace migr {
 namespace {
@@ -74,11 +74,7 @@ std::vector<MemoryPart> written_to(const std::vector<RegisteredMemory>& memory, 
 }
 
 bool is_merged(pid_t pid, const std::string& run) {
-  if (first_line_of(run) != "1") return false;
-  std::ifstream maps("/proc/" + std::to_string(pid) + "/smaps");
-  for (std::string line; std::getline(maps, line);)
-    if (line.starts_with("VmFlags:") && (line + ' ').find(" mg ") != line.npos) return true;
-  return false;
+  return first_line_of(run) == "1" && has_vm_flag(pid, "mg");
 }
 
 }  // namespace migr

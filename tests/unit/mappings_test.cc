@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
-// What /proc/PID/maps says.
+// What /proc/PID/maps and smaps say.
 #include "agent/mappings.h"
 
 #include <fcntl.h>
@@ -72,6 +72,18 @@ TEST(Mappings, OfWhoHasEndedAreNone) {
   if (child == 0) _exit(0);
   waitpid(child, nullptr, 0);
   EXPECT_TRUE(mappings_of(child).empty());
+}
+
+TEST(Mappings, SayOfOneThatAForkWipes) {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const bool had = has_vm_flag(getpid(), "wf");  // the C library may have some
+  void* const mapped = mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(mapped, MAP_FAILED);
+  ASSERT_EQ(madvise(mapped, page, MADV_WIPEONFORK), 0) << strerror(errno);
+  EXPECT_TRUE(has_vm_flag(getpid(), "wf"));
+  munmap(mapped, page);
+  EXPECT_EQ(has_vm_flag(getpid(), "wf"), had);
+  EXPECT_FALSE(has_vm_flag(getpid(), "w"));
 }
 
 TEST(AsynchronousIo, IsSeenByItsRing) {
