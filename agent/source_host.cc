@@ -19,6 +19,8 @@
 #include "file_tree.h"
 #include "kernel_record.h"
 #include "limits.h"
+#include "mappings.h"
+#include "migr/restore.h"
 #include "page_images.h"
 #include "parallel.h"
 #include "process.h"
@@ -848,6 +850,11 @@ Result<std::string> SourceRun::record(const std::string& destination, const std:
   if (const auto same = as_described(); !same && (!written || same.error().code == EAGAIN)) return same.error();
   if (!written) return written.error();
   if (auto s = host_.runc_.early_images(info_.id, dir + "/images"); !s) return s.error();
+  // By this the plugin knows that it has to look, in the stop, for what is wiped in a forked process.
+  const auto pids = host_.runc_.pids(state_);
+  if (!pids) return pids.error();
+  if (std::any_of(pids->begin(), pids->end(), [](pid_t pid) { return has_vm_flag(pid, "wf"); }))
+    if (auto s = write_whole(dir + "/images/" MIGR_RST_WIPED_NAME, ""); !s) return s.error();
   auto& r = entry_.record;
   r.set_outcome(wire::OPEN);
   r.set_container(info_.id);

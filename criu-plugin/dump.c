@@ -212,6 +212,9 @@ void dump_exit(int ret)
 
 	if (err)
 		say(2, "threads may run on all processors when they are restored: cannot write %s: %s", MIGR_CPUS_NAME, strerror(err));
+	err = root ? wiped_note(root, own_dir) : 0;
+	if (err)
+		say(2, "what restored processes fork has all of their memory (MADV_WIPEONFORK): cannot write %s: %s", MIGR_RST_WIPED_NAME, strerror(err));
 	if (own_dir >= 0)
 		close(own_dir);
 	own_dir = -1;

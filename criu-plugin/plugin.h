@@ -94,6 +94,14 @@ int ports_hold(const struct migr_rst_process *p);
 int cpus_note(pid_t root, int dir);
 void cpus_give_back(pid_t root, int dir);
 
+/*
+ * wiped.c: which memory is wiped in what a process forks. wiped_note() notes it in folder @dir, of all of the tree under @root, if there is a
+ * file MIGR_RST_WIPED_NAME; 0 or a positive errno. wiped_give_back() has the restored tasks, stopped and traced by the caller, ask for it again;
+ * what cannot be done is said. 0, or a positive errno with *err said: a task has been left other than it was.
+ */
+int wiped_note(pid_t root, int dir);
+int wiped_give_back(pid_t root, int dir, struct migr_rst_err *err);
+
 /* control.c: the socket */
 int control_listen(const char *path);
 /*

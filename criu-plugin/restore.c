@@ -358,6 +358,11 @@ int restore_resume_late(int pid)
 			if (job.failed)
 				say(1, "%s", job.why.text);
 		}
+		if (!job.failed) {
+			job.failed = wiped_give_back(pid, image_dir(), &job.why);
+			if (job.failed)
+				say(1, "%s", job.why.text);
+		}
 		if (!job.failed)
 			cpus_give_back(pid, image_dir());
 		job.phase = PHASE_HELD;

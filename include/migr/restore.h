@@ -46,6 +46,7 @@ extern "C" {
 
 #define MIGR_RST_IMAGE_NAME	"migr.img"		/* in the image directory */
 #define MIGR_RST_FILES_NAME	"migr-files.img"	/* written by the plugin at dump */
+#define MIGR_RST_WIPED_NAME	"migr-wiped.img"	/* migrd makes it, empty, if the dump is to fill it: criu-plugin/wiped.c */
 #define MIGR_RST_IMAGE_VERSION	1u
 #define MIGR_RST_IMAGE_MAX	(256u << 20)		/* bytes; larger files are refused */
 

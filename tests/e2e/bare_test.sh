@@ -8,16 +8,19 @@ e2e_up || exit 1
 
 STORE=/var/lib/migr-e2e.checkpoint
 
-# A shell with two programs that are connected to each other, by RDMA and by TCP. Its number has to be free elsewhere, too.
+# A shell with two programs that are connected to each other, by RDMA and by TCP. Its number has to be free elsewhere, too. BESIDE: of a third, in Python.
 start_bare() {	# HOST OPTION...
 	local h=$1
 	shift
 	# shellcheck disable=SC2016
 	BARE=$(start_process "$h" bare bash -c '
+		beside=$1
+		shift
+		if [ "$beside" ]; then python3 -c "$beside" & fi
 		"$@" --json /tmp/bare.b.json & b=$!
 		"$@" --json /tmp/bare.a.json --stop-file /tmp/bare.stop 127.0.0.1
 		wait $b
-	' bash "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 "$@") && until_true 60 packets_flow "$h" || fail "no traffic on $h"
+	' bash "${BESIDE:-}" "$E2E_LIB/migr_verify" --dev rxe0 --stall 240 "$@") && until_true 60 packets_flow "$h" || fail "no traffic on $h"
 }
 packets() { on "$1" cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 packets_flow() { local x; x=$(packets "$1") && sleep 1 && [ "$(packets "$1")" -gt $((x + 50)) ]; }
@@ -52,6 +55,27 @@ moved() {
 	# The next processes of dst would get its numbers.
 	start_bare src "$@" && on dst sh -c "echo $((BARE - 5)) >/proc/sys/kernel/ns_last_pid" && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src &&
 		ctl_ok dst migrate --pid "$BARE" --to src && bare_on src dst && stop_bare src || cleaned
+}
+# A program with memory that is wiped in what it forks. When it is told to, it forks, and says what is found there.
+WIPES='
+import mmap, os, time
+page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)
+page[:1] = b"x"
+page.madvise(18)
+os.mkdir("/tmp/wiped.begun")
+while not os.path.exists("/tmp/wiped.say"): time.sleep(0.1)
+if os.fork(): os.wait()
+else:
+    with open("/tmp/wiped.found", "w") as f: print(page[0], file=f)
+    os._exit(0)
+'
+wiped() {
+	local h
+	for h in src dst; do on_sh "$h" 'rm -rf /tmp/wiped.*'; done
+	BESIDE=$WIPES start_bare src "$@" && until_true 30 on src test -e /tmp/wiped.begun && ctl_ok src migrate --pid "$BARE" --to dst && bare_on dst src || { cleaned; return 1; }
+	on dst touch /tmp/wiped.say && until_true 30 on dst test -s /tmp/wiped.found && [ "$(on dst cat /tmp/wiped.found)" = 0 ] ||
+		{ fail "a process forked there has what was to be wiped"; cleaned; return 1; }
+	stop_bare dst || cleaned
 }
 # A program that sends to itself, by TCP over the loopback. It calls itself by how often something has arrived.
 # shellcheck disable=SC2016
@@ -249,6 +273,7 @@ walk_step "without the marks it is stale" transfers_stale
 walk_step "zeros that are read after memory was copied ahead" zeros_read 1 0 0 untouched dropped
 walk_step "where the huge page of zeros comes nonetheless, all is copied during the stop" zeros_read 0 1 0 untouched
 walk_step "where it comes, and other bytes were there, those come back" zeros_read 1 1 2097152 dropped
+step "memory that is wiped in what a process forks" wiped --mode mixed --qps 1 --rate 100
 step "a TCP connection within the host, back and there" connected
 step "a pipe to a program that stays" piped
 step "a process number that is in use" number_taken --mode mixed --qps 1 --rate 100

@@ -29,6 +29,7 @@ int image_dir(void) { return folder; }
 int fd_floor(void) { return 512; }
 int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
 void cpus_give_back(pid_t, int) {}
+int wiped_give_back(pid_t, int, struct migr_rst_err*) { return 0; }
 int held_bind(pid_t, int, struct migr_rst_err*) { return 0; }
 int ports_look(const struct migr_rst_process*, struct migr_rst_err*) { return 0; }
 int ports_hold(const struct migr_rst_process*) { return -1; }

@@ -19,7 +19,7 @@ namespace {
 constexpr int kId = 0x21;
 constexpr std::uint32_t kContext = 10;
 int folder = -1, carried_over = -1;
-pid_t noted_root = 0;
+pid_t noted_root = 0, noted_too = 0;
 std::map<pid_t, pid_t> traced, parents;  // of a task: by whom, whose child
 
 }  // namespace
@@ -31,6 +31,8 @@ int fd_floor(void) { return 512; }
 int ahead_register(const struct migr_rst_image*, pid_t, long, struct migr_rst_err*) { return 0; }
 int cpus_note(pid_t root, int) { return noted_root = root, 0; }
 void cpus_give_back(pid_t, int) {}
+int wiped_note(pid_t root, int) { return noted_too = root, 0; }
+int wiped_give_back(pid_t, int, struct migr_rst_err*) { return 0; }
 long long task_status(pid_t pid, const char* name, int) { return (std::strcmp(name, "PPid:") ? traced : parents)[pid]; }
 int held_bind(pid_t, int, struct migr_rst_err*) { return 0; }
 int ports_look(const struct migr_rst_process*, struct migr_rst_err*) { return 0; }
@@ -112,9 +114,10 @@ TEST(Dumped, TheTreeIsKnownByWhoTracesIt) {
   ASSERT_EQ(migr_rst_write(image, folder, &err), 0) << err.text;
   migr_rst_image_free(image);
   const auto dumped = [](int ret) {
-    noted_root = 0;
+    noted_root = noted_too = 0;
     EXPECT_EQ(dump_init(), 0) << said;
     dump_exit(ret);
+    EXPECT_EQ(noted_too, noted_root);
     migr_rst_image_free(job.img);
     job = {};
     return noted_root;
