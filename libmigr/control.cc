@@ -449,7 +449,7 @@ void describe_settled(Registry& registry, std::unique_lock<std::mutex>& guard, c
   const bool settled = registry.thawed.wait_for(guard, kEndingLimit, [&] { return !registry.ending; });
   answer.arg = changes_of(registry);  // librdmacm's may go up meanwhile
   if (settled) describe(registry, answer);
-  else answer.fail(EAGAIN, "ibv_destroy_cq() waits for events that the process has not acknowledged, ibv_modify_qp() for what it has asked, or ibv_destroy_qp() for a link that has failed; or a device is being opened or closed");
+  else answer.fail(EAGAIN, "ibv_destroy_cq(), _destroy_qp(), _resize_cq() or _modify_qp() has not come back, or a device is being opened or closed");
   if (hold && answer.status) {
     registry.held = false;
     registry.thawed.notify_all();
