@@ -434,9 +434,9 @@ Channel* channel_to(const QpLink& l, Side side) {
 }
 
 /// Where there is no other link its path may have failed because the other end has left it, and cannot say so over the link that it
-/// goes to, as that has failed meanwhile.
+/// goes to, as that has failed meanwhile. One that knows nothing of this one yet has not.
 void note_own_channel(QpLink& l) {
-  const bool there = channel_to(l, l.on);
+  const bool there = is_heard(l) && channel_to(l, l.on);
   std::lock_guard guard(l.lock);
   if (l.own_channel == there) return;
   l.own_channel = there;
@@ -1060,20 +1060,46 @@ void other_gave_up(QpLink& l, const StateRecord& record) {
   end_it(l, why + "; so does this one, and the application gets the errors", psn, nullptr);
 }
 
-/// Of the generation that this end has heard, or in answer to what a change has said: else it is of a connection before, or its sender is.
+/// Of the generation that this end has heard; or of who has heard this one, in answer to what a change has said, or before this end has heard
+/// anybody: else it is of a connection before, or its sender is.
 void got_gone(Channel& from, const StateRecord& record) {
   QpLink* const l = namesake(from, record.to, record.from);
   if (!l) return;
   const bool of_the_other_end = is_heard(*l) && record.from.reserved == l->peer.reserved;
-  if (!of_the_other_end && (l->stage != Stage::kChanging || record.to.reserved != l->name.reserved)) return;
+  const bool to_this_one = record.to.reserved == l->name.reserved && (l->stage == Stage::kChanging || !is_heard(*l));
+  if (!of_the_other_end && !to_this_one) return;
   cm::Engine* const engine = record.flags & kParted ? cm::engine() : nullptr;
   if (engine) engine->ended(cm::name_of(*l->q));
   if (l->stage != Stage::kBroken) other_gave_up(*l, record);
 }
 
+/// Within a process generations grow: what this end had heard is no more, and who asks is at the other end from now on, where both count from the
+/// same place. @return null: it is not so, or not yet, as the fate of atomics is open
+QpLink* follow_newer(const Channel& from, const StateRecord& record) {
+  QpLink* const l = namesake(from, record.to, record.from);
+  if (!l || !is_heard(*l) || record.to.reserved || record.from.reserved <= l->peer.reserved) return nullptr;
+  if ((l->stage != Stage::kMaking && l->stage != Stage::kReady) || record.epoch != l->epoch || record.serial != l->path.serial) return nullptr;
+  if (std::any_of(l->answers.all.begin(), l->answers.all.end(), [](const Answers::One& one) { return one.status == kNotYet; })) return nullptr;
+  {
+    std::lock_guard guard(l->q->lock);
+    if (!l->relay.asked.empty()) return nullptr;
+    l->relay.number = 1;
+  }
+  l->answers = {};
+  l->peer.reserved = record.from.reserved;
+  for (Side side = kHome; side < l->sides(); ++side) {
+    destroy_path(*l, side, l->legs[side].next);
+    l->legs[side].asked = 0;
+  }
+  set_stage(*l, Stage::kMaking);
+  kick(state()->round_fd);
+  return l;
+}
+
 /// The answer names the generation that has asked. No answer: this one is about to be connected again, or says STATE itself.
 void got_question(Channel& from, const StateRecord& record) {
-  QpLink* const l = addressee(from, record.to, record.from);
+  QpLink* l = addressee(from, record.to, record.from);
+  if (!l) l = follow_newer(from, record);
   if (!l) return;
   if (l->stage == Stage::kBroken) return refuse(from, record.from, record.to, l, l->epoch);
   if (l->stage == Stage::kChanging && !switched(*l)) return;

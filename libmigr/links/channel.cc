@@ -88,7 +88,7 @@ bool handle(Channel& c, const std::uint8_t* bytes, std::uint32_t length) {
   if (length < sizeof head) return false;
   std::memcpy(&head, bytes, sizeof head);
   const std::uint32_t body = length - static_cast<std::uint32_t>(sizeof head);
-  if (head.version != kMessageVersion) return false;
+  if (head.version != kMessageVersion) return past_of(c.peer, *c.link).other_version_ns = now_ns(), false;
   if ((c.ended || c.parting) && head.type != kByeMessage) return true;  // said by what has been forgotten since, and would be taken for what is made anew
   bytes += sizeof head;
   if (head.type == kKeysMessage && body == head.count * sizeof(KeyRecord)) {

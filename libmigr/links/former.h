@@ -25,7 +25,7 @@ struct Former {
 
 /* The Registry's lock is held. */
 
-/// `l`, which is settled on its default link, or cast off, is about to be forgotten.
+/// `l`, which is on its default link, or cast off, is about to be forgotten.
 void leave_former(const QpLink& l);
 /// `l` was just made, on the path of its QP: it counts on. @return false: this path has had none before
 bool follow_former(QpLink& l);

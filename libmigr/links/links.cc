@@ -460,13 +460,23 @@ void leave(QpShadow& q, ibv_qp_state to) {
   forget_qp(*l);
 }
 
+void step_out(QpShadow& q) {
+  QpLink* const l = q.link;
+  forget_guard(q);
+  if (!l) return;
+  stop_change(*l, false);  // nothing is posted before RTS
+  leave_former(*l);
+  destroy_paths(*l, q.real);
+  forget_qp(*l);
+}
+
 namespace {
 
 /// Its path is the one that its windows are bound beside, for good. The other end gives up by a word, which those of its atomics would not outlive
 /// that are relayed.
 bool may_give_up(QpLink& l) {
   if (l.stage == Stage::kBroken) return true;  // it stays where it is
-  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.agreed && (l.unheard || l.instance != Peer{}));
+  const bool relays_there = l.relays || (l.twin->atomics == Atomics::kRelayed && !l.agreed && !is_to_itself(l) && (l.unheard || l.instance != Peer{}));
   if (relays_there || leaves_home(l) || !l.traps.empty() || l.q->phase != switchover::Phase::kRunning) return false;
   std::lock_guard guard(l.lock);
   return !l.wanted && l.hidden.empty();

@@ -278,6 +278,8 @@ bool may_give_up_backups(const Context& context);
 void give_up_backups(const Context& context);
 /// Before a modification that takes the QP out of its connection: it is the application's own path again.
 void leave(QpShadow& q, ibv_qp_state to);
+/// Before its path, which has not changed, is connected anew by ourselves: it stays in its connection, and its next backup counts on.
+void step_out(QpShadow& q);
 /// "" or why this process cannot be migrated, of what is known now.
 std::string refusal();
 /// Before a migration: nothing of the application's is on another link any more, and nothing of ours, until the Registry lets

@@ -167,7 +167,7 @@ bool leave_links(Directory& directory) {
 void stay_parked() {
   std::unique_lock guard(registry().lock);
   registry().thawed.wait(guard, [] { return !registry().moving; });
-  for (Past& p : state()->pasts) p.lost_ns = 0;  // the other host has a clock of its own
+  for (Past& p : state()->pasts) p.lost_ns = p.other_version_ns = 0;  // the other host has a clock of its own
   state()->parking = Parking::kNo;
 }
 

@@ -345,6 +345,7 @@ class Round {
       return;
     }
     l.atomics_there = found.vqp.atomics;
+    l.agreed = l.agreed || l.atomics_there != MIGR_LINKS_RELAYED;
     l.found = true;
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     if (begun) return;  // the other end was faster, and has asked for a path
@@ -382,10 +383,15 @@ class Round {
         for (Side side = kHome; side < l->sides(); ++side) {
           Link& link = *l->legs[side].link;
           if (!wants_channel(*l, side) || find_channel(l->instance, link)) continue;
+          const Past& past = past_of(l->instance, link);
+          if (past.other_version_ns && now_ns() - past.other_version_ns < kSeldomNs) {
+            l->why = "the other end speaks another version";
+            continue;
+          }
           const auto [why, first] = no_gid.try_emplace(&link);
           if (first) why->second = read_gid(link, link.ctx);
           if (!why->second.empty()) l->why = why->second;
-          else make_channel(l->instance, link, past_of(l->instance, link).round + 1, l->why);
+          else make_channel(l->instance, link, past.round + 1, l->why);
         }
       }
       for (const Channel* c : next_few(state()->channels, &Channel::asked_ns, MIGR_LINKS_MAX_RECORDS, [](const Channel& c) { return !c.up(); }))
@@ -455,7 +461,10 @@ class Round {
         if (l->stage == Stage::kReady) (void)agrees(*l);  // in a change it came to that without us
         if (!trap_late(*l)) waiting = true;
         const Side next = next_side(*l);
-        if (l->stage == Stage::kReady && next != l->on) ++backups[l->legs[next].link->index];
+        if (l->stage == Stage::kReady && next != l->on) {
+          ++backups[l->legs[next].link->index];
+          if (!is_heard(*l)) greet(*l, *standing(*l, next));
+        }
         waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->found && !l->agreed && l->stage == Stage::kReady) || (l->unheard && l->stage != Stage::kBroken);
         lacks_links_ = lacks_links_ || lacks_links(*l);
         waiting = waiting || lacks_channel(*l);

@@ -33,6 +33,7 @@ struct Past {
   std::uint32_t round = 0;    ///< of the last one that was given up
   std::uint64_t lost_ns = 0;  ///< since when none stands, where one has stood; 0: one stands, or none has yet
   migr_links_cause lost_by = MIGR_LINKS_CAUSE_CHANNEL;  ///< how that was seen
+  std::uint64_t other_version_ns = 0;  ///< the peer has said something in another version then: a new one would break as soon; 0: it has not
 };
 
 struct State {

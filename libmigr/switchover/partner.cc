@@ -267,7 +267,7 @@ int renew(QpShadow& q, std::string& why) {
 int back_to_rtr(QpShadow& q, std::string& why) {
   if (in_error(q)) return fail(why, EINVAL, qp_name(q) + " has broken");
   if (!is_quiet(q)) return fail(why, EBUSY, qp_name(q) + " cannot go to RTS while it receives");
-  links::leave(q, IBV_QPS_RESET);
+  links::step_out(q);
   raise_flags(q, kKeepSends | kKeepReceives);
   int err = wait_for_pollers(q, why);
   pause_briefly();  // whoever is about to post a receive has done so

@@ -291,14 +291,100 @@ TEST_F(Channels, WhatWasSaidOfAConnectionBeforeDoesNotEndTheNext) {
   EXPECT_EQ(l.stage, Stage::kBroken) << "of this one";
 }
 
+// A process connects one of its QPs anew while this end stays in the connection.
+TEST_F(Channels, WhoIsConnectedAnewAloneTakesThePlaceOfTheOneBefore) {
+  constexpr std::uint32_t kBefore = 5, kNow = 6;
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  Channel& right = channel_of(kRight);
+  const auto asks = [&](std::uint32_t generation) {
+    StateRecord question = from(generation, word(l, kAsks));
+    question.epoch = question.serial = question.to.reserved = 0;
+    return question;
+  };
+  StateRecord answer = from(kBefore, word(l, 0));
+  answer.epoch = answer.serial = 0;
+  got_state(right, answer);
+  EXPECT_EQ(l.peer.reserved, kBefore);
+  set_stage(l, Stage::kReady);
+  l.answers.next = l.relay.number = 3;
+  l.answers.all.push_back({2, kNotYet, 0});
+  const std::size_t before = said(right).size();
+  got_state(right, asks(kNow));
+  EXPECT_EQ(l.peer.reserved, kBefore) << "what it has wanted is being executed";
+  l.answers.all.clear();
+  StateRecord changed = asks(kNow);
+  changed.epoch = 1 << 3 | 1;
+  got_state(right, changed);
+  EXPECT_EQ(l.peer.reserved, kBefore) << "it counts from another place";
+  EXPECT_EQ(said(right).size(), before);
+  got_state(right, asks(kNow));
+  EXPECT_EQ(l.peer.reserved, kNow);
+  EXPECT_EQ(l.stage, Stage::kMaking);
+  EXPECT_EQ(l.answers.next, 1u);
+  EXPECT_EQ(l.relay.number, 1u);
+  EXPECT_EQ(last<StateRecord>(right).to.reserved, kNow);
+  EXPECT_EQ(last<StateRecord>(right).flags, 0u);
+  got_state(right, asks(kBefore));
+  EXPECT_EQ(l.peer.reserved, kNow) << "it waited since then";
+}
+
+TEST_F(Channels, WhoHasGivenUpIsHeardByWhomItNames) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  ASSERT_FALSE(is_heard(l));
+  got_state(channel_of(kRight), from(5, word(l, kGone)));
+  EXPECT_EQ(l.stage, Stage::kBroken) << "it would ask for ever";
+}
+
+TEST_F(Channels, ErrorsOfOneThatIsUnheardAreTheApplications) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto looked_at = [&] {
+    std::uint64_t passes;
+    {
+      const auto guard = locked();
+      passes = state()->passes;
+    }
+    return wait_for([&] {
+      const auto guard = locked();
+      kick(state()->failover_fd);
+      return state()->passes > passes + 1;
+    });
+  };
+  Channel* own;
+  {
+    const auto guard = locked();
+    std::string why;
+    while (Channel* const c = find_channel(kRight, state()->links[0])) destroy_channel(c);  // the rounds make one, too
+    own = make_channel(kRight, state()->links[0], 1, why);
+    ASSERT_NE(own, nullptr) << why;
+    own->connected = own->heard = own->acknowledged = true;
+  }
+  EXPECT_TRUE(looked_at());
+  {
+    const auto guard = locked();
+    EXPECT_FALSE(vqp()->own_channel);
+    vqp()->peer.reserved = 5;
+  }
+  EXPECT_TRUE(looked_at());
+  const auto guard = locked();
+  EXPECT_TRUE(vqp()->own_channel);
+  destroy_channel(own);
+}
+
 ibv_wc arrives;
 bool comes = false;
 
 /// By a message on its way. @return the channel is there still
-bool hears(Channel& c, const std::vector<KeyRecord>& keys) {
+bool hears(Channel& c, const std::vector<KeyRecord>& keys, std::uint16_t version = kMessageVersion) {
   const Peer peer = c.peer;
   Link& link = *c.link;
-  const MessageHead head{.version = kMessageVersion, .type = kKeysMessage, .count = static_cast<std::uint32_t>(keys.size())};
+  const MessageHead head{.version = version, .type = kKeysMessage, .count = static_cast<std::uint32_t>(keys.size())};
   std::memcpy(c.buffers.data(), &head, sizeof head);
   std::memcpy(c.buffers.data() + sizeof head, keys.data(), keys.size() * sizeof keys[0]);
   arrives = {};
@@ -341,6 +427,22 @@ TEST_F(Channels, KeysAreNoMoreThanAProcessMayHave) {
   c = &channel_of(kOther);
   for (std::uint32_t i = 0; i < 3; ++i)
     EXPECT_TRUE(hears(*c, {{.home = 0, .vrkey = 1, .prkey = 2 + i}, {.home = 0, .vrkey = 2, .prkey = 0}})) << "of the same one";
+}
+
+TEST_F(Channels, WhoSpeaksAnotherVersionIsNotSpokenToAtOnce) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  {
+    const auto guard = locked();
+    while (Channel* const c = find_channel(kRight, link())) destroy_channel(c);
+    EXPECT_FALSE(hears(channel_of(kRight), {}, kMessageVersion - 1));
+    EXPECT_NE(past_of(kRight, link()).other_version_ns, 0u);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const auto guard = locked();
+  EXPECT_EQ(find_channel(kRight, link()), nullptr);
+  EXPECT_EQ(vqp()->why, "the other end speaks another version");
+  past_of(kRight, link()).other_version_ns = 0;
 }
 
 // The process at the other end had moved before it was connected to, and says what its memory is called when this end has a backup already.
