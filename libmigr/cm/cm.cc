@@ -26,6 +26,7 @@ constexpr unsigned kSettleMs = 2500;
 
 std::atomic<Engine*> the_engine;
 std::mutex making;
+std::atomic<bool> held;          ///< so is an engine that is made meanwhile
 std::atomic<bool> was_restored;  ///< this process, ever
 
 /// Never by the exported names, which are ours.
@@ -122,7 +123,9 @@ Engine* engine(bool make) {
   found->device_of_birth = device_of_birth;
   found->tell_end = links::tell_parted;
   if (!births) births = new std::vector<Device>(devices());
-  the_engine.store(found, std::memory_order_release);
+  the_engine.store(found);
+  if (held) found->hold();
+  if (!held) found->let_go();  // which may not have met it
   return found;
 }
 
@@ -130,6 +133,7 @@ void lock_for_fork() { making.lock(); }
 void unlock_after_fork() { making.unlock(); }
 
 void forget_parent() {
+  held = false;  // nobody would tell the child to go on
   if (Engine* parents = the_engine.exchange(nullptr)) parents->abandon();
 }
 
@@ -157,14 +161,16 @@ const Context* moved_context(std::span<Context* const> contexts, std::uint64_t n
 }
 
 void settle() {
-  Engine* e = engine();
+  held = true;
+  Engine* e = the_engine;
   if (!e) return;
   e->hold();
   e->settle(kSettleMs);
 }
 
 void let_go() {
-  if (Engine* e = engine()) e->let_go();
+  held = false;
+  if (Engine* e = the_engine) e->let_go();
 }
 
 namespace {
