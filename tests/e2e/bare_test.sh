@@ -31,7 +31,7 @@ bare_on() {	# HOST OTHER: it runs there and nowhere else
 stop_bare() {	# HOST
 	on "$1" touch /tmp/bare.stop
 	until_true 60 on_sh "$1" '! test -e /proc/$1' "$BARE" || { fail "process $BARE does not end"; return 1; }
-	on_sh "$1" 'cat /tmp/bare.a.json /tmp/bare.b.json' | tee "$E2E_OUT/bare.json" |
+	on_sh "$1" 'rm /tmp/bare.stop; cat /tmp/bare.a.json /tmp/bare.b.json' | tee "$E2E_OUT/bare.json" |
 		jq -es 'length == 2 and all(.[]; .errors == 0 and .wr_posted == .wr_completed and .wr_posted > 0)' >/dev/null ||
 		{ cat "$E2E_OUT/bare.json" >&2; fail "not every work request was completed without a fault"; }
 }
