@@ -332,7 +332,7 @@ void end_drain(QpLink& l, Stage then) {
 
 /// A drain, or what is left of one at the end of its vQP.
 bool withholds(const QpLink& l) {
-  return (l.stage == Stage::kDraining || (l.stage == Stage::kBroken && l.over)) && l.q->phase == switchover::Phase::kSuspended && !l.q->adrift;
+  return (l.stage == Stage::kDraining && l.q->phase == switchover::Phase::kSuspended && !l.q->adrift) || outlasted(l);
 }
 
 /// A QP that came later may have left its CQs too small for what a cut flushes: that is no reason to end what carries still.
@@ -823,6 +823,7 @@ void end_it(QpLink& l, const std::string& sentence, std::optional<std::uint32_t>
   say(l, sentence);
   if (switched(l) && !cut(l, more)) say(l, more);
   l.sessions_until_ns = 0;
+  l.over = false;
   l.ended = q.cut && q.cut->told_apart && !q.adrift;  // a path that a migration has cut did not count here
   set_stage(l, Stage::kBroken);
   l.why = "gave up";
@@ -853,13 +854,11 @@ void give_up(QpLink& l, const std::string& why) {
 void stop_change(QpLink& l, bool forgets) {
   if (withholds(l)) {
     const Stage then = l.stage == Stage::kBroken ? Stage::kBroken : Stage::kReady;
-    bool kept;
-    {
+    if (forgets) {
       std::lock_guard guard(l.q->lock);
-      if (forgets) l.q->kept_sends.clear();
-      kept = !l.q->kept_sends.empty();
+      l.q->kept_sends.clear();
     }
-    kept ? end_drain(l, then) : end_drain_now(l, then);
+    forgets ? end_drain_now(l, then) : end_drain(l, then);
   }
   if (l.stage == Stage::kChanging) give_up(l, "the application has closed it");
 }

@@ -464,7 +464,7 @@ void step_out(QpShadow& q) {
   QpLink* const l = q.link;
   forget_guard(q);
   if (!l) return;
-  stop_change(*l, false);  // nothing is posted before RTS
+  stop_change(*l, true);  // nothing is posted before RTS
   leave_former(*l);
   destroy_paths(*l, q.real);
   forget_qp(*l);
@@ -707,7 +707,9 @@ bool has_changed(const QpShadow& q) { return q.link && has_changed(*q.link); }
 
 bool on_backup(const QpShadow& q) { return q.link && q.link->on != kHome; }
 
-bool changing(const QpShadow& q) { return q.link && (q.link->stage == Stage::kChanging || q.link->stage == Stage::kDraining); }
+bool changing(const QpShadow& q) {
+  return q.link && (q.link->stage == Stage::kChanging || q.link->stage == Stage::kDraining || outlasted(*q.link));
+}
 
 }  // namespace migr::links
 

@@ -26,7 +26,7 @@ Registry& registry() { return Registry::get(); }
 /// On its default link, and no thread can be inside of an old path.
 bool settled(QpLink& l) {
   const bool rests = rest_relay(l);
-  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining && rests;
+  return l.on == kHome && l.traps.empty() && l.stage != Stage::kChanging && l.stage != Stage::kDraining && !outlasted(l) && rests;
 }
 bool settled(const std::vector<QpLink*>& all) {
   return std::count_if(all.begin(), all.end(), [](QpLink* l) { return settled(*l); }) == static_cast<std::ptrdiff_t>(all.size());

@@ -345,7 +345,7 @@ class Round {
       return;
     }
     l.atomics_there = found.vqp.atomics;
-    l.agreed = l.agreed || l.atomics_there != MIGR_LINKS_RELAYED;
+    l.agreed = l.relays || l.atomics_there != MIGR_LINKS_RELAYED;
     l.found = true;
     l.pooled = l.twin->paths == Paths::kPool && found.vqp.making == MIGR_LINKS_POOL;
     if (begun) return;  // the other end was faster, and has asked for a path
@@ -463,7 +463,7 @@ class Round {
         const Side next = next_side(*l);
         if (l->stage == Stage::kReady && next != l->on) {
           ++backups[l->legs[next].link->index];
-          if (!is_heard(*l)) greet(*l, *standing(*l, next));
+          if (!is_heard(*l)) greet(*l, *standing(*l, next)), waiting = true;
         }
         waiting = waiting || is_incomplete(*l, next) || !l->told || l->told_links != links_of(*l) || wants_word(*l) || (l->found && !l->agreed && l->stage == Stage::kReady) || (l->unheard && l->stage != Stage::kBroken);
         lacks_links_ = lacks_links_ || lacks_links(*l);

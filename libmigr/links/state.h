@@ -254,6 +254,8 @@ void want_change(QpLink& l);
 void leave_link(Link& link);  ///< it is down: it takes all its vQPs along
 /// It has left its default link, or is about to.
 inline bool leaves_home(const QpLink& l) { return l.on != kHome || l.stage == Stage::kChanging || l.stage == Stage::kDraining; }
+/// It has given up, and a session that was open on its path in a drain still is: what is kept waits for that.
+inline bool outlasted(const QpLink& l) { return l.stage == Stage::kBroken && l.over && l.q->phase == switchover::Phase::kSuspended && !l.q->adrift; }
 /// The application is about to close it: a change or a drain that is going on ends, but where sends are kept and a session is open
 /// on the path, which is waited for. @param forgets  what is kept
 void stop_change(QpLink& l, bool forgets);

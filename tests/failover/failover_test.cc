@@ -1855,6 +1855,38 @@ TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
   EXPECT_TRUE(wait_for([&] { return other.completed(); }));
 }
 
+/// The other end has given up meanwhile, and it is the session's own thread that closes the QP. What was kept is flushed behind the session.
+TEST(Session, ThatOutlastsItsConnectionHoldsNobodyUpWhoClosesTheQp) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
+  const Speaker x(a, nullptr, nullptr, nullptr, true), y(b), other_x(a), other_y(b);
+  x.connect(y), y.connect(x);
+  other_x.connect(other_y), other_y.connect(other_x);  // whose channels carry the word
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  const Session session(x);
+  store_prefer("a1");
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  Writing other(x);
+  auto posted = std::async(std::launch::async, [&] { return other.post(); });
+  ASSERT_EQ(posted.wait_for(std::chrono::seconds(1)), std::future_status::ready) << "the drain has not begun";
+  y.destroy();
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "the other end has given up"; })) << x.state().why;
+  const auto begun = Clock::now();
+  ibv_qp_attr error{};
+  error.qp_state = IBV_QPS_ERR;
+  EXPECT_EQ(x.modify(error, IBV_QP_STATE), 0);
+  EXPECT_LT(Clock::now() - begun, std::chrono::seconds(5));
+  store_prefer(nullptr);
+  EXPECT_EQ(session.end(7), 0);
+  for (const std::uint64_t wr_id : {7, 0}) {
+    ibv_wc wc{};
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; }));
+    EXPECT_EQ(wc.wr_id, wr_id);
+    EXPECT_NE(wc.status, IBV_WC_SUCCESS);
+  }
+}
+
 /// The errors of a path are hidden, and whoever asks for as many completions as there are of those gets the others that lie behind them.
 TEST(Errors, OfAPathAreNotAllThatIsFound) {
   constexpr unsigned kErrors = 3;
