@@ -5,13 +5,12 @@
  * The kernel leaves out what its cgroup, or the host, does not have here.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "image_file.h"
 #include "plugin.h"
 #include "task.h"
 
@@ -105,16 +104,12 @@ static int note_thread(pid_t tid, void *arg)
 
 int cpus_note(pid_t root, int dir)
 {
-	int fd = openat(dir, MIGR_CPUS_NAME, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), ret;
-	struct noting n = { .to = fd < 0 ? NULL : fdopen(fd, "w") };
+	struct noting n = { .to = image_open(dir, MIGR_CPUS_NAME, O_WRONLY | O_CREAT | O_TRUNC) };
 	struct pids tree;
+	int ret;
 
-	if (!n.to) {
-		ret = errno;
-		if (fd >= 0)
-			close(fd);
-		return ret;
-	}
+	if (!n.to)
+		return errno;
 	ret = pids_of_tree(root, &tree);
 	for (uint32_t i = 0; !ret && i < tree.nr; i++) {
 		n.pid = tree.all[i];
@@ -122,11 +117,7 @@ int cpus_note(pid_t root, int dir)
 			each_thread(n.pid, note_thread, &n);
 	}
 	free(tree.all);
-	if (ferror(n.to) && !ret)
-		ret = EIO;
-	if (fclose(n.to) && !ret)
-		ret = errno;
-	return ret;
+	return image_close(n.to, ret);
 }
 
 /* A thread of the restored tree, and what its process and it are called there. */
@@ -180,14 +171,11 @@ static int keep_to(const struct threads *t, long long ns_pid, long long ns_tid, 
 
 void cpus_give_back(pid_t root, int dir)
 {
-	int fd = openat(dir, MIGR_CPUS_NAME, O_RDONLY | O_CLOEXEC);
-	FILE *from = fd < 0 ? NULL : fdopen(fd, "r");
+	FILE *from = image_open(dir, MIGR_CPUS_NAME, O_RDONLY);
 	char line[LIST_MAX + 64], list[LIST_MAX];
 	struct threads threads = { 0 };
 	unsigned nr = 0, lost = 0;
 
-	if (!from && fd >= 0)
-		close(fd);
 	while (from && fgets(line, sizeof(line), from)) {
 		long long ns_pid, ns_tid;
 		cpu_set_t set;

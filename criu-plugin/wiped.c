@@ -6,15 +6,14 @@
  * in its namespace, start and end. The restored tasks ask for it again while they wait for COMMIT: they are made to, as in clean.c.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
+#include "image_file.h"
 #include "plugin.h"
 #include "task.h"
 
@@ -43,25 +42,17 @@ static int note_process(pid_t pid, FILE *to)
 
 int wiped_note(pid_t root, int dir)
 {
-	int fd = openat(dir, MIGR_RST_WIPED_NAME, O_WRONLY | O_TRUNC | O_CLOEXEC), ret;
-	FILE *to = fd < 0 ? NULL : fdopen(fd, "w");
+	FILE *to = image_open(dir, MIGR_RST_WIPED_NAME, O_WRONLY | O_TRUNC);
 	struct pids tree;
+	int ret;
 
-	if (!to) {
-		ret = fd < 0 && errno == ENOENT ? 0 : errno;
-		if (fd >= 0)
-			close(fd);
-		return ret;
-	}
+	if (!to)
+		return errno == ENOENT ? 0 : errno;
 	ret = pids_of_tree(root, &tree);
 	for (uint32_t i = 0; !ret && i < tree.nr; i++)
 		ret = note_process(tree.all[i], to);
 	free(tree.all);
-	if (ferror(to) && !ret)
-		ret = EIO;
-	if (fclose(to) && !ret)
-		ret = errno;
-	return ret;
+	return image_close(to, ret);
 }
 
 /* The process whose lines are read. */
@@ -149,16 +140,13 @@ static int give_all(FILE *from, pid_t root, struct taker *p)
 
 int wiped_give_back(pid_t root, int dir, struct migr_rst_err *err)
 {
-	int fd = openat(dir, MIGR_RST_WIPED_NAME, O_RDONLY | O_CLOEXEC), ret;
-	FILE *from = fd < 0 ? NULL : fdopen(fd, "r");
+	FILE *from = image_open(dir, MIGR_RST_WIPED_NAME, O_RDONLY);
 	struct taker p = { 0 };
 	sigset_t chld, before;
+	int ret;
 
-	if (!from) {
-		if (fd >= 0)
-			close(fd);
+	if (!from)
 		return 0;
-	}
 	sigemptyset(&chld);
 	sigaddset(&chld, SIGCHLD);
 	sigprocmask(SIG_BLOCK, &chld, &before);
