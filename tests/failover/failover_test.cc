@@ -1785,6 +1785,23 @@ TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
   EXPECT_TRUE(wait_for([&] { return poll() || completed == posted; })) << completed << " of " << posted;
 }
 
+/// It is to be on link 1 from now on, and looks at that at once.
+void prefer_other(const Library& a) {
+  store_prefer("a1");
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
+}
+
+/// The longest of the calls that a thread makes for so long which need the library's lock.
+Clock::duration longest_query(const Speaker& x, std::chrono::milliseconds time) {
+  Clock::duration longest{};
+  for (const auto until = Clock::now() + time; Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    const auto begun = Clock::now();
+    EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
+    longest = std::max(longest, Clock::now() - begun);
+  }
+  return longest;
+}
+
 /// The same, and the link is to be left without a failure: who waits for the session's end does not hold the library's lock.
 TEST(Session, WhoseThreadNeedsTheLibraryIsNotHeldUpByADrain) {
   for (const int link : {0, 1, 2}) model_mend(link);
@@ -1793,15 +1810,8 @@ TEST(Session, WhoseThreadNeedsTheLibraryIsNotHeldUpByADrain) {
   x.connect(y), y.connect(x);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
   const Session session(x);
-  store_prefer("a1");
-  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
-  Clock::duration longest{};
-  for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
-    const auto begun = Clock::now();
-    EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
-    longest = std::max(longest, Clock::now() - begun);
-  }
-  EXPECT_LT(longest, std::chrono::seconds(1));
+  ASSERT_NO_FATAL_FAILURE(prefer_other(a));
+  EXPECT_LT(longest_query(x, std::chrono::milliseconds(1500)), std::chrono::seconds(1));
   EXPECT_EQ(session.end(7), 0);
   EXPECT_TRUE(session.completes(7));
   EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
@@ -1827,6 +1837,13 @@ struct Writing {
   unsigned posted = 0, done = 0;
 };
 
+/// It has begun by then: else who posts waits for the session of another thread.
+void post_in_a_drain(Writing& other) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  auto posted = std::async(std::launch::async, [&] { return other.post(); });
+  ASSERT_EQ(posted.wait_for(std::chrono::seconds(1)), std::future_status::ready) << "the drain has not begun";
+}
+
 /// A drain that such a session outlasts is over without it. What another thread has posted meanwhile is not posted before its end, for which the device
 /// has the queue locked: who did so with the library's lock would wait for a thread that waits for him.
 TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
@@ -1836,19 +1853,10 @@ TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
   x.connect(y), y.connect(x);
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
   const Session session(x);
-  store_prefer("a1");
-  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  ASSERT_NO_FATAL_FAILURE(prefer_other(a));
   Writing other(x);
-  auto posted = std::async(std::launch::async, [&] { return other.post(); });
-  ASSERT_EQ(posted.wait_for(std::chrono::seconds(1)), std::future_status::ready) << "the drain has not begun";
-  Clock::duration longest{};
-  for (const auto until = Clock::now() + std::chrono::milliseconds(2500); Clock::now() < until; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
-    const auto begun = Clock::now();
-    EXPECT_EQ(x.query().qp_state, IBV_QPS_RTS);
-    longest = std::max(longest, Clock::now() - begun);
-  }
-  EXPECT_LT(longest, std::chrono::seconds(1));
+  ASSERT_NO_FATAL_FAILURE(post_in_a_drain(other));
+  EXPECT_LT(longest_query(x, std::chrono::milliseconds(2500)), std::chrono::seconds(1));
   store_prefer(nullptr);
   EXPECT_EQ(session.end(7), 0);
   EXPECT_TRUE(session.completes(7));
@@ -1864,12 +1872,9 @@ TEST(Session, ThatOutlastsItsConnectionHoldsNobodyUpWhoClosesTheQp) {
   other_x.connect(other_y), other_y.connect(other_x);  // whose channels carry the word
   ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
   const Session session(x);
-  store_prefer("a1");
-  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  ASSERT_NO_FATAL_FAILURE(prefer_other(a));
   Writing other(x);
-  auto posted = std::async(std::launch::async, [&] { return other.post(); });
-  ASSERT_EQ(posted.wait_for(std::chrono::seconds(1)), std::future_status::ready) << "the drain has not begun";
+  ASSERT_NO_FATAL_FAILURE(post_in_a_drain(other));
   y.destroy();
   ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "the other end has given up"; })) << x.state().why;
   const auto begun = Clock::now();

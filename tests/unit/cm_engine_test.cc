@@ -384,6 +384,10 @@ class CmPartner : public Cm {
     eventually([&] { return kernel.done(k) == "gone"; });
     EXPECT_FALSE(engine.uses({nullptr, 18}));
   }
+  void expect_its_own_end() {
+    expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
+    expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  }
 };
 
 TEST_F(Cm, CommandsAndEventsPassThrough) {
@@ -1145,8 +1149,7 @@ TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItWhenTheOtherEndDoes) {
   disconnect(id);
   quiet();
   kernel.tell(k, RDMA_CM_EVENT_CONNECT_RESPONSE);
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
   EXPECT_EQ(kernel.done(k), "gone");
   EXPECT_EQ(destroy(id), 0);
 }
@@ -1161,8 +1164,7 @@ TEST_F(CmPartner, ThatDisconnectsAndDestroysMeanwhileTellsTheOtherEnd) {
 TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItThoughTheOtherEndIsGone) {
   disconnect(id);
   kernel.tell(k, RDMA_CM_EVENT_REJECTED, 8);
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
 }
 
 // Or it would wait for ten tries, and not be movable.
@@ -1173,8 +1175,7 @@ TEST_F(CmPartner, ThatDisconnectsMeanwhileHearsOfItAfterATryThatFails) {
   quiet();
   k = kernel.newest();
   kernel.tell(k, RDMA_CM_EVENT_ADDR_ERROR);
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
   EXPECT_EQ(engine.settle(0), "");
   expect_told_over_a_new_link();
   quiet();
@@ -1187,8 +1188,7 @@ TEST_F(CmPartner, ThatDisconnectsOnceTheOtherEndMovesOnHearsOfItThen) {
   engine.resumed({});
   quiet();
   expect_told_over_a_new_link();
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
 }
 
 TEST_F(CmPartner, ThatDisconnectsOnceTheOtherEndMovesOnHearsOfItIfThatGoesBack) {
@@ -1197,8 +1197,7 @@ TEST_F(CmPartner, ThatDisconnectsOnceTheOtherEndMovesOnHearsOfItIfThatGoesBack) 
   engine.rollback();
   quiet();
   expect_told_over_a_new_link();
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
 }
 
 TEST_F(CmPartner, ThatDisconnectsWhileTheOtherEndMovesOnHearsOfItThen) {
@@ -1206,16 +1205,14 @@ TEST_F(CmPartner, ThatDisconnectsWhileTheOtherEndMovesOnHearsOfItThen) {
   partner_moves(18);
   quiet();
   expect_told_over_a_new_link();
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
 }
 
 TEST_F(CmPartner, ThatDisconnectsWhileTheOtherEndMovesToWhereItCannotListenHearsOfItAtOnce) {
   disconnect(id);
   switched(18);
   engine.resumed({});
-  expect(RDMA_CM_EVENT_DISCONNECTED, 0x88, id);
-  expect(RDMA_CM_EVENT_TIMEWAIT_EXIT, 0x88, id);
+  expect_its_own_end();
 }
 
 TEST_F(CmPartner, LearnsThatTheOtherEndIsGone) {
