@@ -113,6 +113,12 @@ void move_a_page() {
   munmap(both, 2 * page);
 }
 
+/// Why it cannot be seen what is written to this process's memory; empty: its processors and NICs do, of which it can.
+std::string written_by_disks(pid_t pid, const std::vector<Mapping>& mappings) {
+  if (!has_aio(mappings)) return "";
+  return "process " + std::to_string(pid) + " has asynchronous I/O (io_setup), and a disk that writes to its memory sets no mark";
+}
+
 }  // namespace
 
 // ---- the host
@@ -722,8 +728,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
     if (*library && info_.libmigr.empty()) info_.libmigr = build_id_of(host_.config_.libmigr);
     info_.memory_bytes += resident_bytes(pid);
     info_.filled_bytes += filled_bytes(pid);
-    if (info_.written_unseen.empty() && has_aio(mappings))
-      info_.written_unseen = "process " + std::to_string(pid) + " has asynchronous I/O (io_setup), and a disk that writes to its memory sets no mark";
+    if (info_.written_unseen.empty()) info_.written_unseen = written_by_disks(pid, mappings);
     if (!has_huge_pages(pid)) continue;
     std::ifstream smaps("/proc/" + std::to_string(pid) + "/smaps");
     add_huge_memory(info_.huge, smaps);
@@ -907,18 +912,21 @@ Status SourceRun::may_pre_dump() {
   return kept_out;
 }
 
-// The kernel takes the mark that a page was written to away as it merges it: no round before that can be built upon either.
-static Status none_is_merged(const Result<std::vector<pid_t>>& pids) {
+// If not, no round before can be built upon either: the kernel takes the mark that a page was written to away as it merges it, and a disk may
+// write late to a page whose mark a round has taken away.
+static Status all_is_marked(const Result<std::vector<pid_t>>& pids) {
   if (!pids) return pids.error();
-  for (const pid_t pid : *pids)
+  for (const pid_t pid : *pids) {
     if (is_merged(pid)) return Error{ESTALE, "process " + std::to_string(pid) + " has memory that the kernel merges (KSM), of which it cannot be seen what was written to since"};
+    if (std::string why = written_by_disks(pid, mappings_of(pid)); !why.empty()) return Error{ESTALE, std::move(why)};
+  }
   return {};
 }
 
 Result<std::string> SourceRun::pre_dump(unsigned round) {
   const std::string dir = host_.folder(id_), name = pre_copy_dir(round), to = dir + "/" + name;
   const std::string parent = round > 1 ? "../" + pre_copy_dir(round - 1) : "";
-  if (auto s = none_is_merged(host_.runc_.pids(state_)); !s) return s.error();
+  if (auto s = all_is_marked(host_.runc_.pids(state_)); !s) return s.error();
   if (auto s = host_.runc_.pre_dump(info_.id, dir + "/images", to, parent, dir + "/work-" + name); !s) return s.error();
   if (auto s = has_no_huge_pages(); !s) return s.error();  // it may have come before the dump, and is in it
   if (round > 1)
@@ -927,7 +935,7 @@ Result<std::string> SourceRun::pre_dump(unsigned round) {
 }
 
 Status SourceRun::checkpoint_after(unsigned round) {
-  if (auto s = none_is_merged(host_.runc_.pids(state_)); !s) return s;
+  if (auto s = all_is_marked(host_.runc_.pids(state_)); !s) return s;
   pre_copied_ = pre_copy_dir(round);
   // The checkpoint that waits knows nothing of it: another takes its place.
   return checkpoint_ahead("../" + pre_copied_);

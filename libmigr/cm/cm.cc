@@ -203,6 +203,7 @@ std::uint64_t changes() {
 }
 
 int freeze(std::string& why) {
+  held = true;  // before the look: an engine that is made after it begins held
   Engine* e = engine();
   return e ? e->freeze(why, carries) : 0;
 }

@@ -680,6 +680,16 @@ TEST_F(Control, WhoOpensItsFirstChannelWhileHeldIsHeld) {
   }));
 }
 
+TEST_F(Control, WhoOpensItsFirstChannelOnceFrozenIsHeld) {
+  EXPECT_TRUE(so_in_child([] {
+    std::string why;
+    if (cm::freeze(why)) return false;
+    const bool is = cm::engine(true)->held();
+    cm::let_go();
+    return is && !cm::engine()->held();
+  }));
+}
+
 TEST_F(Control, HeldRecordDoesNotChangeUntilLetGo) {
   for (const std::uint16_t end : {MIGR_MSG_ROLLBACK, MIGR_MSG_RESUME, MIGR_MSG_HELLO /* the connection ends */}) {
     migr_msg describe = request(MIGR_MSG_DESCRIBE);

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -570,6 +571,21 @@ TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   const auto s = run.freeze(nullptr);
   EXPECT_EQ(s.error().code, EAGAIN) << s.error().text;
   sessions.stop();
+}
+
+// It has begun since it was looked at: a disk may write to a page after a round has taken its mark away.
+TEST_F(ASource, BuildsOnNoRoundOnceAProcessHasAsynchronousIo) {
+  SourceRun run(host, kId, SourceRun::Describe::kLook);
+  (void)run.inspect(bare_name(getpid()));
+  EXPECT_EQ(run.info().written_unseen.find("io_setup"), std::string::npos);
+  unsigned long context = 0;
+  if (syscall(SYS_io_setup, 8, &context)) GTEST_SKIP() << "io_setup: " << strerror(errno);
+  const auto round = run.pre_dump(1);
+  const auto after = run.checkpoint_after(1);
+  syscall(SYS_io_destroy, context);
+  EXPECT_EQ(round.error().code, ESTALE) << round.error().text;
+  EXPECT_EQ(after.error().code, ESTALE);
+  EXPECT_NE(after.error().text.find("asynchronous I/O"), std::string::npos) << after.error().text;
 }
 
 TEST_F(ASource, AtTheEndOfMigrdWhatIsUnderWayGoesBackAndNothingBegins) {
