@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-// Notes of where NICs write to: libmigr/tracking.h. With posts and queues: Tracked.* of tests/failover/events_test.cc.
+// Notes of where NICs write to: libmigr/tracking.h. With posts and queues: Tracked.* of tests/failover/events_tracked_test.cc.
 #include "../../libmigr/tracking.h"
 
 #include <gtest/gtest.h>
