@@ -42,7 +42,7 @@ void tell_nothing_for_a_loopback(const Library& a) {
   const Speaker one(a), other(a);
   one.connect(other), other.connect(one);
   const auto is_known = [](const Speaker& s) { return std::string(s.state().why).find("its own process") != std::string::npos; };
-  ASSERT_TRUE(wait_for([&] { return is_known(one) && is_known(other); })) << one.state().why;
+  ASSERT_TRUE(wait_for([&] { return is_known(one) && is_known(other); })) << one.how();
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ERR, 1), 0);
   EXPECT_EQ(told_of_port(a, IBV_EVENT_PORT_ACTIVE, 1), 0);
   store_hold_lookups(true);
@@ -85,12 +85,12 @@ TEST(Ports, ThatSayLateThatTheyAreDownAreWaitedFor) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   model_take_route(0, kLateMs);
   model_cut_now(0);
   Writing writing(x);
   EXPECT_TRUE(writing.post());
-  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << x.how();
   EXPECT_TRUE(wait_for([&] { return x.state().link == 1; })) << "what is known of it is told a moment later";
   model_mend(0);
 }
@@ -116,7 +116,7 @@ TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   model_hold_registrations(0, true);
   auto made = std::async(std::launch::async, [&] {
     ibv_ah_attr to{};
@@ -125,7 +125,7 @@ TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
   });
   EXPECT_TRUE(wait_for([] { return model_registrations_waiting() == 1; }));
   auto left = std::async(std::launch::async, [&] { return a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1); });
-  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   EXPECT_EQ(made.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
   model_hold_registrations(0, false);
   EXPECT_EQ(left.get(), 0);
@@ -169,7 +169,7 @@ TEST(Neighbours, ThatWhatIsDestroyedWaitsForKeepNobodyBack) {
     ibv_srq* const srq = kind == kSrq ? a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq) : nullptr;
     const Speaker x(a), y(b), other(of, pd, nullptr, srq), z(b);
     x.connect(y), y.connect(x), other.connect(z), z.connect(other);
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
     if (kind != kContext) other.destroy();
     model_let_packets_linger(true);
     model_hold_resets(true);
@@ -202,12 +202,12 @@ TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Library c('a', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone), d('b', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone);
   const Pairs found(a, b, 1), not_found(c, d, 1);
-  ASSERT_TRUE(wait_for([&] { return found.ready_on(0) == 1 && not_found.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << found.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return found.ready_on(0) == 1 && not_found.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << found.xs[0]->how();
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // what they had to say to each other has come
   store_causes();
   const auto cut = Clock::now();
   model_cut_now(0);
-  ASSERT_TRUE(wait_for([&] { return found.all_on(1); })) << found.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return found.all_on(1); })) << found.xs[0]->how();
   const auto took = Clock::now() - cut;
   unsigned causes = 0;
   EXPECT_TRUE(wait_for([&] { return (causes |= store_causes()) & 1u << MIGR_LINKS_CAUSE_HEARTBEAT; }));
@@ -223,7 +223,7 @@ TEST(Heartbeat, WhoseLinkIsBackLeadsToNoFailureAtEitherEnd) {
   for (const int link : {0, 1, 2}) model_mend(link);
   const Library a('a', "exact", "cached", kReturnMs, 3000), b('b', "exact", "cached", kReturnMs, 3000);
   const Pairs pairs(a, b, 1);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->how();
   unsigned told = 0;
   const auto both_told = [&told] {
     migr_links_switch more;
@@ -250,22 +250,22 @@ TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses), b('b', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses);
   const Pairs pairs(a, b, 1);
   const Speaker& x = *pairs.xs[0];
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(1); })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 1 && store_all_stand(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 1 && store_all_stand(0); })) << x.how();
   std::uint64_t word = 0;
   {
     constexpr unsigned kEnough = 100;  // that are told; a channel has 32 receives
     const StandsStill still(b);
     for (unsigned i = 0; i < kEnough; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(2))) EXPECT_NE(register_words(x, &word, sizeof word), nullptr);
     std::this_thread::sleep_for(std::chrono::milliseconds(5 * kMs * kMisses));
-    EXPECT_TRUE(x.ready_on(1)) << "on link " << x.state().link << ", " << x.state().why;
+    EXPECT_TRUE(x.ready_on(1)) << x.how();
     model_cut_now(1);
-    EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_SWITCHING; })) << x.state().why;
+    EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_SWITCHING; })) << x.how();
   }
-  EXPECT_TRUE(wait_for([&] { return pairs.all_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return pairs.all_on(0); })) << x.how();
   unsetenv("FAILOVER_LATE");
   model_mend(1);
 }
@@ -278,7 +278,7 @@ TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
   const Pairs early(a, b, 1);
   const Speaker &x = *early.xs[0], &y = *early.ys[0];
   const std::string why = "the directory cannot be reached";
-  ASSERT_TRUE(wait_for([&] { return x.state().why == why && y.state().why == why; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().why == why && y.state().why == why; })) << x.how();
   EXPECT_EQ(early.ready_on(0), 0u);
   ibv_send_wr wr{}, *bad;
   wr.opcode = IBV_WR_RDMA_WRITE;
@@ -286,7 +286,7 @@ TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
   model_cut_now(0);
   ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
   EXPECT_EQ(x.query().qp_state, IBV_QPS_ERR);
   EXPECT_EQ(x.state().link, 0u);
@@ -294,7 +294,7 @@ TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
   model_mend(0);
   store_hide(false);
   const Pairs late(a, b, 1);
-  EXPECT_TRUE(wait_for([&] { return late.ready_on(0) == 1; })) << late.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return late.ready_on(0) == 1; })) << late.xs[0]->how();
 }
 
 /// Its only backup link is one of a device that is not there: it is told as a vQP without a backup, and has one when that comes.
@@ -304,7 +304,7 @@ TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
   const Speaker& x = *pairs.xs[0];
-  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "cannot open a1: No such device"; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "cannot open a1: No such device"; })) << x.how();
   EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
   EXPECT_EQ(x.state().link, 0u);
   const auto link_is = [](std::uint32_t state) {
@@ -313,7 +313,7 @@ TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
   };
   EXPECT_TRUE(link_is(MIGR_LINKS_LINK_ABSENT));
   model_unplug(1, 0, false);
-  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << x.how();
   EXPECT_TRUE(link_is(MIGR_LINKS_LINK_UP));
 }
 
@@ -328,11 +328,11 @@ TEST(Unbacked, AsTheDeviceRefusesItKeepsNoOtherBack) {
   const Speaker x(a, nullptr, nullptr, nullptr, false, deep), y(b);
   x.connect(y), y.connect(x);
   const Pairs pairs(a, b, 2);
-  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2; })) << pairs.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2; })) << pairs.xs[0]->how();
   EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
   EXPECT_STREQ(x.state().why, "create_qp: Invalid argument");
   model_most_wrs(1, 0, ~0u);
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
 }
 
 /// @return on so many devices is memory that is registered beside `x`, once it is on `due`
@@ -353,7 +353,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
     const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
     const Pairs pairs(a, b, 1);
     const Speaker& x = *pairs.xs[0];
-    EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a1 is not soft-RoCE (man 7 migr-limits)"; })) << x.state().why;
+    EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a1 is not soft-RoCE (man 7 migr-limits)"; })) << x.how();
     EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
     EXPECT_EQ(devices_with_memory(x, memory, 1), 1u);
     migr_links_link link{};
@@ -362,7 +362,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
   {
     const Library a('a', "exact", "cached", 0, 3000, kSwitchMs, false, true), b('b', "exact", "cached", 0, 3000, kSwitchMs, false, true);
     const Pairs pairs(a, b, 1);
-    EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+    EXPECT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->how();
     EXPECT_EQ(devices_with_memory(*pairs.xs[0], second, 2), 2u);
   }
   model_make_foreign(1, 0, false);
@@ -370,7 +370,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
   const Speaker& x = *pairs.xs[0];
-  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a0 is not soft-RoCE (man 7 migr-limits)"; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "a0 is not soft-RoCE (man 7 migr-limits)"; })) << x.how();
   EXPECT_EQ(devices_with_memory(x, third, 1), 1u);
   model_make_foreign(0, 0, false);
 }
@@ -381,13 +381,13 @@ TEST(Later, ADeviceComesAndBothEndsUseIt) {
   model_unplug(2, 1, true);
   const Library a('a', "exact", "cached", 0, 3000, kSwitchMs, false, true), b('b', "exact", "cached", 0, 3000, kSwitchMs, false, true);
   const Pairs pairs(a, b, 1);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->how();
   ASSERT_FALSE(store_all_stand(2));
   model_unplug(2, 1, false);
   ASSERT_TRUE(wait_for([] { return all_stand(0); })) << "no channel over it";
   for (const int link : {0, 1}) model_cut_now(link);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  EXPECT_TRUE(wait_for([&] { return pairs.all_on(2); })) << pairs.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return pairs.all_on(2); })) << pairs.xs[0]->how();
   for (const int link : {0, 1, 2}) model_mend(link);
 }
 
@@ -397,9 +397,9 @@ TEST(Later, ADeviceGoesAndTheOtherEndHearsOfIt) {
   model_async_events();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1; })) << pairs.xs[0]->how();
   model_raise_fatal(1, 1);
-  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[0]->state().why) == "the other end cannot go to its other link"; })) << pairs.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[0]->state().why) == "the other end cannot go to its other link"; })) << pairs.xs[0]->how();
 }
 
 }  // namespace

@@ -97,7 +97,7 @@ TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000), without('b', "off", "cached", 0, 3000);
   constexpr unsigned kUnknown = 100;
   const Pairs unknown(a, without, kUnknown), known(a, b, 1);
-  ASSERT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->how();
   EXPECT_EQ(unknown.ready_on(0), 0u);
 }
 
@@ -120,7 +120,7 @@ TEST(Many, PartnersThatAreGoneKeepNoOtherBack) {
   }
   ASSERT_TRUE(wait_for([&] { return model_mrs(1, 0) >= before + kGone; })) << model_mrs(1, 0) - before << " channels";
   const Pairs known(a, b, 1);
-  EXPECT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return known.ready_on(0) == 1; })) << known.xs[0]->how();
 }
 
 /// Pinning a terabyte takes minutes. Other calls of the application, and a change of a path, do not wait for that.
@@ -129,7 +129,7 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   std::vector<std::uint8_t> memory(4096);
   ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
   const auto reg = [&](ibv_pd* of) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE); };
@@ -163,7 +163,7 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
   EXPECT_EQ(dereg(mr), EBUSY);
   EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) == model_mrs(0, 0); })) << "it is in use, and not there any more";
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   EXPECT_EQ(dereg(mr), 0);
 
   model_hold_registrations(1, true);
@@ -181,7 +181,7 @@ TEST(Memory, ThatIsBeingPinnedKeepsNoOtherPdsConnectionBack) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b), other_x(a), other_y(b);
   x.connect(y), y.connect(x), other_x.connect(other_y), other_y.connect(other_x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(1); })) << x.how();
   std::vector<std::uint8_t> memory(4096);
   model_hold_registrations(1, true);
   ASSERT_NE(a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(x.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
@@ -201,7 +201,7 @@ TEST(Memory, ThatIsBeingPinnedKeepsNoOtherPdsConnectionBack) {
   model_hold_registrations(1, false);
   EXPECT_TRUE(changed.get());
   EXPECT_EQ(asked.get(), IBV_QPS_RTS);
-  EXPECT_TRUE(wait_for([&] { return late.completed() && x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return late.completed() && x.state().link == 1 && y.state().link == 1; })) << x.how();
 }
 
 TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
@@ -224,7 +224,7 @@ TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && model_mrs(1, 0) == model_mrs(0, 0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && model_mrs(1, 0) == model_mrs(0, 0); })) << x.how();
   std::vector<std::uint8_t> memory(4096), refused(4096);
   const auto reg = [&](ibv_pd* of, std::vector<std::uint8_t>& m) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, m.data(), m.size(), IBV_ACCESS_LOCAL_WRITE); };
   const auto dereg = a.verb<int(ibv_mr*)>("ibv_dereg_mr");
@@ -234,7 +234,7 @@ TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
   EXPECT_TRUE(wait_for([&] { return model_mrs(1, 0) + 1 == model_mrs(0, 0); })) << model_mrs(1, 0) << " there, " << model_mrs(0, 0) << " here";
   ASSERT_EQ(dereg(not_there), 0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
 
   const unsigned before = model_mrs(0, 0);
   EXPECT_EQ(reg(x.pd, refused), nullptr) << "its QP could not use it";
@@ -252,7 +252,7 @@ TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   std::vector<std::uint8_t> memory(4096), refused(4096);
   ibv_pd* const of_no_qp = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
   model_refuse_registrations(refused.data());
@@ -261,10 +261,10 @@ TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
   ASSERT_TRUE(wait_for([&] { return model_most_registered(memory.data()) == 2; })) << "one keeps the other back";
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   Writing writing(x);
-  EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
-  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.how();
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1); })) << x.how();
   model_refuse_registrations(nullptr);
 }
 
@@ -273,9 +273,9 @@ TEST(RefusedMemory, IsSaidToWhoRegistersItAnew) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   std::vector<std::uint8_t> memory(4096), other(4096), refused(4096);
   const auto reg = [&](ibv_pd* of) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE); };
   const auto rereg = [&](ibv_mr* mr, std::vector<std::uint8_t>& m) { return a.verb<int(ibv_mr*, int, ibv_pd*, void*, std::size_t, int)>("ibv_rereg_mr")(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, m.data(), m.size(), 0); };
@@ -307,9 +307,9 @@ TEST(RefusedMemory, ThatIsNotRegisteredAnewIsCalledThereAsBefore) {
   };
   ibv_mr *const from = reg(x, out), *const to = reg(y, in), *const into = reg(y, got);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   const auto post = [&](ibv_wr_opcode opcode) {
     ibv_sge sge{reinterpret_cast<std::uint64_t>(out.data()), static_cast<std::uint32_t>(out.size()), from->lkey};
     ibv_send_wr wr{}, *bad;
@@ -329,7 +329,7 @@ TEST(RefusedMemory, ThatIsNotRegisteredAnewIsCalledThereAsBefore) {
     ASSERT_EQ(ibv_post_recv(y.qp, &receive, &bad), 0);
     for (const Speaker* s : {&x, &x, &y}) {
       ibv_wc wc{};
-      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(s->cq, 1, &wc) == 1; })) << i << ": " << x.state().why;
+      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(s->cq, 1, &wc) == 1; })) << i << ": " << x.how();
       ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
     }
   }
@@ -349,7 +349,7 @@ TEST(Room, IsMadeInACqForWhatIsNotSignalled) {
   const int told = cq->cqe;
   const Speaker x(a, nullptr, cq), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   EXPECT_EQ(cq->cqe, told);
   ASSERT_EQ(a.verb<int(ibv_cq*, int)>("ibv_resize_cq")(cq, kFewCqes + 1), 0);
   model_cut_now(0);
@@ -360,10 +360,10 @@ TEST(Room, IsMadeInACqForWhatIsNotSignalled) {
     ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
   }
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.wr_id, kDepth);
   EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
-  EXPECT_TRUE(wait_for([&] { return x.state().link == 1; })) << x.state().why;  // which is told in the next round
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1; })) << x.how();  // which is told in the next round
 }
 
 TEST(Room, ThatACqCannotHaveIsSaidAndNotProtected) {
@@ -373,11 +373,11 @@ TEST(Room, ThatACqCannotHaveIsSaidAndNotProtected) {
   const Speaker x(a, nullptr, small_cq(a)), y(b);
   x.connect(y), y.connect(x);
   const std::string why = "its CQ has " + std::to_string(kFewCqes + 8) + " entries, " + std::to_string(kNeeded) + " may be flushed into it";
-  EXPECT_TRUE(wait_for([&] { return x.state().why == why; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().why == why; })) << x.how();
   EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
   model_most_cqes(kNeeded);
   ASSERT_EQ(a.verb<int(ibv_cq*, int)>("ibv_resize_cq")(x.cq, kFewCqes + 1), 0);
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0); })) << x.how();
   model_most_cqes(1 << 20);
 }
 
@@ -388,12 +388,12 @@ TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
   const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
   const Speaker x(a, nullptr, small_cq(a)), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   const Speaker other(a, x.pd, x.cq);
   ASSERT_TRUE(wait_for([&] {
     a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1);  // so that it is looked at
     return std::string(x.state().why) == "its CQ has " + std::to_string(kNeeded) + " entries, " + std::to_string(kNeeded + kDepth + 1) + " may be flushed into it";
-  })) << x.state().why;
+  })) << x.how();
   ibv_send_wr wr{}, *bad;
   wr.wr_id = 1;
   wr.opcode = IBV_WR_RDMA_WRITE;
@@ -401,7 +401,7 @@ TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
   model_cut_now(0);
   ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.wr_id, 1u);
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
   EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN; }));
@@ -417,18 +417,18 @@ TEST(Room, ThatALaterQpTakesKeepsTheOneBeforeWhereItIs) {
   const auto link_is = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   const Speaker x(a, nullptr, small_cq(a)), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   link_is("migr_link_down");
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   const Speaker other(a, x.pd, x.cq);
   link_is("migr_link_up");
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && std::string(x.state().why).starts_with("its CQ has "); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && std::string(x.state().why).starts_with("its CQ has "); })) << x.how();
   Writing writing(x);
   for (const auto until = Clock::now() + std::chrono::milliseconds(500); Clock::now() < until && !HasFailure();)
-    EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
-  EXPECT_TRUE(x.ready_on(1)) << x.state().why;
+    EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.how();
+  EXPECT_TRUE(x.ready_on(1)) << x.how();
   other.destroy();
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   model_most_cqes(1 << 20);
 }
 

@@ -33,7 +33,7 @@ TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
   const Library b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   Writing one(x), other(y);
   const Library without('a', "off", "cached", 0, 3000);
   const Speaker unknown(without), asks(b);
@@ -54,7 +54,7 @@ TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
   EXPECT_EQ(parked.get(), "") << "guarded it is moved";
   process.let_go();
   if (all) model_mend(1);
-  EXPECT_TRUE(wait_for([&] { return one.completed() && other.completed(); })) << one.done << " and " << other.done << "; " << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return one.completed() && other.completed(); })) << one.done << " and " << other.done << "; " << x.how();
   EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; }));
 }
 
@@ -71,10 +71,10 @@ TEST(Adrift, EndsWithTheOtherEnd) {
   const Library b('b', "exact", "cached", 0, kSoonMs);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   model_cut_now(0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   char why[200];
   process.park(why, sizeof why);
   ASSERT_STREQ(why, "");
@@ -88,13 +88,13 @@ TEST(Adrift, EndsWithTheOtherEnd) {
   wr.send_flags = IBV_SEND_SIGNALED;
   ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
   process.let_go();
-  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "waits for memory"; })) << x.state().why;
-  ASSERT_NE(y.state().phase, MIGR_LINKS_VQP_BROKEN) << "too early: " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "waits for memory"; })) << x.how();
+  ASSERT_NE(y.state().phase, MIGR_LINKS_VQP_BROKEN) << "too early: " << y.how();
   ibv_wc wc{};
-  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.wr_id, 1u);
   EXPECT_NE(wc.status, IBV_WC_SUCCESS);
-  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN && y.state().phase == MIGR_LINKS_VQP_BROKEN; })) << x.state().why << "; " << y.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_BROKEN && y.state().phase == MIGR_LINKS_VQP_BROKEN; })) << x.how() << "; " << y.how();
   model_refuse_registrations(nullptr);
 }
 
@@ -107,7 +107,7 @@ TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
   const Library b('b', "exact", "cached", 5, 30'000);
   const Pairs pairs(a, b, 2);
   const Speaker &x = *pairs.xs[0], &y = *pairs.ys[0], &lost = *pairs.ys[1];
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
   pairs.xs[1]->destroy();
@@ -115,15 +115,15 @@ TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
   ASSERT_TRUE(wait_for([&] {
     for (ibv_wc wc; ibv_poll_cq(lost.cq, 1, &wc) == 1;) EXPECT_NE(wc.status, IBV_WC_SUCCESS);
     return lost.state().phase == MIGR_LINKS_VQP_BROKEN;
-  })) << lost.state().why;
+  })) << lost.how();
   EXPECT_EQ(lost.state().link, 1u);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   char why[200];
   process.park(why, sizeof why);
   EXPECT_STREQ(why, "");
   process.let_go();
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
 }
 
 /// What a partner has published cannot be withdrawn without migrd, so it would not answer, and would hear nothing any more.
@@ -135,7 +135,7 @@ TEST(Bye, IsNotHeardWhileMigrdIsAway) {
   const Library b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   store_go_away(true);
   ASSERT_TRUE(wait_for([&] {
     for (const Library* of : {&a, &b}) of->verb<int(const char*, std::uint32_t)>("migr_link_up")(of == &a ? "a0" : "b0", 1);  // each looks again
@@ -154,7 +154,7 @@ TEST(Bye, IsNotHeardWhileMigrdIsAway) {
   store_go_away(false);
   parked.get();
   process.let_go();
-  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_READY && y.state().phase == MIGR_LINKS_VQP_READY; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().phase == MIGR_LINKS_VQP_READY && y.state().phase == MIGR_LINKS_VQP_READY; })) << x.how();
 }
 
 /// One end is about to go back when the other one is not there any more, or has broken, of which it has said nothing.
@@ -165,11 +165,11 @@ TEST_P(Back, ToAnEndThatIsGoneEndsItAtOnce) {
   constexpr unsigned kReturnMs = 2500;
   const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
   const Pairs pairs(a, b, 2);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 2 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] { return pairs.all_on(1); }));
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 2; })) << "no path ahead, or they are back already: " << pairs.xs[0]->state().why;
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(1) == 2; })) << "no path ahead, or they are back already: " << pairs.xs[0]->how();
   if (GetParam()) {
     ibv_qp_attr error{};
     error.qp_state = IBV_QPS_ERR;
@@ -177,8 +177,8 @@ TEST_P(Back, ToAnEndThatIsGoneEndsItAtOnce) {
   } else {
     pairs.ys[1]->destroy();
   }
-  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[1]->state().why) == "the other end has given up"; })) << pairs.xs[1]->state().why;
-  EXPECT_TRUE(wait_for([&] { return pairs.xs[0]->ready_on(0) && pairs.ys[0]->ready_on(0); })) << pairs.xs[0]->state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(pairs.xs[1]->state().why) == "the other end has given up"; })) << pairs.xs[1]->how();
+  EXPECT_TRUE(wait_for([&] { return pairs.xs[0]->ready_on(0) && pairs.ys[0]->ready_on(0); })) << pairs.xs[0]->how();
 }
 
 INSTANTIATE_TEST_SUITE_P(, Back, testing::Bool(), [](const auto& info) { return info.param ? "broken" : "destroyed"; });
@@ -192,7 +192,7 @@ TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
   model_refuse_registrations(memory.data());
   ASSERT_NE(b.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(y.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && std::string(y.state().why) == "waits for memory"; })) << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && std::string(y.state().why) == "waits for memory"; })) << y.how();
   store_prefer("a1");
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
   Writing writing(x);
@@ -202,7 +202,7 @@ TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
     const bool done = writing.post() && wait_for([&] { return writing.completed(); });
     longest = std::max(longest, Clock::now() - begun);
     return !done || std::string(x.state().why).starts_with("the way to its other link did not end");
-  })) << x.state().why;
+  })) << x.how();
   EXPECT_LT(longest, std::chrono::seconds(1));
   store_prefer(nullptr);
   model_refuse_registrations(nullptr);
@@ -216,17 +216,17 @@ TEST(Preferred, LinkThatRefusesLaterMemoryIsNotGoneTo) {
     const Speaker x(a), y(b);
     const Speaker& end = here ? x : y;
     x.connect(y), y.connect(x);
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
     std::vector<std::uint8_t> memory(4096);
     model_refuse_registrations(memory.data());
     ASSERT_NE(end.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(end.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE), nullptr);
-    EXPECT_TRUE(wait_for([&] { return end.ready_on(0) && std::string(end.state().why) == "waits for memory"; })) << end.state().why;
+    EXPECT_TRUE(wait_for([&] { return end.ready_on(0) && std::string(end.state().why) == "waits for memory"; })) << end.how();
     store_prefer("a1");
     ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);  // it looks again
     Writing writing(x);
     for (const auto until = Clock::now() + std::chrono::milliseconds(1500); Clock::now() < until && !HasFailure();)
-      EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.state().why;
-    EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+      EXPECT_TRUE(writing.post() && wait_for([&] { return writing.completed(); })) << x.how();
+    EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
     store_prefer(nullptr);
     model_refuse_registrations(nullptr);
   }

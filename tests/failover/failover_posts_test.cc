@@ -29,7 +29,7 @@ TEST(Session, ThatIsOpenKeepsNoBackupAway) {
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b, nullptr, nullptr, nullptr, true);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   ibv_qp_ex* const sessions[] = {a.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(x.qp), b.verb<ibv_qp_ex*(ibv_qp*)>("ibv_qp_to_qp_ex")(y.qp)};
   for (ibv_qp_ex* session : sessions) ibv_wr_start(session);
   const StoreProcess process = store_process_of(0);
@@ -38,7 +38,7 @@ TEST(Session, ThatIsOpenKeepsNoBackupAway) {
   EXPECT_STREQ(why, "");
   EXPECT_FALSE(x.ready_on(0) && y.ready_on(0));
   process.let_go();
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
   for (ibv_qp_ex* session : sessions) {
     session->wr_id = 7;
     session->wr_flags = IBV_SEND_SIGNALED;
@@ -91,7 +91,7 @@ TEST(Session, OnThePathIsNotMixedWithAKeptOne) {
   EXPECT_EQ(other.get(), 0);
   EXPECT_TRUE(one.completes(7));
   EXPECT_TRUE(one.completes(8));
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
   EXPECT_EQ(x.state().atomics, unsigned{MIGR_LINKS_RELAYED});
 }
 
@@ -101,7 +101,7 @@ TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   std::atomic<bool> ends = false;
   std::atomic<unsigned> posted = 0;
   std::thread poster([&] {
@@ -120,7 +120,7 @@ TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
   };
   EXPECT_TRUE(wait_for([&] { return poll() || completed > 1; }));
   model_cut_now(0);
-  EXPECT_TRUE(wait_for([&] { return poll() || (x.state().link == 1 && y.state().link == 1); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return poll() || (x.state().link == 1 && y.state().link == 1); })) << x.how();
   const unsigned before = posted;
   EXPECT_TRUE(wait_for([&] { return poll() || completed > before; }));
   ends = true;
@@ -151,13 +151,13 @@ TEST(Session, WhoseThreadNeedsTheLibraryIsNotHeldUpByADrain) {
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   const Session session(x);
   ASSERT_NO_FATAL_FAILURE(prefer_other(a));
   EXPECT_LT(longest_query(x, std::chrono::milliseconds(1500)), std::chrono::seconds(1));
   EXPECT_EQ(session.end(7), 0);
   EXPECT_TRUE(session.completes(7));
-  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   store_prefer(nullptr);
 }
 
@@ -175,7 +175,7 @@ TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   const Session session(x);
   ASSERT_NO_FATAL_FAILURE(prefer_other(a));
   Writing other(x);
@@ -194,13 +194,13 @@ TEST(Session, ThatOutlastsItsConnectionHoldsNobodyUpWhoClosesTheQp) {
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b), other_x(a), other_y(b);
   x.connect(y), y.connect(x);
   other_x.connect(other_y), other_y.connect(other_x);  // whose channels carry the word
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && other_x.ready_on(0) && other_y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   const Session session(x);
   ASSERT_NO_FATAL_FAILURE(prefer_other(a));
   Writing other(x);
   ASSERT_NO_FATAL_FAILURE(post_in_a_drain(other));
   y.destroy();
-  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "the other end has given up"; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "the other end has given up"; })) << x.how();
   const auto begun = Clock::now();
   ibv_qp_attr error{};
   error.qp_state = IBV_QPS_ERR;
@@ -234,7 +234,7 @@ class LatePost : public testing::Test {
     for (const int link : {0, 1, 2}) model_mend(link);
     model_forget_writes();
     x_.connect(y_), y_.connect(x_);
-    ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x_.state().why;
+    ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x_.how();
   }
   void TearDown() override { a_.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1); }  // its channels are waited for by the next
   ibv_mr* reg(const Speaker& of, std::vector<std::uint8_t>& memory) {
@@ -289,7 +289,7 @@ class LatePost : public testing::Test {
   void complete(std::uint32_t first, std::uint32_t end) {
     for (std::uint32_t i = first; i < end; ++i) {
       ibv_wc wc{};
-      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x_.cq, 1, &wc) == 1; })) << i << " does not complete: " << x_.state().why;
+      ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x_.cq, 1, &wc) == 1; })) << i << " does not complete: " << x_.how();
       ASSERT_EQ(wc.wr_id, i);
       ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
     }
@@ -393,7 +393,7 @@ TEST_F(LatePostToNoPath, BehindAsMuchAsTheNextOneHasRoomForWaits) {
   std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has been cut
   let_go(posted);
   model_refuse_qps(1, 1, 0);
-  EXPECT_TRUE(wait_for([this] { return x_.state().link == 1; })) << x_.state().why;
+  EXPECT_TRUE(wait_for([this] { return x_.state().link == 1; })) << x_.how();
   std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // nobody waits for room that long
   EXPECT_EQ(receive(), 0);
   complete(0, end);
@@ -408,9 +408,9 @@ class LatePostAfterReturn : public LatePost {
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(LatePost::SetUp());
     leave();
-    ASSERT_TRUE(wait_for([this] { return x_.state().link == 1 && y_.state().link == 1; })) << x_.state().why;
+    ASSERT_TRUE(wait_for([this] { return x_.state().link == 1 && y_.state().link == 1; })) << x_.how();
     TearDown();
-    ASSERT_TRUE(wait_for([this] { return x_.ready_on(0) && y_.ready_on(0); })) << x_.state().why;
+    ASSERT_TRUE(wait_for([this] { return x_.ready_on(0) && y_.ready_on(0); })) << x_.how();
     std::this_thread::sleep_for(kSeenOutside);
   }
   static constexpr std::chrono::milliseconds kSeenOutside{2500};  // threads are looked for each second
@@ -448,7 +448,7 @@ TEST(Errors, OfAPathAreNotAllThatIsFound) {
   const Speaker failing(a), well(a, failing.pd, failing.cq, nullptr, false, other), y(b), z(b);
   failing.connect(y), y.connect(failing);
   well.connect(z), z.connect(well);
-  for (const Speaker* s : {&failing, &well, &y, &z}) ASSERT_TRUE(wait_for([&] { return s->ready_on(0); })) << s->state().why;
+  for (const Speaker* s : {&failing, &well, &y, &z}) ASSERT_TRUE(wait_for([&] { return s->ready_on(0); })) << s->how();
   ibv_send_wr wr{}, *bad;
   wr.opcode = IBV_WR_SEND;
   for (unsigned i = 0; i < kErrors; ++i) ASSERT_EQ(ibv_post_send(failing.qp, &wr, &bad), 0);  // the other end has no receive
@@ -488,7 +488,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   std::uint64_t sum = 0, found[kDepth]{};
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, found, sizeof found);
   ASSERT_TRUE(there && here);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   model_cut_now(0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; }));
@@ -498,7 +498,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
   ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);  // finds no receive
   model_mend(0);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.how();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   migr_links_switch totals;
   store_totals(&totals);  // the one before
@@ -511,7 +511,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
       EXPECT_EQ(post_add(x, found[posted % kDepth], *here, sum, *there), 0);
     }
     for (ibv_wc wc; ibv_poll_cq(x.cq, 1, &wc) == 1;) {
-      EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << "at " << done << ": " << x.state().why;
+      EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << "at " << done << ": " << x.how();
       if (wc.opcode & IBV_WC_RECV) continue;
       EXPECT_EQ(found[done % kDepth], done);
       progress = Clock::now();
@@ -532,7 +532,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
     for (ibv_wc wc; ibv_poll_cq(y.cq, 1, &wc) == 1;) received = received || wc.status == IBV_WC_SUCCESS;
     return received && x.ready_on(0) && y.ready_on(0);
   };
-  EXPECT_TRUE(wait_for([&] { return go_on() || back(); })) << "the next one has no end: " << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return go_on() || back(); })) << "the next one has no end: " << x.how();
   store_totals(&totals);
   EXPECT_EQ(totals.replayed + totals.executed + totals.lost + totals.broken, 0u) << "cut with " << totals.replayed + totals.executed + totals.lost << " in flight";
   is_last = true;  // what is in flight is written to memory of ours
@@ -547,12 +547,12 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
   std::uint64_t sum = 0, found = 7;
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
   model_delay_atomic();
   ASSERT_EQ(post_add(x, found, *here, sum, *there, 7), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.wr_id, 7u);
   EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
   EXPECT_EQ(found, 0u);
@@ -568,11 +568,11 @@ TEST(Relayed, WhatAStarvedHostExecutesLateIsWaitedFor) {
   std::uint64_t sum = 0, found = 7;
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
   const auto completes = [&](std::uint64_t before) {
     ibv_wc wc{};
-    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
     EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << before;
     EXPECT_EQ(found, before);
     EXPECT_EQ(sum, before + 1) << "how often it was executed";
@@ -597,13 +597,13 @@ TEST(Relayed, WhatNoDeviceCanExecuteForAMomentIsTriedAgain) {
   std::uint64_t sum = 0, found[kAdds] = {7, 7, 7};
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, found, sizeof found);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
   for (const int link : {0, 1}) model_refuse_qps(link, 1, kTimes);
   for (unsigned i = 0; i < kAdds; ++i) ASSERT_EQ(post_add(x, found[i], *here, sum, *there, i), 0);
   for (unsigned i = 0; i < kAdds; ++i) {
     ibv_wc wc{};
-    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
     EXPECT_EQ(wc.wr_id, i);
     EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
     EXPECT_EQ(found[i], i);
@@ -619,12 +619,12 @@ TEST(Relayed, WhatNoDeviceCanExecuteEndsAfterItsLimitAndIsNotExecutedLater) {
   std::uint64_t sum = 0, found = 7;
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   for (const int link : {0, 1}) model_refuse_qps(link, 1, 1u << 20);
   const auto begun = Clock::now();
   ASSERT_EQ(post_add(x, found, *here, sum, *there), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
   EXPECT_GE(Clock::now() - begun, std::chrono::milliseconds(kLimitMs));
   EXPECT_TRUE(wait_for([&] { return !y.ready_on(0); })) << "it has not heard of it";
@@ -643,7 +643,7 @@ TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
     std::uint64_t words[2] = {}, found = 7;
     const ibv_mr *const there = register_words(y, words, sizeof words), *const here = register_words(x, &found, sizeof found);
     x.connect(y), y.connect(x);
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
     ASSERT_EQ(x.state().atomics, MIGR_LINKS_RELAYED);
     ibv_sge sge{reinterpret_cast<std::uint64_t>(&found), sizeof found, here->lkey};
     ibv_send_wr wrs[2]{}, *bad;
@@ -661,7 +661,7 @@ TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
     ibv_wc wc{};
     for (const auto until = Clock::now() + std::chrono::seconds(20); got.size() < 2 && Clock::now() < until;)
       if (ibv_poll_cq(x.cq, 1, &wc) == 1) got.push_back(wc);
-    ASSERT_EQ(got.size(), 2u) << x.state().why;
+    ASSERT_EQ(got.size(), 2u) << x.how();
     EXPECT_TRUE(got[0].wr_id == 1 && got[0].status == IBV_WC_REM_INV_REQ_ERR) << got[0].status;
     EXPECT_TRUE(got[1].wr_id == 2 && got[1].status == IBV_WC_WR_FLUSH_ERR) << got[1].status;
   }
@@ -680,11 +680,11 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   const auto link = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   link("migr_link_down");
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   link("migr_link_up");
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.how();
   ibv_send_wr send{}, *bad;
   send.opcode = IBV_WR_SEND;
   send.send_flags = IBV_SEND_SIGNALED;
@@ -695,16 +695,16 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
   ASSERT_TRUE(wait_for([&] {
     link("migr_link_up");  // so that it looks, and tells
     return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
-  })) << x.state().why;
+  })) << x.how();
   still.reset();
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.wr_id, 7u);
   EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
   EXPECT_EQ(found, 0u);
   ibv_recv_wr receive{}, *bad_receive;
   ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);
-  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
   EXPECT_TRUE(wait_for([&] {
     ibv_poll_cq(x.cq, 1, &wc);
     return process.markers() == 0;
@@ -724,11 +724,11 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
   const ibv_mr *const there = reg(y, 0), *const here = reg(x, 1);
   x.connect(y), y.connect(x);
   const auto link = [&](const char* what, const char* device) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)(device, 1), 0); };
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(1); })) << x.how();
   link("migr_link_down", "a0");
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   link("migr_link_up", "a0");
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(1) && y.ready_on(1) && store_all_stand(0); })) << x.how();
   unsigned posted = 0;
   const auto post = [&] {
     ibv_sge sge{reinterpret_cast<std::uint64_t>(&words[1]), sizeof words[1], here->lkey};
@@ -753,7 +753,7 @@ TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
   still.reset();
   for (unsigned i = 0; i < posted; ++i) {
     ibv_wc wc{};
-    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << i << " does not complete: " << x.state().why;
+    ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << i << " does not complete: " << x.how();
     ASSERT_EQ(wc.wr_id, i);
     ASSERT_EQ(wc.status, IBV_WC_SUCCESS) << i;
   }

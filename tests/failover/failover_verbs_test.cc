@@ -75,11 +75,11 @@ TEST_F(Attributes, OfThePathMadeAheadAreTheLastOnes) {
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x, IBV_ACCESS_REMOTE_WRITE);
   Reading reading(x, y);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   ASSERT_EQ(y.grant(Speaker::kAll), 0);
   EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
   link_down(a, "a0");
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
   EXPECT_EQ(reading.got, reading.word);
 }
@@ -89,7 +89,7 @@ TEST_F(Attributes, OfThePathMadeAheadInRtrAreThoseOfRts) {
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a), y(b);
   x.connect(y), y.answer(x);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   ibv_qp_attr sends{};
   sends.timeout = 16;
   sends.retry_cnt = 5;
@@ -97,7 +97,7 @@ TEST_F(Attributes, OfThePathMadeAheadInRtrAreThoseOfRts) {
   sends.max_rd_atomic = 3;
   ASSERT_EQ(y.send_too(sends), 0);
   link_down(a, "a0");
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   const ibv_qp_attr now = y.query();
   EXPECT_EQ(now.timeout, 16);
   EXPECT_EQ(now.retry_cnt, 5);
@@ -114,18 +114,18 @@ TEST_F(Attributes, ThatChangeWhileThePathIsCutAreThoseOfTheNext) {
   const Speaker x(a), y(b);
   x.connect(y, IBV_ACCESS_REMOTE_WRITE), y.connect(x);
   Reading reading(y, x);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   model_refuse_qps(1, 1, 1u << 20);
   link_down(a, "a0");
   ASSERT_TRUE(wait_for([&] {
     a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a1", 1);  // so that it is told
     return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
-  })) << x.state().why;
+  })) << x.how();
   auto granted = std::async(std::launch::async, [&] { return x.grant(Speaker::kAll); });
   EXPECT_EQ(granted.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
   model_refuse_qps(1, 1, 0);
   EXPECT_EQ(granted.get(), 0);
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   EXPECT_EQ(x.query().qp_access_flags, Speaker::kAll);
   EXPECT_EQ(reading.read(), IBV_WC_SUCCESS);
 }
@@ -136,9 +136,9 @@ TEST_F(Attributes, ThatComeWithRtsAfterAChangeAreThoseOfItsPath) {
   const Speaker x(a), y(b);
   x.connect(y), y.answer(x, IBV_ACCESS_REMOTE_WRITE);
   Reading reading(x, y);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   link_down(a, "a0");
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   ibv_qp_attr to{};
   to.qp_access_flags = Speaker::kAll;
   ASSERT_EQ(y.send_too(to, IBV_QP_ACCESS_FLAGS), 0);
@@ -151,7 +151,7 @@ TEST_F(Attributes, ThatChangeWhenThePathHasFailedUnseenAreThoseOfTheNext) {
   const Speaker x(a), y(b);
   x.connect(y, IBV_ACCESS_REMOTE_WRITE), y.connect(x);
   Reading reading(y, x);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   ibv_send_wr send{}, *bad;
   send.opcode = IBV_WR_SEND;
   send.send_flags = IBV_SEND_SIGNALED;
@@ -163,7 +163,7 @@ TEST_F(Attributes, ThatChangeWhenThePathHasFailedUnseenAreThoseOfTheNext) {
   ibv_recv_wr receive{}, *bad_receive;
   ASSERT_EQ(ibv_post_recv(y.qp, &receive, &bad_receive), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
 }
 
@@ -173,13 +173,13 @@ TEST_F(Attributes, OfEachPathIsTheMtuThatTheApplicationHasSetAsFarAsItsLinkHasIt
   const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   link_down(a, "a0");
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   EXPECT_EQ(x.query().path_mtu, IBV_MTU_512);
   EXPECT_EQ(y.query().path_mtu, IBV_MTU_512);
   link_up(a, "a0");
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   EXPECT_EQ(x.query().path_mtu, IBV_MTU_1024);
   EXPECT_EQ(y.query().path_mtu, IBV_MTU_1024);
 }
@@ -195,27 +195,27 @@ TEST_F(Attributes, OfAQpInSqdKeepItWhereItIs) {
     attr.qp_state = state;
     return x.modify(attr, IBV_QP_STATE);
   };
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   link_down(a, "a0");
-  ASSERT_TRUE(both_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(both_on(1, x, y)) << x.how();
   ASSERT_EQ(to(IBV_QPS_SQD), 0);
   link_up(a, "a0");
-  ASSERT_TRUE(protected_on(1, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(1, x, y)) << x.how();
   std::this_thread::sleep_for(std::chrono::milliseconds(10 * kReturnMs));
   EXPECT_EQ(x.state().link, 1u);
   EXPECT_EQ(x.query().qp_state, IBV_QPS_SQD);
   ASSERT_EQ(to(IBV_QPS_RTS), 0);
-  ASSERT_TRUE(protected_on(0, x, y)) << x.state().why;
+  ASSERT_TRUE(protected_on(0, x, y)) << x.how();
   ASSERT_EQ(to(IBV_QPS_SQD), 0);
   model_cut_now(0);
   link_down(a, "a0");
-  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "gave up"; })) << x.state().why << ", link " << x.state().link;
+  ASSERT_TRUE(wait_for([&] { return std::string(x.state().why) == "gave up"; })) << x.how();
   EXPECT_EQ(x.query().qp_state, IBV_QPS_SQD);
   Writing writing(x);
   ASSERT_TRUE(writing.post());
   ASSERT_EQ(to(IBV_QPS_RTS), 0);
   ibv_wc wc{};
-  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
   EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
 }
 
@@ -229,20 +229,20 @@ TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {
   const auto tell = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   Writing one(x), other(y);
   const auto all_completed = [&] { return wait_for([&] { return one.completed() && other.completed(); }); };
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
   tell("migr_link_down");
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
   errno = 0;
   ASSERT_EQ(ibv_alloc_mw(x.pd, IBV_MW_TYPE_1), nullptr);
   EXPECT_EQ(errno, EBUSY);
   tell("migr_link_up");
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
 
   ibv_mw* window = nullptr;
   ASSERT_TRUE(wait_for([&] { return store_pass(0), store_pass(1), (window = ibv_alloc_mw(x.pd, IBV_MW_TYPE_1)) != nullptr; })) << std::strerror(errno);
-  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "its process has memory windows"; })) << x.state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(x.state().why) == "its process has memory windows"; })) << x.how();
   EXPECT_EQ(x.state().phase, MIGR_LINKS_VQP_NONE);
-  EXPECT_TRUE(wait_for([&] { return std::string(y.state().why) == "the other end has given up"; })) << y.state().why;
+  EXPECT_TRUE(wait_for([&] { return std::string(y.state().why) == "the other end has given up"; })) << y.how();
   EXPECT_EQ(y.state().phase, MIGR_LINKS_VQP_MAKING) << "it carries, and has no backup";
   tell("migr_link_down");
   EXPECT_TRUE(one.post() && other.post());
@@ -272,15 +272,15 @@ TEST(Depthless, QueuesChangeTheirPath) {
     sends.max_recv_wr = neither.max_recv_wr = neither.max_send_wr = 0;
     const Speaker x(a, nullptr, nullptr, nullptr, sessions, sends), y(b, nullptr, nullptr, nullptr, sessions, neither);
     x.connect(y), y.connect(x);
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
     Writing writing(x);
     const auto say = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
     say("migr_link_down");
-    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how() << "; " << y.how();
     ASSERT_TRUE(writing.post());
     ASSERT_TRUE(wait_for([&] { return writing.completed(); }));
     say("migr_link_up");
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
     ASSERT_TRUE(writing.post());
     ASSERT_TRUE(wait_for([&] { return writing.completed(); }));
   }
@@ -293,10 +293,10 @@ TEST(Solicited, CompletionsOnABackupLinkWakeWhoWaitsForThem) {
   ibv_comp_channel* const channel = a.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(a.context);
   const Speaker x(a, nullptr, a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 256, nullptr, channel, 0)), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   const auto is_there = [](const Speaker& s) { return s.state().link == 1 && s.state().phase == MIGR_LINKS_VQP_MAKING; };
-  ASSERT_TRUE(wait_for([&] { return is_there(x) && is_there(y); })) << x.state().why << "; " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return is_there(x) && is_there(y); })) << x.how() << "; " << y.how();
   const auto message = [&](bool solicited) {
     ibv_recv_wr receive{}, *bad_receive;
     ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);
@@ -340,13 +340,13 @@ TEST(LastWqe, IsToldOfAQpOnABackupLink) {
   ibv_srq* const srq = a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq);
   const Speaker x(a, pd, nullptr, srq), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
   const auto say = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   for (int i = 0; i < 2; ++i) {
     if (i) say("migr_link_up");
-    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
     say("migr_link_down");
-    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+    ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how() << "; " << y.how();
   }
   auto heard = std::async(std::launch::async, [&] {
     ibv_async_event event{};
@@ -385,9 +385,9 @@ TEST(Forked, ChildMayPollWhatWasOnABackupLink) {
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.state().why << "; " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.state().why << "; " << y.state().why;
+  ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how() << "; " << y.how();
   const pid_t child = fork();
   if (!child) {
     alarm(20);
@@ -517,32 +517,32 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
     ASSERT_EQ(attr.srq_limit, 0u) << where;
     reached = 0;
   };
-  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && two.ready_on(0) && y.ready_on(0) && z.ready_on(0); })) << two.state().why;
+  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && two.ready_on(0) && y.ready_on(0) && z.ready_on(0); })) << two.how();
   for (int round = 0; round < 4; ++round) {
     ASSERT_TRUE(talk(1, 1));
     ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_down")("b0", 1), 0);
     if (round == 1) {             // once: a message that is cut in the middle keeps its receive from all others
       ASSERT_TRUE(talk(20, 20));  // else all receives are on the link that is not left when nobody posts any more
     }
-    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.state().why;
+    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.how();
     ASSERT_TRUE(talk(0, 1)) << "no receive has come to the other link";
     ASSERT_TRUE(talk(kMessages, kMessages)) << got[0] << " and " << got[1] << " have come";
     ASSERT_TRUE(talk(kMessages, 0) && talk(0, kMessages)) << got[0] << " and " << got[1] << " have come, one after the other";
-    ASSERT_TRUE(one.ready_on(0)) << "the other one: phase " << one.state().phase << " on link " << one.state().link << ", " << one.state().why;
+    ASSERT_TRUE(one.ready_on(0)) << "the other one: phase " << one.state().phase << " on link " << one.state().link << ", " << one.how();
     arm();
     reach_limit("on two links", round % 2);
     ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_up")("b0", 1), 0);
     ASSERT_TRUE(talk(kMessages, kMessages));
-    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.how();
     arm();
     reach_limit("back on one", round % 2);
     arm();
     ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_down")("b0", 1), 0);
-    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.state().why;
+    ASSERT_TRUE(wait_for([&] { return two.state().link == 1 && z.state().link == 1; })) << two.how();
     reach_limit("armed before one left", round % 2);
     arm();
     ASSERT_EQ(c.verb<int(const char*, std::uint32_t)>("migr_link_up")("b0", 1), 0);
-    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+    ASSERT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.how();
     reach_limit("armed before it came back", round % 2);
     ASSERT_FALSE(testing::Test::HasFailure());
   }
@@ -561,14 +561,14 @@ TEST(Shared, ReceivesAreNotLookedForInACqThatIsBeingDestroyed) {
   const auto destroy_cq = a.verb<int(ibv_cq*)>("ibv_destroy_cq");
   const Speaker one(a, pd, nullptr, srq), y(b), z(b);
   one.connect(y), y.connect(one);
-  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && y.ready_on(0); })) << one.state().why;
+  ASSERT_TRUE(wait_for([&] { return one.ready_on(0) && y.ready_on(0); })) << one.how();
   one.destroy();
   model_hold_destroyed_cqs(true);
   auto destroyed = std::async(std::launch::async, [&] { return destroy_cq(one.cq); });
   ASSERT_TRUE(wait_for([] { return model_destroyed_cqs_waiting() == 1; }));
   const Speaker two(a, pd, nullptr, srq);
   two.connect(z), z.connect(two);
-  EXPECT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.state().why;
+  EXPECT_TRUE(wait_for([&] { return two.ready_on(0) && z.ready_on(0); })) << two.how();
   model_hold_destroyed_cqs(false);
   EXPECT_EQ(destroyed.get(), 0);
   for (const Speaker* s : {&two, &y, &z}) s->destroy();

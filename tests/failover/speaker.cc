@@ -78,6 +78,11 @@ migr_links_vqp_state Speaker::state() const {
   return store_state(&name, &s) ? s : migr_links_vqp_state{};
 }
 
+std::string Speaker::how() const {
+  const migr_links_vqp_state s = state();
+  return "phase " + std::to_string(s.phase) + " on link " + std::to_string(s.link) + ", epoch " + std::to_string(s.epoch) + ", " + s.why;
+}
+
 Pairs::Pairs(const Library& a, const Library& b, unsigned n) {
   for (unsigned i = 0; i < n; ++i) {
     const bool shares = i % 64 != 0;

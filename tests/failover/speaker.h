@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <future>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../../include/migr/links_wire.h"
@@ -32,6 +33,8 @@ struct Speaker {
   ibv_qp_attr query() const;
   /// As it was told last; all zero: never.
   migr_links_vqp_state state() const;
+  /// The same for whoever reads why a test has waited in vain: phase, link, epoch and why.
+  std::string how() const;
   /// With a backup.
   bool ready_on(unsigned link) const { return state().phase == MIGR_LINKS_VQP_READY && state().link == link; }
   void destroy() const { lib.verb<int(ibv_qp*)>("ibv_destroy_qp")(qp); }
