@@ -32,9 +32,7 @@ int switch_to_link(QpShadow& q, const LinkPath& to, std::string& why) {
   for_cqs(q, [&](CqShadow& c) {
     std::lock_guard guard(c.lock);
     path::translate_qpns(c, kTranslateQpn | kFakeCq | kLinkedCq);
-    if (!c.armed) return;
-    c.context->ops.req_notify_cq(c.real, c.solicited_only);
-    links::arm(c, c.solicited_only);
+    if (c.armed) links::arm(c, c.solicited_only);  // the default link's is armed, or its event has not been read: armed anew it would bring another
   });
   std::lock_guard guard(q.lock);
   path::translate_keys(q, kTranslateLocal | kTranslateRemote);

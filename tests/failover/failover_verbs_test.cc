@@ -329,6 +329,38 @@ TEST(Solicited, CompletionsOnABackupLinkWakeWhoWaitsForThem) {
   }
 }
 
+/// One arming brings one event, also where what the change flushes completes in the same CQ.
+TEST(Events, ThatLieUnreadWhenTheLinkFailsAreAllThereIs) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  ibv_comp_channel* const channel = a.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(a.context);
+  const Speaker x(a, nullptr, a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 256, nullptr, channel, 0)), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
+  const auto woken = [&](int ms) {
+    pollfd p{.fd = channel->fd, .events = POLLIN, .revents = 0};
+    return poll(&p, 1, ms) == 1;
+  };
+  ibv_recv_wr receive{}, *bad_receive;
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);  // two are flushed
+  ASSERT_EQ(ibv_req_notify_cq(x.cq, 0), 0);
+  ibv_send_wr send{}, *bad;
+  send.opcode = IBV_WR_SEND;
+  ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);
+  ASSERT_TRUE(woken(5000));
+  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+  const auto is_there = [](const Speaker& s) { return s.state().link == 1 && s.state().phase == MIGR_LINKS_VQP_MAKING; };
+  ASSERT_TRUE(wait_for([&] { return is_there(x) && is_there(y); })) << x.how() << "; " << y.how();
+  ibv_cq* cq;
+  void* context;
+  ASSERT_EQ(a.verb<int(ibv_comp_channel*, ibv_cq**, void**)>("ibv_get_cq_event")(channel, &cq, &context), 0);
+  a.verb<void(ibv_cq*, unsigned)>("ibv_ack_cq_events")(cq, 1);
+  EXPECT_FALSE(woken(200)) << "and it was armed once";
+  ibv_wc wc{};
+  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; }));
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+}
+
 /// Who has an SRQ waits for this event before the QP is destroyed. What is said of paths that were cut is not it.
 TEST(LastWqe, IsToldOfAQpOnABackupLink) {
   for (const int link : {0, 1, 2}) model_mend(link);
