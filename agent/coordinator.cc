@@ -549,30 +549,43 @@ Status Coordinator::reach(const Affected& a, std::vector<Path> paths) {
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from) {
   std::set<std::string> there;
   for (const auto& g : prepared.gids()) there.insert(g.device());
-  const wire::PortGid* best = nullptr;  // as migr_rst_gid_find() has it
-  for (const auto& g : prepared.gids())
-    if ((g.device() == from.device() || there.size() == 1) && g.port() == from.port() && g.roce_v2() == from.roce_v2() && gid_family(g.gid()) == gid_family(from.gid()))
-      if (!best || gid_common_bits(g.gid(), from.gid()) > gid_common_bits(best->gid(), from.gid())) best = &g;
+  const wire::PortGid* best = nullptr;
+  int nearest = 0;
+  for (const auto& g : prepared.gids()) {
+    if ((g.device() != from.device() && there.size() != 1) || g.port() != from.port() || g.roce_v2() != from.roce_v2()) continue;
+    if (const int near = gid_nearness(from.gid(), g.gid()); near > nearest) nearest = near, best = &g;
+  }
+  return best;
+}
+
+// As like(), of a GID whose host is not this one: nobody knows any more at which device and port it was.
+static const wire::PortGid* like_earlier(const wire::PrepareReply& prepared, const ContainerInfo& info, const std::string& gid) {
+  const wire::PortGid* best = nullptr;
+  for (wire::PortGid from : info.gids) {
+    from.set_gid(gid);
+    const auto* to = from.roce_v2() ? like(prepared, from) : nullptr;
+    if (to && (!best || gid_nearness(gid, to->gid()) > gid_nearness(gid, best->gid()))) best = to;
+  }
   return best;
 }
 
 std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared) {
   std::vector<wire::Move> out;
+  const auto add = [&](const Instance& instance, const std::string& known, const wire::PortGid& to) {
+    auto& m = out.emplace_back();
+    m.set_instance(instance.data(), instance.size());
+    m.set_birth_gid(known);
+    m.set_gid(to.gid());
+  };
+  std::set<std::string> present;
   for (const auto& from : info.gids) {
     const auto* to = from.roce_v2() ? like(prepared, from) : nullptr;
     if (!to) continue;
-    for (std::uint32_t i = 0; i < info.instances.size(); i++) {
-      const auto add = [&](const std::string& known) {
-        auto& m = out.emplace_back();
-        m.set_instance(info.instances[i].data(), info.instances[i].size());
-        m.set_birth_gid(known);
-        m.set_gid(to->gid());
-      };
-      add(from.gid());
-      for (const auto& [owner, gid] : info.earlier)
-        if (owner == i && gid != from.gid() && gid_family(gid) == gid_family(from.gid())) add(gid);
-    }
+    present.insert(from.gid());
+    for (const auto& i : info.instances) add(i, from.gid(), *to);
   }
+  for (const auto& [owner, gid] : info.earlier)
+    if (const auto* to = present.contains(gid) ? nullptr : like_earlier(prepared, info, gid)) add(info.instances[owner], gid, *to);
   return out;
 }
 

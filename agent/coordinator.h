@@ -64,7 +64,7 @@ struct ContainerInfo {
 
 /// Where its applications may still mean this host by a GID, or one before it.
 std::vector<wire::Move> moves_of_processes(const ContainerInfo& info, const wire::PrepareReply& prepared);
-/// What corresponds at the destination to a GID of here: of the same port, type and family, and of these the one that is most like it. @return null: nothing
+/// What stands at the destination for a GID of here: the nearest of the same port and type (migr_gid_nearness()). @return null: nothing
 const wire::PortGid* like(const wire::PrepareReply& prepared, const wire::PortGid& from);
 
 using NicWrites = std::vector<wire::NicWrite>;

@@ -64,6 +64,11 @@ int gid_common_bits(const std::string& a, const std::string& b) {
   return migr_gid_common_bits(reinterpret_cast<const std::uint8_t*>(a.data()), reinterpret_cast<const std::uint8_t*>(b.data()));
 }
 
+int gid_nearness(const std::string& was, const std::string& here) {
+  if (was.size() != sizeof(migr_ah_attr::sgid) || here.size() != was.size()) return 0;
+  return migr_gid_nearness(reinterpret_cast<const std::uint8_t*>(was.data()), reinterpret_cast<const std::uint8_t*>(here.data()));
+}
+
 void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c, std::span<const migr_fd_desc> described) {
   const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
   auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });

@@ -73,5 +73,7 @@ Status disk_fits(std::uint64_t bytes, const std::string& path, std::uint64_t mem
 int gid_family(const std::string& gid);
 /// As migr_gid_common_bits(); -1: a GID has 16 bytes.
 int gid_common_bits(const std::string& a, const std::string& b);
+/// As migr_gid_nearness(), also 0: a GID has 16 bytes.
+int gid_nearness(const std::string& was, const std::string& here);
 
 }  // namespace migr

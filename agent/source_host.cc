@@ -1179,11 +1179,14 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
     if (p == prepared.qps().end() || owner == info_.ctxs.end()) continue;
     const Instance& who = info_.instances[owner->second];
     for (const auto& from : info_.gids) {
-      const auto* to = from.device() == q.gid ? like(prepared, from) : nullptr;
-      if (!to) continue;
+      if (from.device() != q.gid) continue;
       // A name that a process has bound by itself is not its own, and may be another's.
       if (q.vqpn != q.pqpn && !host_.directory_.came_to(from.gid(), q.pqpn)) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);
+      wire::PortGid born = from;
+      born.set_gid(m.birth_gid());
+      const auto* to = like(prepared, born);
+      if (!to) continue;
       m.set_gid(to->gid());
       m.set_pqpn(p->pqpn());
       m.set_instance(who.data(), who.size());

@@ -13,15 +13,13 @@
 
 #include "kernel_record.h"
 #include "limits.h"
-#include "migr/gid.h"
 #include "parallel.h"
+#include "room.h"
 #include "uapi/migr.h"
 #include "wire.grpc.pb.h"
 
 namespace migr {
 namespace {
-
-int family(const std::string& gid) { return migr_gid_family(reinterpret_cast<const std::uint8_t*>(gid.data())); }
 
 // The record of this host with all its objects. Without the module: empty.
 Result<std::vector<ContextRecord>> all_contexts(pid_t pid = 0) {
@@ -118,9 +116,10 @@ Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
         // Only by the number it was born with does anybody know it there.
         const auto session = q.vqpn == r.vqpn() ? session_of(c.rec) : nullptr;
         if (!session || !directory_.was_at(session->instance(), r.gid())) continue;
-        const auto like = std::find_if(gids.begin(), gids.end(), [&](const auto& g) { return g.roce_v2() && family(g.gid()) == family(r.gid()); });
-        if (like == gids.end()) continue;
-        gid = like->gid();
+        int nearest = 0;
+        for (const auto& g : gids)
+          if (const int near = g.roce_v2() ? gid_nearness(r.gid(), g.gid()) : 0; near > nearest) nearest = near, gid = g.gid();
+        if (!nearest) continue;
       }
       auto* w = out.add_found();
       w->set_gid(connected(q) ? bytes_of(q.ah.sgid) : gid);

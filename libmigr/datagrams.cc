@@ -69,9 +69,10 @@ struct TargetHash {
 
 struct Handle {
   Context* context;
-  ibv_ah_attr attr;  ///< as the application gave it; the GID's index is this host's
-  gids::Kind source;
-  bool sourceless;  ///< this host had nothing of that kind
+  ibv_ah_attr attr;      ///< as the application gave it; the GID's index is this host's
+  std::uint32_t named;   ///< the GID's index as the application gave it
+  ibv_gid_entry source;  ///< the GID that it was made with, as the application knows it: what stands for that here is sent from
+  bool sourceless;       ///< this host had nothing of that kind
   /// To where its GID's QPs have moved.
   std::vector<std::pair<Gid, ibv_ah*>> others;
 };
@@ -282,7 +283,7 @@ void bring_home(const Context& context, ibv_context* real, std::uint8_t port, ib
   if (std::any_of(table.begin(), table.end(), names_it)) return;
   for (const ibv_gid_entry& was : earlier->second) {
     if (!names_it(was)) continue;
-    if (const auto* now = gids::like(table, port, gids::kind_of(was), was.gid_index)) set_address(bytes, ipv4, kDestination, gid_of(now->gid.raw));
+    if (const auto* now = gids::like(table, was)) set_address(bytes, ipv4, kDestination, gid_of(now->gid.raw));
     return;
   }
 }
@@ -378,8 +379,11 @@ void note_gids() {
     if (table.empty() && gids::read(c->real, table)) table.clear();
     return table;
   };
-  for (auto& [ah, h] : s.handles)
-    if (const auto* const e = source_of(h, table_of(h.context))) h.source = gids::kind_of(*e);
+  for (auto& [ah, h] : s.handles) {
+    const auto* e = h.context->moved ? gids::find(h.context->gids, h.attr.port_num, h.named) : nullptr;
+    if (!e) e = source_of(h, table_of(h.context));
+    if (e) h.source = *e;
+  }
   for (const QpShadow* q : Registry::get().qps) {
     if (!datagrams_of(*q)) continue;
     auto& earlier = s.earlier[q->context];
@@ -395,7 +399,7 @@ std::vector<ibv_gid_entry> sources(const Context& context) {
   if (handles.empty() || gids::read(context.real, table)) return out;
   for (const auto& [ah, h] : handles) {
     const auto* const e = h.context == &context && h.attr.is_global ? source_of(h, table) : nullptr;
-    if (e && !gids::like(out, e->port_num, gids::kind_of(*e), e->gid_index)) out.push_back(*e);
+    if (e && !gids::like(out, *e)) out.push_back(*e);
   }
   return out;
 }
@@ -411,7 +415,7 @@ void make_again() {
   for (auto& [ah, h] : s.handles) {
     auto& table = tables[h.context];
     if (table.empty() && gids::read(h.context->real, table)) table.clear();
-    const auto* const source = gids::like(table, h.attr.port_num, h.source, h.attr.grh.sgid_index);
+    const auto* const source = gids::like(table, h.source);
     h.sourceless = !source;
     sourceless += h.sourceless;
     if (source) h.attr.grh.sgid_index = static_cast<std::uint8_t>(source->gid_index);
@@ -559,7 +563,7 @@ MIGR_EXPORT ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
   if (!ah) return nullptr;
   auto& handle = datagrams::state().handles[ah];
   // What is at its index is noted later. Until then: what its destination is reached from.
-  handle = {context, mine, {IBV_GID_TYPE_ROCE_V2, migr_gid_family(mine.grh.dgid.raw)}, false, {}};
+  handle = {context, mine, attr->grh.sgid_index, {mine.grh.dgid, attr->grh.sgid_index, mine.port_num, IBV_GID_TYPE_ROCE_V2, 0}, false, {}};
   std::set<datagrams::Gid> silent;
   if (const int err = datagrams::state().prepared ? datagrams::aim(ah, handle, silent) : 0) {
     for (const auto& [gid, other] : handle.others) real().destroy_ah(other);

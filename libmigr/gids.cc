@@ -14,8 +14,6 @@ namespace {
 
 constexpr std::size_t kMaxGids = 256;  // the index has 8 bits in an address handle
 
-bool is(const ibv_gid_entry& e, const Kind& kind) { return e.gid_type == kind.type && migr_gid_family(e.gid.raw) == kind.family; }
-
 bool at(const ibv_gid_entry& e, std::uint32_t port, std::uint32_t index) { return e.port_num == port && e.gid_index == index; }
 
 /// The present table in the application's order. What the first host did not have keeps its index, unless that is taken.
@@ -23,7 +21,7 @@ std::vector<ibv_gid_entry> as_known(const Context& context, const std::vector<ib
   std::vector<ibv_gid_entry> out;
   std::vector<const ibv_gid_entry*> used;
   for (const ibv_gid_entry& was : context.gids) {
-    const ibv_gid_entry* now = like(present, was.port_num, kind_of(was), was.gid_index);
+    const ibv_gid_entry* now = like(present, was);
     if (!now) continue;
     used.push_back(now);
     out.push_back(*now);
@@ -58,8 +56,6 @@ const ibv_gid_entry* find(const std::vector<ibv_gid_entry>& table, std::uint32_t
   return found == table.end() ? nullptr : &*found;
 }
 
-Kind kind_of(const ibv_gid_entry& e) { return {e.gid_type, migr_gid_family(e.gid.raw)}; }
-
 int read(ibv_context* real, std::vector<ibv_gid_entry>& out) {
   const auto query = real_query_gid_table();
   if (!query) return EOPNOTSUPP;
@@ -69,20 +65,20 @@ int read(ibv_context* real, std::vector<ibv_gid_entry>& out) {
   return n < 0 ? static_cast<int>(-n) : 0;
 }
 
-const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const Kind& kind, std::uint32_t index) {
-  const ibv_gid_entry* first = nullptr;
+const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was) {
+  const ibv_gid_entry* best = nullptr;
+  int nearest = 0;
   for (const ibv_gid_entry& e : table) {
-    if (e.port_num != port || !is(e, kind)) continue;
-    if (e.gid_index == index) return &e;
-    if (!first) first = &e;
+    if (e.port_num != was.port_num || e.gid_type != was.gid_type) continue;
+    if (const int near = migr_gid_nearness(was.gid.raw, e.gid.raw); near > nearest) nearest = near, best = &e;
   }
-  return first;
+  return best;
 }
 
 const ibv_gid_entry* again(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was) {
   for (const ibv_gid_entry& e : table)
     if (e.port_num == was.port_num && e.gid_type == was.gid_type && !std::memcmp(e.gid.raw, was.gid.raw, sizeof e.gid.raw)) return &e;
-  return like(table, was.port_num, kind_of(was), was.gid_index);
+  return like(table, was);
 }
 
 void note(Context& context) {
@@ -95,7 +91,7 @@ std::uint8_t here(const Context& context, std::uint8_t port, std::uint8_t index)
   std::vector<ibv_gid_entry> present;
   if (!context.moved || read(context.real, present)) return index;
   const ibv_gid_entry* was = find(context.gids, port, index);
-  const ibv_gid_entry* now = was ? like(present, port, kind_of(*was), index) : nullptr;
+  const ibv_gid_entry* now = was ? like(present, *was) : nullptr;
   return now ? static_cast<std::uint8_t>(now->gid_index) : index;
 }
 
@@ -103,7 +99,7 @@ std::uint8_t named(const Context& context, std::uint8_t port, std::uint8_t index
   std::vector<ibv_gid_entry> present;
   if (!context.moved || read(context.real, present)) return index;
   for (const ibv_gid_entry& was : context.gids)
-    if (const ibv_gid_entry* now = was.port_num == port ? like(present, port, kind_of(was), was.gid_index) : nullptr; now && now->gid_index == index)
+    if (const ibv_gid_entry* now = was.port_num == port ? like(present, was) : nullptr; now && now->gid_index == index)
       return static_cast<std::uint8_t>(was.gid_index);
   return index;
 }

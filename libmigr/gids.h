@@ -3,7 +3,7 @@
  * GIDs after a migration. An application looks a GID up once and keeps its index: the
  * indexes go on meaning what they meant on the host where it opened the device. What
  * stands there is the present host's GID of that kind (port, RoCE version, address
- * family), as only that can be reached.
+ * family) that is nearest to it, as only that can be reached.
  */
 #ifndef MIGR_GIDS_H
 #define MIGR_GIDS_H
@@ -22,20 +22,13 @@ struct Inside {
   ~Inside();
 };
 
-/// Which of a port's GIDs: of another host the like is meant.
-struct Kind {
-  std::uint32_t type = IBV_GID_TYPE_ROCE_V2;
-  int family = 0;  // migr_gid_family()
-};
-Kind kind_of(const ibv_gid_entry& e);
-
 /// The GIDs of a device, by their indexes in the kernel. @return 0 or a positive errno
 int read(ibv_context* real, std::vector<ibv_gid_entry>& out);
 
-/// What here corresponds to another host's GID: the same index if it is of the same kind, or the first that is. Null: none
-const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, std::uint32_t port, const Kind& kind, std::uint32_t index);
+/// What here stands for another host's GID: the nearest of its port and RoCE version (migr_gid_nearness()). Null: none is of its kind
+const ibv_gid_entry* like(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was);
 
-/// The same GID, where it is now; else what here corresponds to it. Null: nothing of its kind
+/// The same GID, where it is now; else what here stands for it. Null: nothing of its kind
 const ibv_gid_entry* again(const std::vector<ibv_gid_entry>& table, const ibv_gid_entry& was);
 /// At that index. Null: none is
 const ibv_gid_entry* find(const std::vector<ibv_gid_entry>& table, std::uint32_t port, std::uint32_t index);

@@ -78,8 +78,7 @@ int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const str
 		if (table[i].port_num != port || table[i].gid_index > UINT8_MAX ||
 		    (table[i].gid_type == IB_UVERBS_GID_TYPE_ROCE_V2) != want_v2)
 			continue;
-		/* A path over IPv4 does not exist from an IPv6 address, nor the other way round. */
-		score = migr_gid_family(g) != want_family ? !known : known ? 2 + migr_gid_common_bits(g, like->sgid) : 2;
+		score = known ? migr_gid_nearness(like->sgid, g) : migr_gid_family(g) == want_family ? 2 : 1;
 		if (score > best) {
 			best = score;
 			*index = table[i].gid_index;

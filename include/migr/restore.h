@@ -331,8 +331,8 @@ void migr_rst_context_release(struct migr_rst_context *c);
 
 /*
  * Finds the GID of this host to send from, on @port of the device of @c (a
- * created context): of the type and family (IPv4-mapped or not) of the one in
- * @like, the very same one if it is here.
+ * created context): of the type of the one in @like, and the nearest to it
+ * (migr_gid_nearness()).
  */
 int migr_rst_gid_find(const struct migr_rst_context *c, uint32_t port, const struct migr_ah_attr *like,
 		      uint8_t gid[16], uint8_t *index, struct migr_rst_err *err);

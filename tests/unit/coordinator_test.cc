@@ -1428,6 +1428,31 @@ TEST(Coordinator, OfSeveralGidsOfAFamilyTheNearestIsMeant) {
   EXPECT_EQ(like(there, ipv4(10, 0, 0, 1)), &there.gids(0));
 }
 
+TEST(Coordinator, WhereAProcessHasBeenIsToldByWhatIsNearestToThat) {
+  const auto ipv4 = [](unsigned c, unsigned d) {
+    std::string gid(10, '\0');
+    for (const unsigned x : {255u, 255u, 10u, 0u, c, d}) gid += static_cast<char>(x);
+    return gid;
+  };
+  const auto table = [&](unsigned host) {
+    std::vector<wire::PortGid> out;
+    for (const unsigned net : {1u, 2u}) {
+      auto& g = out.emplace_back();
+      g.set_device("rxe0"), g.set_port(1), g.set_roce_v2(true), g.set_gid(ipv4(net, host));
+    }
+    return out;
+  };
+  ContainerInfo info;
+  info.instances = {Instance{1}};
+  info.gids = table(8);
+  info.earlier = {{0, ipv4(1, 7)}, {0, ipv4(2, 7)}, {0, ipv4(2, 8)}};
+  wire::PrepareReply there;
+  for (const auto& g : table(9)) *there.add_gids() = g;
+  std::multimap<std::string, std::string> told;
+  for (const auto& m : moves_of_processes(info, there)) told.emplace(m.birth_gid(), m.gid());
+  EXPECT_EQ(told, (std::multimap<std::string, std::string>{{ipv4(1, 7), ipv4(1, 9)}, {ipv4(2, 7), ipv4(2, 9)}, {ipv4(1, 8), ipv4(1, 9)}, {ipv4(2, 8), ipv4(2, 9)}}));
+}
+
 // It has a lease, and asks when that is over; SourceHost::take_back() does not wait for it either.
 TEST(Coordinator, WhoIsSilentGoesBackByItself) {
   for (const char* host : {"d.abort", "p.rollback"})

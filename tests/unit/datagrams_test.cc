@@ -569,6 +569,27 @@ TEST_F(SourcesAfterAMove, HandleThatIsMadeAgainHasThatOfThisHost) {
   EXPECT_EQ(61, used_source.raw[15]);
 }
 
+TEST_F(SourcesAfterAMove, OfSeveralTheNearestToThatOfBirthIsSentFrom) {
+  const auto far = [](std::uint8_t last) {
+    ibv_gid g = gid_v4(last);
+    g.raw[12] ^= 0x80;
+    return g;
+  };
+  host_gids = {{far(62), 1, 1, IBV_GID_TYPE_ROCE_V2, 0}};  // of another network: all that there is here
+  datagrams::make_again();
+  EXPECT_EQ(62, used_source.raw[15]);
+  ibv_ah* another = ibv_create_ah(&pd, &attr);
+  datagrams::note_gids();
+  host_gids = {{far(63), 1, 1, IBV_GID_TYPE_ROCE_V2, 0}, {gid_v4(64), 2, 1, IBV_GID_TYPE_ROCE_V2, 0}};  // of the next host
+  datagrams::make_again();
+  EXPECT_EQ(64, used_source.raw[15]);
+  ibv_destroy_ah(mine);
+  used_source = {};
+  datagrams::make_again();
+  EXPECT_EQ(64, used_source.raw[15]) << "of one that was made on the way, with the index of birth, too";
+  ah = another;
+}
+
 TEST_F(SourcesAfterAMove, HandleToAHostThatDoesNotAnswerDoesNotKeepTheProcess) {
   ibv_ah* another = ibv_create_ah(&pd, &attr);
   silent_host = 1;

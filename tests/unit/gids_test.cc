@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../include/migr/gid.h"
 #include "../../libmigr/kernel_link.h"
 #include "../../libmigr/real.h"
 
@@ -102,6 +103,38 @@ TEST_F(Gids, AnIndexMeansTheKindThatStoodThere) {
   EXPECT_EQ(3, gids::here(ours, 2, 3));
   EXPECT_EQ(1, gids::named(ours, 1, 2));
   EXPECT_EQ(0, gids::named(ours, 1, 0));
+}
+
+TEST(Nearness, OfAFamilyTheNetworkCounts) {
+  const auto near = [](const ibv_gid& was, const ibv_gid& here) { return migr_gid_nearness(was.raw, here.raw); };
+  EXPECT_EQ(near(v4(1), global(1)), 0);
+  EXPECT_EQ(near(local(1), global(1)), 0);
+  EXPECT_GT(near(v4(1), v4(3)), near(v4(1), v4(4)));
+  EXPECT_EQ(near(global(1), global(3)), near(global(1), global(4))) << "of one network: what each host chose";
+  EXPECT_GT(near(global(1), global(1)), near(global(1), global(3))) << "itself";
+  ibv_gid elsewhere = global(1);
+  elsewhere.raw[7] = 1;
+  EXPECT_GT(near(global(1), global(3)), near(global(1), elsewhere));
+}
+
+// Two networks at one port, in another order here: what is not on the one is not reached from it.
+TEST_F(Gids, OfSeveralOfAKindTheNearestIsMeant) {
+  const auto on = [](std::uint8_t net, std::uint8_t last) {
+    ibv_gid g = v4(last);
+    g.raw[14] = net;
+    return g;
+  };
+  kernel = {entry(on(1, 1), 0), entry(on(2, 1), 1), entry(global(1), 2), entry(global(2), 3)};
+  gids::note(ours);
+  kernel = {entry(on(2, 9), 0), entry(on(1, 9), 1), entry(global(5), 2), entry(global(4), 3)};
+  gids::moved(ours);
+  EXPECT_EQ(1, gids::here(ours, 1, 0));
+  EXPECT_EQ(0, gids::here(ours, 1, 1));
+  EXPECT_EQ(0, gids::named(ours, 1, 1));
+  EXPECT_TRUE(same(on(2, 9), asked(1)));
+  EXPECT_EQ(2, gids::here(ours, 1, 3)) << "of equally near ones the first, as migrd, which knows no index, has it";
+  kernel = {entry(on(2, 1), 0), entry(on(1, 1), 1), entry(global(2), 2), entry(global(1), 3)};
+  EXPECT_EQ(3, gids::here(ours, 1, 2)) << "home again, in another order";
 }
 
 TEST_F(Gids, QueriesAnswerWithThePresentGidOfThatKind) {

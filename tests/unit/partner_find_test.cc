@@ -441,6 +441,33 @@ TEST_F(ACalledQp, OfALibraryHasNoOtherNumber) {
   EXPECT_EQ(found(kPqpn), 1) << "and of one without it that is what others know";
 }
 
+TEST_F(ACalledQp, ThatHasComeFromElsewhereIsAtTheNearestGid) {
+  const auto on = [](char net, char host) { return std::string(10, '\0') + "\xff\xff\x0a\x4d" + net + host; };
+  gids.clear();
+  for (const char net : {1, 2}) {
+    auto& g = gids.emplace_back();
+    g.set_roce_v2(true);
+    g.set_gid(on(net, 9));
+  }
+  for (const char net : {1, 2}) {
+    const Instance me = sessions.by_pid(getpid())->instance();
+    wire::MovesRequest moves;
+    auto* m = moves.add_moves();
+    m->set_instance(me.data(), me.size());
+    m->set_birth_gid(on(net, 7));
+    m->set_gid(on(net, 9));
+    EXPECT_TRUE(directory->put(moves));
+    wire::WhereRequest r;
+    r.set_gid(on(net, 7));
+    r.set_vqpn(kVqpn);
+    wire::WhereReply out;
+    EXPECT_TRUE(whereabouts.where(r, out));
+    ASSERT_EQ(out.found_size(), 1);
+    EXPECT_TRUE(out.found(0).moved());
+    EXPECT_EQ(out.found(0).gid(), on(net, 9)) << "the same that it sends from";
+  }
+}
+
 TEST_F(ACalledQp, IsNotMeantWhereItsNameIsKeptForAnother) {
   leave(Instance{1}, std::string(16, 'x'));
   EXPECT_EQ(found(kVqpn), 1) << "that has left from another device";
