@@ -785,10 +785,11 @@ std::string Coordinator::of_here(const char* what) const { return set_.what == S
 Status Coordinator::freeze() {
   frozen_at_ = now_ms();
   undo_.push(of_here("freeze"), [this] { return source_.reconnect(); });
-  undo_.push(of_here("network"), [this] { return source_.attach_network(); });
-  if (auto s = parallel({[this] { return step("freeze.rdma", [this] { return source_.freeze(tracked_ ? &writes_ : nullptr); }); },
-                         [this] { return step("freeze.network", [this] { return source_.detach_network(); }); }}); !s) return s;
+  if (auto s = step("freeze.rdma", [this] { return source_.freeze(tracked_ ? &writes_ : nullptr); }); !s) return s;
+  // Its threads are not to see a network without routes: it stands still before that goes, and runs after it has come back.
   undo_.push(of_here("checkpoint"), [this] { return source_.thaw(); });
+  undo_.push(of_here("network"), [this] { return source_.attach_network(); });
+  if (auto s = step("freeze.network", [this] { return source_.detach_network(); }); !s) return s;
   undo_.push("", [this] {  // the destination has ended it
     if (upload_.valid()) upload_.wait();
     return Status();

@@ -102,7 +102,7 @@ class Source {
   /// @param writes  since track(), by work requests of partners; null: not known
   virtual Status freeze(const NicWrites* writes) = 0;
   virtual Status reconnect() = 0;  // gates; all processes are back
-  virtual Status detach_network() = 0;
+  virtual Status detach_network() = 0;  // the container, if it has an address, stands still from here on, also where this fails; thaw()
   virtual Status attach_network() = 0;
   /// Leaves the container paused. ESTALE: it needs what the rounds do not have
   virtual Status checkpoint() = 0;

@@ -46,10 +46,10 @@ bool tell_cgroup(const std::string& group, const std::string& file, std::string_
   return told;
 }
 
-bool populated(const std::string& group) {
+bool is_so(const std::string& group, std::string_view event) {
   std::ifstream events(group + "/cgroup.events");
   for (std::string line; std::getline(events, line);)
-    if (line == "populated 1") return true;
+    if (line == event) return true;
   return false;
 }
 
@@ -57,7 +57,7 @@ bool populated(const std::string& group) {
 void end_all(const std::string& group) {
   constexpr int kEndMs = 10'000, kStepMs = 20;
   if (!tell_cgroup(group, "cgroup.kill", "1")) return;
-  for (int ms = 0; ms < kEndMs && populated(group); ms += kStepMs) usleep(kStepMs * 1000);
+  for (int ms = 0; ms < kEndMs && is_so(group, "populated 1"); ms += kStepMs) usleep(kStepMs * 1000);
 }
 
 // A CRIU whose runc was killed goes on, and stops the container once more when it ends.
@@ -268,6 +268,13 @@ void Runc::get_ready(std::initializer_list<Child*> ahead) {
     if (child->running() && !child->wait_for(kReady, kAheadMs)) spdlog::debug("a program that was started ahead of the stop does not say that it is ready");
 }
 
+void Runc::hold(const std::string& id) const {
+  constexpr int kHoldMs = 200, kStepUs = 200;
+  const std::string group = cgroup_of(id);
+  if (!tell_cgroup(group, "cgroup.freeze", "1")) return;
+  for (int us = 0; us < kHoldMs * 1000 && !is_so(group, "frozen 1"); us += kStepUs) usleep(kStepUs);
+}
+
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
   const std::string what = "checkpoint of " + id + ": ";
   const pid_t group = ahead.pid();
@@ -325,6 +332,13 @@ Child Runc::net_ahead(const std::string& verb, const std::string& bundle, const 
   const std::string does = verb == kAttachClosed ? "attach" : verb;
   auto child = Child::start({config_.net_hook, "await-" + does, bundle, id}, {}, log, true);
   return child ? std::move(*child) : Child();
+}
+
+Status Runc::detach_held(Child& ahead, const std::string& bundle, const std::string& id) const {
+  const auto has = has_net(bundle);
+  if (!has || !*has) return has;
+  hold(id);
+  return net(ahead, "detach", bundle, id);
 }
 
 Status Runc::net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const {

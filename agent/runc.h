@@ -95,8 +95,13 @@ class Runc {
   Child net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const;
   /// Has `ahead` do what it waits for. Where it does not run, or fails, the hook is run for it: that says what is wrong.
   Status net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const;
+  /// The hook's detach, of a container that stands still from here on, if it has an address: its threads do not see a network without
+  /// routes. checkpoint() takes it as it is; resume() is what takes it back, also where this has failed.
+  Status detach_held(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
+  /// Freezes its cgroup, and waits until that is so. Where it cannot the checkpoint does it, or says why not.
+  void hold(const std::string& id) const;
   Result<bool> has_net(const std::string& bundle) const;
   Argv command(std::vector<std::string> args) const;
   Status run(std::vector<std::string> args, const int& limit_ms, const std::string& what) const;

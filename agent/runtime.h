@@ -61,6 +61,7 @@ class Runtime {
   Status net(const std::string& verb, const std::string& bundle, const std::string& id) const;
   Child net_ahead(const std::string& verb, const std::string& bundle, const std::string& id, const std::string& log) const;
   Status net(Child& ahead, const std::string& verb, const std::string& bundle, const std::string& id) const;
+  Status detach_held(Child& ahead, const std::string& bundle, const std::string& id) const { return bare_pid(id) ? Status() : runc_.detach_held(ahead, bundle, id); }
 
  private:
   /// @param limit_ms  for commands that may end

@@ -447,8 +447,8 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
   };
   if (of_this_boot(r) && runc_.is_still(r.container(), r.began())) {
     end_dump(id);
+    also(runc_.net("attach", r.bundle(), r.container()));  // before it runs: it has routes then
     also(runc_.resume(r.container(), {r.stood().begin(), r.stood().end()}));
-    also(runc_.net("attach", r.bundle(), r.container()));
     for (const auto& i : instances) also(open_gate(config_.run_dir, i));
     old_paths.wait();
     const pid_t init = runc_.init_pid(r.container());
@@ -1125,7 +1125,7 @@ Status SourceRun::reconnect_all() {
 Status SourceRun::step(FaultStep step, const std::function<Status()>& work) { return fault_step(host_.config_.fault, step, work); }
 
 Status SourceRun::detach_network() {
-  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.net(detach_ahead_, "detach", info_.bundle, info_.id); });
+  return step(FaultStep::kSourceDetach, [&] { return host_.runc_.detach_held(detach_ahead_, info_.bundle, info_.id); });
 }
 Status SourceRun::attach_network() {
   return step(FaultStep::kSourceAttach, [&] { return host_.runc_.net("attach", info_.bundle, info_.id); });

@@ -43,7 +43,7 @@ cancelled() {
 	local r=0
 	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
 	while_migrating '^copy' on src migrctl cancel c --json >"$E2E_OUT/cancel.json" && grep -q 'cancelled by the operator' "$E2E_OUT/rollback.err" &&
-		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" checkpoint network freeze suspension "partner peer" && back_on_source || r=1
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" network checkpoint freeze suspension "partner peer" && back_on_source || r=1
 	migrd_restart src && return $r
 }
 # CRIU hangs at the destination, whose own limit is minutes away.
@@ -51,7 +51,7 @@ too_long() {
 	local r=0
 	migrd_restart src MIGR_FAULT=source.ready.begin:sleep=3 || return 1
 	MIGRATE_OPTIONS="--max-stop 10000" while_migrating '^ready' on dst pkill -STOP -x criu && grep -q "'c' stood still for more than the 10000 ms that it may" "$E2E_OUT/rollback.err" &&
-		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" checkpoint network freeze suspension "partner peer" && back_on_source || r=1
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" "destination dst" network checkpoint freeze suspension "partner peer" && back_on_source || r=1
 	jq -e '.code == "ETIME" and .service_blackout_ms > 10000 and .service_blackout_ms < 60000' "$E2E_OUT/rollback.json" >/dev/null ||
 		{ cat "$E2E_OUT/rollback.json" >&2; fail "its stop did not end then"; r=1; }
 	migrd_restart src && return $r
@@ -60,7 +60,7 @@ destination_killed() {
 	# Slowed down at the copy, so that the cut falls into it.
 	migrd_restart src MIGR_FAULT=source.copy.begin:sleep=3 || return 1
 	while_migrating '^copy' testbed kill dst &&
-		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" checkpoint network freeze suspension "partner peer"
+		rolled_back "$E2E_OUT/rollback.json" "$E2E_OUT/rollback.err" network checkpoint freeze suspension "partner peer"
 	local r=$?
 	[ $r = 0 ] && back_on_source
 	r=$?
@@ -112,7 +112,7 @@ restore_fails() {
 	# CRIU opens the program's file when it builds the memory.
 	on dst mv "$E2E_LIB/migr_verify" "$E2E_LIB/migr_verify.away" || return 1
 	migrate_refused c dst 'restore|CRIU' 1 &&
-		rolled_back "$E2E_OUT/refused.json" "$E2E_OUT/refused.err" "destination dst" checkpoint network freeze suspension "partner peer"
+		rolled_back "$E2E_OUT/refused.json" "$E2E_OUT/refused.err" "destination dst" network checkpoint freeze suspension "partner peer"
 	local r=$?
 	on dst mv "$E2E_LIB/migr_verify.away" "$E2E_LIB/migr_verify" || return 1
 	[ $r = 0 ] && back_on_source

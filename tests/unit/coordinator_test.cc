@@ -518,7 +518,8 @@ TEST(Coordinator, GoodCaseFollowsTheProtocol) {
                   "s.checkpoint", "d.upload", "d.full_restore", "d.ready", "s.decide", "d.commit", "d.rebind", "d.resume", "s.destroy"});
   s.expect_order({"p.connect", "p.track", "s.pre_dump"});
   s.expect_order({"p.prepare", "p.connect", "p.suspend", "p.drain", "p.switch", "s.decide", "p.keys", "p.resume"});
-  s.expect_order({"s.drain", "s.detach", "s.checkpoint"});  // beside s.freeze
+  s.expect_order({"s.freeze", "s.detach", "s.checkpoint"});
+  s.expect_order({"s.detach", "d.attach"});
   // Both suspended before either drains.
   s.expect_order({"p.suspend", "s.drain"});
   s.expect_order({"s.suspend", "p.drain"});
@@ -810,8 +811,9 @@ struct Arc {
   std::vector<std::string> told = {};  // that these were rolled back
 };
 const std::vector<std::string> kPrepared = {"partner p", "destination dst"}, kSuspended = {"suspension", "partner p", "destination dst"},
-                               kFrozen = {"network", "freeze", "suspension", "partner p", "destination dst"},
-                               kStopped = {"destination dst", "checkpoint", "network", "freeze", "suspension", "partner p"};
+                               kFrozen = {"freeze", "suspension", "partner p", "destination dst"},
+                               kDetached = {"network", "checkpoint", "freeze", "suspension", "partner p", "destination dst"},
+                               kStopped = {"destination dst", "network", "checkpoint", "freeze", "suspension", "partner p"};
 
 class FailedStep : public ::testing::TestWithParam<Arc> {};
 
@@ -842,15 +844,15 @@ INSTANTIATE_TEST_SUITE_P(
         Arc{"s.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw", "s.attach"}, kSuspended},
         Arc{"p.suspend", {"s.rollback", "p.rollback", "d.abort"}, {"s.drain", "p.drain", "s.freeze"}, kSuspended},
         Arc{"p.drain", {"s.rollback", "p.rollback", "d.abort"}, {"s.freeze", "s.thaw"}, kSuspended},
-        Arc{"s.freeze", {"s.attach", "s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.thaw", "s.checkpoint", "d.attach"}, kFrozen},
-        Arc{"s.detach", {"s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.thaw", "s.checkpoint", "d.attach"}, kFrozen},
-        Arc{"s.checkpoint", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
-        Arc{"d.attach", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
-        Arc{"d.upload", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}, kStopped},
-        Arc{"d.full_restore", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}, kStopped},
-        Arc{"d.ready", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
-        Arc{"p.switch", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
-        Arc{"s.decide", {"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"}, {"d.commit"}, kStopped}),
+        Arc{"s.freeze", {"s.reconnect", "s.rollback", "p.rollback", "d.abort"}, {"s.detach", "s.attach", "s.thaw", "s.checkpoint", "d.attach"}, kFrozen},
+        Arc{"s.detach", {"s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"s.checkpoint", "d.attach"}, kDetached},
+        Arc{"s.checkpoint", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
+        Arc{"d.attach", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"d.upload"}, kStopped},
+        Arc{"d.upload", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback", "s.forget"}, {"d.full_restore"}, kStopped},
+        Arc{"d.full_restore", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide"}, kStopped},
+        Arc{"d.ready", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
+        Arc{"p.switch", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"s.decide", "d.commit"}, kStopped},
+        Arc{"s.decide", {"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"}, {"d.commit"}, kStopped}),
     [](const auto& info) {
       std::string n = info.param.fail;
       n[n.find('.')] = '_';
@@ -1408,7 +1410,7 @@ TEST(Coordinator, FailedUndoDoesNotStopTheOthers) {
   EXPECT_TRUE(r.touched());
   EXPECT_TRUE(r.going_back());
   EXPECT_EQ(summary_json(r)["going_back"], true);
-  s.expect_order({"d.abort", "s.thaw", "s.attach", "s.reconnect", "s.rollback", "p.rollback"});
+  s.expect_order({"d.abort", "s.attach", "s.thaw", "s.reconnect", "s.rollback", "p.rollback"});
 }
 
 TEST(Coordinator, OfSeveralGidsOfAFamilyTheNearestIsMeant) {

@@ -148,6 +148,26 @@ TEST_F(ARunc, RemovesWhatHasEndedAsAWhole) {
   EXPECT_EQ(text_of(root + "/seen"), "1populated 0\nfrozen 1\n");
 }
 
+TEST_F(ARunc, HoldsAContainerBeforeItsNetworkGoes) {
+  contain("");
+  config.net_hook = root + "/net";
+  std::ofstream(config.net_hook) << "#!/bin/sh\necho \"$1 $(cat " << group << "/cgroup.freeze " << group << "/cgroup.events)\" >" << root << "/seen\n";
+  ASSERT_EQ(chmod(config.net_hook.c_str(), 0755), 0);
+  Child none;
+  std::ofstream(root + "/config.json") << "{}";
+  EXPECT_TRUE(Runc(config).detach_held(none, root, "web"));
+  EXPECT_EQ(first_line_of(group + "/cgroup.freeze"), "-") << "it has no address: the checkpoint does it";
+  std::ofstream(root + "/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
+  std::thread kernel([this] {
+    for (int i = 0; i < 500 && first_line_of(group + "/cgroup.freeze") != "1"; i++) usleep(10'000);
+    usleep(50'000);
+    std::ofstream(group + "/cgroup.events") << "populated 1\nfrozen 1\n";
+  });
+  EXPECT_TRUE(Runc(config).detach_held(none, root, "web"));
+  kernel.join();
+  EXPECT_EQ(text_of(root + "/seen"), "detach 1populated 1\nfrozen 1\n");
+}
+
 TEST_F(ARunc, ThatWaitsForWhatNeverFrozeIsNotNeeded) {
   contain("echo 'time=\"\" level=error msg=\"timeout of 10s reached waiting for the cgroup to freeze\"' >&2; exit 1");
   EXPECT_TRUE(Runc(config).resume("web"));

@@ -624,6 +624,15 @@ pid_t start_dump(const std::string& root, const std::string& does) {
   return pid;
 }
 
+// Else its threads would see a network without routes.
+TEST_F(ASource, HasItsNetworkBackBeforeItIsResumed) {
+  script("net", "[ \"$1\" != attach ] || ! grep -qs resume " + root + "/runc.log || touch " + root + "/late\n");
+  EXPECT_FALSE(settle(record(wire::OPEN)).migrated());
+  EXPECT_EQ(did("runc", "resume"), 1);
+  EXPECT_EQ(did("net", "attach"), 1);
+  EXPECT_FALSE(fs::exists(root + "/late"));
+}
+
 TEST_F(ASource, IsNotResumedBeforeADumpOfItHasEnded) {
   const pid_t dump = start_dump(root, "sleep 1");
   std::thread reaper([&] { waitpid(dump, nullptr, 0); });
