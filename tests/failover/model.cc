@@ -77,6 +77,7 @@ struct ModelQp : model::Qp {
   Nic* nic = nullptr;
   Session* session = nullptr;  // made by ibv_create_qp_ex()
   ibv_qp_attr attr{};
+  ibv_gid source{};  // that it was connected by
   bool signal_all = false, limited = false;  // the latter: it has been told what others may do
   /* requester */
   std::uint32_t next = 0;         // ring index of the WQE being sent
@@ -97,7 +98,7 @@ struct Nic {
   std::string name;
   int link;
   ibv_device device{};
-  ibv_gid gid{};
+  std::map<std::uint32_t, ibv_gid> gids;  // by index
   std::uint32_t next_qpn, next_key;
   unsigned refused_qps = 0;  // that are asked for next
   unsigned most_wrs = UINT_MAX;
@@ -114,6 +115,7 @@ struct Raised {
 
 struct Wire {
   bool cut = false, answers_only = false, no_route = false;
+  std::uint32_t largest = ~0u;  // bytes of a packet that gets through
   long packets_left = -1;  // -1: no cut is due
   std::chrono::milliseconds port_late{};
   Clock::time_point failed{};  // a send had no route
@@ -133,6 +135,7 @@ struct Window {
 std::map<std::uint32_t, Window> windows;  // by the index of their key
 unsigned long packets, unready_sends;
 int most_cqes = INT_MAX;
+bool gids_change = false;
 std::set<Cq*> cqs;
 std::atomic<unsigned> receives_flushed = 0;
 struct Arrival {
@@ -362,11 +365,17 @@ bool through(const Nic& nic, const std::vector<ibv_sge>& sges, std::uint32_t off
 
 ModelQp* peer_of(const ModelQp& q) {
   for (const auto& nic : nics)
-    if (!std::memcmp(nic->gid.raw, q.attr.ah_attr.grh.dgid.raw, 16)) {
+    if (std::any_of(nic->gids.begin(), nic->gids.end(), [&](const auto& g) { return !std::memcmp(g.second.raw, q.attr.ah_attr.grh.dgid.raw, 16); })) {
       const auto found = nic->qps.find(q.attr.dest_qp_num);
       return found == nic->qps.end() ? nullptr : found->second;
     }
   return nullptr;
+}
+
+bool has_source(const ModelQp& q) {
+  if (q.qp.qp_type != IBV_QPT_RC) return true;  // a datagram's is its address handle's
+  const auto found = q.nic->gids.find(q.attr.ah_attr.grh.sgid_index);
+  return found != q.nic->gids.end() && !std::memcmp(found->second.raw, q.source.raw, sizeof q.source.raw);
 }
 
 bool is_atomic(ibv_wr_opcode o) { return o == IBV_WR_ATOMIC_CMP_AND_SWP || o == IBV_WR_ATOMIC_FETCH_AND_ADD; }
@@ -492,6 +501,12 @@ void acknowledged(ModelQp& q, ModelQp& r) {
   }
 }
 
+/// The next packet of `s`.
+bool fits(const ModelQp& q, const model::Send& s) {
+  const std::uint32_t left = s.bytes - std::min(s.bytes, q.next_packet * mtu_of(q));
+  return s.wr.opcode == IBV_WR_RDMA_READ || std::min(left, mtu_of(q)) <= wires[q.nic->link].largest;
+}
+
 /// One packet. @return nothing was to be done
 bool step(ModelQp& q) {
   if (q.attr.qp_state == IBV_QPS_ERR) {
@@ -505,7 +520,7 @@ bool step(ModelQp& q) {
   }
   if (q.idle) q.idle = false, q.progress = Clock::now();
   ModelQp* const r = peer_of(q);
-  const bool no_way = unreachable(q.nic->link) && !(r && r->nic == q.nic);
+  const bool no_way = !has_source(q) || (unreachable(q.nic->link) && !(r && r->nic == q.nic));
   if (no_way && q.next == q.sends.from) {
     if (Wire& w = wires[q.nic->link]; w.failed == Clock::time_point{}) w.failed = Clock::now();
     fail_send(q, IBV_WC_LOC_QP_OP_ERR);
@@ -522,7 +537,7 @@ bool step(ModelQp& q) {
     }
     Answer answer = Answer::kNone;
     if (delayed.next && is_atomic(s.wr.opcode) && r && r->nic == q.nic) delayed = {.psn = q.psn, .from = &q, .to = r, .what = s};
-    if (delayed.from != &q && passes(q, r, false) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
+    if (delayed.from != &q && passes(q, r, false) && fits(q, s) && r && difference(q.psn, r->expected) <= 0) answer = execute(*r, q, s, q.next_packet, q.psn);
     if (answer == Answer::kNotReady) {
       q.progress = Clock::now();
       return true;
@@ -575,6 +590,13 @@ void run_devices() {
   }
 }
 
+ibv_gid gid_named(std::uint8_t name) {
+  ibv_gid gid{};
+  gid.raw[0] = 0xfe;
+  gid.raw[15] = name;
+  return gid;
+}
+
 void start() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -583,8 +605,7 @@ void start() {
       nic->name = std::string(1, "ab"[i / kRails]) + "012"[i % kRails];
       nic->link = i % kRails;
       std::strcpy(nic->device.name, nic->name.c_str());
-      nic->gid.raw[0] = 0xfe;
-      nic->gid.raw[15] = static_cast<std::uint8_t>(i + 1);
+      nic->gids[0] = gid_named(static_cast<std::uint8_t>(i + 1));
       nic->next_qpn = 17;  // the same on every NIC, as with soft-RoCE
       nic->next_key = static_cast<std::uint32_t>(0x1000 * (i + 1));
       nics[i] = std::move(nic);
@@ -1032,6 +1053,17 @@ MODEL void model_take_route(int link, unsigned port_late_ms) {
   wires[link].no_route = true;
   wires[link].port_late = std::chrono::milliseconds(port_late_ms);
 }
+MODEL void model_set_gid(int link, int end, std::uint32_t index, std::uint8_t name) {
+  std::lock_guard guard(lock);
+  auto& gids = nics[static_cast<std::size_t>(end * kRails + link)]->gids;
+  gids_change = true;
+  if (name) gids[index] = gid_named(name);
+  else gids.erase(index);
+}
+MODEL void model_largest_packet(int link, std::uint32_t bytes) {
+  std::lock_guard guard(lock);
+  wires[link].largest = bytes;
+}
 MODEL void model_mend(int link) {
   std::lock_guard guard(lock);
   wires[link] = {};
@@ -1391,7 +1423,11 @@ MODEL int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
       q.receive_open = false;
     }
   }
-  if (mask & IBV_QP_AV) q.attr.ah_attr = attr->ah_attr;
+  if (mask & IBV_QP_AV) {
+    q.attr.ah_attr = attr->ah_attr;
+    const auto source = q.nic->gids.find(attr->ah_attr.grh.sgid_index);
+    q.source = source == q.nic->gids.end() ? ibv_gid{} : source->second;
+  }
   if (mask & IBV_QP_DEST_QPN) q.attr.dest_qp_num = attr->dest_qp_num;
   if (mask & IBV_QP_RQ_PSN) q.expected = attr->rq_psn;
   if (mask & IBV_QP_SQ_PSN) q.psn = attr->sq_psn;
@@ -1468,7 +1504,27 @@ MODEL int ibv_query_port(ibv_context* c, uint8_t, _compat_ibv_port_attr* attr) {
   a->lid = 0;
   return 0;
 }
-MODEL int ibv_query_gid(ibv_context* c, uint8_t, int, ibv_gid* gid) { return *gid = nic_of(c)->gid, 0; }
+MODEL int ibv_query_gid(ibv_context* c, uint8_t, int index, ibv_gid* gid) {
+  std::lock_guard guard(lock);
+  const auto& gids = nic_of(c)->gids;
+  const auto found = gids.find(static_cast<std::uint32_t>(index));
+  *gid = found == gids.end() ? ibv_gid{} : found->second;  // as libibverbs has it where there is none
+  return 0;
+}
+MODEL ssize_t _ibv_query_gid_table(ibv_context* c, ibv_gid_entry* entries, size_t max, uint32_t, size_t) {
+  std::lock_guard guard(lock);
+  if (!gids_change) return -EOPNOTSUPP;  // as an older libibverbs
+  ssize_t n = 0;
+  for (const auto& [index, gid] : nic_of(c)->gids) {
+    if (static_cast<std::size_t>(n) == max) return -EINVAL;
+    entries[n] = {};
+    entries[n].gid = gid;
+    entries[n].gid_index = index;
+    entries[n].port_num = 1;
+    entries[n++].gid_type = IBV_GID_TYPE_ROCE_V2;
+  }
+  return n;
+}
 MODEL ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
   Session* const s = reinterpret_cast<ModelQp*>(qp)->session;
   return s ? &s->ex : nullptr;

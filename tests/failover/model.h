@@ -78,6 +78,11 @@ void model_starve_own(unsigned retries, bool answers_only);
 unsigned model_own_given_up();  ///< that were, of those, since
 /// When it is cut, who sends over it has no route: the send ends at once with LOC_QP_OP_ERR, and the port is down, or so long after that.
 void model_take_route(int link, unsigned port_late_ms = 0);
+/// An end's GID at that index ends with this byte now, 0: none is there. It begins with 2 * 3 NICs whose only one, at 0, ends with 1 (a0) to 6 (b2). What was connected
+/// by a GID that is gone, or at another index now, finds no way: LOC_QP_OP_ERR. The table of all is answered from the first call on.
+void model_set_gid(int link, int end, std::uint32_t index, std::uint8_t name);
+/// Larger ones do not get through, until it is mended: an MTU that is too small on the way. Of a READ's answer that is not told.
+void model_largest_packet(int link, std::uint32_t bytes);
 /// An end (a: 0, b: 1) gets no QP there, the next `times` that it asks for one.
 void model_refuse_qps(int link, int end, unsigned times);
 /// An end gets no QP there whose queues are deeper.
