@@ -82,6 +82,12 @@ std::vector<ibv_gid_entry> gid_table(ibv_context* ctx, std::uint32_t port, std::
   return {one};
 }
 
+const ibv_gid_entry* gid_again(const std::vector<ibv_gid_entry>& all, const ibv_gid_entry& first, const ibv_gid_entry& last, const ibv_gid_entry* named) {
+  const ibv_gid_entry* const found = gids::again(all, first);
+  if (found && !std::memcmp(found->gid.raw, first.gid.raw, sizeof first.gid.raw)) return found;
+  return named && gids::like({*named}, first) ? named : gids::again(all, last);
+}
+
 std::string read_gid(Link& link, ibv_context* ctx) {
   const Config::Link& config = link.config;
   const bool named = config.gid_index >= 0, known = link.gid.port_num;
@@ -89,13 +95,15 @@ std::string read_gid(Link& link, ibv_context* ctx) {
   const auto all = gid_table(ctx, config.port, index);
   const ibv_gid_entry* now;
   std::string which;
-  if (named) now = gids::find(all, config.port, index), which = " " + std::to_string(index);
-  else if (known) now = gids::again(all, link.gid), which = " of the kind that it had";
+  const ibv_gid_entry* const there = named ? gids::find(all, config.port, index) : nullptr;
+  if (known) now = gid_again(all, link.first_gid, link.gid, there), which = " of the kind that it had";
+  else if (named) now = there, which = " " + std::to_string(index);
   else now = choose_gid(all, config.port);
   if (!now) return config.device + " has no GID" + which;
   if (known && (now->gid_index != link.gid.gid_index || std::memcmp(now->gid.raw, link.gid.gid.raw, sizeof now->gid.raw)))
     std::fprintf(stderr, "libmigr: link %u: %s has another GID now, or at another place: number %u\n", link.index, config.device.c_str(), now->gid_index);
   link.gid = *now;
+  if (!known) link.first_gid = *now;
   return "";
 }
 

@@ -53,6 +53,7 @@ struct Link {
   ibv_context* ctx = nullptr;  ///< null: not open
   ibv_context_ops ops{};
   ibv_gid_entry gid{};  ///< as it was when a channel was made last
+  ibv_gid_entry first_gid{};  ///< when it was opened: as soon as that is there again it is the one
   std::uint16_t lid = 0;
   ibv_mtu mtu = IBV_MTU_1024;
   std::unique_ptr<KernelLink> kernel;
@@ -188,6 +189,7 @@ struct QpLink {
   std::uint32_t peer_links = 0;  ///< where it can go, by bit; 0: it has not said so
   unsigned asked_again = 0;      ///< so often for that, since it was told something else
   ibv_gid_entry home_gid{};    ///< its address on its default link, as it was when a path was made there last
+  ibv_gid_entry first_home_gid{};  ///< by which it was connected: as soon as that is there again it is the one
   std::uint32_t home_bits = 0; ///< of its state word, on the path that it began with
   Peer instance{};             ///< the process at the other end, as the directory says; zero: not known yet
   std::uint64_t greeted_ns = 0;  ///< when it was told last that this one is there

@@ -28,6 +28,7 @@ bool find_home(const QpShadow& q, QpLink& l) {
   l.home_gid.port_num = port;
   l.home_gid.gid_type = IBV_GID_TYPE_ROCE_V2;
   if (const ibv_gid_entry* const now = gids::find(all, port, index)) l.home_gid = *now;
+  l.first_home_gid = l.home_gid;
   l.home_bits = q.state.load(std::memory_order_relaxed) & kNameBits;
   return true;
 }
@@ -37,7 +38,7 @@ namespace {
 /// The same later.
 bool find_home_again(QpLink& l, std::string& why) {
   const auto all = gid_table(l.q->context->real, l.home_gid.port_num, l.home_gid.gid_index);
-  const ibv_gid_entry* const now = gids::again(all, l.home_gid);
+  const ibv_gid_entry* const now = gid_again(all, l.first_home_gid, l.home_gid);
   if (!now) return why = l.legs[kHome].link->config.device + " has no GID of the kind that it had", false;
   l.home_gid = *now;
   return true;

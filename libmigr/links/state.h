@@ -131,6 +131,9 @@ void finish_discards();
 inline std::string errno_text(const std::string& call) { return call + ": " + std::strerror(errno); }
 /// All of a device's; only one where it cannot be asked for all.
 std::vector<ibv_gid_entry> gid_table(ibv_context* ctx, std::uint32_t port, std::uint32_t index);
+/// The one that there was first, where it is now; else `named`, if that corresponds to it; else the one that there was last, or what corresponds to that.
+/// @param named  what is at the index that links.json names; null: none. @return null: none
+const ibv_gid_entry* gid_again(const std::vector<ibv_gid_entry>& all, const ibv_gid_entry& first, const ibv_gid_entry& last, const ibv_gid_entry* named = nullptr);
 /// It may have another one than before, or at another index, since its port was down. @return "" or why it has none
 std::string read_gid(Link& link, ibv_context* ctx);
 /// @return "" or why it cannot be used

@@ -270,6 +270,33 @@ TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
   model_mend(1);
 }
 
+/// As migrd is told of the backup link of end a.
+std::uint32_t gid_index_of(const char* device) {
+  migr_links_link link{};
+  return store_link(device, &link) ? link.gid_index : ~0u;
+}
+
+/// As long as its address is away a link goes by another one of that kind, and no longer.
+TEST(Gids, ThatStandInGoWhenTheFirstOneIsBack) {
+  constexpr std::uint8_t kName = 2, kOther = 100;
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Pairs pairs(a, b, 1);
+  ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->how();
+  model_set_gid(1, 0, 5, kOther);
+  model_set_gid(1, 0, 0, 0);
+  ASSERT_TRUE(wait_for([] { return gid_index_of("a1") == 5 && store_all_stand(1); })) << gid_index_of("a1");
+  model_set_gid(1, 0, 2, kName);
+  model_set_gid(1, 0, 0, kOther);  // its place is taken
+  model_cut_now(1);
+  ASSERT_TRUE(wait_for([] { return !store_all_stand(1); }));
+  model_mend(1);
+  EXPECT_TRUE(wait_for([] { return gid_index_of("a1") == 2 && store_all_stand(1); })) << gid_index_of("a1");
+  model_set_gid(1, 0, 5, 0);
+  model_set_gid(1, 0, 2, 0);
+  model_set_gid(1, 0, 0, kName);
+}
+
 /// Nobody says where the other end is: there is no backup, it is said why, and the application gets the path's error. Once it is said there is one.
 TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
   for (const int link : {0, 1, 2}) model_mend(link);
