@@ -107,6 +107,27 @@ std::string read_gid(Link& link, ibv_context* ctx) {
   return "";
 }
 
+bool is_there(ibv_context* ctx, const ibv_gid_entry& gid) {
+  const gids::Inside inside;
+  ibv_gid now{};
+  return real().query_gid(ctx, static_cast<std::uint8_t>(gid.port_num), static_cast<int>(gid.gid_index), &now) == 0 && !std::memcmp(now.raw, gid.gid.raw, sizeof now.raw);
+}
+
+void drop_unreachable(const Link& link) {
+  const ibv_context* of = nullptr;
+  ibv_gid_entry asked{};  // nearly all have the same one
+  bool there = true;
+  for (QpLink* l : state()->qps)
+    for (Side side = kHome; side < l->sides(); ++side) {
+      const Path& next = l->legs[side].next;
+      if (l->legs[side].link != &link || !next.qp) continue;
+      ibv_context* const ctx = side == kHome ? l->q->context->real : link.ctx;
+      if (ctx != of || std::memcmp(&next.gid, &asked, sizeof asked)) of = ctx, asked = next.gid, there = is_there(ctx, next.gid);
+      const bool changed = side != kHome && (next.gid.gid_index != link.gid.gid_index || std::memcmp(next.gid.gid.raw, link.gid.gid.raw, sizeof next.gid.gid.raw));
+      if (!there || changed) drop_next(*l, side);
+    }
+}
+
 int query_port(ibv_context* ctx, unsigned number, ibv_port_attr& port) {
   return real().query_port(ctx, static_cast<std::uint8_t>(number), reinterpret_cast<_compat_ibv_port_attr*>(&port));
 }

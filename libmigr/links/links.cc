@@ -219,12 +219,7 @@ void change_next(QpLink& l, const ibv_qp_attr& attr, int mask) {
     const int mine = mask & (leg.next.connected ? kSet : IBV_QP_ACCESS_FLAGS);  // it gets the others when it is connected
     ibv_qp_attr to = attr;
     if (!leg.next.qp || !mine || (!(leg.next.connected && by_state) && !real().modify_qp(leg.next.qp, &to, mine))) continue;
-    destroy_path(l, side, leg.next);
-    ++leg.newest;  // what is still said of it is of one before
-    leg.asked = 0;
-    l.first[1].qpn = 0;  // as which it was published
-    l.told_links = 0;    // once more
-    changed();
+    drop_next(l, side);
   }
 }
 
@@ -583,10 +578,12 @@ bool port_is_active(ibv_context* ctx, unsigned number) {
   return !query_port(ctx, number, port) && port.state == IBV_PORT_ACTIVE;
 }
 
-/// Soft-RoCE ends a send that it has no interface or route for as one that is wrong. Which it is, the port tells.
-bool of_the_path(ibv_wc_status status, ibv_context* ctx, unsigned port) {
+/// Soft-RoCE ends a send that it has no interface or route for as one that is wrong. Which it is, the port tells, and whether its address is still there.
+/// @param by  this end's; without a GID if that is not known
+bool of_the_path(ibv_wc_status status, ibv_context* ctx, const ibv_gid_entry& by) {
   if (status != IBV_WC_LOC_QP_OP_ERR) return of_the_path(status);
-  for (const std::uint64_t until = now_ns() + kPortDownMs * 1'000'000; port_is_active(ctx, port); switchover::pause_briefly())
+  if (is_known(by.gid) && !is_there(ctx, by)) return true;
+  for (const std::uint64_t until = now_ns() + kPortDownMs * 1'000'000; port_is_active(ctx, by.port_num); switchover::pause_briefly())
     if (now_ns() > until) return false;
   return true;
 }
@@ -595,7 +592,9 @@ bool of_the_path(ibv_wc_status status, ibv_context* ctx, unsigned port) {
 bool take_guarded(QpShadow& q, CqShadow& c, const ibv_wc& wc) {
   Guard& g = q.guard;
   if (!g.on) return false;
-  if (!of_the_path(wc.status, q.context->real, q.birth.ah.port_num)) return g.on = false;
+  ibv_gid_entry by{};
+  by.port_num = q.birth.ah.port_num;
+  if (!of_the_path(wc.status, q.context->real, by)) return g.on = false;
   g.hidden.push_back({&c, wc});
   if (std::exchange(g.failed, true)) return true;
   g.since_ns = now_ns();
@@ -627,7 +626,7 @@ bool take_error(CqShadow& c, const ibv_wc& wc, Side side) {
   if (l.stage == Stage::kMaking && take_guarded(*l.q, c, wc)) return true;
   if ((l.stage == Stage::kMaking && !l.own_channel) || l.stage == Stage::kBroken) return l.seen = true, false;
   const Link& link = *l.legs[side].link;
-  if (!of_the_path(wc.status, side == kHome ? l.q->context->real : link.ctx, link.config.port)) {
+  if (!of_the_path(wc.status, side == kHome ? l.q->context->real : link.ctx, l.path.gid)) {
     l.seen = true;
     if (l.stage != Stage::kChanging) be_at(l, Stage::kBroken), kick(the_state->failover_fd);
     return false;

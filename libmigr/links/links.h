@@ -143,6 +143,7 @@ struct Path {
   bool connected = false;               ///< in RTS
   QpShadow::Ring sends{}, receives{};
   bool birth = false;                   ///< that its QpLink began with
+  ibv_gid_entry gid{};                  ///< of this end
 };
 
 /// A path that was cut, kept in ERR for threads that were let through before.

@@ -74,6 +74,16 @@ void destroy_path(QpLink& l, Side side, Path& path) {
   path = {};
 }
 
+void drop_next(QpLink& l, Side side) {
+  Leg& leg = l.legs[side];
+  destroy_path(l, side, leg.next);
+  ++leg.newest;  // what is still said of it is of one before
+  leg.asked = 0;
+  l.first[1].qpn = 0;  // as which it was published
+  l.told_links = 0;    // once more
+  changed();
+}
+
 bool make_half(QpLink& l, Side side, std::uint32_t serial, std::string& why) {
   Path made;
   destroy_path(l, side, l.legs[side].next);
@@ -101,7 +111,7 @@ bool create_half(QpLink& l, Side side, Path& out, std::string& why) {
   ibv_context* const ctx = side == kHome ? q.context->real : leg.link->ctx;
   ibv_qp* const made = to_init(switchover::create_like(q, ctx, init), port, q.access_flags >= 0 ? static_cast<unsigned>(q.access_flags) : 0, why);
   if (!made) return false;
-  out = {.qp = made, .serial = 0, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}, .birth = false};
+  out = {.qp = made, .serial = 0, .psn = switchover::random_psn(), .peer_psn = 0, .connected = false, .sends = {}, .receives = {}, .birth = false, .gid = side == kHome ? l.home_gid : leg.link->gid};
   const int err = provider::locate_queues(kernel, *made, out.sends, out.receives);
   if (!err) return true;
   why = std::string("cannot find the queues of a QP on ") + leg.link->config.device + ": " + std::strerror(err);
@@ -160,7 +170,7 @@ migr_links_path address_of(const QpLink& l, Side side, const Path& path) {
   const Leg& leg = l.legs[side];
   out.link = leg.link->index;
   out.serial = path.serial;
-  std::memcpy(out.gid, side == kHome ? l.home_gid.gid.raw : leg.link->gid.gid.raw, sizeof out.gid);
+  std::memcpy(out.gid, path.gid.gid.raw, sizeof out.gid);
   out.qpn = path.qp->qp_num;
   out.psn = path.psn;
   out.lid = leg.link->lid;
@@ -180,10 +190,8 @@ int connect_half(QpLink& l, Side side, Path& path, const migr_links_path& to, st
   attr.dest_qp_num = to.qpn;
   attr.rq_psn = to.psn;
   lead_to(attr.ah_attr, link, to.gid, to.lid);
-  if (side == kHome) {
-    attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(l.home_gid.gid_index);
-    attr.ah_attr.port_num = static_cast<std::uint8_t>(l.home_gid.port_num);
-  }
+  attr.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(path.gid.gid_index);
+  attr.ah_attr.port_num = static_cast<std::uint8_t>(path.gid.port_num);
   if (state == IBV_QPS_RTR) {  // it only answers: what it would send with is not set
     attr.timeout = 14;
     attr.retry_cnt = attr.rnr_retry = 7;

@@ -389,7 +389,7 @@ class Round {
             continue;
           }
           const auto [why, first] = no_gid.try_emplace(&link);
-          if (first) why->second = read_gid(link, link.ctx);
+          if (first && (why->second = read_gid(link, link.ctx)).empty()) drop_unreachable(link);
           if (!why->second.empty()) l->why = why->second;
           else make_channel(l->instance, link, past.round + 1, l->why);
         }

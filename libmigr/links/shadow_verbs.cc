@@ -120,7 +120,7 @@ bool make_backup(Twin& t) {
     for (Side side = kHome; side < t.sides(); ++side) l->legs.push_back({.link = t.link(side), .next = {}, .newest = 0, .asked = 0});
     const bool free_before = !(q->state.load(std::memory_order_relaxed) & kTrapped);
     if (!posts_freely(*l) && !trap_posts(*q)) continue;
-    l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring, .birth = true};
+    l->path = {.qp = q->real, .serial = 0, .psn = 0, .peer_psn = 0, .connected = true, .sends = q->send_ring, .receives = q->receive_ring, .birth = true, .gid = l->home_gid};
     l->executed.link = l->peer_home = t.home->index;
     const bool again = follow_former(*l);
     if (!again) l->id = state()->next_id++;

@@ -136,6 +136,10 @@ std::vector<ibv_gid_entry> gid_table(ibv_context* ctx, std::uint32_t port, std::
 const ibv_gid_entry* gid_again(const std::vector<ibv_gid_entry>& all, const ibv_gid_entry& first, const ibv_gid_entry& last, const ibv_gid_entry* named = nullptr);
 /// It may have another one than before, or at another index, since its port was down. @return "" or why it has none
 std::string read_gid(Link& link, ibv_context* ctx);
+/// That GID, at that index. Also from a thread that polls: no lock is taken. @return false: another one, or none
+bool is_there(ibv_context* ctx, const ibv_gid_entry& gid);
+/// What was made ahead on `link` with a GID that is not there any more, or is not the link's, is made anew.
+void drop_unreachable(const Link& link);
 /// @return "" or why it cannot be used
 std::string open_link(Link& link);
 void close_link(Link& link);
@@ -195,6 +199,8 @@ bool create_half(QpLink& l, Side side, Path& out, std::string& why);
 bool adopt(QpLink& l, Side side, Path path, std::uint32_t serial, std::string& why);
 /// From `link` to the other end's address on it.
 void lead_to(ibv_ah_attr& ah, const Link& link, const std::uint8_t gid[16], std::uint16_t lid);
+/// What was made ahead is no good any more: it gets another number.
+void drop_next(QpLink& l, Side side);
 /// A path that is nobody's any more.
 void destroy_path(QpLink& l, Side side, Path& path);
 /// Of QPs of ours: the other end may not be connected yet, or not get a processor.

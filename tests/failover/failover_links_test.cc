@@ -276,6 +276,45 @@ std::uint32_t gid_index_of(const char* device) {
   return store_link(device, &link) ? link.gid_index : ~0u;
 }
 
+/// An address of a backup link goes and comes back, and the kernel gives it another place, as the old one is in use still. What was made ahead with the old one
+/// is not gone to.
+TEST(Gids, ThatComeBackAtAnotherPlaceServeWhatIsMadeAhead) {
+  constexpr std::uint8_t kName = 2;  // of a1
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
+  model_set_gid(1, 0, 0, 0);
+  model_set_gid(1, 0, 3, kName);
+  ASSERT_TRUE(wait_for([] { return gid_index_of("a1") == 3 && store_all_stand(1); })) << "the link does not come back: number " << gid_index_of("a1");
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  model_cut_now(0);
+  Writing writing(x);
+  EXPECT_TRUE(writing.post());
+  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << x.how();
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1; })) << x.how();
+  model_mend(0);
+  model_set_gid(1, 0, 3, 0);
+  model_set_gid(1, 0, 0, kName);
+}
+
+/// The path that a vQP is on has lost its address: that is not the application's doing.
+TEST(Gids, OfAPathThatAreGoneLeadToAnotherOne) {
+  constexpr std::uint8_t kName = 1;  // of a0
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
+  model_set_gid(0, 0, 0, 0);
+  Writing writing(x);
+  EXPECT_TRUE(writing.post());
+  EXPECT_TRUE(wait_for([&] { return writing.completed(); })) << x.how();
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
+  model_set_gid(0, 0, 0, kName);
+}
+
 /// As long as its address is away a link goes by another one of that kind, and no longer.
 TEST(Gids, ThatStandInGoWhenTheFirstOneIsBack) {
   constexpr std::uint8_t kName = 2, kOther = 100;
