@@ -26,6 +26,8 @@ constexpr std::uint64_t kLongNs = 1'000'000'000;  // no step of a change takes t
 constexpr std::uint64_t kSessionLimitNs = 2'000'000'000;
 constexpr std::uint64_t kDrainLimitNs = 2'000'000'000, kTellAgainNs = 100'000'000;
 constexpr std::uint64_t kFirstStayNs = 2'000'000'000, kStayNs = 30'000'000'000;  // a drain costs the work up to kDrainLimitNs
+constexpr unsigned kMostInVain = 8;
+constexpr std::uint64_t kInVainNs = 60'000'000'000;  // what has lasted longer has not failed in a row
 constexpr std::uint32_t kLinkBits = 3, kLinkMask = (1u << kLinkBits) - 1, kLastEpoch = ~0u - kLinkMask;
 static_assert(kMaxLinks == 1u << kLinkBits);
 
@@ -117,6 +119,8 @@ void finish(QpLink& l) {
   if (q.cut && q.cut->lost)
     return end_it(l, "an atomic, or what is not to be sent twice, was in flight when its link failed, and whether it was executed cannot be told: the application gets the error", {}, stat);
   l.drains_ended = 0;
+  if (!l.stood_still || l.from != l.leg().link->index || (stat && stat->executed)) l.in_vain = 0;
+  else if (l.cause != MIGR_LINKS_CAUSE_PEER) ++l.in_vain;  // what the other end has left tells nothing of this one's sends
   note_own_channel(l);  // what fails next may do so before the next look
   // What it has left still works if it has not failed: no moment without a backup, whose path is made when it is needed.
   set_stage(l, next_side(l) != l.on ? Stage::kReady : Stage::kMaking);
@@ -146,6 +150,12 @@ Progress note_executed(QpLink& l) {
   return here;
 }
 
+/// @param here  where it has ended
+bool stood_still(const QpLink& l, const Progress& here) {
+  const std::vector<QueuedSend>& sends = l.q->cut->sends;
+  return here.psn == l.path.peer_psn && !sends.empty() && sends.front().begun && sends.front().first_psn == l.path.psn;
+}
+
 /// The path goes to ERR. What it has executed is final, and what it has not is in the vQP's cut.
 bool cut(QpLink& l, std::string& why) {
   QpShadow& q = *l.q;
@@ -155,8 +165,10 @@ bool cut(QpLink& l, std::string& why) {
   }
   const bool again = switched(l);
   if (switchover::leave_path(q, leaving(l), why)) return false;
-  l.cut_ns = now_ns();
+  const std::uint64_t before_ns = std::exchange(l.cut_ns, now_ns());
   const Progress here = note_executed(l);
+  if (!again && l.cut_ns - before_ns > kInVainNs) l.in_vain = 0;
+  if (!again) l.stood_still = stood_still(l, here);
   if (!again) l.unsettled = {.link = here.link, .serial = here.serial, .psn = l.path.psn};
   l.traps.push_back({.path = l.path, .side = l.on, .next_send = q.cut->late_send, .next_receive = q.cut->late_receive, .closed = shares_receives(q)});
   const std::lock_guard guard(l.lock);
@@ -216,6 +228,11 @@ void await_memory(QpLink& l, Side side) {
   kick(state()->round_fd);
 }
 
+/// Its path, which was just cut, has failed as those before it on the same link, and it could only go there once more.
+bool is_in_vain(const QpLink& l) {
+  return l.in_vain >= kMostInVain && l.stood_still && l.cause != MIGR_LINKS_CAUSE_PEER && next_side(l) == l.on;
+}
+
 /// What there is to be done of a change.
 void go_on(QpLink& l) {
   std::string why;
@@ -225,6 +242,8 @@ void go_on(QpLink& l) {
     if (open) return give_up(l, "a thread does not come back from an ibv_wr_* session");
     l.sessions_until_ns = 0;
     if (!cut(l, why)) return give_up(l, why);
+    if (is_in_vain(l))
+      return end_it(l, "nothing gets through on " + l.leg().link->config.device + " but small messages, " + std::to_string(l.in_vain + 1) + " paths in a row: the application gets the errors", {}, nullptr);
   }
   for (;;) {
     const Side side = target(l);

@@ -206,6 +206,8 @@ struct QpLink {
   unsigned from = 0, tries = 0;  ///< the link that it began on; how many it went to
   Progress executed;             ///< of this end
   bool ended = false;            ///< it has given up, and executes nothing more
+  bool stood_still = false;      ///< the path that was cut: nothing had come over it, and nothing of what was sent was acknowledged
+  unsigned in_vain = 0;          ///< changes in a row to another path on the same link for such a one
   Progress unsettled;            ///< the path of the sends that the cut holds; psn: the first that was sent there
   struct Heard {
     std::uint32_t epoch = 0, serial = 0;  ///< epoch 0: nothing

@@ -270,6 +270,38 @@ TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
   model_mend(1);
 }
 
+/// On the only link that is left an MTU on the way is too small for what is sent. Heartbeats and all that the library says are small and get through: the
+/// application is told of its error all the same.
+TEST(Heartbeat, ThatGetsThroughWhereNothingLargeDoesKeepsNoErrorBack) {
+  constexpr std::uint32_t kBytes = 512;  // a packet of link 1
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
+  const Speaker x(a), y(b);
+  x.connect(y), y.connect(x);
+  std::vector<std::uint8_t> from(kBytes), to(kBytes);
+  const auto registered = [](const Speaker& of, std::vector<std::uint8_t>& memory) {
+    return of.lib.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of.pd, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  };
+  const ibv_mr *const here = registered(x, from), *const there = registered(y, to);
+  ASSERT_TRUE(here && there);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
+  model_largest_packet(1, kBytes / 2);
+  model_cut_now(0);
+  ibv_sge sge{reinterpret_cast<std::uint64_t>(from.data()), kBytes, here->lkey};
+  ibv_send_wr wr{}, *bad;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.sg_list = &sge;
+  wr.num_sge = 1;
+  wr.wr.rdma = {.remote_addr = reinterpret_cast<std::uint64_t>(to.data()), .rkey = there->rkey};
+  ASSERT_EQ(ibv_post_send(x.qp, &wr, &bad), 0);
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
+  EXPECT_EQ(wc.status, IBV_WC_RETRY_EXC_ERR);
+  EXPECT_EQ(x.query().qp_state, IBV_QPS_ERR);
+  for (const int link : {0, 1}) model_mend(link);
+}
+
 /// As migrd is told of the backup link of end a.
 std::uint32_t gid_index_of(const char* device) {
   migr_links_link link{};
