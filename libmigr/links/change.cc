@@ -130,8 +130,10 @@ void finish(QpLink& l) {
   report(l, MIGR_LINKS_SWITCH_DONE, stat);
 }
 
+/// Where both ends were drained nothing has failed, and only what a thread has posted late is in flight: of that nothing is done twice.
 switchover::Leaving leaving(const QpLink& l) {
-  return {.side = l.on, .resend = l.twin->policy == Policy::kResend, .unique_swap = state()->config.unique_swap};
+  const bool drained = l.cause == MIGR_LINKS_CAUSE_RETURN || l.cause == MIGR_LINKS_CAUSE_PREFER;
+  return {.side = l.on, .resend = l.twin->policy == Policy::kResend && !drained, .unique_swap = state()->config.unique_swap};
 }
 
 /// It was adrift: its last path was cut then, with nothing in flight.

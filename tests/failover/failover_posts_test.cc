@@ -477,6 +477,49 @@ int post_add(const Speaker& x, std::uint64_t& found, const ibv_mr& here, const s
   return ibv_post_send(x.qp, &wr, &bad);
 }
 
+/// A thread is on its way to the default link when its end is drained, and what it posts does not get to the other end any more. Nothing had failed, so with
+/// `resend`, too, it is known that it was not executed.
+TEST(Drain, DoesNotLoseWhatIsPostedLate) {
+  for (const int link : {0, 1, 2}) model_mend(link);
+  const Library a('a', "resend", "cached", 0, 30'000), b('b', "resend", "cached", 0, 30'000);
+  const Speaker x(a), y(b);
+  ibv_qp_attr patient{};  // its path does not fail meanwhile
+  patient.timeout = 20;
+  patient.retry_cnt = 7;
+  x.answer(y), y.connect(x);
+  ASSERT_EQ(x.send_too(patient), 0);
+  std::uint64_t sum = 0, found = 7;
+  const ibv_mr *const there = register_words(y, &sum, sizeof sum), *const here = register_words(x, &found, sizeof found);
+  ASSERT_TRUE(there && here);
+  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x.how();
+  auto late = std::async(std::launch::async, [&] {
+    model_hold_post(false, nullptr, nullptr);
+    return post_add(x, found, *here, sum, *there, 7);
+  });
+  ASSERT_TRUE(wait_for(model_holds_post));
+  {
+    const StandsStill still(b);  // it does not answer yet
+    ASSERT_NO_FATAL_FAILURE(prefer_other(a));
+    EXPECT_TRUE(wait_for([&] {
+      a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1);  // so that it tells
+      return x.state().phase == MIGR_LINKS_VQP_SWITCHING;
+    })) << x.how();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // and is drained
+    model_cut_now(0);
+    model_let_post_go();
+    EXPECT_EQ(late.get(), 0);
+  }
+  ibv_wc wc{};
+  ASSERT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; })) << x.how();
+  EXPECT_EQ(wc.status, IBV_WC_SUCCESS) << x.how();
+  EXPECT_EQ(wc.wr_id, 7u);
+  EXPECT_EQ(found, 0u);
+  EXPECT_EQ(sum, 1u);
+  EXPECT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how();
+  store_prefer(nullptr);
+  model_mend(0);
+}
+
 /// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
 /// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
 TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
