@@ -947,9 +947,27 @@ void greet(QpLink& l, Channel& channel) {
   tell(l, channel, kAsks);
 }
 
+namespace {
+
+/// A backup that it had was forgotten, and is about to be made again (former.h): its connection is not gone. The next one hears that it was spoken to.
+bool comes_again(const migr_links_name& name, const migr_links_name& peer) {
+  auto& all = state()->formers;
+  const auto found = std::find_if(all.begin(), all.end(), [&](const auto& f) {
+    const QpShadow& q = *f.first;
+    const bool connected = !q.gone && !state()->refused.contains(&q) && (q.app_state() == IBV_QPS_RTR || q.app_state() == IBV_QPS_RTS);
+    return connected && q.vqpn() == name.vqpn && !std::memcmp(q.birth.gid.raw, name.gid, sizeof name.gid) &&
+           q.birth.dest_qp_num == peer.vqpn && !std::memcmp(q.birth.ah.grh.dgid.raw, peer.gid, sizeof peer.gid);
+  });
+  if (found != all.end()) found->second.unheard = true;
+  return found != all.end();
+}
+
+}  // namespace
+
 bool is_premature(const migr_links_name& to, const migr_links_name& sender) {
   QpLink* const l = find(to);
-  if (!l || !same(l->peer, sender) || l->instance != Peer{} || l->stage == Stage::kBroken) return false;
+  if (!l) return comes_again(to, sender);
+  if (!same(l->peer, sender) || l->instance != Peer{} || l->stage == Stage::kBroken) return false;
   if (!std::exchange(l->unheard, true)) kick(state()->round_fd);
   return true;
 }

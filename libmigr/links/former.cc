@@ -18,7 +18,7 @@ void leave_former(const QpLink& l) {
   QpShadow& q = *l.q;
   Former& f = state()->formers[&q];
   std::lock_guard guard(q.lock);
-  f = {.qpn = q.pqpn(), .peer_qpn = peer_qpn(q), .path = {}, .epoch = l.epoch, .drain_epoch = l.drain_epoch, .executed = l.executed, .newest = {}, .id = l.id, .next_atomic = l.relay.number, .answers = l.answers};
+  f = {.qpn = q.pqpn(), .peer_qpn = peer_qpn(q), .path = {}, .epoch = l.epoch, .drain_epoch = l.drain_epoch, .executed = l.executed, .newest = {}, .id = l.id, .next_atomic = l.relay.number, .answers = l.answers, .unheard = l.unheard};
   if (l.on == kHome) f.path.serial = l.path.serial, f.path.psn = l.path.psn, f.path.peer_psn = l.path.peer_psn;
   for (const Leg& leg : l.legs) f.newest.push_back(leg.newest);
 }
@@ -40,6 +40,7 @@ bool follow_former(QpLink& l) {
   l.relay.number = f.next_atomic;
   l.answers = f.answers;
   lose_answers(l);
+  l.unheard = f.unheard;
   return true;
 }
 

@@ -21,6 +21,7 @@ struct Former {
   std::uint64_t id = 0;               ///< what executes atomics for it knows it by that
   std::uint64_t next_atomic = 1;
   Answers answers;
+  bool unheard = false;  ///< meanwhile: as in QpLink
 };
 
 /* The Registry's lock is held. */

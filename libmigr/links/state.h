@@ -243,7 +243,8 @@ QpLink* addressee(const Channel& from, const migr_links_name& to, const migr_lin
 inline bool is_heard(const QpLink& l) { return l.peer.reserved; }
 /// Before it counts as protected: says that it is there, and asks for the other end's word. Not more often than is of use.
 void greet(QpLink& l, Channel& channel);
-/// The directory has not said yet who the other end is. Anybody may speak as that one: nothing of it is done before, and the directory is asked at once.
+/// The directory has not said yet who the other end is. Anybody may speak as that one: nothing of it is done before, and the directory is asked at once. Or it
+/// has no backup just now, and will have one again.
 bool is_premature(const migr_links_name& to, const migr_links_name& sender);
 /// The other end is known by now: it hears how it stands here, and says again what this end does not know. @return false: there is no channel yet
 bool answer_unheard(const QpLink& l);

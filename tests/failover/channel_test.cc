@@ -221,6 +221,56 @@ TEST_F(Channels, NobodyIsTakenForTheOtherEndWhomTheDirectoryDoesNotName) {
   EXPECT_EQ(l.epoch, 1u << 3 | 1);
 }
 
+/// What has begun at the other end meanwhile goes on when the next one has greeted it.
+TEST_F(Channels, WhoseBackupIsAboutToBeMadeAnewIsNotGone) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  Channel& right = channel_of(kRight);
+  const PathRecord theirs = path(l, 3);
+  const StateRecord change = word(l, 0);
+  const WantRecord want{.to = l.name, .from = l.peer, .newest = 4, .no_spare = false};
+  store_withdraw(&l.peer, 1);  // as there is none at the end
+  forget(l);
+  got_path(right, theirs);
+  ASSERT_EQ(said(right).back(), kPathMessage);
+  EXPECT_EQ(last<PathRecord>(right).path.qpn, 0u) << "it is asked again";
+  EXPECT_EQ(last<PathRecord>(right).path.serial, 3u);
+  got_want(right, want);
+  EXPECT_EQ(last<PathRecord>(right).path.serial, 4u);
+  const std::size_t before = said(right).size();
+  got_state(right, change);
+  EXPECT_EQ(said(right).size(), before) << "what would end the connection there";
+  StateRecord of_another = change;
+  of_another.from.vqpn ^= 1;
+  got_state(right, of_another);
+  EXPECT_EQ(last<StateRecord>(right).flags, std::uint32_t{kGone});
+  const auto former = std::find_if(state()->formers.begin(), state()->formers.end(), [&](const auto& f) { return &f.first->app == qp_; });
+  ASSERT_NE(former, state()->formers.end());
+  EXPECT_TRUE(former->second.unheard) << "the next one is not told";
+  state()->refused[former->first] = {.why = "no device", .tried_ns = now_ns()};
+  EXPECT_FALSE(is_premature(change.to, change.from)) << "the other end waits for one that cannot be made";
+  state()->refused.clear();
+}
+
+TEST_F(Channels, WhatWasMadeAheadWithAnotherGidThanItsLinkHasNowIsMadeAnew) {
+  ASSERT_NO_FATAL_FAILURE(connect());
+  ASSERT_NO_FATAL_FAILURE(name_right());
+  const auto guard = locked();
+  QpLink& l = *vqp();
+  channel_of(kRight);
+  got_path(*find_channel(kRight, link()), path(l, 1));
+  Path& next = l.legs[1].next;
+  ASSERT_TRUE(next.connected);
+  drop_unreachable(link());
+  EXPECT_TRUE(next.connected);
+  link().gid.gid_index ^= 1;
+  drop_unreachable(link());
+  link().gid.gid_index ^= 1;
+  EXPECT_EQ(next.qp, nullptr);
+}
+
 TEST_F(Channels, NoneIsProtectedBeforeTheOtherEndHasAnsweredIt) {
   constexpr std::uint32_t kThere = 5;
   ASSERT_NO_FATAL_FAILURE(connect());
