@@ -973,6 +973,7 @@ bool is_premature(const migr_links_name& to, const migr_links_name& sender) {
 }
 
 bool answer_unheard(const QpLink& l) {
+  if (l.stage == Stage::kChanging && !switched(l)) return false;  // when it has gone to its path: it has none to tell of
   bool told = false;
   for (Side side = kHome; side < l.sides(); ++side)
     if (Channel* c = standing(l, side)) tell(l, *c, is_heard(l) ? 0u : kAsks), told = true;
