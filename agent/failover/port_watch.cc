@@ -204,6 +204,7 @@ void PortWatch::rescan(const std::function<bool(const std::string& netdev)>& up,
     for (const auto& f : found) {
       Port& p = ports_[{f.device, f.port}];
       p.gone.reset();
+      if (f.netdev.empty() && p.state) continue;  // it is removed, or gets another name: its own still says how it is
       if (p.netdev == f.netdev && p.told.serial) continue;
       p.netdev = f.netdev;
       p.state.reset();
@@ -298,16 +299,20 @@ void PortWatch::run() {
     }
     if (fds[1].revents) netlink_->drain();
     now = Clock::now();
+    // It may have another name now, and be up: the ports are asked for that before one is told as down.
+    const auto before = ports();
+    if (std::any_of(before.begin(), before.end(), [](const auto& p) { return p.netdev[0] && !(p.flags & MIGR_LINKS_PORT_GONE) && !if_nametoindex(p.netdev); }))
+      scanned = now - every;
+    if (now - scanned >= every) {
+      rescan([this](const std::string& n) { return is_up(n).value_or(true); });
+      scanned = now;
+    }
     std::set<std::string> netdevs;
     for (const auto& p : ports())
       if (p.netdev[0]) netdevs.insert(p.netdev);
     for (const auto& n : netdevs)
       if (const auto up = is_up(n)) see(n, *up, now);
     step(now);
-    if (now - scanned >= every) {
-      rescan([this](const std::string& n) { return is_up(n).value_or(true); });
-      scanned = now;
-    }
   }
 }
 
