@@ -69,6 +69,7 @@ constexpr std::chrono::seconds kEndingLimit{4};
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
 constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
 constexpr std::size_t kMaxRecordBytes = 64;
+constexpr std::size_t kTriedFds = 8;              // whether so many can be opened; of more contexts the rest is not tried
 
 static_assert(sizeof(migr_fd_desc) <= kMaxRecordBytes);
 
@@ -307,11 +308,18 @@ std::string out_of_reach(const Registry& registry) {
   const auto cannot = [](const std::string& what) { return "it cannot " + what + ": " + strerror(errno); };
   const std::string any_more = " any more (chroot? other credentials?)";
   if (eaccess(self->socket_path.c_str(), W_OK) != 0) return cannot("connect to " + self->socket_path + any_more);
-  const bool attached = std::any_of(registry.contexts.begin(), registry.contexts.end(), [](const Context* c) { return c->kernel && c->kernel->attached(); });
+  const auto is_attached = [](const Context* c) { return c->kernel && c->kernel->attached(); };
+  // Each that FREEZE gives up may be taken by the application before we ask for it again.
+  const auto attached = static_cast<std::size_t>(std::count_if(registry.contexts.begin(), registry.contexts.end(), is_attached));
+  const std::size_t needed = std::min(kTriedFds, attached + 1);
+  int fds[kTriedFds];
+  std::size_t got = 0;
+  for (; got < needed; ++got)
+    if ((fds[got] = got ? fcntl(fds[0], F_DUPFD_CLOEXEC, 0) : socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) < 0) break;
+  const std::string why = got == needed ? "" : cannot(needed == 1 ? "open another descriptor" : "open " + std::to_string(needed) + " descriptors more");
+  while (got) close(fds[--got]);
+  if (!why.empty()) return why;
   if (attached && eaccess("/dev/" MIGR_DEV_NAME, R_OK | W_OK) != 0) return cannot("open /dev/" MIGR_DEV_NAME + any_more);
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) return cannot("open another descriptor");
-  close(fd);
   return "";
 }
 
@@ -567,6 +575,7 @@ void dispatch(Registry& registry, std::unique_lock<std::mutex>& guard, const Mes
     case MIGR_MSG_ROLLBACK:
       itimer::release();
       finish(switchover::rollback(why));
+      if (switchover::process_state() == MIGR_PROC_FROZEN) return;  // nothing has gone back yet: asked once more
       cm::rollback();
       return registry.let_changes_go();
     case MIGR_MSG_MOVES:
@@ -829,6 +838,7 @@ void roll_back_frozen() {
   itimer::release();
   say("no migrd that understands this process has been there since the freeze of a migration: going back");
   if (switchover::rollback(why)) fprintf(stderr, "libmigr: going back failed: %s\n", why.c_str());
+  if (switchover::process_state() == MIGR_PROC_FROZEN) return;  // nothing has gone back yet
   cm::rollback();
   Registry::get().let_changes_go();
 }
@@ -902,8 +912,9 @@ void* run(void*) {
     if (self->fd >= 0 && converse(ended)) {
       alone_since = now_ms();
       left_alone = false;
-    } else if (!left_alone) {
-      left_alone = roll_back_alone(now_ms() - alone_since);
+    } else if (!left_alone && roll_back_alone(now_ms() - alone_since)) {
+      left_alone = process_state() != MIGR_PROC_FROZEN;  // else there was no room for it: once more, after as long
+      alone_since = now_ms();
     }
     if (ended == Ended::kNobody) sleep_ms(process_state() == MIGR_PROC_FROZEN ? kGateMs : kRetryMs);
     else if (ended == Ended::kNonsense) sleep_ms(kRetryAfterNonsenseMs);

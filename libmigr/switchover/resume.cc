@@ -295,8 +295,10 @@ int rollback(std::string& why) {
   const auto note = [&](int err) {
     if (err && !result) result = err;
   };
-  if (registry.frozen)
-    for (Context* context : registry.contexts) note(context->kernel->reattach(context->real->cmd_fd));
+  // Before anything else: without its tables nothing could be posted. Who has no room for them stays as it is, and is asked once more.
+  for (Context* context : registry.contexts)
+    if (context->kernel && context->kernel->why_private().empty())
+      if (const int err = context->kernel->reattach(context->real->cmd_fd)) return fail(why, err, "cannot attach to migr.ko again");
   for (CqShadow* c : registry.cqs) {
     set_cq_bits(*c, 0, kFrozenCq);
     if (registry.frozen || c->owed_events) note(return_cq_events(*c, why));

@@ -117,6 +117,7 @@ void forget_posted(const QpShadow& q);
 int take_old_paths(std::string& why);
 
 /// From any state back to the path before: spares destroyed, receives moved back, kept sends replayed there.
+/// Frozen, and still so after an error: there was no room to attach to migr.ko again, and nothing else has been done; to be called once more.
 int rollback(std::string& why);
 
 /* ---- to another link of this host: no migrd and no look at threads. docs/failover.md */

@@ -26,7 +26,7 @@ Registry& Registry::get() {
   return *registry;
 }
 std::uint32_t Context::ctx_id() const { return kernel ? kernel->ctx_id() : kDoubledContext; }
-KernelLink::KernelLink(int) : why_private_("no /dev/migr") {}
+KernelLink::KernelLink(int fd) : fd_(fd), why_private_(fd < 0 ? "no /dev/migr" : "") {}  // attached, if there is one
 KernelLink::~KernelLink() = default;
 int KernelLink::detach() { return 0; }
 

@@ -25,6 +25,7 @@
 #include <atomic>
 #include <chrono>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -144,7 +145,7 @@ int resume(Qps qps, std::vector<migr_resume_stat>&, std::string& why) {
 }
 int take_old_paths(std::string& why) { return called("old-paths", why); }
 int rollback(std::string& why) {
-  fake.state = MIGR_PROC_RUNNING;
+  if (!fake.status) fake.state = MIGR_PROC_RUNNING;
   return called("rollback", why);
 }
 void stats(std::vector<migr_drain_stat>& out) {
@@ -541,6 +542,29 @@ TEST_F(Control, WhoCannotConnectAnyMoreIsRefused) {
   EXPECT_EQ(reply.status, EOPNOTSUPP);
   EXPECT_NE(std::string(reply.text).find("cannot open another descriptor"), std::string::npos) << reply.text;
   EXPECT_EQ(ask(MIGR_MSG_DESCRIBE).status, 0);
+}
+
+// FREEZE gives up the one of each context, and others may have them by the time that it goes back.
+TEST_F(Control, WhoCouldNotAttachAgainIsRefused) {
+  Context context;
+  context.kernel = std::make_unique<KernelLink>(1);  // attached
+  const int first = dup(0), second = dup(0);         // the lowest that are free
+  ASSERT_LT(first, second);
+  close(first);
+  close(second);
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const auto describe = [&](int last) {
+    const rlimit some{.rlim_cur = static_cast<rlim_t>(last) + 1, .rlim_max = limit.rlim_max};
+    Registry::get().contexts.push_back(&context);
+    setrlimit(RLIMIT_NOFILE, &some);
+    const std::string text = ask(MIGR_MSG_DESCRIBE).text;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    Registry::get().contexts.clear();
+    return text;
+  };
+  EXPECT_EQ(describe(first), "cannot be migrated: it cannot open 2 descriptors more: Too many open files");
+  EXPECT_EQ(describe(second).find("descriptors more"), std::string::npos);
 }
 
 TEST_F(Control, WhatIsNotAttachedSaysWhy) {
@@ -1052,6 +1076,47 @@ TEST_F(Control, AbandonedWhileFrozenItGoesBackByItself) {
   close_socket();
   for (int i = 0; i < 100 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
   EXPECT_EQ(fake.calls, "freeze rollback ");
+  open_socket();
+  meet();
+  EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
+}
+
+// As without a free descriptor: nothing of it has gone back then.
+TEST_F(Control, WhoCannotGoBackStaysFrozenAndIsAskedAgain) {
+  const auto held = [](std::optional<bool> to = {}) {
+    const std::lock_guard guard(Registry::get().lock);
+    return std::exchange(Registry::get().held, to.value_or(Registry::get().held));
+  };
+  ASSERT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+  EXPECT_TRUE(is_closed());
+  held(true);
+  fake.status = EMFILE;
+  close(creat(gate().c_str(), 0600));
+  meet();
+  unlink(gate().c_str());
+  migr_msg reply = ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(reply.status, EMFILE);
+  EXPECT_EQ(reply.state, MIGR_PROC_FROZEN);
+  EXPECT_TRUE(held()) << "it may change what was described";
+  fake.status = 0;
+  reply = ask(MIGR_MSG_ROLLBACK);
+  EXPECT_EQ(reply.status, 0);
+  EXPECT_EQ(reply.state, MIGR_PROC_RUNNING);
+  EXPECT_FALSE(held());
+  EXPECT_EQ(fake.calls, "freeze rollback rollback ");
+}
+
+TEST_F(Control, AbandonedWithoutRoomToGoBackItTriesAgain) {
+  ASSERT_EQ(ask(MIGR_MSG_FREEZE).status, 0);
+  EXPECT_TRUE(is_closed());
+  fake.status = EMFILE;
+  close_socket();
+  for (int i = 0; i < 100 && fake.calls == "freeze "; ++i) usleep(100'000);
+  EXPECT_EQ(fake.calls, "freeze rollback ");
+  EXPECT_EQ(fake.state, MIGR_PROC_FROZEN);
+  fake.status = 0;
+  for (int i = 0; i < 100 && fake.state != MIGR_PROC_RUNNING; ++i) usleep(100'000);
+  EXPECT_EQ(fake.calls, "freeze rollback rollback ");
   open_socket();
   meet();
   EXPECT_EQ(hello.state, MIGR_PROC_RUNNING);
