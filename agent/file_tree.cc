@@ -72,6 +72,19 @@ unsigned pages_number(const char* name) {
   return std::sscanf(name, "pages-%u.img%n", &n, &end) == 1 && end && !name[end] ? n : 0;
 }
 
+// All but "." and "..". What could not be read is no end: what comes behind it would not be sent, or be removed where it was sent to.
+Result<std::vector<std::string>> entries_of(int dirfd, const std::string& name) {
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(fcntl(dirfd, F_DUPFD_CLOEXEC, 0)), closedir);
+  if (!dir) return sys_error("reading folder " + name);
+  rewinddir(dir.get());
+  std::vector<std::string> all;
+  errno = 0;
+  for (const dirent* e; (e = readdir(dir.get())); errno = 0)
+    if (std::string_view n = e->d_name; n != "." && n != "..") all.emplace_back(n);
+  if (errno) return sys_error("reading folder " + name);
+  return all;
+}
+
 struct Sender {
   wire::FileChunk::Tree tree;
   std::uint64_t left;
@@ -183,14 +196,10 @@ struct Sender {
 
   Status folder(int dirfd, const std::string& prefix, int depth) {
     if (depth > kMaxDepth) return Error{ELOOP, prefix + ": too deep"};
-    std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(fcntl(dirfd, F_DUPFD_CLOEXEC, 0)), closedir);
-    if (!dir) return sys_error("reading folder " + prefix);
-    std::vector<std::string> names;
-    while (dirent* e = readdir(dir.get()))
-      if (std::string_view n = e->d_name; n != "." && n != "..") names.emplace_back(n);
-    dir.reset();
-    std::sort(names.begin(), names.end());
-    for (const auto& n : names) {
+    auto names = entries_of(dirfd, prefix);
+    if (!names) return names.error();
+    std::sort(names->begin(), names->end());
+    for (const auto& n : *names) {
       if (ended) return {};
       const std::string name = prefix.empty() ? n : prefix + "/" + n;
       struct stat st;
@@ -242,17 +251,6 @@ struct Sender {
     return {};
   }
 };
-
-// All but "." and "..".
-Result<std::vector<std::string>> entries_of(int dirfd, const std::string& name) {
-  std::unique_ptr<DIR, int (*)(DIR*)> dir(fdopendir(fcntl(dirfd, F_DUPFD_CLOEXEC, 0)), closedir);
-  if (!dir) return sys_error("reading folder " + name);
-  rewinddir(dir.get());
-  std::vector<std::string> all;
-  while (const dirent* e = readdir(dir.get()))
-    if (std::string_view n = e->d_name; n != "." && n != "..") all.emplace_back(n);
-  return all;
-}
 
 // EXDEV: something is mounted there, maybe of the same file system.
 Fd open_unmounted(int dirfd, const std::string& name) {

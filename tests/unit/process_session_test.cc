@@ -34,8 +34,17 @@ namespace migr::process_session_test {
 namespace {
 
 unsigned inheritable = 0;  // descriptors of folders
+int entries_left = -1;     // that are read before the disk fails; < 0: it does not
 
 }  // namespace
+
+// What readdir() is called in the agent, whose file offsets have 64 bits by name.
+extern "C" dirent64* readdir64(DIR* folder) {
+  static const auto next = reinterpret_cast<dirent64* (*)(DIR*)>(dlsym(RTLD_NEXT, "readdir64"));
+  if (!entries_left) return errno = EIO, nullptr;
+  if (entries_left > 0) entries_left--;
+  return next(folder);
+}
 
 // glibc's sets the flag: what was without it until then is seen here only.
 extern "C" DIR* fdopendir(int fd) {
@@ -834,6 +843,22 @@ TEST_F(Tree, OpensNothingThatAProgramWouldInherit) {
   EXPECT_TRUE(send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [](const wire::FileChunk&) { return true; }));
   EXPECT_TRUE(names_below(dir_ + "/from"));
   EXPECT_EQ(inheritable, 0u);
+}
+
+// Else what comes behind it would not be sent, and what is at the other end would be removed.
+TEST_F(Tree, AFolderThatCannotBeReadToItsEndIsNotTakenForWhole) {
+  for (const char* name : {"from/a", "from/b", "from/c", "to/a", "to/b", "to/c"}) file(name, "x");
+  const auto names = names_below(dir_ + "/from");
+  ASSERT_TRUE(names);
+  const auto fails_on_the_way = [](const auto& call) {
+    entries_left = 4;
+    const auto s = call();
+    entries_left = -1;
+    return !s && s.error().code == EIO;
+  };
+  EXPECT_TRUE(fails_on_the_way([&] { return send_tree(dir_ + "/from", wire::FileChunk::IMAGES, 1 << 30, [](const wire::FileChunk&) { return true; }); }));
+  EXPECT_TRUE(fails_on_the_way([&] { return names_below(dir_ + "/from"); }));
+  EXPECT_TRUE(fails_on_the_way([&] { return remove_others(dir_ + "/to", *names); }));
 }
 
 // As a dump writes: memory is appended to, one file after the other; what describes it may change to the end.
