@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -44,12 +45,14 @@ Result<std::vector<pid_t>> threads_of(pid_t pid) {
   std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(path.c_str()), closedir);
   if (!dir) return Error{ESRCH, "no process " + std::to_string(pid)};
   std::vector<pid_t> tids;
-  while (dirent* e = readdir(dir.get())) {
+  errno = 0;
+  for (const dirent* e; (e = readdir(dir.get())); errno = 0) {
     if (e->d_name[0] == '.') continue;
     tids.push_back(static_cast<pid_t>(std::atoi(e->d_name)));
     if (tids.size() > kMaxThreads)
       return Error{E2BIG, "process " + std::to_string(pid) + " has more than " + std::to_string(kMaxThreads) + " threads"};
   }
+  if (errno) return sys_error("reading " + path);  // it would hide threads
   return tids;
 }
 
@@ -92,17 +95,17 @@ class StackReader {
   StackReader(const StackReader&) = delete;
   StackReader& operator=(const StackReader&) = delete;
   ~StackReader() { end(); }
-  /// Of the stack above `sp`; kSilent: nothing in kScanWalkMs
-  Answer ask(std::uint64_t sp) {
-    if (!desk_ && !begin()) return kSilent;
+  /// Of the stack above `sp`; kSilent: nothing in kScanWalkMs. An error: there is no such process, nor would there be one for the next thread
+  Result<Answer> ask(std::uint64_t sp) {
+    if (const Status s = desk_ ? Status() : begin(); !s) return s.error();
     desk_->sp = sp;
     sem_post(&desk_->asked);
     const auto limit = (Clock::now() + std::chrono::milliseconds(kScanWalkMs)).time_since_epoch();
     const auto s = std::chrono::duration_cast<std::chrono::seconds>(limit);
     const timespec until{s.count(), std::chrono::nanoseconds(limit - s).count()};
     while (sem_clockwait(&desk_->answered, CLOCK_MONOTONIC, &until))
-      if (errno != EINTR) return end(), kSilent;
-    return desk_->answer;
+      if (errno != EINTR) return end(), Answer{kSilent};
+    return Answer{desk_->answer};
   }
 
  private:
@@ -111,16 +114,19 @@ class StackReader {
     std::uint64_t sp;
     Answer answer;
   };
-  bool begin() {
+  Status begin() {
+    const std::string what = "the stacks of process " + std::to_string(pid_) + " cannot be read: starting a process of our own for that";
     void* const at = mmap(nullptr, sizeof(Desk), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) return false;
+    if (at == MAP_FAILED) return sys_error(what);
     desk_ = new (at) Desk{};
     sem_init(&desk_->asked, 1, 0);
     sem_init(&desk_->answered, 1, 0);
     child_ = fork_aside();
     if (!child_) answer_all();
-    if (child_ < 0) end();
-    return desk_ != nullptr;
+    if (child_ > 0) return {};
+    const Error none = sys_error(what);
+    end();
+    return none;
   }
   [[noreturn]] void answer_all() {
     for (;;) {
@@ -210,9 +216,13 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, St
     if (errno == ESRCH) return Seen::kGone;
   } else if (!in_ranges(ranges, regs.rip, false)) {
     const auto said = stacks.ask(regs.rsp);
-    if (said == StackReader::kNothing) {
+    if (!said) {
+      ptrace(PTRACE_DETACH, tid, 0, 0);
+      return said.error();
+    }
+    if (*said == StackReader::kNothing) {
       seen = Seen::kOutside;
-    } else if (said != StackReader::kSilent) {
+    } else if (*said != StackReader::kSilent) {
       stats.unwound++;
       seen = frames_inside(pid, regs, [&](std::uint64_t ip, bool return_address) { return in_ranges(ranges, ip, return_address); }) ? Seen::kInside : Seen::kOutside;
     }
@@ -267,7 +277,11 @@ Result<ScanStats> wait_until_outside(pid_t pid, std::span<const TextRange> range
                                      Clock::time_point deadline, std::stop_token stop) {
   // Its end releases every thread that is still traced, whatever went wrong.
   std::optional<Result<ScanStats>> result;
-  std::thread([&] { result = scan(pid, ranges, skip_tid, deadline, stop); }).join();
+  try {
+    std::thread([&] { result = scan(pid, ranges, skip_tid, deadline, stop); }).join();
+  } catch (const std::system_error& e) {
+    return Error{e.code().value(), std::string("no thread that could look at those of process ") + std::to_string(pid) + ": " + e.what()};
+  }
   return *result;
 }
 

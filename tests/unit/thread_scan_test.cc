@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "agent/thread_scan.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
@@ -13,6 +14,16 @@
 #include <future>
 
 #include "marked.h"
+
+namespace {
+bool no_more_processes = false;
+}  // namespace
+
+extern "C" pid_t fork() noexcept {
+  static const auto next = reinterpret_cast<pid_t (*)()>(dlsym(RTLD_NEXT, "fork"));
+  if (no_more_processes) return errno = EAGAIN, -1;
+  return next();
+}
 
 namespace migr::thread_scan_test {
 namespace {
@@ -71,6 +82,20 @@ TEST(ThreadScan, AStopEndsIt) {
   later.join();
   ASSERT_FALSE(seen);
   EXPECT_EQ(seen.error().code, ECANCELED);
+  EXPECT_EQ(f.end(), 0);
+}
+
+// It is not the application that keeps anybody waiting then.
+TEST(ThreadScan, WithoutAProcessOfItsOwnItSaysSoAtOnce) {
+  Forked f(1, [](int, Shared* s) { park(s); });
+  const auto before = Clock::now();
+  no_more_processes = true;
+  const auto r = scan(f.pid, 20'000);
+  no_more_processes = false;
+  EXPECT_LT(Clock::now() - before, std::chrono::seconds(10));
+  ASSERT_FALSE(r);
+  EXPECT_EQ(r.error().code, EAGAIN);
+  EXPECT_NE(r.error().text.find("starting a process of our own"), std::string::npos) << r.error().text;
   EXPECT_EQ(f.end(), 0);
 }
 
