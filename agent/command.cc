@@ -131,7 +131,9 @@ Result<CommandResult> run_command(const Argv& argv, const Env& env, const int& l
           fds[i].fd = -1;
         } else {
           to[i]->append(buf, static_cast<std::size_t>(got));
-          if (to[i]->size() > kCommandOutputBytes) to[i]->erase(0, to[i]->size() - kCommandOutputBytes);
+          if (to[i]->size() <= (i ? kCommandOutputBytes : kCommandAnswerBytes)) continue;
+          r.cut = r.cut || !i;
+          to[i]->erase(0, to[i]->size() - kCommandOutputBytes);
         }
       }
       if (ended && n <= 0) break;

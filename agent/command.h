@@ -15,9 +15,10 @@ using Argv = std::vector<std::string>;
 using Env = std::vector<std::string>;  // "NAME=value", added to our own
 
 struct CommandResult {
-  int status = 0;   // exit status; 128 + signal
-  std::string out;  // stdout, at most kCommandOutputBytes
-  std::string err;  // stderr, likewise
+  int status = 0;    // exit status; 128 + signal
+  std::string out;   // stdout, whole unless `cut`
+  std::string err;   // stderr, at most kCommandOutputBytes, the last ones
+  bool cut = false;  // stdout was longer than kCommandAnswerBytes: `out` is the end of it
   /// Last line of stderr (else stdout) that says something.
   std::string last_line() const;
 };

@@ -150,6 +150,7 @@ inline constexpr std::size_t kMaxStackBytes = 64u << 20;
 // Commands.
 inline constexpr int kNice = -10;  // while a container is stopped, everything else can wait
 
-inline constexpr std::size_t kCommandOutputBytes = 64 << 10;  // kept of a command
+inline constexpr std::size_t kCommandOutputBytes = 64 << 10;  // kept of a command: the end of what it says
+inline constexpr std::size_t kCommandAnswerBytes = 16 << 20;  // of its stdout, which may be read as a whole: `runc state` has all annotations
 
 }  // namespace migr

@@ -173,6 +173,7 @@ Result<ContainerState> Runc::state(const std::string& id) const {
       return Error{ENOENT, "no container '" + id + "' on this host; list them with: " + typed("list")};
     return Error{EIO, "runc state " + id + ": " + why};
   }
+  if (r->cut) return Error{EMSGSIZE, "runc state " + id + ": more than " + std::to_string(kCommandAnswerBytes >> 20) + " MiB; the container has too many or too long annotations"};
   const auto j = Json::parse(r->out, nullptr, false);
   if (!j.is_object()) return Error{EPROTO, "runc state " + id + ": no JSON"};
   ContainerState s;

@@ -35,6 +35,25 @@ TEST_F(Command, OutputStatusAndEnvironmentComeBack) {
   EXPECT_EQ(r->last_line(), "err me");
 }
 
+TEST_F(Command, AnswerIsKeptWhole) {
+  auto r = run_command({"sh", "-c", "echo begin; head -c 200000 /dev/zero | tr '\\0' x; echo end; echo end >&2"}, {}, kPatienceMs);
+  ASSERT_TRUE(r);
+  EXPECT_FALSE(r->cut);
+  EXPECT_EQ(r->out, "begin\n" + std::string(200'000, 'x') + "end\n");
+}
+
+TEST_F(Command, OfTooLongAnAnswerTheEndIsKept) {
+  auto r = run_command({"sh", "-c", "head -c $1 /dev/zero | tr '\\0' x; echo end", "sh", std::to_string(kCommandAnswerBytes)}, {}, 6 * kPatienceMs);
+  ASSERT_TRUE(r);
+  EXPECT_TRUE(r->cut);
+  EXPECT_LE(r->out.size(), kCommandAnswerBytes);
+  EXPECT_EQ(r->last_line().substr(r->last_line().size() - 3), "end");
+  r = run_command({"sh", "-c", "head -c 200000 /dev/zero | tr '\\0' x >&2; echo end >&2"}, {}, kPatienceMs);
+  ASSERT_TRUE(r);
+  EXPECT_FALSE(r->cut);
+  EXPECT_EQ(r->err.size(), kCommandOutputBytes);
+}
+
 TEST_F(Command, ThatTakesTooLongIsKilledWithWhatItStarted) {
   auto r = run_command({"sh", "-c", "(sleep 2; touch \"$1\") & sleep 30", "sh", log}, {}, 300);
   ASSERT_FALSE(r);
