@@ -583,10 +583,14 @@ void PartnerHost::left_alone(const JobPtr& job) {
     }
     return o ? std::optional(*o) : std::nullopt;
   };
+  auto take_back = [&] {
+    job->aborting = true;
+    if (auto s = rollback(*job); !s) spdlog::error("{}", s.error().text);
+  };
   auto back = [&] {
     job->aborting = true;
     std::lock_guard work(job->work);
-    if (auto s = rollback(*job); !s) spdlog::error("{}", s.error().text);
+    take_back();
   };
   for (LeasedJob::Pace pace; job->get() == wire::OPEN && !jobs_.ends(); pace.wait(*job, jobs_.ends())) {
     if (job->ordered == wire::UNDONE || job->aborting) {
@@ -595,7 +599,8 @@ void PartnerHost::left_alone(const JobPtr& job) {
     }
     if (!job->switched) {
       if (job->renewed() && !job->reloaded) return;
-      back();
+      std::lock_guard work(job->work);
+      if (!job->switched) take_back();  // else a SWITCH that had begun was faster: the source may have committed
       continue;
     }
     if (job->renewed()) return;

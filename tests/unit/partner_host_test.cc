@@ -87,7 +87,7 @@ struct APartner : ::testing::Test {
   }
 
   const std::string root = made();
-  const Config config = config_in_root();
+  Config config = config_in_root();
   const Journal<journal::Partner> written{config.state_dir + "/journal/partner"};
   pid_t child = 0;
   journal::Partner record;
@@ -301,6 +301,24 @@ TEST_F(APartnerWithAThreadInside, TracksWhenThatHasLeft) {
   process->leave();
   EXPECT_TRUE(ask(&wire::Partner::Stub::Track, later).ok());
   EXPECT_EQ(later.why_not(), "");
+}
+
+// It is taken back as the coordinator is silent, and the last word of that comes just then: who has switched asks what became of it.
+TEST_F(AnAskedPartner, ThatSwitchesMeanwhileDoesNotGoBack) {
+  config.fault = "partner.switch.begin:sleep=1";
+  (*record.mutable_began())[child] = "another life";
+  begin();
+  std::thread asks([this] {
+    wire::Empty out;
+    (void)ask(&wire::Partner::Stub::Switch, out);
+  });
+  usleep(300'000);
+  host->tick();
+  asks.join();
+  usleep(500'000);
+  EXPECT_FALSE(taken_back(0));
+  EXPECT_TRUE(written.load(kKeepOutcome, [](const auto&) { return false; }).at(kId).switched());
+  EXPECT_TRUE(host->order(kId, wire::UNDONE, true));
 }
 
 // What it would write to has other keys since the commit.
