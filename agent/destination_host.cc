@@ -273,7 +273,9 @@ void DestinationHost::take_up(const JobPtr& job) {
   if (job->settled) return open_network(*job, "attach");
   hold(*job);
   for (const auto& i : job->instances) job->rebound ? close_gate(config_.run_dir, i) : (void)open_gate(config_.run_dir, i);
-  open_network(*job, "attach");
+  if (is_here(*job)) return open_network(*job, "attach");
+  job->record.set_closed(false);  // as above; left_alone() sees to the rest
+  job->opened = true;
 }
 
 // The plugin was told to let it run, and its answer is not known: when the restore has ended it can be seen. One that fails takes its

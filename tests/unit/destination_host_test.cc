@@ -203,11 +203,13 @@ TEST_F(ADestination, SaysThatThereAreNoKeysOfWhatHasEnded) {
   EXPECT_EQ(claims.holder(its), kId) << "nobody else gets it before it is all here";
   record.set_boot("another boot");
   host.reset();
+  const long before = tries();
   begin();
   const auto so = [&] { return host->tick(), host->outcome(kId).keys_known(); };
   EXPECT_TRUE(within(5'000, so));
   EXPECT_EQ(host->outcome(kId).keys_size(), 0);
   EXPECT_EQ(claims.holder(its), 0u);
+  EXPECT_EQ(tries(), before) << "nothing is left that its network would be for";
   host.reset();
   host.emplace(config, sessions, peers, claims, numbers);
   EXPECT_TRUE(host->outcome(kId).keys_known()) << "it is written down";
