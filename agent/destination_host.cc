@@ -286,6 +286,8 @@ bool DestinationHost::ran_after_all(Job& job) const {
   const int status = job.child.running() ? -1 : job.child.status();  // < 0: an earlier migrd has begun it
   if (!status) return true;
   if (status < 0 && !bare_pid(job.container)) return is_here(job);
+  // Of processes without a container nothing is left once they have ended. CRIU writes this when they run, and not before.
+  if (bare_pid(job.container) && !access((job.dir + "/work/stats-restore").c_str(), F_OK)) return true;
   const auto state = runc_.state(job.container);
   return state && state->status == "running" && is_here(job);
 }
@@ -683,10 +685,11 @@ Status DestinationHost::commit(Job& job) {
   job.outcome = wire::COMMITTED;
   decided(wire::COMMITTED);
   job.renew();
-  open_network(job, "open");
-  go_on(job);
+  job.record.set_closed(true);  // until open_network() has done it
   // If it cannot be written, a look will tell.
   if (auto s = save(job); !s) spdlog::error("{}", s.error().text);
+  open_network(job, "open");
+  go_on(job);
   spdlog::info("committed, {} runs here", job.container);
   return {};
 }

@@ -523,6 +523,23 @@ TEST_F(AnOpenOne, ThatHasRunIsCommitted) {
   EXPECT_EQ(text_of(root + "/runc.log").find("delete"), std::string::npos);
 }
 
+// Without a container only CRIU tells that it ran.
+TEST_F(AnOpenOne, OfProcessesThatHaveRunIsCommitted) {
+  record.mutable_header()->set_container("pid:4242");
+  record.mutable_header()->clear_bundle();
+  record.set_made_bundle(false);
+  record.set_told(true);
+  for (const bool ran : {true, false}) {
+    const std::string work = root + "/state/dest/" + migration_text(kId) + "/work";
+    fs::remove_all(work);
+    fs::create_directories(work);
+    if (ran) std::ofstream(work + "/stats-restore") << "";
+    host.reset();
+    begin();
+    EXPECT_EQ(host->outcome(kId).outcome(), ran ? wire::COMMITTED : wire::UNDONE);
+  }
+}
+
 TEST_F(AnOpenOne, WhoseRestoreFailedWhenItWasLetRunIsUndone) {
   fs::remove_all(root + "/containers/web");
   record.set_told(true);
