@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "log.h"
+#include "parallel.h"
 #include "summary.h"
 
 namespace migr {
@@ -24,7 +25,7 @@ grpc::Status ControlService::Version(grpc::ServerContext*, const wire::Empty*, w
 grpc::Status ControlService::Peers(grpc::ServerContext*, const wire::Empty*, wire::PeersReply* out) {
   std::vector<std::future<wire::PeersReply::Peer>> asked;
   for (const Peer& p : peers_.config().peers())
-    asked.push_back(std::async(std::launch::async, [&, p] {
+    asked.push_back(in_own_thread([&, p] {
       wire::PeersReply::Peer r;
       r.set_name(p.name);
       r.set_address(p.address);

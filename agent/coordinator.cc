@@ -6,9 +6,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <map>
 #include <set>
-#include <thread>
+#include <system_error>
 
 #include "clock.h"
 #include "failover/link_records.h"
@@ -92,7 +93,12 @@ Status Coordinator::phase(FaultStep step, const std::function<Status()>& f) {
   const std::string name(kFaultSteps[static_cast<std::size_t>(step)]);
   return timed(name.substr(name.find('.') + 1), [&]() -> Status {
     if (auto s = goes_on(); !s) return s;
-    return fault_step(set_.fault, step, f);
+    try {
+      return fault_step(set_.fault, step, f);
+    } catch (const std::system_error& e) {
+      if (e.code() != std::errc::resource_unavailable_try_again) return Error{e.code().value(), e.what()};
+      return Error{ENOMEM, std::string("no thread for what is to be done: ") + e.what()};  // EAGAIN would be tried again at once
+    }
   });
 }
 
@@ -425,7 +431,7 @@ void Coordinator::push_abort() {
 // All at once, when the first is: one that is silent takes as long as its call may, and the others stand suspended.
 Status Coordinator::let_go(const Affected& a) {
   if (let_go_.empty())
-    for (const auto& x : affected_) let_go_.push_back(std::async(std::launch::async, with_log_fields([this, &x] { return x.link->rollback(id_); })));
+    for (const auto& x : affected_) let_go_.push_back(in_own_thread(with_log_fields([this, &x] { return x.link->rollback(id_); })));
   return let_go_[static_cast<std::size_t>(&a - affected_.data())].get();
 }
 
@@ -768,7 +774,7 @@ Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) 
 void Coordinator::old_paths_first() {
   undo_.push("", [this] {
     if (old_paths_.valid()) return Status();
-    old_paths_ = std::async(std::launch::async, with_log_fields([this] {
+    old_paths_ = in_own_thread(with_log_fields([this] {
       (void)parallel_for(affected_, [&](Affected& a) -> Status {
         // Its Rollback, which does what is left, decides whether it has gone back.
         if (auto s = a.link->old_path(id_); !s) note("a partner's connections may break: " + s.error().text);
@@ -791,7 +797,7 @@ Status Coordinator::freeze() {
   undo_.push(of_here("network"), [this] { return source_.attach_network(); });
   if (auto s = step("freeze.network", [this] { return source_.detach_network(); }); !s) return s;
   undo_.push("", [this] {  // the destination has ended it
-    if (upload_.valid()) upload_.wait();
+    if (upload_.valid() && upload_.wait_for(std::chrono::seconds(0)) != std::future_status::deferred) upload_.wait();  // else it has not begun
     return Status();
   });
   // First to be undone: the address must be gone there before it comes back here.
@@ -818,7 +824,7 @@ void Coordinator::start_upload() {
     return dump_ == Dump::kWhole;
   };
   sends(pre_copied_ ? bytes_below(early_) : info_.image_bytes());
-  upload_ = std::async(std::launch::async, with_log_fields([this, written] {
+  upload_ = in_own_thread(with_log_fields([this, written] {
     const Status s = step("copy.upload", [&] { return dest_.upload(id_, early_, 0, written, sent_); });
     sends(0);
     return s;
@@ -957,7 +963,7 @@ void Coordinator::look_at_stop() {
   if (frozen_at_ <= 0 || runs_again_ || goes_back_) return;
   if (set_.max_stop_ms && now_ms() - frozen_at_ > set_.max_stop_ms)
     set_.course->give_up({ETIME, "'" + info_.id + "' stood still for more than the " + std::to_string(set_.max_stop_ms) + " ms that it may"});
-  if (!goes_on() && !ended_there_.valid() && set_.what != Settings::kKeep) ended_there_ = std::async(std::launch::async, with_log_fields([this] { return dest_.abort(id_); }));
+  if (!goes_on() && !ended_there_.valid() && set_.what != Settings::kKeep) ended_there_ = in_own_thread(with_log_fields([this] { return dest_.abort(id_); }));
 }
 
 // All at once: one that is silent takes as long as its call may, and the others' leases would run out.
@@ -993,9 +999,18 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   const LogScope log(id);
   begin(container, to, id);
   std::atomic<bool> stop = false;
-  std::thread progress(with_log_fields([&] { tell_progress(stop); }));
-  Status s = phase(FaultStep::kSourceCheck, [&] { return check(container, to); });
-  std::thread leases;
+  std::future<void> progress, leases;
+  const struct Ends {  // both: their futures wait for them
+    std::atomic<bool>& stop;
+    ~Ends() {
+      if (std::uncaught_exceptions()) std::terminate();  // what was begun is in the journal: the next migrd takes it back
+      stop = true;
+    }
+  } ends{stop};
+  Status s = phase(FaultStep::kSourceCheck, [&] {
+    progress = std::async(std::launch::async, with_log_fields([&] { tell_progress(stop); }));  // it looks at --max-stop, too
+    return check(container, to);
+  });
   if (s) {
     note("migration " + migration_text(id) + " of " + container + " to " + to + ": " + std::to_string(info_.resources.qp()) + " QPs, " +
          std::to_string(affected_.size()) + " partner hosts");
@@ -1010,8 +1025,10 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
   }
   if (s) {
     touched_ = true;
-    leases = std::thread(with_log_fields([&] { lease(stop); }));
-    s = phase(FaultStep::kSourcePrepare, [&] { return prepare(); });
+    s = phase(FaultStep::kSourcePrepare, [&] {
+      leases = std::async(std::launch::async, with_log_fields([&] { lease(stop); }));
+      return prepare();
+    });
   }
   if (s && set_.pre_setup && set_.what != Settings::kKeep) s = phase(FaultStep::kSourceConnect, [&] { return connect(); });
   if (s && rounds_ahead_) s = phase(FaultStep::kSourcePreCopy, [&] { return pre_copy(); });
@@ -1080,8 +1097,8 @@ wire::Summary Coordinator::migrate(const std::string& container, const std::stri
     source_.forget(bool(destroyed));
   }
   stop = true;
-  progress.join();
-  if (leases.joinable()) leases.join();
+  if (progress.valid()) progress.wait();
+  if (leases.valid()) leases.wait();
   summary_.set_touched(touched_);
   summary_.set_undecided(undecided_);
   summary_.set_bytes_copied(sent_.bytes);

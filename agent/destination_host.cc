@@ -150,6 +150,12 @@ struct DestinationHost::Job : LeasedJob {
         gone.emplace(c.src_ctx_id(), c.vqpn());
     }
   }
+  // What there was no thread for. Caller holds work. @return some of it waits on
+  bool start_again() {
+    const auto all = {&opens, &cleans, &settles, &goes_on};
+    for (Afterwards* a : all) a->again();
+    return std::any_of(all.begin(), all.end(), [](const Afterwards* a) { return a->waits(); });
+  }
   // Once finished: it is kept for a week, and what only its work needed is not.
   void rest() {
     goes_on.end();
@@ -719,7 +725,7 @@ void DestinationHost::go_on(Job& job) {
     ends(job.resumes);
   });
   std::lock_guard lock(job.state);
-  job.rebinds = job.resumes = true;  // it waits for job.work until we are done
+  job.rebinds = job.resumes = !job.goes_on.waits();  // it waits for job.work until we are done; without a thread Rebind and Resume do it
 }
 
 // The container is cut off until that is done: it is tried as long as it is here. Caller holds job.work.
@@ -1247,6 +1253,7 @@ void DestinationHost::tick() {
   // Files go when runc has ended, which is after the tasks run; and not later, for it may be they that fill the disk.
   for (const auto& job : jobs_.all()) {
     const LogScope log(job->id);
+    if (const std::unique_lock work(job->work, std::try_to_lock); !work || job->start_again()) continue;
     if (job->finished && (job->clean || job->get() == wire::UNDONE) && !std::exchange(job->rests, true)) job->rest();
     if (job->get() != wire::COMMITTED || job->cleans_up) continue;
     if (std::unique_lock work(job->work, std::try_to_lock); work && !job->child.running() && !restore_runs(job->dir)) {

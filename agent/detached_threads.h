@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -23,23 +24,27 @@ class DetachedThreads {
   ~DetachedThreads() {
     if (!end()) std::abort();
   }
-  /// Nothing once they are to end.
+  /// @return false: nothing is done, for they are to end, or there is no thread for it now
   template <class F>
-  void start(F&& f) {
+  [[nodiscard]] bool start(F&& f) {
     {
       std::lock_guard lock(mutex_);
-      if (ends_) return;
+      if (ends_) return false;
       left_++;
     }
-    std::thread([this, work = std::forward<F>(f)]() mutable {
-      {
-        const auto once = std::move(work);
-        once();
-      }  // what it holds goes, too
-      std::lock_guard lock(mutex_);
-      left_--;
-      changed_.notify_all();
-    }).detach();
+    try {
+      std::thread([this, work = std::forward<F>(f)]() mutable {
+        {
+          const auto once = std::move(work);
+          once();
+        }  // what it holds goes, too
+        one_less();
+      }).detach();
+    } catch (const std::system_error&) {
+      one_less();
+      return false;
+    }
+    return true;
   }
   /// They are to end: what goes on for long looks at it.
   const std::atomic<bool>& ends() const { return ends_; }
@@ -51,6 +56,12 @@ class DetachedThreads {
   }
 
  private:
+  void one_less() {
+    std::lock_guard lock(mutex_);
+    left_--;
+    changed_.notify_all();
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> ends_ = false;

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -71,20 +72,36 @@ struct LeasedJob {
 };
 
 /// What nobody has to wait for: done in a thread of its own, once, however often it is asked for: RESUME may come again when its
-/// answer was lost. Ends with the job, whose last member it is. Caller of run() holds job.work.
+/// answer was lost. Ends with the job, whose last member it is. Caller of run() and again() holds job.work.
 class Afterwards {
  public:
   ~Afterwards() { end(); }
-  /// Waits for it. Not together with run().
+  /// Waits for it; what has not got a thread yet is not done any more. Not together with run() or again().
   void end() {
+    waits_ = nullptr;
     if (thread_.joinable()) thread_.join();
   }
+  /// Where there is no thread it waits for again(): the caller's would wait for job.work, or for others.
   template <class F>
   void run(F&& f) {
-    if (!thread_.joinable()) thread_ = std::thread(with_log_fields(std::forward<F>(f)));
+    if (thread_.joinable() || waits_) return;
+    waits_ = with_log_fields(std::forward<F>(f));
+    again();
   }
+  /// What run() had no thread for. Of tick().
+  void again() {
+    if (!waits_) return;
+    try {
+      thread_ = std::thread(waits_);
+      waits_ = nullptr;
+    } catch (const std::system_error& e) {
+      spdlog::error("no thread for what is left to do, which is tried again: {}", e.what());
+    }
+  }
+  bool waits() const { return bool(waits_); }
 
  private:
+  std::function<void()> waits_;
   std::thread thread_;
 };
 
@@ -155,12 +172,13 @@ class LeasedJobs {
         continue;
       }
       if (job->renewed() || job->alone.exchange(true)) continue;
-      threads_.start([job, left_alone] {
+      const bool started = threads_.start([job, left_alone] {
         const LogScope log(job->id);
         spdlog::warn("{} is silent", job->source);
         left_alone(job);
         job->alone = false;
       });
+      if (!started) job->alone = false;  // the next time
     }
   }
   /// Of who was left alone.

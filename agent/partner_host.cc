@@ -627,8 +627,10 @@ void PartnerHost::left_alone(const JobPtr& job) {
 
 void PartnerHost::tick() {
   jobs_.tick([this](const JobPtr& job) { left_alone(job); }, [this](const JobPtr& job) { (void)save(*job); }, [this](const JobPtr& job) { journal_.remove(job->id); });
-  for (const auto& job : jobs_.all())
+  for (const auto& job : jobs_.all()) {
+    if (const std::unique_lock work(job->work, std::try_to_lock); work) job->afterwards.again();
     if (job->finished) job->afterwards.end();  // it is kept for a week
+  }
 }
 
 std::vector<wire::OpenMigration> PartnerHost::open_migrations() {

@@ -178,6 +178,13 @@ std::int64_t SourceHost::begins_s(const std::string& container) {
 void SourceHost::tick() {
   save_again();
   forget_settled(kKeepOutcome);
+  std::map<std::uint32_t, bool> unstarted;  // and whether its end was told
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, e] : entries_)
+      if (e.unstarted) unstarted.emplace(id, e.ended);
+  }
+  for (const auto& [id, ended] : unstarted) settle_later(id, ended);
 }
 
 // What is done is written down at once: it is not done again to what may have come meanwhile.
@@ -276,8 +283,11 @@ void SourceHost::settle_later(std::uint32_t id, bool ended) {
     e->second.ended = ended;
     if (e->second.record.settled() || e->second.settling) return;
     e->second.settling = true;
+    e->second.unstarted = false;
   }
-  threads_.start([this, id] { settle(id); });
+  if (threads_.start([this, id] { settle(id); })) return;
+  std::lock_guard lock(mutex_);
+  if (const auto e = entries_.find(id); e != entries_.end()) e->second.settling = false, e->second.unstarted = true;
 }
 
 // Committed, and the destination has not said yet that it runs there. Without an error the outcome is known, and written down.
@@ -435,7 +445,7 @@ Status SourceHost::take_back(std::uint32_t id, Entry& e, DestinationLink* destin
   for (const auto& p : r.partners())
     if (auto link = to_partner_(p)) partners.push_back(std::move(*link));
   // As Coordinator::old_paths_first() has it.
-  auto old_paths = std::async(std::launch::async, with_log_fields([&] {
+  auto old_paths = in_own_thread(with_log_fields([&] {
     (void)parallel_for(partners, [&](auto& p) -> Status {
       if (auto s = p->old_path(id); !s) spdlog::warn("{}", s.error().text);
       return {};

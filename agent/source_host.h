@@ -80,10 +80,11 @@ class SourceHost final : public Role {
     journal::Source record;
     bool running = false;  // its coordinator is at work
     bool settling = false;
-    bool ended = false;     // its end was told
-    bool unsaved = false;   // what is on the disk is older
-    bool known = false;     // settle() has heard what became of it
-    std::string waits_for;  // of settle()
+    bool unstarted = false;  // settle() had no thread; tick() tries again
+    bool ended = false;      // its end was told
+    bool unsaved = false;    // what is on the disk is older
+    bool known = false;      // settle() has heard what became of it
+    std::string waits_for;   // of settle()
     wire::Outcome ordered = wire::UNKNOWN;
     std::chrono::steady_clock::time_point written = std::chrono::steady_clock::now();
   };

@@ -126,7 +126,7 @@ class StackReader {
     if (child_ > 0) return {};
     const Error none = sys_error(what);
     end();
-    return none;
+    return Error{ENOMEM, none.text};  // not EAGAIN, for which a migration begins again at once
   }
   [[noreturn]] void answer_all() {
     for (;;) {
@@ -280,7 +280,7 @@ Result<ScanStats> wait_until_outside(pid_t pid, std::span<const TextRange> range
   try {
     std::thread([&] { result = scan(pid, ranges, skip_tid, deadline, stop); }).join();
   } catch (const std::system_error& e) {
-    return Error{e.code().value(), std::string("no thread that could look at those of process ") + std::to_string(pid) + ": " + e.what()};
+    return Error{ENOMEM, std::string("no thread that could look at those of process ") + std::to_string(pid) + ": " + e.what()};
   }
   return *result;
 }

@@ -1,19 +1,34 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 #include "agent/log.h"
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <functional>
 #include <regex>
 #include <string>
 #include <thread>
 
+#include "agent/detached_threads.h"
+#include "agent/lease.h"
 #include "agent/parallel.h"
+
+namespace {
+std::atomic<bool> no_more_threads = false;
+}  // namespace
+
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attr, void* (*start)(void*), void* arg) noexcept {
+  static const auto next = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  return no_more_threads ? EAGAIN : next(thread, attr, start, arg);
+}
 
 namespace migr::log_test {
 namespace {
@@ -106,6 +121,55 @@ TEST(Log, ThreadsThatWorkForAMigrationHaveItsNumber) {
   });
   for (const char* word : {"one", "two", "three", "four"}) EXPECT_NE(said.find("migration=00000007 msg=\"" + std::string(word)), std::string::npos) << said;
   EXPECT_NE(said.find("level=info msg=\"of none"), std::string::npos) << said;
+}
+
+TEST(Threads, WhatGetsNoneIsDoneByWhoWaitsForIt) {
+  std::vector<std::thread::id> by(3);
+  std::vector<std::function<Status()>> todo;
+  for (auto& one : by) todo.push_back([&one] { return one = std::this_thread::get_id(), Status(Error{EIO, "of all"}); });
+  no_more_threads = true;
+  const Status s = parallel(todo);
+  no_more_threads = false;
+  EXPECT_FALSE(s);
+  EXPECT_EQ(by, std::vector(3, std::this_thread::get_id()));
+}
+
+TEST(Threads, NobodyWaitsForOneThatDidNotStart) {
+  DetachedThreads threads;
+  std::atomic<int> done = 0;
+  no_more_threads = true;
+  EXPECT_FALSE(threads.start([&] { done++; }));
+  no_more_threads = false;
+  EXPECT_TRUE(threads.start([&] { done++; }));
+  EXPECT_TRUE(threads.end());
+  EXPECT_EQ(done, 1);
+  EXPECT_FALSE(threads.start([&] { done++; })) << "they are to end";
+}
+
+// Whoever asks for it holds what it would wait for.
+TEST(Threads, WhatIsLeftToDoIsDoneWhenThereIsOne) {
+  std::mutex work;
+  std::atomic<int> done = 0;
+  Afterwards afterwards;
+  const auto run = [&] {
+    std::lock_guard lock(work);
+    afterwards.run([&] {
+      std::lock_guard its(work);
+      done++;
+    });
+  };
+  no_more_threads = true;
+  run();
+  afterwards.again();
+  no_more_threads = false;
+  EXPECT_TRUE(afterwards.waits());
+  EXPECT_EQ(done, 0);
+  run();
+  EXPECT_TRUE(afterwards.waits()) << "once";
+  afterwards.again();
+  EXPECT_FALSE(afterwards.waits());
+  afterwards.end();
+  EXPECT_EQ(done, 1);
 }
 
 }  // namespace
