@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "devices.h"
 #include "fault.h"
@@ -31,6 +32,7 @@ struct PartnerHost::Process {
   std::vector<std::uint32_t> index;   // of each ref, as the coordinator counts
   std::vector<std::string> gid;       // of each ref: it sends from
   std::string began;                  // which life has the number; empty: written down by an older migrd
+  std::set<std::string> owners;       // at the other ends, from Connect on: it is told their keys; empty: an older migrd, and it is told all
   CountedQps counted() const { return {refs, index}; }
   bool lives() const { return process_lives(pid) && (began.empty() || life_of(pid) == began); }
 };
@@ -43,6 +45,7 @@ struct PartnerHost::Job : LeasedJob {
   void forget_ends() {
     record.mutable_request()->clear_qps();
     record.clear_began();
+    record.clear_owners();
   }
   std::vector<Claims::Process> wanted() const {
     std::vector<Claims::Process> all;
@@ -67,7 +70,7 @@ Result<PartnerHost::JobPtr> PartnerHost::job_of(const wire::PartnerPrepareReques
     const auto instance = instance_of(q.instance());
     if (!instance) return instance.error();
     auto p = std::find_if(job->processes.begin(), job->processes.end(), [&](const Process& x) { return x.pid == q.pid(); });
-    if (p == job->processes.end()) p = job->processes.insert(p, {*instance, q.pid(), {}, {}, {}, {}});
+    if (p == job->processes.end()) p = job->processes.insert(p, {*instance, q.pid(), {}, {}, {}, {}, {}});
     p->refs.push_back({q.ctx_id(), q.vqpn(), q.pqpn(), 0});
     p->index.push_back(q.index());
     p->gid.push_back(q.gid());
@@ -89,8 +92,10 @@ PartnerHost::PartnerHost(const Config& config, SessionTable& sessions, Peers& pe
     }
     JobPtr j = *job;
     j->record = record;
-    for (auto& p : j->processes)
+    for (auto& p : j->processes) {
       if (const auto began = record.began().find(p.pid); began != record.began().end()) p.began = began->second;
+      if (const auto to = record.owners().find(p.pid); to != record.owners().end()) p.owners = {to->second.instance().begin(), to->second.instance().end()};
+    }
     j->begun_s = record.begun_s();
     j->outcome = record.outcome();
     j->switched = record.switched();
@@ -407,6 +412,7 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectR
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
       std::map<std::uint32_t, std::vector<migr_qp_connect>> by_context;  // of the other ends
       std::map<std::uint32_t, const wire::Connection*> by_index;
+      std::set<std::string> owners;
       for (const auto& c : r->connections()) by_index[c.index()] = &c;
       for (std::size_t n = 0; n < p.refs.size(); n++) {
         const wire::Connection* c = by_index[p.index[n]];
@@ -414,11 +420,13 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectR
         if (c->peer().size() != 16) return Error{EINVAL, "Connect does not say whose the other end of QP " + std::to_string(p.refs[n].vqpn) + " is"};
         migr_qp_connect x{p.refs[n].ctx_id, p.refs[n].vqpn, c->dest_pqpn(), c->dest_psn(), {}, {}};
         std::copy(c->peer().begin(), c->peer().end(), reinterpret_cast<char*>(x.peer));
+        owners.insert(c->peer());
         std::copy(c->dest_gid().begin(), c->dest_gid().end(), reinterpret_cast<char*>(x.dgid));
         by_context[c->peer_ctx_id()].push_back(x);
       }
       for (const auto& [ctx_id, to] : by_context)
         if (auto done = session.ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()), ctx_id); !done) return done.error();
+      p.owners = std::move(owners);
       return {};
     });
   });
@@ -472,6 +480,7 @@ grpc::Status PartnerHost::Settle(grpc::ServerContext* ctx, const wire::SettleReq
 grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration* m, wire::Empty*) {
   return step(*ctx, m->id(), FaultStep::kPartnerSwitch, [&](Job& job) -> Status {
     job.switched = true;  // from here on only the outcome tells which way to go
+    for (const auto& p : job.processes) *(*job.record.mutable_owners())[p.pid].mutable_instance() = {p.owners.begin(), p.owners.end()};
     if (auto s = save(job); !s) return job.switched = false, s;
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
       return session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, kProcessMs);
@@ -481,7 +490,7 @@ grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration
 
 // Caller holds job.work.
 Status PartnerHost::keys(Job& job, const std::vector<wire::ProcessKeys>& keys) {
-  const auto s = each_left(job, [&](Process&, ProcessSession& session) { return tell_keys(session, job.id, keys); });
+  const auto s = each_left(job, [&](Process& p, ProcessSession& session) { return tell_keys(session, job.id, keys, p.owners); });
   if (s) job.has_keys = true;
   return s;
 }

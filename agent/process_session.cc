@@ -133,9 +133,10 @@ Result<Instance> instance_of(std::string_view bytes) {
   return i;
 }
 
-Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys) {
+Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners) {
   std::vector<migr_key_map> map;
   for (const auto& k : keys) {
+    if (!owners.empty() && !owners.contains(k.owner())) continue;
     if (k.owner().size() != 16 || k.vrkey_size() != k.prkey_size()) return Error{EINVAL, "malformed keys"};
     for (int i = 0; i < k.vrkey_size(); i++) {
       migr_key_map m{k.vrkey(i), k.prkey(i), {}};
@@ -146,8 +147,8 @@ Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> ke
   return map;
 }
 
-Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys) {
-  const auto map = key_maps(keys);
+Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners) {
+  const auto map = key_maps(keys, owners);
   if (!map) return map.error();
   const Status told = s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, *map, kProcessMs);
   return told || told.error().code != EBUSY ? told : Status();

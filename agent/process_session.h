@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -182,10 +183,12 @@ struct Answer {
 };
 
 /// As processes are told. EINVAL: malformed.
-Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys);
+/// @param owners  of these only; empty: all
+Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners = {});
 
 /// KEYS: where the memory of processes that have moved can be reached now. One that has no QP for them is done, whatever its library says (EBUSY).
-Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys);
+/// @param owners  whose keys it is told, in one message; empty: all
+Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners = {});
 
 const char* message_name(std::uint16_t type);
 

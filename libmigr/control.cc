@@ -67,7 +67,7 @@ constexpr unsigned kSessionLimitMs = 2000;      // of an ibv_wr_* session that w
 /// How long DESCRIBE waits for what has begun and cannot be stopped: far longer than it takes, far less than migrd waits.
 constexpr std::chrono::seconds kEndingLimit{4};
 constexpr std::size_t kPacketBytes = 128 * 1024;  // what we send at most; fits the default socket buffer
-constexpr std::size_t kMaxRecords = 1u << 20;     // of one message in all its packets
+constexpr std::size_t kMaxBytes = 128u << 20;     // of one message in all its packets: KEYS pass on what migrd takes of one answer (kAnswerBytes)
 constexpr std::size_t kMaxRecordBytes = 64;
 constexpr std::size_t kTriedFds = 8;              // whether so many can be opened; of more contexts the rest is not tried
 
@@ -241,8 +241,8 @@ Received receive(int fd, std::vector<char>& buffer, Message& request, int& error
   if (record_size >= 0 && head.count && head.record_size != static_cast<std::uint32_t>(record_size))
     return refuse(EINVAL, "records of message type " + std::to_string(head.type) + " have " +
                               std::to_string(record_size) + " bytes, not " + std::to_string(head.record_size));
-  if (request.records.size() + (bytes - sizeof(head)) > kMaxRecords * kMaxRecordBytes)
-    return refuse(EMSGSIZE, "a message of more than " + std::to_string(kMaxRecords) + " records");
+  if (request.records.size() + (bytes - sizeof(head)) > kMaxBytes)
+    return refuse(EMSGSIZE, "a message of more than " + std::to_string(kMaxBytes) + " bytes");
   request.records.insert(request.records.end(), buffer.data() + sizeof(head), buffer.data() + bytes);
   return head.flags & MIGR_MORE ? Received::kPart : Received::kWhole;
 }

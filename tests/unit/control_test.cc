@@ -429,6 +429,22 @@ TEST_F(Control, EngineErrorsComeWithTheirSentence) {
   EXPECT_EQ(reinterpret_cast<migr_drain_stat*>(records.data())->sq_in_flight, 25u);
 }
 
+// As many as migrd takes of one process: after the commit there is no way back from a message that is refused.
+TEST_F(Control, KeysOfFiveMillionRegionsAreTaken) {
+  constexpr std::size_t kKeys = 5'000'000;
+  migr_msg head = request(MIGR_MSG_KEYS);
+  head.record_size = sizeof(migr_key_map);
+  const std::vector<migr_key_map> part(MIGR_PROC_MAX_RECORDS);
+  for (std::size_t left = kKeys; left; left -= head.count) {
+    head.count = static_cast<std::uint32_t>(std::min(left, part.size()));
+    head.flags = head.count < left ? MIGR_MORE : 0;
+    put(head, part.data(), head.count * sizeof(migr_key_map));
+  }
+  migr_msg reply{};
+  ASSERT_TRUE(receive(reply));
+  EXPECT_EQ(reply.status, 0) << reply.text;
+}
+
 TEST_F(Control, EachRequestReachesTheEngine) {
   EXPECT_EQ(ask(MIGR_MSG_QP_CREATE).count, 2u);
   ask(request(MIGR_MSG_QP_CONNECT), std::vector<migr_qp_connect>{{7, 0x10, 5, 6, {}, {}}});

@@ -169,13 +169,12 @@ struct AnAskedPartner : APartner {
     (*record.mutable_began())[child] = life_of(child);
   }
   template <class Request, class Reply>
-  grpc::Status ask(grpc::Status (wire::Partner::Stub::*what)(grpc::ClientContext*, const Request&, Reply*), Reply& out) {
+  grpc::Status ask(grpc::Status (wire::Partner::Stub::*what)(grpc::ClientContext*, const Request&, Reply*), Reply& out, Request r = {}) {
     if (!host) begin();
     grpc::ServerBuilder b;
     b.RegisterService(&*host);
     const auto server = b.BuildAndStart();
     grpc::ClientContext ctx;
-    Request r;
     r.set_id(kId);
     if constexpr (requires { r.set_limit_ms(0); }) r.set_limit_ms(1'000);
     wire::Partner::Stub stub(server->InProcessChannel({}));
@@ -234,36 +233,91 @@ TEST_F(AnAskedPartner, WhoseProcessIsNotConnectedIsNot) {
   EXPECT_EQ(from_grpc(s, "peer").error().code, EIO) << s.error_message();
 }
 
-// This process, as far as a SessionTable sees it: of what it is asked for it has nothing.
+/// This process, as far as a SessionTable sees it.
+class ALibrary {
+ public:
+  using Told = std::function<int(const migr_msg& asked, const std::byte* records)>;
+  /// @param told  what it is asked for; it returns the status of the answer
+  ALibrary(SessionTable& sessions, const std::string& path, Told told) : sessions_(sessions), told_(std::move(told)) {
+    sockaddr_un at{};
+    at.sun_family = AF_UNIX;
+    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
+    EXPECT_TRUE(sessions.start(path, {}));
+    EXPECT_EQ(connect(socket_.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+    migr_msg m{};
+    m.version = MIGR_PROC_VERSION;
+    m.type = MIGR_MSG_HELLO;
+    std::memset(m.instance, 'i', sizeof m.instance);
+    EXPECT_EQ(send(socket_.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+    thread_ = std::thread([this] {
+      std::byte packet[1 << 12];
+      for (migr_msg asked; recv(socket_.n, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof asked);) {
+        std::memcpy(&asked, packet, sizeof asked);
+        asked.status = told_(asked, packet + sizeof asked);
+        asked.type |= MIGR_REPLY;
+        asked.arg = asked.count = asked.record_size = 0;
+        send(socket_.n, &asked, sizeof asked, MSG_NOSIGNAL);
+      }
+    });
+  }
+  ~ALibrary() {
+    sessions_.stop();
+    shutdown(socket_.n, SHUT_RDWR);
+    thread_.join();
+  }
+
+ private:
+  SessionTable& sessions_;
+  const Told told_;
+  const Fd socket_{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  std::thread thread_;
+};
+
+// Of what it is asked for it has nothing.
 TEST_F(AnAskedPartner, WhoseQpIsDestroyedCanBeAskedAnew) {
-  sockaddr_un at{};
-  at.sun_family = AF_UNIX;
-  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
-  ASSERT_TRUE(sessions.start(at.sun_path, {}));
-  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-  migr_msg m{};
-  m.version = MIGR_PROC_VERSION;
-  m.type = MIGR_MSG_HELLO;
-  std::memset(m.instance, 'i', sizeof m.instance);
-  ASSERT_EQ(send(library.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
-  std::thread answers([&] {
-    std::byte packet[1 << 12];
-    for (migr_msg asked; recv(library.n, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof asked);) {
-      std::memcpy(&asked, packet, sizeof asked);
-      asked.status = asked.type == MIGR_MSG_SUSPEND ? ENOENT : 0;
-      asked.type |= MIGR_REPLY;
-      asked.arg = asked.count = asked.record_size = 0;
-      send(library.n, &asked, sizeof asked, MSG_NOSIGNAL);
-    }
-  });
+  const ALibrary library(sessions, root + "/proc.sock", [](const migr_msg& asked, const std::byte*) { return asked.type == MIGR_MSG_SUSPEND ? ENOENT : 0; });
   is_of(getpid());
   const auto s = suspend();
   EXPECT_EQ(from_grpc(s, "peer").error().code, EAGAIN) << s.error_message();
   EXPECT_TRUE(taken_back(5'000));
-  sessions.stop();
-  shutdown(library.n, SHUT_RDWR);
-  answers.join();
+}
+
+// Of a container with many processes there may be more keys than one message holds.
+TEST_F(AnAskedPartner, TellsAProcessOfThoseWhomItIsConnectedTo) {
+  std::vector<std::uint32_t> keys;
+  const ALibrary library(sessions, root + "/proc.sock", [&](const migr_msg& asked, const std::byte* records) {
+    keys.clear();
+    for (std::uint32_t i = 0; asked.type == MIGR_MSG_KEYS && i < asked.count; i++) {
+      migr_key_map m;
+      std::memcpy(&m, records + i * sizeof m, sizeof m);
+      keys.push_back(m.prkey);
+    }
+    return 0;
+  });
+  is_of(getpid());
+  wire::KeysRequest r;
+  for (const char owner : {'a', 'b', 'c'}) {
+    auto* k = r.add_keys();
+    k->set_owner(std::string(sizeof(Instance), owner));
+    k->add_vrkey(0x100);
+    k->add_prkey(static_cast<std::uint32_t>(owner));
+  }
+  record.set_switched(true);
+  auto& owners = *(*record.mutable_owners())[getpid()].mutable_instance();
+  wire::KeysReply out;
+  const auto told = [&] {
+    const auto s = ask(&wire::Partner::Stub::Keys, out, r);
+    EXPECT_TRUE(s.ok()) << s.error_message();
+    host.reset();  // whether it runs at the destination nobody says
+    return keys;
+  };
+  EXPECT_EQ(told(), (std::vector<std::uint32_t>{'a', 'b', 'c'})) << "an older migrd wrote down none";
+  for (const char owner : {'c', 'a'}) owners.Add(std::string(sizeof(Instance), owner));
+  EXPECT_EQ(told(), (std::vector<std::uint32_t>{'a', 'c'}));
+  owners.Clear();
+  owners.Add(std::string(sizeof(Instance), 'd'));
+  keys = {7};
+  EXPECT_EQ(told(), std::vector<std::uint32_t>()) << "one that has no key";
 }
 
 /// Its process says that it is suspended: a thread that has looked before may still be about to post.
