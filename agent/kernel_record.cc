@@ -111,7 +111,19 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
   return out;
 }
 
-Status KernelRecord::objects(ContextRecord& c) {
+Status KernelRecord::search(ContextRecord& c) {
+  Status s = objects(c, tells_types_apart_ ? MIGR_OBJ_QP : 0);
+  if (!s && s.error().code == EINVAL && tells_types_apart_) {
+    tells_types_apart_ = false;
+    s = objects(c);
+  }
+  if (!tells_types_apart_) c.pds = {}, c.mrs = {}, c.cqs = {}, c.srqs = {}, c.others = {};  // of all processes of a host they take much
+  return !s && s.error().code == EAGAIN ? Status() : s;
+}
+
+Status KernelRecord::objects(ContextRecord& c, std::uint32_t type) {
+  Request r{MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}};
+  if (type) r.attrs.emplace_back(MIGR_A_OBJ_TYPE, type);
   const Handler add_object = [&](nlattr** a) {
     const nlattr* rec = a[MIGR_A_OBJ_REC];
     auto add = [&](auto& list) {
@@ -129,7 +141,7 @@ Status KernelRecord::objects(ContextRecord& c) {
   };
   return until_settled([&] {
     c.pds.clear(), c.mrs.clear(), c.cqs.clear(), c.qps.clear(), c.srqs.clear(), c.others.clear();
-    return talk(sock_.get(), family_, {MIGR_CMD_OBJ_GET, true, {{MIGR_A_CTX_ID, c.rec.ctx_id}}}, add_object,
+    return talk(sock_.get(), family_, r, add_object,
                 "reading the record of context " + std::to_string(c.rec.ctx_id));
   });
 }

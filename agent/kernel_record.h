@@ -57,19 +57,19 @@ class KernelRecord {
   /// Contexts of one process, or of all with pid 0; without their objects.
   Result<std::vector<ContextRecord>> contexts(pid_t pid = 0);
   /// Fills in the objects of a context.
-  Status objects(ContextRecord& ctx);
-  /// The same for a search: each is right by itself, and what comes and goes all the time is no error.
-  Status search(ContextRecord& ctx) {
-    const Status s = objects(ctx);
-    return !s && s.error().code == EAGAIN ? Status() : s;
-  }
+  Status objects(ContextRecord& ctx) { return objects(ctx, 0); }
+  /// Fills in its QPs, for a search: each is right by itself, and what comes and goes all the time is no error.
+  Status search(ContextRecord& ctx);
   Status reserve_qpn(std::uint32_t vqpn);
   /// ENOENT is no error: it was not reserved.
   Status release_qpn(std::uint32_t vqpn);
 
  private:
+  /// @param type  enum migr_obj_type: of this only; 0: all
+  Status objects(ContextRecord& ctx, std::uint32_t type);
   NlSocket sock_;
   int family_ = 0;
+  bool tells_types_apart_ = true;  // an older module does not
 };
 
 const char* object_name(std::uint32_t obj_type);

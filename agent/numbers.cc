@@ -139,6 +139,14 @@ std::map<std::uint32_t, std::vector<Instance>> BornBook::owners() const {
   return out;
 }
 
+std::vector<Instance> BornBook::owners_of(std::uint32_t vqpn) const {
+  std::vector<Instance> out;
+  for (const auto& [who, e] : all_)
+    if (e.born.contains(vqpn))
+      if (const auto i = instance_of(from_hex(who).value_or(""))) out.push_back(*i);
+  return out;
+}
+
 BornBook::Vqpns BornBook::without_reserved(std::set<std::uint32_t> vqpns) const {
   for (const auto v : reserved()) vqpns.erase(v);
   return {vqpns.begin(), vqpns.end()};
@@ -262,6 +270,13 @@ Result<std::map<std::uint32_t, std::vector<Instance>>> Numbers::owners() const {
   const auto k = kept_book();
   if (!k) return k.error();
   return (*k)->book.owners();
+}
+
+Result<std::vector<Instance>> Numbers::owners_of(std::uint32_t vqpn) const {
+  std::lock_guard lock(mutex_);
+  const auto k = kept_book();
+  if (!k) return k.error();
+  return (*k)->book.owners_of(vqpn);
 }
 
 // Written last: what was not written is released again.

@@ -46,6 +46,8 @@ class BornBook {
   Vqpns reserved() const;
   /// The same, with whose each is: on several devices there may be several.
   std::map<std::uint32_t, std::vector<Instance>> owners() const;
+  /// Of one of them.
+  std::vector<Instance> owners_of(std::uint32_t vqpn) const;
 
  private:
   Vqpns without_reserved(std::set<std::uint32_t> vqpns) const;
@@ -76,6 +78,7 @@ class Numbers {
   Result<std::optional<std::string>> away_at(const Instance& instance) const;
   /// As BornBook.
   Result<std::map<std::uint32_t, std::vector<Instance>>> owners() const;
+  Result<std::vector<Instance>> owners_of(std::uint32_t vqpn) const;
   /// Processes have come, with these numbers.
   Status arrive(const std::vector<Instance>& instances, const Vqpns& vqpns);
   /// One of them lives here (pid 0: and has ended). @param births  hosts to be told of its end; none: nobody is

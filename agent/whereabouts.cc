@@ -21,7 +21,7 @@
 namespace migr {
 namespace {
 
-// The record of this host with all its objects. Without the module: empty.
+// The record of this host with all its QPs. Without the module: empty.
 Result<std::vector<ContextRecord>> all_contexts(pid_t pid = 0) {
   auto kernel = KernelRecord::open();
   if (!kernel) return kernel.error().code == ENOENT ? Result<std::vector<ContextRecord>>(std::vector<ContextRecord>()) : kernel.error();
@@ -88,7 +88,7 @@ Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
   if (r.gid().size() != sizeof(migr_qp_address::gid) || !r.vqpn() || r.vqpn() > MIGR_QPN_MASK) return Error{EINVAL, "a malformed address"};
   auto ctxs = all_contexts();
   if (!ctxs) return ctxs.error();
-  auto owners = numbers_.owners();
+  auto owners = numbers_.owners_of(r.vqpn());
   if (!owners) return owners.error();
   Tables tables;
   const auto is_here = [&](const Instance& i) {
@@ -99,7 +99,7 @@ Status Whereabouts::where(const wire::WhereRequest& r, wire::WhereReply& out) {
   };
   // For whom this host keeps that number since it has left from there: whoever else has it here has bound it.
   std::set<Instance> kept_for;
-  for (const auto& i : (*owners)[r.vqpn()])
+  for (const auto& i : *owners)
     if (directory_.was_at(i, r.gid()) || is_here(i)) kept_for.insert(i);
   for (const auto& c : *ctxs)
     for (const auto& q : c.qps) {

@@ -26,6 +26,7 @@ static const struct nla_policy ctx_get_policy[MIGR_A_MAX + 1] = {
 };
 static const struct nla_policy obj_get_policy[MIGR_A_MAX + 1] = {
 	[MIGR_A_CTX_ID] = NLA_POLICY_MIN(NLA_U32, 1),
+	[MIGR_A_OBJ_TYPE] = NLA_POLICY_RANGE(NLA_U32, MIGR_OBJ_PD, __MIGR_OBJ_MAX - 1),
 };
 static const struct nla_policy qp_bind_policy[MIGR_A_MAX + 1] = {
 	[MIGR_A_CTX_ID] = NLA_POLICY_MIN(NLA_U32, 1),
@@ -77,7 +78,7 @@ static int info_get(struct sk_buff *skb, struct genl_info *info)
 /* ---- dumps ----------------------------------------------------------------- */
 
 /* Kept in cb->args[]: where the dump goes on. */
-enum { ARG_NEXT, ARG_FILTER };
+enum { ARG_NEXT, ARG_FILTER, ARG_TYPE };
 
 /* One u32 attribute of the request; @value stays as it is without it. */
 static int dump_attr(struct netlink_callback *cb, const struct nla_policy *policy, int type,
@@ -155,9 +156,11 @@ static int ctx_dump(struct sk_buff *skb, struct netlink_callback *cb)
 static int obj_dump_start(struct netlink_callback *cb)
 {
 	struct migr_ctx *ctx;
-	u32 ctx_id = 0;
+	u32 ctx_id = 0, type = 0;
 	int err = dump_attr(cb, obj_get_policy, MIGR_A_CTX_ID, &ctx_id);
 
+	if (!err)
+		err = dump_attr(cb, obj_get_policy, MIGR_A_OBJ_TYPE, &type);
 	if (err)
 		return err;
 	if (!ctx_id) {
@@ -174,6 +177,7 @@ static int obj_dump_start(struct netlink_callback *cb)
 	migr_ctx_put(ctx);
 	cb->args[ARG_NEXT] = 0;
 	cb->args[ARG_FILTER] = ctx_id;
+	cb->args[ARG_TYPE] = type;
 	return err;
 }
 
@@ -219,6 +223,7 @@ static int obj_dump(struct sk_buff *skb, struct netlink_callback *cb)
 {
 	struct migr_ctx *ctx = migr_ctx_get(cb->args[ARG_FILTER]);
 	unsigned long seq = cb->args[ARG_NEXT];
+	u32 type = cb->args[ARG_TYPE];
 	struct migr_obj *obj;
 
 	if (!ctx)
@@ -232,6 +237,8 @@ static int obj_dump(struct sk_buff *skb, struct netlink_callback *cb)
 	/* A change between two parts makes the dump an interrupted one. */
 	cb->seq = ctx->gen ?: 1;
 	xa_for_each_start(&ctx->objs, seq, obj, cb->args[ARG_NEXT]) {
+		if (type && obj->type != type)
+			continue;
 		if (!migr_obj_refresh_locked(obj))
 			continue;
 		if (obj_put(skb, cb, obj))

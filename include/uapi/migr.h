@@ -157,7 +157,7 @@ enum migr_genl_cmd {
 	MIGR_CMD_UNSPEC,
 	MIGR_CMD_INFO_GET,	/* -> ABI_VERSION, NR_CTX, NR_OBJ, NR_RESERVED, NR_DEV, MOVES_MARKED */
 	MIGR_CMD_CTX_GET,	/* dump [PID] -> CTX_ID, CTX_REC */
-	MIGR_CMD_OBJ_GET,	/* dump CTX_ID -> OBJ_TYPE, OBJ_REC, [DRIVER_RESP] */
+	MIGR_CMD_OBJ_GET,	/* dump CTX_ID, [OBJ_TYPE] -> OBJ_TYPE, OBJ_REC, [DRIVER_RESP]; of that type only: an older module says EINVAL */
 	MIGR_CMD_QP_BIND,	/* CTX_ID, VQPN, PQPN */
 	MIGR_CMD_QPN_RESERVE,	/* VQPN: not given to another QP of this host */
 	MIGR_CMD_QPN_RELEASE,	/* VQPN */

@@ -54,7 +54,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t pid) {
   return all;
 }
 
-Status KernelRecord::objects(ContextRecord& c) {
+Status KernelRecord::objects(ContextRecord& c, std::uint32_t) {
   for (const auto& p : model::processes(host())) {
     if (p.pid != static_cast<int>(c.rec.pid)) continue;
     migr_qp_rec q{};
@@ -72,6 +72,7 @@ Status KernelRecord::objects(ContextRecord& c) {
   }
   return Error{ENOENT, "it has ended"};
 }
+Status KernelRecord::search(ContextRecord& c) { return objects(c, 0); }
 
 Status KernelRecord::reserve_qpn(std::uint32_t v) {
   std::ofstream(host() + "/reserved/" + std::to_string(v)) << "\n";

@@ -433,7 +433,7 @@ static int take_obj(struct nlattr **attrs, void *arg)
 	return 0;
 }
 
-int genl_objs(uint32_t ctx_id, struct obj_list *list)
+int genl_objs_of(uint32_t ctx_id, uint32_t type, struct obj_list *list)
 {
 	struct nl_msg *msg;
 	int err = genl_open();
@@ -443,7 +443,14 @@ int genl_objs(uint32_t ctx_id, struct obj_list *list)
 		return err;
 	msg = genl_msg(MIGR_CMD_OBJ_GET, NLM_F_DUMP);
 	nla_put_u32(msg, MIGR_A_CTX_ID, ctx_id);
+	if (type)
+		nla_put_u32(msg, MIGR_A_OBJ_TYPE, type);
 	return genl_talk(msg, take_obj, list);
+}
+
+int genl_objs(uint32_t ctx_id, struct obj_list *list)
+{
+	return genl_objs_of(ctx_id, 0, list);
 }
 
 int genl_bind_qp(uint32_t ctx_id, uint32_t vqpn, uint32_t pqpn)

@@ -101,6 +101,7 @@ struct migr_ev {
 int genl_info(struct migr_info *info);
 int genl_ctxs(uint32_t pid, struct ctx_list *list);	/* pid 0: all */
 int genl_objs(uint32_t ctx_id, struct obj_list *list);
+int genl_objs_of(uint32_t ctx_id, uint32_t type, struct obj_list *list);	/* type 0: all */
 int genl_bind_qp(uint32_t ctx_id, uint32_t vqpn, uint32_t pqpn);
 int genl_reserve(uint32_t vqpn);
 int genl_release(uint32_t vqpn);

@@ -10,6 +10,22 @@
 static struct obj_list objs;
 static struct ctx_list ctxs;
 
+/* A search wants QPs, and there may be very many MRs. */
+static void of_one_type(void)
+{
+	static struct obj_list some;
+	int type, i, all = 0;
+
+	for (type = MIGR_OBJ_PD; type < __MIGR_OBJ_MAX; type++) {
+		need(!genl_objs_of(ctx_of_pid(getpid()), type, &some), "dump of a type");
+		for (i = 0; i < some.n; i++)
+			check_eq(some.obj[i].type, type, "a dump of one type has no other");
+		all += some.n;
+	}
+	need(!genl_objs(ctx_of_pid(getpid()), &objs), "dump");
+	check_eq(all, objs.n, "those of all types are all");
+}
+
 static void pd_mr_cq(struct side *s)
 {
 	struct obj *o;
@@ -276,6 +292,7 @@ int main(void)
 	channels(&s);
 	shared_receives(&s);
 	others(&s);
+	of_one_type();
 	resize(&s);
 	rereg(&s);
 

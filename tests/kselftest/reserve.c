@@ -52,6 +52,7 @@ int main(void)
 	check_eq(genl_raw(MIGR_CMD_QPN_RESERVE, 0, 0, 0), (uint64_t)-EINVAL, "without a number");
 	check_eq(genl_raw(MIGR_CMD_QPN_RESERVE, 0, MIGR_A_CTX_ID, 5), (uint64_t)-EINVAL, "an attribute it does not take");
 	check_eq(genl_raw(MIGR_CMD_OBJ_GET, NLM_F_DUMP, 0, 0), (uint64_t)-EINVAL, "a dump of no context");
+	check_eq(genl_objs_of(ctx_of_pid(getpid()), __MIGR_OBJ_MAX, &objs), (uint64_t)-ERANGE, "a dump of no type");
 	check_eq(genl_raw(MIGR_CMD_EVENT, 0, 0, 0), (uint64_t)-EOPNOTSUPP, "what only the kernel says");
 	side_close(&s);
 	return finish();

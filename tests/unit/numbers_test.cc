@@ -90,6 +90,7 @@ TEST(BornBook, KnowsForWhomItKeepsANumber) {
   (void)book.arrive({a}, {11});
   EXPECT_EQ(book.owners()[10], std::vector<Instance>{b});
   EXPECT_EQ(book.owners()[11], std::vector<Instance>{a}) << "it is its name";
+  for (const std::uint32_t vqpn : {10, 11, 12}) EXPECT_EQ(book.owners_of(vqpn), book.owners()[vqpn]);
 }
 
 TEST(BornBook, DamagedTextIsEmpty) {

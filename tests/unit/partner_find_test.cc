@@ -58,7 +58,7 @@ Result<std::vector<ContextRecord>> KernelRecord::contexts(pid_t) {
   std::strcpy(c.rec.ibdev, kDevice);
   return std::vector{c};
 }
-Status KernelRecord::objects(ContextRecord& c) {
+Status KernelRecord::objects(ContextRecord& c, std::uint32_t) {
   migr_qp_rec q{};
   q.vqpn = kVqpn;
   q.pqpn = kPqpn;
@@ -70,6 +70,7 @@ Status KernelRecord::objects(ContextRecord& c) {
   c.qps.push_back(q);
   return {};
 }
+Status KernelRecord::search(ContextRecord& c) { return objects(c, 0); }
 Status KernelRecord::reserve_qpn(std::uint32_t vqpn) {
   reserved.insert(vqpn);
   ++reservings;
