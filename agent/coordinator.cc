@@ -759,8 +759,9 @@ Status Coordinator::replay(std::set<std::size_t> left, const std::string& what) 
   };
   if (auto s = both([&] { return settle(there, [](std::size_t) { return true; }, [&](const auto& r) { return source_.settle(r); }); },
                     [&](Affected& a) {
-                      auto its = [&](std::size_t i) { return std::any_of(a.qps.begin(), a.qps.end(), [&](const auto& q) { return q.index() == i; }); };
-                      return settle(here, its, [&](const auto& r) { return a.link->settle(r); });
+                      std::set<std::size_t> its;
+                      for (const auto& q : a.qps) its.insert(q.index());
+                      return settle(here, [&](std::size_t i) { return its.contains(i); }, [&](const auto& r) { return a.link->settle(r); });
                     }); !s) return s;
   note(std::to_string(sum.replayed()) + " work requests of " + std::to_string(sum.qps()) + " QPs are replayed on the new path, " +
        std::to_string(sum.executed()) + " had arrived before" +

@@ -110,6 +110,7 @@ struct DestinationHost::Job : LeasedJob {
   Child attach, open;              // of the network, got ready and waiting; likewise
   std::atomic<bool> mine = false;  // it was let in, so what has the container's name here was made by this job
   std::vector<migr_rc_object> objects;
+  std::vector<std::vector<std::size_t>> objects_of;  // of each of instances: their places
   std::vector<std::shared_ptr<ProcessSession>> sessions;
   std::vector<Instance> late;  // that the others did not wait for: they find their gates open
   bool attached = false;
@@ -141,6 +142,12 @@ struct DestinationHost::Job : LeasedJob {
     return {hosts.begin(), hosts.end()};
   }
   std::vector<std::uint32_t> vqpns() const { return {record.header().vqpns().begin(), record.header().vqpns().end()}; }
+  void set_objects(std::vector<migr_rc_object> all) {
+    objects = std::move(all);
+    objects_of.assign(instances.size(), {});
+    for (std::size_t at = 0; at < objects.size(); at++)
+      if (const auto its = owner.find(objects[at].src_ctx_id); its != owner.end()) objects_of[its->second].push_back(at);
+  }
   // What Connect says of the other ends, for REBIND.
   void note_peers() {
     for (const auto& c : connect.connections()) {
@@ -195,6 +202,7 @@ Result<DestinationHost::JobPtr> DestinationHost::job_of(const wire::PrepareHeade
     if (h.ctx_owner(i) >= job->instances.size()) return Error{EINVAL, "a context without a process"};
     job->owner[h.ctx_ids(i)] = h.ctx_owner(i);
   }
+  job->set_objects({});
   job->dir = state_dir + "/dest/" + migration_text(job->id);
   job->socket = std::make_unique<RestoreSocket>(job->images() + "/restore.sock");
   *job->record.mutable_header() = h;
@@ -222,8 +230,9 @@ DestinationHost::DestinationHost(const Config& config, SessionTable& sessions, P
     job->rebound = !job->keys.empty();
     job->keys_known = job->rebound || record.keys_known();
     job->resumed = record.resumed();
-    job->objects.resize(record.objects().size() / sizeof(migr_rc_object));
-    if (!job->objects.empty()) std::memcpy(job->objects.data(), record.objects().data(), job->objects.size() * sizeof(migr_rc_object));
+    std::vector<migr_rc_object> objects(record.objects().size() / sizeof(migr_rc_object));
+    if (!objects.empty()) std::memcpy(objects.data(), record.objects().data(), objects.size() * sizeof(migr_rc_object));
+    job->set_objects(std::move(objects));
     job->ready = !job->objects.empty();
     if (record.connected().empty()) job->connect = record.connect();
     else if (!job->connect.ParseFromString(record.connected())) spdlog::error("migration {}: its record of the other ends cannot be read", migration_text(id));
@@ -650,7 +659,7 @@ grpc::Status DestinationHost::Ready(grpc::ServerContext* ctx, const wire::Migrat
   return step(*ctx, m->id(), FaultStep::kDestinationReady, [&](Job& job) -> Status {
     auto objects = job.socket->ask<migr_rc_object>(MIGR_RC_READY, std::span<const migr_rc_connect>(), kReadyMs);
     if (!objects) return with_log(job, objects);
-    job.objects = *objects;
+    job.set_objects(*objects);
     // A migrd that is started again has to tell the processes about them.
     job.record.set_objects(objects->data(), objects->size() * sizeof(migr_rc_object));
     job.record.set_began(runc_.life(job.container));
@@ -788,8 +797,7 @@ Result<SessionTable::Fits> DestinationHost::of_container(const Job& job) {
 // Of a process. Caller holds job.work.
 std::set<std::uint32_t> DestinationHost::contexts_of(const Job& job, std::size_t i) {
   std::set<std::uint32_t> its;
-  for (const auto& o : job.objects)
-    if (const auto owner = job.owner.find(o.src_ctx_id); owner != job.owner.end() && owner->second == i) its.insert(o.ctx_id);
+  for (const auto at : job.objects_of[i]) its.insert(job.objects[at].ctx_id);
   return its;
 }
 
@@ -825,9 +833,8 @@ Result<std::shared_ptr<ProcessSession>> DestinationHost::session_of(const Job& j
 // What a process is now that was called otherwise. Caller holds job.work.
 std::vector<migr_handle_map> DestinationHost::handles_of(const Job& job, std::size_t i) {
   std::vector<migr_handle_map> map;
-  for (const auto& o : job.objects) {
-    const auto owner = job.owner.find(o.src_ctx_id);
-    if (owner == job.owner.end() || owner->second != i) continue;
+  for (const auto at : job.objects_of[i]) {
+    const auto& o = job.objects[at];
     migr_handle_map h{};
     h.ctx_id = o.ctx_id;
     h.context_fd = o.context_fd;
@@ -957,7 +964,7 @@ Status DestinationHost::resume(Job& job) {
   });
   if (!first) return job.sessions.clear(), first;  // the next time they are looked up anew: a process may have connected again
   job.resumed = true;
-  job.objects.clear();
+  job.set_objects({});
   job.sessions.clear();  // each holds a socket, and the job is kept for a while
   job.record.clear_objects();
   // With many QPs that takes longer than all before. A migrd that ends meanwhile begins with REBIND again.

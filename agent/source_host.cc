@@ -817,6 +817,7 @@ Result<ContainerInfo> SourceRun::inspect(const std::string& container) {
   for (std::uint32_t i = 0; i < info_.instances.size(); i++)
     for (auto& gid : host_.directory_.earlier(info_.instances[i])) info_.earlier.emplace_back(i, std::move(gid));
   if (auto s = disk_fits(info_.image_bytes(), host_.folder(id_)); !s) return s.error();
+  count();
   return info_;
 }
 
@@ -1011,23 +1012,24 @@ Status SourceRun::suspend() {
 }
 
 // As they are counted in info_.connected.
-CountedQps SourceRun::counted(const Process& p) const {
-  CountedQps out;
-  const auto owner = static_cast<std::uint32_t>(&p - processes_.data());
-  for (std::size_t i = 0; i < info_.connected.size(); i++)
-    for (const auto& [ctx, of] : info_.ctxs) {
-      if (ctx != info_.connected[i].ctx_id || of != owner) continue;
-      out.refs.push_back({ctx, info_.connected[i].vqpn, info_.connected[i].pqpn, 0});
-      out.index.push_back(static_cast<std::uint32_t>(i));
-    }
-  return out;
+void SourceRun::count() {
+  counted_.assign(processes_.size(), {});
+  const std::map<std::uint32_t, std::uint32_t> owners(info_.ctxs.begin(), info_.ctxs.end());
+  for (std::size_t i = 0; i < info_.connected.size(); i++) {
+    const auto& q = info_.connected[i];
+    auto& its = counted_[owners.at(q.ctx_id)];
+    its.refs.push_back({q.ctx_id, q.vqpn, q.pqpn, 0});
+    its.index.push_back(static_cast<std::uint32_t>(i));
+  }
 }
+
+const CountedQps& SourceRun::counted(const Process& p) const { return counted_[static_cast<std::size_t>(&p - processes_.data())]; }
 
 Result<wire::DrainReply> SourceRun::drain(int limit_ms, const std::set<std::size_t>& gone) {
   wire::DrainReply reply;
   Shared<wire::DrainReply> out{reply};
   const auto one = [&](Process& p) -> Status {
-    const CountedQps all = counted(p);
+    const CountedQps& all = counted(p);
     if (auto s = give_up(*p.session, id_, all, gone); !s) return s;
     return drain_process(*p.session, id_, {}, all, limit_ms, true, out);
   };

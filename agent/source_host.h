@@ -175,7 +175,8 @@ class SourceRun final : public Source {
     std::uint32_t generation = 0;  // how often it was restored before
   };
   Result<std::vector<struct ContextRecord>> contexts_now() const;
-  CountedQps counted(const Process& p) const;
+  void count();
+  const CountedQps& counted(const Process& p) const;
   Status inspect_context(struct ContextRecord& c, std::uint32_t owner, std::span<const migr_fd_desc> described);
   Status knows_its_objects(Process& p, std::vector<struct ContextRecord> ctxs);
   Status step(FaultStep step, const std::function<Status()>& work);
@@ -195,6 +196,7 @@ class SourceRun final : public Source {
   ContainerState state_;
   ContainerInfo info_;
   std::vector<Process> processes_;
+  std::vector<CountedQps> counted_;  // of each of them
   std::vector<Instance> claimed_;
   SourceHost::Entry entry_;
   Child detach_ahead_;                   // the network hook, waiting
