@@ -169,7 +169,7 @@ void note_pinned(Registry& registry, const MrShadow& shadow) {
 /// @return false: they were never told
 bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
   if (name.rkey == real.rkey || force_names()) return false;
-  registry.retired_keys.push_back(name.rkey >> 8);
+  registry.retired_keys.insert(name.rkey >> 8);
   return true;
 }
 
@@ -764,7 +764,7 @@ MIGR_EXPORT int ibv_dereg_mr(ibv_mr* mr) {
     return real().dereg_mr(shadow->real);
   });
   if (err) {
-    if (retired) std::erase(registry.retired_keys, shadow->app.rkey >> 8);
+    if (retired) registry.retired_keys.erase(shadow->app.rkey >> 8);
     note_shift(*shadow);
     registry.mrs.add(shadow);
     return made_again(*shadow), err;

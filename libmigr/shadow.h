@@ -522,8 +522,8 @@ struct Registry {
   std::vector<ibv_comp_channel*> channels;
   MrShadows mrs;
   /// Indexes of keys of MRs and memory windows that are gone, for which partners may still know a physical one. KEYS makes them forget.
-  std::vector<std::uint32_t> retired_keys;
-  bool is_retired(std::uint32_t key) const { return std::find(retired_keys.begin(), retired_keys.end(), key >> 8) != retired_keys.end(); }
+  std::unordered_set<std::uint32_t> retired_keys;
+  bool is_retired(std::uint32_t key) const { return retired_keys.contains(key >> 8); }
   std::vector<CqShadow*> cqs;
   std::vector<QpShadow*> qps;
   std::vector<SrqShadow*> srqs;

@@ -140,7 +140,7 @@ int deallocate(Context& context, ibv_mw* mw) {
   if (const int err = context.ops.dealloc_mw(mw)) return err;
   std::lock_guard guard(s.lock);
   if (const Window* w = find(mw)) {
-    if (index != w->pkey >> 8) Registry::get().retired_keys.push_back(index);
+    if (index != w->pkey >> 8) Registry::get().retired_keys.insert(index);
     forget_changes(s, [&](const Change& c) { return c.mw == mw; });
     s.by_physical.erase({&context, w->pkey >> 8});
     s.by_virtual.erase({&context, index});
