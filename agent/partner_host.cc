@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 
 #include "devices.h"
 #include "fault.h"
@@ -23,6 +25,29 @@
 #include "tracking.h"
 
 namespace migr {
+
+namespace {
+
+// The library carries out a message under the lock that the application's calls wait for, and a QP takes up to half a millisecond.
+// Each message also makes it read where its queues are mapped.
+constexpr std::size_t kQpsAtOnce = 256;
+
+// About many QPs, some at a time, as long as it may take for all of them. What an error leaves undone ROLLBACK takes back.
+template <class Out, class In>
+Result<std::vector<Out>> ask_in_parts(ProcessSession& session, std::uint16_t type, std::uint32_t migration, std::span<const In> all, std::uint64_t arg = 0) {
+  using std::chrono::steady_clock, std::chrono::milliseconds;
+  const auto until = steady_clock::now() + milliseconds(kProcessMs + kPerQpMs * static_cast<int>(all.size()));
+  std::vector<Out> out;
+  for (; !all.empty(); all = all.subspan(std::min(all.size(), kQpsAtOnce))) {
+    const auto left = std::chrono::duration_cast<milliseconds>(until - steady_clock::now()).count();
+    auto some = session.ask<Out, In>(type, migration, all.first(std::min(all.size(), kQpsAtOnce)), static_cast<int>(std::max<long long>(left, 0)), arg);
+    if (!some) return some.error();
+    out.insert(out.end(), some->begin(), some->end());
+  }
+  return out;
+}
+
+}  // namespace
 
 // One process and those of its QPs that are affected.
 struct PartnerHost::Process {
@@ -357,8 +382,7 @@ grpc::Status PartnerHost::Prepare(grpc::ServerContext* ctx, const wire::PartnerP
 Status PartnerHost::create(Job& job, wire::PartnerPrepareReply& out) {
   std::mutex guards_out;
   return each(job, [&](Process& p, ProcessSession& session) -> Status {
-    auto spares = session.ask<migr_qp_spare, migr_qp_ref>(MIGR_MSG_QP_CREATE, job.id, p.refs,
-                                                          kProcessMs + kPerQpMs * static_cast<int>(p.refs.size()));
+    auto spares = ask_in_parts<migr_qp_spare, migr_qp_ref>(session, MIGR_MSG_QP_CREATE, job.id, p.refs);
     if (!spares) return spares.error();
     const auto places = p.counted().places();
     std::lock_guard lock(guards_out);
@@ -425,7 +449,7 @@ grpc::Status PartnerHost::Connect(grpc::ServerContext* ctx, const wire::ConnectR
         by_context[c->peer_ctx_id()].push_back(x);
       }
       for (const auto& [ctx_id, to] : by_context)
-        if (auto done = session.ask<migr_qp_ref, migr_qp_connect>(MIGR_MSG_QP_CONNECT, job.id, to, kProcessMs + kPerQpMs * static_cast<int>(to.size()), ctx_id); !done) return done.error();
+        if (auto done = ask_in_parts<migr_qp_ref, migr_qp_connect>(session, MIGR_MSG_QP_CONNECT, job.id, to, ctx_id); !done) return done.error();
       p.owners = std::move(owners);
       return {};
     });

@@ -806,8 +806,8 @@ Ended serve_connection(int fd) {
     head.state = process_state();
     const bool sent = send_message(fd, head, answer);
     {
-      std::lock_guard guard(Registry::get().lock);
-      switchover::destroy_old_paths();
+      std::unique_lock guard(Registry::get().lock);
+      while (switchover::destroy_old_paths()) Registry::let_others(guard);
     }
     if (request.head.type == MIGR_MSG_FREEZE && !answer.status) {
       self->rebound = false;

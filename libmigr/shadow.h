@@ -14,6 +14,7 @@
 #define MIGR_SHADOW_H
 
 #include <infiniband/verbs.h>
+#include <time.h>
 
 #include <algorithm>
 #include <array>
@@ -42,7 +43,7 @@ namespace migr {
 
 class KernelLink;
 namespace switchover {
-void destroy_old_paths();
+bool destroy_old_paths();
 void end_tracking();
 }
 namespace links {  // links/links.h
@@ -549,6 +550,13 @@ struct Registry {
   std::uint64_t changes = 1;  ///< of what a record says. MRs do not count: the process registers them again by itself
   std::condition_variable thawed;
   static Registry& get();
+  /// Whoever waits for the lock gets it now. To unlock it is not enough: who locks it again at once is first.
+  static void let_others(std::unique_lock<std::mutex>& guard) {
+    constexpr timespec kPause{0, 100'000};
+    guard.unlock();
+    nanosleep(&kPause, nullptr);
+    guard.lock();
+  }
   /// Control path of the application: the lock, once nothing is frozen.
   Held enter() {
     Held guard(lock);
@@ -558,8 +566,11 @@ struct Registry {
   /// The same for calls that make, destroy or modify what is in the record.
   Held change() {
     Held guard(lock);
-    thawed.wait(guard, [this] { return !frozen && !closing && !held; });
-    if (!old_paths.empty()) switchover::destroy_old_paths();  // they hold PDs and CQs
+    for (;;) {
+      thawed.wait(guard, [this] { return !frozen && !closing && !held; });
+      if (old_paths.empty() || !switchover::destroy_old_paths()) break;  // they hold PDs and CQs
+      let_others(guard);
+    }
     ++changes;
     return guard;
   }

@@ -258,8 +258,14 @@ void forget_posted(const QpShadow& q) {
   c.markers -= std::min(c.markers, static_cast<unsigned>(std::erase_if(c.stand_ins, of_it)));
 }
 
-void destroy_old_paths() {
-  for (ibv_qp* qp : std::exchange(Registry::get().old_paths, {})) real().destroy_qp(qp);
+bool destroy_old_paths() {
+  constexpr int kAtOnce = 16;
+  auto& all = Registry::get().old_paths;
+  for (int i = 0; i < kAtOnce && !all.empty(); ++i) {
+    real().destroy_qp(all.back());
+    all.pop_back();
+  }
+  return !all.empty();
 }
 
 namespace {

@@ -103,8 +103,9 @@ int set_remote_keys(Qps qps, std::span<const migr_key_map> keys, std::string& wh
 /// Replays kept sends in order, lets the application on. The old paths are left to destroy_old_paths().
 int resume(Qps qps, std::vector<migr_resume_stat>& out, std::string& why);
 
-/// The real QPs that resume() has put aside: destroying thousands takes a while, so migrd is answered before.
-void destroy_old_paths();
+/// The real QPs that resume() has put aside, some at a time: destroying thousands takes a while, so migrd is answered before, and others get the lock in between.
+/// @return there are more
+bool destroy_old_paths();
 
 /// A QP that is to be destroyed: what it has completed goes to the fake CQs, as long as its number has a name and its windows are known.
 void name_completions(const QpShadow& q);

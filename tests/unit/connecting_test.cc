@@ -35,7 +35,7 @@ void translate_keys(QpShadow&, std::uint32_t) {}
 namespace switchover {
 const Context* keys_asked_of = nullptr;
 void keys_of(const Context& context, std::vector<migr_key_map>&) { keys_asked_of = &context; }
-void destroy_old_paths() {}
+bool destroy_old_paths() { return false; }
 }  // namespace switchover
 namespace links {
 bool met(QpShadow&) { return true; }

@@ -31,7 +31,7 @@ KernelLink::~KernelLink() = default;
 int KernelLink::detach() { return 0; }
 
 namespace switchover {
-void destroy_old_paths() {}
+bool destroy_old_paths() { return false; }
 void end_tracking() {}
 namespace ahead {
 void describe(std::span<const std::uint8_t, 16>, std::vector<migr_fd_desc>&) {}

@@ -136,7 +136,7 @@ void lead_unresolved(ibv_ah&, const ibv_ah_attr& attr, const ibv_gid& from) {
 }  // namespace provider
 namespace switchover {
 void make_keys_virtual(const Context&, std::vector<KeptReceive>&) {}
-void destroy_old_paths() {}
+bool destroy_old_paths() { return false; }
 }  // namespace switchover
 
 namespace {

@@ -55,7 +55,7 @@ Registry& Registry::get() {
   return *registry;
 }
 Context* Registry::context_of(const ibv_context* real) const { return real == &the_context ? &ours : nullptr; }
-void switchover::destroy_old_paths() {}
+bool switchover::destroy_old_paths() { return false; }
 decltype(&::_ibv_query_gid_table) real_query_gid_table() { return table; }
 decltype(&::_ibv_query_gid_ex) real_query_gid_ex() { return query_ex; }
 const Real& real() {

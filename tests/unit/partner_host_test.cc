@@ -17,6 +17,7 @@
 #include <future>
 #include <optional>
 #include <thread>
+#include <numeric>
 #include <utility>
 
 #include "agent/limits.h"
@@ -250,7 +251,7 @@ class ALibrary {
     std::memset(m.instance, 'i', sizeof m.instance);
     EXPECT_EQ(send(socket_.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
     thread_ = std::thread([this] {
-      std::byte packet[1 << 12];
+      std::byte packet[1 << 16];
       for (migr_msg asked; recv(socket_.n, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof asked);) {
         std::memcpy(&asked, packet, sizeof asked);
         asked.status = told_(asked, packet + sizeof asked);
@@ -280,6 +281,40 @@ TEST_F(AnAskedPartner, WhoseQpIsDestroyedCanBeAskedAnew) {
   const auto s = suspend();
   EXPECT_EQ(from_grpc(s, "peer").error().code, EAGAIN) << s.error_message();
   EXPECT_TRUE(taken_back(5'000));
+}
+
+// A message about all of them would keep its application from every call of verbs as long.
+TEST_F(AnAskedPartner, AsksForManyQpsInParts) {
+  constexpr std::uint32_t kQps = 600;
+  std::vector<std::uint32_t> made, connected;
+  const ALibrary library(sessions, root + "/proc.sock", [&](const migr_msg& asked, const std::byte*) {
+    if (asked.type == MIGR_MSG_QP_CREATE) made.push_back(asked.count);
+    if (asked.type == MIGR_MSG_QP_CONNECT) connected.push_back(asked.count);
+    return connected.size() == 2 ? EIO : 0;
+  });
+  auto& qps = *record.mutable_request()->mutable_qps();
+  wire::ConnectRequest r;
+  while (static_cast<std::uint32_t>(qps.size()) < kQps) *qps.Add() = qps[0];
+  for (std::uint32_t i = 0; i < kQps; i++) {
+    auto& q = qps[static_cast<int>(i)];
+    q.set_index(i);
+    q.set_vqpn(i + 1);
+    q.set_pid(getpid());
+    auto* c = r.add_connections();
+    c->set_index(i);
+    c->set_dest_gid(std::string(16, 'g'));
+    c->set_peer(std::string(16, 'a'));
+  }
+  is_of(getpid());
+  record.set_switched(true);  // a migrd that finds it again waits
+  wire::PartnerPrepareReply spares;
+  EXPECT_TRUE(ask(&wire::Partner::Stub::Create, spares).ok());
+  EXPECT_EQ(made.size(), 3u);
+  EXPECT_EQ(std::accumulate(made.begin(), made.end(), 0u), kQps);
+  wire::Empty out;
+  EXPECT_FALSE(ask(&wire::Partner::Stub::Connect, out, r).ok());
+  EXPECT_EQ(connected.size(), 2u) << "the third is not asked for";
+  host.reset();
 }
 
 // Of a container with many processes there may be more keys than one message holds.
