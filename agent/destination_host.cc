@@ -142,6 +142,7 @@ struct DestinationHost::Job : LeasedJob {
     return {hosts.begin(), hosts.end()};
   }
   std::vector<std::uint32_t> vqpns() const { return {record.header().vqpns().begin(), record.header().vqpns().end()}; }
+  std::size_t qps() const { return static_cast<std::size_t>(record.header().vqpns_size()); }
   void set_objects(std::vector<migr_rc_object> all) {
     objects = std::move(all);
     objects_of.assign(instances.size(), {});
@@ -878,7 +879,7 @@ Status DestinationHost::rebind(Job& job) {
     if (auto s = numbers_.note_guest(job.instances[p.i], job.births_of(p.i), *session ? (*session)->pid() : 0); !s) spdlog::error("{}", s.error().text);
     p.late = !*session && contexts_of(job, p.i).empty();
     if (!*session) return {};
-    auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, handles_of(job, p.i), kProcessMs);
+    auto fresh = (*session)->ask<migr_key_map, migr_handle_map>(MIGR_MSG_REBIND, job.id, handles_of(job, p.i), process_ms(job.qps()));
     if (!fresh && (*session)->ends()) {
       spdlog::warn("{} has ended since the commit", (*session)->label());
       return {};
@@ -955,7 +956,7 @@ Status DestinationHost::resume(Job& job) {
   std::mutex guards_replayed;
   const Status first = parallel_for(job.sessions, [&](const std::shared_ptr<ProcessSession>& s) -> Status {
     if (s->state() == MIGR_PROC_RUNNING) return {};
-    auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, kProcessMs);
+    auto stats = s->ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, {}, process_ms(job.qps()));
     if (!stats && !s->ends()) return stats.error();
     if (!stats) return spdlog::warn("{} has ended as it was resumed", s->label()), Status();
     std::lock_guard lock(guards_replayed);

@@ -2,6 +2,7 @@
 // Every limit and default of the agent, in one place; the unit is in the name.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -46,7 +47,7 @@ inline constexpr char kMetrics[] = "127.0.0.1:7472";
   X(kProcessMs, "process_ms", 10'000) /* any request but drain */                                                                       \
   X(kWhereMs, "where_ms", 2'000)      /* of a connection to what has moved; a program's ibv_modify_qp() waits */                        \
   X(kParkMs, "park_ms", 20'000)       /* leave its backup links */                                                                      \
-  X(kPerQpMs, "per_qp_ms", 10)        /* more, for requests that make or connect QPs */                                                 \
+  X(kPerQpMs, "per_qp_ms", 10)        /* more, for each QP that a request is about */                                                   \
   X(kSuspendMs, "suspend_ms", 10'000) /* all threads seen outside */                                                                    \
   X(kDrainMs, "drain_ms", 10'000)                                                                                                       \
   X(kReconnectMs, "reconnect_ms", 20'000) /* a restored or thawed process at the gate */                                                \
@@ -77,6 +78,12 @@ inline std::string advice_on(const int& limit) {
   MIGR_LIMITS(X)
 #undef X
   return *key ? std::string("; if it only needs longer, raise \"") + key + "\" in \"limits\" of migrd.json" : "";
+}
+
+/// How long a process may take with a request about so many QPs. A step of a phase takes less than kPhaseMs.
+inline int process_ms(std::size_t qps) {
+  const auto all = static_cast<std::uint64_t>(kProcessMs) + qps * static_cast<std::uint64_t>(kPerQpMs);
+  return static_cast<int>(std::min(all, static_cast<std::uint64_t>(std::max(kProcessMs, kPhaseMs / 2))));
 }
 
 inline constexpr int kPluginCommitMs = 30'000;  // criu-plugin/restore.c

@@ -103,6 +103,7 @@ Status RpcDestination::check(const wire::CheckRequest& r) {
 Result<wire::PrepareReply> RpcDestination::prepare(const wire::PrepareHeader& h, const std::string& folder,
                                                    Sent& total) {
   at_ = h.bundle();
+  qps_ = static_cast<std::size_t>(h.vqpns_size());
   root_.clear();
   if (bundle_.empty()) {
     const auto root = writable_root(at_);
@@ -223,9 +224,9 @@ Status RpcDestination::full_restore(std::uint32_t id) { return call(stub_, &D::F
 Status RpcDestination::ready(std::uint32_t id) { return call(stub_, &D::Ready, migration(id), kReadyMs + kProcessMs, name_); }
 Status RpcDestination::commit(std::uint32_t id) { return call(stub_, &D::Commit, migration(id), kCommitMs, name_); }
 Result<wire::CommitReply> RpcDestination::rebind(std::uint32_t id) {
-  return call(stub_, &D::Rebind, migration(id), kReconnectMs + kProcessMs, name_);
+  return call(stub_, &D::Rebind, migration(id), kReconnectMs + process_ms(qps_), name_);
 }
-Result<wire::ResumeReply> RpcDestination::resume(std::uint32_t id) { return call(stub_, &D::Resume, migration(id), kProcessMs, name_); }
+Result<wire::ResumeReply> RpcDestination::resume(std::uint32_t id) { return call(stub_, &D::Resume, migration(id), process_ms(qps_), name_); }
 Status RpcDestination::abort(std::uint32_t id) { return gone_is_done(call(stub_, &D::Abort, migration(id), kAbortMs, name_)); }
 
 Result<wire::Outcome> RpcDestination::outcome(std::uint32_t id) {
@@ -246,13 +247,14 @@ Result<wire::FindReply> RpcPartner::find(const wire::FindRequest& r) {
   return found;
 }
 Result<wire::PartnerPrepareReply> RpcPartner::prepare(const wire::PartnerPrepareRequest& r) {
+  qps_ = static_cast<std::size_t>(r.qps_size());
   return call(stub_, &P::Prepare, r, kPrepareMs, name_);
 }
 Result<wire::PartnerPrepareReply> RpcPartner::create(std::uint32_t id) { return call(stub_, &P::Create, migration(id), kPrepareMs, name_); }
 Status RpcPartner::connect(const wire::ConnectRequest& r) { return call(stub_, &P::Connect, r, kPrepareMs, name_); }
 std::unique_ptr<PathTrial> RpcPartner::path_trial() { return trial_of_peer(host_, name_); }
 Status RpcPartner::suspend(std::uint32_t id) {
-  return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + kProcessMs + 1000, name_);
+  return call(stub_, &P::Suspend, limited(id, kSuspendMs), kSuspendMs + process_ms(qps_) + 1000, name_);
 }
 Result<wire::TrackReply> RpcPartner::track(std::uint32_t id) {
   auto reply = call(stub_, &P::Track, migration(id), kSuspendMs + 2 * kProcessMs + 1000, name_);
@@ -267,16 +269,16 @@ Result<wire::DrainReply> RpcPartner::drain(std::uint32_t id, int limit_ms) {
   return call(stub_, &P::Drain, r, limit_ms + kProcessMs + 3000, name_);
 }
 Result<wire::CutReply> RpcPartner::cut(const wire::CutRequest& r) {
-  return call(stub_, &P::Cut, r, kProcessMs + kPerQpMs * r.index_size() + 1000, name_);
+  return call(stub_, &P::Cut, r, process_ms(static_cast<std::size_t>(r.index_size())) + 1000, name_);
 }
 Result<wire::SettleReply> RpcPartner::settle(const wire::SettleRequest& r) {
-  return call(stub_, &P::Settle, r, kProcessMs + kPerQpMs * r.qps_size() + 1000, name_);
+  return call(stub_, &P::Settle, r, process_ms(static_cast<std::size_t>(r.qps_size())) + 1000, name_);
 }
-Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), kProcessMs, name_); }
-Result<wire::KeysReply> RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, 2 * kProcessMs, name_); }
-Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), kProcessMs, name_); }
+Status RpcPartner::switch_path(std::uint32_t id) { return call(stub_, &P::Switch, migration(id), process_ms(qps_), name_); }
+Result<wire::KeysReply> RpcPartner::keys(const wire::KeysRequest& r) { return call(stub_, &P::Keys, r, kProcessMs + process_ms(qps_), name_); }
+Result<wire::ResumeReply> RpcPartner::resume(std::uint32_t id) { return call(stub_, &P::Resume, migration(id), process_ms(qps_), name_); }
 Status RpcPartner::old_path(std::uint32_t id) { return gone_is_done(call(stub_, &P::OldPath, migration(id), kProcessMs, name_)); }
-Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), kProcessMs, name_)); }
+Status RpcPartner::rollback(std::uint32_t id) { return gone_is_done(call(stub_, &P::Rollback, migration(id), process_ms(qps_), name_)); }
 Status RpcPartner::renew(std::uint32_t id) { return call(host_, &wire::Host::Stub::Renew, migration(id), kRenewCallMs, name_); }
 
 Result<wire::TrafficReply> RpcPartner::traffic(std::uint32_t back_ms) {

@@ -37,6 +37,7 @@ class RpcDestination final : public DestinationLink {
   wire::Destination::Stub stub_;
   wire::Host::Stub host_;
   const std::string name_, bundle_;
+  std::size_t qps_ = 0;                          // of what goes there
   std::string at_, root_;                        // the bundle that a container runs in, or will, and of it what that may write to
   bool shared_ = false;                          // it is there already, for it is the same one
   SentFiles sent_;                               // of the bundle
@@ -69,6 +70,7 @@ class RpcPartner final : public PartnerLink {
   wire::Partner::Stub stub_;
   wire::Host::Stub host_;
   const std::string name_;
+  std::size_t qps_ = 0;  // that it was asked for
 };
 
 }  // namespace migr

@@ -36,7 +36,7 @@ constexpr std::size_t kQpsAtOnce = 256;
 template <class Out, class In>
 Result<std::vector<Out>> ask_in_parts(ProcessSession& session, std::uint16_t type, std::uint32_t migration, std::span<const In> all, std::uint64_t arg = 0) {
   using std::chrono::steady_clock, std::chrono::milliseconds;
-  const auto until = steady_clock::now() + milliseconds(kProcessMs + kPerQpMs * static_cast<int>(all.size()));
+  const auto until = steady_clock::now() + milliseconds(process_ms(all.size()));
   std::vector<Out> out;
   for (; !all.empty(); all = all.subspan(std::min(all.size(), kQpsAtOnce))) {
     const auto left = std::chrono::duration_cast<milliseconds>(until - steady_clock::now()).count();
@@ -468,7 +468,7 @@ grpc::Status PartnerHost::Track(grpc::ServerContext* ctx, const wire::Migration*
 grpc::Status PartnerHost::Suspend(grpc::ServerContext* ctx, const wire::LimitedRequest* r, wire::Empty*) {
   return step(*ctx, r->id(), FaultStep::kPartnerSuspend, [&](Job& job) {
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
-      if (auto s = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, kProcessMs); !s) return s.error();
+      if (auto s = session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SUSPEND, job.id, p.refs, process_ms(p.refs.size())); !s) return s.error();
       return session.wait_threads_outside(static_cast<int>(std::min<std::uint32_t>(r->limit_ms(), static_cast<std::uint32_t>(kSuspendMs))));
     });
   });
@@ -507,7 +507,7 @@ grpc::Status PartnerHost::Switch(grpc::ServerContext* ctx, const wire::Migration
     for (const auto& p : job.processes) *(*job.record.mutable_owners())[p.pid].mutable_instance() = {p.owners.begin(), p.owners.end()};
     if (auto s = save(job); !s) return job.switched = false, s;
     return each(job, [&](Process& p, ProcessSession& session) -> Status {
-      return session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, kProcessMs);
+      return session.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_SWITCH, job.id, p.refs, process_ms(p.refs.size()));
     });
   });
 }
@@ -524,7 +524,7 @@ Status PartnerHost::resume(Job& job, wire::ResumeReply& out) {
   if (!job.switched || !job.has_keys) return Error{EBUSY, "RESUME before SWITCH and KEYS"};
   std::mutex guards_out;
   const auto s = each_left(job, [&](Process& p, ProcessSession& session) -> Status {
-    auto stats = session.ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, kProcessMs);
+    auto stats = session.ask<migr_resume_stat, migr_qp_ref>(MIGR_MSG_RESUME, job.id, p.refs, process_ms(p.refs.size()));
     if (!stats) return stats.error();
     std::lock_guard lock(guards_out);
     add_stats(out, *stats);
@@ -575,7 +575,7 @@ Status PartnerHost::rollback(Job& job) {
   const auto s = parallel_for(job.processes, [&](Process& p) -> Status {
     if (!p.lives()) return {};
     auto session = session_of(p);
-    const Status told = session ? (*session)->tell(MIGR_MSG_ROLLBACK, job.id, kProcessMs) : session.error();
+    const Status told = session ? (*session)->tell(MIGR_MSG_ROLLBACK, job.id, process_ms(p.refs.size())) : session.error();
     return told || !p.lives() ? Status() : told;
   });
   if (!s) return s;

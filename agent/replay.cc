@@ -31,7 +31,7 @@ std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> CountedQps::place
 Status give_up(ProcessSession& s, std::uint32_t id, const CountedQps& counted, const std::set<std::size_t>& gone) {
   const auto refs = among(counted, gone).refs;
   if (refs.empty()) return {};
-  const Status done = s.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_GONE, id, refs, kProcessMs + kPerQpMs * static_cast<int>(refs.size()));
+  const Status done = s.ask<migr_qp_ref, migr_qp_ref>(MIGR_MSG_GONE, id, refs, process_ms(refs.size()));
   return done || done.error().code == EOPNOTSUPP ? Status() : done;
 }
 
@@ -58,7 +58,7 @@ Status drain_process(ProcessSession& s, std::uint32_t id, std::span<const migr_q
 Status cut_process(ProcessSession& s, const CountedQps& counted, const wire::CutRequest& r, Shared<wire::CutReply>& out) {
   const auto [refs, index] = among(counted, std::set<std::uint32_t>(r.index().begin(), r.index().end()));
   if (refs.empty()) return {};  // none would mean all
-  auto psns = s.ask<migr_qp_psn, migr_qp_ref>(MIGR_MSG_CUT, r.id(), refs, kProcessMs + kPerQpMs * static_cast<int>(refs.size()),
+  auto psns = s.ask<migr_qp_psn, migr_qp_ref>(MIGR_MSG_CUT, r.id(), refs, process_ms(refs.size()),
                                               r.check() ? MIGR_CUT_CHECK : 0);
   if (!psns) return psns.error();
   if (r.check()) return {};
@@ -80,7 +80,7 @@ Status settle_process(ProcessSession& s, const CountedQps& counted, const wire::
     if (const auto t = there.find(counted.index[i]); t != there.end())
       psns.push_back({counted.refs[i].ctx_id, counted.refs[i].vqpn, t->second, 0});
   if (psns.empty()) return {};
-  auto stats = s.ask<migr_replay_stat, migr_qp_psn>(MIGR_MSG_SETTLE, r.id(), psns, kProcessMs + kPerQpMs * static_cast<int>(psns.size()));
+  auto stats = s.ask<migr_replay_stat, migr_qp_psn>(MIGR_MSG_SETTLE, r.id(), psns, process_ms(psns.size()));
   if (!stats) return stats.error();
   std::lock_guard lock(out.lock);
   for (const auto& stat : *stats) {

@@ -1004,7 +1004,7 @@ void SourceRun::get_ready() { Runc::get_ready({&ahead_, &detach_ahead_}); }
 
 Status SourceRun::suspend() {
   return each([this](Process& p) -> Status {
-    if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, kProcessMs, p.described); !s) return s;
+    if (auto s = p.session->tell(MIGR_MSG_SUSPEND, id_, process_ms(p.vqpns.size()), p.described); !s) return s;
     auto seen = p.session->wait_threads_outside(kSuspendMs);
     if (seen) spdlog::debug("{}: {} threads outside, {} stops, {} unwound", p.session->label(), seen->threads, seen->stops, seen->unwound);
     return seen;
@@ -1056,7 +1056,7 @@ Result<wire::SettleReply> SourceRun::settle(const wire::SettleRequest& r) {
 Status SourceRun::rollback() {
   return each_back([this](Process& p) -> Status {
     if (auto s = find_session(p); !s) return s;
-    return p.session->tell(MIGR_MSG_ROLLBACK, id_, kProcessMs);
+    return p.session->tell(MIGR_MSG_ROLLBACK, id_, process_ms(p.vqpns.size()));
   });
 }
 
@@ -1096,7 +1096,7 @@ Status SourceRun::freeze(const NicWrites* writes) {
       else spdlog::info("{}: all of its registered memory is dumped: {}", p.session->label(), same.error().text);
       if (!same) (void)p.session->ask<migr_memory_part>(MIGR_MSG_WRITTEN, id_, std::span(&kAll, 1), kProcessMs);
     }
-    auto memory = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_FREEZE, id_, {}, kProcessMs, p.described);
+    auto memory = p.session->ask<migr_fd_desc, migr_qp_ref>(MIGR_MSG_FREEZE, id_, {}, process_ms(p.vqpns.size()), p.described);
     if (!memory) return memory.error();
     p.memory = std::move(*memory);
     return host_.sessions_.wait_closed(p.session, kProcessMs);

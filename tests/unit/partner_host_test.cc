@@ -317,6 +317,23 @@ TEST_F(AnAskedPartner, AsksForManyQpsInParts) {
   host.reset();
 }
 
+TEST_F(AnAskedPartner, WithManyQpsMayTakeLonger) {
+  const ALibrary library(sessions, root + "/proc.sock", [](const migr_msg& asked, const std::byte*) {
+    if (asked.type == MIGR_MSG_SWITCH) usleep(400'000);
+    return 0;
+  });
+  const int limit = std::exchange(kProcessMs, 200);
+  auto& qps = *record.mutable_request()->mutable_qps();
+  while (qps.size() < 100) *qps.Add() = qps[0];
+  for (auto& q : qps) q.set_pid(getpid());
+  is_of(getpid());
+  wire::Empty out;
+  const auto s = ask(&wire::Partner::Stub::Switch, out);
+  EXPECT_TRUE(s.ok()) << s.error_message();
+  kProcessMs = limit;
+  host.reset();
+}
+
 // Of a container with many processes there may be more keys than one message holds.
 TEST_F(AnAskedPartner, TellsAProcessOfThoseWhomItIsConnectedTo) {
   std::vector<std::uint32_t> keys;
