@@ -113,6 +113,33 @@ static int before_first_pre_dump(void)
 	return clean_registered(job.img) ? -EIO : 0;
 }
 
+static int contexts_share_a_device(void)
+{
+	for (uint32_t i = 0; i < job.img->nr_processes; i++) {
+		const struct migr_rst_process *p = job.img->processes[i];
+
+		for (uint32_t k = 1; k < p->nr_contexts; k++)
+			for (uint32_t n = 0; n < k; n++)
+				if (!strcmp(p->contexts[n].rec.ibdev, p->contexts[k].rec.ibdev))
+					return 1;
+	}
+	return 0;
+}
+
+/*
+ * CRIU notes a file for each mapping of a device, which are two for each QP, and one for all mappings of a file of any
+ * other kind: fd_id_generate_special(), 3.17 to 4.2. It goes by the type in @st, which is memory of its own, copied
+ * into the file's entry afterwards and used for nothing else; that of a FIFO is noted without a size. The restore asks
+ * restore_update_vma() about each mapping as before, but takes one descriptor for a run of mappings of the same file:
+ * they have to be of the same context. And not once the descriptor of a device is dumped, as with the second process
+ * of a tree: CRIU would take the descriptor's entry, which is no file's, for that of the mappings.
+ */
+static void one_file_for_all(const struct stat *st)
+{
+	if (!job.device_dumped && !contexts_share_a_device())
+		((struct stat *)st)->st_mode = (st->st_mode & ~S_IFMT) | S_IFIFO;
+}
+
 int dump_device_vma(int fd, const struct stat *st)
 {
 	int ret;
@@ -120,7 +147,11 @@ int dump_device_vma(int fd, const struct stat *st)
 	if (job.phase != PHASE_DUMP || !is_uverbs(st))
 		return -ENOTSUP;
 	ret = before_first_pre_dump();
-	return ret ? ret : declare_external(fd, st);
+	if (!ret)
+		ret = declare_external(fd, st);
+	if (!ret)
+		one_file_for_all(st);
+	return ret;
 }
 
 static int is_event_fd(int fd)
@@ -170,6 +201,8 @@ int dump_ext_file(int fd, int id)
 		return -ENOTSUP;
 	if (!is_uverbs(&st) && !is_event_fd(fd) && !is_rdma_cm(&st))
 		return -ENOTSUP;
+	if (is_uverbs(&st))
+		job.device_dumped = 1;
 	for (uint32_t i = 0; i < job.img->nr_processes; i++) {
 		const struct migr_rst_process *p = job.img->processes[i];
 

@@ -24,6 +24,7 @@ struct job {
 	struct migr_rst_image *img;
 	struct migr_rst_file *files;	/* which of CRIU's file ids is which fd */
 	uint32_t nr_files;
+	int device_dumped;		/* a descriptor of a uverbs device is among CRIU's file ids */
 	uint32_t built_us;		/* how long building took */
 	int failed;			/* building, registering memory, holding tasks: a positive errno, and why */
 	struct migr_rst_err why;
@@ -42,6 +43,7 @@ int fd_floor(void);
 
 /* dump.c */
 int dump_init(void);
+/* @st: of CRIU's own memory. Its type is changed if all mappings of the device may be one file. */
 int dump_device_vma(int fd, const struct stat *st);
 int dump_ext_file(int fd, int id);
 void dump_exit(int ret);

@@ -3,6 +3,7 @@
 // here that they are of a completion channel.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@ namespace {
 constexpr int kId = 0x21;
 constexpr std::uint32_t kContext = 10;
 int folder = -1, carried_over = -1;
+bool null_is_uverbs = false;
 pid_t noted_root = 0, noted_too = 0;
 std::map<pid_t, pid_t> traced, parents;  // of a task: by whom, whose child
 
@@ -44,7 +46,8 @@ void control_close(const char*) {}
 int inherit_fd_add(int, char*) { return 0; }
 int inherit_fd_lookup_id(char*) { return carried_over; }
 ssize_t readlink(const char* path, char* out, std::size_t size) noexcept {
-  constexpr char kKind[] = "anon_inode:[infinibandevent]";
+  constexpr char kKind[] = "anon_inode:[infinibandevent]", kDevice[] = "/sys/class/infiniband_verbs/uverbs0";
+  if (null_is_uverbs && !std::strcmp(path, "/sys/dev/char/1:3")) return std::memcpy(out, kDevice, sizeof kDevice), sizeof kDevice - 1;
   const ssize_t n = syscall(SYS_readlink, path, out, size);
   if (n < 5 || std::strncmp(out, "pipe:", 5) || size < sizeof kKind) return n;
   std::memcpy(out, kKind, sizeof kKind);
@@ -101,6 +104,55 @@ TEST_P(Files, AreRestoredAsTheyWere) {
   carried_over = there_[0];
   ASSERT_EQ(restore_ext_file(kId), there_[0]) << said;
   EXPECT_EQ(fcntl(there_[0], F_GETFL), fcntl(here_[0], F_GETFL));
+}
+
+/// Of a job of one process with contexts on such devices, /dev/null being a uverbs device: what CRIU goes by after its question about a ring.
+class Rings : public ::testing::Test {
+ protected:
+  Rings() {
+    null_is_uverbs = true;
+    fd_ = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    process_.contexts = contexts_;
+    process_.nr_contexts = 2;
+    image_.processes = processes_;
+    image_.nr_processes = 1;
+    job.img = &image_;
+    job.phase = PHASE_DUMP;
+  }
+  ~Rings() override {
+    null_is_uverbs = false;
+    job = {};
+    close(fd_);
+  }
+  mode_t type_of_a_ring() {
+    struct stat st {};
+    EXPECT_EQ(fstat(fd_, &st), 0);
+    EXPECT_EQ(dump_device_vma(fd_, &st), 0) << said;
+    EXPECT_EQ(st.st_mode & ~S_IFMT, 0666u);
+    return st.st_mode & S_IFMT;
+  }
+  int fd_;
+  migr_rst_context contexts_[2] = {};
+  migr_rst_process process_ = {};
+  migr_rst_process* processes_[1] = {&process_};
+  migr_rst_image image_ = {};
+};
+
+TEST_F(Rings, OfADeviceAreOneFile) {
+  std::strcpy(contexts_[0].rec.ibdev, "rxe0");
+  std::strcpy(contexts_[1].rec.ibdev, "rxe1");
+  EXPECT_EQ(type_of_a_ring(), mode_t{S_IFIFO}) << "CRIU has an entry for each mapping of a device";
+}
+
+TEST_F(Rings, OfTwoContextsOnADeviceAreAFileEach) {
+  for (auto& context : contexts_) std::strcpy(context.rec.ibdev, "rxe0");
+  EXPECT_EQ(type_of_a_ring(), mode_t{S_IFCHR}) << "neighbours would be mapped through the descriptor of one context";
+}
+
+TEST_F(Rings, ThatComeAfterADescriptorOfTheDeviceAreAFileEach) {
+  process_.nr_contexts = 1;
+  EXPECT_EQ(dump_ext_file(fd_, kId), -EINVAL) << "it is on no record";
+  EXPECT_EQ(type_of_a_ring(), mode_t{S_IFCHR}) << "CRIU would take the descriptor's entry for that of the mappings";
 }
 
 // Those with RDMA are known, and what is above them in the tree is traced, too; what is above that is not.
