@@ -14,9 +14,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <set>
+#include <sstream>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -67,10 +71,33 @@ std::uint64_t stack_end(pid_t pid, std::uint64_t sp) {
   return end;
 }
 
+// Where the stack began as the program did: arguments and environment are above, all frames of the first thread below. 0: not told
+std::uint64_t first_stack(pid_t pid, pid_t tid) {
+  constexpr int kStartStack = 28, kState = 3;  // fields of proc_pid_stat(5); the latter is the first behind the name
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/task/" + std::to_string(tid) + "/stat");
+  std::string line, field;
+  std::getline(stat, line);
+  const std::size_t name = line.rfind(')');
+  if (name == line.npos) return 0;
+  std::istringstream fields(line.substr(name + 1));
+  for (int i = kState; i <= kStartStack; i++)
+    if (!(fields >> field)) return 0;
+  return std::strtoull(field.c_str(), nullptr, 10);
+}
+
+// An address above all frames of the stack that `sp` is in, without a look at the mappings, which are as many as queues have rings: glibc has
+// a thread's control block, where fs points to, at the head of its stack, and no stack goes on behind one. From another stack, as a
+// coroutine's, there may be a hole on the way to it. 0: not known
+std::uint64_t above_frames(pid_t pid, pid_t tid, const user_regs_struct& regs) {
+  const auto is = [sp = regs.rsp](std::uint64_t at) { return at > sp && at - sp <= kMaxStackBytes; };
+  if (is(regs.fs_base)) return regs.fs_base;
+  const std::uint64_t first = first_stack(pid, tid);
+  return is(first) ? first : 0;
+}
+
 // Does any word between the stack pointer and the end of the stack look like
 // an address in the ranges? nullopt: the stack could not be read.
-std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::span<const TextRange> ranges) {
-  const std::uint64_t end = stack_end(pid, sp);
+std::optional<bool> mentioned_between(pid_t pid, std::uint64_t sp, std::uint64_t end, std::span<const TextRange> ranges) {
   if (!end || end - sp > kMaxStackBytes) return std::nullopt;
   std::vector<std::uint64_t> words(64 << 10 >> 3);
   for (std::uint64_t at = sp & ~7ull; at < end;) {
@@ -86,6 +113,12 @@ std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::span<const 
   return false;
 }
 
+std::optional<bool> stack_mentions(pid_t pid, std::uint64_t sp, std::uint64_t above, std::span<const TextRange> ranges) {
+  // Not all of it is there: the stack ends before, and the mappings say where.
+  if (const auto told = mentioned_between(pid, sp, above, ranges)) return told;
+  return mentioned_between(pid, sp, stack_end(pid, sp), ranges);
+}
+
 /// Reads stacks in a process of its own, one for all threads: memory may be what another one has to bring (userfaultfd), or a file by
 /// the time that it is read, and that may never come. It begins with the first that is asked for.
 class StackReader {
@@ -96,9 +129,11 @@ class StackReader {
   StackReader& operator=(const StackReader&) = delete;
   ~StackReader() { end(); }
   /// Of the stack above `sp`; kSilent: nothing in kScanWalkMs. An error: there is no such process, nor would there be one for the next thread
-  Result<Answer> ask(std::uint64_t sp) {
+  /// @param above  as above_frames() says
+  Result<Answer> ask(std::uint64_t sp, std::uint64_t above) {
     if (const Status s = desk_ ? Status() : begin(); !s) return s.error();
     desk_->sp = sp;
+    desk_->above = above;
     sem_post(&desk_->asked);
     const auto limit = (Clock::now() + std::chrono::milliseconds(kScanWalkMs)).time_since_epoch();
     const auto s = std::chrono::duration_cast<std::chrono::seconds>(limit);
@@ -111,7 +146,7 @@ class StackReader {
  private:
   struct Desk {  // of both
     sem_t asked, answered;
-    std::uint64_t sp;
+    std::uint64_t sp, above;
     Answer answer;
   };
   Status begin() {
@@ -131,7 +166,7 @@ class StackReader {
   [[noreturn]] void answer_all() {
     for (;;) {
       while (sem_wait(&desk_->asked)) {}
-      const auto hit = stack_mentions(pid_, desk_->sp, ranges_);
+      const auto hit = stack_mentions(pid_, desk_->sp, desk_->above, ranges_);
       desk_->answer = !hit ? kUnread : *hit ? kMentions : kNothing;
       sem_post(&desk_->answered);
     }
@@ -215,7 +250,7 @@ Result<Seen> look_at(pid_t pid, pid_t tid, std::span<const TextRange> ranges, St
   if (ptrace(PTRACE_GETREGS, tid, 0, &regs)) {
     if (errno == ESRCH) return Seen::kGone;
   } else if (!in_ranges(ranges, regs.rip, false)) {
-    const auto said = stacks.ask(regs.rsp);
+    const auto said = stacks.ask(regs.rsp, above_frames(pid, tid, regs));
     if (!said) {
       ptrace(PTRACE_DETACH, tid, 0, 0);
       return said.error();

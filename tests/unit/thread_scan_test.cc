@@ -73,6 +73,48 @@ TEST(ThreadScan, ReturnAddressInsideIsNotOutside) {
   EXPECT_EQ(f.end(), 0);
 }
 
+// Its stack is not one that a thread library has made.
+TEST(ThreadScan, ReturnAddressOfTheFirstThreadInsideIsNotOutside) {
+  Shared* const s = share();
+  const pid_t pid = fork();
+  if (!pid) alarm(60), inside_and_below(s), _exit(0);
+  for (int i = 0; i < 5000 && !s->ready; i++) usleep(1000);
+  auto r = scan(pid, 100);
+  EXPECT_EQ(r ? 0 : r.error().code, ETIMEDOUT);
+  s->leave = true;
+  int st = -1;
+  waitpid(pid, &st, 0);
+  EXPECT_EQ(st, 0);
+  munmap(s, sizeof *s);
+}
+
+Shared* of_coroutine;
+void inside_on_coroutine() { inside_and_below(of_coroutine); }
+void outside_on_coroutine() { park(of_coroutine); }
+
+// A thread's coroutine has a stack below the thread's own, and there is a hole between them.
+void scan_coroutine(void (*body)(), int expected) {
+  Forked f(1, [body](int, Shared* s) {
+    constexpr std::size_t kPage = 4096, kStack = 16 * kPage;
+    auto* const at = static_cast<char*>(mmap(nullptr, kStack + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (mprotect(at + kPage, kStack, PROT_READ | PROT_WRITE)) _exit(1);
+    of_coroutine = s;
+    ucontext_t there{}, back{};
+    getcontext(&there);
+    there.uc_stack.ss_sp = at + kPage;
+    there.uc_stack.ss_size = kStack;
+    there.uc_link = &back;
+    makecontext(&there, body, 0);
+    swapcontext(&back, &there);
+  });
+  const auto r = scan(f.pid, 100);
+  EXPECT_EQ(r ? 0 : r.error().code, expected);
+  EXPECT_EQ(r ? r->unwound : 0, 0u) << "its words could not be read";
+  EXPECT_EQ(f.end(), 0);
+}
+TEST(ThreadScan, ReturnAddressOfACoroutineInsideIsNotOutside) { scan_coroutine(inside_on_coroutine, ETIMEDOUT); }
+TEST(ThreadScan, ACoroutineOutsideIsSeenAtOnce) { scan_coroutine(outside_on_coroutine, 0); }
+
 TEST(ThreadScan, AStopEndsIt) {
   Forked f(1, [](int, Shared* s) { inside_and_below(s); });
   const TextRange r[] = {marked()};
