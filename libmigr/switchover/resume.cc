@@ -180,7 +180,6 @@ int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
       return EBUSY;
     }
   int result = 0;
-  for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
   const auto drifts = [](const QpShadow& q) { return q.adrift && q.phase != Phase::kSwitched && q.phase != Phase::kRebound; };
   // Of all before anybody sends: some may be connected to each other.
   for (QpShadow* q : qps)
@@ -206,6 +205,8 @@ int resume(Qps named, std::vector<migr_resume_stat>& out, std::string& why) {
                    .replayed_recvs = q->replayed_receives, .suspended_ns = q->suspended_ns,
                    .last_cqe_ns = q->last_cqe_ns, .resumed_ns = q->resumed_ns});
   }
+  // Not before: all who poll would take the processor from those who are still to be let go. Also where others on the CQ do not run yet.
+  for (QpShadow* q : qps) for_cqs(*q, [](CqShadow& c) { set_cq_bits(c, 0, kRestingCq); });
   release_cqs();
   release_srqs();
   Registry::get().thawed.notify_all();  // who wants to end a connection
