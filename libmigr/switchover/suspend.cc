@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "../provider/provider.h"
 #include "parts.h"
@@ -82,6 +83,7 @@ struct Draining {
   QpShadow* qp;
   std::uint32_t vqpn;  ///< another one may be made where it was
   bool session_over = false;
+  bool polled = false;  ///< its CQs are, since
   bool posted = false;
   bool sends = true;  ///< its marker
   bool done = false;
@@ -94,8 +96,16 @@ struct Draining {
 /// What may complete on CQs, which the application has made for its own work requests and not for one of ours for each QP.
 class Room {
  public:
-  /// What has completed since counts no more.
-  void look_again() { cqs_.clear(); }
+  /// What has completed since counts no more. Which QPs are on a CQ stands until one is made or destroyed, or an SRQ resized.
+  void look_again() {
+    const Registry& registry = Registry::get();
+    const auto now = std::pair(registry.changes, registry.qps.size());  // the latter: one whose destruction has failed is back
+    if (std::exchange(sorted_at_, now) != now) cqs_.clear();
+    for (auto& [c, on] : cqs_) {
+      on.sends = on.stays = 0;
+      on.counted = false;
+    }
+  }
   /// Caller holds c.lock, and has polled it.
   bool has(const CqShadow& c) {
     if (cqs_.empty()) sort();
@@ -140,6 +150,7 @@ class Room {
     }
   }
   std::unordered_map<const CqShadow*, OnCq> cqs_;
+  std::pair<std::uint64_t, std::size_t> sorted_at_;
   bool located_ = false;
 };
 
@@ -170,15 +181,15 @@ int post_marker(Draining& d, Nothing& nothing, Room& room) {
 struct Seen {
   std::unordered_map<std::uint64_t, ibv_wc_status> markers;  ///< of every round, by wr_id
   std::unordered_set<std::uint32_t> senders;                 ///< vQPNs whose sends completed in the last round
+  std::unordered_set<CqShadow*> cqs;                         ///< that are polled, of QPs that are there
 };
 
 /// Completions go to the fake CQs, but those of markers to `out`. A CQ is polled once however many QPs are on it.
-void poll_cqs(const std::vector<Draining>& all, Seen& out) {
+void poll_cqs(std::vector<Draining>& all, Seen& out) {
   out.senders.clear();
-  std::unordered_set<CqShadow*> cqs;
-  for (const Draining& d : all)
-    if (d.session_over) for_cqs(*d.qp, [&](CqShadow& c) { cqs.insert(&c); });
-  for (CqShadow* c : cqs) {
+  for (Draining& d : all)
+    if (d.session_over && !std::exchange(d.polled, true)) for_cqs(*d.qp, [&](CqShadow& c) { out.cqs.insert(&c); });
+  for (CqShadow* c : out.cqs) {
     std::lock_guard guard(c->lock);
     const int moved = path::poll_to_fake(*c);
     for (auto wc = c->fake.end() - moved; wc != c->fake.end(); ++wc)
@@ -276,6 +287,8 @@ int drain(std::unique_lock<std::mutex> held, Qps qps, unsigned limit_ms, std::ve
     if (changes == registry.changes) return;
     const std::unordered_set<const QpShadow*> live(registry.qps.begin(), registry.qps.end());
     std::erase_if(all, [&](const Draining& d) { return !live.contains(d.qp) || d.qp->vqpn() != d.vqpn; });
+    seen.cqs.clear();
+    for (Draining& d : all) d.polled = false;
     changes = registry.changes;
   };
   for (;;) {
