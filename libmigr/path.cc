@@ -706,9 +706,8 @@ int take(CqShadow& c, const ibv_wc& wc, links::Side side) {
     if (!ours) return -1;
   }
   if (c.markers) --c.markers;
-  const auto drain = std::find_if(c.drain_markers.begin(), c.drain_markers.end(), [&](const DrainMarker& m) { return m.wr_id == wc.wr_id; });
-  if (drain != c.drain_markers.end()) {
-    if (failed) drain->flushed = true;
+  if (const auto drain = c.drain_markers.find(wc.wr_id); drain != c.drain_markers.end()) {
+    if (failed) drain->second.flushed = true;
     else c.drain_markers.erase(drain);
   }
   for (Cut* cut : c.cutting) {

@@ -246,7 +246,6 @@ struct SrqShadow;
 
 struct DrainMarker {
   const QpShadow* qp;
-  std::uint64_t wr_id;
   bool flushed = false;  ///< it has completed, but may still lie among others in the queue of a path that failed
 };
 
@@ -326,7 +325,7 @@ struct alignas(64) CqShadow {
   unsigned rests;    ///< polls in a row that found nothing under kRestingCq
   unsigned markers;  ///< drain and event markers whose completion was not seen yet
   std::vector<ibv_wc> seen_markers;  ///< for drain()
-  std::vector<DrainMarker> drain_markers;  ///< of QPs that send here: every one since the last that was executed
+  std::unordered_map<std::uint64_t, DrainMarker> drain_markers;  ///< by wr_id, of QPs that send here: every one since the last that was executed
   std::vector<Cut*> cutting;         ///< of QPs on it whose queues are being flushed: not the application's business
   std::vector<StandIn> stand_ins;
   std::uint32_t owed_events;  ///< FREEZE: lay unread in its channel

@@ -65,8 +65,8 @@ class Flushing {
   explicit Flushing(QpShadow& q) : q_(q) {
     for_cqs(q_, [&](CqShadow& c) {
       std::lock_guard guard(c.lock);
-      for (const DrainMarker& m : c.drain_markers)
-        if (m.qp == &q_) q_.cut->drain_markers.push_back(m.wr_id);
+      for (const auto& [wr_id, m] : c.drain_markers)
+        if (m.qp == &q_) q_.cut->drain_markers.push_back(wr_id);
       c.cutting.push_back(q_.cut.get());
       path::poll_to_fake(c);
     });

@@ -232,7 +232,8 @@ namespace {
 
 /// Caller holds c.lock.
 void forget_drain_markers(CqShadow& c, const QpShadow& q) {
-  std::erase_if(c.drain_markers, [&](const DrainMarker& m) {
+  std::erase_if(c.drain_markers, [&](const auto& of_wr_id) {
+    const DrainMarker& m = of_wr_id.second;
     if (m.qp == &q && !m.flushed && c.markers) --c.markers;
     return m.qp == &q;
   });
@@ -252,7 +253,7 @@ void forget_posted(const QpShadow& q) {
   std::lock_guard guard(c.lock);
   const auto of_it = [&](const StandIn& s) { return s.owed.front().wc.qp_num == q.vqpn(); };
   const auto stand_ins = static_cast<unsigned>(std::count_if(c.stand_ins.begin(), c.stand_ins.end(), of_it));
-  const bool marked = std::any_of(c.drain_markers.begin(), c.drain_markers.end(), [&](const DrainMarker& m) { return m.qp == &q; });
+  const bool marked = std::any_of(c.drain_markers.begin(), c.drain_markers.end(), [&](const auto& of_wr_id) { return of_wr_id.second.qp == &q; });
   if (!stand_ins && !marked) return;
   if (!c.ex_session.load(std::memory_order_relaxed)) path::poll_to_fake(c);
   forget_drain_markers(c, q);

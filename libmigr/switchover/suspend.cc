@@ -171,7 +171,7 @@ int post_marker(Draining& d, Nothing& nothing, Room& room) {
   if (const int err = q.real_post_send(q.real, &wr, &bad)) return err;
   ++q.send_cq->markers;
   room.posted(*q.send_cq);
-  q.send_cq->drain_markers.push_back({.qp = &q, .wr_id = wr.wr_id});
+  q.send_cq->drain_markers.emplace(wr.wr_id, DrainMarker{.qp = &q});
   d.wr_id = wr.wr_id;
   d.posted = true;
   return 0;
