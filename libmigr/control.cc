@@ -433,6 +433,7 @@ void describe(const Registry& registry, Answer& answer) {
   cm::describe(all);
   if (!registry.contexts.empty()) switchover::ahead::describe(self->instance, all);
   (void)provider::locate_queues(registry.qps);  // for FREEZE, which says what fails
+  (void)provider::locate_queues(registry.srqs);
   answer.put(all);
 }
 

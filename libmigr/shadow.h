@@ -244,6 +244,12 @@ struct StandIn {
 struct QpShadow;
 struct SrqShadow;
 
+/// Where a queue lies; null: not looked up yet. For the provider part.
+struct QueueRing {
+  const void* queue;
+  std::uint64_t bytes;
+};
+
 struct DrainMarker {
   const QpShadow* qp;
   bool flushed = false;  ///< it has completed, but may still lie among others in the queue of a path that failed
@@ -362,6 +368,7 @@ struct alignas(64) SrqShadow {
   std::uint32_t max_wr, max_sge;  ///< as the device gave them
   /// Where its ring lies, once the queue was resized: the driver's answer to create does not tell then. 0 bytes: it does.
   std::uint64_t ring_offset, ring_bytes;
+  QueueRing ring;  ///< until it is resized or made again; under `lock`
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   bool reading_back;                     ///< FREEZE is at that: `outstanding` is not yet what it will be
   std::deque<KeptReceive> kept;          ///< posted since
@@ -419,11 +426,8 @@ struct alignas(64) QpShadow {
     ibv_mtu path_mtu;  ///< that it has set: a path may have less
     ibv_gid gid;       ///< its own, where links are backed up
   } birth;
-  /// Where the queues of `real` lie; null: not looked up yet. For the provider part.
-  struct Ring {
-    const void* queue;
-    std::uint64_t bytes;
-  } receive_ring{}, send_ring{};
+  using Ring = QueueRing;
+  Ring receive_ring{}, send_ring{};  ///< of `real`
   std::vector<KeptReceive> outstanding;  ///< FREEZE: posted to the provider and not consumed
   std::deque<KeptSend> kept_sends;
   std::deque<KeptReceive> kept_receives;

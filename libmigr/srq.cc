@@ -197,6 +197,7 @@ MIGR_EXPORT int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* attr, int mask) {
   if (!err && watch) {
     shadow->max_wr = attr->max_wr;
     watch->moved_to(shadow->ring_offset, shadow->ring_bytes);
+    shadow->ring = {};
   }
   if (err && (mask & IBV_SRQ_LIMIT)) {
     std::lock_guard events_guard(registry.events_lock);

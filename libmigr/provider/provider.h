@@ -24,6 +24,9 @@ bool is_supported(const ibv_context& real, const ibv_context_ops& ops);
 /// it takes a while with thousands of them. What is known already is not looked up again. @return 0 or a positive errno
 int locate_queues(std::span<QpShadow* const> qps);
 
+/// The same of SRQs. Takes the lock of each.
+int locate_queues(std::span<SrqShadow* const> srqs);
+
 /// The same of one QP that no shadow stands for, of a context of ours.
 int locate_queues(KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives);
 
@@ -32,7 +35,7 @@ int locate_queues(KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, Q
 /// @return 0 or a positive errno
 int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out);
 
-/// The same of an SRQ.
+/// The same of an SRQ. Caller holds its lock.
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out);
 
 /// What posting `wr` is refused with in the state in which the application has its QP, if there is room for it, and SGEs and inline data are

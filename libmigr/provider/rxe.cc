@@ -167,6 +167,13 @@ int locate(const Mappings& maps, KernelLink& kernel, const ibv_qp& qp, QpShadow:
   return locate(maps, resp.sq_mi, sends);
 }
 
+/// Caller holds s.lock.
+int locate(const Mappings& maps, SrqShadow& s) {
+  mminfo info;
+  if (const int error = srq_ring(s, info)) return error;
+  return locate(maps, info, s.ring);
+}
+
 }  // namespace
 
 int locate_queues(KernelLink& kernel, const ibv_qp& qp, QpShadow::Ring& sends, QpShadow::Ring& receives) {
@@ -183,6 +190,19 @@ int locate_queues(std::span<QpShadow* const> qps) {
     if (fresh)
       if (const int error = found->second.read(q->context->real->cmd_fd)) return error;
     if (const int error = locate(found->second, *q->context->kernel, *q->real, q->send_ring, q->receive_ring)) return error;
+  }
+  return 0;
+}
+
+int locate_queues(std::span<SrqShadow* const> srqs) {
+  std::map<const Context*, Mappings> maps;
+  for (SrqShadow* s : srqs) {
+    std::lock_guard guard(s->lock);
+    if (s->ring.queue) continue;
+    auto [found, fresh] = maps.try_emplace(s->context);
+    if (fresh)
+      if (const int error = found->second.read(s->context->real->cmd_fd)) return error;
+    if (const int error = locate(found->second, *s)) return error;
   }
   return 0;
 }
@@ -234,14 +254,13 @@ int outstanding_receives(QpShadow& shadow, std::vector<KeptReceive>& out) {
 }
 
 int outstanding_receives(SrqShadow& shadow, std::vector<KeptReceive>& out) {
-  mminfo info;
-  if (const int error = srq_ring(shadow, info)) return error;
-  Mappings maps;
-  if (const int error = maps.read(shadow.context->real->cmd_fd)) return error;
-  const Mapping* where = maps.at(info.offset, info.size);
-  if (!where) return ENXIO;
-  const auto* queue = reinterpret_cast<const rxe_queue_buf*>(where->start + (info.offset - where->offset));
-  return receives_between(queue, info.size, not_completed(queue), out);
+  if (!shadow.ring.queue) {
+    Mappings maps;
+    if (const int error = maps.read(shadow.context->real->cmd_fd)) return error;
+    if (const int error = locate(maps, shadow)) return error;
+  }
+  const auto* queue = static_cast<const rxe_queue_buf*>(shadow.ring.queue);
+  return receives_between(queue, shadow.ring.bytes, not_completed(queue), out);
 }
 
 /// As librxe's validate_send_wr(), and the kernel where that rings the doorbell.

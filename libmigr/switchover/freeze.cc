@@ -240,6 +240,7 @@ int freeze(std::string& why) {
   if (const int err = collect_cq_events(why)) return thaw(err);
   int err = 0;
   (void)provider::locate_queues(registry.qps);
+  (void)provider::locate_queues(registry.srqs);
   for (Context* context : registry.contexts) events::collect(*context->real);
   for (SrqShadow* s : registry.srqs)
     if (!err) err = freeze_srq(*s, why);

@@ -62,6 +62,7 @@ int adopt_handle(Context& context, const migr_handle_map& map, const QpsByName& 
       if (!s) return missing("SRQ");
       s->real->handle = map.new_handle;
       s->ring_bytes = 0;  // the new one was made in its size
+      s->ring = {};
       links::renewed(*s);
       return 0;
     }

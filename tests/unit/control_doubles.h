@@ -82,6 +82,7 @@ std::optional<Path> path_of(const QpShadow&) { return std::nullopt; }
 namespace provider {
 std::string unsupported_reason(const Context&) { return ""; }
 int locate_queues(std::span<QpShadow* const>) { return 0; }
+int locate_queues(std::span<SrqShadow* const>) { return 0; }
 int rings(Context&, std::vector<migr_fd_desc>&) { return 0; }
 std::vector<migr_text_range> text_ranges() { return {{0x1000, 0x2000, 1, 0}}; }
 void keep_from_children(const ibv_context&, const ibv_context_ops&) { ++fork_locks.rings; }
