@@ -11,7 +11,7 @@
 #include <fstream>
 #include <memory>
 
-#include "process_session.h"
+#include "fd.h"
 
 namespace migr {
 namespace {

@@ -27,9 +27,9 @@
 #include <vector>
 
 #include "command.h"
+#include "fd.h"
 #include "json.h"
 #include "limits.h"
-#include "process_session.h"  // Fd
 
 namespace migr {
 

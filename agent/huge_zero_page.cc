@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <utility>
 
+#include "fd.h"
 #include "file_tree.h"
 #include "process.h"
-#include "process_session.h"  // Fd
 
 namespace migr {
 namespace {

@@ -25,9 +25,9 @@
 #include "aside.h"
 #include "criu_image.h"
 #include "criu_memory.pb.h"
+#include "fd.h"
 #include "file_tree.h"
 #include "limits.h"
-#include "process_session.h"  // Fd
 
 namespace migr {
 namespace {

@@ -18,7 +18,6 @@
 
 #include <spdlog/spdlog.h>
 
-#include "hex.h"
 #include "limits.h"
 #include "one_of_many.h"
 #include "process.h"
@@ -82,11 +81,14 @@ pid_t outer_tid(pid_t pid, pid_t inner) {
   return 0;
 }
 
-}  // namespace
-
-Fd::~Fd() {
-  if (n >= 0) ::close(n);
+const char* message_name(std::uint16_t type) {
+  static const char* const names[] = {"?", "HELLO", "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND", "DRAIN",
+                                      "FREEZE", "SWITCH", "REBIND", "KEYS", "RESUME", "ROLLBACK", "STATS", "MOVES",
+                                      "CUT", "SETTLE", "MET", "GONE", "OLD_PATH", "WRITTEN", "TRACK"};
+  return type < std::size(names) ? names[type] : "?";
 }
+
+}  // namespace
 
 Result<Fd> listen_to_processes(const std::string& path) {
   sockaddr_un a{};
@@ -124,15 +126,6 @@ Fd Listener::accept() {
   return fd;
 }
 
-std::string hex(const Instance& i) { return to_hex(bytes_of(i)); }
-
-Result<Instance> instance_of(std::string_view bytes) {
-  Instance i{};
-  if (bytes.size() != i.size()) return Error{EINVAL, "an instance has 16 bytes"};
-  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(i.data()));
-  return i;
-}
-
 Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners) {
   std::vector<migr_key_map> map;
   for (const auto& k : keys) {
@@ -152,13 +145,6 @@ Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wir
   if (!map) return map.error();
   const Status told = s.ask<migr_qp_ref, migr_key_map>(MIGR_MSG_KEYS, migration, *map, kProcessMs);
   return told || told.error().code != EBUSY ? told : Status();
-}
-
-const char* message_name(std::uint16_t type) {
-  static const char* const names[] = {"?", "HELLO", "DESCRIBE", "QP_CREATE", "QP_CONNECT", "SUSPEND", "DRAIN",
-                                      "FREEZE", "SWITCH", "REBIND", "KEYS", "RESUME", "ROLLBACK", "STATS", "MOVES",
-                                      "CUT", "SETTLE", "MET", "GONE", "OLD_PATH", "WRITTEN", "TRACK"};
-  return type < std::size(names) ? names[type] : "?";
 }
 
 std::string ProcessSession::label() const { return "process " + std::to_string(pid()) + " (" + comm_ + ")"; }

@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <sys/types.h>
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "fd.h"
+#include "instance.h"
 #include "limits.h"
 #include "log.h"
 #include "migr/proc_wire.h"
@@ -30,24 +31,6 @@
 #include "wire.pb.h"
 
 namespace migr {
-
-using Instance = std::array<std::uint8_t, 16>;
-inline std::string bytes_of(const Instance& i) { return {reinterpret_cast<const char*>(i.data()), i.size()}; }
-std::string hex(const Instance& i);
-/// EINVAL: of another length.
-Result<Instance> instance_of(std::string_view bytes);
-
-struct Fd {
-  int n = -1;
-  Fd() = default;
-  explicit Fd(int fd) : n(fd) {}
-  Fd(Fd&& o) noexcept : n(std::exchange(o.n, -1)) {}
-  Fd& operator=(Fd&& o) noexcept {
-    std::swap(n, o.n);
-    return *this;
-  }
-  ~Fd();
-};
 
 /// A socket at which processes connect: SOCK_SEQPACKET, nobody waits in accept(). What was there of that name goes.
 Result<Fd> listen_to_processes(const std::string& path);
@@ -189,8 +172,6 @@ Result<std::vector<migr_key_map>> key_maps(std::span<const wire::ProcessKeys> ke
 /// KEYS: where the memory of processes that have moved can be reached now. One that has no QP for them is done, whatever its library says (EBUSY).
 /// @param owners  whose keys it is told, in one message; empty: all
 Status tell_keys(ProcessSession& s, std::uint32_t migration, std::span<const wire::ProcessKeys> keys, const std::set<std::string>& owners = {});
-
-const char* message_name(std::uint16_t type);
 
 /// The listener and all sessions. Thread: any.
 class SessionTable {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "fd.h"
 #include "migr/restore_control.h"
-#include "process_session.h"
 #include "status.h"
 
 namespace migr {

@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <functional>
 
-#include "process_session.h"  // Fd
+#include "fd.h"
 
 namespace migr {
 namespace {

@@ -14,7 +14,7 @@
 #include <string>
 #include <thread>
 
-#include "process_session.h"
+#include "fd.h"
 #include "wire.pb.h"
 
 namespace migr {

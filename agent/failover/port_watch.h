@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../process_session.h"
+#include "../fd.h"
 #include "../status.h"
 #include "debounce.h"
 #include "migr/links_wire.h"

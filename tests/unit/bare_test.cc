@@ -23,9 +23,9 @@
 #include <string>
 #include <thread>
 
+#include "agent/fd.h"
 #include "agent/file_tree.h"
 #include "agent/process.h"
-#include "agent/process_session.h"  // Fd
 #include "agent/runtime.h"
 
 namespace migr::bare_test {

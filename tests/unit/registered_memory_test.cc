@@ -16,8 +16,8 @@
 #include <iterator>
 #include <string>
 
+#include "agent/fd.h"
 #include "agent/process.h"
-#include "agent/process_session.h"  // Fd
 
 namespace migr::registered_memory_test {
 namespace {

@@ -18,10 +18,10 @@
 #include <fstream>
 #include <thread>
 
+#include "agent/fd.h"
 #include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "agent/process.h"
-#include "agent/process_session.h"  // Fd
 #include "agent/runtime.h"
 
 namespace migr::runc_test {

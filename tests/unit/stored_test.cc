@@ -23,11 +23,11 @@
 #include <thread>
 
 #include "agent/bare.h"
+#include "agent/fd.h"
 #include "agent/file_tree.h"
 #include "agent/hex.h"
 #include "agent/manifest.h"
 #include "agent/process.h"
-#include "agent/process_session.h"  // Fd
 #include "agent/room.h"
 #include "pid_namespace.h"
 
