@@ -66,7 +66,6 @@ int fail(const std::string& text) {
 
 std::string parent_of(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
-// The folder with exactly this mode, parents as usual.
 /// A number that is not 0. EIO: the kernel has none.
 Result<std::uint32_t> random_number() {
   for (std::uint32_t n = 0;;) {

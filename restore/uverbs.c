@@ -216,7 +216,6 @@ int migr_rst_cq_create(struct migr_rst_context *c, struct migr_rst_cq *cq, int c
 		return rst_fail(err, -ret, "cannot make CQ %u (%u entries) on %s: %s%s", cq->rec.handle, cq->rec.cqe,
 				c->new_ibdev, strerror(-ret), migr_rst_hint(-ret));
 	cq->new_handle = out.base.cq_handle;
-	cq->new_cqe = out.base.cqe;
 	return 0;
 }
 

@@ -78,7 +78,6 @@ struct migr_rst_cq {
 	struct migr_cq_rec rec;
 	struct migr_rst_resp resp;
 	uint32_t new_handle;
-	uint32_t new_cqe;	/* as the driver gave it */
 	struct migr_rst_resp new_resp;
 };
 

@@ -23,7 +23,9 @@ class Directory {
   virtual unsigned life() = 0;
   /// Becomes readable when there is something to be read by pushes(); -1: never
   virtual int fd() const = 0;
-  /// @param down ports of this host that have gone down, or come back
+  /// What has come since the last call.
+  /// @param ports   of this host that have gone down, or come back
+  /// @param knocked a partner waits for this end of a channel: MIGR_LINKS_KNOCK
   virtual void pushes(std::vector<migr_links_port>& ports, bool& knocked) = 0;
   virtual int links(std::span<const migr_links_link> all) = 0;
   virtual int publish(std::span<const migr_links_vqp> some) = 0;

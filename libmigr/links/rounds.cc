@@ -611,7 +611,7 @@ class Round {
 void run_rounds() {
   std::unique_ptr<Directory> directory;
   {
-    std::lock_guard guard(Registry::get().lock);  // start_threads() is called with it
+    std::lock_guard guard(Registry::get().lock);  // configured() starts this thread with it
     if (!state()) return;
     directory = make_directory(state()->config, state()->instance);
     state()->directory = directory.get();

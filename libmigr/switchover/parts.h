@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
-/* What the steps of the engine have in common; for the files of this folder only. Thread: as switchover.h says. */
+/* What the steps of the engine have in common; links/ has some of it, too. Thread: as switchover.h says. */
 #ifndef MIGR_SWITCHOVER_PARTS_H
 #define MIGR_SWITCHOVER_PARTS_H
 
