@@ -14,11 +14,6 @@
 
 namespace migr {
 
-/// MIGR_FORCE_SWITCHED: every object is born on the switched path.
-bool force_switched();
-/// MIGR_FORCE_SWITCHED=protected: every CQ is polled, and every QP posted to, as one with a backup link.
-bool force_protected();
-
 /// The shadow, or null: of a context that libmigr does not have (imported, MIGR_DISABLE), or of a maker that it does not know. Caller holds the Registry's lock.
 MrShadow* known(Registry& registry, ibv_mr* mr);
 QpShadow* known(Registry& registry, ibv_qp* qp);

@@ -12,6 +12,7 @@
 #include <new>
 
 #include "datagrams.h"
+#include "environment.h"
 #include "kept.h"
 #include "links/links.h"
 #include "no_cancel.h"
@@ -1019,7 +1020,7 @@ void install_wr_api(QpShadow& q) {
   MIGR_INSTALL(wr_abort);
   MIGR_INSTALL(wr_atomic_write);
 #undef MIGR_INSTALL
-  if (q.context->twin || force_protected()) {
+  if (q.context->twin || environment::force_protected()) {
     q.app_ex.wr_start = wr_start_noted;
     q.app_ex.wr_complete = wr_complete_noted;
     q.app_ex.wr_abort = wr_abort_noted;

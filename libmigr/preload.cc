@@ -18,6 +18,7 @@
 
 #include "control.h"
 #include "datagrams.h"
+#include "environment.h"
 #include "events.h"
 #include "gids.h"
 #include "kernel_link.h"
@@ -65,28 +66,13 @@ namespace {
 constexpr std::uint32_t kForcedKeyBit = 1u << 30;
 constexpr std::uint32_t kForcedQpnBit = 1u << 23;
 
-bool force_names() {
-  static const char* const value = getenv("MIGR_FORCE_SWITCHED");
-  return value && !std::strcmp(value, "names");
-}
-
-bool renamed(const ibv_qp& qp) { return force_names() && (qp.qp_type == IBV_QPT_RC || qp.qp_type == IBV_QPT_UC); }
+bool renamed(const ibv_qp& qp) { return environment::force_names() && (qp.qp_type == IBV_QPT_RC || qp.qp_type == IBV_QPT_UC); }
 
 void say_no_name(const char* of, std::uint32_t name, int err) {
   std::fprintf(stderr, "libmigr: MIGR_FORCE_SWITCHED: no name %#x for %s: %s\n", name, of, std::strerror(err));
 }
 
 }  // namespace
-
-bool force_protected() {
-  static const char* const value = getenv("MIGR_FORCE_SWITCHED");
-  return value && !std::strcmp(value, "protected");
-}
-
-bool force_switched() {
-  static const bool value = getenv("MIGR_FORCE_SWITCHED") != nullptr && !force_protected();
-  return value;
-}
 
 /// Of a maker that we do not stand in front of (mlx5dv_reg_dmabuf_mr() of a newer rdma-core) it is the provider's.
 MrShadow* known(Registry& registry, ibv_mr* mr) {
@@ -136,7 +122,7 @@ void name_mr(MrShadow& shadow) {
   KernelLink& kernel = *shadow.context->kernel;
   shadow.app.lkey = mr.lkey;
   shadow.app.rkey = mr.rkey;
-  const std::uint32_t vlkey = force_names() ? mr.lkey ^ kForcedKeyBit : mr.lkey;
+  const std::uint32_t vlkey = environment::force_names() ? mr.lkey ^ kForcedKeyBit : mr.lkey;
   migr_ioc_query_mr names{.handle = mr.handle, .vlkey = 0, .vrkey = 0, .plkey = 0, .prkey = 0, .reserved = 0};
   if (kernel.attached() && vlkey != mr.lkey) {
     names.vrkey = kernel.query_mr(mr.handle, names) ? 0 : names.vrkey;
@@ -168,7 +154,7 @@ void note_pinned(Registry& registry, const MrShadow& shadow) {
 /// Its keys are nobody's any more. Partners that were told what they stand for would still translate them.
 /// @return false: they were never told
 bool retire_keys(Registry& registry, const ibv_mr& name, const ibv_mr& real) {
-  if (name.rkey == real.rkey || force_names()) return false;
+  if (name.rkey == real.rkey || environment::force_names()) return false;
   registry.retired_keys.insert(name.rkey >> 8);
   return true;
 }
@@ -231,7 +217,7 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
   pthread_cond_init(&shadow.app.cond, nullptr);
   shadow.send_cq = shadow.init.send_cq ? &shadow_of(shadow.init.send_cq) : nullptr;
   shadow.recv_cq = shadow.init.recv_cq ? &shadow_of(shadow.init.recv_cq) : nullptr;
-  if (force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
+  if (environment::force_switched()) shadow.state.store(kForced, std::memory_order_relaxed);
   const std::uint32_t vqpn = renamed(*qp) ? qp->qp_num ^ kForcedQpnBit : qp->qp_num;
   if (!context.kernel->attached() || vqpn != qp->qp_num)
     if (const int err = context.kernel->bind_qp(vqpn, qp->qp_num)) say_no_name("a QP", vqpn, err);
@@ -258,12 +244,6 @@ ibv_qp* adopt_qp(Registry& registry, Context& context, QpShadow& shadow, ibv_qp*
 }
 
 namespace {
-
-/// MIGR_DISABLE: libmigr stays out of the way.
-bool disabled() {
-  static const bool value = getenv("MIGR_DISABLE") != nullptr;
-  return value;
-}
 
 /// libibverbs' ibv_reg_mr calls the exported ibv_reg_mr_iova2: the inner call must not be wrapped again.
 thread_local int inside_real = 0;
@@ -358,9 +338,9 @@ CqShadow* new_cq(Context& context) {
   shadow->context = &context;
   shadow->qpn_table = context.kernel->qpn_table();
   shadow->real_poll = context.ops.poll_cq;
-  if (force_switched()) shadow->state.store(kCqForced, std::memory_order_relaxed);
+  if (environment::force_switched()) shadow->state.store(kCqForced, std::memory_order_relaxed);
   // With backup links from the beginning: who polls has to be known when the first one counts.
-  if (context.twin || (force_protected() && path::watch_pollers())) shadow->state.fetch_or(kProtectedCq, std::memory_order_relaxed);
+  if (context.twin || (environment::force_protected() && path::watch_pollers())) shadow->state.fetch_or(kProtectedCq, std::memory_order_relaxed);
   return shadow;
 }
 
@@ -584,7 +564,7 @@ void adopt_context(ibv_context* ctx) {
   note_uverbs_fd(ctx->cmd_fd, true);
   control::start();
   links::opened(*context);
-  if (context->twin || force_protected()) ctx->ops.poll_cq = path::poll_protected;
+  if (context->twin || environment::force_protected()) ctx->ops.poll_cq = path::poll_protected;
 }
 
 /// Of one that is being closed.
@@ -639,7 +619,7 @@ void drop_context(ibv_context* ctx) {
 using namespace migr;
 
 MIGR_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
-  if (disabled()) return real().open_device(device);
+  if (environment::disabled()) return real().open_device(device);
   control::begin();  // before the lock is taken for the first time, which a fork would catch
   const Asking opening;
   ibv_context* ctx = real().open_device(device);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "datagrams.h"
+#include "environment.h"
 #include "events.h"
 #include "kept.h"
 #include "kernel_link.h"
@@ -82,7 +83,7 @@ SrqShadow* new_srq(Context& context) {
   shadow->context = &context;
   shadow->key_table = context.kernel->key_table();
   shadow->real_post = context.ops.post_srq_recv;
-  if (force_switched()) shadow->state.store(kSrqForced, std::memory_order_relaxed);
+  if (environment::force_switched()) shadow->state.store(kSrqForced, std::memory_order_relaxed);
   if (context.renamed) shadow->state.fetch_or(kTranslateSrq, std::memory_order_relaxed);
   return shadow;
 }

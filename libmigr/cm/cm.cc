@@ -13,6 +13,7 @@
 
 #include <atomic>
 
+#include "../environment.h"
 #include "../exports.h"
 #include "../gids.h"
 #include "../high_fd.h"
@@ -45,8 +46,7 @@ std::uint32_t physical(QpName& name, std::uint64_t node_guid) {
   if (!qp) return name.vqpn;
   name = name_of(*qp);
   // Whose QPs have another name from birth expects such a name of the other end, too.
-  static const char* const forced = getenv("MIGR_FORCE_SWITCHED");
-  return forced && !strcmp(forced, "names") ? qp->vqpn() : qp->pqpn();
+  return environment::force_names() ? qp->vqpn() : qp->pqpn();
 }
 
 /// Of libibverbs, without which librdmacm is not there.

@@ -21,6 +21,7 @@
 #include <atomic>
 
 #include "../control.h"
+#include "../environment.h"
 #include "../fd_bits.h"
 #include "../high_fd.h"
 #include "../objects.h"
@@ -47,11 +48,6 @@ bool write_channel(int fd, const void* buf, std::size_t count, ssize_t* result) 
     *result = -1;
   }
   return true;
-}
-
-bool disabled() {
-  static const bool value = getenv("MIGR_DISABLE") != nullptr;
-  return value;
 }
 
 int open_channel(int flags) {
@@ -125,7 +121,7 @@ std::atomic<ClosefromFn> real_closefrom;
 std::atomic<FstatFn> real_fstat;
 
 int open_any(const char* path, int flags, mode_t mode) {
-  if (path && path[0] == '/' && path[1] == 'd' && !strcmp(path, kDevice) && !disabled()) return open_channel(flags);
+  if (path && path[0] == '/' && path[1] == 'd' && !strcmp(path, kDevice) && !environment::disabled()) return open_channel(flags);
   if (const OpenFn fn = next(real_open, "open")) return fn(path, flags, mode);
   return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
 }

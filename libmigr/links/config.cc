@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../../include/migr/links_wire.h"
+#include "../environment.h"
 #include "../quiet_thread.h"
 
 #define JSON_NOEXCEPTION 1  // every type is looked at before it is used
@@ -249,10 +250,9 @@ namespace {
 /// @return 0 or a positive errno; ENOENT: the host has none, or no migrd answers
 int ask_migrd(std::string& text) {
   constexpr timeval kLimit{1, 0};
-  const char* const named = std::getenv("MIGR_LINKS_SOCKET");
   sockaddr_un at{};
   at.sun_family = AF_UNIX;
-  std::snprintf(at.sun_path, sizeof at.sun_path, "%s", named && *named ? named : MIGR_LINKS_SOCKET);
+  std::snprintf(at.sun_path, sizeof at.sun_path, "%s", environment::links_socket());
   const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (fd < 0) return errno;
   for (const int direction : {SO_SNDTIMEO, SO_RCVTIMEO}) setsockopt(fd, SOL_SOCKET, direction, &kLimit, sizeof kLimit);
@@ -279,8 +279,8 @@ int ask_migrd(std::string& text) {
 }  // namespace
 
 Config read_config() {
-  const char* const named = std::getenv("MIGR_LINKS");
-  const bool own = named && *named;
+  const char* const named = environment::links_file();
+  const bool own = named;
   const char* const path = own ? named : kDefaultFile;
   const char* const forced = std::getenv("MIGR_POLICY");
   Config config;

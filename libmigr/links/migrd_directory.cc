@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../environment.h"
 #include "../high_fd.h"
 #include "directory.h"
 #include "state.h"
@@ -28,8 +29,7 @@ constexpr std::uint64_t kOtherVersionNs = 30'000'000'000;
 class MigrdDirectory final : public Directory {
  public:
   MigrdDirectory(const Config& config, const Peer& instance) : config_(config), instance_(instance), buffer_(MIGR_LINKS_PACKET_BYTES) {
-    const char* const named = std::getenv("MIGR_LINKS_SOCKET");
-    path_ = named && *named ? named : MIGR_LINKS_SOCKET;
+    path_ = environment::links_socket();
     if (path_.size() >= sizeof(sockaddr_un::sun_path)) {
       std::fprintf(stderr, "libmigr: MIGR_LINKS_SOCKET is longer than %zu bytes; no link is backed up\n", sizeof(sockaddr_un::sun_path) - 1);
       path_.clear();
@@ -91,8 +91,7 @@ class MigrdDirectory final : public Directory {
     hello.atomics = static_cast<std::uint16_t>(config_.atomics);
     hello.heartbeat_ms = config_.heartbeat_ms;
     hello.heartbeat_misses = config_.heartbeat_misses;
-    const char* const named = std::getenv("MIGR_LINKS");
-    const int err = ask<migr_links_hello, char>(MIGR_LINKS_HELLO, std::span<const migr_links_hello>(&hello, 1), nullptr, named && *named ? "MIGR_LINKS" : kDefaultFile);
+    const int err = ask<migr_links_hello, char>(MIGR_LINKS_HELLO, std::span<const migr_links_hello>(&hello, 1), nullptr, environment::links_file() ? "MIGR_LINKS" : kDefaultFile);
     if (err && !said_) {
       said_ = true;
       std::fprintf(stderr, "libmigr: migrd takes no links of this process: %s: %s\n", std::strerror(err), text_.c_str());
