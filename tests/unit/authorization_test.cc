@@ -25,6 +25,7 @@
 #include "agent/host_service.h"
 #include "agent/partner_host.h"
 #include "agent/peer_link.h"
+#include "temp_folder.h"
 
 namespace migr::authorization_test {
 namespace {
@@ -54,17 +55,12 @@ TEST(Authorization, EveryMethodOfPeersHasARightAndNoneIsMadeUp) {
 }
 
 struct Folder : ::testing::Test {
-  void SetUp() override {
-    char t[] = "/tmp/migr-allow-XXXXXX";
-    ASSERT_NE(mkdtemp(t), nullptr);
-    dir = t;
-  }
-  void TearDown() override { fs::remove_all(dir); }
   Result<Config> load(const std::string& allow) {
     std::ofstream(dir + "/migrd.json") << R"({"name": "a", "peers": [{"name": "b", "address": "b:1"}, {"name": "c", "address": "c:1"}], "allow": )" + allow + "}";
     return load_config(dir + "/migrd.json");
   }
-  std::string dir;
+  const TempFolder temp;
+  const std::string dir = temp.path;
 };
 
 using AllowConfig = Folder;

@@ -27,6 +27,7 @@
 #include "agent/file_tree.h"
 #include "agent/process.h"
 #include "agent/runtime.h"
+#include "temp_folder.h"
 
 namespace migr::bare_test {
 namespace {
@@ -39,10 +40,6 @@ int option(const Fd& socket, int level, int name) {
 
 /// It has a connection to itself.
 struct AStoppedProcess : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/bare_test.XXXXXX";
-    return mkdtemp(name);
-  }
   void SetUp() override {
     std::ofstream(root + "/nft") << "#!/bin/sh\necho \"$*\" >>" << root << "/nft.log\nexit $(cat " << root << "/status)\n";
     std::ofstream(root + "/status") << "0\n";
@@ -69,14 +66,14 @@ struct AStoppedProcess : ::testing::Test {
     kill(pid, SIGKILL);
     waitpid(pid, nullptr, 0);
     setenv("PATH", path.c_str(), 1);
-    std::filesystem::remove_all(root);
   }
   std::string deleted() const {
     const std::string table = "table inet CRIU-" + std::to_string(pid);
     return table + "; delete " + table + "\n";
   }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   std::string path;
   Fd one, other;
   pid_t pid = 0;

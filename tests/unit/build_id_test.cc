@@ -14,6 +14,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "temp_folder.h"
+
 namespace migr::build_id_test {
 namespace {
 
@@ -53,12 +55,8 @@ void copy_begin(const std::string& to) {
 
 struct Library : ::testing::Test {
   Library() { copy_begin(file); }
-  ~Library() override { fs::remove_all(dir); }
-  static std::string made() {
-    char name[] = "/tmp/build_id_test.XXXXXX";
-    return mkdtemp(name);
-  }
-  const std::string dir = made(), file = dir + "/libmigr.so";
+  const TempFolder temp;
+  const std::string dir = temp.path, file = dir + "/libmigr.so";
 };
 
 TEST_F(Library, ItsBuildIdIsWhatTheLinkerHasNoted) {

@@ -27,6 +27,7 @@
 #include "migr/restore_control.h"
 #include "agent/process.h"
 #include "agent/stored.h"
+#include "temp_folder.h"
 
 namespace migr::destination_host_test {
 namespace {
@@ -36,10 +37,6 @@ namespace fs = std::filesystem;
 constexpr std::uint32_t kId = 0x1234;
 
 struct ADestination : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/destination_host_test.XXXXXX";
-    return mkdtemp(name);
-  }
   Config config_in_root() const {
     Config c;
     c.name = "dst";
@@ -72,16 +69,11 @@ struct ADestination : ::testing::Test {
   }
   void TearDown() override {
     host.reset();
-    fs::remove_all(root);
   }
   /// As a migrd does that finds this after its start.
   void begin() {
     ASSERT_TRUE(Journal<journal::Destination>(config.state_dir + "/journal/destination").save(kId, record));
     host.emplace(config, sessions, peers, claims, numbers);
-  }
-  static bool within(int limit_ms, const std::function<bool()>& so) {
-    for (int ms = 0; ms < limit_ms && !so(); ms += 50) usleep(50'000);
-    return so();
   }
   std::string state() { return host->open_migrations().empty() ? "" : host->open_migrations()[0].state(); }
   long tries() const {
@@ -89,7 +81,8 @@ struct ADestination : ::testing::Test {
     return std::count(log.begin(), log.end(), '\n');
   }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   const Config config = config_in_root();
   journal::Destination record;
   SessionTable sessions;

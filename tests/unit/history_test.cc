@@ -13,6 +13,7 @@
 #include "agent/estimate.h"
 #include "agent/report.h"
 #include "agent/summary.h"
+#include "temp_folder.h"
 
 namespace migr::history_test {
 namespace {
@@ -32,14 +33,9 @@ wire::Summary summary(std::uint32_t id, double stop_ms = 100, const std::string&
 Json json_of(std::uint32_t id, double stop_ms = 100, const std::string& container = "c", const std::string& to = "dst") { return summary_json(summary(id, stop_ms, container, to)); }
 
 struct HistoryFile : ::testing::Test {
-  void SetUp() override {
-    char t[] = "/tmp/migr-history-XXXXXX";
-    ASSERT_NE(mkdtemp(t), nullptr);
-    dir = t;
-  }
-  void TearDown() override { std::filesystem::remove_all(dir); }
   std::string file() const { return dir + "/history.jsonl"; }
-  std::string dir;
+  const TempFolder temp;
+  const std::string dir = temp.path;
 };
 
 TEST_F(HistoryFile, GivesBackExactlyWhatItWasGiven) {

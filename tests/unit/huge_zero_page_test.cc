@@ -13,6 +13,7 @@
 
 #include "agent/file_tree.h"
 #include "agent/process.h"
+#include "temp_folder.h"
 
 namespace migr::huge_zero_page_test {
 namespace {
@@ -25,7 +26,6 @@ struct AHugeZeroPage : ::testing::Test {
     put("use_zero_page", "1");
     put("enabled", "always [madvise] never");
   }
-  void TearDown() override { fs::remove_all(root); }
   void put(const std::string& file, const std::string& text) const {
     fs::create_directories(fs::path(thp + "/" + file).parent_path());
     std::ofstream(thp + "/" + file) << text << "\n";
@@ -36,11 +36,8 @@ struct AHugeZeroPage : ::testing::Test {
     fs::remove(thp + "/use_zero_page");
     fs::create_directory(thp + "/use_zero_page");
   }
-  static std::string made() {
-    char name[] = "/tmp/huge_zero_page_test.XXXXXX";
-    return mkdtemp(name);
-  }
-  const std::string root = made(), thp = root + "/thp", note = root + "/note";
+  const TempFolder temp;
+  const std::string root = temp.path, thp = root + "/thp", note = root + "/note";
 };
 
 TEST_F(AHugeZeroPage, IsKeptOutUntilTheLastOneHasDone) {

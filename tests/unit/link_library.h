@@ -19,6 +19,7 @@
 
 #include "agent/process_session.h"
 #include "migr/links_wire.h"
+#include "temp_folder.h"
 
 namespace migr {
 
@@ -258,15 +259,5 @@ inline bool soon(const std::function<bool()>& what, int limit_ms = 10'000) {
   }
   return what();
 }
-
-struct TempFolder {
-  std::string path;
-  TempFolder() {
-    char t[] = "/tmp/migr-links-XXXXXX";
-    EXPECT_NE(mkdtemp(t), nullptr);
-    path = t;
-  }
-  ~TempFolder() { std::filesystem::remove_all(path); }
-};
 
 }  // namespace migr

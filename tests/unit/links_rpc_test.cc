@@ -12,6 +12,7 @@
 
 #include "agent/file_tree.h"
 #include "agent/limits.h"
+#include "temp_folder.h"
 
 namespace migr::links_rpc_test {
 namespace {
@@ -169,10 +170,6 @@ TEST_F(LinksToPeers, SilenceIsSaidInOurOwnWords) {
 
 /// With a bundle that it may write to.
 struct LinksOfAContainer : LinksToPeers {
-  static std::string made() {
-    char name[] = "/tmp/links_rpc_test.XXXXXX";
-    return mkdtemp(name);
-  }
   void SetUp() override {
     LinksToPeers::SetUp();
     std::filesystem::create_directories(bundle + "/rootfs");
@@ -182,9 +179,9 @@ struct LinksOfAContainer : LinksToPeers {
   }
   void TearDown() override {
     LinksToPeers::TearDown();
-    std::filesystem::remove_all(dir);
   }
-  const std::string dir = made(), bundle = dir + "/bundle", images = dir + "/images";
+  const TempFolder temp;
+  const std::string dir = temp.path, bundle = dir + "/bundle", images = dir + "/images";
   wire::PrepareHeader h;
   Sent sent;
 };

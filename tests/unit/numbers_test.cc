@@ -16,6 +16,7 @@
 #include <mutex>
 
 #include "agent/process.h"
+#include "temp_folder.h"
 
 namespace migr::numbers_test {
 namespace {
@@ -136,11 +137,6 @@ TEST(BornBook, EndFreesWhatHasLeftAndNothingElse) {
 // Without migr.ko: nothing is reserved here.
 struct Guests : ::testing::Test {
   Guests() { config.name = "here", config.state_dir = dir; }
-  ~Guests() override { std::filesystem::remove_all(dir); }
-  static std::string made() {
-    char name[] = "/tmp/numbers_test.XXXXXX";
-    return mkdtemp(name);
-  }
   std::string text(const char* file) const { return {std::istreambuf_iterator<char>(std::ifstream(dir + "/" + file).rdbuf()), {}}; }
   Status tell(const std::string& host, const std::vector<Instance>& all) {
     std::lock_guard lock(mutex);
@@ -153,7 +149,8 @@ struct Guests : ::testing::Test {
     numbers.tick([this](const std::string& host, const std::vector<Instance>& all) { return tell(host, all); });
     std::sort(told.begin(), told.end());
   }
-  const std::string dir = made();
+  const TempFolder temp;
+  const std::string dir = temp.path;
   const Instance a{1};
   Config config;
   Numbers numbers{config};

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "criu_memory.pb.h"
+#include "temp_folder.h"
 
 namespace migr::page_images_test {
 namespace {
@@ -40,13 +41,9 @@ struct Part {
 class PageImages : public testing::Test {
  protected:
   void SetUp() override {
-    char path[] = "/tmp/page_images_test.XXXXXX";
-    ASSERT_TRUE(mkdtemp(path));
-    dir_ = path;
     fs::create_directories(dir_ + "/now");
     fs::create_directories(dir_ + "/before");
   }
-  void TearDown() override { fs::remove_all(dir_); }
 
   static std::string page(char c) { return std::string(kPage, c); }
   static std::string word(std::uint32_t n) { return {reinterpret_cast<const char*>(&n), sizeof n}; }
@@ -158,7 +155,8 @@ class PageImages : public testing::Test {
     return out;
   }
 
-  std::string dir_;
+  const TempFolder temp_;
+  const std::string dir_ = temp_.path;
   std::uint64_t base_ = kBase;
 };
 

@@ -24,6 +24,7 @@
 #include "agent/process.h"
 #include "agent/source_host.h"
 #include "migr/restore_control.h"
+#include "temp_folder.h"
 
 namespace migr {
 namespace {
@@ -113,10 +114,6 @@ struct AnEnd : ::testing::Test {
     }
     close_range(STDERR_FILENO + 1, ~0u, 0);
   }
-  static std::string made() {
-    char name[] = "/tmp/partner_find_test.XXXXXX";
-    return mkdtemp(name);
-  }
   Config config_in_root() const {
     Config c;
     c.name = "peer";
@@ -138,10 +135,7 @@ struct AnEnd : ::testing::Test {
     hello.version = MIGR_PROC_VERSION;
     hello.type = MIGR_MSG_HELLO;
     ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
-    for (int ms = 0; !sessions.by_pid(getpid()); ++ms) {
-      ASSERT_LT(ms, 10'000);
-      usleep(1000);
-    }
+    ASSERT_TRUE(within(10'000, [&] { return bool(sessions.by_pid(getpid())); }));
     grpc::ServerBuilder b;
     b.RegisterService(&host);
     server = b.BuildAndStart();
@@ -149,7 +143,6 @@ struct AnEnd : ::testing::Test {
   void TearDown() override {
     server->Shutdown();
     sessions.stop();
-    fs::remove_all(root);
   }
   grpc::Status find(std::uint32_t state, wire::FindReply& out) {
     recorded_state = state;
@@ -185,10 +178,7 @@ struct AnEnd : ::testing::Test {
     migr_msg hello{};
     hello.version = MIGR_PROC_VERSION + 1;
     ASSERT_EQ(send(other.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
-    for (int ms = 0; sessions.by_pid(getpid()) || sessions.refusal(getpid()).empty(); ++ms) {
-      ASSERT_LT(ms, 10'000);
-      usleep(1000);
-    }
+    ASSERT_TRUE(within(10'000, [&] { return !sessions.by_pid(getpid()) && !sessions.refusal(getpid()).empty(); }));
   }
   /// What this process is refused with, as one that is to be moved.
   std::string not_moved() {
@@ -197,7 +187,8 @@ struct AnEnd : ::testing::Test {
     return info ? "" : info.error().text;
   }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   const Config config = config_in_root();
   const Fd library{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
   SessionTable sessions;
@@ -388,10 +379,7 @@ TEST_F(AnEnd, WhoseProcessHasEndedIsNobodyElse) {
 
 TEST_F(AnEnd, WithoutLibmigrIsToldWhatToPreload) {
   shutdown(library.n, SHUT_RDWR);
-  for (int ms = 0; sessions.by_pid(getpid()); ++ms) {
-    ASSERT_LT(ms, 10'000);
-    usleep(1000);
-  }
+  ASSERT_TRUE(within(10'000, [&] { return !sessions.by_pid(getpid()); }));
   recorded_flags = 0;
   wire::FindReply out;
   for (const std::string& why : {find(kRts, out).error_message(), not_moved()}) {
@@ -489,7 +477,7 @@ struct AnArrival : AnEnd {
     kReconnectMs = 100;
     kResolveStepMs = 100;
   }
-  void TearDown() override { fs::remove_all(root); }
+  void TearDown() override {}  // no server
   /// Whether the others go on without it. @param ctx_id  of its context, as the plugin has told it
   bool has_ended(std::uint32_t ctx_id) {
     Config c = config;
@@ -516,8 +504,7 @@ struct AnArrival : AnEnd {
     for (int ms = 0; ms < 2'000 && !arrived.outcome(1).keys_known(); ms += 50) usleep(50'000), arrived.tick();
     const bool ended = arrived.outcome(1).keys_known();
     fs::remove_all(root + "/containers/web");  // nobody tries again then
-    for (int ms = 0; ms < 10'000 && !arrived.open_migrations().empty(); ms += 50) usleep(50'000);
-    EXPECT_TRUE(arrived.open_migrations().empty());
+    EXPECT_TRUE(within(10'000, [&] { return arrived.open_migrations().empty(); }));
     return ended;
   }
 };
@@ -536,7 +523,7 @@ struct AnAbsence : AnEnd {
     fs::create_directories(config.state_dir);
     ASSERT_TRUE(write_whole(config.state_dir + "/born.json", "{\"" + hex(Instance{1}) + "\": {\"born\": [10, 11], \"away\": true}}"));
   }
-  void TearDown() override { fs::remove_all(root); }
+  void TearDown() override {}  // no server
   void tick() {
     numbers.tick([](const std::string&, const std::vector<Instance>&) { return Status(); });
   }

@@ -24,6 +24,7 @@
 #include "agent/peer_link.h"
 #include "agent/process.h"
 #include "inside.h"
+#include "temp_folder.h"
 
 namespace migr::partner_host_test {
 namespace {
@@ -33,10 +34,6 @@ namespace fs = std::filesystem;
 constexpr std::uint32_t kId = 0x1234;
 
 struct APartner : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/partner_host_test.XXXXXX";
-    return mkdtemp(name);
-  }
   Config config_in_root() const {
     Config c;
     c.name = "peer";
@@ -65,7 +62,6 @@ struct APartner : ::testing::Test {
       std::fflush(nullptr);
       _exit(1);  // its thread goes on with what is here
     }
-    fs::remove_all(root);
   }
   void end_child() {
     if (child <= 0) return;
@@ -87,7 +83,8 @@ struct APartner : ::testing::Test {
     return so();
   }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   Config config = config_in_root();
   const Journal<journal::Partner> written{config.state_dir + "/journal/partner"};
   pid_t child = 0;

@@ -23,6 +23,7 @@
 #include "agent/file_tree.h"
 #include "agent/host_service.h"
 #include "agent/peer_link.h"
+#include "temp_folder.h"
 
 namespace migr::pki_test {
 namespace {
@@ -31,18 +32,13 @@ namespace fs = std::filesystem;
 
 class Pki : public ::testing::Test {
  protected:
-  void SetUp() override {
-    char t[] = "/tmp/migr-pki-XXXXXX";
-    ASSERT_NE(mkdtemp(t), nullptr);
-    dir_ = t;
-  }
-  void TearDown() override { fs::remove_all(dir_); }
   mode_t mode(const std::string& p) {
     struct stat st{};
     EXPECT_EQ(stat((dir_ + "/" + p).c_str(), &st), 0) << p;
     return st.st_mode & 07777;
   }
-  std::string dir_;
+  const TempFolder temp_;
+  const std::string dir_ = temp_.path;
 };
 
 TEST_F(Pki, KeysAreForTheirOwnerOnly) {

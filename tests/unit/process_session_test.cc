@@ -29,6 +29,7 @@
 #include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "pid_namespace.h"
+#include "temp_folder.h"
 
 namespace migr::process_session_test {
 namespace {
@@ -269,14 +270,10 @@ TEST_F(Session, ProcessThatEndsIsECONNRESET) {
 class Table : public ::testing::Test {
  protected:
   void SetUp() override {
-    char t[] = "/tmp/migr-run-XXXXXX";
-    ASSERT_NE(mkdtemp(t), nullptr);
-    dir_ = t;
     ASSERT_TRUE(table_.start(dir_ + "/proc.sock", {}, [this](const Question& q) { return answer_(q); }));
   }
   void TearDown() override {
     table_.stop();
-    std::filesystem::remove_all(dir_);
   }
   Fd connect() {
     Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
@@ -315,7 +312,8 @@ class Table : public ::testing::Test {
     return head;
   }
   std::function<Result<Answer>(const Question&)> answer_ = [](const Question&) { return Result<Answer>(Error{ENOENT, "nobody"}); };
-  std::string dir_;
+  const TempFolder temp_;
+  const std::string dir_ = temp_.path;
   SessionTable table_;
 };
 
@@ -801,20 +799,17 @@ TEST_F(Table, GateIsAFileBesideTheSocket) {
 class Tree : public ::testing::Test {
  protected:
   void SetUp() override {
-    char t[] = "/tmp/migr-tree-XXXXXX";
-    ASSERT_NE(mkdtemp(t), nullptr);
-    dir_ = t;
     std::filesystem::create_directories(dir_ + "/from/sub");
     std::filesystem::create_directories(dir_ + "/to");
   }
-  void TearDown() override { std::filesystem::remove_all(dir_); }
   void file(const std::string& name, const std::string& data) {
     FILE* f = fopen((dir_ + "/" + name).c_str(), "w");
     ASSERT_NE(f, nullptr);
     fwrite(data.data(), 1, data.size(), f);
     fclose(f);
   }
-  std::string dir_;
+  const TempFolder temp_;
+  const std::string dir_ = temp_.path;
 };
 
 TEST_F(Tree, ArrivesAsItWas) {

@@ -23,6 +23,7 @@
 #include "agent/limits.h"
 #include "agent/process.h"
 #include "agent/runtime.h"
+#include "temp_folder.h"
 
 namespace migr::runc_test {
 namespace {
@@ -30,15 +31,10 @@ namespace {
 namespace fs = std::filesystem;
 
 struct ARunc : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/runc_test.XXXXXX";
-    return mkdtemp(name);
-  }
   void SetUp() override {
     kCheckpointMs = 500;
     config.runc = root + "/runc";
   }
-  void TearDown() override { fs::remove_all(root); }
   /// It does `first`; its CRIU hangs; then it does this.
   Status checkpoint_with(const std::string& then, const std::string& first = {}) {
     std::ofstream(config.runc) << "#!/bin/sh\nread -r begin\n"
@@ -75,7 +71,8 @@ struct ARunc : ::testing::Test {
   }
   pid_t criu() const { return std::atoi(first_line_of(root + "/criu").c_str()); }
 
-  const std::string root = made(), group = root + "/group";
+  const TempFolder temp;
+  const std::string root = temp.path, group = root + "/group";
   Config config;
 };
 

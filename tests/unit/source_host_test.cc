@@ -35,6 +35,7 @@
 #include "agent/kernel_record.h"
 #include "agent/limits.h"
 #include "agent/process.h"
+#include "temp_folder.h"
 
 namespace migr::source_host_test {
 namespace {
@@ -83,10 +84,6 @@ struct FakeDestination final : DestinationLink {
 };
 
 struct ASource : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/source_host_test.XXXXXX";
-    return mkdtemp(name);
-  }
   Config config_in_root() const {
     Config c;
     c.name = "src";
@@ -106,7 +103,6 @@ struct ASource : ::testing::Test {
     std::ofstream(root + "/bundle/config.json") << R"({"annotations": {"org.migr.net.ip": "10.0.0.1/24"}})";
     start_container();
   }
-  void TearDown() override { fs::remove_all(root); }
   /// Its arguments go to NAME.log.
   void script(const std::string& name, const std::string& does) const {
     std::ofstream(root + "/" + name) << "#!/bin/sh\necho \"$*\" >>" << root << "/" << name << ".log\n"
@@ -167,7 +163,8 @@ struct ASource : ::testing::Test {
     return settled();
   }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   Played destination;
   const Config config = config_in_root();
   SessionTable sessions;
@@ -446,12 +443,12 @@ TEST_F(ASource, WhoIsRefusedKeepsItOpen) {
   ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
   std::ofstream(root + "/containers/web/state.json") << R"({"init_process_pid": )" << getpid() << "}";
   const Library other(root + "/proc.sock", Instance{7}, MIGR_PROC_VERSION + 1);
-  for (int ms = 0; sessions.refusal(getpid()).empty() && ms < 5'000; ms += 10) usleep(10'000);
+  EXPECT_TRUE(within(5'000, [&] { return !sessions.refusal(getpid()).empty(); }));
   auto r = record(wire::OPEN);
   add_process(r, 7, getpid());
   begin(r);
   const auto state = [&] { return host.open_migrations().empty() ? "" : host.open_migrations()[0].state(); };
-  for (int ms = 0; state().find("refused") == std::string::npos && ms < 5'000; ms += 10) usleep(10'000);
+  EXPECT_TRUE(within(5'000, [&] { return state().find("refused") != std::string::npos; }));
   EXPECT_EQ(state(), "goes back: the libmigr of process " + std::to_string(getpid()) + " is not connected to migrd, which has refused it: " + sessions.refusal(getpid()));
   {
     const Library same(root + "/proc.sock", Instance{7});
@@ -567,7 +564,7 @@ TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   hello.version = MIGR_PROC_VERSION;
   hello.type = MIGR_MSG_HELLO;
   ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
-  for (int ms = 0; ms < 10'000 && !sessions.by_pid(getpid()); ms++) usleep(1000);
+  EXPECT_TRUE(within(10'000, [&] { return bool(sessions.by_pid(getpid())); }));
   const auto s = run.freeze(nullptr);
   EXPECT_EQ(s.error().code, EAGAIN) << s.error().text;
   sessions.stop();
@@ -816,8 +813,7 @@ TEST_F(ASource, AnOrderAgainstWhatIsKnownIsRefused) {
   destination.says = wire::COMMITTED;
   begin(record(wire::COMMITTED));
   const auto state = [&] { return host.open_migrations().empty() ? "" : host.open_migrations()[0].state(); };
-  for (int ms = 0; ms < 10'000 && !state().starts_with("runs on dst"); ms += 50) usleep(50'000);
-  ASSERT_TRUE(state().starts_with("runs on dst")) << state();
+  ASSERT_TRUE(within(10'000, [&] { return state().starts_with("runs on dst"); })) << state();
   const auto s = host.order(kId, wire::UNDONE, true);
   ASSERT_FALSE(s);
   EXPECT_EQ(s.error().code, EPERM) << s.error().text;
@@ -852,7 +848,7 @@ TEST_F(ASource, ReachesADestinationThatIsSilentByANewLinkEachTime) {
   r.set_begun_s(unix_now());
   destination.told_to_commit = [] {};
   begin(r);
-  for (int ms = 0; ms < 10'000 && destination.asked < 4; ms += 10) usleep(10'000);
+  EXPECT_TRUE(within(10'000, [&] { return destination.asked >= 4; }));
   EXPECT_GE(links, 4);
   EXPECT_TRUE(host.order(kId, wire::UNDONE, true));
   settled();
@@ -866,7 +862,7 @@ TEST_F(ASource, EndsWithAllThatItHasBegun) {
   std::optional<SourceHost> other(std::in_place, config, sessions, claims, numbers, directory, to_destination, to_partner);
   other->recover();
   other->settle_recovered();
-  for (int ms = 0; ms < 10'000 && links < 2; ms += 10) usleep(10'000);
+  EXPECT_TRUE(within(10'000, [&] { return links >= 2; }));
   const auto began = std::chrono::steady_clock::now();
   other.reset();
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(2));

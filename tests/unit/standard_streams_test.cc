@@ -14,6 +14,7 @@
 #include "agent/criu_image.h"
 #include "agent/file_tree.h"
 #include "criu_files.pb.h"
+#include "temp_folder.h"
 
 namespace migr::standard_streams_test {
 namespace {
@@ -25,11 +26,6 @@ constexpr char kOwner[] = "\x08\x01\x10\x02\x18\x03\x20\x04\x28\x05";
 constexpr std::uint32_t kNo = 0;  // pipe
 
 struct APipedContainer : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/standard_streams_test.XXXXXX";
-    return mkdtemp(name);
-  }
-  void TearDown() override { fs::remove_all(dir); }
   void streams(const std::string& json) const { std::ofstream(dir + "/descriptors.json") << json; }
   template <class Message>
   void image(const std::string& name, std::uint32_t magic, const std::vector<Message>& all) const {
@@ -69,7 +65,8 @@ struct APipedContainer : ::testing::Test {
     return d;
   }
 
-  const std::string dir = made();
+  const TempFolder temp;
+  const std::string dir = temp.path;
 };
 
 TEST_F(APipedContainer, HasItsNullDeviceInstead) {

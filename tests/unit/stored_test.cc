@@ -30,6 +30,7 @@
 #include "agent/process.h"
 #include "agent/room.h"
 #include "pid_namespace.h"
+#include "temp_folder.h"
 
 namespace migr::stored_test {
 namespace {
@@ -40,10 +41,6 @@ std::string v4(char last) { return std::string(10, '\0') + "\xff\xff" + std::str
 const std::string kHere = v4(1), kBefore = v4(2), kThere = v4(3);
 
 struct Stored : ::testing::Test {
-  static std::string made() {
-    char name[] = "/tmp/stored_test.XXXXXX";
-    return mkdtemp(name);
-  }
   Config config_in_root() const {
     Config c;
     c.state_dir = root + "/state";
@@ -73,7 +70,6 @@ struct Stored : ::testing::Test {
     info.huge.needed = {{2 << 20, 8 << 20}, {1 << 30, 1 << 30}};
     info.huge.filled = 4 << 20;
   }
-  void TearDown() override { fs::remove_all(root); }
   static void put(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
   static mode_t mode(const std::string& path) {
     struct stat st{};
@@ -100,7 +96,8 @@ struct Stored : ::testing::Test {
   }
   std::string dir() const { return root + "/kept"; }
 
-  const std::string root = made();
+  const TempFolder temp;
+  const std::string root = temp.path;
   ContainerInfo info;
   Sent bytes;
   const Config config = config_in_root();

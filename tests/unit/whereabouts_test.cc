@@ -10,6 +10,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "temp_folder.h"
+
 namespace migr::whereabouts_test {
 namespace {
 
@@ -74,11 +76,6 @@ struct Asked : ::testing::Test, wire::Partner::Service {
   }
   ~Asked() override {
     server->Shutdown();
-    std::filesystem::remove_all(dir);
-  }
-  static std::string made() {
-    char name[] = "/tmp/whereabouts_test.XXXXXX";
-    return mkdtemp(name);
   }
   grpc::Status Where(grpc::ServerContext*, const wire::WhereRequest*, wire::WhereReply*) override { return to_grpc(says); }
   int error_of(const std::string& gid) {
@@ -99,7 +96,8 @@ struct Asked : ::testing::Test, wire::Partner::Service {
     c.state_dir = dir;
     return c;
   }
-  const std::string dir = made();
+  const TempFolder temp;
+  const std::string dir = temp.path;
   const Config config = config_in(dir);
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
