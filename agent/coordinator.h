@@ -36,6 +36,12 @@ struct SourceQp {
   std::uint32_t mtu = 0;             // enum ib_mtu; 0: not known
 };
 
+/// Unconnected: it has its device's GIDs.
+struct DatagramQp {
+  std::uint32_t ctx_id = 0, vqpn = 0, pqpn = 0;
+  std::string device;
+};
+
 /// A container as step 1 found it.
 struct ContainerInfo {
   std::string id, bundle;
@@ -48,7 +54,7 @@ struct ContainerInfo {
   std::vector<std::pair<std::uint32_t, std::string>> earlier;  // index of a process, a GID of another host that it was at
   std::vector<pid_t> pids;                                   // of a process without a container, and of its threads: it keeps them
   std::vector<SourceQp> connected;
-  std::vector<SourceQp> datagrams;                           // unconnected QPs; of their device: the name in gid
+  std::vector<DatagramQp> datagrams;
   std::vector<std::uint32_t> vqpns;
   bool piped = false;                                        // its standard streams, to a program of its host
   std::uint64_t memory_bytes = 0;                            // resident, of all its processes

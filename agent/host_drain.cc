@@ -38,7 +38,7 @@ Occupants occupants(const std::vector<ContextRecord>& ctxs, const ContainerOf& c
   for (const auto& c : ctxs) {
     const auto pid = static_cast<pid_t>(c.rec.pid);
     if (pid && !seen.insert(pid).second) continue;
-    const std::string comm(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)), device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
+    const std::string comm = comm_of(c.rec), device = device_of(c.rec);
     if (const auto name = pid ? container_of(pid) : ""; !name.empty())
       names.insert(name);
     else if (comm != kDaemon)

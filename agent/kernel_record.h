@@ -2,6 +2,7 @@
 // The record of migr.ko, read and steered over generic netlink (uapi/migr.h).
 #pragma once
 
+#include <string.h>
 #include <sys/types.h>
 
 #include <optional>
@@ -21,6 +22,10 @@ inline constexpr std::uint32_t kRtr = 2, kRts = 3, kErr = 6;
 /// Or, with UD, able to receive.
 inline bool connected(const migr_qp_rec& q) { return q.qp_state == kRtr || q.qp_state == kRts; }
 inline std::string bytes_of(const __u8 (&gid)[16]) { return {reinterpret_cast<const char*>(gid), sizeof gid}; }
+
+/// Its device, and the first 15 characters of its process's name.
+inline std::string device_of(const migr_ctx_rec& c) { return {c.ibdev, strnlen(c.ibdev, sizeof c.ibdev)}; }
+inline std::string comm_of(const migr_ctx_rec& c) { return {c.comm, strnlen(c.comm, sizeof c.comm)}; }
 
 struct KernelInfo {
   std::uint32_t abi = 0, contexts = 0, objects = 0, reserved = 0, devices = 0;

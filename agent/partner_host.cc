@@ -198,7 +198,7 @@ namespace {
 class Families {
  public:
   Status can_follow(const migr_ctx_rec& rec, const std::string& who) {
-    const std::string device(rec.ibdev, strnlen(rec.ibdev, sizeof rec.ibdev));
+    const std::string device = device_of(rec);
     const auto [at, first] = drivers_.try_emplace(device);
     if (first)
       if (const auto room = room_of(device); room && room->device.ibdev == device) at->second = room->device.driver_id;
@@ -286,12 +286,12 @@ grpc::Status PartnerHost::Find(grpc::ServerContext* ctx, const wire::FindRequest
           const EndSeen as = seen_as(q, r->ends(i));
           if (as == EndSeen::kElsewhere) continue;
           if (as != EndSeen::kStands) {
-            seen[i][std::string(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev))] = as;
+            seen[i][device_of(c.rec)] = as;
             continue;
           }
           unknown.erase(i);
           const auto pid = static_cast<pid_t>(c.rec.pid);
-          const std::string where = " (" + std::string(c.rec.comm, strnlen(c.rec.comm, sizeof c.rec.comm)) + ") on " + config_.name, who = "process " + std::to_string(pid) + where;
+          const std::string where = " (" + comm_of(c.rec) + ") on " + config_.name, who = "process " + std::to_string(pid) + where;
           if (!pid) return Error{EBUSY, "the partner, context " + std::to_string(c.rec.ctx_id) + where + ", cannot follow: " + kProcessEnded};
           auto session = sessions_.by_pid(pid);
           const auto holder = claims_.holder(pid);

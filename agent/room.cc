@@ -70,7 +70,7 @@ int gid_nearness(const std::string& was, const std::string& here) {
 }
 
 void add_needs(std::vector<wire::Needs>& needs, const ContextRecord& c, std::span<const migr_fd_desc> described) {
-  const std::string device(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev));
+  const std::string device = device_of(c.rec);
   auto found = std::find_if(needs.begin(), needs.end(), [&](const auto& n) { return n.device() == device; });
   if (found == needs.end()) {
     found = needs.emplace(needs.end());

@@ -660,7 +660,7 @@ SourceRun::~SourceRun() {
 
 Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner, std::span<const migr_fd_desc> described) {
   const auto& r = c.rec;
-  const std::string who = "process " + std::to_string(r.pid) + " (" + std::string(r.comm, strnlen(r.comm, sizeof r.comm)) + ")";
+  const std::string who = "process " + std::to_string(r.pid) + " (" + comm_of(r) + ")";
   if (!(r.flags & MIGR_CTX_ATTACHED))
     return Error{EOPNOTSUPP, who + (host_.sessions_.by_pid(static_cast<pid_t>(r.pid))
                                         ? " has RDMA resources that its libmigr does not know; its standard error may say why"
@@ -679,12 +679,12 @@ Status SourceRun::inspect_context(ContextRecord& c, std::uint32_t owner, std::sp
     if (auto s = state_can_move(q, who); !s) return s;
     info_.vqpns.push_back(q.vqpn);
     if (q.qp_type == kUd)
-      info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, std::string(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev)), {}, 0, 0});
+      info_.datagrams.push_back({r.ctx_id, q.vqpn, q.pqpn, device_of(r)});
     else if (connected(q))
       info_.connected.push_back({r.ctx_id, q.vqpn, q.pqpn, bytes_of(q.ah.sgid), bytes_of(q.ah.dgid), q.dest_qpn, q.path_mtu});
   }
   info_.ctxs.emplace_back(r.ctx_id, owner);
-  const std::string device(r.ibdev, strnlen(r.ibdev, sizeof r.ibdev));
+  const std::string device = device_of(r);
   if (!device.empty() && std::find(info_.devices.begin(), info_.devices.end(), device) == info_.devices.end()) info_.devices.push_back(device);
   if (!device.empty()) add_needs(info_.needs, c, described);
   auto& n = info_.resources;
@@ -1191,7 +1191,7 @@ Result<wire::MovesRequest> SourceRun::moves(const wire::PrepareReply& prepared) 
     if (p == prepared.qps().end() || owner == info_.ctxs.end()) continue;
     const Instance& who = info_.instances[owner->second];
     for (const auto& from : info_.gids) {
-      if (from.device() != q.gid) continue;
+      if (from.device() != q.device) continue;
       // A name that a process has bound by itself is not its own, and may be another's.
       if (q.vqpn != q.pqpn && !host_.directory_.came_to(from.gid(), q.pqpn)) continue;
       wire::Move m = host_.directory_.at(from.gid(), q.pqpn, q.vqpn);

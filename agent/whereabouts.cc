@@ -41,7 +41,7 @@ Result<std::vector<ContextRecord>> all_contexts(pid_t pid = 0) {
 class Tables {
  public:
   const std::vector<wire::PortGid>& of(const migr_ctx_rec& c) {
-    const std::string device(c.ibdev, strnlen(c.ibdev, sizeof c.ibdev));
+    const std::string device = device_of(c);
     auto [at, fresh] = known_.try_emplace(device);
     if (fresh)
       if (auto found = gids_of(device)) at->second = std::move(*found);

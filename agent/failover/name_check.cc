@@ -96,7 +96,7 @@ Result<std::set<std::uint32_t>> given_to_others(pid_t pid, const Gid& gid) {
   std::set<std::uint32_t> out;
   for (auto& c : *contexts) {
     if (c.rec.pid == static_cast<__u32>(pid)) continue;
-    const auto [at, fresh] = there.try_emplace(std::string(c.rec.ibdev, strnlen(c.rec.ibdev, sizeof c.rec.ibdev)));
+    const auto [at, fresh] = there.try_emplace(device_of(c.rec));
     if (fresh)
       if (const auto gids = gids_of(at->first)) at->second = std::any_of(gids->begin(), gids->end(), [&](const auto& g) { return g.gid() == bytes; });
     if (!at->second) continue;

@@ -123,7 +123,7 @@ struct FakeSource final : Source {
     i.vqpns = {0x11};
     i.resources.set_qp(1);
     i.libmigr = "build";
-    if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0", {}, 0}};
+    if (datagrams) i.datagrams = {{7, 0x14, 0x14, "rxe0"}};
     if (second) i.connected.push_back({7, 0x15, 0x15, std::string(16, 's'), std::string(16, 'o'), 0x25});
     if (twins) {
       i.instances.push_back(Instance{2});
