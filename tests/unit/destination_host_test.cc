@@ -27,6 +27,7 @@
 #include "migr/restore_control.h"
 #include "agent/process.h"
 #include "agent/stored.h"
+#include "played_library.h"
 #include "temp_folder.h"
 
 namespace migr::destination_host_test {
@@ -223,18 +224,12 @@ TEST_F(ADestination, WhoIsLateFindsItsGateOpen) {
   for (std::size_t i = 0; i < sizeof(Instance); i++) gate += "69";
   EXPECT_TRUE(fs::exists(gate));
 
-  sockaddr_un at{};
-  at.sun_family = AF_UNIX;
-  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
-  ASSERT_TRUE(sessions.start(at.sun_path, {}));
-  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
+  ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
+  Instance i;
+  i.fill('i');
+  const Fd library = connect_library(root + "/proc.sock", i, MIGR_PROC_FROZEN);
+  ASSERT_GE(library.n, 0);
   migr_msg m{};
-  m.version = MIGR_PROC_VERSION;
-  m.type = MIGR_MSG_HELLO;
-  m.state = MIGR_PROC_FROZEN;
-  std::memset(m.instance, 'i', sizeof m.instance);
-  ASSERT_EQ(send(library.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
   ASSERT_TRUE(within(5'000, [&] { return bool(sessions.by_pid(getpid())); }));
   // ROLLBACK would leave it with the source's.
   std::vector<int> told;
@@ -295,14 +290,11 @@ struct TwoOfIt : ADestination {
     ADestination::TearDown();
   }
   int connected(char instance) const {
-    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    migr_msg hello{};
-    hello.version = MIGR_PROC_VERSION;
-    hello.type = MIGR_MSG_HELLO;
-    hello.state = MIGR_PROC_FROZEN;
-    std::memset(hello.instance, instance, sizeof hello.instance);
-    if (connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) || send(fd, &hello, sizeof hello, MSG_NOSIGNAL) < 0) _exit(1);
-    return fd;
+    Instance i;
+    i.fill(static_cast<std::uint8_t>(instance));
+    Fd fd = connect_library(at.sun_path, i, MIGR_PROC_FROZEN);
+    if (fd.n < 0) _exit(1);
+    return std::exchange(fd.n, -1);
   }
   /// The child was told so, within a while.
   bool other_hears(int type) const {

@@ -25,6 +25,7 @@
 #include "agent/file_tree.h"
 #include "agent/limits.h"
 #include "inside.h"
+#include "played_library.h"
 
 namespace migr::directory_test {
 namespace {
@@ -324,25 +325,13 @@ struct Told : DirectoryTest {
     EXPECT_TRUE(sessions.wait_for(i, {}, 5'000));
   }
   [[noreturn]] void play(std::uint8_t who, bool silent) const {
-    const int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-    sockaddr_un a{};
-    a.sun_family = AF_UNIX;
-    std::strcpy(a.sun_path, path.c_str());
-    if (connect(fd, reinterpret_cast<sockaddr*>(&a), sizeof a)) _exit(1);
-    static std::byte packet[1 << 16];
-    migr_msg m{};
-    m.version = MIGR_PROC_VERSION;
-    m.type = MIGR_MSG_HELLO;
-    m.instance[0] = who;
-    if (send(fd, &m, sizeof m, MSG_NOSIGNAL) < 0) _exit(1);
+    const Fd fd = connect_library(path, Instance{who});
+    if (fd.n < 0) _exit(1);
     while (silent && !shared->listens) usleep(1'000);
-    while (recv(fd, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof m)) {
-      std::memcpy(&m, packet, sizeof m);
+    answer_all(fd.n, [this](migr_msg& m) {
       if (m.type == MIGR_MSG_MOVES && m.count) shared->told++;
-      m.type |= MIGR_REPLY;
-      m.arg = m.count = m.record_size = 0;
-      send(fd, &m, sizeof m, MSG_NOSIGNAL);
-    }
+      m.arg = 0;
+    });
     _exit(0);
   }
   static wire::MovesRequest a_move() {

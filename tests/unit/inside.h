@@ -5,18 +5,15 @@
 
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <string>
 #include <thread>
 
 #include "agent/process_session.h"
+#include "played_library.h"
 
 namespace migr {
 
@@ -45,32 +42,10 @@ class Inside {
       while (!*may_leave_) usleep(1'000);
     }).detach();
     while (!inside) usleep(1'000);
-    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    std::strcpy(at.sun_path, path.c_str());
-    if (connect(fd, reinterpret_cast<sockaddr*>(&at), sizeof at)) _exit(1);
-    struct {
-      migr_msg head{};
-      migr_text_range code{};
-    } hello;
-    hello.head.version = MIGR_PROC_VERSION;
-    hello.head.type = MIGR_MSG_HELLO;
-    hello.head.count = 1;
-    hello.head.record_size = sizeof hello.code;
-    hello.head.control_tid = gettid();  // all but the other thread
-    std::copy(i.begin(), i.end(), hello.head.instance);
-    hello.code.start = reinterpret_cast<std::uint64_t>(__executable_start);
-    hello.code.bytes = static_cast<std::uint64_t>(etext - __executable_start);
-    if (send(fd, &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello)) _exit(1);
-    static std::byte packet[1 << 12];
-    for (migr_msg m; recv(fd, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof m);) {
-      std::memcpy(&m, packet, sizeof m);
-      m.type |= MIGR_REPLY;
-      m.count = m.record_size = 0;
-      m.arg = 1;  // MOVES_PREPARE: it has an unconnected QP
-      send(fd, &m, sizeof m, MSG_NOSIGNAL);
-    }
+    const migr_text_range code{reinterpret_cast<std::uint64_t>(__executable_start), static_cast<std::uint64_t>(etext - __executable_start), 0, 0};
+    const Fd fd = connect_library(path, i, MIGR_PROC_RUNNING, MIGR_PROC_VERSION, {&code, 1});  // this thread is to be left out, not the other
+    if (fd.n < 0) _exit(1);
+    answer_all(fd.n, [](migr_msg& m) { m.arg = 1; });  // MOVES_PREPARE: it has an unconnected QP
     _exit(0);
   }
   std::atomic<bool>* const may_leave_ = new (mmap(nullptr, sizeof(std::atomic<bool>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) std::atomic<bool>(false);

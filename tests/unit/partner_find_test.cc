@@ -24,6 +24,7 @@
 #include "agent/process.h"
 #include "agent/source_host.h"
 #include "migr/restore_control.h"
+#include "played_library.h"
 #include "temp_folder.h"
 
 namespace migr {
@@ -123,18 +124,12 @@ struct AnEnd : ::testing::Test {
     return c;
   }
   void SetUp() override {
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
     ASSERT_TRUE(sessions.start(
-        at.sun_path, [](const auto&) {}, [this](const Question& q) { return whereabouts.answer(q); }));
+        root + "/proc.sock", [](const auto&) {}, [this](const Question& q) { return whereabouts.answer(q); }));
+    library = connect_library(root + "/proc.sock");
+    ASSERT_GE(library.n, 0);
     const timeval limit{5, 0};
     setsockopt(library.n, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-    migr_msg hello{};
-    hello.version = MIGR_PROC_VERSION;
-    hello.type = MIGR_MSG_HELLO;
-    ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
     ASSERT_TRUE(within(10'000, [&] { return bool(sessions.by_pid(getpid())); }));
     grpc::ServerBuilder b;
     b.RegisterService(&host);
@@ -170,14 +165,8 @@ struct AnEnd : ::testing::Test {
   /// Another release's: it is refused.
   void be_refused() {
     shutdown(library.n, SHUT_RDWR);
-    const Fd other(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
-    ASSERT_EQ(connect(other.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-    migr_msg hello{};
-    hello.version = MIGR_PROC_VERSION + 1;
-    ASSERT_EQ(send(other.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+    const Fd other = connect_library(root + "/proc.sock", {}, MIGR_PROC_RUNNING, MIGR_PROC_VERSION + 1);
+    ASSERT_GE(other.n, 0);
     ASSERT_TRUE(within(10'000, [&] { return !sessions.by_pid(getpid()) && !sessions.refusal(getpid()).empty(); }));
   }
   /// What this process is refused with, as one that is to be moved.
@@ -190,7 +179,7 @@ struct AnEnd : ::testing::Test {
   const TempFolder temp;
   const std::string root = temp.path;
   const Config config = config_in_root();
-  const Fd library{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  Fd library;
   SessionTable sessions;
   Peers peers{config, pki::Files{}};
   Claims claims;

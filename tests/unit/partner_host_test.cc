@@ -24,6 +24,7 @@
 #include "agent/peer_link.h"
 #include "agent/process.h"
 #include "inside.h"
+#include "played_library.h"
 #include "temp_folder.h"
 
 namespace migr::partner_host_test {

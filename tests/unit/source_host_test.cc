@@ -35,6 +35,7 @@
 #include "agent/kernel_record.h"
 #include "agent/limits.h"
 #include "agent/process.h"
+#include "played_library.h"
 #include "temp_folder.h"
 
 namespace migr::source_host_test {
@@ -376,17 +377,8 @@ TEST_F(ASource, WaitsForAllProcessesAtTheSameTime) {
 /// A library of this process, which answers whatever it is asked.
 class Library {
  public:
-  Library(const std::string& path, const Instance& i, std::uint16_t version = MIGR_PROC_VERSION) {
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
-    EXPECT_EQ(connect(fd_.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-    migr_msg m{};
-    m.version = version;
-    m.type = MIGR_MSG_HELLO;
-    m.state = MIGR_PROC_FROZEN;
-    std::copy(i.begin(), i.end(), m.instance);
-    EXPECT_EQ(send(fd_.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+  Library(const std::string& path, const Instance& i, std::uint16_t version = MIGR_PROC_VERSION) : fd_(connect_library(path, i, MIGR_PROC_FROZEN, version)) {
+    EXPECT_GE(fd_.n, 0);
     answers_ = std::thread([this] {
       for (migr_msg q{}; recv(fd_.n, &q, sizeof q, 0) > 0;) {
         told[q.type]++;
@@ -402,7 +394,7 @@ class Library {
   std::array<std::atomic<int>, 256> told{};  // by type
 
  private:
-  const Fd fd_{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  const Fd fd_;
   std::thread answers_;
 };
 
@@ -551,19 +543,12 @@ TEST_F(ASource, RefusesATerminal) {
 // It has opened an RDMA device, and closed it again: CRIU would dump its connection to here.
 TEST_F(ASource, GoesBackIfAProcessHasConnectedSinceItWasLookedAt) {
   if (KernelRecord::open()) GTEST_SKIP() << "its record would have to be played";
-  sockaddr_un at{};
-  at.sun_family = AF_UNIX;
-  std::snprintf(at.sun_path, sizeof at.sun_path, "%s/proc.sock", root.c_str());
-  ASSERT_TRUE(sessions.start(at.sun_path, {}));
+  ASSERT_TRUE(sessions.start(root + "/proc.sock", {}));
   SourceRun run(host, kId, SourceRun::Describe::kLook);
   EXPECT_FALSE(run.inspect(bare_name(getpid())));
   EXPECT_NE(run.freeze(nullptr).error().code, EAGAIN);
-  const Fd library(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  ASSERT_EQ(connect(library.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-  migr_msg hello{};
-  hello.version = MIGR_PROC_VERSION;
-  hello.type = MIGR_MSG_HELLO;
-  ASSERT_EQ(send(library.n, &hello, sizeof hello, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof hello));
+  const Fd library = connect_library(root + "/proc.sock");
+  ASSERT_GE(library.n, 0);
   EXPECT_TRUE(within(10'000, [&] { return bool(sessions.by_pid(getpid())); }));
   const auto s = run.freeze(nullptr);
   EXPECT_EQ(s.error().code, EAGAIN) << s.error().text;
