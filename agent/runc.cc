@@ -269,11 +269,14 @@ void Runc::get_ready(std::initializer_list<Child*> ahead) {
     if (child->running() && !child->wait_for(kReady, kAheadMs)) spdlog::debug("a program that was started ahead of the stop does not say that it is ready");
 }
 
-void Runc::hold(const std::string& id) const {
-  constexpr int kHoldMs = 200, kStepUs = 200;
+Status Runc::hold(const std::string& id) const {
+  constexpr int kHoldMs = 10'000, kStepUs = 200;  // as long as runc waits for it
   const std::string group = cgroup_of(id);
-  if (!tell_cgroup(group, "cgroup.freeze", "1")) return;
-  for (int us = 0; us < kHoldMs * 1000 && !is_so(group, "frozen 1"); us += kStepUs) usleep(kStepUs);
+  if (!tell_cgroup(group, "cgroup.freeze", "1")) return {};
+  for (const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(kHoldMs); std::chrono::steady_clock::now() < until; usleep(kStepUs))
+    if (is_so(group, "frozen 1")) return {};
+  tell_cgroup(group, "cgroup.freeze", "0");
+  return Error{EBUSY, "'" + id + "' does not stand still within 10 s of its freeze: a thread of it waits in the kernel, for a disk or a file system that does not answer"};
 }
 
 Status Runc::checkpoint(Child& ahead, const std::string& id, const std::string& log) const {
@@ -338,7 +341,7 @@ Child Runc::net_ahead(const std::string& verb, const std::string& bundle, const 
 Status Runc::detach_held(Child& ahead, const std::string& bundle, const std::string& id) const {
   const auto has = has_net(bundle);
   if (!has || !*has) return has;
-  hold(id);
+  if (auto s = hold(id); !s) return s;
   return net(ahead, "detach", bundle, id);
 }
 

@@ -100,8 +100,8 @@ class Runc {
   Status detach_held(Child& ahead, const std::string& bundle, const std::string& id) const;
 
  private:
-  /// Freezes its cgroup, and waits until that is so. Where it cannot the checkpoint does it, or says why not.
-  void hold(const std::string& id) const;
+  /// Freezes its cgroup, and waits until that is so. Where it cannot the checkpoint does it, or says why not. EBUSY: it does not stand still, and goes on
+  Status hold(const std::string& id) const;
   Result<bool> has_net(const std::string& bundle) const;
   Argv command(std::vector<std::string> args) const;
   Status run(std::vector<std::string> args, const int& limit_ms, const std::string& what) const;
