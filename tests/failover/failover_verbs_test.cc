@@ -286,80 +286,82 @@ TEST(Depthless, QueuesChangeTheirPath) {
   }
 }
 
-/// Of a CQ that is armed for those only.
-TEST(Solicited, CompletionsOnABackupLinkWakeWhoWaitsForThem) {
-  for (const int link : {0, 1, 2}) model_mend(link);
-  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
-  ibv_comp_channel* const channel = a.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(a.context);
-  const Speaker x(a, nullptr, a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 256, nullptr, channel, 0)), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
-  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  const auto is_there = [](const Speaker& s) { return s.state().link == 1 && s.state().phase == MIGR_LINKS_VQP_MAKING; };
-  ASSERT_TRUE(wait_for([&] { return is_there(x) && is_there(y); })) << x.how() << "; " << y.how();
-  const auto message = [&](bool solicited) {
-    ibv_recv_wr receive{}, *bad_receive;
-    ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);
-    ibv_send_wr send{}, *bad;
-    send.opcode = IBV_WR_SEND;
-    send.send_flags = solicited ? IBV_SEND_SOLICITED : 0;
-    ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);
-  };
-  const auto comes = [&] {
+/// Two connected ends; who has `x` waits at the channel of its CQ.
+class Waiting : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (const int link : {0, 1, 2}) model_mend(link);
+    x_.connect(y_), y_.connect(x_);
+    ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0); })) << x_.how() << "; " << y_.how();
+  }
+  void lose_the_link() {
+    ASSERT_EQ(a_.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
+    const auto is_there = [](const Speaker& s) { return s.state().link == 1 && s.state().phase == MIGR_LINKS_VQP_MAKING; };
+    ASSERT_TRUE(wait_for([&] { return is_there(x_) && is_there(y_); })) << x_.how() << "; " << y_.how();
+  }
+  void receive() const {
+    ibv_recv_wr wr{}, *bad;
+    ASSERT_EQ(ibv_post_recv(x_.qp, &wr, &bad), 0);
+  }
+  void send(bool solicited) const {
+    ibv_send_wr wr{}, *bad;
+    wr.opcode = IBV_WR_SEND;
+    wr.send_flags = solicited ? IBV_SEND_SOLICITED : 0;
+    ASSERT_EQ(ibv_post_send(y_.qp, &wr, &bad), 0);
+  }
+  bool comes() const {
     ibv_wc wc{};
-    return wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; }) && wc.status == IBV_WC_SUCCESS;
-  };
-  const auto woken = [&](int ms) {
-    pollfd p{.fd = channel->fd, .events = POLLIN, .revents = 0};
+    return wait_for([&] { return ibv_poll_cq(x_.cq, 1, &wc) == 1; }) && wc.status == IBV_WC_SUCCESS;
+  }
+  bool woken(int ms) const {
+    pollfd p{.fd = channel_->fd, .events = POLLIN, .revents = 0};
     return poll(&p, 1, ms) == 1;
-  };
-  for (int i = 0; i < 3; ++i) {
-    ASSERT_EQ(ibv_req_notify_cq(x.cq, 1), 0);
-    message(false);
-    ASSERT_TRUE(comes());
-    ASSERT_FALSE(woken(20));
-    message(true);
-    ASSERT_TRUE(woken(5000)) << "message " << i;
-    ASSERT_TRUE(comes());
+  }
+  void take_event() const {
     ibv_cq* cq;
     void* context;
-    ASSERT_EQ(a.verb<int(ibv_comp_channel*, ibv_cq**, void**)>("ibv_get_cq_event")(channel, &cq, &context), 0);
-    EXPECT_EQ(cq, x.cq);
-    a.verb<void(ibv_cq*, unsigned)>("ibv_ack_cq_events")(cq, 1);
+    ASSERT_EQ(a_.verb<int(ibv_comp_channel*, ibv_cq**, void**)>("ibv_get_cq_event")(channel_, &cq, &context), 0);
+    EXPECT_EQ(cq, x_.cq);
+    a_.verb<void(ibv_cq*, unsigned)>("ibv_ack_cq_events")(cq, 1);
+  }
+
+  const Library a_{'a', "exact", "cached", 0, 3000}, b_{'b', "exact", "cached", 0, 3000};
+  ibv_comp_channel* const channel_ = a_.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(a_.context);
+  const Speaker x_{a_, nullptr, a_.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a_.context, 256, nullptr, channel_, 0)}, y_{b_};
+};
+
+/// Of a CQ that is armed for those only.
+class Solicited : public Waiting {};
+
+TEST_F(Solicited, CompletionsOnABackupLinkWakeWhoWaitsForThem) {
+  ASSERT_NO_FATAL_FAILURE(lose_the_link());
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_EQ(ibv_req_notify_cq(x_.cq, 1), 0);
+    ASSERT_NO_FATAL_FAILURE(receive());
+    ASSERT_NO_FATAL_FAILURE(send(false));
+    ASSERT_TRUE(comes());
+    ASSERT_FALSE(woken(20));
+    ASSERT_NO_FATAL_FAILURE(receive());
+    ASSERT_NO_FATAL_FAILURE(send(true));
+    ASSERT_TRUE(woken(5000)) << "message " << i;
+    ASSERT_TRUE(comes());
+    ASSERT_NO_FATAL_FAILURE(take_event());
   }
 }
 
 /// One arming brings one event, also where what the change flushes completes in the same CQ.
-TEST(Events, ThatLieUnreadWhenTheLinkFailsAreAllThereIs) {
-  for (const int link : {0, 1, 2}) model_mend(link);
-  const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
-  ibv_comp_channel* const channel = a.verb<ibv_comp_channel*(ibv_context*)>("ibv_create_comp_channel")(a.context);
-  const Speaker x(a, nullptr, a.verb<ibv_cq*(ibv_context*, int, void*, ibv_comp_channel*, int)>("ibv_create_cq")(a.context, 256, nullptr, channel, 0)), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
-  const auto woken = [&](int ms) {
-    pollfd p{.fd = channel->fd, .events = POLLIN, .revents = 0};
-    return poll(&p, 1, ms) == 1;
-  };
-  ibv_recv_wr receive{}, *bad_receive;
-  ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);
-  ASSERT_EQ(ibv_req_notify_cq(x.cq, 0), 0);
-  ibv_send_wr send{}, *bad;
-  send.opcode = IBV_WR_SEND;
-  ASSERT_EQ(ibv_post_send(y.qp, &send, &bad), 0);
+class Events : public Waiting {};
+
+TEST_F(Events, ThatLieUnreadWhenTheLinkFailsAreAllThereIs) {
+  ASSERT_NO_FATAL_FAILURE(receive());
+  ASSERT_EQ(ibv_req_notify_cq(x_.cq, 0), 0);
+  ASSERT_NO_FATAL_FAILURE(send(false));
   ASSERT_TRUE(woken(5000));
-  ASSERT_EQ(ibv_post_recv(x.qp, &receive, &bad_receive), 0);  // which the change flushes
-  ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
-  const auto is_there = [](const Speaker& s) { return s.state().link == 1 && s.state().phase == MIGR_LINKS_VQP_MAKING; };
-  ASSERT_TRUE(wait_for([&] { return is_there(x) && is_there(y); })) << x.how() << "; " << y.how();
-  ibv_cq* cq;
-  void* context;
-  ASSERT_EQ(a.verb<int(ibv_comp_channel*, ibv_cq**, void**)>("ibv_get_cq_event")(channel, &cq, &context), 0);
-  a.verb<void(ibv_cq*, unsigned)>("ibv_ack_cq_events")(cq, 1);
+  ASSERT_NO_FATAL_FAILURE(receive());  // which the change flushes
+  ASSERT_NO_FATAL_FAILURE(lose_the_link());
+  ASSERT_NO_FATAL_FAILURE(take_event());
   EXPECT_FALSE(woken(200)) << "and it was armed once";
-  ibv_wc wc{};
-  EXPECT_TRUE(wait_for([&] { return ibv_poll_cq(x.cq, 1, &wc) == 1; }));
-  EXPECT_EQ(wc.status, IBV_WC_SUCCESS);
+  EXPECT_TRUE(comes());
 }
 
 /// Who has an SRQ waits for this event before the QP is destroyed. What is said of paths that were cut is not it.
