@@ -81,11 +81,10 @@ TEST(Ports, OfConnectionsThatGoOnWithoutThemNobodyIsTold) {
 /// A host whose processors are busy: its port is not down yet when its sends find no way any more.
 TEST(Ports, ThatSayLateThatTheyAreDownAreWaitedFor) {
   constexpr unsigned kLateMs = 150;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   model_take_route(0, kLateMs);
   model_cut_now(0);
   Writing writing(x);
@@ -112,11 +111,10 @@ TEST(Neighbours, ThatAreSilentKeepNobodyBack) {
 
 /// The kernel asks for a second who has the address of a host that is gone. A change of a path does not wait for that.
 TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   model_hold_registrations(0, true);
   auto made = std::async(std::launch::async, [&] {
     ibv_ah_attr to{};
@@ -137,7 +135,7 @@ TEST(Neighbours, ThatAreAskedForAHandleKeepNobodyBack) {
 
 /// The kernel asks for a second before it connects a QP to a host that is down.
 TEST(Neighbours, ThatAreAskedBeforeAQpConnectsKeepNobodyBack) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "off", "cached", 0, 3000), b('b', "off", "cached", 0, 3000);
   const Speaker x(a), y(b);
   model_hold_registrations(0, true);
@@ -159,7 +157,7 @@ TEST(Neighbours, ThatWhatIsDestroyedWaitsForKeepNobodyBack) {
          kContext,
          kKinds };
   for (int kind = kCq; kind < kKinds && !HasFailure(); ++kind) {
-    for (const int link : {0, 1, 2}) model_mend(link);
+    mend_all();
     const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
     Library of = a;
     if (kind == kContext) of.context = a.verb<ibv_context*(ibv_device*)>("ibv_open_device")(a.context->device);
@@ -198,7 +196,7 @@ TEST(Neighbours, ThatWhatIsDestroyedWaitsForKeepNobodyBack) {
 /// Nothing is posted, so no completion tells that the link is silent. What no heartbeat goes over stays there.
 TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
   constexpr unsigned kNone = 0;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Library c('a', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone), d('b', "exact", "cached", 0, 3000, kSwitchMs, false, false, kNone);
   const Pairs found(a, b, 1), not_found(c, d, 1);
@@ -220,7 +218,7 @@ TEST(Heartbeat, FindsALinkThatIsSilentUnderWhoPostsNothing) {
 /// Whichever end begins it.
 TEST(Heartbeat, WhoseLinkIsBackLeadsToNoFailureAtEitherEnd) {
   constexpr unsigned kReturnMs = 20;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", kReturnMs, 3000), b('b', "exact", "cached", kReturnMs, 3000);
   const Pairs pairs(a, b, 1);
   ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->how();
@@ -245,7 +243,7 @@ TEST(Heartbeat, WhoseLinkIsBackLeadsToNoFailureAtEitherEnd) {
 /// that, heartbeats least of all. Nothing has failed. A link that fails then is left as ever.
 TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
   constexpr unsigned kMs = 200, kMisses = 3;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   setenv("FAILOVER_LATE", "1", 1);  // who registers does not wait for it
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses), b('b', "exact", "cached", 0, 30'000, kSwitchMs, false, false, kMs, kMisses);
   const Pairs pairs(a, b, 1);
@@ -274,7 +272,7 @@ TEST(Heartbeat, IsNotMissedBehindWhatALibraryThatStandsStillHasNotTaken) {
 /// application is told of its error all the same.
 TEST(Heartbeat, ThatGetsThroughWhereNothingLargeDoesKeepsNoErrorBack) {
   constexpr std::uint32_t kBytes = 512;  // a packet of link 1
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -312,7 +310,7 @@ std::uint32_t gid_index_of(const char* device) {
 /// is not gone to.
 TEST(Gids, ThatComeBackAtAnotherPlaceServeWhatIsMadeAhead) {
   constexpr std::uint8_t kName = 2;  // of a1
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -334,7 +332,7 @@ TEST(Gids, ThatComeBackAtAnotherPlaceServeWhatIsMadeAhead) {
 /// The path that a vQP is on has lost its address: that is not the application's doing.
 TEST(Gids, OfAPathThatAreGoneLeadToAnotherOne) {
   constexpr std::uint8_t kName = 1;  // of a0
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -350,7 +348,7 @@ TEST(Gids, OfAPathThatAreGoneLeadToAnotherOne) {
 /// As long as its address is away a link goes by another one of that kind, and no longer.
 TEST(Gids, ThatStandInGoWhenTheFirstOneIsBack) {
   constexpr std::uint8_t kName = 2, kOther = 100;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
   ASSERT_TRUE(wait_for([&] { return pairs.ready_on(0) == 1 && store_all_stand(0) && store_all_stand(1); })) << pairs.xs[0]->how();
@@ -370,7 +368,7 @@ TEST(Gids, ThatStandInGoWhenTheFirstOneIsBack) {
 
 /// Nobody says where the other end is: there is no backup, it is said why, and the application gets the path's error. Once it is said there is one.
 TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   store_hide(true);
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs early(a, b, 1);
@@ -397,7 +395,7 @@ TEST(Directory, ThatCannotBeReachedIsSaidAndLeavesTheErrorToTheApplication) {
 
 /// Its only backup link is one of a device that is not there: it is told as a vQP without a backup, and has one when that comes.
 TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_unplug(1, 0, true);
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);
@@ -418,7 +416,7 @@ TEST(Unbacked, AsItsLinkIsNotThereIsSaid) {
 /// The backup device refuses to make the first one's QP: that is told, those behind it have theirs, and it is tried again.
 TEST(Unbacked, AsTheDeviceRefusesItKeepsNoOtherBack) {
   constexpr unsigned kMost = 1u << 11;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   model_most_wrs(1, 0, kMost);
   ibv_qp_cap deep = Speaker::kCap;
@@ -444,7 +442,7 @@ unsigned devices_with_memory(const Speaker& x, std::vector<std::uint8_t>& memory
 /// Of which no vQP can have a path: nothing is made there, nor is memory registered. The first backup link is one, with and without another
 /// behind it, and then the default link.
 TEST(Unbacked, ByAnotherFamilyOfDevices) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   std::vector<std::uint8_t> memory(4096), second(4096), third(4096);
   {
     model_make_foreign(1, 0, true);
@@ -475,7 +473,7 @@ TEST(Unbacked, ByAnotherFamilyOfDevices) {
 
 /// One end has the device of the second backup link from the beginning, the other one gets it when it has told long ago where it can go.
 TEST(Later, ADeviceComesAndBothEndsUseIt) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_unplug(2, 1, true);
   const Library a('a', "exact", "cached", 0, 3000, kSwitchMs, false, true), b('b', "exact", "cached", 0, 3000, kSwitchMs, false, true);
   const Pairs pairs(a, b, 1);
@@ -486,12 +484,12 @@ TEST(Later, ADeviceComesAndBothEndsUseIt) {
   for (const int link : {0, 1}) model_cut_now(link);
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   EXPECT_TRUE(wait_for([&] { return pairs.all_on(2); })) << pairs.xs[0]->how();
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
 }
 
 /// Of two ends one loses the device of the backup link for good: the other one does not wait for a channel over it.
 TEST(Later, ADeviceGoesAndTheOtherEndHearsOfIt) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_async_events();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Pairs pairs(a, b, 1);

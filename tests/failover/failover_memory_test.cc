@@ -24,7 +24,7 @@ using namespace ends;
 
 /// More than a packet to migrd has room for.
 TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const unsigned n = std::getenv("FAILOVER_MANY") ? static_cast<unsigned>(std::atoi(std::getenv("FAILOVER_MANY"))) : 300;
   const Library a('a', "exact", "cached", 5, 3000, 60'000), b('b', "exact", "cached", 5, 3000, 60'000);
   const Pairs pairs(a, b, n);
@@ -45,7 +45,7 @@ TEST(Many, ChangeAtOnceAndThatIsSaidOfEach) {
 
 /// @return ms for registering memory at one end of `n` connections that are on a backup link, or nothing if they do not get there
 std::optional<double> registering(unsigned n) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   constexpr unsigned kMrs = 1000;
   const Library a('a', "exact", "cached", 5, 3000, 60'000), b('b', "exact", "cached", 5, 3000, 60'000);
   const Pairs pairs(a, b, n);
@@ -76,7 +76,7 @@ TEST(Many, DoNotMakeRegisteringMemorySlow) {
 /// Whoever is told of a key replaces the table, and nobody says that all threads are outside.
 TEST(Many, KeepOneTableOfKeysThatWasReplacedWhileMigrdIsAway) {
   constexpr unsigned kPairs = 20, kMrs = 10;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const std::size_t processes = store_processes();
   const Library a('a', "exact", "cached", 0, 3000);
   ASSERT_TRUE(wait_for([&] { return store_processes() == processes + 1; }));
@@ -96,7 +96,7 @@ TEST(Many, KeepOneTableOfKeysThatWasReplacedWhileMigrdIsAway) {
 }
 
 TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000), without('b', "off", "cached", 0, 3000);
   constexpr unsigned kUnknown = 100;
   const Pairs unknown(a, without, kUnknown), known(a, b, 1);
@@ -106,7 +106,7 @@ TEST(Many, PartnersThatNobodyKnowsKeepNoOtherBack) {
 
 /// Their names are there still, and nobody is behind them: more than one question to migrd has room for.
 TEST(Many, PartnersThatAreGoneKeepNoOtherBack) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "rebuild", 0, 3000), b('b', "exact", "rebuild", 0, 3000), without('b', "off", "rebuild", 0, 3000);
   constexpr unsigned kGone = MIGR_LINKS_MAX_RECORDS / 2 + 10;  // each with a channel on two links
   const unsigned before = model_mrs(1, 0);
@@ -128,11 +128,10 @@ TEST(Many, PartnersThatAreGoneKeepNoOtherBack) {
 
 /// Pinning a terabyte takes minutes. Other calls of the application, and a change of a path, do not wait for that.
 TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   std::vector<std::uint8_t> memory(4096);
   ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
   const auto reg = [&](ibv_pd* of) { return a.verb<ibv_mr*(ibv_pd*, void*, std::size_t, int)>("ibv_reg_mr")(of, memory.data(), memory.size(), IBV_ACCESS_LOCAL_WRITE); };
@@ -180,7 +179,7 @@ TEST(Memory, IsPinnedOnABackupLinkWithoutTheLock) {
 
 /// A link fails when some of it has just been registered, and is still being pinned on the other link: only what needs it waits.
 TEST(Memory, ThatIsBeingPinnedKeepsNoOtherPdsConnectionBack) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b), other_x(a), other_y(b);
   x.connect(y), y.connect(x), other_x.connect(other_y), other_y.connect(other_x);
@@ -223,7 +222,7 @@ TEST(Memory, ThatIsBeingPinnedOnABackupLinkIsWaitedForWhenItsContextIsClosed) {
 }
 
 TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -251,11 +250,10 @@ TEST(RefusedMemory, KeepsNoOtherAwayFromABackupLink) {
 }
 
 TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   std::vector<std::uint8_t> memory(4096), refused(4096);
   ibv_pd* const of_no_qp = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
   model_refuse_registrations(refused.data());
@@ -272,7 +270,7 @@ TEST(RefusedMemory, OfAPdThatNoQpHasEndsNoConnection) {
 }
 
 TEST(RefusedMemory, IsSaidToWhoRegistersItAnew) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -296,7 +294,7 @@ TEST(RefusedMemory, IsSaidToWhoRegistersItAnew) {
 
 /// On the backup link work requests are in flight that name it, at both ends.
 TEST(RefusedMemory, ThatIsNotRegisteredAnewIsCalledThereAsBefore) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
   std::vector<std::uint8_t> out(2100, 7), in(2100), got(2100);
@@ -346,13 +344,12 @@ ibv_cq* small_cq(const Library& of) { return of.verb<ibv_cq*(ibv_context*, int, 
 
 /// The model ends the program when a CQ overruns.
 TEST(Room, IsMadeInACqForWhatIsNotSignalled) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
   ibv_cq* const cq = small_cq(a);
   const int told = cq->cqe;
   const Speaker x(a, nullptr, cq), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   EXPECT_EQ(cq->cqe, told);
   ASSERT_EQ(a.verb<int(ibv_cq*, int)>("ibv_resize_cq")(cq, kFewCqes + 1), 0);
   model_cut_now(0);
@@ -370,7 +367,7 @@ TEST(Room, IsMadeInACqForWhatIsNotSignalled) {
 }
 
 TEST(Room, ThatACqCannotHaveIsSaidAndNotProtected) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_most_cqes(kNeeded - 1);
   const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
   const Speaker x(a, nullptr, small_cq(a)), y(b);
@@ -386,12 +383,11 @@ TEST(Room, ThatACqCannotHaveIsSaidAndNotProtected) {
 
 /// What its cut would tell is not known any more: errors, and no success that is none.
 TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_most_cqes(kNeeded);
   const Library a('a', "resend", "cached", 0, 3000), b('b', "resend", "cached", 0, 3000);
   const Speaker x(a, nullptr, small_cq(a)), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how();
+  ASSERT_EQ(meet(x, y), "");
   const Speaker other(a, x.pd, x.cq);
   ASSERT_TRUE(wait_for([&] {
     a.verb<int(const char*, std::uint32_t)>("migr_link_up")("a0", 1);  // so that it is looked at
@@ -414,7 +410,7 @@ TEST(Room, ThatALaterQpTakesIsSaidOfTheOneBeforeAndEndsItWithItsLink) {
 /// Off its default link, which works again: it carries where it is, and goes back when there is room.
 TEST(Room, ThatALaterQpTakesKeepsTheOneBeforeWhereItIs) {
   constexpr unsigned kReturnMs = 5;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_most_cqes(kNeeded);
   const Library a('a', "resend", "cached", kReturnMs, 3000), b('b', "resend", "cached", kReturnMs, 3000);
   const auto link_is = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };

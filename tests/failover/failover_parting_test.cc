@@ -26,7 +26,7 @@ class Parting : public testing::TestWithParam<bool> {};
 
 TEST_P(Parting, OutlivesALinkThatFailsBeforeTheAnswerToBye) {
   const bool all = GetParam();
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000);
   ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
   const StoreProcess process = store_process_of(0);
@@ -64,7 +64,7 @@ INSTANTIATE_TEST_SUITE_P(, Parting, testing::Bool(), [](const auto& info) { retu
 /// one has waited for long enough.
 TEST(Adrift, EndsWithTheOtherEnd) {
   constexpr unsigned kLongMs = 4 * kSwitchMs, kSoonMs = 4000;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, kLongMs);
   ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
   const StoreProcess process = store_process_of(0);
@@ -100,7 +100,7 @@ TEST(Adrift, EndsWithTheOtherEnd) {
 
 /// Of two connections of the same processes one has broken off its default link at one end, and is gone at the other, which is to be migrated.
 TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 5, 30'000);
   ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
   const StoreProcess process = store_process_of(0);
@@ -128,7 +128,7 @@ TEST(Bye, IsAnsweredByWhoHasLostAnotherConnection) {
 
 /// What a partner has published cannot be withdrawn without migrd, so it would not answer, and would hear nothing any more.
 TEST(Bye, IsNotHeardWhileMigrdIsAway) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000);
   ASSERT_TRUE(wait_for([] { return store_processes() == 1; }));
   const StoreProcess process = store_process_of(0);
@@ -161,7 +161,7 @@ TEST(Bye, IsNotHeardWhileMigrdIsAway) {
 class Back : public testing::TestWithParam<bool> {};
 
 TEST_P(Back, ToAnEndThatIsGoneEndsItAtOnce) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   constexpr unsigned kReturnMs = 2500;
   const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", kReturnMs, 30'000);
   const Pairs pairs(a, b, 2);
@@ -185,7 +185,7 @@ INSTANTIATE_TEST_SUITE_P(, Back, testing::Bool(), [](const auto& info) { return 
 
 /// The other end has not got all memory there, and so no backup of its own.
 TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a), y(b);
   std::vector<std::uint8_t> memory(4096);
@@ -211,7 +211,7 @@ TEST(Preferred, LinkThatTheOtherEndCannotTakeWithholdsNothing) {
 /// Its device there, or the other end's, does not take what was registered when both stood ready.
 TEST(Preferred, LinkThatRefusesLaterMemoryIsNotGoneTo) {
   for (const bool here : {true, false}) {
-    for (const int link : {0, 1, 2}) model_mend(link);
+    mend_all();
     const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
     const Speaker x(a), y(b);
     const Speaker& end = here ? x : y;

@@ -25,7 +25,7 @@ using namespace ends;
 
 /// A session that began while posts are noted is kept. Its links are left and come back before it ends: they are there all the same.
 TEST(Session, ThatIsOpenKeepsNoBackupAway) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b, nullptr, nullptr, nullptr, true);
   x.connect(y), y.connect(x);
@@ -72,7 +72,7 @@ struct Session {
 
 /// The ends agree to relay atomics, from when on sessions are kept, while one is open on the path: that of another thread waits for it.
 TEST(Session, OnThePathIsNotMixedWithAKeptOne) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b, nullptr, nullptr, nullptr, true);
   x.connect(y), y.connect(x);
@@ -97,7 +97,7 @@ TEST(Session, OnThePathIsNotMixedWithAKeptOne) {
 
 /// It is open when the link fails, and its thread asks the library for something before it ends it.
 TEST(Session, WhoseThreadNeedsTheLibraryEndsNoConnection) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
@@ -147,7 +147,7 @@ Clock::duration longest_query(const Speaker& x, std::chrono::milliseconds time) 
 
 /// The same, and the link is to be left without a failure: who waits for the session's end does not hold the library's lock.
 TEST(Session, WhoseThreadNeedsTheLibraryIsNotHeldUpByADrain) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
@@ -171,7 +171,7 @@ void post_in_a_drain(Writing& other) {
 /// A drain that such a session outlasts is over without it. What another thread has posted meanwhile is not posted before its end, for which the device
 /// has the queue locked: who did so with the library's lock would wait for a thread that waits for him.
 TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b);
   x.connect(y), y.connect(x);
@@ -189,7 +189,7 @@ TEST(Session, ThatOutlastsADrainIsWaitedForByWhatOthersPost) {
 
 /// The other end has given up meanwhile, and it is the session's own thread that closes the QP. What was kept is flushed behind the session.
 TEST(Session, ThatOutlastsItsConnectionHoldsNobodyUpWhoClosesTheQp) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a, nullptr, nullptr, nullptr, true), y(b), other_x(a), other_y(b);
   x.connect(y), y.connect(x);
@@ -231,7 +231,7 @@ class LatePost : public testing::Test {
   static constexpr std::uint32_t kBytes = 2100, kSlots = 80, kReceive = 500;  // more than two packets; WRITEs of a test; a wr_id
 
   void SetUp() override {
-    for (const int link : {0, 1, 2}) model_mend(link);
+    mend_all();
     model_forget_writes();
     x_.connect(y_), y_.connect(x_);
     ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0) && store_all_stand(0) && store_all_stand(1); })) << x_.how();
@@ -441,7 +441,7 @@ TEST_F(LatePostAfterReturn, ThatIsFlushedWhenAllWereSeenOutsideIsHidden) {
 /// The errors of a path are hidden, and whoever asks for as many completions as there are of those gets the others that lie behind them.
 TEST(Errors, OfAPathAreNotAllThatIsFound) {
   constexpr unsigned kErrors = 3;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   ibv_qp_cap other = Speaker::kCap;
   other.max_recv_wr = 5;
@@ -480,7 +480,7 @@ int post_add(const Speaker& x, std::uint64_t& found, const ibv_mr& here, const s
 /// A thread is on its way to the default link when its end is drained, and what it posts does not get to the other end any more. Nothing had failed, so with
 /// `resend`, too, it is known that it was not executed.
 TEST(Drain, DoesNotLoseWhatIsPostedLate) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "resend", "cached", 0, 30'000), b('b', "resend", "cached", 0, 30'000);
   const Speaker x(a), y(b);
   ibv_qp_attr patient{};  // its path does not fail meanwhile
@@ -523,7 +523,7 @@ TEST(Drain, DoesNotLoseWhatIsPostedLate) {
 /// On the way back one end is soon drained, and the other one hears of it late, and has something in flight for longer than the first one waits. What the
 /// first one sends when it has gone on is not cut off, since nothing has failed: each FETCH_AND_ADD completes, and none had to be settled.
 TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   constexpr unsigned kReturnMs = 2500;
   const Library a('a', "exact", "cached", kReturnMs, 30'000), b('b', "exact", "cached", 0, 30'000);
   const Speaker x(a), y(b);
@@ -584,7 +584,7 @@ TEST(Drain, ThatRunsOutAtOneEndIsNotTakenForDoneAtTheOther) {
 
 /// The NIC that has given up is not the one that executes it then.
 TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found = 7;
@@ -605,7 +605,7 @@ TEST(Relayed, WhatIsStillOnItsWayWhenItIsGivenUpIsExecutedOnce) {
 /// The host that executes it has no processor for what its NICs send to themselves.
 TEST(Relayed, WhatAStarvedHostExecutesLateIsWaitedFor) {
   constexpr unsigned kNever = 1000, kLate = 5;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found = 7;
@@ -634,7 +634,7 @@ TEST(Relayed, WhatAStarvedHostExecutesLateIsWaitedFor) {
 /// Of none of the devices there is a QP to be had for a while. Those behind it wait in their order.
 TEST(Relayed, WhatNoDeviceCanExecuteForAMomentIsTriedAgain) {
   constexpr unsigned kTimes = 4, kAdds = 3;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found[kAdds] = {7, 7, 7};
@@ -656,7 +656,7 @@ TEST(Relayed, WhatNoDeviceCanExecuteForAMomentIsTriedAgain) {
 
 TEST(Relayed, WhatNoDeviceCanExecuteEndsAfterItsLimitAndIsNotExecutedLater) {
   constexpr unsigned kLimitMs = 500;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kLimitMs, true), b('b', "exact", "cached", 0, 30'000, kLimitMs, true);
   const Speaker x(a), y(b);
   std::uint64_t sum = 0, found = 7;
@@ -679,7 +679,7 @@ TEST(Relayed, WhatNoDeviceCanExecuteEndsAfterItsLimitAndIsNotExecutedLater) {
 /// The first of two that the other end does not take ends the connection, and the second one is in no queue of a device that could flush it.
 /// Nothing else completes, while a thread polls all the time.
 TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   for (unsigned i = 0; i < 5; ++i) {
     const Speaker x(a), y(b);
@@ -712,7 +712,7 @@ TEST(Relayed, WhatTheDeviceDoesNotFlushIsFoundByWhoPolls) {
 
 /// It was asked for before its vQP went on its way to the other link, where the other end is held up.
 TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const std::size_t before = store_processes();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true);
   ASSERT_TRUE(wait_for([&] { return store_processes() == before + 1; }));
@@ -757,7 +757,7 @@ TEST(Relayed, WhatIsAnsweredInADrainIsWaitedForNoLonger) {
 
 /// The other end does not answer, and the first one is on its way to another link.
 TEST(Relayed, WhatWaitsTakesRoomOfWhatIsKept) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 30'000, kSwitchMs, true), b('b', "exact", "cached", 0, 30'000, kSwitchMs, true);
   const Speaker x(a), y(b);
   std::vector<std::uint64_t> words(2);

@@ -146,7 +146,7 @@ std::string storm(End& x, End& y, const Options& o, bool parks) {
     std::this_thread::sleep_for(std::chrono::milliseconds(random() % 60));
   }
   calm = true;
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   if (parks) parking.join();
   return wait_for([&] { return over() || (x.idle() && y.idle()); }) ? "" : "no end: " + x.how() + "; " + y.how();
 }
@@ -424,7 +424,7 @@ std::string happens(const Kind& kind, End& x, End& y, const Options& o, const Li
 }
 
 Outcome round_of(const Library& a, const Library& b, const Options& o, const Kind& kind) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_forget_writes();
   for (const int link : {0, 1, 2})
     for (const int end : {0, 1}) model_refuse_qps(link, end, 0);  // which a round has not met

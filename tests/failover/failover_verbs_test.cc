@@ -57,7 +57,7 @@ struct Reading {
 class Attributes : public testing::Test {
  protected:
   void SetUp() override {
-    for (const int link : {0, 1, 2}) model_mend(link);
+    mend_all();
   }
   static void link_down(const Library& of, const char* device) { ASSERT_EQ(of.verb<int(const char*, std::uint32_t)>("migr_link_down")(device, 1), 0); }
   static void link_up(const Library& of, const char* device) { ASSERT_EQ(of.verb<int(const char*, std::uint32_t)>("migr_link_up")(device, 1), 0); }
@@ -222,7 +222,7 @@ TEST_F(Attributes, OfAQpInSqdKeepItWhereItIs) {
 /// What is bound on one device is not on another: from the first window on nobody leaves the default link, not even one that is healthy. Off that
 /// there are none.
 TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 5, 30'000), b('b', "exact", "cached", 5, 30'000);
   const Speaker x(a), y(b);
   x.connect(y), y.connect(x);
@@ -266,7 +266,7 @@ TEST(Windows, EndTheBackupAndAreRefusedOffTheDefaultLink) {
 /// A QP that only receives or only sends, or neither: soft-RoCE has no room in a queue of no depth for what a cut posts behind all others.
 TEST(Depthless, QueuesChangeTheirPath) {
   for (const bool sessions : {false, true}) {
-    for (const int link : {0, 1, 2}) model_mend(link);
+    mend_all();
     const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000);
     ibv_qp_cap sends = Speaker::kCap, neither = sends;
     sends.max_recv_wr = neither.max_recv_wr = neither.max_send_wr = 0;
@@ -290,9 +290,8 @@ TEST(Depthless, QueuesChangeTheirPath) {
 class Waiting : public testing::Test {
  protected:
   void SetUp() override {
-    for (const int link : {0, 1, 2}) model_mend(link);
-    x_.connect(y_), y_.connect(x_);
-    ASSERT_TRUE(wait_for([&] { return x_.ready_on(0) && y_.ready_on(0); })) << x_.how() << "; " << y_.how();
+    mend_all();
+    ASSERT_EQ(meet(x_, y_), "");
   }
   void lose_the_link() {
     ASSERT_EQ(a_.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
@@ -366,7 +365,7 @@ TEST_F(Events, ThatLieUnreadWhenTheLinkFailsAreAllThereIs) {
 
 /// Who has an SRQ waits for this event before the QP is destroyed. What is said of paths that were cut is not it.
 TEST(LastWqe, IsToldOfAQpOnABackupLink) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_async_events();
   const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000);
   ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
@@ -374,8 +373,7 @@ TEST(LastWqe, IsToldOfAQpOnABackupLink) {
   of_srq.attr.max_wr = of_srq.attr.max_sge = 1;
   ibv_srq* const srq = a.verb<ibv_srq*(ibv_pd*, ibv_srq_init_attr*)>("ibv_create_srq")(pd, &of_srq);
   const Speaker x(a, pd, nullptr, srq), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
+  ASSERT_EQ(meet(x, y), "");
   const auto say = [&](const char* what) { ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>(what)("a0", 1), 0); };
   for (int i = 0; i < 2; ++i) {
     if (i) say("migr_link_up");
@@ -416,11 +414,10 @@ TEST(LastWqe, IsToldOfAQpOnABackupLink) {
 
 /// Who polls a CQ that it cannot use finds nothing.
 TEST(Forked, ChildMayPollWhatWasOnABackupLink) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   const Speaker x(a), y(b);
-  x.connect(y), y.connect(x);
-  ASSERT_TRUE(wait_for([&] { return x.ready_on(0) && y.ready_on(0); })) << x.how() << "; " << y.how();
+  ASSERT_EQ(meet(x, y), "");
   ASSERT_EQ(a.verb<int(const char*, std::uint32_t)>("migr_link_down")("a0", 1), 0);
   ASSERT_TRUE(wait_for([&] { return x.state().link == 1 && y.state().link == 1; })) << x.how() << "; " << y.how();
   const pid_t child = fork();
@@ -437,7 +434,7 @@ TEST(Forked, ChildMayPollWhatWasOnABackupLink) {
 
 /// The QPs of an SRQ have partners of which one leaves the link, and comes back. Both say as much as they like meanwhile.
 TEST(Shared, AnSrqServesTwoLinksAtATime) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   model_async_events();  // of a QP with an SRQ that is in ERR
   const Library a('a', "exact", "cached", 5, 3000), b('b', "exact", "cached", 5, 3000), c('b', "exact", "cached", 5, 3000);
   constexpr std::uint32_t kReceives = 6, kMessages = 300, kBytes = 2100;
@@ -587,7 +584,7 @@ TEST(Shared, AnSrqServesTwoLinksAtATime) {
 
 /// While ibv_destroy_cq() is in the driver the SRQ that it had receives of is looked after, for another CQ.
 TEST(Shared, ReceivesAreNotLookedForInACqThatIsBeingDestroyed) {
-  for (const int link : {0, 1, 2}) model_mend(link);
+  mend_all();
   const Library a('a', "exact", "cached", 0, 3000), b('b', "exact", "cached", 0, 3000);
   ibv_pd* const pd = a.verb<ibv_pd*(ibv_context*)>("ibv_alloc_pd")(a.context);
   ibv_srq_init_attr of_srq{};

@@ -6,11 +6,16 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "model.h"
 #include "store.h"
 
 namespace ends {
 
 std::filesystem::path folder() { return std::filesystem::temp_directory_path() / ("failover." + std::to_string(getpid())); }
+
+void mend_all() {
+  for (const int link : {0, 1, 2}) model_mend(link);
+}
 
 Library::Library(char host, const std::string& policy, const std::string& paths, unsigned return_ms, unsigned adrift_ms, unsigned switch_ms, bool relays, bool third, unsigned heartbeat_ms, unsigned heartbeat_misses) {
   static int count = 0;  // a name that was loaded before would be the same library

@@ -24,6 +24,9 @@ constexpr unsigned kSwitchMs = 20'000;             // in which a switch has to e
 /// Of files of this run; leave.h removes it.
 std::filesystem::path folder();
 
+/// What a test before this one has cut.
+void mend_all();
+
 /// libmigr.so of one "process": a copy of the file, so that it has data of its own.
 class Library {
  public:

@@ -83,6 +83,11 @@ std::string Speaker::how() const {
   return "phase " + std::to_string(s.phase) + " on link " + std::to_string(s.link) + ", epoch " + std::to_string(s.epoch) + ", " + s.why;
 }
 
+std::string meet(const Speaker& x, const Speaker& y) {
+  x.connect(y), y.connect(x);
+  return wait_for([&] { return x.ready_on(0) && y.ready_on(0); }) ? "" : x.how() + "; " + y.how();
+}
+
 Pairs::Pairs(const Library& a, const Library& b, unsigned n) {
   for (unsigned i = 0; i < n; ++i) {
     const bool shares = i % 64 != 0;

@@ -46,6 +46,9 @@ struct Speaker {
   ibv_gid gid{};
 };
 
+/// Connects them to each other, and waits until both have their backup. @return "" or how they are where that does not come
+std::string meet(const Speaker& x, const Speaker& y);
+
 /// Connections of two libraries; 64 in a row share a CQ at either end.
 struct Pairs {
   Pairs(const Library& a, const Library& b, unsigned n);

@@ -328,7 +328,7 @@ struct Told : DirectoryTest {
     const Fd fd = connect_library(path, Instance{who});
     if (fd.n < 0) _exit(1);
     while (silent && !shared->listens) usleep(1'000);
-    answer_all(fd.n, [this](migr_msg& m) {
+    answer_all(fd.n, [this](migr_msg& m, const std::byte*) {
       if (m.type == MIGR_MSG_MOVES && m.count) shared->told++;
       m.arg = 0;
     });

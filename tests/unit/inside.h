@@ -45,7 +45,7 @@ class Inside {
     const migr_text_range code{reinterpret_cast<std::uint64_t>(__executable_start), static_cast<std::uint64_t>(etext - __executable_start), 0, 0};
     const Fd fd = connect_library(path, i, MIGR_PROC_RUNNING, MIGR_PROC_VERSION, {&code, 1});  // this thread is to be left out, not the other
     if (fd.n < 0) _exit(1);
-    answer_all(fd.n, [](migr_msg& m) { m.arg = 1; });  // MOVES_PREPARE: it has an unconnected QP
+    answer_all(fd.n, [](migr_msg& m, const std::byte*) { m.arg = 1; });  // MOVES_PREPARE: it has an unconnected QP
     _exit(0);
   }
   std::atomic<bool>* const may_leave_ = new (mmap(nullptr, sizeof(std::atomic<bool>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) std::atomic<bool>(false);

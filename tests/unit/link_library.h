@@ -252,12 +252,6 @@ inline migr_links_channel link_channel(const Instance& peer, std::uint8_t host, 
 }
 
 /// Until it is so, or the limit has run out. @return whether it is
-inline bool soon(const std::function<bool()>& what, int limit_ms = 10'000) {
-  for (int ms = 0; ms < limit_ms; ms += 10) {
-    if (what()) return true;
-    usleep(10'000);
-  }
-  return what();
-}
+inline bool soon(const std::function<bool()>& what, int limit_ms = 10'000) { return within(limit_ms, what); }
 
 }  // namespace migr

@@ -6,11 +6,9 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -238,25 +236,16 @@ class ALibrary {
   using Told = std::function<int(const migr_msg& asked, const std::byte* records)>;
   /// @param told  what it is asked for; it returns the status of the answer
   ALibrary(SessionTable& sessions, const std::string& path, Told told) : sessions_(sessions), told_(std::move(told)) {
-    sockaddr_un at{};
-    at.sun_family = AF_UNIX;
-    std::snprintf(at.sun_path, sizeof at.sun_path, "%s", path.c_str());
     EXPECT_TRUE(sessions.start(path, {}));
-    EXPECT_EQ(connect(socket_.n, reinterpret_cast<sockaddr*>(&at), sizeof at), 0);
-    migr_msg m{};
-    m.version = MIGR_PROC_VERSION;
-    m.type = MIGR_MSG_HELLO;
-    std::memset(m.instance, 'i', sizeof m.instance);
-    EXPECT_EQ(send(socket_.n, &m, sizeof m, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof m));
+    Instance i;
+    i.fill('i');
+    socket_ = connect_library(path, i);
+    EXPECT_GE(socket_.n, 0);
     thread_ = std::thread([this] {
-      std::byte packet[1 << 16];
-      for (migr_msg asked; recv(socket_.n, packet, sizeof packet, 0) >= static_cast<ssize_t>(sizeof asked);) {
-        std::memcpy(&asked, packet, sizeof asked);
-        asked.status = told_(asked, packet + sizeof asked);
-        asked.type |= MIGR_REPLY;
-        asked.arg = asked.count = asked.record_size = 0;
-        send(socket_.n, &asked, sizeof asked, MSG_NOSIGNAL);
-      }
+      answer_all(socket_.n, [this](migr_msg& m, const std::byte* records) {
+        m.status = told_(m, records);
+        m.arg = 0;
+      });
     });
   }
   ~ALibrary() {
@@ -268,7 +257,7 @@ class ALibrary {
  private:
   SessionTable& sessions_;
   const Told told_;
-  const Fd socket_{socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
+  Fd socket_;
   std::thread thread_;
 };
 

@@ -44,13 +44,14 @@ inline Fd connect_library(const std::string& path, const Instance& i = {}, std::
   return fd;
 }
 
-/// Answers without records until the connection ends. @param look  at what it is asked; sets status and arg of the answer
+/// Answers without records until the connection ends.
+/// @param look  at what it is asked, and the records of that; sets status and arg of the answer
 template <class Look>
 void answer_all(int fd, Look look) {
   std::vector<std::byte> packet(1 << 16);
   for (migr_msg m; recv(fd, packet.data(), packet.size(), 0) >= static_cast<ssize_t>(sizeof m);) {
     std::memcpy(&m, packet.data(), sizeof m);
-    look(m);
+    look(m, packet.data() + sizeof m);
     m.type |= MIGR_REPLY;
     m.count = m.record_size = 0;
     send(fd, &m, sizeof m, MSG_NOSIGNAL);
